@@ -1,0 +1,85 @@
+# The commands of this repository. PIP_* variables and PYTHON are honoured; TORCH_INDEX is an extra index for torch alone.
+PYTHON ?= python3
+VENV := .venv
+STAMP := $(VENV)/.stamp
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+INSTALL := $(PY) -m pip install --constraint constraints.txt
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test test-all lint format mutants lock clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@echo
+	@echo "  ARGS='...'          more arguments for serve and test"
+	@echo "  PYTHON=python3.12   the Python that makes .venv (3.11 to 3.13)"
+	@echo "  TORCH_INDEX=URL     where else to look for torch, such as the index of its CPU builds"
+
+# The lock keeps two makes apart. A stamp of another folder or Python, or one whose Python has gone, counts as none.
+setup: ## make .venv and install the locked dependencies
+	@exec 9< Makefile; if command -v flock > /dev/null; then flock 9; fi; \
+	$(stamp_is_ours) || rm -f $(STAMP); \
+	$(MAKE) --question $(STAMP) 2> /dev/null || $(MAKE) --no-print-directory $(STAMP)
+
+stamp_is_ours = { grep -qsxF '$(CURDIR)' $(STAMP) \
+	&& { [ '$(origin PYTHON)' = file ] || grep -qsxF '$(PYTHON)' $(STAMP); } && $(PY) -c ''; }
+
+# Without a stamp everything is made anew: an interrupted pip can leave half a package that it takes for a whole one.
+# torch goes first, so that no other package chooses its build.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c "$$CHECK_PYTHON"
+	[ -f $@ ] || $(PYTHON) -m venv --clear $(VENV)
+	@rm -f $@
+	$(INSTALL) --upgrade pip
+	$(INSTALL) $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') torch
+	$(INSTALL) --no-build-isolation --editable '.[grammar]' --group dev
+	@printf '%s\n' '$(CURDIR)' '$(PYTHON)' > $@
+
+export define CHECK_PYTHON
+import sys
+v = sys.version_info
+if not (3, 11) <= v[:2] <= (3, 13):
+    sys.exit("aserve needs Python 3.11 to 3.13, and $(PYTHON) is %d.%d: make ... PYTHON=/path/to/python" % v[:2])
+endef
+
+serve: setup ## start the server on http://127.0.0.1:8000 with the bundled model
+	@exec $(PY) -m aserve serve $(ARGS)
+
+test: lint ## what CI does: lint, type checks, tests
+	$(PY) -m pytest -q --durations=15 $(ARGS)
+
+test-all: lint ## the same with the large profiles
+	ASERVE_TEST_PROFILE=large $(PY) -m pytest -q --durations=15 --timeout=3600 $(ARGS)
+
+lint: setup ## ruff, codespell, mypy
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/codespell
+	$(BIN)/mypy
+
+format: setup ## format the code and mend what ruff can
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+mutants: setup ## break the code on purpose: the tests must notice
+	$(PY) -m tests.mutants $(ARGS)
+
+LOCK_VENV := .venv-lock
+lock: ## write constraints.txt anew: the newest versions that fit its torch and triton (with Python 3.11)
+	@$(PYTHON) -c "$$CHECK_PYTHON"
+	$(PYTHON) -m venv --clear $(LOCK_VENV)
+	grep -E '^(torch|triton)==' constraints.txt > $(LOCK_VENV)/pins.txt
+	$(LOCK_VENV)/bin/pip install --upgrade pip
+	$(LOCK_VENV)/bin/pip install --constraint $(LOCK_VENV)/pins.txt torch triton
+	$(LOCK_VENV)/bin/pip install --constraint $(LOCK_VENV)/pins.txt --editable '.[grammar]' --group dev
+	{ grep '^#' constraints.txt; $(LOCK_VENV)/bin/pip freeze --all --exclude-editable \
+		| sed -E 's/\+[A-Za-z0-9.]+$$//' | grep -viE '^(nvidia|cuda)-' | LC_ALL=C sort -f; } > $(LOCK_VENV)/constraints.txt
+	mv $(LOCK_VENV)/constraints.txt constraints.txt
+	rm -rf $(LOCK_VENV)
+
+clean: ## remove .venv, caches and build output
+	rm -rf $(VENV) $(LOCK_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	find aserve kernels tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""A small LLM inference server; the embeddable API is `aserve.engine`."""

@@ -1,0 +1,71 @@
+"""Replays a recording through the value machine, and checks that it decides as it did then.
+
+Must not need a device, a model or a clock: the recording holds all that the scheduler ever saw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from aserve.errors import BugError
+from aserve.messages import (
+    Launch,
+    Refused,
+    Resync,
+    Retired,
+    Sample,
+    SchedulerEffect,
+    array_i32,
+)
+from aserve.observability.recording import RecordedTurn, digest_of, read_recording
+from aserve.scheduling.state import SchedulerState
+
+
+class ReplayDiffers(BugError):
+    """The same events gave other effects than those recorded."""
+
+
+def replay(path: Path) -> Iterator[str]:
+    """One line per thing that the scheduler did. Raises what it raised, and ReplayDiffers."""
+    recording = read_recording(path)
+    state = SchedulerState(recording.spec, debug_checks=True)
+    yield f"spec {recording.spec}"
+    for number, turn in enumerate(recording.turns, start=1):
+        effects = state.step(turn.events)
+        for effect in effects:
+            yield f"turn {number} {_described(effect)}"
+        _compare(number, turn, effects)
+    yield f"replayed turns={len(recording.turns)} idle={state.is_idle}"
+
+
+def _compare(number: int, turn: RecordedTurn, effects: list[SchedulerEffect]) -> None:
+    """A turn without a digest is the recording's last: the scheduler did not survive it."""
+    if turn.digest is not None and turn.digest != digest_of(effects):
+        raise ReplayDiffers(f"turn {number} gave other effects than when it was recorded")
+
+
+def _described(effect: SchedulerEffect) -> str:
+    match effect:
+        case Launch(batch=batch):
+            spans = zip(array_i32(batch.rows), array_i32(batch.spans), strict=True)
+            rows = " ".join(f"{row}:{span}" for row, span in spans)
+            samples, held = _ids(batch.sample_rows), _ids(batch.held_rows)
+            return f"launch iteration={batch.iteration} rows=[{rows}] {samples=!s} {held=!s}"
+        case Sample():
+            return f"sample iteration={effect.iteration} rows={_ids(effect.rows)}"
+        case Resync():
+            return f"resync iteration={effect.iteration}"
+        case Retired():
+            return (
+                f"retired request={effect.request_id} child={effect.child} "
+                f"reason={effect.reason} outputs={effect.num_outputs}"
+            )
+        case Refused():
+            return f"refused request={effect.request_id} reason={effect.error.message}"
+        case _:
+            return type(effect).__name__
+
+
+def _ids(data: bytes) -> str:
+    return "[" + " ".join(str(row) for row in array_i32(data)) + "]"

@@ -1,0 +1,164 @@
+"""The scheduler actor: gives events to the value machine and performs the effects, in order.
+
+Must not decide anything: what runs is in aserve.scheduling. Owns the deadline timers of requests,
+and tells observers about each turn once everything in it was performed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import assert_never
+
+from aserve.actors.base import Actor
+from aserve.channel import Channel
+from aserve.errors import BugError
+from aserve.messages import (
+    AdmitRequest,
+    BuildMask,
+    Cancel,
+    DetokenizerEvent,
+    Executor,
+    Launch,
+    Refused,
+    Resync,
+    Retired,
+    Sample,
+    SchedulerEffect,
+    SchedulerEvent,
+    StepOutput,
+    Ticket,
+)
+from aserve.observability.recording import Recorder
+from aserve.observability.trace import Trace
+from aserve.observability.turn import SchedulerObserver, SchedulerTurn, Seat
+from aserve.scheduling.state import SchedulerState
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerPorts:
+    """Where effects go."""
+
+    executor: Executor
+    tickets: Channel[Ticket]
+    text: Channel[DetokenizerEvent]
+    build_mask: Callable[[BuildMask], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerWatch:
+    """Who looks on: `recorder` sees events before the scheduler does, the others whole turns."""
+
+    trace: Trace
+    observers: tuple[SchedulerObserver, ...] = ()
+    recorder: Recorder | None = None
+
+
+class SchedulerActor(Actor[SchedulerEvent]):
+    def __init__(
+        self,
+        state: SchedulerState,
+        ports: SchedulerPorts,
+        *,
+        watch: SchedulerWatch,
+        inbox: Channel[SchedulerEvent],
+    ) -> None:
+        super().__init__("scheduler", inbox=inbox)
+        self._state = state
+        self._ports = ports
+        self._watch = watch
+        self._deadlines: dict[str, asyncio.TimerHandle] = {}  # of requests that have not ended
+
+    def handle(self, events: list[SchedulerEvent]) -> None:
+        effects = self._decide(events)
+        for effect in effects:
+            self._perform(effect)
+        self._set_deadlines(events)
+        turn = self._turn(events, effects)
+        self._watch.trace.turned(turn)
+        for observer in self._watch.observers:
+            observer.turned(turn)
+
+    async def stop(self) -> None:
+        for timer in self._deadlines.values():
+            timer.cancel()
+        self._deadlines.clear()
+        await super().stop()
+
+    def _decide(self, events: list[SchedulerEvent]) -> list[SchedulerEffect]:
+        recorder = self._watch.recorder
+        if recorder is not None:
+            recorder.begin(events)
+        try:
+            effects = self._state.step(events)
+        except (BugError, AssertionError) as error:
+            for request_id in sorted(_named(events)):
+                error.add_note(self._watch.trace.story(request_id))
+            raise
+        if recorder is not None:
+            recorder.finish(effects)
+        return effects
+
+    def _perform(self, effect: SchedulerEffect) -> None:
+        ports = self._ports
+        match effect:
+            case Launch():
+                ports.tickets.send(ports.executor.launch(effect.batch))
+            case Sample():
+                ports.tickets.send(ports.executor.sample(effect))
+            case Resync():
+                ports.executor.resync(effect)
+            case StepOutput():
+                ports.text.send(effect)
+            case Retired() | Refused():
+                ports.text.send(effect)
+                self._clear_deadline(effect.request_id)
+            case BuildMask():
+                if ports.build_mask is None:
+                    raise BugError(f"no mask worker for grammar request {effect.request_id}")
+                ports.build_mask(effect)
+            case _:
+                assert_never(effect)
+
+    def _set_deadlines(self, events: list[SchedulerEvent]) -> None:
+        """For requests that live after the turn: one that was refused or ended in it needs none."""
+        loop = asyncio.get_running_loop()
+        for event in events:
+            if not isinstance(event, AdmitRequest) or event.timeout_s is None:
+                continue
+            if event.request_id in self._state.board.groups:
+                cancel = Cancel(event.request_id, None, 0, "deadline")
+                timer = loop.call_later(event.timeout_s, self.inbox.send, cancel)
+                self._deadlines[event.request_id] = timer
+
+    def _clear_deadline(self, request_id: str) -> None:
+        """At the last Retired of a request; its other children still have the deadline."""
+        if request_id in self._state.board.groups:
+            return
+        timer = self._deadlines.pop(request_id, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _turn(self, events: list[SchedulerEvent], effects: list[SchedulerEffect]) -> SchedulerTurn:
+        board = self._state.board
+        seats = [
+            Seat(sequence.request_id, sequence.child, row.row, effect.batch.iteration)
+            for effect in effects
+            if isinstance(effect, Launch)
+            for row in effect.batch.row_inits
+            if (sequence := board.running.get(row.row)) is not None
+        ]
+        return SchedulerTurn(
+            events=events,
+            effects=effects,
+            seats=tuple(seats),
+            num_running=len(board.running),
+            num_waiting=len(board.waiting),
+            used_pages=board.cache.num_used(0),
+        )
+
+
+def _named(events: list[SchedulerEvent]) -> set[str]:
+    """Requests that the events name; results name rows only."""
+    return {event.request_id for event in events if isinstance(event, AdmitRequest | Cancel)}

@@ -1,0 +1,112 @@
+"""The tokenizer actor: prompts to ids, the first step of every request.
+
+Must not know scheduling, the device or HTTP. Which requests are in a thread is written here alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import assert_never
+
+from aserve.actors.base import Actor
+from aserve.channel import Channel, Codec
+from aserve.errors import AserveError, Cancelled
+from aserve.messages import (
+    Cancel,
+    ChatPrompt,
+    DetokenizerEvent,
+    GenerateRequest,
+    Prompt,
+    Refused,
+    SchedulerEvent,
+    TextPrompt,
+    TokenizerEvent,
+    TokenPrompt,
+)
+from aserve.text.prompt import Prepared, PromptEncoder
+
+LONG_TEXT = 2_000  # characters, about 1 ms of tokenizing: more goes to a thread
+NUM_THREADS = 2
+
+
+class TokenizerActor(Actor[TokenizerEvent]):
+    """Short prompts are answered in order of arrival; a long one is overtaken by what comes after.
+
+    A request ends here with Refused, or goes on as OpenText to the detokenizer, then AdmitRequest
+    to the scheduler. Cancels pass through after their request, so the scheduler never meets a
+    request whose cancel it has already dropped.
+    """
+
+    def __init__(
+        self,
+        encoder: PromptEncoder,
+        *,
+        detokenizer: Channel[DetokenizerEvent],
+        scheduler: Channel[SchedulerEvent],
+        codec: Codec | None = None,
+    ) -> None:
+        super().__init__("tokenizer", codec=codec)
+        self._encoder = encoder
+        self._detokenizer = detokenizer
+        self._scheduler = scheduler
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
+        self._in_thread: dict[str, Cancel | None] = {}  # with the cancel that came meanwhile
+
+    def handle(self, events: list[TokenizerEvent]) -> None:
+        for event in events:
+            match event:
+                case GenerateRequest():
+                    self._begin(event)
+                case Cancel():
+                    self._cancel(event)
+                case _:
+                    assert_never(event)
+
+    async def stop(self) -> None:
+        await super().stop()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(self, request: GenerateRequest) -> None:
+        if text_len(request.prompt) > LONG_TEXT:
+            self._in_thread[request.request_id] = None
+            self.spawn(self._prepare_long(request))
+            return
+        self._answer(request.request_id, prepare(self._encoder, request))
+
+    async def _prepare_long(self, request: GenerateRequest) -> None:
+        loop = asyncio.get_running_loop()
+        outcome = await loop.run_in_executor(self._threads, prepare, self._encoder, request)
+        if self._in_thread.pop(request.request_id) is not None:
+            outcome = Cancelled("the client went away before its prompt was tokenized")
+        self._answer(request.request_id, outcome)
+
+    def _cancel(self, cancel: Cancel) -> None:
+        if cancel.request_id in self._in_thread:
+            self._in_thread[cancel.request_id] = cancel
+        else:
+            self._scheduler.send(cancel)
+
+    def _answer(self, request_id: str, outcome: Prepared | AserveError) -> None:
+        if isinstance(outcome, AserveError):
+            self._detokenizer.send(Refused(request_id, outcome.info()))
+            return
+        self._detokenizer.send(outcome.open)
+        self._scheduler.send(outcome.admit)
+
+
+def prepare(encoder: PromptEncoder, request: GenerateRequest) -> Prepared | AserveError:
+    try:
+        return encoder.prepare(request)
+    except AserveError as error:
+        return error
+
+
+def text_len(prompt: Prompt) -> int:
+    match prompt:
+        case TextPrompt():
+            return len(prompt.text)
+        case TokenPrompt():
+            return 0
+        case ChatPrompt():
+            return len(prompt.messages) + len(prompt.tools or b"")

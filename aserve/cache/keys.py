@@ -1,0 +1,36 @@
+"""Names of cached pages: a chain of digests, one per whole page of tokens.
+
+A key names its page's tokens, every token before them and the namespace, so that equal keys mean
+equal KV. Knows nothing of pages or of the tree; keeps no state.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import numpy as np
+
+from aserve.messages import ArrayI32
+
+_KEY_BYTES = 16  # 2^64 pages until two of them are likely to share a key
+
+
+def root_key(namespace: str) -> bytes:
+    """The key before the first page: requests of different namespaces (salt, adapter, weights)
+    share nothing.
+    """
+    return blake2b(namespace.encode(), digest_size=_KEY_BYTES).digest()
+
+
+def extend_keys(keys: list[bytes], tokens: ArrayI32, *, page_size: int, root: bytes) -> None:
+    """Appends the keys of those whole pages of `tokens` that have none yet.
+
+    `tokens` is int32 [sequence length], from position 0 on; `keys` are those of its first pages.
+    """
+    # NOTE: the same tokens in another width would get other keys, which is a cache that never hits.
+    assert tokens.dtype == np.int32
+    parent = keys[-1] if keys else root
+    for start in range(len(keys) * page_size, len(tokens) - page_size + 1, page_size):
+        page_tokens = tokens[start : start + page_size].tobytes()
+        parent = blake2b(page_tokens, digest_size=_KEY_BYTES, key=parent).digest()
+        keys.append(parent)

@@ -1,0 +1,134 @@
+"""Bytes of KV pages, and how many pages each layer group gets of a memory budget.
+
+Knows nothing of tensors, devices or what lies in a page; keeps no state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from aserve.errors import BugError, ConfigError
+from aserve.messages import GroupSpec
+
+_TOKEN_ID_BYTES = 4  # int32
+# Two steps in flight may each take a full token budget. More in flight than that only waits a step
+# for its pages.
+_STEPS_IN_FLIGHT = 2
+
+
+class GroupLayout(msgspec.Struct, frozen=True):
+    """Layers that share a page table. The one without a window comes first, and token ids lie
+    beside its slots; it may have no layers at all.
+    """
+
+    name: str
+    window: int | None
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype_bytes: int
+
+    def bytes_per_page(self, page_size: int) -> int:
+        """Keys and values of all its layers, and token ids if the group has them."""
+        per_layer = 2 * page_size * self.num_kv_heads * self.head_dim * self.dtype_bytes
+        token_ids = page_size * _TOKEN_ID_BYTES if self.window is None else 0
+        return self.num_layers * per_layer + token_ids
+
+
+def plan_groups(
+    layouts: Sequence[GroupLayout],
+    *,
+    page_size: int,
+    budget_bytes: int,
+    max_rows: int,
+    max_model_len: int,
+    max_batched_tokens: int,
+    num_pages: int | None,
+) -> tuple[GroupSpec, ...]:
+    """Pages of each group, page 0 included: enough for one request of max_model_len, then as many
+    as the budget pays for and max_rows such requests can use. An explicit `num_pages` is that of
+    the full group, whatever it costs.
+    """
+    if not layouts or layouts[0].window is not None or None in [x.window for x in layouts[1:]]:
+        raise BugError(f"the first layer group, and no other, must be without a window: {layouts}")
+    needs = [
+        _need(
+            layout,
+            page_size=page_size,
+            max_rows=max_rows,
+            max_model_len=max_model_len,
+            max_batched_tokens=max_batched_tokens,
+        )
+        for layout in layouts
+    ]
+    if num_pages is not None:
+        if num_pages < 2:
+            raise ConfigError(
+                f"--num-pages {num_pages} leaves no page to use: page 0 is padding; give 2 or more",
+                param="num_pages",
+            )
+        counts = [num_pages, *(need.most for need in needs[1:])]
+    else:
+        costs = [layout.bytes_per_page(page_size) for layout in layouts]
+        counts = _share(needs, costs, budget_bytes=budget_bytes, max_model_len=max_model_len)
+    # A page of a windowed group always stands beside one of the full group: more could never be
+    # used.
+    return tuple(
+        GroupSpec(name=layout.name, num_pages=min(count, counts[0]), window=layout.window)
+        for layout, count in zip(layouts, counts, strict=True)
+    )
+
+
+class _Need(msgspec.Struct, frozen=True):
+    """Pages of a group, page 0 included: for one request, and the most that all rows can use."""
+
+    least: int
+    most: int
+
+
+def _need(
+    layout: GroupLayout,
+    *,
+    page_size: int,
+    max_rows: int,
+    max_model_len: int,
+    max_batched_tokens: int,
+) -> _Need:
+    whole = -(-max_model_len // page_size)
+    if layout.window is None:
+        return _Need(least=whole + 1, most=max_rows * whole + 1)
+    # A row holds its window, the page that it enters, the page that it leaves, and its spans in
+    # flight.
+    per_row = -(-layout.window // page_size) + 2
+    alone = per_row + -(-max_batched_tokens // page_size)
+    together = max_rows * per_row + -(-_STEPS_IN_FLIGHT * max_batched_tokens // page_size)
+    return _Need(least=min(whole, alone) + 1, most=min(max_rows * whole, together) + 1)
+
+
+def _share(
+    needs: Sequence[_Need], costs: Sequence[int], *, budget_bytes: int, max_model_len: int
+) -> list[int]:
+    """Windowed groups get what they can use, as long as that leaves half of what is to spare for
+    the full group.
+    """
+    floor = sum(need.least * cost for need, cost in zip(needs, costs, strict=True))
+    spare = budget_bytes - floor
+    if spare < 0:
+        raise ConfigError(
+            f"one request of max_model_len {max_model_len} needs {floor} bytes of KV memory "
+            f"({' + '.join(str(need.least) for need in needs)} pages), but the budget is "
+            f"{budget_bytes} bytes: choose a smaller --max-model-len or give more memory",
+            param="max_model_len",
+        )
+    wishes = [(need.most - need.least) * cost for need, cost in zip(needs, costs, strict=True)]
+    windowed_wish = sum(wishes[1:])
+    windowed = min(windowed_wish, max(spare // 2, spare - wishes[0]))
+    counts = [need.least for need in needs]
+    for group in range(1, len(needs)):
+        if windowed_wish:
+            extra = needs[group].most - needs[group].least
+            counts[group] += extra * windowed // windowed_wish
+    counts[0] += min(spare - windowed, wishes[0]) // costs[0]
+    return counts

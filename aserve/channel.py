@@ -1,0 +1,77 @@
+"""Typed channels between actors: an inbox that is read in batches, in arrival order.
+
+Knows nothing of what the messages mean. A channel never blocks its writers: back edges are bounded
+by what was let in, and what may be refused is refused by the reader's decision (429), not by a full
+queue. With `codec` every message goes through msgpack and back, which shows that the edge could be
+a socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+
+class Codec:
+    """msgpack both ways for one union of message types."""
+
+    __slots__ = ("_decoder", "_encoder")
+
+    def __init__(self, kind: Any) -> None:  # a type form: a class or a union of them
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(kind)
+
+    def round_trip(self, message: object) -> Any:
+        return self._decoder.decode(self._encoder.encode(message))
+
+
+class ChannelClosed(Exception):
+    """Sent to a channel whose reader has ended."""
+
+
+class Channel(Generic[T]):
+    """Many writers on the loop's thread, one reader."""
+
+    __slots__ = ("_codec", "_is_closed", "_items", "_waiter")
+
+    def __init__(self, *, codec: Codec | None = None) -> None:
+        self._items: list[T] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._codec = codec
+        self._is_closed = False
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def send(self, message: T) -> None:
+        if self._is_closed:
+            raise ChannelClosed(f"{type(message).__name__} was sent to a closed channel")
+        self._items.append(self._codec.round_trip(message) if self._codec else message)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def close(self) -> None:
+        """The reader gets what is there, then ends."""
+        self._is_closed = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def batches(self) -> AsyncIterator[list[T]]:
+        """Everything that has arrived since the last batch, at least one message."""
+        while True:
+            if not self._items:
+                if self._is_closed:
+                    return
+                self._waiter = asyncio.get_running_loop().create_future()
+                try:
+                    await self._waiter
+                finally:
+                    self._waiter = None
+                continue
+            items, self._items = self._items, []
+            yield items

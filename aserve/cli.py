@@ -1,0 +1,284 @@
+"""The command line: parses what was typed, runs one command, and turns errors into one line.
+
+Must not define an option (config.py does), and must stay quick: torch and the engine are imported
+by the commands that need them. No state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import logging
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
+
+from rich.console import Console
+
+from aserve.config import (
+    DebugOptions,
+    Facts,
+    KvOptions,
+    ModelOptions,
+    Option,
+    PromptOptions,
+    Resolved,
+    SchedulerOptions,
+    ServerOptions,
+    options_of,
+    read_raw,
+    resolve,
+    unknown_option,
+)
+from aserve.errors import AserveError, ClientError, ConfigError
+from aserve.tiny.location import MODEL_DIR
+
+if TYPE_CHECKING:
+    from aserve.engine import Engine
+
+Message: TypeAlias = dict[str, str]
+
+ENGINE_RECORDS = (ModelOptions, KvOptions, SchedulerOptions, DebugOptions)
+COMMAND_RECORDS: Mapping[str, tuple[type, ...]] = {
+    "serve": (*ENGINE_RECORDS, ServerOptions),
+    "chat": (*ENGINE_RECORDS, PromptOptions),
+    "generate": (*ENGINE_RECORDS, PromptOptions),
+}
+ARGUMENTS = frozenset({"command", "text", "file"})  # of a command, not options
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+
+EPILOG = (
+    "Each option can be set as ASERVE_NAME in the environment and as `name = value` in the file of "
+    "--config, too; the command line wins over the environment, and that over the file."
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code: 0, 1 when the engine failed, 2 for what the user can mend."""
+    try:
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+    except ConfigError as error:
+        complain(error.message)
+        return 2
+    except AserveError as error:
+        complain(error.message)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has gone; what Python flushes at exit must not complain again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _run(arguments: list[str]) -> int:
+    parser = make_parser()
+    known, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        raise _unexpected(unknown[0], arguments)
+    given = {name: value for name, value in vars(known).items() if name not in ARGUMENTS}
+    match known.command:
+        case "serve":
+            return _serve(_resolved(given, log_level="info"))
+        case "chat":
+            return _chat(_resolved(given, log_level="warning"))
+        case "generate":
+            return _generate(_resolved(given, log_level="warning"), known.text)
+        case "replay":
+            return _replay(Path(known.file))
+        case "version":
+            return _version()
+        case _:
+            parser.print_help()
+            return 0
+
+
+def _resolved(given: dict[str, object], *, log_level: str) -> Resolved:
+    facts = Facts(default_model=str(MODEL_DIR))
+    resolved = resolve(read_raw(given), facts)
+    level = (resolved.debug.log_level or log_level).upper()
+    logging.basicConfig(level=level, format=LOG_FORMAT, stream=sys.stderr)
+    return resolved
+
+
+def _serve(resolved: Resolved) -> int:
+    from aserve.app import serve
+
+    return serve(resolved)
+
+
+def _generate(resolved: Resolved, text: str) -> int:
+    """Only the answer goes to stdout, as it comes."""
+    from aserve.engine import Engine
+
+    prompt = sys.stdin.read() if text == "-" else text
+    with Engine(resolved) as engine:
+        for chunk in engine.stream_sync(prompt, **_sampling(resolved)):
+            _show(chunk.text)
+    _show("\n")
+    return 0
+
+
+def _chat(resolved: Resolved) -> int:
+    """Ctrl-C ends an answer, Ctrl-D the chat."""
+    from aserve.engine import Engine
+
+    console = Console()
+    messages: list[Message] = []
+    if resolved.prompt.system:
+        messages.append({"role": "system", "content": resolved.prompt.system})
+    with Engine(resolved) as engine:
+        console.print(f"{resolved.model_name}: /clear begins anew, Ctrl-D ends.", style="dim")
+        while (line := _ask(console)) is not None:
+            if line == "/clear":
+                del messages[1 if resolved.prompt.system else 0 :]
+            elif line:
+                messages.append({"role": "user", "content": line})
+                answer = _answer(engine, messages, resolved)
+                messages.append({"role": "assistant", "content": answer})
+    return 0
+
+
+def _answer(engine: Engine, messages: list[Message], resolved: Resolved) -> str:
+    """What came before Ctrl-C is part of the chat, as is a refusal's absence of an answer."""
+    answer = ""
+    try:
+        for chunk in engine.stream_sync(messages, **_sampling(resolved)):
+            answer += chunk.text
+            _show(chunk.text)
+    except KeyboardInterrupt:
+        _show(" [stopped]")
+    except ClientError as error:
+        complain(error.message)
+    _show("\n")
+    return answer
+
+
+def _ask(console: Console) -> str | None:
+    try:
+        return console.input("[bold]> [/bold]").strip()
+    except EOFError:
+        console.print()
+        return None
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _sampling(resolved: Resolved) -> dict[str, object]:
+    prompt = resolved.prompt
+    return {
+        "max_tokens": prompt.max_tokens,
+        "temperature": prompt.temperature,
+        "top_p": prompt.top_p,
+        "top_k": prompt.top_k,
+    }
+
+
+def _replay(path: Path) -> int:
+    from aserve.actors.replay import replay
+
+    console = Console(soft_wrap=True)
+    for line in replay(path):
+        console.print(line, markup=False, highlight=False)
+    return 0
+
+
+def _version() -> int:
+    python, torch = platform.python_version(), _installed("torch")
+    line = f"aserve {_installed('aserve')} (Python {python}, torch {torch})"
+    Console(soft_wrap=True).print(line, highlight=False)
+    return 0
+
+
+def _installed(package: str) -> str:
+    """Without an import: torch takes a second."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _unexpected(word: str, arguments: Sequence[str]) -> ConfigError:
+    if not word.startswith("-"):
+        return ConfigError(f"unexpected argument {word!r}")
+    records = COMMAND_RECORDS.get(arguments[0], ())
+    return unknown_option(word.partition("=")[0], [item.flag for item in options_of(*records)])
+
+
+def complain(message: str) -> None:
+    line = " ".join(message.split())
+    Console(stderr=True, soft_wrap=True).print(
+        f"aserve: error: {line}", markup=False, highlight=False
+    )
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose complaints are ConfigErrors: one line, no usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        prog="aserve", description="An LLM inference server.", epilog=EPILOG, allow_abbrev=False
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+
+    def command(name: str, about: str) -> Parser:
+        records = COMMAND_RECORDS.get(name, ())
+        epilog = EPILOG if records else None
+        added = commands.add_parser(
+            name, help=about, description=about, epilog=epilog, allow_abbrev=False
+        )
+        for record in records:
+            _add_group(added, record)
+        return added
+
+    for added in (command("serve", "Start the HTTP server."), command("chat", "Chat here.")):
+        added.add_argument(
+            "model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="same as --model"
+        )
+    generate = command("generate", "Continue a text.")
+    generate.add_argument(
+        "text", metavar="TEXT", help="the text to continue; - reads it from stdin"
+    )
+    replay = command("replay", "Replay what --record wrote.")
+    replay.add_argument("file", metavar="FILE", help="a recording of the scheduler's events")
+    command("version", "Show the versions of aserve, Python and torch.")
+    return parser
+
+
+def _add_group(parser: Parser, record: type) -> None:
+    title = record.__name__.removesuffix("Options").lower()
+    group = parser.add_argument_group(f"{title} options")
+    for option in options_of(record):
+        if option.kind is bool:
+            group.add_argument(
+                option.flag, dest=option.name, action="store_const", const="true",
+                default=argparse.SUPPRESS, help=option.about,
+            )  # fmt: skip
+        else:
+            group.add_argument(
+                option.flag, dest=option.name, metavar=_metavar(option),
+                default=argparse.SUPPRESS, help=_help(option),
+            )  # fmt: skip
+
+
+def _metavar(option: Option) -> str:
+    limits = option.limits
+    if limits.choices:
+        return "{" + ",".join(limits.choices) + "}"
+    return limits.metavar or {int: "N", float: "X"}.get(option.kind, "NAME")
+
+
+def _help(option: Option) -> str:
+    """NOTE: argparse formats help with %, so a literal one is doubled."""
+    default = "" if option.default is None else f" (default: {option.default})"
+    return (option.about + default).replace("%", "%%")

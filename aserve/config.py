@@ -1,0 +1,364 @@
+"""Every option, once: frozen records per concern whose fields carry help, range and unit.
+
+The command line, its --help, ASERVE_* variables and --config files all come from these fields. Must
+not know what an option does, nor open a model: `resolve` is pure, and what the machine or the model
+decides (dtype `auto`, KV pages from free memory) is decided where it is known. No state.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType, UnionType
+from typing import TypeVar, cast, get_args, get_origin, get_type_hints
+
+from aserve.errors import ConfigError
+
+T = TypeVar("T")
+
+ENV_PREFIX = "ASERVE_"
+TEST_PREFIX = "ASERVE_TEST_"  # read by the test suite, never an option
+TRUE_WORDS = frozenset({"1", "true", "yes", "on"})
+FALSE_WORDS = frozenset({"0", "false", "no", "off"})
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a value must keep to; `metavar` is how --help shows it."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    choices: tuple[str, ...] = ()
+    metavar: str = ""
+    is_secret: bool = False
+
+
+def option(default: T, about: str, limits: Limits | None = None) -> T:
+    return field(default=default, metadata={"about": about, "limits": limits or Limits()})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    model: str | None = option(
+        None,
+        "a model directory in Hugging Face format or a hub id; default: the bundled model",
+        Limits(metavar="MODEL"),
+    )
+    dtype: str = option(
+        "auto",
+        "number format of weights and KV; auto: float32 on the CPU, else the checkpoint's",
+        Limits(choices=("auto", "float32", "float64", "bfloat16", "float16")),
+    )
+    max_model_len: int | None = option(
+        None, "longest prompt + output in tokens; default: the model's", Limits(low=1)
+    )
+    served_model_name: str | None = option(
+        None, "the name that clients give as `model`; default: the directory's or the hub id"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class KvOptions:
+    page_size: int = option(16, "tokens in a page of KV", Limits(low=1, high=64))
+    num_pages: int | None = option(
+        None, "pages of KV; default: a quarter of free memory, at most 1 GiB", Limits(low=2)
+    )
+    no_prefix_cache: bool = option(False, "do not keep the KV of earlier prompts for reuse")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOptions:
+    max_num_seqs: int = option(64, "sequences that run at once", Limits(low=1, high=65536))
+    max_num_batched_tokens: int = option(
+        2048, "tokens in one step; longer prompts run in chunks", Limits(low=1, high=1 << 20)
+    )
+    max_queue: int = option(512, "sequences that may wait; more are answered 429", Limits(low=1))
+    depth: int = option(2, "steps in flight; 1: no overlap", Limits(low=1, high=8))
+    lead: int = option(
+        2, "steps in flight that may sample for one sequence; at most depth", Limits(low=1, high=8)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port to listen on; 0: any free one", Limits(low=0, high=65535))
+    api_key: str | None = option(
+        None, "clients must send `Authorization: Bearer KEY`", Limits(metavar="KEY", is_secret=True)
+    )
+    max_body_size: int = option(16 << 20, "largest request body in bytes", Limits(low=1024))
+    drain_timeout: float = option(
+        4.0, "seconds that open streams get to finish after SIGTERM", Limits(low=0, high=86400)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DebugOptions:
+    debug_checks: bool = option(False, "check the engine's invariants in every step (slower)")
+    seed: int | None = option(
+        None, "draw the seeds of requests that bring none from this one", Limits(low=0)
+    )
+    record: str | None = option(
+        None, "write every scheduler event to FILE, for `aserve replay`", Limits(metavar="FILE")
+    )
+    log_level: str | None = option(
+        None,
+        "least level that is logged; default: info for serve, else warning",
+        Limits(choices=("debug", "info", "warning", "error")),
+    )
+    config: str | None = option(
+        None, "read options from a TOML file, named as here", Limits(metavar="FILE")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    """Of `generate` and `chat`."""
+
+    max_tokens: int = option(256, "tokens of an answer at most", Limits(low=1))
+    temperature: float = option(0.0, "0 takes the likeliest token", Limits(low=0, high=2))
+    top_p: float = option(1.0, "sample from the likeliest tokens of this mass", Limits(0, 1))
+    top_k: int = option(0, "sample from that many likeliest tokens; 0: from all", Limits(low=0))
+    system: str | None = option(None, "system message of a chat", Limits(metavar="TEXT"))
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One field of one of the records above, as the outside names it."""
+
+    name: str
+    kind: type
+    default: object
+    about: str
+    limits: Limits
+
+    @property
+    def key(self) -> str:
+        return self.name.replace("_", "-")
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.key}"
+
+    @property
+    def variable(self) -> str:
+        return ENV_PREFIX + self.name.upper()
+
+
+def options_of(*records: type) -> Iterator[Option]:
+    for record in records:
+        hints = get_type_hints(record)
+        for item in fields(record):
+            yield Option(
+                name=item.name,
+                kind=_plain_type(hints[item.name]),
+                default=item.default,
+                about=item.metadata["about"],
+                limits=item.metadata["limits"],
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """What the user wrote, uninterpreted; a later field overrides an earlier one."""
+
+    file: Mapping[str, object] = field(default_factory=dict)
+    file_name: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    command_line: Mapping[str, object] = field(default_factory=dict)  # by field name
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known before anything is loaded."""
+
+    default_model: str
+    default_name: str = "aserve-tiny"
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """All options, valid on their own and together."""
+
+    model_source: str
+    model_name: str
+    model: ModelOptions
+    kv: KvOptions
+    scheduler: SchedulerOptions
+    server: ServerOptions
+    debug: DebugOptions
+    prompt: PromptOptions
+
+
+def resolve(raw: Raw, facts: Facts) -> Resolved:
+    """Defaults < file < environment < command line; ConfigError names what is wrong and where."""
+    values = _merged(raw)
+    scheduler = _build(SchedulerOptions, values)
+    if scheduler.lead > scheduler.depth:
+        # WHY: --depth 1 alone is how one switches overlap off, so a lead that nobody gave follows
+        if "lead" in values:
+            raise ConfigError(
+                f"--lead {scheduler.lead} is larger than --depth {scheduler.depth}: "
+                "a sequence cannot have more steps in flight than there are"
+            )
+        scheduler = _build(SchedulerOptions, values | {"lead": scheduler.depth})
+    model = _build(ModelOptions, values)
+    source = model.model or facts.default_model
+    return Resolved(
+        model_source=source,
+        model_name=model.served_model_name or _model_name(source, facts),
+        model=model,
+        kv=_build(KvOptions, values),
+        scheduler=scheduler,
+        server=_build(ServerOptions, values),
+        debug=_build(DebugOptions, values),
+        prompt=_build(PromptOptions, values),
+    )
+
+
+def read_raw(command_line: Mapping[str, object]) -> Raw:
+    """Reads the environment and the --config file that it or the command line names."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(ENV_PREFIX) and not name.startswith(TEST_PREFIX)
+    }
+    path = command_line.get("config") or environment.get(ENV_PREFIX + "CONFIG")
+    if not path:
+        return Raw(environment=environment, command_line=command_line)
+    return Raw(
+        file=_read_toml(Path(str(path))),
+        file_name=str(path),
+        environment=environment,
+        command_line=command_line,
+    )
+
+
+def unknown_option(name: str, known: Iterable[str]) -> ConfigError:
+    """`name` as the user wrote it, `known` in the same spelling."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return ConfigError(f"unknown option {name}{hint}")
+
+
+def parse_value(option: Option, value: object, *, where: str) -> object:
+    """`value` in the option's type, out of a command line's or variable's text, or of TOML."""
+    shown = where if option.limits.is_secret else f"{where} {value}"
+    try:
+        parsed = _converted(option.kind, value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{shown}: must be {_kind_words(option)}") from None
+    limits = option.limits
+    if limits.choices and parsed not in limits.choices:
+        raise ConfigError(f"{shown}: must be one of {', '.join(limits.choices)}")
+    if isinstance(parsed, int | float) and not limits.low <= parsed <= limits.high:
+        raise ConfigError(f"{shown}: must be {_kind_words(option)}")
+    return parsed
+
+
+ALL_RECORDS: tuple[type, ...] = (
+    ModelOptions,
+    KvOptions,
+    SchedulerOptions,
+    ServerOptions,
+    DebugOptions,
+    PromptOptions,
+)
+
+
+def _merged(raw: Raw) -> dict[str, object]:
+    """The given values by field name, parsed; what nobody gave is absent."""
+    options = tuple(options_of(*ALL_RECORDS))
+    values: dict[str, object] = {}
+    by_key = {option.key: option for option in options if option.name != "config"}
+    for key, value in raw.file.items():
+        found = by_key.get(key.replace("_", "-"))
+        if found is None:
+            raise ConfigError(f"{raw.file_name}: {unknown_option(key, by_key).message}")
+        values[found.name] = parse_value(found, value, where=f"{raw.file_name}: {key} =")
+    by_variable = {option.variable: option for option in options}
+    for variable, text in raw.environment.items():
+        found = by_variable.get(variable)
+        if found is None:
+            raise unknown_option(variable, by_variable)
+        values[found.name] = parse_value(found, text, where=f"{variable} =")
+    by_name = {option.name: option for option in options}
+    for name, value in raw.command_line.items():
+        found = by_name.get(name)
+        if found is None:
+            raise unknown_option(name, by_name)
+        values[name] = parse_value(found, value, where=found.flag)
+    return values
+
+
+def _model_name(source: str, facts: Facts) -> str:
+    """A hub id names itself; a path is known by its last part."""
+    if source == facts.default_model:
+        return facts.default_name
+    return Path(source).name if source.startswith(("/", ".", "~")) else source
+
+
+def _build(record: type[T], values: Mapping[str, object]) -> T:
+    names = (item.name for item in options_of(record))
+    given = {name: values[name] for name in names if name in values}
+    return record(**given)
+
+
+def _converted(kind: type, value: object) -> object:
+    if value is None:
+        raise TypeError
+    if isinstance(value, str):
+        return _from_text(kind, value)
+    if isinstance(value, os.PathLike) and kind is str:
+        return os.fspath(value)
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise TypeError
+    return value
+
+
+def _from_text(kind: type, text: str) -> object:
+    if kind is str and not text:
+        raise ValueError  # NOTE: an empty --api-key would otherwise look like a locked door
+    if kind is not bool:
+        return kind(text)
+    word = text.strip().lower()
+    if word not in TRUE_WORDS | FALSE_WORDS:
+        raise ValueError
+    return word in TRUE_WORDS
+
+
+def _kind_words(option: Option) -> str:
+    if option.kind is bool:
+        return "true or false"
+    if option.kind is str:
+        return "a text that is not empty"
+    limits = option.limits
+    words = "an integer" if option.kind is int else "a number"
+    if math.isinf(limits.low):
+        return words
+    if math.isinf(limits.high):
+        return f"{words}, {limits.low:g} or more"
+    return f"{words} from {limits.low:g} to {limits.high:.12g}"
+
+
+def _plain_type(hint: object) -> type:
+    """`int | None` is an int that may be absent."""
+    if get_origin(hint) is UnionType:
+        hint = next(kind for kind in get_args(hint) if kind is not type(None))
+    return cast(type, hint)
+
+
+def _read_toml(path: Path) -> Mapping[str, object]:
+    try:
+        return MappingProxyType(tomllib.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ConfigError(f"cannot read --config {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} is not valid TOML: {error}") from None

@@ -1,0 +1,344 @@
+"""The embeddable API: an engine in this process, without HTTP, for async and for plain programs.
+
+    async with Engine(model="some/dir") as engine:
+        async for chunk in engine.generate("Once upon a time", max_tokens=40):
+            ...
+
+    with Engine() as engine:
+        answers = engine.generate_sync(["one", "two"], temperature=0.8, seed=7)
+
+Must not install signal handlers, nor read the environment. Options are those of the command line,
+sampling fields those of the HTTP API. A plain `with` runs the loop in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import secrets
+import sys
+import threading
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeAlias, TypeVar
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress
+
+from aserve.app import App, Loaded, in_thread, load, new_event_loop
+from aserve.config import Facts, Raw, Resolved, resolve, unknown_option
+from aserve.errors import AserveError, ConfigError, EngineDead, ErrorInfo, InvalidRequest
+from aserve.http.openai.call import SEED_BITS, sampling_of
+from aserve.http.openai.limits import RANGES, check_limits, check_within
+from aserve.http.openai.schema import GenerationBody
+from aserve.messages import (
+    ChatPrompt,
+    FinishReason,
+    GenerateRequest,
+    OutputChunk,
+    Prompt,
+    TextPrompt,
+    TokenLogprob,
+    TokenPrompt,
+    Usage,
+    array_i32,
+)
+from aserve.tiny.location import MODEL_DIR
+
+T = TypeVar("T")
+
+# Text, token ids, or the messages of a chat.
+PromptLike: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+LONG_LIST = 32  # prompts: more get a progress bar on a terminal
+NOT_SAMPLING = frozenset({"model", "stream", "stream_options"})  # of the HTTP body
+
+
+class SamplingFields(GenerationBody, kw_only=True):
+    """What `generate` takes beside the prompt; ranges and defaults are those of the HTTP API."""
+
+    logprobs: int | None = None
+
+
+class GenerationError(AserveError):
+    """What the engine said instead of an answer; `reason` has code, status and message."""
+
+    def __init__(self, reason: ErrorInfo) -> None:
+        super().__init__(reason.message, param=reason.param, code=reason.code)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprob, ...]
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """With `n` there are several choices; `text` is the first one's."""
+
+    choices: tuple[Choice, ...]
+    seed: int
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+
+class Engine:
+    """Loads on entering, ends everything on leaving; once. `options` are named as in config.py.
+
+    NOTE: async methods belong to the loop that entered it, the `_sync` ones to a plain `with`.
+    """
+
+    def __init__(
+        self,
+        resolved: Resolved | None = None,
+        *,
+        loader: Callable[[Resolved], Loaded] = load,
+        codec: bool = False,
+        **options: object,
+    ) -> None:
+        if resolved is not None and options:
+            raise ConfigError(f"options were given twice: resolved and {', '.join(options)}")
+        self._resolved = resolved or _resolve(options)
+        self._loader = loader
+        self._app = App(self._resolved, codec=codec)
+        self._seeds: random.Random = secrets.SystemRandom()
+        if self._resolved.debug.seed is not None:
+            self._seeds = random.Random(self._resolved.debug.seed)
+        self._numbers = itertools.count(1)
+        self._loop_thread: _LoopThread | None = None
+
+    async def __aenter__(self) -> Engine:
+        async with contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(self._app.close)
+            loaded = await in_thread(lambda: self._loader(self._resolved), name="load")
+            await self._app.start(loaded)
+            undo.pop_all()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._app.close()
+
+    def __enter__(self) -> Engine:
+        with contextlib.ExitStack() as undo:
+            thread = _LoopThread()
+            undo.callback(thread.close)
+            thread.call(self.__aenter__())
+            undo.pop_all()
+        self._loop_thread = thread
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        thread, self._loop_thread = self._running_thread(), None
+        try:
+            thread.call(self._app.close())
+        finally:
+            thread.close()
+
+    def generate(self, prompt: PromptLike, **fields: object) -> AsyncGenerator[OutputChunk, None]:
+        """The chunks of one request as they come; who stops reading cancels it.
+
+        Raises the ClientError of a wrong field, and GenerationError if the engine has no answer.
+        """
+        return self._chunks(self._request(prompt, fields))
+
+    async def answer(self, prompt: PromptLike, **fields: object) -> Answer:
+        """The whole answer at once."""
+        request = self._request(prompt, fields)
+        chunks = [chunk async for chunk in self._chunks(request)]
+        return Answer(_choices(chunks, num_choices=request.sampling.n), request.sampling.seed)
+
+    def stream_sync(self, prompt: PromptLike, **fields: object) -> Iterator[OutputChunk]:
+        """`generate` for a plain `with`."""
+        thread = self._running_thread()
+        chunks = self.generate(prompt, **fields)
+        try:
+            while (chunk := thread.call(_next(chunks))) is not None:
+                yield chunk
+        finally:
+            thread.call(chunks.aclose())
+
+    def generate_sync(self, prompts: Sequence[PromptLike], **fields: object) -> list[Answer]:
+        """Answers in the order of the prompts; the first error ends the rest and is raised."""
+        if isinstance(prompts, str):
+            raise InvalidRequest("generate_sync takes a list of prompts, not one text")
+        thread = self._running_thread()
+        with _progress_of(len(prompts)) as done:
+            return thread.call(self._answer_all(prompts, fields, done=done))
+
+    def _running_thread(self) -> _LoopThread:
+        if self._loop_thread is None:
+            raise EngineDead("the engine is not running here: use it inside `with Engine(...)`")
+        return self._loop_thread
+
+    async def _chunks(self, request: GenerateRequest) -> AsyncGenerator[OutputChunk, None]:
+        refusal = self._app.state.refusal()
+        if refusal is not None:
+            raise refusal
+        outlet = self._app.gateway.open(request)
+        try:
+            async for chunk in outlet:
+                if chunk.error is not None:
+                    raise GenerationError(chunk.error)
+                yield chunk
+        finally:
+            outlet.cancel()
+
+    async def _answer_all(
+        self,
+        prompts: Sequence[PromptLike],
+        fields: Mapping[str, object],
+        *,
+        done: Callable[[], None],
+    ) -> list[Answer]:
+        """As many at once as keep every row busy, and never more than may wait."""
+        answers: dict[int, Answer] = {}
+        numbered = enumerate(prompts)
+
+        async def work() -> None:
+            for index, prompt in numbered:
+                answers[index] = await self.answer(prompt, **fields)
+                done()
+
+        num_choices = _checked(fields).n or 1
+        limits = self._resolved.scheduler
+        num_sequences = min(2 * limits.max_num_seqs, limits.max_queue)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(num_sequences // num_choices or 1, len(prompts))):
+                    group.create_task(work())
+        except* AserveError as errors:
+            raise errors.exceptions[0] from None
+        return [answers[index] for index in range(len(prompts))]
+
+    def _request(self, prompt: PromptLike, fields: Mapping[str, object]) -> GenerateRequest:
+        asked = _checked(fields)
+        if asked.seed is None:
+            asked.seed = self._seeds.getrandbits(SEED_BITS)
+        return GenerateRequest(
+            request_id=f"request-{next(self._numbers)}",
+            prompt=_prompt_of(prompt),
+            sampling=sampling_of(asked, max_tokens=asked.max_tokens, logprobs=asked.logprobs),
+            priority=asked.priority or 0,
+            timeout_s=asked.timeout,
+        )
+
+
+class _LoopThread:
+    """A loop in a thread, for programs without one."""
+
+    def __init__(self) -> None:
+        self._loop = new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="aserve-loop", daemon=True)
+        self._thread.start()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs it there and waits here; Ctrl-C here cancels it there."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+
+
+async def _next(chunks: AsyncGenerator[OutputChunk, None]) -> OutputChunk | None:
+    return await anext(chunks, None)
+
+
+@contextlib.contextmanager
+def _progress_of(total: int) -> Iterator[Callable[[], None]]:
+    """What to call after each answer: moves a bar for a long list on a terminal."""
+    if total <= LONG_LIST or not sys.stderr.isatty():
+        yield lambda: None
+        return
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("generating", total=total)
+        yield lambda: progress.advance(task)
+
+
+def _resolve(options: Mapping[str, object]) -> Resolved:
+    """None is as good as not given: that is how optional arguments are passed on."""
+    given = {name: value for name, value in options.items() if value is not None}
+    facts = Facts(default_model=str(MODEL_DIR))
+    return resolve(Raw(command_line=given), facts)
+
+
+def _prompt_of(prompt: PromptLike) -> Prompt:
+    if isinstance(prompt, str):
+        return TextPrompt(prompt)
+    ids = [item for item in prompt if isinstance(item, int)]
+    if len(ids) == len(prompt):
+        return TokenPrompt(tuple(ids))
+    return ChatPrompt(msgspec.json.encode(prompt))
+
+
+def _checked(fields: Mapping[str, object]) -> SamplingFields:
+    known = set(SamplingFields.__struct_fields__) - NOT_SAMPLING
+    wrong = next((name for name in fields if name not in known), None)
+    if wrong is not None:
+        raise InvalidRequest(unknown_option(wrong, known).message, param=wrong)
+    try:
+        checked = msgspec.convert(fields, SamplingFields)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"wrong sampling field: {error}") from None
+    check_limits(checked)
+    if checked.logprobs is not None:
+        check_within(checked.logprobs, RANGES["top_logprobs"], param="logprobs")
+    return checked
+
+
+def _choices(chunks: list[OutputChunk], *, num_choices: int) -> tuple[Choice, ...]:
+    return tuple(
+        _choice([chunk for chunk in chunks if chunk.child == child]) for child in range(num_choices)
+    )
+
+
+def _choice(chunks: list[OutputChunk]) -> Choice:
+    last = chunks[-1]
+    assert last.finish_reason is not None, "the last chunk of a child says why it ended"
+    token_ids = b"".join(chunk.token_ids for chunk in chunks)
+    return Choice(
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=tuple(array_i32(token_ids).tolist()),
+        finish_reason=last.finish_reason,
+        logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs),
+        usage=last.usage,
+    )

@@ -1,0 +1,151 @@
+"""The error tree: whose fault it is decides the branch, and the branch decides the HTTP answer.
+
+Knows nothing of HTTP objects, actors or torch: an error is a value that may travel in a message
+(`ErrorInfo`).
+
+    AserveError
+    ├── ClientError        4xx  the request cannot be served as it is
+    │   ├── InvalidRequest        400
+    │   ├── ContextTooLong        400  context_length_exceeded
+    │   ├── NeverFits             400  needs more KV pages than the engine has
+    │   ├── Unauthorized          401
+    │   ├── NotFound              404
+    │   ├── DeadlineExceeded      408  the request's own `timeout` ran out
+    │   └── Cancelled             499  the client went away
+    ├── CapacityError      429/503  would be fine later; carries Retry-After
+    │   ├── QueueFull             429
+    │   └── ShuttingDown          503
+    ├── EngineError        5xx  the engine failed while it worked on the request
+    │   ├── StepError             500
+    │   └── EngineDead            503
+    ├── ConfigError        exit code 2: options, model files, ports
+    └── BugError           500  ours: an invariant did not hold; carries the request's story
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, gc=False):
+    """An error as a value, in the fields that OpenAI's error body has."""
+
+    message: str
+    type: str
+    code: str
+    status: int
+    param: str | None = None
+    retry_after_s: float | None = None
+
+
+class AserveError(Exception):
+    """Base of all; `message` says what happened, the value, the limit and what to do."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: ClassVar[str] = "internal_error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.error_code = code or self.code
+        self.retry_after_s = retry_after_s
+
+    def info(self) -> ErrorInfo:
+        return ErrorInfo(
+            message=self.message,
+            type=self.type,
+            code=self.error_code,
+            status=self.status,
+            param=self.param,
+            retry_after_s=self.retry_after_s,
+        )
+
+
+class ClientError(AserveError):
+    status = 400
+    type = "invalid_request_error"
+    code = "invalid_request"
+
+
+class InvalidRequest(ClientError):
+    pass
+
+
+class ContextTooLong(ClientError):
+    code = "context_length_exceeded"
+
+
+class NeverFits(ClientError):
+    code = "exceeds_kv_capacity"
+
+
+class Unauthorized(ClientError):
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class NotFound(ClientError):
+    status = 404
+    code = "not_found"
+
+
+class DeadlineExceeded(ClientError):
+    status = 408
+    type = "timeout_error"
+    code = "deadline_exceeded"
+
+
+class Cancelled(ClientError):
+    status = 499
+    code = "request_cancelled"
+
+
+class CapacityError(AserveError):
+    status = 503
+    type = "overloaded_error"
+    code = "overloaded"
+
+
+class QueueFull(CapacityError):
+    status = 429
+    type = "rate_limit_error"
+    code = "queue_full"
+
+
+class ShuttingDown(CapacityError):
+    code = "server_draining"
+
+
+class EngineError(AserveError):
+    code = "engine_error"
+
+
+class StepError(EngineError):
+    code = "step_failed"
+
+
+class EngineDead(EngineError):
+    status = 503
+    code = "engine_dead"
+
+
+class ConfigError(AserveError):
+    """Options, model files or ports that cannot work: one line on stderr and exit code 2."""
+
+    code = "config_error"
+
+
+class BugError(AserveError):
+    code = "bug"

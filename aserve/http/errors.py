@@ -1,0 +1,83 @@
+"""The one renderer of errors: an ErrorInfo as OpenAI's body, status and headers.
+
+Must not know which route failed.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+from aiohttp import web
+
+from aserve.errors import AserveError, ErrorInfo
+
+# Failures that would only happen again. 408 and 5xx are retried by clients unless told not to.
+HOPELESS_STATUSES = frozenset({408, 500})
+
+CODES = {
+    400: "bad_request",
+    404: "unknown_url",
+    405: "method_not_allowed",
+    413: "request_too_large",
+    415: "unsupported_media_type",
+}
+
+
+class RequestFailed(Exception):
+    """Carries what the engine said about a request up to the border."""
+
+    def __init__(self, info: ErrorInfo) -> None:
+        super().__init__(info.message)
+        self.info = info
+
+
+class ErrorFields(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(msgspec.Struct):
+    error: ErrorFields
+
+
+def error_body(info: ErrorInfo) -> bytes:
+    fields = ErrorFields(info.message, info.type, info.param, info.code)
+    return msgspec.json.encode(ErrorBody(fields))
+
+
+def error_response(info: ErrorInfo) -> web.Response:
+    headers = {}
+    if info.retry_after_s is not None:
+        headers["Retry-After"] = str(math.ceil(info.retry_after_s))
+    if info.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if info.status in HOPELESS_STATUSES:
+        headers["X-Should-Retry"] = "false"
+    return web.Response(
+        body=error_body(info),
+        status=info.status,
+        content_type="application/json",
+        headers=headers,
+    )
+
+
+def refused(status: int, message: str) -> RequestFailed:
+    return RequestFailed(ErrorInfo(message, "invalid_request_error", CODES[status], status))
+
+
+def info_of(error: AserveError | RequestFailed) -> ErrorInfo:
+    return error.info if isinstance(error, RequestFailed) else error.info()
+
+
+def http_error_info(error: web.HTTPException, *, where: str) -> ErrorInfo:
+    """What aiohttp itself refuses: routes, methods, sizes."""
+    message = {
+        404: f"Unknown request URL: {where}. Please check the URL for typos.",
+        405: f"Not allowed method for this URL: {where}.",
+        413: f"The request body is too large: {error.text}",
+    }.get(error.status, error.reason)
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return ErrorInfo(message, kind, CODES.get(error.status, "http_error"), error.status)

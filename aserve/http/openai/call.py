@@ -1,0 +1,127 @@
+"""One call of a client: what it asks of the engine, and what its answer must look like.
+
+Must not know how answers are written. Built once from a validated body, never changed.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from aserve.errors import InvalidRequest, NotFound
+from aserve.http.openai.limits import (
+    MAX_SEQUENCES,
+    check_length,
+    check_limits,
+    stops_of,
+)
+from aserve.http.openai.schema import GenerationBody
+from aserve.messages import GenerateRequest, OutputChunk, Prompt, SamplingParams
+
+SEED_BITS = 53  # what a JSON number holds exactly in every client
+SMALLEST_TOP_P = 1e-6  # 0 means the likeliest token alone
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Choice `index` of the answer is child index % n of prompt index // n.
+
+    NOTE: the requests' ids end in the number of their prompt.
+    """
+
+    call_id: str
+    model: str
+    created: int
+    requests: tuple[GenerateRequest, ...]
+    sampling: SamplingParams
+    is_streaming: bool
+    reports_usage: bool
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.requests) * self.sampling.n
+
+    def index_of(self, chunk: OutputChunk) -> int:
+        _, _, prompt = chunk.request_id.rpartition("-")
+        return int(prompt) * self.sampling.n + chunk.child
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where and when a call arrived."""
+
+    request_id: str
+    created: int
+    model_names: tuple[str, ...]
+
+
+def check_body(body: GenerationBody, origin: Origin) -> None:
+    if body.model is not None and body.model not in origin.model_names:
+        raise NotFound(
+            f"The model `{body.model[:200]}` does not exist; "
+            f"this server has {', '.join(origin.model_names)}.",
+            param="model",
+            code="model_not_found",
+        )
+    check_limits(body)
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest(
+            "The 'stream_options' parameter is only allowed when 'stream' is enabled.",
+            param="stream_options",
+            code="invalid_value",
+        )
+
+
+def sampling_of(
+    body: GenerationBody, *, max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
+    top_k = body.top_k or 0
+    return SamplingParams(
+        seed=secrets.randbits(SEED_BITS) if body.seed is None else body.seed,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else max(body.top_p, SMALLEST_TOP_P),
+        top_k=max(top_k, 0),
+        min_p=body.min_p or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=body.repetition_penalty or 1.0,
+        logit_bias=tuple((body.logit_bias or {}).items()),
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens or 0,
+        stop=tuple(stops_of(body)),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=logprobs,
+        n=body.n or 1,
+    )
+
+
+def build_call(
+    body: GenerationBody,
+    origin: Origin,
+    *,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    id_prefix: str,
+) -> Call:
+    check_length(range(len(prompts) * sampling.n), MAX_SEQUENCES, param="prompt")
+    options = body.stream_options
+    return Call(
+        call_id=f"{id_prefix}-{origin.request_id}",
+        model=body.model or origin.model_names[0],
+        created=origin.created,
+        requests=tuple(
+            GenerateRequest(
+                request_id=f"{origin.request_id}-{i}",
+                prompt=prompt,
+                sampling=sampling,
+                priority=body.priority or 0,
+                timeout_s=body.timeout,
+            )
+            for i, prompt in enumerate(prompts)
+        ),
+        sampling=sampling,
+        is_streaming=bool(body.stream),
+        reports_usage=options is not None and bool(options.include_usage),
+    )

@@ -1,0 +1,116 @@
+"""A chat body's messages and tools as the prompt that the template will render.
+
+Must not know the template or the model: content becomes plain text, the rest stays as it came.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from aserve.errors import InvalidRequest
+from aserve.http.body import parse_body
+from aserve.http.openai.schema import (
+    ChatBody,
+    ChatMessage,
+    ContentPart,
+    FunctionCall,
+    Tool,
+    ToolCall,
+)
+from aserve.messages import ChatPrompt
+
+# Templates know system, which newer clients call developer.
+ROLES = {"developer": "system"} | {
+    role: role for role in ("system", "user", "assistant", "tool", "function")
+}
+
+
+def chat_prompt(body: ChatBody) -> ChatPrompt:
+    if body.messages is None:
+        raise InvalidRequest(
+            "Missing required parameter: 'messages'.",
+            param="messages",
+            code="missing_required_parameter",
+        )
+    if not body.messages:
+        raise InvalidRequest(
+            "Invalid 'messages': the list is empty.", param="messages", code="empty_array"
+        )
+    messages = [_plain(message, i) for i, message in enumerate(body.messages)]
+    return ChatPrompt(msgspec.json.encode(messages), tools_of(body))
+
+
+def _plain(message: ChatMessage, index: int) -> ChatMessage:
+    where = f"messages[{index}]"
+    role = ROLES.get(message.role)
+    if role is None:
+        raise InvalidRequest(
+            f"Invalid value for '{where}.role': '{message.role[:40]}' is none of "
+            f"{', '.join(ROLES)}.",
+            param=f"{where}.role",
+            code="invalid_value",
+        )
+    if message.content is None and not (role == "assistant" and message.tool_calls):
+        raise InvalidRequest(
+            f"Missing required parameter: '{where}.content'.",
+            param=f"{where}.content",
+            code="missing_required_parameter",
+        )
+    calls = message.tool_calls and [_with_object(call) for call in message.tool_calls]
+    return msgspec.structs.replace(
+        message, role=role, content=_text(message.content, where), tool_calls=calls
+    )
+
+
+def _text(content: str | list[ContentPart] | None, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    for i, part in enumerate(content):
+        if part.type != "text" or part.text is None:
+            raise InvalidRequest(
+                "This model supports text input only; received unsupported content type "
+                f"'{part.type[:40]}'.",
+                param=f"{where}.content[{i}]",
+                code="unsupported_content_type",
+            )
+    return "".join(part.text or "" for part in content)
+
+
+def _with_object(call: ToolCall) -> ToolCall:
+    """Templates want a call's arguments as an object; what a model once wrote may be none."""
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments, type=dict[str, Any])
+        except (ValueError, RecursionError):
+            return call
+    return msgspec.structs.replace(call, function=FunctionCall(call.function.name, arguments))
+
+
+def tools_of(body: ChatBody) -> bytes | None:
+    """The tools as they came, or nothing; a choice that names one must be able to hold."""
+    given = bytes(body.tools)
+    tools = None if given == b"null" else parse_body(given, list[Tool], where="tools")
+    if tools == []:
+        raise InvalidRequest(
+            "Invalid 'tools': the list is empty.", param="tools", code="empty_array"
+        )
+    match body.tool_choice:
+        case None | "auto":
+            return None if tools is None else given
+        case "none":
+            return None
+        case _ if tools is None:
+            raise InvalidRequest(
+                "Invalid 'tool_choice': it is only allowed when 'tools' are given.",
+                param="tool_choice",
+                code="invalid_value",
+            )
+        case _:
+            raise InvalidRequest(
+                "Unsupported value for 'tool_choice': this server supports auto and none.",
+                param="tool_choice",
+                code="unsupported_value",
+            )

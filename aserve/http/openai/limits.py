@@ -1,0 +1,112 @@
+"""How large or small each number and list of a body may be; each limit is declared once.
+
+Must not know what the engine does with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import NamedTuple
+
+from aserve.errors import InvalidRequest
+from aserve.http.openai.schema import GenerationBody
+
+MAX_STOPS = 4
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIAS = 1024
+MAX_BIAS = 100.0
+MAX_LOGPROBS = 20
+MAX_SEQUENCES = 512  # prompts times n in one call
+
+INT32 = 2**31 - 1
+INT64 = 2**63 - 1
+
+
+class Range(NamedTuple):
+    low: float
+    high: float
+
+
+RANGES = {
+    "n": Range(1, 128),
+    "max_tokens": Range(0, INT32),
+    "max_completion_tokens": Range(0, INT32),
+    "min_tokens": Range(0, INT32),
+    "temperature": Range(0, 2),
+    "top_p": Range(0, 1),
+    "top_k": Range(-1, INT32),
+    "min_p": Range(0, 1),
+    "presence_penalty": Range(-2, 2),
+    "frequency_penalty": Range(-2, 2),
+    "repetition_penalty": Range(0.01, 100),
+    "seed": Range(-INT64 - 1, INT64),
+    "priority": Range(-INT32 - 1, INT32),
+    "timeout": Range(0.001, 86_400),
+    "top_logprobs": Range(0, MAX_LOGPROBS),
+}
+
+
+def check_limits(body: GenerationBody) -> None:
+    for name in RANGES.keys() & set(body.__struct_fields__):
+        value = getattr(body, name)
+        if value is not None:
+            check_range(value, name)
+    check_stops(stops_of(body))
+    check_length(body.stop_token_ids or (), MAX_STOP_TOKEN_IDS, param="stop_token_ids")
+    check_length(body.logit_bias or (), MAX_LOGIT_BIAS, param="logit_bias")
+    for token_id, bias in (body.logit_bias or {}).items():
+        check_within(bias, Range(-MAX_BIAS, MAX_BIAS), param=f"logit_bias.{token_id}")
+
+
+def check_range(value: float, name: str) -> None:
+    check_within(value, RANGES[name], param=name)
+
+
+def check_within(value: float, limit: Range, *, param: str) -> None:
+    if limit.low <= value <= limit.high:
+        return
+    kind = "integer" if isinstance(value, int) else "decimal"
+    side, bound, word = (
+        ("below_min", limit.low, ">=") if value < limit.low else ("above_max", limit.high, "<=")
+    )
+    raise InvalidRequest(
+        f"Invalid '{param}': {kind} {side.replace('_', ' ')} value. "
+        f"Expected a value {word} {bound}, but got {str(value)[:40]} instead.",
+        param=param,
+        code=f"{kind}_{side}_value",
+    )
+
+
+def stops_of(body: GenerationBody) -> list[str]:
+    if body.stop is None:
+        return []
+    return [body.stop] if isinstance(body.stop, str) else body.stop
+
+
+def check_stops(stops: list[str]) -> None:
+    check_length(stops, MAX_STOPS, param="stop")
+    for stop in stops:
+        if not stop:
+            raise InvalidRequest(
+                "Invalid 'stop': a stop string must not be empty.",
+                param="stop",
+                code="string_below_min_length",
+            )
+        if len(stop) > MAX_STOP_CHARS:
+            raise InvalidRequest(
+                f"Invalid 'stop': a stop string has {len(stop)} characters, "
+                f"more than {MAX_STOP_CHARS}.",
+                param="stop",
+                code="string_above_max_length",
+            )
+
+
+def check_length(items: Sized, high: int, *, param: str) -> None:
+    length = len(items)
+    if length > high:
+        raise InvalidRequest(
+            f"Invalid '{param}': array too long. Expected at most {high} items, but got {length}.",
+            param=param,
+            code="array_above_max_length",
+        )

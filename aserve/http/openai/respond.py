@@ -1,0 +1,93 @@
+"""From a call to its answer, streamed or whole: the only reader of a call's outlet.
+
+Must not know what the JSON looks like (a Dialect does) or how requests were checked.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from aiohttp import web
+
+from aserve.http.errors import RequestFailed
+from aserve.http.openai.answers import Choice, Dialect, Tally
+from aserve.http.sse import SseWriter
+from aserve.http.state import HttpContext
+from aserve.messages import OutputChunk
+from aserve.outlet import Outlet
+
+STREAM = web.RequestKey("stream", SseWriter)  # set once it has started, for the error border
+
+
+async def respond(
+    request: web.Request, context: HttpContext, dialect: Dialect
+) -> web.StreamResponse:
+    """A client that goes away cancels this handler, and with it the outlet, streaming or not."""
+    refusal = context.state.refusal()
+    if refusal is not None:
+        raise refusal
+    outlet = context.gateway.open(*dialect.call.requests)
+    try:
+        if dialect.call.is_streaming:
+            return await _stream(request, outlet, dialect, idle_s=context.keep_alive_s)
+        return web.Response(body=await _whole(outlet, dialect), content_type="application/json")
+    finally:
+        outlet.cancel()
+
+
+async def _whole(outlet: Outlet, dialect: Dialect) -> bytes:
+    tally = Tally()
+    parts: defaultdict[int, list[OutputChunk]] = defaultdict(list)
+    async for chunk in outlet:
+        if chunk.error is not None:
+            raise RequestFailed(chunk.error)
+        tally.add(chunk)
+        parts[dialect.call.index_of(chunk)].append(chunk)
+    choices = [Choice(parts[index]) for index in range(dialect.call.num_choices)]
+    return dialect.whole(choices, tally.total())
+
+
+async def _stream(
+    request: web.Request, outlet: Outlet, dialect: Dialect, *, idle_s: float
+) -> web.StreamResponse:
+    """The status line waits for the first chunk, so that a refusal still has a status of its own.
+
+    One write takes all that is ready. While nothing is, a comment keeps the connection open.
+    """
+    writer = SseWriter()
+    tally = Tally()
+    opened: set[int] = set()
+    async for chunks in outlet.batches(idle_s=idle_s):
+        failed = next((chunk.error for chunk in chunks if chunk.error is not None), None)
+        if not writer.response.prepared:
+            if failed is not None:
+                raise RequestFailed(failed)
+            await writer.start(request)
+            request[STREAM] = writer
+        if not chunks:
+            await writer.keep_alive()
+            continue
+        for chunk in chunks:
+            tally.add(chunk)
+        await writer.send(_events(chunks, dialect, opened))
+        if failed is not None:
+            await writer.fail(failed)
+            return writer.response
+    await writer.finish([dialect.usage(tally.total())] if dialect.call.reports_usage else [])
+    return writer.response
+
+
+def _events(chunks: Iterable[OutputChunk], dialect: Dialect, opened: set[int]) -> Iterable[bytes]:
+    for chunk in chunks:
+        if chunk.error is not None:
+            continue
+        index = dialect.call.index_of(chunk)
+        if index not in opened:
+            opened.add(index)
+            opening = dialect.opening(index)
+            if opening is not None:
+                yield opening
+        delta = dialect.delta(index, chunk)
+        if delta is not None:
+            yield delta

@@ -1,0 +1,95 @@
+"""The bodies that clients send, field by field, as OpenAI and the usual extensions name them.
+
+Must not know sampling or prompts. Unknown fields fall away; `model: null` and the like mean absent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class GenerationBody(msgspec.Struct, kw_only=True):
+    """What both endpoints take. `priority`: lower goes first. `timeout`: seconds for all of it."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    priority: int | None = None
+    timeout: float | None = None
+
+
+class CompletionBody(GenerationBody, kw_only=True):
+    prompt: str | list[str | int | list[int]] | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+
+class ContentPart(msgspec.Struct):
+    type: str
+    text: str | None = None
+
+
+class FunctionCall(msgspec.Struct):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(msgspec.Struct):
+    function: FunctionCall
+    id: str | None = None
+    type: str = "function"
+
+
+class ChatMessage(msgspec.Struct, omit_defaults=True):
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class FunctionSpec(msgspec.Struct):
+    name: str
+
+
+class Tool(msgspec.Struct):
+    type: str
+    function: FunctionSpec
+
+
+class TypedObject(msgspec.Struct):
+    type: str
+
+
+class ChatBody(GenerationBody, kw_only=True):
+    messages: list[ChatMessage] | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: msgspec.Raw = msgspec.Raw(b"null")
+    tool_choice: str | TypedObject | None = None
+    response_format: TypedObject | None = None

@@ -1,0 +1,60 @@
+"""What the routes share: the server's phase, and the objects behind them.
+
+Must not know aiohttp or the engine's parts. The phase is written by app.py and the supervisor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from prometheus_client import CollectorRegistry
+
+from aserve.config import ServerOptions
+from aserve.errors import AserveError, EngineDead, ShuttingDown
+from aserve.outlet import Gateway
+
+Phase: TypeAlias = Literal["starting", "ready", "draining", "dead"]
+
+RETRY_AFTER_S = 5.0
+
+
+@dataclass(slots=True)
+class ServerState:
+    """`reason` says in a few words why it is not ready; `max_model_len` is known once it is."""
+
+    phase: Phase = "starting"
+    reason: str = "loading the model"
+    max_model_len: int | None = None
+
+    def refusal(self) -> AserveError | None:
+        """Why no new request may enter."""
+        match self.phase:
+            case "ready":
+                return None
+            case "starting":
+                return EngineDead(
+                    f"the server is starting: {self.reason}",
+                    code="server_starting",
+                    retry_after_s=RETRY_AFTER_S,
+                )
+            case "draining":
+                return ShuttingDown(
+                    "the server is shutting down and takes no new requests",
+                    retry_after_s=RETRY_AFTER_S,
+                )
+            case "dead":
+                return EngineDead(f"the engine has failed: {self.reason}")
+
+
+@dataclass(frozen=True, slots=True)
+class HttpContext:
+    """`model_names` are what clients may give as `model`; answers carry the first."""
+
+    gateway: Gateway
+    state: ServerState
+    options: ServerOptions
+    model_names: tuple[str, ...]
+    created: int  # seconds since 1970
+    registry: CollectorRegistry
+    keep_alive_s: float = 15.0

@@ -1,0 +1,205 @@
+"""Prometheus metrics, as folds over a request's two ends and the scheduler's turns.
+
+Must not be asked for decisions; a metric has no second source. At any time
+received = finished + refused + failed + cancelled + in flight. Written by the gateway's two ends
+(`received`, `delivered`), by the scheduler actor's turns, and by the supervisor when all ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Literal, TypeAlias
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from aserve.messages import (
+    GenerateRequest,
+    Launch,
+    OutputChunk,
+    StepFailed,
+    StepResult,
+)
+from aserve.observability.turn import SchedulerTurn
+
+Outcome: TypeAlias = Literal["finished", "refused", "failed", "cancelled"]
+
+SHORT_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+LONG_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 180, 600, 1800)
+
+
+class _Open:
+    """A request in flight."""
+
+    __slots__ = ("completion_tokens", "first_token_s", "is_seated", "last_token_s", "received_s")
+
+    def __init__(self, received_s: float) -> None:
+        self.received_s = received_s
+        self.first_token_s = 0.0
+        self.last_token_s = 0.0
+        self.is_seated = False
+        self.completion_tokens: dict[int, int] = {}  # by child
+
+
+class Metrics:
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.registry = CollectorRegistry()
+        self._clock = clock
+        self._open: dict[str, _Open] = {}
+        self._requests = _RequestMetrics(self.registry)
+        self._steps = _StepMetrics(self.registry)
+
+    def received(self, request: GenerateRequest) -> None:
+        self._open[request.request_id] = _Open(self._clock())
+        self._requests.received.inc()
+        self._requests.in_flight.inc()
+
+    def delivered(self, chunk: OutputChunk) -> None:
+        state = self._open.get(chunk.request_id)
+        if state is None:
+            return
+        now = self._clock()
+        if chunk.token_ids:
+            self._token_times(state, now, num_tokens=len(chunk.token_ids) // 4)
+        before = state.completion_tokens.get(chunk.child, 0)
+        if chunk.usage.completion_tokens > before:
+            self._requests.generation_tokens.inc(chunk.usage.completion_tokens - before)
+            state.completion_tokens[chunk.child] = chunk.usage.completion_tokens
+        if chunk.is_last:
+            self._requests.prompt_tokens.inc(chunk.usage.prompt_tokens)
+            self._requests.cached_tokens.inc(chunk.usage.cached_tokens)
+            self._end(chunk.request_id, *_ending(chunk, was_seated=state.is_seated))
+
+    def all_ended(self, reason: str) -> None:
+        """Whatever is in flight failed: the engine died or shut down."""
+        for request_id in list(self._open):
+            self._end(request_id, "failed", reason)
+
+    def turned(self, turn: SchedulerTurn) -> None:
+        for seat in turn.seats:
+            state = self._open.get(seat.request_id)
+            if state is not None and not state.is_seated:
+                state.is_seated = True
+                self._requests.queue_s.observe(self._clock() - state.received_s)
+        for event in turn.events:
+            match event:
+                case StepResult():
+                    self._steps.finished.inc()
+                case StepFailed():
+                    self._steps.failed.inc()
+                case _:
+                    pass
+        for effect in turn.effects:
+            if isinstance(effect, Launch):
+                self._steps.launch(effect)
+        self._steps.running.set(turn.num_running)
+        self._steps.waiting.set(turn.num_waiting)
+        self._steps.used_pages.set(turn.used_pages)
+
+    def watch_inboxes(self, backlogs: Mapping[str, Callable[[], float]]) -> None:
+        for actor, backlog in backlogs.items():
+            self._steps.backlog.labels(actor).set_function(backlog)
+
+    def _token_times(self, state: _Open, now: float, *, num_tokens: int) -> None:
+        if not state.first_token_s:
+            state.first_token_s = now
+            self._requests.ttft_s.observe(now - state.received_s)
+        else:
+            for _ in range(num_tokens):
+                self._requests.itl_s.observe((now - state.last_token_s) / num_tokens)
+        state.last_token_s = now
+
+    def _end(self, request_id: str, outcome: Outcome, reason: str) -> None:
+        state = self._open.pop(request_id)
+        self._requests.ended.labels(outcome, reason).inc()
+        self._requests.in_flight.dec()
+        self._requests.e2e_s.observe(self._clock() - state.received_s)
+
+
+class _RequestMetrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.received = Counter(
+            "aserve_requests_received", "Requests that were accepted for work", registry=registry
+        )
+        self.ended = Counter(
+            "aserve_requests_ended",
+            "Requests that got their final answer",
+            ["outcome", "reason"],
+            registry=registry,
+        )
+        self.in_flight = Gauge(
+            "aserve_requests_in_flight", "Requests without a final answer", registry=registry
+        )
+        self.prompt_tokens = Counter(
+            "aserve_prompt_tokens", "Prompt tokens of ended requests", registry=registry
+        )
+        self.generation_tokens = Counter(
+            "aserve_generation_tokens", "Tokens that clients were sent", registry=registry
+        )
+        self.cached_tokens = Counter(
+            "aserve_cached_tokens", "Prompt tokens that the prefix cache had", registry=registry
+        )
+        self.queue_s = Histogram(
+            "aserve_queue_seconds", "Arrival to first step", buckets=LONG_S, registry=registry
+        )
+        self.ttft_s = Histogram(
+            "aserve_time_to_first_token_seconds",
+            "Arrival to first token, queue included",
+            buckets=LONG_S,
+            registry=registry,
+        )
+        self.itl_s = Histogram(
+            "aserve_inter_token_latency_seconds",
+            "Between two tokens of a request",
+            buckets=SHORT_S,
+            registry=registry,
+        )
+        self.e2e_s = Histogram(
+            "aserve_request_seconds", "Arrival to final answer", buckets=LONG_S, registry=registry
+        )
+
+
+class _StepMetrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.launched = Counter("aserve_steps_launched", "Steps launched", registry=registry)
+        self.finished = Counter("aserve_steps_finished", "Steps with a result", registry=registry)
+        self.failed = Counter(
+            "aserve_steps_failed", "Failed steps and those dropped after one", registry=registry
+        )
+        self.iteration = Gauge(
+            "aserve_forward_iteration", "Number of the last launched step", registry=registry
+        )
+        self.retractions = Counter(
+            "aserve_retractions", "Times that a sequence stepped back", registry=registry
+        )
+        self._num_retracted = 0  # as of the last launch
+        self.prefill_tokens = Counter(
+            "aserve_prefill_tokens", "Prompt tokens computed, again ones too", registry=registry
+        )
+        self.running = Gauge("aserve_sequences_running", "Sequences with a row", registry=registry)
+        self.waiting = Gauge("aserve_sequences_waiting", "Sequences in queue", registry=registry)
+        self.backlog = Gauge(
+            "aserve_inbox_messages", "Messages that wait for an actor", ["actor"], registry=registry
+        )
+        self.used_pages = Gauge("aserve_kv_pages_used", "KV pages in use", registry=registry)
+        self.total_pages = Gauge("aserve_kv_pages_total", "KV pages there are", registry=registry)
+
+    def launch(self, effect: Launch) -> None:
+        """What a step was launched with, from the numbers frozen in it."""
+        stats = effect.batch.stats
+        self.launched.inc()
+        self.iteration.set(effect.batch.iteration)
+        self.prefill_tokens.inc(stats.num_prefill_tokens)
+        self.retractions.inc(stats.num_retracted - self._num_retracted)
+        self._num_retracted = stats.num_retracted
+        self.total_pages.set(stats.total_pages)
+
+
+def _ending(chunk: OutputChunk, *, was_seated: bool) -> tuple[Outcome, str]:
+    reason = chunk.error.code if chunk.error else str(chunk.finish_reason)
+    if chunk.finish_reason == "cancelled":
+        return "cancelled", "cancelled"
+    if chunk.error is None:
+        return "finished", reason
+    is_refusal = chunk.finish_reason == "error" and not was_seated
+    return ("refused" if is_refusal else "failed"), reason

@@ -1,0 +1,112 @@
+"""A recording: every list of events that the scheduler was given, to be replayed exactly.
+
+Must not know what the events do. The file is a sequence of frames, each a length (4 bytes, little
+endian) and msgpack: a header with the EngineSpec, then for each turn its events, written before the
+scheduler sees them, and a digest of the effects, written after. A recording that ends without the
+digest ends inside that turn. Written by the scheduler actor (and by tests) through `Recorder`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from aserve.errors import ConfigError
+from aserve.messages import EngineSpec, SchedulerEffect, SchedulerEvent
+
+FORMAT = "aserve scheduler recording 1"
+LENGTH = struct.Struct("<I")
+
+
+class Header(msgspec.Struct, frozen=True, tag=True):
+    format: str
+    spec: EngineSpec
+
+
+class Events(msgspec.Struct, frozen=True, tag=True):
+    events: list[SchedulerEvent]
+
+
+class Effects(msgspec.Struct, frozen=True, tag=True):
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedTurn:
+    events: list[SchedulerEvent]
+    digest: bytes | None  # None: the recording ends inside this turn
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    spec: EngineSpec
+    turns: tuple[RecordedTurn, ...]
+
+
+def digest_of(effects: list[SchedulerEffect]) -> bytes:
+    return hashlib.blake2b(msgspec.msgpack.encode(effects), digest_size=8).digest()
+
+
+class Recorder:
+    """Every frame is handed to the system at once: what crashed the process is in the file."""
+
+    def __init__(self, path: Path, *, spec: EngineSpec) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        try:
+            self._file = path.open("wb")
+        except OSError as error:
+            raise ConfigError(f"cannot record to {path}: {error.strerror}") from None
+        self._write(Header(FORMAT, spec))
+
+    def begin(self, events: list[SchedulerEvent]) -> None:
+        self._write(Events(events))
+
+    def finish(self, effects: list[SchedulerEffect]) -> None:
+        self._write(Effects(digest_of(effects)))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, frame: Header | Events | Effects) -> None:
+        data = self._encoder.encode(frame)
+        self._file.write(LENGTH.pack(len(data)) + data)
+        self._file.flush()
+
+
+def read_recording(path: Path) -> Recording:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read the recording {path}: {error.strerror}") from None
+    decoder = msgspec.msgpack.Decoder(Header | Events | Effects)
+    try:
+        frames = [decoder.decode(frame) for frame in _split(data)]
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path} is not a recording of this version: {error}") from None
+    if not frames or not isinstance(frames[0], Header) or frames[0].format != FORMAT:
+        raise ConfigError(f"{path} is not a recording: it does not begin with {FORMAT!r}")
+    return Recording(frames[0].spec, tuple(_turns(frames[1:])))
+
+
+def _split(data: bytes) -> Iterator[bytes]:
+    """Whole frames; a last one that was cut off is left out."""
+    start = 0
+    while start + LENGTH.size <= len(data):
+        (length,) = LENGTH.unpack_from(data, start)
+        start += LENGTH.size
+        if start + length > len(data):
+            return
+        yield data[start : start + length]
+        start += length
+
+
+def _turns(frames: list[Header | Events | Effects]) -> Iterator[RecordedTurn]:
+    for index, frame in enumerate(frames):
+        if isinstance(frame, Events):
+            after = frames[index + 1] if index + 1 < len(frames) else None
+            yield RecordedTurn(frame.events, after.digest if isinstance(after, Effects) else None)

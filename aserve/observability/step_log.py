@@ -1,0 +1,112 @@
+"""One log line about a step, every few seconds: its number and what was frozen at its launch.
+
+Must not look at the scheduler: a line about step N says what N was launched with, however late its
+result is and however many steps were launched since. Written by the scheduler actor's turns.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from aserve.messages import Launch, SampleResult, ScheduleBatch, StepFailed, StepResult
+from aserve.observability.turn import SchedulerTurn
+
+logger = logging.getLogger(__name__)
+
+LINE = (
+    "step iteration=%d prefill_rows=%d prefill_tokens=%d decode_rows=%d running=%d waiting=%d "
+    "cached_tokens=%d retracted=%d pages=%d/%d step_ms=%.1f tok_s=%.0f%s"
+)
+
+
+@dataclass(slots=True)
+class _Launched:
+    batch: ScheduleBatch
+    at_s: float
+    took_s: float = 0.0
+    is_back: bool = False
+    failure: str = ""
+
+
+class StepLog:
+    """Lines are in launch order; `interval_s` 0 gives every step one.
+
+    tok_s is the rate of sampled tokens since the last line, over the time in which steps were in
+    flight: an idle server is not a slow one.
+    """
+
+    def __init__(
+        self, *, interval_s: float = 5.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._interval_s = interval_s
+        self._clock = clock
+        self._launched: deque[_Launched] = deque()
+        self._next_line_at_s = clock()
+        self._num_sampled = 0
+        self._busy_s = 0.0
+        self._busy_since_s = 0.0
+
+    def turned(self, turn: SchedulerTurn) -> None:
+        now = self._clock()
+        for event in turn.events:
+            match event:
+                case StepResult():
+                    self._num_sampled += len(event.tokens) // 4
+                    self._finish(event.iteration, now)
+                case SampleResult():
+                    self._num_sampled += len(event.tokens) // 4
+                case StepFailed():
+                    self._finish(event.iteration, now, failure=event.error.message)
+                case _:
+                    pass
+        for effect in turn.effects:
+            if isinstance(effect, Launch):
+                self._launch(effect.batch, now)
+
+    def _launch(self, batch: ScheduleBatch, now: float) -> None:
+        if not self._launched:
+            self._busy_since_s = now
+        self._launched.append(_Launched(batch, now))
+
+    def _finish(self, iteration: int, now: float, *, failure: str = "") -> None:
+        for launched in self._launched:
+            if launched.batch.iteration == iteration:
+                launched.is_back = True
+                launched.took_s = now - launched.at_s
+                launched.failure = failure
+        while self._launched and self._launched[0].is_back:
+            if now >= self._next_line_at_s or self._launched[0].failure:
+                self._write(self._launched[0], now)
+            self._launched.popleft()
+            if not self._launched:
+                self._busy_s += now - self._busy_since_s
+
+    def _write(self, step: _Launched, now: float) -> None:
+        busy_s = self._busy_s + now - self._busy_since_s
+        stats = step.batch.stats
+        level = logging.WARNING if step.failure else logging.INFO
+        logger.log(
+            level,
+            LINE,
+            step.batch.iteration,
+            stats.num_prefill_rows,
+            stats.num_prefill_tokens,
+            stats.num_decode_rows,
+            stats.num_running,
+            stats.num_waiting,
+            stats.num_cached_tokens,
+            stats.num_retracted,
+            stats.used_pages,
+            stats.total_pages,
+            step.took_s * 1000,
+            self._num_sampled / busy_s if busy_s > 0 else 0.0,
+            f" failed={step.failure!r}" if step.failure else "",
+        )
+        self._next_line_at_s = now + self._interval_s
+        self._num_sampled = 0
+        self._busy_s = 0.0
+        self._busy_since_s = now

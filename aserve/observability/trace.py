@@ -1,0 +1,103 @@
+"""The story of each request: what happened to it, in order, kept in a bounded ring per request.
+
+Must not decide anything, and knows only messages. Written by the scheduler actor's turns and by the
+request's two ends (received, delivered); read by BugErrors and debugging.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+
+from aserve.messages import (
+    AdmitRequest,
+    Cancel,
+    MaskReady,
+    OutputChunk,
+    Refused,
+    Retired,
+    SchedulerEffect,
+    SchedulerEvent,
+    StepOutput,
+)
+from aserve.observability.turn import SchedulerTurn
+
+MAX_REQUESTS = 1024
+MAX_EVENTS = 64
+
+
+class Trace:
+    """The oldest request is forgotten for a new one, the middle of a long story for its end."""
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        max_requests: int = MAX_REQUESTS,
+        max_events: int = MAX_EVENTS,
+    ) -> None:
+        self._clock = clock
+        self._max_requests = max_requests
+        self._max_events = max_events
+        self._stories: OrderedDict[str, deque[tuple[float, str]]] = OrderedDict()
+
+    def note(self, request_id: str, event: str) -> None:
+        story = self._stories.get(request_id)
+        if story is None:
+            story = self._stories[request_id] = deque(maxlen=self._max_events)
+            if len(self._stories) > self._max_requests:
+                self._stories.popitem(last=False)
+        story.append((self._clock(), event))
+
+    def story(self, request_id: str) -> str:
+        """One line per event, with milliseconds since the first that is still known."""
+        events = self._stories.get(request_id)
+        if not events:
+            return f"request {request_id}: nothing is known"
+        start = events[0][0]
+        lines = (f"  +{(at - start) * 1000:.1f} ms {event}" for at, event in events)
+        return "\n".join([f"request {request_id}:", *lines])
+
+    def turned(self, turn: SchedulerTurn) -> None:
+        for event in turn.events:
+            self._heard(event)
+        for seat in turn.seats:
+            what = f"child {seat.child} runs in row {seat.row} from step {seat.iteration}"
+            self.note(seat.request_id, what)
+        for effect in turn.effects:
+            self._performed(effect)
+
+    def _heard(self, event: SchedulerEvent) -> None:
+        match event:
+            case AdmitRequest():
+                self.note(event.request_id, f"admit asked, {len(event.prompt_ids) // 4} tokens")
+            case Cancel():
+                who = "all children" if event.child is None else f"child {event.child}"
+                self.note(event.request_id, f"cancel of {who}: {event.reason}, kept {event.kept}")
+            case MaskReady():
+                what = f"child {event.child} has the mask of output {event.position}"
+                self.note(event.request_id, what)
+            case _:
+                pass  # results name rows: what a request got of them is in its StepOutput
+
+    def delivered(self, chunk: OutputChunk) -> None:
+        """Only ends: the text of a request is not part of its story."""
+        if chunk.is_last:
+            reason = chunk.error.code if chunk.error else chunk.finish_reason
+            self.note(chunk.request_id, f"answered: {reason}")
+
+    def _performed(self, effect: SchedulerEffect) -> None:
+        match effect:
+            case StepOutput():
+                for output in effect.sequences:
+                    count = len(output.token_ids) // 4
+                    what = f"child {output.child}: {count} tokens of step {effect.iteration}"
+                    self.note(output.request_id, what)
+            case Retired():
+                what = f"child {effect.child} retired: {effect.reason}, {effect.num_outputs} tokens"
+                self.note(effect.request_id, what)
+            case Refused():
+                self.note(effect.request_id, f"refused: {effect.error.message}")
+            case _:
+                pass

@@ -1,0 +1,158 @@
+"""Where a client reads its answer: one outlet per call, fed by the detokenizer through the gateway.
+
+Must not know HTTP, text or the engine's state. Which outlets are open is written by `Gateway`.
+Used by http/ and by the embeddable engine alike; everything happens on the loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
+
+from aserve.errors import ErrorInfo
+from aserve.messages import Cancel, GenerateRequest, OutputChunk, Usage
+
+ChildKey = tuple[str, int]
+
+
+class Gateway:
+    """One per frontend: sends requests in, and every chunk that comes out to its outlet."""
+
+    def __init__(
+        self, *, submit: Callable[[GenerateRequest], None], cancel: Callable[[Cancel], None]
+    ) -> None:
+        self._submit = submit
+        self._cancel = cancel
+        self._open: dict[str, Outlet] = {}
+        self._is_drained = asyncio.Event()
+        self._is_drained.set()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def open(self, *requests: GenerateRequest) -> Outlet:
+        """One outlet for all of them, the prompts of one call; who leaves early cancels it."""
+        outlet = Outlet([request.request_id for request in requests], leave=self._leave)
+        for request in requests:
+            assert request.request_id not in self._open, "request ids are made by the server"
+            self._open[request.request_id] = outlet
+        self._is_drained.clear()
+        for request in requests:
+            self._submit(request)
+        return outlet
+
+    def deliver(self, chunk: OutputChunk) -> None:
+        """What comes for a request whose client has gone falls away."""
+        outlet = self._open.get(chunk.request_id)
+        if outlet is None:
+            return
+        if chunk.is_last:
+            self._close(chunk.request_id)
+        outlet.put(chunk)
+
+    def end_all(self, error: ErrorInfo) -> None:
+        """The engine answers no more, or must not: every open request ends with this error."""
+        for request_id in list(self._open):
+            self.deliver(
+                OutputChunk(
+                    request_id=request_id,
+                    child=0,
+                    text="",
+                    token_ids=b"",
+                    usage=Usage(),
+                    finish_reason="error",
+                    error=error,
+                    is_last=True,
+                )
+            )
+
+    async def drained(self) -> None:
+        """Returns as soon as no request is open; the caller sets the deadline."""
+        await self._is_drained.wait()
+
+    def _leave(self, request_id: str, kept: int) -> None:
+        self._close(request_id)
+        self._cancel(Cancel(request_id, None, kept, "cancelled"))
+
+    def _close(self, request_id: str) -> None:
+        del self._open[request_id]
+        if not self._open:
+            self._is_drained.set()
+
+
+class Outlet:
+    """The chunks of one call, one reader. While it is away they coalesce, one per child."""
+
+    def __init__(self, request_ids: list[str], *, leave: Callable[[str, int], None]) -> None:
+        self._kept = dict.fromkeys(request_ids, 0)  # tokens given out of the requests still open
+        self._leave = leave
+        self._pending: dict[ChildKey, list[OutputChunk]] = {}
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, chunk: OutputChunk) -> None:
+        """Called by the gateway alone."""
+        self._pending.setdefault((chunk.request_id, chunk.child), []).append(chunk)
+        self._kept[chunk.request_id] += len(chunk.token_ids) // 4
+        if chunk.is_last:
+            del self._kept[chunk.request_id]
+        self._wake()
+
+    def cancel(self) -> None:
+        """The reader goes away: what still runs is cancelled, what came already falls away."""
+        kept, self._kept = self._kept, {}
+        self._pending.clear()
+        for request_id, num_tokens in kept.items():
+            self._leave(request_id, num_tokens)
+        self._wake()
+
+    async def batches(self, *, idle_s: float | None = None) -> AsyncIterator[list[OutputChunk]]:
+        """All that came since the last batch, one chunk per child; empty after idle_s without any.
+
+        A request's last chunk is the one with `is_last`; the iteration ends after all of them.
+        """
+        while self._pending or self._kept:
+            if not self._pending:
+                await self._arrival(idle_s)
+            pending, self._pending = self._pending, {}
+            if pending or self._kept:
+                yield [merge(chunks) for chunks in in_order(pending)]
+
+    async def __aiter__(self) -> AsyncIterator[OutputChunk]:
+        async for chunks in self.batches():
+            for chunk in chunks:
+                yield chunk
+
+    async def _arrival(self, idle_s: float | None) -> None:
+        loop = asyncio.get_running_loop()
+        self._waiter = loop.create_future()
+        alarm = None if idle_s is None else loop.call_later(idle_s, self._wake)
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+            if alarm is not None:
+                alarm.cancel()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def in_order(pending: dict[ChildKey, list[OutputChunk]]) -> list[list[OutputChunk]]:
+    """A child that began early may end last, and the end of a request comes after all of it."""
+    return sorted(pending.values(), key=lambda chunks: chunks[-1].is_last)
+
+
+def merge(chunks: list[OutputChunk]) -> OutputChunk:
+    """Consecutive chunks of one child as one."""
+    if len(chunks) == 1:
+        return chunks[0]
+    return msgspec.structs.replace(
+        chunks[-1],
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=b"".join(chunk.token_ids for chunk in chunks),
+        logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs),
+    )

@@ -1,0 +1,85 @@
+"""The scheduler's whole state, as data: who waits, who runs, what is in flight, what is to be
+retried.
+
+Knows no rules: admit, decode, launch, commit, leave and recover hold those, and each field names
+its writers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from aserve.cache.kv_cache import KvCache
+from aserve.cache.rows import RowPool
+from aserve.messages import EngineSpec, SchedulerEffect
+from aserve.scheduling.queue import WaitingQueue
+from aserve.scheduling.request import Flight, Sequence
+
+
+class Step(msgspec.Struct, gc=False):
+    """A launched step whose StepResult is not back: who rides in it, by row."""
+
+    iteration: int
+    riders: dict[int, tuple[Sequence, Flight]]
+
+
+class Board:
+    __slots__ = (
+        "arrivals",
+        "cache",
+        "effects",
+        "groups",
+        "next_iteration",
+        "num_retracted",
+        "resync_at",
+        "retries",
+        "rows",
+        "running",
+        "samples",
+        "spec",
+        "steps",
+        "trial",
+        "waiting",
+    )
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self.cache = KvCache(spec.groups, page_size=spec.page_size, prefix_cache=spec.prefix_cache)
+        self.rows = RowPool(spec.max_rows)
+        self.effects: list[SchedulerEffect] = []  # of the current call of SchedulerState.step
+        self.waiting = WaitingQueue()  # admit, leave
+        self.running: dict[int, Sequence] = {}  # by row, in order of admission: admit, leave
+        # living children by request id: admit, leave
+        self.groups: dict[str, dict[int, Sequence]] = {}
+        self.steps: dict[int, Step] = {}  # launched, not back: launch, commit, recover
+        # by (iteration, row), Sample given, not back: held, commit
+        self.samples: dict[tuple[int, int], tuple[Sequence, Flight]] = {}
+        # after a failed step: groups to try alone: recover, decode
+        self.retries: list[list[Sequence]] = []
+        self.trial = 0  # the step that tries such a group: decode
+        self.resync_at = 1  # failures of steps before this one are old news: recover
+        self.next_iteration = 1  # launch
+        self.arrivals = 0  # admit
+        self.num_retracted = 0  # leave
+
+    @property
+    def is_recovering(self) -> bool:
+        return bool(self.retries) or self.trial in self.steps
+
+    @property
+    def is_device_idle(self) -> bool:
+        """Nothing outstanding at all: no step, no sample."""
+        return not self.steps and not self.samples
+
+    def living(self) -> Iterator[Sequence]:
+        for children in self.groups.values():
+            yield from children.values()
+
+    def num_pages(self, num_positions: int) -> int:
+        return -(-num_positions // self.spec.page_size)
+
+    def take_effects(self) -> list[SchedulerEffect]:
+        effects, self.effects = self.effects, []
+        return effects

@@ -1,0 +1,89 @@
+"""What rows need of the page pools. Knows nothing of when they run; changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from aserve.messages import EngineSpec
+from aserve.scheduling.board import Board
+from aserve.scheduling.request import Sequence
+
+Pages = tuple[int, ...]  # one number per layer group
+
+
+def most_pages(board: Board, num_positions: int) -> Pages:
+    """Pages per group that a sequence alone holds at most when it covers `num_positions`.
+
+    A windowed group holds the window, the page that it enters and the page that it leaves.
+    """
+    whole = board.num_pages(num_positions)
+    return tuple(
+        whole if group.window is None else min(whole, board.num_pages(group.window) + 2)
+        for group in board.spec.groups
+    )
+
+
+def fits_alone(board: Board, sequence: Sequence) -> bool:
+    """The test at admission to the queue: what fails it could never finish."""
+    needed = most_pages(board, max(sequence.max_kv_len, sequence.prompt_len))
+    return all(
+        need < group.num_pages for need, group in zip(needed, board.spec.groups, strict=True)
+    )
+
+
+def next_span(spec: EngineSpec, sequence: Sequence) -> int:
+    """Tokens that the row would like to have in its next step: the rest of a prefill, or a decode
+    with its drafts.
+
+    0 where a verify window has no room left within prompt + max_tokens - 1 positions: results must
+    come first.
+    """
+    room = sequence.max_kv_len - sequence.scheduled_len
+    wanted = sequence.remaining
+    if wanted == 1 and sequence.relay_iteration and sequence.mask is None:
+        wanted = spec.decode.max_tokens_per_step
+    return min(wanted, room)
+
+
+def step_need(board: Board, sequences: Iterable[Sequence]) -> Pages:
+    """Pages that one more step of these rows takes from the pools, prefills sharing the step's
+    token budget.
+    """
+    tokens_left = board.spec.max_batched_tokens
+    total: Pages = (0,) * len(board.spec.groups)
+    for sequence in sequences:
+        span = max(1, next_span(board.spec, sequence))
+        if sequence.remaining > 1:
+            span = min(span, max(1, tokens_left))
+            tokens_left -= span
+        covered = min(sequence.scheduled_len + span, sequence.max_kv_len)
+        total = add_pages(total, _need_to_cover(board, sequence, covered))
+    return total
+
+
+def prefill_need(board: Board, sequence: Sequence) -> Pages:
+    """Pages that a running row still takes for its whole prefill and one more step."""
+    ahead = sequence.scheduled_len + sequence.remaining + board.spec.decode.max_tokens_per_step
+    covered = min(ahead, max(sequence.max_kv_len, sequence.prompt_len))
+    return _need_to_cover(board, sequence, covered)
+
+
+def _need_to_cover(board: Board, sequence: Sequence, num_positions: int) -> Pages:
+    """What is missing, but no more than a row ever must hold at once: chunks shrink to that.
+
+    NOTE: step_need counts like prefill_need, else a row could be admitted that the next step
+    retracts, for ever.
+    """
+    assert sequence.holding is not None
+    num_pages = max(board.num_pages(num_positions), sequence.holding.num_pages)
+    missing = board.cache.missing(sequence.holding, num_pages)
+    most = most_pages(board, num_positions)
+    return tuple(min(a, b) for a, b in zip(missing, most, strict=True))
+
+
+def has_room(board: Board, need: Pages) -> bool:
+    return all(board.cache.available(group) >= pages for group, pages in enumerate(need))
+
+
+def add_pages(left: Pages, right: Pages) -> Pages:
+    return tuple(a + b for a, b in zip(left, right, strict=True))

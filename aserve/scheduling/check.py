@@ -1,0 +1,65 @@
+"""What must hold after every step, as assertions with a story: run with debug checks, on in all
+tests.
+
+Reads the board, changes nothing.
+"""
+
+from __future__ import annotations
+
+from aserve.errors import BugError
+from aserve.scheduling.board import Board
+from aserve.scheduling.phases import Phase
+from aserve.scheduling.request import Sequence
+
+
+def check(board: Board) -> None:
+    """Every row and page has one owner; clocks agree; nobody is in two places."""
+    _check_rows(board)
+    board.cache.check(sequence.holding for sequence in board.running.values() if sequence.holding)
+    for sequence in board.living():
+        _check_sequence(board, sequence)
+    if len(board.steps) > board.spec.depth:
+        raise BugError(f"{len(board.steps)} steps are in flight, depth is {board.spec.depth}")
+
+
+def _check_rows(board: Board) -> None:
+    if board.rows.num_free + len(board.running) != board.spec.max_rows:
+        raise BugError(
+            f"{board.rows.num_free} free rows and {len(board.running)} running ones are not "
+            f"{board.spec.max_rows}"
+        )
+    for row, sequence in board.running.items():
+        if sequence.row != row or sequence.phase is not Phase.RUNNING:
+            raise BugError(f"row {row} names {describe(sequence)}")
+
+
+def _check_sequence(board: Board, sequence: Sequence) -> None:
+    is_running = sequence.phase is Phase.RUNNING
+    problems = {
+        "owns a row while it does not run": not is_running and sequence.row != 0,
+        "owns pages while it does not run": not is_running and sequence.holding is not None,
+        "waits with flights": sequence.phase is Phase.WAITING and bool(sequence.flights),
+        "samples further ahead than lead": sequence.num_sampling > board.spec.lead,
+        "has more outputs than max_tokens": sequence.num_outputs > sequence.max_tokens,
+        "committed KV beyond its tokens": sequence.committed_len > len(sequence.tokens),
+        "scheduled KV beyond what it can need": is_running
+        and sequence.scheduled_len > max(sequence.max_kv_len, sequence.prompt_len),
+        "has flights out of order": _iterations(sequence) != sorted(_iterations(sequence)),
+    }
+    found = [problem for problem, holds in problems.items() if holds]
+    if found:
+        raise BugError(f"{describe(sequence)}: {'; '.join(found)}")
+
+
+def _iterations(sequence: Sequence) -> list[int]:
+    return [flight.iteration for flight in sequence.flights]
+
+
+def describe(sequence: Sequence) -> str:
+    """A sequence's story in one line, for BugErrors."""
+    return (
+        f"{sequence.request_id}/{sequence.child} phase={sequence.phase.value} row={sequence.row} "
+        f"prompt={sequence.prompt_len} outputs={sequence.num_outputs} "
+        f"committed={sequence.committed_len} scheduled={sequence.scheduled_len} "
+        f"flights={_iterations(sequence)}"
+    )

@@ -1,0 +1,121 @@
+"""So many tokens for this row: chooses the rows and spans of one step. Prefill, chunk, decode
+and verify window are one thing with different numbers. Takes pages for what it chose and
+retracts before they run out; launches nothing.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from aserve.scheduling.admit import admit
+from aserve.scheduling.board import Board
+from aserve.scheduling.budget import has_room, next_span, step_need
+from aserve.scheduling.caps import max_decode_rows, may_run_ahead
+from aserve.scheduling.leave import retract, retraction_order
+from aserve.scheduling.phases import Phase
+from aserve.scheduling.request import Sequence
+
+
+class Choice(msgspec.Struct, frozen=True, gc=False):
+    """One row's part in the next step. `samples` if the span reaches the last token that exists
+    or is in flight.
+    """
+
+    sequence: Sequence
+    span: int
+    num_drafts: int
+    samples: bool
+
+
+def choose(board: Board) -> tuple[list[Choice], list[Sequence]]:
+    """The next step's rows, decodes first, and who was newly admitted for it."""
+    _retract_for_room(board)
+    if board.is_recovering:
+        chosen = _choose_retry(board)
+        if chosen or board.is_recovering:
+            return chosen, []
+    decodes, prefills = _ready_rows(board, list(board.running.values()))
+    decodes = decodes[: max_decode_rows(board.spec, len(board.running))]
+    chosen = _fill(board, decodes) if board.spec.decode.mixes_prefill else []
+    admitted = admit(board) if _num_tokens(chosen) < board.spec.max_batched_tokens else []
+    chosen += _fill(board, prefills + admitted, used=_num_tokens(chosen))
+    return chosen or _fill(board, decodes), admitted
+
+
+def _ready_rows(board: Board, rows: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+    """Decodes, who waited longest first; then prefills in order of admission."""
+    ready = [row for row in rows if may_run_ahead(row, lead=board.spec.lead)]
+    decodes = sorted(
+        (row for row in ready if row.remaining == 1), key=lambda row: row.last_iteration
+    )
+    return decodes, [row for row in ready if row.remaining > 1]
+
+
+def _choose_retry(board: Board) -> list[Choice]:
+    """After a failed step: the next group that still has something to run, with nothing else in
+    flight.
+    """
+    while board.retries and board.is_device_idle:
+        group = [sequence for sequence in board.retries.pop(0) if sequence.phase is Phase.RUNNING]
+        chosen = _fill(board, [row for row in group if may_run_ahead(row, lead=board.spec.lead)])
+        if chosen:
+            board.trial = board.next_iteration
+            return chosen
+    return []
+
+
+def _fill(board: Board, rows: list[Sequence], *, used: int = 0) -> list[Choice]:
+    """Spans for rows, in order, as far as the token budget and the pages go."""
+    chosen: list[Choice] = []
+    budget = board.spec.max_batched_tokens - used
+    for sequence in rows:
+        choice = _choose_span(board, sequence, budget)
+        if choice is not None:
+            chosen.append(choice)
+            budget -= choice.span
+    return chosen
+
+
+def _choose_span(board: Board, sequence: Sequence, budget: int) -> Choice | None:
+    """A prefill takes what budget and pages allow; a decode that lacks a page is skipped in this
+    step.
+    """
+    assert sequence.holding is not None
+    remaining = sequence.remaining
+    span = min(next_span(board.spec, sequence), budget)
+    span = min(span, _reachable_span(board, sequence))
+    if span < 1:
+        return None
+    board.cache.grow(sequence.holding, _covering(board, sequence, span))
+    samples = span >= remaining
+    return Choice(sequence, span, max(0, span - remaining), samples)
+
+
+def _reachable_span(board: Board, sequence: Sequence) -> int:
+    """Positions after the scheduled length for which pages are held or can be taken in every
+    group.
+    """
+    holding = sequence.holding
+    assert holding is not None
+    free = min(board.cache.available(group) for group in range(len(board.spec.groups)))
+    reach = (holding.num_pages + free) * board.spec.page_size
+    return reach - sequence.scheduled_len
+
+
+def _covering(board: Board, sequence: Sequence, span: int) -> int:
+    assert sequence.holding is not None
+    return max(sequence.holding.num_pages, board.num_pages(sequence.scheduled_len + span))
+
+
+def _retract_for_room(board: Board) -> None:
+    """Rows step back while free pages are fewer than one more step of all rows needs; never the
+    last row.
+    """
+    while len(board.running) > 1:
+        if has_room(board, step_need(board, board.running.values())):
+            return
+        retract(board, max(board.running.values(), key=retraction_order))
+
+
+def _num_tokens(chosen: list[Choice]) -> int:
+    return sum(choice.span for choice in chosen)

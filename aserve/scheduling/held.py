@@ -1,0 +1,85 @@
+"""Rows with a host-side sampler: masks are asked for, arrive, and release the Sample of a held
+flight.
+
+The matcher lives in a worker; it advances by the outputs that each BuildMask carries, once per
+emitted token. Knows nothing of grammars. Writes `Sequence.mask`, `Flight.is_held` (to False) and
+`Board.samples`.
+"""
+
+from __future__ import annotations
+
+from aserve.messages import BuildMask, MaskReady, Sample, pack_i32
+from aserve.scheduling.board import Board
+from aserve.scheduling.leave import leave
+from aserve.scheduling.phases import Phase
+from aserve.scheduling.request import Flight, Sequence
+
+
+def ask_mask(board: Board, sequence: Sequence) -> None:
+    """Asks for the mask of the next output, unless it was asked for already (a retracted
+    sequence comes again).
+    """
+    state = sequence.mask
+    if state is None or state.asked == sequence.num_outputs:
+        return
+    start = sequence.prompt_len + state.num_sent
+    new_ids = sequence.tokens.span(start, len(sequence.tokens))
+    state.asked = sequence.num_outputs
+    state.num_sent = sequence.num_outputs
+    state.mask = None
+    board.effects.append(
+        BuildMask(
+            request_id=sequence.request_id,
+            child=sequence.child,
+            position=state.asked,
+            grammar=state.grammar,
+            new_ids=new_ids.tobytes(),
+        )
+    )
+
+
+def receive_mask(board: Board, ready: MaskReady) -> None:
+    """Keyed by request, because rows get new tenants; what nobody waits for any more falls away."""
+    sequence = board.groups.get(ready.request_id, {}).get(ready.child)
+    if sequence is None or sequence.mask is None or sequence.mask.asked != ready.position:
+        return
+    if ready.error is not None:
+        leave(board, sequence, "error", error=ready.error)
+        return
+    sequence.mask.mask = ready.mask
+
+
+def give_samples(board: Board) -> None:
+    """Samples every held row whose mask is there, one message per step; before any launch that
+    may name those rows.
+    """
+    by_iteration: dict[int, list[tuple[Sequence, Flight]]] = {}
+    for sequence in board.running.values():
+        flight = _ready_flight(sequence)
+        if flight is not None:
+            by_iteration.setdefault(flight.iteration, []).append((sequence, flight))
+    for iteration, ready in sorted(by_iteration.items()):
+        board.effects.append(_give_sample(board, iteration, ready))
+
+
+def _ready_flight(sequence: Sequence) -> Flight | None:
+    """The held flight whose output is the next one to be known, when the mask of that output is
+    there.
+    """
+    state = sequence.mask
+    if state is None or state.mask is None or sequence.phase is not Phase.RUNNING:
+        return None
+    first = next((flight for flight in sequence.flights if flight.samples), None)
+    return first if first is not None and first.is_held else None
+
+
+def _give_sample(board: Board, iteration: int, ready: list[tuple[Sequence, Flight]]) -> Sample:
+    masks: list[bytes] = []
+    for sequence, flight in ready:
+        assert sequence.mask is not None
+        assert sequence.mask.mask is not None
+        flight.is_held = False
+        board.samples[iteration, sequence.row] = (sequence, flight)
+        masks.append(sequence.mask.mask)
+    rows = pack_i32([sequence.row for sequence, _ in ready])
+    return Sample(iteration=iteration, rows=rows, masks=b"".join(masks))

@@ -1,0 +1,143 @@
+"""From choices to one `ScheduleBatch`: everything the device is told about a step, as host values.
+
+Knows no rules of choice. Writes `Board.steps`, `Board.next_iteration`, a sequence's flights (sent)
+and what the device knows of its row (`written_pages`, `relay_iteration`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from aserve.messages import (
+    Launch,
+    PageWrites,
+    RowInit,
+    ScheduleBatch,
+    StepStats,
+    VerifyPlan,
+    pack_i32,
+)
+from aserve.scheduling.board import Board, Step
+from aserve.scheduling.decode import Choice
+from aserve.scheduling.request import Flight, Sequence
+
+
+def launch(board: Board, chosen: list[Choice], *, admitted: list[Sequence]) -> None:
+    """Builds the batch from the state before this step, then puts the step in flight."""
+    iteration = board.next_iteration
+    board.next_iteration += 1
+    batch = _build(board, chosen, iteration=iteration, stats=_stats(board, chosen, admitted))
+    board.steps[iteration] = Step(iteration, {})
+    for choice in chosen:
+        _put_in_flight(board, choice, iteration)
+    board.effects.append(Launch(batch))
+
+
+def _build(
+    board: Board, chosen: list[Choice], *, iteration: int, stats: StepStats
+) -> ScheduleBatch:
+    sequences = [choice.sequence for choice in chosen]
+    sampled = [choice.sequence for choice in chosen if choice.samples]
+    drafts = [choice.num_drafts for choice in chosen]
+    return ScheduleBatch(
+        iteration=iteration,
+        rows=pack_i32([sequence.row for sequence in sequences]),
+        spans=pack_i32([choice.span for choice in chosen]),
+        input_ids=b"".join(_input_ids(choice) for choice in chosen),
+        next_ids=pack_i32([_next_id(choice) for choice in chosen]),
+        kv_lens=pack_i32([sequence.scheduled_len for sequence in sequences]),
+        bounds=bytes(sequence.is_bound for sequence in sequences),
+        expects=pack_i32([_expected_iteration(choice) for choice in chosen]),
+        sample_rows=pack_i32([sequence.row for sequence in sampled if sequence.mask is None]),
+        held_rows=pack_i32([sequence.row for sequence in sampled if sequence.mask is not None]),
+        page_writes=tuple(
+            _page_writes(sequences, group) for group in range(len(board.spec.groups))
+        ),
+        row_inits=_row_inits(sequences),
+        verify=VerifyPlan(pack_i32(drafts)) if any(drafts) else None,
+        stats=stats,
+    )
+
+
+def _input_ids(choice: Choice) -> bytes:
+    """Known tokens as they are; the token in flight and the drafts after it as -row."""
+    sequence = choice.sequence
+    ids = np.full(choice.span, -sequence.row, np.int32)
+    if not sequence.num_sampling:
+        start = sequence.scheduled_len
+        known = sequence.tokens.span(start, start + choice.span)
+        ids[: len(known)] = known
+    return ids.tobytes()
+
+
+def _next_id(choice: Choice) -> int:
+    """The token after the span: the next one of the prompt for a middle chunk, else one that is
+    not known yet.
+    """
+    sequence = choice.sequence
+    return (
+        -sequence.row
+        if choice.samples
+        else sequence.tokens.at(sequence.scheduled_len + choice.span)
+    )
+
+
+def _expected_iteration(choice: Choice) -> int:
+    """The step whose stash this row reads from the relay: the last one that samples it."""
+    sequence = choice.sequence
+    reads_relay = sequence.num_sampling > 0 or choice.num_drafts > 0
+    return sequence.relay_iteration if reads_relay else 0
+
+
+def _page_writes(sequences: list[Sequence], group: int) -> PageWrites:
+    """Page table entries that the device does not have; all of a row that is new to it."""
+    rows: list[int] = []
+    columns: list[int] = []
+    pages: list[int] = []
+    for sequence in sequences:
+        assert sequence.holding is not None
+        new = sequence.holding.pages[group][sequence.written_pages :]
+        rows.extend([sequence.row] * len(new))
+        columns.extend(range(sequence.written_pages, sequence.holding.num_pages))
+        pages.extend(new)
+    return PageWrites(rows=pack_i32(rows), columns=pack_i32(columns), pages=pack_i32(pages))
+
+
+def _row_inits(sequences: list[Sequence]) -> tuple[RowInit, ...]:
+    return tuple(sequence.row_init() for sequence in sequences if not sequence.written_pages)
+
+
+def _put_in_flight(board: Board, choice: Choice, iteration: int) -> None:
+    sequence = choice.sequence
+    assert sequence.holding is not None
+    flight = Flight(
+        iteration=iteration,
+        span=choice.span,
+        num_drafts=choice.num_drafts,
+        samples=choice.samples,
+        is_held=choice.samples and sequence.mask is not None,
+    )
+    sequence.flights.append(flight)
+    sequence.last_iteration = iteration
+    sequence.written_pages = sequence.holding.num_pages
+    if choice.samples:
+        sequence.relay_iteration = iteration
+    board.steps[iteration].riders[sequence.row] = (sequence, flight)
+
+
+def _stats(board: Board, chosen: list[Choice], admitted: list[Sequence]) -> StepStats:
+    prefills = [
+        choice for choice in chosen if choice.sequence.remaining > 1 or choice.sequence in admitted
+    ]
+    total = board.spec.groups[0].num_pages - 1
+    return StepStats(
+        num_prefill_rows=len(prefills),
+        num_prefill_tokens=sum(choice.span for choice in prefills),
+        num_decode_rows=len(chosen) - len(prefills),
+        num_running=len(board.running),
+        num_waiting=len(board.waiting),
+        num_retracted=board.num_retracted,
+        num_cached_tokens=sum(sequence.committed_len for sequence in admitted),
+        used_pages=board.cache.num_used(0),
+        total_pages=total,
+    )

@@ -1,0 +1,207 @@
+"""One sequence (a child of a request), its tokens and its two clocks: what came back, and what was
+sent.
+
+`committed_len` and `tokens` are written by commit.py alone; `flights` by launch.py (sent),
+commit.py (came back) and recover.py (dropped). Scheduled length, lead, bounds and held rows are
+derived from the flights, never kept beside them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+import numpy as np
+
+from aserve.cache.holding import Holding
+from aserve.cache.keys import extend_keys, root_key
+from aserve.messages import AdmitRequest, ArrayI32, RowInit, SamplingParams, array_i32
+from aserve.scheduling.phases import Phase, check_move
+
+
+def child_seed(seed: int, child: int) -> int:
+    """The seed of one child of a group: a hash of both; the first child keeps the request's own."""
+    if child == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/{child}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+class TokenLog:
+    """Prompt and committed outputs of a sequence, int32, growing at the end."""
+
+    __slots__ = ("_buffer", "_len")
+
+    def __init__(self, prompt_ids: ArrayI32, outputs: ArrayI32) -> None:
+        self._len = len(prompt_ids) + len(outputs)
+        self._buffer = np.empty(self._len + 64, np.int32)
+        self._buffer[: len(prompt_ids)] = prompt_ids
+        self._buffer[len(prompt_ids) : self._len] = outputs
+
+    def __len__(self) -> int:
+        return self._len
+
+    def append(self, token_id: int) -> None:
+        if self._len == len(self._buffer):
+            self._buffer = np.concatenate([self._buffer, np.empty_like(self._buffer)])
+        self._buffer[self._len] = token_id
+        self._len += 1
+
+    def span(self, start: int, stop: int) -> ArrayI32:
+        """A view of tokens[start:stop], cut at what is known."""
+        return self._buffer[start : min(stop, self._len)]
+
+    def at(self, position: int) -> int:
+        return int(self._buffer[position])
+
+
+class Flight(msgspec.Struct, gc=False, eq=False):
+    """One launched step's part in a sequence. `is_held` from launch until its Sample is given."""
+
+    iteration: int
+    span: int
+    num_drafts: int
+    samples: bool
+    is_held: bool
+
+
+class MaskState(msgspec.Struct, gc=False):
+    """The mask of the next output, for a sequence with a host-side sampler."""
+
+    grammar: str
+    asked: int = -1  # the output position of the last BuildMask
+    num_sent: int = 0  # outputs that BuildMasks have carried
+    mask: bytes | None = None  # of output position `asked`, once it is there
+
+
+class Sequence:
+    __slots__ = (
+        "arrival",
+        "cached_len",
+        "child",
+        "committed_len",
+        "end_ids",
+        "failures",
+        "flights",
+        "holding",
+        "keys",
+        "last_iteration",
+        "mask",
+        "phase",
+        "priority",
+        "prompt_len",
+        "relay_iteration",
+        "request_id",
+        "root",
+        "row",
+        "sampling",
+        "seed",
+        "tokens",
+        "written_pages",
+    )
+
+    def __init__(self, request: AdmitRequest, *, child: int, arrival: int) -> None:
+        prompt_ids = array_i32(request.prompt_ids)
+        outputs = array_i32(request.outputs[child]) if request.outputs else array_i32(b"")
+        self.request_id = request.request_id
+        self.child = child
+        self.arrival = arrival
+        self.priority = request.priority
+        self.sampling: SamplingParams = request.sampling
+        self.seed = child_seed(request.sampling.seed, child)
+        self.end_ids = request.end_ids
+        self.prompt_len = len(prompt_ids)
+        self.tokens = TokenLog(prompt_ids, outputs)
+        self.root = root_key(request.namespace)
+        self.keys: list[bytes] = []
+        self.phase = Phase.WAITING
+        self.row = 0
+        self.holding: Holding | None = None
+        self.committed_len = 0
+        self.flights: list[Flight] = []
+        self.relay_iteration = 0  # the last launched step that samples this row; 0 after a row init
+        self.last_iteration = 0  # the last step that named this row: who waited longest goes first
+        # page table entries that the device has; 0: it does not know this row yet
+        self.written_pages = 0
+        self.cached_len = -1  # prompt tokens from the prefix cache at first admission
+        self.failures = 0  # consecutive failed steps that named only this row
+        grammar = request.sampling.grammar
+        self.mask = None if grammar is None else MaskState(grammar=grammar)
+
+    @property
+    def max_tokens(self) -> int:
+        assert self.sampling.max_tokens is not None  # the tokenizer actor resolves it
+        return self.sampling.max_tokens
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def max_kv_len(self) -> int:
+        """KV positions that this sequence can ever need: the last token is sampled, but never
+        computed.
+        """
+        return self.prompt_len + self.max_tokens - 1
+
+    @property
+    def scheduled_len(self) -> int:
+        """KV length once everything in flight is back: exact, or a bound while drafts are in
+        flight.
+        """
+        return self.committed_len + sum(flight.span for flight in self.flights)
+
+    @property
+    def is_bound(self) -> bool:
+        return any(flight.num_drafts for flight in self.flights)
+
+    @property
+    def num_sampling(self) -> int:
+        return sum(flight.samples for flight in self.flights)
+
+    @property
+    def is_held(self) -> bool:
+        return any(flight.is_held for flight in self.flights)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that exist or are in flight and have no KV scheduled: 1 for a decode, more for
+        a prefill.
+        """
+        in_flight = sum(1 + flight.num_drafts for flight in self.flights if flight.samples)
+        return len(self.tokens) + in_flight - self.scheduled_len
+
+    @property
+    def is_at_end(self) -> bool:
+        """Its outputs, counting one for each sampling step in flight, reach max_tokens."""
+        return self.num_outputs + self.num_sampling >= self.max_tokens
+
+    def move(self, phase: Phase) -> None:
+        check_move(self.phase, phase)
+        self.phase = phase
+
+    def page_keys(self, page_size: int) -> list[bytes]:
+        """Chain keys of every whole page of known tokens."""
+        extend_keys(
+            self.keys, self.tokens.span(0, len(self.tokens)), page_size=page_size, root=self.root
+        )
+        return self.keys
+
+    def row_init(self) -> RowInit:
+        sampling = self.sampling
+        return RowInit(
+            row=self.row,
+            seed=self.seed,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            prompt_len=self.prompt_len,
+            min_len=self.prompt_len + sampling.min_tokens,
+            end_ids=self.end_ids,
+            logit_bias=sampling.logit_bias,
+            num_logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
+        )

@@ -1,0 +1,126 @@
+"""One sequence's output: tokens in; text, token ids and logprobs out, all cut at the same token.
+
+Must not know requests, children or messages beyond a token's logprobs. State is written by `feed`
+and `finish`, and what was released by `take`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from typing import NamedTuple
+
+from aserve.messages import TokenLogprob
+from aserve.text.detokenize import TextStream
+from aserve.text.stop import StopMatcher
+
+
+class PendingToken(NamedTuple):
+    token_id: int
+    start: int  # characters of text before it
+    logprob: TokenLogprob | None
+
+
+class Released(NamedTuple):
+    text: str
+    token_ids: list[int]
+    logprobs: tuple[TokenLogprob, ...]
+
+
+class SequenceText:
+    """Holds back text that may still become a stop string, and every token that would go with it.
+
+    A token belongs to the answer when its text starts before the cut, so usage, logprobs and text
+    end together. Tokens of `end_ids` have no text. A stop string counts when it ends after the
+    first `min_tokens` tokens.
+    """
+
+    __slots__ = (
+        "_end_ids",
+        "_is_final",
+        "_matcher",
+        "_min_tokens",
+        "_num_released",
+        "_stream",
+        "_text",
+        "_tokens",
+        "num_kept",
+        "num_tokens",
+        "stop",
+        "text_len",
+    )
+
+    def __init__(
+        self,
+        stream: TextStream,
+        *,
+        stops: tuple[str, ...] = (),
+        end_ids: Collection[int] = (),
+        min_tokens: int = 0,
+    ) -> None:
+        self._stream = stream
+        self._matcher = StopMatcher(stops) if stops else None
+        self._end_ids = end_ids
+        self._min_tokens = min_tokens
+        self._is_final = False
+        self._num_released = 0  # characters
+        self._text = ""  # not yet released
+        self._tokens: deque[PendingToken] = deque()
+        self.num_kept = 0
+        self.num_tokens = 0
+        self.stop: str | None = None
+        self.text_len = 0
+
+    def feed(self, token_id: int, logprob: TokenLogprob | None = None) -> None:
+        assert not self._is_final, "a token after the end of its sequence"
+        self._tokens.append(PendingToken(token_id, self.text_len, logprob))
+        self.num_tokens += 1
+        if token_id not in self._end_ids:
+            self._extend(self._stream.feed(token_id))
+
+    def finish(self) -> None:
+        """No token follows: nothing is held back any more."""
+        if not self._is_final:
+            self._extend(self._stream.finish())
+            self._is_final = True
+
+    def take(self) -> Released:
+        """What became certain since the last call."""
+        ready = self._ready_tokens()
+        self.num_kept += len(ready)
+        text = self._text[: self._certain_len() - self._num_released]
+        self._text = self._text[len(text) :]
+        self._num_released += len(text)
+        logprobs = tuple(token.logprob for token in ready if token.logprob is not None)
+        return Released(text, [token.token_id for token in ready], logprobs)
+
+    def _extend(self, text: str) -> None:
+        self._text += text
+        self.text_len += len(text)
+        if self._matcher is None:
+            return
+        hit = self._matcher.feed(text, is_armed=self.num_tokens > self._min_tokens)
+        if hit is not None:
+            self._cut(hit.start)
+            self.stop = hit.stop
+
+    def _cut(self, end: int) -> None:
+        self.text_len = end
+        while self._tokens and self._tokens[-1].start >= end:
+            self._tokens.pop()
+        self._is_final = True
+
+    def _certain_len(self) -> int:
+        if self._is_final or self._matcher is None:
+            return self.text_len
+        return self.text_len - self._matcher.num_held
+
+    def _ready_tokens(self) -> list[PendingToken]:
+        if self._is_final or self._matcher is None:
+            ready = list(self._tokens)
+            self._tokens.clear()
+            return ready
+        ready = []
+        while self._tokens and self._tokens[0].start < self._certain_len():
+            ready.append(self._tokens.popleft())
+        return ready

@@ -1,0 +1,170 @@
+"""A request's prompt to ids, and the checks that need them: what comes out can be scheduled.
+
+Must not know channels, threads or HTTP; pure but for the tokenizer's cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from aserve.errors import ContextTooLong, InvalidRequest
+from aserve.messages import (
+    AdmitRequest,
+    ChatPrompt,
+    GenerateRequest,
+    OpenText,
+    Prompt,
+    Record,
+    SamplingParams,
+    TextPrompt,
+    TokenPrompt,
+    pack_i32,
+)
+from aserve.text.template import ChatTemplate
+from aserve.text.tokenizer import TextTokenizer
+
+
+class PromptLimits(Record, frozen=True):
+    max_model_len: int
+    vocab_size: int  # of the model, which may be padded beyond the tokenizer's
+
+
+class Prepared(Record, frozen=True):
+    open: OpenText
+    admit: AdmitRequest
+
+
+class PromptEncoder:
+    __slots__ = ("_limits", "_template", "_tokenizer")
+
+    def __init__(
+        self, tokenizer: TextTokenizer, *, template: ChatTemplate | None, limits: PromptLimits
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._limits = limits
+
+    def prepare(self, request: GenerateRequest) -> Prepared:
+        """Raises the ClientError that the request ends with."""
+        _check_ids(request.sampling, self._limits)
+        prompt_ids = self._encode(request.prompt)
+        sampling = resolve_lengths(request, len(prompt_ids), self._limits)
+        return Prepared(
+            OpenText(request.request_id, len(prompt_ids), sampling),
+            AdmitRequest(
+                request_id=request.request_id,
+                prompt_ids=pack_i32(prompt_ids),
+                sampling=sampling,
+                end_ids=end_ids(self._tokenizer, sampling),
+                namespace=request.namespace,
+                priority=request.priority,
+                timeout_s=request.timeout_s,
+            ),
+        )
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        match prompt:
+            case TextPrompt():
+                ids = self._encode_text(prompt.text, with_special=True)
+            case TokenPrompt():
+                ids = list(prompt.token_ids)
+            case ChatPrompt():
+                ids = self._encode_text(self._render(prompt), with_special=False)
+        if not ids:
+            raise InvalidRequest(
+                "the prompt is empty: give at least one token", param="prompt", code="empty_prompt"
+            )
+        if isinstance(prompt, TokenPrompt):
+            _check_range(ids, self._limits.vocab_size, param="prompt")
+        return ids
+
+    def _encode_text(self, text: str, *, with_special: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(
+                f"the prompt is not valid Unicode at character {error.start}: lone surrogate",
+                param="prompt",
+                code="invalid_unicode",
+            ) from error
+        return self._tokenizer.encode(text, with_special=with_special)
+
+    def _render(self, prompt: ChatPrompt) -> str:
+        if self._template is None:
+            raise InvalidRequest(
+                "this model has no chat template; use /v1/completions with a prompt instead",
+                param="messages",
+                code="no_chat_template",
+            )
+        messages = _decode_objects(prompt.messages, param="messages")
+        tools = None if prompt.tools is None else _decode_objects(prompt.tools, param="tools")
+        return self._template.render(messages, tools=tools)
+
+
+def _decode_objects(data: bytes, *, param: str) -> list[dict[str, Any]]:
+    try:
+        return msgspec.json.decode(data, type=list[dict[str, Any]])
+    except RecursionError as error:
+        raise InvalidRequest(
+            f"'{param}' is nested too deeply", param=param, code="invalid_value"
+        ) from error
+
+
+def end_ids(tokenizer: TextTokenizer, sampling: SamplingParams) -> tuple[int, ...]:
+    """The ids that end an output; both text actors ask here, so that they agree."""
+    eos_ids = () if sampling.ignore_eos else tokenizer.eos_ids
+    return tuple(dict.fromkeys((*eos_ids, *sampling.stop_token_ids)))
+
+
+def resolve_lengths(
+    request: GenerateRequest, prompt_len: int, limits: PromptLimits
+) -> SamplingParams:
+    """max_tokens as a number: what was asked for, or the rest of the context."""
+    sampling = request.sampling
+    where = "messages" if isinstance(request.prompt, ChatPrompt) else "prompt"
+    room = limits.max_model_len - prompt_len
+    max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
+    if max_tokens > room or (sampling.max_tokens is None and room < 1):
+        raise ContextTooLong(
+            _too_long(prompt_len, sampling.max_tokens, where=where, limit=limits.max_model_len),
+            param=where,
+        )
+    if sampling.min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens is {sampling.min_tokens}, more than max_tokens, {max_tokens}",
+            param="min_tokens",
+            code="integer_above_max_value",
+        )
+    return msgspec.structs.replace(sampling, max_tokens=max_tokens)
+
+
+def _too_long(prompt_len: int, max_tokens: int | None, *, where: str, limit: int) -> str:
+    """Clients look for the phrase "maximum context length"."""
+    start = f"This model's maximum context length is {limit} tokens. However, "
+    if max_tokens is None:
+        return (
+            f"{start}your {where} has {prompt_len} tokens, which leaves no room for an answer. "
+            f"Please reduce the length of the {where}."
+        )
+    return (
+        f"{start}you requested {prompt_len + max_tokens} tokens ({prompt_len} in the {where}, "
+        f"{max_tokens} in the completion). Please reduce the length of the {where} or completion."
+    )
+
+
+def _check_ids(sampling: SamplingParams, limits: PromptLimits) -> None:
+    biased = [token_id for token_id, _ in sampling.logit_bias]
+    _check_range(biased, limits.vocab_size, param="logit_bias")
+    _check_range(sampling.stop_token_ids, limits.vocab_size, param="stop_token_ids")
+
+
+def _check_range(ids: list[int] | tuple[int, ...], vocab_size: int, *, param: str) -> None:
+    wrong = next((token_id for token_id in ids if not 0 <= token_id < vocab_size), None)
+    if wrong is not None:
+        raise InvalidRequest(
+            f"token id {wrong} is out of range: this model's ids are 0 to {vocab_size - 1}",
+            param=param,
+            code="token_id_out_of_range",
+        )

@@ -1,0 +1,69 @@
+"""Stop strings: where the first one ends, and how much text could still become one.
+
+Must not know tokens. The matcher's state is written by `feed` alone, a character at a time, so that
+the result does not depend on how the text was cut.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class StopHit(NamedTuple):
+    stop: str
+    start: int  # character of the whole text at which the stop string begins
+
+
+class StopMatcher:
+    """The stop that ends first wins, among those that end together the longest.
+
+    WHY: Knuth-Morris-Pratt, since its state is exactly what must be held back: the longest suffix
+    that starts a stop.
+    """
+
+    __slots__ = ("_borders", "_matched", "_num_seen", "_stops")
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        assert all(stops), "an empty stop string would end every text at once"
+        self._stops = sorted(set(stops), key=len, reverse=True)
+        self._borders = [borders_of(stop) for stop in self._stops]
+        self._matched = [0] * len(self._stops)  # characters of each stop that the text ends in
+        self._num_seen = 0
+
+    @property
+    def num_held(self) -> int:
+        return max(self._matched, default=0)
+
+    def feed(self, text: str, *, is_armed: bool = True) -> StopHit | None:
+        """Unarmed, a stop that ends in this text is passed over; one that begins here counts."""
+        for character in text:
+            self._num_seen += 1
+            hit = self._advance(character)
+            if hit is not None and is_armed:
+                return hit
+        return None
+
+    def _advance(self, character: str) -> StopHit | None:
+        hit = None
+        for i, stop in enumerate(self._stops):
+            borders, matched = self._borders[i], self._matched[i]
+            while matched and stop[matched] != character:
+                matched = borders[matched - 1]
+            matched += stop[matched] == character
+            if matched == len(stop):
+                hit = hit or StopHit(stop, self._num_seen - len(stop))
+                matched = borders[-1]
+            self._matched[i] = matched
+        return hit
+
+
+def borders_of(word: str) -> list[int]:
+    """For each prefix the length of its longest proper suffix that is a prefix, too."""
+    borders = [0] * len(word)
+    length = 0
+    for i in range(1, len(word)):
+        while length and word[i] != word[length]:
+            length = borders[length - 1]
+        length += word[i] == word[length]
+        borders[i] = length
+    return borders

@@ -1,0 +1,119 @@
+"""A model's chat template: messages to one prompt text, in a sandbox and of bounded size.
+
+Must not know HTTP or token ids. Templates come with checkpoints and are written for transformers,
+so the environment has transformers' functions, filters and whitespace rules; they are programs of
+strangers, so it has nothing else.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from aserve.errors import ConfigError, InvalidRequest
+
+MAX_RENDERED_CHARS = 1 << 25
+
+
+class ChatTemplate:
+    __slots__ = ("_special_tokens", "_template")
+
+    def __init__(self, source: str, *, special_tokens: dict[str, str] | None = None) -> None:
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the model's chat template cannot be read: {error}") from error
+        self._special_tokens = special_tokens or {}
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        max_chars: int = MAX_RENDERED_CHARS,
+    ) -> str:
+        """The prompt up to the assistant's turn; what the template refuses is a 400."""
+        pieces: list[str] = []
+        room = max_chars
+        try:
+            for piece in self._template.generate(
+                messages=messages, tools=tools, add_generation_prompt=True, **self._special_tokens
+            ):
+                pieces.append(piece)
+                room -= len(piece)
+                if room < 0:
+                    break
+        except (jinja2.TemplateError, *TEMPLATE_FAULTS) as error:
+            raise InvalidRequest(
+                f"the model's chat template does not take these messages: {str(error)[:200]}",
+                param="messages",
+                code="chat_template_error",
+            ) from error
+        if room < 0:
+            raise InvalidRequest(
+                f"the messages make a prompt of more than {max_chars} characters; send less",
+                param="messages",
+                code="string_above_max_length",
+            )
+        return "".join(pieces)
+
+
+# What a template's own code raises over messages that it did not expect.
+TEMPLATE_FAULTS = (
+    TypeError,
+    ValueError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+)
+
+
+class GenerationBlock(Extension):
+    """`{% generation %}` marks text for training; here it stands for what it encloses."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance attribute
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As in transformers: without jinja2's escaping of HTML characters."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)

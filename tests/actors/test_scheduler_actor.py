@@ -1,0 +1,271 @@
+"""The scheduler actor performs effects in order, keeps deadlines, and shows observers each turn."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from aserve.actors.pump import Pump
+from aserve.actors.replay import ReplayDiffers, replay
+from aserve.actors.scheduler import SchedulerActor, SchedulerPorts, SchedulerWatch
+from aserve.channel import Channel, Codec
+from aserve.errors import BugError
+from aserve.messages import (
+    AdmitRequest,
+    BuildMask,
+    Cancel,
+    DetokenizerEvent,
+    Refused,
+    Resync,
+    Retired,
+    Sample,
+    SamplingParams,
+    ScheduleBatch,
+    SchedulerEvent,
+    StepOutput,
+    array_i32,
+    pack_i32,
+)
+from aserve.observability.recording import LENGTH, Recorder
+from aserve.observability.trace import Trace
+from aserve.observability.turn import SchedulerTurn
+from aserve.scheduling.state import SchedulerState
+from tests.fake_executor import SPEC, FakeExecutor
+from tests.fakes import FakeDevice, ToyMatchers, expected_outputs
+
+
+class Turns:
+    def __init__(self) -> None:
+        self.seen: list[SchedulerTurn] = []
+
+    def turned(self, turn: SchedulerTurn) -> None:
+        self.seen.append(turn)
+
+
+class Rig:
+    """Scheduler, pump and a fake device; what would go to the detokenizer is kept."""
+
+    def __init__(
+        self,
+        executor: FakeExecutor | None = None,
+        *,
+        recorder: Recorder | None = None,
+        has_masks: bool = False,
+    ) -> None:
+        self.executor = executor or FakeExecutor()
+        self.events: Channel[SchedulerEvent] = Channel(codec=Codec(SchedulerEvent))
+        self.text: Channel[DetokenizerEvent] = Channel(codec=Codec(DetokenizerEvent))
+        self.pump = Pump(results=self.events)
+        self.turns = Turns()
+        self.deaths: list[BaseException] = []
+        self.died = asyncio.Event()
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.ends: list[Retired | Refused] = []
+        self._matchers = ToyMatchers(SPEC.vocab_size)
+        ports = SchedulerPorts(
+            self.executor, self.pump.inbox, self.text, self._build_mask if has_masks else None
+        )
+        self.actor = SchedulerActor(
+            SchedulerState(self.executor.spec, debug_checks=True),
+            ports,
+            watch=SchedulerWatch(Trace(), (self.turns,), recorder),
+            inbox=self.events,
+        )
+
+    async def __aenter__(self) -> Rig:
+        self.pump.start(self._note_death)
+        self.actor.start(self._note_death)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.actor.stop()
+        await self.pump.stop()
+
+    async def until_ended(self, count: int) -> None:
+        """Reads the text side until so many sequences or requests had their last message."""
+        async for events in self.text.batches():
+            for event in events:
+                self._note(event)
+            if len(self.ends) >= count:
+                return
+
+    def _note(self, event: DetokenizerEvent) -> None:
+        if isinstance(event, StepOutput):
+            for output in event.sequences:
+                key = (output.request_id, output.child)
+                self.tokens.setdefault(key, []).extend(array_i32(output.token_ids).tolist())
+        elif isinstance(event, Retired | Refused):
+            self.ends.append(event)
+
+    def _build_mask(self, ask: BuildMask) -> None:
+        self.events.send(self._matchers.build(ask))
+
+    def _note_death(self, name: str, error: BaseException) -> None:
+        self.deaths.append(error)
+        self.died.set()
+
+
+def admit(
+    request_id: str = "a",
+    *,
+    max_tokens: int = 5,
+    timeout_s: float | None = None,
+    n: int = 1,
+    grammar: str | None = None,
+) -> AdmitRequest:
+    sampling = SamplingParams(seed=1, max_tokens=max_tokens, n=n, grammar=grammar)
+    prompt = pack_i32([3, 1, 4, 1, 5])
+    return AdmitRequest(request_id, prompt, sampling, timeout_s=timeout_s)
+
+
+async def test_a_request_comes_out_with_the_tokens_of_the_plain_engine() -> None:
+    async with Rig() as rig:
+        rig.events.send(admit(n=2))
+        await rig.until_ended(2)
+    expected = {("a", child): expected_outputs(admit(n=2), child, SPEC) for child in (0, 1)}
+    assert rig.tokens == expected
+    assert [(end.child, end.reason) for end in rig.ends if isinstance(end, Retired)] == [
+        (0, "length"),
+        (1, "length"),
+    ]
+
+
+async def test_steps_run_ahead_of_their_results() -> None:
+    executor = FakeExecutor(is_manual=True)
+    async with Rig(executor) as rig:
+        rig.events.send(admit())
+        await executor.until_given(2)
+    assert [command.iteration for command in executor.commands] == [1, 2]
+
+
+async def test_held_rows_are_sampled_after_their_mask_and_before_they_are_launched_again() -> None:
+    async with Rig(has_masks=True) as rig:
+        rig.events.send(admit(grammar="toy"))
+        await rig.until_ended(1)
+        kinds = [type(command) for command in rig.executor.commands]
+    assert rig.tokens["a", 0] == expected_outputs(admit(grammar="toy"), 0, SPEC)
+    assert kinds == [ScheduleBatch, Sample] * 5
+
+
+async def test_a_grammar_without_a_mask_worker_is_a_bug_not_a_hang() -> None:
+    async with Rig() as rig:
+        rig.events.send(admit(grammar="toy"))
+        await rig.died.wait()
+    assert isinstance(rig.deaths[0], BugError)
+
+
+async def test_a_failed_step_is_resynchronised_and_changes_no_token() -> None:
+    device = FakeDevice(SPEC, must_fail=lambda batch: batch.iteration == 3)
+    async with Rig(FakeExecutor(device=device)) as rig:
+        rig.events.send(admit("a"))
+        rig.events.send(admit("b"))
+        await rig.until_ended(2)
+    assert any(isinstance(command, Resync) for command in rig.executor.commands)
+    for name in ("a", "b"):
+        assert rig.tokens[name, 0] == expected_outputs(admit(name), 0, SPEC)
+
+
+async def test_a_deadline_ends_a_request_whose_step_never_comes_back() -> None:
+    async with Rig(FakeExecutor(is_manual=True)) as rig:
+        rig.events.send(admit(timeout_s=0.001, n=2))
+        async with asyncio.timeout(1):
+            await rig.until_ended(2)
+    assert {end.reason for end in rig.ends if isinstance(end, Retired)} == {"deadline"}
+
+
+@pytest.mark.parametrize("end", ["finished", "cancelled", "refused"])
+async def test_no_timer_is_left_of_a_request_that_ended_before_its_deadline(end: str) -> None:
+    loop = asyncio.get_running_loop()
+    timers: list[asyncio.TimerHandle] = []
+    call_later = loop.call_later
+
+    def noting(delay: float, *args: object) -> asyncio.TimerHandle:
+        timers.append(call_later(delay, *args))  # type: ignore[arg-type]  # passed on as it came
+        return timers[-1]
+
+    loop.call_later = noting  # type: ignore[method-assign,assignment]  # to see the timers
+    async with Rig(FakeExecutor(is_manual=end == "cancelled")) as rig:
+        rig.events.send(admit(timeout_s=60, max_tokens=9999 if end == "refused" else 3))
+        if end == "cancelled":
+            rig.events.send(Cancel("a", None, 0, "cancelled"))
+        await rig.until_ended(1)
+        assert all(timer.cancelled() for timer in timers)
+        assert len(timers) == (1 if end == "finished" else 0)
+
+
+async def test_a_deadline_holds_until_the_last_child_has_ended() -> None:
+    async with Rig(FakeExecutor(is_manual=True)) as rig:
+        rig.events.send(admit(timeout_s=0.02, n=2))
+        await rig.executor.until_given(1)  # the timer is set
+        rig.events.send(Cancel("a", 0, 0, "cancelled"))
+        async with asyncio.timeout(1):
+            await rig.until_ended(2)
+    assert [end.reason for end in rig.ends if isinstance(end, Retired)] == ["cancelled", "deadline"]
+
+
+async def test_stopping_the_actor_ends_its_timers() -> None:
+    async with Rig(FakeExecutor(is_manual=True)) as rig:
+        rig.events.send(admit(timeout_s=0.005))
+        await rig.executor.until_given(1)
+    await asyncio.sleep(0.01)  # the deadline's own time, not a wait for something to happen
+    assert len(rig.events) == 0
+
+
+async def test_observers_see_each_turn_with_the_seat_of_a_new_sequence() -> None:
+    async with Rig() as rig:
+        rig.events.send(admit())
+        await rig.until_ended(1)
+        await asyncio.sleep(0)
+    seats = [seat for turn in rig.turns.seen for seat in turn.seats]
+    assert [(seat.request_id, seat.child, seat.iteration) for seat in seats] == [("a", 0, 1)]
+    assert rig.turns.seen[0].num_running == 1
+    assert rig.turns.seen[-1].num_running == 0
+
+
+async def test_a_bug_carries_the_story_of_the_requests_that_were_at_hand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(state: SchedulerState, events: list[SchedulerEvent]) -> None:
+        raise BugError("an invariant does not hold")
+
+    async with Rig() as rig:
+        rig.events.send(admit())
+        await rig.until_ended(1)
+        monkeypatch.setattr(SchedulerState, "step", broken)
+        rig.events.send(Cancel("a", None, 0, "cancelled"))
+        await rig.died.wait()
+    notes = "\n".join(rig.deaths[0].__notes__)
+    assert "admit asked, 5 tokens" in notes
+    assert "retired: length, 5 tokens" in notes
+
+
+async def recorded(path: Path) -> None:
+    recorder = Recorder(path, spec=SPEC)
+    async with Rig(recorder=recorder, has_masks=True) as rig:
+        rig.events.send(admit("a", n=2))
+        rig.events.send(admit("b", grammar="toy"))
+        await rig.until_ended(3)
+    recorder.close()
+
+
+async def test_a_recording_replays_every_step_with_the_same_decisions(tmp_path: Path) -> None:
+    await recorded(tmp_path / "r")
+    lines = list(replay(tmp_path / "r"))
+    launches = [line for line in lines if " launch " in line]
+    assert "launch iteration=1 " in launches[0]
+    assert sum(" retired " in line for line in lines) == 3
+    assert lines[-1].startswith("replayed turns=")
+
+
+async def test_a_replay_that_decides_otherwise_is_found(tmp_path: Path) -> None:
+    await recorded(tmp_path / "r")
+    data = (tmp_path / "r").read_bytes()
+    # The same header and turns, but the prompt of the first request is another.
+    changed = data.replace(pack_i32([3, 1, 4, 1, 5]), pack_i32([3, 1, 4, 1, 6]), 1)
+    assert len(changed) == len(data)
+    assert LENGTH.unpack_from(changed) == LENGTH.unpack_from(data)
+    (tmp_path / "r").write_bytes(changed)
+    with pytest.raises(ReplayDiffers, match="turn 1"):
+        list(replay(tmp_path / "r"))

@@ -1,0 +1,129 @@
+"""A death ends every request once, a long step ends nothing, a drain has a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aserve.actors.base import Actor
+from aserve.actors.supervisor import Phase, Supervisor
+from aserve.errors import ErrorInfo
+
+
+class FakeGateway:
+    def __init__(self, *, num_open: int = 1) -> None:
+        self.num_open = num_open
+        self.errors: list[ErrorInfo] = []
+        self._empty = asyncio.Event()
+
+    def end_all(self, error: ErrorInfo) -> None:
+        self.errors.append(error)
+        self.finish()
+
+    def finish(self) -> None:
+        self.num_open = 0
+        self._empty.set()
+
+    async def drained(self) -> None:
+        if self.num_open:
+            await self._empty.wait()
+
+
+class Fragile(Actor[str]):
+    def __init__(self, name: str, log: list[str]) -> None:
+        super().__init__(name)
+        self._log = log
+
+    def handle(self, events: list[str]) -> None:
+        raise RuntimeError(events[0])
+
+    async def stop(self) -> None:
+        self._log.append(self.name)
+        await super().stop()
+
+
+class Rig:
+    def __init__(self, *, num_open: int = 1) -> None:
+        self.phases: list[tuple[Phase, str]] = []
+        self.stopped: list[str] = []
+        self.gateway = FakeGateway(num_open=num_open)
+        self.actors = [Fragile(name, self.stopped) for name in ("first", "second", "third")]
+        self.supervisor = Supervisor(
+            self.actors,
+            requests=self.gateway,
+            report=lambda phase, reason: self.phases.append((phase, reason)),
+        )
+
+
+async def test_a_dead_actor_ends_every_request_with_a_503_and_reports_why() -> None:
+    rig = Rig()
+    rig.supervisor.start()
+    rig.actors[1].inbox.send("boom")
+    await rig.supervisor.died.wait()
+    assert [(error.status, error.code) for error in rig.gateway.errors] == [(503, "engine_dead")]
+    assert rig.phases == [("dead", "second died: RuntimeError: boom")]
+    await rig.supervisor.stop()
+
+
+async def test_only_the_first_death_counts() -> None:
+    rig = Rig()
+    rig.supervisor.start()
+    rig.supervisor.report_death("executor", RuntimeError("thread ended"))
+    rig.actors[0].inbox.send("follows from it")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert len(rig.gateway.errors) == 1
+    assert str(rig.supervisor.failure) == "executor died: RuntimeError: thread ended"
+    await rig.supervisor.stop()
+
+
+async def test_trap_12_silence_is_not_death() -> None:
+    """Health is never inferred from tokens: while a long prefill says nothing, nothing ends."""
+    rig = Rig()
+    rig.supervisor.start()
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert rig.supervisor.failure is None
+    assert (rig.phases, rig.gateway.errors) == ([], [])
+    await rig.supervisor.stop()
+
+
+async def test_a_drain_lets_open_requests_finish() -> None:
+    rig = Rig()
+    drain = asyncio.ensure_future(rig.supervisor.drain(60))
+    await asyncio.sleep(0)
+    assert rig.phases == [("draining", "the server is shutting down")]
+    rig.gateway.finish()
+    await drain
+    assert rig.gateway.errors == []
+
+
+async def test_what_is_open_after_the_grace_ends_with_an_error_that_invites_a_retry() -> None:
+    rig = Rig()
+    await rig.supervisor.drain(0.001)
+    (error,) = rig.gateway.errors
+    assert (error.status, error.code) == (503, "server_draining")
+    assert error.retry_after_s
+
+
+async def test_a_death_during_a_drain_stays_dead_and_ends_it() -> None:
+    rig = Rig()
+    drain = asyncio.ensure_future(rig.supervisor.drain(60))
+    await asyncio.sleep(0)
+    rig.supervisor.report_death("executor", RuntimeError("gone"))
+    await drain
+    assert rig.phases[-1][0] == "dead"
+    assert [error.code for error in rig.gateway.errors] == ["engine_dead"]
+
+
+async def test_what_is_dead_is_not_called_draining() -> None:
+    rig = Rig()
+    rig.supervisor.report_death("executor", RuntimeError("gone"))
+    await rig.supervisor.drain(0)
+    assert [phase for phase, _ in rig.phases] == ["dead"]
+
+
+async def test_actors_stop_in_reverse_order() -> None:
+    rig = Rig()
+    rig.supervisor.start()
+    await rig.supervisor.stop()
+    assert rig.stopped == ["third", "second", "first"]

@@ -1,0 +1,161 @@
+"""The tokenizer actor: order, refusals, long texts in a thread, cancels behind their request."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from aserve.actors.tokenizer import LONG_TEXT, TokenizerActor
+from aserve.channel import Channel, Codec
+from aserve.messages import (
+    AdmitRequest,
+    Cancel,
+    ChatPrompt,
+    DetokenizerEvent,
+    GenerateRequest,
+    OpenText,
+    Prompt,
+    Refused,
+    SamplingParams,
+    SchedulerEvent,
+    TextPrompt,
+    TokenizerEvent,
+    TokenPrompt,
+    array_i32,
+)
+from aserve.text.prompt import Prepared, PromptEncoder, PromptLimits
+from tests.text.vocabularies import byte_level_tokenizer
+
+TOKENIZER = byte_level_tokenizer()
+LIMITS = PromptLimits(max_model_len=5000, vocab_size=TOKENIZER.vocab_size)
+LONG = TextPrompt("hello " * LONG_TEXT)
+
+
+class GatedEncoder(PromptEncoder):
+    """Long prompts wait in their thread until the gate opens."""
+
+    __slots__ = ("gate",)
+
+    def __init__(self) -> None:
+        super().__init__(TOKENIZER, template=None, limits=LIMITS)
+        self.gate = threading.Event()
+
+    def prepare(self, request: GenerateRequest) -> Prepared:
+        if threading.current_thread() is not threading.main_thread():
+            assert self.gate.wait(10)
+        return super().prepare(request)
+
+
+class Bench:
+    """The actor between two inboxes that nobody else reads."""
+
+    def __init__(self) -> None:
+        self.encoder = GatedEncoder()
+        self.text: Channel[DetokenizerEvent] = Channel(codec=Codec(DetokenizerEvent))
+        self.scheduler: Channel[SchedulerEvent] = Channel(codec=Codec(SchedulerEvent))
+        self.actor = TokenizerActor(
+            self.encoder,
+            detokenizer=self.text,
+            scheduler=self.scheduler,
+            codec=Codec(TokenizerEvent),
+        )
+        self.died: list[BaseException] = []
+
+    def send(self, request_id: str, prompt: Prompt) -> None:
+        self.actor.inbox.send(GenerateRequest(request_id, prompt, SamplingParams(seed=1)))
+
+    async def next_text(self) -> list[DetokenizerEvent]:
+        return await anext(self.text.batches())
+
+    async def next_scheduled(self) -> list[SchedulerEvent]:
+        return await anext(self.scheduler.batches())
+
+
+@asynccontextmanager
+async def running() -> AsyncIterator[Bench]:
+    bench = Bench()
+    bench.actor.start(lambda _, error: bench.died.append(error))
+    async with asyncio.timeout(10):
+        yield bench
+    bench.encoder.gate.set()
+    await bench.actor.stop()
+    assert not bench.died
+
+
+def names(events: list[DetokenizerEvent] | list[SchedulerEvent]) -> list[tuple[str, str]]:
+    named = (AdmitRequest, Cancel, OpenText, Refused)
+    return [(type(e).__name__, e.request_id) for e in events if isinstance(e, named)]
+
+
+async def test_short_requests_go_on_in_order_of_arrival() -> None:
+    async with running() as bench:
+        for i in range(3):
+            bench.send(f"r{i}", TokenPrompt((1, 2, i)))
+        assert names(await bench.next_text()) == [("OpenText", f"r{i}") for i in range(3)]
+        admitted = await bench.next_scheduled()
+        assert names(admitted) == [("AdmitRequest", f"r{i}") for i in range(3)]
+        assert isinstance(admitted[2], AdmitRequest)
+        assert array_i32(admitted[2].prompt_ids).tolist() == [1, 2, 2]
+
+
+async def test_a_refused_request_ends_at_once_and_never_reaches_the_scheduler() -> None:
+    async with running() as bench:
+        bench.send("empty", TextPrompt(""))
+        bench.send("chat", ChatPrompt(b'[{"role": "user", "content": "a"}]'))
+        bench.send("long", TokenPrompt((1,) * 5001))
+        refused = await bench.next_text()
+        assert names(refused) == [("Refused", "empty"), ("Refused", "chat"), ("Refused", "long")]
+        codes = [event.error.code for event in refused if isinstance(event, Refused)]
+        assert codes == ["empty_prompt", "no_chat_template", "context_length_exceeded"]
+        assert len(bench.scheduler) == 0
+
+
+async def test_a_long_text_delays_nobody_behind_it() -> None:
+    async with running() as bench:
+        bench.send("long", LONG)
+        bench.send("short", TextPrompt("hello"))
+        assert names(await bench.next_text()) == [("OpenText", "short")]
+        bench.encoder.gate.set()
+        assert names(await bench.next_text()) == [("OpenText", "long")]
+
+
+async def test_a_long_text_gives_the_same_ids_as_without_a_thread() -> None:
+    async with running() as bench:
+        bench.encoder.gate.set()
+        bench.send("long", LONG)
+        (admitted,) = await bench.next_scheduled()
+        assert isinstance(admitted, AdmitRequest)
+        expected = TOKENIZER.encode(LONG.text, with_special=True)
+        assert array_i32(admitted.prompt_ids).tolist() == expected
+
+
+async def test_a_long_text_that_is_refused_ends_with_one_message() -> None:
+    async with running() as bench:
+        bench.encoder.gate.set()
+        bench.send("too long", TextPrompt("z" * 6000))
+        (refused,) = await bench.next_text()
+        assert isinstance(refused, Refused)
+        assert "maximum context length is 5000 tokens" in refused.error.message
+
+
+async def test_a_cancel_follows_its_request_to_the_scheduler() -> None:
+    async with running() as bench:
+        bench.send("r", TokenPrompt((1,)))
+        bench.actor.inbox.send(Cancel("r", None, 0, "cancelled"))
+        assert names(await bench.next_scheduled()) == [("AdmitRequest", "r"), ("Cancel", "r")]
+
+
+async def test_a_request_cancelled_in_its_thread_is_never_admitted() -> None:
+    async with running() as bench:
+        bench.send("long", LONG)
+        bench.actor.inbox.send(Cancel("long", None, 0, "cancelled"))
+        bench.send("after", TokenPrompt((1,)))
+        assert names(await bench.next_text()) == [("OpenText", "after")]
+        bench.encoder.gate.set()
+        (refused,) = await bench.next_text()
+        assert isinstance(refused, Refused)
+        assert (refused.request_id, refused.error.code) == ("long", "request_cancelled")
+        assert names(await bench.next_scheduled()) == [("AdmitRequest", "after")]
+        assert len(bench.scheduler) == 0

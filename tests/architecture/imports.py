@@ -1,0 +1,176 @@
+"""Who may import whom: the paragraph "Import directions" of the architecture as a table."""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tests.architecture.source import FUNCTIONS, Finding, Module, dotted, is_under
+
+FIRST = (
+    "aserve.errors",
+    "aserve.config",
+    "aserve.messages",
+    "aserve.channel",
+    "aserve.observability",
+)
+PLAIN = ("numpy", "msgspec", "prometheus_client")
+TORCH_HOMES = ("aserve/gpu/", "kernels/", "aserve/bench/", "aserve/tiny/")
+
+# What a decision must not see: the clock, chance, threads, the outside world.
+IMPURE = (
+    *("asyncio", "concurrent", "multiprocessing", "subprocess", "threading"),
+    *("datetime", "random", "secrets", "time", "uuid"),
+    *("io", "os", "pathlib", "socket", "tempfile"),
+)
+
+# Seconds each: only inside functions.
+LAZY = re.compile(
+    r"xgrammar(\.|$)"
+    r"|transformers\.(models|modeling_\w+|generation)(\.|$)"
+    r"|transformers\.(AutoModel\w*|\w*PreTrainedModel|\w+For[A-Z]\w+|\w+Model)$"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What a package may import; None is everything that is installed, and all of aserve."""
+
+    aserve: tuple[str, ...] | None = None
+    packages: tuple[str, ...] | None = None
+    not_stdlib: tuple[str, ...] = ()
+
+
+ANYTHING = Reach()
+BORDER = Reach(aserve=FIRST, packages=PLAIN)
+# What loads or runs a model.
+DEVICE = (*PLAIN, "torch", "triton", "flashinfer", "safetensors", "huggingface_hub", "transformers")
+
+REACH = {
+    "aserve.__init__": Reach(aserve=(), packages=()),
+    "aserve.__main__": ANYTHING,
+    "aserve.cli": ANYTHING,
+    "aserve.app": ANYTHING,
+    "aserve.engine": ANYTHING,
+    "aserve.bench": ANYTHING,
+    "aserve.tiny": ANYTHING,
+    "aserve.errors": BORDER,
+    "aserve.config": BORDER,
+    "aserve.messages": BORDER,
+    "aserve.channel": BORDER,
+    "aserve.outlet": BORDER,
+    "aserve.observability": BORDER,
+    "aserve.cache": Reach(aserve=FIRST, packages=PLAIN, not_stdlib=IMPURE),
+    "aserve.scheduling": Reach(aserve=(*FIRST, "aserve.cache"), packages=PLAIN, not_stdlib=IMPURE),
+    "aserve.text": Reach(aserve=FIRST, packages=(*PLAIN, "tokenizers", "transformers", "jinja2")),
+    "aserve.grammar": Reach(aserve=FIRST, packages=(*PLAIN, "xgrammar")),
+    "aserve.actors": Reach(
+        aserve=(*FIRST, "aserve.scheduling", "aserve.text", "aserve.grammar"), packages=PLAIN
+    ),
+    "aserve.http": Reach(
+        aserve=(*FIRST, "aserve.outlet", "aserve.text"), packages=(*PLAIN, "aiohttp")
+    ),
+    "aserve.gpu": Reach(aserve=(*FIRST, "aserve.cache.layout", "aserve_kernels"), packages=DEVICE),
+    "aserve_kernels": Reach(aserve=(), packages=("torch", "numpy", "triton")),
+    "aserve_kernels.cpu": Reach(
+        aserve=("aserve_kernels",), packages=("torch", "numpy", "triton", "numba")
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """`target` is dotted down to the imported name; a lazy one doesn't run at import."""
+
+    target: str
+    line: int
+    is_lazy: bool
+
+
+def directions(module: Module) -> Iterator[Finding]:
+    unit = unit_of(module.name)
+    if unit is None:
+        what = f"{module.name} is in no row of REACH (tests/architecture/imports.py): place it"
+        yield Finding("import", module.path, 1, what)
+        return
+    for item in imports(module):
+        reason = _refusal(item.target, unit, REACH[unit])
+        if reason:
+            what = f"{unit} must not import {item.target}: {reason}"
+            yield Finding("import", module.path, item.line, what)
+
+
+def torch_homes(module: Module) -> Iterator[Finding]:
+    """torch only on the device side; triton, which needs it, too."""
+    if is_under(module.path, TORCH_HOMES):
+        return
+    for item in imports(module):
+        if item.target.partition(".")[0] in ("torch", "triton"):
+            what = f"{item.target} is imported outside of {', '.join(TORCH_HOMES)}"
+            yield Finding("torch", module.path, item.line, what)
+
+
+def lazy_imports(module: Module) -> Iterator[Finding]:
+    for item in imports(module):
+        if not item.is_lazy and LAZY.match(item.target):
+            what = f"{item.target} takes seconds to import: do it in the function that uses it"
+            yield Finding("lazy", module.path, item.line, what)
+
+
+def unit_of(name: str) -> str | None:
+    """The row of REACH that a module belongs to: the longest that is a prefix."""
+    if name == "aserve":
+        return "aserve.__init__"
+    return max((row for row in REACH if _within(name, row)), key=len, default=None)
+
+
+def imports(module: Module) -> Iterator[Import]:
+    yield from _imports_below(module.tree, module, is_lazy=False)
+
+
+def _refusal(target: str, unit: str, reach: Reach) -> str:
+    top = target.partition(".")[0]
+    if top in ("aserve", "aserve_kernels"):
+        allowed = reach.aserve
+        if allowed is None or any(_within(target, row) for row in (unit, *allowed)):
+            return ""
+        return f"of aserve it may import {', '.join(allowed) or 'nothing'}"
+    if top in sys.stdlib_module_names:
+        return "it decides without clock, chance and I/O" if top in reach.not_stdlib else ""
+    if top == "tests":
+        return "the product doesn't know its tests"
+    if reach.packages is None or top in reach.packages:
+        return ""
+    return f"of other packages it may import {', '.join(reach.packages) or 'nothing'}"
+
+
+def _within(target: str, row: str) -> bool:
+    return target == row or target.startswith(f"{row}.")
+
+
+def _imports_below(node: ast.AST, module: Module, *, is_lazy: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        match child:
+            case ast.Import(names=names):
+                for alias in names:
+                    yield Import(alias.name, child.lineno, is_lazy)
+            case ast.ImportFrom(names=names):
+                for alias in names:
+                    target = f"{_base(child, module)}.{alias.name}".removesuffix(".*")
+                    yield Import(target, child.lineno, is_lazy)
+            case ast.If(test=test) if dotted(test).endswith("TYPE_CHECKING"):
+                yield from _imports_below(child, module, is_lazy=True)
+            case _:
+                is_inner = is_lazy or isinstance(child, (*FUNCTIONS, ast.Lambda))
+                yield from _imports_below(child, module, is_lazy=is_inner)
+
+
+def _base(node: ast.ImportFrom, module: Module) -> str:
+    """The module that `from` names; a relative one is resolved."""
+    if not node.level:
+        return node.module or ""
+    parts = module.name.split(".")
+    package = parts if module.path.endswith("__init__.py") else parts[:-1]
+    package = package[: len(package) - node.level + 1]
+    return ".".join([*package, node.module] if node.module else package)

@@ -1,0 +1,173 @@
+"""The cache as a dictionary of prefixes: says by search what KvCache says by counters and orders.
+
+It knows which pages are there and which are in use, but not their numbers, and evicts by looking at
+every entry.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+Path = tuple[str, ...]  # the namespace, then a symbol for each page
+
+
+@dataclass
+class Entry:
+    """One cached page index: per group whether the page is there, who uses it, and when the last
+    use ended.
+    """
+
+    is_there: list[bool]
+    users: list[set[int]]
+    last_use: list[int]
+
+
+@dataclass
+class NaiveHolding:
+    name: int
+    path: Path
+    num_nodes: int = 0
+    is_inserting: bool = True
+    held: list[list[bool]] = field(default_factory=list)  # per group and page index
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.held[0])
+
+
+class NaiveCache:
+    def __init__(self, totals: list[int], windows: list[int | None], page_size: int) -> None:
+        self.totals = totals
+        self.windows = windows
+        self.page_size = page_size
+        self.groups = range(len(totals))
+        self.entries: dict[Path, Entry] = {}
+        self.clock = 0
+
+    # ---------------------------------------------------------------- operations
+
+    def match(self, path: Path) -> int:
+        """The longest prefix with every page that its next position sees, tried from the longest
+        down.
+        """
+        for num_pages in range(len(path) - 1, 0, -1):
+            prefixes = [path[: index + 2] for index in range(num_pages)]
+            if all(
+                prefix in self.entries
+                and all(self.entries[prefix].is_there[g] for g in self.seen_in(num_pages, index))
+                for index, prefix in enumerate(prefixes)
+            ):
+                return num_pages
+        return 0
+
+    def open(self, name: int, path: Path, num_pages: int) -> NaiveHolding:
+        holding = NaiveHolding(name, path, num_nodes=num_pages)
+        holding.held = [
+            [g in self.seen_in(num_pages, index) for index in range(num_pages)] for g in self.groups
+        ]
+        for group in self.groups:
+            for index in range(num_pages):
+                if holding.held[group][index]:
+                    self.entries[path[: index + 2]].users[group].add(name)
+        return holding
+
+    def grow(self, holding: NaiveHolding, num_pages: int, others: list[NaiveHolding]) -> None:
+        count = num_pages - holding.num_pages
+        for group in self.groups:
+            while self.num_free(group, [holding, *others]) < count:
+                self.evict(group)
+            holding.held[group] += [True] * count
+
+    def commit(self, holding: NaiveHolding, num_pages: int) -> None:
+        while holding.is_inserting and holding.num_nodes < num_pages:
+            path = holding.path[: holding.num_nodes + 2]
+            if path in self.entries:
+                holding.is_inserting = False
+            else:
+                self.insert(holding, path)
+
+    def release_behind(self, holding: NaiveHolding, committed_len: int) -> None:
+        for group, window in enumerate(self.windows):
+            for index in range(holding.num_pages):
+                last_position = (index + 1) * self.page_size - 1
+                is_seen = window is None or last_position > committed_len - window
+                if holding.held[group][index] and not is_seen:
+                    holding.held[group][index] = False
+                    if index < holding.num_nodes:
+                        self.end_use(holding, group, index)
+
+    def close(self, holding: NaiveHolding, num_pages: int) -> None:
+        while holding.num_nodes < num_pages:
+            path = holding.path[: holding.num_nodes + 2]
+            if path not in self.entries:
+                self.insert(holding, path)
+                continue
+            entry = self.entries[path]
+            for group in self.groups:
+                if holding.held[group][holding.num_nodes]:
+                    entry.is_there[group] = True
+                    entry.users[group].add(holding.name)
+            holding.num_nodes += 1
+        for index in reversed(range(holding.num_nodes)):
+            for group in self.groups:
+                if holding.held[group][index]:
+                    self.end_use(holding, group, index)
+
+    def evict_all(self) -> None:
+        for group in self.groups:
+            while self.num_evictable(group):
+                self.evict(group)
+
+    # ---------------------------------------------------------------- questions
+
+    def seen_in(self, num_pages: int, index: int) -> list[int]:
+        """Groups in which the position after `num_pages` whole pages sees page `index`."""
+        next_position = num_pages * self.page_size
+        last_position = (index + 1) * self.page_size - 1
+        return [
+            group
+            for group, window in enumerate(self.windows)
+            if window is None or last_position > next_position - window
+        ]
+
+    def num_free(self, group: int, holdings: list[NaiveHolding]) -> int:
+        cached = sum(entry.is_there[group] for entry in self.entries.values())
+        private = sum(sum(holding.held[group][holding.num_nodes :]) for holding in holdings)
+        return self.totals[group] - cached - private
+
+    def num_evictable(self, group: int) -> int:
+        return sum(
+            entry.is_there[group] and not entry.users[group] for entry in self.entries.values()
+        )
+
+    # ---------------------------------------------------------------- inside
+
+    def insert(self, holding: NaiveHolding, path: Path) -> None:
+        held = [holding.held[group][holding.num_nodes] for group in self.groups]
+        users: list[set[int]] = [{holding.name} if is_held else set() for is_held in held]
+        self.entries[path] = Entry(held, users, [0] * len(held))
+        holding.num_nodes += 1
+
+    def end_use(self, holding: NaiveHolding, group: int, index: int) -> None:
+        self.clock += 1
+        entry = self.entries[holding.path[: index + 2]]
+        entry.users[group].remove(holding.name)
+        entry.last_use[group] = self.clock
+
+    def evict(self, group: int) -> None:
+        """Group 0 gives up the leaf whose last use ended first, another group any such page of its
+        own.
+        """
+        candidates = [
+            path
+            for path, entry in self.entries.items()
+            if entry.is_there[group] and not entry.users[group] and (group or self.is_leaf(path))
+        ]
+        oldest = min(candidates, key=lambda path: self.entries[path].last_use[group])
+        if group == 0:
+            del self.entries[oldest]
+        else:
+            self.entries[oldest].is_there[group] = False
+
+    def is_leaf(self, path: Path) -> bool:
+        return not any(other[:-1] == path for other in self.entries)

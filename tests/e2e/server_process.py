@@ -1,0 +1,98 @@
+"""`aserve serve` in a process of its own, as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+REPOSITORY = Path(__file__).parents[2]
+START_S = 60.0  # far more than it takes, for a machine that does something else, too
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "aserve", *arguments]
+
+
+def environment() -> dict[str, str]:
+    """No options from outside, and no more threads than the tests have."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("ASERVE_")}
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+class ServerProcess:
+    """Started on entering, ready (or ended) when that returns; killed on leaving if need be."""
+
+    def __init__(self, *options: str, arguments: list[str] | None = None) -> None:
+        self._arguments = arguments or command("serve", "--port", "0", *options)
+        self.address = ""
+        self.ready_s = 0.0  # from the start of the command
+
+    def __enter__(self) -> ServerProcess:
+        start_s = time.monotonic()
+        self.process = subprocess.Popen(
+            self._arguments,
+            cwd=REPOSITORY,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines: list[str] = []
+        for line in self._output:
+            self.lines.append(line)
+            bound = re.search(r"http://[\d.]+:\d+", line)
+            if bound is not None and line.startswith("aserve: "):
+                self.address = bound[0]
+                self.ready_s = time.monotonic() - start_s
+                break
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._output.close()
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """An open answer; read it line by line while it streams."""
+        request = urllib.request.Request(
+            self.address + path,
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        return urllib.request.urlopen(request, timeout=START_S)
+
+    def get(self, path: str) -> bytes:
+        with urllib.request.urlopen(self.address + path, timeout=START_S) as answer:
+            data: bytes = answer.read()
+        return data
+
+    def end(self, number: signal.Signals | None = signal.SIGTERM) -> tuple[int, float]:
+        """Exit code, and how long the end took."""
+        start_s = time.monotonic()
+        if number is not None:
+            self.process.send_signal(number)
+        self.lines += self._output.readlines()
+        return self.process.wait(START_S), time.monotonic() - start_s
+
+    @property
+    def text(self) -> str:
+        return "".join(self.lines)
+
+    @property
+    def _output(self) -> IO[str]:
+        assert self.process.stdout is not None
+        return self.process.stdout

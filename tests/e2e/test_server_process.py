@@ -1,0 +1,98 @@
+"""A server process with the bundled model: ready, used, stopped, killed, refused."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.e2e.server_process import REPOSITORY, ServerProcess, command, environment
+
+LONG = {"model": "aserve-tiny", "prompt": "Once", "max_tokens": 900, "ignore_eos": True}
+
+# The executor's thread ends in its third step, as if the device had gone.
+KILLED = """
+import sys
+from aserve.gpu import runner
+from aserve.cli import main
+step, count = runner.ModelRunner.step, iter(range(9))
+def fatal(self, *args, **kwargs):
+    if next(count) == 3:
+        raise SystemExit("the device is gone")
+    return step(self, *args, **kwargs)
+runner.ModelRunner.step = fatal
+sys.exit(main(["serve", "--port", "0"]))
+"""
+
+
+@pytest.mark.slow
+def test_the_bundled_model_is_ready_soon_and_a_stream_ends_in_order_on_sigterm() -> None:
+    with ServerProcess() as server:
+        assert server.ready_s < 8
+        assert json.loads(server.get("/health")) == {"status": "ready"}
+        models = json.loads(server.get("/v1/models"))["data"]
+        assert [model["id"] for model in models] == ["aserve-tiny"]
+        with server.post("/v1/completions", LONG | {"stream": True}) as answer:
+            assert answer.readline().startswith(b"data: ")
+            code, took_s = server.end(signal.SIGTERM)
+            events = [line for line in answer.read().splitlines() if line]
+        assert code == 0
+        assert took_s < 5
+        assert events[-1] == b"data: [DONE]"
+        last = json.loads(events[-2].removeprefix(b"data: "))
+        assert "error" in last or last["choices"][0]["finish_reason"] == "length"
+    assert "Traceback" not in server.text
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_an_idle_server_with_0() -> None:
+    with ServerProcess() as server:
+        code, took_s = server.end(signal.SIGINT)
+    assert code == 0
+    assert took_s < 5
+    assert "Traceback" not in server.text
+
+
+@pytest.mark.slow
+def test_a_killed_executor_ends_the_stream_with_an_error_and_the_process_with_1() -> None:
+    with ServerProcess(arguments=[sys.executable, "-c", KILLED]) as server:
+        with server.post("/v1/completions", LONG | {"stream": True}) as answer:
+            events = [line for line in answer.read().splitlines() if line]
+        assert json.loads(events[-2].removeprefix(b"data: "))["error"]["code"] == "engine_dead"
+        code, _ = server.end(None)
+    assert code == 1
+
+
+@pytest.mark.slow
+def test_a_busy_port_is_one_line_and_exit_code_2() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        result = run("serve", "--port", port, "--log-level", "error")
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"aserve: error: cannot listen on 127.0.0.1:{port}: ")
+
+
+@pytest.mark.slow
+def test_generate_writes_the_answer_alone_to_stdout() -> None:
+    result = run("generate", "Once upon a time", "--max-tokens", "12")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip()
+    assert result.stderr == ""
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments),
+        cwd=REPOSITORY,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )

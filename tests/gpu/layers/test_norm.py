@@ -1,0 +1,37 @@
+"""The norm against its definition, in each dtype."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from aserve.gpu.layers.norm import RmsNorm
+
+TOLERANCES = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-6,
+    torch.bfloat16: 2e-2,
+    torch.float16: 2e-3,
+}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("size", [1e-3, 1.0, 100.0])
+def test_the_norm_is_weight_times_x_over_its_root_mean_square(
+    dtype: torch.dtype, size: float
+) -> None:
+    generator = torch.Generator().manual_seed(2)
+    x = (size * torch.randn(5, 2, 16, generator=generator)).to(dtype)
+    weight = torch.randn(16, generator=generator).to(dtype)
+    exact = x.double()
+    expected = weight * exact / (exact.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    normed = RmsNorm(weight, eps=1e-5)(x)
+    assert normed.dtype == dtype
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(normed.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_large_half_precision_values_do_not_overflow() -> None:
+    x = torch.full((1, 64), 6e4, dtype=torch.float16)
+    normed = RmsNorm(torch.ones(64, dtype=torch.float16), eps=1e-5)(x)
+    torch.testing.assert_close(normed, torch.ones_like(normed))

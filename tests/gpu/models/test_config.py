@@ -1,0 +1,185 @@
+"""config.json in both dialects, and everything that it may get wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aserve.errors import ConfigError
+from aserve.gpu.layers.rope import DefaultRope, DynamicRope, Llama3Rope, LongRope, YarnRope
+from aserve.gpu.models.config import ModelConfig, parse_config, read_config
+
+PLAIN: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+SLIDING = {"use_sliding_window": True, "sliding_window": 8}
+
+
+def parse(**changes: object) -> ModelConfig:
+    return parse_config({**PLAIN, **changes}, source="config.json")
+
+
+def test_both_dialects_say_the_same() -> None:
+    older = parse(
+        rope_theta=5e5, rope_scaling={**LLAMA3, "rope_type": "llama3"}, torch_dtype="bfloat16"
+    )
+    oldest = parse(
+        rope_theta=5e5, rope_scaling={**LLAMA3, "type": "llama3"}, torch_dtype="bfloat16"
+    )
+    newer = parse(
+        rope_parameters={**LLAMA3, "rope_type": "llama3", "rope_theta": 5e5}, dtype="bfloat16"
+    )
+    assert older == oldest == newer
+    assert newer.rope == Llama3Rope(5e5, 8.0, 16, 1.0, 4.0)
+    assert newer.dtype == "bfloat16"
+
+
+def test_null_counts_as_absent() -> None:
+    assert parse(rope_scaling=None, head_dim=None, dtype=None, attention_bias=None) == parse()
+
+
+def test_a_nested_text_config_is_read_over_what_stands_beside_it() -> None:
+    text = {key: value for key, value in PLAIN.items() if key != "architectures"}
+    nested = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 9999,
+        "tie_word_embeddings": True,
+        "text_config": {**text, "tie_word_embeddings": None},
+    }
+    assert parse_config(nested, source="config.json") == parse(tie_word_embeddings=True)
+
+
+def test_what_is_absent_has_the_families_defaults() -> None:
+    config = parse(num_key_value_heads=None)
+    assert config.num_kv_heads == 4
+    assert config.head_dim == 8
+    assert config.rope == DefaultRope(10_000.0)
+    assert config.windows == (None,) * 4
+    assert (config.tie_word_embeddings, config.attention_bias, config.mlp_bias) == (False,) * 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"hidden_size": None}, "hidden_size is missing; expected an integer of at least 1"),
+        ({"hidden_size": "32"}, "hidden_size is '32'; expected an integer"),
+        ({"hidden_size": True}, "hidden_size is True; expected an integer"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; expected an integer of at least 1"),
+        ({"num_attention_heads": 5}, "num_attention_heads is 5; expected a divisor of hidden_size"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3; expected a divisor of 4"),
+        ({"head_dim": 7}, "head_dim is 7; expected an even number"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps is 0; expected a positive number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; expected a positive number"),
+        ({"attention_bias": "no"}, "attention_bias is 'no'; expected true or false"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; expected silu"),
+        ({"torch_dtype": "int8"}, "torch_dtype is 'int8'; expected float32 or"),
+        ({"architectures": []}, "architectures is []; expected a list of one name"),
+        ({"architectures": None}, "architectures is missing"),
+        ({"text_config": 3}, "text_config is 3; expected an object"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; expected 1.0"),
+        ({"rope_scaling": {"type": "mrope"}}, "rope_scaling: type is 'mrope'; expected default"),
+        ({"rope_theta": 1}, "config.json: rope_theta is 1; expected more than 1"),
+        ({"rope_parameters": {"rope_theta": 0.5}}, "rope_parameters: rope_theta is 0.5; expected"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 5e5}}},
+            "full_attention is {'rope_theta': 500000.0}; expected the same rotary parameters",
+        ),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
+        ({"rope_scaling": {"type": "dynamic", "factor": -1}}, "rope_scaling: factor is -1"),
+        (
+            {"rope_scaling": {**LLAMA3, "type": "llama3", "high_freq_factor": 1}},
+            "high_freq_factor is 1; expected more than low_freq_factor",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1, 2]}},
+            "short_factor is [1, 2]; expected a list of 4 positive numbers",
+        ),
+        ({**SLIDING, "sliding_window": None}, "sliding_window is missing"),
+        (SLIDING, "max_window_layers is missing"),
+        ({**SLIDING, "layer_types": ["full_attention"]}, "expected a list of 4 strings"),
+        ({**SLIDING, "layer_types": ["mamba"] * 4}, "expected full_attention or sliding_attention"),
+    ],
+)
+def test_a_wrong_field_is_named_with_its_value(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(**changes)
+    assert str(caught.value).startswith("config.json: ")
+    assert complaint in str(caught.value)
+
+
+def test_windows_follow_the_layer_types_or_their_number() -> None:
+    assert parse(**SLIDING, max_window_layers=3).windows == (None, None, None, 8)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    assert parse(**SLIDING, layer_types=kinds, max_window_layers=0).windows == (8, None, 8, None)
+    assert parse(sliding_window=8, layer_types=kinds).windows == (None,) * 4
+
+
+def test_an_original_length_beside_the_rotary_section_counts() -> None:
+    rope = {"type": "longrope", "short_factor": [1] * 4, "long_factor": [2] * 4}
+    config = parse(rope_scaling=rope, original_max_position_embeddings=16)
+    assert isinstance(config.rope, LongRope)
+    assert config.rope.original_len == 16
+
+
+@pytest.mark.parametrize(
+    ("scaling", "longest"),
+    [
+        (None, 64),
+        ({"type": "linear", "factor": 2.5}, 160),
+        ({"type": "dynamic", "factor": 4}, 256),
+        ({"type": "yarn", "factor": 4, "original_max_position_embeddings": 32}, 128),
+        ({"type": "yarn", "factor": 4, "original_max_position_embeddings": 8}, 64),
+        ({"type": "llama3", **LLAMA3}, 128),
+    ],
+)
+def test_a_context_reaches_as_far_as_the_positions_do(
+    scaling: dict[str, Any] | None, longest: int
+) -> None:
+    config = parse(rope_scaling=scaling)
+    assert config.context_len(None) == 64
+    assert config.context_len(longest) == longest
+    with pytest.raises(ConfigError, match=f"positions for 1 to {longest} tokens"):
+        config.context_len(longest + 1)
+
+
+def test_dynamic_positions_stretch_from_the_length_of_the_file() -> None:
+    config = parse(rope_scaling={"type": "dynamic", "factor": 4})
+    assert config.rope == DynamicRope(10_000.0, 4.0, 64)
+
+
+def test_yarn_works_out_its_temperature() -> None:
+    rope = parse(rope_scaling={"type": "yarn", "factor": 4.0}).rope
+    assert isinstance(rope, YarnRope)
+    assert rope.attention_factor == pytest.approx(1.138629436)
+    weights = {"mscale": 2.0, "mscale_all_dim": 1.0}
+    weighted = parse(rope_scaling={"type": "yarn", "factor": 4.0, **weights}).rope
+    assert isinstance(weighted, YarnRope)
+    assert weighted.attention_factor == pytest.approx(1.277258872 / 1.138629436)
+
+
+def test_a_directory_without_a_config_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="it has no config"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\x00"])
+def test_a_spoiled_config_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        read_config(tmp_path)

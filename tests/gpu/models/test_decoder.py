@@ -1,0 +1,111 @@
+"""What the decoder promises to those who run it, on a hand-written checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from aserve.gpu.models.causal_model import CausalModel
+from aserve.gpu.models.hidden_capture import HiddenCapture
+from aserve.gpu.models.layer_spec import LayerSpec
+from aserve.gpu.weights.load import load_model
+from tests.gpu.weights.checkpoints import llama_weights, write_checkpoint
+from tests.parity.dense_attend import DenseAttend
+
+IDS = torch.tensor([5, 0, 23])
+POSITIONS = torch.arange(3)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> CausalModel:
+    return load_model(write_checkpoint(tmp_path, llama_weights()))
+
+
+def test_the_facts_of_a_model_are_those_of_its_config(model: CausalModel) -> None:
+    assert (model.vocab_size, model.hidden_size, model.max_model_len) == (24, 8, 16)
+    assert model.dtype == torch.float32
+    assert model.layers == tuple(
+        LayerSpec(index=index, num_heads=2, num_kv_heads=1, head_dim=4, scale=0.5)
+        for index in range(2)
+    )
+
+
+def test_windows_reach_the_layers_of_the_family_that_has_them(tmp_path: Path) -> None:
+    windows: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 3}
+    windows["layer_types"] = ["full_attention", "sliding_attention"]
+    weights = llama_weights()
+    llama = load_model(write_checkpoint(tmp_path / "llama", weights, **windows))
+    assert [layer.window for layer in llama.layers] == [None, None]
+    for index in range(2):
+        prefix = f"model.layers.{index}.self_attn"
+        weights |= {f"{prefix}.{name}_norm.weight": torch.ones(4) for name in "qk"}
+    directory = write_checkpoint(
+        tmp_path / "qwen3", weights, architectures=["Qwen3ForCausalLM"], **windows
+    )
+    assert [layer.window for layer in load_model(directory).layers] == [None, 3]
+
+
+def test_a_capture_holds_what_was_asked_for_and_changes_nothing(model: CausalModel) -> None:
+    capture = HiddenCapture(layer_ids=(1, 0), wants_before_norm=True)
+    hidden = model.forward(IDS, POSITIONS, DenseAttend(), capture=capture)
+    assert torch.equal(hidden, model.forward(IDS, POSITIONS, DenseAttend()))
+    first, last = capture.layers
+    assert first.shape == last.shape == (3, 8)
+    assert not torch.equal(first, last)
+    assert capture.before_norm is not None
+    assert torch.equal(capture.before_norm, last)
+    assert not torch.equal(capture.before_norm, hidden)
+
+
+def test_a_capture_keeps_nothing_that_was_not_asked_for(model: CausalModel) -> None:
+    capture = HiddenCapture(layer_ids=(1,))
+    model.forward(IDS, POSITIONS, DenseAttend(), capture=capture)
+    assert len(capture.layers) == 1
+    assert capture.before_norm is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_logits_are_wide_whatever_the_model_is(dtype: str, tmp_path: Path) -> None:
+    model = load_model(write_checkpoint(tmp_path, llama_weights()), dtype=dtype)
+    hidden = model.forward(IDS, POSITIONS, DenseAttend())
+    assert hidden.dtype == model.dtype
+    logits = model.logits(hidden[:2])
+    assert logits.shape == (2, 24)
+    assert logits.dtype == (torch.float64 if dtype == "float64" else torch.float32)
+
+
+def test_no_tokens_give_no_logits(model: CausalModel) -> None:
+    def attend(_layer: LayerSpec, q: Tensor, _k: Tensor, _v: Tensor) -> Tensor:
+        return torch.empty_like(q)
+
+    empty = torch.empty(0, dtype=torch.int64)
+    assert model.logits(model.forward(empty, empty, attend)).shape == (0, 24)
+
+
+class NoHostReads(TorchDispatchMode):
+    """Fails where a value of the device would have to reach the host; counts the other calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        self.num_calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_forward_never_waits_for_the_device(model: CausalModel) -> None:
+    def attend(_layer: LayerSpec, q: Tensor, _k: Tensor, _v: Tensor) -> Tensor:
+        return q
+
+    with NoHostReads() as mode, torch.inference_mode():
+        model.logits(model.forward(IDS, POSITIONS, attend))
+    assert mode.num_calls > 0

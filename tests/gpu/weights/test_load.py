@@ -1,0 +1,246 @@
+"""The rules of the loader, each with one thing spoiled."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from aserve.errors import ConfigError
+from aserve.gpu.layers.linear import Linear, LinearOp, prepare
+from aserve.gpu.models.causal_model import CausalModel
+from aserve.gpu.models.config import read_config
+from aserve.gpu.weights.load import load_model, resolve_dtype
+from tests.gpu.weights.checkpoints import (
+    llama_weights,
+    write_checkpoint,
+    write_config,
+    write_sharded,
+)
+from tests.parity.dense_attend import DenseAttend
+
+CPU = torch.device("cpu")
+IDS = torch.tensor([3, 1, 20, 7])
+
+
+def logits_of(model: CausalModel) -> Tensor:
+    return model.logits(model.forward(IDS, torch.arange(len(IDS)), DenseAttend()))
+
+
+def refusal_of(directory: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_model(directory)
+    return str(caught.value)
+
+
+def test_shards_and_a_single_file_give_the_same_model(tmp_path: Path) -> None:
+    weights = llama_weights()
+    single = write_checkpoint(tmp_path / "single", weights)
+    names = sorted(weights)
+    shards = {
+        f"model-0000{part}-of-00003.safetensors": {name: weights[name] for name in names[part::3]}
+        for part in range(3)
+    }
+    sharded = write_sharded(tmp_path / "sharded", shards)
+    assert torch.equal(logits_of(load_model(single)), logits_of(load_model(sharded)))
+
+
+def test_missing_weights_are_named(tmp_path: Path) -> None:
+    weights = llama_weights()
+    del weights["model.layers.1.self_attn.k_proj.weight"]
+    message = refusal_of(write_checkpoint(tmp_path, weights))
+    assert "missing: model.layers.1.self_attn.k_proj.weight" in message
+
+
+def test_an_untied_model_without_a_head_is_refused(tmp_path: Path) -> None:
+    weights = llama_weights()
+    del weights["lm_head.weight"]
+    assert "missing: lm_head.weight" in refusal_of(write_checkpoint(tmp_path, weights))
+
+
+def test_unexpected_weights_are_named(tmp_path: Path) -> None:
+    extra = {"model.layers.0.self_attn.q_proj.bias": torch.zeros(8)}
+    message = refusal_of(write_checkpoint(tmp_path, {**llama_weights(), **extra}))
+    assert "unexpected: model.layers.0.self_attn.q_proj.bias" in message
+
+
+def test_more_layers_than_the_config_has_are_unexpected(tmp_path: Path) -> None:
+    message = refusal_of(write_checkpoint(tmp_path, llama_weights(num_layers=3)))
+    assert "unexpected: model.layers.2." in message
+    assert "and 4 more" in message
+
+
+def test_weights_of_another_shape_are_named_with_both_shapes(tmp_path: Path) -> None:
+    weights = {**llama_weights(), "model.layers.0.mlp.down_proj.weight": torch.zeros(12, 8)}
+    message = refusal_of(write_checkpoint(tmp_path, weights))
+    assert "model.layers.0.mlp.down_proj.weight is 12x8 instead of 8x12" in message
+
+
+def test_quantized_values_are_refused_by_name(tmp_path: Path) -> None:
+    weights = {**llama_weights(), "lm_head.weight": torch.zeros(24, 8, dtype=torch.int8)}
+    assert "lm_head.weight is I8" in refusal_of(write_checkpoint(tmp_path, weights))
+
+
+def test_one_error_names_everything_that_does_not_fit(tmp_path: Path) -> None:
+    weights = llama_weights()
+    weights["stranger"] = weights.pop("model.norm.weight")
+    message = refusal_of(write_checkpoint(tmp_path, weights))
+    assert "missing: model.norm.weight; unexpected: stranger" in message
+
+
+def test_rotary_tables_in_the_checkpoint_are_ignored(tmp_path: Path) -> None:
+    plain = write_checkpoint(tmp_path / "plain", llama_weights())
+    table = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.full((2,), 99.0)}
+    old = write_checkpoint(tmp_path / "old", {**llama_weights(), **table})
+    assert torch.equal(logits_of(load_model(plain)), logits_of(load_model(old)))
+
+
+def test_a_tied_head_is_the_embeddings_and_costs_nothing(tmp_path: Path) -> None:
+    weights = llama_weights()
+    del weights["lm_head.weight"]
+    seen: list[Tensor] = []
+
+    def noting(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
+        prepared = prepare(linear, device, dtype=dtype)
+        assert isinstance(prepared, Linear)
+        seen.append(prepared.weight)
+        return prepared
+
+    directory = write_checkpoint(tmp_path, weights, tie_word_embeddings=True)
+    model = load_model(directory, prepare_linear=noting)
+    assert torch.equal(seen[-1], weights["model.embed_tokens.weight"])
+    untied = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+    twin = load_model(write_checkpoint(tmp_path / "untied", untied))
+    assert torch.equal(logits_of(model), logits_of(twin))
+    bytes_of = _total_bytes(directory), _total_bytes(tmp_path / "untied")
+    assert bytes_of[1] - bytes_of[0] == 24 * 8 * 4
+
+
+def test_a_copy_of_tied_embeddings_is_accepted(tmp_path: Path) -> None:
+    weights = llama_weights()
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    model = load_model(write_checkpoint(tmp_path, weights, tie_word_embeddings=True))
+    assert torch.isfinite(logits_of(model)).all()
+
+
+def test_a_head_that_differs_from_the_embeddings_it_is_tied_to_is_refused(tmp_path: Path) -> None:
+    message = refusal_of(write_checkpoint(tmp_path, llama_weights(), tie_word_embeddings=True))
+    assert "lm_head.weight differs" in message
+
+
+def test_the_model_does_not_depend_on_its_files_after_the_load(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, llama_weights())
+    model = load_model(directory)
+    before = logits_of(model)
+    file = directory / "model.safetensors"
+    file.write_bytes(bytes(file.stat().st_size))
+    assert torch.equal(logits_of(model), before)
+
+
+def test_joined_rows_keep_the_order_of_their_parts(tmp_path: Path) -> None:
+    weights = llama_weights()
+    seen: dict[int, Tensor] = {}
+
+    def noting(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
+        seen[len(seen)] = linear.weight
+        return prepare(linear, device, dtype=dtype)
+
+    load_model(write_checkpoint(tmp_path, weights), prepare_linear=noting)
+    prefix = "model.layers.0.self_attn"
+    parts = [weights[f"{prefix}.{name}_proj.weight"] for name in "qkv"]
+    assert torch.equal(seen[0], torch.cat(parts))
+    assert len(seen) == 2 * 4 + 1, "qkv, o, gate-up and down of each layer, and the head"
+
+
+def test_a_device_may_replace_every_linear_layer(tmp_path: Path) -> None:
+    def doubling(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
+        plain = prepare(linear, device, dtype=dtype)
+        return lambda x: 2 * plain(x)
+
+    directory = write_checkpoint(tmp_path, llama_weights())
+    hidden = torch.ones(1, 8)
+    plain = load_model(directory).logits(hidden)
+    doubled = load_model(directory, prepare_linear=doubling).logits(hidden)
+    assert torch.equal(doubled, 2 * plain)
+
+
+def test_progress_only_grows_and_ends_at_the_total(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, llama_weights(dtype=torch.bfloat16))
+    calls: list[tuple[int, int]] = []
+    load_model(directory, on_progress=lambda done, total: calls.append((done, total)))
+    done = [call[0] for call in calls]
+    assert len({total for _, total in calls}) == 1
+    assert done == sorted(set(done))
+    assert done[-1] == calls[-1][1] == sum(w.numel() * 4 for w in llama_weights().values())
+
+
+def test_a_model_larger_than_memory_is_refused_before_a_value_is_read(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, llama_weights())
+    calls: list[int] = []
+    needed = _total_bytes(directory)
+    load_model(directory, memory_bytes=needed)
+    with pytest.raises(
+        ConfigError, match=r"weights need 0\.000 GiB as float32, but only 0\.000 GiB"
+    ):
+        load_model(
+            directory, memory_bytes=needed - 1, on_progress=lambda done, _: calls.append(done)
+        )
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "device", "expected"),
+    [
+        ("auto", "bfloat16", "cpu", torch.float32),
+        ("auto", "bfloat16", "cuda", torch.bfloat16),
+        ("auto", None, "cuda", torch.float32),
+        ("float64", "bfloat16", "cpu", torch.float64),
+        ("float16", "float32", "cuda", torch.float16),
+    ],
+)
+def test_the_dtype_follows_the_option_the_device_and_the_checkpoint(
+    name: str, stored: str | None, device: str, expected: torch.dtype, tmp_path: Path
+) -> None:
+    config = read_config(write_config(tmp_path, torch_dtype=stored))
+    assert resolve_dtype(name, config, device=torch.device(device)) == expected
+
+
+def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
+    config = read_config(write_config(tmp_path))
+    with pytest.raises(ConfigError, match="dtype is 'int4'; expected auto or one of float32"):
+        resolve_dtype("int4", config, device=CPU)
+
+
+def test_an_unknown_architecture_is_named_with_those_that_are_supported(tmp_path: Path) -> None:
+    message = refusal_of(write_config(tmp_path, architectures=["MambaForCausalLM"]))
+    assert message == (
+        "architecture MambaForCausalLM is not supported; "
+        "supported: LlamaForCausalLM, Qwen3ForCausalLM"
+    )
+
+
+def _total_bytes(directory: Path) -> int:
+    totals: set[int] = set()
+    load_model(directory, on_progress=lambda _, total: totals.add(total))
+    (total,) = totals
+    return total
+
+
+@pytest.mark.slow
+def test_loading_imports_nothing_that_takes_seconds(tmp_path: Path) -> None:
+    """Not transformers, not the hub's client, not torch's compiler (any arithmetic on meta tensors
+    imports that one)."""
+    directory = write_checkpoint(tmp_path, llama_weights())
+    program = (
+        "import pathlib, sys\n"
+        "from aserve.gpu.weights.load import load_model\n"
+        f"load_model(pathlib.Path({str(directory)!r}))\n"
+        "heavy = {'transformers', 'huggingface_hub', 'torch._dynamo', 'torch._inductor'}\n"
+        "sys.exit(', '.join(sorted(heavy & sys.modules.keys())) or 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,114 @@
+"""POST /v1/chat/completions through the official client; the template is `u:text;`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+
+from aserve.messages import array_i32
+from tests.http.echo_engine import EchoEngine
+
+HELLO: Any = [{"role": "user", "content": "hello 한"}]
+
+
+async def prompt_of(
+    echo: EchoEngine, client: openai.AsyncOpenAI, messages: Any, **body: Any
+) -> str:
+    """The prompt that the template made of it."""
+    body = {"model": "echo", "messages": messages, "max_tokens": 1} | body
+    await client.chat.completions.create(**body)
+    return echo.tokenizer.decode(array_i32(echo.scheduler.admitted[-1].prompt_ids).tolist())
+
+
+async def test_streamed_and_whole_answers_are_the_same(client: openai.AsyncOpenAI) -> None:
+    body: dict[str, Any] = {"model": "echo", "messages": HELLO, "n": 2, "max_tokens": 50}
+    body |= {"logprobs": True, "top_logprobs": 2, "stop": "llo"}
+    whole = await client.chat.completions.create(**body)
+    stream = await client.chat.completions.create(
+        **body, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    for choice in whole.choices:
+        parts = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
+        assert parts[0].delta.role == "assistant"
+        assert parts[0].delta.content == ""
+        assert all(part.delta.role is None for part in parts[1:])
+        assert "".join(part.delta.content or "" for part in parts) == choice.message.content
+        entries = [e for part in parts if part.logprobs for e in part.logprobs.content or []]
+        assert choice.logprobs is not None
+        assert entries == choice.logprobs.content
+        assert [len(entry.top_logprobs) for entry in entries] == [2] * len(entries)
+        reasons = [part.finish_reason for part in parts]
+        assert reasons == [None] * (len(parts) - 1) + [choice.finish_reason]
+    assert chunks[-1].usage == whole.usage
+    assert chunks[-1].model_dump()["seed"] != whole.model_dump()["seed"]
+
+
+async def test_no_chunk_is_empty_but_the_first_and_the_last(client: openai.AsyncOpenAI) -> None:
+    stream = await client.chat.completions.create(
+        model="echo", messages=HELLO, stream=True, stop=["never to be seen"]
+    )
+    deltas = [chunk.choices[0].delta.content async for chunk in stream]
+    assert all(deltas[1:-1])
+    assert "".join(delta or "" for delta in deltas) == "u:hello 한;"
+
+
+async def test_the_whole_context_is_room_for_an_answer(
+    client: openai.AsyncOpenAI, echo: EchoEngine
+) -> None:
+    await client.chat.completions.create(model="echo", messages=HELLO)
+    await client.chat.completions.create(
+        model="echo", messages=HELLO, max_tokens=9, max_completion_tokens=3
+    )
+    first, second = (request.sampling.max_tokens for request in echo.scheduler.admitted)
+    assert first == 512 - len(echo.scheduler.admitted[0].prompt_ids) // 4
+    assert second == 3
+
+
+async def test_content_may_be_parts_of_text(echo: EchoEngine, client: openai.AsyncOpenAI) -> None:
+    parts = [{"type": "text", "text": "ab"}, {"type": "text", "text": "cd"}]
+    messages = [{"role": "developer", "content": "x"}, {"role": "user", "content": parts}]
+    assert await prompt_of(echo, client, messages) == "s:x;u:abcd;"
+
+
+async def test_an_image_is_refused_by_name(echo: EchoEngine, client: openai.AsyncOpenAI) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    with pytest.raises(openai.BadRequestError, match="content type 'image_url'") as caught:
+        await prompt_of(echo, client, [{"role": "user", "content": [image]}])
+    assert caught.value.param == "messages[0].content[0]"
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"city": "Rome"}'}}
+BROKEN_CALL = {"id": "d", "type": "function", "function": {"name": "f", "arguments": "{city"}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+async def test_a_history_of_tool_calls_is_taken_even_where_its_arguments_are_no_json() -> None:
+    template = "{{ (tools or []) | length }}{{ messages | tojson }}"
+    messages: Any = [
+        {"role": "assistant", "content": None, "tool_calls": [CALL, BROKEN_CALL]},
+        {"role": "tool", "tool_call_id": "c", "content": "sunny"},
+    ]
+    async with (
+        EchoEngine(template=template) as echo,
+        openai.AsyncOpenAI(base_url=f"{echo.url}/v1", api_key="any") as client,
+    ):
+        prompt = await prompt_of(echo, client, messages, tools=[TOOL])
+        none = await prompt_of(echo, client, messages, tools=[TOOL], tool_choice="none")
+    rendered = msgspec.json.decode(prompt[1:])
+    calls = rendered[0]["tool_calls"]
+    assert calls[0]["function"]["arguments"] == {"city": "Rome"}
+    assert calls[1]["function"]["arguments"] == "{city"
+    assert (prompt[0], none[0], rendered[1]["tool_call_id"]) == ("1", "0", "c")
+
+
+async def test_a_model_without_a_template_refuses_chat_and_says_why() -> None:
+    async with (
+        EchoEngine(template=None) as echo,
+        openai.AsyncOpenAI(base_url=f"{echo.url}/v1", api_key="any") as client,
+    ):
+        with pytest.raises(openai.BadRequestError, match="no chat template"):
+            await prompt_of(echo, client, HELLO)

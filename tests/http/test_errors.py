@@ -1,0 +1,185 @@
+"""Every wrong body gets OpenAI's error shape, with the code and the field; nothing is a 5xx."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aserve.errors import AserveError, ErrorInfo
+from aserve.http.body import MAX_SHOWN, parse_body
+from aserve.http.openai.call import Call, Origin
+from aserve.http.openai.chat import chat_call
+from aserve.http.openai.completions import completion_call
+from aserve.http.openai.schema import ChatBody, CompletionBody
+from tests.http.echo_engine import EchoEngine
+
+ORIGIN = Origin("id", 0, ("echo",))
+MESSAGES = [{"role": "user", "content": "a"}]
+
+
+def asked(path: str, data: bytes) -> Call:
+    if path == "completions":
+        return completion_call(parse_body(data, CompletionBody), ORIGIN)
+    return chat_call(parse_body(data, ChatBody), ORIGIN)
+
+
+def refusal_of(path: str, data: bytes) -> ErrorInfo | None:
+    """What a client is told; None for a body that makes a call."""
+    try:
+        asked(path, data)
+    except AserveError as error:
+        return error.info()
+    return None
+
+
+COMPLETION_ERRORS: list[tuple[dict[str, Any], str, str | None]] = [
+    ({}, "missing_required_parameter", "prompt"),
+    ({"prompt": []}, "empty_array", "prompt"),
+    ({"prompt": ["a", 1]}, "invalid_type", "prompt"),
+    ({"prompt": ["a", [1]]}, "invalid_type", "prompt"),
+    ({"prompt": [[1], ["a"]]}, "invalid_type", "prompt[1][0]"),
+    ({"prompt": ["a"] * 5, "n": 128}, "array_above_max_length", "prompt"),
+    ({"prompt": "a", "model": "gpt"}, "model_not_found", "model"),
+    ({"prompt": "a", "n": 0}, "integer_below_min_value", "n"),
+    ({"prompt": "a", "n": 129}, "integer_above_max_value", "n"),
+    ({"prompt": "a", "temperature": 2.1}, "decimal_above_max_value", "temperature"),
+    ({"prompt": "a", "temperature": -0.1}, "decimal_below_min_value", "temperature"),
+    ({"prompt": "a", "top_p": 1.1}, "decimal_above_max_value", "top_p"),
+    ({"prompt": "a", "max_tokens": -1}, "integer_below_min_value", "max_tokens"),
+    ({"prompt": "a", "max_tokens": 2**31}, "integer_above_max_value", "max_tokens"),
+    ({"prompt": "a", "seed": 2**63}, "integer_above_max_value", "seed"),
+    ({"prompt": "a", "timeout": 0}, "decimal_below_min_value", "timeout"),
+    ({"prompt": "a", "logprobs": 21}, "integer_above_max_value", "logprobs"),
+    ({"prompt": "a", "logit_bias": {"5": 101}}, "decimal_above_max_value", "logit_bias.5"),
+    ({"prompt": "a", "logit_bias": {"x": 1}}, "invalid_type", "logit_bias"),
+    ({"prompt": "a", "stop": ["a"] * 5}, "array_above_max_length", "stop"),
+    ({"prompt": "a", "stop": ["a", ""]}, "string_below_min_length", "stop"),
+    ({"prompt": "a", "stop": "x" * 2000}, "string_above_max_length", "stop"),
+    ({"prompt": "a", "stop_token_ids": [1] * 200}, "array_above_max_length", "stop_token_ids"),
+    ({"prompt": "a", "stream_options": {}}, "invalid_value", "stream_options"),
+    ({"prompt": "a", "echo": True}, "unsupported_value", "echo"),
+    ({"prompt": "a", "suffix": "b"}, "unsupported_value", "suffix"),
+    ({"prompt": "a", "best_of": 2}, "unsupported_value", "best_of"),
+]
+CHAT_ERRORS: list[tuple[dict[str, Any], str, str | None]] = [
+    ({}, "missing_required_parameter", "messages"),
+    ({"messages": []}, "empty_array", "messages"),
+    ({"messages": [{"content": "a"}]}, "missing_required_parameter", "messages[0].role"),
+    ({"messages": [{"role": "king", "content": "a"}]}, "invalid_value", "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "missing_required_parameter", "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 5}]}, "invalid_type", "messages[0].content"),
+    ({"messages": MESSAGES, "top_logprobs": 2}, "invalid_value", "top_logprobs"),
+    ({"messages": MESSAGES, "top_logprobs": 21}, "integer_above_max_value", "top_logprobs"),
+    ({"messages": MESSAGES, "logprobs": 2}, "invalid_type", "logprobs"),
+    ({"messages": MESSAGES, "tools": []}, "empty_array", "tools"),
+    ({"messages": MESSAGES, "tools": [{}]}, "missing_required_parameter", "tools[0].type"),
+    ({"messages": MESSAGES, "tool_choice": "required"}, "invalid_value", "tool_choice"),
+    (
+        {"messages": MESSAGES, "response_format": {"type": "json_object"}},
+        "unsupported_value",
+        "response_format",
+    ),
+]
+TABLE = [("completions", *row) for row in COMPLETION_ERRORS]
+TABLE += [("chat", *row) for row in CHAT_ERRORS]
+
+
+@pytest.mark.parametrize(("path", "body", "code", "param"), TABLE)
+def test_a_wrong_body_is_refused_with_its_code_and_field(
+    path: str, body: dict[str, Any], code: str, param: str | None
+) -> None:
+    info = refusal_of(path, msgspec.json.encode(body))
+    assert info is not None
+    assert (info.code, info.param) == (code, param)
+    assert info.status == (404 if code == "model_not_found" else 400)
+    assert info.type == "invalid_request_error"
+
+
+WRONG_VALUES = [True, "x", 1.5, -(2**70), 2**70, [], {}, ["x", {}], [[[]]], {"a": {"b": 1}}]
+FIELDS = [
+    (path, field.encode_name)
+    for path, kind in (("completions", CompletionBody), ("chat", ChatBody))
+    for field in msgspec.structs.fields(kind)
+]
+
+
+@pytest.mark.parametrize(("path", "field"), FIELDS)
+def test_a_wrong_type_in_any_field_is_taken_or_names_the_field(path: str, field: str) -> None:
+    bodies = [
+        {"prompt": "a", "messages": MESSAGES, "stream": True, field: value}
+        for value in WRONG_VALUES
+    ]
+    infos = [refusal_of(path, msgspec.json.encode(body)) for body in bodies]
+    refusals = [info for info in infos if info is not None]
+    assert len(refusals) >= len(WRONG_VALUES) // 2
+    assert {info.status for info in refusals} <= {400, 404}
+    assert all((info.param or "").startswith(field) for info in refusals)
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=8,
+)
+NAMES = sorted({name for _, name in FIELDS})
+BODIES = st.dictionaries(st.sampled_from(NAMES), JSON, max_size=6) | JSON
+
+
+@given(st.sampled_from(["completions", "chat"]), BODIES)
+def test_any_json_is_a_call_or_a_refusal_of_bounded_size(path: str, body: Any) -> None:
+    info = refusal_of(path, msgspec.json.encode(body))
+    if info is not None:
+        assert 400 <= info.status < 500
+        assert len(info.message) < 3 * MAX_SHOWN
+
+
+@given(st.binary(max_size=30))
+def test_any_bytes_are_a_call_or_a_refusal(data: bytes) -> None:
+    info = refusal_of("completions", data)
+    assert info is None or info.status == 400
+
+
+@pytest.mark.parametrize(
+    ("data", "place"),
+    [
+        (b'{"prompt": "a", "top_p": NaN}', "byte 25"),
+        (b'{"prompt": "a", "top_p": Infinity}', "byte 25"),
+        (b'{"prompt": "a",}', "byte 15"),
+        (b'{"prompt": "a"', "byte 14"),
+        (b'{"prompt": "\xff"}', "byte 1"),
+        (b'{"prompt": "\\ud800"}', "byte"),
+        (b'{"messages": ' + b"[" * 100_000, "nested too deeply"),
+        (b"", "byte 0"),
+    ],
+)
+def test_malformed_json_is_a_400_that_says_where(data: bytes, place: str) -> None:
+    info = refusal_of("completions", data)
+    assert info is not None
+    assert info.code == "invalid_json"
+    assert place in info.message
+
+
+@settings(max_examples=10)
+@given(st.lists(BODIES, min_size=5, max_size=5))
+def test_any_json_gets_a_reply_over_http(bodies: list[Any]) -> None:
+    async def scenario() -> None:
+        async with (
+            EchoEngine() as echo,
+            aiohttp.ClientSession(echo.url, timeout=aiohttp.ClientTimeout(total=10)) as session,
+        ):
+            for body in bodies:
+                data = msgspec.json.encode(body)
+                for path in ("/v1/completions", "/v1/chat/completions"):
+                    headers = {"Content-Type": "application/json"}
+                    async with session.post(path, data=data, headers=headers) as answer:
+                        assert answer.status < 500
+                        await answer.read()
+
+    asyncio.run(scenario())

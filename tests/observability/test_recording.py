@@ -1,0 +1,81 @@
+"""A recording gives back the very events, also after a crash in the middle of a turn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from aserve.errors import ConfigError
+from aserve.messages import (
+    AdmitRequest,
+    Cancel,
+    EngineSpec,
+    GroupSpec,
+    Retired,
+    SamplingParams,
+    SchedulerEvent,
+    pack_i32,
+)
+from aserve.observability.recording import Recorder, digest_of, read_recording
+
+SPEC = EngineSpec(
+    page_size=2,
+    groups=(GroupSpec("full", 8), GroupSpec("window", 4, window=3)),
+    max_rows=4,
+    max_model_len=16,
+    max_batched_tokens=8,
+    vocab_size=32,
+)
+ADMIT = AdmitRequest("a", prompt_ids=pack_i32([1, 2]), sampling=SamplingParams(seed=3))
+CANCEL = Cancel("a", None, 0, "cancelled")
+RETIRED = Retired("a", 0, "cancelled", 0)
+
+
+def recorded(path: Path) -> None:
+    recorder = Recorder(path, spec=SPEC)
+    recorder.begin([ADMIT])
+    recorder.finish([])
+    recorder.begin([CANCEL])
+    recorder.finish([RETIRED])
+    recorder.close()
+
+
+def test_what_was_recorded_is_read_back(tmp_path: Path) -> None:
+    recorded(tmp_path / "r")
+    recording = read_recording(tmp_path / "r")
+    assert recording.spec == SPEC
+    assert [turn.events for turn in recording.turns] == [[ADMIT], [CANCEL]]
+    assert [turn.digest for turn in recording.turns] == [digest_of([]), digest_of([RETIRED])]
+
+
+def test_the_events_of_a_turn_that_crashed_are_in_the_file(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "r", spec=SPEC)
+    recorder.begin([ADMIT])  # then the process dies: no finish, no close
+    (turn,) = read_recording(tmp_path / "r").turns
+    assert (turn.events, turn.digest) == ([ADMIT], None)
+    recorder.close()
+
+
+@pytest.mark.parametrize("num_cut", [1, 3, 5, 20])
+def test_a_file_that_was_cut_off_is_read_up_to_the_cut(tmp_path: Path, num_cut: int) -> None:
+    recorded(tmp_path / "r")
+    data = (tmp_path / "r").read_bytes()
+    (tmp_path / "r").write_bytes(data[:-num_cut])
+    expected: list[list[SchedulerEvent]] = [[ADMIT], [CANCEL]]
+    turns = read_recording(tmp_path / "r").turns
+    assert [turn.events for turn in turns] == expected
+    assert turns[-1].digest is None
+
+
+@pytest.mark.parametrize("data", [None, b"", b"{}", b"\x02\x00\x00\x00{}", b"\xff" * 64])
+def test_what_is_no_recording_is_one_clear_error(tmp_path: Path, data: bytes | None) -> None:
+    if data is not None:
+        (tmp_path / "r").write_bytes(data)
+    with pytest.raises(ConfigError, match="recording"):
+        read_recording(tmp_path / "r")
+
+
+def test_a_recording_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot record to"):
+        Recorder(tmp_path / "missing" / "r", spec=SPEC)

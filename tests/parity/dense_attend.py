@@ -1,0 +1,45 @@
+"""Attention without pages: the whole history of one sequence as plain tensors, for tests of models.
+
+Calling it appends the tokens' keys and values to their layer's history and attends to all of it, so
+that a prompt may come whole or in chunks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from aserve.gpu.models.layer_spec import LayerSpec
+
+
+class DenseAttend:
+    def __init__(self) -> None:
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        self.hidden_position: int | None = None  # as if the KV of that token were lost
+
+    def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys = self.keys[layer.index] = _appended(self.keys.get(layer.index), k)
+        values = self.values[layer.index] = _appended(self.values.get(layer.index), v)
+        repeats = layer.num_heads // layer.num_kv_heads
+        scores = torch.einsum("qhd,khd->hqk", q, keys.repeat_interleave(repeats, dim=1))
+        scores = scores * layer.scale
+        weights = scores.masked_fill(~self._visible(layer, len(q), len(keys)), -torch.inf)
+        return torch.einsum(
+            "hqk,khd->qhd", weights.softmax(-1), values.repeat_interleave(repeats, dim=1)
+        )
+
+    def _visible(self, layer: LayerSpec, num_queries: int, num_keys: int) -> Tensor:
+        """bool [queries, keys]."""
+        query = torch.arange(num_keys - num_queries, num_keys).unsqueeze(1)
+        key = torch.arange(num_keys)
+        visible = key <= query
+        if layer.window is not None:
+            visible &= key > query - layer.window
+        if self.hidden_position is not None:
+            visible &= (key != self.hidden_position) | (key == query)
+        return visible
+
+
+def _appended(history: Tensor | None, new: Tensor) -> Tensor:
+    return new.clone() if history is None else torch.cat((history, new))

@@ -1,0 +1,157 @@
+"""Tiny random models of transformers that a wrong engine cannot agree with by chance.
+
+Fresh random weights are nearly blind: whatever the history, the next token is much the same. So the
+layers' weights are scaled until 64 greedy tokens hold at least 20 distinct ones. Prompts exceed the
+length that the rotary positions were "trained" on, where stretching matters. Written once per kind
+and session, never changed by tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PROMPT_LEN = 70
+NUM_GREEDY = 64
+MAX_MODEL_LEN = 144
+TRAINED_LEN = 32  # of the rotary positions
+MIN_DISTINCT = 20
+
+VOCAB_SIZE = 160
+
+BASE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,
+}
+SLOWER = [1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0]
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": SLOWER}
+STRETCHED = {"original_max_position_embeddings": TRAINED_LEN}
+
+# What differs from BASE: (architecture, its fields).
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
+    "llama-biased": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
+    "llama-dynamic": (
+        "Llama",
+        {
+            "max_position_embeddings": TRAINED_LEN,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 6.0},
+        },
+    ),
+    "llama-yarn": ("Llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.5, **STRETCHED}}),
+    "llama-llama3": ("Llama", {"rope_parameters": {**LLAMA3, "factor": 8.0, **STRETCHED}}),
+    "llama-longrope": ("Llama", {"rope_parameters": {**LONG, **STRETCHED}}),
+    "qwen3": ("Qwen3", {}),
+    "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True}),
+    "qwen3-sliding": (
+        "Qwen3",
+        {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+    ),
+    "qwen3-mixed": (
+        "Qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Reference:
+    directory: Path  # where it is saved
+    prompt: Tensor  # int64 [PROMPT_LEN]
+    greedy: Tensor  # int64 [NUM_GREEDY], what follows the prompt
+    logits: Tensor  # float32 [PROMPT_LEN + NUM_GREEDY - 1, vocab], of the prompt and what follows
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64: the tokens that `logits` are of."""
+        return torch.cat((self.prompt, self.greedy[:-1]))
+
+
+def make_reference(kind: str, directory: Path) -> Reference:
+    model = _new_model(kind)
+    _fix_frequencies(model)
+    prompt = torch.randint(VOCAB_SIZE, (PROMPT_LEN,), generator=_generator())
+    greedy = _scale_until_varied(model, prompt)
+    tokens = torch.cat((prompt, greedy[:-1]))
+    with torch.inference_mode():
+        logits = model(tokens.unsqueeze(0)).logits[0]
+    model.save_pretrained(directory)
+    return Reference(directory, prompt, greedy, logits)
+
+
+def _new_model(kind: str) -> Any:
+    import transformers
+
+    family, fields = KINDS[kind]
+    config = getattr(transformers, f"{family}Config")(**{**BASE, **fields})
+    config._attn_implementation = "eager"
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    _randomise_vectors(model)
+    return model
+
+
+def _randomise_vectors(model: Any) -> None:
+    """Norms start at one and biases at zero, where mixing them up would not be seen."""
+    for name, weight in model.named_parameters():
+        if weight.ndim == 1:
+            centre = 0.0 if name.endswith("bias") else 1.0
+            torch.nn.init.normal_(weight, mean=centre, std=0.2)
+
+
+def _fix_frequencies(model: Any) -> None:
+    """Dynamic and longrope choose frequencies by the length of each call; an engine that shares KV
+    cannot. Here they are those of MAX_MODEL_LEN, by the reference's own formula."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rotary = model.model.rotary_emb
+    if rotary.rope_type in ("dynamic", "longrope"):
+        formula = ROPE_INIT_FUNCTIONS[rotary.rope_type]
+        rotary.inv_freq, rotary.attention_scaling = formula(model.config, seq_len=MAX_MODEL_LEN)
+        rotary.rope_type = "default"
+
+
+def _scale_until_varied(model: Any, prompt: Tensor) -> Tensor:
+    for _ in range(12):
+        greedy = _greedy(model, prompt)
+        if len(greedy.unique()) >= MIN_DISTINCT:
+            return greedy
+        with torch.no_grad():
+            for weight in model.model.layers.parameters():
+                weight.mul_(1.25 if weight.ndim == 2 else 1.0)
+    raise AssertionError(f"the reference never left its {len(greedy.unique())} tokens")
+
+
+def _greedy(model: Any, prompt: Tensor) -> Tensor:
+    tokens, cache = [], None
+    ids = prompt.unsqueeze(0)
+    with torch.inference_mode():
+        for _ in range(NUM_GREEDY):
+            output = model(ids, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            ids = output.logits[:, -1:].argmax(-1)
+            tokens.append(ids[0, 0])
+    return torch.stack(tokens)
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(7)

@@ -1,0 +1,104 @@
+"""The models alone, without pages, against transformers: each family, each kind of positions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from aserve.gpu.models.causal_model import CausalModel
+from aserve.gpu.weights.load import load_model
+from tests.parity.conftest import ReferenceOf
+from tests.parity.dense_attend import DenseAttend
+from tests.parity.references import KINDS, MAX_MODEL_LEN, PROMPT_LEN, Reference
+
+pytestmark = pytest.mark.slow  # each reference takes a moment to make
+
+
+def load(reference: Reference, *, dtype: str = "auto") -> CausalModel:
+    return load_model(reference.directory, dtype=dtype, max_model_len=MAX_MODEL_LEN)
+
+
+def assert_close(logits: torch.Tensor, reference: Reference) -> None:
+    torch.testing.assert_close(logits, reference.logits, atol=1e-4, rtol=0.0)
+
+
+@torch.inference_mode()
+def logits_of(
+    model: CausalModel, tokens: torch.Tensor, *, chunks: list[int], attend: DenseAttend
+) -> torch.Tensor:
+    positions = torch.arange(len(tokens))
+    parts = zip(tokens.split(chunks), positions.split(chunks), strict=True)
+    return torch.cat([model.logits(model.forward(ids, at, attend)) for ids, at in parts])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_equal_those_of_transformers(kind: str, reference_of: ReferenceOf) -> None:
+    reference = reference_of(kind)
+    tokens = reference.tokens
+    logits = logits_of(load(reference), tokens, chunks=[len(tokens)], attend=DenseAttend())
+    assert_close(logits, reference)
+    assert torch.equal(logits[PROMPT_LEN - 1 :].argmax(-1), reference.greedy)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_lost_token_of_the_history_changes_the_logits(
+    kind: str, reference_of: ReferenceOf
+) -> None:
+    """The references see: a test that compares with them turns red for one wrong page or slot."""
+    reference = reference_of(kind)
+    tokens = reference.tokens
+    attend = DenseAttend()
+    attend.hidden_position = PROMPT_LEN - 10
+    logits = logits_of(load(reference), tokens, chunks=[len(tokens)], attend=attend)
+    differences = (logits - reference.logits).abs().amax(-1)
+    assert differences[: PROMPT_LEN - 10].max() <= 1e-4
+    assert differences[PROMPT_LEN:].max() > 1e-2
+    assert not torch.equal(logits[PROMPT_LEN - 1 :].argmax(-1), reference.greedy)
+
+
+@pytest.mark.parametrize("kind", ["llama-dynamic", "llama-longrope", "qwen3-mixed"])
+def test_positions_don_t_depend_on_how_the_prompt_was_cut(
+    kind: str, reference_of: ReferenceOf
+) -> None:
+    reference = reference_of(kind)
+    chunks = [1, 30, 2, 37, *[1] * (len(reference.tokens) - 70)]
+    logits = logits_of(load(reference), reference.tokens, chunks=chunks, attend=DenseAttend())
+    assert_close(logits, reference)
+
+
+def test_float64_agrees_with_float32(reference_of: ReferenceOf) -> None:
+    reference = reference_of("qwen3-sliding")
+    tokens = reference.tokens
+    model = load(reference, dtype="float64")
+    logits = logits_of(model, tokens, chunks=[len(tokens)], attend=DenseAttend())
+    assert logits.dtype == torch.float64
+    assert_close(logits.float(), reference)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.5), ("float16", 0.06)])
+def test_half_types_stay_near(dtype: str, tolerance: float, reference_of: ReferenceOf) -> None:
+    reference = reference_of("qwen3")
+    tokens = reference.tokens
+    model = load(reference, dtype=dtype)
+    logits = logits_of(model, tokens, chunks=[len(tokens)], attend=DenseAttend())
+    assert model.dtype == getattr(torch, dtype)
+    assert logits.dtype == torch.float32
+    assert (logits - reference.logits).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("kind", ["llama-yarn", "qwen3-tied"])
+def test_sharded_checkpoints_load_alike(
+    kind: str, reference_of: ReferenceOf, tmp_path: Path
+) -> None:
+    import transformers
+
+    reference = reference_of(kind)
+    model = transformers.AutoModelForCausalLM.from_pretrained(reference.directory)
+    model.save_pretrained(tmp_path, max_shard_size="50KB")
+    sharded = Reference(tmp_path, reference.prompt, reference.greedy, reference.logits)
+    assert len(list(sharded.directory.glob("*.safetensors"))) > 2
+    tokens = reference.tokens
+    logits = logits_of(load(sharded), tokens, chunks=[len(tokens)], attend=DenseAttend())
+    assert_close(logits, reference)

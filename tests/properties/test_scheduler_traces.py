@@ -1,0 +1,123 @@
+"""The scheduler against the oracle, on random traces: same tokens as the plain engine, one final
+message each, every row and page owned once, whatever the order of events, depth, lead, page size,
+failures and cancels. A failing trace is saved, and `aserve replay` runs it again.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from aserve.messages import (
+    AdmitRequest,
+    DecodeCaps,
+    EngineSpec,
+    GroupSpec,
+    SamplingParams,
+    pack_i32,
+)
+from tests.traces import POISON_SEED, Trace, TraceRun
+
+PROFILE = os.environ.get("ASERVE_TEST_PROFILE", "default")
+NUM_TRACES = {"default": 600, "mutants": 3_000, "large": 10_000}[PROFILE]
+# A mutant need only be found; a failure is saved, so that a small one is worth no hours either.
+PHASES = (Phase.explicit, Phase.generate, *(() if PROFILE != "default" else (Phase.shrink,)))
+FAILED_TRACE = Path(__file__).parent / "failed.trace"
+VOCAB = 11
+BASES = [[(7 * i * i + 3 * i + base) % VOCAB for i in range(40)] for base in range(3)]
+
+
+@st.composite
+def requests(draw: st.DrawFn, number: int, *, poison: bool) -> AdmitRequest:
+    prompt_len = draw(st.integers(1, 22))
+    prompt = list(draw(st.sampled_from(BASES))[:prompt_len])
+    if draw(st.booleans()):
+        prompt[-1] = draw(st.integers(0, VOCAB - 1))
+    max_tokens = draw(st.integers(0, 12))
+    n = draw(st.sampled_from([1, 1, 1, 2, 3]))
+    num_before = draw(st.sampled_from([0, 0, 0, 1, 3]))
+    outputs = tuple(
+        pack_i32([draw(st.integers(1, VOCAB - 1)) for _ in range(min(num_before, max_tokens))])
+        for _ in range(n)
+    )
+    has_grammar = draw(st.sampled_from([False, False, True]))
+    seed = POISON_SEED if poison else draw(st.integers(0, 5))
+    return AdmitRequest(
+        request_id=f"r{number}",
+        prompt_ids=pack_i32(np.asarray(prompt)),
+        sampling=SamplingParams(
+            seed=seed,
+            max_tokens=max_tokens,
+            min_tokens=draw(st.integers(0, 3)),
+            n=1 if poison else n,
+            grammar="toy" if has_grammar else None,
+        ),
+        end_ids=draw(st.sampled_from([(), (0,), (0, 4)])),
+        priority=draw(st.integers(0, 2)),
+        outputs=outputs if num_before and not poison and not has_grammar else (),
+    )
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> EngineSpec:
+    page_size = draw(st.sampled_from([1, 2, 3, 4, 8, 16]))
+    depth, lead = draw(st.sampled_from([(1, 1), (2, 2), (3, 1), (3, 3)]))
+    most = -(-40 // page_size)
+    groups = [GroupSpec("full", draw(st.integers(2, 3 * most + 2)))]
+    if draw(st.booleans()):
+        window = draw(st.integers(2, 9))
+        groups.append(
+            GroupSpec("window", -(-window // page_size) + draw(st.integers(3, 12)), window)
+        )
+    return EngineSpec(
+        page_size=page_size,
+        groups=tuple(groups),
+        max_rows=draw(st.integers(1, 5)),
+        max_model_len=64,
+        max_batched_tokens=draw(st.sampled_from([1, 2, 3, 5, 8, 16, 64])),
+        vocab_size=VOCAB,
+        depth=depth,
+        lead=lead,
+        max_waiting=draw(st.sampled_from([2, 64])),
+        prefix_cache=draw(st.booleans()),
+        decode=DecodeCaps(
+            max_tokens_per_step=draw(st.sampled_from([1, 1, 2, 3])),
+            mixes_prefill=draw(st.booleans()),
+        ),
+    )
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> Trace:
+    num_requests = draw(st.integers(1, 7))
+    poisoned = draw(st.sampled_from([-1, -1, -1, 0, 1]))
+    return Trace(
+        spec=draw(specs()),
+        requests=tuple(
+            draw(requests(number, poison=number == poisoned)) for number in range(num_requests)
+        ),
+        seed=draw(st.integers(0, 2**32)),
+        cancel_rate=draw(st.sampled_from([0.0, 0.0, 0.03, 0.15])),
+        fail_rate=draw(st.sampled_from([0.0, 0.0, 0.1, 0.3])),
+        events_per_turn=draw(st.sampled_from([1, 1, 3, 6])),
+    )
+
+
+@settings(
+    max_examples=NUM_TRACES,
+    phases=PHASES,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(traces())
+def test_any_trace_gives_the_tokens_of_the_plain_engine(trace: Trace) -> None:
+    run = TraceRun(trace)
+    try:
+        run.run()
+    except BaseException:
+        run.save(FAILED_TRACE)
+        raise

@@ -1,0 +1,108 @@
+"""A scheduler on a stage: events in by short names, effects out by type. No device, no clock."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from aserve.messages import (
+    AdmitRequest,
+    Cancel,
+    DecodeCaps,
+    EngineSpec,
+    GroupSpec,
+    Launch,
+    SamplingParams,
+    ScheduleBatch,
+    SchedulerEffect,
+    SchedulerEvent,
+    StepResult,
+    array_i32,
+    pack_i32,
+)
+from aserve.scheduling.state import SchedulerState
+
+E = TypeVar("E")
+
+
+def spec(
+    *,
+    depth: int = 2,
+    lead: int = 2,
+    num_pages: int = 33,
+    page_size: int = 4,
+    max_rows: int = 4,
+    max_batched_tokens: int = 64,
+    window: int = 1,
+) -> EngineSpec:
+    return EngineSpec(
+        page_size=page_size,
+        groups=(GroupSpec("full", num_pages),),
+        max_rows=max_rows,
+        max_model_len=128,
+        max_batched_tokens=max_batched_tokens,
+        vocab_size=100,
+        depth=depth,
+        lead=lead,
+        max_waiting=4,
+        decode=DecodeCaps(max_tokens_per_step=window),
+    )
+
+
+def request(
+    name: str,
+    prompt: list[int],
+    *,
+    max_tokens: int = 8,
+    end_ids: tuple[int, ...] = (),
+    n: int = 1,
+    grammar: str | None = None,
+    priority: int = 0,
+) -> AdmitRequest:
+    return AdmitRequest(
+        request_id=name,
+        prompt_ids=pack_i32(prompt),
+        sampling=SamplingParams(seed=1, max_tokens=max_tokens, n=n, grammar=grammar),
+        end_ids=end_ids,
+        priority=priority,
+    )
+
+
+def result(iteration: int, tokens: dict[int, list[int]]) -> StepResult:
+    flat = [token for row in tokens.values() for token in row]
+    counts = [len(row) for row in tokens.values()]
+    return StepResult(iteration, pack_i32(list(tokens)), pack_i32(counts), pack_i32(flat))
+
+
+def cancel(name: str) -> Cancel:
+    return Cancel(name, None, 0, "cancelled")
+
+
+class Stage:
+    """Keeps what came out of every call of step, so that a test reads as a script."""
+
+    def __init__(self, engine: EngineSpec) -> None:
+        self.state = SchedulerState(engine, debug_checks=True)
+        self.effects: list[SchedulerEffect] = []
+
+    def play(self, *events: SchedulerEvent) -> list[SchedulerEffect]:
+        self.effects = self.state.step(list(events))
+        return self.effects
+
+    def of(self, kind: type[E]) -> list[E]:
+        return [effect for effect in self.effects if isinstance(effect, kind)]
+
+    @property
+    def batches(self) -> list[ScheduleBatch]:
+        return [effect.batch for effect in self.of(Launch)]
+
+
+def ids(batch: ScheduleBatch) -> list[int]:
+    return array_i32(batch.input_ids).tolist()
+
+
+def rows(batch: ScheduleBatch) -> list[int]:
+    return array_i32(batch.rows).tolist()
+
+
+def spans(batch: ScheduleBatch) -> list[int]:
+    return array_i32(batch.spans).tolist()

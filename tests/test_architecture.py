@@ -1,0 +1,152 @@
+"""The ratchets: sizes, import directions, homes and bans.
+
+The rules are in tests/architecture/, one kind per file. Here each is shown to hold for the tree,
+and to see what it forbids in a sample. Where one truly must give way, exceptions.py gets a line.
+"""
+
+import functools
+
+import pytest
+
+from tests.architecture import bans, caps, imports
+from tests.architecture.exceptions import Allowed, outdated, unexcused
+from tests.architecture.samples import FORBIDDEN, PERMITTED
+from tests.architecture.source import ROOT, Finding, Module, Rule, modules
+
+RULES: tuple[Rule, ...] = (
+    caps.sizes,
+    caps.shapes,
+    imports.directions,
+    imports.torch_homes,
+    imports.lazy_imports,
+    bans.vague_names,
+    bans.host_syncs,
+    bans.pickles,
+    bans.evals,
+    bans.prints,
+    bans.module_state,
+    bans.broad_excepts,
+    bans.tasks,
+    bans.polling,
+    bans.environment,
+    bans.impurities,
+    bans.type_ignores,
+    bans.drafter_names,
+)
+RULES_OF_TESTS: tuple[Rule, ...] = (
+    bans.vague_names,
+    bans.pickles,
+    bans.evals,
+    bans.type_ignores,
+    bans.skips,
+)
+
+
+@functools.cache
+def product() -> list[Module]:
+    return modules("aserve", "kernels")
+
+
+@functools.cache
+def own_tests() -> list[Module]:
+    return modules("tests")
+
+
+def everything_found() -> list[Finding]:
+    found = [finding for rule in RULES for module in product() for finding in rule(module)]
+    found += [f for rule in RULES_OF_TESTS for module in own_tests() for f in rule(module)]
+    return found
+
+
+def report(findings: list[Finding]) -> str:
+    return "\n".join(["", *map(str, findings)])
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_product_keeps_the_rule(rule: Rule) -> None:
+    found = unexcused(finding for module in product() for finding in rule(module))
+    assert not found, report(found)
+
+
+@pytest.mark.parametrize("rule", RULES_OF_TESTS, ids=lambda rule: rule.__name__)
+def test_the_tests_keep_the_rule(rule: Rule) -> None:
+    found = unexcused(finding for module in own_tests() for finding in rule(module))
+    assert not found, report(found)
+
+
+def test_no_exception_is_larger_than_needed() -> None:
+    stale = list(outdated(everything_found()))
+    assert not stale, "\n".join(["", *stale])
+
+
+def test_the_core_path_stays_within_its_line_budget() -> None:
+    lines = {module.path: module.code_lines() for module in product()}
+    total = caps.core_lines(lines)
+    longest = sorted((item for item in lines.items() if caps.is_core(item[0])), key=lambda i: -i[1])
+    assert total <= caps.CORE_LINES, f"{total} lines, at most {caps.CORE_LINES}: {longest[:10]}"
+
+
+def test_every_file_of_aserve_is_on_the_core_path_or_beside_it() -> None:
+    lost = [
+        m.path for m in product() if m.path.startswith("aserve/") and not caps.is_placed(m.path)
+    ]
+    assert not lost, f"add their folder to CORE_PATH or BESIDE_THE_CORE (caps.py): {lost}"
+
+
+def test_every_folder_with_code_is_a_package_so_that_it_is_installed() -> None:
+    folders = {(ROOT / module.path).parent for module in product()} - {ROOT / "kernels"}
+    bare = sorted(str(f.relative_to(ROOT)) for f in folders if not (f / "__init__.py").exists())
+    assert not bare, f"these have no __init__.py: {bare}"
+    assert not (ROOT / "kernels" / "__init__.py").exists(), "`kernels` is another distribution"
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "source", "what"),
+    [(*key, *sample) for key, samples in FORBIDDEN.items() for sample in samples.items()],
+)
+def test_a_rule_sees_what_it_forbids(rule: Rule, path: str, source: str, what: str) -> None:
+    found = [str(finding) for finding in rule(Module.parse(path, source))]
+    assert any(what in line for line in found), found
+    assert all(line.startswith(f"{path}:") for line in found)
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "source"),
+    [(*key, sample) for key, samples in PERMITTED.items() for sample in samples],
+)
+def test_a_rule_lets_the_rest_pass(rule: Rule, path: str, source: str) -> None:
+    found = list(rule(Module.parse(path, source)))
+    assert not found, report(found)
+
+
+def test_every_rule_has_a_source_that_breaks_it() -> None:
+    shown = {rule for rule, _ in FORBIDDEN}
+    assert shown == {*RULES, *RULES_OF_TESTS}
+
+
+def test_the_line_budget_counts_code_and_not_what_explains_it() -> None:
+    source = '"""Doc\nstring."""\n\nx = """two\nlines"""  # why\n\n\ndef f():\n    """Doc."""\n'
+    assert Module.parse("aserve/x.py", source).code_lines() == 3
+
+
+def test_the_line_budget_counts_the_core_alone() -> None:
+    lines = {"aserve/app.py": 1, "aserve/gpu/spec/tree.py": 2, "aserve/bench/relay.py": 4}
+    assert caps.core_lines({**lines, "kernels/aserve_kernels/gather.py": 8}) == 3
+    assert caps.is_placed("aserve/tiny/corpus/a.py")
+    assert not caps.is_placed("aserve/newcomer/a.py")
+
+
+def test_an_exception_covers_its_size_and_no_more() -> None:
+    finding = Finding("statements", "a.py", 1, "f has 45 statements", "f", 45)
+    enough = Allowed("statements", "a.py", 45, "a table", "f")
+    assert unexcused([finding], [enough]) == []
+    assert unexcused([finding], [Allowed("statements", "a.py", 44, "a table", "f")]) == [finding]
+    assert unexcused([finding], [Allowed("statements", "a.py", 45, "a table", "g")]) == [finding]
+
+
+def test_an_exception_that_is_too_large_fails() -> None:
+    finding = Finding("sync", "a.py", 1, ".item() waits for the device")
+    twice = Allowed("sync", "a.py", 2, "two of them")
+    assert list(outdated([finding, finding], [twice])) == []
+    assert "lower it to 1" in next(outdated([finding], [twice]))
+    assert "remove it" in next(outdated([], [twice]))

@@ -1,0 +1,94 @@
+"""The command line: every option is there, and what a user can mend is one line and exit code 2."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from aserve.cli import COMMAND_RECORDS, main, make_parser
+from aserve.config import options_of
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that a refused command writes."""
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("aserve: error: ")
+    return line
+
+
+@pytest.mark.parametrize("command", sorted(COMMAND_RECORDS))
+def test_help_shows_every_option_of_the_command_with_its_text(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    for option in options_of(*COMMAND_RECORDS[command]):
+        assert option.flag in shown
+        assert option.about in shown
+
+
+def test_every_option_of_the_issue_is_an_option_of_serve() -> None:
+    names = """host port dtype max-model-len max-num-seqs max-num-batched-tokens page-size num-pages
+        no-prefix-cache served-model-name api-key log-level depth lead debug-checks seed"""
+    flags = {option.flag for option in options_of(*COMMAND_RECORDS["serve"])}
+    assert {f"--{name}" for name in names.split()} <= flags
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "--prot", "1"], "unknown option --prot; did you mean --port?"),
+        (["serve", "--page-size", "99"], "--page-size 99: must be an integer from 1 to 64"),
+        (["serve", "--page-size"], "--page-size"),
+        (["serve", "a", "b"], "unexpected argument 'b'"),
+        (["generate", "x", "--port", "1"], "unknown option --port"),
+        (["serve", "--config", "missing.toml"], "missing.toml"),
+        (["serve", "--port", "0", "--model", "missing/model/dir"], "missing/model/dir"),
+        (["generate"], "TEXT"),
+        (["generate", "text", "--model", "missing/model/dir"], "missing/model/dir"),
+        (["replay", "missing.rec"], "missing.rec"),
+        (["srve"], "srve"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_line_and_exit_code_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in complaint(capsys, *arguments)
+
+
+def test_an_unknown_variable_is_one_line_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASERVE_PAGESIZE", "16")
+    line = complaint(capsys, "serve")
+    assert "ASERVE_PAGESIZE; did you mean ASERVE_PAGE_SIZE?" in line
+
+
+def test_no_option_is_shortened_silently() -> None:
+    _, unknown = make_parser().parse_known_args(["serve", "--max-model", "16"])
+    assert "--max-model" in unknown
+
+
+def test_help_and_version_are_quick_because_they_import_no_engine() -> None:
+    check = (
+        "import sys\nfrom aserve.cli import main\nmain(['version'])\n"
+        "heavy = {'torch', 'transformers', 'tokenizers', 'aiohttp', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", check], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("aserve ")
+    assert "torch 2." in result.stdout

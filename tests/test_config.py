@@ -1,0 +1,160 @@
+"""Options: one definition, four layers, and errors that name what to change."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aserve.config import (
+    ALL_RECORDS,
+    Facts,
+    Raw,
+    Resolved,
+    options_of,
+    read_raw,
+    resolve,
+)
+from aserve.errors import ConfigError
+
+FACTS = Facts(default_model="/bundled/model", default_name="tiny")
+NAMES = tuple(option.name for option in options_of(*ALL_RECORDS))
+
+
+def resolved(**command_line: object) -> Resolved:
+    return resolve(Raw(command_line=command_line), FACTS)
+
+
+def test_a_later_layer_overrides_an_earlier_one_and_leaves_the_rest() -> None:
+    raw = Raw(
+        file={"port": 1, "depth": 3, "page-size": 8},
+        environment={"ASERVE_PORT": "2", "ASERVE_DEPTH": "4"},
+        command_line={"port": "3"},
+    )
+    result = resolve(raw, FACTS)
+    assert (result.server.port, result.scheduler.depth, result.kv.page_size) == (3, 4, 8)
+
+
+def test_no_two_options_share_a_name() -> None:
+    assert len(NAMES) == len(set(NAMES))
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (Raw(environment={"ASERVE_PORTS": "1"}), ("ASERVE_PORTS", "ASERVE_PORT?")),
+        (Raw(file={"max-model-length": 1}, file_name="a.toml"), ("a.toml", "max-model-len?")),
+        (Raw(command_line={"page_sizes": 1}), ("page_sizes", "page_size?")),
+    ],
+)
+def test_an_unknown_option_is_named_with_its_nearest_match(
+    raw: Raw, words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(raw, FACTS)
+    assert all(word in caught.value.message for word in words)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("page_size", "0"),
+        ("page_size", "65"),
+        ("page_size", "16.0"),
+        ("page_size", True),
+        ("depth", "9"),
+        ("depth", "0"),
+        ("port", "65536"),
+        ("port", ""),
+        ("num_pages", "1"),
+        ("dtype", "float8"),
+        ("temperature", "nan"),
+        ("drain_timeout", "inf"),
+        ("drain_timeout", "-1"),
+        ("no_prefix_cache", "perhaps"),
+        ("log_level", "loud"),
+        ("host", 7),
+    ],
+)
+def test_a_value_out_of_range_is_named_with_what_is_allowed(name: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolved(**{name: value})
+    assert caught.value.message.startswith(f"--{name.replace('_', '-')} {value}: must be ")
+
+
+def test_an_empty_api_key_does_not_leave_the_door_open() -> None:
+    with pytest.raises(ConfigError, match="not empty"):
+        resolve(Raw(environment={"ASERVE_API_KEY": ""}), FACTS)
+
+
+def test_a_wrong_api_key_is_not_repeated_in_the_error() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(Raw(file={"api-key": 123456}, file_name="f"), FACTS)
+    assert "123456" not in caught.value.message
+
+
+def test_lead_follows_depth_down_but_is_never_cut_silently() -> None:
+    assert resolved(depth=1).scheduler.lead == 1
+    assert resolved(depth=3).scheduler.lead == 2
+    assert resolved(depth=3, lead=3).scheduler.lead == 3
+    with pytest.raises(ConfigError, match="--lead 2 is larger than --depth 1"):
+        resolved(depth=1, lead=2)
+
+
+@pytest.mark.parametrize(
+    ("word", "value"), [("1", True), ("Yes", True), ("on", True), ("0", False), ("FALSE", False)]
+)
+def test_a_switch_in_the_environment_may_be_off(word: str, value: bool) -> None:
+    result = resolve(Raw(environment={"ASERVE_NO_PREFIX_CACHE": word}), FACTS)
+    assert result.kv.no_prefix_cache is value
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (None, "tiny"),
+        ("/bundled/model", "tiny"),
+        ("/data/Llama-3", "Llama-3"),
+        ("./models/mine", "mine"),
+        ("org/Some-Model", "org/Some-Model"),
+    ],
+)
+def test_a_model_is_named_by_its_hub_id_or_its_folder(model: str | None, name: str) -> None:
+    given_model = {} if model is None else {"model": model}
+    assert resolved(**given_model).model_name == name
+    assert resolved(**given_model, served_model_name="x").model_name == "x"
+
+
+def test_the_file_may_come_from_the_environment_and_is_parsed_as_toml(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text("port = 9\nno_prefix_cache = true\nserved-model-name = 'm'\n")
+    monkeypatch.setenv("ASERVE_CONFIG", str(path))
+    monkeypatch.setenv("ASERVE_PAGE_SIZE", "4")
+    monkeypatch.setenv("ASERVE_TEST_PROFILE", "large")  # the tests' own, not an option
+    result = resolve(read_raw({}), FACTS)
+    assert (result.server.port, result.kv.no_prefix_cache, result.kv.page_size) == (9, True, 4)
+    assert result.model_name == "m"
+
+
+@pytest.mark.parametrize("content", [None, "port = ", "port = [1]", "[kv]\npage-size = 1"])
+def test_a_bad_file_is_one_error_with_its_name(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "a.toml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        resolve(read_raw({"config": str(path)}), FACTS)
+    assert "a.toml" in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+@given(st.sampled_from(NAMES), st.one_of(st.text(), st.integers(), st.floats(), st.booleans()))
+def test_any_value_of_any_option_is_taken_or_refused_with_a_config_error(
+    name: str, value: object
+) -> None:
+    with contextlib.suppress(ConfigError):
+        resolved(**{name: value})

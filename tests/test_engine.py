@@ -1,0 +1,234 @@
+"""The embeddable engine: same tokens whichever way they are asked for, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from aserve.app import Loaded
+from aserve.config import Resolved
+from aserve.engine import Engine, GenerationError, PromptLike
+from aserve.errors import ClientError, ConfigError, EngineDead, InvalidRequest, ShuttingDown
+from aserve.messages import AdmitRequest, OutputChunk, SamplingParams, pack_i32
+from tests.fake_executor import SPEC, FakeExecutor
+from tests.fakes import expected_outputs
+from tests.text.vocabularies import byte_level_tokenizer
+
+PROMPT = [5, 6, 7]
+
+
+class Loader:
+    """Loads nothing; keeps the executors that it made."""
+
+    def __init__(self, *, is_manual: bool = False) -> None:
+        self.executors: list[FakeExecutor] = []
+        self._is_manual = is_manual
+        self.make = FakeExecutor
+
+    def __call__(self, resolved: Resolved) -> Loaded:
+        limits = {"max_waiting": resolved.scheduler.max_queue}
+        spec = msgspec.structs.replace(SPEC, **limits)
+        executor = self.make(spec, is_manual=self._is_manual)
+        self.executors.append(executor)
+        return Loaded(executor, byte_level_tokenizer(), None, "fake")
+
+
+def engine(loader: Loader | None = None, **options: Any) -> Engine:
+    return Engine(loader=loader or Loader(), codec=True, debug_checks=True, **options)
+
+
+def expected(*, seed: int, max_tokens: int, child: int = 0, n: int = 1) -> list[int]:
+    sampling = SamplingParams(seed=seed, max_tokens=max_tokens, ignore_eos=True, n=n)
+    request = AdmitRequest("a", pack_i32(PROMPT), sampling)
+    return expected_outputs(request, child, SPEC)
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    left = [thread for thread in threading.enumerate() if thread not in before]
+    for thread in left:
+        thread.join(1)
+    assert [thread.name for thread in left if thread.is_alive()] == []
+
+
+async def test_chunks_come_as_they_are_made_and_add_up_to_the_plain_engines_tokens() -> None:
+    async with engine() as running:
+        chunks = [
+            chunk async for chunk in running.generate(PROMPT, seed=3, max_tokens=6, ignore_eos=True)
+        ]
+    assert len(chunks) > 1
+    tokens = b"".join(chunk.token_ids for chunk in chunks)
+    assert tokens == pack_i32(expected(seed=3, max_tokens=6))
+    assert [chunk.is_last for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+
+
+async def test_a_closed_engine_leaves_no_task_and_closes_its_executor() -> None:
+    loader = Loader()
+    before = asyncio.all_tasks()
+    async with engine(loader) as running:
+        await running.answer(PROMPT, max_tokens=2)
+    assert asyncio.all_tasks() == before
+    assert [executor.is_closed for executor in loader.executors] == [True]
+
+
+async def test_who_stops_reading_cancels_the_request() -> None:
+    async with engine() as running:
+        chunks = running.generate(PROMPT, max_tokens=50, ignore_eos=True)
+        await anext(chunks)
+        await chunks.aclose()
+        text = (await running.answer("other", max_tokens=2)).choices
+        assert text
+        state = running._app
+        assert state.gateway.num_open == 0
+        ended = state.metrics.registry.get_sample_value(
+            "aserve_requests_ended_total", {"outcome": "cancelled", "reason": "cancelled"}
+        )
+    assert ended == 1
+
+
+def test_a_plain_program_gets_its_answers_in_order_more_than_rows_and_queue_hold() -> None:
+    prompts: list[PromptLike] = [PROMPT, "some text"] * 30
+    with nothing_left(), engine(max_queue=4) as running:
+        answers = running.generate_sync(prompts, seed=3, max_tokens=4, ignore_eos=True)
+        alone = running.generate_sync(["some text"], seed=3, max_tokens=4, ignore_eos=True)
+    assert [list(answer.choices[0].token_ids) for answer in answers[::2]] == [
+        expected(seed=3, max_tokens=4)
+    ] * 30
+    assert {answer.text for answer in answers[1::2]} == {alone[0].text}
+
+
+def test_several_choices_of_a_prompt_come_with_one_seed() -> None:
+    with engine() as running:
+        (answer,) = running.generate_sync([PROMPT], n=3, max_tokens=4, ignore_eos=True)
+    assert [list(choice.token_ids) for choice in answer.choices] == [
+        expected(seed=answer.seed, max_tokens=4, child=child, n=3) for child in range(3)
+    ]
+
+
+def test_the_engines_seed_makes_its_answers_repeatable() -> None:
+    def seeds(seed: int | None) -> list[int]:
+        with engine(seed=seed) as running:
+            return [answer.seed for answer in running.generate_sync(["a", "b"], max_tokens=1)]
+
+    assert seeds(7) == seeds(7)
+    assert len(set(seeds(7))) == 2
+    assert seeds(None) != seeds(None)
+
+
+def test_chunks_can_be_read_without_a_loop_and_left_early() -> None:
+    with nothing_left(), engine() as running:
+        chunks: list[OutputChunk] = []
+        stream = running.stream_sync(PROMPT, seed=3, max_tokens=50, ignore_eos=True)
+        for chunk in stream:
+            chunks.append(chunk)
+            if len(chunks) == 2:
+                break
+        stream.close()  # type: ignore[attr-defined]  # it is a generator
+        assert running._app.gateway.num_open == 0
+    assert b"".join(chunk.token_ids for chunk in chunks)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"temprature": 1}, "temperature"),
+        ({"temperature": 3}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"stream": True}, "stream"),
+    ],
+)
+async def test_a_wrong_sampling_field_is_named(fields: dict[str, object], words: str) -> None:
+    async with engine() as running:
+        with pytest.raises(ClientError, match=words):
+            await running.answer("text", **fields)
+
+
+async def test_what_the_engine_refuses_is_raised_with_its_code() -> None:
+    async with engine() as running:
+        with pytest.raises(GenerationError) as caught:
+            await running.answer("text", max_tokens=9999)
+    assert caught.value.reason.code == "context_length_exceeded"
+
+
+def test_an_error_in_a_list_is_raised_and_leaves_the_engine_usable() -> None:
+    with engine() as running:
+        with pytest.raises(GenerationError, match="maximum context length"):
+            running.generate_sync(["short", "long " * 200, "short"], max_tokens=2)
+        assert running._app.gateway.num_open == 0
+        assert len(running.generate_sync(["short"], max_tokens=2)) == 1
+
+
+def test_one_text_is_not_taken_for_a_list_of_letters() -> None:
+    with engine() as running, pytest.raises(InvalidRequest, match="list of prompts"):
+        running.generate_sync("one text")
+
+
+def test_an_option_is_checked_before_anything_is_loaded() -> None:
+    loader = Loader()
+    with pytest.raises(ConfigError, match="page_size"):
+        engine(loader, page_sizes=4)
+    assert loader.executors == []
+
+
+async def test_a_model_that_cannot_be_loaded_leaves_nothing_behind() -> None:
+    def broken(resolved: Resolved) -> Loaded:
+        raise ConfigError("no such model")
+
+    before = asyncio.all_tasks()
+    with nothing_left(), pytest.raises(ConfigError, match="no such model"):
+        async with Engine(loader=broken):
+            pass
+    with nothing_left(), pytest.raises(ConfigError, match="no such model"), Engine(loader=broken):
+        pass
+    assert asyncio.all_tasks() == before
+
+
+async def test_an_engine_that_was_closed_or_never_entered_says_so() -> None:
+    running = engine()
+    with pytest.raises(EngineDead):
+        await running.answer("text")
+    async with running:
+        await running.answer("text", max_tokens=1)
+    with pytest.raises(ShuttingDown):
+        await running.answer("text")
+    with pytest.raises(EngineDead):
+        running.generate_sync(["text"])
+
+
+async def test_closing_ends_what_is_still_open_with_an_error() -> None:
+    loader = Loader(is_manual=True)
+    running = engine(loader)
+    await running.__aenter__()
+    answer = asyncio.ensure_future(running.answer(PROMPT, max_tokens=5))
+    await loader.executors[0].until_given(1)
+    await running.__aexit__(None, None, None)
+    with pytest.raises(GenerationError) as caught:
+        await answer
+    assert caught.value.reason.code == "server_draining"
+    registry = running._app.metrics.registry
+    assert registry.get_sample_value("aserve_requests_in_flight") == 0
+
+
+async def test_an_engine_whose_first_step_fails_closes_what_it_had_loaded() -> None:
+    loader = Loader()
+
+    class Broken(FakeExecutor):
+        async def warm_up(self) -> None:
+            raise ConfigError("out of memory")
+
+    loader.make = Broken
+    before = asyncio.all_tasks()
+    with pytest.raises(ConfigError, match="out of memory"):
+        async with engine(loader):
+            pass
+    assert asyncio.all_tasks() == before
+    assert [executor.is_closed for executor in loader.executors] == [True]

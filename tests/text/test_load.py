@@ -1,0 +1,97 @@
+"""A model directory's files, as checkpoints of different ages have them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from aserve.errors import ConfigError
+from aserve.text.load import load_template, load_tokenizer
+from tests.text.vocabularies import EOS, byte_level_backend
+
+
+def write(folder: Path, **files: object) -> Path:
+    """`tokenizer_config={...}` becomes tokenizer_config.json; beside it lies a tokenizer."""
+    byte_level_backend().save(str(folder / "tokenizer.json"))
+    for name, value in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(value))
+    return folder
+
+
+def test_every_file_that_names_ends_is_heard(tmp_path: Path) -> None:
+    folder = write(
+        tmp_path,
+        generation_config={"eos_token_id": [7, 8]},
+        config={"eos_token_id": 8, "text_config": {"eos_token_id": 9}},
+        tokenizer_config={"eos_token": {"content": EOS}},
+    )
+    assert load_tokenizer(folder).eos_ids == (7, 8, 9, 0)
+
+
+def test_a_directory_that_names_no_end_has_none(tmp_path: Path) -> None:
+    assert load_tokenizer(write(tmp_path)).eos_ids == ()
+
+
+@pytest.mark.parametrize(("setting", "has_bos"), [(True, True), (False, False)])
+def test_bos_is_added_when_the_settings_say_so(
+    tmp_path: Path, setting: bool, has_bos: bool
+) -> None:
+    folder = write(tmp_path, tokenizer_config={"bos_token": EOS, "add_bos_token": setting})
+    assert (load_tokenizer(folder).encode("ab", with_special=True)[0] == 0) is has_bos
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
+def test_a_broken_tokenizer_file_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_broken_settings_file_is_named(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "generation_config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match=r"generation_config\.json: expected a JSON object"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_directory_without_a_tokenizer_is_one_clear_error(tmp_path: Path) -> None:
+    """Slow: transformers is asked whether it can make one."""
+    with pytest.raises(ConfigError, match="no usable tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def rendered(folder: Path) -> str:
+    template = load_template(folder)
+    assert template is not None
+    return template.render([])
+
+
+def test_a_template_file_wins_over_the_settings(tmp_path: Path) -> None:
+    folder = write(tmp_path, tokenizer_config={"chat_template": "old"})
+    assert rendered(folder) == "old"
+    write(tmp_path, chat_template={"chat_template": "newer"})
+    assert rendered(folder) == "newer"
+    (folder / "chat_template.jinja").write_text("newest")
+    assert rendered(folder) == "newest"
+
+
+def test_of_named_templates_the_default_is_taken(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    assert rendered(write(tmp_path, tokenizer_config={"chat_template": named})) == "plain"
+
+
+def test_a_template_sees_the_special_tokens(tmp_path: Path) -> None:
+    settings = {
+        "chat_template": "{{ bos_token }}{{ eos_token }}{{ pad_token }}",
+        "bos_token": "<s>",
+        "eos_token": {"content": "</s>"},
+        "pad_token": None,
+    }
+    assert rendered(write(tmp_path, tokenizer_config=settings)) == "<s></s>"
+
+
+def test_a_model_without_a_template_has_none(tmp_path: Path) -> None:
+    assert load_template(write(tmp_path)) is None

@@ -1,0 +1,135 @@
+"""One sequence's output: text, tokens and logprobs end together, wherever the stream is cut."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aserve.messages import TokenLogprob
+from aserve.text.detokenize import ByteStream
+from aserve.text.output import Released, SequenceText
+from tests.text.vocabularies import byte_level_tokenizer
+
+TOKENIZER = byte_level_tokenizer()
+WORDS = (b"", b"a", b"b", b"ab", b"ba", b"\xed", b"\x95", b"\x9c", b"\xed\x95\x9c", b"<end>")
+END = WORDS.index(b"<end>")
+
+
+def sequence(*stops: str, min_tokens: int = 0) -> SequenceText:
+    stream = ByteStream(WORDS.__getitem__, skipped=())
+    return SequenceText(stream, stops=stops, end_ids=(END,), min_tokens=min_tokens)
+
+
+def logprob(token_id: int, sequence_text: SequenceText) -> TokenLogprob:
+    return TokenLogprob(token_id, "", b"", -1.0, text_offset=sequence_text.text_len)
+
+
+def run(
+    output: SequenceText, token_ids: list[int], *, takes: set[int] | None = None
+) -> list[Released]:
+    """Feeds tokens up to a stop; takes what is certain after the tokens named, and at the end."""
+    released = []
+    for i, token_id in enumerate(token_ids):
+        output.feed(token_id, logprob(token_id, output))
+        if takes is None or i in takes:
+            released.append(output.take())
+        if output.stop is not None:
+            break
+    output.finish()
+    return [*released, output.take()]
+
+
+def joined(parts: list[Released]) -> Released:
+    return Released(
+        "".join(part.text for part in parts),
+        [token_id for part in parts for token_id in part.token_ids],
+        tuple(entry for part in parts for entry in part.logprobs),
+    )
+
+
+def words(*names: bytes) -> list[int]:
+    return [WORDS.index(name) for name in names]
+
+
+STOPS = st.lists(st.sampled_from(["a", "ab", "bb", "aba", "한", "b한a", "\ufffd"]), max_size=3)
+TOKENS = st.lists(st.integers(0, len(WORDS) - 2), max_size=25)
+
+
+@given(TOKENS, STOPS, st.sets(st.integers(0, 25)), st.integers(0, 4))
+def test_what_is_released_does_not_depend_on_when_it_is_taken(
+    token_ids: list[int], stops: list[str], takes: set[int], min_tokens: int
+) -> None:
+    now_and_then = joined(run(sequence(*stops, min_tokens=min_tokens), token_ids, takes=takes))
+    at_once = joined(run(sequence(*stops, min_tokens=min_tokens), token_ids, takes=set()))
+    assert now_and_then == at_once
+
+
+@given(TOKENS, STOPS)
+def test_text_tokens_and_logprobs_end_at_the_same_token(
+    token_ids: list[int], stops: list[str]
+) -> None:
+    output = sequence(*stops)
+    released = joined(run(output, token_ids))
+    assert released.token_ids == token_ids[: output.num_kept]
+    assert [entry.token_id for entry in released.logprobs] == released.token_ids
+    if output.stop is not None:
+        assert all(entry.text_offset < len(released.text) for entry in released.logprobs)
+        full = b"".join(map(WORDS.__getitem__, token_ids)).decode("utf-8", "replace")
+        assert full.startswith(released.text + output.stop)
+
+
+def test_text_that_may_become_a_stop_is_held_back_with_its_tokens() -> None:
+    """Trap 15: a stop string split over tokens never shows its beginning."""
+    output = sequence("abba")
+    parts = run(output, words(b"b", b"ab", b"ba"))
+    assert [(part.text, part.token_ids) for part in parts] == [
+        ("b", words(b"b")),
+        ("", []),
+        ("", []),
+        ("", []),
+    ]
+    assert (output.stop, output.num_kept) == ("abba", 1)
+
+
+def test_held_text_comes_with_its_tokens_once_it_cannot_become_a_stop() -> None:
+    parts = run(sequence("abb"), words(b"ab", b"a", b"a"))
+    assert [(part.text, part.token_ids) for part in parts] == [
+        ("", []),
+        ("ab", words(b"ab")),
+        ("a", words(b"a")),
+        ("a", words(b"a")),
+    ]
+
+
+def test_a_cut_inside_a_token_keeps_that_token() -> None:
+    output = sequence("bb")
+    parts = joined(run(output, words(b"ab", b"ba", b"a")))
+    assert (parts.text, parts.token_ids) == ("a", words(b"ab"))
+
+
+def test_a_stop_that_begins_inside_a_character_of_many_tokens_drops_all_of_them() -> None:
+    parts = joined(run(sequence("한"), words(b"a", b"\xed", b"\x95", b"\x9c")))
+    assert (parts.text, parts.token_ids) == ("a", words(b"a"))
+
+
+def test_a_stop_counts_only_after_min_tokens() -> None:
+    output = sequence("a", min_tokens=2)
+    parts = joined(run(output, words(b"a", b"a", b"b", b"a", b"b")))
+    assert (parts.text, parts.token_ids) == ("aab", words(b"a", b"a", b"b"))
+
+
+def test_the_ending_token_counts_and_has_no_text() -> None:
+    parts = joined(run(sequence(), [*words(b"a"), END]))
+    assert (parts.text, parts.token_ids) == ("a", [*words(b"a"), END])
+
+
+def test_an_unfinished_character_shows_at_the_end() -> None:
+    assert joined(run(sequence(), words(b"a", b"\xed"))).text == "a\ufffd"
+
+
+def test_real_tokens_of_a_foreign_text_are_cut_at_a_stop_between_them() -> None:
+    text = "그 사람은 🚀 stop 그리고"
+    output = SequenceText(TOKENIZER.stream(), stops=("🚀 st",))
+    parts = joined(run(output, TOKENIZER.encode(text, with_special=False)))
+    assert parts.text == "그 사람은 "
+    assert TOKENIZER.decode(parts.token_ids) == "그 사람은 "

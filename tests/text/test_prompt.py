@@ -1,0 +1,145 @@
+"""Prompts to ids, and the checks that need them."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from aserve.errors import ContextTooLong, InvalidRequest
+from aserve.messages import (
+    ChatPrompt,
+    GenerateRequest,
+    Prompt,
+    SamplingParams,
+    TextPrompt,
+    TokenPrompt,
+    array_i32,
+)
+from aserve.text.prompt import Prepared, PromptEncoder, PromptLimits, end_ids
+from aserve.text.template import ChatTemplate
+from aserve.text.tokenizer import TextTokenizer
+from tests.text.vocabularies import byte_level_backend, byte_level_tokenizer
+
+TOKENIZER = byte_level_tokenizer()
+LIMITS = PromptLimits(max_model_len=10, vocab_size=TOKENIZER.vocab_size + 4)
+SAMPLING = SamplingParams(seed=1)
+
+
+def prepared(
+    prompt: Prompt,
+    sampling: SamplingParams = SAMPLING,
+    *,
+    template: str | None = None,
+    tokenizer: TextTokenizer = TOKENIZER,
+) -> Prepared:
+    encoder = PromptEncoder(
+        tokenizer, template=None if template is None else ChatTemplate(template), limits=LIMITS
+    )
+    return encoder.prepare(GenerateRequest("r", prompt, sampling, "space", 3, 1.5))
+
+
+def test_a_request_goes_on_with_its_ids_and_its_end_resolved() -> None:
+    sampling = msgspec.structs.replace(SAMPLING, stop_token_ids=(5,))
+    result = prepared(TokenPrompt((7, 8, 9)), sampling)
+    assert array_i32(result.admit.prompt_ids).tolist() == [7, 8, 9]
+    assert result.admit.sampling.max_tokens == result.open.sampling.max_tokens == 7
+    assert result.admit.end_ids == (*TOKENIZER.eos_ids, 5)
+    assert (result.admit.namespace, result.admit.priority, result.admit.timeout_s) == (
+        "space",
+        3,
+        1.5,
+    )
+    assert (result.open.request_id, result.open.prompt_len) == ("r", 3)
+
+
+def test_ignoring_eos_leaves_only_the_ids_that_were_asked_for() -> None:
+    sampling = SamplingParams(seed=1, stop_token_ids=(5, 5), ignore_eos=True)
+    assert end_ids(TOKENIZER, sampling) == (5,)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 7])
+def test_what_just_fits_is_let_in(max_tokens: int) -> None:
+    sampling = SamplingParams(seed=1, max_tokens=max_tokens)
+    assert prepared(TokenPrompt((1, 2, 3)), sampling).admit.sampling.max_tokens == max_tokens
+
+
+def test_what_is_one_token_too_long_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ContextTooLong) as caught:
+        prepared(TokenPrompt((1, 2, 3)), SamplingParams(seed=1, max_tokens=8))
+    assert caught.value.message == (
+        "This model's maximum context length is 10 tokens. However, you requested 11 tokens "
+        "(3 in the prompt, 8 in the completion). Please reduce the length of the prompt or "
+        "completion."
+    )
+    assert caught.value.info().code == "context_length_exceeded"
+
+
+def test_a_prompt_that_fills_the_context_leaves_no_room_for_an_answer() -> None:
+    with pytest.raises(ContextTooLong, match="maximum context length is 10 tokens"):
+        prepared(TokenPrompt((1,) * 10))
+    scored = SamplingParams(seed=1, max_tokens=0)
+    assert prepared(TokenPrompt((1,) * 10), scored).open.prompt_len == 10
+
+
+def test_min_tokens_beyond_the_end_are_refused() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        prepared(TokenPrompt((1, 2, 3)), SamplingParams(seed=1, min_tokens=8))
+    assert caught.value.param == "min_tokens"
+
+
+@pytest.mark.parametrize("prompt", [TextPrompt(""), TokenPrompt(())])
+def test_an_empty_prompt_is_refused(prompt: Prompt) -> None:
+    with pytest.raises(InvalidRequest, match="empty"):
+        prepared(prompt)
+
+
+@pytest.mark.parametrize("token_id", [-1, LIMITS.vocab_size, 2**40])
+def test_ids_that_the_model_does_not_have_are_refused_wherever_they_stand(token_id: int) -> None:
+    for prompt, sampling, param in (
+        (TokenPrompt((1, token_id)), SAMPLING, "prompt"),
+        (TextPrompt("a"), SamplingParams(seed=1, stop_token_ids=(token_id,)), "stop_token_ids"),
+        (TextPrompt("a"), SamplingParams(seed=1, logit_bias=((token_id, 1.0),)), "logit_bias"),
+    ):
+        with pytest.raises(InvalidRequest, match="out of range") as caught:
+            prepared(prompt, sampling)
+        assert caught.value.param == param
+
+
+def test_half_a_surrogate_pair_is_a_client_error() -> None:
+    with pytest.raises(InvalidRequest, match="Unicode"):
+        prepared(TextPrompt("a\ud800"))
+
+
+def chat(content: str) -> ChatPrompt:
+    return ChatPrompt(msgspec.json.encode([{"role": "user", "content": content}]), b"[{}]")
+
+
+def test_a_chat_is_rendered_and_gets_no_special_tokens_but_its_own() -> None:
+    template = "{{ messages[0].content }}{{ tools | length }}"
+    result = prepared(chat("ab"), template=template)
+    assert TOKENIZER.decode(array_i32(result.admit.prompt_ids).tolist()) == "ab1"
+
+
+def test_only_a_plain_text_gets_the_tokens_that_begin_a_text() -> None:
+    tokenizer = TextTokenizer(byte_level_backend(), bos_id=0)
+    text = prepared(TextPrompt("ab"), tokenizer=tokenizer)
+    assert array_i32(text.admit.prompt_ids)[0] == 0
+    of_chat = prepared(chat("ab"), template="{{ messages[0].content }}", tokenizer=tokenizer)
+    assert array_i32(of_chat.admit.prompt_ids)[0] != 0
+
+
+def test_a_model_without_a_template_says_so() -> None:
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        prepared(chat("ab"))
+
+
+def test_a_chat_that_is_too_long_names_the_messages() -> None:
+    with pytest.raises(ContextTooLong) as caught:
+        prepared(chat("z" * 12), template="{{ messages[0].content }}")
+    assert caught.value.param == "messages"
+
+
+def test_tools_that_are_nested_too_deeply_are_a_client_error() -> None:
+    prompt = ChatPrompt(b'[{"role": "user", "content": "a"}]', b'[{"a":' + b"[" * 100_000)
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        prepared(prompt, template="{{ tools }}")

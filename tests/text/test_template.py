@@ -1,0 +1,103 @@
+"""Chat templates: transformers' conventions, and a sandbox with bounds."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from aserve.errors import ConfigError, InvalidRequest
+from aserve.text.template import ChatTemplate
+
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "user", "content": "<a & b>"},
+    {"role": "assistant", "content": "ü"},
+]
+
+
+WHITESPACE = """
+{%- for message in messages %}
+    {%- if loop.index > 9 %}{% break %}{% endif %}
+<|{{ message.role }}|>{{ message['content'] }}
+    {% if message.role == 'assistant' %}
+    {% generation %}marked{% endgeneration %}
+    {% endif %}
+{% endfor %}
+{% if tools %}{{ tools | tojson(indent=2) }}{{ tools | tojson(sort_keys=true) }}{% endif %}
+{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+
+@pytest.mark.slow
+def test_a_template_gives_what_transformers_gives() -> None:
+    """Slow: it imports transformers."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    tools: list[Any] = [{"type": "function", "function": {"name": "<ü>", "b": 1, "a": None}}]
+    rendered: Any = render_jinja_template(
+        conversations=[MESSAGES],
+        tools=tools,
+        chat_template=WHITESPACE,
+        add_generation_prompt=True,
+    )
+    assert ChatTemplate(WHITESPACE).render(MESSAGES, tools=tools) == rendered[0][0]
+
+
+def test_lines_of_blocks_leave_no_space_behind() -> None:
+    rendered = ChatTemplate(WHITESPACE).render(MESSAGES)
+    assert rendered == "<|user|><a & b>\n<|assistant|>ü\nmarked<|assistant|>"
+
+
+def test_json_keeps_html_and_foreign_characters() -> None:
+    assert ChatTemplate("{{ tools | tojson }}").render([], tools=[{"n": "<ü>"}]) == '[{"n": "<ü>"}]'
+
+
+def test_a_template_knows_the_date() -> None:
+    assert re.fullmatch(r"\d{4}-\d\d", ChatTemplate("{{ strftime_now('%Y-%m') }}").render([]))
+
+
+def test_what_a_template_refuses_is_told_to_the_client() -> None:
+    template = ChatTemplate("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(InvalidRequest, match="roles must alternate") as caught:
+        template.render(MESSAGES)
+    assert (caught.value.error_code, caught.value.param) == ("chat_template_error", "messages")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[9].content }}",
+        "{{ messages[0].content + 1 }}",
+        "{{ 1 // 0 }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    ],
+)
+def test_a_template_that_fails_over_messages_is_a_client_error(source: str) -> None:
+    with pytest.raises(InvalidRequest):
+        ChatTemplate(source).render(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append({}) }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{% for i in range(10 ** 9) %}{% endfor %}",
+    ],
+)
+def test_a_template_cannot_leave_its_sandbox(source: str) -> None:
+    with pytest.raises(InvalidRequest):
+        ChatTemplate(source).render(MESSAGES)
+
+
+def test_a_prompt_has_a_largest_size() -> None:
+    template = ChatTemplate("{% for i in range(99999) %}0123456789{% endfor %}")
+    with pytest.raises(InvalidRequest, match="more than 1000 characters"):
+        template.render([], max_chars=1000)
+    assert len(template.render([])) == 999_990
+
+
+def test_a_template_that_cannot_be_read_is_an_error_at_start() -> None:
+    with pytest.raises(ConfigError, match="chat template"):
+        ChatTemplate("{% for %}")

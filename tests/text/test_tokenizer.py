@@ -1,0 +1,82 @@
+"""Ids and bytes of every kind of vocabulary."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, processors
+
+from aserve.text.tokenizer import Spelling, TextTokenizer, spelling_of
+from tests.text.vocabularies import (
+    EOS,
+    byte_level_backend,
+    byte_level_tokenizer,
+    piece_backend,
+    word_backend,
+)
+
+UNICODE = st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="\u2581"), max_size=30
+)
+
+
+def test_vocabularies_are_told_apart_by_their_decoder() -> None:
+    backends = (byte_level_backend(), piece_backend(), word_backend())
+    assert [spelling_of(backend) for backend in backends] == [
+        Spelling.BYTE_LEVEL,
+        Spelling.PIECES,
+        Spelling.CONTEXTUAL,
+    ]
+
+
+def test_a_decoder_with_an_unknown_replacement_is_left_to_the_tokenizer_itself() -> None:
+    backend = Tokenizer(models.BPE())
+    backend.decoder = decoders.Sequence([decoders.Replace("_", " "), decoders.Fuse()])
+    assert spelling_of(backend) is Spelling.CONTEXTUAL
+
+
+@given(UNICODE)
+def test_the_bytes_of_byte_level_ids_are_the_text(text: str) -> None:
+    tokenizer = byte_level_tokenizer()
+    token_ids = tokenizer.encode(text, with_special=False)
+    assert b"".join(map(tokenizer.token_bytes, token_ids)) == text.encode()
+
+
+@given(UNICODE)
+def test_the_bytes_of_pieces_are_the_text_behind_a_space(text: str) -> None:
+    tokenizer = TextTokenizer(piece_backend())
+    token_ids = tokenizer.encode(f"a{text}", with_special=False)
+    assert b"".join(map(tokenizer.token_bytes, token_ids)) == f" a{text}".encode()
+
+
+def test_an_output_keeps_the_space_of_its_first_word() -> None:
+    tokenizer = TextTokenizer(piece_backend())
+    token_ids = tokenizer.encode("hello world", with_special=False)
+    assert tokenizer.decode(token_ids[1:]) == " world"
+
+
+def test_special_tokens_have_bytes_but_no_text_and_added_ones_have_both() -> None:
+    tokenizer = byte_level_tokenizer()
+    (eos_id,) = tokenizer.eos_ids
+    assert tokenizer.token_bytes(eos_id) == EOS.encode()
+    token_ids = tokenizer.encode(f"a<mark>{EOS}b", with_special=False)
+    assert eos_id in token_ids
+    assert tokenizer.decode(token_ids) == "a<mark>b"
+
+
+def test_an_id_beyond_the_vocabulary_has_no_bytes() -> None:
+    tokenizer = byte_level_tokenizer()
+    assert tokenizer.token_bytes(tokenizer.vocab_size + 5) == b""
+    assert tokenizer.decode([tokenizer.vocab_size + 5]) == ""
+
+
+def test_bos_is_added_once() -> None:
+    backend = byte_level_backend()
+    eos_id = backend.token_to_id(EOS)
+    bare = TextTokenizer(backend, bos_id=eos_id)
+    assert bare.encode("ab", with_special=True)[0] == eos_id
+    assert bare.encode("ab", with_special=False)[0] != eos_id
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{EOS} $A", special_tokens=[(EOS, eos_id)]
+    )
+    assert TextTokenizer(backend, bos_id=eos_id).encode("ab", with_special=True).count(eos_id) == 1

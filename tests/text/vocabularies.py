@@ -1,0 +1,75 @@
+"""Small tokenizers, made in the test: every kind of vocabulary that text/ tells apart."""
+
+from __future__ import annotations
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from aserve.text.tokenizer import TextTokenizer
+
+EOS = "<|eos|>"
+CORPUS = [
+    "hello world, hello there",
+    "stop sign stops the stopping",
+    "größer 日本語 日本 🙂🙃",
+    "ab abc abcd",
+]
+
+
+def byte_level_backend(*, vocab_size: int = 320) -> Tokenizer:
+    """Byte-level BPE: 日 or 🙂 takes several tokens, and ids 0 and 1 are eos and a visible mark."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[EOS],
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    backend.add_tokens([AddedToken("<mark>", special=False, normalized=False)])
+    return backend
+
+
+def byte_level_tokenizer() -> TextTokenizer:
+    backend = byte_level_backend()
+    eos_id = backend.token_to_id(EOS)
+    assert eos_id is not None
+    return TextTokenizer(backend, eos_ids=[eos_id])
+
+
+def piece_backend() -> Tokenizer:
+    """SentencePiece's form: a mark for spaces, and single bytes for what no piece covers."""
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), *((f"<0x{byte:02X}>", -20.0) for byte in range(256))]
+    pieces += [
+        ("\u2581hello", -1.0),
+        ("\u2581world", -1.0),
+        ("\u2581", -3.0),
+        ("hel", -4.0),
+        ("lo", -4.0),
+    ]
+    pieces += [(letter, -6.0) for letter in "abcdefghijklmnopqrstuvwxyz,.!"]
+    backend = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    backend.add_special_tokens(["</s>"])
+    return backend
+
+
+def word_backend() -> Tokenizer:
+    """WordPiece: its decoder looks at the neighbours, so tokens have no bytes of their own."""
+    words = ["[UNK]", "[SEP]", "hello", "world", "play", "##ing", "##ed", "!", ",", "日", "本"]
+    backend = Tokenizer(
+        models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    )
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    backend.add_special_tokens(["[SEP]"])
+    return backend
