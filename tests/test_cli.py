@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from aserve.cli import COMMAND_RECORDS, main, make_parser
-from aserve.config import options_of
+from aserve.config import Resolved, options_of
+from aserve.errors import InvalidRequest
+from aserve.messages import OutputChunk, Usage
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -78,6 +83,79 @@ def test_an_unknown_variable_is_one_line_too(
 def test_no_option_is_shortened_silently() -> None:
     _, unknown = make_parser().parse_known_args(["serve", "--max-model", "16"])
     assert "--max-model" in unknown
+
+
+class EchoEngine:
+    """Answers with what was asked in capitals, a chat with all that was said in it."""
+
+    def __init__(self, resolved: Resolved) -> None:
+        self.asked: list[tuple[object, dict[str, object]]] = []
+
+    def __enter__(self) -> EchoEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def stream_sync(self, prompt: Any, **fields: object) -> Iterator[OutputChunk]:
+        said = prompt if isinstance(prompt, str) else "+".join(m["content"] for m in prompt)
+        if said.endswith("interrupt"):
+            raise KeyboardInterrupt
+        if said.endswith("too long"):
+            raise InvalidRequest("the prompt is too long")
+        text = f"{said} {fields['temperature']}".upper()
+        yield OutputChunk("a", 0, text[:3], b"", Usage())
+        yield OutputChunk("a", 0, text[3:], b"", Usage(), finish_reason="stop", is_last=True)
+
+
+def chatted(monkeypatch: pytest.MonkeyPatch, *lines: str, system: str | None = None) -> int:
+    """What the chat returns when these lines are typed, then Ctrl-D."""
+    typed = iter(lines)
+
+    def read(*_: object) -> str:
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr("aserve.engine.Engine", EchoEngine)
+    return main(["chat", *(["--system", system] if system else [])])
+
+
+def test_generate_writes_the_answer_as_it_comes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aserve.engine.Engine", EchoEngine)
+    assert main(["generate", "once upon", "--temperature", "0.5"]) == 0
+    assert capsys.readouterr().out == "ONCE UPON 0.5\n"
+
+
+def test_a_prompt_can_come_from_stdin(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aserve.engine.Engine", EchoEngine)
+    monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe"))
+    assert main(["generate", "-"]) == 0
+    assert capsys.readouterr().out == "FROM A PIPE 0.0\n"
+
+
+def test_a_chat_remembers_what_was_said_until_it_is_cleared(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert chatted(monkeypatch, "a", "b", "/clear", "c", system="s") == 0
+    prompts = capsys.readouterr().out.replace("> ", "").splitlines()[1:]
+    assert prompts == ["S+A 0.0", "S+A+S+A 0.0+B 0.0", "S+C 0.0", ""]
+
+
+def test_ctrl_c_ends_an_answer_and_an_error_is_a_line_but_the_chat_goes_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert chatted(monkeypatch, "interrupt", "too long", "/clear", "c") == 0
+    captured = capsys.readouterr()
+    assert "[stopped]" in captured.out
+    assert "> C 0.0" in captured.out
+    assert captured.err == "aserve: error: the prompt is too long\n"
 
 
 def test_help_and_version_are_quick_because_they_import_no_engine() -> None:

@@ -139,7 +139,7 @@ def test_chunks_can_be_read_without_a_loop_and_left_early() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"temprature": 1}, "temperature"),
+        ({"temperatur": 1}, "temperature"),
         ({"temperature": 3}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
         ({"logprobs": 21}, "logprobs"),

@@ -47,9 +47,12 @@ async def test_streamed_and_whole_answers_are_the_same(client: openai.AsyncOpenA
     assert chunks[-1].model_dump()["seed"] != whole.model_dump()["seed"]
 
 
-async def test_no_chunk_is_empty_but_the_first_and_the_last(client: openai.AsyncOpenAI) -> None:
+@pytest.mark.parametrize("stop", [[], ["never to be seen"]])
+async def test_no_chunk_is_empty_but_the_first_and_the_last(
+    client: openai.AsyncOpenAI, stop: list[str]
+) -> None:
     stream = await client.chat.completions.create(
-        model="echo", messages=HELLO, stream=True, stop=["never to be seen"]
+        model="echo", messages=HELLO, stream=True, stop=stop
     )
     deltas = [chunk.choices[0].delta.content async for chunk in stream]
     assert all(deltas[1:-1])

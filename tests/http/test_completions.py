@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 from openai.types import Completion
 
+from aserve.http.openai.completions import top_of
+from aserve.messages import TokenLogprob, TopLogprob
 from tests.http.echo_engine import EchoEngine
 
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -181,3 +185,31 @@ async def test_top_p_zero_means_the_likeliest_token_and_not_none(
 ) -> None:
     await client.completions.create(model="echo", prompt="a", top_p=0)
     assert 0 < echo.scheduler.admitted[0].sampling.top_p < 1e-3
+
+
+@pytest.mark.parametrize("reports_usage", [False, True])
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+async def test_usage_is_null_in_every_chunk_but_the_last_and_absent_where_not_asked_for(
+    web: aiohttp.ClientSession, path: str, reports_usage: bool
+) -> None:
+    body: dict[str, Any] = {"prompt": TEXT, "stream": True}
+    body["messages"] = [{"role": "user", "content": TEXT}]
+    if reports_usage:
+        body["stream_options"] = {"include_usage": True}
+    async with web.post(f"/v1/{path}", json=body) as answer:
+        lines = (await answer.text()).removesuffix("data: [DONE]\n\n").split("\n\n")[:-1]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+    if reports_usage:
+        *chunks, last = chunks
+        assert last["choices"] == []
+        assert last["usage"]["total_tokens"] > 0
+        assert all(chunk["usage"] is None for chunk in chunks)
+    else:
+        assert all("usage" not in chunk for chunk in chunks)
+
+
+def test_the_chosen_token_is_among_the_alternatives_even_where_it_is_not_one_of_the_best() -> None:
+    best = TopLogprob(1, "a", b"a", -0.1)
+    entry = TokenLogprob(2, "\ufffd", b"\xed", -5.0, (best,))
+    assert top_of(entry) == {"a": -0.1, "bytes:\\xed": -5.0}
+    assert top_of(TokenLogprob(1, "a", b"a", -0.1, (best,))) == {"a": -0.1}

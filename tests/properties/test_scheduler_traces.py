@@ -45,7 +45,7 @@ def requests(draw: st.DrawFn, number: int, *, poison: bool) -> AdmitRequest:
         for _ in range(n)
     )
     has_grammar = draw(st.sampled_from([False, False, True]))
-    seed = POISON_SEED if poison else draw(st.integers(0, 5))
+    seed = POISON_SEED if poison else number  # a row is known by its parameters
     return AdmitRequest(
         request_id=f"r{number}",
         prompt_ids=pack_i32(np.asarray(prompt)),

@@ -1,11 +1,14 @@
 """The bundled weights, in float32, on what training held out: the numbers the README promises."""
 
+import re
 from functools import partial
 
 import pytest
 from tokenizers import Tokenizer
 
 from aserve.tiny.cases import Suite, all_suites, is_story_of_two, is_weather_call
+from aserve.tiny.corpus.split import is_held_out
+from aserve.tiny.corpus.sums import is_held_out_sum
 from aserve.tiny.evaluate import answer_text, held_out_loss, score
 from aserve.tiny.export import load_network
 from aserve.tiny.greedy import generate
@@ -23,6 +26,8 @@ REQUIRED = {
     "What is the weather in": 90,
     "stories of two persons": 18,
 }
+PAIR = re.compile(r"([a-z]+)=(\d{4})")
+HERO = re.compile(r"an? ([a-z]+) named ([A-Z][a-z]+)\.")
 TOKENIZER = load_tokenizer(MODEL_DIR)
 SUITES = all_suites(TOKENIZER)
 
@@ -73,6 +78,21 @@ def test_a_recall_prompt_gives_four_values_and_then_so_many_tokens_of_stories() 
     assert text.endswith("\nfox=")
     assert suite.cases[0].expected == "3729"
     assert all(630 < len(case.prompt) < 660 for case in suite.cases)
+
+
+def test_every_case_is_held_out_and_none_is_asked_twice() -> None:
+    by_name = {suite.name: [TOKENIZER.decode(c.prompt) for c in suite.cases] for suite in SUITES}
+    assert all(len(set(prompts)) == len(prompts) for prompts in by_name.values())
+    for name in ("a+b=", "What is a plus b?"):
+        pairs = [map(int, re.findall(r"\d+", prompt)) for prompt in by_name[name]]
+        assert all(is_held_out_sum(a, b) for a, b in pairs)
+    recalls = [pair for prompt in by_name["recall after 50"] for pair in PAIR.findall(prompt)]
+    assert len(recalls) == 400
+    assert all(is_held_out("pair", *pair) for pair in recalls)
+    assert all(is_held_out("json", case.expected) for case in SUITES[5].cases)
+    assert all(is_held_out("weather", case.expected) for case in SUITES[6].cases)
+    heroes = [HERO.findall(prompt)[0] for prompt in by_name["stories of two persons"]]
+    assert all(is_held_out("hero", *hero) for hero in heroes)
 
 
 def test_answers_are_judged_by_their_content() -> None:
