@@ -7,6 +7,8 @@ by the commands that need them. No state.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import importlib.metadata
 import logging
 import os
@@ -33,7 +35,7 @@ from aserve.config import (
     resolve,
     unknown_option,
 )
-from aserve.errors import AserveError, ClientError, ConfigError
+from aserve.errors import AserveError, ConfigError
 from aserve.tiny.location import MODEL_DIR
 
 if TYPE_CHECKING:
@@ -57,7 +59,7 @@ EPILOG = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 0, 1 when the engine failed, 2 for what the user can mend."""
+    """The exit code: 0; 1 when the engine failed; 2 for what the user can mend."""
     try:
         return _run(list(sys.argv[1:] if arguments is None else arguments))
     except ConfigError as error:
@@ -65,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except AserveError as error:
         complain(error.message)
-        return 1
+        return 2 if error.info().status < 500 else 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -126,24 +128,33 @@ def _chat(resolved: Resolved) -> int:
     """Ctrl-C ends an answer, Ctrl-D the chat."""
     from aserve.engine import Engine
 
+    with contextlib.suppress(ImportError):
+        importlib.import_module("readline")  # input() then has line editing and a history
     console = Console()
-    messages: list[Message] = []
-    if resolved.prompt.system:
-        messages.append({"role": "system", "content": resolved.prompt.system})
+    system = resolved.prompt.system
+    opening: list[Message] = [{"role": "system", "content": system}] if system else []
+    messages = opening
     with Engine(resolved) as engine:
         console.print(f"{resolved.model_name}: /clear begins anew, Ctrl-D ends.", style="dim")
         while (line := _ask(console)) is not None:
             if line == "/clear":
-                del messages[1 if resolved.prompt.system else 0 :]
+                messages = opening
             elif line:
-                messages.append({"role": "user", "content": line})
-                answer = _answer(engine, messages, resolved)
-                messages.append({"role": "assistant", "content": answer})
+                messages = _exchange(engine, messages, line=line, resolved=resolved)
     return 0
 
 
-def _answer(engine: Engine, messages: list[Message], resolved: Resolved) -> str:
-    """What came before Ctrl-C is part of the chat, as is a refusal's absence of an answer."""
+def _exchange(
+    engine: Engine, messages: list[Message], *, line: str, resolved: Resolved
+) -> list[Message]:
+    """The chat with one question and its answer more; what was refused is not part of it."""
+    asked = [*messages, {"role": "user", "content": line}]
+    answer = _answer(engine, asked, resolved)
+    return messages if answer is None else [*asked, {"role": "assistant", "content": answer}]
+
+
+def _answer(engine: Engine, messages: list[Message], resolved: Resolved) -> str | None:
+    """What came before Ctrl-C is kept; None for a refusal."""
     answer = ""
     try:
         for chunk in engine.stream_sync(messages, **_sampling(resolved)):
@@ -151,8 +162,11 @@ def _answer(engine: Engine, messages: list[Message], resolved: Resolved) -> str:
             _show(chunk.text)
     except KeyboardInterrupt:
         _show(" [stopped]")
-    except ClientError as error:
+    except AserveError as error:
+        if error.info().status >= 500:
+            raise
         complain(error.message)
+        return None
     _show("\n")
     return answer
 

@@ -78,6 +78,9 @@ class GenerationError(AserveError):
         super().__init__(reason.message, param=reason.param, code=reason.code)
         self.reason = reason
 
+    def info(self) -> ErrorInfo:
+        return self.reason
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:

@@ -26,12 +26,13 @@ from aserve.messages import (
 )
 from aserve.text.prompt import Prepared, PromptEncoder
 
-LONG_TEXT = 2_000  # characters, about 1 ms of tokenizing: more goes to a thread
+LONG_TEXT = 2_000  # characters or ids, about 1 ms of work: beyond it a thread goes on
 NUM_THREADS = 2
 
 
 class TokenizerActor(Actor[TokenizerEvent]):
-    """Short prompts are answered in order of arrival; a long one is overtaken by what comes after.
+    """Prompts are answered in order of arrival, but for those that a thread takes: what is longer
+    than a turn of the loop may last, alone or together with those before it in the same batch.
 
     A request ends here with Refused, or goes on as OpenText to the detokenizer, then AdmitRequest
     to the scheduler. Cancels pass through after their request, so the scheduler never meets a
@@ -54,10 +55,16 @@ class TokenizerActor(Actor[TokenizerEvent]):
         self._in_thread: dict[str, Cancel | None] = {}  # with the cancel that came meanwhile
 
     def handle(self, events: list[TokenizerEvent]) -> None:
+        room = LONG_TEXT
         for event in events:
             match event:
                 case GenerateRequest():
-                    self._begin(event)
+                    size = prompt_size(event.prompt)
+                    if size > room:
+                        self._begin_in_thread(event)
+                    else:
+                        room -= size
+                        self._answer(event.request_id, prepare(self._encoder, event))
                 case Cancel():
                     self._cancel(event)
                 case _:
@@ -67,14 +74,11 @@ class TokenizerActor(Actor[TokenizerEvent]):
         await super().stop()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _begin(self, request: GenerateRequest) -> None:
-        if text_len(request.prompt) > LONG_TEXT:
-            self._in_thread[request.request_id] = None
-            self.spawn(self._prepare_long(request))
-            return
-        self._answer(request.request_id, prepare(self._encoder, request))
+    def _begin_in_thread(self, request: GenerateRequest) -> None:
+        self._in_thread[request.request_id] = None
+        self.spawn(self._prepare_in_thread(request))
 
-    async def _prepare_long(self, request: GenerateRequest) -> None:
+    async def _prepare_in_thread(self, request: GenerateRequest) -> None:
         loop = asyncio.get_running_loop()
         outcome = await loop.run_in_executor(self._threads, prepare, self._encoder, request)
         if self._in_thread.pop(request.request_id) is not None:
@@ -102,11 +106,11 @@ def prepare(encoder: PromptEncoder, request: GenerateRequest) -> Prepared | Aser
         return error
 
 
-def text_len(prompt: Prompt) -> int:
+def prompt_size(prompt: Prompt) -> int:
     match prompt:
         case TextPrompt():
             return len(prompt.text)
         case TokenPrompt():
-            return 0
+            return len(prompt.token_ids)
         case ChatPrompt():
             return len(prompt.messages) + len(prompt.tools or b"")

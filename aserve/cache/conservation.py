@@ -1,7 +1,6 @@
-"""The proof that no page is lost or owned twice: it walks over pools, tree and holdings, and
-changes nothing.
+"""The proof that no page is lost or owned twice, from what pools, tree and holdings say.
 
-Knows nothing of how pages move; it only compares what the three say. Keeps no state.
+Knows nothing of how pages move; changes nothing and keeps no state.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""KV pages as scheduling sees them: match a prefix, open a holding, grow it, commit to it, close
-it.
+"""KV pages as scheduling sees them: match a prefix; open, grow, commit and close a holding.
 
 Knows nothing of requests, rows, steps or devices: lengths are committed ones, given by the caller.
 Only this file writes holdings, page pools and the tree.
@@ -87,8 +86,7 @@ class KvCache:
             holding.pages[group].extend(self._pools[group].take(count))
 
     def commit(self, holding: Holding, keys: Sequence[bytes], *, num_pages: int) -> None:
-        """The first `num_pages` pages are whole and committed: those that the tree lacks enter it,
-        locked.
+        """The first `num_pages` pages are whole and committed: new ones enter the tree, locked.
 
         WHY the first duplicate ends it: two rows that each hold pages below the other's would lock
         both copies of a prompt, and a full pool would wait for ever. A row keeps its own copies
@@ -104,8 +102,9 @@ class KvCache:
             self._insert(holding, keys[index])
 
     def release_behind(self, holding: Holding, committed_len: int) -> None:
-        """Lets go of pages that no position from `committed_len` on sees. Comes after commit, which
-        caches them.
+        """Lets go of pages that no position from `committed_len` on sees.
+
+        Comes after commit, which caches them.
         """
         for group in self._windowed:
             pages = holding.pages[group]
@@ -163,9 +162,7 @@ class KvCache:
         return first_visible_page(kv_len, window=self._windows[group], page_size=self._page_size)
 
     def _usable_len(self, nodes: Sequence[Node]) -> int:
-        """A prefix that sees a tombstone is shortened to end before it; any end between sees it,
-        too.
-        """
+        """A prefix that sees a tombstone ends before it: any end after that sees it, too."""
         usable = len(nodes)
         while (gap := self._last_gap(nodes, usable)) is not None:
             usable = gap

@@ -110,9 +110,7 @@ def _need(
 def _share(
     needs: Sequence[_Need], costs: Sequence[int], *, budget_bytes: int, max_model_len: int
 ) -> list[int]:
-    """Windowed groups get what they can use, as long as that leaves half of what is to spare for
-    the full group.
-    """
+    """Windowed groups get what they can use, but leave the full group half of what is to spare."""
     floor = sum(need.least * cost for need, cost in zip(needs, costs, strict=True))
     spare = budget_bytes - floor
     if spare < 0:

@@ -43,8 +43,7 @@ class Prefix(msgspec.Struct, frozen=True):
 
 
 class PrefixTree:
-    """Nodes by key, and for each group its unlocked pages, the one that was unlocked longest ago
-    first.
+    """Nodes by key, and for each group those with an unlocked page, in the order of unlocking.
 
     NOTE: a sequence locks every node from the first one on, and unlocks the deepest first. So the
     ancestors of a locked node are locked, an unlocked node stands behind all its descendants in

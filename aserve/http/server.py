@@ -58,9 +58,9 @@ class HttpServer:
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, host, port).start()
-        except (OSError, OverflowError) as error:
+        except OSError as error:
             await self._runner.cleanup()
-            reason = getattr(error, "strerror", None) or str(error)
+            reason = error.strerror or str(error)
             raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from error
         bound = self._runner.addresses[0]
         shown = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
@@ -165,6 +165,9 @@ async def answer_error(request: web.Request, info: ErrorInfo) -> web.StreamRespo
 
 
 async def _name_request(request: web.Request, response: web.StreamResponse) -> None:
-    """Also on errors, so that a client can say which answer it means."""
-    response.headers["X-Request-Id"] = request[REQUEST_ID]
+    """Also on errors, so that a client can say which answer it means.
+
+    A request that aiohttp refuses for its headers never came to the border, which names the rest.
+    """
+    response.headers["X-Request-Id"] = request.get(REQUEST_ID) or uuid.uuid4().hex
     response.headers[hdrs.SERVER] = "aserve"

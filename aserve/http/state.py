@@ -44,7 +44,7 @@ class ServerState:
                     retry_after_s=RETRY_AFTER_S,
                 )
             case "dead":
-                return EngineDead(f"the engine has failed: {self.reason}")
+                return EngineDead("the engine has failed and takes no requests; /health says why")
 
 
 @dataclass(frozen=True, slots=True)

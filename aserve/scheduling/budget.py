@@ -47,38 +47,56 @@ def next_span(spec: EngineSpec, sequence: Sequence) -> int:
 
 def step_need(board: Board, sequences: Iterable[Sequence]) -> Pages:
     """Pages that one more step of these rows takes from the pools, prefills sharing the step's
-    token budget.
+    token budget. In a windowed group a prefill gets by with one page, and with none while what it
+    has in flight will free some: its chunks shrink to that.
     """
     tokens_left = board.spec.max_batched_tokens
     total: Pages = (0,) * len(board.spec.groups)
     for sequence in sequences:
         span = max(1, next_span(board.spec, sequence))
+        most: int | None = None
         if sequence.remaining > 1:
             span = min(span, max(1, tokens_left))
             tokens_left -= span
+            most = 0 if sequence.flights else 1
         covered = min(sequence.scheduled_len + span, sequence.max_kv_len)
-        total = add_pages(total, _need_to_cover(board, sequence, covered))
+        total = add_pages(total, _missing_to_cover(board, sequence, covered, most=most))
     return total
 
 
 def prefill_need(board: Board, sequence: Sequence) -> Pages:
-    """Pages that a running row still takes for its whole prefill and one more step."""
+    """Pages that a running row still takes for its whole prefill and one more step.
+
+    NOTE: never less than step_need says, else a row could be admitted that the next step retracts.
+    """
     ahead = sequence.scheduled_len + sequence.remaining + board.spec.decode.max_tokens_per_step
     covered = min(ahead, max(sequence.max_kv_len, sequence.prompt_len))
-    return _need_to_cover(board, sequence, covered)
+    missing = _missing_to_cover(board, sequence, covered, most=None)
+    return tuple(min(a, b) for a, b in zip(missing, most_pages(board, covered), strict=True))
 
 
-def _need_to_cover(board: Board, sequence: Sequence, num_positions: int) -> Pages:
-    """What is missing, but no more than a row ever must hold at once: chunks shrink to that.
-
-    NOTE: step_need counts like prefill_need, else a row could be admitted that the next step
-    retracts, for ever.
-    """
+def _missing_to_cover(
+    board: Board, sequence: Sequence, num_positions: int, *, most: int | None
+) -> Pages:
+    """Pages per group that the row lacks; `most` bounds the windowed groups."""
     assert sequence.holding is not None
     num_pages = max(board.num_pages(num_positions), sequence.holding.num_pages)
     missing = board.cache.missing(sequence.holding, num_pages)
-    most = most_pages(board, num_positions)
-    return tuple(min(a, b) for a, b in zip(missing, most, strict=True))
+    return tuple(
+        pages if most is None or group.window is None else min(pages, most)
+        for pages, group in zip(missing, board.spec.groups, strict=True)
+    )
+
+
+def spare_pages(board: Board, sequence: Sequence, *, step_total: Pages) -> int:
+    """Pages that a prefill may take in every group, so that all other rows can still take one more
+    step; `step_total` is what one more step of all running rows needs.
+    """
+    own = step_need(board, [sequence])
+    return min(
+        board.cache.available(group) - max(0, total - mine)
+        for group, (total, mine) in enumerate(zip(step_total, own, strict=True))
+    )
 
 
 def has_room(board: Board, need: Pages) -> bool:

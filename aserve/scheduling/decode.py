@@ -9,7 +9,7 @@ import msgspec
 
 from aserve.scheduling.admit import admit
 from aserve.scheduling.board import Board
-from aserve.scheduling.budget import has_room, next_span, step_need
+from aserve.scheduling.budget import Pages, has_room, next_span, spare_pages, step_need
 from aserve.scheduling.caps import max_decode_rows, may_run_ahead
 from aserve.scheduling.leave import retract, retraction_order
 from aserve.scheduling.phases import Phase
@@ -68,37 +68,40 @@ def _fill(board: Board, rows: list[Sequence], *, used: int = 0) -> list[Choice]:
     """Spans for rows, in order, as far as the token budget and the pages go."""
     chosen: list[Choice] = []
     budget = board.spec.max_batched_tokens - used
+    step_total = step_need(board, board.running.values())
     for sequence in rows:
-        choice = _choose_span(board, sequence, budget)
+        choice = _choose_span(board, sequence, budget, step_total=step_total)
         if choice is not None:
             chosen.append(choice)
             budget -= choice.span
     return chosen
 
 
-def _choose_span(board: Board, sequence: Sequence, budget: int) -> Choice | None:
+def _choose_span(
+    board: Board, sequence: Sequence, budget: int, *, step_total: Pages
+) -> Choice | None:
     """A prefill takes what budget and pages allow; a decode that lacks a page is skipped in this
     step.
     """
-    assert sequence.holding is not None
     remaining = sequence.remaining
     span = min(next_span(board.spec, sequence), budget)
-    span = min(span, _reachable_span(board, sequence))
+    span = min(span, _reachable_span(board, sequence, step_total=step_total))
     if span < 1:
         return None
+    assert sequence.holding is not None
     board.cache.grow(sequence.holding, _covering(board, sequence, span))
     samples = span >= remaining
     return Choice(sequence, span, max(0, span - remaining), samples)
 
 
-def _reachable_span(board: Board, sequence: Sequence) -> int:
-    """Positions after the scheduled length for which pages are held or can be taken in every
-    group.
-    """
-    holding = sequence.holding
-    assert holding is not None
-    free = min(board.cache.available(group) for group in range(len(board.spec.groups)))
-    reach = (holding.num_pages + free) * board.spec.page_size
+def _reachable_span(board: Board, sequence: Sequence, *, step_total: Pages) -> int:
+    """Positions after the scheduled length for which pages are held or may be taken."""
+    assert sequence.holding is not None
+    if sequence.remaining > 1:
+        free = max(0, spare_pages(board, sequence, step_total=step_total))
+    else:
+        free = min(board.cache.available(group) for group in range(len(board.spec.groups)))
+    reach = (sequence.holding.num_pages + free) * board.spec.page_size
     return reach - sequence.scheduled_len
 
 

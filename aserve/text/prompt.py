@@ -51,6 +51,8 @@ class PromptEncoder:
         _check_ids(request.sampling, self._limits)
         prompt_ids = self._encode(request.prompt)
         sampling = resolve_lengths(request, len(prompt_ids), self._limits)
+        if isinstance(request.prompt, TokenPrompt):
+            _check_range(prompt_ids, self._limits.vocab_size, param="prompt")
         return Prepared(
             OpenText(request.request_id, len(prompt_ids), sampling),
             AdmitRequest(
@@ -76,8 +78,6 @@ class PromptEncoder:
             raise InvalidRequest(
                 "the prompt is empty: give at least one token", param="prompt", code="empty_prompt"
             )
-        if isinstance(prompt, TokenPrompt):
-            _check_range(ids, self._limits.vocab_size, param="prompt")
         return ids
 
     def _encode_text(self, text: str, *, with_special: bool) -> list[int]:

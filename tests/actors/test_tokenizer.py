@@ -104,11 +104,11 @@ async def test_a_refused_request_ends_at_once_and_never_reaches_the_scheduler() 
     async with running() as bench:
         bench.send("empty", TextPrompt(""))
         bench.send("chat", ChatPrompt(b'[{"role": "user", "content": "a"}]'))
-        bench.send("long", TokenPrompt((1,) * 5001))
+        bench.send("ids", TokenPrompt((1, 10_000)))
         refused = await bench.next_text()
-        assert names(refused) == [("Refused", "empty"), ("Refused", "chat"), ("Refused", "long")]
+        assert names(refused) == [("Refused", "empty"), ("Refused", "chat"), ("Refused", "ids")]
         codes = [event.error.code for event in refused if isinstance(event, Refused)]
-        assert codes == ["empty_prompt", "no_chat_template", "context_length_exceeded"]
+        assert codes == ["empty_prompt", "no_chat_template", "token_id_out_of_range"]
         assert len(bench.scheduler) == 0
 
 
@@ -119,6 +119,19 @@ async def test_a_long_text_delays_nobody_behind_it() -> None:
         assert names(await bench.next_text()) == [("OpenText", "short")]
         bench.encoder.gate.set()
         assert names(await bench.next_text()) == [("OpenText", "long")]
+
+
+async def test_many_short_texts_at_once_take_no_longer_turn_than_one_that_is_long() -> None:
+    async with running() as bench:
+        for i in range(3):
+            bench.send(f"r{i}", TextPrompt("z" * (LONG_TEXT // 2)))
+        bench.send("ids", TokenPrompt((1,) * (LONG_TEXT + 1)))
+        assert names(await bench.next_text()) == [("OpenText", "r0"), ("OpenText", "r1")]
+        bench.encoder.gate.set()
+        late = await bench.next_text()
+        while len(late) < 2:
+            late += await bench.next_text()
+        assert sorted(names(late)) == [("OpenText", "ids"), ("OpenText", "r2")]
 
 
 async def test_a_long_text_gives_the_same_ids_as_without_a_thread() -> None:

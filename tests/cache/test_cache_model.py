@@ -180,5 +180,6 @@ def held_pages(holding: Holding) -> Iterator[tuple[int, int, int]]:
                 yield group, index, page
 
 
-TestCacheModel = pytest.mark.slow(CacheMachine.TestCase)
+# The large profile takes over a minute; cut off in the middle, it would look like a flaky failure.
+TestCacheModel = pytest.mark.slow(pytest.mark.timeout(900)(CacheMachine.TestCase))
 TestCacheModel.settings = settings(stateful_step_count=60)

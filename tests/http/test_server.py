@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from aserve.errors import ConfigError, EngineDead, QueueFull, ShuttingDown, StepError
+from aserve.http.openai.completions import CompletionDialect
 from aserve.http.state import Phase
 from aserve.messages import Cancel
 from tests.http.echo_engine import EchoEngine
@@ -268,6 +269,27 @@ async def test_a_bug_is_an_opaque_500_that_names_the_request(
         assert (answer.status, answer.headers["X-Should-Retry"]) == (500, "false")
         assert "secret" not in error["message"]
         assert answer.headers["X-Request-Id"] in error["message"]
+
+
+async def test_a_bug_in_the_middle_of_a_stream_ends_it_with_an_error_event(
+    echo: EchoEngine, web: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> bytes:
+        raise ZeroDivisionError("/secret/path.py")
+
+    monkeypatch.setattr(CompletionDialect, "usage", broken)
+    body = PROMPT | {"stream": True, "stream_options": {"include_usage": True}}
+    async with web.post("/v1/completions", json=body) as answer:
+        events = await events_of(answer)
+    assert '"code":"bug"' in events[-2]
+    assert "secret" not in events[-2]
+    assert events[-1] == "data: [DONE]"
+
+
+async def test_headers_that_cannot_be_met_are_refused(web: aiohttp.ClientSession) -> None:
+    async with web.post("/v1/completions", json=PROMPT, headers={"Expect": "wonders"}) as answer:
+        assert answer.status == 417
+        assert answer.headers["X-Request-Id"]
 
 
 async def test_a_busy_port_is_one_clear_error(echo: EchoEngine) -> None:

@@ -18,7 +18,7 @@ from aserve.observability.turn import SchedulerTurn, Seat
 
 
 def test_a_story_names_everything_that_happened_in_order() -> None:
-    trace = Trace(clock=iter([1.0, 1.5, 2.0, 2.5, 3.0, 3.5]).__next__)
+    trace = Trace(clock=iter([1.0, 1.5, 2.0, 2.5, 3.0]).__next__)
     admit = AdmitRequest("a", prompt_ids=pack_i32([1, 2]), sampling=SamplingParams(seed=0))
     trace.turned(SchedulerTurn(events=[admit], effects=[], seats=(Seat("a", 0, 3, 17),)))
     output = SequenceOutput("a", 0, position=0, token_ids=pack_i32([5]), cached_len=0)
@@ -31,10 +31,10 @@ def test_a_story_names_everything_that_happened_in_order() -> None:
         "request a:",
         "  +0.0 ms admit asked, 2 tokens",
         "  +500.0 ms child 0 runs in row 3 from step 17",
-        "  +1000.0 ms child 0: 1 tokens of step 17",
-        "  +1500.0 ms cancel of all children: cancelled, kept 1",
-        "  +2000.0 ms child 0 retired: cancelled, 1 tokens",
-        "  +2500.0 ms answered: cancelled",
+        "  +1000.0 ms cancel of all children: cancelled, kept 1",
+        "  +1500.0 ms child 0 retired: cancelled, 1 tokens",
+        "  +2000.0 ms answered: cancelled",
+        "  child 0 has 1 tokens, the last of step 17",
     ]
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from aserve.errors import ConfigError
 from aserve.text.load import load_template, load_tokenizer
+from aserve.tiny.location import MODEL_DIR
 from tests.text.vocabularies import EOS, byte_level_backend
 
 
@@ -61,6 +63,30 @@ def test_a_directory_without_a_tokenizer_is_one_clear_error(tmp_path: Path) -> N
     """Slow: transformers is asked whether it can make one."""
     with pytest.raises(ConfigError, match="no usable tokenizer"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.slow
+def test_the_bundled_model_reads_text_and_chats_as_transformers_does() -> None:
+    """Slow: it imports transformers."""
+    from transformers import AutoTokenizer
+
+    reference: Any = AutoTokenizer.from_pretrained(str(MODEL_DIR))
+    tokenizer = load_tokenizer(MODEL_DIR)
+    template = load_template(MODEL_DIR)
+    assert template is not None
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "What is 27 plus 15? größer 日本 🚀"},
+    ]
+    prompt = template.render(messages)
+    assert prompt == reference.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
+    for text, with_special in (("Once upon a time 1234", True), (prompt, False)):
+        token_ids = tokenizer.encode(text, with_special=with_special)
+        assert token_ids == reference.encode(text, add_special_tokens=with_special)
+        assert tokenizer.decode(token_ids) == reference.decode(token_ids, skip_special_tokens=True)
+    assert tokenizer.token_bytes(tokenizer.eos_ids[0]).decode() == reference.eos_token
 
 
 def rendered(folder: Path) -> str:

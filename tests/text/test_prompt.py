@@ -105,6 +105,12 @@ def test_ids_that_the_model_does_not_have_are_refused_wherever_they_stand(token_
         assert caught.value.param == param
 
 
+def test_a_prompt_of_far_too_many_ids_is_refused_by_its_length() -> None:
+    """Looking at each id first would take seconds that others wait for."""
+    with pytest.raises(ContextTooLong):
+        prepared(TokenPrompt((-1,) * 11))
+
+
 def test_half_a_surrogate_pair_is_a_client_error() -> None:
     with pytest.raises(InvalidRequest, match="Unicode"):
         prepared(TextPrompt("a\ud800"))

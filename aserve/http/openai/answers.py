@@ -35,14 +35,13 @@ class Tally:
         self._last[chunk.request_id, chunk.child] = chunk.usage
 
     def total(self) -> UsageBody:
-        prompts = {request_id: usage for (request_id, _), usage in self._last.items()}
-        first = {
-            request_id: self._last.get((request_id, 0), usage)
-            for request_id, usage in prompts.items()
-        }
-        prompt_tokens = sum(usage.prompt_tokens for usage in first.values())
+        prompts: dict[str, Usage] = {}
+        for (request_id, child), usage in self._last.items():
+            if child == 0 or request_id not in prompts:
+                prompts[request_id] = usage
+        prompt_tokens = sum(usage.prompt_tokens for usage in prompts.values())
         completion_tokens = sum(usage.completion_tokens for usage in self._last.values())
-        cached_tokens = sum(usage.cached_tokens for usage in first.values())
+        cached_tokens = sum(usage.cached_tokens for usage in prompts.values())
         return UsageBody(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
