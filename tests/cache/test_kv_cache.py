@@ -19,7 +19,7 @@ def test_a_second_sequence_shares_the_pages_that_a_running_one_committed() -> No
     cache = make_cache(8)
     first = open_sequence(cache, "abc")
     commit_all(cache, first, "abc")
-    second = open_sequence(cache, "axd")
+    second = open_sequence(cache, "abd")
     assert second.pages[0][:2] == first.pages[0][:2]
     assert second.pages[0][2] != first.pages[0][2]
     assert cache.num_used(0) == 4
@@ -72,25 +72,25 @@ def test_leaving_inside_a_page_frees_that_page_and_caches_the_whole_ones_before_
 def test_a_row_that_meets_a_duplicate_keeps_its_pages_and_inserts_no_more_while_it_lives() -> None:
     cache = make_cache(8)
     first = open_sequence(cache, "abc")
-    second = open_sequence(cache, "axd")  # opened before anything was committed: nothing is shared
+    second = open_sequence(cache, "abd")  # opened before anything was committed: nothing is shared
     commit_all(cache, first, "abc")
     before = list(second.pages[0])
-    commit_all(cache, second, "axd")
+    commit_all(cache, second, "abd")
     assert not second.is_inserting
     assert second.pages[0] == before
     assert second.nodes == []
-    assert cached_len(cache, "axd") == 2
+    assert cached_len(cache, "abd") == 2
     cache.check([first, second])
 
 
 def test_a_row_that_met_a_duplicate_frees_its_copies_and_inserts_the_rest_when_it_leaves() -> None:
     cache = make_cache(8)
     first = open_sequence(cache, "abc")
-    second = open_sequence(cache, "axd")
+    second = open_sequence(cache, "abd")
     commit_all(cache, first, "abc")
-    commit_all(cache, second, "axd")
-    close_all(cache, second, "axd")
-    assert cached_len(cache, "axd") == 3
+    commit_all(cache, second, "abd")
+    close_all(cache, second, "abd")
+    assert cached_len(cache, "abd") == 3
     assert (cache.num_used(0), cache.num_cached(0), cache.num_free(0)) == (3, 1, 4)
     cache.check([first])
 
