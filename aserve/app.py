@@ -12,13 +12,11 @@ import gc
 import logging
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from rich.console import Console
 from rich.progress import Progress
@@ -31,6 +29,7 @@ from aserve.actors.tokenizer import TokenizerActor
 from aserve.channel import Channel, Codec
 from aserve.config import Resolved
 from aserve.errors import BugError, ErrorInfo, ShuttingDown
+from aserve.gpu.worker import Worker
 from aserve.http.server import HttpServer
 from aserve.http.state import HttpContext, ServerState
 from aserve.messages import (
@@ -237,42 +236,24 @@ def load(resolved: Resolved) -> Loaded:
 
 def in_thread(work: Callable[[], T], *, name: str) -> asyncio.Future[T]:
     """Runs `work` beside the loop, in a thread that does not keep the process from ending."""
-    handover = _Handover[T](asyncio.get_running_loop())
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+    results: list[T] = []
 
-    def run() -> None:
-        with handover:
-            handover.give(work())
+    def settle(error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(results[0])
+        else:
+            future.set_exception(error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return handover.future
-
-
-class _Handover(Generic[T]):
-    """Gives what a thread's work returns or raises to a future of the loop."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.future: asyncio.Future[T] = loop.create_future()
-        self._loop = loop
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        if error is not None:
-            self._post(lambda: self.future.set_exception(error))
-        return True
-
-    def give(self, result: T) -> None:
-        self._post(lambda: self.future.set_result(result))
-
-    def _post(self, settle: Callable[[], None]) -> None:
+    def on_end(error: BaseException | None) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
-            self._loop.call_soon_threadsafe(lambda: None if self.future.done() else settle())
+            loop.call_soon_threadsafe(settle, error)
+
+    Worker(name, lambda: results.append(work()), on_end=on_end).start()
+    return future
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:

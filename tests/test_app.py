@@ -20,7 +20,9 @@ from aserve.errors import ConfigError
 from tests.fake_executor import FakeExecutor
 from tests.text.vocabularies import byte_level_tokenizer
 
-BODY = {"model": "m", "prompt": "hello", "max_tokens": 40, "stream": True, "ignore_eos": True}
+# With this seed the first token has text of its own: no half of a character.
+BODY = {"model": "m", "prompt": "hello", "max_tokens": 40, "seed": 1, "ignore_eos": True}
+BODY |= {"stream": True}
 
 
 class Life:

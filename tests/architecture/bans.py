@@ -10,7 +10,10 @@ from tests.architecture.imports import imports
 from tests.architecture.source import FUNCTIONS, Finding, Module, calls, dotted, is_under
 
 TASK_HOMES = ("aserve/actors/base.py",)
-BROAD_EXCEPT_HOMES = ("aserve/actors/base.py", "aserve/http/server.py")
+BROAD_EXCEPT_HOMES = (
+    *("aserve/actors/base.py", "aserve/http/server.py"),
+    "aserve/gpu/executor.py",  # a failing step is a value, whatever it raised
+)
 ENVIRONMENT_HOMES = ("aserve/config.py",)
 DEVICE = ("aserve/gpu/",)
 PURE = ("aserve/scheduling/", "aserve/cache/")

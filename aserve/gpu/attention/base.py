@@ -1,0 +1,22 @@
+"""The protocol of attention over paged KV: plan a forward once, then attend in every layer.
+
+It knows no model and no step. A backend keeps no state between forwards: what it prepared is in the
+plan, and the plan is on its ForwardBatch or in its caller's hands.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from aserve.gpu.forward_batch import ForwardBatch
+from aserve.gpu.models.attend import Attend
+
+
+class AttentionBackend(Protocol):
+    host_lens: bool  # planning needs exact lengths on the host
+
+    def plan(self, batch: ForwardBatch) -> object:
+        """What all layers of one forward share."""
+
+    def bind(self, batch: ForwardBatch, plan: object) -> Attend:
+        """The callable that the model gets: stores k and v in the batch's slots, then attends."""

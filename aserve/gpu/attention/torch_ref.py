@@ -1,0 +1,66 @@
+"""Attention in plain torch, row by row: the oracle that other backends are compared with.
+
+It knows no batch shape that deserves speed. Written: only the keys and values of the forward's own
+slots.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from aserve.gpu.forward_batch import ForwardBatch
+from aserve.gpu.kv.pools import KvPools
+from aserve.gpu.models.attend import Attend
+from aserve.gpu.models.layer_spec import LayerSpec
+
+
+class TorchReference:
+    """Each row is computed on its own, so that no neighbour can change it."""
+
+    __slots__ = ("_pools", "host_lens")
+
+    def __init__(self, pools: KvPools) -> None:
+        self._pools = pools
+        self.host_lens = False
+
+    def plan(self, batch: ForwardBatch) -> object:
+        return None
+
+    def bind(self, batch: ForwardBatch, plan: object) -> Attend:
+        def attend(layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            kv = self._pools.layers[layer.index]
+            kv.keys.index_copy_(0, batch.slots[kv.group], k)
+            kv.values.index_copy_(0, batch.slots[kv.group], v)
+            outputs: list[Tensor] = []
+            start = 0
+            for row, span in enumerate(batch.spans_cpu):
+                stop = start + int(span)
+                outputs.append(self._attend_row(layer, q[start:stop], batch, row))
+                start = stop
+            return torch.cat(outputs)
+
+        return attend
+
+    def _attend_row(self, layer: LayerSpec, q: Tensor, batch: ForwardBatch, row: int) -> Tensor:
+        """q [span, heads, head_dim] of one row -> like q."""
+        kv = self._pools.layers[layer.index]
+        kv_positions = torch.arange(int(batch.len_bounds_cpu[row]), device=q.device)
+        own_row = batch.rows[row].expand_as(kv_positions)
+        slots = self._pools.slots(kv.group, own_row, kv_positions)
+        positions = batch.lens[row] - len(q) + torch.arange(len(q), device=q.device)
+        is_seen = visible(positions, kv_positions, layer.window)
+        keys = kv.keys[slots].repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=1)
+        values = kv.values[slots].repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", q, keys) * layer.scale
+        if layer.softcap is not None:
+            scores = layer.softcap * torch.tanh(scores / layer.softcap)
+        weights = scores.masked_fill(~is_seen, -torch.inf).softmax(dim=-1)
+        return torch.einsum("hqk,khd->qhd", weights, values)
+
+
+def visible(positions: Tensor, kv_positions: Tensor, window: int | None) -> Tensor:
+    """positions [..., queries], kv_positions [keys] -> bool [..., queries, keys]."""
+    distance = positions[..., None] - kv_positions
+    is_seen = distance >= 0
+    return is_seen if window is None else is_seen & (distance < window)

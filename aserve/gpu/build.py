@@ -1,0 +1,156 @@
+"""Builds an executor: loads the model, sizes the KV, and connects what lives on the device.
+
+It knows no scheduler and no request. The only place in gpu/ that chooses by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from aserve.cache.layout import plan_groups
+from aserve.gpu.attention.base import AttentionBackend
+from aserve.gpu.attention.registry import BACKENDS
+from aserve.gpu.decode.base import DecodeMode
+from aserve.gpu.decode.registry import MODES
+from aserve.gpu.device.base import Device
+from aserve.gpu.device.registry import open_device
+from aserve.gpu.executor import ExecutorParts, TorchExecutor
+from aserve.gpu.future_map import FutureMap
+from aserve.gpu.graphs import GraphRunner
+from aserve.gpu.kv.layer_groups import LayerGroup, group_layers
+from aserve.gpu.kv.pools import KvPools
+from aserve.gpu.models.causal_model import CausalModel
+from aserve.gpu.resolve import DeviceState
+from aserve.gpu.runner import ModelRunner, RunnerParts
+from aserve.gpu.sample.row_tables import RowTables
+from aserve.gpu.weights.load import load_model
+from aserve.messages import EngineSpec, GroupSpec
+
+GIB = 1 << 30
+KV_PART = 4  # of free memory, KV takes one part of so many
+MAX_KV_BYTES = GIB
+
+OnProgress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """None lets the engine choose; `graph_sizes` are the captured numbers of rows, none is
+    eager.
+    """
+
+    model_dir: Path
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    page_size: int = 16
+    num_pages: int | None = None
+    prefix_cache: bool = True
+    max_rows: int = 64
+    max_batched_tokens: int = 2048
+    max_waiting: int = 512
+    depth: int = 2
+    lead: int = 2
+    debug_checks: bool = False
+    device: str = "cpu"
+    attention: str = "paged-sdpa"
+    decode: str = "autoregressive"
+    graph_sizes: tuple[int, ...] = ()
+
+
+def build_executor(
+    options: BuildOptions, *, on_progress: OnProgress = lambda _done, _total: None
+) -> TorchExecutor:
+    """Takes as long as loading takes; `on_progress(bytes done, bytes in all)` is called from
+    here.
+    """
+    device = open_device(options.device)
+    model = load_model(
+        options.model_dir,
+        dtype=options.dtype,
+        device=device.torch_device,
+        max_model_len=options.max_model_len,
+        memory_bytes=device.free_bytes(),
+        on_progress=on_progress,
+    )
+    return assemble(model, MODES[options.decode](), device, options)
+
+
+def assemble(
+    model: CausalModel, mode: DecodeMode, device: Device, options: BuildOptions
+) -> TorchExecutor:
+    """An executor around a model that is there already."""
+    groups = group_layers(model.layers)
+    specs = _plan_pages(model, groups, device, options)
+    spec = EngineSpec(
+        page_size=options.page_size,
+        groups=specs,
+        max_rows=options.max_rows,
+        max_model_len=model.max_model_len,
+        max_batched_tokens=options.max_batched_tokens,
+        vocab_size=model.vocab_size,
+        depth=options.depth,
+        lead=options.lead,
+        max_waiting=options.max_waiting,
+        prefix_cache=options.prefix_cache,
+        decode=mode.caps,
+    )
+    state = _allocate(model, groups, spec, mode=mode, device=device)
+    attention = BACKENDS[options.attention](state.pools, tuple(g.window for g in groups))
+    runner = ModelRunner(
+        RunnerParts(
+            model=model,
+            state=state,
+            attention=attention,
+            mode=mode,
+            graphs=_graphs(model, attention, state.pools, options.graph_sizes),
+            is_debug=options.debug_checks,
+        )
+    )
+    return TorchExecutor(ExecutorParts(runner, device, spec, options.debug_checks))
+
+
+def _plan_pages(
+    model: CausalModel, groups: tuple[LayerGroup, ...], device: Device, options: BuildOptions
+) -> tuple[GroupSpec, ...]:
+    return plan_groups(
+        [group.layout(model.dtype.itemsize) for group in groups],
+        page_size=options.page_size,
+        budget_bytes=min(device.free_bytes() // KV_PART, MAX_KV_BYTES),
+        max_rows=options.max_rows,
+        max_model_len=model.max_model_len,
+        max_batched_tokens=options.max_batched_tokens,
+        num_pages=options.num_pages,
+    )
+
+
+def _allocate(
+    model: CausalModel,
+    groups: tuple[LayerGroup, ...],
+    spec: EngineSpec,
+    *,
+    mode: DecodeMode,
+    device: Device,
+) -> DeviceState:
+    """Every table that lives as long as the engine, before anything is captured."""
+    where = device.torch_device
+    pages_per_row = -(-model.max_model_len // spec.page_size) + 1
+    return DeviceState(
+        pools=KvPools(
+            groups,
+            spec.groups,
+            page_size=spec.page_size,
+            table_shape=(spec.max_rows + 1, pages_per_row),
+            dtype=model.dtype,
+            device=where,
+        ),
+        tables=RowTables(max_rows=spec.max_rows, device=where),
+        relay=FutureMap(mode.fields, max_rows=spec.max_rows, device=where),
+    )
+
+
+def _graphs(
+    model: CausalModel, attention: AttentionBackend, pools: KvPools, sizes: tuple[int, ...]
+) -> GraphRunner | None:
+    return GraphRunner(model, attention, pools, sizes=sizes) if sizes else None

@@ -1,0 +1,44 @@
+"""One token per row and step: one forward, one sample, one stash.
+
+Lengths are known to the host, so it publishes none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from aserve.gpu.decode.base import Emitted, OnPublish
+from aserve.gpu.device_batch import DeviceStep
+from aserve.gpu.future_map import LAST_TOKEN, RelayField
+from aserve.gpu.sample.sampler import Sampled
+from aserve.messages import DecodeCaps
+
+if TYPE_CHECKING:
+    from aserve.gpu.runner import HeldSample, ModelRunner
+
+
+class Autoregressive:
+    __slots__ = ("caps", "fields")
+
+    def __init__(self) -> None:
+        self.caps = DecodeCaps()
+        self.fields: tuple[RelayField, ...] = ()
+
+    def step(self, runner: ModelRunner, step: DeviceStep, publish: OnPublish) -> Emitted:
+        hidden = runner.forward(runner.init_forward(step.batch))
+        runner.hold(step, hidden)
+        sampled = runner.sample(step, hidden)
+        rows = step.sections.ints("sample_rows")
+        runner.relay.stash(rows, {LAST_TOKEN: sampled.tokens}, iteration=step.batch.iteration)
+        return _one_each(sampled)
+
+    def sample_held(self, runner: ModelRunner, held: HeldSample) -> Emitted:
+        sampled = runner.sample_held(held)
+        runner.relay.stash(held.rows, {LAST_TOKEN: sampled.tokens}, iteration=held.iteration)
+        return _one_each(sampled)
+
+
+def _one_each(sampled: Sampled) -> Emitted:
+    return Emitted(sampled.tokens[:, None], torch.ones_like(sampled.tokens), sampled)

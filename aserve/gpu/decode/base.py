@@ -1,0 +1,44 @@
+"""The protocol of a decode mode: what it can do, as data, and its one `step`.
+
+It knows neither scheduling nor the executor. A mode's state lives in relay fields only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from aserve.gpu.device_batch import DeviceStep
+from aserve.gpu.future_map import RelayField
+from aserve.gpu.sample.sampler import Sampled
+from aserve.messages import DecodeCaps
+
+if TYPE_CHECKING:
+    from aserve.gpu.runner import HeldSample, ModelRunner
+
+OnPublish = Callable[[Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """What a step gives its sampled rows: tokens int64 [samples, width], of which the first
+    `counts` int64 [samples] are emitted."""
+
+    tokens: Tensor
+    counts: Tensor
+    sampled: Sampled
+
+
+class DecodeMode(Protocol):
+    caps: DecodeCaps
+    fields: tuple[RelayField, ...]  # beside the last token; with SEQ_LEN among them it publishes
+
+    def step(self, runner: ModelRunner, step: DeviceStep, publish: OnPublish) -> Emitted:
+        """From init_new to stash. `publish` gets the KV lengths int64 [rows] after the step, as
+        soon as they are known, and only in a mode that declares SEQ_LEN."""
+
+    def sample_held(self, runner: ModelRunner, held: HeldSample) -> Emitted:
+        """The part from sample on, for rows whose logits were held."""

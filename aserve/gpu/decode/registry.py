@@ -1,0 +1,10 @@
+"""Decode modes by name. A new one is a file in this folder and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from aserve.gpu.decode.autoregressive import Autoregressive
+from aserve.gpu.decode.base import DecodeMode
+
+MODES: Mapping[str, Callable[[], DecodeMode]] = {"autoregressive": Autoregressive}

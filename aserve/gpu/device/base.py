@@ -1,0 +1,43 @@
+"""What the executor and its waiter ask of a kind of device: streams, events, host buffers, copies.
+
+It knows no step, row or model. A device holds no state of ours.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Event(Protocol):
+    """A mark on a stream. It is recorded once by the executor thread; others may wait for it."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None:
+        """Blocks the calling thread, without spinning, until what was before the mark is done."""
+
+
+class Device(Protocol):
+    name: str
+    torch_device: torch.device
+
+    def stream(self) -> AbstractContextManager[None]:
+        """The executor thread's own stream; all its work is inside."""
+
+    def new_event(self) -> Event: ...
+
+    def host_buffer(self, num_words: int) -> Tensor:
+        """int32 [num_words] on the host, such that copies to and from it do not block."""
+
+    def stage(self, host: Tensor) -> Tensor:
+        """A copy of `host` on the device; `host` may change once an event after this is done."""
+
+    def copy_out(self, values: Tensor, host: Tensor) -> None:
+        """`host` holds `values` once an event after this is done."""
+
+    def free_bytes(self) -> int:
+        """What this process may still allocate."""

@@ -1,0 +1,55 @@
+"""The CPU as a device: a stream is the executor thread itself, so an event is done when recorded.
+
+It takes the same way as a device that runs behind: staged values are copied, results wait in a
+host buffer until their event. It knows no step.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from aserve.gpu.device.base import Event
+from aserve.gpu.weights.memory import available_memory_bytes
+
+
+class CpuEvent:
+    __slots__ = ("_is_done",)
+
+    def __init__(self) -> None:
+        self._is_done = threading.Event()
+
+    def record(self) -> None:
+        self._is_done.set()
+
+    def synchronize(self) -> None:
+        self._is_done.wait()
+
+
+class CpuDevice:
+    __slots__ = ("name", "torch_device")
+
+    def __init__(self) -> None:
+        self.name = "cpu"
+        self.torch_device = torch.device("cpu")
+
+    def stream(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def new_event(self) -> Event:
+        return CpuEvent()
+
+    def host_buffer(self, num_words: int) -> Tensor:
+        return torch.empty(num_words, dtype=torch.int32)
+
+    def stage(self, host: Tensor) -> Tensor:
+        return host.clone()
+
+    def copy_out(self, values: Tensor, host: Tensor) -> None:
+        host.copy_(values)
+
+    def free_bytes(self) -> int:
+        return available_memory_bytes()

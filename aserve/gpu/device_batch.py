@@ -1,0 +1,57 @@
+"""A step's decision on the device: everything known, nothing shaped for a forward yet.
+
+It knows no model. Made by resolve.py for a step, or here for one more forward within it; never
+changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aserve.gpu.sections import DeviceSections
+from aserve.gpu.step_plan import StepPlan
+from aserve.messages import ArrayI32
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """Tensors int64; rows, spans, kv_lens [rows]; input_ids, owners, offsets [tokens]."""
+
+    iteration: int
+    rows: Tensor
+    spans: Tensor
+    kv_lens: Tensor  # before this forward, exact
+    input_ids: Tensor  # known ids only
+    owners: Tensor
+    offsets: Tensor
+    spans_cpu: ArrayI32
+    len_bounds_cpu: ArrayI32  # no row is longer after this forward
+
+    def decode(self, rows: Tensor, *, input_ids: Tensor, kv_lens: Tensor) -> DeviceBatch:
+        """One more token for some of these rows, int64 [n] each: a drafter's next forward."""
+        num_rows = len(rows)
+        bound = int(self.len_bounds_cpu.max(initial=0)) + 1
+        return DeviceBatch(
+            iteration=self.iteration,
+            rows=rows,
+            spans=torch.ones_like(rows),
+            kv_lens=kv_lens,
+            input_ids=input_ids,
+            owners=torch.arange(num_rows, device=rows.device),
+            offsets=torch.zeros_like(rows),
+            spans_cpu=np.ones(num_rows, np.int32),
+            len_bounds_cpu=np.full(num_rows, bound, np.int32),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStep:
+    """One step as a decode mode gets it: the resolved batch, the plan, the staged arrays."""
+
+    plan: StepPlan
+    batch: DeviceBatch
+    sections: DeviceSections

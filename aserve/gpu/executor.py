@@ -1,0 +1,304 @@
+"""The executor thread: runs what it is given, in order, on one stream; a step that fails is a
+value.
+
+It decides nothing and never waits for the device. `_is_failed` is written by this thread, and by
+the waiter when a result turns out to be unsound; only a Resync clears it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import queue
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aserve.errors import AserveError, BugError, EngineDead, ErrorInfo, StepError
+from aserve.gpu.decode.base import Emitted
+from aserve.gpu.device.base import Device
+from aserve.gpu.future_map import SEQ_LEN
+from aserve.gpu.host_slots import HostSlot, HostSlots
+from aserve.gpu.resolve import stage_tables
+from aserve.gpu.results import Layout, Tokens, check_step, layout_of, pack, read_tokens, seq_lens
+from aserve.gpu.runner import HeldSample, ModelRunner
+from aserve.gpu.sample.plan import RowFacts
+from aserve.gpu.sections import DeviceSections, HostSections
+from aserve.gpu.step_plan import LogitsPlan, StepPlan, plan_logits, plan_step
+from aserve.gpu.ticket import Outcome, StepTicket
+from aserve.gpu.waiter import Landing, Waiter
+from aserve.gpu.worker import Worker
+from aserve.messages import (
+    ArrayI32,
+    EngineSpec,
+    PageWrites,
+    Resync,
+    Sample,
+    ScheduleBatch,
+    StepFailed,
+    array_i32,
+    pack_i32,
+)
+
+# PERF: torch gives the interpreter lock up at every operator; beside a busy thread 300 operators
+# of 4 us took 500 ms at Python's own 5 ms, and 14 ms at this.
+SWITCH_INTERVAL_S = 20e-6
+
+Job = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorParts:
+    runner: ModelRunner
+    device: Device
+    spec: EngineSpec
+    is_debug: bool
+
+
+class TorchExecutor:
+    """Implements messages.Executor; all public methods belong to the loop's thread."""
+
+    def __init__(self, parts: ExecutorParts) -> None:
+        self.spec = parts.spec
+        self.died: asyncio.Future[BaseException]
+        self._runner = parts.runner
+        self._device = parts.device
+        self._is_debug = parts.is_debug
+        self._facts = RowFacts(parts.spec.max_rows)
+        self._held_lens: dict[int, int] = {}  # bounds, by row: what a Sample's history may reach
+        self._is_failed = False
+        self._is_closed = False
+        self._staging = HostSlots(parts.device)
+        self._results = HostSlots(parts.device)
+        self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._worker = Worker("aserve-executor", self._run, on_end=self._ended)
+        self._loop: asyncio.AbstractEventLoop
+        self._waiter: Waiter
+
+    # ------------------------------------------------------------ the loop's side
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._loop = loop
+        self.died = loop.create_future()
+        self._waiter = Waiter(loop, on_end=self._ended)
+        self._waiter.start()
+        self._worker.start()
+
+    async def warm_up(self) -> None:
+        """One prefill and one decode of the padding row: no request's state is touched."""
+        for span in (2, 1):
+            outcome = await self.launch(_padding_step(span, num_groups=len(self.spec.groups)))
+            if isinstance(outcome, StepFailed):
+                raise EngineDead(f"the warm-up step failed: {outcome.error.message}")
+
+    def launch(self, batch: ScheduleBatch) -> StepTicket:
+        ticket = StepTicket(batch.iteration, self._loop)
+        self._inbox.put(functools.partial(self._try, ticket, lambda: self._step(batch, ticket)))
+        return ticket
+
+    def sample(self, sample: Sample) -> StepTicket:
+        ticket = StepTicket(sample.iteration, self._loop)
+        self._inbox.put(functools.partial(self._try, ticket, lambda: self._sample(sample, ticket)))
+        return ticket
+
+    def resync(self, resync: Resync) -> None:
+        self._inbox.put(self._resync)
+
+    def close(self) -> None:
+        """What was launched still runs to its end; afterwards no thread is left."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._inbox.put(None)
+        self._worker.join()
+        self._waiter.close()
+
+    # ------------------------------------------------------------ the executor thread
+
+    def _run(self) -> None:
+        with torch.inference_mode(), self._device.stream():
+            while (job := self._inbox.get()) is not None:
+                job()
+
+    def _try(self, ticket: StepTicket, work: Job) -> None:
+        """Any exception of a step is that step's failure; the thread goes on."""
+        if self._is_failed:
+            self._fail(ticket, StepError("an earlier step failed").info())
+            return
+        try:
+            work()
+        except AserveError as error:
+            self._fail(ticket, error.info())
+        except Exception as error:
+            self._fail(ticket, StepError(f"{type(error).__name__}: {error}").info())
+
+    def _fail(self, ticket: StepTicket, error: ErrorInfo) -> None:
+        self._is_failed = True
+        failed = StepFailed(ticket.iteration, error)
+        self._land(lambda: functools.partial(ticket.complete, failed))
+
+    def _resync(self) -> None:
+        self._is_failed = False
+        self._held_lens.clear()
+
+    def _step(self, batch: ScheduleBatch, ticket: StepTicket) -> None:
+        self._facts.write(batch.row_inits)
+        plan = plan_step(batch, self._facts, vocab_size=self.spec.vocab_size)
+        sections = HostSections()
+        stage_tables(batch, sections, page_size=self.spec.page_size)
+        plan.stage(sections)
+        staged = self._stage(sections)
+        publish = functools.partial(self._publish, plan, staged, ticket)
+        outcome = self._runner.step(plan, staged, publish)
+        self._held_lens.update(_ends(plan))
+        checks = (outcome.stamps, outcome.kv_lens) if self._is_debug else ()
+        self._copy_out(
+            pack(outcome.emitted, checks),
+            functools.partial(self._read_step, plan, layout_of(outcome.emitted), ticket),
+        )
+
+    def _sample(self, sample: Sample, ticket: StepTicket) -> None:
+        rows = array_i32(sample.rows)
+        if missing := [int(row) for row in rows if int(row) not in self._held_lens]:
+            raise BugError(f"step {sample.iteration}: rows {missing} are sampled, but not held")
+        max_len = max(self._held_lens[int(row)] for row in rows)
+        logits = self._plan_held(rows, max_len)
+        sections = HostSections()
+        logits.stage(sections)
+        sections.add("mask", array_i32(sample.masks))
+        staged = self._stage(sections)
+        mask = staged.words[staged.places["mask"]].view(len(rows), -1)
+        held = HeldSample(sample.iteration, staged.ints("sample_rows"), mask, logits, staged)
+        emitted: Emitted = self._runner.finish_held(held)
+        for row in rows:
+            del self._held_lens[int(row)]
+        read = functools.partial(self._read_sample, logits, layout_of(emitted), ticket)
+        self._copy_out(pack(emitted), read)
+
+    def _plan_held(self, rows: ArrayI32, max_len: int) -> LogitsPlan:
+        num = len(rows)
+        return plan_logits(
+            rows,
+            np.arange(1, num + 1, dtype=np.int32),
+            np.ones(num, np.int32),
+            self._facts,
+            max_len=max_len,
+            vocab_size=self.spec.vocab_size,
+        )
+
+    def _stage(self, sections: HostSections) -> DeviceSections:
+        """The one copy of a step's host values. The slot is free again after the copy's event."""
+        slot = self._staging.take(sections.num_words)
+        places = sections.write(slot.words)
+        words = self._device.stage(slot.buffer[: sections.num_words])
+        self._land(functools.partial(self._give_back_staging, slot))
+        return DeviceSections(words, words.to(torch.int64), places)
+
+    def _publish(
+        self, plan: StepPlan, staged: DeviceSections, ticket: StepTicket, lens: Tensor
+    ) -> None:
+        """Lengths after the step, early: into the relay for the next step, and to the host."""
+        self._runner.relay.publish(staged.ints("rows"), lens)
+        read = functools.partial(self._read_lens, plan, ticket)
+        self._copy_out(lens.to(torch.int32), read)
+
+    def _copy_out(self, values: Tensor, read: Callable[[ArrayI32], Callable[[], None]]) -> None:
+        """values: int32 [n]; `read` gets them on the waiter's thread, as a copy of its own."""
+        slot = self._results.take(len(values))
+        self._device.copy_out(values, slot.buffer[: len(values)])
+        num_words = len(values)
+
+        def land() -> Callable[[], None]:
+            words = slot.words[:num_words].copy()
+            self._results.give_back(slot)
+            return read(words)
+
+        self._land(land)
+
+    def _land(self, read: Callable[[], Job | None]) -> None:
+        event = self._device.new_event()
+        event.record()
+        self._waiter.land(Landing(event, read))
+
+    # ------------------------------------------------------------ the waiter's thread
+
+    def _give_back_staging(self, slot: HostSlot) -> None:
+        self._staging.give_back(slot)
+
+    def _read_lens(self, plan: StepPlan, ticket: StepTicket, words: ArrayI32) -> Job:
+        return functools.partial(ticket.publish, seq_lens(plan, words))
+
+    def _read_step(
+        self, plan: StepPlan, layout: Layout, ticket: StepTicket, words: ArrayI32
+    ) -> Job:
+        num_words = sum(layout.sizes)
+        found: Tokens | AserveError = read_tokens(words[:num_words], layout, plan.logits)
+        if self._is_debug:
+            stamps, kv_lens = np.split(words[num_words:], 2)
+            found = check_step(plan, stamps, kv_lens) or found
+        if isinstance(found, AserveError):
+            return self._refuse(ticket, found)
+        result = found.step_result(plan.iteration)
+        if SEQ_LEN in self._runner.relay:
+            return functools.partial(ticket.complete, result)
+        return functools.partial(_complete_with_lens, ticket, result, plan)
+
+    def _read_sample(
+        self, logits: LogitsPlan, layout: Layout, ticket: StepTicket, words: ArrayI32
+    ) -> Job:
+        found = read_tokens(words, layout, logits)
+        if isinstance(found, AserveError):
+            return self._refuse(ticket, found)
+        return functools.partial(ticket.complete, found.sample_result(ticket.iteration))
+
+    def _refuse(self, ticket: StepTicket, error: AserveError) -> Job:
+        """A result that is not sound fails its step, and every one after it up to the Resync."""
+        self._is_failed = True
+        return functools.partial(ticket.complete, StepFailed(ticket.iteration, error.info()))
+
+    def _ended(self, error: BaseException | None) -> None:
+        """One of the two threads has ended, for whatever reason."""
+        if self._is_closed and error is None:
+            return
+        reason = error or BugError("a device thread ended by itself")
+        with contextlib.suppress(RuntimeError):  # the loop has ended, too
+            self._loop.call_soon_threadsafe(self._report_death, reason)
+
+    def _report_death(self, reason: BaseException) -> None:
+        if not self.died.done():
+            self.died.set_result(reason)
+
+
+def _complete_with_lens(ticket: StepTicket, outcome: Outcome, plan: StepPlan) -> None:
+    """The host knew the lengths all along."""
+    ticket.publish(seq_lens(plan, plan.kv_lens + plan.spans))
+    ticket.complete(outcome)
+
+
+def _ends(plan: StepPlan) -> dict[int, int]:
+    """Where each held row's history ends at most."""
+    held = np.isin(plan.rows, plan.held_rows)
+    ends = (plan.kv_lens + plan.spans)[held]
+    return dict(zip(plan.held_rows.tolist(), ends.tolist(), strict=True))
+
+
+def _padding_step(span: int, *, num_groups: int) -> ScheduleBatch:
+
+    return ScheduleBatch(
+        iteration=0,
+        rows=pack_i32([0]),
+        spans=pack_i32([span]),
+        input_ids=pack_i32([0] * span),
+        next_ids=pack_i32([0]),
+        kv_lens=pack_i32([0]),
+        bounds=b"\0",
+        expects=pack_i32([0]),
+        sample_rows=pack_i32([0]),
+        page_writes=tuple(PageWrites() for _ in range(num_groups)),
+    )

@@ -1,0 +1,167 @@
+"""The device form of one forward. `init_new` is the only place that shapes a forward's inputs.
+
+It knows no algorithm and no sampling. Frozen; only the attention plan's marker is written later,
+by who plans ahead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aserve.errors import BugError
+from aserve.gpu.attention.plan_marker import PlanMarker, PlanRecord
+from aserve.gpu.device_batch import DeviceBatch
+from aserve.gpu.kv.pools import KvPools
+from aserve.gpu.models.hidden_capture import HiddenCapture
+from aserve.messages import ArrayI32
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardOverrides:
+    """What one forward needs and no other: an argument of init_new, so it cannot outlive it."""
+
+    capture: HiddenCapture | None = None
+    kv_lens_cpu: ArrayI32 | None = None  # exact lengths before the forward, if the host has them
+
+
+NO_OVERRIDES = ForwardOverrides()
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """Tensors int64. Padding rows come last: row 0, slot 0, one token."""
+
+    iteration: int
+    rows: Tensor  # [rows]
+    lens: Tensor  # [rows], KV lengths with this forward's tokens
+    query_starts: Tensor  # [rows + 1]
+    owners: Tensor  # [tokens]
+    input_ids: Tensor  # [tokens]
+    positions: Tensor  # [tokens]
+    slots: tuple[Tensor, ...]  # [tokens] per layer group
+    spans_cpu: ArrayI32  # [rows]
+    len_bounds_cpu: ArrayI32  # [rows], no length is greater
+    lens_cpu: ArrayI32 | None  # [rows], where an override brought them
+    capture: HiddenCapture | None
+    is_debug: bool = False
+    marker: PlanMarker = field(default_factory=PlanMarker, compare=False, repr=False)
+
+    @classmethod
+    def init_new(
+        cls,
+        batch: DeviceBatch,
+        pools: KvPools,
+        overrides: ForwardOverrides = NO_OVERRIDES,
+        *,
+        is_debug: bool = False,
+    ) -> ForwardBatch:
+        """Pure: the same arguments give equal tensors, and nothing given is changed."""
+        token_rows = batch.rows.index_select(0, batch.owners)
+        positions = batch.kv_lens.index_select(0, batch.owners).add_(batch.offsets)
+        known = overrides.kv_lens_cpu
+        return cls(
+            iteration=batch.iteration,
+            rows=batch.rows,
+            lens=batch.kv_lens + batch.spans,
+            query_starts=torch.nn.functional.pad(batch.spans.cumsum(0), (1, 0)),
+            owners=batch.owners,
+            input_ids=batch.input_ids,
+            positions=positions,
+            slots=tuple(
+                pools.slots(group, token_rows, positions) for group in range(len(pools.page_tables))
+            ),
+            spans_cpu=batch.spans_cpu,
+            len_bounds_cpu=batch.len_bounds_cpu,
+            lens_cpu=None if known is None else known + batch.spans_cpu,
+            capture=overrides.capture,
+            is_debug=is_debug,
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def plan(self) -> object:
+        """What the mark carries; only where `needs_attention_plan()` is False."""
+        if self.marker.record is None:
+            raise BugError(f"step {self.iteration}: nobody planned this forward's attention")
+        return self.marker.record.plan
+
+    def mark_attention_planned(self, plan: object, *, replan_equivalent: bool = False) -> None:
+        """Only for who plans before the forward runs, capture batches too; again records again."""
+        self.marker.record = PlanRecord(plan, self.num_rows, self.num_tokens, replan_equivalent)
+
+    def needs_attention_plan(self) -> bool:
+        """Asked after padding."""
+        record = self.marker.record
+        if record is None:
+            return True
+        if (record.num_rows, record.num_tokens) == (self.num_rows, self.num_tokens):
+            return False
+        if not record.replan_equivalent and self.is_debug:
+            raise BugError(
+                f"step {self.iteration} was planned for {record.num_rows} rows and "
+                f"{record.num_tokens} tokens, has {self.num_rows} and {self.num_tokens}, and its "
+                "plan cannot be made again"
+            )
+        return record.replan_equivalent
+
+    def padded(self, num_rows: int) -> ForwardBatch:
+        """With padding rows of one token up to `num_rows`. The plan's record comes along."""
+        more = num_rows - self.num_rows
+        if more == 0:
+            return self
+        ones = np.ones(more, np.int32)
+        pad = torch.nn.functional.pad
+        last = torch.arange(self.num_tokens + 1, self.num_tokens + more + 1)
+        return dataclasses.replace(
+            self,
+            rows=pad(self.rows, (0, more)),
+            lens=pad(self.lens, (0, more), value=1),
+            query_starts=torch.cat((self.query_starts, last.to(self.rows.device))),
+            owners=torch.cat(
+                (self.owners, torch.arange(self.num_rows, num_rows, device=self.rows.device))
+            ),
+            input_ids=pad(self.input_ids, (0, more)),
+            positions=pad(self.positions, (0, more)),
+            slots=tuple(pad(slots, (0, more)) for slots in self.slots),
+            spans_cpu=np.concatenate((self.spans_cpu, ones)),
+            len_bounds_cpu=np.concatenate((self.len_bounds_cpu, ones)),
+            lens_cpu=None if self.lens_cpu is None else np.concatenate((self.lens_cpu, ones)),
+            marker=PlanMarker(self.marker.record),
+        )
+
+    def split(self, num_rows: int) -> tuple[ForwardBatch, ForwardBatch]:
+        """The first rows and the rest, as two forwards; both start unplanned."""
+        num_tokens = int(self.spans_cpu[:num_rows].sum())
+        return (
+            self._part(slice(0, num_rows), slice(0, num_tokens)),
+            self._part(slice(num_rows, None), slice(num_tokens, None)),
+        )
+
+    def _part(self, rows: slice, tokens: slice) -> ForwardBatch:
+        starts = self.query_starts[rows.start : None if rows.stop is None else rows.stop + 1]
+        return dataclasses.replace(
+            self,
+            rows=self.rows[rows],
+            lens=self.lens[rows],
+            query_starts=starts - tokens.start,
+            owners=self.owners[tokens] - rows.start,
+            input_ids=self.input_ids[tokens],
+            positions=self.positions[tokens],
+            slots=tuple(slots[tokens] for slots in self.slots),
+            spans_cpu=self.spans_cpu[rows],
+            len_bounds_cpu=self.len_bounds_cpu[rows],
+            lens_cpu=None if self.lens_cpu is None else self.lens_cpu[rows],
+            marker=PlanMarker(),
+        )

@@ -1,0 +1,73 @@
+"""The relay of what the host cannot know yet: one row per request, on the device.
+
+It knows no algorithm: a decode mode declares its fields. Written on the executor's stream only, by
+`publish` (lengths, early in a step), `stash` (the rest, at its end) and `forget` (new tenants).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aserve.errors import BugError
+
+LAST_TOKEN = "last_token"
+SEQ_LEN = "seq_len"
+NEVER = 0  # no step has this number: what a forgotten row was written by
+
+
+@dataclass(frozen=True, slots=True)
+class RelayField:
+    """`shape` is that of one row's value."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class FutureMap:
+    """All tensors are allocated here, once: [max_rows + 1, ...]. Row 0 is padding; it may be
+    written, and nobody reads it."""
+
+    __slots__ = ("_fields", "written_iter")
+
+    def __init__(
+        self, fields: tuple[RelayField, ...], *, max_rows: int, device: torch.device
+    ) -> None:
+        declared = (RelayField(LAST_TOKEN, (), torch.int64), *fields)
+        self._fields = {
+            field.name: torch.zeros((max_rows + 1, *field.shape), dtype=field.dtype, device=device)
+            for field in declared
+        }
+        if len(self._fields) != len(declared):
+            raise BugError(f"a relay field is declared twice: {[field.name for field in declared]}")
+        self.written_iter = torch.full((max_rows + 1,), NEVER, dtype=torch.int64, device=device)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._fields
+
+    def read(self, name: str, rows: Tensor) -> Tensor:
+        """rows int64 [n] -> a copy [n, *shape]."""
+        return self._fields[name].index_select(0, rows)
+
+    def resolve(self, ids: Tensor) -> Tensor:
+        """ids int64 [tokens], where -row stands for that row's last token -> ids without any."""
+        tokens = self._fields[LAST_TOKEN].index_select(0, (-ids).clamp_(min=0))
+        return torch.where(ids < 0, tokens, ids)
+
+    def publish(self, rows: Tensor, seq_lens: Tensor) -> None:
+        """Only in a mode that declares SEQ_LEN: KV length of each row after this step."""
+        self._fields[SEQ_LEN].index_copy_(0, rows, seq_lens)
+
+    def stash(self, rows: Tensor, fields: Mapping[str, Tensor], *, iteration: int) -> None:
+        """fields [n, *shape]; what is not given stays. Stamps the rows with the iteration."""
+        for name, values in fields.items():
+            self._fields[name].index_copy_(0, rows, values)
+        self.written_iter.index_fill_(0, rows, iteration)
+
+    def forget(self, rows: Tensor) -> None:
+        """The rows have new tenants, who must not read what is there."""
+        self.written_iter.index_fill_(0, rows, NEVER)

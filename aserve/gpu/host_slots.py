@@ -1,0 +1,52 @@
+"""Host buffers that copies to and from the device go through, each in use by one step at a time.
+
+It knows nothing of what is in them. A slot is taken by the executor thread and given back by the
+waiter, after the event of the step that used it: before, the device may still read or write it.
+"""
+
+from __future__ import annotations
+
+import queue
+
+import numpy as np
+from torch import Tensor
+
+from aserve.gpu.device.base import Device
+from aserve.messages import ArrayI32
+
+MIN_WORDS = 4096
+
+
+class HostSlot:
+    """`buffer` and `words` are the same int32 memory."""
+
+    __slots__ = ("buffer", "words")
+
+    def __init__(self, buffer: Tensor) -> None:
+        self.buffer = buffer
+        self.words: ArrayI32 = buffer.numpy()
+
+
+class HostSlots:
+    """As many slots as steps are in flight at most, made when first needed."""
+
+    __slots__ = ("_device", "_free")
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._free: queue.SimpleQueue[HostSlot] = queue.SimpleQueue()
+
+    def take(self, num_words: int) -> HostSlot:
+        """A slot of at least so many words. A free one that is too small is dropped for it."""
+        try:
+            slot = self._free.get_nowait()
+        except queue.Empty:
+            return self._new(num_words)
+        return slot if len(slot.words) >= num_words else self._new(num_words)
+
+    def give_back(self, slot: HostSlot) -> None:
+        self._free.put(slot)
+
+    def _new(self, num_words: int) -> HostSlot:
+        capacity = 1 << int(np.ceil(np.log2(max(num_words, MIN_WORDS))))
+        return HostSlot(self._device.host_buffer(capacity))

@@ -1,0 +1,100 @@
+"""Typed reading of one JSON object of a model directory.
+
+It knows no field by name. Every complaint names the field, its value and what was expected. A field
+that is null counts as absent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NoReturn, TypeVar
+
+from aserve.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Fields:
+    __slots__ = ("_source", "_values")
+
+    def __init__(self, values: Mapping[str, object], *, source: str) -> None:
+        self._values = values
+        self._source = (
+            source  # for messages: "path/config.json" or "path/config.json: rope_scaling"
+        )
+
+    def has(self, name: str) -> bool:
+        return self._values.get(name) is not None
+
+    def integer(self, name: str, *, default: int | None = None, minimum: int = 1) -> int:
+        value = self._get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            self.refuse(name, expected=f"an integer of at least {minimum}")
+        return value
+
+    def number(self, name: str, *, default: float | None = None) -> float:
+        """Positive and finite: so is every real number that a model's configuration has."""
+        value = self._get(name, default)
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            self.refuse(name, expected="a positive number")
+        if not (0 < value < math.inf):
+            self.refuse(name, expected="a positive number")
+        return float(value)
+
+    def flag(self, name: str, *, default: bool = False) -> bool:
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            self.refuse(name, expected="true or false")
+        return value
+
+    def text(self, name: str, *, default: str | None = None) -> str:
+        value = self._get(name, default)
+        if not isinstance(value, str):
+            self.refuse(name, expected="a string")
+        return value
+
+    def numbers(self, name: str, *, length: int) -> tuple[float, ...]:
+        values = self._get(name, None)
+        if not isinstance(values, list) or len(values) != length:
+            self.refuse(name, expected=f"a list of {length} positive numbers")
+        return tuple(Fields({name: value}, source=self._source).number(name) for value in values)
+
+    def texts(self, name: str, *, length: int | None = None) -> tuple[str, ...]:
+        values = self._get(name, None)
+        size = "" if length is None else f"{length} "
+        expected = f"a list of {size}strings"
+        if not isinstance(values, list) or length not in (None, len(values)):
+            self.refuse(name, expected=expected)
+        if not all(isinstance(value, str) for value in values):
+            self.refuse(name, expected=expected)
+        return tuple(values)
+
+    def section(self, name: str) -> Fields:
+        """An absent section is an empty one."""
+        return Fields(self._mapping(name), source=f"{self._source}: {name}")
+
+    def merged_with(self, name: str) -> Fields:
+        """The fields of section `name` over those beside it."""
+        inner = {key: value for key, value in self._mapping(name).items() if value is not None}
+        return Fields({**self._values, **inner}, source=self._source)
+
+    def refuse(self, name: str, *, expected: str) -> NoReturn:
+        value = self._values.get(name)
+        found = "is missing" if value is None else f"is {_shortened(value)}"
+        raise ConfigError(f"{self._source}: {name} {found}; expected {expected}")
+
+    def _get(self, name: str, default: T) -> object | T:
+        value = self._values.get(name)
+        return default if value is None else value
+
+    def _mapping(self, name: str) -> Mapping[str, object]:
+        value = self._get(name, {})
+        if not isinstance(value, dict):
+            self.refuse(name, expected="an object")
+        return value
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

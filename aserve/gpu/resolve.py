@@ -1,0 +1,113 @@
+"""The head of a step on the device: row tables and page tables, then ids and lengths, then the
+token pool.
+
+It decides nothing. What it writes belongs to others, who say so; it makes the DeviceStep.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aserve.gpu.device_batch import DeviceBatch, DeviceStep
+from aserve.gpu.future_map import SEQ_LEN, FutureMap
+from aserve.gpu.kv.pools import KvPools
+from aserve.gpu.sample.row_tables import RowTables, init_columns
+from aserve.gpu.sections import DeviceSections, HostSections
+from aserve.gpu.step_plan import StepPlan
+from aserve.messages import ScheduleBatch, array_i32
+
+DRAFTS = "drafts"  # the relay field, [max drafts], of modes that verify
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceState:
+    """The tables that live as long as the engine: written on the executor's stream only."""
+
+    pools: KvPools
+    tables: RowTables
+    relay: FutureMap
+
+
+def stage_tables(batch: ScheduleBatch, sections: HostSections, *, page_size: int) -> None:
+    """The arrays of `apply_tables`."""
+    ints, floats = init_columns(batch.row_inits)
+    sections.add("init_rows", np.array([init.row for init in batch.row_inits], np.int32))
+    sections.add_wide("init_ints", ints)
+    sections.add_wide("init_floats", floats)
+    kv_lens = np.zeros(1 + int(array_i32(batch.rows).max(initial=0)), np.int32)
+    kv_lens[array_i32(batch.rows)] = array_i32(batch.kv_lens)
+    for group, writes in enumerate(batch.page_writes):
+        rows, columns, pages = map(array_i32, (writes.rows, writes.columns, writes.pages))
+        is_empty = columns * page_size >= kv_lens[rows]
+        sections.add(f"page_rows{group}", rows)
+        sections.add(f"page_columns{group}", columns)
+        sections.add(f"pages{group}", pages)
+        sections.add(f"empty_pages{group}", pages[is_empty])
+
+
+def apply_tables(batch: ScheduleBatch, sections: DeviceSections, state: DeviceState) -> None:
+    """New tenants, and pages that rows got in this step."""
+    if batch.row_inits:
+        rows = sections.ints("init_rows")
+        ints, floats = sections.wide_ints("init_ints"), sections.floats("init_floats")
+        state.tables.write(rows, ints=ints, floats=floats)
+        state.relay.forget(rows)
+        state.pools.forget(rows)
+    for group, writes in enumerate(batch.page_writes):
+        if writes.rows:
+            state.pools.write_pages(
+                group,
+                rows=sections.ints(f"page_rows{group}"),
+                columns=sections.ints(f"page_columns{group}"),
+                pages=sections.ints(f"pages{group}"),
+            )
+            state.pools.clear(group, sections.ints(f"empty_pages{group}"))
+
+
+def resolve(plan: StepPlan, sections: DeviceSections, state: DeviceState) -> DeviceStep:
+    """Placeholders become ids and bounds become lengths; the ids go beside the KV."""
+    rows = sections.ints("rows")
+    owners, offsets = sections.ints("owners"), sections.ints("offsets")
+    token_rows = rows.index_select(0, owners)
+    kv_lens = _kv_lens(plan, sections, state.relay)
+    input_ids = state.relay.resolve(sections.ints("input_ids"))
+    if plan.batch.verify is not None:
+        input_ids = _with_drafts(input_ids, token_rows, sections, state.relay)
+    slots = state.pools.slots(0, token_rows, kv_lens.index_select(0, owners).add_(offsets))
+    state.pools.token_pool.index_copy_(0, slots, input_ids.to(torch.int32))
+    batch = DeviceBatch(
+        iteration=plan.iteration,
+        rows=rows,
+        spans=sections.ints("spans"),
+        kv_lens=kv_lens,
+        input_ids=input_ids,
+        owners=owners,
+        offsets=offsets,
+        spans_cpu=plan.spans,
+        len_bounds_cpu=plan.kv_lens + plan.spans,
+    )
+    return DeviceStep(plan, batch, sections)
+
+
+def _kv_lens(plan: StepPlan, sections: DeviceSections, relay: FutureMap) -> Tensor:
+    """What the host knows comes from the host, and only a bound from the relay."""
+    kv_lens = sections.ints("kv_lens")
+    if not plan.is_bound.any():
+        return kv_lens
+    published = relay.read(SEQ_LEN, sections.ints("rows"))
+    return torch.where(sections.ints("is_bound") > 0, published, kv_lens)
+
+
+def _with_drafts(
+    input_ids: Tensor, token_rows: Tensor, sections: DeviceSections, relay: FutureMap
+) -> Tensor:
+    """The last num_drafts tokens of each row's span come from its drafts, in order."""
+    num_known = sections.ints("spans") - sections.ints("num_drafts")
+    numbers = sections.ints("offsets") - num_known.index_select(0, sections.ints("owners"))
+    drafts = relay.read(DRAFTS, token_rows)
+    column = numbers.clamp(min=0)[:, None]
+    return torch.where(numbers >= 0, drafts.gather(1, column)[:, 0], input_ids)

@@ -1,0 +1,161 @@
+"""The model with everything that lives beside it on the device, and the parts of a step.
+
+It decides nothing and never waits. All its state is written on the executor's stream only: the
+tables in `state`, and the logits of held rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aserve.gpu.attention.base import AttentionBackend
+from aserve.gpu.decode.base import DecodeMode, Emitted, OnPublish
+from aserve.gpu.device_batch import DeviceBatch, DeviceStep
+from aserve.gpu.forward_batch import NO_OVERRIDES, ForwardBatch, ForwardOverrides
+from aserve.gpu.future_map import FutureMap
+from aserve.gpu.graphs import GraphRunner
+from aserve.gpu.models.causal_model import CausalModel
+from aserve.gpu.resolve import DeviceState, apply_tables, resolve
+from aserve.gpu.sample.sampler import LogitsRows, Sampled, Sampler, Staged
+from aserve.gpu.sections import DeviceSections
+from aserve.gpu.step_plan import LogitsPlan, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerParts:
+    """What a runner is made of. `graphs` None runs every forward eagerly."""
+
+    model: CausalModel
+    state: DeviceState
+    attention: AttentionBackend
+    mode: DecodeMode
+    graphs: GraphRunner | None
+    is_debug: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSample:
+    """A Sample on the device: rows int64 [n] of step `iteration`, mask int32 [n, words]."""
+
+    iteration: int
+    rows: Tensor
+    mask: Tensor
+    logits: LogitsPlan
+    sections: DeviceSections
+
+
+class ModelRunner:
+    __slots__ = ("_held_lens", "_held_logits", "_parts", "_sampler", "model", "relay", "state")
+
+    def __init__(self, parts: RunnerParts) -> None:
+        self._parts = parts
+        self.model = parts.model
+        self.state = parts.state
+        self.relay: FutureMap = parts.state.relay
+        self._sampler = Sampler(
+            parts.state.tables, parts.state.pools, vocab_size=parts.model.vocab_size
+        )
+        self._held_lens = torch.zeros_like(self.relay.written_iter)
+        self._held_logits: Tensor | None = None  # [max_rows + 1, vocab], once a row is held
+
+    def step(self, plan: StepPlan, sections: DeviceSections, publish: OnPublish) -> Outcome:
+        """All of a step between stage and copy out."""
+        apply_tables(plan.batch, sections, self.state)
+        stamps = self.relay.written_iter.index_select(0, sections.ints("rows"))
+        step = resolve(plan, sections, self.state)
+        emitted = self._parts.mode.step(self, step, publish)
+        return Outcome(emitted, stamps, step.batch.kv_lens)
+
+    def finish_held(self, held: HeldSample) -> Emitted:
+        return self._parts.mode.sample_held(self, held)
+
+    def init_forward(
+        self, batch: DeviceBatch, overrides: ForwardOverrides = NO_OVERRIDES
+    ) -> ForwardBatch:
+        pools = self.state.pools
+        return ForwardBatch.init_new(batch, pools, overrides, is_debug=self._parts.is_debug)
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """-> hidden states [tokens, hidden], valid until the next forward."""
+        graphs = self._parts.graphs
+        if graphs is not None and graphs.can_run(batch):
+            return graphs.replay(batch)
+        attention = self._parts.attention
+        plan = attention.plan(batch) if batch.needs_attention_plan() else batch.plan
+        attend = attention.bind(batch, plan)
+        return self.model.forward(batch.input_ids, batch.positions, attend, capture=batch.capture)
+
+    def sample(self, step: DeviceStep, hidden: Tensor) -> Sampled:
+        """hidden [tokens, hidden] -> a token for every logits row of the step's plan, in slices."""
+        batch, sections = step.batch, step.sections
+        tokens = sections.ints("logits_tokens")
+        owners = batch.owners.index_select(0, tokens)
+        rows = batch.rows.index_select(0, owners)
+        lens = (batch.kv_lens.index_select(0, owners) + 1).add_(
+            batch.offsets.index_select(0, tokens)
+        )
+        parts: list[Sampled] = []
+        start = 0
+        for number, plan in enumerate(step.plan.logits.slices):
+            part = slice(start, start + plan.num)
+            logits = self.model.logits(hidden.index_select(0, tokens[part]))
+            staged = Staged(plan, sections, f"slice{number}")
+            parts.append(self._sampler.sample(logits, LogitsRows(rows[part], lens[part]), staged))
+            start = part.stop
+        return _joined(parts, tokens)
+
+    def hold(self, step: DeviceStep, hidden: Tensor) -> None:
+        """Keeps logits of the held rows until their Sample."""
+        if not len(step.plan.held_rows):
+            return
+        rows = step.sections.ints("held_rows")
+        tokens = step.sections.ints("held_tokens")
+        logits = self.model.logits(hidden.index_select(0, tokens))
+        if self._held_logits is None:
+            self._held_logits = logits.new_zeros((len(self._held_lens), logits.shape[1]))
+        self._held_logits.index_copy_(0, rows, logits)
+        ends = step.batch.kv_lens + step.batch.spans
+        owners = step.batch.owners.index_select(0, tokens)
+        self._held_lens.index_copy_(0, rows, ends.index_select(0, owners))
+
+    def sample_held(self, held: HeldSample) -> Sampled:
+        assert self._held_logits is not None  # the executor checked that the rows are held
+        logits = self._held_logits.index_select(0, held.rows)
+        lens = self._held_lens.index_select(0, held.rows)
+        staged = Staged(held.logits.slices[0], held.sections, "slice0")
+        return self._sampler.sample(logits, LogitsRows(held.rows, lens, held.mask), staged)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of a step on the device: what it emitted, and what it read, for the debug checks: the
+    iteration that wrote each row's relay and its KV length before the step, int64 [rows]."""
+
+    emitted: Emitted
+    stamps: Tensor
+    kv_lens: Tensor
+
+
+def _joined(parts: list[Sampled], like: Tensor) -> Sampled:
+    """Slices one after the other; alternatives are as wide as the widest slice's."""
+    if len(parts) == 1:
+        return parts[0]
+    if not parts:
+        nothing, empty = like.new_zeros(0), torch.zeros(0, device=like.device)
+        table = nothing.view(0, 0)
+        return Sampled(nothing, nothing.to(torch.bool), empty, table, table.float())
+    width = max(part.top_ids.shape[1] for part in parts)
+    return Sampled(
+        tokens=torch.cat([part.tokens for part in parts]),
+        is_sound=torch.cat([part.is_sound for part in parts]),
+        chosen=torch.cat([part.chosen for part in parts]),
+        top_ids=torch.cat([_widen(part.top_ids, width) for part in parts]),
+        top_logprobs=torch.cat([_widen(part.top_logprobs, width) for part in parts]),
+    )
+
+
+def _widen(table: Tensor, width: int) -> Tensor:
+    return torch.nn.functional.pad(table, (0, width - table.shape[1]))

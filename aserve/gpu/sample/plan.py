@@ -1,0 +1,126 @@
+"""What sampling must do for some rows of a step, decided on the host: most rows need little.
+
+It knows no logits. `RowFacts` is written by the executor thread, once per tenant of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from aserve.gpu.sections import HostSections
+from aserve.messages import ArrayI32, RowInit
+
+PLAIN = 0
+NOISE = 1
+FILTER = 2
+PENALTY = 4
+NUDGE = 8  # a logit bias, or ids that may not come yet
+
+
+class RowFacts:
+    """What the host knows of the rows that the device holds. Row 0 is greedy."""
+
+    __slots__ = ("_inits", "_needs", "_num_logprobs", "_top_k")
+
+    def __init__(self, max_rows: int) -> None:
+        self._needs = np.zeros(max_rows + 1, np.uint8)
+        self._top_k = np.zeros(max_rows + 1, np.int32)
+        self._num_logprobs = np.full(max_rows + 1, -1, np.int32)
+        self._inits: dict[int, RowInit] = {}
+
+    def write(self, inits: Iterable[RowInit]) -> None:
+        for init in inits:
+            self._needs[init.row] = _needs(init)
+            self._top_k[init.row] = init.top_k
+            self._num_logprobs[init.row] = init.num_logprobs
+            self._inits[init.row] = init
+
+    def plan(self, rows: ArrayI32, *, max_len: int, vocab_size: int) -> SamplePlan:
+        """rows int32 [n], one per logits row."""
+        needs = self._needs[rows]
+        top_k = self._top_k[rows]
+        num_logprobs = self._num_logprobs[rows]
+        scored = np.flatnonzero(num_logprobs >= 0).astype(np.int32)
+        return SamplePlan(
+            num=len(rows),
+            max_len=max_len,
+            needs_noise=bool((needs & NOISE).any()),
+            needs_filter=bool((needs & FILTER).any()),
+            max_top_k=int(np.where(top_k < vocab_size, top_k, 0).max(initial=0)),
+            penalised=np.flatnonzero(needs & PENALTY).astype(np.int32),
+            nudges=self._nudges(rows, np.flatnonzero(needs & NUDGE)),
+            scored=scored,
+            num_top=min(int(num_logprobs.max(initial=0)), vocab_size) if len(scored) else 0,
+        )
+
+    def num_logprobs(self, rows: ArrayI32) -> ArrayI32:
+        return self._num_logprobs[rows]
+
+    def _nudges(self, rows: ArrayI32, nudged: np.ndarray[tuple[int], np.dtype[np.intp]]) -> Nudges:
+        places: list[int] = []
+        token_ids: list[int] = []
+        values: list[float] = []
+        min_lens: list[int] = []
+        for place in nudged:
+            init = self._inits[int(rows[place])]
+            until = init.min_len if init.min_len > init.prompt_len else 0
+            ends = init.end_ids if until else ()
+            entries = [*init.logit_bias, *((token_id, -np.inf) for token_id in ends)]
+            places += [int(place)] * len(entries)
+            token_ids += [token_id for token_id, _ in entries]
+            values += [value for _, value in entries]
+            min_lens += [ALWAYS] * len(init.logit_bias) + [until] * len(ends)
+        return Nudges(places, token_ids, values, min_lens)
+
+
+ALWAYS = (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Nudges:
+    """logits[place, token_id] += value while the position is below `until`."""
+
+    places: list[int]
+    token_ids: list[int]
+    values: list[float]
+    until: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePlan:
+    """Of `num` logits rows. `penalised`, `scored` and the nudges' places count among them."""
+
+    num: int
+    max_len: int  # no row's history is longer
+    needs_noise: bool
+    needs_filter: bool
+    max_top_k: int
+    penalised: ArrayI32
+    nudges: Nudges
+    scored: ArrayI32  # logits rows that want logprobs
+    num_top: int  # alternatives for the one that wants most
+
+    def stage(self, sections: HostSections, prefix: str) -> None:
+        sections.add(f"{prefix}.penalised", self.penalised)
+        sections.add(f"{prefix}.scored", self.scored)
+        nudges = self.nudges
+        sections.add(f"{prefix}.places", np.array(nudges.places, np.int32))
+        sections.add(f"{prefix}.token_ids", np.array(nudges.token_ids, np.int32))
+        sections.add(f"{prefix}.until", np.array(nudges.until, np.int32))
+        sections.add_wide(f"{prefix}.values", np.array(nudges.values, np.float64))
+
+
+def _needs(init: RowInit) -> int:
+    needs = PLAIN
+    if init.temperature > 0:
+        needs |= NOISE
+        if init.top_k > 0 or init.top_p < 1 or init.min_p > 0:
+            needs |= FILTER
+    if init.presence_penalty or init.frequency_penalty or init.repetition_penalty != 1:
+        needs |= PENALTY
+    if init.logit_bias or (init.end_ids and init.min_len > init.prompt_len):
+        needs |= NUDGE
+    return needs

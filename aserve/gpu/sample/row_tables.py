@@ -1,0 +1,88 @@
+"""Sampling parameters of every row: tables on the device, and what the host must know of them.
+
+It knows no step. Written once per tenant of a row, at the head of the step that brings its RowInit:
+the host's part when the step is planned, the device's on its stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aserve.gpu.sections import ArrayF64, ArrayI64
+from aserve.messages import RowInit
+
+INT_COLUMNS = ("seed", "top_k", "prompt_len", "min_len")
+FLOAT_COLUMNS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+UINT64_MASK = (1 << 64) - 1
+
+
+class RowTables:
+    """`ints` int64 [max_rows + 1, 4], `floats` float64 [max_rows + 1, 6]. Row 0 is greedy."""
+
+    __slots__ = ("_floats", "_ints")
+
+    def __init__(self, *, max_rows: int, device: torch.device) -> None:
+        self._ints = torch.zeros((max_rows + 1, len(INT_COLUMNS)), dtype=torch.int64, device=device)
+        self._floats = torch.zeros(
+            (max_rows + 1, len(FLOAT_COLUMNS)), dtype=torch.float64, device=device
+        )
+
+    def write(self, rows: Tensor, *, ints: Tensor, floats: Tensor) -> None:
+        """rows int64 [n], ints [n * 4], floats [n * 6]."""
+        self._ints.index_copy_(0, rows, ints.view(-1, len(INT_COLUMNS)))
+        self._floats.index_copy_(0, rows, floats.view(-1, len(FLOAT_COLUMNS)))
+
+    def at(self, rows: Tensor, dtype: torch.dtype) -> RowParams:
+        """rows int64 [n]: a row may stand there more than once."""
+        return RowParams(
+            self._ints.index_select(0, rows), self._floats.index_select(0, rows).to(dtype)
+        )
+
+
+class RowParams:
+    """Parameters of some logits rows, as columns [n]."""
+
+    __slots__ = ("_floats", "_ints")
+
+    def __init__(self, ints: Tensor, floats: Tensor) -> None:
+        self._ints = ints
+        self._floats = floats
+
+    def ints(self, name: str) -> Tensor:
+        return self._ints[:, INT_COLUMNS.index(name)]
+
+    def floats(self, name: str) -> Tensor:
+        return self._floats[:, FLOAT_COLUMNS.index(name)]
+
+
+def init_columns(inits: Sequence[RowInit]) -> tuple[ArrayI64, ArrayF64]:
+    """The values of `RowTables.write`, on the host. A seed of any size counts modulo 2^64."""
+    ints = [(_as_int64(init.seed), init.top_k, init.prompt_len, init.min_len) for init in inits]
+    floats = [
+        (
+            init.temperature,
+            init.top_p,
+            init.min_p,
+            init.presence_penalty,
+            init.frequency_penalty,
+            init.repetition_penalty,
+        )
+        for init in inits
+    ]
+    return np.array(ints, np.int64), np.array(floats, np.float64)
+
+
+def _as_int64(seed: int) -> int:
+    wrapped = seed & UINT64_MASK
+    return wrapped - (1 << 64) if wrapped >> 63 else wrapped

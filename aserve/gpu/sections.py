@@ -1,0 +1,67 @@
+"""Named arrays of one step in one int32 buffer, so that they reach the device in a single copy.
+
+It knows nothing of what they mean. Eight-byte values come first, which keeps them aligned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from aserve.messages import ArrayI32
+
+ArrayI64 = npt.NDArray[np.int64]
+ArrayF64 = npt.NDArray[np.float64]
+
+
+class HostSections:
+    """Filled on the host, then written into a slot."""
+
+    __slots__ = ("_narrow", "_wide")
+
+    def __init__(self) -> None:
+        self._wide: dict[str, ArrayI32] = {}
+        self._narrow: dict[str, ArrayI32] = {}
+
+    def add(self, name: str, values: ArrayI32) -> None:
+        self._narrow[name] = values
+
+    def add_wide(self, name: str, values: ArrayI64 | ArrayF64) -> None:
+        self._wide[name] = values.reshape(-1).view(np.int32)
+
+    @property
+    def num_words(self) -> int:
+        return sum(map(len, self._wide.values())) + sum(map(len, self._narrow.values()))
+
+    def write(self, words: ArrayI32) -> dict[str, slice]:
+        """Copies all sections to the front of `words`; says where each of them is."""
+        places: dict[str, slice] = {}
+        start = 0
+        for name, values in (self._wide | self._narrow).items():
+            places[name] = slice(start, start + len(values))
+            words[places[name]] = values
+            start += len(values)
+        return places
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSections:
+    """The same on the device. `words` is int32 [n], `longs` the same numbers as int64."""
+
+    words: Tensor
+    longs: Tensor
+    places: dict[str, slice]
+
+    def ints(self, name: str) -> Tensor:
+        """int64 [n], a view."""
+        return self.longs[self.places[name]]
+
+    def wide_ints(self, name: str) -> Tensor:
+        return self.words[self.places[name]].view(torch.int64)
+
+    def floats(self, name: str) -> Tensor:
+        return self.words[self.places[name]].view(torch.float64)

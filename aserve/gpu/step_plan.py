@@ -1,0 +1,147 @@
+"""A ScheduleBatch as numpy arrays: which tokens belong to whom, and which of them give logits.
+
+Host values only, derived from the batch and never changed; it knows no tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from aserve.errors import BugError
+from aserve.gpu.sample.plan import RowFacts, SamplePlan
+from aserve.gpu.sections import HostSections
+from aserve.messages import ArrayI32, ScheduleBatch, array_i32
+
+# Logits of so many elements at most are alive at a time: 64 MB in float32.
+LOGITS_ELEMENTS = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsPlan:
+    """The tokens whose logits are needed, in slices. A sampled row has a window of 1 + its
+    drafts.
+    """
+
+    rows: ArrayI32  # [samples]
+    windows: ArrayI32  # [samples]
+    tokens: ArrayI32  # [logits], places among the step's tokens
+    slices: tuple[SamplePlan, ...]
+    num_logprobs: ArrayI32  # [samples], -1 for none
+
+    def stage(self, sections: HostSections) -> None:
+        sections.add("sample_rows", self.rows)
+        sections.add("windows", self.windows)
+        sections.add("logits_tokens", self.tokens)
+        for number, plan in enumerate(self.slices):
+            plan.stage(sections, f"slice{number}")
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """[rows] int32 each, unless said otherwise."""
+
+    batch: ScheduleBatch
+    rows: ArrayI32
+    spans: ArrayI32
+    kv_lens: ArrayI32  # before this step: exact or a bound
+    is_bound: ArrayI32
+    expects: ArrayI32
+    num_drafts: ArrayI32
+    owners: ArrayI32  # [tokens], each token's place among the rows
+    offsets: ArrayI32  # [tokens], its place in its row's span
+    held_rows: ArrayI32  # [held]
+    held_tokens: ArrayI32  # [held], the last token of each held row
+    logits: LogitsPlan
+
+    @property
+    def iteration(self) -> int:
+        return self.batch.iteration
+
+    def stage(self, sections: HostSections) -> None:
+        sections.add("rows", self.rows)
+        sections.add("spans", self.spans)
+        sections.add("kv_lens", self.kv_lens)
+        sections.add("is_bound", self.is_bound)
+        sections.add("num_drafts", self.num_drafts)
+        sections.add("owners", self.owners)
+        sections.add("offsets", self.offsets)
+        sections.add("input_ids", array_i32(self.batch.input_ids))
+        sections.add("next_ids", array_i32(self.batch.next_ids))
+        sections.add("held_rows", self.held_rows)
+        sections.add("held_tokens", self.held_tokens)
+        self.logits.stage(sections)
+
+
+def plan_step(batch: ScheduleBatch, facts: RowFacts, *, vocab_size: int) -> StepPlan:
+    """`facts` know the batch's row_inits already."""
+    rows = array_i32(batch.rows)
+    spans = array_i32(batch.spans)
+    kv_lens = array_i32(batch.kv_lens)
+    ends = np.cumsum(spans, dtype=np.int32)
+    owners = np.repeat(np.arange(len(rows), dtype=np.int32), spans)
+    num_drafts = np.zeros_like(rows) if batch.verify is None else array_i32(batch.verify.num_drafts)
+    sampled = _places(rows, array_i32(batch.sample_rows))
+    held = _places(rows, array_i32(batch.held_rows))
+    _check(batch, rows, spans)
+    return StepPlan(
+        batch=batch,
+        rows=rows,
+        spans=spans,
+        kv_lens=kv_lens,
+        is_bound=np.frombuffer(batch.bounds, np.uint8).astype(np.int32),
+        expects=array_i32(batch.expects),
+        num_drafts=num_drafts,
+        owners=owners,
+        offsets=np.arange(len(owners), dtype=np.int32) - (ends - spans)[owners],
+        held_rows=rows[held],
+        held_tokens=ends[held] - 1,
+        logits=plan_logits(
+            rows[sampled],
+            ends[sampled],
+            1 + num_drafts[sampled],
+            facts,
+            max_len=int((kv_lens + spans).max(initial=0)),
+            vocab_size=vocab_size,
+        ),
+    )
+
+
+def plan_logits(
+    rows: ArrayI32,
+    ends: ArrayI32,
+    windows: ArrayI32,
+    facts: RowFacts,
+    *,
+    max_len: int,
+    vocab_size: int,
+) -> LogitsPlan:
+    """ends [samples]: where each row's tokens end; the last `windows` of them give logits."""
+    last = np.cumsum(windows, dtype=np.int32)
+    tokens = np.arange(windows.sum(), dtype=np.int32) + np.repeat(ends - last, windows)
+    of_logits = np.repeat(rows, windows)
+    step = max(1, LOGITS_ELEMENTS // vocab_size)
+    return LogitsPlan(
+        rows=rows,
+        windows=windows,
+        tokens=tokens,
+        slices=tuple(
+            facts.plan(of_logits[start : start + step], max_len=max_len, vocab_size=vocab_size)
+            for start in range(0, len(of_logits), step)
+        ),
+        num_logprobs=facts.num_logprobs(rows),
+    )
+
+
+def _places(rows: ArrayI32, named: ArrayI32) -> ArrayI32:
+    """Where the named rows stand; both are in the same order."""
+    return np.flatnonzero(np.isin(rows, named)).astype(np.int32)
+
+
+def _check(batch: ScheduleBatch, rows: ArrayI32, spans: ArrayI32) -> None:
+    num_ids = len(array_i32(batch.input_ids))
+    if num_ids != int(spans.sum()) or (spans < 1).any() or len(set(rows)) != len(rows):
+        raise BugError(
+            f"step {batch.iteration} is not one batch: rows {rows}, spans {spans}, {num_ids} ids"
+        )

@@ -1,0 +1,95 @@
+"""A launched step as its awaiters see it: result, published lengths, one future per row.
+
+It knows nothing of threads and devices: it lives on the event loop's thread, and is completed
+there, by the callbacks that the waiter posts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Generator
+from typing import Any
+
+import numpy as np
+
+from aserve.errors import BugError, StepError
+from aserve.messages import SampleResult, SeqLens, StepFailed, StepResult, array_i32
+
+Outcome = StepResult | SampleResult | StepFailed
+
+
+class StepTicket:
+    """Implements messages.Ticket. A failure is kept as a value, so that a ticket that nobody awaits
+    says nothing."""
+
+    __slots__ = ("_lens", "_outcome", "iteration")
+
+    def __init__(self, iteration: int, loop: asyncio.AbstractEventLoop) -> None:
+        self.iteration = iteration
+        self._outcome: asyncio.Future[Outcome] = loop.create_future()
+        self._lens: asyncio.Future[SeqLens | StepFailed] = loop.create_future()
+
+    @property
+    def seq_lens(self) -> Awaitable[SeqLens]:
+        return _PublishedLens(self._lens)
+
+    def __getitem__(self, row: int) -> RowTokens:
+        return RowTokens(self, row)
+
+    def __await__(self) -> Generator[Any, None, Outcome]:
+        # An awaiter that is cancelled must not cancel the others' future.
+        return asyncio.shield(self._outcome).__await__()
+
+    def publish(self, lens: SeqLens | StepFailed) -> None:
+        if not self._lens.done():
+            self._lens.set_result(lens)
+
+    def complete(self, outcome: Outcome) -> None:
+        """After the lengths were published, or with a failure, which stands for them too."""
+        if isinstance(outcome, StepFailed):
+            self.publish(outcome)
+        self._outcome.set_result(outcome)
+
+
+class RowTokens:
+    """Implements messages.TokenFuture: the tokens that one step gives one row."""
+
+    __slots__ = ("_ticket", "iteration", "row")
+
+    def __init__(self, ticket: StepTicket, row: int) -> None:
+        self._ticket = ticket
+        self.iteration = ticket.iteration
+        self.row = row
+
+    @property
+    def placeholder(self) -> int:
+        return -self.row
+
+    def __await__(self) -> Generator[Any, None, tuple[int, ...]]:
+        outcome = yield from self._ticket.__await__()
+        if isinstance(outcome, StepFailed):
+            raise StepError(outcome.error.message)
+        return _tokens_of(outcome, self.row)
+
+
+class _PublishedLens:
+    __slots__ = ("_lens",)
+
+    def __init__(self, lens: asyncio.Future[SeqLens | StepFailed]) -> None:
+        self._lens = lens
+
+    def __await__(self) -> Generator[Any, None, SeqLens]:
+        lens = yield from asyncio.shield(self._lens).__await__()
+        if isinstance(lens, StepFailed):
+            raise StepError(lens.error.message)
+        return lens
+
+
+def _tokens_of(result: StepResult | SampleResult, row: int) -> tuple[int, ...]:
+    rows = array_i32(result.rows)
+    if row not in rows:
+        raise BugError(f"step {result.iteration} samples no row {row}; it samples {rows}")
+    index = int(np.flatnonzero(rows == row)[0])
+    ends = np.cumsum(array_i32(result.counts))
+    start = int(ends[index - 1]) if index else 0
+    return tuple(int(token) for token in array_i32(result.tokens)[start : ends[index]])

@@ -1,0 +1,172 @@
+"""The safetensors files of a model directory: one, or several with an index.
+
+It knows no model. Names, shapes and sizes come from the files' headers; values are read one tensor
+at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from aserve.errors import ConfigError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+
+class StoredTensor(msgspec.Struct, frozen=True):
+    """What a header says of one tensor."""
+
+    file_name: str
+    shape: tuple[int, ...]
+    dtype: str  # the format's name for it: F32, BF16, I8, ...
+
+
+class Checkpoint:
+    """Open files; use it as a context manager."""
+
+    __slots__ = ("_files", "_stack", "directory", "tensors")
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.tensors: dict[str, StoredTensor] = {}
+        self._files: dict[str, _File] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Checkpoint:
+        index = _read_index(self.directory)
+        with ExitStack() as stack:
+            for file_name in sorted({*index.values()}) or [SINGLE]:
+                self._files[file_name] = stack.enter_context(_open(self.directory / file_name))
+                self._note_tensors(file_name)
+            self._check_index(index)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def read(self, name: str) -> Tensor:
+        """On the CPU, in the checkpoint's dtype.
+
+        It may share memory with the file: copy it before the checkpoint closes.
+        """
+        stored = self.tensors[name]
+        try:
+            return self._files[stored.file_name].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            path = self.directory / stored.file_name
+            raise ConfigError(f"{path}: {name} cannot be read: {error}") from error
+
+    def _note_tensors(self, file_name: str) -> None:
+        file = self._files[file_name]
+        for name in file.keys():  # noqa: SIM118  (not a mapping)
+            if name in self.tensors:
+                first = self.tensors[name].file_name
+                raise ConfigError(
+                    f"{self.directory}: tensor {name} is in two files, {first} and {file_name}"
+                )
+            part = file.get_slice(name)
+            self.tensors[name] = StoredTensor(file_name, tuple(part.get_shape()), part.get_dtype())
+
+    def _check_index(self, index: Mapping[str, str]) -> None:
+        lost = [name for name, file in index.items() if not self._is_in(name, file)]
+        if lost:
+            path = self.directory / INDEX
+            raise ConfigError(f"{path} names tensors that are not in their files: {listed(lost)}")
+
+    def _is_in(self, name: str, file_name: str) -> bool:
+        return name in self.tensors and self.tensors[name].file_name == file_name
+
+
+class _Slice(Protocol):
+    def get_shape(self) -> list[int]: ...
+
+    def get_dtype(self) -> str: ...
+
+
+class _File(Protocol):
+    def keys(self) -> list[str]: ...
+
+    def get_slice(self, name: str) -> _Slice: ...
+
+    def get_tensor(self, name: str) -> Tensor: ...
+
+    def __enter__(self) -> _File: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+def listed(names: Iterable[str]) -> str:
+    """A few of the names, and how many more there are."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - 5} more" if len(ordered) > 5 else ""
+    return ", ".join(ordered[:5]) + more
+
+
+def _open(path: Path) -> _File:
+    try:
+        file: _File = safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist, though the index names it") from None
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path} is not a readable safetensors file: {error}") from error
+    return file
+
+
+def _read_index(directory: Path) -> Mapping[str, str]:
+    """Which file holds which tensor; empty for a single file, which wins where both are there."""
+    if (directory / SINGLE).exists():
+        return {}
+    path = directory / INDEX
+    try:
+        weight_map = json.loads(path.read_bytes())["weight_map"]
+    except FileNotFoundError:
+        raise ConfigError(f"{directory} has no {SINGLE} and no {INDEX}{_hint(directory)}") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is not a readable index: {error!r}") from error
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigError(f"{path}: weight_map names no tensors")
+    for name, file_name in weight_map.items():
+        # An index comes from outside: it may not lead out of its directory.
+        is_text = isinstance(file_name, str) and file_name
+        if not is_text or Path(file_name).name != file_name:
+            raise ConfigError(
+                f"{path}: {name} is said to be in {file_name!r}, which is no file name"
+            )
+    return weight_map
+
+
+def _hint(directory: Path) -> str:
+    others = sorted(path.name for path in directory.glob("*.bin"))
+    return (
+        f"; {others[0]} is in a format that is not read, convert it to safetensors"
+        if others
+        else ""
+    )

@@ -1,0 +1,120 @@
+"""Where a model's files are: a directory, or a repository of the Hugging Face hub.
+
+It knows nothing of what is in them. Only weights, tokenizer and configuration are fetched, never
+code.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+
+from aserve.errors import ConfigError
+
+WANTED = (
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+ANSWER_TIMEOUT_S = 12.0
+
+
+def resolve_model_dir(name: str) -> Path:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ConfigError(f"model {name!r} is a file; give the directory that it is in")
+    if not HUB_NAME.fullmatch(name):
+        raise ConfigError(f"model directory {name!r} does not exist")
+    return _download(name) if _is_reachable(name) else _cached(name)
+
+
+def _is_reachable(name: str) -> bool:
+    """Whether the hub answers, at all and soon. What it says against the model is an error.
+
+    Its client tries every address of a host one after the other, each with the whole timeout, so
+    the deadline is kept here; a thread that still waits after it doesn't keep the process.
+    """
+    probe = _Probe(name)
+    probe.start()
+    probe.join(ANSWER_TIMEOUT_S)
+    if probe.refusal is not None:
+        raise probe.refusal
+    return probe.has_answer
+
+
+class _Probe(threading.Thread):
+    """Asks the hub for the model. The two results are written by this thread, read after a join."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name="hub-probe", daemon=True)
+        self.model = name
+        self.has_answer = False
+        self.refusal: ConfigError | None = None
+
+    def run(self) -> None:
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+        try:
+            HfApi().model_info(self.model, timeout=ANSWER_TIMEOUT_S)
+            self.has_answer = True
+        except (RepositoryNotFoundError, HFValidationError) as error:
+            self.refusal = _refusal(self.model, error)
+        except _network_errors():
+            self.has_answer = False
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(WANTED)))
+    except _network_errors() as error:
+        raise _refusal(name, error) from error
+
+
+def _cached(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(WANTED), local_files_only=True))
+    except OSError:
+        raise ConfigError(
+            f"model {name!r} is neither a directory nor in the download cache, "
+            "and the hub cannot be reached"
+        ) from None
+
+
+def _refusal(name: str, error: Exception) -> ConfigError:
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    if isinstance(error, GatedRepoError):
+        return ConfigError(f"model {name!r} is gated: accept its terms on the hub, then log in")
+    if isinstance(error, RepositoryNotFoundError):
+        return ConfigError(
+            f"model {name!r} is neither a directory nor a model of the hub that you may see"
+        )
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return ConfigError(f"model {name!r} could not be fetched from the hub: {text}")
+
+
+def _network_errors() -> tuple[type[Exception], ...]:
+    """The hub's own, and those of its HTTP client, which differs between releases: the root of the
+    client's errors is a base of the hub's."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return (OSError, *(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)))

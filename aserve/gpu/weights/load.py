@@ -1,0 +1,90 @@
+"""From a model directory to a model on a device.
+
+It knows no family and no request. What does not fit is refused before a value is read: the
+configuration, the names and shapes of the weights, the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from aserve.errors import ConfigError
+from aserve.gpu.layers.linear import Prepare, prepare
+from aserve.gpu.models.causal_model import CausalModel
+from aserve.gpu.models.config import ModelConfig, read_config
+from aserve.gpu.models.registry import find_family
+from aserve.gpu.weights.checkpoint import Checkpoint
+from aserve.gpu.weights.inventory import Inventory, check_fit
+from aserve.gpu.weights.memory import available_memory_bytes
+from aserve.gpu.weights.reader import OnProgress, WeightReader
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+CPU = torch.device("cpu")
+GIB = 1 << 30
+
+
+def _ignore_progress(_done_bytes: int, _total_bytes: int) -> None:
+    pass
+
+
+def load_model(
+    model_dir: Path,
+    *,
+    dtype: str = "auto",
+    device: torch.device = CPU,
+    max_model_len: int | None = None,
+    memory_bytes: int | None = None,
+    prepare_linear: Prepare = prepare,
+    on_progress: OnProgress = _ignore_progress,
+) -> CausalModel:
+    """`memory_bytes`: what the device has free; None asks the host.
+
+    `on_progress` is called on this thread.
+    """
+    config = read_config(model_dir)
+    build = find_family(config.architecture)
+    context_len = config.context_len(max_model_len)
+    with Checkpoint(model_dir) as checkpoint:
+        model_dtype = resolve_dtype(dtype, config, device=device)
+        inventory = Inventory(model_dtype)
+        build(config, inventory, max_model_len=1)  # no position is ever looked up in this one
+        check_fit(inventory, checkpoint)
+        _check_memory(inventory, memory_bytes)
+        reader = WeightReader(
+            checkpoint,
+            device,
+            dtype=model_dtype,
+            prepare=prepare_linear,
+            total_bytes=inventory.size_bytes,
+            on_progress=on_progress,
+        )
+        return build(config, reader, max_model_len=context_len)
+
+
+def resolve_dtype(name: str, config: ModelConfig, *, device: torch.device) -> torch.dtype:
+    """`auto` is the checkpoint's, but float32 on the CPU, where half types are slow without the
+    right instructions.
+    """
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else config.dtype or "float32"
+    if name not in DTYPES:
+        raise ConfigError(f"dtype is {name!r}; expected auto or one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _check_memory(inventory: Inventory, memory_bytes: int | None) -> None:
+    free_bytes = available_memory_bytes() if memory_bytes is None else memory_bytes
+    if inventory.size_bytes > free_bytes:
+        dtype = str(inventory.dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"the model's weights need {inventory.size_bytes / GIB:.3f} GiB as {dtype}, but only "
+            f"{free_bytes / GIB:.3f} GiB are available; take a smaller dtype or a smaller model"
+        )

@@ -1,0 +1,90 @@
+"""Reads a model's weights from a checkpoint: the second of the two sources it is built from.
+
+It knows no model. That everything is there, in the right shape, has been checked before
+(`inventory.check_fit`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from aserve.errors import ConfigError
+from aserve.gpu.layers.linear import Linear, LinearOp, Prepare
+from aserve.gpu.weights.checkpoint import Checkpoint
+
+OnProgress: TypeAlias = Callable[[int, int], None]  # bytes done, bytes in all
+
+
+class WeightReader:
+    """One layer at a time: beside the model itself, memory holds the layer that is being read."""
+
+    __slots__ = (
+        "_checkpoint",
+        "_done_bytes",
+        "_on_progress",
+        "_prepare",
+        "_total_bytes",
+        "device",
+        "dtype",
+    )
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        *,
+        dtype: torch.dtype,
+        prepare: Prepare,
+        total_bytes: int,
+        on_progress: OnProgress,
+    ) -> None:
+        self.device = device
+        self.dtype = dtype
+        self._checkpoint = checkpoint
+        self._prepare = prepare
+        self._on_progress = on_progress
+        self._total_bytes = total_bytes
+        self._done_bytes = 0
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = self._read([name]).to(self.device, self.dtype)
+        self._advance(tensor)
+        return tensor
+
+    def linear(self, parts: Mapping[str, int], *, in_features: int, bias: bool) -> LinearOp:
+        linear = Linear(
+            self._read(f"{name}.weight" for name in parts),
+            self._read(f"{name}.bias" for name in parts) if bias else None,
+        )
+        prepared = self._prepare(linear, self.device, dtype=self.dtype)
+        self._advance(linear.weight, linear.bias)
+        return prepared
+
+    def tied_linear(self, name: str, weight: Tensor) -> LinearOp:
+        copy = f"{name}.weight"
+        if copy in self._checkpoint.tensors:
+            self._check_copy(copy, weight)
+        return self._prepare(Linear(weight), self.device, dtype=self.dtype)
+
+    def _read(self, names: Iterable[str]) -> Tensor:
+        """Rows of the tensors, one after the other, in memory of their own: the files may change
+        after the load.
+        """
+        return torch.cat([self._checkpoint.read(name) for name in names])
+
+    def _check_copy(self, name: str, weight: Tensor) -> None:
+        if not torch.equal(self._checkpoint.read(name).to(self.device, self.dtype), weight):
+            raise ConfigError(
+                f"{self._checkpoint.directory}: the config ties the embeddings, but {name} "
+                "differs from them; if it is meant to, set tie_word_embeddings to false there"
+            )
+
+    def _advance(self, *tensors: Tensor | None) -> None:
+        """Counted in the model's dtype, as the total is."""
+        numbers = sum(tensor.numel() for tensor in tensors if tensor is not None)
+        self._done_bytes += numbers * self.dtype.itemsize
+        self._on_progress(self._done_bytes, self._total_bytes)

@@ -1,0 +1,36 @@
+"""Where a model gets its weights from while it is built.
+
+A model is built twice: from an `Inventory`, which only notes what is asked for, and, when that fits
+the checkpoint and the memory, from a `WeightReader`. So a layer has its final weights from the
+start, and nothing is ever initialised at random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from aserve.gpu.layers.linear import LinearOp
+
+
+class WeightSource(Protocol):
+    """Names are the checkpoint's."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A plain weight, on the device and in the model's dtype."""
+
+    def linear(self, parts: Mapping[str, int], *, in_features: int, bias: bool) -> LinearOp:
+        """One product over the rows of several layers: `parts` are their names (without ".weight")
+        and row counts.
+        """
+
+    def tied_linear(self, name: str, weight: Tensor) -> LinearOp:
+        """A layer that has another's weight; the checkpoint may hold a copy of it under `name`,
+        too.
+        """

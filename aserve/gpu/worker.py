@@ -1,0 +1,60 @@
+"""A daemon thread whose end is reported, whatever ended it.
+
+It knows nothing of what its body does. Written by its own thread only.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+
+class Worker:
+    """`body` runs once; then `on_end` gets what it raised, or None, on the same thread."""
+
+    __slots__ = ("_body", "_on_end", "_thread")
+
+    def __init__(
+        self,
+        name: str,
+        body: Callable[[], None],
+        *,
+        on_end: Callable[[BaseException | None], None],
+    ) -> None:
+        self._body = body
+        self._on_end = on_end
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self) -> None:
+        """Waits for the end; returns at once for a worker that never started."""
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        with _Ending(self._on_end):
+            self._body()
+
+
+class _Ending:
+    """WHY: not an `except`, because here even a SystemExit has to become a value."""
+
+    __slots__ = ("_report",)
+
+    def __init__(self, report: Callable[[BaseException | None], None]) -> None:
+        self._report = report
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        self._report(error)
+        return True
