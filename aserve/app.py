@@ -55,7 +55,8 @@ from aserve.text.tokenizer import TextTokenizer
 T = TypeVar("T")
 OnProgress: TypeAlias = Callable[[int, int], None]  # bytes done, bytes in all
 
-CLOSE_S = 2.0  # what the device may take to end its current step when all is over
+PROGRESS_S = 5.0
+CLOSE_S = 0.5  # what the device may take for its current step when all is over
 
 logger = logging.getLogger(__name__)
 
@@ -132,9 +133,17 @@ class App:
         self._is_closed = True
         await engine.supervisor.drain(0)
         await engine.supervisor.stop()
-        engine.executor.close()
+        await self._close_executor(engine.executor)
         if engine.recorder is not None:
             engine.recorder.close()
+
+    async def _close_executor(self, executor: LocalExecutor) -> None:
+        """Not for ever: a step may be a long one, and its thread doesn't keep the process."""
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await in_thread(executor.close, name="close")
+        except TimeoutError:
+            logger.warning("the device still runs a step: its thread is left behind")
 
     def end_all(self, error: ErrorInfo) -> None:
         self.gateway.end_all(error)
@@ -267,7 +276,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 @contextlib.contextmanager
 def shown_progress(what: str) -> Iterator[OnProgress]:
-    """A bar on a terminal, else a log line for each quarter."""
+    """A bar on a terminal, else a log line every few seconds."""
     if not sys.stderr.isatty():
         yield _LoggedProgress(what)
         return
@@ -279,13 +288,13 @@ def shown_progress(what: str) -> Iterator[OnProgress]:
 class _LoggedProgress:
     def __init__(self, what: str) -> None:
         self._what = what
-        self._num_quarters = 0
+        self._next_line_at_s = time.monotonic() + PROGRESS_S
 
     def __call__(self, done: int, total: int) -> None:
-        num_quarters = 4 * done // max(total, 1)
-        if num_quarters > self._num_quarters:
-            self._num_quarters = num_quarters
-            logger.info("%s percent=%d", self._what, 25 * num_quarters)
+        now = time.monotonic()
+        if now >= self._next_line_at_s:
+            self._next_line_at_s = now + PROGRESS_S
+            logger.info("%s percent=%d", self._what, 100 * done // max(total, 1))
 
 
 def serve(resolved: Resolved) -> int:

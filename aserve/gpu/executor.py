@@ -285,7 +285,7 @@ def _ends(plan: StepPlan) -> dict[int, int]:
     """Where each held row's history ends at most."""
     held = np.isin(plan.rows, plan.held_rows)
     ends = (plan.kv_lens + plan.spans)[held]
-    return dict(zip(plan.held_rows.tolist(), ends.tolist(), strict=True))
+    return {int(row): int(end) for row, end in zip(plan.held_rows, ends, strict=True)}
 
 
 def _padding_step(span: int, *, num_groups: int) -> ScheduleBatch:

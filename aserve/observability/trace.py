@@ -27,6 +27,16 @@ MAX_REQUESTS = 1024
 MAX_EVENTS = 64
 
 
+class _Story:
+    """PERF: tokens are counted, not noted one by one: a long answer would be all there is."""
+
+    __slots__ = ("events", "outputs")
+
+    def __init__(self, max_events: int) -> None:
+        self.events: deque[tuple[float, str]] = deque(maxlen=max_events)
+        self.outputs: dict[int, tuple[int, int]] = {}  # by child: tokens, last iteration
+
+
 class Trace:
     """The oldest request is forgotten for a new one, the middle of a long story for its end."""
 
@@ -40,23 +50,20 @@ class Trace:
         self._clock = clock
         self._max_requests = max_requests
         self._max_events = max_events
-        self._stories: OrderedDict[str, deque[tuple[float, str]]] = OrderedDict()
+        self._stories: OrderedDict[str, _Story] = OrderedDict()
 
     def note(self, request_id: str, event: str) -> None:
-        story = self._stories.get(request_id)
-        if story is None:
-            story = self._stories[request_id] = deque(maxlen=self._max_events)
-            if len(self._stories) > self._max_requests:
-                self._stories.popitem(last=False)
-        story.append((self._clock(), event))
+        self._story_of(request_id).events.append((self._clock(), event))
 
     def story(self, request_id: str) -> str:
-        """One line per event, with milliseconds since the first that is still known."""
-        events = self._stories.get(request_id)
-        if not events:
+        """One line per event, with milliseconds since the first, then what each child has."""
+        story = self._stories.get(request_id)
+        if story is None:
             return f"request {request_id}: nothing is known"
-        start = events[0][0]
-        lines = (f"  +{(at - start) * 1000:.1f} ms {event}" for at, event in events)
+        start_s = story.events[0][0] if story.events else 0.0
+        lines = [f"  +{(at - start_s) * 1000:.1f} ms {event}" for at, event in story.events]
+        for child, (num_tokens, iteration) in story.outputs.items():
+            lines.append(f"  child {child} has {num_tokens} tokens, the last of step {iteration}")
         return "\n".join([f"request {request_id}:", *lines])
 
     def turned(self, turn: SchedulerTurn) -> None:
@@ -87,13 +94,21 @@ class Trace:
             reason = chunk.error.code if chunk.error else chunk.finish_reason
             self.note(chunk.request_id, f"answered: {reason}")
 
+    def _story_of(self, request_id: str) -> _Story:
+        story = self._stories.get(request_id)
+        if story is None:
+            story = self._stories[request_id] = _Story(self._max_events)
+            if len(self._stories) > self._max_requests:
+                self._stories.popitem(last=False)
+        return story
+
     def _performed(self, effect: SchedulerEffect) -> None:
         match effect:
             case StepOutput():
                 for output in effect.sequences:
-                    count = len(output.token_ids) // 4
-                    what = f"child {output.child}: {count} tokens of step {effect.iteration}"
-                    self.note(output.request_id, what)
+                    num_tokens = output.position + len(output.token_ids) // 4
+                    outputs = self._story_of(output.request_id).outputs
+                    outputs[output.child] = (num_tokens, effect.iteration)
             case Retired():
                 what = f"child {effect.child} retired: {effect.reason}, {effect.num_outputs} tokens"
                 self.note(effect.request_id, what)

@@ -14,14 +14,14 @@ from tests.e2e.server_process import REPOSITORY, ServerProcess, command, environ
 
 LONG = {"model": "aserve-tiny", "prompt": "Once", "max_tokens": 900, "ignore_eos": True}
 
-# The executor's thread ends in its third step, as if the device had gone.
+# The executor's thread ends in its 40th step, as if the device had gone.
 KILLED = """
 import sys
 from aserve.gpu import runner
 from aserve.cli import main
-step, count = runner.ModelRunner.step, iter(range(9))
+step, count = runner.ModelRunner.step, iter(range(40))
 def fatal(self, *args, **kwargs):
-    if next(count) == 3:
+    if next(count, None) is None:
         raise SystemExit("the device is gone")
     return step(self, *args, **kwargs)
 runner.ModelRunner.step = fatal

@@ -1,17 +1,17 @@
-"""Drives an executor with hand-made steps: whatever spans a test wants, pages in a scattered order.
+"""Drives an executor with hand-made steps: whatever spans a test wants, on scattered pages.
 
-It checks nothing; it keeps what a scheduler would know of each row, and frees nothing.
+It checks nothing; it keeps what a scheduler would know of each row. Pages behind a window go back
+at once, and are the next to be taken: a layer that looks back too far sees a stranger's KV.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-
-import numpy as np
+from collections.abc import Collection, Mapping, Sequence
 
 from aserve.messages import (
+    ArrayI32,
     Executor,
+    GroupSpec,
     PageWrites,
     RowInit,
     ScheduleBatch,
@@ -21,85 +21,87 @@ from aserve.messages import (
     pack_i32,
 )
 
-
-@dataclass(slots=True)
-class _Row:
-    kv_len: int = 0
-    num_pages: int = 0
-    sampled_in: int = 0  # the last iteration that sampled it
+Spans = Mapping[int, Sequence[int]]
 
 
-@dataclass(slots=True)
+class GroupPages:
+    """One layer group's pages: which are free, and which page each row has in each column."""
+
+    def __init__(self, spec: GroupSpec, *, page_size: int) -> None:
+        self.window = spec.window
+        self.page_size = page_size
+        pages = range(1, spec.num_pages)
+        self.free = [*pages[::2], *reversed(pages[1::2])]  # neighbours in a row are far apart
+        self.held: dict[int, dict[int, int]] = {}
+
+    def step(self, kv_lens: Mapping[int, int], spans: Spans) -> PageWrites:
+        for row in spans:
+            self._release_behind(self.held.setdefault(row, {}), kv_lens[row])
+        rows, columns, pages = [], [], []
+        for row, ids in spans.items():
+            for column in range(-(-(kv_lens[row] + len(ids)) // self.page_size)):
+                if column * self.page_size < kv_lens[row]:
+                    continue  # began in an earlier step
+                page = self.held[row][column] = self.free.pop()
+                rows.append(row)
+                columns.append(column)
+                pages.append(page)
+        return PageWrites(pack_i32(rows), pack_i32(columns), pack_i32(pages))
+
+    def _release_behind(self, held: dict[int, int], kv_len: int) -> None:
+        if self.window is None:
+            return
+        first_seen = kv_len - self.window + 1
+        for column in [c for c in held if (c + 1) * self.page_size <= first_seen]:
+            self.free.append(held.pop(column))
+
+
 class PagedRun:
-    executor: Executor
-    iteration: int = 0
-    rows: dict[int, _Row] = field(default_factory=dict)
-    num_taken: int = 0
+    def __init__(self, executor: Executor) -> None:
+        spec = executor.spec
+        self.executor = executor
+        self.iteration = 0
+        self.kv_lens: dict[int, int] = {}
+        self.sampled_in: dict[int, int] = {}  # row -> the last iteration that sampled it
+        self.groups = [GroupPages(group, page_size=spec.page_size) for group in spec.groups]
 
-    def launch(self, spans: Mapping[int, Sequence[int]], *, sampling: Sequence[int]) -> Ticket:
+    def launch(self, spans: Spans, *, sampling: Collection[int]) -> Ticket:
         """`spans`: row -> its ids of this step, -row for the token that it sampled last."""
         self.iteration += 1
-        inits = tuple(_greedy(row) for row in spans if row not in self.rows)
-        states = {row: self.rows.setdefault(row, _Row()) for row in spans}
+        inits = tuple(_greedy(row) for row in spans if row not in self.kv_lens)
+        before = {row: self.kv_lens.get(row, 0) for row in spans}
         batch = ScheduleBatch(
             iteration=self.iteration,
             rows=pack_i32(list(spans)),
             spans=pack_i32([len(ids) for ids in spans.values()]),
             input_ids=pack_i32([token for ids in spans.values() for token in ids]),
             next_ids=pack_i32([-row for row in spans]),
-            kv_lens=pack_i32([state.kv_len for state in states.values()]),
+            kv_lens=pack_i32(list(before.values())),
             bounds=bytes(len(spans)),
-            expects=pack_i32([self._expected(row, ids) for row, ids in spans.items()]),
+            expects=pack_i32(
+                [self.sampled_in[row] if -row in ids else 0 for row, ids in spans.items()]
+            ),
             sample_rows=pack_i32([row for row in spans if row in sampling]),
-            page_writes=self._grow(spans),
+            page_writes=tuple(group.step(before, spans) for group in self.groups),
             row_inits=inits,
         )
         for row, ids in spans.items():
-            states[row].kv_len += len(ids)
+            self.kv_lens[row] = before[row] + len(ids)
             if row in sampling:
-                states[row].sampled_in = self.iteration
+                self.sampled_in[row] = self.iteration
         return self.executor.launch(batch)
-
-    def _expected(self, row: int, ids: Sequence[int]) -> int:
-        return self.rows[row].sampled_in if -row in ids else 0
-
-    def _grow(self, spans: Mapping[int, Sequence[int]]) -> tuple[PageWrites, ...]:
-        """Rows take turns, and pages come from the two ends of the pool: never one block."""
-        size = self.executor.spec.page_size
-        wanted = {row: -(-(self.rows[row].kv_len + len(ids)) // size) for row, ids in spans.items()}
-        columns: list[tuple[int, int]] = []
-        for column in range(max(wanted.values())):
-            columns += [
-                (row, column)
-                for row, num_pages in wanted.items()
-                if self.rows[row].num_pages <= column < num_pages
-            ]
-        for row, num_pages in wanted.items():
-            self.rows[row].num_pages = max(num_pages, self.rows[row].num_pages)
-        taken = range(self.num_taken, self.num_taken + len(columns))
-        self.num_taken += len(columns)
-        return tuple(
-            PageWrites(
-                rows=pack_i32([row for row, _ in columns]),
-                columns=pack_i32([column for _, column in columns]),
-                pages=pack_i32([_page(number, group.num_pages) for number in taken]),
-            )
-            for group in self.executor.spec.groups
-        )
 
 
 def tokens_of(result: object) -> dict[int, int]:
     """row -> the one token that it sampled in this step."""
     assert isinstance(result, StepResult), result
-    assert np.all(array_i32(result.counts) == 1)
-    rows, tokens = array_i32(result.rows).tolist(), array_i32(result.tokens).tolist()
-    return dict(zip(rows, tokens, strict=True))
+    rows, tokens = array_i32(result.rows), array_i32(result.tokens)
+    assert array_i32(result.counts).tolist() == [1] * len(rows)
+    return dict(zip(_ints(rows), _ints(tokens), strict=True))
 
 
-def _page(number: int, num_pages: int) -> int:
-    page = 1 + number // 2 if number % 2 == 0 else num_pages - 1 - number // 2
-    assert 0 < page < num_pages
-    return page
+def _ints(values: ArrayI32) -> list[int]:
+    return [int(value) for value in values]
 
 
 def _greedy(row: int) -> RowInit:

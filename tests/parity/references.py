@@ -79,6 +79,8 @@ class Reference:
     prompt: Tensor  # int64 [PROMPT_LEN]
     greedy: Tensor  # int64 [NUM_GREEDY], what follows the prompt
     logits: Tensor  # float32 [PROMPT_LEN + NUM_GREEDY - 1, vocab], of the prompt and what follows
+    neighbour: Tensor  # int64 [PROMPT_LEN], another prompt
+    neighbour_logits: Tensor  # float32 [PROMPT_LEN, vocab]
 
     @property
     def tokens(self) -> Tensor:
@@ -89,13 +91,15 @@ class Reference:
 def make_reference(kind: str, directory: Path) -> Reference:
     model = _new_model(kind)
     _fix_frequencies(model)
-    prompt = torch.randint(VOCAB_SIZE, (PROMPT_LEN,), generator=_generator())
+    generator = torch.Generator().manual_seed(7)
+    prompt, neighbour = torch.randint(VOCAB_SIZE, (2, PROMPT_LEN), generator=generator)
     greedy = _scale_until_varied(model, prompt)
     tokens = torch.cat((prompt, greedy[:-1]))
     with torch.inference_mode():
         logits = model(tokens.unsqueeze(0)).logits[0]
+        neighbour_logits = model(neighbour.unsqueeze(0)).logits[0]
     model.save_pretrained(directory)
-    return Reference(directory, prompt, greedy, logits)
+    return Reference(directory, prompt, greedy, logits, neighbour, neighbour_logits)
 
 
 def _new_model(kind: str) -> Any:
@@ -151,7 +155,3 @@ def _greedy(model: Any, prompt: Tensor) -> Tensor:
             ids = output.logits[:, -1:].argmax(-1)
             tokens.append(ids[0, 0])
     return torch.stack(tokens)
-
-
-def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(7)
