@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import random
 import signal
 import sys
 import time
@@ -30,6 +31,7 @@ from aserve.channel import Channel, Codec
 from aserve.config import Resolved
 from aserve.errors import BugError, ErrorInfo, ShuttingDown
 from aserve.gpu.worker import Worker
+from aserve.http.openai.call import SEED_BITS, random_seed
 from aserve.http.server import HttpServer
 from aserve.http.state import HttpContext, ServerState
 from aserve.messages import (
@@ -240,7 +242,7 @@ def load(resolved: Resolved) -> Loaded:
     )
     with shown_progress("loading weights") as on_progress:
         executor = build_executor(options, on_progress=on_progress)
-    return Loaded(executor, tokenizer, load_template(model_dir), "")
+    return Loaded(executor, tokenizer, load_template(model_dir), executor.about)
 
 
 def in_thread(work: Callable[[], T], *, name: str) -> asyncio.Future[T]:
@@ -263,6 +265,14 @@ def in_thread(work: Callable[[], T], *, name: str) -> asyncio.Future[T]:
 
     Worker(name, lambda: results.append(work()), on_end=on_end).start()
     return future
+
+
+def seed_source(seed: int | None) -> Callable[[], int]:
+    """Where requests without a seed get theirs."""
+    if seed is None:
+        return random_seed
+    numbers = random.Random(seed)
+    return lambda: numbers.getrandbits(SEED_BITS)
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
@@ -340,6 +350,7 @@ class Serving:
                 model_names=(resolved.model_name,),
                 created=int(time.time()),
                 registry=self._app.metrics.registry,
+                draw_seed=seed_source(resolved.debug.seed),
             )
         )
 

@@ -16,8 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import random
-import secrets
 import sys
 import threading
 from collections.abc import (
@@ -36,10 +34,10 @@ import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
-from aserve.app import App, Loaded, in_thread, load, new_event_loop
+from aserve.app import App, Loaded, in_thread, load, new_event_loop, seed_source
 from aserve.config import Facts, Raw, Resolved, resolve, unknown_option
 from aserve.errors import AserveError, ConfigError, EngineDead, ErrorInfo, InvalidRequest
-from aserve.http.openai.call import SEED_BITS, sampling_of
+from aserve.http.openai.call import sampling_of
 from aserve.http.openai.limits import RANGES, check_limits, check_within
 from aserve.http.openai.schema import GenerationBody
 from aserve.messages import (
@@ -122,9 +120,7 @@ class Engine:
         self._resolved = resolved or _resolve(options)
         self._loader = loader
         self._app = App(self._resolved, codec=codec)
-        self._seeds: random.Random = secrets.SystemRandom()
-        if self._resolved.debug.seed is not None:
-            self._seeds = random.Random(self._resolved.debug.seed)
+        self._draw_seed = seed_source(self._resolved.debug.seed)
         self._numbers = itertools.count(1)
         self._loop_thread: _LoopThread | None = None
 
@@ -243,12 +239,13 @@ class Engine:
 
     def _request(self, prompt: PromptLike, fields: Mapping[str, object]) -> GenerateRequest:
         asked = _checked(fields)
-        if asked.seed is None:
-            asked.seed = self._seeds.getrandbits(SEED_BITS)
+        sampling = sampling_of(
+            asked, max_tokens=asked.max_tokens, logprobs=asked.logprobs, draw_seed=self._draw_seed
+        )
         return GenerateRequest(
             request_id=f"request-{next(self._numbers)}",
             prompt=_prompt_of(prompt),
-            sampling=sampling_of(asked, max_tokens=asked.max_tokens, logprobs=asked.logprobs),
+            sampling=sampling,
             priority=asked.priority or 0,
             timeout_s=asked.timeout,
         )

@@ -177,6 +177,19 @@ async def test_a_model_that_cannot_be_loaded_closes_the_port_and_raises() -> Non
             await client.get(serving.address)
 
 
+async def test_the_servers_seed_makes_the_seeds_of_requests_repeatable() -> None:
+    async def seeds() -> list[int]:
+        body = BODY | {"stream": False, "seed": None, "max_tokens": 1}
+        async with living(seed=7) as (life, client):
+            await life.until_ready()
+            answers = [await client.post("/v1/completions", json=body) for _ in range(2)]
+            return [(await answer.json())["seed"] for answer in answers]
+
+    first, second = await seeds(), await seeds()
+    assert first == second
+    assert len(set(first)) == 2
+
+
 async def test_metrics_are_there_from_the_start_and_reconcile() -> None:
     async with living() as (life, client):
         await life.until_ready()

@@ -28,6 +28,7 @@ from aserve.gpu.sample.row_tables import RowTables
 from aserve.gpu.weights.load import load_model
 from aserve.messages import EngineSpec, GroupSpec
 
+MIB = 1 << 20
 GIB = 1 << 30
 KV_PART = 4  # of free memory, KV takes one part of so many
 MAX_KV_BYTES = GIB
@@ -108,7 +109,17 @@ def assemble(
             is_debug=options.debug_checks,
         )
     )
-    return TorchExecutor(ExecutorParts(runner, device, spec, options.debug_checks))
+    about = _describe(model, state.pools, device, options)
+    return TorchExecutor(ExecutorParts(runner, device, spec, options.debug_checks, about))
+
+
+def _describe(model: CausalModel, pools: KvPools, device: Device, options: BuildOptions) -> str:
+    dtype = str(model.dtype).removeprefix("torch.")
+    why = ""
+    if options.dtype == "auto":
+        on_cpu = device.torch_device.type == "cpu"
+        why = " (auto: runs everywhere)" if on_cpu else " (auto: the checkpoint's)"
+    return f"{dtype}{why} on {device.name}, KV {pools.size_bytes / MIB:,.0f} MiB"
 
 
 def _plan_pages(

@@ -58,6 +58,7 @@ class ExecutorParts:
     device: Device
     spec: EngineSpec
     is_debug: bool
+    about: str  # what was chosen for this machine, in a few words
 
 
 class TorchExecutor:
@@ -65,6 +66,7 @@ class TorchExecutor:
 
     def __init__(self, parts: ExecutorParts) -> None:
         self.spec = parts.spec
+        self.about = parts.about
         self.died: asyncio.Future[BaseException]
         self._runner = parts.runner
         self._device = parts.device

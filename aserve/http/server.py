@@ -114,6 +114,7 @@ def origin_of(request: web.Request, context: HttpContext) -> Origin:
         request_id=request[REQUEST_ID],
         created=int(time.time()),
         model_names=context.model_names,
+        draw_seed=context.draw_seed,
     )
 
 

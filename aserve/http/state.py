@@ -5,6 +5,7 @@ Must not know aiohttp or the engine's parts. The phase is written by app.py and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -12,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from aserve.config import ServerOptions
 from aserve.errors import AserveError, EngineDead, ShuttingDown
+from aserve.http.openai.call import random_seed
 from aserve.outlet import Gateway
 
 Phase: TypeAlias = Literal["starting", "ready", "draining", "dead"]
@@ -57,4 +59,5 @@ class HttpContext:
     model_names: tuple[str, ...]
     created: int  # seconds since 1970
     registry: CollectorRegistry
+    draw_seed: Callable[[], int] = random_seed
     keep_alive_s: float = 15.0

@@ -88,6 +88,12 @@ class ServerProcess:
         self.lines += self._output.readlines()
         return self.process.wait(START_S), time.monotonic() - start_s
 
+    def memory_bytes(self) -> int:
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        found = re.search(r"VmRSS:\s+(\d+) kB", status)
+        assert found is not None
+        return int(found[1]) * 1024
+
     @property
     def text(self) -> str:
         return "".join(self.lines)

@@ -67,6 +67,10 @@ class KvPools:
             for place, layer in enumerate(group.layers)
         }
 
+    @property
+    def size_bytes(self) -> int:
+        return sum(pool.nbytes for pool in (*self._keys, *self._values, self.token_pool))
+
     def forget(self, rows: Tensor) -> None:
         """rows int64 [n] have new tenants. What reads or writes beyond their pages meets page 0."""
         for table in self.page_tables:

@@ -6,7 +6,7 @@ Must not know how answers are written. Built once from a validated body, never c
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from aserve.errors import InvalidRequest, NotFound
@@ -47,13 +47,18 @@ class Call:
         return int(prompt) * self.sampling.n + chunk.child
 
 
+def random_seed() -> int:
+    return secrets.randbits(SEED_BITS)
+
+
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where and when a call arrived."""
+    """Where and when a call arrived, and where its seed comes from if it brings none."""
 
     request_id: str
     created: int
     model_names: tuple[str, ...]
+    draw_seed: Callable[[], int] = random_seed
 
 
 def check_body(body: GenerationBody, origin: Origin) -> None:
@@ -74,11 +79,15 @@ def check_body(body: GenerationBody, origin: Origin) -> None:
 
 
 def sampling_of(
-    body: GenerationBody, *, max_tokens: int | None, logprobs: int | None
+    body: GenerationBody,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    draw_seed: Callable[[], int],
 ) -> SamplingParams:
     top_k = body.top_k or 0
     return SamplingParams(
-        seed=secrets.randbits(SEED_BITS) if body.seed is None else body.seed,
+        seed=draw_seed() if body.seed is None else body.seed,
         temperature=1.0 if body.temperature is None else body.temperature,
         top_p=1.0 if body.top_p is None else max(body.top_p, SMALLEST_TOP_P),
         top_k=max(top_k, 0),

@@ -27,7 +27,9 @@ def completion_call(body: CompletionBody, origin: Origin) -> Call:
     if body.logprobs is not None:
         check_within(body.logprobs, Range(0, MAX_LOGPROBS), param="logprobs")
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    sampling = sampling_of(body, max_tokens=max_tokens, logprobs=body.logprobs)
+    sampling = sampling_of(
+        body, max_tokens=max_tokens, logprobs=body.logprobs, draw_seed=origin.draw_seed
+    )
     return build_call(body, origin, prompts=prompts, sampling=sampling, id_prefix="cmpl")
 
 

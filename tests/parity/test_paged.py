@@ -1,0 +1,162 @@
+"""The whole device side against transformers: executor, pages and sampler around real models."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from aserve.gpu.attention.registry import BACKENDS
+from aserve.gpu.build import BuildOptions, assemble
+from aserve.gpu.decode.registry import MODES
+from aserve.gpu.device.registry import open_device
+from aserve.gpu.models.attend import Attend
+from aserve.gpu.models.causal_model import CausalModel
+from aserve.gpu.models.hidden_capture import HiddenCapture
+from aserve.gpu.weights.load import load_model
+from tests.parity.conftest import ReferenceOf
+from tests.parity.paged_run import PagedRun, tokens_of
+from tests.parity.references import KINDS, MAX_MODEL_LEN, NUM_GREEDY, PROMPT_LEN, Reference
+
+pytestmark = pytest.mark.slow  # each reference takes a moment to make
+
+ROW, NEIGHBOUR = 3, 1
+NUM_PAGES = {1: 4 * MAX_MODEL_LEN, 7: 90, 16: 40}
+
+
+class Recorder:
+    """A model that also keeps the logits of every token of every forward, in order."""
+
+    def __init__(self, model: CausalModel) -> None:
+        self.model = model
+        self.layers = model.layers
+        self.vocab_size = model.vocab_size
+        self.hidden_size = model.hidden_size
+        self.max_model_len = model.max_model_len
+        self.dtype = model.dtype
+        self.recorded: list[Tensor] = []
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        *,
+        capture: HiddenCapture | None = None,
+    ) -> Tensor:
+        hidden = self.model.forward(input_ids, positions, attend, capture=capture)
+        self.recorded.append(self.model.logits(hidden))
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.model.logits(hidden)
+
+
+@asynccontextmanager
+async def running(
+    reference: Reference, **options: Any
+) -> AsyncIterator[tuple[PagedRun, list[Tensor]]]:
+    """An executor around the model, and the logits of its steps: one [tokens, vocab] per step."""
+    page_size = options.setdefault("page_size", 16)
+    build = BuildOptions(
+        reference.directory,
+        num_pages=NUM_PAGES[page_size],
+        max_rows=4,
+        max_batched_tokens=PROMPT_LEN + 4,
+        debug_checks=True,
+        **options,
+    )
+    recorder = Recorder(load_model(reference.directory, max_model_len=MAX_MODEL_LEN))
+    executor = assemble(recorder, MODES[build.decode](), open_device("cpu"), build)
+    executor.start(asyncio.get_running_loop())
+    try:
+        yield PagedRun(executor), recorder.recorded
+    finally:
+        executor.close()
+
+
+async def decode(run: PagedRun, *, num_steps: int) -> list[int]:
+    """Each step is launched before the result of the one before it is known."""
+    tickets = [run.launch({ROW: [-ROW]}, sampling=[ROW]) for _ in range(num_steps)]
+    return [tokens_of(await ticket)[ROW] for ticket in tickets]
+
+
+def ids_of(tokens: Tensor) -> list[int]:
+    return [int(token) for token in tokens]
+
+
+def assert_close(logits: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0.0)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_prefill_and_greedy_decode_equal_transformers(
+    kind: str, page_size: int, reference_of: ReferenceOf
+) -> None:
+    reference = reference_of(kind)
+    async with running(reference, page_size=page_size) as (run, steps):
+        first = await run.launch({ROW: ids_of(reference.prompt)}, sampling=[ROW])
+        tokens = [tokens_of(first)[ROW], *await decode(run, num_steps=NUM_GREEDY - 1)]
+    assert_close(torch.cat(steps), reference.logits)
+    assert tokens == ids_of(reference.greedy)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("page_size", [1, 7, 16])
+@pytest.mark.parametrize("kind", ["llama-dynamic", "llama-longrope", "qwen3-mixed"])
+async def test_chunked_prefill_equals_transformers(
+    kind: str, page_size: int, backend: str, reference_of: ReferenceOf
+) -> None:
+    reference = reference_of(kind)
+    chunks = reference.prompt.split([1, 16, 15, 1, 30, 7])
+    async with running(reference, page_size=page_size, attention=backend) as (run, steps):
+        tickets = [
+            run.launch({ROW: ids_of(chunk)}, sampling=[ROW] if chunk is chunks[-1] else [])
+            for chunk in chunks
+        ]
+        first = tokens_of([await ticket for ticket in tickets][-1])[ROW]
+        tokens = [first, *await decode(run, num_steps=20)]
+    assert_close(torch.cat(steps), reference.logits[: PROMPT_LEN + 20])
+    assert tokens == ids_of(reference.greedy[:21])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("page_size", [1, 7, 16])
+@pytest.mark.parametrize("kind", ["llama-yarn", "llama-llama3", "qwen3-sliding"])
+async def test_mixed_steps_equal_transformers(
+    kind: str, page_size: int, backend: str, reference_of: ReferenceOf
+) -> None:
+    """A neighbour's prompt comes in chunks while the row decodes: both as if they were alone."""
+    reference = reference_of(kind)
+    chunks = reference.neighbour.split([9, 1, 22, 1, 37])
+    async with running(reference, page_size=page_size, attention=backend) as (run, steps):
+        tickets = [run.launch({ROW: ids_of(reference.prompt)}, sampling=[ROW])]
+        for number, chunk in enumerate(chunks):
+            spans = {ROW: [-ROW], NEIGHBOUR: ids_of(chunk)}
+            order = spans if number % 2 else dict(reversed(spans.items()))
+            tickets.append(run.launch(order, sampling=[ROW]))
+        tokens = [tokens_of(await ticket)[ROW] for ticket in tickets]
+    mixed = steps[1:]
+    rows = [step[:1] if number % 2 else step[-1:] for number, step in enumerate(mixed)]
+    neighbours = [step[1:] if number % 2 else step[:-1] for number, step in enumerate(mixed)]
+    assert_close(torch.cat((steps[0], *rows)), reference.logits[: PROMPT_LEN + len(chunks)])
+    assert_close(torch.cat(neighbours), reference.neighbour_logits)
+    assert tokens == ids_of(reference.greedy[: len(tokens)])
+
+
+async def test_a_lost_page_turns_parity_red(reference_of: ReferenceOf) -> None:
+    """The comparison sees one token's KV: here the page of an earlier token is another's."""
+    reference = reference_of("llama")
+    async with running(reference, page_size=1) as (run, steps):
+        await run.launch({ROW: ids_of(reference.prompt)}, sampling=[ROW])
+        run.kv_lens[ROW] -= 10
+        run.groups[0].free.append(run.groups[0].held[ROW][PROMPT_LEN - 30])
+        await run.launch({ROW: ids_of(reference.prompt[-10:])}, sampling=[ROW])
+    differences = (steps[1] - reference.logits[PROMPT_LEN - 10 : PROMPT_LEN]).abs()
+    assert differences.max() > 1e-2
