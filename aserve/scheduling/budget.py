@@ -103,5 +103,12 @@ def has_room(board: Board, need: Pages) -> bool:
     return all(board.cache.available(group) >= pages for group, pages in enumerate(need))
 
 
+def has_ample_room(board: Board) -> bool:
+    """More than one more step of any rows could need, so that nobody has to count (most steps)."""
+    per_row = 1 + board.num_pages(board.spec.decode.max_tokens_per_step)
+    most = len(board.running) * per_row + board.num_pages(board.spec.max_batched_tokens)
+    return all(board.cache.available(group) >= most for group in range(len(board.spec.groups)))
+
+
 def add_pages(left: Pages, right: Pages) -> Pages:
     return tuple(a + b for a, b in zip(left, right, strict=True))

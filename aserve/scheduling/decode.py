@@ -9,7 +9,14 @@ import msgspec
 
 from aserve.scheduling.admit import admit
 from aserve.scheduling.board import Board
-from aserve.scheduling.budget import Pages, has_room, next_span, spare_pages, step_need
+from aserve.scheduling.budget import (
+    Pages,
+    has_ample_room,
+    has_room,
+    next_span,
+    spare_pages,
+    step_need,
+)
 from aserve.scheduling.caps import max_decode_rows, may_run_ahead
 from aserve.scheduling.leave import retract, retraction_order
 from aserve.scheduling.phases import Phase
@@ -68,7 +75,8 @@ def _fill(board: Board, rows: list[Sequence], *, used: int = 0) -> list[Choice]:
     """Spans for rows, in order, as far as the token budget and the pages go."""
     chosen: list[Choice] = []
     budget = board.spec.max_batched_tokens - used
-    step_total = step_need(board, board.running.values())
+    has_prefill = any(sequence.remaining > 1 for sequence in rows)
+    step_total = step_need(board, board.running.values() if has_prefill else ())
     for sequence in rows:
         choice = _choose_span(board, sequence, budget, step_total=step_total)
         if choice is not None:
@@ -114,7 +122,7 @@ def _retract_for_room(board: Board) -> None:
     """Rows step back while free pages are fewer than one more step of all rows needs; never the
     last row.
     """
-    while len(board.running) > 1:
+    while len(board.running) > 1 and not has_ample_room(board):
         if has_room(board, step_need(board, board.running.values())):
             return
         retract(board, max(board.running.values(), key=retraction_order))
