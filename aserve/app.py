@@ -29,7 +29,7 @@ from aserve.actors.supervisor import Failure, Phase, Supervisor
 from aserve.actors.tokenizer import TokenizerActor
 from aserve.channel import Channel, Codec
 from aserve.config import Resolved
-from aserve.errors import BugError, ErrorInfo, ShuttingDown
+from aserve.errors import AserveError, BugError, EngineDead, ErrorInfo, ShuttingDown
 from aserve.gpu.worker import Worker
 from aserve.http.openai.call import SEED_BITS, random_seed
 from aserve.http.server import HttpServer
@@ -118,7 +118,7 @@ class App:
         executor = loaded.executor
         executor.start(asyncio.get_running_loop())
         executor.died.add_done_callback(engine.supervisor.executor_died)
-        await executor.warm_up()
+        await _warmed_up(executor)
         engine.supervisor.start()
         self.state.max_model_len = executor.spec.max_model_len
         self._report("ready", "")
@@ -216,6 +216,18 @@ class _Engine:
     inbox: Channel[TokenizerEvent]
     supervisor: Supervisor
     recorder: Recorder | None
+
+
+async def _warmed_up(executor: LocalExecutor) -> None:
+    """One step, or the executor's death: a thread that has gone would never answer."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            step = group.create_task(executor.warm_up())
+            executor.died.add_done_callback(lambda _: step.cancel())
+    except* AserveError as errors:
+        raise errors.exceptions[0] from None
+    if step.cancelled():
+        raise EngineDead(f"the executor died in its first step: {executor.died.result()!r}")
 
 
 def load(resolved: Resolved) -> Loaded:

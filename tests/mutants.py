@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import track
 
 ROOT = Path(__file__).resolve().parent.parent
+GREEN, RED = 0, 1
 TRACES = "tests/properties/test_scheduler_traces.py"
 
 
@@ -113,7 +114,7 @@ def main(names: list[str]) -> int:
     survivors = []
     with tempfile.TemporaryDirectory() as folder:
         tree = _copy_tree(Path(folder))
-        if not _is_green(tree):
+        if _run_traces(tree) != GREEN:
             console.print("the traces are red without any mutant")
             return 1
         for mutant in track(chosen, "mutants", console=console):
@@ -141,17 +142,19 @@ def _try(tree: Path, mutant: Mutant) -> str | None:
         return "NO LINE "
     path.write_text(source.replace(mutant.line, mutant.broken))
     try:
-        return "SURVIVED" if _is_green(tree) else None
+        code = _run_traces(tree)
+        return None if code == RED else "SURVIVED" if code == GREEN else "NO TEST "
     finally:
         path.write_text(source)
 
 
-def _is_green(tree: Path) -> bool:
+def _run_traces(tree: Path) -> int:
+    """pytest's exit code: a mutant that cannot even be imported is not one that was noticed."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", TRACES]
     environment = {**os.environ, "ASERVE_TEST_PROFILE": "mutants"}
     environment["PYTHONPATH"] = f"{tree}:{tree / 'kernels'}"
     finished = subprocess.run(command, cwd=tree, env=environment, capture_output=True, check=False)
-    return finished.returncode == 0
+    return finished.returncode
 
 
 if __name__ == "__main__":

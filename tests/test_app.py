@@ -16,7 +16,7 @@ import pytest
 
 from aserve.app import Loaded, Serving
 from aserve.config import Facts, Raw, Resolved, resolve
-from aserve.errors import ConfigError
+from aserve.errors import ConfigError, EngineDead
 from tests.fake_executor import FakeExecutor
 from tests.text.vocabularies import byte_level_tokenizer
 
@@ -152,6 +152,21 @@ async def test_a_dead_executor_ends_streams_with_an_error_and_the_exit_code_is_1
 
 def never(resolved: Resolved) -> Loaded:
     raise AssertionError("nothing is loaded without a port")
+
+
+async def test_an_executor_that_dies_in_its_first_step_ends_the_server_with_an_error() -> None:
+    class Stillborn(FakeExecutor):
+        async def warm_up(self) -> None:
+            self.die(RuntimeError("no such device"))
+            await asyncio.Event().wait()
+
+    resolved = resolve(Raw(command_line={"port": 0}), Facts(default_model="none"))
+    executor = Stillborn()
+    loaded = Loaded(executor, byte_level_tokenizer(), None, "fake")
+    async with asyncio.timeout(5):
+        with pytest.raises(EngineDead, match="no such device"):
+            await Serving(resolved, loader=lambda _: loaded).run()
+    assert executor.is_closed
 
 
 async def test_a_busy_port_is_a_config_error_that_names_it() -> None:

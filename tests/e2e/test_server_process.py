@@ -30,8 +30,8 @@ sys.exit(main(["serve", "--port", "0"]))
 
 
 @pytest.mark.slow
-def test_the_bundled_model_is_ready_soon_and_a_stream_ends_in_order_on_sigterm() -> None:
-    with ServerProcess() as server:
+def test_the_bundled_model_is_ready_soon_and_sigterm_ends_its_stream_with_an_error_event() -> None:
+    with ServerProcess("--drain-timeout", "0.2") as server:
         assert server.ready_s < 8
         assert json.loads(server.get("/health")) == {"status": "ready"}
         models = json.loads(server.get("/v1/models"))["data"]
@@ -44,7 +44,7 @@ def test_the_bundled_model_is_ready_soon_and_a_stream_ends_in_order_on_sigterm()
         assert took_s < 5
         assert events[-1] == b"data: [DONE]"
         last = json.loads(events[-2].removeprefix(b"data: "))
-        assert "error" in last or last["choices"][0]["finish_reason"] == "length"
+        assert last["error"]["code"] == "server_draining"
     assert "Traceback" not in server.text
 
 

@@ -1,0 +1,149 @@
+"""The real scheduler over the real executor, without actors and HTTP: requests in, tokens out.
+
+Chaos decides in which order arrivals, masks and results reach the scheduler, as far as order is
+free: tickets are awaited in launch order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aserve.gpu.build import BuildOptions, assemble
+from aserve.gpu.decode.autoregressive import Autoregressive
+from aserve.gpu.decode.base import DecodeMode
+from aserve.gpu.device.registry import open_device
+from aserve.gpu.executor import TorchExecutor
+from aserve.gpu.models.causal_model import CausalModel
+from aserve.messages import (
+    AdmitRequest,
+    BuildMask,
+    Executor,
+    Launch,
+    Refused,
+    Resync,
+    Retired,
+    Sample,
+    SamplingParams,
+    ScheduleBatch,
+    SchedulerEffect,
+    SchedulerEvent,
+    StepOutput,
+    Ticket,
+    array_i32,
+    pack_i32,
+)
+from aserve.scheduling.state import SchedulerState
+from tests.fakes import ToyMatchers
+
+Key = tuple[str, int]  # request id, child
+
+
+@dataclass(slots=True)
+class Served:
+    """What came of some requests. `reasons` has one entry per last message of a sequence."""
+
+    outputs: dict[Key, list[int]] = field(default_factory=dict)
+    reasons: dict[Key, list[str]] = field(default_factory=dict)
+    batches: list[ScheduleBatch] = field(default_factory=list)
+    num_resyncs: int = 0
+    num_retracted: int = 0
+    num_cached: int = 0  # prompt tokens that the prefix cache had
+
+
+def make_executor(
+    model: CausalModel, *, mode: DecodeMode | None = None, **options: Any
+) -> TorchExecutor:
+    """A small one with debug checks; `options` are fields of BuildOptions."""
+    settings = {
+        "page_size": 4,
+        "num_pages": 65,
+        "max_rows": 5,
+        "max_batched_tokens": 64,
+        "debug_checks": True,
+        **options,
+    }
+    build = BuildOptions(Path("of-no-model"), **settings)
+    return assemble(model, mode or Autoregressive(), open_device("cpu"), build)
+
+
+def request(
+    name: str, prompt: list[int], *, end_ids: tuple[int, ...] = (), **sampling: Any
+) -> AdmitRequest:
+    """Greedy, 8 tokens, if `sampling` does not say otherwise."""
+    params = SamplingParams(**{"seed": 0, "temperature": 0.0, "max_tokens": 8, **sampling})
+    return AdmitRequest(name, pack_i32(prompt), params, end_ids=end_ids)
+
+
+def serve(executor: TorchExecutor, requests: list[AdmitRequest], *, chaos: int = 0) -> Served:
+    """Runs all requests to their ends, then closes the executor."""
+
+    async def run() -> Served:
+        executor.start(asyncio.get_running_loop())
+        try:
+            return await _Drive(executor, requests, random.Random(chaos)).run()
+        finally:
+            executor.close()
+
+    return asyncio.run(run())
+
+
+class _Drive:
+    def __init__(
+        self, executor: Executor, requests: list[AdmitRequest], chaos: random.Random
+    ) -> None:
+        self.executor = executor
+        self.chaos = chaos
+        self.state = SchedulerState(executor.spec, debug_checks=True)
+        self.matchers = ToyMatchers(executor.spec.vocab_size)
+        self.arrivals = deque(requests)
+        self.asks: deque[BuildMask] = deque()
+        self.tickets: deque[Ticket] = deque()
+        self.served = Served()
+
+    async def run(self) -> Served:
+        while self.arrivals or self.asks or self.tickets or not self.state.is_idle:
+            events = [await self._next_event() for _ in range(self.chaos.randint(1, 3))]
+            for effect in self.state.step([event for event in events if event is not None]):
+                self._perform(effect)
+        self.served.num_retracted = self.state.board.num_retracted
+        return self.served
+
+    async def _next_event(self) -> SchedulerEvent | None:
+        sources = [queue for queue in (self.arrivals, self.asks, self.tickets) if queue]
+        if not sources:
+            return None
+        source = self.chaos.choice(sources)
+        if source is self.arrivals:
+            return self.arrivals.popleft()
+        if source is self.asks:
+            return self.matchers.build(self.asks.popleft())
+        return await self.tickets.popleft()
+
+    def _perform(self, effect: SchedulerEffect) -> None:
+        match effect:
+            case Launch():
+                self.served.batches.append(effect.batch)
+                self.served.num_cached += effect.batch.stats.num_cached_tokens
+                self.tickets.append(self.executor.launch(effect.batch))
+            case Sample():
+                self.tickets.append(self.executor.sample(effect))
+            case Resync():
+                self.served.num_resyncs += 1
+                self.executor.resync(effect)
+            case BuildMask():
+                self.asks.append(effect)
+            case StepOutput():
+                for output in effect.sequences:
+                    tokens = array_i32(output.token_ids).tolist()
+                    key = output.request_id, output.child
+                    self.served.outputs.setdefault(key, []).extend(tokens)
+            case Retired():
+                key = effect.request_id, effect.child
+                self.served.reasons.setdefault(key, []).append(effect.reason)
+            case Refused():
+                raise AssertionError(f"{effect.request_id} was refused: {effect.error.message}")

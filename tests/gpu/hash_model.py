@@ -1,0 +1,112 @@
+"""A CausalModel without meaning, whose every mistake shows: KV holds (token, position), and logits
+are a hash of the list that attention reads back.
+
+Attention is uniform, so that each position weighs the same. Layer 1 keeps a hash of what layer 0
+read, so that a wrong slot that was read once shows for ever. Phases are multiplied by STRENGTH: one
+other token, position or length turns all logits round, while rounding in float64 stays at 1e-10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from aserve.gpu.models.attend import Attend
+from aserve.gpu.models.hidden_capture import HiddenCapture
+from aserve.gpu.models.layer_spec import LayerSpec
+
+HEAD_DIM = 8
+NUM_HEADS = 2
+STRENGTH = 1000.0
+MAX_LOGIT = 3.0
+VOCAB = 37
+
+
+class HashModel:
+    """`window` is that of layer 1; layer 0 sees everything."""
+
+    def __init__(
+        self, *, window: int | None = None, vocab_size: int = VOCAB, max_model_len: int = 64
+    ) -> None:
+        generator = torch.Generator().manual_seed(7)
+
+        def weights(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+        self.layers = (_layer(0, None), _layer(1, window))
+        self.vocab_size = vocab_size
+        self.hidden_size = 2 * NUM_HEADS * HEAD_DIM
+        self.max_model_len = max_model_len
+        self.dtype = torch.float64
+        self._phases = weights(vocab_size, HEAD_DIM) * 3
+        self._rates = weights(HEAD_DIM)
+        self._mix = weights(NUM_HEADS * HEAD_DIM, HEAD_DIM)
+        self._head = weights(self.hidden_size, vocab_size)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        *,
+        capture: HiddenCapture | None = None,
+    ) -> Tensor:
+        features = torch.sin(self._phases[input_ids] + positions[:, None] * self._rates)
+        read = self._read(attend, 0, features)
+        hidden = torch.cat((read, self._read(attend, 1, _hash(read, self._mix))), dim=1)
+        if capture is not None:
+            capture.before_norm = hidden
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return MAX_LOGIT * _hash(hidden, self._head)
+
+    def _read(self, attend: Attend, layer: int, values: Tensor) -> Tensor:
+        """values [tokens, head_dim] -> the mean of what each token sees [tokens, heads * head_dim].
+
+        Equal keys make equal weights.
+        """
+        v = values[:, None]
+        q = torch.zeros((len(values), NUM_HEADS, HEAD_DIM), dtype=torch.float64)
+        return attend(self.layers[layer], q, torch.zeros_like(v), v).flatten(1)
+
+
+class FlakyModel(HashModel):
+    """Raises in the forwards of these numbers (from 1 on): after its KV was written, so that a
+    failed step leaves everything behind but a result."""
+
+    def __init__(self, fails: Collection[int], *, window: int | None = None) -> None:
+        super().__init__(window=window)
+        self.fails = frozenset(fails)
+        self.num_forwards = 0
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        *,
+        capture: HiddenCapture | None = None,
+    ) -> Tensor:
+        self.num_forwards += 1
+        hidden = super().forward(input_ids, positions, attend, capture=capture)
+        if self.num_forwards in self.fails:
+            raise ArithmeticError(f"forward {self.num_forwards} fails, as the test wants it")
+        return hidden
+
+
+def _hash(x: Tensor, weights: Tensor) -> Tensor:
+    return torch.sin(STRENGTH * (x @ weights))
+
+
+def _layer(index: int, window: int | None) -> LayerSpec:
+    return LayerSpec(
+        index=index,
+        num_heads=NUM_HEADS,
+        num_kv_heads=1,
+        head_dim=HEAD_DIM,
+        scale=1.0,
+        window=window,
+    )

@@ -1,0 +1,124 @@
+"""The whole device side under the real scheduler, on random traces: each request gets the tokens of
+the plain engine, whatever runs beside it, in which order, and whatever fails.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from aserve.messages import AdmitRequest
+from tests.gpu.drive import make_executor, request, serve
+from tests.gpu.hash_model import VOCAB, FlakyModel, HashModel
+from tests.gpu.plain_engine import plain_outputs
+
+STEM = [(11 * i * i + 5 * i + 3) % VOCAB for i in range(40)]  # what prompts share
+
+
+@dataclass(frozen=True)
+class Trace:
+    requests: list[AdmitRequest]
+    options: dict[str, Any]
+    window: int | None
+    fails: frozenset[int]
+    chaos: int
+
+
+@st.composite
+def requests(draw: st.DrawFn, number: int) -> AdmitRequest:
+    prompt = STEM[: draw(st.integers(1, 24))]
+    if draw(st.booleans()):
+        prompt[-1] = draw(st.integers(0, VOCAB - 1))
+    has_penalties = draw(st.booleans())
+    return request(
+        f"r{number}",
+        prompt,
+        end_ids=draw(st.sampled_from([(), (3, 8)])),
+        seed=draw(st.integers(-(2**63), 2**63)),
+        temperature=draw(st.sampled_from([0.0, 0.8, 1.0])),
+        top_k=draw(st.sampled_from([0, 0, 5])),
+        top_p=draw(st.sampled_from([1.0, 1.0, 0.7])),
+        min_p=draw(st.sampled_from([0.0, 0.0, 0.1])),
+        presence_penalty=0.5 if has_penalties else 0.0,
+        frequency_penalty=-0.7 if has_penalties else 0.0,
+        repetition_penalty=1.2 if has_penalties else 1.0,
+        logit_bias=draw(st.sampled_from([(), ((5, 4.0), (3, -100.0))])),
+        min_tokens=draw(st.integers(0, 4)),
+        max_tokens=draw(st.integers(1, 12)),
+        n=draw(st.sampled_from([1, 1, 2])),
+        grammar=draw(st.sampled_from([None, None, "toy"])),
+        logprobs=draw(st.sampled_from([None, 0, 3])),
+    )
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> Trace:
+    page_size = draw(st.sampled_from([1, 2, 4, 16]))
+    depth, lead = draw(st.sampled_from([(1, 1), (2, 2), (3, 1), (3, 3)]))
+    alone = -(-36 // page_size)  # the longest request
+    gaps = draw(st.lists(st.integers(3, 20), max_size=4))
+    return Trace(
+        requests=[draw(requests(number)) for number in range(draw(st.integers(1, 6)))],
+        options={
+            "page_size": page_size,
+            "num_pages": alone + 1 + draw(st.sampled_from([0, 1, 3, 100])),
+            "depth": depth,
+            "lead": lead,
+            "max_rows": draw(st.integers(1, 5)),
+            "max_batched_tokens": draw(st.sampled_from([3, 8, 64])),
+            "prefix_cache": draw(st.booleans()),
+            "attention": draw(st.sampled_from(["paged-sdpa", "torch-ref"])),
+            "graph_sizes": draw(st.sampled_from([(), (1, 4)])),
+        },
+        window=draw(st.sampled_from([None, 6])),
+        fails=frozenset(sum(gaps[: number + 1]) for number in range(len(gaps))),
+        chaos=draw(st.integers(0, 2**32)),
+    )
+
+
+@pytest.mark.slow
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@given(traces())
+def test_any_trace_gives_the_tokens_of_the_plain_engine(trace: Trace) -> None:
+    model = FlakyModel(trace.fails, window=trace.window)
+    served = serve(make_executor(model, **trace.options), trace.requests, chaos=trace.chaos)
+    plain = HashModel(window=trace.window)
+    for asked in trace.requests:
+        for child in range(asked.sampling.n):
+            expected = plain_outputs(plain, asked, child)
+            assert served.outputs.get((asked.request_id, child), []) == expected
+            ended = expected[-1] in asked.end_ids and len(expected) > asked.sampling.min_tokens
+            reason = "stop" if ended else "length"
+            assert served.reasons[asked.request_id, child] == [reason]
+
+
+def test_a_tiny_pool_makes_rows_step_back_and_changes_no_token() -> None:
+    asked = [
+        request(f"r{number}", STEM[number : number + 12], max_tokens=20, repetition_penalty=1.3)
+        for number in range(4)
+    ]
+    served = serve(make_executor(HashModel(), num_pages=13), asked)
+    assert served.num_retracted > 0
+    assert served.outputs == {(r.request_id, 0): plain_outputs(HashModel(), r) for r in asked}
+
+
+def test_a_failed_step_costs_its_neighbours_no_token() -> None:
+    asked = [request(f"r{number}", STEM[number : number + 9]) for number in range(4)]
+    served = serve(make_executor(FlakyModel({4, 7, 12})), asked)
+    assert served.num_resyncs == 3
+    assert served.outputs == {(r.request_id, 0): plain_outputs(HashModel(), r) for r in asked}
+
+
+def test_a_prefix_hit_counts_its_tokens_for_penalties() -> None:
+    """What the cache had was never in the row's own steps, and is penalised nevertheless."""
+    asked = [
+        request(f"r{number}", [*STEM[:16], number], repetition_penalty=2.0, presence_penalty=1.0)
+        for number in range(2)
+    ]
+    served = serve(make_executor(HashModel(), max_rows=1), asked)
+    assert served.num_cached == 16
+    assert served.outputs == {(r.request_id, 0): plain_outputs(HashModel(), r) for r in asked}

@@ -1,0 +1,81 @@
+"""A decode mode for tests: each step verifies one draft and makes the next, of which many are
+wrong.
+
+It drives what only speculation uses: verify windows, lengths that are bounds, publishing before a
+step ends, and several forwards in one step. The drafter is the model itself, one token further,
+without penalties; every other position it takes a wrong token on purpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from aserve.gpu.decode.base import Emitted, OnPublish
+from aserve.gpu.device_batch import DeviceStep
+from aserve.gpu.future_map import LAST_TOKEN, SEQ_LEN, RelayField
+from aserve.gpu.resolve import DRAFTS
+from aserve.gpu.runner import HeldSample, ModelRunner
+from aserve.gpu.sample.noise import gumbel_noise
+from aserve.gpu.sample.sampler import Sampled
+from aserve.messages import DecodeCaps
+
+
+class TwoTokens:
+    """`before_draft` runs on the executor's thread between publish and the drafter's forward."""
+
+    def __init__(self, before_draft: Callable[[], None] = lambda: None) -> None:
+        self.caps = DecodeCaps(max_tokens_per_step=2)
+        self.fields = (RelayField(SEQ_LEN, (), torch.int64), RelayField(DRAFTS, (1,), torch.int64))
+        self._before_draft = before_draft
+
+    def step(self, runner: ModelRunner, step: DeviceStep, publish: OnPublish) -> Emitted:
+        hidden = runner.forward(runner.init_forward(step.batch))
+        runner.hold(step, hidden)
+        sampled = runner.sample(step, hidden)
+        emitted = _verify(step, sampled)
+        rows = step.sections.ints("sample_rows")
+        ends = step.batch.kv_lens + step.batch.spans
+        of_sampled = torch.isin(step.batch.rows, rows)  # both in the order of the step
+        num_rejected = step.sections.ints("windows") - emitted.counts
+        lens = ends.masked_scatter(of_sampled, ends[of_sampled] - num_rejected)
+        publish(lens)
+        self._before_draft()
+        last = emitted.tokens.gather(1, emitted.counts[:, None] - 1)[:, 0]
+        drafts = _draft(runner, step, rows, last=last, lens=lens[of_sampled])
+        runner.relay.stash(
+            rows, {LAST_TOKEN: last, DRAFTS: drafts[:, None]}, iteration=step.batch.iteration
+        )
+        return emitted
+
+    def sample_held(self, runner: ModelRunner, held: HeldSample) -> Emitted:
+        """Rows with a mask get no drafts: the scheduler gives them no window."""
+        sampled = runner.sample_held(held)
+        runner.relay.stash(held.rows, {LAST_TOKEN: sampled.tokens}, iteration=held.iteration)
+        return Emitted(sampled.tokens[:, None], torch.ones_like(sampled.tokens), sampled)
+
+
+def _verify(step: DeviceStep, sampled: Sampled) -> Emitted:
+    """The root's token; the one after it where the draft is what was sampled in its place."""
+    windows = step.sections.ints("windows")
+    ends = windows.cumsum(0)
+    first = sampled.tokens.index_select(0, ends - windows)
+    second = sampled.tokens.index_select(0, ends - 1)
+    in_draft_place = step.sections.ints("logits_tokens").index_select(0, ends - 1)
+    is_accepted = (windows == 2) & (step.batch.input_ids.index_select(0, in_draft_place) == first)
+    return Emitted(torch.stack((first, second), dim=1), 1 + is_accepted.to(torch.int64), sampled)
+
+
+def _draft(
+    runner: ModelRunner, step: DeviceStep, rows: Tensor, *, last: Tensor, lens: Tensor
+) -> Tensor:
+    """rows, last, lens int64 [n] -> the drafter's guess of the token after `last`, int64 [n]."""
+    batch = step.batch.decode(rows, input_ids=last, kv_lens=lens)
+    logits = runner.model.logits(runner.forward(runner.init_forward(batch)))
+    params = runner.state.tables.at(rows, logits.dtype)
+    token_ids = torch.arange(logits.shape[1])
+    noise = gumbel_noise(params.ints("seed"), lens + 1, token_ids, logits.dtype)
+    guess = (logits + noise * params.floats("temperature")[:, None]).argmax(dim=1)
+    return (guess + lens.remainder(2)).remainder(logits.shape[1])
