@@ -11,10 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.messages import AdmitRequest
 from tests.gpu.drive import make_executor, request, serve
 from tests.gpu.hash_model import VOCAB, FlakyModel, HashModel
 from tests.gpu.plain_engine import plain_outputs
+from tests.gpu.two_token_mode import TwoTokens
 
 STEM = [(11 * i * i + 5 * i + 3) % VOCAB for i in range(40)]  # what prompts share
 
@@ -25,6 +27,7 @@ class Trace:
     options: dict[str, Any]
     window: int | None
     fails: frozenset[int]
+    two_tokens: bool
     chaos: int
 
 
@@ -76,6 +79,7 @@ def traces(draw: st.DrawFn) -> Trace:
         },
         window=draw(st.sampled_from([None, 6])),
         fails=frozenset(sum(gaps[: number + 1]) for number in range(len(gaps))),
+        two_tokens=draw(st.booleans()),
         chaos=draw(st.integers(0, 2**32)),
     )
 
@@ -85,7 +89,9 @@ def traces(draw: st.DrawFn) -> Trace:
 @given(traces())
 def test_any_trace_gives_the_tokens_of_the_plain_engine(trace: Trace) -> None:
     model = FlakyModel(trace.fails, window=trace.window)
-    served = serve(make_executor(model, **trace.options), trace.requests, chaos=trace.chaos)
+    mode = TwoTokens() if trace.two_tokens else Autoregressive()
+    executor = make_executor(model, mode=mode, **trace.options)
+    served = serve(executor, trace.requests, chaos=trace.chaos)
     plain = HashModel(window=trace.window)
     for asked in trace.requests:
         for child in range(asked.sampling.n):

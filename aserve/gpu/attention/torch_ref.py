@@ -32,13 +32,13 @@ class TorchReference:
             kv = self._pools.layers[layer.index]
             kv.keys.index_copy_(0, batch.slots[kv.group], k)
             kv.values.index_copy_(0, batch.slots[kv.group], v)
-            outputs: list[Tensor] = []
+            out = torch.empty_like(q)
             start = 0
             for row, span in enumerate(batch.spans_cpu):
                 stop = start + int(span)
-                outputs.append(self._attend_row(layer, q[start:stop], batch, row))
+                out[start:stop] = self._attend_row(layer, q[start:stop], batch, row)
                 start = stop
-            return torch.cat(outputs)
+            return out
 
         return attend
 
