@@ -12,6 +12,7 @@ import numpy as np
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from aserve.actors.replay import replay
 from aserve.messages import (
     AdmitRequest,
     DecodeCaps,
@@ -58,13 +59,14 @@ def requests(draw: st.DrawFn, number: int, *, poison: bool) -> AdmitRequest:
         ),
         end_ids=draw(st.sampled_from([(), (0,), (0, 4)])),
         priority=draw(st.integers(0, 2)),
+        namespace=draw(st.sampled_from(["", "", "salt"])),
         outputs=outputs if num_before and not poison and not has_grammar else (),
     )
 
 
 @st.composite
 def specs(draw: st.DrawFn) -> EngineSpec:
-    page_size = draw(st.sampled_from([1, 2, 3, 4, 8, 16]))
+    page_size = draw(st.sampled_from([1, 2, 3, 4, 8, 16, 64]))
     depth, lead = draw(st.sampled_from([(1, 1), (2, 2), (3, 1), (3, 3)]))
     most = -(-40 // page_size)
     groups = [GroupSpec("full", draw(st.integers(2, 3 * most + 2)))]
@@ -121,3 +123,27 @@ def test_any_trace_gives_the_tokens_of_the_plain_engine(trace: Trace) -> None:
     except BaseException:
         run.save(FAILED_TRACE)
         raise
+
+
+def test_a_saved_trace_replays_to_the_same_effects(tmp_path: Path) -> None:
+    requests = tuple(
+        AdmitRequest(
+            request_id=f"r{number}",
+            prompt_ids=pack_i32(BASES[number % 3][: 5 + number]),
+            sampling=SamplingParams(seed=number, max_tokens=9, n=2),
+        )
+        for number in range(4)
+    )
+    spec = EngineSpec(
+        page_size=2,
+        groups=(GroupSpec("full", 20),),
+        max_rows=4,
+        max_model_len=64,
+        max_batched_tokens=8,
+        vocab_size=VOCAB,
+    )
+    run = TraceRun(Trace(spec=spec, requests=requests, seed=5, cancel_rate=0.05, fail_rate=0.1))
+    run.run()
+    run.save(tmp_path / "saved.trace")
+    lines = list(replay(tmp_path / "saved.trace"))
+    assert len(lines) > len(run.batches)  # raises if any turn's effects differ

@@ -1,6 +1,8 @@
 """Every way out: end, cancel, refusal, retraction; one last message, and nothing left behind."""
 
-from aserve.messages import Cancel, Refused, Retired, StepOutput, array_i32
+import msgspec
+
+from aserve.messages import Cancel, Refused, Retired, StepOutput, array_i32, pack_i32
 from tests.scheduling.stage import Stage, cancel, request, result, rows, spec
 
 
@@ -102,13 +104,20 @@ def test_a_retracted_sequence_gives_way_and_comes_again_with_what_it_generated()
 
 def test_outputs_so_far_are_continued_and_not_sent_again() -> None:
     stage = Stage(spec(depth=1, lead=1))
-    import msgspec
-
-    from aserve.messages import pack_i32
-
     resumed = msgspec.structs.replace(request("a", [1, 2]), outputs=(pack_i32([7, 8]),))
     stage.play(resumed)
     assert array_i32(stage.batches[0].input_ids).tolist() == [1, 2, 7, 8]
     stage.play(result(1, {1: [9]}))
     (step,) = stage.of(StepOutput)
     assert step.sequences[0].position == 2
+
+
+def test_namespaces_do_not_share_a_prefix() -> None:
+    stage = Stage(spec(depth=1, lead=1, max_rows=1))
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    for number, namespace in enumerate(["", "salt", "salt"], start=1):
+        asked = request(namespace or "plain", prompt, max_tokens=1)
+        stage.play(msgspec.structs.replace(asked, namespace=namespace, request_id=f"r{number}"))
+        cached = stage.batches[0].stats.num_cached_tokens
+        assert cached == (8 if number == 3 else 0)
+        stage.play(result(number, {1: [50]}))
