@@ -1,8 +1,7 @@
 """The executor thread: runs what it is given, in order, on one stream; a step that fails is a
-value.
+value, and fails every later one up to the Resync.
 
-It decides nothing and never waits for the device. `_is_failed` is written by this thread, and by
-the waiter when a result turns out to be unsound; only a Resync clears it.
+It decides nothing and never waits for the device. What two threads share is written by one of them.
 """
 
 from __future__ import annotations
@@ -73,7 +72,9 @@ class TorchExecutor:
         self._is_debug = parts.is_debug
         self._facts = RowFacts(parts.spec.max_rows)
         self._held_lens: dict[int, int] = {}  # bounds, by row: what a Sample's history may reach
-        self._is_failed = False
+        self._has_failed = False  # written by the executor thread
+        self._good_from = 0  # the last Resync's iteration: written by the executor thread
+        self._unsound_at = -1  # a step whose result was no good: written by the waiter
         self._is_closed = False
         self._staging = HostSlots(parts.device)
         self._results = HostSlots(parts.device)
@@ -110,7 +111,7 @@ class TorchExecutor:
         return ticket
 
     def resync(self, resync: Resync) -> None:
-        self._inbox.put(self._resync)
+        self._inbox.put(functools.partial(self._resync, resync.iteration))
 
     def close(self) -> None:
         """What was launched still runs to its end; afterwards no thread is left."""
@@ -130,7 +131,7 @@ class TorchExecutor:
 
     def _try(self, ticket: StepTicket, work: Job) -> None:
         """Any exception of a step is that step's failure; the thread goes on."""
-        if self._is_failed:
+        if self._has_failed or self._unsound_at >= self._good_from:
             self._fail(ticket, StepError("an earlier step failed").info())
             return
         try:
@@ -141,12 +142,13 @@ class TorchExecutor:
             self._fail(ticket, StepError(f"{type(error).__name__}: {error}").info())
 
     def _fail(self, ticket: StepTicket, error: ErrorInfo) -> None:
-        self._is_failed = True
+        self._has_failed = True
         failed = StepFailed(ticket.iteration, error)
         self._land(lambda: functools.partial(ticket.complete, failed))
 
-    def _resync(self) -> None:
-        self._is_failed = False
+    def _resync(self, iteration: int) -> None:
+        self._has_failed = False
+        self._good_from = iteration
         self._held_lens.clear()
 
     def _step(self, batch: ScheduleBatch, ticket: StepTicket) -> None:
@@ -261,7 +263,7 @@ class TorchExecutor:
 
     def _refuse(self, ticket: StepTicket, error: AserveError) -> Job:
         """A result that is not sound fails its step, and every one after it up to the Resync."""
-        self._is_failed = True
+        self._unsound_at = ticket.iteration
         return functools.partial(ticket.complete, StepFailed(ticket.iteration, error.info()))
 
     def _ended(self, error: BaseException | None) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 from aserve.gpu.build import BuildOptions, assemble
 from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.gpu.decode.base import DecodeMode
-from aserve.gpu.device.registry import open_device
+from aserve.gpu.device.base import Device
+from aserve.gpu.device.cpu import CpuDevice
 from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.messages import (
@@ -56,7 +57,11 @@ class Served:
 
 
 def make_executor(
-    model: CausalModel, *, mode: DecodeMode | None = None, **options: Any
+    model: CausalModel,
+    *,
+    mode: DecodeMode | None = None,
+    device: Device | None = None,
+    **options: Any,
 ) -> TorchExecutor:
     """A small one with debug checks; `options` are fields of BuildOptions."""
     settings = {
@@ -68,7 +73,7 @@ def make_executor(
         **options,
     }
     build = BuildOptions(Path("of-no-model"), **settings)
-    return assemble(model, mode or Autoregressive(), open_device("cpu"), build)
+    return assemble(model, mode or Autoregressive(), device or CpuDevice(), build)
 
 
 def request(

@@ -1,0 +1,71 @@
+"""The CPU as a device that runs behind: no event is done before the test says so, and staging
+buffers are read only then.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from aserve.gpu.device.base import Event
+from aserve.gpu.device.cpu import CpuDevice
+from tests.gpu.gated_model import TIMEOUT_S
+
+
+class LateDevice:
+    """`staged` and `packed`: weak references to what was copied in and out."""
+
+    def __init__(self) -> None:
+        self.name = "late"
+        self.torch_device = torch.device("cpu")
+        self.is_done = threading.Event()
+        self.staged: list[weakref.ref[Tensor]] = []
+        self.packed: list[weakref.ref[Tensor]] = []
+        self._cpu = CpuDevice()
+        self._reads: list[tuple[Tensor, Tensor]] = []  # since the last event: host, its content
+
+    def stream(self) -> AbstractContextManager[None]:
+        return self._cpu.stream()
+
+    def new_event(self) -> Event:
+        return _LateEvent(self)
+
+    def take_reads(self) -> list[tuple[Tensor, Tensor]]:
+        reads, self._reads = self._reads, []
+        return reads
+
+    def host_buffer(self, num_words: int) -> Tensor:
+        return self._cpu.host_buffer(num_words)
+
+    def stage(self, host: Tensor) -> Tensor:
+        self._reads.append((host, host.clone()))
+        copy = host.clone()
+        self.staged.append(weakref.ref(copy))
+        return copy
+
+    def copy_out(self, values: Tensor, host: Tensor) -> None:
+        self.packed.append(weakref.ref(values))
+        host.copy_(values)
+
+    def free_bytes(self) -> int:
+        return self._cpu.free_bytes()
+
+
+class _LateEvent:
+    def __init__(self, device: LateDevice) -> None:
+        self._device = device
+        self._reads: list[tuple[Tensor, Tensor]] = []
+
+    def record(self) -> None:
+        self._reads = self._device.take_reads()
+
+    def synchronize(self) -> None:
+        """The device reads its staging buffers at the last moment: they must be as they were."""
+        assert self._device.is_done.wait(TIMEOUT_S)
+        for host, content in self._reads:
+            if not torch.equal(host, content):
+                raise AssertionError("a staging buffer was reused before its event")

@@ -1,0 +1,143 @@
+"""The bundled model behind the whole engine: what is asked of it, and engines that are disturbed.
+
+In float64 the shape of a batch moves a logit by 1e-15 or so, which never changes an argmax: tokens
+can be compared as they are, whatever ran beside them. What the model says is of no importance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from aserve.app import Loaded, load
+from aserve.config import Facts, Raw, Resolved, resolve
+from aserve.engine import Engine
+from aserve.gpu.executor import TorchExecutor
+from aserve.gpu.runner import ModelRunner, Outcome
+from aserve.gpu.step_plan import StepPlan
+from aserve.messages import ScheduleBatch, array_i32
+from aserve.text.load import load_tokenizer
+from aserve.tiny.location import MODEL_DIR
+
+NUM_TOKENS = 40
+STORY = (
+    "Once upon a time there was a small fox named Sam. Sam lived near a lake with his friend Mia. "
+    "One day they found a red boat. fox=3729\nMia said: can we sail to the other side? "
+)
+PLAIN: dict[str, Any] = {"depth": 1, "lead": 1, "no_prefix_cache": True}
+
+Tokens = tuple[int, ...]
+
+
+class Ask(NamedTuple):
+    prompt: tuple[int, ...]
+    temperature: float = 0.0
+    seed: int = 1
+    max_tokens: int = NUM_TOKENS
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "max_tokens": self.max_tokens,
+            "ignore_eos": True,
+        }
+
+
+def token_ids(text: str) -> tuple[int, ...]:
+    return tuple(load_tokenizer(MODEL_DIR).encode(text, with_special=False))
+
+
+def asks() -> list[Ask]:
+    """Short, 200 tokens and a shared prefix, each greedy and at temperature 0.8, and 16
+    neighbours: 24 requests.
+    """
+    story = token_ids(STORY * 5)
+    prompts = [token_ids("Once upon a time"), story[:200], story[:130] + story[7:30], story[:135]]
+    watched = [Ask(prompt, temperature) for prompt in prompts for temperature in (0.0, 0.8)]
+    neighbours = [
+        Ask(story[start : start + 3 + 5 * start], 0.8, seed=start, max_tokens=10 + start)
+        for start in range(16)
+    ]
+    return watched + neighbours
+
+
+def options(**changed: Any) -> Resolved:
+    given = {"dtype": "float64", "debug_checks": True, "num_pages": 200} | changed
+    return resolve(Raw(command_line=given), Facts(default_model=str(MODEL_DIR)))
+
+
+def engine(loader: Callable[[Resolved], Loaded] = load, **changed: Any) -> Engine:
+    """Every message passes msgpack, and every invariant is checked in every step."""
+    return Engine(options(**changed), loader=loader, codec=True)
+
+
+async def tokens_of(running: Engine, ask: Ask) -> Tokens:
+    answer = await running.answer(ask.prompt, **ask.fields())
+    return answer.choices[0].token_ids
+
+
+async def all_at_once(running: Engine, asked: Sequence[Ask]) -> list[Tokens]:
+    return await asyncio.gather(*(tokens_of(running, ask) for ask in asked))
+
+
+def metric(running: Engine, name: str) -> float:
+    value = running._app.metrics.registry.get_sample_value(name)
+    assert value is not None, name
+    return value
+
+
+IsDue = Callable[[ScheduleBatch], bool]
+
+
+def never(_: ScheduleBatch) -> bool:
+    return False
+
+
+def in_steps(*iterations: int) -> IsDue:
+    return lambda batch: batch.iteration in iterations
+
+
+def with_token(token_id: int) -> IsDue:
+    """Steps that compute this token: a request that kills each step that it is in."""
+    return lambda batch: token_id in array_i32(batch.input_ids)
+
+
+class FailingSteps:
+    """A loader whose executor raises on its own thread: `before` any work of a step, or `after` all
+    of it, when only its result is missing.
+    """
+
+    def __init__(self, *, before: IsDue = never, after: IsDue = never) -> None:
+        self.before = before
+        self.after = after
+        self.raised: list[int] = []  # iterations
+
+    def __call__(self, resolved: Resolved) -> Loaded:
+        loaded = load(resolved)
+        executor = loaded.executor
+        assert isinstance(executor, TorchExecutor)
+        runner = FailingRunner(executor._runner, self)
+        executor._runner = runner  # type: ignore[assignment]  # it has all that a runner has
+        return loaded
+
+    def raise_if(self, is_due: IsDue, batch: ScheduleBatch) -> None:
+        if is_due(batch):
+            self.raised.append(batch.iteration)
+            raise RuntimeError("injected")
+
+
+class FailingRunner:
+    def __init__(self, runner: ModelRunner, failing: FailingSteps) -> None:
+        self._runner = runner
+        self._failing = failing
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def step(self, plan: StepPlan, *arguments: Any) -> Outcome:
+        self._failing.raise_if(self._failing.before, plan.batch)
+        outcome = self._runner.step(plan, *arguments)
+        self._failing.raise_if(self._failing.after, plan.batch)
+        return outcome

@@ -1,0 +1,264 @@
+"""The bundled model gives the same tokens however the engine runs it: section by section, what may
+differ is switched on, and the oracle is the plain engine, one request at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from aserve.app import load
+from aserve.engine import GenerationError
+from aserve.messages import (
+    AdmitRequest,
+    Launch,
+    Retired,
+    SamplingParams,
+    SchedulerEvent,
+    StepOutput,
+    Ticket,
+    array_i32,
+    pack_i32,
+)
+from aserve.scheduling.request import child_seed
+from aserve.scheduling.state import SchedulerState
+from aserve.tiny.location import MODEL_DIR
+from tests.parity.real_model import (
+    NUM_TOKENS,
+    PLAIN,
+    STORY,
+    Ask,
+    FailingSteps,
+    Tokens,
+    all_at_once,
+    asks,
+    engine,
+    in_steps,
+    metric,
+    options,
+    token_ids,
+    tokens_of,
+    with_token,
+)
+
+pytestmark = pytest.mark.slow
+
+MODES = {
+    "plain": {"depth": 1, "lead": 1},
+    "overlap": {"depth": 2, "lead": 2},
+    "pipeline": {"depth": 3, "lead": 1},
+    "run ahead": {"depth": 3, "lead": 3},
+}
+# 24 requests of up to 240 tokens in 316 positions: rows step back again and again.
+SMALL = {"page_size": 4, "num_pages": 80}
+KINDS: dict[str, dict[str, Any]] = {
+    "whole prefill": {},
+    "chunks": {"max_num_batched_tokens": 32},
+    "no cache": {"no_prefix_cache": True},
+    "page 1": {"page_size": 1, "num_pages": 2000, "max_num_batched_tokens": 50},
+    "page 64": {"page_size": 64},
+    "retraction": SMALL,
+    "retraction and chunks": SMALL | {"max_num_batched_tokens": 32},
+    "few rows": {"max_num_seqs": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def oracle() -> dict[Ask, Tokens]:
+    """Each request alone in the plain engine: nothing beside it, before it or ahead of it."""
+
+    async def alone() -> dict[Ask, Tokens]:
+        async with engine(**PLAIN) as running:
+            return {ask: await tokens_of(running, ask) for ask in asks()}
+
+    return asyncio.run(alone())
+
+
+def test_the_requests_can_tell_a_wrong_engine_from_a_right_one(oracle: dict[Ask, Tokens]) -> None:
+    assert all(len(tokens) == ask.max_tokens for ask, tokens in oracle.items())
+    assert len(oracle) == 24
+    assert len(set(oracle.values())) >= 20
+    assert all(len(set(tokens)) >= 4 for tokens in oracle.values())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_the_same_tokens_beside_neighbours(
+    oracle: dict[Ask, Tokens], kind: str, mode: str
+) -> None:
+    async with engine(**KINDS[kind], **MODES[mode]) as running:
+        assert await all_at_once(running, asks()) == list(oracle.values())
+        num_retracted = metric(running, "aserve_retractions_total")
+        num_failed = metric(running, "aserve_steps_failed_total")
+    if KINDS[kind].get("num_pages") == SMALL["num_pages"]:
+        assert num_retracted >= 5
+    assert num_failed == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_the_same_tokens_alone_and_from_the_cache(
+    oracle: dict[Ask, Tokens], mode: str
+) -> None:
+    """Each of the watched twice: the second finds its prompt in the cache."""
+    async with engine(**MODES[mode]) as running:
+        for ask in asks()[:8]:
+            first = await running.answer(ask.prompt, **ask.fields())
+            second = await running.answer(ask.prompt, **ask.fields())
+            assert first.choices[0].token_ids == second.choices[0].token_ids == oracle[ask]
+            whole_pages = (len(ask.prompt) - 1) // 16 * 16
+            assert second.choices[0].usage.cached_tokens == whole_pages
+            assert second.choices[0].usage.prompt_tokens == len(ask.prompt)
+
+
+@pytest.mark.parametrize("kind", ["chunks", "page 1", "retraction and chunks"])
+@pytest.mark.parametrize("mode", MODES)
+async def test_failing_steps_leave_everybodys_tokens_as_they_are(
+    oracle: dict[Ask, Tokens], kind: str, mode: str
+) -> None:
+    """Failures while prompts are in chunks, among decodes, and one that comes after all of the
+    step's work: the device then knows tokens that the host must have again.
+    """
+    failing = FailingSteps(before=in_steps(2, 19, 45), after=in_steps(7, 31, 60))
+    async with engine(failing, **KINDS[kind], **MODES[mode]) as running:
+        assert await all_at_once(running, asks()) == list(oracle.values())
+        assert metric(running, "aserve_steps_failed_total") >= len(failing.raised)
+    assert failing.raised == [2, 7, 19, 31, 45, 60]
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_request_that_kills_every_step_fails_alone(
+    oracle: dict[Ask, Tokens], mode: str
+) -> None:
+    used = {token for ask, tokens in oracle.items() for token in ask.prompt + tokens}
+    poison = next(token for token in range(2047, 0, -1) if token not in used)
+    failing = FailingSteps(before=with_token(poison))
+    async with engine(failing, **MODES[mode]) as running:
+        guilty = asyncio.ensure_future(running.answer((9, 9, poison, 9)))
+        assert await all_at_once(running, asks()) == list(oracle.values())
+        with pytest.raises(GenerationError, match=r"twice on this request alone.*injected"):
+            await guilty
+    assert len(failing.raised) >= 2
+
+
+# ------------------------------------------------------------ outputs that were there before
+
+
+class Drive:
+    """Scheduler and executor without actors, as far as a request's tokens."""
+
+    def __init__(self, **changed: Any) -> None:
+        self.executor = load(options(**changed)).executor
+        self._state = SchedulerState(self.executor.spec, debug_checks=True)
+
+    async def run(self, request: AdmitRequest) -> list[Tokens]:
+        """New tokens of each child."""
+        events: list[SchedulerEvent] = [request]
+        tickets: deque[Ticket] = deque()
+        outputs: list[list[int]] = [[] for _ in range(request.sampling.n)]
+        while events:
+            for effect in self._state.step(events):
+                match effect:
+                    case Launch():
+                        tickets.append(self.executor.launch(effect.batch))
+                    case StepOutput():
+                        for part in effect.sequences:
+                            outputs[part.child] += array_i32(part.token_ids).tolist()
+                    case Retired():
+                        assert effect.reason == "length"
+                    case _:
+                        raise AssertionError(effect)
+            events = [await tickets.popleft()] if tickets else []
+        assert self._state.is_idle
+        return [tuple(tokens) for tokens in outputs]
+
+    async def __aenter__(self) -> Drive:
+        self.executor.start(asyncio.get_running_loop())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.executor.close()
+
+
+def admission(ask: Ask, *befores: Tokens) -> AdmitRequest:
+    """One child for each of `befores`, its outputs so far."""
+    return AdmitRequest(
+        "a",
+        pack_i32(ask.prompt),
+        SamplingParams(
+            seed=ask.seed,
+            temperature=ask.temperature,
+            max_tokens=ask.max_tokens,
+            ignore_eos=True,
+            n=len(befores),
+        ),
+        outputs=tuple(pack_i32(before) for before in befores),
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_outputs_so_far_go_on_with_the_same_tokens(
+    oracle: dict[Ask, Tokens], mode: str
+) -> None:
+    """What an engine gets that takes over the requests of one that died."""
+    async with Drive(**MODES[mode], max_num_batched_tokens=64) as drive:
+        for ask in asks()[:8]:
+            whole = oracle[ask]
+            for num_before in (1, 17, len(whole) - 1):
+                (rest,) = await drive.run(admission(ask, whole[:num_before]))
+                assert rest == whole[num_before:]
+
+
+async def test_each_choice_goes_on_from_its_own_outputs() -> None:
+    ask = Ask(token_ids(STORY), 1.5)
+    async with Drive() as drive:
+        first, second = await drive.run(admission(ask, (), ()))
+        assert first != second
+        rests = await drive.run(admission(ask, first[:9], second[:22]))
+    assert rests == [first[9:], second[22:]]
+
+
+# ------------------------------------------------------------ choices, logprobs
+
+
+async def test_three_choices_differ_and_each_comes_again_from_its_seed() -> None:
+    ask = Ask(token_ids(STORY), 1.5, seed=11)
+    async with engine() as running:
+        answer = await running.answer(ask.prompt, **ask.fields(), n=3)
+        choices = [choice.token_ids for choice in answer.choices]
+        assert len(set(choices)) == 3
+        again = await running.answer(ask.prompt, **ask.fields(), n=3)
+        assert [choice.token_ids for choice in again.choices] == choices
+        seeds = [child_seed(answer.seed, child) for child in range(3)]
+        alone = [await tokens_of(running, ask._replace(seed=seed)) for seed in seeds]
+    assert alone == choices
+
+
+async def test_logprobs_of_greedy_tokens_are_those_of_transformers() -> None:
+    """In float32, to 1e-4: the chosen token's and its three best alternatives'."""
+    ask = Ask(token_ids(STORY * 2))
+    async with engine(dtype="float32", max_num_batched_tokens=48) as running:
+        answer = await running.answer(ask.prompt, **ask.fields(), logprobs=3)
+    (choice,) = answer.choices
+    expected = transformers_logprobs(ask.prompt + choice.token_ids)[len(ask.prompt) - 1 : -1]
+    assert len(choice.logprobs) == len(expected) == NUM_TOKENS
+    for entry, logprobs in zip(choice.logprobs, expected, strict=True):
+        top = logprobs.topk(3).values.tolist()
+        assert entry.logprob == pytest.approx(top[0], abs=1e-4)
+        assert entry.logprob == pytest.approx(float(logprobs[entry.token_id]), abs=1e-4)
+        assert [other.logprob for other in entry.top] == pytest.approx(top, abs=1e-4)
+        for other in entry.top:
+            assert other.logprob == pytest.approx(float(logprobs[other.token_id]), abs=1e-4)
+
+
+def transformers_logprobs(ids: Tokens) -> Tensor:
+    """float32 [len(ids), vocab], natural logarithm."""
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
+    with torch.inference_mode():
+        logits = model(torch.tensor([ids])).logits[0]
+    return torch.log_softmax(logits, dim=-1)
