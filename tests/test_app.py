@@ -175,7 +175,7 @@ async def test_a_busy_port_is_a_config_error_that_names_it() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         resolved = resolve(Raw(command_line={"port": port}), Facts(default_model="none"))
-        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: address already in use$"):
             await Serving(resolved, loader=never).run()
 
 

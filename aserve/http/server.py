@@ -7,6 +7,7 @@ server's phase is read here and written by app.py.
 from __future__ import annotations
 
 import logging
+import os
 import time
 import uuid
 from pathlib import Path
@@ -60,8 +61,7 @@ class HttpServer:
             await web.TCPSite(self._runner, host, port).start()
         except OSError as error:
             await self._runner.cleanup()
-            reason = error.strerror or str(error)
-            raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from error
+            raise ConfigError(f"cannot listen on {host}:{port}: {reason_of(error)}") from error
         bound = self._runner.addresses[0]
         shown = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
         return f"http://{shown}:{bound[1]}"
@@ -69,6 +69,14 @@ class HttpServer:
     async def stop(self) -> None:
         """Closes the port and every connection; the caller has ended the open requests."""
         await self._runner.cleanup()
+
+
+def reason_of(error: OSError) -> str:
+    """WHY: the loop puts a sentence of its own around the system's, but keeps the number, which is
+    negative where a name was not found.
+    """
+    number = error.errno or 0
+    return os.strerror(number).lower() if number > 0 else error.strerror or str(error)
 
 
 def create_app(context: HttpContext) -> web.Application:

@@ -74,16 +74,17 @@ def paged() -> KvPools:
 
 def device_batch(spans: list[int], kv_lens: list[int], *, first_id: int = 0) -> DeviceBatch:
     """Rows 1, 2, ..., with the ids from `first_id` on."""
-    owners = np.repeat(np.arange(len(spans)), spans)
-    starts = np.cumsum(spans) - spans
+    spans_cpu, lens_cpu = np.array(spans, np.int32), np.array(kv_lens, np.int32)
+    owners = np.repeat(np.arange(len(spans)), spans_cpu)
+    starts = np.cumsum(spans_cpu) - spans_cpu
     return DeviceBatch(
         iteration=9,
         rows=torch.arange(1, len(spans) + 1),
-        spans=torch.tensor(spans),
-        kv_lens=torch.tensor(kv_lens),
+        spans=torch.tensor(spans, dtype=torch.int64),
+        kv_lens=torch.tensor(kv_lens, dtype=torch.int64),
         input_ids=torch.arange(first_id, first_id + sum(spans)),
         owners=torch.from_numpy(owners),
         offsets=torch.from_numpy(np.arange(sum(spans)) - starts[owners]),
-        spans_cpu=np.array(spans, np.int32),
-        len_bounds_cpu=np.array(kv_lens, np.int32) + np.array(spans, np.int32),
+        spans_cpu=spans_cpu,
+        len_bounds_cpu=lens_cpu + spans_cpu,
     )

@@ -35,7 +35,7 @@ class HashModel:
         def weights(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-        self.layers = (_layer(0, None), _layer(1, window))
+        self.layers: tuple[LayerSpec, ...] = (_layer(0, None), _layer(1, window))
         self.vocab_size = vocab_size
         self.hidden_size = 2 * NUM_HEADS * HEAD_DIM
         self.max_model_len = max_model_len

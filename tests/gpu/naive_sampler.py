@@ -45,7 +45,9 @@ def naive_token(processed: Floats, position: int, init: RowInit) -> int:
 
 
 def naive_set(scaled: Floats, init: RowInit) -> set[int]:
-    """Which tokens may be drawn: top_k first, top_p of what is left, then min_p."""
+    """Which tokens may be drawn: top_k first, top_p of what is left, then min_p. The most probable
+    one always may.
+    """
     ranked = sorted(range(len(scaled)), key=lambda token: (-scaled[token], token))
     kept = ranked[: init.top_k] if init.top_k else ranked
     weights = np.exp(scaled[kept] - scaled[kept[0]])
@@ -53,6 +55,7 @@ def naive_set(scaled: Floats, init: RowInit) -> set[int]:
     before = np.cumsum(probs) - probs
     members = (before < init.top_p) if init.top_p < 1 else np.full(len(kept), True)
     members &= probs >= init.min_p * probs[0]
+    members[0] = True
     return {token for token, is_in in zip(kept, members, strict=True) if is_in}
 
 

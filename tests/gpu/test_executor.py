@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn
 
@@ -62,8 +62,9 @@ def tokens_of(outcome: object) -> list[int]:
 
 async def test_steps_complete_in_launch_order_with_the_plain_engines_tokens() -> None:
     """Eight steps are launched before the first result: the relay alone carries the tokens."""
+    gate = Gate()
     finished: list[int] = []
-    async with running() as (executor, builder):
+    async with running(HookedModel({1: gate})) as (executor, builder):
         prefill = builder.batch({2: PROMPT}, sampling=[2])
         tickets = [executor.launch(prefill)]
         tickets += [executor.launch(builder.batch({2: [-2]}, sampling=[2])) for _ in range(7)]
@@ -73,7 +74,10 @@ async def test_steps_complete_in_launch_order_with_the_plain_engines_tokens() ->
             finished.append(number)
             return tokens
 
-        outputs = await asyncio.gather(*(finish(number) for number in reversed(range(8))))
+        tasks = [asyncio.ensure_future(finish(number)) for number in reversed(range(8))]
+        await asyncio.sleep(0)  # all of them wait now, the last one first
+        gate.open()
+        outputs = await asyncio.gather(*tasks)
     assert finished == list(range(8))
     assert [token for tokens in reversed(outputs) for token in tokens] == PLAIN
 
@@ -133,19 +137,24 @@ def burst() -> NoReturn:
 
 
 async def test_a_failed_step_fails_all_up_to_the_resync_and_the_next_is_good() -> None:
-    async with running(HookedModel({2: burst})) as (executor, builder):
+    """The late ones name another row, with which nothing is wrong."""
+    row_3 = np.array([3], np.int32).tobytes()
+    async with running(HookedModel({3: burst})) as (executor, builder):
         executor.launch(builder.batch({2: PROMPT}, sampling=[2]))
+        executor.launch(builder.batch({3: PROMPT}, sampling=[], held=[3]))
         failed = executor.launch(builder.batch({2: [-2]}, sampling=[2]))
-        late = executor.launch(builder.batch({2: [-2]}, sampling=[2]))
-        sample = executor.sample(Sample(3, np.array([2], np.int32).tobytes(), b""))
-        executor.resync(Resync(4))
+        sample = executor.sample(Sample(2, row_3, b"\xff" * 8))
+        late = executor.launch(builder.batch({4: [5, 6]}, sampling=[4]))
+        executor.resync(Resync(5))
         init = greedy(2, prompt_len=len(PROMPT))
         good = executor.launch(builder.batch({2: PROMPT}, sampling=[2], inits=[init]))
-        outcomes = [await ticket for ticket in (failed, late, sample)]
-        assert [type(outcome) for outcome in outcomes] == [StepFailed] * 3
-        assert [outcome.iteration for outcome in outcomes] == [2, 3, 3]
-        assert isinstance(outcomes[0], StepFailed)
-        assert outcomes[0].error.message == "ArithmeticError: burst"
+        outcomes = [await ticket for ticket in (failed, sample, late)]
+        failures = [outcome for outcome in outcomes if isinstance(outcome, StepFailed)]
+        assert [(failure.iteration, failure.error.message) for failure in failures] == [
+            (3, "ArithmeticError: burst"),
+            (2, "an earlier step failed"),
+            (4, "an earlier step failed"),
+        ]
         assert tokens_of(await good) == PLAIN[:1]
         assert not executor.died.done()
 
@@ -180,14 +189,24 @@ async def test_nan_logits_fail_their_step_and_name_the_row(temperature: float) -
         ticket = executor.launch(
             builder.batch({1: PROMPT, 4: PROMPT}, sampling=[1, 4], inits=inits)
         )
-        later = executor.launch(builder.batch({1: [-1]}, sampling=[1]))
         outcome = await ticket
         assert isinstance(outcome, StepFailed)
         assert "row 4: no token can be drawn" in outcome.error.message
+        later = await executor.launch(builder.batch({1: [-1]}, sampling=[1]))
+        assert isinstance(later, StepFailed)
+        assert later.error.message == "an earlier step failed"
         executor.resync(Resync(3))
-        await later
         good = builder.batch({1: PROMPT}, sampling=[1], inits=[greedy(1)])
         assert tokens_of(await executor.launch(good)) == PLAIN[:1]
+
+
+async def test_a_held_row_cannot_be_sampled_twice() -> None:
+    sample = Sample(1, np.array([2], np.int32).tobytes(), b"\xff" * 8)
+    async with running() as (executor, builder):
+        executor.launch(builder.batch({2: PROMPT}, sampling=[], held=[2]))
+        first, second = executor.sample(sample), executor.sample(sample)
+        assert tokens_of(await first) == PLAIN[:1]
+        assert isinstance(await second, StepFailed)
 
 
 async def test_a_mask_that_allows_nothing_fails_its_sample() -> None:
@@ -243,11 +262,23 @@ async def test_a_batch_cannot_be_changed_once_it_is_made() -> None:
         array_i32(batch.kv_lens)[0] = 7
 
 
+# In inference mode a composite operator arrives as it was called, not as its parts.
+SYNCING = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "masked_select"}
+
+
 class NoHostSync(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "local_scalar_dense" in str(func):
+        if func.overloadpacket.__name__ in SYNCING:
             raise AssertionError(f"{func} makes the executor's thread wait for the device")
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("ask", [bool, int, Tensor.item, Tensor.nonzero])
+def test_the_guard_of_the_common_path_sees_every_question(
+    ask: Callable[[Tensor], object],
+) -> None:
+    with torch.inference_mode(), NoHostSync(), pytest.raises(AssertionError, match="makes the"):
+        ask(torch.ones(1, dtype=torch.int64))
 
 
 @pytest.mark.slow  # the first torch dispatch mode of a process takes a moment
@@ -353,9 +384,9 @@ async def test_warm_up_touches_no_requests_state() -> None:
         await executor.warm_up()
         assert all(map(torch.equal, _copies(state.pools), before))
         assert torch.equal(state.relay.written_iter, stamps)
-        assert tokens_of(
-            await executor.launch(builder.batch({2: [-2]}, sampling=[2]))
-        ) == PLAIN[1:2]
+        assert (
+            tokens_of(await executor.launch(builder.batch({2: [-2]}, sampling=[2]))) == PLAIN[1:2]
+        )
 
 
 def _copies(pools: KvPools) -> list[Tensor]:

@@ -16,6 +16,7 @@ from aserve.gpu.models.hidden_capture import HiddenCapture
 from tests.gpu.device_tables import device_batch, paged
 from tests.gpu.hash_model import HashModel
 
+
 def forward(spans: list[int], kv_lens: list[int], *, is_debug: bool = False) -> ForwardBatch:
     return ForwardBatch.init_new(device_batch(spans, kv_lens), paged(), is_debug=is_debug)
 
@@ -44,6 +45,18 @@ def test_a_mixed_batch_is_shaped_for_a_forward() -> None:
     assert made.query_starts.tolist() == [0, 1, 4]
     # Row 1 has the pages 3 and 4, row 2 the pages 6 and 7, of 4 slots each.
     assert [slots.tolist() for slots in made.slots] == [[17, 26, 27, 28]] * 2
+
+
+def test_padding_rows_are_row_0_with_one_token_in_slot_0() -> None:
+    made = forward([1, 1], [5, 2]).padded(4)
+    assert made.rows.tolist() == [1, 2, 0, 0]
+    assert made.lens.tolist() == [6, 3, 1, 1]
+    assert made.query_starts.tolist() == [0, 1, 2, 3, 4]
+    assert made.owners.tolist() == [0, 1, 2, 3]
+    assert made.positions.tolist() == [5, 2, 0, 0]
+    assert made.input_ids.tolist()[2:] == [0, 0]
+    assert [slots.tolist()[2:] for slots in made.slots] == [[0, 0]] * 2
+    assert (made.spans_cpu.tolist(), made.len_bounds_cpu.tolist()) == ([1] * 4, [6, 3, 1, 1])
 
 
 def test_building_twice_from_one_batch_gives_equal_tensors_and_changes_nothing() -> None:

@@ -13,7 +13,10 @@ from aserve.gpu.ticket import StepTicket
 from aserve.messages import SeqLens, StepFailed, StepResult, pack_i32
 
 RESULT = StepResult(
-    3, rows=pack_i32([4, 1, 2]), counts=pack_i32([2, 1, 3]), tokens=pack_i32([10, 11, 12, 13, 14, 15])
+    3,
+    rows=pack_i32([4, 1, 2]),
+    counts=pack_i32([2, 1, 3]),
+    tokens=pack_i32([10, 11, 12, 13, 14, 15]),
 )
 FAILED = StepFailed(3, StepError("burst").info())
 LENS = SeqLens(3, rows=pack_i32([1]), lens=pack_i32([7]))

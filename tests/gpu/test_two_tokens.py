@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
 import pytest
 
@@ -16,9 +17,8 @@ from tests.gpu.plain_engine import plain_outputs
 from tests.gpu.two_token_mode import TwoTokens
 
 PROMPT = [(7 * i * i + 2 * i) % VOCAB for i in range(15)]
-PLAIN = {"temperature": 0.0}
-WARM = {"temperature": 1.0, "seed": 5}
-PENALISED = {
+WARM: dict[str, Any] = {"temperature": 1.0, "seed": 5}
+PENALISED: dict[str, Any] = {
     **WARM,
     "presence_penalty": 0.8,
     "frequency_penalty": 0.6,
@@ -26,7 +26,7 @@ PENALISED = {
     "top_k": 12,
 }
 ASKED = [
-    request("greedy", PROMPT[:9], max_tokens=24, **PLAIN),
+    request("greedy", PROMPT[:9], max_tokens=24),
     request("warm", PROMPT, max_tokens=17, **WARM),
     request("penalised", PROMPT[3:], max_tokens=24, **PENALISED),
     request("ends", PROMPT[5:], end_ids=(1, 2, 3, 4, 5), max_tokens=24, min_tokens=3, **WARM),
@@ -44,7 +44,7 @@ def num_drafts(served: Served) -> int:
 def test_two_tokens_per_step_are_those_of_one_per_step(
     depth: int, lead: int, page_size: int
 ) -> None:
-    pages = {"page_size": page_size, "num_pages": 400 // page_size + 1}
+    pages: dict[str, Any] = {"page_size": page_size, "num_pages": 400 // page_size + 1}
     executor = make_executor(HashModel(), mode=TwoTokens(), depth=depth, lead=lead, **pages)
     served = serve(executor, ASKED, chaos=depth)
     assert served.outputs == EXPECTED

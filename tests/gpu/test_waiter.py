@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable
 
@@ -75,7 +76,7 @@ async def test_what_was_given_before_the_close_still_lands() -> None:
     for number in range(5):
         event = ManualEvent()
         event.is_done.set()
-        waiter.land(Landing(event, lambda number=number: landed.append(number)))
+        waiter.land(Landing(event, functools.partial(landed.append, number)))
     waiter.close()
     assert landed == [0, 1, 2, 3, 4]
 

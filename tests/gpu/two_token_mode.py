@@ -28,7 +28,10 @@ class TwoTokens:
 
     def __init__(self, before_draft: Callable[[], None] = lambda: None) -> None:
         self.caps = DecodeCaps(max_tokens_per_step=2)
-        self.fields = (RelayField(SEQ_LEN, (), torch.int64), RelayField(DRAFTS, (1,), torch.int64))
+        self.fields: tuple[RelayField, ...] = (
+            RelayField(SEQ_LEN, (), torch.int64),
+            RelayField(DRAFTS, (1,), torch.int64),
+        )
         self._before_draft = before_draft
 
     def step(self, runner: ModelRunner, step: DeviceStep, publish: OnPublish) -> Emitted:

@@ -20,7 +20,7 @@ from aserve.messages import ScheduleBatch, array_i32
 from aserve.text.load import load_tokenizer
 from aserve.tiny.location import MODEL_DIR
 
-NUM_TOKENS = 40
+NUM_TOKENS = 32
 STORY = (
     "Once upon a time there was a small fox named Sam. Sam lived near a lake with his friend Mia. "
     "One day they found a red boat. fox=3729\nMia said: can we sail to the other side? "
@@ -88,56 +88,64 @@ def metric(running: Engine, name: str) -> float:
     return value
 
 
-IsDue = Callable[[ScheduleBatch], bool]
+Hook = Callable[[ScheduleBatch], None]  # on the executor's thread; may raise or wait
 
 
-def never(_: ScheduleBatch) -> bool:
-    return False
+def calm(_: ScheduleBatch) -> None:
+    pass
 
 
-def in_steps(*iterations: int) -> IsDue:
-    return lambda batch: batch.iteration in iterations
+class Failing:
+    """A hook that raises in the steps where something is due."""
+
+    def __init__(self, is_due: Callable[[ScheduleBatch], bool]) -> None:
+        self._is_due = is_due
+        self.raised: list[int] = []  # iterations
+
+    def __call__(self, batch: ScheduleBatch) -> None:
+        if self._is_due(batch):
+            self.raised.append(batch.iteration)
+            raise RuntimeError("injected")
 
 
-def with_token(token_id: int) -> IsDue:
-    """Steps that compute this token: a request that kills each step that it is in."""
-    return lambda batch: token_id in array_i32(batch.input_ids)
+def failing_in(*iterations: int) -> Failing:
+    return Failing(lambda batch: batch.iteration in iterations)
 
 
-class FailingSteps:
-    """A loader whose executor raises on its own thread: `before` any work of a step, or `after` all
-    of it, when only its result is missing.
+def failing_with(token_id: int) -> Failing:
+    """In steps that compute this token: a request that kills each step that it is in."""
+    return Failing(lambda batch: token_id in array_i32(batch.input_ids))
+
+
+class Disturbed:
+    """A loader whose executor calls hooks on its own thread: `before` any work of a step, and
+    `after` all of it, when only its result is missing.
     """
 
-    def __init__(self, *, before: IsDue = never, after: IsDue = never) -> None:
-        self.before = before
-        self.after = after
-        self.raised: list[int] = []  # iterations
+    def __init__(self, *, before: Hook = calm, after: Hook = calm) -> None:
+        self._before = before
+        self._after = after
 
     def __call__(self, resolved: Resolved) -> Loaded:
         loaded = load(resolved)
         executor = loaded.executor
         assert isinstance(executor, TorchExecutor)
-        runner = FailingRunner(executor._runner, self)
+        runner = HookedRunner(executor._runner, self._before, self._after)
         executor._runner = runner  # type: ignore[assignment]  # it has all that a runner has
         return loaded
 
-    def raise_if(self, is_due: IsDue, batch: ScheduleBatch) -> None:
-        if is_due(batch):
-            self.raised.append(batch.iteration)
-            raise RuntimeError("injected")
 
-
-class FailingRunner:
-    def __init__(self, runner: ModelRunner, failing: FailingSteps) -> None:
+class HookedRunner:
+    def __init__(self, runner: ModelRunner, before: Hook, after: Hook) -> None:
         self._runner = runner
-        self._failing = failing
+        self._before = before
+        self._after = after
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
     def step(self, plan: StepPlan, *arguments: Any) -> Outcome:
-        self._failing.raise_if(self._failing.before, plan.batch)
+        self._before(plan.batch)
         outcome = self._runner.step(plan, *arguments)
-        self._failing.raise_if(self._failing.after, plan.batch)
+        self._after(plan.batch)
         return outcome

@@ -47,9 +47,10 @@ class TorchReference:
         kv = self._pools.layers[layer.index]
         kv_positions = torch.arange(int(batch.len_bounds_cpu[row]), device=q.device)
         own_row = batch.rows[row].expand_as(kv_positions)
-        slots = self._pools.slots(kv.group, own_row, kv_positions)
         positions = batch.lens[row] - len(q) + torch.arange(len(q), device=q.device)
         is_seen = visible(positions, kv_positions, layer.window)
+        # What no query sees is read from slot 0: others' NaN would go through the mask.
+        slots = self._pools.slots(kv.group, own_row, kv_positions) * is_seen.any(dim=0)
         keys = kv.keys[slots].repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=1)
         values = kv.values[slots].repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=1)
         scores = torch.einsum("qhd,khd->hqk", q, keys) * layer.scale

@@ -1,0 +1,58 @@
+"""The sampler by itself: rows with a history in the token pool, logits in, tokens out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aserve.gpu.sample.plan import RowFacts
+from aserve.gpu.sample.row_tables import init_columns
+from aserve.gpu.sample.sampler import LogitsRows, Sampled, Sampler, Staged
+from aserve.gpu.sections import HostSections
+from aserve.messages import RowInit
+from tests.gpu.device_tables import MAX_ROWS, PAGE_SIZE, make_tables, to_device
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A row, and how many tokens come before the one that is drawn for it."""
+
+    row: int
+    position: int
+
+
+def run_sampler(
+    logits: Tensor,
+    inits: Sequence[RowInit],
+    histories: Sequence[Sequence[int]],
+    drawn: Sequence[Drawn],
+    *,
+    mask: Tensor | None = None,
+) -> Sampled:
+    """logits [drawn, vocab], which stay; a row may be drawn for at several positions."""
+    num_columns = max(len(history) for history in histories) // PAGE_SIZE + 1
+    state = make_tables(num_pages=num_columns * MAX_ROWS + 1)
+    for init, history in zip(inits, histories, strict=True):
+        pages = torch.arange(num_columns) * MAX_ROWS + init.row  # scattered over the pool
+        state.pools.page_tables[0][init.row, :num_columns] = pages
+        slots = state.pools.slots(
+            0, torch.full((len(history),), init.row), torch.arange(len(history))
+        )
+        state.pools.token_pool[slots] = torch.tensor(history, dtype=torch.int32)
+    ints, floats = map(torch.from_numpy, init_columns(inits))
+    state.tables.write(torch.tensor([init.row for init in inits]), ints=ints, floats=floats)
+    rows = np.array([each.row for each in drawn], np.int32)
+    lens = torch.tensor([each.position for each in drawn])
+    facts = RowFacts(MAX_ROWS)
+    facts.write(inits)
+    plan = facts.plan(rows, max_len=int(lens.max()), vocab_size=logits.shape[1])
+    sections = HostSections()
+    plan.stage(sections, "slice0")
+    staged = Staged(plan, to_device(sections), "slice0")
+    sampler = Sampler(state.tables, state.pools, vocab_size=logits.shape[1])
+    of_rows = LogitsRows(torch.from_numpy(rows).to(torch.int64), lens, mask)
+    return sampler.sample(logits.clone(), of_rows, staged)

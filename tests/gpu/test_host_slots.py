@@ -1,0 +1,31 @@
+"""Host buffers: one step each at a time, used again when they are large enough."""
+
+from __future__ import annotations
+
+from aserve.gpu.device.cpu import CpuDevice
+from aserve.gpu.host_slots import MIN_WORDS, HostSlots
+
+
+def test_a_slot_is_used_again_only_after_it_was_given_back() -> None:
+    slots = HostSlots(CpuDevice())
+    first = slots.take(10)
+    second = slots.take(10)
+    assert second is not first
+    slots.give_back(first)
+    assert slots.take(10) is first
+    assert slots.take(10) not in (first, second)
+
+
+def test_a_free_slot_that_is_too_small_is_not_used() -> None:
+    slots = HostSlots(CpuDevice())
+    slots.give_back(slots.take(10))
+    large = slots.take(MIN_WORDS + 1)
+    assert len(large.words) > MIN_WORDS
+    slots.give_back(large)
+    assert slots.take(10) is large
+
+
+def test_words_and_buffer_are_the_same_memory() -> None:
+    slot = HostSlots(CpuDevice()).take(3)
+    slot.words[:3] = [7, -1, 2**31 - 1]
+    assert slot.buffer[:3].tolist() == [7, -1, 2**31 - 1]
