@@ -15,13 +15,15 @@ from aserve.gpu.attention.base import AttentionBackend
 from aserve.gpu.decode.base import DecodeMode, Emitted, OnPublish
 from aserve.gpu.device_batch import DeviceBatch, DeviceStep
 from aserve.gpu.forward_batch import NO_OVERRIDES, ForwardBatch, ForwardOverrides
-from aserve.gpu.future_map import FutureMap
+from aserve.gpu.future_map import SEQ_LEN, FutureMap
 from aserve.gpu.graphs import GraphRunner
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.resolve import DeviceState, apply_tables, resolve
 from aserve.gpu.sample.sampler import LogitsRows, Sampled, Sampler, Staged
 from aserve.gpu.sections import DeviceSections
 from aserve.gpu.step_plan import LogitsPlan, StepPlan
+
+UNKNOWN = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,16 @@ class HeldSample:
 
 
 class ModelRunner:
-    __slots__ = ("_held_lens", "_held_logits", "_parts", "_sampler", "model", "relay", "state")
+    __slots__ = (
+        "_held_lens",
+        "_held_logits",
+        "_own_lens",
+        "_parts",
+        "_sampler",
+        "model",
+        "relay",
+        "state",
+    )
 
     def __init__(self, parts: RunnerParts) -> None:
         self._parts = parts
@@ -59,6 +70,7 @@ class ModelRunner:
             parts.state.tables, parts.state.pools, vocab_size=parts.model.vocab_size
         )
         self._held_lens = torch.zeros_like(self.relay.written_iter)
+        self._own_lens = torch.full_like(self.relay.written_iter, UNKNOWN)  # debug checks only
         self._held_logits: Tensor | None = None  # [max_rows + 1, vocab], once a row is held
 
     def step(self, plan: StepPlan, sections: DeviceSections, publish: OnPublish) -> Outcome:
@@ -66,8 +78,29 @@ class ModelRunner:
         apply_tables(plan.batch, sections, self.state)
         stamps = self.relay.written_iter.index_select(0, sections.ints("rows"))
         step = resolve(plan, sections, self.state)
+        if not self._parts.is_debug:
+            return Outcome(self._parts.mode.step(self, step, publish), stamps, step.batch.kv_lens)
+        lens = self._lens_before(step)
         emitted = self._parts.mode.step(self, step, publish)
-        return Outcome(emitted, stamps, step.batch.kv_lens)
+        self._note_lens(step)
+        return Outcome(emitted, stamps, lens)
+
+    def _lens_before(self, step: DeviceStep) -> Tensor:
+        """What the device itself knows of each row's KV length; of a new row what it was told."""
+        if step.plan.batch.row_inits:
+            self._own_lens.index_fill_(0, step.sections.ints("init_rows"), UNKNOWN)
+        own = self._own_lens.index_select(0, step.batch.rows)
+        is_told = (own == UNKNOWN) | (step.sections.ints("is_bound") > 0)
+        return torch.where(is_told, step.batch.kv_lens, own)
+
+    def _note_lens(self, step: DeviceStep) -> None:
+        rows = step.batch.rows
+        if SEQ_LEN in self.relay:
+            lens = self.relay.read(SEQ_LEN, rows)
+        else:
+            lens = step.batch.kv_lens + step.batch.spans
+        self._own_lens.index_copy_(0, rows, lens)
+        self._own_lens[:1].fill_(UNKNOWN)  # the padding row has no length
 
     def finish_held(self, held: HeldSample) -> Emitted:
         return self._parts.mode.sample_held(self, held)
@@ -132,7 +165,7 @@ class ModelRunner:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """Of a step on the device: what it emitted, and what it read, for the debug checks: the
-    iteration that wrote each row's relay and its KV length before the step, int64 [rows]."""
+    iteration that wrote each row's relay and its own KV length before the step, int64 [rows]."""
 
     emitted: Emitted
     stamps: Tensor

@@ -72,7 +72,7 @@ def _refusal(board: Board, children: list[Sequence]) -> ErrorInfo | None:
             f"(prompt {first.prompt_len} + max_tokens {first.max_tokens}), but the engine has "
             f"{usable}. Ask for fewer tokens, or start the server with more --num-pages."
         ).info()
-    if len(board.waiting) + len(children) > board.spec.max_waiting:
+    if len(board.waiting) + len(children) > board.spec.max_waiting + board.rows.num_free:
         return QueueFull(
             f"The queue holds {len(board.waiting)} of at most {board.spec.max_waiting} waiting "
             f"sequences, and this request adds {len(children)}. Try again later.",
