@@ -1,4 +1,4 @@
-"""A length that the host calls exact is the device's own (A7): checked in debug mode, every step."""
+"""A length that the host calls exact is the device's own (A7): checked in debug mode."""
 
 import asyncio
 
