@@ -47,14 +47,14 @@ def next_span(spec: EngineSpec, sequence: Sequence) -> int:
 
 def step_need(board: Board, sequences: Iterable[Sequence]) -> Pages:
     """Pages that one more step of these rows takes from the pools, prefills sharing the step's
-    token budget. In a windowed group a prefill gets by with one page, and with none while what it
-    has in flight will free some: its chunks shrink to that.
+    token budget. In a windowed group a prefill gets by with one page, since its chunks shrink to
+    that, and a row with something in flight can wait: what comes back frees pages.
     """
     tokens_left = board.spec.max_batched_tokens
     total: Pages = (0,) * len(board.spec.groups)
     for sequence in sequences:
         span = max(1, next_span(board.spec, sequence))
-        most: int | None = None
+        most: int | None = 0 if sequence.flights else None
         if sequence.remaining > 1:
             span = min(span, max(1, tokens_left))
             tokens_left -= span
