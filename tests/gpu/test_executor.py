@@ -362,7 +362,7 @@ async def test_what_a_step_staged_and_packed_is_gone_when_a_later_one_is_through
 
 
 async def test_a_row_gets_a_new_tenant_while_a_step_of_the_former_one_still_runs() -> None:
-    """Its page table and parameters are rewritten behind that step, not under it."""
+    """Trap 9: its page table and parameters are rewritten behind that step, not under it."""
     gate = Gate()
     async with running(HookedModel({2: gate})) as (executor, builder):
         executor.launch(builder.batch({2: PROMPT}, sampling=[2]))

@@ -75,7 +75,7 @@ def test_the_next_replay_overwrites_the_output() -> None:
 
 
 async def test_results_that_are_read_after_later_replays_are_still_right() -> None:
-    """Six replays of one graph are through before the first result is read."""
+    """Trap 7: six replays of one graph are through before the first result is read."""
     prompt = [3, 1, 4, 1, 5]
     device, gate = LateDevice(), Gate()
     executor = make_executor(HookedModel({7: gate}), device=device, graph_sizes=(2,))
@@ -100,6 +100,7 @@ def contents(pools: KvPools) -> list[Tensor]:
 
 
 def test_padding_rows_write_to_slot_0_and_nowhere_else() -> None:
+    """Trap 11."""
     bench = Bench()
     before = contents(bench.pools)
     batch = bench.batch([1, 1, 1], [7, 3, 6], first_id=8)

@@ -120,7 +120,9 @@ def test_a_failed_step_costs_its_neighbours_no_token() -> None:
 
 
 def test_a_prefix_hit_counts_its_tokens_for_penalties() -> None:
-    """What the cache had was never in the row's own steps, and is penalised nevertheless."""
+    """Trap 3: a history is what lies beside the KV, not what this row's steps have shown. What the
+    cache had is penalised, and so is the token that is still in flight.
+    """
     asked = [
         request(f"r{number}", [*STEM[:16], number], repetition_penalty=2.0, presence_penalty=1.0)
         for number in range(2)
