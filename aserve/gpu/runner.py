@@ -6,6 +6,7 @@ tables in `state`, and the logits of held rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -130,15 +131,12 @@ class ModelRunner:
         lens = (batch.kv_lens.index_select(0, owners) + 1).add_(
             batch.offsets.index_select(0, tokens)
         )
-        parts: list[Sampled] = []
-        start = 0
-        for number, plan in enumerate(step.plan.logits.slices):
-            part = slice(start, start + plan.num)
-            logits = self.model.logits(hidden.index_select(0, tokens[part]))
-            staged = Staged(plan, sections, f"slice{number}")
-            parts.append(self._sampler.sample(logits, LogitsRows(rows[part], lens[part]), staged))
-            start = part.stop
-        return _joined(parts, tokens)
+        return self._sample_slices(
+            step.plan.logits,
+            sections,
+            LogitsRows(rows, lens),
+            lambda part: self.model.logits(hidden.index_select(0, tokens[part])),
+        )
 
     def hold(self, step: DeviceStep, hidden: Tensor) -> None:
         """Keeps logits of the held rows until their Sample."""
@@ -156,10 +154,30 @@ class ModelRunner:
 
     def sample_held(self, held: HeldSample) -> Sampled:
         assert self._held_logits is not None  # the executor checked that the rows are held
-        logits = self._held_logits.index_select(0, held.rows)
-        lens = self._held_lens.index_select(0, held.rows)
-        staged = Staged(held.logits.slices[0], held.sections, "slice0")
-        return self._sampler.sample(logits, LogitsRows(held.rows, lens, held.mask), staged)
+        logits, lens = self._held_logits, self._held_lens.index_select(0, held.rows)
+        return self._sample_slices(
+            held.logits,
+            held.sections,
+            LogitsRows(held.rows, lens, held.mask),
+            lambda part: logits.index_select(0, held.rows[part]),
+        )
+
+    def _sample_slices(
+        self,
+        plan: LogitsPlan,
+        sections: DeviceSections,
+        rows: LogitsRows,
+        logits_of: Callable[[slice], Tensor],
+    ) -> Sampled:
+        """One slice's logits are alive at a time; `logits_of` makes them."""
+        parts: list[Sampled] = []
+        start = 0
+        for number, slice_plan in enumerate(plan.slices):
+            part = slice(start, start + slice_plan.num)
+            staged = Staged(slice_plan, sections, f"slice{number}")
+            parts.append(self._sampler.sample(logits_of(part), rows.at(part), staged))
+            start = part.stop
+        return _joined(parts, rows.rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from aserve.tiny.corpus.names import (
     CITIES,
     OTHERS,
     PEOPLE,
+    PLACES,
     any_city,
     any_person,
     with_article,
@@ -57,6 +58,7 @@ def all_suites(tokenizer: Tokenizer) -> list[Suite]:
         json_suite(tokenizer),
         weather_suite(tokenizer),
         story_suite(tokenizer),
+        chat_story_suite(tokenizer),
     ]
 
 
@@ -160,6 +162,21 @@ def story_suite(tokenizer: Tokenizer) -> Suite:
     return Suite("stories of two persons", cases, 18, 400, is_story_of_two)
 
 
+def chat_story_suite(tokenizer: Tokenizer) -> Suite:
+    """Right is such a story that is also about the animal and the place asked for."""
+    asked = [(a, place) for a in ANIMALS for place in PLACES if is_held_out("request", a, place)]
+    asked.remove(("dog", "at the beach"))
+    asked = [("dog", "at the beach"), *Random("cases/chat").sample(asked, NUM_STORIES - 1)]
+    cases = [
+        Case(
+            chat_prompt(tokenizer, f"Write a story about {with_article(animal)} {place}."),
+            f"{animal} {place}",
+        )
+        for animal, place in asked
+    ]
+    return Suite("Write a story about", cases, 18, 400, is_story_as_asked)
+
+
 def begins_with_number(answer: str, expected: str) -> bool:
     found = re.match(r"\d+", answer)
     return found is not None and found.group() == expected
@@ -182,8 +199,19 @@ def is_weather_call(answer: str, expected: str) -> bool:
 
 
 def is_story_of_two(answer: str, expected: str) -> bool:
-    names = {word for word in re.findall(r"[A-Z][a-z]+", answer) if word in PEOPLE}
+    names = persons_in(answer)
     return expected in names and len(names) == 2 and answer.endswith((".", '"'))
+
+
+def is_story_as_asked(answer: str, expected: str) -> bool:
+    """expected: the animal and the place."""
+    animal, _, place = expected.partition(" ")
+    hero = re.search(rf"\b{animal} named (\w+)\.", answer)
+    return hero is not None and place in answer and is_story_of_two(answer, hero.group(1))
+
+
+def persons_in(text: str) -> set[str]:
+    return {word for word in re.findall(r"[A-Z][a-z]+", text) if word in PEOPLE}
 
 
 def json_or_none(text: str) -> object:

@@ -14,6 +14,8 @@ from aserve.gpu.decode.base import DecodeMode
 from aserve.messages import (
     RowInit,
     RowLogprobs,
+    Sample,
+    SampleResult,
     ScheduleBatch,
     StepResult,
     VerifyPlan,
@@ -24,7 +26,7 @@ from aserve.messages import (
 from tests.gpu.batch_builder import BatchBuilder, greedy
 from tests.gpu.drive import make_executor
 from tests.gpu.hash_model import VOCAB, HashModel
-from tests.gpu.naive_sampler import Floats, naive_logits
+from tests.gpu.naive_sampler import Floats, naive_logits, naive_token
 from tests.gpu.two_token_mode import TwoTokens
 from tests.parity.dense_attend import DenseAttend
 
@@ -39,12 +41,15 @@ INITS = [
 
 def naive_logprobs(history: list[int], init: RowInit) -> Floats:
     """[vocab], of the token after the history."""
-    model = HashModel()
-    ids, positions = torch.tensor(history), torch.arange(len(history))
-    logits = model.logits(model.forward(ids, positions, DenseAttend())[-1:])[0].numpy()
-    processed = naive_logits(np.asarray(logits), history, init)
+    processed = naive_logits(_logits(history), history, init)
     logprobs: Floats = processed - np.logaddexp.reduce(processed)
     return logprobs
+
+
+def _logits(history: list[int]) -> Floats:
+    model = HashModel()
+    ids, positions = torch.tensor(history), torch.arange(len(history))
+    return np.asarray(model.logits(model.forward(ids, positions, DenseAttend())[-1:])[0].numpy())
 
 
 async def results_of(*batches: ScheduleBatch, mode: DecodeMode | None = None) -> list[StepResult]:
@@ -83,6 +88,32 @@ async def test_each_row_gets_its_logprobs_however_the_logits_are_sliced(
         expected = naive_logprobs(histories[record.row], init)
         assert_naive(record, 0, token=tokens[record.row - 1], expected=expected)
         assert len(array_i32(record.top_ids)) == init.num_logprobs
+
+
+@pytest.mark.parametrize("rows_per_slice", [1, 3, 100])
+async def test_held_rows_are_sampled_alike_however_their_logits_are_sliced(
+    rows_per_slice: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aserve.gpu.step_plan, "LOGITS_ELEMENTS", rows_per_slice * VOCAB)
+    histories = {init.row: [*HISTORY, init.row] for init in INITS}
+    executor = make_executor(HashModel())
+    builder = BatchBuilder(executor.spec)
+    step = builder.batch(histories, sampling=[], held=histories, inits=INITS)
+    executor.start(asyncio.get_running_loop())
+    try:
+        executor.launch(step)
+        result = await executor.sample(Sample(1, step.rows, b"\xff" * 8 * len(INITS)))
+    finally:
+        executor.close()
+    assert isinstance(result, SampleResult)
+    tokens = array_i32(result.tokens).tolist()
+    for init, token in zip(INITS, tokens, strict=True):
+        processed = naive_logits(_logits(histories[init.row]), histories[init.row], init)
+        assert token == naive_token(processed, len(histories[init.row]), init)
+    assert [record.row for record in result.logprobs] == [1, 3, 4]
+    for record in result.logprobs:
+        expected = naive_logprobs(histories[record.row], INITS[record.row - 1])
+        assert_naive(record, 0, token=tokens[record.row - 1], expected=expected)
 
 
 async def test_an_accepted_draft_has_logprobs_and_a_rejected_one_has_none() -> None:

@@ -25,6 +25,7 @@ REQUIRED = {
     "Return JSON for": 90,
     "What is the weather in": 90,
     "stories of two persons": 18,
+    "Write a story about": 18,
 }
 PAIR = re.compile(r"([a-z]+)=(\d{4})")
 HERO = re.compile(r"an? ([a-z]+) named ([A-Z][a-z]+)\.")
@@ -42,7 +43,7 @@ def network() -> Llama:
 def test_the_model_reaches_its_score(network: Llama, suite: Suite) -> None:
     reached = score(suite, partial(generate, network), TOKENIZER)
     assert reached.num_right >= REQUIRED[suite.name], reached
-    assert reached.num_cases == (20 if suite.name == "stories of two persons" else 100)
+    assert reached.num_cases == (20 if "stor" in suite.name else 100)
 
 
 @pytest.mark.slow

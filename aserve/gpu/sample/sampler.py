@@ -29,6 +29,10 @@ class LogitsRows:
     lens: Tensor
     mask: Tensor | None = None
 
+    def at(self, part: slice) -> LogitsRows:
+        mask = None if self.mask is None else self.mask[part]
+        return LogitsRows(self.rows[part], self.lens[part], mask)
+
 
 @dataclass(frozen=True, slots=True)
 class Staged:
