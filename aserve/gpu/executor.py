@@ -96,7 +96,12 @@ class TorchExecutor:
     async def warm_up(self) -> None:
         """One prefill and one decode of the padding row: no request's state is touched."""
         for span in (2, 1):
-            outcome = await self.launch(_padding_step(span, num_groups=len(self.spec.groups)))
+            ticket = self.launch(_padding_step(span, num_groups=len(self.spec.groups)))
+            first = asyncio.FIRST_COMPLETED
+            await asyncio.wait((ticket.outcome, self.died), return_when=first)
+            if self.died.done():
+                raise EngineDead(f"the device thread ended: {self.died.result()!r}")
+            outcome = ticket.outcome.result()
             if isinstance(outcome, StepFailed):
                 raise EngineDead(f"the warm-up step failed: {outcome.error.message}")
 

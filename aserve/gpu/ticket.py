@@ -30,6 +30,11 @@ class StepTicket:
         self._lens: asyncio.Future[SeqLens | StepFailed] = loop.create_future()
 
     @property
+    def outcome(self) -> asyncio.Future[Outcome]:
+        """For who waits for more than this; not to be cancelled."""
+        return self._outcome
+
+    @property
     def seq_lens(self) -> Awaitable[SeqLens]:
         return _PublishedLens(self._lens)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from aserve.errors import StepError
+from aserve.errors import EngineDead, StepError
 from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.gpu.decode.base import DecodeMode, Emitted, OnPublish
 from aserve.gpu.device.base import Device
@@ -227,6 +227,15 @@ async def test_a_dying_executor_thread_completes_died() -> None:
         executor.launch(builder.batch({2: PROMPT}, sampling=[2]))
         reason = await asyncio.wait_for(executor.died, DEADLINE_S)
     assert isinstance(reason, SystemExit)
+
+
+async def test_a_thread_that_dies_while_it_warms_up_is_an_error_and_no_hang() -> None:
+    def leave() -> NoReturn:
+        raise SystemExit("the thread ends")
+
+    async with running(HookedModel({1: leave})) as (executor, _):
+        with pytest.raises(EngineDead, match="the device thread ended"):
+            await asyncio.wait_for(executor.warm_up(), DEADLINE_S)
 
 
 async def test_closing_is_no_death_and_lets_what_was_launched_land() -> None:
