@@ -18,6 +18,7 @@ from aserve.tiny.network import Llama, Shape
 from aserve.tiny.packing import Packer
 from aserve.tiny.recipe import FULL, QUICK, Rates
 from aserve.tiny.tokenizer import EOS, EOT, load_tokenizer
+from aserve.tiny.train import fastest_precision
 from aserve.tiny.training import Progress, Run, save_checkpoint, train
 
 
@@ -121,3 +122,9 @@ def test_every_stage_of_the_recipe_fits_the_context() -> None:
     for stage in FULL.stages:
         assert stage.length <= Shape().max_position_embeddings
         Packer(load_tokenizer(MODEL_DIR), stage, seed=0)
+
+
+def test_training_takes_bfloat16_only_where_the_cpu_has_instructions_for_it() -> None:
+    assert fastest_precision("flags : fma avx2 f16c") == "float32"
+    assert fastest_precision("flags : avx512f avx512_bf16") == "bfloat16"
+    assert fastest_precision("flags : amx_tile amx_bf16") == "bfloat16"
