@@ -60,6 +60,7 @@ def _commit_tokens(
     logprobs = {record.row: record for record in result.logprobs}
     outputs: list[SequenceOutput] = []
     ended: list[tuple[Sequence, int | None]] = []
+    # NOTE: not strict, because split makes one empty part of nothing.
     for row, token_ids in zip(array_i32(result.rows).tolist(), tokens, strict=False):
         sequence, flight = riders.get(row, (None, None))
         if sequence is None or flight is None or flight not in sequence.flights:
@@ -102,13 +103,27 @@ def _append(
         position=position,
         token_ids=token_ids[:num_kept].tobytes(),
         cached_len=sequence.cached_len,
-        logprobs=() if logprobs is None else (logprobs,),
+        logprobs=() if logprobs is None else (_cut(logprobs, num_kept, of=len(token_ids)),),
     )
     is_end = stop_id is not None or sequence.num_outputs >= sequence.max_tokens
     if not is_end:
         ask_mask(board, sequence)
         settle(board, sequence)
     return output, stop_id, is_end
+
+
+def _cut(logprobs: RowLogprobs, num_kept: int, *, of: int) -> RowLogprobs:
+    """Tokens and logprobs end at the same place, also inside an accepted run."""
+    if num_kept == of:
+        return logprobs
+    chosen_bytes = len(logprobs.chosen) // of * num_kept
+    top_bytes = len(logprobs.top_ids) // of * num_kept
+    return RowLogprobs(
+        row=logprobs.row,
+        chosen=logprobs.chosen[:chosen_bytes],
+        top_ids=logprobs.top_ids[:top_bytes],
+        top_logprobs=logprobs.top_logprobs[:top_bytes],
+    )
 
 
 def _land(board: Board, sequence: Sequence, flight: Flight, *, advance: int) -> None:

@@ -1,8 +1,18 @@
 """Every way out: end, cancel, refusal, retraction; one last message, and nothing left behind."""
 
 import msgspec
+import numpy as np
 
-from aserve.messages import Cancel, Refused, Retired, StepOutput, array_i32, pack_i32
+from aserve.messages import (
+    Cancel,
+    Refused,
+    Retired,
+    RowLogprobs,
+    StepOutput,
+    array_f32,
+    array_i32,
+    pack_i32,
+)
 from tests.scheduling.stage import Stage, cancel, request, result, rows, spec
 
 
@@ -22,6 +32,26 @@ def test_trap_5_a_stop_inside_an_accepted_run_trims_the_rest() -> None:
     assert outputs(stage) == [[21, 9]]
     (retired,) = stage.of(Retired)
     assert (retired.reason, retired.stop_id, retired.num_outputs) == ("stop", 9, 3)
+
+
+def test_trap_5_logprobs_are_cut_where_the_tokens_are() -> None:
+    stage = Stage(spec(depth=1, lead=1, window=3))
+    stage.play(request("a", [5, 6, 7], end_ids=(9,)))
+    stage.play(result(1, {1: [20]}))
+    values = np.arange(3, dtype=np.float32)
+    scored = RowLogprobs(
+        row=1,
+        chosen=values.tobytes(),
+        top_ids=pack_i32([21, 3, 9, 4, 22, 5]),
+        top_logprobs=np.repeat(values, 2).tobytes(),
+    )
+    whole = result(2, {1: [21, 9, 22]})
+    stage.play(msgspec.structs.replace(whole, logprobs=(scored,)))
+    (output,) = stage.of(StepOutput)[0].sequences
+    (cut,) = output.logprobs
+    assert array_f32(cut.chosen).tolist() == [0, 1]
+    assert array_i32(cut.top_ids).tolist() == [21, 3, 9, 4]
+    assert array_f32(cut.top_logprobs).tolist() == [0, 0, 1, 1]
 
 
 def test_a_verify_window_never_reaches_past_max_tokens() -> None:
