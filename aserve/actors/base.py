@@ -1,7 +1,7 @@
 """An actor: one inbox, one task that reads it, and what it spawned; the only place with tasks.
 
 Must not know what a message means, nor who else exists: a death is reported to whoever started the
-actor. The beat is written by the actor's own loop and read by health.
+actor. The beat is written by the actor's own loop, and read when one has died: who was stuck then?
 """
 
 from __future__ import annotations
