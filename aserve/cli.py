@@ -13,6 +13,7 @@ import importlib.metadata
 import logging
 import os
 import platform
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 from rich.console import Console
 
+from aserve.bench.catalog import BENCHES, run_bench
 from aserve.config import (
     DebugOptions,
     Facts,
@@ -30,6 +32,7 @@ from aserve.config import (
     Resolved,
     SchedulerOptions,
     ServerOptions,
+    build_options,
     options_of,
     read_raw,
     resolve,
@@ -49,7 +52,7 @@ COMMAND_RECORDS: Mapping[str, tuple[type, ...]] = {
     "chat": (*ENGINE_RECORDS, PromptOptions),
     "generate": (*ENGINE_RECORDS, PromptOptions),
 }
-ARGUMENTS = frozenset({"command", "text", "file"})  # of a command, not options
+ARGUMENTS = frozenset({"command", "text", "file", "bench"})  # of a command, not options
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 EPILOG = (
@@ -91,6 +94,8 @@ def _run(arguments: list[str]) -> int:
             return _generate(_resolved(given, log_level="warning"), known.text)
         case "replay":
             return _replay(Path(known.file))
+        case "bench":
+            return _bench(known.bench, given)
         case "version":
             return _version()
         case _:
@@ -203,6 +208,16 @@ def _replay(path: Path) -> int:
     return 0
 
 
+def _bench(name: str, given: Mapping[str, object]) -> int:
+    """Options of the bench itself come from the command line alone, the engine's as ever."""
+    record = BENCHES[name].options
+    own = {option.name for option in options_of(record)} & given.keys()
+    options: object = build_options(record, {name: given[name] for name in own})
+    rest = {name: value for name, value in given.items() if name not in own}
+    run_bench(name, options, _resolved(rest, log_level="warning"))
+    return 0
+
+
 def _version() -> int:
     python, torch = platform.python_version(), _installed("torch")
     line = f"aserve {_installed('aserve')} (Python {python}, torch {torch})"
@@ -222,7 +237,14 @@ def _unexpected(word: str, arguments: Sequence[str]) -> ConfigError:
     if not word.startswith("-"):
         return ConfigError(f"unexpected argument {word!r}")
     records = COMMAND_RECORDS.get(arguments[0], ())
+    if arguments[0] == "bench":
+        records = _records_of_bench(arguments[1])
     return unknown_option(word.partition("=")[0], [item.flag for item in options_of(*records)])
+
+
+def _records_of_bench(name: str) -> tuple[type, ...]:
+    bench = BENCHES[name]
+    return (bench.options, *ENGINE_RECORDS) if bench.takes_engine else (bench.options,)
 
 
 def complain(message: str) -> None:
@@ -265,13 +287,26 @@ def make_parser() -> Parser:
     )
     replay = command("replay", "Replay what --record wrote.")
     replay.add_argument("file", metavar="FILE", help="a recording of the scheduler's events")
+    _add_benches(command("bench", "Measure; the last line of the output is one JSON object."))
     command("version", "Show the versions of aserve, Python and torch.")
     return parser
 
 
+def _add_benches(parser: Parser) -> None:
+    benches = parser.add_subparsers(
+        dest="bench", metavar="BENCH", parser_class=Parser, required=True
+    )
+    for name, bench in BENCHES.items():
+        added = benches.add_parser(
+            name, help=bench.about, description=bench.about, allow_abbrev=False
+        )
+        for record in _records_of_bench(name):
+            _add_group(added, record)
+
+
 def _add_group(parser: Parser, record: type) -> None:
-    title = record.__name__.removesuffix("Options").lower()
-    group = parser.add_argument_group(f"{title} options")
+    title = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", record.__name__).lower()
+    group = parser.add_argument_group(title)
     for option in options_of(record):
         if option.kind is bool:
             group.add_argument(

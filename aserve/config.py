@@ -261,6 +261,17 @@ def parse_value(option: Option, value: object, *, where: str) -> object:
     return parsed
 
 
+def build_options(record: type[T], given: Mapping[str, object]) -> T:
+    """A record of a command's own options, which only its command line sets."""
+    options = (option for option in options_of(record) if option.name in given)
+    return record(
+        **{
+            option.name: parse_value(option, given[option.name], where=option.flag)
+            for option in options
+        }
+    )
+
+
 ALL_RECORDS: tuple[type, ...] = (
     ModelOptions,
     KvOptions,

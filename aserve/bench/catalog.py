@@ -1,0 +1,43 @@
+"""The benches by name, and how one of them is run.
+
+Must stay quick to import: what a bench needs is imported when it runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from aserve.bench.options import HostStepOptions
+from aserve.config import Resolved
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """`module` has `run(options, resolved) -> BenchResult`; with `takes_engine` the command has the
+    engine's options, too.
+    """
+
+    about: str
+    options: type
+    module: str
+    takes_engine: bool = False
+
+
+BENCHES: Mapping[str, Bench] = {
+    "host-step": Bench(
+        "The scheduler's own time per step, with a device that takes none.",
+        HostStepOptions,
+        "aserve.bench.host_step",
+    ),
+}
+
+
+def run_bench(name: str, options: object, resolved: Resolved) -> None:
+    """Measures, and shows what was found."""
+    from aserve.bench.machine import read_machine
+    from aserve.bench.result import show
+
+    module = importlib.import_module(BENCHES[name].module)
+    show(name, module.run(options, resolved), read_machine())

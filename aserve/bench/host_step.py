@@ -1,0 +1,176 @@
+"""The scheduler's own time per step: from a step's result to everything that follows from it.
+
+What is timed is one call of `SchedulerState.step` with a StepResult and the requests that came
+meanwhile, until its effects are there: the next Launch with its arrays as bytes, the StepOutput,
+what ended. The device answers at once. Must not start a loop, a thread or torch.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from aserve.bench.options import HostStepOptions, integers
+from aserve.bench.progress import tracked
+from aserve.bench.result import BenchResult, Table
+from aserve.bench.spread import mean, median, percentile, spread
+from aserve.config import Resolved
+from aserve.messages import (
+    AdmitRequest,
+    EngineSpec,
+    GroupSpec,
+    Launch,
+    Retired,
+    SamplingParams,
+    ScheduleBatch,
+    SchedulerEffect,
+    SchedulerEvent,
+    StepResult,
+    array_i32,
+    pack_i32,
+)
+from aserve.scheduling.state import SchedulerState
+
+VOCAB_SIZE = 32_000
+PROMPT_LEN = 64
+MAX_OUTPUT_LEN = 128  # lengths are drawn from 1 to this, so that rows end and join all the time
+PAGE_SIZE = 16
+MAX_BATCHED_TOKENS = 8192
+WAITING_PART = 8  # for so many rows, one request waits
+
+
+NOTE = (
+    "SchedulerState.step alone: a StepResult and new requests in, all effects out; depth 2, "
+    f"pages of {PAGE_SIZE}, prefix cache on, prompts of {PROMPT_LEN} random tokens."
+)
+
+
+def run(options: HostStepOptions, _resolved: Resolved) -> BenchResult:
+    """Sizes alternate within a repeat, so that a slow moment of the machine hits all of them."""
+    sizes = integers(options.rows, flag="--rows")
+    found: dict[int, list[Measured]] = {num_rows: [] for num_rows in sizes}
+    plan = [(num_rows, seed) for seed in range(options.repeats) for num_rows in sizes]
+    for num_rows, seed in tracked(plan, "host-step"):
+        found[num_rows].append(Load(num_rows, seed=seed).measure(options.steps))
+    lines = [_summary(num_rows, repeats) for num_rows, repeats in found.items()]
+    figures = {
+        "rows": {str(line["rows"]): line["median_us"] for line in lines},
+        "details": lines,
+        "cached_tokens": sum(one.num_cached for repeats in found.values() for one in repeats),
+    }
+    columns = tuple(lines[0])
+    rows = [[str(value) for value in line.values()] for line in lines]
+    return BenchResult(figures, (Table("scheduler, time per step", columns, rows),), (NOTE,))
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    times_us: list[float]
+    num_running: list[int]
+    num_joins: int
+    num_cached: int  # prompt tokens that the prefix cache had: none, or prompts repeat
+
+
+def _summary(num_rows: int, repeats: list[Measured]) -> dict[str, float]:
+    medians = [median(one.times_us) for one in repeats]
+    times = [took for one in repeats for took in one.times_us]
+    num_joins = sum(one.num_joins for one in repeats)
+    return {
+        "rows": num_rows,
+        "median_us": round(median(medians), 1),
+        "p99_us": round(percentile(times, 99), 1),
+        "spread": round(spread(medians), 3),
+        "us_per_row": round(median(medians) / num_rows, 2),
+        "running": round(mean([count for one in repeats for count in one.num_running]), 1),
+        "joins_per_step": round(num_joins / len(times), 2),
+    }
+
+
+class Load:
+    """So many rows that always run, and a few requests that wait: whoever ends is followed at once,
+    and sent anew to wait.
+    """
+
+    def __init__(self, num_rows: int, *, seed: int) -> None:
+        self._num_rows = num_rows
+        self._state = SchedulerState(_spec(num_rows))
+        self._numbers = np.random.default_rng((num_rows, seed))
+        self._in_flight: deque[ScheduleBatch] = deque()
+        self._arrivals: list[SchedulerEvent] = []
+        self._num_requests = 0
+        self._num_running: list[int] = []  # in each launch
+        self._num_joins = 0
+        self._num_cached = 0
+
+    def measure(self, num_steps: int) -> Measured:
+        """After as many steps as it takes until the rows are at all stages of their lives."""
+        for _ in range(self._num_rows + self._num_rows // WAITING_PART + 1):
+            self._arrive()
+        for _ in range(self._num_rows * PROMPT_LEN // MAX_BATCHED_TOKENS + MAX_OUTPUT_LEN):
+            self._turn()
+        self._num_joins = 0
+        self._num_running.clear()
+        gc.collect()
+        times_us = [self._turn() for _ in range(num_steps)]
+        return Measured(times_us, self._num_running, self._num_joins, self._num_cached)
+
+    def _turn(self) -> float:
+        """What the device answers and what arrived meanwhile; microseconds until the effects."""
+        events, self._arrivals = self._arrivals, []
+        if self._in_flight:
+            events.append(_result_of(self._in_flight.popleft()))
+        start_s = time.perf_counter()
+        effects = self._state.step(events)
+        took_s = time.perf_counter() - start_s
+        self._follow(effects)
+        return took_s * 1e6
+
+    def _follow(self, effects: Sequence[SchedulerEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case Launch(batch=batch):
+                    self._in_flight.append(batch)
+                    self._num_running.append(batch.stats.num_running)
+                    self._num_joins += len(batch.row_inits)
+                    self._num_cached += batch.stats.num_cached_tokens
+                case Retired():
+                    self._arrive()
+                case _:
+                    pass
+
+    def _arrive(self) -> None:
+        self._num_requests += 1
+        prompt = self._numbers.integers(VOCAB_SIZE, size=PROMPT_LEN, dtype=np.int32)
+        max_tokens = int(self._numbers.integers(1, MAX_OUTPUT_LEN + 1))
+        sampling = SamplingParams(seed=self._num_requests, max_tokens=max_tokens)
+        self._arrivals.append(AdmitRequest(str(self._num_requests), prompt.tobytes(), sampling))
+
+
+def _spec(num_rows: int) -> EngineSpec:
+    """Twice the pages that the rows need at most: eviction works, retraction doesn't."""
+    pages_per_row = (PROMPT_LEN + MAX_OUTPUT_LEN) // PAGE_SIZE + 1
+    return EngineSpec(
+        page_size=PAGE_SIZE,
+        groups=(GroupSpec("full", 1 + 2 * num_rows * pages_per_row),),
+        max_rows=num_rows,
+        max_model_len=PROMPT_LEN + MAX_OUTPUT_LEN,
+        max_batched_tokens=MAX_BATCHED_TOKENS,
+        vocab_size=VOCAB_SIZE,
+        max_waiting=2 * num_rows,
+    )
+
+
+def _result_of(batch: ScheduleBatch) -> StepResult:
+    """The answer of a device: one token for each row that samples."""
+    num_samples = len(array_i32(batch.sample_rows))
+    return StepResult(
+        iteration=batch.iteration,
+        rows=batch.sample_rows,
+        counts=pack_i32([1] * num_samples),
+        tokens=pack_i32([batch.iteration % VOCAB_SIZE] * num_samples),
+    )

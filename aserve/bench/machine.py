@@ -1,0 +1,68 @@
+"""What a figure was measured on: the processor, the versions, the date.
+
+It does not know what was measured. Linux tells most; elsewhere the rest stays empty.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+
+import msgspec
+
+CPU_INFO = Path("/proc/cpuinfo")
+FLAGS = ("amx_bf16", "amx_int8", "avx512_bf16", "avx512f", "avx2")  # that decide the fast forms
+PACKAGES = ("aserve", "torch", "numpy", "numba", "transformers")
+
+
+class Machine(msgspec.Struct, frozen=True):
+    cpu: str
+    cores: int  # that this process may use
+    flags: tuple[str, ...]
+    versions: dict[str, str]
+    date: str  # UTC
+
+    def __str__(self) -> str:
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        flags = " ".join(self.flags) or "none of the known flags"
+        return f"{self.cpu}, {self.cores} cores ({flags}); {versions}; {self.date}"
+
+
+def read_machine() -> Machine:
+    info = _cpu_info()
+    known = set(info.get("flags", "").split())
+    return Machine(
+        cpu=info.get("model name") or platform.processor() or platform.machine(),
+        cores=_num_cores(),
+        flags=tuple(flag for flag in FLAGS if flag in known),
+        versions={"python": platform.python_version(), **_versions()},
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _cpu_info() -> dict[str, str]:
+    """The fields of the first processor."""
+    if not CPU_INFO.exists():
+        return {}
+    first = CPU_INFO.read_text().partition("\n\n")[0]
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
