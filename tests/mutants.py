@@ -35,20 +35,20 @@ MUTANTS = (
     Mutant(
         "a page one short",
         "aserve/scheduling/decode.py",
-        "board.num_pages(sequence.scheduled_len + span))",
-        "board.num_pages(sequence.scheduled_len + span - 1))",
+        "board.num_pages(start + span))",
+        "board.num_pages(start + span - 1))",
     ),
     Mutant(
         "a middle chunk that samples",
         "aserve/scheduling/decode.py",
-        "samples = span >= remaining",
-        "samples = True",
+        "span >= remaining, remaining > 1)",
+        "True, remaining > 1)",
     ),
     Mutant(
         "the last chunk's sample not counted in lead",
-        "aserve/scheduling/request.py",
-        "return sum(flight.samples for flight in self.flights)",
-        "return sum(flight.samples and flight.span == 1 for flight in self.flights)",
+        "aserve/scheduling/caps.py",
+        "return sequence.flights.num_sampling < lead",
+        "return sum(f.samples and f.span == 1 for f in sequence.flights) < lead",
     ),
     Mutant(
         "a relay read that expects the iteration before",
@@ -59,8 +59,8 @@ MUTANTS = (
     Mutant(
         "a bound not corrected at commit",
         "aserve/scheduling/commit.py",
-        "advance = flight.span - flight.num_drafts + len(token_ids) - 1",
-        "advance = flight.span",
+        "advance=flight.span - flight.num_drafts + count - 1)",
+        "advance=flight.span)",
     ),
     Mutant(
         "drafts trusted after a resync",
@@ -77,14 +77,14 @@ MUTANTS = (
     Mutant(
         "a Launch that names a held row",
         "aserve/scheduling/caps.py",
-        "return sequence.num_sampling < lead and not sequence.is_held and not sequence.is_at_end",
-        "return sequence.num_sampling < lead and not sequence.is_at_end",
+        "not sequence.is_at_end and not sequence.is_held",
+        "not sequence.is_at_end",
     ),
     Mutant(
         "uncommitted pages entering the tree",
         "aserve/scheduling/commit.py",
-        "committed = min(sequence.committed_len, len(sequence.tokens))",
-        "committed = len(sequence.tokens)",
+        "num_pages = min(sequence.committed_len, sequence.tokens.num) // page_size",
+        "num_pages = sequence.tokens.num // page_size",
     ),
     Mutant(
         "a row's parameters not sent again on re-admission",
@@ -103,7 +103,7 @@ MUTANTS = (
         "aserve/scheduling/commit.py",
         "sequence, flight = riders.get(row, (None, None))",
         "sequence = board.running.get(row)\n"
-        "        flight = sequence.flights[0] if sequence and sequence.flights else None",
+        "        flight = next(iter(sequence.flights), None) if sequence else None",
     ),
 )
 

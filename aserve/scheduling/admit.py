@@ -85,7 +85,7 @@ def _end_or_ask(board: Board, sequence: Sequence) -> None:
     """What came with outputs that already reached an end (or asks for none) ends here; else its
     first mask is due.
     """
-    last = sequence.tokens.at(len(sequence.tokens) - 1)
+    last = sequence.tokens.at(sequence.tokens.num - 1)
     ended_before = sequence.num_outputs > sequence.sampling.min_tokens and last in sequence.end_ids
     if ended_before:
         leave(board, sequence, "stop", stop_id=last)
@@ -118,7 +118,7 @@ def _shares_uncommitted_page(board: Board, sequence: Sequence) -> bool:
 def _usable_keys(board: Board, sequence: Sequence) -> list[bytes]:
     """Keys of the pages that a prefix hit may cover: at least one token is left to compute."""
     page_size = board.spec.page_size
-    return sequence.page_keys(page_size)[: (len(sequence.tokens) - 1) // page_size]
+    return sequence.page_keys(page_size)[: (sequence.tokens.num - 1) // page_size]
 
 
 def _open(board: Board, sequence: Sequence) -> tuple[int, ...]:
@@ -143,3 +143,5 @@ def _take_row(board: Board, sequence: Sequence) -> None:
     if sequence.cached_len < 0:
         sequence.cached_len = min(sequence.committed_len, sequence.prompt_len)
     board.running[sequence.row] = sequence
+    if sequence.mask is not None:
+        board.masked[sequence.row] = sequence

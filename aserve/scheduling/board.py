@@ -14,8 +14,9 @@ import msgspec
 from aserve.cache.kv_cache import KvCache
 from aserve.cache.rows import RowPool
 from aserve.messages import EngineSpec, SchedulerEffect
+from aserve.scheduling.flights import Flight
 from aserve.scheduling.queue import WaitingQueue
-from aserve.scheduling.request import Flight, Sequence
+from aserve.scheduling.request import Sequence
 
 
 class Step(msgspec.Struct, gc=False):
@@ -31,6 +32,7 @@ class Board:
         "cache",
         "effects",
         "groups",
+        "masked",
         "next_iteration",
         "num_retracted",
         "resync_at",
@@ -51,6 +53,7 @@ class Board:
         self.effects: list[SchedulerEffect] = []  # of the current call of SchedulerState.step
         self.waiting = WaitingQueue()  # admit, leave
         self.running: dict[int, Sequence] = {}  # by row, in order of admission: admit, leave
+        self.masked: dict[int, Sequence] = {}  # those of `running` with a host-side sampler
         # living children by request id: admit, leave
         self.groups: dict[str, dict[int, Sequence]] = {}
         self.steps: dict[int, Step] = {}  # launched, not back: launch, commit, recover

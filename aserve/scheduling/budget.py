@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import add
 
 from aserve.messages import EngineSpec
 from aserve.scheduling.board import Board
@@ -60,7 +61,9 @@ def step_need(board: Board, sequences: Iterable[Sequence]) -> Pages:
             tokens_left -= span
             most = 0 if sequence.flights else 1
         covered = min(sequence.scheduled_len + span, sequence.max_kv_len)
-        total = add_pages(total, _missing_to_cover(board, sequence, covered, most=most))
+        count = _num_missing(board, sequence, covered)
+        if count:
+            total = add_pages(total, _by_group(board, count, most=most))
     return total
 
 
@@ -71,27 +74,32 @@ def prefill_need(board: Board, sequence: Sequence) -> Pages:
     """
     ahead = sequence.scheduled_len + sequence.remaining + board.spec.decode.max_tokens_per_step
     covered = min(ahead, max(sequence.max_kv_len, sequence.prompt_len))
-    missing = _missing_to_cover(board, sequence, covered, most=None)
-    return tuple(min(a, b) for a, b in zip(missing, most_pages(board, covered), strict=True))
+    count = _num_missing(board, sequence, covered)
+    if not count:
+        return (0,) * len(board.spec.groups)
+    return tuple(min(count, pages) for pages in most_pages(board, covered))
 
 
-def _missing_to_cover(
-    board: Board, sequence: Sequence, num_positions: int, *, most: int | None
-) -> Pages:
-    """Pages per group that the row lacks; `most` bounds the windowed groups."""
+def _num_missing(board: Board, sequence: Sequence, num_positions: int) -> int:
+    """Page indices that the row lacks to cover so many positions."""
     assert sequence.holding is not None
-    num_pages = max(board.num_pages(num_positions), sequence.holding.num_pages)
-    missing = board.cache.missing(sequence.holding, num_pages)
+    return max(0, board.num_pages(num_positions) - sequence.holding.num_pages)
+
+
+def _by_group(board: Board, count: int, *, most: int | None) -> Pages:
+    """So many pages in every group; `most` bounds the windowed ones."""
     return tuple(
-        pages if most is None or group.window is None else min(pages, most)
-        for pages, group in zip(missing, board.spec.groups, strict=True)
+        count if most is None or group.window is None else min(count, most)
+        for group in board.spec.groups
     )
 
 
-def spare_pages(board: Board, sequence: Sequence, *, step_total: Pages) -> int:
+def spare_pages(board: Board, sequence: Sequence, *, step_total: Pages | None) -> int:
     """Pages that a prefill may take in every group, so that all other rows can still take one more
-    step; `step_total` is what one more step of all running rows needs.
+    step; `step_total` is what one more step of all running rows needs, None with ample room.
     """
+    if step_total is None:
+        return board.num_pages(board.spec.max_batched_tokens) + 1
     own = step_need(board, [sequence])
     return min(
         board.cache.available(group) - max(0, total - mine)
@@ -103,12 +111,13 @@ def has_room(board: Board, need: Pages) -> bool:
     return all(board.cache.available(group) >= pages for group, pages in enumerate(need))
 
 
-def has_ample_room(board: Board) -> bool:
-    """More than one more step of any rows could need, so that nobody has to count (most steps)."""
+def has_ample_room(board: Board, *, num_steps: int = 1) -> bool:
+    """More than so many steps of any rows could need, so that nobody has to count (most times)."""
     per_row = 1 + board.num_pages(board.spec.decode.max_tokens_per_step)
     most = len(board.running) * per_row + board.num_pages(board.spec.max_batched_tokens)
-    return all(board.cache.available(group) >= most for group in range(len(board.spec.groups)))
+    groups = range(len(board.spec.groups))
+    return all(board.cache.available(group) >= most * num_steps for group in groups)
 
 
 def add_pages(left: Pages, right: Pages) -> Pages:
-    return tuple(a + b for a, b in zip(left, right, strict=True))
+    return tuple(map(add, left, right))

@@ -17,7 +17,7 @@ def max_decode_rows(spec: EngineSpec, num_running: int) -> int:
 
 def may_run_ahead(sequence: Sequence, *, lead: int) -> bool:
     """Whether another step may name this row now, as far as what it has in flight is concerned."""
-    return sequence.num_sampling < lead and not sequence.is_held and not sequence.is_at_end
+    return sequence.flights.num_sampling < lead and not sequence.is_at_end and not sequence.is_held
 
 
 def waits_for_masks(spec: EngineSpec, *, num_in_flight: int, has_held_rows: bool) -> bool:

@@ -39,16 +39,26 @@ def _check_sequence(board: Board, sequence: Sequence) -> None:
         "owns a row while it does not run": not is_running and sequence.row != 0,
         "owns pages while it does not run": not is_running and sequence.holding is not None,
         "waits with flights": sequence.phase is Phase.WAITING and bool(sequence.flights),
-        "samples further ahead than lead": sequence.num_sampling > board.spec.lead,
+        "samples further ahead than lead": sequence.flights.num_sampling > board.spec.lead,
         "has more outputs than max_tokens": sequence.num_outputs > sequence.max_tokens,
-        "committed KV beyond its tokens": sequence.committed_len > len(sequence.tokens),
+        "committed KV beyond its tokens": sequence.committed_len > sequence.tokens.num,
         "scheduled KV beyond what it can need": is_running
         and sequence.scheduled_len > max(sequence.max_kv_len, sequence.prompt_len),
+        "counts its flights wrongly": not _are_sums_right(sequence),
         "has flights out of order": _iterations(sequence) != sorted(_iterations(sequence)),
     }
     found = [problem for problem, holds in problems.items() if holds]
     if found:
         raise BugError(f"{describe(sequence)}: {'; '.join(found)}")
+
+
+def _are_sums_right(sequence: Sequence) -> bool:
+    flights = sequence.flights
+    return (flights.span, flights.num_sampling, flights.num_drafts) == (
+        sum(flight.span for flight in flights),
+        sum(flight.samples for flight in flights),
+        sum(flight.num_drafts for flight in flights),
+    )
 
 
 def _iterations(sequence: Sequence) -> list[int]:

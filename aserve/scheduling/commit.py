@@ -5,10 +5,7 @@ row) as it was launched; what belongs to a sequence that has left falls away.
 
 from __future__ import annotations
 
-import numpy as np
-
 from aserve.messages import (
-    ArrayI32,
     RowLogprobs,
     SampleResult,
     SequenceOutput,
@@ -17,10 +14,11 @@ from aserve.messages import (
     array_i32,
 )
 from aserve.scheduling.board import Board
+from aserve.scheduling.flights import Flight
 from aserve.scheduling.held import ask_mask
 from aserve.scheduling.leave import leave, settle
 from aserve.scheduling.phases import Phase
-from aserve.scheduling.request import Flight, Sequence
+from aserve.scheduling.request import Sequence
 
 Rider = tuple[Sequence, Flight]
 
@@ -55,61 +53,55 @@ def _commit_chunk(board: Board, sequence: Sequence, flight: Flight) -> None:
 def _commit_tokens(
     board: Board, result: StepResult | SampleResult, riders: dict[int, Rider]
 ) -> None:
-    counts = array_i32(result.counts)
-    tokens = np.split(array_i32(result.tokens), np.cumsum(counts)[:-1])
     logprobs = {record.row: record for record in result.logprobs}
+    tokens = array_i32(result.tokens).tolist()
     outputs: list[SequenceOutput] = []
     ended: list[tuple[Sequence, int | None]] = []
-    # NOTE: not strict, because split makes one empty part of nothing.
-    for row, token_ids in zip(array_i32(result.rows).tolist(), tokens, strict=False):
+    stop = 0
+    for row, count in zip(
+        array_i32(result.rows).tolist(), array_i32(result.counts).tolist(), strict=True
+    ):
+        start, stop = stop, stop + count
         sequence, flight = riders.get(row, (None, None))
         if sequence is None or flight is None or flight not in sequence.flights:
             continue
-        output, stop_id, is_end = _append(board, sequence, flight, token_ids, logprobs.get(row))
-        outputs.append(output)
+        position = sequence.num_outputs
+        num_kept, stop_id, is_end = _append(sequence, tokens[start:stop])
+        # Of a verify window, the root and the accepted drafts have valid KV.
+        _land(board, sequence, flight, advance=flight.span - flight.num_drafts + count - 1)
+        outputs.append(
+            SequenceOutput(
+                request_id=sequence.request_id,
+                child=sequence.child,
+                position=position,
+                token_ids=result.tokens[start * 4 : (start + num_kept) * 4],
+                cached_len=sequence.cached_len,
+                logprobs=(_cut(logprobs[row], num_kept, of=count),) if row in logprobs else (),
+            )
+        )
         if is_end:
             ended.append((sequence, stop_id))
+        else:
+            ask_mask(board, sequence)
+            settle(board, sequence)
     if outputs:
         board.effects.append(StepOutput(iteration=result.iteration, sequences=tuple(outputs)))
     for sequence, stop_id in ended:
         leave(board, sequence, "length" if stop_id is None else "stop", stop_id=stop_id)
 
 
-def _append(
-    board: Board,
-    sequence: Sequence,
-    flight: Flight,
-    token_ids: ArrayI32,
-    logprobs: RowLogprobs | None,
-) -> tuple[SequenceOutput, int | None, bool]:
-    """Appends the tokens up to an end. Of a verify window, the root and the accepted drafts have
-    valid KV.
+def _append(sequence: Sequence, token_ids: list[int]) -> tuple[int, int | None, bool]:
+    """Appends the tokens up to an end: how many, the id that ended it, and whether it is at its
+    end.
     """
-    position = sequence.num_outputs
-    advance = flight.span - flight.num_drafts + len(token_ids) - 1
-    stop_id: int | None = None
-    num_kept = 0
-    for token_id in token_ids.tolist():
+    for num_kept, token_id in enumerate(token_ids, start=1):
         sequence.tokens.append(token_id)
-        num_kept += 1
-        if token_id in sequence.end_ids and sequence.num_outputs > sequence.sampling.min_tokens:
-            stop_id = token_id
-        if stop_id is not None or sequence.num_outputs >= sequence.max_tokens:
-            break
-    _land(board, sequence, flight, advance=advance)
-    output = SequenceOutput(
-        request_id=sequence.request_id,
-        child=sequence.child,
-        position=position,
-        token_ids=token_ids[:num_kept].tobytes(),
-        cached_len=sequence.cached_len,
-        logprobs=() if logprobs is None else (_cut(logprobs, num_kept, of=len(token_ids)),),
-    )
-    is_end = stop_id is not None or sequence.num_outputs >= sequence.max_tokens
-    if not is_end:
-        ask_mask(board, sequence)
-        settle(board, sequence)
-    return output, stop_id, is_end
+        num_outputs = sequence.num_outputs
+        if token_id in sequence.end_ids and num_outputs > sequence.sampling.min_tokens:
+            return num_kept, token_id, True
+        if num_outputs >= sequence.max_tokens:
+            return num_kept, None, True
+    return len(token_ids), None, False
 
 
 def _cut(logprobs: RowLogprobs, num_kept: int, *, of: int) -> RowLogprobs:
@@ -128,16 +120,15 @@ def _cut(logprobs: RowLogprobs, num_kept: int, *, of: int) -> RowLogprobs:
 
 def _land(board: Board, sequence: Sequence, flight: Flight, *, advance: int) -> None:
     """One flight is back: the committed clock advances and whole committed pages enter the tree."""
-    assert sequence.flights[0] is flight
-    sequence.flights.pop(0)
+    sequence.flights.land(flight)
     sequence.failures = 0
     if sequence.phase is not Phase.RUNNING:
         return  # retracted: its tokens count, its pages are gone
     assert sequence.holding is not None
+    page_size = board.spec.page_size
+    num_before = sequence.committed_len // page_size
     sequence.committed_len += advance
-    committed = min(sequence.committed_len, len(sequence.tokens))
-    num_pages = committed // board.spec.page_size
-    board.cache.commit(
-        sequence.holding, sequence.page_keys(board.spec.page_size), num_pages=num_pages
-    )
+    num_pages = min(sequence.committed_len, sequence.tokens.num) // page_size
+    if num_pages > num_before:
+        board.cache.commit(sequence.holding, sequence.page_keys(page_size), num_pages=num_pages)
     board.cache.release_behind(sequence.holding, sequence.committed_len)

@@ -5,6 +5,8 @@ retracts before they run out; launches nothing.
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import msgspec
 
 from aserve.scheduling.admit import admit
@@ -32,6 +34,7 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
     span: int
     num_drafts: int
     samples: bool
+    is_prefill: bool
 
 
 def choose(board: Board) -> tuple[list[Choice], list[Sequence]]:
@@ -51,11 +54,13 @@ def choose(board: Board) -> tuple[list[Choice], list[Sequence]]:
 
 def _ready_rows(board: Board, rows: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
     """Decodes, who waited longest first; then prefills in order of admission."""
-    ready = [row for row in rows if may_run_ahead(row, lead=board.spec.lead)]
-    decodes = sorted(
-        (row for row in ready if row.remaining == 1), key=lambda row: row.last_iteration
-    )
-    return decodes, [row for row in ready if row.remaining > 1]
+    decodes: list[Sequence] = []
+    prefills: list[Sequence] = []
+    for row in rows:
+        if may_run_ahead(row, lead=board.spec.lead):
+            (decodes if row.remaining == 1 else prefills).append(row)
+    decodes.sort(key=attrgetter("last_iteration"))
+    return decodes, prefills
 
 
 def _choose_retry(board: Board) -> list[Choice]:
@@ -75,8 +80,10 @@ def _fill(board: Board, rows: list[Sequence], *, used: int = 0) -> list[Choice]:
     """Spans for rows, in order, as far as the token budget and the pages go."""
     chosen: list[Choice] = []
     budget = board.spec.max_batched_tokens - used
-    has_prefill = any(sequence.remaining > 1 for sequence in rows)
-    step_total = step_need(board, board.running.values() if has_prefill else ())
+    step_total: Pages | None = None
+    # The step that is being filled, and one more.
+    if not has_ample_room(board, num_steps=2) and any(row.remaining > 1 for row in rows):
+        step_total = step_need(board, board.running.values())
     for sequence in rows:
         choice = _choose_span(board, sequence, budget, step_total=step_total)
         if choice is not None:
@@ -86,36 +93,34 @@ def _fill(board: Board, rows: list[Sequence], *, used: int = 0) -> list[Choice]:
 
 
 def _choose_span(
-    board: Board, sequence: Sequence, budget: int, *, step_total: Pages
+    board: Board, sequence: Sequence, budget: int, *, step_total: Pages | None
 ) -> Choice | None:
     """A prefill takes what budget and pages allow; a decode that lacks a page is skipped in this
     step.
     """
     remaining = sequence.remaining
     span = min(next_span(board.spec, sequence), budget)
-    span = min(span, _reachable_span(board, sequence, step_total=step_total))
+    span = _cover(board, sequence, span, step_total=step_total)
     if span < 1:
         return None
-    assert sequence.holding is not None
-    board.cache.grow(sequence.holding, _covering(board, sequence, span))
-    samples = span >= remaining
-    return Choice(sequence, span, max(0, span - remaining), samples)
+    return Choice(sequence, span, max(0, span - remaining), span >= remaining, remaining > 1)
 
 
-def _reachable_span(board: Board, sequence: Sequence, *, step_total: Pages) -> int:
-    """Positions after the scheduled length for which pages are held or may be taken."""
+def _cover(board: Board, sequence: Sequence, span: int, *, step_total: Pages | None) -> int:
+    """Takes the pages that the span lacks, as far as the row may; the part of it that has pages."""
     assert sequence.holding is not None
+    start = sequence.scheduled_len
+    covered = sequence.holding.num_pages * board.spec.page_size - start
+    if span <= covered:
+        return span
     if sequence.remaining > 1:
         free = max(0, spare_pages(board, sequence, step_total=step_total))
     else:
         free = min(board.cache.available(group) for group in range(len(board.spec.groups)))
-    reach = (sequence.holding.num_pages + free) * board.spec.page_size
-    return reach - sequence.scheduled_len
-
-
-def _covering(board: Board, sequence: Sequence, span: int) -> int:
-    assert sequence.holding is not None
-    return max(sequence.holding.num_pages, board.num_pages(sequence.scheduled_len + span))
+    span = min(span, covered + free * board.spec.page_size)
+    if span > 0:
+        board.cache.grow(sequence.holding, board.num_pages(start + span))
+    return span
 
 
 def _retract_for_room(board: Board) -> None:

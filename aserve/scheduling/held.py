@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from aserve.messages import BuildMask, MaskReady, Sample, pack_i32
 from aserve.scheduling.board import Board
+from aserve.scheduling.flights import Flight
 from aserve.scheduling.leave import leave
-from aserve.scheduling.phases import Phase
-from aserve.scheduling.request import Flight, Sequence
+from aserve.scheduling.request import Sequence
 
 
 def ask_mask(board: Board, sequence: Sequence) -> None:
@@ -23,7 +23,7 @@ def ask_mask(board: Board, sequence: Sequence) -> None:
     if state is None or state.asked == sequence.num_outputs:
         return
     start = sequence.prompt_len + state.num_sent
-    new_ids = sequence.tokens.span(start, len(sequence.tokens))
+    new_ids = sequence.tokens.span(start, sequence.tokens.num)
     state.asked = sequence.num_outputs
     state.num_sent = sequence.num_outputs
     state.mask = None
@@ -54,7 +54,7 @@ def give_samples(board: Board) -> None:
     may name those rows.
     """
     by_iteration: dict[int, list[tuple[Sequence, Flight]]] = {}
-    for sequence in board.running.values():
+    for sequence in board.masked.values():
         flight = _ready_flight(sequence)
         if flight is not None:
             by_iteration.setdefault(flight.iteration, []).append((sequence, flight))
@@ -67,7 +67,7 @@ def _ready_flight(sequence: Sequence) -> Flight | None:
     there.
     """
     state = sequence.mask
-    if state is None or state.mask is None or sequence.phase is not Phase.RUNNING:
+    if state is None or state.mask is None:
         return None
     first = next((flight for flight in sequence.flights if flight.samples), None)
     return first if first is not None and first.is_held else None

@@ -19,7 +19,8 @@ from aserve.messages import (
 )
 from aserve.scheduling.board import Board, Step
 from aserve.scheduling.decode import Choice
-from aserve.scheduling.request import Flight, Sequence
+from aserve.scheduling.flights import Flight
+from aserve.scheduling.request import Sequence
 
 
 def launch(board: Board, chosen: list[Choice], *, admitted: list[Sequence]) -> None:
@@ -38,6 +39,7 @@ def _build(
 ) -> ScheduleBatch:
     sequences = [choice.sequence for choice in chosen]
     sampled = [choice.sequence for choice in chosen if choice.samples]
+    grown = [sequence for sequence in sequences if sequence.has_new_pages]
     drafts = [choice.num_drafts for choice in chosen]
     return ScheduleBatch(
         iteration=iteration,
@@ -50,10 +52,8 @@ def _build(
         expects=pack_i32([_expected_iteration(choice) for choice in chosen]),
         sample_rows=pack_i32([sequence.row for sequence in sampled if sequence.mask is None]),
         held_rows=pack_i32([sequence.row for sequence in sampled if sequence.mask is not None]),
-        page_writes=tuple(
-            _page_writes(sequences, group) for group in range(len(board.spec.groups))
-        ),
-        row_inits=_row_inits(sequences),
+        page_writes=tuple(_page_writes(grown, group) for group in range(len(board.spec.groups))),
+        row_inits=_row_inits(grown),
         verify=VerifyPlan(pack_i32(drafts)) if any(drafts) else None,
         stats=stats,
     )
@@ -62,8 +62,10 @@ def _build(
 def _input_ids(choice: Choice) -> bytes:
     """Known tokens as they are; the token in flight and the drafts after it as -row."""
     sequence = choice.sequence
+    if choice.span == 1 and sequence.flights.num_sampling:
+        return (-sequence.row).to_bytes(4, "little", signed=True)
     ids = np.full(choice.span, -sequence.row, np.int32)
-    if not sequence.num_sampling:
+    if not sequence.flights.num_sampling:
         start = sequence.scheduled_len
         known = sequence.tokens.span(start, start + choice.span)
         ids[: len(known)] = known
@@ -85,7 +87,7 @@ def _next_id(choice: Choice) -> int:
 def _expected_iteration(choice: Choice) -> int:
     """The step whose stash this row reads from the relay: the last one that samples it."""
     sequence = choice.sequence
-    reads_relay = sequence.num_sampling > 0 or choice.num_drafts > 0
+    reads_relay = sequence.flights.num_sampling > 0 or choice.num_drafts > 0
     return sequence.relay_iteration if reads_relay else 0
 
 
@@ -117,7 +119,7 @@ def _put_in_flight(board: Board, choice: Choice, iteration: int) -> None:
         samples=choice.samples,
         is_held=choice.samples and sequence.mask is not None,
     )
-    sequence.flights.append(flight)
+    sequence.flights.send(flight)
     sequence.last_iteration = iteration
     sequence.written_pages = sequence.holding.num_pages
     if choice.samples:
@@ -126,9 +128,7 @@ def _put_in_flight(board: Board, choice: Choice, iteration: int) -> None:
 
 
 def _stats(board: Board, chosen: list[Choice], admitted: list[Sequence]) -> StepStats:
-    prefills = [
-        choice for choice in chosen if choice.sequence.remaining > 1 or choice.sequence in admitted
-    ]
+    prefills = [choice for choice in chosen if choice.is_prefill or choice.sequence in admitted]
     total = board.spec.groups[0].num_pages - 1
     return StepStats(
         num_prefill_rows=len(prefills),

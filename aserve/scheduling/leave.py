@@ -30,7 +30,7 @@ def leave(
         _give_back(board, sequence)
     elif sequence.phase is Phase.WAITING:
         board.waiting.remove(sequence)
-    sequence.flights.clear()
+    sequence.flights.drop()
     sequence.move(Phase.ENDED)
     children = board.groups[sequence.request_id]
     del children[sequence.child]
@@ -62,7 +62,7 @@ def retract(board: Board, sequence: Sequence) -> None:
     Sample is dropped.
     """
     _give_back(board, sequence)
-    sequence.flights = [flight for flight in sequence.flights if not flight.is_held]
+    sequence.flights.drop_held()
     sequence.move(Phase.LINGERING)
     board.num_retracted += 1
     settle(board, sequence)
@@ -83,10 +83,11 @@ def retraction_order(sequence: Sequence) -> tuple[int, int, int]:
 def _give_back(board: Board, sequence: Sequence) -> None:
     assert sequence.holding is not None
     keys = sequence.page_keys(board.spec.page_size)
-    committed = min(sequence.committed_len, len(sequence.tokens))
+    committed = min(sequence.committed_len, sequence.tokens.num)
     board.cache.close(sequence.holding, keys, num_pages=committed // board.spec.page_size)
     board.rows.give_back(sequence.row)
     del board.running[sequence.row]
+    board.masked.pop(sequence.row, None)
     sequence.row = 0
     sequence.holding = None
     sequence.committed_len = 0

@@ -49,7 +49,7 @@ def _drop_outstanding(board: Board) -> None:
             continue
         sequence.written_pages = 0
         sequence.relay_iteration = 0
-        sequence.flights.clear()
+        sequence.flights.drop()
         settle(board, sequence)
     board.steps.clear()
     board.samples.clear()

@@ -1,9 +1,9 @@
 """One sequence (a child of a request), its tokens and its two clocks: what came back, and what was
 sent.
 
-`committed_len` and `tokens` are written by commit.py alone; `flights` by launch.py (sent),
-commit.py (came back) and recover.py (dropped). Scheduled length, lead, bounds and held rows are
-derived from the flights, never kept beside them.
+`committed_len` and `tokens` are written by commit.py alone; `flights` by those that flights.py
+names. Scheduled length, lead, bounds and held rows are derived from the flights, never kept beside
+them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from aserve.cache.holding import Holding
 from aserve.cache.keys import extend_keys, root_key
 from aserve.messages import AdmitRequest, ArrayI32, RowInit, SamplingParams, array_i32
+from aserve.scheduling.flights import Flights
 from aserve.scheduling.phases import Phase, check_move
 
 
@@ -28,41 +29,28 @@ def child_seed(seed: int, child: int) -> int:
 
 
 class TokenLog:
-    """Prompt and committed outputs of a sequence, int32, growing at the end."""
+    """Prompt and committed outputs of a sequence, int32, growing at the end; `num` tokens."""
 
-    __slots__ = ("_buffer", "_len")
+    __slots__ = ("_buffer", "num")
 
     def __init__(self, prompt_ids: ArrayI32, outputs: ArrayI32) -> None:
-        self._len = len(prompt_ids) + len(outputs)
-        self._buffer = np.empty(self._len + 64, np.int32)
+        self.num = len(prompt_ids) + len(outputs)
+        self._buffer = np.empty(self.num + 64, np.int32)
         self._buffer[: len(prompt_ids)] = prompt_ids
-        self._buffer[len(prompt_ids) : self._len] = outputs
-
-    def __len__(self) -> int:
-        return self._len
+        self._buffer[len(prompt_ids) : self.num] = outputs
 
     def append(self, token_id: int) -> None:
-        if self._len == len(self._buffer):
+        if self.num == len(self._buffer):
             self._buffer = np.concatenate([self._buffer, np.empty_like(self._buffer)])
-        self._buffer[self._len] = token_id
-        self._len += 1
+        self._buffer[self.num] = token_id
+        self.num += 1
 
     def span(self, start: int, stop: int) -> ArrayI32:
         """A view of tokens[start:stop], cut at what is known."""
-        return self._buffer[start : min(stop, self._len)]
+        return self._buffer[start : min(stop, self.num)]
 
     def at(self, position: int) -> int:
         return int(self._buffer[position])
-
-
-class Flight(msgspec.Struct, gc=False, eq=False):
-    """One launched step's part in a sequence. `is_held` from launch until its Sample is given."""
-
-    iteration: int
-    span: int
-    num_drafts: int
-    samples: bool
-    is_held: bool
 
 
 class MaskState(msgspec.Struct, gc=False):
@@ -87,6 +75,8 @@ class Sequence:
         "keys",
         "last_iteration",
         "mask",
+        "max_kv_len",
+        "max_tokens",
         "phase",
         "priority",
         "prompt_len",
@@ -108,9 +98,13 @@ class Sequence:
         self.arrival = arrival
         self.priority = request.priority
         self.sampling: SamplingParams = request.sampling
+        assert request.sampling.max_tokens is not None  # the tokenizer actor resolves it
+        self.max_tokens: int = request.sampling.max_tokens
         self.seed = child_seed(request.sampling.seed, child)
         self.end_ids = request.end_ids
         self.prompt_len = len(prompt_ids)
+        # KV positions that it can ever need: the last token is sampled, but never computed
+        self.max_kv_len = self.prompt_len + self.max_tokens - 1
         self.tokens = TokenLog(prompt_ids, outputs)
         self.root = root_key(request.namespace)
         self.keys: list[bytes] = []
@@ -118,7 +112,7 @@ class Sequence:
         self.row = 0
         self.holding: Holding | None = None
         self.committed_len = 0
-        self.flights: list[Flight] = []
+        self.flights = Flights()
         self.relay_iteration = 0  # the last launched step that samples this row; 0 after a row init
         self.last_iteration = 0  # the last step that named this row: who waited longest goes first
         # page table entries that the device has; 0: it does not know this row yet
@@ -129,52 +123,43 @@ class Sequence:
         self.mask = None if grammar is None else MaskState(grammar=grammar)
 
     @property
-    def max_tokens(self) -> int:
-        assert self.sampling.max_tokens is not None  # the tokenizer actor resolves it
-        return self.sampling.max_tokens
-
-    @property
     def num_outputs(self) -> int:
-        return len(self.tokens) - self.prompt_len
-
-    @property
-    def max_kv_len(self) -> int:
-        """KV positions that this sequence can ever need: the last token is sampled, but never
-        computed.
-        """
-        return self.prompt_len + self.max_tokens - 1
+        return self.tokens.num - self.prompt_len
 
     @property
     def scheduled_len(self) -> int:
         """KV length once everything in flight is back: exact, or a bound while drafts are in
         flight.
         """
-        return self.committed_len + sum(flight.span for flight in self.flights)
+        return self.committed_len + self.flights.span
 
     @property
     def is_bound(self) -> bool:
-        return any(flight.num_drafts for flight in self.flights)
-
-    @property
-    def num_sampling(self) -> int:
-        return sum(flight.samples for flight in self.flights)
+        return self.flights.num_drafts > 0
 
     @property
     def is_held(self) -> bool:
-        return any(flight.is_held for flight in self.flights)
+        return self.mask is not None and any(flight.is_held for flight in self.flights)
 
     @property
     def remaining(self) -> int:
         """Tokens that exist or are in flight and have no KV scheduled: 1 for a decode, more for
         a prefill.
         """
-        in_flight = sum(1 + flight.num_drafts for flight in self.flights if flight.samples)
-        return len(self.tokens) + in_flight - self.scheduled_len
+        flights = self.flights
+        in_flight = flights.num_sampling + flights.num_drafts
+        return self.tokens.num + in_flight - self.committed_len - flights.span
+
+    @property
+    def has_new_pages(self) -> bool:
+        """The device does not have its whole page table."""
+        assert self.holding is not None
+        return self.written_pages != self.holding.num_pages
 
     @property
     def is_at_end(self) -> bool:
         """Its outputs, counting one for each sampling step in flight, reach max_tokens."""
-        return self.num_outputs + self.num_sampling >= self.max_tokens
+        return self.num_outputs + self.flights.num_sampling >= self.max_tokens
 
     def move(self, phase: Phase) -> None:
         check_move(self.phase, phase)
@@ -182,9 +167,8 @@ class Sequence:
 
     def page_keys(self, page_size: int) -> list[bytes]:
         """Chain keys of every whole page of known tokens."""
-        extend_keys(
-            self.keys, self.tokens.span(0, len(self.tokens)), page_size=page_size, root=self.root
-        )
+        known = self.tokens.span(0, self.tokens.num)
+        extend_keys(self.keys, known, page_size=page_size, root=self.root)
         return self.keys
 
     def row_init(self) -> RowInit:

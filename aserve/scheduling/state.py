@@ -80,7 +80,7 @@ class SchedulerState:
         board = self.board
         if len(board.steps) >= board.spec.depth:
             return False
-        has_held_rows = any(sequence.is_held for sequence in board.running.values())
+        has_held_rows = any(sequence.is_held for sequence in board.masked.values())
         if waits_for_masks(board.spec, num_in_flight=len(board.steps), has_held_rows=has_held_rows):
             return False
         chosen, admitted = choose(board)
