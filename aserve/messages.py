@@ -48,6 +48,17 @@ class Record(msgspec.Struct, frozen=True, gc=False):
 # scheduler
 
 
+class Grammar(Record, frozen=True):
+    """The language that an output must be in. `source` is the JSON text of a schema, a regular
+    expression, EBNF as llama.cpp writes it, or a JSON list of texts; json_object needs none.
+    `param` is the field that asked for it, which errors name.
+    """
+
+    kind: Literal["json_schema", "json_object", "regex", "ebnf", "choice"]
+    source: str = ""
+    param: str = "structured_outputs"
+
+
 class SamplingParams(Record, frozen=True):
     """What a client may ask of sampling, already validated (http/ and engine.py do that).
 
@@ -73,7 +84,7 @@ class SamplingParams(Record, frozen=True):
     ignore_eos: bool = False
     logprobs: int | None = None
     n: int = 1
-    grammar: str | None = None
+    grammar: Grammar | None = None
 
 
 class TextPrompt(Record, frozen=True, tag="text"):
@@ -316,7 +327,6 @@ class BuildMask(Message, frozen=True):
     request_id: str
     child: int
     position: int
-    grammar: str
     new_ids: bytes  # int32
 
 

@@ -21,6 +21,7 @@ from aserve.messages import (
     AdmitRequest,
     BuildMask,
     EngineSpec,
+    Grammar,
     MaskReady,
     Resync,
     RowInit,
@@ -66,6 +67,8 @@ def pick(digest: int, allowed: list[int]) -> int:
 
 
 # ------------------------------------------------------------------------------- the toy grammar
+
+TOY = Grammar("regex", "toy")  # who asks for it gets the masks of `ToyMatchers`
 
 
 def allowed_ids(total: int, vocab_size: int) -> list[int]:

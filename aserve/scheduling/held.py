@@ -32,7 +32,6 @@ def ask_mask(board: Board, sequence: Sequence) -> None:
             request_id=sequence.request_id,
             child=sequence.child,
             position=state.asked,
-            grammar=state.grammar,
             new_ids=new_ids.tobytes(),
         )
     )

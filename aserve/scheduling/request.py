@@ -56,7 +56,6 @@ class TokenLog:
 class MaskState(msgspec.Struct, gc=False):
     """The mask of the next output, for a sequence with a host-side sampler."""
 
-    grammar: str
     asked: int = -1  # the output position of the last BuildMask
     num_sent: int = 0  # outputs that BuildMasks have carried
     mask: bytes | None = None  # of output position `asked`, once it is there
@@ -119,8 +118,7 @@ class Sequence:
         self.written_pages = 0
         self.cached_len = -1  # prompt tokens from the prefix cache at first admission
         self.failures = 0  # consecutive failed steps that named only this row
-        grammar = request.sampling.grammar
-        self.mask = None if grammar is None else MaskState(grammar=grammar)
+        self.mask = None if request.sampling.grammar is None else MaskState()
 
     @property
     def num_outputs(self) -> int:

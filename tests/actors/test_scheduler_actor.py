@@ -17,6 +17,7 @@ from aserve.messages import (
     BuildMask,
     Cancel,
     DetokenizerEvent,
+    Grammar,
     Refused,
     Resync,
     Retired,
@@ -33,7 +34,7 @@ from aserve.observability.trace import Trace
 from aserve.observability.turn import SchedulerTurn
 from aserve.scheduling.state import SchedulerState
 from tests.fake_executor import SPEC, FakeExecutor
-from tests.fakes import FakeDevice, ToyMatchers, expected_outputs
+from tests.fakes import TOY, FakeDevice, ToyMatchers, expected_outputs
 
 
 class Turns:
@@ -113,7 +114,7 @@ def admit(
     max_tokens: int = 5,
     timeout_s: float | None = None,
     n: int = 1,
-    grammar: str | None = None,
+    grammar: Grammar | None = None,
 ) -> AdmitRequest:
     sampling = SamplingParams(seed=1, max_tokens=max_tokens, n=n, grammar=grammar)
     prompt = pack_i32([3, 1, 4, 1, 5])
@@ -142,16 +143,16 @@ async def test_steps_run_ahead_of_their_results() -> None:
 
 async def test_held_rows_are_sampled_after_their_mask_and_before_they_are_launched_again() -> None:
     async with Rig(has_masks=True) as rig:
-        rig.events.send(admit(grammar="toy"))
+        rig.events.send(admit(grammar=TOY))
         await rig.until_ended(1)
         kinds = [type(command) for command in rig.executor.commands]
-    assert rig.tokens["a", 0] == expected_outputs(admit(grammar="toy"), 0, SPEC)
+    assert rig.tokens["a", 0] == expected_outputs(admit(grammar=TOY), 0, SPEC)
     assert kinds == [ScheduleBatch, Sample] * 5
 
 
 async def test_a_grammar_without_a_mask_worker_is_a_bug_not_a_hang() -> None:
     async with Rig() as rig:
-        rig.events.send(admit(grammar="toy"))
+        rig.events.send(admit(grammar=TOY))
         await rig.died.wait()
     assert isinstance(rig.deaths[0], BugError)
 
@@ -245,7 +246,7 @@ async def recorded(path: Path) -> None:
     recorder = Recorder(path, spec=SPEC)
     async with Rig(recorder=recorder, has_masks=True) as rig:
         rig.events.send(admit("a", n=2))
-        rig.events.send(admit("b", grammar="toy"))
+        rig.events.send(admit("b", grammar=TOY))
         await rig.until_ended(3)
     recorder.close()
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.messages import AdmitRequest
+from tests.fakes import TOY
 from tests.gpu.drive import make_executor, request, serve
 from tests.gpu.hash_model import VOCAB, FlakyModel, HashModel
 from tests.gpu.plain_engine import plain_outputs
@@ -53,7 +54,7 @@ def requests(draw: st.DrawFn, number: int) -> AdmitRequest:
         min_tokens=draw(st.integers(0, 4)),
         max_tokens=draw(st.integers(1, 12)),
         n=draw(st.sampled_from([1, 1, 2])),
-        grammar=draw(st.sampled_from([None, None, "toy"])),
+        grammar=draw(st.sampled_from([None, None, TOY])),
         logprobs=draw(st.sampled_from([None, 0, 3])),
     )
 

@@ -10,6 +10,7 @@ import pytest
 
 from aserve.gpu.ticket import Outcome, StepTicket
 from aserve.messages import StepResult, array_i32
+from tests.fakes import TOY
 from tests.gpu.batch_builder import BatchBuilder
 from tests.gpu.drive import Served, make_executor, request, serve
 from tests.gpu.hash_model import VOCAB, FlakyModel, HashModel
@@ -30,7 +31,7 @@ ASKED = [
     request("warm", PROMPT, max_tokens=17, **WARM),
     request("penalised", PROMPT[3:], max_tokens=24, **PENALISED),
     request("ends", PROMPT[5:], end_ids=(1, 2, 3, 4, 5), max_tokens=24, min_tokens=3, **WARM),
-    request("masked", PROMPT[2:8], max_tokens=9, grammar="toy", **WARM),
+    request("masked", PROMPT[2:8], max_tokens=9, grammar=TOY, **WARM),
 ]
 EXPECTED = {(asked.request_id, 0): plain_outputs(HashModel(), asked) for asked in ASKED}
 

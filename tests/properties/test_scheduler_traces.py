@@ -21,6 +21,7 @@ from aserve.messages import (
     SamplingParams,
     pack_i32,
 )
+from tests.fakes import TOY
 from tests.traces import POISON_SEED, Trace, TraceRun
 
 PROFILE = os.environ.get("ASERVE_TEST_PROFILE", "default")
@@ -55,7 +56,7 @@ def requests(draw: st.DrawFn, number: int, *, poison: bool) -> AdmitRequest:
             max_tokens=max_tokens,
             min_tokens=draw(st.integers(0, 3)),
             n=1 if poison else n,
-            grammar="toy" if has_grammar else None,
+            grammar=TOY if has_grammar else None,
         ),
         end_ids=draw(st.sampled_from([(), (0,), (0, 4)])),
         priority=draw(st.integers(0, 2)),

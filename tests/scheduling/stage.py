@@ -9,6 +9,7 @@ from aserve.messages import (
     Cancel,
     DecodeCaps,
     EngineSpec,
+    Grammar,
     GroupSpec,
     Launch,
     SamplingParams,
@@ -55,7 +56,7 @@ def request(
     max_tokens: int = 8,
     end_ids: tuple[int, ...] = (),
     n: int = 1,
-    grammar: str | None = None,
+    grammar: Grammar | None = None,
     priority: int = 0,
 ) -> AdmitRequest:
     return AdmitRequest(

@@ -19,7 +19,7 @@ from aserve.messages import (
     array_i32,
 )
 from aserve.scheduling.state import SchedulerState
-from tests.fakes import FakeDevice, ToyMatchers, expected_outputs
+from tests.fakes import TOY, FakeDevice, ToyMatchers, expected_outputs
 from tests.scheduling.stage import request, spec
 
 
@@ -68,7 +68,7 @@ class Play:
 def test_trap_4_a_grammar_sees_every_emitted_token_once(depth: int, lead: int) -> None:
     """None of a wasted row's, and none a second time after a retraction or a failed step."""
     engine = spec(depth=depth, lead=lead, num_pages=15, page_size=1, max_rows=3)
-    requests = [request(name, [ord(name), 2, 3], grammar="toy") for name in "XYZ"]
+    requests = [request(name, [ord(name), 2, 3], grammar=TOY) for name in "XYZ"]
     play = Play(FakeDevice(engine, must_fail=lambda batch: batch.iteration == 4))
     play.run(*requests)
     assert play.state.is_idle
@@ -83,7 +83,7 @@ def test_trap_4_a_grammar_sees_every_emitted_token_once(depth: int, lead: int) -
 
 def test_trap_4_a_token_after_the_end_is_never_shown_to_the_grammar() -> None:
     engine = spec(depth=3, lead=3)
-    asked = request("a", [4, 2, 3], grammar="toy", end_ids=tuple(range(20)))
+    asked = request("a", [4, 2, 3], grammar=TOY, end_ids=tuple(range(20)))
     play = Play(FakeDevice(engine))
     play.run(asked)
     outputs = expected_outputs(asked, 0, engine)

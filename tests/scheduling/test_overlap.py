@@ -1,6 +1,7 @@
 """Running ahead: step N+1 is launched before the tokens of step N are known; what must hold."""
 
 from aserve.messages import BuildMask, Launch, MaskReady, Retired, Sample, StepOutput, array_i32
+from tests.fakes import TOY
 from tests.scheduling.stage import Stage, cancel, ids, request, result, rows, spans, spec
 
 
@@ -64,7 +65,7 @@ def test_trap_6_statistics_are_those_of_the_launch() -> None:
 
 def test_a_held_row_is_launched_first_and_sampled_when_its_mask_is_there() -> None:
     stage = Stage(spec())
-    stage.play(request("g", [5, 6], grammar="toy"), request("p", [7, 8, 9]))
+    stage.play(request("g", [5, 6], grammar=TOY), request("p", [7, 8, 9]))
     kinds = [type(effect) for effect in stage.effects]
     assert kinds == [
         BuildMask,
@@ -80,7 +81,7 @@ def test_a_held_row_is_launched_first_and_sampled_when_its_mask_is_there() -> No
 
 def test_a_launch_waits_for_masks_only_while_another_step_keeps_the_device_busy() -> None:
     stage = Stage(spec())
-    stage.play(request("g", [5, 6], grammar="toy"), request("p", [7, 8, 9]))
+    stage.play(request("g", [5, 6], grammar=TOY), request("p", [7, 8, 9]))
     stage.play(result(1, {2: [30]}))
     (batch,) = stage.batches
     assert rows(batch) == [2]  # the held row is not named
@@ -88,7 +89,7 @@ def test_a_launch_waits_for_masks_only_while_another_step_keeps_the_device_busy(
 
 def test_a_mask_of_another_position_or_of_a_request_that_left_is_ignored() -> None:
     stage = Stage(spec())
-    stage.play(request("g", [5, 6], grammar="toy"))
+    stage.play(request("g", [5, 6], grammar=TOY))
     stage.play(MaskReady("g", 0, 3, b"\xff" * 16), MaskReady("x", 0, 0, b"\xff" * 16))
     assert stage.of(Sample) == []
     stage.play(cancel("g"))

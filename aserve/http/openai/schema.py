@@ -14,6 +14,29 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
+class JsonSchemaFormat(msgspec.Struct):
+    """`strict` changes nothing: what is generated always keeps to the schema."""
+
+    name: str
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct):
+    """One of them, named as vLLM does. `json` is a schema or its text, `grammar` is EBNF."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 class GenerationBody(msgspec.Struct, kw_only=True):
     """What both endpoints take. `priority`: lower goes first. `timeout`: seconds for all of it."""
 

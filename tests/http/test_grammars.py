@@ -1,0 +1,100 @@
+"""What a client may ask of the form of its output, and what is refused before any work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from aserve.errors import InvalidRequest
+from aserve.http.openai.grammars import format_grammar, grammar_of
+from aserve.http.openai.schema import ResponseFormat, StructuredOutputs
+from aserve.messages import Grammar
+
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"b": {}, "a": {"type": "integer"}}}
+SCHEMA_TEXT = '{"type":"object","properties":{"b":{},"a":{"type":"integer"}}}'
+
+
+class Asked(msgspec.Struct):
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+
+def asked(**body: Any) -> Grammar | None:
+    parsed = msgspec.json.decode(msgspec.json.encode(body), type=Asked)
+    return grammar_of(parsed.response_format, parsed.structured_outputs)
+
+
+@pytest.mark.parametrize(
+    ("response_format", "expected"),
+    [
+        (None, None),
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, Grammar("json_object", param="response_format")),
+        (
+            {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}},
+            Grammar("json_schema", SCHEMA_TEXT, param="response_format"),
+        ),
+    ],
+)
+def test_a_response_format_is_a_grammar_with_its_properties_in_order(
+    response_format: object, expected: Grammar | None
+) -> None:
+    assert asked(response_format=response_format) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind", "source"),
+    [
+        ("json", SCHEMA, "json_schema", SCHEMA_TEXT),
+        ("json", '{"a": 1 }', "json_schema", '{"a": 1 }'),
+        ("regex", "a+", "regex", "a+"),
+        ("choice", ['a"', "한"], "choice", '["a\\"","한"]'),
+        ("grammar", 'root ::= "a"', "ebnf", 'root ::= "a"'),
+        ("json_object", True, "json_object", ""),
+    ],
+)
+def test_each_structured_output_is_a_grammar_that_knows_its_field(
+    name: str, value: object, kind: Any, source: str
+) -> None:
+    grammar = asked(structured_outputs={name: value})
+    assert grammar == Grammar(kind, source, param=f"structured_outputs.{name}")
+
+
+@pytest.mark.parametrize(
+    ("body", "words", "param"),
+    [
+        ({"structured_outputs": {}}, "exactly one of", "structured_outputs"),
+        (
+            {"structured_outputs": {"regex": "a", "json_object": True}},
+            "regex and json_object",
+            "structured_outputs",
+        ),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "Give one of them",
+            "structured_outputs",
+        ),
+        ({"response_format": {"type": "xml"}}, "none of text", "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "schema", "response_format"),
+    ],
+)
+def test_what_cannot_be_one_grammar_is_refused(
+    body: dict[str, Any], words: str, param: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        asked(**body)
+    assert caught.value.param == param
+
+
+def test_a_format_that_asks_for_nothing_leaves_room_for_a_structured_output() -> None:
+    grammar = asked(structured_outputs={"regex": "a"}, response_format={"type": "text"})
+    assert grammar is not None
+    assert grammar.kind == "regex"
+
+
+def test_the_format_of_another_endpoint_names_its_own_field() -> None:
+    assert format_grammar("json_schema", {}, param="text.format") == Grammar(
+        "json_schema", "{}", param="text.format"
+    )
