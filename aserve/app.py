@@ -49,7 +49,13 @@ from aserve.observability.step_log import StepLog
 from aserve.observability.trace import Trace
 from aserve.outlet import Gateway
 from aserve.scheduling.state import SchedulerState
-from aserve.text.load import load_template, load_tokenizer
+from aserve.text.load import (
+    has_tokenizer,
+    load_numeric_tokenizer,
+    load_template,
+    load_tokenizer,
+)
+from aserve.text.numeric import numeric_template
 from aserve.text.prompt import PromptEncoder, PromptLimits
 from aserve.text.template import ChatTemplate
 from aserve.text.tokenizer import TextTokenizer
@@ -234,12 +240,14 @@ def load(resolved: Resolved) -> Loaded:
     """Everything that takes time and blocks: run it in a thread."""
     from aserve.gpu.weights.hub import resolve_model_dir
 
-    model_dir = resolve_model_dir(resolved.model_source)
-    tokenizer = load_tokenizer(model_dir)
+    is_dummy = resolved.model.load_format == "dummy"
+    model_dir = resolve_model_dir(resolved.model_source, has_weights=not is_dummy)
+    tokenizer, template = _load_text(model_dir, is_dummy=is_dummy)
     from aserve.gpu.build import BuildOptions, build_executor  # a second, once all else is right
 
     options = BuildOptions(
         model_dir=model_dir,
+        load_format=resolved.model.load_format,
         dtype=resolved.model.dtype,
         max_model_len=resolved.model.max_model_len,
         page_size=resolved.kv.page_size,
@@ -254,7 +262,14 @@ def load(resolved: Resolved) -> Loaded:
     )
     with shown_progress("loading weights") as on_progress:
         executor = build_executor(options, on_progress=on_progress)
-    return Loaded(executor, tokenizer, load_template(model_dir), executor.about)
+    return Loaded(executor, tokenizer, template, executor.about)
+
+
+def _load_text(model_dir: Path, *, is_dummy: bool) -> tuple[TextTokenizer, ChatTemplate | None]:
+    if is_dummy and not has_tokenizer(model_dir):
+        logger.info("%s has no tokenizer: text is token ids as decimal numbers", model_dir)
+        return load_numeric_tokenizer(model_dir), numeric_template()
+    return load_tokenizer(model_dir), load_template(model_dir)
 
 
 def in_thread(work: Callable[[], T], *, name: str) -> asyncio.Future[T]:

@@ -46,8 +46,14 @@ def option(default: T, about: str, limits: Limits | None = None) -> T:
 class ModelOptions:
     model: str | None = option(
         None,
-        "a model directory in Hugging Face format or a hub id; default: the bundled model",
+        "a model directory in Hugging Face format, its config.json, or a hub id; "
+        "default: the bundled model",
         Limits(metavar="MODEL"),
+    )
+    load_format: str = option(
+        "auto",
+        "auto reads the checkpoint; dummy makes random weights from config.json alone",
+        Limits(choices=("auto", "dummy")),
     )
     dtype: str = option(
         "auto",
@@ -311,6 +317,8 @@ def _model_name(source: str, facts: Facts) -> str:
     """A hub id names itself; a path is known by its last part."""
     if source == facts.default_model:
         return facts.default_name
+    if Path(source).name == "config.json":
+        return Path(source).parent.name or source
     return Path(source).name if source.startswith(("/", ".", "~")) else source
 
 

@@ -26,6 +26,7 @@ from aserve.gpu.resolve import DeviceState
 from aserve.gpu.runner import ModelRunner, RunnerParts
 from aserve.gpu.sample.row_tables import RowTables
 from aserve.gpu.weights.load import load_model
+from aserve.gpu.weights.target import Target
 from aserve.messages import EngineSpec, GroupSpec
 
 MIB = 1 << 20
@@ -43,6 +44,7 @@ class BuildOptions:
     """
 
     model_dir: Path
+    load_format: str = "auto"
     dtype: str = "auto"
     max_model_len: int | None = None
     page_size: int = 16
@@ -70,9 +72,9 @@ def build_executor(
     model = load_model(
         options.model_dir,
         dtype=options.dtype,
-        device=device.torch_device,
         max_model_len=options.max_model_len,
-        memory_bytes=device.free_bytes(),
+        load_format=options.load_format,
+        target=Target(device.torch_device, device.free_bytes()),
         on_progress=on_progress,
     )
     return assemble(model, MODES[options.decode](), device, options)
@@ -119,7 +121,8 @@ def _describe(model: CausalModel, pools: KvPools, device: Device, options: Build
     if options.dtype == "auto":
         on_cpu = device.torch_device.type == "cpu"
         why = " (auto: runs everywhere)" if on_cpu else " (auto: the checkpoint's)"
-    return f"{dtype}{why} on {device.name}, KV {pools.size_bytes / MIB:,.0f} MiB"
+    weights = "random weights, " if options.load_format == "dummy" else ""
+    return f"{weights}{dtype}{why} on {device.name}, KV {pools.size_bytes / MIB:,.0f} MiB"
 
 
 def _plan_pages(

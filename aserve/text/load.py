@@ -13,8 +13,11 @@ import msgspec
 from tokenizers import Tokenizer
 
 from aserve.errors import ConfigError
+from aserve.text.numeric import numeric_tokenizer
 from aserve.text.template import ChatTemplate
 from aserve.text.tokenizer import TextTokenizer
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 class _TokenizerFile(msgspec.Struct):
@@ -29,7 +32,22 @@ def load_tokenizer(model_dir: Path) -> TextTokenizer:
     bos_id = None
     if settings.get("add_bos_token") is True:
         bos_id = _token_id(backend, settings.get("bos_token"))
-    return TextTokenizer(backend, eos_ids=_eos_ids(model_dir, settings, backend), bos_id=bos_id)
+    eos_id = _token_id(backend, settings.get("eos_token"))
+    return TextTokenizer(backend, eos_ids=_eos_ids(model_dir, eos_id), bos_id=bos_id)
+
+
+def has_tokenizer(model_dir: Path) -> bool:
+    return any((model_dir / name).is_file() for name in TOKENIZER_FILES)
+
+
+def load_numeric_tokenizer(model_dir: Path) -> TextTokenizer:
+    """For a directory that has a configuration and no tokenizer."""
+    path = model_dir / "config.json"
+    config = _read_json(path)
+    vocab_size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    if not isinstance(vocab_size, int):
+        raise ConfigError(f"{path}: vocab_size is {vocab_size!r}; expected an integer")
+    return numeric_tokenizer(vocab_size, eos_ids=_eos_ids(model_dir))
 
 
 def load_template(model_dir: Path) -> ChatTemplate | None:
@@ -67,14 +85,14 @@ def _convert_backend(model_dir: Path) -> Tokenizer:
     return backend
 
 
-def _eos_ids(model_dir: Path, settings: dict[str, Any], backend: Tokenizer) -> list[int]:
+def _eos_ids(model_dir: Path, of_tokenizer: int | None = None) -> list[int]:
     """Chat models name their ends in different files, not always in all: every one counts."""
     config = _read_json(model_dir / "config.json")
     named = [
         _read_json(model_dir / "generation_config.json").get("eos_token_id"),
         config.get("eos_token_id"),
         config.get("text_config", {}).get("eos_token_id"),
-        _token_id(backend, settings.get("eos_token")),
+        of_tokenizer,
     ]
     ids = [i for value in named for i in (value if isinstance(value, list) else [value])]
     return list(dict.fromkeys(i for i in ids if isinstance(i, int)))

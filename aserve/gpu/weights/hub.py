@@ -12,11 +12,10 @@ from pathlib import Path
 
 from aserve.errors import ConfigError
 
-WANTED = (
+WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
+SETTINGS = (
     "config.json",
     "generation_config.json",
-    "model*.safetensors",
-    "model.safetensors.index.json",
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
@@ -31,15 +30,19 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 ANSWER_TIMEOUT_S = 12.0
 
 
-def resolve_model_dir(name: str) -> Path:
+def resolve_model_dir(name: str, *, has_weights: bool = True) -> Path:
+    """`name` may be the path of a config.json, too. Without weights none are fetched."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path
+    if path.is_file() and path.name == "config.json":
+        return path.parent
     if path.exists():
         raise ConfigError(f"model {name!r} is a file; give the directory that it is in")
     if not HUB_NAME.fullmatch(name):
         raise ConfigError(f"model directory {name!r} does not exist")
-    return _download(name) if _is_reachable(name) else _cached(name)
+    wanted = [*SETTINGS, *WEIGHTS] if has_weights else [*SETTINGS]
+    return _download(name, wanted) if _is_reachable(name) else _cached(name, wanted)
 
 
 def _is_reachable(name: str) -> bool:
@@ -78,20 +81,20 @@ class _Probe(threading.Thread):
             self.has_answer = False
 
 
-def _download(name: str) -> Path:
+def _download(name: str, wanted: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(WANTED)))
+        return Path(snapshot_download(name, allow_patterns=wanted))
     except _network_errors() as error:
         raise _refusal(name, error) from error
 
 
-def _cached(name: str) -> Path:
+def _cached(name: str, wanted: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(WANTED), local_files_only=True))
+        return Path(snapshot_download(name, allow_patterns=wanted, local_files_only=True))
     except OSError:
         raise ConfigError(
             f"model {name!r} is neither a directory nor in the download cache, "

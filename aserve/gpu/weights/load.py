@@ -12,14 +12,14 @@ from pathlib import Path
 import torch
 
 from aserve.errors import ConfigError
-from aserve.gpu.layers.linear import Prepare, prepare
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.models.config import ModelConfig, read_config
 from aserve.gpu.models.registry import find_family
 from aserve.gpu.weights.checkpoint import Checkpoint
+from aserve.gpu.weights.dummy import DummyWeights
 from aserve.gpu.weights.inventory import Inventory, check_fit
-from aserve.gpu.weights.memory import available_memory_bytes
-from aserve.gpu.weights.reader import OnProgress, WeightReader
+from aserve.gpu.weights.reader import WeightReader
+from aserve.gpu.weights.target import HOST, OnProgress, Target
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -27,8 +27,6 @@ DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-CPU = torch.device("cpu")
-GIB = 1 << 30
 
 
 def _ignore_progress(_done_bytes: int, _total_bytes: int) -> None:
@@ -39,32 +37,33 @@ def load_model(
     model_dir: Path,
     *,
     dtype: str = "auto",
-    device: torch.device = CPU,
     max_model_len: int | None = None,
-    memory_bytes: int | None = None,
-    prepare_linear: Prepare = prepare,
+    load_format: str = "auto",
+    target: Target = HOST,
     on_progress: OnProgress = _ignore_progress,
 ) -> CausalModel:
-    """`memory_bytes`: what the device has free; None asks the host.
+    """`load_format` "dummy" draws weights at random and needs no checkpoint.
 
     `on_progress` is called on this thread.
     """
     config = read_config(model_dir)
     build = find_family(config.architecture)
     context_len = config.context_len(max_model_len)
+    model_dtype = resolve_dtype(dtype, config, device=target.device)
+    inventory = Inventory(model_dtype)
+    build(config, inventory, max_model_len=1)  # no position is ever looked up in this one
+    total_bytes = inventory.size_bytes
+    if load_format == "dummy":
+        target.check_room(total_bytes, model_dtype)
+        dummy = DummyWeights(
+            target, dtype=model_dtype, total_bytes=total_bytes, on_progress=on_progress
+        )
+        return build(config, dummy, max_model_len=context_len)
     with Checkpoint(model_dir) as checkpoint:
-        model_dtype = resolve_dtype(dtype, config, device=device)
-        inventory = Inventory(model_dtype)
-        build(config, inventory, max_model_len=1)  # no position is ever looked up in this one
         check_fit(inventory, checkpoint)
-        _check_memory(inventory, memory_bytes)
+        target.check_room(total_bytes, model_dtype)
         reader = WeightReader(
-            checkpoint,
-            device,
-            dtype=model_dtype,
-            prepare=prepare_linear,
-            total_bytes=inventory.size_bytes,
-            on_progress=on_progress,
+            checkpoint, target, dtype=model_dtype, total_bytes=total_bytes, on_progress=on_progress
         )
         return build(config, reader, max_model_len=context_len)
 
@@ -78,13 +77,3 @@ def resolve_dtype(name: str, config: ModelConfig, *, device: torch.device) -> to
     if name not in DTYPES:
         raise ConfigError(f"dtype is {name!r}; expected auto or one of {', '.join(DTYPES)}")
     return DTYPES[name]
-
-
-def _check_memory(inventory: Inventory, memory_bytes: int | None) -> None:
-    free_bytes = available_memory_bytes() if memory_bytes is None else memory_bytes
-    if inventory.size_bytes > free_bytes:
-        dtype = str(inventory.dtype).removeprefix("torch.")
-        raise ConfigError(
-            f"the model's weights need {inventory.size_bytes / GIB:.3f} GiB as {dtype}, but only "
-            f"{free_bytes / GIB:.3f} GiB are available; take a smaller dtype or a smaller model"
-        )

@@ -6,17 +6,15 @@ It knows no model. That everything is there, in the right shape, has been checke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TypeAlias
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from aserve.errors import ConfigError
-from aserve.gpu.layers.linear import Linear, LinearOp, Prepare
+from aserve.gpu.layers.linear import Linear, LinearOp
 from aserve.gpu.weights.checkpoint import Checkpoint
-
-OnProgress: TypeAlias = Callable[[int, int], None]  # bytes done, bytes in all
+from aserve.gpu.weights.target import OnProgress, Target
 
 
 class WeightReader:
@@ -26,7 +24,7 @@ class WeightReader:
         "_checkpoint",
         "_done_bytes",
         "_on_progress",
-        "_prepare",
+        "_target",
         "_total_bytes",
         "device",
         "dtype",
@@ -35,17 +33,16 @@ class WeightReader:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        device: torch.device,
+        target: Target,
         *,
         dtype: torch.dtype,
-        prepare: Prepare,
         total_bytes: int,
         on_progress: OnProgress,
     ) -> None:
-        self.device = device
+        self.device = target.device
         self.dtype = dtype
         self._checkpoint = checkpoint
-        self._prepare = prepare
+        self._target = target
         self._on_progress = on_progress
         self._total_bytes = total_bytes
         self._done_bytes = 0
@@ -60,7 +57,7 @@ class WeightReader:
             self._read(f"{name}.weight" for name in parts),
             self._read(f"{name}.bias" for name in parts) if bias else None,
         )
-        prepared = self._prepare(linear, self.device, dtype=self.dtype)
+        prepared = self._target.prepare(linear, self.device, dtype=self.dtype)
         self._advance(linear.weight, linear.bias)
         return prepared
 
@@ -68,7 +65,7 @@ class WeightReader:
         copy = f"{name}.weight"
         if copy in self._checkpoint.tensors:
             self._check_copy(copy, weight)
-        return self._prepare(Linear(weight), self.device, dtype=self.dtype)
+        return self._target.prepare(Linear(weight), self.device, dtype=self.dtype)
 
     def _read(self, names: Iterable[str]) -> Tensor:
         """Rows of the tensors, one after the other, in memory of their own: the files may change

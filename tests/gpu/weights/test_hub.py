@@ -71,6 +71,19 @@ def test_a_file_is_not_a_model(tmp_path: Path) -> None:
     assert "is a file; give the directory" in refusal_of(str(file))
 
 
+def test_a_configuration_stands_for_its_directory(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.touch()
+    assert resolve_model_dir(str(file)) == tmp_path
+
+
+def test_no_weights_are_fetched_for_a_model_that_needs_none(fake_hub: FakeHub) -> None:
+    resolve_model_dir("someone/model", has_weights=False)
+    ((*patterns,),) = fake_hub.downloads
+    assert "config.json" in patterns
+    assert not [pattern for pattern in patterns if "safetensors" in pattern]
+
+
 def test_only_weights_tokenizer_and_configuration_are_fetched(fake_hub: FakeHub) -> None:
     assert resolve_model_dir("someone/model") == fake_hub.snapshot
     ((*patterns,),) = fake_hub.downloads

@@ -15,6 +15,7 @@ from aserve.gpu.layers.linear import Linear, LinearOp, prepare
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.models.config import read_config
 from aserve.gpu.weights.load import load_model, resolve_dtype
+from aserve.gpu.weights.target import Target
 from tests.gpu.weights.checkpoints import (
     llama_weights,
     write_checkpoint,
@@ -111,7 +112,7 @@ def test_a_tied_head_is_the_embeddings_and_costs_nothing(tmp_path: Path) -> None
         return prepared
 
     directory = write_checkpoint(tmp_path, weights, tie_word_embeddings=True)
-    model = load_model(directory, prepare_linear=noting)
+    model = load_model(directory, target=Target(prepare=noting))
     assert torch.equal(seen[-1], weights["model.embed_tokens.weight"])
     untied = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}
     twin = load_model(write_checkpoint(tmp_path / "untied", untied))
@@ -149,7 +150,7 @@ def test_joined_rows_keep_the_order_of_their_parts(tmp_path: Path) -> None:
         seen[len(seen)] = linear.weight
         return prepare(linear, device, dtype=dtype)
 
-    load_model(write_checkpoint(tmp_path, weights), prepare_linear=noting)
+    load_model(write_checkpoint(tmp_path, weights), target=Target(prepare=noting))
     prefix = "model.layers.0.self_attn"
     parts = [weights[f"{prefix}.{name}_proj.weight"] for name in "qkv"]
     assert torch.equal(seen[0], torch.cat(parts))
@@ -164,7 +165,7 @@ def test_a_device_may_replace_every_linear_layer(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, llama_weights())
     hidden = torch.ones(1, 8)
     plain = load_model(directory).logits(hidden)
-    doubled = load_model(directory, prepare_linear=doubling).logits(hidden)
+    doubled = load_model(directory, target=Target(prepare=doubling)).logits(hidden)
     assert torch.equal(doubled, 2 * plain)
 
 
@@ -182,12 +183,14 @@ def test_a_model_larger_than_memory_is_refused_before_a_value_is_read(tmp_path: 
     directory = write_checkpoint(tmp_path, llama_weights())
     calls: list[int] = []
     needed = _total_bytes(directory)
-    load_model(directory, memory_bytes=needed)
+    load_model(directory, target=Target(memory_bytes=needed))
     with pytest.raises(
         ConfigError, match=r"weights need 0\.000 GiB as float32, but only 0\.000 GiB"
     ):
         load_model(
-            directory, memory_bytes=needed - 1, on_progress=lambda done, _: calls.append(done)
+            directory,
+            target=Target(memory_bytes=needed - 1),
+            on_progress=lambda done, _: calls.append(done),
         )
     assert calls == []
 

@@ -1,0 +1,63 @@
+"""Random weights for a configuration alone: a source that has every name, in any shape.
+
+It knows no model and reads no file. What such a model says means nothing; what it costs is real.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from aserve.gpu.layers.linear import Linear, LinearOp
+from aserve.gpu.weights.target import OnProgress, Target
+
+STD = 0.02  # transformers' usual initializer_range
+
+
+class DummyWeights:
+    """A tensor depends on its name and shape alone: not on dtype, nor on what was asked before."""
+
+    __slots__ = ("_done_bytes", "_on_progress", "_target", "_total_bytes", "device", "dtype")
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        dtype: torch.dtype,
+        total_bytes: int,
+        on_progress: OnProgress,
+    ) -> None:
+        self.device = target.device
+        self.dtype = dtype
+        self._target = target
+        self._on_progress = on_progress
+        self._total_bytes = total_bytes
+        self._done_bytes = 0
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self._drawn(name, shape)
+
+    def linear(self, parts: Mapping[str, int], *, in_features: int, bias: bool) -> LinearOp:
+        weights = [
+            self._drawn(f"{name}.weight", (rows, in_features)) for name, rows in parts.items()
+        ]
+        biases = [self._drawn(f"{name}.bias", (rows,)) for name, rows in parts.items() if bias]
+        linear = Linear(torch.cat(weights), torch.cat(biases) if bias else None)
+        return self._target.prepare(linear, self.device, dtype=self.dtype)
+
+    def tied_linear(self, name: str, weight: Tensor) -> LinearOp:
+        return self._target.prepare(Linear(weight), self.device, dtype=self.dtype)
+
+    def _drawn(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Vectors that are no biases scale something: they lie around 1."""
+        generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))
+        is_scale = len(shape) == 1 and not name.endswith(".bias")
+        drawn = torch.empty(shape, device=self.device)
+        drawn.normal_(1.0 if is_scale else 0.0, STD, generator=generator)
+        self._done_bytes += math.prod(shape) * self.dtype.itemsize
+        self._on_progress(self._done_bytes, self._total_bytes)
+        return drawn.to(self.dtype)

@@ -1,0 +1,87 @@
+"""Random weights from a configuration alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from aserve.errors import ConfigError
+from aserve.gpu.layers.linear import Linear, LinearOp, prepare
+from aserve.gpu.models.causal_model import CausalModel
+from aserve.gpu.weights.dummy import STD, DummyWeights
+from aserve.gpu.weights.load import load_model
+from aserve.gpu.weights.target import HOST, Target
+from tests.gpu.weights.checkpoints import write_config
+from tests.parity.dense_attend import DenseAttend
+
+IDS = torch.tensor([3, 1, 20, 7])
+
+
+def logits_of(model: CausalModel) -> Tensor:
+    return model.logits(model.forward(IDS, torch.arange(len(IDS)), DenseAttend()))
+
+
+def source(dtype: torch.dtype = torch.float32) -> DummyWeights:
+    return DummyWeights(HOST, dtype=dtype, total_bytes=0, on_progress=lambda _done, _total: None)
+
+
+def test_a_configuration_alone_makes_the_same_model_each_time(tmp_path: Path) -> None:
+    directory = write_config(tmp_path)
+    first, again = (load_model(directory, load_format="dummy") for _ in range(2))
+    assert logits_of(first).isfinite().all()
+    assert torch.equal(logits_of(first), logits_of(again))
+
+
+def test_a_weight_depends_on_its_name_and_not_on_what_came_before() -> None:
+    late = source()
+    late.tensor("a.weight", (5, 7))
+    assert torch.equal(late.tensor("b.weight", (5, 7)), source().tensor("b.weight", (5, 7)))
+    assert not torch.equal(source().tensor("a.weight", (9,)), source().tensor("b.weight", (9,)))
+
+
+def test_dtypes_differ_by_rounding_alone() -> None:
+    exact, half = source().tensor("w", (4, 4)), source(torch.bfloat16).tensor("w", (4, 4))
+    assert torch.equal(exact.to(torch.bfloat16), half)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "mean"),
+    [("mlp.weight", (64, 64), 0.0), ("norm.weight", (4096,), 1.0), ("q_proj.bias", (4096,), 0.0)],
+)
+def test_matrices_and_biases_lie_around_zero_and_scales_around_one(
+    name: str, shape: tuple[int, ...], mean: float
+) -> None:
+    drawn = source().tensor(name, shape)
+    assert drawn.mean().item() == pytest.approx(mean, abs=STD / 8)
+    assert drawn.std().item() == pytest.approx(STD, rel=0.1)
+
+
+def test_every_product_goes_through_the_device_s_own_form(tmp_path: Path) -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    def noting(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
+        shapes.append(tuple(linear.weight.shape))
+        return prepare(linear, device, dtype=dtype)
+
+    directory = write_config(tmp_path, num_hidden_layers=1)
+    load_model(directory, load_format="dummy", target=Target(prepare=noting))
+    assert shapes == [(16, 8), (8, 8), (24, 8), (8, 12), (24, 8)]
+
+
+def test_the_memory_that_it_takes_is_checked_first(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="take a smaller dtype or a smaller model"):
+        load_model(write_config(tmp_path), load_format="dummy", target=Target(memory_bytes=100))
+
+
+def test_progress_ends_at_all_bytes(tmp_path: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    load_model(
+        write_config(tmp_path, tie_word_embeddings=True),
+        load_format="dummy",
+        on_progress=lambda done, total: calls.append((done, total)),
+    )
+    done, total = calls[-1]
+    assert done == total
