@@ -1,4 +1,4 @@
-"""The HTTP server: routes, the error border, and the port.
+"""The HTTP server: the port, and the border that every request and its error pass.
 
 Must not know tokens or the scheduler; a request enters the engine through the gateway alone. The
 server's phase is read here and written by app.py.
@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 import uuid
-from pathlib import Path
 
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
 from aserve.errors import AserveError, BugError, ConfigError, ErrorInfo
 from aserve.http.auth import check_key
-from aserve.http.body import read_body
+from aserve.http.body import IGNORED
 from aserve.http.errors import (
     RequestFailed,
     error_response,
@@ -25,19 +23,13 @@ from aserve.http.errors import (
     info_of,
     refused,
 )
-from aserve.http.health import health_response, metrics_response
-from aserve.http.openai.call import Origin
-from aserve.http.openai.chat import ChatDialect, chat_call
-from aserve.http.openai.completions import CompletionDialect, completion_call
-from aserve.http.openai.models import model_list
-from aserve.http.openai.respond import STREAM, respond
-from aserve.http.openai.schema import ChatBody, CompletionBody
+from aserve.http.openai.respond import STREAM
+from aserve.http.routes import REQUEST_ID, ROUTES, Route
 from aserve.http.sse import SseWriter
 from aserve.http.state import HttpContext
 
 logger = logging.getLogger(__name__)
 
-REQUEST_ID = web.RequestKey("request_id", str)
 CLOSE_TIMEOUT_S = 1.0  # for what still runs when the caller has drained the server
 
 
@@ -83,47 +75,18 @@ def create_app(context: HttpContext) -> web.Application:
     app = web.Application(
         middlewares=[border(context)], client_max_size=context.options.max_body_size
     )
-    page = (Path(__file__).parent / "static" / "index.html").read_bytes()
-
-    async def completions(request: web.Request) -> web.StreamResponse:
-        body = await read_body(request, CompletionBody)
-        call = completion_call(body, origin_of(request, context))
-        return await respond(request, context, CompletionDialect(call))
-
-    async def chat_completions(request: web.Request) -> web.StreamResponse:
-        body = await read_body(request, ChatBody)
-        call = chat_call(body, origin_of(request, context))
-        return await respond(request, context, ChatDialect(call))
-
-    async def models(_: web.Request) -> web.Response:
-        return web.Response(body=model_list(context), content_type="application/json")
-
-    async def health(_: web.Request) -> web.Response:
-        return health_response(context.state)
-
-    async def metrics(_: web.Request) -> web.Response:
-        return metrics_response(context.registry)
-
-    async def index(_: web.Request) -> web.Response:
-        return web.Response(body=page, content_type="text/html", charset="utf-8")
-
-    app.router.add_post("/v1/completions", completions)
-    app.router.add_post("/v1/chat/completions", chat_completions)
-    app.router.add_get("/v1/models", models)
-    app.router.add_get("/health", health)
-    app.router.add_get("/metrics", metrics)
-    app.router.add_get("/", index)
-    app.on_response_prepare.append(_name_request)
+    app.add_routes(
+        [web.route(route.method, route.path, handler_of(route, context)) for route in ROUTES]
+    )
+    app.on_response_prepare.append(_add_headers)
     return app
 
 
-def origin_of(request: web.Request, context: HttpContext) -> Origin:
-    return Origin(
-        request_id=request[REQUEST_ID],
-        created=int(time.time()),
-        model_names=context.model_names,
-        draw_seed=context.draw_seed,
-    )
+def handler_of(route: Route, context: HttpContext) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return await route.answer(request, context)
+
+    return handle
 
 
 def border(context: HttpContext) -> Middleware:
@@ -173,10 +136,13 @@ async def answer_error(request: web.Request, info: ErrorInfo) -> web.StreamRespo
     return stream.response
 
 
-async def _name_request(request: web.Request, response: web.StreamResponse) -> None:
-    """Also on errors, so that a client can say which answer it means.
+async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """The id also on errors, so that a client can say which answer it means.
 
     A request that aiohttp refuses for its headers never came to the border, which names the rest.
     """
     response.headers["X-Request-Id"] = request.get(REQUEST_ID) or uuid.uuid4().hex
     response.headers[hdrs.SERVER] = "aserve"
+    ignored = request.get(IGNORED)
+    if ignored:
+        response.headers["X-Ignored-Params"] = ignored

@@ -16,6 +16,7 @@ from aserve.http.state import Phase
 from aserve.messages import Cancel
 from tests.http.echo_engine import EchoEngine
 
+MESSAGES = [{"role": "user", "content": "a"}]
 PROMPT: dict[str, Any] = {"prompt": "hello world", "max_tokens": 50}
 
 
@@ -107,6 +108,37 @@ async def test_the_models_are_listed_with_their_context(client: openai.AsyncOpen
     models = (await client.models.list()).data
     assert [model.id for model in models] == ["echo", "parrot"]
     assert models[0].model_dump()["max_model_len"] == 512
+
+
+async def test_one_model_is_found_by_its_name(
+    client: openai.AsyncOpenAI, web: aiohttp.ClientSession
+) -> None:
+    listed = (await client.models.list()).data
+    assert [await client.models.retrieve(model.id) for model in listed] == listed
+    async with web.get("/v1/models/other/name") as answer:
+        assert (answer.status, (await error_of(answer))["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+async def test_fields_without_effect_are_named_in_a_header(
+    web: aiohttp.ClientSession, path: str, streams: bool
+) -> None:
+    body: dict[str, Any] = {"prompt": "a"} if path == "completions" else {"messages": MESSAGES}
+    async with web.post(f"/v1/{path}", json=body | {"stream": streams}) as answer:
+        assert answer.status == 200
+        assert "X-Ignored-Params" not in answer.headers
+    body |= {"user": "me", "store": False, "verbosity": None, "a\r\nb: ö" + "x" * 90: {"n": 1}}
+    async with web.post(f"/v1/{path}", json=body | {"stream": streams}) as answer:
+        assert answer.status == 200
+        assert answer.headers["X-Ignored-Params"] == "user, store, a__b___" + "x" * 33
+
+
+async def test_the_header_of_fields_without_effect_has_a_bound(web: aiohttp.ClientSession) -> None:
+    body = {f"{i:x>1000}": 1 for i in range(1000)}
+    async with web.post("/v1/completions", json=body | {"prompt": "a"}) as answer:
+        assert answer.status == 200
+        assert answer.headers["X-Ignored-Params"] == ", ".join(["x" * 40] * 16 + ["..."])
 
 
 async def test_every_answer_has_an_id_of_the_servers_making(web: aiohttp.ClientSession) -> None:

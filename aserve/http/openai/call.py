@@ -62,19 +62,23 @@ class Origin:
 
 
 def check_body(body: GenerationBody, origin: Origin) -> None:
-    if body.model is not None and body.model not in origin.model_names:
-        raise NotFound(
-            f"The model `{body.model[:200]}` does not exist; "
-            f"this server has {', '.join(origin.model_names)}.",
-            param="model",
-            code="model_not_found",
-        )
+    if body.model is not None:
+        check_model(body.model, origin.model_names)
     check_limits(body)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest(
             "The 'stream_options' parameter is only allowed when 'stream' is enabled.",
             param="stream_options",
             code="invalid_value",
+        )
+
+
+def check_model(name: str, served: tuple[str, ...]) -> None:
+    if name not in served:
+        raise NotFound(
+            f"The model `{name[:200]}` does not exist; this server has {', '.join(served)}.",
+            param="model",
+            code="model_not_found",
         )
 
 

@@ -1,4 +1,4 @@
-"""GET /v1/models: what this server serves, under every name that clients may use.
+"""GET /v1/models and /v1/models/{name}: what is served, under every name that clients may use.
 
 Must not know the engine.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from aserve.http.openai.call import check_model
 from aserve.http.state import HttpContext
 
 
@@ -26,10 +27,14 @@ class ModelList(msgspec.Struct):
 
 
 def model_list(context: HttpContext) -> bytes:
+    return msgspec.json.encode(ModelList([model_of(context, name) for name in context.model_names]))
+
+
+def one_model(context: HttpContext, name: str) -> bytes:
+    check_model(name, context.model_names)
+    return msgspec.json.encode(model_of(context, name))
+
+
+def model_of(context: HttpContext, name: str) -> ModelBody:
     root = context.model_names[0]
-    max_model_len = context.state.max_model_len
-    return msgspec.json.encode(
-        ModelList(
-            [ModelBody(name, context.created, root, max_model_len) for name in context.model_names]
-        )
-    )
+    return ModelBody(name, context.created, root, context.state.max_model_len)

@@ -5,9 +5,12 @@ Must not know sampling or prompts. Unknown fields fall away; `model: null` and t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
+
+# What fits a message; which ids the model has is the tokenizer's to say.
+TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 
 
 class StreamOptions(msgspec.Struct):
@@ -53,9 +56,9 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: dict[TokenId, float] | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     seed: int | None = None
     priority: int | None = None
@@ -63,7 +66,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
 
 
 class CompletionBody(GenerationBody, kw_only=True):
-    prompt: str | list[str | int | list[int]] | None = None
+    prompt: str | list[str | TokenId | list[TokenId]] | None = None
     logprobs: int | None = None
     best_of: int | None = None
     echo: bool | None = None
