@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from aserve.bench.options import HostStepOptions, integers
-from aserve.bench.progress import tracked
+from aserve.bench.progress import progress
 from aserve.bench.result import BenchResult, Table
 from aserve.bench.spread import mean, median, percentile, spread
 from aserve.config import Resolved
@@ -55,8 +55,10 @@ def run(options: HostStepOptions, _resolved: Resolved) -> BenchResult:
     sizes = integers(options.rows, flag="--rows")
     found: dict[int, list[Measured]] = {num_rows: [] for num_rows in sizes}
     plan = [(num_rows, seed) for seed in range(options.repeats) for num_rows in sizes]
-    for num_rows, seed in tracked(plan, "host-step"):
-        found[num_rows].append(Load(num_rows, seed=seed).measure(options.steps))
+    with progress("host-step", len(plan)) as done:
+        for num_rows, seed in plan:
+            found[num_rows].append(Load(num_rows, seed=seed).measure(options.steps))
+            done()
     lines = [_summary(num_rows, repeats) for num_rows, repeats in found.items()]
     figures = {
         "rows": {str(line["rows"]): line["median_us"] for line in lines},

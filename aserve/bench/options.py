@@ -5,12 +5,14 @@ Must not import what a bench needs: `aserve bench --help` reads only this.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from aserve.config import Limits, option
 from aserve.errors import ConfigError
 
 LIST = Limits(metavar="N,N,...")
+SECRET = Limits(metavar="KEY", is_secret=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,37 @@ class HostStepOptions:
     rows: str = option("16,64,256,1024", "running requests, one measurement each", LIST)
     steps: int = option(100, "measured steps of a repeat", Limits(low=1))
     repeats: int = option(3, "repeats; their medians and spread are shown", Limits(low=1))
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    url: str = option("http://127.0.0.1:8000", "address of the server", Limits(metavar="URL"))
+    model: str | None = option(None, "name of the model there; default: the first that it lists")
+    api_key: str | None = option(None, "sent as `Authorization: Bearer KEY`", SECRET)
+    endpoint: str = option("completions", "what is asked", Limits(choices=("completions", "chat")))
+    tokenizer: str | None = option(
+        None, "model directory whose tokenizer makes the prompts; default: the bundled model's"
+    )
+    num_prompts: int = option(64, "requests of a repeat", Limits(low=1))
+    input_len: int = option(64, "tokens of a prompt", Limits(low=1))
+    output_len: int = option(64, "tokens of an answer; the end of text is ignored", Limits(low=1))
+    shared_prefix_len: int = option(0, "tokens that all prompts begin with", Limits(low=0))
+    max_concurrency: int = option(16, "requests that are open at once", Limits(low=1))
+    request_rate: float = option(
+        math.inf, "requests that begin per second; inf: as soon as one may", Limits(low=1e-3)
+    )
+    burstiness: float = option(
+        1.0, "shape of the gamma distribution between two begins; 1: Poisson", Limits(low=1e-3)
+    )
+    goodput: str | None = option(
+        None, "which requests count as good", Limits(metavar="ttft:MS,tpot:MS,e2el:MS")
+    )
+    server_pid: int | None = option(
+        None, "process of a local server, to report its CPU time", Limits(low=1)
+    )
+    num_warmups: int = option(16, "requests before the first repeat", Limits(low=0))
+    repeats: int = option(3, "repeats, each with other prompts", Limits(low=1))
+    seed: int = option(0, "of the choice of prompts and of the begins", Limits(low=0))
 
 
 def integers(text: str, *, flag: str) -> tuple[int, ...]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from aserve.bench.host_step import Load
-from tests.bench.conftest import RunBench
+from tests.bench.last_line import Captured, figures_of
 
 
-def test_the_last_line_has_a_median_for_each_number_of_rows(run_bench: RunBench) -> None:
-    figures = run_bench("host-step", "--rows", "4,8", "--steps", "20", "--repeats", "2")
+def test_the_last_line_has_a_median_for_each_number_of_rows(capsys: Captured) -> None:
+    figures = figures_of(capsys, "host-step", "--rows", "4,8", "--steps", "20", "--repeats", "2")
     assert list(figures["rows"]) == ["4", "8"]
     assert all(median_us > 0 for median_us in figures["rows"].values())
     assert [line["rows"] for line in figures["details"]] == [4, 8]
@@ -23,8 +23,10 @@ def test_every_step_is_full_while_rows_end_and_others_join() -> None:
     assert measured.num_cached == 0
 
 
-def test_machine_versions_and_date_stand_beside_the_figures(run_bench: RunBench) -> None:
-    machine = run_bench("host-step", "--rows", "2", "--steps", "1", "--repeats", "1")["machine"]
+def test_machine_versions_and_date_stand_beside_the_figures(capsys: Captured) -> None:
+    machine = figures_of(capsys, "host-step", "--rows", "2", "--steps", "1", "--repeats", "1")[
+        "machine"
+    ]
     assert machine["cpu"]
     assert machine["cores"] >= 1
     assert machine["versions"].keys() >= {"aserve", "python", "torch"}

@@ -1,0 +1,193 @@
+"""A load of streamed requests to any OpenAI-compatible server, measured at the client.
+
+Must not know the server's inside: what it reports came over HTTP, and its CPU time from /proc.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import aiohttp
+import msgspec
+
+from aserve.app import new_event_loop
+from aserve.bench.arrivals import begin_times
+from aserve.bench.cpu_time import tree_cpu_s
+from aserve.bench.options import ServeOptions
+from aserve.bench.progress import progress
+from aserve.bench.result import BenchResult, Table
+from aserve.bench.serving_figures import read_goodput, serving_figures
+from aserve.bench.spread import median, spread
+from aserve.bench.streamed import Answer, ask
+from aserve.bench.windows import TokenWindows
+from aserve.config import Resolved
+from aserve.errors import ConfigError
+from aserve.text.load import load_tokenizer
+from aserve.tiny.location import MODEL_DIR
+
+PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+CONNECT_S = 30.0
+
+Body = dict[str, object]
+
+
+def run(options: ServeOptions, _resolved: Resolved) -> BenchResult:
+    limits_ms = read_goodput(options.goodput)
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runs = runner.run(_measure(options))
+    figures = [_figures(one, limits_ms) for one in runs]
+    medians = {name: _median([one[name] for one in figures]) for name in figures[0]}
+    errors = [answer.error for one in runs for answer in one.answers if answer.error]
+    shown = [[name, _shown(value)] for name, value in medians.items()]
+    return BenchResult(
+        {
+            **medians,
+            "spread": round(spread([one["output_throughput"] for one in figures]), 3),
+            "settings": dataclasses.replace(options, api_key=None),
+            "runs": figures,
+        },
+        (Table(f"{options.url}, medians of {len(runs)} repeats", ("figure", "value"), shown),),
+        tuple(f"a request failed: {error}" for error in errors[:3]),
+    )
+
+
+class Run(msgspec.Struct, frozen=True):
+    """One repeat; `cpu_s` is what the server's processes took, if it is known."""
+
+    answers: list[Answer]
+    duration_s: float
+    cpu_s: float | None
+
+
+async def _measure(options: ServeOptions) -> list[Run]:
+    tokenizer = load_tokenizer(Path(options.tokenizer or MODEL_DIR))
+    windows = TokenWindows(tokenizer, seed=options.seed)
+    total = options.num_warmups + options.repeats * options.num_prompts
+    async with _open_session(options) as session:
+        model = options.model or await _first_model(session, options.url)
+        prefix = windows.text(options.shared_prefix_len) if options.shared_prefix_len else ""
+
+        def bodies(count: int) -> list[Body]:
+            texts = (prefix + windows.text(options.input_len) for _ in range(count))
+            return [_body(text, model, options) for text in texts]
+
+        with progress("requests", total) as done:
+            load = Load(session, options, done=done)
+            if options.num_warmups:
+                await load.run(bodies(options.num_warmups), [0.0] * options.num_warmups)
+            return [
+                await load.run(bodies(options.num_prompts), _begins(options, repeat))
+                for repeat in range(options.repeats)
+            ]
+
+
+class Load:
+    """Asks as many at once as may be open; the others wait for their turn."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        options: ServeOptions,
+        *,
+        done: Callable[[], None],
+    ) -> None:
+        self._session = session
+        self._options = options
+        self._url = options.url.rstrip("/") + PATHS[options.endpoint]
+        self._done = done
+
+    async def run(self, bodies: Sequence[Body], begins_s: Sequence[float]) -> Run:
+        """NOTE: a request's clock starts when it is sent, not when it waits here for its turn."""
+        gate = asyncio.Semaphore(self._options.max_concurrency)
+        pid = self._options.server_pid
+        cpu_s = tree_cpu_s(pid) if pid else 0.0
+        start_s = time.perf_counter()
+
+        async def one(body: Body, begin_s: float) -> Answer:
+            wait_s = start_s + begin_s - time.perf_counter()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+            async with gate:
+                answer = await ask(self._session, self._url, body)
+            self._done()
+            return answer
+
+        async with asyncio.TaskGroup() as group:
+            pairs = zip(bodies, begins_s, strict=True)
+            tasks = [group.create_task(one(body, begin_s)) for body, begin_s in pairs]
+        duration_s = time.perf_counter() - start_s
+        answers = [task.result() for task in tasks]
+        if all(answer.error for answer in answers):
+            raise ConfigError(f"every request to {self._url} failed: {answers[0].error}")
+        return Run(answers, duration_s, tree_cpu_s(pid) - cpu_s if pid else None)
+
+
+def _open_session(options: ServeOptions) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+        headers={"Authorization": f"Bearer {options.api_key}"} if options.api_key else None,
+    )
+
+
+async def _first_model(session: aiohttp.ClientSession, url: str) -> str:
+    try:
+        async with session.get(url.rstrip("/") + "/v1/models", raise_for_status=True) as response:
+            return msgspec.json.decode(await response.read(), type=_Models).data[0].id
+    except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, IndexError) as error:
+        raise ConfigError(f"{url} does not list its models ({error}); give --model") from None
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+def _body(text: str, model: str, options: ServeOptions) -> Body:
+    prompt: Body = {"prompt": text}
+    if options.endpoint == "chat":
+        prompt = {"messages": [{"role": "user", "content": text}]}
+    return {
+        "model": model,
+        **prompt,
+        "max_tokens": options.output_len,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def _begins(options: ServeOptions, repeat: int) -> list[float]:
+    return begin_times(
+        options.num_prompts,
+        rate=options.request_rate,
+        burstiness=options.burstiness,
+        seed=options.seed + repeat,
+    )
+
+
+def _figures(run: Run, limits_ms: dict[str, float]) -> dict[str, float]:
+    figures = serving_figures(run.answers, duration_s=run.duration_s, limits_ms=limits_ms)
+    if run.cpu_s is not None:
+        figures["server_cpu_s_per_1k_tok"] = run.cpu_s / figures["total_output_tokens"] * 1e3
+    return figures
+
+
+def _shown(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.2f}"
+
+
+def _median(values: list[float]) -> float:
+    """A count stays a count."""
+    if all(isinstance(value, int) for value in values):
+        return statistics.median_low(values)
+    return round(median(values), 4)

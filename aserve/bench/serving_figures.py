@@ -1,0 +1,75 @@
+"""The figures of a load of streamed requests, with the names that `vllm bench serve` gives them.
+
+It does not know who was asked. Milliseconds, tokens and requests per second.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from aserve.bench.spread import mean, median, percentile
+from aserve.bench.streamed import Answer
+from aserve.errors import ConfigError
+
+GOODS = ("ttft", "tpot", "e2el")
+
+
+def serving_figures(
+    answers: Sequence[Answer], *, duration_s: float, limits_ms: Mapping[str, float]
+) -> dict[str, float]:
+    good = [answer for answer in answers if not answer.error]
+    num_outputs = sum(answer.completion_tokens for answer in good)
+    num_inputs = sum(answer.prompt_tokens for answer in good)
+    ttfts = [answer.ttft_s for answer in good if answer.ttft_s is not None]
+    tpots = [answer.tpot_s for answer in good if answer.tpot_s is not None]
+    itls = [itl_s for answer in good for itl_s in answer.itls_s]
+    figures = {
+        "duration": duration_s,
+        "completed": len(good),
+        "failed": len(answers) - len(good),
+        "total_input_tokens": num_inputs,
+        "total_output_tokens": num_outputs,
+        "total_cached_tokens": sum(answer.cached_tokens for answer in good),
+        "request_throughput": len(good) / duration_s,
+        "output_throughput": num_outputs / duration_s,
+        "total_token_throughput": (num_inputs + num_outputs) / duration_s,
+        **_times("ttft", ttfts),
+        **_times("tpot", tpots),
+        **_times("itl", itls),
+        **_times("e2el", [answer.e2el_s for answer in good]),
+    }
+    if limits_ms:
+        num_kept = sum(_keeps(answer, limits_ms) for answer in good)
+        figures["request_goodput"] = num_kept / duration_s
+    return figures
+
+
+def read_goodput(text: str | None) -> dict[str, float]:
+    """Milliseconds by name, out of `ttft:200,tpot:50`."""
+    limits = {}
+    for part in text.replace(",", " ").split() if text else ():
+        name, _, value = part.partition(":")
+        try:
+            limits[name] = float(value)
+        except ValueError:
+            name = ""
+        if name not in GOODS:
+            known = ", ".join(GOODS)
+            raise ConfigError(f"--goodput {part}: must be NAME:MILLISECONDS with one of {known}")
+    return limits
+
+
+def _keeps(answer: Answer, limits_ms: Mapping[str, float]) -> bool:
+    """What an answer does not have (an answer of one token: no TPOT) cannot be too slow."""
+    times = {"ttft": answer.ttft_s, "tpot": answer.tpot_s, "e2el": answer.e2el_s}
+    return all((times[name] or 0.0) * 1e3 <= limit for name, limit in limits_ms.items())
+
+
+def _times(name: str, seconds: Sequence[float]) -> dict[str, float]:
+    return {
+        f"mean_{name}_ms": mean(seconds) * 1e3,
+        f"median_{name}_ms": median(seconds) * 1e3,
+        f"std_{name}_ms": statistics.pstdev(seconds) * 1e3 if seconds else 0.0,
+        f"p99_{name}_ms": percentile(seconds, 99) * 1e3,
+    }

@@ -1,0 +1,128 @@
+"""One streamed request of an OpenAI-compatible server, and when its parts came.
+
+It does not know how many others run. Times are seconds of the client's clock: TTFT until the first
+part of the answer, ITL between two parts, E2EL until the answer ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import aiohttp
+import msgspec
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one request got; `error` says why it is not a whole answer."""
+
+    ttft_s: float | None = None
+    e2el_s: float = 0.0
+    itls_s: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    error: str = ""
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per token after the first; an answer of one token has none."""
+        if self.ttft_s is None or self.completion_tokens < 2:
+            return None
+        return (self.e2el_s - self.ttft_s) / (self.completion_tokens - 1)
+
+
+async def ask(session: aiohttp.ClientSession, url: str, body: Mapping[str, object]) -> Answer:
+    """Whatever goes wrong with this request is its answer."""
+    answer = Answer()
+    start_s = time.perf_counter()
+    try:
+        async with await _post(session, url, body) as response:
+            if response.status != 200:
+                answer.error = f"{response.status}: {(await response.text())[:300]}"
+                return answer
+            await _read(response.content, answer, start_s=start_s)
+    except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
+        answer.error = f"{type(error).__name__}: {error}"
+    answer.e2el_s = time.perf_counter() - start_s
+    return answer
+
+
+async def _post(
+    session: aiohttp.ClientSession, url: str, body: Mapping[str, object]
+) -> aiohttp.ClientResponse:
+    """Once more if the server had closed a connection that it kept alive: nothing was asked yet."""
+    try:
+        return await session.post(url, json=body)
+    except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError):
+        return await session.post(url, json=body)
+
+
+async def _read(lines: aiohttp.StreamReader, answer: Answer, *, start_s: float) -> None:
+    """A server that sends no usage has its parts counted, as if each were one token."""
+    num_parts = 0
+    last_s = start_s
+    async for line in lines:
+        if not line.startswith(b"data:") or line.startswith(b"data: [DONE]"):
+            continue
+        chunk = DECODER.decode(line[5:])
+        if chunk.error is not None:
+            answer.error = msgspec.json.encode(chunk.error).decode()
+        if chunk.usage is not None:
+            _count(chunk.usage, answer)
+        if not chunk.choices or not chunk.choices[0].is_part:
+            continue
+        now_s = time.perf_counter()
+        if num_parts:
+            answer.itls_s.append(now_s - last_s)
+        else:
+            answer.ttft_s = now_s - start_s
+        num_parts, last_s = num_parts + 1, now_s
+    answer.completion_tokens = answer.completion_tokens or num_parts
+    if not answer.completion_tokens and not answer.error:
+        answer.error = "no token came back"
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+    @property
+    def is_part(self) -> bool:
+        """Some tokens decode to no text: a chunk that doesn't end the answer counts as well."""
+        delta = self.delta or _Delta()
+        return bool(self.text or delta.content or delta.reasoning_content or not self.finish_reason)
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: dict[str, object] | str | None = None
+
+
+DECODER = msgspec.json.Decoder(_Chunk)
+
+
+def _count(usage: _Usage, answer: Answer) -> None:
+    details = usage.prompt_tokens_details or _Details()
+    answer.prompt_tokens = usage.prompt_tokens
+    answer.completion_tokens = usage.completion_tokens
+    answer.cached_tokens = details.cached_tokens or 0
