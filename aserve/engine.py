@@ -37,7 +37,7 @@ from rich.progress import Progress
 from aserve.app import App, Loaded, in_thread, load, new_event_loop, seed_source
 from aserve.config import Facts, Raw, Resolved, resolve, unknown_option
 from aserve.errors import AserveError, ConfigError, EngineDead, ErrorInfo, InvalidRequest
-from aserve.http.openai.call import sampling_of
+from aserve.http.openai.call import request_of, sampling_of
 from aserve.http.openai.limits import RANGES, check_limits, check_within
 from aserve.http.openai.schema import GenerationBody
 from aserve.messages import (
@@ -60,7 +60,8 @@ T = TypeVar("T")
 PromptLike: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 LONG_LIST = 32  # prompts: more get a progress bar on a terminal
-NOT_SAMPLING = frozenset({"model", "stream", "stream_options"})  # of the HTTP body
+# Of the HTTP body.
+NOT_SAMPLING = frozenset({"model", "stream", "stream_options", "return_token_ids"})
 
 
 class SamplingFields(GenerationBody, kw_only=True):
@@ -242,13 +243,8 @@ class Engine:
         sampling = sampling_of(
             asked, max_tokens=asked.max_tokens, logprobs=asked.logprobs, draw_seed=self._draw_seed
         )
-        return GenerateRequest(
-            request_id=f"request-{next(self._numbers)}",
-            prompt=_prompt_of(prompt),
-            sampling=sampling,
-            priority=asked.priority or 0,
-            timeout_s=asked.timeout,
-        )
+        request_id = f"request-{next(self._numbers)}"
+        return request_of(asked, _prompt_of(prompt), sampling=sampling, request_id=request_id)
 
 
 class _LoopThread:

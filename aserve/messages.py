@@ -65,7 +65,8 @@ class SamplingParams(Record, frozen=True):
     temperature 0 is greedy; top_k 0 and top_p 1 and min_p 0 are off. `seed` is always set: http
     draws one for a request that has none. `logprobs` is the number of alternatives per token, None
     for no logprobs at all. `max_tokens` None means the rest of the context; the tokenizer actor
-    resolves it.
+    resolves it. `include_stop_str_in_output` shows what ended the text, `return_token_ids` also
+    the prompt's ids.
     """
 
     seed: int
@@ -82,6 +83,9 @@ class SamplingParams(Record, frozen=True):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
     logprobs: int | None = None
     n: int = 1
     grammar: Grammar | None = None
@@ -118,6 +122,8 @@ class GenerateRequest(Message, frozen=True):
     namespace: str = ""
     priority: int = 0
     timeout_s: float | None = None
+    # the last so many tokens of the prompt, -1 for all that leave room for max_tokens
+    truncate_prompt_tokens: int | None = None
 
 
 class OpenText(Message, frozen=True):
@@ -128,6 +134,7 @@ class OpenText(Message, frozen=True):
     request_id: str
     prompt_len: int
     sampling: SamplingParams
+    prompt_ids: bytes = b""  # int32 [prompt_len] where the client wants to see them
 
 
 class AdmitRequest(Message, frozen=True):
@@ -422,6 +429,7 @@ class OutputChunk(Message, frozen=True):
     stop_reason: int | str | None = None
     error: ErrorInfo | None = None
     is_last: bool = False
+    prompt_ids: bytes = b""  # int32, in the child's first chunk if they are asked for
 
 
 # A Cancel goes the same way as its request, so that it cannot overtake it.

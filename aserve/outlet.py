@@ -154,5 +154,6 @@ def merge(chunks: list[OutputChunk]) -> OutputChunk:
         chunks[-1],
         text="".join(chunk.text for chunk in chunks),
         token_ids=b"".join(chunk.token_ids for chunk in chunks),
+        prompt_ids=chunks[0].prompt_ids,
         logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs),
     )

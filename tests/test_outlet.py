@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -101,6 +102,16 @@ async def test_a_reader_that_was_away_gets_one_chunk_per_child() -> None:
         (0, "024", 12),
         (1, "13", 8),
     ]
+
+
+async def test_the_prompts_ids_of_a_first_chunk_outlive_the_chunks_after_it() -> None:
+    bench = Bench()
+    outlet = bench.gateway.open(request("r"))
+    first = msgspec.structs.replace(chunk("r", "a"), prompt_ids=pack_i32([3, 4]))
+    for item in (first, chunk("r", "b"), chunk("r", "c", is_last=True)):
+        bench.gateway.deliver(item)
+    (merged,) = [item async for item in outlet]
+    assert (merged.text, merged.prompt_ids) == ("abc", pack_i32([3, 4]))
 
 
 async def test_silence_is_reported_and_does_not_end_the_answer() -> None:

@@ -50,14 +50,15 @@ class Ending(NamedTuple):
 class Child:
     """One sequence of a request; `ending` is set by whatever ends it first."""
 
-    __slots__ = ("cached_len", "ending", "index", "is_answered", "is_retired", "text")
+    __slots__ = ("cached_len", "ending", "index", "is_answered", "is_begun", "is_retired", "text")
 
     def __init__(self, index: int, text: SequenceText) -> None:
         self.index = index
         self.text = text
         self.cached_len = 0
         self.ending: Ending | None = None
-        self.is_answered = False  # its final chunk is out
+        self.is_begun = False  # its first chunk is out
+        self.is_answered = False  # and its final one
         self.is_retired = False  # the scheduler has let go of it
 
 
@@ -115,20 +116,19 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
             self._forget_retired(request_id)
 
     def _open(self, event: OpenText) -> None:
-        sampling = event.sampling
-        children = [
-            Child(
-                index,
-                SequenceText(
-                    self._tokenizer.stream(),
-                    stops=sampling.stop,
-                    end_ids=end_ids(self._tokenizer, sampling),
-                    min_tokens=sampling.min_tokens,
-                ),
-            )
-            for index in range(sampling.n)
-        ]
+        children = [Child(index, self._text_of(event)) for index in range(event.sampling.n)]
         self._requests[event.request_id] = TextRequest(event, children)
+
+    def _text_of(self, opened: OpenText) -> SequenceText:
+        sampling = opened.sampling
+        shows_stop = sampling.include_stop_str_in_output
+        return SequenceText(
+            self._tokenizer.stream(skip_special=sampling.skip_special_tokens),
+            stops=sampling.stop,
+            end_ids=() if shows_stop else end_ids(self._tokenizer, sampling),
+            min_tokens=sampling.min_tokens,
+            shows_stop=shows_stop,
+        )
 
     def _feed(self, output: SequenceOutput) -> None:
         """Tokens after a stop string fall away: they were in flight when it was found."""
@@ -184,6 +184,8 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
         if child.text.stop is not None and not child.is_retired:
             request_id = request.opened.request_id
             self._scheduler.send(Cancel(request_id, index, child.text.num_kept, "stop"))
+        prompt_ids = b"" if child.is_begun else request.opened.prompt_ids
+        child.is_begun = True
         self._deliver(
             OutputChunk(
                 request_id=request.opened.request_id,
@@ -196,6 +198,7 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
                 stop_reason=ending and ending.stop_reason,
                 error=ending and ending.error,
                 is_last=ending is not None and all(each.is_answered for each in request.children),
+                prompt_ids=prompt_ids,
             )
         )
 

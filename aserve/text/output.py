@@ -32,7 +32,7 @@ class SequenceText:
 
     A token belongs to the answer when its text starts before the cut, so usage, logprobs and text
     end together. Tokens of `end_ids` have no text. A stop string counts when it ends after the
-    first `min_tokens` tokens.
+    first `min_tokens` tokens; where it is shown, nothing is held back for it.
     """
 
     __slots__ = (
@@ -41,6 +41,7 @@ class SequenceText:
         "_matcher",
         "_min_tokens",
         "_num_released",
+        "_shows_stop",
         "_stream",
         "_text",
         "_tokens",
@@ -57,8 +58,10 @@ class SequenceText:
         stops: tuple[str, ...] = (),
         end_ids: Collection[int] = (),
         min_tokens: int = 0,
+        shows_stop: bool = False,
     ) -> None:
         self._stream = stream
+        self._shows_stop = shows_stop
         self._matcher = StopMatcher(stops) if stops else None
         self._end_ids = end_ids
         self._min_tokens = min_tokens
@@ -101,7 +104,7 @@ class SequenceText:
             return
         hit = self._matcher.feed(text, is_armed=self.num_tokens > self._min_tokens)
         if hit is not None:
-            self._cut(hit.start)
+            self._cut(hit.end if self._shows_stop else hit.start)
             self.stop = hit.stop
 
     def _cut(self, end: int) -> None:
@@ -111,12 +114,12 @@ class SequenceText:
         self._is_final = True
 
     def _certain_len(self) -> int:
-        if self._is_final or self._matcher is None:
+        if self._is_final or self._matcher is None or self._shows_stop:
             return self.text_len
         return self.text_len - self._matcher.num_held
 
     def _ready_tokens(self) -> list[PendingToken]:
-        if self._is_final or self._matcher is None:
+        if self._is_final or self._matcher is None or self._shows_stop:
             ready = list(self._tokens)
             self._tokens.clear()
             return ready

@@ -49,15 +49,17 @@ class PromptEncoder:
     def prepare(self, request: GenerateRequest) -> Prepared:
         """Raises the ClientError that the request ends with."""
         _check_ids(request.sampling, self._limits)
-        prompt_ids = self._encode(request.prompt)
+        prompt_ids = truncated(self._encode(request.prompt), request, self._limits)
         sampling = resolve_lengths(request, len(prompt_ids), self._limits)
         if isinstance(request.prompt, TokenPrompt):
             _check_range(prompt_ids, self._limits.vocab_size, param="prompt")
+        packed = pack_i32(prompt_ids)
+        shown = packed if sampling.return_token_ids else b""
         return Prepared(
-            OpenText(request.request_id, len(prompt_ids), sampling),
+            OpenText(request.request_id, len(prompt_ids), sampling, shown),
             AdmitRequest(
                 request_id=request.request_id,
-                prompt_ids=pack_i32(prompt_ids),
+                prompt_ids=packed,
                 sampling=sampling,
                 end_ids=end_ids(self._tokenizer, sampling),
                 namespace=request.namespace,
@@ -116,6 +118,19 @@ def end_ids(tokenizer: TextTokenizer, sampling: SamplingParams) -> tuple[int, ..
     """The ids that end an output; both text actors ask here, so that they agree."""
     eos_ids = () if sampling.ignore_eos else tokenizer.eos_ids
     return tuple(dict.fromkeys((*eos_ids, *sampling.stop_token_ids)))
+
+
+def truncated(ids: list[int], request: GenerateRequest, limits: PromptLimits) -> list[int]:
+    """What the client keeps of its prompt, from the end; an answer without max_tokens needs room
+    for one token.
+    """
+    kept = request.truncate_prompt_tokens
+    if kept is None:
+        return ids
+    if kept < 0:
+        max_tokens = request.sampling.max_tokens
+        kept = limits.max_model_len - (1 if max_tokens is None else max_tokens)
+    return ids[-kept:] if kept > 0 else ids
 
 
 def resolve_lengths(

@@ -13,6 +13,10 @@ class StopHit(NamedTuple):
     stop: str
     start: int  # character of the whole text at which the stop string begins
 
+    @property
+    def end(self) -> int:
+        return self.start + len(self.stop)
+
 
 class StopMatcher:
     """The stop that ends first wins, among those that end together the longest.

@@ -61,15 +61,16 @@ class TextTokenizer:
             return [self.bos_id, *ids]
         return ids
 
-    def decode(self, token_ids: Iterable[int]) -> str:
-        stream = self.stream()
+    def decode(self, token_ids: Iterable[int], *, skip_special: bool = True) -> str:
+        stream = self.stream(skip_special=skip_special)
         return "".join([*map(stream.feed, token_ids), stream.finish()])
 
-    def stream(self) -> TextStream:
-        """The text of one output; special tokens have none."""
+    def stream(self, *, skip_special: bool = True) -> TextStream:
+        """The text of one output; special tokens that are skipped have none."""
+        skipped = self.special_ids if skip_special else frozenset[int]()
         if self._spelling is Spelling.CONTEXTUAL:
-            return WindowStream(self._decode_whole, skipped=self.special_ids)
-        return ByteStream(self.token_bytes, skipped=self.special_ids)
+            return WindowStream(self._decode_whole, skipped=skipped)
+        return ByteStream(self.token_bytes, skipped=skipped)
 
     def token_bytes(self, token_id: int) -> bytes:
         """What the id stands for, special or not; nothing for an id of the model's padding."""
@@ -91,7 +92,7 @@ class TextTokenizer:
                 return self._backend.decode([token_id], skip_special_tokens=False).encode()
 
     def _decode_whole(self, token_ids: list[int]) -> str:
-        return self._backend.decode(token_ids, skip_special_tokens=True)
+        return self._backend.decode(token_ids, skip_special_tokens=False)
 
 
 def spelling_of(backend: Tokenizer) -> Spelling:

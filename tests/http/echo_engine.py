@@ -48,12 +48,13 @@ TEMPLATE = "{% for message in messages %}{{ message.role[0] }}:{{ message.conten
 
 
 class Sequence:
-    def __init__(self, request: AdmitRequest, child: int) -> None:
+    def __init__(self, request: AdmitRequest, child: int, *, logprob: float) -> None:
         ids = array_i32(request.prompt_ids).tolist()
         self.request = request
         self.child = child
         self.tokens = ids[child:] + ids[:child] + list(request.end_ids[:1])
         self.num_done = 0
+        self.logprob = logprob  # of each token
 
     @property
     def key(self) -> tuple[str, int]:
@@ -83,7 +84,7 @@ class Sequence:
             return ()
         top_ids = [(self.tokens[position] + i) % 256 for i in range(num_top)]
         top_logprobs = np.array([-0.5 * (i + 1) for i in range(num_top)], np.float32)
-        chosen = np.array([-0.5], np.float32)
+        chosen = np.array([self.logprob], np.float32)
         return (RowLogprobs(1, chosen.tobytes(), pack_i32(top_ids), top_logprobs.tobytes()),)
 
 
@@ -94,6 +95,7 @@ class EchoScheduler(Actor[SchedulerEvent]):
         self.live: dict[tuple[str, int], Sequence] = {}
         self.admitted: list[AdmitRequest] = []
         self.cancels: list[Cancel] = []
+        self.logprob_of: Callable[[int], float] = lambda child: -0.5
         self.is_paused = False
         self.refusal: ErrorInfo | None = None
         self.is_stepping = False
@@ -123,7 +125,7 @@ class EchoScheduler(Actor[SchedulerEvent]):
             self.detokenizer.send(Refused(request.request_id, self.refusal))
             return
         for child in range(request.sampling.n):
-            sequence = Sequence(request, child)
+            sequence = Sequence(request, child, logprob=self.logprob_of(child))
             self.live[sequence.key] = sequence
 
     def _cancel(self, cancel: Cancel) -> None:

@@ -68,7 +68,17 @@ COMPLETION_ERRORS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"prompt": "a", "stream_options": {}}, "invalid_value", "stream_options"),
     ({"prompt": "a", "echo": True}, "unsupported_value", "echo"),
     ({"prompt": "a", "suffix": "b"}, "unsupported_value", "suffix"),
-    ({"prompt": "a", "best_of": 2}, "unsupported_value", "best_of"),
+    ({"prompt": "a", "best_of": 2, "n": 3}, "integer_below_min_value", "best_of"),
+    ({"prompt": "a", "best_of": 129}, "integer_above_max_value", "best_of"),
+    ({"prompt": "a", "best_of": 2, "stream": True}, "invalid_value", "best_of"),
+    ({"prompt": ["a"] * 5, "best_of": 128}, "array_above_max_length", "prompt"),
+    ({"prompt": "a", "truncate_prompt_tokens": 0}, "invalid_value", "truncate_prompt_tokens"),
+    (
+        {"prompt": "a", "truncate_prompt_tokens": -2},
+        "integer_below_min_value",
+        "truncate_prompt_tokens",
+    ),
+    ({"prompt": "a", "cache_salt": "x" * 129}, "string_above_max_length", "cache_salt"),
 ]
 CHAT_ERRORS: list[tuple[dict[str, Any], str, str | None]] = [
     ({}, "missing_required_parameter", "messages"),

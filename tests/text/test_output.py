@@ -15,9 +15,11 @@ WORDS = (b"", b"a", b"b", b"ab", b"ba", b"\xed", b"\x95", b"\x9c", b"\xed\x95\x9
 END = WORDS.index(b"<end>")
 
 
-def sequence(*stops: str, min_tokens: int = 0) -> SequenceText:
+def sequence(*stops: str, min_tokens: int = 0, shows_stop: bool = False) -> SequenceText:
     stream = ByteStream(WORDS.__getitem__, skipped=())
-    return SequenceText(stream, stops=stops, end_ids=(END,), min_tokens=min_tokens)
+    return SequenceText(
+        stream, stops=stops, end_ids=(END,), min_tokens=min_tokens, shows_stop=shows_stop
+    )
 
 
 def logprob(token_id: int, sequence_text: SequenceText) -> TokenLogprob:
@@ -55,13 +57,30 @@ STOPS = st.lists(st.sampled_from(["a", "ab", "bb", "aba", "한", "b한a", "\ufff
 TOKENS = st.lists(st.integers(0, len(WORDS) - 2), max_size=25)
 
 
-@given(TOKENS, STOPS, st.sets(st.integers(0, 25)), st.integers(0, 4))
+@given(TOKENS, STOPS, st.sets(st.integers(0, 25)), st.integers(0, 4), st.booleans())
 def test_what_is_released_does_not_depend_on_when_it_is_taken(
-    token_ids: list[int], stops: list[str], takes: set[int], min_tokens: int
+    token_ids: list[int], stops: list[str], takes: set[int], min_tokens: int, shows_stop: bool
 ) -> None:
-    now_and_then = joined(run(sequence(*stops, min_tokens=min_tokens), token_ids, takes=takes))
-    at_once = joined(run(sequence(*stops, min_tokens=min_tokens), token_ids, takes=set()))
-    assert now_and_then == at_once
+    first, second = (
+        sequence(*stops, min_tokens=min_tokens, shows_stop=shows_stop) for _ in range(2)
+    )
+    now_and_then = joined(run(first, token_ids, takes=takes))
+    assert now_and_then == joined(run(second, token_ids, takes=set()))
+
+
+@given(TOKENS, STOPS)
+def test_a_shown_stop_ends_the_text_that_was_given_out_at_once(
+    token_ids: list[int], stops: list[str]
+) -> None:
+    hidden, shown = sequence(*stops), sequence(*stops, shows_stop=True)
+    without = joined(run(hidden, token_ids))
+    parts = run(shown, token_ids)
+    released = joined(parts)
+    assert shown.stop == hidden.stop
+    assert released.text == without.text + (shown.stop or "")
+    assert released.token_ids == token_ids[: shown.num_kept]
+    assert shown.num_kept == shown.num_tokens, "the token that completes a stop has some of it"
+    assert all(part.token_ids for part in parts[:-1]), "nothing is held back"
 
 
 @given(TOKENS, STOPS)

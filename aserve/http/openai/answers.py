@@ -5,13 +5,14 @@ Must not know which endpoint renders them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Protocol
 
 import msgspec
 
 from aserve.http.openai.call import Call
-from aserve.messages import OutputChunk, TokenLogprob, Usage
+from aserve.messages import OutputChunk, TokenLogprob, Usage, array_i32
 
 
 class PromptDetails(msgspec.Struct):
@@ -51,25 +52,55 @@ class Tally:
 
 
 class Choice:
-    """All of one choice, for an answer that is not streamed."""
+    """What the chunks of one choice say together: all of it, or one event's part."""
 
     def __init__(self, chunks: Iterable[OutputChunk]) -> None:
         parts = list(chunks)
         self.text = "".join(part.text for part in parts)
         self.logprobs: list[TokenLogprob] = [entry for part in parts for entry in part.logprobs]
+        token_ids = b"".join(part.token_ids for part in parts)
+        self.token_ids: list[int] = array_i32(token_ids).tolist()
+        self.prompt_ids: list[int] = array_i32(parts[0].prompt_ids).tolist()
         self.finish_reason = parts[-1].finish_reason
         self.stop_reason = parts[-1].stop_reason
 
+    @property
+    def logprob_per_token(self) -> float:
+        """Of nothing at all it is the worst."""
+        total = sum(entry.logprob for entry in self.logprobs)
+        return total / len(self.logprobs) if self.logprobs else -math.inf
+
+
+def best_choices(choices: list[Choice], call: Call) -> list[Choice]:
+    """The likeliest `n` of each prompt, best first; all in their order if no more were made."""
+    size, n = call.num_children, call.sampling.n
+    if size == n:
+        return choices
+    best: list[Choice] = []
+    for start in range(0, len(choices), size):
+        ranked = sorted(choices[start : start + size], key=lambda each: -each.logprob_per_token)
+        best += ranked[:n]
+    return best
+
+
+def is_visible(chunk: OutputChunk, call: Call) -> bool:
+    """Whether a client would see anything of it."""
+    shows_ids = call.sampling.return_token_ids and bool(chunk.token_ids or chunk.prompt_ids)
+    return bool(chunk.text or chunk.logprobs or shows_ids) or chunk.finish_reason is not None
+
 
 class Dialect(Protocol):
-    """How one endpoint writes its answers; every method returns JSON."""
+    """How one endpoint writes its answers; every method returns JSON.
+
+    An event's `usage` is that so far, if each one is to say it.
+    """
 
     call: Call
 
-    def opening(self, index: int) -> bytes | None:
+    def opening(self, index: int, usage: UsageBody | None) -> bytes | None:
         """The event before a choice's first text, if there is one."""
 
-    def delta(self, index: int, chunk: OutputChunk) -> bytes | None:
+    def delta(self, index: int, chunk: OutputChunk, usage: UsageBody | None) -> bytes | None:
         """What a chunk adds to a choice; None when a client would see nothing of it."""
 
     def usage(self, usage: UsageBody) -> bytes:

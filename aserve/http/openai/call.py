@@ -9,6 +9,8 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from aserve.errors import InvalidRequest, NotFound
 from aserve.http.openai.limits import (
     MAX_SEQUENCES,
@@ -16,7 +18,7 @@ from aserve.http.openai.limits import (
     check_limits,
     stops_of,
 )
-from aserve.http.openai.schema import GenerationBody
+from aserve.http.openai.schema import GenerationBody, StreamOptions
 from aserve.messages import GenerateRequest, OutputChunk, Prompt, SamplingParams
 
 SEED_BITS = 53  # what a JSON number holds exactly in every client
@@ -25,8 +27,10 @@ SMALLEST_TOP_P = 1e-6  # 0 means the likeliest token alone
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Choice `index` of the answer is child index % n of prompt index // n.
+    """Sequence `index` is child index % num_children of prompt index // num_children.
 
+    `sampling` is what the client asked for. The requests' own has more children than `n` if the
+    answer has only the best of them.
     NOTE: the requests' ids end in the number of their prompt.
     """
 
@@ -37,14 +41,19 @@ class Call:
     sampling: SamplingParams
     is_streaming: bool
     reports_usage: bool
+    reports_each_usage: bool  # in every event of a stream, not only in the last
 
     @property
-    def num_choices(self) -> int:
-        return len(self.requests) * self.sampling.n
+    def num_children(self) -> int:
+        return self.requests[0].sampling.n
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.requests) * self.num_children
 
     def index_of(self, chunk: OutputChunk) -> int:
         _, _, prompt = chunk.request_id.rpartition("-")
-        return int(prompt) * self.sampling.n + chunk.child
+        return int(prompt) * self.num_children + chunk.child
 
 
 def random_seed() -> int:
@@ -105,6 +114,9 @@ def sampling_of(
         stop=tuple(stops_of(body)),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        return_token_ids=bool(body.return_token_ids),
         logprobs=logprobs,
         n=body.n or 1,
     )
@@ -117,24 +129,38 @@ def build_call(
     prompts: Sequence[Prompt],
     sampling: SamplingParams,
     id_prefix: str,
+    best_of: int | None = None,
 ) -> Call:
-    check_length(range(len(prompts) * sampling.n), MAX_SEQUENCES, param="prompt")
-    options = body.stream_options
+    """With `best_of`, so many sequences are made of each prompt, and compared by their logprobs."""
+    run = sampling
+    if best_of is not None and best_of > sampling.n:
+        run = msgspec.structs.replace(sampling, n=best_of, logprobs=sampling.logprobs or 0)
+    check_length(range(len(prompts) * run.n), MAX_SEQUENCES, param="prompt")
+    options = body.stream_options or StreamOptions()
     return Call(
         call_id=f"{id_prefix}-{origin.request_id}",
         model=body.model or origin.model_names[0],
         created=origin.created,
         requests=tuple(
-            GenerateRequest(
-                request_id=f"{origin.request_id}-{i}",
-                prompt=prompt,
-                sampling=sampling,
-                priority=body.priority or 0,
-                timeout_s=body.timeout,
-            )
+            request_of(body, prompt, sampling=run, request_id=f"{origin.request_id}-{i}")
             for i, prompt in enumerate(prompts)
         ),
         sampling=sampling,
         is_streaming=bool(body.stream),
-        reports_usage=options is not None and bool(options.include_usage),
+        reports_usage=bool(options.include_usage),
+        reports_each_usage=bool(options.include_usage and options.continuous_usage_stats),
+    )
+
+
+def request_of(
+    body: GenerationBody, prompt: Prompt, *, sampling: SamplingParams, request_id: str
+) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=request_id,
+        prompt=prompt,
+        sampling=sampling,
+        namespace=body.cache_salt or "",
+        priority=body.priority or 0,
+        timeout_s=body.timeout,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
     )

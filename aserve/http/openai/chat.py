@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from aserve.errors import InvalidRequest
-from aserve.http.openai.answers import Choice, UsageBody
+from aserve.http.openai.answers import Choice, UsageBody, is_visible
 from aserve.http.openai.call import Call, Origin, build_call, check_body, sampling_of
 from aserve.http.openai.conversation import chat_prompt
 from aserve.http.openai.schema import ChatBody
@@ -78,6 +78,7 @@ class DeltaChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class AssistantMessage(msgspec.Struct):
@@ -92,6 +93,7 @@ class MessageChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatAnswer(msgspec.Struct, kw_only=True):
@@ -102,26 +104,32 @@ class ChatAnswer(msgspec.Struct, kw_only=True):
     choices: list[DeltaChoice] | list[MessageChoice]
     usage: UsageBody | UnsetType | None = UNSET
     seed: int | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatDialect:
     def __init__(self, call: Call) -> None:
         self.call = call
 
-    def opening(self, index: int) -> bytes | None:
-        return self._chunk([DeltaChoice(index, Delta(role="assistant", content=""))])
+    def opening(self, index: int, usage: UsageBody | None) -> bytes | None:
+        return self._chunk([DeltaChoice(index, Delta(role="assistant", content=""))], usage=usage)
 
-    def delta(self, index: int, chunk: OutputChunk) -> bytes | None:
-        if not chunk.text and not chunk.logprobs and chunk.finish_reason is None:
+    def delta(self, index: int, chunk: OutputChunk, usage: UsageBody | None) -> bytes | None:
+        if not is_visible(chunk, self.call):
             return None
+        part = Choice([chunk])
         choice = DeltaChoice(
-            index, Delta(content=chunk.text or UNSET), self._logprobs(chunk.logprobs)
+            index,
+            Delta(content=part.text or UNSET),
+            self._logprobs(part.logprobs),
+            token_ids=self._token_ids(part),
         )
-        if chunk.finish_reason is None:
-            return self._chunk([choice])
-        choice.finish_reason = chunk.finish_reason
-        choice.stop_reason = chunk.stop_reason
-        return self._chunk([choice], seed=self.call.sampling.seed)
+        if part.finish_reason is None:
+            return self._chunk([choice], usage=usage, prompt_ids=part.prompt_ids)
+        choice.finish_reason = part.finish_reason
+        choice.stop_reason = part.stop_reason
+        seed = self.call.sampling.seed
+        return self._chunk([choice], usage=usage, seed=seed, prompt_ids=part.prompt_ids)
 
     def usage(self, usage: UsageBody) -> bytes:
         return self._chunk([], usage=usage, seed=self.call.sampling.seed)
@@ -136,22 +144,26 @@ class ChatDialect:
                     self._logprobs(choice.logprobs),
                     choice.finish_reason,
                     choice.stop_reason,
+                    self._token_ids(choice),
                 )
                 for index, choice in enumerate(choices)
             ],
             usage=usage,
             seed=self.call.sampling.seed,
+            prompt_ids=choices[0].prompt_ids,
         )
 
     def _chunk(
         self,
         choices: list[DeltaChoice],
         *,
-        usage: UsageBody | None = None,
+        usage: UsageBody | None,
         seed: int | UnsetType = UNSET,
+        prompt_ids: list[int] | None = None,
     ) -> bytes:
         shown = usage if self.call.reports_usage else UNSET
-        return self._answer("chat.completion.chunk", choices, usage=shown, seed=seed)
+        kind = "chat.completion.chunk"
+        return self._answer(kind, choices, usage=shown, seed=seed, prompt_ids=prompt_ids)
 
     def _answer(
         self,
@@ -160,6 +172,7 @@ class ChatDialect:
         *,
         usage: UsageBody | UnsetType | None,
         seed: int | UnsetType,
+        prompt_ids: list[int] | None,
     ) -> bytes:
         return msgspec.json.encode(
             ChatAnswer(
@@ -170,8 +183,12 @@ class ChatDialect:
                 choices=choices,
                 usage=usage,
                 seed=seed,
+                prompt_token_ids=prompt_ids or UNSET,
             )
         )
+
+    def _token_ids(self, choice: Choice) -> list[int] | UnsetType:
+        return choice.token_ids if self.call.sampling.return_token_ids else UNSET
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> ChatLogprobs | None:
         if self.call.sampling.logprobs is None:

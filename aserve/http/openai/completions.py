@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from aserve.errors import InvalidRequest
-from aserve.http.openai.answers import Choice, UsageBody
+from aserve.http.openai.answers import Choice, UsageBody, is_visible
 from aserve.http.openai.call import Call, Origin, build_call, check_body, sampling_of
 from aserve.http.openai.limits import MAX_LOGPROBS, Range, check_within
 from aserve.http.openai.schema import CompletionBody
@@ -23,6 +23,7 @@ DEFAULT_MAX_TOKENS = 16
 def completion_call(body: CompletionBody, origin: Origin) -> Call:
     check_body(body, origin)
     _check_unsupported(body)
+    _check_best_of(body)
     prompts = prompts_of(body.prompt)
     if body.logprobs is not None:
         check_within(body.logprobs, Range(0, MAX_LOGPROBS), param="logprobs")
@@ -30,7 +31,9 @@ def completion_call(body: CompletionBody, origin: Origin) -> Call:
     sampling = sampling_of(
         body, max_tokens=max_tokens, logprobs=body.logprobs, draw_seed=origin.draw_seed
     )
-    return build_call(body, origin, prompts=prompts, sampling=sampling, id_prefix="cmpl")
+    return build_call(
+        body, origin, prompts=prompts, sampling=sampling, id_prefix="cmpl", best_of=body.best_of
+    )
 
 
 def prompts_of(prompt: str | list[str | int | list[int]] | None) -> list[Prompt]:
@@ -66,12 +69,28 @@ def token_prompt(token_ids: Sequence[int]) -> TokenPrompt:
 
 
 def _check_unsupported(body: CompletionBody) -> None:
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise _unsupported("best_of", "only best_of equal to n")
     if body.echo:
         raise _unsupported("echo", "only false")
     if body.suffix:
         raise _unsupported("suffix", "no suffix, since the model does not fill in the middle")
+
+
+def _check_best_of(body: CompletionBody) -> None:
+    n = body.n or 1
+    best_of = n if body.best_of is None else body.best_of
+    if best_of < n:
+        raise InvalidRequest(
+            f"Invalid 'best_of': it is {best_of}, less than n, {n}.",
+            param="best_of",
+            code="integer_below_min_value",
+        )
+    if best_of > n and body.stream:
+        raise InvalidRequest(
+            f"Invalid 'best_of': the best {n} of {best_of} are known only when all have ended, "
+            "so they cannot be streamed.",
+            param="best_of",
+            code="invalid_value",
+        )
 
 
 def _unsupported(param: str, supported: str) -> InvalidRequest:
@@ -97,6 +116,8 @@ class CompletionChoice(msgspec.Struct):
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionAnswer(msgspec.Struct, kw_only=True):
@@ -113,18 +134,15 @@ class CompletionDialect:
     def __init__(self, call: Call) -> None:
         self.call = call
 
-    def opening(self, index: int) -> bytes | None:
+    def opening(self, index: int, usage: UsageBody | None) -> bytes | None:
         return None
 
-    def delta(self, index: int, chunk: OutputChunk) -> bytes | None:
-        if not chunk.text and not chunk.logprobs and chunk.finish_reason is None:
+    def delta(self, index: int, chunk: OutputChunk, usage: UsageBody | None) -> bytes | None:
+        if not is_visible(chunk, self.call):
             return None
-        choice = self._choice(index, chunk.text, list(chunk.logprobs))
-        choice.finish_reason = chunk.finish_reason
-        choice.stop_reason = chunk.stop_reason
         return self._answer(
-            [choice],
-            usage=None if self.call.reports_usage else UNSET,
+            [self._choice(index, Choice([chunk]))],
+            usage=usage if self.call.reports_usage else UNSET,
             seed=UNSET if chunk.finish_reason is None else self.call.sampling.seed,
         )
 
@@ -132,18 +150,20 @@ class CompletionDialect:
         return self._answer([], usage=usage, seed=self.call.sampling.seed)
 
     def whole(self, choices: list[Choice], usage: UsageBody) -> bytes:
-        bodies = []
-        for index, choice in enumerate(choices):
-            body = self._choice(index, choice.text, choice.logprobs)
-            body.finish_reason = choice.finish_reason
-            body.stop_reason = choice.stop_reason
-            bodies.append(body)
+        bodies = [self._choice(index, choice) for index, choice in enumerate(choices)]
         return self._answer(bodies, usage=usage, seed=self.call.sampling.seed)
 
-    def _choice(self, index: int, text: str, entries: list[TokenLogprob]) -> CompletionChoice:
-        asked = self.call.sampling.logprobs
+    def _choice(self, index: int, choice: Choice) -> CompletionChoice:
+        asked = self.call.sampling
+        num_top = asked.logprobs
         return CompletionChoice(
-            index, text, None if asked is None else logprobs_of(entries, has_top=asked > 0)
+            index=index,
+            text=choice.text,
+            logprobs=None if num_top is None else logprobs_of(choice.logprobs, has_top=num_top > 0),
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+            token_ids=choice.token_ids if asked.return_token_ids else UNSET,
+            prompt_token_ids=choice.prompt_ids or UNSET,
         )
 
     def _answer(

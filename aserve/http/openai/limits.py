@@ -15,6 +15,7 @@ MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
+MAX_SALT_CHARS = 128
 MAX_BIAS = 100.0
 MAX_LOGPROBS = 20
 MAX_SEQUENCES = 512  # prompts times n in one call
@@ -30,6 +31,8 @@ class Range(NamedTuple):
 
 RANGES = {
     "n": Range(1, 128),
+    "best_of": Range(1, 128),
+    "truncate_prompt_tokens": Range(-1, INT32),
     "max_tokens": Range(0, INT32),
     "max_completion_tokens": Range(0, INT32),
     "min_tokens": Range(0, INT32),
@@ -53,6 +56,14 @@ def check_limits(body: GenerationBody) -> None:
         if value is not None:
             check_range(value, name)
     check_stops(stops_of(body))
+    check_text(body.cache_salt or "", MAX_SALT_CHARS, param="cache_salt")
+    if body.truncate_prompt_tokens == 0:
+        raise InvalidRequest(
+            "Invalid 'truncate_prompt_tokens': 0 would leave nothing of the prompt. Expected a "
+            "positive number, or -1 for what fits.",
+            param="truncate_prompt_tokens",
+            code="invalid_value",
+        )
     check_length(body.stop_token_ids or (), MAX_STOP_TOKEN_IDS, param="stop_token_ids")
     check_length(body.logit_bias or (), MAX_LOGIT_BIAS, param="logit_bias")
     for token_id, bias in (body.logit_bias or {}).items():
@@ -93,13 +104,26 @@ def check_stops(stops: list[str]) -> None:
                 param="stop",
                 code="string_below_min_length",
             )
-        if len(stop) > MAX_STOP_CHARS:
-            raise InvalidRequest(
-                f"Invalid 'stop': a stop string has {len(stop)} characters, "
-                f"more than {MAX_STOP_CHARS}.",
-                param="stop",
-                code="string_above_max_length",
-            )
+        check_text(stop, MAX_STOP_CHARS, param="stop")
+
+
+def check_text(text: str, high: int, *, param: str) -> None:
+    """JSON's strings are valid Unicode; those of a program that embeds the engine may not be."""
+    if len(text) > high:
+        raise InvalidRequest(
+            f"Invalid '{param}': string too long. Expected at most {high} characters, "
+            f"but got {len(text)}.",
+            param=param,
+            code="string_above_max_length",
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"Invalid '{param}': lone surrogate at character {error.start}.",
+            param=param,
+            code="invalid_unicode",
+        ) from error
 
 
 def check_length(items: Sized, high: int, *, param: str) -> None:

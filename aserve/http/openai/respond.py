@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from aiohttp import web
 
 from aserve.http.errors import RequestFailed
-from aserve.http.openai.answers import Choice, Dialect, Tally
+from aserve.http.openai.answers import Choice, Dialect, Tally, best_choices
 from aserve.http.sse import SseWriter
 from aserve.http.state import HttpContext
 from aserve.messages import OutputChunk
@@ -44,8 +44,8 @@ async def _whole(outlet: Outlet, dialect: Dialect) -> bytes:
             raise RequestFailed(chunk.error)
         tally.add(chunk)
         parts[dialect.call.index_of(chunk)].append(chunk)
-    choices = [Choice(parts[index]) for index in range(dialect.call.num_choices)]
-    return dialect.whole(choices, tally.total())
+    choices = [Choice(parts[index]) for index in range(dialect.call.num_sequences)]
+    return dialect.whole(best_choices(choices, dialect.call), tally.total())
 
 
 async def _stream(
@@ -68,9 +68,7 @@ async def _stream(
         if not chunks:
             await writer.keep_alive()
             continue
-        for chunk in chunks:
-            tally.add(chunk)
-        await writer.send(_events(chunks, dialect, opened))
+        await writer.send(_events(chunks, dialect, opened, tally))
         if failed is not None:
             await writer.fail(failed)
             return writer.response
@@ -78,16 +76,20 @@ async def _stream(
     return writer.response
 
 
-def _events(chunks: Iterable[OutputChunk], dialect: Dialect, opened: set[int]) -> Iterable[bytes]:
+def _events(
+    chunks: Iterable[OutputChunk], dialect: Dialect, opened: set[int], tally: Tally
+) -> Iterable[bytes]:
     for chunk in chunks:
         if chunk.error is not None:
             continue
+        tally.add(chunk)
+        usage = tally.total() if dialect.call.reports_each_usage else None
         index = dialect.call.index_of(chunk)
         if index not in opened:
             opened.add(index)
-            opening = dialect.opening(index)
+            opening = dialect.opening(index, usage)
             if opening is not None:
                 yield opening
-        delta = dialect.delta(index, chunk)
+        delta = dialect.delta(index, chunk, usage)
         if delta is not None:
             yield delta

@@ -15,6 +15,7 @@ TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class JsonSchemaFormat(msgspec.Struct):
@@ -60,6 +61,11 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    cache_salt: str | None = None
     seed: int | None = None
     priority: int | None = None
     timeout: float | None = None
