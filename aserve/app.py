@@ -340,6 +340,22 @@ def serve(resolved: Resolved) -> int:
         return runner.run(Serving(resolved).run())
 
 
+def connect_http(app: App) -> HttpServer:
+    """The server before an engine, which may still be loading."""
+    resolved = app.resolved
+    return HttpServer(
+        HttpContext(
+            gateway=app.gateway,
+            state=app.state,
+            options=resolved.server,
+            model_names=(resolved.model_name,),
+            created=int(time.time()),
+            registry=app.metrics.registry,
+            draw_seed=seed_source(resolved.debug.seed),
+        )
+    )
+
+
 def announce(resolved: Resolved, loaded: Loaded, address: str) -> None:
     """What was chosen, in two lines: nobody has to guess a default."""
     spec, options = loaded.executor.spec, resolved.scheduler
@@ -369,17 +385,7 @@ class Serving:
         self._ending = asyncio.Event()  # set by a signal, or by a death
         self._loading: asyncio.Future[Loaded | None] | None = None  # None: stopped meanwhile
         self._app = App(resolved, on_death=self._ending.set)
-        self._http = HttpServer(
-            HttpContext(
-                gateway=self._app.gateway,
-                state=self._app.state,
-                options=resolved.server,
-                model_names=(resolved.model_name,),
-                created=int(time.time()),
-                registry=self._app.metrics.registry,
-                draw_seed=seed_source(resolved.debug.seed),
-            )
-        )
+        self._http = connect_http(self._app)
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()

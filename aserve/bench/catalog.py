@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from aserve.bench.options import HostStepOptions, ServeOptions
+from aserve.bench.options import HostStepOptions, OverlapSimOptions, ServeOptions
 from aserve.config import Resolved
 
 
@@ -30,6 +30,11 @@ BENCHES: Mapping[str, Bench] = {
         "The scheduler's own time per step, with a device that takes none.",
         HostStepOptions,
         "aserve.bench.host_step",
+    ),
+    "overlap-sim": Bench(
+        "How busy the host keeps a device that only sleeps.",
+        OverlapSimOptions,
+        "aserve.bench.overlap_sim",
     ),
     "serve": Bench(
         "A load of streamed requests to any OpenAI-compatible server.",

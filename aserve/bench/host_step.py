@@ -36,6 +36,7 @@ from aserve.messages import (
 )
 from aserve.scheduling.state import SchedulerState
 
+TITLE = "scheduler, time per step"
 VOCAB_SIZE = 32_000
 PROMPT_LEN = 64
 MAX_OUTPUT_LEN = 128  # lengths are drawn from 1 to this, so that rows end and join all the time
@@ -55,7 +56,7 @@ def run(options: HostStepOptions, _resolved: Resolved) -> BenchResult:
     sizes = integers(options.rows, flag="--rows")
     found: dict[int, list[Measured]] = {num_rows: [] for num_rows in sizes}
     plan = [(num_rows, seed) for seed in range(options.repeats) for num_rows in sizes]
-    with progress("host-step", len(plan)) as done:
+    with progress(TITLE, len(plan)) as done:
         for num_rows, seed in plan:
             found[num_rows].append(Load(num_rows, seed=seed).measure(options.steps))
             done()
@@ -67,7 +68,7 @@ def run(options: HostStepOptions, _resolved: Resolved) -> BenchResult:
     }
     columns = tuple(lines[0])
     rows = [[str(value) for value in line.values()] for line in lines]
-    return BenchResult(figures, (Table("scheduler, time per step", columns, rows),), (NOTE,))
+    return BenchResult(figures, (Table(TITLE, columns, rows),), (NOTE,))
 
 
 @dataclass(frozen=True, slots=True)

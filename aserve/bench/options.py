@@ -53,6 +53,15 @@ class ServeOptions:
     seed: int = option(0, "of the choice of prompts and of the begins", Limits(low=0))
 
 
+@dataclass(frozen=True, slots=True)
+class OverlapSimOptions:
+    step_ms: str = option("0.4,2,10", "how long a step takes", Limits(metavar="MS,MS,..."))
+    rows: str = option("1,64,256", "sequences that run at once", LIST)
+    steps: int = option(100, "tokens of each sequence, one per step", Limits(low=2))
+    no_http: bool = option(False, "leave out the runs behind the HTTP server")
+    repeats: int = option(1, "repeats; medians and spread are shown", Limits(low=1))
+
+
 def integers(text: str, *, flag: str) -> tuple[int, ...]:
     """The numbers of a list such as `1,8,32`."""
     try:
@@ -62,3 +71,14 @@ def integers(text: str, *, flag: str) -> tuple[int, ...]:
     if not numbers or min(numbers) < 1:
         raise ConfigError(f"{flag} {text}: must be integers from 1 with commas between them")
     return numbers
+
+
+def numbers(text: str, *, flag: str) -> tuple[float, ...]:
+    """The numbers of a list such as `0.4,2,10`."""
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) <= 0:
+        raise ConfigError(f"{flag} {text}: must be numbers above 0 with commas between them")
+    return found

@@ -1,0 +1,217 @@
+"""How busy the whole host keeps a device, for devices of any speed: the device only sleeps.
+
+Everything else is real: actors, text, and over HTTP the server with streaming clients in a process
+of their own. Busy is (time asleep) / (time from the first start to the last wake).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import itertools
+import sys
+from asyncio.subprocess import PIPE, create_subprocess_exec
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from aserve.app import App, Loaded, connect_http, new_event_loop
+from aserve.bench.options import OverlapSimOptions, integers, numbers
+from aserve.bench.progress import progress
+from aserve.bench.result import BenchResult, Table
+from aserve.bench.sleeping_device import Nap, SleepingExecutor
+from aserve.bench.spread import median, spread
+from aserve.bench.windows import TokenWindows
+from aserve.config import Resolved
+from aserve.engine import Engine
+from aserve.errors import BugError
+from aserve.messages import EngineSpec, GroupSpec, array_i32
+from aserve.text.load import load_tokenizer
+from aserve.tiny.location import MODEL_DIR
+
+TITLE = "how busy the device is"
+PROMPT_LEN = 16
+PAGE_SIZE = 16
+MAX_BATCHED_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`depth` steps in flight; with `has_http` behind the server, else in the embedded engine."""
+
+    step_ms: float
+    num_rows: int
+    depth: int
+    has_http: bool
+
+    @property
+    def key(self) -> str:
+        return f"{self.step_ms:g}ms/{self.num_rows}"
+
+    @property
+    def series(self) -> str:
+        return "busy" + "_http" * self.has_http + "_depth1" * (self.depth == 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """`gap_us`: from a wake to the next start; at depth 1 from a result to what follows it."""
+
+    busy: float
+    gap_us: float
+    num_steps: int
+
+
+def run(options: OverlapSimOptions, resolved: Resolved) -> BenchResult:
+    cases = [
+        Case(step_ms, num_rows, depth, has_http)
+        for has_http in ((False,) if options.no_http else (False, True))
+        for depth in (2, 1)
+        for step_ms in numbers(options.step_ms, flag="--step-ms")
+        for num_rows in integers(options.rows, flag="--rows")
+    ]
+    found: dict[Case, list[Measured]] = {case: [] for case in cases}
+    simulation = Simulation(resolved, options)
+    runs = cases * options.repeats
+    with asyncio.Runner(loop_factory=new_event_loop) as runner, progress(TITLE, len(runs)) as done:
+        for case in runs:
+            found[case].append(measured(runner.run(simulation.naps(case))))
+            done()
+    figures: dict[str, dict[str, float]] = {case.series: {} for case in cases}
+    for case, repeats in found.items():
+        figures[case.series][case.key] = round(median([one.busy for one in repeats]), 4)
+    return BenchResult({**figures, "details": _details(found)}, (_table(found),), (NOTE,))
+
+
+NOTE = (
+    "busy is (time asleep) / (first start to last wake); gap is from a wake to the next start. "
+    "http: streaming clients in another process on the same machine."
+)
+
+
+def measured(naps: Sequence[Nap]) -> Measured:
+    asleep_s = sum(nap.wake_s - nap.start_s for nap in naps)
+    gaps_s = [after.start_s - before.wake_s for before, after in itertools.pairwise(naps)]
+    wall_s = naps[-1].wake_s - naps[0].start_s
+    return Measured(asleep_s / wall_s, median(gaps_s) * 1e6, len(naps))
+
+
+class Simulation:
+    """One load after the other: as many streams as rows, all of one length."""
+
+    def __init__(self, resolved: Resolved, options: OverlapSimOptions) -> None:
+        self._resolved = resolved
+        self._num_tokens = options.steps
+        self._tokenizer = load_tokenizer(MODEL_DIR)
+        self._windows = TokenWindows(self._tokenizer, seed=0)
+
+    async def naps(self, case: Case) -> list[Nap]:
+        """The garbage collector is treated as the server treats it: what lives long is frozen."""
+        executor = SleepingExecutor(self._spec(case), step_s=case.step_ms / 1e3)
+        loaded = Loaded(executor, self._tokenizer, None, "a sleeping device")
+        resolved = _resolved_for(case, self._resolved)
+        gc.collect()
+        gc.freeze()
+        try:
+            run_load = self._serve if case.has_http else self._embed
+            num_tokens = await run_load(case, loaded, resolved)
+        finally:
+            gc.unfreeze()
+        if num_tokens != case.num_rows * self._num_tokens:
+            asked = f"{case.num_rows} x {self._num_tokens}"
+            raise BugError(f"{case.key}: {num_tokens} tokens came back, and {asked} were asked for")
+        return executor.naps
+
+    async def _embed(self, case: Case, loaded: Loaded, resolved: Resolved) -> int:
+        async with Engine(resolved, loader=lambda _: loaded) as engine:
+
+            async def read(prompt: list[int]) -> int:
+                chunks = engine.generate(prompt, max_tokens=self._num_tokens, ignore_eos=True)
+                return sum([len(array_i32(chunk.token_ids)) async for chunk in chunks])
+
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(read(self._windows.ids(PROMPT_LEN)))
+                    for _ in range(case.num_rows)
+                ]
+        return sum(task.result() for task in tasks)
+
+    async def _serve(self, case: Case, loaded: Loaded, resolved: Resolved) -> int:
+        app = App(resolved)
+        http = connect_http(app)
+        address = await http.start()
+        try:
+            await app.start(loaded)
+            return await self._ask_from_outside(address, num_clients=case.num_rows)
+        finally:
+            await http.stop()
+            await app.close()
+
+    async def _ask_from_outside(self, address: str, *, num_clients: int) -> int:
+        clients = str(num_clients)
+        arguments = (
+            *("--url", address, "--num-prompts", clients, "--max-concurrency", clients),
+            *("--input-len", str(PROMPT_LEN), "--output-len", str(self._num_tokens)),
+            *("--num-warmups", "0", "--repeats", "1"),
+        )
+        command = (sys.executable, "-m", "aserve", "bench", "serve", *arguments)
+        process = await create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
+        output, errors = await process.communicate()
+        if process.returncode:
+            raise BugError(f"the clients ended with {process.returncode}: {errors.decode()[-500:]}")
+        return msgspec.json.decode(output.splitlines()[-1], type=_Counted).total_output_tokens
+
+    def _spec(self, case: Case) -> EngineSpec:
+        """Rows and pages for everybody: nobody waits, nobody is retracted."""
+        max_len = 2 * PROMPT_LEN + self._num_tokens
+        num_pages = 1 + case.num_rows * (max_len // PAGE_SIZE + 2)
+        return EngineSpec(
+            page_size=PAGE_SIZE,
+            groups=(GroupSpec("full", num_pages),),
+            max_rows=case.num_rows,
+            max_model_len=max_len,
+            max_batched_tokens=MAX_BATCHED_TOKENS,
+            vocab_size=self._tokenizer.vocab_size,
+            depth=case.depth,
+            lead=case.depth,
+            prefix_cache=False,
+        )
+
+
+class _Counted(msgspec.Struct):
+    total_output_tokens: int
+
+
+def _resolved_for(case: Case, resolved: Resolved) -> Resolved:
+    return dataclasses.replace(
+        resolved,
+        scheduler=dataclasses.replace(resolved.scheduler, max_num_seqs=case.num_rows),
+        server=dataclasses.replace(resolved.server, host="127.0.0.1", port=0, api_key=None),
+    )
+
+
+def _details(found: dict[Case, list[Measured]]) -> list[dict[str, object]]:
+    return [
+        {
+            "series": case.series,
+            "case": case.key,
+            "busy": [round(one.busy, 4) for one in repeats],
+            "gap_us": round(median([one.gap_us for one in repeats]), 1),
+            "steps": repeats[-1].num_steps,
+        }
+        for case, repeats in found.items()
+    ]
+
+
+def _table(found: dict[Case, list[Measured]]) -> Table:
+    rows = []
+    for case, repeats in found.items():
+        busy = [one.busy for one in repeats]
+        where = "http" if case.has_http else "embedded"
+        gap_us = median([one.gap_us for one in repeats])
+        texts = (f"{median(busy):.3f}", f"{spread(busy):.3f}", f"{gap_us:,.0f}")
+        rows.append((where, str(case.depth), case.key, *texts, str(repeats[-1].num_steps)))
+    columns = ("where", "depth", "step/rows", "busy", "spread", "gap us", "steps")
+    return Table(TITLE, columns, rows)
