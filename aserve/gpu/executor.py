@@ -77,6 +77,7 @@ class TorchExecutor:
         self._unsound_at = -1  # a step whose result was no good: written by the waiter
         self._is_closed = False
         self._staging = HostSlots(parts.device)
+        self._staged: list[HostSlot] = []  # since the last event: written by the executor thread
         self._results = HostSlots(parts.device)
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._worker = Worker("aserve-executor", self._run, on_end=self._ended)
@@ -202,11 +203,11 @@ class TorchExecutor:
         )
 
     def _stage(self, sections: HostSections) -> DeviceSections:
-        """The one copy of a step's host values. The slot is free again after the copy's event."""
+        """The one copy of a step's host values. The slot is free again after the next event."""
         slot = self._staging.take(sections.num_words)
         places = sections.write(slot.words)
         words = self._device.stage(slot.buffer[: sections.num_words])
-        self._land(functools.partial(self._give_back_staging, slot))
+        self._staged.append(slot)
         return DeviceSections(words, words.to(torch.int64), places)
 
     def _publish(
@@ -233,15 +234,19 @@ class TorchExecutor:
     def _land(self, read: Callable[[], Job | None]) -> None:
         event = self._device.new_event()
         event.record()
-        self._waiter.land(Landing(event, read))
+        staged, self._staged = self._staged, []
+
+        def land() -> Job | None:
+            for slot in staged:
+                self._staging.give_back(slot)
+            return read()
+
+        self._waiter.land(Landing(event, land))
 
     # ------------------------------------------------------------ the waiter's thread
 
-    def _give_back_staging(self, slot: HostSlot) -> None:
-        self._staging.give_back(slot)
-
     def _read_lens(self, plan: StepPlan, ticket: StepTicket, words: ArrayI32) -> Job:
-        return functools.partial(ticket.publish, seq_lens(plan, words))
+        return functools.partial(ticket.publish, functools.partial(seq_lens, plan, words))
 
     def _read_step(
         self, plan: StepPlan, layout: Layout, ticket: StepTicket, words: ArrayI32
@@ -286,12 +291,14 @@ class TorchExecutor:
 
 def _complete_with_lens(ticket: StepTicket, outcome: Outcome, plan: StepPlan) -> None:
     """The host knew the lengths all along."""
-    ticket.publish(seq_lens(plan, plan.kv_lens + plan.spans))
+    ticket.publish(lambda: seq_lens(plan, plan.kv_lens + plan.spans))
     ticket.complete(outcome)
 
 
 def _ends(plan: StepPlan) -> dict[int, int]:
     """Where each held row's history ends at most."""
+    if not len(plan.held_rows):
+        return {}
     held = np.isin(plan.rows, plan.held_rows)
     ends = (plan.kv_lens + plan.spans)[held]
     return {int(row): int(end) for row, end in zip(plan.held_rows, ends, strict=True)}

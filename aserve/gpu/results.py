@@ -6,6 +6,7 @@ step's event; the layout is fixed by host values, so nothing has to be asked of 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,8 +87,10 @@ class Tokens:
 
 def read_tokens(words: ArrayI32, layout: Layout, logits: LogitsPlan) -> Tokens | AserveError:
     """words: a packed array, int32. A row that could not be sampled is an error."""
-    sections = np.split(words, np.cumsum(layout.sizes))
-    tokens, counts, is_sound, chosen, top_ids, top_logprobs = sections[:6]
+    ends = list(itertools.accumulate(layout.sizes, initial=0))
+    tokens, counts, is_sound, chosen, top_ids, top_logprobs = (
+        words[start:end] for start, end in itertools.pairwise(ends)
+    )
     if not is_sound.all():
         row = int(np.repeat(logits.rows, logits.windows)[np.flatnonzero(is_sound == 0)[0]])
         return StepError(f"row {row}: no token can be drawn from its logits (NaN, or all banned)")

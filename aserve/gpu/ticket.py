@@ -7,7 +7,7 @@ there, by the callbacks that the waiter posts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from aserve.errors import BugError, StepError
 from aserve.messages import SampleResult, SeqLens, StepFailed, StepResult, array_i32
 
 Outcome = StepResult | SampleResult | StepFailed
+ReadLens = Callable[[], SeqLens]
 
 
 class StepTicket:
@@ -27,7 +28,7 @@ class StepTicket:
     def __init__(self, iteration: int, loop: asyncio.AbstractEventLoop) -> None:
         self.iteration = iteration
         self._outcome: asyncio.Future[Outcome] = loop.create_future()
-        self._lens: asyncio.Future[SeqLens | StepFailed] = loop.create_future()
+        self._lens: asyncio.Future[ReadLens | StepFailed] = loop.create_future()
 
     @property
     def outcome(self) -> asyncio.Future[Outcome]:
@@ -45,7 +46,8 @@ class StepTicket:
         # An awaiter that is cancelled must not cancel the others' future.
         return asyncio.shield(self._outcome).__await__()
 
-    def publish(self, lens: SeqLens | StepFailed) -> None:
+    def publish(self, lens: ReadLens | StepFailed) -> None:
+        """PERF: a function, because in most steps nobody asks for the lengths."""
         if not self._lens.done():
             self._lens.set_result(lens)
 
@@ -80,14 +82,14 @@ class RowTokens:
 class _PublishedLens:
     __slots__ = ("_lens",)
 
-    def __init__(self, lens: asyncio.Future[SeqLens | StepFailed]) -> None:
+    def __init__(self, lens: asyncio.Future[ReadLens | StepFailed]) -> None:
         self._lens = lens
 
     def __await__(self) -> Generator[Any, None, SeqLens]:
         lens = yield from asyncio.shield(self._lens).__await__()
         if isinstance(lens, StepFailed):
             raise StepError(lens.error.message)
-        return lens
+        return lens()
 
 
 def _tokens_of(result: StepResult | SampleResult, row: int) -> tuple[int, ...]:

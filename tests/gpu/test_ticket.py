@@ -56,7 +56,7 @@ async def test_a_ticket_can_be_awaited_by_many_and_one_that_leaves_takes_nobody_
 
 async def test_lengths_come_before_the_result_and_stay() -> None:
     step = ticket()
-    step.publish(LENS)
+    step.publish(lambda: LENS)
     assert await step.seq_lens == LENS
     step.complete(RESULT)
     assert await step.seq_lens == LENS
@@ -74,7 +74,7 @@ async def test_a_failure_is_a_value_of_the_ticket_and_an_error_of_its_parts() ->
 
 async def test_lengths_that_were_published_survive_a_late_failure() -> None:
     step = ticket()
-    step.publish(LENS)
+    step.publish(lambda: LENS)
     step.complete(FAILED)
     assert await step.seq_lens == LENS
 
