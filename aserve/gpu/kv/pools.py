@@ -87,7 +87,7 @@ class KvPools:
         former owner left there would go through the mask.
         """
         for pool in (self._keys[group], self._values[group]):
-            by_page = pool.view(pool.shape[0], self.num_pages[group], -1)
+            by_page = pool.unflatten(1, (self.num_pages[group], self.page_size))
             by_page.index_fill_(1, pages, 0)
 
     def slots(self, group: int, rows: Tensor, positions: Tensor) -> Tensor:
