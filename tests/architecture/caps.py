@@ -30,10 +30,16 @@ CORE_PATH = (
     "aserve/gpu/*",
     "aserve/http/*",
 )
-# Command line, options, the embedded form, loading, and what only looks on.
+MODELS = "aserve/gpu/models"
+# Command line, options, the embedded form, loading, the families after the first, and what only
+# looks on.
 BESIDE_THE_CORE = (
     *("aserve/cli.py", "aserve/config.py", "aserve/engine.py", "aserve/actors/replay.py"),
     *("aserve/observability/*", "aserve/gpu/weights/*", "aserve/gpu/graphs.py"),
+    *(f"{MODELS}/config.py", f"{MODELS}/fields.py", f"{MODELS}/rope_fields.py"),
+    *(f"{MODELS}/layer_kinds.py", f"{MODELS}/mistral.py", f"{MODELS}/qwen2.py"),
+    *(f"{MODELS}/qwen3.py", f"{MODELS}/gemma2.py", f"{MODELS}/gemma3.py", f"{MODELS}/phi3.py"),
+    *(f"{MODELS}/granite.py", f"{MODELS}/olmo2.py"),
     *("aserve/grammar/*", "aserve/tiny/*", "aserve/bench/*"),
 )
 

@@ -56,6 +56,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-yarn": ("Llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.5, **STRETCHED}}),
     "llama-llama3": ("Llama", {"rope_parameters": {**LLAMA3, "factor": 8.0, **STRETCHED}}),
     "llama-longrope": ("Llama", {"rope_parameters": {**LONG, **STRETCHED}}),
+    "mistral": ("Mistral", {"sliding_window": 24}),
+    "mistral-full": ("Mistral", {"sliding_window": None, "rope_theta": 1e6}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-sliding": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+    ),
     "qwen3": ("Qwen3", {}),
     "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True}),
     "qwen3-sliding": (

@@ -1,6 +1,6 @@
-"""Root mean square norm over the last dimension.
+"""Root mean square norm over the last dimensions.
 
-It knows nothing of what it norms: hidden states, or single heads (qk-norm).
+It knows nothing of what it norms: hidden states, single heads, or all heads of a token together.
 """
 
 from __future__ import annotations
@@ -13,10 +13,17 @@ class RmsNorm:
     __slots__ = ("eps", "shape", "weight")
 
     def __init__(self, weight: Tensor, *, eps: float) -> None:
-        self.weight = weight  # [dim]
+        self.weight = weight  # [dim], or [heads, head_dim] to norm over both
         self.eps = eps
         self.shape = tuple(weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [..., dim] -> the same shape and dtype; half types are summed in float32."""
-        return functional.rms_norm(x, self.shape, self.weight, self.eps)
+        """x [..., *weight's shape] -> the same shape and dtype.
+
+        Half types are summed in float32, and multiplied in the weight's dtype before they are
+        rounded.
+        """
+        if x.dtype == self.weight.dtype:
+            return functional.rms_norm(x, self.shape, self.weight, self.eps)
+        wide = x.to(self.weight.dtype)
+        return functional.rms_norm(wide, self.shape, self.weight, self.eps).to(x.dtype)

@@ -2,7 +2,7 @@
 
 It knows no configuration file and no cache. A frequency depends on the record and on the engine's
 max_model_len alone, never on a request: two requests that share a page of KV must have rotated it
-alike.
+alike. `rotary_dim` is how much of a head turns.
 """
 
 from __future__ import annotations
@@ -74,24 +74,24 @@ Rope: TypeAlias = DefaultRope | LinearRope | DynamicRope | YarnRope | Llama3Rope
 
 
 def inverse_frequencies(
-    rope: Rope, head_dim: int, *, max_model_len: int, dtype: torch.dtype
+    rope: Rope, rotary_dim: int, *, max_model_len: int, dtype: torch.dtype
 ) -> Tensor:
-    """[head_dim / 2] radians per position, on the CPU; `dtype` is float32 or float64."""
+    """[rotary_dim / 2] radians per position, on the CPU; `dtype` is float32 or float64."""
     match rope:
         case DefaultRope():
-            return _powers(rope.theta, head_dim, dtype=dtype)
+            return _powers(rope.theta, rotary_dim, dtype=dtype)
         case LinearRope():
-            return _powers(rope.theta, head_dim, dtype=dtype) / rope.factor
+            return _powers(rope.theta, rotary_dim, dtype=dtype) / rope.factor
         case DynamicRope():
-            return _powers(_grown_theta(rope, head_dim, max_model_len), head_dim, dtype=dtype)
+            return _powers(_grown_theta(rope, rotary_dim, max_model_len), rotary_dim, dtype=dtype)
         case YarnRope():
-            return _yarn(rope, head_dim, dtype=dtype)
+            return _yarn(rope, rotary_dim, dtype=dtype)
         case Llama3Rope():
-            return _llama3(rope, head_dim, dtype=dtype)
+            return _llama3(rope, rotary_dim, dtype=dtype)
         case LongRope():
             is_long = max_model_len > rope.original_len
             divisors = torch.tensor(rope.long_factor if is_long else rope.short_factor, dtype=dtype)
-            return 1.0 / (divisors * rope.theta ** _exponents(head_dim, dtype=dtype))
+            return 1.0 / (divisors * rope.theta ** _exponents(rotary_dim, dtype=dtype))
         case _:
             assert_never(rope)
 
@@ -107,38 +107,38 @@ def attention_factor(rope: Rope) -> float:
             assert_never(rope)
 
 
-def _exponents(head_dim: int, *, dtype: torch.dtype) -> Tensor:
-    return torch.arange(0, head_dim, 2).to(dtype) / head_dim
+def _exponents(rotary_dim: int, *, dtype: torch.dtype) -> Tensor:
+    return torch.arange(0, rotary_dim, 2).to(dtype) / rotary_dim
 
 
-def _powers(theta: float, head_dim: int, *, dtype: torch.dtype) -> Tensor:
-    return 1.0 / theta ** _exponents(head_dim, dtype=dtype)
+def _powers(theta: float, rotary_dim: int, *, dtype: torch.dtype) -> Tensor:
+    return 1.0 / theta ** _exponents(rotary_dim, dtype=dtype)
 
 
-def _grown_theta(rope: DynamicRope, head_dim: int, max_model_len: int) -> float:
+def _grown_theta(rope: DynamicRope, rotary_dim: int, max_model_len: int) -> float:
     stretch = max(max_model_len, rope.original_len) / rope.original_len
     growth = rope.factor * stretch - (rope.factor - 1.0)
-    return float(rope.theta * growth ** (head_dim / (head_dim - 2)))
+    return float(rope.theta * growth ** (rotary_dim / (rotary_dim - 2)))
 
 
-def _yarn(rope: YarnRope, head_dim: int, *, dtype: torch.dtype) -> Tensor:
+def _yarn(rope: YarnRope, rotary_dim: int, *, dtype: torch.dtype) -> Tensor:
     def index_of(num_rotations: float) -> float:
         """Which frequency turns that often within the original length."""
         wavelength = rope.original_len / (num_rotations * 2 * math.pi)
-        return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+        return rotary_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
     low, high = index_of(rope.beta_fast), index_of(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
     width = high - low if high != low else 0.001
-    slowed = ((torch.arange(head_dim // 2).to(dtype) - low) / width).clamp(0, 1)
-    fast = _powers(rope.theta, head_dim, dtype=dtype)
+    slowed = ((torch.arange(rotary_dim // 2).to(dtype) - low) / width).clamp(0, 1)
+    fast = _powers(rope.theta, rotary_dim, dtype=dtype)
     return fast / rope.factor * slowed + fast * (1 - slowed)
 
 
-def _llama3(rope: Llama3Rope, head_dim: int, *, dtype: torch.dtype) -> Tensor:
-    fast = _powers(rope.theta, head_dim, dtype=dtype)
+def _llama3(rope: Llama3Rope, rotary_dim: int, *, dtype: torch.dtype) -> Tensor:
+    fast = _powers(rope.theta, rotary_dim, dtype=dtype)
     rotations = rope.original_len * fast / (2 * math.pi)
     kept = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     kept = kept.clamp(0, 1)

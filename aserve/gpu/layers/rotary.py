@@ -1,7 +1,8 @@
 """Rotary positions: a table of cosines and sines, and the rotation of heads by it.
 
 It knows no configuration and no request; the table is written once, when the model is built. Halves
-are paired as in neox: element i turns with element i + head_dim / 2.
+are paired as in neox: element i turns with element i + rotary_dim / 2. Elements of a head from
+rotary_dim on don't turn.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ class Rotation:
     __slots__ = ("cos", "half", "sin")
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
-        """cos, sin: [tokens, head_dim / 2], in the model's dtype."""
+        """cos, sin: [tokens, rotary_dim / 2], in the model's dtype."""
         self.half = cos.shape[-1]
-        self.cos = torch.cat((cos, cos), dim=-1).unsqueeze(1)  # [tokens, 1, head_dim]
+        self.cos = torch.cat((cos, cos), dim=-1).unsqueeze(1)  # [tokens, 1, rotary_dim]
         self.sin = torch.cat((-sin, sin), dim=-1).unsqueeze(1)
 
     def __call__(self, heads: Tensor) -> Tensor:
         """heads [tokens, heads, head_dim] -> a new tensor of the same shape."""
-        # Rolling by half a head puts each element's partner in its place; the sign is in `sin`.
-        return torch.addcmul(heads * self.cos, heads.roll(self.half, dims=-1), self.sin)
+        turning, still = heads[..., : 2 * self.half], heads[..., 2 * self.half :]
+        # Rolling by half puts each element's partner in its place; the sign is in `sin`.
+        turned = torch.addcmul(turning * self.cos, turning.roll(self.half, dims=-1), self.sin)
+        return torch.cat((turned, still), dim=-1) if still.shape[-1] else turned
 
 
 class Rotary:
@@ -35,17 +38,19 @@ class Rotary:
     def __init__(
         self,
         rope: Rope,
-        head_dim: int,
+        rotary_dim: int,
         *,
         max_model_len: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         exact = torch.float64 if dtype == torch.float64 else torch.float32
-        frequencies = inverse_frequencies(rope, head_dim, max_model_len=max_model_len, dtype=exact)
+        frequencies = inverse_frequencies(
+            rope, rotary_dim, max_model_len=max_model_len, dtype=exact
+        )
         angles = torch.outer(torch.arange(max_model_len).to(exact), frequencies)
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor(rope)
-        self.table = table.to(device, dtype)  # [max_model_len, head_dim]: cosines, then sines
+        self.table = table.to(device, dtype)  # [max_model_len, rotary_dim]: cosines, then sines
 
     def at(self, positions: Tensor) -> Rotation:
         """positions: int64 [tokens], below max_model_len."""

@@ -1,25 +1,28 @@
 """A model's configuration, read from config.json and validated.
 
-It knows the names that the families share, in both dialects; what one family makes of them is in
-its own file. It reads no weights.
+It knows the names that the families share, in both dialects; what one family makes of them, and
+names that only it has, are in its own file. It reads no weights.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
 from aserve.errors import ConfigError
+from aserve.gpu.layers.activation import ACTIVATIONS
 from aserve.gpu.layers.rope import Rope
 from aserve.gpu.models.fields import Fields
-from aserve.gpu.models.rope_fields import longest_context, parse_rope
+from aserve.gpu.models.layer_kinds import FULL, SLIDING
+from aserve.gpu.models.rope_fields import longest_context, parse_rope, rotary_part
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
-class ModelConfig(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
     architecture: str
     vocab_size: int
     hidden_size: int
@@ -28,14 +31,17 @@ class ModelConfig(msgspec.Struct, frozen=True):
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rotary_dim: int  # the elements of a head that turn with its position
     max_position_embeddings: int
     rms_norm_eps: float
+    activation: str
     rope: Rope
+    sliding_rope: Rope  # of layers with a window
     tie_word_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
-    windows: tuple[int | None, ...]  # per layer, as the file has them; a family may not have any
     dtype: str | None  # the checkpoint's, if it says so
+    fields: Fields = field(compare=False, repr=False)  # all that the file says
 
     def context_len(self, asked: int | None) -> int:
         """The engine's max_model_len: what was asked for, if the positions reach that far."""
@@ -49,7 +55,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
         return asked
 
 
-def read_config(model_dir: Path) -> ModelConfig:
+def read_fields(model_dir: Path) -> Fields:
     path = model_dir / "config.json"
     try:
         values = json.loads(path.read_bytes())
@@ -59,45 +65,66 @@ def read_config(model_dir: Path) -> ModelConfig:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no JSON object")
-    return parse_config(values, source=str(path))
+    return Fields(values, source=str(path))
 
 
-def parse_config(values: dict[str, object], *, source: str) -> ModelConfig:
-    outer = Fields(values, source=source)
-    architectures = outer.texts("architectures")
+def architecture_of(fields: Fields) -> str:
+    architectures = fields.texts("architectures")
     if len(architectures) != 1:
-        outer.refuse("architectures", expected="a list of one name")
-    fields = outer.merged_with("text_config")
+        fields.refuse("architectures", expected="a list of one name")
+    return architectures[0]
+
+
+def parse_config(file: Fields, *, defaults: Mapping[str, object]) -> ModelConfig:
+    """`defaults` are the family's, for what the file leaves out."""
+    fields = file.merged_with("text_config").over(defaults)
     _refuse_unsupported(fields)
     num_heads = fields.integer("num_attention_heads")
     head_dim = _head_dim(fields, num_heads)
+    rotary_dim = _rotary_dim(fields, head_dim)
     max_position_embeddings = fields.integer("max_position_embeddings")
-    num_layers = fields.integer("num_hidden_layers")
+
+    def rope_of(kind: str) -> Rope:
+        return parse_rope(
+            fields, kind, rotary_dim=rotary_dim, max_position_embeddings=max_position_embeddings
+        )
+
     return ModelConfig(
-        architecture=architectures[0],
+        architecture=architecture_of(file),
         vocab_size=fields.integer("vocab_size"),
         hidden_size=fields.integer("hidden_size"),
         intermediate_size=fields.integer("intermediate_size"),
-        num_layers=num_layers,
+        num_layers=fields.integer("num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=_num_kv_heads(fields, num_heads),
         head_dim=head_dim,
+        rotary_dim=rotary_dim,
         max_position_embeddings=max_position_embeddings,
         rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
-        rope=parse_rope(fields, head_dim=head_dim, max_position_embeddings=max_position_embeddings),
+        activation=_activation(fields),
+        rope=rope_of(FULL),
+        sliding_rope=rope_of(SLIDING),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         attention_bias=fields.flag("attention_bias"),
         mlp_bias=fields.flag("mlp_bias"),
-        windows=_windows(fields, num_layers),
         dtype=_dtype(fields),
+        fields=fields,
     )
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    if fields.text("hidden_act", default="silu") != "silu":
-        fields.refuse("hidden_act", expected="silu")
     if fields.has("quantization_config"):
         fields.refuse("quantization_config", expected="none: quantized checkpoints are unsupported")
+    if fields.flag("use_bidirectional_attention"):
+        fields.refuse("use_bidirectional_attention", expected="false: a token sees no later ones")
+
+
+def _activation(fields: Fields) -> str:
+    name = "hidden_activation" if fields.has("hidden_activation") else "hidden_act"
+    activation = fields.text(name, default="silu")
+    if activation not in ACTIVATIONS:
+        fields.refuse(name, expected=" or ".join(ACTIVATIONS))
+    return activation
 
 
 def _head_dim(fields: Fields, num_heads: int) -> int:
@@ -110,25 +137,21 @@ def _head_dim(fields: Fields, num_heads: int) -> int:
     return head_dim
 
 
+def _rotary_dim(fields: Fields, head_dim: int) -> int:
+    rotary_dim = int(head_dim * rotary_part(fields))
+    if rotary_dim < 4 or rotary_dim % 2:
+        raise ConfigError(
+            f"{fields.source}: partial_rotary_factor turns {rotary_dim} of {head_dim} elements; "
+            "expected an even number of at least 4"
+        )
+    return rotary_dim
+
+
 def _num_kv_heads(fields: Fields, num_heads: int) -> int:
     num_kv_heads = fields.integer("num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
         fields.refuse("num_key_value_heads", expected=f"a divisor of {num_heads} attention heads")
     return num_kv_heads
-
-
-def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-    """`layer_types` says which layers slide; without it those from `max_window_layers` on do."""
-    if not fields.flag("use_sliding_window"):
-        return (None,) * num_layers
-    window = fields.integer("sliding_window")
-    if not fields.has("layer_types"):
-        num_full = fields.integer("max_window_layers", minimum=0)
-        return tuple(None if index < num_full else window for index in range(num_layers))
-    kinds = fields.texts("layer_types", length=num_layers)
-    if not {*kinds} <= {"full_attention", "sliding_attention"}:
-        fields.refuse("layer_types", expected="full_attention or sliding_attention for each layer")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _dtype(fields: Fields) -> str | None:

@@ -1,4 +1,5 @@
-"""The decoder of the Llama family: pre-norm attention with rotary positions, then a gated MLP.
+"""The decoder of the Llama family and its many relatives: attention with rotary positions, then a
+gated MLP, each with its norms.
 
 Single-device mathematics: it knows no pages, batches, devices or shards, and no family by name:
 what differs between them is in `DecoderSpec`. Its weights are set while it is built, and never
@@ -7,37 +8,42 @@ change.
 
 from __future__ import annotations
 
-import msgspec
+import math
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from aserve.errors import ConfigError
+from aserve.gpu.layers.activation import ACTIVATIONS
 from aserve.gpu.layers.gated_mlp import GatedMlp
 from aserve.gpu.layers.linear import LinearOp
 from aserve.gpu.layers.norm import RmsNorm
+from aserve.gpu.layers.rope import Rope
 from aserve.gpu.layers.rotary import Rotary, Rotation
 from aserve.gpu.models.attend import Attend
 from aserve.gpu.models.config import ModelConfig
+from aserve.gpu.models.decoder_spec import DecoderSpec
 from aserve.gpu.models.hidden_capture import HiddenCapture
 from aserve.gpu.models.layer_spec import LayerSpec
 from aserve.gpu.weights.source import WeightSource
 
-
-class DecoderSpec(msgspec.Struct, frozen=True):
-    config: ModelConfig
-    windows: tuple[int | None, ...]  # per layer
-    has_qk_norm: bool = False
+Norm: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class Decoder:
     """A `CausalModel`."""
 
     __slots__ = (
+        "_embedding_factor",
         "_embeddings",
         "_head",
         "_layers",
         "_norm",
-        "_rotary",
+        "_rotaries",
+        "_spec",
         "dtype",
         "hidden_size",
         "layers",
@@ -47,23 +53,33 @@ class Decoder:
 
     def __init__(self, spec: DecoderSpec, weights: WeightSource, *, max_model_len: int) -> None:
         config = spec.config
+        _refuse_partial_rotary(spec)
+        self._spec = spec
         self.vocab_size = config.vocab_size
         self.hidden_size = config.hidden_size
         self.max_model_len = max_model_len
         self.dtype = weights.dtype
         self.layers = _layer_specs(spec)
-        self._rotary = Rotary(
-            config.rope,
-            config.head_dim,
-            max_model_len=max_model_len,
-            dtype=weights.dtype,
-            device=weights.device,
+        ropes = tuple(dict.fromkeys(_rope(config, layer) for layer in self.layers))
+        self._rotaries = tuple(
+            Rotary(
+                rope,
+                config.rotary_dim,
+                max_model_len=max_model_len,
+                dtype=weights.dtype,
+                device=weights.device,
+            )
+            for rope in ropes
         )
         self._embeddings = weights.tensor(
             "model.embed_tokens.weight", (config.vocab_size, config.hidden_size)
         )
-        self._layers = tuple(_Layer(layer, spec, weights) for layer in self.layers)
-        self._norm = _norm(weights, "model.norm", config.hidden_size, spec)
+        self._embedding_factor = _embedding_factor(spec, weights.dtype)
+        self._layers = tuple(
+            _Layer(layer, spec, weights, rotary=ropes.index(_rope(config, layer)))
+            for layer in self.layers
+        )
+        self._norm = _norm(weights, "model.norm", (config.hidden_size,), spec)
         self._head = _head(config, self._embeddings, weights)
 
     def forward(
@@ -74,10 +90,10 @@ class Decoder:
         *,
         capture: HiddenCapture | None = None,
     ) -> Tensor:
-        rotation = self._rotary.at(positions)
-        hidden = functional.embedding(input_ids, self._embeddings)
+        rotations = [rotary.at(positions) for rotary in self._rotaries]
+        hidden = self._embed(input_ids)
         for layer in self._layers:
-            hidden = layer(hidden, rotation, attend)
+            hidden = layer(hidden, rotations[layer.rotary], attend)
             if capture is not None and layer.spec.index in capture.layer_ids:
                 capture.layers.append(hidden)
         if capture is not None and capture.wants_before_norm:
@@ -86,45 +102,81 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits = self._head(hidden)
-        return logits if self.dtype == torch.float64 else logits.float()
+        if self.dtype != torch.float64:
+            logits = logits.float()
+        if self._spec.logit_divisor != 1.0:
+            logits = logits / self._spec.logit_divisor
+        if (cap := self._spec.logit_softcap) is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    def _embed(self, input_ids: Tensor) -> Tensor:
+        hidden = functional.embedding(input_ids, self._embeddings)
+        return hidden if self._embedding_factor == 1.0 else hidden * self._embedding_factor
 
 
 class _Layer:
-    __slots__ = ("attention", "input_norm", "mlp", "mlp_norm", "spec")
+    __slots__ = (
+        "after_attention",
+        "after_mlp",
+        "attention",
+        "before_attention",
+        "before_mlp",
+        "mlp",
+        "residual_scale",
+        "rotary",
+        "spec",
+    )
 
-    def __init__(self, layer: LayerSpec, spec: DecoderSpec, weights: WeightSource) -> None:
+    def __init__(
+        self, layer: LayerSpec, spec: DecoderSpec, weights: WeightSource, *, rotary: int
+    ) -> None:
         prefix = f"model.layers.{layer.index}"
-        hidden_size = spec.config.hidden_size
+
+        def norm(name: str | None) -> Norm:
+            if name is None:
+                return _unchanged
+            return _norm(weights, f"{prefix}.{name}", (spec.config.hidden_size,), spec)
+
         self.spec = layer
-        self.input_norm = _norm(weights, f"{prefix}.input_layernorm", hidden_size, spec)
+        self.rotary = rotary  # which of the decoder's
+        self.residual_scale = spec.residual_scale
+        self.before_attention = norm(spec.norms.before_attention)
         self.attention = _Attention(layer, spec, weights)
-        self.mlp_norm = _norm(weights, f"{prefix}.post_attention_layernorm", hidden_size, spec)
-        self.mlp = _mlp(f"{prefix}.mlp", spec.config, weights)
+        self.after_attention = norm(spec.norms.after_attention)
+        self.before_mlp = norm(spec.norms.before_mlp)
+        self.mlp = _mlp(f"{prefix}.mlp", spec, weights)
+        self.after_mlp = norm(spec.norms.after_mlp)
 
     def __call__(self, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        hidden = hidden + self.attention(self.input_norm(hidden), rotation, attend)
-        return hidden + self.mlp(self.mlp_norm(hidden))
+        attended = self.attention(self.before_attention(hidden), rotation, attend)
+        hidden = self._joined(hidden, self.after_attention(attended))
+        return self._joined(hidden, self.after_mlp(self.mlp(self.before_mlp(hidden))))
+
+    def _joined(self, hidden: Tensor, added: Tensor) -> Tensor:
+        return torch.add(hidden, added, alpha=self.residual_scale)
 
 
 class _Attention:
     __slots__ = ("heads_norm", "layer", "out", "qkv")
 
     def __init__(self, layer: LayerSpec, spec: DecoderSpec, weights: WeightSource) -> None:
-        config = spec.config
+        hidden_size = spec.config.hidden_size
         prefix = f"model.layers.{layer.index}.self_attn"
         q_size = layer.num_heads * layer.head_dim
         kv_size = layer.num_kv_heads * layer.head_dim
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        if spec.has_joined_weights:
+            parts = {"qkv_proj": q_size + 2 * kv_size}
         self.layer = layer
         self.qkv = weights.linear(
-            {f"{prefix}.q_proj": q_size, f"{prefix}.k_proj": kv_size, f"{prefix}.v_proj": kv_size},
-            in_features=config.hidden_size,
-            bias=config.attention_bias,
+            _below(prefix, parts), in_features=hidden_size, bias=spec.biases.qkv
         )
-        self.heads_norm = _HeadsNorm(layer, spec, weights) if spec.has_qk_norm else None
+        self.heads_norm = None
+        if spec.qk_norm is not None:
+            self.heads_norm = _HeadsNorm(layer, spec, weights, is_joint=spec.qk_norm.is_joint)
         self.out = weights.linear(
-            {f"{prefix}.o_proj": config.hidden_size},
-            in_features=q_size,
-            bias=config.attention_bias,
+            {f"{prefix}.o_proj": hidden_size}, in_features=q_size, bias=spec.biases.attention_out
         )
 
     def __call__(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
@@ -142,15 +194,21 @@ class _Attention:
 
 
 class _HeadsNorm:
-    """Norms each query head and each key head, with one weight for queries and one for keys."""
+    """Norms queries and keys, with one weight for queries and one for keys: each head by itself, or
+    all heads of a token together."""
 
     __slots__ = ("k_norm", "num_heads", "q_norm")
 
-    def __init__(self, layer: LayerSpec, spec: DecoderSpec, weights: WeightSource) -> None:
-        prefix = f"model.layers.{layer.index}.self_attn"
+    def __init__(
+        self, layer: LayerSpec, spec: DecoderSpec, weights: WeightSource, *, is_joint: bool
+    ) -> None:
+        def norm(name: str, num_heads: int) -> RmsNorm:
+            shape = (num_heads, layer.head_dim) if is_joint else (layer.head_dim,)
+            return _norm(weights, f"model.layers.{layer.index}.self_attn.{name}", shape, spec)
+
         self.num_heads = layer.num_heads
-        self.q_norm = _norm(weights, f"{prefix}.q_norm", layer.head_dim, spec)
-        self.k_norm = _norm(weights, f"{prefix}.k_norm", layer.head_dim, spec)
+        self.q_norm = norm("q_norm", layer.num_heads)
+        self.k_norm = norm("k_norm", layer.num_kv_heads)
 
     def __call__(self, heads: Tensor) -> Tensor:
         """heads [tokens, q + k, head_dim] -> the same shape."""
@@ -158,36 +216,56 @@ class _HeadsNorm:
         return torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
 
 
+def _embedding_factor(spec: DecoderSpec, dtype: torch.dtype) -> float:
+    scale = spec.embedding_scale
+    return float(torch.tensor(scale.factor, dtype=dtype)) if scale.is_rounded else scale.factor
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
 def _layer_specs(spec: DecoderSpec) -> tuple[LayerSpec, ...]:
     config = spec.config
+    scale = config.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
     return tuple(
         LayerSpec(
             index=index,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            scale=config.head_dim**-0.5,
+            scale=scale,
             window=window,
+            softcap=spec.attention_softcap,
         )
         for index, window in enumerate(spec.windows)
     )
 
 
-def _norm(weights: WeightSource, name: str, size: int, spec: DecoderSpec) -> RmsNorm:
-    return RmsNorm(weights.tensor(f"{name}.weight", (size,)), eps=spec.config.rms_norm_eps)
+def _rope(config: ModelConfig, layer: LayerSpec) -> Rope:
+    return config.rope if layer.window is None else config.sliding_rope
 
 
-def _mlp(prefix: str, config: ModelConfig, weights: WeightSource) -> GatedMlp:
-    size = config.intermediate_size
-    gate_up = weights.linear(
-        {f"{prefix}.gate_proj": size, f"{prefix}.up_proj": size},
-        in_features=config.hidden_size,
-        bias=config.mlp_bias,
-    )
+def _norm(weights: WeightSource, name: str, shape: tuple[int, ...], spec: DecoderSpec) -> RmsNorm:
+    """`shape`: what is normed together; the checkpoint has it flat."""
+    weight = weights.tensor(f"{name}.weight", (math.prod(shape),), offset=spec.norm_offset)
+    return RmsNorm(weight.view(shape), eps=spec.config.rms_norm_eps)
+
+
+def _mlp(prefix: str, spec: DecoderSpec, weights: WeightSource) -> GatedMlp:
+    hidden_size, size = spec.config.hidden_size, spec.config.intermediate_size
+    parts = {"gate_proj": size, "up_proj": size}
+    if spec.has_joined_weights:
+        parts = {"gate_up_proj": 2 * size}
+    gate_up = weights.linear(_below(prefix, parts), in_features=hidden_size, bias=spec.biases.mlp)
     down = weights.linear(
-        {f"{prefix}.down_proj": config.hidden_size}, in_features=size, bias=config.mlp_bias
+        {f"{prefix}.down_proj": hidden_size}, in_features=size, bias=spec.biases.mlp
     )
-    return GatedMlp(gate_up, down)
+    return GatedMlp(gate_up, down, ACTIVATIONS[spec.config.activation])
+
+
+def _below(prefix: str, parts: Mapping[str, int]) -> dict[str, int]:
+    return {f"{prefix}.{name}": num_rows for name, num_rows in parts.items()}
 
 
 def _head(config: ModelConfig, embeddings: Tensor, weights: WeightSource) -> LinearOp:
@@ -196,3 +274,12 @@ def _head(config: ModelConfig, embeddings: Tensor, weights: WeightSource) -> Lin
     return weights.linear(
         {"lm_head": config.vocab_size}, in_features=config.hidden_size, bias=False
     )
+
+
+def _refuse_partial_rotary(spec: DecoderSpec) -> None:
+    config = spec.config
+    if config.rotary_dim != config.head_dim and not spec.has_partial_rotary:
+        raise ConfigError(
+            f"{config.fields.source}: partial_rotary_factor turns {config.rotary_dim} of "
+            f"{config.head_dim} elements; {config.architecture} turns whole heads"
+        )

@@ -16,13 +16,11 @@ T = TypeVar("T")
 
 
 class Fields:
-    __slots__ = ("_source", "_values")
+    __slots__ = ("_values", "source")
 
     def __init__(self, values: Mapping[str, object], *, source: str) -> None:
         self._values = values
-        self._source = (
-            source  # for messages: "path/config.json" or "path/config.json: rope_scaling"
-        )
+        self.source = source  # for messages: "path/config.json" or "path/config.json: rope_scaling"
 
     def has(self, name: str) -> bool:
         return self._values.get(name) is not None
@@ -58,7 +56,7 @@ class Fields:
         values = self._get(name, None)
         if not isinstance(values, list) or len(values) != length:
             self.refuse(name, expected=f"a list of {length} positive numbers")
-        return tuple(Fields({name: value}, source=self._source).number(name) for value in values)
+        return tuple(Fields({name: value}, source=self.source).number(name) for value in values)
 
     def texts(self, name: str, *, length: int | None = None) -> tuple[str, ...]:
         values = self._get(name, None)
@@ -72,17 +70,21 @@ class Fields:
 
     def section(self, name: str) -> Fields:
         """An absent section is an empty one."""
-        return Fields(self._mapping(name), source=f"{self._source}: {name}")
+        return Fields(self._mapping(name), source=f"{self.source}: {name}")
 
     def merged_with(self, name: str) -> Fields:
         """The fields of section `name` over those beside it."""
         inner = {key: value for key, value in self._mapping(name).items() if value is not None}
-        return Fields({**self._values, **inner}, source=self._source)
+        return Fields({**self._values, **inner}, source=self.source)
+
+    def over(self, defaults: Mapping[str, object]) -> Fields:
+        """These fields over `defaults`, which count where a name is not there at all."""
+        return Fields({**defaults, **self._values}, source=self.source)
 
     def refuse(self, name: str, *, expected: str) -> NoReturn:
         value = self._values.get(name)
         found = "is missing" if value is None else f"is {_shortened(value)}"
-        raise ConfigError(f"{self._source}: {name} {found}; expected {expected}")
+        raise ConfigError(f"{self.source}: {name} {found}; expected {expected}")
 
     def _get(self, name: str, default: T) -> object | T:
         value = self._values.get(name)

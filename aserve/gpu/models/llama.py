@@ -7,10 +7,13 @@ the reference.
 from __future__ import annotations
 
 from aserve.gpu.models.config import ModelConfig
-from aserve.gpu.models.decoder import Decoder, DecoderSpec
-from aserve.gpu.weights.source import WeightSource
+from aserve.gpu.models.decoder_spec import Biases, DecoderSpec
 
 
-def build_llama(config: ModelConfig, weights: WeightSource, *, max_model_len: int) -> Decoder:
-    spec = DecoderSpec(config, windows=(None,) * config.num_layers)
-    return Decoder(spec, weights, max_model_len=max_model_len)
+def llama(config: ModelConfig) -> DecoderSpec:
+    bias = config.attention_bias
+    return DecoderSpec(
+        config,
+        windows=(None,) * config.num_layers,
+        biases=Biases(qkv=bias, attention_out=bias, mlp=config.mlp_bias),
+    )

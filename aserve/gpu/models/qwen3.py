@@ -1,5 +1,5 @@
-"""Qwen3: the shared decoder with normed queries and keys, and windows in some layers if the file
-says so.
+"""Qwen3: a norm for each query and key head, and windows in the upper layers if the file switches
+them on.
 
 It knows no other family.
 """
@@ -7,10 +7,17 @@ It knows no other family.
 from __future__ import annotations
 
 from aserve.gpu.models.config import ModelConfig
-from aserve.gpu.models.decoder import Decoder, DecoderSpec
-from aserve.gpu.weights.source import WeightSource
+from aserve.gpu.models.decoder_spec import Biases, DecoderSpec, QkNorm
+from aserve.gpu.models.layer_kinds import switched_windows
+
+DEFAULTS = {"head_dim": 128, "sliding_window": 4096, "max_window_layers": 28}
 
 
-def build_qwen3(config: ModelConfig, weights: WeightSource, *, max_model_len: int) -> Decoder:
-    spec = DecoderSpec(config, windows=config.windows, has_qk_norm=True)
-    return Decoder(spec, weights, max_model_len=max_model_len)
+def qwen3(config: ModelConfig) -> DecoderSpec:
+    bias = config.attention_bias
+    return DecoderSpec(
+        config,
+        windows=switched_windows(config.fields),
+        biases=Biases(qkv=bias, attention_out=bias),
+        qk_norm=QkNorm(),
+    )

@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from aserve.errors import ConfigError
+from aserve.gpu.models import llama, mistral, qwen2, qwen3
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.models.config import ModelConfig
-from aserve.gpu.models.llama import build_llama
-from aserve.gpu.models.qwen3 import build_qwen3
+from aserve.gpu.models.decoder import Decoder
+from aserve.gpu.models.decoder_spec import DecoderSpec
 from aserve.gpu.weights.source import WeightSource
 
 
 class Family(Protocol):
-    def __call__(
+    @property
+    def defaults(self) -> Mapping[str, object]:
+        """What its reference assumes where config.json leaves a name out (null is not absent)."""
+
+    def build(
         self, config: ModelConfig, weights: WeightSource, *, max_model_len: int
     ) -> CausalModel: ...
 
 
+@dataclass(frozen=True, slots=True)
+class DecoderFamily:
+    """A family of the shared decoder: all that is its own is a record of values."""
+
+    spec: Callable[[ModelConfig], DecoderSpec]
+    defaults: Mapping[str, object] = field(default_factory=dict)
+
+    def build(self, config: ModelConfig, weights: WeightSource, *, max_model_len: int) -> Decoder:
+        return Decoder(self.spec(config), weights, max_model_len=max_model_len)
+
+
 FAMILIES: Mapping[str, Family] = {
-    "LlamaForCausalLM": build_llama,
-    "Qwen3ForCausalLM": build_qwen3,
+    "LlamaForCausalLM": DecoderFamily(llama.llama),
+    "MistralForCausalLM": DecoderFamily(mistral.mistral, mistral.DEFAULTS),
+    "Qwen2ForCausalLM": DecoderFamily(qwen2.qwen2, qwen2.DEFAULTS),
+    "Qwen3ForCausalLM": DecoderFamily(qwen3.qwen3, qwen3.DEFAULTS),
 }
 
 

@@ -1,7 +1,8 @@
 """Reads the rotary part of a configuration, in both dialects.
 
 The older one has `rope_theta` beside `rope_scaling` (with `type` or `rope_type`), the newer one has
-all of it in `rope_parameters`. Defaults are resolved here: the records that come out are complete.
+all of it in `rope_parameters`, once or for each kind of layer. Defaults are resolved here: the
+records that come out are complete.
 """
 
 from __future__ import annotations
@@ -18,21 +19,37 @@ from aserve.gpu.layers.rope import (
     YarnRope,
 )
 from aserve.gpu.models.fields import Fields
+from aserve.gpu.models.layer_kinds import LAYER_KINDS, SLIDING
 
 SUPPORTED = "default, linear, dynamic, yarn, llama3, longrope"
 DEFAULT_THETA = 10_000.0
-LAYER_KINDS = ("full_attention", "sliding_attention")
+THETA = "rope_theta"
+LOCAL_THETA = "rope_local_base_freq"  # of sliding layers, in the older dialect
+PARTIAL = "partial_rotary_factor"
 
 
-def parse_rope(fields: Fields, *, head_dim: int, max_position_embeddings: int) -> Rope:
-    rope = fields.section("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")
-    _refuse_partial(fields)
-    _refuse_partial(rope)
-    _refuse_kinds_of_layers(rope)
-    theta = _theta(fields, rope)
-    kind = rope.text("rope_type", default=rope.text("type", default="default"))
+def rotary_part(fields: Fields) -> float:
+    """How much of each head turns, more than 0 and at most 1."""
+    section = _section(fields)
+    holder = section if section.has(PARTIAL) else fields
+    part = holder.number(PARTIAL, default=1.0)
+    if part > 1:
+        holder.refuse(PARTIAL, expected="at most 1.0")
+    return part
+
+
+def parse_rope(fields: Fields, kind: str, *, rotary_dim: int, max_position_embeddings: int) -> Rope:
+    """Of the layers of this kind: they have parameters of their own in some files."""
+    section = _section(fields)
+    is_nested = any(section.has(name) for name in LAYER_KINDS)
+    has_own_theta = kind == SLIDING and fields.has(LOCAL_THETA)
+    rope = section.section(kind) if is_nested or has_own_theta else section
+    if is_nested and rope.number(PARTIAL, default=1.0) != 1.0:
+        rope.refuse(PARTIAL, expected="1.0: parts that differ between layers are unsupported")
+    theta = _theta(fields, rope, beside=LOCAL_THETA if has_own_theta else THETA)
+    kind_of_rope = rope.text("rope_type", default=rope.text("type", default="default"))
     trained_len = _original_len(fields, rope, default=max_position_embeddings)
-    match kind:
+    match kind_of_rope:
         case "default":
             return DefaultRope(theta)
         case "linear":
@@ -43,9 +60,9 @@ def parse_rope(fields: Fields, *, head_dim: int, max_position_embeddings: int) -
             return _yarn(rope, theta, trained_len, max_position_embeddings=max_position_embeddings)
         case "llama3":
             return _llama3(rope, theta, trained_len)
-        case "longrope":
+        case "longrope" | "su":  # "su" is its name in the first checkpoints
             ratio = max_position_embeddings / trained_len
-            return _longrope(rope, theta, trained_len, ratio=ratio, half=head_dim // 2)
+            return _longrope(rope, theta, trained_len, ratio=ratio, half=rotary_dim // 2)
         case _:
             rope.refuse("rope_type" if rope.has("rope_type") else "type", expected=SUPPORTED)
 
@@ -63,23 +80,17 @@ def longest_context(rope: Rope, max_position_embeddings: int) -> int:
             return max_position_embeddings
 
 
-def _theta(fields: Fields, rope: Fields) -> float:
-    holder = rope if rope.has("rope_theta") else fields
-    theta = holder.number("rope_theta", default=DEFAULT_THETA)
+def _section(fields: Fields) -> Fields:
+    return fields.section("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")
+
+
+def _theta(fields: Fields, rope: Fields, *, beside: str) -> float:
+    """In the rotary section, or beside it under a name of its kind of layers."""
+    holder, name = (rope, THETA) if rope.has(THETA) else (fields, beside)
+    theta = holder.number(name, default=DEFAULT_THETA)
     if theta <= 1:
-        holder.refuse("rope_theta", expected="more than 1")
+        holder.refuse(name, expected="more than 1")
     return theta
-
-
-def _refuse_kinds_of_layers(rope: Fields) -> None:
-    for kind in LAYER_KINDS:
-        if rope.has(kind):
-            rope.refuse(kind, expected="the same rotary parameters for all layers")
-
-
-def _refuse_partial(fields: Fields) -> None:
-    if fields.number("partial_rotary_factor", default=1.0) != 1.0:
-        fields.refuse("partial_rotary_factor", expected="1.0, as in every family supported here")
 
 
 def _original_len(fields: Fields, rope: Fields, *, default: int) -> int:

@@ -38,7 +38,8 @@ class DummyWeights:
         self._total_bytes = total_bytes
         self._done_bytes = 0
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...], *, offset: float = 0.0) -> Tensor:
+        """What stands for a sum: the offset is in it already."""
         return self._drawn(name, shape)
 
     def linear(self, parts: Mapping[str, int], *, in_features: int, bias: bool) -> LinearOp:

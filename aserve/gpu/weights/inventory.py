@@ -30,7 +30,7 @@ class Inventory:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.copies: dict[str, tuple[int, ...]] = {}  # of tied weights: may be there, need not
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...], *, offset: float = 0.0) -> Tensor:
         self.shapes[name] = shape
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 

@@ -13,7 +13,7 @@ import torch
 
 from aserve.errors import ConfigError
 from aserve.gpu.models.causal_model import CausalModel
-from aserve.gpu.models.config import ModelConfig, read_config
+from aserve.gpu.models.config import ModelConfig, architecture_of, parse_config, read_fields
 from aserve.gpu.models.registry import find_family
 from aserve.gpu.weights.checkpoint import Checkpoint
 from aserve.gpu.weights.dummy import DummyWeights
@@ -46,26 +46,27 @@ def load_model(
 
     `on_progress` is called on this thread.
     """
-    config = read_config(model_dir)
-    build = find_family(config.architecture)
+    fields = read_fields(model_dir)
+    family = find_family(architecture_of(fields))
+    config = parse_config(fields, defaults=family.defaults)
     context_len = config.context_len(max_model_len)
     model_dtype = resolve_dtype(dtype, config, device=target.device)
     inventory = Inventory(model_dtype)
-    build(config, inventory, max_model_len=1)  # no position is ever looked up in this one
+    family.build(config, inventory, max_model_len=1)  # no position is ever looked up in this one
     total_bytes = inventory.size_bytes
     if load_format == "dummy":
         target.check_room(total_bytes, model_dtype)
         dummy = DummyWeights(
             target, dtype=model_dtype, total_bytes=total_bytes, on_progress=on_progress
         )
-        return build(config, dummy, max_model_len=context_len)
+        return family.build(config, dummy, max_model_len=context_len)
     with Checkpoint(model_dir) as checkpoint:
         check_fit(inventory, checkpoint)
         target.check_room(total_bytes, model_dtype)
         reader = WeightReader(
             checkpoint, target, dtype=model_dtype, total_bytes=total_bytes, on_progress=on_progress
         )
-        return build(config, reader, max_model_len=context_len)
+        return family.build(config, reader, max_model_len=context_len)
 
 
 def resolve_dtype(name: str, config: ModelConfig, *, device: torch.device) -> torch.dtype:

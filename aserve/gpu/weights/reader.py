@@ -47,10 +47,12 @@ class WeightReader:
         self._total_bytes = total_bytes
         self._done_bytes = 0
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...], *, offset: float = 0.0) -> Tensor:
         tensor = self._read([name]).to(self.device, self.dtype)
         self._advance(tensor)
-        return tensor
+        if offset == 0.0:
+            return tensor
+        return tensor.to(torch.promote_types(self.dtype, torch.float32)) + offset
 
     def linear(self, parts: Mapping[str, int], *, in_features: int, bias: bool) -> LinearOp:
         linear = Linear(

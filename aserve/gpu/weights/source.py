@@ -22,8 +22,11 @@ class WeightSource(Protocol):
     device: torch.device
     dtype: torch.dtype
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A plain weight, on the device and in the model's dtype."""
+    def tensor(self, name: str, shape: tuple[int, ...], *, offset: float = 0.0) -> Tensor:
+        """A plain weight, on the device and in the model's dtype.
+
+        `offset` is added to what is stored; the sum is never rounded to a half type.
+        """
 
     def linear(self, parts: Mapping[str, int], *, in_features: int, bias: bool) -> LinearOp:
         """One product over the rows of several layers: `parts` are their names (without ".weight")

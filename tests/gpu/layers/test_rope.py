@@ -9,6 +9,7 @@ import torch
 
 from aserve.gpu.layers.rope import DynamicRope, LongRope, attention_factor, inverse_frequencies
 from aserve.gpu.models.fields import Fields
+from aserve.gpu.models.layer_kinds import FULL
 from aserve.gpu.models.rope_fields import parse_rope
 
 pytestmark = pytest.mark.slow  # the first import of transformers takes its time
@@ -51,7 +52,8 @@ def test_frequencies_equal_the_references(kind: dict[str, Any], max_model_len: i
     expected, expected_factor = formula(config, seq_len=max_model_len)
     rope = parse_rope(
         Fields({"rope_parameters": kind}, source="config"),
-        head_dim=HEAD_DIM,
+        FULL,
+        rotary_dim=HEAD_DIM,
         max_position_embeddings=MAX_POSITIONS,
     )
     for dtype in (torch.float32, torch.float64):
@@ -62,7 +64,7 @@ def test_frequencies_equal_the_references(kind: dict[str, Any], max_model_len: i
 
 
 def test_default_frequencies_are_the_powers_of_theta() -> None:
-    rope = parse_rope(Fields({}, source="config"), head_dim=8, max_position_embeddings=64)
+    rope = parse_rope(Fields({}, source="config"), FULL, rotary_dim=8, max_position_embeddings=64)
     found = inverse_frequencies(rope, 8, max_model_len=64, dtype=torch.float64)
     expected = torch.tensor([1.0, 0.1, 0.01, 0.001], dtype=torch.float64)
     torch.testing.assert_close(found, expected)

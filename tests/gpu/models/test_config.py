@@ -8,8 +8,16 @@ from typing import Any
 import pytest
 
 from aserve.errors import ConfigError
-from aserve.gpu.layers.rope import DefaultRope, DynamicRope, Llama3Rope, LongRope, YarnRope
-from aserve.gpu.models.config import ModelConfig, parse_config, read_config
+from aserve.gpu.layers.rope import (
+    DefaultRope,
+    DynamicRope,
+    LinearRope,
+    Llama3Rope,
+    LongRope,
+    YarnRope,
+)
+from aserve.gpu.models.config import ModelConfig, parse_config, read_fields
+from aserve.gpu.models.fields import Fields
 
 PLAIN: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -27,11 +35,14 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-SLIDING = {"use_sliding_window": True, "sliding_window": 8}
 
 
 def parse(**changes: object) -> ModelConfig:
-    return parse_config({**PLAIN, **changes}, source="config.json")
+    return parse_file({**PLAIN, **changes})
+
+
+def parse_file(values: dict[str, Any], **defaults: object) -> ModelConfig:
+    return parse_config(Fields(values, source="config.json"), defaults=defaults)
 
 
 def test_both_dialects_say_the_same() -> None:
@@ -61,7 +72,7 @@ def test_a_nested_text_config_is_read_over_what_stands_beside_it() -> None:
         "tie_word_embeddings": True,
         "text_config": {**text, "tie_word_embeddings": None},
     }
-    assert parse_config(nested, source="config.json") == parse(tie_word_embeddings=True)
+    assert parse_file(nested) == parse(tie_word_embeddings=True)
 
 
 def test_what_is_absent_has_the_families_defaults() -> None:
@@ -69,7 +80,6 @@ def test_what_is_absent_has_the_families_defaults() -> None:
     assert config.num_kv_heads == 4
     assert config.head_dim == 8
     assert config.rope == DefaultRope(10_000.0)
-    assert config.windows == (None,) * 4
     assert (config.tie_word_embeddings, config.attention_bias, config.mlp_bias) == (False,) * 3
 
 
@@ -86,19 +96,26 @@ def test_what_is_absent_has_the_families_defaults() -> None:
         ({"rms_norm_eps": 0}, "rms_norm_eps is 0; expected a positive number"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; expected a positive number"),
         ({"attention_bias": "no"}, "attention_bias is 'no'; expected true or false"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; expected silu"),
+        ({"hidden_act": "relu2"}, "hidden_act is 'relu2'; expected silu or gelu or"),
+        ({"hidden_activation": "tanh"}, "hidden_activation is 'tanh'; expected silu or gelu or"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True; expected"),
         ({"torch_dtype": "int8"}, "torch_dtype is 'int8'; expected float32 or"),
         ({"architectures": []}, "architectures is []; expected a list of one name"),
         ({"architectures": None}, "architectures is missing"),
         ({"text_config": 3}, "text_config is 3; expected an object"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; expected 1.0"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; expected at most 1.0"),
+        ({"partial_rotary_factor": 0.4}, "partial_rotary_factor turns 3 of 8 elements; expected"),
+        (
+            {"rope_parameters": {"full_attention": {"partial_rotary_factor": 0.5}}},
+            "full_attention: partial_rotary_factor is 0.5; expected 1.0",
+        ),
         ({"rope_scaling": {"type": "mrope"}}, "rope_scaling: type is 'mrope'; expected default"),
         ({"rope_theta": 1}, "config.json: rope_theta is 1; expected more than 1"),
         ({"rope_parameters": {"rope_theta": 0.5}}, "rope_parameters: rope_theta is 0.5; expected"),
         (
-            {"rope_parameters": {"full_attention": {"rope_theta": 5e5}}},
-            "full_attention is {'rope_theta': 500000.0}; expected the same rotary parameters",
+            {"rope_local_base_freq": 0.5},
+            "config.json: rope_local_base_freq is 0.5; expected more than 1",
         ),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
         ({"rope_scaling": {"type": "dynamic", "factor": -1}}, "rope_scaling: factor is -1"),
@@ -110,10 +127,6 @@ def test_what_is_absent_has_the_families_defaults() -> None:
             {"rope_scaling": {"type": "longrope", "short_factor": [1, 2]}},
             "short_factor is [1, 2]; expected a list of 4 positive numbers",
         ),
-        ({**SLIDING, "sliding_window": None}, "sliding_window is missing"),
-        (SLIDING, "max_window_layers is missing"),
-        ({**SLIDING, "layer_types": ["full_attention"]}, "expected a list of 4 strings"),
-        ({**SLIDING, "layer_types": ["mamba"] * 4}, "expected full_attention or sliding_attention"),
     ],
 )
 def test_a_wrong_field_is_named_with_its_value(changes: dict[str, Any], complaint: str) -> None:
@@ -123,11 +136,48 @@ def test_a_wrong_field_is_named_with_its_value(changes: dict[str, Any], complain
     assert complaint in str(caught.value)
 
 
-def test_windows_follow_the_layer_types_or_their_number() -> None:
-    assert parse(**SLIDING, max_window_layers=3).windows == (None, None, None, 8)
-    kinds = ["sliding_attention", "full_attention"] * 2
-    assert parse(**SLIDING, layer_types=kinds, max_window_layers=0).windows == (8, None, 8, None)
-    assert parse(sliding_window=8, layer_types=kinds).windows == (None,) * 4
+def test_a_familys_defaults_count_where_a_name_is_absent_not_where_it_is_null() -> None:
+    defaults = {"tie_word_embeddings": True, "head_dim": 16, "hidden_activation": "gelu"}
+    config = parse_file({**PLAIN, "head_dim": None}, **defaults)
+    assert (config.tie_word_embeddings, config.head_dim, config.activation) == (True, 8, "gelu")
+    assert not parse_file({**PLAIN, "tie_word_embeddings": False}, **defaults).tie_word_embeddings
+
+
+def test_the_activation_has_two_names_and_the_newer_counts() -> None:
+    assert parse(hidden_act="gelu").activation == "gelu"
+    assert parse(hidden_act="gelu", hidden_activation="silu").activation == "silu"
+
+
+def test_kinds_of_layers_have_their_own_positions_in_both_dialects() -> None:
+    linear = {"rope_type": "linear", "factor": 8.0}
+    older = parse(rope_theta=1e6, rope_local_base_freq=5e4, rope_scaling=linear)
+    newer = parse(
+        rope_parameters={
+            "full_attention": {**linear, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e4},
+        }
+    )
+    assert older.rope == newer.rope == LinearRope(1e6, 8.0)
+    assert older.sliding_rope == newer.sliding_rope == DefaultRope(5e4)
+
+
+def test_all_layers_have_the_same_positions_unless_the_file_says_otherwise() -> None:
+    config = parse(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5})
+    assert config.rope == config.sliding_rope == LinearRope(5e5, 2.0)
+
+
+def test_a_part_of_a_head_may_turn_in_both_dialects() -> None:
+    older = parse(head_dim=16, partial_rotary_factor=0.75)
+    newer = parse(head_dim=16, rope_parameters={"partial_rotary_factor": 0.75})
+    assert older.rotary_dim == newer.rotary_dim == 12
+    assert parse(head_dim=16).rotary_dim == 16
+
+
+@pytest.mark.parametrize("name", ["longrope", "su"])
+def test_longrope_has_two_names(name: str) -> None:
+    rope = {"type": name, "short_factor": [1] * 3, "long_factor": [2] * 3}
+    config = parse(partial_rotary_factor=0.75, rope_scaling=rope)
+    assert isinstance(config.rope, LongRope)
 
 
 def test_an_original_length_beside_the_rotary_section_counts() -> None:
@@ -175,11 +225,11 @@ def test_yarn_works_out_its_temperature() -> None:
 
 def test_a_directory_without_a_config_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="it has no config"):
-        read_config(tmp_path)
+        read_fields(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "\x00"])
 def test_a_spoiled_config_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"config\.json"):
-        read_config(tmp_path)
+        read_fields(tmp_path)

@@ -36,7 +36,7 @@ def test_the_facts_of_a_model_are_those_of_its_config(model: CausalModel) -> Non
 
 
 def test_windows_reach_the_layers_of_the_family_that_has_them(tmp_path: Path) -> None:
-    windows: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 3}
+    windows: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 3, "head_dim": 4}
     windows["layer_types"] = ["full_attention", "sliding_attention"]
     weights = llama_weights()
     llama = load_model(write_checkpoint(tmp_path / "llama", weights, **windows))
