@@ -44,12 +44,14 @@ def admit(board: Board) -> list[Sequence]:
     if not board.waiting or not board.rows.num_free:
         return admitted
     reserved = (0,) * len(board.spec.groups)
+    coming: set[bytes] = set()  # keys of pages that running rows have not committed yet
     for sequence in board.running.values():
         reserved = add_pages(reserved, prefill_need(board, sequence))
+        coming.update(_uncommitted_keys(board, sequence))
     for sequence in list(board.waiting):
         if not board.rows.num_free:
             break
-        if _shares_uncommitted_page(board, sequence):
+        if _shares_page(board, sequence, coming):
             continue
         need = _open(board, sequence)
         total = add_pages(reserved, need)
@@ -58,6 +60,7 @@ def admit(board: Board) -> list[Sequence]:
             break
         reserved = total
         _take_row(board, sequence)
+        coming.update(_uncommitted_keys(board, sequence))
         admitted.append(sequence)
     return admitted
 
@@ -95,24 +98,23 @@ def _end_or_ask(board: Board, sequence: Sequence) -> None:
         ask_mask(board, sequence)
 
 
-def _shares_uncommitted_page(board: Board, sequence: Sequence) -> bool:
+def _shares_page(board: Board, sequence: Sequence, coming: set[bytes]) -> bool:
     """Whether its next page after the cached prefix is one that a running row is about to commit.
 
     Such a sequence is passed over, so that siblings and equal prompts compute a shared page once.
-    Chain keys at the same index are equal exactly if the whole prefixes are.
     """
-    if not board.spec.prefix_cache:
+    if not coming:
         return False
     usable = _usable_keys(board, sequence)
     index = board.cache.match(usable).num_pages
-    if index >= len(usable):
-        return False
-    for other in board.running.values():
-        committed_pages = other.committed_len // board.spec.page_size
-        is_coming = committed_pages <= index < len(other.keys)
-        if is_coming and other.keys[index] == usable[index]:
-            return True
-    return False
+    return index < len(usable) and usable[index] in coming
+
+
+def _uncommitted_keys(board: Board, sequence: Sequence) -> list[bytes]:
+    """A key stands for its page's whole prefix: equal keys are equal pages."""
+    if not board.spec.prefix_cache:
+        return []
+    return sequence.keys[sequence.committed_len // board.spec.page_size :]
 
 
 def _usable_keys(board: Board, sequence: Sequence) -> list[bytes]:

@@ -128,7 +128,8 @@ def _put_in_flight(board: Board, choice: Choice, iteration: int) -> None:
 
 
 def _stats(board: Board, chosen: list[Choice], admitted: list[Sequence]) -> StepStats:
-    prefills = [choice for choice in chosen if choice.is_prefill or choice.sequence in admitted]
+    new_rows = {sequence.row for sequence in admitted}
+    prefills = [choice for choice in chosen if choice.is_prefill or choice.sequence.row in new_rows]
     total = board.spec.groups[0].num_pages - 1
     return StepStats(
         num_prefill_rows=len(prefills),
