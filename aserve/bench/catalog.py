@@ -9,7 +9,12 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from aserve.bench.options import HostStepOptions, OverlapSimOptions, ServeOptions
+from aserve.bench.options import (
+    HostStepOptions,
+    OfflineOptions,
+    OverlapSimOptions,
+    ServeOptions,
+)
 from aserve.config import Resolved
 
 
@@ -30,6 +35,12 @@ BENCHES: Mapping[str, Bench] = {
         "The scheduler's own time per step, with a device that takes none.",
         HostStepOptions,
         "aserve.bench.host_step",
+    ),
+    "offline": Bench(
+        "A load of requests through the embedded engine, alone or in turns with another engine.",
+        OfflineOptions,
+        "aserve.bench.offline",
+        takes_engine=True,
     ),
     "overlap-sim": Bench(
         "How busy the host keeps a device that only sleeps.",

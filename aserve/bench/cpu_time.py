@@ -1,17 +1,20 @@
-"""CPU time of a process and of all that it started, out of /proc.
+"""CPU time out of /proc: of a process and all that it started, and of everybody else.
 
 It does not know what the processes do. Linux only.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from pathlib import Path
 
 from aserve.errors import ConfigError
 
 PROC = Path("/proc")
 TICKS = (13, 14, 15, 16)  # utime, stime, cutime, cstime in /proc/PID/stat, by proc(5)
+IDLE, IO_WAIT = 3, 4  # of the first line of /proc/stat
 AFTER_NAME = 2  # fields before the state: pid and name; a name may hold spaces
 
 
@@ -30,3 +33,27 @@ def tree_cpu_s(pid: int) -> float:
         ticks += sum(int(fields[number - AFTER_NAME]) for number in TICKS)
         waiting += map(int, children.split())
     return ticks / os.sysconf("SC_CLK_TCK")
+
+
+class Quiet:
+    """How much of the machine's CPU time other processes took since this was made: 0 is a quiet
+    machine, and NaN one that doesn't say.
+    """
+
+    def __init__(self) -> None:
+        self._start_s = time.perf_counter()
+        self._foreign_s = _foreign_s()
+
+    def foreign_share(self) -> float:
+        wall_s = time.perf_counter() - self._start_s
+        share = (_foreign_s() - self._foreign_s) / (wall_s * (os.cpu_count() or 1))
+        return max(0.0, round(share, 3)) if math.isfinite(share) else share
+
+
+def _foreign_s() -> float:
+    """CPU seconds of everybody else since the machine started."""
+    if not (PROC / "stat").exists():
+        return math.nan
+    ticks = [int(field) for field in (PROC / "stat").read_text().split("\n", 1)[0].split()[1:9]]
+    busy = sum(ticks) - ticks[IDLE] - ticks[IO_WAIT]
+    return busy / os.sysconf("SC_CLK_TCK") - time.process_time()

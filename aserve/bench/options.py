@@ -54,6 +54,36 @@ class ServeOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class OfflineOptions:
+    preset: str | None = option(
+        None,
+        "peers: one stream, 8, 32, and a long prompt, as other engines were measured",
+        Limits(choices=("peers",)),
+    )
+    scenario: str | None = option(
+        None, "those of the preset that are run; default: all", Limits(metavar="NAME,NAME,...")
+    )
+    num_prompts: int = option(32, "requests of a repeat", Limits(low=1))
+    input_len: int = option(128, "tokens of a prompt", Limits(low=1))
+    output_len: int = option(64, "tokens of an answer; the end of text is ignored", Limits(low=1))
+    max_concurrency: int = option(256, "requests that are open at once", Limits(low=1))
+    request_rate: float = option(
+        math.inf, "requests that begin per second; inf: as soon as one may", Limits(low=1e-3)
+    )
+    prefix_cache: bool = option(False, "keep the KV of earlier prompts, as the server does")
+    beside: str | None = option(
+        None, "measure another engine in turns with this one", Limits(choices=("transformers",))
+    )
+    beside_dtype: str = option(
+        "bfloat16",
+        "number format of the other engine's weights",
+        Limits(choices=("float32", "bfloat16", "float16")),
+    )
+    repeats: int = option(3, "repeats, each with other prompts", Limits(low=1))
+    prompt_seed: int = option(0, "of the choice of prompts", Limits(low=0))
+
+
+@dataclass(frozen=True, slots=True)
 class OverlapSimOptions:
     step_ms: str = option("0.4,2,10", "how long a step takes", Limits(metavar="MS,MS,..."))
     rows: str = option("1,64,256", "sequences that run at once", LIST)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import statistics
-import time
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,11 +17,17 @@ import msgspec
 from aserve.app import new_event_loop
 from aserve.bench.arrivals import begin_times
 from aserve.bench.cpu_time import tree_cpu_s
+from aserve.bench.load import run_load
 from aserve.bench.options import ServeOptions
 from aserve.bench.progress import progress
-from aserve.bench.result import BenchResult, Table
-from aserve.bench.serving_figures import read_goodput, serving_figures
-from aserve.bench.spread import median, spread
+from aserve.bench.result import BenchResult
+from aserve.bench.serving_figures import (
+    figures_table,
+    medians_of,
+    read_goodput,
+    serving_figures,
+)
+from aserve.bench.spread import spread
 from aserve.bench.streamed import Answer, ask
 from aserve.bench.windows import TokenWindows
 from aserve.config import Resolved
@@ -41,9 +46,8 @@ def run(options: ServeOptions, _resolved: Resolved) -> BenchResult:
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runs = runner.run(_measure(options))
     figures = [_figures(one, limits_ms) for one in runs]
-    medians = {name: _median([one[name] for one in figures]) for name in figures[0]}
+    medians = medians_of(figures)
     errors = [answer.error for one in runs for answer in one.answers if answer.error]
-    shown = [[name, _shown(value)] for name, value in medians.items()]
     return BenchResult(
         {
             **medians,
@@ -51,7 +55,7 @@ def run(options: ServeOptions, _resolved: Resolved) -> BenchResult:
             "settings": dataclasses.replace(options, api_key=None),
             "runs": figures,
         },
-        (Table(f"{options.url}, medians of {len(runs)} repeats", ("figure", "value"), shown),),
+        (figures_table(f"{options.url}, medians of {len(runs)} repeats", medians),),
         tuple(f"a request failed: {error}" for error in errors[:3]),
     )
 
@@ -77,17 +81,17 @@ async def _measure(options: ServeOptions) -> list[Run]:
             return [_body(text, model, options) for text in texts]
 
         with progress("requests", total) as done:
-            load = Load(session, options, done=done)
+            client = Client(session, options, done=done)
             if options.num_warmups:
-                await load.run(bodies(options.num_warmups), [0.0] * options.num_warmups)
+                await client.run(bodies(options.num_warmups), [0.0] * options.num_warmups)
             return [
-                await load.run(bodies(options.num_prompts), _begins(options, repeat))
+                await client.run(bodies(options.num_prompts), _begins(options, repeat))
                 for repeat in range(options.repeats)
             ]
 
 
-class Load:
-    """Asks as many at once as may be open; the others wait for their turn."""
+class Client:
+    """Asks one server; `run` gives one repeat."""
 
     def __init__(
         self,
@@ -102,26 +106,14 @@ class Load:
         self._done = done
 
     async def run(self, bodies: Sequence[Body], begins_s: Sequence[float]) -> Run:
-        """NOTE: a request's clock starts when it is sent, not when it waits here for its turn."""
-        gate = asyncio.Semaphore(self._options.max_concurrency)
         pid = self._options.server_pid
         cpu_s = tree_cpu_s(pid) if pid else 0.0
-        start_s = time.perf_counter()
-
-        async def one(body: Body, begin_s: float) -> Answer:
-            wait_s = start_s + begin_s - time.perf_counter()
-            if wait_s > 0:
-                await asyncio.sleep(wait_s)
-            async with gate:
-                answer = await ask(self._session, self._url, body)
-            self._done()
-            return answer
-
-        async with asyncio.TaskGroup() as group:
-            pairs = zip(bodies, begins_s, strict=True)
-            tasks = [group.create_task(one(body, begin_s)) for body, begin_s in pairs]
-        duration_s = time.perf_counter() - start_s
-        answers = [task.result() for task in tasks]
+        answers, duration_s = await run_load(
+            [functools.partial(ask, self._session, self._url, body) for body in bodies],
+            begins_s,
+            max_concurrency=self._options.max_concurrency,
+            done=self._done,
+        )
         if all(answer.error for answer in answers):
             raise ConfigError(f"every request to {self._url} failed: {answers[0].error}")
         return Run(answers, duration_s, tree_cpu_s(pid) - cpu_s if pid else None)
@@ -180,14 +172,3 @@ def _figures(run: Run, limits_ms: dict[str, float]) -> dict[str, float]:
     if run.cpu_s is not None:
         figures["server_cpu_s_per_1k_tok"] = run.cpu_s / figures["total_output_tokens"] * 1e3
     return figures
-
-
-def _shown(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.2f}"
-
-
-def _median(values: list[float]) -> float:
-    """A count stays a count."""
-    if all(isinstance(value, int) for value in values):
-        return statistics.median_low(values)
-    return round(median(values), 4)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
+from aserve.bench.result import Table
 from aserve.bench.spread import mean, median, percentile
 from aserve.bench.streamed import Answer
 from aserve.errors import ConfigError
@@ -45,6 +46,19 @@ def serving_figures(
     return figures
 
 
+def medians_of(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of each figure over the repeats; a count stays a count."""
+    return {name: _median([one[name] for one in runs]) for name in runs[0]}
+
+
+def figures_table(title: str, figures: Mapping[str, float]) -> Table:
+    rows = [
+        [name, f"{value:,}" if isinstance(value, int) else f"{value:,.2f}"]
+        for name, value in figures.items()
+    ]
+    return Table(title, ("figure", "value"), rows)
+
+
 def read_goodput(text: str | None) -> dict[str, float]:
     """Milliseconds by name, out of `ttft:200,tpot:50`."""
     limits = {}
@@ -73,3 +87,9 @@ def _times(name: str, seconds: Sequence[float]) -> dict[str, float]:
         f"std_{name}_ms": statistics.pstdev(seconds) * 1e3 if seconds else 0.0,
         f"p99_{name}_ms": percentile(seconds, 99) * 1e3,
     }
+
+
+def _median(values: list[float]) -> float:
+    if all(isinstance(value, int) for value in values):
+        return statistics.median_low(values)
+    return round(median(values), 4)

@@ -1,0 +1,211 @@
+"""A load of requests through the embedded engine, or batches in turns with another engine.
+
+Must not know how an engine works: it gets token ids and gives tokens. A load is one repeat after
+the other and has the figures of `serve`; a preset or `--beside` measures batches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from aserve.app import in_thread, load, new_event_loop
+from aserve.bench.arrivals import begin_times
+from aserve.bench.batch_times import PEERS, WARM_UP_LEN, BatchTimes, Generate, Scenario
+from aserve.bench.embedded import ask_engine
+from aserve.bench.load import run_load
+from aserve.bench.options import OfflineOptions
+from aserve.bench.progress import progress
+from aserve.bench.result import BenchResult, Table
+from aserve.bench.serving_figures import figures_table, medians_of, serving_figures
+from aserve.bench.spread import spread
+from aserve.bench.streamed import Answer
+from aserve.bench.transformers_engine import TransformersEngine
+from aserve.bench.windows import TokenWindows
+from aserve.config import Resolved
+from aserve.engine import Engine
+from aserve.errors import ConfigError
+from aserve.gpu.weights.hub import resolve_model_dir
+
+OURS = "aserve"
+NOTE = "others: the largest share of the machine's CPU time that other processes took meanwhile"
+RATES = ("prefill_tok_s", "decode_tok_s", "out_tok_s")
+COLUMNS = {
+    "ttft_ms": "TTFT ms",
+    "decode_ms_per_step": "ms/step",
+    "prefill_tok_s": "prefill/s",
+    "decode_tok_s": "decode/s",
+    "out_tok_s": "out/s",
+    "spread": "spread",
+    "foreign_cpu": "others",
+}
+
+
+def run(options: OfflineOptions, resolved: Resolved) -> BenchResult:
+    kv = dataclasses.replace(resolved.kv, no_prefix_cache=not options.prefix_cache)
+    resolved = dataclasses.replace(resolved, kv=kv)
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        return runner.run(_measure(options, resolved))
+
+
+async def _measure(options: OfflineOptions, resolved: Resolved) -> BenchResult:
+    loaded = await in_thread(functools.partial(load, resolved), name="load")
+    windows = TokenWindows(loaded.tokenizer, seed=options.prompt_seed)
+    async with Engine(resolved, loader=lambda _: loaded) as engine:
+        ours = OurEngine(engine)
+        if options.preset or options.beside:
+            with ThreadPoolExecutor(1) as thread:
+                engines = await _open_engines(ours, options, resolved, thread=thread)
+                found = await _measure_batches(engines, windows, options)
+            result = _batch_result(found, beside=options.beside)
+        else:
+            result = _load_result(await _measure_load(ours, windows, options))
+    figures = {"cached_tokens": ours.num_cached, "engine": loaded.about, "settings": options}
+    about = f"{resolved.model_name}: {loaded.about}; cached prompt tokens: {ours.num_cached}"
+    return BenchResult({**result.figures, **figures}, result.tables, (about, *result.notes))
+
+
+class OurEngine:
+    """The embedded engine. Written by `ask` alone: how many prompt tokens its cache had."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.num_cached = 0
+        self._engine = engine
+
+    async def ask(self, prompt: list[int], num_new: int) -> Answer:
+        answer = await ask_engine(self._engine, prompt, max_tokens=num_new)
+        self.num_cached += answer.cached_tokens
+        return answer
+
+    async def generate(self, prompts: Sequence[list[int]], num_new: int) -> int:
+        """All at once."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self.ask(prompt, num_new)) for prompt in prompts]
+        return sum(task.result().completion_tokens for task in tasks)
+
+
+async def _open_engines(
+    ours: OurEngine, options: OfflineOptions, resolved: Resolved, *, thread: ThreadPoolExecutor
+) -> dict[str, Generate]:
+    """NOTE: the other engine has one thread for all it does: torch keeps its helpers by thread."""
+    if not options.beside:
+        return {OURS: ours.generate}
+    loop = asyncio.get_running_loop()
+    open_engine = functools.partial(
+        TransformersEngine,
+        resolve_model_dir(resolved.model_source),
+        dtype=options.beside_dtype,
+        is_dummy=resolved.model.load_format == "dummy",
+    )
+    beside = await loop.run_in_executor(thread, open_engine)
+
+    async def generate(prompts: Sequence[list[int]], num_new: int) -> int:
+        return await loop.run_in_executor(thread, beside.generate, prompts, num_new)
+
+    return {OURS: ours.generate, options.beside: generate}
+
+
+async def _measure_load(
+    ours: OurEngine, windows: TokenWindows, options: OfflineOptions
+) -> list[dict[str, float]]:
+    """Figures of each repeat."""
+    figures = []
+    with progress("requests", options.repeats * options.num_prompts) as done:
+        await ours.generate([windows.ids(options.input_len)], WARM_UP_LEN)
+        for repeat in range(options.repeats):
+            asks = [
+                functools.partial(ours.ask, windows.ids(options.input_len), options.output_len)
+                for _ in range(options.num_prompts)
+            ]
+            begins_s = begin_times(
+                options.num_prompts, rate=options.request_rate, burstiness=1.0, seed=repeat
+            )
+            answers, duration_s = await run_load(
+                asks, begins_s, max_concurrency=options.max_concurrency, done=done
+            )
+            figures.append(serving_figures(answers, duration_s=duration_s, limits_ms={}))
+    return figures
+
+
+def _load_result(figures: list[dict[str, float]]) -> BenchResult:
+    medians = medians_of(figures)
+    rates = [one["output_throughput"] for one in figures]
+    table = figures_table(f"embedded engine, medians of {len(figures)} repeats", medians)
+    return BenchResult({**medians, "spread": round(spread(rates), 3), "runs": figures}, (table,))
+
+
+async def _measure_batches(
+    engines: Mapping[str, Generate], windows: TokenWindows, options: OfflineOptions
+) -> dict[str, dict[str, BatchTimes]]:
+    """By scenario and engine."""
+    found = {}
+    scenarios = _scenarios(options)
+    num_runs = sum(len(scenario.lengths) for scenario in scenarios) * options.repeats
+    with progress("batches", num_runs) as done:
+        for scenario in scenarios:
+            for generate in engines.values():
+                await generate(_draw(windows, scenario), min(WARM_UP_LEN, scenario.output_len))
+            times = found[scenario.name] = {name: BatchTimes(scenario) for name in engines}
+            for num_new in scenario.lengths * options.repeats:
+                await _add_all(times, engines, _draw(windows, scenario), num_new=num_new)
+                done()
+    return found
+
+
+async def _add_all(
+    times: Mapping[str, BatchTimes],
+    engines: Mapping[str, Generate],
+    prompts: Sequence[list[int]],
+    *,
+    num_new: int,
+) -> None:
+    """In turns at every timed run: a slow moment of the machine hits all engines."""
+    for name, generate in engines.items():
+        await times[name].add(generate, prompts, num_new)
+
+
+def _draw(windows: TokenWindows, scenario: Scenario) -> list[list[int]]:
+    return [windows.ids(scenario.input_len) for _ in range(scenario.num_prompts)]
+
+
+def _batch_result(
+    found: Mapping[str, Mapping[str, BatchTimes]], *, beside: str | None
+) -> BenchResult:
+    figures = {
+        scenario: {name: times.figures() for name, times in by_engine.items()}
+        for scenario, by_engine in found.items()
+    }
+    rows = [
+        _row(scenario, name, of_engine)
+        for scenario, by_engine in figures.items()
+        for name, of_engine in by_engine.items()
+    ]
+    result: dict[str, object] = {"scenarios": figures}
+    if beside:
+        ratios = {name: _ratio(one[OURS], one[beside]) for name, one in figures.items()}
+        rows += [_row(scenario, f"{OURS} / it", ratio) for scenario, ratio in ratios.items()]
+        result["ratios"] = ratios
+    table = Table("batches", ("", "engine", *COLUMNS.values()), rows)
+    return BenchResult(result, (table,), (NOTE,))
+
+
+def _ratio(ours: Mapping[str, float], theirs: Mapping[str, float]) -> dict[str, float]:
+    return {rate: round(ours[rate] / theirs[rate], 3) for rate in RATES if rate in theirs}
+
+
+def _row(scenario: str, name: str, figures: Mapping[str, float]) -> list[str]:
+    shown = [f"{figures[key]:,.2f}" if key in figures else "" for key in COLUMNS]
+    return [scenario, name, *shown]
+
+
+def _scenarios(options: OfflineOptions) -> list[Scenario]:
+    if not options.preset:
+        return [Scenario("batch", options.num_prompts, options.input_len, options.output_len)]
+    known = {scenario.name: scenario for scenario in PEERS}
+    names = options.scenario.split(",") if options.scenario else list(known)
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"--scenario {unknown[0]}: must be among {', '.join(known)}")
+    return [known[name] for name in names]
