@@ -24,6 +24,8 @@ class DenseAttend:
         repeats = layer.num_heads // layer.num_kv_heads
         scores = torch.einsum("qhd,khd->hqk", q, keys.repeat_interleave(repeats, dim=1))
         scores = scores * layer.scale
+        if layer.softcap is not None:
+            scores = layer.softcap * torch.tanh(scores / layer.softcap)
         weights = scores.masked_fill(~self._visible(layer, len(q), len(keys)), -torch.inf)
         return torch.einsum(
             "hqk,khd->qhd", weights.softmax(-1), values.repeat_interleave(repeats, dim=1)

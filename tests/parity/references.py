@@ -40,6 +40,33 @@ LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": SLOWER}
 STRETCHED = {"original_max_position_embeddings": TRAINED_LEN}
 
+GEMMA2 = {
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 24,
+    "attn_logit_softcapping": 10.0,
+    "final_logit_softcapping": 5.0,
+}
+GEMMA3 = {
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 24,
+    "sliding_window_pattern": 3,
+}
+PHI3 = {"hidden_size": 64, "pad_token_id": 0}
+PARTIAL_LONG = {
+    "rope_type": "longrope",
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0] * 6,
+    "long_factor": SLOWER[:6],
+}
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 0.5,
+}
+
 # What differs from BASE: (architecture, its fields).
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -58,6 +85,36 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-longrope": ("Llama", {"rope_parameters": {**LONG, **STRETCHED}}),
     "mistral": ("Mistral", {"sliding_window": 24}),
     "mistral-full": ("Mistral", {"sliding_window": None, "rope_theta": 1e6}),
+    "gemma2": ("Gemma2", GEMMA2),
+    "gemma2-uncapped": (
+        "Gemma2",
+        {
+            **GEMMA2,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma3": ("Gemma3", GEMMA3),
+    "gemma3-linear": (
+        "Gemma3",
+        {
+            **GEMMA3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "final_logit_softcapping": 5.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "phi3": ("Phi3", {**PHI3, "sliding_window": 24}),
+    "phi3-longrope": ("Phi3", {**PHI3, **STRETCHED, "rope_parameters": PARTIAL_LONG}),
+    "granite": ("Granite", GRANITE),
+    "granite-biased": ("Granite", {**GRANITE, "attention_bias": True, "mlp_bias": True}),
+    "olmo2": ("Olmo2", {}),
+    "olmo2-biased": ("Olmo2", {"attention_bias": True, "tie_word_embeddings": True}),
     "qwen2": ("Qwen2", {}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-sliding": (
@@ -114,10 +171,11 @@ def _new_model(kind: str) -> Any:
     import transformers
 
     family, fields = KINDS[kind]
-    config = getattr(transformers, f"{family}Config")(**{**BASE, **fields})
+    causal_lm = getattr(transformers, f"{family}ForCausalLM")
+    config = causal_lm.config_class(**{**BASE, **fields})
     config._attn_implementation = "eager"
     torch.manual_seed(1)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = causal_lm(config).eval()
     _randomise_vectors(model)
     return model
 
@@ -148,8 +206,9 @@ def _scale_until_varied(model: Any, prompt: Tensor) -> Tensor:
         if len(greedy.unique()) >= MIN_DISTINCT:
             return greedy
         with torch.no_grad():
-            for weight in model.model.layers.parameters():
-                weight.mul_(1.25 if weight.ndim == 2 else 1.0)
+            for name, weight in model.model.layers.named_parameters():
+                sharpens = weight.ndim == 2 or "q_norm" in name or "k_norm" in name
+                weight.mul_(1.25 if sharpens else 1.0)
     raise AssertionError(f"the reference never left its {len(greedy.unique())} tokens")
 
 

@@ -40,6 +40,9 @@ class Fields:
             self.refuse(name, expected="a positive number")
         return float(value)
 
+    def number_if_any(self, name: str) -> float | None:
+        return self.number(name) if self.has(name) else None
+
     def flag(self, name: str, *, default: bool = False) -> bool:
         value = self._get(name, default)
         if not isinstance(value, bool):

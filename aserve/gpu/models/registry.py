@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from aserve.errors import ConfigError
-from aserve.gpu.models import llama, mistral, qwen2, qwen3
+from aserve.gpu.models import gemma2, gemma3, granite, llama, mistral, olmo2, phi3, qwen2, qwen3
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.models.config import ModelConfig
 from aserve.gpu.models.decoder import Decoder
@@ -37,8 +37,13 @@ class DecoderFamily:
 
 
 FAMILIES: Mapping[str, Family] = {
+    "Gemma2ForCausalLM": DecoderFamily(gemma2.gemma2, gemma2.DEFAULTS),
+    "Gemma3ForCausalLM": DecoderFamily(gemma3.gemma3, gemma3.DEFAULTS),
+    "GraniteForCausalLM": DecoderFamily(granite.granite),
     "LlamaForCausalLM": DecoderFamily(llama.llama),
     "MistralForCausalLM": DecoderFamily(mistral.mistral, mistral.DEFAULTS),
+    "Olmo2ForCausalLM": DecoderFamily(olmo2.olmo2, olmo2.DEFAULTS),
+    "Phi3ForCausalLM": DecoderFamily(phi3.phi3, phi3.DEFAULTS),
     "Qwen2ForCausalLM": DecoderFamily(qwen2.qwen2, qwen2.DEFAULTS),
     "Qwen3ForCausalLM": DecoderFamily(qwen3.qwen3, qwen3.DEFAULTS),
 }
