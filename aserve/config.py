@@ -57,7 +57,7 @@ class ModelOptions:
     )
     dtype: str = option(
         "auto",
-        "number format of weights and KV; auto: float32 on the CPU, else the checkpoint's",
+        "number format of weights and KV; auto: what this machine is fastest with",
         Limits(choices=("auto", "float32", "float64", "bfloat16", "float16")),
     )
     max_model_len: int | None = option(

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from aserve.cache.layout import plan_groups
 from aserve.gpu.attention.base import AttentionBackend
 from aserve.gpu.attention.registry import BACKENDS
@@ -25,7 +27,8 @@ from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.resolve import DeviceState
 from aserve.gpu.runner import ModelRunner, RunnerParts
 from aserve.gpu.sample.row_tables import RowTables
-from aserve.gpu.weights.load import load_model
+from aserve.gpu.weights.form import WeightWish, dtype_name
+from aserve.gpu.weights.load import load_model, read_blueprint
 from aserve.gpu.weights.target import Target
 from aserve.messages import EngineSpec, GroupSpec
 
@@ -69,21 +72,31 @@ def build_executor(
     here.
     """
     device = open_device(options.device)
+    blueprint = read_blueprint(options.model_dir)
+    num_weights = blueprint.inventory(torch.float32).num_weights
+    form = device.weight_form(WeightWish(options.dtype, blueprint.config.dtype, num_weights))
     model = load_model(
         options.model_dir,
-        dtype=options.dtype,
+        dtype=dtype_name(form.dtype),
         max_model_len=options.max_model_len,
         load_format=options.load_format,
-        target=Target(device.torch_device, device.free_bytes()),
+        target=Target(device.torch_device, device.free_bytes(), form.prepare),
         on_progress=on_progress,
     )
-    return assemble(model, MODES[options.decode](), device, options)
+    random = "random weights, " if options.load_format == "dummy" else ""
+    return assemble(model, MODES[options.decode](), device, options, about=f"{random}{form.about}")
 
 
 def assemble(
-    model: CausalModel, mode: DecodeMode, device: Device, options: BuildOptions
+    model: CausalModel,
+    mode: DecodeMode,
+    device: Device,
+    options: BuildOptions,
+    *,
+    about: str | None = None,
 ) -> TorchExecutor:
-    """An executor around a model that is there already."""
+    """An executor around a model that is there already; `about` says in which form, if
+    that is more than its dtype."""
     groups = group_layers(model.layers)
     specs = _plan_pages(model, groups, device, options)
     spec = EngineSpec(
@@ -111,18 +124,9 @@ def assemble(
             is_debug=options.debug_checks,
         )
     )
-    about = _describe(model, state.pools, device, options)
+    kv_mib = state.pools.size_bytes / MIB
+    about = f"{about or dtype_name(model.dtype)} on {device.name}, KV {kv_mib:,.0f} MiB"
     return TorchExecutor(ExecutorParts(runner, device, spec, options.debug_checks, about))
-
-
-def _describe(model: CausalModel, pools: KvPools, device: Device, options: BuildOptions) -> str:
-    dtype = str(model.dtype).removeprefix("torch.")
-    why = ""
-    if options.dtype == "auto":
-        on_cpu = device.torch_device.type == "cpu"
-        why = " (auto: runs everywhere)" if on_cpu else " (auto: the checkpoint's)"
-    weights = "random weights, " if options.load_format == "dummy" else ""
-    return f"{weights}{dtype}{why} on {device.name}, KV {pools.size_bytes / MIB:,.0f} MiB"
 
 
 def _plan_pages(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from aserve.gpu.device.base import Event
 from aserve.gpu.device.cpu import CpuDevice
+from aserve.gpu.weights.form import WeightForm, WeightWish
 from tests.gpu.gated_model import TIMEOUT_S
 
 
@@ -50,6 +51,9 @@ class LateDevice:
     def copy_out(self, values: Tensor, host: Tensor) -> None:
         self.packed.append(weakref.ref(values))
         host.copy_(values)
+
+    def weight_form(self, wish: WeightWish) -> WeightForm:
+        return self._cpu.weight_form(wish)
 
     def free_bytes(self) -> int:
         return self._cpu.free_bytes()

@@ -17,7 +17,7 @@ from tests.parity.references import KINDS, MAX_MODEL_LEN, PROMPT_LEN, Reference
 pytestmark = pytest.mark.slow  # each reference takes a moment to make
 
 
-def load(reference: Reference, *, dtype: str = "auto") -> CausalModel:
+def load(reference: Reference, *, dtype: str = "float32") -> CausalModel:
     return load_model(reference.directory, dtype=dtype, max_model_len=MAX_MODEL_LEN)
 
 

@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from aserve.gpu.weights.form import WeightForm, WeightWish
+
 
 class Event(Protocol):
     """A mark on a stream. It is recorded once by the executor thread; others may wait for it."""
@@ -38,6 +40,9 @@ class Device(Protocol):
 
     def copy_out(self, values: Tensor, host: Tensor) -> None:
         """`host` holds `values` once an event after this is done."""
+
+    def weight_form(self, wish: WeightWish) -> WeightForm:
+        """How this device holds a model's weights best; a dtype given by name is honoured."""
 
     def free_bytes(self) -> int:
         """What this process may still allocate."""

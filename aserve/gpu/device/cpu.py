@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.device.base import Event
+from aserve.gpu.device.cpu_weights import choose_cpu_form, read_cpu_facts
+from aserve.gpu.weights.form import WeightForm, WeightWish
 from aserve.gpu.weights.memory import available_memory_bytes
 
 
@@ -51,6 +53,9 @@ class CpuDevice:
 
     def copy_out(self, values: Tensor, host: Tensor) -> None:
         host.copy_(values)
+
+    def weight_form(self, wish: WeightWish) -> WeightForm:
+        return choose_cpu_form(wish, read_cpu_facts())
 
     def free_bytes(self) -> int:
         return available_memory_bytes()

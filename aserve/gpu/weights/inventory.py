@@ -47,9 +47,13 @@ class Inventory:
         return Linear(weight)
 
     @property
+    def num_weights(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    @property
     def size_bytes(self) -> int:
         """Of all weights in the model's dtype."""
-        return sum(math.prod(shape) for shape in self.shapes.values()) * self.dtype.itemsize
+        return self.num_weights * self.dtype.itemsize
 
 
 def check_fit(inventory: Inventory, checkpoint: Checkpoint) -> None:

@@ -13,9 +13,8 @@ from torch import Tensor
 from aserve.errors import ConfigError
 from aserve.gpu.layers.linear import Linear, LinearOp, prepare
 from aserve.gpu.models.causal_model import CausalModel
-from aserve.gpu.models.config import ModelConfig, parse_config, read_fields
 from aserve.gpu.models.registry import FAMILIES
-from aserve.gpu.weights.load import load_model, resolve_dtype
+from aserve.gpu.weights.load import load_model
 from aserve.gpu.weights.target import Target
 from tests.gpu.weights.checkpoints import (
     llama_weights,
@@ -31,10 +30,6 @@ IDS = torch.tensor([3, 1, 20, 7])
 
 def logits_of(model: CausalModel) -> Tensor:
     return model.logits(model.forward(IDS, torch.arange(len(IDS)), DenseAttend()))
-
-
-def config_of(directory: Path) -> ModelConfig:
-    return parse_config(read_fields(directory), defaults={})
 
 
 def refusal_of(directory: Path) -> str:
@@ -200,27 +195,9 @@ def test_a_model_larger_than_memory_is_refused_before_a_value_is_read(tmp_path: 
     assert calls == []
 
 
-@pytest.mark.parametrize(
-    ("name", "stored", "device", "expected"),
-    [
-        ("auto", "bfloat16", "cpu", torch.float32),
-        ("auto", "bfloat16", "cuda", torch.bfloat16),
-        ("auto", None, "cuda", torch.float32),
-        ("float64", "bfloat16", "cpu", torch.float64),
-        ("float16", "float32", "cuda", torch.float16),
-    ],
-)
-def test_the_dtype_follows_the_option_the_device_and_the_checkpoint(
-    name: str, stored: str | None, device: str, expected: torch.dtype, tmp_path: Path
-) -> None:
-    config = config_of(write_config(tmp_path, torch_dtype=stored))
-    assert resolve_dtype(name, config, device=torch.device(device)) == expected
-
-
 def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
-    config = config_of(write_config(tmp_path))
     with pytest.raises(ConfigError, match="dtype is 'int4'; expected auto or one of float32"):
-        resolve_dtype("int4", config, device=CPU)
+        load_model(write_config(tmp_path), dtype="int4")
 
 
 def test_an_unknown_architecture_is_named_with_those_that_are_supported(tmp_path: Path) -> None:

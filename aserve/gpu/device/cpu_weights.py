@@ -1,0 +1,65 @@
+"""The form in which this processor reads weights fastest. Decoding reads all of them in each step,
+so bytes count; but half types are fast only where there are instructions for their products.
+
+It knows no model. The table behind it is in docs/performance.md, "Linears".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from aserve.gpu.layers.half_stored_linear import prepare_half_stored
+from aserve.gpu.layers.linear import prepare
+from aserve.gpu.layers.packed_linear import prepare_packed
+from aserve.gpu.weights.form import WeightForm, WeightWish, dtype_name
+
+# In float32. So little stays in the processor's cache, where fewer bytes gain nothing, and a small
+# model answers alike on every machine.
+SMALL_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class CpuFacts:
+    """`bf16_products` names the instructions for products of bfloat16, None if there are none."""
+
+    bf16_products: str | None
+    has_onednn: bool
+    has_fbgemm: bool
+
+
+def read_cpu_facts() -> CpuFacts:
+    capabilities = torch.cpu.get_capabilities()
+    names = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-bf16"}
+    found = [label for name, label in names.items() if capabilities.get(name)]
+    has_onednn = torch.backends.mkldnn.is_available()
+    return CpuFacts(
+        bf16_products=found[0] if found and has_onednn else None,
+        has_onednn=has_onednn,
+        has_fbgemm="fbgemm" in torch.backends.quantized.supported_engines
+        and bool(capabilities.get("avx2")),
+    )
+
+
+def choose_cpu_form(wish: WeightWish, facts: CpuFacts) -> WeightForm:
+    given = wish.given
+    if given is not None:
+        return _form(given, facts, why="")
+    if wish.num_weights * torch.float32.itemsize <= SMALL_BYTES:
+        return _form(torch.float32, facts, why="auto: a small model")
+    if facts.bf16_products:
+        return _form(torch.bfloat16, facts, why=f"auto: the processor has {facts.bf16_products}")
+    if facts.has_fbgemm:
+        about = "float32 with weights stored as float16 (auto: no instructions for bfloat16)"
+        return WeightForm(torch.float32, prepare_half_stored, about)
+    return _form(torch.float32, facts, why="auto: the processor has no half types")
+
+
+def _form(dtype: torch.dtype, facts: CpuFacts, *, why: str) -> WeightForm:
+    """Exactly this dtype, packed where oneDNN can."""
+    is_packed = facts.has_onednn and (
+        dtype == torch.float32 or (dtype == torch.bfloat16 and facts.bf16_products is not None)
+    )
+    about = dtype_name(dtype) + (f" ({why})" if why else "")
+    return WeightForm(dtype, prepare_packed if is_packed else prepare, about)

@@ -1,0 +1,93 @@
+"""Which form of weights a processor gets, and that each of them gives the right products."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from aserve.errors import ConfigError
+from aserve.gpu.device.cpu_weights import SMALL_BYTES, CpuFacts, choose_cpu_form, read_cpu_facts
+from aserve.gpu.layers.half_stored_linear import prepare_half_stored
+from aserve.gpu.layers.linear import Linear, Prepare, prepare
+from aserve.gpu.layers.packed_linear import prepare_packed
+from aserve.gpu.weights.form import WeightWish
+
+CPU = torch.device("cpu")
+LARGE = SMALL_BYTES  # weights, of four bytes each
+AMX = CpuFacts(bf16_products="AMX", has_onednn=True, has_fbgemm=True)
+AVX2 = CpuFacts(bf16_products=None, has_onednn=True, has_fbgemm=True)
+OTHER = CpuFacts(bf16_products=None, has_onednn=True, has_fbgemm=False)
+BARE = CpuFacts(bf16_products=None, has_onednn=False, has_fbgemm=False)
+HERE = read_cpu_facts()
+
+
+@pytest.mark.parametrize(
+    ("facts", "dtype", "form"),
+    [
+        (AMX, torch.bfloat16, prepare_packed),
+        (AVX2, torch.float32, prepare_half_stored),
+        (OTHER, torch.float32, prepare_packed),
+        (BARE, torch.float32, prepare),
+    ],
+)
+def test_auto_takes_the_fewest_bytes_that_the_machine_multiplies_fast(
+    facts: CpuFacts, dtype: torch.dtype, form: Prepare
+) -> None:
+    chosen = choose_cpu_form(WeightWish("auto", "bfloat16", LARGE), facts)
+    assert (chosen.dtype, chosen.prepare) == (dtype, form)
+    assert "auto: " in chosen.about
+
+
+def test_a_small_model_answers_alike_on_every_machine() -> None:
+    wish = WeightWish("auto", "bfloat16", SMALL_BYTES // 4)
+    assert {choose_cpu_form(wish, facts).dtype for facts in (AMX, AVX2, OTHER, BARE)} == {
+        torch.float32
+    }
+
+
+@pytest.mark.parametrize("facts", [AMX, AVX2, OTHER, BARE])
+@pytest.mark.parametrize("name", ["float32", "float64", "bfloat16", "float16"])
+def test_a_dtype_that_is_named_is_honoured_exactly(name: str, facts: CpuFacts) -> None:
+    chosen = choose_cpu_form(WeightWish(name, "bfloat16", LARGE), facts)
+    assert (chosen.dtype, chosen.about) == (getattr(torch, name), name)
+    assert chosen.prepare is not prepare_half_stored
+
+
+@pytest.mark.parametrize("facts", [AVX2, OTHER, BARE])
+def test_nothing_is_packed_for_products_that_the_machine_lacks(facts: CpuFacts) -> None:
+    assert choose_cpu_form(WeightWish("bfloat16", None, LARGE), facts).prepare is prepare
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(ConfigError, match="dtype is 'int4'; expected auto or one of float32"):
+        choose_cpu_form(WeightWish("int4", None, LARGE), BARE)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 3, 40])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("name", ["float32", "float64", "bfloat16", "float16", "auto"])
+def test_the_forms_of_this_machine_equal_the_plain_product(
+    name: str, has_bias: bool, num_tokens: int
+) -> None:
+    chosen = choose_cpu_form(WeightWish(name, None, LARGE), HERE)
+    _assert_near(chosen.prepare, chosen.dtype, has_bias=has_bias, num_tokens=num_tokens)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 3, 40])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_weights_stored_as_float16_equal_the_plain_product(has_bias: bool, num_tokens: int) -> None:
+    """On every machine, also on those that choose another form."""
+    _assert_near(prepare_half_stored, torch.float32, has_bias=has_bias, num_tokens=num_tokens)
+
+
+def _assert_near(form: Prepare, dtype: torch.dtype, *, has_bias: bool, num_tokens: int) -> None:
+    """On weights that float16 and bfloat16 hold exactly; the tolerance is that of the sums."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randint(-64, 64, (50, 24), generator=generator) / 64
+    bias = torch.randint(-64, 64, (50,), generator=generator) / 64 if has_bias else None
+    wide = torch.randn((num_tokens, 48), generator=generator).to(dtype)
+    x = wide[:, :24]  # rows of another stride, as views of a joined product have them
+    got = form(Linear(weight, bias), CPU, dtype=dtype)(x)
+    expected = prepare(Linear(weight.double(), bias), CPU, dtype=torch.float64)(x.double())
+    assert (got.dtype, got.shape) == (dtype, (num_tokens, 50))
+    assert (got.double() - expected).norm() <= 4 * torch.finfo(dtype).eps * expected.norm()
