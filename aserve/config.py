@@ -98,6 +98,12 @@ class ServerOptions:
         None, "clients must send `Authorization: Bearer KEY`", Limits(metavar="KEY", is_secret=True)
     )
     max_body_size: int = option(16 << 20, "largest request body in bytes", Limits(low=1024))
+    max_stored_responses: int = option(
+        4096, "responses kept for previous_response_id; 0 keeps none", Limits(low=0)
+    )
+    max_stored_bytes: int = option(
+        256 << 20, "memory for the responses that are kept", Limits(low=0)
+    )
     drain_timeout: float = option(
         4.0, "seconds that open streams get to finish after SIGTERM", Limits(low=0, high=86400)
     )

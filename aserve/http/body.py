@@ -40,6 +40,14 @@ async def read_body(request: web.Request, kind: type[StructT]) -> StructT:
     return body
 
 
+def parse_query(request: web.Request, kind: type[T]) -> T:
+    """The parameters after the `?`: texts, that become what their fields are."""
+    try:
+        return msgspec.convert(dict(request.query), kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise wrong_field(str(error), "") from None
+
+
 def parse_body(data: bytes, kind: type[T], *, where: str = "") -> T:
     """`where` is the place of `data` in the whole body."""
     try:

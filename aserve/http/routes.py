@@ -5,7 +5,6 @@ Must not know ports, keys or how errors look: server.py puts the border around t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,19 +15,20 @@ from aiohttp import web
 
 from aserve.http.body import read_body
 from aserve.http.health import health_response, metrics_response
-from aserve.http.openai.call import Origin
 from aserve.http.openai.chat import ChatDialect, chat_call
 from aserve.http.openai.completions import CompletionDialect, completion_call
 from aserve.http.openai.models import model_list, one_model
 from aserve.http.openai.respond import respond
+from aserve.http.openai.responses import handlers as responses
+from aserve.http.openai.responses.body import ResponseBody
 from aserve.http.openai.schema import ChatBody, CompletionBody
+from aserve.http.origin import origin_of
 from aserve.http.state import HttpContext
 
 T = TypeVar("T", bound=msgspec.Struct)
 Answer: TypeAlias = Callable[[web.Request, HttpContext], Awaitable[web.StreamResponse]]
 AnswerBody: TypeAlias = Callable[[web.Request, HttpContext, T], Awaitable[web.StreamResponse]]
 
-REQUEST_ID = web.RequestKey("request_id", str)  # set at the border
 PAGE = (Path(__file__).parent / "static" / "index.html").read_bytes()
 
 
@@ -51,15 +51,6 @@ def post(path: str, kind: type[T], answer: AnswerBody[T]) -> Route:
 
 def get(path: str, answer: Answer) -> Route:
     return Route("GET", path, answer)
-
-
-def origin_of(request: web.Request, context: HttpContext) -> Origin:
-    return Origin(
-        request_id=request[REQUEST_ID],
-        created=int(time.time()),
-        model_names=context.model_names,
-        draw_seed=context.draw_seed,
-    )
 
 
 async def completions(
@@ -100,6 +91,11 @@ async def index(_: web.Request, __: HttpContext) -> web.Response:
 ROUTES = (
     post("/v1/completions", CompletionBody, completions),
     post("/v1/chat/completions", ChatBody, chat_completions),
+    post("/v1/responses", ResponseBody, responses.create),
+    get("/v1/responses/{id}", responses.read),
+    Route("DELETE", "/v1/responses/{id}", responses.delete),
+    Route("POST", "/v1/responses/{id}/cancel", responses.cancel),
+    get("/v1/responses/{id}/input_items", responses.input_items),
     get("/v1/models", models),
     get("/v1/models/{name:.+}", model),  # a name may have slashes
     get("/health", health),

@@ -23,9 +23,10 @@ from aserve.http.errors import (
     info_of,
     refused,
 )
-from aserve.http.openai.respond import STREAM
-from aserve.http.routes import REQUEST_ID, ROUTES, Route
-from aserve.http.sse import SseWriter
+from aserve.http.openai.responses.live import RESPONSES, Responses
+from aserve.http.origin import REQUEST_ID
+from aserve.http.routes import ROUTES, Route
+from aserve.http.started import STARTED, StartedAnswer
 from aserve.http.state import HttpContext
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ def create_app(context: HttpContext) -> web.Application:
     app = web.Application(
         middlewares=[border(context)], client_max_size=context.options.max_body_size
     )
+    app[RESPONSES] = Responses(context)
     app.add_routes(
         [web.route(route.method, route.path, handler_of(route, context)) for route in ROUTES]
     )
@@ -129,11 +131,11 @@ def check_size(request: web.Request, max_body_size: int) -> None:
 
 
 async def answer_error(request: web.Request, info: ErrorInfo) -> web.StreamResponse:
-    stream: SseWriter | None = request.get(STREAM)
-    if stream is None:
+    started: StartedAnswer | None = request.get(STARTED)
+    if started is None:
         return error_response(info)
-    await stream.fail(info)
-    return stream.response
+    await started.fail(info)
+    return started.response
 
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:

@@ -22,7 +22,7 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class SseWriter:
-    """Written to by one handler; `start` comes first, `finish` or `fail` last."""
+    """Written to by one handler; `start` comes first, `finish`, `fail` or `end` last."""
 
     def __init__(self) -> None:
         self.response = web.StreamResponse(headers=HEADERS)
@@ -35,6 +35,14 @@ class SseWriter:
         if data:
             await self.response.write(data)
 
+    async def send_named(self, events: Iterable[tuple[str, bytes]]) -> None:
+        """Events that say what they are; a stream of them ends with `end`."""
+        frames = (b"event: %b\ndata: %b\n\n" % (name.encode(), data) for name, data in events)
+        await self.response.write(b"".join(frames))
+
+    async def end(self) -> None:
+        await self.response.write_eof()
+
     async def keep_alive(self) -> None:
         """For proxies that close what is silent; clients skip comments."""
         await self.response.write(KEEP_ALIVE)
@@ -42,7 +50,7 @@ class SseWriter:
     async def finish(self, payloads: Iterable[bytes] = ()) -> None:
         data = b"".join(b"data: " + payload + b"\n\n" for payload in payloads)
         await self.response.write(data + DONE)
-        await self.response.write_eof()
+        await self.end()
 
     async def fail(self, info: ErrorInfo) -> None:
         """The status line has gone out, so the error is an event."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from typing import Any, NoReturn
 
 import aiohttp
 import msgspec
@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aserve.errors import AserveError, ErrorInfo
+from aserve.errors import AserveError, ErrorInfo, InvalidRequest
 from aserve.http.body import MAX_SHOWN, parse_body
 from aserve.http.openai.call import Call, Origin
 from aserve.http.openai.chat import chat_call
 from aserve.http.openai.completions import completion_call
+from aserve.http.openai.responses.body import ResponseBody
+from aserve.http.openai.responses.call import ResponseCall, response_call
 from aserve.http.openai.schema import ChatBody, CompletionBody
 from tests.http.body_fields import BODIES, places
 from tests.http.echo_engine import EchoEngine
@@ -26,10 +28,16 @@ JSON_HEADERS = {"Content-Type": "application/json"}
 MESSAGES = [{"role": "user", "content": "a"}]
 
 
-def asked(path: str, data: bytes) -> Call:
+def asked(path: str, data: bytes) -> Call | ResponseCall:
+    if path == "responses":
+        return response_call(parse_body(data, ResponseBody), ORIGIN, not_stored)
     if path == "completions":
         return completion_call(parse_body(data, CompletionBody), ORIGIN)
     return chat_call(parse_body(data, ChatBody), ORIGIN)
+
+
+def not_stored(response_id: str) -> NoReturn:
+    raise InvalidRequest("not found", param="previous_response_id")
 
 
 def refusal_of(path: str, data: bytes) -> ErrorInfo | None:
@@ -99,8 +107,45 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str, str | None]] = [
         "response_format",
     ),
 ]
+IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
+CALL = {"type": "function_call_output", "call_id": "c", "output": "sunny"}
+RESPONSE_ERRORS: list[tuple[dict[str, Any], str, str | None]] = [
+    ({}, "missing_required_parameter", "input"),
+    ({"input": []}, "empty_array", "input"),
+    ({"input": [{"content": "a"}]}, "missing_required_parameter", "input[0].role"),
+    ({"input": [{"role": "user"}]}, "missing_required_parameter", "input[0].content"),
+    ({"input": [{"role": "king", "content": "a"}]}, "invalid_type", "input[0].role"),
+    ({"input": [CALL]}, "unsupported_value", "input[0].type"),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}, IMAGE]}]},
+        "unsupported_content_type",
+        "input[0].content[1]",
+    ),
+    ({"input": "a", "max_output_tokens": 0}, "integer_below_min_value", "max_output_tokens"),
+    ({"input": "a", "max_tokens": 5}, "unsupported_parameter", "max_tokens"),
+    ({"input": "a", "top_logprobs": 21}, "integer_above_max_value", "top_logprobs"),
+    ({"input": "a", "include": ["all"]}, "invalid_type", "include[0]"),
+    ({"input": "a", "background": True}, "unsupported_parameter", "background"),
+    ({"input": "a", "conversation": "conv_1"}, "unsupported_parameter", "conversation"),
+    ({"input": "a", "tools": [{"type": "web_search"}]}, "unsupported_parameter", "tools"),
+    ({"input": "a", "truncation": "auto"}, "invalid_type", "truncation"),
+    ({"input": "a", "text": {"format": {"type": "xml"}}}, "invalid_value", "text.format.type"),
+    (
+        {"input": "a", "text": {"format": {"type": "json_object"}}},
+        "unsupported_value",
+        "text.format",
+    ),
+    ({"input": "a", "metadata": {"a": 1}}, "invalid_type", "metadata[...]"),
+    ({"input": "a", "metadata": {"k" * 65: "v"}}, "string_above_max_length", "metadata"),
+    (
+        {"input": "a", "metadata": {str(i): "" for i in range(17)}},
+        "array_above_max_length",
+        "metadata",
+    ),
+]
 TABLE = [("completions", *row) for row in COMPLETION_ERRORS]
 TABLE += [("chat", *row) for row in CHAT_ERRORS]
+TABLE += [("responses", *row) for row in RESPONSE_ERRORS]
 
 
 @pytest.mark.parametrize(("path", "body", "code", "param"), TABLE)
@@ -157,7 +202,7 @@ NAMES = sorted({name for body in BODIES.values() for name in body.__struct_encod
 ANY_BODY = st.dictionaries(st.sampled_from(NAMES), JSON, max_size=6) | JSON
 
 
-@given(st.sampled_from(["completions", "chat"]), ANY_BODY)
+@given(st.sampled_from(["completions", "chat", "responses"]), ANY_BODY)
 def test_any_json_is_a_call_or_a_refusal_of_bounded_size(path: str, body: Any) -> None:
     info = refusal_of(path, msgspec.json.encode(body))
     if info is not None:

@@ -1,4 +1,4 @@
-"""The records of answers that both endpoints share: usage, and what a choice has gathered so far.
+"""The records of answers that endpoints share: usage, logprobs, what a choice has gathered so far.
 
 Must not know which endpoint renders them.
 """
@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 from aserve.http.openai.call import Call
-from aserve.messages import OutputChunk, TokenLogprob, Usage, array_i32
+from aserve.messages import OutputChunk, TokenLogprob, TopLogprob, Usage, array_i32
 
 
 class PromptDetails(msgspec.Struct):
@@ -24,6 +24,32 @@ class UsageBody(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+
+
+class TopEntry(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class LogprobEntry(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopEntry]
+
+
+def logprob_entries(entries: Iterable[TokenLogprob]) -> list[LogprobEntry]:
+    return [
+        LogprobEntry(
+            entry.token, entry.logprob, list(entry.token_bytes), [*map(_top_entry, entry.top)]
+        )
+        for entry in entries
+    ]
+
+
+def _top_entry(entry: TopLogprob) -> TopEntry:
+    return TopEntry(entry.token, entry.logprob, list(entry.token_bytes))
 
 
 class Tally:

@@ -138,7 +138,7 @@ def build_call(
     check_length(range(len(prompts) * run.n), MAX_SEQUENCES, param="prompt")
     options = body.stream_options or StreamOptions()
     return Call(
-        call_id=f"{id_prefix}-{origin.request_id}",
+        call_id=f"{id_prefix}{origin.request_id}",
         model=body.model or origin.model_names[0],
         created=origin.created,
         requests=tuple(

@@ -11,11 +11,17 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from aserve.errors import InvalidRequest
-from aserve.http.openai.answers import Choice, UsageBody, is_visible
+from aserve.http.openai.answers import (
+    Choice,
+    LogprobEntry,
+    UsageBody,
+    is_visible,
+    logprob_entries,
+)
 from aserve.http.openai.call import Call, Origin, build_call, check_body, sampling_of
 from aserve.http.openai.conversation import chat_prompt
 from aserve.http.openai.schema import ChatBody
-from aserve.messages import OutputChunk, TokenLogprob, TopLogprob
+from aserve.messages import OutputChunk, TokenLogprob
 
 
 def chat_call(body: ChatBody, origin: Origin) -> Call:
@@ -34,7 +40,7 @@ def chat_call(body: ChatBody, origin: Origin) -> Call:
         logprobs=num_logprobs(body),
         draw_seed=origin.draw_seed,
     )
-    return build_call(body, origin, prompts=[prompt], sampling=sampling, id_prefix="chatcmpl")
+    return build_call(body, origin, prompts=[prompt], sampling=sampling, id_prefix="chatcmpl-")
 
 
 def num_logprobs(body: ChatBody) -> int | None:
@@ -47,19 +53,6 @@ def num_logprobs(body: ChatBody) -> int | None:
             code="invalid_value",
         )
     return None
-
-
-class TopEntry(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class LogprobEntry(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopEntry]
 
 
 class ChatLogprobs(msgspec.Struct):
@@ -193,18 +186,4 @@ class ChatDialect:
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> ChatLogprobs | None:
         if self.call.sampling.logprobs is None:
             return None
-        return ChatLogprobs(
-            [
-                LogprobEntry(
-                    entry.token,
-                    entry.logprob,
-                    list(entry.token_bytes),
-                    [*map(top_entry, entry.top)],
-                )
-                for entry in entries
-            ]
-        )
-
-
-def top_entry(entry: TopLogprob) -> TopEntry:
-    return TopEntry(entry.token, entry.logprob, list(entry.token_bytes))
+        return ChatLogprobs(logprob_entries(entries))

@@ -32,7 +32,7 @@ def completion_call(body: CompletionBody, origin: Origin) -> Call:
         body, max_tokens=max_tokens, logprobs=body.logprobs, draw_seed=origin.draw_seed
     )
     return build_call(
-        body, origin, prompts=prompts, sampling=sampling, id_prefix="cmpl", best_of=body.best_of
+        body, origin, prompts=prompts, sampling=sampling, id_prefix="cmpl-", best_of=body.best_of
     )
 
 

@@ -5,6 +5,7 @@ Must not know the template or the model: content becomes plain text, the rest st
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -67,15 +68,22 @@ def _plain(message: ChatMessage, index: int) -> ChatMessage:
 def _text(content: str | list[ContentPart] | None, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
+    return "".join(texts_of(content, kinds=("text",), where=where))
+
+
+def texts_of(content: list[ContentPart], *, kinds: Collection[str], where: str) -> list[str]:
+    """The texts of parts that are of these kinds; `where` is the message in the body."""
+    texts = []
     for i, part in enumerate(content):
-        if part.type != "text" or part.text is None:
+        if part.type not in kinds or part.text is None:
             raise InvalidRequest(
                 "This model supports text input only; received unsupported content type "
                 f"'{part.type[:40]}'.",
                 param=f"{where}.content[{i}]",
                 code="unsupported_content_type",
             )
-    return "".join(part.text or "" for part in content)
+        texts.append(part.text)
+    return texts
 
 
 def _with_object(call: ToolCall) -> ToolCall:

@@ -35,6 +35,7 @@ RANGES = {
     "truncate_prompt_tokens": Range(-1, INT32),
     "max_tokens": Range(0, INT32),
     "max_completion_tokens": Range(0, INT32),
+    "max_output_tokens": Range(1, INT32),
     "min_tokens": Range(0, INT32),
     "temperature": Range(0, 2),
     "top_p": Range(0, 1),

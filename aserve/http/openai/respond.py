@@ -13,11 +13,10 @@ from aiohttp import web
 from aserve.http.errors import RequestFailed
 from aserve.http.openai.answers import Choice, Dialect, Tally, best_choices
 from aserve.http.sse import SseWriter
+from aserve.http.started import STARTED, StartedAnswer
 from aserve.http.state import HttpContext
 from aserve.messages import OutputChunk
 from aserve.outlet import Outlet
-
-STREAM = web.RequestKey("stream", SseWriter)  # set once it has started, for the error border
 
 
 async def respond(
@@ -64,7 +63,7 @@ async def _stream(
             if failed is not None:
                 raise RequestFailed(failed)
             await writer.start(request)
-            request[STREAM] = writer
+            request[STARTED] = StartedAnswer(writer.response, writer.fail)
         if not chunks:
             await writer.keep_alive()
             continue

@@ -1,0 +1,153 @@
+"""The events of a response as values: numbered, complete, and the client's own types parse them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import pydantic
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types.responses import Response, ResponseStreamEvent
+
+from aserve.errors import ErrorInfo
+from aserve.http.openai.responses.body import TextConfig, TextFormat
+from aserve.http.openai.responses.events import Event, EventMaker
+from aserve.http.openai.responses.records import ResponseObject
+from aserve.messages import OutputChunk, TokenLogprob, TopLogprob, Usage
+from aserve.outlet import merge
+
+CLIENT_EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEvent)
+HEADING = ResponseObject(
+    id="resp_1",
+    created_at=1_700_000_000,
+    model="echo",
+    instructions="Be brief.",
+    max_output_tokens=5,
+    previous_response_id=None,
+    store=True,
+    temperature=0.5,
+    top_p=1.0,
+    top_logprobs=1,
+    text=TextConfig(TextFormat("text")),
+    tool_choice="auto",
+    metadata={"a": "b"},
+    user=None,
+    seed=7,
+)
+BEGINNING = ["created", "in_progress", "output_item.added", "content_part.added"]
+END = ["output_text.done", "content_part.done", "output_item.done"]
+LATE = ErrorInfo("too late", "timeout_error", "deadline_exceeded", 408)
+
+
+def chunk(text: str, num_tokens: int, **fields: Any) -> OutputChunk:
+    entries = tuple(
+        TokenLogprob(i, f"t{i}", b"t%d" % i, -0.25, (TopLogprob(i, "x", b"x", -0.5),))
+        for i in range(len(text))
+    )
+    return OutputChunk("1-0", 0, text, b"", Usage(4, num_tokens, 2), entries, **fields)
+
+
+def told(chunks: Iterable[OutputChunk]) -> list[dict[str, Any]]:
+    maker = EventMaker(HEADING)
+    return as_json([event for each in chunks for event in maker.add(each)])
+
+
+def as_json(events: list[Event]) -> list[dict[str, Any]]:
+    """As a client reads them, checked strictly against its own types."""
+    read: list[dict[str, Any]] = []
+    for event in events:
+        data = msgspec.json.encode(event)
+        CLIENT_EVENT.validate_json(data, strict=True)
+        read.append(msgspec.json.decode(data))
+    assert [event["sequence_number"] for event in read] == list(range(len(read)))
+    return read
+
+
+def kinds(events: list[dict[str, Any]]) -> list[str]:
+    return [event["type"].removeprefix("response.") for event in events]
+
+
+def test_a_response_is_told_from_created_to_completed() -> None:
+    events = told([chunk("ab", 2), chunk("", 2), chunk("c", 3, finish_reason="stop")])
+    deltas = ["output_text.delta"] * 2
+    assert kinds(events) == [*BEGINNING, *deltas, *END, "completed"]
+    assert [event["delta"] for event in events[4:6]] == ["ab", "c"]
+    assert [len(event["logprobs"]) for event in events[4:7]] == [2, 1, 3]
+    first, last = events[0]["response"], events[-1]["response"]
+    changed = {name for name in last if first[name] != last[name]}
+    assert changed == {"status", "output", "usage"}
+    (item,) = last["output"]
+    assert (item["status"], item["content"][0]["text"]) == ("completed", "abc")
+    assert item == events[-2]["item"]
+    assert item["content"] == [events[-3]["part"]]
+    assert last["usage"]["input_tokens_details"]["cached_tokens"] == 2
+    assert (last["usage"]["output_tokens"], last["usage"]["total_tokens"]) == (3, 7)
+
+
+@given(st.lists(st.integers(1, 8)))
+def test_however_chunks_are_cut_what_is_done_is_the_same(cuts: list[int]) -> None:
+    pieces = [chunk(letter, i + 1) for i, letter in enumerate("grün 한글")]
+    pieces.append(chunk("", 9, finish_reason="stop"))
+    joined = []
+    while pieces:
+        size = cuts.pop() if cuts else 1
+        joined.append(merge(pieces[:size]))
+        pieces = pieces[size:]
+    events = told(joined)
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert "".join(event["delta"] for event in deltas) == "grün 한글"
+    done = [event for event in events if event not in deltas]
+    assert kinds(done) == [*BEGINNING, *END, "completed"]
+    (content,) = done[-1]["response"]["output"][0]["content"]
+    assert (done[4]["text"], content["text"]) == ("grün 한글", "grün 한글")
+    entries = [entry for event in deltas for entry in event["logprobs"]]
+    assert done[4]["logprobs"] == content["logprobs"] == entries
+
+
+def test_an_answer_of_nothing_has_all_events_but_deltas() -> None:
+    events = told([chunk("", 1, finish_reason="stop")])
+    assert kinds(events) == [*BEGINNING, *END, "completed"]
+    assert events[-1]["response"]["output"][0]["content"][0]["text"] == ""
+
+
+def test_the_length_limit_makes_it_incomplete() -> None:
+    events = told([chunk("ab", 2, finish_reason="length")])
+    assert kinds(events)[-1] == "incomplete"
+    response = events[-1]["response"]
+    assert response["status"] == response["output"][0]["status"] == "incomplete"
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(408, "server_error"), (429, "rate_limit_exceeded"), (400, "invalid_prompt")],
+)
+def test_a_failure_keeps_what_was_said(status: int, code: str) -> None:
+    error = msgspec.structs.replace(LATE, status=status)
+    events = told([chunk("ab", 2), chunk("c", 3, finish_reason="error", error=error)])
+    assert kinds(events) == [*BEGINNING, "output_text.delta", "output_text.delta", "failed"]
+    response = events[-1]["response"]
+    assert (response["status"], response["output"][0]["status"]) == ("failed", "incomplete")
+    assert response["output"][0]["content"][0]["text"] == "abc"
+    assert (response["error"]["code"], response["error"]["message"]) == (code, "too late")
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_response_that_is_cancelled_ends_with_what_it_has(has_begun: bool) -> None:
+    maker = EventMaker(HEADING)
+    events = maker.add(chunk("ab", 2)) if has_begun else maker.open()
+    assert not maker.is_done
+    read = as_json(events + maker.cancel())
+    middle = [*BEGINNING[2:], "output_text.delta", *END] if has_begun else []
+    assert kinds(read) == [*BEGINNING[:2], *middle, "incomplete"]
+    assert maker.is_done
+    assert maker.response.status == "cancelled"
+    Response.model_validate_json(msgspec.json.encode(maker.response), strict=True)
+
+
+def test_a_lane_of_a_websocket_is_named_in_every_event() -> None:
+    events = EventMaker(HEADING, stream_id="left").add(chunk("a", 1, finish_reason="stop"))
+    assert {event.stream_id for event in events} == {"left"}

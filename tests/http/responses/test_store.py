@@ -1,0 +1,63 @@
+"""What is kept of responses: never more than was allowed, and what was used last stays."""
+
+from __future__ import annotations
+
+import msgspec
+
+from aserve.http.openai.responses.conversation import Message
+from aserve.http.openai.responses.records import OutputMessage, OutputText
+from aserve.http.openai.responses.store import ResponseStore, StoredResponse
+from tests.http.responses.test_events import HEADING
+
+
+def stored(response_id: str, text: str = "a") -> StoredResponse:
+    response = msgspec.structs.replace(HEADING, id=response_id)
+    return StoredResponse(response, (Message(f"msg_{response_id}_0", "user", (text,)),))
+
+
+def ids_in(store: ResponseStore, *response_ids: str) -> list[str]:
+    return [each for each in response_ids if store.get(each) is not None]
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    store = ResponseStore(max_count=2, max_bytes=1 << 20)
+    store.put(stored("a"))
+    store.put(stored("b"))
+    assert store.get("a") is not None
+    store.put(stored("c"))
+    assert ids_in(store, "a", "b", "c") == ["a", "c"]
+
+
+def test_its_bytes_are_bounded_and_given_back() -> None:
+    size = stored("a").size_bytes
+    store = ResponseStore(max_count=100, max_bytes=3 * size)
+    for name in "abcdefg":
+        store.put(stored(name))
+    assert ids_in(store, *"abcdefg") == ["e", "f", "g"]
+    assert store.delete("f")
+    assert not store.delete("f")
+    store.put(stored("h"))
+    assert ids_in(store, *"abcdefgh") == ["e", "g", "h"]
+
+
+def test_one_that_is_too_large_drives_nobody_out() -> None:
+    store = ResponseStore(max_count=100, max_bytes=3 * stored("a").size_bytes)
+    store.put(stored("a"))
+    store.put(stored("b", "x" * 10_000))
+    assert ids_in(store, "a", "b") == ["a"]
+
+
+def test_without_room_for_one_nothing_is_kept() -> None:
+    store = ResponseStore(max_count=0, max_bytes=1 << 20)
+    store.put(stored("a"))
+    assert ids_in(store, "a") == []
+
+
+def test_the_answer_is_part_of_what_the_next_turn_continues() -> None:
+    item = OutputMessage("msg_1", "completed", (OutputText("b"),))
+    response = msgspec.structs.replace(HEADING, output=(item,))
+    turn = StoredResponse(response, stored("a").messages)
+    assert [(each.role, each.text) for each in turn.conversation] == [
+        ("user", "a"),
+        ("assistant", "b"),
+    ]
