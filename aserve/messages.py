@@ -66,7 +66,8 @@ class SamplingParams(Record, frozen=True):
     draws one for a request that has none. `logprobs` is the number of alternatives per token, None
     for no logprobs at all. `max_tokens` None means the rest of the context; the tokenizer actor
     resolves it. `include_stop_str_in_output` shows what ended the text, `return_token_ids` also
-    the prompt's ids.
+    the prompt's ids. Only `allowed_token_ids` are sampled, and what ends a sequence; empty allows
+    all.
     """
 
     seed: int
@@ -78,6 +79,8 @@ class SamplingParams(Record, frozen=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
     max_tokens: int | None = None
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
@@ -142,13 +145,15 @@ class AdmitRequest(Message, frozen=True):
     engine restart).
 
     `end_ids` are the token ids that end a sequence (eos and stop_token_ids; empty with ignore_eos
-    and no stops). `sampling.max_tokens` is resolved: prompt_len + max_tokens <= max_model_len.
+    and no stops), `bad_word_ids` the spellings of bad words.
+    `sampling.max_tokens` is resolved: prompt_len + max_tokens <= max_model_len.
     """
 
     request_id: str
     prompt_ids: bytes  # int32 [prompt_len]
     sampling: SamplingParams
     end_ids: tuple[int, ...] = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
     namespace: str = ""
     priority: int = 0
     timeout_s: float | None = None
@@ -191,6 +196,9 @@ class RowInit(Record, frozen=True):
     end_ids: tuple[int, ...]
     logit_bias: tuple[tuple[int, float], ...]
     num_logprobs: int  # -1 none, 0 the chosen token only
+    allowed_ids: tuple[int, ...] = ()  # no other is sampled; empty for any
+    # of each word the last id is not sampled where those before it were
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
 
 
 class PageWrites(Record, frozen=True):

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, assert_never
 
+import numpy as np
+
 from aserve.actors.base import Actor
 from aserve.channel import Channel, Codec
 from aserve.errors import (
@@ -39,6 +41,8 @@ from aserve.messages import (
 from aserve.text.output import SequenceText
 from aserve.text.prompt import end_ids
 from aserve.text.tokenizer import TextTokenizer
+
+IMPOSSIBLE = -9999.0  # the log-probability of a banned token, which JSON cannot say; as OpenAI does
 
 
 class Ending(NamedTuple):
@@ -260,8 +264,9 @@ def choices_of(output: SequenceOutput, num_top: int | None) -> Iterator[Choice]:
     for run in output.logprobs:
         chosen = array_f32(run.chosen).tolist()
         top_ids = array_i32(run.top_ids).reshape(len(chosen), -1)[:, :num_top].tolist()
-        top_logprobs = array_f32(run.top_logprobs).reshape(len(chosen), -1)[:, :num_top].tolist()
-        for logprob, ids, logprobs in zip(chosen, top_ids, top_logprobs, strict=True):
+        top_logprobs = array_f32(run.top_logprobs).reshape(len(chosen), -1)[:, :num_top]
+        finite = np.maximum(top_logprobs, IMPOSSIBLE).tolist()
+        for logprob, ids, logprobs in zip(chosen, top_ids, finite, strict=True):
             yield Choice(next(token_ids), logprob, list(zip(ids, logprobs, strict=True)))
 
 

@@ -27,6 +27,7 @@ from aserve.messages import (
 from aserve.text.prompt import Prepared, PromptEncoder
 
 LONG_TEXT = 2_000  # characters or ids, about 1 ms of work: beyond it a thread goes on
+WORD_SIZE = 100  # what a bad word takes, in the same measure
 NUM_THREADS = 2
 
 
@@ -59,7 +60,7 @@ class TokenizerActor(Actor[TokenizerEvent]):
         for event in events:
             match event:
                 case GenerateRequest():
-                    size = prompt_size(event.prompt)
+                    size = prompt_size(event.prompt) + WORD_SIZE * len(event.sampling.bad_words)
                     if size > room:
                         self._begin_in_thread(event)
                     else:

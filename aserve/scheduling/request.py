@@ -64,6 +64,7 @@ class MaskState(msgspec.Struct, gc=False):
 class Sequence:
     __slots__ = (
         "arrival",
+        "bad_word_ids",
         "cached_len",
         "child",
         "committed_len",
@@ -101,6 +102,7 @@ class Sequence:
         self.max_tokens: int = request.sampling.max_tokens
         self.seed = child_seed(request.sampling.seed, child)
         self.end_ids = request.end_ids
+        self.bad_word_ids = request.bad_word_ids
         self.prompt_len = len(prompt_ids)
         # KV positions that it can ever need: the last token is sampled, but never computed
         self.max_kv_len = self.prompt_len + self.max_tokens - 1
@@ -186,4 +188,6 @@ class Sequence:
             end_ids=self.end_ids,
             logit_bias=sampling.logit_bias,
             num_logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
+            allowed_ids=sampling.allowed_token_ids and sampling.allowed_token_ids + self.end_ids,
+            bad_word_ids=self.bad_word_ids,
         )

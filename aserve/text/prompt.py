@@ -22,6 +22,7 @@ from aserve.messages import (
     TokenPrompt,
     pack_i32,
 )
+from aserve.text.bad_words import bad_word_ids
 from aserve.text.template import ChatTemplate
 from aserve.text.tokenizer import TextTokenizer
 
@@ -53,6 +54,9 @@ class PromptEncoder:
         sampling = resolve_lengths(request, len(prompt_ids), self._limits)
         if isinstance(request.prompt, TokenPrompt):
             _check_range(prompt_ids, self._limits.vocab_size, param="prompt")
+        ends = end_ids(self._tokenizer, sampling)
+        bad_words = bad_word_ids(sampling.bad_words, self._tokenizer)
+        _check_choice(sampling, ends, bad_words, self._limits)
         packed = pack_i32(prompt_ids)
         shown = packed if sampling.return_token_ids else b""
         return Prepared(
@@ -61,7 +65,8 @@ class PromptEncoder:
                 request_id=request.request_id,
                 prompt_ids=packed,
                 sampling=sampling,
-                end_ids=end_ids(self._tokenizer, sampling),
+                end_ids=ends,
+                bad_word_ids=bad_words,
                 namespace=request.namespace,
                 priority=request.priority,
                 timeout_s=request.timeout_s,
@@ -173,6 +178,28 @@ def _check_ids(sampling: SamplingParams, limits: PromptLimits) -> None:
     biased = [token_id for token_id, _ in sampling.logit_bias]
     _check_range(biased, limits.vocab_size, param="logit_bias")
     _check_range(sampling.stop_token_ids, limits.vocab_size, param="stop_token_ids")
+    _check_range(sampling.allowed_token_ids, limits.vocab_size, param="allowed_token_ids")
+
+
+def _check_choice(
+    sampling: SamplingParams,
+    ends: tuple[int, ...],
+    bad_words: tuple[tuple[int, ...], ...],
+    limits: PromptLimits,
+) -> None:
+    """Something can be sampled at every moment, whatever came before it."""
+    banned = {word[-1] for word in bad_words}
+    if sampling.min_tokens:
+        banned.update(ends)
+    allowed = sampling.allowed_token_ids
+    num_left = len({*allowed, *ends} - banned) if allowed else limits.vocab_size - len(banned)
+    if num_left < 1:
+        raise InvalidRequest(
+            "nothing could be sampled: the bad words, and what would end the answer before "
+            "min_tokens, leave none of the allowed tokens",
+            param="bad_words" if bad_words else "allowed_token_ids",
+            code="nothing_allowed",
+        )
 
 
 def _check_range(ids: list[int] | tuple[int, ...], vocab_size: int, *, param: str) -> None:

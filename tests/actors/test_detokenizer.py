@@ -176,6 +176,15 @@ def test_a_sequence_that_already_retired_is_not_cancelled_for_its_stop_string() 
     assert (bench.cancels, bench.actor.num_requests) == ([], 0)
 
 
+def test_the_logprob_of_a_banned_alternative_is_a_number_that_json_has() -> None:
+    bench = Bench()
+    run = msgspec.structs.replace(
+        run_of(IDS[:1]), top_logprobs=np.array([0, -np.inf], np.float32).tobytes()
+    )
+    bench.handle(opened(logprobs=2), output(IDS[:1], logprobs=(run,)), retired())
+    assert [top.logprob for top in bench.chunks[0].logprobs[0].top] == [0.0, -9999.0]
+
+
 def test_logprobs_come_with_their_text_and_offsets() -> None:
     bench = Bench()
     runs = (run_of(IDS[:2]), run_of(IDS[2:]))

@@ -112,6 +112,14 @@ async def test_a_refused_request_ends_at_once_and_never_reaches_the_scheduler() 
         assert len(bench.scheduler) == 0
 
 
+async def test_many_bad_words_are_as_long_as_a_text() -> None:
+    async with running() as bench:
+        sampling = SamplingParams(seed=1, bad_words=("word",) * 30)
+        bench.actor.inbox.send(GenerateRequest("words", TextPrompt("a"), sampling))
+        bench.send("short", TextPrompt("hello"))
+        assert names(await bench.next_text()) == [("OpenText", "short")]
+
+
 async def test_a_long_text_delays_nobody_behind_it() -> None:
     async with running() as bench:
         bench.send("long", LONG)

@@ -77,11 +77,16 @@ def make_executor(
 
 
 def request(
-    name: str, prompt: list[int], *, end_ids: tuple[int, ...] = (), **sampling: Any
+    name: str,
+    prompt: list[int],
+    *,
+    end_ids: tuple[int, ...] = (),
+    bad_word_ids: tuple[tuple[int, ...], ...] = (),
+    **sampling: Any,
 ) -> AdmitRequest:
     """Greedy, 8 tokens, if `sampling` does not say otherwise."""
     params = SamplingParams(**{"seed": 0, "temperature": 0.0, "max_tokens": 8, **sampling})
-    return AdmitRequest(name, pack_i32(prompt), params, end_ids=end_ids)
+    return AdmitRequest(name, pack_i32(prompt), params, end_ids=end_ids, bad_word_ids=bad_word_ids)
 
 
 def serve(executor: TorchExecutor, requests: list[AdmitRequest], *, chaos: int = 0) -> Served:

@@ -31,6 +31,11 @@ def naive_logits(
         result[token] += bias
     if len(history) < init.min_len:
         result[list(init.end_ids)] = -np.inf
+    for *before, last in init.bad_word_ids:
+        if not before or outputs[-len(before) :] == before:
+            result[last] = -np.inf
+    if init.allowed_ids:
+        result[[token for token in range(len(result)) if token not in init.allowed_ids]] = -np.inf
     if allowed is not None:
         result[[token for token in range(len(result)) if token not in allowed]] = -np.inf
     return result

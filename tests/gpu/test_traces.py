@@ -4,9 +4,11 @@ the plain engine, whatever runs beside it, in which order, and whatever fails.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -38,6 +40,8 @@ def requests(draw: st.DrawFn, number: int) -> AdmitRequest:
     if draw(st.booleans()):
         prompt[-1] = draw(st.integers(0, VOCAB - 1))
     has_penalties = draw(st.booleans())
+    has_grammar = draw(st.sampled_from([False, False, True]))
+    allows = [()] if has_grammar else [(), (), (0, 2, 3, 5, 7, 11, 13)]
     return request(
         f"r{number}",
         prompt,
@@ -54,7 +58,9 @@ def requests(draw: st.DrawFn, number: int) -> AdmitRequest:
         min_tokens=draw(st.integers(0, 4)),
         max_tokens=draw(st.integers(1, 12)),
         n=draw(st.sampled_from([1, 1, 2])),
-        grammar=draw(st.sampled_from([None, None, TOY])),
+        grammar=TOY if has_grammar else None,
+        allowed_token_ids=draw(st.sampled_from(allows)),
+        bad_word_ids=draw(st.sampled_from([(), ((5,), (7, 2), (2, 11, 0))])),
         logprobs=draw(st.sampled_from([None, 0, 3])),
     )
 
@@ -118,6 +124,28 @@ def test_a_failed_step_costs_its_neighbours_no_token() -> None:
     served = serve(make_executor(FlakyModel({4, 7, 12})), asked)
     assert served.num_resyncs == 3
     assert served.outputs == {(r.request_id, 0): plain_outputs(HashModel(), r) for r in asked}
+
+
+@pytest.mark.parametrize("lead", [1, 3])
+def test_bad_words_are_never_emitted_however_far_the_scheduler_runs_ahead(lead: int) -> None:
+    """What a row would say is forbidden it pair by pair, under retraction: no pair comes through,
+    and each row gets the tokens of the plain engine.
+    """
+    free = [request(f"r{number}", STEM[number : number + 12], max_tokens=20) for number in range(4)]
+    said = [plain_outputs(HashModel(), asked) for asked in free]
+    words = [tuple(itertools.pairwise(tokens)) for tokens in said]
+    asked = [
+        msgspec.structs.replace(each, bad_word_ids=(*pairs, (pairs[0][0],)))
+        for each, pairs in zip(free, words, strict=True)
+    ]
+    executor = make_executor(HashModel(), num_pages=13, depth=lead, lead=lead)
+    served = serve(executor, asked)
+    assert served.num_retracted > 0
+    assert served.outputs == {(r.request_id, 0): plain_outputs(HashModel(), r) for r in asked}
+    for each in asked:
+        tokens = served.outputs[each.request_id, 0]
+        assert not set(itertools.pairwise(tokens)) & set(each.bad_word_ids)
+        assert each.bad_word_ids[-1][0] not in tokens
 
 
 def test_a_prefix_hit_counts_its_tokens_for_penalties() -> None:

@@ -161,6 +161,8 @@ async def test_sampling_fields_reach_the_engine(
             "min_tokens": 2,
             "ignore_eos": True,
             "stop_token_ids": [9],
+            "allowed_token_ids": [40, 41],
+            "bad_words": ["AB"],
             "priority": -3,
             "timeout": 2.5,
             "metadata": {"any": "thing"},
@@ -177,6 +179,7 @@ async def test_sampling_fields_reach_the_engine(
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (1, -1)
     assert (sampling.repetition_penalty, sampling.min_tokens) == (1.5, 2)
     assert (sampling.logit_bias, sampling.stop) == (((7, -100.0),), ("x",))
+    assert (sampling.allowed_token_ids, sampling.bad_words) == ((40, 41), ("AB",))
     assert (admitted.end_ids, admitted.priority, admitted.timeout_s) == ((9,), -3, 2.5)
 
 

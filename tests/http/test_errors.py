@@ -86,6 +86,14 @@ COMPLETION_ERRORS: list[tuple[dict[str, Any], str, str | None]] = [
         "integer_below_min_value",
         "truncate_prompt_tokens",
     ),
+    ({"prompt": "a", "allowed_token_ids": []}, "empty_array", "allowed_token_ids"),
+    (
+        {"prompt": "a", "allowed_token_ids": [1] * 1025},
+        "array_above_max_length",
+        "allowed_token_ids",
+    ),
+    ({"prompt": "a", "bad_words": ["x"] * 129}, "array_above_max_length", "bad_words"),
+    ({"prompt": "a", "bad_words": ["x" * 129]}, "string_above_max_length", "bad_words"),
     ({"prompt": "a", "cache_salt": "x" * 129}, "string_above_max_length", "cache_salt"),
 ]
 CHAT_ERRORS: list[tuple[dict[str, Any], str, str | None]] = [

@@ -15,6 +15,7 @@ from aserve.messages import (
     TokenPrompt,
     array_i32,
 )
+from aserve.text.bad_words import bad_word_ids
 from aserve.text.prompt import Prepared, PromptEncoder, PromptLimits, end_ids
 from aserve.text.template import ChatTemplate
 from aserve.text.tokenizer import TextTokenizer
@@ -99,10 +100,48 @@ def test_ids_that_the_model_does_not_have_are_refused_wherever_they_stand(token_
         (TokenPrompt((1, token_id)), SAMPLING, "prompt"),
         (TextPrompt("a"), SamplingParams(seed=1, stop_token_ids=(token_id,)), "stop_token_ids"),
         (TextPrompt("a"), SamplingParams(seed=1, logit_bias=((token_id, 1.0),)), "logit_bias"),
+        (
+            TextPrompt("a"),
+            SamplingParams(seed=1, allowed_token_ids=(token_id,)),
+            "allowed_token_ids",
+        ),
     ):
         with pytest.raises(InvalidRequest, match="out of range") as caught:
             prepared(prompt, sampling)
         assert caught.value.param == param
+
+
+A, B = (TOKENIZER.encode(letter, with_special=False)[0] for letter in "AB")
+
+
+@pytest.mark.parametrize(
+    ("sampling", "param"),
+    [
+        (SamplingParams(1, allowed_token_ids=(A,), bad_words=("A",), ignore_eos=True), "bad_words"),
+        (
+            SamplingParams(1, allowed_token_ids=(A,), bad_words=("BA", "A"), min_tokens=1),
+            "bad_words",
+        ),
+        (SamplingParams(1, allowed_token_ids=TOKENIZER.eos_ids, min_tokens=1), "allowed_token_ids"),
+        (SamplingParams(1, allowed_token_ids=(A,), bad_words=("A",)), None),
+        (SamplingParams(1, allowed_token_ids=(A, B), bad_words=("A",), min_tokens=1), None),
+        (SamplingParams(1, allowed_token_ids=(A,), min_tokens=1), None),
+    ],
+)
+def test_what_would_leave_nothing_to_sample_is_refused(
+    sampling: SamplingParams, param: str | None
+) -> None:
+    if param is None:
+        prepared(TextPrompt("a"), sampling)
+        return
+    with pytest.raises(InvalidRequest, match="nothing could be sampled") as caught:
+        prepared(TextPrompt("a"), sampling)
+    assert caught.value.param == param
+
+
+def test_bad_words_reach_the_scheduler_as_ids() -> None:
+    admit = prepared(TextPrompt("a"), SamplingParams(1, bad_words=("stop", "A"))).admit
+    assert admit.bad_word_ids == bad_word_ids(("stop", "A"), TOKENIZER)
 
 
 def test_a_prompt_of_far_too_many_ids_is_refused_by_its_length() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from aserve.gpu.sample.bans import BanPlan, RowBans, plan_bans
 from aserve.gpu.sections import HostSections
 from aserve.messages import ArrayI32, RowInit
 
@@ -18,18 +19,20 @@ NOISE = 1
 FILTER = 2
 PENALTY = 4
 NUDGE = 8  # a logit bias, or ids that may not come yet
+BAN = 16  # allowed ids, or bad words
 
 
 class RowFacts:
     """What the host knows of the rows that the device holds. Row 0 is greedy."""
 
-    __slots__ = ("_inits", "_needs", "_num_logprobs", "_top_k")
+    __slots__ = ("_bans", "_inits", "_needs", "_num_logprobs", "_top_k")
 
     def __init__(self, max_rows: int) -> None:
         self._needs = np.zeros(max_rows + 1, np.uint8)
         self._top_k = np.zeros(max_rows + 1, np.int32)
         self._num_logprobs = np.full(max_rows + 1, -1, np.int32)
         self._inits: dict[int, RowInit] = {}
+        self._bans: dict[int, RowBans] = {}  # of the rows that have some
 
     def write(self, inits: Iterable[RowInit]) -> None:
         for init in inits:
@@ -37,6 +40,8 @@ class RowFacts:
             self._top_k[init.row] = init.top_k
             self._num_logprobs[init.row] = init.num_logprobs
             self._inits[init.row] = init
+            if self._needs[init.row] & BAN:
+                self._bans[init.row] = RowBans(init)
 
     def plan(self, rows: ArrayI32, *, max_len: int, vocab_size: int) -> SamplePlan:
         """rows int32 [n], one per logits row."""
@@ -52,12 +57,18 @@ class RowFacts:
             max_top_k=int(np.where(top_k < vocab_size, top_k, 0).max(initial=0)),
             penalised=np.flatnonzero(needs & PENALTY).astype(np.int32),
             nudges=self._nudges(rows, np.flatnonzero(needs & NUDGE)),
+            bans=self._plan_bans(rows, np.flatnonzero(needs & BAN).astype(np.int32)),
             scored=scored,
             num_top=min(int(num_logprobs.max(initial=0)), vocab_size) if len(scored) else 0,
         )
 
     def num_logprobs(self, rows: ArrayI32) -> ArrayI32:
         return self._num_logprobs[rows]
+
+    def _plan_bans(self, rows: ArrayI32, banned: ArrayI32) -> BanPlan | None:
+        if not len(banned):
+            return None
+        return plan_bans(banned, [self._bans[int(row)] for row in rows[banned]])
 
     def _nudges(self, rows: ArrayI32, nudged: np.ndarray[tuple[int], np.dtype[np.intp]]) -> Nudges:
         places: list[int] = []
@@ -100,6 +111,7 @@ class SamplePlan:
     max_top_k: int
     penalised: ArrayI32
     nudges: Nudges
+    bans: BanPlan | None
     scored: ArrayI32  # logits rows that want logprobs
     num_top: int  # alternatives for the one that wants most
 
@@ -111,6 +123,8 @@ class SamplePlan:
         sections.add(f"{prefix}.token_ids", np.array(nudges.token_ids, np.int32))
         sections.add(f"{prefix}.until", np.array(nudges.until, np.int32))
         sections.add_wide(f"{prefix}.values", np.array(nudges.values, np.float64))
+        if self.bans is not None:
+            self.bans.stage(sections, f"{prefix}.bans")
 
 
 def _needs(init: RowInit) -> int:
@@ -123,4 +137,6 @@ def _needs(init: RowInit) -> int:
         needs |= PENALTY
     if init.logit_bias or (init.end_ids and init.min_len > init.prompt_len):
         needs |= NUDGE
+    if init.allowed_ids or init.bad_word_ids:
+        needs |= BAN
     return needs

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.kv.pools import KvPools
+from aserve.gpu.sample.bans import Outputs, ban
 from aserve.gpu.sample.choose import choose, draw, set_limits
 from aserve.gpu.sample.noise import gumbel_noise
 from aserve.gpu.sample.penalties import penalise
@@ -72,7 +73,7 @@ class Sampler:
     def sample(self, logits: Tensor, rows: LogitsRows, staged: Staged) -> Sampled:
         """logits [n, vocab], float32 or float64, may be overwritten."""
         params = self._tables.at(rows.rows, logits.dtype)
-        self._process(logits, rows, staged)
+        self._process(logits, rows, params, staged)
         if rows.mask is not None:
             logits.masked_fill_(~_allowed(rows.mask, self._token_ids), -torch.inf)
         tokens = self._draw(logits, rows, params, staged.plan)
@@ -86,7 +87,7 @@ class Sampler:
             top_logprobs=top_logprobs,
         )
 
-    def _process(self, logits: Tensor, rows: LogitsRows, staged: Staged) -> None:
+    def _process(self, logits: Tensor, rows: LogitsRows, params: RowParams, staged: Staged) -> None:
         plan = staged.plan
         if len(plan.penalised):
             index = staged.ints("penalised")
@@ -103,6 +104,9 @@ class Sampler:
             is_on = rows.lens.index_select(0, places) < staged.ints("until")
             values = torch.where(is_on, staged.floats("values").to(logits.dtype), 0)
             logits.index_put_((places, staged.ints("token_ids")), values, accumulate=True)
+        if plan.bans is not None:
+            outputs = Outputs(rows.rows, rows.lens, params.ints("prompt_len"), self._pools)
+            ban(logits, outputs, lambda name: staged.ints(f"bans.{name}"))
 
     def _draw(
         self, logits: Tensor, rows: LogitsRows, params: RowParams, plan: SamplePlan

@@ -109,6 +109,8 @@ def sampling_of(
         frequency_penalty=body.frequency_penalty or 0.0,
         repetition_penalty=body.repetition_penalty or 1.0,
         logit_bias=tuple((body.logit_bias or {}).items()),
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
+        bad_words=tuple(body.bad_words or ()),
         max_tokens=max_tokens,
         min_tokens=body.min_tokens or 0,
         stop=tuple(stops_of(body)),

@@ -15,6 +15,9 @@ MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 128
 MAX_SALT_CHARS = 128
 MAX_BIAS = 100.0
 MAX_LOGPROBS = 20
@@ -57,6 +60,16 @@ def check_limits(body: GenerationBody) -> None:
         if value is not None:
             check_range(value, name)
     check_stops(stops_of(body))
+    check_length(body.allowed_token_ids or (), MAX_ALLOWED_TOKEN_IDS, param="allowed_token_ids")
+    if body.allowed_token_ids == []:
+        raise InvalidRequest(
+            "Invalid 'allowed_token_ids': the list is empty, so nothing could be sampled.",
+            param="allowed_token_ids",
+            code="empty_array",
+        )
+    check_length(body.bad_words or (), MAX_BAD_WORDS, param="bad_words")
+    for word in body.bad_words or ():
+        check_text(word, MAX_BAD_WORD_CHARS, param="bad_words")
     check_text(body.cache_salt or "", MAX_SALT_CHARS, param="cache_salt")
     if body.truncate_prompt_tokens == 0:
         raise InvalidRequest(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,9 +49,22 @@ def rows(draw: st.DrawFn, row: int) -> Row:
         end_ids=draw(st.sampled_from([(), (0, 7)])),
         logit_bias=draw(st.sampled_from([(), ((7, 2.0), (9, -100.0), (11, 1.0))])),
         num_logprobs=draw(st.sampled_from([-1, 0, 1, 4])),
+        allowed_ids=draw(st.sampled_from([(), (), (0, 1, 2, 5, 7, 30)])),
+        bad_word_ids=tuple(_bad_words(draw, history)),
     )
     allowed = draw(st.lists(ids, min_size=3, max_size=30, unique=True))
     return Row(init, history, allowed)
+
+
+def _bad_words(draw: st.DrawFn, history: list[int]) -> Iterator[tuple[int, ...]]:
+    """Of words that were emitted or nearly so; 1 and 2 always may come."""
+    for last in draw(st.lists(st.sampled_from([0, 5, 7, 9, 11, 39]), max_size=3)):
+        num_before = draw(st.integers(0, min(4, len(history))))
+        before = history[len(history) - num_before :]
+        is_other = draw(st.booleans())
+        if before and is_other:
+            before[draw(st.integers(0, num_before - 1))] = draw(st.integers(0, VOCAB - 1))
+        yield (*before, last)
 
 
 def sampled_alike(cases: Sequence[Row], logits: Tensor, *, is_masked: bool) -> None:
@@ -144,6 +157,32 @@ def test_a_window_penalises_each_position_with_its_own_history() -> None:
     history = [39 if best[0] != 39 else 38, best[0], best[1]]
     drawn = [Drawn(1, position) for position in (1, 2, 3)]
     assert run_sampler(logits, [init], [history], drawn).tokens.tolist() == best[:3]
+
+
+def test_the_last_token_of_a_bad_word_is_banned_right_after_its_others_alone() -> None:
+    """In a verify window a draft is such another; what stands in the prompt was not emitted."""
+    logits = logits_of(1)
+    best = logits[0].argsort(descending=True).tolist()
+    word = (best[1], best[2], best[0])
+    history = [best[1], best[2], best[1], best[2], best[1]]
+    inits = [greedy(1, prompt_len=2, bad_word_ids=(word,))]
+    drawn = [Drawn(1, position) for position in (2, 3, 4, 5)]
+    tokens = run_sampler(logits.repeat(4, 1), inits, [history], drawn).tokens.tolist()
+    assert tokens == [best[0], best[0], best[1], best[0]]
+
+
+def test_bans_of_one_row_leave_its_neighbours_alone() -> None:
+    logits = logits_of(1).repeat(4, 1)
+    best = logits[0].argsort(descending=True).tolist()
+    inits = [
+        greedy(1, bad_word_ids=((best[0],), (7, best[1]))),
+        greedy(2),
+        greedy(3, allowed_ids=(best[5], best[9], best[8])),
+        greedy(4, allowed_ids=(best[0], best[3]), bad_word_ids=((7, best[0]),)),
+    ]
+    drawn = [Drawn(row, 3) for row in (4, 3, 2, 1)]
+    tokens = run_sampler(logits, inits, [[1, 5, 7]] * 4, drawn).tokens.tolist()
+    assert tokens == [best[3], best[5], best[0], best[2]]
 
 
 def test_a_seed_counts_modulo_two_to_the_64th() -> None:

@@ -1,0 +1,115 @@
+"""Tokens that may not be sampled: all but a row's allowed ones, and what would end a bad word.
+
+A bad word is a sequence of ids: its last one is banned where those before it were just emitted.
+What was emitted is read from the token pool, so there is no state and no lag. The host's part is
+made once per tenant of a row (`RowBans`) and joined for the rows of a step (`BanPlan`). It knows no
+step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aserve.gpu.kv.pools import KvPools
+from aserve.gpu.sections import HostSections
+from aserve.messages import ArrayI32, RowInit
+
+
+class RowBans:
+    """`allowed` [allowed], `lasts` [words]; of the ids before the last ones, all words' together:
+    whose they are, how far back and which [befores]. All int32.
+    """
+
+    __slots__ = ("allowed", "backs", "befores", "lasts", "owners")
+
+    def __init__(self, init: RowInit) -> None:
+        befores = [
+            (owner, back, token_id)
+            for owner, word in enumerate(init.bad_word_ids)
+            for back, token_id in enumerate(reversed(word[:-1]), 1)
+        ]
+        self.allowed = np.array(init.allowed_ids, np.int32)
+        self.lasts = np.array([word[-1] for word in init.bad_word_ids], np.int32)
+        self.owners, self.backs, self.befores = np.array(befores, np.int32).reshape(-1, 3).T
+
+
+@dataclass(frozen=True, slots=True)
+class BanPlan:
+    """The bans of some logits rows, int32 each."""
+
+    restricted: ArrayI32  # [restricted], the logits rows with allowed ids
+    allowing: ArrayI32  # [allowed], places in `restricted`
+    allowed: ArrayI32  # [allowed]
+    places: ArrayI32  # [words], logits rows
+    lasts: ArrayI32  # [words]
+    owners: ArrayI32  # [befores], places among the words
+    backs: ArrayI32  # [befores], 1 for the token right before the one to sample
+    befores: ArrayI32  # [befores]
+
+    def stage(self, sections: HostSections, prefix: str) -> None:
+        for field in dataclasses.fields(self):
+            sections.add(f"{prefix}.{field.name}", getattr(self, field.name))
+
+
+def plan_bans(places: ArrayI32, bans: Sequence[RowBans]) -> BanPlan:
+    """places int32 [n >= 1]: the logits row of each."""
+    num_allowed = np.array([len(each.allowed) for each in bans])
+    num_words = np.array([len(each.lasts) for each in bans])
+    starts = (np.cumsum(num_words) - num_words).astype(np.int32)
+    restricted = np.flatnonzero(num_allowed).astype(np.int32)
+    order = np.arange(len(restricted), dtype=np.int32)
+    return BanPlan(
+        restricted=places[restricted],
+        allowing=np.repeat(order, num_allowed[restricted]),
+        allowed=np.concatenate([each.allowed for each in bans]),
+        places=np.repeat(places, num_words),
+        lasts=np.concatenate([each.lasts for each in bans]),
+        owners=np.concatenate(
+            [each.owners + start for each, start in zip(bans, starts, strict=True)]
+        ),
+        backs=np.concatenate([each.backs for each in bans]),
+        befores=np.concatenate([each.befores for each in bans]),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What the rows of some logits have emitted. int64 [n] each: the row, how many tokens come
+    before the one to sample, and how many of these are its prompt.
+    """
+
+    rows: Tensor
+    lens: Tensor
+    prompt_lens: Tensor
+    pools: KvPools
+
+    def ended_in(self, places: Tensor, *, backs: Tensor, token_ids: Tensor) -> Tensor:
+        """int64 [m] each -> bool [m]: whether that token was emitted so far back."""
+        positions = self.lens.index_select(0, places) - backs
+        rows = self.rows.index_select(0, places)
+        slots = self.pools.slots(0, rows, positions.clamp(min=0))
+        is_output = positions >= self.prompt_lens.index_select(0, places)
+        return is_output & (self.pools.token_pool.index_select(0, slots) == token_ids)
+
+
+def ban(logits: Tensor, outputs: Outputs, ints: Callable[[str], Tensor]) -> None:
+    """logits [n, vocab], in place; `ints` gives the plan's arrays on the device, int64."""
+    restricted = ints("restricted")
+    if len(restricted):
+        own = logits.index_select(0, restricted)
+        is_allowed = torch.zeros_like(own, dtype=torch.bool)
+        is_allowed[ints("allowing"), ints("allowed")] = True
+        logits.index_copy_(0, restricted, own.masked_fill_(~is_allowed, -torch.inf))
+    places, owners = ints("places"), ints("owners")
+    was_emitted = outputs.ended_in(
+        places.index_select(0, owners), backs=ints("backs"), token_ids=ints("befores")
+    )
+    misses = torch.zeros_like(places).index_add_(0, owners, (~was_emitted).to(torch.int64))
+    values = torch.zeros_like(misses, dtype=logits.dtype).masked_fill_(misses == 0, -torch.inf)
+    logits.index_put_((places, ints("lasts")), values, accumulate=True)

@@ -1,0 +1,44 @@
+"""Words that must not be said, as the token sequences that would say them.
+
+Must not know requests or how a sequence is kept from being sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from aserve.errors import InvalidRequest
+from aserve.text.tokenizer import TextTokenizer
+
+MAX_IDS = 4096  # of all words together: they travel with every step
+
+
+def bad_word_ids(words: Iterable[str], tokenizer: TextTokenizer) -> tuple[tuple[int, ...], ...]:
+    """Each word as it stands at the beginning of a text and after a space, as vLLM does; once where
+    these end in the same tokens.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        plain = _encode(word.lstrip(), tokenizer)
+        if not plain:
+            raise InvalidRequest(
+                "Invalid 'bad_words': a word is empty.",
+                param="bad_words",
+                code="string_below_min_length",
+            )
+        found[plain] = None
+        spaced = _encode(f" {word.lstrip()}", tokenizer)
+        if spaced[-len(plain) :] != plain:
+            found[spaced] = None
+    num_ids = sum(map(len, found))
+    if num_ids > MAX_IDS:
+        raise InvalidRequest(
+            f"Invalid 'bad_words': they are {num_ids} tokens in all, more than {MAX_IDS}.",
+            param="bad_words",
+            code="array_above_max_length",
+        )
+    return tuple(found)
+
+
+def _encode(text: str, tokenizer: TextTokenizer) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(text, with_special=False))
