@@ -110,6 +110,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi3": ("Phi3", {**PHI3, "sliding_window": 24}),
+    "phi3-partial": (
+        "Phi3",
+        {**PHI3, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+    ),
     "phi3-longrope": ("Phi3", {**PHI3, **STRETCHED, "rope_parameters": PARTIAL_LONG}),
     "granite": ("Granite", GRANITE),
     "granite-biased": ("Granite", {**GRANITE, "attention_bias": True, "mlp_bias": True}),

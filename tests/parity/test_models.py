@@ -5,11 +5,19 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from aserve.gpu.models.causal_model import CausalModel
+from aserve.gpu.models.config import architecture_of, parse_config, read_fields
+from aserve.gpu.models.decoder import Decoder
+from aserve.gpu.models.decoder_spec import NORMS_AROUND, DecoderSpec, EmbeddingScale
+from aserve.gpu.models.registry import FAMILIES, DecoderFamily
+from aserve.gpu.weights.checkpoint import Checkpoint
 from aserve.gpu.weights.load import load_model
+from aserve.gpu.weights.reader import WeightReader
+from aserve.gpu.weights.target import HOST
 from tests.parity.conftest import ReferenceOf
 from tests.parity.dense_attend import DenseAttend
 from tests.parity.references import KINDS, MAX_MODEL_LEN, PROMPT_LEN, Reference
@@ -59,7 +67,65 @@ def test_one_lost_token_of_the_history_changes_the_logits(
     assert not torch.equal(logits[PROMPT_LEN - 1 :].argmax(-1), reference.greedy)
 
 
-@pytest.mark.parametrize("kind", ["llama-dynamic", "llama-longrope", "qwen3-mixed"])
+# What a family says of itself, and what it would be without that.
+SWAPPED = msgspec.structs.replace(
+    NORMS_AROUND,
+    after_attention=NORMS_AROUND.before_mlp,
+    before_mlp=NORMS_AROUND.after_attention,
+)
+AXES: list[tuple[str, str, object]] = [
+    ("mistral", "windows", (None,) * 3),
+    ("qwen2-sliding", "windows", (24,) * 3),
+    ("gemma2", "windows", (None, 24, None)),
+    ("gemma2", "attention_scale", None),
+    ("gemma2", "attention_softcap", None),
+    ("gemma2", "logit_softcap", None),
+    ("gemma2", "norms", SWAPPED),
+    ("gemma2", "norm_offset", 0.0),
+    ("gemma2", "embedding_scale", EmbeddingScale()),
+    ("gemma3", "windows", (24, None, 24)),
+    ("gemma3", "attention_scale", None),
+    ("gemma3", "norm_offset", 0.0),
+    ("gemma3", "embedding_scale", EmbeddingScale()),
+    ("gemma3-linear", "logit_softcap", None),
+    ("phi3", "windows", (None,) * 3),
+    ("granite", "attention_scale", None),
+    ("granite", "embedding_scale", EmbeddingScale()),
+    ("granite", "residual_scale", 1.0),
+    ("granite", "logit_divisor", 1.0),
+]
+
+
+@pytest.mark.parametrize(("kind", "axis", "other"), AXES)
+def test_the_references_see_each_axis(
+    kind: str, axis: str, other: object, reference_of: ReferenceOf
+) -> None:
+    reference = reference_of(kind)
+    fields = read_fields(reference.directory)
+    family = FAMILIES[architecture_of(fields)]
+    assert isinstance(family, DecoderFamily)
+    spec = family.spec(parse_config(fields, defaults=family.defaults))
+    model = decoder(msgspec.structs.replace(spec, **{axis: other}), reference)
+    tokens = reference.tokens
+    logits = logits_of(model, tokens, chunks=[len(tokens)], attend=DenseAttend())
+    assert (logits - reference.logits).abs().max() > 1e-2
+
+
+def decoder(spec: DecoderSpec, reference: Reference) -> Decoder:
+    with Checkpoint(reference.directory) as checkpoint:
+        reader = WeightReader(
+            checkpoint,
+            HOST,
+            dtype=torch.float32,
+            total_bytes=0,
+            on_progress=lambda _done, _total: None,
+        )
+        return Decoder(spec, reader, max_model_len=MAX_MODEL_LEN)
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama-dynamic", "llama-longrope", "qwen3-mixed", "phi3-longrope", "gemma3"]
+)
 def test_positions_don_t_depend_on_how_the_prompt_was_cut(
     kind: str, reference_of: ReferenceOf
 ) -> None:
@@ -89,7 +155,7 @@ def test_half_types_stay_near(dtype: str, tolerance: float, reference_of: Refere
     assert (logits - reference.logits).abs().max() < tolerance
 
 
-@pytest.mark.parametrize("kind", ["llama-yarn", "qwen3-tied"])
+@pytest.mark.parametrize("kind", ["llama-yarn", "qwen3-tied", "gemma3", "phi3-partial"])
 def test_sharded_checkpoints_load_alike(
     kind: str, reference_of: ReferenceOf, tmp_path: Path
 ) -> None:

@@ -26,6 +26,14 @@ from tests.parity.references import KINDS, MAX_MODEL_LEN, NUM_GREEDY, PROMPT_LEN
 pytestmark = pytest.mark.slow  # each reference takes a moment to make
 
 ROW, NEIGHBOUR = 3, 1
+CHUNKED = (
+    *("llama-dynamic", "llama-longrope", "qwen3-mixed", "mistral", "gemma2", "gemma3-linear"),
+    *("phi3-longrope", "olmo2"),
+)
+MIXED = (
+    *("llama-yarn", "llama-llama3", "qwen3-sliding", "qwen2-sliding", "gemma2", "gemma3", "phi3"),
+    *("granite",),
+)
 NUM_PAGES = {1: 4 * MAX_MODEL_LEN, 7: 90, 16: 40}
 
 
@@ -109,7 +117,7 @@ async def test_prefill_and_greedy_decode_equal_transformers(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("page_size", [1, 7, 16])
-@pytest.mark.parametrize("kind", ["llama-dynamic", "llama-longrope", "qwen3-mixed"])
+@pytest.mark.parametrize("kind", CHUNKED)
 async def test_chunked_prefill_equals_transformers(
     kind: str, page_size: int, backend: str, reference_of: ReferenceOf
 ) -> None:
@@ -128,7 +136,7 @@ async def test_chunked_prefill_equals_transformers(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("page_size", [1, 7, 16])
-@pytest.mark.parametrize("kind", ["llama-yarn", "llama-llama3", "qwen3-sliding"])
+@pytest.mark.parametrize("kind", MIXED)
 async def test_mixed_steps_equal_transformers(
     kind: str, page_size: int, backend: str, reference_of: ReferenceOf
 ) -> None:
