@@ -40,7 +40,7 @@ BESIDE_THE_CORE = (
     *(f"{MODELS}/layer_kinds.py", f"{MODELS}/mistral.py", f"{MODELS}/qwen2.py"),
     *(f"{MODELS}/qwen3.py", f"{MODELS}/gemma2.py", f"{MODELS}/gemma3.py", f"{MODELS}/phi3.py"),
     *(f"{MODELS}/granite.py", f"{MODELS}/olmo2.py"),
-    "aserve/http/openai/responses/*",
+    *("aserve/http/openai/responses/*", "aserve/http/websocket.py"),
     *("aserve/grammar/*", "aserve/tiny/*", "aserve/bench/*"),
 )
 
