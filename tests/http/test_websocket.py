@@ -191,7 +191,11 @@ HOSTILE: list[tuple[str | bytes, str, str | None]] = [
         "generate",
     ),
     ('{"type": "response.create", "stream_id": "%s"}' % ("x" * 300), "invalid_type", "stream_id"),
-    ('{"type": "response.create", "input": "%s"}' % ("x" * 600), "context_length_exceeded", None),
+    (
+        '{"type": "response.create", "input": "%s"}' % ("x" * 600),
+        "context_length_exceeded",
+        "input",
+    ),
 ]
 
 
@@ -250,8 +254,9 @@ async def test_what_waits_is_bounded_in_bytes_as_well() -> None:
         session.ws_connect("/v1/responses") as socket,
     ):
         echo.scheduler.is_paused = True
-        for _ in range(4):
+        for count in range(4):
             await socket.send_json(CREATE | {"metadata": {"a": "x" * 500, "b": "x" * 300}})
+            await num_admitted(echo, min(count + 1, 1))
         assert (await event_of(socket))["error"]["code"] == "queue_full"
         echo.scheduler.is_paused = False
         echo.scheduler.resume()
