@@ -64,10 +64,11 @@ class SamplingParams(Record, frozen=True):
 
     temperature 0 is greedy; top_k 0 and top_p 1 and min_p 0 are off. `seed` is always set: http
     draws one for a request that has none. `logprobs` is the number of alternatives per token, None
-    for no logprobs at all. `max_tokens` None means the rest of the context; the tokenizer actor
-    resolves it. `include_stop_str_in_output` shows what ended the text, `return_token_ids` also
-    the prompt's ids. Only `allowed_token_ids` are sampled, and what ends a sequence; empty allows
-    all.
+    for no logprobs at all, and `prompt_logprobs` the same of the prompt's tokens; `echo` gives the
+    prompt's text back before the output. `max_tokens` None means the rest of the context; the
+    tokenizer actor resolves it. With 0 the prompt is computed and nothing is sampled.
+    `include_stop_str_in_output` shows what ended the text, `return_token_ids` also the prompt's
+    ids. Only `allowed_token_ids` are sampled, and what ends a sequence; empty allows all.
     """
 
     seed: int
@@ -90,6 +91,8 @@ class SamplingParams(Record, frozen=True):
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool = False
     n: int = 1
     grammar: Grammar | None = None
 
@@ -116,7 +119,7 @@ Prompt: TypeAlias = TextPrompt | TokenPrompt | ChatPrompt
 
 class GenerateRequest(Message, frozen=True):
     """http -> tokenizer. `request_id` is made by the server and is matched whole, never by
-    prefix.
+    prefix. One that `embeds` is answered with an embedding of its prompt, and has max_tokens 0.
     """
 
     request_id: str
@@ -127,6 +130,7 @@ class GenerateRequest(Message, frozen=True):
     timeout_s: float | None = None
     # the last so many tokens of the prompt, -1 for all that leave room for max_tokens
     truncate_prompt_tokens: int | None = None
+    embeds: bool = False
 
 
 class OpenText(Message, frozen=True):
@@ -147,6 +151,7 @@ class AdmitRequest(Message, frozen=True):
     `end_ids` are the token ids that end a sequence (eos and stop_token_ids; empty with ignore_eos
     and no stops), `bad_word_ids` the spellings of bad words.
     `sampling.max_tokens` is resolved: prompt_len + max_tokens <= max_model_len.
+    It `embeds` as its GenerateRequest does.
     """
 
     request_id: str
@@ -158,6 +163,7 @@ class AdmitRequest(Message, frozen=True):
     priority: int = 0
     timeout_s: float | None = None
     outputs: tuple[bytes, ...] = ()  # int32 [outputs of child i]
+    embeds: bool = False
 
 
 class Cancel(Message, frozen=True):
@@ -199,6 +205,8 @@ class RowInit(Record, frozen=True):
     allowed_ids: tuple[int, ...] = ()  # no other is sampled; empty for any
     # of each word the last id is not sampled where those before it were
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    num_prompt_logprobs: int = -1  # the same of the prompt's tokens
+    embeds: bool = False  # the hidden state of the last prompt token is wanted
 
 
 class PageWrites(Record, frozen=True):
@@ -247,7 +255,7 @@ class ScheduleBatch(Message, frozen=True):
     spans: bytes  # int32 [rows], tokens of each row in this step
     input_ids: bytes  # int32 [tokens]
     # int32 [rows], the token after each row's span, -row where this step or another in flight
-    # samples it
+    # samples it, or nothing comes after
     next_ids: bytes
     kv_lens: bytes  # int32 [rows]
     bounds: bytes  # uint8 [rows]
@@ -294,9 +302,30 @@ class RowLogprobs(Record, frozen=True):
     top_logprobs: bytes  # float32 [tokens, k]
 
 
+class PromptLogprobs(Record, frozen=True):
+    """Of a run of a row's prompt tokens, by the model's own distribution: no penalty, bias, mask or
+    temperature (natural logarithm). `position` is that of the run's first token: 1 or more, because
+    nothing comes before token 0.
+    """
+
+    row: int
+    position: int
+    chosen: bytes  # float32 [tokens]
+    ranks: bytes  # int32 [tokens], 1 for the likeliest of the vocabulary
+    top_ids: bytes  # int32 [tokens, k], best first
+    top_logprobs: bytes  # float32 [tokens, k]
+
+
+class RowEmbedding(Record, frozen=True):
+    """The hidden state of a row's last prompt token after the final norm, of length 1."""
+
+    row: int
+    values: bytes  # float32 [hidden]
+
+
 class StepResult(Message, frozen=True):
     """What came back of a step: for each sampled row its tokens, one after the other. Middle
-    chunks give none.
+    chunks give none, but the logprobs of their part of the prompt if these are wanted.
     """
 
     iteration: int
@@ -304,6 +333,8 @@ class StepResult(Message, frozen=True):
     counts: bytes  # int32 [sampled rows], tokens of each
     tokens: bytes  # int32 [sum of counts]
     logprobs: tuple[RowLogprobs, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    embeddings: tuple[RowEmbedding, ...] = ()
 
 
 class SampleResult(Message, frozen=True):
@@ -359,7 +390,7 @@ class MaskReady(Message, frozen=True):
 
 class SequenceOutput(Record, frozen=True):
     """New tokens of one sequence. `position` counts outputs: token_ids[0] is output number
-    `position`.
+    `position`. What belongs to the prompt comes once, in order, and before the first output.
     """
 
     request_id: str
@@ -368,6 +399,8 @@ class SequenceOutput(Record, frozen=True):
     token_ids: bytes  # int32
     cached_len: int  # prompt tokens that the prefix cache had at first admission
     logprobs: tuple[RowLogprobs, ...] = ()  # each covers a run of the tokens, in order
+    prompt_logprobs: PromptLogprobs | None = None
+    embedding: bytes | None = None  # float32 [hidden]
 
 
 class StepOutput(Message, frozen=True):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,7 +24,9 @@ from aserve.messages import (
     EngineSpec,
     Grammar,
     MaskReady,
+    PromptLogprobs,
     Resync,
+    RowEmbedding,
     RowInit,
     Sample,
     SampleResult,
@@ -49,7 +52,7 @@ def kv_value(previous: int, token: int, position: int) -> int:
 
 def row_key(init: RowInit) -> bytes:
     """Everything a row was told about sampling, but not the row's number."""
-    return msgspec.msgpack.encode(msgspec.structs.replace(init, row=0))
+    return msgspec.msgpack.encode(msgspec.structs.replace(init, row=0, num_prompt_logprobs=-1))
 
 
 def hidden_state(views: list[Kv], key: bytes, position: int) -> int:
@@ -60,6 +63,25 @@ def hidden_state(views: list[Kv], key: bytes, position: int) -> int:
     for view in views:
         digest = zlib.crc32(np.asarray(view, np.int64).tobytes(), digest)
     return digest
+
+
+def prompt_scores(
+    digests: list[int], *, row: int, position: int, num_top: int, vocab_size: int
+) -> PromptLogprobs:
+    """The run of scores from `position` on; digests: those of the positions before each token."""
+    table = [(digest + i, i) for digest in digests for i in range(num_top)]
+    return PromptLogprobs(
+        row=row,
+        position=position,
+        chosen=np.array([digest % 4093 for digest in digests], np.float32).tobytes(),
+        ranks=pack_i32([1 + digest % vocab_size for digest in digests]),
+        top_ids=pack_i32([value % vocab_size for value, _ in table]),
+        top_logprobs=np.array([-i for _, i in table], np.float32).tobytes(),
+    )
+
+
+def embedding_of(digest: int) -> bytes:
+    return np.array([digest % 4093, digest % 4099], np.float32).tobytes()
 
 
 def pick(digest: int, allowed: list[int]) -> int:
@@ -137,6 +159,34 @@ def expected_outputs(request: AdmitRequest, child: int, spec: EngineSpec) -> lis
     return tokens[prompt_len:]
 
 
+class PromptAnswer(NamedTuple):
+    """What a request gets of its prompt."""
+
+    scores: PromptLogprobs | None
+    embedding: bytes | None
+
+
+def expected_prompt(request: AdmitRequest, child: int, spec: EngineSpec) -> PromptAnswer:
+    """All scores in one run, as if the row were 0."""
+    wanted = request.sampling.prompt_logprobs
+    tokens = array_i32(request.prompt_ids).tolist()
+    chain: Kv = []
+    digests: list[int] = []
+    for position, token in enumerate(tokens):
+        chain.append(kv_value(chain[-1] if chain else 0, token, position))
+        views = [chain if group.window is None else chain[-group.window :] for group in spec.groups]
+        digests.append(hidden_state(views, b"", position + 1))
+    is_scored = wanted is not None and child == 0 and not any(request.outputs) and len(tokens) > 1
+    return PromptAnswer(
+        scores=prompt_scores(
+            digests[:-1], row=0, position=1, num_top=wanted or 0, vocab_size=spec.vocab_size
+        )
+        if is_scored
+        else None,
+        embedding=embedding_of(digests[-1]) if request.embeds else None,
+    )
+
+
 def _row_init(request: AdmitRequest, child: int) -> RowInit:
     sampling: SamplingParams = request.sampling
     prompt_len = len(array_i32(request.prompt_ids))
@@ -157,6 +207,7 @@ def _row_init(request: AdmitRequest, child: int) -> RowInit:
         num_logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
         allowed_ids=sampling.allowed_token_ids and sampling.allowed_token_ids + request.end_ids,
         bad_word_ids=request.bad_word_ids,
+        embeds=request.embeds,
     )
 
 
@@ -168,6 +219,7 @@ class RowState:
 
     __slots__ = (
         "draft",
+        "init",
         "key",
         "kv_len",
         "last_token",
@@ -178,6 +230,7 @@ class RowState:
     )
 
     def __init__(self, num_groups: int) -> None:
+        self.init: RowInit | None = None
         self.key: bytes = b""
         self.tables: list[dict[int, int]] = [{} for _ in range(num_groups)]
         self.kv_len = 0  # after the last step that named the row
@@ -240,6 +293,8 @@ class FakeDevice:
         drafts = array_i32(batch.verify.num_drafts).tolist() if batch.verify else None
         ids = array_i32(batch.input_ids).tolist()
         emitted: dict[int, list[int]] = {}
+        scores: list[PromptLogprobs] = []
+        embeddings: list[RowEmbedding] = []
         start = 0
         for index, row in enumerate(array_i32(batch.rows).tolist()):
             span = int(array_i32(batch.spans)[index])
@@ -250,17 +305,47 @@ class FakeDevice:
             self._write_kv(row, tokens, kv_len)
             state = self.rows[row]
             state.kv_len = kv_len + span
+            scores += self._score(row, kv_len)
+            embeddings += self._embed(row)
             if row in held:
                 state.logits = (self._digest(row, kv_len + span), kv_len + span)
             elif row in samples:
                 emitted[row] = self._verify(row, tokens, kv_len, num_drafts)
                 self._stash(batch.iteration, row, emitted[row])
         _check_covered(ids, start)
-        return StepResult(batch.iteration, *_pack_tokens(emitted))
+        return StepResult(
+            batch.iteration,
+            *_pack_tokens(emitted),
+            prompt_logprobs=tuple(scores),
+            embeddings=tuple(embeddings),
+        )
+
+    def _score(self, row: int, before: int) -> list[PromptLogprobs]:
+        """Of the positions from `before` on, as far as the prompt has a token after them."""
+        state = self.rows[row]
+        assert state.init is not None
+        num_top, end = state.init.num_prompt_logprobs, min(state.kv_len, state.init.prompt_len - 1)
+        if num_top < 0 or end <= before:
+            return []
+        digests = [self._digest(row, kv_len, b"") for kv_len in range(before + 1, end + 1)]
+        vocab_size = self.spec.vocab_size
+        return [
+            prompt_scores(
+                digests, row=row, position=before + 1, num_top=num_top, vocab_size=vocab_size
+            )
+        ]
+
+    def _embed(self, row: int) -> list[RowEmbedding]:
+        state = self.rows[row]
+        assert state.init is not None
+        if not state.init.embeds or state.kv_len != state.init.prompt_len:
+            return []
+        return [RowEmbedding(row, embedding_of(self._digest(row, state.kv_len, b"")))]
 
     def _apply(self, batch: ScheduleBatch) -> None:
         for init in batch.row_inits:
             self.rows[init.row] = RowState(len(self.spec.groups))
+            self.rows[init.row].init = init
             self.rows[init.row].key = row_key(init)
             self.rows[init.row].kv_len = -1
         for group, writes in enumerate(batch.page_writes):
@@ -329,12 +414,12 @@ class FakeDevice:
             raise DeviceBug(f"row {row} reads position {position} of group {group} through no page")
         return page * self.spec.page_size + position % self.spec.page_size
 
-    def _digest(self, row: int, kv_len: int) -> int:
+    def _digest(self, row: int, kv_len: int, key: bytes | None = None) -> int:
         views = []
         for group, spec in enumerate(self.spec.groups):
             start = 0 if spec.window is None else max(0, kv_len - spec.window)
             views.append([self._read_kv(row, group, position) for position in range(start, kv_len)])
-        return hidden_state(views, self.rows[row].key, kv_len)
+        return hidden_state(views, self.rows[row].key if key is None else key, kv_len)
 
     def _verify(self, row: int, tokens: list[int], kv_len: int, num_drafts: int) -> list[int]:
         """The sampled token after the root, and while drafts agree with what was sampled, the

@@ -105,6 +105,24 @@ MUTANTS = (
         "sequence = board.running.get(row)\n"
         "        flight = next(iter(sequence.flights), None) if sequence else None",
     ),
+    Mutant(
+        "a prefix hit that skips positions whose scores are wanted",
+        "aserve/scheduling/request.py",
+        "            return self.num_scored - 1\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "a score given twice after a retraction",
+        "aserve/scheduling/prompts.py",
+        "_behind(scores, num_seen, of=num_tokens)",
+        "_behind(scores, 0, of=num_tokens)",
+    ),
+    Mutant(
+        "an embedding of a sequence that has left",
+        "aserve/scheduling/prompts.py",
+        "        if flight in sequence.flights:\n            outputs.append(",
+        "        if True:\n            outputs.append(",
+    ),
 )
 
 

@@ -22,6 +22,7 @@ from aserve.messages import (
     CancelReason,
     EngineSpec,
     Launch,
+    PromptLogprobs,
     Refused,
     Resync,
     Retired,
@@ -37,7 +38,7 @@ from aserve.messages import (
 )
 from aserve.observability.recording import Recorder
 from aserve.scheduling.state import SchedulerState
-from tests.fakes import FakeDevice, ToyMatchers, expected_outputs
+from tests.fakes import FakeDevice, ToyMatchers, expected_outputs, expected_prompt
 
 POISON_SEED = 666  # a request with this seed breaks every step that names it
 MAX_TURNS = 3_000
@@ -59,6 +60,8 @@ class Story(msgspec.Struct):
     """What a client of one sequence saw."""
 
     tokens: list[int] = []
+    scores: list[PromptLogprobs] = []
+    embeddings: list[bytes] = []
     ends: list[str] = []
     cancelled: bool = False
 
@@ -167,6 +170,10 @@ class TraceRun:
                         "an output is lost or doubled"
                     )
                     story.tokens += array_i32(output.token_ids).tolist()
+                    if output.prompt_logprobs is not None:
+                        story.scores.append(output.prompt_logprobs)
+                    if output.embedding is not None:
+                        story.embeddings.append(output.embedding)
             case Retired():
                 self.stories[effect.request_id, effect.child].ends.append(effect.reason)
             case Refused():
@@ -206,6 +213,7 @@ class TraceRun:
                 continue
             assert len(story.ends) == 1, f"{request_id}/{child} ended {story.ends}"
             self._check_tokens(request, child, story)
+            self._check_prompt(request, child, story)
         board = self.state.board
         assert board.rows.num_free == self.trace.spec.max_rows
         board.cache.check([])
@@ -225,10 +233,54 @@ class TraceRun:
             assert got == expected, f"{request.request_id}/{child} ended early: {got} of {expected}"
             assert reason == _reason(request, expected)
 
+    def _check_prompt(self, request: AdmitRequest, child: int, story: Story) -> None:
+        """Scores come once each and in order; a client that stayed has all, and the embedding."""
+        expected = expected_prompt(request, child, self.trace.spec)
+        embeddings = [] if expected.embedding is None else [expected.embedding]
+        if expected.scores is None:
+            assert not story.scores
+        elif story.scores:
+            got = joined(story.scores)
+            assert got == cut(expected.scores, len(got.chosen) // 4), request.request_id
+        if not story.cancelled and story.ends != ["error"]:
+            num_scored = sum(len(scores.chosen) for scores in story.scores)
+            assert num_scored == (len(expected.scores.chosen) if expected.scores else 0)
+            assert story.embeddings == embeddings
+        assert story.embeddings in ([], embeddings)
+
     def _who_waits(self) -> str:
         from aserve.scheduling.check import describe
 
         return "; ".join(describe(sequence) for sequence in self.state.board.living())
+
+
+def joined(runs: list[PromptLogprobs]) -> PromptLogprobs:
+    """Runs that follow each other as one, of row 0."""
+    position = runs[0].position
+    for run in runs:
+        assert run.position == position, "a score is lost or doubled"
+        position += len(run.chosen) // 4
+    return PromptLogprobs(
+        row=0,
+        position=runs[0].position,
+        chosen=b"".join(run.chosen for run in runs),
+        ranks=b"".join(run.ranks for run in runs),
+        top_ids=b"".join(run.top_ids for run in runs),
+        top_logprobs=b"".join(run.top_logprobs for run in runs),
+    )
+
+
+def cut(run: PromptLogprobs, num_tokens: int) -> PromptLogprobs:
+    """The first tokens of a run."""
+    top_bytes = len(run.top_ids) // (len(run.chosen) // 4) * num_tokens
+    return PromptLogprobs(
+        row=run.row,
+        position=run.position,
+        chosen=run.chosen[: 4 * num_tokens],
+        ranks=run.ranks[: 4 * num_tokens],
+        top_ids=run.top_ids[:top_bytes],
+        top_logprobs=run.top_logprobs[:top_bytes],
+    )
 
 
 def _reason(request: AdmitRequest, expected: list[int]) -> str:

@@ -252,7 +252,9 @@ class TorchExecutor:
         self, plan: StepPlan, layout: Layout, ticket: StepTicket, words: ArrayI32
     ) -> Job:
         num_words = sum(layout.sizes)
-        found: Tokens | AserveError = read_tokens(words[:num_words], layout, plan.logits)
+        found: Tokens | AserveError = read_tokens(
+            words[:num_words], layout, plan.logits, plan.prompts
+        )
         if self._is_debug:
             stamps, kv_lens = np.split(words[num_words:], 2)
             found = check_step(plan, stamps, kv_lens) or found

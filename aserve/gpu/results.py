@@ -15,6 +15,8 @@ from torch import Tensor
 
 from aserve.errors import AserveError, BugError, StepError
 from aserve.gpu.decode.base import Emitted
+from aserve.gpu.prompt_plan import PromptPlan
+from aserve.gpu.prompt_values import Prompts, read_prompts
 from aserve.gpu.step_plan import LogitsPlan, StepPlan
 from aserve.messages import ArrayI32, RowLogprobs, SampleResult, SeqLens, StepResult
 
@@ -28,18 +30,28 @@ class Layout:
     num_logits: int
     num_scored: int
     num_top: int
+    num_prompt_words: int
 
     @property
     def sizes(self) -> tuple[int, ...]:
         table = self.num_scored * self.num_top
         tokens = self.num_samples * self.width
-        return tokens, self.num_samples, self.num_logits, self.num_scored, table, table
+        of_samples = tokens, self.num_samples, self.num_logits, self.num_scored, table, table
+        return *of_samples, self.num_prompt_words
 
 
 def layout_of(emitted: Emitted) -> Layout:
     num_samples, width = emitted.tokens.shape
     num_scored, num_top = emitted.sampled.top_ids.shape
-    return Layout(num_samples, width, len(emitted.sampled.is_sound), num_scored, num_top)
+    prompts = emitted.sampled.prompts
+    return Layout(
+        num_samples=num_samples,
+        width=width,
+        num_logits=len(emitted.sampled.is_sound),
+        num_scored=num_scored,
+        num_top=num_top,
+        num_prompt_words=0 if prompts is None else prompts.num_words,
+    )
 
 
 def pack(emitted: Emitted, checks: tuple[Tensor, ...] = ()) -> Tensor:
@@ -52,6 +64,7 @@ def pack(emitted: Emitted, checks: tuple[Tensor, ...] = ()) -> Tensor:
         sampled.chosen.view(torch.int32),
         sampled.top_ids,
         sampled.top_logprobs.contiguous().view(torch.int32),
+        *(() if sampled.prompts is None else (sampled.prompts.packed(),)),
         *checks,
     )
     return torch.cat([value.reshape(-1).to(torch.int32) for value in values])
@@ -59,12 +72,15 @@ def pack(emitted: Emitted, checks: tuple[Tensor, ...] = ()) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Of the sampled rows, on the host; `rows` and `windows` as they were planned."""
+    """Of the sampled rows, on the host; `rows` and `windows` as they were planned. A Sample owes
+    no prompt anything.
+    """
 
     rows: ArrayI32
     counts: ArrayI32
     tokens: ArrayI32  # the emitted ones
     logprobs: tuple[RowLogprobs, ...]
+    prompts: Prompts
 
     def step_result(self, iteration: int) -> StepResult:
         return StepResult(
@@ -73,6 +89,8 @@ class Tokens:
             counts=self.counts.tobytes(),
             tokens=self.tokens.tobytes(),
             logprobs=self.logprobs,
+            prompt_logprobs=self.prompts.logprobs,
+            embeddings=self.prompts.embeddings,
         )
 
     def sample_result(self, iteration: int) -> SampleResult:
@@ -85,15 +103,20 @@ class Tokens:
         )
 
 
-def read_tokens(words: ArrayI32, layout: Layout, logits: LogitsPlan) -> Tokens | AserveError:
+def read_tokens(
+    words: ArrayI32, layout: Layout, logits: LogitsPlan, prompt_plan: PromptPlan | None = None
+) -> Tokens | AserveError:
     """words: a packed array, int32. A row that could not be sampled is an error."""
     ends = list(itertools.accumulate(layout.sizes, initial=0))
-    tokens, counts, is_sound, chosen, top_ids, top_logprobs = (
+    tokens, counts, is_sound, chosen, top_ids, top_logprobs, of_prompts = (
         words[start:end] for start, end in itertools.pairwise(ends)
     )
     if not is_sound.all():
         row = int(np.repeat(logits.rows, logits.windows)[np.flatnonzero(is_sound == 0)[0]])
         return StepError(f"row {row}: no token can be drawn from its logits (NaN, or all banned)")
+    prompts = Prompts() if prompt_plan is None else read_prompts(of_prompts, prompt_plan)
+    if isinstance(prompts, StepError):
+        return prompts
     is_emitted = np.arange(layout.width) < counts[:, None]
     scores = _Scores(
         chosen.view(np.float32),
@@ -105,6 +128,7 @@ def read_tokens(words: ArrayI32, layout: Layout, logits: LogitsPlan) -> Tokens |
         counts=counts.copy(),
         tokens=tokens.reshape(layout.num_samples, layout.width)[is_emitted],
         logprobs=tuple(scores.by_row(logits, counts)),
+        prompts=prompts,
     )
 
 

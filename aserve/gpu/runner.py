@@ -6,6 +6,7 @@ tables in `state`, and the logits of held rows.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from aserve.gpu.forward_batch import NO_OVERRIDES, ForwardBatch, ForwardOverride
 from aserve.gpu.future_map import SEQ_LEN, FutureMap
 from aserve.gpu.graphs import GraphRunner
 from aserve.gpu.models.causal_model import CausalModel
+from aserve.gpu.prompt_values import value_prompts
 from aserve.gpu.resolve import DeviceState, apply_tables, resolve
 from aserve.gpu.sample.sampler import LogitsRows, Sampled, Sampler, Staged
 from aserve.gpu.sections import DeviceSections
@@ -123,7 +125,9 @@ class ModelRunner:
         return self.model.forward(batch.input_ids, batch.positions, attend, capture=batch.capture)
 
     def sample(self, step: DeviceStep, hidden: Tensor) -> Sampled:
-        """hidden [tokens, hidden] -> a token for every logits row of the step's plan, in slices."""
+        """hidden [tokens, hidden] -> a token for every logits row of the step's plan, in slices,
+        and what the step owes its rows' prompts.
+        """
         batch, sections = step.batch, step.sections
         tokens = sections.ints("logits_tokens")
         owners = batch.owners.index_select(0, tokens)
@@ -131,12 +135,16 @@ class ModelRunner:
         lens = (batch.kv_lens.index_select(0, owners) + 1).add_(
             batch.offsets.index_select(0, tokens)
         )
-        return self._sample_slices(
+        sampled = self._sample_slices(
             step.plan.logits,
             sections,
             LogitsRows(rows, lens),
             lambda part: self.model.logits(hidden.index_select(0, tokens[part])),
         )
+        if step.plan.prompts is None:
+            return sampled
+        prompts = value_prompts(step.plan.prompts, sections, hidden, self.model.logits)
+        return dataclasses.replace(sampled, prompts=prompts)
 
     def hold(self, step: DeviceStep, hidden: Tensor) -> None:
         """Keeps logits of the held rows until their Sample."""

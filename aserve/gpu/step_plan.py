@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from aserve.errors import BugError
+from aserve.gpu.prompt_plan import PromptPlan, plan_prompts
 from aserve.gpu.sample.plan import RowFacts, SamplePlan
 from aserve.gpu.sections import HostSections
 from aserve.messages import ArrayI32, ScheduleBatch, array_i32
@@ -54,6 +55,7 @@ class StepPlan:
     held_rows: ArrayI32  # [held]
     held_tokens: ArrayI32  # [held], the last token of each held row
     logits: LogitsPlan
+    prompts: PromptPlan | None
 
     @property
     def iteration(self) -> int:
@@ -72,6 +74,8 @@ class StepPlan:
         sections.add("held_rows", self.held_rows)
         sections.add("held_tokens", self.held_tokens)
         self.logits.stage(sections)
+        if self.prompts is not None:
+            self.prompts.stage(sections)
 
 
 def plan_step(batch: ScheduleBatch, facts: RowFacts, *, vocab_size: int) -> StepPlan:
@@ -105,7 +109,14 @@ def plan_step(batch: ScheduleBatch, facts: RowFacts, *, vocab_size: int) -> Step
             max_len=int((kv_lens + spans).max(initial=0)),
             vocab_size=vocab_size,
         ),
+        prompts=plan_prompts(
+            batch, facts, vocab_size=vocab_size, slice_len=logits_per_slice(vocab_size)
+        ),
     )
+
+
+def logits_per_slice(vocab_size: int) -> int:
+    return max(1, LOGITS_ELEMENTS // vocab_size)
 
 
 def plan_logits(
@@ -121,7 +132,7 @@ def plan_logits(
     last = np.cumsum(windows, dtype=np.int32)
     tokens = np.arange(windows.sum(), dtype=np.int32) + np.repeat(ends - last, windows)
     of_logits = np.repeat(rows, windows)
-    step = max(1, LOGITS_ELEMENTS // vocab_size)
+    step = logits_per_slice(vocab_size)
     return LogitsPlan(
         rows=rows,
         windows=windows,

@@ -17,12 +17,10 @@ HOPELESS_STATUSES = frozenset({408, 500})
 
 CODES = {
     400: "bad_request",
-    403: "forbidden",
     404: "unknown_url",
     405: "method_not_allowed",
     413: "request_too_large",
     415: "unsupported_media_type",
-    426: "upgrade_required",
 }
 
 
@@ -46,11 +44,8 @@ class ErrorBody(msgspec.Struct):
 
 
 def error_body(info: ErrorInfo) -> bytes:
-    return msgspec.json.encode(ErrorBody(error_fields(info)))
-
-
-def error_fields(info: ErrorInfo) -> ErrorFields:
-    return ErrorFields(info.message, info.type, info.param, info.code)
+    fields = ErrorFields(info.message, info.type, info.param, info.code)
+    return msgspec.json.encode(ErrorBody(fields))
 
 
 def error_response(info: ErrorInfo) -> web.Response:

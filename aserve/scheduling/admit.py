@@ -85,9 +85,7 @@ def _refusal(board: Board, children: list[Sequence]) -> ErrorInfo | None:
 
 
 def _end_or_ask(board: Board, sequence: Sequence) -> None:
-    """What came with outputs that already reached an end (or asks for none) ends here; else its
-    first mask is due.
-    """
+    """What came with outputs that already reached an end ends here; else its first mask is due."""
     last = sequence.tokens.at(sequence.tokens.num - 1)
     ended_before = sequence.num_outputs > sequence.sampling.min_tokens and last in sequence.end_ids
     if ended_before:
@@ -118,9 +116,8 @@ def _uncommitted_keys(board: Board, sequence: Sequence) -> list[bytes]:
 
 
 def _usable_keys(board: Board, sequence: Sequence) -> list[bytes]:
-    """Keys of the pages that a prefix hit may cover: at least one token is left to compute."""
     page_size = board.spec.page_size
-    return sequence.page_keys(page_size)[: (sequence.tokens.num - 1) // page_size]
+    return sequence.page_keys(page_size)[: sequence.max_cached_len // page_size]
 
 
 def _open(board: Board, sequence: Sequence) -> tuple[int, ...]:

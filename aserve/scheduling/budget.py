@@ -26,7 +26,7 @@ def most_pages(board: Board, num_positions: int) -> Pages:
 
 def fits_alone(board: Board, sequence: Sequence) -> bool:
     """The test at admission to the queue: what fails it could never finish."""
-    needed = most_pages(board, max(sequence.max_kv_len, sequence.prompt_len))
+    needed = most_pages(board, sequence.max_kv_len)
     return all(
         need < group.num_pages for need, group in zip(needed, board.spec.groups, strict=True)
     )
@@ -73,7 +73,7 @@ def prefill_need(board: Board, sequence: Sequence) -> Pages:
     NOTE: never less than step_need says, else a row could be admitted that the next step retracts.
     """
     ahead = sequence.scheduled_len + sequence.remaining + board.spec.decode.max_tokens_per_step
-    covered = min(ahead, max(sequence.max_kv_len, sequence.prompt_len))
+    covered = min(ahead, sequence.max_kv_len)
     count = _num_missing(board, sequence, covered)
     if not count:
         return (0,) * len(board.spec.groups)

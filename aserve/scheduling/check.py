@@ -43,7 +43,9 @@ def _check_sequence(board: Board, sequence: Sequence) -> None:
         "has more outputs than max_tokens": sequence.num_outputs > sequence.max_tokens,
         "committed KV beyond its tokens": sequence.committed_len > sequence.tokens.num,
         "scheduled KV beyond what it can need": is_running
-        and sequence.scheduled_len > max(sequence.max_kv_len, sequence.prompt_len),
+        and sequence.scheduled_len > sequence.max_kv_len,
+        "has outputs before its prompt's scores": sequence.num_scored < sequence.prompt_len
+        and sequence.num_outputs > 0,
         "counts its flights wrongly": not _are_sums_right(sequence),
         "has flights out of order": _iterations(sequence) != sorted(_iterations(sequence)),
     }

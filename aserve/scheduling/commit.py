@@ -18,6 +18,7 @@ from aserve.scheduling.flights import Flight
 from aserve.scheduling.held import ask_mask
 from aserve.scheduling.leave import leave, settle
 from aserve.scheduling.phases import Phase
+from aserve.scheduling.prompts import hand_out_prompts
 from aserve.scheduling.request import Sequence
 
 Rider = tuple[Sequence, Flight]
@@ -27,6 +28,8 @@ def commit_step(board: Board, result: StepResult) -> None:
     step = board.steps.pop(result.iteration, None)
     if step is None:
         return  # dropped by a failure before it
+    if result.prompt_logprobs or result.embeddings:
+        hand_out_prompts(board, result, step.riders)
     for sequence, flight in step.riders.values():
         if not flight.samples:
             _commit_chunk(board, sequence, flight)
@@ -43,11 +46,14 @@ def commit_samples(board: Board, result: SampleResult) -> None:
 
 
 def _commit_chunk(board: Board, sequence: Sequence, flight: Flight) -> None:
-    """A middle chunk: its KV is there, and nothing was sampled."""
+    """A chunk whose KV is there, and of which nothing was sampled."""
     if flight not in sequence.flights:
         return
     _land(board, sequence, flight, advance=flight.span)
-    settle(board, sequence)
+    if flight.ends:
+        leave(board, sequence, "length")
+    else:
+        settle(board, sequence)
 
 
 def _commit_tokens(

@@ -26,8 +26,8 @@ from aserve.scheduling.request import Sequence
 
 
 class Choice(msgspec.Struct, frozen=True, gc=False):
-    """One row's part in the next step. `samples` if the span reaches the last token that exists
-    or is in flight.
+    """One row's part in the next step. If the span reaches the last token that exists or is in
+    flight, the row `samples`, or `ends` where nothing is to be sampled.
     """
 
     sequence: Sequence
@@ -35,6 +35,7 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
     num_drafts: int
     samples: bool
     is_prefill: bool
+    ends: bool
 
 
 def choose(board: Board) -> tuple[list[Choice], list[Sequence]]:
@@ -103,7 +104,10 @@ def _choose_span(
     span = _cover(board, sequence, span, step_total=step_total)
     if span < 1:
         return None
-    return Choice(sequence, span, max(0, span - remaining), span >= remaining, remaining > 1)
+    is_whole = span >= remaining
+    ends = is_whole and not sequence.max_tokens
+    samples = is_whole and not ends
+    return Choice(sequence, span, max(0, span - remaining), samples, remaining > 1, ends)
 
 
 def _cover(board: Board, sequence: Sequence, span: int, *, step_total: Pages | None) -> int:

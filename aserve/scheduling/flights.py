@@ -13,13 +13,16 @@ import msgspec
 
 
 class Flight(msgspec.Struct, gc=False, eq=False):
-    """One launched step's part in a sequence. `is_held` from launch until its Sample is given."""
+    """One launched step's part in a sequence. `is_held` from launch until its Sample is given;
+    `ends` if the sequence is over when it is back, though nothing was sampled.
+    """
 
     iteration: int
     span: int
     num_drafts: int
     samples: bool
     is_held: bool
+    ends: bool
 
 
 class Flights:

@@ -74,14 +74,12 @@ def _input_ids(choice: Choice) -> bytes:
 
 def _next_id(choice: Choice) -> int:
     """The token after the span: the next one of the prompt for a middle chunk, else one that is
-    not known yet.
+    not known yet, or never will be.
     """
     sequence = choice.sequence
-    return (
-        -sequence.row
-        if choice.samples
-        else sequence.tokens.at(sequence.scheduled_len + choice.span)
-    )
+    if choice.samples or choice.ends:
+        return -sequence.row
+    return sequence.tokens.at(sequence.scheduled_len + choice.span)
 
 
 def _expected_iteration(choice: Choice) -> int:
@@ -118,6 +116,7 @@ def _put_in_flight(board: Board, choice: Choice, iteration: int) -> None:
         num_drafts=choice.num_drafts,
         samples=choice.samples,
         is_held=choice.samples and sequence.mask is not None,
+        ends=choice.ends,
     )
     sequence.flights.send(flight)
     sequence.last_iteration = iteration

@@ -68,6 +68,7 @@ class Sequence:
         "cached_len",
         "child",
         "committed_len",
+        "embeds",
         "end_ids",
         "failures",
         "flights",
@@ -77,6 +78,7 @@ class Sequence:
         "mask",
         "max_kv_len",
         "max_tokens",
+        "num_scored",
         "phase",
         "priority",
         "prompt_len",
@@ -105,7 +107,7 @@ class Sequence:
         self.bad_word_ids = request.bad_word_ids
         self.prompt_len = len(prompt_ids)
         # KV positions that it can ever need: the last token is sampled, but never computed
-        self.max_kv_len = self.prompt_len + self.max_tokens - 1
+        self.max_kv_len = self.prompt_len + max(self.max_tokens - 1, 0)
         self.tokens = TokenLog(prompt_ids, outputs)
         self.root = root_key(request.namespace)
         self.keys: list[bytes] = []
@@ -120,11 +122,26 @@ class Sequence:
         self.written_pages = 0
         self.cached_len = -1  # prompt tokens from the prefix cache at first admission
         self.failures = 0  # consecutive failed steps that named only this row
-        self.mask = None if request.sampling.grammar is None else MaskState()
+        self.mask = MaskState() if request.sampling.grammar and self.max_tokens else None
+        self.embeds = request.embeds
+        # Prompt tokens whose logprobs were handed out or are not wanted, token 0 being one of them.
+        # All children have the same prompt, and who has outputs already was given the scores first.
+        is_scored = request.sampling.prompt_logprobs is not None
+        wants_scores = is_scored and child == 0 and not len(outputs)
+        self.num_scored = 1 if wants_scores else self.prompt_len
 
     @property
     def num_outputs(self) -> int:
         return self.tokens.num - self.prompt_len
+
+    @property
+    def max_cached_len(self) -> int:
+        """Positions that a prefix hit may cover: what is wanted of a position is made by computing
+        it, the next token at the end, and before that the prompt's scores.
+        """
+        if self.num_scored < self.prompt_len:
+            return self.num_scored - 1
+        return self.tokens.num - 1
 
     @property
     def scheduled_len(self) -> int:
@@ -144,7 +161,7 @@ class Sequence:
     @property
     def remaining(self) -> int:
         """Tokens that exist or are in flight and have no KV scheduled: 1 for a decode, more for
-        a prefill.
+        a prefill, 0 when nothing will be sampled after the prompt.
         """
         flights = self.flights
         in_flight = flights.num_sampling + flights.num_drafts
@@ -158,8 +175,17 @@ class Sequence:
 
     @property
     def is_at_end(self) -> bool:
-        """Its outputs, counting one for each sampling step in flight, reach max_tokens."""
-        return self.num_outputs + self.flights.num_sampling >= self.max_tokens
+        """Its outputs, counting one for each sampling step in flight, reach max_tokens; where that
+        is 0, the whole prompt is in flight.
+        """
+        has_outputs = self.num_outputs + self.flights.num_sampling >= self.max_tokens
+        return has_outputs and (self.max_tokens > 0 or not self.remaining)
+
+    @property
+    def _num_prompt_logprobs(self) -> int:
+        """As a RowInit says it; none are wanted again of a sequence that was retracted."""
+        wanted = self.sampling.prompt_logprobs
+        return -1 if wanted is None or self.num_scored >= self.prompt_len else wanted
 
     def move(self, phase: Phase) -> None:
         check_move(self.phase, phase)
@@ -190,4 +216,6 @@ class Sequence:
             num_logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
             allowed_ids=sampling.allowed_token_ids and sampling.allowed_token_ids + self.end_ids,
             bad_word_ids=self.bad_word_ids,
+            num_prompt_logprobs=self._num_prompt_logprobs,
+            embeds=self.embeds,
         )

@@ -31,8 +31,8 @@ CORE_PATH = (
     "aserve/http/*",
 )
 MODELS = "aserve/gpu/models"
-# Command line, options, the embedded form, loading, the families after the first, and what only
-# looks on.
+# Command line, options, the embedded form, loading, the families after the first, what only some
+# requests ask for, and what only looks on.
 BESIDE_THE_CORE = (
     *("aserve/cli.py", "aserve/config.py", "aserve/engine.py", "aserve/actors/replay.py"),
     *("aserve/observability/*", "aserve/gpu/weights/*", "aserve/gpu/graphs.py"),
@@ -40,7 +40,9 @@ BESIDE_THE_CORE = (
     *(f"{MODELS}/layer_kinds.py", f"{MODELS}/mistral.py", f"{MODELS}/qwen2.py"),
     *(f"{MODELS}/qwen3.py", f"{MODELS}/gemma2.py", f"{MODELS}/gemma3.py", f"{MODELS}/phi3.py"),
     *(f"{MODELS}/granite.py", f"{MODELS}/olmo2.py"),
-    *("aserve/http/openai/responses/*", "aserve/http/websocket.py"),
+    *("aserve/http/openai/responses/*", "aserve/http/openai/grammars.py"),
+    *("aserve/text/bad_words.py", "aserve/gpu/sample/bans.py", "aserve/scheduling/prompts.py"),
+    *("aserve/gpu/prompt_plan.py", "aserve/gpu/prompt_values.py"),
     *("aserve/grammar/*", "aserve/tiny/*", "aserve/bench/*"),
 )
 

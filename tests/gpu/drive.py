@@ -22,9 +22,11 @@ from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.messages import (
     AdmitRequest,
+    ArrayF32,
     BuildMask,
     Executor,
     Launch,
+    PromptLogprobs,
     Refused,
     Resync,
     Retired,
@@ -33,8 +35,10 @@ from aserve.messages import (
     ScheduleBatch,
     SchedulerEffect,
     SchedulerEvent,
+    SequenceOutput,
     StepOutput,
     Ticket,
+    array_f32,
     array_i32,
     pack_i32,
 )
@@ -49,6 +53,8 @@ class Served:
     """What came of some requests. `reasons` has one entry per last message of a sequence."""
 
     outputs: dict[Key, list[int]] = field(default_factory=dict)
+    scores: dict[Key, list[PromptLogprobs]] = field(default_factory=dict)
+    embeddings: dict[Key, list[ArrayF32]] = field(default_factory=dict)
     reasons: dict[Key, list[str]] = field(default_factory=dict)
     batches: list[ScheduleBatch] = field(default_factory=list)
     num_resyncs: int = 0
@@ -82,11 +88,15 @@ def request(
     *,
     end_ids: tuple[int, ...] = (),
     bad_word_ids: tuple[tuple[int, ...], ...] = (),
+    embeds: bool = False,
     **sampling: Any,
 ) -> AdmitRequest:
-    """Greedy, 8 tokens, if `sampling` does not say otherwise."""
-    params = SamplingParams(**{"seed": 0, "temperature": 0.0, "max_tokens": 8, **sampling})
-    return AdmitRequest(name, pack_i32(prompt), params, end_ids=end_ids, bad_word_ids=bad_word_ids)
+    """Greedy, 8 tokens, if `sampling` does not say otherwise; none when it `embeds`."""
+    num_tokens = 0 if embeds else 8
+    params = SamplingParams(**{"seed": 0, "temperature": 0.0, "max_tokens": num_tokens, **sampling})
+    return AdmitRequest(
+        name, pack_i32(prompt), params, end_ids=end_ids, bad_word_ids=bad_word_ids, embeds=embeds
+    )
 
 
 def serve(executor: TorchExecutor, requests: list[AdmitRequest], *, chaos: int = 0) -> Served:
@@ -149,11 +159,17 @@ class _Drive:
                 self.asks.append(effect)
             case StepOutput():
                 for output in effect.sequences:
-                    tokens = array_i32(output.token_ids).tolist()
-                    key = output.request_id, output.child
-                    self.served.outputs.setdefault(key, []).extend(tokens)
+                    self._note(output)
             case Retired():
                 key = effect.request_id, effect.child
                 self.served.reasons.setdefault(key, []).append(effect.reason)
             case Refused():
                 raise AssertionError(f"{effect.request_id} was refused: {effect.error.message}")
+
+    def _note(self, output: SequenceOutput) -> None:
+        served, key = self.served, (output.request_id, output.child)
+        served.outputs.setdefault(key, []).extend(array_i32(output.token_ids).tolist())
+        if output.prompt_logprobs is not None:
+            served.scores.setdefault(key, []).append(output.prompt_logprobs)
+        if output.embedding is not None:
+            served.embeddings.setdefault(key, []).append(array_f32(output.embedding))

@@ -9,8 +9,26 @@ from aserve.gpu.models.causal_model import CausalModel
 from aserve.messages import AdmitRequest, array_i32
 from aserve.scheduling.request import Sequence
 from tests.fakes import allowed_ids
-from tests.gpu.naive_sampler import naive_logits, naive_token
+from tests.gpu.naive_sampler import Floats, naive_logits, naive_token
 from tests.parity.dense_attend import DenseAttend
+
+
+def plain_logprobs(model: CausalModel, request: AdmitRequest) -> Floats:
+    """[prompt_len - 1, vocab]: of each token of the prompt but the first."""
+    logits = model.logits(_hidden(model, request)[:-1]).double()
+    return np.asarray(logits.log_softmax(dim=1).numpy())
+
+
+def plain_embedding(model: CausalModel, request: AdmitRequest) -> Floats:
+    """[hidden]"""
+    last = np.asarray(_hidden(model, request)[-1].double().numpy())
+    return np.asarray(last / np.linalg.norm(last))
+
+
+def _hidden(model: CausalModel, request: AdmitRequest) -> torch.Tensor:
+    """The prompt in one forward -> [prompt_len, hidden]"""
+    ids = torch.tensor(array_i32(request.prompt_ids).tolist())
+    return model.forward(ids, torch.arange(len(ids)), DenseAttend())
 
 
 def plain_outputs(model: CausalModel, request: AdmitRequest, child: int = 0) -> list[int]:

@@ -19,6 +19,7 @@ from tests.fakes import TOY
 from tests.gpu.drive import make_executor, request, serve
 from tests.gpu.hash_model import VOCAB, FlakyModel, HashModel
 from tests.gpu.plain_engine import plain_outputs
+from tests.gpu.prompt_checks import assert_prompt
 from tests.gpu.two_token_mode import TwoTokens
 
 STEM = [(11 * i * i + 5 * i + 3) % VOCAB for i in range(40)]  # what prompts share
@@ -42,9 +43,11 @@ def requests(draw: st.DrawFn, number: int) -> AdmitRequest:
     has_penalties = draw(st.booleans())
     has_grammar = draw(st.sampled_from([False, False, True]))
     allows = [()] if has_grammar else [(), (), (0, 2, 3, 5, 7, 11, 13)]
+    embeds = draw(st.sampled_from([False, False, True]))
     return request(
         f"r{number}",
         prompt,
+        embeds=embeds,
         end_ids=draw(st.sampled_from([(), (3, 8)])),
         seed=draw(st.integers(-(2**63), 2**63)),
         temperature=draw(st.sampled_from([0.0, 0.8, 1.0])),
@@ -56,12 +59,13 @@ def requests(draw: st.DrawFn, number: int) -> AdmitRequest:
         repetition_penalty=1.2 if has_penalties else 1.0,
         logit_bias=draw(st.sampled_from([(), ((5, 4.0), (3, -100.0))])),
         min_tokens=draw(st.integers(0, 4)),
-        max_tokens=draw(st.integers(1, 12)),
-        n=draw(st.sampled_from([1, 1, 2])),
+        max_tokens=0 if embeds else draw(st.integers(0, 12)),
+        n=1 if embeds else draw(st.sampled_from([1, 1, 2])),
         grammar=TOY if has_grammar else None,
         allowed_token_ids=draw(st.sampled_from(allows)),
         bad_word_ids=draw(st.sampled_from([(), ((5,), (7, 2), (2, 11, 0))])),
         logprobs=draw(st.sampled_from([None, 0, 3])),
+        prompt_logprobs=draw(st.sampled_from([None, 0, 2])),
     )
 
 
@@ -104,9 +108,10 @@ def test_any_trace_gives_the_tokens_of_the_plain_engine(trace: Trace) -> None:
         for child in range(asked.sampling.n):
             expected = plain_outputs(plain, asked, child)
             assert served.outputs.get((asked.request_id, child), []) == expected
-            ended = expected[-1] in asked.end_ids and len(expected) > asked.sampling.min_tokens
-            reason = "stop" if ended else "length"
+            has_end = bool(expected) and expected[-1] in asked.end_ids
+            reason = "stop" if has_end and len(expected) > asked.sampling.min_tokens else "length"
             assert served.reasons[asked.request_id, child] == [reason]
+            assert_prompt(plain, asked, child, served)
 
 
 def test_a_tiny_pool_makes_rows_step_back_and_changes_no_token() -> None:

@@ -39,8 +39,9 @@ def requests(draw: st.DrawFn, number: int, *, poison: bool) -> AdmitRequest:
     prompt = list(draw(st.sampled_from(BASES))[:prompt_len])
     if draw(st.booleans()):
         prompt[-1] = draw(st.integers(0, VOCAB - 1))
-    max_tokens = draw(st.integers(0, 12))
-    n = draw(st.sampled_from([1, 1, 1, 2, 3]))
+    embeds = draw(st.sampled_from([False, False, False, True]))
+    max_tokens = 0 if embeds else draw(st.integers(0, 12))
+    n = 1 if embeds else draw(st.sampled_from([1, 1, 1, 2, 3]))
     num_before = draw(st.sampled_from([0, 0, 0, 1, 3]))
     outputs = tuple(
         pack_i32([draw(st.integers(1, VOCAB - 1)) for _ in range(min(num_before, max_tokens))])
@@ -58,7 +59,9 @@ def requests(draw: st.DrawFn, number: int, *, poison: bool) -> AdmitRequest:
             n=1 if poison else n,
             allowed_token_ids=draw(st.sampled_from([(), (), (1, 2, 3)])),
             grammar=TOY if has_grammar else None,
+            prompt_logprobs=draw(st.sampled_from([None, None, 0, 2])),
         ),
+        embeds=embeds,
         end_ids=draw(st.sampled_from([(), (0,), (0, 4)])),
         bad_word_ids=draw(st.sampled_from([(), ((1, 2), (3,))])),
         priority=draw(st.integers(0, 2)),

@@ -25,12 +25,26 @@ BAN = 16  # allowed ids, or bad words
 class RowFacts:
     """What the host knows of the rows that the device holds. Row 0 is greedy."""
 
-    __slots__ = ("_bans", "_inits", "_needs", "_num_logprobs", "_top_k")
+    __slots__ = (
+        "_bans",
+        "_embedded_lens",
+        "_inits",
+        "_needs",
+        "_num_logprobs",
+        "_num_prompt_logprobs",
+        "_prompt_wants",
+        "_scored_lens",
+        "_top_k",
+    )
 
     def __init__(self, max_rows: int) -> None:
         self._needs = np.zeros(max_rows + 1, np.uint8)
         self._top_k = np.zeros(max_rows + 1, np.int32)
         self._num_logprobs = np.full(max_rows + 1, -1, np.int32)
+        self._num_prompt_logprobs = np.full(max_rows + 1, -1, np.int32)
+        self._scored_lens = np.zeros(max_rows + 1, np.int32)
+        self._embedded_lens = np.full(max_rows + 1, -1, np.int32)
+        self._prompt_wants: set[int] = set()  # rows
         self._inits: dict[int, RowInit] = {}
         self._bans: dict[int, RowBans] = {}  # of the rows that have some
 
@@ -42,6 +56,17 @@ class RowFacts:
             self._inits[init.row] = init
             if self._needs[init.row] & BAN:
                 self._bans[init.row] = RowBans(init)
+            self._write_prompt_wants(init)
+
+    def _write_prompt_wants(self, init: RowInit) -> None:
+        is_scored = init.num_prompt_logprobs >= 0
+        self._num_prompt_logprobs[init.row] = init.num_prompt_logprobs
+        self._scored_lens[init.row] = init.prompt_len - 1 if is_scored else 0
+        self._embedded_lens[init.row] = init.prompt_len if init.embeds else -1
+        if is_scored or init.embeds:
+            self._prompt_wants.add(init.row)
+        else:
+            self._prompt_wants.discard(init.row)
 
     def plan(self, rows: ArrayI32, *, max_len: int, vocab_size: int) -> SamplePlan:
         """rows int32 [n], one per logits row."""
@@ -69,6 +94,22 @@ class RowFacts:
         if not len(banned):
             return None
         return plan_bans(banned, [self._bans[int(row)] for row in rows[banned]])
+
+    @property
+    def have_prompt_wants(self) -> bool:
+        """Whether any row's prompt is to be scored or embedded."""
+        return bool(self._prompt_wants)
+
+    def num_prompt_logprobs(self, rows: ArrayI32) -> ArrayI32:
+        return self._num_prompt_logprobs[rows]
+
+    def scored_lens(self, rows: ArrayI32) -> ArrayI32:
+        """How many positions score the token after them: all of a prompt but its last; or none."""
+        return self._scored_lens[rows]
+
+    def embedded_lens(self, rows: ArrayI32) -> ArrayI32:
+        """The KV length at which a row is embedded, -1 for never."""
+        return self._embedded_lens[rows]
 
     def _nudges(self, rows: ArrayI32, nudged: np.ndarray[tuple[int], np.dtype[np.intp]]) -> Nudges:
         places: list[int] = []

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.kv.pools import KvPools
+from aserve.gpu.prompt_values import PromptValues
 from aserve.gpu.sample.bans import Outputs, ban
 from aserve.gpu.sample.choose import choose, draw, set_limits
 from aserve.gpu.sample.noise import gumbel_noise
@@ -53,13 +54,15 @@ class Staged:
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """tokens int64 [n]; is_sound bool [n], False where no token could be drawn. Of the rows that
-    want logprobs: chosen [m], top_ids int64 [m, k], top_logprobs [m, k], all float32."""
+    want logprobs: chosen [m], top_ids int64 [m, k], top_logprobs [m, k], all float32. `prompts`
+    where a step owes its rows' prompts something."""
 
     tokens: Tensor
     is_sound: Tensor
     chosen: Tensor
     top_ids: Tensor
     top_logprobs: Tensor
+    prompts: PromptValues | None = None
 
 
 class Sampler:

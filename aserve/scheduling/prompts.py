@@ -1,0 +1,65 @@
+"""What a step found out about prompts, on its way out: scores of their tokens, and embeddings.
+
+Each score is handed out once and in order, however often its position is computed. Knows nothing of
+tokens that are sampled. The only writer of `Sequence.num_scored`.
+"""
+
+from __future__ import annotations
+
+from aserve.messages import PromptLogprobs, SequenceOutput, StepOutput, StepResult
+from aserve.scheduling.board import Board
+from aserve.scheduling.flights import Flight
+from aserve.scheduling.request import Sequence
+
+
+def hand_out_prompts(
+    board: Board, result: StepResult, riders: dict[int, tuple[Sequence, Flight]]
+) -> None:
+    """What belongs to prompts, of held rows too: the Sample comes later and has none of it."""
+    outputs: list[SequenceOutput] = []
+    for scores in result.prompt_logprobs:
+        sequence, flight = riders[scores.row]
+        if flight in sequence.flights:
+            outputs += _unseen_scores(sequence, scores)
+    for embedding in result.embeddings:
+        sequence, flight = riders[embedding.row]
+        if flight in sequence.flights:
+            outputs.append(_prompt_output(sequence, embedding=embedding.values))
+    if outputs:
+        board.effects.append(StepOutput(iteration=result.iteration, sequences=tuple(outputs)))
+
+
+def _unseen_scores(sequence: Sequence, scores: PromptLogprobs) -> list[SequenceOutput]:
+    """A sequence that was retracted begins again at the start of a page, before its last score."""
+    num_tokens = len(scores.chosen) // 4
+    num_seen = sequence.num_scored - scores.position
+    assert num_seen >= 0, "scores come in order"
+    if num_seen >= num_tokens:
+        return []
+    sequence.num_scored += num_tokens - num_seen
+    return [_prompt_output(sequence, scores=_behind(scores, num_seen, of=num_tokens))]
+
+
+def _prompt_output(
+    sequence: Sequence, *, scores: PromptLogprobs | None = None, embedding: bytes | None = None
+) -> SequenceOutput:
+    return SequenceOutput(
+        request_id=sequence.request_id,
+        child=sequence.child,
+        position=sequence.num_outputs,
+        token_ids=b"",
+        cached_len=sequence.cached_len,
+        prompt_logprobs=scores,
+        embedding=embedding,
+    )
+
+
+def _behind(scores: PromptLogprobs, num_seen: int, *, of: int) -> PromptLogprobs:
+    return PromptLogprobs(
+        row=scores.row,
+        position=scores.position + num_seen,
+        chosen=scores.chosen[len(scores.chosen) // of * num_seen :],
+        ranks=scores.ranks[len(scores.ranks) // of * num_seen :],
+        top_ids=scores.top_ids[len(scores.top_ids) // of * num_seen :],
+        top_logprobs=scores.top_logprobs[len(scores.top_logprobs) // of * num_seen :],
+    )

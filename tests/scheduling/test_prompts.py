@@ -1,0 +1,166 @@
+"""Requests that want something of their prompt: scores or an embedding, and maybe no token."""
+
+from __future__ import annotations
+
+import msgspec
+
+from aserve.errors import StepError
+from aserve.messages import (
+    AdmitRequest,
+    PromptLogprobs,
+    Retired,
+    RowEmbedding,
+    StepFailed,
+    StepOutput,
+    StepResult,
+    array_i32,
+    pack_i32,
+)
+from aserve.scheduling.leave import retract
+from tests.scheduling.stage import Stage, cancel, request, result, spans, spec
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
+
+
+def scored(name: str, prompt: list[int], *, max_tokens: int = 0, n: int = 1) -> AdmitRequest:
+    asked = request(name, prompt, max_tokens=max_tokens, n=n)
+    sampling = msgspec.structs.replace(asked.sampling, prompt_logprobs=1)
+    return msgspec.structs.replace(asked, sampling=sampling)
+
+
+def embedded(name: str, prompt: list[int]) -> AdmitRequest:
+    return msgspec.structs.replace(request(name, prompt, max_tokens=0), embeds=True)
+
+
+def scores(
+    iteration: int, row: int, positions: range, tokens: dict[int, list[int]] | None = None
+) -> StepResult:
+    """A score says its position, so that a test can see whose it is."""
+    run = PromptLogprobs(
+        row=row,
+        position=positions.start,
+        chosen=pack_i32(list(positions)),
+        ranks=pack_i32(list(positions)),
+        top_ids=pack_i32(list(positions)),
+        top_logprobs=pack_i32(list(positions)),
+    )
+    return msgspec.structs.replace(result(iteration, tokens or {}), prompt_logprobs=(run,))
+
+
+def embedding(iteration: int, row: int) -> StepResult:
+    found = RowEmbedding(row, b"12345678")
+    return msgspec.structs.replace(result(iteration, {}), embeddings=(found,))
+
+
+def given(stage: Stage) -> list[PromptLogprobs]:
+    outputs = [output for effect in stage.of(StepOutput) for output in effect.sequences]
+    return [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]
+
+
+def reasons(stage: Stage) -> list[str]:
+    return [effect.reason for effect in stage.of(Retired)]
+
+
+def test_without_tokens_a_request_ends_when_its_last_chunk_is_back() -> None:
+    stage = Stage(spec(max_batched_tokens=4))
+    stage.play(request("a", PROMPT, max_tokens=0))
+    assert [spans(batch) for batch in stage.batches] == [[4], [4]]
+    assert all(batch.sample_rows == batch.held_rows == b"" for batch in stage.batches)
+    stage.play(result(1, {}))
+    assert [spans(batch) for batch in stage.batches] == [[2]]
+    assert array_i32(stage.batches[0].next_ids).tolist() == [-1]
+    stage.play(result(2, {}))
+    assert stage.effects == []
+    stage.play(result(3, {}))
+    assert reasons(stage) == ["length"]
+    assert stage.state.is_idle
+
+
+def test_without_tokens_a_request_takes_no_page_beyond_its_prompt() -> None:
+    stage = Stage(spec(num_pages=3))  # of four tokens each, one is padding
+    stage.play(request("a", PROMPT[:8], max_tokens=0))
+    assert stage.state.board.cache.num_used(0) == 2
+
+
+def test_scores_come_chunk_by_chunk_and_a_prefix_hit_skips_none() -> None:
+    stage = Stage(spec(max_batched_tokens=8))
+    stage.play(request("before", PROMPT, max_tokens=0))
+    stage.play(result(1, {}), result(2, {}))
+    stage.play(scored("a", PROMPT))
+    assert [spans(batch) for batch in stage.batches] == [[8], [2]]  # though two pages are cached
+    assert [init.num_prompt_logprobs for init in stage.batches[0].row_inits] == [1]
+    stage.play(scores(3, 1, range(1, 9)))
+    assert [run.position for run in given(stage)] == [1]
+    stage.play(scores(4, 1, range(9, 10)))
+    assert [run.position for run in given(stage)] == [9]
+    assert reasons(stage) == ["length"]
+
+
+def test_a_scored_prompt_feeds_the_cache() -> None:
+    stage = Stage(spec())
+    stage.play(scored("a", PROMPT))
+    stage.play(scores(1, 1, range(1, 10)))
+    stage.play(request("b", PROMPT))
+    assert stage.batches[0].stats.num_cached_tokens == 8
+
+
+def test_a_prompt_is_scored_for_its_first_child_alone() -> None:
+    stage = Stage(spec())
+    stage.play(scored("a", PROMPT, max_tokens=3, n=2))
+    stage.play(scores(1, 1, range(1, 10), {1: [42]}))
+    inits = [init for batch in stage.batches for init in batch.row_inits]
+    assert [init.num_prompt_logprobs for init in inits] == [-1]
+    assert stage.batches[0].stats.num_cached_tokens == 8
+
+
+def test_after_a_retraction_a_prompt_is_scored_from_where_its_scores_end() -> None:
+    """Six scores are out; the page of the first four tokens is cached, so it goes on from there."""
+    stage = Stage(spec(depth=1, lead=1, max_batched_tokens=6))
+    stage.play(scored("a", PROMPT))
+    stage.play(scores(1, 1, range(1, 7)))
+    assert [run.position for run in given(stage)] == [1]
+    board = stage.state.board
+    retract(board, board.running[1])
+    stage.play(StepFailed(2, StepError("lost").info()))
+    (batch,) = stage.batches
+    assert (array_i32(batch.kv_lens).tolist(), spans(batch)) == ([4], [6])
+    stage.play(scores(3, 1, range(5, 10)))
+    (rest,) = given(stage)
+    assert (rest.position, array_i32(rest.chosen).tolist()) == (7, [7, 8, 9])
+    assert array_i32(rest.top_ids).tolist() == array_i32(rest.ranks).tolist() == [7, 8, 9]
+    assert reasons(stage) == ["length"]
+
+
+def test_who_is_retracted_with_all_of_its_prompt_in_flight_still_ends() -> None:
+    stage = Stage(spec())
+    stage.play(embedded("a", PROMPT))
+    board = stage.state.board
+    retract(board, board.running[1])
+    stage.play(embedding(1, 1))
+    (step,) = stage.of(StepOutput)
+    assert [output.embedding for output in step.sequences] == [b"12345678"]
+    assert reasons(stage) == ["length"]
+    assert stage.state.is_idle
+
+
+def test_a_cancelled_prompt_gives_nothing_more_and_leaves_nothing_behind() -> None:
+    stage = Stage(spec(max_batched_tokens=8))
+    stage.play(embedded("a", PROMPT), scored("b", PROMPT[::-1]))
+    stage.play(cancel("a"), cancel("b"))
+    assert reasons(stage) == ["cancelled", "cancelled"]
+    stage.play(scores(1, 1, range(1, 9)), embedding(2, 1))
+    assert stage.effects == []
+    assert stage.state.is_idle
+    assert stage.state.board.cache.num_used(0) == 0
+
+
+def test_an_embedding_needs_only_the_last_token_of_a_cached_prompt() -> None:
+    stage = Stage(spec())
+    stage.play(embedded("a", PROMPT[:9]))
+    stage.play(embedding(1, 1))
+    stage.play(embedded("b", PROMPT[:9]))
+    (batch,) = stage.batches
+    assert spans(batch) == [1]
+    assert [init.embeds for init in batch.row_inits] == [True]
+    stage.play(embedding(2, 1))
+    assert reasons(stage) == ["length"]
