@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from aserve.bench.options import (
     HostStepOptions,
     OfflineOptions,
+    OneBatchOptions,
     OverlapSimOptions,
+    RelayOptions,
     ServeOptions,
 )
 from aserve.config import Resolved
@@ -42,10 +44,21 @@ BENCHES: Mapping[str, Bench] = {
         "aserve.bench.offline",
         takes_engine=True,
     ),
+    "one-batch": Bench(
+        "Prefill and decode of one batch by the executor, beside the machine's limits.",
+        OneBatchOptions,
+        "aserve.bench.one_batch",
+        takes_engine=True,
+    ),
     "overlap-sim": Bench(
         "How busy the host keeps a device that only sleeps.",
         OverlapSimOptions,
         "aserve.bench.overlap_sim",
+    ),
+    "relay": Bench(
+        "From a step's event on the device to the token that the loop awaits.",
+        RelayOptions,
+        "aserve.bench.relay",
     ),
     "serve": Bench(
         "A load of streamed requests to any OpenAI-compatible server.",

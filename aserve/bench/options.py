@@ -23,6 +23,13 @@ class HostStepOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class RelayOptions:
+    rows: int = option(8, "sequences that decode together", Limits(low=1, high=256))
+    steps: int = option(200, "counted steps of a repeat", Limits(low=1, high=900))
+    repeats: int = option(3, "repeats with an idle and with a busy loop in turns", Limits(low=1))
+
+
+@dataclass(frozen=True, slots=True)
 class ServeOptions:
     url: str = option("http://127.0.0.1:8000", "address of the server", Limits(metavar="URL"))
     model: str | None = option(None, "name of the model there; default: the first that it lists")
@@ -78,6 +85,21 @@ class OfflineOptions:
         "bfloat16",
         "number format of the other engine's weights",
         Limits(choices=("float32", "bfloat16", "float16")),
+    )
+    repeats: int = option(3, "repeats, each with other prompts", Limits(low=1))
+    prompt_seed: int = option(0, "of the choice of prompts", Limits(low=0))
+
+
+@dataclass(frozen=True, slots=True)
+class OneBatchOptions:
+    batch_sizes: str = option("1,8,32", "prompts in the batch", LIST)
+    input_lens: str = option("128", "tokens of each prompt", LIST)
+    output_len: int = option(32, "tokens of each answer", Limits(low=2))
+    limits: str | None = option(
+        None, "the machine's rates; default: measured quickly", Limits(metavar="FILE")
+    )
+    weight_bits: int | None = option(
+        None, "bits of a weight as it is stored; default: those of --dtype, auto: 32", Limits(low=1)
     )
     repeats: int = option(3, "repeats, each with other prompts", Limits(low=1))
     prompt_seed: int = option(0, "of the choice of prompts", Limits(low=0))

@@ -16,6 +16,8 @@ from rich.table import Table as RichTable
 
 from aserve.bench.machine import Machine
 
+WIDE = 160  # columns of a page that is no terminal: nothing is cut
+
 Figures: TypeAlias = Mapping[str, object]  # what msgspec can write as JSON
 
 
@@ -39,11 +41,11 @@ class BenchResult:
 
 def show(name: str, result: BenchResult, machine: Machine) -> None:
     """The tables, then the machine, then as the last line of stdout the JSON object."""
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else WIDE)
     for table in result.tables:
         shown = RichTable(title=table.title, title_justify="left")
         for number, column in enumerate(table.columns):
-            shown.add_column(column, justify="left" if number == 0 else "right")
+            shown.add_column(column.replace("_", " "), justify="left" if number == 0 else "right")
         for row in table.rows:
             shown.add_row(*row)
         console.print(shown)

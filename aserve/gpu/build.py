@@ -68,10 +68,18 @@ class BuildOptions:
 def build_executor(
     options: BuildOptions, *, on_progress: OnProgress = lambda _done, _total: None
 ) -> TorchExecutor:
+    return build_on(open_device(options.device), options, on_progress=on_progress)
+
+
+def build_on(
+    device: Device,
+    options: BuildOptions,
+    *,
+    on_progress: OnProgress = lambda _done, _total: None,
+) -> TorchExecutor:
     """Takes as long as loading takes; `on_progress(bytes done, bytes in all)` is called from
     here.
     """
-    device = open_device(options.device)
     blueprint = read_blueprint(options.model_dir)
     num_weights = blueprint.inventory(torch.float32).num_weights
     form = device.weight_form(WeightWish(options.dtype, blueprint.config.dtype, num_weights))

@@ -1,0 +1,81 @@
+"""What the machine can do at most: read memory, and multiply matrices. Out of a file, or measured.
+
+It does not know what is compared with it.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+
+from aserve.bench.machine import read_machine
+from aserve.errors import ConfigError
+
+READ_BYTES = 1 << 28
+MATRIX = 2048
+TRIES = 3
+GIGA = 1e9
+BF16_FLAGS = frozenset({"amx_bf16", "avx512_bf16"})
+READ = re.compile(r"read.*_GBps")
+MATMUL = re.compile(r"matmul.*_GFLOPs")
+
+
+class MachineLimits(msgspec.Struct, frozen=True):
+    read_gb_per_s: float
+    matmul_gflops: float  # a multiplication and an addition are two operations
+
+
+class _Rate(msgspec.Struct):
+    median: float
+
+
+def read_limits(path: Path) -> MachineLimits:
+    """A JSON object of rates, each a number or {"median": number}; the largest of those that are
+    named read..._GBps, and of those that are named matmul..._GFLOPs.
+    """
+    try:
+        rates = msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
+        reads, products = (_rates(rates, names) for names in (READ, MATMUL))
+        return MachineLimits(max(reads), max(products))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--limits {path}: no rates of memory and matrices: {error}") from None
+
+
+def measure_limits() -> MachineLimits:
+    """In a second or two, with torch and the threads that it has.
+
+    WHY: a processor without instructions for bfloat16 would take many seconds for its products.
+    """
+    values = torch.ones(READ_BYTES // 4)
+    has_bf16 = BF16_FLAGS & set(read_machine().flags)
+    dtypes = (torch.float32, torch.bfloat16) if has_bf16 else (torch.float32,)
+    products = [_product_gflops(dtype) for dtype in dtypes]
+    return MachineLimits(READ_BYTES / _best_s(values.sum) / GIGA, max(products))
+
+
+def _product_gflops(dtype: torch.dtype) -> float:
+    matrix = torch.ones(MATRIX, MATRIX, dtype=dtype)
+    return 2 * MATRIX**3 / _best_s(lambda: matrix @ matrix) / GIGA
+
+
+def _best_s(work: Callable[[], object]) -> float:
+    times_s = []
+    for _ in range(TRIES):
+        start_s = time.perf_counter()
+        work()
+        times_s.append(time.perf_counter() - start_s)
+    return min(times_s)
+
+
+def _rates(rates: dict[str, msgspec.Raw], names: re.Pattern[str]) -> list[float]:
+    found = []
+    for name, raw in rates.items():
+        if names.fullmatch(name):
+            rate = msgspec.json.decode(raw, type=_Rate | float)
+            found.append(rate.median if isinstance(rate, _Rate) else rate)
+    return found

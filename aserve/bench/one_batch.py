@@ -1,0 +1,165 @@
+"""One batch through the executor: its prefill, then its decode, without actors and text.
+
+The scheduler's values decide the steps, and their tickets are awaited directly. Must not know what
+the model is: how much of it a step reads and computes is counted, and compared with the machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from aserve.app import in_thread, load, new_event_loop
+from aserve.bench.limits import MachineLimits, measure_limits, read_limits
+from aserve.bench.options import OneBatchOptions, integers
+from aserve.bench.parameters import Parameters, count_parameters
+from aserve.bench.progress import progress
+from aserve.bench.result import BenchResult, Table
+from aserve.bench.running import running
+from aserve.bench.spread import median, spread
+from aserve.bench.step_driver import StepDriver, StepTime
+from aserve.bench.windows import TokenWindows
+from aserve.config import Resolved
+from aserve.gpu.weights.hub import resolve_model_dir
+from aserve.messages import AdmitRequest, SamplingParams, pack_i32
+
+TITLE = "one batch"
+BITS = {"auto": 32, "float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    num_rows: int
+    input_len: int
+    output_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The prefill ends when the last row has its first token; a step is what comes after."""
+
+    prefill_s: float
+    decode_s: float
+    num_steps: int
+    num_cached: int
+
+
+def run(options: OneBatchOptions, resolved: Resolved) -> BenchResult:
+    shapes = [
+        Shape(num_rows, input_len, options.output_len)
+        for num_rows in integers(options.batch_sizes, flag="--batch-sizes")
+        for input_len in integers(options.input_lens, flag="--input-lens")
+    ]
+    kv = dataclasses.replace(resolved.kv, no_prefix_cache=True)
+    most_rows = max(shape.num_rows for shape in shapes)
+    scheduler = dataclasses.replace(resolved.scheduler, max_num_seqs=most_rows)
+    resolved = dataclasses.replace(resolved, kv=kv, scheduler=scheduler)
+    yardstick = _yardstick(options, resolved)
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        about, found = runner.run(_measure(shapes, options, resolved))
+    lines = [_line(shape, repeats, yardstick) for shape, repeats in found.items()]
+    rows = [[f"{value:,}" for value in line.values()] for line in lines]
+    figures = {
+        "batches": lines,
+        "cached_tokens": sum(one.num_cached for repeats in found.values() for one in repeats),
+        "limits": yardstick,
+        "engine": about,
+    }
+    notes = (f"{resolved.model_name}: {about}", str(yardstick))
+    return BenchResult(figures, (Table(TITLE, list(lines[0]), rows),), notes)
+
+
+async def _measure(
+    shapes: list[Shape], options: OneBatchOptions, resolved: Resolved
+) -> tuple[str, dict[Shape, list[Measured]]]:
+    """Shapes alternate within a repeat, so that a slow moment of the machine hits all of them."""
+    loaded = await in_thread(functools.partial(load, resolved), name="load")
+    windows = TokenWindows(loaded.tokenizer, seed=options.prompt_seed)
+    driver = StepDriver(loaded.executor)
+    found: dict[Shape, list[Measured]] = {shape: [] for shape in shapes}
+    async with running(loaded.executor):
+        for shape in shapes:
+            await driver.run(_requests(dataclasses.replace(shape, output_len=2), windows))
+        with progress(TITLE, options.repeats * len(shapes)) as done:
+            for shape in shapes * options.repeats:
+                found[shape].append(measured(await driver.run(_requests(shape, windows))))
+                done()
+    return loaded.about, found
+
+
+def _requests(shape: Shape, windows: TokenWindows) -> list[AdmitRequest]:
+    sampling = SamplingParams(seed=0, temperature=0.0, max_tokens=shape.output_len)
+    return [
+        AdmitRequest(f"row-{number}", pack_i32(windows.ids(shape.input_len)), sampling)
+        for number in range(shape.num_rows)
+    ]
+
+
+def measured(times: Sequence[StepTime]) -> Measured:
+    last_prefill = max(number for number, step in enumerate(times) if step.stats.num_prefill_tokens)
+    prefill_end_s = times[last_prefill].done_s
+    return Measured(
+        prefill_s=prefill_end_s - times[0].launched_s,
+        decode_s=times[-1].done_s - prefill_end_s,
+        num_steps=len(times) - 1 - last_prefill,
+        num_cached=sum(step.stats.num_cached_tokens for step in times),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Yardstick:
+    """What a step has to read and compute at least, and what the machine can do at most."""
+
+    parameters: Parameters
+    weight_bits: int
+    limits: MachineLimits
+
+    def __str__(self) -> str:
+        return (
+            f"limits: a step reads {self._step_gb:,.3f} GB of weights ({self.weight_bits} bits); "
+            f"the machine {self.limits.read_gb_per_s:,.1f} GB/s, "
+            f"{self.limits.matmul_gflops:,.0f} GFLOP/s"
+        )
+
+    @property
+    def _step_gb(self) -> float:
+        return (self.parameters.body + self.parameters.head) * self.weight_bits / 8e9
+
+    def read_share(self, step_s: float) -> float:
+        """Of the memory's bandwidth, for one step that reads every weight once."""
+        return self._step_gb / step_s / self.limits.read_gb_per_s
+
+    def matmul_share(self, shape: Shape, prefill_s: float) -> float:
+        """Of the matrix rate; attention is not counted, the head once per row."""
+        num_tokens = shape.num_rows * shape.input_len
+        products = self.parameters.body * num_tokens + self.parameters.head * shape.num_rows
+        return 2e-9 * products / prefill_s / self.limits.matmul_gflops
+
+
+def _yardstick(options: OneBatchOptions, resolved: Resolved) -> Yardstick:
+    is_dummy = resolved.model.load_format == "dummy"
+    model_dir = resolve_model_dir(resolved.model_source, has_weights=not is_dummy)
+    limits = read_limits(Path(options.limits)) if options.limits else measure_limits()
+    weight_bits = options.weight_bits or BITS[resolved.model.dtype]
+    return Yardstick(count_parameters(model_dir), weight_bits, limits)
+
+
+def _line(shape: Shape, repeats: Sequence[Measured], yardstick: Yardstick) -> dict[str, float]:
+    prefill_s = median([one.prefill_s for one in repeats])
+    steps_s = [one.decode_s / one.num_steps for one in repeats]
+    step_s = median(steps_s)
+    return {
+        "rows": shape.num_rows,
+        "input_len": shape.input_len,
+        "prefill_ms": round(prefill_s * 1e3, 3),
+        "prefill_tok_s": round(shape.num_rows * shape.input_len / prefill_s, 1),
+        "matmul_share": round(yardstick.matmul_share(shape, prefill_s), 3),
+        "decode_ms_per_step": round(step_s * 1e3, 3),
+        "decode_tok_s": round(shape.num_rows / step_s, 1),
+        "read_share": round(yardstick.read_share(step_s), 3),
+        "spread": round(spread(steps_s), 3),
+    }

@@ -1,0 +1,183 @@
+"""The way back: from a step's event on the device to the future that somebody awaits on the loop.
+
+With a loop that has nothing else to do, and with one that is never idle; the step's own time is
+shown for both, because torch and the loop share the interpreter's lock. TokenFutures are awaited
+directly, one step at a time, with no actor between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from aserve.app import in_thread, new_event_loop
+from aserve.bench.options import RelayOptions
+from aserve.bench.progress import progress
+from aserve.bench.result import BenchResult, Table
+from aserve.bench.running import running
+from aserve.bench.spread import median, percentile
+from aserve.bench.timed_device import TimedCpu
+from aserve.bench.windows import TokenWindows
+from aserve.config import Resolved
+from aserve.errors import BugError
+from aserve.gpu.build import BuildOptions, build_on
+from aserve.gpu.executor import TorchExecutor
+from aserve.messages import (
+    AdmitRequest,
+    Launch,
+    SamplingParams,
+    ScheduleBatch,
+    SchedulerEvent,
+    StepResult,
+    array_i32,
+    pack_i32,
+)
+from aserve.scheduling.state import SchedulerState
+from aserve.text.load import load_tokenizer
+from aserve.tiny.location import MODEL_DIR
+
+TITLE = "from a step's event to the awaited token"
+PROMPT_LEN = 16
+PAGE_SIZE = 16
+BUSY_S = 0.5e-3  # one callback of a busy loop
+NOTE = (
+    f"idle: the loop only awaits; saturated: callbacks of {BUSY_S * 1e3:g} ms, one after the other."
+)
+
+
+def run(options: RelayOptions, _resolved: Resolved) -> BenchResult:
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        found = runner.run(_measure(options))
+    figures = {name: times.figures() for name, times in found.items()}
+    columns = list(figures["idle"])
+    rows = [[name, *(f"{one[column]:,.0f}" for column in columns)] for name, one in figures.items()]
+    details = {"rows": options.rows, "steps": options.steps * options.repeats}
+    table = Table(TITLE, ("loop", *columns), rows)
+    return BenchResult({**figures, **details}, (table,), (NOTE,))
+
+
+@dataclass(slots=True)
+class Times:
+    """`resolve_us`: from the event to the token on the loop; `step_us`: from the launch to the
+    event.
+    """
+
+    resolve_us: list[float] = field(default_factory=list)
+    step_us: list[float] = field(default_factory=list)
+
+    def figures(self) -> dict[str, float]:
+        return {
+            "resolve_p50_us": round(median(self.resolve_us), 1),
+            "resolve_p99_us": round(percentile(self.resolve_us, 99), 1),
+            "resolve_min_us": round(min(self.resolve_us), 1),
+            "step_p50_us": round(median(self.step_us), 1),
+            "step_p99_us": round(percentile(self.step_us, 99), 1),
+            "num_steps": len(self.step_us),
+        }
+
+
+async def _measure(options: RelayOptions) -> dict[str, Times]:
+    device = TimedCpu()
+    executor = await in_thread(lambda: _build(device, options), name="load")
+    relay = Relay(executor, device, options)
+    async with running(executor):
+        return await _alternate(relay, num_repeats=options.repeats)
+
+
+async def _alternate(relay: Relay, *, num_repeats: int) -> dict[str, Times]:
+    found = {"idle": Times(), "saturated": Times()}
+    with progress(TITLE, num_repeats) as done:
+        for _ in range(num_repeats):
+            await relay.run(found["idle"])
+            with BusyLoop():
+                await relay.run(found["saturated"])
+            done()
+    return found
+
+
+class Relay:
+    """Awaits one step at a time; what the next one is, the scheduler says."""
+
+    def __init__(self, executor: TorchExecutor, device: TimedCpu, options: RelayOptions) -> None:
+        self._executor = executor
+        self._device = device
+        self._options = options
+        self._windows = TokenWindows(load_tokenizer(MODEL_DIR), seed=0)
+        self._state = SchedulerState(executor.spec)
+
+    async def run(self, times: Times) -> None:
+        """All rows decode together; the first step, their prefill, is not counted."""
+        counted = Times()
+        events: list[SchedulerEvent] = [
+            self._request(number) for number in range(self._options.rows)
+        ]
+        while (batch := self._next(events)) is not None:
+            events = [await self._step(batch, counted)]
+            counted = times
+
+    def _next(self, events: list[SchedulerEvent]) -> ScheduleBatch | None:
+        launches = [effect for effect in self._state.step(events) if isinstance(effect, Launch)]
+        return launches[0].batch if launches else None
+
+    async def _step(self, batch: ScheduleBatch, times: Times) -> StepResult:
+        launched_s = time.perf_counter()
+        ticket = self._executor.launch(batch)
+        await ticket[int(array_i32(batch.sample_rows)[0])]
+        resolved_s = time.perf_counter()
+        event_s = self._device.last_event_s
+        times.resolve_us.append((resolved_s - event_s) * 1e6)
+        times.step_us.append((event_s - launched_s) * 1e6)
+        result = await ticket
+        if not isinstance(result, StepResult):
+            raise BugError(f"step {batch.iteration} gave {result}")
+        return result
+
+    def _request(self, number: int) -> AdmitRequest:
+        """As many tokens as there are steps to count, and one from the prefill."""
+        sampling = SamplingParams(seed=0, temperature=0.0, max_tokens=self._options.steps + 1)
+        return AdmitRequest(f"row-{number}", pack_i32(self._windows.ids(PROMPT_LEN)), sampling)
+
+
+class BusyLoop:
+    """While it is entered, the running loop is never idle: one callback follows the other."""
+
+    def __init__(self) -> None:
+        self.num_rounds = 0
+        self._loop = asyncio.get_running_loop()
+        self._is_over = False
+
+    def __enter__(self) -> BusyLoop:
+        self._loop.call_soon(self._work)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._is_over = True
+
+    def _work(self) -> None:
+        end_s = time.perf_counter() + BUSY_S
+        while time.perf_counter() < end_s:
+            pass
+        self.num_rounds += 1
+        if not self._is_over:
+            self._loop.call_soon(self._work)
+
+
+def _build(device: TimedCpu, options: RelayOptions) -> TorchExecutor:
+    """The bundled model, one step in flight."""
+    build_options = BuildOptions(
+        model_dir=MODEL_DIR,
+        page_size=PAGE_SIZE,
+        num_pages=1 + options.rows * ((PROMPT_LEN + options.steps) // PAGE_SIZE + 2),
+        prefix_cache=False,
+        max_rows=options.rows,
+        depth=1,
+        lead=1,
+    )
+    return build_on(device, build_options)
