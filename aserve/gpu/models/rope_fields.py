@@ -100,6 +100,8 @@ def _original_len(fields: Fields, rope: Fields, *, default: int) -> int:
 
 
 def _yarn(rope: Fields, theta: float, trained_len: int, *, max_position_embeddings: int) -> Rope:
+    if rope.has("short_factor"):
+        rope.refuse("short_factor", expected="none: factors for each frequency are longrope's")
     factor = rope.number("factor", default=max_position_embeddings / trained_len)
     return YarnRope(
         theta,

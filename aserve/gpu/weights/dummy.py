@@ -40,7 +40,8 @@ class DummyWeights:
 
     def tensor(self, name: str, shape: tuple[int, ...], *, offset: float = 0.0) -> Tensor:
         """What stands for a sum: the offset is in it already."""
-        return self._drawn(name, shape)
+        drawn = self._drawn(name, shape)
+        return drawn.to(torch.promote_types(self.dtype, torch.float32)) if offset else drawn
 
     def linear(self, parts: Mapping[str, int], *, in_features: int, bias: bool) -> LinearOp:
         weights = [

@@ -35,3 +35,21 @@ def test_large_half_precision_values_do_not_overflow() -> None:
     x = torch.full((1, 64), 6e4, dtype=torch.float16)
     normed = RmsNorm(torch.ones(64, dtype=torch.float16), eps=1e-5)(x)
     torch.testing.assert_close(normed, torch.ones_like(normed))
+
+
+def test_a_weight_wider_than_its_input_is_not_rounded_before_it_multiplies() -> None:
+    """1.001 is 1.0 in bfloat16; times 256 or so the difference shows."""
+    x = torch.tensor([[3.0, -4.0, 250.0, 256.0]], dtype=torch.bfloat16)
+    weight = torch.full((4,), 1.004)
+    normed = RmsNorm(weight, eps=1e-6)(x)
+    assert normed.dtype == torch.bfloat16
+    wide = x.float() / x.float().square().mean(-1, keepdim=True).sqrt()
+    assert torch.equal(normed, (wide * weight).to(torch.bfloat16))
+    assert not torch.equal(normed, RmsNorm(weight.to(torch.bfloat16), eps=1e-6)(x))
+
+
+def test_a_weight_of_two_dimensions_norms_over_both() -> None:
+    generator = torch.Generator().manual_seed(2)
+    x, weight = torch.randn(5, 3, 4, generator=generator), torch.randn(12, generator=generator)
+    joint = RmsNorm(weight.view(3, 4), eps=1e-5)(x)
+    torch.testing.assert_close(joint.flatten(1), RmsNorm(weight, eps=1e-5)(x.flatten(1)))

@@ -34,6 +34,15 @@ def test_each_pair_of_halves_turns_by_position_times_frequency() -> None:
     torch.testing.assert_close(rotated, torch.cat((expected.real, expected.imag), -1))
 
 
+def test_what_lies_behind_the_rotary_part_of_a_head_stays() -> None:
+    table, positions = rotary(), torch.tensor([0, 3, 511])
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randn(3, 2, HEAD_DIM + 4, generator=generator, dtype=torch.float64)
+    rotated = table.at(positions)(x)
+    assert torch.equal(rotated[..., HEAD_DIM:], x[..., HEAD_DIM:])
+    torch.testing.assert_close(rotated[..., :HEAD_DIM], table.at(positions)(x[..., :HEAD_DIM]))
+
+
 def test_scores_depend_on_the_distance_alone() -> None:
     table = rotary()
     q, k = heads(2)[:1], heads(2)[1:]

@@ -118,6 +118,10 @@ def test_what_is_absent_has_the_families_defaults() -> None:
             "config.json: rope_local_base_freq is 0.5; expected more than 1",
         ),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2, "short_factor": [1]}},
+            "rope_scaling: short_factor is [1]; expected none: factors for each frequency are",
+        ),
         ({"rope_scaling": {"type": "dynamic", "factor": -1}}, "rope_scaling: factor is -1"),
         (
             {"rope_scaling": {**LLAMA3, "type": "llama3", "high_freq_factor": 1}},

@@ -14,8 +14,10 @@ from aserve.errors import ConfigError
 from aserve.gpu.layers.linear import Linear, LinearOp, prepare
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.models.registry import FAMILIES
+from aserve.gpu.weights.checkpoint import Checkpoint
 from aserve.gpu.weights.load import load_model
-from aserve.gpu.weights.target import Target
+from aserve.gpu.weights.reader import WeightReader
+from aserve.gpu.weights.target import HOST, Target
 from tests.gpu.weights.checkpoints import (
     llama_weights,
     write_checkpoint,
@@ -198,6 +200,21 @@ def test_a_model_larger_than_memory_is_refused_before_a_value_is_read(tmp_path: 
 def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="dtype is 'int4'; expected auto or one of float32"):
         load_model(write_config(tmp_path), dtype="int4")
+
+
+def test_what_a_norm_adds_to_its_weight_is_not_rounded_away(tmp_path: Path) -> None:
+    """Gemma's norms store the distance from one, mostly far less than bfloat16 can add to it."""
+    weights = {"norm.weight": torch.full((8,), 0.001, dtype=torch.bfloat16)}
+    with Checkpoint(write_checkpoint(tmp_path, weights)) as checkpoint:
+        reader = WeightReader(
+            checkpoint,
+            HOST,
+            dtype=torch.bfloat16,
+            total_bytes=0,
+            on_progress=lambda _done, _total: None,
+        )
+        weight = reader.tensor("norm.weight", (8,), offset=1.0)
+    assert torch.equal(weight, 1.0 + weights["norm.weight"].float())
 
 
 def test_an_unknown_architecture_is_named_with_those_that_are_supported(tmp_path: Path) -> None:
