@@ -17,10 +17,12 @@ HOPELESS_STATUSES = frozenset({408, 500})
 
 CODES = {
     400: "bad_request",
+    403: "forbidden",
     404: "unknown_url",
     405: "method_not_allowed",
     413: "request_too_large",
     415: "unsupported_media_type",
+    426: "upgrade_required",
 }
 
 
@@ -44,8 +46,11 @@ class ErrorBody(msgspec.Struct):
 
 
 def error_body(info: ErrorInfo) -> bytes:
-    fields = ErrorFields(info.message, info.type, info.param, info.code)
-    return msgspec.json.encode(ErrorBody(fields))
+    return msgspec.json.encode(ErrorBody(error_fields(info)))
+
+
+def error_fields(info: ErrorInfo) -> ErrorFields:
+    return ErrorFields(info.message, info.type, info.param, info.code)
 
 
 def error_response(info: ErrorInfo) -> web.Response:

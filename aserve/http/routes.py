@@ -24,6 +24,7 @@ from aserve.http.openai.responses.body import ResponseBody
 from aserve.http.openai.schema import ChatBody, CompletionBody
 from aserve.http.origin import origin_of
 from aserve.http.state import HttpContext
+from aserve.http.websocket import connect
 
 T = TypeVar("T", bound=msgspec.Struct)
 Answer: TypeAlias = Callable[[web.Request, HttpContext], Awaitable[web.StreamResponse]]
@@ -92,6 +93,7 @@ ROUTES = (
     post("/v1/completions", CompletionBody, completions),
     post("/v1/chat/completions", ChatBody, chat_completions),
     post("/v1/responses", ResponseBody, responses.create),
+    get("/v1/responses", connect),
     get("/v1/responses/{id}", responses.read),
     Route("DELETE", "/v1/responses/{id}", responses.delete),
     Route("POST", "/v1/responses/{id}/cancel", responses.cancel),

@@ -28,6 +28,7 @@ from aserve.http.origin import REQUEST_ID
 from aserve.http.routes import ROUTES, Route
 from aserve.http.started import STARTED, StartedAnswer
 from aserve.http.state import HttpContext
+from aserve.http.websocket import SOCKETS, close_sockets
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,8 @@ def create_app(context: HttpContext) -> web.Application:
         middlewares=[border(context)], client_max_size=context.options.max_body_size
     )
     app[RESPONSES] = Responses(context)
+    app[SOCKETS] = set()
+    app.on_shutdown.append(close_sockets)
     app.add_routes(
         [web.route(route.method, route.path, handler_of(route, context)) for route in ROUTES]
     )

@@ -61,3 +61,4 @@ class HttpContext:
     registry: CollectorRegistry
     draw_seed: Callable[[], int] = random_seed
     keep_alive_s: float = 15.0
+    heartbeat_s: float = 60.0  # a websocket that was silent for so long must answer a ping in half

@@ -41,8 +41,8 @@ BESIDE_THE_CORE = (
     *(f"{MODELS}/qwen3.py", f"{MODELS}/gemma2.py", f"{MODELS}/gemma3.py", f"{MODELS}/phi3.py"),
     *(f"{MODELS}/granite.py", f"{MODELS}/olmo2.py"),
     *("aserve/http/openai/responses/*", "aserve/http/openai/grammars.py"),
-    *("aserve/text/bad_words.py", "aserve/gpu/sample/bans.py", "aserve/scheduling/prompts.py"),
-    *("aserve/gpu/prompt_plan.py", "aserve/gpu/prompt_values.py"),
+    *("aserve/http/websocket.py", "aserve/text/bad_words.py", "aserve/gpu/sample/bans.py"),
+    *("aserve/scheduling/prompts.py", "aserve/gpu/prompt_plan.py", "aserve/gpu/prompt_values.py"),
     *("aserve/grammar/*", "aserve/tiny/*", "aserve/bench/*"),
 )
 

@@ -167,6 +167,7 @@ class EchoEngine:
         tokenizer: TextTokenizer | None = None,
         template: str | None = TEMPLATE,
         keep_alive_s: float = 15.0,
+        heartbeat_s: float = 60.0,
         **options: Any,
     ) -> None:
         self.tokenizer = tokenizer or byte_level_tokenizer()
@@ -201,6 +202,7 @@ class EchoEngine:
                 created=1_700_000_000,
                 registry=CollectorRegistry(),
                 keep_alive_s=keep_alive_s,
+                heartbeat_s=heartbeat_s,
             )
         )
         self.url = ""

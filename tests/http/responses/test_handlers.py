@@ -213,8 +213,9 @@ async def test_a_failure_before_the_first_event_has_a_status_of_its_own(
     client: openai.AsyncOpenAI,
 ) -> None:
     for body in ({}, {"stream": True}):
-        with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        with pytest.raises(openai.BadRequestError, match="maximum context length") as caught:
             await client.responses.create(**(ASK | {"input": "x" * 600} | body))
+        assert caught.value.param == "input"
 
 
 async def test_a_queued_stream_says_that_it_was_created_and_is_kept_alive() -> None:

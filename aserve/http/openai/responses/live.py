@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 
+import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
@@ -20,6 +21,7 @@ from aserve.http.openai.responses.events import Event, EventMaker
 from aserve.http.openai.responses.records import ResponseObject
 from aserve.http.openai.responses.store import ResponseStore, StoredResponse
 from aserve.http.state import HttpContext
+from aserve.messages import OutputChunk
 from aserve.outlet import Outlet
 
 
@@ -51,7 +53,8 @@ class LiveResponse:
 
     async def events(self, *, idle_s: float | None = None) -> AsyncIterator[list[Event]]:
         """All that are ready; none after idle_s of silence. RequestFailed if it never began."""
-        async for chunks in self._outlet.batches(idle_s=idle_s):
+        async for batch in self._outlet.batches(idle_s=idle_s):
+            chunks = [_in_our_words(chunk) for chunk in batch]
             self.error = next((chunk.error for chunk in chunks if chunk.error is not None), None)
             if self.error is not None and not self._maker.is_open:
                 raise RequestFailed(self.error)
@@ -153,6 +156,13 @@ class Responses:
         del self._live[ended.response.id]
         if ended.response.store:
             self._store.put(ended)
+
+
+def _in_our_words(chunk: OutputChunk) -> OutputChunk:
+    """The engine calls a conversation by the name that it has in chats."""
+    if chunk.error is None or chunk.error.param != "messages":
+        return chunk
+    return msgspec.structs.replace(chunk, error=msgspec.structs.replace(chunk.error, param="input"))
 
 
 def _not_found(response_id: str) -> NotFound:
