@@ -248,6 +248,7 @@ def load(resolved: Resolved) -> Loaded:
     options = BuildOptions(
         model_dir=model_dir,
         load_format=resolved.model.load_format,
+        model_impl=resolved.model.model_impl,
         dtype=resolved.model.dtype,
         max_model_len=resolved.model.max_model_len,
         page_size=resolved.kv.page_size,

@@ -55,6 +55,12 @@ class ModelOptions:
         "auto reads the checkpoint; dummy makes random weights from config.json alone",
         Limits(choices=("auto", "dummy")),
     )
+    model_impl: str = option(
+        "auto",
+        "whose code runs the model; auto: aserve's own where there is one for the architecture, "
+        "else that of transformers, with aserve's attention",
+        Limits(choices=("auto", "native", "transformers")),
+    )
     dtype: str = option(
         "auto",
         "number format of weights and KV; auto: what this machine is fastest with",

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from aserve.cache.layout import plan_groups
 from aserve.gpu.attention.base import AttentionBackend
 from aserve.gpu.attention.registry import BACKENDS
@@ -27,8 +25,9 @@ from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.resolve import DeviceState
 from aserve.gpu.runner import ModelRunner, RunnerParts
 from aserve.gpu.sample.row_tables import RowTables
+from aserve.gpu.weights.blueprint import LoadPlan
 from aserve.gpu.weights.form import WeightWish, dtype_name
-from aserve.gpu.weights.load import load_model, read_blueprint
+from aserve.gpu.weights.load import read_blueprint
 from aserve.gpu.weights.target import Target
 from aserve.messages import EngineSpec, GroupSpec
 
@@ -48,6 +47,7 @@ class BuildOptions:
 
     model_dir: Path
     load_format: str = "auto"
+    model_impl: str = "auto"
     dtype: str = "auto"
     max_model_len: int | None = None
     page_size: int = 16
@@ -80,19 +80,18 @@ def build_on(
     """Takes as long as loading takes; `on_progress(bytes done, bytes in all)` is called from
     here.
     """
-    blueprint = read_blueprint(options.model_dir)
-    num_weights = blueprint.inventory(torch.float32).num_weights
-    form = device.weight_form(WeightWish(options.dtype, blueprint.config.dtype, num_weights))
-    model = load_model(
-        options.model_dir,
-        dtype=dtype_name(form.dtype),
-        max_model_len=options.max_model_len,
-        load_format=options.load_format,
-        target=Target(device.torch_device, device.free_bytes(), form.prepare),
-        on_progress=on_progress,
+    blueprint, code = read_blueprint(options.model_dir, options.model_impl)
+    form = device.weight_form(
+        WeightWish(options.dtype, blueprint.stored_dtype, blueprint.num_weights)
     )
-    random = "random weights, " if options.load_format == "dummy" else ""
-    return assemble(model, MODES[options.decode](), device, options, about=f"{random}{form.about}")
+    is_dummy = options.load_format == "dummy"
+    target = Target(device.torch_device, device.free_bytes(), form.prepare)
+    model = blueprint.load(
+        LoadPlan(form.dtype, options.max_model_len, is_dummy, target, on_progress)
+    )
+    random = "random weights, " if is_dummy else ""
+    about = f"{code.name} code ({code.why}), {random}{form.about}"
+    return assemble(model, MODES[options.decode](), device, options, about=about)
 
 
 def assemble(

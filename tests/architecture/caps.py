@@ -35,6 +35,7 @@ MODELS = "aserve/gpu/models"
 # requests ask for, and what only looks on.
 BESIDE_THE_CORE = (
     *("aserve/cli.py", "aserve/config.py", "aserve/engine.py", "aserve/actors/replay.py"),
+    "aserve/gpu/fallback/*",
     *("aserve/observability/*", "aserve/gpu/weights/*", "aserve/gpu/graphs.py"),
     *(f"{MODELS}/config.py", f"{MODELS}/fields.py", f"{MODELS}/rope_fields.py"),
     *(f"{MODELS}/layer_kinds.py", f"{MODELS}/mistral.py", f"{MODELS}/qwen2.py"),

@@ -141,6 +141,29 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+MIXED = {
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+# Without code of aserve's own: these run in transformers' code.
+OTHER_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "cohere": ("Cohere", {"logit_scale": 4.0}),
+    "cohere2": ("Cohere2", {"logit_scale": 4.0, **MIXED}),
+    "exaone4": ("Exaone4", MIXED),
+    "glm4": ("Glm4", {"pad_token_id": 0}),
+    "gpt-neox": ("GPTNeoX", {"hidden_size": 64}),
+    "mixtral": ("Mixtral", {"sliding_window": 24, "num_local_experts": 4}),
+    "olmo": ("Olmo", {"clip_qkv": 2.0}),
+    "olmo3": ("Olmo3", MIXED),
+    "opt": ("OPT", {"ffn_dim": 80, "word_embed_proj_dim": 48}),
+    "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 32}),
+    "qwen3-moe": ("Qwen3Moe", EXPERTS),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 1, 0], "pad_token_id": 0}),
+    "starcoder2": ("Starcoder2", {"sliding_window": 24}),
+}
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -174,7 +197,7 @@ def make_reference(kind: str, directory: Path) -> Reference:
 def _new_model(kind: str) -> Any:
     import transformers
 
-    family, fields = KINDS[kind]
+    family, fields = {**KINDS, **OTHER_KINDS}[kind]
     causal_lm = getattr(transformers, f"{family}ForCausalLM")
     config = causal_lm.config_class(**{**BASE, **fields})
     config._attn_implementation = "eager"
@@ -197,8 +220,8 @@ def _fix_frequencies(model: Any) -> None:
     cannot. Here they are those of MAX_MODEL_LEN, by the reference's own formula."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    rotary = model.model.rotary_emb
-    if rotary.rope_type in ("dynamic", "longrope"):
+    rotary = getattr(model.base_model, "rotary_emb", None)
+    if rotary is not None and rotary.rope_type in ("dynamic", "longrope"):
         formula = ROPE_INIT_FUNCTIONS[rotary.rope_type]
         rotary.inv_freq, rotary.attention_scaling = formula(model.config, seq_len=MAX_MODEL_LEN)
         rotary.rope_type = "default"
@@ -210,10 +233,14 @@ def _scale_until_varied(model: Any, prompt: Tensor) -> Tensor:
         if len(greedy.unique()) >= MIN_DISTINCT:
             return greedy
         with torch.no_grad():
-            for name, weight in model.model.layers.named_parameters():
-                sharpens = weight.ndim == 2 or "q_norm" in name or "k_norm" in name
+            for name, weight in _layers(model).named_parameters():
+                sharpens = weight.ndim >= 2 or "q_norm" in name or "k_norm" in name
                 weight.mul_(1.25 if sharpens else 1.0)
     raise AssertionError(f"the reference never left its {len(greedy.unique())} tokens")
+
+
+def _layers(model: Any) -> torch.nn.ModuleList:
+    return next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
 
 
 def _greedy(model: Any, prompt: Tensor) -> Tensor:

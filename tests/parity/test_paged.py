@@ -28,11 +28,11 @@ pytestmark = pytest.mark.slow  # each reference takes a moment to make
 ROW, NEIGHBOUR = 3, 1
 CHUNKED = (
     *("llama-dynamic", "llama-longrope", "qwen3-mixed", "mistral", "gemma2", "gemma3-linear"),
-    *("phi3-longrope", "olmo2"),
+    *("phi3-longrope", "olmo2", "starcoder2"),
 )
 MIXED = (
     *("llama-yarn", "llama-llama3", "qwen3-sliding", "qwen2-sliding", "gemma2", "gemma3", "phi3"),
-    *("granite",),
+    *("granite", "cohere2", "gpt-neox", "qwen3-moe"),
 )
 NUM_PAGES = {1: 4 * MAX_MODEL_LEN, 7: 90, 16: 40}
 

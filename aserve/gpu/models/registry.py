@@ -1,10 +1,13 @@
-"""Which file builds which architecture. A new family is one line here."""
+"""Which file builds which architecture. A new family is one line here.
+
+What has no file here runs in transformers' code, if it can.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from aserve.errors import ConfigError
 from aserve.gpu.models import gemma2, gemma3, granite, llama, mistral, olmo2, phi3, qwen2, qwen3
@@ -49,9 +52,29 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-def find_family(architecture: str) -> Family:
-    family = FAMILIES.get(architecture)
-    if family is None:
-        supported = ", ".join(sorted(FAMILIES))
-        raise ConfigError(f"architecture {architecture} is not supported; supported: {supported}")
-    return family
+class Code(NamedTuple):
+    """Whose code runs a model, and in a few words why."""
+
+    name: Literal["native", "transformers"]
+    why: str
+
+
+def choose_code(architecture: str, asked: str) -> Code:
+    is_native = architecture in FAMILIES
+    match asked:
+        case "auto" if is_native:
+            return Code("native", "auto")
+        case "auto":
+            return Code("transformers", f"auto: no native code for {architecture}")
+        case "transformers":
+            return Code("transformers", "as asked")
+        case "native" if is_native:
+            return Code("native", "as asked")
+        case "native":
+            supported = ", ".join(sorted(FAMILIES))
+            raise ConfigError(
+                f"there is no native code for {architecture}; there is for {supported}; "
+                "the model implementation auto or transformers may run it"
+            )
+        case _:
+            raise ConfigError(f"model_impl is {asked!r}; expected auto, native or transformers")

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import torch
 
+from aserve.gpu.fallback.blueprint import read_transformers_blueprint
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.models.config import ModelConfig, architecture_of, parse_config, read_fields
-from aserve.gpu.models.registry import Family, find_family
+from aserve.gpu.models.registry import FAMILIES, Code, Family, choose_code
+from aserve.gpu.weights.blueprint import Blueprint, LoadPlan, ignore_progress
 from aserve.gpu.weights.checkpoint import Checkpoint
 from aserve.gpu.weights.dummy import DummyWeights
 from aserve.gpu.weights.form import parse_dtype
@@ -22,18 +24,44 @@ from aserve.gpu.weights.reader import WeightReader
 from aserve.gpu.weights.target import HOST, OnProgress, Target
 
 
-def _ignore_progress(_done_bytes: int, _total_bytes: int) -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True)
-class Blueprint:
-    """What a model directory says of its model, apart from the weights."""
-
+class NativeBlueprint:
+    model_dir: Path
     family: Family
     config: ModelConfig
 
-    def inventory(self, dtype: torch.dtype) -> Inventory:
+    @property
+    def stored_dtype(self) -> str | None:
+        return self.config.dtype
+
+    @property
+    def num_weights(self) -> int:
+        return self._inventory(torch.float32).num_weights
+
+    def load(self, plan: LoadPlan) -> CausalModel:
+        build, config, target = self.family.build, self.config, plan.target
+        context_len = config.context_len(plan.max_model_len)
+        inventory = self._inventory(plan.dtype)
+        total_bytes = inventory.size_bytes
+        if plan.is_dummy:
+            target.check_room(total_bytes, plan.dtype)
+            dummy = DummyWeights(
+                target, dtype=plan.dtype, total_bytes=total_bytes, on_progress=plan.on_progress
+            )
+            return build(config, dummy, max_model_len=context_len)
+        with Checkpoint(self.model_dir) as checkpoint:
+            check_fit(inventory, checkpoint)
+            target.check_room(total_bytes, plan.dtype)
+            reader = WeightReader(
+                checkpoint,
+                target,
+                dtype=plan.dtype,
+                total_bytes=total_bytes,
+                on_progress=plan.on_progress,
+            )
+            return build(config, reader, max_model_len=context_len)
+
+    def _inventory(self, dtype: torch.dtype) -> Inventory:
         """What the model asks for; nothing is read."""
         inventory = Inventory(dtype)
         # No position is ever looked up in this one.
@@ -41,10 +69,15 @@ class Blueprint:
         return inventory
 
 
-def read_blueprint(model_dir: Path) -> Blueprint:
+def read_blueprint(model_dir: Path, model_impl: str = "auto") -> tuple[Blueprint, Code]:
     fields = read_fields(model_dir)
-    family = find_family(architecture_of(fields))
-    return Blueprint(family, parse_config(fields, defaults=family.defaults))
+    architecture = architecture_of(fields)
+    code = choose_code(architecture, model_impl)
+    if code.name == "transformers":
+        return read_transformers_blueprint(model_dir, architecture), code
+    family = FAMILIES[architecture]
+    config = parse_config(fields, defaults=family.defaults)
+    return NativeBlueprint(model_dir, family, config), code
 
 
 def load_model(
@@ -53,29 +86,15 @@ def load_model(
     dtype: str = "float32",
     max_model_len: int | None = None,
     load_format: str = "auto",
+    model_impl: str = "auto",
     target: Target = HOST,
-    on_progress: OnProgress = _ignore_progress,
+    on_progress: OnProgress = ignore_progress,
 ) -> CausalModel:
     """`load_format` "dummy" draws weights at random and needs no checkpoint.
 
     `on_progress` is called on this thread.
     """
-    blueprint = read_blueprint(model_dir)
-    family, config = blueprint.family, blueprint.config
-    context_len = config.context_len(max_model_len)
-    model_dtype = parse_dtype(dtype)
-    inventory = blueprint.inventory(model_dtype)
-    total_bytes = inventory.size_bytes
-    if load_format == "dummy":
-        target.check_room(total_bytes, model_dtype)
-        dummy = DummyWeights(
-            target, dtype=model_dtype, total_bytes=total_bytes, on_progress=on_progress
-        )
-        return family.build(config, dummy, max_model_len=context_len)
-    with Checkpoint(model_dir) as checkpoint:
-        check_fit(inventory, checkpoint)
-        target.check_room(total_bytes, model_dtype)
-        reader = WeightReader(
-            checkpoint, target, dtype=model_dtype, total_bytes=total_bytes, on_progress=on_progress
-        )
-        return family.build(config, reader, max_model_len=context_len)
+    blueprint, _ = read_blueprint(model_dir, model_impl)
+    return blueprint.load(
+        LoadPlan(parse_dtype(dtype), max_model_len, load_format == "dummy", target, on_progress)
+    )

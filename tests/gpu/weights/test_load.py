@@ -13,7 +13,6 @@ from torch import Tensor
 from aserve.errors import ConfigError
 from aserve.gpu.layers.linear import Linear, LinearOp, prepare
 from aserve.gpu.models.causal_model import CausalModel
-from aserve.gpu.models.registry import FAMILIES
 from aserve.gpu.weights.checkpoint import Checkpoint
 from aserve.gpu.weights.load import load_model
 from aserve.gpu.weights.reader import WeightReader
@@ -217,11 +216,18 @@ def test_what_a_norm_adds_to_its_weight_is_not_rounded_away(tmp_path: Path) -> N
     assert torch.equal(weight, 1.0 + weights["norm.weight"].float())
 
 
-def test_an_unknown_architecture_is_named_with_those_that_are_supported(tmp_path: Path) -> None:
-    message = refusal_of(write_config(tmp_path, architectures=["MambaForCausalLM"]))
-    assert message == (
-        f"architecture MambaForCausalLM is not supported; supported: {', '.join(sorted(FAMILIES))}"
-    )
+@pytest.mark.slow
+def test_an_architecture_that_nobody_knows_is_one_clear_error(tmp_path: Path) -> None:
+    """Slow: transformers is asked."""
+    message = refusal_of(write_config(tmp_path, architectures=["FooForCausalLM"]))
+    assert "transformers cannot read" in message
+    assert "config.json: Unrecognized model" in message
+
+
+def test_code_that_is_asked_for_and_not_there_is_refused(tmp_path: Path) -> None:
+    directory = write_config(tmp_path, architectures=["FooForCausalLM"])
+    with pytest.raises(ConfigError, match=r"no native code for FooForCausalLM; there is for Gemma"):
+        load_model(directory, model_impl="native")
 
 
 def _total_bytes(directory: Path) -> int:

@@ -1,0 +1,85 @@
+"""Models in transformers' own code with aserve's attention, against transformers with its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from aserve.gpu.models.causal_model import CausalModel
+from aserve.gpu.models.hidden_capture import HiddenCapture
+from aserve.gpu.weights.load import load_model
+from tests.parity.conftest import ReferenceOf
+from tests.parity.dense_attend import DenseAttend
+from tests.parity.references import KINDS, MAX_MODEL_LEN, OTHER_KINDS, PROMPT_LEN, Reference
+
+pytestmark = pytest.mark.slow  # each reference takes a moment to make
+
+EVERY_KIND = [*KINDS, *OTHER_KINDS]
+CHUNKS = [1, 30, 2, 37, *[1] * 63]
+
+
+def load(reference: Reference, *, dtype: str = "float32") -> CausalModel:
+    return load_model(
+        reference.directory, dtype=dtype, max_model_len=MAX_MODEL_LEN, model_impl="transformers"
+    )
+
+
+@torch.inference_mode()
+def logits_of(model: CausalModel, tokens: Tensor, attend: DenseAttend) -> Tensor:
+    positions = torch.arange(len(tokens))
+    parts = zip(tokens.split(CHUNKS), positions.split(CHUNKS), strict=True)
+    return torch.cat([model.logits(model.forward(ids, at, attend)) for ids, at in parts])
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_logits_equal_those_of_transformers(kind: str, reference_of: ReferenceOf) -> None:
+    reference = reference_of(kind)
+    logits = logits_of(load(reference), reference.tokens, DenseAttend())
+    torch.testing.assert_close(logits, reference.logits, atol=1e-4, rtol=0.0)
+    assert torch.equal(logits[PROMPT_LEN - 1 :].argmax(-1), reference.greedy)
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_one_lost_token_of_the_history_changes_the_logits(
+    kind: str, reference_of: ReferenceOf
+) -> None:
+    reference = reference_of(kind)
+    attend = DenseAttend()
+    attend.hidden_position = PROMPT_LEN - 10
+    differences = (logits_of(load(reference), reference.tokens, attend) - reference.logits).abs()
+    assert differences[: PROMPT_LEN - 10].max() <= 1e-4
+    assert differences[PROMPT_LEN:].max() > 1e-2
+
+
+def test_float64_agrees_with_float32(reference_of: ReferenceOf) -> None:
+    reference = reference_of("cohere2")
+    logits = logits_of(load(reference, dtype="float64"), reference.tokens, DenseAttend())
+    assert logits.dtype == torch.float64
+    torch.testing.assert_close(logits.float(), reference.logits, atol=1e-4, rtol=0.0)
+
+
+def test_half_types_stay_near_and_give_float32_logits(reference_of: ReferenceOf) -> None:
+    reference = reference_of("gpt-neox")
+    logits = logits_of(load(reference, dtype="bfloat16"), reference.tokens, DenseAttend())
+    assert logits.dtype == torch.float32
+    assert (logits - reference.logits).abs().max() < 0.5
+
+
+def test_captured_states_are_those_of_the_native_code(reference_of: ReferenceOf) -> None:
+    """Once, for the one forward that asks."""
+    reference = reference_of("qwen3")
+    captures = []
+    for model in (load(reference), load_model(reference.directory, max_model_len=MAX_MODEL_LEN)):
+        capture = HiddenCapture(layer_ids=(0, 2), wants_before_norm=True)
+        ids, positions = reference.prompt, torch.arange(PROMPT_LEN)
+        model.forward(ids, positions, DenseAttend(), capture=capture)
+        model.forward(ids, positions, DenseAttend())
+        captures.append(capture)
+    ours, native = captures
+    assert len(ours.layers) == 2
+    for state, expected in zip(ours.layers, native.layers, strict=True):
+        torch.testing.assert_close(state, expected, atol=1e-5, rtol=0.0)
+    assert ours.before_norm is not None
+    assert native.before_norm is not None
+    torch.testing.assert_close(ours.before_norm, native.before_norm, atol=1e-5, rtol=0.0)
