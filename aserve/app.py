@@ -8,29 +8,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import random
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeVar
 
 from rich.console import Console
-from rich.progress import Progress
 
 from aserve.actors.detokenizer import DetokenizerActor
+from aserve.actors.masks import MaskActor
 from aserve.actors.pump import Pump
 from aserve.actors.scheduler import SchedulerActor, SchedulerPorts, SchedulerWatch
 from aserve.actors.supervisor import Failure, Phase, Supervisor
-from aserve.actors.tokenizer import TokenizerActor
+from aserve.actors.tokenizer import GrammarPorts, TokenizerActor
 from aserve.channel import Channel, Codec
 from aserve.config import Resolved
 from aserve.errors import AserveError, BugError, EngineDead, ErrorInfo, ShuttingDown
 from aserve.gpu.worker import Worker
+from aserve.grammar.frames import Vocabulary
+from aserve.grammar.library import GrammarLibrary
+from aserve.grammar.matching import constrain
+from aserve.grammar.workers import CompileLimits
 from aserve.http.openai.call import SEED_BITS, random_seed
 from aserve.http.server import HttpServer
 from aserve.http.state import HttpContext, ServerState
@@ -43,11 +47,13 @@ from aserve.messages import (
     SchedulerEvent,
     TokenizerEvent,
 )
+from aserve.observability.grammars import GrammarMetrics
 from aserve.observability.metrics import Metrics
 from aserve.observability.recording import Recorder
 from aserve.observability.step_log import StepLog
 from aserve.observability.trace import Trace
 from aserve.outlet import Gateway
+from aserve.progress import shown_progress
 from aserve.scheduling.state import SchedulerState
 from aserve.text.load import (
     has_tokenizer,
@@ -61,9 +67,7 @@ from aserve.text.template import ChatTemplate
 from aserve.text.tokenizer import TextTokenizer
 
 T = TypeVar("T")
-OnProgress: TypeAlias = Callable[[int, int], None]  # bytes done, bytes in all
 
-PROGRESS_S = 5.0
 CLOSE_S = 0.5  # what the device may take for its current step when all is over
 
 logger = logging.getLogger(__name__)
@@ -141,6 +145,7 @@ class App:
         self._is_closed = True
         await engine.supervisor.drain(0)
         await engine.supervisor.stop()
+        await in_thread(engine.grammars.close, name="close")
         await self._close_executor(engine.executor)
         if engine.recorder is not None:
             engine.recorder.close()
@@ -194,23 +199,39 @@ class App:
             codec=self._codec_of(DetokenizerEvent),
         )
         pump = Pump(results=events)
+        masks = MaskActor(scheduler=events)
         scheduler = SchedulerActor(
             SchedulerState(spec, debug_checks=debug.debug_checks),
-            SchedulerPorts(loaded.executor, tickets=pump.inbox, text=detokenizer.inbox),
+            SchedulerPorts(loaded.executor, pump.inbox, detokenizer.inbox, masks.inbox),
             watch=SchedulerWatch(self.trace, (self.metrics, StepLog()), recorder),
             inbox=events,
         )
+        grammars = self._grammar_library(loaded)
         limits = PromptLimits(max_model_len=spec.max_model_len, vocab_size=spec.vocab_size)
         tokenizer = TokenizerActor(
             PromptEncoder(loaded.tokenizer, template=loaded.template, limits=limits),
             detokenizer=detokenizer.inbox,
             scheduler=events,
+            grammars=GrammarPorts(functools.partial(constrain, grammars), masks.inbox),
             codec=self._codec_of(TokenizerEvent),
         )
-        actors = (detokenizer, pump, scheduler, tokenizer)
+        actors = (detokenizer, pump, masks, scheduler, tokenizer)
         self.metrics.watch_inboxes({actor.name: actor.inbox.__len__ for actor in actors})
         supervisor = Supervisor(actors, requests=self, report=self._report)
-        return _Engine(loaded.executor, tokenizer.inbox, supervisor, recorder)
+        return _Engine(loaded.executor, tokenizer.inbox, supervisor, grammars, recorder)
+
+    def _grammar_library(self, loaded: Loaded) -> GrammarLibrary:
+        options = self.resolved.grammar
+        return GrammarLibrary(
+            lambda: vocabulary_of(loaded.tokenizer, loaded.executor.spec.vocab_size),
+            CompileLimits(
+                timeout_s=options.grammar_timeout,
+                memory_bytes=options.grammar_memory,
+                num_workers=options.grammar_workers,
+            ),
+            cache_bytes=options.grammar_cache,
+            metrics=GrammarMetrics(self.metrics.registry),
+        )
 
     def _codec_of(self, kind: object) -> Codec | None:
         return Codec(kind) if self._codec else None
@@ -221,6 +242,7 @@ class _Engine:
     executor: LocalExecutor
     inbox: Channel[TokenizerEvent]
     supervisor: Supervisor
+    grammars: GrammarLibrary
     recorder: Recorder | None
 
 
@@ -273,6 +295,16 @@ def _load_text(model_dir: Path, *, is_dummy: bool) -> tuple[TextTokenizer, ChatT
     return load_tokenizer(model_dir), load_template(model_dir)
 
 
+def vocabulary_of(tokenizer: TextTokenizer, vocab_size: int) -> Vocabulary:
+    """Special tokens have no text, so no language has them. Takes a while for a large one."""
+    ids = range(min(tokenizer.vocab_size, vocab_size))
+    return Vocabulary(
+        tuple(b"" if i in tokenizer.special_ids else tokenizer.token_bytes(i) for i in ids),
+        vocab_size=vocab_size,
+        end_ids=tokenizer.eos_ids,
+    )
+
+
 def in_thread(work: Callable[[], T], *, name: str) -> asyncio.Future[T]:
     """Runs `work` beside the loop, in a thread that does not keep the process from ending."""
     loop = asyncio.get_running_loop()
@@ -310,29 +342,6 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     except ImportError:
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()
-
-
-@contextlib.contextmanager
-def shown_progress(what: str) -> Iterator[OnProgress]:
-    """A bar on a terminal, else a log line every few seconds."""
-    if not sys.stderr.isatty():
-        yield _LoggedProgress(what)
-        return
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
-
-
-class _LoggedProgress:
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._next_line_at_s = time.monotonic() + PROGRESS_S
-
-    def __call__(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        if now >= self._next_line_at_s:
-            self._next_line_at_s = now + PROGRESS_S
-            logger.info("%s percent=%d", self._what, 100 * done // max(total, 1))
 
 
 def serve(resolved: Resolved) -> int:

@@ -97,6 +97,22 @@ class SchedulerOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class GrammarOptions:
+    """Of structured output. Workers are started when a grammar comes and none is idle."""
+
+    grammar_workers: int = option(2, "grammars that compile at once", Limits(low=1, high=64))
+    grammar_timeout: float = option(
+        10.0, "seconds that compiling one grammar may take", Limits(low=0.01, high=3600)
+    )
+    grammar_memory: int = option(
+        512 << 20, "bytes that compiling one grammar may take", Limits(low=1 << 20)
+    )
+    grammar_cache: int = option(
+        256 << 20, "bytes of compiled grammars that are kept for reuse", Limits(low=0)
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class ServerOptions:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0: any free one", Limits(low=0, high=65535))
@@ -208,6 +224,7 @@ class Resolved:
     model: ModelOptions
     kv: KvOptions
     scheduler: SchedulerOptions
+    grammar: GrammarOptions
     server: ServerOptions
     debug: DebugOptions
     prompt: PromptOptions
@@ -233,6 +250,7 @@ def resolve(raw: Raw, facts: Facts) -> Resolved:
         model=model,
         kv=_build(KvOptions, values),
         scheduler=scheduler,
+        grammar=_build(GrammarOptions, values),
         server=_build(ServerOptions, values),
         debug=_build(DebugOptions, values),
         prompt=_build(PromptOptions, values),
@@ -294,6 +312,7 @@ ALL_RECORDS: tuple[type, ...] = (
     ModelOptions,
     KvOptions,
     SchedulerOptions,
+    GrammarOptions,
     ServerOptions,
     DebugOptions,
     PromptOptions,

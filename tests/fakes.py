@@ -101,13 +101,13 @@ def allowed_ids(total: int, vocab_size: int) -> list[int]:
 
 
 class ToyMatchers:
-    """The workers' side of BuildMask: one matcher per sequence, fed each output exactly once."""
+    """The matchers of all sequences, each fed each output exactly once."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._totals: dict[tuple[str, int], list[int]] = {}  # (sum, number of ids)
 
-    def build(self, ask: BuildMask) -> MaskReady:
+    def fill(self, ask: BuildMask) -> MaskReady:
         total = self._totals.setdefault((ask.request_id, ask.child), [0, 0])
         new_ids = array_i32(ask.new_ids)
         total[0] += int(new_ids.sum())
@@ -145,7 +145,7 @@ def expected_outputs(request: AdmitRequest, child: int, spec: EngineSpec) -> lis
     assert sampling.max_tokens is not None
     while len(tokens) - prompt_len < sampling.max_tokens:
         num_outputs = len(tokens) - prompt_len
-        if num_outputs > sampling.min_tokens and tokens[-1] in request.end_ids:
+        if num_outputs > min_tokens_of(sampling) and tokens[-1] in request.end_ids:
             break
         for position in range(len(chain), len(tokens)):
             chain.append(kv_value(chain[-1] if chain else 0, tokens[position], position))
@@ -187,6 +187,11 @@ def expected_prompt(request: AdmitRequest, child: int, spec: EngineSpec) -> Prom
     )
 
 
+def min_tokens_of(sampling: SamplingParams) -> int:
+    """The toy grammar's masks allow an end at any time."""
+    return 0 if sampling.grammar is not None else sampling.min_tokens
+
+
 def _row_init(request: AdmitRequest, child: int) -> RowInit:
     sampling: SamplingParams = request.sampling
     prompt_len = len(array_i32(request.prompt_ids))
@@ -201,7 +206,7 @@ def _row_init(request: AdmitRequest, child: int) -> RowInit:
         frequency_penalty=sampling.frequency_penalty,
         repetition_penalty=sampling.repetition_penalty,
         prompt_len=prompt_len,
-        min_len=prompt_len + sampling.min_tokens,
+        min_len=prompt_len + min_tokens_of(sampling),
         end_ids=request.end_ids,
         logit_bias=sampling.logit_bias,
         num_logprobs=-1 if sampling.logprobs is None else sampling.logprobs,

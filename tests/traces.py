@@ -38,7 +38,7 @@ from aserve.messages import (
 )
 from aserve.observability.recording import Recorder
 from aserve.scheduling.state import SchedulerState
-from tests.fakes import FakeDevice, ToyMatchers, expected_outputs, expected_prompt
+from tests.fakes import FakeDevice, ToyMatchers, expected_outputs, expected_prompt, min_tokens_of
 
 POISON_SEED = 666  # a request with this seed breaks every step that names it
 MAX_TURNS = 3_000
@@ -132,7 +132,7 @@ class TraceRun:
         if source is self.arrivals:
             return self.arrivals.popleft()
         if source is self.asks:
-            return self.matchers.build(self.asks.popleft())
+            return self.matchers.fill(self.asks.popleft())
         return self._complete(self.commands.popleft())
 
     def _complete(self, command: ScheduleBatch | Sample | Resync) -> SchedulerEvent | None:
@@ -284,7 +284,7 @@ def cut(run: PromptLogprobs, num_tokens: int) -> PromptLogprobs:
 
 
 def _reason(request: AdmitRequest, expected: list[int]) -> str:
-    ended = len(expected) > request.sampling.min_tokens and expected[-1] in request.end_ids
+    ended = len(expected) > min_tokens_of(request.sampling) and expected[-1] in request.end_ids
     return "stop" if ended else "length"
 
 

@@ -7,11 +7,11 @@ and tells observers about each turn once everything in it was performed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import assert_never
 
 from aserve.actors.base import Actor
+from aserve.actors.masks import MaskEvent
 from aserve.channel import Channel
 from aserve.errors import BugError
 from aserve.messages import (
@@ -38,12 +38,12 @@ from aserve.scheduling.state import SchedulerState
 
 @dataclass(frozen=True, slots=True)
 class SchedulerPorts:
-    """Where effects go."""
+    """Where effects go. Without `masks` there is no request with a grammar."""
 
     executor: Executor
     tickets: Channel[Ticket]
     text: Channel[DetokenizerEvent]
-    build_mask: Callable[[BuildMask], None] | None = None
+    masks: Channel[MaskEvent] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +114,12 @@ class SchedulerActor(Actor[SchedulerEvent]):
             case Retired() | Refused():
                 ports.text.send(effect)
                 self._clear_deadline(effect.request_id)
+                if ports.masks is not None:
+                    ports.masks.send(effect)
             case BuildMask():
-                if ports.build_mask is None:
-                    raise BugError(f"no mask worker for grammar request {effect.request_id}")
-                ports.build_mask(effect)
+                if ports.masks is None:
+                    raise BugError(f"no matcher for grammar request {effect.request_id}")
+                ports.masks.send(effect)
             case _:
                 assert_never(effect)
 

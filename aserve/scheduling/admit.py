@@ -87,7 +87,7 @@ def _refusal(board: Board, children: list[Sequence]) -> ErrorInfo | None:
 def _end_or_ask(board: Board, sequence: Sequence) -> None:
     """What came with outputs that already reached an end ends here; else its first mask is due."""
     last = sequence.tokens.at(sequence.tokens.num - 1)
-    ended_before = sequence.num_outputs > sequence.sampling.min_tokens and last in sequence.end_ids
+    ended_before = sequence.num_outputs > sequence.min_tokens and last in sequence.end_ids
     if ended_before:
         leave(board, sequence, "stop", stop_id=last)
     elif sequence.is_at_end:

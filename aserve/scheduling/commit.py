@@ -103,7 +103,7 @@ def _append(sequence: Sequence, token_ids: list[int]) -> tuple[int, int | None, 
     for num_kept, token_id in enumerate(token_ids, start=1):
         sequence.tokens.append(token_id)
         num_outputs = sequence.num_outputs
-        if token_id in sequence.end_ids and num_outputs > sequence.sampling.min_tokens:
+        if token_id in sequence.end_ids and num_outputs > sequence.min_tokens:
             return num_kept, token_id, True
         if num_outputs >= sequence.max_tokens:
             return num_kept, None, True

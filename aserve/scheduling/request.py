@@ -131,6 +131,13 @@ class Sequence:
         self.num_scored = 1 if wants_scores else self.prompt_len
 
     @property
+    def min_tokens(self) -> int:
+        """Outputs before any end. With a grammar the masks see to it, since a language may end
+        earlier.
+        """
+        return 0 if self.mask is not None else self.sampling.min_tokens
+
+    @property
     def num_outputs(self) -> int:
         return self.tokens.num - self.prompt_len
 
@@ -210,7 +217,7 @@ class Sequence:
             frequency_penalty=sampling.frequency_penalty,
             repetition_penalty=sampling.repetition_penalty,
             prompt_len=self.prompt_len,
-            min_len=self.prompt_len + sampling.min_tokens,
+            min_len=self.prompt_len + self.min_tokens,
             end_ids=self.end_ids,
             logit_bias=sampling.logit_bias,
             num_logprobs=-1 if sampling.logprobs is None else sampling.logprobs,

@@ -120,8 +120,12 @@ def _decode_objects(data: bytes, *, param: str) -> list[dict[str, Any]]:
 
 
 def end_ids(tokenizer: TextTokenizer, sampling: SamplingParams) -> tuple[int, ...]:
-    """The ids that end an output; both text actors ask here, so that they agree."""
-    eos_ids = () if sampling.ignore_eos else tokenizer.eos_ids
+    """The ids that end an output; both text actors ask here, so that they agree.
+
+    With a grammar eos counts always: where nothing else can follow it must end the output.
+    """
+    ignores_eos = sampling.ignore_eos and sampling.grammar is None
+    eos_ids = () if ignores_eos else tokenizer.eos_ids
     return tuple(dict.fromkeys((*eos_ids, *sampling.stop_token_ids)))
 
 

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from aserve.actors.masks import MaskActor
 from aserve.actors.pump import Pump
 from aserve.actors.replay import ReplayDiffers, replay
 from aserve.actors.scheduler import SchedulerActor, SchedulerPorts, SchedulerWatch
 from aserve.channel import Channel, Codec
 from aserve.errors import BugError
+from aserve.grammar.matching import Constraint
 from aserve.messages import (
     AdmitRequest,
-    BuildMask,
     Cancel,
     DetokenizerEvent,
     Grammar,
@@ -64,10 +65,9 @@ class Rig:
         self.died = asyncio.Event()
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.ends: list[Retired | Refused] = []
-        self._matchers = ToyMatchers(SPEC.vocab_size)
-        ports = SchedulerPorts(
-            self.executor, self.pump.inbox, self.text, self._build_mask if has_masks else None
-        )
+        self.masks = MaskActor(scheduler=self.events)
+        masks = self.masks.inbox if has_masks else None
+        ports = SchedulerPorts(self.executor, self.pump.inbox, self.text, masks)
         self.actor = SchedulerActor(
             SchedulerState(self.executor.spec, debug_checks=True),
             ports,
@@ -77,12 +77,18 @@ class Rig:
 
     async def __aenter__(self) -> Rig:
         self.pump.start(self._note_death)
+        self.masks.start(self._note_death)
         self.actor.start(self._note_death)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.actor.stop()
+        await self.masks.stop()
         await self.pump.stop()
+
+    def constrain(self, request_id: str, n: int = 1) -> None:
+        matchers = ToyMatchers(SPEC.vocab_size)
+        self.masks.inbox.send(Constraint(request_id, (matchers,) * n))
 
     async def until_ended(self, count: int) -> None:
         """Reads the text side until so many sequences or requests had their last message."""
@@ -99,9 +105,6 @@ class Rig:
                 self.tokens.setdefault(key, []).extend(array_i32(output.token_ids).tolist())
         elif isinstance(event, Retired | Refused):
             self.ends.append(event)
-
-    def _build_mask(self, ask: BuildMask) -> None:
-        self.events.send(self._matchers.build(ask))
 
     def _note_death(self, name: str, error: BaseException) -> None:
         self.deaths.append(error)
@@ -143,6 +146,7 @@ async def test_steps_run_ahead_of_their_results() -> None:
 
 async def test_held_rows_are_sampled_after_their_mask_and_before_they_are_launched_again() -> None:
     async with Rig(has_masks=True) as rig:
+        rig.constrain("a")
         rig.events.send(admit(grammar=TOY))
         await rig.until_ended(1)
         kinds = [type(command) for command in rig.executor.commands]
@@ -246,6 +250,7 @@ async def recorded(path: Path) -> None:
     recorder = Recorder(path, spec=SPEC)
     async with Rig(recorder=recorder, has_masks=True) as rig:
         rig.events.send(admit("a", n=2))
+        rig.constrain("b")
         rig.events.send(admit("b", grammar=TOY))
         await rig.until_ended(3)
     recorder.close()

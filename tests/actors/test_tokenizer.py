@@ -7,14 +7,20 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from aserve.actors.tokenizer import LONG_TEXT, TokenizerActor
+import pytest
+
+from aserve.actors.masks import MaskEvent
+from aserve.actors.tokenizer import LONG_TEXT, GrammarPorts, TokenizerActor
 from aserve.channel import Channel, Codec
+from aserve.errors import InvalidRequest
+from aserve.grammar.matching import Constraint
 from aserve.messages import (
     AdmitRequest,
     Cancel,
     ChatPrompt,
     DetokenizerEvent,
     GenerateRequest,
+    Grammar,
     OpenText,
     Prompt,
     Refused,
@@ -31,6 +37,8 @@ from tests.text.vocabularies import byte_level_tokenizer
 TOKENIZER = byte_level_tokenizer()
 LIMITS = PromptLimits(max_model_len=5000, vocab_size=TOKENIZER.vocab_size)
 LONG = TextPrompt("hello " * LONG_TEXT)
+GOOD = Grammar("regex", "a")
+BAD = Grammar("regex", "(")
 
 
 class GatedEncoder(PromptEncoder):
@@ -55,16 +63,26 @@ class Bench:
         self.encoder = GatedEncoder()
         self.text: Channel[DetokenizerEvent] = Channel(codec=Codec(DetokenizerEvent))
         self.scheduler: Channel[SchedulerEvent] = Channel(codec=Codec(SchedulerEvent))
+        self.masks: Channel[MaskEvent] = Channel()
+        self.compiled = asyncio.Event()  # what every grammar waits for
         self.actor = TokenizerActor(
             self.encoder,
             detokenizer=self.text,
             scheduler=self.scheduler,
+            grammars=GrammarPorts(self._constrain, self.masks),
             codec=Codec(TokenizerEvent),
         )
         self.died: list[BaseException] = []
 
-    def send(self, request_id: str, prompt: Prompt) -> None:
-        self.actor.inbox.send(GenerateRequest(request_id, prompt, SamplingParams(seed=1)))
+    def send(self, request_id: str, prompt: Prompt, grammar: Grammar | None = None) -> None:
+        sampling = SamplingParams(seed=1, grammar=grammar)
+        self.actor.inbox.send(GenerateRequest(request_id, prompt, sampling))
+
+    async def _constrain(self, request: AdmitRequest) -> Constraint:
+        await self.compiled.wait()
+        if request.sampling.grammar == BAD:
+            raise InvalidRequest("no such grammar", code="invalid_grammar")
+        return Constraint(request.request_id, ())
 
     async def next_text(self) -> list[DetokenizerEvent]:
         return await anext(self.text.batches())
@@ -180,3 +198,53 @@ async def test_a_request_cancelled_in_its_thread_is_never_admitted() -> None:
         assert (refused.request_id, refused.error.code) == ("long", "request_cancelled")
         assert names(await bench.next_scheduled()) == [("AdmitRequest", "after")]
         assert len(bench.scheduler) == 0
+
+
+async def test_a_request_with_a_grammar_delays_nobody_and_goes_on_when_it_is_compiled() -> None:
+    async with running() as bench:
+        bench.send("regex", TokenPrompt((1,)), GOOD)
+        bench.send("plain", TokenPrompt((2,)))
+        assert names(await bench.next_text()) == [("OpenText", "plain")]
+        bench.compiled.set()
+        assert names(await bench.next_text()) == [("OpenText", "regex")]
+        (constraint,) = await anext(bench.masks.batches())
+        assert isinstance(constraint, Constraint)
+        assert constraint.request_id == "regex"
+        admitted = await bench.next_scheduled()
+        assert names(admitted) == [("AdmitRequest", "plain"), ("AdmitRequest", "regex")]
+
+
+async def test_a_long_text_with_a_grammar_waits_for_both() -> None:
+    async with running() as bench:
+        bench.send("long", LONG, GOOD)
+        bench.encoder.gate.set()
+        bench.compiled.set()
+        assert names(await bench.next_text()) == [("OpenText", "long")]
+        assert len(bench.masks) == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "code"), [(TokenPrompt((1,)), "invalid_grammar"), (TextPrompt(""), "empty_prompt")]
+)
+async def test_a_refused_grammar_leaves_nothing_behind(prompt: Prompt, code: str) -> None:
+    async with running() as bench:
+        bench.compiled.set()
+        bench.send("bad", prompt, BAD)
+        (refused,) = await bench.next_text()
+        assert isinstance(refused, Refused)
+        assert refused.error.code == code
+        assert len(bench.scheduler) == len(bench.masks) == 0
+
+
+async def test_a_request_cancelled_while_its_grammar_compiles_is_never_admitted() -> None:
+    async with running() as bench:
+        bench.send("regex", TokenPrompt((1,)), GOOD)
+        bench.actor.inbox.send(Cancel("regex", None, 0, "cancelled"))
+        bench.send("after", TokenPrompt((1,)))
+        assert names(await bench.next_text()) == [("OpenText", "after")]
+        bench.compiled.set()
+        (refused,) = await bench.next_text()
+        assert isinstance(refused, Refused)
+        assert (refused.request_id, refused.error.code) == ("regex", "request_cancelled")
+        assert names(await bench.next_scheduled()) == [("AdmitRequest", "after")]
+        assert len(bench.masks) == 0

@@ -53,6 +53,7 @@ REACH = {
     "aserve.cli": ANYTHING,
     "aserve.app": ANYTHING,
     "aserve.engine": ANYTHING,
+    "aserve.progress": Reach(aserve=(), packages=("rich",)),
     "aserve.bench": ANYTHING,
     "aserve.tiny": ANYTHING,
     "aserve.errors": BORDER,

@@ -111,7 +111,7 @@ async def idle(app: App) -> None:
     """Returns once nothing is owned by anybody; then every row and page is where it was."""
     assert app.gateway.num_open == 0
     assert app._engine is not None
-    detokenizer, _, scheduler, tokenizer = app._engine.supervisor._actors
+    detokenizer, _, _, scheduler, tokenizer = app._engine.supervisor._actors
     assert isinstance(detokenizer, DetokenizerActor)
     assert isinstance(scheduler, SchedulerActor)
     assert isinstance(tokenizer, TokenizerActor)
@@ -124,7 +124,7 @@ async def idle(app: App) -> None:
     assert board.cache.num_used(0) == 0
     board.cache.check([])
     assert scheduler._deadlines == {}
-    assert tokenizer._in_thread == {}
+    assert tokenizer._preparing == {}
 
 
 def thread_names() -> list[str]:

@@ -141,7 +141,7 @@ class _Drive:
         if source is self.arrivals:
             return self.arrivals.popleft()
         if source is self.asks:
-            return self.matchers.build(self.asks.popleft())
+            return self.matchers.fill(self.asks.popleft())
         return await self.tickets.popleft()
 
     def _perform(self, effect: SchedulerEffect) -> None:

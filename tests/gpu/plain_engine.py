@@ -8,7 +8,7 @@ import torch
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.messages import AdmitRequest, array_i32
 from aserve.scheduling.request import Sequence
-from tests.fakes import allowed_ids
+from tests.fakes import allowed_ids, min_tokens_of
 from tests.gpu.naive_sampler import Floats, naive_logits, naive_token
 from tests.parity.dense_attend import DenseAttend
 
@@ -40,7 +40,7 @@ def plain_outputs(model: CausalModel, request: AdmitRequest, child: int = 0) -> 
     attend = DenseAttend()
     known = 0
     while (num_outputs := len(tokens) - init.prompt_len) < sampling.max_tokens:
-        if num_outputs > sampling.min_tokens and tokens[-1] in request.end_ids:
+        if num_outputs > min_tokens_of(sampling) and tokens[-1] in request.end_ids:
             break
         ids, positions = torch.tensor(tokens[known:]), torch.arange(known, len(tokens))
         known = len(tokens)

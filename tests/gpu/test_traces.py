@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.messages import AdmitRequest
-from tests.fakes import TOY
+from tests.fakes import TOY, min_tokens_of
 from tests.gpu.drive import make_executor, request, serve
 from tests.gpu.hash_model import VOCAB, FlakyModel, HashModel
 from tests.gpu.plain_engine import plain_outputs
@@ -109,7 +109,9 @@ def test_any_trace_gives_the_tokens_of_the_plain_engine(trace: Trace) -> None:
             expected = plain_outputs(plain, asked, child)
             assert served.outputs.get((asked.request_id, child), []) == expected
             has_end = bool(expected) and expected[-1] in asked.end_ids
-            reason = "stop" if has_end and len(expected) > asked.sampling.min_tokens else "length"
+            reason = (
+                "stop" if has_end and len(expected) > min_tokens_of(asked.sampling) else "length"
+            )
             assert served.reasons[asked.request_id, child] == [reason]
             assert_prompt(plain, asked, child, served)
 

@@ -15,10 +15,11 @@ from prometheus_client import CollectorRegistry
 
 from aserve.actors.base import Actor
 from aserve.actors.detokenizer import DetokenizerActor
-from aserve.actors.tokenizer import TokenizerActor
+from aserve.actors.tokenizer import GrammarPorts, TokenizerActor
 from aserve.channel import Channel, Codec
 from aserve.config import ServerOptions
 from aserve.errors import ErrorInfo
+from aserve.grammar.matching import Constraint
 from aserve.http.server import HttpServer
 from aserve.http.state import HttpContext, ServerState
 from aserve.messages import (
@@ -158,6 +159,11 @@ class EchoScheduler(Actor[SchedulerEvent]):
             self.resume()
 
 
+async def _constrain(request: AdmitRequest) -> Constraint:
+    """The echo keeps to no grammar: its tests look at what was asked for."""
+    return Constraint(request.request_id, ())
+
+
 class EchoEngine:
     """Starts a server on a free port; `url` is where it answers."""
 
@@ -188,6 +194,7 @@ class EchoEngine:
             ),
             detokenizer=self.detokenizer.inbox,
             scheduler=self.scheduler.inbox,
+            grammars=GrammarPorts(_constrain, Channel()),
             codec=Codec(TokenizerEvent),
         )
         inbox = self.tokenizer_actor.inbox

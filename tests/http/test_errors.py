@@ -20,7 +20,7 @@ from aserve.http.openai.completions import completion_call
 from aserve.http.openai.responses.body import ResponseBody
 from aserve.http.openai.responses.call import ResponseCall, response_call
 from aserve.http.openai.schema import ChatBody, CompletionBody
-from tests.http.body_fields import BODIES, places
+from tests.http.body_fields import BODIES, SAMPLES, places
 from tests.http.echo_engine import EchoEngine
 
 ORIGIN = Origin("id", 0, ("echo",))
@@ -110,9 +110,9 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"messages": MESSAGES, "tools": [{}]}, "missing_required_parameter", "tools[0].type"),
     ({"messages": MESSAGES, "tool_choice": "required"}, "invalid_value", "tool_choice"),
     (
-        {"messages": MESSAGES, "response_format": {"type": "json_object"}},
-        "unsupported_value",
-        "response_format",
+        {"messages": MESSAGES, "response_format": {"type": "xml"}},
+        "invalid_value",
+        "response_format.type",
     ),
 ]
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
@@ -190,7 +190,12 @@ RIGHT = {"prompt": "a", "messages": MESSAGES, "input": "a", "tokens": [1], "stre
 async def test_a_huge_number_at_any_place_is_a_400_that_names_its_field(
     web: aiohttp.ClientSession, path: str
 ) -> None:
-    numeric = [place for place in places(BODIES[path]) if place.taken & {"int", "float"}]
+    anything = set(SAMPLES)  # what a schema may hold is told by whoever compiles it
+    numeric = [
+        place
+        for place in places(BODIES[path])
+        if place.taken & {"int", "float"} and place.taken != anything
+    ]
     for place in numeric:
         for number in HUGE:
             data = json.dumps(RIGHT | place.wrap(number))

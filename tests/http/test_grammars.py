@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import openai
 import pytest
 
 from aserve.errors import InvalidRequest
 from aserve.http.openai.grammars import format_grammar, grammar_of
 from aserve.http.openai.schema import ResponseFormat, StructuredOutputs
 from aserve.messages import Grammar
+from tests.http.echo_engine import EchoEngine
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"b": {}, "a": {"type": "integer"}}}
 SCHEMA_TEXT = '{"type":"object","properties":{"b":{},"a":{"type":"integer"}}}'
@@ -98,3 +100,20 @@ def test_the_format_of_another_endpoint_names_its_own_field() -> None:
     assert format_grammar("json_schema", {}, param="text.format") == Grammar(
         "json_schema", "{}", param="text.format"
     )
+
+
+async def test_both_endpoints_pass_the_grammar_on_to_the_engine(
+    echo: EchoEngine, client: openai.AsyncOpenAI
+) -> None:
+    response_format: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+    messages: Any = [{"role": "user", "content": "a"}]
+    await client.chat.completions.create(
+        model="echo", messages=messages, response_format=response_format
+    )
+    await client.completions.create(
+        model="echo", prompt="a", extra_body={"structured_outputs": {"regex": "a+"}}
+    )
+    assert [request.sampling.grammar for request in echo.scheduler.admitted] == [
+        Grammar("json_schema", SCHEMA_TEXT, param="response_format"),
+        Grammar("regex", "a+", param="structured_outputs.regex"),
+    ]

@@ -49,7 +49,7 @@ class Play:
                 self._answer(self._device.run(effect))
             case BuildMask():
                 self.seen[effect.request_id] += array_i32(effect.new_ids).tolist()
-                self._answer(self._matchers.build(effect))
+                self._answer(self._matchers.fill(effect))
             case StepOutput():
                 for part in effect.sequences:
                     self.emitted[part.request_id] += array_i32(part.token_ids).tolist()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from aserve.errors import InvalidRequest, NotFound
+from aserve.http.openai.grammars import grammar_of
 from aserve.http.openai.limits import (
     MAX_SEQUENCES,
     check_length,
@@ -121,6 +122,7 @@ def sampling_of(
         return_token_ids=bool(body.return_token_ids),
         logprobs=logprobs,
         n=body.n or 1,
+        grammar=grammar_of(body.response_format, body.structured_outputs),
     )
 
 

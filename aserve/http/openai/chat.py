@@ -27,12 +27,6 @@ from aserve.messages import OutputChunk, TokenLogprob
 def chat_call(body: ChatBody, origin: Origin) -> Call:
     check_body(body, origin)
     prompt = chat_prompt(body)
-    if body.response_format is not None and body.response_format.type != "text":
-        raise InvalidRequest(
-            "Unsupported value for 'response_format': this server supports only type text.",
-            param="response_format",
-            code="unsupported_value",
-        )
     max_tokens = body.max_completion_tokens
     sampling = sampling_of(
         body,

@@ -1,0 +1,153 @@
+"""One grammar to its compiled form, by xgrammar; it is imported when a compiler is made.
+
+Must not know processes, limits or requests.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from aserve.errors import InvalidRequest
+from aserve.grammar.frames import Done, Failed, Vocabulary
+from aserve.grammar.schema import ignored_keyword
+from aserve.messages import Grammar
+
+if TYPE_CHECKING:
+    from xgrammar import CompiledGrammar, TokenizerInfo
+
+ANY_OBJECT = '{"type":"object","additionalProperties":true}'
+TRIAL_TOKENS = 48
+TRIAL_STEP = 0x9E3779B1  # odd, and far from every small multiple of a power of two
+MAX_MESSAGE = 500  # characters
+# Time and place in the compiler's own source, and the condition that did not hold.
+PREFIX = re.compile(r"\[[\d:]+\] \S+: (Warning: )?(Check failed: \(.*\) is false: )?", re.DOTALL)
+
+
+class GrammarError(Exception):
+    """The grammar is no good; the message is for the client."""
+
+
+def token_info(vocabulary: Vocabulary) -> TokenizerInfo:
+    """A token without bytes stands for nothing in any text, and is never allowed.
+
+    Raises InvalidRequest where xgrammar is missing.
+    """
+    try:
+        from xgrammar import TokenizerInfo, VocabType
+    except ImportError:
+        raise InvalidRequest(
+            "This server cannot make outputs keep to a grammar: xgrammar is not installed there.",
+            code="grammar_unavailable",
+        ) from None
+
+    return TokenizerInfo(
+        list(vocabulary.tokens),
+        VocabType.RAW,
+        vocab_size=vocabulary.vocab_size,
+        stop_token_ids=list(vocabulary.end_ids) or None,
+    )
+
+
+class Compiler:
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        info = token_info(vocabulary)
+        from xgrammar import GrammarCompiler
+
+        self._vocab_size = vocabulary.vocab_size
+        self._compiler = GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+    def compile(self, grammar: Grammar) -> Done | Failed:
+        """Takes whatever time it takes; raises MemoryError."""
+        try:
+            with _Warnings() as warnings:
+                compiled = self._compile(grammar)
+                if warning := warnings.first():
+                    raise GrammarError(warning)
+            self._try_out(compiled)
+            return Done(compiled.serialize_json())
+        except (GrammarError, RuntimeError) as error:  # RuntimeError is xgrammar's
+            if "bad_alloc" in str(error):
+                raise MemoryError from error
+            return Failed("invalid_grammar", PREFIX.sub("", str(error)).strip(". \n")[:MAX_MESSAGE])
+
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        match grammar.kind:
+            case "json_schema":
+                _check_schema(grammar.source)
+                return self._compiler.compile_json_schema(grammar.source)
+            case "json_object":
+                return self._compiler.compile_json_schema(ANY_OBJECT)
+            case "regex":
+                return self._compiler.compile_regex(grammar.source)
+            case "ebnf":
+                return self._compiler.compile_grammar(grammar.source)
+            case "choice":
+                return self._compiler.compile_grammar(choice_ebnf(grammar.source))
+
+    def _try_out(self, compiled: CompiledGrammar) -> None:
+        """Some tokens long, so that what explodes only when it is matched does so here."""
+        from xgrammar import GrammarMatcher
+
+        matcher = GrammarMatcher(compiled)
+        mask = np.zeros((1, -(-self._vocab_size // 32)), np.int32)
+        for number in range(TRIAL_TOKENS):
+            matcher.fill_next_token_bitmask(mask)
+            bits = np.unpackbits(mask.view(np.uint8), count=self._vocab_size, bitorder="little")
+            ids = np.setdiff1d(np.flatnonzero(bits), matcher.stop_token_ids)
+            if not len(ids):
+                if number == 0 and not matcher.is_completed():
+                    raise GrammarError("no text of this model's tokens is in the language")
+                return
+            matcher.accept_token(int(ids[number * TRIAL_STEP % len(ids)]))
+
+
+class _Warnings:
+    """What the compiler writes to stderr, past Python: it warns of what it is going to ignore."""
+
+    def __enter__(self) -> _Warnings:
+        self._file = os.memfd_create("warnings")
+        self._stderr = os.dup(2)
+        os.dup2(self._file, 2)
+        return self
+
+    def first(self) -> str:
+        text = os.pread(self._file, MAX_MESSAGE, 0).decode(errors="replace")
+        return text.partition("\n")[0]
+
+    def __exit__(self, *_: object) -> None:
+        os.dup2(self._stderr, 2)
+        os.close(self._stderr)
+        os.close(self._file)
+
+
+def choice_ebnf(source: str) -> str:
+    """A JSON list of texts as alternatives; all but ASCII letters and digits are escaped."""
+    try:
+        choices = msgspec.json.decode(source, type=list[str])
+    except msgspec.DecodeError as error:
+        raise GrammarError(f"it is not a list of texts: {error}") from None
+    if not choices:
+        raise GrammarError("the list is empty")
+    return "root ::= " + " | ".join(f'"{_escaped(choice)}"' for choice in choices)
+
+
+def _escaped(text: str) -> str:
+    return "".join(
+        char if char.isascii() and char.isalnum() else f"\\U{ord(char):08x}" for char in text
+    )
+
+
+def _check_schema(source: str) -> None:
+    try:
+        schema = msgspec.json.decode(source)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise GrammarError(f"the schema is not valid JSON: {error}") from None
+    if not isinstance(schema, dict):
+        raise GrammarError("a schema is a JSON object")
+    if place := ignored_keyword(schema):
+        raise GrammarError(f"{place} is not supported: outputs could not be made to keep to it")

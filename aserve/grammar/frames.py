@@ -1,0 +1,76 @@
+"""What the server and a compile worker say to each other, as msgpack frames with a length before.
+
+Must not know processes, threads or xgrammar. One Setup, answered by Ready; then one Reply per Job.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import IO, TypeVar
+
+import msgspec
+
+from aserve.messages import Grammar
+
+T = TypeVar("T")
+
+LENGTH = struct.Struct("<I")
+
+
+class Vocabulary(msgspec.Struct, frozen=True):
+    """What grammars know of a model: the bytes of each token id, nothing for one without text.
+
+    `vocab_size` is the model's, which may be padded beyond its tokens; `end_ids` end an answer.
+    """
+
+    tokens: tuple[bytes, ...]
+    vocab_size: int
+    end_ids: tuple[int, ...]
+
+
+class Setup(msgspec.Struct, frozen=True):
+    vocabulary: Vocabulary
+    timeout_s: float  # for one grammar
+    memory_bytes: int  # for one grammar, beyond what the worker has when it is ready
+
+
+class Ready(msgspec.Struct, frozen=True):
+    pass
+
+
+class Job(msgspec.Struct, frozen=True):
+    grammar: Grammar
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """`compiled` is xgrammar's own JSON of it."""
+
+    compiled: str
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """`code` is that of the error for the client, and `message` goes on after the field's name."""
+
+    code: str
+    message: str
+
+
+class Reply(msgspec.Struct, frozen=True):
+    result: Done | Failed
+
+
+def send(stream: IO[bytes], message: msgspec.Struct) -> None:
+    data = msgspec.msgpack.encode(message)
+    stream.write(LENGTH.pack(len(data)))
+    stream.write(data)
+    stream.flush()
+
+
+def receive(stream: IO[bytes], kind: type[T]) -> T | None:
+    """None at the end of the stream, wherever it comes."""
+    head = stream.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    (length,) = LENGTH.unpack(head)
+    data = stream.read(length)
+    return msgspec.msgpack.decode(data, type=kind) if len(data) == length else None

@@ -1,0 +1,136 @@
+"""Masks of the tokens that may come next, by a matcher that sees each output of a sequence once.
+
+Must not know threads, or who asks. A matcher is written by the one thread that fills its masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from aserve.errors import AserveError, BugError, InvalidRequest
+from aserve.grammar.library import GrammarLibrary
+from aserve.messages import AdmitRequest, ArrayI32, BuildMask, MaskReady, array_i32
+
+if TYPE_CHECKING:
+    from xgrammar import CompiledGrammar, GrammarMatcher
+
+
+class Matcher(Protocol):
+    def fill(self, ask: BuildMask) -> MaskReady: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """tokenizer -> masks, before the AdmitRequest: a matcher for each child of the request."""
+
+    request_id: str
+    matchers: tuple[Matcher, ...]
+
+
+class Ends:
+    """When a sequence may end: only where its language can, and where nothing else can follow.
+
+    `min_tokens` and `ignore_eos` put an end off while something else can follow: before min_tokens
+    every end, with ignore_eos those that the client did not name in stop_token_ids.
+    """
+
+    __slots__ = ("_eos", "_every", "_min_tokens", "ids")
+
+    def __init__(self, request: AdmitRequest, *, vocab_size: int) -> None:
+        sampling = request.sampling
+        eos_ids = [i for i in request.end_ids if i not in sampling.stop_token_ids]
+        self.ids = list(request.end_ids)
+        self._min_tokens = sampling.min_tokens
+        self._every = _bits(self.ids, vocab_size)
+        self._eos = _bits(eos_ids if sampling.ignore_eos else [], vocab_size)
+
+    def put_off(self, mask: ArrayI32, position: int) -> ArrayI32:
+        """mask int32 [words] of output `position` -> the same without ends, if that leaves any."""
+        left = mask & ~(self._every if position < self._min_tokens else self._eos)
+        return left if left.any() else mask
+
+
+class SequenceMatcher:
+    """Of one child of a request. It keeps the compiled grammar alive, whoever forgets it."""
+
+    __slots__ = ("_compiled", "_ends", "_every_id", "_matcher", "_num_seen", "_param")
+
+    def __init__(self, request: AdmitRequest, compiled: CompiledGrammar) -> None:
+        assert request.sampling.grammar is not None
+        self._param = request.sampling.grammar.param
+        self._compiled = compiled
+        vocab_size = compiled.tokenizer_info.vocab_size
+        self._every_id = _bits(range(vocab_size), vocab_size)
+        self._ends = Ends(request, vocab_size=vocab_size)
+        self._matcher: GrammarMatcher | None = None
+        self._num_seen = 0
+
+    def fill(self, ask: BuildMask) -> MaskReady:
+        """An output that is not in the language, or has no next token, is an error of its own."""
+        if self._matcher is None:
+            self._matcher = _new_matcher(self._compiled, self._ends)
+        try:
+            self._accept(self._matcher, array_i32(ask.new_ids))
+            mask = self._next_mask(self._matcher, ask.position)
+        except AserveError as error:
+            return MaskReady(ask.request_id, ask.child, ask.position, b"", error.info())
+        return MaskReady(ask.request_id, ask.child, ask.position, mask.tobytes())
+
+    def _accept(self, matcher: GrammarMatcher, new_ids: ArrayI32) -> None:
+        for token_id in new_ids.tolist():
+            if not matcher.accept_token(token_id):
+                raise BugError(
+                    f"output {self._num_seen}, token {token_id}, is not in the grammar's language"
+                )
+            self._num_seen += 1
+
+    def _next_mask(self, matcher: GrammarMatcher, position: int) -> ArrayI32:
+        if self._num_seen != position:
+            raise BugError(f"the matcher saw {self._num_seen} outputs at output {position}")
+        words = np.zeros((1, len(self._every_id)), np.int32)
+        is_needed = matcher.fill_next_token_bitmask(words)
+        # NOTE: bits behind the vocabulary may be set.
+        mask = words[0] & self._every_id if is_needed else self._every_id
+        if not mask.any():
+            raise InvalidRequest(
+                f"Invalid '{self._param}': after {position} tokens none of the model's tokens "
+                "goes on in its language. Is one that it needs among the stop_token_ids?",
+                param=self._param,
+                code="grammar_dead_end",
+            )
+        return self._ends.put_off(mask, position)
+
+
+async def constrain(library: GrammarLibrary, request: AdmitRequest) -> Constraint:
+    """Raises the AserveError that a request ends with if its grammar cannot be compiled."""
+    grammar = request.sampling.grammar
+    assert grammar is not None
+    if not request.end_ids:
+        raise InvalidRequest(
+            f"Invalid '{grammar.param}': this model has no token that ends an output. "
+            "Name one in stop_token_ids.",
+            param=grammar.param,
+            code="no_end_token",
+        )
+    compiled = await library.compiled(grammar)
+    children = range(request.sampling.n)
+    return Constraint(
+        request.request_id, tuple(SequenceMatcher(request, compiled) for _ in children)
+    )
+
+
+def _new_matcher(compiled: CompiledGrammar, ends: Ends) -> GrammarMatcher:
+    from xgrammar import GrammarMatcher
+
+    return GrammarMatcher(compiled, override_stop_tokens=ends.ids)
+
+
+def _bits(token_ids: Sequence[int], vocab_size: int) -> ArrayI32:
+    """int32 [ceil(vocab / 32)], with the bits of `token_ids` set."""
+    is_set = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
+    is_set[token_ids] = True
+    return np.packbits(is_set, bitorder="little").view(np.int32)

@@ -1,0 +1,70 @@
+"""One compile worker, as the server sees it: started, given one job at a time, ended.
+
+Must not know caches or requests. Its calls block, and belong to one thread at a time; only `close`
+may come from another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import TypeVar
+
+from aserve.errors import BugError, CapacityError, InvalidRequest
+from aserve.grammar.frames import Done, Job, Ready, Reply, Setup, receive, send
+from aserve.messages import Grammar
+
+T = TypeVar("T")
+
+MODULE = "aserve.grammar.worker"
+ROOT = Path(__file__).parents[2]  # where `aserve` lies: it need not be installed
+
+
+class CompileProcess:
+    def __init__(self, setup: Setup) -> None:
+        command = [sys.executable, "-m", MODULE]
+        pipe = subprocess.PIPE
+        try:
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, cwd=ROOT)
+        except OSError as error:
+            raise CapacityError(f"a grammar worker cannot be started: {error}") from None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._jobs = self._process.stdin
+        self._replies = self._process.stdout
+        self._setup = setup
+        self._is_ready = False
+        self.is_usable = True
+
+    def compile(self, grammar: Grammar) -> str:
+        """xgrammar's JSON of it, or the ClientError of a grammar that is no good or too much.
+
+        The first one waits for seconds of imports, too.
+        """
+        if not self._is_ready:
+            self._ask(self._setup, Ready)
+            self._is_ready = True
+        result = self._ask(Job(grammar), Reply).result
+        if isinstance(result, Done):
+            return result.compiled
+        raise InvalidRequest(
+            f"Invalid '{grammar.param}': {result.message}.", param=grammar.param, code=result.code
+        )
+
+    def close(self) -> int:
+        """Its exit code. Whoever waits for a reply meets the end of the stream."""
+        self.is_usable = False
+        self._process.kill()
+        with contextlib.suppress(BrokenPipeError), self._process:
+            pass  # closes the pipes and waits
+        return self._process.returncode
+
+    def _ask(self, message: Setup | Job, kind: type[T]) -> T:
+        with contextlib.suppress(BrokenPipeError):
+            send(self._jobs, message)
+        reply = receive(self._replies, kind)
+        if reply is None:
+            raise BugError(f"a grammar worker has ended with exit code {self.close()}")
+        return reply

@@ -1,0 +1,84 @@
+"""A compile worker: `python -m aserve.grammar.worker`, jobs on stdin, replies on stdout.
+
+Must not know the server. A grammar may take any time and memory, so each one compiles in a fork of
+this process, which the kernel ends at its limits; the next one finds a fresh process in no time.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import IO
+
+from aserve.grammar.compile import Compiler
+from aserve.grammar.frames import Failed, Job, Ready, Reply, Setup, receive, send
+from aserve.messages import Grammar
+
+STARTUP_S = 120.0  # imports take seconds, on a busy machine many
+OUT_OF_MEMORY = 3  # exit code of a fork
+
+
+def main() -> None:
+    signal.setitimer(signal.ITIMER_REAL, STARTUP_S)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # NOTE: xgrammar has no thread, and numpy's threads are safe to fork.
+    warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
+    jobs, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever a library prints is no reply
+    setup = receive(jobs, Setup)
+    if setup is None:
+        return
+    compiler = Compiler(setup.vocabulary)
+    send(replies, Ready())
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    while (job := receive(jobs, Job)) is not None:
+        _serve(job.grammar, replies, compiler=compiler, setup=setup)
+
+
+def _serve(grammar: Grammar, replies: IO[bytes], *, compiler: Compiler, setup: Setup) -> None:
+    """The fork replies itself, unless it meets its end before."""
+    pid = os.fork()
+    if pid == 0:
+        signal.setitimer(signal.ITIMER_REAL, setup.timeout_s)
+        _limit_memory(setup.memory_bytes)
+        try:
+            result = compiler.compile(grammar)
+        except MemoryError:
+            os._exit(OUT_OF_MEMORY)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        send(replies, Reply(result))
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code != 0:
+        send(replies, Reply(_broken_limit(code, setup)))
+
+
+def _limit_memory(memory_bytes: int) -> None:
+    """Beyond what is there already: libraries differ by hundreds of megabytes."""
+    data_pages = int(Path("/proc/self/statm").read_text().split()[5])
+    limit = data_pages * resource.getpagesize() + memory_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def _broken_limit(code: int, setup: Setup) -> Failed:
+    if code == -signal.SIGALRM:
+        return Failed(
+            "grammar_timeout",
+            f"compiling it takes longer than {setup.timeout_s:g} seconds. Make it simpler, or "
+            "start the server with a larger --grammar-timeout",
+        )
+    if code == OUT_OF_MEMORY:
+        return Failed(
+            "grammar_out_of_memory",
+            f"compiling it takes more than {setup.memory_bytes >> 20} MiB. Make it simpler, or "
+            "start the server with a larger --grammar-memory",
+        )
+    return Failed("grammar_too_complex", f"the compiler broke on it, exit code {code}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The compile workers there are: taken by a thread for one job, and put back if still usable.
+
+Must not know the loop, caches or requests. Called from several threads; what they share is written
+under the lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from aserve.errors import ShuttingDown
+from aserve.grammar.compile import token_info
+from aserve.grammar.frames import Setup, Vocabulary
+from aserve.grammar.process import CompileProcess
+from aserve.messages import Grammar
+
+if TYPE_CHECKING:
+    from xgrammar import CompiledGrammar, TokenizerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class CompileLimits:
+    timeout_s: float  # for one grammar
+    memory_bytes: int  # for one grammar, beyond what a worker has once it is ready
+    num_workers: int
+
+
+class Workers:
+    def __init__(self, vocabulary: Callable[[], Vocabulary], limits: CompileLimits) -> None:
+        self._make_vocabulary = vocabulary
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._known: tuple[Setup, TokenizerInfo] | None = None
+        self._all: set[CompileProcess] = set()
+        self._idle: list[CompileProcess] = []
+        self._is_closed = False
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Blocks until it is there. Raises the AserveError that it failed with."""
+        setup, info = self._vocabulary()
+        from xgrammar import CompiledGrammar
+
+        worker = self._take(setup)
+        try:
+            compiled = worker.compile(grammar)
+        finally:
+            self._put_back(worker)
+        return CompiledGrammar.deserialize_json(compiled, info)
+
+    def close(self) -> None:
+        """Who waits for a worker meets its end; afterwards no process is left."""
+        with self._lock:
+            self._is_closed = True
+            left = list(self._all)
+        for worker in left:
+            worker.close()
+
+    def _vocabulary(self) -> tuple[Setup, TokenizerInfo]:
+        with self._lock:
+            if self._known is None:
+                vocabulary = self._make_vocabulary()
+                setup = Setup(vocabulary, self._limits.timeout_s, self._limits.memory_bytes)
+                self._known = setup, token_info(vocabulary)
+            return self._known
+
+    def _take(self, setup: Setup) -> CompileProcess:
+        with self._lock:
+            if self._is_closed:
+                raise ShuttingDown("the server compiles no more grammars")
+            if self._idle:
+                return self._idle.pop()
+            worker = CompileProcess(setup)
+            self._all.add(worker)
+            return worker
+
+    def _put_back(self, worker: CompileProcess) -> None:
+        with self._lock:
+            if worker.is_usable:
+                self._idle.append(worker)
+            else:
+                self._all.discard(worker)

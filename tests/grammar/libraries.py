@@ -1,0 +1,59 @@
+"""Libraries for tests: the bundled tokenizer's vocabulary, real worker processes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from aserve.grammar.frames import Vocabulary
+from aserve.grammar.library import GrammarLibrary
+from aserve.grammar.workers import CompileLimits
+from aserve.observability.grammars import GrammarMetrics
+from aserve.text.load import load_tokenizer
+from aserve.tiny.location import MODEL_DIR
+
+MIB = 1 << 20
+
+
+@functools.cache
+def vocabulary() -> Vocabulary:
+    tokenizer = load_tokenizer(Path(MODEL_DIR))
+    ids = range(tokenizer.vocab_size)
+    tokens = tuple(b"" if i in tokenizer.special_ids else tokenizer.token_bytes(i) for i in ids)
+    return Vocabulary(tokens, tokenizer.vocab_size, tokenizer.eos_ids)
+
+
+class Rig:
+    def __init__(
+        self,
+        *,
+        timeout_s: float = 20.0,
+        memory_bytes: int = 256 * MIB,
+        cache_bytes: int = 64 * MIB,
+        num_workers: int = 2,
+    ) -> None:
+        self.registry = CollectorRegistry()
+        self.now_s = 0.0
+        self.library = GrammarLibrary(
+            vocabulary,
+            CompileLimits(timeout_s, memory_bytes, num_workers),
+            cache_bytes=cache_bytes,
+            metrics=GrammarMetrics(self.registry),
+            clock=lambda: self.now_s,
+        )
+
+    def count(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(f"aserve_grammar_{name}_total", labels) or 0.0
+
+
+@contextmanager
+def rig(**limits: float) -> Iterator[Rig]:
+    made = Rig(**limits)  # type: ignore[arg-type]  # named as there
+    try:
+        yield made
+    finally:
+        made.library.close()

@@ -1,0 +1,119 @@
+"""Which texts a compiled grammar lets pass, and what is refused with a reason."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+import xgrammar
+
+from aserve.grammar.compile import Compiler, token_info
+from aserve.grammar.frames import Done, Failed, Vocabulary
+from aserve.messages import Grammar
+from tests.grammar.libraries import vocabulary
+
+
+@functools.cache
+def compiler() -> Compiler:
+    return Compiler(vocabulary())
+
+
+@functools.cache
+def info() -> xgrammar.TokenizerInfo:
+    return token_info(vocabulary())
+
+
+def accepts(grammar: Grammar, text: str) -> bool:
+    result = compiler().compile(grammar)
+    assert isinstance(result, Done), result
+    compiled = xgrammar.CompiledGrammar.deserialize_json(result.compiled, info())
+    matcher = xgrammar.GrammarMatcher(compiled)
+    return matcher.accept_string(text) and matcher.is_completed()
+
+
+def reason(grammar: Grammar) -> str:
+    result = compiler().compile(grammar)
+    assert isinstance(result, Failed), "it compiled"
+    assert result.code == "invalid_grammar"
+    return result.message
+
+
+@pytest.mark.parametrize("choice", ['a"b', "x\ny\t\\n", "한국😀", "", "ab|c", "root ::= a", "\x00"])
+def test_a_choice_is_taken_letter_by_letter(choice: str) -> None:
+    grammar = Grammar("choice", json.dumps([choice, "other"]))
+    assert accepts(grammar, choice)
+    assert accepts(grammar, "other")
+    assert not accepts(grammar, f"{choice}!")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_in"),
+    [("{}", True), ('{"a": [1, {"b": null}]}', True), ("[]", False), ("1", False), ("{", False)],
+)
+def test_a_json_object_is_any_object_and_nothing_else(text: str, is_in: bool) -> None:
+    assert accepts(Grammar("json_object"), text) is is_in
+
+
+def test_a_schema_without_more_keywords_allows_only_what_it_names() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    grammar = Grammar("json_schema", json.dumps(schema))
+    assert accepts(grammar, '{"a": -3}')
+    assert accepts(grammar, '{\n  "a": 3\n}')
+    for other in ("{}", '{"a": "3"}', '{"a": 3, "b": 4}'):
+        assert not accepts(grammar, other)
+
+
+@pytest.mark.parametrize(("source", "text"), [(r"\d{2}-[a-f]+", "12-beef"), ("^a|bc$", "bc")])
+def test_a_regex_is_about_the_whole_output(source: str, text: str) -> None:
+    assert accepts(Grammar("regex", source), text)
+    assert not accepts(Grammar("regex", source), f"{text} ")
+
+
+def test_ebnf_starts_at_root() -> None:
+    grammar = Grammar("ebnf", 'root ::= pair+\npair ::= "a" pair? "b"')
+    assert accepts(grammar, "aabbab")
+    assert not accepts(grammar, "aab")
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        (Grammar("regex", "(("), "parenthesis is not closed"),
+        (Grammar("regex", r"\bword"), "not supported"),
+        (Grammar("ebnf", "root ::= missing"), '"missing" is not defined'),
+        (Grammar("ebnf", "root ::= root"), "no text of this model's tokens"),
+        (Grammar("json_schema", '{"type":'), "not valid JSON"),
+        (Grammar("json_schema", "[]"), "a JSON object"),
+        (Grammar("json_schema", '{"type": "text"}'), 'Unsupported type "text"'),
+        (Grammar("json_schema", '{"uniqueItems": true}'), "#/uniqueItems is not supported"),
+        (Grammar("choice", "[]"), "empty"),
+        (Grammar("choice", "[1]"), "not a list of texts"),
+    ],
+)
+def test_a_source_that_makes_no_sense_is_refused_with_the_reason(
+    grammar: Grammar, words: str
+) -> None:
+    message = reason(grammar)
+    assert words in message
+    assert ".cc:" not in message, "the compiler's own source is nobody's business"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "number", "multipleOf": 3},
+        {"allOf": [{"type": "integer"}, {"minimum": 3}]},
+        {"type": "string", "pattern": "a+", "minLength": 2},
+        {"$ref": "http://elsewhere/schema"},
+    ],
+)
+def test_what_the_compiler_warns_that_it_ignores_is_refused(schema: dict[str, object]) -> None:
+    assert reason(Grammar("json_schema", json.dumps(schema)))
+
+
+def test_a_language_that_the_vocabulary_cannot_spell_is_refused() -> None:
+    letters = Vocabulary((b"a", b"b", b""), vocab_size=3, end_ids=(2,))
+    result = Compiler(letters).compile(Grammar("regex", "c"))
+    assert isinstance(result, Failed)
+    assert "no text of this model's tokens" in result.message

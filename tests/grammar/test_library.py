@@ -1,0 +1,138 @@
+"""The library with its real worker processes: each grammar once, each within its limits."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from aserve.errors import AserveError, InvalidRequest, QueueFull
+from aserve.grammar import library
+from aserve.messages import Grammar
+from tests.grammar.libraries import MIB, Rig, rig
+
+pytestmark = pytest.mark.slow  # a worker's imports take seconds
+
+# Small to compile; every letter of an output multiplies the ways to read it.
+EXPLODING = "(((((a?){50}){50}){50}){50}){50}"
+HUGE = "|".join(f"(.*x{i}.*)" for i in range(3000))
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Rig]:
+    """Workers that are ready, for tests that leave them so."""
+    with rig(timeout_s=1.5, memory_bytes=24 * MIB) as made:
+        yield made
+
+
+async def code_of(made: Rig, grammar: Grammar) -> str:
+    with pytest.raises(AserveError) as caught:
+        await made.library.compiled(grammar)
+    return caught.value.error_code
+
+
+async def test_the_same_grammar_asked_for_at_once_and_later_is_compiled_once(shared: Rig) -> None:
+    before = shared.count("compiles", outcome="ok")
+    asked = [shared.library.compiled(Grammar("regex", "once+")) for _ in range(5)]
+    compiled = await asyncio.gather(*asked)
+    compiled.append(await shared.library.compiled(Grammar("regex", "once+")))
+    assert all(one is compiled[0] for one in compiled)
+    assert shared.count("compiles", outcome="ok") == before + 1
+    assert shared.count("cache_hits") >= 5
+
+
+async def test_one_waiter_that_goes_takes_the_grammar_from_nobody(shared: Rig) -> None:
+    grammar = Grammar("regex", "stay+")
+    first = asyncio.ensure_future(shared.library.compiled(grammar))
+    second = asyncio.ensure_future(shared.library.compiled(grammar))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert await second is not None
+
+
+async def test_an_exploding_grammar_ends_at_its_limit_and_delays_no_other(shared: Rig) -> None:
+    order: list[str] = []
+
+    async def ask(source: str) -> None:
+        try:
+            await shared.library.compiled(Grammar("regex", source))
+        except InvalidRequest as error:
+            order.append(error.error_code)
+        else:
+            order.append(source)
+
+    await asyncio.gather(*(ask(f"warm{i}") for i in range(2)))
+    order.clear()
+    await asyncio.gather(ask(EXPLODING), *(ask(f"plain{i}") for i in range(10)))
+    assert order[-1] == "grammar_timeout"
+    assert shared.count("compiles", outcome="grammar_timeout") == 1
+
+
+async def test_a_failure_is_known_without_compiling_again(shared: Rig) -> None:
+    grammar = Grammar("regex", "((")
+    assert [await code_of(shared, grammar) for _ in range(2)] == ["invalid_grammar"] * 2
+    assert shared.count("compiles", outcome="invalid_grammar") == 1
+
+
+async def test_a_grammar_that_takes_too_much_memory_is_refused(shared: Rig) -> None:
+    assert await code_of(shared, Grammar("regex", HUGE)) == "grammar_out_of_memory"
+    await shared.library.compiled(Grammar("regex", "after"))
+
+
+async def test_what_is_too_large_or_too_deep_is_refused_before_any_work() -> None:
+    deep = '{"items":' * 70 + "{}" + "}" * 70
+    text = '{"const": "' + "[" * 200 + '"}'
+    with rig() as made:
+        long = Grammar("regex", "a" * (library.MAX_SOURCE + 1))
+        assert await code_of(made, long) == "string_above_max_length"
+        assert await code_of(made, Grammar("json_schema", deep)) == "schema_too_deep"
+        assert made.library._workers._all == set()
+        await made.library.compiled(Grammar("json_schema", text))  # a text has no depth
+
+
+async def test_more_grammars_than_may_wait_are_refused_for_now(
+    monkeypatch: pytest.MonkeyPatch, shared: Rig
+) -> None:
+    monkeypatch.setattr(library, "MAX_COMING", 1)
+    first = asyncio.ensure_future(shared.library.compiled(Grammar("regex", "first")))
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull):
+        await shared.library.compiled(Grammar("regex", "second"))
+    assert await first is not None
+    await shared.library.compiled(Grammar("regex", "second"))
+
+
+async def test_a_worker_that_was_killed_is_replaced(shared: Rig) -> None:
+    await shared.library.compiled(Grammar("regex", "alive"))
+    for worker in list(shared.library._workers._all):
+        worker._process.kill()
+        worker._process.wait()
+    assert await code_of(shared, Grammar("regex", "dead")) == "bug"
+    while shared.library._workers._idle:
+        await code_of(shared, Grammar("regex", f"dead{len(shared.library._workers._idle)}"))
+    await shared.library.compiled(Grammar("regex", "again"))
+
+
+async def test_closing_ends_what_is_being_compiled_and_every_process_and_thread() -> None:
+    before = set(threading.enumerate())
+    with rig() as made:
+        asked = asyncio.ensure_future(made.library.compiled(Grammar("regex", EXPLODING)))
+        async with asyncio.timeout(10):
+            while not (workers := list(made.library._workers._all)):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        made.library.close()
+        with pytest.raises(AserveError):
+            await asked
+    assert all(worker._process.returncode is not None for worker in workers)
+    assert set(threading.enumerate()) <= before
+
+
+async def test_without_xgrammar_a_grammar_is_refused_and_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    with rig() as made:
+        assert await code_of(made, Grammar("regex", "a")) == "grammar_unavailable"

@@ -1,0 +1,130 @@
+"""Masks: what may come next, when an end may come, and what a matcher says of a wrong output."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import xgrammar
+
+from aserve.errors import InvalidRequest
+from aserve.grammar.compile import Compiler, token_info
+from aserve.grammar.frames import Done, Vocabulary
+from aserve.grammar.library import GrammarLibrary
+from aserve.grammar.matching import SequenceMatcher, constrain
+from aserve.messages import AdmitRequest, BuildMask, Grammar, MaskReady, SamplingParams, pack_i32
+
+# a b c ab end1 end2, one id without text, and padding up to 40.
+TOKENS = (b"a", b"b", b"c", b"ab", b"", b"", b"")
+A, B, C, AB, END, OTHER_END = range(6)
+VOCABULARY = Vocabulary(TOKENS, vocab_size=40, end_ids=(END, OTHER_END))
+
+
+@functools.cache
+def compiled(source: str) -> xgrammar.CompiledGrammar:
+    result = Compiler(VOCABULARY).compile(Grammar("regex", source))
+    assert isinstance(result, Done)
+    return xgrammar.CompiledGrammar.deserialize_json(result.compiled, token_info(VOCABULARY))
+
+
+class Play:
+    """One sequence whose outputs are given by hand."""
+
+    def __init__(
+        self, source: str, *, end_ids: tuple[int, ...] = (END, OTHER_END), **sampling: object
+    ) -> None:
+        params = SamplingParams(seed=1, grammar=Grammar("regex", source), **sampling)  # type: ignore[arg-type]  # named as there
+        request = AdmitRequest("r", pack_i32([9]), params, end_ids)
+        self.matcher = SequenceMatcher(request, compiled(source))
+        self.position = 0
+
+    def ask(self, *new_ids: int) -> MaskReady:
+        self.position += len(new_ids)
+        return self.matcher.fill(BuildMask("r", 0, self.position, pack_i32(new_ids)))
+
+    def allowed(self, *new_ids: int) -> list[int]:
+        ready = self.ask(*new_ids)
+        assert ready.error is None
+        assert len(ready.mask) == 8, "40 ids are two words"
+        bits = np.unpackbits(np.frombuffer(ready.mask, np.uint8), bitorder="little")
+        return np.flatnonzero(bits).tolist()
+
+
+def test_the_mask_follows_the_outputs_token_by_token() -> None:
+    play = Play("abc?")
+    assert play.allowed() == [A, AB]
+    assert play.allowed(A) == [B]
+    assert play.allowed(B) == [C, END, OTHER_END]
+    assert play.allowed(C) == [END, OTHER_END]
+
+
+def test_outputs_that_came_before_are_taken_at_once() -> None:
+    assert Play("(abc)+").allowed(AB, C, A) == [B]
+
+
+def test_ids_without_text_and_padding_are_never_allowed() -> None:
+    assert Play(".*").allowed() == [A, B, C, AB, END, OTHER_END]
+
+
+def test_before_min_tokens_no_end_is_allowed_where_something_can_follow() -> None:
+    play = Play("a*", min_tokens=2)
+    assert play.allowed() == [A]
+    assert play.allowed(A) == [A]
+    assert play.allowed(A) == [A, END, OTHER_END]
+
+
+def test_the_end_of_the_language_ends_it_even_before_min_tokens() -> None:
+    play = Play("a", min_tokens=5)
+    assert play.allowed(A) == [END, OTHER_END]
+
+
+def test_with_ignore_eos_only_the_clients_own_end_may_come_before_the_last() -> None:
+    play = Play("a{0,2}", ignore_eos=True, stop_token_ids=(OTHER_END,))
+    assert play.allowed() == [A, OTHER_END]
+    assert play.allowed(A, A) == [OTHER_END]
+
+
+def test_the_end_of_the_language_ends_it_even_with_ignore_eos() -> None:
+    play = Play("a{0,2}", ignore_eos=True)
+    assert play.allowed() == [A]
+    assert play.allowed(A, A) == [END, OTHER_END]
+
+
+def test_a_text_token_as_a_stop_is_allowed_only_where_the_language_can_end() -> None:
+    play = Play("a+c?b*", end_ids=(END, C), stop_token_ids=(C,))
+    assert play.allowed() == [A, AB]
+    assert play.allowed(A) == [A, B, C, AB, END]
+
+
+def test_a_language_that_needs_a_stop_token_ends_in_an_error_that_says_so() -> None:
+    play = Play("abc", end_ids=(END, C), stop_token_ids=(C,))
+    error = play.ask(AB).error
+    assert error is not None
+    assert (error.status, error.code) == (400, "grammar_dead_end")
+    assert "stop_token_ids" in error.message
+
+
+@pytest.mark.parametrize("wrong", [C, END, 39])
+def test_trap_4_an_output_outside_the_language_is_an_error_of_its_own(wrong: int) -> None:
+    error = Play("ab").ask(A, wrong).error
+    assert error is not None
+    assert f"output 1, token {wrong}, is not in the grammar's language" in error.message
+
+
+def test_trap_4_an_output_that_was_not_shown_is_noticed() -> None:
+    play = Play("a*")
+    play.position = 3
+    error = play.ask(A).error
+    assert error is not None
+    assert "saw 1 outputs at output 4" in error.message
+
+
+async def test_a_model_without_an_end_needs_one_from_the_client() -> None:
+    request = AdmitRequest("r", pack_i32([9]), SamplingParams(1, grammar=Grammar("regex", "a")))
+    with pytest.raises(InvalidRequest, match="stop_token_ids"):
+        await constrain(library_that_is_not_asked(), request)
+
+
+def library_that_is_not_asked() -> GrammarLibrary:
+    return GrammarLibrary.__new__(GrammarLibrary)
