@@ -117,7 +117,7 @@ async def test_of_100_sockets_half_vanish_and_the_others_get_one_end_each(
             await send(connection, seed=number)
             final = await final_of(connection)
             assert final.type == "response.incomplete"
-            await connection.send({"type": "what came before is over"})
+            await send(connection, type="to see that nothing else came")
             assert (await connection.recv()).type == "error"
             text: str = final.response.output_text
             return text

@@ -395,6 +395,30 @@ async def test_a_bug_is_one_opaque_error_and_a_close(
     assert (message.type, message.data) == (WSMsgType.CLOSE, WSCloseCode.INTERNAL_ERROR)
 
 
+@pytest.mark.slow
+async def test_who_does_not_read_holds_up_nobody_else(
+    echo: EchoEngine, web: aiohttp.ClientSession, socket: Socket
+) -> None:
+    """Its responses are more than all buffers on the way take, so that the last ones must wait."""
+    count = 20
+    for _ in range(count):
+        await socket.send_json(CREATE | {"input": "0123456789" * 22, "top_logprobs": 20})
+
+    def num_begun() -> int:
+        return sum(request.sampling.logprobs == 20 for request in echo.scheduler.admitted)
+
+    async with web.ws_connect("/v1/responses") as other:
+        begun, num_still = 0, 0
+        while num_still < 60:  # far more answers than one of the others takes
+            assert text_of(await ask(other)) == "u:hello 한;"
+            num_still = num_still + 1 if num_begun() == begun else 0
+            begun = num_begun()
+    assert begun < count
+    ended = 0
+    while ended < count:
+        ended += '"response.completed"' in await socket.receive_str()
+
+
 async def test_of_100_sockets_half_vanish_and_the_others_get_one_end_each(
     echo: EchoEngine, web: aiohttp.ClientSession
 ) -> None:
