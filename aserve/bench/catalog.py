@@ -15,6 +15,8 @@ from aserve.bench.options import (
     OneBatchOptions,
     OverlapSimOptions,
     RelayOptions,
+    ReportOptions,
+    ScalingOptions,
     ServeOptions,
 )
 from aserve.config import Resolved
@@ -59,6 +61,17 @@ BENCHES: Mapping[str, Bench] = {
         "From a step's event on the device to the token that the loop awaits.",
         RelayOptions,
         "aserve.bench.relay",
+    ),
+    "report": Bench(
+        "Draw what `scaling` found.",
+        ReportOptions,
+        "aserve.bench.report",
+    ),
+    "scaling": Bench(
+        "How cost grows: with context, prompt, rows and the size of the model.",
+        ScalingOptions,
+        "aserve.bench.scaling",
+        takes_engine=True,
     ),
     "serve": Bench(
         "A load of streamed requests to any OpenAI-compatible server.",

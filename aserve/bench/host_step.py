@@ -52,7 +52,21 @@ NOTE = (
 
 
 def run(options: HostStepOptions, _resolved: Resolved) -> BenchResult:
-    """Sizes alternate within a repeat, so that a slow moment of the machine hits all of them."""
+    found = measure(options)
+    lines = [_summary(num_rows, repeats) for num_rows, repeats in found.items()]
+    figures = {
+        "rows": {str(line["rows"]): line["median_us"] for line in lines},
+        "details": lines,
+        "cached_tokens": sum(one.num_cached for repeats in found.values() for one in repeats),
+    }
+    rows = [[str(value) for value in line.values()] for line in lines]
+    return BenchResult(figures, (Table(TITLE, list(lines[0]), rows),), (NOTE,))
+
+
+def measure(options: HostStepOptions) -> dict[int, list[Measured]]:
+    """The repeats of each number of rows. Sizes alternate within a repeat, so that a slow moment of
+    the machine hits all of them.
+    """
     sizes = integers(options.rows, flag="--rows")
     found: dict[int, list[Measured]] = {num_rows: [] for num_rows in sizes}
     plan = [(num_rows, seed) for seed in range(options.repeats) for num_rows in sizes]
@@ -60,15 +74,7 @@ def run(options: HostStepOptions, _resolved: Resolved) -> BenchResult:
         for num_rows, seed in plan:
             found[num_rows].append(Load(num_rows, seed=seed).measure(options.steps))
             done()
-    lines = [_summary(num_rows, repeats) for num_rows, repeats in found.items()]
-    figures = {
-        "rows": {str(line["rows"]): line["median_us"] for line in lines},
-        "details": lines,
-        "cached_tokens": sum(one.num_cached for repeats in found.values() for one in repeats),
-    }
-    columns = tuple(lines[0])
-    rows = [[str(value) for value in line.values()] for line in lines]
-    return BenchResult(figures, (Table(TITLE, columns, rows),), (NOTE,))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +84,13 @@ class Measured:
     num_joins: int
     num_cached: int  # prompt tokens that the prefix cache had: none, or prompts repeat
 
+    @property
+    def median_us(self) -> float:
+        return median(self.times_us)
+
 
 def _summary(num_rows: int, repeats: list[Measured]) -> dict[str, float]:
-    medians = [median(one.times_us) for one in repeats]
+    medians = [one.median_us for one in repeats]
     times = [took for one in repeats for took in one.times_us]
     num_joins = sum(one.num_joins for one in repeats)
     return {

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from aserve.app import in_thread, load, new_event_loop
+from aserve.app import LocalExecutor, load, new_event_loop
 from aserve.bench.limits import MachineLimits, measure_limits, read_limits
 from aserve.bench.options import OneBatchOptions, integers
 from aserve.bench.parameters import Parameters, count_parameters
@@ -25,7 +24,7 @@ from aserve.bench.step_driver import StepDriver, StepTime
 from aserve.bench.windows import TokenWindows
 from aserve.config import Resolved
 from aserve.gpu.weights.hub import resolve_model_dir
-from aserve.messages import AdmitRequest, SamplingParams, pack_i32
+from aserve.messages import AdmitRequest, EngineSpec, SamplingParams, pack_i32
 
 TITLE = "one batch"
 BITS = {"auto": 32, "float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
@@ -37,6 +36,12 @@ class Shape:
     input_len: int
     output_len: int
 
+    def fits(self, spec: EngineSpec) -> bool:
+        """Into the context, and all rows into the KV pool at once."""
+        num_tokens = self.input_len + self.output_len
+        num_pages = -(-num_tokens // spec.page_size) * self.num_rows
+        return num_tokens <= spec.max_model_len and num_pages < spec.groups[0].num_pages
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
@@ -47,6 +52,10 @@ class Measured:
     num_steps: int
     num_cached: int
 
+    @property
+    def step_s(self) -> float:
+        return self.decode_s / self.num_steps
+
 
 def run(options: OneBatchOptions, resolved: Resolved) -> BenchResult:
     shapes = [
@@ -54,41 +63,65 @@ def run(options: OneBatchOptions, resolved: Resolved) -> BenchResult:
         for num_rows in integers(options.batch_sizes, flag="--batch-sizes")
         for input_len in integers(options.input_lens, flag="--input-lens")
     ]
-    kv = dataclasses.replace(resolved.kv, no_prefix_cache=True)
-    most_rows = max(shape.num_rows for shape in shapes)
-    scheduler = dataclasses.replace(resolved.scheduler, max_num_seqs=most_rows)
-    resolved = dataclasses.replace(resolved, kv=kv, scheduler=scheduler)
     yardstick = _yardstick(options, resolved)
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        about, found = runner.run(_measure(shapes, options, resolved))
-    lines = [_line(shape, repeats, yardstick) for shape, repeats in found.items()]
+    found = measure(shapes, resolved, repeats=options.repeats, prompt_seed=options.prompt_seed)
+    lines = [_line(shape, repeats, yardstick) for shape, repeats in found.batches.items()]
     rows = [[f"{value:,}" for value in line.values()] for line in lines]
     figures = {
         "batches": lines,
-        "cached_tokens": sum(one.num_cached for repeats in found.values() for one in repeats),
+        "cached_tokens": sum(
+            one.num_cached for repeats in found.batches.values() for one in repeats
+        ),
         "limits": yardstick,
-        "engine": about,
+        "engine": found.about,
     }
-    notes = (f"{resolved.model_name}: {about}", str(yardstick))
+    notes = (f"{resolved.model_name}: {found.about}", str(yardstick))
     return BenchResult(figures, (Table(TITLE, list(lines[0]), rows),), notes)
 
 
-async def _measure(
-    shapes: list[Shape], options: OneBatchOptions, resolved: Resolved
-) -> tuple[str, dict[Shape, list[Measured]]]:
+@dataclass(frozen=True, slots=True)
+class Found:
+    """`left_out` are shapes for which the model's context or the KV pool is too short."""
+
+    about: str
+    batches: dict[Shape, list[Measured]]
+    left_out: list[Shape]
+
+
+def measure(
+    shapes: list[Shape],
+    resolved: Resolved,
+    *,
+    repeats: int,
+    prompt_seed: int,
+    may_leave_out: bool = False,
+) -> Found:
     """Shapes alternate within a repeat, so that a slow moment of the machine hits all of them."""
-    loaded = await in_thread(functools.partial(load, resolved), name="load")
-    windows = TokenWindows(loaded.tokenizer, seed=options.prompt_seed)
-    driver = StepDriver(loaded.executor)
+    kv = dataclasses.replace(resolved.kv, no_prefix_cache=True)
+    most_rows = max(shape.num_rows for shape in shapes)
+    scheduler = dataclasses.replace(resolved.scheduler, max_num_seqs=most_rows)
+    loaded = load(dataclasses.replace(resolved, kv=kv, scheduler=scheduler))
+    left_out = [shape for shape in shapes if may_leave_out and not shape.fits(loaded.executor.spec)]
+    kept = [shape for shape in shapes if shape not in left_out]
+    windows = TokenWindows(loaded.tokenizer, seed=prompt_seed)
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        batches = runner.run(_measure(kept, loaded.executor, windows, repeats=repeats))
+    return Found(loaded.about, batches, left_out)
+
+
+async def _measure(
+    shapes: list[Shape], executor: LocalExecutor, windows: TokenWindows, *, repeats: int
+) -> dict[Shape, list[Measured]]:
+    driver = StepDriver(executor)
     found: dict[Shape, list[Measured]] = {shape: [] for shape in shapes}
-    async with running(loaded.executor):
+    async with running(executor):
         for shape in shapes:
             await driver.run(_requests(dataclasses.replace(shape, output_len=2), windows))
-        with progress(TITLE, options.repeats * len(shapes)) as done:
-            for shape in shapes * options.repeats:
+        with progress(TITLE, repeats * len(shapes)) as done:
+            for shape in shapes * repeats:
                 found[shape].append(measured(await driver.run(_requests(shape, windows))))
                 done()
-    return loaded.about, found
+    return found
 
 
 def _requests(shape: Shape, windows: TokenWindows) -> list[AdmitRequest]:
@@ -150,7 +183,7 @@ def _yardstick(options: OneBatchOptions, resolved: Resolved) -> Yardstick:
 
 def _line(shape: Shape, repeats: Sequence[Measured], yardstick: Yardstick) -> dict[str, float]:
     prefill_s = median([one.prefill_s for one in repeats])
-    steps_s = [one.decode_s / one.num_steps for one in repeats]
+    steps_s = [one.step_s for one in repeats]
     step_s = median(steps_s)
     return {
         "rows": shape.num_rows,

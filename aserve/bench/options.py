@@ -30,6 +30,32 @@ class RelayOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportOptions:
+    results: str = option(
+        "scaling.json",
+        "files that end with what `scaling` said last; each is a line in the pictures",
+        Limits(metavar="FILE,FILE,..."),
+    )
+    labels: str | None = option(
+        None, "names of the lines; default: the processors", Limits(metavar="NAME,NAME,...")
+    )
+    out: str = option(".", "directory that the pictures are written to", Limits(metavar="DIR"))
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingOptions:
+    contexts: str = option("128,1000,4000", "prompt lengths before a decode step", LIST)
+    decode_rows: int = option(1, "sequences that decode together", Limits(low=1))
+    prefills: str = option("512,2048,8192", "lengths of prefilled prompts", LIST)
+    rows: str = option("16,64,256,1024", "running requests of a host step", LIST)
+    models: str | None = option(
+        None, "models that are started; default: that of --model", Limits(metavar="MODEL,...")
+    )
+    steps: int = option(16, "decode steps of a repeat", Limits(low=1))
+    repeats: int = option(3, "repeats; their medians are shown", Limits(low=1))
+
+
+@dataclass(frozen=True, slots=True)
 class ServeOptions:
     url: str = option("http://127.0.0.1:8000", "address of the server", Limits(metavar="URL"))
     model: str | None = option(None, "name of the model there; default: the first that it lists")

@@ -1,0 +1,100 @@
+"""How cost grows: a decode step with the context, a prefilled token with the prompt, a host step
+with the rows, start and memory with the size of the model. `report` draws it.
+
+It measures nothing itself: each curve is another bench's measurement at several sizes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from aserve.bench import host_step, one_batch
+from aserve.bench.curves import CURVES, Curve
+from aserve.bench.one_batch import Found, Shape
+from aserve.bench.options import HostStepOptions, ScalingOptions, integers
+from aserve.bench.parameters import count_parameters
+from aserve.bench.progress import progress
+from aserve.bench.result import BenchResult, Table
+from aserve.bench.server_start import ServerStart, start_server
+from aserve.bench.spread import median
+from aserve.config import Resolved
+from aserve.gpu.weights.hub import resolve_model_dir
+
+
+def run(options: ScalingOptions, resolved: Resolved) -> BenchResult:
+    decodes = [
+        Shape(options.decode_rows, length, options.steps + 1)
+        for length in integers(options.contexts, flag="--contexts")
+    ]
+    prefills = [Shape(1, length, 2) for length in integers(options.prefills, flag="--prefills")]
+    found = one_batch.measure(
+        [*decodes, *prefills], resolved, repeats=options.repeats, prompt_seed=0, may_leave_out=True
+    )
+    curves = {
+        "decode": _decode_curve(decodes, found),
+        "prefill": _prefill_curve(prefills, found),
+        "host-step": _host_curve(options),
+        **asyncio.run(_start_curves(options, resolved)),
+    }
+    left_out = [shape.input_len for shape in found.left_out]
+    notes = [f"{resolved.model_name}: {found.about}"]
+    if left_out:
+        notes.append(f"left out, for the context or the KV pool is too short: {left_out}")
+    figures = {"curves": curves, "engine": found.about, "left_out": left_out}
+    return BenchResult(figures, tuple(map(_table, curves, curves.values())), tuple(notes))
+
+
+def _decode_curve(shapes: list[Shape], found: Found) -> Curve:
+    """Milliseconds of a step by tokens before it."""
+    return {
+        shape.input_len: median([one.step_s for one in found.batches[shape]]) * 1e3
+        for shape in shapes
+        if shape in found.batches
+    }
+
+
+def _prefill_curve(shapes: list[Shape], found: Found) -> Curve:
+    """Milliseconds per token by tokens of the prompt."""
+    return {
+        shape.input_len: median([one.prefill_s for one in found.batches[shape]])
+        / shape.input_len
+        * 1e3
+        for shape in shapes
+        if shape in found.batches
+    }
+
+
+def _host_curve(options: ScalingOptions) -> Curve:
+    """Milliseconds of a host step by running requests."""
+    found = host_step.measure(HostStepOptions(rows=options.rows, repeats=options.repeats))
+    return {
+        num_rows: median([one.median_us for one in repeats]) / 1e3
+        for num_rows, repeats in found.items()
+    }
+
+
+async def _start_curves(options: ScalingOptions, resolved: Resolved) -> dict[str, Curve]:
+    """Seconds until a server is ready, and gigabytes of memory then, by millions of parameters."""
+    starts: dict[float, ServerStart] = {}
+    models = options.models.split(",") if options.models else [resolved.model_source]
+    with progress("starts", len(models)) as done:
+        for model in models:
+            given = ("--load-format", resolved.model.load_format, "--dtype", resolved.model.dtype)
+            starts[_millions(model, resolved)] = await start_server("--model", model, *given)
+            done()
+    return {
+        "start": {size: start.ready_s for size, start in sorted(starts.items())},
+        "memory": {size: start.memory_bytes / 1e9 for size, start in sorted(starts.items())},
+    }
+
+
+def _millions(model: str, resolved: Resolved) -> float:
+    is_dummy = resolved.model.load_format == "dummy"
+    counted = count_parameters(resolve_model_dir(model, has_weights=not is_dummy))
+    return (counted.body + counted.head) / 1e6
+
+
+def _table(name: str, curve: Curve) -> Table:
+    axes = CURVES[name]
+    rows = [[f"{size:,g}", f"{value:,.3f}"] for size, value in curve.items()]
+    return Table(axes.title, (axes.x_label, axes.y_label), rows)

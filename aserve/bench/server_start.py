@@ -1,0 +1,65 @@
+"""`aserve serve` in a process of its own: how long until it is ready, and its memory then.
+
+It asks the process nothing: ready is when it says its address, and memory is in /proc.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import sys
+import time
+from asyncio.subprocess import PIPE, STDOUT, Process, create_subprocess_exec
+from pathlib import Path
+
+import msgspec
+
+from aserve.errors import ConfigError
+
+READY = re.compile(r"^aserve: .* at http://")
+END_S = 30.0
+KIB = 1024
+
+
+class ServerStart(msgspec.Struct, frozen=True):
+    ready_s: float  # from the start of the command
+    memory_bytes: int  # resident, when it is ready
+    peak_bytes: int  # until then
+
+
+async def start_server(*options: str) -> ServerStart:
+    start_s = time.perf_counter()
+    command = (sys.executable, "-m", "aserve", "serve", "--port", "0", *options)
+    process = await create_subprocess_exec(*command, stdout=PIPE, stderr=STDOUT)
+    try:
+        await _ready(process)
+        ready_s = time.perf_counter() - start_s
+        return _with_memory(ready_s, process.pid)
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(END_S):
+            await process.communicate()
+
+
+async def _ready(process: Process) -> None:
+    assert process.stdout is not None
+    lines = []
+    async for line in process.stdout:
+        lines.append(line.decode())
+        if READY.match(lines[-1]):
+            return
+    raise ConfigError(f"the server did not start: {' '.join(lines)[-500:]}")
+
+
+def _with_memory(ready_s: float, pid: int) -> ServerStart:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return ServerStart(ready_s, _field(status, "VmRSS"), _field(status, "VmHWM"))
+
+
+def _field(status: str, name: str) -> int:
+    found = re.search(rf"^{name}:\s+(\d+) kB$", status, re.MULTILINE)
+    if found is None:
+        raise ConfigError(f"this system does not tell a process's memory ({name})")
+    return int(found[1]) * KIB
