@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import openai
+import pydantic
 import pytest
 from openai.types.responses import Response
 
@@ -85,6 +86,25 @@ async def test_a_conversation_continues_from_what_was_kept(client: openai.AsyncO
     await client.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
         await client.responses.retrieve(first.id)
+
+
+class Weather(pydantic.BaseModel):
+    is_warm: bool
+    sky: Literal["clear", "cloudy"]
+
+
+async def test_an_output_keeps_to_its_type(client: openai.AsyncOpenAI) -> None:
+    response = await client.responses.parse(
+        model=MODEL, input="The weather?", text_format=Weather, temperature=1.5
+    )
+    assert isinstance(response.output_parsed, Weather)
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.responses.create(
+            model=MODEL,
+            input="a",
+            text={"format": {"type": "json_schema", "name": "n", "schema": {"type": "cat"}}},
+        )
+    assert (caught.value.param or "").startswith("text.format")
 
 
 async def test_a_wrong_key_opens_no_websocket(server: ServerProcess) -> None:

@@ -139,10 +139,30 @@ RESPONSE_ERRORS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"input": "a", "truncation": "auto"}, "invalid_type", "truncation"),
     ({"input": "a", "text": {"format": {"type": "xml"}}}, "invalid_value", "text.format.type"),
     (
-        {"input": "a", "text": {"format": {"type": "json_object"}}},
-        "unsupported_value",
+        {"input": "a", "text": {"format": {"type": "json_schema", "name": "n"}}},
+        "missing_required_parameter",
         "text.format",
     ),
+    (
+        {"input": "a", "text": {"format": {"type": "json_schema", "schema": {}}}},
+        "missing_required_parameter",
+        "text.format.name",
+    ),
+    (
+        {
+            "input": "a",
+            "text": {"format": {"type": "json_object"}},
+            "structured_outputs": {"regex": "a"},
+        },
+        "invalid_value",
+        "structured_outputs",
+    ),
+    (
+        {"input": "a", "response_format": {"type": "text"}},
+        "unsupported_parameter",
+        "response_format",
+    ),
+    ({"input": "a", "return_token_ids": True}, "unsupported_parameter", "return_token_ids"),
     ({"input": "a", "metadata": {"a": 1}}, "invalid_type", "metadata[...]"),
     ({"input": "a", "metadata": {"k" * 65: "v"}}, "string_above_max_length", "metadata"),
     (

@@ -11,7 +11,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
 from aserve.errors import StepError
-from aserve.messages import array_i32
+from aserve.messages import Grammar, array_i32
 from tests.http.echo_engine import EchoEngine
 
 ASK: dict[str, Any] = {"model": "echo", "input": "hello 한", "temperature": 0}
@@ -105,6 +105,18 @@ async def test_messages_come_as_texts_parts_and_earlier_outputs(
     ]
     await ask(client, input=given, instructions="i", max_output_tokens=1)
     assert prompts(echo)[-1] == "s:i;s:d;a:u:hello 한;;u:abcd;"
+
+
+async def test_the_format_of_the_text_is_a_grammar_and_is_shown(
+    echo: EchoEngine, client: openai.AsyncOpenAI
+) -> None:
+    asked: Any = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
+    made = await ask(client, text={"format": asked})
+    (request,) = echo.scheduler.admitted
+    assert request.sampling.grammar == Grammar("json_schema", '{"type":"object"}', "text.format")
+    assert made.text is not None
+    assert made.text.format is not None
+    assert made.text.format.to_dict() == asked
 
 
 async def test_a_response_continues_the_whole_conversation_but_not_its_instructions(

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from aserve.errors import InvalidRequest
 from aserve.http.openai.call import Call, Origin, build_call, check_body, sampling_of
 from aserve.http.openai.grammars import format_grammar
@@ -15,6 +17,7 @@ from aserve.http.openai.limits import check_length
 from aserve.http.openai.responses.body import LOGPROBS, ResponseBody, TextConfig, TextFormat
 from aserve.http.openai.responses.conversation import Message, messages_of, prompt_of
 from aserve.http.openai.responses.records import ResponseObject
+from aserve.messages import SamplingParams
 
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64
@@ -26,6 +29,7 @@ UNSUPPORTED = {
     "conversation": "Use 'previous_response_id' instead.",
     "tools": "This server has no tools for responses yet.",
     "max_tokens": "Use 'max_output_tokens' instead.",
+    "response_format": "Use 'text.format' instead.",
     "n": "A response has one output.",
     "return_token_ids": "Ask /v1/completions for them.",
 }
@@ -45,10 +49,7 @@ def response_call(
 ) -> ResponseCall:
     """`conversation` gives the messages of an earlier response, or raises."""
     _check(body, origin)
-    logprobs = _num_logprobs(body)
-    sampling = sampling_of(
-        body, max_tokens=body.max_output_tokens, logprobs=logprobs, draw_seed=origin.draw_seed
-    )
+    sampling = _sampling_of(body, origin)
     previous_id = body.previous_response_id
     earlier = () if previous_id is None else conversation(previous_id)
     response_id = f"resp_{origin.request_id}"
@@ -85,13 +86,6 @@ def _check(body: ResponseBody, origin: Origin) -> None:
             )
     check_body(body, origin)
     _check_metadata(body.metadata or {})
-    text_format = _format_of(body)
-    if format_grammar(text_format.type, text_format.schema, param="text.format") is not None:
-        raise InvalidRequest(
-            "Unsupported value for 'text.format': this server supports only type text.",
-            param="text.format",
-            code="unsupported_value",
-        )
 
 
 def _check_metadata(metadata: dict[str, str]) -> None:
@@ -106,6 +100,27 @@ def _check_metadata(metadata: dict[str, str]) -> None:
             )
 
 
+def _sampling_of(body: ResponseBody, origin: Origin) -> SamplingParams:
+    sampling = sampling_of(
+        body,
+        max_tokens=body.max_output_tokens,
+        logprobs=_num_logprobs(body),
+        draw_seed=origin.draw_seed,
+    )
+    asked = _format_of(body)
+    grammar = format_grammar(asked.type, asked.schema, param="text.format")
+    if grammar is None:
+        return sampling
+    if sampling.grammar is not None:
+        raise InvalidRequest(
+            "Invalid 'structured_outputs': 'text.format' already says what the output must look "
+            "like. Give one of them.",
+            param="structured_outputs",
+            code="invalid_value",
+        )
+    return msgspec.structs.replace(sampling, grammar=grammar)
+
+
 def _num_logprobs(body: ResponseBody) -> int | None:
     """Asked for by name, or by their number."""
     if LOGPROBS in (body.include or ()):
@@ -114,4 +129,11 @@ def _num_logprobs(body: ResponseBody) -> int | None:
 
 
 def _format_of(body: ResponseBody) -> TextFormat:
-    return (body.text and body.text.format) or TextFormat("text")
+    asked = (body.text and body.text.format) or TextFormat("text")
+    if asked.type == "json_schema" and asked.name is None:
+        raise InvalidRequest(
+            "Missing required parameter: 'text.format.name'.",
+            param="text.format.name",
+            code="missing_required_parameter",
+        )
+    return asked
