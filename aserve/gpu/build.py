@@ -60,7 +60,7 @@ class BuildOptions:
     lead: int = 2
     debug_checks: bool = False
     device: str = "cpu"
-    attention: str = "paged-sdpa"
+    attention: str = "auto"
     decode: str = "autoregressive"
     graph_sizes: tuple[int, ...] = ()
 
@@ -120,7 +120,9 @@ def assemble(
         decode=mode.caps,
     )
     state = _allocate(model, groups, spec, mode=mode, device=device)
-    attention = BACKENDS[options.attention](state.pools, tuple(g.window for g in groups))
+    is_auto = options.attention == "auto"
+    name = device.attention(model.dtype) if is_auto else options.attention
+    attention = BACKENDS[name](state.pools, tuple(g.window for g in groups))
     runner = ModelRunner(
         RunnerParts(
             model=model,

@@ -52,6 +52,9 @@ class LateDevice:
         self.packed.append(weakref.ref(values))
         host.copy_(values)
 
+    def attention(self, dtype: torch.dtype) -> str:
+        return self._cpu.attention(dtype)
+
     def weight_form(self, wish: WeightWish) -> WeightForm:
         return self._cpu.weight_form(wish)
 

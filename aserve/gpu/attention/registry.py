@@ -11,7 +11,15 @@ from aserve.gpu.kv.pools import KvPools
 
 Windows = tuple[int | None, ...]  # per layer group
 
+
+def _paged_cpu(pools: KvPools, _windows: Windows) -> AttentionBackend:
+    from aserve.gpu.attention.paged_cpu import PagedCpu  # numba, which a machine may not have
+
+    return PagedCpu(pools)
+
+
 BACKENDS: Mapping[str, Callable[[KvPools, Windows], AttentionBackend]] = {
     "paged-sdpa": PagedSdpa,
+    "paged-cpu": _paged_cpu,
     "torch-ref": lambda pools, _windows: TorchReference(pools),
 }

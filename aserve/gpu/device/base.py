@@ -41,6 +41,9 @@ class Device(Protocol):
     def copy_out(self, values: Tensor, host: Tensor) -> None:
         """`host` holds `values` once an event after this is done."""
 
+    def attention(self, dtype: torch.dtype) -> str:
+        """The attention backend that is best here for KV of this dtype, by its name."""
+
     def weight_form(self, wish: WeightWish) -> WeightForm:
         """How this device holds a model's weights best; a dtype given by name is honoured."""
 

@@ -6,6 +6,8 @@ host buffer until their event. It knows no step.
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -15,6 +17,10 @@ from aserve.gpu.device.base import Event
 from aserve.gpu.device.cpu_weights import choose_cpu_form, read_cpu_facts
 from aserve.gpu.weights.form import WeightForm, WeightWish
 from aserve.gpu.weights.memory import available_memory_bytes
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16)  # that kernels/aserve_kernels/cpu are made for
+
+logger = logging.getLogger(__name__)
 
 
 class CpuEvent:
@@ -53,6 +59,14 @@ class CpuDevice:
 
     def copy_out(self, values: Tensor, host: Tensor) -> None:
         host.copy_(values)
+
+    def attention(self, dtype: torch.dtype) -> str:
+        if dtype not in KERNEL_DTYPES:
+            return "paged-sdpa"
+        if importlib.util.find_spec("numba") is None:
+            logger.warning("numba is not installed: attention runs in torch, several times slower")
+            return "paged-sdpa"
+        return "paged-cpu"
 
     def weight_form(self, wish: WeightWish) -> WeightForm:
         return choose_cpu_form(wish, read_cpu_facts())

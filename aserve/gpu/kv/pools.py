@@ -68,6 +68,11 @@ class KvPools:
         }
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values."""
+        return self._keys[0].dtype
+
+    @property
     def size_bytes(self) -> int:
         return sum(pool.nbytes for pool in (*self._keys, *self._values, self.token_pool))
 

@@ -1,140 +1,35 @@
-"""The default attention backend against the plain one, on whatever shapes a step can have."""
+"""The backend that gathers pages for torch's fused kernel, and the reference itself."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from aserve.errors import BugError
-from aserve.gpu.attention.base import AttentionBackend
 from aserve.gpu.attention.paged_sdpa import PagedSdpa
 from aserve.gpu.attention.registry import BACKENDS
 from aserve.gpu.attention.torch_ref import TorchReference
-from aserve.gpu.device_batch import DeviceBatch
 from aserve.gpu.forward_batch import ForwardBatch
-from aserve.gpu.kv.layer_groups import group_layers
-from aserve.gpu.kv.pools import KvPools
-from aserve.gpu.models.layer_spec import LayerSpec
-from aserve.messages import GroupSpec
-from tests.gpu.device_tables import CPU, device_batch
-
-HEAD_DIM = 8
-MAX_LEN = 400
-
-# (spans, KV lengths before them)
-SHAPES = {
-    "no row": ([], []),
-    "one token": ([1], [0]),
-    "one decode": ([1], [9]),
-    "a page's last slot": ([1], [15]),
-    "a page's first slot": ([1], [16]),
-    "a whole page": ([16], [0]),
-    "a page and one": ([17], [0]),
-    "fresh prompt": ([23], [0]),
-    "chunk": ([7], [30]),
-    "decodes of all lengths": ([1] * 6, [0, 3, 15, 16, 31, 70]),
-    "decodes of very different lengths": ([1] * 4, [2, 350, 66, 15]),
-    "even spans": ([2, 2, 2], [5, 0, 31]),
-    "verify windows": ([3, 1, 3, 2], [9, 16, 0, 14]),
-    "mixed": ([1, 40, 1, 3, 9], [20, 0, 16, 13, 250]),
-}
-HEADS = [(2, 2), (4, 2), (6, 1)]
-TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
-
-
-@dataclass(frozen=True)
-class Layout:
-    layer: LayerSpec
-    page_size: int = 16
-    dtype: torch.dtype = torch.float64
-
-    def pools(self, num_rows: int) -> KvPools:
-        """Pages of rows are scattered; what belongs to nobody is NaN."""
-        num_columns = MAX_LEN // self.page_size + 1
-        num_pages = num_columns * num_rows + 2
-        groups = group_layers((self.layer,))
-        specs = tuple(GroupSpec(group.name, num_pages, group.window) for group in groups)
-        pools = KvPools(
-            groups,
-            specs,
-            page_size=self.page_size,
-            table_shape=(num_rows + 1, num_columns),
-            dtype=self.dtype,
-            device=CPU,
-        )
-        kv = pools.layers[self.layer.index]
-        for tensor in (kv.keys, kv.values):
-            tensor[self.page_size :] = torch.nan
-        return pools
-
-
-def layer(
-    *, heads: tuple[int, int] = (4, 2), window: int | None = None, softcap: float | None = None
-) -> LayerSpec:
-    return LayerSpec(
-        index=0,
-        num_heads=heads[0],
-        num_kv_heads=heads[1],
-        head_dim=HEAD_DIM,
-        scale=0.4,
-        window=window,
-        softcap=softcap,
-    )
-
-
-def random(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
-def fill(pools: KvPools, layout: Layout, batch: DeviceBatch) -> None:
-    """Pages for every row up to its length after the step, with a random history in them."""
-    generator = torch.Generator().manual_seed(1)
-    kv = pools.layers[0]
-    ends = batch.len_bounds_cpu.tolist()
-    next_page = pools.num_pages[0] - 1
-    for row, end in enumerate(ends, start=1):
-        for column in range(-(-end // layout.page_size)):
-            for table in pools.page_tables:
-                table[row, column] = next_page
-            part = slice(next_page * layout.page_size, (next_page + 1) * layout.page_size)
-            for tensor in (kv.keys, kv.values):
-                tensor[part] = random(generator, *tensor[part].shape).to(layout.dtype)
-            next_page -= 1
-
-
-def attended(backend: AttentionBackend, layout: Layout, batch: ForwardBatch) -> Tensor:
-    generator = torch.Generator().manual_seed(2)
-    heads = layout.layer.num_heads + 2 * layout.layer.num_kv_heads
-    qkv = random(generator, batch.num_tokens, heads, HEAD_DIM).to(layout.dtype)
-    q, k, v = qkv.split(
-        [layout.layer.num_heads, layout.layer.num_kv_heads, layout.layer.num_kv_heads], dim=1
-    )
-    return backend.bind(batch, backend.plan(batch))(layout.layer, q, k, v)
-
-
-def assert_parity(layout: Layout, shape: str) -> None:
-    spans, kv_lens = SHAPES[shape]
-    batch = device_batch(spans, kv_lens)
-    pools = layout.pools(len(spans))
-    fill(pools, layout, batch)
-    made = ForwardBatch.init_new(batch, pools)
-    windows = (None,) if layout.layer.window is None else (None, layout.layer.window)
-    got = attended(PagedSdpa(pools, windows), layout, made)
-    expected = attended(TorchReference(pools), layout, made)
-    assert got.shape == expected.shape == (sum(spans), layout.layer.num_heads, HEAD_DIM)
-    tolerance = TOLERANCES[layout.dtype]
-    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
-    assert bool(got.isfinite().all())
+from tests.gpu.attention.backend_parity import (
+    HEAD_DIM,
+    HEADS,
+    SHAPES,
+    TOLERANCES,
+    Layout,
+    assert_parity,
+    attended,
+    fill,
+    layer,
+    random,
+)
+from tests.gpu.device_tables import device_batch
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 24])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_equals_the_reference(shape: str, page_size: int) -> None:
-    assert_parity(Layout(layer(), page_size), shape)
+    assert_parity("paged-sdpa", Layout(layer(), page_size), shape)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -146,7 +41,7 @@ def test_every_kind_of_layer_equals_the_reference(
 ) -> None:
     spec = layer(heads=heads, window=window, softcap=softcap)
     for shape in ("mixed", "decodes of all lengths", "no row"):
-        assert_parity(Layout(spec, dtype=dtype), shape)
+        assert_parity("paged-sdpa", Layout(spec, dtype=dtype), shape)
 
 
 def test_the_reference_is_a_softmax_over_what_a_token_may_see() -> None:
@@ -166,7 +61,7 @@ def test_the_reference_is_a_softmax_over_what_a_token_may_see() -> None:
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_row_does_not_see_what_its_table_still_names_behind_the_window(name: str) -> None:
     """Those pages have other owners now; here they are NaN."""
-    layout = Layout(layer(window=5), page_size=4)
+    layout = Layout(layer(window=5), page_size=4, dtype=torch.float32)
     batch = device_batch([1, 2], [30, 17])
     pools = layout.pools(2)
     fill(pools, layout, batch)

@@ -1,0 +1,94 @@
+"""bfloat16 in numba, which has no such type: its bits as uint16, beside arrays of float32.
+
+It knows no operation. The plain functions are what runs with NUMBA_DISABLE_JIT=1; compiled code
+takes the overloads, chosen by dtype when it is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numba import njit, types
+from numba.extending import overload
+from torch import Tensor
+
+Float32s: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+# float32, or uint16 that are the bits of bfloat16.
+Floats: TypeAlias = Float32s | np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
+
+
+def as_array(tensor: Tensor) -> Floats:
+    """float32 or bfloat16, on the CPU -> an array over the same memory."""
+    if tensor.dtype == torch.bfloat16:
+        bits: Floats = tensor.view(torch.uint16).numpy()
+        return bits
+    array: Floats = tensor.numpy()
+    return array
+
+
+def widen(source: Floats, target: Float32s, /) -> None:
+    """Both [n]."""
+    if source.dtype == np.uint16:
+        target[:] = (source.astype(np.uint32) << 16).view(np.float32)
+    else:
+        target[:] = source
+
+
+def narrow(source: Float32s, target: Floats, /) -> None:
+    """Both [n]; to the nearest, ties to even. A NaN stays one."""
+    if target.dtype == np.uint16:
+        target[:] = torch.from_numpy(source).to(torch.bfloat16).view(torch.uint16).numpy()
+    else:
+        target[:] = source
+
+
+@njit(inline="always")
+def _from_bits(bits: np.uint16) -> np.float32:
+    wide: np.float32 = np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
+    return wide
+
+
+@njit(inline="always")
+def _to_bits(value: np.float32) -> np.uint16:
+    bits = np.float32(value).view(np.uint32)
+    to_even = (bits >> np.uint32(16)) & np.uint32(1)
+    rounded = np.uint32(np.uint32(bits + np.uint32(0x7FFF) + to_even) >> np.uint32(16))
+    is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    return np.uint16(np.uint32(0x7FC0) if is_nan else rounded)
+
+
+@overload(widen, strict=False)
+def _widen(source: types.Array, target: types.Array) -> Callable[[Floats, Float32s], None]:
+    if source.dtype == types.uint16:
+
+        def from_bits(source: Floats, target: Float32s) -> None:
+            for i in range(target.shape[0]):
+                target[i] = _from_bits(source[i])
+
+        return from_bits
+
+    def copy(source: Floats, target: Float32s) -> None:
+        for i in range(target.shape[0]):
+            target[i] = source[i]
+
+    return copy
+
+
+@overload(narrow, strict=False)
+def _narrow(source: types.Array, target: types.Array) -> Callable[[Float32s, Floats], None]:
+    if target.dtype == types.uint16:
+
+        def to_bits(source: Float32s, target: Floats) -> None:
+            for i in range(target.shape[0]):
+                target[i] = _to_bits(source[i])
+
+        return to_bits
+
+    def copy(source: Float32s, target: Floats) -> None:
+        for i in range(target.shape[0]):
+            target[i] = source[i]
+
+    return copy
