@@ -26,10 +26,14 @@ class Rotation:
 
     def __call__(self, heads: Tensor) -> Tensor:
         """heads [tokens, heads, head_dim] -> a new tensor of the same shape."""
-        turning, still = heads[..., : 2 * self.half], heads[..., 2 * self.half :]
+        rotary_dim = 2 * self.half
+        if heads.shape[-1] == rotary_dim:
+            return self._turned(heads)
+        return torch.cat((self._turned(heads[..., :rotary_dim]), heads[..., rotary_dim:]), dim=-1)
+
+    def _turned(self, heads: Tensor) -> Tensor:
         # Rolling by half puts each element's partner in its place; the sign is in `sin`.
-        turned = torch.addcmul(turning * self.cos, turning.roll(self.half, dims=-1), self.sin)
-        return torch.cat((turned, still), dim=-1) if still.shape[-1] else turned
+        return torch.addcmul(heads * self.cos, heads.roll(self.half, dims=-1), self.sin)
 
 
 class Rotary:

@@ -150,10 +150,10 @@ class _Layer:
 
     def __call__(self, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         attended = self.attention(self.before_attention(hidden), rotation, attend)
-        hidden = self._joined(hidden, self.after_attention(attended))
-        return self._joined(hidden, self.after_mlp(self.mlp(self.before_mlp(hidden))))
+        hidden = self._sum(hidden, self.after_attention(attended))
+        return self._sum(hidden, self.after_mlp(self.mlp(self.before_mlp(hidden))))
 
-    def _joined(self, hidden: Tensor, added: Tensor) -> Tensor:
+    def _sum(self, hidden: Tensor, added: Tensor) -> Tensor:
         return torch.add(hidden, added, alpha=self.residual_scale)
 
 
