@@ -145,8 +145,12 @@ def test_float64_agrees_with_float32(reference_of: ReferenceOf) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.5), ("float16", 0.06)])
-def test_half_types_stay_near(dtype: str, tolerance: float, reference_of: ReferenceOf) -> None:
-    reference = reference_of("qwen3")
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "granite", "olmo2"])
+def test_half_types_stay_near(
+    kind: str, dtype: str, tolerance: float, reference_of: ReferenceOf
+) -> None:
+    """As near as the reference itself stays in that type."""
+    reference = reference_of(kind)
     tokens = reference.tokens
     model = load(reference, dtype=dtype)
     logits = logits_of(model, tokens, chunks=[len(tokens)], attend=DenseAttend())

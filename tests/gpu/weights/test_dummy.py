@@ -11,6 +11,7 @@ from torch import Tensor
 from aserve.errors import ConfigError
 from aserve.gpu.layers.linear import Linear, LinearOp, prepare
 from aserve.gpu.models.causal_model import CausalModel
+from aserve.gpu.models.registry import FAMILIES
 from aserve.gpu.weights.dummy import STD, DummyWeights
 from aserve.gpu.weights.load import load_model
 from aserve.gpu.weights.target import HOST, Target
@@ -33,6 +34,12 @@ def test_a_configuration_alone_makes_the_same_model_each_time(tmp_path: Path) ->
     first, again = (load_model(directory, load_format="dummy") for _ in range(2))
     assert logits_of(first).isfinite().all()
     assert torch.equal(logits_of(first), logits_of(again))
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_every_family_can_be_made_of_its_configuration(architecture: str, tmp_path: Path) -> None:
+    directory = write_config(tmp_path, architectures=[architecture])
+    assert logits_of(load_model(directory, load_format="dummy")).isfinite().all()
 
 
 def test_a_weight_depends_on_its_name_and_not_on_what_came_before() -> None:
