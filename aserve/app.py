@@ -38,6 +38,7 @@ from aserve.grammar.workers import CompileLimits
 from aserve.http.openai.call import SEED_BITS, random_seed
 from aserve.http.server import HttpServer
 from aserve.http.state import HttpContext, ServerState
+from aserve.http.text_desk import TextDesk
 from aserve.messages import (
     Cancel,
     DetokenizerEvent,
@@ -113,6 +114,7 @@ class App:
         self.trace = Trace()
         self.metrics = Metrics()
         self.gateway = Gateway(submit=self._submit, cancel=self._cancel)
+        self.desk = TextDesk()
         self._codec = codec
         self._on_death = on_death
         self._engine: _Engine | None = None
@@ -145,6 +147,7 @@ class App:
         self._is_closed = True
         await engine.supervisor.drain(0)
         await engine.supervisor.stop()
+        self.desk.close()
         await in_thread(engine.grammars.close, name="close")
         await self._close_executor(engine.executor)
         if engine.recorder is not None:
@@ -208,8 +211,10 @@ class App:
         )
         grammars = self._grammar_library(loaded)
         limits = PromptLimits(max_model_len=spec.max_model_len, vocab_size=spec.vocab_size)
+        encoder = PromptEncoder(loaded.tokenizer, template=loaded.template, limits=limits)
+        self.desk.open(encoder)
         tokenizer = TokenizerActor(
-            PromptEncoder(loaded.tokenizer, template=loaded.template, limits=limits),
+            encoder,
             detokenizer=detokenizer.inbox,
             scheduler=events,
             grammars=GrammarPorts(functools.partial(constrain, grammars), masks.inbox),
@@ -361,6 +366,7 @@ def connect_http(app: App) -> HttpServer:
             model_names=(resolved.model_name,),
             created=int(time.time()),
             registry=app.metrics.registry,
+            desk=app.desk,
             draw_seed=seed_source(resolved.debug.seed),
         )
     )

@@ -244,7 +244,9 @@ class Engine:
             asked, max_tokens=asked.max_tokens, logprobs=asked.logprobs, draw_seed=self._draw_seed
         )
         request_id = f"request-{next(self._numbers)}"
-        return request_of(asked, _prompt_of(prompt), sampling=sampling, request_id=request_id)
+        return request_of(
+            asked, _prompt_of(prompt, asked), sampling=sampling, request_id=request_id
+        )
 
 
 class _LoopThread:
@@ -297,13 +299,14 @@ def _resolve(options: Mapping[str, object]) -> Resolved:
     return resolve(Raw(command_line=given), facts)
 
 
-def _prompt_of(prompt: PromptLike) -> Prompt:
+def _prompt_of(prompt: PromptLike, asked: SamplingFields) -> Prompt:
     if isinstance(prompt, str):
-        return TextPrompt(prompt)
+        return TextPrompt(prompt, add_special_tokens=asked.add_special_tokens is not False)
     ids = [item for item in prompt if isinstance(item, int)]
     if len(ids) == len(prompt):
         return TokenPrompt(tuple(ids))
-    return ChatPrompt(msgspec.json.encode(prompt))
+    messages = msgspec.json.encode(prompt)
+    return ChatPrompt(messages, add_special_tokens=bool(asked.add_special_tokens))
 
 
 def _checked(fields: Mapping[str, object]) -> SamplingFields:

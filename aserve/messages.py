@@ -99,6 +99,7 @@ class SamplingParams(Record, frozen=True):
 
 class TextPrompt(Record, frozen=True, tag="text"):
     text: str
+    add_special_tokens: bool = True  # what the tokenizer puts around a text
 
 
 class TokenPrompt(Record, frozen=True, tag="tokens"):
@@ -107,11 +108,13 @@ class TokenPrompt(Record, frozen=True, tag="tokens"):
 
 class ChatPrompt(Record, frozen=True, tag="chat"):
     """`messages` is the JSON of the message list and `tools` that of the tools, as the client
-    sent them.
+    sent them. Special tokens are the template's to add, and it opens the assistant's turn.
     """
 
     messages: bytes
     tools: bytes | None = None
+    add_special_tokens: bool = False
+    add_generation_prompt: bool = True
 
 
 Prompt: TypeAlias = TextPrompt | TokenPrompt | ChatPrompt

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from aserve.config import ServerOptions
 from aserve.errors import AserveError, EngineDead, ShuttingDown
 from aserve.http.openai.call import random_seed
+from aserve.http.text_desk import TextDesk
 from aserve.outlet import Gateway
 
 Phase: TypeAlias = Literal["starting", "ready", "draining", "dead"]
@@ -59,6 +60,7 @@ class HttpContext:
     model_names: tuple[str, ...]
     created: int  # seconds since 1970
     registry: CollectorRegistry
+    desk: TextDesk
     draw_seed: Callable[[], int] = random_seed
     keep_alive_s: float = 15.0
     heartbeat_s: float = 60.0  # a websocket that was silent for so long must answer a ping in half

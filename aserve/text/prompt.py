@@ -5,6 +5,7 @@ Must not know channels, threads or HTTP; pure but for the tokenizer's cache.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -38,25 +39,30 @@ class Prepared(Record, frozen=True):
 
 
 class PromptEncoder:
-    __slots__ = ("_limits", "_template", "_tokenizer")
+    __slots__ = ("_template", "limits", "tokenizer")
 
     def __init__(
         self, tokenizer: TextTokenizer, *, template: ChatTemplate | None, limits: PromptLimits
     ) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._template = template
-        self._limits = limits
+        self.limits = limits
 
     def prepare(self, request: GenerateRequest) -> Prepared:
         """Raises the ClientError that the request ends with."""
-        _check_ids(request.sampling, self._limits)
-        prompt_ids = truncated(self._encode(request.prompt), request, self._limits)
-        sampling = resolve_lengths(request, len(prompt_ids), self._limits)
+        _check_ids(request.sampling, self.limits)
+        prompt_ids = self.encode(request.prompt)
+        if not prompt_ids:
+            raise InvalidRequest(
+                "the prompt is empty: give at least one token", param="prompt", code="empty_prompt"
+            )
+        prompt_ids = truncated(prompt_ids, request, self.limits)
+        sampling = resolve_lengths(request, len(prompt_ids), self.limits)
         if isinstance(request.prompt, TokenPrompt):
-            _check_range(prompt_ids, self._limits.vocab_size, param="prompt")
-        ends = end_ids(self._tokenizer, sampling)
-        bad_words = bad_word_ids(sampling.bad_words, self._tokenizer)
-        _check_choice(sampling, ends, bad_words, self._limits)
+            self.check_ids(prompt_ids, param="prompt")
+        ends = end_ids(self.tokenizer, sampling)
+        bad_words = bad_word_ids(sampling.bad_words, self.tokenizer)
+        _check_choice(sampling, ends, bad_words, self.limits)
         packed = pack_i32(prompt_ids)
         shown = packed if sampling.return_token_ids else b""
         return Prepared(
@@ -73,19 +79,18 @@ class PromptEncoder:
             ),
         )
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt) -> list[int]:
         match prompt:
             case TextPrompt():
-                ids = self._encode_text(prompt.text, with_special=True)
+                return self._encode_text(prompt.text, with_special=prompt.add_special_tokens)
             case TokenPrompt():
-                ids = list(prompt.token_ids)
+                return list(prompt.token_ids)
             case ChatPrompt():
-                ids = self._encode_text(self._render(prompt), with_special=False)
-        if not ids:
-            raise InvalidRequest(
-                "the prompt is empty: give at least one token", param="prompt", code="empty_prompt"
-            )
-        return ids
+                text = self._render(prompt)
+                return self._encode_text(text, with_special=prompt.add_special_tokens)
+
+    def check_ids(self, ids: Sequence[int], *, param: str) -> None:
+        _check_range(ids, self.limits.vocab_size, param=param)
 
     def _encode_text(self, text: str, *, with_special: bool) -> list[int]:
         try:
@@ -96,7 +101,7 @@ class PromptEncoder:
                 param="prompt",
                 code="invalid_unicode",
             ) from error
-        return self._tokenizer.encode(text, with_special=with_special)
+        return self.tokenizer.encode(text, with_special=with_special)
 
     def _render(self, prompt: ChatPrompt) -> str:
         if self._template is None:
@@ -107,7 +112,9 @@ class PromptEncoder:
             )
         messages = _decode_objects(prompt.messages, param="messages")
         tools = None if prompt.tools is None else _decode_objects(prompt.tools, param="tools")
-        return self._template.render(messages, tools=tools)
+        return self._template.render(
+            messages, tools=tools, add_generation_prompt=prompt.add_generation_prompt
+        )
 
 
 def _decode_objects(data: bytes, *, param: str) -> list[dict[str, Any]]:
@@ -206,7 +213,7 @@ def _check_choice(
         )
 
 
-def _check_range(ids: list[int] | tuple[int, ...], vocab_size: int, *, param: str) -> None:
+def _check_range(ids: Sequence[int], vocab_size: int, *, param: str) -> None:
     wrong = next((token_id for token_id in ids if not 0 <= token_id < vocab_size), None)
     if wrong is not None:
         raise InvalidRequest(

@@ -37,14 +37,20 @@ class ChatTemplate:
         messages: list[dict[str, Any]],
         *,
         tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
         max_chars: int = MAX_RENDERED_CHARS,
     ) -> str:
-        """The prompt up to the assistant's turn; what the template refuses is a 400."""
+        """The prompt up to the assistant's turn, with `add_generation_prompt` into it; what the
+        template refuses is a 400.
+        """
         pieces: list[str] = []
         room = max_chars
         try:
             for piece in self._template.generate(
-                messages=messages, tools=tools, add_generation_prompt=True, **self._special_tokens
+                messages=messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
             ):
                 pieces.append(piece)
                 room -= len(piece)

@@ -79,6 +79,10 @@ class TextTokenizer:
             known = self._bytes[token_id] = self._spell(token_id)
         return known
 
+    def token(self, token_id: int) -> str:
+        """As the vocabulary spells it."""
+        return self._backend.id_to_token(token_id) or ""
+
     def _spell(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id)
         if token is None:

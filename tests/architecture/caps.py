@@ -35,6 +35,7 @@ MODELS = "aserve/gpu/models"
 # requests ask for, and what only looks on.
 BESIDE_THE_CORE = (
     *("aserve/cli.py", "aserve/config.py", "aserve/engine.py", "aserve/actors/replay.py"),
+    "aserve/text/load.py",
     "aserve/gpu/fallback/*",
     *("aserve/observability/*", "aserve/gpu/weights/*", "aserve/gpu/graphs.py"),
     # What one dense model takes instead of the default, or is compared with.
@@ -45,6 +46,7 @@ BESIDE_THE_CORE = (
     *(f"{MODELS}/qwen3.py", f"{MODELS}/gemma2.py", f"{MODELS}/gemma3.py", f"{MODELS}/phi3.py"),
     *(f"{MODELS}/granite.py", f"{MODELS}/olmo2.py"),
     *("aserve/http/openai/responses/*", "aserve/http/openai/grammars.py"),
+    *("aserve/http/openai/tokens.py", "aserve/http/text_desk.py"),
     *("aserve/http/websocket.py", "aserve/text/bad_words.py", "aserve/gpu/sample/bans.py"),
     *("aserve/scheduling/prompts.py", "aserve/gpu/prompt_plan.py", "aserve/gpu/prompt_values.py"),
     *(

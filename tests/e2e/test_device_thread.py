@@ -55,6 +55,7 @@ async def served(loader: Disturbed) -> AsyncIterator[tuple[App, aiohttp.ClientSe
             model_names=("m",),
             created=0,
             registry=app.metrics.registry,
+            desk=app.desk,
         )
     )
     address = await server.start()

@@ -22,6 +22,7 @@ from aserve.errors import ErrorInfo
 from aserve.grammar.matching import Constraint
 from aserve.http.server import HttpServer
 from aserve.http.state import HttpContext, ServerState
+from aserve.http.text_desk import TextDesk
 from aserve.messages import (
     AdmitRequest,
     Cancel,
@@ -186,12 +187,15 @@ class EchoEngine:
             codec=Codec(DetokenizerEvent),
         )
         self.scheduler.detokenizer = self.detokenizer.inbox
+        self.encoder = PromptEncoder(
+            self.tokenizer,
+            template=ChatTemplate(template) if template else None,
+            limits=PromptLimits(MAX_MODEL_LEN, self.tokenizer.vocab_size),
+        )
+        self.desk = TextDesk()
+        self.desk.open(self.encoder)
         self.tokenizer_actor = TokenizerActor(
-            PromptEncoder(
-                self.tokenizer,
-                template=ChatTemplate(template) if template else None,
-                limits=PromptLimits(MAX_MODEL_LEN, self.tokenizer.vocab_size),
-            ),
+            self.encoder,
             detokenizer=self.detokenizer.inbox,
             scheduler=self.scheduler.inbox,
             grammars=GrammarPorts(_constrain, Channel()),
@@ -208,6 +212,7 @@ class EchoEngine:
                 model_names=("echo", "parrot"),
                 created=1_700_000_000,
                 registry=CollectorRegistry(),
+                desk=self.desk,
                 keep_alive_s=keep_alive_s,
                 heartbeat_s=heartbeat_s,
             )
@@ -237,6 +242,7 @@ class EchoEngine:
 
     async def __aexit__(self, *_: object) -> None:
         await self.server.stop()
+        self.desk.close()
         for actor in self.actors:
             await actor.stop()
         assert not self.died, self.died

@@ -24,7 +24,7 @@ def completion_call(body: CompletionBody, origin: Origin) -> Call:
     check_body(body, origin)
     _check_unsupported(body)
     _check_best_of(body)
-    prompts = prompts_of(body.prompt)
+    prompts = prompts_of(body)
     if body.logprobs is not None:
         check_within(body.logprobs, Range(0, MAX_LOGPROBS), param="logprobs")
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -36,8 +36,9 @@ def completion_call(body: CompletionBody, origin: Origin) -> Call:
     )
 
 
-def prompts_of(prompt: str | list[str | int | list[int]] | None) -> list[Prompt]:
+def prompts_of(body: CompletionBody) -> list[Prompt]:
     """One text, texts, one list of ids, or lists of ids."""
+    prompt = body.prompt
     if prompt is None:
         raise InvalidRequest(
             "Missing required parameter: 'prompt'.",
@@ -45,7 +46,7 @@ def prompts_of(prompt: str | list[str | int | list[int]] | None) -> list[Prompt]
             code="missing_required_parameter",
         )
     if isinstance(prompt, str):
-        return [TextPrompt(prompt)]
+        prompt = [prompt]
     if not prompt:
         raise InvalidRequest(
             "Invalid 'prompt': the list is empty.", param="prompt", code="empty_array"
@@ -61,7 +62,8 @@ def prompts_of(prompt: str | list[str | int | list[int]] | None) -> list[Prompt]
         )
     if token_ids:
         return [token_prompt(token_ids)]
-    return [*map(TextPrompt, texts), *map(token_prompt, lists)]
+    with_special = body.add_special_tokens is not False
+    return [*(TextPrompt(text, with_special) for text in texts), *map(token_prompt, lists)]
 
 
 def token_prompt(token_ids: Sequence[int]) -> TokenPrompt:

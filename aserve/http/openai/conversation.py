@@ -17,6 +17,7 @@ from aserve.http.openai.schema import (
     ChatMessage,
     ContentPart,
     FunctionCall,
+    TokenizeBody,
     Tool,
     ToolCall,
 )
@@ -28,7 +29,7 @@ ROLES = {"developer": "system"} | {
 }
 
 
-def chat_prompt(body: ChatBody) -> ChatPrompt:
+def chat_prompt(body: ChatBody | TokenizeBody) -> ChatPrompt:
     if body.messages is None:
         raise InvalidRequest(
             "Missing required parameter: 'messages'.",
@@ -40,7 +41,12 @@ def chat_prompt(body: ChatBody) -> ChatPrompt:
             "Invalid 'messages': the list is empty.", param="messages", code="empty_array"
         )
     messages = [_plain(message, i) for i, message in enumerate(body.messages)]
-    return ChatPrompt(msgspec.json.encode(messages), tools_of(body))
+    return ChatPrompt(
+        msgspec.json.encode(messages),
+        tools_of(body),
+        add_special_tokens=bool(body.add_special_tokens),
+        add_generation_prompt=body.add_generation_prompt is not False,
+    )
 
 
 def _plain(message: ChatMessage, index: int) -> ChatMessage:
@@ -97,7 +103,7 @@ def _with_object(call: ToolCall) -> ToolCall:
     return msgspec.structs.replace(call, function=FunctionCall(call.function.name, arguments))
 
 
-def tools_of(body: ChatBody) -> bytes | None:
+def tools_of(body: ChatBody | TokenizeBody) -> bytes | None:
     """The tools as they came, or nothing; a choice that names one must be able to hold."""
     given = bytes(body.tools)
     tools = None if given == b"null" else parse_body(given, list[Tool], where="tools")

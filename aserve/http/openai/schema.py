@@ -67,6 +67,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool | None = None
     cache_salt: str | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -126,5 +127,24 @@ class ChatBody(GenerationBody, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
     tools: msgspec.Raw = msgspec.Raw(b"null")
     tool_choice: str | TypedObject | None = None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """A text, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    tools: msgspec.Raw = msgspec.Raw(b"null")
+    tool_choice: str | TypedObject | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    tokens: list[TokenId]

@@ -1,0 +1,79 @@
+"""POST /tokenize and /detokenize, named as vLLM does: a prompt's ids, and the text of ids.
+
+Must not know threads: both are questions to the text desk. What comes out for a prompt is what the
+engine would be given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+from aiohttp import web
+
+from aserve.errors import InvalidRequest
+from aserve.http.openai.call import check_model
+from aserve.http.openai.conversation import chat_prompt
+from aserve.http.openai.limits import check_length
+from aserve.http.openai.schema import DetokenizeBody, TokenizeBody
+from aserve.http.state import HttpContext
+from aserve.messages import Prompt, TextPrompt
+from aserve.text.prompt import PromptEncoder
+
+MAX_TOKENS = 1 << 20  # to text in one call
+
+
+class TokensAnswer(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class TextAnswer(msgspec.Struct):
+    prompt: str
+
+
+async def tokenize(_: web.Request, context: HttpContext, body: TokenizeBody) -> web.Response:
+    return await _ask(context, body.model, lambda encoder: tokens_of(body, encoder))
+
+
+async def detokenize(_: web.Request, context: HttpContext, body: DetokenizeBody) -> web.Response:
+    return await _ask(context, body.model, lambda encoder: text_of(body, encoder))
+
+
+async def _ask(
+    context: HttpContext, model: str | None, question: Callable[[PromptEncoder], bytes]
+) -> web.Response:
+    if model is not None:
+        check_model(model, context.model_names)
+    refusal = context.state.refusal()
+    if refusal is not None:
+        raise refusal
+    return web.Response(body=await context.desk.ask(question), content_type="application/json")
+
+
+def tokens_of(body: TokenizeBody, encoder: PromptEncoder) -> bytes:
+    """`token_strs` are spelled as the vocabulary does."""
+    ids = encoder.encode(_prompt_of(body))
+    strs = [*map(encoder.tokenizer.token, ids)] if body.return_token_strs else None
+    return msgspec.json.encode(TokensAnswer(len(ids), encoder.limits.max_model_len, ids, strs))
+
+
+def text_of(body: DetokenizeBody, encoder: PromptEncoder) -> bytes:
+    check_length(body.tokens, MAX_TOKENS, param="tokens")
+    encoder.check_ids(body.tokens, param="tokens")
+    text = encoder.tokenizer.decode(body.tokens, skip_special=False)
+    return msgspec.json.encode(TextAnswer(text))
+
+
+def _prompt_of(body: TokenizeBody) -> Prompt:
+    if body.prompt is None:
+        return chat_prompt(body)
+    if body.messages is not None:
+        raise InvalidRequest(
+            "Invalid 'messages': give either 'prompt' or 'messages', not both.",
+            param="messages",
+            code="invalid_value",
+        )
+    return TextPrompt(body.prompt, body.add_special_tokens is not False)

@@ -1,0 +1,161 @@
+"""/tokenize and /detokenize: what they say is what the engine would be given, and nobody waits."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, TypeAlias
+
+import aiohttp
+import pytest
+
+from aserve.http.text_desk import MAX_WAITING
+from aserve.messages import TextPrompt
+from aserve.text.prompt import PromptEncoder
+from aserve.text.tokenizer import TextTokenizer
+from tests.http.echo_engine import MAX_MODEL_LEN, EchoEngine
+from tests.text.vocabularies import byte_level_backend
+
+Line: TypeAlias = Sequence[asyncio.Future[list[int]]]
+TEXT = "hello 한국어 🚀 stop <|eos|><mark>"
+MESSAGES = [{"role": "user", "content": TEXT}]
+
+
+async def asked(web: aiohttp.ClientSession, path: str, **body: Any) -> dict[str, Any]:
+    async with web.post(path, json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        result: dict[str, Any] = await answer.json()
+        return result
+
+
+@pytest.mark.parametrize("version", ["", "/v1"])
+async def test_a_text_goes_to_tokens_and_back(web: aiohttp.ClientSession, version: str) -> None:
+    answer = await asked(web, f"{version}/tokenize", prompt=TEXT)
+    assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), MAX_MODEL_LEN)
+    assert answer["token_strs"] is None
+    back = await asked(web, f"{version}/detokenize", tokens=answer["tokens"])
+    assert back == {"prompt": TEXT}
+
+
+async def test_the_tokens_of_a_prompt_are_those_that_the_engine_gets(
+    web: aiohttp.ClientSession,
+) -> None:
+    for path, prompt in (
+        ("completions", {"prompt": TEXT}),
+        ("chat/completions", {"messages": MESSAGES}),
+        ("chat/completions", {"messages": MESSAGES, "add_special_tokens": True}),
+        ("completions", {"prompt": TEXT, "add_special_tokens": False}),
+    ):
+        given = await asked(web, f"/v1/{path}", return_token_ids=True, max_tokens=1, **prompt)
+        owner = given if path.startswith("chat") else given["choices"][0]
+        assert (await asked(web, "/tokenize", **prompt))["tokens"] == owner["prompt_token_ids"]
+
+
+async def test_special_tokens_and_the_assistants_turn_are_added_as_asked() -> None:
+    tokenizer = TextTokenizer(byte_level_backend(), bos_id=0)
+    template = "{{ messages[0].content }}{% if add_generation_prompt %}>{% endif %}"
+    async with (
+        EchoEngine(tokenizer=tokenizer, template=template) as echo,
+        aiohttp.ClientSession(echo.url) as web,
+    ):
+        results = [
+            (await asked(web, "/tokenize", return_token_strs=True, **body))["token_strs"]
+            for body in (
+                {"prompt": "A"},
+                {"prompt": "A", "add_special_tokens": False},
+                {"messages": [{"role": "user", "content": "A"}]},
+                {
+                    "messages": [{"role": "user", "content": "A"}],
+                    "add_special_tokens": True,
+                    "add_generation_prompt": False,
+                },
+            )
+        ]
+    assert results == [["<|eos|>", "A"], ["A"], ["A", ">"], ["<|eos|>", "A"]]
+
+
+async def test_an_empty_text_has_no_tokens(web: aiohttp.ClientSession) -> None:
+    assert (await asked(web, "/tokenize", prompt=""))["tokens"] == []
+    assert await asked(web, "/detokenize", tokens=[]) == {"prompt": ""}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "code"),
+    [
+        ("tokenize", {}, "messages", "missing_required_parameter"),
+        ("tokenize", {"prompt": "a", "messages": MESSAGES}, "messages", "invalid_value"),
+        ("tokenize", {"messages": [{"role": "king"}]}, "messages[0].role", "invalid_value"),
+        ("tokenize", {"prompt": "a", "model": "other"}, "model", "model_not_found"),
+        ("detokenize", {}, "tokens", "missing_required_parameter"),
+        ("detokenize", {"tokens": [-1]}, "tokens", "token_id_out_of_range"),
+        ("detokenize", {"tokens": [5, 10_000]}, "tokens", "token_id_out_of_range"),
+        ("detokenize", {"tokens": [0] * (2**20 + 1)}, "tokens", "array_above_max_length"),
+    ],
+)
+async def test_a_wrong_question_is_refused_by_its_field(
+    web: aiohttp.ClientSession, path: str, body: dict[str, Any], param: str, code: str
+) -> None:
+    async with web.post(f"/{path}", json=body) as answer:
+        error = (await answer.json())["error"]
+        assert (error["param"], error["code"]) == (param, code)
+        assert answer.status == (404 if code == "model_not_found" else 400)
+
+
+class GatedEncoder(PromptEncoder):
+    """Waits in whichever thread it is asked, so that a blocked loop would never answer."""
+
+    __slots__ = ("gate", "threads")
+
+    def __init__(self, encoder: PromptEncoder) -> None:
+        super().__init__(encoder.tokenizer, template=None, limits=encoder.limits)
+        self.gate = threading.Event()
+        self.threads: set[threading.Thread] = set()
+
+    def encode(self, prompt: Any) -> list[int]:
+        self.threads.add(threading.current_thread())
+        assert self.gate.wait(10)
+        return super().encode(prompt)
+
+
+@pytest.fixture
+def encoder(echo: EchoEngine) -> GatedEncoder:
+    gated = GatedEncoder(echo.encoder)
+    echo.desk.open(gated)
+    return gated
+
+
+@pytest.fixture
+async def line(encoder: GatedEncoder, echo: EchoEngine) -> AsyncIterator[Line]:
+    """As many at the desk as may be, none of them answered."""
+    prompt = TextPrompt(TEXT)
+    line = [
+        asyncio.ensure_future(echo.desk.ask(lambda asked: asked.encode(prompt)))
+        for _ in range(MAX_WAITING)
+    ]
+    await asyncio.sleep(0)  # each of them has begun
+    yield line
+    encoder.gate.set()
+    answers = await asyncio.gather(*line, return_exceptions=True)
+    assert {type(answer) for answer in answers} <= {list, asyncio.CancelledError}
+    assert len(encoder.threads) == 1
+
+
+@pytest.mark.usefixtures("line")
+async def test_a_long_text_delays_no_answer_and_the_line_behind_it_has_an_end(
+    web: aiohttp.ClientSession,
+) -> None:
+    assert (await asked(web, "/v1/completions", prompt="hello"))["choices"][0]["text"] == "hello"
+    async with web.post("/detokenize", json={"tokens": [5]}) as answer:
+        assert (answer.status, answer.headers["Retry-After"]) == (429, "1")
+        assert (await answer.json())["error"]["code"] == "queue_full"
+
+
+async def test_who_goes_away_gives_his_place_in_the_line_back(
+    encoder: GatedEncoder, line: Line, web: aiohttp.ClientSession
+) -> None:
+    for place in line:
+        place.cancel()
+    await asyncio.wait(line)
+    encoder.gate.set()
+    assert (await asked(web, "/tokenize", prompt=TEXT))["count"] > 0
