@@ -9,17 +9,18 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from aserve.app import in_thread, load, new_event_loop
 from aserve.bench.arrivals import begin_times
-from aserve.bench.batch_times import PEERS, WARM_UP_LEN, BatchTimes, Generate, Scenario
+from aserve.bench.batch_times import PEERS, WARM_UP_LEN, Generate, Scenario
+from aserve.bench.batches import OURS, batch_result, measure_batches
 from aserve.bench.embedded import ask_engine
 from aserve.bench.load import run_load
 from aserve.bench.options import OfflineOptions
 from aserve.bench.progress import progress
-from aserve.bench.result import BenchResult, Table
+from aserve.bench.result import BenchResult
 from aserve.bench.serving_figures import figures_table, medians_of, serving_figures
 from aserve.bench.spread import spread
 from aserve.bench.streamed import Answer
@@ -30,28 +31,18 @@ from aserve.engine import Engine
 from aserve.errors import ConfigError
 from aserve.gpu.weights.hub import resolve_model_dir
 
-OURS = "aserve"
-NOTE = "others: the largest share of the machine's CPU time that other processes took meanwhile"
-RATES = ("prefill_tok_s", "decode_tok_s", "out_tok_s")
-COLUMNS = {
-    "ttft_ms": "TTFT ms",
-    "decode_ms_per_step": "ms/step",
-    "prefill_tok_s": "prefill/s",
-    "decode_tok_s": "decode/s",
-    "out_tok_s": "out/s",
-    "spread": "spread",
-    "foreign_cpu": "others",
-}
-
 
 def run(options: OfflineOptions, resolved: Resolved) -> BenchResult:
     kv = dataclasses.replace(resolved.kv, no_prefix_cache=not options.prefix_cache)
     resolved = dataclasses.replace(resolved, kv=kv)
+    scenarios = _scenarios(options)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        return runner.run(_measure(options, resolved))
+        return runner.run(_measure(options, resolved, scenarios=scenarios))
 
 
-async def _measure(options: OfflineOptions, resolved: Resolved) -> BenchResult:
+async def _measure(
+    options: OfflineOptions, resolved: Resolved, *, scenarios: list[Scenario]
+) -> BenchResult:
     loaded = await in_thread(functools.partial(load, resolved), name="load")
     windows = TokenWindows(loaded.tokenizer, seed=options.prompt_seed)
     async with Engine(resolved, loader=lambda _: loaded) as engine:
@@ -59,8 +50,8 @@ async def _measure(options: OfflineOptions, resolved: Resolved) -> BenchResult:
         if options.preset or options.beside:
             with ThreadPoolExecutor(1) as thread:
                 engines = await _open_engines(ours, options, resolved, thread=thread)
-                found = await _measure_batches(engines, windows, options)
-            result = _batch_result(found, beside=options.beside)
+                found = await measure_batches(scenarios, engines, windows, repeats=options.repeats)
+            result = batch_result(found, beside=options.beside)
         else:
             result = _load_result(await _measure_load(ours, windows, options))
     figures = {"cached_tokens": ours.num_cached, "engine": loaded.about, "settings": options}
@@ -135,70 +126,6 @@ def _load_result(figures: list[dict[str, float]]) -> BenchResult:
     rates = [one["output_throughput"] for one in figures]
     table = figures_table(f"embedded engine, medians of {len(figures)} repeats", medians)
     return BenchResult({**medians, "spread": round(spread(rates), 3), "runs": figures}, (table,))
-
-
-async def _measure_batches(
-    engines: Mapping[str, Generate], windows: TokenWindows, options: OfflineOptions
-) -> dict[str, dict[str, BatchTimes]]:
-    """By scenario and engine."""
-    found = {}
-    scenarios = _scenarios(options)
-    num_runs = sum(len(scenario.lengths) for scenario in scenarios) * options.repeats
-    with progress("batches", num_runs) as done:
-        for scenario in scenarios:
-            for generate in engines.values():
-                await generate(_draw(windows, scenario), min(WARM_UP_LEN, scenario.output_len))
-            times = found[scenario.name] = {name: BatchTimes(scenario) for name in engines}
-            for num_new in scenario.lengths * options.repeats:
-                await _add_all(times, engines, _draw(windows, scenario), num_new=num_new)
-                done()
-    return found
-
-
-async def _add_all(
-    times: Mapping[str, BatchTimes],
-    engines: Mapping[str, Generate],
-    prompts: Sequence[list[int]],
-    *,
-    num_new: int,
-) -> None:
-    """In turns at every timed run: a slow moment of the machine hits all engines."""
-    for name, generate in engines.items():
-        await times[name].add(generate, prompts, num_new)
-
-
-def _draw(windows: TokenWindows, scenario: Scenario) -> list[list[int]]:
-    return [windows.ids(scenario.input_len) for _ in range(scenario.num_prompts)]
-
-
-def _batch_result(
-    found: Mapping[str, Mapping[str, BatchTimes]], *, beside: str | None
-) -> BenchResult:
-    figures = {
-        scenario: {name: times.figures() for name, times in by_engine.items()}
-        for scenario, by_engine in found.items()
-    }
-    rows = [
-        _row(scenario, name, of_engine)
-        for scenario, by_engine in figures.items()
-        for name, of_engine in by_engine.items()
-    ]
-    result: dict[str, object] = {"scenarios": figures}
-    if beside:
-        ratios = {name: _ratio(one[OURS], one[beside]) for name, one in figures.items()}
-        rows += [_row(scenario, f"{OURS} / it", ratio) for scenario, ratio in ratios.items()]
-        result["ratios"] = ratios
-    table = Table("batches", ("", "engine", *COLUMNS.values()), rows)
-    return BenchResult(result, (table,), (NOTE,))
-
-
-def _ratio(ours: Mapping[str, float], theirs: Mapping[str, float]) -> dict[str, float]:
-    return {rate: round(ours[rate] / theirs[rate], 3) for rate in RATES if rate in theirs}
-
-
-def _row(scenario: str, name: str, figures: Mapping[str, float]) -> list[str]:
-    shown = [f"{figures[key]:,.2f}" if key in figures else "" for key in COLUMNS]
-    return [scenario, name, *shown]
 
 
 def _scenarios(options: OfflineOptions) -> list[Scenario]:

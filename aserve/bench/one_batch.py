@@ -10,24 +10,20 @@ import asyncio
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from aserve.app import LocalExecutor, load, new_event_loop
-from aserve.bench.limits import MachineLimits, measure_limits, read_limits
 from aserve.bench.options import OneBatchOptions, integers
-from aserve.bench.parameters import Parameters, count_parameters
 from aserve.bench.progress import progress
 from aserve.bench.result import BenchResult, Table
 from aserve.bench.running import running
 from aserve.bench.spread import median, spread
 from aserve.bench.step_driver import StepDriver, StepTime
 from aserve.bench.windows import TokenWindows
+from aserve.bench.yardstick import Yardstick, make_yardstick
 from aserve.config import Resolved
-from aserve.gpu.weights.hub import resolve_model_dir
 from aserve.messages import AdmitRequest, EngineSpec, SamplingParams, pack_i32
 
 TITLE = "one batch"
-BITS = {"auto": 32, "float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +59,7 @@ def run(options: OneBatchOptions, resolved: Resolved) -> BenchResult:
         for num_rows in integers(options.batch_sizes, flag="--batch-sizes")
         for input_len in integers(options.input_lens, flag="--input-lens")
     ]
-    yardstick = _yardstick(options, resolved)
+    yardstick = make_yardstick(resolved, limits_file=options.limits)
     found = measure(shapes, resolved, repeats=options.repeats, prompt_seed=options.prompt_seed)
     lines = [_line(shape, repeats, yardstick) for shape, repeats in found.batches.items()]
     rows = [[f"{value:,}" for value in line.values()] for line in lines]
@@ -143,54 +139,19 @@ def measured(times: Sequence[StepTime]) -> Measured:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Yardstick:
-    """What a step has to read and compute at least, and what the machine can do at most."""
-
-    parameters: Parameters
-    weight_bits: int
-    limits: MachineLimits
-
-    def __str__(self) -> str:
-        return (
-            f"limits: a step reads {self._step_gb:,.3f} GB of weights ({self.weight_bits} bits); "
-            f"the machine {self.limits.read_gb_per_s:,.1f} GB/s, "
-            f"{self.limits.matmul_gflops:,.0f} GFLOP/s"
-        )
-
-    @property
-    def _step_gb(self) -> float:
-        return (self.parameters.body + self.parameters.head) * self.weight_bits / 8e9
-
-    def read_share(self, step_s: float) -> float:
-        """Of the memory's bandwidth, for one step that reads every weight once."""
-        return self._step_gb / step_s / self.limits.read_gb_per_s
-
-    def matmul_share(self, shape: Shape, prefill_s: float) -> float:
-        """Of the matrix rate; attention is not counted, the head once per row."""
-        num_tokens = shape.num_rows * shape.input_len
-        products = self.parameters.body * num_tokens + self.parameters.head * shape.num_rows
-        return 2e-9 * products / prefill_s / self.limits.matmul_gflops
-
-
-def _yardstick(options: OneBatchOptions, resolved: Resolved) -> Yardstick:
-    is_dummy = resolved.model.load_format == "dummy"
-    model_dir = resolve_model_dir(resolved.model_source, has_weights=not is_dummy)
-    limits = read_limits(Path(options.limits)) if options.limits else measure_limits()
-    weight_bits = options.weight_bits or BITS[resolved.model.dtype]
-    return Yardstick(count_parameters(model_dir), weight_bits, limits)
-
-
 def _line(shape: Shape, repeats: Sequence[Measured], yardstick: Yardstick) -> dict[str, float]:
     prefill_s = median([one.prefill_s for one in repeats])
     steps_s = [one.step_s for one in repeats]
     step_s = median(steps_s)
+    num_tokens = shape.num_rows * shape.input_len
     return {
         "rows": shape.num_rows,
         "input_len": shape.input_len,
         "prefill_ms": round(prefill_s * 1e3, 3),
-        "prefill_tok_s": round(shape.num_rows * shape.input_len / prefill_s, 1),
-        "matmul_share": round(yardstick.matmul_share(shape, prefill_s), 3),
+        "prefill_tok_s": round(num_tokens / prefill_s, 1),
+        "matmul_share": round(
+            yardstick.matmul_share(num_tokens, prefill_s, num_rows=shape.num_rows), 3
+        ),
         "decode_ms_per_step": round(step_s * 1e3, 3),
         "decode_tok_s": round(shape.num_rows / step_s, 1),
         "read_share": round(yardstick.read_share(step_s), 3),

@@ -124,9 +124,6 @@ class OneBatchOptions:
     limits: str | None = option(
         None, "the machine's rates; default: measured quickly", Limits(metavar="FILE")
     )
-    weight_bits: int | None = option(
-        None, "bits of a weight as it is stored; default: those of --dtype, auto: 32", Limits(low=1)
-    )
     repeats: int = option(3, "repeats, each with other prompts", Limits(low=1))
     prompt_seed: int = option(0, "of the choice of prompts", Limits(low=0))
 

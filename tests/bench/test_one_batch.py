@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from aserve.bench.limits import MachineLimits, read_limits
-from aserve.bench.one_batch import Shape, Yardstick, measured
+from aserve.bench.one_batch import measured
 from aserve.bench.parameters import Parameters, count_parameters
 from aserve.bench.step_driver import StepTime
+from aserve.bench.yardstick import Yardstick
 from aserve.cli import main
 from aserve.errors import ConfigError
 from aserve.messages import StepStats
@@ -67,9 +68,9 @@ def test_a_step_is_compared_with_the_weights_that_it_reads() -> None:
     rates = MachineLimits(read_gb_per_s=10.0, matmul_gflops=100.0)
     yardstick = Yardstick(Parameters(body=900_000_000, head=100_000_000), 16, rates)
     assert yardstick.read_share(0.4) == pytest.approx(0.5)  # 2 GB at 10 GB/s are 0.2 s
-    shape = Shape(num_rows=2, input_len=50, output_len=2)
     operations = 2 * (900e6 * 100 + 100e6 * 2)
-    assert yardstick.matmul_share(shape, 10.0) == pytest.approx(operations / 10 / 100e9)
+    share = yardstick.matmul_share(100, 10.0, num_rows=2)
+    assert share == pytest.approx(operations / 10 / 100e9)
 
 
 def test_a_tied_head_is_counted_and_the_table_of_inputs_is_not() -> None:

@@ -52,7 +52,7 @@ def choose_cpu_form(wish: WeightWish, facts: CpuFacts) -> WeightForm:
         return _form(torch.bfloat16, facts, why=f"auto: the processor has {facts.bf16_products}")
     if facts.has_fbgemm:
         about = "float32 with weights stored as float16 (auto: no instructions for bfloat16)"
-        return WeightForm(torch.float32, prepare_half_stored, about)
+        return WeightForm(torch.float32, prepare_half_stored, about, stored_bits=16)
     return _form(torch.float32, facts, why="auto: the processor has no half types")
 
 

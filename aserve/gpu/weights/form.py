@@ -38,11 +38,17 @@ class WeightWish:
 @dataclass(frozen=True, slots=True)
 class WeightForm:
     """`dtype` is that of activations, norms and KV; `prepare` makes the linear layers; `about` says
-    both, and why, in a few words."""
+    both, and why, in a few words. `stored_bits` of a weight, where they are not those of `dtype`.
+    """
 
     dtype: torch.dtype
     prepare: Prepare
     about: str
+    stored_bits: int | None = None
+
+    @property
+    def weight_bits(self) -> int:
+        return self.stored_bits or 8 * self.dtype.itemsize
 
 
 def parse_dtype(name: str) -> torch.dtype:

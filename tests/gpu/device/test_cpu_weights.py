@@ -22,19 +22,20 @@ HERE = read_cpu_facts()
 
 
 @pytest.mark.parametrize(
-    ("facts", "dtype", "form"),
+    ("facts", "dtype", "form", "weight_bits"),
     [
-        (AMX, torch.bfloat16, prepare_packed),
-        (AVX2, torch.float32, prepare_half_stored),
-        (OTHER, torch.float32, prepare_packed),
-        (BARE, torch.float32, prepare),
+        (AMX, torch.bfloat16, prepare_packed, 16),
+        (AVX2, torch.float32, prepare_half_stored, 16),
+        (OTHER, torch.float32, prepare_packed, 32),
+        (BARE, torch.float32, prepare, 32),
     ],
 )
 def test_auto_takes_the_fewest_bytes_that_the_machine_multiplies_fast(
-    facts: CpuFacts, dtype: torch.dtype, form: Prepare
+    facts: CpuFacts, dtype: torch.dtype, form: Prepare, weight_bits: int
 ) -> None:
     chosen = choose_cpu_form(WeightWish("auto", "bfloat16", LARGE), facts)
     assert (chosen.dtype, chosen.prepare) == (dtype, form)
+    assert chosen.weight_bits == weight_bits
     assert "auto: " in chosen.about
 
 
