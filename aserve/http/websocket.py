@@ -48,13 +48,7 @@ async def connect(request: web.Request, context: HttpContext) -> web.StreamRespo
         raise refusal
     if not web.WebSocketResponse().can_prepare(request):
         raise refused(426, "This is a websocket: connect with an upgrade, or POST a response.")
-    socket = ResponseSocket(request, context)
-    sockets = request.app[SOCKETS]
-    sockets.add(socket)
-    try:
-        return await socket.serve()
-    finally:
-        sockets.discard(socket)
+    return await ResponseSocket(request, context).serve()
 
 
 async def close_sockets(app: web.Application) -> None:
@@ -112,6 +106,8 @@ class ResponseSocket:
         """Until one side closes; what runs then is cancelled."""
         await self._socket.prepare(self._request)
         self._request[STARTED] = StartedAnswer(self._socket, self._fail)
+        sockets = self._request.app[SOCKETS]
+        sockets.add(self)
         try:
             async with asyncio.TaskGroup() as group:
                 tasks: set[asyncio.Task[None]] = set()
@@ -120,6 +116,8 @@ class ResponseSocket:
                     task.cancel()
         except* ConnectionError:
             logger.debug("client gone from its websocket")
+        finally:
+            sockets.discard(self)
         return self._socket
 
     async def go_away(self) -> None:
@@ -182,9 +180,10 @@ class ResponseSocket:
         )
         with self._responses.running(call, stream_id=asked.lane) as live:
             async for events in live.events():
+                if live.is_done:
+                    self._latest = live.so_far
                 for event in events:
                     await self._send(event)
-        self._latest = live.so_far
 
     def _conversation(self, previous_id: str) -> tuple[Message, ...]:
         """The last response can be continued here even if it was not to be stored."""

@@ -152,3 +152,26 @@ async def test_of_100_sockets_half_vanish_and_the_others_get_one_end_each(
     assert {number: texts[number] for number in alone} == alone
     assert len(set(texts[:50])) > 45
     await settled(server)
+
+
+async def test_sigterm_fails_what_runs_and_closes_every_socket_as_gone_away() -> None:
+    from websockets.exceptions import ConnectionClosed
+
+    with ServerProcess(*QUIET, "--drain-timeout", "0.3") as server:
+        async with (
+            client_of(server) as client,
+            client.responses.connect() as idle,
+            client.responses.connect() as busy,
+        ):
+            await send(busy, max_output_tokens=900, ignore_eos=True)
+            assert (await busy.recv()).type == "response.created"
+            ending = asyncio.ensure_future(asyncio.to_thread(server.end))
+            assert (await final_of(busy)).type == "response.failed"
+            for connection in (idle, busy):
+                with pytest.raises(ConnectionClosed) as caught:
+                    await connection.recv_bytes()
+                assert caught.value.rcvd is not None
+                assert caught.value.rcvd.code == 1001
+            code, took_s = await ending
+        assert code == 0
+        assert took_s < 5

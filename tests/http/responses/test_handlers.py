@@ -11,7 +11,8 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
 from aserve.errors import StepError
-from aserve.messages import Grammar, array_i32
+from aserve.http.openai.responses.events import Event, EventMaker
+from aserve.messages import Grammar, OutputChunk, array_i32
 from tests.http.echo_engine import EchoEngine
 
 ASK: dict[str, Any] = {"model": "echo", "input": "hello 한", "temperature": 0}
@@ -181,6 +182,21 @@ async def test_a_running_response_is_cancelled_by_its_id(
     assert echo.gateway.num_open == 0
 
 
+async def test_what_is_not_to_be_stored_is_cancelled_but_not_read(
+    echo: EchoEngine, client: openai.AsyncOpenAI
+) -> None:
+    echo.scheduler.is_paused = True
+    answer = asyncio.ensure_future(ask(client, store=False))
+    await first_step(echo, answer)
+    response_id = "resp_" + echo.scheduler.admitted[0].request_id.removesuffix("-0")
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(response_id)
+    assert (await client.responses.cancel(response_id)).status == "cancelled"
+    assert (await answer).status == "cancelled"
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(response_id)
+
+
 async def test_a_finished_response_cannot_be_cancelled(client: openai.AsyncOpenAI) -> None:
     made = await ask(client)
     with pytest.raises(openai.BadRequestError, match="it is completed"):
@@ -218,6 +234,25 @@ async def test_a_stream_that_fails_ends_with_a_failed_response(
     assert last.type == "response.failed"
     assert last.response.error is not None
     assert last.response.error.message == "it broke"
+    assert (await client.responses.retrieve(last.response.id)).status == "failed"
+
+
+async def test_a_bug_in_the_middle_of_a_stream_ends_it_with_a_failed_response(
+    client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = EventMaker.add
+    calls = iter(range(5))
+
+    def fail(maker: EventMaker, chunk: OutputChunk) -> list[Event]:
+        if next(calls) == 2:
+            raise RuntimeError("secret")
+        return add(maker, chunk)
+
+    monkeypatch.setattr(EventMaker, "add", fail)
+    last = (await streamed(client))[-1]
+    assert last.type == "response.failed"
+    assert last.response.error is not None
+    assert "secret" not in last.response.error.message
     assert (await client.responses.retrieve(last.response.id)).status == "failed"
 
 

@@ -48,6 +48,10 @@ class LiveResponse:
         return self._maker.response
 
     @property
+    def is_done(self) -> bool:
+        return self._maker.is_done
+
+    @property
     def so_far(self) -> StoredResponse:
         return StoredResponse(self.response, self._asked.messages)
 
@@ -69,7 +73,7 @@ class LiveResponse:
 
     def fail(self, info: ErrorInfo) -> list[Event]:
         """The server cannot go on with it."""
-        if self._maker.is_done:
+        if self.is_done:
             return []
         events = self._maker.fail(info)
         self._note_end()
@@ -83,7 +87,7 @@ class LiveResponse:
 
     def _note_end(self) -> None:
         """Before the client hears of it, which may ask for it at once."""
-        if self._maker.is_done:
+        if self.is_done:
             self._on_end(self.so_far)
 
 
@@ -153,7 +157,9 @@ class Responses:
         return response
 
     def _ended(self, ended: StoredResponse) -> None:
-        del self._live[ended.response.id]
+        self._live.pop(
+            ended.response.id, None
+        )  # its reader may have left, and failed it from there
         if ended.response.store:
             self._store.put(ended)
 
