@@ -67,3 +67,27 @@ async def test_only_allowed_tokens_are_said(client: openai.AsyncOpenAI) -> None:
     chosen = (await story(client, allowed_token_ids=allowed, temperature=1.5))["token_ids"]
     assert len(chosen) == 40
     assert set(chosen) <= set(allowed)
+
+
+async def test_a_grammar_wins_where_bans_would_leave_it_nothing(
+    client: openai.AsyncOpenAI,
+) -> None:
+    choices = {"structured_outputs": {"choice": ["yes", "no"]}}
+    assert (await story(client, bad_words=["yes", "no"], **choices))["text"] in ("yes", "no")
+    assert (await story(client, allowed_token_ids=[300], **choices))["text"] in ("yes", "no")
+    texts = {(await story(client, bad_words=[word], **choices))["text"] for word in ("yes", "no")}
+    assert texts == {"yes", "no"}
+
+
+async def test_who_knows_the_salt_shares_the_cache(client: openai.AsyncOpenAI) -> None:
+    async def cached_tokens(salt: str) -> int:
+        answer = await client.completions.create(
+            model="aserve-tiny", prompt=STORY * 4, max_tokens=1, extra_body={"cache_salt": salt}
+        )
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        return answer.usage.prompt_tokens_details.cached_tokens or 0
+
+    assert await cached_tokens("mine") == 0
+    assert await cached_tokens("mine") > 0
+    assert await cached_tokens("other") == 0

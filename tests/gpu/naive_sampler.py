@@ -19,7 +19,7 @@ Words = npt.NDArray[np.uint64]
 def naive_logits(
     logits: Floats, history: Sequence[int], init: RowInit, allowed: Collection[int] | None = None
 ) -> Floats:
-    """logits [vocab] after penalties, bias, bans and mask. `history` is prompt and outputs."""
+    """logits [vocab] after penalties, bias, mask and bans. `history` is prompt and outputs."""
     result = logits.copy()
     outputs = history[init.prompt_len :]
     for token in set(history):
@@ -31,14 +31,18 @@ def naive_logits(
         result[token] += bias
     if len(history) < init.min_len:
         result[list(init.end_ids)] = -np.inf
-    for *before, last in init.bad_word_ids:
-        if not before or outputs[-len(before) :] == before:
-            result[last] = -np.inf
-    if init.allowed_ids:
-        result[[token for token in range(len(result)) if token not in init.allowed_ids]] = -np.inf
     if allowed is not None:
         result[[token for token in range(len(result)) if token not in allowed]] = -np.inf
-    return result
+    banned = [
+        last
+        for *before, last in init.bad_word_ids
+        if not before or outputs[-len(before) :] == before
+    ]
+    if init.allowed_ids:
+        banned += [token for token in range(len(result)) if token not in init.allowed_ids]
+    left = result.copy()
+    left[banned] = -np.inf
+    return left if np.isfinite(left).any() else result
 
 
 def naive_token(processed: Floats, position: int, init: RowInit) -> int:

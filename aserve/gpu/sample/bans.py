@@ -43,6 +43,7 @@ class RowBans:
 class BanPlan:
     """The bans of some logits rows, int32 each."""
 
+    rows: ArrayI32  # [rows], the logits rows that have some
     restricted: ArrayI32  # [restricted], the logits rows with allowed ids
     allowing: ArrayI32  # [allowed], places in `restricted`
     allowed: ArrayI32  # [allowed]
@@ -65,6 +66,7 @@ def plan_bans(places: ArrayI32, bans: Sequence[RowBans]) -> BanPlan:
     restricted = np.flatnonzero(num_allowed).astype(np.int32)
     order = np.arange(len(restricted), dtype=np.int32)
     return BanPlan(
+        rows=places,
         restricted=places[restricted],
         allowing=np.repeat(order, num_allowed[restricted]),
         allowed=np.concatenate([each.allowed for each in bans]),
@@ -99,7 +101,12 @@ class Outputs:
 
 
 def ban(logits: Tensor, outputs: Outputs, ints: Callable[[str], Tensor]) -> None:
-    """logits [n, vocab], in place; `ints` gives the plan's arrays on the device, int64."""
+    """logits [n, vocab], in place; `ints` gives the plan's arrays on the device, int64.
+
+    Where its bans would leave a row nothing of what a grammar's mask has left, they do not count.
+    """
+    rows = ints("rows")
+    unbanned = logits.index_select(0, rows)
     restricted = ints("restricted")
     if len(restricted):
         own = logits.index_select(0, restricted)
@@ -113,3 +120,6 @@ def ban(logits: Tensor, outputs: Outputs, ints: Callable[[str], Tensor]) -> None
     misses = torch.zeros_like(places).index_add_(0, owners, (~was_emitted).to(torch.int64))
     values = torch.zeros_like(misses, dtype=logits.dtype).masked_fill_(misses == 0, -torch.inf)
     logits.index_put_((places, ints("lasts")), values, accumulate=True)
+    banned = logits.index_select(0, rows)
+    is_left = banned.amax(dim=1, keepdim=True) > -torch.inf
+    logits.index_copy_(0, rows, torch.where(is_left, banned, unbanned))

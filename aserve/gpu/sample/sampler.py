@@ -1,4 +1,4 @@
-"""From logits to tokens and logprobs: penalties, bias, bans, mask, then the coupled draw.
+"""From logits to tokens and logprobs: penalties, bias, mask, bans, then the coupled draw.
 
 It knows no batch and no page table of a step, only rows and lengths: the same call serves plain
 rows, held rows and every position of a verify window. It keeps no state between calls.
@@ -76,9 +76,12 @@ class Sampler:
     def sample(self, logits: Tensor, rows: LogitsRows, staged: Staged) -> Sampled:
         """logits [n, vocab], float32 or float64, may be overwritten."""
         params = self._tables.at(rows.rows, logits.dtype)
-        self._process(logits, rows, params, staged)
+        self._process(logits, rows, staged)
         if rows.mask is not None:
             logits.masked_fill_(~_allowed(rows.mask, self._token_ids), -torch.inf)
+        if staged.plan.bans is not None:
+            outputs = Outputs(rows.rows, rows.lens, params.ints("prompt_len"), self._pools)
+            ban(logits, outputs, lambda name: staged.ints(f"bans.{name}"))
         tokens = self._draw(logits, rows, params, staged.plan)
         chosen, top_ids, top_logprobs = _logprobs(logits, tokens, staged)
         return Sampled(
@@ -90,7 +93,7 @@ class Sampler:
             top_logprobs=top_logprobs,
         )
 
-    def _process(self, logits: Tensor, rows: LogitsRows, params: RowParams, staged: Staged) -> None:
+    def _process(self, logits: Tensor, rows: LogitsRows, staged: Staged) -> None:
         plan = staged.plan
         if len(plan.penalised):
             index = staged.ints("penalised")
@@ -107,9 +110,6 @@ class Sampler:
             is_on = rows.lens.index_select(0, places) < staged.ints("until")
             values = torch.where(is_on, staged.floats("values").to(logits.dtype), 0)
             logits.index_put_((places, staged.ints("token_ids")), values, accumulate=True)
-        if plan.bans is not None:
-            outputs = Outputs(rows.rows, rows.lens, params.ints("prompt_len"), self._pools)
-            ban(logits, outputs, lambda name: staged.ints(f"bans.{name}"))
 
     def _draw(
         self, logits: Tensor, rows: LogitsRows, params: RowParams, plan: SamplePlan
