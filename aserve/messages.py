@@ -64,9 +64,10 @@ class SamplingParams(Record, frozen=True):
 
     temperature 0 is greedy; top_k 0 and top_p 1 and min_p 0 are off. `seed` is always set: http
     draws one for a request that has none. `logprobs` is the number of alternatives per token, None
-    for no logprobs at all, and `prompt_logprobs` the same of the prompt's tokens; `echo` gives the
-    prompt's text back before the output. `max_tokens` None means the rest of the context; the
-    tokenizer actor resolves it. With 0 the prompt is computed and nothing is sampled.
+    for no logprobs at all, and `prompt_logprobs` the same of the prompt's tokens; `raw_logprobs`
+    are those before penalties, bias and masks. `echo` gives the prompt's text back before the
+    output. `max_tokens` None means the rest of the context; the tokenizer actor resolves it. With 0
+    the prompt is computed and nothing is sampled.
     `include_stop_str_in_output` shows what ended the text, `return_token_ids` also the prompt's
     ids. Only `allowed_token_ids` are sampled, and what ends a sequence; empty allows all.
     """
@@ -91,6 +92,7 @@ class SamplingParams(Record, frozen=True):
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     logprobs: int | None = None
+    raw_logprobs: bool = False
     prompt_logprobs: int | None = None
     echo: bool = False
     n: int = 1
@@ -205,6 +207,7 @@ class RowInit(Record, frozen=True):
     end_ids: tuple[int, ...]
     logit_bias: tuple[tuple[int, float], ...]
     num_logprobs: int  # -1 none, 0 the chosen token only
+    raw_logprobs: bool = False  # of the model's own distribution, whatever is sampled from
     allowed_ids: tuple[int, ...] = ()  # no other is sampled; empty for any
     # of each word the last id is not sampled where those before it were
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
@@ -295,8 +298,8 @@ class Resync(Message, frozen=True):
 
 
 class RowLogprobs(Record, frozen=True):
-    """Of one row's tokens in a step, after penalties, bias and mask, before temperature (natural
-    logarithm).
+    """Of one row's tokens in a step, after penalties, bias and mask, or before all of them where
+    the row wants raw_logprobs; before temperature (natural logarithm).
     """
 
     row: int

@@ -210,6 +210,7 @@ def _row_init(request: AdmitRequest, child: int) -> RowInit:
         end_ids=request.end_ids,
         logit_bias=sampling.logit_bias,
         num_logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
+        raw_logprobs=sampling.raw_logprobs,
         allowed_ids=sampling.allowed_token_ids and sampling.allowed_token_ids + request.end_ids,
         bad_word_ids=request.bad_word_ids,
         embeds=request.embeds,

@@ -221,6 +221,7 @@ class Sequence:
             end_ids=self.end_ids,
             logit_bias=sampling.logit_bias,
             num_logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
+            raw_logprobs=sampling.raw_logprobs,
             allowed_ids=sampling.allowed_token_ids and sampling.allowed_token_ids + self.end_ids,
             bad_word_ids=self.bad_word_ids,
             num_prompt_logprobs=self._num_prompt_logprobs,

@@ -36,13 +36,15 @@ INITS = [
     greedy(2),
     greedy(3, num_logprobs=0, temperature=1.0, seed=5, top_k=3),
     greedy(4, num_logprobs=5, temperature=1.0, seed=6, logit_bias=((7, 2.0),)),
+    greedy(5, num_logprobs=3, raw_logprobs=True, repetition_penalty=1.5, logit_bias=((7, 9.0),)),
 ]
 
 
 def naive_logprobs(history: list[int], init: RowInit) -> Floats:
     """[vocab], of the token after the history."""
-    processed = naive_logits(_logits(history), history, init)
-    logprobs: Floats = processed - np.logaddexp.reduce(processed)
+    logits = _logits(history)
+    scored = logits if init.raw_logprobs else naive_logits(logits, history, init)
+    logprobs: Floats = scored - np.logaddexp.reduce(scored)
     return logprobs
 
 
@@ -82,7 +84,7 @@ async def test_each_row_gets_its_logprobs_however_the_logits_are_sliced(
     builder = BatchBuilder(make_executor(HashModel()).spec)
     [result] = await results_of(builder.batch(histories, sampling=histories, inits=INITS))
     tokens = array_i32(result.tokens).tolist()
-    assert [record.row for record in result.logprobs] == [1, 3, 4]
+    assert [record.row for record in result.logprobs] == [1, 3, 4, 5]
     for record in result.logprobs:
         init = INITS[record.row - 1]
         expected = naive_logprobs(histories[record.row], init)
@@ -110,7 +112,7 @@ async def test_held_rows_are_sampled_alike_however_their_logits_are_sliced(
     for init, token in zip(INITS, tokens, strict=True):
         processed = naive_logits(_logits(histories[init.row]), histories[init.row], init)
         assert token == naive_token(processed, len(histories[init.row]), init)
-    assert [record.row for record in result.logprobs] == [1, 3, 4]
+    assert [record.row for record in result.logprobs] == [1, 3, 4, 5]
     for record in result.logprobs:
         expected = naive_logprobs(histories[record.row], INITS[record.row - 1])
         assert_naive(record, 0, token=tokens[record.row - 1], expected=expected)

@@ -33,6 +33,7 @@ class RowFacts:
         "_num_logprobs",
         "_num_prompt_logprobs",
         "_prompt_wants",
+        "_raw_logprobs",
         "_scored_lens",
         "_top_k",
     )
@@ -41,6 +42,7 @@ class RowFacts:
         self._needs = np.zeros(max_rows + 1, np.uint8)
         self._top_k = np.zeros(max_rows + 1, np.int32)
         self._num_logprobs = np.full(max_rows + 1, -1, np.int32)
+        self._raw_logprobs = np.zeros(max_rows + 1, np.bool_)
         self._num_prompt_logprobs = np.full(max_rows + 1, -1, np.int32)
         self._scored_lens = np.zeros(max_rows + 1, np.int32)
         self._embedded_lens = np.full(max_rows + 1, -1, np.int32)
@@ -53,6 +55,7 @@ class RowFacts:
             self._needs[init.row] = _needs(init)
             self._top_k[init.row] = init.top_k
             self._num_logprobs[init.row] = init.num_logprobs
+            self._raw_logprobs[init.row] = init.raw_logprobs
             self._inits[init.row] = init
             if self._needs[init.row] & BAN:
                 self._bans[init.row] = RowBans(init)
@@ -84,6 +87,7 @@ class RowFacts:
             nudges=self._nudges(rows, np.flatnonzero(needs & NUDGE)),
             bans=self._plan_bans(rows, np.flatnonzero(needs & BAN).astype(np.int32)),
             scored=scored,
+            raw_places=np.flatnonzero(self._raw_logprobs[rows[scored]]).astype(np.int32),
             num_top=min(int(num_logprobs.max(initial=0)), vocab_size) if len(scored) else 0,
         )
 
@@ -154,11 +158,14 @@ class SamplePlan:
     nudges: Nudges
     bans: BanPlan | None
     scored: ArrayI32  # logits rows that want logprobs
+    raw_places: ArrayI32  # those of `scored` that want the model's own, counted among them
     num_top: int  # alternatives for the one that wants most
 
     def stage(self, sections: HostSections, prefix: str) -> None:
         sections.add(f"{prefix}.penalised", self.penalised)
         sections.add(f"{prefix}.scored", self.scored)
+        sections.add(f"{prefix}.raw_places", self.raw_places)
+        sections.add(f"{prefix}.raw", self.scored[self.raw_places])
         nudges = self.nudges
         sections.add(f"{prefix}.places", np.array(nudges.places, np.int32))
         sections.add(f"{prefix}.token_ids", np.array(nudges.token_ids, np.int32))

@@ -76,6 +76,7 @@ class Sampler:
     def sample(self, logits: Tensor, rows: LogitsRows, staged: Staged) -> Sampled:
         """logits [n, vocab], float32 or float64, may be overwritten."""
         params = self._tables.at(rows.rows, logits.dtype)
+        raw = logits.index_select(0, staged.ints("raw"))
         self._process(logits, rows, staged)
         if rows.mask is not None:
             logits.masked_fill_(~_allowed(rows.mask, self._token_ids), -torch.inf)
@@ -83,7 +84,7 @@ class Sampler:
             outputs = Outputs(rows.rows, rows.lens, params.ints("prompt_len"), self._pools)
             ban(logits, outputs, lambda name: staged.ints(f"bans.{name}"))
         tokens = self._draw(logits, rows, params, staged.plan)
-        chosen, top_ids, top_logprobs = _logprobs(logits, tokens, staged)
+        chosen, top_ids, top_logprobs = _logprobs(logits, raw, tokens, staged)
         return Sampled(
             tokens=tokens,
             # The maximum is NaN if one logit is, and -inf if none is allowed.
@@ -137,10 +138,13 @@ def _allowed(mask: Tensor, token_ids: Tensor) -> Tensor:
     return ((words >> (token_ids % 32)) & 1).to(torch.bool)
 
 
-def _logprobs(logits: Tensor, tokens: Tensor, staged: Staged) -> tuple[Tensor, Tensor, Tensor]:
-    """Of processed logits, before temperature."""
+def _logprobs(
+    logits: Tensor, raw: Tensor, tokens: Tensor, staged: Staged
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of processed logits, or of the model's own where a row wants those; before temperature."""
     index = staged.ints("scored")
-    scores = logits.index_select(0, index).log_softmax(dim=1)
+    scored = logits.index_select(0, index).index_copy_(0, staged.ints("raw_places"), raw)
+    scores = scored.log_softmax(dim=1)
     chosen = scores.gather(1, tokens.index_select(0, index)[:, None])[:, 0]
     top_logprobs, top_ids = scores.topk(staged.plan.num_top, dim=1)
     return chosen.float(), top_ids, top_logprobs.float()

@@ -121,6 +121,7 @@ def sampling_of(
         skip_special_tokens=body.skip_special_tokens is not False,
         return_token_ids=bool(body.return_token_ids),
         logprobs=logprobs,
+        raw_logprobs=body.logprobs_mode == "raw_logprobs",
         n=body.n or 1,
         grammar=grammar_of(body.response_format, body.structured_outputs),
     )

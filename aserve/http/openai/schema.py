@@ -5,7 +5,7 @@ Must not know sampling or prompts. Unknown fields fall away; `model: null` and t
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
@@ -69,6 +69,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: int | None = None
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
+    logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     seed: int | None = None

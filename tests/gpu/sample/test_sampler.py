@@ -49,6 +49,7 @@ def rows(draw: st.DrawFn, row: int) -> Row:
         end_ids=draw(st.sampled_from([(), (0, 7)])),
         logit_bias=draw(st.sampled_from([(), ((7, 2.0), (9, -100.0), (11, 1.0))])),
         num_logprobs=draw(st.sampled_from([-1, 0, 1, 4])),
+        raw_logprobs=draw(st.booleans()),
         allowed_ids=draw(st.sampled_from([(), (), (0, 1, 2, 5, 7, 30), (30, 31)])),
         bad_word_ids=tuple(_bad_words(draw, history)),
     )
@@ -79,7 +80,8 @@ def sampled_alike(cases: Sequence[Row], logits: Tensor, *, is_masked: bool) -> N
         assert int(got.tokens[place]) == naive_token(expected, len(case.history), case.init)
         if case.init.num_logprobs < 0:
             continue
-        logprobs = expected - np.logaddexp.reduce(expected)
+        scores = logits[place].numpy() if case.init.raw_logprobs else expected
+        logprobs = scores - np.logaddexp.reduce(scores)
         chosen = logprobs[int(got.tokens[place])]
         np.testing.assert_allclose(got.chosen[scored].item(), chosen, rtol=1e-5, atol=1e-5)
         best = sorted(range(VOCAB), key=lambda token: -logprobs[token])[: case.init.num_logprobs]
