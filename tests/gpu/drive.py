@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from aserve.messages import (
     BuildMask,
     Executor,
     Launch,
+    MaskReady,
     PromptLogprobs,
     Refused,
     Resync,
@@ -46,6 +48,7 @@ from aserve.scheduling.state import SchedulerState
 from tests.fakes import ToyMatchers
 
 Key = tuple[str, int]  # request id, child
+FillMask = Callable[[BuildMask], MaskReady]
 
 
 @dataclass(slots=True)
@@ -99,13 +102,21 @@ def request(
     )
 
 
-def serve(executor: TorchExecutor, requests: list[AdmitRequest], *, chaos: int = 0) -> Served:
-    """Runs all requests to their ends, then closes the executor."""
+def serve(
+    executor: TorchExecutor,
+    requests: list[AdmitRequest],
+    *,
+    chaos: int = 0,
+    fill: FillMask | None = None,
+) -> Served:
+    """Runs all requests to their ends, then closes the executor. Grammars are toys, or `fill`'s."""
 
     async def run() -> Served:
         executor.start(asyncio.get_running_loop())
         try:
-            return await _Drive(executor, requests, random.Random(chaos)).run()
+            drive = _Drive(executor, requests, random.Random(chaos))
+            drive.fill = fill or drive.fill
+            return await drive.run()
         finally:
             executor.close()
 
@@ -119,7 +130,7 @@ class _Drive:
         self.executor = executor
         self.chaos = chaos
         self.state = SchedulerState(executor.spec, debug_checks=True)
-        self.matchers = ToyMatchers(executor.spec.vocab_size)
+        self.fill: FillMask = ToyMatchers(executor.spec.vocab_size).fill
         self.arrivals = deque(requests)
         self.asks: deque[BuildMask] = deque()
         self.tickets: deque[Ticket] = deque()
@@ -141,7 +152,7 @@ class _Drive:
         if source is self.arrivals:
             return self.arrivals.popleft()
         if source is self.asks:
-            return self.matchers.fill(self.asks.popleft())
+            return self.fill(self.asks.popleft())
         return await self.tickets.popleft()
 
     def _perform(self, effect: SchedulerEffect) -> None:
