@@ -30,6 +30,7 @@ from aserve.actors.tokenizer import GrammarPorts, TokenizerActor
 from aserve.channel import Channel, Codec
 from aserve.config import Resolved
 from aserve.errors import AserveError, BugError, EngineDead, ErrorInfo, ShuttingDown
+from aserve.gpu.device.process import prepare_process
 from aserve.gpu.worker import Worker
 from aserve.grammar.frames import Vocabulary
 from aserve.grammar.library import GrammarLibrary
@@ -109,6 +110,7 @@ class App:
         codec: bool = False,
         on_death: Callable[[], None] = lambda: None,
     ) -> None:
+        prepare_process(resolved.machine.threads)
         self.resolved = resolved
         self.state = ServerState()
         self.trace = Trace()
@@ -287,6 +289,7 @@ def load(resolved: Resolved) -> Loaded:
         depth=resolved.scheduler.depth,
         lead=resolved.scheduler.lead,
         debug_checks=resolved.debug.debug_checks,
+        threads=resolved.machine.threads,
     )
     with shown_progress("loading weights") as on_progress:
         executor = build_executor(options, on_progress=on_progress)

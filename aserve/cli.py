@@ -26,6 +26,7 @@ from aserve.config import (
     DebugOptions,
     Facts,
     KvOptions,
+    MachineOptions,
     ModelOptions,
     Option,
     PromptOptions,
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 Message: TypeAlias = dict[str, str]
 
-ENGINE_RECORDS = (ModelOptions, KvOptions, SchedulerOptions, DebugOptions)
+ENGINE_RECORDS = (ModelOptions, KvOptions, SchedulerOptions, MachineOptions, DebugOptions)
 COMMAND_RECORDS: Mapping[str, tuple[type, ...]] = {
     "serve": (*ENGINE_RECORDS, ServerOptions),
     "chat": (*ENGINE_RECORDS, PromptOptions),

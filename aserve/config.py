@@ -113,6 +113,16 @@ class GrammarOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class MachineOptions:
+    threads: int | None = option(
+        None,
+        "threads that compute on the CPU; default: OMP_NUM_THREADS, else the cores within the "
+        "container's limit",
+        Limits(low=1, high=1024),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class ServerOptions:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0: any free one", Limits(low=0, high=65535))
@@ -225,6 +235,7 @@ class Resolved:
     kv: KvOptions
     scheduler: SchedulerOptions
     grammar: GrammarOptions
+    machine: MachineOptions
     server: ServerOptions
     debug: DebugOptions
     prompt: PromptOptions
@@ -251,6 +262,7 @@ def resolve(raw: Raw, facts: Facts) -> Resolved:
         kv=_build(KvOptions, values),
         scheduler=scheduler,
         grammar=_build(GrammarOptions, values),
+        machine=_build(MachineOptions, values),
         server=_build(ServerOptions, values),
         debug=_build(DebugOptions, values),
         prompt=_build(PromptOptions, values),
@@ -273,6 +285,19 @@ def read_raw(command_line: Mapping[str, object]) -> Raw:
         environment=environment,
         command_line=command_line,
     )
+
+
+def set_environment(name: str, value: str, *, wins: bool = False) -> str:
+    """For libraries that are imported later; the value that holds. What is set already stays,
+    unless this `wins`."""
+    if wins:
+        os.environ[name] = value
+    return os.environ.setdefault(name, value)
+
+
+def cache_home() -> Path:
+    """Where a user's programs keep what they can make again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
 
 
 def unknown_option(name: str, known: Iterable[str]) -> ConfigError:
@@ -313,6 +338,7 @@ ALL_RECORDS: tuple[type, ...] = (
     KvOptions,
     SchedulerOptions,
     GrammarOptions,
+    MachineOptions,
     ServerOptions,
     DebugOptions,
     PromptOptions,

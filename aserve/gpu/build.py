@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from aserve.cache.layout import plan_groups
 from aserve.gpu.attention.base import AttentionBackend
 from aserve.gpu.attention.registry import BACKENDS
@@ -63,11 +65,14 @@ class BuildOptions:
     attention: str = "auto"
     decode: str = "autoregressive"
     graph_sizes: tuple[int, ...] = ()
+    threads: int | None = None  # of torch, should it be imported already
 
 
 def build_executor(
     options: BuildOptions, *, on_progress: OnProgress = lambda _done, _total: None
 ) -> TorchExecutor:
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
     return build_on(open_device(options.device), options, on_progress=on_progress)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from aserve.gpu.device.base import Event
 from aserve.gpu.device.cpu_weights import choose_cpu_form, read_cpu_facts
+from aserve.gpu.device.process import keep_freed_memory
 from aserve.gpu.weights.form import WeightForm, WeightWish
 from aserve.gpu.weights.memory import available_memory_bytes
 
@@ -46,6 +47,7 @@ class CpuDevice:
         self.torch_device = torch.device("cpu")
 
     def stream(self) -> AbstractContextManager[None]:
+        keep_freed_memory()
         return nullcontext()
 
     def new_event(self) -> Event:
