@@ -57,13 +57,8 @@ from aserve.observability.trace import Trace
 from aserve.outlet import Gateway
 from aserve.progress import shown_progress
 from aserve.scheduling.state import SchedulerState
-from aserve.text.load import (
-    has_tokenizer,
-    load_numeric_tokenizer,
-    load_template,
-    load_tokenizer,
-)
-from aserve.text.numeric import numeric_template
+from aserve.text.defaults import NEUTRAL, GenerationDefaults
+from aserve.text.load import load_text
 from aserve.text.prompt import PromptEncoder, PromptLimits
 from aserve.text.template import ChatTemplate
 from aserve.text.tokenizer import TextTokenizer
@@ -95,6 +90,7 @@ class Loaded:
     tokenizer: TextTokenizer
     template: ChatTemplate | None
     about: str
+    defaults: GenerationDefaults = NEUTRAL
 
 
 class App:
@@ -135,6 +131,7 @@ class App:
         await _warmed_up(executor)
         engine.supervisor.start()
         self.state.max_model_len = executor.spec.max_model_len
+        self.state.defaults = loaded.defaults
         self._report("ready", "")
 
     async def drain(self, grace_s: float) -> None:
@@ -212,7 +209,7 @@ class App:
             inbox=events,
         )
         grammars = self._grammar_library(loaded)
-        limits = PromptLimits(max_model_len=spec.max_model_len, vocab_size=spec.vocab_size)
+        limits = PromptLimits(spec.max_model_len, spec.vocab_size, loaded.defaults.max_new_tokens)
         encoder = PromptEncoder(loaded.tokenizer, template=loaded.template, limits=limits)
         self.desk.open(encoder)
         tokenizer = TokenizerActor(
@@ -271,7 +268,7 @@ def load(resolved: Resolved) -> Loaded:
 
     is_dummy = resolved.model.load_format == "dummy"
     model_dir = resolve_model_dir(resolved.model_source, has_weights=not is_dummy)
-    tokenizer, template = _load_text(model_dir, is_dummy=is_dummy)
+    text = load_text(model_dir, resolved.model)
     from aserve.gpu.build import BuildOptions, build_executor  # a second, once all else is right
 
     options = BuildOptions(
@@ -293,14 +290,7 @@ def load(resolved: Resolved) -> Loaded:
     )
     with shown_progress("loading weights") as on_progress:
         executor = build_executor(options, on_progress=on_progress)
-    return Loaded(executor, tokenizer, template, executor.about)
-
-
-def _load_text(model_dir: Path, *, is_dummy: bool) -> tuple[TextTokenizer, ChatTemplate | None]:
-    if is_dummy and not has_tokenizer(model_dir):
-        logger.info("%s has no tokenizer: text is token ids as decimal numbers", model_dir)
-        return load_numeric_tokenizer(model_dir), numeric_template()
-    return load_tokenizer(model_dir), load_template(model_dir)
+    return Loaded(executor, text.tokenizer, text.template, executor.about, text.defaults)
 
 
 def vocabulary_of(tokenizer: TextTokenizer, vocab_size: int) -> Vocabulary:

@@ -69,6 +69,17 @@ class ModelOptions:
     max_model_len: int | None = option(
         None, "longest prompt + output in tokens; default: the model's", Limits(low=1)
     )
+    generation_config: str = option(
+        "model",
+        "where requests that don't say get their sampling from: the model's "
+        "generation_config.json, or none",
+        Limits(choices=("model", "none")),
+    )
+    chat_template: str | None = option(
+        None,
+        "a chat template instead of the model's: a file, or the template itself",
+        Limits(metavar="FILE"),
+    )
     served_model_name: str | None = option(
         None, "the name that clients give as `model`; default: the directory's or the hub id"
     )

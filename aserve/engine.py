@@ -38,6 +38,7 @@ from aserve.app import App, Loaded, in_thread, load, new_event_loop, seed_source
 from aserve.config import Facts, Raw, Resolved, resolve, unknown_option
 from aserve.errors import AserveError, ConfigError, EngineDead, ErrorInfo, InvalidRequest
 from aserve.http.openai.call import request_of, sampling_of
+from aserve.http.openai.conversation import template_variables
 from aserve.http.openai.limits import RANGES, check_limits, check_within
 from aserve.http.openai.schema import GenerationBody
 from aserve.messages import (
@@ -68,6 +69,7 @@ class SamplingFields(GenerationBody, kw_only=True):
     """What `generate` takes beside the prompt; ranges and defaults are those of the HTTP API."""
 
     logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class GenerationError(AserveError):
@@ -241,7 +243,11 @@ class Engine:
     def _request(self, prompt: PromptLike, fields: Mapping[str, object]) -> GenerateRequest:
         asked = _checked(fields)
         sampling = sampling_of(
-            asked, max_tokens=asked.max_tokens, logprobs=asked.logprobs, draw_seed=self._draw_seed
+            asked,
+            max_tokens=asked.max_tokens,
+            logprobs=asked.logprobs,
+            draw_seed=self._draw_seed,
+            defaults=self._app.state.defaults,
         )
         request_id = f"request-{next(self._numbers)}"
         return request_of(
@@ -305,8 +311,11 @@ def _prompt_of(prompt: PromptLike, asked: SamplingFields) -> Prompt:
     ids = [item for item in prompt if isinstance(item, int)]
     if len(ids) == len(prompt):
         return TokenPrompt(tuple(ids))
-    messages = msgspec.json.encode(prompt)
-    return ChatPrompt(messages, add_special_tokens=bool(asked.add_special_tokens))
+    return ChatPrompt(
+        msgspec.json.encode(prompt),
+        variables=template_variables(asked.chat_template_kwargs),
+        add_special_tokens=bool(asked.add_special_tokens),
+    )
 
 
 def _checked(fields: Mapping[str, object]) -> SamplingFields:

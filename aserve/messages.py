@@ -110,11 +110,13 @@ class TokenPrompt(Record, frozen=True, tag="tokens"):
 
 class ChatPrompt(Record, frozen=True, tag="chat"):
     """`messages` is the JSON of the message list and `tools` that of the tools, as the client
-    sent them. Special tokens are the template's to add, and it opens the assistant's turn.
+    sent them; `variables` is that of an object with what else the template may look at. Special
+    tokens are the template's to add, and it opens the assistant's turn.
     """
 
     messages: bytes
     tools: bytes | None = None
+    variables: bytes | None = None
     add_special_tokens: bool = False
     add_generation_prompt: bool = True
 

@@ -21,4 +21,5 @@ def origin_of(request: web.Request, context: HttpContext) -> Origin:
         created=int(time.time()),
         model_names=context.model_names,
         draw_seed=context.draw_seed,
+        defaults=context.state.defaults,
     )

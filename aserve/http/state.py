@@ -16,6 +16,7 @@ from aserve.errors import AserveError, EngineDead, ShuttingDown
 from aserve.http.openai.call import random_seed
 from aserve.http.text_desk import TextDesk
 from aserve.outlet import Gateway
+from aserve.text.defaults import NEUTRAL, GenerationDefaults
 
 Phase: TypeAlias = Literal["starting", "ready", "draining", "dead"]
 
@@ -24,11 +25,14 @@ RETRY_AFTER_S = 5.0
 
 @dataclass(slots=True)
 class ServerState:
-    """`reason` says in a few words why it is not ready; `max_model_len` is known once it is."""
+    """`reason` says in a few words why it is not ready; what is said of the model is known once it
+    is.
+    """
 
     phase: Phase = "starting"
     reason: str = "loading the model"
     max_model_len: int | None = None
+    defaults: GenerationDefaults = NEUTRAL
 
     def refusal(self) -> AserveError | None:
         """Why no new request may enter."""

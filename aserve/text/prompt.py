@@ -6,7 +6,7 @@ Must not know channels, threads or HTTP; pure but for the tokenizer's cache.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -27,10 +27,13 @@ from aserve.text.bad_words import bad_word_ids
 from aserve.text.template import ChatTemplate
 from aserve.text.tokenizer import TextTokenizer
 
+T = TypeVar("T")
+
 
 class PromptLimits(Record, frozen=True):
     max_model_len: int
     vocab_size: int  # of the model, which may be padded beyond the tokenizer's
+    max_new_tokens: int | None = None  # of an answer whose length was not said; None: no limit
 
 
 class Prepared(Record, frozen=True):
@@ -110,16 +113,23 @@ class PromptEncoder:
                 param="messages",
                 code="no_chat_template",
             )
-        messages = _decode_objects(prompt.messages, param="messages")
-        tools = None if prompt.tools is None else _decode_objects(prompt.tools, param="tools")
+        messages = _decode(prompt.messages, list[dict[str, Any]], param="messages")
+        tools, variables = None, None
+        if prompt.tools is not None:
+            tools = _decode(prompt.tools, list[dict[str, Any]], param="tools")
+        if prompt.variables is not None:
+            variables = _decode(prompt.variables, dict[str, Any], param="chat_template_kwargs")
         return self._template.render(
-            messages, tools=tools, add_generation_prompt=prompt.add_generation_prompt
+            messages,
+            tools=tools,
+            variables=variables,
+            add_generation_prompt=prompt.add_generation_prompt,
         )
 
 
-def _decode_objects(data: bytes, *, param: str) -> list[dict[str, Any]]:
+def _decode(data: bytes, kind: type[T], *, param: str) -> T:
     try:
-        return msgspec.json.decode(data, type=list[dict[str, Any]])
+        return msgspec.json.decode(data, type=kind)
     except RecursionError as error:
         raise InvalidRequest(
             f"'{param}' is nested too deeply", param=param, code="invalid_value"
@@ -152,14 +162,15 @@ def truncated(ids: list[int], request: GenerateRequest, limits: PromptLimits) ->
 def resolve_lengths(
     request: GenerateRequest, prompt_len: int, limits: PromptLimits
 ) -> SamplingParams:
-    """max_tokens as a number: what was asked for, or the rest of the context."""
+    """max_tokens as a number: what was asked for, or the model's default within the context."""
     sampling = request.sampling
     where = "messages" if isinstance(request.prompt, ChatPrompt) else "prompt"
     room = limits.max_model_len - prompt_len
-    max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
-    if max_tokens > room or (sampling.max_tokens is None and room < 1):
+    asked = sampling.max_tokens
+    max_tokens = _usual_len(sampling, room, limits) if asked is None else asked
+    if max_tokens > room or (asked is None and room < 1):
         raise ContextTooLong(
-            _too_long(prompt_len, sampling.max_tokens, where=where, limit=limits.max_model_len),
+            _too_long(prompt_len, asked, where=where, limit=limits.max_model_len),
             param=where,
         )
     if sampling.min_tokens > max_tokens:
@@ -169,6 +180,12 @@ def resolve_lengths(
             code="integer_above_max_value",
         )
     return msgspec.structs.replace(sampling, max_tokens=max_tokens)
+
+
+def _usual_len(sampling: SamplingParams, room: int, limits: PromptLimits) -> int:
+    if limits.max_new_tokens is None:
+        return room
+    return min(room, max(limits.max_new_tokens, sampling.min_tokens))
 
 
 def _too_long(prompt_len: int, max_tokens: int | None, *, where: str, limit: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import jinja2
@@ -20,16 +21,28 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from aserve.errors import ConfigError, InvalidRequest
 
 MAX_RENDERED_CHARS = 1 << 25
+# What aserve itself says to a template, or transformers to the one who calls it.
+RESERVED = frozenset(
+    {"messages", "tools", "add_generation_prompt", "continue_final_message"}
+    | {"chat_template", "conversation", "tokenize", "return_dict", "return_tensors"}
+)
 
 
 class ChatTemplate:
-    __slots__ = ("_special_tokens", "_template")
+    """`with_tools` is a template of its own for messages with tools; `where` names the file."""
 
-    def __init__(self, source: str, *, special_tokens: dict[str, str] | None = None) -> None:
-        try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"the model's chat template cannot be read: {error}") from error
+    __slots__ = ("_plain", "_special_tokens", "_with_tools")
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        with_tools: str | None = None,
+        where: str = "the model",
+        special_tokens: dict[str, str] | None = None,
+    ) -> None:
+        self._plain = _compiled(source, where)
+        self._with_tools = self._plain if with_tools is None else _compiled(with_tools, where)
         self._special_tokens = special_tokens or {}
 
     def render(
@@ -37,21 +50,22 @@ class ChatTemplate:
         messages: list[dict[str, Any]],
         *,
         tools: list[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         max_chars: int = MAX_RENDERED_CHARS,
     ) -> str:
         """The prompt up to the assistant's turn, with `add_generation_prompt` into it; what the
         template refuses is a 400.
+
+        `variables` are further ones that the template may look at; they have none of RESERVED.
         """
+        template = self._plain if tools is None else self._with_tools
+        own = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        seen = self._special_tokens | dict(variables or {}) | own
         pieces: list[str] = []
         room = max_chars
         try:
-            for piece in self._template.generate(
-                messages=messages,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            ):
+            for piece in template.generate(seen):
                 pieces.append(piece)
                 room -= len(piece)
                 if room < 0:
@@ -69,6 +83,17 @@ class ChatTemplate:
                 code="string_above_max_length",
             )
         return "".join(pieces)
+
+
+def _compiled(source: str, where: str) -> jinja2.Template:
+    try:
+        return _environment().from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(
+            f"the chat template of {where} is wrong at line {error.lineno}: {error.message}"
+        ) from error
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"the chat template of {where} cannot be used: {error}") from error
 
 
 # What a template's own code raises over messages that it did not expect.

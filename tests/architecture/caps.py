@@ -37,6 +37,8 @@ BESIDE_THE_CORE = (
     *("aserve/cli.py", "aserve/config.py", "aserve/engine.py", "aserve/actors/replay.py"),
     "aserve/text/load.py",
     "aserve/gpu/fallback/*",
+    *("aserve/text/load.py", "aserve/text/template_files.py", "aserve/text/json_file.py"),
+    *("aserve/text/numeric.py", "aserve/text/defaults.py"),
     *("aserve/observability/*", "aserve/gpu/weights/*", "aserve/gpu/graphs.py"),
     # What one dense model takes instead of the default, or is compared with.
     *("aserve/gpu/attention/paged_sdpa.py", "aserve/gpu/attention/torch_ref.py"),

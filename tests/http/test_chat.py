@@ -115,3 +115,28 @@ async def test_a_model_without_a_template_refuses_chat_and_says_why() -> None:
     ):
         with pytest.raises(openai.BadRequestError, match="no chat template"):
             await prompt_of(echo, client, HELLO)
+
+
+async def test_variables_for_the_template_reach_it() -> None:
+    template = "{{ 'think' if enable_thinking else 'answer' }}:{{ style and style.tone }};"
+    async with (
+        EchoEngine(template=template) as echo,
+        openai.AsyncOpenAI(base_url=f"{echo.url}/v1", api_key="any", max_retries=0) as client,
+    ):
+        variables = {"enable_thinking": False, "style": {"tone": "dry"}}
+        extra = {"extra_body": {"chat_template_kwargs": variables}}
+        assert await prompt_of(echo, client, HELLO, **extra) == "answer:dry;"
+        assert await prompt_of(echo, client, HELLO, extra_body={}) == "answer:;"
+
+
+@pytest.mark.parametrize(
+    "name", ["messages", "tools", "add_generation_prompt", "chat_template", "tokenize"]
+)
+async def test_variables_cannot_replace_what_the_server_says(
+    client: openai.AsyncOpenAI, name: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(
+            model="echo", messages=HELLO, extra_body={"chat_template_kwargs": {name: "x"}}
+        )
+    assert caught.value.param == f"chat_template_kwargs.{name}"

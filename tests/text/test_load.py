@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from aserve.errors import ConfigError
-from aserve.text.load import load_template, load_tokenizer
+from aserve.text.load import load_tokenizer
+from aserve.text.template_files import load_template
 from aserve.tiny.location import MODEL_DIR
 from tests.text.vocabularies import EOS, byte_level_backend
 
@@ -87,37 +88,3 @@ def test_the_bundled_model_reads_text_and_chats_as_transformers_does() -> None:
         assert token_ids == reference.encode(text, add_special_tokens=with_special)
         assert tokenizer.decode(token_ids) == reference.decode(token_ids, skip_special_tokens=True)
     assert tokenizer.token_bytes(tokenizer.eos_ids[0]).decode() == reference.eos_token
-
-
-def rendered(folder: Path) -> str:
-    template = load_template(folder)
-    assert template is not None
-    return template.render([])
-
-
-def test_a_template_file_wins_over_the_settings(tmp_path: Path) -> None:
-    folder = write(tmp_path, tokenizer_config={"chat_template": "old"})
-    assert rendered(folder) == "old"
-    write(tmp_path, chat_template={"chat_template": "newer"})
-    assert rendered(folder) == "newer"
-    (folder / "chat_template.jinja").write_text("newest")
-    assert rendered(folder) == "newest"
-
-
-def test_of_named_templates_the_default_is_taken(tmp_path: Path) -> None:
-    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
-    assert rendered(write(tmp_path, tokenizer_config={"chat_template": named})) == "plain"
-
-
-def test_a_template_sees_the_special_tokens(tmp_path: Path) -> None:
-    settings = {
-        "chat_template": "{{ bos_token }}{{ eos_token }}{{ pad_token }}",
-        "bos_token": "<s>",
-        "eos_token": {"content": "</s>"},
-        "pad_token": None,
-    }
-    assert rendered(write(tmp_path, tokenizer_config=settings)) == "<s></s>"
-
-
-def test_a_model_without_a_template_has_none(tmp_path: Path) -> None:
-    assert load_template(write(tmp_path)) is None

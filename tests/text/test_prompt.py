@@ -64,6 +64,24 @@ def test_what_just_fits_is_let_in(max_tokens: int) -> None:
     assert prepared(TokenPrompt((1, 2, 3)), sampling).admit.sampling.max_tokens == max_tokens
 
 
+@pytest.mark.parametrize(
+    ("usual", "sampling", "expected"),
+    [
+        (4, SAMPLING, 4),
+        (9, SAMPLING, 7),  # the rest of the context
+        (4, SamplingParams(seed=1, max_tokens=6), 6),
+        (4, SamplingParams(seed=1, min_tokens=5), 5),
+    ],
+)
+def test_a_length_that_was_not_said_is_the_usual_one_within_the_context(
+    usual: int, sampling: SamplingParams, expected: int
+) -> None:
+    limits = msgspec.structs.replace(LIMITS, max_new_tokens=usual)
+    encoder = PromptEncoder(TOKENIZER, template=None, limits=limits)
+    request = GenerateRequest("r", TokenPrompt((1, 2, 3)), sampling)
+    assert encoder.prepare(request).admit.sampling.max_tokens == expected
+
+
 def test_what_is_one_token_too_long_is_refused_with_the_numbers() -> None:
     with pytest.raises(ContextTooLong) as caught:
         prepared(TokenPrompt((1, 2, 3)), SamplingParams(seed=1, max_tokens=8))

@@ -101,3 +101,17 @@ def test_a_prompt_has_a_largest_size() -> None:
 def test_a_template_that_cannot_be_read_is_an_error_at_start() -> None:
     with pytest.raises(ConfigError, match="chat template"):
         ChatTemplate("{% for %}")
+
+
+def test_variables_of_a_request_reach_the_template_and_replace_nothing_of_its_own() -> None:
+    template = ChatTemplate(
+        "{{ style }}{{ bos_token }}{{ messages | length }}", special_tokens={"bos_token": "<s>"}
+    )
+    assert template.render(MESSAGES, variables={"style": "plain"}) == "plain<s>2"
+    assert template.render(MESSAGES, variables={"self": 1, "bos_token": "<x>"}) == "<x>2"
+
+
+def test_variables_are_as_confined_as_the_template() -> None:
+    template = ChatTemplate("{{ style.append(1) }}{{ style }}")
+    with pytest.raises(InvalidRequest, match="does not take these messages"):
+        template.render([], variables={"style": []})

@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
@@ -21,6 +22,9 @@ from aserve.http.openai.limits import (
 )
 from aserve.http.openai.schema import GenerationBody, StreamOptions
 from aserve.messages import GenerateRequest, OutputChunk, Prompt, SamplingParams
+from aserve.text.defaults import NEUTRAL, GenerationDefaults
+
+Number = TypeVar("Number", int, float)
 
 SEED_BITS = 53  # what a JSON number holds exactly in every client
 SMALLEST_TOP_P = 1e-6  # 0 means the likeliest token alone
@@ -63,12 +67,13 @@ def random_seed() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where and when a call arrived, and where its seed comes from if it brings none."""
+    """Where and when a call arrived, and what stands for that which it doesn't say."""
 
     request_id: str
     created: int
     model_names: tuple[str, ...]
     draw_seed: Callable[[], int] = random_seed
+    defaults: GenerationDefaults = NEUTRAL
 
 
 def check_body(body: GenerationBody, origin: Origin) -> None:
@@ -98,17 +103,18 @@ def sampling_of(
     max_tokens: int | None,
     logprobs: int | None,
     draw_seed: Callable[[], int],
+    defaults: GenerationDefaults,
 ) -> SamplingParams:
-    top_k = body.top_k or 0
+    top_k = _said(body.top_k, defaults.top_k)
     return SamplingParams(
         seed=draw_seed() if body.seed is None else body.seed,
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else max(body.top_p, SMALLEST_TOP_P),
+        temperature=_said(body.temperature, defaults.temperature),
+        top_p=max(_said(body.top_p, defaults.top_p), SMALLEST_TOP_P),
         top_k=max(top_k, 0),
-        min_p=body.min_p or 0.0,
+        min_p=_said(body.min_p, defaults.min_p),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=body.repetition_penalty or 1.0,
+        repetition_penalty=_said(body.repetition_penalty, defaults.repetition_penalty),
         logit_bias=tuple((body.logit_bias or {}).items()),
         allowed_token_ids=tuple(body.allowed_token_ids or ()),
         bad_words=tuple(body.bad_words or ()),
@@ -125,6 +131,10 @@ def sampling_of(
         n=body.n or 1,
         grammar=grammar_of(body.response_format, body.structured_outputs),
     )
+
+
+def _said(value: Number | None, default: Number) -> Number:
+    return default if value is None else value
 
 
 def build_call(

@@ -33,6 +33,7 @@ def chat_call(body: ChatBody, origin: Origin) -> Call:
         max_tokens=body.max_tokens if max_tokens is None else max_tokens,
         logprobs=num_logprobs(body),
         draw_seed=origin.draw_seed,
+        defaults=origin.defaults,
     )
     return build_call(body, origin, prompts=[prompt], sampling=sampling, id_prefix="chatcmpl-")
 

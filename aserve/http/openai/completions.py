@@ -29,7 +29,11 @@ def completion_call(body: CompletionBody, origin: Origin) -> Call:
         check_within(body.logprobs, Range(0, MAX_LOGPROBS), param="logprobs")
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     sampling = sampling_of(
-        body, max_tokens=max_tokens, logprobs=body.logprobs, draw_seed=origin.draw_seed
+        body,
+        max_tokens=max_tokens,
+        logprobs=body.logprobs,
+        draw_seed=origin.draw_seed,
+        defaults=origin.defaults,
     )
     return build_call(
         body, origin, prompts=prompts, sampling=sampling, id_prefix="cmpl-", best_of=body.best_of

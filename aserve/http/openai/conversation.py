@@ -5,7 +5,7 @@ Must not know the template or the model: content becomes plain text, the rest st
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -22,6 +22,7 @@ from aserve.http.openai.schema import (
     ToolCall,
 )
 from aserve.messages import ChatPrompt
+from aserve.text.template import RESERVED
 
 # Templates know system, which newer clients call developer.
 ROLES = {"developer": "system"} | {
@@ -44,9 +45,24 @@ def chat_prompt(body: ChatBody | TokenizeBody) -> ChatPrompt:
     return ChatPrompt(
         msgspec.json.encode(messages),
         tools_of(body),
+        variables=template_variables(body.chat_template_kwargs),
         add_special_tokens=bool(body.add_special_tokens),
         add_generation_prompt=body.add_generation_prompt is not False,
     )
+
+
+def template_variables(given: Mapping[str, Any] | None) -> bytes | None:
+    """What the template may look at beside messages and tools, which nothing may replace."""
+    if not given:
+        return None
+    wrong = next((name for name in given if name in RESERVED), None)
+    if wrong is not None:
+        raise InvalidRequest(
+            f"Invalid 'chat_template_kwargs': '{wrong}' is not for a request to say.",
+            param=f"chat_template_kwargs.{wrong}",
+            code="invalid_value",
+        )
+    return msgspec.json.encode(given)
 
 
 def _plain(message: ChatMessage, index: int) -> ChatMessage:

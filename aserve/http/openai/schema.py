@@ -131,6 +131,7 @@ class ChatBody(GenerationBody, kw_only=True):
     add_generation_prompt: bool | None = None
     tools: msgspec.Raw = msgspec.Raw(b"null")
     tool_choice: str | TypedObject | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -143,6 +144,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     tool_choice: str | TypedObject | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 

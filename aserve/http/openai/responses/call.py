@@ -106,6 +106,7 @@ def _sampling_of(body: ResponseBody, origin: Origin) -> SamplingParams:
         max_tokens=body.max_output_tokens,
         logprobs=_num_logprobs(body),
         draw_seed=origin.draw_seed,
+        defaults=origin.defaults,
     )
     asked = _format_of(body)
     grammar = format_grammar(asked.type, asked.schema, param="text.format")

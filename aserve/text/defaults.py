@@ -1,0 +1,51 @@
+"""What a request that doesn't say gets: the sampling that a model's makers recommend.
+
+Must not know requests. `do_sample` is not heard, as in vLLM: temperature 0 is how greedy is said.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from aserve.errors import ConfigError
+from aserve.messages import Record
+from aserve.text.json_file import read_json
+
+FILE = "generation_config.json"
+
+
+class GenerationDefaults(Record, frozen=True):
+    """Named as in the file. `max_new_tokens` is for chats, whose clients often leave it out; None
+    is the rest of the context."""
+
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=-1)] = 0
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=100)] = 1.0
+    max_new_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+    def __str__(self) -> str:
+        """What differs from an unopinionated model's, for a log line."""
+        return " ".join(
+            f"{name}={value}"
+            for name, value in msgspec.structs.asdict(self).items()
+            if value != getattr(NEUTRAL, name)
+        )
+
+
+NEUTRAL = GenerationDefaults()
+
+
+def load_defaults(model_dir: Path) -> GenerationDefaults:
+    path = model_dir / FILE
+    said = read_json(path)
+    known = {name: said.get(name) for name in GenerationDefaults.__struct_fields__}
+    given = {name: value for name, value in known.items() if value is not None}
+    try:
+        return msgspec.convert(given, GenerationDefaults)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {error}; --generation-config none does not read it") from None

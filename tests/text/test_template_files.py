@@ -1,0 +1,117 @@
+"""Where a chat template is found, and what is said of one that cannot be used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aserve.errors import ConfigError
+from aserve.text.template import ChatTemplate
+from aserve.text.template_files import load_template
+
+TOOLS: list[dict[str, Any]] = [{"type": "function"}]
+
+
+def write(folder: Path, **files: object) -> Path:
+    """`tokenizer_config={...}` becomes tokenizer_config.json."""
+    for name, value in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(value))
+    return folder
+
+
+def found(folder: Path, given: str | None = None) -> ChatTemplate:
+    template = load_template(folder, given)
+    assert template is not None
+    return template
+
+
+def rendered(folder: Path, given: str | None = None) -> str:
+    return found(folder, given).render([])
+
+
+def refusal_of(folder: Path, given: str | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_template(folder, given)
+    return caught.value.message
+
+
+def test_a_template_file_wins_over_the_settings(tmp_path: Path) -> None:
+    folder = write(tmp_path, tokenizer_config={"chat_template": "old"})
+    assert rendered(folder) == "old"
+    write(tmp_path, chat_template={"chat_template": "newer"})
+    assert rendered(folder) == "newer"
+    (folder / "chat_template.jinja").write_text("newest")
+    assert rendered(folder) == "newest"
+
+
+def test_of_named_templates_one_is_for_chats_and_one_for_tools(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    folder = write(tmp_path, tokenizer_config={"chat_template": named})
+    assert found(folder).render([]) == "plain"
+    assert found(folder).render([], tools=TOOLS) == "tools"
+
+
+def test_further_templates_may_lie_in_files_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("plain")
+    assert found(tmp_path).render([], tools=TOOLS) == "plain"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    assert found(tmp_path).render([]) == "plain"
+    assert found(tmp_path).render([], tools=TOOLS) == "tools"
+
+
+def test_a_template_sees_the_special_tokens(tmp_path: Path) -> None:
+    settings = {
+        "chat_template": "{{ bos_token }}{{ eos_token }}{{ pad_token }}",
+        "bos_token": "<s>",
+        "eos_token": {"content": "</s>"},
+        "pad_token": None,
+    }
+    assert rendered(write(tmp_path, tokenizer_config=settings)) == "<s></s>"
+    assert rendered(tmp_path, "[{{ eos_token }}]") == "[</s>]"
+
+
+@pytest.mark.parametrize("named", [[], [{"name": "rag", "template": "documents"}]])
+def test_a_model_without_a_template_for_chats_has_none(tmp_path: Path, named: object) -> None:
+    assert load_template(tmp_path) is None
+    assert load_template(write(tmp_path, tokenizer_config={"chat_template": named})) is None
+
+
+def test_a_given_template_wins_as_a_file_or_as_it_is(tmp_path: Path) -> None:
+    folder = write(tmp_path, tokenizer_config={"chat_template": "own"})
+    file = tmp_path / "mine.txt"
+    file.write_text("from a file")
+    assert rendered(folder, str(file)) == "from a file"
+    assert rendered(folder, "inline{# nothing #}") == "inline"
+
+
+def test_a_given_file_that_is_not_there_is_not_taken_for_a_template(tmp_path: Path) -> None:
+    message = refusal_of(tmp_path, "no/such.jinja")
+    assert message.startswith("--chat-template no/such.jinja: there is no such file")
+
+
+def test_an_error_in_a_template_names_its_file_and_line(tmp_path: Path) -> None:
+    write(tmp_path, tokenizer_config={"chat_template": "{% if %}"})
+    where = tmp_path / "tokenizer_config.json"
+    assert refusal_of(tmp_path).startswith(f"the chat template of {where} is wrong at line 1: ")
+    where = tmp_path / "chat_template.jinja"
+    where.write_text("fine\n{{ broken")
+    assert refusal_of(tmp_path).startswith(f"the chat template of {where} is wrong at line 2: ")
+    assert "template of --chat-template is wrong at line 1" in refusal_of(tmp_path, "{{")
+    where.write_text("{{ 1 | unheard_of }}")
+    assert str(where) in refusal_of(tmp_path)
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    where = tmp_path / "chat_template.jinja"
+    where.write_bytes(b"\xff\xfe")
+    assert refusal_of(tmp_path).startswith(f"the chat template {where} cannot be read: ")
+
+
+@pytest.mark.parametrize("value", [7, {"default": "x"}, [{"name": "default"}], ["x"]])
+def test_a_template_of_another_form_is_refused_with_its_file(tmp_path: Path, value: object) -> None:
+    write(tmp_path, tokenizer_config={"chat_template": value})
+    assert "tokenizer_config.json: chat_template is neither a text nor" in refusal_of(tmp_path)
