@@ -105,7 +105,9 @@ class OfflineOptions:
     )
     prefix_cache: bool = option(False, "keep the KV of earlier prompts, as the server does")
     beside: str | None = option(
-        None, "measure another engine in turns with this one", Limits(choices=("transformers",))
+        None,
+        "measure batches in turns with this engine, all requests of a batch at once",
+        Limits(choices=("transformers",)),
     )
     beside_dtype: str = option(
         "bfloat16",

@@ -31,7 +31,9 @@ class TokenWindows:
             self._text = self._random.choices(range(tokenizer.vocab_size), k=NUM_RANDOM)
 
     def ids(self, length: int) -> list[int]:
-        """A window shorter than a head may come again."""
+        """A window shorter than a head may come again; one longer than the text goes round."""
+        while len(self._text) <= length:
+            self._text += self._text
         while True:
             start = self._random.randrange(len(self._text) - length)
             window = self._text[start : start + length]

@@ -32,6 +32,10 @@ def test_the_seed_decides_the_windows(tokenizer: TextTokenizer) -> None:
     assert first != other
 
 
+def test_a_window_may_be_longer_than_the_text(tokenizer: TextTokenizer) -> None:
+    assert len(TokenWindows(tokenizer, seed=0).ids(1 << 20)) == 1 << 20
+
+
 def test_a_text_has_exactly_the_asked_number_of_tokens(tokenizer: TextTokenizer) -> None:
     windows = TokenWindows(tokenizer, seed=0)
     for length in (1, 3, 64, 100):
