@@ -21,7 +21,7 @@ from aserve.http.openai.completions import completion_call
 from aserve.http.openai.responses.body import ResponseBody
 from aserve.http.openai.responses.call import ResponseCall, response_call
 from aserve.http.openai.schema import ChatBody, CompletionBody
-from tests.http.body_fields import BODIES, Place, alternatives, places
+from tests.http.body_fields import BODIES, RIGHT, Place, alternatives, places
 from tests.http.echo_engine import EchoEngine
 
 ORIGIN = Origin("id", 0, ("echo",))
@@ -208,8 +208,6 @@ def is_numeric(place: Place) -> bool:
 
 
 HUGE = [10**400, -(10**400), 2**63, -(2**63) - 1, 1e308, -1e308]
-# What makes a body right but for one number; other routes' fields fall away.
-RIGHT = {"prompt": "a", "messages": MESSAGES, "input": "a", "tokens": [1], "stream": True}
 
 
 @pytest.mark.parametrize("path", BODIES)
