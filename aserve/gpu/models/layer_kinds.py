@@ -30,16 +30,16 @@ def switched_windows(fields: Fields) -> Windows:
     if not fields.flag("use_sliding_window"):
         return (None,) * num_layers
     num_full = min(fields.integer("max_window_layers", minimum=0), num_layers)
-    return windows_by_kind(fields, [FULL] * num_full + [SLIDING] * (num_layers - num_full))
+    return _windows_by_kind(fields, [FULL] * num_full + [SLIDING] * (num_layers - num_full))
 
 
 def windows_in_turn(fields: Fields, period: int) -> Windows:
     """Of the layers that `layer_types` names, or else of all but each `period`-th."""
     numbers = range(1, _num_layers(fields) + 1)
-    return windows_by_kind(fields, [SLIDING if number % period else FULL for number in numbers])
+    return _windows_by_kind(fields, [SLIDING if number % period else FULL for number in numbers])
 
 
-def windows_by_kind(fields: Fields, default_kinds: Sequence[str]) -> Windows:
+def _windows_by_kind(fields: Fields, default_kinds: Sequence[str]) -> Windows:
     kinds = default_kinds
     if fields.has("layer_types"):
         kinds = fields.texts("layer_types", length=len(default_kinds))

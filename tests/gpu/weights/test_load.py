@@ -94,6 +94,14 @@ def test_one_error_names_everything_that_does_not_fit(tmp_path: Path) -> None:
     assert "missing: model.norm.weight; unexpected: stranger" in message
 
 
+def test_a_nested_text_config_loads_as_a_flat_one_does(tmp_path: Path) -> None:
+    flat = write_checkpoint(tmp_path / "flat", llama_weights())
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2}
+    outer = {"hidden_size": 640, "num_hidden_layers": 99}
+    nested = write_checkpoint(tmp_path / "nested", llama_weights(), **outer, text_config=sizes)
+    assert torch.equal(logits_of(load_model(flat)), logits_of(load_model(nested)))
+
+
 def test_rotary_tables_in_the_checkpoint_are_ignored(tmp_path: Path) -> None:
     plain = write_checkpoint(tmp_path / "plain", llama_weights())
     table = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.full((2,), 99.0)}
