@@ -25,6 +25,7 @@ from aserve.bench.catalog import BENCHES, run_bench
 from aserve.config import (
     DebugOptions,
     Facts,
+    GrammarOptions,
     KvOptions,
     MachineOptions,
     ModelOptions,
@@ -49,7 +50,7 @@ Message: TypeAlias = dict[str, str]
 
 ENGINE_RECORDS = (ModelOptions, KvOptions, SchedulerOptions, MachineOptions, DebugOptions)
 COMMAND_RECORDS: Mapping[str, tuple[type, ...]] = {
-    "serve": (*ENGINE_RECORDS, ServerOptions),
+    "serve": (*ENGINE_RECORDS, GrammarOptions, ServerOptions),
     "chat": (*ENGINE_RECORDS, PromptOptions),
     "generate": (*ENGINE_RECORDS, PromptOptions),
 }

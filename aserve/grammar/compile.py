@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, TokenizerInfo
 
 ANY_OBJECT = '{"type":"object","additionalProperties":true}'
+# Between two tokens of JSON: a line end and a blank. WHY: without a bound small models go on with
+# blanks to the end of their context; and with n the compiled form has n + 1 times the states.
+MAX_WHITESPACE = 2
 TRIAL_TOKENS = 48
 TRIAL_STEP = 0x9E3779B1  # odd, and far from every small multiple of a power of two
 MAX_MESSAGE = 500  # characters
@@ -79,15 +82,18 @@ class Compiler:
         match grammar.kind:
             case "json_schema":
                 _check_schema(grammar.source)
-                return self._compiler.compile_json_schema(grammar.source)
+                return self._compile_schema(grammar.source)
             case "json_object":
-                return self._compiler.compile_json_schema(ANY_OBJECT)
+                return self._compile_schema(ANY_OBJECT)
             case "regex":
                 return self._compiler.compile_regex(grammar.source)
             case "ebnf":
                 return self._compiler.compile_grammar(grammar.source)
             case "choice":
                 return self._compiler.compile_grammar(choice_ebnf(grammar.source))
+
+    def _compile_schema(self, schema: str) -> CompiledGrammar:
+        return self._compiler.compile_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
 
     def _try_out(self, compiled: CompiledGrammar) -> None:
         """Some tokens long, so that what explodes only when it is matched does so here."""

@@ -57,15 +57,14 @@ class Ends:
 class SequenceMatcher:
     """Of one child of a request. It keeps the compiled grammar alive, whoever forgets it."""
 
-    __slots__ = ("_any_id", "_compiled", "_ends", "_matcher", "_num_seen", "_param")
+    __slots__ = ("_compiled", "_ends", "_every_id", "_matcher", "_num_seen", "_param")
 
     def __init__(self, request: AdmitRequest, compiled: CompiledGrammar) -> None:
         assert request.sampling.grammar is not None
         self._param = request.sampling.grammar.param
         self._compiled = compiled
         vocab_size = compiled.tokenizer_info.vocab_size
-        ids = request.sampling.allowed_token_ids
-        self._any_id = _bits((*ids, *request.end_ids) if ids else range(vocab_size), vocab_size)
+        self._every_id = _bits(range(vocab_size), vocab_size)
         self._ends = Ends(request, vocab_size=vocab_size)
         self._matcher: GrammarMatcher | None = None
         self._num_seen = 0
@@ -92,15 +91,14 @@ class SequenceMatcher:
     def _next_mask(self, matcher: GrammarMatcher, position: int) -> ArrayI32:
         if self._num_seen != position:
             raise BugError(f"the matcher saw {self._num_seen} outputs at output {position}")
-        words = np.zeros((1, len(self._any_id)), np.int32)
+        words = np.zeros((1, len(self._every_id)), np.int32)
         is_needed = matcher.fill_next_token_bitmask(words)
         # NOTE: bits behind the vocabulary may be set.
-        mask = words[0] & self._any_id if is_needed else self._any_id
+        mask = words[0] & self._every_id if is_needed else self._every_id
         if not mask.any():
             raise InvalidRequest(
                 f"Invalid '{self._param}': after {position} tokens none of the model's tokens "
-                "goes on in its language. Is one that it needs among the stop_token_ids, or "
-                "missing in allowed_token_ids?",
+                "goes on in its language. Is one that it needs among the stop_token_ids?",
                 param=self._param,
                 code="grammar_dead_end",
             )

@@ -59,9 +59,18 @@ def test_a_schema_without_more_keywords_allows_only_what_it_names() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     grammar = Grammar("json_schema", json.dumps(schema))
     assert accepts(grammar, '{"a": -3}')
-    assert accepts(grammar, '{\n  "a": 3\n}')
+    assert accepts(grammar, '{\n "a": 3\n}')
     for other in ("{}", '{"a": "3"}', '{"a": 3, "b": 4}'):
         assert not accepts(grammar, other)
+
+
+@pytest.mark.parametrize(
+    "grammar", [Grammar("json_object"), Grammar("json_schema", '{"items": {"type": "integer"}}')]
+)
+def test_json_never_goes_on_with_blanks_for_ever(grammar: Grammar) -> None:
+    start, end = ('{"a":', "}") if grammar.kind == "json_object" else ("[", "]")
+    assert accepts(grammar, f"{start}  1{end}")
+    assert not accepts(grammar, f"{start}   1{end}")
 
 
 @pytest.mark.parametrize(("source", "text"), [(r"\d{2}-[a-f]+", "12-beef"), ("^a|bc$", "bc")])

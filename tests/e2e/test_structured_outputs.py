@@ -1,0 +1,164 @@
+"""Structured output through the official client and real compile workers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from tests.e2e.server_process import ServerProcess
+from tests.grammar.languages import PERSON, conforms
+
+pytestmark = pytest.mark.slow
+
+MODEL = "aserve-tiny"
+QUESTION: Any = [{"role": "user", "content": "Who are you?"}]
+FORMAT: Any = {
+    "type": "json_schema",
+    "json_schema": {"name": "person", "schema": PERSON, "strict": True},
+}
+# Small to compile; every letter of an output multiplies the ways to read it.
+EXPLODING = "(((((a?){50}){50}){50}){50}){50}"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    options = ("--dtype", "float64", "--grammar-timeout", "3", "--debug-checks")
+    with ServerProcess(*options) as process:
+        assert process.address, process.text
+        yield process
+
+
+@pytest.fixture
+async def client(server: ServerProcess) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=f"{server.address}/v1", api_key="any", max_retries=0, timeout=60
+    ) as opened:
+        yield opened
+
+
+async def complete(client: openai.AsyncOpenAI, **wanted: Any) -> Any:
+    """One completion that keeps to one of `structured_outputs`; other fields as they are."""
+    fields = {"max_tokens": 40, "temperature": 1.0, "seed": 3} | wanted.pop("fields", {})
+    extra = {"structured_outputs": wanted} | fields.pop("extra_body", {})
+    return await client.completions.create(
+        model=MODEL, prompt="This is it: ", extra_body=extra, **fields
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_a_json_schema_is_kept_to_streamed_or_not(
+    client: openai.AsyncOpenAI, temperature: float
+) -> None:
+    asked: Any = {"model": MODEL, "messages": QUESTION, "response_format": FORMAT}
+    asked |= {"temperature": temperature, "seed": 5, "max_tokens": 200}
+    whole = (await client.chat.completions.create(**asked)).choices[0]
+    stream = await client.chat.completions.create(**asked, stream=True)
+    deltas = [chunk.choices[0].delta.content or "" async for chunk in stream]
+    assert whole.finish_reason == "stop"
+    assert whole.message.content is not None
+    assert conforms(json.loads(whole.message.content), PERSON)
+    assert len(deltas) > 3
+    assert "".join(deltas) == whole.message.content
+
+
+async def test_a_json_object_is_an_object(client: openai.AsyncOpenAI) -> None:
+    answer = await client.chat.completions.create(
+        model=MODEL,
+        messages=QUESTION,
+        response_format={"type": "json_object"},
+        max_tokens=100,
+        temperature=0,
+    )
+    content = answer.choices[0].message.content
+    assert content is not None
+    assert isinstance(json.loads(content), dict)
+
+
+async def test_regex_choice_and_grammar_are_kept_to_by_every_choice(
+    client: openai.AsyncOpenAI,
+) -> None:
+    hot = {"n": 4, "temperature": 2.0}
+    numbers = await complete(client, regex=r"\d{3}-\d{2}", fields=hot)
+    colours = await complete(client, choice=["red", "dark blue"], fields=hot)
+    pairs = await complete(client, grammar='root ::= "(" root? ")"', fields=hot)
+    assert all(re.fullmatch(r"\d{3}-\d{2}", choice.text) for choice in numbers.choices)
+    assert {choice.text for choice in colours.choices} <= {"red", "dark blue"}
+    for choice in pairs.choices:
+        half = len(choice.text) // 2
+        assert choice.finish_reason == "length" or choice.text == "(" * half + ")" * half
+
+
+async def test_a_stop_string_cuts_a_structured_output(client: openai.AsyncOpenAI) -> None:
+    whole = (await complete(client, regex="[a-z]{3},[a-z]{3}")).choices[0]
+    cut = (await complete(client, regex="[a-z]{3},[a-z]{3}", fields={"stop": ","})).choices[0]
+    assert whole.text.startswith(f"{cut.text},")
+    assert cut.finish_reason == "stop"
+    assert cut.stop_reason == ","
+
+
+async def test_logprobs_are_of_what_may_come_or_of_the_model_itself(
+    client: openai.AsyncOpenAI,
+) -> None:
+    asked: dict[str, Any] = {"logprobs": 2}
+    masked = await complete(client, choice=["Zebra"], fields=asked)
+    raw = await complete(
+        client, choice=["Zebra"], fields=asked | {"extra_body": {"logprobs_mode": "raw_logprobs"}}
+    )
+    assert masked.choices[0].text == raw.choices[0].text == "Zebra"
+    first = masked.choices[0].logprobs.token_logprobs[0]
+    unmasked = raw.choices[0].logprobs.token_logprobs[0]
+    assert unmasked < first <= 0
+
+
+async def test_a_bad_schema_is_a_400_while_a_stream_goes_on_undisturbed(
+    client: openai.AsyncOpenAI,
+) -> None:
+    free: Any = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 60, "seed": 1}
+    free |= {"extra_body": {"ignore_eos": True}}
+    alone = (await client.completions.create(**free)).choices[0].text
+    text = ""
+    bad: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "thing"}}}
+    async for chunk in await client.completions.create(**free, stream=True):
+        if not text:
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.chat.completions.create(
+                    model=MODEL, messages=QUESTION, response_format=bad
+                )
+            assert (caught.value.code, caught.value.param) == ("invalid_grammar", "response_format")
+            assert 'Unsupported type "thing"' in caught.value.message
+        text += chunk.choices[0].text
+    assert text == alone
+
+
+async def test_two_forms_at_once_are_refused(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="exactly one of"):
+        await complete(client, regex="a", choice=["b"])
+
+
+async def test_an_exploding_grammar_is_a_400_and_delays_no_other(
+    client: openai.AsyncOpenAI, server: ServerProcess
+) -> None:
+    order: list[str] = []
+
+    async def ask(pattern: str) -> None:
+        try:
+            await complete(client, regex=pattern, fields={"max_tokens": 4})
+        except openai.BadRequestError as error:
+            order.append(str(error.code))
+        else:
+            order.append("answered")
+
+    await asyncio.gather(*(ask(f"[a-c]{{{i}}}") for i in range(1, 7)))  # both workers are there
+    order.clear()
+    await asyncio.gather(ask(EXPLODING), *(ask(f"[x-z]{{{i}}}") for i in range(1, 4)))
+    assert order == ["answered"] * 3 + ["grammar_timeout"]
+    async with aiohttp.ClientSession(server.address) as web, web.get("/metrics") as page:
+        metrics = await page.text()
+    assert 'aserve_grammar_compiles_total{outcome="grammar_timeout"} 1.0' in metrics
