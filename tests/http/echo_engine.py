@@ -7,6 +7,7 @@ played. It goes one step per turn of the loop, or stands still while `is_paused`
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -50,13 +51,16 @@ TEMPLATE = "{% for message in messages %}{{ message.role[0] }}:{{ message.conten
 
 
 class Sequence:
-    def __init__(self, request: AdmitRequest, child: int, *, logprob: float) -> None:
+    def __init__(
+        self, request: AdmitRequest, child: int, *, logprob: float, runs: tuple[int, ...]
+    ) -> None:
         ids = array_i32(request.prompt_ids).tolist()
         self.request = request
         self.child = child
         self.tokens = ids[child:] + ids[:child] + list(request.end_ids[:1])
         self.num_done = 0
         self.logprob = logprob  # of each token
+        self.runs = itertools.chain(runs, itertools.repeat(1))  # tokens of each step
 
     @property
     def key(self) -> tuple[str, int]:
@@ -70,21 +74,22 @@ class Sequence:
 
     def output(self) -> SequenceOutput:
         position = self.num_done
-        self.num_done += 1
+        self.num_done += next(self.runs)
+        token_ids = self.tokens[position : self.num_done]
         return SequenceOutput(
             request_id=self.request.request_id,
             child=self.child,
             position=position,
-            token_ids=pack_i32([self.tokens[position]]),
+            token_ids=pack_i32(token_ids),
             cached_len=3,
-            logprobs=self._logprobs(position),
+            logprobs=tuple(run for token_id in token_ids for run in self._logprobs(token_id)),
         )
 
-    def _logprobs(self, position: int) -> tuple[RowLogprobs, ...]:
+    def _logprobs(self, token_id: int) -> tuple[RowLogprobs, ...]:
         num_top = self.request.sampling.logprobs
         if num_top is None:
             return ()
-        top_ids = [(self.tokens[position] + i) % 256 for i in range(num_top)]
+        top_ids = [(token_id + i) % 256 for i in range(num_top)]
         top_logprobs = np.array([-0.5 * (i + 1) for i in range(num_top)], np.float32)
         chosen = np.array([self.logprob], np.float32)
         return (RowLogprobs(1, chosen.tobytes(), pack_i32(top_ids), top_logprobs.tobytes()),)
@@ -97,6 +102,7 @@ class EchoScheduler(Actor[SchedulerEvent]):
         self.live: dict[tuple[str, int], Sequence] = {}
         self.admitted: list[AdmitRequest] = []
         self.cancels: list[Cancel] = []
+        self.runs: tuple[int, ...] = ()
         self.logprob_of: Callable[[int], float] = lambda child: -0.5
         self.is_paused = False
         self.refusal: ErrorInfo | None = None
@@ -127,7 +133,7 @@ class EchoScheduler(Actor[SchedulerEvent]):
             self.detokenizer.send(Refused(request.request_id, self.refusal))
             return
         for child in range(request.sampling.n):
-            sequence = Sequence(request, child, logprob=self.logprob_of(child))
+            sequence = Sequence(request, child, logprob=self.logprob_of(child), runs=self.runs)
             self.live[sequence.key] = sequence
 
     def _cancel(self, cancel: Cancel) -> None:

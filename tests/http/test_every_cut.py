@@ -1,0 +1,91 @@
+"""A foreign text of one byte per token, streamed in every cut that there is: through the text
+actors, the gateway and HTTP, each stream says what the whole answer says.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from aserve.text.load import load_tokenizer
+from aserve.tiny.location import MODEL_DIR
+from tests.http.echo_engine import EchoEngine
+
+TOKENIZER = load_tokenizer(MODEL_DIR)
+TEXT = "中🚀"
+NUM_TOKENS = len(TOKENIZER.encode(TEXT, with_special=False)) + 1  # and eos
+
+
+def every_cut(num_tokens: int) -> Iterator[tuple[int, ...]]:
+    """How many tokens come in each step."""
+    for num_cuts in range(num_tokens):
+        for cuts in itertools.combinations(range(1, num_tokens), num_cuts):
+            yield tuple(b - a for a, b in itertools.pairwise((0, *cuts, num_tokens)))
+
+
+@pytest.fixture
+async def echo() -> AsyncIterator[EchoEngine]:
+    async with EchoEngine(tokenizer=TOKENIZER, template="{{ messages[0].content }}") as engine:
+        yield engine
+
+
+async def answer_of(web: aiohttp.ClientSession, path: str, **fields: Any) -> list[dict[str, Any]]:
+    """The events of a stream, or the one whole answer."""
+    prompt = {"prompt": TEXT} if path == "completions" else {"messages": [MESSAGE]}
+    body = {**prompt, "max_tokens": NUM_TOKENS, "return_token_ids": True, **fields}
+    async with web.post(f"/v1/{path}", json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        data = await answer.read()
+    if not fields.get("stream"):
+        return [json.loads(data)]
+    events = data.removesuffix(b"data: [DONE]\n\n").split(b"\n\n")[:-1]
+    return [json.loads(event.removeprefix(b"data: ")) for event in events]
+
+
+MESSAGE = {"role": "user", "content": TEXT}
+
+
+def texts_of(events: list[dict[str, Any]]) -> list[str]:
+    choices = [choice for event in events for choice in event["choices"]]
+    parts = [choice.get("delta") or choice.get("message") or choice for choice in choices]
+    return [part.get("text") or part.get("content") or "" for part in parts]
+
+
+def ids_of(events: list[dict[str, Any]]) -> list[int]:
+    choices = [choice for event in events for choice in event["choices"]]
+    return [token_id for choice in choices for token_id in choice.get("token_ids", [])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [None, "🚀"])
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+async def test_every_cut_of_the_stream_says_what_the_whole_answer_says(
+    echo: EchoEngine, web: aiohttp.ClientSession, path: str, stop: str | None
+) -> None:
+    assert len(TEXT.encode()) + 1 == NUM_TOKENS
+    expected = await answer_of(web, path, stop=stop)
+    assert texts_of(expected) == [TEXT.removesuffix(stop or "")]
+    for runs in every_cut(NUM_TOKENS):
+        echo.scheduler.runs = runs
+        whole = await answer_of(web, path, stop=stop)
+        events = await answer_of(web, path, stop=stop, stream=True)
+        texts = texts_of(events)
+        assert "".join(texts) == texts_of(whole)[0] == texts_of(expected)[0], runs
+        assert all("\ufffd" not in text for text in texts), runs
+        assert ids_of(events) == ids_of(whole) == ids_of(expected), runs
+
+
+async def test_an_answer_that_ends_inside_a_character_says_so_in_every_cut(
+    echo: EchoEngine, web: aiohttp.ClientSession
+) -> None:
+    num_tokens = NUM_TOKENS - 3  # the rocket lacks its last two bytes
+    for runs in every_cut(num_tokens):
+        echo.scheduler.runs = runs
+        events = await answer_of(web, "completions", max_tokens=num_tokens, stream=True)
+        assert "".join(texts_of(events)) == "中\ufffd", runs
+        assert len(ids_of(events)) == num_tokens
