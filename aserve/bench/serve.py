@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -44,7 +45,7 @@ Body = dict[str, object]
 def run(options: ServeOptions, _resolved: Resolved) -> BenchResult:
     limits_ms = read_goodput(options.goodput)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runs = runner.run(_measure(options))
+        model, runs = runner.run(_measure(options))
     figures = [_figures(one, limits_ms) for one in runs]
     medians = medians_of(figures)
     errors = [answer.error for one in runs for answer in one.answers if answer.error]
@@ -52,7 +53,7 @@ def run(options: ServeOptions, _resolved: Resolved) -> BenchResult:
         {
             **medians,
             "spread": round(spread([one["output_throughput"] for one in figures]), 3),
-            "settings": dataclasses.replace(options, api_key=None),
+            **_settings(options, model),
             "runs": figures,
         },
         (figures_table(f"{options.url}, medians of {len(runs)} repeats", medians),),
@@ -68,7 +69,8 @@ class Run(msgspec.Struct, frozen=True):
     cpu_s: float | None
 
 
-async def _measure(options: ServeOptions) -> list[Run]:
+async def _measure(options: ServeOptions) -> tuple[str, list[Run]]:
+    """The name of the model, and the repeats."""
     tokenizer = load_tokenizer(Path(options.tokenizer or MODEL_DIR))
     windows = TokenWindows(tokenizer, seed=options.seed)
     total = options.num_warmups + options.repeats * options.num_prompts
@@ -84,10 +86,11 @@ async def _measure(options: ServeOptions) -> list[Run]:
             client = Client(session, options, done=done)
             if options.num_warmups:
                 await client.run(bodies(options.num_warmups), [0.0] * options.num_warmups)
-            return [
+            runs = [
                 await client.run(bodies(options.num_prompts), _begins(options, repeat))
                 for repeat in range(options.repeats)
             ]
+    return model, runs
 
 
 class Client:
@@ -156,6 +159,14 @@ def _body(text: str, model: str, options: ServeOptions) -> Body:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+
+
+def _settings(options: ServeOptions, model: str) -> dict[str, object]:
+    """NOTE: JSON has no infinity."""
+    settings = dataclasses.asdict(options) | {"model_id": model}
+    if math.isinf(options.request_rate):
+        settings["request_rate"] = "inf"
+    return {name: value for name, value in settings.items() if name not in ("api_key", "model")}
 
 
 def _begins(options: ServeOptions, repeat: int) -> list[float]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from aserve.text.tokenizer import TextTokenizer
 
-SOURCES = ("argparse", "ast", "datetime", "doctest", "inspect", "shutil", "tarfile", "typing")
+SOURCES = ("argparse", "inspect", "tarfile", "typing")
 HEAD = 8  # ids that tell two windows apart: less than a page of a prefix cache usually holds
 MIN_DISTINCT = 256  # ids that a text has at least if the tokenizer knows it
 NUM_RANDOM = 1 << 17

@@ -42,6 +42,7 @@ def test_the_prefill_ends_with_the_last_chunk_and_a_step_is_what_comes_after() -
     assert found.num_cached == 3
 
 
+@pytest.mark.slow
 def test_each_batch_has_a_line_and_nothing_comes_from_a_cache(
     capsys: Captured, limits: Path
 ) -> None:
@@ -73,6 +74,7 @@ def test_a_step_is_compared_with_the_weights_that_it_reads() -> None:
     assert share == pytest.approx(operations / 10 / 100e9)
 
 
+@pytest.mark.slow
 def test_a_tied_head_is_counted_and_the_table_of_inputs_is_not() -> None:
     counted = count_parameters(MODEL_DIR)
     layer = 128 * (256 + 128 + 128 + 256) + 3 * 128 * 384 + 2 * 128

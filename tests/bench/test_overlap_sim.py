@@ -20,7 +20,7 @@ SPEC = EngineSpec(
     max_batched_tokens=64,
     vocab_size=2048,
 )
-TINY = ("--rows", "1,3", "--steps", "4", "--step-ms", "0.5,2")
+TINY = ("--rows", "1,3", "--steps", "4", "--step-ms", "0.5")
 
 
 def decode_step(iteration: int, *rows: int) -> ScheduleBatch:
@@ -64,10 +64,10 @@ async def test_a_result_is_delivered_after_its_sleep_and_in_order() -> None:
     assert first.wake_s <= second.start_s
 
 
-def test_the_last_line_has_each_speed_and_size_at_both_depths(capsys: Captured) -> None:
+def test_the_last_line_has_each_size_at_both_depths(capsys: Captured) -> None:
     figures = figures_of(capsys, "overlap-sim", "--no-http", *TINY)
     for series in ("busy", "busy_depth1"):
-        assert list(figures[series]) == ["0.5ms/1", "0.5ms/3", "2ms/1", "2ms/3"]
+        assert list(figures[series]) == ["0.5ms/1", "0.5ms/3"]
         assert all(0 < busy <= 1 for busy in figures[series].values())
     assert "busy_http" not in figures
     assert all(line["steps"] >= 4 for line in figures["details"])
