@@ -12,9 +12,12 @@ import openai
 import pydantic
 import pytest
 from aiohttp import WSCloseCode, WSMsgType
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from openai.types.responses import ResponsesServerEvent
 
 from aserve.errors import ShuttingDown
+from aserve.http.openai.responses.body import ResponseBody
 from aserve.http.openai.responses.events import EventMaker
 from aserve.http.websocket import MAX_ASKED
 from aserve.messages import array_i32
@@ -212,6 +215,36 @@ async def test_what_is_wrong_gets_one_error_in_its_turn_and_the_socket_stays(
         assert error["status"] == (404 if code == "model_not_found" else 400)
         assert len(error["error"]["message"]) < 1000
     assert text_of((await answer_of(socket))[-1]) == "u:hello 한;"
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = st.sampled_from(sorted(ResponseBody.__struct_encode_fields__))
+BODIES = st.dictionaries(FIELDS, JSON, max_size=3)
+
+
+@settings(max_examples=20)
+@given(st.lists(BODIES.map(lambda body: CREATE | body) | JSON, min_size=5, max_size=5))
+def test_whatever_is_sent_gets_one_end_each(messages: list[Any]) -> None:
+    async def scenario() -> None:
+        async with (
+            EchoEngine() as echo,
+            aiohttp.ClientSession(echo.url) as session,
+            session.ws_connect("/v1/responses") as socket,
+        ):
+            for message in messages:
+                await socket.send_str(msgspec.json.encode(message).decode())
+            await socket.send_json(CREATE | {"input": "the last"})
+            ends = [(await answer_of(socket))[-1] for _ in range(len(messages) + 1)]
+            assert text_of(ends[-1]) == "u:the last;"
+            assert all(end["status"] < 500 for end in ends if end["type"] == "error")
+            assert echo.gateway.num_open == 0
+
+    asyncio.run(scenario())
 
 
 async def test_an_error_says_in_which_lane_it_happened(socket: Socket) -> None:

@@ -74,6 +74,18 @@ async def test_a_whole_answer_is_the_response_of_the_last_event(
     assert [len(entry.top_logprobs) for entry in content.logprobs] == [2] * 6
 
 
+async def test_logprobs_are_asked_for_by_name_or_by_number(client: openai.AsyncOpenAI) -> None:
+    named = await ask(client, include=["message.output_text.logprobs"])
+    counted = await ask(client, top_logprobs=1)
+    plain = await ask(client)
+    tops = [
+        [len(entry.top_logprobs) for entry in parts_of(each)[0].logprobs]
+        for each in (named, counted, plain)
+    ]
+    length = len(tops[0])
+    assert tops == [[0] * length, [1] * length, []]
+
+
 async def test_the_clients_own_stream_gathers_the_text(client: openai.AsyncOpenAI) -> None:
     async with client.responses.stream(model="echo", input="hello 한") as stream:
         texts = [
@@ -227,7 +239,7 @@ async def test_a_stream_that_fails_ends_with_a_failed_response(
     echo.scheduler.is_paused = True
     stream = asyncio.ensure_future(streamed(client))
     await first_step(echo, stream)
-    await echo.until(lambda: echo.detokenizer.inbox.__len__() == 0)
+    await echo.until(lambda: len(echo.detokenizer.inbox) == 0)
     echo.scheduler.fail(StepError("it broke").info())
     events = await stream
     last = events[-1]
@@ -235,6 +247,18 @@ async def test_a_stream_that_fails_ends_with_a_failed_response(
     assert last.response.error is not None
     assert last.response.error.message == "it broke"
     assert (await client.responses.retrieve(last.response.id)).status == "failed"
+
+
+async def test_a_whole_answer_that_fails_has_its_status(
+    echo: EchoEngine, client: openai.AsyncOpenAI
+) -> None:
+    echo.scheduler.is_paused = True
+    answer = asyncio.ensure_future(ask(client))
+    await first_step(echo, answer)
+    await echo.until(lambda: len(echo.detokenizer.inbox) == 0)
+    echo.scheduler.fail(StepError("it broke").info())
+    with pytest.raises(openai.InternalServerError, match="it broke"):
+        await answer
 
 
 async def test_a_bug_in_the_middle_of_a_stream_ends_it_with_a_failed_response(
@@ -263,6 +287,18 @@ async def test_a_failure_before_the_first_event_has_a_status_of_its_own(
         with pytest.raises(openai.BadRequestError, match="maximum context length") as caught:
             await client.responses.create(**(ASK | {"input": "x" * 600} | body))
         assert caught.value.param == "input"
+
+
+async def test_a_server_that_drains_makes_no_responses_but_shows_them(
+    echo: EchoEngine, client: openai.AsyncOpenAI
+) -> None:
+    made = await ask(client)
+    echo.state.phase = "draining"
+    for is_streaming in (False, True):
+        with pytest.raises(openai.InternalServerError) as caught:
+            await ask(client, stream=is_streaming)
+        assert (caught.value.status_code, caught.value.code) == (503, "server_draining")
+    assert await client.responses.retrieve(made.id) == made
 
 
 async def test_a_queued_stream_says_that_it_was_created_and_is_kept_alive() -> None:
