@@ -372,13 +372,14 @@ async def test_a_peer_that_answers_no_ping_is_given_up() -> None:
         assert echo.gateway.num_open == 0
 
 
+@pytest.mark.slow
 async def test_a_peer_that_answers_its_pings_may_be_silent() -> None:
     async with (
-        EchoEngine(heartbeat_s=0.02) as echo,
+        EchoEngine(heartbeat_s=0.5) as echo,
         aiohttp.ClientSession(echo.url) as session,
         session.ws_connect("/v1/responses", autoping=False) as socket,
     ):
-        for _ in range(4):
+        for _ in range(2):
             ping = await socket.receive()
             assert ping.type == WSMsgType.PING
             await socket.pong(ping.data)
@@ -389,16 +390,16 @@ async def test_a_server_that_drains_ends_what_runs_refuses_what_waits_and_goes_a
     echo: EchoEngine, socket: Socket
 ) -> None:
     echo.scheduler.is_paused = True
-    await socket.send_json(CREATE)
-    await socket.send_json(CREATE)
-    await num_admitted(echo, 1)
+    for lane in ("left", "right", "right"):
+        await socket.send_json(CREATE | {"stream_id": lane})
+    await num_admitted(echo, 2)
     echo.scheduler.step()
     await event_of(socket)
     echo.state.phase = "draining"
     echo.gateway.end_all(ShuttingDown("closing").info())
-    first, second = await answer_of(socket), await answer_of(socket)
-    assert first[-1]["type"] == "response.failed"
-    assert [event["error"]["code"] for event in second] == ["server_draining"]
+    ends = [(await answer_of(socket))[-1] for _ in range(3)]
+    assert [end["type"] for end in ends] == ["response.failed", "response.failed", "error"]
+    assert (ends[2]["stream_id"], ends[2]["error"]["code"]) == ("right", "server_draining")
     message = await socket.receive()
     assert (message.type, message.data) == (WSMsgType.CLOSE, WSCloseCode.GOING_AWAY)
 
