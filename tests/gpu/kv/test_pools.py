@@ -1,0 +1,43 @@
+"""Pages of keys and values, of models that have windows in all layers, in some, or in none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from aserve.gpu.kv.layer_groups import group_layers
+from aserve.gpu.kv.pools import KvPools
+from aserve.gpu.models.layer_spec import LayerSpec
+from aserve.messages import GroupSpec
+
+PAGE_SIZE = 4
+
+
+@pytest.mark.parametrize("windows", [(None, None), (8, None), (8, 8)])
+def test_a_cleared_page_is_empty_in_every_layer_of_its_group_and_nowhere_else(
+    windows: tuple[int | None, ...],
+) -> None:
+    groups = group_layers(
+        tuple(
+            LayerSpec(index, num_heads=2, num_kv_heads=1, head_dim=2, scale=1.0, window=window)
+            for index, window in enumerate(windows)
+        )
+    )
+    pools = KvPools(
+        groups,
+        tuple(GroupSpec(group.name, 5, group.window) for group in groups),
+        page_size=PAGE_SIZE,
+        table_shape=(2, 3),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    for kv in pools.layers.values():
+        kv.keys.fill_(torch.nan)
+        kv.values.fill_(torch.nan)
+    for number in range(len(groups)):
+        pools.clear(number, torch.tensor([1, 3]))
+    for kv in pools.layers.values():
+        for pool in (kv.keys, kv.values):
+            empty = (pool == 0).all(dim=(1, 2)).view(-1, PAGE_SIZE)
+            assert empty.all(dim=1).tolist() == [False, True, False, True, False]
+            assert empty.any(dim=1).tolist() == [False, True, False, True, False]
