@@ -276,6 +276,7 @@ def load(resolved: Resolved) -> Loaded:
         load_format=resolved.model.load_format,
         model_impl=resolved.model.model_impl,
         dtype=resolved.model.dtype,
+        quantization=resolved.model.quantization,
         max_model_len=resolved.model.max_model_len,
         page_size=resolved.kv.page_size,
         num_pages=resolved.kv.num_pages,

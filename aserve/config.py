@@ -66,6 +66,11 @@ class ModelOptions:
         "number format of weights and KV; auto: what this machine is fastest with",
         Limits(choices=("auto", "float32", "float64", "bfloat16", "float16")),
     )
+    quantization: str | None = option(
+        None,
+        "int8 rounds the weights of linear layers to a byte each, while they are loaded",
+        Limits(choices=("int8",)),
+    )
     max_model_len: int | None = option(
         None, "longest prompt + output in tokens; default: the model's", Limits(low=1)
     )

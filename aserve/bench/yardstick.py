@@ -52,6 +52,11 @@ def make_yardstick(resolved: Resolved, *, limits_file: str | None) -> Yardstick:
     model_dir = resolve_model_dir(resolved.model_source, has_weights=not is_dummy)
     limits = read_limits(Path(limits_file)) if limits_file else measure_limits()
     blueprint, _ = read_blueprint(model_dir, resolved.model.model_impl)
-    wish = WeightWish(resolved.model.dtype, blueprint.stored_dtype, blueprint.num_weights)
+    wish = WeightWish(
+        resolved.model.dtype,
+        blueprint.stored_dtype,
+        blueprint.num_weights,
+        resolved.model.quantization,
+    )
     weight_bits = open_device("cpu").weight_form(wish).weight_bits
     return Yardstick(count_parameters(model_dir), weight_bits, limits)

@@ -51,6 +51,7 @@ class BuildOptions:
     load_format: str = "auto"
     model_impl: str = "auto"
     dtype: str = "auto"
+    quantization: str | None = None
     max_model_len: int | None = None
     page_size: int = 16
     num_pages: int | None = None
@@ -87,7 +88,9 @@ def build_on(
     """
     blueprint, code = read_blueprint(options.model_dir, options.model_impl)
     form = device.weight_form(
-        WeightWish(options.dtype, blueprint.stored_dtype, blueprint.num_weights)
+        WeightWish(
+            options.dtype, blueprint.stored_dtype, blueprint.num_weights, options.quantization
+        )
     )
     is_dummy = options.load_format == "dummy"
     target = Target(device.torch_device, device.free_bytes(), form.prepare)

@@ -40,6 +40,9 @@ BESIDE_THE_CORE = (
     *("aserve/text/load.py", "aserve/text/template_files.py", "aserve/text/json_file.py"),
     *("aserve/text/numeric.py", "aserve/text/defaults.py"),
     *("aserve/observability/*", "aserve/gpu/weights/*", "aserve/gpu/graphs.py"),
+    # What is read of the machine, and set for libraries, before the engine starts.
+    *("aserve/gpu/device/control_groups.py", "aserve/gpu/device/cpu_count.py"),
+    *("aserve/gpu/device/cpu_weights.py", "aserve/gpu/device/process.py"),
     # What one dense model takes instead of the default, or is compared with.
     *("aserve/gpu/attention/paged_sdpa.py", "aserve/gpu/attention/torch_ref.py"),
     *("aserve/gpu/layers/half_stored_linear.py", "aserve/gpu/quant/*"),

@@ -6,10 +6,12 @@ It knows no model. The table behind it is in docs/performance.md, "Linears".
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 
 import torch
 
+from aserve.errors import ConfigError
 from aserve.gpu.layers.half_stored_linear import prepare_half_stored
 from aserve.gpu.layers.linear import prepare
 from aserve.gpu.layers.packed_linear import prepare_packed
@@ -27,6 +29,7 @@ class CpuFacts:
     bf16_products: str | None
     has_onednn: bool
     has_fbgemm: bool
+    has_numba: bool
 
 
 def read_cpu_facts() -> CpuFacts:
@@ -39,10 +42,29 @@ def read_cpu_facts() -> CpuFacts:
         has_onednn=has_onednn,
         has_fbgemm="fbgemm" in torch.backends.quantized.supported_engines
         and bool(capabilities.get("avx2")),
+        has_numba=importlib.util.find_spec("numba") is not None,
     )
 
 
 def choose_cpu_form(wish: WeightWish, facts: CpuFacts) -> WeightForm:
+    form = _unquantized_form(wish, facts)
+    if wish.quantization is None:
+        return form
+    if form.dtype not in (torch.float32, torch.bfloat16):
+        raise ConfigError(
+            f"--quantization {wish.quantization} multiplies in float32 or bfloat16 on the CPU, "
+            f"not in {dtype_name(form.dtype)}"
+        )
+    if not facts.has_numba:
+        raise ConfigError(f"--quantization {wish.quantization} needs numba, which is not installed")
+    from aserve.gpu.quant.int8_linear import prepare_int8
+
+    return WeightForm(
+        form.dtype, prepare_int8, f"{dtype_name(form.dtype)} with int8 weights", stored_bits=8
+    )
+
+
+def _unquantized_form(wish: WeightWish, facts: CpuFacts) -> WeightForm:
     given = wish.given
     if given is not None:
         return _form(given, facts, why="")

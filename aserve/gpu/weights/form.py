@@ -28,6 +28,7 @@ class WeightWish:
     dtype: str
     stored: str | None
     num_weights: int
+    quantization: str | None = None  # of linear layers, while they are loaded
 
     @property
     def given(self) -> torch.dtype | None:

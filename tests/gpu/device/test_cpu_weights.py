@@ -10,14 +10,15 @@ from aserve.gpu.device.cpu_weights import SMALL_BYTES, CpuFacts, choose_cpu_form
 from aserve.gpu.layers.half_stored_linear import prepare_half_stored
 from aserve.gpu.layers.linear import Linear, Prepare, prepare
 from aserve.gpu.layers.packed_linear import prepare_packed
+from aserve.gpu.quant.int8_linear import prepare_int8
 from aserve.gpu.weights.form import WeightWish
 
 CPU = torch.device("cpu")
 LARGE = SMALL_BYTES  # weights, of four bytes each
-AMX = CpuFacts(bf16_products="AMX", has_onednn=True, has_fbgemm=True)
-AVX2 = CpuFacts(bf16_products=None, has_onednn=True, has_fbgemm=True)
-OTHER = CpuFacts(bf16_products=None, has_onednn=True, has_fbgemm=False)
-BARE = CpuFacts(bf16_products=None, has_onednn=False, has_fbgemm=False)
+AMX = CpuFacts(bf16_products="AMX", has_onednn=True, has_fbgemm=True, has_numba=True)
+AVX2 = CpuFacts(bf16_products=None, has_onednn=True, has_fbgemm=True, has_numba=True)
+OTHER = CpuFacts(bf16_products=None, has_onednn=True, has_fbgemm=False, has_numba=True)
+BARE = CpuFacts(bf16_products=None, has_onednn=False, has_fbgemm=False, has_numba=False)
 HERE = read_cpu_facts()
 
 
@@ -64,6 +65,41 @@ def test_an_unknown_dtype_is_refused() -> None:
         choose_cpu_form(WeightWish("int4", None, LARGE), BARE)
 
 
+@pytest.mark.parametrize(
+    ("facts", "dtype"), [(AMX, torch.bfloat16), (AVX2, torch.float32), (OTHER, torch.float32)]
+)
+def test_weights_of_a_byte_keep_the_dtype_of_the_machine(
+    facts: CpuFacts, dtype: torch.dtype
+) -> None:
+    chosen = choose_cpu_form(WeightWish("auto", None, LARGE, "int8"), facts)
+    assert (chosen.dtype, chosen.prepare, chosen.weight_bits) == (dtype, prepare_int8, 8)
+
+
+def test_weights_of_a_byte_are_refused_where_nothing_multiplies_them() -> None:
+    with pytest.raises(ConfigError, match="float32 or bfloat16 on the CPU, not in float64"):
+        choose_cpu_form(WeightWish("float64", None, LARGE, "int8"), AMX)
+    with pytest.raises(ConfigError, match="needs numba"):
+        choose_cpu_form(WeightWish("auto", None, LARGE, "int8"), BARE)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 3, 40])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_of_a_byte_equal_the_plain_product_where_they_are_exact(
+    dtype: torch.dtype, has_bias: bool, num_tokens: int
+) -> None:
+    _assert_near(prepare_int8, dtype, has_bias=has_bias, num_tokens=num_tokens)
+
+
+def test_a_weight_of_a_byte_is_off_by_half_a_step_at_most() -> None:
+    """A step is the 127th part of its output's largest weight; an output of zeros stays one."""
+    weight = torch.randn((5000, 16), generator=torch.Generator().manual_seed(3))
+    weight[7] = 0
+    rounded = prepare_int8(Linear(weight), CPU, dtype=torch.float32)(torch.eye(16)).t()
+    step = weight.abs().amax(dim=1, keepdim=True) / 127
+    assert ((rounded - weight).abs() <= step * 0.5001).all()
+
+
 @pytest.mark.parametrize("num_tokens", [0, 1, 3, 40])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("name", ["float32", "float64", "bfloat16", "float16", "auto"])
@@ -82,9 +118,10 @@ def test_weights_stored_as_float16_equal_the_plain_product(has_bias: bool, num_t
 
 
 def _assert_near(form: Prepare, dtype: torch.dtype, *, has_bias: bool, num_tokens: int) -> None:
-    """On weights that float16 and bfloat16 hold exactly; the tolerance is that of the sums."""
+    """On weights that all forms hold exactly; the tolerance is that of the sums."""
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randint(-64, 64, (50, 24), generator=generator) / 64
+    weight = torch.randint(-63, 64, (50, 24), generator=generator) / 64
+    weight[:, 0] = 127 / 64
     bias = torch.randint(-64, 64, (50,), generator=generator) / 64 if has_bias else None
     wide = torch.randn((num_tokens, 48), generator=generator).to(dtype)
     x = wide[:, :24]  # rows of another stride, as views of a joined product have them

@@ -1,0 +1,85 @@
+"""Products of few tokens with weights of one byte: x (scale * w)^T, with one scale per output.
+
+Decoding reads every weight once, so a byte each is what it costs; arithmetic is float32. It knows
+no layer.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numba import njit, prange, types
+from numba.core.dispatcher import Dispatcher
+from torch import Tensor
+
+from aserve_kernels.cpu.half import Float32s, Floats, as_array, narrow, widen
+
+Int8s: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int8]]
+
+FAST = {"contract", "reassoc", "nsz", "arcp"}  # infinities and NaN keep their meaning
+
+
+def int8_linear(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """x [tokens, in] float32 or bfloat16, weight int8 [out, in], scales float32 [out], all on the
+    CPU -> [tokens, out] like x."""
+    out = torch.empty((len(x), len(weight)), dtype=x.dtype)
+    num_workers = torch.get_num_threads()
+    _multiply(as_array(x.contiguous()), weight.numpy(), scales.numpy(), as_array(out), num_workers)
+    return out
+
+
+def int8_linear_ref(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    product = x.float() @ weight.float().t()
+    return (product * scales).to(x.dtype)
+
+
+def compile_int8_linear(dtype: torch.dtype) -> None:
+    """For this dtype, or read from the cache of an earlier process. Calls compile nothing."""
+    if not isinstance(_multiply, Dispatcher):  # NUMBA_DISABLE_JIT=1
+        return
+    floats = types.Array(types.uint16 if dtype == torch.bfloat16 else types.float32, 2, "C")
+    _multiply.disable_compile(False)
+    _multiply.compile(
+        types.void(
+            floats,
+            types.Array(types.int8, 2, "C"),
+            types.Array(types.float32, 1, "C"),
+            floats,
+            types.int64,
+        )
+    )
+    _multiply.disable_compile()
+
+
+@njit(parallel=True, cache=True, nogil=True)
+def _multiply(x: Floats, weight: Int8s, scales: Float32s, out: Floats, num_workers: int) -> None:
+    num_tokens, num_in = x.shape
+    wide = np.empty((num_tokens, num_in), np.float32)
+    for token in range(num_tokens):
+        widen(x[token], wide[token])
+    num_out = weight.shape[0]
+    share = -(-num_out // num_workers)
+    for worker in prange(num_workers):
+        _multiply_rows(
+            wide, weight, scales, out, worker * share, min(num_out, (worker + 1) * share)
+        )
+
+
+@njit(nogil=True, fastmath=FAST)
+def _multiply_rows(
+    x: Float32s, weight: Int8s, scales: Float32s, out: Floats, first: int, last: int
+) -> None:
+    num_tokens, num_in = x.shape
+    row = np.empty(num_in, np.float32)
+    sums = np.empty(num_tokens, np.float32)
+    for output in range(first, last):
+        for i in range(num_in):
+            row[i] = np.float32(weight[output, i])
+        for token in range(num_tokens):
+            product = np.float32(0)
+            for i in range(num_in):
+                product += x[token, i] * row[i]
+            sums[token] = product * scales[output]
+        narrow(sums, out[:, output])
