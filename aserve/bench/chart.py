@@ -23,7 +23,9 @@ LEGEND_STEP = 16
 
 def line_chart(axes: Axes, series: Mapping[str, Curve]) -> str:
     """An SVG document. Every series has at least one point, and no value is below 0."""
+    names = list(series) if len(series) > 1 else []
     plot = _Plot(
+        top=TOP + LEGEND_STEP * len(names),
         x_ticks=ticks(max(x for curve in series.values() for x in curve)),
         y_ticks=ticks(max(y for curve in series.values() for y in curve.values())),
     )
@@ -34,12 +36,11 @@ def line_chart(axes: Axes, series: Mapping[str, Curve]) -> str:
     SubElement(root, "title").text = axes.title
     _text(root, axes.title, (WIDTH / 2, 20), anchor="middle")
     plot.draw_axes(root, axes)
-    for number, (name, curve) in enumerate(series.items()):
-        colour = COLOURS[number % len(COLOURS)]
-        plot.draw_line(root, curve, colour=colour)
-        if len(series) > 1:
-            at = (LEFT + 12, TOP + 12 + number * LEGEND_STEP)
-            _text(root, name, at, anchor="start", colour=colour)
+    for number, name in enumerate(names):
+        at = (LEFT, TOP + LEGEND_STEP * number)
+        _text(root, name, at, anchor="start", colour=COLOURS[number % len(COLOURS)])
+    for number, curve in enumerate(series.values()):
+        plot.draw_line(root, curve, colour=COLOURS[number % len(COLOURS)])
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="unicode") + "\n"
 
@@ -56,7 +57,8 @@ def ticks(largest: float) -> list[float]:
 class _Plot:
     """From values to places in the picture."""
 
-    def __init__(self, *, x_ticks: Sequence[float], y_ticks: Sequence[float]) -> None:
+    def __init__(self, *, top: int, x_ticks: Sequence[float], y_ticks: Sequence[float]) -> None:
+        self._top = top
         self._x_ticks = x_ticks
         self._y_ticks = y_ticks
 
@@ -68,8 +70,9 @@ class _Plot:
         for tick in self._x_ticks:
             _text(root, f"{tick:g}", (self._x(tick), HEIGHT - BOTTOM + 16), anchor="middle")
         _text(root, axes.x_label, ((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10), anchor="middle")
-        label = _text(root, axes.y_label, (16, (TOP + HEIGHT - BOTTOM) / 2), anchor="middle")
-        label.set("transform", f"rotate(-90 16 {(TOP + HEIGHT - BOTTOM) / 2:g})")
+        middle = (self._top + HEIGHT - BOTTOM) / 2
+        label = _text(root, axes.y_label, (16, middle), anchor="middle")
+        label.set("transform", f"rotate(-90 16 {middle:g})")
 
     def draw_line(self, root: Element, curve: Curve, *, colour: str) -> None:
         places = [(self._x(x), self._y(y)) for x, y in sorted(curve.items())]
@@ -84,7 +87,7 @@ class _Plot:
         return LEFT + value / self._x_ticks[-1] * (WIDTH - LEFT - RIGHT)
 
     def _y(self, value: float) -> float:
-        return HEIGHT - BOTTOM - value / self._y_ticks[-1] * (HEIGHT - TOP - BOTTOM)
+        return HEIGHT - BOTTOM - value / self._y_ticks[-1] * (HEIGHT - self._top - BOTTOM)
 
 
 def _line(root: Element, start: tuple[float, float], end: tuple[float, float]) -> None:

@@ -80,6 +80,7 @@ def measure(options: HostStepOptions) -> dict[int, list[Measured]]:
 @dataclass(frozen=True, slots=True)
 class Measured:
     times_us: list[float]
+    cpu_us: list[float]  # of the same steps: what another process takes is not in it
     num_running: list[int]
     num_joins: int
     num_cached: int  # prompt tokens that the prefix cache had: none, or prompts repeat
@@ -96,6 +97,7 @@ def _summary(num_rows: int, repeats: list[Measured]) -> dict[str, float]:
     return {
         "rows": num_rows,
         "median_us": round(median(medians), 1),
+        "cpu_us": round(median([median(one.cpu_us) for one in repeats]), 1),
         "p99_us": round(percentile(times, 99), 1),
         "spread": round(spread(medians), 3),
         "us_per_row": round(median(medians) / num_rows, 2),
@@ -129,19 +131,23 @@ class Load:
         self._num_joins = 0
         self._num_running.clear()
         gc.collect()
-        times_us = [self._turn() for _ in range(num_steps)]
-        return Measured(times_us, self._num_running, self._num_joins, self._num_cached)
+        times_us, cpu_us = zip(*(self._turn() for _ in range(num_steps)), strict=True)
+        return Measured(
+            list(times_us), list(cpu_us), self._num_running, self._num_joins, self._num_cached
+        )
 
-    def _turn(self) -> float:
-        """What the device answers and what arrived meanwhile; microseconds until the effects."""
+    def _turn(self) -> tuple[float, float]:
+        """What the device answers and what arrived meanwhile; microseconds until the effects are
+        there, by the clock and of this thread.
+        """
         events, self._arrivals = self._arrivals, []
         if self._in_flight:
             events.append(_result_of(self._in_flight.popleft()))
-        start_s = time.perf_counter()
+        start_ns, cpu_start_ns = time.perf_counter_ns(), time.thread_time_ns()
         effects = self._state.step(events)
-        took_s = time.perf_counter() - start_s
+        took_ns, cpu_ns = time.perf_counter_ns() - start_ns, time.thread_time_ns() - cpu_start_ns
         self._follow(effects)
-        return took_s * 1e6
+        return took_ns / 1e3, cpu_ns / 1e3
 
     def _follow(self, effects: Sequence[SchedulerEffect]) -> None:
         for effect in effects:

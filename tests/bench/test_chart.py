@@ -48,6 +48,8 @@ def test_each_series_has_a_line_dots_and_a_name_of_one_colour() -> None:
     assert len(root.findall(f"{SVG}circle")) == 3
     assert [line.get("stroke") for line in lines] == [name.get("fill") for name in names]
     assert len({line.get("stroke") for line in lines}) == 2
+    highest = min(float(dot.attrib["cy"]) for dot in root.findall(f"{SVG}circle"))
+    assert highest > max(float(name.attrib["y"]) for name in names)
 
 
 def test_words_of_a_title_cannot_break_the_document() -> None:
