@@ -69,6 +69,7 @@ class SamplingFields(GenerationBody, kw_only=True):
     """What `generate` takes beside the prompt; ranges and defaults are those of the HTTP API."""
 
     logprobs: int | None = None
+    add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

@@ -152,6 +152,18 @@ async def test_a_wrong_sampling_field_is_named(fields: dict[str, object], words:
             await running.answer("text", **fields)
 
 
+async def test_the_fields_of_the_http_api_count_here_too() -> None:
+    async with engine() as running:
+        asked = {"truncate_prompt_tokens": 2, "cache_salt": "mine", "bad_words": ["a"]}
+        asked |= {"include_stop_str_in_output": True, "skip_special_tokens": False}
+        answer = await running.answer(PROMPT, max_tokens=3, ignore_eos=True, **asked)
+        assert answer.choices[0].usage.prompt_tokens == 2
+        with pytest.raises(GenerationError, match="nothing could be sampled"):
+            await running.answer(PROMPT, allowed_token_ids=[5], stop_token_ids=[5], min_tokens=1)
+        with pytest.raises(InvalidRequest, match="surrogate"):
+            await running.answer(PROMPT, cache_salt="\ud800")
+
+
 async def test_what_the_engine_refuses_is_raised_with_its_code() -> None:
     async with engine() as running:
         with pytest.raises(GenerationError) as caught:

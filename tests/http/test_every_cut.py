@@ -62,7 +62,7 @@ def ids_of(events: list[dict[str, Any]]) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", [None, "🚀"])
+@pytest.mark.parametrize("stop", [None, "🚀", "中🚀"])
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 async def test_every_cut_of_the_stream_says_what_the_whole_answer_says(
     echo: EchoEngine, web: aiohttp.ClientSession, path: str, stop: str | None
