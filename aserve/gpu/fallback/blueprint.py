@@ -65,9 +65,8 @@ class TransformersBlueprint:
             prepare_linears(model, plan.target, dtype=plan.dtype)
             torch.nn.Module.to(model, plan.target.device)
             fix_frequencies(model, context_len)
-            return TransformersModel(
-                probe(model, max_model_len=context_len), max_model_len=context_len
-            )
+            probed = probe(model, max_model_len=context_len)
+        return TransformersModel(probed, dtype=plan.dtype, max_model_len=context_len)
 
 
 def read_transformers_blueprint(model_dir: Path, architecture: str) -> TransformersBlueprint:

@@ -29,9 +29,9 @@ class TransformersModel:
         "vocab_size",
     )
 
-    def __init__(self, probed: Probed, *, max_model_len: int) -> None:
+    def __init__(self, probed: Probed, *, dtype: torch.dtype, max_model_len: int) -> None:
         self._probed = probed
-        self.dtype: torch.dtype = probed.halves.body.dtype
+        self.dtype = dtype
         self.hidden_size = probed.hidden_size
         self.layers = tuple(probed.specs.values())
         self.max_model_len = max_model_len
@@ -48,6 +48,8 @@ class TransformersModel:
         specs = self._probed.specs
 
         def on_attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
+            # Some models rotate in float32 and go on with it; the KV has the model's own dtype.
+            q, k, v = (states.to(self.dtype) for states in (q, k, v))
             return attend(specs[module], q, k, v)
 
         with ExitStack() as hooks:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 def prepare_linears(model: PreTrainedModel, target: Target, *, dtype: torch.dtype) -> None:
     """Gives every plain linear layer the form that the device wants, as in aserve's own models."""
     for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear:  # a subclass computes something else
+        # A subclass computes something else, and what has a dtype of its own needs it (routers).
+        if type(module) is nn.Linear and module.weight.dtype == dtype:
             linear = Linear(module.weight.detach(), _detached(module.bias))
             op = target.prepare(linear, target.device, dtype=dtype)
             model.set_submodule(name, _PreparedLinear(op, module))

@@ -7,6 +7,7 @@ from that a token depends on its id and its position alone, not on what stands b
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -112,13 +113,22 @@ def _specs(calls: list[_Call], *, max_model_len: int) -> dict[nn.Module, LayerSp
     ((module, times),) = Counter(call.module for call in calls).most_common(1)
     if times > 1:
         raise NotSupported(f"calls attention {times} times in one {type(module).__name__}")
+    # PERF: layers share few masks, and a long context's takes milliseconds to ask.
+    window_of = functools.cache(functools.partial(_window, max_model_len=max_model_len))
     return {
-        call.module: _spec(call, index, max_model_len=max_model_len)
+        call.module: _spec(call, index, window=window_of(_rule_of(call.mask)))
         for index, call in enumerate(calls)
     }
 
 
-def _spec(call: _Call, index: int, *, max_model_len: int) -> LayerSpec:
+def _rule_of(mask: object) -> UnmadeMask:
+    if isinstance(mask, UnmadeMask):
+        return mask
+    made = "no mask" if mask is None else f"a mask of its own making ({type(mask).__name__})"
+    raise NotSupported(f"gives attention {made}")
+
+
+def _spec(call: _Call, index: int, *, window: int | None) -> LayerSpec:
     """Paged attention obeys what is in the spec; every other argument would be lost."""
     for name, value in call.arguments.items():
         if name not in OBEYED | REDUNDANT and value is not None and value is not False:
@@ -131,7 +141,7 @@ def _spec(call: _Call, index: int, *, max_model_len: int) -> LayerSpec:
         num_kv_heads=call.k.shape[1],
         head_dim=head_dim,
         scale=head_dim**-0.5 if scale is None else _number("scaling", scale),
-        window=_window(call.mask, index, max_model_len=max_model_len),
+        window=window,
         softcap=None if softcap is None else _number("softcap", softcap),
     )
 
@@ -142,22 +152,18 @@ def _number(name: str, value: object) -> float:
     return float(value)
 
 
-def _window(mask: object, index: int, *, max_model_len: int) -> int | None:
+def _window(mask: UnmadeMask, *, max_model_len: int) -> int | None:
     """How many positions a query sees back, itself included; None is all of them.
 
     The rule of the mask is asked itself, for positions up to the last.
     """
-    if not isinstance(mask, UnmadeMask):
-        made = "no mask" if mask is None else f"a mask of its own making ({type(mask).__name__})"
-        raise NotSupported(f"gives attention {made} in layer {index}")
     last = torch.tensor([max_model_len - 1])
     window = int(mask.rows(last, num_keys=max_model_len).sum())
     rows = torch.linspace(0, max_model_len - 1, NUM_MASK_ROWS).long()
     distance = rows[:, None] - torch.arange(max_model_len)
-    if not torch.equal(
-        mask.rows(rows, num_keys=max_model_len), (distance >= 0) & (distance < window)
-    ):
-        raise NotSupported(f"masks in layer {index} neither causally nor by a sliding window")
+    expected = (distance >= 0) & (distance < window)
+    if not torch.equal(mask.rows(rows, num_keys=max_model_len), expected):
+        raise NotSupported("masks neither causally nor by a sliding window")
     return window if window < max_model_len else None
 
 

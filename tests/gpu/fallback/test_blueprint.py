@@ -13,6 +13,7 @@ from torch import Tensor
 
 from aserve.engine import Engine
 from aserve.errors import ConfigError
+from aserve.gpu.build import BuildOptions, build_executor
 from aserve.gpu.layers.linear import Linear, LinearOp, prepare
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.weights.load import load_model
@@ -147,7 +148,31 @@ def test_native_code_is_taken_where_it_is_unless_asked_otherwise(tmp_path: Path)
     torch.testing.assert_close(logits_of(native), logits_of(other))
 
 
-async def test_an_engine_runs_it_and_says_whose_code_that_is(tmp_path: Path) -> None:
+def test_layers_that_have_a_dtype_of_their_own_keep_it(tmp_path: Path) -> None:
+    """The router of this mixture is in float32, whatever the rest is in."""
+    experts = {"num_experts": 4, "moe_topk": 2, "head_dim": 8}
+    directory = write_config(tmp_path, "HunYuanMoEV1", "HunYuanMoEV1ForCausalLM", **experts)
+    model = load_model(directory, dtype="bfloat16", load_format="dummy")
+    assert model.dtype == torch.bfloat16
+    assert logits_of(model).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("model_impl", "about"),
+    [
+        ("auto", "transformers code (auto: no native code for Starcoder2ForCausalLM), random"),
+        ("transformers", "transformers code (as asked), random weights, float32"),
+    ],
+)
+def test_the_start_says_whose_code_runs_and_why(
+    tmp_path: Path, model_impl: str, about: str
+) -> None:
+    directory = write_config(tmp_path, "Starcoder2", "Starcoder2ForCausalLM")
+    options = BuildOptions(directory, load_format="dummy", model_impl=model_impl, num_pages=20)
+    assert build_executor(options).about.startswith(about)
+
+
+async def test_an_engine_answers_with_it_past_the_window(tmp_path: Path) -> None:
     directory = write_config(tmp_path, "Starcoder2", "Starcoder2ForCausalLM", sliding_window=8)
     async with Engine(model=directory, load_format="dummy", num_pages=20) as engine:
         answer = await engine.answer([3, 1, 20], max_tokens=30, temperature=0, ignore_eos=True)
