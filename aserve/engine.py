@@ -47,6 +47,7 @@ from aserve.messages import (
     GenerateRequest,
     OutputChunk,
     Prompt,
+    PromptToken,
     TextPrompt,
     TokenLogprob,
     TokenPrompt,
@@ -71,6 +72,7 @@ class SamplingFields(GenerationBody, kw_only=True):
     logprobs: int | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    prompt_logprobs: int | None = None
 
 
 class GenerationError(AserveError):
@@ -91,6 +93,7 @@ class Choice:
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprob, ...]
     usage: Usage
+    prompt: tuple[PromptToken, ...] = ()  # with prompt_logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +253,7 @@ class Engine:
             draw_seed=self._draw_seed,
             defaults=self._app.state.defaults,
         )
+        sampling = msgspec.structs.replace(sampling, prompt_logprobs=asked.prompt_logprobs)
         request_id = f"request-{next(self._numbers)}"
         return request_of(
             asked, _prompt_of(prompt, asked), sampling=sampling, request_id=request_id
@@ -350,4 +354,5 @@ def _choice(chunks: list[OutputChunk]) -> Choice:
         finish_reason=last.finish_reason,
         logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs),
         usage=last.usage,
+        prompt=tuple(token for chunk in chunks if chunk.prompt for token in chunk.prompt.tokens),
     )

@@ -8,7 +8,7 @@ its slots are padding, too.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Generator
+from collections.abc import Awaitable, Generator, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
 import msgspec
@@ -149,6 +149,8 @@ class OpenText(Message, frozen=True):
     prompt_len: int
     sampling: SamplingParams
     prompt_ids: bytes = b""  # int32 [prompt_len] where the client wants to see them
+    # what each token of the prompt adds to its text, where it is echoed or scored
+    prompt_texts: tuple[str, ...] = ()
 
 
 class AdmitRequest(Message, frozen=True):
@@ -451,7 +453,36 @@ class TokenLogprob(Record, frozen=True):
     token_bytes: bytes
     logprob: float
     top: tuple[TopLogprob, ...] = ()
-    text_offset: int = 0  # characters of the output's text before this token
+    text_offset: int = 0  # characters of the answer's text before this token
+
+
+class PromptToken(Record, frozen=True):
+    """A scored token of the prompt; nothing predicts the first."""
+
+    token_id: int
+    token: str
+    token_bytes: bytes
+    text_offset: int  # characters of the prompt's text before this token
+    logprob: float | None = None
+    rank: int | None = None
+    top: tuple[TopLogprob, ...] = ()
+
+
+class PromptPart(Record, frozen=True):
+    """The next tokens of a prompt, as it goes back to the client."""
+
+    text: str = ""  # where it is echoed
+    tokens: tuple[PromptToken, ...] = ()  # where they are scored
+
+
+def join_parts(parts: Sequence[PromptPart]) -> PromptPart | None:
+    """Parts that follow each other as one; None of none."""
+    if not parts:
+        return None
+    return PromptPart(
+        text="".join(part.text for part in parts),
+        tokens=tuple(token for part in parts for token in part.tokens),
+    )
 
 
 class Usage(Record, frozen=True):
@@ -461,7 +492,8 @@ class Usage(Record, frozen=True):
 
 
 class OutputChunk(Message, frozen=True):
-    """detokenizer -> http. Text, token ids and logprobs of one child since its last chunk.
+    """detokenizer -> http. Text, token ids and logprobs of one child since its last chunk. All that
+    it says of the prompt comes before the first of them.
 
     finish_reason is set in the child's last chunk; `is_last` in the last chunk of the whole
     request, exactly once, whether it finished, failed or was refused (then `error` says why).
@@ -479,6 +511,7 @@ class OutputChunk(Message, frozen=True):
     error: ErrorInfo | None = None
     is_last: bool = False
     prompt_ids: bytes = b""  # int32, in the child's first chunk if they are asked for
+    prompt: PromptPart | None = None
 
 
 # A Cancel goes the same way as its request, so that it cannot overtake it.

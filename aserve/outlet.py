@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 
 from aserve.errors import ErrorInfo
-from aserve.messages import Cancel, GenerateRequest, OutputChunk, Usage
+from aserve.messages import Cancel, GenerateRequest, OutputChunk, Usage, join_parts
 
 ChildKey = tuple[str, int]
 
@@ -156,4 +156,5 @@ def merge(chunks: list[OutputChunk]) -> OutputChunk:
         token_ids=b"".join(chunk.token_ids for chunk in chunks),
         prompt_ids=chunks[0].prompt_ids,
         logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs),
+        prompt=join_parts([chunk.prompt for chunk in chunks if chunk.prompt is not None]),
     )

@@ -7,9 +7,7 @@ it finds stop strings, cuts text, usage and logprobs at the same token, and send
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, assert_never
-
-import numpy as np
+from typing import NamedTuple, TypeAlias, assert_never
 
 from aserve.actors.base import Actor
 from aserve.channel import Channel, Codec
@@ -38,11 +36,14 @@ from aserve.messages import (
     array_i32,
     pack_i32,
 )
-from aserve.text.output import SequenceText
+from aserve.text.logprobs import alternatives, shown
+from aserve.text.output import Released, SequenceText
 from aserve.text.prompt import end_ids
+from aserve.text.prompt_text import PromptText
 from aserve.text.tokenizer import TextTokenizer
 
-IMPOSSIBLE = -9999.0  # the log-probability of a banned token, which JSON cannot say; as OpenAI does
+ChildKey: TypeAlias = tuple[str, int]
+NOTHING = Released("", [], ())
 
 
 class Ending(NamedTuple):
@@ -54,24 +55,46 @@ class Ending(NamedTuple):
 class Child:
     """One sequence of a request; `ending` is set by whatever ends it first."""
 
-    __slots__ = ("cached_len", "ending", "index", "is_answered", "is_begun", "is_retired", "text")
+    __slots__ = (
+        "cached_len",
+        "ending",
+        "index",
+        "is_answered",
+        "is_begun",
+        "is_retired",
+        "num_prompt_parts",
+        "text",
+    )
 
     def __init__(self, index: int, text: SequenceText) -> None:
         self.index = index
         self.text = text
         self.cached_len = 0
         self.ending: Ending | None = None
+        self.num_prompt_parts = 0  # what it has said of the prompt
         self.is_begun = False  # its first chunk is out
         self.is_answered = False  # and its final one
         self.is_retired = False  # the scheduler has let go of it
 
 
 class TextRequest:
-    __slots__ = ("children", "opened")
+    """`prompt` where it goes back to the client: the scores that child 0 gets are for all."""
 
-    def __init__(self, opened: OpenText, children: list[Child]) -> None:
+    __slots__ = ("children", "opened", "prompt")
+
+    def __init__(
+        self, opened: OpenText, children: list[Child], *, prompt: PromptText | None
+    ) -> None:
         self.opened = opened
         self.children = children
+        self.prompt = prompt
+
+    @property
+    def awaits_prompt(self) -> bool:
+        """No child says anything of its output before all of the prompt."""
+        if self.prompt is None or self.prompt.is_whole:
+            return False
+        return self.children[0].ending is None
 
 
 class DetokenizerActor(Actor[DetokenizerEvent]):
@@ -96,7 +119,7 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
         return len(self._requests)
 
     def handle(self, events: list[DetokenizerEvent]) -> None:
-        touched: dict[tuple[str, int], None] = {}  # in order of arrival
+        touched: dict[ChildKey, None] = {}  # in order of arrival
         retired: list[str] = []
         for event in events:
             match event:
@@ -105,10 +128,10 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
                 case StepOutput():
                     for output in event.sequences:
                         self._feed(output)
-                        touched[output.request_id, output.child] = None
+                        touched.update(self._due(output.request_id, output.child))
                 case Retired():
                     self._retire(event)
-                    touched[event.request_id, event.child] = None
+                    touched.update(self._due(event.request_id, event.child))
                     retired.append(event.request_id)
                 case Refused():
                     self._refuse(event)
@@ -121,7 +144,17 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
 
     def _open(self, event: OpenText) -> None:
         children = [Child(index, self._text_of(event)) for index in range(event.sampling.n)]
-        self._requests[event.request_id] = TextRequest(event, children)
+        prompt = PromptText(event, self._tokenizer) if event.prompt_texts else None
+        self._requests[event.request_id] = TextRequest(event, children, prompt=prompt)
+
+    def _due(self, request_id: str, index: int) -> dict[ChildKey, None]:
+        """Whose chunks may be due after an event of this child: what the prompt's scores make
+        known is for all children.
+        """
+        request = self._requests[request_id]
+        if request.prompt is None:
+            return {(request_id, index): None}
+        return {(request_id, child.index): None for child in request.children}
 
     def _text_of(self, opened: OpenText) -> SequenceText:
         sampling = opened.sampling
@@ -142,9 +175,14 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
             return
         assert output.position == child.text.num_tokens, "outputs come once and in order"
         child.cached_len = output.cached_len
-        choices = choices_of(output, request.opened.sampling.logprobs)
+        if output.prompt_logprobs is not None:
+            assert request.prompt is not None
+            request.prompt.feed(output.prompt_logprobs)
+        before = 0 if request.prompt is None else request.prompt.text_len
+        choices = self._choices(output, request.opened.sampling.logprobs)
         for token_id in array_i32(output.token_ids).tolist():
-            child.text.feed(token_id, self._logprob(next(choices, None), child.text.text_len))
+            offset = before + child.text.text_len
+            child.text.feed(token_id, self._logprob(next(choices, None), offset))
             if child.text.stop is not None:
                 child.ending = Ending("stop", child.text.stop)
                 return
@@ -180,15 +218,19 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
         child = request.children[index]
         if child.is_answered:
             return
-        released = child.text.take()
-        ending = child.ending
-        if ending is None and not released.text and not released.token_ids:
+        prompt = None
+        if request.prompt is not None:
+            prompt = request.prompt.since(child.num_prompt_parts)
+            child.num_prompt_parts = len(request.prompt.parts)
+        released = NOTHING if request.awaits_prompt else child.text.take()
+        ending = None if request.awaits_prompt else child.ending
+        if ending is None and not released.text and not released.token_ids and prompt is None:
             return
         child.is_answered = ending is not None
-        if child.text.stop is not None and not child.is_retired:
+        if ending is not None and child.text.stop is not None and not child.is_retired:
             request_id = request.opened.request_id
             self._scheduler.send(Cancel(request_id, index, child.text.num_kept, "stop"))
-        prompt_ids = b"" if child.is_begun else request.opened.prompt_ids
+        is_shown = request.opened.sampling.return_token_ids and not child.is_begun
         child.is_begun = True
         self._deliver(
             OutputChunk(
@@ -202,7 +244,8 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
                 stop_reason=ending and ending.stop_reason,
                 error=ending and ending.error,
                 is_last=ending is not None and all(each.is_answered for each in request.children),
-                prompt_ids=prompt_ids,
+                prompt_ids=request.opened.prompt_ids if is_shown else b"",
+                prompt=prompt,
             )
         )
 
@@ -221,13 +264,26 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
             token=shown(token_bytes),
             token_bytes=token_bytes,
             logprob=choice.logprob,
-            top=tuple(self._alternative(i, value) for i, value in choice.top),
+            top=choice.top,
             text_offset=text_offset,
         )
 
-    def _alternative(self, token_id: int, logprob: float) -> TopLogprob:
-        token_bytes = self._tokenizer.token_bytes(token_id)
-        return TopLogprob(token_id, shown(token_bytes), token_bytes, logprob)
+    def _choices(self, output: SequenceOutput, num_top: int | None) -> Iterator[Choice]:
+        """One for each of the output's tokens; none at all without logprobs."""
+        if num_top is None:
+            return
+        token_ids = iter(array_i32(output.token_ids).tolist())
+        for run in output.logprobs:
+            chosen = array_f32(run.chosen).tolist()
+            tops = alternatives(
+                run.top_ids,
+                run.top_logprobs,
+                num_tokens=len(chosen),
+                num_top=num_top,
+                tokenizer=self._tokenizer,
+            )
+            for logprob, top in zip(chosen, tops, strict=True):
+                yield Choice(next(token_ids), logprob, top)
 
 
 def ending_of(event: Retired, sampling: SamplingParams) -> Ending:
@@ -253,22 +309,4 @@ class Choice(NamedTuple):
 
     token_id: int
     logprob: float
-    top: list[tuple[int, float]]
-
-
-def choices_of(output: SequenceOutput, num_top: int | None) -> Iterator[Choice]:
-    """One for each of the output's tokens; none at all without logprobs."""
-    if num_top is None:
-        return
-    token_ids = iter(array_i32(output.token_ids).tolist())
-    for run in output.logprobs:
-        chosen = array_f32(run.chosen).tolist()
-        top_ids = array_i32(run.top_ids).reshape(len(chosen), -1)[:, :num_top].tolist()
-        top_logprobs = array_f32(run.top_logprobs).reshape(len(chosen), -1)[:, :num_top]
-        finite = np.maximum(top_logprobs, IMPOSSIBLE).tolist()
-        for logprob, ids, logprobs in zip(chosen, top_ids, finite, strict=True):
-            yield Choice(next(token_ids), logprob, list(zip(ids, logprobs, strict=True)))
-
-
-def shown(token_bytes: bytes) -> str:
-    return token_bytes.decode("utf-8", "replace")
+    top: tuple[TopLogprob, ...]

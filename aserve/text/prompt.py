@@ -24,6 +24,7 @@ from aserve.messages import (
     pack_i32,
 )
 from aserve.text.bad_words import bad_word_ids
+from aserve.text.prompt_text import prompt_texts
 from aserve.text.template import ChatTemplate
 from aserve.text.tokenizer import TextTokenizer
 
@@ -67,9 +68,16 @@ class PromptEncoder:
         bad_words = bad_word_ids(sampling.bad_words, self.tokenizer)
         _check_choice(sampling, ends, bad_words, self.limits)
         packed = pack_i32(prompt_ids)
-        shown = packed if sampling.return_token_ids else b""
+        is_scored = sampling.prompt_logprobs is not None
+        is_told = is_scored or sampling.echo
         return Prepared(
-            OpenText(request.request_id, len(prompt_ids), sampling, shown),
+            OpenText(
+                request_id=request.request_id,
+                prompt_len=len(prompt_ids),
+                sampling=sampling,
+                prompt_ids=packed if is_scored or sampling.return_token_ids else b"",
+                prompt_texts=prompt_texts(prompt_ids, sampling, self.tokenizer) if is_told else (),
+            ),
             AdmitRequest(
                 request_id=request.request_id,
                 prompt_ids=packed,

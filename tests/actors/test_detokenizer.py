@@ -20,6 +20,7 @@ from aserve.messages import (
     FinishReason,
     OpenText,
     OutputChunk,
+    PromptLogprobs,
     Refused,
     Retired,
     RowLogprobs,
@@ -273,3 +274,45 @@ def test_chunks_travel_as_msgpack() -> None:
     (chunk,) = bench.handle(opened(logprobs=1), output(IDS, logprobs=(run_of(IDS),)), retired())
     packed = msgspec.msgpack.encode(chunk)
     assert msgspec.msgpack.decode(packed, type=OutputChunk) == chunk
+
+
+def scored_prompt(num_tokens: int = 3, **sampling: Any) -> OpenText:
+    ids = IDS[:num_tokens]
+    texts = tuple(TEXT[:num_tokens])
+    params = SamplingParams(seed=1, prompt_logprobs=0, **sampling)
+    return OpenText("r", num_tokens, params, pack_i32(ids), texts)
+
+
+def scores(position: int, num_tokens: int) -> StepOutput:
+    values = np.full(num_tokens, -1, np.float32).tobytes()
+    run = PromptLogprobs(1, position, values, pack_i32([1] * num_tokens), b"", b"")
+    return output([], prompt_logprobs=run)
+
+
+def test_what_a_child_says_waits_for_the_prompt_that_another_is_scored_for() -> None:
+    bench = Bench()
+    bench.handle(scored_prompt(n=2, echo=True))
+    (first,) = bench.handle(output(IDS[:2], child=1))[:1]
+    assert (first.text, first.token_ids, first.prompt and first.prompt.text) == ("", b"", TEXT[:1])
+    assert [chunk.child for chunk in bench.handle(scores(1, 1))] == [0, 1]
+    assert bench.handle(retired(child=1)) == []
+    chunks = bench.handle(scores(2, 1))
+    assert [(chunk.child, chunk.text, chunk.finish_reason) for chunk in chunks] == [
+        (0, "", None),
+        (1, "hello ", "length"),
+    ]
+    assert [chunk.prompt and chunk.prompt.text for chunk in chunks] == [TEXT[2], TEXT[2]]
+    (last,) = bench.handle(output(IDS[:1]), retired())
+    assert (last.is_last, last.prompt) == (True, None)
+    assert bench.actor.num_requests == 0
+
+
+def test_when_the_scored_child_fails_the_others_still_end() -> None:
+    bench = Bench()
+    bench.handle(scored_prompt(n=2), output(IDS[:1], child=1), retired(child=1))
+    chunks = bench.handle(retired("cancelled"))
+    assert [(chunk.child, chunk.finish_reason) for chunk in chunks] == [
+        (0, "cancelled"),
+        (1, "length"),
+    ]
+    assert [chunk.is_last for chunk in chunks] == [False, True]

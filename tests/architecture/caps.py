@@ -43,6 +43,7 @@ BESIDE_THE_CORE = (
     # What is read of the machine, and set for libraries, before the engine starts.
     *("aserve/gpu/device/control_groups.py", "aserve/gpu/device/cpu_count.py"),
     *("aserve/gpu/device/cpu_weights.py", "aserve/gpu/device/process.py"),
+    *("aserve/scheduling/check.py", "aserve/cache/conservation.py"),
     # What one dense model takes instead of the default, or is compared with.
     *("aserve/gpu/attention/paged_sdpa.py", "aserve/gpu/attention/torch_ref.py"),
     *("aserve/gpu/layers/half_stored_linear.py", "aserve/gpu/quant/*"),
@@ -56,6 +57,7 @@ BESIDE_THE_CORE = (
     *("aserve/scheduling/prompts.py", "aserve/gpu/prompt_plan.py", "aserve/gpu/prompt_values.py"),
     *("aserve/grammar/*", "aserve/actors/masks.py", "aserve/progress.py"),
     *("aserve/tiny/*", "aserve/bench/*"),
+    *("aserve/text/prompt_text.py", "aserve/http/openai/prompt_scores.py"),
 )
 
 BLOCKS = (

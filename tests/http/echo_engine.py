@@ -30,6 +30,7 @@ from aserve.messages import (
     DetokenizerEvent,
     FinishReason,
     OutputChunk,
+    PromptLogprobs,
     Refused,
     Retired,
     RowLogprobs,
@@ -61,18 +62,27 @@ class Sequence:
         self.num_done = 0
         self.logprob = logprob  # of each token
         self.runs = itertools.chain(runs, itertools.repeat(1))  # tokens of each step
+        # Its scores come in two runs before anything else, while its siblings go on.
+        half, end = 1 + len(ids) // 2, len(ids)
+        is_scored = request.sampling.prompt_logprobs is not None and child == 0
+        scored = (range(1, half), range(half, end)) if is_scored else ()
+        self.unscored = [run for run in scored if run]
 
     @property
     def key(self) -> tuple[str, int]:
         return self.request.request_id, self.child
 
     def ends(self) -> FinishReason | None:
+        if self.unscored:
+            return None
         limit = self.request.sampling.max_tokens or 0
         if self.num_done and self.tokens[self.num_done - 1] in self.request.end_ids:
             return "stop"
         return "length" if self.num_done >= min(limit, len(self.tokens)) else None
 
     def output(self) -> SequenceOutput:
+        if self.unscored:
+            return self._scored(self.unscored.pop(0))
         position = self.num_done
         self.num_done += next(self.runs)
         token_ids = self.tokens[position : self.num_done]
@@ -84,6 +94,20 @@ class Sequence:
             cached_len=3,
             logprobs=tuple(run for token_id in token_ids for run in self._logprobs(token_id)),
         )
+
+    def _scored(self, positions: range) -> SequenceOutput:
+        """The score of token i is -i."""
+        values = -np.array(positions, np.float32)
+        num_top = self.request.sampling.prompt_logprobs or 0
+        run = PromptLogprobs(
+            row=1,
+            position=positions.start,
+            chosen=values.tobytes(),
+            ranks=pack_i32(list(positions)),
+            top_ids=pack_i32([rank for _ in positions for rank in range(num_top)]),
+            top_logprobs=np.repeat(values, num_top).tobytes(),
+        )
+        return SequenceOutput(*self.key, 0, b"", cached_len=3, prompt_logprobs=run)
 
     def _logprobs(self, token_id: int) -> tuple[RowLogprobs, ...]:
         num_top = self.request.sampling.logprobs

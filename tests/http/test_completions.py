@@ -38,6 +38,9 @@ def gather(chunks: list[Completion], index: int) -> dict[str, Any]:
 
 
 BODIES: list[dict[str, Any]] = [
+    {"prompt": TEXT, "max_tokens": 3, "echo": True},
+    {"prompt": TEXT, "max_tokens": 0, "echo": True, "logprobs": 1},
+    {"prompt": [TEXT, "a"], "max_tokens": 4, "n": 3, "echo": True, "logprobs": 2, "stop": "lo"},
     {"prompt": TEXT, "max_tokens": 100},
     {"prompt": TEXT, "max_tokens": 7, "logprobs": 3},
     {"prompt": TEXT, "max_tokens": 100, "logprobs": 1, "stop": ["sto", "p s"]},
@@ -214,5 +217,5 @@ async def test_usage_is_null_in_every_chunk_but_the_last_and_absent_where_not_as
 def test_the_chosen_token_is_among_the_alternatives_even_where_it_is_not_one_of_the_best() -> None:
     best = TopLogprob(1, "a", b"a", -0.1)
     entry = TokenLogprob(2, "\ufffd", b"\xed", -5.0, (best,))
-    assert top_of(entry) == {"a": -0.1, "bytes:\\xed": -5.0}
-    assert top_of(TokenLogprob(1, "a", b"a", -0.1, (best,))) == {"a": -0.1}
+    assert top_of(entry, num_top=1) == {"a": -0.1, "bytes:\\xed": -5.0}
+    assert top_of(TokenLogprob(1, "a", b"a", -0.1, (best,)), num_top=1) == {"a": -0.1}

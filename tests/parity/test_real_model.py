@@ -259,6 +259,35 @@ async def test_logprobs_of_greedy_tokens_are_those_of_transformers() -> None:
             assert other.logprob == pytest.approx(float(logprobs[other.token_id]), abs=1e-4)
 
 
+@pytest.mark.parametrize(("depth", "lead"), [(1, 1), (2, 2), (3, 1), (3, 3)])
+async def test_prompt_logprobs_are_those_of_transformers_however_the_prompt_is_cut(
+    depth: int, lead: int
+) -> None:
+    """Beside requests that generate, in float32, to 1e-4; twice, since a hit must not skip one."""
+    prompt = token_ids(STORY * 2)
+    expected = transformers_logprobs(prompt)[:-1]
+    async with engine(
+        dtype="float32", max_num_batched_tokens=48, depth=depth, lead=lead
+    ) as running:
+        neighbour = asyncio.create_task(tokens_of(running, Ask(prompt[:40], 0.8)))
+        answers = [
+            await running.answer(prompt, max_tokens=max_tokens, prompt_logprobs=3)
+            for max_tokens in (0, 2)
+        ]
+        await neighbour
+    for answer in answers:
+        first, *scored = answer.choices[0].prompt
+        assert (first.token_id, first.logprob) == (prompt[0], None)
+        assert tuple(token.token_id for token in scored) == prompt[1:]
+        for token, logprobs in zip(scored, expected, strict=True):
+            assert token.logprob == pytest.approx(float(logprobs[token.token_id]), abs=1e-4)
+            best = [other.logprob for other in token.top]
+            assert best == pytest.approx(logprobs.topk(3).values.tolist(), abs=1e-4)
+            assert token.rank is not None
+            near = logprobs > logprobs[token.token_id] + 1e-4
+            assert int(near.sum()) < token.rank
+
+
 def transformers_logprobs(ids: Tokens) -> Tensor:
     """float32 [len(ids), vocab], natural logarithm."""
     model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)

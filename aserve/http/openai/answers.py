@@ -12,7 +12,15 @@ from typing import Protocol
 import msgspec
 
 from aserve.http.openai.call import Call
-from aserve.messages import OutputChunk, TokenLogprob, TopLogprob, Usage, array_i32
+from aserve.messages import (
+    OutputChunk,
+    PromptPart,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+    array_i32,
+    join_parts,
+)
 
 
 class PromptDetails(msgspec.Struct):
@@ -82,6 +90,8 @@ class Choice:
 
     def __init__(self, chunks: Iterable[OutputChunk]) -> None:
         parts = list(chunks)
+        prompt = join_parts([part.prompt for part in parts if part.prompt is not None])
+        self.prompt = prompt or PromptPart()
         self.text = "".join(part.text for part in parts)
         self.logprobs: list[TokenLogprob] = [entry for part in parts for entry in part.logprobs]
         token_ids = b"".join(part.token_ids for part in parts)
@@ -112,7 +122,8 @@ def best_choices(choices: list[Choice], call: Call) -> list[Choice]:
 def is_visible(chunk: OutputChunk, call: Call) -> bool:
     """Whether a client would see anything of it."""
     shows_ids = call.sampling.return_token_ids and bool(chunk.token_ids or chunk.prompt_ids)
-    return bool(chunk.text or chunk.logprobs or shows_ids) or chunk.finish_reason is not None
+    shows_text = bool(chunk.text or chunk.logprobs) or chunk.prompt is not None
+    return shows_text or shows_ids or chunk.finish_reason is not None
 
 
 class Dialect(Protocol):

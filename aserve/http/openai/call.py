@@ -35,7 +35,7 @@ class Call:
     """Sequence `index` is child index % num_children of prompt index // num_children.
 
     `sampling` is what the client asked for. The requests' own has more children than `n` if the
-    answer has only the best of them.
+    answer has only the best of them, and scores the prompt if its logprobs are to be echoed.
     NOTE: the requests' ids end in the number of their prompt.
     """
 
@@ -148,8 +148,11 @@ def build_call(
 ) -> Call:
     """With `best_of`, so many sequences are made of each prompt, and compared by their logprobs."""
     run = sampling
+    if sampling.echo and sampling.logprobs is not None:
+        num_top = max(sampling.logprobs, sampling.prompt_logprobs or 0)
+        run = msgspec.structs.replace(run, prompt_logprobs=num_top)
     if best_of is not None and best_of > sampling.n:
-        run = msgspec.structs.replace(sampling, n=best_of, logprobs=sampling.logprobs or 0)
+        run = msgspec.structs.replace(run, n=best_of, logprobs=sampling.logprobs or 0)
     check_length(range(len(prompts) * run.n), MAX_SEQUENCES, param="prompt")
     options = body.stream_options or StreamOptions()
     return Call(

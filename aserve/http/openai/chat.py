@@ -20,6 +20,7 @@ from aserve.http.openai.answers import (
 )
 from aserve.http.openai.call import Call, Origin, build_call, check_body, sampling_of
 from aserve.http.openai.conversation import chat_prompt
+from aserve.http.openai.prompt_scores import Scores, check_prompt_logprobs, prompt_scores
 from aserve.http.openai.schema import ChatBody
 from aserve.messages import OutputChunk, TokenLogprob
 
@@ -27,6 +28,7 @@ from aserve.messages import OutputChunk, TokenLogprob
 def chat_call(body: ChatBody, origin: Origin) -> Call:
     check_body(body, origin)
     prompt = chat_prompt(body)
+    check_prompt_logprobs(body)
     max_tokens = body.max_completion_tokens
     sampling = sampling_of(
         body,
@@ -35,6 +37,7 @@ def chat_call(body: ChatBody, origin: Origin) -> Call:
         draw_seed=origin.draw_seed,
         defaults=origin.defaults,
     )
+    sampling = msgspec.structs.replace(sampling, prompt_logprobs=body.prompt_logprobs)
     return build_call(body, origin, prompts=[prompt], sampling=sampling, id_prefix="chatcmpl-")
 
 
@@ -93,6 +96,7 @@ class ChatAnswer(msgspec.Struct, kw_only=True):
     usage: UsageBody | UnsetType | None = UNSET
     seed: int | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[Scores | None] | UnsetType = UNSET
 
 
 class ChatDialect:
@@ -139,6 +143,7 @@ class ChatDialect:
             usage=usage,
             seed=self.call.sampling.seed,
             prompt_ids=choices[0].prompt_ids,
+            prompt_logprobs=self._prompt_logprobs(choices[0]),
         )
 
     def _chunk(
@@ -161,6 +166,7 @@ class ChatDialect:
         usage: UsageBody | UnsetType | None,
         seed: int | UnsetType,
         prompt_ids: list[int] | None,
+        prompt_logprobs: list[Scores | None] | UnsetType = UNSET,
     ) -> bytes:
         return msgspec.json.encode(
             ChatAnswer(
@@ -172,11 +178,16 @@ class ChatDialect:
                 usage=usage,
                 seed=seed,
                 prompt_token_ids=prompt_ids or UNSET,
+                prompt_logprobs=prompt_logprobs,
             )
         )
 
     def _token_ids(self, choice: Choice) -> list[int] | UnsetType:
         return choice.token_ids if self.call.sampling.return_token_ids else UNSET
+
+    def _prompt_logprobs(self, choice: Choice) -> list[Scores | None] | UnsetType:
+        num_top = self.call.sampling.prompt_logprobs
+        return UNSET if num_top is None else prompt_scores(choice.prompt.tokens, num_top=num_top)
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> ChatLogprobs | None:
         if self.call.sampling.logprobs is None:

@@ -14,8 +14,16 @@ from aserve.errors import InvalidRequest
 from aserve.http.openai.answers import Choice, UsageBody, is_visible
 from aserve.http.openai.call import Call, Origin, build_call, check_body, sampling_of
 from aserve.http.openai.limits import MAX_LOGPROBS, Range, check_within
+from aserve.http.openai.prompt_scores import Scores, check_prompt_logprobs, prompt_scores
 from aserve.http.openai.schema import CompletionBody
-from aserve.messages import OutputChunk, Prompt, TextPrompt, TokenLogprob, TokenPrompt
+from aserve.messages import (
+    OutputChunk,
+    Prompt,
+    PromptToken,
+    TextPrompt,
+    TokenLogprob,
+    TokenPrompt,
+)
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -24,6 +32,7 @@ def completion_call(body: CompletionBody, origin: Origin) -> Call:
     check_body(body, origin)
     _check_unsupported(body)
     _check_best_of(body)
+    check_prompt_logprobs(body)
     prompts = prompts_of(body)
     if body.logprobs is not None:
         check_within(body.logprobs, Range(0, MAX_LOGPROBS), param="logprobs")
@@ -34,6 +43,9 @@ def completion_call(body: CompletionBody, origin: Origin) -> Call:
         logprobs=body.logprobs,
         draw_seed=origin.draw_seed,
         defaults=origin.defaults,
+    )
+    sampling = msgspec.structs.replace(
+        sampling, echo=bool(body.echo), prompt_logprobs=body.prompt_logprobs
     )
     return build_call(
         body, origin, prompts=prompts, sampling=sampling, id_prefix="cmpl-", best_of=body.best_of
@@ -75,8 +87,6 @@ def token_prompt(token_ids: Sequence[int]) -> TokenPrompt:
 
 
 def _check_unsupported(body: CompletionBody) -> None:
-    if body.echo:
-        raise _unsupported("echo", "only false")
     if body.suffix:
         raise _unsupported("suffix", "no suffix, since the model does not fill in the middle")
 
@@ -108,11 +118,11 @@ def _unsupported(param: str, supported: str) -> InvalidRequest:
 
 
 class Logprobs(msgspec.Struct):
-    """Parallel lists, one entry per token."""
+    """Parallel lists, one entry per token; null where nothing predicts it: at a prompt's start."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 
@@ -124,6 +134,7 @@ class CompletionChoice(msgspec.Struct):
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[Scores | None] | UnsetType = UNSET
 
 
 class CompletionAnswer(msgspec.Struct, kw_only=True):
@@ -161,15 +172,21 @@ class CompletionDialect:
 
     def _choice(self, index: int, choice: Choice) -> CompletionChoice:
         asked = self.call.sampling
-        num_top = asked.logprobs
+        echoed = choice.prompt.tokens if asked.echo else ()
+        num_top = asked.prompt_logprobs
         return CompletionChoice(
             index=index,
-            text=choice.text,
-            logprobs=None if num_top is None else logprobs_of(choice.logprobs, has_top=num_top > 0),
+            text=choice.prompt.text + choice.text,
+            logprobs=None
+            if asked.logprobs is None
+            else logprobs_of([*echoed, *choice.logprobs], num_top=asked.logprobs),
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
             token_ids=choice.token_ids if asked.return_token_ids else UNSET,
             prompt_token_ids=choice.prompt_ids or UNSET,
+            prompt_logprobs=UNSET
+            if num_top is None
+            else prompt_scores(choice.prompt.tokens, num_top=num_top),
         )
 
     def _answer(
@@ -191,18 +208,21 @@ class CompletionDialect:
         )
 
 
-def logprobs_of(entries: Sequence[TokenLogprob], *, has_top: bool) -> Logprobs:
+def logprobs_of(entries: Sequence[TokenLogprob | PromptToken], *, num_top: int) -> Logprobs:
     return Logprobs(
         tokens=[spelled(entry.token, entry.token_bytes) for entry in entries],
         token_logprobs=[entry.logprob for entry in entries],
-        top_logprobs=[top_of(entry) for entry in entries] if has_top else None,
+        top_logprobs=[top_of(entry, num_top=num_top) for entry in entries] if num_top else None,
         text_offset=[entry.text_offset for entry in entries],
     )
 
 
-def top_of(entry: TokenLogprob) -> dict[str, float]:
+def top_of(entry: TokenLogprob | PromptToken, *, num_top: int) -> dict[str, float] | None:
     """Best first; the chosen token is there, too, at its place or at the end."""
-    top = {spelled(other.token, other.token_bytes): other.logprob for other in entry.top}
+    if entry.logprob is None:
+        return None
+    best = entry.top[:num_top]
+    top = {spelled(other.token, other.token_bytes): other.logprob for other in best}
     top.setdefault(spelled(entry.token, entry.token_bytes), entry.logprob)
     return top
 

@@ -51,6 +51,7 @@ RANGES = {
     "priority": Range(-INT32 - 1, INT32),
     "timeout": Range(0.001, 86_400),
     "top_logprobs": Range(0, MAX_LOGPROBS),
+    "prompt_logprobs": Range(0, MAX_LOGPROBS),
 }
 
 

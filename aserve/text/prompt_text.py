@@ -1,0 +1,112 @@
+"""A prompt on its way back to its client: its text where it is echoed, its tokens where they are
+scored.
+
+Must not know children or messages' order. Written by `feed`, which gets each score once, in order.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from aserve.messages import (
+    OpenText,
+    PromptLogprobs,
+    PromptPart,
+    PromptToken,
+    SamplingParams,
+    TopLogprob,
+    array_f32,
+    array_i32,
+    join_parts,
+)
+from aserve.text.logprobs import alternatives, shown
+from aserve.text.tokenizer import TextTokenizer
+
+
+def prompt_texts(
+    prompt_ids: list[int], sampling: SamplingParams, tokenizer: TextTokenizer
+) -> tuple[str, ...]:
+    """What each token adds to the prompt's text."""
+    stream = tokenizer.stream(skip_special=sampling.skip_special_tokens)
+    texts = [stream.feed(token_id) for token_id in prompt_ids]
+    texts[-1] += stream.finish()
+    return tuple(texts)
+
+
+class PromptText:
+    """`parts` only grow, so that each child can say how many of them it has sent. An echo without
+    scores is whole from the start; else token 0 is, which nothing predicts.
+    """
+
+    __slots__ = ("_echoed", "_ids", "_num_known", "_num_top", "_offsets", "_tokenizer", "parts")
+
+    def __init__(self, opened: OpenText, tokenizer: TextTokenizer) -> None:
+        sampling = opened.sampling
+        self._tokenizer = tokenizer
+        self._ids: list[int] = array_i32(opened.prompt_ids).tolist()
+        self._num_top = sampling.prompt_logprobs
+        self._offsets = list(accumulate(map(len, opened.prompt_texts), initial=0))
+        self._echoed = opened.prompt_texts if sampling.echo else ()
+        self._num_known = 0  # tokens in the parts
+        self.parts: list[PromptPart] = []
+        if self._num_top is None:
+            self._add(len(opened.prompt_texts), ())
+        else:
+            self._add(1, (self._token(0),))
+
+    @property
+    def is_whole(self) -> bool:
+        return self._num_known == len(self._offsets) - 1
+
+    @property
+    def text_len(self) -> int:
+        """Characters that stand before the output."""
+        return self._offsets[-1] if self._echoed else 0
+
+    def feed(self, scores: PromptLogprobs) -> None:
+        assert scores.position == self._num_known, "scores come once and in order"
+        assert self._num_top is not None
+        chosen = array_f32(scores.chosen).tolist()
+        tops = alternatives(
+            scores.top_ids,
+            scores.top_logprobs,
+            num_tokens=len(chosen),
+            num_top=self._num_top,
+            tokenizer=self._tokenizer,
+        )
+        tokens = tuple(
+            self._token(position, logprob=logprob, rank=rank, top=top)
+            for position, (logprob, rank, top) in enumerate(
+                zip(chosen, array_i32(scores.ranks).tolist(), tops, strict=True),
+                start=scores.position,
+            )
+        )
+        self._add(len(tokens), tokens)
+
+    def since(self, num_parts: int) -> PromptPart | None:
+        """The parts from number `num_parts` on as one."""
+        return join_parts(self.parts[num_parts:])
+
+    def _add(self, num_tokens: int, tokens: tuple[PromptToken, ...]) -> None:
+        start, self._num_known = self._num_known, self._num_known + num_tokens
+        self.parts.append(PromptPart("".join(self._echoed[start : self._num_known]), tokens))
+
+    def _token(
+        self,
+        position: int,
+        *,
+        logprob: float | None = None,
+        rank: int | None = None,
+        top: tuple[TopLogprob, ...] = (),
+    ) -> PromptToken:
+        token_id = self._ids[position]
+        token_bytes = self._tokenizer.token_bytes(token_id)
+        return PromptToken(
+            token_id=token_id,
+            token=shown(token_bytes),
+            token_bytes=token_bytes,
+            text_offset=self._offsets[position],
+            logprob=logprob,
+            rank=rank,
+            top=top,
+        )
