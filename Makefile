@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@rm -f $@
 	$(INSTALL) --upgrade pip
 	$(INSTALL) $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') torch
-	$(INSTALL) --no-build-isolation --editable '.[grammar]' --group dev
+	$(INSTALL) --no-build-isolation --editable . --group dev
 	@printf '%s\n' '$(CURDIR)' '$(PYTHON)' > $@
 
 export define CHECK_PYTHON
@@ -74,7 +74,7 @@ lock: ## write constraints.txt anew: the newest versions that fit its torch and 
 	grep -E '^(torch|triton)==' constraints.txt > $(LOCK_VENV)/pins.txt
 	$(LOCK_VENV)/bin/pip install --upgrade pip
 	$(LOCK_VENV)/bin/pip install --constraint $(LOCK_VENV)/pins.txt torch triton
-	$(LOCK_VENV)/bin/pip install --constraint $(LOCK_VENV)/pins.txt --editable '.[grammar]' --group dev
+	$(LOCK_VENV)/bin/pip install --constraint $(LOCK_VENV)/pins.txt --editable . --group dev
 	{ grep '^#' constraints.txt; $(LOCK_VENV)/bin/pip freeze --all --exclude-editable \
 		| sed -E 's/\+[A-Za-z0-9.]+$$//' | grep -viE '^(nvidia|cuda)-' | LC_ALL=C sort -f; } > $(LOCK_VENV)/constraints.txt
 	mv $(LOCK_VENV)/constraints.txt constraints.txt

@@ -5,6 +5,7 @@ Must not know threads, or who asks. A matcher is written by the one thread that 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -17,6 +18,9 @@ from aserve.messages import AdmitRequest, ArrayI32, BuildMask, MaskReady, array_
 
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, GrammarMatcher
+
+
+MASK_LIMIT_S = 1.0  # of processor time; a mask takes a few milliseconds at most
 
 
 class Matcher(Protocol):
@@ -73,9 +77,11 @@ class SequenceMatcher:
         """An output that is not in the language, or has no next token, is an error of its own."""
         if self._matcher is None:
             self._matcher = _new_matcher(self._compiled, self._ends)
+        began_s = time.thread_time()
         try:
             self._accept(self._matcher, array_i32(ask.new_ids))
             mask = self._next_mask(self._matcher, ask.position)
+            self._check_effort(ask.position, seconds=time.thread_time() - began_s)
         except AserveError as error:
             return MaskReady(ask.request_id, ask.child, ask.position, b"", error.info())
         return MaskReady(ask.request_id, ask.child, ask.position, mask.tobytes())
@@ -103,6 +109,16 @@ class SequenceMatcher:
                 code="grammar_dead_end",
             )
         return self._ends.put_off(mask, position)
+
+    def _check_effort(self, position: int, *, seconds: float) -> None:
+        """Other sequences wait for it: what has become so slow gets no second mask."""
+        if seconds > MASK_LIMIT_S:
+            raise InvalidRequest(
+                f"Invalid '{self._param}': after {position} tokens it took {seconds:.1f} seconds "
+                f"to find out what may come next, more than {MASK_LIMIT_S:g}. Make it simpler.",
+                param=self._param,
+                code="grammar_too_complex",
+            )
 
 
 async def constrain(library: GrammarLibrary, request: AdmitRequest) -> Constraint:

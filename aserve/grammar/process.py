@@ -24,10 +24,14 @@ ROOT = Path(__file__).parents[2]  # where `aserve` lies: it need not be installe
 
 class CompileProcess:
     def __init__(self, setup: Setup) -> None:
-        command = [sys.executable, "-m", MODULE]
-        pipe = subprocess.PIPE
         try:
-            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, cwd=ROOT)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", MODULE],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                cwd=ROOT,
+                start_new_session=True,  # Ctrl-C is for the server, which ends its workers
+            )
         except OSError as error:
             raise CapacityError(f"a grammar worker cannot be started: {error}") from None
         assert self._process.stdin is not None

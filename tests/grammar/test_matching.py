@@ -9,6 +9,7 @@ import pytest
 import xgrammar
 
 from aserve.errors import InvalidRequest
+from aserve.grammar import matching
 from aserve.grammar.compile import Compiler, token_info
 from aserve.grammar.frames import Done, Vocabulary
 from aserve.grammar.library import GrammarLibrary
@@ -18,6 +19,8 @@ from aserve.messages import AdmitRequest, BuildMask, Grammar, MaskReady, Samplin
 # a b c ab end1 end2, one id without text, and padding up to 40.
 TOKENS = (b"a", b"b", b"c", b"ab", b"", b"", b"")
 A, B, C, AB, END, OTHER_END = range(6)
+# Every letter of an output multiplies the ways to read it.
+EXPLODING = "(((((a?){50}){50}){50}){50}){50}"
 VOCABULARY = Vocabulary(TOKENS, vocab_size=40, end_ids=(END, OTHER_END))
 
 
@@ -118,6 +121,21 @@ def test_trap_4_an_output_that_was_not_shown_is_noticed() -> None:
     error = play.ask(A).error
     assert error is not None
     assert "saw 1 outputs at output 4" in error.message
+
+
+def test_a_grammar_that_explodes_while_it_is_matched_gets_no_second_slow_mask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(matching, "MASK_LIMIT_S", 0.02)
+    params = SamplingParams(seed=1, grammar=Grammar("regex", EXPLODING))
+    compiler = xgrammar.GrammarCompiler(token_info(VOCABULARY), max_threads=1)
+    request = AdmitRequest("r", pack_i32([9]), params, (END,))
+    matcher = SequenceMatcher(request, compiler.compile_regex(EXPLODING))
+    asks = (BuildMask("r", 0, i, pack_i32([A] if i else [])) for i in range(100))
+    masks = map(matcher.fill, asks)
+    error = next(ready.error for ready in masks if ready.error is not None)
+    assert error.code == "grammar_too_complex"
+    assert "more than 0.02" in error.message
 
 
 async def test_a_model_without_an_end_needs_one_from_the_client() -> None:
