@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import aiohttp
 import openai
 import pytest
 
+from aserve.engine import Engine, GenerationError
 from tests.e2e.server_process import ServerProcess
 from tests.grammar.languages import PERSON, conforms
 
@@ -162,3 +164,20 @@ async def test_an_exploding_grammar_is_a_400_and_delays_no_other(
     async with aiohttp.ClientSession(server.address) as web, web.get("/metrics") as page:
         metrics = await page.text()
     assert 'aserve_grammar_compiles_total{outcome="grammar_timeout"} 1.0' in metrics
+
+
+def test_the_embedded_engine_takes_the_same_fields_and_leaves_no_worker() -> None:
+    before = set(threading.enumerate())
+    fields: dict[str, Any] = {"max_tokens": 60, "temperature": 1.0, "seed": 1, "n": 2}
+    with Engine(codec=True, debug_checks=True) as engine:
+        [answer] = engine.generate_sync(["It is: "], response_format=FORMAT, **fields)
+        [pick] = engine.generate_sync(["It is: "], structured_outputs={"choice": ["a b"]}, **fields)
+        with pytest.raises(GenerationError, match="parenthesis"):
+            engine.generate_sync(["It is: "], structured_outputs={"regex": "("})
+        assert engine._app._engine is not None
+        workers = list(engine._app._engine.grammars._workers._all)
+    assert all(conforms(json.loads(choice.text), PERSON) for choice in answer.choices)
+    assert [choice.text for choice in pick.choices] == ["a b", "a b"]
+    assert workers
+    assert all(worker._process.returncode is not None for worker in workers)
+    assert set(threading.enumerate()) <= before

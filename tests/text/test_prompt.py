@@ -9,6 +9,7 @@ from aserve.errors import ContextTooLong, InvalidRequest
 from aserve.messages import (
     ChatPrompt,
     GenerateRequest,
+    Grammar,
     Prompt,
     SamplingParams,
     TextPrompt,
@@ -56,6 +57,11 @@ def test_a_request_goes_on_with_its_ids_and_its_end_resolved() -> None:
 def test_ignoring_eos_leaves_only_the_ids_that_were_asked_for() -> None:
     sampling = SamplingParams(seed=1, stop_token_ids=(5, 5), ignore_eos=True)
     assert end_ids(TOKENIZER, sampling) == (5,)
+
+
+def test_with_a_grammar_eos_ends_a_language_even_if_it_is_ignored() -> None:
+    sampling = SamplingParams(seed=1, ignore_eos=True, grammar=Grammar("regex", "a"))
+    assert end_ids(TOKENIZER, sampling) == TOKENIZER.eos_ids
 
 
 @pytest.mark.parametrize("max_tokens", [0, 7])
