@@ -13,6 +13,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from aserve.errors import StepError
 from aserve.http.openai.responses.events import Event, EventMaker
 from aserve.messages import Grammar, OutputChunk, array_i32
+from aserve.text.defaults import GenerationDefaults
 from tests.http.echo_engine import EchoEngine
 
 ASK: dict[str, Any] = {"model": "echo", "input": "hello 한", "temperature": 0}
@@ -118,6 +119,19 @@ async def test_messages_come_as_texts_parts_and_earlier_outputs(
     ]
     await ask(client, input=given, instructions="i", max_output_tokens=1)
     assert prompts(echo)[-1] == "s:i;s:d;a:u:hello 한;;u:abcd;"
+
+
+async def test_the_templates_variables_reach_it_and_defaults_are_shown() -> None:
+    async with (
+        EchoEngine(template="{{ mood }}{{ messages | length }}") as echo,
+        openai.AsyncOpenAI(base_url=f"{echo.url}/v1", api_key="any") as client,
+    ):
+        echo.state.defaults = GenerationDefaults(temperature=0.5, top_p=0.25)
+        made: Response = await client.responses.create(
+            model="echo", input="a", extra_body={"chat_template_kwargs": {"mood": "glad"}}
+        )
+    assert prompts(echo) == ["glad1"]
+    assert (made.temperature, made.top_p) == (0.5, 0.25)
 
 
 async def test_the_format_of_the_text_is_a_grammar_and_is_shown(

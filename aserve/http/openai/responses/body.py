@@ -61,5 +61,6 @@ class ResponseBody(GenerationBody, kw_only=True):
     tool_choice: Literal["auto", "none"] | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     background: bool | None = None
     conversation: str | dict[str, Any] | None = None

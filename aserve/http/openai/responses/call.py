@@ -12,6 +12,7 @@ import msgspec
 
 from aserve.errors import InvalidRequest
 from aserve.http.openai.call import Call, Origin, build_call, check_body, sampling_of
+from aserve.http.openai.conversation import template_variables
 from aserve.http.openai.grammars import format_grammar
 from aserve.http.openai.limits import check_length
 from aserve.http.openai.responses.body import LOGPROBS, ResponseBody, TextConfig, TextFormat
@@ -54,7 +55,10 @@ def response_call(
     earlier = () if previous_id is None else conversation(previous_id)
     response_id = f"resp_{origin.request_id}"
     messages = (*earlier, *messages_of(body.input, response_id))
-    prompt = prompt_of(body.instructions, messages)
+    prompt = msgspec.structs.replace(
+        prompt_of(body.instructions, messages),
+        variables=template_variables(body.chat_template_kwargs),
+    )
     call = build_call(body, origin, prompts=[prompt], sampling=sampling, id_prefix="resp_")
     heading = ResponseObject(
         id=call.call_id,
@@ -65,7 +69,7 @@ def response_call(
         previous_response_id=previous_id,
         store=body.store is not False,
         temperature=sampling.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
+        top_p=sampling.top_p if body.top_p is None else body.top_p,
         top_logprobs=body.top_logprobs or 0,
         text=TextConfig(_format_of(body)),
         tool_choice=body.tool_choice or "auto",

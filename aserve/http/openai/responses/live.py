@@ -157,9 +157,8 @@ class Responses:
         return response
 
     def _ended(self, ended: StoredResponse) -> None:
-        self._live.pop(
-            ended.response.id, None
-        )  # its reader may have left, and failed it from there
+        """Its reader may have left already, and failed it from there."""
+        self._live.pop(ended.response.id, None)
         if ended.response.store:
             self._store.put(ended)
 
