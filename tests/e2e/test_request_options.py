@@ -79,6 +79,21 @@ async def test_a_grammar_wins_where_bans_would_leave_it_nothing(
     assert texts == {"yes", "no"}
 
 
+async def test_tokens_and_models_are_found_by_the_official_client(
+    client: openai.AsyncOpenAI,
+) -> None:
+    (listed,) = (await client.models.list()).data
+    assert await client.models.retrieve(listed.id) == listed
+    with pytest.raises(openai.NotFoundError):
+        await client.models.retrieve("other/model")
+    tokens = await client.post("/tokenize", body={"prompt": STORY}, cast_to=dict[str, Any])
+    assert tokens["tokens"] == TOKENIZER.encode(STORY, with_special=True)
+    assert tokens["max_model_len"] == listed.model_dump()["max_model_len"]
+    ids = {"tokens": tokens["tokens"]}
+    back = await client.post("/detokenize", body=ids, cast_to=dict[str, Any])
+    assert back == {"prompt": f"<|bos|>{STORY}"}, "special tokens are shown"
+
+
 async def test_who_knows_the_salt_shares_the_cache(client: openai.AsyncOpenAI) -> None:
     async def cached_tokens(salt: str) -> int:
         answer = await client.completions.create(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, processors
@@ -62,6 +63,18 @@ def test_special_tokens_have_bytes_but_no_text_and_added_ones_have_both() -> Non
     token_ids = tokenizer.encode(f"a<mark>{EOS}b", with_special=False)
     assert eos_id in token_ids
     assert tokenizer.decode(token_ids) == "a<mark>b"
+
+
+@pytest.mark.parametrize(
+    ("backend", "special"),
+    [(byte_level_backend(), EOS), (piece_backend(), "</s>"), (word_backend(), "[SEP]")],
+)
+def test_special_tokens_have_text_where_it_is_asked_for(backend: Tokenizer, special: str) -> None:
+    tokenizer = TextTokenizer(backend)
+    token_ids = tokenizer.encode(f"hello{special}", with_special=False)
+    assert tokenizer.decode(token_ids).strip() == "hello"
+    text = tokenizer.decode(token_ids, skip_special=False)
+    assert text.replace(" ", "") == f"hello{special}"
 
 
 def test_an_id_beyond_the_vocabulary_has_no_bytes() -> None:
