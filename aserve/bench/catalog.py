@@ -20,6 +20,7 @@ from aserve.bench.options import (
     ServeOptions,
 )
 from aserve.config import Resolved
+from aserve.gpu.device.process import prepare_process
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,10 @@ BENCHES: Mapping[str, Bench] = {
 
 
 def run_bench(name: str, options: object, resolved: Resolved) -> None:
-    """Measures, and shows what was found."""
+    """Measures, and shows what was found. NOTE: modules of benches import torch, so the process is
+    prepared before, as a server's is.
+    """
+    prepare_process(resolved.machine.threads)
     from aserve.bench.machine import read_machine
     from aserve.bench.result import show
 

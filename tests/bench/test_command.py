@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from aserve.bench.catalog import BENCHES
 from aserve.cli import main
 from aserve.config import options_of
+from tests.architecture.source import ROOT
 
 
 @pytest.mark.parametrize("name", sorted(BENCHES))
@@ -42,3 +47,26 @@ def test_what_a_user_can_mend_is_one_line_and_exit_code_2(
     captured = capsys.readouterr()
     (line,) = captured.err.splitlines()
     assert words in line
+
+
+@pytest.mark.slow
+def test_a_bench_computes_with_the_threads_and_the_spinning_of_a_server() -> None:
+    """OpenMP reads both when torch is imported, so they are set before a bench's module is."""
+    check = (
+        "import os\nfrom aserve.cli import main\n"
+        "main(['bench', 'relay', '--rows', '1', '--steps', '1', '--repeats', '1'])\n"
+        "import torch\n"
+        "assert torch.get_num_threads() == 1, torch.get_num_threads()\n"
+        "assert os.environ['GOMP_SPINCOUNT'] == '10000'"
+    )
+    environment = dict(os.environ) | {"ASERVE_THREADS": "1"}
+    environment.pop("OMP_NUM_THREADS", None)
+    result = subprocess.run(
+        [sys.executable, "-c", check],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stderr
