@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from aserve.errors import InvalidRequest
 from aserve.text.tokenizer import TextTokenizer
 
-MAX_IDS = 4096  # of all words together: they travel with every step
+MAX_IDS = 2048  # of all words together: they travel with every step
 
 
 def bad_word_ids(words: Iterable[str], tokenizer: TextTokenizer) -> tuple[tuple[int, ...], ...]:
