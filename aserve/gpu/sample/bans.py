@@ -23,20 +23,20 @@ from aserve.messages import ArrayI32, RowInit
 
 class RowBans:
     """`allowed` [allowed], `lasts` [words]; of the ids before the last ones, all words' together:
-    whose they are, how far back and which [befores]. All int32.
+    whose they are, how far back and which [earlier]. All int32.
     """
 
-    __slots__ = ("allowed", "backs", "befores", "lasts", "owners")
+    __slots__ = ("allowed", "backs", "earlier", "lasts", "owners")
 
     def __init__(self, init: RowInit) -> None:
-        befores = [
+        earlier = [
             (owner, back, token_id)
             for owner, word in enumerate(init.bad_word_ids)
             for back, token_id in enumerate(reversed(word[:-1]), 1)
         ]
         self.allowed = np.array(init.allowed_ids, np.int32)
         self.lasts = np.array([word[-1] for word in init.bad_word_ids], np.int32)
-        self.owners, self.backs, self.befores = np.array(befores, np.int32).reshape(-1, 3).T
+        self.owners, self.backs, self.earlier = np.array(earlier, np.int32).reshape(-1, 3).T
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class BanPlan:
     allowed: ArrayI32  # [allowed]
     places: ArrayI32  # [words], logits rows
     lasts: ArrayI32  # [words]
-    owners: ArrayI32  # [befores], places among the words
-    backs: ArrayI32  # [befores], 1 for the token right before the one to sample
-    befores: ArrayI32  # [befores]
+    owners: ArrayI32  # [earlier], places among the words
+    backs: ArrayI32  # [earlier], 1 for the token right before the one to sample
+    earlier: ArrayI32  # [earlier]
 
     def stage(self, sections: HostSections, prefix: str) -> None:
         for field in dataclasses.fields(self):
@@ -76,7 +76,7 @@ def plan_bans(places: ArrayI32, bans: Sequence[RowBans]) -> BanPlan:
             [each.owners + start for each, start in zip(bans, starts, strict=True)]
         ),
         backs=np.concatenate([each.backs for each in bans]),
-        befores=np.concatenate([each.befores for each in bans]),
+        earlier=np.concatenate([each.earlier for each in bans]),
     )
 
 
@@ -115,7 +115,7 @@ def ban(logits: Tensor, outputs: Outputs, ints: Callable[[str], Tensor]) -> None
         logits.index_copy_(0, restricted, own.masked_fill_(~is_allowed, -torch.inf))
     places, owners = ints("places"), ints("owners")
     was_emitted = outputs.ended_in(
-        places.index_select(0, owners), backs=ints("backs"), token_ids=ints("befores")
+        places.index_select(0, owners), backs=ints("backs"), token_ids=ints("earlier")
     )
     misses = torch.zeros_like(places).index_add_(0, owners, (~was_emitted).to(torch.int64))
     values = torch.zeros_like(misses, dtype=logits.dtype).masked_fill_(misses == 0, -torch.inf)
