@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 MAX_SOURCE = 200_000  # characters
 MAX_DEPTH = 64  # of brackets in a schema
-MAX_COMING = 128  # grammars that are being compiled or wait for it
+MAX_COMING = 64  # grammars that are being compiled or wait for it
 STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[{]|[\]}]', re.DOTALL)
 
 

@@ -7,6 +7,8 @@ may come from another one.
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +32,7 @@ class CompileProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 cwd=ROOT,
-                start_new_session=True,  # Ctrl-C is for the server, which ends its workers
+                start_new_session=True,  # Ctrl-C is for the server; and it leads its forks
             )
         except OSError as error:
             raise CapacityError(f"a grammar worker cannot be started: {error}") from None
@@ -58,9 +60,10 @@ class CompileProcess:
         )
 
     def close(self) -> int:
-        """Its exit code. Whoever waits for a reply meets the end of the stream."""
+        """Ends it and its fork: its exit code. Whoever waits for a reply meets the stream's end."""
         self.is_usable = False
-        self._process.kill()
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(BrokenPipeError), self._process:
             pass  # closes the pipes and waits
         return self._process.returncode
