@@ -34,7 +34,8 @@ from aserve.gpu.weights.hub import resolve_model_dir
 
 def run(options: OfflineOptions, resolved: Resolved) -> BenchResult:
     kv = dataclasses.replace(resolved.kv, no_prefix_cache=not options.prefix_cache)
-    resolved = dataclasses.replace(resolved, kv=kv)
+    model = dataclasses.replace(resolved.model, generation_config="none")  # plain greedy
+    resolved = dataclasses.replace(resolved, kv=kv, model=model)
     scenarios = _scenarios(options)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(_measure(options, resolved, scenarios=scenarios))

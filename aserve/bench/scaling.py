@@ -79,13 +79,20 @@ async def _start_curves(options: ScalingOptions, resolved: Resolved) -> dict[str
     models = options.models.split(",") if options.models else [resolved.model_source]
     with progress("starts", len(models)) as done:
         for model in models:
-            given = ("--load-format", resolved.model.load_format, "--dtype", resolved.model.dtype)
-            starts[_millions(model, resolved)] = await start_server("--model", model, *given)
+            starts[_millions(model, resolved)] = await start_server(*_flags(model, resolved))
             done()
     return {
         "start": {size: start.ready_s for size, start in sorted(starts.items())},
         "memory": {size: start.memory_bytes / 1e9 for size, start in sorted(starts.items())},
     }
+
+
+def _flags(model: str, resolved: Resolved) -> list[str]:
+    """What decides about a model's form; all else is the server's default."""
+    given = resolved.model
+    flags = ["--model", model, "--load-format", given.load_format, "--model-impl", given.model_impl]
+    flags += ["--dtype", given.dtype]
+    return [*flags, "--quantization", given.quantization] if given.quantization else flags
 
 
 def _millions(model: str, resolved: Resolved) -> float:
