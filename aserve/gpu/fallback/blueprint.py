@@ -125,6 +125,8 @@ def _refusing(architecture: str) -> Iterator[None]:
         yield
     except NotSupported as reason:
         raise _refusal(architecture, f"it {reason}") from None
+    except torch.OutOfMemoryError:
+        raise  # a RuntimeError that says nothing about the architecture
     except FAULTS as error:
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise _refusal(architecture, f"it failed in a trial: {text}") from error

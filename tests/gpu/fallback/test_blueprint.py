@@ -148,6 +148,15 @@ def test_native_code_is_taken_where_it_is_unless_asked_otherwise(tmp_path: Path)
     torch.testing.assert_close(logits_of(native), logits_of(other))
 
 
+def test_a_device_that_runs_out_of_memory_is_not_the_architecture_s_fault(tmp_path: Path) -> None:
+    def full(_linear: Linear, _device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
+        raise torch.OutOfMemoryError(f"no room for {dtype}")
+
+    directory = write_config(tmp_path, "Starcoder2", "Starcoder2ForCausalLM")
+    with pytest.raises(torch.OutOfMemoryError):
+        load_model(directory, load_format="dummy", target=Target(prepare=full))
+
+
 def test_layers_that_have_a_dtype_of_their_own_keep_it(tmp_path: Path) -> None:
     """The router of this mixture is in float32, whatever the rest is in."""
     experts = {"num_experts": 4, "moe_topk": 2, "head_dim": 8}
