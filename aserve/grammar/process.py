@@ -42,7 +42,10 @@ class CompileProcess:
         self._replies = self._process.stdout
         self._setup = setup
         self._is_ready = False
-        self.is_usable = True
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
     def compile(self, grammar: Grammar) -> str:
         """xgrammar's JSON of it, or the ClientError of a grammar that is no good or too much.
@@ -61,8 +64,7 @@ class CompileProcess:
 
     def close(self) -> int:
         """Ends it and its fork: its exit code. Whoever waits for a reply meets the stream's end."""
-        self.is_usable = False
-        if self._process.poll() is None:
+        if self.is_alive:
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(BrokenPipeError), self._process:
             pass  # closes the pipes and waits

@@ -1,4 +1,4 @@
-"""The compile workers there are: taken by a thread for one job, and put back if still usable.
+"""The compile workers there are: taken by a thread for one job, then put back.
 
 Must not know the loop, caches or requests. Called from several threads; what they share is written
 under the lock.
@@ -70,15 +70,22 @@ class Workers:
         with self._lock:
             if self._is_closed:
                 raise ShuttingDown("the server compiles no more grammars")
-            if self._idle:
-                return self._idle.pop()
+            while self._idle:
+                idle = self._idle.pop()
+                if idle.is_alive:
+                    return idle
+                self._end(idle)
             worker = CompileProcess(setup)
             self._all.add(worker)
             return worker
 
     def _put_back(self, worker: CompileProcess) -> None:
         with self._lock:
-            if worker.is_usable:
+            if worker.is_alive:
                 self._idle.append(worker)
             else:
-                self._all.discard(worker)
+                self._end(worker)
+
+    def _end(self, worker: CompileProcess) -> None:
+        self._all.discard(worker)
+        worker.close()

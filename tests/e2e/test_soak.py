@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from aserve.actors.detokenizer import DetokenizerActor
+from aserve.actors.masks import MaskActor
 from aserve.actors.scheduler import SchedulerActor
 from aserve.actors.tokenizer import TokenizerActor
 from aserve.app import App
@@ -111,8 +112,9 @@ async def idle(app: App) -> None:
     """Returns once nothing is owned by anybody; then every row and page is where it was."""
     assert app.gateway.num_open == 0
     assert app._engine is not None
-    detokenizer, _, _, scheduler, tokenizer = app._engine.supervisor._actors
+    detokenizer, _, masks, scheduler, tokenizer = app._engine.supervisor._actors
     assert isinstance(detokenizer, DetokenizerActor)
+    assert isinstance(masks, MaskActor)
     assert isinstance(scheduler, SchedulerActor)
     assert isinstance(tokenizer, TokenizerActor)
     async with asyncio.timeout(10):
@@ -125,6 +127,7 @@ async def idle(app: App) -> None:
     board.cache.check([])
     assert scheduler._deadlines == {}
     assert tokenizer._preparing == {}
+    assert masks._matchers == {}
 
 
 def thread_names() -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from aserve.errors import AserveError, InvalidRequest, QueueFull
+from aserve.errors import AserveError, BugError, InvalidRequest, QueueFull
 from aserve.grammar import library
 from aserve.messages import Grammar
 from tests.grammar.libraries import MIB, Rig, rig
@@ -129,10 +129,19 @@ async def test_a_worker_that_was_killed_is_replaced(shared: Rig) -> None:
     for worker in list(shared.library._workers._all):
         worker._process.kill()
         worker._process.wait()
-    assert await code_of(shared, Grammar("regex", "dead")) == "bug"
-    while shared.library._workers._idle:
-        await code_of(shared, Grammar("regex", f"dead{len(shared.library._workers._idle)}"))
     await shared.library.compiled(Grammar("regex", "again"))
+
+
+async def test_a_worker_that_dies_at_work_fails_its_grammar_alone() -> None:
+    with rig() as made:
+        asked = asyncio.ensure_future(made.library.compiled(Grammar("regex", "unlucky")))
+        async with asyncio.timeout(10):
+            while not (workers := list(made.library._workers._all)):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        workers[0]._process.kill()
+        with pytest.raises(BugError, match="exit code -9"):
+            await asked
+        await made.library.compiled(Grammar("regex", "unlucky"))
 
 
 async def test_closing_ends_what_is_being_compiled_and_every_process_and_thread() -> None:
