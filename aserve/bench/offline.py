@@ -45,6 +45,7 @@ async def _measure(
     options: OfflineOptions, resolved: Resolved, *, scenarios: list[Scenario]
 ) -> BenchResult:
     loaded = await in_thread(functools.partial(load, resolved), name="load")
+    _check_context(scenarios, max_model_len=loaded.executor.spec.max_model_len)
     windows = TokenWindows(loaded.tokenizer, seed=options.prompt_seed)
     async with Engine(resolved, loader=lambda _: loaded) as engine:
         ours = OurEngine(engine)
@@ -73,10 +74,9 @@ class OurEngine:
         return answer
 
     async def generate(self, prompts: Sequence[list[int]], num_new: int) -> int:
-        """All at once."""
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self.ask(prompt, num_new)) for prompt in prompts]
-        return sum(task.result().completion_tokens for task in tasks)
+        """All at once; the first error is raised."""
+        answers = await asyncio.gather(*(self.ask(prompt, num_new) for prompt in prompts))
+        return sum(answer.completion_tokens for answer in answers)
 
 
 async def _open_engines(
@@ -127,6 +127,17 @@ def _load_result(figures: list[dict[str, float]]) -> BenchResult:
     rates = [one["output_throughput"] for one in figures]
     table = figures_table(f"embedded engine, medians of {len(figures)} repeats", medians)
     return BenchResult({**medians, "spread": round(spread(rates), 3), "runs": figures}, (table,))
+
+
+def _check_context(scenarios: list[Scenario], *, max_model_len: int) -> None:
+    """Before anything is measured."""
+    for scenario in scenarios:
+        num_tokens = scenario.input_len + scenario.output_len
+        if num_tokens > max_model_len:
+            raise ConfigError(
+                f"{scenario.name} takes {num_tokens} tokens, and the model's context has "
+                f"{max_model_len}: choose shorter lengths, or other ones with --scenario"
+            )
 
 
 def _scenarios(options: OfflineOptions) -> list[Scenario]:

@@ -59,6 +59,20 @@ def test_an_unknown_scenario_is_named_beside_the_known(capsys: Captured) -> None
     assert "--scenario b2: must be among b1, b8, b32, prefill" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--preset", "peers"], "prefill takes 2049 tokens, and the model's context has 1024"),
+        (["--input-len", "1020", "--output-len", "5"], "1025 tokens"),
+        (["--num-pages", "4", "--input-len", "100"], "pages"),
+    ],
+)
+def test_what_has_no_room_is_one_line(arguments: list[str], words: str, capsys: Captured) -> None:
+    assert main(["bench", "offline", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
 async def test_rates_follow_from_t1_and_tn() -> None:
     times = BatchTimes(Scenario("b4", num_prompts=4, input_len=100, output_len=11))
     times.seconds = {1: [0.4, 0.5, 0.6], 11: [1.4, 1.5, 1.7]}
