@@ -19,7 +19,6 @@ from aserve.messages import AdmitRequest, ArrayI32, BuildMask, MaskReady, array_
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, GrammarMatcher
 
-
 MASK_LIMIT_S = 1.0  # of processor time; a mask takes a few milliseconds at most
 
 
@@ -35,48 +34,50 @@ class Constraint:
     matchers: tuple[Matcher, ...]
 
 
-class Ends:
-    """When a sequence may end: only where its language can, and where nothing else can follow.
+class Rules:
+    """What holds for all children of a request: its language, and when a sequence may end.
 
-    `min_tokens` and `ignore_eos` put an end off while something else can follow: before min_tokens
-    every end, with ignore_eos those that the client did not name in stop_token_ids.
+    Only where its language can, and always where nothing else can follow. `min_tokens` and
+    `ignore_eos` put an end off while something else can follow: before min_tokens every end, with
+    ignore_eos those that the client did not name in stop_token_ids.
     """
 
-    __slots__ = ("_eos", "_every", "_min_tokens", "ids")
+    __slots__ = ("_eos", "_every_end", "_min_tokens", "compiled", "end_ids", "every_id", "param")
 
-    def __init__(self, request: AdmitRequest, *, vocab_size: int) -> None:
+    def __init__(self, request: AdmitRequest, compiled: CompiledGrammar) -> None:
+        """Keeps the compiled grammar alive, whoever forgets it."""
         sampling = request.sampling
+        assert sampling.grammar is not None
+        vocab_size = compiled.tokenizer_info.vocab_size
         eos_ids = [i for i in request.end_ids if i not in sampling.stop_token_ids]
-        self.ids = list(request.end_ids)
+        self.compiled = compiled
+        self.param = sampling.grammar.param
+        self.end_ids = list(request.end_ids)
+        self.every_id = _bits(range(vocab_size), vocab_size)
         self._min_tokens = sampling.min_tokens
-        self._every = _bits(self.ids, vocab_size)
+        self._every_end = _bits(self.end_ids, vocab_size)
         self._eos = _bits(eos_ids if sampling.ignore_eos else [], vocab_size)
 
     def put_off(self, mask: ArrayI32, position: int) -> ArrayI32:
         """mask int32 [words] of output `position` -> the same without ends, if that leaves any."""
-        left = mask & ~(self._every if position < self._min_tokens else self._eos)
+        left = mask & ~(self._every_end if position < self._min_tokens else self._eos)
         return left if left.any() else mask
 
 
 class SequenceMatcher:
-    """Of one child of a request. It keeps the compiled grammar alive, whoever forgets it."""
+    """Of one child of a request; xgrammar's own matcher is made with its first mask."""
 
-    __slots__ = ("_compiled", "_ends", "_every_id", "_matcher", "_num_seen", "_param")
+    __slots__ = ("_matcher", "_num_seen", "_rules")
 
-    def __init__(self, request: AdmitRequest, compiled: CompiledGrammar) -> None:
-        assert request.sampling.grammar is not None
-        self._param = request.sampling.grammar.param
-        self._compiled = compiled
-        vocab_size = compiled.tokenizer_info.vocab_size
-        self._every_id = _bits(range(vocab_size), vocab_size)
-        self._ends = Ends(request, vocab_size=vocab_size)
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
         self._matcher: GrammarMatcher | None = None
         self._num_seen = 0
 
     def fill(self, ask: BuildMask) -> MaskReady:
         """An output that is not in the language, or has no next token, is an error of its own."""
         if self._matcher is None:
-            self._matcher = _new_matcher(self._compiled, self._ends)
+            self._matcher = _new_matcher(self._rules)
         began_s = time.thread_time()
         try:
             self._accept(self._matcher, array_i32(ask.new_ids))
@@ -97,26 +98,28 @@ class SequenceMatcher:
     def _next_mask(self, matcher: GrammarMatcher, position: int) -> ArrayI32:
         if self._num_seen != position:
             raise BugError(f"the matcher saw {self._num_seen} outputs at output {position}")
-        words = np.zeros((1, len(self._every_id)), np.int32)
+        every_id, param = self._rules.every_id, self._rules.param
+        words = np.zeros((1, len(every_id)), np.int32)
         is_needed = matcher.fill_next_token_bitmask(words)
         # NOTE: bits behind the vocabulary may be set.
-        mask = words[0] & self._every_id if is_needed else self._every_id
+        mask = words[0] & every_id if is_needed else every_id
         if not mask.any():
             raise InvalidRequest(
-                f"Invalid '{self._param}': after {position} tokens none of the model's tokens "
+                f"Invalid '{param}': after {position} tokens none of the model's tokens "
                 "goes on in its language. Is one that it needs among the stop_token_ids?",
-                param=self._param,
+                param=param,
                 code="grammar_dead_end",
             )
-        return self._ends.put_off(mask, position)
+        return self._rules.put_off(mask, position)
 
     def _check_effort(self, position: int, *, seconds: float) -> None:
         """Other sequences wait for it: what has become so slow gets no second mask."""
+        param = self._rules.param
         if seconds > MASK_LIMIT_S:
             raise InvalidRequest(
-                f"Invalid '{self._param}': after {position} tokens it took {seconds:.1f} seconds "
-                f"to find out what may come next, more than {MASK_LIMIT_S:g}. Make it simpler.",
-                param=self._param,
+                f"Invalid '{param}': after {position} tokens it took {seconds:.1f} seconds to find "
+                f"out what may come next, more than {MASK_LIMIT_S:g}. Make it simpler.",
+                param=param,
                 code="grammar_too_complex",
             )
 
@@ -132,17 +135,15 @@ async def constrain(library: GrammarLibrary, request: AdmitRequest) -> Constrain
             param=grammar.param,
             code="no_end_token",
         )
-    compiled = await library.compiled(grammar)
+    rules = Rules(request, await library.compiled(grammar))
     children = range(request.sampling.n)
-    return Constraint(
-        request.request_id, tuple(SequenceMatcher(request, compiled) for _ in children)
-    )
+    return Constraint(request.request_id, tuple(SequenceMatcher(rules) for _ in children))
 
 
-def _new_matcher(compiled: CompiledGrammar, ends: Ends) -> GrammarMatcher:
+def _new_matcher(rules: Rules) -> GrammarMatcher:
     from xgrammar import GrammarMatcher
 
-    return GrammarMatcher(compiled, override_stop_tokens=ends.ids)
+    return GrammarMatcher(rules.compiled, override_stop_tokens=rules.end_ids)
 
 
 def _bits(token_ids: Sequence[int], vocab_size: int) -> ArrayI32:

@@ -13,7 +13,7 @@ from aserve.grammar import matching
 from aserve.grammar.compile import Compiler, token_info
 from aserve.grammar.frames import Done, Vocabulary
 from aserve.grammar.library import GrammarLibrary
-from aserve.grammar.matching import SequenceMatcher, constrain
+from aserve.grammar.matching import Rules, SequenceMatcher, constrain
 from aserve.messages import AdmitRequest, BuildMask, Grammar, MaskReady, SamplingParams, pack_i32
 
 # a b c ab end1 end2, one id without text, and padding up to 40.
@@ -39,7 +39,7 @@ class Play:
     ) -> None:
         params = SamplingParams(seed=1, grammar=Grammar("regex", source), **sampling)  # type: ignore[arg-type]  # named as there
         request = AdmitRequest("r", pack_i32([9]), params, end_ids)
-        self.matcher = SequenceMatcher(request, compiled(source))
+        self.matcher = SequenceMatcher(Rules(request, compiled(source)))
         self.position = 0
 
     def ask(self, *new_ids: int) -> MaskReady:
@@ -130,7 +130,7 @@ def test_a_grammar_that_explodes_while_it_is_matched_gets_no_second_slow_mask(
     params = SamplingParams(seed=1, grammar=Grammar("regex", EXPLODING))
     compiler = xgrammar.GrammarCompiler(token_info(VOCABULARY), max_threads=1)
     request = AdmitRequest("r", pack_i32([9]), params, (END,))
-    matcher = SequenceMatcher(request, compiler.compile_regex(EXPLODING))
+    matcher = SequenceMatcher(Rules(request, compiler.compile_regex(EXPLODING)))
     asks = (BuildMask("r", 0, i, pack_i32([A] if i else [])) for i in range(100))
     masks = map(matcher.fill, asks)
     error = next(ready.error for ready in masks if ready.error is not None)

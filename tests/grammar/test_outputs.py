@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from aserve.gpu.build import BuildOptions, build_executor
 from aserve.grammar.compile import Compiler, token_info
 from aserve.grammar.frames import Done
-from aserve.grammar.matching import SequenceMatcher
+from aserve.grammar.matching import Rules, SequenceMatcher
 from aserve.messages import AdmitRequest, BuildMask, Grammar, MaskReady
 from aserve.text.load import load_tokenizer
 from aserve.text.tokenizer import TextTokenizer
@@ -50,7 +50,9 @@ def compiled(grammar: Grammar) -> xgrammar.CompiledGrammar:
 class Matchers:
     def __init__(self, requests: list[AdmitRequest]) -> None:
         self._by_sequence = {
-            (asked.request_id, child): SequenceMatcher(asked, compiled(asked.sampling.grammar))
+            (asked.request_id, child): SequenceMatcher(
+                Rules(asked, compiled(asked.sampling.grammar))
+            )
             for asked in requests
             if asked.sampling.grammar is not None
             for child in range(asked.sampling.n)
