@@ -1,0 +1,80 @@
+"""Each form in which the CPU may hold weights against the plain product in float32, on the same
+rounded weights: relative in norm over the logits of a prompt and what follows.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from aserve.gpu.device.cpu_weights import choose_cpu_form, read_cpu_facts
+from aserve.gpu.layers.half_stored_linear import prepare_half_stored
+from aserve.gpu.layers.linear import Prepare, prepare
+from aserve.gpu.layers.packed_linear import prepare_packed
+from aserve.gpu.weights.form import WeightWish
+from aserve.gpu.weights.load import load_model
+from aserve.gpu.weights.target import Target
+from tests.parity.conftest import ReferenceOf
+from tests.parity.dense_attend import DenseAttend
+from tests.parity.references import MAX_MODEL_LEN, PROMPT_LEN, Reference
+
+KINDS = ("llama-tied", "qwen3-tied")
+
+
+def rounded(reference: Reference, dtype: torch.dtype, directory: Path) -> Path:
+    """A copy whose weights are all exact in `dtype`."""
+    weights = load_file(reference.directory / "model.safetensors")
+    kept = {name: tensor.to(dtype).float() for name, tensor in weights.items()}
+    save_file(kept, directory / "model.safetensors")
+    (directory / "config.json").write_bytes((reference.directory / "config.json").read_bytes())
+    return directory
+
+
+@torch.inference_mode()
+def logits_of(directory: Path, form: Prepare, tokens: Tensor, *, dtype: str = "float32") -> Tensor:
+    target = Target(prepare=form)
+    model = load_model(directory, dtype=dtype, max_model_len=MAX_MODEL_LEN, target=target)
+    return model.logits(model.forward(tokens, torch.arange(len(tokens)), DenseAttend()))
+
+
+def distance(got: Tensor, expected: Tensor) -> float:
+    return float((got - expected).norm() / expected.norm())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_tokens_in_the_float32_form_are_those_of_the_reference(
+    kind: str, reference_of: ReferenceOf
+) -> None:
+    reference = reference_of(kind)
+    logits = logits_of(reference.directory, prepare_packed, reference.tokens)
+    assert torch.equal(logits[PROMPT_LEN - 1 :].argmax(-1), reference.greedy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_stored_as_float16_give_the_logits_of_float32(
+    kind: str, reference_of: ReferenceOf, tmp_path: Path
+) -> None:
+    reference = reference_of(kind)
+    directory = rounded(reference, torch.float16, tmp_path)
+    expected = logits_of(directory, prepare, reference.tokens)
+    got = logits_of(directory, prepare_half_stored, reference.tokens)
+    assert distance(got, expected) < 2e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_gives_logits_near_those_of_float32(
+    kind: str, reference_of: ReferenceOf, tmp_path: Path
+) -> None:
+    reference = reference_of(kind)
+    directory = rounded(reference, torch.bfloat16, tmp_path)
+    form = choose_cpu_form(WeightWish("bfloat16", None, 0), read_cpu_facts())
+    expected = logits_of(directory, prepare, reference.tokens)
+    got = logits_of(directory, form.prepare, reference.tokens, dtype="bfloat16")
+    assert distance(got, expected) < 3e-2
