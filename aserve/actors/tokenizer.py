@@ -15,7 +15,7 @@ from typing import TypeAlias, assert_never
 from aserve.actors.base import Actor
 from aserve.actors.masks import MaskEvent
 from aserve.channel import Channel, Codec
-from aserve.errors import AserveError, Cancelled
+from aserve.errors import AserveError, Cancelled, DeadlineExceeded
 from aserve.grammar.matching import Constraint
 from aserve.messages import (
     AdmitRequest,
@@ -110,9 +110,12 @@ class TokenizerActor(Actor[TokenizerEvent]):
         constraint = None
         if isinstance(outcome, Prepared) and request.sampling.grammar is not None:
             try:
-                constraint = await self._grammars.constrain(outcome.admit)
+                async with asyncio.timeout(request.timeout_s):
+                    constraint = await self._grammars.constrain(outcome.admit)
             except AserveError as error:
                 outcome = error
+            except TimeoutError:
+                outcome = DeadlineExceeded("the request's timeout ran out before its first step")
         if self._preparing.pop(request.request_id) is not None:
             outcome = Cancelled("the client went away before its request was prepared")
         elif constraint is not None:

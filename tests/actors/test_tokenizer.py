@@ -248,3 +248,14 @@ async def test_a_request_cancelled_while_its_grammar_compiles_is_never_admitted(
         assert (refused.request_id, refused.error.code) == ("regex", "request_cancelled")
         assert names(await bench.next_scheduled()) == [("AdmitRequest", "after")]
         assert len(bench.masks) == 0
+
+
+async def test_a_grammar_that_is_not_compiled_in_time_ends_its_request() -> None:
+    async with running() as bench:
+        sampling = SamplingParams(seed=1, grammar=GOOD)
+        request = GenerateRequest("late", TokenPrompt((1,)), sampling, timeout_s=0.01)
+        bench.actor.inbox.send(request)
+        (refused,) = await bench.next_text()
+        assert isinstance(refused, Refused)
+        assert (refused.error.status, refused.error.code) == (408, "deadline_exceeded")
+        assert len(bench.scheduler) == len(bench.masks) == 0
