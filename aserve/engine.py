@@ -42,6 +42,8 @@ from aserve.http.openai.conversation import template_variables
 from aserve.http.openai.limits import RANGES, check_limits, check_within
 from aserve.http.openai.schema import GenerationBody
 from aserve.messages import (
+    EMBED,
+    ArrayF32,
     ChatPrompt,
     FinishReason,
     GenerateRequest,
@@ -52,6 +54,7 @@ from aserve.messages import (
     TokenLogprob,
     TokenPrompt,
     Usage,
+    array_f32,
     array_i32,
 )
 from aserve.tiny.location import MODEL_DIR
@@ -193,11 +196,31 @@ class Engine:
 
     def generate_sync(self, prompts: Sequence[PromptLike], **fields: object) -> list[Answer]:
         """Answers in the order of the prompts; the first error ends the rest and is raised."""
-        if isinstance(prompts, str):
-            raise InvalidRequest("generate_sync takes a list of prompts, not one text")
+        prompts = _listed(prompts)
         thread = self._running_thread()
+        num_choices = _checked(fields).n or 1
         with _progress_of(len(prompts)) as done:
-            return thread.call(self._answer_all(prompts, fields, done=done))
+
+            async def one(prompt: PromptLike) -> Answer:
+                answer = await self.answer(prompt, **fields)
+                done()
+                return answer
+
+            return thread.call(self._each(prompts, one, num_sequences=num_choices))
+
+    async def embed(self, prompt: PromptLike) -> ArrayF32:
+        """The hidden state of the prompt's last token after the final norm: float32 [hidden], of
+        length 1.
+        """
+        request_id = f"request-{next(self._numbers)}"
+        given = _prompt_of(prompt, SamplingFields())
+        request = GenerateRequest(request_id, given, EMBED, embeds=True)
+        *_, last = [chunk async for chunk in self._chunks(request)]
+        return array_f32(last.embedding)
+
+    def embed_sync(self, prompts: Sequence[PromptLike]) -> list[ArrayF32]:
+        """`embed` for a plain `with`, in the order of the prompts."""
+        return self._running_thread().call(self._each(_listed(prompts), self.embed))
 
     def _running_thread(self) -> _LoopThread:
         if self._loop_thread is None:
@@ -217,28 +240,28 @@ class Engine:
         finally:
             outlet.cancel()
 
-    async def _answer_all(
+    async def _each(
         self,
         prompts: Sequence[PromptLike],
-        fields: Mapping[str, object],
+        one: Callable[[PromptLike], Coroutine[Any, Any, T]],
         *,
-        done: Callable[[], None],
-    ) -> list[Answer]:
-        """As many at once as keep every row busy, and never more than may wait."""
-        answers: dict[int, Answer] = {}
+        num_sequences: int = 1,
+    ) -> list[T]:
+        """As many at once as keep every row busy, and never more than may wait; each prompt makes
+        `num_sequences`.
+        """
+        answers: dict[int, T] = {}
         numbered = enumerate(prompts)
 
         async def work() -> None:
             for index, prompt in numbered:
-                answers[index] = await self.answer(prompt, **fields)
-                done()
+                answers[index] = await one(prompt)
 
-        num_choices = _checked(fields).n or 1
         limits = self._resolved.scheduler
-        num_sequences = min(2 * limits.max_num_seqs, limits.max_queue)
+        most = min(2 * limits.max_num_seqs, limits.max_queue)
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(min(num_sequences // num_choices or 1, len(prompts))):
+                for _ in range(min(most // num_sequences or 1, len(prompts))):
                     group.create_task(work())
         except* AserveError as errors:
             raise errors.exceptions[0] from None
@@ -308,6 +331,12 @@ def _resolve(options: Mapping[str, object]) -> Resolved:
     given = {name: value for name, value in options.items() if value is not None}
     facts = Facts(default_model=str(MODEL_DIR))
     return resolve(Raw(command_line=given), facts)
+
+
+def _listed(prompts: Sequence[PromptLike]) -> Sequence[PromptLike]:
+    if isinstance(prompts, str):
+        raise InvalidRequest("give a list of prompts here, not one text")
+    return prompts
 
 
 def _prompt_of(prompt: PromptLike, asked: SamplingFields) -> Prompt:

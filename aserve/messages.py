@@ -99,6 +99,9 @@ class SamplingParams(Record, frozen=True):
     grammar: Grammar | None = None
 
 
+EMBED = SamplingParams(seed=0, max_tokens=0)  # of a request that embeds: nothing is sampled
+
+
 class TextPrompt(Record, frozen=True, tag="text"):
     text: str
     add_special_tokens: bool = True  # what the tokenizer puts around a text
@@ -512,6 +515,7 @@ class OutputChunk(Message, frozen=True):
     is_last: bool = False
     prompt_ids: bytes = b""  # int32, in the child's first chunk if they are asked for
     prompt: PromptPart | None = None
+    embedding: bytes = b""  # float32 [hidden], in the last chunk of a request that embeds
 
 
 # A Cancel goes the same way as its request, so that it cannot overtake it.

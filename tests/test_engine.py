@@ -244,3 +244,18 @@ async def test_an_engine_whose_first_step_fails_closes_what_it_had_loaded() -> N
             pass
     assert asyncio.all_tasks() == before
     assert [executor.is_closed for executor in loader.executors] == [True]
+
+
+def test_a_plain_program_gets_embeddings_in_the_order_of_its_prompts() -> None:
+    prompts: list[PromptLike] = [[1, 2, 3], [4, 5], [1, 2, 3]] * 8
+    with nothing_left(), engine(max_queue=4) as running:
+        vectors = [tuple(vector.tolist()) for vector in running.embed_sync(prompts)]
+    assert vectors == vectors[:3] * 8
+    assert vectors[0] == vectors[2] != vectors[1]
+
+
+async def test_a_prompt_that_does_not_fit_cannot_be_embedded() -> None:
+    async with engine() as running:
+        with pytest.raises(GenerationError) as caught:
+            await running.embed("long " * 200)
+    assert caught.value.reason.code == "context_length_exceeded"

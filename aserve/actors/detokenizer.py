@@ -57,6 +57,7 @@ class Child:
 
     __slots__ = (
         "cached_len",
+        "embedding",
         "ending",
         "index",
         "is_answered",
@@ -70,6 +71,7 @@ class Child:
         self.index = index
         self.text = text
         self.cached_len = 0
+        self.embedding = b""
         self.ending: Ending | None = None
         self.num_prompt_parts = 0  # what it has said of the prompt
         self.is_begun = False  # its first chunk is out
@@ -175,6 +177,7 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
             return
         assert output.position == child.text.num_tokens, "outputs come once and in order"
         child.cached_len = output.cached_len
+        child.embedding = output.embedding or b""
         if output.prompt_logprobs is not None:
             assert request.prompt is not None
             request.prompt.feed(output.prompt_logprobs)
@@ -246,6 +249,7 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
                 is_last=ending is not None and all(each.is_answered for each in request.children),
                 prompt_ids=request.opened.prompt_ids if is_shown else b"",
                 prompt=prompt,
+                embedding=child.embedding,
             )
         )
 

@@ -18,11 +18,18 @@ from aserve.http.health import health_response, metrics_response
 from aserve.http.openai import tokens
 from aserve.http.openai.chat import ChatDialect, chat_call
 from aserve.http.openai.completions import CompletionDialect, completion_call
+from aserve.http.openai.embeddings import embeddings
 from aserve.http.openai.models import model_list, one_model
 from aserve.http.openai.respond import respond
 from aserve.http.openai.responses import handlers as responses
 from aserve.http.openai.responses.body import ResponseBody
-from aserve.http.openai.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from aserve.http.openai.schema import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingBody,
+    TokenizeBody,
+)
 from aserve.http.origin import origin_of
 from aserve.http.state import HttpContext
 from aserve.http.websocket import connect
@@ -93,6 +100,7 @@ async def index(_: web.Request, __: HttpContext) -> web.Response:
 ROUTES = (
     post("/v1/completions", CompletionBody, completions),
     post("/v1/chat/completions", ChatBody, chat_completions),
+    post("/v1/embeddings", EmbeddingBody, embeddings),
     post("/tokenize", TokenizeBody, tokens.tokenize),
     post("/v1/tokenize", TokenizeBody, tokens.tokenize),
     post("/detokenize", DetokenizeBody, tokens.detokenize),

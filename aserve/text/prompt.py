@@ -87,6 +87,7 @@ class PromptEncoder:
                 namespace=request.namespace,
                 priority=request.priority,
                 timeout_s=request.timeout_s,
+                embeds=request.embeds,
             ),
         )
 

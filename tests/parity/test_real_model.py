@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -286,6 +288,38 @@ async def test_prompt_logprobs_are_those_of_transformers_however_the_prompt_is_c
             assert token.rank is not None
             near = logprobs > logprobs[token.token_id] + 1e-4
             assert int(near.sum()) < token.rank
+
+
+@pytest.mark.parametrize(("depth", "lead"), [(1, 1), (2, 2), (3, 1), (3, 3)])
+async def test_embeddings_are_those_of_transformers_beside_requests_that_generate(
+    depth: int, lead: int
+) -> None:
+    """Whole, in chunks and from the cache, in float32; and who generates gets the same tokens."""
+    story = token_ids(STORY * 2)
+    prompts = [story, story[:50], story[:1], story]
+    expected = transformers_embeddings(prompts)
+    asked = Ask(story[:40], 0.8)
+    async with engine() as running:
+        alone = await tokens_of(running, asked)
+    async with engine(max_num_batched_tokens=48, depth=depth, lead=lead) as running:
+        neighbour = asyncio.create_task(tokens_of(running, asked))
+        cancelled = asyncio.create_task(running.embed(story[::-1]))
+        found = await asyncio.gather(*map(running.embed, prompts[:3]))
+        cancelled.cancel()
+        found.append(await running.embed(prompts[3]))
+        assert await neighbour == alone
+        assert running._app.gateway.num_open == 0
+    for vector, wanted in zip(found, expected, strict=True):
+        assert vector.dtype == np.float32
+        assert vector.tolist() == pytest.approx(wanted.tolist(), abs=1e-5)
+
+
+def transformers_embeddings(prompts: Sequence[Tokens]) -> list[Tensor]:
+    """The last token's hidden state after the final norm, float32 [hidden], of length 1."""
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float64)
+    with torch.inference_mode():
+        hidden = [model.model(torch.tensor([ids])).last_hidden_state[0, -1] for ids in prompts]
+    return [torch.nn.functional.normalize(each, dim=0).float() for each in hidden]
 
 
 def transformers_logprobs(ids: Tokens) -> Tensor:

@@ -15,14 +15,12 @@ from aserve.http.openai.answers import Choice, UsageBody, is_visible
 from aserve.http.openai.call import Call, Origin, build_call, check_body, sampling_of
 from aserve.http.openai.limits import MAX_LOGPROBS, Range, check_within
 from aserve.http.openai.prompt_scores import Scores, check_prompt_logprobs, prompt_scores
+from aserve.http.openai.prompts import prompts_of
 from aserve.http.openai.schema import CompletionBody
 from aserve.messages import (
     OutputChunk,
-    Prompt,
     PromptToken,
-    TextPrompt,
     TokenLogprob,
-    TokenPrompt,
 )
 
 DEFAULT_MAX_TOKENS = 16
@@ -33,7 +31,8 @@ def completion_call(body: CompletionBody, origin: Origin) -> Call:
     _check_unsupported(body)
     _check_best_of(body)
     check_prompt_logprobs(body)
-    prompts = prompts_of(body)
+    with_special = body.add_special_tokens is not False
+    prompts = prompts_of(body.prompt, param="prompt", with_special=with_special)
     if body.logprobs is not None:
         check_within(body.logprobs, Range(0, MAX_LOGPROBS), param="logprobs")
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -50,40 +49,6 @@ def completion_call(body: CompletionBody, origin: Origin) -> Call:
     return build_call(
         body, origin, prompts=prompts, sampling=sampling, id_prefix="cmpl-", best_of=body.best_of
     )
-
-
-def prompts_of(body: CompletionBody) -> list[Prompt]:
-    """One text, texts, one list of ids, or lists of ids."""
-    prompt = body.prompt
-    if prompt is None:
-        raise InvalidRequest(
-            "Missing required parameter: 'prompt'.",
-            param="prompt",
-            code="missing_required_parameter",
-        )
-    if isinstance(prompt, str):
-        prompt = [prompt]
-    if not prompt:
-        raise InvalidRequest(
-            "Invalid 'prompt': the list is empty.", param="prompt", code="empty_array"
-        )
-    texts = [item for item in prompt if isinstance(item, str)]
-    token_ids = [item for item in prompt if isinstance(item, int)]
-    lists = [item for item in prompt if isinstance(item, list)]
-    if len(prompt) not in (len(texts), len(token_ids), len(lists)):
-        raise InvalidRequest(
-            "Invalid 'prompt': a list holds texts, token ids or lists of token ids, not a mixture.",
-            param="prompt",
-            code="invalid_type",
-        )
-    if token_ids:
-        return [token_prompt(token_ids)]
-    with_special = body.add_special_tokens is not False
-    return [*(TextPrompt(text, with_special) for text in texts), *map(token_prompt, lists)]
-
-
-def token_prompt(token_ids: Sequence[int]) -> TokenPrompt:
-    return TokenPrompt(tuple(token_ids))
 
 
 def _check_unsupported(body: CompletionBody) -> None:

@@ -34,6 +34,7 @@ class Range(NamedTuple):
 
 RANGES = {
     "n": Range(1, 128),
+    "dimensions": Range(1, INT32),
     "best_of": Range(1, 128),
     "truncate_prompt_tokens": Range(-1, INT32),
     "max_tokens": Range(0, INT32),

@@ -13,6 +13,10 @@ import msgspec
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 
 
+# One text, texts, one list of ids, or lists of ids.
+TextsOrIds: TypeAlias = str | list[str | TokenId | list[TokenId]]
+
+
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -77,7 +81,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
 
 
 class CompletionBody(GenerationBody, kw_only=True):
-    prompt: str | list[str | TokenId | list[TokenId]] | None = None
+    prompt: TextsOrIds | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     best_of: int | None = None
@@ -135,6 +139,16 @@ class ChatBody(GenerationBody, kw_only=True):
     tools: msgspec.Raw = msgspec.Raw(b"null")
     tool_choice: str | TypedObject | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+
+class EmbeddingBody(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    input: TextsOrIds | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    user: str | None = None
+    priority: int | None = None
+    timeout: float | None = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):

@@ -1,0 +1,129 @@
+"""POST /v1/embeddings: texts or token ids in, one vector of length 1 for each out.
+
+Must not know the engine or how a vector is made.
+"""
+
+from __future__ import annotations
+
+import base64
+
+import msgspec
+import numpy as np
+from aiohttp import web
+
+from aserve.errors import ErrorInfo, InvalidRequest
+from aserve.http.errors import RequestFailed
+from aserve.http.openai.call import Origin, check_model
+from aserve.http.openai.limits import MAX_SEQUENCES, check_length, check_range
+from aserve.http.openai.prompts import prompts_of
+from aserve.http.openai.schema import EmbeddingBody
+from aserve.http.origin import origin_of
+from aserve.http.state import HttpContext
+from aserve.messages import (
+    EMBED,
+    ArrayF32,
+    GenerateRequest,
+    OutputChunk,
+    array_f32,
+)
+
+
+class Embedding(msgspec.Struct):
+    """base64 is of the little-endian float32 values."""
+
+    index: int
+    embedding: list[float] | str
+    object: str = "embedding"
+
+
+class EmbeddingUsage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingAnswer(msgspec.Struct):
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+    object: str = "list"
+
+
+async def embeddings(
+    request: web.Request, context: HttpContext, body: EmbeddingBody
+) -> web.Response:
+    """A client that goes away cancels this handler, and with it the outlet."""
+    requests = embedding_requests(body, origin_of(request, context))
+    refusal = context.state.refusal()
+    if refusal is not None:
+        raise refusal
+    chunks: dict[str, OutputChunk] = {}  # by request, of which each makes one
+    outlet = context.gateway.open(*requests)
+    try:
+        async for chunk in outlet:
+            if chunk.error is not None:
+                raise RequestFailed(_in_our_words(chunk.error))
+            chunks[chunk.request_id] = chunk
+    finally:
+        outlet.cancel()
+    in_order = [chunks[each.request_id] for each in requests]
+    model = body.model or context.model_names[0]
+    return web.Response(body=answer_of(body, in_order, model), content_type="application/json")
+
+
+def embedding_requests(body: EmbeddingBody, origin: Origin) -> list[GenerateRequest]:
+    if body.model is not None:
+        check_model(body.model, origin.model_names)
+    for name in ("dimensions", "priority", "timeout"):
+        value = getattr(body, name)
+        if value is not None:
+            check_range(value, name)
+    prompts = prompts_of(body.input, param="input")
+    check_length(prompts, MAX_SEQUENCES, param="input")
+    return [
+        GenerateRequest(
+            request_id=f"{origin.request_id}-{i}",
+            prompt=prompt,
+            sampling=EMBED,
+            priority=body.priority or 0,
+            timeout_s=body.timeout,
+            embeds=True,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def answer_of(body: EmbeddingBody, chunks: list[OutputChunk], model: str) -> bytes:
+    num_tokens = sum(chunk.usage.prompt_tokens for chunk in chunks)
+    vectors = [shortened(array_f32(chunk.embedding), body.dimensions) for chunk in chunks]
+    data = [
+        Embedding(
+            index,
+            base64.b64encode(vector.astype("<f4").tobytes()).decode()
+            if body.encoding_format == "base64"
+            else vector.tolist(),
+        )
+        for index, vector in enumerate(vectors)
+    ]
+    answer = EmbeddingAnswer(data, model, EmbeddingUsage(num_tokens, num_tokens))
+    return msgspec.json.encode(answer)
+
+
+def shortened(vector: ArrayF32, dimensions: int | None) -> ArrayF32:
+    """Its first values, of length 1 again. How many there are is the model's to say."""
+    if dimensions is None:
+        return vector
+    if dimensions > len(vector):
+        raise InvalidRequest(
+            f"Invalid 'dimensions': this model's embeddings have {len(vector)}, "
+            f"fewer than {dimensions}.",
+            param="dimensions",
+            code="integer_above_max_value",
+        )
+    first = vector[:dimensions]
+    length = np.linalg.norm(first)
+    return first / length if length else first
+
+
+def _in_our_words(error: ErrorInfo) -> ErrorInfo:
+    """The engine calls what it is given a prompt."""
+    return msgspec.structs.replace(error, param="input") if error.param == "prompt" else error
