@@ -56,6 +56,7 @@ async def test_outputs_go_on_where_the_echo_ends(client: openai.AsyncOpenAI) -> 
     assert choice.logprobs is not None
     tokens, offsets = choice.logprobs.tokens or [], choice.logprobs.text_offset or []
     assert choice.text.startswith(TEXT + "hello")
+    assert offsets == sorted(offsets)
     for token, offset in zip(tokens, offsets, strict=True):
         assert token.startswith("bytes:") or choice.text[offset:].startswith(token)
     assert choice.logprobs.top_logprobs is None
