@@ -20,8 +20,8 @@ from aserve.gpu.worker import Worker
 class Landing:
     """Something of a step that is on its way to the host.
 
-    `read` runs on the waiter's thread after `event`: it copies out of slots, gives them back, and
-    returns what is to be called on the loop, if anything.
+    `read` runs after `event`, on the waiter's thread where the device runs behind: it copies out of
+    slots, gives them back, and returns what is to be called on the loop, if anything.
     """
 
     event: Event
@@ -48,6 +48,15 @@ class Waiter:
         """Called by the executor thread, in launch order."""
         self._inbox.put(landing)
 
+    def finish(self, landing: Landing) -> None:
+        """On the calling thread; nothing else may be on its way."""
+        landing.event.synchronize()
+        complete = landing.read()
+        if complete is None:
+            return
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody awaits any more
+            self._loop.call_soon_threadsafe(complete)
+
     def close(self) -> None:
         """After the executor thread has ended: what it launched still lands."""
         self._inbox.put(None)
@@ -55,9 +64,4 @@ class Waiter:
 
     def _run(self) -> None:
         while (landing := self._inbox.get()) is not None:
-            landing.event.synchronize()
-            complete = landing.read()
-            if complete is None:
-                continue
-            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody awaits any more
-                self._loop.call_soon_threadsafe(complete)
+            self.finish(landing)

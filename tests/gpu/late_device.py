@@ -22,6 +22,7 @@ class LateDevice:
 
     def __init__(self) -> None:
         self.name = "late"
+        self.runs_behind = True
         self.torch_device = torch.device("cpu")
         self.is_done = threading.Event()
         self.staged: list[weakref.ref[Tensor]] = []

@@ -26,6 +26,7 @@ class Event(Protocol):
 class Device(Protocol):
     name: str
     torch_device: torch.device
+    runs_behind: bool  # work is done later than the executor thread asks for it
 
     def stream(self) -> AbstractContextManager[None]:
         """The executor thread's own stream; all its work is inside."""

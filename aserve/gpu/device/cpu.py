@@ -40,10 +40,11 @@ class CpuEvent:
 
 
 class CpuDevice:
-    __slots__ = ("name", "torch_device")
+    __slots__ = ("name", "runs_behind", "torch_device")
 
     def __init__(self) -> None:
         self.name = "cpu"
+        self.runs_behind = False
         self.torch_device = torch.device("cpu")
 
     def stream(self) -> AbstractContextManager[None]:
