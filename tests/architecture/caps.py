@@ -30,36 +30,40 @@ CORE_PATH = (
     "aserve/gpu/*",
     "aserve/http/*",
 )
-MODELS = "aserve/gpu/models"
-# Command line, options, the embedded form, loading, the families after the first, what only some
-# requests ask for, and what only looks on.
-BESIDE_THE_CORE = (
-    *("aserve/cli.py", "aserve/config.py", "aserve/engine.py", "aserve/actors/replay.py"),
-    "aserve/text/load.py",
-    "aserve/gpu/fallback/*",
+# What the core path does without: before the first request, or beside it.
+STARTS = (
+    *("aserve/cli.py", "aserve/config.py", "aserve/engine.py", "aserve/progress.py"),
+    *("aserve/gpu/weights/*", "aserve/gpu/device/process.py", "aserve/gpu/device/cpu_weights.py"),
+    *("aserve/gpu/device/control_groups.py", "aserve/gpu/device/cpu_count.py"),
     *("aserve/text/load.py", "aserve/text/template_files.py", "aserve/text/json_file.py"),
     *("aserve/text/numeric.py", "aserve/text/defaults.py"),
-    *("aserve/observability/*", "aserve/gpu/weights/*", "aserve/gpu/graphs.py"),
-    # What is read of the machine, and set for libraries, before the engine starts.
-    *("aserve/gpu/device/control_groups.py", "aserve/gpu/device/cpu_count.py"),
-    *("aserve/gpu/device/cpu_weights.py", "aserve/gpu/device/process.py"),
+    *("aserve/gpu/models/config.py", "aserve/gpu/models/fields.py"),
+    *("aserve/gpu/models/rope_fields.py", "aserve/gpu/models/layer_kinds.py"),
+)
+LOOKS_ON = (
+    *("aserve/observability/*", "aserve/actors/replay.py"),
     *("aserve/scheduling/check.py", "aserve/cache/conservation.py"),
-    # What one dense model takes instead of the default, or is compared with.
-    *("aserve/gpu/attention/paged_sdpa.py", "aserve/gpu/attention/torch_ref.py"),
-    *("aserve/gpu/layers/half_stored_linear.py", "aserve/gpu/quant/*"),
-    *(f"{MODELS}/config.py", f"{MODELS}/fields.py", f"{MODELS}/rope_fields.py"),
-    *(f"{MODELS}/layer_kinds.py", f"{MODELS}/mistral.py", f"{MODELS}/qwen2.py"),
-    *(f"{MODELS}/qwen3.py", f"{MODELS}/gemma2.py", f"{MODELS}/gemma3.py", f"{MODELS}/phi3.py"),
-    *(f"{MODELS}/granite.py", f"{MODELS}/olmo2.py"),
-    *("aserve/http/openai/responses/*", "aserve/http/openai/grammars.py"),
-    *("aserve/http/openai/tokens.py", "aserve/http/text_desk.py"),
-    *("aserve/http/websocket.py", "aserve/text/bad_words.py", "aserve/gpu/sample/bans.py"),
-    *("aserve/scheduling/prompts.py", "aserve/gpu/prompt_plan.py", "aserve/gpu/prompt_values.py"),
-    *("aserve/grammar/*", "aserve/actors/masks.py", "aserve/progress.py"),
     *("aserve/tiny/*", "aserve/bench/*"),
+)
+# One of several that a server may take; the core counts one of each kind.
+ALTERNATIVES = (
+    *("aserve/gpu/fallback/*", "aserve/gpu/graphs.py", "aserve/gpu/quant/*"),
+    *("aserve/gpu/attention/paged_sdpa.py", "aserve/gpu/attention/torch_ref.py"),
+    "aserve/gpu/layers/half_stored_linear.py",
+    *(f"aserve/gpu/models/{name}.py" for name in ("mistral", "qwen2", "qwen3", "gemma2")),
+    *(f"aserve/gpu/models/{name}.py" for name in ("gemma3", "phi3", "granite", "olmo2")),
+)
+# What only some requests ask for, each in files of its own.
+ASKED_FOR = (
+    *("aserve/http/openai/responses/*", "aserve/http/websocket.py"),
+    *("aserve/grammar/*", "aserve/actors/masks.py", "aserve/http/openai/grammars.py"),
+    *("aserve/scheduling/prompts.py", "aserve/gpu/prompt_plan.py", "aserve/gpu/prompt_values.py"),
     *("aserve/text/prompt_text.py", "aserve/http/openai/prompt_scores.py"),
     "aserve/http/openai/embeddings.py",
+    *("aserve/http/openai/tokens.py", "aserve/http/text_desk.py"),
+    *("aserve/text/bad_words.py", "aserve/gpu/sample/bans.py"),
 )
+BESIDE_THE_CORE = (*STARTS, *LOOKS_ON, *ALTERNATIVES, *ASKED_FOR)
 
 BLOCKS = (
     *(ast.If, ast.For, ast.AsyncFor, ast.While, ast.With),
