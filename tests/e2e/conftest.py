@@ -1,9 +1,10 @@
-"""One server with the bundled model for all tests that only use it."""
+"""One server with the bundled model for all tests that only use it, and a client of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
+import openai
 import pytest
 
 from tests.e2e.server_process import ServerProcess
@@ -15,3 +16,12 @@ def server() -> Iterator[ServerProcess]:
     with ServerProcess("--debug-checks", "--dtype", "float64") as process:
         assert process.address, process.text
         yield process
+
+
+@pytest.fixture
+async def client(server: ServerProcess) -> AsyncIterator[openai.AsyncOpenAI]:
+    """Of the module's server, or of the one for all."""
+    async with openai.AsyncOpenAI(
+        base_url=f"{server.address}/v1", api_key="any", max_retries=0, timeout=60
+    ) as opened:
+        yield opened

@@ -5,27 +5,17 @@ model.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator
 
 import openai
 import pytest
 
 from aserve.text.load import load_tokenizer
 from aserve.tiny.location import MODEL_DIR
-from tests.e2e.server_process import ServerProcess
 
 pytestmark = pytest.mark.slow
 
 MODEL = "aserve-tiny"
 CONTEXT = "Once upon a time, there was a"
-
-
-@pytest.fixture
-async def client(server: ServerProcess) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=f"{server.address}/v1", api_key="any", max_retries=0, timeout=60
-    ) as opened:
-        yield opened
 
 
 async def test_a_continuation_is_judged_by_its_scores(client: openai.AsyncOpenAI) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -12,20 +11,11 @@ import pytest
 from aserve.text.bad_words import bad_word_ids
 from aserve.text.load import load_tokenizer
 from aserve.tiny.location import MODEL_DIR
-from tests.e2e.server_process import ServerProcess
 
 pytestmark = pytest.mark.slow
 
 TOKENIZER = load_tokenizer(MODEL_DIR)
 STORY = "Once upon a time, there was a rabbit named Mia."
-
-
-@pytest.fixture
-async def client(server: ServerProcess) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=f"{server.address}/v1", api_key="any", max_retries=0, timeout=60
-    ) as opened:
-        yield opened
 
 
 async def story(client: openai.AsyncOpenAI, **fields: Any) -> dict[str, Any]:

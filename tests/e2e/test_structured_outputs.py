@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
@@ -35,14 +35,6 @@ def server() -> Iterator[ServerProcess]:
     with ServerProcess(*options) as process:
         assert process.address, process.text
         yield process
-
-
-@pytest.fixture
-async def client(server: ServerProcess) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=f"{server.address}/v1", api_key="any", max_retries=0, timeout=60
-    ) as opened:
-        yield opened
 
 
 async def complete(client: openai.AsyncOpenAI, **wanted: Any) -> Any:
