@@ -93,7 +93,9 @@ def build_on(
         )
     )
     is_dummy = options.load_format == "dummy"
-    target = Target(device.torch_device, device.free_bytes(), form.prepare)
+    target = Target(
+        device.torch_device, device.free_bytes(), form.prepare, device.elementwise(form.dtype)
+    )
     model = blueprint.load(
         LoadPlan(form.dtype, options.max_model_len, is_dummy, target, on_progress)
     )

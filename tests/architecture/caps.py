@@ -49,7 +49,7 @@ LOOKS_ON = (
 ALTERNATIVES = (
     *("aserve/gpu/fallback/*", "aserve/gpu/graphs.py", "aserve/gpu/quant/*"),
     *("aserve/gpu/attention/paged_sdpa.py", "aserve/gpu/attention/torch_ref.py"),
-    "aserve/gpu/layers/half_stored_linear.py",
+    *("aserve/gpu/layers/half_stored_linear.py", "aserve/gpu/layers/compiled.py"),
     *(f"aserve/gpu/models/{name}.py" for name in ("mistral", "qwen2", "qwen3", "gemma2")),
     *(f"aserve/gpu/models/{name}.py" for name in ("gemma3", "phi3", "granite", "olmo2")),
 )

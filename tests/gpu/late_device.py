@@ -13,6 +13,7 @@ from torch import Tensor
 
 from aserve.gpu.device.base import Event
 from aserve.gpu.device.cpu import CpuDevice
+from aserve.gpu.layers.elementwise import Elementwise
 from aserve.gpu.weights.form import WeightForm, WeightWish
 from tests.gpu.gated_model import TIMEOUT_S
 
@@ -58,6 +59,9 @@ class LateDevice:
 
     def weight_form(self, wish: WeightWish) -> WeightForm:
         return self._cpu.weight_form(wish)
+
+    def elementwise(self, dtype: torch.dtype) -> Elementwise:
+        return self._cpu.elementwise(dtype)
 
     def free_bytes(self) -> int:
         return self._cpu.free_bytes()

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from aserve.gpu.device.cpu import CpuDevice
 from aserve.gpu.device.cpu_weights import choose_cpu_form, read_cpu_facts
 from aserve.gpu.layers.half_stored_linear import prepare_half_stored
 from aserve.gpu.layers.linear import Prepare, prepare
@@ -36,7 +37,8 @@ def rounded(reference: Reference, dtype: torch.dtype, directory: Path) -> Path:
 
 @torch.inference_mode()
 def logits_of(directory: Path, form: Prepare, tokens: Tensor, *, dtype: str = "float32") -> Tensor:
-    target = Target(prepare=form)
+    elementwise = CpuDevice().elementwise(getattr(torch, dtype))
+    target = Target(prepare=form, elementwise=elementwise)
     model = load_model(directory, dtype=dtype, max_model_len=MAX_MODEL_LEN, target=target)
     return model.logits(model.forward(tokens, torch.arange(len(tokens)), DenseAttend()))
 

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from aserve.gpu.layers.elementwise import Elementwise
 from aserve.gpu.weights.form import WeightForm, WeightWish
 
 
@@ -47,6 +48,9 @@ class Device(Protocol):
 
     def weight_form(self, wish: WeightWish) -> WeightForm:
         """How this device holds a model's weights best; a dtype given by name is honoured."""
+
+    def elementwise(self, dtype: torch.dtype) -> Elementwise:
+        """How the layers between the products are fastest here in this dtype."""
 
     def free_bytes(self) -> int:
         """What this process may still allocate."""

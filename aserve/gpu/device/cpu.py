@@ -16,6 +16,7 @@ from torch import Tensor
 from aserve.gpu.device.base import Event
 from aserve.gpu.device.cpu_weights import choose_cpu_form, read_cpu_facts
 from aserve.gpu.device.process import keep_freed_memory
+from aserve.gpu.layers.elementwise import PLAIN, Elementwise
 from aserve.gpu.weights.form import WeightForm, WeightWish
 from aserve.gpu.weights.memory import available_memory_bytes
 
@@ -73,6 +74,13 @@ class CpuDevice:
 
     def weight_form(self, wish: WeightWish) -> WeightForm:
         return choose_cpu_form(wish, read_cpu_facts())
+
+    def elementwise(self, dtype: torch.dtype) -> Elementwise:
+        if dtype not in KERNEL_DTYPES or importlib.util.find_spec("numba") is None:
+            return PLAIN
+        from aserve.gpu.layers.compiled import compiled_elementwise
+
+        return compiled_elementwise(dtype)
 
     def free_bytes(self) -> int:
         return available_memory_bytes()

@@ -12,7 +12,7 @@ from torch.nn import functional
 class RmsNorm:
     __slots__ = ("eps", "shape", "weight")
 
-    def __init__(self, weight: Tensor, *, eps: float) -> None:
+    def __init__(self, weight: Tensor, /, *, eps: float) -> None:
         self.weight = weight  # [dim], or [heads, head_dim] to norm over both
         self.eps = eps
         self.shape = tuple(weight.shape)

@@ -9,8 +9,7 @@ change.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -18,9 +17,10 @@ from torch.nn import functional
 
 from aserve.errors import ConfigError
 from aserve.gpu.layers.activation import ACTIVATIONS
+from aserve.gpu.layers.elementwise import Norm
 from aserve.gpu.layers.gated_mlp import GatedMlp
+from aserve.gpu.layers.head_norms import HeadNorms
 from aserve.gpu.layers.linear import LinearOp
-from aserve.gpu.layers.norm import RmsNorm
 from aserve.gpu.layers.rope import Rope
 from aserve.gpu.layers.rotary import Rotary, Rotation
 from aserve.gpu.models.attend import Attend
@@ -29,8 +29,6 @@ from aserve.gpu.models.decoder_spec import DecoderSpec
 from aserve.gpu.models.hidden_capture import HiddenCapture
 from aserve.gpu.models.layer_spec import LayerSpec
 from aserve.gpu.weights.source import WeightSource
-
-Norm: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class Decoder:
@@ -68,6 +66,7 @@ class Decoder:
                 max_model_len=max_model_len,
                 dtype=weights.dtype,
                 device=weights.device,
+                rotation=weights.elementwise.rotation,
             )
             for rope in ropes
         )
@@ -158,7 +157,7 @@ class _Layer:
 
 
 class _Attention:
-    __slots__ = ("heads_norm", "layer", "out", "qkv")
+    __slots__ = ("head_norms", "joint_norm", "layer", "out", "qkv")
 
     def __init__(self, layer: LayerSpec, spec: DecoderSpec, weights: WeightSource) -> None:
         hidden_size = spec.config.hidden_size
@@ -172,9 +171,11 @@ class _Attention:
         self.qkv = weights.linear(
             _below(prefix, parts), in_features=hidden_size, bias=spec.biases.qkv
         )
-        self.heads_norm = None
-        if spec.qk_norm is not None:
-            self.heads_norm = _HeadsNorm(layer, spec, weights, is_joint=spec.qk_norm.is_joint)
+        self.head_norms = self.joint_norm = None
+        if spec.qk_norm is not None and spec.qk_norm.is_joint:
+            self.joint_norm = _JointNorm(layer, spec, weights)
+        elif spec.qk_norm is not None:
+            self.head_norms = _head_norms(layer, spec, weights)
         self.out = weights.linear(
             {f"{prefix}.o_proj": hidden_size}, in_features=q_size, bias=spec.biases.attention_out
         )
@@ -186,24 +187,21 @@ class _Attention:
         num_heads = num_rotated + layer.num_kv_heads
         heads = self.qkv(x).view(x.shape[0], num_heads, layer.head_dim)  # of q, k and v
         rotated, v = heads[:, :num_rotated], heads[:, num_rotated:]
-        if self.heads_norm is not None:
-            rotated = self.heads_norm(rotated)
-        rotated = rotation(rotated)
+        if self.joint_norm is not None:
+            rotated = self.joint_norm(rotated)
+        rotated = rotation(rotated, self.head_norms)
         q, k = rotated[:, : layer.num_heads], rotated[:, layer.num_heads :]
         return self.out(attend(layer, q, k, v).flatten(1))
 
 
-class _HeadsNorm:
-    """Norms queries and keys, with one weight for queries and one for keys: each head by itself, or
-    all heads of a token together."""
+class _JointNorm:
+    """Norms all query heads of a token together, and all its key heads."""
 
     __slots__ = ("k_norm", "num_heads", "q_norm")
 
-    def __init__(
-        self, layer: LayerSpec, spec: DecoderSpec, weights: WeightSource, *, is_joint: bool
-    ) -> None:
-        def norm(name: str, num_heads: int) -> RmsNorm:
-            shape = (num_heads, layer.head_dim) if is_joint else (layer.head_dim,)
+    def __init__(self, layer: LayerSpec, spec: DecoderSpec, weights: WeightSource) -> None:
+        def norm(name: str, num_heads: int) -> Norm:
+            shape = (num_heads, layer.head_dim)
             return _norm(weights, f"model.layers.{layer.index}.self_attn.{name}", shape, spec)
 
         self.num_heads = layer.num_heads
@@ -214,6 +212,19 @@ class _HeadsNorm:
         """heads [tokens, q + k, head_dim] -> the same shape."""
         q, k = heads[:, : self.num_heads], heads[:, self.num_heads :]
         return torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
+
+
+def _head_norms(layer: LayerSpec, spec: DecoderSpec, weights: WeightSource) -> HeadNorms:
+    """One weight for all query heads, one for all key heads."""
+    rows = [
+        weights.tensor(
+            f"model.layers.{layer.index}.self_attn.{name}.weight",
+            (layer.head_dim,),
+            offset=spec.norm_offset,
+        ).expand(num_heads, -1)
+        for name, num_heads in (("q_norm", layer.num_heads), ("k_norm", layer.num_kv_heads))
+    ]
+    return HeadNorms(torch.cat(rows), eps=spec.config.rms_norm_eps)
 
 
 def _embedding_factor(spec: DecoderSpec, dtype: torch.dtype) -> float:
@@ -246,10 +257,10 @@ def _rope(config: ModelConfig, layer: LayerSpec) -> Rope:
     return config.rope if layer.window is None else config.sliding_rope
 
 
-def _norm(weights: WeightSource, name: str, shape: tuple[int, ...], spec: DecoderSpec) -> RmsNorm:
+def _norm(weights: WeightSource, name: str, shape: tuple[int, ...], spec: DecoderSpec) -> Norm:
     """`shape`: what is normed together; the checkpoint has it flat."""
     weight = weights.tensor(f"{name}.weight", (math.prod(shape),), offset=spec.norm_offset)
-    return RmsNorm(weight.view(shape), eps=spec.config.rms_norm_eps)
+    return weights.elementwise.norm(weight.view(shape), eps=spec.config.rms_norm_eps)
 
 
 def _mlp(prefix: str, spec: DecoderSpec, weights: WeightSource) -> GatedMlp:

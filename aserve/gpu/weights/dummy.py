@@ -21,7 +21,15 @@ STD = 0.02  # transformers' usual initializer_range
 class DummyWeights:
     """A tensor depends on its name and shape alone: not on dtype, nor on what was asked before."""
 
-    __slots__ = ("_done_bytes", "_on_progress", "_target", "_total_bytes", "device", "dtype")
+    __slots__ = (
+        "_done_bytes",
+        "_on_progress",
+        "_target",
+        "_total_bytes",
+        "device",
+        "dtype",
+        "elementwise",
+    )
 
     def __init__(
         self,
@@ -33,6 +41,7 @@ class DummyWeights:
     ) -> None:
         self.device = target.device
         self.dtype = dtype
+        self.elementwise = target.elementwise
         self._target = target
         self._on_progress = on_progress
         self._total_bytes = total_bytes

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from aserve.errors import ConfigError
+from aserve.gpu.layers.elementwise import PLAIN
 from aserve.gpu.layers.linear import Linear, LinearOp
 from aserve.gpu.weights.checkpoint import DTYPES, Checkpoint, listed
 
@@ -22,11 +23,12 @@ DERIVED = ".rotary_emb.inv_freq"
 class Inventory:
     """Hands out tensors without storage, and notes the names and shapes that were asked for."""
 
-    __slots__ = ("copies", "device", "dtype", "shapes")
+    __slots__ = ("copies", "device", "dtype", "elementwise", "shapes")
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.device = torch.device("meta")
         self.dtype = dtype
+        self.elementwise = PLAIN
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.copies: dict[str, tuple[int, ...]] = {}  # of tied weights: may be there, need not
 

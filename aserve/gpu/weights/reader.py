@@ -28,6 +28,7 @@ class WeightReader:
         "_total_bytes",
         "device",
         "dtype",
+        "elementwise",
     )
 
     def __init__(
@@ -41,6 +42,7 @@ class WeightReader:
     ) -> None:
         self.device = target.device
         self.dtype = dtype
+        self.elementwise = target.elementwise
         self._checkpoint = checkpoint
         self._target = target
         self._on_progress = on_progress

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from aserve.gpu.layers.elementwise import Elementwise
 from aserve.gpu.layers.linear import LinearOp
 
 
@@ -21,6 +22,7 @@ class WeightSource(Protocol):
 
     device: torch.device
     dtype: torch.dtype
+    elementwise: Elementwise  # makes the layers that are no products
 
     def tensor(self, name: str, shape: tuple[int, ...], *, offset: float = 0.0) -> Tensor:
         """A plain weight, on the device and in the model's dtype.

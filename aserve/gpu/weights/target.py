@@ -12,6 +12,7 @@ from typing import TypeAlias
 import torch
 
 from aserve.errors import ConfigError
+from aserve.gpu.layers.elementwise import PLAIN, Elementwise
 from aserve.gpu.layers.linear import Prepare, prepare
 from aserve.gpu.weights.memory import available_memory_bytes
 
@@ -28,6 +29,7 @@ class Target:
     device: torch.device = CPU
     memory_bytes: int | None = None
     prepare: Prepare = prepare
+    elementwise: Elementwise = PLAIN
 
     def check_room(self, size_bytes: int, dtype: torch.dtype) -> None:
         """Before a value is read."""

@@ -45,6 +45,16 @@ def narrow(source: Float32s, target: Floats, /) -> None:
         target[:] = source
 
 
+def rounded(value: np.float32, like: Floats, /) -> np.float32:
+    """What is left of a value that goes through memory of this dtype."""
+    through = np.empty(1, like.dtype)
+    narrow(np.full(1, value, np.float32), through)
+    back = np.empty(1, np.float32)
+    widen(through, back)
+    left: np.float32 = back[0]
+    return left
+
+
 @njit(inline="always")
 def _from_bits(bits: np.uint16) -> np.float32:
     wide: np.float32 = np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
@@ -92,3 +102,10 @@ def _narrow(source: types.Array, target: types.Array) -> Callable[[Float32s, Flo
             target[i] = source[i]
 
     return copy
+
+
+@overload(rounded, strict=False)
+def _rounded(value: types.Float, like: types.Array) -> Callable[[np.float32, Floats], np.float32]:
+    if like.dtype == types.uint16:
+        return lambda value, like: _from_bits(_to_bits(value))
+    return lambda value, like: value

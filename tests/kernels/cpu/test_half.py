@@ -10,7 +10,7 @@ import pytest
 import torch
 from numba import njit
 
-from aserve_kernels.cpu.half import Float32s, Floats, narrow, widen
+from aserve_kernels.cpu.half import Float32s, Floats, narrow, rounded, widen
 
 VALUES = torch.tensor(
     [0.0, -0.0, 1.0, -2.5, 1 + 2**-8, 1 + 3 * 2**-8, 3e38, -3.4e38, 1e-40, torch.inf, -torch.inf]
@@ -50,6 +50,19 @@ def test_widening_is_exact(function) -> None:
     target = np.empty(len(VALUES), np.float32)
     function(half.view(torch.uint16).numpy(), target)
     assert (target == half.float().numpy()).all()
+
+
+@njit
+def compiled_rounded(value: np.float32, like: Floats) -> np.float32:
+    return rounded(value, like)
+
+
+@pytest.mark.parametrize("function", [rounded, compiled_rounded])
+def test_a_value_is_rounded_to_what_an_array_can_hold(function) -> None:
+    bits, floats = np.empty(0, np.uint16), np.empty(0, np.float32)
+    for value in VALUES.numpy():
+        assert function(value, floats) == value
+        assert function(value, bits) == torch.tensor(value).bfloat16().item()
 
 
 @pytest.mark.slow

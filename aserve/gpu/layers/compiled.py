@@ -1,0 +1,62 @@
+"""Norms and rotations of few tokens by compiled kernels; of many, in torch. For the CPU.
+
+It knows no model.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from aserve.gpu.layers.elementwise import Elementwise
+from aserve.gpu.layers.head_norms import HeadNorms
+from aserve.gpu.layers.norm import RmsNorm
+from aserve.gpu.layers.rotary import TurnedBy
+from aserve_kernels.cpu.rms_norm import compile_rms_norm, rms_norm
+from aserve_kernels.cpu.turn_heads import compile_turn_heads, turn_heads
+
+FEW = 1 << 18  # elements up to which one thread takes 0.1 ms at most; torch divides more of them
+
+logger = logging.getLogger(__name__)
+
+
+class CompiledNorm:
+    __slots__ = ("_eps", "_in_torch", "_weight")
+
+    def __init__(self, weight: Tensor, /, *, eps: float) -> None:
+        self._eps = eps
+        self._in_torch = RmsNorm(weight, eps=eps)
+        self._weight = weight.flatten().float()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.numel() > FEW:
+            return self._in_torch(x)
+        rows = x.reshape(-1, len(self._weight))
+        return rms_norm(rows, self._weight, self._eps).view(x.shape)
+
+
+class CompiledRotation:
+    """Heads that are not normed are turned in torch, which takes few calls for that."""
+
+    __slots__ = ("_in_torch", "_turns")
+
+    def __init__(self, turns: Tensor) -> None:
+        self._turns = turns
+        self._in_torch: TurnedBy | None = None  # made when a layer asks for it
+
+    def __call__(self, heads: Tensor, norms: HeadNorms | None = None) -> Tensor:
+        if norms is not None and heads.numel() <= FEW:
+            return turn_heads(heads, self._turns, norms.weight, norms.eps)
+        if self._in_torch is None:
+            self._in_torch = TurnedBy(self._turns)
+        return self._in_torch(heads, norms)
+
+
+def compiled_elementwise(dtype: torch.dtype) -> Elementwise:
+    """dtype: float32 or bfloat16."""
+    logger.info("norm kernels: compiled at the first start, which takes a second or two")
+    compile_rms_norm(dtype)
+    compile_turn_heads(dtype)
+    return Elementwise(CompiledNorm, CompiledRotation)

@@ -1,0 +1,72 @@
+"""Compiled layers against those in torch: the same answers, however many tokens there are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from aserve.gpu.device.cpu import CpuDevice
+from aserve.gpu.layers.compiled import FEW
+from aserve.gpu.layers.elementwise import PLAIN, Elementwise
+from aserve.gpu.layers.head_norms import HeadNorms
+from aserve.gpu.layers.rope import DefaultRope
+from aserve.gpu.layers.rotary import Rotary
+
+TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2**-6}
+HEADS = (3, 8)
+FEW_TOKENS, MANY_TOKENS = 5, FEW // 24 + 1
+
+
+def draw(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("num_tokens", [0, FEW_TOKENS, MANY_TOKENS])
+@pytest.mark.parametrize("shape", [(24,), HEADS], ids=str)
+def test_norms_are_those_of_torch(
+    shape: tuple[int, ...], num_tokens: int, dtype: torch.dtype
+) -> None:
+    x = draw(num_tokens, 5, 8, dtype=dtype)[:, :3]
+    x = x if shape == HEADS else x.flatten(1)
+    weight = draw(*shape, dtype=dtype)
+    got, expected = (
+        way.norm(weight, eps=1e-5)(x) for way in (CpuDevice().elementwise(dtype), PLAIN)
+    )
+    assert got.dtype == dtype
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("num_tokens", [0, FEW_TOKENS, MANY_TOKENS])
+@pytest.mark.parametrize("is_normed", [False, True])
+@pytest.mark.parametrize("rotary_dim", [4, 8])
+def test_rotations_are_those_of_torch(
+    rotary_dim: int, is_normed: bool, num_tokens: int, dtype: torch.dtype
+) -> None:
+    heads = draw(num_tokens, 5, 8, dtype=dtype)[:, :3]
+    norms = HeadNorms(draw(*HEADS, dtype=dtype), eps=1e-5) if is_normed else None
+    positions = torch.arange(num_tokens) % 64
+
+    def turned(way: Elementwise) -> Tensor:
+        rotary = Rotary(
+            DefaultRope(100.0),
+            rotary_dim,
+            max_model_len=64,
+            dtype=dtype,
+            device=torch.device("cpu"),
+            rotation=way.rotation,
+        )
+        return rotary.at(positions)(heads, norms)
+
+    got = turned(CpuDevice().elementwise(dtype))
+    assert got.dtype == dtype
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(got, turned(PLAIN), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_other_dtypes_stay_in_torch(dtype: torch.dtype) -> None:
+    assert CpuDevice().elementwise(dtype) is PLAIN
