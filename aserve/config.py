@@ -132,8 +132,8 @@ class GrammarOptions:
 class MachineOptions:
     threads: int | None = option(
         None,
-        "threads that compute on the CPU; default: OMP_NUM_THREADS, else the cores within the "
-        "container's limit",
+        "threads that compute on the CPU; default: one for a small model, else OMP_NUM_THREADS, "
+        "else the cores within the container's limit",
         Limits(low=1, high=1024),
     )
 

@@ -37,6 +37,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 KV_PART = 4  # of free memory, KV takes one part of so many
 MAX_KV_BYTES = GIB
+FOUND_THREADS = torch.get_num_threads()  # before an engine of a small model asks for fewer
 
 OnProgress = Callable[[int, int], None]
 
@@ -66,14 +67,12 @@ class BuildOptions:
     attention: str = "auto"
     decode: str = "autoregressive"
     graph_sizes: tuple[int, ...] = ()
-    threads: int | None = None  # of torch, should it be imported already
+    threads: int | None = None  # of torch; None: those that the model gains from
 
 
 def build_executor(
     options: BuildOptions, *, on_progress: OnProgress = lambda _done, _total: None
 ) -> TorchExecutor:
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
     return build_on(open_device(options.device), options, on_progress=on_progress)
 
 
@@ -92,6 +91,7 @@ def build_on(
             options.dtype, blueprint.stored_dtype, blueprint.num_weights, options.quantization
         )
     )
+    torch.set_num_threads(options.threads or min(form.max_threads or FOUND_THREADS, FOUND_THREADS))
     is_dummy = options.load_format == "dummy"
     target = Target(
         device.torch_device, device.free_bytes(), form.prepare, device.elementwise(form.dtype)

@@ -39,13 +39,15 @@ class WeightWish:
 @dataclass(frozen=True, slots=True)
 class WeightForm:
     """`dtype` is that of activations, norms and KV; `prepare` makes the linear layers; `about` says
-    both, and why, in a few words. `stored_bits` of a weight, where they are not those of `dtype`.
+    both, and why, in a few words. `stored_bits` of a weight, where they are not those of `dtype`;
+    `max_threads` that gain anything, where that is known.
     """
 
     dtype: torch.dtype
     prepare: Prepare
     about: str
     stored_bits: int | None = None
+    max_threads: int | None = None
 
     @property
     def weight_bits(self) -> int:

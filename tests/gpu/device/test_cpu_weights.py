@@ -47,6 +47,13 @@ def test_a_small_model_answers_alike_on_every_machine() -> None:
     }
 
 
+@pytest.mark.parametrize("name", ["auto", "bfloat16"])
+def test_a_small_model_computes_in_one_thread_a_large_one_in_all(name: str) -> None:
+    small = choose_cpu_form(WeightWish(name, "bfloat16", SMALL_BYTES // 4), AMX)
+    large = choose_cpu_form(WeightWish(name, "bfloat16", SMALL_BYTES // 4 + 1), AMX)
+    assert (small.max_threads, large.max_threads) == (1, None)
+
+
 @pytest.mark.parametrize("facts", [AMX, AVX2, OTHER, BARE])
 @pytest.mark.parametrize("name", ["float32", "float64", "bfloat16", "float16"])
 def test_a_dtype_that_is_named_is_honoured_exactly(name: str, facts: CpuFacts) -> None:
