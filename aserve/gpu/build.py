@@ -181,6 +181,7 @@ def _allocate(
             table_shape=(spec.max_rows + 1, pages_per_row),
             dtype=model.dtype,
             device=where,
+            zeros=device.zeros,
         ),
         tables=RowTables(max_rows=spec.max_rows, device=where),
         relay=FutureMap(mode.fields, max_rows=spec.max_rows, device=where),

@@ -63,6 +63,9 @@ class LateDevice:
     def elementwise(self, dtype: torch.dtype) -> Elementwise:
         return self._cpu.elementwise(dtype)
 
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self._cpu.zeros(shape, dtype)
+
     def free_bytes(self) -> int:
         return self._cpu.free_bytes()
 

@@ -52,5 +52,8 @@ class Device(Protocol):
     def elementwise(self, dtype: torch.dtype) -> Elementwise:
         """How the layers between the products are fastest here in this dtype."""
 
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A large pool. What is never written need not be resident."""
+
     def free_bytes(self) -> int:
         """What this process may still allocate."""

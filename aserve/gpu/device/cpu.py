@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
+import mmap
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -81,6 +83,13 @@ class CpuDevice:
         from aserve.gpu.layers.compiled import compiled_elementwise
 
         return compiled_elementwise(dtype)
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Anonymous memory of the system: zero, and resident page by page as it is written."""
+        size = math.prod(shape)
+        if not size:
+            return torch.zeros(shape, dtype=dtype)
+        return torch.frombuffer(mmap.mmap(-1, size * dtype.itemsize), dtype=dtype).view(shape)
 
     def free_bytes(self) -> int:
         return available_memory_bytes()

@@ -6,7 +6,10 @@ order: page tables at a step's head, token ids after them, keys and values in th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +25,9 @@ class LayerKv:
     group: int
     keys: Tensor
     values: Tensor
+
+
+Zeros: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
 class KvPools:
@@ -47,7 +53,9 @@ class KvPools:
         table_shape: tuple[int, int],
         dtype: torch.dtype,
         device: torch.device,
+        zeros: Zeros | None = None,
     ) -> None:
+        """`zeros` makes the pools of keys and values, if the device has a way of its own."""
         self.page_size = page_size
         self.num_pages = tuple(spec.num_pages for spec in specs)
         self.token_pool = torch.zeros(
@@ -56,11 +64,12 @@ class KvPools:
         self.page_tables = tuple(
             torch.zeros(table_shape, dtype=torch.int64, device=device) for _ in specs
         )
-        self._keys = tuple(
-            torch.zeros(_pool_shape(group, spec, page_size), dtype=dtype, device=device)
-            for group, spec in zip(groups, specs, strict=True)
-        )
-        self._values = tuple(map(torch.zeros_like, self._keys))
+        shapes = [
+            _pool_shape(group, spec, page_size) for group, spec in zip(groups, specs, strict=True)
+        ]
+        make = zeros or partial(_zeros_on, device)
+        self._keys = tuple(make(shape, dtype) for shape in shapes)
+        self._values = tuple(make(shape, dtype) for shape in shapes)
         self.layers = {
             layer.index: LayerKv(number, self._keys[number][place], self._values[number][place])
             for number, group in enumerate(groups)
@@ -106,6 +115,10 @@ class KvPools:
         pages = self.page_tables[0][rows, : -(-max_len // self.page_size)]
         ids = self.token_pool.view(-1, self.page_size).index_select(0, pages.flatten())
         return ids.view(len(rows), -1).to(torch.int64)
+
+
+def _zeros_on(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _pool_shape(group: LayerGroup, spec: GroupSpec, page_size: int) -> tuple[int, int, int, int]:
