@@ -17,6 +17,9 @@ from aserve.gpu.layers.rotary import TurnedBy
 from aserve_kernels.cpu.rms_norm import compile_rms_norm, rms_norm
 from aserve_kernels.cpu.turn_heads import compile_turn_heads, turn_heads
 
+# PERF: Qwen3-0.6B in bfloat16, us of one thread at 1 and 32 tokens: a norm 10 and 19 in torch, 4
+# and 8 here; heads normed and turned 32 and 109 in torch, 7 and 54 here. Heads that are only
+# turned, and silu(gate) * up, are as fast in torch.
 FEW = 1 << 18  # elements up to which one thread takes 0.1 ms at most; torch divides more of them
 
 logger = logging.getLogger(__name__)
@@ -28,13 +31,12 @@ class CompiledNorm:
     def __init__(self, weight: Tensor, /, *, eps: float) -> None:
         self._eps = eps
         self._in_torch = RmsNorm(weight, eps=eps)
-        self._weight = weight.flatten().float()
+        self._weight = weight.float()
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.numel() > FEW:
             return self._in_torch(x)
-        rows = x.reshape(-1, len(self._weight))
-        return rms_norm(rows, self._weight, self._eps).view(x.shape)
+        return rms_norm(x, self._weight, self._eps)
 
 
 class CompiledRotation:

@@ -1,6 +1,6 @@
-"""Root mean square norm over the last dimensions.
+"""Root mean square norm over the last dimension.
 
-It knows nothing of what it norms: hidden states, single heads, or all heads of a token together.
+It knows nothing of what it norms: hidden states, or all heads of a token together.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ class RmsNorm:
     __slots__ = ("eps", "shape", "weight")
 
     def __init__(self, weight: Tensor, /, *, eps: float) -> None:
-        self.weight = weight  # [dim], or [heads, head_dim] to norm over both
+        self.weight = weight  # [size]
         self.eps = eps
         self.shape = tuple(weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [..., *weight's shape] -> the same shape and dtype.
+        """x [tokens, size] -> the same shape and dtype.
 
         Half types are summed in float32, and multiplied in the weight's dtype before they are
         rounded.

@@ -8,7 +8,6 @@ change.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -78,7 +77,7 @@ class Decoder:
             _Layer(layer, spec, weights, rotary=ropes.index(_rope(config, layer)))
             for layer in self.layers
         )
-        self._norm = _norm(weights, "model.norm", (config.hidden_size,), spec)
+        self._norm = _norm(weights, "model.norm", config.hidden_size, spec)
         self._head = _head(config, self._embeddings, weights)
 
     def forward(
@@ -135,7 +134,7 @@ class _Layer:
         def norm(name: str | None) -> Norm:
             if name is None:
                 return _unchanged
-            return _norm(weights, f"{prefix}.{name}", (spec.config.hidden_size,), spec)
+            return _norm(weights, f"{prefix}.{name}", spec.config.hidden_size, spec)
 
         self.spec = layer
         self.rotary = rotary  # which of the decoder's
@@ -201,8 +200,8 @@ class _JointNorm:
 
     def __init__(self, layer: LayerSpec, spec: DecoderSpec, weights: WeightSource) -> None:
         def norm(name: str, num_heads: int) -> Norm:
-            shape = (num_heads, layer.head_dim)
-            return _norm(weights, f"model.layers.{layer.index}.self_attn.{name}", shape, spec)
+            name = f"model.layers.{layer.index}.self_attn.{name}"
+            return _norm(weights, name, num_heads * layer.head_dim, spec)
 
         self.num_heads = layer.num_heads
         self.q_norm = norm("q_norm", layer.num_heads)
@@ -211,7 +210,8 @@ class _JointNorm:
     def __call__(self, heads: Tensor) -> Tensor:
         """heads [tokens, q + k, head_dim] -> the same shape."""
         q, k = heads[:, : self.num_heads], heads[:, self.num_heads :]
-        return torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
+        normed = torch.cat((self.q_norm(q.flatten(1)), self.k_norm(k.flatten(1))), dim=1)
+        return normed.view(heads.shape)
 
 
 def _head_norms(layer: LayerSpec, spec: DecoderSpec, weights: WeightSource) -> HeadNorms:
@@ -257,10 +257,9 @@ def _rope(config: ModelConfig, layer: LayerSpec) -> Rope:
     return config.rope if layer.window is None else config.sliding_rope
 
 
-def _norm(weights: WeightSource, name: str, shape: tuple[int, ...], spec: DecoderSpec) -> Norm:
-    """`shape`: what is normed together; the checkpoint has it flat."""
-    weight = weights.tensor(f"{name}.weight", (math.prod(shape),), offset=spec.norm_offset)
-    return weights.elementwise.norm(weight.view(shape), eps=spec.config.rms_norm_eps)
+def _norm(weights: WeightSource, name: str, size: int, spec: DecoderSpec) -> Norm:
+    weight = weights.tensor(f"{name}.weight", (size,), offset=spec.norm_offset)
+    return weights.elementwise.norm(weight, eps=spec.config.rms_norm_eps)
 
 
 def _mlp(prefix: str, spec: DecoderSpec, weights: WeightSource) -> GatedMlp:

@@ -20,8 +20,9 @@ FAST = {"contract", "reassoc", "nsz", "arcp"}  # infinities and NaN keep their m
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [tokens, size] float32 or bfloat16, weight float32 [size], all on the CPU -> like x."""
-    out = torch.empty(x.shape, dtype=x.dtype)
-    _norm(as_array(x.contiguous()), weight.numpy(), eps, as_array(out))
+    rows = x.contiguous()
+    out = torch.empty_like(rows)
+    _norm(as_array(rows), weight.numpy(), eps, as_array(out))
     return out
 
 

@@ -24,10 +24,8 @@ def turn_heads(heads: Tensor, turns: Tensor, weight: Tensor, eps: float) -> Tens
     """heads [tokens, heads, head_dim], those of a token side by side; turns [tokens, rotary_dim],
     contiguous: cosines, then sines; both float32 or both bfloat16. weight float32 [heads,
     head_dim]. All on the CPU -> like heads, contiguous."""
-    out = torch.empty(heads.shape, dtype=heads.dtype)
-    _turn(
-        as_array(heads.flatten(1)), as_array(turns), weight.numpy(), eps, as_array(out.flatten(1))
-    )
+    out = torch.empty_like(heads, memory_format=torch.contiguous_format)
+    _turn(as_array(heads.flatten(1)), as_array(turns), weight.numpy(), eps, as_array(out))
     return out
 
 
@@ -48,12 +46,11 @@ def compile_turn_heads(dtype: torch.dtype) -> None:
     if not isinstance(_turn, Dispatcher):  # NUMBA_DISABLE_JIT=1
         return
     floats = types.uint16 if dtype == torch.bfloat16 else types.float32
-    rows = types.Array(floats, 2, "C")
     _turn.disable_compile(False)
     _turn.compile(
         types.void(
-            *(types.Array(floats, 2, "A"), rows),
-            *(types.Array(types.float32, 2, "C"), types.float64, rows),
+            *(types.Array(floats, 2, "A"), types.Array(floats, 2, "C")),
+            *(types.Array(types.float32, 2, "C"), types.float64, types.Array(floats, 3, "C")),
         )
     )
     _turn.disable_compile()
@@ -62,13 +59,15 @@ def compile_turn_heads(dtype: torch.dtype) -> None:
 # WHY: it keeps the GIL. A call takes microseconds; to get the GIL back may take milliseconds.
 @njit(cache=True, fastmath=FAST)
 def _turn(heads: Floats, turns: Floats, weight: Float32s, eps: float, out: Floats) -> None:
+    """heads [tokens, heads * head_dim]; out [tokens, heads, head_dim]."""
+    rows = out.reshape(heads.shape)
     row = np.empty(weight.size, np.float32)
     turn = np.empty(turns.shape[1], np.float32)
     for token in range(heads.shape[0]):
         widen(heads[token], row)
         widen(turns[token], turn)
         _turn_row(row, turn, weight, np.float32(eps), out)
-        narrow(row, out[token])
+        narrow(row, rows[token])
 
 
 @njit(fastmath=FAST)

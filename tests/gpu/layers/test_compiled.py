@@ -24,13 +24,9 @@ def draw(*shape: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("num_tokens", [0, FEW_TOKENS, MANY_TOKENS])
-@pytest.mark.parametrize("shape", [(24,), HEADS], ids=str)
-def test_norms_are_those_of_torch(
-    shape: tuple[int, ...], num_tokens: int, dtype: torch.dtype
-) -> None:
-    x = draw(num_tokens, 5, 8, dtype=dtype)[:, :3]
-    x = x if shape == HEADS else x.flatten(1)
-    weight = draw(*shape, dtype=dtype)
+def test_norms_are_those_of_torch(num_tokens: int, dtype: torch.dtype) -> None:
+    x = draw(num_tokens, 40, dtype=dtype)[:, :24]
+    weight = draw(24, dtype=dtype)
     got, expected = (
         way.norm(weight, eps=1e-5)(x) for way in (CpuDevice().elementwise(dtype), PLAIN)
     )

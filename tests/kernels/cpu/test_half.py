@@ -81,6 +81,15 @@ def test_the_kernels_run_without_a_compiler() -> None:
         "wide = (tensor.float() for tensor in (q[:2], k, v))\n"
         "op.paged_attention_ref(*wide, rows, op.Scoring(0.5), out=expected)\n"
         "torch.testing.assert_close(got.float(), expected, rtol=2e-2, atol=2e-2)\n"
+        "from aserve_kernels.cpu import rms_norm, turn_heads\n"
+        "rms_norm.compile_rms_norm(torch.bfloat16)\n"
+        "turn_heads.compile_turn_heads(torch.bfloat16)\n"
+        "inputs = q[:, 0], torch.ones(4), 1e-6\n"
+        "got, expected = rms_norm.rms_norm(*inputs), rms_norm.rms_norm_ref(*inputs)\n"
+        "torch.testing.assert_close(got, expected)\n"
+        "inputs = q, k[:, 0], torch.ones(2, 4), 1e-6\n"
+        "got, expected = turn_heads.turn_heads(*inputs), turn_heads.turn_heads_ref(*inputs)\n"
+        "torch.testing.assert_close(got, expected)\n"
     )
     environment = {"NUMBA_DISABLE_JIT": "1", "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run(
