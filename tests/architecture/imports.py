@@ -75,7 +75,7 @@ REACH = {
     "aserve.gpu": Reach(aserve=(*FIRST, "aserve.cache.layout", "aserve_kernels"), packages=DEVICE),
     "aserve_kernels": Reach(aserve=(), packages=("torch", "numpy", "triton")),
     "aserve_kernels.cpu": Reach(
-        aserve=("aserve_kernels",), packages=("torch", "numpy", "triton", "numba")
+        aserve=("aserve_kernels",), packages=("torch", "numpy", "triton", "numba", "llvmlite")
     ),
 }
 

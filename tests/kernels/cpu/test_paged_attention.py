@@ -1,0 +1,44 @@
+"""The kernel alone: heads of every width, over more keys than a tile has."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from aserve_kernels.cpu import paged_attention as op
+
+PAGE_SIZE = 16
+LENS = np.array([1, 64, 65, 150])
+SPANS = np.array([1, 3, 1, 40])
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [1, 16, 24, 32, 40, 128])
+def test_heads_of_every_width_equal_the_reference(
+    head_dim: int, dtype: torch.dtype, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    spans = np.minimum(SPANS, LENS)
+    starts = np.cumsum(spans) - spans
+    columns = -(-int(LENS.max()) // PAGE_SIZE)
+    pages = 1 + np.arange(len(LENS) * columns)  # page 0 is nobody's
+    table = pages.reshape(-1, columns)[:, ::-1].copy()
+    rows = op.PagedRows(table, PAGE_SIZE, op.RowSpans(np.arange(len(LENS)), LENS, starts, spans))
+    generator = torch.Generator().manual_seed(0)
+    num_tokens, num_slots = int(spans.sum()), (1 + table.size) * PAGE_SIZE
+    q = torch.randn(num_tokens, 6, head_dim, generator=generator).to(dtype)
+    keys, values = torch.randn(2, num_slots, 2, head_dim, generator=generator).to(dtype)
+    for row, length in enumerate(LENS):
+        unwritten = torch.arange(length, columns * PAGE_SIZE)
+        first_slots = torch.from_numpy(table[row])[unwritten // PAGE_SIZE] * PAGE_SIZE
+        slots = first_slots + unwritten % PAGE_SIZE
+        keys[slots] = values[slots] = torch.nan
+    got, expected = torch.empty_like(q), torch.empty(q.shape)
+    op.compile_paged_attention(dtype)
+    scoring = op.Scoring(0.3, window=90)
+    op.paged_attention(q, keys, values, rows, scoring, out=got)
+    op.paged_attention_ref(q.float(), keys.float(), values.float(), rows, scoring, out=expected)
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got.float(), expected, rtol=tolerance, atol=tolerance)
