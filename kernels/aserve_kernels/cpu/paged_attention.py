@@ -249,8 +249,10 @@ def _attend_block(
                 if low < high:
                     line = first_line + i
                     _score(queries, line * width, width, tile_keys, low, high, scores)
-                    _weigh(scores, low, high, cap, softmax, line, outputs, width)
-                    _add_values(scores, low, high, tile_values, outputs, line * width, width)
+                    shrink = _weigh(scores, low, high, cap, softmax, line)
+                    _add_values(
+                        scores, low, high, tile_values, shrink, outputs, line * width, width
+                    )
     for line in range(num_lines):
         query = line // num_groups % num_queries
         head = first_head + line // (num_groups * num_queries)
@@ -305,43 +307,41 @@ def _score(
 @njit(nogil=True, fastmath=FAST)
 def _weigh(
     scores: Float32s, low: int, high: int, cap: np.float32,
-    softmax: Float32s, line: int, outputs: Float32s, width: int,
-) -> None:  # fmt: skip
+    softmax: Float32s, line: int,
+) -> np.float32:  # fmt: skip
     """Scores low..high become weights, of an online softmax in powers of two: a line's `softmax` is
-    [most, total], its output the sum of the values, both relative to 2^most."""
+    [most, total]; total and the output are relative to 2^most. Returns what the output shrinks by.
+    """
     if cap > 0:
         for j in range(low, high):
             scores[j] = cap * np.float32(math.tanh(scores[j]))
     for j in range(low):
         scores[j] = -np.inf
-    for j in range(high, TILE):
+    stop = -(-high // LANES) * LANES
+    for j in range(high, stop):
         scores[j] = -np.inf
     most = softmax[line, 0]
-    for j in range(TILE):
+    for j in range(stop):
         most = max(most, scores[j])
     shrink = _power_of_two(softmax[line, 0] - most)
     added = np.float32(0)
-    for j in range(TILE):
+    for j in range(stop):
         scores[j] = _power_of_two(scores[j] - most)
         added += scores[j]
     softmax[line, 0] = most
     softmax[line, 1] = softmax[line, 1] * shrink + added
-    for d in range(line * width, line * width + width):
-        outputs[d] *= shrink
+    return shrink
 
 
 @njit(nogil=True)
 def _add_values(
-    weights: Float32s,
-    low: int,
-    high: int,
-    values: Float32s,
-    outputs: Float32s,
-    start: int,
-    width: int,
-) -> None:
+    weights: Float32s, low: int, high: int, values: Float32s,
+    shrink: np.float32, outputs: Float32s, start: int, width: int,
+) -> None:  # fmt: skip
+    """output = output * shrink + the weighted sum of values low..high."""
     for i in range(0, width, 2 * LANES):
-        a, b = load(outputs, start + i), load(outputs, start + i + LANES)
+        a = add_product(zeros(), load(outputs, start + i), splat(shrink))
+        b = add_product(zeros(), load(outputs, start + i + LANES), splat(shrink))
         for j in range(low, high):
             weight = splat(weights[j])
             a = add_product(a, weight, load(values, j * width + i))
