@@ -20,7 +20,7 @@ from aserve_kernels.cpu.turn_heads import compile_turn_heads, turn_heads
 # PERF: Qwen3-0.6B in bfloat16, us of one thread at 1 and 32 tokens: a norm 10 and 19 in torch, 4
 # and 8 here; heads normed and turned 32 and 109 in torch, 7 and 54 here. Heads that are only
 # turned, and silu(gate) * up, are as fast in torch.
-FEW = 1 << 18  # elements up to which one thread takes 0.1 ms at most; torch divides more of them
+FEW = 1 << 18  # elements: about 0.1 ms of one thread; torch divides more of them among threads
 
 logger = logging.getLogger(__name__)
 
