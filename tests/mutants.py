@@ -41,8 +41,8 @@ MUTANTS = (
     Mutant(
         "a middle chunk that samples",
         "aserve/scheduling/decode.py",
-        "span >= remaining, remaining > 1)",
-        "True, remaining > 1)",
+        "samples = is_whole and not ends",
+        "samples = not ends",
     ),
     Mutant(
         "the last chunk's sample not counted in lead",
