@@ -34,10 +34,8 @@ class ServerProcess:
     def __init__(self, *options: str, arguments: list[str] | None = None) -> None:
         self._arguments = arguments or command("serve", "--port", "0", *options)
         self.address = ""
-        self.ready_s = 0.0  # from the start of the command
 
     def __enter__(self) -> ServerProcess:
-        start_s = time.monotonic()
         self.process = subprocess.Popen(
             self._arguments,
             cwd=REPOSITORY,
@@ -52,7 +50,6 @@ class ServerProcess:
             bound = re.search(r"http://[\d.]+:\d+", line)
             if bound is not None and line.startswith("aserve: "):
                 self.address = bound[0]
-                self.ready_s = time.monotonic() - start_s
                 break
         return self
 
