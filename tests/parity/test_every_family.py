@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.fallback.weights import DUMMY_SEED
-from aserve.gpu.weights.load import load_model
+from tests.load_model import load_model
 from tests.parity.dense_attend import DenseAttend
 
 pytestmark = pytest.mark.slow  # importing transformers' models takes seconds

@@ -17,8 +17,8 @@ from aserve.gpu.layers.half_stored_linear import prepare_half_stored
 from aserve.gpu.layers.linear import Prepare, prepare
 from aserve.gpu.layers.packed_linear import prepare_packed
 from aserve.gpu.weights.form import WeightWish
-from aserve.gpu.weights.load import load_model
 from aserve.gpu.weights.target import Target
+from tests.load_model import load_model
 from tests.parity.conftest import ReferenceOf
 from tests.parity.dense_attend import DenseAttend
 from tests.parity.references import MAX_MODEL_LEN, PROMPT_LEN, Reference

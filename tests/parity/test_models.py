@@ -15,9 +15,9 @@ from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.models.decoder_spec import NORMS_AROUND, DecoderSpec, EmbeddingScale
 from aserve.gpu.models.registry import FAMILIES, DecoderFamily
 from aserve.gpu.weights.checkpoint import Checkpoint
-from aserve.gpu.weights.load import load_model
 from aserve.gpu.weights.reader import WeightReader
 from aserve.gpu.weights.target import HOST
+from tests.load_model import load_model
 from tests.parity.conftest import ReferenceOf
 from tests.parity.dense_attend import DenseAttend
 from tests.parity.references import KINDS, MAX_MODEL_LEN, PROMPT_LEN, Reference

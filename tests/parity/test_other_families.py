@@ -8,7 +8,7 @@ from torch import Tensor
 
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.models.hidden_capture import HiddenCapture
-from aserve.gpu.weights.load import load_model
+from tests.load_model import load_model
 from tests.parity.conftest import ReferenceOf
 from tests.parity.dense_attend import DenseAttend
 from tests.parity.references import KINDS, MAX_MODEL_LEN, OTHER_KINDS, PROMPT_LEN, Reference

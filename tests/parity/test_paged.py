@@ -18,7 +18,7 @@ from aserve.gpu.device.registry import open_device
 from aserve.gpu.models.attend import Attend
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.models.hidden_capture import HiddenCapture
-from aserve.gpu.weights.load import load_model
+from tests.load_model import load_model
 from tests.parity.conftest import ReferenceOf
 from tests.parity.paged_run import PagedRun, tokens_of
 from tests.parity.references import KINDS, MAX_MODEL_LEN, NUM_GREEDY, PROMPT_LEN, Reference

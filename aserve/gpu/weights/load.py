@@ -15,13 +15,11 @@ from aserve.gpu.fallback.blueprint import read_transformers_blueprint
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.models.config import ModelConfig, architecture_of, parse_config, read_fields
 from aserve.gpu.models.registry import FAMILIES, Code, Family, choose_code
-from aserve.gpu.weights.blueprint import Blueprint, LoadPlan, ignore_progress
+from aserve.gpu.weights.blueprint import Blueprint, LoadPlan
 from aserve.gpu.weights.checkpoint import Checkpoint
 from aserve.gpu.weights.dummy import DummyWeights
-from aserve.gpu.weights.form import parse_dtype
 from aserve.gpu.weights.inventory import Inventory, check_fit
 from aserve.gpu.weights.reader import WeightReader
-from aserve.gpu.weights.target import HOST, OnProgress, Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +76,3 @@ def read_blueprint(model_dir: Path, model_impl: str = "auto") -> tuple[Blueprint
     family = FAMILIES[architecture]
     config = parse_config(fields, defaults=family.defaults)
     return NativeBlueprint(model_dir, family, config), code
-
-
-def load_model(
-    model_dir: Path,
-    *,
-    dtype: str = "float32",
-    max_model_len: int | None = None,
-    load_format: str = "auto",
-    model_impl: str = "auto",
-    target: Target = HOST,
-    on_progress: OnProgress = ignore_progress,
-) -> CausalModel:
-    """`load_format` "dummy" draws weights at random and needs no checkpoint.
-
-    `on_progress` is called on this thread.
-    """
-    blueprint, _ = read_blueprint(model_dir, model_impl)
-    return blueprint.load(
-        LoadPlan(parse_dtype(dtype), max_model_len, load_format == "dummy", target, on_progress)
-    )

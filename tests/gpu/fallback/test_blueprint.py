@@ -16,9 +16,9 @@ from aserve.errors import ConfigError
 from aserve.gpu.build import BuildOptions, build_executor
 from aserve.gpu.layers.linear import Linear, LinearOp, prepare
 from aserve.gpu.models.causal_model import CausalModel
-from aserve.gpu.weights.load import load_model
 from aserve.gpu.weights.target import Target
 from tests.gpu.fallback.tiny_configs import write_config, write_model
+from tests.load_model import load_model
 from tests.parity.dense_attend import DenseAttend
 
 pytestmark = pytest.mark.slow  # importing transformers' models takes seconds

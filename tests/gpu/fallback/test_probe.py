@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from aserve.errors import ConfigError
 from aserve.gpu.fallback.interface import register
 from aserve.gpu.fallback.probe import NotSupported, Probed, probe
-from aserve.gpu.weights.load import load_model
 from tests.gpu.fallback.tiny_configs import config_of, write_config
+from tests.load_model import load_model
 
 pytestmark = pytest.mark.slow  # importing transformers' models takes seconds
 

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.models.hidden_capture import HiddenCapture
 from aserve.gpu.models.layer_spec import LayerSpec
-from aserve.gpu.weights.load import load_model
 from tests.gpu.weights.checkpoints import llama_weights, write_checkpoint
+from tests.load_model import load_model
 from tests.parity.dense_attend import DenseAttend
 
 IDS = torch.tensor([5, 0, 23])

@@ -15,8 +15,8 @@ from aserve.gpu.models.decoder_spec import NORMS_AFTER, NORMS_AROUND, NORMS_BEFO
 from aserve.gpu.models.fields import Fields
 from aserve.gpu.models.hidden_capture import HiddenCapture
 from aserve.gpu.models.registry import FAMILIES, DecoderFamily
-from aserve.gpu.weights.load import load_model
 from tests.gpu.weights.checkpoints import llama_weights, write_checkpoint
+from tests.load_model import load_model
 from tests.parity.dense_attend import DenseAttend
 
 SIZES: dict[str, Any] = {

@@ -13,9 +13,9 @@ from aserve.gpu.layers.linear import Linear, LinearOp, prepare
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.models.registry import FAMILIES
 from aserve.gpu.weights.dummy import STD, DummyWeights
-from aserve.gpu.weights.load import load_model
 from aserve.gpu.weights.target import HOST, Target
 from tests.gpu.weights.checkpoints import write_config
+from tests.load_model import load_model
 from tests.parity.dense_attend import DenseAttend
 
 IDS = torch.tensor([3, 1, 20, 7])

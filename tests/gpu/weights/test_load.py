@@ -14,7 +14,6 @@ from aserve.errors import ConfigError
 from aserve.gpu.layers.linear import Linear, LinearOp, prepare
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.weights.checkpoint import Checkpoint
-from aserve.gpu.weights.load import load_model
 from aserve.gpu.weights.reader import WeightReader
 from aserve.gpu.weights.target import HOST, Target
 from tests.gpu.weights.checkpoints import (
@@ -23,6 +22,7 @@ from tests.gpu.weights.checkpoints import (
     write_config,
     write_sharded,
 )
+from tests.load_model import load_model
 from tests.parity.dense_attend import DenseAttend
 
 CPU = torch.device("cpu")
@@ -252,7 +252,7 @@ def test_loading_imports_nothing_that_takes_seconds(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, llama_weights())
     program = (
         "import pathlib, sys\n"
-        "from aserve.gpu.weights.load import load_model\n"
+        "from tests.load_model import load_model\n"
         f"load_model(pathlib.Path({str(directory)!r}))\n"
         "heavy = {'transformers', 'huggingface_hub', 'torch._dynamo', 'torch._inductor'}\n"
         "sys.exit(', '.join(sorted(heavy & sys.modules.keys())) or 0)\n"

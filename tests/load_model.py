@@ -1,0 +1,31 @@
+"""A model without an executor around it, for tests that look at its numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from aserve.gpu.models.causal_model import CausalModel
+from aserve.gpu.weights.blueprint import LoadPlan, ignore_progress
+from aserve.gpu.weights.form import parse_dtype
+from aserve.gpu.weights.load import read_blueprint
+from aserve.gpu.weights.target import HOST, OnProgress, Target
+
+
+def load_model(
+    model_dir: Path,
+    *,
+    dtype: str = "float32",
+    max_model_len: int | None = None,
+    load_format: str = "auto",
+    model_impl: str = "auto",
+    target: Target = HOST,
+    on_progress: OnProgress = ignore_progress,
+) -> CausalModel:
+    """`load_format` "dummy" draws weights at random and needs no checkpoint.
+
+    `on_progress` is called on this thread.
+    """
+    blueprint, _ = read_blueprint(model_dir, model_impl)
+    return blueprint.load(
+        LoadPlan(parse_dtype(dtype), max_model_len, load_format == "dummy", target, on_progress)
+    )
