@@ -25,7 +25,6 @@ KIB = 1024
 class ServerStart(msgspec.Struct, frozen=True):
     ready_s: float  # from the start of the command
     memory_bytes: int  # resident, when it is ready
-    peak_bytes: int  # until then
 
 
 async def start_server(*options: str) -> ServerStart:
@@ -35,7 +34,7 @@ async def start_server(*options: str) -> ServerStart:
     try:
         await _ready(process)
         ready_s = time.perf_counter() - start_s
-        return _with_memory(ready_s, process.pid)
+        return ServerStart(ready_s, _resident_bytes(process.pid))
     finally:
         if process.returncode is None:
             process.send_signal(signal.SIGTERM)
@@ -53,13 +52,9 @@ async def _ready(process: Process) -> None:
     raise ConfigError(f"the server did not start: {' '.join(lines)[-500:]}")
 
 
-def _with_memory(ready_s: float, pid: int) -> ServerStart:
+def _resident_bytes(pid: int) -> int:
     status = Path(f"/proc/{pid}/status").read_text()
-    return ServerStart(ready_s, _field(status, "VmRSS"), _field(status, "VmHWM"))
-
-
-def _field(status: str, name: str) -> int:
-    found = re.search(rf"^{name}:\s+(\d+) kB$", status, re.MULTILINE)
+    found = re.search(r"^VmRSS:\s+(\d+) kB$", status, re.MULTILINE)
     if found is None:
-        raise ConfigError(f"this system does not tell a process's memory ({name})")
+        raise ConfigError("this system does not tell a process's memory (VmRSS)")
     return int(found[1]) * KIB
