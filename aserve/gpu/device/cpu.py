@@ -1,7 +1,7 @@
 """The CPU as a device: a stream is the executor thread itself, so an event is done when recorded.
 
-It takes the same way as a device that runs behind: staged values are copied, results wait in a
-host buffer until their event. It knows no step.
+It takes the same way as a device that runs behind, but for the waiter's thread: staged values are
+copied, and results go through a host buffer. It knows no step.
 """
 
 from __future__ import annotations
