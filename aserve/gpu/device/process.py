@@ -7,6 +7,7 @@ the number of threads.
 from __future__ import annotations
 
 import ctypes
+import sys
 import tempfile
 from pathlib import Path
 
@@ -27,7 +28,8 @@ def prepare_process(threads: int | None) -> None:
     """Before torch and numba are imported; of what the user has set only `threads` is changed."""
     number = str(threads or usable_cpus())
     number = set_environment("OMP_NUM_THREADS", number, wins=threads is not None)
-    set_environment("NUMBA_NUM_THREADS", number.partition(",")[0], wins=threads is not None)
+    if "numba" not in sys.modules:  # else its threads may run, and a change is an error
+        set_environment("NUMBA_NUM_THREADS", number.partition(",")[0], wins=threads is not None)
     for name, value in SPINNING.items():
         set_environment(name, value)
     # OpenMP is the one layer of numba that takes calls of several threads, as torch does.
