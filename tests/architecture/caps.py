@@ -50,6 +50,7 @@ ALTERNATIVES = (
     *("aserve/gpu/fallback/*", "aserve/gpu/graphs.py", "aserve/gpu/quant/*"),
     *("aserve/gpu/attention/paged_sdpa.py", "aserve/gpu/attention/torch_ref.py"),
     *("aserve/gpu/layers/half_stored_linear.py", "aserve/gpu/layers/compiled.py"),
+    "aserve/gpu/layers/packed_linear.py",
     *(f"aserve/gpu/models/{name}.py" for name in ("mistral", "qwen2", "qwen3", "gemma2")),
     *(f"aserve/gpu/models/{name}.py" for name in ("gemma3", "phi3", "granite", "olmo2")),
 )
@@ -61,7 +62,7 @@ ASKED_FOR = (
     *("aserve/text/prompt_text.py", "aserve/http/openai/prompt_scores.py"),
     "aserve/http/openai/embeddings.py",
     *("aserve/http/openai/tokens.py", "aserve/http/text_desk.py"),
-    *("aserve/text/bad_words.py", "aserve/gpu/sample/bans.py"),
+    *("aserve/text/bad_words.py", "aserve/gpu/sample/bans.py", "aserve/gpu/sample/penalties.py"),
 )
 BESIDE_THE_CORE = (*STARTS, *LOOKS_ON, *ALTERNATIVES, *ASKED_FOR)
 

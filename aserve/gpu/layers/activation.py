@@ -19,3 +19,17 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu": functional.gelu,
     "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
 }
+
+
+class GatedBy:
+    """activation(gate) * up."""
+
+    __slots__ = ("_activation",)
+
+    def __init__(self, activation: str) -> None:
+        self._activation = ACTIVATIONS[activation]
+
+    def __call__(self, joined: Tensor) -> Tensor:
+        """joined [tokens, 2 * size]: gate, then up -> [tokens, size]."""
+        gate, up = joined.chunk(2, dim=-1)
+        return self._activation(gate) * up

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aserve.gpu.layers.elementwise import Elementwise
 from aserve.gpu.layers.head_norms import HeadNorms
-from aserve.gpu.layers.norm import RmsNorm
+from aserve.gpu.layers.norm import AddNorm, RmsNorm
 from aserve.gpu.layers.rotary import TurnedBy
 from aserve_kernels.cpu.rms_norm import compile_rms_norm, rms_norm
 from aserve_kernels.cpu.turn_heads import compile_turn_heads, turn_heads
@@ -39,6 +39,10 @@ class CompiledNorm:
         return rms_norm(x, self._weight, self._eps)
 
 
+def compiled_add_norm(weight: Tensor, /, *, eps: float, scale: float) -> AddNorm:
+    return AddNorm(CompiledNorm(weight, eps=eps), scale=scale)
+
+
 class CompiledRotation:
     """Heads that are not normed are turned in torch, which takes few calls for that."""
 
@@ -61,4 +65,4 @@ def compiled_elementwise(dtype: torch.dtype) -> Elementwise:
     logger.info("norm kernels: compiled at the first start, which takes a second or two")
     compile_rms_norm(dtype)
     compile_turn_heads(dtype)
-    return Elementwise(CompiledNorm, CompiledRotation)
+    return Elementwise(norm=CompiledNorm, add_norm=compiled_add_norm, rotation=CompiledRotation)

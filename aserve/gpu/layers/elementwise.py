@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from torch import Tensor
 
-from aserve.gpu.layers.norm import RmsNorm
+from aserve.gpu.layers.activation import Activation, GatedBy
+from aserve.gpu.layers.norm import Norm, RmsNorm, SumAndNorm, add_rms_norm
 from aserve.gpu.layers.rotary import Rotation, TurnedBy
-
-Norm: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class MakeNorm(Protocol):
@@ -22,11 +21,20 @@ class MakeNorm(Protocol):
         """As `RmsNorm`."""
 
 
+class MakeAddNorm(Protocol):
+    def __call__(self, weight: Tensor, /, *, eps: float, scale: float) -> SumAndNorm:
+        """As `AddNorm` of a `RmsNorm`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """`norm` is called once for every norm, `rotation` in each forward, as `TurnedBy`."""
+    """`norm`, `add_norm` and `gated` (of an activation's name) are called once for every layer
+    that has one, `rotation` in each forward, as `TurnedBy`.
+    """
 
     norm: MakeNorm = RmsNorm
+    add_norm: MakeAddNorm = add_rms_norm
+    gated: Callable[[str], Activation] = GatedBy
     rotation: Callable[[Tensor], Rotation] = TurnedBy
 
 

@@ -12,14 +12,13 @@ from aserve.gpu.layers.linear import LinearOp
 
 
 class GatedMlp:
-    __slots__ = ("activation", "down", "gate_up")
+    __slots__ = ("down", "gate_up", "gated")
 
-    def __init__(self, gate_up: LinearOp, down: LinearOp, activation: Activation) -> None:
+    def __init__(self, gate_up: LinearOp, down: LinearOp, gated: Activation) -> None:
         self.gate_up = gate_up  # the rows of gate, then those of up
         self.down = down
-        self.activation = activation
+        self.gated = gated  # as `GatedBy`
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [tokens, hidden] -> [tokens, hidden]."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(self.activation(gate) * up)
+        return self.down(self.gated(self.gate_up(x)))

@@ -1,12 +1,19 @@
-"""Root mean square norm over the last dimension.
+"""Root mean square norm over the last dimension, of what is given or of a residual sum.
 
 It knows nothing of what it norms: hidden states, or all heads of a token together.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
 from torch import Tensor
 from torch.nn import functional
+
+Norm: TypeAlias = Callable[[Tensor], Tensor]
+SumAndNorm: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class RmsNorm:
@@ -27,3 +34,24 @@ class RmsNorm:
             return functional.rms_norm(x, self.shape, self.weight, self.eps)
         wide = x.to(self.weight.dtype)
         return functional.rms_norm(wide, self.shape, self.weight, self.eps).to(x.dtype)
+
+
+class AddNorm:
+    """The residual stream after a sublayer, and its norm for the next one."""
+
+    __slots__ = ("_norm", "_scale")
+
+    def __init__(self, norm: Norm, *, scale: float) -> None:
+        self._norm = norm
+        self._scale = scale
+
+    def __call__(self, hidden: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden, added [tokens, size] -> hidden + scale * added, rounded to their dtype, and the
+        norm of that.
+        """
+        total = torch.add(hidden, added, alpha=self._scale)
+        return total, self._norm(total)
+
+
+def add_rms_norm(weight: Tensor, /, *, eps: float, scale: float) -> AddNorm:
+    return AddNorm(RmsNorm(weight, eps=eps), scale=scale)

@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from aserve.errors import ConfigError
-from aserve.gpu.layers.activation import ACTIVATIONS
-from aserve.gpu.layers.elementwise import Norm
 from aserve.gpu.layers.gated_mlp import GatedMlp
 from aserve.gpu.layers.head_norms import HeadNorms
 from aserve.gpu.layers.linear import LinearOp
+from aserve.gpu.layers.norm import AddNorm, Norm, SumAndNorm
 from aserve.gpu.layers.rope import Rope
 from aserve.gpu.layers.rotary import Rotary, Rotation
 from aserve.gpu.models.attend import Attend
@@ -36,9 +35,9 @@ class Decoder:
     __slots__ = (
         "_embedding_factor",
         "_embeddings",
+        "_first_norm",
         "_head",
         "_layers",
-        "_norm",
         "_rotaries",
         "_spec",
         "dtype",
@@ -73,11 +72,11 @@ class Decoder:
             "model.embed_tokens.weight", (config.vocab_size, config.hidden_size)
         )
         self._embedding_factor = _embedding_factor(spec, weights.dtype)
+        self._first_norm = _norm(weights, _entry_norm(spec, 0), spec)
         self._layers = tuple(
             _Layer(layer, spec, weights, rotary=ropes.index(_rope(config, layer)))
             for layer in self.layers
         )
-        self._norm = _norm(weights, "model.norm", config.hidden_size, spec)
         self._head = _head(config, self._embeddings, weights)
 
     def forward(
@@ -90,13 +89,14 @@ class Decoder:
     ) -> Tensor:
         rotations = [rotary.at(positions) for rotary in self._rotaries]
         hidden = self._embed(input_ids)
+        normed = self._first_norm(hidden)
         for layer in self._layers:
-            hidden = layer(hidden, rotations[layer.rotary], attend)
+            hidden, normed = layer(hidden, normed, rotations[layer.rotary], attend)
             if capture is not None and layer.spec.index in capture.layer_ids:
                 capture.layers.append(hidden)
         if capture is not None and capture.wants_before_norm:
             capture.before_norm = hidden
-        return self._norm(hidden)
+        return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits = self._head(hidden)
@@ -114,14 +114,16 @@ class Decoder:
 
 
 class _Layer:
+    """The norm before a sublayer is made with the residual sum right before it, so a layer has the
+    next one's first norm, and the last layer that of the whole model."""
+
     __slots__ = (
         "after_attention",
         "after_mlp",
         "attention",
-        "before_attention",
         "before_mlp",
+        "before_next",
         "mlp",
-        "residual_scale",
         "rotary",
         "spec",
     )
@@ -131,28 +133,25 @@ class _Layer:
     ) -> None:
         prefix = f"model.layers.{layer.index}"
 
-        def norm(name: str | None) -> Norm:
-            if name is None:
-                return _unchanged
-            return _norm(weights, f"{prefix}.{name}", spec.config.hidden_size, spec)
+        def below(name: str | None) -> str | None:
+            return None if name is None else f"{prefix}.{name}"
 
         self.spec = layer
         self.rotary = rotary  # which of the decoder's
-        self.residual_scale = spec.residual_scale
-        self.before_attention = norm(spec.norms.before_attention)
         self.attention = _Attention(layer, spec, weights)
-        self.after_attention = norm(spec.norms.after_attention)
-        self.before_mlp = norm(spec.norms.before_mlp)
+        self.after_attention = _norm(weights, below(spec.norms.after_attention), spec)
+        self.before_mlp = _add_norm(weights, below(spec.norms.before_mlp), spec)
         self.mlp = _mlp(f"{prefix}.mlp", spec, weights)
-        self.after_mlp = norm(spec.norms.after_mlp)
+        self.after_mlp = _norm(weights, below(spec.norms.after_mlp), spec)
+        self.before_next = _add_norm(weights, _entry_norm(spec, layer.index + 1), spec)
 
-    def __call__(self, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        attended = self.attention(self.before_attention(hidden), rotation, attend)
-        hidden = self._sum(hidden, self.after_attention(attended))
-        return self._sum(hidden, self.after_mlp(self.mlp(self.before_mlp(hidden))))
-
-    def _sum(self, hidden: Tensor, added: Tensor) -> Tensor:
-        return torch.add(hidden, added, alpha=self.residual_scale)
+    def __call__(
+        self, hidden: Tensor, normed: Tensor, rotation: Rotation, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """[tokens, hidden] each: the residual stream, and what its first sublayer gets of it."""
+        attended = self.after_attention(self.attention(normed, rotation, attend))
+        hidden, normed = self.before_mlp(hidden, attended)
+        return self.before_next(hidden, self.after_mlp(self.mlp(normed)))
 
 
 class _Attention:
@@ -201,7 +200,7 @@ class _JointNorm:
     def __init__(self, layer: LayerSpec, spec: DecoderSpec, weights: WeightSource) -> None:
         def norm(name: str, num_heads: int) -> Norm:
             name = f"model.layers.{layer.index}.self_attn.{name}"
-            return _norm(weights, name, num_heads * layer.head_dim, spec)
+            return _norm(weights, name, spec, size=num_heads * layer.head_dim)
 
         self.num_heads = layer.num_heads
         self.q_norm = norm("q_norm", layer.num_heads)
@@ -257,9 +256,34 @@ def _rope(config: ModelConfig, layer: LayerSpec) -> Rope:
     return config.rope if layer.window is None else config.sliding_rope
 
 
-def _norm(weights: WeightSource, name: str, size: int, spec: DecoderSpec) -> Norm:
-    weight = weights.tensor(f"{name}.weight", (size,), offset=spec.norm_offset)
+def _entry_norm(spec: DecoderSpec, index: int) -> str | None:
+    """The norm before that layer's attention; behind the last layer it is the model's own."""
+    if index == len(spec.windows):
+        return "model.norm"
+    name = spec.norms.before_attention
+    return None if name is None else f"model.layers.{index}.{name}"
+
+
+def _norm(
+    weights: WeightSource, name: str | None, spec: DecoderSpec, *, size: int | None = None
+) -> Norm:
+    """Of the hidden states, if no other size is given. Without a name there is none."""
+    if name is None:
+        return _unchanged
+    weight = _norm_weight(weights, name, spec, size=size or spec.config.hidden_size)
     return weights.elementwise.norm(weight, eps=spec.config.rms_norm_eps)
+
+
+def _add_norm(weights: WeightSource, name: str | None, spec: DecoderSpec) -> SumAndNorm:
+    if name is None:
+        return AddNorm(_unchanged, scale=spec.residual_scale)
+    weight = _norm_weight(weights, name, spec, size=spec.config.hidden_size)
+    eps = spec.config.rms_norm_eps
+    return weights.elementwise.add_norm(weight, eps=eps, scale=spec.residual_scale)
+
+
+def _norm_weight(weights: WeightSource, name: str, spec: DecoderSpec, *, size: int) -> Tensor:
+    return weights.tensor(f"{name}.weight", (size,), offset=spec.norm_offset)
 
 
 def _mlp(prefix: str, spec: DecoderSpec, weights: WeightSource) -> GatedMlp:
@@ -271,7 +295,7 @@ def _mlp(prefix: str, spec: DecoderSpec, weights: WeightSource) -> GatedMlp:
     down = weights.linear(
         {f"{prefix}.down_proj": hidden_size}, in_features=size, bias=spec.biases.mlp
     )
-    return GatedMlp(gate_up, down, ACTIVATIONS[spec.config.activation])
+    return GatedMlp(gate_up, down, weights.elementwise.gated(spec.config.activation))
 
 
 def _below(prefix: str, parts: Mapping[str, int]) -> dict[str, int]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.device.cpu import CpuDevice
+from aserve.gpu.layers.activation import ACTIVATIONS
 from aserve.gpu.layers.compiled import FEW
 from aserve.gpu.layers.elementwise import PLAIN, Elementwise
 from aserve.gpu.layers.head_norms import HeadNorms
@@ -29,6 +30,38 @@ def test_norms_are_those_of_torch(num_tokens: int, dtype: torch.dtype) -> None:
     weight = draw(24, dtype=dtype)
     got, expected = (
         way.norm(weight, eps=1e-5)(x) for way in (CpuDevice().elementwise(dtype), PLAIN)
+    )
+    assert got.dtype == dtype
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("num_tokens", [0, FEW_TOKENS, MANY_TOKENS])
+@pytest.mark.parametrize("scale", [1.0, 0.22])
+def test_residual_sums_and_their_norms_are_those_of_torch(
+    scale: float, num_tokens: int, dtype: torch.dtype
+) -> None:
+    hidden, added = draw(2, num_tokens, 24, dtype=dtype)
+    weight = draw(24, dtype=dtype)
+    got, expected = (
+        way.add_norm(weight, eps=1e-5, scale=scale)(hidden, added)
+        for way in (CpuDevice().elementwise(dtype), PLAIN)
+    )
+    assert torch.equal(got[0], expected[0])
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(got[1], expected[1], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("num_tokens", [0, FEW_TOKENS, MANY_TOKENS])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_activations_are_those_of_torch(
+    activation: str, num_tokens: int, dtype: torch.dtype
+) -> None:
+    joined = draw(num_tokens, 48, dtype=dtype)
+    got, expected = (
+        way.gated(activation)(joined) for way in (CpuDevice().elementwise(dtype), PLAIN)
     )
     assert got.dtype == dtype
     tolerance = TOLERANCES[dtype]

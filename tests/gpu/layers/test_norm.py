@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aserve.gpu.layers.norm import RmsNorm
+from aserve.gpu.layers.norm import RmsNorm, add_rms_norm
 
 TOLERANCES = {
     torch.float64: 1e-12,
@@ -46,3 +46,11 @@ def test_a_weight_wider_than_its_input_is_not_rounded_before_it_multiplies() -> 
     wide = x.float() / x.float().square().mean(-1, keepdim=True).sqrt()
     assert torch.equal(normed, (wide * weight).to(torch.bfloat16))
     assert not torch.equal(normed, RmsNorm(weight.to(torch.bfloat16), eps=1e-6)(x))
+
+
+def test_a_residual_sum_is_rounded_before_it_is_normed() -> None:
+    """256 + 1 is 256 in bfloat16: the next sublayer gets the norm of what the stream holds."""
+    hidden, added = torch.tensor([[[256.0, 2.0]], [[2.0, 0.0]]], dtype=torch.bfloat16)
+    total, normed = add_rms_norm(torch.ones(2), eps=1e-6, scale=0.5)(hidden, added)
+    assert torch.equal(total, hidden)
+    assert torch.equal(normed, RmsNorm(torch.ones(2), eps=1e-6)(hidden))
