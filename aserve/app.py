@@ -287,6 +287,7 @@ def load(resolved: Resolved) -> Loaded:
         depth=resolved.scheduler.depth,
         lead=resolved.scheduler.lead,
         debug_checks=resolved.debug.debug_checks,
+        attention=resolved.machine.attention_backend,
         threads=resolved.machine.threads,
     )
     with shown_progress("loading weights") as on_progress:

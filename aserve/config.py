@@ -130,6 +130,11 @@ class GrammarOptions:
 
 @dataclass(frozen=True, slots=True)
 class MachineOptions:
+    attention_backend: str = option(
+        "auto",
+        "what computes attention; auto: the best of this device that can what the model needs",
+        Limits(choices=("auto", "paged-cpu", "paged-sdpa", "torch-ref")),
+    )
     threads: int | None = option(
         None,
         "threads that compute on the CPU; default: one for a small model, else OMP_NUM_THREADS, "

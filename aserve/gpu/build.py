@@ -13,7 +13,8 @@ import torch
 
 from aserve.cache.layout import plan_groups
 from aserve.gpu.attention.base import AttentionBackend
-from aserve.gpu.attention.registry import BACKENDS
+from aserve.gpu.attention.capabilities import AttentionSite
+from aserve.gpu.attention.choice import build_attention
 from aserve.gpu.decode.base import DecodeMode
 from aserve.gpu.decode.registry import MODES
 from aserve.gpu.device.base import Device
@@ -130,21 +131,22 @@ def assemble(
         decode=mode.caps,
     )
     state = _allocate(model, groups, spec, mode=mode, device=device)
-    is_auto = options.attention == "auto"
-    name = device.attention(model.dtype) if is_auto else options.attention
-    attention = BACKENDS[name](state.pools, tuple(g.window for g in groups))
+    site = AttentionSite(state.pools, groups, model.dtype)
+    attention = build_attention(options.attention, site, order=device.attention)
     runner = ModelRunner(
         RunnerParts(
             model=model,
             state=state,
-            attention=attention,
+            attention=attention.backend,
             mode=mode,
-            graphs=_graphs(model, attention, state.pools, options.graph_sizes),
+            graphs=_graphs(model, attention.backend, state.pools, options.graph_sizes),
             is_debug=options.debug_checks,
         )
     )
-    kv_mib = state.pools.size_bytes / MIB
-    about = f"{about or dtype_name(model.dtype)} on {device.name}, KV {kv_mib:,.0f} MiB"
+    about = (
+        f"{about or dtype_name(model.dtype)} on {device.name}, attention {attention.name} "
+        f"({attention.why}), KV {state.pools.size_bytes / MIB:,.0f} MiB"
+    )
     return TorchExecutor(ExecutorParts(runner, device, spec, options.debug_checks, about))
 
 

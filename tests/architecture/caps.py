@@ -33,6 +33,7 @@ CORE_PATH = (
 # What the core path does without: before the first request, or beside it.
 STARTS = (
     *("aserve/cli.py", "aserve/config.py", "aserve/engine.py", "aserve/progress.py"),
+    *(f"aserve/gpu/attention/{name}.py" for name in ("capabilities", "choice", "registry")),
     *("aserve/gpu/weights/*", "aserve/gpu/device/process.py", "aserve/gpu/device/cpu_weights.py"),
     *("aserve/gpu/device/control_groups.py", "aserve/gpu/device/cpu_count.py"),
     *("aserve/text/load.py", "aserve/text/template_files.py", "aserve/text/json_file.py"),

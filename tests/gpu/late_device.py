@@ -29,6 +29,7 @@ class LateDevice:
         self.staged: list[weakref.ref[Tensor]] = []
         self.packed: list[weakref.ref[Tensor]] = []
         self._cpu = CpuDevice()
+        self.attention = self._cpu.attention
         self._reads: list[tuple[Tensor, Tensor]] = []  # since the last event: host, its content
 
     def stream(self) -> AbstractContextManager[None]:
@@ -53,9 +54,6 @@ class LateDevice:
     def copy_out(self, values: Tensor, host: Tensor) -> None:
         self.packed.append(weakref.ref(values))
         host.copy_(values)
-
-    def attention(self, dtype: torch.dtype) -> str:
-        return self._cpu.attention(dtype)
 
     def weight_form(self, wish: WeightWish) -> WeightForm:
         return self._cpu.weight_form(wish)

@@ -6,17 +6,30 @@ plan, and the plan is on its ForwardBatch or in its caller's hands.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
+from aserve.gpu.attention.capabilities import AttentionSite, Capabilities
 from aserve.gpu.forward_batch import ForwardBatch
 from aserve.gpu.models.attend import Attend
 
 
 class AttentionBackend(Protocol):
-    host_lens: bool  # planning needs exact lengths on the host
-
     def plan(self, batch: ForwardBatch) -> object:
         """What all layers of one forward share."""
 
     def bind(self, batch: ForwardBatch, plan: object) -> Attend:
         """The callable that the model gets: stores k and v in the batch's slots, then attends."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKind:
+    """A backend before it is built. `build` may raise AttentionUnavailable."""
+
+    can: Capabilities
+    build: Callable[[AttentionSite], AttentionBackend]
+
+
+class AttentionUnavailable(Exception):
+    """This machine lacks what the backend needs; the text says what."""

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from aserve.errors import BugError
+from aserve.gpu.attention.base import AttentionKind
+from aserve.gpu.attention.capabilities import Capabilities
 from aserve.gpu.attention.fresh_prompt import choose_fresh_prompt
 from aserve.gpu.forward_batch import ForwardBatch
 from aserve.gpu.kv.pools import KvPools
@@ -51,13 +53,12 @@ class CpuPlan:
 
 
 class PagedCpu:
-    __slots__ = ("_fresh_prompt", "_pools", "_tables", "host_lens")
+    __slots__ = ("_fresh_prompt", "_pools", "_tables")
 
     def __init__(self, pools: KvPools) -> None:
         self._pools = pools
         self._tables = tuple(table.numpy() for table in pools.page_tables)
         self._fresh_prompt = choose_fresh_prompt(pools.dtype)
-        self.host_lens = False
         logger.info("attention kernels: compiled at the first start, which takes a while")
         compile_paged_attention(pools.dtype)
 
@@ -97,3 +98,9 @@ class PagedCpu:
             return out
 
         return attend
+
+
+KIND = AttentionKind(
+    Capabilities(devices=frozenset({"cpu"}), dtypes=frozenset({torch.float32, torch.bfloat16})),
+    lambda site: PagedCpu(site.pools),
+)

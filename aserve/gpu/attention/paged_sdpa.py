@@ -1,4 +1,4 @@
-"""Attention through torch's fused kernel over padded gathers of pages: the default on the CPU.
+"""Attention through torch's fused kernel over padded gathers of pages.
 
 Rows are put into few buckets of similar span and length, so that a step is few calls and little of
 what is read is padding. It knows no model. Written: only the keys and values of the forward's own
@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from aserve.errors import BugError
+from aserve.gpu.attention.base import AttentionKind
+from aserve.gpu.attention.capabilities import Capabilities
 from aserve.gpu.attention.torch_ref import visible
 from aserve.gpu.forward_batch import ForwardBatch
 from aserve.gpu.kv.pools import KvPools, LayerKv
@@ -44,12 +46,11 @@ class Bucket:
 
 
 class PagedSdpa:
-    __slots__ = ("_pools", "_windows", "host_lens")
+    __slots__ = ("_pools", "_windows")
 
     def __init__(self, pools: KvPools, windows: tuple[int | None, ...]) -> None:
         self._pools = pools
         self._windows = windows  # per layer group
-        self.host_lens = False
 
     def plan(self, batch: ForwardBatch) -> object:
         keys = _bucket_keys(batch.spans_cpu, batch.len_bounds_cpu)
@@ -180,3 +181,8 @@ def _bucket_keys(
 def _given(tokens: Tensor | None) -> Tensor:
     assert tokens is not None  # only a bucket that is the whole step has none
     return tokens
+
+
+KIND = AttentionKind(
+    Capabilities(whole_pages=True), lambda site: PagedSdpa(site.pools, site.windows)
+)

@@ -1,25 +1,35 @@
-"""Attention backends by name. A new one is a file in this folder and a line here."""
+"""Attention backends by name. A new one is a file in this folder and a line here.
+
+A line imports its file when it is called: some need packages that a machine may not have.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from aserve.gpu.attention.base import AttentionBackend
-from aserve.gpu.attention.paged_sdpa import PagedSdpa
-from aserve.gpu.attention.torch_ref import TorchReference
-from aserve.gpu.kv.pools import KvPools
-
-Windows = tuple[int | None, ...]  # per layer group
+from aserve.gpu.attention.base import AttentionKind
 
 
-def _paged_cpu(pools: KvPools, _windows: Windows) -> AttentionBackend:
-    from aserve.gpu.attention.paged_cpu import PagedCpu  # numba, which a machine may not have
+def _paged_cpu() -> AttentionKind:
+    from aserve.gpu.attention.paged_cpu import KIND
 
-    return PagedCpu(pools)
+    return KIND
 
 
-BACKENDS: Mapping[str, Callable[[KvPools, Windows], AttentionBackend]] = {
-    "paged-sdpa": PagedSdpa,
+def _paged_sdpa() -> AttentionKind:
+    from aserve.gpu.attention.paged_sdpa import KIND
+
+    return KIND
+
+
+def _torch_ref() -> AttentionKind:
+    from aserve.gpu.attention.torch_ref import KIND
+
+    return KIND
+
+
+BACKENDS: Mapping[str, Callable[[], AttentionKind]] = {
     "paged-cpu": _paged_cpu,
-    "torch-ref": lambda pools, _windows: TorchReference(pools),
+    "paged-sdpa": _paged_sdpa,
+    "torch-ref": _torch_ref,
 }

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from aserve.gpu.attention.base import AttentionKind
+from aserve.gpu.attention.capabilities import Capabilities
 from aserve.gpu.forward_batch import ForwardBatch
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.models.attend import Attend
@@ -18,11 +20,10 @@ from aserve.gpu.models.layer_spec import LayerSpec
 class TorchReference:
     """Each row is computed on its own, so that no neighbour can change it."""
 
-    __slots__ = ("_pools", "host_lens")
+    __slots__ = ("_pools",)
 
     def __init__(self, pools: KvPools) -> None:
         self._pools = pools
-        self.host_lens = False
 
     def plan(self, batch: ForwardBatch) -> object:
         return None
@@ -65,3 +66,6 @@ def visible(positions: Tensor, kv_positions: Tensor, window: int | None) -> Tens
     distance = positions[..., None] - kv_positions
     is_seen = distance >= 0
     return is_seen if window is None else is_seen & (distance < window)
+
+
+KIND = AttentionKind(Capabilities(), lambda site: TorchReference(site.pools))

@@ -28,6 +28,7 @@ class Device(Protocol):
     name: str
     torch_device: torch.device
     runs_behind: bool  # work is done later than the executor thread asks for it
+    attention: tuple[str, ...]  # the backends for it by name, best first
 
     def stream(self) -> AbstractContextManager[None]:
         """The executor thread's own stream; all its work is inside."""
@@ -42,9 +43,6 @@ class Device(Protocol):
 
     def copy_out(self, values: Tensor, host: Tensor) -> None:
         """`host` holds `values` once an event after this is done."""
-
-    def attention(self, dtype: torch.dtype) -> str:
-        """The attention backend that is best here for KV of this dtype, by its name."""
 
     def weight_form(self, wish: WeightWish) -> WeightForm:
         """How this device holds a model's weights best; a dtype given by name is honoured."""

@@ -7,7 +7,6 @@ copied, and results go through a host buffer. It knows no step.
 from __future__ import annotations
 
 import importlib.util
-import logging
 import math
 import mmap
 from contextlib import AbstractContextManager, nullcontext
@@ -23,8 +22,6 @@ from aserve.gpu.weights.form import WeightForm, WeightWish
 from aserve.gpu.weights.memory import available_memory_bytes
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)  # that kernels/aserve_kernels/cpu are made for
-
-logger = logging.getLogger(__name__)
 
 
 class CpuEvent:
@@ -43,12 +40,13 @@ class CpuEvent:
 
 
 class CpuDevice:
-    __slots__ = ("name", "runs_behind", "torch_device")
+    __slots__ = ("attention", "name", "runs_behind", "torch_device")
 
     def __init__(self) -> None:
         self.name = "cpu"
         self.runs_behind = False
         self.torch_device = torch.device("cpu")
+        self.attention: tuple[str, ...] = ("paged-cpu", "paged-sdpa", "torch-ref")
 
     def stream(self) -> AbstractContextManager[None]:
         keep_freed_memory()
@@ -65,14 +63,6 @@ class CpuDevice:
 
     def copy_out(self, values: Tensor, host: Tensor) -> None:
         host.copy_(values)
-
-    def attention(self, dtype: torch.dtype) -> str:
-        if dtype not in KERNEL_DTYPES:
-            return "paged-sdpa"
-        if importlib.util.find_spec("numba") is None:
-            logger.warning("numba is not installed: attention runs in torch, several times slower")
-            return "paged-sdpa"
-        return "paged-cpu"
 
     def weight_form(self, wish: WeightWish) -> WeightForm:
         return choose_cpu_form(wish, read_cpu_facts())

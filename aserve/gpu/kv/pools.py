@@ -77,6 +77,10 @@ class KvPools:
         }
 
     @property
+    def device(self) -> torch.device:
+        return self.token_pool.device
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of keys and values."""
         return self._keys[0].dtype

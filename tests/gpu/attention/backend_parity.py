@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.attention.base import AttentionBackend
+from aserve.gpu.attention.capabilities import AttentionSite
 from aserve.gpu.attention.registry import BACKENDS
 from aserve.gpu.attention.torch_ref import TorchReference
 from aserve.gpu.device_batch import DeviceBatch
@@ -113,6 +114,11 @@ def attended(backend: AttentionBackend, layout: Layout, batch: ForwardBatch) -> 
     return backend.bind(batch, backend.plan(batch))(layout.layer, q, k, v)
 
 
+def built(name: str, layout: Layout, pools: KvPools) -> AttentionBackend:
+    site = AttentionSite(pools, group_layers((layout.layer,)), layout.dtype)
+    return BACKENDS[name]().build(site)
+
+
 def assert_parity(name: str, layout: Layout, shape: str) -> None:
     """The backend of this name; `shape` is a key of SHAPES."""
     spans, kv_lens = SHAPES[shape]
@@ -120,8 +126,7 @@ def assert_parity(name: str, layout: Layout, shape: str) -> None:
     pools = layout.pools(len(spans))
     fill(pools, layout, batch)
     made = ForwardBatch.init_new(batch, pools)
-    windows = (None,) if layout.layer.window is None else (None, layout.layer.window)
-    got = attended(BACKENDS[name](pools, windows), layout, made)
+    got = attended(built(name, layout, pools), layout, made)
     expected = attended(TorchReference(pools), layout, made)
     assert got.shape == expected.shape == (sum(spans), layout.layer.num_heads, HEAD_DIM)
     tolerance = TOLERANCES[layout.dtype]

@@ -7,7 +7,6 @@ import torch
 
 from aserve.errors import BugError
 from aserve.gpu.attention.paged_cpu import PagedCpu
-from aserve.gpu.device.cpu import CpuDevice
 from aserve.gpu.forward_batch import ForwardBatch
 from aserve_kernels.cpu import paged_attention
 from tests.gpu.attention.backend_parity import (
@@ -63,24 +62,3 @@ def test_a_plan_of_another_backend_is_refused() -> None:
     made = ForwardBatch.init_new(device_batch([1], [0]), pools)
     with pytest.raises(BugError, match="plan of another backend"):
         PagedCpu(pools).bind(made, None)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "name"),
-    [
-        (torch.float32, "paged-cpu"),
-        (torch.bfloat16, "paged-cpu"),
-        (torch.float64, "paged-sdpa"),
-        (torch.float16, "paged-sdpa"),
-    ],
-)
-def test_the_cpu_takes_its_kernels_where_they_know_the_dtype(dtype: torch.dtype, name: str) -> None:
-    assert CpuDevice().attention(dtype) == name
-
-
-def test_without_numba_attention_runs_in_torch_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert CpuDevice().attention(torch.float32) == "paged-sdpa"
-    assert "numba is not installed" in caplog.text

@@ -19,6 +19,7 @@ from tests.gpu.attention.backend_parity import (
     Layout,
     assert_parity,
     attended,
+    built,
     fill,
     layer,
     random,
@@ -66,7 +67,7 @@ def test_a_row_does_not_see_what_its_table_still_names_behind_the_window(name: s
     pools = layout.pools(2)
     fill(pools, layout, batch)
     made = ForwardBatch.init_new(batch, pools)
-    backend = BACKENDS[name](pools, (None, 5))
+    backend = built(name, layout, pools)
     expected = attended(backend, layout, made)
     for row, first_seen in ((1, 26), (2, 13)):
         for column in range(first_seen // 4):

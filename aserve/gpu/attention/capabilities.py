@@ -1,0 +1,82 @@
+"""What an attention backend can, and what an engine asks of it, as data.
+
+It knows no backend by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from aserve.gpu.kv.layer_groups import LayerGroup
+from aserve.gpu.kv.pools import KvPools
+from aserve.gpu.models.layer_spec import LayerSpec
+from aserve.gpu.weights.form import dtype_name
+
+T = TypeVar("T", int, str)
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """None: any. `kv_dtypes` are those that KV may have besides the dtype of q."""
+
+    devices: frozenset[str] | None = None  # types of torch devices
+    dtypes: frozenset[torch.dtype] | None = None  # of q
+    kv_dtypes: frozenset[torch.dtype] = frozenset()
+    head_dims: frozenset[int] | None = None
+    page_sizes: frozenset[int] | None = None
+    windows: bool = True
+    softcaps: bool = True
+    host_lens: bool = False  # plans on the host, from exact lengths
+    whole_pages: bool = False  # what lies behind a row's length is read, then masked
+    can_capture: bool = False  # a forward may be captured and replayed
+
+    def refusals(self, site: AttentionSite) -> Iterator[str]:
+        """What it cannot of what is asked, each with its limits."""
+        yield from _outside("device", [site.pools.device.type], self.devices)
+        yield from _outside("dtype", [dtype_name(site.dtype)], _names(self.dtypes))
+        if site.pools.dtype != site.dtype and site.pools.dtype not in self.kv_dtypes:
+            own = _names({site.dtype, *self.kv_dtypes}) or frozenset()
+            yield f"KV of {dtype_name(site.pools.dtype)} (has {', '.join(sorted(own))})"
+        layers = site.layers
+        yield from _outside("head_dim", {layer.head_dim for layer in layers}, self.head_dims)
+        yield from _outside("page size", [site.pools.page_size], self.page_sizes)
+        if not self.windows and any(layer.window is not None for layer in layers):
+            yield "sliding windows"
+        if not self.softcaps and any(layer.softcap is not None for layer in layers):
+            yield "soft caps"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSite:
+    """Where a backend is to work: the KV with its dtype, device and page size, the layers in the
+    groups that share a page table, and the dtype of q."""
+
+    pools: KvPools
+    groups: tuple[LayerGroup, ...]
+    dtype: torch.dtype
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Per layer group."""
+        return tuple(group.window for group in self.groups)
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        return tuple(layer for group in self.groups for layer in group.layers)
+
+
+def _outside(what: str, asked: Iterable[T], able: frozenset[T] | None) -> Iterator[str]:
+    if able is None:
+        return
+    known = ", ".join(str(value) for value in sorted(able))
+    for value in asked:
+        if value not in able:
+            yield f"{what} {value} (has {known})"
+
+
+def _names(dtypes: Iterable[torch.dtype] | None) -> frozenset[str] | None:
+    return None if dtypes is None else frozenset(map(dtype_name, dtypes))

@@ -1,0 +1,90 @@
+"""Which attention backend an engine gets: the one it was told, or the first of its device's that
+can what the model's layers need. It knows no backend by name.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from aserve.errors import ConfigError
+from aserve.gpu.attention.base import AttentionBackend, AttentionKind, AttentionUnavailable
+from aserve.gpu.attention.capabilities import AttentionSite, Capabilities
+from aserve.gpu.attention.registry import BACKENDS
+
+AUTO = "auto"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """A backend that was built, and why it was this one, in a few words."""
+
+    name: str
+    can: Capabilities
+    backend: AttentionBackend
+    why: str
+
+
+def build_attention(wanted: str, site: AttentionSite, *, order: Sequence[str]) -> Attention:
+    """`order` is what the device has, best first. ConfigError if a backend that is named, or every
+    one of the order, cannot do it here.
+    """
+    is_auto = wanted == AUTO
+    names = tuple(order) if is_auto else (wanted,)
+    reasons: dict[str, str] = {}
+    for name in names:
+        try:
+            kind = _load(name)
+            backend = _build(kind, site)
+        except AttentionUnavailable as error:
+            reasons[name] = str(error)
+            continue
+        return Attention(name, kind.can, backend, _why(reasons, name, is_auto=is_auto))
+    told = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
+    able = ", ".join(_able(site, besides=names)) or "none"
+    raise ConfigError(
+        f"--attention-backend {wanted} cannot be used here: {told}. Choose auto, or one of those "
+        f"that can: {able}",
+        param="attention_backend",
+    )
+
+
+def _why(reasons: Mapping[str, str], name: str, *, is_auto: bool) -> str:
+    for other, reason in reasons.items():
+        logger.warning("attention runs in %s, because %s %s", name, other, reason)
+    if not is_auto:
+        return "as asked"
+    return "auto" if not reasons else f"auto, without {', '.join(reasons)}"
+
+
+def _load(name: str) -> AttentionKind:
+    if name not in BACKENDS:
+        known = ", ".join((AUTO, *BACKENDS))
+        raise ConfigError(
+            f"attention backend {name!r} is not known; known: {known}", param="attention_backend"
+        )
+    try:
+        return BACKENDS[name]()
+    except ImportError as error:
+        raise AttentionUnavailable(f"cannot be imported: {error}") from None
+
+
+def _build(kind: AttentionKind, site: AttentionSite) -> AttentionBackend:
+    if refusals := [*kind.can.refusals(site)]:
+        raise AttentionUnavailable(f"does not support {', '.join(refusals)}")
+    return kind.build(site)
+
+
+def _able(site: AttentionSite, *, besides: Sequence[str]) -> list[str]:
+    found: list[str] = []
+    for name in BACKENDS.keys() - set(besides):
+        try:
+            kind = _load(name)
+        except AttentionUnavailable:
+            continue
+        if not any(kind.can.refusals(site)):
+            found.append(name)
+    return sorted(found)
