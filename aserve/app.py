@@ -288,6 +288,7 @@ def load(resolved: Resolved) -> Loaded:
         lead=resolved.scheduler.lead,
         debug_checks=resolved.debug.debug_checks,
         attention=resolved.machine.attention_backend,
+        device=resolved.machine.device,
         threads=resolved.machine.threads,
     )
     with shown_progress("loading weights") as on_progress:

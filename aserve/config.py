@@ -130,6 +130,11 @@ class GrammarOptions:
 
 @dataclass(frozen=True, slots=True)
 class MachineOptions:
+    device: str = option(
+        "auto",
+        "what the model runs on; auto: a CUDA device, if torch finds one",
+        Limits(choices=("auto", "cpu", "cuda")),
+    )
     attention_backend: str = option(
         "auto",
         "what computes attention; auto: the best of this device that can what the model needs",

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import time
 
+from torch import Tensor
+
 from aserve.gpu.device.base import Event
-from aserve.gpu.device.cpu import CpuDevice, CpuEvent
+from aserve.gpu.device.cpu import CpuDevice
 
 
 class TimedCpu(CpuDevice):
-    """NOTE: an event of the CPU has happened when it is recorded; it would be late elsewhere."""
+    """NOTE: an event of the CPU has happened when it is made; it would be late elsewhere."""
 
     __slots__ = ("last_event_s",)
 
@@ -21,17 +23,11 @@ class TimedCpu(CpuDevice):
         super().__init__()
         self.last_event_s = 0.0  # of `time.perf_counter`
 
-    def new_event(self) -> Event:
-        return _TimedEvent(self)
+    def mark(self) -> Event:
+        self.last_event_s = time.perf_counter()
+        return super().mark()
 
-
-class _TimedEvent(CpuEvent):
-    __slots__ = ("_device",)
-
-    def __init__(self, device: TimedCpu) -> None:
-        super().__init__()
-        self._device = device
-
-    def record(self) -> None:
-        self._device.last_event_s = time.perf_counter()
-        super().record()
+    def copy_out(self, values: Tensor, host: Tensor) -> Event:
+        event = super().copy_out(values, host)
+        self.last_event_s = time.perf_counter()
+        return event

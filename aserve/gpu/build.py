@@ -144,7 +144,7 @@ def assemble(
         )
     )
     about = (
-        f"{about or dtype_name(model.dtype)} on {device.name}, attention {attention.name} "
+        f"{about or dtype_name(model.dtype)} on {device.about}, attention {attention.name} "
         f"({attention.why}), KV {state.pools.size_bytes / MIB:,.0f} MiB"
     )
     return TorchExecutor(ExecutorParts(runner, device, spec, options.debug_checks, about))

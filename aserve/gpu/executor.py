@@ -20,7 +20,7 @@ from torch import Tensor
 
 from aserve.errors import AserveError, BugError, EngineDead, ErrorInfo, StepError
 from aserve.gpu.decode.base import Emitted
-from aserve.gpu.device.base import Device
+from aserve.gpu.device.base import Device, Event
 from aserve.gpu.future_map import SEQ_LEN
 from aserve.gpu.host_slots import HostSlot, HostSlots
 from aserve.gpu.resolve import stage_tables
@@ -150,7 +150,7 @@ class TorchExecutor:
     def _fail(self, ticket: StepTicket, error: ErrorInfo) -> None:
         self._has_failed = True
         failed = StepFailed(ticket.iteration, error)
-        self._land(lambda: functools.partial(ticket.complete, failed))
+        self._land(self._device.mark(), lambda: functools.partial(ticket.complete, failed))
 
     def _resync(self, iteration: int) -> None:
         self._has_failed = False
@@ -221,19 +221,18 @@ class TorchExecutor:
     def _copy_out(self, values: Tensor, read: Callable[[ArrayI32], Callable[[], None]]) -> None:
         """values: int32 [n]; `read` gets them once they are there, as a copy of its own."""
         slot = self._results.take(len(values))
-        self._device.copy_out(values, slot.buffer[: len(values)])
         num_words = len(values)
+        event = self._device.copy_out(values, slot.buffer[:num_words])
 
         def land() -> Callable[[], None]:
             words = slot.words[:num_words].copy()
             self._results.give_back(slot)
             return read(words)
 
-        self._land(land)
+        self._land(event, land)
 
-    def _land(self, read: Callable[[], Job | None]) -> None:
-        event = self._device.new_event()
-        event.record()
+    def _land(self, event: Event, read: Callable[[], Job | None]) -> None:
+        """After `event`, which what was staged so far stands before."""
         staged, self._staged = self._staged, []
 
         def land() -> Job | None:

@@ -49,6 +49,7 @@ LOOKS_ON = (
 # One of several that a server may take; the core counts one of each kind.
 ALTERNATIVES = (
     *("aserve/gpu/fallback/*", "aserve/gpu/graphs.py", "aserve/gpu/quant/*"),
+    "aserve/gpu/device/cuda*.py",
     *("aserve/gpu/attention/paged_sdpa.py", "aserve/gpu/attention/torch_ref.py"),
     *("aserve/gpu/layers/half_stored_linear.py", "aserve/gpu/layers/compiled.py"),
     "aserve/gpu/layers/packed_linear.py",

@@ -22,7 +22,7 @@ class LateDevice:
     """`staged` and `packed`: weak references to what was copied in and out."""
 
     def __init__(self) -> None:
-        self.name = "late"
+        self.about = "late"
         self.runs_behind = True
         self.torch_device = torch.device("cpu")
         self.is_done = threading.Event()
@@ -35,12 +35,9 @@ class LateDevice:
     def stream(self) -> AbstractContextManager[None]:
         return self._cpu.stream()
 
-    def new_event(self) -> Event:
-        return _LateEvent(self)
-
-    def take_reads(self) -> list[tuple[Tensor, Tensor]]:
+    def mark(self) -> Event:
         reads, self._reads = self._reads, []
-        return reads
+        return _LateEvent(self.is_done, reads)
 
     def host_buffer(self, num_words: int) -> Tensor:
         return self._cpu.host_buffer(num_words)
@@ -51,9 +48,10 @@ class LateDevice:
         self.staged.append(weakref.ref(copy))
         return copy
 
-    def copy_out(self, values: Tensor, host: Tensor) -> None:
+    def copy_out(self, values: Tensor, host: Tensor) -> Event:
         self.packed.append(weakref.ref(values))
         host.copy_(values)
+        return self.mark()
 
     def weight_form(self, wish: WeightWish) -> WeightForm:
         return self._cpu.weight_form(wish)
@@ -67,18 +65,18 @@ class LateDevice:
     def free_bytes(self) -> int:
         return self._cpu.free_bytes()
 
+    def check(self) -> None:
+        self._cpu.check()
+
 
 class _LateEvent:
-    def __init__(self, device: LateDevice) -> None:
-        self._device = device
-        self._reads: list[tuple[Tensor, Tensor]] = []
-
-    def record(self) -> None:
-        self._reads = self._device.take_reads()
+    def __init__(self, is_done: threading.Event, reads: list[tuple[Tensor, Tensor]]) -> None:
+        self._is_done = is_done
+        self._reads = reads
 
     def synchronize(self) -> None:
         """The device reads its staging buffers at the last moment: they must be as they were."""
-        assert self._device.is_done.wait(TIMEOUT_S)
+        assert self._is_done.wait(TIMEOUT_S)
         for host, content in self._reads:
             if not torch.equal(host, content):
                 raise AssertionError("a staging buffer was reused before its event")

@@ -15,9 +15,6 @@ class ManualEvent:
     def __init__(self) -> None:
         self.is_done = threading.Event()
 
-    def record(self) -> None:
-        pass
-
     def synchronize(self) -> None:
         assert self.is_done.wait(TIMEOUT_S)
 

@@ -16,24 +16,27 @@ from aserve.gpu.weights.form import WeightForm, WeightWish
 
 
 class Event(Protocol):
-    """A mark on a stream. It is recorded once by the executor thread; others may wait for it."""
-
-    def record(self) -> None: ...
+    """A mark behind what the executor thread asked for; others may wait for it."""
 
     def synchronize(self) -> None:
-        """Blocks the calling thread, without spinning, until what was before the mark is done."""
+        """Blocks the calling thread, without spinning and without the interpreter lock, until what
+        was before the mark is done.
+        """
 
 
 class Device(Protocol):
-    name: str
+    about: str  # what it is, and why it was chosen, in a few words
     torch_device: torch.device
     runs_behind: bool  # work is done later than the executor thread asks for it
     attention: tuple[str, ...]  # the backends for it by name, best first
 
     def stream(self) -> AbstractContextManager[None]:
-        """The executor thread's own stream; all its work is inside."""
+        """The executor thread's own stream; all its work is inside. It begins behind what was asked
+        of the device before.
+        """
 
-    def new_event(self) -> Event: ...
+    def mark(self) -> Event:
+        """Behind all that was asked for on the stream so far."""
 
     def host_buffer(self, num_words: int) -> Tensor:
         """int32 [num_words] on the host, such that copies to and from it do not block."""
@@ -41,8 +44,10 @@ class Device(Protocol):
     def stage(self, host: Tensor) -> Tensor:
         """A copy of `host` on the device; `host` may change once an event after this is done."""
 
-    def copy_out(self, values: Tensor, host: Tensor) -> None:
-        """`host` holds `values` once an event after this is done."""
+    def copy_out(self, values: Tensor, host: Tensor) -> Event:
+        """Once the event is done `host` holds `values`, and what came before is done, too. Until
+        then `values` must not be written, and need not be kept.
+        """
 
     def weight_form(self, wish: WeightWish) -> WeightForm:
         """How this device holds a model's weights best; a dtype given by name is honoured."""
@@ -55,3 +60,8 @@ class Device(Protocol):
 
     def free_bytes(self) -> int:
         """What this process may still allocate."""
+
+    def check(self) -> None:
+        """Raises what has made the device unusable, if anything has. Only after a failure: it may
+        wait.
+        """

@@ -25,25 +25,19 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16)  # that kernels/aserve_kernels/c
 
 
 class CpuEvent:
-    """Whoever waits for it got it after it was recorded, so there is nothing to wait for."""
+    """Of what is done when it was asked for."""
 
-    __slots__ = ("_is_recorded",)
-
-    def __init__(self) -> None:
-        self._is_recorded = False
-
-    def record(self) -> None:
-        self._is_recorded = True
+    __slots__ = ()
 
     def synchronize(self) -> None:
-        assert self._is_recorded
+        pass
 
 
 class CpuDevice:
-    __slots__ = ("attention", "name", "runs_behind", "torch_device")
+    __slots__ = ("about", "attention", "runs_behind", "torch_device")
 
-    def __init__(self) -> None:
-        self.name = "cpu"
+    def __init__(self, why: str = "") -> None:
+        self.about = f"cpu ({why})" if why else "cpu"
         self.runs_behind = False
         self.torch_device = torch.device("cpu")
         self.attention: tuple[str, ...] = ("paged-cpu", "paged-sdpa", "torch-ref")
@@ -52,7 +46,7 @@ class CpuDevice:
         keep_freed_memory()
         return nullcontext()
 
-    def new_event(self) -> Event:
+    def mark(self) -> Event:
         return CpuEvent()
 
     def host_buffer(self, num_words: int) -> Tensor:
@@ -61,8 +55,9 @@ class CpuDevice:
     def stage(self, host: Tensor) -> Tensor:
         return host.clone()
 
-    def copy_out(self, values: Tensor, host: Tensor) -> None:
+    def copy_out(self, values: Tensor, host: Tensor) -> Event:
         host.copy_(values)
+        return CpuEvent()
 
     def weight_form(self, wish: WeightWish) -> WeightForm:
         return choose_cpu_form(wish, read_cpu_facts())
@@ -83,3 +78,6 @@ class CpuDevice:
 
     def free_bytes(self) -> int:
         return available_memory_bytes()
+
+    def check(self) -> None:
+        pass

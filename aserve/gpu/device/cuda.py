@@ -1,0 +1,115 @@
+"""A CUDA device: one stream for forwards, one for what goes back to the host, and memory of the
+host that both reach by themselves.
+
+It knows no step, and waits for nothing. A step's values come in on the stream of its forward, in
+order; its results leave beside the next step's forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from aserve.errors import ConfigError
+from aserve.gpu.device.base import Event
+from aserve.gpu.device.cuda_runtime import CudaRuntime, TorchCuda
+from aserve.gpu.layers.elementwise import PLAIN, Elementwise
+from aserve.gpu.layers.linear import prepare
+from aserve.gpu.weights.form import DTYPES, WeightForm, WeightWish, dtype_name
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+class CudaDevice:
+    __slots__ = (
+        "_copies",
+        "_forwards",
+        "_is_ready",
+        "_runtime",
+        "about",
+        "attention",
+        "runs_behind",
+        "torch_device",
+    )
+
+    def __init__(self, runtime: CudaRuntime, *, why: str = "") -> None:
+        self.about = f"cuda ({', '.join(filter(None, (runtime.about, why)))})"
+        self.runs_behind = True
+        self.torch_device = runtime.torch_device
+        self.attention: tuple[str, ...] = ("torch-ref",)
+        self._runtime = runtime
+        self._forwards = runtime.new_stream()
+        self._copies = runtime.new_stream()
+        self._is_ready = runtime.new_event()  # a wait is for what it was recorded behind last
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        """The model and its tables were made on another stream."""
+        self._forwards.wait_stream(self._runtime.current_stream())
+        with self._runtime.on(self._forwards):
+            yield
+
+    def mark(self) -> Event:
+        event = self._runtime.new_event()
+        self._forwards.record_event(event)
+        return event
+
+    def host_buffer(self, num_words: int) -> Tensor:
+        return self._runtime.pinned(num_words)
+
+    def stage(self, host: Tensor) -> Tensor:
+        """NOTE: on the stream of forwards, where whatever reads the words comes later."""
+        words = torch.empty(len(host), dtype=host.dtype, device=self.torch_device)
+        return words.copy_(host, non_blocking=True)
+
+    def copy_out(self, values: Tensor, host: Tensor) -> Event:
+        self._forwards.record_event(self._is_ready)
+        self._copies.wait_event(self._is_ready)
+        with self._runtime.on(self._copies):
+            host.copy_(values, non_blocking=True)
+        self._runtime.keep(values, self._copies)
+        event = self._runtime.new_event()
+        self._copies.record_event(event)
+        return event
+
+    def weight_form(self, wish: WeightWish) -> WeightForm:
+        if wish.quantization is not None:
+            raise ConfigError(
+                f"--quantization {wish.quantization} is made for the CPU, not for CUDA; leave it "
+                "out, or give --device cpu",
+                param="quantization",
+            )
+        if wish.given is not None:
+            return WeightForm(wish.given, prepare, dtype_name(wish.given))
+        stored = DTYPES.get(wish.stored or "")
+        if stored in HALVES and (stored != torch.bfloat16 or self._runtime.has_bfloat16):
+            return WeightForm(stored, prepare, f"{dtype_name(stored)} (auto: as it is stored)")
+        half = torch.bfloat16 if self._runtime.has_bfloat16 else torch.float16
+        return WeightForm(half, prepare, f"{dtype_name(half)} (auto: the device has it)")
+
+    def elementwise(self, dtype: torch.dtype) -> Elementwise:
+        return PLAIN
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.torch_device)
+
+    def free_bytes(self) -> int:
+        return self._runtime.free_bytes()
+
+    def check(self) -> None:
+        self._runtime.synchronize()
+
+
+def open_cuda(why: str) -> CudaDevice:
+    if not torch.cuda.is_available():
+        raise ConfigError(f"no CUDA: {why_no_cuda()}", param="device")
+    return CudaDevice(TorchCuda(), why=why)
+
+
+def why_no_cuda() -> str:
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without it"
+    return f"torch {torch.__version__} finds no device"

@@ -1,0 +1,109 @@
+"""What the CUDA device needs of CUDA: streams, events, pinned memory. torch.cuda is one of two
+implementations; the other, in the tests, has no GPU, and fails on what would be a race there.
+
+It knows nothing of what streams are for.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+
+class CudaEvent(Protocol):
+    def synchronize(self) -> None:
+        """Blocks the calling thread, not the interpreter, until the event is done."""
+
+
+class CudaStream(Protocol):
+    def record_event(self, event: CudaEvent) -> None: ...
+
+    def wait_event(self, event: CudaEvent) -> None:
+        """What is asked of this stream from now on runs after what the event was recorded
+        behind.
+        """
+
+    def wait_stream(self, stream: CudaStream) -> None: ...
+
+
+class CudaRuntime(Protocol):
+    about: str
+    torch_device: torch.device
+    has_bfloat16: bool
+
+    def current_stream(self) -> CudaStream:
+        """The calling thread's."""
+
+    def new_stream(self) -> CudaStream: ...
+
+    def on(self, stream: CudaStream) -> AbstractContextManager[None]:
+        """The calling thread's work goes there, and what it allocates belongs there."""
+
+    def new_event(self) -> CudaEvent: ...
+
+    def pinned(self, num_words: int) -> Tensor:
+        """int32 [num_words] on the host, which the device reaches by itself."""
+
+    def keep(self, tensor: Tensor, stream: CudaStream) -> None:
+        """Once the tensor is gone its memory serves again only after what `stream` has to do
+        now.
+        """
+
+    def free_bytes(self) -> int:
+        """That torch may still take from the device, or has taken and does not use."""
+
+    def synchronize(self) -> None:
+        """Until the device has done everything; raises what has made it unusable."""
+
+
+class TorchCuda:
+    """The device that is torch's current one when this is made."""
+
+    __slots__ = ("about", "has_bfloat16", "torch_device")
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self.about = torch.cuda.get_device_name(self.torch_device)
+        self.has_bfloat16 = torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
+
+    def current_stream(self) -> CudaStream:
+        return _as_stream(torch.cuda.current_stream(self.torch_device))
+
+    def new_stream(self) -> CudaStream:
+        return _as_stream(torch.cuda.Stream(self.torch_device))
+
+    def on(self, stream: CudaStream) -> AbstractContextManager[None]:
+        return torch.cuda.stream(_as_torch(stream))
+
+    def new_event(self) -> CudaEvent:
+        """NOTE: `blocking` makes its wait a sleep in the driver, and torch gives the interpreter
+        lock up for it.
+        """
+        event: CudaEvent = torch.cuda.Event(blocking=True)
+        return event
+
+    def pinned(self, num_words: int) -> Tensor:
+        return torch.empty(num_words, dtype=torch.int32, pin_memory=True)
+
+    def keep(self, tensor: Tensor, stream: CudaStream) -> None:
+        tensor.record_stream(_as_torch(stream))
+
+    def free_bytes(self) -> int:
+        torch.cuda.empty_cache()
+        free, _total = torch.cuda.mem_get_info(self.torch_device)
+        return free
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+
+def _as_stream(stream: torch.cuda.Stream) -> CudaStream:
+    return cast(CudaStream, stream)
+
+
+def _as_torch(stream: CudaStream) -> torch.cuda.Stream:
+    """A runtime gets back only streams that it made."""
+    return cast(torch.cuda.Stream, stream)
