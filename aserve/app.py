@@ -1,13 +1,11 @@
 """The one place that builds and connects objects: an engine (`App`), and a server around it.
 
-Knows everybody, decides nothing. torch is imported when a model is loaded, so that the port is open
-and /health answers before.
+Knows everybody, decides nothing. Clients and text are joined here; core.py builds the rest.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import gc
 import logging
@@ -16,87 +14,44 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol, TypeVar
 
 from rich.console import Console
 
 from aserve.actors.detokenizer import DetokenizerActor
-from aserve.actors.masks import MaskActor
-from aserve.actors.pump import Pump
-from aserve.actors.scheduler import SchedulerActor, SchedulerPorts, SchedulerWatch
 from aserve.actors.supervisor import Failure, Phase, Supervisor
-from aserve.actors.tokenizer import GrammarPorts, TokenizerActor
+from aserve.actors.tokenizer import TokenizerActor
 from aserve.channel import Channel, Codec
 from aserve.config import Resolved
-from aserve.errors import AserveError, BugError, EngineDead, ErrorInfo, ShuttingDown
+from aserve.core import Core, CorePorts, LocalCore
+from aserve.errors import BugError, ErrorInfo, ShuttingDown
 from aserve.gpu.device.process import prepare_process
-from aserve.gpu.worker import Worker
-from aserve.grammar.frames import Vocabulary
-from aserve.grammar.library import GrammarLibrary
-from aserve.grammar.matching import constrain
-from aserve.grammar.workers import CompileLimits
+from aserve.gpu.worker import in_thread
 from aserve.http.openai.call import SEED_BITS, random_seed
 from aserve.http.server import HttpServer
 from aserve.http.state import HttpContext, ServerState
 from aserve.http.text_desk import TextDesk
+from aserve.load import Loaded, load, vocabulary_of
 from aserve.messages import (
     Cancel,
     DetokenizerEvent,
-    Executor,
     GenerateRequest,
     OutputChunk,
-    SchedulerEvent,
     TokenizerEvent,
 )
-from aserve.observability.grammars import GrammarMetrics
 from aserve.observability.metrics import Metrics
-from aserve.observability.recording import Recorder
-from aserve.observability.step_log import StepLog
 from aserve.observability.trace import Trace
 from aserve.outlet import Gateway
-from aserve.progress import shown_progress
-from aserve.scheduling.state import SchedulerState
-from aserve.text.defaults import NEUTRAL, GenerationDefaults
-from aserve.text.load import load_text
+from aserve.text.load import TextSide
 from aserve.text.prompt import PromptEncoder, PromptLimits
-from aserve.text.template import ChatTemplate
-from aserve.text.tokenizer import TextTokenizer
-
-T = TypeVar("T")
-
-CLOSE_S = 0.5  # what the device may take for its current step when all is over
 
 logger = logging.getLogger(__name__)
-
-
-class LocalExecutor(Executor, Protocol):
-    """An executor with threads of its own."""
-
-    died: asyncio.Future[BaseException]  # completes if its thread ends without `close`
-
-    def start(self, loop: asyncio.AbstractEventLoop) -> None: ...
-
-    async def warm_up(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """What takes time to load; `about` says in a few words what was chosen for this machine."""
-
-    executor: LocalExecutor
-    tokenizer: TextTokenizer
-    template: ChatTemplate | None
-    about: str
-    defaults: GenerationDefaults = NEUTRAL
 
 
 class App:
     """An engine: from a GenerateRequest in the gateway to its OutputChunks in an outlet.
 
-    `state` says whether it takes requests. With `codec` each message passes msgpack on its way.
+    `state` says whether it takes requests. `ports` are for the half that is the engine proper. With
+    `codec` each message passes msgpack on its way.
     """
 
     def __init__(
@@ -109,56 +64,53 @@ class App:
         prepare_process(resolved.machine.threads)
         self.resolved = resolved
         self.state = ServerState()
-        self.trace = Trace()
         self.metrics = Metrics()
         self.gateway = Gateway(submit=self._submit, cancel=self._cancel)
         self.desk = TextDesk()
         self._codec = codec
         self._on_death = on_death
-        self._engine: _Engine | None = None
+        self._trace = Trace()
+        text: Channel[DetokenizerEvent] = Channel(codec=self._codec_of(DetokenizerEvent))
+        self.ports = CorePorts(text, self.metrics.heard, self._trace)
+        self._running: _Running | None = None
         self._is_closed = False
 
     @property
     def failure(self) -> Failure | None:
-        return self._engine.supervisor.failure if self._engine else None
+        return self._running.supervisor.failure if self._running else None
 
     async def start(self, loaded: Loaded) -> None:
-        """Ready when this returns: the executor runs, one step went through it, actors listen."""
-        engine = self._engine = self._connect(loaded)
-        executor = loaded.executor
-        executor.start(asyncio.get_running_loop())
-        executor.died.add_done_callback(engine.supervisor.executor_died)
-        await _warmed_up(executor)
-        engine.supervisor.start()
-        self.state.max_model_len = executor.spec.max_model_len
-        self.state.defaults = loaded.defaults
+        """Around an engine in this process."""
+        executor, tokenizer = loaded.executor, loaded.tokenizer
+        vocabulary = functools.partial(vocabulary_of, tokenizer, executor.spec.vocab_size)
+        core = LocalCore(
+            executor, self.resolved, ports=self.ports, vocabulary=vocabulary, codec=self._codec
+        )
+        await self.join(core, loaded.text)
+
+    async def join(self, core: Core, text: TextSide) -> None:
+        """Ready when this returns: the engine runs, one step went through it, actors listen."""
+        supervisor = self._connect(core, text)
+        await core.start(supervisor.report_death)
+        supervisor.start()
+        self.state.max_model_len = core.spec.max_model_len
+        self.state.defaults = text.defaults
         self._report("ready", "")
 
     async def drain(self, grace_s: float) -> None:
-        if self._engine is not None:
-            await self._engine.supervisor.drain(grace_s)
+        if self._running is not None:
+            await self._running.supervisor.drain(grace_s)
 
     async def close(self) -> None:
         """Ends what is still open; afterwards no task and no thread is left."""
-        engine = self._engine
-        if engine is None or self._is_closed:
+        running = self._running
+        if running is None or self._is_closed:
             return
         self._is_closed = True
-        await engine.supervisor.drain(0)
-        await engine.supervisor.stop()
+        await running.supervisor.drain(0)
+        await running.supervisor.stop()
         self.desk.close()
-        await in_thread(engine.grammars.close, name="close")
-        await self._close_executor(engine.executor)
-        if engine.recorder is not None:
-            engine.recorder.close()
-
-    async def _close_executor(self, executor: LocalExecutor) -> None:
-        """Not for ever: a step may be a long one, and its thread doesn't keep the process."""
-        try:
-            async with asyncio.timeout(CLOSE_S):
-                await in_thread(executor.close, name="close")
-        except TimeoutError:
-            logger.warning("the device still runs a step: its thread is left behind")
+        await running.core.close()
 
     def end_all(self, error: ErrorInfo) -> None:
         self.gateway.end_all(error)
@@ -169,18 +121,18 @@ class App:
 
     def _submit(self, request: GenerateRequest) -> None:
         """Whoever opens a request asks `state.refusal()` first."""
-        if self._engine is None:
+        if self._running is None:
             raise BugError(f"request {request.request_id} was sent to an engine that is not there")
         self.metrics.received(request)
-        self._engine.inbox.send(request)
+        self._running.inbox.send(request)
 
     def _cancel(self, cancel: Cancel) -> None:
-        if self._engine is not None:
-            self._engine.inbox.send(cancel)
+        if self._running is not None:
+            self._running.inbox.send(cancel)
 
     def _deliver(self, chunk: OutputChunk) -> None:
         self.metrics.delivered(chunk)
-        self.trace.delivered(chunk)
+        self._trace.delivered(chunk)
         self.gateway.deliver(chunk)
 
     def _report(self, phase: Phase, reason: str) -> None:
@@ -189,143 +141,35 @@ class App:
         if phase == "dead":
             self._on_death()
 
-    def _connect(self, loaded: Loaded) -> _Engine:
-        debug = self.resolved.debug
-        spec = loaded.executor.spec
-        recorder = Recorder(Path(debug.record), spec=spec) if debug.record else None
-        events: Channel[SchedulerEvent] = Channel(codec=self._codec_of(SchedulerEvent))
+    def _connect(self, core: Core, text: TextSide) -> Supervisor:
         detokenizer = DetokenizerActor(
-            loaded.tokenizer,
-            deliver=self._deliver,
-            scheduler=events,
-            codec=self._codec_of(DetokenizerEvent),
+            text.tokenizer, deliver=self._deliver, engine=core.inbox, inbox=self.ports.text
         )
-        pump = Pump(results=events)
-        masks = MaskActor(scheduler=events)
-        scheduler = SchedulerActor(
-            SchedulerState(spec, debug_checks=debug.debug_checks),
-            SchedulerPorts(loaded.executor, pump.inbox, detokenizer.inbox, masks.inbox),
-            watch=SchedulerWatch(self.trace, (self.metrics, StepLog()), recorder),
-            inbox=events,
-        )
-        grammars = self._grammar_library(loaded)
-        limits = PromptLimits(spec.max_model_len, spec.vocab_size, loaded.defaults.max_new_tokens)
-        encoder = PromptEncoder(loaded.tokenizer, template=loaded.template, limits=limits)
+        spec = core.spec
+        limits = PromptLimits(spec.max_model_len, spec.vocab_size, text.defaults.max_new_tokens)
+        encoder = PromptEncoder(text.tokenizer, template=text.template, limits=limits)
         self.desk.open(encoder)
         tokenizer = TokenizerActor(
             encoder,
             detokenizer=detokenizer.inbox,
-            scheduler=events,
-            grammars=GrammarPorts(functools.partial(constrain, grammars), masks.inbox),
+            engine=core.inbox,
             codec=self._codec_of(TokenizerEvent),
         )
-        actors = (detokenizer, pump, masks, scheduler, tokenizer)
-        self.metrics.watch_inboxes({actor.name: actor.inbox.__len__ for actor in actors})
+        actors = (detokenizer, *core.actors, tokenizer)
+        self.metrics.watch_inboxes({actor.name: actor.backlog for actor in actors})
         supervisor = Supervisor(actors, requests=self, report=self._report)
-        return _Engine(loaded.executor, tokenizer.inbox, supervisor, grammars, recorder)
-
-    def _grammar_library(self, loaded: Loaded) -> GrammarLibrary:
-        options = self.resolved.grammar
-        return GrammarLibrary(
-            lambda: vocabulary_of(loaded.tokenizer, loaded.executor.spec.vocab_size),
-            CompileLimits(
-                timeout_s=options.grammar_timeout,
-                memory_bytes=options.grammar_memory,
-                num_workers=options.grammar_workers,
-            ),
-            cache_bytes=options.grammar_cache,
-            metrics=GrammarMetrics(self.metrics.registry),
-        )
+        self._running = _Running(core, tokenizer.inbox, supervisor)
+        return supervisor
 
     def _codec_of(self, kind: object) -> Codec | None:
         return Codec(kind) if self._codec else None
 
 
 @dataclass(frozen=True, slots=True)
-class _Engine:
-    executor: LocalExecutor
+class _Running:
+    core: Core
     inbox: Channel[TokenizerEvent]
     supervisor: Supervisor
-    grammars: GrammarLibrary
-    recorder: Recorder | None
-
-
-async def _warmed_up(executor: LocalExecutor) -> None:
-    """One step, or the executor's death: a thread that has gone would never answer."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            step = group.create_task(executor.warm_up())
-            executor.died.add_done_callback(lambda _: step.cancel())
-    except* AserveError as errors:
-        raise errors.exceptions[0] from None
-    if step.cancelled():
-        raise EngineDead(f"the executor died in its first step: {executor.died.result()!r}")
-
-
-def load(resolved: Resolved) -> Loaded:
-    """Everything that takes time and blocks: run it in a thread."""
-    from aserve.gpu.weights.hub import resolve_model_dir
-
-    is_dummy = resolved.model.load_format == "dummy"
-    model_dir = resolve_model_dir(resolved.model_source, has_weights=not is_dummy)
-    text = load_text(model_dir, resolved.model)
-    from aserve.gpu.build import BuildOptions, build_executor  # a second, once all else is right
-
-    options = BuildOptions(
-        model_dir=model_dir,
-        load_format=resolved.model.load_format,
-        model_impl=resolved.model.model_impl,
-        dtype=resolved.model.dtype,
-        quantization=resolved.model.quantization,
-        max_model_len=resolved.model.max_model_len,
-        page_size=resolved.kv.page_size,
-        num_pages=resolved.kv.num_pages,
-        prefix_cache=not resolved.kv.no_prefix_cache,
-        max_rows=resolved.scheduler.max_num_seqs,
-        max_batched_tokens=resolved.scheduler.max_num_batched_tokens,
-        max_waiting=resolved.scheduler.max_queue,
-        depth=resolved.scheduler.depth,
-        lead=resolved.scheduler.lead,
-        debug_checks=resolved.debug.debug_checks,
-        attention=resolved.machine.attention_backend,
-        device=resolved.machine.device,
-        threads=resolved.machine.threads,
-    )
-    with shown_progress("loading weights") as on_progress:
-        executor = build_executor(options, on_progress=on_progress)
-    return Loaded(executor, text.tokenizer, text.template, executor.about, text.defaults)
-
-
-def vocabulary_of(tokenizer: TextTokenizer, vocab_size: int) -> Vocabulary:
-    """Special tokens have no text, so no language has them. Takes a while for a large one."""
-    ids = range(min(tokenizer.vocab_size, vocab_size))
-    return Vocabulary(
-        tuple(b"" if i in tokenizer.special_ids else tokenizer.token_bytes(i) for i in ids),
-        vocab_size=vocab_size,
-        end_ids=tokenizer.eos_ids,
-    )
-
-
-def in_thread(work: Callable[[], T], *, name: str) -> asyncio.Future[T]:
-    """Runs `work` beside the loop, in a thread that does not keep the process from ending."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-    results: list[T] = []
-
-    def settle(error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(results[0])
-        else:
-            future.set_exception(error)
-
-    def on_end(error: BaseException | None) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
-            loop.call_soon_threadsafe(settle, error)
-
-    Worker(name, lambda: results.append(work()), on_end=on_end).start()
-    return future
 
 
 def seed_source(seed: int | None) -> Callable[[], int]:

@@ -520,6 +520,7 @@ class OutputChunk(Message, frozen=True):
 
 # A Cancel goes the same way as its request, so that it cannot overtake it.
 TokenizerEvent: TypeAlias = GenerateRequest | Cancel
+EngineEvent: TypeAlias = AdmitRequest | Cancel  # what enters the engine, from the text side
 SchedulerEvent: TypeAlias = (
     AdmitRequest | Cancel | StepResult | SampleResult | StepFailed | MaskReady
 )

@@ -14,9 +14,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from aserve.app import Loaded, Serving
+from aserve.app import Serving
 from aserve.config import Facts, Raw, Resolved, resolve
 from aserve.errors import ConfigError, EngineDead
+from aserve.load import Loaded
 from tests.fake_executor import FakeExecutor
 from tests.text.vocabularies import byte_level_tokenizer
 

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from aserve.app import Loaded
 from aserve.config import Resolved
 from aserve.engine import Engine, GenerationError, PromptLike
 from aserve.errors import ClientError, ConfigError, EngineDead, InvalidRequest, ShuttingDown
+from aserve.load import Loaded
 from aserve.messages import AdmitRequest, OutputChunk, SamplingParams, pack_i32
 from tests.fake_executor import SPEC, FakeExecutor
 from tests.fakes import expected_outputs

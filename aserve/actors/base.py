@@ -87,9 +87,12 @@ class Actor(Generic[T]):
         self._num_beats += 1
         self._beat_at_s = time.monotonic()
 
+    def backlog(self) -> int:
+        return len(self.inbox)
+
     def heartbeat(self) -> Heartbeat:
         age_s = time.monotonic() - self._beat_at_s
-        return Heartbeat(num_beats=self._num_beats, age_s=age_s, backlog=len(self.inbox))
+        return Heartbeat(num_beats=self._num_beats, age_s=age_s, backlog=self.backlog())
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeAlias, assert_never
 
 from aserve.actors.base import Actor
-from aserve.channel import Channel, Codec
+from aserve.channel import Channel
 from aserve.errors import (
     DeadlineExceeded,
     ErrorInfo,
@@ -20,13 +20,13 @@ from aserve.errors import (
 from aserve.messages import (
     Cancel,
     DetokenizerEvent,
+    EngineEvent,
     FinishReason,
     OpenText,
     OutputChunk,
     Refused,
     Retired,
     SamplingParams,
-    SchedulerEvent,
     SequenceOutput,
     StepOutput,
     TokenLogprob,
@@ -107,13 +107,13 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
         tokenizer: TextTokenizer,
         *,
         deliver: Callable[[OutputChunk], None],
-        scheduler: Channel[SchedulerEvent],
-        codec: Codec | None = None,
+        engine: Channel[EngineEvent],
+        inbox: Channel[DetokenizerEvent],
     ) -> None:
-        super().__init__("detokenizer", codec=codec)
+        super().__init__("detokenizer", inbox=inbox)
         self._tokenizer = tokenizer
         self._deliver = deliver
-        self._scheduler = scheduler
+        self._engine = engine
         self._requests: dict[str, TextRequest] = {}
 
     @property
@@ -232,7 +232,7 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
         child.is_answered = ending is not None
         if ending is not None and child.text.stop is not None and not child.is_retired:
             request_id = request.opened.request_id
-            self._scheduler.send(Cancel(request_id, index, child.text.num_kept, "stop"))
+            self._engine.send(Cancel(request_id, index, child.text.num_kept, "stop"))
         is_shown = request.opened.sampling.return_token_ids and not child.is_begun
         child.is_begun = True
         self._deliver(

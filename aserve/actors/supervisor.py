@@ -30,6 +30,8 @@ class Supervised(Protocol):
 
     async def stop(self) -> None: ...
 
+    def backlog(self) -> int: ...
+
     def heartbeat(self) -> Heartbeat: ...
 
 
@@ -81,11 +83,6 @@ class Supervisor:
         self._report("dead", str(self.failure))
         self._requests.end_all(EngineDead(f"the engine died ({name}); restart it").info())
         self.died.set()
-
-    def executor_died(self, died: asyncio.Future[BaseException]) -> None:
-        """For the executor's future, which is cancelled by an ordinary end."""
-        if not died.cancelled():
-            self.report_death("executor", died.result())
 
     async def drain(self, grace_s: float) -> None:
         """No new requests; what is open may finish within `grace_s`, then ends with an error."""

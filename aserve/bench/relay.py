@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from aserve.app import in_thread, new_event_loop
+from aserve.app import new_event_loop
 from aserve.bench.options import RelayOptions
 from aserve.bench.progress import progress
 from aserve.bench.result import BenchResult, Table
@@ -24,6 +24,7 @@ from aserve.config import Resolved
 from aserve.errors import BugError
 from aserve.gpu.build import BuildOptions, build_on
 from aserve.gpu.executor import TorchExecutor
+from aserve.gpu.worker import in_thread
 from aserve.messages import (
     AdmitRequest,
     Launch,

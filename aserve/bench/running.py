@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from aserve.app import LocalExecutor
+from aserve.core import LocalExecutor
 
 
 @contextlib.asynccontextmanager

@@ -43,7 +43,7 @@ class Nap:
 
 
 class SleepingExecutor:
-    """Implements app.LocalExecutor."""
+    """Implements core.LocalExecutor."""
 
     def __init__(self, spec: EngineSpec, *, step_s: float) -> None:
         self.spec = spec

@@ -5,9 +5,14 @@ It knows nothing of what its body does. Written by its own thread only.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 from types import TracebackType
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class Worker:
@@ -58,3 +63,25 @@ class _Ending:
     ) -> bool:
         self._report(error)
         return True
+
+
+def in_thread(work: Callable[[], T], *, name: str) -> asyncio.Future[T]:
+    """Runs `work` beside the loop, in a thread that does not keep the process from ending."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+    results: list[T] = []
+
+    def settle(error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(results[0])
+        else:
+            future.set_exception(error)
+
+    def on_end(error: BaseException | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
+            loop.call_soon_threadsafe(settle, error)
+
+    Worker(name, lambda: results.append(work()), on_end=on_end).start()
+    return future

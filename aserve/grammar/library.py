@@ -22,7 +22,7 @@ from aserve.grammar.cache import GrammarCache
 from aserve.grammar.frames import Vocabulary
 from aserve.grammar.workers import CompileLimits, Workers
 from aserve.messages import Grammar
-from aserve.observability.grammars import GrammarMetrics
+from aserve.observability.reports import GrammarCompiled, GrammarKnown, GrammarReport
 
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar
@@ -42,10 +42,10 @@ class GrammarLibrary:
         limits: CompileLimits,
         *,
         cache_bytes: int,
-        metrics: GrammarMetrics,
+        report: Callable[[GrammarReport], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._metrics = metrics
+        self._report = report
         self._clock = clock
         self._cache: GrammarCache[CompiledGrammar] = GrammarCache(cache_bytes, clock=clock)
         self._coming: dict[Grammar, asyncio.Future[CompiledGrammar]] = {}
@@ -57,7 +57,7 @@ class GrammarLibrary:
         known = self._cache.get(grammar)
         coming = self._coming.get(grammar)
         if known is not None or coming is not None:
-            self._metrics.hit()
+            self._report(GrammarKnown())
         if isinstance(known, ClientError):
             raise known
         if known is not None:
@@ -95,7 +95,7 @@ class GrammarLibrary:
             self._cache.keep_failure(grammar, error)
         if error is not None:
             outcome = error.error_code if isinstance(error, AserveError) else "internal_error"
-        self._metrics.compiled(outcome, seconds=self._clock() - began_s)
+        self._report(GrammarCompiled(outcome, self._clock() - began_s))
 
 
 def check_size(grammar: Grammar) -> None:

@@ -1,11 +1,15 @@
 """Metrics of grammars: what compiling took and how it ended, and how often it was not needed.
 
-Must not know grammars. Written by the grammar compiler, on the loop's thread.
+Must not know grammars. Written with the grammar library's reports, on the loop's thread.
 """
 
 from __future__ import annotations
 
+from typing import assert_never
+
 from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from aserve.observability.reports import GrammarCompiled, GrammarKnown, GrammarReport
 
 COMPILE_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 
@@ -30,10 +34,12 @@ class GrammarMetrics:
             registry=registry,
         )
 
-    def hit(self) -> None:
-        self._cache_hits.inc()
-
-    def compiled(self, outcome: str, *, seconds: float) -> None:
-        """`outcome` is ok or an error's code: grammar_timeout, grammar_too_large, ..."""
-        self._compiles.labels(outcome).inc()
-        self._compile_s.observe(seconds)
+    def heard(self, report: GrammarReport) -> None:
+        match report:
+            case GrammarKnown():
+                self._cache_hits.inc()
+            case GrammarCompiled():
+                self._compiles.labels(report.outcome).inc()
+                self._compile_s.observe(report.seconds)
+            case _:
+                assert_never(report)

@@ -1,26 +1,27 @@
-"""Prometheus metrics, as folds over a request's two ends and the scheduler's turns.
+"""Prometheus metrics, as folds over a request's two ends and what the engine reports.
 
 Must not be asked for decisions; a metric has no second source. At any time
 received = finished + refused + failed + cancelled + in flight. Written by the gateway's two ends
-(`received`, `delivered`), by the scheduler actor's turns, and by the supervisor when all ends.
+(`received`, `delivered`), by the engine's reports (`heard`), and by the supervisor when all ends.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, assert_never
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from aserve.messages import (
-    GenerateRequest,
-    Launch,
-    OutputChunk,
-    StepFailed,
-    StepResult,
+from aserve.messages import GenerateRequest, OutputChunk
+from aserve.observability.grammars import GrammarMetrics
+from aserve.observability.reports import (
+    EngineReport,
+    GrammarCompiled,
+    GrammarKnown,
+    Launched,
+    TurnReport,
 )
-from aserve.observability.turn import SchedulerTurn
 
 Outcome: TypeAlias = Literal["finished", "refused", "failed", "cancelled"]
 
@@ -48,6 +49,7 @@ class Metrics:
         self._open: dict[str, _Open] = {}
         self._requests = _RequestMetrics(self.registry)
         self._steps = _StepMetrics(self.registry)
+        self._grammars = GrammarMetrics(self.registry)
 
     def received(self, request: GenerateRequest) -> None:
         self._open[request.request_id] = _Open(self._clock())
@@ -75,30 +77,26 @@ class Metrics:
         for request_id in list(self._open):
             self._end(request_id, "failed", reason)
 
-    def turned(self, turn: SchedulerTurn) -> None:
-        for seat in turn.seats:
-            state = self._open.get(seat.request_id)
-            if state is not None and not state.is_seated:
-                state.is_seated = True
-                self._requests.queue_s.observe(self._clock() - state.received_s)
-        for event in turn.events:
-            match event:
-                case StepResult():
-                    self._steps.finished.inc()
-                case StepFailed():
-                    self._steps.failed.inc()
-                case _:
-                    pass
-        for effect in turn.effects:
-            if isinstance(effect, Launch):
-                self._steps.launch(effect)
-        self._steps.running.set(turn.num_running)
-        self._steps.waiting.set(turn.num_waiting)
-        self._steps.used_pages.set(turn.used_pages)
+    def heard(self, report: EngineReport) -> None:
+        match report:
+            case TurnReport():
+                self._seated(report.seated)
+                self._steps.turned(report)
+            case GrammarKnown() | GrammarCompiled():
+                self._grammars.heard(report)
+            case _:
+                assert_never(report)
 
     def watch_inboxes(self, backlogs: Mapping[str, Callable[[], float]]) -> None:
         for actor, backlog in backlogs.items():
             self._steps.backlog.labels(actor).set_function(backlog)
+
+    def _seated(self, request_ids: tuple[str, ...]) -> None:
+        for request_id in request_ids:
+            state = self._open.get(request_id)
+            if state is not None and not state.is_seated:
+                state.is_seated = True
+                self._requests.queue_s.observe(self._clock() - state.received_s)
 
     def _token_times(self, state: _Open, now: float, *, num_tokens: int) -> None:
         if not state.first_token_s:
@@ -184,15 +182,23 @@ class _StepMetrics:
         self.used_pages = Gauge("aserve_kv_pages_used", "KV pages in use", registry=registry)
         self.total_pages = Gauge("aserve_kv_pages_total", "KV pages there are", registry=registry)
 
-    def launch(self, effect: Launch) -> None:
-        """What a step was launched with, from the numbers frozen in it."""
-        stats = effect.batch.stats
-        self.launched.inc()
-        self.iteration.set(effect.batch.iteration)
-        self.prefill_tokens.inc(stats.num_prefill_tokens)
-        self.retractions.inc(stats.num_retracted - self._num_retracted)
-        self._num_retracted = stats.num_retracted
-        self.total_pages.set(stats.total_pages)
+    def turned(self, report: TurnReport) -> None:
+        self.finished.inc(report.num_finished)
+        self.failed.inc(report.num_failed)
+        if report.launched is not None:
+            self._launch(report.launched)
+        self.running.set(report.num_running)
+        self.waiting.set(report.num_waiting)
+        self.used_pages.set(report.used_pages)
+
+    def _launch(self, steps: Launched) -> None:
+        """What they were launched with, from the numbers frozen in them."""
+        self.launched.inc(steps.num_steps)
+        self.iteration.set(steps.iteration)
+        self.prefill_tokens.inc(steps.num_prefill_tokens)
+        self.retractions.inc(steps.num_retracted - self._num_retracted)
+        self._num_retracted = steps.num_retracted
+        self.total_pages.set(steps.total_pages)
 
 
 def _ending(chunk: OutputChunk, *, was_seated: bool) -> tuple[Outcome, str]:

@@ -17,6 +17,7 @@ from aserve.errors import ErrorInfo, QueueFull
 from aserve.messages import (
     Cancel,
     DetokenizerEvent,
+    EngineEvent,
     FinishReason,
     OpenText,
     OutputChunk,
@@ -25,7 +26,6 @@ from aserve.messages import (
     Retired,
     RowLogprobs,
     SamplingParams,
-    SchedulerEvent,
     SequenceOutput,
     StepOutput,
     Usage,
@@ -40,25 +40,27 @@ TEXT = "hello 한국어 🚀 stop sign"
 IDS = TOKENIZER.encode(TEXT, with_special=False)
 
 
-class Sent(Channel[SchedulerEvent]):
+class Sent(Channel[EngineEvent]):
     """Keeps what is sent."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.messages: list[SchedulerEvent] = []
+        self.messages: list[EngineEvent] = []
 
-    def send(self, message: SchedulerEvent) -> None:
+    def send(self, message: EngineEvent) -> None:
         self.messages.append(message)
 
 
 class Bench:
-    """The actor driven by hand: what it delivers, and what it sends to the scheduler."""
+    """The actor driven by hand: what it delivers, and what it sends to the engine."""
 
     def __init__(self) -> None:
         self.chunks: list[OutputChunk] = []
-        scheduler = Sent()
-        self.cancels = scheduler.messages
-        self.actor = DetokenizerActor(TOKENIZER, deliver=self.chunks.append, scheduler=scheduler)
+        engine = Sent()
+        self.cancels = engine.messages
+        self.actor = DetokenizerActor(
+            TOKENIZER, deliver=self.chunks.append, engine=engine, inbox=Channel()
+        )
 
     def handle(self, *events: DetokenizerEvent) -> list[OutputChunk]:
         """The chunks that this one inbox batch makes."""

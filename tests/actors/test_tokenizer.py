@@ -7,25 +7,19 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import pytest
-
-from aserve.actors.masks import MaskEvent
-from aserve.actors.tokenizer import LONG_TEXT, GrammarPorts, TokenizerActor
+from aserve.actors.tokenizer import LONG_TEXT, TokenizerActor
 from aserve.channel import Channel, Codec
-from aserve.errors import InvalidRequest
-from aserve.grammar.matching import Constraint
 from aserve.messages import (
     AdmitRequest,
     Cancel,
     ChatPrompt,
     DetokenizerEvent,
+    EngineEvent,
     GenerateRequest,
-    Grammar,
     OpenText,
     Prompt,
     Refused,
     SamplingParams,
-    SchedulerEvent,
     TextPrompt,
     TokenizerEvent,
     TokenPrompt,
@@ -37,8 +31,6 @@ from tests.text.vocabularies import byte_level_tokenizer
 TOKENIZER = byte_level_tokenizer()
 LIMITS = PromptLimits(max_model_len=5000, vocab_size=TOKENIZER.vocab_size)
 LONG = TextPrompt("hello " * LONG_TEXT)
-GOOD = Grammar("regex", "a")
-BAD = Grammar("regex", "(")
 
 
 class GatedEncoder(PromptEncoder):
@@ -62,33 +54,24 @@ class Bench:
     def __init__(self) -> None:
         self.encoder = GatedEncoder()
         self.text: Channel[DetokenizerEvent] = Channel(codec=Codec(DetokenizerEvent))
-        self.scheduler: Channel[SchedulerEvent] = Channel(codec=Codec(SchedulerEvent))
-        self.masks: Channel[MaskEvent] = Channel()
-        self.compiled = asyncio.Event()  # what every grammar waits for
+        self.engine: Channel[EngineEvent] = Channel(codec=Codec(EngineEvent))
         self.actor = TokenizerActor(
             self.encoder,
             detokenizer=self.text,
-            scheduler=self.scheduler,
-            grammars=GrammarPorts(self._constrain, self.masks),
+            engine=self.engine,
             codec=Codec(TokenizerEvent),
         )
         self.died: list[BaseException] = []
 
-    def send(self, request_id: str, prompt: Prompt, grammar: Grammar | None = None) -> None:
-        sampling = SamplingParams(seed=1, grammar=grammar)
+    def send(self, request_id: str, prompt: Prompt) -> None:
+        sampling = SamplingParams(seed=1)
         self.actor.inbox.send(GenerateRequest(request_id, prompt, sampling))
-
-    async def _constrain(self, request: AdmitRequest) -> Constraint:
-        await self.compiled.wait()
-        if request.sampling.grammar == BAD:
-            raise InvalidRequest("no such grammar", code="invalid_grammar")
-        return Constraint(request.request_id, ())
 
     async def next_text(self) -> list[DetokenizerEvent]:
         return await anext(self.text.batches())
 
-    async def next_scheduled(self) -> list[SchedulerEvent]:
-        return await anext(self.scheduler.batches())
+    async def next_admitted(self) -> list[EngineEvent]:
+        return await anext(self.engine.batches())
 
 
 @asynccontextmanager
@@ -102,7 +85,7 @@ async def running() -> AsyncIterator[Bench]:
     assert not bench.died
 
 
-def names(events: list[DetokenizerEvent] | list[SchedulerEvent]) -> list[tuple[str, str]]:
+def names(events: list[DetokenizerEvent] | list[EngineEvent]) -> list[tuple[str, str]]:
     named = (AdmitRequest, Cancel, OpenText, Refused)
     return [(type(e).__name__, e.request_id) for e in events if isinstance(e, named)]
 
@@ -112,13 +95,13 @@ async def test_short_requests_go_on_in_order_of_arrival() -> None:
         for i in range(3):
             bench.send(f"r{i}", TokenPrompt((1, 2, i)))
         assert names(await bench.next_text()) == [("OpenText", f"r{i}") for i in range(3)]
-        admitted = await bench.next_scheduled()
+        admitted = await bench.next_admitted()
         assert names(admitted) == [("AdmitRequest", f"r{i}") for i in range(3)]
         assert isinstance(admitted[2], AdmitRequest)
         assert array_i32(admitted[2].prompt_ids).tolist() == [1, 2, 2]
 
 
-async def test_a_refused_request_ends_at_once_and_never_reaches_the_scheduler() -> None:
+async def test_a_refused_request_ends_at_once_and_never_reaches_the_engine() -> None:
     async with running() as bench:
         bench.send("empty", TextPrompt(""))
         bench.send("chat", ChatPrompt(b'[{"role": "user", "content": "a"}]'))
@@ -127,7 +110,7 @@ async def test_a_refused_request_ends_at_once_and_never_reaches_the_scheduler() 
         assert names(refused) == [("Refused", "empty"), ("Refused", "chat"), ("Refused", "ids")]
         codes = [event.error.code for event in refused if isinstance(event, Refused)]
         assert codes == ["empty_prompt", "no_chat_template", "token_id_out_of_range"]
-        assert len(bench.scheduler) == 0
+        assert len(bench.engine) == 0
 
 
 async def test_many_bad_words_are_as_long_as_a_text() -> None:
@@ -164,7 +147,7 @@ async def test_a_long_text_gives_the_same_ids_as_without_a_thread() -> None:
     async with running() as bench:
         bench.encoder.gate.set()
         bench.send("long", LONG)
-        (admitted,) = await bench.next_scheduled()
+        (admitted,) = await bench.next_admitted()
         assert isinstance(admitted, AdmitRequest)
         expected = TOKENIZER.encode(LONG.text, with_special=True)
         assert array_i32(admitted.prompt_ids).tolist() == expected
@@ -179,11 +162,11 @@ async def test_a_long_text_that_is_refused_ends_with_one_message() -> None:
         assert "maximum context length is 5000 tokens" in refused.error.message
 
 
-async def test_a_cancel_follows_its_request_to_the_scheduler() -> None:
+async def test_a_cancel_follows_its_request_to_the_engine() -> None:
     async with running() as bench:
         bench.send("r", TokenPrompt((1,)))
         bench.actor.inbox.send(Cancel("r", None, 0, "cancelled"))
-        assert names(await bench.next_scheduled()) == [("AdmitRequest", "r"), ("Cancel", "r")]
+        assert names(await bench.next_admitted()) == [("AdmitRequest", "r"), ("Cancel", "r")]
 
 
 async def test_a_request_cancelled_in_its_thread_is_never_admitted() -> None:
@@ -196,66 +179,5 @@ async def test_a_request_cancelled_in_its_thread_is_never_admitted() -> None:
         (refused,) = await bench.next_text()
         assert isinstance(refused, Refused)
         assert (refused.request_id, refused.error.code) == ("long", "request_cancelled")
-        assert names(await bench.next_scheduled()) == [("AdmitRequest", "after")]
-        assert len(bench.scheduler) == 0
-
-
-async def test_a_request_with_a_grammar_delays_nobody_and_goes_on_when_it_is_compiled() -> None:
-    async with running() as bench:
-        bench.send("regex", TokenPrompt((1,)), GOOD)
-        bench.send("plain", TokenPrompt((2,)))
-        assert names(await bench.next_text()) == [("OpenText", "plain")]
-        bench.compiled.set()
-        assert names(await bench.next_text()) == [("OpenText", "regex")]
-        (constraint,) = await anext(bench.masks.batches())
-        assert isinstance(constraint, Constraint)
-        assert constraint.request_id == "regex"
-        admitted = await bench.next_scheduled()
-        assert names(admitted) == [("AdmitRequest", "plain"), ("AdmitRequest", "regex")]
-
-
-async def test_a_long_text_with_a_grammar_waits_for_both() -> None:
-    async with running() as bench:
-        bench.send("long", LONG, GOOD)
-        bench.encoder.gate.set()
-        bench.compiled.set()
-        assert names(await bench.next_text()) == [("OpenText", "long")]
-        assert len(bench.masks) == 1
-
-
-@pytest.mark.parametrize(
-    ("prompt", "code"), [(TokenPrompt((1,)), "invalid_grammar"), (TextPrompt(""), "empty_prompt")]
-)
-async def test_a_refused_grammar_leaves_nothing_behind(prompt: Prompt, code: str) -> None:
-    async with running() as bench:
-        bench.compiled.set()
-        bench.send("bad", prompt, BAD)
-        (refused,) = await bench.next_text()
-        assert isinstance(refused, Refused)
-        assert refused.error.code == code
-        assert len(bench.scheduler) == len(bench.masks) == 0
-
-
-async def test_a_request_cancelled_while_its_grammar_compiles_is_never_admitted() -> None:
-    async with running() as bench:
-        bench.send("regex", TokenPrompt((1,)), GOOD)
-        bench.actor.inbox.send(Cancel("regex", None, 0, "cancelled"))
-        bench.send("after", TokenPrompt((1,)))
-        assert names(await bench.next_text()) == [("OpenText", "after")]
-        bench.compiled.set()
-        (refused,) = await bench.next_text()
-        assert isinstance(refused, Refused)
-        assert (refused.request_id, refused.error.code) == ("regex", "request_cancelled")
-        assert names(await bench.next_scheduled()) == [("AdmitRequest", "after")]
-        assert len(bench.masks) == 0
-
-
-async def test_a_grammar_that_is_not_compiled_in_time_ends_its_request() -> None:
-    async with running() as bench:
-        sampling = SamplingParams(seed=1, grammar=GOOD)
-        request = GenerateRequest("late", TokenPrompt((1,)), sampling, timeout_s=0.01)
-        bench.actor.inbox.send(request)
-        (refused,) = await bench.next_text()
-        assert isinstance(refused, Refused)
-        assert (refused.error.status, refused.error.code) == (408, "deadline_exceeded")
-        assert len(bench.scheduler) == len(bench.masks) == 0
+        assert names(await bench.next_admitted()) == [("AdmitRequest", "after")]
+        assert len(bench.engine) == 0

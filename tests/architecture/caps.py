@@ -34,6 +34,7 @@ CORE_PATH = (
 STARTS = (
     *("aserve/cli.py", "aserve/config.py", "aserve/engine.py", "aserve/progress.py"),
     *(f"aserve/gpu/attention/{name}.py" for name in ("capabilities", "choice", "registry")),
+    "aserve/load.py",
     *("aserve/gpu/weights/*", "aserve/gpu/device/process.py", "aserve/gpu/device/cpu_weights.py"),
     *("aserve/gpu/device/control_groups.py", "aserve/gpu/device/cpu_count.py"),
     *("aserve/text/load.py", "aserve/text/template_files.py", "aserve/text/json_file.py"),
@@ -59,7 +60,8 @@ ALTERNATIVES = (
 # What only some requests ask for, each in files of its own.
 ASKED_FOR = (
     *("aserve/http/openai/responses/*", "aserve/http/websocket.py"),
-    *("aserve/grammar/*", "aserve/actors/masks.py", "aserve/http/openai/grammars.py"),
+    *("aserve/grammar/*", "aserve/actors/masks.py", "aserve/actors/grammars.py"),
+    "aserve/http/openai/grammars.py",
     *("aserve/scheduling/prompts.py", "aserve/gpu/prompt_plan.py", "aserve/gpu/prompt_values.py"),
     *("aserve/text/prompt_text.py", "aserve/http/openai/prompt_scores.py"),
     "aserve/http/openai/embeddings.py",

@@ -111,8 +111,8 @@ async def crowd(running: Engine, num_requests: int, *, seed: int) -> Counter[str
 async def idle(app: App) -> None:
     """Returns once nothing is owned by anybody; then every row and page is where it was."""
     assert app.gateway.num_open == 0
-    assert app._engine is not None
-    detokenizer, _, masks, scheduler, tokenizer = app._engine.supervisor._actors
+    assert app._running is not None
+    detokenizer, _, masks, scheduler, _, tokenizer = app._running.supervisor._actors
     assert isinstance(detokenizer, DetokenizerActor)
     assert isinstance(masks, MaskActor)
     assert isinstance(scheduler, SchedulerActor)
@@ -138,6 +138,6 @@ def thread_names() -> list[str]:
 
 def num_objects(app: App) -> int:
     """Without the stories of past requests, which are kept on purpose, up to a number."""
-    app.trace._stories.clear()
+    app._trace._stories.clear()
     gc.collect()
     return len(gc.get_objects())

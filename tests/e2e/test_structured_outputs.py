@@ -13,6 +13,7 @@ import aiohttp
 import openai
 import pytest
 
+from aserve.core import LocalCore
 from aserve.engine import Engine, GenerationError
 from tests.e2e.server_process import ServerProcess
 from tests.grammar.languages import PERSON, conforms
@@ -166,8 +167,10 @@ def test_the_embedded_engine_takes_the_same_fields_and_leaves_no_worker() -> Non
         [pick] = engine.generate_sync(["It is: "], structured_outputs={"choice": ["a b"]}, **fields)
         with pytest.raises(GenerationError, match="parenthesis"):
             engine.generate_sync(["It is: "], structured_outputs={"regex": "("})
-        assert engine._app._engine is not None
-        workers = list(engine._app._engine.grammars._workers._all)
+        assert engine._app._running is not None
+        core = engine._app._running.core
+        assert isinstance(core, LocalCore)
+        workers = list(core._library._workers._all)
     assert all(conforms(json.loads(choice.text), PERSON) for choice in answer.choices)
     assert [choice.text for choice in pick.choices] == ["a b", "a b"]
     assert workers

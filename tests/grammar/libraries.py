@@ -42,7 +42,7 @@ class Rig:
             vocabulary,
             CompileLimits(timeout_s, memory_bytes, num_workers),
             cache_bytes=cache_bytes,
-            metrics=GrammarMetrics(self.registry),
+            report=GrammarMetrics(self.registry).heard,
             clock=lambda: self.now_s,
         )
 

@@ -16,11 +16,10 @@ from prometheus_client import CollectorRegistry
 
 from aserve.actors.base import Actor
 from aserve.actors.detokenizer import DetokenizerActor
-from aserve.actors.tokenizer import GrammarPorts, TokenizerActor
+from aserve.actors.tokenizer import TokenizerActor
 from aserve.channel import Channel, Codec
 from aserve.config import ServerOptions
 from aserve.errors import ErrorInfo
-from aserve.grammar.matching import Constraint
 from aserve.http.server import HttpServer
 from aserve.http.state import HttpContext, ServerState
 from aserve.http.text_desk import TextDesk
@@ -28,13 +27,13 @@ from aserve.messages import (
     AdmitRequest,
     Cancel,
     DetokenizerEvent,
+    EngineEvent,
     FinishReason,
     OutputChunk,
     PromptLogprobs,
     Refused,
     Retired,
     RowLogprobs,
-    SchedulerEvent,
     SequenceOutput,
     StepOutput,
     TokenizerEvent,
@@ -125,9 +124,9 @@ class Sequence:
         return (RowLogprobs(1, chosen.tobytes(), pack_i32(top_ids), top_logprobs.tobytes()),)
 
 
-class EchoScheduler(Actor[SchedulerEvent]):
+class EchoScheduler(Actor[EngineEvent]):
     def __init__(self) -> None:
-        super().__init__("scheduler", codec=Codec(SchedulerEvent))
+        super().__init__("scheduler", codec=Codec(EngineEvent))
         self.detokenizer: Channel[DetokenizerEvent] = Channel()  # set when it is connected
         self.live: dict[tuple[str, int], Sequence] = {}
         self.admitted: list[AdmitRequest] = []
@@ -139,7 +138,7 @@ class EchoScheduler(Actor[SchedulerEvent]):
         self.is_stepping = False
         self.changed = asyncio.Event()
 
-    def handle(self, events: list[SchedulerEvent]) -> None:
+    def handle(self, events: list[EngineEvent]) -> None:
         for event in events:
             if isinstance(event, AdmitRequest):
                 self._admit(event)
@@ -198,11 +197,6 @@ class EchoScheduler(Actor[SchedulerEvent]):
             self.resume()
 
 
-async def _constrain(request: AdmitRequest) -> Constraint:
-    """The echo keeps to no grammar: its tests look at what was asked for."""
-    return Constraint(request.request_id, ())
-
-
 class EchoEngine:
     """Starts a server on a free port; `url` is where it answers."""
 
@@ -221,8 +215,8 @@ class EchoEngine:
         self.detokenizer = DetokenizerActor(
             self.tokenizer,
             deliver=self._deliver,
-            scheduler=self.scheduler.inbox,
-            codec=Codec(DetokenizerEvent),
+            engine=self.scheduler.inbox,
+            inbox=Channel(codec=Codec(DetokenizerEvent)),
         )
         self.scheduler.detokenizer = self.detokenizer.inbox
         self.encoder = PromptEncoder(
@@ -235,8 +229,7 @@ class EchoEngine:
         self.tokenizer_actor = TokenizerActor(
             self.encoder,
             detokenizer=self.detokenizer.inbox,
-            scheduler=self.scheduler.inbox,
-            grammars=GrammarPorts(_constrain, Channel()),
+            engine=self.scheduler.inbox,
             codec=Codec(TokenizerEvent),
         )
         inbox = self.tokenizer_actor.inbox

@@ -17,7 +17,7 @@ from aserve.messages import (
     pack_i32,
 )
 from aserve.observability.metrics import Metrics
-from aserve.observability.turn import SchedulerTurn, Seat
+from aserve.observability.reports import TurnReport
 
 OUTCOMES = ("finished", "refused", "failed", "cancelled")
 
@@ -89,7 +89,7 @@ def test_every_received_request_is_counted_in_exactly_one_place(
             known.add(name)
             metrics.received(request(name))
         elif action == "seat":
-            metrics.turned(SchedulerTurn(events=[], effects=[], seats=(Seat(name, 0, 1, 1),)))
+            metrics.heard(TurnReport(seated=(name,)))
         elif action == "token":
             metrics.delivered(chunk(name, tokens=1, total=1, reason=None))
         elif action == "stop":
@@ -108,7 +108,7 @@ def test_a_request_is_refused_before_it_ran_and_failed_after() -> None:
     metrics = Metrics()
     for name in ("queued", "running"):
         metrics.received(request(name))
-    metrics.turned(SchedulerTurn(events=[], effects=[], seats=(Seat("running", 0, 1, 1),)))
+    metrics.heard(TurnReport(seated=("running",)))
     for name, error in (("queued", QueueFull("full")), ("running", StepError("step"))):
         metrics.delivered(failure(name, error.info()))
     labels = {"outcome": "refused", "reason": "queue_full"}
@@ -122,8 +122,8 @@ def test_times_and_tokens_are_counted_from_the_requests_own_ends() -> None:
     metrics = Metrics(clock=clock)
     metrics.received(request("a"))
     clock.now_s += 2
-    metrics.turned(SchedulerTurn(events=[], effects=[], seats=(Seat("a", 0, 1, 1),)))
-    metrics.turned(SchedulerTurn(events=[], effects=[], seats=(Seat("a", 0, 2, 9),)))  # again
+    metrics.heard(TurnReport(seated=("a", "a")))
+    metrics.heard(TurnReport(seated=("a",)))  # again
     clock.now_s += 1
     metrics.delivered(chunk("a", tokens=1, total=1, reason=None))
     clock.now_s += 4

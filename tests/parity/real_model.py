@@ -10,12 +10,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from aserve.app import Loaded, load
 from aserve.config import Facts, Raw, Resolved, resolve
 from aserve.engine import Engine
 from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.runner import ModelRunner, Outcome
 from aserve.gpu.step_plan import StepPlan
+from aserve.load import Loaded, load
 from aserve.messages import ScheduleBatch, array_i32
 from aserve.text.load import load_tokenizer
 from aserve.tiny.location import MODEL_DIR

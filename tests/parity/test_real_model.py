@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from aserve.app import load
 from aserve.engine import GenerationError
+from aserve.load import load
 from aserve.messages import (
     AdmitRequest,
     Launch,

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import pytest
 
-from aserve.app import Loaded
 from aserve.config import Resolved
 from aserve.engine import Engine
 from aserve.gpu.build import BuildOptions, build_executor
+from aserve.load import Loaded
 from aserve.messages import ScheduleBatch, array_i32
 from tests.parity.conftest import ReferenceOf
 from tests.parity.real_model import HookedRunner, calm

@@ -1,0 +1,92 @@
+"""Loading: the model's directory, what is read of it, and the executor around it.
+
+Must not know requests. All of it blocks, so it runs in a thread; torch is imported in it, so that
+the port is open and /health answers before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aserve.config import Resolved
+from aserve.core import LocalExecutor
+from aserve.grammar.frames import Vocabulary
+from aserve.progress import shown_progress
+from aserve.text.defaults import NEUTRAL, GenerationDefaults
+from aserve.text.load import TextSide, load_text
+from aserve.text.template import ChatTemplate
+from aserve.text.tokenizer import TextTokenizer
+
+if TYPE_CHECKING:
+    from aserve.gpu.executor import TorchExecutor
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What takes time to load; `about` says in a few words what was chosen for this machine."""
+
+    executor: LocalExecutor
+    tokenizer: TextTokenizer
+    template: ChatTemplate | None
+    about: str
+    defaults: GenerationDefaults = NEUTRAL
+
+    @property
+    def text(self) -> TextSide:
+        return TextSide(self.tokenizer, self.template, self.defaults)
+
+
+def load(resolved: Resolved) -> Loaded:
+    """Everything that takes time and blocks: run it in a thread."""
+    model_dir = find_model(resolved)
+    text = load_text(model_dir, resolved.model)
+    executor = load_executor(resolved, model_dir)
+    return Loaded(executor, text.tokenizer, text.template, executor.about, text.defaults)
+
+
+def find_model(resolved: Resolved) -> Path:
+    """The model's directory; blocks while it is fetched from the hub."""
+    from aserve.gpu.weights.hub import resolve_model_dir
+
+    is_dummy = resolved.model.load_format == "dummy"
+    return resolve_model_dir(resolved.model_source, has_weights=not is_dummy)
+
+
+def load_executor(resolved: Resolved, model_dir: Path) -> TorchExecutor:
+    """Takes as long as loading takes."""
+    from aserve.gpu.build import BuildOptions, build_executor  # a second
+
+    options = BuildOptions(
+        model_dir=model_dir,
+        load_format=resolved.model.load_format,
+        model_impl=resolved.model.model_impl,
+        dtype=resolved.model.dtype,
+        quantization=resolved.model.quantization,
+        max_model_len=resolved.model.max_model_len,
+        page_size=resolved.kv.page_size,
+        num_pages=resolved.kv.num_pages,
+        prefix_cache=not resolved.kv.no_prefix_cache,
+        max_rows=resolved.scheduler.max_num_seqs,
+        max_batched_tokens=resolved.scheduler.max_num_batched_tokens,
+        max_waiting=resolved.scheduler.max_queue,
+        depth=resolved.scheduler.depth,
+        lead=resolved.scheduler.lead,
+        debug_checks=resolved.debug.debug_checks,
+        attention=resolved.machine.attention_backend,
+        device=resolved.machine.device,
+        threads=resolved.machine.threads,
+    )
+    with shown_progress("loading weights") as on_progress:
+        return build_executor(options, on_progress=on_progress)
+
+
+def vocabulary_of(tokenizer: TextTokenizer, vocab_size: int) -> Vocabulary:
+    """Special tokens have no text, so no language has them. Takes a while for a large one."""
+    ids = range(min(tokenizer.vocab_size, vocab_size))
+    return Vocabulary(
+        tuple(b"" if i in tokenizer.special_ids else tokenizer.token_bytes(i) for i in ids),
+        vocab_size=vocab_size,
+        end_ids=tokenizer.eos_ids,
+    )

@@ -1,0 +1,121 @@
+"""The grammar actor: who has no grammar passes, and who has one waits beside the others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from aserve.actors.grammars import GrammarActor, GrammarPorts
+from aserve.actors.masks import MaskEvent
+from aserve.channel import Channel, Codec
+from aserve.errors import InvalidRequest
+from aserve.grammar.matching import Constraint
+from aserve.messages import (
+    AdmitRequest,
+    Cancel,
+    DetokenizerEvent,
+    EngineEvent,
+    Grammar,
+    Refused,
+    SamplingParams,
+    SchedulerEvent,
+    pack_i32,
+)
+
+GOOD = Grammar("regex", "a")
+BAD = Grammar("regex", "(")
+
+
+def request(name: str, grammar: Grammar | None = None, **fields: float) -> AdmitRequest:
+    sampling = SamplingParams(seed=1, grammar=grammar)
+    return AdmitRequest(name, pack_i32([1]), sampling, timeout_s=fields.get("timeout_s"))
+
+
+def cancel(name: str) -> Cancel:
+    return Cancel(name, None, 0, "cancelled")
+
+
+class Bench:
+    """The actor before three inboxes that nobody else reads."""
+
+    def __init__(self) -> None:
+        self.text: Channel[DetokenizerEvent] = Channel(codec=Codec(DetokenizerEvent))
+        self.scheduler: Channel[SchedulerEvent] = Channel(codec=Codec(SchedulerEvent))
+        self.masks: Channel[MaskEvent] = Channel()
+        self.compiled = asyncio.Event()  # what every grammar waits for
+        ports = GrammarPorts(self.scheduler, self.masks, self.text)
+        self.actor = GrammarActor(self._constrain, ports, codec=Codec(EngineEvent))
+        self.died: list[BaseException] = []
+
+    async def _constrain(self, asked: AdmitRequest) -> Constraint:
+        await self.compiled.wait()
+        if asked.sampling.grammar == BAD:
+            raise InvalidRequest("no such grammar", code="invalid_grammar")
+        return Constraint(asked.request_id, ())
+
+    async def passed(self) -> list[tuple[str, str]]:
+        events = await anext(self.scheduler.batches())
+        named = (AdmitRequest, Cancel)
+        return [(type(e).__name__, e.request_id) for e in events if isinstance(e, named)]
+
+    async def refused(self) -> tuple[str, str]:
+        (event,) = await anext(self.text.batches())
+        assert isinstance(event, Refused)
+        assert len(self.scheduler) == len(self.masks) == 0
+        return event.request_id, event.error.code
+
+
+@asynccontextmanager
+async def running() -> AsyncIterator[Bench]:
+    bench = Bench()
+    bench.actor.start(lambda _, error: bench.died.append(error))
+    async with asyncio.timeout(10):
+        yield bench
+    await bench.actor.stop()
+    assert not bench.died
+
+
+async def test_what_has_no_grammar_passes_in_order_and_a_cancel_follows_its_request() -> None:
+    async with running() as bench:
+        for event in (request("a"), request("b"), cancel("a")):
+            bench.actor.inbox.send(event)
+        expected = [("AdmitRequest", "a"), ("AdmitRequest", "b"), ("Cancel", "a")]
+        assert await bench.passed() == expected
+
+
+async def test_a_request_with_a_grammar_delays_nobody_and_goes_on_when_it_is_compiled() -> None:
+    async with running() as bench:
+        bench.actor.inbox.send(request("regex", GOOD))
+        bench.actor.inbox.send(request("plain"))
+        assert await bench.passed() == [("AdmitRequest", "plain")]
+        bench.compiled.set()
+        assert await bench.passed() == [("AdmitRequest", "regex")]
+        assert await anext(bench.masks.batches()) == [Constraint("regex", ())]
+        bench.actor.inbox.send(cancel("regex"))
+        assert await bench.passed() == [("Cancel", "regex")]
+
+
+async def test_a_refused_grammar_leaves_nothing_behind() -> None:
+    async with running() as bench:
+        bench.compiled.set()
+        bench.actor.inbox.send(request("bad", BAD))
+        assert await bench.refused() == ("bad", "invalid_grammar")
+        bench.actor.inbox.send(cancel("bad"))
+        assert await bench.passed() == [("Cancel", "bad")]
+
+
+async def test_a_request_cancelled_while_its_grammar_compiles_is_never_admitted() -> None:
+    async with running() as bench:
+        bench.actor.inbox.send(request("regex", GOOD))
+        bench.actor.inbox.send(cancel("regex"))
+        bench.actor.inbox.send(request("after"))
+        assert await bench.passed() == [("AdmitRequest", "after")]
+        bench.compiled.set()
+        assert await bench.refused() == ("regex", "request_cancelled")
+
+
+async def test_a_grammar_that_is_not_compiled_in_time_ends_its_request() -> None:
+    async with running() as bench:
+        bench.actor.inbox.send(request("late", GOOD, timeout_s=0.01))
+        assert await bench.refused() == ("late", "deadline_exceeded")
