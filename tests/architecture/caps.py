@@ -53,7 +53,7 @@ ALTERNATIVES = (
     "aserve/gpu/device/cuda*.py",
     *("aserve/gpu/attention/paged_sdpa.py", "aserve/gpu/attention/torch_ref.py"),
     *("aserve/gpu/layers/half_stored_linear.py", "aserve/gpu/layers/compiled.py"),
-    "aserve/gpu/layers/packed_linear.py",
+    *("aserve/gpu/layers/packed_linear.py", "aserve/gpu/layers/triton_elementwise.py"),
     *(f"aserve/gpu/models/{name}.py" for name in ("mistral", "qwen2", "qwen3", "gemma2")),
     *(f"aserve/gpu/models/{name}.py" for name in ("gemma3", "phi3", "granite", "olmo2")),
 )

@@ -16,7 +16,7 @@ from torch import Tensor
 from aserve.errors import ConfigError
 from aserve.gpu.device.base import Event
 from aserve.gpu.device.cuda_runtime import CudaRuntime, TorchCuda
-from aserve.gpu.layers.elementwise import PLAIN, Elementwise
+from aserve.gpu.layers.elementwise import Elementwise
 from aserve.gpu.layers.linear import prepare
 from aserve.gpu.weights.form import DTYPES, WeightForm, WeightWish, dtype_name
 
@@ -91,7 +91,9 @@ class CudaDevice:
         return WeightForm(half, prepare, f"{dtype_name(half)} (auto: the device has it)")
 
     def elementwise(self, dtype: torch.dtype) -> Elementwise:
-        return PLAIN
+        from aserve.gpu.layers.triton_elementwise import triton_elementwise
+
+        return triton_elementwise(dtype)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.torch_device)
