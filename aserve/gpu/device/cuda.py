@@ -7,14 +7,15 @@ order; its results leave beside the next step's forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from aserve.errors import ConfigError
-from aserve.gpu.device.base import Event
+from aserve.gpu.device.base import Captured, Cut, Event
+from aserve.gpu.device.cuda_graphs import capture
 from aserve.gpu.device.cuda_runtime import CudaRuntime, TorchCuda
 from aserve.gpu.layers.elementwise import Elementwise
 from aserve.gpu.layers.linear import prepare
@@ -64,6 +65,14 @@ class CudaDevice:
         """NOTE: on the stream of forwards, where whatever reads the words comes later."""
         words = torch.empty(len(host), dtype=host.dtype, device=self.torch_device)
         return words.copy_(host, non_blocking=True)
+
+    def capture(self, body: Callable[[Cut], Tensor]) -> Captured:
+        """NOTE: run once before, `body` compiles its kernels and makes its libraries' workspaces,
+        neither of which may happen in a capture.
+        """
+        body(lambda _values: None)
+        self._runtime.synchronize()
+        return capture(self._runtime.new_graph, body)
 
     def copy_out(self, values: Tensor, host: Tensor) -> Event:
         self._forwards.record_event(self._is_ready)
