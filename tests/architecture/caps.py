@@ -50,6 +50,7 @@ LOOKS_ON = (
 )
 # One of several that a server may take; the core counts one of each kind.
 ALTERNATIVES = (
+    *("aserve/processes/*", "aserve/frames.py"),
     *("aserve/gpu/fallback/*", "aserve/gpu/graphs.py", "aserve/gpu/quant/*"),
     "aserve/gpu/device/cuda*.py",
     *("aserve/gpu/device/recorded.py", "aserve/gpu/attention/static_plans.py"),
