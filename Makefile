@@ -9,12 +9,12 @@ INSTALL := $(PY) -m pip install --constraint constraints.txt
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all lint format mutants lock clean
+.PHONY: help setup serve test test-all gpu-check lint format mutants lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 	@echo
-	@echo "  ARGS='...'          more arguments for serve and test"
+	@echo "  ARGS='...'          more arguments for serve, test and gpu-check"
 	@echo "  PYTHON=python3.12   the Python that makes .venv (3.11 to 3.13)"
 	@echo "  TORCH_INDEX=URL     where else to look for torch, such as the index of its CPU builds"
 
@@ -53,6 +53,10 @@ test: lint ## what CI does: lint, type checks, tests
 
 test-all: lint ## the same with the large profiles
 	ASERVE_TEST_PROFILE=large $(PY) -m pytest -q --durations=15 --timeout=3600 $(ARGS)
+
+# Not with setup: on such a machine torch is there already, and what is missing comes from WHEELS.
+gpu-check: ## what only a GPU can show, resumable; WHEELS=dir has packages that are missing
+	@$(if $(wildcard $(STAMP)),$(PY),$(PYTHON)) -m aserve.bench.gpu_check $(if $(WHEELS),--wheels '$(WHEELS)') $(ARGS)
 
 lint: setup ## ruff, codespell, mypy
 	$(BIN)/ruff format --check

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aserve.bench.options import (
+    GpuCheckOptions,
     HostStepOptions,
     OfflineOptions,
     OneBatchOptions,
@@ -36,6 +37,11 @@ class Bench:
 
 
 BENCHES: Mapping[str, Bench] = {
+    "gpu-check": Bench(
+        "What only a GPU can show, in parts that can be resumed, beside its goals.",
+        GpuCheckOptions,
+        "aserve.bench.gpu_check.check",
+    ),
     "host-step": Bench(
         "The scheduler's own time per step, with a device that takes none.",
         HostStepOptions,

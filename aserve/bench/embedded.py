@@ -12,11 +12,15 @@ from aserve.engine import Engine
 from aserve.messages import array_i32
 
 
-async def ask_engine(engine: Engine, prompt: list[int], *, max_tokens: int) -> Answer:
-    """Greedy, exactly `max_tokens` tokens; the engine's errors are raised."""
+async def ask_engine(
+    engine: Engine, prompt: list[int], *, max_tokens: int, temperature: float = 0.0
+) -> Answer:
+    """Exactly `max_tokens` tokens; the engine's errors are raised."""
     answer = Answer()
     start_s = last_s = time.perf_counter()
-    chunks = engine.generate(prompt, max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    chunks = engine.generate(
+        prompt, max_tokens=max_tokens, temperature=temperature, ignore_eos=True
+    )
     async for chunk in chunks:
         now_s = time.perf_counter()
         if len(array_i32(chunk.token_ids)):

@@ -31,13 +31,15 @@ from aserve.bench.serving_figures import (
 from aserve.bench.spread import spread
 from aserve.bench.streamed import Answer, ask
 from aserve.bench.windows import TokenWindows
-from aserve.config import Resolved
+from aserve.config import ModelOptions, Resolved
 from aserve.errors import ConfigError
-from aserve.text.load import load_tokenizer
+from aserve.text.load import load_text
 from aserve.tiny.location import MODEL_DIR
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 CONNECT_S = 30.0
+# A directory without a tokenizer has token ids as words, as its server has.
+PROMPTS = ModelOptions(load_format="dummy", generation_config="none")
 
 Body = dict[str, object]
 
@@ -71,7 +73,7 @@ class Run(msgspec.Struct, frozen=True):
 
 async def _measure(options: ServeOptions) -> tuple[str, list[Run]]:
     """The name of the model, and the repeats."""
-    tokenizer = load_tokenizer(Path(options.tokenizer or MODEL_DIR))
+    tokenizer = load_text(Path(options.tokenizer or MODEL_DIR), PROMPTS).tokenizer
     windows = TokenWindows(tokenizer, seed=options.seed)
     total = options.num_warmups + options.repeats * options.num_prompts
     async with _open_session(options) as session:

@@ -6,18 +6,21 @@ It asks the process nothing: ready is when it says its address, and memory is in
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import signal
 import sys
 import time
 from asyncio.subprocess import PIPE, STDOUT, Process, create_subprocess_exec
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from aserve.errors import ConfigError
 
-READY = re.compile(r"^aserve: .* at http://")
+READY = re.compile(r"^aserve: .* at (http://[^\s,]+)")
 END_S = 30.0
 KIB = 1024
 
@@ -27,14 +30,27 @@ class ServerStart(msgspec.Struct, frozen=True):
     memory_bytes: int  # resident, when it is ready
 
 
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    address: str
+    pid: int
+    ready_s: float
+
+
 async def start_server(*options: str) -> ServerStart:
+    async with serving(*options) as server:
+        return ServerStart(server.ready_s, _resident_bytes(server.pid))
+
+
+@contextlib.asynccontextmanager
+async def serving(*options: str) -> AsyncIterator[RunningServer]:
+    """Until it is left; what the server says meanwhile is dropped."""
     start_s = time.perf_counter()
     command = (sys.executable, "-m", "aserve", "serve", "--port", "0", *options)
     process = await create_subprocess_exec(*command, stdout=PIPE, stderr=STDOUT)
     try:
-        await _ready(process)
-        ready_s = time.perf_counter() - start_s
-        return ServerStart(ready_s, _resident_bytes(process.pid))
+        address = await _ready(process)
+        yield RunningServer(address, process.pid, time.perf_counter() - start_s)
     finally:
         if process.returncode is None:
             process.send_signal(signal.SIGTERM)
@@ -42,13 +58,14 @@ async def start_server(*options: str) -> ServerStart:
             await process.communicate()
 
 
-async def _ready(process: Process) -> None:
+async def _ready(process: Process) -> str:
+    """The address that it says."""
     assert process.stdout is not None
     lines = []
     async for line in process.stdout:
         lines.append(line.decode())
-        if READY.match(lines[-1]):
-            return
+        if ready := READY.match(lines[-1]):
+            return ready[1]
     raise ConfigError(f"the server did not start: {' '.join(lines)[-500:]}")
 
 

@@ -13,7 +13,6 @@ FIRST = (
     "aserve.config",
     "aserve.messages",
     "aserve.channel",
-    "aserve.frames",
     "aserve.observability",
 )
 PLAIN = ("numpy", "msgspec", "prometheus_client")
@@ -56,7 +55,6 @@ REACH = {
     "aserve.core": ANYTHING,
     "aserve.engine": ANYTHING,
     "aserve.load": ANYTHING,
-    "aserve.processes": ANYTHING,
     "aserve.progress": Reach(aserve=(), packages=("rich",)),
     "aserve.bench": ANYTHING,
     "aserve.tiny": ANYTHING,
@@ -64,7 +62,6 @@ REACH = {
     "aserve.config": BORDER,
     "aserve.messages": BORDER,
     "aserve.channel": BORDER,
-    "aserve.frames": BORDER,
     "aserve.outlet": BORDER,
     "aserve.observability": BORDER,
     "aserve.cache": Reach(aserve=FIRST, packages=PLAIN, not_stdlib=IMPURE),

@@ -47,7 +47,6 @@ class Bucket:
 
 class PagedSdpa:
     __slots__ = ("_pools", "_windows")
-    static_plans = None
 
     def __init__(self, pools: KvPools, windows: tuple[int | None, ...]) -> None:
         self._pools = pools
@@ -185,6 +184,5 @@ def _given(tokens: Tensor | None) -> Tensor:
 
 
 KIND = AttentionKind(
-    Capabilities(whole_pages=True, can_capture=True),
-    lambda site: PagedSdpa(site.pools, site.windows),
+    Capabilities(whole_pages=True), lambda site: PagedSdpa(site.pools, site.windows)
 )

@@ -1,0 +1,151 @@
+"""The shapes that are measured: of models, as config.json without weights, and of loads.
+
+It knows no measure. What a model's step reads and computes at least is counted here; a
+multiplication and an addition are two operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+BYTES_PER_WEIGHT = 2  # bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A Qwen3 decoder: attention with normed heads, a gated MLP, no biases."""
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    is_tied: bool
+
+    def write(self, folder: Path) -> Path:
+        """The directory of its config.json, from which a server makes random weights."""
+        model_dir = folder / self.name
+        model_dir.mkdir(parents=True, exist_ok=True)
+        (model_dir / "config.json").write_bytes(msgspec.json.encode(self._config()))
+        return model_dir
+
+    def _config(self) -> Mapping[str, object]:
+        return {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.intermediate,
+            "vocab_size": self.vocab,
+            "tie_word_embeddings": self.is_tied,
+            "max_position_embeddings": 40960,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1_000_000,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "torch_dtype": "bfloat16",
+        }
+
+    @property
+    def body_weights(self) -> int:
+        """Of all products in the layers: q, k, v, o, gate, up and down."""
+        heads = (2 * self.heads + 2 * self.kv_heads) * self.head_dim
+        return self.layers * self.hidden * (heads + 3 * self.intermediate)
+
+    @property
+    def head_weights(self) -> int:
+        return self.hidden * self.vocab
+
+    @property
+    def norm_weights(self) -> int:
+        return self.layers * (2 * self.hidden + 2 * self.head_dim) + self.hidden
+
+    @property
+    def step_bytes(self) -> int:
+        """Of weights that one decode step must read: all but the table of input embeddings, of
+        which it reads one row per token. KV, activations and what is written are not counted.
+        """
+        return (self.body_weights + self.head_weights + self.norm_weights) * BYTES_PER_WEIGHT
+
+    def prefill_flops(self, num_tokens: int) -> int:
+        """Of one fresh prompt of n tokens: 2 per weight of the layers and token, 2 per weight of
+        the head once (only the last position has logits), and for attention 2 (q k) + 2 (weights v)
+        per head dimension and pair of a query with a key that it sees: n (n + 1) / 2 pairs per
+        head and layer. Norms, rotations and the softmax are not counted.
+        """
+        pairs = num_tokens * (num_tokens + 1) // 2
+        attention = 4 * self.layers * self.heads * self.head_dim * pairs
+        return 2 * self.body_weights * num_tokens + 2 * self.head_weights + attention
+
+
+QWEN3_SMALL = ModelShape("Qwen3-0.6B", 1024, 28, 16, 8, 128, 3072, 151936, is_tied=True)
+QWEN3_LARGE = ModelShape("Qwen3-8B", 4096, 36, 32, 8, 128, 12288, 151936, is_tied=False)
+TINY_SMALL = ModelShape("tiny", 64, 2, 4, 2, 16, 128, 512, is_tied=True)
+TINY_LARGE = ModelShape("tiny-untied", 64, 3, 4, 2, 16, 128, 512, is_tied=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large everything is; lengths are tokens."""
+
+    small: ModelShape
+    large: ModelShape
+    batches: tuple[int, ...]
+    input_len: int
+    output_len: int
+    prefill_len: int
+    repeats: int
+    replays: int  # of a captured step, timed together
+    copy_bytes: int
+    matrix: int  # rows and columns of the products whose rate is measured
+    published: tuple[int, int, int]  # requests; their shortest and longest input and output
+    bench_arguments: Mapping[str, tuple[str, ...]]
+
+    @property
+    def most_rows(self) -> int:
+        return max(self.batches)
+
+
+FULL = Sizes(
+    small=QWEN3_SMALL,
+    large=QWEN3_LARGE,
+    batches=(1, 64, 256),
+    input_len=128,
+    output_len=256,
+    prefill_len=8192,
+    repeats=3,
+    replays=100,
+    copy_bytes=4 << 30,
+    matrix=8192,
+    published=(256, 100, 1024),
+    bench_arguments={},
+)
+TINY = Sizes(
+    small=TINY_SMALL,
+    large=TINY_LARGE,
+    batches=(1, 3),
+    input_len=8,
+    output_len=6,
+    prefill_len=48,
+    repeats=1,
+    replays=2,
+    copy_bytes=1 << 22,
+    matrix=128,
+    published=(4, 5, 12),
+    bench_arguments={
+        "host-step": ("--rows", "4", "--steps", "5", "--repeats", "1"),
+        "overlap-sim": ("--step-ms", "1", "--rows", "2", "--steps", "4", "--no-http"),
+        "relay": ("--rows", "1", "--steps", "4", "--repeats", "1"),
+    },
+)
+SIZES: Mapping[str, Sizes] = {"full": FULL, "tiny": TINY}

@@ -1,0 +1,28 @@
+"""How long until `aserve serve` is ready, and its memory then: with random weights of the small
+shape, and with the bundled model's own.
+
+It asks the server nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from aserve.bench.gpu_check.records import Figures
+from aserve.bench.gpu_check.setting import Setting, command_line
+from aserve.bench.server_start import start_server
+from aserve.bench.spread import median
+
+
+def measure(setting: Setting, _argument: str) -> Figures:
+    sizes = setting.sizes
+    max_len = sizes.input_len + sizes.output_len
+    flags = setting.flags(sizes.small, num_rows=sizes.most_rows, max_len=max_len)
+    starts = [asyncio.run(start_server(*command_line(flags))) for _ in range(sizes.repeats)]
+    bundled = asyncio.run(start_server(*command_line(setting.device_flags)))
+    return {
+        "ready_s": round(median([start.ready_s for start in starts]), 3),
+        "first_ready_s": round(starts[0].ready_s, 3),
+        "memory_gb": round(starts[-1].memory_bytes / 1e9, 3),
+        "bundled_ready_s": round(bundled.ready_s, 3),
+    }
