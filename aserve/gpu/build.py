@@ -131,7 +131,7 @@ def assemble(
         decode=mode.caps,
     )
     state = _allocate(model, groups, spec, mode=mode, device=device)
-    site = AttentionSite(state.pools, groups, model.dtype)
+    site = AttentionSite(state.pools, groups, model.dtype, device, options.depth)
     attention = build_attention(options.attention, site, order=device.attention)
     runner = ModelRunner(
         RunnerParts(

@@ -30,6 +30,7 @@ class DeviceBatch:
     offsets: Tensor
     spans_cpu: ArrayI32
     len_bounds_cpu: ArrayI32  # no row is longer after this forward
+    is_exact: bool = False  # the bounds are the lengths themselves
 
     def decode(self, rows: Tensor, *, input_ids: Tensor, kv_lens: Tensor) -> DeviceBatch:
         """One more token for some of these rows, int64 [n] each: a drafter's next forward."""

@@ -46,7 +46,7 @@ class ForwardBatch:
     slots: tuple[Tensor, ...]  # [tokens] per layer group
     spans_cpu: ArrayI32  # [rows]
     len_bounds_cpu: ArrayI32  # [rows], no length is greater
-    lens_cpu: ArrayI32 | None  # [rows], where an override brought them
+    lens_cpu: ArrayI32 | None  # [rows], where the host knows them
     capture: HiddenCapture | None
     is_debug: bool = False
     marker: PlanMarker = field(default_factory=PlanMarker, compare=False, repr=False)
@@ -63,7 +63,9 @@ class ForwardBatch:
         """Pure: the same arguments give equal tensors, and nothing given is changed."""
         token_rows = batch.rows.index_select(0, batch.owners)
         positions = batch.kv_lens.index_select(0, batch.owners).add_(batch.offsets)
-        known = overrides.kv_lens_cpu
+        known = batch.len_bounds_cpu if batch.is_exact else None
+        if overrides.kv_lens_cpu is not None:
+            known = overrides.kv_lens_cpu + batch.spans_cpu
         return cls(
             iteration=batch.iteration,
             rows=batch.rows,
@@ -77,7 +79,7 @@ class ForwardBatch:
             ),
             spans_cpu=batch.spans_cpu,
             len_bounds_cpu=batch.len_bounds_cpu,
-            lens_cpu=None if known is None else known + batch.spans_cpu,
+            lens_cpu=known,
             capture=overrides.capture,
             is_debug=is_debug,
         )

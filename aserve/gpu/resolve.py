@@ -89,6 +89,7 @@ def resolve(plan: StepPlan, sections: DeviceSections, state: DeviceState) -> Dev
         offsets=offsets,
         spans_cpu=plan.spans,
         len_bounds_cpu=plan.kv_lens + plan.spans,
+        is_exact=not plan.is_bound.any(),
     )
     return DeviceStep(plan, batch, sections)
 

@@ -52,6 +52,7 @@ ALTERNATIVES = (
     *("aserve/gpu/fallback/*", "aserve/gpu/graphs.py", "aserve/gpu/quant/*"),
     "aserve/gpu/device/cuda*.py",
     *("aserve/gpu/attention/paged_sdpa.py", "aserve/gpu/attention/torch_ref.py"),
+    *("aserve/gpu/attention/flashinfer.py", "aserve/gpu/attention/page_lists.py"),
     *("aserve/gpu/layers/half_stored_linear.py", "aserve/gpu/layers/compiled.py"),
     "aserve/gpu/layers/packed_linear.py",
     *(f"aserve/gpu/models/{name}.py" for name in ("mistral", "qwen2", "qwen3", "gemma2")),

@@ -72,19 +72,21 @@ def paged() -> KvPools:
     return made
 
 
-def device_batch(spans: list[int], kv_lens: list[int], *, first_id: int = 0) -> DeviceBatch:
+def device_batch(
+    spans: list[int], kv_lens: list[int], *, first_id: int = 0, device: torch.device = CPU
+) -> DeviceBatch:
     """Rows 1, 2, ..., with the ids from `first_id` on."""
     spans_cpu, lens_cpu = np.array(spans, np.int32), np.array(kv_lens, np.int32)
     owners = np.repeat(np.arange(len(spans)), spans_cpu)
     starts = np.cumsum(spans_cpu) - spans_cpu
     return DeviceBatch(
         iteration=9,
-        rows=torch.arange(1, len(spans) + 1),
-        spans=torch.tensor(spans, dtype=torch.int64),
-        kv_lens=torch.tensor(kv_lens, dtype=torch.int64),
-        input_ids=torch.arange(first_id, first_id + sum(spans)),
-        owners=torch.from_numpy(owners),
-        offsets=torch.from_numpy(np.arange(sum(spans)) - starts[owners]),
+        rows=torch.arange(1, len(spans) + 1, device=device),
+        spans=torch.tensor(spans, dtype=torch.int64, device=device),
+        kv_lens=torch.tensor(kv_lens, dtype=torch.int64, device=device),
+        input_ids=torch.arange(first_id, first_id + sum(spans), device=device),
+        owners=torch.from_numpy(owners).to(device),
+        offsets=torch.from_numpy(np.arange(sum(spans)) - starts[owners]).to(device),
         spans_cpu=spans_cpu,
         len_bounds_cpu=lens_cpu + spans_cpu,
     )

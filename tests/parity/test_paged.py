@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from aserve.gpu.attention.registry import BACKENDS
 from aserve.gpu.build import BuildOptions, assemble
 from aserve.gpu.decode.registry import MODES
+from aserve.gpu.device.cpu import CpuDevice
 from aserve.gpu.device.registry import open_device
 from aserve.gpu.models.attend import Attend
 from aserve.gpu.models.causal_model import CausalModel
@@ -115,7 +115,7 @@ async def test_prefill_and_greedy_decode_equal_transformers(
     assert tokens == ids_of(reference.greedy)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", CpuDevice().attention)
 @pytest.mark.parametrize("page_size", [1, 7, 16])
 @pytest.mark.parametrize("kind", CHUNKED)
 async def test_chunked_prefill_equals_transformers(
@@ -134,7 +134,7 @@ async def test_chunked_prefill_equals_transformers(
     assert tokens == ids_of(reference.greedy[:21])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", CpuDevice().attention)
 @pytest.mark.parametrize("page_size", [1, 7, 16])
 @pytest.mark.parametrize("kind", MIXED)
 async def test_mixed_steps_equal_transformers(

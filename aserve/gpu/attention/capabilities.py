@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 
+from aserve.gpu.device.base import Device
 from aserve.gpu.kv.layer_groups import LayerGroup
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.models.layer_spec import LayerSpec
@@ -53,11 +54,13 @@ class Capabilities:
 @dataclass(frozen=True, slots=True)
 class AttentionSite:
     """Where a backend is to work: the KV with its dtype, device and page size, the layers in the
-    groups that share a page table, and the dtype of q."""
+    groups that share a page table, the dtype of q, and how many steps may be in flight."""
 
     pools: KvPools
     groups: tuple[LayerGroup, ...]
     dtype: torch.dtype
+    device: Device
+    num_in_flight: int = 2
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -68,7 +68,7 @@ def _load(name: str) -> AttentionKind:
         )
     try:
         return BACKENDS[name]()
-    except ImportError as error:
+    except (ImportError, OSError, RuntimeError) as error:  # of a package, or a library under it
         raise AttentionUnavailable(f"cannot be imported: {error}") from None
 
 

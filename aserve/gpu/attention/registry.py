@@ -10,6 +10,14 @@ from collections.abc import Callable, Mapping
 from aserve.gpu.attention.base import AttentionKind
 
 
+def _flashinfer() -> AttentionKind:
+    import flashinfer  # noqa: F401  # a package that only a GPU needs: without it there is no kind
+
+    from aserve.gpu.attention.flashinfer import KIND
+
+    return KIND
+
+
 def _paged_cpu() -> AttentionKind:
     from aserve.gpu.attention.paged_cpu import KIND
 
@@ -29,6 +37,7 @@ def _torch_ref() -> AttentionKind:
 
 
 BACKENDS: Mapping[str, Callable[[], AttentionKind]] = {
+    "flashinfer": _flashinfer,
     "paged-cpu": _paged_cpu,
     "paged-sdpa": _paged_sdpa,
     "torch-ref": _torch_ref,

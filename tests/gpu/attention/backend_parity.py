@@ -11,6 +11,7 @@ from aserve.gpu.attention.base import AttentionBackend
 from aserve.gpu.attention.capabilities import AttentionSite
 from aserve.gpu.attention.registry import BACKENDS
 from aserve.gpu.attention.torch_ref import TorchReference
+from aserve.gpu.device.cpu import CpuDevice
 from aserve.gpu.device_batch import DeviceBatch
 from aserve.gpu.forward_batch import ForwardBatch
 from aserve.gpu.kv.layer_groups import group_layers
@@ -115,7 +116,7 @@ def attended(backend: AttentionBackend, layout: Layout, batch: ForwardBatch) -> 
 
 
 def built(name: str, layout: Layout, pools: KvPools) -> AttentionBackend:
-    site = AttentionSite(pools, group_layers((layout.layer,)), layout.dtype)
+    site = AttentionSite(pools, group_layers((layout.layer,)), layout.dtype, CpuDevice())
     return BACKENDS[name]().build(site)
 
 

@@ -8,8 +8,8 @@ import torch
 
 from aserve.errors import BugError
 from aserve.gpu.attention.paged_sdpa import PagedSdpa
-from aserve.gpu.attention.registry import BACKENDS
 from aserve.gpu.attention.torch_ref import TorchReference
+from aserve.gpu.device.cpu import CpuDevice
 from aserve.gpu.forward_batch import ForwardBatch
 from tests.gpu.attention.backend_parity import (
     HEAD_DIM,
@@ -59,7 +59,7 @@ def test_the_reference_is_a_softmax_over_what_a_token_may_see() -> None:
     torch.testing.assert_close(got, weights @ v[6:, 0])
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", CpuDevice().attention)
 def test_a_row_does_not_see_what_its_table_still_names_behind_the_window(name: str) -> None:
     """Those pages have other owners now; here they are NaN."""
     layout = Layout(layer(window=5), page_size=4, dtype=torch.float32)

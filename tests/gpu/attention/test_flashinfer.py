@@ -1,0 +1,286 @@
+"""The FlashInfer backend over a package that computes from what its plans were given: a wrong array
+of a plan is a wrong result."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+
+from aserve.errors import BugError
+from aserve.gpu.attention import choice, flashinfer
+from aserve.gpu.attention.base import AttentionKind, AttentionUnavailable
+from aserve.gpu.attention.capabilities import AttentionSite, Capabilities
+from aserve.gpu.attention.flashinfer import FlashInfer, build_flashinfer
+from aserve.gpu.attention.torch_ref import TorchReference
+from aserve.gpu.device.cpu import CpuDevice
+from aserve.gpu.device_batch import DeviceBatch
+from aserve.gpu.forward_batch import ForwardBatch, ForwardOverrides
+from aserve.gpu.kv.layer_groups import group_layers
+from aserve.gpu.kv.pools import KvPools
+from aserve.messages import GroupSpec
+from tests.gpu.attention.backend_parity import (
+    HEADS,
+    SHAPES,
+    TOLERANCES,
+    Layout,
+    attended,
+    fill,
+    layer,
+)
+from tests.gpu.attention.fake_flashinfer import FakeDecode, FakeFlashInfer, FakePrefill
+from tests.gpu.device_tables import CPU, device_batch
+from tests.gpu.drive import make_executor, request, serve
+from tests.gpu.hash_model import HashModel
+from tests.gpu.plain_engine import plain_outputs
+
+
+@pytest.fixture(autouse=True)
+def _small_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flashinfer, "FLOAT_BYTES", 16)
+
+
+def site_of(layout: Layout, pools: KvPools) -> AttentionSite:
+    return AttentionSite(pools, group_layers((layout.layer,)), layout.dtype, CpuDevice())
+
+
+def exact(pools: KvPools, batch: DeviceBatch) -> ForwardBatch:
+    """As the host knows the lengths of a step without speculation."""
+    lens = batch.len_bounds_cpu - batch.spans_cpu
+    return ForwardBatch.init_new(batch, pools, ForwardOverrides(kv_lens_cpu=lens))
+
+
+def assert_parity(layout: Layout, shape: str) -> None:
+    spans, kv_lens = SHAPES[shape]
+    batch = device_batch(spans, kv_lens)
+    pools = layout.pools(len(spans))
+    fill(pools, layout, batch)
+    made = exact(pools, batch)
+    got = attended(FlashInfer(FakeFlashInfer(), site_of(layout, pools)), layout, made)
+    expected = attended(TorchReference(pools), layout, made)
+    tolerance = TOLERANCES[layout.dtype]
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 24])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_equals_the_reference(shape: str, page_size: int) -> None:
+    assert_parity(Layout(layer(), page_size), shape)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 1, 5, 16])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_every_kind_of_layer_equals_the_reference(
+    page_size: int, window: int | None, softcap: float | None, heads: tuple[int, int]
+) -> None:
+    spec = layer(heads=heads, window=window, softcap=softcap)
+    for shape in ("mixed", "decodes of all lengths"):
+        assert_parity(Layout(spec, page_size), shape)
+
+
+def test_pages_behind_the_window_are_not_even_named() -> None:
+    """They may have other owners now; a kernel that reads them would meet their NaN."""
+    layout = Layout(layer(window=5), page_size=4)
+    batch = device_batch([1, 2], [30, 17])
+    pools = layout.pools(2)
+    fill(pools, layout, batch)
+    module = FakeFlashInfer()
+    backend = FlashInfer(module, site_of(layout, pools))
+    backend.plan(exact(pools, batch))
+    table = pools.page_tables[1]
+    # The token at 30 sees 26 to 30, those at 17 and 18 see 13 to 18.
+    assert module.plans[0].pages.tolist() == [*table[1, 6:8].tolist(), *table[2, 3:5].tolist()]
+
+
+def test_decodes_and_other_steps_have_wrappers_of_their_own() -> None:
+    layout = Layout(layer(heads=(8, 2)))
+    pools = layout.pools(2)
+    module = FakeFlashInfer()
+    backend = FlashInfer(module, site_of(layout, pools))
+    backend.plan(exact(pools, device_batch([1, 1], [3, 4])))
+    backend.plan(exact(pools, device_batch([1, 2], [3, 4])))
+    decode, prefill = module.wrappers
+    assert isinstance(decode, FakeDecode)
+    assert isinstance(prefill, FakePrefill)
+    assert decode.use_tensor_cores
+
+
+def test_few_heads_that_share_keys_decode_without_tensor_cores() -> None:
+    layout = Layout(layer(heads=(4, 2)))
+    module = FakeFlashInfer()
+    pools = layout.pools(1)
+    FlashInfer(module, site_of(layout, pools)).plan(exact(pools, device_batch([1], [3])))
+    (decode,) = module.wrappers
+    assert isinstance(decode, FakeDecode)
+    assert not decode.use_tensor_cores
+
+
+def test_layers_that_are_alike_share_a_plan_and_others_have_their_own() -> None:
+    module = FakeFlashInfer()
+    windows = (None, 6, None, 6)
+    layers = tuple(
+        msgspec.structs.replace(layer(window=window), index=i) for i, window in enumerate(windows)
+    )
+    pools = KvPools(
+        group_layers(layers),
+        (GroupSpec("full", 9), GroupSpec("window-6", 9, 6)),
+        page_size=4,
+        table_shape=(3, 4),
+        dtype=torch.float64,
+        device=CPU,
+    )
+    site = AttentionSite(pools, group_layers(layers), torch.float64, CpuDevice())
+    FlashInfer(module, site).plan(exact(pools, device_batch([2, 1], [0, 4])))
+    assert [plan.window_left for plan in module.plans] == [-1, 5]
+
+
+def test_a_plan_in_flight_keeps_its_arrays_while_the_next_is_made() -> None:
+    """The device reads pinned memory late: with two steps in flight both are still to be read."""
+    layout = Layout(layer(), page_size=4)
+    first, second = device_batch([3, 1], [9, 4]), device_batch([1, 5], [2, 0])
+    pools = layout.pools(2)
+    fill(pools, layout, first)
+    backend = FlashInfer(FakeFlashInfer(), site_of(layout, pools))
+    made = exact(pools, first)
+    expected = attended(TorchReference(pools), layout, made)
+    plan = backend.plan(made)
+    backend.plan(exact(pools, second))
+    backend.plan(exact(pools, second))
+    torch.testing.assert_close(attended(Planned(backend, plan), layout, made), expected)
+
+
+def test_memory_of_a_plan_is_written_again_only_after_its_event() -> None:
+    layout = Layout(layer())
+    pools = layout.pools(1)
+    device = MarkedDevice()
+    site = AttentionSite(pools, group_layers((layout.layer,)), layout.dtype, device, 2)
+    backend = FlashInfer(FakeFlashInfer(), site)
+    for _ in range(3):
+        backend.plan(exact(pools, device_batch([1], [3])))
+    assert device.waited == []
+    backend.plan(exact(pools, device_batch([1], [3])))
+    backend.plan(exact(pools, device_batch([1], [3])))
+    assert device.waited == [0, 1]
+
+
+def test_lengths_that_are_only_bounds_are_not_planned() -> None:
+    layout = Layout(layer())
+    pools = layout.pools(1)
+    backend = FlashInfer(FakeFlashInfer(), site_of(layout, pools))
+    assert flashinfer.KIND.can.host_lens
+    with pytest.raises(BugError, match="step 9: FlashInfer plans from exact lengths only"):
+        backend.plan(ForwardBatch.init_new(device_batch([1], [3]), pools))
+
+
+def test_a_plan_of_another_backend_is_refused() -> None:
+    layout = Layout(layer())
+    pools = layout.pools(1)
+    backend = FlashInfer(FakeFlashInfer(), site_of(layout, pools))
+    with pytest.raises(BugError, match="plan of another backend"):
+        backend.bind(exact(pools, device_batch([1], [0])), None)
+
+
+def test_it_is_tried_out_before_it_is_taken() -> None:
+    """Kernels are compiled then: one prefill and one decode, on the padding row."""
+    layout = Layout(layer())
+    pools = layout.pools(1)
+    module = FakeFlashInfer()
+    before = pools.layers[0].keys[layout.page_size :].clone()
+    build_flashinfer(module, site_of(layout, pools))
+    assert [plan.query_starts is None for plan in module.plans] == [False, True]
+    torch.testing.assert_close(
+        pools.layers[0].keys[layout.page_size :], before, rtol=0, atol=0, equal_nan=True
+    )
+
+
+def test_where_its_kernels_cannot_be_compiled_it_is_unavailable() -> None:
+    class NoCompiler(FakeFlashInfer):
+        def BatchDecodeWithPagedKVCacheWrapper(self, *args: object, **more: object) -> FakeDecode:
+            raise RuntimeError("Ninja build failed.\nnvcc: not found")
+
+    layout = Layout(layer())
+    with pytest.raises(AttentionUnavailable, match=r"compiled or run: RuntimeError: Ninja build"):
+        build_flashinfer(NoCompiler(), site_of(layout, layout.pools(1)))
+
+
+@pytest.mark.parametrize("version", ["0.5.3", "0.2.9.post1"])
+def test_an_older_version_is_unavailable(version: str) -> None:
+    layout = Layout(layer())
+    with pytest.raises(AttentionUnavailable, match=rf"is version {version}, and 0.6 is needed"):
+        build_flashinfer(FakeFlashInfer(__version__=version), site_of(layout, layout.pools(1)))
+
+
+@pytest.mark.parametrize("version", ["0.6.0", "0.7.2.post1", "1.0"])
+def test_a_newer_version_is_taken(version: str) -> None:
+    layout = Layout(layer())
+    build_flashinfer(FakeFlashInfer(__version__=version), site_of(layout, layout.pools(1)))
+
+
+def test_a_machine_without_it_says_so() -> None:
+    with pytest.raises(AttentionUnavailable, match="cannot be imported: No module named"):
+        choice._load("flashinfer")
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_an_engine_with_it_gives_the_plain_engines_tokens(
+    monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    """Chunks, mixed steps and decodes, each forward planned exactly once for each group."""
+    module = FakeFlashInfer()
+    register(monkeypatch, module)
+    model = HashModel(window=6)
+    executor = make_executor(
+        model, attention="flashinfer", depth=depth, lead=depth, max_batched_tokens=16
+    )
+    del module.plans[:]
+    requests = [
+        request(f"r{i}", [i + j % 30 for j in range(length)]) for i, length in enumerate((5, 40, 9))
+    ]
+    served = serve(executor, requests, chaos=depth)
+    for asked in requests:
+        assert served.outputs[asked.request_id, 0] == plain_outputs(model, asked)
+    groups = len({spec.window for spec in model.layers})
+    assert len(module.plans) == groups * len(served.batches)
+
+
+def register(monkeypatch: pytest.MonkeyPatch, module: FakeFlashInfer) -> None:
+    """As the backend of the CPU."""
+    kind = AttentionKind(Capabilities(), lambda site: build_flashinfer(module, site))
+    monkeypatch.setattr(choice, "BACKENDS", {"flashinfer": lambda: kind})
+
+
+class Planned:
+    """A backend whose plan was made before."""
+
+    static_plans = None
+
+    def __init__(self, backend: FlashInfer, plan: object) -> None:
+        self._plan = plan
+        self.bind = backend.bind
+
+    def plan(self, batch: ForwardBatch) -> object:
+        return self._plan
+
+
+class MarkedDevice(CpuDevice):
+    """`waited`: the numbers of the events that were waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited: list[int] = []
+        self._num_marks = 0
+
+    def mark(self) -> MarkedEvent:
+        self._num_marks += 1
+        return MarkedEvent(self.waited, self._num_marks - 1)
+
+
+class MarkedEvent:
+    def __init__(self, waited: list[int], number: int) -> None:
+        self._waited = waited
+        self._number = number
+
+    def synchronize(self) -> None:
+        self._waited.append(self._number)
