@@ -141,6 +141,7 @@ def assemble(
             mode=mode,
             graphs=_graphs(model, attention.backend, state.pools, options.graph_sizes),
             is_debug=options.debug_checks,
+            sample_ops=device.sample_ops(model.dtype),
         )
     )
     about = (

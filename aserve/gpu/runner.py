@@ -22,7 +22,9 @@ from aserve.gpu.graphs import GraphRunner
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.prompt_values import value_prompts
 from aserve.gpu.resolve import DeviceState, apply_tables, resolve
-from aserve.gpu.sample.sampler import LogitsRows, Sampled, Sampler, Staged
+from aserve.gpu.sample.logits_rows import LogitsRows
+from aserve.gpu.sample.ops import PLAIN_OPS, SampleOps
+from aserve.gpu.sample.sampler import Sampled, Sampler, Staged
 from aserve.gpu.sections import DeviceSections
 from aserve.gpu.step_plan import LogitsPlan, StepPlan
 
@@ -39,6 +41,7 @@ class RunnerParts:
     mode: DecodeMode
     graphs: GraphRunner | None
     is_debug: bool
+    sample_ops: SampleOps = PLAIN_OPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +72,7 @@ class ModelRunner:
         self.model = parts.model
         self.state = parts.state
         self.relay: FutureMap = parts.state.relay
-        self._sampler = Sampler(
-            parts.state.tables, parts.state.pools, vocab_size=parts.model.vocab_size
-        )
+        self._sampler = Sampler(parts.state.tables, parts.state.pools, parts.sample_ops)
         self._held_lens = torch.zeros_like(self.relay.written_iter)
         self._own_lens = torch.full_like(self.relay.written_iter, UNKNOWN)  # debug checks only
         self._held_logits: Tensor | None = None  # [max_rows + 1, vocab], once a row is held

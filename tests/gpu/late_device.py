@@ -14,6 +14,7 @@ from torch import Tensor
 from aserve.gpu.device.base import Event
 from aserve.gpu.device.cpu import CpuDevice
 from aserve.gpu.layers.elementwise import Elementwise
+from aserve.gpu.sample.ops import SampleOps
 from aserve.gpu.weights.form import WeightForm, WeightWish
 from tests.gpu.gated_model import TIMEOUT_S
 
@@ -58,6 +59,9 @@ class LateDevice:
 
     def elementwise(self, dtype: torch.dtype) -> Elementwise:
         return self._cpu.elementwise(dtype)
+
+    def sample_ops(self, dtype: torch.dtype) -> SampleOps:
+        return self._cpu.sample_ops(dtype)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self._cpu.zeros(shape, dtype)

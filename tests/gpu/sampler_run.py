@@ -9,9 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from aserve.gpu.sample.logits_rows import LogitsRows
+from aserve.gpu.sample.ops import PLAIN_OPS, SampleOps
 from aserve.gpu.sample.plan import RowFacts
 from aserve.gpu.sample.row_tables import init_columns
-from aserve.gpu.sample.sampler import LogitsRows, Sampled, Sampler, Staged
+from aserve.gpu.sample.sampler import Sampled, Sampler, Staged
 from aserve.gpu.sections import HostSections
 from aserve.messages import RowInit
 from tests.gpu.device_tables import MAX_ROWS, PAGE_SIZE, make_tables, to_device
@@ -32,6 +34,7 @@ def run_sampler(
     drawn: Sequence[Drawn],
     *,
     mask: Tensor | None = None,
+    ops: SampleOps = PLAIN_OPS,
 ) -> Sampled:
     """logits [drawn, vocab], which stay; a row may be drawn for at several positions."""
     num_columns = max(len(history) for history in histories) // PAGE_SIZE + 1
@@ -53,6 +56,6 @@ def run_sampler(
     sections = HostSections()
     plan.stage(sections, "slice0")
     staged = Staged(plan, to_device(sections), "slice0")
-    sampler = Sampler(state.tables, state.pools, vocab_size=logits.shape[1])
+    sampler = Sampler(state.tables, state.pools, ops)
     of_rows = LogitsRows(torch.from_numpy(rows).to(torch.int64), lens, mask)
     return sampler.sample(logits.clone(), of_rows, staged)

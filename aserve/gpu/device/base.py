@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.layers.elementwise import Elementwise
+from aserve.gpu.sample.ops import SampleOps
 from aserve.gpu.weights.form import WeightForm, WeightWish
 
 
@@ -54,6 +55,9 @@ class Device(Protocol):
 
     def elementwise(self, dtype: torch.dtype) -> Elementwise:
         """How the layers between the products are fastest here in this dtype."""
+
+    def sample_ops(self, dtype: torch.dtype) -> SampleOps:
+        """How a model of this dtype is sampled fastest here; its logits are float32 or wider."""
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A large pool. What is never written need not be resident."""

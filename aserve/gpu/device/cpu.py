@@ -18,6 +18,7 @@ from aserve.gpu.device.base import Event
 from aserve.gpu.device.cpu_weights import choose_cpu_form, read_cpu_facts
 from aserve.gpu.device.process import keep_freed_memory
 from aserve.gpu.layers.elementwise import PLAIN, Elementwise
+from aserve.gpu.sample.ops import PLAIN_OPS, SampleOps
 from aserve.gpu.weights.form import WeightForm, WeightWish
 from aserve.gpu.weights.memory import available_memory_bytes
 
@@ -68,6 +69,9 @@ class CpuDevice:
         from aserve.gpu.layers.compiled import compiled_elementwise
 
         return compiled_elementwise(dtype)
+
+    def sample_ops(self, dtype: torch.dtype) -> SampleOps:
+        return PLAIN_OPS
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Anonymous memory of the system: zero, and resident page by page as it is written."""

@@ -18,6 +18,7 @@ from aserve.gpu.device.base import Event
 from aserve.gpu.device.cuda_runtime import CudaRuntime, TorchCuda
 from aserve.gpu.layers.elementwise import PLAIN, Elementwise
 from aserve.gpu.layers.linear import prepare
+from aserve.gpu.sample.ops import PLAIN_OPS, SampleOps
 from aserve.gpu.weights.form import DTYPES, WeightForm, WeightWish, dtype_name
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -92,6 +93,9 @@ class CudaDevice:
 
     def elementwise(self, dtype: torch.dtype) -> Elementwise:
         return PLAIN
+
+    def sample_ops(self, dtype: torch.dtype) -> SampleOps:
+        return PLAIN_OPS
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.torch_device)

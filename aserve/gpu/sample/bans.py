@@ -1,4 +1,5 @@
-"""Tokens that may not be sampled: all but a row's allowed ones, and what would end a bad word.
+"""Tokens that may not be sampled: what a grammar's mask leaves out, all but a row's allowed ones,
+and what would end a bad word.
 
 A bad word is a sequence of ids: its last one is banned where those before it were just emitted.
 What was emitted is read from the token pool, so there is no state and no lag. The host's part is
@@ -123,3 +124,10 @@ def ban(logits: Tensor, outputs: Outputs, ints: Callable[[str], Tensor]) -> None
     banned = logits.index_select(0, rows)
     is_left = banned.amax(dim=1, keepdim=True) > -torch.inf
     logits.index_copy_(0, rows, torch.where(is_left, banned, unbanned))
+
+
+def allow(logits: Tensor, mask: Tensor) -> None:
+    """logits [n, vocab], in place; mask int32 [n, ceil(vocab / 32)] allows tokens by bit."""
+    token_ids = torch.arange(logits.shape[1], device=logits.device)
+    words = mask.index_select(1, token_ids // 32)
+    logits.masked_fill_(((words >> (token_ids % 32)) & 1) == 0, -torch.inf)

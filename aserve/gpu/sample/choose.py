@@ -1,4 +1,4 @@
-"""Draws a token from logits: the argmax of logits plus noise, among the tokens that may be drawn.
+"""Top-k, top-p and min-p: the argmax of logits plus noise, among the tokens that may be drawn.
 
 It knows no step, row or history. All functions may overwrite their `noisy` argument only.
 
@@ -33,15 +33,6 @@ class Limits:
             self.mass.index_select(0, index),
             self.floor.index_select(0, index),
         )
-
-
-def draw(scores: Tensor, noise: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """scores, noise [n, vocab], temperature [n] -> scaled and noisy scores. Temperature 0 is
-    greedy: no noise.
-    """
-    is_drawn = (temperature > 0)[:, None]
-    scaled = scores / torch.where(is_drawn, temperature[:, None], 1)
-    return scaled, torch.where(is_drawn, scaled + noise, scaled)
 
 
 def set_limits(

@@ -9,10 +9,34 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aserve.gpu.sample.row_tables import RowParams
+from aserve.gpu.kv.pools import KvPools
+from aserve.gpu.sample.logits_rows import LogitsRows
+from aserve.gpu.sample.row_tables import RowParams, RowTables
 
 
-def penalise(logits: Tensor, history: Tensor, lens: Tensor, params: RowParams) -> Tensor:
+def penalise(
+    logits: Tensor,
+    places: Tensor,
+    rows: LogitsRows,
+    tables: RowTables,
+    pools: KvPools,
+    *,
+    max_len: int,
+) -> None:
+    """logits [n, vocab], in place at `places` int64 [m]; no row's history is longer than
+    `max_len`.
+    """
+    own = rows.rows.index_select(0, places)
+    penalised = _penalised(
+        logits.index_select(0, places),
+        pools.token_ids(own, max_len=max_len),
+        rows.lens.index_select(0, places),
+        tables.at(own, logits.dtype),
+    )
+    logits.index_copy_(0, places, penalised)
+
+
+def _penalised(logits: Tensor, history: Tensor, lens: Tensor, params: RowParams) -> Tensor:
     """logits [n, vocab], history int64 [n, len] of which `lens` int64 [n] are real -> new logits.
 
     First repetition over all tokens, which scales towards less likely; then, over outputs only,

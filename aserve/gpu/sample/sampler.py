@@ -14,26 +14,11 @@ from torch import Tensor
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.prompt_values import PromptValues
 from aserve.gpu.sample.bans import Outputs, ban
-from aserve.gpu.sample.choose import choose, draw, set_limits
-from aserve.gpu.sample.noise import gumbel_noise
-from aserve.gpu.sample.penalties import penalise
+from aserve.gpu.sample.logits_rows import LogitsRows
+from aserve.gpu.sample.ops import PLAIN_OPS, SampleOps
 from aserve.gpu.sample.plan import SamplePlan
-from aserve.gpu.sample.row_tables import RowParams, RowTables
+from aserve.gpu.sample.row_tables import RowTables
 from aserve.gpu.sections import DeviceSections
-
-
-@dataclass(frozen=True, slots=True)
-class LogitsRows:
-    """Which row each logits row belongs to and how many tokens come before the one to sample:
-    int64 [n]. `mask` int32 [n, ceil(vocab / 32)] allows tokens by bit."""
-
-    rows: Tensor
-    lens: Tensor
-    mask: Tensor | None = None
-
-    def at(self, part: slice) -> LogitsRows:
-        mask = None if self.mask is None else self.mask[part]
-        return LogitsRows(self.rows[part], self.lens[part], mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,29 +51,28 @@ class Sampled:
 
 
 class Sampler:
-    __slots__ = ("_pools", "_tables", "_token_ids")
+    __slots__ = ("_ops", "_pools", "_tables")
 
-    def __init__(self, tables: RowTables, pools: KvPools, *, vocab_size: int) -> None:
+    def __init__(self, tables: RowTables, pools: KvPools, ops: SampleOps = PLAIN_OPS) -> None:
         self._tables = tables
         self._pools = pools
-        self._token_ids = torch.arange(vocab_size, device=pools.token_pool.device)
+        self._ops = ops
 
     def sample(self, logits: Tensor, rows: LogitsRows, staged: Staged) -> Sampled:
         """logits [n, vocab], float32 or float64, may be overwritten."""
-        params = self._tables.at(rows.rows, logits.dtype)
         raw = logits.index_select(0, staged.ints("raw"))
         self._process(logits, rows, staged)
         if rows.mask is not None:
-            logits.masked_fill_(~_allowed(rows.mask, self._token_ids), -torch.inf)
+            self._ops.allow(logits, rows.mask)
         if staged.plan.bans is not None:
-            outputs = Outputs(rows.rows, rows.lens, params.ints("prompt_len"), self._pools)
+            prompt_lens = self._tables.at(rows.rows, logits.dtype).ints("prompt_len")
+            outputs = Outputs(rows.rows, rows.lens, prompt_lens, self._pools)
             ban(logits, outputs, lambda name: staged.ints(f"bans.{name}"))
-        tokens = self._draw(logits, rows, params, staged.plan)
-        chosen, top_ids, top_logprobs = _logprobs(logits, raw, tokens, staged)
+        drawn = self._ops.draw(logits, rows, self._tables, staged.plan)
+        chosen, top_ids, top_logprobs = _logprobs(logits, raw, drawn.tokens, staged)
         return Sampled(
-            tokens=tokens,
-            # The maximum is NaN if one logit is, and -inf if none is allowed.
-            is_sound=logits.amax(dim=1).isfinite(),
+            tokens=drawn.tokens,
+            is_sound=drawn.is_sound,
             chosen=chosen,
             top_ids=top_ids,
             top_logprobs=top_logprobs,
@@ -97,45 +81,15 @@ class Sampler:
     def _process(self, logits: Tensor, rows: LogitsRows, staged: Staged) -> None:
         plan = staged.plan
         if len(plan.penalised):
-            index = staged.ints("penalised")
-            own = rows.rows.index_select(0, index)
-            penalised = penalise(
-                logits.index_select(0, index),
-                self._pools.token_ids(own, max_len=plan.max_len),
-                rows.lens.index_select(0, index),
-                self._tables.at(own, logits.dtype),
+            places = staged.ints("penalised")
+            self._ops.penalise(
+                logits, places, rows, self._tables, self._pools, max_len=plan.max_len
             )
-            logits.index_copy_(0, index, penalised)
         if plan.nudges.places:
             places = staged.ints("places")
             is_on = rows.lens.index_select(0, places) < staged.ints("until")
             values = torch.where(is_on, staged.floats("values").to(logits.dtype), 0)
             logits.index_put_((places, staged.ints("token_ids")), values, accumulate=True)
-
-    def _draw(
-        self, logits: Tensor, rows: LogitsRows, params: RowParams, plan: SamplePlan
-    ) -> Tensor:
-        if not plan.needs_noise:
-            return logits.argmax(dim=1)
-        noise = gumbel_noise(params.ints("seed"), rows.lens, self._token_ids, logits.dtype)
-        scaled, noisy = draw(logits, noise, params.floats("temperature"))
-        if not plan.needs_filter:
-            return noisy.argmax(dim=1)
-        probs = scaled.softmax(dim=1)
-        limits = set_limits(
-            probs,
-            top_k=params.ints("top_k"),
-            top_p=params.floats("top_p"),
-            min_p=params.floats("min_p"),
-            max_top_k=plan.max_top_k,
-        )
-        return choose(scaled, noisy, probs, limits)
-
-
-def _allowed(mask: Tensor, token_ids: Tensor) -> Tensor:
-    """mask int32 [n, words] -> bool [n, vocab]."""
-    words = mask.index_select(1, token_ids // 32)
-    return ((words >> (token_ids % 32)) & 1).to(torch.bool)
 
 
 def _logprobs(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from aserve.gpu.sample.choose import draw
+from aserve.gpu.sample.draw import add_noise
 from aserve.gpu.sample.noise import gumbel_noise
 from tests.gpu.batch_builder import greedy
 from tests.gpu.naive_sampler import naive_noise, naive_set
@@ -66,7 +66,7 @@ def test_a_token_of_probability_one_in_a_million_is_drawn_at_that_rate() -> None
     for number in range(num_slices):
         positions = torch.arange(number * size, (number + 1) * size)
         noise = gumbel_noise(seeds, positions, token_ids, torch.float32)
-        _, noisy = draw(scores, noise, temperature)
+        _, noisy = add_noise(scores, noise, temperature)
         num_rare += int((noisy[:, 0] > noisy[:, 1]).sum())
     assert 7 <= num_rare <= 37  # Poisson of mean 20: outside once in 2,000
 

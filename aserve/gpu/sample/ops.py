@@ -1,0 +1,61 @@
+"""The parts of sampling that go over whole rows of logits, which a device may make in a way of its
+own.
+
+It knows no device. Each way gives the same tokens, but where float32's last digits decide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from aserve.gpu.kv.pools import KvPools
+from aserve.gpu.sample.bans import allow
+from aserve.gpu.sample.draw import Drawn, draw_tokens
+from aserve.gpu.sample.logits_rows import LogitsRows
+from aserve.gpu.sample.penalties import penalise
+from aserve.gpu.sample.plan import SamplePlan
+from aserve.gpu.sample.row_tables import RowTables
+
+
+class Draw(Protocol):
+    def __call__(
+        self, logits: Tensor, rows: LogitsRows, tables: RowTables, plan: SamplePlan, /
+    ) -> Drawn:
+        """As `draw_tokens`."""
+
+
+class Penalise(Protocol):
+    def __call__(
+        self,
+        logits: Tensor,
+        places: Tensor,
+        rows: LogitsRows,
+        tables: RowTables,
+        pools: KvPools,
+        /,
+        *,
+        max_len: int,
+    ) -> None:
+        """As `penalise`."""
+
+
+class Allow(Protocol):
+    def __call__(self, logits: Tensor, mask: Tensor, /) -> None:
+        """As `allow`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOps:
+    """`filters_by_shape`: drawing with top-k, top-p or min-p calls the same operators whatever the
+    logits are, so that it can be captured."""
+
+    draw: Draw = draw_tokens
+    penalise: Penalise = penalise
+    allow: Allow = allow
+    filters_by_shape: bool = False
+
+
+PLAIN_OPS = SampleOps()
