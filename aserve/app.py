@@ -70,8 +70,8 @@ class App:
         self._codec = codec
         self._on_death = on_death
         self._trace = Trace()
-        text: Channel[DetokenizerEvent] = Channel(codec=self._codec_of(DetokenizerEvent))
-        self.ports = CorePorts(text, self.metrics.heard, self._trace)
+        self._text: Channel[DetokenizerEvent] = Channel(codec=self._codec_of(DetokenizerEvent))
+        self.ports = CorePorts(self._text, self.metrics.heard, self._trace)
         self._running: _Running | None = None
         self._is_closed = False
 
@@ -143,7 +143,7 @@ class App:
 
     def _connect(self, core: Core, text: TextSide) -> Supervisor:
         detokenizer = DetokenizerActor(
-            text.tokenizer, deliver=self._deliver, engine=core.inbox, inbox=self.ports.text
+            text.tokenizer, deliver=self._deliver, engine=core.inbox, inbox=self._text
         )
         spec = core.spec
         limits = PromptLimits(spec.max_model_len, spec.vocab_size, text.defaults.max_new_tokens)

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
 T = TypeVar("T")
+In = TypeVar("In", contravariant=True)
 
 
 class Codec:
@@ -32,6 +33,12 @@ class Codec:
 
 class ChannelClosed(Exception):
     """Sent to a channel whose reader has ended."""
+
+
+class Sink(Protocol[In]):
+    """A channel as its writers see it, wherever it leads."""
+
+    def send(self, message: In) -> None: ...
 
 
 class Channel(Generic[T]):
@@ -61,6 +68,11 @@ class Channel(Generic[T]):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    def take(self) -> list[T]:
+        """All that is there."""
+        items, self._items = self._items, []
+        return items
+
     async def batches(self) -> AsyncIterator[list[T]]:
         """Everything that has arrived since the last batch, at least one message."""
         while True:
@@ -73,5 +85,4 @@ class Channel(Generic[T]):
                 finally:
                     self._waiter = None
                 continue
-            items, self._items = self._items, []
-            yield items
+            yield self.take()

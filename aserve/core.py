@@ -20,7 +20,7 @@ from aserve.actors.masks import MaskActor
 from aserve.actors.pump import Pump
 from aserve.actors.scheduler import SchedulerActor, SchedulerPorts, SchedulerWatch
 from aserve.actors.supervisor import Supervised
-from aserve.channel import Channel, Codec
+from aserve.channel import Channel, Codec, Sink
 from aserve.config import Resolved
 from aserve.errors import AserveError, EngineDead
 from aserve.gpu.worker import in_thread
@@ -65,7 +65,7 @@ class LocalExecutor(Executor, Protocol):
 class CorePorts:
     """Where what comes out of an engine goes. `report` is for metrics."""
 
-    text: Channel[DetokenizerEvent]
+    text: Sink[DetokenizerEvent]
     report: Callable[[EngineReport], None]
     trace: Trace
 
@@ -74,7 +74,7 @@ class Core(Protocol):
     """An engine's half, wherever it runs."""
 
     spec: EngineSpec
-    inbox: Channel[EngineEvent]
+    inbox: Sink[EngineEvent]
     actors: tuple[Supervised, ...]
 
     async def start(self, on_death: DeathReport) -> None:
@@ -116,7 +116,7 @@ class LocalCore:
             GrammarPorts(events, masks.inbox, ports.text),
             codec=Codec(EngineEvent) if codec else None,
         )
-        self.inbox = grammars.inbox
+        self.inbox: Sink[EngineEvent] = grammars.inbox
         self.actors: tuple[Supervised, ...] = (pump, masks, scheduler, grammars)
 
     async def start(self, on_death: DeathReport) -> None:

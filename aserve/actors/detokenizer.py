@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeAlias, assert_never
 
 from aserve.actors.base import Actor
-from aserve.channel import Channel
+from aserve.channel import Channel, Sink
 from aserve.errors import (
     DeadlineExceeded,
     ErrorInfo,
@@ -107,7 +107,7 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
         tokenizer: TextTokenizer,
         *,
         deliver: Callable[[OutputChunk], None],
-        engine: Channel[EngineEvent],
+        engine: Sink[EngineEvent],
         inbox: Channel[DetokenizerEvent],
     ) -> None:
         super().__init__("detokenizer", inbox=inbox)

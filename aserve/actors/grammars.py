@@ -12,7 +12,7 @@ from typing import TypeAlias, assert_never
 
 from aserve.actors.base import Actor
 from aserve.actors.masks import MaskEvent
-from aserve.channel import Channel, Codec
+from aserve.channel import Channel, Codec, Sink
 from aserve.errors import AserveError, Cancelled, DeadlineExceeded
 from aserve.grammar.matching import Constraint
 from aserve.messages import (
@@ -36,7 +36,7 @@ class GrammarPorts:
 
     scheduler: Channel[SchedulerEvent]
     masks: Channel[MaskEvent]
-    text: Channel[DetokenizerEvent]
+    text: Sink[DetokenizerEvent]
 
 
 class GrammarActor(Actor[EngineEvent]):

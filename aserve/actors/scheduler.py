@@ -12,7 +12,7 @@ from typing import assert_never
 
 from aserve.actors.base import Actor
 from aserve.actors.masks import MaskEvent
-from aserve.channel import Channel
+from aserve.channel import Channel, Sink
 from aserve.errors import BugError
 from aserve.messages import (
     AdmitRequest,
@@ -42,7 +42,7 @@ class SchedulerPorts:
 
     executor: Executor
     tickets: Channel[Ticket]
-    text: Channel[DetokenizerEvent]
+    text: Sink[DetokenizerEvent]
     masks: Channel[MaskEvent] | None = None
 
 

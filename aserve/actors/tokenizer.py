@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias, assert_never
 
 from aserve.actors.base import Actor
-from aserve.channel import Channel, Codec
+from aserve.channel import Channel, Codec, Sink
 from aserve.errors import AserveError, Cancelled
 from aserve.messages import (
     Cancel,
@@ -47,7 +47,7 @@ class TokenizerActor(Actor[TokenizerEvent]):
         encoder: PromptEncoder,
         *,
         detokenizer: Channel[DetokenizerEvent],
-        engine: Channel[EngineEvent],
+        engine: Sink[EngineEvent],
         codec: Codec | None = None,
     ) -> None:
         super().__init__("tokenizer", codec=codec)

@@ -23,6 +23,7 @@ from aserve.gpu.decode.base import Emitted
 from aserve.gpu.device.base import Device, Event
 from aserve.gpu.future_map import SEQ_LEN
 from aserve.gpu.host_slots import HostSlot, HostSlots
+from aserve.gpu.padding_batch import padding_batch
 from aserve.gpu.resolve import stage_tables
 from aserve.gpu.results import Layout, Tokens, check_step, layout_of, pack, read_tokens, seq_lens
 from aserve.gpu.runner import HeldSample, ModelRunner
@@ -35,13 +36,11 @@ from aserve.gpu.worker import Worker
 from aserve.messages import (
     ArrayI32,
     EngineSpec,
-    PageWrites,
     Resync,
     Sample,
     ScheduleBatch,
     StepFailed,
     array_i32,
-    pack_i32,
 )
 
 # PERF: torch gives the interpreter lock up at every operator; beside a busy thread 300 operators
@@ -97,7 +96,8 @@ class TorchExecutor:
     async def warm_up(self) -> None:
         """One prefill and one decode of the padding row: no request's state is touched."""
         for span in (2, 1):
-            ticket = self.launch(_padding_step(span, num_groups=len(self.spec.groups)))
+            batch = padding_batch(span, num_groups=len(self.spec.groups))
+            ticket = self.launch(batch)
             first = asyncio.FIRST_COMPLETED
             await asyncio.wait((ticket.outcome, self.died), return_when=first)
             if self.died.done():
@@ -309,19 +309,3 @@ def _ends(plan: StepPlan) -> dict[int, int]:
     held = np.isin(plan.rows, plan.held_rows)
     ends = (plan.kv_lens + plan.spans)[held]
     return {int(row): int(end) for row, end in zip(plan.held_rows, ends, strict=True)}
-
-
-def _padding_step(span: int, *, num_groups: int) -> ScheduleBatch:
-
-    return ScheduleBatch(
-        iteration=0,
-        rows=pack_i32([0]),
-        spans=pack_i32([span]),
-        input_ids=pack_i32([0] * span),
-        next_ids=pack_i32([0]),
-        kv_lens=pack_i32([0]),
-        bounds=b"\0",
-        expects=pack_i32([0]),
-        sample_rows=pack_i32([0]),
-        page_writes=tuple(PageWrites() for _ in range(num_groups)),
-    )

@@ -1,20 +1,13 @@
-"""What the server and a compile worker say to each other, as msgpack frames with a length before.
+"""What the server and a compile worker say to each other.
 
 Must not know processes, threads or xgrammar. One Setup, answered by Ready; then one Reply per Job.
 """
 
 from __future__ import annotations
 
-import struct
-from typing import IO, TypeVar
-
 import msgspec
 
 from aserve.messages import Grammar
-
-T = TypeVar("T")
-
-LENGTH = struct.Struct("<I")
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
@@ -57,20 +50,3 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 class Reply(msgspec.Struct, frozen=True):
     result: Done | Failed
-
-
-def send(stream: IO[bytes], message: msgspec.Struct) -> None:
-    data = msgspec.msgpack.encode(message)
-    stream.write(LENGTH.pack(len(data)))
-    stream.write(data)
-    stream.flush()
-
-
-def receive(stream: IO[bytes], kind: type[T]) -> T | None:
-    """None at the end of the stream, wherever it comes."""
-    head = stream.read(LENGTH.size)
-    if len(head) < LENGTH.size:
-        return None
-    (length,) = LENGTH.unpack(head)
-    data = stream.read(length)
-    return msgspec.msgpack.decode(data, type=kind) if len(data) == length else None

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from aserve.errors import BugError, CapacityError, InvalidRequest
-from aserve.grammar.frames import Done, Job, Ready, Reply, Setup, receive, send
+from aserve.frames import receive, send
+from aserve.grammar.frames import Done, Job, Ready, Reply, Setup
 from aserve.messages import Grammar
 
 T = TypeVar("T")

@@ -14,8 +14,9 @@ import warnings
 from pathlib import Path
 from typing import IO
 
+from aserve.frames import receive, send
 from aserve.grammar.compile import Compiler
-from aserve.grammar.frames import Failed, Job, Ready, Reply, Setup, receive, send
+from aserve.grammar.frames import Failed, Job, Ready, Reply, Setup
 from aserve.messages import Grammar
 
 STARTUP_S = 120.0  # imports take seconds, on a busy machine many

@@ -1,15 +1,14 @@
 """A recording: every list of events that the scheduler was given, to be replayed exactly.
 
-Must not know what the events do. The file is a sequence of frames, each a length (4 bytes, little
-endian) and msgpack: a header with the EngineSpec, then for each turn its events, written before the
-scheduler sees them, and a digest of the effects, written after. A recording that ends without the
-digest ends inside that turn. Written by the scheduler actor (and by tests) through `Recorder`.
+Must not know what the events do. The file is a sequence of frames (frames.py): a header with the
+EngineSpec, then for each turn its events, written before the scheduler sees them, and a digest of
+the effects, written after. A recording that ends without the digest ends inside that turn. Written
+by the scheduler actor (and by tests) through `Recorder`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +16,10 @@ from pathlib import Path
 import msgspec
 
 from aserve.errors import ConfigError
+from aserve.frames import FrameSplitter, framed
 from aserve.messages import EngineSpec, SchedulerEffect, SchedulerEvent
 
 FORMAT = "aserve scheduler recording 1"
-LENGTH = struct.Struct("<I")
 
 
 class Header(msgspec.Struct, frozen=True, tag=True):
@@ -73,8 +72,7 @@ class Recorder:
         self._file.close()
 
     def _write(self, frame: Header | Events | Effects) -> None:
-        data = self._encoder.encode(frame)
-        self._file.write(LENGTH.pack(len(data)) + data)
+        self._file.write(framed(self._encoder.encode(frame)))
         self._file.flush()
 
 
@@ -85,24 +83,12 @@ def read_recording(path: Path) -> Recording:
         raise ConfigError(f"cannot read the recording {path}: {error.strerror}") from None
     decoder = msgspec.msgpack.Decoder(Header | Events | Effects)
     try:
-        frames = [decoder.decode(frame) for frame in _split(data)]
+        frames = [decoder.decode(frame) for frame in FrameSplitter().feed(data)]
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{path} is not a recording of this version: {error}") from None
     if not frames or not isinstance(frames[0], Header) or frames[0].format != FORMAT:
         raise ConfigError(f"{path} is not a recording: it does not begin with {FORMAT!r}")
     return Recording(frames[0].spec, tuple(_turns(frames[1:])))
-
-
-def _split(data: bytes) -> Iterator[bytes]:
-    """Whole frames; a last one that was cut off is left out."""
-    start = 0
-    while start + LENGTH.size <= len(data):
-        (length,) = LENGTH.unpack_from(data, start)
-        start += LENGTH.size
-        if start + length > len(data):
-            return
-        yield data[start : start + length]
-        start += length
 
 
 def _turns(frames: list[Header | Events | Effects]) -> Iterator[RecordedTurn]:

@@ -13,6 +13,7 @@ from aserve.actors.replay import ReplayDiffers, replay
 from aserve.actors.scheduler import SchedulerActor, SchedulerPorts, SchedulerWatch
 from aserve.channel import Channel, Codec
 from aserve.errors import BugError
+from aserve.frames import LENGTH
 from aserve.grammar.matching import Constraint
 from aserve.messages import (
     AdmitRequest,
@@ -30,7 +31,7 @@ from aserve.messages import (
     array_i32,
     pack_i32,
 )
-from aserve.observability.recording import LENGTH, Recorder
+from aserve.observability.recording import Recorder
 from aserve.observability.trace import Trace
 from aserve.observability.turn import SchedulerTurn
 from aserve.scheduling.state import SchedulerState

@@ -36,6 +36,7 @@ STARTS = (
     *(f"aserve/gpu/attention/{name}.py" for name in ("capabilities", "choice", "registry")),
     "aserve/load.py",
     *("aserve/gpu/weights/*", "aserve/gpu/device/process.py", "aserve/gpu/device/cpu_weights.py"),
+    "aserve/gpu/padding_batch.py",
     *("aserve/gpu/device/control_groups.py", "aserve/gpu/device/cpu_count.py"),
     *("aserve/text/load.py", "aserve/text/template_files.py", "aserve/text/json_file.py"),
     *("aserve/text/numeric.py", "aserve/text/defaults.py"),
@@ -49,12 +50,14 @@ LOOKS_ON = (
 )
 # One of several that a server may take; the core counts one of each kind.
 ALTERNATIVES = (
+    *("aserve/processes/*", "aserve/frames.py"),
     *("aserve/gpu/fallback/*", "aserve/gpu/graphs.py", "aserve/gpu/quant/*"),
     "aserve/gpu/device/cuda*.py",
+    *("aserve/gpu/device/recorded.py", "aserve/gpu/attention/static_plans.py"),
     *("aserve/gpu/attention/paged_sdpa.py", "aserve/gpu/attention/torch_ref.py"),
     *("aserve/gpu/attention/flashinfer.py", "aserve/gpu/attention/page_lists.py"),
     *("aserve/gpu/layers/half_stored_linear.py", "aserve/gpu/layers/compiled.py"),
-    "aserve/gpu/layers/packed_linear.py",
+    *("aserve/gpu/layers/packed_linear.py", "aserve/gpu/layers/triton_elementwise.py"),
     *(f"aserve/gpu/models/{name}.py" for name in ("mistral", "qwen2", "qwen3", "gemma2")),
     *(f"aserve/gpu/models/{name}.py" for name in ("gemma3", "phi3", "granite", "olmo2")),
 )

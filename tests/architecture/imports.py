@@ -13,6 +13,7 @@ FIRST = (
     "aserve.config",
     "aserve.messages",
     "aserve.channel",
+    "aserve.frames",
     "aserve.observability",
 )
 PLAIN = ("numpy", "msgspec", "prometheus_client")
@@ -55,6 +56,7 @@ REACH = {
     "aserve.core": ANYTHING,
     "aserve.engine": ANYTHING,
     "aserve.load": ANYTHING,
+    "aserve.processes": ANYTHING,
     "aserve.progress": Reach(aserve=(), packages=("rich",)),
     "aserve.bench": ANYTHING,
     "aserve.tiny": ANYTHING,
@@ -62,6 +64,7 @@ REACH = {
     "aserve.config": BORDER,
     "aserve.messages": BORDER,
     "aserve.channel": BORDER,
+    "aserve.frames": BORDER,
     "aserve.outlet": BORDER,
     "aserve.observability": BORDER,
     "aserve.cache": Reach(aserve=FIRST, packages=PLAIN, not_stdlib=IMPURE),

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
-from aserve.gpu.device.base import Event
+from aserve.gpu.device.base import Captured, Cut, Event
 from aserve.gpu.device.cpu import CpuDevice
 from aserve.gpu.layers.elementwise import Elementwise
 from aserve.gpu.sample.ops import SampleOps
@@ -48,6 +49,9 @@ class LateDevice:
         copy = host.clone()
         self.staged.append(weakref.ref(copy))
         return copy
+
+    def capture(self, body: Callable[[Cut], Tensor]) -> Captured:
+        return self._cpu.capture(body)
 
     def copy_out(self, values: Tensor, host: Tensor) -> Event:
         self.packed.append(weakref.ref(values))

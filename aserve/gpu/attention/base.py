@@ -11,11 +11,18 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from aserve.gpu.attention.capabilities import AttentionSite, Capabilities
+from aserve.gpu.attention.static_plans import StaticPlans
 from aserve.gpu.forward_batch import ForwardBatch
 from aserve.gpu.models.attend import Attend
 
 
 class AttentionBackend(Protocol):
+    """Where a forward is captured, `plan` is too, unless there are `static_plans`: it reads lengths
+    on the device, and of the host only spans and bounds, which are the same at each replay."""
+
+    @property
+    def static_plans(self) -> StaticPlans | None: ...
+
     def plan(self, batch: ForwardBatch) -> object:
         """What all layers of one forward share."""
 

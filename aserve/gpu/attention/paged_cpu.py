@@ -54,6 +54,7 @@ class CpuPlan:
 
 class PagedCpu:
     __slots__ = ("_fresh_prompt", "_pools", "_tables")
+    static_plans = None
 
     def __init__(self, pools: KvPools) -> None:
         self._pools = pools

@@ -47,6 +47,7 @@ class Bucket:
 
 class PagedSdpa:
     __slots__ = ("_pools", "_windows")
+    static_plans = None
 
     def __init__(self, pools: KvPools, windows: tuple[int | None, ...]) -> None:
         self._pools = pools
@@ -184,5 +185,6 @@ def _given(tokens: Tensor | None) -> Tensor:
 
 
 KIND = AttentionKind(
-    Capabilities(whole_pages=True), lambda site: PagedSdpa(site.pools, site.windows)
+    Capabilities(whole_pages=True, can_capture=True),
+    lambda site: PagedSdpa(site.pools, site.windows),
 )

@@ -21,6 +21,7 @@ class TorchReference:
     """Each row is computed on its own, so that no neighbour can change it."""
 
     __slots__ = ("_pools",)
+    static_plans = None
 
     def __init__(self, pools: KvPools) -> None:
         self._pools = pools
@@ -68,4 +69,4 @@ def visible(positions: Tensor, kv_positions: Tensor, window: int | None) -> Tens
     return is_seen if window is None else is_seen & (distance < window)
 
 
-KIND = AttentionKind(Capabilities(), lambda site: TorchReference(site.pools))
+KIND = AttentionKind(Capabilities(can_capture=True), lambda site: TorchReference(site.pools))

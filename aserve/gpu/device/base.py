@@ -5,8 +5,9 @@ It knows no step, row or model. A device holds no state of ours.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +23,19 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Blocks the calling thread, without spinning and without the interpreter lock, until what
         was before the mark is done.
+        """
+
+
+Cut: TypeAlias = Callable[[Tensor], None]
+
+
+class Captured(Protocol):
+    """A body's work on the device, to be run again without its Python."""
+
+    def replay(self, on_cut: Cut) -> Tensor:
+        """On the executor's stream, in order with all other work there. The result, and what
+        `on_cut` gets, are as in the capture but for their values: the next replay, of this or of
+        any other captured body, may overwrite them.
         """
 
 
@@ -44,6 +58,17 @@ class Device(Protocol):
 
     def stage(self, host: Tensor) -> Tensor:
         """A copy of `host` on the device; `host` may change once an event after this is done."""
+
+    def capture(self, body: Callable[[Cut], Tensor]) -> Captured:
+        """On the executor's thread, within `stream`. What `body` does is recorded: operators,
+        kernels, shapes, and the addresses of all tensors that they read or write. What it reads of
+        the host is as it was, at every replay. `body` may be run before (to compile, to allocate),
+        and writes nothing that matters. It does not wait for the device, nor copy from or to the
+        host. Where it calls `cut(values)`, what comes before is replayed by itself, then
+        `on_cut(values)` is called. All captures share one pool of memory; what a body was given
+        stays alive for as long as its Captured. A body that fails, or cannot be captured, raises
+        RuntimeError, and leaves the stream as it was.
+        """
 
     def copy_out(self, values: Tensor, host: Tensor) -> Event:
         """Once the event is done `host` holds `values`, and what came before is done, too. Until

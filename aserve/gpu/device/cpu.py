@@ -9,14 +9,16 @@ from __future__ import annotations
 import importlib.util
 import math
 import mmap
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-from aserve.gpu.device.base import Event
+from aserve.gpu.device.base import Captured, Cut, Event
 from aserve.gpu.device.cpu_weights import choose_cpu_form, read_cpu_facts
 from aserve.gpu.device.process import keep_freed_memory
+from aserve.gpu.device.recorded import record
 from aserve.gpu.layers.elementwise import PLAIN, Elementwise
 from aserve.gpu.sample.ops import PLAIN_OPS, SampleOps
 from aserve.gpu.weights.form import WeightForm, WeightWish
@@ -55,6 +57,9 @@ class CpuDevice:
 
     def stage(self, host: Tensor) -> Tensor:
         return host.clone()
+
+    def capture(self, body: Callable[[Cut], Tensor]) -> Captured:
+        return record(body)
 
     def copy_out(self, values: Tensor, host: Tensor) -> Event:
         host.copy_(values)

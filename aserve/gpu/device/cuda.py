@@ -7,16 +7,17 @@ order; its results leave beside the next step's forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from aserve.errors import ConfigError
-from aserve.gpu.device.base import Event
+from aserve.gpu.device.base import Captured, Cut, Event
+from aserve.gpu.device.cuda_graphs import capture
 from aserve.gpu.device.cuda_runtime import CudaRuntime, TorchCuda
-from aserve.gpu.layers.elementwise import PLAIN, Elementwise
+from aserve.gpu.layers.elementwise import Elementwise
 from aserve.gpu.layers.linear import prepare
 from aserve.gpu.sample.ops import PLAIN_OPS, SampleOps
 from aserve.gpu.weights.form import DTYPES, WeightForm, WeightWish, dtype_name
@@ -66,6 +67,14 @@ class CudaDevice:
         words = torch.empty(len(host), dtype=host.dtype, device=self.torch_device)
         return words.copy_(host, non_blocking=True)
 
+    def capture(self, body: Callable[[Cut], Tensor]) -> Captured:
+        """NOTE: run once before, `body` compiles its kernels and makes its libraries' workspaces,
+        neither of which may happen in a capture.
+        """
+        body(lambda _values: None)
+        self._runtime.synchronize()
+        return capture(self._runtime.new_graph, body)
+
     def copy_out(self, values: Tensor, host: Tensor) -> Event:
         self._forwards.record_event(self._is_ready)
         self._copies.wait_event(self._is_ready)
@@ -92,7 +101,9 @@ class CudaDevice:
         return WeightForm(half, prepare, f"{dtype_name(half)} (auto: the device has it)")
 
     def elementwise(self, dtype: torch.dtype) -> Elementwise:
-        return PLAIN
+        from aserve.gpu.layers.triton_elementwise import triton_elementwise
+
+        return triton_elementwise(dtype)
 
     def sample_ops(self, dtype: torch.dtype) -> SampleOps:
         return PLAIN_OPS

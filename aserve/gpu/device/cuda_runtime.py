@@ -6,6 +6,7 @@ It knows nothing of what streams are for.
 
 from __future__ import annotations
 
+import contextlib
 from contextlib import AbstractContextManager
 from typing import Protocol, cast
 
@@ -29,6 +30,21 @@ class CudaStream(Protocol):
     def wait_stream(self, stream: CudaStream) -> None: ...
 
 
+class CudaGraph(Protocol):
+    """All graphs of a runtime share one pool of memory."""
+
+    def begin(self) -> None:
+        """What the calling thread asks of its stream is recorded from now on, not run. Other
+        threads may wait for events meanwhile."""
+
+    def end(self) -> None: ...
+
+    def abandon(self) -> None:
+        """Ends a recording that has failed; what it says of that is no news."""
+
+    def replay(self) -> None: ...
+
+
 class CudaRuntime(Protocol):
     about: str
     torch_device: torch.device
@@ -43,6 +59,8 @@ class CudaRuntime(Protocol):
         """The calling thread's work goes there, and what it allocates belongs there."""
 
     def new_event(self) -> CudaEvent: ...
+
+    def new_graph(self) -> CudaGraph: ...
 
     def pinned(self, num_words: int) -> Tensor:
         """int32 [num_words] on the host, which the device reaches by itself."""
@@ -62,12 +80,13 @@ class CudaRuntime(Protocol):
 class TorchCuda:
     """The device that is torch's current one when this is made."""
 
-    __slots__ = ("about", "has_bfloat16", "torch_device")
+    __slots__ = ("_graph_pool", "about", "has_bfloat16", "torch_device")
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.about = torch.cuda.get_device_name(self.torch_device)
         self.has_bfloat16 = torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
+        self._graph_pool = torch.cuda.graph_pool_handle()
 
     def current_stream(self) -> CudaStream:
         return _as_stream(torch.cuda.current_stream(self.torch_device))
@@ -85,6 +104,9 @@ class TorchCuda:
         event: CudaEvent = torch.cuda.Event(blocking=True)
         return event
 
+    def new_graph(self) -> CudaGraph:
+        return _TorchGraph(self._graph_pool)
+
     def pinned(self, num_words: int) -> Tensor:
         return torch.empty(num_words, dtype=torch.int32, pin_memory=True)
 
@@ -98,6 +120,27 @@ class TorchCuda:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
+
+
+class _TorchGraph:
+    __slots__ = ("_graph", "_pool")
+
+    def __init__(self, pool: torch.cuda._POOL_HANDLE) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._pool = pool
+
+    def begin(self) -> None:
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def end(self) -> None:
+        self._graph.capture_end()
+
+    def abandon(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._graph.capture_end()
+
+    def replay(self) -> None:
+        self._graph.replay()
 
 
 def _as_stream(stream: torch.cuda.Stream) -> CudaStream:

@@ -1,0 +1,122 @@
+"""One end of the socket between two halves of the program: what comes into its inbox goes out.
+
+Must not know what messages mean. All that a turn of the loop leaves in the inbox is one frame, and
+one write. A peer that reads slowly lets the inbox grow, and blocks nobody: messages are bounded by
+what was let in. Written by its own loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, cast
+
+import msgspec
+
+from aserve.actors.base import Actor
+from aserve.frames import FrameSplitter, framed
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+MAX_IN_FRAME = 64  # messages: what piled up behind a slow peer goes in several turns
+
+logger = logging.getLogger(__name__)
+
+
+class Link(Actor[Out], Generic[In, Out]):
+    """`deliver` gets what the peer sends, in order; `on_end` is called once, with the error if it
+    was one, after the last of it. Reads as soon as it is opened, writes from its start on.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        kind: Any,  # a type form: the union of what comes in
+        deliver: Callable[[In], None],
+        on_end: Callable[[Exception | None], None],
+    ) -> None:
+        super().__init__(name)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._wire = _Wire(msgspec.msgpack.Decoder(list[kind]), deliver, on_end)
+
+    async def open(self, sock: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.create_unix_connection(lambda: self._wire, sock=sock)
+
+    async def run(self) -> None:
+        """A peer may take as long as it takes (see supervisor)."""
+        async for messages in self.inbox.batches():
+            self.beat()
+            for start in range(0, len(messages), MAX_IN_FRAME):
+                await self._wire.is_writable.wait()
+                self.write(*messages[start : start + MAX_IN_FRAME])
+
+    def write(self, *messages: Out) -> None:
+        """At once, before anything that is still in the inbox."""
+        self._wire.write(framed(self._encoder.encode(messages)))
+
+    async def close(self, *, timeout_s: float) -> None:
+        """After `stop`: what was sent still goes out, if the peer reads it in time."""
+        self.write(*self.inbox.take())
+        await self._wire.close(timeout_s)
+
+
+class _Wire(asyncio.Protocol):
+    def __init__(
+        self,
+        decoder: msgspec.msgpack.Decoder[Any],
+        deliver: Callable[[Any], None],
+        on_end: Callable[[Exception | None], None],
+    ) -> None:
+        self.is_writable = asyncio.Event()
+        self._decoder = decoder
+        self._deliver = deliver
+        self._on_end = on_end
+        self._splitter = FrameSplitter()
+        self._transport: asyncio.WriteTransport | None = None
+        self._has_ended = asyncio.Event()
+
+    def write(self, data: bytes) -> None:
+        """Into nothing when the peer has gone: `on_end` said so."""
+        if self._transport is not None:
+            self._transport.write(data)
+
+    async def close(self, timeout_s: float) -> None:
+        if self._transport is None:
+            return
+        self._transport.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._has_ended.wait()
+        if self._transport is not None:
+            self._transport.abort()
+
+    # ------------------------------------------------------------ called by the loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)
+        self.is_writable.set()
+
+    def pause_writing(self) -> None:
+        self.is_writable.clear()
+
+    def resume_writing(self) -> None:
+        self.is_writable.set()
+
+    def data_received(self, data: bytes) -> None:
+        for frame in self._splitter.feed(data):
+            for message in self._decoder.decode(frame):
+                self._deliver(message)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._splitter.is_within_frame:
+            logger.warning("the other process ended within a message")
+        self._transport = None
+        self._has_ended.set()
+        self.is_writable.set()  # who waits writes into nothing
+        self._on_end(error)

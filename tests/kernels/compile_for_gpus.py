@@ -1,0 +1,96 @@
+"""Compiles every Triton kernel down to machine code of the GPUs that it is for, without a GPU: what
+the interpreter lets pass and the compiler doesn't shows here.
+
+A program of its own, so that kernels are defined without the interpreter. Wrappers are called as
+they are, and where they would launch a kernel it is compiled instead.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction, mangle_type
+
+from aserve_kernels.gated_mul import KINDS, gated_mul
+from aserve_kernels.rms_norm import add_rms_norm, rms_norm
+from aserve_kernels.rope import rope
+from aserve_kernels.store_kv import store_kv
+
+AMPERE, HOPPER = 80, 90
+
+
+def call_norms() -> None:
+    x = torch.zeros((2, 300), dtype=torch.bfloat16)
+    rms_norm(x, x[0], 1e-6)
+    add_rms_norm(x, x, x[0], 1e-6, 0.5)
+
+
+def call_gated_mul() -> None:
+    for kind in KINDS:
+        gated_mul(torch.zeros((2, 600), dtype=torch.bfloat16), kind)
+
+
+def call_rope() -> None:
+    heads = torch.zeros((2, 5, 128), dtype=torch.bfloat16)
+    rope(heads[:, :3], heads[:, 0, :64])
+    rope(heads[:, :3], heads[:, 0], torch.zeros((3, 128)), 1e-6)
+
+
+def call_store_kv(dtype: torch.dtype = torch.bfloat16) -> None:
+    heads = torch.zeros((2, 5, 128), dtype=torch.bfloat16)
+    pool = torch.zeros((4, 2, 128)).to(dtype)
+    store_kv(heads[:, 1:3], heads[:, 3:], torch.tensor([1, 2]), (pool, pool))
+
+
+CALLS: Mapping[str, Callable[[], None]] = {
+    "norms": call_norms,
+    "gated_mul": call_gated_mul,
+    "rope": call_rope,
+    "store_kv": call_store_kv,
+}
+HOPPER_CALLS: Mapping[str, Callable[[], None]] = {
+    "store_kv of 8 bits": lambda: call_store_kv(torch.float8_e4m3fn),
+}
+
+
+class Compiler:
+    """Stands where a kernel is launched. `num_compiled` counts."""
+
+    def __init__(self, capability: int) -> None:
+        self.num_compiled = 0
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def run(self, kernel: JITFunction, *args: object, **kwargs: object) -> None:
+        options = {name: kwargs[name] for name in ("num_warps", "num_stages") if name in kwargs}
+        values = dict(zip(kernel.arg_names, args, strict=False))
+        values |= {name: value for name, value in kwargs.items() if name in kernel.arg_names}
+        constants = {p.name: values[p.name] for p in kernel.params if p.is_constexpr}
+        types = {name: mangle_type(value) for name, value in values.items()}
+        source = ASTSource(
+            fn=kernel, signature=types | dict.fromkeys(constants, "constexpr"), constexprs=constants
+        )
+        triton.compile(source, target=self._target, options=options)
+        self.num_compiled += 1
+
+
+def compile_all(capability: int, calls: Mapping[str, Callable[[], None]]) -> None:
+    compiler = Compiler(capability)
+    JITFunction.run = lambda kernel, *args, grid, warmup, **kwargs: compiler.run(
+        kernel, *args, **kwargs
+    )
+    for name, call in calls.items():
+        before, start = compiler.num_compiled, time.perf_counter()
+        call()
+        assert compiler.num_compiled > before, f"{name} launches nothing"
+        sys.stdout.write(f"sm_{capability} {name}: {time.perf_counter() - start:.1f} s\n")
+
+
+if __name__ == "__main__":
+    compile_all(AMPERE, CALLS)
+    compile_all(HOPPER, {**CALLS, **HOPPER_CALLS})

@@ -1,0 +1,123 @@
+"""Rows over paged keys and values for an attention op, and its answer beside the reference's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from aserve_kernels.paged_decode import paged_decode, paged_decode_ref
+from aserve_kernels.paged_extend import paged_extend, paged_extend_ref
+from aserve_kernels.paged_rows import PagedRows, Scoring
+from aserve_kernels.paged_tiles import Cut
+
+CPU = torch.device("cpu")
+SCORING = Scoring(0.3)
+CUT = Cut()
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+class Op(Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        paged: PagedRows,
+        scoring: Scoring,
+        *,
+        out: Tensor,
+        cut: Cut,
+    ) -> None: ...
+
+
+OPS: tuple[Op, Op] = (paged_decode, paged_extend)
+REFERENCES: tuple[Op, Op] = (paged_decode_ref, paged_extend_ref)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`rows`: the number of queries of each, and its KV length with them."""
+
+    rows: tuple[tuple[int, int], ...]
+    heads: tuple[int, int] = (4, 2)
+    head_dim: int = 16
+    page_size: int = 16
+    dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype | None = None
+    scoring: Scoring = SCORING
+    cut: Cut = CUT
+    max_len: int | None = None  # of a row, as the host knows it
+
+
+@dataclass(frozen=True)
+class Inputs:
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    paged: PagedRows
+
+    def alone(self, row: int, queries: slice, kv_len: int | None = None) -> Inputs:
+        """Only these queries of a row, which are its last: of all its length, or of its first
+        `kv_len` tokens."""
+        span = queries.stop - queries.start
+        paged = replace(
+            self.paged,
+            rows=self.paged.rows[row : row + 1],
+            lens=self.paged.lens[row : row + 1] if kv_len is None else torch.tensor([kv_len]),
+            query_starts=torch.tensor([0, span]),
+        )
+        return Inputs(self.q[queries], self.keys, self.values, paged)
+
+
+def make_inputs(case: Case, device: torch.device = CPU) -> Inputs:
+    """Rows own scattered pages. What lies behind a row's length, or where no query of its row
+    sees it, is NaN, and so is page 0."""
+    generator = torch.Generator().manual_seed(0)
+    spans = torch.tensor([span for span, _ in case.rows], dtype=torch.int64)
+    lens = torch.tensor([kv_len for _, kv_len in case.rows], dtype=torch.int64)
+    longest = int(lens.max()) if len(lens) else 1
+    columns = -(-longest // case.page_size)
+    pages = 1 + torch.randperm(len(lens) * columns, generator=generator)
+    table = torch.cat((torch.zeros(1, columns, dtype=torch.int64), pages.view(-1, columns)))
+    num_slots = (1 + len(pages)) * case.page_size
+    is_seen = torch.zeros(num_slots, dtype=torch.bool)
+    for row, (span, kv_len) in enumerate(case.rows, start=1):
+        low = 0 if case.scoring.window is None else max(0, kv_len - span + 1 - case.scoring.window)
+        at = torch.arange(low, kv_len)
+        is_seen[table[row][at // case.page_size] * case.page_size + at % case.page_size] = True
+    pool = torch.randn(2, num_slots, case.heads[1], case.head_dim, generator=generator)
+    pool[:, ~is_seen] = torch.nan
+    keys, values = pool.to(case.kv_dtype or case.dtype).to(device)
+    # As a model gives it: the first part of a joined projection.
+    joined = torch.randn(
+        int(spans.sum()), case.heads[0] + 2, case.head_dim, generator=generator
+    ).to(device, case.dtype)
+    paged = PagedRows(
+        table.to(device),
+        case.page_size,
+        torch.arange(1, len(lens) + 1).to(device),
+        lens.to(device),
+        torch.nn.functional.pad(spans.cumsum(0), (1, 0)).to(device),
+        case.max_len or longest,
+    )
+    return Inputs(joined[:, : case.heads[0]], keys, values, paged)
+
+
+def run(ops: tuple[Op, ...], given: Inputs, case: Case) -> Tensor:
+    """What no op writes is NaN."""
+    out = torch.full(given.q.shape, torch.nan, dtype=given.q.dtype, device=given.q.device)
+    for op in ops:
+        op(given.q, given.keys, given.values, given.paged, case.scoring, out=out, cut=case.cut)
+    return out
+
+
+def assert_equals_reference(case: Case, device: torch.device = CPU) -> None:
+    given = make_inputs(case, device)
+    wide = Inputs(given.q.float(), given.keys, given.values, given.paged)
+    tolerance = TOLERANCES[case.dtype]
+    torch.testing.assert_close(
+        run(OPS, given, case).float(), run(REFERENCES, wide, case), rtol=tolerance, atol=tolerance
+    )

@@ -1,0 +1,26 @@
+"""Gated activations against the reference and the layer in torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from aserve.gpu.layers.activation import ACTIVATIONS, GatedBy
+from aserve_kernels.gated_mul import BLOCK, KINDS, gated_mul, gated_mul_ref
+from tests.kernels.tolerance import TOLERANCES, assert_close, draw
+
+
+def test_every_activation_of_the_models_has_a_kernel() -> None:
+    assert set(KINDS) == set(ACTIVATIONS)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (1, 1), (1, BLOCK), (2, BLOCK + 1), (65, 7)], ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("activation", KINDS)
+def test_every_shape_equals_the_reference(
+    activation: str, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    joined = 3 * draw(shape[0], 2 * shape[1], dtype=dtype)
+    got = gated_mul(joined, activation)
+    assert_close(got, gated_mul_ref(joined, activation))
+    assert_close(got, GatedBy(activation)(joined))

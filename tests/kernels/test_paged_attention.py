@@ -1,0 +1,90 @@
+"""Both attention ops in Triton's interpreter, against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from aserve_kernels.paged_rows import Scoring
+from aserve_kernels.paged_tiles import Cut
+from tests.kernels.paged_case import OPS, Case, assert_equals_reference, make_inputs, run
+
+SHAPES = {
+    "no row": (),
+    "one token": ((1, 1),),
+    "a page's last slot": ((1, 16),),
+    "a page's first slot": ((1, 17),),
+    "decodes of all lengths": ((1, 1), (1, 31), (1, 64), (1, 65), (1, 200), (1, 3)),
+    "a prompt": ((23, 23),),
+    "a whole tile": ((64, 64),),
+    "a tile and one": ((65, 65),),
+    "a chunk": ((7, 137),),
+    "chunks that end in one block": ((3, 40), (2, 2), (33, 33), (70, 100)),
+    "decodes beside chunks": ((1, 70), (40, 40), (1, 1), (5, 90), (1, 129)),
+}
+MIXED = SHAPES["decodes beside chunks"]
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("rows", SHAPES.values(), ids=SHAPES)
+def test_every_shape_equals_the_reference(rows: tuple[tuple[int, int], ...]) -> None:
+    assert_equals_reference(Case(rows))
+
+
+@pytest.mark.parametrize("page_size", [1, 24, 32, 64])
+def test_pages_of_every_size_equal_the_reference(page_size: int) -> None:
+    assert_equals_reference(Case(MIXED, page_size=page_size))
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 96, 128, 256])
+def test_heads_of_every_width_equal_the_reference(head_dim: int) -> None:
+    assert_equals_reference(Case(((1, 70), (5, 69)), head_dim=head_dim, scoring=Scoring(0.1)))
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (8, 2), (8, 1), (7, 1), (40, 2)])
+def test_grouped_queries_of_every_size_equal_the_reference(heads: tuple[int, int]) -> None:
+    assert_equals_reference(Case(MIXED, heads=heads))
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [1, 5, 16, 64, 65, 100])
+def test_windows_and_caps_equal_the_reference(window: int, softcap: float | None) -> None:
+    scoring = Scoring(0.3, window=window, softcap=softcap)
+    assert_equals_reference(Case((*MIXED, (70, 200)), scoring=scoring))
+
+
+def test_capped_scores_equal_the_reference() -> None:
+    assert_equals_reference(Case(MIXED, scoring=Scoring(3.0, softcap=1.5)))
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_dtype_equals_the_reference(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+    scoring = Scoring(0.3, window=100, key_scale=0.5, value_scale=2.0)
+    assert_equals_reference(Case(MIXED, dtype=dtype, kv_dtype=kv_dtype, scoring=scoring))
+
+
+@pytest.mark.parametrize("window", [None, 100, 150])
+@pytest.mark.parametrize(
+    "cut",
+    [Cut(least_split=64, most_splits=2), Cut(least_split=64), Cut(fixed_split=64)],
+    ids=["grown", "least", "fixed"],
+)
+def test_however_keys_are_cut_they_are_all_attended_to(cut: Cut, window: int | None) -> None:
+    rows = ((1, 65), (1, 300), (1, 1), (1, 129), (20, 150))
+    assert_equals_reference(Case(rows, cut=cut, scoring=Scoring(0.3, window=window), max_len=640))
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_row_is_bitwise_the_same_alone_and_among_others(window: int | None) -> None:
+    """Its parts depend on its own length, while the grid depends on how many rows there are."""
+    rows = ((1, 300), (1, 5), (30, 90), (1, 129), (2, 280))
+    scoring = Scoring(0.3, window=window)
+    together = Case(rows, scoring=scoring, cut=Cut(least_split=64), max_len=300)
+    given = make_inputs(together)
+    every = run(OPS, given, together)
+    starts = given.paged.query_starts.tolist()
+    for row, (span, _) in enumerate(rows):
+        part = slice(starts[row], starts[row + 1])
+        alone = given.alone(row, part)
+        assert torch.equal(run(OPS, alone, together), every[part]), (row, span)
