@@ -109,14 +109,21 @@ def serve(
     chaos: int = 0,
     fill: FillMask | None = None,
 ) -> Served:
-    """Runs all requests to their ends, then closes the executor. Grammars are toys, or `fill`'s."""
+    """Runs all requests to their ends, then closes the executor. Grammars are toys, or `fill`'s.
+    Raises what a device thread has died of.
+    """
 
     async def run() -> Served:
         executor.start(asyncio.get_running_loop())
         try:
             drive = _Drive(executor, requests, random.Random(chaos))
             drive.fill = fill or drive.fill
-            return await drive.run()
+            task = asyncio.ensure_future(drive.run())
+            await asyncio.wait((task, executor.died), return_when=asyncio.FIRST_COMPLETED)
+            if executor.died.done():
+                task.cancel()
+                raise executor.died.result()
+            return task.result()
         finally:
             executor.close()
 

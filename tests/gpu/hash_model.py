@@ -28,12 +28,17 @@ class HashModel:
     """`window` is that of layer 1; layer 0 sees everything."""
 
     def __init__(
-        self, *, window: int | None = None, vocab_size: int = VOCAB, max_model_len: int = 64
+        self,
+        *,
+        window: int | None = None,
+        vocab_size: int = VOCAB,
+        max_model_len: int = 64,
+        device: torch.device | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(7)
 
         def weights(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, dtype=torch.float64)
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
 
         self.layers: tuple[LayerSpec, ...] = (_layer(0, None), _layer(1, window))
         self.vocab_size = vocab_size
@@ -69,7 +74,7 @@ class HashModel:
         Equal keys make equal weights.
         """
         v = values[:, None]
-        q = torch.zeros((len(values), NUM_HEADS, HEAD_DIM), dtype=torch.float64)
+        q = values.new_zeros((len(values), NUM_HEADS, HEAD_DIM))
         return attend(self.layers[layer], q, torch.zeros_like(v), v).flatten(1)
 
 
@@ -77,8 +82,14 @@ class FlakyModel(HashModel):
     """Raises in the forwards of these numbers (from 1 on): after its KV was written, so that a
     failed step leaves everything behind but a result."""
 
-    def __init__(self, fails: Collection[int], *, window: int | None = None) -> None:
-        super().__init__(window=window)
+    def __init__(
+        self,
+        fails: Collection[int],
+        *,
+        window: int | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__(window=window, device=device)
         self.fails = frozenset(fails)
         self.num_forwards = 0
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.messages import AdmitRequest
 from tests.fakes import TOY, min_tokens_of
-from tests.gpu.drive import make_executor, request, serve
+from tests.gpu.drive import Served, make_executor, request, serve
 from tests.gpu.hash_model import VOCAB, FlakyModel, HashModel
 from tests.gpu.plain_engine import plain_outputs
 from tests.gpu.prompt_checks import assert_prompt
@@ -100,7 +100,11 @@ def test_any_trace_gives_the_tokens_of_the_plain_engine(trace: Trace) -> None:
     model = FlakyModel(trace.fails, window=trace.window)
     mode = TwoTokens() if trace.two_tokens else Autoregressive()
     executor = make_executor(model, mode=mode, **trace.options)
-    served = serve(executor, trace.requests, chaos=trace.chaos)
+    assert_plain(trace, serve(executor, trace.requests, chaos=trace.chaos))
+
+
+def assert_plain(trace: Trace, served: Served) -> None:
+    """Each request has the tokens, scores and end of the plain engine."""
     plain = HashModel(window=trace.window)
     for asked in trace.requests:
         for child in range(asked.sampling.n):

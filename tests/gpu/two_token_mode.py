@@ -41,13 +41,14 @@ class TwoTokens:
         emitted = _verify(step, sampled)
         rows = step.sections.ints("sample_rows")
         ends = step.batch.kv_lens + step.batch.spans
-        of_sampled = torch.isin(step.batch.rows, rows)  # both in the order of the step
-        num_rejected = step.sections.ints("windows") - emitted.counts
-        lens = ends.masked_scatter(of_sampled, ends[of_sampled] - num_rejected)
+        by_row = torch.zeros_like(runner.relay.written_iter)
+        by_row.index_copy_(0, rows, step.sections.ints("windows") - emitted.counts)
+        lens = ends - by_row.index_select(0, step.batch.rows)  # without what was rejected
         publish(lens)
         self._before_draft()
         last = emitted.tokens.gather(1, emitted.counts[:, None] - 1)[:, 0]
-        drafts = _draft(runner, step, rows, last=last, lens=lens[of_sampled])
+        by_row.index_copy_(0, step.batch.rows, lens)
+        drafts = _draft(runner, step, rows, last=last, lens=by_row.index_select(0, rows))
         runner.relay.stash(
             rows, {LAST_TOKEN: last, DRAFTS: drafts[:, None]}, iteration=step.batch.iteration
         )
@@ -78,7 +79,7 @@ def _draft(
     batch = step.batch.decode(rows, input_ids=last, kv_lens=lens)
     logits = runner.model.logits(runner.forward(runner.init_forward(batch)))
     params = runner.state.tables.at(rows, logits.dtype)
-    token_ids = torch.arange(logits.shape[1])
+    token_ids = torch.arange(logits.shape[1], device=logits.device)
     noise = gumbel_noise(params.ints("seed"), lens + 1, token_ids, logits.dtype)
     guess = (logits + noise * params.floats("temperature")[:, None]).argmax(dim=1)
     return (guess + lens.remainder(2)).remainder(logits.shape[1])

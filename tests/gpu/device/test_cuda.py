@@ -1,0 +1,301 @@
+"""The CUDA device under the executor, on a runtime that says what would be a race on a GPU."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from aserve.errors import ConfigError
+from aserve.gpu.decode.autoregressive import Autoregressive
+from aserve.gpu.decode.base import DecodeMode
+from aserve.gpu.device.cuda import CudaDevice
+from aserve.gpu.executor import TorchExecutor
+from aserve.gpu.host_slots import HostSlots
+from aserve.gpu.models.causal_model import CausalModel
+from aserve.gpu.weights.form import WeightWish
+from aserve.messages import AdmitRequest, StepResult, array_i32
+from tests.gpu.batch_builder import BatchBuilder
+from tests.gpu.drive import make_executor, request, serve
+from tests.gpu.fake_cuda import Event, FakeCuda, Stream
+from tests.gpu.gated_model import TIMEOUT_S
+from tests.gpu.hash_model import FlakyModel, HashModel
+from tests.gpu.plain_engine import plain_outputs
+from tests.gpu.test_traces import Trace, assert_plain, traces
+from tests.gpu.two_token_mode import TwoTokens
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
+PLAIN = plain_outputs(HashModel(), request("plain", PROMPT))
+
+
+def executor_on(
+    cuda: FakeCuda,
+    model_on: Callable[[torch.device], CausalModel] = lambda where: HashModel(device=where),
+    *,
+    mode: DecodeMode | None = None,
+    **options: Any,
+) -> TorchExecutor:
+    with cuda:
+        device = CudaDevice(cuda)
+        options = {"attention": "torch-ref", **options}
+        return make_executor(model_on(cuda.torch_device), mode=mode, device=device, **options)
+
+
+async def run_ahead(cuda: FakeCuda, executor: TorchExecutor) -> list[object]:
+    """A prefill and decodes, all asked of the device before the host waits for the first one."""
+    loop = asyncio.get_running_loop()
+    cuda.lets_host_go.clear()
+    executor.start(loop)
+    try:
+        builder = BatchBuilder(executor.spec)
+        batches = [builder.batch({2: PROMPT}, sampling=[2])]
+        batches += [builder.batch({2: [-2]}, sampling=[2]) for _ in range(5)]
+        tickets = [executor.launch(batch) for batch in batches]
+        are_asked: asyncio.Future[None] = loop.create_future()
+
+        def say_so() -> None:
+            loop.call_soon_threadsafe(are_asked.set_result, None)
+
+        executor._inbox.put(say_so)
+        await unless_dead(executor, are_asked)
+        cuda.lets_host_go.set()
+        return [await unless_dead(executor, ticket.outcome) for ticket in tickets]
+    finally:
+        cuda.lets_host_go.set()
+        executor.close()
+
+
+async def unless_dead(executor: TorchExecutor, future: asyncio.Future[Any]) -> Any:
+    async with asyncio.timeout(TIMEOUT_S):
+        await asyncio.wait((future, executor.died), return_when=asyncio.FIRST_COMPLETED)
+    if executor.died.done():
+        raise executor.died.result()
+    return future.result()
+
+
+def tokens_of(outcomes: list[object]) -> list[int]:
+    results = [outcome for outcome in outcomes if isinstance(outcome, StepResult)]
+    return [int(token) for result in results for token in array_i32(result.tokens)]
+
+
+# ---------------------------------------------------------------- the engine's steps
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+async def test_steps_that_run_far_behind_give_the_plain_engines_tokens(seed: int | None) -> None:
+    cuda = FakeCuda(seed)
+    outcomes = await run_ahead(cuda, executor_on(cuda))
+    assert tokens_of(outcomes) == PLAIN[:6]
+    cuda.assert_sound()
+    assert cuda.num_checks == 0
+
+
+def unfiltered(asked: AdmitRequest) -> AdmitRequest:
+    """NOTE: the filter of sample/choose.py still picks rows by a boolean index, which waits."""
+    sampling = msgspec.structs.replace(asked.sampling, top_k=0, top_p=1.0, min_p=0.0)
+    return msgspec.structs.replace(asked, sampling=sampling)
+
+
+@pytest.mark.slow
+@settings(max_examples=8, suppress_health_check=list(HealthCheck))
+@given(traces(), st.none() | st.integers(0, 2**32))
+def test_any_trace_is_sound_on_streams_and_gives_the_plain_engines_tokens(
+    trace: Trace, seed: int | None
+) -> None:
+    cuda = FakeCuda(seed)
+    options = trace.options | {"attention": "torch-ref", "graph_sizes": ()}
+    requests = [unfiltered(asked) for asked in trace.requests]
+    executor = executor_on(
+        cuda,
+        lambda where: FlakyModel(trace.fails, window=trace.window, device=where),
+        mode=TwoTokens() if trace.two_tokens else Autoregressive(),
+        **options,
+    )
+    served = serve(executor, requests, chaos=trace.chaos)
+    cuda.assert_sound()
+    assert_plain(Trace(requests, options, trace.window, trace.fails, trace.two_tokens, 0), served)
+    assert cuda.num_checks <= served.num_resyncs
+
+
+# ---------------------------------------------------------------- broken on purpose
+
+
+def forgets_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stream, "wait_event", lambda self, event: None)
+
+
+def tells_the_allocator_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeCuda, "keep", lambda self, tensor, stream: None)
+
+
+def gives_slots_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = HostSlots.take
+
+    def take_and_give_back(self: HostSlots, num_words: int) -> Any:
+        slot = take(self, num_words)
+        self.give_back(slot)
+        return slot
+
+    monkeypatch.setattr(HostSlots, "take", take_and_give_back)
+
+
+def waits_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy_out = CudaDevice.copy_out
+
+    def copy_out_and_wait(self: CudaDevice, values: Tensor, host: Tensor) -> Any:
+        event = copy_out(self, values, host)
+        event.synchronize()
+        return event
+
+    monkeypatch.setattr(CudaDevice, "copy_out", copy_out_and_wait)
+
+
+def stages_pageable_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trap 8."""
+
+    def pageable(_self: CudaDevice, num_words: int) -> Tensor:
+        return torch.empty(num_words, dtype=torch.int32)
+
+    monkeypatch.setattr(CudaDevice, "host_buffer", pageable)
+
+
+def begins_before_the_model_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stream, "wait_stream", lambda self, stream: None)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "hazard"),
+    [
+        (forgets_to_wait, "a copy on stream 2 races the write of"),
+        (tells_the_allocator_nothing, "is given back while stream 2 may still use it"),
+        (gives_slots_back_at_once, "is used again before its event"),
+        (waits_in_the_step, "the host waits for an event inside a step"),
+        (stages_pageable_memory, "inside a step: the host waits"),
+        (begins_before_the_model_is_there, "on stream 1 races the write of"),
+    ],
+)
+async def test_what_is_broken_is_seen(
+    break_it: Callable[[pytest.MonkeyPatch], None], hazard: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_it(monkeypatch)
+    cuda = FakeCuda()
+    await run_ahead(cuda, executor_on(cuda))
+    with pytest.raises(AssertionError, match=hazard):
+        cuda.assert_sound()
+
+
+async def test_who_reads_before_the_event_reads_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Event, "synchronize", lambda self: None)
+    cuda = FakeCuda()
+    assert tokens_of(await run_ahead(cuda, executor_on(cuda))) != PLAIN[:6]
+
+
+class Asks(HashModel):
+    """A model whose forward wants to know a value of the device."""
+
+    def __init__(self, ask: Callable[[Tensor], object], device: torch.device) -> None:
+        super().__init__(device=device)
+        self._ask = ask
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits = super().logits(hidden)
+        self._ask(logits)
+        return logits
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda logits: bool(logits[0, 0] > 0),
+        lambda logits: logits[0, 0].item(),
+        lambda logits: logits[logits > 0],
+        lambda logits: logits.nonzero(),
+        lambda logits: logits.cpu(),
+        lambda logits: logits.tolist(),
+        lambda logits: logits + torch.tensor([1.0], device=logits.device),
+        lambda logits: logits + torch.ones(1).to(logits.device),
+        lambda logits: logits[torch.tensor([0])],
+    ],
+)
+async def test_a_step_that_waits_for_a_value_fails(ask: Callable[[Tensor], object]) -> None:
+    cuda = FakeCuda()
+    outcomes = await run_ahead(cuda, executor_on(cuda, lambda where: Asks(ask, where)))
+    assert tokens_of(outcomes) == []
+
+
+# ---------------------------------------------------------------- failures of the device
+
+
+async def test_a_device_that_a_kernel_has_ruined_ends_the_engine_and_says_why() -> None:
+    cuda = FakeCuda()
+
+    def ruin(_logits: Tensor) -> None:
+        cuda.break_down("an illegal memory access was encountered")
+
+    with pytest.raises(torch.AcceleratorError, match="an illegal memory access"):
+        await run_ahead(cuda, executor_on(cuda, lambda where: Asks(ruin, where)))
+
+
+def out_of_memory(_logits: Tensor) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+class RunsOutOnce(HashModel):
+    """Of memory, where more than one row wants logits: halves have room."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        if len(hidden) > 1:
+            out_of_memory(hidden)
+        return super().logits(hidden)
+
+
+def test_a_step_that_runs_out_of_memory_is_tried_in_halves() -> None:
+    cuda = FakeCuda()
+    asked = [request(f"r{number}", PROMPT[: number + 1], max_tokens=2) for number in range(2)]
+    served = serve(executor_on(cuda, lambda where: RunsOutOnce(device=where)), asked)
+    assert served.num_resyncs > 0
+    assert served.outputs == {(r.request_id, 0): plain_outputs(HashModel(), r) for r in asked}
+    cuda.assert_sound()
+
+
+def test_a_request_for_which_there_is_never_memory_fails_alone() -> None:
+    cuda = FakeCuda()
+    asked = [request(f"r{number}", PROMPT[: number + 1]) for number in range(2)]
+    served = serve(executor_on(cuda, lambda where: Asks(out_of_memory, where)), asked)
+    assert served.reasons == {("r0", 0): ["error"], ("r1", 0): ["error"]}
+    cuda.assert_sound()
+
+
+# ---------------------------------------------------------------- what is chosen
+
+
+@pytest.mark.parametrize(
+    ("stored", "has_bfloat16", "chosen"),
+    [
+        ("bfloat16", True, torch.bfloat16),
+        ("float16", True, torch.float16),
+        ("float32", True, torch.bfloat16),
+        (None, True, torch.bfloat16),
+        ("bfloat16", False, torch.float16),
+        ("float32", False, torch.float16),
+    ],
+)
+def test_auto_is_the_half_type_that_is_stored_if_the_device_has_it(
+    stored: str | None, has_bfloat16: bool, chosen: torch.dtype
+) -> None:
+    cuda = FakeCuda()
+    cuda.has_bfloat16 = has_bfloat16
+    assert CudaDevice(cuda).weight_form(WeightWish("auto", stored, 1)).dtype == chosen
+    assert CudaDevice(cuda).weight_form(WeightWish("float32", stored, 1)).dtype == torch.float32
+
+
+def test_quantization_of_the_cpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--quantization int8 is made for the CPU"):
+        CudaDevice(FakeCuda()).weight_form(WeightWish("auto", None, 1, "int8"))
