@@ -27,6 +27,7 @@ def run(options: ScalingOptions, resolved: Resolved) -> BenchResult:
         for length in integers(options.contexts, flag="--contexts")
     ]
     prefills = [Shape(1, length, 2) for length in integers(options.prefills, flag="--prefills")]
+    starts = asyncio.run(_start_curves(options, resolved))  # first: one that fails costs no time
     found = one_batch.measure(
         [*decodes, *prefills], resolved, repeats=options.repeats, prompt_seed=0, may_leave_out=True
     )
@@ -34,7 +35,7 @@ def run(options: ScalingOptions, resolved: Resolved) -> BenchResult:
         "decode": _decode_curve(decodes, found),
         "prefill": _prefill_curve(prefills, found),
         "host-step": _host_curve(options),
-        **asyncio.run(_start_curves(options, resolved)),
+        **starts,
     }
     left_out = [shape.input_len for shape in found.left_out]
     notes = [f"{resolved.model_name}: {found.about}"]
@@ -92,6 +93,8 @@ def _flags(model: str, resolved: Resolved) -> list[str]:
     given = resolved.model
     flags = ["--model", model, "--load-format", given.load_format, "--model-impl", given.model_impl]
     flags += ["--dtype", given.dtype]
+    if given.max_model_len is not None:
+        flags += ["--max-model-len", str(given.max_model_len)]
     return [*flags, "--quantization", given.quantization] if given.quantization else flags
 
 

@@ -64,3 +64,12 @@ def test_what_cannot_be_drawn_is_one_line(
     given = [] if "--results" in arguments else ["--results", str(result)]
     assert main(["bench", "report", *given, *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_servers_are_started_first_and_with_the_context_that_was_given(capsys: Captured) -> None:
+    too_long = ("--max-model-len", "100000")
+    assert main(["bench", "scaling", *SIZES, *too_long]) == 2
+    said = capsys.readouterr()
+    assert "the server did not start" in said.err
+    assert "max_model_len is 100000" in said.err
+    assert said.out == ""
