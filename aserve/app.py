@@ -15,22 +15,22 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rich.console import Console
-
 from aserve.actors.detokenizer import DetokenizerActor
 from aserve.actors.supervisor import Failure, Phase, Supervisor
 from aserve.actors.tokenizer import TokenizerActor
+from aserve.banner import announce
 from aserve.channel import Channel, Codec
 from aserve.config import Resolved
 from aserve.core import Core, CorePorts, LocalCore
 from aserve.errors import BugError, ErrorInfo, ShuttingDown
+from aserve.event_loop import new_event_loop
 from aserve.gpu.device.process import prepare_process
-from aserve.gpu.worker import in_thread
 from aserve.http.openai.call import SEED_BITS, random_seed
 from aserve.http.server import HttpServer
 from aserve.http.state import HttpContext, ServerState
 from aserve.http.text_desk import TextDesk
-from aserve.load import Loaded, load, vocabulary_of
+from aserve.launch import Launcher, Stopped, Waits, launcher_of
+from aserve.load import Loaded, vocabulary_of
 from aserve.messages import (
     Cancel,
     DetokenizerEvent,
@@ -94,6 +94,7 @@ class App:
         await core.start(supervisor.report_death)
         supervisor.start()
         self.state.max_model_len = core.spec.max_model_len
+        self.state.engine_age_s = core.age_s
         self.state.defaults = text.defaults
         self._report("ready", "")
 
@@ -180,19 +181,10 @@ def seed_source(seed: int | None) -> Callable[[], int]:
     return lambda: numbers.getrandbits(SEED_BITS)
 
 
-def new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop where there is one."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
-
-
 def serve(resolved: Resolved) -> int:
     """Serves until a signal or a death; the process's exit code."""
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        return runner.run(Serving(resolved).run())
+        return runner.run(Serving(resolved, launcher_of(resolved)).run())
 
 
 def connect_http(app: App) -> HttpServer:
@@ -212,34 +204,15 @@ def connect_http(app: App) -> HttpServer:
     )
 
 
-def announce(resolved: Resolved, loaded: Loaded, address: str) -> None:
-    """What was chosen, in two lines: nobody has to guess a default."""
-    spec, options = loaded.executor.spec, resolved.scheduler
-    pages = spec.groups[0].num_pages - 1
-    console = Console(soft_wrap=True)
-    console.print(
-        f"aserve: {resolved.model_name} at {address}, {loaded.about}, "
-        f"context {spec.max_model_len} tokens",
-        highlight=False,
-        markup=False,
-    )
-    console.print(
-        f"aserve: KV {pages} pages of {spec.page_size} = {pages * spec.page_size} tokens; "
-        f"{spec.max_rows} rows, queue {options.max_queue}, depth {spec.depth}, lead {spec.lead}",
-        highlight=False,
-        markup=False,
-    )
-
-
 class Serving:
     """One life of the server: bind, load, serve, drain, close. `address` is known once bound."""
 
-    def __init__(self, resolved: Resolved, *, loader: Callable[[Resolved], Loaded] = load) -> None:
+    def __init__(self, resolved: Resolved, launcher: Launcher) -> None:
         self.address = ""
         self._resolved = resolved
-        self._loader = loader
+        self._launcher = launcher
         self._ending = asyncio.Event()  # set by a signal, or by a death
-        self._loading: asyncio.Future[Loaded | None] | None = None  # None: stopped meanwhile
+        self._waits = Waits()
         self._app = App(resolved, on_death=self._ending.set)
         self._http = connect_http(self._app)
 
@@ -257,14 +230,13 @@ class Serving:
 
     async def _serve(self) -> None:
         logger.info("loading model=%s address=%s", self._resolved.model_source, self.address)
-        self._loading = in_thread(self._load, name="load")
-        loaded = await self._loading
-        if loaded is None:
+        try:
+            launched = await self._launcher.launch(self._app, self._waits)
+        except Stopped:
             return
-        await self._app.start(loaded)
         gc.collect()
         gc.freeze()  # PERF: what lives as long as the process is looked at by no later collection
-        announce(self._resolved, loaded, self.address)
+        announce(self._resolved, launched, self.address)
         await self._ending.wait()
         await self._app.drain(self._resolved.server.drain_timeout)
 
@@ -273,8 +245,4 @@ class Serving:
         if self._ending.is_set():
             self._app.end_all(ShuttingDown("the server was stopped").info())
         self._ending.set()
-        if self._loading is not None and not self._loading.done():
-            self._loading.set_result(None)
-
-    def _load(self) -> Loaded | None:
-        return self._loader(self._resolved)
+        self._waits.end()

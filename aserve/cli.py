@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import importlib
 import importlib.metadata
-import logging
 import os
 import platform
 import re
@@ -41,6 +40,7 @@ from aserve.config import (
     unknown_option,
 )
 from aserve.errors import AserveError, ConfigError
+from aserve.logs import start_logging
 from aserve.tiny.location import MODEL_DIR
 
 if TYPE_CHECKING:
@@ -55,7 +55,6 @@ COMMAND_RECORDS: Mapping[str, tuple[type, ...]] = {
     "generate": (*ENGINE_RECORDS, PromptOptions),
 }
 ARGUMENTS = frozenset({"command", "text", "file", "bench"})  # of a command, not options
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 EPILOG = (
     "Each option can be set as ASERVE_NAME in the environment and as `name = value` in the file of "
@@ -108,8 +107,7 @@ def _run(arguments: list[str]) -> int:
 def _resolved(given: dict[str, object], *, log_level: str) -> Resolved:
     facts = Facts(default_model=str(MODEL_DIR))
     resolved = resolve(read_raw(given), facts)
-    level = (resolved.debug.log_level or log_level).upper()
-    logging.basicConfig(level=level, format=LOG_FORMAT, stream=sys.stderr)
+    start_logging(resolved.debug.log_level or log_level)
     return resolved
 
 

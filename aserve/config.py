@@ -162,6 +162,12 @@ class ServerOptions:
     max_stored_bytes: int = option(
         256 << 20, "memory for the responses that are kept", Limits(low=0)
     )
+    processes: str = option(
+        "auto",
+        "1: clients and engine in one process; 2: the engine in a process of its own; "
+        "auto: 2 on a CUDA device",
+        Limits(choices=("auto", "1", "2")),
+    )
     drain_timeout: float = option(
         4.0, "seconds that open streams get to finish after SIGTERM", Limits(low=0, high=86400)
     )

@@ -83,6 +83,9 @@ class Core(Protocol):
     async def close(self) -> None:
         """After the actors have stopped."""
 
+    def age_s(self) -> float:
+        """Seconds since it was last heard of."""
+
 
 class LocalCore:
     """In this process. `vocabulary` is asked for in a thread, when the first grammar comes."""
@@ -130,6 +133,10 @@ class LocalCore:
         await self._close_executor()
         if self._recorder is not None:
             self._recorder.close()
+
+    def age_s(self) -> float:
+        """Who can ask shares its loop."""
+        return 0.0
 
     async def _close_executor(self) -> None:
         """Not for ever: a step may be a long one, and its thread doesn't keep the process."""

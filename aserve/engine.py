@@ -34,9 +34,10 @@ import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
-from aserve.app import App, new_event_loop, seed_source
+from aserve.app import App, seed_source
 from aserve.config import Facts, Raw, Resolved, resolve, unknown_option
 from aserve.errors import AserveError, ConfigError, EngineDead, ErrorInfo, InvalidRequest
+from aserve.event_loop import new_event_loop
 from aserve.gpu.worker import in_thread
 from aserve.http.openai.call import request_of, sampling_of
 from aserve.http.openai.conversation import template_variables

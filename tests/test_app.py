@@ -17,6 +17,7 @@ import pytest
 from aserve.app import Serving
 from aserve.config import Facts, Raw, Resolved, resolve
 from aserve.errors import ConfigError, EngineDead
+from aserve.launch import InThisProcess
 from aserve.load import Loaded
 from tests.fake_executor import FakeExecutor
 from tests.text.vocabularies import byte_level_tokenizer
@@ -36,7 +37,7 @@ class Life:
         self.may_load = threading.Event()
         self.is_loading = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self.serving = Serving(resolved, loader=self._load)
+        self.serving = Serving(resolved, InThisProcess(self._load))
         self.exit_code = asyncio.ensure_future(self.serving.run())
 
     async def until_ready(self) -> None:
@@ -166,7 +167,7 @@ async def test_an_executor_that_dies_in_its_first_step_ends_the_server_with_an_e
     loaded = Loaded(executor, byte_level_tokenizer(), None, "fake")
     async with asyncio.timeout(5):
         with pytest.raises(EngineDead, match="no such device"):
-            await Serving(resolved, loader=lambda _: loaded).run()
+            await Serving(resolved, InThisProcess(lambda _: loaded)).run()
     assert executor.is_closed
 
 
@@ -177,7 +178,7 @@ async def test_a_busy_port_is_a_config_error_that_names_it() -> None:
         port = taken.getsockname()[1]
         resolved = resolve(Raw(command_line={"port": port}), Facts(default_model="none"))
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: address already in use$"):
-            await Serving(resolved, loader=never).run()
+            await Serving(resolved, InThisProcess(never)).run()
 
 
 async def test_a_model_that_cannot_be_loaded_closes_the_port_and_raises() -> None:
@@ -185,7 +186,7 @@ async def test_a_model_that_cannot_be_loaded_closes_the_port_and_raises() -> Non
         raise ConfigError("no such model")
 
     resolved = resolve(Raw(command_line={"port": 0}), Facts(default_model="none"))
-    serving = Serving(resolved, loader=broken)
+    serving = Serving(resolved, InThisProcess(broken))
     with pytest.raises(ConfigError, match="no such model"):
         await serving.run()
     async with aiohttp.ClientSession() as client:

@@ -12,7 +12,6 @@ import functools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from aserve.app import new_event_loop
 from aserve.bench.arrivals import begin_times
 from aserve.bench.batch_times import PEERS, WARM_UP_LEN, Generate, Scenario
 from aserve.bench.batches import OURS, batch_result, measure_batches
@@ -29,6 +28,7 @@ from aserve.bench.windows import TokenWindows
 from aserve.config import Resolved
 from aserve.engine import Engine
 from aserve.errors import ConfigError
+from aserve.event_loop import new_event_loop
 from aserve.gpu.weights.hub import resolve_model_dir
 from aserve.gpu.worker import in_thread
 from aserve.load import load

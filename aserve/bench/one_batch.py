@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from aserve.app import new_event_loop
 from aserve.bench.options import OneBatchOptions, integers
 from aserve.bench.progress import progress
 from aserve.bench.result import BenchResult, Table
@@ -22,6 +21,7 @@ from aserve.bench.windows import TokenWindows
 from aserve.bench.yardstick import Yardstick, make_yardstick
 from aserve.config import Resolved
 from aserve.core import LocalExecutor
+from aserve.event_loop import new_event_loop
 from aserve.load import load
 from aserve.messages import AdmitRequest, EngineSpec, SamplingParams, pack_i32
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from aserve.app import App, connect_http, new_event_loop
+from aserve.app import App, connect_http
 from aserve.bench.options import OverlapSimOptions, integers, numbers
 from aserve.bench.progress import progress
 from aserve.bench.result import BenchResult, Table
@@ -27,6 +27,7 @@ from aserve.bench.windows import TokenWindows
 from aserve.config import Resolved
 from aserve.engine import Engine
 from aserve.errors import BugError
+from aserve.event_loop import new_event_loop
 from aserve.load import Loaded
 from aserve.messages import EngineSpec, GroupSpec, array_i32
 from aserve.text.load import load_tokenizer

@@ -12,7 +12,6 @@ import time
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from aserve.app import new_event_loop
 from aserve.bench.options import RelayOptions
 from aserve.bench.progress import progress
 from aserve.bench.result import BenchResult, Table
@@ -22,6 +21,7 @@ from aserve.bench.timed_device import TimedCpu
 from aserve.bench.windows import TokenWindows
 from aserve.config import Resolved
 from aserve.errors import BugError
+from aserve.event_loop import new_event_loop
 from aserve.gpu.build import BuildOptions, build_on
 from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.worker import in_thread

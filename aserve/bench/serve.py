@@ -15,7 +15,6 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from aserve.app import new_event_loop
 from aserve.bench.arrivals import begin_times
 from aserve.bench.cpu_time import tree_cpu_s
 from aserve.bench.load import run_load
@@ -33,6 +32,7 @@ from aserve.bench.streamed import Answer, ask
 from aserve.bench.windows import TokenWindows
 from aserve.config import ModelOptions, Resolved
 from aserve.errors import ConfigError
+from aserve.event_loop import new_event_loop
 from aserve.text.load import load_text
 from aserve.tiny.location import MODEL_DIR
 

@@ -11,6 +11,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 from aserve.http.state import ServerState
 
+LATE_S = 10.0  # an engine says something every second, unless its loop is stuck
+
 
 class HealthBody(msgspec.Struct, omit_defaults=True):
     status: str
@@ -18,14 +20,23 @@ class HealthBody(msgspec.Struct, omit_defaults=True):
 
 
 def health_response(state: ServerState) -> web.Response:
-    is_ready = state.phase == "ready"
-    body = HealthBody(state.phase, "" if is_ready else state.reason)
+    body = health_of(state)
     return web.Response(
         body=msgspec.json.encode(body),
-        status=200 if is_ready else 503,
+        status=200 if body.status == "ready" else 503,
         content_type="application/json",
         headers={"Cache-Control": "no-store"},
     )
+
+
+def health_of(state: ServerState) -> HealthBody:
+    """A stuck engine may go on, so its requests still wait."""
+    if state.phase != "ready":
+        return HealthBody(state.phase, state.reason)
+    age_s = state.engine_age_s()
+    if age_s > LATE_S:
+        return HealthBody("stuck", f"the engine has said nothing for {age_s:.0f} seconds")
+    return HealthBody("ready")
 
 
 def metrics_response(registry: CollectorRegistry) -> web.Response:

@@ -33,6 +33,7 @@ class ServerState:
     reason: str = "loading the model"
     max_model_len: int | None = None
     defaults: GenerationDefaults = NEUTRAL
+    engine_age_s: Callable[[], float] = lambda: 0.0  # since it was last heard of
 
     def refusal(self) -> AserveError | None:
         """Why no new request may enter."""

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from aserve.messages import GenerateRequest, OutputChunk
 from aserve.observability.grammars import GrammarMetrics
 from aserve.observability.reports import (
+    Beat,
     EngineReport,
     GrammarCompiled,
     GrammarKnown,
@@ -84,6 +85,9 @@ class Metrics:
                 self._steps.turned(report)
             case GrammarKnown() | GrammarCompiled():
                 self._grammars.heard(report)
+            case Beat():
+                for actor, backlog in report.backlogs:
+                    self._steps.backlog.labels(actor).set(backlog)
             case _:
                 assert_never(report)
 

@@ -45,8 +45,14 @@ class GrammarCompiled(Message, frozen=True):
     seconds: float
 
 
+class Beat(Message, frozen=True):
+    """An engine's loop turns; `backlogs` are the messages that wait for each of its actors."""
+
+    backlogs: tuple[tuple[str, int], ...] = ()
+
+
 GrammarReport: TypeAlias = GrammarKnown | GrammarCompiled
-EngineReport: TypeAlias = TurnReport | GrammarReport
+EngineReport: TypeAlias = TurnReport | GrammarReport | Beat
 
 
 class TurnReporter:

@@ -34,7 +34,7 @@ CORE_PATH = (
 STARTS = (
     *("aserve/cli.py", "aserve/config.py", "aserve/engine.py", "aserve/progress.py"),
     *(f"aserve/gpu/attention/{name}.py" for name in ("capabilities", "choice", "registry")),
-    "aserve/load.py",
+    *(f"aserve/{name}.py" for name in ("banner", "event_loop", "launch", "load", "logs")),
     *("aserve/gpu/weights/*", "aserve/gpu/device/process.py", "aserve/gpu/device/cpu_weights.py"),
     "aserve/gpu/padding_batch.py",
     *("aserve/gpu/device/control_groups.py", "aserve/gpu/device/cpu_count.py"),

@@ -85,11 +85,19 @@ class ServerProcess:
         self.lines += self._output.readlines()
         return self.process.wait(START_S), time.monotonic() - start_s
 
+    @property
+    def engine_pid(self) -> int:
+        """The server's own, where it is one process."""
+        tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
+        children = [pid for task in tasks for pid in (task / "children").read_text().split()]
+        for pid in children:
+            if b"aserve.processes.engine" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return int(pid)
+        return self.process.pid
+
     def memory_bytes(self) -> int:
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        found = re.search(r"VmRSS:\s+(\d+) kB", status)
-        assert found is not None
-        return int(found[1]) * 1024
+        """Of all its processes, but for those of grammars."""
+        return sum(map(resident_bytes, {self.process.pid, self.engine_pid}))
 
     @property
     def text(self) -> str:
@@ -99,3 +107,9 @@ class ServerProcess:
     def _output(self) -> IO[str]:
         assert self.process.stdout is not None
         return self.process.stdout
+
+
+def resident_bytes(pid: int) -> int:
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -34,9 +33,9 @@ SETTLE_S = 20.0
 MIB = 1 << 20
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess(*QUIET, "--api-key", KEY) as started:
+@pytest.fixture(scope="module", params=["1", "2"], ids=["one-process", "two-processes"])
+def server(request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
+    with ServerProcess(*QUIET, "--api-key", KEY, "--processes", request.param) as started:
         yield started
 
 
@@ -277,11 +276,11 @@ async def test_clients_that_go_away_leave_nothing_behind(
     """Half of them in the middle of a stream, the others while they wait for the whole answer."""
     await leave_early(client)
     await settled(server)
-    before = resident_bytes(server)
+    before = server.memory_bytes()
     for _ in range(3):
         await leave_early(client)
         await settled(server)
-    assert resident_bytes(server) - before < 48 * MIB
+    assert server.memory_bytes() - before < 48 * MIB
     text = (await complete(client, max_tokens=5)).choices[0].text
     assert text
 
@@ -321,14 +320,21 @@ def metric(server: ServerProcess, name: str) -> float:
     return float(line.split()[1])
 
 
-def resident_bytes(server: ServerProcess) -> int:
-    status = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
-    (line,) = [line for line in status if line.startswith("VmRSS:")]
-    return int(line.split()[1]) * 1024
-
-
-async def test_a_full_queue_is_429_with_a_time_to_retry_and_sigterm_ends_every_stream() -> None:
-    options = (*QUIET, "--max-num-seqs", "2", "--max-queue", "3", "--drain-timeout", "0.3")
+@pytest.mark.parametrize("processes", ["1", "2"])
+async def test_a_full_queue_is_429_with_a_time_to_retry_and_sigterm_ends_every_stream(
+    processes: str,
+) -> None:
+    options = (
+        *QUIET,
+        "--processes",
+        processes,
+        "--max-num-seqs",
+        "2",
+        "--max-queue",
+        "3",
+        "--drain-timeout",
+        "0.3",
+    )
     with ServerProcess(*options) as server:
         async with client_of(server) as client:
             streams = [asyncio.ensure_future(outcome(client)) for _ in range(2)]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -30,8 +32,11 @@ sys.exit(main(["serve", "--port", "0"]))
 
 
 @pytest.mark.slow
-def test_the_bundled_model_is_served_and_sigterm_ends_its_stream_with_an_error_event() -> None:
-    with ServerProcess("--drain-timeout", "0.2") as server:
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_the_bundled_model_is_served_and_sigterm_ends_its_stream_with_an_error_event(
+    processes: str,
+) -> None:
+    with ServerProcess("--drain-timeout", "0.2", "--processes", processes) as server:
         assert json.loads(server.get("/health")) == {"status": "ready"}
         models = json.loads(server.get("/v1/models"))["data"]
         assert [model["id"] for model in models] == ["aserve-tiny"]
@@ -48,8 +53,12 @@ def test_the_bundled_model_is_served_and_sigterm_ends_its_stream_with_an_error_e
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_an_idle_server_with_0() -> None:
-    with ServerProcess() as server:
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_ctrl_c_ends_an_idle_server_with_0(processes: str) -> None:
+    """A terminal sends it to every process."""
+    with ServerProcess("--processes", processes) as server:
+        if server.engine_pid != server.process.pid:
+            os.kill(server.engine_pid, signal.SIGINT)
         code, took_s = server.end(signal.SIGINT)
     assert code == 0
     assert took_s < 5
@@ -64,6 +73,46 @@ def test_a_killed_executor_ends_the_stream_with_an_error_and_the_process_with_1(
         assert json.loads(events[-2].removeprefix(b"data: "))["error"]["code"] == "engine_dead"
         code, _ = server.end(None)
     assert code == 1
+
+
+@pytest.mark.slow
+def test_a_killed_engine_ends_the_stream_with_an_error_and_the_server_with_1() -> None:
+    with ServerProcess("--processes", "2") as server:
+        with server.post("/v1/completions", LONG | {"stream": True}) as answer:
+            assert answer.readline().startswith(b"data: ")
+            os.kill(server.engine_pid, signal.SIGKILL)
+            events = [line for line in answer.read().splitlines() if line]
+        assert json.loads(events[-2].removeprefix(b"data: "))["error"]["code"] == "engine_dead"
+        code, _ = server.end(None)
+    assert code == 1
+    assert "was ended by SIGKILL" in server.text
+
+
+@pytest.mark.slow
+def test_a_recording_of_the_engines_process_replays(tmp_path: Path) -> None:
+    recording = tmp_path / "recording"
+    with ServerProcess("--processes", "2", "--record", str(recording)) as server:
+        with server.post("/v1/completions", LONG | {"max_tokens": 30}) as answer:
+            assert json.loads(answer.read())["usage"]["completion_tokens"] == 30
+        server.end(signal.SIGTERM)
+    lines = run("replay", str(recording)).stdout.splitlines()
+    assert lines[-1].startswith("replayed turns=")
+    assert lines[-1].endswith("idle=True")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_model_that_cannot_be_run_is_one_line_and_exit_code_2(
+    processes: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"vocab_size": 300}')
+    options = ("--port", "0", "--log-level", "error", "--load-format", "dummy")
+    result = run("serve", str(tmp_path), *options, "--processes", processes)
+    assert result.returncode == 2, result.stderr
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("aserve: error: ")
+    assert str(config) in line
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from aserve.errors import ConfigError, EngineDead, QueueFull, ShuttingDown, StepError
+from aserve.http.health import LATE_S
 from aserve.http.openai.completions import CompletionDialect
 from aserve.http.state import Phase
 from aserve.messages import Cancel
@@ -47,6 +48,20 @@ async def test_health_and_refusals_follow_the_phase(
     async with web.post("/v1/completions", json=PROMPT) as answer:
         assert (answer.status, (await error_of(answer))["code"]) == (status, code)
         assert ("Retry-After" in answer.headers) is (phase != "dead")
+
+
+async def test_an_engine_that_has_long_said_nothing_is_stuck_and_its_requests_still_wait(
+    echo: EchoEngine, web: aiohttp.ClientSession
+) -> None:
+    echo.state.engine_age_s = lambda: LATE_S + 2
+    async with web.get("/health") as answer:
+        body = {"status": "stuck", "reason": "the engine has said nothing for 12 seconds"}
+        assert (answer.status, await answer.json()) == (503, body)
+    async with web.post("/v1/completions", json=PROMPT) as answer:
+        assert answer.status == 200
+    echo.state.engine_age_s = lambda: LATE_S - 2
+    async with web.get("/health") as answer:
+        assert answer.status == 200
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 
-from aserve.app import new_event_loop
 from aserve.bench.batch_times import Scenario
 from aserve.bench.batches import OURS, measure_batches
 from aserve.bench.offline import OurEngine
 from aserve.bench.windows import TokenWindows
 from aserve.config import Resolved
 from aserve.engine import Engine
+from aserve.event_loop import new_event_loop
 from aserve.load import load
 
 

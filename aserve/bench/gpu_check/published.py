@@ -12,7 +12,6 @@ import functools
 import random
 from collections.abc import Mapping
 
-from aserve.app import new_event_loop
 from aserve.bench.batch_times import WARM_UP_LEN
 from aserve.bench.embedded import ask_engine
 from aserve.bench.gpu_check.records import Figures
@@ -21,6 +20,7 @@ from aserve.bench.load import run_load
 from aserve.bench.spread import median, spread
 from aserve.config import Resolved
 from aserve.engine import Engine
+from aserve.event_loop import new_event_loop
 from aserve.load import load
 
 MOST_ID = 10_000

@@ -1,0 +1,173 @@
+"""The engine's process, `python -m aserve.processes.engine`: stdin is a socket to its frontend.
+
+Must not know clients or text. It does what the socket says, and ends with it: whoever ends the
+frontend, in whatever way, has ended the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, assert_never
+
+from aserve.actors.supervisor import Phase, Supervisor
+from aserve.core import CorePorts, LocalCore, LocalExecutor
+from aserve.errors import AserveError, ConfigError, ErrorInfo
+from aserve.event_loop import new_event_loop
+from aserve.gpu.device.process import prepare_process
+from aserve.gpu.worker import in_thread
+from aserve.grammar.frames import Vocabulary
+from aserve.load import load_executor, vocabulary_of
+from aserve.logs import start_logging
+from aserve.messages import AdmitRequest, Cancel
+from aserve.observability.reports import Beat
+from aserve.observability.trace import Trace
+from aserve.processes.link import Link
+from aserve.processes.protocol import Died, LoadFailed, Ready, Start, ToEngine, ToFrontend
+from aserve.text.load import load_text
+
+BEAT_S = 1.0
+FLUSH_S = 1.0  # for the last messages to a frontend that still reads
+
+
+class NamedExecutor(LocalExecutor, Protocol):
+    """`about` says in a few words what was chosen for this machine."""
+
+    about: str
+
+
+def load_from(start: Start) -> NamedExecutor:
+    return load_executor(start.resolved, Path(start.model_dir))
+
+
+def main(loader: Callable[[Start], NamedExecutor] = load_from) -> int:
+    """The exit code: 0 when the frontend has gone, 1 for a failure."""
+    sock = socket.socket(fileno=os.dup(0))
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        return runner.run(_run(sock, loader))
+
+
+async def _run(sock: socket.socket, loader: Callable[[Start], NamedExecutor]) -> int:
+    return await EngineSide(loader).run(sock)
+
+
+class EngineSide:
+    """One life of the engine: start, load, serve, end."""
+
+    def __init__(self, loader: Callable[[Start], NamedExecutor]) -> None:
+        loop = asyncio.get_running_loop()
+        self._loader = loader
+        self._start: asyncio.Future[Start] = loop.create_future()
+        self._ended: asyncio.Future[None] = loop.create_future()  # the frontend, or something here
+        self._link = Link[ToEngine, ToFrontend](
+            "frontend", kind=ToEngine, deliver=self._heard, on_end=lambda _: self._end()
+        )
+        self._core: LocalCore | None = None
+        self._supervisor = Supervisor((self._link,), requests=Elsewhere(), report=self._report)
+
+    async def run(self, sock: socket.socket) -> int:
+        code = 0
+        await self._link.open(sock)
+        try:
+            async with asyncio.TaskGroup() as group:
+                life = group.create_task(self._live())
+                self._ended.add_done_callback(lambda _: life.cancel())
+        except* AserveError as errors:
+            code = 1
+            self._link.write(_failed(errors.exceptions[0]))
+        finally:
+            await self._close()
+        return 1 if self._supervisor.failure else code
+
+    async def _live(self) -> None:
+        """Is cancelled when it is to end."""
+        start = await self._start
+        start_logging(start.resolved.debug.log_level or "info")
+        prepare_process(start.resolved.machine.threads)
+        executor = await in_thread(lambda: self._loader(start), name="load")
+        core = self._connect(start, executor)
+        await core.start(self._supervisor.report_death)
+        self._supervisor.start()
+        gc.collect()
+        gc.freeze()  # PERF: what lives as long as the process is looked at by no later collection
+        self._link.write(Ready(executor.spec, executor.about))
+        self._beat()
+        await self._ended
+
+    def _connect(self, start: Start, executor: NamedExecutor) -> LocalCore:
+        inbox = self._link.inbox
+        core = self._core = LocalCore(
+            executor,
+            start.resolved,
+            ports=CorePorts(inbox, inbox.send, Trace()),
+            vocabulary=functools.partial(_vocabulary, start, executor.spec.vocab_size),
+        )
+        actors = (self._link, *core.actors)
+        self._supervisor = Supervisor(actors, requests=Elsewhere(), report=self._report)
+        return core
+
+    async def _close(self) -> None:
+        """The last message still goes out; afterwards no task and no thread is left."""
+        await self._supervisor.stop()
+        if self._core is not None:
+            await self._core.close()
+        await self._link.close(timeout_s=FLUSH_S)
+
+    def _heard(self, message: ToEngine) -> None:
+        match message:
+            case AdmitRequest() | Cancel():
+                assert self._core is not None, "requests come after Ready"
+                self._core.inbox.send(message)
+            case Start():
+                self._start.set_result(message)
+            case _:
+                assert_never(message)
+
+    def _beat(self) -> None:
+        """Says that the loop turns, and who has work; ends with the loop."""
+        actors = () if self._core is None else self._core.actors
+        backlogs = tuple((actor.name, actor.backlog()) for actor in actors)
+        self._link.inbox.send(Beat(backlogs))
+        asyncio.get_running_loop().call_later(BEAT_S, self._beat)
+
+    def _report(self, phase: Phase, _: str) -> None:
+        failure = self._supervisor.failure
+        if phase == "dead" and failure is not None:
+            reason = f"{type(failure.error).__name__}: {failure.error}"
+            self._link.write(Died(failure.name, reason))
+            self._end()
+
+    def _end(self) -> None:
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+
+class Elsewhere:
+    """Open requests are the frontend's: it ends them when it hears of a death."""
+
+    def end_all(self, error: ErrorInfo) -> None:
+        pass
+
+    async def drained(self) -> None:
+        pass
+
+
+def _failed(error: BaseException) -> LoadFailed:
+    return LoadFailed(str(error), isinstance(error, ConfigError))
+
+
+def _vocabulary(start: Start, vocab_size: int) -> Vocabulary:
+    text = load_text(Path(start.model_dir), start.resolved.model)
+    return vocabulary_of(text.tokenizer, vocab_size)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

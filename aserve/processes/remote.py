@@ -1,0 +1,156 @@
+"""The engine's half as the frontend sees it when it runs in a process of its own.
+
+Must not know what goes through the link, but for the engine's life: it is started, ready or failed,
+and ends or dies. Written on the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import assert_never
+
+from aserve.actors.base import DeathReport
+from aserve.actors.supervisor import Supervised
+from aserve.channel import Sink
+from aserve.core import CorePorts
+from aserve.errors import AserveError, ConfigError, EngineDead
+from aserve.gpu.worker import in_thread
+from aserve.messages import EngineEvent, EngineSpec, OpenText, Refused, Retired, StepOutput
+from aserve.observability.reports import Beat, GrammarCompiled, GrammarKnown, TurnReport
+from aserve.processes.link import Link
+from aserve.processes.protocol import Died, LoadFailed, Ready, Start, ToEngine, ToFrontend
+
+ENGINE = (sys.executable, "-m", "aserve.processes.engine")
+FLUSH_S = 1.0  # for the last messages to an engine that is to end
+END_S = 5.0  # for its step, its memory and its exit; afterwards it is killed
+DEATH_S = 1.0  # from a socket's end to the exit code
+SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
+
+
+class RemoteCore:
+    """Implements core.Core. `ready` is there once the model is loaded, or says why it is not."""
+
+    spec: EngineSpec
+    inbox: Sink[EngineEvent]
+    actors: tuple[Supervised, ...]
+
+    def __init__(self, ports: CorePorts) -> None:
+        self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._ports = ports
+        self._link = Link[ToFrontend, ToEngine](
+            "engine", kind=ToFrontend, deliver=self._heard, on_end=self._link_ended
+        )
+        self.inbox = self._link.inbox
+        self.actors = (self._link,)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._on_death: DeathReport | None = None
+        self._is_closing = False
+        self._heard_at_s = time.monotonic()
+
+    async def open(self, command: Sequence[str], start: Start) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = _spawned(command, theirs)
+        await self._link.open(ours)
+        self._link.write(start)
+
+    async def start(self, on_death: DeathReport) -> None:
+        """After `ready`."""
+        self._on_death = on_death
+        if self._process is not None and self._process.poll() is not None:
+            raise EngineDead("the engine's process ended as soon as it was ready; its log says why")
+
+    async def close(self) -> None:
+        """An engine that still loads is killed; else its work ends in order, within a time."""
+        process = self._process
+        if process is None or self._is_closing:
+            return
+        self._is_closing = True
+        await self._link.stop()
+        await self._link.close(timeout_s=FLUSH_S)
+        if not self.ready.done():
+            process.kill()
+        if await _exit_code(process, timeout_s=END_S) is None:
+            process.kill()
+            process.wait()
+
+    def age_s(self) -> float:
+        return time.monotonic() - self._heard_at_s
+
+    def _heard(self, message: ToFrontend) -> None:
+        match message:
+            case StepOutput() | Retired() | Refused() | OpenText():
+                self._ports.text.send(message)
+            case TurnReport() | GrammarKnown() | GrammarCompiled():
+                self._ports.report(message)
+            case Beat():
+                self._heard_at_s = time.monotonic()
+                self._ports.report(message)
+            case Ready():
+                self.spec = message.spec
+                self._heard_at_s = time.monotonic()
+                self._settle(message)
+            case LoadFailed():
+                kind = ConfigError if message.is_config else EngineDead
+                self._settle(kind(message.message))
+            case Died():
+                self._died(message.name, EngineDead(message.reason))
+            case _:
+                assert_never(message)
+
+    def _settle(self, outcome: Ready | AserveError) -> None:
+        if self.ready.done():
+            return
+        if isinstance(outcome, Ready):
+            self.ready.set_result(outcome)
+        else:
+            self.ready.set_exception(outcome)
+
+    def _link_ended(self, error: Exception | None) -> None:
+        if not self._is_closing:
+            self._link.spawn(self._say_how_it_ended(error))
+
+    async def _say_how_it_ended(self, error: Exception | None) -> None:
+        assert self._process is not None
+        code = await _exit_code(self._process, timeout_s=DEATH_S)
+        how = "closed its socket" if code is None else _described(code)
+        because = f" ({error})" if error and not isinstance(error, OSError) else ""
+        self._died("engine", EngineDead(f"the engine's process {how}{because}; its log says why"))
+
+    def _died(self, name: str, error: AserveError) -> None:
+        """While it loads somebody waits for `ready`; the supervisor counts the first death only."""
+        self._settle(error)
+        if self._on_death is not None:
+            self._on_death(name, error)
+
+
+def _spawned(command: Sequence[str], stdin: socket.socket) -> subprocess.Popen[bytes]:
+    """WHY: a terminal sends Ctrl-C, and a service manager SIGTERM, to both processes. The frontend
+    alone decides what ends when, so the engine starts with these blocked, and never hears them.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        return subprocess.Popen(command, stdin=stdin.fileno())
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+async def _exit_code(process: subprocess.Popen[bytes], *, timeout_s: float) -> int | None:
+    """None if it has not ended in time."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            return await in_thread(process.wait, name="wait")
+    return None
+
+
+def _described(code: int) -> str:
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"

@@ -1,0 +1,177 @@
+"""The engine in a process of its own: how it comes up, serves, and ends, whoever ends first."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+
+from aserve.app import App
+from aserve.config import Facts, Raw, Resolved, resolve
+from aserve.errors import ConfigError, EngineDead
+from aserve.frames import framed
+from aserve.messages import GenerateRequest, OutputChunk, SamplingParams, TokenPrompt
+from aserve.observability.reports import Beat, EngineReport
+from aserve.processes.protocol import Start
+from aserve.processes.remote import RemoteCore
+from aserve.text.defaults import NEUTRAL
+from aserve.text.load import TextSide
+from tests.text.vocabularies import byte_level_tokenizer
+
+TEXT = TextSide(byte_level_tokenizer(), None, NEUTRAL)
+
+
+def options() -> Resolved:
+    return resolve(Raw(command_line={}), Facts(default_model="none"))
+
+
+def command(kind: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", "tests.processes.fake_engine", kind)
+
+
+class Rig:
+    """An app whose engine is a fake one in another process."""
+
+    def __init__(self) -> None:
+        self.died = asyncio.Event()
+        self.app = App(options(), on_death=self.died.set)
+        self.has_beaten = asyncio.Event()
+        self.core = RemoteCore(dataclasses.replace(self.app.ports, report=self._report))
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        assert self.core._process is not None
+        return self.core._process
+
+    async def open(self, kind: str) -> None:
+        await self.core.open(command(kind), Start(options(), "nowhere"))
+
+    async def ask(self, name: str, *, max_tokens: int = 40) -> list[OutputChunk]:
+        sampling = SamplingParams(seed=1, max_tokens=max_tokens, ignore_eos=True)
+        outlet = self.app.gateway.open(GenerateRequest(name, TokenPrompt((1, 2)), sampling))
+        return [chunk async for chunk in outlet]
+
+    def _report(self, report: EngineReport) -> None:
+        self.app.metrics.heard(report)
+        if isinstance(report, Beat):
+            self.has_beaten.set()
+
+    def metric(self, name: str, **labels: str) -> float | None:
+        return self.app.metrics.registry.get_sample_value(name, labels)
+
+
+@asynccontextmanager
+async def running(kind: str = "good") -> AsyncIterator[Rig]:
+    rig = Rig()
+    async with asyncio.timeout(30):
+        try:
+            await rig.open(kind)
+            await rig.core.ready
+            await rig.app.join(rig.core, TEXT)
+            yield rig
+        finally:
+            await rig.app.close()
+            await rig.core.close()
+    assert rig.process.returncode is not None
+
+
+async def test_requests_are_answered_and_metrics_come_across() -> None:
+    async with running() as rig:
+        answers = await asyncio.gather(*(rig.ask(f"r{number}") for number in range(12)))
+        for chunks in answers:
+            assert chunks[-1].finish_reason == "length"
+            assert sum(len(chunk.token_ids) // 4 for chunk in chunks) == 40
+        launched = rig.metric("aserve_steps_launched_total")
+        assert launched == rig.metric("aserve_forward_iteration")
+        assert launched is not None
+        assert launched >= 40
+        assert rig.metric("aserve_queue_seconds_count") == 12
+        await rig.has_beaten.wait()
+        assert rig.metric("aserve_inbox_messages", actor="scheduler") == 0
+        assert rig.core.age_s() < 20
+    assert rig.process.returncode == 0
+
+
+async def test_a_killed_engine_ends_every_request_with_one_error_and_says_by_what() -> None:
+    async with running() as rig:
+        await rig.ask("before", max_tokens=2)
+        rig.process.send_signal(signal.SIGSTOP)
+        asked = asyncio.gather(*(rig.ask(f"r{number}") for number in range(3)))
+        await asyncio.sleep(0)
+        rig.process.kill()
+        for (chunk,) in await asked:
+            assert chunk.is_last
+            assert chunk.error is not None
+            assert (chunk.error.status, chunk.error.code) == (503, "engine_dead")
+        assert rig.died.is_set()
+        assert rig.app.state.phase == "dead"
+        assert "was ended by SIGKILL" in rig.app.state.reason
+
+
+async def test_an_engine_whose_device_dies_says_of_what() -> None:
+    async with running("mortal") as rig:
+        *_, last = await rig.ask("a")
+        assert last.error is not None
+        assert last.error.code == "engine_dead"
+        assert rig.app.state.reason.startswith("executor died")
+        assert "the device is gone" in rig.app.state.reason
+        assert rig.process.wait(10) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        ("wrong", ConfigError, "nowhere is no model"),
+        ("stillborn", EngineDead, "the first step failed"),
+        ("crash", EngineDead, "ended with exit code 7"),
+    ],
+)
+async def test_an_engine_that_does_not_come_up_says_why(
+    kind: str, error: type[Exception], message: str
+) -> None:
+    rig = Rig()
+    async with asyncio.timeout(30):
+        await rig.open(kind)
+        with pytest.raises(error, match=message):
+            await rig.core.ready
+        await rig.core.close()
+    assert rig.process.returncode in (1, 7)
+
+
+async def test_an_engine_that_still_loads_is_killed_at_once() -> None:
+    rig = Rig()
+    await rig.open("sleeper")
+    async with asyncio.timeout(3):
+        await rig.core.close()
+    assert rig.process.returncode == -signal.SIGKILL
+
+
+async def test_signals_to_both_processes_are_the_frontends_to_answer() -> None:
+    async with running() as rig:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(rig.process.pid, number)
+        (*_, last) = await rig.ask("a")
+        assert last.finish_reason == "length"
+        assert rig.process.poll() is None
+
+
+@pytest.mark.parametrize("kind", ["good", "sleeper"])
+def test_an_engine_without_a_frontend_ends_by_itself(kind: str) -> None:
+    ours, theirs = socket.socketpair()
+    with theirs, ours:
+        process = subprocess.Popen(command(kind), stdin=theirs.fileno())
+        theirs.close()
+        ours.sendall(framed(msgspec.msgpack.encode([Start(options(), "nowhere")])))
+        if kind == "good":
+            assert ours.recv(1), "it is ready"
+        ours.close()
+        assert process.wait(30) == 0
