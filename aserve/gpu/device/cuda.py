@@ -19,7 +19,7 @@ from aserve.gpu.device.cuda_graphs import capture
 from aserve.gpu.device.cuda_runtime import CudaRuntime, TorchCuda
 from aserve.gpu.layers.elementwise import Elementwise
 from aserve.gpu.layers.linear import prepare
-from aserve.gpu.sample.ops import PLAIN_OPS, SampleOps
+from aserve.gpu.sample.ops import SHAPED_OPS, SampleOps
 from aserve.gpu.weights.form import DTYPES, WeightForm, WeightWish, dtype_name
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -106,7 +106,7 @@ class CudaDevice:
         return triton_elementwise(dtype)
 
     def sample_ops(self, dtype: torch.dtype) -> SampleOps:
-        return PLAIN_OPS
+        return SHAPED_OPS
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.torch_device)

@@ -57,7 +57,9 @@ def set_limits(
 
 
 def choose(scaled: Tensor, noisy: Tensor, probs: Tensor, limits: Limits) -> Tensor:
-    """[n, vocab] each -> token ids int64 [n]."""
+    """[n, vocab] each -> token ids int64 [n]. How many rows are left after a try decides what is
+    computed next, so a device that runs behind would have to be waited for.
+    """
     tokens = noisy.argmax(dim=1)
     pending = torch.arange(len(tokens), device=tokens.device)
     for _ in range(NUM_TRIES):
@@ -72,7 +74,7 @@ def choose(scaled: Tensor, noisy: Tensor, probs: Tensor, limits: Limits) -> Tens
         pending = pending[~is_in]
         # No row is left in nearly all steps, and then this is nearly free.
         tokens.index_copy_(0, pending, noisy.index_select(0, pending).argmax(dim=1))
-    exact = _choose_sorted(
+    exact = choose_sorted(
         scaled.index_select(0, pending),
         noisy.index_select(0, pending),
         probs.index_select(0, pending),
@@ -93,8 +95,10 @@ def _is_member(scaled: Tensor, probs: Tensor, candidates: Tensor, limits: Limits
     return (count < limits.count) & (mass < limits.mass) & (prob >= limits.floor)
 
 
-def _choose_sorted(scaled: Tensor, noisy: Tensor, probs: Tensor, limits: Limits) -> Tensor:
-    """The same set by a stable sort, for rows of which the best tries were all outside."""
+def choose_sorted(scaled: Tensor, noisy: Tensor, probs: Tensor, limits: Limits) -> Tensor:
+    """As `choose`, by a stable sort: for rows of which the best tries were all outside, and for all
+    where nobody may ask which these are.
+    """
     order = scaled.argsort(dim=1, descending=True, stable=True)
     ranked = probs.gather(1, order)
     mass = ranked.cumsum(dim=1) - ranked

@@ -5,12 +5,13 @@ It knows no history and no mask: whatever changes logits came before.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from aserve.gpu.sample.choose import choose, set_limits
+from aserve.gpu.sample.choose import Limits, choose, set_limits
 from aserve.gpu.sample.logits_rows import LogitsRows
 from aserve.gpu.sample.noise import gumbel_noise
 from aserve.gpu.sample.plan import SamplePlan
@@ -26,13 +27,25 @@ class Drawn:
     is_sound: Tensor
 
 
-def draw_tokens(logits: Tensor, rows: LogitsRows, tables: RowTables, plan: SamplePlan) -> Drawn:
-    """logits [n, vocab], which stay."""
+Choose = Callable[[Tensor, Tensor, Tensor, Limits], Tensor]
+
+
+def draw_tokens(
+    logits: Tensor,
+    rows: LogitsRows,
+    tables: RowTables,
+    plan: SamplePlan,
+    *,
+    by: Choose = choose,
+) -> Drawn:
+    """logits [n, vocab], which stay. `by` is how rows with a filter choose."""
     # The maximum is NaN if one logit is, and -inf if none is allowed.
-    return Drawn(_tokens(logits, rows, tables, plan), logits.amax(dim=1).isfinite())
+    return Drawn(_tokens(logits, rows, tables, plan, by=by), logits.amax(dim=1).isfinite())
 
 
-def _tokens(logits: Tensor, rows: LogitsRows, tables: RowTables, plan: SamplePlan) -> Tensor:
+def _tokens(
+    logits: Tensor, rows: LogitsRows, tables: RowTables, plan: SamplePlan, *, by: Choose
+) -> Tensor:
     if not plan.needs_noise:
         return logits.argmax(dim=1)
     params = tables.at(rows.rows, logits.dtype)
@@ -49,7 +62,7 @@ def _tokens(logits: Tensor, rows: LogitsRows, tables: RowTables, plan: SamplePla
         min_p=params.floats("min_p"),
         max_top_k=plan.max_top_k,
     )
-    return choose(scaled, noisy, probs, limits)
+    return by(scaled, noisy, probs, limits)
 
 
 def add_noise(scores: Tensor, noise: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,12 +7,14 @@ It knows no device. Each way gives the same tokens, but where float32's last dig
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
 
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.sample.bans import allow
+from aserve.gpu.sample.choose import choose_sorted
 from aserve.gpu.sample.draw import Drawn, draw_tokens
 from aserve.gpu.sample.logits_rows import LogitsRows
 from aserve.gpu.sample.penalties import penalise
@@ -59,3 +61,4 @@ class SampleOps:
 
 
 PLAIN_OPS = SampleOps()
+SHAPED_OPS = SampleOps(draw=partial(draw_tokens, by=choose_sorted), filters_by_shape=True)

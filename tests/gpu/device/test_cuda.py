@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -21,7 +20,7 @@ from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.host_slots import HostSlots
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.weights.form import WeightWish
-from aserve.messages import AdmitRequest, StepResult, array_i32
+from aserve.messages import StepResult, array_i32
 from tests.gpu.batch_builder import BatchBuilder
 from tests.gpu.drive import make_executor, request, serve
 from tests.gpu.fake_cuda import Event, FakeCuda, Stream
@@ -97,12 +96,6 @@ async def test_steps_that_run_far_behind_give_the_plain_engines_tokens(seed: int
     assert cuda.num_checks == 0
 
 
-def unfiltered(asked: AdmitRequest) -> AdmitRequest:
-    """NOTE: the filter of sample/choose.py still picks rows by a boolean index, which waits."""
-    sampling = msgspec.structs.replace(asked.sampling, top_k=0, top_p=1.0, min_p=0.0)
-    return msgspec.structs.replace(asked, sampling=sampling)
-
-
 @pytest.mark.slow
 @settings(max_examples=8, suppress_health_check=list(HealthCheck))
 @given(traces(), st.none() | st.integers(0, 2**32))
@@ -111,16 +104,15 @@ def test_any_trace_is_sound_on_streams_and_gives_the_plain_engines_tokens(
 ) -> None:
     cuda = FakeCuda(seed)
     options = trace.options | {"attention": "torch-ref", "graph_sizes": ()}
-    requests = [unfiltered(asked) for asked in trace.requests]
     executor = executor_on(
         cuda,
         lambda where: FlakyModel(trace.fails, window=trace.window, device=where),
         mode=TwoTokens() if trace.two_tokens else Autoregressive(),
         **options,
     )
-    served = serve(executor, requests, chaos=trace.chaos)
+    served = serve(executor, trace.requests, chaos=trace.chaos)
     cuda.assert_sound()
-    assert_plain(Trace(requests, options, trace.window, trace.fails, trace.two_tokens, 0), served)
+    assert_plain(trace, served)
     assert cuda.num_checks <= served.num_resyncs
 
 
