@@ -20,6 +20,7 @@ from aserve.text.template import ChatTemplate
 from aserve.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
+    from aserve.gpu.build import BuildOptions
     from aserve.gpu.executor import TorchExecutor
 
 
@@ -56,9 +57,16 @@ def find_model(resolved: Resolved) -> Path:
 
 def load_executor(resolved: Resolved, model_dir: Path) -> TorchExecutor:
     """Takes as long as loading takes."""
-    from aserve.gpu.build import BuildOptions, build_executor  # a second
+    from aserve.gpu.build import build_executor  # a second
 
-    options = BuildOptions(
+    with shown_progress("loading weights") as on_progress:
+        return build_executor(build_options(resolved, model_dir), on_progress=on_progress)
+
+
+def build_options(resolved: Resolved, model_dir: Path) -> BuildOptions:
+    from aserve.gpu.build import BuildOptions
+
+    return BuildOptions(
         model_dir=model_dir,
         load_format=resolved.model.load_format,
         model_impl=resolved.model.model_impl,
@@ -78,8 +86,6 @@ def load_executor(resolved: Resolved, model_dir: Path) -> TorchExecutor:
         device=resolved.machine.device,
         threads=resolved.machine.threads,
     )
-    with shown_progress("loading weights") as on_progress:
-        return build_executor(options, on_progress=on_progress)
 
 
 def vocabulary_of(tokenizer: TextTokenizer, vocab_size: int) -> Vocabulary:

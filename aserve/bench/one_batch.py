@@ -115,15 +115,15 @@ async def _measure(
     found: dict[Shape, list[Measured]] = {shape: [] for shape in shapes}
     async with running(executor):
         for shape in shapes:
-            await driver.run(_requests(dataclasses.replace(shape, output_len=2), windows))
+            await driver.run(requests_of(dataclasses.replace(shape, output_len=2), windows))
         with progress(TITLE, repeats * len(shapes)) as done:
             for shape in shapes * repeats:
-                found[shape].append(measured(await driver.run(_requests(shape, windows))))
+                found[shape].append(measured(await driver.run(requests_of(shape, windows))))
                 done()
     return found
 
 
-def _requests(shape: Shape, windows: TokenWindows) -> list[AdmitRequest]:
+def requests_of(shape: Shape, windows: TokenWindows) -> list[AdmitRequest]:
     sampling = SamplingParams(seed=0, temperature=0.0, max_tokens=shape.output_len)
     return [
         AdmitRequest(f"row-{number}", pack_i32(windows.ids(shape.input_len)), sampling)

@@ -43,6 +43,8 @@ MEASURES: Mapping[str, Part] = {
     "limits": Part(
         "copy bandwidth and bf16 matrix rate", HERE + "ceilings", needs=("torch", "msgspec")
     ),
+    "decode-small": Part("decode steps, small model", HERE + "decode", "small"),
+    "decode-large": Part("decode steps, large model", HERE + "decode", "large"),
     "prefill": Part("one long prompt, large model", HERE + "prefill"),
     "offline": Part("the load of other engines' READMEs", HERE + "published"),
     "overlap": Part("two steps in flight against one", HERE + "overlap"),

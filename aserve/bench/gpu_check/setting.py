@@ -5,6 +5,7 @@ It knows no part.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 from aserve.bench.gpu_check.records import Figures
 from aserve.bench.gpu_check.shapes import SIZES, ModelShape, Sizes
 from aserve.config import Facts, Raw, Resolved, resolve
+from aserve.gpu.build import BuildOptions
 from aserve.tiny.location import MODEL_DIR
 
 PAGE_SIZE = 16
@@ -51,6 +53,13 @@ class Setting:
             "num_pages": 1 + num_rows * pages_per_row,
             "no_prefix_cache": True,
         }
+
+    def for_steps(self, options: BuildOptions) -> BuildOptions:
+        """Captured steps also where the device leaves them out by itself: the dry run's."""
+        if self.device == "cuda":
+            return options
+        sizes = tuple(self.sizes.batches)
+        return dataclasses.replace(options, graph_sizes=sizes, attention="torch-ref")
 
 
 def resolved_of(flags: Mapping[str, object]) -> Resolved:

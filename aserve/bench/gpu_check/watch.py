@@ -1,0 +1,124 @@
+"""A device that tells when the work of each step begins and ends on it, and which captured step ran
+last; all else is as the device has it.
+
+It knows no executor. A step's work begins before its values are copied to the device, and ends
+where its results are handed to be copied back. Written by the executor's thread, and read when no
+step is in flight.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from aserve.gpu.device.base import Captured, Cut, Device, Event
+
+
+class Mark(Protocol):
+    """A moment of the device's own clock, as `torch.cuda.Event` has it."""
+
+    def elapsed_time(self, end: Mark, /) -> float:
+        """Milliseconds from this one to `end`, once both have happened."""
+
+
+@dataclass(slots=True)
+class StepMarks:
+    begin: Mark
+    end: Mark
+
+
+class Watch:
+    """What was seen since `clear`."""
+
+    def __init__(self, where: torch.device) -> None:
+        self.steps: list[StepMarks] = []
+        self.last: Captured | None = None
+        self._is_cuda = where.type == "cuda"
+        self._begin: Mark | None = None
+
+    def clear(self) -> None:
+        self.steps.clear()
+        self.last = None
+
+    def gaps_us(self) -> Iterator[float]:
+        """From the end of each step's work to the begin of the next one's. A begin is recorded
+        behind the step before it: so as long as there is work in time, nothing is between the two.
+        """
+        for before, after in pairwise(self.steps):
+            yield before.end.elapsed_time(after.begin) * 1e3
+
+    def begun(self) -> None:
+        if self._begin is None:
+            self._begin = self._mark()
+
+    def ended(self) -> None:
+        """A step that publishes its lengths early ends with the last of its results."""
+        if self._begin is None:
+            self.steps[-1].end = self._mark()
+        else:
+            self.steps.append(StepMarks(self._begin, self._mark()))
+            self._begin = None
+
+    def _mark(self) -> Mark:
+        """On the calling thread's stream."""
+        if not self._is_cuda:
+            return _HostMark()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return cast(Mark, event)
+
+
+def watched(device: Device) -> tuple[Device, Watch]:
+    watch = Watch(device.torch_device)
+    return cast(Device, _WatchedDevice(device, watch)), watch
+
+
+class _WatchedDevice:
+    """A `Device`. WHY by name: whatever else a device can is passed on, also what it learns yet."""
+
+    def __init__(self, device: Device, watch: Watch) -> None:
+        self._device = device
+        self._watch = watch
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._device, name)
+
+    def stage(self, host: Tensor) -> Tensor:
+        self._watch.begun()
+        return self._device.stage(host)
+
+    def copy_out(self, values: Tensor, host: Tensor) -> Event:
+        self._watch.ended()
+        return self._device.copy_out(values, host)
+
+    def capture(self, body: Callable[[Cut], Tensor]) -> Captured:
+        return _WatchedCapture(self._device.capture(body), self._watch)
+
+
+class _WatchedCapture:
+    """A `Captured`."""
+
+    def __init__(self, captured: Captured, watch: Watch) -> None:
+        self._captured = captured
+        self._watch = watch
+
+    def replay(self, on_cut: Cut) -> Tensor:
+        self._watch.last = self._captured
+        return self._captured.replay(on_cut)
+
+
+class _HostMark:
+    """Of a device that works where it is asked: now."""
+
+    def __init__(self) -> None:
+        self._at_s = time.perf_counter()
+
+    def elapsed_time(self, end: Mark, /) -> float:
+        assert isinstance(end, _HostMark)
+        return (end._at_s - self._at_s) * 1e3
