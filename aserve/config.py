@@ -138,7 +138,7 @@ class MachineOptions:
     attention_backend: str = option(
         "auto",
         "what computes attention; auto: the best of this device that can what the model needs",
-        Limits(choices=("auto", "flashinfer", "paged-cpu", "paged-sdpa", "torch-ref")),
+        Limits(choices=("auto", "flashinfer", "paged-cpu", "paged-sdpa", "torch-ref", "triton")),
     )
     threads: int | None = option(
         None,

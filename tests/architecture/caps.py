@@ -54,7 +54,7 @@ ALTERNATIVES = (
     *("aserve/gpu/fallback/*", "aserve/gpu/graphs.py", "aserve/gpu/quant/*"),
     "aserve/gpu/device/cuda*.py",
     *("aserve/gpu/device/recorded.py", "aserve/gpu/attention/static_plans.py"),
-    *("aserve/gpu/attention/paged_sdpa.py", "aserve/gpu/attention/torch_ref.py"),
+    *(f"aserve/gpu/attention/{name}.py" for name in ("paged_sdpa", "torch_ref", "triton")),
     *("aserve/gpu/attention/flashinfer.py", "aserve/gpu/attention/page_lists.py"),
     *("aserve/gpu/layers/half_stored_linear.py", "aserve/gpu/layers/compiled.py"),
     *("aserve/gpu/layers/packed_linear.py", "aserve/gpu/layers/triton_elementwise.py"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 import triton
@@ -18,9 +19,12 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
 from aserve_kernels.gated_mul import KINDS, gated_mul
+from aserve_kernels.paged_rows import Scoring
+from aserve_kernels.paged_tiles import Cut
 from aserve_kernels.rms_norm import add_rms_norm, rms_norm
 from aserve_kernels.rope import rope
 from aserve_kernels.store_kv import store_kv
+from tests.kernels import paged_case
 
 AMPERE, HOPPER = 80, 90
 
@@ -48,14 +52,29 @@ def call_store_kv(dtype: torch.dtype = torch.bfloat16) -> None:
     store_kv(heads[:, 1:3], heads[:, 3:], torch.tensor([1, 2]), (pool, pool))
 
 
+DECODE_AND_CHUNK = paged_case.Case(
+    ((1, 70), (40, 90)), heads=(16, 4), head_dim=128, dtype=torch.bfloat16
+)
+
+
+def call_paged(case: paged_case.Case = DECODE_AND_CHUNK) -> None:
+    paged_case.run(paged_case.OPS, paged_case.make_inputs(case), case)
+
+
 CALLS: Mapping[str, Callable[[], None]] = {
     "norms": call_norms,
     "gated_mul": call_gated_mul,
     "rope": call_rope,
     "store_kv": call_store_kv,
+    "paged": call_paged,
+    "paged, fixed parts": lambda: call_paged(replace(DECODE_AND_CHUNK, cut=Cut(fixed_split=1024))),
+    "paged, window and cap": lambda: call_paged(
+        replace(DECODE_AND_CHUNK, head_dim=256, scoring=Scoring(0.1, window=30, softcap=50.0))
+    ),
 }
 HOPPER_CALLS: Mapping[str, Callable[[], None]] = {
     "store_kv of 8 bits": lambda: call_store_kv(torch.float8_e4m3fn),
+    "paged of 8 bits": lambda: call_paged(replace(DECODE_AND_CHUNK, kv_dtype=torch.float8_e4m3fn)),
 }
 
 

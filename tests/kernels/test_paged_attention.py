@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from aserve_kernels.paged_rows import Scoring
 from aserve_kernels.paged_tiles import Cut
@@ -88,3 +91,44 @@ def test_a_row_is_bitwise_the_same_alone_and_among_others(window: int | None) ->
         part = slice(starts[row], starts[row + 1])
         alone = given.alone(row, part)
         assert torch.equal(run(OPS, alone, together), every[part]), (row, span)
+
+
+@pytest.fixture
+def sums_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's products are a library's, whose sums depend on where in a tile a line is;
+    those of a tensor core do not."""
+
+    def create_dot(
+        _builder: object, a: TensorHandle, b: TensorHandle, sums: TensorHandle, *_precision: object
+    ) -> TensorHandle:
+        total = sums.data.copy()
+        for place in range(a.data.shape[1]):
+            total += a.data[:, place, None] * b.data[place]
+        return TensorHandle(total, sums.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.mark.usefixtures("sums_in_one_order")
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_with_fixed_parts_a_query_is_bitwise_the_same_in_any_step(
+    dtype: torch.dtype, window: int | None
+) -> None:
+    """Each token of a prompt, in chunks that end anywhere, and the last ones by themselves."""
+    kv_len = 230
+    prompt = Case(
+        ((kv_len, kv_len), (1, 40)),
+        dtype=dtype,
+        scoring=Scoring(0.3, window=window),
+        cut=Cut(fixed_split=64),
+        max_len=320,
+    )
+    given = make_inputs(prompt)
+    expected = run(OPS, given, prompt)[:kv_len]
+    ends = [1, 64, 65, 140, 228, 229, 230]
+    chunks = [
+        run(OPS, given.alone(0, slice(start, end), end), prompt)
+        for start, end in itertools.pairwise([0, *ends])
+    ]
+    assert torch.equal(torch.cat(chunks), expected)

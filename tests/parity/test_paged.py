@@ -140,8 +140,16 @@ async def test_chunked_prefill_equals_transformers(
 async def test_mixed_steps_equal_transformers(
     kind: str, page_size: int, backend: str, reference_of: ReferenceOf
 ) -> None:
+    await check_mixed_steps(reference_of(kind), page_size=page_size, backend=backend)
+
+
+async def test_mixed_steps_in_our_kernels_equal_transformers(reference_of: ReferenceOf) -> None:
+    """Through Triton's interpreter; this family has windows and caps."""
+    await check_mixed_steps(reference_of("gemma2"), page_size=7, backend="triton")
+
+
+async def check_mixed_steps(reference: Reference, *, page_size: int, backend: str) -> None:
     """A neighbour's prompt comes in chunks while the row decodes: both as if they were alone."""
-    reference = reference_of(kind)
     chunks = reference.neighbour.split([9, 1, 22, 1, 37])
     async with running(reference, page_size=page_size, attention=backend) as (run, steps):
         tickets = [run.launch({ROW: ids_of(reference.prompt)}, sampling=[ROW])]

@@ -36,9 +36,16 @@ def _torch_ref() -> AttentionKind:
     return KIND
 
 
+def _triton() -> AttentionKind:
+    from aserve.gpu.attention.triton import KIND
+
+    return KIND
+
+
 BACKENDS: Mapping[str, Callable[[], AttentionKind]] = {
     "flashinfer": _flashinfer,
     "paged-cpu": _paged_cpu,
     "paged-sdpa": _paged_sdpa,
     "torch-ref": _torch_ref,
+    "triton": _triton,
 }

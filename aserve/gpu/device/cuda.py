@@ -41,7 +41,7 @@ class CudaDevice:
         self.about = f"cuda ({', '.join(filter(None, (runtime.about, why)))})"
         self.runs_behind = True
         self.torch_device = runtime.torch_device
-        self.attention: tuple[str, ...] = ("flashinfer", "torch-ref")
+        self.attention: tuple[str, ...] = ("flashinfer", "triton", "torch-ref")
         self._runtime = runtime
         self._forwards = runtime.new_stream()
         self._copies = runtime.new_stream()

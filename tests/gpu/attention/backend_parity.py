@@ -105,14 +105,17 @@ def fill(pools: KvPools, layout: Layout, batch: DeviceBatch) -> None:
             next_page -= 1
 
 
-def attended(backend: AttentionBackend, layout: Layout, batch: ForwardBatch) -> Tensor:
+def attended(
+    backend: AttentionBackend, layout: Layout, batch: ForwardBatch, plan: object = None
+) -> Tensor:
+    """`plan` is one that was made before, if not for this batch."""
     generator = torch.Generator().manual_seed(2)
     heads = layout.layer.num_heads + 2 * layout.layer.num_kv_heads
     qkv = random(generator, batch.num_tokens, heads, HEAD_DIM).to(layout.dtype)
     q, k, v = qkv.split(
         [layout.layer.num_heads, layout.layer.num_kv_heads, layout.layer.num_kv_heads], dim=1
     )
-    return backend.bind(batch, backend.plan(batch))(layout.layer, q, k, v)
+    return backend.bind(batch, plan or backend.plan(batch))(layout.layer, q, k, v)
 
 
 def built(name: str, layout: Layout, pools: KvPools) -> AttentionBackend:

@@ -1,0 +1,97 @@
+"""Attention by our own Triton kernels, which read page tables and lengths where they are.
+
+Nothing is planned but which kernels run, so that one captured forward fits every step of its shape.
+It knows no model. Written: only the keys and values of the forward's own slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aserve.errors import BugError
+from aserve.gpu.attention.base import AttentionKind
+from aserve.gpu.attention.capabilities import AttentionSite, Capabilities
+from aserve.gpu.forward_batch import ForwardBatch
+from aserve.gpu.kv.pools import KvPools
+from aserve.gpu.models.attend import Attend
+from aserve.gpu.models.layer_spec import LayerSpec
+from aserve_kernels.paged_decode import paged_decode
+from aserve_kernels.paged_extend import paged_extend
+from aserve_kernels.paged_rows import PagedRows, Scoring
+from aserve_kernels.paged_tiles import IS_INTERPRETED, Chip, Cut
+from aserve_kernels.store_kv import store_kv
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPlan:
+    """Which rows a forward has: that is all it takes from the host's values."""
+
+    has_one_query: bool
+    has_more_queries: bool
+
+
+class TritonAttention:
+    __slots__ = ("_cut", "_pools")
+    static_plans = None
+
+    def __init__(self, pools: KvPools, cut: Cut) -> None:
+        self._pools = pools
+        self._cut = cut
+
+    def plan(self, batch: ForwardBatch) -> object:
+        is_one = batch.spans_cpu == 1
+        return TritonPlan(bool(is_one.any()), not is_one.all())
+
+    def bind(self, batch: ForwardBatch, plan: object) -> Attend:
+        if not isinstance(plan, TritonPlan):
+            raise BugError(f"step {batch.iteration}: a plan of another backend: {plan!r}")
+        tables = self._pools.page_tables
+        groups = tuple(self._rows(batch, table) for table in tables)
+
+        def attend(layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            kv = self._pools.layers[layer.index]
+            store_kv(k, v, batch.slots[kv.group], (kv.keys, kv.values))
+            if q.stride(2) != 1:
+                q = q.contiguous()
+            out = q.new_empty(q.shape)
+            scoring = Scoring(layer.scale, layer.window, layer.softcap)
+            given = (q, kv.keys, kv.values, groups[kv.group], scoring)
+            if plan.has_one_query:
+                paged_decode(*given, out=out, cut=self._cut)
+            if plan.has_more_queries:
+                paged_extend(*given, out=out, cut=self._cut)
+            return out
+
+        return attend
+
+    def _rows(self, batch: ForwardBatch, table: Tensor) -> PagedRows:
+        page_size = self._pools.page_size
+        return PagedRows(
+            table, page_size, batch.rows, batch.lens, batch.query_starts,
+            max_len=table.shape[1] * page_size,
+        )  # fmt: skip
+
+
+def _build(site: AttentionSite) -> TritonAttention:
+    return TritonAttention(site.pools, Cut(_chip(site.pools.device)))
+
+
+def _chip(device: torch.device) -> Chip:
+    if device.type != "cuda":
+        return Chip()
+    found = torch.cuda.get_device_properties(device)
+    # A KiB of a processor's shared memory is the driver's.
+    return Chip(found.multi_processor_count, found.shared_memory_per_multiprocessor - (1 << 10))
+
+
+KIND = AttentionKind(
+    Capabilities(
+        devices=frozenset({"cuda", "cpu"} if IS_INTERPRETED else {"cuda"}),
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        can_capture=True,
+    ),
+    _build,
+)
