@@ -92,6 +92,11 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class KvOptions:
+    kv_cache_dtype: str = option(
+        "auto",
+        "number format of KV; auto: that of the model; fp8 takes half the bytes of a half type",
+        Limits(choices=("auto", "float32", "bfloat16", "float16", "fp8")),
+    )
     page_size: int = option(16, "tokens in a page of KV", Limits(low=1, high=64))
     num_pages: int | None = option(
         None, "pages of KV; default: a quarter of free memory, at most 1 GiB", Limits(low=2)

@@ -73,6 +73,7 @@ def build_options(resolved: Resolved, model_dir: Path) -> BuildOptions:
         dtype=resolved.model.dtype,
         quantization=resolved.model.quantization,
         max_model_len=resolved.model.max_model_len,
+        kv_dtype=resolved.kv.kv_cache_dtype,
         page_size=resolved.kv.page_size,
         num_pages=resolved.kv.num_pages,
         prefix_cache=not resolved.kv.no_prefix_cache,

@@ -5,13 +5,13 @@ It knows no scheduler and no request. The only place in gpu/ that chooses by nam
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from aserve.cache.layout import plan_groups
+from aserve.cache.layout import GroupLayout, plan_groups
 from aserve.gpu.attention.base import AttentionBackend
 from aserve.gpu.attention.capabilities import AttentionSite
 from aserve.gpu.attention.choice import build_attention
@@ -23,7 +23,8 @@ from aserve.gpu.executor import ExecutorParts, TorchExecutor
 from aserve.gpu.future_map import FutureMap
 from aserve.gpu.graphs import GraphRunner
 from aserve.gpu.kv.layer_groups import LayerGroup, group_layers
-from aserve.gpu.kv.pools import KvPools
+from aserve.gpu.kv.pools import KvPools, KvWays
+from aserve.gpu.kv.stored import kv_dtype_name, kv_dtype_of
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.resolve import DeviceState
 from aserve.gpu.runner import ModelRunner, RunnerParts
@@ -55,6 +56,7 @@ class BuildOptions:
     dtype: str = "auto"
     quantization: str | None = None
     max_model_len: int | None = None
+    kv_dtype: str = "auto"
     page_size: int = 16
     num_pages: int | None = None
     prefix_cache: bool = True
@@ -116,7 +118,9 @@ def assemble(
     """An executor around a model that is there already; `about` says in which form, if
     that is more than its dtype."""
     groups = group_layers(model.layers)
-    specs = _plan_pages(model, groups, device, options)
+    kv_dtype = kv_dtype_of(options.kv_dtype, model.dtype)
+    layouts = [group.layout(kv_dtype.itemsize) for group in groups]
+    specs = _plan_pages(model, layouts, device, options)
     spec = EngineSpec(
         page_size=options.page_size,
         groups=specs,
@@ -130,7 +134,7 @@ def assemble(
         prefix_cache=options.prefix_cache,
         decode=mode.caps,
     )
-    state = _allocate(model, groups, spec, mode=mode, device=device)
+    state = _allocate(model, groups, spec, mode=mode, device=device, kv_dtype=kv_dtype)
     site = AttentionSite(state.pools, groups, model.dtype, device, options.depth)
     attention = build_attention(options.attention, site, order=device.attention)
     runner = ModelRunner(
@@ -144,18 +148,19 @@ def assemble(
             sample_ops=device.sample_ops(model.dtype),
         )
     )
+    kv_about = f"KV {kv_dtype_name(kv_dtype)} {state.pools.size_bytes / MIB:,.0f} MiB"
     about = (
-        f"{about or dtype_name(model.dtype)} on {device.about}, attention {attention.name} "
-        f"({attention.why}), KV {state.pools.size_bytes / MIB:,.0f} MiB"
+        f"{about or dtype_name(model.dtype)} on {device.about}, "
+        f"attention {attention.name} ({attention.why}), {kv_about}"
     )
     return TorchExecutor(ExecutorParts(runner, device, spec, options.debug_checks, about))
 
 
 def _plan_pages(
-    model: CausalModel, groups: tuple[LayerGroup, ...], device: Device, options: BuildOptions
+    model: CausalModel, layouts: Sequence[GroupLayout], device: Device, options: BuildOptions
 ) -> tuple[GroupSpec, ...]:
     return plan_groups(
-        [group.layout(model.dtype.itemsize) for group in groups],
+        layouts,
         page_size=options.page_size,
         budget_bytes=min(device.free_bytes() // KV_PART, MAX_KV_BYTES),
         max_rows=options.max_rows,
@@ -172,6 +177,7 @@ def _allocate(
     *,
     mode: DecodeMode,
     device: Device,
+    kv_dtype: torch.dtype,
 ) -> DeviceState:
     """Every table that lives as long as the engine, before anything is captured."""
     where = device.torch_device
@@ -182,9 +188,9 @@ def _allocate(
             spec.groups,
             page_size=spec.page_size,
             table_shape=(spec.max_rows + 1, pages_per_row),
-            dtype=model.dtype,
+            dtype=kv_dtype,
             device=where,
-            zeros=device.zeros,
+            ways=KvWays(device.zeros, device.store_kv(model.dtype)),
         ),
         tables=RowTables(max_rows=spec.max_rows, device=where),
         relay=FutureMap(mode.fields, max_rows=spec.max_rows, device=where),

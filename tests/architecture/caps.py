@@ -33,6 +33,7 @@ CORE_PATH = (
 # What the core path does without: before the first request, or beside it.
 STARTS = (
     *("aserve/cli.py", "aserve/config.py", "aserve/engine.py", "aserve/progress.py"),
+    "aserve/gpu/build.py",
     *(f"aserve/gpu/attention/{name}.py" for name in ("capabilities", "choice", "registry")),
     *(f"aserve/{name}.py" for name in ("banner", "event_loop", "launch", "load", "logs")),
     *("aserve/gpu/weights/*", "aserve/gpu/device/process.py", "aserve/gpu/device/cpu_weights.py"),
@@ -56,6 +57,7 @@ ALTERNATIVES = (
     *("aserve/gpu/device/recorded.py", "aserve/gpu/attention/static_plans.py"),
     *(f"aserve/gpu/attention/{name}.py" for name in ("paged_sdpa", "torch_ref", "triton")),
     *("aserve/gpu/attention/flashinfer.py", "aserve/gpu/attention/page_lists.py"),
+    *("aserve/gpu/kv/stored.py", "aserve/gpu/kv/triton_store.py"),
     *("aserve/gpu/layers/half_stored_linear.py", "aserve/gpu/layers/compiled.py"),
     *("aserve/gpu/layers/packed_linear.py", "aserve/gpu/layers/triton_elementwise.py"),
     *(f"aserve/gpu/models/{name}.py" for name in ("mistral", "qwen2", "qwen3", "gemma2")),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from aserve.gpu.device.base import Captured, Cut, Event
 from aserve.gpu.device.cpu import CpuDevice
+from aserve.gpu.kv.stored import StoreKv
 from aserve.gpu.layers.elementwise import Elementwise
 from aserve.gpu.sample.ops import SampleOps
 from aserve.gpu.weights.form import WeightForm, WeightWish
@@ -66,6 +67,9 @@ class LateDevice:
 
     def sample_ops(self, dtype: torch.dtype) -> SampleOps:
         return self._cpu.sample_ops(dtype)
+
+    def store_kv(self, dtype: torch.dtype) -> StoreKv:
+        return self._cpu.store_kv(dtype)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self._cpu.zeros(shape, dtype)

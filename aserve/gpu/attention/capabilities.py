@@ -14,6 +14,7 @@ import torch
 from aserve.gpu.device.base import Device
 from aserve.gpu.kv.layer_groups import LayerGroup
 from aserve.gpu.kv.pools import KvPools
+from aserve.gpu.kv.stored import kv_dtype_name
 from aserve.gpu.models.layer_spec import LayerSpec
 from aserve.gpu.weights.form import dtype_name
 
@@ -40,8 +41,8 @@ class Capabilities:
         yield from _outside("device", [site.pools.device.type], self.devices)
         yield from _outside("dtype", [dtype_name(site.dtype)], _names(self.dtypes))
         if site.pools.dtype != site.dtype and site.pools.dtype not in self.kv_dtypes:
-            own = _names({site.dtype, *self.kv_dtypes}) or frozenset()
-            yield f"KV of {dtype_name(site.pools.dtype)} (has {', '.join(sorted(own))})"
+            known = sorted(map(kv_dtype_name, {site.dtype, *self.kv_dtypes}))
+            yield f"KV of {kv_dtype_name(site.pools.dtype)} (has {', '.join(known)})"
         layers = site.layers
         yield from _outside("head_dim", {layer.head_dim for layer in layers}, self.head_dims)
         yield from _outside("page size", [site.pools.page_size], self.page_sizes)

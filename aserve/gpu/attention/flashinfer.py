@@ -145,13 +145,14 @@ class FlashInfer:
 
         def attend(layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             kv = self._site.pools.layers[layer.index]
-            kv.keys.index_copy_(0, batch.slots[kv.group], k)
-            kv.values.index_copy_(0, batch.slots[kv.group], v)
+            kv.store(batch.slots[kv.group], k, v)
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             if not len(q):
                 return out
             wrapper = plan.wrappers[self._problems[layer.index]]
-            return wrapper.run(q.contiguous(), self._pages[layer.index], out=out)
+            k_scale, v_scale = kv.scales
+            scales = {} if kv.scales == (1.0, 1.0) else {"k_scale": k_scale, "v_scale": v_scale}
+            return wrapper.run(q.contiguous(), self._pages[layer.index], out=out, **scales)
 
         return attend
 

@@ -86,8 +86,7 @@ class PagedCpu:
 
         def attend(layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             kv = self._pools.layers[layer.index]
-            kv.keys.index_copy_(0, batch.slots[kv.group], k)
-            kv.values.index_copy_(0, batch.slots[kv.group], v)
+            kv.store(batch.slots[kv.group], k, v)
             sees_all = layer.window is None or layer.window >= longest
             part = plan.split if sees_all and layer.softcap is None else plan.every
             out = torch.empty(q.shape, dtype=q.dtype)

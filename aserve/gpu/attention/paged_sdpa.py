@@ -20,6 +20,7 @@ from aserve.gpu.attention.capabilities import Capabilities
 from aserve.gpu.attention.torch_ref import visible
 from aserve.gpu.forward_batch import ForwardBatch
 from aserve.gpu.kv.pools import KvPools, LayerKv
+from aserve.gpu.kv.stored import KV_DTYPES
 from aserve.gpu.models.attend import Attend
 from aserve.gpu.models.layer_spec import LayerSpec
 from aserve.messages import ArrayI32
@@ -68,8 +69,7 @@ class PagedSdpa:
 
         def attend(layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             kv = self._pools.layers[layer.index]
-            kv.keys.index_copy_(0, batch.slots[kv.group], k)
-            kv.values.index_copy_(0, batch.slots[kv.group], v)
+            kv.store(batch.slots[kv.group], k, v)
             if len(buckets) == 1 and buckets[0].tokens is None:
                 return self._attend(layer, kv, buckets[0], q)
             out = torch.empty_like(q)
@@ -137,8 +137,8 @@ class PagedSdpa:
         if bucket.queries is not None:
             q = q.index_select(0, bucket.queries)
         q = q.reshape(num_rows, span, layer.num_heads, layer.head_dim).transpose(1, 2)
-        keys = self._gather(kv.keys, bucket, kv.group).transpose(1, 2)
-        values = self._gather(kv.values, bucket, kv.group).transpose(1, 2)
+        stored = kv.read(lambda pool: self._gather(pool, bucket, kv.group), q.dtype)
+        keys, values = (heads.transpose(1, 2) for heads in stored)
         out = _softmax_product(layer, q, keys, values, bucket.visible[kv.group])
         out = out.transpose(1, 2).reshape(-1, layer.num_heads, layer.head_dim)
         return out if bucket.places is None else out.index_select(0, bucket.places)
@@ -185,6 +185,6 @@ def _given(tokens: Tensor | None) -> Tensor:
 
 
 KIND = AttentionKind(
-    Capabilities(whole_pages=True, can_capture=True),
+    Capabilities(kv_dtypes=frozenset(KV_DTYPES.values()), whole_pages=True, can_capture=True),
     lambda site: PagedSdpa(site.pools, site.windows),
 )

@@ -13,6 +13,7 @@ from aserve.gpu.attention.base import AttentionKind
 from aserve.gpu.attention.capabilities import Capabilities
 from aserve.gpu.forward_batch import ForwardBatch
 from aserve.gpu.kv.pools import KvPools
+from aserve.gpu.kv.stored import KV_DTYPES
 from aserve.gpu.models.attend import Attend
 from aserve.gpu.models.layer_spec import LayerSpec
 
@@ -32,8 +33,7 @@ class TorchReference:
     def bind(self, batch: ForwardBatch, plan: object) -> Attend:
         def attend(layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             kv = self._pools.layers[layer.index]
-            kv.keys.index_copy_(0, batch.slots[kv.group], k)
-            kv.values.index_copy_(0, batch.slots[kv.group], v)
+            kv.store(batch.slots[kv.group], k, v)
             out = torch.empty_like(q)
             start = 0
             for row, span in enumerate(batch.spans_cpu):
@@ -53,8 +53,11 @@ class TorchReference:
         is_seen = visible(positions, kv_positions, layer.window)
         # What no query sees is read from slot 0: others' NaN would go through the mask.
         slots = self._pools.slots(kv.group, own_row, kv_positions) * is_seen.any(dim=0)
-        keys = kv.keys[slots].repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=1)
-        values = kv.values[slots].repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=1)
+        shared_by = layer.num_heads // layer.num_kv_heads
+        keys, values = (
+            stored.repeat_interleave(shared_by, dim=1)
+            for stored in kv.read(lambda pool: pool[slots], q.dtype)
+        )
         scores = torch.einsum("qhd,khd->hqk", q, keys) * layer.scale
         if layer.softcap is not None:
             scores = layer.softcap * torch.tanh(scores / layer.softcap)
@@ -69,4 +72,7 @@ def visible(positions: Tensor, kv_positions: Tensor, window: int | None) -> Tens
     return is_seen if window is None else is_seen & (distance < window)
 
 
-KIND = AttentionKind(Capabilities(can_capture=True), lambda site: TorchReference(site.pools))
+KIND = AttentionKind(
+    Capabilities(kv_dtypes=frozenset(KV_DTYPES.values()), can_capture=True),
+    lambda site: TorchReference(site.pools),
+)

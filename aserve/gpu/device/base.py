@@ -12,6 +12,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from aserve.gpu.kv.stored import StoreKv
 from aserve.gpu.layers.elementwise import Elementwise
 from aserve.gpu.sample.ops import SampleOps
 from aserve.gpu.weights.form import WeightForm, WeightWish
@@ -83,6 +84,9 @@ class Device(Protocol):
 
     def sample_ops(self, dtype: torch.dtype) -> SampleOps:
         """How a model of this dtype is sampled fastest here; its logits are float32 or wider."""
+
+    def store_kv(self, dtype: torch.dtype) -> StoreKv:
+        """How keys and values of this dtype get into their pools fastest here."""
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A large pool. What is never written need not be resident."""

@@ -19,6 +19,7 @@ from aserve.gpu.device.base import Captured, Cut, Event
 from aserve.gpu.device.cpu_weights import choose_cpu_form, read_cpu_facts
 from aserve.gpu.device.process import keep_freed_memory
 from aserve.gpu.device.recorded import record
+from aserve.gpu.kv.stored import StoreKv, store_plain
 from aserve.gpu.layers.elementwise import PLAIN, Elementwise
 from aserve.gpu.sample.ops import PLAIN_OPS, SampleOps
 from aserve.gpu.weights.form import WeightForm, WeightWish
@@ -77,6 +78,9 @@ class CpuDevice:
 
     def sample_ops(self, dtype: torch.dtype) -> SampleOps:
         return PLAIN_OPS
+
+    def store_kv(self, dtype: torch.dtype) -> StoreKv:
+        return store_plain
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Anonymous memory of the system: zero, and resident page by page as it is written."""

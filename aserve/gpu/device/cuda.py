@@ -17,6 +17,7 @@ from aserve.errors import ConfigError
 from aserve.gpu.device.base import Captured, Cut, Event
 from aserve.gpu.device.cuda_graphs import capture
 from aserve.gpu.device.cuda_runtime import CudaRuntime, TorchCuda
+from aserve.gpu.kv.stored import StoreKv
 from aserve.gpu.layers.elementwise import Elementwise
 from aserve.gpu.layers.linear import prepare
 from aserve.gpu.sample.ops import SHAPED_OPS, SampleOps
@@ -107,6 +108,11 @@ class CudaDevice:
 
     def sample_ops(self, dtype: torch.dtype) -> SampleOps:
         return SHAPED_OPS
+
+    def store_kv(self, dtype: torch.dtype) -> StoreKv:
+        from aserve.gpu.kv.triton_store import triton_store
+
+        return triton_store(dtype)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.torch_device)

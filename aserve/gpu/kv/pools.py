@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.kv.layer_groups import LayerGroup
+from aserve.gpu.kv.stored import Scales, StoreKv, plain_bytes, store_plain, widened
 from aserve.messages import GroupSpec
 
 
@@ -25,9 +26,32 @@ class LayerKv:
     group: int
     keys: Tensor
     values: Tensor
+    scales: Scales  # what is stored is multiplied by them: 1 where it has more than eight bits
+    store_kv: StoreKv
+
+    def store(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """slots int64 [tokens], k and v [tokens, kv_heads, head_dim]."""
+        self.store_kv(k, v, slots, (self.keys, self.values), self.scales)
+
+    def read(self, pick: Callable[[Tensor], Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """What `pick` takes of keys and of values, as it was before it was stored."""
+        pools = zip((self.keys, self.values), self.scales, strict=True)
+        keys, values = (widened(pick(pool), dtype, scale) for pool, scale in pools)
+        return keys, values
 
 
 Zeros: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class KvWays:
+    """How a device makes pools, if it has a way of its own, and how it writes into them."""
+
+    zeros: Zeros | None = None
+    store: StoreKv = store_plain
+
+
+PLAIN_WAYS = KvWays()
 
 
 class KvPools:
@@ -53,9 +77,9 @@ class KvPools:
         table_shape: tuple[int, int],
         dtype: torch.dtype,
         device: torch.device,
-        zeros: Zeros | None = None,
+        ways: KvWays = PLAIN_WAYS,
     ) -> None:
-        """`zeros` makes the pools of keys and values, if the device has a way of its own."""
+        """`dtype` is that of keys and values."""
         self.page_size = page_size
         self.num_pages = tuple(spec.num_pages for spec in specs)
         self.token_pool = torch.zeros(
@@ -67,11 +91,17 @@ class KvPools:
         shapes = [
             _pool_shape(group, spec, page_size) for group, spec in zip(groups, specs, strict=True)
         ]
-        make = zeros or partial(_zeros_on, device)
+        make = ways.zeros or partial(_zeros_on, device)
         self._keys = tuple(make(shape, dtype) for shape in shapes)
         self._values = tuple(make(shape, dtype) for shape in shapes)
         self.layers = {
-            layer.index: LayerKv(number, self._keys[number][place], self._values[number][place])
+            layer.index: LayerKv(
+                number,
+                self._keys[number][place],
+                self._values[number][place],
+                scales=layer.kv_scales if dtype.itemsize == 1 else (1.0, 1.0),
+                store_kv=ways.store,
+            )
             for number, group in enumerate(groups)
             for place, layer in enumerate(group.layers)
         }
@@ -105,7 +135,8 @@ class KvPools:
         former owner left there would go through the mask.
         """
         for pool in (self._keys[group], self._values[group]):
-            by_page = pool.unflatten(1, (self.num_pages[group], self.page_size))
+            sizes = (self.num_pages[group], self.page_size)
+            by_page = plain_bytes(pool).unflatten(1, sizes)
             by_page.index_fill_(1, pages, 0)
 
     def slots(self, group: int, rows: Tensor, positions: Tensor) -> Tensor:

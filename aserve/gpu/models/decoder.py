@@ -26,6 +26,7 @@ from aserve.gpu.models.config import ModelConfig
 from aserve.gpu.models.decoder_spec import DecoderSpec
 from aserve.gpu.models.hidden_capture import HiddenCapture
 from aserve.gpu.models.layer_spec import LayerSpec
+from aserve.gpu.weights.kv_scales import kv_scales
 from aserve.gpu.weights.source import WeightSource
 
 
@@ -55,7 +56,7 @@ class Decoder:
         self.hidden_size = config.hidden_size
         self.max_model_len = max_model_len
         self.dtype = weights.dtype
-        self.layers = _layer_specs(spec)
+        self.layers = _layer_specs(spec, weights)
         ropes = tuple(dict.fromkeys(_rope(config, layer) for layer in self.layers))
         self._rotaries = tuple(
             Rotary(
@@ -235,7 +236,7 @@ def _unchanged(x: Tensor) -> Tensor:
     return x
 
 
-def _layer_specs(spec: DecoderSpec) -> tuple[LayerSpec, ...]:
+def _layer_specs(spec: DecoderSpec, weights: WeightSource) -> tuple[LayerSpec, ...]:
     config = spec.config
     scale = config.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
     return tuple(
@@ -247,6 +248,7 @@ def _layer_specs(spec: DecoderSpec) -> tuple[LayerSpec, ...]:
             scale=scale,
             window=window,
             softcap=spec.attention_softcap,
+            kv_scales=kv_scales(weights, index),
         )
         for index, window in enumerate(spec.windows)
     )

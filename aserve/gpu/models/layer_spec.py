@@ -18,3 +18,4 @@ class LayerSpec(msgspec.Struct, frozen=True):
         None  # a query sees the last `window` positions, itself included; None: all
     )
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
+    kv_scales: tuple[float, float] = (1.0, 1.0)  # of keys and values that lie in eight bits

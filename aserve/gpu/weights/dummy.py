@@ -52,6 +52,9 @@ class DummyWeights:
         drawn = self._drawn(name, shape)
         return drawn.to(torch.promote_types(self.dtype, torch.float32)) if offset else drawn
 
+    def number(self, names: tuple[str, ...], *, default: float) -> float:
+        return default
+
     def linear(self, parts: Mapping[str, int], *, in_features: int, bias: bool) -> LinearOp:
         weights = [
             self._drawn(f"{name}.weight", (rows, in_features)) for name, rows in parts.items()

@@ -23,18 +23,23 @@ DERIVED = ".rotary_emb.inv_freq"
 class Inventory:
     """Hands out tensors without storage, and notes the names and shapes that were asked for."""
 
-    __slots__ = ("copies", "device", "dtype", "elementwise", "shapes")
+    __slots__ = ("copies", "device", "dtype", "elementwise", "numbers", "shapes")
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.device = torch.device("meta")
         self.dtype = dtype
         self.elementwise = PLAIN
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.numbers: set[str] = set()  # of one value each: may be there, need not
         self.copies: dict[str, tuple[int, ...]] = {}  # of tied weights: may be there, need not
 
     def tensor(self, name: str, shape: tuple[int, ...], *, offset: float = 0.0) -> Tensor:
         self.shapes[name] = shape
         return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def number(self, names: tuple[str, ...], *, default: float) -> float:
+        self.numbers.update(names)
+        return default
 
     def linear(self, parts: Mapping[str, int], *, in_features: int, bias: bool) -> LinearOp:
         for name, num_rows in parts.items():
@@ -62,7 +67,9 @@ def check_fit(inventory: Inventory, checkpoint: Checkpoint) -> None:
     """One error that names everything that is missing, left over, or of another shape or kind."""
     known = {**inventory.copies, **inventory.shapes}
     stored = {
-        name: tensor for name, tensor in checkpoint.tensors.items() if not name.endswith(DERIVED)
+        name: tensor
+        for name, tensor in checkpoint.tensors.items()
+        if not name.endswith(DERIVED) and name not in inventory.numbers
     }
     complaints = []
     if missing := inventory.shapes.keys() - stored.keys():

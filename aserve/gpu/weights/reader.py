@@ -56,6 +56,12 @@ class WeightReader:
             return tensor
         return tensor.to(torch.promote_types(self.dtype, torch.float32)) + offset
 
+    def number(self, names: tuple[str, ...], *, default: float) -> float:
+        for name in names:
+            if name in self._checkpoint.tensors:
+                return float(self._checkpoint.read(name))
+        return default
+
     def linear(self, parts: Mapping[str, int], *, in_features: int, bias: bool) -> LinearOp:
         linear = Linear(
             self._read(f"{name}.weight" for name in parts),

@@ -30,6 +30,9 @@ class WeightSource(Protocol):
         `offset` is added to what is stored; the sum is never rounded to a half type.
         """
 
+    def number(self, names: tuple[str, ...], *, default: float) -> float:
+        """That of the first name which the checkpoint has; it need not have any."""
+
     def linear(self, parts: Mapping[str, int], *, in_features: int, bias: bool) -> LinearOp:
         """One product over the rows of several layers: `parts` are their names (without ".weight")
         and row counts.

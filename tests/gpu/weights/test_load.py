@@ -109,6 +109,16 @@ def test_rotary_tables_in_the_checkpoint_are_ignored(tmp_path: Path) -> None:
     assert torch.equal(logits_of(load_model(plain)), logits_of(load_model(old)))
 
 
+def test_scales_of_kv_are_read_where_a_checkpoint_has_them(tmp_path: Path) -> None:
+    scales = {
+        "model.layers.0.self_attn.k_scale": torch.tensor(0.5),
+        "model.layers.0.self_attn.v_scale": torch.tensor([0.25]),
+        "model.layers.1.self_attn.attn.v_scale": torch.tensor(2.0),
+    }
+    model = load_model(write_checkpoint(tmp_path, {**llama_weights(), **scales}))
+    assert [layer.kv_scales for layer in model.layers] == [(0.5, 0.25), (1.0, 2.0)]
+
+
 def test_a_tied_head_is_the_embeddings_and_costs_nothing(tmp_path: Path) -> None:
     weights = llama_weights()
     del weights["lm_head.weight"]
