@@ -162,6 +162,7 @@ class OverlapSimOptions:
     rows: str = option("1,64,256", "sequences that run at once", LIST)
     steps: int = option(100, "tokens of each sequence, one per step", Limits(low=2))
     no_http: bool = option(False, "leave out the runs behind the HTTP server")
+    processes: str = option("1", "processes of that server: 1, 2 or 1,2", LIST)
     repeats: int = option(1, "repeats; medians and spread are shown", Limits(low=1))
 
 

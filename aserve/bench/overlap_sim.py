@@ -11,9 +11,12 @@ import dataclasses
 import gc
 import itertools
 import sys
+import tempfile
 from asyncio.subprocess import PIPE, create_subprocess_exec
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
@@ -22,12 +25,14 @@ from aserve.bench.options import OverlapSimOptions, integers, numbers
 from aserve.bench.progress import progress
 from aserve.bench.result import BenchResult, Table
 from aserve.bench.sleeping_device import Nap, SleepingExecutor
+from aserve.bench.sleeping_engine import Settings, command
 from aserve.bench.spread import median, spread
 from aserve.bench.windows import TokenWindows
 from aserve.config import Resolved
 from aserve.engine import Engine
-from aserve.errors import BugError
+from aserve.errors import BugError, ConfigError
 from aserve.event_loop import new_event_loop
+from aserve.launch import InItsOwnProcess, InThisProcess, Launcher, Waits
 from aserve.load import Loaded
 from aserve.messages import EngineSpec, GroupSpec, array_i32
 from aserve.text.load import load_tokenizer
@@ -41,12 +46,14 @@ MAX_BATCHED_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`depth` steps in flight; with `has_http` behind the server, else in the embedded engine."""
+    """`depth` steps in flight; behind a server of so many `processes`, or with 0 in the embedded
+    engine.
+    """
 
     step_ms: float
     num_rows: int
     depth: int
-    has_http: bool
+    processes: int
 
     @property
     def key(self) -> str:
@@ -54,7 +61,11 @@ class Case:
 
     @property
     def series(self) -> str:
-        return "busy" + "_http" * self.has_http + "_depth1" * (self.depth == 1)
+        where = ("", "_http", "_two_processes")[self.processes]
+        return "busy" + where + "_depth1" * (self.depth == 1)
+
+
+Run: TypeAlias = tuple[int, Sequence[Nap]]  # the tokens that came back, and how the device slept
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +79,8 @@ class Measured:
 
 def run(options: OverlapSimOptions, resolved: Resolved) -> BenchResult:
     cases = [
-        Case(step_ms, num_rows, depth, has_http)
-        for has_http in ((False,) if options.no_http else (False, True))
+        Case(step_ms, num_rows, depth, processes)
+        for processes in (0, *servers_of(options))
         for depth in (2, 1)
         for step_ms in numbers(options.step_ms, flag="--step-ms")
         for num_rows in integers(options.rows, flag="--rows")
@@ -93,6 +104,16 @@ NOTE = (
 )
 
 
+def servers_of(options: OverlapSimOptions) -> tuple[int, ...]:
+    """The numbers of processes of the servers that are measured."""
+    if options.no_http:
+        return ()
+    counts = integers(options.processes, flag="--processes")
+    if max(counts) > 2:
+        raise ConfigError(f"--processes {options.processes}: a server has 1 or 2 of them")
+    return counts
+
+
 def measured(naps: Sequence[Nap]) -> Measured:
     asleep_s = sum(nap.wake_s - nap.start_s for nap in naps)
     gaps_s = [after.start_s - before.wake_s for before, after in itertools.pairwise(naps)]
@@ -109,24 +130,22 @@ class Simulation:
         self._tokenizer = load_tokenizer(MODEL_DIR)
         self._windows = TokenWindows(self._tokenizer, seed=0)
 
-    async def naps(self, case: Case) -> list[Nap]:
+    async def naps(self, case: Case) -> Sequence[Nap]:
         """The garbage collector is treated as the server treats it: what lives long is frozen."""
-        executor = SleepingExecutor(self._spec(case), step_s=case.step_ms / 1e3)
-        loaded = Loaded(executor, self._tokenizer, None, "a sleeping device")
-        resolved = _resolved_for(case, self._resolved)
+        run_load = (self._embed, self._serve, self._serve_beside)[case.processes]
         gc.collect()
         gc.freeze()
         try:
-            run_load = self._serve if case.has_http else self._embed
-            num_tokens = await run_load(case, loaded, resolved)
+            num_tokens, naps = await run_load(case, _resolved_for(case, self._resolved))
         finally:
             gc.unfreeze()
         if num_tokens != case.num_rows * self._num_tokens:
             asked = f"{case.num_rows} x {self._num_tokens}"
             raise BugError(f"{case.key}: {num_tokens} tokens came back, and {asked} were asked for")
-        return executor.naps
+        return naps
 
-    async def _embed(self, case: Case, loaded: Loaded, resolved: Resolved) -> int:
+    async def _embed(self, case: Case, resolved: Resolved) -> Run:
+        executor, loaded = self._loaded(case)
         async with Engine(resolved, loader=lambda _: loaded) as engine:
 
             async def read(prompt: list[int]) -> int:
@@ -138,28 +157,45 @@ class Simulation:
                     group.create_task(read(self._windows.ids(PROMPT_LEN)))
                     for _ in range(case.num_rows)
                 ]
-        return sum(task.result() for task in tasks)
+        return sum(task.result() for task in tasks), executor.naps
 
-    async def _serve(self, case: Case, loaded: Loaded, resolved: Resolved) -> int:
+    async def _serve(self, case: Case, resolved: Resolved) -> Run:
+        executor, loaded = self._loaded(case)
+        num_tokens = await self._ask_server(case, resolved, InThisProcess(lambda _: loaded))
+        return num_tokens, executor.naps
+
+    async def _serve_beside(self, case: Case, resolved: Resolved) -> Run:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "naps"
+            settings = Settings(self._spec(case), case.step_ms / 1e3, str(path))
+            launcher = InItsOwnProcess(command(settings))
+            num_tokens = await self._ask_server(case, resolved, launcher)
+            return num_tokens, msgspec.json.decode(path.read_bytes(), type=list[Nap])
+
+    def _loaded(self, case: Case) -> tuple[SleepingExecutor, Loaded]:
+        executor = SleepingExecutor(self._spec(case), step_s=case.step_ms / 1e3)
+        return executor, Loaded(executor, self._tokenizer, None, executor.about)
+
+    async def _ask_server(self, case: Case, resolved: Resolved, launcher: Launcher) -> int:
         app = App(resolved)
         http = connect_http(app)
         address = await http.start()
         try:
-            await app.start(loaded)
+            await launcher.launch(app, Waits())
             return await self._ask_from_outside(address, num_clients=case.num_rows)
         finally:
             await http.stop()
             await app.close()
 
     async def _ask_from_outside(self, address: str, *, num_clients: int) -> int:
-        clients = str(num_clients)
+        count = str(num_clients)
         arguments = (
-            *("--url", address, "--num-prompts", clients, "--max-concurrency", clients),
+            *("--url", address, "--num-prompts", count, "--max-concurrency", count),
             *("--input-len", str(PROMPT_LEN), "--output-len", str(self._num_tokens)),
             *("--num-warmups", "0", "--repeats", "1"),
         )
-        command = (sys.executable, "-m", "aserve", "bench", "serve", *arguments)
-        process = await create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
+        clients = (sys.executable, "-m", "aserve", "bench", "serve", *arguments)
+        process = await create_subprocess_exec(*clients, stdout=PIPE, stderr=PIPE)
         output, errors = await process.communicate()
         if process.returncode:
             raise BugError(f"the clients ended with {process.returncode}: {errors.decode()[-500:]}")
@@ -190,6 +226,7 @@ def _resolved_for(case: Case, resolved: Resolved) -> Resolved:
     return dataclasses.replace(
         resolved,
         scheduler=dataclasses.replace(resolved.scheduler, max_num_seqs=case.num_rows),
+        debug=dataclasses.replace(resolved.debug, log_level=resolved.debug.log_level or "warning"),
         server=dataclasses.replace(resolved.server, host="127.0.0.1", port=0, api_key=None),
     )
 
@@ -211,7 +248,7 @@ def _table(found: dict[Case, list[Measured]]) -> Table:
     rows = []
     for case, repeats in found.items():
         busy = [one.busy for one in repeats]
-        where = "http" if case.has_http else "embedded"
+        where = ("embedded", "http", "two processes")[case.processes]
         gap_us = median([one.gap_us for one in repeats])
         texts = (f"{median(busy):.3f}", f"{spread(busy):.3f}", f"{gap_us:,.0f}")
         rows.append((where, str(case.depth), case.key, *texts, str(repeats[-1].num_steps)))

@@ -47,6 +47,7 @@ class SleepingExecutor:
 
     def __init__(self, spec: EngineSpec, *, step_s: float) -> None:
         self.spec = spec
+        self.about = "a sleeping device"
         self.naps: list[Nap] = []
         self.died: asyncio.Future[BaseException]
         self._step_s = step_s

@@ -75,7 +75,9 @@ def test_the_last_line_has_each_size_at_both_depths(capsys: Captured) -> None:
 
 @pytest.mark.slow
 def test_streaming_clients_of_another_process_drive_it_over_http(capsys: Captured) -> None:
-    figures = figures_of(capsys, "overlap-sim", "--rows", "2", "--steps", "4", "--step-ms", "1")
-    for series in ("busy", "busy_depth1", "busy_http", "busy_http_depth1"):
-        assert list(figures[series]) == ["1ms/2"]
-        assert 0 < figures[series]["1ms/2"] <= 1
+    small = ("--rows", "2", "--steps", "4", "--step-ms", "1", "--processes", "1,2")
+    figures = figures_of(capsys, "overlap-sim", *small)
+    for where in ("", "_http", "_two_processes"):
+        for series in (f"busy{where}", f"busy{where}_depth1"):
+            assert list(figures[series]) == ["1ms/2"]
+            assert 0 < figures[series]["1ms/2"] <= 1
