@@ -5,6 +5,7 @@ It knows no scheduler and no request. The only place in gpu/ that chooses by nam
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,6 +138,7 @@ def assemble(
     state = _allocate(model, groups, spec, mode=mode, device=device, kv_dtype=kv_dtype)
     site = AttentionSite(state.pools, groups, model.dtype, device, options.depth)
     attention = build_attention(options.attention, site, order=device.attention)
+    state = dataclasses.replace(state, clears_pages=attention.can.whole_pages)
     runner = ModelRunner(
         RunnerParts(
             model=model,

@@ -56,3 +56,8 @@ class DeviceStep:
     plan: StepPlan
     batch: DeviceBatch
     sections: DeviceSections
+
+    @property
+    def iteration(self) -> Tensor:
+        """int64 [1]."""
+        return self.sections.ints("iteration")

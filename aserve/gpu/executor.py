@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import queue
 import sys
 from collections.abc import Callable
@@ -19,13 +20,12 @@ import torch
 from torch import Tensor
 
 from aserve.errors import AserveError, BugError, EngineDead, ErrorInfo, StepError
-from aserve.gpu.decode.base import Emitted
 from aserve.gpu.device.base import Device, Event
 from aserve.gpu.future_map import SEQ_LEN
 from aserve.gpu.host_slots import HostSlot, HostSlots
 from aserve.gpu.padding_batch import padding_batch
 from aserve.gpu.resolve import stage_tables
-from aserve.gpu.results import Layout, Tokens, check_step, layout_of, pack, read_tokens, seq_lens
+from aserve.gpu.results import Layout, Tokens, check_step, read_tokens, seq_lens
 from aserve.gpu.runner import HeldSample, ModelRunner
 from aserve.gpu.sample.plan import RowFacts
 from aserve.gpu.sections import DeviceSections, HostSections
@@ -163,18 +163,16 @@ class TorchExecutor:
     def _step(self, batch: ScheduleBatch, ticket: StepTicket) -> None:
         self._facts.write(batch.row_inits)
         plan = plan_step(batch, self._facts, vocab_size=self.spec.vocab_size)
-        sections = HostSections()
-        stage_tables(batch, sections, page_size=self.spec.page_size)
-        plan.stage(sections)
-        staged = self._stage(sections)
-        publish = functools.partial(self._publish, plan, staged, ticket)
-        outcome = self._runner.step(plan, staged, publish)
+        body, tables = HostSections(), HostSections()
+        plan.stage(body)
+        stage_tables(batch, tables, self._runner.state)
+        staged, staged_tables = self._stage(body, tables)
+        self._runner.apply(batch, staged_tables)
+        publish = functools.partial(self._publish, plan, ticket)
+        packed = self._runner.step(plan, staged, publish)
         self._held_lens.update(_ends(plan))
-        checks = (outcome.stamps, outcome.kv_lens) if self._is_debug else ()
-        self._copy_out(
-            pack(outcome.emitted, checks),
-            functools.partial(self._read_step, plan, layout_of(outcome.emitted), ticket),
-        )
+        read = functools.partial(self._read_step, plan, packed.layout, ticket)
+        self._copy_out(packed.words, read)
 
     def _sample(self, sample: Sample, ticket: StepTicket) -> None:
         rows = array_i32(sample.rows)
@@ -184,15 +182,22 @@ class TorchExecutor:
         logits = self._plan_held(rows, max_len)
         sections = HostSections()
         logits.stage(sections)
+        sections.add("iteration", np.array([sample.iteration], np.int32))
         sections.add("mask", array_i32(sample.masks))
-        staged = self._stage(sections)
-        mask = staged.words[staged.places["mask"]].view(len(rows), -1)
-        held = HeldSample(sample.iteration, staged.ints("sample_rows"), mask, logits, staged)
-        emitted: Emitted = self._runner.finish_held(held)
+        (staged,) = self._stage(sections)
+        packed = self._runner.finish_held(
+            HeldSample(
+                iteration=staged.ints("iteration"),
+                rows=staged.ints("sample_rows"),
+                mask=staged.narrow_ints("mask").view(len(rows), -1),
+                logits=logits,
+                sections=staged,
+            )
+        )
         for row in rows:
             del self._held_lens[int(row)]
-        read = functools.partial(self._read_sample, logits, layout_of(emitted), ticket)
-        self._copy_out(pack(emitted), read)
+        read = functools.partial(self._read_sample, logits, packed.layout, ticket)
+        self._copy_out(packed.words, read)
 
     def _plan_held(self, rows: ArrayI32, max_len: int) -> LogitsPlan:
         num = len(rows)
@@ -205,21 +210,19 @@ class TorchExecutor:
             vocab_size=self.spec.vocab_size,
         )
 
-    def _stage(self, sections: HostSections) -> DeviceSections:
+    def _stage(self, *parts: HostSections) -> list[DeviceSections]:
         """The one copy of a step's host values. The slot is free again after the next event."""
-        slot = self._staging.take(sections.num_words)
-        places = sections.write(slot.words)
-        words = self._device.stage(slot.buffer[: sections.num_words])
+        ends = list(itertools.accumulate((part.num_words for part in parts), initial=0))
+        slot = self._staging.take(ends[-1])
+        spans = [slice(start, end) for start, end in itertools.pairwise(ends)]
+        places = [part.write(slot.words[span]) for part, span in zip(parts, spans, strict=True)]
+        words = self._device.stage(slot.buffer[: ends[-1]])
         self._staged.append(slot)
-        return DeviceSections(words, words.to(torch.int64), places)
+        return [DeviceSections(words[s], named) for s, named in zip(spans, places, strict=True)]
 
-    def _publish(
-        self, plan: StepPlan, staged: DeviceSections, ticket: StepTicket, lens: Tensor
-    ) -> None:
-        """Lengths after the step, early: into the relay for the next step, and to the host."""
-        self._runner.relay.publish(staged.ints("rows"), lens)
-        read = functools.partial(self._read_lens, plan, ticket)
-        self._copy_out(lens.to(torch.int32), read)
+    def _publish(self, plan: StepPlan, ticket: StepTicket, lens: Tensor) -> None:
+        """Lengths after the step, int32 [rows], early."""
+        self._copy_out(lens, functools.partial(self._read_lens, plan, ticket))
 
     def _copy_out(self, values: Tensor, read: Callable[[ArrayI32], Callable[[], None]]) -> None:
         """values: int32 [n]; `read` gets them once they are there, as a copy of its own."""
@@ -254,7 +257,8 @@ class TorchExecutor:
     # ------------------------------------------------------------ where landings are read
 
     def _read_lens(self, plan: StepPlan, ticket: StepTicket, words: ArrayI32) -> Job:
-        return functools.partial(ticket.publish, functools.partial(seq_lens, plan, words))
+        lens = words[: len(plan.rows)]
+        return functools.partial(ticket.publish, functools.partial(seq_lens, plan, lens))
 
     def _read_step(
         self, plan: StepPlan, layout: Layout, ticket: StepTicket, words: ArrayI32
@@ -264,7 +268,7 @@ class TorchExecutor:
             words[:num_words], layout, plan.logits, plan.prompts
         )
         if self._is_debug:
-            stamps, kv_lens = np.split(words[num_words:], 2)
+            stamps, kv_lens = words[num_words:].reshape(2, -1)[:, : len(plan.rows)]
             found = check_step(plan, stamps, kv_lens) or found
         if isinstance(found, AserveError):
             return self._refuse(ticket, found)

@@ -62,11 +62,13 @@ class FutureMap:
         """Only in a mode that declares SEQ_LEN: KV length of each row after this step."""
         self._fields[SEQ_LEN].index_copy_(0, rows, seq_lens)
 
-    def stash(self, rows: Tensor, fields: Mapping[str, Tensor], *, iteration: int) -> None:
-        """fields [n, *shape]; what is not given stays. Stamps the rows with the iteration."""
+    def stash(self, rows: Tensor, fields: Mapping[str, Tensor], *, iteration: Tensor) -> None:
+        """fields [n, *shape]; what is not given stays. Stamps the rows with the iteration, int64
+        [1]: a captured step has another one at each replay.
+        """
         for name, values in fields.items():
             self._fields[name].index_copy_(0, rows, values)
-        self.written_iter.index_fill_(0, rows, iteration)
+        self.written_iter.index_copy_(0, rows, iteration.expand(len(rows)))
 
     def forget(self, rows: Tensor) -> None:
         """The rows have new tenants, who must not read what is there."""

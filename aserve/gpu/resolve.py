@@ -30,23 +30,29 @@ class DeviceState:
     pools: KvPools
     tables: RowTables
     relay: FutureMap
+    clears_pages: bool = True  # attention reads what lies behind a row's length, and masks it
 
 
-def stage_tables(batch: ScheduleBatch, sections: HostSections, *, page_size: int) -> None:
-    """The arrays of `apply_tables`."""
-    ints, floats = init_columns(batch.row_inits)
-    sections.add("init_rows", np.array([init.row for init in batch.row_inits], np.int32))
-    sections.add_wide("init_ints", ints)
-    sections.add_wide("init_floats", floats)
-    kv_lens = np.zeros(1 + int(array_i32(batch.rows).max(initial=0)), np.int32)
-    kv_lens[array_i32(batch.rows)] = array_i32(batch.kv_lens)
+def stage_tables(batch: ScheduleBatch, sections: HostSections, state: DeviceState) -> None:
+    """The arrays of `apply_tables`: none in most decode steps."""
+    if batch.row_inits:
+        ints, floats = init_columns(batch.row_inits)
+        sections.add("init_rows", np.array([init.row for init in batch.row_inits], np.int32))
+        sections.add_wide("init_ints", ints)
+        sections.add_wide("init_floats", floats)
     for group, writes in enumerate(batch.page_writes):
+        if not writes.rows:
+            continue
         rows, columns, pages = map(array_i32, (writes.rows, writes.columns, writes.pages))
-        is_empty = columns * page_size >= kv_lens[rows]
         sections.add(f"page_rows{group}", rows)
         sections.add(f"page_columns{group}", columns)
         sections.add(f"pages{group}", pages)
-        sections.add(f"empty_pages{group}", pages[is_empty])
+        if state.clears_pages:
+            step_rows = array_i32(batch.rows)
+            kv_lens = np.zeros(1 + int(step_rows.max()), np.int32)
+            kv_lens[step_rows] = array_i32(batch.kv_lens)
+            is_empty = columns * state.pools.page_size >= kv_lens[rows]
+            sections.add(f"empty_pages{group}", pages[is_empty])
 
 
 def apply_tables(batch: ScheduleBatch, sections: DeviceSections, state: DeviceState) -> None:
@@ -65,7 +71,8 @@ def apply_tables(batch: ScheduleBatch, sections: DeviceSections, state: DeviceSt
                 columns=sections.ints(f"page_columns{group}"),
                 pages=sections.ints(f"pages{group}"),
             )
-            state.pools.clear(group, sections.ints(f"empty_pages{group}"))
+            if state.clears_pages:
+                state.pools.clear(group, sections.ints(f"empty_pages{group}"))
 
 
 def resolve(plan: StepPlan, sections: DeviceSections, state: DeviceState) -> DeviceStep:
@@ -75,7 +82,7 @@ def resolve(plan: StepPlan, sections: DeviceSections, state: DeviceState) -> Dev
     token_rows = rows.index_select(0, owners)
     kv_lens = _kv_lens(plan, sections, state.relay)
     input_ids = state.relay.resolve(sections.ints("input_ids"))
-    if plan.batch.verify is not None:
+    if plan.num_drafts.any():
         input_ids = _with_drafts(input_ids, token_rows, sections, state.relay)
     slots = state.pools.slots(0, token_rows, kv_lens.index_select(0, owners).add_(offsets))
     state.pools.token_pool.index_copy_(0, slots, input_ids.to(torch.int32))
@@ -88,7 +95,7 @@ def resolve(plan: StepPlan, sections: DeviceSections, state: DeviceState) -> Dev
         owners=owners,
         offsets=offsets,
         spans_cpu=plan.spans,
-        len_bounds_cpu=plan.kv_lens + plan.spans,
+        len_bounds_cpu=plan.len_bounds,
         is_exact=not plan.is_bound.any(),
     )
     return DeviceStep(plan, batch, sections)
@@ -97,7 +104,7 @@ def resolve(plan: StepPlan, sections: DeviceSections, state: DeviceState) -> Dev
 def _kv_lens(plan: StepPlan, sections: DeviceSections, relay: FutureMap) -> Tensor:
     """What the host knows comes from the host, and only a bound from the relay."""
     kv_lens = sections.ints("kv_lens")
-    if not plan.is_bound.any():
+    if SEQ_LEN not in relay:
         return kv_lens
     published = relay.read(SEQ_LEN, sections.ints("rows"))
     return torch.where(sections.ints("is_bound") > 0, published, kv_lens)

@@ -40,7 +40,15 @@ class Layout:
         return *of_samples, self.num_prompt_words
 
 
-def layout_of(emitted: Emitted) -> Layout:
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """`words`: int32 [sum of the layout's sizes, and the checks' lengths after them]."""
+
+    words: Tensor
+    layout: Layout
+
+
+def _layout_of(emitted: Emitted) -> Layout:
     num_samples, width = emitted.tokens.shape
     num_scored, num_top = emitted.sampled.top_ids.shape
     prompts = emitted.sampled.prompts
@@ -54,8 +62,8 @@ def layout_of(emitted: Emitted) -> Layout:
     )
 
 
-def pack(emitted: Emitted, checks: tuple[Tensor, ...] = ()) -> Tensor:
-    """int32 [sum of sizes, and the checks' lengths after them]; floats keep their bits."""
+def pack(emitted: Emitted, checks: tuple[Tensor, ...] = ()) -> Packed:
+    """Floats keep their bits."""
     sampled = emitted.sampled
     values = (
         emitted.tokens,
@@ -67,7 +75,8 @@ def pack(emitted: Emitted, checks: tuple[Tensor, ...] = ()) -> Tensor:
         *(() if sampled.prompts is None else (sampled.prompts.packed(),)),
         *checks,
     )
-    return torch.cat([value.reshape(-1).to(torch.int32) for value in values])
+    words = torch.cat([value.reshape(-1).to(torch.int32) for value in values])
+    return Packed(words, _layout_of(emitted))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +115,15 @@ class Tokens:
 def read_tokens(
     words: ArrayI32, layout: Layout, logits: LogitsPlan, prompt_plan: PromptPlan | None = None
 ) -> Tokens | AserveError:
-    """words: a packed array, int32. A row that could not be sampled is an error."""
+    """words: a packed array, int32, of which padding rows, the last ones, fall away here. A row
+    that could not be sampled is an error.
+    """
     ends = list(itertools.accumulate(layout.sizes, initial=0))
     tokens, counts, is_sound, chosen, top_ids, top_logprobs, of_prompts = (
         words[start:end] for start, end in itertools.pairwise(ends)
     )
+    tokens = tokens.reshape(layout.num_samples, layout.width)[: len(logits.rows)]
+    counts, is_sound = counts[: len(logits.rows)], is_sound[: len(logits.tokens)]
     if not is_sound.all():
         row = int(np.repeat(logits.rows, logits.windows)[np.flatnonzero(is_sound == 0)[0]])
         return StepError(f"row {row}: no token can be drawn from its logits (NaN, or all banned)")
@@ -126,7 +139,7 @@ def read_tokens(
     return Tokens(
         rows=logits.rows,
         counts=counts.copy(),
-        tokens=tokens.reshape(layout.num_samples, layout.width)[is_emitted],
+        tokens=tokens[is_emitted],
         logprobs=tuple(scores.by_row(logits, counts)),
         prompts=prompts,
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.attention.base import AttentionBackend
-from aserve.gpu.decode.base import DecodeMode, Emitted, OnPublish
+from aserve.gpu.decode.base import DecodeMode, OnPublish
 from aserve.gpu.device_batch import DeviceBatch, DeviceStep
 from aserve.gpu.forward_batch import NO_OVERRIDES, ForwardBatch, ForwardOverrides
 from aserve.gpu.future_map import SEQ_LEN, FutureMap
@@ -22,11 +22,13 @@ from aserve.gpu.graphs import GraphRunner
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.prompt_values import value_prompts
 from aserve.gpu.resolve import DeviceState, apply_tables, resolve
+from aserve.gpu.results import Packed, pack
 from aserve.gpu.sample.logits_rows import LogitsRows
 from aserve.gpu.sample.ops import PLAIN_OPS, SampleOps
 from aserve.gpu.sample.sampler import Sampled, Sampler, Staged
 from aserve.gpu.sections import DeviceSections
 from aserve.gpu.step_plan import LogitsPlan, StepPlan
+from aserve.messages import ScheduleBatch
 
 UNKNOWN = -1
 
@@ -46,9 +48,11 @@ class RunnerParts:
 
 @dataclass(frozen=True, slots=True)
 class HeldSample:
-    """A Sample on the device: rows int64 [n] of step `iteration`, mask int32 [n, words]."""
+    """A Sample on the device: rows int64 [n] of step `iteration`, int64 [1]; mask int32
+    [n, words].
+    """
 
-    iteration: int
+    iteration: Tensor
     rows: Tensor
     mask: Tensor
     logits: LogitsPlan
@@ -77,22 +81,36 @@ class ModelRunner:
         self._own_lens = torch.full_like(self.relay.written_iter, UNKNOWN)  # debug checks only
         self._held_logits: Tensor | None = None  # [max_rows + 1, vocab], once a row is held
 
-    def step(self, plan: StepPlan, sections: DeviceSections, publish: OnPublish) -> Outcome:
-        """All of a step between stage and copy out."""
-        apply_tables(plan.batch, sections, self.state)
-        stamps = self.relay.written_iter.index_select(0, sections.ints("rows"))
+    def apply(self, batch: ScheduleBatch, tables: DeviceSections) -> None:
+        """New tenants and pages, before the step itself."""
+        apply_tables(batch, tables, self.state)
+        if self._parts.is_debug and batch.row_inits:
+            self._own_lens.index_fill_(0, tables.ints("init_rows"), UNKNOWN)
+
+    def step(self, plan: StepPlan, sections: DeviceSections, publish: OnPublish) -> Packed:
+        """From resolve to the packed result, with the debug checks after it: the iteration that
+        wrote each row's relay, and its own KV length before the step. `publish` gets lengths as
+        int32.
+
+        NOTE: captured, this is run again without its Python: of the host it reads what is the same
+        in all steps of one shape, and the rest from `sections`.
+        """
         step = resolve(plan, sections, self.state)
+
+        def on_publish(lens: Tensor) -> None:
+            self.relay.publish(step.batch.rows, lens)
+            publish(lens.to(torch.int32))
+
         if not self._parts.is_debug:
-            return Outcome(self._parts.mode.step(self, step, publish), stamps, step.batch.kv_lens)
+            return pack(self._parts.mode.step(self, step, on_publish))
+        stamps = self.relay.written_iter.index_select(0, step.batch.rows)
         lens = self._lens_before(step)
-        emitted = self._parts.mode.step(self, step, publish)
+        emitted = self._parts.mode.step(self, step, on_publish)
         self._note_lens(step)
-        return Outcome(emitted, stamps, lens)
+        return pack(emitted, (stamps, lens))
 
     def _lens_before(self, step: DeviceStep) -> Tensor:
         """What the device itself knows of each row's KV length; of a new row what it was told."""
-        if step.plan.batch.row_inits:
-            self._own_lens.index_fill_(0, step.sections.ints("init_rows"), UNKNOWN)
         own = self._own_lens.index_select(0, step.batch.rows)
         is_told = (own == UNKNOWN) | (step.sections.ints("is_bound") > 0)
         return torch.where(is_told, step.batch.kv_lens, own)
@@ -106,8 +124,8 @@ class ModelRunner:
         self._own_lens.index_copy_(0, rows, lens)
         self._own_lens[:1].fill_(UNKNOWN)  # the padding row has no length
 
-    def finish_held(self, held: HeldSample) -> Emitted:
-        return self._parts.mode.sample_held(self, held)
+    def finish_held(self, held: HeldSample) -> Packed:
+        return pack(self._parts.mode.sample_held(self, held))
 
     def init_forward(
         self, batch: DeviceBatch, overrides: ForwardOverrides = NO_OVERRIDES
@@ -187,16 +205,6 @@ class ModelRunner:
             parts.append(self._sampler.sample(logits_of(part), rows.at(part), staged))
             start = part.stop
         return _joined(parts, rows.rows)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Of a step on the device: what it emitted, and what it read, for the debug checks: the
-    iteration that wrote each row's relay and its own KV length before the step, int64 [rows]."""
-
-    emitted: Emitted
-    stamps: Tensor
-    kv_lens: Tensor
 
 
 def _joined(parts: list[Sampled], like: Tensor) -> Sampled:

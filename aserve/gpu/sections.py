@@ -5,7 +5,7 @@ It knows nothing of what they mean. Eight-byte values come first, which keeps th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +35,9 @@ class HostSections:
 
     @property
     def num_words(self) -> int:
-        return sum(map(len, self._wide.values())) + sum(map(len, self._narrow.values()))
+        """Even, so that what is written behind is aligned too."""
+        num = sum(map(len, self._wide.values())) + sum(map(len, self._narrow.values()))
+        return num + num % 2
 
     def write(self, words: ArrayI32) -> dict[str, slice]:
         """Copies all sections to the front of `words`; says where each of them is."""
@@ -48,20 +50,27 @@ class HostSections:
         return places
 
 
-@dataclass(frozen=True, slots=True)
 class DeviceSections:
-    """The same on the device. `words` is int32 [n], `longs` the same numbers as int64."""
+    """The same on the device: `words` int32 [n], which are made int64 where one is first asked."""
 
-    words: Tensor
-    longs: Tensor
-    places: dict[str, slice]
+    __slots__ = ("_longs", "_places", "words")
+
+    def __init__(self, words: Tensor, places: Mapping[str, slice]) -> None:
+        self.words = words
+        self._places = places
+        self._longs: Tensor | None = None
 
     def ints(self, name: str) -> Tensor:
         """int64 [n], a view."""
-        return self.longs[self.places[name]]
+        if self._longs is None:
+            self._longs = self.words.to(torch.int64)
+        return self._longs[self._places[name]]
+
+    def narrow_ints(self, name: str) -> Tensor:
+        return self.words[self._places[name]]
 
     def wide_ints(self, name: str) -> Tensor:
-        return self.words[self.places[name]].view(torch.int64)
+        return self.narrow_ints(name).view(torch.int64)
 
     def floats(self, name: str) -> Tensor:
-        return self.words[self.places[name]].view(torch.float64)
+        return self.narrow_ints(name).view(torch.float64)

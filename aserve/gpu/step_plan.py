@@ -48,10 +48,13 @@ class StepPlan:
     spans: ArrayI32
     kv_lens: ArrayI32  # before this step: exact or a bound
     is_bound: ArrayI32
+    len_bounds: ArrayI32  # no row is longer after this step
     expects: ArrayI32
     num_drafts: ArrayI32
     owners: ArrayI32  # [tokens], each token's place among the rows
     offsets: ArrayI32  # [tokens], its place in its row's span
+    input_ids: ArrayI32  # [tokens]
+    next_ids: ArrayI32
     held_rows: ArrayI32  # [held]
     held_tokens: ArrayI32  # [held], the last token of each held row
     logits: LogitsPlan
@@ -62,6 +65,7 @@ class StepPlan:
         return self.batch.iteration
 
     def stage(self, sections: HostSections) -> None:
+        sections.add("iteration", np.array([self.iteration], np.int32))
         sections.add("rows", self.rows)
         sections.add("spans", self.spans)
         sections.add("kv_lens", self.kv_lens)
@@ -69,8 +73,8 @@ class StepPlan:
         sections.add("num_drafts", self.num_drafts)
         sections.add("owners", self.owners)
         sections.add("offsets", self.offsets)
-        sections.add("input_ids", array_i32(self.batch.input_ids))
-        sections.add("next_ids", array_i32(self.batch.next_ids))
+        sections.add("input_ids", self.input_ids)
+        sections.add("next_ids", self.next_ids)
         sections.add("held_rows", self.held_rows)
         sections.add("held_tokens", self.held_tokens)
         self.logits.stage(sections)
@@ -95,10 +99,13 @@ def plan_step(batch: ScheduleBatch, facts: RowFacts, *, vocab_size: int) -> Step
         spans=spans,
         kv_lens=kv_lens,
         is_bound=np.frombuffer(batch.bounds, np.uint8).astype(np.int32),
+        len_bounds=kv_lens + spans,
         expects=array_i32(batch.expects),
         num_drafts=num_drafts,
         owners=owners,
         offsets=np.arange(len(owners), dtype=np.int32) - (ends - spans)[owners],
+        input_ids=array_i32(batch.input_ids),
+        next_ids=array_i32(batch.next_ids),
         held_rows=rows[held],
         held_tokens=ends[held] - 1,
         logits=plan_logits(
@@ -154,7 +161,7 @@ def _places(rows: ArrayI32, named: ArrayI32) -> ArrayI32:
 
 def _check(batch: ScheduleBatch, rows: ArrayI32, spans: ArrayI32) -> None:
     num_ids = len(array_i32(batch.input_ids))
-    if num_ids != int(spans.sum()) or (spans < 1).any() or np.bincount(rows).max(initial=0) > 1:
+    if num_ids != int(spans.sum()) or (spans < 1).any() or np.bincount(rows)[1:].max(initial=0) > 1:
         raise BugError(
             f"step {batch.iteration} is not one batch: rows {rows}, spans {spans}, {num_ids} ids"
         )

@@ -40,7 +40,7 @@ def make_tables(*, num_pages: int = 20) -> DeviceState:
 def to_device(sections: HostSections) -> DeviceSections:
     words = torch.zeros(sections.num_words, dtype=torch.int32)
     places = sections.write(words.numpy())
-    return DeviceSections(words, words.to(torch.int64), places)
+    return DeviceSections(words, places)
 
 
 def bring(batch: ScheduleBatch, state: DeviceState) -> DeviceStep:
@@ -49,7 +49,7 @@ def bring(batch: ScheduleBatch, state: DeviceState) -> DeviceStep:
     facts.write(batch.row_inits)
     plan = plan_step(batch, facts, vocab_size=VOCAB)
     sections = HostSections()
-    stage_tables(batch, sections, page_size=PAGE_SIZE)
+    stage_tables(batch, sections, state)
     plan.stage(sections)
     staged = to_device(sections)
     apply_tables(batch, staged, state)

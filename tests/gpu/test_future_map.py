@@ -60,7 +60,7 @@ class RelayAgainstDictionary(RuleBasedStateMachine):
         if has_pair:
             fields["pair"] = torch.tensor(pairs, dtype=torch.float64)
             self.pairs |= zip(rows, pairs, strict=True)
-        self.relay.stash(torch.tensor(rows), fields, iteration=self.iteration)
+        self.relay.stash(torch.tensor(rows), fields, iteration=torch.tensor([self.iteration]))
         self.tokens |= zip(rows, tokens, strict=True)
         self.stamps |= dict.fromkeys(rows, self.iteration)
 
@@ -83,7 +83,9 @@ TestRelay = RelayAgainstDictionary.TestCase
 
 def test_ids_larger_than_max_rows_stand_for_themselves() -> None:
     relay = FutureMap((), max_rows=3, device=CPU)
-    relay.stash(torch.tensor([1, 2, 3]), {LAST_TOKEN: torch.tensor([7, 8, 9])}, iteration=1)
+    relay.stash(
+        torch.tensor([1, 2, 3]), {LAST_TOKEN: torch.tensor([7, 8, 9])}, iteration=torch.tensor([1])
+    )
     ids = torch.tensor([0, 3, 4, 150_000, -3, 2**31 - 1])
     assert relay.resolve(ids).tolist() == [0, 3, 4, 150_000, 9, 2**31 - 1]
 
@@ -91,9 +93,9 @@ def test_ids_larger_than_max_rows_stand_for_themselves() -> None:
 def test_what_was_read_does_not_change_with_the_next_stash() -> None:
     relay = FutureMap((), max_rows=3, device=CPU)
     rows = torch.tensor([2])
-    relay.stash(rows, {LAST_TOKEN: torch.tensor([7])}, iteration=1)
+    relay.stash(rows, {LAST_TOKEN: torch.tensor([7])}, iteration=torch.tensor([1]))
     read, resolved = relay.read(LAST_TOKEN, rows), relay.resolve(-rows)
-    relay.stash(rows, {LAST_TOKEN: torch.tensor([8])}, iteration=2)
+    relay.stash(rows, {LAST_TOKEN: torch.tensor([8])}, iteration=torch.tensor([2]))
     assert (read.tolist(), resolved.tolist()) == ([7], [7])
 
 

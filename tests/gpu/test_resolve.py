@@ -70,7 +70,7 @@ def tables_in_use() -> DeviceState:
     state.relay.publish(EVERY_ROW, EVERY_ROW + 9)
     drafts = torch.stack((EVERY_ROW + 200, EVERY_ROW + 300), dim=1)
     fields = {LAST_TOKEN: EVERY_ROW + 100, DRAFTS: drafts}
-    state.relay.stash(EVERY_ROW, fields, iteration=4)
+    state.relay.stash(EVERY_ROW, fields, iteration=torch.tensor([4]))
     return state
 
 

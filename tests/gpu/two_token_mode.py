@@ -50,7 +50,7 @@ class TwoTokens:
         by_row.index_copy_(0, step.batch.rows, lens)
         drafts = _draft(runner, step, rows, last=last, lens=by_row.index_select(0, rows))
         runner.relay.stash(
-            rows, {LAST_TOKEN: last, DRAFTS: drafts[:, None]}, iteration=step.batch.iteration
+            rows, {LAST_TOKEN: last, DRAFTS: drafts[:, None]}, iteration=step.iteration
         )
         return emitted
 

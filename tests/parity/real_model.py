@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 from aserve.config import Facts, Raw, Resolved, resolve
 from aserve.engine import Engine
 from aserve.gpu.executor import TorchExecutor
-from aserve.gpu.runner import ModelRunner, Outcome
+from aserve.gpu.results import Packed
+from aserve.gpu.runner import ModelRunner
+from aserve.gpu.sections import DeviceSections
 from aserve.gpu.step_plan import StepPlan
 from aserve.load import Loaded, load
 from aserve.messages import ScheduleBatch, array_i32
@@ -144,8 +146,11 @@ class HookedRunner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def step(self, plan: StepPlan, *arguments: Any) -> Outcome:
-        self._before(plan.batch)
-        outcome = self._runner.step(plan, *arguments)
+    def apply(self, batch: ScheduleBatch, tables: DeviceSections) -> None:
+        self._before(batch)
+        self._runner.apply(batch, tables)
+
+    def step(self, plan: StepPlan, *arguments: Any) -> Packed:
+        packed = self._runner.step(plan, *arguments)
         self._after(plan.batch)
-        return outcome
+        return packed

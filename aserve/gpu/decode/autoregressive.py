@@ -31,7 +31,7 @@ class Autoregressive:
         runner.hold(step, hidden)
         sampled = runner.sample(step, hidden)
         rows = step.sections.ints("sample_rows")
-        runner.relay.stash(rows, {LAST_TOKEN: sampled.tokens}, iteration=step.batch.iteration)
+        runner.relay.stash(rows, {LAST_TOKEN: sampled.tokens}, iteration=step.iteration)
         return _one_each(sampled)
 
     def sample_held(self, runner: ModelRunner, held: HeldSample) -> Emitted:
