@@ -99,7 +99,16 @@ class KvOptions:
     )
     page_size: int = option(16, "tokens in a page of KV", Limits(low=1, high=64))
     num_pages: int | None = option(
-        None, "pages of KV; default: a quarter of free memory, at most 1 GiB", Limits(low=2)
+        None,
+        "pages of KV; default: on a GPU what --gpu-memory-utilization leaves, else a quarter of "
+        "free memory, at most 1 GiB",
+        Limits(low=2),
+    )
+    gpu_memory_utilization: float = option(
+        0.9,
+        "part of a GPU's memory that may be used in all; KV gets what the model and the largest "
+        "step leave of it",
+        Limits(low=0.01, high=1),
     )
     no_prefix_cache: bool = option(False, "do not keep the KV of earlier prompts for reuse")
 

@@ -76,6 +76,7 @@ def build_options(resolved: Resolved, model_dir: Path) -> BuildOptions:
         kv_dtype=resolved.kv.kv_cache_dtype,
         page_size=resolved.kv.page_size,
         num_pages=resolved.kv.num_pages,
+        memory_share=resolved.kv.gpu_memory_utilization,
         prefix_cache=not resolved.kv.no_prefix_cache,
         max_rows=resolved.scheduler.max_num_seqs,
         max_batched_tokens=resolved.scheduler.max_num_batched_tokens,

@@ -6,16 +6,17 @@ It knows no scheduler and no request. The only place in gpu/ that chooses by nam
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from aserve.cache.layout import GroupLayout, plan_groups
+from aserve.cache.layout import plan_groups
 from aserve.gpu.attention.base import AttentionBackend
 from aserve.gpu.attention.capabilities import AttentionSite
-from aserve.gpu.attention.choice import build_attention
+from aserve.gpu.attention.choice import Attention, build_attention
 from aserve.gpu.decode.base import DecodeMode
 from aserve.gpu.decode.registry import MODES
 from aserve.gpu.device.base import Device
@@ -26,6 +27,7 @@ from aserve.gpu.graphs import GraphRunner
 from aserve.gpu.kv.layer_groups import LayerGroup, group_layers
 from aserve.gpu.kv.pools import KvPools, KvWays
 from aserve.gpu.kv.stored import kv_dtype_name, kv_dtype_of
+from aserve.gpu.largest_step import names_the_option, run_largest_steps
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.resolve import DeviceState
 from aserve.gpu.runner import ModelRunner, RunnerParts
@@ -34,12 +36,10 @@ from aserve.gpu.weights.blueprint import LoadPlan
 from aserve.gpu.weights.form import WeightWish, dtype_name
 from aserve.gpu.weights.load import read_blueprint
 from aserve.gpu.weights.target import Target
-from aserve.messages import EngineSpec, GroupSpec
+from aserve.messages import EngineSpec
 
 MIB = 1 << 20
-GIB = 1 << 30
-KV_PART = 4  # of free memory, KV takes one part of so many
-MAX_KV_BYTES = GIB
+MIN_PAGES = 2  # page 0 is nobody's
 FOUND_THREADS = torch.get_num_threads()  # before an engine of a small model asks for fewer
 
 OnProgress = Callable[[int, int], None]
@@ -60,6 +60,7 @@ class BuildOptions:
     kv_dtype: str = "auto"
     page_size: int = 16
     num_pages: int | None = None
+    memory_share: float = 0.9  # of a device's own memory, that may be used in all
     prefix_cache: bool = True
     max_rows: int = 64
     max_batched_tokens: int = 2048
@@ -100,9 +101,10 @@ def build_on(
     target = Target(
         device.torch_device, device.free_bytes(), form.prepare, device.elementwise(form.dtype)
     )
-    model = blueprint.load(
-        LoadPlan(form.dtype, options.max_model_len, is_dummy, target, on_progress)
-    )
+    with names_the_option("the model does not fit; free memory of the device"):
+        model = blueprint.load(
+            LoadPlan(form.dtype, options.max_model_len, is_dummy, target, on_progress)
+        )
     random = "random weights, " if is_dummy else ""
     about = f"{code.name} code ({code.why}), {random}{form.about}"
     return assemble(model, MODES[options.decode](), device, options, about=about)
@@ -118,10 +120,59 @@ def assemble(
 ) -> TorchExecutor:
     """An executor around a model that is there already; `about` says in which form, if
     that is more than its dtype."""
-    groups = group_layers(model.layers)
+    parts = _Parts(model, group_layers(model.layers), mode, device, options)
+    num_pages, budget_bytes = options.num_pages, 0
+    if num_pages is None:
+        run_largest = functools.partial(_run_largest, parts)
+        budget_bytes = device.kv_bytes(run_largest, share=options.memory_share)
+    what = "the KV does not fit beside the model; lower --num-pages or --gpu-memory-utilization"
+    with names_the_option(what):
+        made = _make(parts, num_pages=num_pages, budget_bytes=budget_bytes)
+    pools = made.runner.state.pools
+    kv_about = f"KV {kv_dtype_name(pools.dtype)} {pools.size_bytes / MIB:,.0f} MiB"
+    about = (
+        f"{about or dtype_name(model.dtype)} on {device.about}, "
+        f"attention {made.attention.name} ({made.attention.why}), {kv_about}"
+    )
+    return TorchExecutor(ExecutorParts(made.runner, device, made.spec, options.debug_checks, about))
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    model: CausalModel
+    groups: tuple[LayerGroup, ...]
+    mode: DecodeMode
+    device: Device
+    options: BuildOptions
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    runner: ModelRunner
+    spec: EngineSpec
+    attention: Attention
+
+
+def _run_largest(parts: _Parts) -> None:
+    """With tables of its own, and page 0."""
+    eager = dataclasses.replace(parts, options=dataclasses.replace(parts.options, graph_sizes=()))
+    made = _make(eager, num_pages=MIN_PAGES, budget_bytes=0)
+    run_largest_steps(made.runner, parts.device, made.spec)
+
+
+def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
+    model, groups, mode, device = parts.model, parts.groups, parts.mode, parts.device
+    options = parts.options
     kv_dtype = kv_dtype_of(options.kv_dtype, model.dtype)
-    layouts = [group.layout(kv_dtype.itemsize) for group in groups]
-    specs = _plan_pages(model, layouts, device, options)
+    specs = plan_groups(
+        [group.layout(kv_dtype.itemsize) for group in groups],
+        page_size=options.page_size,
+        budget_bytes=budget_bytes,
+        max_rows=options.max_rows,
+        max_model_len=model.max_model_len,
+        max_batched_tokens=options.max_batched_tokens,
+        num_pages=num_pages,
+    )
     spec = EngineSpec(
         page_size=options.page_size,
         groups=specs,
@@ -150,26 +201,7 @@ def assemble(
             sample_ops=device.sample_ops(model.dtype),
         )
     )
-    kv_about = f"KV {kv_dtype_name(kv_dtype)} {state.pools.size_bytes / MIB:,.0f} MiB"
-    about = (
-        f"{about or dtype_name(model.dtype)} on {device.about}, "
-        f"attention {attention.name} ({attention.why}), {kv_about}"
-    )
-    return TorchExecutor(ExecutorParts(runner, device, spec, options.debug_checks, about))
-
-
-def _plan_pages(
-    model: CausalModel, layouts: Sequence[GroupLayout], device: Device, options: BuildOptions
-) -> tuple[GroupSpec, ...]:
-    return plan_groups(
-        layouts,
-        page_size=options.page_size,
-        budget_bytes=min(device.free_bytes() // KV_PART, MAX_KV_BYTES),
-        max_rows=options.max_rows,
-        max_model_len=model.max_model_len,
-        max_batched_tokens=options.max_batched_tokens,
-        num_pages=options.num_pages,
-    )
+    return _Made(runner, spec, attention)
 
 
 def _allocate(

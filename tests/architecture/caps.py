@@ -36,6 +36,7 @@ STARTS = (
     "aserve/gpu/build.py",
     *(f"aserve/gpu/attention/{name}.py" for name in ("capabilities", "choice", "registry")),
     *(f"aserve/{name}.py" for name in ("banner", "event_loop", "launch", "load", "logs")),
+    "aserve/gpu/largest_step.py",
     *("aserve/gpu/weights/*", "aserve/gpu/device/process.py", "aserve/gpu/device/cpu_weights.py"),
     "aserve/gpu/padding_batch.py",
     *("aserve/gpu/device/control_groups.py", "aserve/gpu/device/cpu_count.py"),

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from aserve.gpu.device.cuda_runtime import CudaEvent, CudaStream
+from aserve.gpu.device.cuda_runtime import CudaEvent, CudaStream, Memory
 from tests.gpu.gated_model import TIMEOUT_S
 
 META = torch.device("meta")
@@ -158,7 +158,8 @@ class FakeCuda:
         self.lock = threading.RLock()
         self.hazards: list[str] = []
         self.num_checks = 0  # how often the device was asked what is wrong with it
-        self.free = 1 << 30
+        self.memory_now = Memory(free=1 << 30, total=1 << 30)
+        self.growth_bytes = 0  # what a run is said to take
         self.lets_host_go = threading.Event()  # no wait of the host ends before
         self.lets_host_go.set()
         self._chance = None if seed is None else random.Random(seed)
@@ -208,8 +209,12 @@ class FakeCuda:
     def keep(self, tensor: Tensor, stream: CudaStream) -> None:
         self._block(tensor).kept_for.add(cast(Stream, stream).number)
 
-    def free_bytes(self) -> int:
-        return self.free
+    def memory(self) -> Memory:
+        return self.memory_now
+
+    def growth(self, run: Callable[[], None]) -> int:
+        run()
+        return self.growth_bytes
 
     def synchronize(self) -> None:
         """Not a hazard: only who has met a failure asks."""

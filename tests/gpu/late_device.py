@@ -77,6 +77,9 @@ class LateDevice:
     def free_bytes(self) -> int:
         return self._cpu.free_bytes()
 
+    def kv_bytes(self, run_largest: Callable[[], None], *, share: float) -> int:
+        return self._cpu.kv_bytes(run_largest, share=share)
+
     def check(self) -> None:
         self._cpu.check()
 

@@ -94,6 +94,11 @@ class Device(Protocol):
     def free_bytes(self) -> int:
         """What this process may still allocate."""
 
+    def kv_bytes(self, run_largest: Callable[[], None], *, share: float) -> int:
+        """How much KV may take, once the model is loaded and beside what `run_largest` takes on
+        top. `share` is the part of a device's own memory that may be used in all.
+        """
+
     def check(self) -> None:
         """Raises what has made the device unusable, if anything has. Only after a failure: it may
         wait.

@@ -26,6 +26,8 @@ from aserve.gpu.weights.form import WeightForm, WeightWish
 from aserve.gpu.weights.memory import available_memory_bytes
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)  # that kernels/aserve_kernels/cpu are made for
+KV_PART = 4  # of free memory, KV takes one part of so many
+MAX_KV_BYTES = 1 << 30
 
 
 class CpuEvent:
@@ -91,6 +93,10 @@ class CpuDevice:
 
     def free_bytes(self) -> int:
         return available_memory_bytes()
+
+    def kv_bytes(self, _run_largest: Callable[[], None], *, share: float) -> int:
+        """The host's memory is for others, too, and grows as it is written."""
+        return min(self.free_bytes() // KV_PART, MAX_KV_BYTES)
 
     def check(self) -> None:
         pass

@@ -23,6 +23,7 @@ from aserve.gpu.layers.linear import prepare
 from aserve.gpu.sample.ops import SHAPED_OPS, SampleOps
 from aserve.gpu.weights.form import DTYPES, WeightForm, WeightWish, dtype_name
 
+GIB = 1 << 30
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -118,7 +119,22 @@ class CudaDevice:
         return torch.zeros(shape, dtype=dtype, device=self.torch_device)
 
     def free_bytes(self) -> int:
-        return self._runtime.free_bytes()
+        return self._runtime.memory().free
+
+    def kv_bytes(self, run_largest: Callable[[], None], *, share: float) -> int:
+        """What the share leaves beside all that is there, of others as well, and the steps."""
+        step_bytes = self._runtime.growth(run_largest)
+        memory = self._runtime.memory()
+        left = int(memory.total * share) - (memory.total - memory.free) - step_bytes
+        if left > 0:
+            return left
+        raise ConfigError(
+            f"--gpu-memory-utilization {share} of {memory.total / GIB:.2f} GiB leaves nothing for "
+            f"KV: {(memory.total - memory.free) / GIB:.2f} GiB are in use, and the largest step "
+            f"takes {step_bytes / GIB:.2f} more; give a larger share, lower "
+            "--max-num-batched-tokens or --max-num-seqs, or take a smaller model",
+            param="gpu_memory_utilization",
+        )
 
     def check(self) -> None:
         self._runtime.synchronize()

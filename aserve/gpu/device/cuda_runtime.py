@@ -7,11 +7,21 @@ It knows nothing of what streams are for.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes."""
+
+    free: int
+    total: int
 
 
 class CudaEvent(Protocol):
@@ -70,8 +80,11 @@ class CudaRuntime(Protocol):
         now.
         """
 
-    def free_bytes(self) -> int:
-        """That torch may still take from the device, or has taken and does not use."""
+    def memory(self) -> Memory:
+        """Of the device. What torch has taken and does not use counts as free."""
+
+    def growth(self, run: Callable[[], None]) -> int:
+        """Bytes that `run` takes at most, on top of what is taken before."""
 
     def synchronize(self) -> None:
         """Until the device has done everything; raises what has made it unusable."""
@@ -113,10 +126,21 @@ class TorchCuda:
     def keep(self, tensor: Tensor, stream: CudaStream) -> None:
         tensor.record_stream(_as_torch(stream))
 
-    def free_bytes(self) -> int:
+    def memory(self) -> Memory:
+        torch.cuda.synchronize(self.torch_device)
         torch.cuda.empty_cache()
-        free, _total = torch.cuda.mem_get_info(self.torch_device)
-        return free
+        return Memory(*torch.cuda.mem_get_info(self.torch_device))
+
+    def growth(self, run: Callable[[], None]) -> int:
+        """As torch's allocator takes it from the device. What libraries take for themselves, and
+        keep, is in `memory` after it.
+        """
+        self.memory()
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        before = torch.cuda.memory_reserved(self.torch_device)
+        run()
+        torch.cuda.synchronize(self.torch_device)
+        return torch.cuda.max_memory_reserved(self.torch_device) - before
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

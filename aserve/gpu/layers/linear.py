@@ -38,8 +38,8 @@ class Linear:
 
 
 class Prepare(Protocol):
-    """Called once for every linear layer, with the checkpoint's values on the CPU (a tied head's
-    are on the device).
+    """Called once for every linear layer, with the checkpoint's values, on the device or the
+    CPU.
     """
 
     def __call__(

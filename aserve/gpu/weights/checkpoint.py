@@ -20,6 +20,7 @@ from torch import Tensor
 
 from aserve.errors import ConfigError
 
+CPU = torch.device("cpu")
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES: Mapping[str, torch.dtype] = {
@@ -39,12 +40,13 @@ class StoredTensor(msgspec.Struct, frozen=True):
 
 
 class Checkpoint:
-    """Open files; use it as a context manager."""
+    """Open files, to be read straight to `device`; use it as a context manager."""
 
-    __slots__ = ("_files", "_stack", "directory", "tensors")
+    __slots__ = ("_device", "_files", "_stack", "directory", "tensors")
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, device: torch.device = CPU) -> None:
         self.directory = directory
+        self._device = device
         self.tensors: dict[str, StoredTensor] = {}
         self._files: dict[str, _File] = {}
         self._stack = ExitStack()
@@ -53,7 +55,9 @@ class Checkpoint:
         index = _read_index(self.directory)
         with ExitStack() as stack:
             for file_name in sorted({*index.values()}) or [SINGLE]:
-                self._files[file_name] = stack.enter_context(_open(self.directory / file_name))
+                self._files[file_name] = stack.enter_context(
+                    _open(self.directory / file_name, self._device)
+                )
                 self._note_tensors(file_name)
             self._check_index(index)
             self._stack = stack.pop_all()
@@ -68,9 +72,9 @@ class Checkpoint:
         self._stack.close()
 
     def read(self, name: str) -> Tensor:
-        """On the CPU, in the checkpoint's dtype.
+        """In the checkpoint's dtype.
 
-        It may share memory with the file: copy it before the checkpoint closes.
+        On the CPU it may share memory with the file: copy it before the checkpoint closes.
         """
         stored = self.tensors[name]
         try:
@@ -130,9 +134,9 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(ordered[:5]) + more
 
 
-def _open(path: Path) -> _File:
+def _open(path: Path, device: torch.device) -> _File:
     try:
-        file: _File = safe_open(path, framework="pt")
+        file: _File = safe_open(path, framework="pt", device=str(device))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist, though the index names it") from None
     except (SafetensorError, OSError) as error:

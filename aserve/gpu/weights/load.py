@@ -47,7 +47,7 @@ class NativeBlueprint:
                 target, dtype=plan.dtype, total_bytes=total_bytes, on_progress=plan.on_progress
             )
             return build(config, dummy, max_model_len=context_len)
-        with Checkpoint(self.model_dir) as checkpoint:
+        with Checkpoint(self.model_dir, target.device) as checkpoint:
             check_fit(inventory, checkpoint)
             target.check_room(total_bytes, plan.dtype)
             reader = WeightReader(

@@ -16,9 +16,13 @@ from aserve.errors import ConfigError
 from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.gpu.decode.base import DecodeMode
 from aserve.gpu.device.cuda import CudaDevice
+from aserve.gpu.device.cuda_runtime import Memory
 from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.host_slots import HostSlots
+from aserve.gpu.kv.layer_groups import group_layers
+from aserve.gpu.models.attend import Attend
 from aserve.gpu.models.causal_model import CausalModel
+from aserve.gpu.models.hidden_capture import HiddenCapture
 from aserve.gpu.weights.form import WeightWish
 from aserve.messages import StepResult, array_i32
 from tests.gpu.batch_builder import BatchBuilder
@@ -31,6 +35,7 @@ from tests.gpu.test_traces import Trace, assert_plain, traces
 from tests.gpu.two_token_mode import TwoTokens
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
+PAGE_BYTES = group_layers(HashModel().layers)[0].layout(8).bytes_per_page(4)
 PLAIN = plain_outputs(HashModel(), request("plain", PROMPT))
 
 
@@ -263,6 +268,82 @@ def test_a_request_for_which_there_is_never_memory_fails_alone() -> None:
     served = serve(executor_on(cuda, lambda where: Asks(out_of_memory, where)), asked)
     assert served.reasons == {("r0", 0): ["error"], ("r1", 0): ["error"]}
     cuda.assert_sound()
+
+
+# ---------------------------------------------------------------- memory
+
+
+class Notes(HashModel):
+    """How many tokens each forward has, and how many logits are made at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device=device)
+        self.num_tokens: list[int] = []
+        self.num_logits: list[int] = []
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        *,
+        capture: HiddenCapture | None = None,
+    ) -> Tensor:
+        self.num_tokens.append(len(input_ids))
+        return super().forward(input_ids, positions, attend, capture=capture)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        self.num_logits.append(len(hidden))
+        return super().logits(hidden)
+
+
+async def test_kv_gets_what_the_largest_step_leaves_of_the_share() -> None:
+    cuda = FakeCuda()
+    total = 1000 * PAGE_BYTES
+    cuda.memory_now = Memory(free=total // 2, total=total)
+    cuda.growth_bytes = 360 * PAGE_BYTES
+    seen: list[Notes] = []
+
+    def noted(where: torch.device) -> Notes:
+        seen.append(Notes(where))
+        return seen[0]
+
+    executor = executor_on(cuda, noted, num_pages=None, memory_share=0.9)
+    # 900 in all, 500 are in use, and 360 are for steps.
+    assert executor.spec.groups[0].num_pages == 40
+    assert seen[0].num_tokens == [64, 60]  # the budget in one prompt, and shared by 5 rows
+    assert seen[0].num_logits == [1, 5]
+    assert tokens_of(await run_ahead(cuda, executor)) == PLAIN[:6]
+    cuda.assert_sound()
+
+
+def test_a_share_that_leaves_nothing_for_kv_says_what_takes_it() -> None:
+    cuda = FakeCuda()
+    cuda.memory_now = Memory(free=2 << 30, total=10 << 30)
+    cuda.growth_bytes = 1 << 30
+    match = (
+        r"--gpu-memory-utilization 0.9 of 10.00 GiB leaves nothing for KV: 8.00 GiB are in use, "
+        r"and the largest step takes 1.00 more; give a larger share, lower --max-num-batched-tokens"
+    )
+    with pytest.raises(ConfigError, match=match):
+        executor_on(cuda, num_pages=None)
+
+
+def test_a_largest_step_without_memory_says_which_option_to_change() -> None:
+    match = "lower --max-num-batched-tokens 64 or --max-num-seqs 5, .*: CUDA out of memory"
+    with pytest.raises(ConfigError, match=match):
+        executor_on(FakeCuda(), lambda where: Asks(out_of_memory, where), num_pages=None)
+
+
+def test_kv_without_memory_says_which_option_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    def zeros(_self: CudaDevice, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(CudaDevice, "zeros", zeros)
+    with pytest.raises(
+        ConfigError, match=r"lower --num-pages or --gpu-memory-utilization, .*: CUDA"
+    ):
+        executor_on(FakeCuda(), num_pages=65)
 
 
 # ---------------------------------------------------------------- what is chosen

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
+import aserve.gpu.weights.checkpoint
 from aserve.errors import ConfigError
 from aserve.gpu.weights.checkpoint import INDEX, SINGLE, Checkpoint
 from tests.gpu.weights.checkpoints import write_checkpoint, write_sharded
@@ -32,6 +34,27 @@ def test_headers_tell_names_shapes_and_types(tmp_path: Path) -> None:
             "b": ("2.safetensors", (4,), "BF16"),
         }
         assert torch.equal(checkpoint.read("b"), B["b"])
+
+
+def test_files_are_opened_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def on_the_cpu(path: Path, *, framework: str, device: str) -> object:
+        asked.append(device)
+        return safe_open(path, framework=framework)
+
+    monkeypatch.setattr(aserve.gpu.weights.checkpoint, "safe_open", on_the_cpu)
+    with Checkpoint(write_checkpoint(tmp_path, A), torch.device("cuda", 1)):
+        assert asked == ["cuda:1"]
+
+
+@pytest.mark.gpu
+def test_values_are_read_straight_to_the_device(tmp_path: Path) -> None:
+    device = torch.device("cuda", 0)
+    with Checkpoint(write_checkpoint(tmp_path, A), device) as checkpoint:
+        read = checkpoint.read("a")
+    assert read.device == device
+    assert torch.equal(read.cpu(), A["a"])
 
 
 def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:

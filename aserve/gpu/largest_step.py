@@ -1,0 +1,110 @@
+"""The largest steps that an engine may be asked for, run once to see what memory they take.
+
+It knows no scheduler. All rows share page 0, so it needs no page of KV; what it leaves in tables is
+nonsense, so these must be thrown away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from aserve.errors import ConfigError
+from aserve.gpu.device.base import Device
+from aserve.gpu.resolve import stage_tables
+from aserve.gpu.runner import ModelRunner
+from aserve.gpu.sample.plan import RowFacts
+from aserve.gpu.sections import DeviceSections, HostSections
+from aserve.gpu.step_plan import plan_step
+from aserve.messages import EngineSpec, PageWrites, RowInit, ScheduleBatch, pack_i32
+
+
+def run_largest_steps(runner: ModelRunner, device: Device, spec: EngineSpec) -> None:
+    """One prompt that takes the whole budget of tokens, then as many rows as run at once, which
+    share it and want whatever sampling has. ConfigError where there is no memory for them.
+    """
+    num_rows = min(spec.max_rows, spec.max_batched_tokens)
+    prompt = min(spec.max_batched_tokens, spec.max_model_len)
+    shared = min(spec.max_batched_tokens // num_rows, spec.max_model_len)
+    facts = RowFacts(spec.max_rows)
+    what = (
+        f"the largest step does not fit beside the model; lower --max-num-batched-tokens "
+        f"{spec.max_batched_tokens} or --max-num-seqs {spec.max_rows}"
+    )
+    with torch.inference_mode(), device.stream(), names_the_option(what):
+        for spans in ([prompt], [shared] * num_rows):
+            _run(runner, device, spec, facts=facts, batch=_batch(spans, spec))
+    device.mark().synchronize()  # the tables are gone after this
+
+
+@contextlib.contextmanager
+def names_the_option(what: str) -> Iterator[None]:
+    """Where memory runs out, `what` says which option to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"{what}, or take a smaller model: {reason}") from None
+
+
+def _run(
+    runner: ModelRunner,
+    device: Device,
+    spec: EngineSpec,
+    *,
+    facts: RowFacts,
+    batch: ScheduleBatch,
+) -> None:
+    facts.write(batch.row_inits)
+    plan = plan_step(batch, facts, vocab_size=spec.vocab_size)
+    body, tables = HostSections(), HostSections()
+    plan.stage(body)
+    stage_tables(batch, tables, runner.state)
+    runner.apply(batch, _staged(device, tables))
+    runner.step(plan, _staged(device, body), lambda _lens: None)
+
+
+def _staged(device: Device, sections: HostSections) -> DeviceSections:
+    host = device.host_buffer(sections.num_words)
+    places = sections.write(host.numpy())
+    return DeviceSections(device.stage(host), places)
+
+
+def _batch(spans: list[int], spec: EngineSpec) -> ScheduleBatch:
+    """New rows from 1 on, without pages."""
+    num_rows, num_tokens = len(spans), sum(spans)
+    rows = pack_i32([*range(1, num_rows + 1)])
+    return ScheduleBatch(
+        iteration=1,
+        rows=rows,
+        spans=pack_i32(spans),
+        input_ids=pack_i32([0] * num_tokens),
+        next_ids=pack_i32([0] * num_rows),
+        kv_lens=pack_i32([0] * num_rows),
+        bounds=bytes(num_rows),
+        expects=pack_i32([0] * num_rows),
+        sample_rows=rows,
+        page_writes=tuple(PageWrites() for _ in spec.groups),
+        row_inits=tuple(_demanding(row, prompt_len=spans[0]) for row in range(1, num_rows + 1)),
+    )
+
+
+def _demanding(row: int, *, prompt_len: int) -> RowInit:
+    return RowInit(
+        row=row,
+        seed=row,
+        temperature=1.0,
+        top_k=50,
+        top_p=0.9,
+        min_p=0.01,
+        presence_penalty=0.5,
+        frequency_penalty=0.5,
+        repetition_penalty=1.1,
+        prompt_len=prompt_len,
+        min_len=0,
+        end_ids=(),
+        logit_bias=(),
+        num_logprobs=0,
+    )
