@@ -18,11 +18,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
+from aserve_kernels.bitmask import apply_bitmask
 from aserve_kernels.gated_mul import KINDS, gated_mul
 from aserve_kernels.paged_rows import Scoring
 from aserve_kernels.paged_tiles import Cut
+from aserve_kernels.penalties import penalise
 from aserve_kernels.rms_norm import add_rms_norm, rms_norm
 from aserve_kernels.rope import rope
+from aserve_kernels.sample import sample
 from aserve_kernels.store_kv import store_kv
 from tests.kernels import paged_case
 
@@ -61,6 +64,26 @@ def call_paged(case: paged_case.Case = DECODE_AND_CHUNK) -> None:
     paged_case.run(paged_case.OPS, paged_case.make_inputs(case), case)
 
 
+def call_sample() -> None:
+    logits, rows = torch.zeros((2, 9000)), torch.tensor([1, 3])
+    ints = torch.zeros((4, 4), dtype=torch.int64)
+    floats = torch.ones((4, 6), dtype=torch.float64)
+    for has_noise, has_limits in ((False, False), (True, False), (True, True)):
+        sample(logits, rows, rows, ints, floats, has_noise=has_noise, has_limits=has_limits)
+
+
+def call_penalise() -> None:
+    logits, rows = torch.zeros((2, 9000)), torch.tensor([1, 3])
+    ints = torch.zeros((4, 4), dtype=torch.int64)
+    floats = torch.ones((4, 6), dtype=torch.float64)
+    of_tokens = (torch.zeros((4, 8), dtype=torch.int64), torch.zeros(64, dtype=torch.int32), 16)
+    penalise(logits, rows, rows, rows, (ints, floats), of_tokens, 100)
+
+
+def call_bitmask() -> None:
+    apply_bitmask(torch.zeros((2, 9000)), torch.zeros((2, 282), dtype=torch.int32))
+
+
 CALLS: Mapping[str, Callable[[], None]] = {
     "norms": call_norms,
     "gated_mul": call_gated_mul,
@@ -71,6 +94,9 @@ CALLS: Mapping[str, Callable[[], None]] = {
     "paged, window and cap": lambda: call_paged(
         replace(DECODE_AND_CHUNK, head_dim=256, scoring=Scoring(0.1, window=30, softcap=50.0))
     ),
+    "sample": call_sample,
+    "penalise": call_penalise,
+    "bitmask": call_bitmask,
 }
 HOPPER_CALLS: Mapping[str, Callable[[], None]] = {
     "store_kv of 8 bits": lambda: call_store_kv(torch.float8_e4m3fn),

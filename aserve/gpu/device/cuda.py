@@ -20,7 +20,7 @@ from aserve.gpu.device.cuda_runtime import CudaRuntime, TorchCuda
 from aserve.gpu.kv.stored import StoreKv
 from aserve.gpu.layers.elementwise import Elementwise
 from aserve.gpu.layers.linear import prepare
-from aserve.gpu.sample.ops import SHAPED_OPS, SampleOps
+from aserve.gpu.sample.ops import SampleOps
 from aserve.gpu.weights.form import DTYPES, WeightForm, WeightWish, dtype_name
 
 GIB = 1 << 30
@@ -108,7 +108,9 @@ class CudaDevice:
         return triton_elementwise(dtype)
 
     def sample_ops(self, dtype: torch.dtype) -> SampleOps:
-        return SHAPED_OPS
+        from aserve.gpu.sample.triton_ops import triton_sample_ops
+
+        return triton_sample_ops(dtype)
 
     def store_kv(self, dtype: torch.dtype) -> StoreKv:
         from aserve.gpu.kv.triton_store import triton_store

@@ -28,25 +28,28 @@ UINT64_MASK = (1 << 64) - 1
 
 
 class RowTables:
-    """`ints` int64 [max_rows + 1, 4], `floats` float64 [max_rows + 1, 6]. Row 0 is greedy."""
+    """`int_table` int64 [max_rows + 1, 4], `float_table` float64 [max_rows + 1, 6]. Row 0 is
+    greedy."""
 
-    __slots__ = ("_floats", "_ints")
+    __slots__ = ("float_table", "int_table")
 
     def __init__(self, *, max_rows: int, device: torch.device) -> None:
-        self._ints = torch.zeros((max_rows + 1, len(INT_COLUMNS)), dtype=torch.int64, device=device)
-        self._floats = torch.zeros(
+        self.int_table = torch.zeros(
+            (max_rows + 1, len(INT_COLUMNS)), dtype=torch.int64, device=device
+        )
+        self.float_table = torch.zeros(
             (max_rows + 1, len(FLOAT_COLUMNS)), dtype=torch.float64, device=device
         )
 
     def write(self, rows: Tensor, *, ints: Tensor, floats: Tensor) -> None:
         """rows int64 [n], ints [n * 4], floats [n * 6]."""
-        self._ints.index_copy_(0, rows, ints.view(-1, len(INT_COLUMNS)))
-        self._floats.index_copy_(0, rows, floats.view(-1, len(FLOAT_COLUMNS)))
+        self.int_table.index_copy_(0, rows, ints.view(-1, len(INT_COLUMNS)))
+        self.float_table.index_copy_(0, rows, floats.view(-1, len(FLOAT_COLUMNS)))
 
     def at(self, rows: Tensor, dtype: torch.dtype) -> RowParams:
         """rows int64 [n]: a row may stand there more than once."""
         return RowParams(
-            self._ints.index_select(0, rows), self._floats.index_select(0, rows).to(dtype)
+            self.int_table.index_select(0, rows), self.float_table.index_select(0, rows).to(dtype)
         )
 
 

@@ -1,0 +1,450 @@
+"""Tokens from logits: the argmax of logits / temperature + Gumbel noise, among the tokens that
+top-k, top-p and min-p leave. No sort, nothing as large as the logits is written.
+
+The vocabulary is cut into splits of a fixed size, so a row's result doesn't depend on the others.
+`_scan` finds each split's best noisy tokens and its part of the softmax; `_merge` puts them
+together: without limits that is all. With limits, `_rank` counts what is better than each of the
+best TRIES candidates, and than some fixed levels, which bracket the mass of the top k; `_settle`
+takes the first candidate that belongs to the set. Where none surely does, it finds the set's last
+member by bisection over the bits of the logits, alone: rare, so it may be slow.
+
+It knows no step. Equal logits rank by token id. A token belongs to the set if fewer than top_k are
+better, these have a mass below top_p of the top k's, and it has min_p of the best one's
+probability; the best one always does (design: architecture.md, "Coupled sampling").
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from aserve_kernels.gumbel import gumbel, gumbel_ref, gumbel_start
+from aserve_kernels.row_columns import MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P
+
+SPLIT = 4096  # tokens of the vocabulary; fixed, whatever the batch is
+WARPS = 8  # where a program holds a split
+TILE = 256  # of a split, where each token is compared with all RANKED
+TRIES = 4
+RANKED = 16  # the candidates and 12 levels
+
+
+def sample(
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    ints: Tensor,
+    floats: Tensor,
+    *,
+    has_noise: bool,
+    has_limits: bool,
+) -> tuple[Tensor, Tensor]:
+    """logits float32 [n, vocab], the tokens of a row side by side; rows, positions int64 [n]: which
+    row of the tables, and which place of its noise; ints int64 and floats float64 [max_rows + 1,
+    columns], as in row_columns.py. A temperature of 0 is greedy; a top_k of 0, a top_p of 1 and a
+    min_p of 0 are off. Without `has_noise` all rows are greedy, without
+    `has_limits` no row's limits count -> tokens int64 [n]; bool [n], False where a logit is NaN or
+    plus infinity, or none is finite: the token of such a row is any.
+    """
+    num, vocab_size = logits.shape
+    tokens = torch.empty(num, dtype=torch.int64, device=logits.device)
+    is_sound = torch.empty(num, dtype=torch.bool, device=logits.device)
+    if not num:
+        return tokens, is_sound
+    splits = triton.cdiv(vocab_size, SPLIT)
+    tries = TRIES if has_limits else 1
+    best = logits.new_empty((num, splits, tries))
+    best_ids = best.new_empty(best.shape, dtype=torch.int32)
+    softmax = logits.new_empty((num, splits, 2))  # the largest logit, and the sum beside it
+    tables = (ints, floats, ints.stride(0), floats.stride(0))
+    given = (logits, rows, positions, logits.stride(0), vocab_size, *tables)
+    found = (best, best_ids, softmax)
+    _scan[(num, splits)](*given, *found, has_noise, has_limits, tries, SPLIT, num_warps=WARPS)
+    values = logits.new_empty((num, RANKED + 2))  # of what is ranked; then of the softmax
+    ids = best_ids.new_empty((num, RANKED))
+    block = triton.next_power_of_2(splits)
+    drawn = (tokens, is_sound, splits)
+    _merge[(num,)](*given, *found, values, ids, *drawn, has_limits, tries, RANKED, block)
+    if not has_limits:
+        return tokens, is_sound
+    counts = best_ids.new_empty((num, splits, RANKED))
+    masses = logits.new_empty((num, splits, RANKED))
+    _rank[(num, splits)](*given, values, ids, counts, masses, RANKED, TILE, SPLIT)
+    _settle[(num,)](
+        *given, values, ids, counts, masses, *drawn, RANKED, block, SPLIT, num_warps=WARPS
+    )
+    return tokens, is_sound
+
+
+def sample_ref(
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    ints: Tensor,
+    floats: Tensor,
+    *,
+    has_noise: bool,
+    has_limits: bool,
+) -> tuple[Tensor, Tensor]:
+    """By a stable sort of each row."""
+    is_sound = logits.amax(dim=1).isfinite()
+    temperature = floats[rows, TEMPERATURE.value, None].float()
+    is_drawn = (temperature > 0) & has_noise
+    scaled = logits / torch.where(is_drawn, temperature, 1)
+    noise = gumbel_ref(ints[rows, SEED.value], positions, logits.shape[1])
+    noisy = torch.where(is_drawn, scaled + noise, scaled)
+    if not has_limits:
+        return noisy.argmax(dim=1), is_sound
+    top_k = ints[rows, TOP_K.value, None]
+    top_p, min_p = (floats[rows, column.value, None].float() for column in (TOP_P, MIN_P))
+    order = scaled.argsort(dim=1, descending=True, stable=True)
+    ranked = scaled.softmax(dim=1).gather(1, order)
+    ranks = torch.arange(logits.shape[1], device=logits.device)
+    is_kept = (top_k == 0) | (ranks < top_k)
+    before = ranked.cumsum(dim=1) - ranked
+    limit = top_p * (ranked * is_kept).sum(dim=1, keepdim=True)
+    is_in = is_kept & ((before < limit) | (top_p >= 1))
+    is_in &= ranked >= min_p * ranked[:, :1]
+    drawn = noisy.gather(1, order).masked_fill(~is_in, -torch.inf)
+    return order.gather(1, drawn.argmax(dim=1, keepdim=True))[:, 0], is_sound
+
+
+@triton.jit
+def _scaled(
+    logits: tl.tensor, columns: tl.tensor, vocab_size: int, temperature: tl.tensor
+) -> tl.tensor:
+    """A NaN is taken for plus infinity, a zero has one sign."""
+    scores = tl.load(logits + columns, mask=columns < vocab_size, other=float("-inf"))
+    scores = tl.where(scores != scores, float("inf"), scores)
+    return tl.div_rn(scores, temperature) + 0.0
+
+
+@triton.jit
+def _divisor(temperature: tl.tensor, is_drawn: tl.tensor) -> tl.tensor:
+    return tl.where(is_drawn, temperature, 1.0)
+
+
+@triton.jit
+def _is_drawn(temperature: tl.tensor, top_k: tl.tensor) -> tl.tensor:
+    """Of one token that may be drawn, the noise says nothing."""
+    return (temperature > 0) & (top_k != 1)
+
+
+@triton.jit
+def _scan(
+    logits: tl.tensor,
+    rows: tl.tensor,
+    positions: tl.tensor,
+    stride: int,
+    vocab_size: int,
+    ints: tl.tensor,
+    floats: tl.tensor,
+    int_stride: int,
+    float_stride: int,
+    best: tl.tensor,
+    best_ids: tl.tensor,
+    softmax: tl.tensor,
+    HAS_NOISE: tl.constexpr,
+    HAS_LIMITS: tl.constexpr,
+    TRIES: tl.constexpr,
+    SPLIT: tl.constexpr,
+) -> None:
+    place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    part = place * tl.num_programs(1) + split
+    places = tl.arange(0, SPLIT)
+    columns = split * SPLIT + places
+    row = tl.load(rows + place)
+    temperature = 1.0
+    is_drawn = False
+    if HAS_NOISE:
+        temperature = tl.load(floats + row * float_stride + TEMPERATURE).to(tl.float32)
+        top_k = 0
+        if HAS_LIMITS:
+            top_k = tl.load(ints + row * int_stride + TOP_K)
+        is_drawn = _is_drawn(temperature, top_k)
+        temperature = _divisor(temperature, temperature > 0)
+    scaled = _scaled(logits + place * stride, columns, vocab_size, temperature)
+    largest = tl.max(scaled, axis=0)
+    tl.store(softmax + part * 2, largest)
+    if HAS_LIMITS:
+        floor = tl.where(largest == float("-inf"), 0.0, largest)
+        tl.store(softmax + part * 2 + 1, tl.sum(tl.exp(scaled - floor), axis=0))
+    noisy = scaled
+    if is_drawn:
+        start = gumbel_start(tl.load(ints + row * int_stride + SEED), tl.load(positions + place))
+        noisy = scaled + gumbel(start, columns)
+    for attempt in tl.static_range(TRIES):
+        value, index = tl.max(
+            noisy, axis=0, return_indices=True, return_indices_tie_break_left=True
+        )
+        tl.store(best + part * TRIES + attempt, value)
+        tl.store(best_ids + part * TRIES + attempt, split * SPLIT + index)
+        noisy = tl.where(places == index, float("-inf"), noisy)
+
+
+@triton.jit
+def _merge(
+    logits: tl.tensor,
+    rows: tl.tensor,
+    positions: tl.tensor,
+    stride: int,
+    vocab_size: int,
+    ints: tl.tensor,
+    floats: tl.tensor,
+    int_stride: int,
+    float_stride: int,
+    best: tl.tensor,
+    best_ids: tl.tensor,
+    softmax: tl.tensor,
+    values: tl.tensor,
+    ids: tl.tensor,
+    tokens: tl.tensor,
+    is_sound: tl.tensor,
+    splits: int,
+    HAS_LIMITS: tl.constexpr,
+    TRIES: tl.constexpr,
+    RANKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    place = tl.program_id(0).to(tl.int64)
+    parts = tl.arange(0, BLOCK)
+    first = softmax + place * splits * 2
+    peaks = tl.load(first + parts * 2, mask=parts < splits, other=float("-inf"))
+    largest = tl.max(peaks, axis=0)
+    is_finite = (largest > float("-inf")) & (largest < float("inf"))
+    tl.store(is_sound + place, is_finite)
+    entries = tl.arange(0, BLOCK * TRIES)
+    is_in = entries < splits * TRIES
+    noisy = tl.load(best + place * splits * TRIES + entries, mask=is_in, other=float("-inf"))
+    if not HAS_LIMITS:
+        index = tl.argmax(noisy, axis=0)
+        tl.store(tokens + place, tl.load(best_ids + place * splits + index).to(tl.int64))
+    else:
+        sums = tl.load(first + parts * 2 + 1, mask=parts < splits, other=0.0)
+        floor = tl.where(is_finite, largest, 0.0)
+        total = tl.sum(sums * tl.exp(peaks - floor), axis=0)
+        tl.store(values + place * (RANKED + 2) + RANKED, largest)
+        tl.store(values + place * (RANKED + 2) + RANKED + 1, total)
+        row = tl.load(rows + place)
+        temperature = tl.load(floats + row * float_stride + TEMPERATURE).to(tl.float32)
+        temperature = _divisor(temperature, temperature > 0)
+        ranked = tl.arange(0, RANKED)
+        for attempt in tl.static_range(TRIES):
+            value, index = tl.max(
+                noisy, axis=0, return_indices=True, return_indices_tie_break_left=True
+            )
+            token = tl.load(best_ids + place * splits * TRIES + index)
+            score = _scaled(logits + place * stride, token, vocab_size, temperature)
+            is_left = value > float("-inf")
+            tl.store(ids + place * RANKED + attempt, tl.where(is_left, token, -1))
+            tl.store(values + place * (RANKED + 2) + attempt, score)
+            noisy = tl.where(entries == index, float("-inf"), noisy)
+        # A nat apart near the best, where the mass is; further and further apart below.
+        depth = (ranked - TRIES + 1).to(tl.float32)
+        levels = largest - depth * (0.4 + 0.1 * depth)
+        is_level = ranked >= TRIES
+        tl.store(values + place * (RANKED + 2) + ranked, levels, mask=is_level)
+        tl.store(ids + place * RANKED + ranked, -1, mask=is_level)
+
+
+@triton.jit
+def _rank(
+    logits: tl.tensor,
+    rows: tl.tensor,
+    positions: tl.tensor,
+    stride: int,
+    vocab_size: int,
+    ints: tl.tensor,
+    floats: tl.tensor,
+    int_stride: int,
+    float_stride: int,
+    values: tl.tensor,
+    ids: tl.tensor,
+    counts: tl.tensor,
+    masses: tl.tensor,
+    RANKED: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
+) -> None:
+    """Of a split: how many tokens are better than each that is ranked, and their mass, in units of
+    the best token's."""
+    place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ranked = tl.arange(0, RANKED)
+    own = tl.load(values + place * (RANKED + 2) + ranked)[:, None]
+    own_ids = tl.load(ids + place * RANKED + ranked)[:, None]
+    largest = tl.load(values + place * (RANKED + 2) + RANKED)
+    row = tl.load(rows + place)
+    temperature = tl.load(floats + row * float_stride + TEMPERATURE).to(tl.float32)
+    temperature = _divisor(temperature, temperature > 0)
+    count = tl.zeros((RANKED,), tl.int32)
+    mass = tl.zeros((RANKED,), tl.float32)
+    for start in range(0, SPLIT, TILE):
+        columns = split * SPLIT + start + tl.arange(0, TILE)
+        scaled = _scaled(logits + place * stride, columns, vocab_size, temperature)
+        probs = tl.exp(scaled - largest)[None, :]
+        scaled, columns = scaled[None, :], columns[None, :]
+        is_better = (scaled > own) | ((scaled == own) & (columns < own_ids))
+        count += tl.sum(is_better.to(tl.int32), axis=1)
+        mass += tl.sum(tl.where(is_better, probs, 0.0), axis=1)
+    part = (place * tl.num_programs(1) + split) * RANKED
+    tl.store(counts + part + ranked, count)
+    tl.store(masses + part + ranked, mass)
+
+
+@triton.jit
+def _settle(
+    logits: tl.tensor,
+    rows: tl.tensor,
+    positions: tl.tensor,
+    stride: int,
+    vocab_size: int,
+    ints: tl.tensor,
+    floats: tl.tensor,
+    int_stride: int,
+    float_stride: int,
+    values: tl.tensor,
+    ids: tl.tensor,
+    counts: tl.tensor,
+    masses: tl.tensor,
+    tokens: tl.tensor,
+    is_sound: tl.tensor,
+    splits: int,
+    RANKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+) -> None:
+    place = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + place)
+    top_k = tl.load(ints + row * int_stride + TOP_K)
+    top_p = tl.load(floats + row * float_stride + TOP_P).to(tl.float32)
+    min_p = tl.load(floats + row * float_stride + MIN_P).to(tl.float32)
+    has_top_k = (top_k > 0) & (top_k < vocab_size)
+    top_k = tl.where(has_top_k, top_k, vocab_size)
+    ranked = tl.arange(0, RANKED)
+    score = tl.load(values + place * (RANKED + 2) + ranked)
+    token = tl.load(ids + place * RANKED + ranked)
+    largest = tl.load(values + place * (RANKED + 2) + RANKED)
+    total = tl.load(values + place * (RANKED + 2) + RANKED + 1)
+    parts = tl.arange(0, BLOCK)[:, None]
+    entries = (place * splits + parts) * RANKED + ranked[None, :]
+    count = tl.sum(tl.load(counts + entries, mask=parts < splits, other=0), axis=0)
+    mass = tl.sum(tl.load(masses + entries, mask=parts < splits, other=0.0), axis=0)
+    # The mass of the top k is at least that of any k better ones, at most that of any k or more.
+    prob = tl.exp(score - largest)
+    with_own = tl.where((token >= 0) & (count < top_k), mass + prob, 0.0)
+    least = tl.max(tl.maximum(with_own, tl.where(count <= top_k, mass, 0.0)), axis=0)
+    most = tl.min(tl.where(count >= top_k, mass, total), axis=0)
+    least, most = tl.where(has_top_k, least, total), tl.where(has_top_k, most, total)
+    has_top_p = top_p < 1
+    surely_in = tl.where(has_top_p, top_p * least, float("inf"))
+    surely_out = tl.where(has_top_p, top_p * most, float("inf"))
+    is_best = count == 0  # of which there is always one in the set
+    is_outside = (count >= top_k) | (prob < min_p) | (mass >= surely_out)
+    is_out = (token < 0) | (is_outside & (is_best == 0))
+    is_in = (mass < surely_in) | is_best
+    first = tl.min(tl.where(is_out, RANKED, ranked), axis=0)
+    is_known = tl.sum(tl.where((ranked == first) & is_in, 1, 0), axis=0) > 0
+    if is_known | (tl.load(is_sound + place) == 0):
+        chosen = tl.sum(tl.where(ranked == tl.where(is_known, first, 0), token, 0), axis=0)
+        tl.store(tokens + place, tl.maximum(chosen, 0).to(tl.int64))
+    else:
+        temperature = tl.load(floats + row * float_stride + TEMPERATURE).to(tl.float32)
+        is_drawn = _is_drawn(temperature, top_k)
+        temperature = _divisor(temperature, temperature > 0)
+        start = gumbel_start(tl.load(ints + row * int_stride + SEED), tl.load(positions + place))
+        source = logits + place * stride
+        limit = float("inf")
+        if has_top_p:
+            limit = top_p * total
+            if has_top_k:
+                last, above, mass_above = _last_member(
+                    source, vocab_size, temperature, largest, top_k, float("inf"), SPLIT
+                )
+                own_mass = tl.exp(_from_key(last) - largest)
+                limit = top_p * (mass_above + (top_k - above).to(tl.float32) * own_mass)
+        last, above, mass_above = _last_member(
+            source, vocab_size, temperature, largest, top_k, limit, SPLIT
+        )
+        own_mass = tl.exp(_from_key(last) - largest)
+        value, chosen = float("-inf"), 0
+        num_equal = 0
+        for begin in range(0, vocab_size, SPLIT):
+            columns = begin + tl.arange(0, SPLIT)
+            scaled = _scaled(source, columns, vocab_size, temperature)
+            keys = _key(scaled)
+            is_equal = ((keys == last) & (columns < vocab_size)).to(tl.int32)
+            before = num_equal + tl.cumsum(is_equal, axis=0) - is_equal
+            num_equal += tl.sum(is_equal, axis=0)
+            rank = above + before
+            is_within = mass_above + before.to(tl.float32) * own_mass < limit
+            is_within = ((rank < top_k) & is_within) | (rank == 0)
+            is_member = (keys > last) | ((is_equal == 1) & is_within)
+            is_member &= tl.exp(scaled - largest) >= min_p
+            noisy = scaled
+            if is_drawn:
+                noisy = scaled + gumbel(start, columns)
+            noisy = tl.where(is_member, noisy, float("-inf"))
+            tile_value, index = tl.max(
+                noisy, axis=0, return_indices=True, return_indices_tie_break_left=True
+            )
+            chosen = tl.where(tile_value > value, begin + index, chosen)
+            value = tl.maximum(value, tile_value)
+        tl.store(tokens + place, chosen.to(tl.int64))
+
+
+@triton.jit
+def _key(x: tl.tensor) -> tl.tensor:
+    """int32 in the order of the floats."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _from_key(key: tl.tensor) -> tl.tensor:
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _last_member(
+    logits: tl.tensor,
+    vocab_size: int,
+    temperature: tl.tensor,
+    largest: tl.tensor,
+    top_k: tl.tensor,
+    limit: tl.tensor,
+    SPLIT: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The key of the set's last member: the smallest above which there are fewer than top_k tokens,
+    with a mass below the limit; how many these are, and their mass."""
+    low = tl.full((), -2147483648, tl.int64)  # too small, or all are members
+    high = _key(largest).to(tl.int64)
+    for _ in range(33):
+        middle = (low + high) >> 1
+        count, mass = _above(logits, vocab_size, temperature, largest, middle, SPLIT)
+        is_enough = (count < top_k) & (mass < limit)
+        high = tl.where(is_enough, middle, high)
+        low = tl.where(is_enough, low, middle + 1)
+        low = tl.minimum(low, high)
+    count, mass = _above(logits, vocab_size, temperature, largest, high, SPLIT)
+    return high.to(tl.int32), count, mass
+
+
+@triton.jit
+def _above(
+    logits: tl.tensor,
+    vocab_size: int,
+    temperature: tl.tensor,
+    largest: tl.tensor,
+    key: tl.tensor,
+    SPLIT: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    count = tl.zeros((), tl.int32)
+    mass = tl.zeros((), tl.float32)
+    for begin in range(0, vocab_size, SPLIT):
+        columns = begin + tl.arange(0, SPLIT)
+        scaled = _scaled(logits, columns, vocab_size, temperature)
+        is_above = (_key(scaled).to(tl.int64) > key) & (columns < vocab_size)
+        count += tl.sum(is_above.to(tl.int32), axis=0)
+        mass += tl.sum(tl.where(is_above, tl.exp(scaled - largest), 0.0), axis=0)
+    return count, mass

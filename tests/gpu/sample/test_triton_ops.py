@@ -1,0 +1,68 @@
+"""The sampler with Triton's kernels, in the interpreter, against the same in torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from aserve.gpu.sample.ops import PLAIN_OPS, SHAPED_OPS, SampleOps
+from aserve.gpu.sample.row_tables import FLOAT_COLUMNS, INT_COLUMNS
+from aserve.gpu.sample.sampler import Sampled
+from aserve.gpu.sample.triton_ops import triton_sample_ops
+from aserve_kernels import row_columns
+from tests.gpu.batch_builder import greedy
+from tests.gpu.sampler_run import Drawn, run_sampler
+
+VOCAB = 70
+HISTORY = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
+NOISY: dict[str, Any] = {"temperature": 0.8}
+LIMITED: dict[str, Any] = {"temperature": 1.3, "top_k": 12, "top_p": 0.9, "min_p": 0.01}
+PENALISED: dict[str, Any] = {
+    "repetition_penalty": 1.4,
+    "frequency_penalty": 0.4,
+    "presence_penalty": -0.7,
+    "prompt_len": 6,
+}
+STEPS: dict[str, list[dict[str, Any]]] = {
+    "greedy": [{}, {}],
+    "noisy": [{}, NOISY, NOISY],
+    "limited": [{}, NOISY, LIMITED, {**LIMITED, "top_p": 0.0}],
+    "penalised": [PENALISED, {}, {**NOISY, **PENALISED}],
+    "all": [{**LIMITED, **PENALISED, "allowed_ids": tuple(range(50)), "num_logprobs": 2}, {}],
+}
+
+
+def run(ops: SampleOps, params: list[dict[str, Any]], *, is_masked: bool) -> Sampled:
+    generator = torch.Generator().manual_seed(len(params))
+    logits = 2 * torch.randn((len(params), VOCAB), generator=generator)
+    words = torch.randint(-(1 << 31), (1 << 31) - 1, (len(params), 3), generator=generator).int()
+    return run_sampler(
+        logits,
+        [greedy(row, seed=row, **given) for row, given in enumerate(params, 1)],
+        [HISTORY[: 7 + row] for row in range(len(params))],
+        [Drawn(row, 6 + row) for row in range(1, len(params) + 1)],
+        mask=words if is_masked else None,
+        ops=ops,
+    )
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_the_kernels_draw_the_tokens_of_torch(step: str, is_masked: bool) -> None:
+    params = STEPS[step]
+    got = run(triton_sample_ops(torch.float32), params, is_masked=is_masked)
+    expected = run(PLAIN_OPS, params, is_masked=is_masked)
+    assert torch.equal(got.tokens, expected.tokens)
+    assert torch.equal(got.is_sound, expected.is_sound)
+    torch.testing.assert_close(got.top_logprobs, expected.top_logprobs)
+
+
+def test_the_kernels_read_the_columns_that_the_tables_have() -> None:
+    assert INT_COLUMNS[: len(row_columns.INT_COLUMNS)] == row_columns.INT_COLUMNS
+    assert FLOAT_COLUMNS == row_columns.FLOAT_COLUMNS
+
+
+def test_logits_in_float64_stay_in_torch() -> None:
+    assert triton_sample_ops(torch.float64) is SHAPED_OPS

@@ -1,0 +1,160 @@
+"""Tokens that the kernels draw against those of a sort, and of the sampler in torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from aserve.gpu.sample.noise import gumbel_noise
+from aserve_kernels import sample as kernel
+from aserve_kernels.gumbel import gumbel_ref
+from aserve_kernels.sample import sample, sample_ref
+from tests.kernels.sample_case import Row, draw_logits, make_tables
+
+SPLIT = 512  # of these tests: the interpreter is slow
+VOCAB_SIZES = [1, 2, SPLIT, SPLIT + 1, 2 * SPLIT + 300]
+GREEDY = Row(temperature=0.0)
+LIMITED = (
+    GREEDY,
+    Row(),
+    Row(temperature=0.7, top_k=20, top_p=0.95),
+    Row(temperature=2.0, top_k=1),
+    Row(temperature=3.0, top_k=3),
+    Row(temperature=1.5, top_p=0.3),
+    Row(temperature=1.5, min_p=0.3),
+    Row(temperature=5.0, top_k=7, top_p=0.6, min_p=0.05),
+    Row(temperature=0.0, top_k=5, top_p=0.1, min_p=0.5),
+    Row(top_k=1 << 20, top_p=0.999),
+    Row(top_p=0.0),
+)
+
+
+@pytest.fixture(autouse=True)
+def _small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "SPLIT", SPLIT)
+
+
+def positions_of(num: int) -> Tensor:
+    return torch.arange(num) * 1000 + 17
+
+
+def assert_draws(
+    logits: Tensor, rows: list[Row], *, has_noise: bool = True, has_limits: bool = True
+) -> Tensor:
+    places, *tables = make_tables(rows)
+    given = logits.clone()
+    arguments = (logits, places, positions_of(len(rows)), *tables)
+    got, is_sound = sample(*arguments, has_noise=has_noise, has_limits=has_limits)
+    expected, expected_sound = sample_ref(*arguments, has_noise=has_noise, has_limits=has_limits)
+    assert torch.equal(got, expected)
+    assert torch.equal(is_sound, expected_sound)
+    assert torch.equal(logits, given)
+    return got
+
+
+def test_the_noise_is_that_of_the_sampler() -> None:
+    seeds = torch.tensor([0, 1, -1, 1 << 62, -(1 << 63)])
+    positions = torch.tensor([0, 5, 131_071, 2, 3])
+    expected = gumbel_noise(seeds, positions, torch.arange(1000), torch.float32)
+    assert torch.equal(gumbel_ref(seeds, positions, 1000), expected)
+
+
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+def test_greedy_rows_get_the_best_token(vocab_size: int) -> None:
+    logits = draw_logits(3, vocab_size)
+    got = assert_draws(logits, [GREEDY] * 3, has_noise=False, has_limits=False)
+    assert torch.equal(got, logits.argmax(dim=1))
+
+
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+def test_noisy_rows_get_the_best_noisy_token(vocab_size: int) -> None:
+    rows = [Row(temperature=temperature) for temperature in (0.0, 0.3, 1.0, 1.7)]
+    assert_draws(draw_logits(4, vocab_size), rows, has_limits=False)
+
+
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+def test_limited_rows_get_the_best_noisy_token_of_their_set(vocab_size: int) -> None:
+    assert_draws(draw_logits(len(LIMITED), vocab_size), list(LIMITED))
+
+
+def test_splits_are_as_large_as_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert kernel.SPLIT > SPLIT
+    assert_draws(draw_logits(2, kernel.SPLIT + 9), [LIMITED[2], LIMITED[7]])
+
+
+def test_no_rows_get_nothing() -> None:
+    assert len(assert_draws(draw_logits(0, 5), [])) == 0
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row(temperature=9.0, top_k=3),
+        Row(temperature=9.0, top_k=40, top_p=0.5),
+        Row(temperature=5.0, top_p=0.1),
+        Row(temperature=9.0, min_p=0.7),
+    ],
+    ids=str,
+)
+def test_where_all_candidates_are_outside_the_set_is_searched(row: Row) -> None:
+    """Many seeds, so that noise mostly lifts tokens that may not be drawn."""
+    got = assert_draws(draw_logits(1, 500).repeat(4, 1), [row] * 4)
+    assert len(got.unique()) > 1
+
+
+def test_equal_logits_rank_by_token_id() -> None:
+    """Four values for 500 tokens: the set ends within many equals."""
+    logits = torch.randint(0, 4, (5, 500), generator=torch.Generator().manual_seed(1)).float()
+    logits[:, :3] = -0.0
+    limits = ((1, 0.2), (5, 1.0), (170, 1.0), (170, 0.7), (0, 0.2))
+    rows = [Row(temperature=4.0, top_k=k, top_p=p) for k, p in limits]
+    assert_draws(logits, rows)
+
+
+def test_rows_without_a_token_to_draw_are_not_sound() -> None:
+    logits = draw_logits(6, 300)
+    logits[0, 7] = torch.nan
+    logits[1] = -torch.inf
+    logits[2, 8] = torch.inf
+    logits[3, 1:] = -torch.inf
+    logits[4, ::2] = -torch.inf
+    places, *tables = make_tables([Row(temperature=0.9, top_k=30, top_p=0.9)] * 6)
+    for has_limits in (False, True):
+        tokens, is_sound = sample(
+            logits, places, positions_of(6), *tables, has_noise=True, has_limits=has_limits
+        )
+        assert is_sound.tolist() == [False, False, False, True, True, True]
+        assert tokens[3] == 0
+        assert tokens[4] % 2 == 1
+        assert ((tokens >= 0) & (tokens < 300)).all()
+
+
+def test_a_row_alone_has_the_same_token_as_among_others() -> None:
+    rows = list(LIMITED)
+    logits = draw_logits(len(rows), SPLIT + 50)
+    places, *tables = make_tables(rows)
+    positions = positions_of(len(rows))
+    together, _ = sample(logits, places, positions, *tables, has_noise=True, has_limits=True)
+    for one in (2, 7):
+        part = slice(one, one + 1)
+        alone, _ = sample(
+            logits[part], places[part], positions[part], *tables, has_noise=True, has_limits=True
+        )
+        assert torch.equal(alone, together[part])
+
+
+def test_common_limits_are_settled_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search is exact but slow; what it is asked for is counted."""
+    searches = []
+    search = kernel._last_member
+
+    def counted(*args: object) -> object:
+        searches.append(args)
+        return search(*args)
+
+    monkeypatch.setattr(kernel, "_last_member", counted)
+    rows = [Row(temperature=0.7, top_k=20, top_p=0.8), Row(temperature=0.8, top_p=0.95)] * 8
+    assert_draws(draw_logits(16, 700), rows)
+    assert len(searches) <= 2
