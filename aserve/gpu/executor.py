@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from aserve.errors import AserveError, BugError, EngineDead, ErrorInfo, StepError
-from aserve.gpu.device.base import Device, Event
+from aserve.gpu.device.base import Device, Event, slice_len_of
 from aserve.gpu.future_map import SEQ_LEN
 from aserve.gpu.host_slots import HostSlot, HostSlots
 from aserve.gpu.padding_batch import padding_batch
@@ -69,6 +69,7 @@ class TorchExecutor:
         self._runner = parts.runner
         self._device = parts.device
         self._is_debug = parts.is_debug
+        self._slice_len = slice_len_of(parts.device, vocab_size=parts.spec.vocab_size)
         self._facts = RowFacts(parts.spec.max_rows)
         self._held_lens: dict[int, int] = {}  # bounds, by row: what a Sample's history may reach
         self._has_failed = False  # written by the executor thread
@@ -162,7 +163,8 @@ class TorchExecutor:
 
     def _step(self, batch: ScheduleBatch, ticket: StepTicket) -> None:
         self._facts.write(batch.row_inits)
-        plan = plan_step(batch, self._facts, vocab_size=self.spec.vocab_size)
+        vocab_size, slice_len = self.spec.vocab_size, self._slice_len
+        plan = plan_step(batch, self._facts, vocab_size=vocab_size, slice_len=slice_len)
         body, tables = HostSections(), HostSections()
         plan.stage(body)
         stage_tables(batch, tables, self._runner.state)
@@ -208,6 +210,7 @@ class TorchExecutor:
             self._facts,
             max_len=max_len,
             vocab_size=self.spec.vocab_size,
+            slice_len=self._slice_len,
         )
 
     def _stage(self, *parts: HostSections) -> list[DeviceSections]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from aserve.errors import ConfigError
-from aserve.gpu.device.base import Device
+from aserve.gpu.device.base import Device, slice_len_of
 from aserve.gpu.resolve import stage_tables
 from aserve.gpu.runner import ModelRunner
 from aserve.gpu.sample.plan import RowFacts
@@ -58,7 +58,8 @@ def _run(
     batch: ScheduleBatch,
 ) -> None:
     facts.write(batch.row_inits)
-    plan = plan_step(batch, facts, vocab_size=spec.vocab_size)
+    slice_len = slice_len_of(device, vocab_size=spec.vocab_size)
+    plan = plan_step(batch, facts, vocab_size=spec.vocab_size, slice_len=slice_len)
     body, tables = HostSections(), HostSections()
     plan.stage(body)
     stage_tables(batch, tables, runner.state)

@@ -15,9 +15,6 @@ from aserve.gpu.sample.plan import RowFacts, SamplePlan
 from aserve.gpu.sections import HostSections
 from aserve.messages import ArrayI32, ScheduleBatch, array_i32
 
-# Logits of so many elements at most are alive at a time: 64 MB in float32.
-LOGITS_ELEMENTS = 1 << 24
-
 
 @dataclass(frozen=True, slots=True)
 class LogitsPlan:
@@ -82,8 +79,12 @@ class StepPlan:
             self.prompts.stage(sections)
 
 
-def plan_step(batch: ScheduleBatch, facts: RowFacts, *, vocab_size: int) -> StepPlan:
-    """`facts` know the batch's row_inits already."""
+def plan_step(
+    batch: ScheduleBatch, facts: RowFacts, *, vocab_size: int, slice_len: int
+) -> StepPlan:
+    """`facts` know the batch's row_inits already. Logits of `slice_len` tokens at most are alive at
+    a time.
+    """
     rows = array_i32(batch.rows)
     spans = array_i32(batch.spans)
     kv_lens = array_i32(batch.kv_lens)
@@ -115,15 +116,10 @@ def plan_step(batch: ScheduleBatch, facts: RowFacts, *, vocab_size: int) -> Step
             facts,
             max_len=int((kv_lens + spans).max(initial=0)),
             vocab_size=vocab_size,
+            slice_len=slice_len,
         ),
-        prompts=plan_prompts(
-            batch, facts, vocab_size=vocab_size, slice_len=logits_per_slice(vocab_size)
-        ),
+        prompts=plan_prompts(batch, facts, vocab_size=vocab_size, slice_len=slice_len),
     )
-
-
-def logits_per_slice(vocab_size: int) -> int:
-    return max(1, LOGITS_ELEMENTS // vocab_size)
 
 
 def plan_logits(
@@ -134,19 +130,19 @@ def plan_logits(
     *,
     max_len: int,
     vocab_size: int,
+    slice_len: int,
 ) -> LogitsPlan:
     """ends [samples]: where each row's tokens end; the last `windows` of them give logits."""
     last = np.cumsum(windows, dtype=np.int32)
     tokens = np.arange(windows.sum(), dtype=np.int32) + np.repeat(ends - last, windows)
     of_logits = np.repeat(rows, windows)
-    step = logits_per_slice(vocab_size)
     return LogitsPlan(
         rows=rows,
         windows=windows,
         tokens=tokens,
         slices=tuple(
-            facts.plan(of_logits[start : start + step], max_len=max_len, vocab_size=vocab_size)
-            for start in range(0, len(of_logits), step)
+            facts.plan(of_logits[start : start + slice_len], max_len=max_len, vocab_size=vocab_size)
+            for start in range(0, len(of_logits), slice_len)
         ),
         num_logprobs=facts.num_logprobs(rows),
     )

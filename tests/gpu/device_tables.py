@@ -47,7 +47,7 @@ def bring(batch: ScheduleBatch, state: DeviceState) -> DeviceStep:
     """Stage, apply and resolve."""
     facts = RowFacts(MAX_ROWS)
     facts.write(batch.row_inits)
-    plan = plan_step(batch, facts, vocab_size=VOCAB)
+    plan = plan_step(batch, facts, vocab_size=VOCAB, slice_len=64)
     sections = HostSections()
     stage_tables(batch, sections, state)
     plan.stage(sections)

@@ -27,6 +27,7 @@ class LateDevice:
     def __init__(self) -> None:
         self.about = "late"
         self.runs_behind = True
+        self.logits_elements = 1 << 24
         self.torch_device = torch.device("cpu")
         self.is_done = threading.Event()
         self.staged: list[weakref.ref[Tensor]] = []

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-import aserve.gpu.step_plan
+import aserve.gpu.device.cpu
 from aserve.gpu.decode.base import DecodeMode
 from aserve.messages import (
     RowInit,
@@ -79,7 +79,7 @@ def assert_naive(record: RowLogprobs, place: int, *, token: int, expected: Float
 async def test_each_row_gets_its_logprobs_however_the_logits_are_sliced(
     rows_per_slice: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(aserve.gpu.step_plan, "LOGITS_ELEMENTS", rows_per_slice * VOCAB)
+    monkeypatch.setattr(aserve.gpu.device.cpu, "LOGITS_ELEMENTS", rows_per_slice * VOCAB)
     histories = {init.row: [*HISTORY, init.row] for init in INITS}
     builder = BatchBuilder(make_executor(HashModel()).spec)
     [result] = await results_of(builder.batch(histories, sampling=histories, inits=INITS))
@@ -96,7 +96,7 @@ async def test_each_row_gets_its_logprobs_however_the_logits_are_sliced(
 async def test_held_rows_are_sampled_alike_however_their_logits_are_sliced(
     rows_per_slice: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(aserve.gpu.step_plan, "LOGITS_ELEMENTS", rows_per_slice * VOCAB)
+    monkeypatch.setattr(aserve.gpu.device.cpu, "LOGITS_ELEMENTS", rows_per_slice * VOCAB)
     histories = {init.row: [*HISTORY, init.row] for init in INITS}
     executor = make_executor(HashModel())
     builder = BatchBuilder(executor.spec)

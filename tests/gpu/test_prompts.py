@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import aserve.gpu.step_plan
+import aserve.gpu.device.cpu
 from aserve.gpu.models.attend import Attend
 from aserve.gpu.models.hidden_capture import HiddenCapture
 from aserve.messages import AdmitRequest
@@ -58,7 +58,7 @@ def test_any_chunks_and_neighbours_give_the_values_of_the_prompt_alone(
 def test_scores_do_not_depend_on_how_the_logits_are_sliced(
     rows_per_slice: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(aserve.gpu.step_plan, "LOGITS_ELEMENTS", rows_per_slice * VOCAB)
+    monkeypatch.setattr(aserve.gpu.device.cpu, "LOGITS_ELEMENTS", rows_per_slice * VOCAB)
     assert_served(mixture(), HashModel())
 
 
@@ -73,7 +73,7 @@ class CountingModel(HashModel):
 
 
 def test_no_more_than_a_slice_of_logits_is_made_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aserve.gpu.step_plan, "LOGITS_ELEMENTS", 4 * VOCAB)
+    monkeypatch.setattr(aserve.gpu.device.cpu, "LOGITS_ELEMENTS", 4 * VOCAB)
     model = CountingModel()
     serve(make_executor(model), [request("a", STEM[:30], prompt_logprobs=1, max_tokens=0)])
     assert model.most_logits == 4

@@ -45,6 +45,7 @@ class Device(Protocol):
     torch_device: torch.device
     runs_behind: bool  # work is done later than the executor thread asks for it
     attention: tuple[str, ...]  # the backends for it by name, best first
+    logits_elements: int  # of logits so many at most are alive at a time
 
     def stream(self) -> AbstractContextManager[None]:
         """The executor thread's own stream; all its work is inside. It begins behind what was asked
@@ -103,3 +104,8 @@ class Device(Protocol):
         """Raises what has made the device unusable, if anything has. Only after a failure: it may
         wait.
         """
+
+
+def slice_len_of(device: Device, *, vocab_size: int) -> int:
+    """Logits of so many tokens are computed at a time."""
+    return max(1, device.logits_elements // vocab_size)

@@ -26,6 +26,7 @@ from aserve.gpu.weights.form import WeightForm, WeightWish
 from aserve.gpu.weights.memory import available_memory_bytes
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)  # that kernels/aserve_kernels/cpu are made for
+LOGITS_ELEMENTS = 1 << 24  # 64 MB in float32
 KV_PART = 4  # of free memory, KV takes one part of so many
 MAX_KV_BYTES = 1 << 30
 
@@ -40,10 +41,11 @@ class CpuEvent:
 
 
 class CpuDevice:
-    __slots__ = ("about", "attention", "runs_behind", "torch_device")
+    __slots__ = ("about", "attention", "logits_elements", "runs_behind", "torch_device")
 
     def __init__(self, why: str = "") -> None:
         self.about = f"cpu ({why})" if why else "cpu"
+        self.logits_elements = LOGITS_ELEMENTS
         self.runs_behind = False
         self.torch_device = torch.device("cpu")
         self.attention: tuple[str, ...] = ("paged-cpu", "paged-sdpa", "torch-ref")

@@ -24,6 +24,9 @@ from aserve.gpu.sample.ops import SampleOps
 from aserve.gpu.weights.form import DTYPES, WeightForm, WeightWish, dtype_name
 
 GIB = 1 << 30
+# 256 MB in float32. Each slice reads the head's weights once: 441 rows of a vocabulary of 152,000
+# should not do that twice.
+LOGITS_ELEMENTS = 1 << 26
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -35,12 +38,14 @@ class CudaDevice:
         "_runtime",
         "about",
         "attention",
+        "logits_elements",
         "runs_behind",
         "torch_device",
     )
 
     def __init__(self, runtime: CudaRuntime, *, why: str = "") -> None:
         self.about = f"cuda ({', '.join(filter(None, (runtime.about, why)))})"
+        self.logits_elements = LOGITS_ELEMENTS
         self.runs_behind = True
         self.torch_device = runtime.torch_device
         self.attention: tuple[str, ...] = ("flashinfer", "triton", "torch-ref")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,12 +26,14 @@ from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.models.hidden_capture import HiddenCapture
 from aserve.gpu.weights.form import WeightWish
 from aserve.messages import StepResult, array_i32
+from tests.fakes import TOY
 from tests.gpu.batch_builder import BatchBuilder
 from tests.gpu.drive import make_executor, request, serve
 from tests.gpu.fake_cuda import Event, FakeCuda, Stream
 from tests.gpu.gated_model import TIMEOUT_S
 from tests.gpu.hash_model import FlakyModel, HashModel
 from tests.gpu.plain_engine import plain_outputs
+from tests.gpu.prompt_checks import assert_prompt
 from tests.gpu.test_traces import Trace, assert_plain, traces
 from tests.gpu.two_token_mode import TwoTokens
 
@@ -54,26 +57,31 @@ def executor_on(
 
 async def run_ahead(cuda: FakeCuda, executor: TorchExecutor) -> list[object]:
     """A prefill and decodes, all asked of the device before the host waits for the first one."""
-    loop = asyncio.get_running_loop()
     cuda.lets_host_go.clear()
-    executor.start(loop)
+    executor.start(asyncio.get_running_loop())
     try:
         builder = BatchBuilder(executor.spec)
         batches = [builder.batch({2: PROMPT}, sampling=[2])]
         batches += [builder.batch({2: [-2]}, sampling=[2]) for _ in range(5)]
         tickets = [executor.launch(batch) for batch in batches]
-        are_asked: asyncio.Future[None] = loop.create_future()
-
-        def say_so() -> None:
-            loop.call_soon_threadsafe(are_asked.set_result, None)
-
-        executor._inbox.put(say_so)
-        await unless_dead(executor, are_asked)
+        await all_is_asked(executor)
         cuda.lets_host_go.set()
         return [await unless_dead(executor, ticket.outcome) for ticket in tickets]
     finally:
         cuda.lets_host_go.set()
         executor.close()
+
+
+async def all_is_asked(executor: TorchExecutor) -> None:
+    """The executor thread has gone through all that was launched."""
+    loop = asyncio.get_running_loop()
+    is_through: asyncio.Future[None] = loop.create_future()
+
+    def say_so() -> None:
+        loop.call_soon_threadsafe(is_through.set_result, None)
+
+    executor._inbox.put(say_so)
+    await unless_dead(executor, is_through)
 
 
 async def unless_dead(executor: TorchExecutor, future: asyncio.Future[Any]) -> Any:
@@ -99,6 +107,41 @@ async def test_steps_that_run_far_behind_give_the_plain_engines_tokens(seed: int
     assert tokens_of(outcomes) == PLAIN[:6]
     cuda.assert_sound()
     assert cuda.num_checks == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 6])
+def test_no_kind_of_step_asks_the_device_for_a_value(window: int | None) -> None:
+    """What asks has no answer here, so its step would fail."""
+    filters: dict[str, Any] = {"temperature": 0.9, "top_k": 5, "top_p": 0.8, "min_p": 0.05}
+    penalties: dict[str, Any] = {
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.2,
+        "repetition_penalty": 1.2,
+    }
+    nudges: dict[str, Any] = {"logit_bias": ((5, 4.0), (3, -100.0)), "min_tokens": 2}
+    asked = [
+        request("greedy", PROMPT),
+        request("sampled", PROMPT, temperature=0.8, n=2),
+        request("filtered", PROMPT[:4], **filters),
+        request("penalised", PROMPT, **penalties),
+        request("nudged", PROMPT[:5], end_ids=(3, 8), **nudges),
+        request("banned", PROMPT, bad_word_ids=((5,), (7, 2)), allowed_token_ids=(2, 5, 7, 11)),
+        request("scored", PROMPT, logprobs=3, prompt_logprobs=2),
+        request("held", PROMPT, grammar=TOY, temperature=0.7),
+        request("embedded", PROMPT, embeds=True),
+    ]
+    cuda = FakeCuda()
+    model = functools.partial(HashModel, window=window)
+    executor = executor_on(cuda, lambda where: model(device=where), max_batched_tokens=16)
+    served = serve(executor, asked)
+    cuda.assert_sound()
+    assert (served.num_resyncs, cuda.num_checks) == (0, 0)
+    for each in asked:
+        for child in range(each.sampling.n):
+            tokens = served.outputs.get((each.request_id, child), [])
+            assert tokens == plain_outputs(model(), each, child)
+            assert_prompt(model(), each, child, served)
 
 
 @pytest.mark.slow
@@ -238,6 +281,23 @@ async def test_a_device_that_a_kernel_has_ruined_ends_the_engine_and_says_why() 
 
     with pytest.raises(torch.AcceleratorError, match="an illegal memory access"):
         await run_ahead(cuda, executor_on(cuda, lambda where: Asks(ruin, where)))
+
+
+async def test_a_device_that_is_ruined_while_the_host_waits_ends_the_engine() -> None:
+    cuda = FakeCuda()
+    executor = executor_on(cuda)
+    cuda.lets_host_go.clear()
+    executor.start(asyncio.get_running_loop())
+    try:
+        executor.launch(BatchBuilder(executor.spec).batch({2: PROMPT}, sampling=[2]))
+        await all_is_asked(executor)
+        cuda.break_down("an illegal memory access was encountered")
+        cuda.lets_host_go.set()
+        reason = await asyncio.wait_for(executor.died, TIMEOUT_S)
+    finally:
+        cuda.lets_host_go.set()
+        executor.close()
+    assert isinstance(reason, torch.AcceleratorError)
 
 
 def out_of_memory(_logits: Tensor) -> None:
