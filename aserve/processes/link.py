@@ -118,5 +118,4 @@ class _Wire(asyncio.Protocol):
             logger.warning("the other process ended within a message")
         self._transport = None
         self._has_ended.set()
-        self.is_writable.set()  # who waits writes into nothing
         self._on_end(error)

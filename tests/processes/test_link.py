@@ -91,6 +91,11 @@ async def frames_of(sock: socket.socket, num_messages: int) -> list[list[Said]]:
     return frames
 
 
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
 async def test_a_message_larger_than_any_buffer_arrives_both_ways_at_once() -> None:
     async with linked() as ends:
         for end, byte in zip(ends, (b"a", b"b"), strict=True):
@@ -114,9 +119,9 @@ async def test_a_slow_reader_blocks_nobody_and_loses_nothing() -> None:
         inbox = end.link.inbox
         for number in range(num_messages):
             inbox.send(Said(number, b"x" * 4096))
-        for _ in range(50):
-            await asyncio.sleep(0)  # the link has written what it could
+        await turns(50)  # the link has written what it could
         inbox.send(Said(num_messages))
+        await turns(50)
         assert len(inbox) == 1, "what comes after waits where it is seen, not in the socket"
         frames = await frames_of(sock, num_messages + 1)
         numbers = [message.number for frame in frames for message in frame]
