@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from aserve.errors import BugError
-from aserve.gpu.executor import SWITCH_INTERVAL_S
 from aserve.gpu.ticket import StepTicket
-from aserve.gpu.worker import Worker
+from aserve.gpu.worker import SWITCH_INTERVAL_S, Worker
 from aserve.messages import (
     EngineSpec,
     Resync,

@@ -21,7 +21,7 @@ from aserve.actors.supervisor import Supervised
 from aserve.channel import Sink
 from aserve.core import CorePorts
 from aserve.errors import AserveError, ConfigError, EngineDead
-from aserve.gpu.worker import in_thread
+from aserve.gpu.worker import SWITCH_INTERVAL_S, in_thread
 from aserve.messages import EngineEvent, EngineSpec, OpenText, Refused, Retired, StepOutput
 from aserve.observability.reports import Beat, GrammarCompiled, GrammarKnown, TurnReport
 from aserve.processes.link import Link
@@ -51,10 +51,12 @@ class RemoteCore:
         self.actors = (self._link,)
         self._process: subprocess.Popen[bytes] | None = None
         self._on_death: DeathReport | None = None
+        self._is_up = False
         self._is_closing = False
         self._heard_at_s = time.monotonic()
 
     async def open(self, command: Sequence[str], start: Start) -> None:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)  # as in the engine: long texts have threads
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = _spawned(command, theirs)
@@ -68,14 +70,14 @@ class RemoteCore:
             raise EngineDead("the engine's process ended as soon as it was ready; its log says why")
 
     async def close(self) -> None:
-        """An engine that still loads is killed; else its work ends in order, within a time."""
+        """An engine that is not up is killed; else its work ends in order, within a time."""
         process = self._process
         if process is None or self._is_closing:
             return
         self._is_closing = True
         await self._link.stop()
         await self._link.close(timeout_s=FLUSH_S)
-        if not self.ready.done():
+        if not self._is_up:
             process.kill()
         if await _exit_code(process, timeout_s=END_S) is None:
             process.kill()
@@ -95,6 +97,7 @@ class RemoteCore:
                 self._ports.report(message)
             case Ready():
                 self.spec = message.spec
+                self._is_up = True
                 self._heard_at_s = time.monotonic()
                 self._settle(message)
             case LoadFailed():
