@@ -32,6 +32,7 @@ from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.resolve import DeviceState
 from aserve.gpu.runner import ModelRunner, RunnerParts
 from aserve.gpu.sample.row_tables import RowTables
+from aserve.gpu.shortcut import MakeShortcut
 from aserve.gpu.weights.blueprint import LoadPlan
 from aserve.gpu.weights.form import WeightWish, dtype_name
 from aserve.gpu.weights.load import read_blueprint
@@ -107,7 +108,8 @@ def build_on(
         )
     random = "random weights, " if is_dummy else ""
     about = f"{code.name} code ({code.why}), {random}{form.about}"
-    return assemble(model, MODES[options.decode](), device, options, about=about)
+    mode = MODES[options.decode]()
+    return assemble(model, mode, device, options, about=about, shortcut=form.shortcut)
 
 
 def assemble(
@@ -117,10 +119,11 @@ def assemble(
     options: BuildOptions,
     *,
     about: str | None = None,
+    shortcut: MakeShortcut | None = None,
 ) -> TorchExecutor:
     """An executor around a model that is there already; `about` says in which form, if
-    that is more than its dtype."""
-    parts = _Parts(model, group_layers(model.layers), mode, device, options)
+    that is more than its dtype. A `shortcut` is not taken around attention chosen by name."""
+    parts = _Parts(model, group_layers(model.layers), mode, device, options, shortcut)
     num_pages, budget_bytes = options.num_pages, 0
     if num_pages is None:
         run_largest = functools.partial(_run_largest, parts)
@@ -144,6 +147,7 @@ class _Parts:
     mode: DecodeMode
     device: Device
     options: BuildOptions
+    shortcut: MakeShortcut | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +192,7 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
     )
     state = _allocate(model, groups, spec, mode=mode, device=device, kv_dtype=kv_dtype)
     site = AttentionSite(state.pools, groups, model.dtype, device, options.depth)
+    is_auto = options.attention == "auto"
     attention = build_attention(options.attention, site, order=device.attention)
     state = dataclasses.replace(state, clears_pages=attention.can.whole_pages)
     runner = ModelRunner(
@@ -199,6 +204,7 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
             graphs=_graphs(model, attention.backend, state.pools, options.graph_sizes),
             is_debug=options.debug_checks,
             sample_ops=device.sample_ops(model.dtype),
+            shortcut=parts.shortcut(model, state.pools) if parts.shortcut and is_auto else None,
         )
     )
     return _Made(runner, spec, attention)

@@ -27,6 +27,7 @@ from aserve.gpu.sample.logits_rows import LogitsRows
 from aserve.gpu.sample.ops import PLAIN_OPS, SampleOps
 from aserve.gpu.sample.sampler import Sampled, Sampler, Staged
 from aserve.gpu.sections import DeviceSections
+from aserve.gpu.shortcut import Shortcut
 from aserve.gpu.step_plan import LogitsPlan, StepPlan
 from aserve.messages import ScheduleBatch
 
@@ -44,6 +45,7 @@ class RunnerParts:
     graphs: GraphRunner | None
     is_debug: bool
     sample_ops: SampleOps = PLAIN_OPS
+    shortcut: Shortcut | None = None  # for the forwards that it can run
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,9 @@ class ModelRunner:
         graphs = self._parts.graphs
         if graphs is not None and graphs.can_run(batch):
             return graphs.replay(batch)
+        shortcut = self._parts.shortcut
+        if shortcut is not None and shortcut.can_run(batch):
+            return shortcut.run(batch)
         attention = self._parts.attention
         plan = attention.plan(batch) if batch.needs_attention_plan() else batch.plan
         attend = attention.bind(batch, plan)

@@ -34,6 +34,7 @@ class CpuFacts:
     has_onednn: bool
     has_fbgemm: bool
     has_numba: bool
+    has_wide_vectors: bool  # of sixteen float32: what products of our own are made for
 
 
 def read_cpu_facts() -> CpuFacts:
@@ -47,12 +48,27 @@ def read_cpu_facts() -> CpuFacts:
         has_fbgemm="fbgemm" in torch.backends.quantized.supported_engines
         and bool(capabilities.get("avx2")),
         has_numba=importlib.util.find_spec("numba") is not None,
+        has_wide_vectors=bool(capabilities.get("avx512_f")),
     )
 
 
 def choose_cpu_form(wish: WeightWish, facts: CpuFacts) -> WeightForm:
     form = _chosen_form(wish, facts)
-    return replace(form, max_threads=1) if _is_small(wish) else form
+    if not _is_small(wish):
+        return form
+    form = replace(form, max_threads=1)
+    if wish.quantization is None and _has_tiles(form.dtype, facts):
+        from aserve.gpu.layers.tiled_linear import prepare_tiled
+        from aserve.gpu.models.compiled_forward import make_compiled_forward
+
+        form = replace(form, prepare=prepare_tiled, shortcut=make_compiled_forward)
+    return form
+
+
+def _has_tiles(dtype: torch.dtype, facts: CpuFacts) -> bool:
+    if not (facts.has_numba and facts.has_wide_vectors and facts.has_onednn):
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and facts.bf16_products is not None)
 
 
 def _chosen_form(wish: WeightWish, facts: CpuFacts) -> WeightForm:

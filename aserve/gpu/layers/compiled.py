@@ -26,17 +26,17 @@ logger = logging.getLogger(__name__)
 
 
 class CompiledNorm:
-    __slots__ = ("_eps", "_in_torch", "_weight")
+    __slots__ = ("_eps", "_in_torch", "weight")
 
     def __init__(self, weight: Tensor, /, *, eps: float) -> None:
         self._eps = eps
         self._in_torch = RmsNorm(weight, eps=eps)
-        self._weight = weight.float()
+        self.weight = weight.float()
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.numel() > FEW:
             return self._in_torch(x)
-        return rms_norm(x, self._weight, self._eps)
+        return rms_norm(x, self.weight, self._eps)
 
 
 def compiled_add_norm(weight: Tensor, /, *, eps: float, scale: float) -> AddNorm:

@@ -39,18 +39,18 @@ class RmsNorm:
 class AddNorm:
     """The residual stream after a sublayer, and its norm for the next one."""
 
-    __slots__ = ("_norm", "_scale")
+    __slots__ = ("norm", "scale")
 
     def __init__(self, norm: Norm, *, scale: float) -> None:
-        self._norm = norm
-        self._scale = scale
+        self.norm = norm
+        self.scale = scale
 
     def __call__(self, hidden: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
         """hidden, added [tokens, size] -> hidden + scale * added, rounded to their dtype, and the
         norm of that.
         """
-        total = torch.add(hidden, added, alpha=self._scale)
-        return total, self._norm(total)
+        total = torch.add(hidden, added, alpha=self.scale)
+        return total, self.norm(total)
 
 
 def add_rms_norm(weight: Tensor, /, *, eps: float, scale: float) -> AddNorm:

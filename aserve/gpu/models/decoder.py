@@ -31,34 +31,34 @@ from aserve.gpu.weights.source import WeightSource
 
 
 class Decoder:
-    """A `CausalModel`."""
+    """A `CausalModel`. Its parts are there for who runs them in fewer calls."""
 
     __slots__ = (
-        "_embedding_factor",
-        "_embeddings",
-        "_first_norm",
         "_head",
-        "_layers",
-        "_rotaries",
-        "_spec",
+        "blocks",
         "dtype",
+        "embedding_factor",
+        "embeddings",
+        "first_norm",
         "hidden_size",
         "layers",
         "max_model_len",
+        "rotaries",
+        "spec",
         "vocab_size",
     )
 
     def __init__(self, spec: DecoderSpec, weights: WeightSource, *, max_model_len: int) -> None:
         config = spec.config
         _refuse_partial_rotary(spec)
-        self._spec = spec
+        self.spec = spec
         self.vocab_size = config.vocab_size
         self.hidden_size = config.hidden_size
         self.max_model_len = max_model_len
         self.dtype = weights.dtype
         self.layers = _layer_specs(spec, weights)
         ropes = tuple(dict.fromkeys(_rope(config, layer) for layer in self.layers))
-        self._rotaries = tuple(
+        self.rotaries = tuple(
             Rotary(
                 rope,
                 config.rotary_dim,
@@ -69,16 +69,16 @@ class Decoder:
             )
             for rope in ropes
         )
-        self._embeddings = weights.tensor(
+        self.embeddings = weights.tensor(
             "model.embed_tokens.weight", (config.vocab_size, config.hidden_size)
         )
-        self._embedding_factor = _embedding_factor(spec, weights.dtype)
-        self._first_norm = _norm(weights, _entry_norm(spec, 0), spec)
-        self._layers = tuple(
-            _Layer(layer, spec, weights, rotary=ropes.index(_rope(config, layer)))
+        self.embedding_factor = _embedding_factor(spec, weights.dtype)
+        self.first_norm = _norm(weights, _entry_norm(spec, 0), spec)
+        self.blocks = tuple(
+            Block(layer, spec, weights, rotary=ropes.index(_rope(config, layer)))
             for layer in self.layers
         )
-        self._head = _head(config, self._embeddings, weights)
+        self._head = _head(config, self.embeddings, weights)
 
     def forward(
         self,
@@ -88,10 +88,10 @@ class Decoder:
         *,
         capture: HiddenCapture | None = None,
     ) -> Tensor:
-        rotations = [rotary.at(positions) for rotary in self._rotaries]
+        rotations = [rotary.at(positions) for rotary in self.rotaries]
         hidden = self._embed(input_ids)
-        normed = self._first_norm(hidden)
-        for layer in self._layers:
+        normed = self.first_norm(hidden)
+        for layer in self.blocks:
             hidden, normed = layer(hidden, normed, rotations[layer.rotary], attend)
             if capture is not None and layer.spec.index in capture.layer_ids:
                 capture.layers.append(hidden)
@@ -103,18 +103,18 @@ class Decoder:
         logits = self._head(hidden)
         if self.dtype != torch.float64:
             logits = logits.float()
-        if self._spec.logit_divisor != 1.0:
-            logits = logits / self._spec.logit_divisor
-        if (cap := self._spec.logit_softcap) is not None:
+        if self.spec.logit_divisor != 1.0:
+            logits = logits / self.spec.logit_divisor
+        if (cap := self.spec.logit_softcap) is not None:
             logits = torch.tanh(logits / cap) * cap
         return logits
 
     def _embed(self, input_ids: Tensor) -> Tensor:
-        hidden = functional.embedding(input_ids, self._embeddings)
-        return hidden if self._embedding_factor == 1.0 else hidden * self._embedding_factor
+        hidden = functional.embedding(input_ids, self.embeddings)
+        return hidden if self.embedding_factor == 1.0 else hidden * self.embedding_factor
 
 
-class _Layer:
+class Block:
     """The norm before a sublayer is made with the residual sum right before it, so a layer has the
     next one's first norm, and the last layer that of the whole model."""
 

@@ -12,6 +12,7 @@ import torch
 
 from aserve.errors import ConfigError
 from aserve.gpu.layers.linear import Prepare
+from aserve.gpu.shortcut import MakeShortcut
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -40,7 +41,7 @@ class WeightWish:
 class WeightForm:
     """`dtype` is that of activations, norms and KV; `prepare` makes the linear layers; `about` says
     both, and why, in a few words. `stored_bits` of a weight, where they are not those of `dtype`;
-    `max_threads` that gain anything, where that is known.
+    `max_threads` that gain anything, where that is known; `shortcut` of models that have one.
     """
 
     dtype: torch.dtype
@@ -48,6 +49,7 @@ class WeightForm:
     about: str
     stored_bits: int | None = None
     max_threads: int | None = None
+    shortcut: MakeShortcut | None = None
 
     @property
     def weight_bits(self) -> int:

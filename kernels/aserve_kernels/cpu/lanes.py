@@ -27,6 +27,7 @@ Emitted: TypeAlias = tuple[Any, Callable[..., Any]]
 FLOATS = ir.VectorType(ir.FloatType(), LANES)
 BITS = ir.VectorType(ir.IntType(32), LANES)
 HALVES = ir.VectorType(ir.IntType(16), LANES)
+INDEX = ir.IntType(64)
 
 
 def zeros() -> Lanes:
@@ -57,9 +58,12 @@ def splat(value: np.float32) -> Lanes:
     return np.full(LANES, value, np.float32)
 
 
-def total(lanes: Lanes) -> np.float32:
-    """In any order."""
-    return np.float32(lanes.sum())
+def dot_products(line: Float32s, start: int, lines: Float32s, first: int, width: int) -> Lanes:
+    """Of `line` from `start` on with each of 16 `lines`, which follow each other from `first` on;
+    all are `width` long, a multiple of 16. Summed in any order."""
+    many = lines[first : first + LANES * width].reshape(LANES, width)
+    products: Lanes = many @ line[start : start + width]
+    return products
 
 
 class _LanesType(types.Type):
@@ -128,10 +132,7 @@ def _prefetch(typing: Any, source: Any, start: Any) -> Emitted:
 @intrinsic
 def _add_product(typing: Any, a: Any, b: Any, c: Any) -> Emitted:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
-        name = f"llvm.fmuladd.v{LANES}f32"
-        fused = cgutils.get_or_insert_function(builder.module, kind, name)
-        return builder.call(fused, [args[1], args[2], args[0]])
+        return _fused(builder, args[1], args[2], args[0])
 
     return KIND(KIND, KIND, KIND), emit
 
@@ -147,15 +148,53 @@ def _splat(typing: Any, value: Any) -> Emitted:
 
 
 @intrinsic
-def _total(typing: Any, lanes: Any) -> Emitted:
+def _dot_products(
+    typing: Any, line: Any, start: Any, lines: Any, first: Any, width: Any
+) -> Emitted:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.FloatType(), [ir.FloatType(), FLOATS])
-        name = f"llvm.vector.reduce.fadd.v{LANES}f32"
-        reduced = cgutils.get_or_insert_function(builder.module, kind, name)
-        zero = ir.Constant(ir.FloatType(), -0.0)
-        return builder.call(reduced, [zero, args[0]], fastmath=("reassoc",))
+        left = _address(context, builder, line, args[0], args[1], FLOATS)
+        right = _address(context, builder, lines, args[2], args[3], FLOATS)
+        num_vectors = builder.lshr(args[4], INDEX(LANES.bit_length() - 1))
+        rights = [right]
+        while len(rights) < LANES:
+            rights.append(builder.gep(rights[-1], [num_vectors]))
+        zero = ir.Constant(FLOATS, None)
+        sums = [cgutils.alloca_once_value(builder, zero) for _ in rights]
+        with cgutils.for_range(builder, num_vectors, intp=INDEX) as loop:
+            part = builder.load(builder.gep(left, [loop.index]), align=4)
+            for variable, line_start in zip(sums, rights, strict=True):
+                other = builder.load(builder.gep(line_start, [loop.index]), align=4)
+                total = _fused(builder, part, other, builder.load(variable))
+                builder.store(total, variable)
+        return _folded(builder, [builder.load(variable) for variable in sums])
 
-    return types.float32(KIND), emit
+    return KIND(line, types.intp, lines, types.intp, types.intp), emit
+
+
+def _folded(builder: Any, vectors: list[Any]) -> Any:
+    """Lane i of the result is the sum of all lanes of vector i. Sixteen are folded in 15 additions,
+    each of two vectors that were shuffled into each other; alone they would take four each."""
+    distance = LANES // 2
+    while distance:
+        # A lane whose number has this bit goes on with the second vector of a pair.
+        low = [lane if not lane & distance else lane - distance + LANES for lane in range(LANES)]
+        high = [lane + distance for lane in low]
+        pairs = zip(vectors[: len(vectors) // 2], vectors[len(vectors) // 2 :], strict=True)
+        vectors = [_added(builder, a, b, low, high) for a, b in pairs]
+        distance //= 2
+    return vectors[0]
+
+
+def _added(builder: Any, a: Any, b: Any, low: list[int], high: list[int]) -> Any:
+    left = builder.shuffle_vector(a, b, ir.Constant(BITS, low))
+    return builder.fadd(left, builder.shuffle_vector(a, b, ir.Constant(BITS, high)))
+
+
+def _fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c."""
+    kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
+    name = f"llvm.fmuladd.v{LANES}f32"
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [a, b, c])
 
 
 @overload(zeros, inline="always", strict=False)
@@ -188,6 +227,8 @@ def _of_splat(value: Any) -> Callable[[np.float32], Lanes]:
     return lambda value: _splat(value)
 
 
-@overload(total, inline="always", strict=False)
-def _of_total(lanes: Any) -> Callable[[Lanes], np.float32]:
-    return lambda lanes: _total(lanes)
+@overload(dot_products, inline="always", strict=False)
+def _of_dot_products(
+    line: Any, start: Any, lines: Any, first: Any, width: Any
+) -> Callable[..., Lanes]:
+    return lambda line, start, lines, first, width: _dot_products(line, start, lines, first, width)

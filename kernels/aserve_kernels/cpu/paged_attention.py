@@ -17,20 +17,25 @@ from numba.core.dispatcher import Dispatcher
 from torch import Tensor
 
 from aserve_kernels.cpu.half import Float32s, Floats, as_array, narrow, widen
-from aserve_kernels.cpu.lanes import LANES, add_product, load, prefetch, splat, store, total, zeros
+from aserve_kernels.cpu.lanes import (
+    LANES,
+    add_product,
+    dot_products,
+    load,
+    prefetch,
+    splat,
+    store,
+    zeros,
+)
+from aserve_kernels.cpu.powers import LOG2_E, power_of_two
 
 Int64s: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
-TILE = 64  # keys that are widened and scored together
+TILE = 64  # keys that are widened and scored together at most
+TILE_FLOATS = 4096  # of a tile's keys
 WIDTH = 2 * LANES  # a head is padded to a multiple of it
 BLOCK = 16  # query heads of one KV head that share a read
 NO_WINDOW = 1 << 62
-LOG2_E = 1.4426950408889634
-LEAST_EXPONENT = np.float32(-126)  # of a float32 that is not subnormal
-# 2^f for |f| <= 1/2 as its Taylor series, ln(2)^k / k!: exact to float32's rounding.
-C1, C2, C3, C4, C5, C6 = (
-    np.float32(math.log(2) ** power / math.factorial(power)) for power in range(1, 7)
-)
 # Infinities and NaN keep their meaning.
 FAST = {"contract", "reassoc", "nsz", "arcp"}
 
@@ -71,10 +76,7 @@ def paged_attention(
     """q and out [tokens, heads, head_dim], keys and values [slots, kv_heads, head_dim]; all float32
     or all bfloat16, on the CPU, all but q contiguous. Writes the rows' queries in `out`, no other.
     """
-    if scoring.softcap is None:
-        factor, cap = scoring.scale * LOG2_E, 0.0
-    else:
-        factor, cap = scoring.scale / scoring.softcap, scoring.softcap * LOG2_E
+    factor, cap = folded(scoring.scale, scoring.softcap)
     own = rows.own
     _attend(
         as_array(q), as_array(keys), as_array(values), as_array(out),
@@ -84,6 +86,14 @@ def paged_attention(
         np.float32(cap),
         torch.get_num_threads(),
     )  # fmt: skip
+
+
+def folded(scale: float, softcap: float | None) -> tuple[float, float]:
+    """What queries are multiplied with and scores are capped by (0: by nothing), so that weights
+    are powers of two."""
+    if softcap is None:
+        return scale * LOG2_E, 0.0
+    return scale / softcap, softcap * LOG2_E
 
 
 def paged_attention_ref(
@@ -133,65 +143,70 @@ def _attend(
     page_table: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, spans: Int64s,
     page_size: int, window: int, factor: np.float32, cap: np.float32, num_workers: int,
 ) -> None:  # fmt: skip
+    # PERF: a parallel region wakes every thread of numba's pool, however few have work.
+    if num_workers == 1:
+        attend_share(
+            q, keys, values, out, page_table, rows, lens, starts, spans, page_size,
+            window, factor, cap, 0, 1,
+        )  # fmt: skip
+        return
+    for worker in prange(num_workers):
+        attend_share(
+            q, keys, values, out, page_table, rows, lens, starts, spans, page_size,
+            window, factor, cap, worker, num_workers,
+        )  # fmt: skip
+
+
+@njit(nogil=True)
+def attend_share(
+    q: Floats, keys: Floats, values: Floats, out: Floats,
+    page_table: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, spans: Int64s,
+    page_size: int, window: int, factor: np.float32, cap: np.float32,
+    worker: int, num_workers: int,
+) -> None:  # fmt: skip
+    """What one of num_workers does: of units, some KV heads of a block of a row's queries, every
+    num_workers-th."""
     num_kv_heads = keys.shape[1]
     num_groups = q.shape[1] // num_kv_heads
     span = max(1, BLOCK // num_groups)
     num_blocks = 0
     for r in range(rows.shape[0]):
         num_blocks += -(-spans[r] // span)
-    block_rows = np.empty(num_blocks, np.int64)
-    block_firsts = np.empty(num_blocks, np.int64)
-    block = 0
-    for r in range(rows.shape[0]):
-        for first in range(0, spans[r], span):
-            block_rows[block] = r
-            block_firsts[block] = first
-            block += 1
     # PERF: a token's heads lie side by side, so a worker takes as many of them as it can while two
     # units are left for each.
     heads = min(num_kv_heads, max(1, num_blocks * num_kv_heads // (2 * num_workers)))
-    # PERF: a parallel region wakes every thread of numba's pool, however few have work.
-    if num_workers == 1:
-        _attend_units(
-            q, keys, values, out, page_table, rows, lens, starts, spans, page_size,
-            window, factor, cap, block_rows, block_firsts, span, heads, 0, 1,
-        )  # fmt: skip
-        return
-    for worker in prange(num_workers):
-        _attend_units(
-            q, keys, values, out, page_table, rows, lens, starts, spans, page_size,
-            window, factor, cap, block_rows, block_firsts, span, heads, worker, num_workers,
-        )  # fmt: skip
+    width = _width(keys)
+    lines = np.zeros((2, heads * span * num_groups * width), np.float32)
+    softmax = np.empty((heads * span * num_groups, 2), np.float32)
+    tiles = np.zeros((2, _tile_size(width) * width), np.float32)
+    unit = 0
+    for r in range(rows.shape[0]):
+        for first in range(0, spans[r], span):
+            last = min(first + span, spans[r])
+            for head in range(0, num_kv_heads, heads):
+                unit += 1
+                if unit % num_workers != worker:
+                    continue
+                _attend_block(
+                    q[starts[r] + first : starts[r] + last],
+                    keys, values,
+                    out[starts[r] + first : starts[r] + last],
+                    page_table[rows[r]], page_size,
+                    lens[r] - spans[r] + first, head, min(head + heads, num_kv_heads),
+                    window, factor, cap, lines, softmax, tiles,
+                )  # fmt: skip
 
 
-@njit(nogil=True)
-def _attend_units(
-    q: Floats, keys: Floats, values: Floats, out: Floats,
-    page_table: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, spans: Int64s, page_size: int,
-    window: int, factor: np.float32, cap: np.float32,
-    block_rows: Int64s, block_firsts: Int64s, span: int, heads: int, worker: int, num_workers: int,
-) -> None:  # fmt: skip
-    """Every num_workers-th unit: `heads` KV heads of a block, which is `span` queries of a row."""
-    num_kv_heads = keys.shape[1]
-    units_per_block = -(-num_kv_heads // heads)
-    width = -(-keys.shape[2] // WIDTH) * WIDTH
-    # Padded to `width` with zeros, which add nothing to a score.
-    lines = np.zeros((2, heads * span * (q.shape[1] // num_kv_heads) * width), np.float32)
-    softmax = np.empty((heads * span * (q.shape[1] // num_kv_heads), 2), np.float32)
-    tiles = np.zeros((2, TILE * width), np.float32)
-    for unit in range(worker, len(block_rows) * units_per_block, num_workers):
-        r = block_rows[unit // units_per_block]
-        first = block_firsts[unit // units_per_block]
-        last = min(first + span, spans[r])
-        head = unit % units_per_block * heads
-        _attend_block(
-            q[starts[r] + first : starts[r] + last],
-            keys, values,
-            out[starts[r] + first : starts[r] + last],
-            page_table[rows[r]], page_size,
-            lens[r] - spans[r] + first, head, min(head + heads, num_kv_heads),
-            window, factor, cap, lines, softmax, tiles,
-        )  # fmt: skip
+@njit(inline="always")
+def _width(keys: Floats) -> int:
+    """Of a line: a head, padded with zeros, which add nothing to a score."""
+    return -(-keys.shape[2] // WIDTH) * WIDTH
+
+
+@njit(inline="always")
+def _tile_size(width: int) -> int:
+    """PERF: a tile of keys and one of values stay in the nearest cache, beside the queries."""
+    return max(LANES, min(TILE, TILE_FLOATS // width // LANES * LANES))
 
 
 @njit(nogil=True, fastmath=FAST)
@@ -210,7 +225,8 @@ def _attend_block(
     num_groups = q.shape[1] // keys.shape[1]
     queries, outputs = lines[0], lines[1]
     tile_keys, tile_values = tiles[0], tiles[1]
-    width = tile_keys.shape[0] // TILE
+    width = _width(keys)
+    most_keys = _tile_size(width)
     scores = np.empty(TILE, np.float32)
     num_lines = (last_head - first_head) * num_queries * num_groups
     for line in range(num_lines):
@@ -230,8 +246,8 @@ def _attend_block(
     slots = np.empty(TILE, np.int64)
     column = start // page_size
     offset = start % page_size
-    for tile in range(start, stop, TILE):
-        size = min(TILE, stop - tile)
+    for tile in range(start, stop, most_keys):
+        size = min(most_keys, stop - tile)
         for j in range(size):
             slots[j] = pages[column] * page_size + offset
             offset += 1
@@ -239,8 +255,8 @@ def _attend_block(
                 offset = 0
                 column += 1
         for head in range(first_head, last_head):
-            _widen_tile(keys, slots, size, head, tile_keys)
-            _widen_tile(values, slots, size, head, tile_values)
+            _widen_tile(keys, slots, size, head, tile_keys, width)
+            _widen_tile(values, slots, size, head, tile_values, width)
             first_line = (head - first_head) * num_queries * num_groups
             for i in range(num_queries * num_groups):
                 own = position + i // num_groups
@@ -266,10 +282,11 @@ def _attend_block(
 
 
 @njit(nogil=True)
-def _widen_tile(source: Floats, slots: Int64s, size: int, head: int, tile: Float32s) -> None:
-    """tile [TILE * width]: what the slots hold of a head, one after the other."""
+def _widen_tile(
+    source: Floats, slots: Int64s, size: int, head: int, tile: Float32s, width: int
+) -> None:
+    """tile [keys * width]: what the slots hold of a head, one after the other."""
     num_heads, head_dim = source.shape[1], source.shape[2]
-    width = tile.shape[0] // TILE
     whole = head_dim // LANES * LANES
     flat = source.reshape(-1)
     for j in range(size):
@@ -288,20 +305,9 @@ def _widen_tile(source: Floats, slots: Int64s, size: int, head: int, tile: Float
 def _score(
     queries: Float32s, start: int, width: int, keys: Float32s, low: int, high: int, scores: Float32s
 ) -> None:
-    """Four keys at a time, so some that are not asked for: `scores` has room for them."""
-    for j in range(low // 4 * 4, high, 4):
-        a, b, c, d = zeros(), zeros(), zeros(), zeros()
-        key = j * width
-        for i in range(0, width, LANES):
-            part = load(queries, start + i)
-            a = add_product(a, part, load(keys, key + i))
-            b = add_product(b, part, load(keys, key + width + i))
-            c = add_product(c, part, load(keys, key + 2 * width + i))
-            d = add_product(d, part, load(keys, key + 3 * width + i))
-        scores[j] = total(a)
-        scores[j + 1] = total(b)
-        scores[j + 2] = total(c)
-        scores[j + 3] = total(d)
+    """Sixteen keys at a time, so some that are not asked for: `scores` and `keys` have room."""
+    for j in range(low // LANES * LANES, high, LANES):
+        store(dot_products(queries, start, keys, j * width, width), scores, j)
 
 
 @njit(nogil=True, fastmath=FAST)
@@ -323,10 +329,10 @@ def _weigh(
     most = softmax[line, 0]
     for j in range(stop):
         most = max(most, scores[j])
-    shrink = _power_of_two(softmax[line, 0] - most)
+    shrink = power_of_two(softmax[line, 0] - most)
     added = np.float32(0)
     for j in range(stop):
-        scores[j] = _power_of_two(scores[j] - most)
+        scores[j] = power_of_two(scores[j] - most)
         added += scores[j]
     softmax[line, 0] = most
     softmax[line, 1] = softmax[line, 1] * shrink + added
@@ -342,22 +348,19 @@ def _add_values(
     for i in range(0, width, 2 * LANES):
         a = add_product(zeros(), load(outputs, start + i), splat(shrink))
         b = add_product(zeros(), load(outputs, start + i + LANES), splat(shrink))
-        for j in range(low, high):
-            weight = splat(weights[j])
-            a = add_product(a, weight, load(values, j * width + i))
-            b = add_product(b, weight, load(values, j * width + i + LANES))
-        store(a, outputs, start + i)
-        store(b, outputs, start + i + LANES)
-
-
-@njit(inline="always")
-def _power_of_two(exponent: np.float32) -> np.float32:
-    """Of an exponent that is not above 0. WHY: libm's exp is a call, and no loop around one is
-    vectorised."""
-    clamped = max(LEAST_EXPONENT, exponent)
-    whole = np.floor(clamped + np.float32(0.5))
-    f = clamped - whole
-    part = f * (C3 + f * (C4 + f * (C5 + f * C6)))
-    fraction = np.float32(1) + f * (C1 + f * (C2 + part))
-    power: np.float32 = np.int32(np.int32(np.int32(whole) + 127) << 23).view(np.float32)
-    return np.float32(fraction * power)
+        # PERF: sums of even and of odd values, since a sum waits four cycles for the one before.
+        c, d = zeros(), zeros()
+        for j in range(low, high - 1, 2):
+            value = j * width + i
+            even, odd = splat(weights[j]), splat(weights[j + 1])
+            a = add_product(a, even, load(values, value))
+            b = add_product(b, even, load(values, value + LANES))
+            c = add_product(c, odd, load(values, value + width))
+            d = add_product(d, odd, load(values, value + width + LANES))
+        if (high - low) % 2:
+            last = splat(weights[high - 1])
+            a = add_product(a, last, load(values, (high - 1) * width + i))
+            b = add_product(b, last, load(values, (high - 1) * width + i + LANES))
+        one = splat(np.float32(1))
+        store(add_product(a, c, one), outputs, start + i)
+        store(add_product(b, d, one), outputs, start + i + LANES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,15 +12,18 @@ from aserve.gpu.device.cpu_weights import SMALL_BYTES, CpuFacts, choose_cpu_form
 from aserve.gpu.layers.half_stored_linear import prepare_half_stored
 from aserve.gpu.layers.linear import Linear, Prepare, prepare
 from aserve.gpu.layers.packed_linear import prepare_packed
+from aserve.gpu.layers.tiled_linear import prepare_tiled
 from aserve.gpu.quant.int8_linear import prepare_int8
-from aserve.gpu.weights.form import WeightWish
+from aserve.gpu.weights.form import WeightForm, WeightWish
 
 CPU = torch.device("cpu")
 LARGE = SMALL_BYTES  # weights, of four bytes each
-AMX = CpuFacts(bf16_products="AMX", has_onednn=True, has_fbgemm=True, has_numba=True)
-AVX2 = CpuFacts(bf16_products=None, has_onednn=True, has_fbgemm=True, has_numba=True)
-OTHER = CpuFacts(bf16_products=None, has_onednn=True, has_fbgemm=False, has_numba=True)
-BARE = CpuFacts(bf16_products=None, has_onednn=False, has_fbgemm=False, has_numba=False)
+AMX = CpuFacts(
+    bf16_products="AMX", has_onednn=True, has_fbgemm=True, has_numba=True, has_wide_vectors=True
+)
+AVX2 = replace(AMX, bf16_products=None, has_wide_vectors=False)
+OTHER = replace(AVX2, has_fbgemm=False)
+BARE = replace(OTHER, has_onednn=False, has_numba=False)
 HERE = read_cpu_facts()
 
 
@@ -52,6 +57,28 @@ def test_a_small_model_computes_in_one_thread_a_large_one_in_all(name: str) -> N
     small = choose_cpu_form(WeightWish(name, "bfloat16", SMALL_BYTES // 4), AMX)
     large = choose_cpu_form(WeightWish(name, "bfloat16", SMALL_BYTES // 4 + 1), AMX)
     assert (small.max_threads, large.max_threads) == (1, None)
+
+
+def test_a_small_model_has_products_of_its_own_where_vectors_are_wide() -> None:
+    def form(name: str, facts: CpuFacts) -> WeightForm:
+        return choose_cpu_form(WeightWish(name, None, SMALL_BYTES // 4), facts)
+
+    no_bf16 = replace(AMX, bf16_products=None)
+    ours = [form("auto", AMX), form("bfloat16", AMX), form("auto", no_bf16)]
+    others = [form("auto", AVX2), form("bfloat16", no_bf16), form("float64", AMX)]
+    assert {chosen.prepare for chosen in ours} == {prepare_tiled}
+    assert None not in {chosen.shortcut for chosen in ours}
+    assert prepare_tiled not in {chosen.prepare for chosen in others}
+    assert {chosen.shortcut for chosen in others} == {None}
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 3, 40])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_our_own_equal_the_plain_product(
+    dtype: torch.dtype, has_bias: bool, num_tokens: int
+) -> None:
+    _assert_near(prepare_tiled, dtype, has_bias=has_bias, num_tokens=num_tokens)
 
 
 @pytest.mark.parametrize("facts", [AMX, AVX2, OTHER, BARE])

@@ -11,30 +11,43 @@ from aserve_kernels.cpu.half import Float32s, Floats
 from aserve_kernels.cpu.lanes import (
     LANES,
     add_product,
+    dot_products,
     load,
     prefetch,
     splat,
     store,
-    total,
     zeros,
 )
 
 
-def weighted(source: Floats, weight: np.float32, target: Float32s) -> np.float32:
-    """target[1:17] = source[3:19] * weight; their sum."""
+def weighted(source: Floats, weight: np.float32, target: Float32s) -> None:
+    """target[1:17] = source[3:19] * weight."""
     prefetch(source, 3)
     lanes = add_product(zeros(), load(source, 3), splat(weight))
     store(lanes, target, 1)
-    return total(lanes)
+
+
+def scored(line: Float32s, lines: Float32s, target: Float32s) -> None:
+    """target[2:18] = the products of line[1:33] with 16 lines from lines[3] on."""
+    store(dot_products(line, 1, lines, 3, 2 * LANES), target, 2)
 
 
 @pytest.mark.parametrize("function", [weighted, njit(weighted)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lanes_are_read_multiplied_written_and_summed(function, dtype: torch.dtype) -> None:
+def test_lanes_are_read_multiplied_and_written(function, dtype: torch.dtype) -> None:
     numbers = torch.arange(-4, 16, dtype=dtype)
     source = numbers.view(torch.uint16) if dtype == torch.bfloat16 else numbers
     target = np.zeros(LANES + 2, np.float32)
-    sum_ = function(source.numpy(), np.float32(0.5), target)
-    expected = [0, *(numbers[3 : 3 + LANES].float() * 0.5).tolist(), 0]
-    assert target.tolist() == expected
-    assert sum_ == sum(expected)
+    function(source.numpy(), np.float32(0.5), target)
+    assert target.tolist() == [0, *(numbers[3 : 3 + LANES].float() * 0.5).tolist(), 0]
+
+
+@pytest.mark.parametrize("function", [scored, njit(scored)])
+def test_a_line_is_multiplied_with_each_of_sixteen(function) -> None:
+    width = 2 * LANES
+    line = np.arange(width + 1, dtype=np.float32)
+    lines = np.random.default_rng(0).integers(-8, 9, 3 + LANES * width).astype(np.float32)
+    target = np.zeros(LANES + 3, np.float32)
+    function(line, lines, target)
+    expected = lines[3:].reshape(LANES, width) @ line[1:]
+    assert target.tolist() == [0, 0, *expected.tolist(), 0]

@@ -1,0 +1,156 @@
+"""The forward of few tokens of a decoder as one compiled call. For the CPU.
+
+It knows no step. Written: only the keys and values of the forward's own slots.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import numpy as np
+from torch import Tensor
+
+from aserve.gpu.forward_batch import ForwardBatch
+from aserve.gpu.kv.pools import KvPools
+from aserve.gpu.layers.compiled import CompiledNorm
+from aserve.gpu.layers.linear import LinearOp
+from aserve.gpu.layers.norm import AddNorm, Norm, RmsNorm, SumAndNorm
+from aserve.gpu.layers.tiled_linear import TiledLinear
+from aserve.gpu.models.causal_model import CausalModel
+from aserve.gpu.models.decoder import Block, Decoder
+from aserve_kernels.cpu.decoder_forward import (
+    GELU,
+    GELU_TANH,
+    LAYER,
+    MODEL,
+    SILU,
+    Records,
+    compile_decoder_forward,
+    decoder_forward,
+)
+from aserve_kernels.cpu.paged_attention import NO_WINDOW, RowSpans, folded
+
+ACTIVATIONS: Mapping[str, int] = {"silu": SILU, "gelu": GELU, "gelu_pytorch_tanh": GELU_TANH}
+FEW = 256  # tokens of a forward: from here on torch's attention within a prompt takes less time
+
+logger = logging.getLogger(__name__)
+
+
+class CompiledForward:
+    """A `Shortcut`."""
+
+    __slots__ = ("_decoder", "_kept", "_layers", "_model", "_pools")
+
+    def __init__(self, decoder: Decoder, pools: KvPools) -> None:
+        self._decoder = decoder
+        self._pools = pools
+        self._kept: list[Tensor] = []  # what was made for it; all else belongs to the two
+        self._model = self._describe_model()
+        self._layers = np.zeros(len(decoder.blocks), LAYER)
+        for index, block in enumerate(decoder.blocks):
+            self._describe_layer(self._layers[index : index + 1], block)
+
+    def can_run(self, batch: ForwardBatch) -> bool:
+        return batch.num_tokens <= FEW and batch.capture is None
+
+    def run(self, batch: ForwardBatch) -> Tensor:
+        own = RowSpans(
+            batch.rows.numpy(),
+            batch.lens.numpy(),
+            batch.query_starts.numpy()[:-1],
+            batch.spans_cpu.astype(np.int64),
+        )
+        ids = batch.input_ids
+        return decoder_forward(ids, own, self._model, self._layers, self._decoder.dtype)
+
+    def _describe_model(self) -> Records:
+        decoder, pools = self._decoder, self._pools
+        config = decoder.spec.config
+        table_rows, table_columns = pools.page_tables[0].shape
+        values = {
+            "hidden": config.hidden_size,
+            "inner": config.intermediate_size,
+            "vocab": config.vocab_size,
+            "max_len": decoder.max_model_len,
+            "heads": config.num_heads,
+            "kv_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "rotary_dim": config.rotary_dim,
+            "page_size": pools.page_size,
+            "table_rows": table_rows,
+            "table_columns": table_columns,
+            "activation": ACTIVATIONS[config.activation],
+            "embeddings": decoder.embeddings.data_ptr(),
+            "first_norm": self._norm(decoder.first_norm),
+            "eps": config.rms_norm_eps,
+            "residual_scale": decoder.spec.residual_scale,
+            "embedding_factor": decoder.embedding_factor,
+        }
+        return _record(np.zeros(1, MODEL), values)
+
+    def _describe_layer(self, record: Records, block: Block) -> None:
+        layer, attention = block.spec, block.attention
+        kv = self._pools.layers[layer.index]
+        factor, cap = folded(layer.scale, layer.softcap)
+        head_norms = attention.head_norms
+        values = {
+            **_product("qkv", attention.qkv),
+            **_product("out", attention.out),
+            **_product("gate_up", block.mlp.gate_up),
+            **_product("down", block.mlp.down),
+            "head_norms": 0 if head_norms is None else head_norms.weight.data_ptr(),
+            "after_attention": self._norm(block.after_attention),
+            "before_mlp": self._norm_of_sum(block.before_mlp),
+            "after_mlp": self._norm(block.after_mlp),
+            "before_next": self._norm_of_sum(block.before_next),
+            "turns": self._decoder.rotaries[block.rotary].table.data_ptr(),
+            "keys": kv.keys.data_ptr(),
+            "values": kv.values.data_ptr(),
+            "num_slots": len(kv.keys),
+            "page_table": self._pools.page_tables[kv.group].data_ptr(),
+            "window": NO_WINDOW if layer.window is None else layer.window,
+            "factor": factor,
+            "cap": cap,
+            "head_eps": 0.0 if head_norms is None else head_norms.eps,
+        }
+        _record(record, values)
+
+    def _norm(self, norm: Norm) -> int:
+        """The address of its weight in float32; 0 for none."""
+        if not isinstance(norm, CompiledNorm | RmsNorm):
+            return 0
+        self._kept.append(norm.weight.float().contiguous())
+        return self._kept[-1].data_ptr()
+
+    def _norm_of_sum(self, norm: SumAndNorm) -> int:
+        assert isinstance(norm, AddNorm)  # of all ways to make one, those that are for the CPU
+        return self._norm(norm.norm)
+
+
+def make_compiled_forward(model: CausalModel, pools: KvPools) -> CompiledForward | None:
+    if not isinstance(model, Decoder) or pools.dtype != model.dtype:
+        return None
+    if any(not _is_covered(block) for block in model.blocks):
+        return None
+    compile_decoder_forward(model.dtype)
+    return CompiledForward(model, pools)
+
+
+def _is_covered(block: Block) -> bool:
+    products = (block.attention.qkv, block.attention.out, block.mlp.gate_up, block.mlp.down)
+    are_ours = all(isinstance(product, TiledLinear) for product in products)
+    return are_ours and block.attention.joint_norm is None
+
+
+def _product(name: str, product: LinearOp) -> dict[str, int]:
+    assert isinstance(product, TiledLinear)
+    return {name: product.packed.ctypes.data, f"{name}_bias": product.bias.ctypes.data}
+
+
+def _record(record: Records, values: Mapping[str, float]) -> Records:
+    assert record.dtype.names is not None
+    assert set(values) == set(record.dtype.names)
+    for name, value in values.items():
+        record[name] = value
+    return record

@@ -1,0 +1,241 @@
+"""All layers of a decoder for a few tokens in one call, by one thread: a small model's step is else
+mostly the calls between its products.
+
+Hidden states and all sums are float32; what a product multiplies, and KV, have the model's dtype.
+It knows no pages' owners and no sampling. Nothing is kept between calls.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numba import from_dtype, njit, types
+from numba.core.dispatcher import Dispatcher
+from torch import Tensor
+
+from aserve_kernels.cpu.half import Float32s, Floats, as_array, narrow, widen
+from aserve_kernels.cpu.memory import array_at
+from aserve_kernels.cpu.paged_attention import Int64s, RowSpans, attend_share
+from aserve_kernels.cpu.powers import LOG2_E, power_of_two
+from aserve_kernels.cpu.products import multiply
+
+Records: TypeAlias = npt.NDArray[np.void]
+
+FAST = {"contract", "reassoc", "nsz", "arcp"}  # infinities and NaN keep their meaning
+SILU, GELU, GELU_TANH = range(3)
+GELU_INSIDE = np.float32(math.sqrt(2 / math.pi))
+GELU_CUBE = np.float32(0.044715)
+WIDE = np.empty(0, np.float32)  # only its dtype counts
+
+# One record. Sizes, then addresses: of a table of the model's dtype [vocab, hidden], and of the
+# float32 weight [hidden] of the norm before the first layer. No norm has the address 0.
+MODEL: Any = np.dtype(
+    [
+        *[(name, np.int64) for name in ("hidden", "inner", "vocab", "max_len")],
+        *[(name, np.int64) for name in ("heads", "kv_heads", "head_dim", "rotary_dim")],
+        *[(name, np.int64) for name in ("page_size", "table_rows", "table_columns", "activation")],
+        *[(name, np.int64) for name in ("embeddings", "first_norm")],
+        *[(name, np.float32) for name in ("eps", "residual_scale", "embedding_factor")],
+    ],
+    align=True,
+)
+
+# One record for each layer, of addresses: packed products, float32 biases (zeros for none) and norm
+# weights (0 for none), the table of turns [max_len, rotary_dim], this layer's KV, its page table.
+LAYER: Any = np.dtype(
+    [
+        *[(name, np.int64) for name in ("qkv", "out", "gate_up", "down")],
+        *[(name, np.int64) for name in ("qkv_bias", "out_bias", "gate_up_bias", "down_bias")],
+        *[(name, np.int64) for name in ("head_norms", "after_attention", "before_mlp")],
+        *[(name, np.int64) for name in ("after_mlp", "before_next", "turns")],
+        *[(name, np.int64) for name in ("keys", "values", "num_slots", "page_table", "window")],
+        *[(name, np.float32) for name in ("factor", "cap", "head_eps")],
+    ],
+    align=True,
+)
+
+
+def decoder_forward(
+    input_ids: Tensor, own: RowSpans, model: Records, layers: Records, dtype: torch.dtype
+) -> Tensor:
+    """input_ids int64 [tokens]; `own` says whose they are, and has every token once. `model` [1] is
+    a MODEL, `layers` are LAYERs; what they point to is written in the slots of these tokens only.
+    -> hidden states behind the last norm [tokens, hidden], float32 or bfloat16 as `dtype`.
+    """
+    out = torch.empty((len(input_ids), int(model["hidden"][0])), dtype=dtype)
+    of_rows = (own.rows, own.lens, own.starts, own.spans)
+    _forward(input_ids.numpy(), *of_rows, model, layers, as_array(out))
+    return out
+
+
+def compile_decoder_forward(dtype: torch.dtype) -> None:
+    """For this dtype, or read from the cache of an earlier process. Calls compile nothing."""
+    if not isinstance(_forward, Dispatcher):  # NUMBA_DISABLE_JIT=1
+        return
+    floats = types.uint16 if dtype == torch.bfloat16 else types.float32
+    column = types.Array(types.int64, 1, "C")
+    records = (types.Array(from_dtype(kind), 1, "C") for kind in (MODEL, LAYER))
+    _forward.disable_compile(False)
+    _forward.compile(types.void(*[column] * 5, *records, types.Array(floats, 2, "C")))
+    _forward.disable_compile()
+
+
+@njit(cache=True, nogil=True)
+def _forward(
+    ids: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, spans: Int64s,
+    models: Records, layers: Records, out: Floats,
+) -> None:  # fmt: skip
+    model = models[0]
+    num_tokens = ids.shape[0]
+    # Room for every layer. `given` is what the next product reads, and in the end the result.
+    given, hidden = out, np.empty((num_tokens, model.hidden), np.float32)
+    attended = np.empty((num_tokens, model.heads, model.head_dim), out.dtype)
+    gated = np.empty((num_tokens, model.inner), out.dtype)
+    num_heads = model.heads + 2 * model.kv_heads
+    heads = np.empty((num_tokens, num_heads, model.head_dim), np.float32)
+    joined = np.empty((num_tokens, 2 * model.inner), np.float32)
+    added = np.empty((num_tokens, model.hidden), np.float32)
+    _embed(ids, model, hidden, given)
+    for index in range(layers.shape[0]):
+        layer = layers[index]
+        flat_heads = heads.reshape((num_tokens, num_heads * model.head_dim))
+        _multiply(given, layer.qkv, layer.qkv_bias, flat_heads)
+        _attend(model, layer, rows, lens, starts, spans, heads, attended)
+        flat = attended.reshape((num_tokens, model.heads * model.head_dim))
+        _multiply(flat, layer.out, layer.out_bias, added)
+        _add(model, added, layer.after_attention, layer.before_mlp, hidden, given)
+        _multiply(given, layer.gate_up, layer.gate_up_bias, joined)
+        _gate(joined, model.activation, gated)
+        _multiply(gated, layer.down, layer.down_bias, added)
+        _add(model, added, layer.after_mlp, layer.before_next, hidden, given)
+
+
+@njit(nogil=True)
+def _embed(ids: Int64s, model: Any, hidden: Float32s, given: Floats) -> None:
+    table = array_at(model.embeddings, (model.vocab, model.hidden), given)
+    for token in range(ids.shape[0]):
+        widen(table[ids[token]], hidden[token])
+        for i in range(model.hidden):
+            hidden[token, i] *= model.embedding_factor
+        _norm_into(hidden[token], model.first_norm, model.eps, given[token])
+
+
+@njit(nogil=True)
+def _multiply(x: Floats, packed: int, bias: int, out: Float32s) -> None:
+    num_out = out.shape[1]
+    size = -(-num_out // 32) * 32 * x.shape[1]
+    multiply(x, array_at(packed, (size,), x), array_at(bias, (num_out,), out), out)
+
+
+@njit(nogil=True)
+def _attend(
+    model: Any, layer: Any, rows: Int64s, lens: Int64s, starts: Int64s, spans: Int64s,
+    heads: Float32s, attended: Floats,
+) -> None:  # fmt: skip
+    """heads [tokens, q + k + v, head_dim] are turned in place; k and v go where they belong."""
+    kv_shape = (layer.num_slots, model.kv_heads, model.head_dim)
+    keys = array_at(layer.keys, kv_shape, attended)
+    values = array_at(layer.values, kv_shape, attended)
+    table = array_at(layer.page_table, (model.table_rows, model.table_columns), rows)
+    turns = array_at(layer.turns, (model.max_len, model.rotary_dim), attended)
+    turn = np.empty(model.rotary_dim, np.float32)
+    num_turned = model.heads + model.kv_heads
+    for r in range(rows.shape[0]):
+        for place in range(spans[r]):
+            position = lens[r] - spans[r] + place
+            of_token = heads[starts[r] + place]
+            widen(turns[position], turn)
+            _turn(of_token, num_turned, turn, layer.head_norms, layer.head_eps)
+            page = table[rows[r], position // model.page_size]
+            slot = page * model.page_size + position % model.page_size
+            narrow(of_token[model.heads : num_turned].reshape(-1), keys[slot].reshape(-1))
+            narrow(of_token[num_turned:].reshape(-1), values[slot].reshape(-1))
+    attend_share(
+        heads[:, : model.heads], keys, values, attended, table, rows, lens, starts, spans,
+        model.page_size, layer.window, layer.factor, layer.cap, 0, 1,
+    )  # fmt: skip
+
+
+@njit(nogil=True, fastmath=FAST)
+def _turn(of_token: Float32s, num_turned: int, turn: Float32s, norms: int, eps: np.float32) -> None:
+    """The first heads of a token: norm, if there is one, then its turn."""
+    size = of_token.shape[1]
+    half = turn.shape[0] // 2
+    for head in range(num_turned):
+        x = of_token[head]
+        if norms != 0:
+            _norm(x, array_at(norms, (num_turned, size), x)[head], eps, x)
+        left, right = x[:half], x[half : 2 * half]
+        for i in range(half):
+            a, b = left[i], right[i]
+            left[i] = a * turn[i] - b * turn[half + i]
+            right[i] = b * turn[i] + a * turn[half + i]
+
+
+@njit(nogil=True)
+def _add(
+    model: Any, added: Float32s, norm_of_added: int, norm: int, hidden: Float32s, given: Floats
+) -> None:
+    """hidden += scale * added, which may be normed first; `given` is the norm of the sum."""
+    for token in range(hidden.shape[0]):
+        x, more = hidden[token], added[token]
+        if norm_of_added != 0:
+            _norm(more, array_at(norm_of_added, more.shape, more), model.eps, more)
+        for i in range(x.shape[0]):
+            x[i] += model.residual_scale * more[i]
+        _norm_into(x, norm, model.eps, given[token])
+
+
+@njit(nogil=True, fastmath=FAST)
+def _norm(x: Float32s, weight: Float32s, eps: np.float32, out: Float32s) -> None:
+    total = np.float32(0)
+    for i in range(x.shape[0]):
+        total += x[i] * x[i]
+    scale = np.float32(1) / np.float32(math.sqrt(total / np.float32(x.shape[0]) + eps))
+    for i in range(x.shape[0]):
+        out[i] = x[i] * scale * weight[i]
+
+
+@njit(nogil=True)
+def _norm_into(x: Float32s, norm: int, eps: np.float32, out: Floats) -> None:
+    if norm == 0:
+        narrow(x, out)
+        return
+    normed = np.empty(x.shape[0], np.float32)
+    _norm(x, array_at(norm, x.shape, x), eps, normed)
+    narrow(normed, out)
+
+
+# `numpy`: division checks for no zero, which would keep the loops from being vectorised.
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
+def _gate(joined: Float32s, activation: int, gated: Floats) -> None:
+    """gated = activation(gate) * up."""
+    size = np.uint64(gated.shape[1])  # PERF: unsigned: see turn_heads
+    for token in range(joined.shape[0]):
+        row = joined[token]
+        if activation == SILU:
+            for i in range(size):
+                row[i] *= row[size + i] * _sigmoid(row[i])
+        elif activation == GELU_TANH:
+            for i in range(size):
+                x = row[i]
+                # (1 + tanh(y)) / 2 is the sigmoid of 2 y.
+                inside = GELU_INSIDE * (x + GELU_CUBE * x * x * x)
+                row[i] = x * row[size + i] * _sigmoid(np.float32(2) * inside)
+        else:
+            for i in range(size):
+                x = row[i]
+                part = np.float32(math.erf(x * np.float32(math.sqrt(0.5))))
+                row[i] = np.float32(0.5) * x * (np.float32(1) + part) * row[size + i]
+        narrow(row[:size], gated[token])
+
+
+@njit(inline="always")
+def _sigmoid(x: np.float32) -> np.float32:
+    power = power_of_two(-abs(x) * np.float32(LOG2_E))
+    part = np.float32(1) / (np.float32(1) + power)
+    return part if x >= 0 else power * part

@@ -1,0 +1,45 @@
+"""Arrays over memory whose address is a number, for compiled code that finds many tensors in one
+table of addresses.
+
+It knows no table. Whoever made the table keeps the tensors alive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from numba import types
+from numba.core.types import CPointer  # type: ignore[attr-defined]  # made as it is imported
+from numba.extending import intrinsic, overload
+from numba.np.numpy_support import carray
+
+from aserve_kernels.cpu.lanes import Emitted
+
+Like = TypeVar("Like", bound=npt.NDArray[Any])
+
+
+def array_at(address: int, shape: tuple[int, ...], like: Like) -> Like:
+    """Contiguous, with the dtype of `like`."""
+    size_bytes = int(np.prod(shape)) * like.itemsize
+    memory = memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
+    array: Like = np.ndarray(shape, like.dtype, memory)  # type: ignore[assignment]  # as `like`
+    return array
+
+
+@intrinsic
+def _pointer(typing: Any, address: Any, like: Any) -> Emitted:
+    pointer = CPointer(like.dtype)
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(pointer))
+
+    return pointer(types.int64, like), emit
+
+
+@overload(array_at, strict=False)
+def _array_at(address: Any, shape: Any, like: Any) -> Callable[..., npt.NDArray[Any]]:
+    return lambda address, shape, like: carray(_pointer(address, like), shape)

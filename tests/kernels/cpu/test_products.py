@@ -1,0 +1,63 @@
+"""Products with weights that were packed once, against their reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from aserve_kernels.cpu.products import (
+    OUTPUTS,
+    ROWS,
+    compile_packed_linear,
+    multiply_tile,
+    pack,
+    packed_linear,
+    packed_linear_ref,
+)
+
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-7}  # bfloat16: one step of it
+
+
+def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 3, ROWS - 1, ROWS, 3 * ROWS + 7])
+@pytest.mark.parametrize("num_out", [1, OUTPUTS, 3 * OUTPUTS, 2 * OUTPUTS + 5])
+@pytest.mark.parametrize("num_in", [2, 34, 128])
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_every_shape_equals_the_reference(
+    dtype: torch.dtype, num_in: int, num_out: int, num_tokens: int
+) -> None:
+    compile_packed_linear(dtype)
+    weight, x = draw(num_out, num_in, dtype=dtype), draw(num_tokens, 2 * num_in, dtype=dtype)
+    packed, bias = pack(weight), draw(num_out, dtype=torch.float32).numpy()
+    rows = x[:, :num_in]  # of another stride
+    got, expected = packed_linear(rows, packed, bias), packed_linear_ref(rows, packed, bias)
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+    plain = rows.double() @ weight.double().t() + torch.from_numpy(bias)
+    torch.testing.assert_close(got.double(), plain, rtol=tolerance, atol=5 * tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_a_row_is_the_same_whatever_stands_beside_it(dtype: torch.dtype) -> None:
+    compile_packed_linear(dtype)
+    x, bias = draw(15, 64, dtype=dtype), np.zeros(40, np.float32)
+    packed = pack(draw(40, 64, dtype=dtype))
+    together = packed_linear(x, packed, bias)
+    for row in range(len(x)):
+        assert torch.equal(packed_linear(x[row : row + 1], packed, bias)[0], together[row])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_the_plain_tile_is_that_of_a_product(dtype: torch.dtype) -> None:
+    """It stands for the compiled one where nothing is compiled."""
+    weight, x = draw(OUTPUTS, 6, dtype=dtype), draw(2, 6, dtype=dtype)
+    bits = x.flatten().view(torch.uint16) if dtype == torch.bfloat16 else x.flatten()
+    out = np.zeros(OUTPUTS + 50, np.float32)
+    multiply_tile(bits.numpy(), pack(weight), np.ones(OUTPUTS, np.float32), out, 50, 2)
+    expected = x.float() @ weight.float().t() + 1
+    torch.testing.assert_close(torch.from_numpy(out[:OUTPUTS]), expected[0])
+    torch.testing.assert_close(torch.from_numpy(out[50:]), expected[1])
