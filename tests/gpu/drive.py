@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from aserve.messages import (
     AdmitRequest,
     ArrayF32,
     BuildMask,
+    Cancel,
     Executor,
     Launch,
     MaskReady,
@@ -104,7 +105,7 @@ def request(
 
 def serve(
     executor: TorchExecutor,
-    requests: list[AdmitRequest],
+    requests: Sequence[AdmitRequest | Cancel],
     *,
     chaos: int = 0,
     fill: FillMask | None = None,
@@ -132,13 +133,16 @@ def serve(
 
 class _Drive:
     def __init__(
-        self, executor: Executor, requests: list[AdmitRequest], chaos: random.Random
+        self,
+        executor: Executor,
+        requests: Sequence[AdmitRequest | Cancel],
+        chaos: random.Random,
     ) -> None:
         self.executor = executor
         self.chaos = chaos
         self.state = SchedulerState(executor.spec, debug_checks=True)
         self.fill: FillMask = ToyMatchers(executor.spec.vocab_size).fill
-        self.arrivals = deque(requests)
+        self.arrivals = deque(requests)  # and cancels, in the order in which they come
         self.asks: deque[BuildMask] = deque()
         self.tickets: deque[Ticket] = deque()
         self.served = Served()

@@ -1,0 +1,108 @@
+"""Where a test of the engine runs, and how a model and its executor are brought there.
+
+The model is one that is exact (hash_model.py), so that all places give the tokens of the plain
+engine, which runs on the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from aserve.gpu.decode.base import DecodeMode
+from aserve.gpu.device.base import Device
+from aserve.gpu.device.cpu import CpuDevice
+from aserve.gpu.device.cuda import CudaDevice, open_cuda
+from aserve.gpu.executor import TorchExecutor
+from aserve.gpu.models.causal_model import CausalModel
+from tests.gpu.drive import make_executor
+from tests.gpu.fake_cuda import FakeCuda
+from tests.gpu.hash_model import HashModel
+
+MakeModel = Callable[[torch.device], CausalModel]
+
+
+def hash_model(where: torch.device) -> CausalModel:
+    return HashModel(device=where)
+
+
+class Place(Protocol):
+    device: Device
+
+    def executor(
+        self, make_model: MakeModel = ..., *, mode: DecodeMode | None = None, **options: Any
+    ) -> TorchExecutor: ...
+
+    def no_waits(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, an operator that makes the host wait for the device is an error."""
+
+    def assert_sound(self) -> None:
+        """After the test: nothing was done that would be a race or a wait on a GPU."""
+
+
+class _Real:
+    """A device that computes values where it is asked to."""
+
+    device: Device
+
+    def executor(
+        self, make_model: MakeModel = hash_model, *, mode: DecodeMode | None = None, **options: Any
+    ) -> TorchExecutor:
+        model = make_model(self.device.torch_device)
+        return make_executor(
+            model, mode=mode, device=self.device, **{"attention": "torch-ref", **options}
+        )
+
+
+class CpuPlace(_Real):
+    def __init__(self) -> None:
+        self.device: Device = CpuDevice()
+
+    def no_waits(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def assert_sound(self) -> None:
+        """There is nothing that could be out of order."""
+
+
+class CudaPlace(_Real):
+    def __init__(self) -> None:
+        self.device = open_cuda("a test asks for it")
+
+    @contextlib.contextmanager
+    def no_waits(self) -> Iterator[None]:
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def assert_sound(self) -> None:
+        torch.cuda.synchronize()
+
+
+class PlayedPlace:
+    """It finds waits by itself, in every step."""
+
+    def __init__(self) -> None:
+        self.cuda = FakeCuda(seed=1)
+        with self.cuda:
+            self.device: Device = CudaDevice(self.cuda)
+
+    def executor(
+        self, make_model: MakeModel = hash_model, *, mode: DecodeMode | None = None, **options: Any
+    ) -> TorchExecutor:
+        with self.cuda:
+            model = make_model(self.device.torch_device)
+            options = {"attention": "torch-ref", **options}
+            return make_executor(model, mode=mode, device=self.device, **options)
+
+    def no_waits(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def assert_sound(self) -> None:
+        self.cuda.assert_sound()
