@@ -1,10 +1,31 @@
-"""Kernels round in the interpreter as they do on the device."""
+"""Kernels of Triton run in its interpreter, where they round as they do on the device, and, marked
+`gpu`, on a GPU.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
+import torch
+
+from tests.on_device import OnDevice
+
+ELSEWHERE = ("cpu", "test_compiles")  # what has no kernels of Triton, or compiles them itself
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if not set(metafunc.module.__name__.split(".")) & set(ELSEWHERE):
+        places = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+        metafunc.parametrize("_place", places, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def _place(request: pytest.FixtureRequest) -> Iterator[None]:
+    where = getattr(request, "param", "cpu")
+    with contextlib.nullcontext() if where == "cpu" else OnDevice(torch.device(where)):
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

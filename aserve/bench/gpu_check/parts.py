@@ -62,7 +62,7 @@ def all_parts() -> dict[str, Part]:
     """With one part for each file of tests that a GPU must run; an installed aserve has none."""
     tests = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        if MARK in path.read_text(encoding="utf-8"):
+        if _may_be_marked(path):
             where = path.relative_to(ROOT)
             about = f"tests marked gpu in {where}"
             name = "-".join(("tests", *where.parts[1:-1], path.stem.removeprefix("test_")))
@@ -70,3 +70,9 @@ def all_parts() -> dict[str, Part]:
                 about, HERE + "marked_tests", str(where), needs=TEST_NEEDS, needs_gpu=True
             )
     return {"limits": MEASURES["limits"], **tests, **MEASURES}
+
+
+def _may_be_marked(path: Path) -> bool:
+    """A mark stands in the file itself, or in the settings of its folder."""
+    files = (path, path.with_name("conftest.py"))
+    return any(MARK in file.read_text(encoding="utf-8") for file in files if file.exists())

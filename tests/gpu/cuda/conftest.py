@@ -1,4 +1,4 @@
-"""Each test here runs in three places: on the CPU, on the CUDA device with a runtime that is played,
+"""Tests here run in three places: on the CPU, on the CUDA device with a runtime that is played,
 and, marked `gpu`, on CUDA itself.
 """
 

@@ -83,7 +83,8 @@ def test_a_prompt_that_was_seen_before_is_read_and_not_computed(place: Place) ->
 def test_a_cancel_frees_its_row_and_costs_its_neighbours_nothing(chaos: int, place: Place) -> None:
     """The scheduler's debug checks count every page after each step."""
     requests = asked(4, max_tokens=20)
-    events = [*requests[:3], Cancel("r1", None, 0, "cancelled"), requests[3]]
+    events: list[AdmitRequest | Cancel] = [*requests[:3]]
+    events += [Cancel("r1", None, 0, "cancelled"), requests[3]]
     served = serve(place.executor(num_pages=17), events, chaos=chaos)
     kept = [each for each in requests if each.request_id != "r1"]
     found = served.outputs.pop(("r1", 0), [])
