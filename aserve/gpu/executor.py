@@ -133,8 +133,8 @@ class TorchExecutor:
                 job()
 
     def _try(self, ticket: StepTicket, work: Job) -> None:
-        """Any exception of a step is that step's failure; the thread goes on, unless the device
-        cannot: then it ends, and the engine with it.
+        """Any exception of a step is that step's failure; the thread goes on. A device that has
+        been ruined raises again in `_fail`: then the thread ends, and the engine with it.
         """
         if self._has_failed or self._unsound_at >= self._good_from:
             self._fail(ticket, StepError("an earlier step failed").info())
@@ -144,7 +144,6 @@ class TorchExecutor:
         except AserveError as error:
             self._fail(ticket, error.info())
         except Exception as error:
-            self._device.check()
             self._fail(ticket, StepError(f"{type(error).__name__}: {error}").info())
 
     def _fail(self, ticket: StepTicket, error: ErrorInfo) -> None:

@@ -157,7 +157,7 @@ class FakeCuda:
         self.has_bfloat16 = True
         self.lock = threading.RLock()
         self.hazards: list[str] = []
-        self.num_checks = 0  # how often the device was asked what is wrong with it
+        self.num_synchronised = 0
         self.memory_now = Memory(free=1 << 30, total=1 << 30)
         self.growth_bytes = 0  # what a run is said to take
         self.lets_host_go = threading.Event()  # no wait of the host ends before
@@ -217,8 +217,8 @@ class FakeCuda:
         return self.growth_bytes
 
     def synchronize(self) -> None:
-        """Not a hazard: only who has met a failure asks."""
-        self.num_checks += 1
+        """Not a hazard: a capture may, but no step."""
+        self.num_synchronised += 1
         with self.lock:
             self.check_alive()
             self.run_until({stream.number: stream.clock[stream.number] for stream in self._streams})

@@ -81,9 +81,6 @@ class LateDevice:
     def kv_bytes(self, run_largest: Callable[[], None], *, share: float) -> int:
         return self._cpu.kv_bytes(run_largest, share=share)
 
-    def check(self) -> None:
-        self._cpu.check()
-
 
 class _LateEvent:
     def __init__(self, is_done: threading.Event, reads: list[tuple[Tensor, Tensor]]) -> None:

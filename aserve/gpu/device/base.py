@@ -53,7 +53,9 @@ class Device(Protocol):
         """
 
     def mark(self) -> Event:
-        """Behind all that was asked for on the stream so far."""
+        """Behind all that was asked for on the stream so far. Raises what has made the device
+        unusable, if anything has.
+        """
 
     def host_buffer(self, num_words: int) -> Tensor:
         """int32 [num_words] on the host, such that copies to and from it do not block."""
@@ -98,11 +100,6 @@ class Device(Protocol):
     def kv_bytes(self, run_largest: Callable[[], None], *, share: float) -> int:
         """How much KV may take, once the model is loaded and beside what `run_largest` takes on
         top. `share` is the part of a device's own memory that may be used in all.
-        """
-
-    def check(self) -> None:
-        """Raises what has made the device unusable, if anything has. Only after a failure: it may
-        wait.
         """
 
 

@@ -99,6 +99,3 @@ class CpuDevice:
     def kv_bytes(self, _run_largest: Callable[[], None], *, share: float) -> int:
         """The host's memory is for others, too, and grows as it is written."""
         return min(self.free_bytes() // KV_PART, MAX_KV_BYTES)
-
-    def check(self) -> None:
-        pass

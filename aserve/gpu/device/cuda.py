@@ -143,9 +143,6 @@ class CudaDevice:
             param="gpu_memory_utilization",
         )
 
-    def check(self) -> None:
-        self._runtime.synchronize()
-
 
 def open_cuda(why: str) -> CudaDevice:
     if not torch.cuda.is_available():

@@ -87,7 +87,7 @@ class CudaRuntime(Protocol):
         """Bytes that `run` takes at most, on top of what is taken before."""
 
     def synchronize(self) -> None:
-        """Until the device has done everything; raises what has made it unusable."""
+        """Until the device has done everything."""
 
 
 class TorchCuda:

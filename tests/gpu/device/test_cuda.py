@@ -106,7 +106,7 @@ async def test_steps_that_run_far_behind_give_the_plain_engines_tokens(seed: int
     outcomes = await run_ahead(cuda, executor_on(cuda))
     assert tokens_of(outcomes) == PLAIN[:6]
     cuda.assert_sound()
-    assert cuda.num_checks == 0
+    assert cuda.num_synchronised == 0
 
 
 @pytest.mark.slow
@@ -136,7 +136,7 @@ def test_no_kind_of_step_asks_the_device_for_a_value(window: int | None) -> None
     executor = executor_on(cuda, lambda where: model(device=where), max_batched_tokens=16)
     served = serve(executor, asked)
     cuda.assert_sound()
-    assert (served.num_resyncs, cuda.num_checks) == (0, 0)
+    assert (served.num_resyncs, cuda.num_synchronised) == (0, 0)
     for each in asked:
         for child in range(each.sampling.n):
             tokens = served.outputs.get((each.request_id, child), [])
@@ -161,7 +161,7 @@ def test_any_trace_is_sound_on_streams_and_gives_the_plain_engines_tokens(
     served = serve(executor, trace.requests, chaos=trace.chaos)
     cuda.assert_sound()
     assert_plain(trace, served)
-    assert cuda.num_checks <= served.num_resyncs
+    assert cuda.num_synchronised == 0
 
 
 # ---------------------------------------------------------------- broken on purpose
