@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -95,7 +96,8 @@ class InItsOwnProcess:
             model_dir = await waits.until(in_thread(find, name="find"))
             core = RemoteCore(app.ports)
             undo.push_async_callback(core.close)
-            await core.open(self._command, Start(_without_key(resolved), str(model_dir)))
+            start = Start(_without_key(resolved), str(model_dir), os.getcwd())
+            await core.open(self._command, start)
             read_text = functools.partial(load_text, model_dir, resolved.model)
             text = await waits.until(in_thread(read_text, name="text"))
             ready = await waits.until(core.ready)

@@ -90,6 +90,7 @@ class EngineSide:
     async def _live(self) -> None:
         """Is cancelled when it is to end."""
         start = await self._start
+        os.chdir(start.directory)
         start_logging(start.resolved.debug.log_level or "info")
         prepare_process(start.resolved.machine.threads)
         executor = await in_thread(lambda: self._loader(start), name="load")

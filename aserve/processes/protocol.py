@@ -13,8 +13,11 @@ from aserve.observability.reports import EngineReport
 
 
 class Start(Message, frozen=True):
+    """`directory` is where relative paths begin, such as that of a recording."""
+
     resolved: Resolved
     model_dir: str
+    directory: str
 
 
 class Ready(Message, frozen=True):

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import assert_never
 
 from aserve.actors.base import DeathReport
@@ -28,6 +29,7 @@ from aserve.processes.link import Link
 from aserve.processes.protocol import Died, LoadFailed, Ready, Start, ToEngine, ToFrontend
 
 ENGINE = (sys.executable, "-m", "aserve.processes.engine")
+ROOT = Path(__file__).parents[2]  # where `aserve` lies: nothing of the user's is imported instead
 FLUSH_S = 1.0  # for the last messages to an engine that is to end
 END_S = 5.0  # for its step, its memory and its exit; afterwards it is killed
 DEATH_S = 1.0  # from a socket's end to the exit code
@@ -140,7 +142,7 @@ def _spawned(command: Sequence[str], stdin: socket.socket) -> subprocess.Popen[b
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
-        return subprocess.Popen(command, stdin=stdin.fileno())
+        return subprocess.Popen(command, stdin=stdin.fileno(), cwd=ROOT)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+import urllib.error
 from pathlib import Path
 
 import pytest
@@ -89,9 +91,40 @@ def test_a_killed_engine_ends_the_stream_with_an_error_and_the_server_with_1() -
 
 
 @pytest.mark.slow
+def test_a_killed_server_leaves_no_engine() -> None:
+    with ServerProcess("--processes", "2") as server:
+        engine = os.pidfd_open(server.engine_pid)
+        with server.post("/v1/completions", LONG | {"stream": True}) as answer:
+            assert answer.readline().startswith(b"data: ")
+            server.process.kill()
+            ended, _, _ = select.select([engine], [], [], 10)
+        os.close(engine)
+    assert ended, "its end makes the descriptor readable"
+    assert "Traceback" not in server.text
+
+
+@pytest.mark.slow
+def test_an_engines_process_keeps_outputs_to_a_grammar_and_says_what_is_wrong_with_one() -> None:
+    body = LONG | {"ignore_eos": False}
+    with ServerProcess("--processes", "2", "--debug-checks") as server:
+        good = body | {"structured_outputs": {"choice": ["one two"]}}
+        with server.post("/v1/completions", good) as answer:
+            assert json.loads(answer.read())["choices"][0]["text"] == "one two"
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            server.post("/v1/completions", body | {"structured_outputs": {"regex": "("}})
+        with refused.value as answer:
+            assert answer.code == 400
+            assert json.loads(answer.read())["error"]["code"] == "invalid_grammar"
+        metrics = server.get("/metrics").decode()
+        assert 'aserve_grammar_compiles_total{outcome="ok"} 1.0' in metrics
+        assert 'aserve_grammar_compiles_total{outcome="invalid_grammar"} 1.0' in metrics
+
+
+@pytest.mark.slow
 def test_a_recording_of_the_engines_process_replays(tmp_path: Path) -> None:
     recording = tmp_path / "recording"
-    with ServerProcess("--processes", "2", "--record", str(recording)) as server:
+    relative = os.path.relpath(recording, REPOSITORY)
+    with ServerProcess("--processes", "2", "--record", relative) as server:
         with server.post("/v1/completions", LONG | {"max_tokens": 30}) as answer:
             assert json.loads(answer.read())["usage"]["completion_tokens"] == 30
         server.end(signal.SIGTERM)

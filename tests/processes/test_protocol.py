@@ -21,7 +21,7 @@ SPEC = EngineSpec(
     vocab_size=2048,
 )
 TO_ENGINE = (
-    Start(resolve(Raw(command_line=GIVEN), Facts(default_model="none")), "/models/somewhere"),
+    Start(resolve(Raw(command_line=GIVEN), Facts(default_model="none")), "/models/somewhere", "/"),
     Cancel("a", 1, 3, "cancelled"),
 )
 TO_FRONTEND = (

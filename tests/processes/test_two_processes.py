@@ -56,7 +56,7 @@ class Rig:
         return self.core._process
 
     async def open(self, kind: str) -> None:
-        await self.core.open(command(kind), Start(options(), "nowhere"))
+        await self.core.open(command(kind), Start(options(), "nowhere", "/"))
 
     async def ask(self, name: str, *, max_tokens: int = 40) -> list[OutputChunk]:
         sampling = SamplingParams(seed=1, max_tokens=max_tokens, ignore_eos=True)
@@ -199,7 +199,7 @@ def test_an_engine_without_a_frontend_ends_by_itself(kind: str) -> None:
     with theirs, ours:
         process = subprocess.Popen(command(kind), stdin=theirs.fileno())
         theirs.close()
-        ours.sendall(framed(msgspec.msgpack.encode([Start(options(), "nowhere")])))
+        ours.sendall(framed(msgspec.msgpack.encode([Start(options(), "nowhere", "/")])))
         if kind == "good":
             assert ours.recv(1), "it is ready"
         ours.close()
