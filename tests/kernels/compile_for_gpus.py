@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction, mangle_type
 
 from aserve_kernels.bitmask import apply_bitmask
 from aserve_kernels.gated_mul import KINDS, gated_mul
+from aserve_kernels.gather_pages import gather_pages
 from aserve_kernels.paged_rows import Scoring
 from aserve_kernels.paged_tiles import Cut
 from aserve_kernels.penalties import penalise
@@ -84,11 +85,18 @@ def call_bitmask() -> None:
     apply_bitmask(torch.zeros((2, 9000)), torch.zeros((2, 282), dtype=torch.int32))
 
 
+def call_gather_pages() -> None:
+    starts = torch.tensor([0, 1, 3], dtype=torch.int32)
+    table = torch.zeros((4, 600), dtype=torch.int64)
+    gather_pages(table, table[0, :2], firsts=starts[:2], starts=starts, out=starts.clone())
+
+
 CALLS: Mapping[str, Callable[[], None]] = {
     "norms": call_norms,
     "gated_mul": call_gated_mul,
     "rope": call_rope,
     "store_kv": call_store_kv,
+    "gather_pages": call_gather_pages,
     "paged": call_paged,
     "paged, fixed parts": lambda: call_paged(replace(DECODE_AND_CHUNK, cut=Cut(fixed_split=1024))),
     "paged, window and cap": lambda: call_paged(

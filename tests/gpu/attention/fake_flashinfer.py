@@ -33,23 +33,45 @@ class Recorded:
 
 
 @dataclass
+class Static:
+    """What the kernels of a captured forward read: buffers that stay where they are."""
+
+    starts: Tensor
+    pages: Tensor
+    last_lens: Tensor
+    width: int = 1
+
+
+@dataclass
 class FakeWrapper:
-    """What both kinds have. `plans` is shared by all wrappers of a module."""
+    """What both kinds have. `plans` is shared by all wrappers of a package."""
 
     workspace: Tensor
     layout: str
     plans: list[Recorded]
+    static: Static | None = None
     planned: Recorded | None = None
+    int_workspace: Tensor | None = None
+
+    def reset_workspace_buffer(self, workspace: Tensor, int_workspace: Tensor) -> None:
+        assert workspace is self.workspace
+        self.int_workspace = int_workspace
 
     def keep(self, recorded: Recorded) -> None:
         for array in (recorded.query_starts, recorded.starts, recorded.last_lens):
             assert array is None or (array.dtype, array.device.type) == (torch.int32, "cpu")
         assert recorded.pages.dtype == torch.int32
-        assert recorded.pages.shape == (int(recorded.starts[-1]),)
         assert len(recorded.starts) == len(recorded.last_lens) + 1
         assert recorded.num_heads % recorded.num_kv_heads == 0
         self.planned = recorded
         self.plans.append(recorded)
+        if self.static is None:
+            assert recorded.pages.shape == (int(recorded.starts[-1]),)
+            return
+        assert int(recorded.starts[-1]) <= len(self.static.pages)
+        self.static.starts.copy_(recorded.starts)
+        self.static.last_lens.copy_(recorded.last_lens)
+        self.static.pages[: len(recorded.pages)].copy_(recorded.pages)
 
     def run(
         self,
@@ -67,19 +89,52 @@ class FakeWrapper:
         for pool in paged_kv_cache:
             assert (pool.shape[1:], pool.dtype) == (shape, plan.kv_dtype)
         assert (q.shape[1:], q.dtype) == ((plan.num_heads, plan.head_dim), plan.q_dtype)
-        query_starts = plan.query_starts
-        if query_starts is None:
-            query_starts = torch.arange(len(plan.last_lens) + 1)
-        assert len(q) == int(query_starts[-1])
-        keys, values = (pool.to(q.dtype) for pool in paged_kv_cache)
-        for row in range(len(plan.last_lens)):
-            part = slice(int(query_starts[row]), int(query_starts[row + 1]))
-            own = plan.pages[int(plan.starts[row]) : int(plan.starts[row + 1])].long()
-            kv_len = (len(own) - 1) * plan.page_size + int(plan.last_lens[row])
-            k, v = (pool[own].flatten(0, 1)[:kv_len] for pool in (keys, values))
-            scaled = q[part] * (plan.scale * (k_scale or 1.0))
-            out[part] = _attend(scaled, k, v, plan) * (v_scale or 1.0)
-        return out
+        keys, values = paged_kv_cache
+        scaled = q * (plan.scale * (k_scale or 1.0))
+        if self.static is not None:
+            _run_static(scaled, keys, values, plan, static=self.static, out=out)
+        else:
+            _run_rows(scaled, keys, values, plan, out=out)
+        return out.mul_(v_scale or 1.0)
+
+
+def _run_rows(q: Tensor, keys: Tensor, values: Tensor, plan: Recorded, *, out: Tensor) -> None:
+    query_starts = plan.query_starts
+    if query_starts is None:
+        query_starts = torch.arange(len(plan.last_lens) + 1)
+    assert len(q) == int(query_starts[-1])
+    for row in range(len(plan.last_lens)):
+        part = slice(int(query_starts[row]), int(query_starts[row + 1]))
+        own = plan.pages[int(plan.starts[row]) : int(plan.starts[row + 1])].long()
+        kv_len = (len(own) - 1) * plan.page_size + int(plan.last_lens[row])
+        k, v = (pool[own].flatten(0, 1)[:kv_len].to(q.dtype) for pool in (keys, values))
+        out[part] = _attend(q[part], k, v, plan)
+
+
+def _run_static(
+    q: Tensor, keys: Tensor, values: Tensor, plan: Recorded, *, static: Static, out: Tensor
+) -> None:
+    """Nothing but operators on tensors whose shapes no value decides: it may be captured."""
+    num_rows, width = len(static.last_lens), static.width
+    counts = static.starts.diff()
+    numbers = torch.minimum(torch.arange(len(static.pages)), counts[:, None] - 1)
+    pages = static.pages[static.starts[:-1, None] + numbers].long()
+    kv_lens = (counts - 1) * plan.page_size + static.last_lens
+    k, v = (pool[pages].flatten(1, 2).to(q.dtype) for pool in (keys, values))
+    groups = plan.num_heads // plan.num_kv_heads
+    k, v = (heads.repeat_interleave(groups, dim=2) for heads in (k, v))
+    positions = (kv_lens - width)[:, None] + torch.arange(width)
+    distance = positions[:, :, None] - torch.arange(k.shape[1])
+    is_seen = distance >= 0
+    if plan.window_left >= 0:
+        is_seen = is_seen & (distance <= plan.window_left)
+    v = torch.where(is_seen.any(dim=1)[:, :, None, None], v, 0.0)
+    scores = torch.einsum("rqhd,rkhd->rhqk", q.view(num_rows, width, *q.shape[1:]), k)
+    if plan.softcap > 0:
+        scores = plan.softcap * torch.tanh(scores / plan.softcap)
+    scores = torch.where(is_seen[:, None], scores, -torch.inf)
+    mixed = torch.einsum("rhqk,rkhd->rqhd", scores.softmax(dim=-1), v)
+    out.copy_(mixed.flatten(0, 1))
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, plan: Recorded) -> Tensor:
@@ -96,7 +151,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, plan: Recorded) -> Tensor:
     return torch.einsum("hqk,khd->qhd", weights, v)
 
 
+@dataclass
 class FakePrefill(FakeWrapper):
+    query_starts_buffer: Tensor | None = None
+
     def plan(
         self,
         qo_indptr: Tensor,
@@ -116,6 +174,10 @@ class FakePrefill(FakeWrapper):
         logits_soft_cap: float | None = None,
     ) -> None:
         assert causal
+        if self.static is not None:
+            assert self.query_starts_buffer is not None
+            self.query_starts_buffer.copy_(qo_indptr)
+            self.static.width = int(qo_indptr[1])
         self.keep(
             Recorded(
                 qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len,
@@ -162,18 +224,52 @@ class FakeFlashInfer:
     wrappers: list[FakeWrapper] = field(default_factory=list)
     __version__: str = "0.6.3"
 
-    def BatchPrefillWithPagedKVCacheWrapper(  # the package's name
-        self, float_workspace_buffer: Tensor, kv_layout: str
+    def BatchPrefillWithPagedKVCacheWrapper(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str,
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Tensor | None = None,
+        paged_kv_indptr_buf: Tensor | None = None,
+        paged_kv_indices_buf: Tensor | None = None,
+        paged_kv_last_page_len_buf: Tensor | None = None,
     ) -> FakePrefill:
         made = FakePrefill(float_workspace_buffer, kv_layout, self.plans)
+        made.static = _static(
+            use_cuda_graph, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf
+        )
+        made.query_starts_buffer = qo_indptr_buf
         self.wrappers.append(made)
         return made
 
-    def BatchDecodeWithPagedKVCacheWrapper(  # the package's name
-        self, float_workspace_buffer: Tensor, kv_layout: str, *, use_tensor_cores: bool = False
+    def BatchDecodeWithPagedKVCacheWrapper(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str,
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: Tensor | None = None,
+        paged_kv_indices_buffer: Tensor | None = None,
+        paged_kv_last_page_len_buffer: Tensor | None = None,
     ) -> FakeDecode:
-        made = FakeDecode(
-            float_workspace_buffer, kv_layout, self.plans, use_tensor_cores=use_tensor_cores
+        made = FakeDecode(float_workspace_buffer, kv_layout, self.plans)
+        made.use_tensor_cores = use_tensor_cores
+        made.static = _static(
+            use_cuda_graph,
+            paged_kv_indptr_buffer,
+            paged_kv_indices_buffer,
+            paged_kv_last_page_len_buffer,
         )
         self.wrappers.append(made)
         return made
+
+
+def _static(
+    is_static: bool, starts: Tensor | None, pages: Tensor | None, last_lens: Tensor | None
+) -> Static | None:
+    if not is_static:
+        return None
+    assert starts is not None
+    assert pages is not None
+    assert last_lens is not None
+    return Static(starts, pages, last_lens)

@@ -4,22 +4,29 @@ of a plan is a wrong result."""
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from aserve.errors import BugError
-from aserve.gpu.attention import choice, flashinfer
-from aserve.gpu.attention.base import AttentionKind, AttentionUnavailable
+from aserve.gpu.attention import choice, flashinfer, flashinfer_wrappers
+from aserve.gpu.attention.base import AttentionBackend, AttentionKind, AttentionUnavailable
 from aserve.gpu.attention.capabilities import AttentionSite, Capabilities
 from aserve.gpu.attention.flashinfer import FlashInfer, build_flashinfer
+from aserve.gpu.attention.static_plans import StaticShape
 from aserve.gpu.attention.torch_ref import TorchReference
+from aserve.gpu.device.base import Cut
 from aserve.gpu.device.cpu import CpuDevice
+from aserve.gpu.device.recorded import record
 from aserve.gpu.device_batch import DeviceBatch
 from aserve.gpu.forward_batch import ForwardBatch, ForwardOverrides
 from aserve.gpu.kv.layer_groups import group_layers
 from aserve.gpu.kv.pools import KvPools
-from aserve.messages import GroupSpec
+from aserve.messages import ArrayI32, GroupSpec
+from aserve_kernels.gather_pages import gather_pages_ref
 from tests.gpu.attention.backend_parity import (
+    HEAD_DIM,
     HEADS,
     SHAPES,
     TOLERANCES,
@@ -27,6 +34,7 @@ from tests.gpu.attention.backend_parity import (
     attended,
     fill,
     layer,
+    random,
 )
 from tests.gpu.attention.fake_flashinfer import FakeDecode, FakeFlashInfer, FakePrefill
 from tests.gpu.device_tables import CPU, device_batch
@@ -37,7 +45,7 @@ from tests.gpu.plain_engine import plain_outputs
 
 @pytest.fixture(autouse=True)
 def _small_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flashinfer, "FLOAT_BYTES", 16)
+    monkeypatch.setattr(flashinfer_wrappers, "FLOAT_BYTES", 16)
 
 
 def site_of(layout: Layout, pools: KvPools) -> AttentionSite:
@@ -88,7 +96,8 @@ def test_pages_behind_the_window_are_not_even_named() -> None:
     fill(pools, layout, batch)
     module = FakeFlashInfer()
     backend = FlashInfer(module, site_of(layout, pools))
-    backend.plan(exact(pools, batch))
+    made = exact(pools, batch)
+    backend.bind(made, backend.plan(made))
     table = pools.page_tables[1]
     # The token at 30 sees 26 to 30, those at 17 and 18 see 13 to 18.
     assert module.plans[0].pages.tolist() == [*table[1, 6:8].tolist(), *table[2, 3:5].tolist()]
@@ -245,6 +254,64 @@ def test_an_engine_with_it_gives_the_plain_engines_tokens(
     assert len(module.plans) == groups * len(served.batches)
 
 
+# ---------------------------------------------------------------- captured forwards
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_replay_is_planned_anew_for_other_rows_and_lengths(
+    window: int | None, width: int
+) -> None:
+    """Fewer rows than were captured are padded; nothing but buffers changes between replays."""
+    layout = Layout(layer(window=window), page_size=4)
+    replays = Replays(layout, StaticShape(4, width, 40), FakeFlashInfer())
+    for kv_lens in ([0, 3, 7, 20], [30, 1], [5], [9, 9, 9, 36]):
+        replays.set(kv_lens)
+        torch.testing.assert_close(replays.replay(), replays.expected(), rtol=1e-12, atol=1e-12)
+
+
+def test_wrappers_of_a_captured_forward_share_what_is_on_the_device_and_nothing_on_the_host() -> (
+    None
+):
+    layout = Layout(layer(), page_size=4)
+    package = FakeFlashInfer()
+    replays = Replays(layout, StaticShape(2, 1, 40), package)
+    for _ in range(3):
+        replays.replay()
+    assert len({id(wrapper.planned) for wrapper in package.wrappers}) == 3
+    for name in ("starts", "pages", "last_lens"):
+        assert len({getattr(wrapper.static, name).data_ptr() for wrapper in package.wrappers}) == 1
+    assert len({id(wrapper.int_workspace) for wrapper in package.wrappers}) == 1
+
+
+def test_a_refresh_writes_host_memory_again_only_after_its_event() -> None:
+    layout = Layout(layer())
+    pools = layout.pools(2)
+    device = MarkedDevice()
+    site = AttentionSite(pools, group_layers((layout.layer,)), layout.dtype, device, 2)
+    backend = FlashInfer(FakeFlashInfer(), site)
+    plan = backend.make(StaticShape(2, 1, 40))
+    for _ in range(3):
+        backend.refresh(plan, np.array([3, 1], np.int32))
+    assert device.waited == []
+    backend.refresh(plan, np.array([4, 1], np.int32))
+    assert device.waited == [0]
+
+
+def test_forwards_of_one_shape_share_a_plan() -> None:
+    layout = Layout(layer())
+    backend = FlashInfer(FakeFlashInfer(), site_of(layout, layout.pools(1)))
+    assert backend.make(StaticShape(2, 1, 40)) is backend.make(StaticShape(2, 1, 40))
+    assert backend.make(StaticShape(4, 1, 40)) is not backend.make(StaticShape(2, 1, 40))
+
+
+def test_only_its_own_plans_are_refreshed() -> None:
+    layout = Layout(layer())
+    backend = FlashInfer(FakeFlashInfer(), site_of(layout, layout.pools(1)))
+    with pytest.raises(BugError, match="of another backend"):
+        backend.refresh(None, np.array([1], np.int32))
+
+
 def register(monkeypatch: pytest.MonkeyPatch, module: FakeFlashInfer) -> None:
     """As the backend of the CPU."""
     kind = AttentionKind(Capabilities(), lambda site: build_flashinfer(module, site))
@@ -284,3 +351,65 @@ class MarkedEvent:
 
     def synchronize(self) -> None:
         self._waited.append(self._number)
+
+
+class Replays:
+    """A captured forward of one shape and one layer, with everything in buffers that stay."""
+
+    def __init__(self, layout: Layout, shape: StaticShape, package: FakeFlashInfer) -> None:
+        self.layout, self.shape = layout, shape
+        self.pools = layout.pools(shape.num_rows)
+        self.backend = FlashInfer(package, site_of(layout, self.pools), gather=gather_pages_ref)
+        self.plan = self.backend.make(shape)
+        self.rows = torch.zeros(shape.num_rows, dtype=torch.int64)
+        self.lens = torch.ones(shape.num_rows, dtype=torch.int64) * shape.width
+        heads = layout.layer.num_heads + 2 * layout.layer.num_kv_heads
+        num_tokens = shape.num_rows * shape.width
+        self.qkv = torch.zeros((num_tokens, heads, HEAD_DIM), dtype=layout.dtype)
+        self.backend.refresh(self.plan, self.host_lens())
+        self.captured = record(self._body)
+
+    def host_lens(self) -> ArrayI32:
+        return self.lens.numpy().astype(np.int32)
+
+    def set(self, kv_lens: list[int]) -> None:
+        """Rows 1, 2, ..., then padding; the pages and histories of `fill`."""
+        width = self.shape.width
+        batch = device_batch([width] * len(kv_lens), kv_lens)
+        fill(self.pools, self.layout, batch)
+        self.rows.zero_()[: len(kv_lens)] = batch.rows
+        self.lens.fill_(width)[: len(kv_lens)] = batch.kv_lens + width
+        self.qkv.copy_(random(torch.Generator().manual_seed(len(kv_lens)), *self.qkv.shape))
+
+    def replay(self) -> Tensor:
+        self.backend.refresh(self.plan, self.host_lens())
+        return self.captured.replay(lambda _: None).clone()
+
+    def expected(self) -> Tensor:
+        return self._attend(TorchReference(self.pools), None)
+
+    def _body(self, _cut: Cut) -> Tensor:
+        return self._attend(self.backend, self.plan)
+
+    def _attend(self, backend: AttentionBackend, plan: object) -> Tensor:
+        batch = self._batch()
+        spec = self.layout.layer
+        q, k, v = self.qkv.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        return backend.bind(batch, plan)(spec, q, k, v)
+
+    def _batch(self) -> ForwardBatch:
+        width, num_rows = self.shape.width, self.shape.num_rows
+        owners = torch.arange(num_rows).repeat_interleave(width, output_size=num_rows * width)
+        spans_cpu = np.full(num_rows, width, np.int32)
+        batch = DeviceBatch(
+            iteration=9,
+            rows=self.rows,
+            spans=torch.full_like(self.rows, width),
+            kv_lens=self.lens - width,
+            input_ids=owners,
+            owners=owners,
+            offsets=torch.arange(width).repeat(num_rows),
+            spans_cpu=spans_cpu,
+            len_bounds_cpu=self.host_lens(),
+        )
+        return ForwardBatch.init_new(batch, self.pools)

@@ -120,7 +120,7 @@ def test_kv_in_eight_bits_takes_a_quarter_of_float32s_bytes() -> None:
 def test_the_same_memory_has_twice_as_many_pages_in_half_the_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("aserve.gpu.build.MAX_KV_BYTES", 4 << 20)
+    monkeypatch.setattr("aserve.gpu.device.cpu.MAX_KV_BYTES", 4 << 20)
     whole, half = (tiny(kv_dtype=name, max_rows=64, num_pages=None) for name in ("bfloat16", "fp8"))
     pages = [executor.spec.groups[0].num_pages for executor in (whole, half)]
     assert pages[1] == pytest.approx(2 * pages[0], rel=0.02)

@@ -1,0 +1,158 @@
+"""FlashInfer's wrappers: how they are made, and how one plans for layers that are alike.
+
+It knows no forward. The package has no types where it is not installed; what is used of it is here.
+Source: https://docs.flashinfer.ai, as of 0.6.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from aserve.gpu.attention.base import AttentionUnavailable
+from aserve.gpu.attention.capabilities import AttentionSite
+from aserve.gpu.models.layer_spec import LayerSpec
+
+LEAST_VERSION = (0, 6)
+LAYOUT = "NHD"  # [pages, page_size, kv_heads, head_dim], as our pools are
+# For parts of rows that are computed apart. Of a prefill: query heads per KV head * thread blocks
+# at once (two on each of 132 multiprocessors) * tile of 128 queries * head_dim * 4 bytes; enough
+# for 8 query heads of 256 or 16 of 128.
+FLOAT_BYTES = 384 << 20
+# A few numbers for each row or thread block; a wrapper takes 8 MiB by itself.
+STATIC_INT_BYTES = 1 << 20
+FP8 = torch.float8_e4m3fn
+# So many query heads of one KV head fill the tiles of matrix instructions; below it plain
+# instructions read keys and values as fast, and are planned in less time.
+MIN_TENSOR_CORE_HEADS = 4
+
+
+class Wrapper(Protocol):
+    """Plans once for many layers. It has a pinned buffer of its own, which the device reads after
+    `plan` has returned."""
+
+    @property
+    def plan(self) -> Callable[..., None]: ...
+
+    @property
+    def run(self) -> Callable[..., Tensor]: ...
+
+    @property
+    def reset_workspace_buffer(self) -> Callable[[Tensor, Tensor], None]: ...
+
+
+class FlashInferPackage(Protocol):
+    @property
+    def BatchPrefillWithPagedKVCacheWrapper(self) -> Callable[..., Wrapper]: ...
+
+    @property
+    def BatchDecodeWithPagedKVCacheWrapper(self) -> Callable[..., Wrapper]: ...
+
+    @property
+    def __version__(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What one plan serves: layers of a group that differ in nothing that a kernel sees."""
+
+    group: int
+    layer: LayerSpec  # any of them, as number 0
+
+
+@dataclass(frozen=True, slots=True)
+class Arrays:
+    """Of one layer group, int32: what a plan is made from, in pinned memory of the host, or what a
+    captured forward reads, on the device. Row r has the queries from query_starts[r] on, and of the
+    list of pages those from starts[r] on, of the last one last_lens[r] tokens."""
+
+    query_starts: Tensor  # [rows + 1]
+    starts: Tensor  # [rows + 1]
+    last_lens: Tensor  # [rows]
+
+
+class Wrappers:
+    """Makes them. Those of captured forwards share what they have on the device, problem by
+    problem: plans and replays come in one order, on one stream."""
+
+    __slots__ = ("_float_workspace", "_int_workspaces", "_package", "_site")
+
+    def __init__(self, package: FlashInferPackage, site: AttentionSite) -> None:
+        self._package = package
+        self._site = site
+        self._float_workspace = self._bytes(FLOAT_BYTES)
+        self._int_workspaces: dict[Problem, Tensor] = {}
+
+    def make(self, problem: Problem, *, is_decode: bool) -> Wrapper:
+        if not is_decode:
+            return self._package.BatchPrefillWithPagedKVCacheWrapper(self._float_workspace, LAYOUT)
+        return self._package.BatchDecodeWithPagedKVCacheWrapper(
+            self._float_workspace, LAYOUT, use_tensor_cores=self._takes_tensor_cores(problem)
+        )
+
+    def make_static(
+        self, problem: Problem, arrays: Arrays, *, pages: Tensor, is_decode: bool
+    ) -> Wrapper:
+        """Its kernels read `arrays` and `pages`, which stay where they are."""
+        if is_decode:
+            wrapper = self._package.BatchDecodeWithPagedKVCacheWrapper(
+                self._float_workspace,
+                LAYOUT,
+                use_cuda_graph=True,
+                use_tensor_cores=self._takes_tensor_cores(problem),
+                paged_kv_indptr_buffer=arrays.starts,
+                paged_kv_indices_buffer=pages,
+                paged_kv_last_page_len_buffer=arrays.last_lens,
+            )
+        else:
+            wrapper = self._package.BatchPrefillWithPagedKVCacheWrapper(
+                self._float_workspace,
+                LAYOUT,
+                use_cuda_graph=True,
+                qo_indptr_buf=arrays.query_starts,
+                paged_kv_indptr_buf=arrays.starts,
+                paged_kv_indices_buf=pages,
+                paged_kv_last_page_len_buf=arrays.last_lens,
+            )
+        if problem not in self._int_workspaces:
+            self._int_workspaces[problem] = self._bytes(STATIC_INT_BYTES)
+        wrapper.reset_workspace_buffer(self._float_workspace, self._int_workspaces[problem])
+        return wrapper
+
+    def plan(
+        self, wrapper: Wrapper, problem: Problem, host: Arrays, *, pages: Tensor, is_decode: bool
+    ) -> None:
+        """`pages`, on the device, may be written later."""
+        layer = problem.layer
+        paged = (host.starts, pages, host.last_lens)
+        shape = (layer.num_heads, layer.num_kv_heads, layer.head_dim, self._site.pools.page_size)
+        details: dict[str, object] = {
+            "sm_scale": layer.scale,
+            "window_left": -1 if layer.window is None else layer.window - 1,
+            "logits_soft_cap": layer.softcap,
+            "q_data_type": self._site.dtype,
+            "kv_data_type": self._site.pools.dtype,
+        }
+        if is_decode:
+            wrapper.plan(*paged, *shape, **details)
+        else:
+            wrapper.plan(host.query_starts, *paged, *shape, causal=True, **details)
+
+    def _takes_tensor_cores(self, problem: Problem) -> bool:
+        heads = problem.layer.num_heads // problem.layer.num_kv_heads
+        return self._site.pools.dtype == FP8 or heads >= MIN_TENSOR_CORE_HEADS
+
+    def _bytes(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._site.pools.device)
+
+
+def check_version(package: FlashInferPackage) -> None:
+    found = tuple(int(part) for part in re.findall(r"\d+", package.__version__)[:2])
+    if found < LEAST_VERSION:
+        least = ".".join(map(str, LEAST_VERSION))
+        raise AttentionUnavailable(f"is version {package.__version__}, and {least} is needed")
