@@ -28,8 +28,12 @@ def main(arguments: list[str]) -> int:
         except (OSError, subprocess.CalledProcessError) as error:
             sys.stderr.write(f"gpu-check: {error}\n")
             return 2
-    from aserve.cli import main as command_line
-
+    try:
+        from aserve.bench.gpu_check import check  # noqa: F401  # all that is needed to report
+        from aserve.cli import main as command_line
+    except ModuleNotFoundError as error:
+        sys.stderr.write(f"gpu-check: {error.name} is not installed, nor among the wheels\n")
+        return 2
     return command_line(["bench", "gpu-check", *arguments])
 
 

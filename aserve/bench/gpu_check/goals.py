@@ -8,16 +8,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from aserve.bench.gpu_check.peers import PEERS
 from aserve.bench.gpu_check.records import Record
 
 TESTS = "tests"
 DRY = "a dry run shows nothing"
+UNDER = " > "  # between the names of a figure
+SERIES: Mapping[str, str] = {
+    "": "",
+    "_http": " with streaming clients",
+    "_two_processes": " with streaming clients, two processes",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """`part` has `figure` among its figures. At most one of `low` and `high` is set; without any
-    the figure is reported.
+    """`part` has `figure` among its figures, by the names on the way to it. At most one of `low`
+    and `high` is set; without any the figure is reported. `beside` is what others have published.
     """
 
     about: str
@@ -26,6 +33,7 @@ class Measure:
     form: str = "{:,.3f}"
     low: float | None = None
     high: float | None = None
+    beside: str = ""
 
     @property
     def goal(self) -> str:
@@ -80,6 +88,7 @@ MEASURES: tuple[Measure, ...] = (
     Measure(
         "offline, 256 requests of 100 to 1,024 in and out, Qwen3-0.6B shape: output tokens/s",
         *("offline", "output_tok_s", "{:,.0f}"),
+        beside="; ".join(f"{peer}: {figure}" for peer, figure in PEERS.items()),
     ),
     Measure(
         "overlap: depth 2 over depth 1, Qwen3-0.6B shape, batch 256",
@@ -92,6 +101,26 @@ MEASURES: tuple[Measure, ...] = (
         low=0.90,
     ),
     Measure("seconds until the server is ready, Qwen3-0.6B shape", "start", "ready_s", "{:,.1f}"),
+    *(
+        Measure(
+            f"simulated device busy, 2 steps in flight, {case}{where}",
+            *("bench-overlap-sim", f"busy{series} > {case}"),
+            low=0.97,
+        )
+        for series, where in SERIES.items()
+        for case in ("2ms/64", "10ms/256")
+    ),
+    Measure("host step of 256 rows, us", "bench-host-step", "rows > 256", "{:,.0f}", high=1500),
+    Measure(
+        "relay: event to token, idle loop, p50, us",
+        *("bench-relay", "idle > resolve_p50_us", "{:,.0f}"),
+        high=300,
+    ),
+    Measure(
+        "relay: event to token, saturated loop, p99, us",
+        *("bench-relay", "saturated > resolve_p99_us", "{:,.0f}"),
+        high=2000,
+    ),
     Measure("copy bandwidth, GB/s read and written", "limits", "copy_gb_per_s", "{:,.0f}"),
     Measure("bf16 matrix rate, TFLOP/s", "limits", "bf16_tflops", "{:,.0f}"),
 )
@@ -105,12 +134,19 @@ def _judge(measure: Measure, records: Mapping[str, Record]) -> Verdict:
     record = records.get(measure.part)
     if record is None:
         return Verdict(measure, "", "not run")
-    value = record.figures.get(measure.figure)
+    value = _figure(record, measure)
     if isinstance(value, int | float):
         text = DRY if record.is_dry else measure.judge(value)
         return Verdict(measure, measure.form.format(value), text)
     status = "no figure" if record.status == "done" else record.status
     return Verdict(measure, "", f"{status}: {record.reason}" if record.reason else status)
+
+
+def _figure(record: Record, measure: Measure) -> object:
+    found: object = record.figures
+    for name in measure.figure.split(UNDER):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
 
 
 def _tests(records: Mapping[str, Record]) -> Verdict:

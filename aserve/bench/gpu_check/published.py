@@ -1,8 +1,7 @@
 """The load that the READMEs of nano-vllm and mini-sglang show: 256 requests, lengths of prompts and
 answers each drawn from 100 to 1,024, as token ids; output tokens per second, all requests at once.
 
-Their figures stand beside ours with the hardware that they name; those of other hardware compare
-nothing. Facts of their README files as of 2026: nano-vllm gives figures, mini-sglang a picture.
+It does not know what they measured: that is in peers.py.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
-from collections.abc import Mapping
 
 from aserve.bench.batch_times import WARM_UP_LEN
 from aserve.bench.embedded import ask_engine
@@ -25,12 +23,6 @@ from aserve.load import load
 
 MOST_ID = 10_000
 TEMPERATURE = 0.6
-PEERS: Mapping[str, str] = {
-    "nano-vllm": "1,434 tokens/s on an RTX 4070 Laptop (8 GB), 133,966 tokens in 93.41 s",
-    "vLLM, by nano-vllm": "1,362 tokens/s on an RTX 4070 Laptop (8 GB), 133,966 tokens in 98.37 s",
-    "mini-sglang": "a picture without numbers, on one H200",
-}
-
 Request = tuple[list[int], int]  # prompt ids, and how many tokens it gets
 
 
@@ -47,7 +39,6 @@ def measure(setting: Setting, _argument: str) -> Figures:
         "spread": round(spread(times_s), 3),
         "input_tokens": sum(len(prompt) for prompt, _ in requests),
         "output_tokens": num_outputs,
-        "published": PEERS,
     }
 
 

@@ -128,7 +128,7 @@ FULL = Sizes(
     copy_bytes=4 << 30,
     matrix=8192,
     published=(256, 100, 1024),
-    bench_arguments={},
+    bench_arguments={"overlap-sim": ("--processes", "1,2")},
 )
 TINY = Sizes(
     small=TINY_SMALL,

@@ -50,5 +50,5 @@ def _head(records: Mapping[str, Record]) -> list[str]:
 
 def _line(verdict: Verdict) -> str:
     measure = verdict.measure
-    text = verdict.text if verdict.value else ""
+    text = "; ".join(filter(None, (verdict.text if verdict.value else "", measure.beside)))
     return f"| {measure.about} | {measure.goal} | {verdict.value} | {text} |"

@@ -89,9 +89,9 @@ class _WatchedDevice:
     def __getattr__(self, name: str) -> object:
         return getattr(self._device, name)
 
-    def stage(self, host: Tensor) -> Tensor:
+    def stage(self, host: Tensor, *into: Tensor | None) -> Tensor:
         self._watch.begun()
-        return self._device.stage(host)
+        return self._device.stage(host, *into)
 
     def copy_out(self, values: Tensor, host: Tensor) -> Event:
         self._watch.ended()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -128,10 +129,15 @@ def test_a_folder_without_wheels_is_one_line(tmp_path: Path) -> None:
 
 
 def test_the_way_to_the_wheels_needs_no_package() -> None:
-    """`-S` leaves the standard library alone on the path."""
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import aserve.bench.gpu_check.__main__"
+    """`-S` leaves the standard library alone on the path; what else is missing is named."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     ended = subprocess.run(
-        [sys.executable, "-S", "-c", code], env=environment, capture_output=True, text=True
+        [sys.executable, "-S", "-m", "aserve.bench.gpu_check"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
-    assert ended.returncode == 0, ended.stderr
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert re.fullmatch(r"gpu-check: \w+ is not installed, nor among the wheels", line)
