@@ -129,7 +129,7 @@ def assemble(
         run_largest = functools.partial(_run_largest, parts)
         budget_bytes = device.kv_bytes(run_largest, share=options.memory_share)
     what = "the KV does not fit beside the model; lower --num-pages or --gpu-memory-utilization"
-    with names_the_option(what):
+    with device.stream(), names_the_option(what):
         made = _make(parts, num_pages=num_pages, budget_bytes=budget_bytes)
     pools = made.runner.state.pools
     kv_about = f"KV {kv_dtype_name(pools.dtype)} {pools.size_bytes / MIB:,.0f} MiB"
@@ -160,8 +160,9 @@ class _Made:
 def _run_largest(parts: _Parts) -> None:
     """With tables of its own, and page 0."""
     eager = dataclasses.replace(parts, options=dataclasses.replace(parts.options, graph_sizes=()))
-    made = _make(eager, num_pages=MIN_PAGES, budget_bytes=0)
-    run_largest_steps(made.runner, parts.device, made.spec)
+    with parts.device.stream():
+        made = _make(eager, num_pages=MIN_PAGES, budget_bytes=0)
+        run_largest_steps(made.runner, parts.device, made.spec)
 
 
 def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:

@@ -23,7 +23,8 @@ from aserve.messages import EngineSpec, PageWrites, RowInit, ScheduleBatch, pack
 
 def run_largest_steps(runner: ModelRunner, device: Device, spec: EngineSpec) -> None:
     """One prompt that takes the whole budget of tokens, then as many rows as run at once, which
-    share it and want whatever sampling has. ConfigError where there is no memory for them.
+    share it and want whatever sampling has. Within the device's stream. ConfigError where there is
+    no memory for them.
     """
     num_rows = min(spec.max_rows, spec.max_batched_tokens)
     prompt = min(spec.max_batched_tokens, spec.max_model_len)
@@ -33,10 +34,9 @@ def run_largest_steps(runner: ModelRunner, device: Device, spec: EngineSpec) -> 
         f"the largest step does not fit beside the model; lower --max-num-batched-tokens "
         f"{spec.max_batched_tokens} or --max-num-seqs {spec.max_rows}"
     )
-    with torch.inference_mode(), device.stream(), names_the_option(what):
+    with torch.inference_mode(), names_the_option(what):
         for spans in ([prompt], [shared] * num_rows):
             _run(runner, device, spec, facts=facts, batch=_batch(spans, spec))
-    device.mark().synchronize()  # the tables are gone after this
 
 
 @contextlib.contextmanager

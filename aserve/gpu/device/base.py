@@ -48,8 +48,8 @@ class Device(Protocol):
     logits_elements: int  # of logits so many at most are alive at a time
 
     def stream(self) -> AbstractContextManager[None]:
-        """The executor thread's own stream; all its work is inside. It begins behind what was asked
-        of the device before.
+        """The stream of all that is made once the model is loaded, and of the executor thread. It
+        goes on behind what the calling thread asked of the device before.
         """
 
     def mark(self) -> Event:

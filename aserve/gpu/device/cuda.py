@@ -56,7 +56,7 @@ class CudaDevice:
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """The model and its tables were made on another stream."""
+        """The model was made on another stream."""
         self._forwards.wait_stream(self._runtime.current_stream())
         with self._runtime.on(self._forwards):
             yield
