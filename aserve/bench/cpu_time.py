@@ -5,14 +5,14 @@ It does not know what the processes do. Linux only.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
-from pathlib import Path
 
+from aserve.bench.process_tree import PROC, living
 from aserve.errors import ConfigError
 
-PROC = Path("/proc")
 TICKS = (13, 14, 15, 16)  # utime, stime, cutime, cstime in /proc/PID/stat, by proc(5)
 IDLE, IO_WAIT = 3, 4  # of the first line of /proc/stat
 AFTER_NAME = 2  # fields before the state: pid and name; a name may hold spaces
@@ -22,16 +22,11 @@ def tree_cpu_s(pid: int) -> float:
     """Seconds of all threads, of the living children, and of those that were waited for."""
     if not (PROC / str(pid) / "stat").exists():
         raise ConfigError(f"--server-pid {pid}: there is no such process here")
-    ticks, waiting = 0, [pid]
-    while waiting:
-        process = PROC / str(waiting.pop())
-        try:
+    ticks = 0
+    for process in living(pid):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
             fields = (process / "stat").read_text().rpartition(")")[2].split()
-            children = (process / "task" / process.name / "children").read_text()
-        except OSError:
-            continue  # it has ended meanwhile
-        ticks += sum(int(fields[number - AFTER_NAME]) for number in TICKS)
-        waiting += map(int, children.split())
+            ticks += sum(int(fields[number - AFTER_NAME]) for number in TICKS)
     return ticks / os.sysconf("SC_CLK_TCK")
 
 

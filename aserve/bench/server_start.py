@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from aserve.bench.process_tree import living
 from aserve.errors import ConfigError
 
 READY = re.compile(r"^aserve: .* at (http://[^\s,]+)")
@@ -27,7 +28,7 @@ KIB = 1024
 
 class ServerStart(msgspec.Struct, frozen=True):
     ready_s: float  # from the start of the command
-    memory_bytes: int  # resident, when it is ready
+    memory_bytes: int  # resident, when it is ready, of all its processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class RunningServer:
 
 async def start_server(*options: str) -> ServerStart:
     async with serving(*options) as server:
-        return ServerStart(server.ready_s, _resident_bytes(server.pid))
+        return ServerStart(server.ready_s, sum(map(_resident_bytes, living(server.pid))))
 
 
 @contextlib.asynccontextmanager
@@ -69,8 +70,8 @@ async def _ready(process: Process) -> str:
     raise ConfigError(f"the server did not start: {' '.join(lines)[-500:]}")
 
 
-def _resident_bytes(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status").read_text()
+def _resident_bytes(process: Path) -> int:
+    status = (process / "status").read_text()
     found = re.search(r"^VmRSS:\s+(\d+) kB$", status, re.MULTILINE)
     if found is None:
         raise ConfigError("this system does not tell a process's memory (VmRSS)")
