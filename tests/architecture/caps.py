@@ -62,7 +62,7 @@ ALTERNATIVES = (
     *("aserve/gpu/kv/stored.py", "aserve/gpu/kv/triton_store.py"),
     *("aserve/gpu/layers/half_stored_linear.py", "aserve/gpu/layers/compiled.py"),
     *("aserve/gpu/layers/packed_linear.py", "aserve/gpu/layers/triton_elementwise.py"),
-    "aserve/gpu/sample/triton_ops.py",
+    *("aserve/gpu/sample/triton_ops.py", "aserve/gpu/sample/compiled_ops.py"),
     *("aserve/gpu/layers/tiled_linear.py", "aserve/gpu/models/compiled_forward.py"),
     *(f"aserve/gpu/models/{name}.py" for name in ("mistral", "qwen2", "qwen3", "gemma2")),
     *(f"aserve/gpu/models/{name}.py" for name in ("gemma3", "phi3", "granite", "olmo2")),

@@ -81,7 +81,11 @@ class CpuDevice:
         return compiled_elementwise(dtype)
 
     def sample_ops(self, dtype: torch.dtype) -> SampleOps:
-        return PLAIN_OPS
+        if dtype not in KERNEL_DTYPES or importlib.util.find_spec("numba") is None:
+            return PLAIN_OPS
+        from aserve.gpu.sample.compiled_ops import compiled_sample_ops
+
+        return compiled_sample_ops()
 
     def store_kv(self, dtype: torch.dtype) -> StoreKv:
         return store_plain

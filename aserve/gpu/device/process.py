@@ -7,6 +7,8 @@ the number of threads.
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import importlib.util
 import sys
 import tempfile
 from pathlib import Path
@@ -49,14 +51,25 @@ def keep_freed_memory() -> None:
 
 
 def _kernel_cache() -> Path:
-    """NOTE: numba unpickles what it finds there, so nobody else may write it."""
-    path = cache_home() / "aserve"
+    """One for each state of the kernels' sources: numba itself looks only at the file of the
+    function that it keeps, not at those that it calls.
+
+    NOTE: numba unpickles what it finds there, so nobody else may write it.
+    """
+    path = cache_home() / "aserve" / f"kernels-{_digest_of_kernels()}"
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             return path
     except OSError:
         return Path(tempfile.mkdtemp(prefix="aserve-"))
+
+
+def _digest_of_kernels() -> str:
+    package = importlib.util.find_spec("aserve_kernels")
+    folders = (package.submodule_search_locations or ()) if package is not None else ()
+    sources = sorted(path for folder in folders for path in Path(folder).glob("cpu/*.py"))
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
 
 def _set_malloc(name: int, value: int) -> None:

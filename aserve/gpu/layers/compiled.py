@@ -5,8 +5,6 @@ It knows no model.
 
 from __future__ import annotations
 
-import logging
-
 import torch
 from torch import Tensor
 
@@ -21,8 +19,6 @@ from aserve_kernels.cpu.turn_heads import compile_turn_heads, turn_heads
 # and 8 here; heads normed and turned 32 and 109 in torch, 7 and 54 here. Heads that are only
 # turned, and silu(gate) * up, are as fast in torch.
 FEW = 1 << 18  # elements: about 0.1 ms of one thread; torch divides more of them among threads
-
-logger = logging.getLogger(__name__)
 
 
 class CompiledNorm:
@@ -62,7 +58,6 @@ class CompiledRotation:
 
 def compiled_elementwise(dtype: torch.dtype) -> Elementwise:
     """dtype: float32 or bfloat16."""
-    logger.info("norm kernels: compiled at the first start, which takes a second or two")
     compile_rms_norm(dtype)
     compile_turn_heads(dtype)
     return Elementwise(norm=CompiledNorm, add_norm=compiled_add_norm, rotation=CompiledRotation)

@@ -5,7 +5,6 @@ It knows no step. Written: only the keys and values of the forward's own slots.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 
 import numpy as np
@@ -33,8 +32,6 @@ from aserve_kernels.cpu.paged_attention import NO_WINDOW, RowSpans, folded
 
 ACTIVATIONS: Mapping[str, int] = {"silu": SILU, "gelu": GELU, "gelu_pytorch_tanh": GELU_TANH}
 FEW = 256  # tokens of a forward: from here on torch's attention within a prompt takes less time
-
-logger = logging.getLogger(__name__)
 
 
 class CompiledForward:

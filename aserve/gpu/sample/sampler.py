@@ -97,6 +97,9 @@ def _logprobs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of processed logits, or of the model's own where a row wants those; before temperature."""
     index = staged.ints("scored")
+    if not len(index):
+        nothing = logits.new_empty(0, dtype=torch.float32)
+        return nothing, index.view(0, 0), nothing.view(0, 0)
     scored = logits.index_select(0, index).index_copy_(0, staged.ints("raw_places"), raw)
     scores = scored.log_softmax(dim=1)
     chosen = scores.gather(1, tokens.index_select(0, index)[:, None])[:, 0]

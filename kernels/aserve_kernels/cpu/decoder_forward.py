@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from numba import from_dtype, njit, types
-from numba.core.dispatcher import Dispatcher
 from torch import Tensor
 
+from aserve_kernels.cpu.ahead import compile_ahead
 from aserve_kernels.cpu.half import Float32s, Floats, as_array, narrow, widen
 from aserve_kernels.cpu.memory import array_at
 from aserve_kernels.cpu.paged_attention import Int64s, RowSpans, attend_share
@@ -73,15 +73,11 @@ def decoder_forward(
 
 
 def compile_decoder_forward(dtype: torch.dtype) -> None:
-    """For this dtype, or read from the cache of an earlier process. Calls compile nothing."""
-    if not isinstance(_forward, Dispatcher):  # NUMBA_DISABLE_JIT=1
-        return
+    """For this dtype."""
     floats = types.uint16 if dtype == torch.bfloat16 else types.float32
     column = types.Array(types.int64, 1, "C")
     records = (types.Array(from_dtype(kind), 1, "C") for kind in (MODEL, LAYER))
-    _forward.disable_compile(False)
-    _forward.compile(types.void(*[column] * 5, *records, types.Array(floats, 2, "C")))
-    _forward.disable_compile()
+    compile_ahead(_forward, *[column] * 5, *records, types.Array(floats, 2, "C"))
 
 
 @njit(cache=True, nogil=True)

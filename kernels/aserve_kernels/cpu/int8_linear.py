@@ -11,9 +11,9 @@ from typing import TypeAlias
 import numpy as np
 import torch
 from numba import njit, prange, types
-from numba.core.dispatcher import Dispatcher
 from torch import Tensor
 
+from aserve_kernels.cpu.ahead import compile_ahead
 from aserve_kernels.cpu.half import Float32s, Floats, as_array, narrow, widen
 
 Int8s: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int8]]
@@ -36,21 +36,16 @@ def int8_linear_ref(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
 
 
 def compile_int8_linear(dtype: torch.dtype) -> None:
-    """For this dtype, or read from the cache of an earlier process. Calls compile nothing."""
-    if not isinstance(_multiply, Dispatcher):  # NUMBA_DISABLE_JIT=1
-        return
+    """For this dtype."""
     floats = types.Array(types.uint16 if dtype == torch.bfloat16 else types.float32, 2, "C")
-    _multiply.disable_compile(False)
-    _multiply.compile(
-        types.void(
-            floats,
-            types.Array(types.int8, 2, "C"),
-            types.Array(types.float32, 1, "C"),
-            floats,
-            types.int64,
-        )
+    compile_ahead(
+        _multiply,
+        floats,
+        types.Array(types.int8, 2, "C"),
+        types.Array(types.float32, 1, "C"),
+        floats,
+        types.int64,
     )
-    _multiply.disable_compile()
 
 
 @njit(parallel=True, cache=True, nogil=True)

@@ -13,9 +13,9 @@ from typing import TypeAlias
 import numpy as np
 import torch
 from numba import njit, prange, types
-from numba.core.dispatcher import Dispatcher
 from torch import Tensor
 
+from aserve_kernels.cpu.ahead import compile_ahead
 from aserve_kernels.cpu.half import Float32s, Floats, as_array, narrow, widen
 from aserve_kernels.cpu.lanes import (
     LANES,
@@ -120,21 +120,16 @@ def paged_attention_ref(
 
 
 def compile_paged_attention(dtype: torch.dtype) -> None:
-    """For this dtype, or read from the cache of an earlier process. Calls compile nothing."""
-    if not isinstance(_attend, Dispatcher):  # NUMBA_DISABLE_JIT=1
-        return
+    """For this dtype."""
     floats = types.uint16 if dtype == torch.bfloat16 else types.float32
     heads = types.Array(floats, 3, "C")
     column = types.Array(types.int64, 1, "C")
-    _attend.disable_compile(False)
-    _attend.compile(
-        types.void(
-            *(types.Array(floats, 3, "A"), heads, heads, heads),
-            *(types.Array(types.int64, 2, "C"), column, column, column, column),
-            *(types.int64, types.int64, types.float32, types.float32, types.int64),
-        )
+    compile_ahead(
+        _attend,
+        *(types.Array(floats, 3, "A"), heads, heads, heads),
+        *(types.Array(types.int64, 2, "C"), column, column, column, column),
+        *(types.int64, types.int64, types.float32, types.float32, types.int64),
     )
-    _attend.disable_compile()
 
 
 @njit(parallel=True, cache=True, nogil=True)

@@ -15,10 +15,10 @@ import torch
 from llvmlite import binding, ir
 from numba import njit, types
 from numba.core import cgutils
-from numba.core.dispatcher import Dispatcher
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
+from aserve_kernels.cpu.ahead import compile_ahead
 from aserve_kernels.cpu.half import Float32s, Floats, as_array, narrow, widen
 from aserve_kernels.cpu.lanes import BITS, FLOATS, LANES, Emitted
 
@@ -58,14 +58,10 @@ def packed_linear_ref(x: Tensor, packed: Floats, bias: Float32s) -> Tensor:
 
 
 def compile_packed_linear(dtype: torch.dtype) -> None:
-    """For this dtype, or read from the cache of an earlier process. Calls compile nothing."""
-    if not isinstance(_multiply_narrow, Dispatcher):  # NUMBA_DISABLE_JIT=1
-        return
+    """For this dtype."""
     floats = types.uint16 if dtype == torch.bfloat16 else types.float32
     rows, flat = types.Array(floats, 2, "C"), types.Array(floats, 1, "C")
-    _multiply_narrow.disable_compile(False)
-    _multiply_narrow.compile(types.void(rows, flat, types.Array(types.float32, 1, "C"), rows))
-    _multiply_narrow.disable_compile()
+    compile_ahead(_multiply_narrow, rows, flat, types.Array(types.float32, 1, "C"), rows)
 
 
 @njit(cache=True, nogil=True)

@@ -10,9 +10,9 @@ import math
 import numpy as np
 import torch
 from numba import njit, types
-from numba.core.dispatcher import Dispatcher
 from torch import Tensor
 
+from aserve_kernels.cpu.ahead import compile_ahead
 from aserve_kernels.cpu.half import Float32s, Floats, as_array, narrow, widen
 
 FAST = {"contract", "reassoc", "nsz", "arcp"}  # infinities and NaN keep their meaning
@@ -33,13 +33,9 @@ def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def compile_rms_norm(dtype: torch.dtype) -> None:
-    """For this dtype, or read from the cache of an earlier process. Calls compile nothing."""
-    if not isinstance(_norm, Dispatcher):  # NUMBA_DISABLE_JIT=1
-        return
+    """For this dtype."""
     rows = types.Array(types.uint16 if dtype == torch.bfloat16 else types.float32, 2, "C")
-    _norm.disable_compile(False)
-    _norm.compile(types.void(rows, types.Array(types.float32, 1, "C"), types.float64, rows))
-    _norm.disable_compile()
+    compile_ahead(_norm, rows, types.Array(types.float32, 1, "C"), types.float64, rows)
 
 
 # WHY: it keeps the GIL. A call takes microseconds; to get the GIL back may take milliseconds.

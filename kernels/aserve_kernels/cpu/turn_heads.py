@@ -12,9 +12,9 @@ import math
 import numpy as np
 import torch
 from numba import njit, types
-from numba.core.dispatcher import Dispatcher
 from torch import Tensor
 
+from aserve_kernels.cpu.ahead import compile_ahead
 from aserve_kernels.cpu.half import Float32s, Floats, as_array, narrow, rounded, widen
 
 FAST = {"contract", "reassoc", "nsz", "arcp"}  # infinities and NaN keep their meaning
@@ -42,18 +42,13 @@ def turn_heads_ref(heads: Tensor, turns: Tensor, weight: Tensor, eps: float) -> 
 
 
 def compile_turn_heads(dtype: torch.dtype) -> None:
-    """For this dtype, or read from the cache of an earlier process. Calls compile nothing."""
-    if not isinstance(_turn, Dispatcher):  # NUMBA_DISABLE_JIT=1
-        return
+    """For this dtype."""
     floats = types.uint16 if dtype == torch.bfloat16 else types.float32
-    _turn.disable_compile(False)
-    _turn.compile(
-        types.void(
-            *(types.Array(floats, 2, "A"), types.Array(floats, 2, "C")),
-            *(types.Array(types.float32, 2, "C"), types.float64, types.Array(floats, 3, "C")),
-        )
+    compile_ahead(
+        _turn,
+        *(types.Array(floats, 2, "A"), types.Array(floats, 2, "C")),
+        *(types.Array(types.float32, 2, "C"), types.float64, types.Array(floats, 3, "C")),
     )
-    _turn.disable_compile()
 
 
 # WHY: it keeps the GIL. A call takes microseconds; to get the GIL back may take milliseconds.

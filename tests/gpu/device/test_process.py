@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -31,9 +32,57 @@ def prepared(threads: int | None, **environment: str) -> list[str]:
 @pytest.mark.slow
 def test_threads_spinning_and_the_kernel_cache_are_set_before_the_libraries(tmp_path: Path) -> None:
     environment = {"OMP_NUM_THREADS": "3", "XDG_CACHE_HOME": str(tmp_path)}
-    cache = str(tmp_path / "aserve")
-    assert prepared(1, **environment) == ["1", "1", cache, "10000"]
+    *threads, cache, spinning = prepared(1, **environment)
+    assert (threads, spinning) == (["1", "1"], "10000")
+    assert Path(cache).parent == tmp_path / "aserve"
     assert prepared(None, GOMP_SPINCOUNT="7", **environment) == ["3", "3", cache, "7"]
+
+
+@pytest.mark.slow
+def test_a_change_of_any_kernel_source_begins_a_cache_anew(tmp_path: Path) -> None:
+    """Numba keeps a function until its own file changes, whatever it calls."""
+    import aserve_kernels
+
+    shutil.copytree(Path(aserve_kernels.__path__[0]), tmp_path / "aserve_kernels")
+    path = ":".join([str(tmp_path), *sys.path])
+    environment = {"PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path)}
+    first = prepared(1, **environment)
+    assert prepared(1, **environment) == first
+    with (tmp_path / "aserve_kernels/cpu/lanes.py").open("a") as source:
+        source.write("# changed\n")
+    assert prepared(1, **environment)[2] != first[2]
+
+
+TWO_ENGINES = """
+import numpy as np
+from aserve.gpu.device.process import prepare_process
+prepare_process(1)
+import numba
+@numba.njit(parallel=True)
+def first(x):
+    for i in numba.prange(len(x)):
+        x[i] += 1
+@numba.njit(parallel=True)
+def second(x):
+    for i in numba.prange(len(x)):
+        x[i] += 2
+numbers = np.zeros(4)
+first(numbers)
+prepare_process(2)
+second(numbers)
+print(numbers.sum(), numba.config.NUMBA_NUM_THREADS)
+"""
+
+
+@pytest.mark.slow
+def test_a_second_engine_with_other_threads_compiles_its_kernels_in_the_same_process() -> None:
+    """Numba reads the environment when it compiles, and refuses another number of threads."""
+    environment = {"PYTHONPATH": ":".join(sys.path), "HOME": "/dev/null"}
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_ENGINES], capture_output=True, text=True, env=environment
+    )
+    assert done.stderr == ""
+    assert done.stdout.split() == ["12.0", "1"]
 
 
 @pytest.mark.slow
