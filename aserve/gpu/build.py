@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from aserve.cache.layout import plan_groups
-from aserve.gpu.attention.base import AttentionBackend
 from aserve.gpu.attention.capabilities import AttentionSite
 from aserve.gpu.attention.choice import Attention, build_attention
 from aserve.gpu.decode.base import DecodeMode
@@ -23,7 +22,7 @@ from aserve.gpu.device.base import Device
 from aserve.gpu.device.registry import open_device
 from aserve.gpu.executor import ExecutorParts, TorchExecutor
 from aserve.gpu.future_map import FutureMap
-from aserve.gpu.graphs import GraphRunner
+from aserve.gpu.graphs import GraphParts, StepGraphs
 from aserve.gpu.kv.layer_groups import LayerGroup, group_layers
 from aserve.gpu.kv.pools import KvPools, KvWays
 from aserve.gpu.kv.stored import kv_dtype_name, kv_dtype_of
@@ -33,6 +32,7 @@ from aserve.gpu.resolve import DeviceState
 from aserve.gpu.runner import ModelRunner, RunnerParts
 from aserve.gpu.sample.row_tables import RowTables
 from aserve.gpu.shortcut import MakeShortcut
+from aserve.gpu.step_shape import FILTER, GREEDY, NOISE, ShapeTable, row_counts
 from aserve.gpu.weights.blueprint import LoadPlan
 from aserve.gpu.weights.form import WeightWish, dtype_name
 from aserve.gpu.weights.load import read_blueprint
@@ -48,9 +48,7 @@ OnProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """None lets the engine choose; `graph_sizes` are the captured numbers of rows, none is
-    eager.
-    """
+    """None lets the engine choose. `graph_rows`: of the largest step that is captured; 0: none."""
 
     model_dir: Path
     load_format: str = "auto"
@@ -72,7 +70,7 @@ class BuildOptions:
     device: str = "cpu"
     attention: str = "auto"
     decode: str = "autoregressive"
-    graph_sizes: tuple[int, ...] = ()
+    graph_rows: int | None = None
     threads: int | None = None  # of torch; None: those that the model gains from
 
 
@@ -131,13 +129,19 @@ def assemble(
     what = "the KV does not fit beside the model; lower --num-pages or --gpu-memory-utilization"
     with device.stream(), names_the_option(what):
         made = _make(parts, num_pages=num_pages, budget_bytes=budget_bytes)
+        attention = made.attention.backend
+        graphs = StepGraphs(
+            GraphParts(made.runner, device, attention, made.spec, _shapes(parts, made))
+        )
     pools = made.runner.state.pools
     kv_about = f"KV {kv_dtype_name(pools.dtype)} {pools.size_bytes / MIB:,.0f} MiB"
     about = (
         f"{about or dtype_name(model.dtype)} on {device.about}, "
         f"attention {made.attention.name} ({made.attention.why}), {kv_about}"
     )
-    return TorchExecutor(ExecutorParts(made.runner, device, made.spec, options.debug_checks, about))
+    return TorchExecutor(
+        ExecutorParts(made.runner, device, made.spec, graphs, options.debug_checks, about)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +163,21 @@ class _Made:
 
 def _run_largest(parts: _Parts) -> None:
     """With tables of its own, and page 0."""
-    eager = dataclasses.replace(parts, options=dataclasses.replace(parts.options, graph_sizes=()))
     with parts.device.stream():
-        made = _make(eager, num_pages=MIN_PAGES, budget_bytes=0)
+        made = _make(parts, num_pages=MIN_PAGES, budget_bytes=0)
         run_largest_steps(made.runner, parts.device, made.spec)
+
+
+def _shapes(parts: _Parts, made: _Made) -> ShapeTable:
+    """Of the steps that may be captured."""
+    device, wanted = parts.device, parts.options.graph_rows
+    max_rows = min(device.graph_rows if wanted is None else wanted, made.spec.max_rows)
+    by_shape = device.sample_ops(parts.model.dtype).filters_by_shape
+    return ShapeTable(
+        counts=row_counts(max_rows if made.attention.can.can_capture else 0),
+        widths=tuple({1, made.spec.decode.max_tokens_per_step}),
+        samplings=(GREEDY, NOISE, FILTER) if by_shape else (GREEDY, NOISE),
+    )
 
 
 def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
@@ -202,7 +217,6 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
             state=state,
             attention=attention.backend,
             mode=mode,
-            graphs=_graphs(model, attention.backend, state.pools, options.graph_sizes),
             is_debug=options.debug_checks,
             sample_ops=device.sample_ops(model.dtype),
             shortcut=parts.shortcut(model, state.pools) if parts.shortcut and is_auto else None,
@@ -236,9 +250,3 @@ def _allocate(
         tables=RowTables(max_rows=spec.max_rows, device=where),
         relay=FutureMap(mode.fields, max_rows=spec.max_rows, device=where),
     )
-
-
-def _graphs(
-    model: CausalModel, attention: AttentionBackend, pools: KvPools, sizes: tuple[int, ...]
-) -> GraphRunner | None:
-    return GraphRunner(model, attention, pools, sizes=sizes) if sizes else None

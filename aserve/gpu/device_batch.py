@@ -31,6 +31,7 @@ class DeviceBatch:
     spans_cpu: ArrayI32
     len_bounds_cpu: ArrayI32  # no row is longer after this forward
     is_exact: bool = False  # the bounds are the lengths themselves
+    attention_plan: object | None = None  # made before, for a capture
 
     def decode(self, rows: Tensor, *, input_ids: Tensor, kv_lens: Tensor) -> DeviceBatch:
         """One more token for some of these rows, int64 [n] each: a drafter's next forward."""

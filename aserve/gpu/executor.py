@@ -22,6 +22,7 @@ from torch import Tensor
 from aserve.errors import AserveError, BugError, EngineDead, ErrorInfo, StepError
 from aserve.gpu.device.base import Device, Event, slice_len_of
 from aserve.gpu.future_map import SEQ_LEN
+from aserve.gpu.graphs import StepGraphs
 from aserve.gpu.host_slots import HostSlot, HostSlots
 from aserve.gpu.padding_batch import padding_batch
 from aserve.gpu.resolve import stage_tables
@@ -51,6 +52,7 @@ class ExecutorParts:
     runner: ModelRunner
     device: Device
     spec: EngineSpec
+    graphs: StepGraphs
     is_debug: bool
     about: str  # what was chosen for this machine, in a few words
 
@@ -64,6 +66,7 @@ class TorchExecutor:
         self.died: asyncio.Future[BaseException]
         self._runner = parts.runner
         self._device = parts.device
+        self._graphs = parts.graphs
         self._is_debug = parts.is_debug
         self._slice_len = slice_len_of(parts.device, vocab_size=parts.spec.vocab_size)
         self._facts = RowFacts(parts.spec.max_rows)
@@ -89,6 +92,15 @@ class TorchExecutor:
         self._waiter = Waiter(loop, on_end=self._ended)
         self._waiter.start()
         self._worker.start()
+
+    def capture_graphs(self, on_progress: Callable[[int, int], None]) -> None:
+        """All that there may be, before the start, on the calling thread."""
+        total = self._graphs.wish_for_all()
+        with torch.inference_mode(), self._device.stream():
+            for number in range(total):
+                if self._graphs.has_wishes:
+                    self._capture()
+                on_progress(number + 1, total)
 
     async def warm_up(self) -> None:
         """One prefill and one decode of the padding row: no request's state is touched."""
@@ -129,8 +141,21 @@ class TorchExecutor:
 
     def _run(self) -> None:
         with torch.inference_mode(), self._device.stream():
-            while (job := self._inbox.get()) is not None:
+            while (job := self._next()) is not None:
                 job()
+
+    def _next(self) -> Job | None:
+        """A step waits for one capture at most, and only if it comes while that is running."""
+        while self._graphs.has_wishes and self._inbox.empty():
+            self._capture()
+        return self._inbox.get()
+
+    def _capture(self) -> None:
+        try:
+            self._graphs.grant_wish()
+        except Exception as error:
+            self._device.mark()  # which a ruined device refuses, too
+            self._graphs.refuse(error)
 
     def _try(self, ticket: StepTicket, work: Job) -> None:
         """Any exception of a step is that step's failure; the thread goes on. A device that has
@@ -161,12 +186,20 @@ class TorchExecutor:
         vocab_size, slice_len = self.spec.vocab_size, self._slice_len
         plan = plan_step(batch, self._facts, vocab_size=vocab_size, slice_len=slice_len)
         body, tables = HostSections(), HostSections()
-        plan.stage(body)
         stage_tables(batch, tables, self._runner.state)
-        staged, staged_tables = self._stage(body, tables)
-        self._runner.apply(batch, staged_tables)
         publish = functools.partial(self._publish, plan, ticket)
-        packed = self._runner.step(plan, staged, publish)
+        graph = self._graphs.find(plan, tables)
+        if graph is None:
+            plan.stage(body)
+            staged, staged_tables = self._stage(body, tables)
+            self._runner.apply(batch, staged_tables)
+            packed = self._runner.step(plan, staged, publish)
+        else:
+            padded = plan.padded(graph.shape.num_rows)
+            padded.stage(body)
+            staged, staged_tables = self._stage(body, tables, buffer=self._graphs.words)
+            self._runner.apply(batch, staged_tables)
+            packed = self._graphs.replay(graph, padded, staged, publish)
         self._held_lens.update(_ends(plan))
         read = functools.partial(self._read_step, plan, packed.layout, ticket)
         self._copy_out(packed.words, read)
@@ -208,13 +241,13 @@ class TorchExecutor:
             slice_len=self._slice_len,
         )
 
-    def _stage(self, *parts: HostSections) -> list[DeviceSections]:
+    def _stage(self, *parts: HostSections, buffer: Tensor | None = None) -> list[DeviceSections]:
         """The one copy of a step's host values. The slot is free again after the next event."""
         ends = list(itertools.accumulate((part.num_words for part in parts), initial=0))
         slot = self._staging.take(ends[-1])
         spans = [slice(start, end) for start, end in itertools.pairwise(ends)]
         places = [part.write(slot.words[span]) for part, span in zip(parts, spans, strict=True)]
-        words = self._device.stage(slot.buffer[: ends[-1]])
+        words = self._device.stage(slot.buffer[: ends[-1]], buffer)
         self._staged.append(slot)
         return [DeviceSections(words[s], named) for s, named in zip(spans, places, strict=True)]
 

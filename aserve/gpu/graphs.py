@@ -1,99 +1,174 @@
-"""Forwards of fixed shape through static buffers: on the CPU a stand-in that keeps the contract of
-captured graphs, so that what breaks it shows without a GPU.
+"""Decode steps as captured graphs: which there are, which are wished for, and the replay of one.
 
-A batch is padded to the next captured number of rows, its inputs are copied into the buffers that
-the graph was captured with, and the output is one buffer that the next replay overwrites. It knows
-no decode mode. Buffers are written on the executor's stream only.
+A step is padded to the next captured number of rows on the host, its words go to where the graph
+reads them, and what it leaves is copied before the next replay overwrites it. It knows no decode
+mode. Everything here is written on the executor's thread.
 """
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
+import logging
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from aserve.errors import ConfigError
+from aserve.errors import BugError
 from aserve.gpu.attention.base import AttentionBackend
-from aserve.gpu.forward_batch import ForwardBatch
-from aserve.gpu.kv.pools import KvPools
-from aserve.gpu.models.causal_model import CausalModel
+from aserve.gpu.attention.static_plans import StaticShape
+from aserve.gpu.decode.base import OnPublish
+from aserve.gpu.device.base import Captured, Cut, Device, slice_len_of
+from aserve.gpu.results import Layout, Packed
+from aserve.gpu.runner import ModelRunner
+from aserve.gpu.sections import DeviceSections, HostSections
+from aserve.gpu.step_plan import StepPlan
+from aserve.gpu.step_shape import ShapeTable, StepShape, padding_plan, shape_of
+from aserve.messages import ArrayI32, EngineSpec
 
-STATIC = ("rows", "lens", "query_starts", "owners", "input_ids", "positions")
+TABLE_WORDS = 1 << 12  # room for a step's table writes; a step with more runs eagerly
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Graph:
-    """What a captured forward reads and writes; the tensors' addresses never change."""
+class GraphParts:
+    runner: ModelRunner
+    device: Device
+    attention: AttentionBackend
+    spec: EngineSpec
+    table: ShapeTable
 
-    inputs: dict[str, Tensor]
-    slots: tuple[Tensor, ...]
-    output: Tensor  # [rows, hidden]
+
+@dataclass(frozen=True, slots=True)
+class StepGraph:
+    """One shape's; `num_words` are those of a step's body, at the front of the graphs' buffer."""
+
+    shape: StepShape
+    captured: Captured
+    layout: Layout
+    num_words: int
 
 
-class GraphRunner:
-    __slots__ = ("_attention", "_graphs", "_model", "_sizes")
+class StepGraphs:
+    """`words`: where every graph reads its step's words, and room for what stands behind them."""
 
-    def __init__(
-        self,
-        model: CausalModel,
-        attention: AttentionBackend,
-        pools: KvPools,
-        *,
-        sizes: tuple[int, ...],
-    ) -> None:
-        if not sizes or min(sizes) < 1:
-            raise ConfigError(f"graph sizes are numbers of rows from 1 on, not {sizes}")
-        self._model = model
-        self._attention = attention
-        self._sizes = sorted(set(sizes))
-        self._graphs = {size: _capture(model, pools, size) for size in self._sizes}
+    __slots__ = ("_graphs", "_parts", "_planned_for", "_plans", "_refused", "_wished", "words")
 
-    def can_run(self, batch: ForwardBatch) -> bool:
-        """One token for each row, no more rows than were captured, and nothing to capture."""
-        is_decode = batch.num_tokens == batch.num_rows
-        return is_decode and batch.num_rows <= self._sizes[-1] and batch.capture is None
-
-    def replay(self, batch: ForwardBatch) -> Tensor:
-        """-> hidden states [tokens, hidden] in the graph's own buffer: the next replay overwrites
-        them. A plan that was made before stays if padding left it valid; ids and positions are
-        refreshed either way.
-        """
-        size = self._sizes[bisect.bisect_left(self._sizes, batch.num_rows)]
-        graph = self._graphs[size]
-        padded = batch.padded(size)
-        plan = self._attention.plan(padded) if padded.needs_attention_plan() else padded.plan
-        for name, buffer in graph.inputs.items():
-            buffer.copy_(getattr(padded, name))
-        for buffer, slots in zip(graph.slots, padded.slots, strict=True):
-            buffer.copy_(slots)
-        static = dataclasses.replace(
-            padded,
-            rows=graph.inputs["rows"],
-            lens=graph.inputs["lens"],
-            query_starts=graph.inputs["query_starts"],
-            owners=graph.inputs["owners"],
-            input_ids=graph.inputs["input_ids"],
-            positions=graph.inputs["positions"],
-            slots=graph.slots,
+    def __init__(self, parts: GraphParts) -> None:
+        self._parts = parts
+        self._graphs: dict[StepShape, StepGraph] = {}
+        self._wished: dict[StepShape, None] = {}  # in order
+        self._refused: set[str] = set()  # kinds of sampling
+        self._plans: dict[StepShape, object] = {}  # of attention
+        self._planned_for: tuple[int, StepShape] | None = None
+        shapes = parts.table.largest_first()
+        num_words = max((len(_staged(self._padding(shape)).words) for shape in shapes), default=0)
+        self.words = torch.zeros(
+            num_words + TABLE_WORDS, dtype=torch.int32, device=parts.device.torch_device
         )
-        attend = self._attention.bind(static, plan)
-        hidden = self._model.forward(static.input_ids, static.positions, attend)
-        graph.output.copy_(hidden)
-        return graph.output[: batch.num_tokens]
+
+    @property
+    def has_wishes(self) -> bool:
+        return bool(self._wished)
+
+    def wish_for_all(self) -> int:
+        """How many these are."""
+        self._wished = dict.fromkeys(self._parts.table.largest_first())
+        return len(self._wished)
+
+    def find(self, plan: StepPlan, tables: HostSections) -> StepGraph | None:
+        """None for a step that runs eagerly; if it need not, its graph is wished for."""
+        shape = shape_of(plan)
+        padded = None if shape is None else self._parts.table.padded(shape)
+        if padded is None or padded.sampling in self._refused or tables.num_words > TABLE_WORDS:
+            return None
+        graph = self._graphs.get(padded)
+        if graph is None:
+            self._wished[padded] = None
+        return graph
+
+    def plan_ahead(self, graph: StepGraph, plan: StepPlan) -> None:
+        """What attention plans on the host for this replay, if that is not done yet. `plan` is
+        padded.
+        """
+        planner = self._parts.attention.static_plans
+        step = plan.iteration, graph.shape
+        if planner is not None and self._planned_for != step:
+            planner.refresh(self._plans[graph.shape], plan.kv_lens + plan.spans)
+            self._planned_for = step
+
+    def replay(
+        self, graph: StepGraph, plan: StepPlan, staged: DeviceSections, publish: OnPublish
+    ) -> Packed:
+        """`plan` is padded and staged in `words`. The result is a copy."""
+        if len(staged.words) != graph.num_words:
+            raise BugError(
+                f"step {plan.iteration} has {len(staged.words)} words; its graph was captured "
+                f"with {graph.num_words}"
+            )
+        self.plan_ahead(graph, plan)
+        words = graph.captured.replay(lambda lens: publish(lens.clone()))
+        return Packed(words.clone(), graph.layout)
+
+    def grant_wish(self) -> None:
+        """Captures what was wished for first. If it raises, `refuse` is to be called."""
+        shape = next(iter(self._wished))
+        self._graphs[shape] = self._capture(shape)
+        del self._wished[shape]
+        logger.debug("captured rows=%d sampling=%s", shape.num_rows, shape.sampling)
+
+    def refuse(self, error: Exception) -> None:
+        """What was wished for first cannot be had, nor anything of its kind."""
+        refused = next(iter(self._wished))
+        self._refused.add(refused.sampling)
+        kept = (shape for shape in self._wished if shape.sampling != refused.sampling)
+        self._wished = dict.fromkeys(kept)
+        logger.warning(
+            "steps of sampling=%s run without graphs: capturing %d rows failed with %s: %s",
+            refused.sampling,
+            refused.num_rows,
+            type(error).__name__,
+            error,
+        )
+
+    def _padding(self, shape: StepShape) -> StepPlan:
+        spec = self._parts.spec
+        slice_len = slice_len_of(self._parts.device, vocab_size=spec.vocab_size)
+        return padding_plan(shape, spec, slice_len=slice_len)
+
+    def _capture(self, shape: StepShape) -> StepGraph:
+        parts = self._parts
+        plan = self._padding(shape)
+        planner = parts.attention.static_plans
+        if planner is not None:
+            of_forward = StaticShape(shape.num_rows, shape.width, parts.spec.max_model_len)
+            self._plans[shape] = planner.make(of_forward)
+            plan = dataclasses.replace(plan, attention_plan=self._plans[shape])
+        staged = _staged(plan)
+        host = parts.device.host_buffer(len(staged.words))
+        host.numpy()[:] = staged.words
+        words = parts.device.stage(host, self.words)
+        layouts: list[Layout] = []
+
+        def body(cut: Cut) -> Tensor:
+            packed = parts.runner.step(plan, DeviceSections(words, staged.places), cut)
+            layouts.append(packed.layout)
+            return packed.words
+
+        captured = parts.device.capture(body)
+        return StepGraph(shape, captured, layouts[-1], len(words))
 
 
-def _capture(model: CausalModel, pools: KvPools, size: int) -> Graph:
-    where = pools.token_pool.device
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    words: ArrayI32
+    places: dict[str, slice]
 
-    def buffer(num: int) -> Tensor:
-        return torch.zeros(num, dtype=torch.int64, device=where)
 
-    inputs = {name: buffer(size + (name == "query_starts")) for name in STATIC}
-    return Graph(
-        inputs=inputs,
-        slots=tuple(buffer(size) for _ in pools.page_tables),
-        output=torch.zeros((size, model.hidden_size), dtype=model.dtype, device=where),
-    )
+def _staged(plan: StepPlan) -> _Staged:
+    sections = HostSections()
+    plan.stage(sections)
+    words = np.zeros(sections.num_words, np.int32)
+    return _Staged(words, sections.write(words))

@@ -96,7 +96,8 @@ def resolve(plan: StepPlan, sections: DeviceSections, state: DeviceState) -> Dev
         offsets=offsets,
         spans_cpu=plan.spans,
         len_bounds_cpu=plan.len_bounds,
-        is_exact=not plan.is_bound.any(),
+        is_exact=plan.is_exact,
+        attention_plan=plan.attention_plan,
     )
     return DeviceStep(plan, batch, sections)
 

@@ -18,7 +18,6 @@ from aserve.gpu.decode.base import DecodeMode, OnPublish
 from aserve.gpu.device_batch import DeviceBatch, DeviceStep
 from aserve.gpu.forward_batch import NO_OVERRIDES, ForwardBatch, ForwardOverrides
 from aserve.gpu.future_map import SEQ_LEN, FutureMap
-from aserve.gpu.graphs import GraphRunner
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.prompt_values import value_prompts
 from aserve.gpu.resolve import DeviceState, apply_tables, resolve
@@ -36,13 +35,12 @@ UNKNOWN = -1
 
 @dataclass(frozen=True, slots=True)
 class RunnerParts:
-    """What a runner is made of. `graphs` None runs every forward eagerly."""
+    """What a runner is made of."""
 
     model: CausalModel
     state: DeviceState
     attention: AttentionBackend
     mode: DecodeMode
-    graphs: GraphRunner | None
     is_debug: bool
     sample_ops: SampleOps = PLAIN_OPS
     shortcut: Shortcut | None = None  # for the forwards that it can run
@@ -133,13 +131,13 @@ class ModelRunner:
         self, batch: DeviceBatch, overrides: ForwardOverrides = NO_OVERRIDES
     ) -> ForwardBatch:
         pools = self.state.pools
-        return ForwardBatch.init_new(batch, pools, overrides, is_debug=self._parts.is_debug)
+        made = ForwardBatch.init_new(batch, pools, overrides, is_debug=self._parts.is_debug)
+        if batch.attention_plan is not None:
+            made.mark_attention_planned(batch.attention_plan)
+        return made
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """-> hidden states [tokens, hidden], valid until the next forward."""
-        graphs = self._parts.graphs
-        if graphs is not None and graphs.can_run(batch):
-            return graphs.replay(batch)
         shortcut = self._parts.shortcut
         if shortcut is not None and shortcut.can_run(batch):
             return shortcut.run(batch)

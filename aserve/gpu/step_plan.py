@@ -5,6 +5,7 @@ Host values only, derived from the batch and never changed; it knows no tensor.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,6 +47,7 @@ class StepPlan:
     kv_lens: ArrayI32  # before this step: exact or a bound
     is_bound: ArrayI32
     len_bounds: ArrayI32  # no row is longer after this step
+    is_exact: bool  # the bounds are the lengths themselves
     expects: ArrayI32
     num_drafts: ArrayI32
     owners: ArrayI32  # [tokens], each token's place among the rows
@@ -56,10 +58,44 @@ class StepPlan:
     held_tokens: ArrayI32  # [held], the last token of each held row
     logits: LogitsPlan
     prompts: PromptPlan | None
+    attention_plan: object | None = None  # of a capture, if attention plans on the host
 
     @property
     def iteration(self) -> int:
         return self.batch.iteration
+
+    def padded(self, num_rows: int) -> StepPlan:
+        """With padding rows up to `num_rows`, as wide as the others: row 0, of no length. Only for
+        a step whose rows are all as wide, and all sampled.
+        """
+        more = num_rows - len(self.rows)
+        if not more:
+            return self
+        width = int(self.spans[0])
+        num_tokens = num_rows * width
+        logits = self.logits
+        places = np.arange(num_rows, dtype=np.int32)
+        return dataclasses.replace(
+            self,
+            rows=_longer(self.rows, more),
+            spans=_longer(self.spans, more, width),
+            kv_lens=_longer(self.kv_lens, more),
+            is_bound=_longer(self.is_bound, more),
+            len_bounds=_longer(self.len_bounds, more, width),
+            expects=_longer(self.expects, more),
+            num_drafts=_longer(self.num_drafts, more, width - 1),
+            owners=np.repeat(places, width),
+            offsets=np.tile(np.arange(width, dtype=np.int32), num_rows),
+            input_ids=_longer(self.input_ids, more * width),
+            next_ids=_longer(self.next_ids, more),
+            logits=dataclasses.replace(
+                logits,
+                rows=_longer(logits.rows, more),
+                windows=_longer(logits.windows, more, width),
+                tokens=np.arange(num_tokens, dtype=np.int32),
+                num_logprobs=_longer(logits.num_logprobs, more, -1),
+            ),
+        )
 
     def stage(self, sections: HostSections) -> None:
         sections.add("iteration", np.array([self.iteration], np.int32))
@@ -88,6 +124,7 @@ def plan_step(
     rows = array_i32(batch.rows)
     spans = array_i32(batch.spans)
     kv_lens = array_i32(batch.kv_lens)
+    is_bound = np.frombuffer(batch.bounds, np.uint8).astype(np.int32)
     ends = np.cumsum(spans, dtype=np.int32)
     owners = np.repeat(np.arange(len(rows), dtype=np.int32), spans)
     num_drafts = np.zeros_like(rows) if batch.verify is None else array_i32(batch.verify.num_drafts)
@@ -99,8 +136,9 @@ def plan_step(
         rows=rows,
         spans=spans,
         kv_lens=kv_lens,
-        is_bound=np.frombuffer(batch.bounds, np.uint8).astype(np.int32),
+        is_bound=is_bound,
         len_bounds=kv_lens + spans,
+        is_exact=not is_bound.any(),
         expects=array_i32(batch.expects),
         num_drafts=num_drafts,
         owners=owners,
@@ -146,6 +184,12 @@ def plan_logits(
         ),
         num_logprobs=facts.num_logprobs(rows),
     )
+
+
+def _longer(values: ArrayI32, more: int, value: int = 0) -> ArrayI32:
+    longer = np.full(len(values) + more, value, np.int32)
+    longer[: len(values)] = values
+    return longer
 
 
 def _places(rows: ArrayI32, named: ArrayI32) -> ArrayI32:

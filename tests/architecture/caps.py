@@ -53,7 +53,12 @@ LOOKS_ON = (
 # One of several that a server may take; the core counts one of each kind.
 ALTERNATIVES = (
     *("aserve/processes/*", "aserve/frames.py"),
-    *("aserve/gpu/fallback/*", "aserve/gpu/graphs.py", "aserve/gpu/quant/*"),
+    *(
+        "aserve/gpu/fallback/*",
+        "aserve/gpu/graphs.py",
+        "aserve/gpu/step_shape.py",
+        "aserve/gpu/quant/*",
+    ),
     "aserve/gpu/device/cuda*.py",
     *("aserve/gpu/device/recorded.py", "aserve/gpu/attention/static_plans.py"),
     *(f"aserve/gpu/attention/{name}.py" for name in ("paged_sdpa", "torch_ref", "triton")),

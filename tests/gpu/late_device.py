@@ -28,6 +28,7 @@ class LateDevice:
         self.about = "late"
         self.runs_behind = True
         self.logits_elements = 1 << 24
+        self.graph_rows = 0
         self.torch_device = torch.device("cpu")
         self.is_done = threading.Event()
         self.staged: list[weakref.ref[Tensor]] = []
@@ -46,9 +47,9 @@ class LateDevice:
     def host_buffer(self, num_words: int) -> Tensor:
         return self._cpu.host_buffer(num_words)
 
-    def stage(self, host: Tensor) -> Tensor:
+    def stage(self, host: Tensor, buffer: Tensor | None = None) -> Tensor:
         self._reads.append((host, host.clone()))
-        copy = host.clone()
+        copy = self._cpu.stage(host, buffer)
         self.staged.append(weakref.ref(copy))
         return copy
 

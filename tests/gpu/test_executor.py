@@ -291,9 +291,9 @@ def test_the_guard_of_the_common_path_sees_every_question(
 
 
 @pytest.mark.slow  # the first torch dispatch mode of a process takes a moment
-@pytest.mark.parametrize("graph_sizes", [(), (1, 4)])
+@pytest.mark.parametrize("graph_rows", [0, 4])
 async def test_no_step_of_the_common_path_asks_the_device_for_a_value(
-    graph_sizes: tuple[int, ...],
+    graph_rows: int,
 ) -> None:
     """Prefill, chunk, mixed and decode; greedy, temperature, penalties, bias and logprobs."""
     inits = [
@@ -303,7 +303,7 @@ async def test_no_step_of_the_common_path_asks_the_device_for_a_value(
     ]
     guard = NoHostSync()
     model = HookedModel({1: guard.__enter__})
-    async with running(model, graph_sizes=graph_sizes) as (executor, builder):
+    async with running(model, graph_rows=graph_rows) as (executor, builder):
         tickets = [executor.launch(builder.batch({1: [5]}, sampling=[1], inits=inits[:1]))]
         spans = {1: [-1], 2: PROMPT, 3: PROMPT[:4]}
         tickets.append(executor.launch(builder.batch(spans, sampling=[1, 2], inits=inits[1:])))

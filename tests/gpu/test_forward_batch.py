@@ -11,7 +11,6 @@ import torch
 from aserve.errors import BugError
 from aserve.gpu.attention.paged_sdpa import PagedSdpa
 from aserve.gpu.forward_batch import ForwardBatch, ForwardOverrides
-from aserve.gpu.graphs import GraphRunner
 from aserve.gpu.models.hidden_capture import HiddenCapture
 from tests.gpu.device_tables import device_batch, paged
 from tests.gpu.hash_model import HashModel
@@ -177,27 +176,3 @@ def test_a_split_batchs_children_start_unplanned() -> None:
     assert rest.positions.tolist() == [2, 3, 4]
     assert rest.owners.tolist() == [0, 0, 0]
     assert rest.query_starts.tolist() == [0, 3]
-
-
-class CountingSdpa(PagedSdpa):
-    num_plans = 0
-
-    def plan(self, batch: ForwardBatch) -> object:
-        self.num_plans += 1
-        return super().plan(batch)
-
-
-def test_a_replay_plans_once_or_not_at_all() -> None:
-    model, shared = HashModel(window=6), paged()
-    backend = CountingSdpa(shared, (None, 6))
-    graphs = GraphRunner(model, backend, shared, sizes=(2, 4))
-    graphs.replay(forward([1, 1, 1], [3, 4, 1]))
-    assert backend.num_plans == 1
-    planned = forward([1, 1], [3, 4])
-    planned.mark_attention_planned(PagedSdpa.plan(backend, planned))
-    graphs.replay(planned)
-    assert backend.num_plans == 1
-    reshaped = forward([1, 1, 1], [3, 4, 1])
-    reshaped.mark_attention_planned(PagedSdpa.plan(backend, reshaped), replan_equivalent=True)
-    graphs.replay(reshaped)
-    assert backend.num_plans == 2

@@ -1,142 +1,130 @@
-"""Replays through static buffers: the values of an eager forward, and nothing else touched."""
+"""Decode steps that are replayed: the tokens of the plain engine, and nothing else touched."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
-from aserve.errors import ConfigError
-from aserve.gpu.attention.paged_sdpa import PagedSdpa
-from aserve.gpu.forward_batch import ForwardBatch, ForwardOverrides
-from aserve.gpu.graphs import GraphRunner
-from aserve.gpu.kv.pools import KvPools
-from aserve.gpu.models.hidden_capture import HiddenCapture
 from aserve.messages import StepResult, array_i32
 from tests.gpu.batch_builder import BatchBuilder
-from tests.gpu.device_tables import PAGE_SIZE, device_batch, paged
-from tests.gpu.drive import make_executor, request
-from tests.gpu.gated_model import Gate, HookedModel
-from tests.gpu.hash_model import HashModel
-from tests.gpu.late_device import LateDevice
+from tests.gpu.drive import make_executor, request, serve
+from tests.gpu.gated_model import TIMEOUT_S, Gate, HookedModel
+from tests.gpu.graph_device import GraphDevice
+from tests.gpu.hash_model import VOCAB, HashModel
 from tests.gpu.plain_engine import plain_outputs
+from tests.gpu.two_token_mode import TwoTokens
 
-SIZES = (2, 4, 8)
-WINDOWS = (None, 6)
-
-
-class Bench:
-    """A model, pages with a history, and both ways to run a forward. Eager ones come second: they
-    write the same keys and values again.
-    """
-
-    def __init__(self) -> None:
-        self.model = HashModel(window=6)
-        self.pools = paged()
-        self.backend = PagedSdpa(self.pools, WINDOWS)
-        self.graphs = GraphRunner(self.model, self.backend, self.pools, sizes=SIZES)
-        self.eager(self.batch([7, 7, 7, 7, 7], [0] * 5))
-
-    def batch(self, spans: list[int], kv_lens: list[int], *, first_id: int = 0) -> ForwardBatch:
-        made = device_batch(spans, kv_lens, first_id=first_id)
-        return ForwardBatch.init_new(made, self.pools)
-
-    def eager(self, batch: ForwardBatch) -> Tensor:
-        attend = self.backend.bind(batch, self.backend.plan(batch))
-        return self.model.forward(batch.input_ids, batch.positions, attend)
+PROMPT = [(7 * i * i + 2 * i) % VOCAB for i in range(15)]
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "noise": {"temperature": 0.9},
+    "filter": {"temperature": 1.0, "top_k": 7, "top_p": 0.8, "min_p": 0.02},
+}
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5])
-def test_a_padded_replay_equals_the_eager_forward(num_rows: int) -> None:
-    bench = Bench()
-    batch = bench.batch([1] * num_rows, [7, 3, 0, 5, 6][:num_rows], first_id=8)
-    replayed = bench.graphs.replay(batch).clone()
-    torch.testing.assert_close(replayed, bench.eager(batch), rtol=0, atol=1e-9)
+def nothing(_done: int, _total: int) -> None:
+    pass
 
 
-def test_a_replay_that_was_planned_before_still_gets_its_own_ids_and_positions() -> None:
-    bench = Bench()
-    bench.graphs.replay(bench.batch([1, 1], [7, 3], first_id=8))
-    batch = bench.batch([1, 1], [6, 5], first_id=20)
-    batch.mark_attention_planned(bench.backend.plan(batch))
-    replayed = bench.graphs.replay(batch).clone()
-    torch.testing.assert_close(replayed, bench.eager(batch), rtol=0, atol=1e-9)
+@pytest.mark.parametrize("attention", ["torch-ref", "paged-sdpa"])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("is_lazy", [True, False])
+def test_replayed_steps_give_the_plain_engines_tokens(
+    *, sampling: str, is_lazy: bool, attention: str
+) -> None:
+    """Three rows in graphs of one, two and four."""
+    asked = [
+        request(f"r{seed}", PROMPT[seed:], seed=seed, max_tokens=9 + seed, **SAMPLINGS[sampling])
+        for seed in range(3)
+    ]
+    device = GraphDevice()
+    executor = make_executor(HashModel(window=6), device=device, graph_rows=4, attention=attention)
+    if not is_lazy:
+        executor.capture_graphs(nothing)
+    served = serve(executor, asked)
+    expected = {(r.request_id, 0): plain_outputs(HashModel(window=6), r) for r in asked}
+    assert served.outputs == expected
+    assert device.num_replays > 10 or is_lazy  # how many are lazy is up to the threads
 
 
-def test_the_next_replay_overwrites_the_output() -> None:
-    """Why results must be copied out first: it is one buffer."""
-    bench = Bench()
-    first = bench.graphs.replay(bench.batch([1, 1], [7, 3], first_id=8))
-    kept = first.clone()
-    bench.graphs.replay(bench.batch([1, 1], [6, 5], first_id=20))
-    assert not torch.equal(first, kept)
+def test_all_graphs_are_captured_at_start_when_that_is_wanted_and_no_more_later() -> None:
+    device = GraphDevice()
+    executor = make_executor(HashModel(), device=device, graph_rows=5)
+    seen: list[tuple[int, int]] = []
+    executor.capture_graphs(lambda done, total: seen.append((done, total)))
+    assert seen == [(number, 12) for number in range(1, 13)]  # 1, 2, 4, 5 rows, three samplings
+    asked = request("r", PROMPT, max_tokens=6)
+    assert serve(executor, [asked]).outputs["r", 0] == plain_outputs(HashModel(), asked)
+    assert (device.num_captures, device.num_replays) == (12, 5)
 
 
-async def test_results_that_are_read_after_later_replays_are_still_right() -> None:
-    """Trap 7: six replays of one graph are through before the first result is read."""
-    prompt = [3, 1, 4, 1, 5]
-    device, gate = LateDevice(), Gate()
-    executor = make_executor(HookedModel({7: gate}), device=device, graph_sizes=(2,))
+@pytest.mark.parametrize("lead", [1, 2])
+def test_two_tokens_a_step_publish_their_lengths_between_two_parts_of_a_replay(lead: int) -> None:
+    asked = [request(f"r{seed}", PROMPT[seed:], seed=seed, max_tokens=20) for seed in range(3)]
+    device = GraphDevice()
+    executor = make_executor(
+        HashModel(), mode=TwoTokens(), device=device, graph_rows=4, depth=2, lead=lead
+    )
+    executor.capture_graphs(nothing)
+    served = serve(executor, asked)
+    assert served.outputs == {(r.request_id, 0): plain_outputs(HashModel(), r) for r in asked}
+    assert device.num_replays > 10
+
+
+# ---------------------------------------------------------------- when a graph is captured
+
+
+async def test_nothing_is_captured_while_a_step_waits() -> None:
+    """The second step wishes for a graph; the first is held up until three more wait behind it."""
+    device, gate = GraphDevice(), Gate()
+    captures_before: list[int] = []
+
+    def note() -> None:
+        captures_before.append(device.num_captures)
+
+    model = HookedModel({2: gate, 3: note, 4: note})
+    executor = make_executor(model, device=device, graph_rows=1)
     executor.start(asyncio.get_running_loop())
     try:
         builder = BatchBuilder(executor.spec)
-        tickets = [executor.launch(builder.batch({2: prompt}, sampling=[2]))]
-        tickets += [executor.launch(builder.batch({2: [-2]}, sampling=[2])) for _ in range(6)]
+        tickets = [executor.launch(builder.batch({2: PROMPT}, sampling=[2]))]
+        tickets += [executor.launch(builder.batch({2: [-2]}, sampling=[2])) for _ in range(3)]
         gate.wait_until_there()
         gate.open()
-        device.is_done.set()
         outcomes = [await ticket for ticket in tickets]
+        assert captures_before == [0, 0]
+        assert await asyncio.to_thread(device.has_captured.wait, TIMEOUT_S)
+        outcomes.append(await executor.launch(builder.batch({2: [-2]}, sampling=[2])))
     finally:
         executor.close()
+    assert device.num_replays == 1
     tokens = [array_i32(o.tokens)[0] for o in outcomes if isinstance(o, StepResult)]
-    assert tokens == plain_outputs(HashModel(), request("plain", prompt, max_tokens=7))
+    assert tokens == plain_outputs(HashModel(), request("plain", PROMPT, max_tokens=5))
 
 
-def contents(pools: KvPools) -> list[Tensor]:
-    kv = [tensor for layer in pools.layers.values() for tensor in (layer.keys, layer.values)]
-    return [tensor.clone() for tensor in (*kv, pools.token_pool, *pools.page_tables)]
+def test_a_failing_capture_leaves_its_kind_of_sampling_eager_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    asked = [request(f"r{seed}", PROMPT[seed:], seed=seed) for seed in range(3)]
+    device = GraphDevice(failing_captures={2})
+    executor = make_executor(HashModel(), device=device, graph_rows=4)
+    with caplog.at_level(logging.WARNING, logger="aserve.gpu.graphs"):
+        executor.capture_graphs(nothing)
+        served = serve(executor, asked)
+    assert served.outputs == {(r.request_id, 0): plain_outputs(HashModel(), r) for r in asked}
+    assert device.num_captures == 7  # of 9: two of noise were given up
+    [record] = [each for each in caplog.records if each.name == "aserve.gpu.graphs"]
+    assert "sampling=noise run without graphs: capturing 4 rows failed" in record.getMessage()
 
 
-def test_padding_rows_write_to_slot_0_and_nowhere_else() -> None:
-    """Trap 11."""
-    bench = Bench()
-    before = contents(bench.pools)
-    batch = bench.batch([1, 1, 1], [7, 3, 6], first_id=8)
-    slots = torch.cat(batch.slots)
-    bench.graphs.replay(batch)
-    for old, new in zip(before, contents(bench.pools), strict=True):
-        rows = (old != new).flatten(1).any(dim=1) if old.dim() > 1 else old != new
-        assert set(torch.nonzero(rows)[:, 0].tolist()) <= {0, *slots.tolist()}
-
-
-def test_real_rows_are_not_touched_by_what_lies_in_other_rows_pages() -> None:
-    """NaN everywhere but in page 0 and the rows' own pages."""
-    bench = Bench()
-    batch = bench.batch([1, 1, 1], [7, 3, 6], first_id=8)
-    expected = bench.graphs.replay(batch).clone()
-    own = {0, 3, 4, 6, 7, 9, 10}
-    for page in set(range(20)) - own:
-        for layer in bench.pools.layers.values():
-            layer.keys[page * PAGE_SIZE : (page + 1) * PAGE_SIZE] = torch.nan
-            layer.values[page * PAGE_SIZE : (page + 1) * PAGE_SIZE] = torch.nan
-    assert torch.equal(bench.graphs.replay(batch), expected)
-
-
-def test_only_decodes_that_fit_and_capture_nothing_are_replayed() -> None:
-    bench = Bench()
-    assert bench.graphs.can_run(bench.batch([1, 1, 1], [7, 3, 6]))
-    assert not bench.graphs.can_run(bench.batch([1, 2], [7, 3]))
-    small = GraphRunner(bench.model, bench.backend, bench.pools, sizes=(1, 2))
-    assert not small.can_run(bench.batch([1, 1, 1], [7, 3, 6]))
-    overrides = ForwardOverrides(capture=HiddenCapture())
-    capturing = ForwardBatch.init_new(device_batch([1], [7]), bench.pools, overrides)
-    assert not bench.graphs.can_run(capturing)
-
-
-@pytest.mark.parametrize("sizes", [(), (0, 2)])
-def test_sizes_that_hold_no_row_are_refused(sizes: tuple[int, ...]) -> None:
-    bench = Bench()
-    with pytest.raises(ConfigError, match="numbers of rows"):
-        GraphRunner(bench.model, bench.backend, bench.pools, sizes=sizes)
+def test_a_replay_that_fails_costs_its_neighbours_no_token() -> None:
+    asked = [request(f"r{seed}", PROMPT[seed:], max_tokens=12) for seed in range(3)]
+    device = GraphDevice(failing_replays={3, 8})
+    executor = make_executor(HashModel(), device=device, graph_rows=4)
+    executor.capture_graphs(nothing)
+    served = serve(executor, asked)
+    assert served.outputs == {(r.request_id, 0): plain_outputs(HashModel(), r) for r in asked}
+    assert served.num_resyncs == 2

@@ -35,7 +35,6 @@ def make_runner() -> tuple[ModelRunner, CountingSdpa]:
         state=state,
         attention=attention,
         mode=Autoregressive(),
-        graphs=None,
         is_debug=True,
     )
     return ModelRunner(parts), attention

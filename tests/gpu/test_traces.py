@@ -17,12 +17,27 @@ from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.messages import AdmitRequest
 from tests.fakes import TOY, min_tokens_of
 from tests.gpu.drive import Served, make_executor, request, serve
+from tests.gpu.graph_device import GraphDevice
 from tests.gpu.hash_model import VOCAB, FlakyModel, HashModel
 from tests.gpu.plain_engine import plain_outputs
 from tests.gpu.prompt_checks import assert_prompt
 from tests.gpu.two_token_mode import TwoTokens
 
 STEM = [(11 * i * i + 5 * i + 3) % VOCAB for i in range(40)]  # what prompts share
+
+
+EXTRAS: dict[str, st.SearchStrategy[Any]] = {
+    "presence_penalty": st.sampled_from([0.0, 0.5]),
+    "frequency_penalty": st.sampled_from([0.0, -0.7]),
+    "repetition_penalty": st.sampled_from([1.0, 1.2]),
+    "logit_bias": st.sampled_from([(), ((5, 4.0), (3, -100.0))]),
+    "min_tokens": st.integers(0, 4),
+    "grammar": st.sampled_from([None, None, TOY]),
+    "allowed_token_ids": st.sampled_from([(), (), (0, 2, 3, 5, 7, 11, 13)]),
+    "bad_word_ids": st.sampled_from([(), ((5,), (7, 2), (2, 11, 0))]),
+    "logprobs": st.sampled_from([None, 0, 3]),
+    "prompt_logprobs": st.sampled_from([None, 0, 2]),
+}
 
 
 @dataclass(frozen=True)
@@ -32,16 +47,18 @@ class Trace:
     window: int | None
     fails: frozenset[int]
     two_tokens: bool
+    captures_at_start: bool
     chaos: int
 
 
 @st.composite
-def requests(draw: st.DrawFn, number: int) -> AdmitRequest:
+def requests(draw: st.DrawFn, number: int, *, is_plain: bool) -> AdmitRequest:
+    """A plain one has nothing that makes its decode steps run eagerly."""
     prompt = STEM[: draw(st.integers(1, 24))]
     if draw(st.booleans()):
         prompt[-1] = draw(st.integers(0, VOCAB - 1))
-    has_penalties = draw(st.booleans())
     embeds = draw(st.sampled_from([False, False, True]))
+    extras = {} if is_plain else draw(st.fixed_dictionaries(EXTRAS))
     return request(
         f"r{number}",
         prompt,
@@ -52,18 +69,9 @@ def requests(draw: st.DrawFn, number: int) -> AdmitRequest:
         top_k=draw(st.sampled_from([0, 0, 5])),
         top_p=draw(st.sampled_from([1.0, 1.0, 0.7])),
         min_p=draw(st.sampled_from([0.0, 0.0, 0.1])),
-        presence_penalty=0.5 if has_penalties else 0.0,
-        frequency_penalty=-0.7 if has_penalties else 0.0,
-        repetition_penalty=1.2 if has_penalties else 1.0,
-        logit_bias=draw(st.sampled_from([(), ((5, 4.0), (3, -100.0))])),
-        min_tokens=draw(st.integers(0, 4)),
         max_tokens=0 if embeds else draw(st.integers(0, 12)),
         n=1 if embeds else draw(st.sampled_from([1, 1, 2])),
-        grammar=draw(st.sampled_from([None, None, TOY])),
-        allowed_token_ids=draw(st.sampled_from([(), (), (0, 2, 3, 5, 7, 11, 13)])),
-        bad_word_ids=draw(st.sampled_from([(), ((5,), (7, 2), (2, 11, 0))])),
-        logprobs=draw(st.sampled_from([None, 0, 3])),
-        prompt_logprobs=draw(st.sampled_from([None, 0, 2])),
+        **extras,
     )
 
 
@@ -73,8 +81,10 @@ def traces(draw: st.DrawFn) -> Trace:
     depth, lead = draw(st.sampled_from([(1, 1), (2, 2), (3, 1), (3, 3)]))
     alone = -(-36 // page_size)  # the longest request
     gaps = draw(st.lists(st.integers(3, 20), max_size=4))
+    is_plain = draw(st.booleans())
+    numbers = range(draw(st.integers(1, 6)))
     return Trace(
-        requests=[draw(requests(number)) for number in range(draw(st.integers(1, 6)))],
+        requests=[draw(requests(number, is_plain=is_plain)) for number in numbers],
         options={
             "page_size": page_size,
             "num_pages": alone + 1 + draw(st.sampled_from([0, 1, 3, 100])),
@@ -84,11 +94,12 @@ def traces(draw: st.DrawFn) -> Trace:
             "max_batched_tokens": draw(st.sampled_from([3, 8, 64])),
             "prefix_cache": draw(st.booleans()),
             "attention": draw(st.sampled_from(["paged-sdpa", "torch-ref"])),
-            "graph_sizes": draw(st.sampled_from([(), (1, 4)])),
+            "graph_rows": draw(st.sampled_from([0, 1, 3, 5])),
         },
         window=draw(st.sampled_from([None, 6])),
         fails=frozenset(sum(gaps[: number + 1]) for number in range(len(gaps))),
         two_tokens=draw(st.booleans()),
+        captures_at_start=draw(st.booleans()),
         chaos=draw(st.integers(0, 2**32)),
     )
 
@@ -99,7 +110,10 @@ def traces(draw: st.DrawFn) -> Trace:
 def test_any_trace_gives_the_tokens_of_the_plain_engine(trace: Trace) -> None:
     model = FlakyModel(trace.fails, window=trace.window)
     mode = TwoTokens() if trace.two_tokens else Autoregressive()
-    executor = make_executor(model, mode=mode, **trace.options)
+    device = GraphDevice(failing_replays=trace.fails)
+    executor = make_executor(model, mode=mode, device=device, **trace.options)
+    if trace.captures_at_start:
+        executor.capture_graphs(lambda _done, _total: None)
     assert_plain(trace, serve(executor, trace.requests, chaos=trace.chaos))
 
 

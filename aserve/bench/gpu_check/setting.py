@@ -58,8 +58,8 @@ class Setting:
         """Captured steps also where the device leaves them out by itself: the dry run's."""
         if self.device == "cuda":
             return options
-        sizes = tuple(self.sizes.batches)
-        return dataclasses.replace(options, graph_sizes=sizes, attention="torch-ref")
+        rows = max(self.sizes.batches)
+        return dataclasses.replace(options, graph_rows=rows, attention="torch-ref")
 
 
 def resolved_of(flags: Mapping[str, object]) -> Resolved:

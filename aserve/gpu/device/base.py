@@ -44,6 +44,7 @@ class Device(Protocol):
     about: str  # what it is, and why it was chosen, in a few words
     torch_device: torch.device
     runs_behind: bool  # work is done later than the executor thread asks for it
+    graph_rows: int  # of the largest step that is captured, if nobody says otherwise
     attention: tuple[str, ...]  # the backends for it by name, best first
     logits_elements: int  # of logits so many at most are alive at a time
 
@@ -60,8 +61,10 @@ class Device(Protocol):
     def host_buffer(self, num_words: int) -> Tensor:
         """int32 [num_words] on the host, such that copies to and from it do not block."""
 
-    def stage(self, host: Tensor) -> Tensor:
-        """A copy of `host` on the device; `host` may change once an event after this is done."""
+    def stage(self, host: Tensor, buffer: Tensor | None = None) -> Tensor:
+        """A copy of `host` on the device, at the front of `buffer` if one is given; `host` may
+        change once an event after this is done.
+        """
 
     def capture(self, body: Callable[[Cut], Tensor]) -> Captured:
         """On the executor's thread, within `stream`. What `body` does is recorded: operators,

@@ -41,12 +41,20 @@ class CpuEvent:
 
 
 class CpuDevice:
-    __slots__ = ("about", "attention", "logits_elements", "runs_behind", "torch_device")
+    __slots__ = (
+        "about",
+        "attention",
+        "graph_rows",
+        "logits_elements",
+        "runs_behind",
+        "torch_device",
+    )
 
     def __init__(self, why: str = "") -> None:
         self.about = f"cpu ({why})" if why else "cpu"
         self.logits_elements = LOGITS_ELEMENTS
         self.runs_behind = False
+        self.graph_rows = 0
         self.torch_device = torch.device("cpu")
         self.attention: tuple[str, ...] = ("paged-cpu", "paged-sdpa", "torch-ref")
 
@@ -60,8 +68,8 @@ class CpuDevice:
     def host_buffer(self, num_words: int) -> Tensor:
         return torch.empty(num_words, dtype=torch.int32)
 
-    def stage(self, host: Tensor) -> Tensor:
-        return host.clone()
+    def stage(self, host: Tensor, buffer: Tensor | None = None) -> Tensor:
+        return host.clone() if buffer is None else buffer[: len(host)].copy_(host)
 
     def capture(self, body: Callable[[Cut], Tensor]) -> Captured:
         return record(body)

@@ -23,6 +23,7 @@ from aserve.gpu.layers.linear import prepare
 from aserve.gpu.sample.ops import SampleOps
 from aserve.gpu.weights.form import DTYPES, WeightForm, WeightWish, dtype_name
 
+GRAPH_ROWS = 256
 GIB = 1 << 30
 # 256 MB in float32. Each slice reads the head's weights once: 441 rows of a vocabulary of 152,000
 # should not do that twice.
@@ -38,6 +39,7 @@ class CudaDevice:
         "_runtime",
         "about",
         "attention",
+        "graph_rows",
         "logits_elements",
         "runs_behind",
         "torch_device",
@@ -47,6 +49,7 @@ class CudaDevice:
         self.about = f"cuda ({', '.join(filter(None, (runtime.about, why)))})"
         self.logits_elements = LOGITS_ELEMENTS
         self.runs_behind = True
+        self.graph_rows = GRAPH_ROWS
         self.torch_device = runtime.torch_device
         self.attention: tuple[str, ...] = ("flashinfer", "triton", "torch-ref")
         self._runtime = runtime
@@ -69,10 +72,11 @@ class CudaDevice:
     def host_buffer(self, num_words: int) -> Tensor:
         return self._runtime.pinned(num_words)
 
-    def stage(self, host: Tensor) -> Tensor:
+    def stage(self, host: Tensor, buffer: Tensor | None = None) -> Tensor:
         """NOTE: on the stream of forwards, where whatever reads the words comes later."""
-        words = torch.empty(len(host), dtype=host.dtype, device=self.torch_device)
-        return words.copy_(host, non_blocking=True)
+        if buffer is None:
+            buffer = torch.empty(len(host), dtype=host.dtype, device=self.torch_device)
+        return buffer[: len(host)].copy_(host, non_blocking=True)
 
     def capture(self, body: Callable[[Cut], Tensor]) -> Captured:
         """NOTE: run once before, `body` compiles its kernels and makes its libraries' workspaces,

@@ -51,7 +51,7 @@ def executor_on(
 ) -> TorchExecutor:
     with cuda:
         device = CudaDevice(cuda)
-        options = {"attention": "torch-ref", **options}
+        options = {"attention": "torch-ref", "graph_rows": 0, **options}
         return make_executor(model_on(cuda.torch_device), mode=mode, device=device, **options)
 
 
@@ -151,7 +151,7 @@ def test_any_trace_is_sound_on_streams_and_gives_the_plain_engines_tokens(
     trace: Trace, seed: int | None
 ) -> None:
     cuda = FakeCuda(seed)
-    options = trace.options | {"attention": "torch-ref", "graph_sizes": ()}
+    options = trace.options | {"attention": "torch-ref"}
     executor = executor_on(
         cuda,
         lambda where: FlakyModel(trace.fails, window=trace.window, device=where),
@@ -161,7 +161,8 @@ def test_any_trace_is_sound_on_streams_and_gives_the_plain_engines_tokens(
     served = serve(executor, trace.requests, chaos=trace.chaos)
     cuda.assert_sound()
     assert_plain(trace, served)
-    assert cuda.num_synchronised == 0
+    if not trace.options["graph_rows"]:  # a capture waits for the device
+        assert cuda.num_synchronised == 0
 
 
 # ---------------------------------------------------------------- broken on purpose
