@@ -157,11 +157,24 @@ class _TorchGraph:
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self) -> None:
-        self._graph.capture_end()
+        try:
+            self._graph.capture_end()
+        except RuntimeError:
+            self._tell_allocator()
+            raise
 
     def abandon(self) -> None:
         with contextlib.suppress(RuntimeError):
-            self._graph.capture_end()
+            self.end()
+
+    def _tell_allocator(self) -> None:
+        """WHY: the end of an invalid capture raises before torch has told its allocator, which
+        would from then on keep back all memory that two streams have used.
+        """
+        device = torch.cuda.current_device()
+        with contextlib.suppress(RuntimeError):  # it was told, and what came later has failed
+            torch._C._cuda_endAllocateToPool(device, self._pool)
+            torch._C._cuda_releasePool(device, self._pool)
 
     def replay(self) -> None:
         self._graph.replay()
