@@ -154,6 +154,10 @@ class MachineOptions:
         "what computes attention; auto: the best of this device that can what the model needs",
         Limits(choices=("auto", "flashinfer", "paged-cpu", "paged-sdpa", "torch-ref", "triton")),
     )
+    deterministic: bool = option(
+        False,
+        "the same bits for a request alone, among others, in chunks and computed again (slower)",
+    )
     threads: int | None = option(
         None,
         "threads that compute on the CPU; default: one for a small model, else OMP_NUM_THREADS, "

@@ -86,6 +86,7 @@ def build_options(resolved: Resolved, model_dir: Path) -> BuildOptions:
         debug_checks=resolved.debug.debug_checks,
         attention=resolved.machine.attention_backend,
         device=resolved.machine.device,
+        deterministic=resolved.machine.deterministic,
         threads=resolved.machine.threads,
     )
 

@@ -71,6 +71,7 @@ class BuildOptions:
     attention: str = "auto"
     decode: str = "autoregressive"
     graph_rows: int | None = None
+    deterministic: bool = False  # a token gets the same bits in whatever step it is computed
     threads: int | None = None  # of torch; None: those that the model gains from
 
 
@@ -92,7 +93,11 @@ def build_on(
     blueprint, code = read_blueprint(options.model_dir, options.model_impl)
     form = device.weight_form(
         WeightWish(
-            options.dtype, blueprint.stored_dtype, blueprint.num_weights, options.quantization
+            options.dtype,
+            blueprint.stored_dtype,
+            blueprint.num_weights,
+            options.quantization,
+            options.deterministic,
         )
     )
     torch.set_num_threads(options.threads or min(form.max_threads or FOUND_THREADS, FOUND_THREADS))
@@ -207,7 +212,9 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
         decode=mode.caps,
     )
     state = _allocate(model, groups, spec, mode=mode, device=device, kv_dtype=kv_dtype)
-    site = AttentionSite(state.pools, groups, model.dtype, device, options.depth)
+    site = AttentionSite(
+        state.pools, groups, model.dtype, device, options.depth, options.deterministic
+    )
     is_auto = options.attention == "auto"
     attention = build_attention(options.attention, site, order=device.attention)
     state = dataclasses.replace(state, clears_pages=attention.can.whole_pages)

@@ -85,7 +85,8 @@ def paged_extend_ref(
     attend_ref(q, keys, values, paged, scoring, out=out, takes=lambda num: num > 1)
 
 
-@triton.jit
+# A kernel of its own for one row would be compiled while it is waited for.
+@triton.jit(do_not_specialize=["num_rows"])
 def _attend_blocks(
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, out: tl.tensor, page_table: tl.tensor,
     rows: tl.tensor, lens: tl.tensor, query_starts: tl.tensor, num_rows: int, table_stride: int,

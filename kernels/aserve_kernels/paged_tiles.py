@@ -17,6 +17,8 @@ from aserve_kernels.paged_rows import Scoring
 
 LOG2_E = 1.4426950408889634
 LEAST_DOT = 16  # the smallest side of a product on tensor cores
+LEAST_FIXED_SPLIT = 1024
+MOST_SPLITS = 32
 # The interpreter multiplies bfloat16 wrongly; as float32 the products are the same.
 IS_INTERPRETED: bool = triton.knobs.runtime.interpret
 
@@ -41,7 +43,7 @@ class Cut:
 
     chip: Chip = Chip()
     least_split: int = 128
-    most_splits: int = 32
+    most_splits: int = MOST_SPLITS
     fixed_split: int | None = None
 
     def max_splits(self, max_len: int, window: int | None) -> int:
@@ -61,6 +63,11 @@ class Tiles:
     keys: int
     num_warps: int
     num_stages: int
+
+
+def fixed_split(max_len: int) -> int:
+    """For a context of this length: a power of two, so that tiles fit, with few parts to merge."""
+    return max(LEAST_FIXED_SPLIT, 1 << (-(-max_len // MOST_SPLITS) - 1).bit_length())
 
 
 def decode_tiles(num_groups: int, head_dim: int, dtype: torch.dtype, cut: Cut) -> Tiles:

@@ -66,6 +66,7 @@ ALTERNATIVES = (
     *("aserve/gpu/attention/page_lists.py", "aserve/gpu/attention/plan_slots.py"),
     *("aserve/gpu/kv/stored.py", "aserve/gpu/kv/triton_store.py"),
     *("aserve/gpu/layers/half_stored_linear.py", "aserve/gpu/layers/compiled.py"),
+    *("aserve/gpu/layers/each_alone.py", "aserve/gpu/layers/invariant_linear.py"),
     *("aserve/gpu/layers/packed_linear.py", "aserve/gpu/layers/triton_elementwise.py"),
     *("aserve/gpu/sample/triton_ops.py", "aserve/gpu/sample/compiled_ops.py"),
     *("aserve/gpu/layers/tiled_linear.py", "aserve/gpu/models/compiled_forward.py"),

@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction, mangle_type
 from aserve_kernels.bitmask import apply_bitmask
 from aserve_kernels.gated_mul import KINDS, gated_mul
 from aserve_kernels.gather_pages import gather_pages
+from aserve_kernels.invariant_linear import WIDE_FROM, invariant_linear
 from aserve_kernels.paged_rows import Scoring
 from aserve_kernels.paged_tiles import Cut
 from aserve_kernels.penalties import penalise
@@ -54,6 +55,11 @@ def call_store_kv(dtype: torch.dtype = torch.bfloat16) -> None:
     heads = torch.zeros((2, 5, 128), dtype=torch.bfloat16)
     pool = torch.zeros((4, 2, 128)).to(dtype)
     store_kv(heads[:, 1:3], heads[:, 3:], torch.tensor([1, 2]), (pool, pool))
+
+
+def call_invariant_linear(num_outs: int = 300) -> None:
+    x = torch.zeros((2, 128), dtype=torch.bfloat16)
+    invariant_linear(x, x.new_zeros((num_outs, 128)), x.new_zeros(num_outs))
 
 
 DECODE_AND_CHUNK = paged_case.Case(
@@ -97,6 +103,8 @@ CALLS: Mapping[str, Callable[[], None]] = {
     "rope": call_rope,
     "store_kv": call_store_kv,
     "gather_pages": call_gather_pages,
+    "invariant_linear": call_invariant_linear,
+    "invariant_linear, many outputs": lambda: call_invariant_linear(WIDE_FROM),
     "paged": call_paged,
     "paged, fixed parts": lambda: call_paged(replace(DECODE_AND_CHUNK, cut=Cut(fixed_split=1024))),
     "paged, window and cap": lambda: call_paged(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
@@ -37,3 +38,20 @@ def _exact_rounding() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_convert_float", convert)
         yield
+
+
+@pytest.fixture
+def sums_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's products are a library's, whose sums depend on where in a tile a line is;
+    those of a tensor core do not."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_dot(
+        _builder: object, a: TensorHandle, b: TensorHandle, sums: TensorHandle, *_precision: object
+    ) -> TensorHandle:
+        total = np.zeros_like(sums.data)
+        for place in range(a.data.shape[1]):
+            total += a.data[:, place, None] * b.data[place]
+        return TensorHandle(sums.data + total, sums.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)

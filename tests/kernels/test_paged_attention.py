@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 import torch
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from aserve_kernels.paged_rows import Scoring
 from aserve_kernels.paged_tiles import Cut
@@ -91,22 +90,6 @@ def test_a_row_is_bitwise_the_same_alone_and_among_others(window: int | None) ->
         part = slice(starts[row], starts[row + 1])
         alone = given.alone(row, part)
         assert torch.equal(run(OPS, alone, together), every[part]), (row, span)
-
-
-@pytest.fixture
-def sums_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter's products are a library's, whose sums depend on where in a tile a line is;
-    those of a tensor core do not."""
-
-    def create_dot(
-        _builder: object, a: TensorHandle, b: TensorHandle, sums: TensorHandle, *_precision: object
-    ) -> TensorHandle:
-        total = sums.data.copy()
-        for place in range(a.data.shape[1]):
-            total += a.data[:, place, None] * b.data[place]
-        return TensorHandle(total, sums.dtype.scalar)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
 
 @pytest.mark.usefixtures("sums_in_one_order")

@@ -35,6 +35,7 @@ class Capabilities:
     host_lens: bool = False  # plans on the host, from exact lengths
     whole_pages: bool = False  # what lies behind a row's length is read, then masked
     can_capture: bool = False  # a forward may be captured and replayed
+    deterministic: bool = False  # can give a token the same bits in whatever step it is computed
 
     def refusals(self, site: AttentionSite) -> Iterator[str]:
         """What it cannot of what is asked, each with its limits."""
@@ -50,18 +51,22 @@ class Capabilities:
             yield "sliding windows"
         if not self.softcaps and any(layer.softcap is not None for layer in layers):
             yield "soft caps"
+        if site.is_deterministic and not self.deterministic:
+            yield "--deterministic"
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSite:
     """Where a backend is to work: the KV with its dtype, device and page size, the layers in the
-    groups that share a page table, the dtype of q, and how many steps may be in flight."""
+    groups that share a page table, the dtype of q, how many steps may be in flight, and whether a
+    token must get the same bits in whatever step it is computed."""
 
     pools: KvPools
     groups: tuple[LayerGroup, ...]
     dtype: torch.dtype
     device: Device
     num_in_flight: int = 2
+    is_deterministic: bool = False
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -6,6 +6,7 @@ It knows no model. Written: only the keys and values of the forward's own slots.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from aserve.errors import BugError
 from aserve.gpu.attention.base import AttentionKind
-from aserve.gpu.attention.capabilities import Capabilities
+from aserve.gpu.attention.capabilities import AttentionSite, Capabilities
 from aserve.gpu.attention.fresh_prompt import choose_fresh_prompt
 from aserve.gpu.forward_batch import ForwardBatch
 from aserve.gpu.kv.pools import KvPools
@@ -50,11 +51,13 @@ class CpuPlan:
 
 
 class PagedCpu:
-    __slots__ = ("_fresh_prompt", "_pools", "_tables")
+    __slots__ = ("_fresh_prompt", "_long", "_pools", "_tables")
     static_plans = None
 
-    def __init__(self, pools: KvPools) -> None:
+    def __init__(self, pools: KvPools, *, long: float = LONG) -> None:
+        """`long`: tokens of a fresh prompt from which it is left to torch."""
         self._pools = pools
+        self._long = long
         self._tables = tuple(table.numpy() for table in pools.page_tables)
         self._fresh_prompt = choose_fresh_prompt(pools.dtype)
         compile_paged_attention(pools.dtype)
@@ -63,7 +66,7 @@ class PagedCpu:
         spans = batch.spans_cpu.astype(np.int64)
         lens, starts = batch.lens.numpy(), batch.query_starts.numpy()[:-1]
         rows = batch.rows.numpy()
-        is_fresh = (lens == spans) & (spans >= LONG)
+        is_fresh = (lens == spans) & (spans >= self._long)
 
         def part(is_paged: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Part:
             own = RowSpans(rows[is_paged], lens[is_paged], starts[is_paged], spans[is_paged])
@@ -96,7 +99,16 @@ class PagedCpu:
         return attend
 
 
+def _build(site: AttentionSite) -> PagedCpu:
+    """The kernel gives a token the same bits in any step; torch's products do not."""
+    return PagedCpu(site.pools, long=math.inf if site.is_deterministic else LONG)
+
+
 KIND = AttentionKind(
-    Capabilities(devices=frozenset({"cpu"}), dtypes=frozenset({torch.float32, torch.bfloat16})),
-    lambda site: PagedCpu(site.pools),
+    Capabilities(
+        devices=frozenset({"cpu"}),
+        dtypes=frozenset({torch.float32, torch.bfloat16}),
+        deterministic=True,
+    ),
+    _build,
 )

@@ -12,17 +12,19 @@ import torch
 from torch import Tensor
 
 from aserve.errors import BugError
-from aserve.gpu.attention.base import AttentionKind
+from aserve.gpu.attention.base import AttentionKind, AttentionUnavailable
 from aserve.gpu.attention.capabilities import AttentionSite, Capabilities
 from aserve.gpu.forward_batch import ForwardBatch
 from aserve.gpu.kv.pools import KvPools
+from aserve.gpu.kv.stored import KV_DTYPES
 from aserve.gpu.models.attend import Attend
 from aserve.gpu.models.layer_spec import LayerSpec
 from aserve_kernels.paged_decode import paged_decode
 from aserve_kernels.paged_extend import paged_extend
 from aserve_kernels.paged_rows import PagedRows, Scoring
-from aserve_kernels.paged_tiles import IS_INTERPRETED, Chip, Cut
-from aserve_kernels.store_kv import store_kv
+from aserve_kernels.paged_tiles import IS_INTERPRETED, Chip, Cut, fixed_split
+
+FIRST_FP8 = (8, 9)  # the first compute capability for which Triton converts them
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +55,11 @@ class TritonAttention:
 
         def attend(layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             kv = self._pools.layers[layer.index]
-            store_kv(k, v, batch.slots[kv.group], (kv.keys, kv.values))
+            kv.store(batch.slots[kv.group], k, v)
             if q.stride(2) != 1:
                 q = q.contiguous()
             out = q.new_empty(q.shape)
-            scoring = Scoring(layer.scale, layer.window, layer.softcap)
+            scoring = Scoring(layer.scale, layer.window, layer.softcap, *kv.scales)
             given = (q, kv.keys, kv.values, groups[kv.group], scoring)
             if plan.has_one_query:
                 paged_decode(*given, out=out, cut=self._cut)
@@ -76,12 +78,22 @@ class TritonAttention:
 
 
 def _build(site: AttentionSite) -> TritonAttention:
-    return TritonAttention(site.pools, Cut(_chip(site.pools.device)))
+    pools = site.pools
+    chip = Chip()
+    if pools.device.type == "cuda":
+        chip = _chip(pools.device, pools.dtype)
+    if not site.is_deterministic:
+        return TritonAttention(pools, Cut(chip))
+    max_len = pools.page_tables[0].shape[1] * pools.page_size
+    return TritonAttention(pools, Cut(chip, fixed_split=fixed_split(max_len)))
 
 
-def _chip(device: torch.device) -> Chip:
-    if device.type != "cuda":
-        return Chip()
+def _chip(device: torch.device, kv_dtype: torch.dtype) -> Chip:
+    capability = torch.cuda.get_device_capability(device)
+    if kv_dtype.itemsize == 1 and capability < FIRST_FP8:
+        raise AttentionUnavailable(
+            f"reads KV of fp8 from compute capability {FIRST_FP8} on, and this is {capability}"
+        )
     found = torch.cuda.get_device_properties(device)
     # A KiB of a processor's shared memory is the driver's.
     return Chip(found.multi_processor_count, found.shared_memory_per_multiprocessor - (1 << 10))
@@ -91,7 +103,9 @@ KIND = AttentionKind(
     Capabilities(
         devices=frozenset({"cuda", "cpu"} if IS_INTERPRETED else {"cuda"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        kv_dtypes=frozenset(KV_DTYPES.values()),
         can_capture=True,
+        deterministic=True,
     ),
     _build,
 )

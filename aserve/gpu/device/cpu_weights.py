@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from aserve.errors import ConfigError
+from aserve.gpu.layers.each_alone import each_alone
 from aserve.gpu.layers.half_stored_linear import prepare_half_stored
 from aserve.gpu.layers.linear import prepare
 from aserve.gpu.layers.packed_linear import prepare_packed
@@ -54,10 +55,12 @@ def read_cpu_facts() -> CpuFacts:
 
 def choose_cpu_form(wish: WeightWish, facts: CpuFacts) -> WeightForm:
     form = _chosen_form(wish, facts)
-    if not _is_small(wish):
-        return form
-    form = replace(form, max_threads=1)
-    if wish.quantization is None and _has_tiles(form.dtype, facts):
+    if _is_small(wish):
+        form = replace(form, max_threads=1)
+    if wish.is_deterministic:
+        about = f"{form.about}, each token alone"
+        return replace(form, prepare=each_alone(form.prepare), about=about)
+    if _is_small(wish) and wish.quantization is None and _has_tiles(form.dtype, facts):
         from aserve.gpu.layers.tiled_linear import prepare_tiled
         from aserve.gpu.models.compiled_forward import make_compiled_forward
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -103,6 +104,20 @@ class CudaDevice:
                 "out, or give --device cpu",
                 param="quantization",
             )
+        form = self._unquantized_form(wish)
+        if not wish.is_deterministic:
+            return form
+        if form.dtype.itemsize > 4:
+            raise ConfigError(
+                f"--deterministic multiplies in float32, bfloat16 or float16 on CUDA, not in "
+                f"{dtype_name(form.dtype)}; choose one of them with --dtype",
+                param="dtype",
+            )
+        from aserve.gpu.layers.invariant_linear import prepare_invariant
+
+        return replace(form, prepare=prepare_invariant, about=f"{form.about}, in fixed tiles")
+
+    def _unquantized_form(self, wish: WeightWish) -> WeightForm:
         if wish.given is not None:
             return WeightForm(wish.given, prepare, dtype_name(wish.given))
         stored = DTYPES.get(wish.stored or "")

@@ -30,6 +30,7 @@ class WeightWish:
     stored: str | None
     num_weights: int
     quantization: str | None = None  # of linear layers, while they are loaded
+    is_deterministic: bool = False  # a token's products must not depend on other tokens
 
     @property
     def given(self) -> torch.dtype | None:

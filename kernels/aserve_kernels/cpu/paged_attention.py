@@ -236,7 +236,8 @@ def _attend_block(
             outputs[d] = np.float32(0)
         softmax[line, 0] = -np.inf
         softmax[line, 1] = np.float32(0)
-    start = max(0, position - window + 1)
+    # At absolute places, so that a query's sums are the same whatever stands beside it.
+    start = max(0, position - window + 1) // most_keys * most_keys
     stop = position + num_queries
     slots = np.empty(TILE, np.int64)
     column = start // page_size

@@ -50,6 +50,7 @@ class Layout:
     layer: LayerSpec
     page_size: int = 16
     dtype: torch.dtype = torch.float64
+    kv_dtype: torch.dtype | None = None  # if it is another
 
     def pools(self, num_rows: int) -> KvPools:
         """Pages of rows are scattered; what belongs to nobody is NaN."""
@@ -62,7 +63,7 @@ class Layout:
             specs,
             page_size=self.page_size,
             table_shape=(num_rows + 1, num_columns),
-            dtype=self.dtype,
+            dtype=self.kv_dtype or self.dtype,
             device=CPU,
         )
         kv = pools.layers[self.layer.index]
@@ -101,7 +102,7 @@ def fill(pools: KvPools, layout: Layout, batch: DeviceBatch) -> None:
                 table[row, column] = next_page
             part = slice(next_page * layout.page_size, (next_page + 1) * layout.page_size)
             for tensor in (kv.keys, kv.values):
-                tensor[part] = random(generator, *tensor[part].shape).to(layout.dtype)
+                tensor[part] = random(generator, *tensor[part].shape).to(tensor.dtype)
             next_page -= 1
 
 

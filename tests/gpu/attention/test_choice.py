@@ -53,6 +53,13 @@ def test_the_cpu_takes_its_kernels_where_they_know_the_dtype(dtype: torch.dtype,
     assert build_attention("auto", site(dtype=dtype), order=CPU_ORDER).name == name
 
 
+def test_only_what_can_is_chosen_where_results_must_not_depend_on_the_step() -> None:
+    fixed = dataclasses.replace(site(), is_deterministic=True)
+    assert build_attention("auto", fixed, order=CPU_ORDER[::-1]).name == "paged-cpu"
+    with pytest.raises(ConfigError, match="torch-ref does not support --deterministic"):
+        build_attention("torch-ref", fixed, order=CPU_ORDER)
+
+
 def test_what_was_passed_over_is_said_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     found = build_attention("auto", site(dtype=torch.float64), order=CPU_ORDER)
     assert found.why == "auto, without paged-cpu"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 
@@ -35,6 +36,12 @@ def test_every_kind_of_layer_equals_the_reference(
 
 def test_half_types_equal_the_reference() -> None:
     assert_parity("triton", Layout(layer(), dtype=torch.bfloat16), "mixed")
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_kv_in_another_format_equals_the_reference(kv_dtype: torch.dtype) -> None:
+    spec = msgspec.structs.replace(layer(window=40), kv_scales=(0.5, 2.0))
+    assert_parity("triton", Layout(spec, dtype=torch.float32, kv_dtype=kv_dtype), "mixed")
 
 
 def test_padding_rows_and_later_lengths_need_no_other_plan() -> None:

@@ -9,6 +9,7 @@ import torch
 
 from aserve.errors import ConfigError
 from aserve.gpu.device.cpu_weights import SMALL_BYTES, CpuFacts, choose_cpu_form, read_cpu_facts
+from aserve.gpu.layers.each_alone import EachAlone
 from aserve.gpu.layers.half_stored_linear import prepare_half_stored
 from aserve.gpu.layers.linear import Linear, Prepare, prepare
 from aserve.gpu.layers.packed_linear import prepare_packed
@@ -163,3 +164,13 @@ def _assert_near(form: Prepare, dtype: torch.dtype, *, has_bias: bool, num_token
     expected = prepare(Linear(weight.double(), bias), CPU, dtype=torch.float64)(x.double())
     assert (got.dtype, got.shape) == (dtype, (num_tokens, 50))
     assert (got.double() - expected).norm() <= 4 * torch.finfo(dtype).eps * expected.norm()
+
+
+def test_deterministic_products_are_of_one_token_in_whatever_form() -> None:
+    weight = torch.eye(4)
+    for quantization in (None, "int8"):
+        wish = WeightWish("auto", "bfloat16", LARGE, quantization, is_deterministic=True)
+        form = choose_cpu_form(wish, AMX)
+        op = form.prepare(Linear(weight), torch.device("cpu"), dtype=torch.float32)
+        assert isinstance(op, EachAlone)
+        assert form.about.endswith(", each token alone")

@@ -21,6 +21,7 @@ from aserve.gpu.device.cuda_runtime import Memory
 from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.host_slots import HostSlots
 from aserve.gpu.kv.layer_groups import group_layers
+from aserve.gpu.layers.invariant_linear import prepare_invariant
 from aserve.gpu.models.attend import Attend
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.models.hidden_capture import HiddenCapture
@@ -433,3 +434,12 @@ def test_auto_is_the_half_type_that_is_stored_if_the_device_has_it(
 def test_quantization_of_the_cpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="--quantization int8 is made for the CPU"):
         CudaDevice(FakeCuda()).weight_form(WeightWish("auto", None, 1, "int8"))
+
+
+def test_deterministic_products_have_fixed_tiles_and_no_float64() -> None:
+    device = CudaDevice(FakeCuda())
+    form = device.weight_form(WeightWish("auto", "bfloat16", 1, is_deterministic=True))
+    assert form.prepare is prepare_invariant
+    assert form.about == "bfloat16 (auto: as it is stored), in fixed tiles"
+    with pytest.raises(ConfigError, match="not in float64"):
+        device.weight_form(WeightWish("float64", None, 1, is_deterministic=True))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -42,3 +44,29 @@ def test_heads_of_every_width_equal_the_reference(
     op.paged_attention_ref(q.float(), keys.float(), values.float(), rows, scoring, out=expected)
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(got.float(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 30, 90])
+@pytest.mark.parametrize("head_dim", [24, 256])
+def test_a_query_gets_the_same_bits_in_whatever_step_it_is(
+    window: int | None, dtype: torch.dtype, head_dim: int
+) -> None:
+    """In one with all of its row, in chunks, and by itself."""
+    generator = torch.Generator().manual_seed(0)
+    kv_len = 200
+    table = 1 + np.arange(-(-kv_len // PAGE_SIZE))[None, ::-1].copy()
+    q = torch.randn(kv_len, 6, head_dim, generator=generator).to(dtype)
+    num_slots = (1 + table.size) * PAGE_SIZE
+    keys, values = torch.randn(2, num_slots, 2, head_dim, generator=generator).to(dtype)
+    op.compile_paged_attention(dtype)
+
+    def attended(ends: list[int]) -> torch.Tensor:
+        out = torch.empty_like(q)
+        for start, end in itertools.pairwise([0, *ends]):
+            own = op.RowSpans(*(np.array([value]) for value in (0, end, start, end - start)))
+            rows = op.PagedRows(table, PAGE_SIZE, own)
+            op.paged_attention(q, keys, values, rows, op.Scoring(0.3, window), out=out)
+        return out
+
+    assert torch.equal(attended([1, 7, 64, 150, 199, 200]), attended([200]))
