@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from aserve.actors.base import DeathReport
 from aserve.actors.grammars import GrammarActor, GrammarPorts
@@ -40,9 +40,6 @@ from aserve.observability.reports import EngineReport, TurnReporter
 from aserve.observability.step_log import StepLog
 from aserve.observability.trace import Trace
 from aserve.scheduling.state import SchedulerState
-
-if TYPE_CHECKING:
-    pass
 
 CLOSE_S = 0.5  # what the device may take for its current step when all is over
 
