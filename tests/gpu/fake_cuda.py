@@ -133,6 +133,7 @@ class Graph:
         self.work.clear()
 
     def replay(self) -> None:
+        self._cuda.num_replays += 1
         for work in self.work:
             self._cuda.ask(work)
 
@@ -158,6 +159,7 @@ class FakeCuda:
         self.lock = threading.RLock()
         self.hazards: list[str] = []
         self.num_synchronised = 0
+        self.num_replays = 0
         self.memory_now = Memory(free=1 << 30, total=1 << 30)
         self.growth_bytes = 0  # what a run is said to take
         self.lets_host_go = threading.Event()  # no wait of the host ends before

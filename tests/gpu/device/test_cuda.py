@@ -110,6 +110,17 @@ async def test_steps_that_run_far_behind_give_the_plain_engines_tokens(seed: int
     assert cuda.num_synchronised == 0
 
 
+@pytest.mark.parametrize("seed", [None, 1])
+async def test_replays_that_run_far_behind_give_the_plain_engines_tokens(seed: int | None) -> None:
+    """Trap 7: each result is copied before the next replay overwrites it."""
+    cuda = FakeCuda(seed)
+    executor = executor_on(cuda, graph_rows=2)
+    executor.capture_graphs(lambda _done, _total: None)
+    assert tokens_of(await run_ahead(cuda, executor)) == PLAIN[:6]
+    cuda.assert_sound()
+    assert cuda.num_replays == 5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 6])
 def test_no_kind_of_step_asks_the_device_for_a_value(window: int | None) -> None:
@@ -159,6 +170,8 @@ def test_any_trace_is_sound_on_streams_and_gives_the_plain_engines_tokens(
         mode=TwoTokens() if trace.two_tokens else Autoregressive(),
         **options,
     )
+    if trace.captures_at_start:
+        executor.capture_graphs(lambda _done, _total: None)
     served = serve(executor, trace.requests, chaos=trace.chaos)
     cuda.assert_sound()
     assert_plain(trace, served)
