@@ -101,7 +101,7 @@ class KvOptions:
     num_pages: int | None = option(
         None,
         "pages of KV; default: on a GPU what --gpu-memory-utilization leaves, else a quarter of "
-        "free memory, at most 1 GiB",
+        "free memory, at most 4 GiB",
         Limits(low=2),
     )
     gpu_memory_utilization: float = option(

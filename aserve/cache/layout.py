@@ -5,6 +5,7 @@ Knows nothing of tensors, devices or what lies in a page; keeps no state.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 
 import msgspec
@@ -79,6 +80,33 @@ def plan_groups(
         GroupSpec(name=layout.name, num_pages=min(count, counts[0]), window=layout.window)
         for layout, count in zip(layouts, counts, strict=True)
     )
+
+
+def longest_context(
+    layouts: Sequence[GroupLayout],
+    *,
+    page_size: int,
+    budget_bytes: int,
+    max_model_len: int,
+    max_batched_tokens: int,
+) -> int:
+    """In whole pages where it is less than max_model_len; 0 if not even one page has room."""
+
+    def is_too_long(num_pages: int) -> bool:
+        return budget_bytes < sum(
+            layout.bytes_per_page(page_size)
+            * _need(
+                layout,
+                page_size=page_size,
+                max_rows=1,
+                max_model_len=num_pages * page_size,
+                max_batched_tokens=max_batched_tokens,
+            ).least
+            for layout in layouts
+        )
+
+    pages = range(1, -(-max_model_len // page_size) + 1)
+    return min(bisect.bisect_left(pages, True, key=is_too_long) * page_size, max_model_len)
 
 
 class _Need(msgspec.Struct, frozen=True):

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from aserve.cache.layout import plan_groups
+from aserve.cache.layout import GroupLayout, longest_context, plan_groups
 from aserve.gpu.attention.capabilities import AttentionSite
 from aserve.gpu.attention.choice import Attention, build_attention
 from aserve.gpu.decode.base import DecodeMode
@@ -44,6 +45,8 @@ MIN_PAGES = 2  # page 0 is nobody's
 FOUND_THREADS = torch.get_num_threads()  # before an engine of a small model asks for fewer
 
 OnProgress = Callable[[int, int], None]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,28 +192,7 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
     model, groups, mode, device = parts.model, parts.groups, parts.mode, parts.device
     options = parts.options
     kv_dtype = kv_dtype_of(options.kv_dtype, model.dtype)
-    specs = plan_groups(
-        [group.layout(kv_dtype.itemsize) for group in groups],
-        page_size=options.page_size,
-        budget_bytes=budget_bytes,
-        max_rows=options.max_rows,
-        max_model_len=model.max_model_len,
-        max_batched_tokens=options.max_batched_tokens,
-        num_pages=num_pages,
-    )
-    spec = EngineSpec(
-        page_size=options.page_size,
-        groups=specs,
-        max_rows=options.max_rows,
-        max_model_len=model.max_model_len,
-        max_batched_tokens=options.max_batched_tokens,
-        vocab_size=model.vocab_size,
-        depth=options.depth,
-        lead=options.lead,
-        max_waiting=options.max_waiting,
-        prefix_cache=options.prefix_cache,
-        decode=mode.caps,
-    )
+    spec = _plan_spec(parts, kv_dtype, num_pages=num_pages, budget_bytes=budget_bytes)
     state = _allocate(model, groups, spec, mode=mode, device=device, kv_dtype=kv_dtype)
     site = AttentionSite(
         state.pools, groups, model.dtype, device, options.depth, options.deterministic
@@ -232,6 +214,58 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
     return _Made(runner, spec, attention)
 
 
+def _plan_spec(
+    parts: _Parts, kv_dtype: torch.dtype, *, num_pages: int | None, budget_bytes: int
+) -> EngineSpec:
+    options = parts.options
+    layouts = [group.layout(kv_dtype.itemsize) for group in parts.groups]
+    max_model_len = parts.model.max_model_len
+    if num_pages is None and options.max_model_len is None:
+        max_model_len = _context_with_room(layouts, options, max_model_len, budget_bytes)
+    return EngineSpec(
+        page_size=options.page_size,
+        groups=plan_groups(
+            layouts,
+            page_size=options.page_size,
+            budget_bytes=budget_bytes,
+            max_rows=options.max_rows,
+            max_model_len=max_model_len,
+            max_batched_tokens=options.max_batched_tokens,
+            num_pages=num_pages,
+        ),
+        max_rows=options.max_rows,
+        max_model_len=max_model_len,
+        max_batched_tokens=options.max_batched_tokens,
+        vocab_size=parts.model.vocab_size,
+        depth=options.depth,
+        lead=options.lead,
+        max_waiting=options.max_waiting,
+        prefix_cache=options.prefix_cache,
+        decode=parts.mode.caps,
+    )
+
+
+def _context_with_room(
+    layouts: Sequence[GroupLayout], options: BuildOptions, max_model_len: int, budget_bytes: int
+) -> int:
+    """The model's own, or as much of it as one request has KV memory for."""
+    has_room = longest_context(
+        layouts,
+        page_size=options.page_size,
+        budget_bytes=budget_bytes,
+        max_model_len=max_model_len,
+        max_batched_tokens=options.max_batched_tokens,
+    )
+    if has_room in (0, max_model_len):
+        return max_model_len  # without any room the plan says what is missing
+    logger.warning(
+        "the context is %d tokens instead of the model's %d: KV memory is %d MiB; "
+        "--num-pages gives more",
+        *(has_room, max_model_len, budget_bytes // MIB),
+    )
+    return has_room
+
+
 def _allocate(
     model: CausalModel,
     groups: tuple[LayerGroup, ...],
@@ -243,7 +277,7 @@ def _allocate(
 ) -> DeviceState:
     """Every table that lives as long as the engine, before anything is captured."""
     where = device.torch_device
-    pages_per_row = -(-model.max_model_len // spec.page_size) + 1
+    pages_per_row = -(-spec.max_model_len // spec.page_size) + 1
     return DeviceState(
         pools=KvPools(
             groups,

@@ -33,7 +33,7 @@ CORE_PATH = (
 # What the core path does without: before the first request, or beside it.
 STARTS = (
     *("aserve/cli.py", "aserve/config.py", "aserve/engine.py", "aserve/progress.py"),
-    "aserve/gpu/build.py",
+    *("aserve/gpu/build.py", "aserve/cache/layout.py"),
     *(f"aserve/gpu/attention/{name}.py" for name in ("capabilities", "choice", "registry")),
     *(f"aserve/{name}.py" for name in ("banner", "event_loop", "launch", "load", "logs")),
     "aserve/gpu/largest_step.py",

@@ -1,6 +1,6 @@
 import pytest
 
-from aserve.cache.layout import GroupLayout, plan_groups
+from aserve.cache.layout import GroupLayout, longest_context, plan_groups
 from aserve.errors import BugError, ConfigError
 from aserve.messages import GroupSpec
 
@@ -14,6 +14,7 @@ def plan(
     budget_bytes: int = 0,
     max_rows: int = 4,
     max_batched_tokens: int = 64,
+    max_model_len: int = 1000,
     num_pages: int | None = None,
 ) -> tuple[GroupSpec, ...]:
     return plan_groups(
@@ -21,7 +22,7 @@ def plan(
         page_size=16,
         budget_bytes=budget_bytes,
         max_rows=max_rows,
-        max_model_len=1000,
+        max_model_len=max_model_len,
         max_batched_tokens=max_batched_tokens,
         num_pages=num_pages,
     )
@@ -54,6 +55,25 @@ def test_one_request_of_the_longest_length_fits_or_the_numbers_are_told() -> Non
         ConfigError, match=rf"max_model_len 1000 needs {64 * page} .*--max-model-len"
     ):
         plan(FULL, budget_bytes=64 * page - 1)
+
+
+@pytest.mark.parametrize("layouts", [(FULL,), (FULL, WINDOWED), (TOKENS_ONLY, WINDOWED)])
+@pytest.mark.parametrize("budget_bytes", [30_000, 123_456, 400_000])
+def test_the_longest_context_is_the_longest_that_can_be_planned(
+    layouts: tuple[GroupLayout, ...], budget_bytes: int
+) -> None:
+    longest = longest_context(
+        layouts,
+        page_size=16,
+        budget_bytes=budget_bytes,
+        max_model_len=5000,
+        max_batched_tokens=64,
+    )
+    if longest:
+        plan(*layouts, budget_bytes=budget_bytes, max_model_len=longest)
+    if longest < 5000:
+        with pytest.raises(ConfigError, match="max_model_len"):
+            plan(*layouts, budget_bytes=budget_bytes, max_model_len=longest + 1)
 
 
 def test_a_large_budget_buys_only_what_the_rows_can_use() -> None:

@@ -28,7 +28,7 @@ from aserve.gpu.weights.memory import available_memory_bytes
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)  # that kernels/aserve_kernels/cpu are made for
 LOGITS_ELEMENTS = 1 << 24  # 64 MB in float32
 KV_PART = 4  # of free memory, KV takes one part of so many
-MAX_KV_BYTES = 1 << 30
+MAX_KV_BYTES = 4 << 30
 
 
 class CpuEvent:

@@ -1,0 +1,42 @@
+"""What an engine is sized to."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from aserve.errors import ConfigError
+from aserve.gpu.build import BuildOptions, assemble
+from aserve.gpu.decode.autoregressive import Autoregressive
+from aserve.gpu.device.cpu import CpuDevice
+from aserve.messages import EngineSpec
+from tests.gpu.hash_model import HashModel
+
+
+def spec_of(*, max_model_len: int | None = None, num_pages: int | None = None) -> EngineSpec:
+    given = BuildOptions(Path(), max_rows=2, max_model_len=max_model_len, num_pages=num_pages)
+    return assemble(HashModel(max_model_len=4096), Autoregressive(), CpuDevice(), given).spec
+
+
+@pytest.fixture
+def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aserve.gpu.device.cpu.MAX_KV_BYTES", 1 << 19)
+
+
+def test_a_context_without_memory_is_shortened_and_the_log_says_so(
+    small_memory: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        spec = spec_of()
+    num_tokens = (spec.groups[0].num_pages - 1) * spec.page_size
+    assert 0 < spec.max_model_len == num_tokens < 4096
+    assert f"the context is {num_tokens} tokens instead of the model's 4096" in caplog.text
+
+
+def test_a_context_that_was_asked_for_is_not_shortened(small_memory: None) -> None:
+    with pytest.raises(ConfigError, match="max_model_len 4096"):
+        spec_of(max_model_len=4096)
+
+
+def test_an_explicit_number_of_pages_leaves_the_context_as_it_is(small_memory: None) -> None:
+    assert spec_of(num_pages=8).max_model_len == 4096
