@@ -209,6 +209,7 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
             is_debug=options.debug_checks,
             sample_ops=device.sample_ops(model.dtype),
             shortcut=parts.shortcut(model, state.pools) if parts.shortcut and is_auto else None,
+            resolve=device.resolver(model.dtype),
         )
     )
     return _Made(runner, spec, attention)

@@ -12,9 +12,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.sections import DeviceSections
 from aserve.gpu.step_plan import StepPlan
 from aserve.messages import ArrayI32
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where the tokens of a forward lie; int64."""
+
+    token_rows: Tensor  # [tokens]
+    positions: Tensor  # [tokens]
+    slots: tuple[Tensor, ...]  # [tokens] per layer group
+    lens: Tensor  # [rows], KV lengths with these tokens
+    query_starts: Tensor  # [rows + 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +44,21 @@ class DeviceBatch:
     len_bounds_cpu: ArrayI32  # no row is longer after this forward
     is_exact: bool = False  # the bounds are the lengths themselves
     attention_plan: object | None = None  # made before, for a capture
+    placed: Placed | None = None  # if whoever made it knows already
+
+    def place(self, pools: KvPools) -> Placed:
+        if self.placed is not None:
+            return self.placed
+        token_rows = self.rows.index_select(0, self.owners)
+        positions = self.kv_lens.index_select(0, self.owners).add_(self.offsets)
+        groups = range(len(pools.page_tables))
+        return Placed(
+            token_rows,
+            positions,
+            slots=tuple(pools.slots(group, token_rows, positions) for group in groups),
+            lens=self.kv_lens + self.spans,
+            query_starts=torch.nn.functional.pad(self.spans.cumsum(0), (1, 0)),
+        )
 
     def decode(self, rows: Tensor, *, input_ids: Tensor, kv_lens: Tensor) -> DeviceBatch:
         """One more token for some of these rows, int64 [n] each: a drafter's next forward."""

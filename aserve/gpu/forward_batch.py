@@ -61,22 +61,19 @@ class ForwardBatch:
         is_debug: bool = False,
     ) -> ForwardBatch:
         """Pure: the same arguments give equal tensors, and nothing given is changed."""
-        token_rows = batch.rows.index_select(0, batch.owners)
-        positions = batch.kv_lens.index_select(0, batch.owners).add_(batch.offsets)
+        placed = batch.place(pools)
         known = batch.len_bounds_cpu if batch.is_exact else None
         if overrides.kv_lens_cpu is not None:
             known = overrides.kv_lens_cpu + batch.spans_cpu
         return cls(
             iteration=batch.iteration,
             rows=batch.rows,
-            lens=batch.kv_lens + batch.spans,
-            query_starts=torch.nn.functional.pad(batch.spans.cumsum(0), (1, 0)),
+            lens=placed.lens,
+            query_starts=placed.query_starts,
             owners=batch.owners,
             input_ids=batch.input_ids,
-            positions=positions,
-            slots=tuple(
-                pools.slots(group, token_rows, positions) for group in range(len(pools.page_tables))
-            ),
+            positions=placed.positions,
+            slots=placed.slots,
             spans_cpu=batch.spans_cpu,
             len_bounds_cpu=batch.len_bounds_cpu,
             lens_cpu=known,

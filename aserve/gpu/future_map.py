@@ -49,6 +49,10 @@ class FutureMap:
     def __contains__(self, name: str) -> bool:
         return name in self._fields
 
+    def table(self, name: str) -> Tensor:
+        """[max_rows + 1, *shape], itself: to be read in a step's head, in order."""
+        return self._fields[name]
+
     def read(self, name: str, rows: Tensor) -> Tensor:
         """rows int64 [n] -> a copy [n, *shape]."""
         return self._fields[name].index_select(0, rows)

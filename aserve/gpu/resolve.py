@@ -6,7 +6,10 @@ It decides nothing. What it writes belongs to others, who say so; it makes the D
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -75,34 +78,41 @@ def apply_tables(batch: ScheduleBatch, sections: DeviceSections, state: DeviceSt
                 state.pools.clear(group, sections.ints(f"empty_pages{group}"))
 
 
+Resolve: TypeAlias = Callable[[StepPlan, DeviceSections, DeviceState], DeviceStep]
+
+
 def resolve(plan: StepPlan, sections: DeviceSections, state: DeviceState) -> DeviceStep:
     """Placeholders become ids and bounds become lengths; the ids go beside the KV."""
-    rows = sections.ints("rows")
-    owners, offsets = sections.ints("owners"), sections.ints("offsets")
-    token_rows = rows.index_select(0, owners)
-    kv_lens = _kv_lens(plan, sections, state.relay)
     input_ids = state.relay.resolve(sections.ints("input_ids"))
     if plan.num_drafts.any():
-        input_ids = _with_drafts(input_ids, token_rows, sections, state.relay)
-    slots = state.pools.slots(0, token_rows, kv_lens.index_select(0, owners).add_(offsets))
-    state.pools.token_pool.index_copy_(0, slots, input_ids.to(torch.int32))
-    batch = DeviceBatch(
+        input_ids = _with_drafts(input_ids, sections, state.relay)
+    kv_lens = _kv_lens(sections, state.relay)
+    batch = resolved_batch(plan, sections, input_ids=input_ids, kv_lens=kv_lens)
+    placed = batch.place(state.pools)
+    state.pools.token_pool.index_copy_(0, placed.slots[0], input_ids.to(torch.int32))
+    return DeviceStep(plan, dataclasses.replace(batch, placed=placed), sections)
+
+
+def resolved_batch(
+    plan: StepPlan, sections: DeviceSections, *, input_ids: Tensor, kv_lens: Tensor
+) -> DeviceBatch:
+    """Of a step whose ids and lengths are known, int64 [tokens] and [rows]."""
+    return DeviceBatch(
         iteration=plan.iteration,
-        rows=rows,
+        rows=sections.ints("rows"),
         spans=sections.ints("spans"),
         kv_lens=kv_lens,
         input_ids=input_ids,
-        owners=owners,
-        offsets=offsets,
+        owners=sections.ints("owners"),
+        offsets=sections.ints("offsets"),
         spans_cpu=plan.spans,
         len_bounds_cpu=plan.len_bounds,
         is_exact=plan.is_exact,
         attention_plan=plan.attention_plan,
     )
-    return DeviceStep(plan, batch, sections)
 
 
-def _kv_lens(plan: StepPlan, sections: DeviceSections, relay: FutureMap) -> Tensor:
+def _kv_lens(sections: DeviceSections, relay: FutureMap) -> Tensor:
     """What the host knows comes from the host, and only a bound from the relay."""
     kv_lens = sections.ints("kv_lens")
     if SEQ_LEN not in relay:
@@ -111,12 +121,11 @@ def _kv_lens(plan: StepPlan, sections: DeviceSections, relay: FutureMap) -> Tens
     return torch.where(sections.ints("is_bound") > 0, published, kv_lens)
 
 
-def _with_drafts(
-    input_ids: Tensor, token_rows: Tensor, sections: DeviceSections, relay: FutureMap
-) -> Tensor:
+def _with_drafts(input_ids: Tensor, sections: DeviceSections, relay: FutureMap) -> Tensor:
     """The last num_drafts tokens of each row's span come from its drafts, in order."""
+    owners = sections.ints("owners")
     num_known = sections.ints("spans") - sections.ints("num_drafts")
-    numbers = sections.ints("offsets") - num_known.index_select(0, sections.ints("owners"))
-    drafts = relay.read(DRAFTS, token_rows)
+    numbers = sections.ints("offsets") - num_known.index_select(0, owners)
+    drafts = relay.read(DRAFTS, sections.ints("rows").index_select(0, owners))
     column = numbers.clamp(min=0)[:, None]
     return torch.where(numbers >= 0, drafts.gather(1, column)[:, 0], input_ids)

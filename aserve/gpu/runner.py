@@ -20,7 +20,7 @@ from aserve.gpu.forward_batch import NO_OVERRIDES, ForwardBatch, ForwardOverride
 from aserve.gpu.future_map import SEQ_LEN, FutureMap
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.prompt_values import value_prompts
-from aserve.gpu.resolve import DeviceState, apply_tables, resolve
+from aserve.gpu.resolve import DeviceState, Resolve, apply_tables, resolve
 from aserve.gpu.results import Packed, pack
 from aserve.gpu.sample.logits_rows import LogitsRows
 from aserve.gpu.sample.ops import PLAIN_OPS, SampleOps
@@ -44,6 +44,7 @@ class RunnerParts:
     is_debug: bool
     sample_ops: SampleOps = PLAIN_OPS
     shortcut: Shortcut | None = None  # for the forwards that it can run
+    resolve: Resolve = resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class ModelRunner:
         NOTE: captured, this is run again without its Python: of the host it reads what is the same
         in all steps of one shape, and the rest from `sections`.
         """
-        step = resolve(plan, sections, self.state)
+        step = self._parts.resolve(plan, sections, self.state)
 
         def on_publish(lens: Tensor) -> None:
             self.relay.publish(step.batch.rows, lens)
@@ -150,18 +151,19 @@ class ModelRunner:
         """hidden [tokens, hidden] -> a token for every logits row of the step's plan, in slices,
         and what the step owes its rows' prompts.
         """
-        batch, sections = step.batch, step.sections
+        placed, sections = step.batch.place(self.state.pools), step.sections
         tokens = sections.ints("logits_tokens")
-        owners = batch.owners.index_select(0, tokens)
-        rows = batch.rows.index_select(0, owners)
-        lens = (batch.kv_lens.index_select(0, owners) + 1).add_(
-            batch.offsets.index_select(0, tokens)
-        )
+
+        def of_logits(values: Tensor) -> Tensor:
+            """Those of the tokens that have logits: mostly of all, and then in the same order."""
+            return values if len(tokens) == len(hidden) else values.index_select(0, tokens)
+
+        rows, lens, wanted = map(of_logits, (placed.token_rows, placed.positions, hidden))
         sampled = self._sample_slices(
             step.plan.logits,
             sections,
-            LogitsRows(rows, lens),
-            lambda part: self.model.logits(hidden.index_select(0, tokens[part])),
+            LogitsRows(rows, lens + 1),
+            lambda part: self.model.logits(wanted[part]),
         )
         if step.plan.prompts is None:
             return sampled

@@ -9,7 +9,14 @@ from aserve.gpu.device_batch import DeviceBatch, DeviceStep
 from aserve.gpu.future_map import SEQ_LEN, FutureMap, RelayField
 from aserve.gpu.kv.layer_groups import group_layers
 from aserve.gpu.kv.pools import KvPools
-from aserve.gpu.resolve import DRAFTS, DeviceState, apply_tables, resolve, stage_tables
+from aserve.gpu.resolve import (
+    DRAFTS,
+    DeviceState,
+    Resolve,
+    apply_tables,
+    resolve,
+    stage_tables,
+)
 from aserve.gpu.sample.plan import RowFacts
 from aserve.gpu.sample.row_tables import RowTables
 from aserve.gpu.sections import DeviceSections, HostSections
@@ -43,7 +50,7 @@ def to_device(sections: HostSections) -> DeviceSections:
     return DeviceSections(words, places)
 
 
-def bring(batch: ScheduleBatch, state: DeviceState) -> DeviceStep:
+def bring(batch: ScheduleBatch, state: DeviceState, by: Resolve = resolve) -> DeviceStep:
     """Stage, apply and resolve."""
     facts = RowFacts(MAX_ROWS)
     facts.write(batch.row_inits)
@@ -53,7 +60,7 @@ def bring(batch: ScheduleBatch, state: DeviceState) -> DeviceStep:
     plan.stage(sections)
     staged = to_device(sections)
     apply_tables(batch, staged, state)
-    return resolve(plan, staged, state)
+    return by(plan, staged, state)
 
 
 def paged() -> KvPools:

@@ -16,6 +16,7 @@ from aserve.gpu.device.base import Captured, Cut, Event
 from aserve.gpu.device.cpu import CpuDevice
 from aserve.gpu.kv.stored import StoreKv
 from aserve.gpu.layers.elementwise import Elementwise
+from aserve.gpu.resolve import Resolve
 from aserve.gpu.sample.ops import SampleOps
 from aserve.gpu.weights.form import WeightForm, WeightWish
 from tests.gpu.gated_model import TIMEOUT_S
@@ -66,6 +67,9 @@ class LateDevice:
 
     def elementwise(self, dtype: torch.dtype) -> Elementwise:
         return self._cpu.elementwise(dtype)
+
+    def resolver(self, dtype: torch.dtype) -> Resolve:
+        return self._cpu.resolver(dtype)
 
     def sample_ops(self, dtype: torch.dtype) -> SampleOps:
         return self._cpu.sample_ops(dtype)

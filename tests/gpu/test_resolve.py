@@ -5,6 +5,7 @@ Also the head of a step: new tenants, their pages, and the token ids beside the 
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 
 from aserve.errors import BugError
 from aserve.gpu.future_map import LAST_TOKEN, SEQ_LEN
-from aserve.gpu.resolve import DRAFTS, DeviceState
+from aserve.gpu.resolve import DRAFTS, DeviceState, Resolve, resolve
+from aserve.gpu.triton_resolve import triton_resolve
 from aserve.messages import PageWrites, ScheduleBatch, VerifyPlan, pack_i32
 from tests.gpu.batch_builder import greedy
 from tests.gpu.device_tables import MAX_ROWS, PAGE_SIZE, bring, make_tables
@@ -90,10 +92,14 @@ def batch_of(case: Case) -> ScheduleBatch:
     )
 
 
+WAYS = {"torch": resolve, "triton": triton_resolve}
+
+
+@pytest.mark.parametrize("by", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("name", CASES)
-def test_each_kind_of_step_resolves_to_known_ids_at_their_positions(name: str) -> None:
+def test_each_kind_of_step_resolves_to_known_ids_at_their_positions(name: str, by: Resolve) -> None:
     case, state = CASES[name], tables_in_use()
-    batch = bring(batch_of(case), state).batch
+    batch = bring(batch_of(case), state, by).batch
     assert batch.input_ids.tolist() == case.ids
     owners = batch.owners
     assert (batch.kv_lens[owners] + batch.offsets).tolist() == case.positions
@@ -102,11 +108,14 @@ def test_each_kind_of_step_resolves_to_known_ids_at_their_positions(name: str) -
     ]
 
 
+@pytest.mark.parametrize("by", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("idle", "padding")])
-def test_resolved_ids_lie_beside_the_kv_of_their_row_and_nowhere_else(name: str) -> None:
+def test_resolved_ids_lie_beside_the_kv_of_their_row_and_nowhere_else(
+    name: str, by: Resolve
+) -> None:
     case, state = CASES[name], tables_in_use()
     state.pools.token_pool.fill_(-1)
-    bring(batch_of(case), state)
+    bring(batch_of(case), state, by)
     rows = [row for row, span in zip(case.rows, case.spans, strict=True) for _ in range(span)]
     written = {
         3 * row * PAGE_SIZE + position: token
@@ -116,10 +125,23 @@ def test_resolved_ids_lie_beside_the_kv_of_their_row_and_nowhere_else(name: str)
     assert {slot: token for slot, token in enumerate(pool) if token != -1} == written
 
 
-def test_padding_writes_to_page_0_only() -> None:
+@pytest.mark.parametrize("by", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_resolved_step_knows_where_its_tokens_lie(case: str, by: Resolve) -> None:
+    state = tables_in_use()
+    batch = bring(batch_of(CASES[case]), state, by).batch
+    placed = dataclasses.replace(batch, placed=None).place(state.pools)
+    assert batch.placed is not None
+    for name in (each.name for each in dataclasses.fields(placed)):
+        got, expected = (getattr(each, name) for each in (batch.placed, placed))
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("by", WAYS.values(), ids=WAYS)
+def test_padding_writes_to_page_0_only(by: Resolve) -> None:
     state = tables_in_use()
     state.pools.token_pool.fill_(-1)
-    bring(batch_of(CASES["padding"]), state)
+    bring(batch_of(CASES["padding"]), state, by)
     assert (state.pools.token_pool[PAGE_SIZE:] == -1).all()
 
 

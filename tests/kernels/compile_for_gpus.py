@@ -25,6 +25,7 @@ from aserve_kernels.invariant_linear import WIDE_FROM, invariant_linear
 from aserve_kernels.paged_rows import Scoring
 from aserve_kernels.paged_tiles import Cut
 from aserve_kernels.penalties import penalise
+from aserve_kernels.prepare_inputs import Tables, Words, prepare_inputs
 from aserve_kernels.rms_norm import add_rms_norm, rms_norm
 from aserve_kernels.rope import rope
 from aserve_kernels.sample import sample
@@ -79,6 +80,14 @@ def call_sample() -> None:
         sample(logits, rows, rows, ints, floats, has_noise=has_noise, has_limits=has_limits)
 
 
+def call_prepare_inputs() -> None:
+    some, table = torch.zeros(3, dtype=torch.int32), torch.zeros((4, 8), dtype=torch.int64)
+    words = Words(some, some, some, some, some, some, some)
+    for seq_lens in (None, table[:, 0]):
+        pools = (table, table)
+        prepare_inputs(words, Tables(table[:, 0], seq_lens, pools, some, page_size=16))
+
+
 def call_penalise() -> None:
     logits, rows = torch.zeros((2, 9000)), torch.tensor([1, 3])
     ints = torch.zeros((4, 4), dtype=torch.int64)
@@ -112,6 +121,7 @@ CALLS: Mapping[str, Callable[[], None]] = {
     ),
     "sample": call_sample,
     "penalise": call_penalise,
+    "prepare_inputs": call_prepare_inputs,
     "bitmask": call_bitmask,
 }
 HOPPER_CALLS: Mapping[str, Callable[[], None]] = {

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from aserve.gpu.kv.stored import StoreKv
 from aserve.gpu.layers.elementwise import Elementwise
+from aserve.gpu.resolve import Resolve
 from aserve.gpu.sample.ops import SampleOps
 from aserve.gpu.weights.form import WeightForm, WeightWish
 
@@ -87,6 +88,9 @@ class Device(Protocol):
 
     def elementwise(self, dtype: torch.dtype) -> Elementwise:
         """How the layers between the products are fastest here in this dtype."""
+
+    def resolver(self, dtype: torch.dtype) -> Resolve:
+        """How a step's words become inputs of a model of this dtype fastest here, as `resolve`."""
 
     def sample_ops(self, dtype: torch.dtype) -> SampleOps:
         """How a model of this dtype is sampled fastest here; its logits are float32 or wider."""

@@ -21,6 +21,7 @@ from aserve.gpu.device.process import keep_freed_memory
 from aserve.gpu.device.recorded import record
 from aserve.gpu.kv.stored import StoreKv, store_plain
 from aserve.gpu.layers.elementwise import PLAIN, Elementwise
+from aserve.gpu.resolve import Resolve, resolve
 from aserve.gpu.sample.ops import PLAIN_OPS, SampleOps
 from aserve.gpu.weights.form import WeightForm, WeightWish
 from aserve.gpu.weights.memory import available_memory_bytes
@@ -87,6 +88,9 @@ class CpuDevice:
         from aserve.gpu.layers.compiled import compiled_elementwise
 
         return compiled_elementwise(dtype)
+
+    def resolver(self, dtype: torch.dtype) -> Resolve:
+        return resolve
 
     def sample_ops(self, dtype: torch.dtype) -> SampleOps:
         if dtype not in KERNEL_DTYPES or importlib.util.find_spec("numba") is None:

@@ -21,6 +21,7 @@ from aserve.gpu.device.cuda_runtime import CudaRuntime, TorchCuda
 from aserve.gpu.kv.stored import StoreKv
 from aserve.gpu.layers.elementwise import Elementwise
 from aserve.gpu.layers.linear import prepare
+from aserve.gpu.resolve import Resolve
 from aserve.gpu.sample.ops import SampleOps
 from aserve.gpu.weights.form import DTYPES, WeightForm, WeightWish, dtype_name
 
@@ -130,6 +131,11 @@ class CudaDevice:
         from aserve.gpu.layers.triton_elementwise import triton_elementwise
 
         return triton_elementwise(dtype)
+
+    def resolver(self, dtype: torch.dtype) -> Resolve:
+        from aserve.gpu.triton_resolve import triton_resolver
+
+        return triton_resolver(dtype)
 
     def sample_ops(self, dtype: torch.dtype) -> SampleOps:
         from aserve.gpu.sample.triton_ops import triton_sample_ops

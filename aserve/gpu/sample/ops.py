@@ -6,9 +6,10 @@ It knows no device. Each way gives the same tokens, but where float32's last dig
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -21,32 +22,10 @@ from aserve.gpu.sample.penalties import penalise
 from aserve.gpu.sample.plan import SamplePlan
 from aserve.gpu.sample.row_tables import RowTables
 
-
-class Draw(Protocol):
-    def __call__(
-        self, logits: Tensor, rows: LogitsRows, tables: RowTables, plan: SamplePlan, /
-    ) -> Drawn:
-        """As `draw_tokens`."""
-
-
-class Penalise(Protocol):
-    def __call__(
-        self,
-        logits: Tensor,
-        places: Tensor,
-        rows: LogitsRows,
-        tables: RowTables,
-        pools: KvPools,
-        /,
-        *,
-        max_len: int,
-    ) -> None:
-        """As `penalise`."""
-
-
-class Allow(Protocol):
-    def __call__(self, logits: Tensor, mask: Tensor, /) -> None:
-        """As `allow`."""
+# As `draw_tokens`, `penalise` and `allow`.
+Draw: TypeAlias = Callable[[Tensor, LogitsRows, RowTables, SamplePlan], Drawn]
+Penalise: TypeAlias = Callable[[Tensor, Tensor, LogitsRows, RowTables, KvPools, int], None]
+Allow: TypeAlias = Callable[[Tensor, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ def penalise(
     rows: LogitsRows,
     tables: RowTables,
     pools: KvPools,
-    *,
     max_len: int,
 ) -> None:
     """logits [n, vocab], in place at `places` int64 [m]; no row's history is longer than

@@ -82,9 +82,7 @@ class Sampler:
         plan = staged.plan
         if len(plan.penalised):
             places = staged.ints("penalised")
-            self._ops.penalise(
-                logits, places, rows, self._tables, self._pools, max_len=plan.max_len
-            )
+            self._ops.penalise(logits, places, rows, self._tables, self._pools, plan.max_len)
         if plan.nudges.places:
             places = staged.ints("places")
             is_on = rows.lens.index_select(0, places) < staged.ints("until")

@@ -45,7 +45,6 @@ def _penalise(
     rows: LogitsRows,
     tables: RowTables,
     pools: KvPools,
-    *,
     max_len: int,
 ) -> None:
     of_rows = (tables.int_table, tables.float_table)

@@ -1,0 +1,79 @@
+"""A step's words as its forward's inputs, against the reference."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from aserve_kernels.prepare_inputs import BLOCK, Tables, Words, prepare_inputs, prepare_inputs_ref
+
+MAX_ROWS, MAX_PAGES = 300, 6
+
+
+def make_words(spans: list[int]) -> Words:
+    generator = torch.Generator().manual_seed(len(spans))
+    num = len(spans)
+    owners = torch.arange(num).repeat_interleave(torch.tensor(spans, dtype=torch.int64))
+    starts = torch.tensor(spans).cumsum(0) - torch.tensor(spans)
+    rows = 1 + torch.randperm(MAX_ROWS, generator=generator)[:num]
+    ids = torch.randint(0, 1 << 31, (len(owners),), generator=generator)
+    is_known = torch.rand(len(owners), generator=generator) < 0.5
+    return Words(
+        rows=rows.int(),
+        kv_lens=torch.randint(0, 40, (num,), generator=generator).int(),
+        spans=torch.tensor(spans).int(),
+        is_bound=torch.randint(0, 2, (num,), generator=generator).int(),
+        owners=owners.int(),
+        offsets=(torch.arange(len(owners)) - starts[owners]).int() if num else owners.int(),
+        input_ids=torch.where(is_known, ids, -rows[owners]).int(),
+    )
+
+
+def make_tables(*, page_size: int, num_groups: int, is_bounded: bool) -> Tables:
+    generator = torch.Generator().manual_seed(page_size)
+    shape = (MAX_ROWS + 1, MAX_PAGES * (1 + 64 // page_size))
+    pages = [
+        1 + torch.randperm(shape[0] * shape[1], generator=generator).view(shape)
+        for _ in range(num_groups)
+    ]
+    seq_lens = torch.randint(0, 50, (MAX_ROWS + 1,), generator=generator)
+    return Tables(
+        last_tokens=torch.randint(0, 1 << 31, (MAX_ROWS + 1,), generator=generator),
+        seq_lens=seq_lens if is_bounded else None,
+        page_tables=tuple(pages),
+        token_pool=torch.full(((shape[0] * shape[1] + 1) * page_size,), -1, dtype=torch.int32),
+        page_size=page_size,
+    )
+
+
+def tensors(made: object) -> list[Tensor]:
+    values = [getattr(made, field.name) for field in dataclasses.fields(made)]  # type: ignore[arg-type] # a record of ours
+    return [each for value in values for each in (value if isinstance(value, tuple) else (value,))]
+
+
+SPANS = {
+    "idle": [],
+    "one": [1],
+    "decode": [1] * (BLOCK + 1),
+    "a block": [BLOCK],
+    "mixed": [1, BLOCK - 1, 1, 60, 1, 3],
+}
+
+
+@pytest.mark.parametrize("kind", SPANS)
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("num_groups", [1, 2])
+@pytest.mark.parametrize("is_bounded", [False, True])
+def test_every_step_has_the_inputs_of_the_reference(
+    is_bounded: bool, num_groups: int, page_size: int, kind: str
+) -> None:
+    words = make_words(SPANS[kind])
+    tables = make_tables(page_size=page_size, num_groups=num_groups, is_bounded=is_bounded)
+    other = dataclasses.replace(tables, token_pool=tables.token_pool.clone())
+    got, expected = prepare_inputs(words, tables), prepare_inputs_ref(words, other)
+    for mine, theirs in zip(tensors(got), tensors(expected), strict=True):
+        assert torch.equal(mine, theirs)
+    assert torch.equal(tables.token_pool, other.token_pool)
