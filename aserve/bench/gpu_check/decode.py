@@ -39,6 +39,7 @@ from aserve.load import build_options
 from aserve.text.load import load_numeric_tokenizer
 
 SMALL = "small"
+MOST_WARM_UPS = 4
 
 
 def measure(setting: Setting, which: str) -> Figures:
@@ -123,13 +124,25 @@ class StepBench:
     async def _figures(self, batch: int) -> Figures:
         sizes = self._setting.sizes
         shape = Shape(batch, sizes.input_len, sizes.output_len)
-        await self._times(shape)  # compiles and captures
+        await self._warm_up(shape)
         steps_s = [measured(await self._times(shape)).step_s for _ in range(sizes.repeats)]
-        figures: Figures = {f"executor_spread_b{batch}": round(spread(steps_s), 3)}
+        figures: Figures = {
+            f"executor_spread_b{batch}": round(spread(steps_s), 3),
+            f"replayed_share_b{batch}": round(self._watch.num_replays / sizes.num_decodes, 3),
+        }
         figures |= self._idle(await self._times(shape), batch)
         await self._times(dataclasses.replace(shape, output_len=sizes.output_len // 2))
         figures |= self._replay(batch)
         return figures | _over_replay("executor", batch / median(steps_s), figures, batch)
+
+    async def _warm_up(self, shape: Shape) -> None:
+        """Until nothing is compiled any more, and a whole run is replayed: graphs are captured when
+        no step waits.
+        """
+        for _ in range(MOST_WARM_UPS):
+            await self._times(shape)
+            if self._watch.num_replays >= self._setting.sizes.num_decodes:
+                return
 
     async def _times(self, shape: Shape) -> list[StepTime]:
         self._watch.clear()

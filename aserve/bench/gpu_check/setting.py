@@ -55,11 +55,13 @@ class Setting:
         }
 
     def for_steps(self, options: BuildOptions) -> BuildOptions:
-        """Captured steps also where the device leaves them out by itself: the dry run's."""
+        """Captured steps also where the device leaves them out by itself: the dry run's, in
+        float64, because what is compiled for the CPU cannot be captured there.
+        """
         if self.device == "cuda":
             return options
         rows = max(self.sizes.batches)
-        return dataclasses.replace(options, graph_rows=rows, attention="torch-ref")
+        return dataclasses.replace(options, graph_rows=rows, attention="torch-ref", dtype="float64")
 
 
 def resolved_of(flags: Mapping[str, object]) -> Resolved:

@@ -112,6 +112,11 @@ class Sizes:
     bench_arguments: Mapping[str, tuple[str, ...]]
 
     @property
+    def num_decodes(self) -> int:
+        """Steps of a batch after its prefill."""
+        return self.output_len - 1
+
+    @property
     def most_rows(self) -> int:
         return max(self.batches)
 

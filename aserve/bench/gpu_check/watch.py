@@ -39,12 +39,14 @@ class Watch:
     def __init__(self, where: torch.device) -> None:
         self.steps: list[StepMarks] = []
         self.last: Captured | None = None
+        self.num_replays = 0
         self._is_cuda = where.type == "cuda"
         self._begin: Mark | None = None
 
     def clear(self) -> None:
         self.steps.clear()
         self.last = None
+        self.num_replays = 0
 
     def gaps_us(self) -> Iterator[float]:
         """From the end of each step's work to the begin of the next one's. A begin is recorded
@@ -110,6 +112,7 @@ class _WatchedCapture:
 
     def replay(self, on_cut: Cut) -> Tensor:
         self._watch.last = self._captured
+        self._watch.num_replays += 1
         return self._captured.replay(on_cut)
 
 

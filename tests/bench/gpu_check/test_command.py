@@ -62,6 +62,9 @@ def test_a_part_runs_dry_on_the_cpu(name: str, capsys: Captured, tmp_path: Path)
     if name != "bench-kernels":  # which only a GPU has
         assert (record.status, record.reason) == ("done", "")
         assert record.figures
+    if name.startswith("decode-"):
+        assert record.figures["replayed_share_b3"] == 1
+        assert "executor_over_replay_b3" in record.figures
 
 
 @pytest.mark.slow

@@ -53,6 +53,7 @@ def test_the_captured_step_that_ran_last_can_be_replayed_alone() -> None:
     tens.replay(lambda _: None)
     last = watch.last
     assert last is not None
+    assert watch.num_replays == 2
     before = float(total)
     last.replay(lambda _: None)
     assert float(total) == before + 10

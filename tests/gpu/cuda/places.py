@@ -12,14 +12,15 @@ from typing import Any, Protocol
 
 import torch
 
+from aserve.bench.gpu_check.watch import Watch, watched
 from aserve.gpu.decode.base import DecodeMode
 from aserve.gpu.device.base import Device
-from aserve.gpu.device.cpu import CpuDevice
 from aserve.gpu.device.cuda import CudaDevice, open_cuda
 from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.models.causal_model import CausalModel
 from tests.gpu.drive import make_executor
 from tests.gpu.fake_cuda import FakeCuda
+from tests.gpu.graph_device import GraphDevice
 from tests.gpu.hash_model import HashModel
 
 MakeModel = Callable[[torch.device], CausalModel]
@@ -30,11 +31,17 @@ def hash_model(where: torch.device) -> CausalModel:
 
 
 class Place(Protocol):
+    """`watch` counts what is replayed on the device."""
+
     device: Device
+    watch: Watch
 
     def executor(
         self, make_model: MakeModel = ..., *, mode: DecodeMode | None = None, **options: Any
     ) -> TorchExecutor: ...
+
+    def loading(self) -> contextlib.AbstractContextManager[object]:
+        """Before an executor is started: there the host may wait for the device."""
 
     def no_waits(self) -> contextlib.AbstractContextManager[None]:
         """Within it, an operator that makes the host wait for the device is an error."""
@@ -46,7 +53,8 @@ class Place(Protocol):
 class _Real:
     """A device that computes values where it is asked to."""
 
-    device: Device
+    def __init__(self, device: Device) -> None:
+        self.device, self.watch = watched(device)
 
     def executor(
         self, make_model: MakeModel = hash_model, *, mode: DecodeMode | None = None, **options: Any
@@ -56,10 +64,13 @@ class _Real:
             model, mode=mode, device=self.device, **{"attention": "torch-ref", **options}
         )
 
+    def loading(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
 
 class CpuPlace(_Real):
     def __init__(self) -> None:
-        self.device: Device = CpuDevice()
+        super().__init__(GraphDevice())
 
     def no_waits(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -70,7 +81,7 @@ class CpuPlace(_Real):
 
 class CudaPlace(_Real):
     def __init__(self) -> None:
-        self.device = open_cuda("a test asks for it")
+        super().__init__(open_cuda("a test asks for it"))
 
     @contextlib.contextmanager
     def no_waits(self) -> Iterator[None]:
@@ -91,7 +102,7 @@ class PlayedPlace:
     def __init__(self) -> None:
         self.cuda = FakeCuda(seed=1)
         with self.cuda:
-            self.device: Device = CudaDevice(self.cuda)
+            self.device, self.watch = watched(CudaDevice(self.cuda))
 
     def executor(
         self, make_model: MakeModel = hash_model, *, mode: DecodeMode | None = None, **options: Any
@@ -100,6 +111,9 @@ class PlayedPlace:
             model = make_model(self.device.torch_device)
             options = {"attention": "torch-ref", **options}
             return make_executor(model, mode=mode, device=self.device, **options)
+
+    def loading(self) -> contextlib.AbstractContextManager[object]:
+        return self.cuda
 
     def no_waits(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
