@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 
 import pytest
 
 from aserve import launch
 from aserve.config import Facts, Raw, resolve
 from aserve.launch import InItsOwnProcess, InThisProcess, Stopped, Waits, launcher_of
+from aserve.tiny.location import MODEL_DIR
 
 
 async def test_a_wait_ends_with_its_future_or_with_the_signal() -> None:
@@ -44,3 +47,17 @@ def test_the_engine_has_its_own_process_beside_a_gpu_or_where_the_user_says_so(
     monkeypatch.setattr(launch, "may_have_cuda", lambda device: has_cuda)
     resolved = resolve(Raw(command_line=options), Facts(default_model="none"))
     assert type(launcher_of(resolved)) is kind
+
+
+def test_a_frontend_finds_its_model_and_reads_its_text_without_torch() -> None:
+    """It would take its memory twice, and a second of the start."""
+    code = (
+        "import sys, aserve.app\n"
+        "from aserve.config import Facts, Raw, resolve\n"
+        "from aserve.load import find_model\n"
+        "from aserve.text.load import load_text\n"
+        f"resolved = resolve(Raw(), Facts(default_model={str(MODEL_DIR)!r}))\n"
+        "load_text(find_model(resolved), resolved.model)\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
