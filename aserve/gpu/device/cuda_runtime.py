@@ -7,6 +7,7 @@ It knows nothing of what streams are for.
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -127,6 +128,7 @@ class TorchCuda:
         tensor.record_stream(_as_torch(stream))
 
     def memory(self) -> Memory:
+        gc.collect()
         torch.cuda.synchronize(self.torch_device)
         torch.cuda.empty_cache()
         return Memory(*torch.cuda.mem_get_info(self.torch_device))
