@@ -22,7 +22,7 @@ from aserve.gpu.decode.registry import MODES
 from aserve.gpu.device.base import Device
 from aserve.gpu.device.registry import open_device
 from aserve.gpu.executor import ExecutorParts, TorchExecutor
-from aserve.gpu.future_map import FutureMap
+from aserve.gpu.future_map import SEQ_LEN, FutureMap
 from aserve.gpu.graphs import GraphParts, StepGraphs
 from aserve.gpu.kv.layer_groups import LayerGroup, group_layers
 from aserve.gpu.kv.pools import KvPools, KvWays
@@ -195,7 +195,13 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
     spec = _plan_spec(parts, kv_dtype, num_pages=num_pages, budget_bytes=budget_bytes)
     state = _allocate(model, groups, spec, mode=mode, device=device, kv_dtype=kv_dtype)
     site = AttentionSite(
-        state.pools, groups, model.dtype, device, options.depth, options.deterministic
+        state.pools,
+        groups,
+        model.dtype,
+        device,
+        options.depth,
+        is_deterministic=options.deterministic,
+        has_bounds=any(field.name == SEQ_LEN for field in mode.fields),
     )
     is_auto = options.attention == "auto"
     attention = build_attention(options.attention, site, order=device.attention)

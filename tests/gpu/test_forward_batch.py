@@ -10,6 +10,7 @@ import torch
 
 from aserve.errors import BugError
 from aserve.gpu.attention.paged_sdpa import PagedSdpa
+from aserve.gpu.attention.plan_marker import PlanMarker
 from aserve.gpu.forward_batch import ForwardBatch, ForwardOverrides
 from aserve.gpu.models.hidden_capture import HiddenCapture
 from tests.gpu.device_tables import device_batch, paged
@@ -138,6 +139,19 @@ def test_a_batch_reshaped_after_a_replannable_plan_is_planned_again() -> None:
     made.mark_attention_planned("plan", replan_equivalent=True)
     assert made.padded(4).needs_attention_plan()
     assert not made.padded(2).needs_attention_plan()
+
+
+@pytest.mark.parametrize("spans", [[2, 1], [4], [1, 1, 2]])
+def test_rows_and_tokens_each_make_another_shape(spans: list[int]) -> None:
+    """Against a plan of two rows with four tokens: fewer tokens, or fewer or more rows."""
+    planned = forward([1, 3], [3, 4])
+    planned.mark_attention_planned("plan", replan_equivalent=True)
+    other = forward(spans, [0] * len(spans))
+    assert planned.marker.record is not None
+    moved = dataclasses.replace(other, marker=PlanMarker(planned.marker.record))
+    assert moved.needs_attention_plan()
+    same = dataclasses.replace(forward([2, 2], [0, 0]), marker=PlanMarker(planned.marker.record))
+    assert not same.needs_attention_plan()
 
 
 def test_a_batch_reshaped_after_another_plan_keeps_it() -> None:

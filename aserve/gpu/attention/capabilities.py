@@ -53,13 +53,16 @@ class Capabilities:
             yield "soft caps"
         if site.is_deterministic and not self.deterministic:
             yield "--deterministic"
+        if self.host_lens and site.has_bounds:
+            yield "lengths that the host does not know yet, as speculation has them"
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSite:
     """Where a backend is to work: the KV with its dtype, device and page size, the layers in the
-    groups that share a page table, the dtype of q, how many steps may be in flight, and whether a
-    token must get the same bits in whatever step it is computed."""
+    groups that share a page table, the dtype of q, how many steps may be in flight, whether a token
+    must get the same bits in whatever step it is computed, and whether the host knows only bounds
+    of some lengths."""
 
     pools: KvPools
     groups: tuple[LayerGroup, ...]
@@ -67,6 +70,7 @@ class AttentionSite:
     device: Device
     num_in_flight: int = 2
     is_deterministic: bool = False
+    has_bounds: bool = False
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -14,6 +14,7 @@ from aserve.gpu.attention import choice, flashinfer, flashinfer_wrappers
 from aserve.gpu.attention.base import AttentionBackend, AttentionKind, AttentionUnavailable
 from aserve.gpu.attention.capabilities import AttentionSite, Capabilities
 from aserve.gpu.attention.flashinfer import FlashInfer, build_flashinfer
+from aserve.gpu.attention.registry import BACKENDS
 from aserve.gpu.attention.static_plans import StaticShape
 from aserve.gpu.attention.torch_ref import TorchReference
 from aserve.gpu.device.base import Cut
@@ -41,6 +42,7 @@ from tests.gpu.device_tables import CPU, device_batch
 from tests.gpu.drive import make_executor, request, serve
 from tests.gpu.hash_model import HashModel
 from tests.gpu.plain_engine import plain_outputs
+from tests.gpu.two_token_mode import TwoTokens
 
 
 @pytest.fixture(autouse=True)
@@ -254,6 +256,27 @@ def test_an_engine_with_it_gives_the_plain_engines_tokens(
     assert len(module.plans) == groups * len(served.batches)
 
 
+def test_speculation_makes_an_engine_take_another_backend(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its lengths are known on the device only; the host would plan from bounds."""
+    package = FakeFlashInfer()
+    can = Capabilities(host_lens=True)
+    kinds = {
+        "flashinfer": AttentionKind(can, lambda site: build_flashinfer(package, site)),
+        "paged-sdpa": BACKENDS["paged-sdpa"](),
+    }
+    found = {name: (lambda kind=kind: kind) for name, kind in kinds.items()}
+    monkeypatch.setattr(choice, "BACKENDS", found)
+    device = CpuDevice()
+    device.attention = ("flashinfer", "paged-sdpa")
+    model = HashModel()
+    assert "attention flashinfer (auto)" in make_executor(model, device=device).about
+    executor = make_executor(model, device=device, mode=TwoTokens())
+    assert "attention paged-sdpa (auto, without flashinfer)" in executor.about
+    assert "lengths that the host does not know yet" in caplog.text
+
+
 # ---------------------------------------------------------------- captured forwards
 
 
@@ -270,9 +293,7 @@ def test_a_replay_is_planned_anew_for_other_rows_and_lengths(
         torch.testing.assert_close(replays.replay(), replays.expected(), rtol=1e-12, atol=1e-12)
 
 
-def test_wrappers_of_a_captured_forward_share_what_is_on_the_device_and_nothing_on_the_host() -> (
-    None
-):
+def test_wrappers_of_a_captured_forward_share_what_is_on_the_device_only() -> None:
     layout = Layout(layer(), page_size=4)
     package = FakeFlashInfer()
     replays = Replays(layout, StaticShape(2, 1, 40), package)
@@ -282,6 +303,7 @@ def test_wrappers_of_a_captured_forward_share_what_is_on_the_device_and_nothing_
     for name in ("starts", "pages", "last_lens"):
         assert len({getattr(wrapper.static, name).data_ptr() for wrapper in package.wrappers}) == 1
     assert len({id(wrapper.int_workspace) for wrapper in package.wrappers}) == 1
+    assert all(len(plan.pages) == 0 for plan in package.plans)  # nothing to copy: it writes them
 
 
 def test_a_refresh_writes_host_memory_again_only_after_its_event() -> None:
