@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-IS_INTERPRETED: bool = triton.knobs.runtime.interpret  # it multiplies bfloat16 wrongly
+from aserve_kernels.tile_product import add_product
+
 TOKENS = 64  # the fewest for which Hopper has its widest products
 SWATH = 8  # tiles of tokens that read the same weights one after the other
 # Not measured. Decoding wants a program for every processor, prompts want wide tiles.
@@ -35,7 +36,6 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
         OUTS=outs,
         INS=64 if is_half else 32,
         SWATH=SWATH,
-        IS_INTERPRETED=IS_INTERPRETED,
         num_warps=4,
         num_stages=4 if is_half else 2,
     )  # fmt: skip
@@ -53,7 +53,7 @@ def _multiply(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor | None, out: tl.tensor,
     num_tokens: int, x_stride: int,
     NUM_OUTS: tl.constexpr, NUM_INS: tl.constexpr, TOKENS: tl.constexpr, OUTS: tl.constexpr,
-    INS: tl.constexpr, SWATH: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+    INS: tl.constexpr, SWATH: tl.constexpr,
 ) -> None:  # fmt: skip
     """A tile of tokens and outputs."""
     tile = tl.program_id(0)
@@ -73,10 +73,7 @@ def _multiply(
         at = (first + ins)[None, :]
         a = tl.load(x_lines + at, mask=has_token & (at < NUM_INS), other=0.0)
         b = tl.load(weight_lines + at, mask=has_out[:, None] & (at < NUM_INS), other=0.0)
-        if IS_INTERPRETED:
-            a = a.to(tl.float32)
-            b = b.to(tl.float32)
-        sums = tl.dot(a, tl.trans(b), sums, input_precision="ieee")
+        sums = add_product(sums, a, tl.trans(b))
     if bias is not None:
         sums += tl.load(bias + outs, mask=has_out, other=0.0).to(tl.float32)[None, :]
     lines = out + tokens.to(tl.int64)[:, None] * NUM_OUTS + outs[None, :]

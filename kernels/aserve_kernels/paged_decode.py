@@ -14,7 +14,6 @@ from torch import Tensor
 
 from aserve_kernels.paged_rows import PagedRows, Scoring, attend_ref
 from aserve_kernels.paged_tiles import (
-    IS_INTERPRETED,
     Cut,
     attend_part,
     decode_tiles,
@@ -73,7 +72,6 @@ def paged_decode(
         NUM_KV_HEADS=num_kv_heads,
         GROUPS=num_heads // num_kv_heads,
         LINES=tiles.lines,
-        IS_INTERPRETED=IS_INTERPRETED,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **parts,
@@ -106,7 +104,7 @@ def _attend_splits(
     WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, PAGE_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr,
     LINES: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, LEAST_SPLIT: tl.constexpr,
-    IS_FIXED: tl.constexpr, NUM_SPLITS: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+    IS_FIXED: tl.constexpr, NUM_SPLITS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Every lane-th part of a row's keys, for the query heads of one KV head."""
     row = tl.program_id(0)
@@ -130,7 +128,6 @@ def _attend_splits(
             lines, positions, kv_len - 1, kv_len - 1, first, first + split, pages,
             keys + kv_head * HEAD_DIM, values + kv_head * HEAD_DIM, factor, cap,
             WINDOW, HAS_CAP, PAGE_SIZE, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, LINES, WIDTH, KEYS,
-            IS_INTERPRETED,
         )  # fmt: skip
         place = (row * NUM_KV_HEADS * GROUPS + heads).to(tl.int64) * NUM_SPLITS + part
         tl.store(peaks + place * 2, most, mask=groups < GROUPS)

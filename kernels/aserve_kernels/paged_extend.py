@@ -13,7 +13,6 @@ from torch import Tensor
 
 from aserve_kernels.paged_rows import PagedRows, Scoring, attend_ref
 from aserve_kernels.paged_tiles import (
-    IS_INTERPRETED,
     Cut,
     attend_part,
     extend_tiles,
@@ -64,7 +63,6 @@ def paged_extend(
         WIDTH=padded(head_dim),
         KEYS=tiles.keys,
         SPLIT=cut.fixed_split or 0,
-        IS_INTERPRETED=IS_INTERPRETED,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         enable_fp_fusion=cut.fixed_split is None,
@@ -94,7 +92,7 @@ def _attend_blocks(
     WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, PAGE_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr, LINES: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
-    SPLIT: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+    SPLIT: tl.constexpr,
 ) -> None:  # fmt: skip
     """QUERIES queries of a row, for the query heads of one KV head."""
     # The last blocks of a row read the most keys: they begin first.
@@ -129,7 +127,6 @@ def _attend_blocks(
             queries, positions, first_query, last_query, first_key, last_query + 1, pages,
             keys + kv_head * HEAD_DIM, values + kv_head * HEAD_DIM, factor, cap,
             WINDOW, HAS_CAP, PAGE_SIZE, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, LINES, WIDTH, KEYS,
-            IS_INTERPRETED,
         )  # fmt: skip
     else:
         most, total, mixed = no_part(LINES, WIDTH)
@@ -138,7 +135,6 @@ def _attend_blocks(
                 queries, positions, first_query, last_query, first, first + SPLIT, pages,
                 keys + kv_head * HEAD_DIM, values + kv_head * HEAD_DIM, factor, cap,
                 WINDOW, HAS_CAP, PAGE_SIZE, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, LINES, WIDTH, KEYS,
-                IS_INTERPRETED,
             )  # fmt: skip
             most, total, mixed = merge(most, total, mixed, part_most, part_total, part_mixed)
     result = mixed / total[:, None] * value_scale

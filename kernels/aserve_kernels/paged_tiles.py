@@ -14,13 +14,12 @@ import triton
 import triton.language as tl
 
 from aserve_kernels.paged_rows import Scoring
+from aserve_kernels.tile_product import add_product
 
 LOG2_E = 1.4426950408889634
 LEAST_DOT = 16  # the smallest side of a product on tensor cores
 LEAST_FIXED_SPLIT = 1024
 MOST_SPLITS = 32
-# The interpreter multiplies bfloat16 wrongly; as float32 the products are the same.
-IS_INTERPRETED: bool = triton.knobs.runtime.interpret
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +122,7 @@ def attend_part(
     first: tl.tensor, last: tl.tensor, pages: tl.tensor, keys: tl.tensor, values: tl.tensor,
     factor: float, cap: float, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
     PAGE_SIZE: tl.constexpr, SLOT_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    LINES: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+    LINES: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """q [lines, width] over keys first..last, `first` a multiple of KEYS -> a softmax's state.
 
@@ -141,18 +140,18 @@ def attend_part(
         most, total, mixed = _attend_tiles(
             q, positions, low, first, whole_first, pages, keys, values, factor, cap,
             most, total, mixed, WINDOW, HAS_CAP, PAGE_SIZE, SLOT_STRIDE, HEAD_DIM, WIDTH, KEYS,
-            True, IS_INTERPRETED,
+            True,
         )  # fmt: skip
     whole_last = tl.maximum(whole_first, tl.minimum(last, first_query + 1) // KEYS * KEYS)
     most, total, mixed = _attend_tiles(
         q, positions, low, whole_first, whole_last, pages, keys, values, factor, cap,
         most, total, mixed, WINDOW, HAS_CAP, PAGE_SIZE, SLOT_STRIDE, HEAD_DIM, WIDTH, KEYS,
-        False, IS_INTERPRETED,
+        False,
     )  # fmt: skip
     most, total, mixed = _attend_tiles(
         q, positions, low, whole_last, last, pages, keys, values, factor, cap,
         most, total, mixed, WINDOW, HAS_CAP, PAGE_SIZE, SLOT_STRIDE, HEAD_DIM, WIDTH, KEYS,
-        True, IS_INTERPRETED,
+        True,
     )  # fmt: skip
     return most, total, mixed
 
@@ -164,7 +163,6 @@ def _attend_tiles(
     most: tl.tensor, total: tl.tensor, mixed: tl.tensor, WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr, PAGE_SIZE: tl.constexpr, SLOT_STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, IS_MASKED: tl.constexpr,
-    IS_INTERPRETED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     dims = tl.arange(0, WIDTH)
     for tile in range(first, last, KEYS):
@@ -180,7 +178,7 @@ def _attend_tiles(
         places = ((page * PAGE_SIZE + at % PAGE_SIZE) * SLOT_STRIDE)[:, None] + dims[None, :]
         k = tl.load(keys + places, mask=is_there, other=0.0).to(q.dtype)
         scores = tl.zeros((q.shape[0], KEYS), tl.float32)
-        scores = _add_product(scores, q, tl.trans(k), IS_INTERPRETED) * factor
+        scores = add_product(scores, q, tl.trans(k)) * factor
         if HAS_CAP:
             scores = cap * (1 - 2 / (1 + tl.exp2(scores)))
         if IS_MASKED:
@@ -195,19 +193,9 @@ def _attend_tiles(
         shrink = tl.exp2(most - level)
         total = total * shrink + tl.sum(weights, 1)
         v = tl.load(values + places, mask=is_there, other=0.0).to(q.dtype)
-        mixed = _add_product(mixed * shrink[:, None], weights.to(q.dtype), v, IS_INTERPRETED)
+        mixed = add_product(mixed * shrink[:, None], weights.to(q.dtype), v)
         most = new_most
     return most, total, mixed
-
-
-@triton.jit
-def _add_product(
-    sums: tl.tensor, a: tl.tensor, b: tl.tensor, IS_INTERPRETED: tl.constexpr
-) -> tl.tensor:
-    if IS_INTERPRETED:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, sums, input_precision="ieee")
 
 
 @triton.jit

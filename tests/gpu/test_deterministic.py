@@ -1,5 +1,5 @@
-"""`--deterministic` on the CPU: a request's tokens and logits are the same bits, whatever else the
-engine does meanwhile and in whichever steps they are computed."""
+"""`--deterministic`: a request's tokens and logits are the same bits alone, among others, in
+chunks, after retraction and behind a cached prefix."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ def prompt(seed: int, num_tokens: int) -> list[int]:
     return [draw.randrange(3, VOCAB) for _ in range(num_tokens)]
 
 
+THE_PROMPT = prompt(0, LONG + 20)
+
+
 def the_one(**sampling: Any) -> AdmitRequest:
-    return request(NAME, prompt(0, LONG + 20), max_tokens=24, logprobs=5, **sampling)
+    return request(NAME, THE_PROMPT, max_tokens=24, **sampling)
 
 
 def others(num: int) -> list[AdmitRequest]:
@@ -42,19 +45,32 @@ def served(requests: list[AdmitRequest], **options: Any) -> Served:
     return serve(executor, requests)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_a_request_gets_the_same_bits_alone_among_others_in_chunks_and_computed_again(
-    temperature: float, dtype: str
+def test_a_request_gets_the_same_bits_in_whatever_steps_it_is_computed(
+    temperature: float, dtype: str, device: str
 ) -> None:
     key = (NAME, 0)
-    one = the_one(temperature=temperature)
-    alone = served([one], dtype=dtype)
-    among = served([*others(4), one, *others(8)[4:]], dtype=dtype)
-    chunked = served([*others(3), one], dtype=dtype, max_batched_tokens=16)
+    machine = {"dtype": dtype, "device": device}
+    one = the_one(temperature=temperature, logprobs=5)
+    alone = served([one], **machine)
+    among = served([*others(4), one, *others(8)[4:]], **machine)
+    chunked = served([*others(3), one], max_batched_tokens=16, **machine)
     growing = [request(f"growing {i}", prompt(i, 5), max_tokens=60) for i in range(2)]
-    cramped = served([*growing, one], dtype=dtype, num_pages=46)
+    cramped = served([*growing, one], num_pages=46, **machine)
     assert cramped.num_retracted > 0
-    for run in (among, chunked, cramped):
+    twin = request("twin", THE_PROMPT, max_tokens=1)
+    cached = served([twin, one], prefix_cache=True, **machine)
+    assert cached.num_cached > 0
+    for run in (among, chunked, cramped, cached):
         assert run.outputs[key] == alone.outputs[key]
         assert run.top_logprobs[key] == alone.top_logprobs[key]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_captured_step_gives_the_tokens_of_one_that_is_not(temperature: float) -> None:
+    requests = [*others(4), the_one(temperature=temperature)]
+    captured = served(requests, device="cuda", graph_rows=8)
+    assert captured.outputs == served(requests, device="cuda", graph_rows=0).outputs

@@ -48,11 +48,12 @@ def test_grouped_queries_of_every_size_equal_the_reference(heads: tuple[int, int
     assert_equals_reference(Case(MIXED, heads=heads))
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("window", [1, 5, 16, 64, 65, 100])
+@pytest.mark.parametrize(
+    ("window", "softcap"), [(1, None), (5, 2.0), (16, None), (64, None), (65, 2.0), (100, None)]
+)
 def test_windows_and_caps_equal_the_reference(window: int, softcap: float | None) -> None:
     scoring = Scoring(0.3, window=window, softcap=softcap)
-    assert_equals_reference(Case((*MIXED, (70, 200)), scoring=scoring))
+    assert_equals_reference(Case(((1, 70), (1, 129), (70, 200)), scoring=scoring))
 
 
 def test_capped_scores_equal_the_reference() -> None:
@@ -66,14 +67,14 @@ def test_every_dtype_equals_the_reference(dtype: torch.dtype, kv_dtype: torch.dt
     assert_equals_reference(Case(MIXED, dtype=dtype, kv_dtype=kv_dtype, scoring=scoring))
 
 
-@pytest.mark.parametrize("window", [None, 100, 150])
+@pytest.mark.parametrize("window", [None, 150])
 @pytest.mark.parametrize(
     "cut",
     [Cut(least_split=64, most_splits=2), Cut(least_split=64), Cut(fixed_split=64)],
     ids=["grown", "least", "fixed"],
 )
 def test_however_keys_are_cut_they_are_all_attended_to(cut: Cut, window: int | None) -> None:
-    rows = ((1, 65), (1, 300), (1, 1), (1, 129), (20, 150))
+    rows = ((1, 65), (1, 300), (1, 1), (20, 150))
     assert_equals_reference(Case(rows, cut=cut, scoring=Scoring(0.3, window=window), max_len=640))
 
 
@@ -93,13 +94,12 @@ def test_a_row_is_bitwise_the_same_alone_and_among_others(window: int | None) ->
 
 
 @pytest.mark.usefixtures("sums_in_one_order")
-@pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.bfloat16, 100)])
 def test_with_fixed_parts_a_query_is_bitwise_the_same_in_any_step(
     dtype: torch.dtype, window: int | None
 ) -> None:
     """Each token of a prompt, in chunks that end anywhere, and the last ones by themselves."""
-    kv_len = 230
+    kv_len = 150
     prompt = Case(
         ((kv_len, kv_len), (1, 40)),
         dtype=dtype,
@@ -109,7 +109,7 @@ def test_with_fixed_parts_a_query_is_bitwise_the_same_in_any_step(
     )
     given = make_inputs(prompt)
     expected = run(OPS, given, prompt)[:kv_len]
-    ends = [1, 64, 65, 140, 228, 229, 230]
+    ends = [1, 64, 130, 149, 150]
     chunks = [
         run(OPS, given.alone(0, slice(start, end), end), prompt)
         for start, end in itertools.pairwise([0, *ends])

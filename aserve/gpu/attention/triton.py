@@ -22,7 +22,8 @@ from aserve.gpu.models.layer_spec import LayerSpec
 from aserve_kernels.paged_decode import paged_decode
 from aserve_kernels.paged_extend import paged_extend
 from aserve_kernels.paged_rows import PagedRows, Scoring
-from aserve_kernels.paged_tiles import IS_INTERPRETED, Chip, Cut, fixed_split
+from aserve_kernels.paged_tiles import Chip, Cut, fixed_split
+from aserve_kernels.tile_product import IS_INTERPRETED
 
 FIRST_FP8 = (8, 9)  # the first compute capability for which Triton converts them
 
@@ -101,7 +102,7 @@ def _chip(device: torch.device, kv_dtype: torch.dtype) -> Chip:
 
 KIND = AttentionKind(
     Capabilities(
-        devices=frozenset({"cuda", "cpu"} if IS_INTERPRETED else {"cuda"}),
+        devices=frozenset({"cuda", "cpu"} if IS_INTERPRETED.value else {"cuda"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         kv_dtypes=frozenset(KV_DTYPES.values()),
         can_capture=True,
