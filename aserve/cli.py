@@ -25,6 +25,7 @@ from aserve.config import (
     DebugOptions,
     Facts,
     GrammarOptions,
+    GraphOptions,
     KvOptions,
     MachineOptions,
     ModelOptions,
@@ -48,7 +49,9 @@ if TYPE_CHECKING:
 
 Message: TypeAlias = dict[str, str]
 
-ENGINE_RECORDS = (ModelOptions, KvOptions, SchedulerOptions, MachineOptions, DebugOptions)
+ENGINE_RECORDS = (
+    *(ModelOptions, KvOptions, SchedulerOptions, MachineOptions, GraphOptions, DebugOptions),
+)
 COMMAND_RECORDS: Mapping[str, tuple[type, ...]] = {
     "serve": (*ENGINE_RECORDS, GrammarOptions, ServerOptions),
     "chat": (*ENGINE_RECORDS, PromptOptions),
@@ -309,8 +312,9 @@ def _add_group(parser: Parser, record: type) -> None:
     group = parser.add_argument_group(title)
     for option in options_of(record):
         if option.kind is bool:
+            flags = [option.flag, *([f"--{option.limits.also}"] if option.limits.also else [])]
             group.add_argument(
-                option.flag, dest=option.name, action="store_const", const="true",
+                *flags, dest=option.name, action="store_const", const="true",
                 default=argparse.SUPPRESS, help=option.about,
             )  # fmt: skip
         else:

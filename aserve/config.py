@@ -36,6 +36,7 @@ class Limits:
     choices: tuple[str, ...] = ()
     metavar: str = ""
     is_secret: bool = False
+    also: str = ""  # another name of a switch, on the command line
 
 
 def option(default: T, about: str, limits: Limits | None = None) -> T:
@@ -167,6 +168,26 @@ class MachineOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class GraphOptions:
+    eager: bool = option(
+        False,
+        "run each step operator by operator, without CUDA graphs",
+        Limits(also="enforce-eager"),
+    )
+    cuda_graph_max_bs: int | None = option(
+        None,
+        "sequences in the largest decode step that is a CUDA graph; default: 256",
+        Limits(low=1, high=4096),
+    )
+    cuda_graph_capture: str = option(
+        "lazy",
+        "lazy captures a graph between two steps, once one would have used it; "
+        "eager captures all at the start",
+        Limits(choices=("lazy", "eager")),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class ServerOptions:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0: any free one", Limits(low=0, high=65535))
@@ -286,6 +307,7 @@ class Resolved:
     scheduler: SchedulerOptions
     grammar: GrammarOptions
     machine: MachineOptions
+    graphs: GraphOptions
     server: ServerOptions
     debug: DebugOptions
     prompt: PromptOptions
@@ -313,6 +335,7 @@ def resolve(raw: Raw, facts: Facts) -> Resolved:
         scheduler=scheduler,
         grammar=_build(GrammarOptions, values),
         machine=_build(MachineOptions, values),
+        graphs=_build(GraphOptions, values),
         server=_build(ServerOptions, values),
         debug=_build(DebugOptions, values),
         prompt=_build(PromptOptions, values),
@@ -389,6 +412,7 @@ ALL_RECORDS: tuple[type, ...] = (
     SchedulerOptions,
     GrammarOptions,
     MachineOptions,
+    GraphOptions,
     ServerOptions,
     DebugOptions,
     PromptOptions,

@@ -60,7 +60,11 @@ def load_executor(resolved: Resolved, model_dir: Path) -> TorchExecutor:
     from aserve.gpu.build import build_executor  # a second
 
     with shown_progress("loading weights") as on_progress:
-        return build_executor(build_options(resolved, model_dir), on_progress=on_progress)
+        executor = build_executor(build_options(resolved, model_dir), on_progress=on_progress)
+    if resolved.graphs.cuda_graph_capture == "eager":
+        with shown_progress("capturing graphs") as on_progress:
+            executor.capture_graphs(on_progress)
+    return executor
 
 
 def build_options(resolved: Resolved, model_dir: Path) -> BuildOptions:
@@ -87,6 +91,7 @@ def build_options(resolved: Resolved, model_dir: Path) -> BuildOptions:
         attention=resolved.machine.attention_backend,
         device=resolved.machine.device,
         deterministic=resolved.machine.deterministic,
+        graph_rows=0 if resolved.graphs.eager else resolved.graphs.cuda_graph_max_bs,
         threads=resolved.machine.threads,
     )
 

@@ -51,7 +51,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """None lets the engine choose. `graph_rows`: of the largest step that is captured; 0: none."""
+    """None lets the engine choose. `graph_rows`: of the largest step that is captured, on a device
+    that captures; 0: none.
+    """
 
     model_dir: Path
     load_format: str = "auto"
@@ -179,10 +181,11 @@ def _run_largest(parts: _Parts) -> None:
 def _shapes(parts: _Parts, made: _Made) -> ShapeTable:
     """Of the steps that may be captured."""
     device, wanted = parts.device, parts.options.graph_rows
+    can_capture = bool(device.graph_rows) and made.attention.can.can_capture
     max_rows = min(device.graph_rows if wanted is None else wanted, made.spec.max_rows)
     by_shape = device.sample_ops(parts.model.dtype).filters_by_shape
     return ShapeTable(
-        counts=row_counts(max_rows if made.attention.can.can_capture else 0),
+        counts=row_counts(max_rows if can_capture else 0),
         widths=tuple({1, made.spec.decode.max_tokens_per_step}),
         samplings=(GREEDY, NOISE, FILTER) if by_shape else (GREEDY, NOISE),
     )

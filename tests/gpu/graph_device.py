@@ -21,6 +21,7 @@ class GraphDevice(CpuDevice):
         self, *, failing_captures: Collection[int] = (), failing_replays: Collection[int] = ()
     ) -> None:
         super().__init__()
+        self.graph_rows = 256
         self.num_captures = 0
         self.num_replays = 0
         self.has_captured = threading.Event()

@@ -27,6 +27,7 @@ from aserve.messages import Resync, Sample, SampleResult, StepFailed, StepResult
 from tests.gpu.batch_builder import BatchBuilder, greedy
 from tests.gpu.drive import make_executor, request
 from tests.gpu.gated_model import Gate, HookedModel
+from tests.gpu.graph_device import GraphDevice
 from tests.gpu.hash_model import VOCAB, HashModel
 from tests.gpu.late_device import LateDevice
 from tests.gpu.plain_engine import plain_outputs
@@ -303,7 +304,7 @@ async def test_no_step_of_the_common_path_asks_the_device_for_a_value(
     ]
     guard = NoHostSync()
     model = HookedModel({1: guard.__enter__})
-    async with running(model, graph_rows=graph_rows) as (executor, builder):
+    async with running(model, device=GraphDevice(), graph_rows=graph_rows) as (executor, builder):
         tickets = [executor.launch(builder.batch({1: [5]}, sampling=[1], inits=inits[:1]))]
         spans = {1: [-1], 2: PROMPT, 3: PROMPT[:4]}
         tickets.append(executor.launch(builder.batch(spans, sampling=[1, 2], inits=inits[1:])))

@@ -33,7 +33,6 @@ from aserve.bench.windows import TokenWindows
 from aserve.event_loop import new_event_loop
 from aserve.gpu.build import build_on
 from aserve.gpu.device.base import Device
-from aserve.gpu.device.registry import open_device
 from aserve.gpu.executor import TorchExecutor
 from aserve.load import build_options
 from aserve.text.load import load_numeric_tokenizer
@@ -49,7 +48,7 @@ def measure(setting: Setting, which: str) -> Figures:
     flags = setting.flags(model, num_rows=sizes.most_rows, max_len=max_len)
     all_at_once = {"max_num_batched_tokens": sizes.most_rows * sizes.input_len}
     resolved = resolved_of(flags | all_at_once)
-    device, watch = watched(open_device(setting.device))
+    device, watch = watched(setting.open_device())
     model_dir = model.write(setting.folder)
     executor = build_on(device, setting.for_steps(build_options(resolved, model_dir)))
     bench = StepBench(executor, device, watch, setting=setting, model_dir=model_dir)

@@ -14,6 +14,8 @@ from aserve.bench.gpu_check.records import Figures
 from aserve.bench.gpu_check.shapes import SIZES, ModelShape, Sizes
 from aserve.config import Facts, Raw, Resolved, resolve
 from aserve.gpu.build import BuildOptions
+from aserve.gpu.device.base import Device
+from aserve.gpu.device.registry import open_device
 from aserve.tiny.location import MODEL_DIR
 
 PAGE_SIZE = 16
@@ -54,14 +56,17 @@ class Setting:
             "no_prefix_cache": True,
         }
 
+    def open_device(self) -> Device:
+        """Captures steps also where the device leaves that out by itself: the dry run's."""
+        device = open_device(self.device)
+        device.graph_rows = max(self.sizes.batches)
+        return device
+
     def for_steps(self, options: BuildOptions) -> BuildOptions:
-        """Captured steps also where the device leaves them out by itself: the dry run's, in
-        float64, because what is compiled for the CPU cannot be captured there.
-        """
+        """The dry run's: what is compiled for the CPU cannot be captured there."""
         if self.device == "cuda":
             return options
-        rows = max(self.sizes.batches)
-        return dataclasses.replace(options, graph_rows=rows, attention="torch-ref", dtype="float64")
+        return dataclasses.replace(options, attention="torch-ref", dtype="float64")
 
 
 def resolved_of(flags: Mapping[str, object]) -> Resolved:

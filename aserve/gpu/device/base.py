@@ -45,7 +45,7 @@ class Device(Protocol):
     about: str  # what it is, and why it was chosen, in a few words
     torch_device: torch.device
     runs_behind: bool  # work is done later than the executor thread asks for it
-    graph_rows: int  # of the largest step that is captured, if nobody says otherwise
+    graph_rows: int  # of the largest step that is captured, if nobody says otherwise; 0: none is
     attention: tuple[str, ...]  # the backends for it by name, best first
     logits_elements: int  # of logits so many at most are alive at a time
 

@@ -55,7 +55,7 @@ class CpuDevice:
         self.about = f"cpu ({why})" if why else "cpu"
         self.logits_elements = LOGITS_ELEMENTS
         self.runs_behind = False
-        self.graph_rows = 0
+        self.graph_rows = 0  # a recording sees nothing that numba has compiled
         self.torch_device = torch.device("cpu")
         self.attention: tuple[str, ...] = ("paged-cpu", "paged-sdpa", "torch-ref")
 
