@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from aserve.bench.options import (
     GpuCheckOptions,
     HostStepOptions,
+    KernelsOptions,
     OfflineOptions,
     OneBatchOptions,
     OverlapSimOptions,
@@ -46,6 +47,11 @@ BENCHES: Mapping[str, Bench] = {
         "The scheduler's own time per step, with a device that takes none.",
         HostStepOptions,
         "aserve.bench.host_step",
+    ),
+    "kernels": Bench(
+        "How near each Triton kernel comes to the bandwidth of the device's memory.",
+        KernelsOptions,
+        "aserve.bench.kernels",
     ),
     "offline": Bench(
         "A load of requests through the embedded engine, alone or in turns with another engine.",

@@ -49,6 +49,13 @@ class HostStepOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class KernelsOptions:
+    tokens: int = option(32_768, "tokens of a forward", Limits(low=1))
+    rows: int = option(1024, "rows of logits", Limits(low=1))
+    context_len: int = option(4096, "tokens that a row has seen", Limits(low=1))
+
+
+@dataclass(frozen=True, slots=True)
 class RelayOptions:
     rows: int = option(8, "sequences that decode together", Limits(low=1, high=256))
     steps: int = option(200, "counted steps of a repeat", Limits(low=1, high=900))

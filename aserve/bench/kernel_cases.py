@@ -1,0 +1,188 @@
+"""What `bench kernels` measures: each kernel on inputs of the shape of a model of 8B, and the bytes
+that it must move at least once.
+
+It measures nothing, and knows no device by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aserve_kernels.bitmask import apply_bitmask
+from aserve_kernels.gated_mul import gated_mul
+from aserve_kernels.paged_decode import paged_decode
+from aserve_kernels.paged_rows import PagedRows, Scoring
+from aserve_kernels.paged_tiles import Cut
+from aserve_kernels.penalties import penalise
+from aserve_kernels.prepare_inputs import Tables, Words, prepare_inputs
+from aserve_kernels.rms_norm import add_rms_norm, rms_norm
+from aserve_kernels.rope import rope
+from aserve_kernels.row_columns import FLOAT_COLUMNS, INT_COLUMNS
+from aserve_kernels.sample import sample
+from aserve_kernels.store_kv import store_kv
+
+PAGE_SIZE = 16
+EPS = 1e-6
+# Of each row: noise, and limits as they are common.
+FLOATS = {"temperature": 0.7, "top_p": 0.95, "min_p": 0.0, "repetition_penalty": 1.1}
+TOP_K = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Many tokens and rows, so that no cache holds them, and a launch's own time doesn't count."""
+
+    tokens: int  # of a forward
+    rows: int  # that are sampled
+    context_len: int  # of each row that attends
+    hidden: int = 4096
+    intermediate: int = 12_288
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    vocab: int = 151_936
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    work: Callable[[], object]
+    num_bytes: int
+
+
+def make_norm(sizes: Sizes, where: torch.device) -> Case:
+    x = _draw((sizes.tokens, sizes.hidden), where)
+    return Case(lambda: rms_norm(x, x[0], EPS), 2 * x.nbytes)
+
+
+def make_add_norm(sizes: Sizes, where: torch.device) -> Case:
+    x, added = (_draw((sizes.tokens, sizes.hidden), where) for _ in range(2))
+    return Case(lambda: add_rms_norm(x, added, x[0], EPS), 4 * x.nbytes)
+
+
+def make_gated_mul(sizes: Sizes, where: torch.device) -> Case:
+    joined = _draw((sizes.tokens, 2 * sizes.intermediate), where)
+    return Case(lambda: gated_mul(joined, "silu"), joined.nbytes * 3 // 2)
+
+
+def make_rope(sizes: Sizes, where: torch.device) -> Case:
+    """Of a projection of q, k and v; heads are normed before."""
+    num_turned = sizes.heads + sizes.kv_heads
+    joined = _draw((sizes.tokens, num_turned + sizes.kv_heads, sizes.head_dim), where)
+    heads, turns = joined[:, :num_turned], _draw((sizes.tokens, sizes.head_dim), where)
+    weight = torch.ones((num_turned, sizes.head_dim), device=where)
+    num_bytes = 2 * heads.numel() * heads.itemsize + turns.nbytes
+    return Case(lambda: rope(heads, turns, weight, EPS), num_bytes)
+
+
+def make_store_kv(sizes: Sizes, where: torch.device) -> Case:
+    kv = _draw((2, sizes.tokens, sizes.kv_heads, sizes.head_dim), where)
+    pools = torch.zeros_like(kv)
+    slots = torch.randperm(sizes.tokens, device=where)
+    return Case(lambda: store_kv(kv[0], kv[1], slots, (pools[0], pools[1])), 2 * kv.nbytes)
+
+
+def make_paged_decode(sizes: Sizes, where: torch.device) -> Case:
+    """One query for each of as many rows as give the forward's tokens, in keys and values."""
+    num_rows = max(1, sizes.tokens * 4 // sizes.context_len)
+    num_pages = -(-sizes.context_len // PAGE_SIZE)
+    shape = (2, num_rows * num_pages * PAGE_SIZE, sizes.kv_heads, sizes.head_dim)
+    kv = _draw(shape, where)
+    pages = torch.randperm(num_rows * num_pages, device=where).view(num_rows, num_pages)
+    rows = torch.arange(num_rows, device=where)
+    paged = PagedRows(
+        page_table=pages,
+        page_size=PAGE_SIZE,
+        rows=rows,
+        lens=torch.full_like(rows, sizes.context_len),
+        query_starts=torch.arange(num_rows + 1, device=where),
+        max_len=sizes.context_len,
+    )
+    q = _draw((num_rows, sizes.heads, sizes.head_dim), where)
+    out, scoring = torch.empty_like(q), Scoring(scale=sizes.head_dim**-0.5)
+
+    def attend() -> None:
+        paged_decode(q, kv[0], kv[1], paged, scoring, out=out, cut=Cut())
+
+    return Case(attend, kv.nbytes + 2 * q.nbytes)
+
+
+def make_prepare_inputs(sizes: Sizes, where: torch.device) -> Case:
+    """A decode step of as many rows as there are tokens."""
+    some = torch.arange(sizes.tokens, dtype=torch.int32, device=where)
+    ones = torch.ones_like(some)
+    words = Words(some, ones, ones, ones, some, 0 * some, -some)
+    table = some.long()
+    pool = torch.zeros(sizes.tokens * PAGE_SIZE, dtype=torch.int32, device=where)
+    tables = Tables(table, None, (table[:, None],), pool, PAGE_SIZE)
+    read, written = 5 * some.nbytes + 2 * table.nbytes, 7 * table.nbytes + some.nbytes
+    return Case(lambda: prepare_inputs(words, tables), read + written)
+
+
+def make_draw(sizes: Sizes, where: torch.device, *, has_noise: bool, has_limits: bool) -> Case:
+    logits, rows = _logits(sizes, where)
+    ints, floats = _row_tables(sizes, where)
+
+    def draw() -> None:
+        sample(logits, rows, rows, ints, floats, has_noise=has_noise, has_limits=has_limits)
+
+    return Case(draw, logits.nbytes)
+
+
+def make_penalise(sizes: Sizes, where: torch.device) -> Case:
+    """Counts are written three times and read once: emptied, made, used."""
+    logits, rows = _logits(sizes, where)
+    num_pages = -(-sizes.context_len // PAGE_SIZE)
+    pages = torch.arange(sizes.rows * num_pages, device=where).view(sizes.rows, num_pages)
+    pool = torch.randint(sizes.vocab, (pages.numel() * PAGE_SIZE,), device=where).int()
+    lens = torch.full_like(rows, sizes.context_len)
+    tables, tokens = _row_tables(sizes, where), (pages, pool, PAGE_SIZE)
+
+    def work() -> None:
+        penalise(logits, rows, rows, lens, tables, tokens, sizes.context_len)
+
+    return Case(work, 4 * logits.nbytes + pool.nbytes)
+
+
+def make_bitmask(sizes: Sizes, where: torch.device) -> Case:
+    """All tokens are banned."""
+    logits, rows = _logits(sizes, where)
+    mask = torch.zeros((len(rows), -(-sizes.vocab // 32)), dtype=torch.int32, device=where)
+    return Case(lambda: apply_bitmask(logits, mask), logits.nbytes + mask.nbytes)
+
+
+CASES: Mapping[str, Callable[[Sizes, torch.device], Case]] = {
+    "rms_norm": make_norm,
+    "add_rms_norm": make_add_norm,
+    "gated_mul": make_gated_mul,
+    "rope": make_rope,
+    "store_kv": make_store_kv,
+    "paged_decode": make_paged_decode,
+    "prepare_inputs": make_prepare_inputs,
+    "sample, greedy": lambda s, d: make_draw(s, d, has_noise=False, has_limits=False),
+    "sample, noise": lambda s, d: make_draw(s, d, has_noise=True, has_limits=False),
+    "sample, limits": lambda s, d: make_draw(s, d, has_noise=True, has_limits=True),
+    "penalise": make_penalise,
+    "bitmask": make_bitmask,
+}
+
+
+def _draw(shape: tuple[int, ...], where: torch.device) -> Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16, device=where)
+
+
+def _logits(sizes: Sizes, where: torch.device) -> tuple[Tensor, Tensor]:
+    """And the number of each row."""
+    logits = 4 * torch.randn((sizes.rows, sizes.vocab), device=where)
+    return logits, torch.arange(sizes.rows, device=where)
+
+
+def _row_tables(sizes: Sizes, where: torch.device) -> tuple[Tensor, Tensor]:
+    ints = torch.zeros((sizes.rows, len(INT_COLUMNS)), dtype=torch.int64, device=where)
+    ints[:, INT_COLUMNS.index("top_k")] = TOP_K
+    values = [FLOATS.get(name, 0.5) for name in FLOAT_COLUMNS]
+    floats = torch.tensor([values], dtype=torch.float64, device=where)
+    return ints, floats.repeat(sizes.rows, 1)

@@ -1,0 +1,63 @@
+"""How near each Triton kernel comes to what the device's memory gives: its bytes per second beside
+those of a plain copy, measured in the same run.
+
+It does not know what a kernel computes. Without a CUDA device it says so, and measures nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from aserve.bench.gpu_check.ceilings import copy_rate, times_s
+from aserve.bench.options import KernelsOptions
+from aserve.bench.progress import progress
+from aserve.bench.result import BenchResult, Figures, Table
+from aserve.bench.spread import median
+from aserve.config import Resolved
+from aserve.gpu.device.cuda import why_no_cuda
+
+TITLE = "kernels beside a copy"
+COLUMNS = ("kernel", "us", "GB/s", "of a copy")
+COPY_BYTES = 2 << 30
+NOTE = (
+    "GB/s: the bytes that must be read or written at least once, over the median time. sample, "
+    "limits: top-k 20 and top-p 0.95 on top of the noise, for which the logits are read twice."
+)
+
+
+def run(options: KernelsOptions, _resolved: Resolved) -> BenchResult:
+    if not torch.cuda.is_available():
+        reason = f"no CUDA: {why_no_cuda()}"
+        return BenchResult({"kernels": {}, "not_run": reason}, (), (f"not run: {reason}",))
+    return measure(options, torch.device("cuda"), copy_bytes=COPY_BYTES)
+
+
+def measure(options: KernelsOptions, where: torch.device, *, copy_bytes: int) -> BenchResult:
+    from aserve.bench.kernel_cases import CASES, Sizes  # triton, which not every machine has
+
+    sizes = Sizes(options.tokens, options.rows, options.context_len)
+    copy = copy_rate(copy_bytes, where)
+    figures: dict[str, Mapping[str, float]] = {}
+    with progress(TITLE, len(CASES)) as done:
+        for name, make in CASES.items():
+            case = make(sizes, where)
+            time_s = median(times_s(case.work, where))
+            rate = case.num_bytes / time_s
+            figures[name] = {
+                "us": round(time_s * 1e6, 1),
+                "gb_per_s": round(rate / 1e9, 1),
+                "of_copy": round(rate / copy, 3),
+            }
+            done()
+    found: Figures = {"kernels": figures, "copy_gb_per_s": round(copy / 1e9, 1)}
+    return BenchResult(found, (_table(figures),), (f"copy: {copy / 1e9:,.0f} GB/s. {NOTE}",))
+
+
+def _table(figures: Mapping[str, Mapping[str, float]]) -> Table:
+    rows = [
+        [name, f"{one['us']:,.1f}", f"{one['gb_per_s']:,.0f}", f"{one['of_copy']:.0%}"]
+        for name, one in figures.items()
+    ]
+    return Table(TITLE, COLUMNS, rows)
