@@ -45,6 +45,7 @@ BUILD_ERRORS = (RuntimeError, OSError, ValueError, subprocess.SubprocessError)
 Key: TypeAlias = tuple[Problem, bool]  # of a wrapper: whether it is for decodes
 Slot: TypeAlias = PlanSlot[Key, Wrapper]
 Slots: TypeAlias = PlanSlots[Key, Wrapper]
+Gather: TypeAlias = Callable[..., None]  # gather_pages, or its reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class FlashInfer:
         package: FlashInferPackage,
         site: AttentionSite,
         *,
-        gather: Callable[..., None] = gather_pages,
+        gather: Gather = gather_pages,
     ) -> None:
         pools = site.pools
         self._site = site
@@ -151,7 +152,9 @@ class FlashInfer:
     def make(self, shape: StaticShape) -> object:
         if shape not in self._made:
             self._made[shape] = self._make(shape)
-        return self._made[shape]
+        plan = self._made[shape]
+        self.refresh(plan, plan.spans)
+        return plan
 
     def refresh(self, plan: object, lens: ArrayI32) -> None:
         if not isinstance(plan, StaticPlan):
@@ -268,12 +271,14 @@ def _padding(span: int, where: torch.device) -> DeviceBatch:
     )
 
 
-def build_flashinfer(package: FlashInferPackage, site: AttentionSite) -> FlashInfer:
+def build_flashinfer(
+    package: FlashInferPackage, site: AttentionSite, *, gather: Gather = gather_pages
+) -> FlashInfer:
     """Raises AttentionUnavailable where its kernels cannot be compiled or run."""
     check_version(package)
     try:
         with site.device.stream():
-            backend = FlashInfer(package, site)
+            backend = FlashInfer(package, site, gather=gather)
             backend.try_out()
     except BUILD_ERRORS as error:
         raise AttentionUnavailable(f"cannot be compiled or run: {_first_line(error)}") from error

@@ -3,6 +3,8 @@ of a plan is a wrong result."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import numpy as np
 import pytest
@@ -25,7 +27,7 @@ from aserve.gpu.forward_batch import ForwardBatch, ForwardOverrides
 from aserve.gpu.kv.layer_groups import group_layers
 from aserve.gpu.kv.pools import KvPools
 from aserve.messages import ArrayI32, GroupSpec
-from aserve_kernels.gather_pages import gather_pages_ref
+from aserve_kernels.gather_pages import gather_pages, gather_pages_ref
 from tests.gpu.attention.backend_parity import (
     HEAD_DIM,
     HEADS,
@@ -40,6 +42,7 @@ from tests.gpu.attention.backend_parity import (
 from tests.gpu.attention.fake_flashinfer import FakeDecode, FakeFlashInfer, FakePrefill
 from tests.gpu.device_tables import CPU, device_batch
 from tests.gpu.drive import make_executor, request, serve
+from tests.gpu.graph_device import GraphDevice
 from tests.gpu.hash_model import HashModel
 from tests.gpu.plain_engine import plain_outputs
 from tests.gpu.two_token_mode import TwoTokens
@@ -88,6 +91,33 @@ def test_every_kind_of_layer_equals_the_reference(
     spec = layer(heads=heads, window=window, softcap=softcap)
     for shape in ("mixed", "decodes of all lengths"):
         assert_parity(Layout(spec, page_size), shape)
+
+
+@pytest.mark.parametrize(("spans", "kv_lens"), [([3, 1], [0, 5]), ([1, 1], [6, 0])])
+def test_kv_in_eight_bits_is_read_with_its_layers_scales(
+    spans: list[int], kv_lens: list[int]
+) -> None:
+    spec = msgspec.structs.replace(layer(), kv_scales=(0.5, 4.0))
+    pools = KvPools(
+        group_layers((spec,)),
+        (GroupSpec("full", 9),),
+        page_size=4,
+        table_shape=(3, 4),
+        dtype=torch.float8_e4m3fn,
+        device=CPU,
+    )
+    pools.page_tables[0][1:] = torch.arange(1, 9).view(2, 4)
+    site = AttentionSite(pools, group_layers((spec,)), torch.float64, CpuDevice())
+    made = exact(pools, device_batch(spans, kv_lens))
+    qkv = random(torch.Generator().manual_seed(3), made.num_tokens, 8, HEAD_DIM)
+    q, k, v = qkv.split((4, 2, 2), dim=1)
+    package = FakeFlashInfer()
+    backend, reference = FlashInfer(package, site), TorchReference(pools)
+    got = backend.bind(made, backend.plan(made))(spec, q, k, v)
+    expected = reference.bind(made, None)(spec, q, k, v)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    (plan,) = package.plans
+    assert (plan.q_dtype, plan.kv_dtype) == (torch.float64, torch.float8_e4m3fn)
 
 
 def test_pages_behind_the_window_are_not_even_named() -> None:
@@ -297,7 +327,7 @@ def test_wrappers_of_a_captured_forward_share_what_is_on_the_device_only() -> No
     layout = Layout(layer(), page_size=4)
     package = FakeFlashInfer()
     replays = Replays(layout, StaticShape(2, 1, 40), package)
-    for _ in range(3):
+    for _ in range(2):
         replays.replay()
     assert len({id(wrapper.planned) for wrapper in package.wrappers}) == 3
     for name in ("starts", "pages", "last_lens"):
@@ -313,7 +343,7 @@ def test_a_refresh_writes_host_memory_again_only_after_its_event() -> None:
     site = AttentionSite(pools, group_layers((layout.layer,)), layout.dtype, device, 2)
     backend = FlashInfer(FakeFlashInfer(), site)
     plan = backend.make(StaticShape(2, 1, 40))
-    for _ in range(3):
+    for _ in range(2):
         backend.refresh(plan, np.array([3, 1], np.int32))
     assert device.waited == []
     backend.refresh(plan, np.array([4, 1], np.int32))
@@ -327,6 +357,33 @@ def test_forwards_of_one_shape_share_a_plan() -> None:
     assert backend.make(StaticShape(4, 1, 40)) is not backend.make(StaticShape(2, 1, 40))
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_engine_replays_with_it_planning_each_step_once(
+    monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    """Decodes are padded and replayed, other steps are eager: one plan for each of two groups."""
+    package = FakeFlashInfer()
+    register(monkeypatch, package, gather=gather_pages_ref)
+    model, device = HashModel(window=6), GraphDevice()
+    executor = make_executor(
+        model,
+        attention="flashinfer",
+        device=device,
+        graph_rows=4,
+        depth=depth,
+        lead=depth,
+        max_batched_tokens=16,
+    )
+    executor.capture_graphs(lambda _done, _total: None)
+    del package.plans[:]
+    prompts = ([i + j % 30 for j in range(length)] for i, length in enumerate((5, 40, 9)))
+    asked = [request(f"r{i}", prompt, max_tokens=12) for i, prompt in enumerate(prompts)]
+    served = serve(executor, asked)
+    assert served.outputs == {(r.request_id, 0): plain_outputs(model, r) for r in asked}
+    assert device.num_replays > 10
+    assert len(package.plans) == 2 * len(served.batches)
+
+
 def test_only_its_own_plans_are_refreshed() -> None:
     layout = Layout(layer())
     backend = FlashInfer(FakeFlashInfer(), site_of(layout, layout.pools(1)))
@@ -334,9 +391,15 @@ def test_only_its_own_plans_are_refreshed() -> None:
         backend.refresh(None, np.array([1], np.int32))
 
 
-def register(monkeypatch: pytest.MonkeyPatch, module: FakeFlashInfer) -> None:
+def register(
+    monkeypatch: pytest.MonkeyPatch,
+    module: FakeFlashInfer,
+    *,
+    gather: Callable[..., None] = gather_pages,
+) -> None:
     """As the backend of the CPU."""
-    kind = AttentionKind(Capabilities(), lambda site: build_flashinfer(module, site))
+    can = Capabilities(can_capture=True)
+    kind = AttentionKind(can, lambda site: build_flashinfer(module, site, gather=gather))
     monkeypatch.setattr(choice, "BACKENDS", {"flashinfer": lambda: kind})
 
 
@@ -388,7 +451,6 @@ class Replays:
         heads = layout.layer.num_heads + 2 * layout.layer.num_kv_heads
         num_tokens = shape.num_rows * shape.width
         self.qkv = torch.zeros((num_tokens, heads, HEAD_DIM), dtype=layout.dtype)
-        self.backend.refresh(self.plan, self.host_lens())
         self.captured = record(self._body)
 
     def host_lens(self) -> ArrayI32:
