@@ -5,6 +5,8 @@ It does not know what they test.
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import subprocess
 import sys
 import tempfile
@@ -17,16 +19,27 @@ from aserve.bench.gpu_check.setting import Setting
 from aserve.errors import BugError
 
 MOST_NAMES = 20
+KERNELS = "tests/kernels/"
 
 
 def measure(_setting: Setting, path: str) -> Figures:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider")
-        ended = subprocess.run((*command, f"--junitxml={report}", path), cwd=ROOT, check=False)
+        arguments = (*_processes(path), f"--junitxml={report}", path)
+        ended = subprocess.run((*command, *arguments), cwd=ROOT, check=False)
         if not report.exists():
             raise BugError(f"pytest ended with {ended.returncode} and without a report")
         return read_report(report)
+
+
+def _processes(path: str) -> tuple[str, ...]:
+    """Kernels are compiled for each of their cases, and need next to no memory of the device: so
+    several processes test them, where pytest can do that.
+    """
+    if not path.startswith(KERNELS) or importlib.util.find_spec("xdist") is None:
+        return ()
+    return ("-n", str(max(1, (os.cpu_count() or 1) // 2)))
 
 
 def read_report(report: Path) -> Figures:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from aserve.bench.catalog import BENCHES
+
 ROOT = Path(__file__).parents[3]
 MARK = "mark.gpu"  # what a file with tests for a GPU has in it
 
@@ -53,6 +55,7 @@ MEASURES: Mapping[str, Part] = {
     **{
         f"bench-{name}": Part(f"aserve bench {name}", HERE + "other_bench", name)
         for name in ("kernels", "relay", "host-step", "overlap-sim")
+        if name in BENCHES
     },
 }
 TEST_NEEDS = (*TEXT, "pytest", "pytest_asyncio", "pytest_timeout", "hypothesis")

@@ -33,7 +33,7 @@ ON_CUDA = [
 
 def answers(device: str, backend: str, dtype: str, **options: Any) -> list[Answer]:
     options = {"device": device, "attention_backend": backend, "dtype": dtype, **options}
-    with Engine(model=str(MODEL_DIR), max_num_seqs=4, **options) as engine:
+    with Engine(model=str(MODEL_DIR), max_num_seqs=4, num_pages=500, **options) as engine:
         return engine.generate_sync(PROMPTS, **GREEDY)
 
 
