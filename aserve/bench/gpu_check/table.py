@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from aserve.bench.gpu_check.goals import Verdict
 from aserve.bench.gpu_check.records import Record
 
+RATES = ("us", "gb_per_s", "of_copy")
 DRY = "**A dry run: these are no figures of a GPU.**"
 
 
@@ -20,7 +21,19 @@ def markdown(verdicts: Sequence[Verdict], records: Mapping[str, Record]) -> str:
         lines += [DRY, ""]
     lines += ["| measure | goal | measured | |", "|---|---|---|---|"]
     lines += [_line(verdict) for verdict in verdicts]
+    if kernels := kernel_rates(records):
+        lines += ["", "| kernel | us | GB/s | of a copy |", "|---|---|---|---|"]
+        lines += [f"| {name} | {' | '.join(rates)} |" for name, rates in kernels.items()]
     return "\n".join(lines) + "\n"
+
+
+def kernel_rates(records: Mapping[str, Record]) -> dict[str, list[str]]:
+    """As `aserve bench kernels` found them, by the kernel's name."""
+    record = records.get("bench-kernels")
+    found = record.figures.get("kernels") if record else None
+    if not isinstance(found, Mapping):
+        return {}
+    return {name: [f"{rates[key]:,}" for key in RATES] for name, rates in found.items()}
 
 
 def hosts_of(records: Mapping[str, Record]) -> list[str]:

@@ -113,6 +113,13 @@ def test_the_table_has_date_gpu_driver_and_versions_above_it() -> None:
     assert "batch 256 | at least 1.150 | 1.200 | reached |" in text
 
 
+def test_each_kernel_has_a_line_with_its_share_of_a_copy() -> None:
+    rates = {"us": 1234.5, "gb_per_s": 3900.1, "of_copy": 0.91}
+    one = record("bench-kernels", {"kernels": {"rms_norm": rates}})
+    text = markdown(judge_all({"bench-kernels": one}), {"bench-kernels": one})
+    assert "| rms_norm | 1,234.5 | 3,900.1 | 0.91 |" in text.splitlines()
+
+
 def test_a_test_that_was_skipped_counts_as_failed(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     report.write_text(
