@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from aserve.cache.layout import GroupLayout, longest_context, plan_groups
+from aserve.errors import ConfigError
 from aserve.gpu.attention.capabilities import AttentionSite
 from aserve.gpu.attention.choice import Attention, build_attention
 from aserve.gpu.decode.base import DecodeMode
@@ -96,6 +97,12 @@ def build_on(
     here.
     """
     blueprint, code = read_blueprint(options.model_dir, options.model_impl)
+    if options.deterministic and code.name != "native":
+        raise ConfigError(
+            f"--deterministic is for models with native code; {code.name} code ({code.why}) may "
+            "compute a token otherwise among others",
+            param="deterministic",
+        )
     form = device.weight_form(
         WeightWish(
             options.dtype,

@@ -181,6 +181,15 @@ def test_the_start_says_whose_code_runs_and_why(
     assert build_executor(options).about.startswith(about)
 
 
+def test_code_that_may_mix_tokens_is_refused_where_bits_must_not_depend_on_the_step(
+    tmp_path: Path,
+) -> None:
+    directory = write_config(tmp_path, "Starcoder2", "Starcoder2ForCausalLM")
+    options = BuildOptions(directory, load_format="dummy", deterministic=True)
+    with pytest.raises(ConfigError, match="is for models with native code; transformers code"):
+        build_executor(options)
+
+
 async def test_an_engine_answers_with_it_past_the_window(tmp_path: Path) -> None:
     directory = write_config(tmp_path, "Starcoder2", "Starcoder2ForCausalLM", sliding_window=8)
     async with Engine(model=directory, load_format="dummy", num_pages=20) as engine:
