@@ -224,7 +224,7 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
             mode=mode,
             is_debug=options.debug_checks,
             sample_ops=device.sample_ops(model.dtype),
-            shortcut=parts.shortcut(model, state.pools) if parts.shortcut and is_auto else None,
+            shortcut=parts.shortcut(model, state) if parts.shortcut and is_auto else None,
             resolve=device.resolver(model.dtype),
         )
     )

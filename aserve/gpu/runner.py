@@ -96,6 +96,9 @@ class ModelRunner:
         NOTE: captured, this is run again without its Python: of the host it reads what is the same
         in all steps of one shape, and the rest from `sections`.
         """
+        shortcut = None if self._parts.is_debug else self._parts.shortcut
+        if shortcut is not None and self._parts.mode.draws_once and shortcut.can_step(plan):
+            return shortcut.step(plan)
         step = self._parts.resolve(plan, sections, self.state)
 
         def on_publish(lens: Tensor) -> None:

@@ -1,6 +1,7 @@
-"""The protocol of what runs some forwards in fewer calls than the model itself takes.
+"""The protocol of what runs some forwards, and some whole steps, in fewer calls than their parts
+take.
 
-It knows no step and no sampling.
+It knows no device.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from typing import Protocol, TypeAlias
 from torch import Tensor
 
 from aserve.gpu.forward_batch import ForwardBatch
-from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.models.causal_model import CausalModel
+from aserve.gpu.resolve import DeviceState
+from aserve.gpu.results import Packed
+from aserve.gpu.step_plan import StepPlan
 
 
 class Shortcut(Protocol):
@@ -22,5 +25,11 @@ class Shortcut(Protocol):
         """As `CausalModel.forward` with attention over the batch's KV: stores keys and values ->
         hidden states after the norm [tokens, hidden]."""
 
+    def can_step(self, plan: StepPlan) -> bool:
+        """Of a mode that runs one forward, and draws and stashes one token for each row."""
 
-MakeShortcut: TypeAlias = Callable[[CausalModel, KvPools], Shortcut | None]  # None: it has none
+    def step(self, plan: StepPlan) -> Packed:
+        """As `ModelRunner.step` without debug checks: resolves, runs, draws and stashes."""
+
+
+MakeShortcut: TypeAlias = Callable[[CausalModel, DeviceState], Shortcut | None]  # None: has none

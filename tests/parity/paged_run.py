@@ -57,8 +57,9 @@ class GroupPages:
 
 
 class PagedRun:
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, *, temperature: float = 0.0) -> None:
         spec = executor.spec
+        self.temperature = temperature
         self.executor = executor
         self.iteration = 0
         self.kv_lens: dict[int, int] = {}
@@ -68,7 +69,7 @@ class PagedRun:
     def launch(self, spans: Spans, *, sampling: Collection[int]) -> Ticket:
         """`spans`: row -> its ids of this step, -row for the token that it sampled last."""
         self.iteration += 1
-        inits = tuple(_greedy(row) for row in spans if row not in self.kv_lens)
+        inits = tuple(_init(row, self.temperature) for row in spans if row not in self.kv_lens)
         before = {row: self.kv_lens.get(row, 0) for row in spans}
         batch = ScheduleBatch(
             iteration=self.iteration,
@@ -104,11 +105,11 @@ def _ints(values: ArrayI32) -> list[int]:
     return [int(value) for value in values]
 
 
-def _greedy(row: int) -> RowInit:
+def _init(row: int, temperature: float) -> RowInit:
     return RowInit(
         row=row,
         seed=0,
-        temperature=0.0,
+        temperature=temperature,
         top_k=0,
         top_p=1.0,
         min_p=0.0,

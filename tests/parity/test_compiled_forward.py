@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,19 +13,30 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.attention.torch_ref import TorchReference
+from aserve.gpu.build import BuildOptions, assemble
+from aserve.gpu.decode.registry import MODES
 from aserve.gpu.device.cpu import CpuDevice
+from aserve.gpu.device.registry import open_device
+from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.forward_batch import ForwardBatch, ForwardOverrides
+from aserve.gpu.future_map import FutureMap
 from aserve.gpu.kv.layer_groups import group_layers
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.layers.tiled_linear import prepare_tiled
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.models.compiled_forward import FEW, CompiledForward, make_compiled_forward
+from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.models.hidden_capture import HiddenCapture
+from aserve.gpu.resolve import DeviceState
+from aserve.gpu.results import Packed
+from aserve.gpu.sample.row_tables import RowTables
+from aserve.gpu.step_plan import StepPlan
 from aserve.gpu.weights.target import Target
 from aserve.messages import GroupSpec
 from tests.gpu.device_tables import device_batch
 from tests.load_model import load_model
 from tests.parity.conftest import ReferenceOf
+from tests.parity.paged_run import PagedRun, Spans, tokens_of
 from tests.parity.references import MAX_MODEL_LEN
 from tests.parity.test_forms import rounded
 
@@ -39,7 +53,11 @@ COLUMNS = -(-MAX_MODEL_LEN // PAGE_SIZE)
 @dataclass
 class Site:
     model: CausalModel
-    pools: KvPools
+    state: DeviceState
+
+    @property
+    def pools(self) -> KvPools:
+        return self.state.pools
 
     def plain(self, batch: ForwardBatch) -> Tensor:
         attention = TorchReference(self.pools)
@@ -47,7 +65,7 @@ class Site:
         return self.model.forward(batch.input_ids, batch.positions, attend)
 
     def compiled(self) -> CompiledForward:
-        made = make_compiled_forward(self.model, self.pools)
+        made = make_compiled_forward(self.model, self.state)
         assert made is not None
         return made
 
@@ -55,11 +73,15 @@ class Site:
         return [part for kv in self.pools.layers.values() for part in (kv.keys, kv.values)]
 
 
-def site(directory: Path, dtype: torch.dtype) -> Site:
-    """Pages of the rows lie scattered, and hold what an earlier step might have left there."""
+def load_tiled(directory: Path, dtype: torch.dtype) -> CausalModel:
     name = str(dtype).removeprefix("torch.")
     target = Target(prepare=prepare_tiled, elementwise=CpuDevice().elementwise(dtype))
-    model = load_model(directory, dtype=name, max_model_len=MAX_MODEL_LEN, target=target)
+    return load_model(directory, dtype=name, max_model_len=MAX_MODEL_LEN, target=target)
+
+
+def site(directory: Path, dtype: torch.dtype) -> Site:
+    """Pages of the rows lie scattered, and hold what an earlier step might have left there."""
+    model = load_tiled(directory, dtype)
     groups = group_layers(model.layers)
     num_pages = 1 + MAX_ROWS * COLUMNS
     pools = KvPools(
@@ -77,7 +99,9 @@ def site(directory: Path, dtype: torch.dtype) -> Site:
     for kv in pools.layers.values():
         for part in (kv.keys, kv.values):
             part.copy_(torch.randn(part.shape, generator=generator).bfloat16())
-    return Site(model, pools)
+    where = torch.device("cpu")
+    tables = RowTables(max_rows=MAX_ROWS, device=where)
+    return Site(model, DeviceState(pools, tables, FutureMap((), max_rows=MAX_ROWS, device=where)))
 
 
 def distance(got: Tensor, expected: Tensor) -> float:
@@ -121,4 +145,72 @@ def test_what_it_cannot_do_is_left_to_the_model(reference_of: ReferenceOf) -> No
     long = replace(plain, input_ids=torch.zeros(FEW + 1, dtype=torch.int64))
     assert not shortcut.can_run(long)
     joint = site(reference_of("olmo2").directory, torch.float32)
-    assert make_compiled_forward(joint.model, joint.pools) is None
+    assert make_compiled_forward(joint.model, joint.state) is None
+
+
+class Counted(CompiledForward):
+    num_steps = 0
+
+    def step(self, plan: StepPlan) -> Packed:
+        self.num_steps += 1
+        return super().step(plan)
+
+
+@asynccontextmanager
+async def both(
+    directory: Path, dtype: torch.dtype, *, temperature: float
+) -> AsyncIterator[tuple[tuple[PagedRun, PagedRun], list[Counted]]]:
+    """Two engines of one model: whole steps in one call, and all parts of a step in torch."""
+    made: list[Counted] = []
+
+    def counted(model: CausalModel, state: DeviceState) -> Counted:
+        assert make_compiled_forward(model, state) is not None
+        assert isinstance(model, Decoder)
+        made.append(Counted(model, state))
+        return made[-1]
+
+    def build(attention: str) -> TorchExecutor:
+        options = BuildOptions(
+            directory, num_pages=80, max_rows=4, page_size=4, attention=attention
+        )
+        model = load_tiled(directory, dtype)
+        mode = MODES[options.decode]()
+        return assemble(model, mode, open_device("cpu"), options, shortcut=counted)
+
+    executors = build("auto"), build("torch-ref")
+    for executor in executors:
+        executor.start(asyncio.get_running_loop())
+    try:
+        short, plain = (PagedRun(each, temperature=temperature) for each in executors)
+        yield (short, plain), made
+    finally:
+        for executor in executors:
+            executor.close()
+
+
+STEPS: list[tuple[Spans, list[int]]] = [
+    ({1: range(5, 30)}, []),
+    ({1: range(30, 37), 2: [4]}, [1, 2]),
+    ({1: [-1], 2: [-2], 3: [9, 8]}, [1, 2, 3]),
+    *[({3: [-3], 1: [-1], 2: [-2]}, [3, 1, 2])] * 24,
+    ({4: range(40, 60), 2: [-2], 1: [-1]}, [4, 2]),
+    *[({2: [-2], 4: [-4]}, [2, 4])] * 8,
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("kind", ["qwen3-mixed", "gemma2", "granite"])
+async def test_a_step_in_one_call_draws_the_tokens_of_its_parts(
+    kind: str, temperature: float, reference_of: ReferenceOf
+) -> None:
+    """Steps are launched before the results of those before are known."""
+    directory = reference_of(kind).directory
+    async with both(directory, torch.float32, temperature=temperature) as (runs, made):
+        tickets = [
+            [run.launch(spans, sampling=sampling) for run in runs] for spans, sampling in STEPS
+        ]
+        for pair in tickets:
+            short, plain = [tokens_of(await ticket) for ticket in pair]
+            assert short == plain
+    assert [shortcut.num_steps for shortcut in made] == [len(STEPS)]

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 
 class Autoregressive:
-    __slots__ = ("caps", "fields")
+    __slots__ = ("caps", "draws_once", "fields")
 
     def __init__(self) -> None:
         self.caps = DecodeCaps()
+        self.draws_once = True
         self.fields: tuple[RelayField, ...] = ()
 
     def step(self, runner: ModelRunner, step: DeviceStep, publish: OnPublish) -> Emitted:

@@ -34,6 +34,7 @@ class Emitted:
 
 class DecodeMode(Protocol):
     caps: DecodeCaps
+    draws_once: bool  # a step is one forward, then one token for each sampled row
     fields: tuple[RelayField, ...]  # beside the last token; with SEQ_LEN among them it publishes
 
     def step(self, runner: ModelRunner, step: DeviceStep, publish: OnPublish) -> Emitted:

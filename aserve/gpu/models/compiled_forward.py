@@ -1,6 +1,7 @@
-"""The forward of few tokens of a decoder as one compiled call. For the CPU.
+"""The forward of few tokens of a decoder as one compiled call, and the step around it. For the CPU.
 
-It knows no step. Written: only the keys and values of the forward's own slots.
+Written, on the executor's thread: keys and values of the forward's own slots; by a step also what
+resolve and stash write.
 """
 
 from __future__ import annotations
@@ -11,13 +12,18 @@ import numpy as np
 from torch import Tensor
 
 from aserve.gpu.forward_batch import ForwardBatch
-from aserve.gpu.kv.pools import KvPools
+from aserve.gpu.future_map import LAST_TOKEN
 from aserve.gpu.layers.compiled import CompiledNorm
 from aserve.gpu.layers.linear import LinearOp
 from aserve.gpu.layers.norm import AddNorm, Norm, RmsNorm, SumAndNorm
 from aserve.gpu.layers.tiled_linear import TiledLinear
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.models.decoder import Block, Decoder
+from aserve.gpu.resolve import DeviceState
+from aserve.gpu.results import Layout, Packed
+from aserve.gpu.sample.plan import SamplePlan
+from aserve.gpu.sample.row_tables import FLOAT_COLUMNS, INT_COLUMNS
+from aserve.gpu.step_plan import StepPlan
 from aserve_kernels.cpu.decoder_forward import (
     GELU,
     GELU_TANH,
@@ -25,8 +31,10 @@ from aserve_kernels.cpu.decoder_forward import (
     MODEL,
     SILU,
     Records,
+    Tables,
     compile_decoder_forward,
     decoder_forward,
+    decoder_step,
 )
 from aserve_kernels.cpu.paged_attention import NO_WINDOW, RowSpans, folded
 
@@ -37,16 +45,16 @@ FEW = 256  # tokens of a forward: from here on torch's attention within a prompt
 class CompiledForward:
     """A `Shortcut`."""
 
-    __slots__ = ("_decoder", "_kept", "_layers", "_model", "_pools")
+    __slots__ = ("_decoder", "_kept", "_state", "_tables")
 
-    def __init__(self, decoder: Decoder, pools: KvPools) -> None:
+    def __init__(self, decoder: Decoder, state: DeviceState) -> None:
         self._decoder = decoder
-        self._pools = pools
+        self._state = state
         self._kept: list[Tensor] = []  # what was made for it; all else belongs to the two
-        self._model = self._describe_model()
-        self._layers = np.zeros(len(decoder.blocks), LAYER)
+        layers = np.zeros(len(decoder.blocks), LAYER)
         for index, block in enumerate(decoder.blocks):
-            self._describe_layer(self._layers[index : index + 1], block)
+            self._describe_layer(layers[index : index + 1], block)
+        self._tables = Tables(self._describe_model(), layers, decoder.dtype)
 
     def can_run(self, batch: ForwardBatch) -> bool:
         return batch.num_tokens <= FEW and batch.capture is None
@@ -58,11 +66,32 @@ class CompiledForward:
             batch.query_starts.numpy()[:-1],
             batch.spans_cpu.astype(np.int64),
         )
-        ids = batch.input_ids
-        return decoder_forward(ids, own, self._model, self._layers, self._decoder.dtype)
+        return decoder_forward(batch.input_ids, own, self._tables)
+
+    def can_step(self, plan: StepPlan) -> bool:
+        """Each row that is sampled wants one token, and nothing but noise around it."""
+        logits = plan.logits
+        is_plain = plan.prompts is None and not len(plan.held_rows) and not plan.num_drafts.any()
+        return (
+            is_plain
+            and len(plan.input_ids) <= FEW
+            and not plan.is_bound.any()
+            and all(_is_drawn_only(part) for part in logits.slices)
+        )
+
+    def step(self, plan: StepPlan) -> Packed:
+        spans = plan.spans.astype(np.int64)
+        lens = plan.kv_lens + spans
+        own = RowSpans(plan.rows.astype(np.int64), lens, spans.cumsum() - spans, spans)
+        sampled = np.searchsorted(own.starts + spans, plan.logits.tokens, side="right")
+        ids = plan.input_ids.astype(np.int64)
+        words = decoder_step(ids, own, sampled, plan.iteration, self._tables)
+        num = len(sampled)
+        return Packed(words, Layout(num, 1, num, num_scored=0, num_top=0, num_prompt_words=0))
 
     def _describe_model(self) -> Records:
-        decoder, pools = self._decoder, self._pools
+        decoder, pools = self._decoder, self._state.pools
+        tables, relay = self._state.tables, self._state.relay
         config = decoder.spec.config
         table_rows, table_columns = pools.page_tables[0].shape
         values = {
@@ -80,15 +109,25 @@ class CompiledForward:
             "activation": ACTIVATIONS[config.activation],
             "embeddings": decoder.embeddings.data_ptr(),
             "first_norm": self._norm(decoder.first_norm),
+            **_product("head", decoder.head),
+            "token_pool": pools.token_pool.data_ptr(),
+            "num_slots": len(pools.token_pool),
+            "token_pages": pools.page_tables[0].data_ptr(),
+            "last_token": relay.table(LAST_TOKEN).data_ptr(),
+            "written_iter": relay.written_iter.data_ptr(),
+            **_column("seed", tables.int_table, INT_COLUMNS),
+            **_column("temperature", tables.float_table, FLOAT_COLUMNS),
             "eps": config.rms_norm_eps,
             "residual_scale": decoder.spec.residual_scale,
             "embedding_factor": decoder.embedding_factor,
+            "logit_divisor": decoder.spec.logit_divisor,
+            "logit_softcap": decoder.spec.logit_softcap or 0.0,
         }
         return _record(np.zeros(1, MODEL), values)
 
     def _describe_layer(self, record: Records, block: Block) -> None:
         layer, attention = block.spec, block.attention
-        kv = self._pools.layers[layer.index]
+        kv = self._state.pools.layers[layer.index]
         factor, cap = folded(layer.scale, layer.softcap)
         head_norms = attention.head_norms
         values = {
@@ -105,7 +144,7 @@ class CompiledForward:
             "keys": kv.keys.data_ptr(),
             "values": kv.values.data_ptr(),
             "num_slots": len(kv.keys),
-            "page_table": self._pools.page_tables[kv.group].data_ptr(),
+            "page_table": self._state.pools.page_tables[kv.group].data_ptr(),
             "window": NO_WINDOW if layer.window is None else layer.window,
             "factor": factor,
             "cap": cap,
@@ -125,13 +164,23 @@ class CompiledForward:
         return self._norm(norm.norm)
 
 
-def make_compiled_forward(model: CausalModel, pools: KvPools) -> CompiledForward | None:
-    if not isinstance(model, Decoder) or pools.dtype != model.dtype:
+def make_compiled_forward(model: CausalModel, state: DeviceState) -> CompiledForward | None:
+    if not isinstance(model, Decoder) or state.pools.dtype != model.dtype:
         return None
-    if any(not _is_covered(block) for block in model.blocks):
+    if not all(map(_is_covered, model.blocks)) or not isinstance(model.head, TiledLinear):
         return None
     compile_decoder_forward(model.dtype)
-    return CompiledForward(model, pools)
+    return CompiledForward(model, state)
+
+
+def _is_drawn_only(plan: SamplePlan) -> bool:
+    return not (
+        plan.needs_filter
+        or len(plan.penalised)
+        or plan.nudges.places
+        or plan.bans is not None
+        or len(plan.scored)
+    )
 
 
 def _is_covered(block: Block) -> bool:
@@ -143,6 +192,13 @@ def _is_covered(block: Block) -> bool:
 def _product(name: str, product: LinearOp) -> dict[str, int]:
     assert isinstance(product, TiledLinear)
     return {name: product.packed.ctypes.data, f"{name}_bias": product.bias.ctypes.data}
+
+
+def _column(name: str, table: Tensor, columns: tuple[str, ...]) -> dict[str, int]:
+    return {
+        f"{name}s": table[:, columns.index(name)].data_ptr(),
+        f"{name}_columns": table.shape[1],
+    }
 
 
 def _record(record: Records, values: Mapping[str, float]) -> Records:

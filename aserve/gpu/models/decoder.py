@@ -34,12 +34,12 @@ class Decoder:
     """A `CausalModel`. Its parts are there for who runs them in fewer calls."""
 
     __slots__ = (
-        "_head",
         "blocks",
         "dtype",
         "embedding_factor",
         "embeddings",
         "first_norm",
+        "head",
         "hidden_size",
         "layers",
         "max_model_len",
@@ -78,7 +78,7 @@ class Decoder:
             Block(layer, spec, weights, rotary=ropes.index(_rope(config, layer)))
             for layer in self.layers
         )
-        self._head = _head(config, self.embeddings, weights)
+        self.head = _head(config, self.embeddings, weights)
 
     def forward(
         self,
@@ -100,7 +100,7 @@ class Decoder:
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits = self._head(hidden)
+        logits = self.head(hidden)
         if self.dtype != torch.float64:
             logits = logits.float()
         if self.spec.logit_divisor != 1.0:

@@ -1,13 +1,14 @@
-"""All layers of a decoder for a few tokens in one call, by one thread: a small model's step is else
-mostly the calls between its products.
+"""All layers of a decoder for a few tokens in one call, and the draw behind them, by one thread: a
+small model's step is else mostly the calls between its products.
 
 Hidden states and all sums are float32; what a product multiplies, and KV, have the model's dtype.
-It knows no pages' owners and no sampling. Nothing is kept between calls.
+It knows no filter, penalty or mask. Nothing is kept between calls.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,29 +18,41 @@ from numba import from_dtype, njit, types
 from torch import Tensor
 
 from aserve_kernels.cpu.ahead import compile_ahead
-from aserve_kernels.cpu.half import Float32s, Floats, as_array, narrow, widen
+from aserve_kernels.cpu.draw import draw_row
+from aserve_kernels.cpu.half import Float32s, Floats, as_array, narrow, rounded, widen
 from aserve_kernels.cpu.memory import array_at
 from aserve_kernels.cpu.paged_attention import Int64s, RowSpans, attend_share
 from aserve_kernels.cpu.powers import LOG2_E, power_of_two
 from aserve_kernels.cpu.products import multiply
 
+Int32s: TypeAlias = npt.NDArray[np.int32]
 Records: TypeAlias = npt.NDArray[np.void]
 
 FAST = {"contract", "reassoc", "nsz", "arcp"}  # infinities and NaN keep their meaning
 SILU, GELU, GELU_TANH = range(3)
 GELU_INSIDE = np.float32(math.sqrt(2 / math.pi))
 GELU_CUBE = np.float32(0.044715)
-WIDE = np.empty(0, np.float32)  # only its dtype counts
+DRAWN = 64  # rows whose logits are alive at a time
+NOTHING = np.empty(0, np.int64)
+WORDS, DOUBLES = np.empty(0, np.int32), np.empty(0, np.float64)  # only their dtypes count
 
-# One record. Sizes, then addresses: of a table of the model's dtype [vocab, hidden], and of the
-# float32 weight [hidden] of the norm before the first layer. No norm has the address 0.
+# One record. Sizes, then addresses: of a table of the model's dtype [vocab, hidden], of the float32
+# weight [hidden] of the norm before the first layer (no norm: 0), of the packed head and its bias,
+# and of the engine's tables: the token pool and its page table; [max_rows + 1] int64 of the last
+# token of each row and of the step that drew it; in its row tables, int64 and float64, the columns
+# of seeds and of temperatures. A softcap of 0 is none.
 MODEL: Any = np.dtype(
     [
         *[(name, np.int64) for name in ("hidden", "inner", "vocab", "max_len")],
         *[(name, np.int64) for name in ("heads", "kv_heads", "head_dim", "rotary_dim")],
         *[(name, np.int64) for name in ("page_size", "table_rows", "table_columns", "activation")],
-        *[(name, np.int64) for name in ("embeddings", "first_norm")],
+        *[(name, np.int64) for name in ("embeddings", "first_norm", "head", "head_bias")],
+        *[(name, np.int64) for name in ("token_pool", "num_slots", "token_pages")],
+        *[(name, np.int64) for name in ("last_token", "written_iter")],
+        *[(name, np.int64) for name in ("seeds", "seed_columns")],
+        *[(name, np.int64) for name in ("temperatures", "temperature_columns")],
         *[(name, np.float32) for name in ("eps", "residual_scale", "embedding_factor")],
+        *[(name, np.float32) for name in ("logit_divisor", "logit_softcap")],
     ],
     align=True,
 )
@@ -59,17 +72,40 @@ LAYER: Any = np.dtype(
 )
 
 
-def decoder_forward(
-    input_ids: Tensor, own: RowSpans, model: Records, layers: Records, dtype: torch.dtype
-) -> Tensor:
-    """input_ids int64 [tokens]; `own` says whose they are, and has every token once. `model` [1] is
-    a MODEL, `layers` are LAYERs; what they point to is written in the slots of these tokens only.
-    -> hidden states behind the last norm [tokens, hidden], float32 or bfloat16 as `dtype`.
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """`model` [1] is a MODEL, `layers` are LAYERs; who made them keeps what they point to."""
+
+    model: Records
+    layers: Records
+    dtype: torch.dtype  # of weights and KV
+
+
+def decoder_forward(input_ids: Tensor, own: RowSpans, tables: Tables) -> Tensor:
+    """input_ids int64 [tokens]; `own` says whose they are, and has every token once. Written are
+    the slots of these tokens only. -> hidden states behind the last norm [tokens, hidden].
     """
-    out = torch.empty((len(input_ids), int(model["hidden"][0])), dtype=dtype)
+    out = torch.empty((len(input_ids), int(tables.model["hidden"][0])), dtype=tables.dtype)
     of_rows = (own.rows, own.lens, own.starts, own.spans)
-    _forward(input_ids.numpy(), *of_rows, model, layers, as_array(out))
+    words = np.empty(0, np.int32)
+    made = (as_array(out), words)
+    _step(input_ids.numpy(), *of_rows, NOTHING, 0, tables.model, tables.layers, *made)
     return out
+
+
+def decoder_step(
+    input_ids: Int64s, own: RowSpans, sampled: Int64s, iteration: int, tables: Tables
+) -> Tensor:
+    """The same forward of ids of which -row stands for that row's last token, and one draw for each
+    of the rows at the places `sampled`. -> int32 [3 n]: tokens, how many each row got (one), and
+    whether it could be drawn. Written besides KV: the token pool and what is kept of each row.
+    """
+    words = torch.empty(3 * len(sampled), dtype=torch.int32)
+    given = torch.empty((len(input_ids), int(tables.model["hidden"][0])), dtype=tables.dtype)
+    of_rows = (own.rows, own.lens, own.starts, own.spans)
+    made = (as_array(given), words.numpy())
+    _step(input_ids, *of_rows, sampled, iteration, tables.model, tables.layers, *made)
+    return words
 
 
 def compile_decoder_forward(dtype: torch.dtype) -> None:
@@ -77,15 +113,99 @@ def compile_decoder_forward(dtype: torch.dtype) -> None:
     floats = types.uint16 if dtype == torch.bfloat16 else types.float32
     column = types.Array(types.int64, 1, "C")
     records = (types.Array(from_dtype(kind), 1, "C") for kind in (MODEL, LAYER))
-    compile_ahead(_forward, *[column] * 5, *records, types.Array(floats, 2, "C"))
+    made = (types.Array(floats, 2, "C"), types.Array(types.int32, 1, "C"))
+    compile_ahead(_step, *[column] * 6, types.int64, *records, *made)
 
 
 @njit(cache=True, nogil=True)
-def _forward(
+def _step(
     ids: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, spans: Int64s,
-    models: Records, layers: Records, out: Floats,
+    sampled: Int64s, iteration: int, models: Records, layers: Records,
+    out: Floats, words: Int32s,
 ) -> None:  # fmt: skip
     model = models[0]
+    known = _resolve(ids, rows, lens, starts, spans, model)
+    _forward(known, rows, lens, starts, spans, model, layers, out)
+    for first in range(0, sampled.shape[0], DRAWN):
+        places = sampled[first : first + DRAWN]
+        _draw_rows(
+            places,
+            rows,
+            lens,
+            starts,
+            spans,
+            iteration,
+            model,
+            out,
+            words[first:],
+            words.shape[0] // 3,
+        )
+
+
+@njit(nogil=True)
+def _resolve(
+    ids: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, spans: Int64s, model: Any
+) -> Int64s:  # fmt: skip
+    """Ids without placeholders, which are also written beside the KV."""
+    last_token = array_at(model.last_token, (model.table_rows,), ids)
+    pages = array_at(model.token_pages, (model.table_rows, model.table_columns), ids)
+    pool = array_at(model.token_pool, (model.num_slots,), WORDS)
+    known = np.empty(ids.shape[0], np.int64)
+    for r in range(rows.shape[0]):
+        for place in range(spans[r]):
+            token = starts[r] + place
+            position = lens[r] - spans[r] + place
+            known[token] = ids[token] if ids[token] >= 0 else last_token[-ids[token]]
+            page = pages[rows[r], position // model.page_size]
+            pool[page * model.page_size + position % model.page_size] = known[token]
+    return known
+
+
+@njit(nogil=True)
+def _draw_rows(
+    sampled: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, spans: Int64s, iteration: int,
+    model: Any, hidden: Floats, words: Int32s, stride: int,
+) -> None:  # fmt: skip
+    num = sampled.shape[0]
+    last = np.empty((num, model.hidden), hidden.dtype)
+    for i in range(num):
+        token = starts[sampled[i]] + spans[sampled[i]] - 1
+        for d in range(model.hidden):
+            last[i, d] = hidden[token, d]
+    logits = np.empty((num, model.vocab), np.float32)
+    _multiply(last, model.head, model.head_bias, logits)
+    _cap(logits.reshape(-1), hidden, model.logit_divisor, model.logit_softcap)
+    row_shape = (model.table_rows,)
+    seeds = array_at(model.seeds, (model.table_rows, model.seed_columns), rows)
+    scales = array_at(model.temperatures, (model.table_rows, model.temperature_columns), DOUBLES)
+    last_token = array_at(model.last_token, row_shape, rows)
+    written_iter = array_at(model.written_iter, row_shape, rows)
+    for i in range(num):
+        row = rows[sampled[i]]
+        temperature = np.float32(scales[row, 0])
+        token, is_sound = draw_row(logits[i], seeds[row, 0], lens[sampled[i]], temperature)
+        words[i], words[stride + i], words[2 * stride + i] = token, 1, is_sound
+        last_token[row], written_iter[row] = token, iteration
+
+
+@njit(nogil=True)
+def _cap(logits: Float32s, like: Floats, divisor: np.float32, cap: np.float32) -> None:
+    """Rounded where the model itself rounds, so that both draw alike."""
+    for i in range(logits.shape[0]):
+        logits[i] = rounded(logits[i], like)
+    if divisor != np.float32(1):
+        for i in range(logits.shape[0]):
+            logits[i] /= divisor
+    if cap > 0:
+        for i in range(logits.shape[0]):
+            logits[i] = cap * np.float32(math.tanh(logits[i] / cap))
+
+
+@njit(nogil=True)
+def _forward(
+    ids: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, spans: Int64s,
+    model: Any, layers: Records, out: Floats,
+) -> None:  # fmt: skip
     num_tokens = ids.shape[0]
     # Room for every layer. `given` is what the next product reads, and in the end the result.
     given, hidden = out, np.empty((num_tokens, model.hidden), np.float32)

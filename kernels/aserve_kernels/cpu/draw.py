@@ -64,12 +64,20 @@ def _draw(
     tokens: Int64s, is_sound: npt.NDArray[np.bool_],
 ) -> None:  # fmt: skip
     for row in range(logits.shape[0]):
-        own = logits[row]
-        tokens[row], is_sound[row] = _best(own)
-        if is_sound[row] and temperatures[row] > 0:
-            seed = _mixed(np.uint64(seeds[row]))
-            start = _mixed(seed + np.uint64(positions[row]) * GAMMA_OF_POSITIONS)
-            tokens[row] = _noisy_best(own, temperatures[row], start, tokens[row])
+        tokens[row], is_sound[row] = draw_row(
+            logits[row], seeds[row], positions[row], temperatures[row]
+        )
+
+
+@njit(nogil=True)
+def draw_row(
+    logits: Float32s, seed: int, position: int, temperature: np.float32
+) -> tuple[int, bool]:
+    token, is_sound = _best(logits)
+    if not is_sound or not temperature > 0:
+        return token, is_sound
+    start = _mixed(_mixed(np.uint64(seed)) + np.uint64(position) * GAMMA_OF_POSITIONS)
+    return _noisy_best(logits, temperature, start, token), True
 
 
 @njit(nogil=True)
