@@ -116,9 +116,15 @@ class KvOptions:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOptions:
-    max_num_seqs: int = option(64, "sequences that run at once", Limits(low=1, high=65536))
-    max_num_batched_tokens: int = option(
-        2048, "tokens in one step; longer prompts run in chunks", Limits(low=1, high=1 << 20)
+    max_num_seqs: int | None = option(
+        None,
+        "sequences that run at once; default: 256 on a GPU, else 64",
+        Limits(low=1, high=65536),
+    )
+    max_num_batched_tokens: int | None = option(
+        None,
+        "tokens in one step; longer prompts run in chunks; default: 8192 on a GPU, else 2048",
+        Limits(low=1, high=1 << 20),
     )
     max_queue: int = option(512, "sequences that may wait; more are answered 429", Limits(low=1))
     depth: int = option(2, "steps in flight; 1: no overlap", Limits(low=1, high=8))

@@ -136,11 +136,13 @@ class Engine:
         self._draw_seed = seed_source(self._resolved.debug.seed)
         self._numbers = itertools.count(1)
         self._loop_thread: _LoopThread | None = None
+        self._max_rows = 1  # once it has loaded, the executor's
 
     async def __aenter__(self) -> Engine:
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(self._app.close)
             loaded = await in_thread(lambda: self._loader(self._resolved), name="load")
+            self._max_rows = loaded.executor.spec.max_rows
             await self._app.start(loaded)
             undo.pop_all()
         return self
@@ -260,8 +262,7 @@ class Engine:
             for index, prompt in numbered:
                 answers[index] = await one(prompt)
 
-        limits = self._resolved.scheduler
-        most = min(2 * limits.max_num_seqs, limits.max_queue)
+        most = min(2 * self._max_rows, self._resolved.scheduler.max_queue)
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(most // num_sequences or 1, len(prompts))):

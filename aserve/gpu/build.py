@@ -67,8 +67,8 @@ class BuildOptions:
     num_pages: int | None = None
     memory_share: float = 0.9  # of a device's own memory, that may be used in all
     prefix_cache: bool = True
-    max_rows: int = 64
-    max_batched_tokens: int = 2048
+    max_rows: int | None = None
+    max_batched_tokens: int | None = None
     max_waiting: int = 512
     depth: int = 2
     lead: int = 2
@@ -170,6 +170,14 @@ class _Parts:
     options: BuildOptions
     shortcut: MakeShortcut | None
 
+    @property
+    def max_rows(self) -> int:
+        return self.options.max_rows or self.device.max_rows
+
+    @property
+    def max_batched_tokens(self) -> int:
+        return self.options.max_batched_tokens or self.device.max_batched_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class _Made:
@@ -238,21 +246,21 @@ def _plan_spec(
     layouts = [group.layout(kv_dtype.itemsize) for group in parts.groups]
     max_model_len = parts.model.max_model_len
     if num_pages is None and options.max_model_len is None:
-        max_model_len = _context_with_room(layouts, options, max_model_len, budget_bytes)
+        max_model_len = _context_with_room(parts, layouts, budget_bytes)
     return EngineSpec(
         page_size=options.page_size,
         groups=plan_groups(
             layouts,
             page_size=options.page_size,
             budget_bytes=budget_bytes,
-            max_rows=options.max_rows,
+            max_rows=parts.max_rows,
             max_model_len=max_model_len,
-            max_batched_tokens=options.max_batched_tokens,
+            max_batched_tokens=parts.max_batched_tokens,
             num_pages=num_pages,
         ),
-        max_rows=options.max_rows,
+        max_rows=parts.max_rows,
         max_model_len=max_model_len,
-        max_batched_tokens=options.max_batched_tokens,
+        max_batched_tokens=parts.max_batched_tokens,
         vocab_size=parts.model.vocab_size,
         depth=options.depth,
         lead=options.lead,
@@ -262,16 +270,15 @@ def _plan_spec(
     )
 
 
-def _context_with_room(
-    layouts: Sequence[GroupLayout], options: BuildOptions, max_model_len: int, budget_bytes: int
-) -> int:
+def _context_with_room(parts: _Parts, layouts: Sequence[GroupLayout], budget_bytes: int) -> int:
     """The model's own, or as much of it as one request has KV memory for."""
+    max_model_len = parts.model.max_model_len
     has_room = longest_context(
         layouts,
-        page_size=options.page_size,
+        page_size=parts.options.page_size,
         budget_bytes=budget_bytes,
         max_model_len=max_model_len,
-        max_batched_tokens=options.max_batched_tokens,
+        max_batched_tokens=parts.max_batched_tokens,
     )
     if has_room in (0, max_model_len):
         return max_model_len  # without any room the plan says what is missing

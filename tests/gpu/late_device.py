@@ -29,6 +29,8 @@ class LateDevice:
         self.about = "late"
         self.runs_behind = True
         self.logits_elements = 1 << 24
+        self.max_rows = 64
+        self.max_batched_tokens = 2048
         self.graph_rows = 0
         self.torch_device = torch.device("cpu")
         self.is_done = threading.Event()

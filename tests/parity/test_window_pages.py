@@ -19,6 +19,7 @@ from tests.text.vocabularies import byte_level_tokenizer
 pytestmark = pytest.mark.slow  # the reference takes a moment to make
 
 PAGE_SIZE = 4
+CHUNK_LEN = 8
 
 
 class Loader:
@@ -29,7 +30,7 @@ class Loader:
             reference.directory,
             page_size=PAGE_SIZE,
             max_rows=1,
-            max_batched_tokens=8,
+            max_batched_tokens=CHUNK_LEN,
             max_model_len=MAX_MODEL_LEN,
             prefix_cache=prefix_cache,
             debug_checks=True,
@@ -65,7 +66,7 @@ async def test_pages_behind_the_window_come_back_while_a_long_prompt_runs(
         ]
     for answer in answers:
         assert list(answer.choices[0].token_ids) == reference.greedy.tolist()
-    num_chunks = -(-PROMPT_LEN // loader.options.max_batched_tokens)
+    num_chunks = -(-PROMPT_LEN // CHUNK_LEN)
     of_prompt = [page for step in loader.taken[:num_chunks] for page in step]
     assert len(of_prompt) == -(-PROMPT_LEN // PAGE_SIZE) > loader.num_pages
     assert len({*of_prompt}) <= loader.num_pages

@@ -46,6 +46,8 @@ class Device(Protocol):
     torch_device: torch.device
     runs_behind: bool  # work is done later than the executor thread asks for it
     graph_rows: int  # of the largest step that is captured, if nobody says otherwise; 0: none is
+    max_rows: int  # that run at once, if nobody says otherwise
+    max_batched_tokens: int  # of one step, likewise
     attention: tuple[str, ...]  # the backends for it by name, best first
     logits_elements: int  # of logits so many at most are alive at a time
 

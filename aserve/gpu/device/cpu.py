@@ -47,6 +47,8 @@ class CpuDevice:
         "attention",
         "graph_rows",
         "logits_elements",
+        "max_batched_tokens",
+        "max_rows",
         "runs_behind",
         "torch_device",
     )
@@ -54,6 +56,8 @@ class CpuDevice:
     def __init__(self, why: str = "") -> None:
         self.about = f"cpu ({why})" if why else "cpu"
         self.logits_elements = LOGITS_ELEMENTS
+        self.max_rows = 64
+        self.max_batched_tokens = 2048
         self.runs_behind = False
         self.graph_rows = 0  # a recording sees nothing that numba has compiled
         self.torch_device = torch.device("cpu")

@@ -43,6 +43,8 @@ class CudaDevice:
         "attention",
         "graph_rows",
         "logits_elements",
+        "max_batched_tokens",
+        "max_rows",
         "runs_behind",
         "torch_device",
     )
@@ -50,6 +52,8 @@ class CudaDevice:
     def __init__(self, runtime: CudaRuntime, *, why: str = "") -> None:
         self.about = f"cuda ({', '.join(filter(None, (runtime.about, why)))})"
         self.logits_elements = LOGITS_ELEMENTS
+        self.max_rows = 256
+        self.max_batched_tokens = 8192
         self.runs_behind = True
         self.graph_rows = GRAPH_ROWS
         self.torch_device = runtime.torch_device

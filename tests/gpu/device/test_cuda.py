@@ -424,6 +424,13 @@ def test_kv_without_memory_says_which_option_to_change(monkeypatch: pytest.Monke
 # ---------------------------------------------------------------- what is chosen
 
 
+def test_steps_are_as_large_as_the_device_likes_unless_someone_says_otherwise() -> None:
+    spec = executor_on(FakeCuda(), max_rows=None, max_batched_tokens=None).spec
+    assert (spec.max_rows, spec.max_batched_tokens) == (256, 8192)
+    spec = make_executor(HashModel(), max_rows=None, max_batched_tokens=7).spec
+    assert (spec.max_rows, spec.max_batched_tokens) == (64, 7)
+
+
 @pytest.mark.parametrize(
     ("stored", "has_bfloat16", "chosen"),
     [
