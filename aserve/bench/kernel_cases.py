@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from aserve_kernels.paged_rows import PagedRows, Scoring
 from aserve_kernels.paged_tiles import Cut
 from aserve_kernels.penalties import penalise
 from aserve_kernels.prepare_inputs import Tables, Words, prepare_inputs
+from aserve_kernels.relay_rows import gather_rows, scatter_rows
 from aserve_kernels.rms_norm import add_rms_norm, rms_norm
 from aserve_kernels.rope import rope
 from aserve_kernels.row_columns import FLOAT_COLUMNS, INT_COLUMNS
@@ -122,6 +124,21 @@ def make_prepare_inputs(sizes: Sizes, where: torch.device) -> Case:
     return Case(lambda: prepare_inputs(words, tables), read + written)
 
 
+def make_gather_rows(sizes: Sizes, where: torch.device) -> Case:
+    """Hidden states, as a drafter keeps them."""
+    table = _draw((sizes.tokens, sizes.hidden), where)
+    rows = torch.randperm(sizes.tokens, device=where)
+    return Case(lambda: gather_rows(table, rows), 2 * table.nbytes)
+
+
+def make_scatter_rows(sizes: Sizes, where: torch.device) -> Case:
+    table, values = (_draw((sizes.tokens, sizes.hidden), where) for _ in range(2))
+    rows = torch.randperm(sizes.tokens, device=where)
+    stamps = torch.zeros_like(rows)
+    work = partial(scatter_rows, table, rows, values, stamps, rows[:1])
+    return Case(work, 2 * table.nbytes)
+
+
 def make_draw(sizes: Sizes, where: torch.device, *, has_noise: bool, has_limits: bool) -> Case:
     logits, rows = _logits(sizes, where)
     ints, floats = _row_tables(sizes, where)
@@ -162,6 +179,8 @@ CASES: Mapping[str, Callable[[Sizes, torch.device], Case]] = {
     "store_kv": make_store_kv,
     "paged_decode": make_paged_decode,
     "prepare_inputs": make_prepare_inputs,
+    "gather_rows": make_gather_rows,
+    "scatter_rows": make_scatter_rows,
     "sample, greedy": lambda s, d: make_draw(s, d, has_noise=False, has_limits=False),
     "sample, noise": lambda s, d: make_draw(s, d, has_noise=True, has_limits=False),
     "sample, limits": lambda s, d: make_draw(s, d, has_noise=True, has_limits=True),

@@ -313,5 +313,10 @@ def _allocate(
             ways=KvWays(device.zeros, device.store_kv(model.dtype)),
         ),
         tables=RowTables(max_rows=spec.max_rows, device=where),
-        relay=FutureMap(mode.fields, max_rows=spec.max_rows, device=where),
+        relay=FutureMap(
+            mode.fields,
+            max_rows=spec.max_rows,
+            device=where,
+            ops=device.row_ops(model.dtype),
+        ),
     )

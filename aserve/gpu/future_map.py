@@ -6,7 +6,7 @@ It knows no algorithm: a decode mode declares its fields. Written on the executo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -28,15 +28,46 @@ class RelayField:
     dtype: torch.dtype
 
 
+def gather_rows(table: Tensor, rows: Tensor) -> Tensor:
+    """table [max_rows + 1, ...], rows int64 [n] -> a copy [n, ...]."""
+    return table.index_select(0, rows)
+
+
+def scatter_rows(
+    table: Tensor, rows: Tensor, values: Tensor, stamps: Tensor, iteration: Tensor
+) -> None:
+    """values [n, ...] of the table's dtype; stamps int64 [max_rows + 1], iteration int64 [1]. Row 0
+    may stand there more than once."""
+    table.index_copy_(0, rows, values)
+    stamps.index_copy_(0, rows, iteration.expand(len(rows)))
+
+
+@dataclass(frozen=True, slots=True)
+class RowOps:
+    """How a device reads and writes rows of the relay."""
+
+    gather: Callable[[Tensor, Tensor], Tensor] = gather_rows
+    scatter: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] = scatter_rows
+
+
+PLAIN_ROWS = RowOps()
+
+
 class FutureMap:
     """All tensors are allocated here, once: [max_rows + 1, ...]. Row 0 is padding; it may be
     written, and nobody reads it."""
 
-    __slots__ = ("_fields", "written_iter")
+    __slots__ = ("_fields", "_ops", "written_iter")
 
     def __init__(
-        self, fields: tuple[RelayField, ...], *, max_rows: int, device: torch.device
+        self,
+        fields: tuple[RelayField, ...],
+        *,
+        max_rows: int,
+        device: torch.device,
+        ops: RowOps = PLAIN_ROWS,
     ) -> None:
+        self._ops = ops
         declared = (RelayField(LAST_TOKEN, (), torch.int64), *fields)
         self._fields = {
             field.name: torch.zeros((max_rows + 1, *field.shape), dtype=field.dtype, device=device)
@@ -55,7 +86,7 @@ class FutureMap:
 
     def read(self, name: str, rows: Tensor) -> Tensor:
         """rows int64 [n] -> a copy [n, *shape]."""
-        return self._fields[name].index_select(0, rows)
+        return self._ops.gather(self._fields[name], rows)
 
     def resolve(self, ids: Tensor) -> Tensor:
         """ids int64 [tokens], where -row stands for that row's last token -> ids without any."""
@@ -71,8 +102,7 @@ class FutureMap:
         [1]: a captured step has another one at each replay.
         """
         for name, values in fields.items():
-            self._fields[name].index_copy_(0, rows, values)
-        self.written_iter.index_copy_(0, rows, iteration.expand(len(rows)))
+            self._ops.scatter(self._fields[name], rows, values, self.written_iter, iteration)
 
     def forget(self, rows: Tensor) -> None:
         """The rows have new tenants, who must not read what is there."""

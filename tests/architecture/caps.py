@@ -70,7 +70,7 @@ ALTERNATIVES = (
     *("aserve/gpu/layers/packed_linear.py", "aserve/gpu/layers/triton_elementwise.py"),
     *("aserve/gpu/sample/triton_ops.py", "aserve/gpu/sample/compiled_ops.py"),
     *("aserve/gpu/layers/tiled_linear.py", "aserve/gpu/models/compiled_forward.py"),
-    "aserve/gpu/triton_resolve.py",
+    *("aserve/gpu/triton_resolve.py", "aserve/gpu/triton_rows.py"),
     *(f"aserve/gpu/models/{name}.py" for name in ("mistral", "qwen2", "qwen3", "gemma2")),
     *(f"aserve/gpu/models/{name}.py" for name in ("gemma3", "phi3", "granite", "olmo2")),
 )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from aserve.gpu.device.base import Captured, Cut, Event
 from aserve.gpu.device.cpu import CpuDevice
+from aserve.gpu.future_map import RowOps
 from aserve.gpu.kv.stored import StoreKv
 from aserve.gpu.layers.elementwise import Elementwise
 from aserve.gpu.resolve import Resolve
@@ -69,6 +70,9 @@ class LateDevice:
 
     def elementwise(self, dtype: torch.dtype) -> Elementwise:
         return self._cpu.elementwise(dtype)
+
+    def row_ops(self, dtype: torch.dtype) -> RowOps:
+        return self._cpu.row_ops(dtype)
 
     def resolver(self, dtype: torch.dtype) -> Resolve:
         return self._cpu.resolver(dtype)

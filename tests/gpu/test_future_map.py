@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from aserve.errors import BugError
 from aserve.gpu.executor import TorchExecutor
-from aserve.gpu.future_map import LAST_TOKEN, SEQ_LEN, FutureMap, RelayField
+from aserve.gpu.future_map import LAST_TOKEN, PLAIN_ROWS, SEQ_LEN, FutureMap, RelayField
+from aserve.gpu.triton_rows import triton_row_ops
 from aserve.messages import ScheduleBatch, StepFailed, StepResult, pack_i32
 from tests.gpu.batch_builder import BatchBuilder, greedy
 from tests.gpu.drive import make_executor
@@ -29,9 +30,11 @@ ROWS = st.lists(st.integers(1, MAX_ROWS), min_size=1, unique=True)
 class RelayAgainstDictionary(RuleBasedStateMachine):
     """Rows join, sample, finish, are aborted or retracted, and get new tenants, in any order."""
 
+    ops = PLAIN_ROWS
+
     @initialize()
     def make(self) -> None:
-        self.relay = FutureMap(FIELDS, max_rows=MAX_ROWS, device=CPU)
+        self.relay = FutureMap(FIELDS, max_rows=MAX_ROWS, device=CPU, ops=self.ops)
         self.tokens: dict[int, int] = {}
         self.lens: dict[int, int] = {}
         self.pairs: dict[int, list[float]] = {}
@@ -79,6 +82,20 @@ class RelayAgainstDictionary(RuleBasedStateMachine):
 
 RelayAgainstDictionary.TestCase.settings = settings(max_examples=60, stateful_step_count=20)
 TestRelay = RelayAgainstDictionary.TestCase
+
+
+class TritonAgainstDictionary(RelayAgainstDictionary):
+    """Triton's kernels, in the interpreter."""
+
+    ops = triton_row_ops(torch.float32)
+
+
+TritonAgainstDictionary.TestCase.settings = settings(max_examples=15, stateful_step_count=10)
+TestTritonRelay = TritonAgainstDictionary.TestCase
+
+
+def test_a_model_in_float64_has_its_relay_in_torch() -> None:
+    assert triton_row_ops(torch.float64) is PLAIN_ROWS
 
 
 def test_ids_larger_than_max_rows_stand_for_themselves() -> None:

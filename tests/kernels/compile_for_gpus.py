@@ -26,6 +26,7 @@ from aserve_kernels.paged_rows import Scoring
 from aserve_kernels.paged_tiles import Cut
 from aserve_kernels.penalties import penalise
 from aserve_kernels.prepare_inputs import Tables, Words, prepare_inputs
+from aserve_kernels.relay_rows import gather_rows, scatter_rows
 from aserve_kernels.rms_norm import add_rms_norm, rms_norm
 from aserve_kernels.rope import rope
 from aserve_kernels.sample import sample
@@ -88,6 +89,12 @@ def call_prepare_inputs() -> None:
         prepare_inputs(words, Tables(table[:, 0], seq_lens, pools, some, page_size=16))
 
 
+def call_relay_rows() -> None:
+    table, rows = torch.zeros((4, 3), dtype=torch.int64), torch.tensor([1, 2])
+    gather_rows(table, rows)
+    scatter_rows(table, rows, table[:2], rows, rows)
+
+
 def call_penalise() -> None:
     logits, rows = torch.zeros((2, 9000)), torch.tensor([1, 3])
     ints = torch.zeros((4, 4), dtype=torch.int64)
@@ -121,6 +128,7 @@ CALLS: Mapping[str, Callable[[], None]] = {
     ),
     "sample": call_sample,
     "penalise": call_penalise,
+    "relay_rows": call_relay_rows,
     "prepare_inputs": call_prepare_inputs,
     "bitmask": call_bitmask,
 }

@@ -12,6 +12,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from aserve.gpu.future_map import RowOps
 from aserve.gpu.kv.stored import StoreKv
 from aserve.gpu.layers.elementwise import Elementwise
 from aserve.gpu.resolve import Resolve
@@ -90,6 +91,9 @@ class Device(Protocol):
 
     def elementwise(self, dtype: torch.dtype) -> Elementwise:
         """How the layers between the products are fastest here in this dtype."""
+
+    def row_ops(self, dtype: torch.dtype) -> RowOps:
+        """How rows of the relay are read and written fastest beside a model of this dtype."""
 
     def resolver(self, dtype: torch.dtype) -> Resolve:
         """How a step's words become inputs of a model of this dtype fastest here, as `resolve`."""

@@ -19,6 +19,7 @@ from aserve.gpu.device.base import Captured, Cut, Event
 from aserve.gpu.device.cpu_weights import choose_cpu_form, read_cpu_facts
 from aserve.gpu.device.process import keep_freed_memory
 from aserve.gpu.device.recorded import record
+from aserve.gpu.future_map import PLAIN_ROWS, RowOps
 from aserve.gpu.kv.stored import StoreKv, store_plain
 from aserve.gpu.layers.elementwise import PLAIN, Elementwise
 from aserve.gpu.resolve import Resolve, resolve
@@ -92,6 +93,9 @@ class CpuDevice:
         from aserve.gpu.layers.compiled import compiled_elementwise
 
         return compiled_elementwise(dtype)
+
+    def row_ops(self, dtype: torch.dtype) -> RowOps:
+        return PLAIN_ROWS
 
     def resolver(self, dtype: torch.dtype) -> Resolve:
         return resolve

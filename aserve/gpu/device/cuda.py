@@ -18,6 +18,7 @@ from aserve.errors import ConfigError
 from aserve.gpu.device.base import Captured, Cut, Event
 from aserve.gpu.device.cuda_graphs import capture
 from aserve.gpu.device.cuda_runtime import CudaRuntime, TorchCuda
+from aserve.gpu.future_map import RowOps
 from aserve.gpu.kv.stored import StoreKv
 from aserve.gpu.layers.elementwise import Elementwise
 from aserve.gpu.layers.linear import prepare
@@ -135,6 +136,11 @@ class CudaDevice:
         from aserve.gpu.layers.triton_elementwise import triton_elementwise
 
         return triton_elementwise(dtype)
+
+    def row_ops(self, dtype: torch.dtype) -> RowOps:
+        from aserve.gpu.triton_rows import triton_row_ops
+
+        return triton_row_ops(dtype)
 
     def resolver(self, dtype: torch.dtype) -> Resolve:
         from aserve.gpu.triton_resolve import triton_resolver
