@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import itertools
 import queue
 import sys
 from collections.abc import Callable
@@ -191,15 +190,14 @@ class TorchExecutor:
         graph = self._graphs.find(plan, tables)
         if graph is None:
             plan.stage(body)
-            staged, staged_tables = self._stage(body, tables)
-            self._runner.apply(batch, staged_tables)
+            staged = self._stage(body, tables)
+            self._runner.apply(batch, staged)
             packed = self._runner.step(plan, staged, publish)
         else:
             padded = plan.padded(graph.shape.num_rows)
             padded.stage(body)
-            staged, staged_tables = self._stage(body, tables, buffer=self._graphs.words)
-            self._runner.apply(batch, staged_tables)
-            packed = self._graphs.replay(graph, padded, staged, publish)
+            self._runner.apply(batch, self._stage(body, tables, buffer=self._graphs.words))
+            packed = self._graphs.replay(graph, padded, body, publish)
         self._held_lens.update(_ends(plan))
         read = functools.partial(self._read_step, plan, packed.layout, ticket)
         self._copy_out(packed.words, read)
@@ -214,7 +212,7 @@ class TorchExecutor:
         logits.stage(sections)
         sections.add("iteration", np.array([sample.iteration], np.int32))
         sections.add("mask", array_i32(sample.masks))
-        (staged,) = self._stage(sections)
+        staged = self._stage(sections)
         packed = self._runner.finish_held(
             HeldSample(
                 iteration=staged.ints("iteration"),
@@ -241,15 +239,20 @@ class TorchExecutor:
             slice_len=self._slice_len,
         )
 
-    def _stage(self, *parts: HostSections, buffer: Tensor | None = None) -> list[DeviceSections]:
-        """The one copy of a step's host values. The slot is free again after the next event."""
-        ends = list(itertools.accumulate((part.num_words for part in parts), initial=0))
-        slot = self._staging.take(ends[-1])
-        spans = [slice(start, end) for start, end in itertools.pairwise(ends)]
-        places = [part.write(slot.words[span]) for part, span in zip(parts, spans, strict=True)]
-        words = self._device.stage(slot.buffer[: ends[-1]], buffer)
+    def _stage(self, *parts: HostSections, buffer: Tensor | None = None) -> DeviceSections:
+        """The one copy of a step's host values, each part behind the one before. The slot is free
+        again after the next event.
+        """
+        num_words = sum(part.num_words for part in parts)
+        slot = self._staging.take(num_words)
+        places: dict[str, slice] = {}
+        start = 0
+        for part in parts:
+            places |= part.write(slot.words, start=start)
+            start += part.num_words
+        words = self._device.stage(slot.buffer[:num_words], buffer)
         self._staged.append(slot)
-        return [DeviceSections(words[s], named) for s, named in zip(spans, places, strict=True)]
+        return DeviceSections(words, places)
 
     def _publish(self, plan: StepPlan, ticket: StepTicket, lens: Tensor) -> None:
         """Lengths after the step, int32 [rows], early."""

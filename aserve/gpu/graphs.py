@@ -100,13 +100,15 @@ class StepGraphs:
             self._planned_for = step
 
     def replay(
-        self, graph: StepGraph, plan: StepPlan, staged: DeviceSections, publish: OnPublish
+        self, graph: StepGraph, plan: StepPlan, body: HostSections, publish: OnPublish
     ) -> Packed:
-        """`plan` is padded and staged in `words`. The result is a copy."""
-        if len(staged.words) != graph.num_words:
+        """`plan` is padded, and `body`, which it has staged, is at the front of `words`. The result
+        is a copy.
+        """
+        if body.num_words != graph.num_words:
             raise BugError(
-                f"step {plan.iteration} has {len(staged.words)} words; its graph was captured "
-                f"with {graph.num_words}"
+                f"step {plan.iteration} has {body.num_words} words; its graph was captured with "
+                f"{graph.num_words}"
             )
         self.plan_ahead(graph, plan)
         words = graph.captured.replay(lambda lens: publish(lens.clone()))

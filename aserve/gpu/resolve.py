@@ -47,9 +47,7 @@ def stage_tables(batch: ScheduleBatch, sections: HostSections, state: DeviceStat
         if not writes.rows:
             continue
         rows, columns, pages = map(array_i32, (writes.rows, writes.columns, writes.pages))
-        sections.add(f"page_rows{group}", rows)
-        sections.add(f"page_columns{group}", columns)
-        sections.add(f"pages{group}", pages)
+        sections.add(f"page_writes{group}", np.concatenate((rows, columns, pages)))
         if state.clears_pages:
             step_rows = array_i32(batch.rows)
             kv_lens = np.zeros(1 + int(step_rows.max()), np.int32)
@@ -68,12 +66,8 @@ def apply_tables(batch: ScheduleBatch, sections: DeviceSections, state: DeviceSt
         state.pools.forget(rows)
     for group, writes in enumerate(batch.page_writes):
         if writes.rows:
-            state.pools.write_pages(
-                group,
-                rows=sections.ints(f"page_rows{group}"),
-                columns=sections.ints(f"page_columns{group}"),
-                pages=sections.ints(f"pages{group}"),
-            )
+            rows, columns, pages = sections.ints(f"page_writes{group}").chunk(3)
+            state.pools.write_pages(group, rows=rows, columns=columns, pages=pages)
             if state.clears_pages:
                 state.pools.clear(group, sections.ints(f"empty_pages{group}"))
 

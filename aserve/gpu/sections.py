@@ -39,10 +39,9 @@ class HostSections:
         num = sum(map(len, self._wide.values())) + sum(map(len, self._narrow.values()))
         return num + num % 2
 
-    def write(self, words: ArrayI32) -> dict[str, slice]:
-        """Copies all sections to the front of `words`; says where each of them is."""
+    def write(self, words: ArrayI32, *, start: int = 0) -> dict[str, slice]:
+        """Copies all sections into `words`, from an even place on; says where each of them is."""
         places: dict[str, slice] = {}
-        start = 0
         for name, values in (self._wide | self._narrow).items():
             places[name] = slice(start, start + len(values))
             words[places[name]] = values

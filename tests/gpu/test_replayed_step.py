@@ -1,0 +1,270 @@
+"""One replayed step from close by: what it asks of the device, reads and writes."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from aserve.errors import BugError
+from aserve.gpu.attention.base import AttentionKind
+from aserve.gpu.attention.capabilities import AttentionSite, Capabilities
+from aserve.gpu.attention.registry import BACKENDS
+from aserve.gpu.attention.static_plans import StaticShape
+from aserve.gpu.attention.torch_ref import TorchReference
+from aserve.gpu.decode.base import OnPublish
+from aserve.gpu.forward_batch import ForwardBatch
+from aserve.gpu.future_map import LAST_TOKEN
+from aserve.gpu.graphs import StepGraph, StepGraphs
+from aserve.gpu.models.attend import Attend
+from aserve.gpu.results import Packed
+from aserve.gpu.runner import ModelRunner
+from aserve.gpu.sections import DeviceSections, HostSections
+from aserve.gpu.step_plan import StepPlan
+from aserve.messages import ArrayI32, StepResult, array_i32
+from tests.gpu.batch_builder import BatchBuilder
+from tests.gpu.device.test_cuda import executor_on, unless_dead
+from tests.gpu.drive import make_executor, request, serve
+from tests.gpu.fake_cuda import FakeCuda, Graph, Stream
+from tests.gpu.graph_device import GraphDevice
+from tests.gpu.hash_model import VOCAB, HashModel
+from tests.gpu.plain_engine import plain_outputs
+
+PROMPTS = {row: [(5 * i * i + row * i) % VOCAB for i in range(4 + 3 * row)] for row in (1, 2, 3)}
+MAX_CALLS = 16
+
+
+def nothing(_done: int, _total: int) -> None:
+    pass
+
+
+# ---------------------------------------------------------------- what it asks for
+
+
+class Counter:
+    """Names of what was asked of torch and of CUDA while it counts."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.counts = False
+
+    def note(self, name: str) -> None:
+        if self.counts:
+            self.asked.append(name)
+
+    def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A graph's replay is one call, whatever is in it."""
+        for owner, name in (
+            (FakeCuda, "dispatch"),
+            (FakeCuda, "new_event"),
+            (FakeCuda, "keep"),
+            (Stream, "record_event"),
+            (Stream, "wait_event"),
+            (Graph, "replay"),
+        ):
+            monkeypatch.setattr(owner, name, self._noting(name, getattr(owner, name)))
+
+    def _noting(self, name: str, real: Any) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self.note(str(args[1]) if name == "dispatch" else name)
+            return real(*args, **kwargs)
+
+        return noted
+
+
+@pytest.mark.parametrize("has_new_page", [False, True])
+async def test_a_replayed_step_is_at_most_16_calls(
+    *, has_new_page: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row 1 has 7 positions and pages of 4: its second decode needs a page, and its third none."""
+    counter, cuda = Counter(), FakeCuda()
+    executor = executor_on(cuda, graph_rows=2, debug_checks=False)
+    executor.capture_graphs(nothing)
+    counter.watch(monkeypatch)
+    executor.start(asyncio.get_running_loop())
+    try:
+        builder = BatchBuilder(executor.spec)
+        batches = [builder.batch({1: PROMPTS[1]}, sampling=[1])]
+        batches += [builder.batch({1: [-1]}, sampling=[1]) for _ in range(3 - has_new_page)]
+        assert bool(batches[-1].page_writes[0].rows) == has_new_page
+        for batch in batches:  # those before have made what is made once
+            is_last = batch is batches[-1]
+            executor._inbox.put(functools.partial(setattr, counter, "counts", is_last))
+            ticket = executor.launch(batch)
+            executor._inbox.put(functools.partial(setattr, counter, "counts", False))
+            assert isinstance(await unless_dead(executor, ticket.outcome), StepResult)
+    finally:
+        executor.close()
+    assert counter.asked.count("replay") == 1
+    assert len(counter.asked) <= MAX_CALLS, counter.asked
+
+
+# ---------------------------------------------------------------- what it reads and writes
+
+
+def tables_of(runner: ModelRunner) -> dict[str, Tensor]:
+    """Everything on the device that outlives a step."""
+    state = runner.state
+    tables = {f"page_table{group}": table for group, table in enumerate(state.pools.page_tables)}
+    for index, layer in state.pools.layers.items():
+        tables |= {f"keys{index}": layer.keys, f"values{index}": layer.values}
+    return tables | {
+        "tokens": state.pools.token_pool,
+        "stamps": state.relay.written_iter,
+        "relay": state.relay._fields[LAST_TOKEN],
+    }
+
+
+def copied(tables: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: table.clone() for name, table in tables.items()}
+
+
+class Comparing:
+    """Runs each replayed step once more, eagerly, from where it began."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self._replay = StepGraphs.replay
+
+    def __call__(
+        self,
+        graphs: StepGraphs,
+        graph: StepGraph,
+        plan: StepPlan,
+        body: HostSections,
+        publish: OnPublish,
+    ) -> Packed:
+        runner = graphs._parts.runner
+        tables = tables_of(runner)
+        before = copied(tables)
+        replayed = self._replay(graphs, graph, plan, body, publish)
+        after = copied(tables)
+        self.assert_only_own_rows_and_padding(runner, plan, before, after)
+        for name, table in tables.items():
+            table.copy_(before[name])
+        words = graphs.words[: body.num_words]
+        staged = DeviceSections(words, body.write(np.zeros(len(words), np.int32)))
+        eager = runner.step(graphs._padding(graph.shape), staged, publish)
+        assert torch.equal(eager.words, replayed.words)
+        assert eager.layout == replayed.layout
+        for name, table in tables.items():
+            assert torch.equal(table, after[name]), name
+        self.num_steps += 1
+        return replayed
+
+    def assert_only_own_rows_and_padding(
+        self,
+        runner: ModelRunner,
+        plan: StepPlan,
+        before: dict[str, Tensor],
+        after: dict[str, Tensor],
+    ) -> None:
+        """Trap 11. Row 0 is nobody's, as is slot 0."""
+        of_row = torch.from_numpy(array_i32(plan.batch.rows).astype(np.int64))
+        at = torch.from_numpy(array_i32(plan.batch.kv_lens).astype(np.int64))
+        rows = {0, *of_row.tolist()}
+        groups = range(len(runner.state.pools.page_tables))
+        slots = {0} | {
+            int(slot) for g in groups for slot in runner.state.pools.slots(g, of_row, at)
+        }
+        for name in before:
+            changed = (before[name] != after[name]).nonzero()[:, 0].tolist()
+            allowed = rows if name in ("stamps", "relay") else slots
+            assert set(changed) <= (set() if name.startswith("page") else allowed), name
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8}, {"temperature": 1.0, "top_p": 0.6}])
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_padded_replay_equals_the_eager_step_bit_for_bit_and_touches_nobody_else(
+    sampling: dict[str, Any], window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three rows in a graph of four, at every length from 7 on."""
+    comparing = Comparing()
+    monkeypatch.setattr(StepGraphs, "replay", lambda *args: comparing(*args))
+    asked = [request(f"r{row}", ids, seed=row, **sampling) for row, ids in PROMPTS.items()]
+    model, device = HashModel(window=window), GraphDevice()
+    executor = make_executor(model, device=device, graph_rows=4, debug_checks=False)
+    executor.capture_graphs(nothing)
+    served = serve(executor, asked)
+    assert served.outputs == {(r.request_id, 0): plain_outputs(model, r) for r in asked}
+    assert comparing.num_steps > 5
+
+
+def test_words_that_the_graph_was_not_captured_with_are_a_bug() -> None:
+    executor = make_executor(HashModel(), device=GraphDevice(), graph_rows=1)
+    executor.capture_graphs(nothing)
+    graphs = executor._graphs
+    [graph, *_] = graphs._graphs.values()
+    with pytest.raises(BugError, match="has 0 words; its graph was captured with"):
+        graphs.replay(graph, graphs._padding(graph.shape), HostSections(), lambda lens: None)
+
+
+# ---------------------------------------------------------------- attention's plans
+
+
+class HostPlanned:
+    """Attention that has lengths from its plan alone; a static one only from `refresh`."""
+
+    def __init__(self, site: AttentionSite) -> None:
+        self._reference = TorchReference(site.pools)
+        self.made: list[StaticShape] = []
+        self.refreshed: list[list[int]] = []
+
+    @property
+    def static_plans(self) -> HostPlanned:
+        return self
+
+    def make(self, shape: StaticShape) -> object:
+        self.made.append(shape)
+        return torch.full((shape.num_rows,), shape.width, dtype=torch.int64)
+
+    def refresh(self, plan: object, lens: ArrayI32) -> None:
+        assert isinstance(plan, Tensor)
+        self.refreshed.append(lens.tolist())
+        plan.copy_(torch.from_numpy(lens))
+
+    def plan(self, batch: ForwardBatch) -> object:
+        assert batch.lens_cpu is not None, "a captured forward is planned again"
+        return torch.from_numpy(batch.lens_cpu.astype(np.int64))
+
+    def bind(self, batch: ForwardBatch, plan: object) -> Attend:
+        assert isinstance(plan, Tensor)
+        return self._reference.bind(dataclasses.replace(batch, lens=plan), None)
+
+
+@pytest.mark.parametrize("is_planned_ahead", [False, True])
+def test_plans_of_the_host_are_refreshed_once_before_each_replay(
+    *, is_planned_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay that was planned before still gets its own ids and positions."""
+    can = Capabilities(host_lens=True, can_capture=True)
+    monkeypatch.setitem(BACKENDS, "host-planned", lambda: AttentionKind(can, HostPlanned))
+    find = StepGraphs.find
+
+    def find_and_plan(graphs: StepGraphs, plan: StepPlan, tables: HostSections) -> StepGraph | None:
+        graph = find(graphs, plan, tables)
+        if graph is not None:
+            graphs.plan_ahead(graph, plan.padded(graph.shape.num_rows))
+        return graph
+
+    if is_planned_ahead:
+        monkeypatch.setattr(StepGraphs, "find", find_and_plan)
+    device = GraphDevice()
+    executor = make_executor(
+        HashModel(), device=device, graph_rows=4, attention="host-planned", prefix_cache=False
+    )
+    executor.capture_graphs(nothing)
+    backend = executor._graphs._parts.attention
+    assert isinstance(backend, HostPlanned)
+    assert {shape.num_rows for shape in backend.made} == {1, 2, 4}
+    asked = [request(f"r{row}", ids) for row, ids in PROMPTS.items()]
+    served = serve(executor, asked)
+    assert served.outputs == {(r.request_id, 0): plain_outputs(HashModel(), r) for r in asked}
+    assert len(backend.refreshed) == device.num_replays > 5
+    assert any(lens[3:] == [1] for lens in backend.refreshed)
