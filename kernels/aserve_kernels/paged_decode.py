@@ -63,7 +63,8 @@ def paged_decode(
         "NUM_SPLITS": num_splits,
         "enable_fp_fusion": cut.fixed_split is None,
     }
-    _attend_splits[(num_rows, num_kv_heads, num_lanes)](
+    # The KV heads of a slot lie side by side, and so do the programs that read them.
+    _attend_splits[(num_kv_heads, num_rows, num_lanes)](
         q, keys, values, mixed, peaks,
         paged.page_table, paged.rows, paged.lens, paged.query_starts,
         paged.page_table.stride(0), q.stride(0), q.stride(1), factor, cap,
@@ -107,8 +108,8 @@ def _attend_splits(
     IS_FIXED: tl.constexpr, NUM_SPLITS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Every lane-th part of a row's keys, for the query heads of one KV head."""
-    row = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(0)
+    row = tl.program_id(1)
     token = tl.load(query_starts + row)
     if tl.load(query_starts + row + 1) - token != 1:
         return

@@ -85,7 +85,7 @@ def _tiles(lines: int, head_dim: int, dtype: torch.dtype, chip: Chip) -> Tiles:
     """What is chosen is not measured: it keeps a thread's accumulators within 64 registers, and as
     many stages as shared memory has room for, up to 3."""
     width = padded(head_dim)
-    keys = 32 if width > 128 or dtype == torch.float32 else 64
+    keys = (64 if width <= 128 else 32) * 2 // dtype.itemsize
     room = chip.shared_bytes - lines * width * dtype.itemsize
     return Tiles(
         lines,
