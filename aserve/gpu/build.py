@@ -150,6 +150,7 @@ def assemble(
         graphs = StepGraphs(
             GraphParts(made.runner, device, attention, made.spec, _shapes(parts, made))
         )
+    made.attention.warn()
     pools = made.runner.state.pools
     kv_about = f"KV {kv_dtype_name(pools.dtype)} {pools.size_bytes / MIB:,.0f} MiB"
     about = (

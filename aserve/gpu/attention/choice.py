@@ -20,12 +20,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """A backend that was built, and why it was this one, in a few words."""
+    """A backend that was built, and why those before it were not, by name."""
 
     name: str
     can: Capabilities
     backend: AttentionBackend
-    why: str
+    is_auto: bool
+    passed_over: Mapping[str, str]
+
+    @property
+    def why(self) -> str:
+        """Why it was this one, in a few words."""
+        if not self.is_auto:
+            return "as asked"
+        return f"auto, without {', '.join(self.passed_over)}" if self.passed_over else "auto"
+
+    def warn(self) -> None:
+        for other, reason in self.passed_over.items():
+            logger.warning("attention runs in %s, because %s %s", self.name, other, reason)
 
 
 def build_attention(wanted: str, site: AttentionSite, *, order: Sequence[str]) -> Attention:
@@ -42,22 +54,14 @@ def build_attention(wanted: str, site: AttentionSite, *, order: Sequence[str]) -
         except AttentionUnavailable as error:
             reasons[name] = str(error)
             continue
-        return Attention(name, kind.can, backend, _why(reasons, name, is_auto=is_auto))
+        return Attention(name, kind.can, backend, is_auto, reasons)
     told = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
-    able = ", ".join(_able(site, besides=names)) or "none"
-    raise ConfigError(
-        f"--attention-backend {wanted} cannot be used here: {told}. Choose auto, or one of those "
-        f"that can: {able}",
-        param="attention_backend",
-    )
-
-
-def _why(reasons: Mapping[str, str], name: str, *, is_auto: bool) -> str:
-    for other, reason in reasons.items():
-        logger.warning("attention runs in %s, because %s %s", name, other, reason)
-    if not is_auto:
-        return "as asked"
-    return "auto" if not reasons else f"auto, without {', '.join(reasons)}"
+    if is_auto:
+        what = f"no attention backend can do what is asked: {told}. Leave out what they lack"
+    else:
+        able = ", ".join((AUTO, *_able(site, besides=names)))
+        what = f"--attention-backend {wanted} cannot be used here: {told}. Choose from: {able}"
+    raise ConfigError(what, param="attention_backend")
 
 
 def _load(name: str) -> AttentionKind:

@@ -158,7 +158,8 @@ def test_an_engine_serves_from_eight_bits_as_each_request_alone() -> None:
 
 def tiny(**options: Any) -> TorchExecutor:
     """The bundled model in float32."""
-    settings = {"dtype": "float32", "max_rows": 4, "num_pages": 65, **options}
+    fixed = {"dtype": "float32", "attention": "paged-sdpa", "max_rows": 4, "num_pages": 65}
+    settings = {**fixed, **options}
     return build_on(CpuDevice(), BuildOptions(MODEL_DIR, **settings))
 
 
