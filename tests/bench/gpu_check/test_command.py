@@ -144,3 +144,12 @@ def test_the_way_to_the_wheels_needs_no_package() -> None:
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
     assert re.fullmatch(r"gpu-check: \w+ is not installed, nor among the wheels", line)
+
+
+@pytest.mark.slow
+def test_the_engine_is_imported_without_what_a_gpu_machine_may_lack() -> None:
+    """Of the rest a part says what it needs."""
+    lacking = ("uvloop", "xgrammar", "flashinfer")
+    code = f"import sys; sys.modules.update(dict.fromkeys({lacking!r})); import aserve.engine"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr

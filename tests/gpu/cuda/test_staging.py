@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from aserve.gpu.device.base import Event
+from aserve.gpu.device.base import Device, Event
+from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.models.attend import Attend
 from aserve.gpu.models.hidden_capture import HiddenCapture
+from aserve.gpu.ticket import StepTicket
 from aserve.messages import StepResult, array_i32
 from tests.gpu.batch_builder import BatchBuilder
 from tests.gpu.cuda.places import CudaPlace, Place
@@ -41,6 +43,18 @@ def test_what_is_copied_in_and_out_comes_back_the_same(place: Place) -> None:
     assert torch.equal(back, values)
 
 
+def copy_both_ways(device: Device, there: Tensor, back: Tensor) -> Event:
+    """Behind a while in which the device is busy. Done once before, so that neither memory nor a
+    kernel has to be brought there meanwhile.
+    """
+    device.copy_out(device.stage(there), back).synchronize()
+    torch.cuda._sleep(1)
+    torch.cuda._sleep(SLEEP_CYCLES)
+    busy = device.mark()
+    device.copy_out(device.stage(there), back)
+    return busy
+
+
 @pytest.mark.gpu
 def test_buffers_of_the_host_are_pinned() -> None:
     assert CudaPlace().device.host_buffer(8).is_pinned()
@@ -51,23 +65,16 @@ def test_copies_both_ways_return_while_the_device_is_still_busy() -> None:
     device = CudaPlace().device
     there, back = device.host_buffer(NUM_WORDS), device.host_buffer(NUM_WORDS)
     with torch.inference_mode(), device.stream():
-        torch.cuda._sleep(SLEEP_CYCLES)
-        busy = device.mark()
-        event = device.copy_out(device.stage(there), back)
-        assert not is_done(busy)
-    event.synchronize()
-    assert is_done(busy)
+        assert not is_done(copy_both_ways(device, there, back))
 
 
 @pytest.mark.gpu
-def test_a_copy_from_pageable_memory_would_have_waited() -> None:
+def test_copies_of_pageable_memory_would_have_waited() -> None:
     """The test above can see it."""
     device = CudaPlace().device
+    there, back = torch.zeros(2, NUM_WORDS, dtype=torch.int32)
     with torch.inference_mode(), device.stream():
-        torch.cuda._sleep(SLEEP_CYCLES)
-        busy = device.mark()
-        device.stage(torch.zeros(NUM_WORDS, dtype=torch.int32))
-        assert is_done(busy)
+        assert is_done(copy_both_ways(device, there, back))
 
 
 class Slow(HashModel):
@@ -87,26 +94,37 @@ class Slow(HashModel):
 
 
 async def test_steps_are_asked_for_while_the_first_one_runs(place: Place) -> None:
+    """In the second row: the first one brings memory and kernels to the device."""
     loop = asyncio.get_running_loop()
-    executor = place.executor(lambda where: Slow(device=where))
+    executor = place.executor(lambda where: Slow(device=where), graph_rows=0)
     executor.start(loop)
+    expected = plain_outputs(HashModel(), request("plain", PROMPT))[:NUM_STEPS]
+    builder = BatchBuilder(executor.spec)
     try:
-        builder = BatchBuilder(executor.spec)
-        batches = [builder.batch({2: PROMPT}, sampling=[2])]
-        batches += [builder.batch({2: [-2]}, sampling=[2]) for _ in range(NUM_STEPS - 1)]
-        tickets = [executor.launch(batch) for batch in batches]
-        are_asked: asyncio.Future[bool] = loop.create_future()
-
-        def say_so() -> None:
-            loop.call_soon_threadsafe(are_asked.set_result, tickets[0].outcome.done())
-
-        executor._inbox.put(say_so)
-        async with asyncio.timeout(TIMEOUT_S):
-            has_first = await are_asked
+        for row in (2, 3):
+            batches = [builder.batch({row: PROMPT}, sampling=[row])]
+            batches += [builder.batch({row: [-row]}, sampling=[row]) for _ in range(NUM_STEPS - 1)]
+            tickets = [executor.launch(batch) for batch in batches]
+            has_first = await all_are_asked(executor, tickets[0])
             outcomes = [await ticket for ticket in tickets]
+            results = [outcome for outcome in outcomes if isinstance(outcome, StepResult)]
+            tokens = [int(token) for result in results for token in array_i32(result.tokens)]
+            assert tokens == expected
     finally:
         executor.close()
     assert not (has_first and isinstance(place, CudaPlace))
-    results = [outcome for outcome in outcomes if isinstance(outcome, StepResult)]
-    tokens = [int(token) for result in results for token in array_i32(result.tokens)]
-    assert tokens == plain_outputs(HashModel(), request("plain", PROMPT))[:NUM_STEPS]
+
+
+async def all_are_asked(executor: TorchExecutor, first: StepTicket) -> bool:
+    """Waits until the executor's thread has asked the device for all that was launched; whether the
+    first result was there by then.
+    """
+    loop = asyncio.get_running_loop()
+    has_first: asyncio.Future[bool] = loop.create_future()
+
+    def say_so() -> None:
+        loop.call_soon_threadsafe(lambda: has_first.set_result(first.outcome.done()))
+
+    executor._inbox.put(say_so)
+    async with asyncio.timeout(TIMEOUT_S):
+        return await has_first
