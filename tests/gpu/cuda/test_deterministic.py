@@ -33,7 +33,7 @@ def assert_same_bits(run: Served, alone: Served) -> None:
 def test_a_request_gets_the_same_bits_however_it_is_served(
     temperature: float, dtype: str, device: str, num_others: int
 ) -> None:
-    one = the_one(temperature=temperature)
+    one = the_one(temperature=temperature, logprobs=5)
     settings: dict[str, Any] = {"device": device, "dtype": dtype}
     roomy = {"max_rows": 1 + num_others, "num_pages": 40 * num_others, **settings}
     alone = served([one], **settings)
