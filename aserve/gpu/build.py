@@ -157,6 +157,8 @@ def assemble(
         f"{about or dtype_name(model.dtype)} on {device.about}, "
         f"attention {made.attention.name} ({made.attention.why}), {kv_about}"
     )
+    if device.graph_rows:
+        about += f", {graphs.about}"
     return TorchExecutor(
         ExecutorParts(made.runner, device, made.spec, graphs, options.debug_checks, about)
     )

@@ -70,6 +70,11 @@ class StepGraphs:
         )
 
     @property
+    def about(self) -> str:
+        counts = self._parts.table.counts
+        return f"graphs of up to {counts[-1]} rows" if counts else "no graphs"
+
+    @property
     def has_wishes(self) -> bool:
         return bool(self._wished)
 

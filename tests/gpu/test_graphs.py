@@ -61,6 +61,20 @@ def test_all_graphs_are_captured_at_start_when_that_is_wanted_and_no_more_later(
     assert (device.num_captures, device.num_replays) == (12, 5)
 
 
+@pytest.mark.parametrize(
+    ("options", "about"),
+    [
+        ({}, ", graphs of up to 5 rows"),  # as many as there may be
+        ({"graph_rows": 3}, ", graphs of up to 3 rows"),
+        ({"graph_rows": 0}, ", no graphs"),
+    ],
+)
+def test_the_banner_says_how_far_graphs_go(options: dict[str, Any], about: str) -> None:
+    executor = make_executor(HashModel(), device=GraphDevice(), **options)
+    assert executor.about.endswith(about)
+    assert "graphs" not in make_executor(HashModel(), **options).about
+
+
 @pytest.mark.parametrize("lead", [1, 2])
 def test_two_tokens_a_step_publish_their_lengths_between_two_parts_of_a_replay(lead: int) -> None:
     asked = [request(f"r{seed}", PROMPT[seed:], seed=seed, max_tokens=20) for seed in range(3)]
