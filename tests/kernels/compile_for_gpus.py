@@ -73,16 +73,15 @@ def call_paged(case: paged_case.Case = DECODE_AND_CHUNK) -> None:
     paged_case.run(paged_case.OPS, paged_case.make_inputs(case), case)
 
 
-def call_sample() -> None:
-    logits, rows = torch.zeros((2, 9000)), torch.tensor([1, 3])
+def call_sample(vocab_size: int = 9000, *, has_noise: bool = True, has_limits: bool = True) -> None:
+    logits, rows = torch.zeros((2, vocab_size)), torch.tensor([1, 3])
     ints = torch.zeros((4, 4), dtype=torch.int64)
     floats = torch.ones((4, 6), dtype=torch.float64)
-    for has_noise, has_limits in ((False, False), (True, False), (True, True)):
-        sample(logits, rows, rows, ints, floats, has_noise=has_noise, has_limits=has_limits)
+    sample(logits, rows, rows, ints, floats, has_noise=has_noise, has_limits=has_limits)
 
 
-def call_prepare_inputs() -> None:
-    some, table = torch.zeros(3, dtype=torch.int32), torch.zeros((4, 8), dtype=torch.int64)
+def call_prepare_inputs(num: int = 3) -> None:
+    some, table = torch.zeros(num, dtype=torch.int32), torch.zeros((4, 8), dtype=torch.int64)
     words = Words(some, some, some, some, some, some, some)
     for seq_lens in (None, table[:, 0]):
         pools = (table, table)
@@ -90,9 +89,10 @@ def call_prepare_inputs() -> None:
 
 
 def call_relay_rows() -> None:
-    table, rows = torch.zeros((4, 3), dtype=torch.int64), torch.tensor([1, 2])
-    gather_rows(table, rows)
-    scatter_rows(table, rows, table[:2], rows, rows)
+    rows = torch.tensor([1, 2])
+    for table in (torch.zeros(4, dtype=torch.int64), torch.zeros((4, 3), dtype=torch.bfloat16)):
+        gather_rows(table, rows)
+        scatter_rows(table, rows, table[:2], rows, rows)
 
 
 def call_penalise() -> None:
@@ -120,19 +120,23 @@ CALLS: Mapping[str, Callable[[], None]] = {
     "store_kv": call_store_kv,
     "gather_pages": call_gather_pages,
     "invariant_linear": call_invariant_linear,
-    "invariant_linear, many outputs": lambda: call_invariant_linear(WIDE_FROM),
     "paged": call_paged,
-    "paged, fixed parts": lambda: call_paged(replace(DECODE_AND_CHUNK, cut=Cut(fixed_split=1024))),
-    "paged, window and cap": lambda: call_paged(
-        replace(DECODE_AND_CHUNK, head_dim=256, scoring=Scoring(0.1, window=30, softcap=50.0))
-    ),
     "sample": call_sample,
     "penalise": call_penalise,
     "relay_rows": call_relay_rows,
     "prepare_inputs": call_prepare_inputs,
     "bitmask": call_bitmask,
 }
+# What differs from these in little is compiled for one architecture.
 HOPPER_CALLS: Mapping[str, Callable[[], None]] = {
+    "invariant_linear, many outputs": lambda: call_invariant_linear(WIDE_FROM),
+    "paged, fixed parts": lambda: call_paged(replace(DECODE_AND_CHUNK, cut=Cut(fixed_split=1024))),
+    "paged, window and cap": lambda: call_paged(
+        replace(DECODE_AND_CHUNK, head_dim=256, scoring=Scoring(0.1, window=30, softcap=50.0))
+    ),
+    "sample, greedy": lambda: call_sample(has_noise=False, has_limits=False),
+    "sample, noise": lambda: call_sample(1, has_limits=False),
+    "prepare_inputs of one token": lambda: call_prepare_inputs(1),
     "store_kv of 8 bits": lambda: call_store_kv(torch.float8_e4m3fn),
     "paged of 8 bits": lambda: call_paged(replace(DECODE_AND_CHUNK, kv_dtype=torch.float8_e4m3fn)),
 }
@@ -149,11 +153,11 @@ class Compiler:
         options = {name: kwargs[name] for name in ("num_warps", "num_stages") if name in kwargs}
         values = dict(zip(kernel.arg_names, args, strict=False))
         values |= {name: value for name, value in kwargs.items() if name in kernel.arg_names}
-        constants = {p.name: values[p.name] for p in kernel.params if p.is_constexpr}
-        types = {name: mangle_type(value) for name, value in values.items()}
-        source = ASTSource(
-            fn=kernel, signature=types | dict.fromkeys(constants, "constexpr"), constexprs=constants
-        )
+        # As in a launch: an integer of 1 is a constant, too.
+        types = {name: mangle_type(value, specialize=True) for name, value in values.items()}
+        types |= {p.name: "constexpr" for p in kernel.params if p.is_constexpr}
+        constants = {name: values[name] for name, kind in types.items() if kind == "constexpr"}
+        source = ASTSource(fn=kernel, signature=types, constexprs=constants)
         triton.compile(source, target=self._target, options=options)
         self.num_compiled += 1
 

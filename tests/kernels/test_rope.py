@@ -18,7 +18,7 @@ def draw_turns(num_tokens: int, rotary_dim: int, dtype: torch.dtype) -> Tensor:
     return torch.cat((angles.cos(), angles.sin()), dim=-1).to(dtype)
 
 
-@pytest.mark.parametrize(("num_tokens", "num_heads"), [(0, 3), (1, 1), (2, 20), (33, 3)])
+@pytest.mark.parametrize(("num_tokens", "num_heads"), [(0, 3), (1, 1), (3, 20)])
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(2, 2), (10, 6), (128, 128), (256, 64)])
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("is_normed", [False, True])
