@@ -189,7 +189,8 @@ class TorchExecutor:
         publish = functools.partial(self._publish, plan, ticket)
         graph = self._graphs.find(plan, tables)
         if graph is None:
-            plan.stage(body)
+            if self._runner.shortcut_of(plan) is None:
+                plan.stage(body)
             staged = self._stage(body, tables)
             self._runner.apply(batch, staged)
             packed = self._runner.step(plan, staged, publish)

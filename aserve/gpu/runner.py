@@ -96,8 +96,7 @@ class ModelRunner:
         NOTE: captured, this is run again without its Python: of the host it reads what is the same
         in all steps of one shape, and the rest from `sections`.
         """
-        shortcut = None if self._parts.is_debug else self._parts.shortcut
-        if shortcut is not None and self._parts.mode.draws_once and shortcut.can_step(plan):
+        if (shortcut := self.shortcut_of(plan)) is not None:
             return shortcut.step(plan)
         step = self._parts.resolve(plan, sections, self.state)
 
@@ -112,6 +111,13 @@ class ModelRunner:
         emitted = self._parts.mode.step(self, step, on_publish)
         self._note_lens(step)
         return pack(emitted, (stamps, lens))
+
+    def shortcut_of(self, plan: StepPlan) -> Shortcut | None:
+        """What runs this step in one call, and reads the plan alone, if there is such a thing."""
+        shortcut = self._parts.shortcut
+        if shortcut is None or self._parts.is_debug or not self._parts.mode.draws_once:
+            return None
+        return shortcut if shortcut.can_step(plan) else None
 
     def _lens_before(self, step: DeviceStep) -> Tensor:
         """What the device itself knows of each row's KV length; of a new row what it was told."""

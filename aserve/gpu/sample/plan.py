@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from aserve.gpu.sample.bans import BanPlan, RowBans, plan_bans
 from aserve.gpu.sections import HostSections
@@ -20,6 +21,7 @@ FILTER = 2
 PENALTY = 4
 NUDGE = 8  # a logit bias, or ids that may not come yet
 BAN = 16  # allowed ids, or bad words
+SCORE = 32  # logprobs
 
 
 class RowFacts:
@@ -74,22 +76,30 @@ class RowFacts:
     def plan(self, rows: ArrayI32, *, max_len: int, vocab_size: int) -> SamplePlan:
         """rows int32 [n], one per logits row."""
         needs = self._needs[rows]
-        top_k = self._top_k[rows]
-        num_logprobs = self._num_logprobs[rows]
-        scored = np.flatnonzero(num_logprobs >= 0).astype(np.int32)
+        # PERF: most steps need nothing of all this, and each call of numpy takes a microsecond.
+        every = int(np.bitwise_or.reduce(needs, initial=PLAIN))
+
+        def places(kind: int) -> ArrayI32:
+            return _places(needs, kind) if every & kind else np.empty(0, np.int32)
+
+        scored = places(SCORE)
         return SamplePlan(
             num=len(rows),
             max_len=max_len,
-            needs_noise=bool((needs & NOISE).any()),
-            needs_filter=bool((needs & FILTER).any()),
-            max_top_k=int(np.where(top_k < vocab_size, top_k, 0).max(initial=0)),
-            penalised=np.flatnonzero(needs & PENALTY).astype(np.int32),
-            nudges=self._nudges(rows, np.flatnonzero(needs & NUDGE)),
-            bans=self._plan_bans(rows, np.flatnonzero(needs & BAN).astype(np.int32)),
+            needs_noise=bool(every & NOISE),
+            needs_filter=bool(every & FILTER),
+            max_top_k=self._max_top_k(rows, vocab_size) if every & FILTER else 0,
+            penalised=places(PENALTY),
+            nudges=self._nudges(rows, places(NUDGE)),
+            bans=self._plan_bans(rows, places(BAN)),
             scored=scored,
-            raw_places=np.flatnonzero(self._raw_logprobs[rows[scored]]).astype(np.int32),
-            num_top=min(int(num_logprobs.max(initial=0)), vocab_size) if len(scored) else 0,
+            raw_places=_places(self._raw_logprobs[rows[scored]]),
+            num_top=min(int(self._num_logprobs[rows[scored]].max(initial=0)), vocab_size),
         )
+
+    def _max_top_k(self, rows: ArrayI32, vocab_size: int) -> int:
+        top_k = self._top_k[rows]
+        return int(np.where(top_k < vocab_size, top_k, 0).max(initial=0))
 
     def num_logprobs(self, rows: ArrayI32) -> ArrayI32:
         return self._num_logprobs[rows]
@@ -115,7 +125,7 @@ class RowFacts:
         """The KV length at which a row is embedded, -1 for never."""
         return self._embedded_lens[rows]
 
-    def _nudges(self, rows: ArrayI32, nudged: np.ndarray[tuple[int], np.dtype[np.intp]]) -> Nudges:
+    def _nudges(self, rows: ArrayI32, nudged: ArrayI32) -> Nudges:
         places: list[int] = []
         token_ids: list[int] = []
         values: list[float] = []
@@ -187,4 +197,10 @@ def _needs(init: RowInit) -> int:
         needs |= NUDGE
     if init.allowed_ids or init.bad_word_ids:
         needs |= BAN
+    if init.num_logprobs >= 0:
+        needs |= SCORE
     return needs
+
+
+def _places(needs: npt.NDArray[np.uint8 | np.bool_], kind: int = 1) -> ArrayI32:
+    return np.flatnonzero(needs & kind).astype(np.int32)

@@ -94,11 +94,20 @@ class Choice:
         self.prompt = prompt or PromptPart()
         self.text = "".join(part.text for part in parts)
         self.logprobs: list[TokenLogprob] = [entry for part in parts for entry in part.logprobs]
-        token_ids = b"".join(part.token_ids for part in parts)
-        self.token_ids: list[int] = array_i32(token_ids).tolist()
-        self.prompt_ids: list[int] = array_i32(parts[0].prompt_ids).tolist()
+        self._parts = parts
         self.finish_reason = parts[-1].finish_reason
         self.stop_reason = parts[-1].stop_reason
+
+    @property
+    def token_ids(self) -> list[int]:
+        """PERF: few clients ask for ids, and every chunk of every stream is a choice's part."""
+        token_ids: list[int] = array_i32(b"".join(part.token_ids for part in self._parts)).tolist()
+        return token_ids
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        prompt_ids: list[int] = array_i32(self._parts[0].prompt_ids).tolist()
+        return prompt_ids
 
     @property
     def logprob_per_token(self) -> float:

@@ -148,7 +148,7 @@ class CompletionDialect:
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
             token_ids=choice.token_ids if asked.return_token_ids else UNSET,
-            prompt_token_ids=choice.prompt_ids or UNSET,
+            prompt_token_ids=(choice.prompt_ids or UNSET) if asked.return_token_ids else UNSET,
             prompt_logprobs=UNSET
             if num_top is None
             else prompt_scores(choice.prompt.tokens, num_top=num_top),
