@@ -18,13 +18,15 @@ from aserve.gpu.layers.linear import prepare
 from aserve.gpu.layers.packed_linear import prepare_packed
 from aserve.gpu.weights.form import WeightForm, WeightWish, dtype_name
 
-# In float32. So little stays in the processor's cache, where fewer bytes gain nothing, and a small
-# model answers alike on every machine. Its products end before a second thread has begun, and the
-# event loop wants a core as well.
-# PERF: 16 streams of a model of 17 MB on 2 cores, one thread against two: 3,080 and 3,700 tokens/s,
-# 0.35 and 0.43 CPU seconds per 1,000 tokens, ITL p99 6 and 16 ms; beside busy neighbours 1,950 and
-# 810 tokens/s (bench serve).
+# In float32. Products of so small a model end before a second thread has begun, and the event loop
+# wants a core as well.
+# PERF: 16 streams of a model of 17 MB on 2 cores, one thread against two: ITL p99 6 and 16 ms;
+# beside busy neighbours 1,950 and 810 tokens/s (bench serve).
 SMALL_BYTES = 32 << 20
+# In float32, too. The smallest models answer alike on every machine.
+# PERF: the 16 streams above, CPU seconds of the device's thread for 1,000 tokens, machine busy:
+# 0.20 in float32, 0.13 in bfloat16. So others are not held to float32.
+TINY_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ def _unquantized_form(wish: WeightWish, facts: CpuFacts) -> WeightForm:
     given = wish.given
     if given is not None:
         return _form(given, facts, why="")
-    if _is_small(wish):
+    if _is_small(wish, TINY_BYTES if facts.bf16_products else SMALL_BYTES):
         return _form(torch.float32, facts, why="auto: a small model")
     if facts.bf16_products:
         return _form(torch.bfloat16, facts, why=f"auto: the processor has {facts.bf16_products}")
@@ -106,8 +108,8 @@ def _unquantized_form(wish: WeightWish, facts: CpuFacts) -> WeightForm:
     return _form(torch.float32, facts, why="auto: the processor has no half types")
 
 
-def _is_small(wish: WeightWish) -> bool:
-    return wish.num_weights * torch.float32.itemsize <= SMALL_BYTES
+def _is_small(wish: WeightWish, most_bytes: int = SMALL_BYTES) -> bool:
+    return wish.num_weights * torch.float32.itemsize <= most_bytes
 
 
 def _form(dtype: torch.dtype, facts: CpuFacts, *, why: str) -> WeightForm:

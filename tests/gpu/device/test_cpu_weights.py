@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from aserve.errors import ConfigError
-from aserve.gpu.device.cpu_weights import SMALL_BYTES, CpuFacts, choose_cpu_form, read_cpu_facts
+from aserve.gpu.device.cpu_weights import (
+    SMALL_BYTES,
+    TINY_BYTES,
+    CpuFacts,
+    choose_cpu_form,
+    read_cpu_facts,
+)
 from aserve.gpu.layers.each_alone import EachAlone
 from aserve.gpu.layers.half_stored_linear import prepare_half_stored
 from aserve.gpu.layers.linear import Linear, Prepare, prepare
@@ -46,11 +52,21 @@ def test_auto_takes_the_fewest_bytes_that_the_machine_multiplies_fast(
     assert "auto: " in chosen.about
 
 
-def test_a_small_model_answers_alike_on_every_machine() -> None:
-    wish = WeightWish("auto", "bfloat16", SMALL_BYTES // 4)
+def test_a_tiny_model_answers_alike_on_every_machine() -> None:
+    wish = WeightWish("auto", "bfloat16", TINY_BYTES // 4)
     assert {choose_cpu_form(wish, facts).dtype for facts in (AMX, AVX2, OTHER, BARE)} == {
         torch.float32
     }
+
+
+def test_a_small_model_is_in_bfloat16_where_that_is_multiplied_fast() -> None:
+    for num_weights in (TINY_BYTES // 4 + 1, SMALL_BYTES // 4):
+        wish = WeightWish("auto", "bfloat16", num_weights)
+        assert choose_cpu_form(wish, AMX).dtype == torch.bfloat16
+        assert {choose_cpu_form(wish, facts).dtype for facts in (AVX2, OTHER, BARE)} == {
+            torch.float32
+        }
+        assert choose_cpu_form(wish, AVX2).prepare is prepare_packed
 
 
 @pytest.mark.parametrize("name", ["auto", "bfloat16"])
