@@ -54,6 +54,7 @@ class Setting:
             "page_size": PAGE_SIZE,
             "num_pages": 1 + num_rows * pages_per_row,
             "no_prefix_cache": True,
+            "cuda_graph_capture": "eager",  # else what is measured has captures in it
         }
 
     def open_device(self) -> Device:

@@ -18,6 +18,7 @@ def measure(setting: Setting, _argument: str) -> Figures:
     sizes = setting.sizes
     max_len = sizes.input_len + sizes.output_len
     flags = setting.flags(sizes.small, num_rows=sizes.most_rows, max_len=max_len)
+    flags["cuda_graph_capture"] = "lazy"
     starts = [asyncio.run(start_server(*command_line(flags))) for _ in range(sizes.repeats)]
     bundled = asyncio.run(start_server(*command_line(setting.device_flags)))
     figures: Figures = {
