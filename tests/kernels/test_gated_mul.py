@@ -24,3 +24,10 @@ def test_every_shape_equals_the_reference(
     got = gated_mul(joined, activation)
     assert_close(got, gated_mul_ref(joined, activation))
     assert_close(got, GatedBy(activation)(joined))
+
+
+def test_bfloat16_is_rounded_where_torch_rounds_it() -> None:
+    """All but one bit in a hundred are the same."""
+    joined = 3 * draw(4, 2 * 500, dtype=torch.bfloat16)
+    differs = gated_mul(joined, "silu") != gated_mul_ref(joined, "silu")
+    assert differs.sum() <= 20

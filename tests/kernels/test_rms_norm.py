@@ -49,3 +49,12 @@ def test_large_half_precision_values_do_not_overflow() -> None:
 def test_a_token_alone_has_the_same_bits_as_among_others() -> None:
     x, weight = draw(9, 300), draw(300, seed=1)
     assert torch.equal(rms_norm(x, weight, 1e-6)[4:5], rms_norm(x[4:5], weight, 1e-6))
+
+
+def test_a_residual_sum_is_rounded_before_it_is_normed() -> None:
+    """256 + 1 is 256 in bfloat16: the next sublayer gets the norm of what the stream holds."""
+    hidden, added = torch.tensor([[[256.0, 2.0]], [[2.0, 0.0]]], dtype=torch.bfloat16)
+    weight = torch.ones(2)
+    total, normed = add_rms_norm(hidden, added, weight, 1e-6, 0.5)
+    assert torch.equal(total, hidden)
+    assert torch.equal(normed, rms_norm(hidden, weight, 1e-6))

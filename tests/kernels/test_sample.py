@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from aserve.gpu.sample.noise import gumbel_noise
 from aserve_kernels import sample as kernel
-from aserve_kernels.gumbel import gumbel_ref
+from aserve_kernels.gumbel import gumbel, gumbel_ref, gumbel_start
 from aserve_kernels.sample import sample, sample_ref
 from tests.kernels.sample_case import Row, draw_logits, make_tables
 
@@ -146,16 +148,25 @@ def test_a_row_alone_has_the_same_token_as_among_others() -> None:
         assert torch.equal(alone, together[part])
 
 
-def test_common_limits_are_settled_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search is exact but slow; what it is asked for is counted."""
-    searches = []
-    search = kernel._last_member
+def test_the_set_may_end_among_equals_of_several_splits() -> None:
+    """All logits are equal: the first five tokens, or those before half of their mass."""
+    rows = [Row(top_k=5), Row(top_k=5, top_p=0.5)] * 3
+    got = assert_draws(torch.zeros((6, SPLIT + 100)), rows)
+    assert got.max() < 5
+    assert set(got[1::2].tolist()) > {0}
 
-    def counted(*args: object) -> object:
-        searches.append(args)
-        return search(*args)
 
-    monkeypatch.setattr(kernel, "_last_member", counted)
-    rows = [Row(temperature=0.7, top_k=20, top_p=0.8), Row(temperature=0.8, top_p=0.95)] * 8
-    assert_draws(draw_logits(16, 700), rows)
-    assert len(searches) <= 2
+def test_small_u_keep_their_digits_as_large_noise() -> None:
+    seeds, positions = torch.tensor([3]), torch.tensor([8])
+    got = torch.empty((1, 1 << 16))
+    _noise[(1,)](seeds, positions, got, got.shape[1])
+    torch.testing.assert_close(
+        got, gumbel_ref(seeds, positions, got.shape[1]), rtol=1e-5, atol=1e-5
+    )
+
+
+@triton.jit
+def _noise(seeds: tl.tensor, positions: tl.tensor, out: tl.tensor, BLOCK: tl.constexpr) -> None:
+    tokens = tl.arange(0, BLOCK)
+    start = gumbel_start(tl.load(seeds), tl.load(positions))
+    tl.store(out + tokens, gumbel(start, tokens))

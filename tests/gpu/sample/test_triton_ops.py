@@ -12,8 +12,10 @@ from aserve.gpu.sample.row_tables import FLOAT_COLUMNS, INT_COLUMNS
 from aserve.gpu.sample.sampler import Sampled
 from aserve.gpu.sample.triton_ops import triton_sample_ops
 from aserve_kernels import row_columns
+from aserve_kernels import sample as kernel
 from tests.gpu.batch_builder import greedy
 from tests.gpu.sampler_run import Drawn, run_sampler
+from tests.kernels.sample_case import Row, draw_logits, make_tables
 
 VOCAB = 70
 HISTORY = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
@@ -66,3 +68,20 @@ def test_the_kernels_read_the_columns_that_the_tables_have() -> None:
 
 def test_logits_in_float64_stay_in_torch() -> None:
     assert triton_sample_ops(torch.float64) is SHAPED_OPS
+
+
+def test_common_limits_are_settled_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search is exact but slow; what it is asked for is counted."""
+    searches = []
+    search = kernel._last_member
+
+    def counted(*args: object) -> object:
+        searches.append(args)
+        return search(*args)
+
+    monkeypatch.setattr(kernel, "_last_member", counted)
+    rows = [Row(temperature=0.7, top_k=20, top_p=0.8), Row(temperature=0.8, top_p=0.95)] * 8
+    logits = draw_logits(len(rows), 700)
+    places, *tables = make_tables(rows)
+    kernel.sample(logits, places, places, *tables, has_noise=True, has_limits=True)
+    assert len(searches) <= 2
