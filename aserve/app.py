@@ -81,12 +81,12 @@ class App:
 
     async def start(self, loaded: Loaded) -> None:
         """Around an engine in this process."""
-        executor, tokenizer = loaded.executor, loaded.tokenizer
-        vocabulary = functools.partial(vocabulary_of, tokenizer, executor.spec.vocab_size)
+        executor, text = loaded.executor, loaded.text
+        vocabulary = functools.partial(vocabulary_of, text.tokenizer, executor.spec.vocab_size)
         core = LocalCore(
             executor, self.resolved, ports=self.ports, vocabulary=vocabulary, codec=self._codec
         )
-        await self.join(core, loaded.text)
+        await self.join(core, text)
 
     async def join(self, core: Core, text: TextSide) -> None:
         """Ready when this returns: the engine runs, one step went through it, actors listen."""

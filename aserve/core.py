@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 class LocalExecutor(Executor, Protocol):
     """An executor with threads of its own."""
 
+    about: str  # what was chosen for this machine, in a few words
     died: asyncio.Future[BaseException]  # completes if its thread ends without `close`
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None: ...

@@ -80,7 +80,7 @@ class InThisProcess:
     async def launch(self, app: App, waits: Waits) -> Launched:
         loaded = await waits.until(in_thread(lambda: self._loader(app.resolved), name="load"))
         await app.start(loaded)
-        return Launched(loaded.executor.spec, loaded.about)
+        return Launched(loaded.executor.spec, loaded.executor.about)
 
 
 class InItsOwnProcess:

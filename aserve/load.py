@@ -14,9 +14,7 @@ from aserve.config import Resolved
 from aserve.core import LocalExecutor
 from aserve.grammar.frames import Vocabulary
 from aserve.progress import shown_progress
-from aserve.text.defaults import NEUTRAL, GenerationDefaults
 from aserve.text.load import TextSide, load_text
-from aserve.text.template import ChatTemplate
 from aserve.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
@@ -26,25 +24,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What takes time to load; `about` says in a few words what was chosen for this machine."""
+    """What takes time to load."""
 
     executor: LocalExecutor
-    tokenizer: TextTokenizer
-    template: ChatTemplate | None
-    about: str
-    defaults: GenerationDefaults = NEUTRAL
-
-    @property
-    def text(self) -> TextSide:
-        return TextSide(self.tokenizer, self.template, self.defaults)
+    text: TextSide
 
 
 def load(resolved: Resolved) -> Loaded:
     """Everything that takes time and blocks: run it in a thread."""
     model_dir = find_model(resolved)
     text = load_text(model_dir, resolved.model)
-    executor = load_executor(resolved, model_dir)
-    return Loaded(executor, text.tokenizer, text.template, executor.about, text.defaults)
+    return Loaded(load_executor(resolved, model_dir), text)
 
 
 def find_model(resolved: Resolved) -> Path:

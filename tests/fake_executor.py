@@ -52,6 +52,8 @@ class FakeTicket:
 
 
 class FakeExecutor:
+    about = "a fake"
+
     def __init__(
         self,
         spec: EngineSpec = SPEC,

@@ -19,6 +19,7 @@ from aserve.config import Facts, Raw, Resolved, resolve
 from aserve.errors import ConfigError, EngineDead
 from aserve.launch import InThisProcess
 from aserve.load import Loaded
+from aserve.text.load import TextSide
 from tests.fake_executor import FakeExecutor
 from tests.text.vocabularies import byte_level_tokenizer
 
@@ -59,7 +60,7 @@ class Life:
     def _load(self, resolved: Resolved) -> Loaded:
         self._loop.call_soon_threadsafe(self.is_loading.set)
         self.may_load.wait()
-        return Loaded(self.executor, byte_level_tokenizer(), None, "fake")
+        return Loaded(self.executor, TextSide(byte_level_tokenizer()))
 
 
 @contextlib.asynccontextmanager
@@ -164,7 +165,7 @@ async def test_an_executor_that_dies_in_its_first_step_ends_the_server_with_an_e
 
     resolved = resolve(Raw(command_line={"port": 0}), Facts(default_model="none"))
     executor = Stillborn()
-    loaded = Loaded(executor, byte_level_tokenizer(), None, "fake")
+    loaded = Loaded(executor, TextSide(byte_level_tokenizer()))
     async with asyncio.timeout(5):
         with pytest.raises(EngineDead, match="no such device"):
             await Serving(resolved, InThisProcess(lambda _: loaded)).run()

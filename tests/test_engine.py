@@ -16,6 +16,7 @@ from aserve.engine import Engine, GenerationError, PromptLike
 from aserve.errors import ClientError, ConfigError, EngineDead, InvalidRequest, ShuttingDown
 from aserve.load import Loaded
 from aserve.messages import AdmitRequest, OutputChunk, SamplingParams, pack_i32
+from aserve.text.load import TextSide
 from tests.fake_executor import SPEC, FakeExecutor
 from tests.fakes import expected_outputs
 from tests.text.vocabularies import byte_level_tokenizer
@@ -36,7 +37,7 @@ class Loader:
         spec = msgspec.structs.replace(SPEC, **limits)
         executor = self.make(spec, is_manual=self._is_manual)
         self.executors.append(executor)
-        return Loaded(executor, byte_level_tokenizer(), None, "fake")
+        return Loaded(executor, TextSide(byte_level_tokenizer()))
 
 
 def engine(loader: Loader | None = None, **options: Any) -> Engine:

@@ -48,7 +48,7 @@ async def _measure(
 ) -> BenchResult:
     loaded = await in_thread(functools.partial(load, resolved), name="load")
     _check_context(scenarios, max_model_len=loaded.executor.spec.max_model_len)
-    windows = TokenWindows(loaded.tokenizer, seed=options.prompt_seed)
+    windows = TokenWindows(loaded.text.tokenizer, seed=options.prompt_seed)
     async with Engine(resolved, loader=lambda _: loaded) as engine:
         ours = OurEngine(engine)
         if options.preset or options.beside:
@@ -58,8 +58,9 @@ async def _measure(
             result = batch_result(found, beside=options.beside)
         else:
             result = _load_result(await _measure_load(ours, windows, options))
-    figures = {"cached_tokens": ours.num_cached, "engine": loaded.about, "settings": options}
-    about = f"{resolved.model_name}: {loaded.about}; cached prompt tokens: {ours.num_cached}"
+    engine_about = loaded.executor.about
+    figures = {"cached_tokens": ours.num_cached, "engine": engine_about, "settings": options}
+    about = f"{resolved.model_name}: {engine_about}; cached prompt tokens: {ours.num_cached}"
     return BenchResult({**result.figures, **figures}, result.tables, (about, *result.notes))
 
 

@@ -102,10 +102,10 @@ def measure(
     loaded = load(dataclasses.replace(resolved, kv=kv, scheduler=scheduler))
     left_out = [shape for shape in shapes if may_leave_out and not shape.fits(loaded.executor.spec)]
     kept = [shape for shape in shapes if shape not in left_out]
-    windows = TokenWindows(loaded.tokenizer, seed=prompt_seed)
+    windows = TokenWindows(loaded.text.tokenizer, seed=prompt_seed)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         batches = runner.run(_measure(kept, loaded.executor, windows, repeats=repeats))
-    return Found(loaded.about, batches, left_out)
+    return Found(loaded.executor.about, batches, left_out)
 
 
 async def _measure(

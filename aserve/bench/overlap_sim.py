@@ -35,7 +35,7 @@ from aserve.event_loop import new_event_loop
 from aserve.launch import InItsOwnProcess, InThisProcess, Launcher, Waits
 from aserve.load import Loaded
 from aserve.messages import EngineSpec, GroupSpec, array_i32
-from aserve.text.load import load_tokenizer
+from aserve.text.load import TextSide, load_tokenizer
 from aserve.tiny.location import MODEL_DIR
 
 TITLE = "how busy the device is"
@@ -174,7 +174,7 @@ class Simulation:
 
     def _loaded(self, case: Case) -> tuple[SleepingExecutor, Loaded]:
         executor = SleepingExecutor(self._spec(case), step_s=case.step_ms / 1e3)
-        return executor, Loaded(executor, self._tokenizer, None, executor.about)
+        return executor, Loaded(executor, TextSide(self._tokenizer))
 
     async def _ask_server(self, case: Case, resolved: Resolved, launcher: Launcher) -> int:
         app = App(resolved)

@@ -14,7 +14,7 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, assert_never
+from typing import assert_never
 
 from aserve.actors.supervisor import Phase, Supervisor
 from aserve.core import CorePorts, LocalCore, LocalExecutor
@@ -36,17 +36,11 @@ BEAT_S = 1.0
 FLUSH_S = 1.0  # for the last messages to a frontend that still reads
 
 
-class NamedExecutor(LocalExecutor, Protocol):
-    """`about` says in a few words what was chosen for this machine."""
-
-    about: str
-
-
-def load_from(start: Start) -> NamedExecutor:
+def load_from(start: Start) -> LocalExecutor:
     return load_executor(start.resolved, Path(start.model_dir))
 
 
-def main(loader: Callable[[Start], NamedExecutor] = load_from) -> int:
+def main(loader: Callable[[Start], LocalExecutor] = load_from) -> int:
     """The exit code: 0 when the frontend has gone, 1 for a failure."""
     sock = socket.socket(fileno=os.dup(0))
     with open(os.devnull, "rb") as nothing:
@@ -55,14 +49,14 @@ def main(loader: Callable[[Start], NamedExecutor] = load_from) -> int:
         return runner.run(_run(sock, loader))
 
 
-async def _run(sock: socket.socket, loader: Callable[[Start], NamedExecutor]) -> int:
+async def _run(sock: socket.socket, loader: Callable[[Start], LocalExecutor]) -> int:
     return await EngineSide(loader).run(sock)
 
 
 class EngineSide:
     """One life of the engine: start, load, serve, end."""
 
-    def __init__(self, loader: Callable[[Start], NamedExecutor]) -> None:
+    def __init__(self, loader: Callable[[Start], LocalExecutor]) -> None:
         loop = asyncio.get_running_loop()
         self._loader = loader
         self._start: asyncio.Future[Start] = loop.create_future()
@@ -103,7 +97,7 @@ class EngineSide:
         self._beat()
         await self._ended
 
-    def _connect(self, start: Start, executor: NamedExecutor) -> LocalCore:
+    def _connect(self, start: Start, executor: LocalExecutor) -> LocalCore:
         inbox = self._link.inbox
         core = self._core = LocalCore(
             executor,

@@ -34,8 +34,8 @@ class _TokenizerFile(msgspec.Struct):
 
 class TextSide(NamedTuple):
     tokenizer: TextTokenizer
-    template: ChatTemplate | None
-    defaults: GenerationDefaults
+    template: ChatTemplate | None = None
+    defaults: GenerationDefaults = NEUTRAL
 
 
 def load_text(model_dir: Path, options: ModelOptions) -> TextSide:

@@ -11,6 +11,7 @@ from aserve.engine import Engine
 from aserve.gpu.build import BuildOptions, build_executor
 from aserve.load import Loaded
 from aserve.messages import ScheduleBatch, array_i32
+from aserve.text.load import TextSide
 from tests.parity.conftest import ReferenceOf
 from tests.parity.real_model import HookedRunner, calm
 from tests.parity.references import MAX_MODEL_LEN, NUM_GREEDY, PROMPT_LEN, Reference
@@ -45,7 +46,7 @@ class Loader:
         self.num_pages = windowed.num_pages - 1  # page 0 is padding
         runner = HookedRunner(executor._runner, self._note, calm)
         executor._runner = runner  # type: ignore[assignment]  # it has all that a runner has
-        return Loaded(executor, byte_level_tokenizer(), None, executor.about)
+        return Loaded(executor, TextSide(byte_level_tokenizer()))
 
     def _note(self, batch: ScheduleBatch) -> None:
         self.taken.append([int(page) for page in array_i32(batch.page_writes[1].pages)])

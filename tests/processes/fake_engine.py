@@ -6,20 +6,17 @@ import asyncio
 import os
 import sys
 
+from aserve.core import LocalExecutor
 from aserve.errors import ConfigError, StepError
 from aserve.messages import ScheduleBatch
-from aserve.processes.engine import NamedExecutor, main
+from aserve.processes.engine import main
 from aserve.processes.protocol import Start
 from tests.fake_executor import FakeExecutor, FakeTicket
 
 LOST_STEP = 5
 
 
-class Fake(FakeExecutor):
-    about = "a fake"
-
-
-class Mortal(Fake):
+class Mortal(FakeExecutor):
     """Its thread ends in one of its first steps."""
 
     def launch(self, batch: ScheduleBatch) -> FakeTicket:
@@ -28,20 +25,20 @@ class Mortal(Fake):
         return super().launch(batch)
 
 
-class Stillborn(Fake):
+class Stillborn(FakeExecutor):
     async def warm_up(self) -> None:
         raise StepError("the first step failed")
 
 
-class Sleeper(Fake):
+class Sleeper(FakeExecutor):
     async def warm_up(self) -> None:
         await asyncio.Event().wait()
 
 
-KINDS = {"good": Fake, "mortal": Mortal, "stillborn": Stillborn, "sleeper": Sleeper}
+KINDS = {"good": FakeExecutor, "mortal": Mortal, "stillborn": Stillborn, "sleeper": Sleeper}
 
 
-def load(start: Start) -> NamedExecutor:
+def load(start: Start) -> LocalExecutor:
     kind = sys.argv[1]
     if kind == "wrong":
         raise ConfigError(f"{start.model_dir} is no model")

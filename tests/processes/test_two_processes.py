@@ -25,12 +25,11 @@ from aserve.messages import GenerateRequest, OutputChunk, SamplingParams, TokenP
 from aserve.observability.reports import Beat, EngineReport
 from aserve.processes.protocol import Start
 from aserve.processes.remote import RemoteCore
-from aserve.text.defaults import NEUTRAL
 from aserve.text.load import TextSide
 from aserve.tiny.location import MODEL_DIR
 from tests.text.vocabularies import byte_level_tokenizer
 
-TEXT = TextSide(byte_level_tokenizer(), None, NEUTRAL)
+TEXT = TextSide(byte_level_tokenizer())
 
 
 def options() -> Resolved:

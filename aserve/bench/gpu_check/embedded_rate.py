@@ -24,7 +24,7 @@ def embedded_rates(
     loaded = load(resolved)
 
     async def run() -> dict[Scenario, dict[str, float]]:
-        windows = TokenWindows(loaded.tokenizer, seed=0)
+        windows = TokenWindows(loaded.text.tokenizer, seed=0)
         found: dict[Scenario, dict[str, float]] = {}
         async with Engine(resolved, loader=lambda _: loaded) as engine:
             ours = OurEngine(engine)
