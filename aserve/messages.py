@@ -260,7 +260,9 @@ class ScheduleBatch(Message, frozen=True):
     there. Draft positions (see VerifyPlan) hold -row as well. `kv_lens` is the KV length before
     this step, exact, or where `bounds` is 1 an upper bound that the device replaces from the
     relay's published length. `expects[i]` is the iteration whose stash row i reads from the relay
-    (token, drafts or length), 0 where it reads nothing.
+    (token, drafts or length), 0 where it reads nothing. The first `shared_pages` pages of the first
+    layer group are the same for all rows, and lie before what any of them computes here: named
+    where the spec asks for it.
     """
 
     iteration: int
@@ -279,6 +281,7 @@ class ScheduleBatch(Message, frozen=True):
     row_inits: tuple[RowInit, ...] = ()
     verify: VerifyPlan | None = None
     stats: StepStats = StepStats()
+    shared_pages: int = 0
 
 
 class Launch(Message, frozen=True):
@@ -562,6 +565,7 @@ class EngineSpec(Record, frozen=True):
     max_waiting: int = 512  # sequences
     prefix_cache: bool = True
     decode: DecodeCaps = DecodeCaps()
+    names_shared_pages: bool = False  # attention gains from it
 
 
 # ---------------------------------------------------------------- the executor, as actors see it

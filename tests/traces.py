@@ -90,6 +90,8 @@ class TraceRun:
         self.turns: list[list[SchedulerEvent]] = []
         self.hurt: set[bytes] = set()  # rows of failed steps that have not gone well since
         self.batches: list[ScheduleBatch] = []
+        self.pages: dict[int, list[int]] = {}  # by row, of the first group, as batches write them
+        self.num_shared_pages = 0  # summed over batches
 
     def run(self) -> None:
         while self.arrivals or self.commands or self.asks or not self.state.is_idle:
@@ -156,6 +158,7 @@ class TraceRun:
             case Launch():
                 self.commands.append(effect.batch)
                 self.batches.append(effect.batch)
+                self._check_shared_pages(effect.batch)
             case Sample() | Resync():
                 self.commands.append(effect)
             case BuildMask():
@@ -179,6 +182,24 @@ class TraceRun:
             case Refused():
                 assert effect.request_id not in self.refused
                 self.refused[effect.request_id] = effect
+
+    def _check_shared_pages(self, batch: ScheduleBatch) -> None:
+        """Counted as the rows' page tables say it, page by page."""
+        for init in batch.row_inits:
+            self.pages[init.row] = []
+        writes = batch.page_writes[0]
+        rows, columns, pages = map(array_i32, (writes.rows, writes.columns, writes.pages))
+        for row, column, page in zip(rows.tolist(), columns.tolist(), pages.tolist(), strict=True):
+            assert column == len(self.pages[row])
+            self.pages[row].append(page)
+        tables = [self.pages[row] for row in array_i32(batch.rows).tolist()]
+        num_whole = int(array_i32(batch.kv_lens).min()) // self.trace.spec.page_size
+        num_shared = 0
+        while num_shared < num_whole and len({table[num_shared] for table in tables}) == 1:
+            num_shared += 1
+        is_named = self.trace.spec.names_shared_pages and len(tables) > 1
+        assert batch.shared_pages == (num_shared if is_named else 0)
+        self.num_shared_pages += batch.shared_pages
 
     def _must_fail(self, batch: ScheduleBatch) -> bool:
         keys = self._keys(batch.rows)

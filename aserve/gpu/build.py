@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 
 from aserve.cache.layout import GroupLayout, longest_context, plan_groups
@@ -239,6 +240,7 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
             resolve=device.resolver(model.dtype),
         )
     )
+    spec = msgspec.structs.replace(spec, names_shared_pages=attention.can.shared_pages)
     return _Made(runner, spec, attention)
 
 

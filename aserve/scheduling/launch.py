@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from aserve.cache.holding import Holding
+from aserve.cache.shared_pages import num_shared_pages
 from aserve.messages import (
     Launch,
     PageWrites,
@@ -56,7 +58,12 @@ def _build(
         row_inits=_row_inits(grown),
         verify=VerifyPlan(pack_i32(drafts)) if any(drafts) else None,
         stats=stats,
+        shared_pages=num_shared_pages(_holdings(chosen)) if board.spec.names_shared_pages else 0,
     )
+
+
+def _holdings(chosen: list[Choice]) -> list[Holding]:
+    return [choice.sequence.holding for choice in chosen if choice.sequence.holding]
 
 
 def _input_ids(choice: Choice) -> bytes:

@@ -63,6 +63,7 @@ ALTERNATIVES = (
     *("aserve/gpu/device/recorded.py", "aserve/gpu/attention/static_plans.py"),
     *(f"aserve/gpu/attention/{name}.py" for name in ("paged_sdpa", "torch_ref", "triton")),
     *("aserve/gpu/attention/flashinfer.py", "aserve/gpu/attention/flashinfer_wrappers.py"),
+    "aserve/cache/shared_pages.py",
     *("aserve/gpu/attention/page_lists.py", "aserve/gpu/attention/plan_slots.py"),
     *("aserve/gpu/kv/stored.py", "aserve/gpu/kv/triton_store.py"),
     *("aserve/gpu/layers/half_stored_linear.py", "aserve/gpu/layers/compiled.py"),

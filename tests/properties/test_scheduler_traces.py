@@ -96,6 +96,7 @@ def specs(draw: st.DrawFn) -> EngineSpec:
             max_tokens_per_step=draw(st.sampled_from([1, 1, 2, 3])),
             mixes_prefill=draw(st.booleans()),
         ),
+        names_shared_pages=draw(st.booleans()),
     )
 
 
@@ -147,9 +148,11 @@ def test_a_saved_trace_replays_to_the_same_effects(tmp_path: Path) -> None:
         max_model_len=64,
         max_batched_tokens=8,
         vocab_size=VOCAB,
+        names_shared_pages=True,
     )
     run = TraceRun(Trace(spec=spec, requests=requests, seed=5, cancel_rate=0.05, fail_rate=0.1))
     run.run()
     run.save(tmp_path / "saved.trace")
     lines = list(replay(tmp_path / "saved.trace"))
+    assert run.num_shared_pages > 0
     assert len(lines) > len(run.batches)  # raises if any turn's effects differ

@@ -35,6 +35,7 @@ class Capabilities:
     host_lens: bool = False  # plans on the host, from exact lengths
     whole_pages: bool = False  # what lies behind a row's length is read, then masked
     can_capture: bool = False  # a forward may be captured and replayed
+    shared_pages: bool = False  # gains from knowing what pages all rows share
     deterministic: bool = False  # can give a token the same bits in whatever step it is computed
 
     def refusals(self, site: AttentionSite) -> Iterator[str]:
