@@ -2,15 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from aserve.cli import make_parser
 from aserve.config import Facts, Raw, resolve
+from aserve.gpu.build import BuildOptions
 from aserve.gpu.executor import TorchExecutor
 from aserve.load import build_options, load_executor
 from aserve.tiny.location import MODEL_DIR
+
+WORDS = (
+    *("--load-format", "dummy", "--model-impl", "native", "--dtype", "float16"),
+    *("--quantization", "int8", "--max-model-len", "101", "--kv-cache-dtype", "fp8"),
+    *("--page-size", "8", "--num-pages", "102", "--gpu-memory-utilization", "0.5"),
+    *("--no-prefix-cache", "--max-num-seqs", "103", "--max-num-batched-tokens", "104"),
+    *("--max-queue", "105", "--depth", "4", "--lead", "3", "--debug-checks"),
+    *("--attention-backend", "triton", "--device", "cuda", "--deterministic"),
+    *("--cuda-graph-max-bs", "106", "--threads", "2"),
+)
+BUILT = BuildOptions(
+    model_dir=Path("of-no-model"),
+    load_format="dummy",
+    model_impl="native",
+    dtype="float16",
+    quantization="int8",
+    max_model_len=101,
+    kv_dtype="fp8",
+    page_size=8,
+    num_pages=102,
+    memory_share=0.5,
+    prefix_cache=False,
+    max_rows=103,
+    max_batched_tokens=104,
+    max_waiting=105,
+    depth=4,
+    lead=3,
+    debug_checks=True,
+    attention="triton",
+    device="cuda",
+    deterministic=True,
+    graph_rows=106,
+    threads=2,
+)
+
+
+def built(words: Sequence[str]) -> BuildOptions:
+    given = vars(make_parser().parse_args(["serve", *words]))
+    del given["command"]
+    resolved = resolve(Raw(command_line=given), Facts(default_model=str(MODEL_DIR)))
+    return build_options(resolved, Path("of-no-model"))
+
+
+def test_every_option_of_an_engine_gets_there() -> None:
+    assert built(WORDS) == BUILT
 
 
 @pytest.mark.parametrize(
@@ -24,10 +71,7 @@ from aserve.tiny.location import MODEL_DIR
     ],
 )
 def test_the_largest_captured_step_is_an_option(words: list[str], graph_rows: int | None) -> None:
-    given = vars(make_parser().parse_args(["serve", *words]))
-    del given["command"]
-    resolved = resolve(Raw(command_line=given), Facts(default_model=str(MODEL_DIR)))
-    assert build_options(resolved, Path("of-no-model")).graph_rows == graph_rows
+    assert built(words).graph_rows == graph_rows
 
 
 @pytest.mark.parametrize(("capture", "times"), [("lazy", 0), ("eager", 1)])
