@@ -20,7 +20,7 @@ from aserve.observability.reports import (
     EngineReport,
     GrammarCompiled,
     GrammarKnown,
-    Launched,
+    LaunchedSteps,
     TurnReport,
 )
 
@@ -195,7 +195,7 @@ class _StepMetrics:
         self.waiting.set(report.num_waiting)
         self.used_pages.set(report.used_pages)
 
-    def _launch(self, steps: Launched) -> None:
+    def _launch(self, steps: LaunchedSteps) -> None:
         """What they were launched with, from the numbers frozen in them."""
         self.launched.inc(steps.num_steps)
         self.iteration.set(steps.iteration)

@@ -12,8 +12,8 @@ from aserve.messages import Launch, Message, Record, StepFailed, StepResult
 from aserve.observability.turn import SchedulerTurn
 
 
-class Launched(Record, frozen=True):
-    """The steps of a turn; all but the tokens is as of the last of them."""
+class LaunchedSteps(Record, frozen=True):
+    """Those of a turn; all but the tokens is as of the last of them."""
 
     num_steps: int
     iteration: int
@@ -28,7 +28,7 @@ class TurnReport(Message, frozen=True):
     seated: tuple[str, ...] = ()
     num_finished: int = 0
     num_failed: int = 0
-    launched: Launched | None = None
+    launched: LaunchedSteps | None = None
     num_running: int = 0
     num_waiting: int = 0
     used_pages: int = 0
@@ -86,12 +86,12 @@ def report_of(turn: SchedulerTurn) -> TurnReport:
     )
 
 
-def _launched(turn: SchedulerTurn) -> Launched | None:
+def _launched(turn: SchedulerTurn) -> LaunchedSteps | None:
     batches = [effect.batch for effect in turn.effects if isinstance(effect, Launch)]
     if not batches:
         return None
     last = batches[-1].stats
-    return Launched(
+    return LaunchedSteps(
         num_steps=len(batches),
         iteration=batches[-1].iteration,
         num_prefill_tokens=sum([batch.stats.num_prefill_tokens for batch in batches]),

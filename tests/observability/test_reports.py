@@ -11,7 +11,7 @@ from aserve.observability.reports import (
     EngineReport,
     GrammarCompiled,
     GrammarKnown,
-    Launched,
+    LaunchedSteps,
     TurnReport,
     report_of,
 )
@@ -41,7 +41,7 @@ TURN = SchedulerTurn(
     num_waiting=3,
     used_pages=4,
 )
-REPORT = TurnReport(("a", "b"), 2, 1, Launched(2, 5, 7, 1, 9), 2, 3, 4)
+REPORT = TurnReport(("a", "b"), 2, 1, LaunchedSteps(2, 5, 7, 1, 9), 2, 3, 4)
 
 
 def test_a_turn_is_reported_as_its_sums() -> None:
