@@ -65,10 +65,6 @@ class KvCache:
         """What growing could get now: free pages and evictable ones."""
         return self._pools[group].num_free + self._tree.num_unlocked(group)
 
-    def can_grow(self, holding: Holding, num_pages: int) -> bool:
-        missing = self.missing(holding, num_pages)
-        return all(count <= self.available(group) for group, count in enumerate(missing))
-
     def grow(self, holding: Holding, num_pages: int) -> None:
         """Covers at least `num_pages` page indices, evicting what it must; all or nothing."""
         if num_pages <= holding.num_pages:
