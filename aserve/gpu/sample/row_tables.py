@@ -15,7 +15,7 @@ from torch import Tensor
 from aserve.gpu.sections import ArrayF64, ArrayI64
 from aserve.messages import RowInit
 
-INT_COLUMNS = ("seed", "top_k", "prompt_len", "min_len")
+INT_COLUMNS = ("seed", "top_k", "prompt_len")
 FLOAT_COLUMNS = (
     "temperature",
     "top_p",
@@ -28,7 +28,7 @@ UINT64_MASK = (1 << 64) - 1
 
 
 class RowTables:
-    """`int_table` int64 [max_rows + 1, 4], `float_table` float64 [max_rows + 1, 6]. Row 0 is
+    """`int_table` int64 [max_rows + 1, 3], `float_table` float64 [max_rows + 1, 6]. Row 0 is
     greedy."""
 
     __slots__ = ("float_table", "int_table")
@@ -42,7 +42,7 @@ class RowTables:
         )
 
     def write(self, rows: Tensor, *, ints: Tensor, floats: Tensor) -> None:
-        """rows int64 [n], ints [n * 4], floats [n * 6]."""
+        """rows int64 [n], ints [n * 3], floats [n * 6]."""
         self.int_table.index_copy_(0, rows, ints.view(-1, len(INT_COLUMNS)))
         self.float_table.index_copy_(0, rows, floats.view(-1, len(FLOAT_COLUMNS)))
 
@@ -71,7 +71,7 @@ class RowParams:
 
 def init_columns(inits: Sequence[RowInit]) -> tuple[ArrayI64, ArrayF64]:
     """The values of `RowTables.write`, on the host. A seed of any size counts modulo 2^64."""
-    ints = [(_as_int64(init.seed), init.top_k, init.prompt_len, init.min_len) for init in inits]
+    ints = [(_as_int64(init.seed), init.top_k, init.prompt_len) for init in inits]
     floats = [
         (
             init.temperature,

@@ -62,7 +62,7 @@ def test_the_kernels_draw_the_tokens_of_torch(step: str, is_masked: bool) -> Non
 
 
 def test_the_kernels_read_the_columns_that_the_tables_have() -> None:
-    assert INT_COLUMNS[: len(row_columns.INT_COLUMNS)] == row_columns.INT_COLUMNS
+    assert INT_COLUMNS == row_columns.INT_COLUMNS
     assert FLOAT_COLUMNS == row_columns.FLOAT_COLUMNS
 
 
