@@ -225,7 +225,6 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
         is_deterministic=options.deterministic,
         has_bounds=any(field.name == SEQ_LEN for field in mode.fields),
     )
-    is_auto = options.attention == "auto"
     attention = build_attention(options.attention, site, order=device.attention)
     state = dataclasses.replace(state, clears_pages=attention.can.whole_pages)
     runner = ModelRunner(
@@ -236,7 +235,7 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
             mode=mode,
             is_debug=options.debug_checks,
             sample_ops=device.sample_ops(model.dtype),
-            shortcut=parts.shortcut(model, state) if parts.shortcut and is_auto else None,
+            shortcut=parts.shortcut(model, state) if parts.shortcut and attention.is_auto else None,
             resolve=device.resolver(model.dtype),
         )
     )

@@ -88,7 +88,7 @@ class CpuDevice:
         return choose_cpu_form(wish, read_cpu_facts())
 
     def elementwise(self, dtype: torch.dtype) -> Elementwise:
-        if dtype not in KERNEL_DTYPES or importlib.util.find_spec("numba") is None:
+        if not _has_kernels(dtype):
             return PLAIN
         from aserve.gpu.layers.compiled import compiled_elementwise
 
@@ -101,7 +101,7 @@ class CpuDevice:
         return resolve
 
     def sample_ops(self, dtype: torch.dtype) -> SampleOps:
-        if dtype not in KERNEL_DTYPES or importlib.util.find_spec("numba") is None:
+        if not _has_kernels(dtype):
             return PLAIN_OPS
         from aserve.gpu.sample.compiled_ops import compiled_sample_ops
 
@@ -123,3 +123,7 @@ class CpuDevice:
     def kv_bytes(self, _run_largest: Callable[[], None], *, share: float) -> int:
         """The host's memory is for others, too, and grows as it is written."""
         return min(self.free_bytes() // KV_PART, MAX_KV_BYTES)
+
+
+def _has_kernels(dtype: torch.dtype) -> bool:
+    return dtype in KERNEL_DTYPES and importlib.util.find_spec("numba") is not None
