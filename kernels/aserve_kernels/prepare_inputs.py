@@ -63,7 +63,10 @@ def prepare_inputs(words: Words, tables: Tables) -> Prepared:
     num_rows, num_tokens = len(words.rows), len(words.owners)
     groups = len(tables.page_tables)
     sizes = [num_rows, num_rows, num_rows + 1, *[num_tokens] * (3 + groups)]
-    made = torch.empty(sum(sizes), dtype=torch.int64, device=words.rows.device).split(sizes)
+    # Each begins at a multiple of 16 bytes: kernels that read it are compiled for that.
+    rooms = [size + size % 2 for size in sizes]
+    parts = torch.empty(sum(rooms), dtype=torch.int64, device=words.rows.device).split(rooms)
+    made = [part[:size] for part, size in zip(parts, sizes, strict=True)]
     kv_lens, lens, query_starts, token_rows, input_ids, positions, *slots = made
     seq_lens = tables.last_tokens if tables.seq_lens is None else tables.seq_lens
     grid = (triton.cdiv(max(num_tokens, 1), BLOCK),)
@@ -95,7 +98,8 @@ def prepare_inputs_ref(words: Words, tables: Tables) -> Prepared:
     return Prepared(kv_lens, kv_lens + spans, query_starts, token_rows, input_ids, positions, slots)
 
 
-@triton.jit
+# A kernel of its own for one row or one token would be compiled while it is waited for.
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def _prepare(
     rows: tl.tensor,
     kv_lens: tl.tensor,

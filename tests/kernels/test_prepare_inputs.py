@@ -77,3 +77,11 @@ def test_every_step_has_the_inputs_of_the_reference(
     for mine, theirs in zip(tensors(got), tensors(expected), strict=True):
         assert torch.equal(mine, theirs)
     assert torch.equal(tables.token_pool, other.token_pool)
+
+
+@pytest.mark.parametrize("kind", SPANS)
+def test_all_inputs_begin_where_a_kernel_that_is_compiled_reads_them(kind: str) -> None:
+    """Triton has one kernel for pointers that are multiples of 16, and another one for the rest."""
+    tables = make_tables(page_size=16, num_groups=2, is_bounded=False)
+    made = tensors(prepare_inputs(make_words(SPANS[kind]), tables))
+    assert {each.data_ptr() % 16 for each in made} == {0}
