@@ -40,7 +40,11 @@ from aserve.gpu.models.layer_spec import LayerSpec
 from aserve.messages import ArrayI32
 from aserve_kernels.gather_pages import gather_pages
 
-BUILD_ERRORS = (RuntimeError, OSError, ValueError, subprocess.SubprocessError)
+# Of a compiler, of what it links, and of a release that names its arguments otherwise.
+BUILD_ERRORS = (
+    *(RuntimeError, OSError, ValueError, subprocess.SubprocessError),
+    *(ImportError, AttributeError, TypeError, AssertionError),
+)
 
 Key: TypeAlias = tuple[Problem, bool]  # of a wrapper: whether it is for decodes
 Slot: TypeAlias = PlanSlot[Key, Wrapper]
@@ -145,7 +149,8 @@ class FlashInfer:
             k_scale, v_scale = kv.scales
             scales = {} if kv.scales == (1.0, 1.0) else {"k_scale": k_scale, "v_scale": v_scale}
             wrapper = wrappers[self._problems[layer.index]]
-            return wrapper.run(q.contiguous(), self._pages[layer.index], out=out, **scales)
+            lines = q if q.stride(2) == 1 else q.contiguous()
+            return wrapper.run(lines, self._pages[layer.index], out=out, **scales)
 
         return attend
 

@@ -3,7 +3,9 @@ of a plan is a wrong result."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -236,14 +238,48 @@ def test_it_is_tried_out_before_it_is_taken() -> None:
     )
 
 
-def test_where_its_kernels_cannot_be_compiled_it_is_unavailable() -> None:
-    class NoCompiler(FakeFlashInfer):
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Ninja build failed.\nnvcc: not found"),
+        TypeError("plan() takes 8 positional arguments"),
+        ImportError("libcudart.so.13: cannot open shared object file"),
+    ],
+)
+def test_where_its_kernels_cannot_be_compiled_or_called_it_is_unavailable(error: Exception) -> None:
+    """Another release may call things otherwise: then another backend serves."""
+
+    class Broken(FakeFlashInfer):
         def BatchDecodeWithPagedKVCacheWrapper(self, *args: object, **more: object) -> FakeDecode:
-            raise RuntimeError("Ninja build failed.\nnvcc: not found")
+            raise error
 
     layout = Layout(layer())
-    with pytest.raises(AttentionUnavailable, match=r"compiled or run: RuntimeError: Ninja build"):
-        build_flashinfer(NoCompiler(), site_of(layout, layout.pools(1)))
+    told = f"compiled or run: {type(error).__name__}: {str(error).splitlines()[0]}"
+    with pytest.raises(AttentionUnavailable, match=re.escape(told)):
+        build_flashinfer(Broken(), site_of(layout, layout.pools(1)))
+
+
+def test_queries_that_lie_beside_keys_are_read_where_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A copy in every layer would cost a launch of a dozen."""
+    layout = Layout(layer())
+    pools = layout.pools(2)
+    read: list[int] = []
+    run = FakeDecode.run
+
+    def running(
+        wrapper: FakeDecode, q: Tensor, *pages: tuple[Tensor, Tensor], **more: Any
+    ) -> Tensor:
+        read.append(q.data_ptr())
+        return run(wrapper, q, *pages, **more)
+
+    monkeypatch.setattr(FakeDecode, "run", running)
+    backend = FlashInfer(FakeFlashInfer(), site_of(layout, pools))
+    made = exact(pools, device_batch([1, 1], [3, 4]))
+    q, k, v = torch.zeros((2, 8, HEAD_DIM), dtype=layout.dtype).split((4, 2, 2), dim=1)
+    backend.bind(made, backend.plan(made))(layout.layer, q, k, v)
+    assert read == [q.data_ptr()]
 
 
 @pytest.mark.parametrize("version", ["0.5.3", "0.2.9.post1"])
