@@ -25,9 +25,9 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def captured(place: Place, **options: Any) -> TorchExecutor:
+def captured(place: Place, *, graph_rows: int = GRAPH_ROWS, **options: Any) -> TorchExecutor:
     """With all graphs that there may be."""
-    executor = place.executor(graph_rows=GRAPH_ROWS, **options)
+    executor = place.executor(graph_rows=graph_rows, **options)
     with place.loading():
         executor.capture_graphs(lambda _done, _total: None)
     return executor
@@ -80,8 +80,8 @@ def test_rows_come_and_go_while_steps_are_replayed(chaos: int, place: Place) -> 
 
 @pytest.mark.parametrize("lead", [1, 2])
 def test_lengths_are_published_between_two_parts_of_a_replay(lead: int, place: Place) -> None:
-    requests = asked(3)
-    executor = captured(place, mode=TwoTokens(), depth=2, lead=lead)
+    requests = asked(2)
+    executor = captured(place, graph_rows=2, mode=TwoTokens(), depth=2, lead=lead)
     assert_plain_tokens(serve(executor, requests), requests)
     assert place.watch.num_replays > 0
 
