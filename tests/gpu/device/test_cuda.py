@@ -319,24 +319,6 @@ def out_of_memory(_logits: Tensor) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-class RunsOutOnce(HashModel):
-    """Of memory, where more than one row wants logits: halves have room."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        if len(hidden) > 1:
-            out_of_memory(hidden)
-        return super().logits(hidden)
-
-
-def test_a_step_that_runs_out_of_memory_is_tried_in_halves() -> None:
-    cuda = FakeCuda()
-    asked = [request(f"r{number}", PROMPT[: number + 1], max_tokens=2) for number in range(2)]
-    served = serve(executor_on(cuda, lambda where: RunsOutOnce(device=where)), asked)
-    assert served.num_resyncs > 0
-    assert served.outputs == {(r.request_id, 0): plain_outputs(HashModel(), r) for r in asked}
-    cuda.assert_sound()
-
-
 def test_a_request_for_which_there_is_never_memory_fails_alone() -> None:
     cuda = FakeCuda()
     asked = [request(f"r{number}", PROMPT[: number + 1]) for number in range(2)]
