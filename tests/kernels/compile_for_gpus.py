@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
@@ -29,6 +30,7 @@ from aserve_kernels.prepare_inputs import Tables, Words, prepare_inputs
 from aserve_kernels.relay_rows import gather_rows, scatter_rows
 from aserve_kernels.rms_norm import add_rms_norm, rms_norm
 from aserve_kernels.rope import rope
+from aserve_kernels.row_columns import FLOAT_COLUMNS, INT_COLUMNS
 from aserve_kernels.sample import sample
 from aserve_kernels.store_kv import store_kv
 from tests.kernels import paged_case
@@ -73,11 +75,14 @@ def call_paged(case: paged_case.Case = DECODE_AND_CHUNK) -> None:
     paged_case.run(paged_case.OPS, paged_case.make_inputs(case), case)
 
 
+def row_tables() -> tuple[Tensor, Tensor]:
+    ints = torch.zeros((4, len(INT_COLUMNS)), dtype=torch.int64)
+    return ints, torch.ones((4, len(FLOAT_COLUMNS)), dtype=torch.float64)
+
+
 def call_sample(vocab_size: int = 9000, *, has_noise: bool = True, has_limits: bool = True) -> None:
     logits, rows = torch.zeros((2, vocab_size)), torch.tensor([1, 3])
-    ints = torch.zeros((4, 4), dtype=torch.int64)
-    floats = torch.ones((4, 6), dtype=torch.float64)
-    sample(logits, rows, rows, ints, floats, has_noise=has_noise, has_limits=has_limits)
+    sample(logits, rows, rows, *row_tables(), has_noise=has_noise, has_limits=has_limits)
 
 
 def call_prepare_inputs(num: int = 3) -> None:
@@ -97,10 +102,8 @@ def call_relay_rows() -> None:
 
 def call_penalise() -> None:
     logits, rows = torch.zeros((2, 9000)), torch.tensor([1, 3])
-    ints = torch.zeros((4, 4), dtype=torch.int64)
-    floats = torch.ones((4, 6), dtype=torch.float64)
     of_tokens = (torch.zeros((4, 8), dtype=torch.int64), torch.zeros(64, dtype=torch.int32), 16)
-    penalise(logits, rows, rows, rows, (ints, floats), of_tokens, 100)
+    penalise(logits, rows, rows, rows, row_tables(), of_tokens, 100)
 
 
 def call_bitmask() -> None:
