@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from aserve.gpu.padding_batch import padding_batch
-from aserve.gpu.sample.plan import RowFacts, SamplePlan
+from aserve.gpu.sample.plan import RowFacts
 from aserve.gpu.step_plan import StepPlan, plan_step
 from aserve.messages import EngineSpec, VerifyPlan, pack_i32
 
@@ -41,17 +41,12 @@ def shape_of(plan: StepPlan) -> StepShape | None:
         return None
     width = int(plan.spans[0])
     is_even = (plan.spans == width).all() and (plan.num_drafts == width - 1).all()
-    if not is_even or not all(map(_is_plain, logits.slices)):
+    if not is_even or not all(part.is_plain for part in logits.slices):
         return None
     if any(part.needs_filter for part in logits.slices):
         return StepShape(num_rows, width, FILTER)
     has_noise = any(part.needs_noise for part in logits.slices)
     return StepShape(num_rows, width, NOISE if has_noise else GREEDY)
-
-
-def _is_plain(plan: SamplePlan) -> bool:
-    is_asked_for = len(plan.penalised) or plan.nudges.places or len(plan.scored)
-    return not is_asked_for and plan.bans is None
 
 
 def row_counts(max_rows: int) -> tuple[int, ...]:

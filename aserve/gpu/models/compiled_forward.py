@@ -21,7 +21,6 @@ from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.models.decoder import Block, Decoder
 from aserve.gpu.resolve import DeviceState
 from aserve.gpu.results import Layout, Packed
-from aserve.gpu.sample.plan import SamplePlan
 from aserve.gpu.sample.row_tables import FLOAT_COLUMNS, INT_COLUMNS
 from aserve.gpu.step_plan import StepPlan
 from aserve_kernels.cpu.decoder_forward import (
@@ -76,7 +75,7 @@ class CompiledForward:
             is_plain
             and len(plan.input_ids) <= FEW
             and not plan.is_bound.any()
-            and all(_is_drawn_only(part) for part in logits.slices)
+            and all(part.is_plain and not part.needs_filter for part in logits.slices)
         )
 
     def step(self, plan: StepPlan) -> Packed:
@@ -171,16 +170,6 @@ def make_compiled_forward(model: CausalModel, state: DeviceState) -> CompiledFor
         return None
     compile_decoder_forward(model.dtype)
     return CompiledForward(model, state)
-
-
-def _is_drawn_only(plan: SamplePlan) -> bool:
-    return not (
-        plan.needs_filter
-        or len(plan.penalised)
-        or plan.nudges.places
-        or plan.bans is not None
-        or len(plan.scored)
-    )
 
 
 def _is_covered(block: Block) -> bool:

@@ -171,6 +171,12 @@ class SamplePlan:
     raw_places: ArrayI32  # those of `scored` that want the model's own, counted among them
     num_top: int  # alternatives for the one that wants most
 
+    @property
+    def is_plain(self) -> bool:
+        """Logits go to the draw as they are, and nothing but its tokens is wanted."""
+        is_asked_for = len(self.penalised) or self.nudges.places or len(self.scored)
+        return not is_asked_for and self.bans is None
+
     def stage(self, sections: HostSections, prefix: str) -> None:
         sections.add(f"{prefix}.penalised", self.penalised)
         sections.add(f"{prefix}.scored", self.scored)
