@@ -19,3 +19,15 @@ def test_every_kernel_compiles_for_ampere_and_hopper(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "sm_80" in done.stdout
     assert "sm_90" in done.stdout
+
+
+@pytest.mark.slow
+def test_steps_of_all_sizes_launch_the_same_kernels() -> None:
+    """One that another number of rows has not launched before would be compiled in a step."""
+    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "tests.kernels.launch_steps"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    numbers = dict(line.split() for line in done.stdout.splitlines())
+    assert {"_prepare", "_attend_blocks", "_settle"} <= numbers.keys()
+    assert {name for name, number in numbers.items() if number != "1"} == set(), done.stderr
