@@ -121,8 +121,8 @@ def _scaled(
 
 
 @triton.jit
-def _divisor(temperature: tl.tensor, is_drawn: tl.tensor) -> tl.tensor:
-    return tl.where(is_drawn, temperature, 1.0)
+def _divisor(temperature: tl.tensor) -> tl.tensor:
+    return tl.where(temperature > 0, temperature, 1.0)
 
 
 @triton.jit
@@ -163,7 +163,7 @@ def _scan(
         if HAS_LIMITS:
             top_k = tl.load(ints + row * int_stride + TOP_K)
         is_drawn = _is_drawn(temperature, top_k)
-        temperature = _divisor(temperature, temperature > 0)
+        temperature = _divisor(temperature)
     scaled = _scaled(logits + place * stride, columns, vocab_size, temperature)
     largest = tl.max(scaled, axis=0)
     tl.store(softmax + part * 2, largest)
@@ -228,7 +228,7 @@ def _merge(
         tl.store(values + place * (RANKED + 2) + RANKED + 1, total)
         row = tl.load(rows + place)
         temperature = tl.load(floats + row * float_stride + TEMPERATURE).to(tl.float32)
-        temperature = _divisor(temperature, temperature > 0)
+        temperature = _divisor(temperature)
         ranked = tl.arange(0, RANKED)
         for attempt in tl.static_range(TRIES):
             value, index = tl.max(
@@ -276,7 +276,7 @@ def _rank(
     largest = tl.load(values + place * (RANKED + 2) + RANKED)
     row = tl.load(rows + place)
     temperature = tl.load(floats + row * float_stride + TEMPERATURE).to(tl.float32)
-    temperature = _divisor(temperature, temperature > 0)
+    temperature = _divisor(temperature)
     count = tl.zeros((RANKED,), tl.int32)
     mass = tl.zeros((RANKED,), tl.float32)
     for start in range(0, SPLIT, TILE):
@@ -351,7 +351,7 @@ def _settle(
     else:
         temperature = tl.load(floats + row * float_stride + TEMPERATURE).to(tl.float32)
         is_drawn = _is_drawn(temperature, top_k)
-        temperature = _divisor(temperature, temperature > 0)
+        temperature = _divisor(temperature)
         start = gumbel_start(tl.load(ints + row * int_stride + SEED), tl.load(positions + place))
         source = logits + place * stride
         limit = float("inf")
