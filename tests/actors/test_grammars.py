@@ -22,6 +22,7 @@ from aserve.messages import (
     SchedulerEvent,
     pack_i32,
 )
+from tests.actors.alone import alone
 
 GOOD = Grammar("regex", "a")
 BAD = Grammar("regex", "(")
@@ -46,7 +47,6 @@ class Bench:
         self.compiled = asyncio.Event()  # what every grammar waits for
         ports = GrammarPorts(self.scheduler, self.masks, self.text)
         self.actor = GrammarActor(self._constrain, ports, codec=Codec(EngineEvent))
-        self.died: list[BaseException] = []
 
     async def _constrain(self, asked: AdmitRequest) -> Constraint:
         await self.compiled.wait()
@@ -69,11 +69,8 @@ class Bench:
 @asynccontextmanager
 async def running() -> AsyncIterator[Bench]:
     bench = Bench()
-    bench.actor.start(lambda _, error: bench.died.append(error))
-    async with asyncio.timeout(10):
+    async with alone(bench.actor):
         yield bench
-    await bench.actor.stop()
-    assert not bench.died
 
 
 async def test_what_has_no_grammar_passes_in_order_and_a_cancel_follows_its_request() -> None:

@@ -12,6 +12,7 @@ from aserve.channel import Channel, Codec
 from aserve.errors import BugError
 from aserve.grammar.matching import Constraint
 from aserve.messages import BuildMask, MaskReady, Refused, Retired, SchedulerEvent, pack_i32
+from tests.actors.alone import alone
 
 
 class GatedMatcher:
@@ -35,7 +36,6 @@ class Bench:
         self.actor = MaskActor(scheduler=self.scheduler)
         self.gate = threading.Event()
         self.matcher = GatedMatcher(self.gate)
-        self.died: list[BaseException] = []
 
     def constrain(self, request_id: str, n: int = 1) -> None:
         self.actor.inbox.send(Constraint(request_id, (self.matcher,) * n))
@@ -52,12 +52,9 @@ class Bench:
 @asynccontextmanager
 async def running() -> AsyncIterator[Bench]:
     bench = Bench()
-    bench.actor.start(lambda _, error: bench.died.append(error))
-    async with asyncio.timeout(10):
+    async with alone(bench.actor):
         yield bench
-    bench.gate.set()
-    await bench.actor.stop()
-    assert not bench.died
+        bench.gate.set()
 
 
 async def test_masks_asked_for_while_the_thread_is_busy_come_in_one_go_and_in_order() -> None:

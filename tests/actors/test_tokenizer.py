@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -26,6 +25,7 @@ from aserve.messages import (
     array_i32,
 )
 from aserve.text.prompt import Prepared, PromptEncoder, PromptLimits
+from tests.actors.alone import alone
 from tests.text.vocabularies import byte_level_tokenizer
 
 TOKENIZER = byte_level_tokenizer()
@@ -61,7 +61,6 @@ class Bench:
             engine=self.engine,
             codec=Codec(TokenizerEvent),
         )
-        self.died: list[BaseException] = []
 
     def send(self, request_id: str, prompt: Prompt) -> None:
         sampling = SamplingParams(seed=1)
@@ -77,12 +76,9 @@ class Bench:
 @asynccontextmanager
 async def running() -> AsyncIterator[Bench]:
     bench = Bench()
-    bench.actor.start(lambda _, error: bench.died.append(error))
-    async with asyncio.timeout(10):
+    async with alone(bench.actor):
         yield bench
-    bench.encoder.gate.set()
-    await bench.actor.stop()
-    assert not bench.died
+        bench.encoder.gate.set()
 
 
 def names(events: list[DetokenizerEvent] | list[EngineEvent]) -> list[tuple[str, str]]:
