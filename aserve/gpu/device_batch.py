@@ -44,6 +44,7 @@ class DeviceBatch:
     len_bounds_cpu: ArrayI32  # no row is longer after this forward
     is_exact: bool = False  # the bounds are the lengths themselves
     attention_plan: object | None = None  # made before, for a capture
+    shared_pages: int = 0  # as the step's ScheduleBatch says
     placed: Placed | None = None  # if whoever made it knows already
 
     def place(self, pools: KvPools) -> Placed:

@@ -48,6 +48,7 @@ class ForwardBatch:
     len_bounds_cpu: ArrayI32  # [rows], no length is greater
     lens_cpu: ArrayI32 | None  # [rows], where the host knows them
     capture: HiddenCapture | None
+    shared_pages: int = 0  # all rows have these first pages in common, in the first layer group
     is_debug: bool = False
     marker: PlanMarker = field(default_factory=PlanMarker, compare=False, repr=False)
 
@@ -78,6 +79,7 @@ class ForwardBatch:
             len_bounds_cpu=batch.len_bounds_cpu,
             lens_cpu=known,
             capture=overrides.capture,
+            shared_pages=batch.shared_pages,
             is_debug=is_debug,
         )
 
@@ -137,6 +139,7 @@ class ForwardBatch:
             spans_cpu=np.concatenate((self.spans_cpu, ones)),
             len_bounds_cpu=np.concatenate((self.len_bounds_cpu, ones)),
             lens_cpu=None if self.lens_cpu is None else np.concatenate((self.lens_cpu, ones)),
+            shared_pages=0,
             marker=PlanMarker(self.marker.record),
         )
 

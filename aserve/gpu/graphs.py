@@ -84,7 +84,14 @@ class StepGraphs:
         return len(self._wished)
 
     def find(self, plan: StepPlan, tables: HostSections) -> StepGraph | None:
-        """None for a step that runs eagerly; if it need not, its graph is wished for."""
+        """None for a step that runs eagerly; if it need not, its graph is wished for.
+
+        WHY a replay is not always best: where attention dominates, a way of it that saves most of
+        its reading gains more than launches cost, which are hidden, the host being ahead.
+        """
+        planner = self._parts.attention.static_plans
+        if planner and planner.is_better_eager(len(plan.rows), plan.batch.shared_pages):
+            return None
         shape = shape_of(plan)
         padded = None if shape is None else self._parts.table.padded(shape)
         if padded is None or padded.sampling in self._refused or tables.num_words > TABLE_WORDS:

@@ -103,6 +103,7 @@ def resolved_batch(
         len_bounds_cpu=plan.len_bounds,
         is_exact=plan.is_exact,
         attention_plan=plan.attention_plan,
+        shared_pages=plan.batch.shared_pages,
     )
 
 

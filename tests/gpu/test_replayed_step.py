@@ -224,6 +224,9 @@ class HostPlanned:
     def static_plans(self) -> HostPlanned:
         return self
 
+    def is_better_eager(self, num_rows: int, shared_pages: int) -> bool:
+        return False
+
     def make(self, shape: StaticShape) -> object:
         self.made.append(shape)
         return torch.full((shape.num_rows,), shape.width, dtype=torch.int64)

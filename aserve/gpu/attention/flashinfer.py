@@ -7,9 +7,10 @@ values of the forward's own slots, and its own workspaces.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from aserve.errors import BugError
 from aserve.gpu.attention.base import AttentionKind, AttentionUnavailable
 from aserve.gpu.attention.capabilities import AttentionSite, Capabilities
+from aserve.gpu.attention.flashinfer_cascade import GROUP, NO_CASCADE, CascadePlan, Cascades
 from aserve.gpu.attention.flashinfer_wrappers import (
     FP8,
     Arrays,
@@ -64,6 +66,7 @@ class PageList:
 class FlashPlan:
     lists: Mapping[int, PageList]  # by layer group
     wrappers: Mapping[Problem, Wrapper]
+    cascade: CascadePlan = NO_CASCADE  # of the layers that have no wrapper
 
 
 class StaticPlan:
@@ -82,7 +85,17 @@ class StaticPlan:
 class FlashInfer:
     """Also its own `StaticPlans`. Written by plan, make and refresh: workspaces, in turn."""
 
-    __slots__ = ("_gather", "_made", "_pages", "_problems", "_site", "_slots", "_wrappers")
+    __slots__ = (
+        "_cascades",
+        "_gather",
+        "_kinds",
+        "_made",
+        "_pages",
+        "_problems",
+        "_site",
+        "_slots",
+        "_wrappers",
+    )
 
     def __init__(
         self,
@@ -105,6 +118,8 @@ class FlashInfer:
             for index, kv in pools.layers.items()
         }
         self._wrappers = Wrappers(package, site)
+        self._kinds = tuple(dict.fromkeys(self._problems.values()))
+        self._cascades = Cascades(self._wrappers, site, self._kinds)
         self._slots = Slots(site.device, site.num_in_flight)
         self._made: dict[StaticShape, StaticPlan] = {}
 
@@ -117,12 +132,18 @@ class FlashInfer:
             raise BugError(f"step {batch.iteration}: FlashInfer plans from exact lengths only")
         if not batch.num_rows:
             return FlashPlan({}, {})
+        if self._cascades.pays(batch.num_rows, batch.shared_pages):
+            return self._plan(batch, batch.lens_cpu, self._cascades.plan(batch, batch.lens_cpu))
+        return self._plan(batch, batch.lens_cpu, NO_CASCADE)
+
+    def _plan(self, batch: ForwardBatch, lens: ArrayI32, cascade: CascadePlan) -> FlashPlan:
         slot = self._slots.take()
         is_decode = batch.num_tokens == batch.num_rows
-        host = self._host_arrays(slot, batch.lens_cpu, batch.spans_cpu)
+        problems = [kind for kind in self._kinds if kind not in cascade.wrappers]
+        host = self._host_arrays(slot, lens, batch.spans_cpu, problems=problems)
         lists = {group: self._new_list(own) for group, own in host.items()}
         wrappers: dict[Problem, Wrapper] = {}
-        for problem in dict.fromkeys(self._problems.values()):
+        for problem in problems:
             wrapper = slot.wrappers.get((problem, is_decode))
             if wrapper is None:
                 wrapper = self._wrappers.make(problem, is_decode=is_decode)
@@ -131,28 +152,34 @@ class FlashInfer:
             self._wrappers.plan(wrapper, problem, arrays, pages=pages, is_decode=is_decode)
             wrappers[problem] = wrapper
         slot.close()
-        return FlashPlan(lists, wrappers)
+        return FlashPlan(lists, wrappers, cascade)
 
     def bind(self, batch: ForwardBatch, plan: object) -> Attend:
         found = plan.value if isinstance(plan, StaticPlan) else plan
         if not isinstance(found, FlashPlan):
             raise BugError(f"step {batch.iteration}: a plan of another backend: {plan!r}")
         self._list_pages(batch, found.lists)
-        wrappers = found.wrappers
+        found.cascade.list_pages(batch, self._site.pools.page_tables[GROUP], self._gather)
+        wrappers, cascades = found.wrappers, found.cascade.wrappers
 
         def attend(layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             kv = self._site.pools.layers[layer.index]
             kv.store(batch.slots[kv.group], k, v)
+            problem, pages = self._problems[layer.index], self._pages[layer.index]
+            if problem in cascades:
+                return cascades[problem].run(q.contiguous(), pages)
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             if not len(q):
                 return out
             k_scale, v_scale = kv.scales
             scales = {} if kv.scales == (1.0, 1.0) else {"k_scale": k_scale, "v_scale": v_scale}
-            wrapper = wrappers[self._problems[layer.index]]
             lines = q if q.stride(2) == 1 else q.contiguous()
-            return wrapper.run(lines, self._pages[layer.index], out=out, **scales)
+            return wrappers[problem].run(lines, pages, out=out, **scales)
 
         return attend
+
+    def is_better_eager(self, num_rows: int, shared_pages: int) -> bool:
+        return self._cascades.pays(num_rows, shared_pages)
 
     def make(self, shape: StaticShape) -> object:
         if shape not in self._made:
@@ -165,7 +192,7 @@ class FlashInfer:
         if not isinstance(plan, StaticPlan):
             raise BugError(f"a captured forward's plan is of another backend: {plan!r}")
         slot = plan.slots.take()
-        host = self._host_arrays(slot, lens, plan.spans)
+        host = self._host_arrays(slot, lens, plan.spans, problems=self._kinds)
         for (problem, is_decode), wrapper in slot.wrappers.items():
             # The list is written by the forward itself: there is nothing to copy yet.
             arrays, pages = host[problem.group], plan.value.lists[problem.group].pages[:0]
@@ -175,13 +202,17 @@ class FlashInfer:
         plan.value = FlashPlan(plan.value.lists, wrappers)
 
     def try_out(self) -> None:
-        """A prefill and a decode of the padding row through one layer of each kind: compiles what
-        is not compiled yet, which takes minutes."""
+        """A prefill, a decode and one in two levels of the padding row, through one layer of each
+        kind: compiles what is not compiled yet, which takes minutes."""
         where = self._site.pools.device
         of_kind = {self._problems[layer.index]: layer for layer in self._site.layers}
-        for span in (2, 1):
-            batch = ForwardBatch.init_new(_padding(span, where), self._site.pools)
-            attend = self.bind(batch, self.plan(batch))
+        for span, num_shared in ((2, 0), (1, 0), (1, 1)):
+            padding = _padding(span, where, kv_len=num_shared * self._site.pools.page_size)
+            padding = dataclasses.replace(padding, shared_pages=num_shared)
+            batch = ForwardBatch.init_new(padding, self._site.pools)
+            lens = padding.len_bounds_cpu
+            cascade = self._cascades.plan(batch, lens) if num_shared else NO_CASCADE
+            attend = self.bind(batch, self._plan(batch, lens, cascade))
             for layer in of_kind.values():
                 heads = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
                 sizes = ((span, num, layer.head_dim) for num in heads)
@@ -198,7 +229,7 @@ class FlashInfer:
 
         max_pages = shape.num_rows * -(-shape.max_len // site.pools.page_size)
         query_starts = ints(shape.num_rows + 1)
-        groups = {problem.group for problem in self._problems.values()}
+        groups = {problem.group for problem in self._kinds}
         arrays = {
             group: Arrays(query_starts, ints(shape.num_rows + 1), ints(shape.num_rows))
             for group in groups
@@ -206,7 +237,7 @@ class FlashInfer:
         lists = {group: PageList(own.starts, ints(max_pages)) for group, own in arrays.items()}
         plan = StaticPlan(shape, Slots(site.device, site.num_in_flight), lists)
         for slot in plan.slots:
-            for problem in dict.fromkeys(self._problems.values()):
+            for problem in self._kinds:
                 slot.wrappers[problem, plan.is_decode] = self._wrappers.make_static(
                     problem,
                     arrays[problem.group],
@@ -215,8 +246,10 @@ class FlashInfer:
                 )
         return plan
 
-    def _host_arrays(self, slot: Slot, lens: ArrayI32, spans: ArrayI32) -> dict[int, Arrays]:
-        """By layer group that has layers."""
+    def _host_arrays(
+        self, slot: Slot, lens: ArrayI32, spans: ArrayI32, *, problems: Iterable[Problem]
+    ) -> dict[int, Arrays]:
+        """By layer group that the problems are of."""
         pools = self._site.pools
         query_starts = np.zeros(len(spans) + 1, np.int32)
         np.cumsum(spans, out=query_starts[1:])
@@ -224,7 +257,7 @@ class FlashInfer:
             group: list_pages(
                 lens, spans, window=self._site.windows[group], page_size=pools.page_size
             )
-            for group in {problem.group for problem in self._problems.values()}
+            for group in {problem.group for problem in problems}
         }
         named = {"query_starts": query_starts}
         for group, own in listed.items():
@@ -258,20 +291,20 @@ def _by_page(pool: Tensor, page_size: int) -> Tensor:
     return pool.view(-1, page_size, *pool.shape[1:])
 
 
-def _padding(span: int, where: torch.device) -> DeviceBatch:
-    """Tokens of row 0, which has no pages and is nobody's."""
+def _padding(span: int, where: torch.device, *, kv_len: int) -> DeviceBatch:
+    """Tokens of row 0, which has no pages and is nobody's, behind `kv_len` others."""
     zeros = torch.zeros(span, dtype=torch.int64, device=where)
     spans_cpu = np.array([span], np.int32)
     return DeviceBatch(
         iteration=0,
         rows=zeros[:1],
         spans=zeros[:1] + span,
-        kv_lens=zeros[:1],
+        kv_lens=zeros[:1] + kv_len,
         input_ids=zeros,
         owners=zeros,
         offsets=torch.arange(span, device=where),
         spans_cpu=spans_cpu,
-        len_bounds_cpu=spans_cpu,
+        len_bounds_cpu=spans_cpu + np.int32(kv_len),
         is_exact=True,
     )
 
@@ -307,6 +340,7 @@ KIND = AttentionKind(
         head_dims=frozenset({64, 128, 256}),
         host_lens=True,
         can_capture=True,
+        shared_pages=True,
     ),
     _build,
 )

@@ -7,7 +7,7 @@ Source: https://docs.flashinfer.ai, as of 0.6.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,12 +46,25 @@ class Wrapper(Protocol):
     def reset_workspace_buffer(self) -> Callable[[Tensor, Tensor], None]: ...
 
 
+class CascadeWrapper(Protocol):
+    """As a Wrapper, of one list for each level in place of each array."""
+
+    @property
+    def plan(self) -> Callable[..., None]: ...
+
+    @property
+    def run(self) -> Callable[..., Tensor]: ...
+
+
 class FlashInferPackage(Protocol):
     @property
     def BatchPrefillWithPagedKVCacheWrapper(self) -> Callable[..., Wrapper]: ...
 
     @property
     def BatchDecodeWithPagedKVCacheWrapper(self) -> Callable[..., Wrapper]: ...
+
+    @property
+    def MultiLevelCascadeAttentionWrapper(self) -> Callable[..., CascadeWrapper]: ...
 
     @property
     def __version__(self) -> str: ...
@@ -128,20 +141,49 @@ class Wrappers:
         self, wrapper: Wrapper, problem: Problem, host: Arrays, *, pages: Tensor, is_decode: bool
     ) -> None:
         """`pages`, on the device, may be written later."""
-        layer = problem.layer
         paged = (host.starts, pages, host.last_lens)
+        shape, details = self._about(problem)
+        if is_decode:
+            wrapper.plan(*paged, *shape, **details)
+        else:
+            wrapper.plan(host.query_starts, *paged, *shape, causal=True, **details)
+
+    def make_cascade(self, num_levels: int) -> CascadeWrapper:
+        return self._package.MultiLevelCascadeAttentionWrapper(
+            num_levels, self._float_workspace, LAYOUT
+        )
+
+    def plan_cascade(
+        self,
+        wrapper: CascadeWrapper,
+        problem: Problem,
+        levels: Sequence[Arrays],
+        *,
+        pages: Sequence[Tensor],
+    ) -> None:
+        """Of each level its arrays and `pages`, which may be written later. In the last one a query
+        sees no key behind it, in those before it all."""
+        shape, details = self._about(problem)
+        wrapper.plan(
+            [level.query_starts for level in levels],
+            [level.starts for level in levels],
+            [*pages],
+            [level.last_lens for level in levels],
+            *shape,
+            causal=True,
+            **details,
+        )
+
+    def _about(self, problem: Problem) -> tuple[tuple[int, ...], dict[str, object]]:
+        layer = problem.layer
         shape = (layer.num_heads, layer.num_kv_heads, layer.head_dim, self._site.pools.page_size)
-        details: dict[str, object] = {
+        return shape, {
             "sm_scale": layer.scale,
             "window_left": -1 if layer.window is None else layer.window - 1,
             "logits_soft_cap": layer.softcap,
             "q_data_type": self._site.dtype,
             "kv_data_type": self._site.pools.dtype,
         }
-        if is_decode:
-            wrapper.plan(*paged, *shape, **details)
-        else:
-            wrapper.plan(host.query_starts, *paged, *shape, causal=True, **details)
 
     def _takes_tensor_cores(self, problem: Problem) -> bool:
         heads = problem.layer.num_heads // problem.layer.num_kv_heads

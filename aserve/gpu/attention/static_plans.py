@@ -23,7 +23,10 @@ class StaticShape:
 
 
 class StaticPlans(Protocol):
-    """Both are called on the executor's stream, outside of captures."""
+    """All are called on the executor's stream, outside of captures."""
+
+    def is_better_eager(self, num_rows: int, shared_pages: int) -> bool:
+        """Of a step that could be replayed: attention takes a faster way that is not captured."""
 
     def make(self, shape: StaticShape) -> object:
         """What `bind` takes for a forward of this shape, refreshed for rows of `width` tokens. What

@@ -30,6 +30,7 @@ class Recorded:
     softcap: float
     q_dtype: torch.dtype
     kv_dtype: torch.dtype
+    causal: bool = True
 
 
 @dataclass
@@ -98,7 +99,9 @@ class FakeWrapper:
         return out.mul_(v_scale or 1.0)
 
 
-def _run_rows(q: Tensor, keys: Tensor, values: Tensor, plan: Recorded, *, out: Tensor) -> None:
+def _run_rows(q: Tensor, keys: Tensor, values: Tensor, plan: Recorded, *, out: Tensor) -> Tensor:
+    """-> the logarithm of each query's sum of exponents, [queries, heads]."""
+    sums = q.new_empty(q.shape[:2])
     query_starts = plan.query_starts
     if query_starts is None:
         query_starts = torch.arange(len(plan.last_lens) + 1)
@@ -108,7 +111,8 @@ def _run_rows(q: Tensor, keys: Tensor, values: Tensor, plan: Recorded, *, out: T
         own = plan.pages[int(plan.starts[row]) : int(plan.starts[row + 1])].long()
         kv_len = (len(own) - 1) * plan.page_size + int(plan.last_lens[row])
         k, v = (pool[own].flatten(0, 1)[:kv_len].to(q.dtype) for pool in (keys, values))
-        out[part] = _attend(q[part], k, v, plan)
+        out[part], sums[part] = _attend(q[part], k, v, plan)
+    return sums
 
 
 def _run_static(
@@ -137,7 +141,7 @@ def _run_static(
     out.copy_(mixed.flatten(0, 1))
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, plan: Recorded) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, plan: Recorded) -> tuple[Tensor, Tensor]:
     groups = plan.num_heads // plan.num_kv_heads
     k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k)
@@ -147,8 +151,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, plan: Recorded) -> Tensor:
     is_seen = distance >= 0
     if plan.window_left >= 0:
         is_seen &= distance <= plan.window_left
-    weights = scores.masked_fill(~is_seen, -torch.inf).softmax(dim=-1)
-    return torch.einsum("hqk,khd->qhd", weights, v)
+    if plan.causal:
+        scores = scores.masked_fill(~is_seen, -torch.inf)
+    mixed = torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v)
+    return mixed, scores.logsumexp(dim=-1).T
 
 
 @dataclass
@@ -217,6 +223,56 @@ class FakeDecode(FakeWrapper):
 
 
 @dataclass
+class FakeCascade:
+    """Attention of every level by itself, merged by the sums of their exponents."""
+
+    levels: list[FakePrefill]
+
+    def plan(
+        self,
+        qo_indptr_arr: list[Tensor],
+        paged_kv_indptr_arr: list[Tensor],
+        paged_kv_indices_arr: list[Tensor],
+        paged_kv_last_page_len: list[Tensor],
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        sm_scale: float,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+        causal: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+    ) -> None:
+        """Only the last level is causal."""
+        assert window_left == -1
+        arrays = (qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len)
+        for level, of_level in zip(self.levels, zip(*arrays, strict=True), strict=True):
+            level.keep(
+                Recorded(
+                    *of_level, num_qo_heads, num_kv_heads, head_dim, page_size,
+                    sm_scale, window_left, logits_soft_cap or 0.0, q_data_type, kv_data_type,
+                    causal=causal and level is self.levels[-1],
+                )
+            )  # fmt: skip
+
+    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor]) -> Tensor:
+        assert q.is_contiguous()
+        parts, sums = [], []
+        for level in self.levels:
+            plan = level.planned
+            assert plan is not None, "run before plan"
+            assert {pool.dtype for pool in paged_kv_cache} == {plan.kv_dtype} == {q.dtype}
+            out = torch.empty_like(q)
+            sums.append(_run_rows(q * plan.scale, *paged_kv_cache, plan, out=out))
+            parts.append(out)
+        weights = torch.stack(sums).softmax(dim=0)
+        return (torch.stack(parts) * weights[..., None]).sum(dim=0)
+
+
+@dataclass
 class FakeFlashInfer:
     """`plans`: all calls of plan, in order."""
 
@@ -241,6 +297,13 @@ class FakeFlashInfer:
         made.query_starts_buffer = qo_indptr_buf
         self.wrappers.append(made)
         return made
+
+    def MultiLevelCascadeAttentionWrapper(
+        self, num_levels: int, float_workspace_buffer: Tensor, kv_layout: str
+    ) -> FakeCascade:
+        return FakeCascade(
+            [FakePrefill(float_workspace_buffer, kv_layout, self.plans) for _ in range(num_levels)]
+        )
 
     def BatchDecodeWithPagedKVCacheWrapper(
         self,

@@ -226,13 +226,14 @@ def test_a_plan_of_another_backend_is_refused() -> None:
 
 
 def test_it_is_tried_out_before_it_is_taken() -> None:
-    """Kernels are compiled then: one prefill and one decode, on the padding row."""
+    """Kernels are compiled then, on the padding row: a prefill, a decode, and one in two levels."""
     layout = Layout(layer())
     pools = layout.pools(1)
     module = FakeFlashInfer()
     before = pools.layers[0].keys[layout.page_size :].clone()
     build_flashinfer(module, site_of(layout, pools))
-    assert [plan.query_starts is None for plan in module.plans] == [False, True]
+    assert [plan.query_starts is None for plan in module.plans] == [False, True, False, False]
+    assert [plan.causal for plan in module.plans] == [True, True, False, True]
     torch.testing.assert_close(
         pools.layers[0].keys[layout.page_size :], before, rtol=0, atol=0, equal_nan=True
     )
