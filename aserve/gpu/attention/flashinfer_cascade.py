@@ -21,18 +21,18 @@ from aserve.gpu.attention.plan_slots import PlanSlots
 from aserve.gpu.forward_batch import ForwardBatch
 from aserve.messages import ArrayI32
 
-# PERF: what a forward must save of reading KV, in bytes for each of its layers. A layer costs two
-# kernels more, and in a decode step, which is not replayed then, some 15 launches: up to 100 us of
-# the host. A device reads this in longer than that (80 us at 3.3 TB/s, the rest of the layer not
-# counted): so it is never idle, and what is left of the time is gained.
+# PERF: what a forward must save of reading KV, in bytes for each of its layers. It costs two kernels
+# more in a layer; and a decode step is not replayed then, but launched call by call, some 15 a layer
+# and up to 100 us of the host. Where so much is saved, and more is read than that, a layer takes the
+# device as long (80 us for these bytes alone at 3.3 TB/s): launches are hidden, the host being ahead.
 MIN_SAVED_BYTES = 256 << 20
 GROUP = 0  # of layers without a window: what a batch names is of their pages
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """`num_rows` page table rows from the front, or what all rows have in common, as one row; their
-    pages from `column` on. int32, on the device."""
+    """The pages of the batch's first `num_rows` rows from `column` of the page table on: of one row
+    for what all have in common, then of each row. int32, on the device."""
 
     num_rows: int
     column: int
@@ -80,8 +80,7 @@ class Cascades:
     def plan(self, batch: ForwardBatch, lens: ArrayI32) -> CascadePlan:
         """lens [rows], exact, with this forward's tokens: more than `batch.shared_pages` hold."""
         slot = self._slots.take()
-        named = self._host_arrays(batch, lens)
-        host = slot.write(named)
+        host = slot.write(self._host_arrays(batch, lens))
         device, where = self._site.device, self._site.pools.device
         arrays = [
             Arrays(*(host[f"{what}{level}"] for what in ("query_starts", "starts", "last_lens")))
@@ -121,6 +120,5 @@ class Cascades:
 
 
 def pays(num_rows: int, shared_tokens: int, *, bytes_per_token: float) -> bool:
-    """`bytes_per_token`: of KV, on the average of all layers, those counted that have to be read
-    by each row for itself as before."""
+    """`bytes_per_token`: of the KV that is read once, on the average of all layers."""
     return (num_rows - 1) * shared_tokens * bytes_per_token >= MIN_SAVED_BYTES

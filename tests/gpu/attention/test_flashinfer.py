@@ -55,6 +55,9 @@ def _small_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashinfer_wrappers, "FLOAT_BYTES", 16)
 
 
+CAN_CAPTURE = Capabilities(can_capture=True)
+
+
 def site_of(layout: Layout, pools: KvPools) -> AttentionSite:
     return AttentionSite(pools, group_layers((layout.layer,)), layout.dtype, CpuDevice())
 
@@ -433,9 +436,9 @@ def register(
     module: FakeFlashInfer,
     *,
     gather: Callable[..., None] = gather_pages,
+    can: Capabilities = CAN_CAPTURE,
 ) -> None:
     """As the backend of the CPU."""
-    can = Capabilities(can_capture=True)
     kind = AttentionKind(can, lambda site: build_flashinfer(module, site, gather=gather))
     monkeypatch.setattr(choice, "BACKENDS", {"flashinfer": lambda: kind})
 

@@ -4,16 +4,19 @@ stands for it, so that it is known to run."""
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 from dataclasses import dataclass
+from typing import cast
 
 import pytest
 import torch
 
-from aserve.gpu.attention import flashinfer_wrappers
+from aserve.gpu.attention import flashinfer_cascade, flashinfer_wrappers
 from aserve.gpu.attention.base import AttentionBackend
 from aserve.gpu.attention.capabilities import AttentionSite
-from aserve.gpu.attention.flashinfer import FlashInfer
+from aserve.gpu.attention.flashinfer import FlashInfer, build_flashinfer
+from aserve.gpu.attention.flashinfer_wrappers import FlashInferPackage
 from aserve.gpu.attention.registry import BACKENDS
 from aserve.gpu.attention.torch_ref import TorchReference
 from aserve.gpu.device.cpu import CpuDevice
@@ -119,6 +122,41 @@ def test_every_shape_equals_the_reference(
         for spans, kv_lens in shapes:
             batch = device_batch(spans, kv_lens, device=device.torch_device)
             made = ForwardBatch.init_new(dataclasses.replace(batch, is_exact=True), pools)
+            assert_parity(backend, TorchReference(pools), made, specs, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize(("place", "head_dim"), [("cpu", 64), *ON_CUDA])
+def test_rows_that_share_their_first_pages_equal_the_reference(
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    head_dim: int,
+    page_size: int,
+    softcap: float | None,
+    dtype: torch.dtype,
+) -> None:
+    monkeypatch.setattr(flashinfer_cascade, "MIN_SAVED_BYTES", 1)
+    device = CpuDevice() if place == "cpu" else open_cuda("a test asks for it")
+    specs = layers(head_dim, softcap=softcap)
+    pools = make_pools(specs, page_size, dtype=dtype, where=device.torch_device)
+    num_shared = 128 // page_size
+    for table in pools.page_tables:
+        table[2:, :num_shared] = table[1, :num_shared].clone()
+    site = AttentionSite(pools, group_layers(specs), dtype, device)
+    if place == "cpu":
+        monkeypatch.setattr(flashinfer_wrappers, "FLOAT_BYTES", 16)
+        backend = FlashInfer(FakeFlashInfer(), site, gather=gather_pages_ref)
+    else:
+        package = cast(FlashInferPackage, importlib.import_module("flashinfer"))
+        backend = build_flashinfer(package, site)
+    assert backend.is_better_eager(2, num_shared)
+    with device.stream():
+        for spans, kv_lens in ([1] * 4, [128, 150, 192, 390]), ([1, 60, 7], [300, 128, 130]):
+            batch = device_batch(spans, kv_lens, device=device.torch_device)
+            batch = dataclasses.replace(batch, is_exact=True, shared_pages=num_shared)
+            made = ForwardBatch.init_new(batch, pools)
             assert_parity(backend, TorchReference(pools), made, specs, dtype=dtype)
 
 

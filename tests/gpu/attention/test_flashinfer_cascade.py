@@ -1,0 +1,190 @@
+"""Rows that share their first pages: attention in two levels equals the reference, is taken where
+it pays, and an engine gives the same tokens with it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+import pytest
+import torch
+
+from aserve.gpu.attention import flashinfer_cascade, flashinfer_wrappers
+from aserve.gpu.attention.base import AttentionBackend
+from aserve.gpu.attention.capabilities import AttentionSite, Capabilities
+from aserve.gpu.attention.flashinfer import FlashInfer
+from aserve.gpu.attention.flashinfer_cascade import MIN_SAVED_BYTES, pays
+from aserve.gpu.attention.torch_ref import TorchReference
+from aserve.gpu.device.cpu import CpuDevice
+from aserve.gpu.forward_batch import ForwardBatch
+from aserve.gpu.kv.layer_groups import group_layers
+from aserve.gpu.kv.pools import KvPools
+from aserve.gpu.models.layer_spec import LayerSpec
+from aserve.messages import GroupSpec
+from aserve_kernels.gather_pages import gather_pages_ref
+from tests.gpu.attention.backend_parity import HEAD_DIM, HEADS, layer
+from tests.gpu.attention.fake_flashinfer import FakeFlashInfer
+from tests.gpu.attention.test_flashinfer import register
+from tests.gpu.device_tables import CPU, device_batch
+from tests.gpu.drive import make_executor, request, serve
+from tests.gpu.graph_device import GraphDevice
+from tests.gpu.hash_model import HashModel
+from tests.gpu.plain_engine import plain_outputs
+
+COLUMNS = 70  # of page tables
+SHARED_LEN = 32
+# (spans, KV lengths before them), of which the first 32 tokens are shared
+STEPS = {
+    "decodes": ([1] * 4, [32, 33, 47, 60]),
+    "chunks": ([7, 20, 16], [32, 40, 48]),
+    "mixed": ([1, 9, 1], [50, 32, 33]),
+}
+
+
+@pytest.fixture(autouse=True)
+def _always_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flashinfer_wrappers, "FLOAT_BYTES", 16)
+    monkeypatch.setattr(flashinfer_cascade, "MIN_SAVED_BYTES", 1)
+
+
+def make_site(
+    layers: tuple[LayerSpec, ...], page_size: int, *, dtype: torch.dtype = torch.float64
+) -> AttentionSite:
+    """Four rows with scattered pages of their own; those of the first 32 tokens are row 1's."""
+    groups = group_layers(layers)
+    pools = KvPools(
+        groups,
+        tuple(GroupSpec(group.name, 4 * COLUMNS + 1, group.window) for group in groups),
+        page_size=page_size,
+        table_shape=(5, COLUMNS),
+        dtype=dtype,
+        device=CPU,
+    )
+    generator = torch.Generator().manual_seed(0)
+    for kv in pools.layers.values():
+        for pool in (kv.keys, kv.values):
+            pool.copy_(torch.randn(pool.shape, generator=generator).to(dtype))
+    for table in pools.page_tables:
+        table[1:] = 1 + torch.randperm(4 * COLUMNS, generator=generator).view(4, COLUMNS)
+        table[2:, : SHARED_LEN // page_size] = table[1, : SHARED_LEN // page_size]
+    return AttentionSite(pools, groups, torch.float64, CpuDevice())
+
+
+def forward(site: AttentionSite, spans: list[int], kv_lens: list[int]) -> ForwardBatch:
+    batch = device_batch(spans, kv_lens)
+    num_shared = SHARED_LEN // site.pools.page_size
+    batch = dataclasses.replace(batch, is_exact=True, shared_pages=num_shared)
+    return ForwardBatch.init_new(batch, site.pools)
+
+
+def assert_parity(
+    backend: AttentionBackend, site: AttentionSite, batch: ForwardBatch, plan: object
+) -> None:
+    ours = backend.bind(batch, plan)
+    theirs = TorchReference(site.pools).bind(batch, None)
+    generator = torch.Generator().manual_seed(1)
+    for spec in site.layers:
+        heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        size = (batch.num_tokens, sum(heads), HEAD_DIM)
+        qkv = torch.randn(size, generator=generator, dtype=torch.float64)
+        q, k, v = qkv.split(heads, dim=1)
+        got, expected = ours(spec, q, k, v), theirs(spec, q, k, v)
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_two_levels_equal_the_reference_beside_layers_with_a_window(
+    page_size: int, softcap: float | None, heads: tuple[int, int], step: str
+) -> None:
+    windows = (None, 6, None)
+    layers = tuple(
+        msgspec.structs.replace(layer(heads=heads, window=window, softcap=softcap), index=i)
+        for i, window in enumerate(windows)
+    )
+    site = make_site(layers, page_size)
+    package = FakeFlashInfer()
+    backend = FlashInfer(package, site)
+    batch = forward(site, *STEPS[step])
+    assert_parity(backend, site, batch, backend.plan(batch))
+    shared, own, windowed = package.plans  # both layers without a window have one plan
+    assert shared.pages.tolist() == site.pools.page_tables[0][1, : SHARED_LEN // page_size].tolist()
+    assert [plan.causal for plan in (shared, own)] == [False, True]
+    assert windowed.window_left == 5
+
+
+def test_plans_in_flight_keep_their_arrays_while_others_are_made() -> None:
+    """The device reads pinned memory late: with two steps in flight both are still to be read."""
+    site = make_site((layer(),), 16)
+    backend = FlashInfer(FakeFlashInfer(), site)
+    batch = forward(site, *STEPS["mixed"])
+    plan = backend.plan(batch)
+    for step in ("decodes", "chunks"):
+        backend.plan(forward(site, *STEPS[step]))
+    assert_parity(backend, site, batch, plan)
+
+
+def test_kv_in_eight_bits_is_read_as_without_sharing() -> None:
+    """It has scales, which the package's two levels know nothing of."""
+    site = make_site((layer(),), 16, dtype=torch.float8_e4m3fn)
+    package = FakeFlashInfer()
+    backend = FlashInfer(package, site)
+    assert not backend.is_better_eager(4, 2)
+    batch = forward(site, *STEPS["decodes"])
+    assert_parity(backend, site, batch, backend.plan(batch))
+    assert len(package.plans) == 1
+
+
+def test_layers_with_windows_alone_have_nothing_to_share() -> None:
+    site = make_site((layer(window=6),), 16)
+    assert not FlashInfer(FakeFlashInfer(), site).is_better_eager(4, 2)
+
+
+def test_it_pays_from_so_many_bytes_of_kv_on_that_are_not_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flashinfer_cascade, "MIN_SAVED_BYTES", MIN_SAVED_BYTES)
+    per_token = 4096.0  # 8 KV heads of 128 in 16 bits
+    assert pays(65, 1024, bytes_per_token=per_token)
+    assert not pays(64, 1024, bytes_per_token=per_token)
+    assert not pays(65, 1023, bytes_per_token=per_token)
+    assert not pays(65, 1024, bytes_per_token=per_token / 2)
+    assert not pays(1, 1 << 20, bytes_per_token=per_token)
+    assert not pays(65, 0, bytes_per_token=per_token)
+
+
+def test_rows_of_padding_share_nothing_and_neither_does_a_drafters_next_forward() -> None:
+    site = make_site((layer(),), 16)
+    made = forward(site, *STEPS["decodes"])
+    assert made.padded(4).shared_pages == 2
+    assert made.padded(5).shared_pages == 0
+    batch = dataclasses.replace(device_batch([1, 1], [32, 32]), shared_pages=2)
+    ids, lens = torch.zeros_like(batch.rows), batch.kv_lens + 1
+    assert batch.decode(batch.rows, input_ids=ids, kv_lens=lens).shared_pages == 0
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_an_engine_gives_the_plain_tokens_and_replays_only_where_nothing_is_shared(
+    monkeypatch: pytest.MonkeyPatch, *, is_shared: bool
+) -> None:
+    package = FakeFlashInfer()
+    can = Capabilities(can_capture=True, shared_pages=True)
+    register(monkeypatch, package, gather=gather_pages_ref, can=can)
+    model, device = HashModel(window=6), GraphDevice()
+    executor = make_executor(
+        model, attention="flashinfer", device=device, graph_rows=4, max_batched_tokens=64
+    )
+    executor.capture_graphs(lambda _done, _total: None)
+    del package.plans[:]
+    first = [*range(20)]
+    starts = [first, first, first] if is_shared else [first, first[1:], first[2:]]
+    asked = [request(f"r{i}", [*start, 21 + i], max_tokens=12) for i, start in enumerate(starts)]
+    served = serve(executor, asked)
+    assert served.outputs == {(r.request_id, 0): plain_outputs(model, r) for r in asked}
+    num_cascades = sum(not plan.causal for plan in package.plans)
+    assert num_cascades == sum(batch.shared_pages > 0 for batch in served.batches)
+    assert (num_cascades > 5) == is_shared
+    assert device.num_replays > 5 or is_shared
+    assert device.num_replays + num_cascades < len(served.batches)
