@@ -125,21 +125,20 @@ def test_every_shape_equals_the_reference(
             assert_parity(backend, TorchReference(pools), made, specs, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("softcap", [None, 20.0])
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize(("place", "head_dim"), [("cpu", 64), *ON_CUDA])
+@pytest.mark.parametrize("page_size", [16, 1, 64])
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [
+        *(("cpu", Kind(64, dtype, softcap=cap)) for dtype in HALVES for cap in (None, 20.0)),
+        pytest.param("cuda", CUDA_KINDS["bfloat16"], marks=COMPILING),
+    ],
+)
 def test_rows_that_share_their_first_pages_equal_the_reference(
-    monkeypatch: pytest.MonkeyPatch,
-    place: str,
-    head_dim: int,
-    page_size: int,
-    softcap: float | None,
-    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch, place: str, kind: Kind, page_size: int
 ) -> None:
     monkeypatch.setattr(flashinfer_cascade, "MIN_SAVED_BYTES", 1)
     device = CpuDevice() if place == "cpu" else open_cuda("a test asks for it")
-    specs = layers(head_dim, softcap=softcap)
+    specs, dtype = kind.layers(), kind.dtype
     pools = make_pools(specs, page_size, dtype=dtype, where=device.torch_device)
     num_shared = 128 // page_size
     for table in pools.page_tables:
