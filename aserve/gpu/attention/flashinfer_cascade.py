@@ -21,10 +21,11 @@ from aserve.gpu.attention.plan_slots import PlanSlots
 from aserve.gpu.forward_batch import ForwardBatch
 from aserve.messages import ArrayI32
 
-# PERF: what a forward must save of reading KV, in bytes for each of its layers. It costs two kernels
-# more in a layer; and a decode step is not replayed then, but launched call by call, some 15 a layer
-# and up to 100 us of the host. Where so much is saved, and more is read than that, a layer takes the
-# device as long (80 us for these bytes alone at 3.3 TB/s): launches are hidden, the host being ahead.
+# PERF: the least of KV that need not be read, in bytes for each of a forward's layers. Two levels
+# cost two kernels more in a layer; and a decode step is then not replayed but launched, some 15
+# calls a layer, which take the host about 100 us. Reading these bytes takes a device 80 us (at 3.3
+# TB/s), and with the rest of its layer more than those calls: so even a step that waits for the
+# host is no slower, and where the host is ahead, launches are hidden.
 MIN_SAVED_BYTES = 256 << 20
 GROUP = 0  # of layers without a window: what a batch names is of their pages
 
