@@ -15,6 +15,9 @@ from aserve.gpu.attention.registry import BACKENDS
 
 AUTO = "auto"
 
+# Of a package, of a library under it, and of two whose versions do not fit together.
+IMPORT_ERRORS = (ImportError, OSError, RuntimeError, AttributeError, TypeError)
+
 logger = logging.getLogger(__name__)
 
 
@@ -72,7 +75,7 @@ def _load(name: str) -> AttentionKind:
         )
     try:
         return BACKENDS[name]()
-    except (ImportError, OSError, RuntimeError) as error:  # of a package, or a library under it
+    except IMPORT_ERRORS as error:
         raise AttentionUnavailable(f"cannot be imported: {error}") from None
 
 

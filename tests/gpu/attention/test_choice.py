@@ -74,17 +74,24 @@ def test_the_first_choice_needs_no_warning(caplog: pytest.LogCaptureFixture) -> 
     assert "because" not in caplog.text
 
 
-def test_a_backend_whose_package_is_missing_is_passed_over_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    "error",
+    [
+        ModuleNotFoundError("No module named 'numba'", name="numba"),
+        AttributeError("module 'cutlass' has no attribute 'torch'"),
+    ],
+)
+def test_a_backend_whose_package_cannot_be_imported_is_passed_over_with_a_warning(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def missing() -> AttentionKind:
-        raise ModuleNotFoundError("No module named 'numba'", name="numba")
+        raise error
 
     monkeypatch.setattr(choice, "BACKENDS", {**BACKENDS, "paged-cpu": missing})
     found = build_attention("auto", site(), order=CPU_ORDER)
     found.warn()
     assert found.name == "paged-sdpa"
-    assert "paged-cpu cannot be imported: No module named 'numba'" in caplog.text
+    assert f"paged-cpu cannot be imported: {error}" in caplog.text
 
 
 def test_a_backend_that_cannot_be_built_is_passed_over_with_a_warning(
