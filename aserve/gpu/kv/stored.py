@@ -28,18 +28,17 @@ class StoreKv(Protocol):
         values: Tensor,
         slots: Tensor,
         pools: tuple[Tensor, Tensor],
-        scales: Scales = (1.0, 1.0),
+        scales: Scales,
         /,
     ) -> None:
         """keys, values [tokens, kv_heads, head_dim] of any strides; slots int64 [tokens]; pools of
         keys and of values [num_slots, kv_heads, head_dim]. Of tokens with the same slot any may
-        win."""  # fmt: skip
+        win."""
 
 
 def store_plain(
-    keys: Tensor, values: Tensor, slots: Tensor, pools: tuple[Tensor, Tensor],
-    scales: Scales = (1.0, 1.0), /,
-) -> None:  # fmt: skip
+    keys: Tensor, values: Tensor, slots: Tensor, pools: tuple[Tensor, Tensor], scales: Scales, /
+) -> None:
     for given, pool, scale in zip((keys, values), pools, scales, strict=True):
         plain_bytes(pool).index_copy_(0, slots, plain_bytes(narrowed(given, pool.dtype, scale)))
 

@@ -17,9 +17,8 @@ def triton_store(dtype: torch.dtype) -> StoreKv:
 
 
 def _store(
-    keys: Tensor, values: Tensor, slots: Tensor, pools: tuple[Tensor, Tensor],
-    scales: Scales = (1.0, 1.0), /,
-) -> None:  # fmt: skip
+    keys: Tensor, values: Tensor, slots: Tensor, pools: tuple[Tensor, Tensor], scales: Scales, /
+) -> None:
     store_kv(_side_by_side(keys), _side_by_side(values), slots, pools, scales)
 
 
