@@ -51,7 +51,7 @@ class CpuPlan:
 
 
 class PagedCpu:
-    __slots__ = ("_fresh_prompt", "_long", "_pools", "_tables")
+    __slots__ = ("_fresh_prompt", "_long", "_num_workers", "_pools", "_tables")
     static_plans = None
 
     def __init__(self, pools: KvPools, *, long: float = LONG) -> None:
@@ -60,7 +60,8 @@ class PagedCpu:
         self._long = long
         self._tables = tuple(table.numpy() for table in pools.page_tables)
         self._fresh_prompt = choose_fresh_prompt(pools.dtype)
-        compile_paged_attention(pools.dtype)
+        self._num_workers = torch.get_num_threads()
+        compile_paged_attention(pools.dtype, self._num_workers)
 
     def plan(self, batch: ForwardBatch) -> object:
         spans = batch.spans_cpu.astype(np.int64)
@@ -93,7 +94,8 @@ class PagedCpu:
                 own = (q[tokens], k[tokens], v[tokens])
                 out[tokens] = self._fresh_prompt(*own, scale=layer.scale)
             scoring = Scoring(layer.scale, layer.window, layer.softcap)
-            paged_attention(q, kv.keys, kv.values, part.paged[kv.group], scoring, out=out)
+            rows, workers = part.paged[kv.group], self._num_workers
+            paged_attention(q, kv.keys, kv.values, rows, scoring, out=out, num_workers=workers)
             return out
 
         return attend

@@ -6,11 +6,15 @@ the number of threads.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import importlib.util
+import os
+import shutil
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from aserve.config import cache_home, set_environment
@@ -24,6 +28,8 @@ SPINNING = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
 # mallopt's names for them (malloc.h of glibc).
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 KEPT_BYTES = (1 << 31) - 1
+
+UNUSED_S = 30 * 24 * 3600  # after which a cache of kernels is removed
 
 
 def prepare_process(threads: int | None) -> None:
@@ -58,11 +64,23 @@ def _kernel_cache() -> Path:
     """
     path = cache_home() / "aserve" / f"kernels-{_digest_of_kernels()}"
     try:
+        is_new = not path.exists()
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
-            return path
+            os.utime(path)  # its time is that of the last start that used it
+        if is_new:
+            _remove_unused(path.parent)
+        return path
     except OSError:
         return Path(tempfile.mkdtemp(prefix="aserve-"))
+
+
+def _remove_unused(caches: Path) -> None:
+    """Of other states of the sources. Another process may remove the same ones."""
+    for path in caches.glob("kernels-*"):
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_mtime < time.time() - UNUSED_S:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _digest_of_kernels() -> str:

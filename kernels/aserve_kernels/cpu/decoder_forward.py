@@ -142,7 +142,7 @@ def _step(
         )
 
 
-@njit(nogil=True)
+@njit(inline="always")
 def _resolve(
     ids: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, spans: Int64s, model: Any
 ) -> Int64s:  # fmt: skip
@@ -161,7 +161,7 @@ def _resolve(
     return known
 
 
-@njit(nogil=True)
+@njit(inline="always")
 def _draw_rows(
     sampled: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, spans: Int64s, iteration: int,
     model: Any, hidden: Floats, words: Int32s, stride: int,
@@ -201,7 +201,7 @@ def _cap(logits: Float32s, like: Floats, divisor: np.float32, cap: np.float32) -
             logits[i] = cap * np.float32(math.tanh(logits[i] / cap))
 
 
-@njit(nogil=True)
+@njit(inline="always")
 def _forward(
     ids: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, spans: Int64s,
     model: Any, layers: Records, out: Floats,
@@ -230,7 +230,7 @@ def _forward(
         _add(model, added, layer.after_mlp, layer.before_next, hidden, given)
 
 
-@njit(nogil=True)
+@njit(inline="always")
 def _embed(ids: Int64s, model: Any, hidden: Float32s, given: Floats) -> None:
     table = array_at(model.embeddings, (model.vocab, model.hidden), given)
     for token in range(ids.shape[0]):
@@ -247,7 +247,7 @@ def _multiply(x: Floats, packed: int, bias: int, out: Float32s) -> None:
     multiply(x, array_at(packed, (size,), x), array_at(bias, (num_out,), out), out)
 
 
-@njit(nogil=True)
+@njit(inline="always")
 def _attend(
     model: Any, layer: Any, rows: Int64s, lens: Int64s, starts: Int64s, spans: Int64s,
     heads: Float32s, attended: Floats,

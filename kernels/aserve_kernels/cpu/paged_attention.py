@@ -71,20 +71,23 @@ class Scoring:
 
 
 def paged_attention(
-    q: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scoring: Scoring, *, out: Tensor
-) -> None:
+    q: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scoring: Scoring, *,
+    out: Tensor, num_workers: int,
+) -> None:  # fmt: skip
     """q and out [tokens, heads, head_dim], keys and values [slots, kv_heads, head_dim]; all float32
     or all bfloat16, on the CPU, all but q contiguous. Writes the rows' queries in `out`, no other.
+    `num_workers` share it: as many as it was compiled for, or any other number above one.
     """
     factor, cap = folded(scoring.scale, scoring.softcap)
     own = rows.own
-    _attend(
-        as_array(q), as_array(keys), as_array(values), as_array(out),
+    attend = _attend_alone if num_workers == 1 else _attend
+    attend(
+        q.float().numpy(), as_array(keys), as_array(values), as_array(out),
         rows.page_table, own.rows, own.lens, own.starts, own.spans, rows.page_size,
         NO_WINDOW if scoring.window is None else scoring.window,
         np.float32(factor),
         np.float32(cap),
-        torch.get_num_threads(),
+        num_workers,
     )  # fmt: skip
 
 
@@ -119,14 +122,14 @@ def paged_attention_ref(
         out[part] = torch.einsum("hqk,khd->qhd", weights, v)
 
 
-def compile_paged_attention(dtype: torch.dtype) -> None:
-    """For this dtype."""
+def compile_paged_attention(dtype: torch.dtype, num_workers: int) -> None:
+    """For this dtype, and either for one worker or for several."""
     floats = types.uint16 if dtype == torch.bfloat16 else types.float32
     heads = types.Array(floats, 3, "C")
     column = types.Array(types.int64, 1, "C")
     compile_ahead(
-        _attend,
-        *(types.Array(floats, 3, "A"), heads, heads, heads),
+        _attend_alone if num_workers == 1 else _attend,
+        *(types.Array(types.float32, 3, "A"), heads, heads, heads),
         *(types.Array(types.int64, 2, "C"), column, column, column, column),
         *(types.int64, types.int64, types.float32, types.float32, types.int64),
     )
@@ -134,17 +137,10 @@ def compile_paged_attention(dtype: torch.dtype) -> None:
 
 @njit(parallel=True, cache=True, nogil=True)
 def _attend(
-    q: Floats, keys: Floats, values: Floats, out: Floats,
+    q: Float32s, keys: Floats, values: Floats, out: Floats,
     page_table: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, spans: Int64s,
     page_size: int, window: int, factor: np.float32, cap: np.float32, num_workers: int,
 ) -> None:  # fmt: skip
-    # PERF: a parallel region wakes every thread of numba's pool, however few have work.
-    if num_workers == 1:
-        attend_share(
-            q, keys, values, out, page_table, rows, lens, starts, spans, page_size,
-            window, factor, cap, 0, 1,
-        )  # fmt: skip
-        return
     for worker in prange(num_workers):
         attend_share(
             q, keys, values, out, page_table, rows, lens, starts, spans, page_size,
@@ -152,9 +148,24 @@ def _attend(
         )  # fmt: skip
 
 
-@njit(nogil=True)
+# PERF: a parallel region wakes every thread of numba's pool, however few have work.
+@njit(cache=True, nogil=True)
+def _attend_alone(
+    q: Float32s, keys: Floats, values: Floats, out: Floats,
+    page_table: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, spans: Int64s,
+    page_size: int, window: int, factor: np.float32, cap: np.float32, num_workers: int,
+) -> None:  # fmt: skip
+    for worker in range(num_workers):
+        attend_share(
+            q, keys, values, out, page_table, rows, lens, starts, spans, page_size,
+            window, factor, cap, worker, num_workers,
+        )  # fmt: skip
+
+
+# Inlined, like what else has one caller: numba optimises a function anew in each that calls it.
+@njit(inline="always")
 def attend_share(
-    q: Floats, keys: Floats, values: Floats, out: Floats,
+    q: Float32s, keys: Floats, values: Floats, out: Floats,
     page_table: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, spans: Int64s,
     page_size: int, window: int, factor: np.float32, cap: np.float32,
     worker: int, num_workers: int,
@@ -206,7 +217,7 @@ def _tile_size(width: int) -> int:
 
 @njit(nogil=True, fastmath=FAST)
 def _attend_block(
-    q: Floats, keys: Floats, values: Floats, out: Floats, pages: Int64s, page_size: int,
+    q: Float32s, keys: Floats, values: Floats, out: Floats, pages: Int64s, page_size: int,
     position: int, first_head: int, last_head: int,
     window: int, factor: np.float32, cap: np.float32,
     lines: Float32s, softmax: Float32s, tiles: Float32s,

@@ -76,28 +76,26 @@ def multiply(x: Floats, packed: Floats, bias: Float32s, out: Float32s) -> None:
     """x [tokens, in], bias [out] -> out [tokens, out], contiguous."""
     num_out = out.shape[1]
     whole = num_out // OUTPUTS * OUTPUTS
-    _multiply_blocks(x, packed, bias, out, 0, whole)
+    _multiply_blocks(x, packed, bias, out)
     if whole < num_out:
         rest = num_out - whole
         of_block = np.empty((x.shape[0], OUTPUTS), np.float32)
         bias_of_block = np.zeros(OUTPUTS, np.float32)
         for i in range(rest):
             bias_of_block[i] = bias[whole + i]
-        _multiply_blocks(x, packed[whole * x.shape[1] :], bias_of_block, of_block, 0, OUTPUTS)
+        _multiply_blocks(x, packed[whole * x.shape[1] :], bias_of_block, of_block)
         for row in range(x.shape[0]):
             for i in range(rest):
                 out[row, whole + i] = of_block[row, i]
 
 
 @njit(nogil=True)
-def _multiply_blocks(
-    x: Floats, packed: Floats, bias: Float32s, out: Float32s, first: int, last: int
-) -> None:
-    """Outputs first..last, which are whole blocks."""
+def _multiply_blocks(x: Floats, packed: Floats, bias: Float32s, out: Float32s) -> None:
+    """Of the outputs, those of whole blocks."""
     num_rows, num_in = x.shape
     num_out = out.shape[1]
     inputs, outputs = x.reshape(-1), out.reshape(-1)
-    for output in range(first, last, OUTPUTS):
+    for output in range(0, num_out // OUTPUTS * OUTPUTS, OUTPUTS):
         weights = packed[output * num_in : (output + OUTPUTS) * num_in]
         own_bias = bias[output : output + OUTPUTS]
         row = 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,25 @@ def test_a_change_of_any_kernel_source_begins_a_cache_anew(tmp_path: Path) -> No
     with (tmp_path / "aserve_kernels/cpu/lanes.py").open("a") as source:
         source.write("# changed\n")
     assert prepared(1, **environment)[2] != first[2]
+
+
+@pytest.mark.slow
+def test_a_new_cache_removes_those_that_no_start_used_for_a_month(tmp_path: Path) -> None:
+    caches = tmp_path / "aserve"
+    old, recent, other = (caches / name for name in ("kernels-1", "kernels-2", "models"))
+    for path, days in ((old, 31), (recent, 29), (other, 31)):
+        (path / "numba").mkdir(parents=True)
+        os.utime(path, (then := time.time() - days * 24 * 3600, then))
+    used = Path(prepared(1, XDG_CACHE_HOME=str(tmp_path))[2])
+    assert set(caches.iterdir()) == {recent, other, used}
+
+
+@pytest.mark.slow
+def test_a_start_marks_its_cache_as_used(tmp_path: Path) -> None:
+    used = Path(prepared(1, XDG_CACHE_HOME=str(tmp_path))[2])
+    os.utime(used, (0, 0))
+    prepared(1, XDG_CACHE_HOME=str(tmp_path))
+    assert used.stat().st_mtime > time.time() - 3600
 
 
 TWO_ENGINES = """

@@ -15,13 +15,12 @@ LENS = np.array([1, 64, 65, 150])
 SPANS = np.array([1, 3, 1, 40])
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [1, 16, 24, 32, 40, 128])
 def test_heads_of_every_width_equal_the_reference(
-    head_dim: int, dtype: torch.dtype, num_threads: int, monkeypatch: pytest.MonkeyPatch
+    head_dim: int, dtype: torch.dtype, num_workers: int
 ) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     spans = np.minimum(SPANS, LENS)
     starts = np.cumsum(spans) - spans
     columns = -(-int(LENS.max()) // PAGE_SIZE)
@@ -38,9 +37,9 @@ def test_heads_of_every_width_equal_the_reference(
         slots = first_slots + unwritten % PAGE_SIZE
         keys[slots] = values[slots] = torch.nan
     got, expected = torch.empty_like(q), torch.empty(q.shape)
-    op.compile_paged_attention(dtype)
     scoring = op.Scoring(0.3, window=90)
-    op.paged_attention(q, keys, values, rows, scoring, out=got)
+    op.compile_paged_attention(dtype, num_workers)
+    op.paged_attention(q, keys, values, rows, scoring, out=got, num_workers=num_workers)
     op.paged_attention_ref(q.float(), keys.float(), values.float(), rows, scoring, out=expected)
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(got.float(), expected, rtol=tolerance, atol=tolerance)
@@ -59,14 +58,15 @@ def test_a_query_gets_the_same_bits_in_whatever_step_it_is(
     q = torch.randn(kv_len, 6, head_dim, generator=generator).to(dtype)
     num_slots = (1 + table.size) * PAGE_SIZE
     keys, values = torch.randn(2, num_slots, 2, head_dim, generator=generator).to(dtype)
-    op.compile_paged_attention(dtype)
+    op.compile_paged_attention(dtype, 1)
 
     def attended(ends: list[int]) -> torch.Tensor:
         out = torch.empty_like(q)
         for start, end in itertools.pairwise([0, *ends]):
             own = op.RowSpans(*(np.array([value]) for value in (0, end, start, end - start)))
             rows = op.PagedRows(table, PAGE_SIZE, own)
-            op.paged_attention(q, keys, values, rows, op.Scoring(0.3, window), out=out)
+            scoring = op.Scoring(0.3, window)
+            op.paged_attention(q, keys, values, rows, scoring, out=out, num_workers=1)
         return out
 
     assert torch.equal(attended([1, 7, 64, 150, 199, 200]), attended([200]))
