@@ -155,11 +155,12 @@ def test_it_pays_from_so_many_bytes_of_kv_on_that_are_not_read_again(
     assert not pays(65, 0, bytes_per_token=per_token)
 
 
-def test_rows_of_padding_share_nothing_and_neither_does_a_drafters_next_forward() -> None:
+def test_some_of_the_rows_share_as_much_and_padding_or_a_drafters_forward_nothing() -> None:
     site = make_site((layer(),), 16)
     made = forward(site, *STEPS["decodes"])
     assert made.padded(4).shared_pages == 2
     assert made.padded(5).shared_pages == 0
+    assert [part.shared_pages for part in made.split(2)] == [2, 2]
     batch = dataclasses.replace(device_batch([1, 1], [32, 32]), shared_pages=2)
     ids, lens = torch.zeros_like(batch.rows), batch.kv_lens + 1
     assert batch.decode(batch.rows, input_ids=ids, kv_lens=lens).shared_pages == 0
