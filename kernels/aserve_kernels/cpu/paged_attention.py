@@ -76,7 +76,7 @@ def paged_attention(
 ) -> None:  # fmt: skip
     """q and out [tokens, heads, head_dim], keys and values [slots, kv_heads, head_dim]; all float32
     or all bfloat16, on the CPU, all but q contiguous. Writes the rows' queries in `out`, no other.
-    `num_workers` share it: as many as it was compiled for, or any other number above one.
+    `num_workers` share it: one where it was compiled for one, else any number above.
     """
     factor, cap = folded(scoring.scale, scoring.softcap)
     own = rows.own
