@@ -36,6 +36,8 @@ SPEC = EngineSpec(
 
 
 class FakeTicket:
+    """Completed by hand, through `result`; nobody asks it for less than that."""
+
     def __init__(self, iteration: int) -> None:
         self.iteration = iteration
         self.result: asyncio.Future[StepResult | SampleResult | StepFailed] = asyncio.Future()

@@ -3,38 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Generator
-from typing import Any
 
 from aserve.actors.pump import Pump
 from aserve.channel import Channel
 from aserve.errors import ErrorInfo
-from aserve.messages import (
-    SampleResult,
-    SchedulerEvent,
-    SeqLens,
-    StepFailed,
-    StepResult,
-    TokenFuture,
-)
-
-
-class HandTicket:
-    """A ticket that the test completes by hand."""
-
-    def __init__(self, iteration: int) -> None:
-        self.iteration = iteration
-        self.result: asyncio.Future[StepResult | SampleResult | StepFailed] = asyncio.Future()
-
-    @property
-    def seq_lens(self) -> Awaitable[SeqLens]:
-        raise NotImplementedError
-
-    def __getitem__(self, row: int) -> TokenFuture:
-        raise NotImplementedError
-
-    def __await__(self) -> Generator[Any, None, StepResult | SampleResult | StepFailed]:
-        return self.result.__await__()
+from aserve.messages import SchedulerEvent, StepFailed, StepResult
+from tests.fake_executor import FakeTicket
 
 
 def result(iteration: int) -> StepResult:
@@ -48,7 +22,7 @@ def fail_the_test(name: str, error: BaseException) -> None:
 async def test_results_are_posted_in_launch_order_even_if_a_later_step_ends_first() -> None:
     results: Channel[SchedulerEvent] = Channel()
     pump = Pump(results=results)
-    first, second = HandTicket(1), HandTicket(2)
+    first, second = FakeTicket(1), FakeTicket(2)
     pump.start(fail_the_test)
     pump.inbox.send(first)
     pump.inbox.send(second)
@@ -65,7 +39,7 @@ async def test_results_are_posted_in_launch_order_even_if_a_later_step_ends_firs
 async def test_a_failed_step_is_a_value_and_does_not_stop_the_pump() -> None:
     results: Channel[SchedulerEvent] = Channel()
     pump = Pump(results=results)
-    bad, good = HandTicket(1), HandTicket(2)
+    bad, good = FakeTicket(1), FakeTicket(2)
     error = ErrorInfo(message="broken", type="server_error", code="step_failed", status=500)
     bad.result.set_result(StepFailed(1, error))
     good.result.set_result(result(2))
@@ -79,7 +53,7 @@ async def test_a_failed_step_is_a_value_and_does_not_stop_the_pump() -> None:
 async def test_stop_does_not_wait_for_a_step_that_never_ends() -> None:
     pump = Pump(results=Channel())
     pump.start(fail_the_test)
-    pump.inbox.send(HandTicket(1))
+    pump.inbox.send(FakeTicket(1))
     await asyncio.sleep(0)
     async with asyncio.timeout(1):
         await pump.stop()
