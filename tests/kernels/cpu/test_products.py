@@ -57,7 +57,7 @@ def test_the_plain_tile_is_that_of_a_product(dtype: torch.dtype) -> None:
     weight, x = draw(OUTPUTS, 6, dtype=dtype), draw(2, 6, dtype=dtype)
     bits = x.flatten().view(torch.uint16) if dtype == torch.bfloat16 else x.flatten()
     out = np.zeros(OUTPUTS + 50, np.float32)
-    multiply_tile(bits.numpy(), pack(weight), np.ones(OUTPUTS, np.float32), out, 50, 2)
+    multiply_tile(bits.numpy(), pack(weight), np.ones(OUTPUTS, np.float32), out, 50, 4)
     expected = x.float() @ weight.float().t() + 1
     torch.testing.assert_close(torch.from_numpy(out[:OUTPUTS]), expected[0])
     torch.testing.assert_close(torch.from_numpy(out[50:]), expected[1])
