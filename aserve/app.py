@@ -1,35 +1,24 @@
-"""The one place that builds and connects objects: an engine (`App`), and a server around it.
+"""The one place that joins an engine's halves: clients and text here, and what core.py builds.
 
-Knows everybody, decides nothing. Clients and text are joined here; core.py builds the rest.
+Decides nothing. Must not know HTTP's server, nor how an engine comes up.
 """
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import gc
-import logging
-import random
-import signal
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from aserve.actors.detokenizer import DetokenizerActor
 from aserve.actors.supervisor import Failure, Phase, Supervisor
 from aserve.actors.tokenizer import TokenizerActor
-from aserve.banner import announce
 from aserve.channel import Channel, Codec
 from aserve.config import Resolved
 from aserve.core import Core, CorePorts, LocalCore
-from aserve.errors import BugError, ErrorInfo, ShuttingDown
-from aserve.event_loop import new_event_loop
+from aserve.errors import BugError, ErrorInfo
 from aserve.gpu.device.process import prepare_process
-from aserve.http.openai.call import SEED_BITS, random_seed
-from aserve.http.server import HttpServer
-from aserve.http.state import HttpContext, ServerState
+from aserve.http.state import ServerState
 from aserve.http.text_desk import TextDesk
-from aserve.launch import Launcher, Stopped, Waits, launcher_of
 from aserve.load import Loaded, vocabulary_of
 from aserve.messages import (
     Cancel,
@@ -43,8 +32,6 @@ from aserve.observability.trace import Trace
 from aserve.outlet import Gateway
 from aserve.text.load import TextSide
 from aserve.text.prompt import PromptEncoder, PromptLimits
-
-logger = logging.getLogger(__name__)
 
 
 class App:
@@ -171,78 +158,3 @@ class _Running:
     core: Core
     inbox: Channel[TokenizerEvent]
     supervisor: Supervisor
-
-
-def seed_source(seed: int | None) -> Callable[[], int]:
-    """Where requests without a seed get theirs."""
-    if seed is None:
-        return random_seed
-    numbers = random.Random(seed)
-    return lambda: numbers.getrandbits(SEED_BITS)
-
-
-def serve(resolved: Resolved) -> int:
-    """Serves until a signal or a death; the process's exit code."""
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        return runner.run(Serving(resolved, launcher_of(resolved)).run())
-
-
-def connect_http(app: App) -> HttpServer:
-    """The server before an engine, which may still be loading."""
-    resolved = app.resolved
-    return HttpServer(
-        HttpContext(
-            gateway=app.gateway,
-            state=app.state,
-            options=resolved.server,
-            model_names=(resolved.model_name,),
-            created=int(time.time()),
-            registry=app.metrics.registry,
-            desk=app.desk,
-            draw_seed=seed_source(resolved.debug.seed),
-        )
-    )
-
-
-class Serving:
-    """One life of the server: bind, load, serve, drain, close. `address` is known once bound."""
-
-    def __init__(self, resolved: Resolved, launcher: Launcher) -> None:
-        self.address = ""
-        self._resolved = resolved
-        self._launcher = launcher
-        self._ending = asyncio.Event()  # set by a signal, or by a death
-        self._waits = Waits()
-        self._app = App(resolved, on_death=self._ending.set)
-        self._http = connect_http(self._app)
-
-    async def run(self) -> int:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._signalled)
-        self.address = await self._http.start()
-        try:
-            await self._serve()
-        finally:
-            await self._http.stop()
-            await self._app.close()
-        return 1 if self._app.failure else 0
-
-    async def _serve(self) -> None:
-        logger.info("loading model=%s address=%s", self._resolved.model_source, self.address)
-        try:
-            launched = await self._launcher.launch(self._app, self._waits)
-        except Stopped:
-            return
-        gc.collect()
-        gc.freeze()  # PERF: what lives as long as the process is looked at by no later collection
-        announce(self._resolved, launched, self.address)
-        await self._ending.wait()
-        await self._app.drain(self._resolved.server.drain_timeout)
-
-    def _signalled(self) -> None:
-        """The second signal doesn't wait for open streams."""
-        if self._ending.is_set():
-            self._app.end_all(ShuttingDown("the server was stopped").info())
-        self._ending.set()
-        self._waits.end()

@@ -115,7 +115,7 @@ def _resolved(given: dict[str, object], *, log_level: str) -> Resolved:
 
 
 def _serve(resolved: Resolved) -> int:
-    from aserve.app import serve
+    from aserve.serving import serve
 
     return serve(resolved)
 

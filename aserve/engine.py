@@ -34,12 +34,12 @@ import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
-from aserve.app import App, seed_source
+from aserve.app import App
 from aserve.config import Facts, Raw, Resolved, resolve, unknown_option
 from aserve.errors import AserveError, ConfigError, EngineDead, ErrorInfo, InvalidRequest
 from aserve.event_loop import new_event_loop
 from aserve.gpu.worker import in_thread
-from aserve.http.openai.call import request_of, sampling_of
+from aserve.http.openai.call import request_of, sampling_of, seed_source
 from aserve.http.openai.conversation import template_variables
 from aserve.http.openai.limits import RANGES, check_limits, check_within
 from aserve.http.openai.schema import GenerationBody

@@ -13,8 +13,9 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
+from aserve.app import App
 from aserve.config import Resolved
 from aserve.gpu.device.cuda_driver import may_have_cuda
 from aserve.gpu.worker import in_thread
@@ -23,9 +24,6 @@ from aserve.messages import EngineSpec
 from aserve.processes.protocol import Start
 from aserve.processes.remote import ENGINE, RemoteCore
 from aserve.text.load import load_text
-
-if TYPE_CHECKING:
-    from aserve.app import App
 
 T = TypeVar("T")
 

@@ -52,7 +52,7 @@ def test_the_engine_has_its_own_process_beside_a_gpu_or_where_the_user_says_so(
 def test_a_frontend_finds_its_model_and_reads_its_text_without_torch() -> None:
     """It would take its memory twice, and a second of the start."""
     code = (
-        "import sys, aserve.app\n"
+        "import sys, aserve.serving\n"
         "from aserve.config import Facts, Raw, resolve\n"
         "from aserve.load import find_model\n"
         "from aserve.text.load import load_text\n"

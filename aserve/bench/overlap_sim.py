@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from aserve.app import App, connect_http
+from aserve.app import App
 from aserve.bench.options import OverlapSimOptions, integers, numbers
 from aserve.bench.progress import progress
 from aserve.bench.result import BenchResult, Table
@@ -35,6 +35,7 @@ from aserve.event_loop import new_event_loop
 from aserve.launch import InItsOwnProcess, InThisProcess, Launcher, Waits
 from aserve.load import Loaded
 from aserve.messages import EngineSpec, GroupSpec, array_i32
+from aserve.serving import connect_http
 from aserve.text.load import TextSide, load_tokenizer
 from aserve.tiny.location import MODEL_DIR
 

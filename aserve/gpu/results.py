@@ -14,11 +14,21 @@ import torch
 from torch import Tensor
 
 from aserve.errors import AserveError, BugError, StepError
-from aserve.gpu.decode.base import Emitted
 from aserve.gpu.prompt_plan import PromptPlan
 from aserve.gpu.prompt_values import Prompts, read_prompts
+from aserve.gpu.sample.sampler import Sampled
 from aserve.gpu.step_plan import LogitsPlan, StepPlan
 from aserve.messages import ArrayI32, RowLogprobs, SampleResult, SeqLens, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """What a step gives its sampled rows: tokens int64 [samples, width], of which the first
+    `counts` int64 [samples] are emitted."""
+
+    tokens: Tensor
+    counts: Tensor
+    sampled: Sampled
 
 
 @dataclass(frozen=True, slots=True)

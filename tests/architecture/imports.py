@@ -58,6 +58,7 @@ REACH = {
     "aserve.engine": ANYTHING,
     "aserve.launch": ANYTHING,
     "aserve.load": ANYTHING,
+    "aserve.serving": ANYTHING,
     "aserve.processes": ANYTHING,
     "aserve.progress": Reach(aserve=(), packages=("rich",)),
     "aserve.bench": ANYTHING,

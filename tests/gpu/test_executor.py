@@ -16,12 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from aserve.errors import EngineDead, StepError
 from aserve.gpu.decode.autoregressive import Autoregressive
-from aserve.gpu.decode.base import DecodeMode, Emitted, OnPublish
+from aserve.gpu.decode.base import DecodeMode, OnPublish
 from aserve.gpu.device.base import Device
 from aserve.gpu.device_batch import DeviceStep
 from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.models.causal_model import CausalModel
+from aserve.gpu.results import Emitted
 from aserve.gpu.runner import ModelRunner
 from aserve.messages import Resync, Sample, SampleResult, StepFailed, StepResult, array_i32
 from tests.gpu.batch_builder import BatchBuilder, greedy

@@ -13,10 +13,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from aserve.gpu.decode.base import Emitted, OnPublish
+from aserve.gpu.decode.base import OnPublish
 from aserve.gpu.device_batch import DeviceStep
 from aserve.gpu.future_map import LAST_TOKEN, SEQ_LEN, RelayField
 from aserve.gpu.resolve import DRAFTS
+from aserve.gpu.results import Emitted
 from aserve.gpu.runner import HeldSample, ModelRunner
 from aserve.gpu.sample.noise import gumbel_noise
 from aserve.gpu.sample.sampler import Sampled

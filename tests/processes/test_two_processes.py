@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from aserve import launch
-from aserve.app import App, Serving
+from aserve.app import App
 from aserve.config import Facts, Raw, Resolved, resolve
 from aserve.errors import ConfigError, EngineDead
 from aserve.frames import framed
@@ -25,6 +25,7 @@ from aserve.messages import GenerateRequest, OutputChunk, SamplingParams, TokenP
 from aserve.observability.reports import Beat, EngineReport
 from aserve.processes.protocol import Start
 from aserve.processes.remote import RemoteCore
+from aserve.serving import Serving
 from aserve.text.load import TextSide
 from aserve.tiny.location import MODEL_DIR
 from tests.text.vocabularies import byte_level_tokenizer

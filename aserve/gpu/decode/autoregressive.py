@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aserve.gpu.decode.base import Emitted, OnPublish
+from aserve.gpu.decode.base import OnPublish
 from aserve.gpu.device_batch import DeviceStep
 from aserve.gpu.future_map import LAST_TOKEN, RelayField
+from aserve.gpu.results import Emitted
 from aserve.gpu.sample.sampler import Sampled
 from aserve.messages import DecodeCaps
 

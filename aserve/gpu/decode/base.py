@@ -6,30 +6,19 @@ It knows neither scheduling nor the executor. A mode's state lives in relay fiel
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from aserve.gpu.device_batch import DeviceStep
 from aserve.gpu.future_map import RelayField
-from aserve.gpu.sample.sampler import Sampled
+from aserve.gpu.results import Emitted
 from aserve.messages import DecodeCaps
 
 if TYPE_CHECKING:
     from aserve.gpu.runner import HeldSample, ModelRunner
 
 OnPublish = Callable[[Tensor], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Emitted:
-    """What a step gives its sampled rows: tokens int64 [samples, width], of which the first
-    `counts` int64 [samples] are emitted."""
-
-    tokens: Tensor
-    counts: Tensor
-    sampled: Sampled
 
 
 class DecodeMode(Protocol):

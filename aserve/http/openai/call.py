@@ -5,6 +5,7 @@ Must not know how answers are written. Built once from a validated body, never c
 
 from __future__ import annotations
 
+import random
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -63,6 +64,14 @@ class Call:
 
 def random_seed() -> int:
     return secrets.randbits(SEED_BITS)
+
+
+def seed_source(seed: int | None) -> Callable[[], int]:
+    """Where requests without a seed get theirs."""
+    if seed is None:
+        return random_seed
+    numbers = random.Random(seed)
+    return lambda: numbers.getrandbits(SEED_BITS)
 
 
 @dataclass(frozen=True, slots=True)

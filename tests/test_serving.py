@@ -14,11 +14,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from aserve.app import Serving
 from aserve.config import Facts, Raw, Resolved, resolve
 from aserve.errors import ConfigError, EngineDead
 from aserve.launch import InThisProcess
 from aserve.load import Loaded
+from aserve.serving import Serving
 from aserve.text.load import TextSide
 from tests.fake_executor import FakeExecutor
 from tests.text.vocabularies import byte_level_tokenizer

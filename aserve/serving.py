@@ -1,0 +1,91 @@
+"""One life of the server: bind, load, serve, drain, close.
+
+Must not know what an engine is made of: an app is one, and a launcher brings it up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import signal
+import time
+
+from aserve.app import App
+from aserve.banner import announce
+from aserve.config import Resolved
+from aserve.errors import ShuttingDown
+from aserve.event_loop import new_event_loop
+from aserve.http.openai.call import seed_source
+from aserve.http.server import HttpServer
+from aserve.http.state import HttpContext
+from aserve.launch import Launcher, Stopped, Waits, launcher_of
+
+logger = logging.getLogger(__name__)
+
+
+def serve(resolved: Resolved) -> int:
+    """Serves until a signal or a death; the process's exit code."""
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        return runner.run(Serving(resolved, launcher_of(resolved)).run())
+
+
+class Serving:
+    """`address` is known once bound."""
+
+    def __init__(self, resolved: Resolved, launcher: Launcher) -> None:
+        self.address = ""
+        self._resolved = resolved
+        self._launcher = launcher
+        self._ending = asyncio.Event()  # set by a signal, or by a death
+        self._waits = Waits()
+        self._app = App(resolved, on_death=self._ending.set)
+        self._http = connect_http(self._app)
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._signalled)
+        self.address = await self._http.start()
+        try:
+            await self._serve()
+        finally:
+            await self._http.stop()
+            await self._app.close()
+        return 1 if self._app.failure else 0
+
+    async def _serve(self) -> None:
+        logger.info("loading model=%s address=%s", self._resolved.model_source, self.address)
+        try:
+            launched = await self._launcher.launch(self._app, self._waits)
+        except Stopped:
+            return
+        gc.collect()
+        gc.freeze()  # PERF: what lives as long as the process is looked at by no later collection
+        announce(self._resolved, launched, self.address)
+        await self._ending.wait()
+        await self._app.drain(self._resolved.server.drain_timeout)
+
+    def _signalled(self) -> None:
+        """The second signal doesn't wait for open streams."""
+        if self._ending.is_set():
+            self._app.end_all(ShuttingDown("the server was stopped").info())
+        self._ending.set()
+        self._waits.end()
+
+
+def connect_http(app: App) -> HttpServer:
+    """The server before an engine, which may still be loading."""
+    resolved = app.resolved
+    return HttpServer(
+        HttpContext(
+            gateway=app.gateway,
+            state=app.state,
+            options=resolved.server,
+            model_names=(resolved.model_name,),
+            created=int(time.time()),
+            registry=app.metrics.registry,
+            desk=app.desk,
+            draw_seed=seed_source(resolved.debug.seed),
+        )
+    )
