@@ -135,7 +135,8 @@ class SchedulerOptions:
 
 @dataclass(frozen=True, slots=True)
 class GrammarOptions:
-    """Of structured output. Workers are started when a grammar comes and none is idle."""
+    """Of structured output. Workers are started when a grammar comes and none is idle, and end when
+    they were idle for minutes."""
 
     grammar_workers: int = option(2, "grammars that compile at once", Limits(low=1, high=64))
     grammar_timeout: float = option(

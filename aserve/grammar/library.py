@@ -49,7 +49,7 @@ class GrammarLibrary:
         self._clock = clock
         self._cache: GrammarCache[CompiledGrammar] = GrammarCache(cache_bytes, clock=clock)
         self._coming: dict[Grammar, asyncio.Future[CompiledGrammar]] = {}
-        self._workers = Workers(vocabulary, limits)
+        self._workers = Workers(vocabulary, limits, clock=clock)
         self._threads = ThreadPoolExecutor(limits.num_workers, thread_name_prefix="grammar")
 
     async def compiled(self, grammar: Grammar) -> CompiledGrammar:

@@ -35,9 +35,16 @@ def main() -> None:
         return
     compiler = Compiler(setup.vocabulary)
     send(replies, Ready())
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    while (job := receive(jobs, Job)) is not None:
+    while (job := _next_job(jobs, setup.idle_s)) is not None:
         _serve(job.grammar, replies, compiler=compiler, setup=setup)
+
+
+def _next_job(jobs: IO[bytes], idle_s: float) -> Job | None:
+    """The alarm ends this process: xgrammar and a vocabulary take hundreds of megabytes."""
+    signal.setitimer(signal.ITIMER_REAL, idle_s)
+    job = receive(jobs, Job)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    return job
 
 
 def _serve(grammar: Grammar, replies: IO[bytes], *, compiler: Compiler, setup: Setup) -> None:

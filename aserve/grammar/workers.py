@@ -7,6 +7,7 @@ under the lock.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, TokenizerInfo
 
 
+IDLE_S = 300.0  # a worker that is not needed for so long ends
+USABLE_S = IDLE_S - 10  # one that was idle for longer may end while a job is on its way
+
+
 @dataclass(frozen=True, slots=True)
 class CompileLimits:
     timeout_s: float  # for one grammar
@@ -29,13 +34,20 @@ class CompileLimits:
 
 
 class Workers:
-    def __init__(self, vocabulary: Callable[[], Vocabulary], limits: CompileLimits) -> None:
+    def __init__(
+        self,
+        vocabulary: Callable[[], Vocabulary],
+        limits: CompileLimits,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._make_vocabulary = vocabulary
         self._limits = limits
+        self._clock = clock
         self._lock = threading.Lock()
         self._known: tuple[Setup, TokenizerInfo] | None = None
         self._all: set[CompileProcess] = set()
-        self._idle: list[CompileProcess] = []
+        self._idle: dict[CompileProcess, float] = {}  # since when, the latest last
         self._is_closed = False
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
@@ -62,7 +74,8 @@ class Workers:
         with self._lock:
             if self._known is None:
                 vocabulary = self._make_vocabulary()
-                setup = Setup(vocabulary, self._limits.timeout_s, self._limits.memory_bytes)
+                limits = self._limits
+                setup = Setup(vocabulary, limits.timeout_s, limits.memory_bytes, IDLE_S)
                 self._known = setup, token_info(vocabulary)
             return self._known
 
@@ -71,8 +84,8 @@ class Workers:
             if self._is_closed:
                 raise ShuttingDown("the server compiles no more grammars")
             while self._idle:
-                idle = self._idle.pop()
-                if idle.is_alive:
+                idle, since_s = self._idle.popitem()
+                if idle.is_alive and self._clock() - since_s < USABLE_S:
                     return idle
                 self._end(idle)
             worker = CompileProcess(setup)
@@ -82,7 +95,7 @@ class Workers:
     def _put_back(self, worker: CompileProcess) -> None:
         with self._lock:
             if worker.is_alive:
-                self._idle.append(worker)
+                self._idle[worker] = self._clock()
             else:
                 self._end(worker)
 

@@ -33,10 +33,8 @@ CORE_PATH = (
 # What the core path does without: before the first request, or beside it.
 STARTS = (
     *("aserve/cli.py", "aserve/config.py", "aserve/engine.py", "aserve/progress.py"),
-    *(
-        f"aserve/{name}.py"
-        for name in ("banner", "event_loop", "launch", "load", "logs", "serving")
-    ),
+    *(f"aserve/{name}.py" for name in ("banner", "event_loop", "launch", "load", "logs")),
+    "aserve/serving.py",
     *("aserve/cache/layout.py", "aserve/gpu/build.py"),
     *("aserve/gpu/largest_step.py", "aserve/gpu/padding_batch.py"),
     *(f"aserve/gpu/attention/{name}.py" for name in ("capabilities", "choice", "registry")),

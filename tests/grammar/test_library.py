@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import signal
 import sys
 import threading
 import time
@@ -14,8 +15,11 @@ import pytest
 
 from aserve.errors import AserveError, BugError, InvalidRequest, QueueFull
 from aserve.grammar import library
+from aserve.grammar.frames import Setup
+from aserve.grammar.process import CompileProcess
+from aserve.grammar.workers import USABLE_S
 from aserve.messages import Grammar
-from tests.grammar.libraries import MIB, Rig, rig
+from tests.grammar.libraries import MIB, Rig, rig, vocabulary
 
 pytestmark = pytest.mark.slow  # a worker's imports take seconds
 
@@ -156,7 +160,9 @@ async def test_closing_ends_what_is_being_compiled_and_every_process_and_thread(
         assert time.monotonic() - began_s < 10, "the grammar's own limit is 20 seconds"
         with pytest.raises(AserveError):
             await asked
-    assert all(state_of(fork) in ("gone", "Z", "X") for fork in forks)
+    async with asyncio.timeout(10):  # the kernel takes a killed process away in its own time
+        while any(state_of(fork) not in ("gone", "Z", "X") for fork in forks):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
     assert set(threading.enumerate()) <= before
 
 
@@ -166,3 +172,24 @@ async def test_without_xgrammar_a_grammar_is_refused_and_says_why(
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     with rig() as made:
         assert await code_of(made, Grammar("regex", "a")) == "grammar_unavailable"
+
+
+async def test_a_worker_that_was_idle_for_long_is_not_given_a_job_that_may_meet_its_end() -> None:
+    with rig(num_workers=1) as made:
+        await made.library.compiled(Grammar("regex", "first"))
+        (first,) = made.library._workers._all
+        made.now_s += USABLE_S - 1
+        await made.library.compiled(Grammar("regex", "soon"))
+        assert made.library._workers._all == {first}
+        made.now_s += USABLE_S
+        await made.library.compiled(Grammar("regex", "late"))
+        (second,) = made.library._workers._all
+        assert second is not first
+        assert not first.is_alive
+
+
+def test_a_worker_that_gets_no_job_ends_by_itself() -> None:
+    worker = CompileProcess(Setup(vocabulary(), 20.0, 256 * MIB, idle_s=0.1))
+    worker.compile(Grammar("regex", "once"))
+    assert worker._process.wait(timeout=20) == -signal.SIGALRM
+    worker.close()
