@@ -140,7 +140,9 @@ def make_scatter_rows(sizes: Sizes, where: torch.device) -> Case:
 
 
 def make_draw(sizes: Sizes, where: torch.device, *, has_noise: bool, has_limits: bool) -> Case:
-    logits, rows = _logits(sizes, where)
+    """As a head of 16 bits leaves them."""
+    wide, rows = _logits(sizes, where)
+    logits = wide.to(torch.bfloat16)
     ints, floats = _row_tables(sizes, where)
 
     def draw() -> None:

@@ -4,9 +4,11 @@ top-k, top-p and min-p leave. No sort, nothing as large as the logits is written
 The vocabulary is cut into splits of a fixed size, so a row's result doesn't depend on the others.
 `_scan` finds each split's best noisy tokens and its part of the softmax; `_merge` puts them
 together: without limits that is all. With limits, `_rank` counts what is better than each of the
-best TRIES candidates, and than some fixed levels, which bracket the mass of the top k; `_settle`
-takes the first candidate that belongs to the set. Where none surely does, it finds the set's last
-member by bisection over the bits of the logits, alone: rare, so it may be slow.
+best TRIES candidates, and than some fixed levels, which bracket the mass of the top k; splits below
+all of these are not read. `_settle` takes the first candidate that belongs to the set. Where none
+surely does, it collects what is no worse than something surely outside, and finds the set's last
+member among these by bisection over the bits of the logits; if they are more than a split, among
+all: rare, so it may be slow.
 
 It knows no step. Equal logits rank by token id. A token belongs to the set if fewer than top_k are
 better, these have a mass below top_p of the top k's, and it has min_p of the best one's
@@ -40,12 +42,12 @@ def sample(
     has_noise: bool,
     has_limits: bool,
 ) -> tuple[Tensor, Tensor]:
-    """logits float32 [n, vocab], the tokens of a row side by side; rows, positions int64 [n]: which
-    row of the tables, and which place of its noise; ints int64 and floats float64 [max_rows + 1,
-    columns], as in row_columns.py. A temperature of 0 is greedy; a top_k of 0, a top_p of 1 and a
-    min_p of 0 are off. Without `has_noise` all rows are greedy, without
-    `has_limits` no row's limits count -> tokens int64 [n]; bool [n], False where a logit is NaN or
-    plus infinity, or none is finite: the token of such a row is any.
+    """logits float32, bfloat16 or float16 [n, vocab], the tokens of a row side by side; rows,
+    positions int64 [n]: which row of the tables, and which place of its noise; ints int64 and
+    floats float64 [max_rows + 1, columns], as in row_columns.py. A temperature of 0 is greedy; a
+    top_k of 0, a top_p of 1 and a min_p of 0 are off. Without `has_noise` all rows are greedy,
+    without `has_limits` no row's limits count -> tokens int64 [n]; bool [n], False where a logit is
+    NaN or plus infinity, or none is finite: the token of such a row is any.
     """
     num, vocab_size = logits.shape
     tokens = torch.empty(num, dtype=torch.int64, device=logits.device)
@@ -54,14 +56,14 @@ def sample(
         return tokens, is_sound
     splits = triton.cdiv(vocab_size, SPLIT)
     tries = TRIES if has_limits else 1
-    best = logits.new_empty((num, splits, tries))
+    best = logits.new_empty((num, splits, tries), dtype=torch.float32)
     best_ids = best.new_empty(best.shape, dtype=torch.int32)
-    softmax = logits.new_empty((num, splits, 2))  # the largest logit, and the sum beside it
+    softmax = best.new_empty((num, splits, 2))  # the largest logit, and the sum beside it
     tables = (ints, floats, ints.stride(0), floats.stride(0))
     given = (logits, rows, positions, logits.stride(0), vocab_size, *tables)
     found = (best, best_ids, softmax)
     _scan[(num, splits)](*given, *found, has_noise, has_limits, tries, SPLIT, num_warps=WARPS)
-    values = logits.new_empty((num, RANKED + 2))  # of what is ranked; then of the softmax
+    values = best.new_empty((num, RANKED + 2))  # of what is ranked; then of the softmax
     ids = best_ids.new_empty((num, RANKED))
     block = triton.next_power_of_2(splits)
     drawn = (tokens, is_sound, splits)
@@ -69,11 +71,13 @@ def sample(
     if not has_limits:
         return tokens, is_sound
     counts = best_ids.new_empty((num, splits, RANKED))
-    masses = logits.new_empty((num, splits, RANKED))
-    _rank[(num, splits)](*given, values, ids, counts, masses, RANKED, TILE, SPLIT)
+    masses = best.new_empty((num, splits, RANKED))
+    _rank[(num, splits)](*given, softmax, values, ids, counts, masses, RANKED, TILE, SPLIT)
+    near, near_ids = best.new_empty((num, SPLIT)), best_ids.new_empty((num, SPLIT))
     _settle[(num,)](
-        *given, values, ids, counts, masses, *drawn, RANKED, block, SPLIT, num_warps=WARPS
-    )
+        *given, softmax, values, ids, counts, masses, near, near_ids, *drawn, RANKED, block, SPLIT,
+        num_warps=WARPS,
+    )  # fmt: skip
     return tokens, is_sound
 
 
@@ -88,6 +92,7 @@ def sample_ref(
     has_limits: bool,
 ) -> tuple[Tensor, Tensor]:
     """By a stable sort of each row."""
+    logits = logits.float()
     is_sound = logits.amax(dim=1).isfinite()
     temperature = floats[rows, TEMPERATURE.value, None].float()
     is_drawn = (temperature > 0) & has_noise
@@ -116,6 +121,7 @@ def _scaled(
 ) -> tl.tensor:
     """A NaN is taken for plus infinity, a zero has one sign."""
     scores = tl.load(logits + columns, mask=columns < vocab_size, other=float("-inf"))
+    scores = scores.to(tl.float32)
     scores = tl.where(scores != scores, float("inf"), scores)
     return tl.div_rn(scores, temperature) + 0.0
 
@@ -228,21 +234,32 @@ def _merge(
         tl.store(values + place * (RANKED + 2) + RANKED + 1, total)
         row = tl.load(rows + place)
         temperature = tl.load(floats + row * float_stride + TEMPERATURE).to(tl.float32)
+        top_k = tl.load(ints + row * int_stride + TOP_K)
+        top_p = tl.load(floats + row * float_stride + TOP_P)
+        min_p = tl.load(floats + row * float_stride + MIN_P)
+        has_top_k = (top_k > 0) & (top_k < vocab_size)
+        has_limit = (temperature > 0) & (has_top_k | (top_p < 1) | (min_p > 0))
         temperature = _divisor(temperature)
         ranked = tl.arange(0, RANKED)
+        is_wanted = largest < float("inf")  # none is, once a candidate surely belongs to the set
         for attempt in tl.static_range(TRIES):
             value, index = tl.max(
                 noisy, axis=0, return_indices=True, return_indices_tie_break_left=True
             )
             token = tl.load(best_ids + place * splits * TRIES + index)
             score = _scaled(logits + place * stride, token, vocab_size, temperature)
-            is_left = value > float("-inf")
+            is_left = is_wanted & (value > float("-inf"))
+            is_wanted &= has_limit
             tl.store(ids + place * RANKED + attempt, tl.where(is_left, token, -1))
-            tl.store(values + place * (RANKED + 2) + attempt, score)
+            # Of infinity there is nothing to count.
+            ranked_as = tl.where(is_wanted, score, float("inf"))
+            tl.store(values + place * (RANKED + 2) + attempt, ranked_as)
+            is_wanted &= score < largest
             noisy = tl.where(entries == index, float("-inf"), noisy)
         # A nat apart near the best, where the mass is; further and further apart below.
         depth = (ranked - TRIES + 1).to(tl.float32)
         levels = largest - depth * (0.4 + 0.1 * depth)
+        levels = tl.where(has_top_k & is_wanted, levels, float("inf"))
         is_level = ranked >= TRIES
         tl.store(values + place * (RANKED + 2) + ranked, levels, mask=is_level)
         tl.store(ids + place * RANKED + ranked, -1, mask=is_level)
@@ -259,6 +276,7 @@ def _rank(
     floats: tl.tensor,
     int_stride: int,
     float_stride: int,
+    softmax: tl.tensor,
     values: tl.tensor,
     ids: tl.tensor,
     counts: tl.tensor,
@@ -270,26 +288,28 @@ def _rank(
     """Of a split: how many tokens are better than each that is ranked, and their mass, in units of
     the best token's."""
     place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    part = place * tl.num_programs(1) + split
     ranked = tl.arange(0, RANKED)
-    own = tl.load(values + place * (RANKED + 2) + ranked)[:, None]
+    own = tl.load(values + place * (RANKED + 2) + ranked)
+    end = tl.where(tl.load(softmax + part * 2) >= tl.min(own, axis=0), SPLIT, 0)
+    own = own[:, None]
     own_ids = tl.load(ids + place * RANKED + ranked)[:, None]
     largest = tl.load(values + place * (RANKED + 2) + RANKED)
     row = tl.load(rows + place)
     temperature = tl.load(floats + row * float_stride + TEMPERATURE).to(tl.float32)
     temperature = _divisor(temperature)
-    count = tl.zeros((RANKED,), tl.int32)
-    mass = tl.zeros((RANKED,), tl.float32)
-    for start in range(0, SPLIT, TILE):
+    count = tl.zeros((RANKED, TILE), tl.int32)
+    mass = tl.zeros((RANKED, TILE), tl.float32)
+    for start in range(0, end, TILE):
         columns = split * SPLIT + start + tl.arange(0, TILE)
         scaled = _scaled(logits + place * stride, columns, vocab_size, temperature)
         probs = tl.exp(scaled - largest)[None, :]
         scaled, columns = scaled[None, :], columns[None, :]
         is_better = (scaled > own) | ((scaled == own) & (columns < own_ids))
-        count += tl.sum(is_better.to(tl.int32), axis=1)
-        mass += tl.sum(tl.where(is_better, probs, 0.0), axis=1)
-    part = (place * tl.num_programs(1) + split) * RANKED
-    tl.store(counts + part + ranked, count)
-    tl.store(masses + part + ranked, mass)
+        count += is_better.to(tl.int32)
+        mass += tl.where(is_better, probs, 0.0)
+    tl.store(counts + part * RANKED + ranked, tl.sum(count, axis=1))
+    tl.store(masses + part * RANKED + ranked, tl.sum(mass, axis=1))
 
 
 @triton.jit
@@ -303,10 +323,13 @@ def _settle(
     floats: tl.tensor,
     int_stride: int,
     float_stride: int,
+    softmax: tl.tensor,
     values: tl.tensor,
     ids: tl.tensor,
     counts: tl.tensor,
     masses: tl.tensor,
+    near: tl.tensor,
+    near_ids: tl.tensor,
     tokens: tl.tensor,
     is_sound: tl.tensor,
     splits: int,
@@ -353,44 +376,118 @@ def _settle(
         is_drawn = _is_drawn(temperature, top_k)
         temperature = _divisor(temperature)
         start = gumbel_start(tl.load(ints + row * int_stride + SEED), tl.load(positions + place))
+        # What is worse than something outside is outside. For the mass of the top k all of these
+        # are needed.
+        is_beyond = tl.where(has_top_k & has_top_p, count >= top_k, is_outside & (is_best == 0))
+        edge = tl.max(tl.where(is_beyond, score, float("-inf")), axis=0)
         source = logits + place * stride
-        limit = float("inf")
-        if has_top_p:
-            limit = top_p * total
-            if has_top_k:
-                last, above, mass_above = _last_member(
-                    source, vocab_size, temperature, largest, top_k, float("inf"), SPLIT
-                )
-                own_mass = tl.exp(_from_key(last) - largest)
-                limit = top_p * (mass_above + (top_k - above).to(tl.float32) * own_mass)
-        last, above, mass_above = _last_member(
-            source, vocab_size, temperature, largest, top_k, limit, SPLIT
-        )
-        own_mass = tl.exp(_from_key(last) - largest)
-        value, chosen = float("-inf"), 0
-        num_equal = 0
-        for begin in range(0, vocab_size, SPLIT):
+        near += place * SPLIT
+        near_ids += place * SPLIT
+        num_near = _collect(
+            source, vocab_size, temperature, edge, softmax + place * splits * 2, near, near_ids,
+            SPLIT,
+        )  # fmt: skip
+        if num_near <= SPLIT:
+            index = _search(
+                near, near_ids, num_near, 1.0, largest, total, edge, top_k, has_top_k, top_p,
+                min_p, start, is_drawn, True, SPLIT,
+            )  # fmt: skip
+            tl.store(tokens + place, tl.load(near_ids + index).to(tl.int64))
+        else:
+            index = _search(
+                source, near_ids, vocab_size, temperature, largest, total, edge, top_k, has_top_k,
+                top_p, min_p, start, is_drawn, False, SPLIT,
+            )  # fmt: skip
+            tl.store(tokens + place, index.to(tl.int64))
+
+
+@triton.jit
+def _collect(
+    logits: tl.tensor,
+    vocab_size: int,
+    temperature: tl.tensor,
+    edge: tl.tensor,
+    peaks: tl.tensor,
+    near: tl.tensor,
+    near_ids: tl.tensor,
+    SPLIT: tl.constexpr,
+) -> tl.tensor:
+    """The tokens that are no worse than `edge`, by id, as far as a split holds them; how many there
+    are."""
+    num = tl.zeros((), tl.int32)
+    for begin in range(0, vocab_size, SPLIT):
+        if tl.load(peaks + begin // SPLIT * 2) >= edge:
             columns = begin + tl.arange(0, SPLIT)
-            scaled = _scaled(source, columns, vocab_size, temperature)
-            keys = _key(scaled)
-            is_equal = ((keys == last) & (columns < vocab_size)).to(tl.int32)
-            before = num_equal + tl.cumsum(is_equal, axis=0) - is_equal
-            num_equal += tl.sum(is_equal, axis=0)
-            rank = above + before
-            is_within = mass_above + before.to(tl.float32) * own_mass < limit
-            is_within = ((rank < top_k) & is_within) | (rank == 0)
-            is_member = (keys > last) | ((is_equal == 1) & is_within)
-            is_member &= tl.exp(scaled - largest) >= min_p
-            noisy = scaled
-            if is_drawn:
-                noisy = scaled + gumbel(start, columns)
-            noisy = tl.where(is_member, noisy, float("-inf"))
-            tile_value, index = tl.max(
-                noisy, axis=0, return_indices=True, return_indices_tie_break_left=True
+            scaled = _scaled(logits, columns, vocab_size, temperature)
+            is_near = (scaled >= edge) & (columns < vocab_size)
+            places = num + tl.cumsum(is_near.to(tl.int32), axis=0) - 1
+            has_room = is_near & (places < SPLIT)
+            tl.store(near + places, scaled, mask=has_room)
+            tl.store(near_ids + places, columns, mask=has_room)
+            num += tl.sum(is_near.to(tl.int32), axis=0)
+    tl.debug_barrier()  # other threads read them
+    return num
+
+
+@triton.jit
+def _search(
+    logits: tl.tensor,
+    ids: tl.tensor,
+    length: tl.tensor,
+    temperature: tl.tensor,
+    largest: tl.tensor,
+    total: tl.tensor,
+    edge: tl.tensor,
+    top_k: tl.tensor,
+    has_top_k: tl.tensor,
+    top_p: tl.tensor,
+    min_p: tl.tensor,
+    start: tl.tensor,
+    is_drawn: tl.tensor,
+    HAS_IDS: tl.constexpr,
+    SPLIT: tl.constexpr,
+) -> tl.tensor:
+    """Where the best noisy member of the set is among `logits` [length]; all members are."""
+    limit = float("inf")
+    if top_p < 1:
+        limit = top_p * total
+        if has_top_k:
+            last, above, mass_above = _last_member(
+                logits, length, temperature, largest, edge, top_k, float("inf"), SPLIT
             )
-            chosen = tl.where(tile_value > value, begin + index, chosen)
-            value = tl.maximum(value, tile_value)
-        tl.store(tokens + place, chosen.to(tl.int64))
+            own_mass = tl.exp(_from_key(last) - largest)
+            limit = top_p * (mass_above + (top_k - above).to(tl.float32) * own_mass)
+    last, above, mass_above = _last_member(
+        logits, length, temperature, largest, edge, top_k, limit, SPLIT
+    )
+    own_mass = tl.exp(_from_key(last) - largest)
+    value, chosen = float("-inf"), 0
+    num_equal = 0
+    for begin in range(0, length, SPLIT):
+        columns = begin + tl.arange(0, SPLIT)
+        scaled = _scaled(logits, columns, length, temperature)
+        keys = _key(scaled)
+        is_equal = ((keys == last) & (columns < length)).to(tl.int32)
+        before = num_equal + tl.cumsum(is_equal, axis=0) - is_equal
+        num_equal += tl.sum(is_equal, axis=0)
+        rank = above + before
+        is_within = mass_above + before.to(tl.float32) * own_mass < limit
+        is_within = ((rank < top_k) & is_within) | (rank == 0)
+        is_member = (keys > last) | ((is_equal == 1) & is_within)
+        is_member &= tl.exp(scaled - largest) >= min_p
+        noisy = scaled
+        if is_drawn:
+            token_ids = columns
+            if HAS_IDS:
+                token_ids = tl.load(ids + columns, mask=columns < length, other=0)
+            noisy = scaled + gumbel(start, token_ids)
+        noisy = tl.where(is_member, noisy, float("-inf"))
+        tile_value, index = tl.max(
+            noisy, axis=0, return_indices=True, return_indices_tie_break_left=True
+        )
+        chosen = tl.where(tile_value > value, begin + index, chosen)
+        value = tl.maximum(value, tile_value)
+    return chosen
 
 
 @triton.jit
@@ -411,21 +508,21 @@ def _last_member(
     vocab_size: int,
     temperature: tl.tensor,
     largest: tl.tensor,
+    edge: tl.tensor,
     top_k: tl.tensor,
     limit: tl.tensor,
     SPLIT: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """The key of the set's last member: the smallest above which there are fewer than top_k tokens,
     with a mass below the limit; how many these are, and their mass."""
-    low = tl.full((), -2147483648, tl.int64)  # too small, or all are members
+    low = _key(edge).to(tl.int64) - 1  # too small, or all are members
     high = _key(largest).to(tl.int64)
-    for _ in range(33):
+    while low < high:
         middle = (low + high) >> 1
         count, mass = _above(logits, vocab_size, temperature, largest, middle, SPLIT)
         is_enough = (count < top_k) & (mass < limit)
         high = tl.where(is_enough, middle, high)
         low = tl.where(is_enough, low, middle + 1)
-        low = tl.minimum(low, high)
     count, mass = _above(logits, vocab_size, temperature, largest, high, SPLIT)
     return high.to(tl.int32), count, mass
 

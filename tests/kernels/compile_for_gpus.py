@@ -80,8 +80,14 @@ def row_tables() -> tuple[Tensor, Tensor]:
     return ints, torch.ones((4, len(FLOAT_COLUMNS)), dtype=torch.float64)
 
 
-def call_sample(vocab_size: int = 9000, *, has_noise: bool = True, has_limits: bool = True) -> None:
-    logits, rows = torch.zeros((2, vocab_size)), torch.tensor([1, 3])
+def call_sample(
+    vocab_size: int = 9000,
+    *,
+    dtype: torch.dtype = torch.float32,
+    has_noise: bool = True,
+    has_limits: bool = True,
+) -> None:
+    logits, rows = torch.zeros((2, vocab_size), dtype=dtype), torch.tensor([1, 3])
     sample(logits, rows, rows, *row_tables(), has_noise=has_noise, has_limits=has_limits)
 
 
@@ -138,6 +144,7 @@ HOPPER_CALLS: Mapping[str, Callable[[], None]] = {
         replace(DECODE_AND_CHUNK, head_dim=256, scoring=Scoring(0.1, window=30, softcap=50.0))
     ),
     "sample, greedy": lambda: call_sample(has_noise=False, has_limits=False),
+    "sample of halves": lambda: call_sample(dtype=torch.bfloat16),
     "sample, noise": lambda: call_sample(1, has_limits=False),
     "prepare_inputs of one token": lambda: call_prepare_inputs(1),
     "store_kv of 8 bits": lambda: call_store_kv(torch.float8_e4m3fn),

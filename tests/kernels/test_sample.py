@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import triton
@@ -81,6 +83,20 @@ def test_limited_rows_get_the_best_noisy_token_of_their_set(vocab_size: int) -> 
     assert_draws(draw_logits(len(rows), vocab_size), rows)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_noise", [False, True])
+def test_halves_are_drawn_from_as_they_are(dtype: torch.dtype, has_noise: bool) -> None:
+    logits = draw_logits(3, SPLIT + 9).to(dtype)
+    rows = [GREEDY, LIMITED[2], LIMITED[7]] if has_noise else [GREEDY] * 3
+    places, ints, floats = make_tables(rows)
+
+    def draw(from_logits: Tensor) -> Tensor:
+        given = (from_logits, places, positions_of(3), ints, floats)
+        return sample(*given, has_noise=has_noise, has_limits=has_noise)[0]
+
+    assert torch.equal(draw(logits), draw(logits.float()))
+
+
 def test_splits_are_as_large_as_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert kernel.SPLIT > SPLIT
@@ -105,6 +121,54 @@ def test_where_all_candidates_are_outside_the_set_is_searched(row: Row) -> None:
     """Many seeds, so that noise mostly lifts tokens that may not be drawn."""
     got = assert_draws(draw_logits(1, 500).repeat(4, 1), [row] * 4)
     assert len(got.unique()) > 1
+
+
+def scaled_columns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of each reading of logits in a row, how many at once."""
+    sizes: list[int] = []
+    scaled = kernel._scaled
+
+    def counted(logits: Any, columns: Any, *given: Any) -> Any:
+        sizes.append(columns.numel.value if hasattr(columns, "numel") else 1)
+        return scaled(logits, columns, *given)
+
+    monkeypatch.setattr(kernel, "_scaled", counted)
+    return sizes
+
+
+def test_ranking_reads_no_split_that_is_below_all_candidates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two of the four splits hold something. Rows without limits need no ranking at all; those of
+    which the best token was drawn have it ranked among the equals of its split."""
+    sizes = scaled_columns(monkeypatch)
+    logits = draw_logits(1, 4 * SPLIT).repeat(3, 1)
+    logits[:, : 2 * SPLIT] -= 100.0
+    peaked = Row(temperature=0.01, top_p=0.9)
+    for row, num_splits in ((GREEDY, 0), (Row(), 0), (peaked, 1), (Row(top_p=0.3), 2)):
+        sizes.clear()
+        assert_draws(logits[:1], [row])
+        assert sizes.count(kernel.TILE) == num_splits * SPLIT // kernel.TILE
+
+
+@pytest.mark.parametrize("row", [Row(top_k=5), Row(top_k=20, top_p=0.5), Row(min_p=0.5)], ids=str)
+def test_a_set_is_searched_for_among_few(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a flat row's thousands of tokens, of which noise mostly lifts others."""
+    lengths: list[int] = []
+    search = kernel._search
+
+    def measured(*given: Any) -> Any:
+        lengths.append(int(given[2]))
+        return search(*given)
+
+    monkeypatch.setattr(kernel, "_search", measured)
+    assert_draws(draw_logits(1, 4 * SPLIT, spread=1.0).repeat(6, 1), [row] * 6)
+    assert lengths
+    assert max(lengths) < SPLIT // 2
+
+
+def test_a_set_of_more_than_a_split_is_searched_for_among_all() -> None:
+    assert_draws(torch.zeros((2, 4 * SPLIT)), [Row(top_p=0.4), Row(top_k=SPLIT + 3)])
 
 
 def test_equal_logits_rank_by_token_id() -> None:

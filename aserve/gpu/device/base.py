@@ -99,7 +99,7 @@ class Device(Protocol):
         """How a step's words become inputs of a model of this dtype fastest here, as `resolve`."""
 
     def sample_ops(self, dtype: torch.dtype) -> SampleOps:
-        """How a model of this dtype is sampled fastest here; its logits are float32 or wider."""
+        """How a model of this dtype is sampled fastest here."""
 
     def store_kv(self, dtype: torch.dtype) -> StoreKv:
         """How keys and values of this dtype get into their pools fastest here."""

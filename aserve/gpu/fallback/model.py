@@ -62,8 +62,7 @@ class TransformersModel:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits = self._probed.halves.logits(hidden)
-        return logits if self.dtype == torch.float64 else logits.float()
+        return self._probed.halves.logits(hidden)
 
 
 class _Keep:

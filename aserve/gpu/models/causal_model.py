@@ -33,4 +33,10 @@ class CausalModel(Protocol):
         """input_ids, positions: int64 [tokens] -> hidden states after the norm [tokens, hidden]."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden] -> [n, vocab], float32 (float64 of a float64 model)."""
+        """[n, hidden] -> [n, vocab], of the model's dtype or wider: whoever calculates with them
+        widens what it reads."""
+
+
+def widened(logits: Tensor) -> Tensor:
+    """Halves as float32, which changes no value."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -22,6 +22,7 @@ from aserve.gpu.layers.norm import AddNorm, Norm, SumAndNorm
 from aserve.gpu.layers.rope import Rope
 from aserve.gpu.layers.rotary import Rotary, Rotation
 from aserve.gpu.models.attend import Attend
+from aserve.gpu.models.causal_model import widened
 from aserve.gpu.models.config import ModelConfig
 from aserve.gpu.models.decoder_spec import DecoderSpec
 from aserve.gpu.models.hidden_capture import HiddenCapture
@@ -101,12 +102,10 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits = self.head(hidden)
-        if self.dtype != torch.float64:
-            logits = logits.float()
         if self.spec.logit_divisor != 1.0:
-            logits = logits / self.spec.logit_divisor
+            logits = widened(logits) / self.spec.logit_divisor
         if (cap := self.spec.logit_softcap) is not None:
-            logits = torch.tanh(logits / cap) * cap
+            logits = torch.tanh(widened(logits) / cap) * cap
         return logits
 
     def _embed(self, input_ids: Tensor) -> Tensor:

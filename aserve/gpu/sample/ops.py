@@ -31,12 +31,14 @@ Allow: TypeAlias = Callable[[Tensor, Tensor], None]
 @dataclass(frozen=True, slots=True)
 class SampleOps:
     """`filters_by_shape`: drawing with top-k, top-p or min-p calls the same operators whatever the
-    logits are, so that it can be captured."""
+    logits are, so that it can be captured. `reads_halves`: drawing reads logits of 16 bits as they
+    are."""
 
     draw: Draw = draw_tokens
     penalise: Penalise = penalise
     allow: Allow = allow
     filters_by_shape: bool = False
+    reads_halves: bool = False
 
 
 PLAIN_OPS = SampleOps()

@@ -174,8 +174,11 @@ class SamplePlan:
     @property
     def is_plain(self) -> bool:
         """Logits go to the draw as they are, and nothing but its tokens is wanted."""
-        is_asked_for = len(self.penalised) or self.nudges.places or len(self.scored)
-        return not is_asked_for and self.bans is None
+        return not (self.adds_to_logits or len(self.scored)) and self.bans is None
+
+    @property
+    def adds_to_logits(self) -> bool:
+        return bool(len(self.penalised) or self.nudges.places)
 
     def stage(self, sections: HostSections, prefix: str) -> None:
         sections.add(f"{prefix}.penalised", self.penalised)

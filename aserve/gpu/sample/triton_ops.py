@@ -20,10 +20,10 @@ from aserve_kernels.sample import sample
 
 
 def triton_sample_ops(dtype: torch.dtype) -> SampleOps:
-    """Kernels for logits in float32, torch for wider ones."""
+    """Kernels for logits of up to 32 bits, torch for wider ones."""
     if dtype == torch.float64:
         return SHAPED_OPS
-    return SampleOps(draw=_draw, penalise=_penalise, allow=apply_bitmask, filters_by_shape=True)
+    return SampleOps(_draw, _penalise, apply_bitmask, filters_by_shape=True, reads_halves=True)
 
 
 def _draw(logits: Tensor, rows: LogitsRows, tables: RowTables, plan: SamplePlan) -> Drawn:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from aserve.gpu.sample.ops import PLAIN_OPS, SHAPED_OPS, SampleOps
 from aserve.gpu.sample.row_tables import FLOAT_COLUMNS, INT_COLUMNS
@@ -32,13 +34,23 @@ STEPS: dict[str, list[dict[str, Any]]] = {
     "noisy": [{}, NOISY, NOISY],
     "limited": [{}, NOISY, LIMITED, {**LIMITED, "top_p": 0.0}],
     "penalised": [PENALISED, {}, {**NOISY, **PENALISED}],
+    "scored": [{"num_logprobs": 3}, {**NOISY, "num_logprobs": 1, "raw_logprobs": True}],
     "all": [{**LIMITED, **PENALISED, "allowed_ids": tuple(range(50)), "num_logprobs": 2}, {}],
 }
 
 
-def run(ops: SampleOps, params: list[dict[str, Any]], *, is_masked: bool) -> Sampled:
+def run(
+    ops: SampleOps,
+    params: list[dict[str, Any]],
+    *,
+    is_masked: bool,
+    dtypes: tuple[torch.dtype, ...] = (),
+) -> Sampled:
+    """`dtypes`: what logits pass through."""
     generator = torch.Generator().manual_seed(len(params))
     logits = 2 * torch.randn((len(params), VOCAB), generator=generator)
+    for dtype in dtypes:
+        logits = logits.to(dtype)
     words = torch.randint(-(1 << 31), (1 << 31) - 1, (len(params), 3), generator=generator).int()
     return run_sampler(
         logits,
@@ -59,6 +71,31 @@ def test_the_kernels_draw_the_tokens_of_torch(step: str, is_masked: bool) -> Non
     assert torch.equal(got.tokens, expected.tokens)
     assert torch.equal(got.is_sound, expected.is_sound)
     torch.testing.assert_close(got.top_logprobs, expected.top_logprobs)
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_halves_are_widened_only_where_something_is_added(step: str, is_masked: bool) -> None:
+    ops, drawn_from = triton_sample_ops(torch.bfloat16), []
+
+    def draw(logits: Tensor, *given: Any) -> Any:
+        drawn_from.append(logits.dtype)
+        return ops.draw(logits, *given)
+
+    seeing = dataclasses.replace(ops, draw=draw)
+    half, params = (torch.bfloat16,), STEPS[step]
+    got = run(seeing, params, is_masked=is_masked, dtypes=half)
+    expected = run(PLAIN_OPS, params, is_masked=is_masked, dtypes=(*half, torch.float32))
+    assert drawn_from == [torch.float32 if step in ("penalised", "all") else torch.bfloat16]
+    assert torch.equal(got.tokens, expected.tokens)
+    torch.testing.assert_close(got.top_logprobs, expected.top_logprobs)
+
+
+def test_torch_draws_of_halves_what_it_draws_of_them_as_float32() -> None:
+    params, half = STEPS["limited"], (torch.bfloat16,)
+    got = run(PLAIN_OPS, params, is_masked=False, dtypes=half)
+    expected = run(PLAIN_OPS, params, is_masked=False, dtypes=(*half, torch.float32))
+    assert torch.equal(got.tokens, expected.tokens)
 
 
 def test_the_kernels_read_the_columns_that_the_tables_have() -> None:
