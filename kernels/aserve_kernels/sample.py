@@ -127,8 +127,12 @@ def _scaled(
 
 
 @triton.jit
-def _divisor(temperature: tl.tensor) -> tl.tensor:
-    return tl.where(temperature > 0, temperature, 1.0)
+def _temperature(
+    floats: tl.tensor, row: tl.tensor, float_stride: int
+) -> tuple[tl.tensor, tl.tensor]:
+    """As it was asked for, and what logits are divided by."""
+    asked = tl.load(floats + row * float_stride + TEMPERATURE).to(tl.float32)
+    return asked, tl.where(asked > 0, asked, 1.0)
 
 
 @triton.jit
@@ -164,12 +168,11 @@ def _scan(
     temperature = 1.0
     is_drawn = False
     if HAS_NOISE:
-        temperature = tl.load(floats + row * float_stride + TEMPERATURE).to(tl.float32)
+        asked, temperature = _temperature(floats, row, float_stride)
         top_k = 0
         if HAS_LIMITS:
             top_k = tl.load(ints + row * int_stride + TOP_K)
-        is_drawn = _is_drawn(temperature, top_k)
-        temperature = _divisor(temperature)
+        is_drawn = _is_drawn(asked, top_k)
     scaled = _scaled(logits + place * stride, columns, vocab_size, temperature)
     largest = tl.max(scaled, axis=0)
     tl.store(softmax + part * 2, largest)
@@ -233,13 +236,12 @@ def _merge(
         tl.store(values + place * (RANKED + 2) + RANKED, largest)
         tl.store(values + place * (RANKED + 2) + RANKED + 1, total)
         row = tl.load(rows + place)
-        temperature = tl.load(floats + row * float_stride + TEMPERATURE).to(tl.float32)
+        asked, temperature = _temperature(floats, row, float_stride)
         top_k = tl.load(ints + row * int_stride + TOP_K)
         top_p = tl.load(floats + row * float_stride + TOP_P)
         min_p = tl.load(floats + row * float_stride + MIN_P)
         has_top_k = (top_k > 0) & (top_k < vocab_size)
-        has_limit = (temperature > 0) & (has_top_k | (top_p < 1) | (min_p > 0))
-        temperature = _divisor(temperature)
+        has_limit = (asked > 0) & (has_top_k | (top_p < 1) | (min_p > 0))
         ranked = tl.arange(0, RANKED)
         is_wanted = largest < float("inf")  # none is, once a candidate surely belongs to the set
         for attempt in tl.static_range(TRIES):
@@ -295,9 +297,7 @@ def _rank(
     own = own[:, None]
     own_ids = tl.load(ids + place * RANKED + ranked)[:, None]
     largest = tl.load(values + place * (RANKED + 2) + RANKED)
-    row = tl.load(rows + place)
-    temperature = tl.load(floats + row * float_stride + TEMPERATURE).to(tl.float32)
-    temperature = _divisor(temperature)
+    _, temperature = _temperature(floats, tl.load(rows + place), float_stride)
     count = tl.zeros((RANKED, TILE), tl.int32)
     mass = tl.zeros((RANKED, TILE), tl.float32)
     for start in range(0, end, TILE):
@@ -372,9 +372,8 @@ def _settle(
         chosen = tl.sum(tl.where(ranked == tl.where(is_known, first, 0), token, 0), axis=0)
         tl.store(tokens + place, tl.maximum(chosen, 0).to(tl.int64))
     else:
-        temperature = tl.load(floats + row * float_stride + TEMPERATURE).to(tl.float32)
-        is_drawn = _is_drawn(temperature, top_k)
-        temperature = _divisor(temperature)
+        asked, temperature = _temperature(floats, row, float_stride)
+        is_drawn = _is_drawn(asked, top_k)
         start = gumbel_start(tl.load(ints + row * int_stride + SEED), tl.load(positions + place))
         # What is worse than something outside is outside. For the mass of the top k all of these
         # are needed.
