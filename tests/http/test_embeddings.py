@@ -49,6 +49,19 @@ async def test_every_kind_of_input_is_answered_in_its_order(
     assert answer.model == "parrot"
 
 
+@pytest.mark.parametrize(("kept", "num_tokens"), [(2, 2), (-1, MAX_MODEL_LEN)])
+async def test_of_a_longer_input_the_last_tokens_are_embedded(
+    client: openai.AsyncOpenAI, kept: int, num_tokens: int
+) -> None:
+    answer = await client.embeddings.create(
+        model="echo",
+        input=[1, *[5] * MAX_MODEL_LEN],
+        extra_body={"truncate_prompt_tokens": kept},
+    )
+    assert answer.data[0].embedding == pytest.approx(VECTOR)
+    assert answer.usage.prompt_tokens == num_tokens
+
+
 async def test_fewer_dimensions_have_length_one_again(client: openai.AsyncOpenAI) -> None:
     answer = await client.embeddings.create(model="echo", input="text", dimensions=2)
     assert answer.data[0].embedding == pytest.approx([0.6, 0.8])
@@ -70,6 +83,7 @@ def test_a_vector_of_zeros_stays_one() -> None:
         ({"input": [10**6]}, "input", "token_id_out_of_range"),
         ({"input": ["a"] * 513}, "input", "array_above_max_length"),
         ({"input": "a", "dimensions": 0}, "dimensions", "integer_below_min_value"),
+        ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "invalid_value"),
         ({"input": "a", "dimensions": 4}, "dimensions", "integer_above_max_value"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format", "invalid_type"),
         ({"input": "a", "model": "other"}, "model", "model_not_found"),

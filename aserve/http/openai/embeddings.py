@@ -14,7 +14,7 @@ from aiohttp import web
 from aserve.errors import ErrorInfo, InvalidRequest
 from aserve.http.errors import RequestFailed
 from aserve.http.openai.call import Origin, check_model
-from aserve.http.openai.limits import MAX_SEQUENCES, check_length, check_range
+from aserve.http.openai.limits import MAX_SEQUENCES, check_kept, check_length, check_range
 from aserve.http.openai.prompts import prompts_of
 from aserve.http.openai.schema import EmbeddingBody
 from aserve.http.origin import origin_of
@@ -73,10 +73,11 @@ async def embeddings(
 def embedding_requests(body: EmbeddingBody, origin: Origin) -> list[GenerateRequest]:
     if body.model is not None:
         check_model(body.model, origin.model_names)
-    for name in ("dimensions", "priority", "timeout"):
+    for name in ("dimensions", "truncate_prompt_tokens", "priority", "timeout"):
         value = getattr(body, name)
         if value is not None:
             check_range(value, name)
+    check_kept(body.truncate_prompt_tokens)
     prompts = prompts_of(body.input, param="input")
     check_length(prompts, MAX_SEQUENCES, param="input")
     return [
@@ -86,6 +87,7 @@ def embedding_requests(body: EmbeddingBody, origin: Origin) -> list[GenerateRequ
             sampling=EMBED,
             priority=body.priority or 0,
             timeout_s=body.timeout,
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
             embeds=True,
         )
         for i, prompt in enumerate(prompts)

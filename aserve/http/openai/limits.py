@@ -73,17 +73,22 @@ def check_limits(body: GenerationBody) -> None:
     for word in body.bad_words or ():
         check_text(word, MAX_BAD_WORD_CHARS, param="bad_words")
     check_text(body.cache_salt or "", MAX_SALT_CHARS, param="cache_salt")
-    if body.truncate_prompt_tokens == 0:
+    check_kept(body.truncate_prompt_tokens)
+    check_length(body.stop_token_ids or (), MAX_STOP_TOKEN_IDS, param="stop_token_ids")
+    check_length(body.logit_bias or (), MAX_LOGIT_BIAS, param="logit_bias")
+    for token_id, bias in (body.logit_bias or {}).items():
+        check_within(bias, Range(-MAX_BIAS, MAX_BIAS), param=f"logit_bias.{token_id}")
+
+
+def check_kept(num_tokens: int | None) -> None:
+    """How many tokens of a prompt are kept; its range is checked with all others."""
+    if num_tokens == 0:
         raise InvalidRequest(
             "Invalid 'truncate_prompt_tokens': 0 would leave nothing of the prompt. Expected a "
             "positive number, or -1 for what fits.",
             param="truncate_prompt_tokens",
             code="invalid_value",
         )
-    check_length(body.stop_token_ids or (), MAX_STOP_TOKEN_IDS, param="stop_token_ids")
-    check_length(body.logit_bias or (), MAX_LOGIT_BIAS, param="logit_bias")
-    for token_id, bias in (body.logit_bias or {}).items():
-        check_within(bias, Range(-MAX_BIAS, MAX_BIAS), param=f"logit_bias.{token_id}")
 
 
 def check_range(value: float, name: str) -> None:

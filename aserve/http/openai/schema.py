@@ -146,6 +146,7 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
     input: TextsOrIds | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
+    truncate_prompt_tokens: int | None = None
     user: str | None = None
     priority: int | None = None
     timeout: float | None = None
