@@ -24,7 +24,6 @@ from aserve.gpu.future_map import SEQ_LEN
 from aserve.gpu.graphs import StepGraphs
 from aserve.gpu.host_slots import HostSlot, HostSlots
 from aserve.gpu.padding_batch import padding_batch
-from aserve.gpu.resolve import stage_tables
 from aserve.gpu.results import Layout, Tokens, check_step, read_tokens, seq_lens
 from aserve.gpu.runner import HeldSample, ModelRunner
 from aserve.gpu.sample.plan import RowFacts
@@ -184,21 +183,17 @@ class TorchExecutor:
         self._facts.write(batch.row_inits)
         vocab_size, slice_len = self.spec.vocab_size, self._slice_len
         plan = plan_step(batch, self._facts, vocab_size=vocab_size, slice_len=slice_len)
-        body, tables = HostSections(), HostSections()
-        stage_tables(batch, tables, self._runner.state)
         publish = functools.partial(self._publish, plan, ticket)
-        graph = self._graphs.find(plan, tables)
-        if graph is None:
-            if self._runner.shortcut_of(plan) is None:
-                plan.stage(body)
-            staged = self._stage(body, tables)
+        graph = self._graphs.find(plan)
+        if graph is not None:
+            padded = graph.padded(plan)
+            sections = self._runner.stage(padded)
+            self._stage(sections, buffer=graph.room_for(sections))
+            packed = self._graphs.replay(graph, padded, publish)
+        else:
+            staged = self._stage(self._runner.stage(plan))
             self._runner.apply(batch, staged)
             packed = self._runner.step(plan, staged, publish)
-        else:
-            padded = plan.padded(graph.shape.num_rows)
-            padded.stage(body)
-            self._runner.apply(batch, self._stage(body, tables, buffer=self._graphs.words))
-            packed = self._graphs.replay(graph, padded, body, publish)
         self._held_lens.update(_ends(plan))
         read = functools.partial(self._read_step, plan, packed.layout, ticket)
         self._copy_out(packed.words, read)
@@ -240,18 +235,11 @@ class TorchExecutor:
             slice_len=self._slice_len,
         )
 
-    def _stage(self, *parts: HostSections, buffer: Tensor | None = None) -> DeviceSections:
-        """The one copy of a step's host values, each part behind the one before. The slot is free
-        again after the next event.
-        """
-        num_words = sum(part.num_words for part in parts)
-        slot = self._staging.take(num_words)
-        places: dict[str, slice] = {}
-        start = 0
-        for part in parts:
-            places |= part.write(slot.words, start=start)
-            start += part.num_words
-        words = self._device.stage(slot.buffer[:num_words], buffer)
+    def _stage(self, sections: HostSections, buffer: Tensor | None = None) -> DeviceSections:
+        """The one copy of a step's host values. The slot is free again after the next event."""
+        slot = self._staging.take(sections.num_words)
+        places = sections.write(slot.words)
+        words = self._device.stage(slot.front(sections.num_words), buffer)
         self._staged.append(slot)
         return DeviceSections(words, places)
 
@@ -261,9 +249,9 @@ class TorchExecutor:
 
     def _copy_out(self, values: Tensor, read: Callable[[ArrayI32], Callable[[], None]]) -> None:
         """values: int32 [n]; `read` gets them once they are there, as a copy of its own."""
-        slot = self._results.take(len(values))
         num_words = len(values)
-        event = self._device.copy_out(values, slot.buffer[:num_words])
+        slot = self._results.take(num_words)
+        event = self._device.copy_out(values, slot.front(num_words))
 
         def land() -> Callable[[], None]:
             words = slot.words[:num_words].copy()

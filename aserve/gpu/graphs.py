@@ -11,7 +11,6 @@ import dataclasses
 import logging
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,10 +23,8 @@ from aserve.gpu.results import Layout, Packed
 from aserve.gpu.runner import ModelRunner
 from aserve.gpu.sections import DeviceSections, HostSections
 from aserve.gpu.step_plan import StepPlan
-from aserve.gpu.step_shape import ShapeTable, StepShape, padding_plan, shape_of
-from aserve.messages import ArrayI32, EngineSpec
-
-TABLE_WORDS = 1 << 12  # room for a step's table writes; a step with more runs eagerly
+from aserve.gpu.step_shape import ShapeTable, StepShape, padded_plan, padding_plan, shape_of
+from aserve.messages import EngineSpec
 
 logger = logging.getLogger(__name__)
 
@@ -43,18 +40,30 @@ class GraphParts:
 
 @dataclass(frozen=True, slots=True)
 class StepGraph:
-    """One shape's; `num_words` are those of a step's body, at the front of the graphs' buffer."""
+    """One shape's; `words`: where it reads its step's, int32 [n]."""
 
     shape: StepShape
     captured: Captured
     layout: Layout
-    num_words: int
+    words: Tensor
+
+    def padded(self, plan: StepPlan) -> StepPlan:
+        return padded_plan(plan, self.shape)
+
+    def room_for(self, sections: HostSections) -> Tensor:
+        """`words`, which these must fill."""
+        if sections.num_words != len(self.words):
+            raise BugError(
+                f"a step of {self.shape} has {sections.num_words} words; its graph was captured "
+                f"with {len(self.words)}"
+            )
+        return self.words
 
 
 class StepGraphs:
-    """`words`: where every graph reads its step's words, and room for what stands behind them."""
+    """All read their step's words at the front of one buffer."""
 
-    __slots__ = ("_graphs", "_parts", "_planned_for", "_plans", "_refused", "_wished", "words")
+    __slots__ = ("_graphs", "_parts", "_planned_for", "_plans", "_refused", "_wished", "_words")
 
     def __init__(self, parts: GraphParts) -> None:
         self._parts = parts
@@ -64,10 +73,9 @@ class StepGraphs:
         self._plans: dict[StepShape, object] = {}  # of attention
         self._planned_for: tuple[int, StepShape] | None = None
         shapes = parts.table.largest_first()
-        num_words = max((len(_staged(self._padding(shape)).words) for shape in shapes), default=0)
-        self.words = torch.zeros(
-            num_words + TABLE_WORDS, dtype=torch.int32, device=parts.device.torch_device
-        )
+        staged = (parts.runner.stage(self._padding(shape)) for shape in shapes)
+        num_words = max((sections.num_words for sections in staged), default=0)
+        self._words = torch.zeros(num_words, dtype=torch.int32, device=parts.device.torch_device)
 
     @property
     def about(self) -> str:
@@ -83,7 +91,7 @@ class StepGraphs:
         self._wished = dict.fromkeys(self._parts.table.largest_first())
         return len(self._wished)
 
-    def find(self, plan: StepPlan, tables: HostSections) -> StepGraph | None:
+    def find(self, plan: StepPlan) -> StepGraph | None:
         """None for a step that runs eagerly; if it need not, its graph is wished for.
 
         WHY a replay is not always best: where attention dominates, a way of it that saves most of
@@ -94,7 +102,7 @@ class StepGraphs:
             return None
         shape = shape_of(plan)
         padded = None if shape is None else self._parts.table.padded(shape)
-        if padded is None or padded.sampling in self._refused or tables.num_words > TABLE_WORDS:
+        if padded is None or padded.sampling in self._refused:
             return None
         graph = self._graphs.get(padded)
         if graph is None:
@@ -111,17 +119,8 @@ class StepGraphs:
             planner.refresh(self._plans[graph.shape], plan.kv_lens + plan.spans)
             self._planned_for = step
 
-    def replay(
-        self, graph: StepGraph, plan: StepPlan, body: HostSections, publish: OnPublish
-    ) -> Packed:
-        """`plan` is padded, and `body`, which it has staged, is at the front of `words`. The result
-        is a copy.
-        """
-        if body.num_words != graph.num_words:
-            raise BugError(
-                f"step {plan.iteration} has {body.num_words} words; its graph was captured with "
-                f"{graph.num_words}"
-            )
+    def replay(self, graph: StepGraph, plan: StepPlan, publish: OnPublish) -> Packed:
+        """`plan` is padded, and its words are where the graph reads them. The result is a copy."""
         self.plan_ahead(graph, plan)
         words = graph.captured.replay(lambda lens: publish(lens.clone()))
         return Packed(words.clone(), graph.layout)
@@ -160,29 +159,19 @@ class StepGraphs:
             of_forward = StaticShape(shape.num_rows, shape.width, parts.spec.max_model_len)
             self._plans[shape] = planner.make(of_forward)
             plan = dataclasses.replace(plan, attention_plan=self._plans[shape])
-        staged = _staged(plan)
-        host = parts.device.host_buffer(len(staged.words))
-        host.numpy()[:] = staged.words
-        words = parts.device.stage(host, self.words)
+        sections = parts.runner.stage(plan)
+        host = parts.device.host_buffer(sections.num_words)
+        host.numpy().fill(0)
+        places = sections.write(host.numpy())
+        words = parts.device.stage(host, self._words[: len(host)])
         layouts: list[Layout] = []
 
         def body(cut: Cut) -> Tensor:
-            packed = parts.runner.step(plan, DeviceSections(words, staged.places), cut)
+            sections = DeviceSections(words, places)
+            parts.runner.apply(plan.batch, sections)
+            packed = parts.runner.step(plan, sections, cut)
             layouts.append(packed.layout)
             return packed.words
 
         captured = parts.device.capture(body)
-        return StepGraph(shape, captured, layouts[-1], len(words))
-
-
-@dataclass(frozen=True, slots=True)
-class _Staged:
-    words: ArrayI32
-    places: dict[str, slice]
-
-
-def _staged(plan: StepPlan) -> _Staged:
-    sections = HostSections()
-    plan.stage(sections)
-    words = np.zeros(sections.num_words, np.int32)
-    return _Staged(words, sections.write(words))
+        return StepGraph(shape, captured, layouts[-1], words)

@@ -13,7 +13,6 @@ import torch
 
 from aserve.errors import ConfigError
 from aserve.gpu.device.base import Device, slice_len_of
-from aserve.gpu.resolve import stage_tables
 from aserve.gpu.runner import ModelRunner
 from aserve.gpu.sample.plan import RowFacts
 from aserve.gpu.sections import DeviceSections, HostSections
@@ -60,11 +59,9 @@ def _run(
     facts.write(batch.row_inits)
     slice_len = slice_len_of(device, vocab_size=spec.vocab_size)
     plan = plan_step(batch, facts, vocab_size=spec.vocab_size, slice_len=slice_len)
-    body, tables = HostSections(), HostSections()
-    plan.stage(body)
-    stage_tables(batch, tables, runner.state)
-    runner.apply(batch, _staged(device, tables))
-    runner.step(plan, _staged(device, body), lambda _lens: None)
+    staged = _staged(device, runner.stage(plan))
+    runner.apply(batch, staged)
+    runner.step(plan, staged, lambda _lens: None)
 
 
 def _staged(device: Device, sections: HostSections) -> DeviceSections:

@@ -20,12 +20,12 @@ from aserve.gpu.forward_batch import NO_OVERRIDES, ForwardBatch, ForwardOverride
 from aserve.gpu.future_map import SEQ_LEN, FutureMap
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.prompt_values import value_prompts
-from aserve.gpu.resolve import DeviceState, Resolve, apply_tables, resolve
+from aserve.gpu.resolve import DeviceState, Resolve, apply_tables, resolve, stage_tables
 from aserve.gpu.results import Packed, pack
 from aserve.gpu.sample.logits_rows import LogitsRows
 from aserve.gpu.sample.ops import PLAIN_OPS, SampleOps
 from aserve.gpu.sample.sampler import Sampled, Sampler, Staged
-from aserve.gpu.sections import DeviceSections
+from aserve.gpu.sections import DeviceSections, HostSections
 from aserve.gpu.shortcut import Shortcut
 from aserve.gpu.step_plan import LogitsPlan, StepPlan
 from aserve.messages import ScheduleBatch
@@ -81,6 +81,14 @@ class ModelRunner:
         self._held_lens = torch.zeros_like(self.relay.written_iter)
         self._own_lens = torch.full_like(self.relay.written_iter, UNKNOWN)  # debug checks only
         self._held_logits: Tensor | None = None  # [max_rows + 1, vocab], once a row is held
+
+    def stage(self, plan: StepPlan) -> HostSections:
+        """What `apply` and `step` read of the host."""
+        sections = HostSections()
+        if self.shortcut_of(plan) is None:
+            plan.stage(sections)
+        stage_tables(plan.batch, sections, self.state)
+        return sections
 
     def apply(self, batch: ScheduleBatch, tables: DeviceSections) -> None:
         """New tenants and pages, before the step itself."""

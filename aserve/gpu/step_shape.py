@@ -16,7 +16,7 @@ import numpy as np
 from aserve.gpu.padding_batch import padding_batch
 from aserve.gpu.sample.plan import RowFacts
 from aserve.gpu.step_plan import StepPlan, plan_step
-from aserve.messages import EngineSpec, VerifyPlan, pack_i32
+from aserve.messages import EngineSpec, PageWrites, VerifyPlan, pack_i32
 
 GREEDY, NOISE, FILTER = "greedy", "noise", "filter"  # each draws as those before it, too
 FEW = (1, 2, 4)
@@ -26,7 +26,8 @@ STRIDE = 8
 @dataclass(frozen=True, slots=True)
 class StepShape:
     """Each row has `width` tokens: its last one, and so many drafts less one. All are sampled, with
-    nothing but what `sampling` says.
+    nothing but what `sampling` says. None is a new tenant, and each layer group gives them no more
+    pages than they are.
     """
 
     num_rows: int
@@ -38,6 +39,9 @@ def shape_of(plan: StepPlan) -> StepShape | None:
     num_rows = len(plan.rows)
     logits = plan.logits
     if not num_rows or len(logits.rows) != num_rows or plan.prompts is not None:
+        return None
+    batch = plan.batch
+    if batch.row_inits or any(len(part.rows) > len(batch.rows) for part in batch.page_writes):
         return None
     width = int(plan.spans[0])
     is_even = (plan.spans == width).all() and (plan.num_drafts == width - 1).all()
@@ -81,6 +85,21 @@ class ShapeTable:
         ]
 
 
+def padded_plan(plan: StepPlan, shape: StepShape) -> StepPlan:
+    """With as many rows as the shape, and as many page writes in each group."""
+    writes = tuple(_padded(part, shape.num_rows) for part in plan.batch.page_writes)
+    batch = msgspec.structs.replace(plan.batch, page_writes=writes)
+    return dataclasses.replace(plan.padded(shape.num_rows), batch=batch)
+
+
+def _padded(writes: PageWrites, num: int) -> PageWrites:
+    """What is missing puts page 0 in column 0 of row 0, where it is already."""
+    size = len(pack_i32([0] * num))
+    return PageWrites(
+        *(part.ljust(size, b"\0") for part in (writes.rows, writes.columns, writes.pages))
+    )
+
+
 def padding_plan(shape: StepShape, spec: EngineSpec, *, slice_len: int) -> StepPlan:
     """A step of padding rows, which says of the host what holds for each step of this shape."""
     drafts = pack_i32([shape.width - 1] * shape.num_rows)
@@ -99,7 +118,7 @@ def padding_plan(shape: StepShape, spec: EngineSpec, *, slice_len: int) -> StepP
         for part in plan.logits.slices
     )
     return dataclasses.replace(
-        plan,
+        padded_plan(plan, shape),
         len_bounds=np.full(shape.num_rows, spec.max_model_len, np.int32),
         is_exact=False,
         logits=dataclasses.replace(plan.logits, slices=tuple(slices)),

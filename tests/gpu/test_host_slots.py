@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aserve.gpu.device.cpu import CpuDevice
-from aserve.gpu.host_slots import MIN_WORDS, HostSlots
+from aserve.gpu.host_slots import MAX_FRONTS, MIN_WORDS, HostSlots
 
 
 def test_a_slot_is_used_again_only_after_it_was_given_back() -> None:
@@ -28,4 +28,13 @@ def test_a_free_slot_that_is_too_small_is_not_used() -> None:
 def test_words_and_buffer_are_the_same_memory() -> None:
     slot = HostSlots(CpuDevice()).take(3)
     slot.words[:3] = [7, -1, 2**31 - 1]
-    assert slot.buffer[:3].tolist() == [7, -1, 2**31 - 1]
+    assert slot.front(3).tolist() == [7, -1, 2**31 - 1]
+
+
+def test_a_front_of_the_same_length_is_made_once_and_not_kept_for_ever() -> None:
+    slot = HostSlots(CpuDevice()).take(MIN_WORDS)
+    first = slot.front(7)
+    assert slot.front(7) is first
+    for num_words in range(8, 8 + MAX_FRONTS):
+        assert len(slot.front(num_words)) == num_words
+    assert slot.front(7) is not first

@@ -66,8 +66,8 @@ class Device(Protocol):
         """int32 [num_words] on the host, such that copies to and from it do not block."""
 
     def stage(self, host: Tensor, buffer: Tensor | None = None) -> Tensor:
-        """A copy of `host` on the device, at the front of `buffer` if one is given; `host` may
-        change once an event after this is done.
+        """A copy of `host` on the device, in `buffer` if one is given, which is as long; `host`
+        may change once an event after this is done.
         """
 
     def capture(self, body: Callable[[Cut], Tensor]) -> Captured:

@@ -75,7 +75,7 @@ class CpuDevice:
         return torch.empty(num_words, dtype=torch.int32)
 
     def stage(self, host: Tensor, buffer: Tensor | None = None) -> Tensor:
-        return host.clone() if buffer is None else buffer[: len(host)].copy_(host)
+        return host.clone() if buffer is None else buffer.copy_(host)
 
     def capture(self, body: Callable[[Cut], Tensor]) -> Captured:
         return record(body)

@@ -83,7 +83,7 @@ class CudaDevice:
         """NOTE: on the stream of forwards, where whatever reads the words comes later."""
         if buffer is None:
             buffer = torch.empty(len(host), dtype=host.dtype, device=self.torch_device)
-        return buffer[: len(host)].copy_(host, non_blocking=True)
+        return buffer.copy_(host, non_blocking=True)
 
     def capture(self, body: Callable[[Cut], Tensor]) -> Captured:
         """NOTE: run once before, `body` compiles its kernels and makes its libraries' workspaces,
