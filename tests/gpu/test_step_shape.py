@@ -17,11 +17,12 @@ from aserve.gpu.step_shape import (
     NOISE,
     ShapeTable,
     StepShape,
+    padded_plan,
     padding_plan,
     row_counts,
     shape_of,
 )
-from aserve.messages import EngineSpec, RowInit, ScheduleBatch, VerifyPlan, pack_i32
+from aserve.messages import EngineSpec, PageWrites, RowInit, ScheduleBatch, VerifyPlan, pack_i32
 from tests.gpu.batch_builder import greedy
 from tests.gpu.drive import make_executor
 from tests.gpu.hash_model import VOCAB, HashModel
@@ -52,6 +53,12 @@ def step(*inits: RowInit, spans: tuple[int, ...] = (), **changes: Any) -> StepPl
     )
 
 
+def writes(*each: tuple[int, int, int]) -> PageWrites:
+    """Of a row, a column, and its page."""
+    rows, columns, pages = zip(*each, strict=True) if each else ((), (), ())
+    return PageWrites(pack_i32(rows), pack_i32(columns), pack_i32(pages))
+
+
 @pytest.mark.parametrize(
     ("plan", "shape"),
     [
@@ -62,6 +69,10 @@ def step(*inits: RowInit, spans: tuple[int, ...] = (), **changes: Any) -> StepPl
         (
             step(greedy(1), greedy(2), spans=(2, 2), verify=VerifyPlan(pack_i32([1, 1]))),
             StepShape(2, 2, GREEDY),
+        ),
+        (
+            step(greedy(1), greedy(2), page_writes=(writes((2, 5, 7)), writes())),
+            StepShape(2, 1, GREEDY),
         ),
     ],
 )
@@ -84,6 +95,8 @@ def test_steps_whose_rows_are_alike_have_a_shape(plan: StepPlan, shape: StepShap
         step(greedy(1, allowed_ids=(3, 4))),
         step(greedy(1, num_logprobs=0)),
         step(greedy(1, embeds=True, prompt_len=11)),
+        step(greedy(1), row_inits=(greedy(1),)),
+        step(greedy(1), page_writes=(writes((1, 0, 3)), writes((1, 0, 3), (1, 1, 4)))),
     ],
 )
 def test_what_needs_more_than_a_graph_has_runs_eagerly(plan: StepPlan) -> None:
@@ -146,6 +159,16 @@ def test_padding_adds_rows_of_no_length_where_the_graph_expects_them(width: int)
     own = staged(plan)
     for name, words in own.items():
         assert padded[name][: len(words)] == words, name
+
+
+def test_each_row_of_a_padded_step_has_room_for_a_page_of_each_group() -> None:
+    """What is left over puts page 0 where the padding row has it already."""
+    plan = step(greedy(2), greedy(3), page_writes=(writes((3, 7, 9)), writes()))
+    padded = padded_plan(plan, StepShape(4, 1, GREEDY)).batch
+    nothing = (0, 0, 0)
+    assert padded.page_writes == (writes((3, 7, 9), *[nothing] * 3), writes(*[nothing] * 4))
+    captured = padding_plan(StepShape(4, 1, GREEDY), spec(), slice_len=8).batch
+    assert captured.page_writes == (writes(*[nothing] * 4),)
 
 
 def test_a_capture_knows_of_the_host_what_holds_for_every_step_of_its_shape() -> None:
