@@ -54,6 +54,16 @@ def add_product(a: Lanes, b: Lanes, c: Lanes) -> Lanes:
     return a + b * c
 
 
+def greater(a: Lanes, b: Lanes) -> Lanes:
+    """Of each pair of lanes, the greater one; that of b where they do not compare."""
+    return np.where(a > b, a, b)
+
+
+def greatest(lanes: Lanes) -> np.float32:
+    most: np.float32 = lanes.max()
+    return most
+
+
 def splat(value: np.float32) -> Lanes:
     return np.full(LANES, value, np.float32)
 
@@ -135,6 +145,31 @@ def _add_product(typing: Any, a: Any, b: Any, c: Any) -> Emitted:
         return _fused(builder, args[1], args[2], args[0])
 
     return KIND(KIND, KIND, KIND), emit
+
+
+@intrinsic
+def _greater(typing: Any, a: Any, b: Any) -> Emitted:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _chosen(builder, args[0], args[1])
+
+    return KIND(KIND, KIND), emit
+
+
+@intrinsic
+def _greatest(typing: Any, lanes: Any) -> Emitted:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        left = args[0]
+        for distance in (8, 4, 2, 1):
+            turned = [lane ^ distance for lane in range(LANES)]
+            other = builder.shuffle_vector(left, left, ir.Constant(BITS, turned))
+            left = _chosen(builder, left, other)
+        return builder.extract_element(left, ir.Constant(ir.IntType(32), 0))
+
+    return types.float32(KIND), emit
+
+
+def _chosen(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
 @intrinsic
@@ -220,6 +255,16 @@ def _of_prefetch(source: Any, start: Any) -> Callable[[Floats, int], None]:
 @overload(add_product, inline="always", strict=False)
 def _of_add_product(a: Any, b: Any, c: Any) -> Callable[[Lanes, Lanes, Lanes], Lanes]:
     return lambda a, b, c: _add_product(a, b, c)
+
+
+@overload(greater, inline="always", strict=False)
+def _of_greater(a: Any, b: Any) -> Callable[[Lanes, Lanes], Lanes]:
+    return lambda a, b: _greater(a, b)
+
+
+@overload(greatest, inline="always", strict=False)
+def _of_greatest(lanes: Any) -> Callable[[Lanes], np.float32]:
+    return lambda lanes: _greatest(lanes)
 
 
 @overload(splat, inline="always", strict=False)

@@ -12,6 +12,8 @@ from aserve_kernels.cpu.lanes import (
     LANES,
     add_product,
     dot_products,
+    greater,
+    greatest,
     load,
     prefetch,
     splat,
@@ -51,3 +53,21 @@ def test_a_line_is_multiplied_with_each_of_sixteen(function) -> None:
     function(line, lines, target)
     expected = lines[3:].reshape(LANES, width) @ line[1:]
     assert target.tolist() == [0, 0, *expected.tolist(), 0]
+
+
+def compared(a: Float32s, b: Float32s, target: Float32s) -> None:
+    """target[:16] = the greater of a and b, lane by lane; target[16] = the greatest of all."""
+    lanes = greater(load(a, 0), load(b, 0))
+    store(lanes, target, 0)
+    target[LANES] = greatest(lanes)
+
+
+@pytest.mark.parametrize("function", [compared, njit(compared)])
+@pytest.mark.parametrize("most_at", range(LANES))
+def test_the_greatest_is_found_in_every_lane(function, most_at: int) -> None:
+    a = np.full(LANES, -np.inf, np.float32)
+    b = np.linspace(-3, 3, LANES, dtype=np.float32)
+    a[most_at] = 4
+    target = np.zeros(LANES + 1, np.float32)
+    function(a, b, target)
+    assert target.tolist() == [*np.maximum(a, b).tolist(), 4]
