@@ -22,10 +22,9 @@ from aserve_kernels.penalties import penalise
 from aserve_kernels.prepare_inputs import Tables, Words, prepare_inputs
 from aserve_kernels.relay_rows import gather_rows, scatter_rows
 from aserve_kernels.rms_norm import add_rms_norm, rms_norm
-from aserve_kernels.rope import rope
 from aserve_kernels.row_columns import FLOAT_COLUMNS, INT_COLUMNS
 from aserve_kernels.sample import sample
-from aserve_kernels.store_kv import store_kv
+from aserve_kernels.turn_and_store import turn_and_store
 
 PAGE_SIZE = 16
 EPS = 1e-6
@@ -70,21 +69,16 @@ def make_gated_mul(sizes: Sizes, where: torch.device) -> Case:
     return Case(lambda: gated_mul(joined, "silu"), joined.nbytes * 3 // 2)
 
 
-def make_rope(sizes: Sizes, where: torch.device) -> Case:
-    """Of a projection of q, k and v; heads are normed before."""
+def make_turn_and_store(sizes: Sizes, where: torch.device) -> Case:
+    """Of a projection of q, k and v, each read and written once; q and k are normed before."""
     num_turned = sizes.heads + sizes.kv_heads
-    joined = _draw((sizes.tokens, num_turned + sizes.kv_heads, sizes.head_dim), where)
-    heads, turns = joined[:, :num_turned], _draw((sizes.tokens, sizes.head_dim), where)
+    heads = _draw((sizes.tokens, num_turned + sizes.kv_heads, sizes.head_dim), where)
+    turns = _draw((sizes.tokens, sizes.head_dim), where)
     weight = torch.ones((num_turned, sizes.head_dim), device=where)
-    num_bytes = 2 * heads.numel() * heads.itemsize + turns.nbytes
-    return Case(lambda: rope(heads, turns, weight, EPS), num_bytes)
-
-
-def make_store_kv(sizes: Sizes, where: torch.device) -> Case:
-    kv = _draw((2, sizes.tokens, sizes.kv_heads, sizes.head_dim), where)
-    pools = torch.zeros_like(kv)
-    slots = torch.randperm(sizes.tokens, device=where)
-    return Case(lambda: store_kv(kv[0], kv[1], slots, (pools[0], pools[1])), 2 * kv.nbytes)
+    keys = torch.zeros((sizes.tokens, sizes.kv_heads, sizes.head_dim), device=where).bfloat16()
+    pools, slots = (keys, keys.clone()), torch.randperm(sizes.tokens, device=where)
+    work = partial(turn_and_store, heads, slots, pools, turns=turns, weight=weight, eps=EPS)
+    return Case(work, 2 * heads.nbytes + turns.nbytes)
 
 
 def make_paged_decode(sizes: Sizes, where: torch.device) -> Case:
@@ -177,8 +171,7 @@ CASES: Mapping[str, Callable[[Sizes, torch.device], Case]] = {
     "rms_norm": make_norm,
     "add_rms_norm": make_add_norm,
     "gated_mul": make_gated_mul,
-    "rope": make_rope,
-    "store_kv": make_store_kv,
+    "turn_and_store": make_turn_and_store,
     "paged_decode": make_paged_decode,
     "prepare_inputs": make_prepare_inputs,
     "gather_rows": make_gather_rows,

@@ -314,7 +314,7 @@ def _allocate(
             table_shape=(spec.max_rows + 1, pages_per_row),
             dtype=kv_dtype,
             device=where,
-            ways=KvWays(device.zeros, device.store_kv(model.dtype)),
+            ways=KvWays(device.zeros, device.turn_and_store(model.dtype)),
         ),
         tables=RowTables(max_rows=spec.max_rows, device=where),
         relay=FutureMap(

@@ -29,10 +29,9 @@ from aserve_kernels.penalties import penalise
 from aserve_kernels.prepare_inputs import Tables, Words, prepare_inputs
 from aserve_kernels.relay_rows import gather_rows, scatter_rows
 from aserve_kernels.rms_norm import add_rms_norm, rms_norm
-from aserve_kernels.rope import rope
 from aserve_kernels.row_columns import FLOAT_COLUMNS, INT_COLUMNS
 from aserve_kernels.sample import sample
-from aserve_kernels.store_kv import store_kv
+from aserve_kernels.turn_and_store import turn_and_store
 from tests.kernels import paged_case
 
 AMPERE, HOPPER = 80, 90
@@ -49,16 +48,13 @@ def call_gated_mul() -> None:
         gated_mul(torch.zeros((2, 600), dtype=torch.bfloat16), kind)
 
 
-def call_rope() -> None:
-    heads = torch.zeros((2, 5, 128), dtype=torch.bfloat16)
-    rope(heads[:, :3], heads[:, 0, :64])
-    rope(heads[:, :3], heads[:, 0], torch.zeros((3, 128)), 1e-6)
-
-
-def call_store_kv(dtype: torch.dtype = torch.bfloat16) -> None:
-    heads = torch.zeros((2, 5, 128), dtype=torch.bfloat16)
-    pool = torch.zeros((4, 2, 128)).to(dtype)
-    store_kv(heads[:, 1:3], heads[:, 3:], torch.tensor([1, 2]), (pool, pool))
+def call_turn_and_store(dtype: torch.dtype = torch.bfloat16) -> None:
+    """Parts of heads; whole heads, normed; nothing, as where a model turns its heads itself."""
+    heads = torch.zeros((2, 7, 128), dtype=torch.bfloat16)
+    slots, pool = torch.tensor([1, 2]), torch.zeros((4, 2, 128)).to(dtype)
+    for turns, weight in ((heads[:, 0, :64], None), (heads[:, 0], torch.zeros((5, 128)))):
+        turn_and_store(heads, slots, (pool, pool), turns=turns, weight=weight)
+    turn_and_store(heads, slots, (pool, pool), turns=None)
 
 
 def call_invariant_linear(num_outs: int = 300) -> None:
@@ -125,8 +121,7 @@ def call_gather_pages() -> None:
 CALLS: Mapping[str, Callable[[], None]] = {
     "norms": call_norms,
     "gated_mul": call_gated_mul,
-    "rope": call_rope,
-    "store_kv": call_store_kv,
+    "turn_and_store": call_turn_and_store,
     "gather_pages": call_gather_pages,
     "invariant_linear": call_invariant_linear,
     "paged": call_paged,
@@ -147,7 +142,7 @@ HOPPER_CALLS: Mapping[str, Callable[[], None]] = {
     "sample of halves": lambda: call_sample(dtype=torch.bfloat16),
     "sample, noise": lambda: call_sample(1, has_limits=False),
     "prepare_inputs of one token": lambda: call_prepare_inputs(1),
-    "store_kv of 8 bits": lambda: call_store_kv(torch.float8_e4m3fn),
+    "turn_and_store to 8 bits": lambda: call_turn_and_store(torch.float8_e4m3fn),
     "paged of 8 bits": lambda: call_paged(replace(DECODE_AND_CHUNK, kv_dtype=torch.float8_e4m3fn)),
 }
 

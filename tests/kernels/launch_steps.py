@@ -30,9 +30,8 @@ from aserve_kernels.paged_rows import PagedRows, Scoring
 from aserve_kernels.paged_tiles import Cut
 from aserve_kernels.relay_rows import scatter_rows
 from aserve_kernels.rms_norm import add_rms_norm, rms_norm
-from aserve_kernels.rope import rope
 from aserve_kernels.sample import sample
-from aserve_kernels.store_kv import store_kv
+from aserve_kernels.turn_and_store import turn_and_store
 from tests.gpu.device_tables import make_tables, to_device
 
 # Rows and tokens of each.
@@ -85,11 +84,9 @@ def attend(step: DeviceStep, state: DeviceState) -> None:
     placed = step.batch.place(state.pools)
     num_tokens = len(placed.positions)
     heads = torch.zeros((num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM), dtype=torch.bfloat16)
-    rotated, v = heads[:, :-NUM_KV_HEADS], heads[:, -NUM_KV_HEADS:]
-    rotated = rope(rotated, torch.zeros((num_tokens, HEAD_DIM), dtype=torch.bfloat16))
-    q, k = rotated[:, :NUM_HEADS], rotated[:, NUM_HEADS:]
+    turns = torch.zeros((num_tokens, HEAD_DIM), dtype=torch.bfloat16)
     pool = torch.zeros((64, NUM_KV_HEADS, HEAD_DIM), dtype=torch.bfloat16)
-    store_kv(k, v, placed.slots[0], (pool, pool))
+    q = turn_and_store(heads, placed.slots[0], (pool, pool), turns=turns)
     table, rows = state.pools.page_tables[0], step.batch.rows
     paged = PagedRows(table, 4, rows, placed.lens, placed.query_starts, max_len=80)
     for attention in (paged_decode, paged_extend):

@@ -9,16 +9,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from aserve.gpu.kv.stored import TurnAndStore, turn_then_store
+from aserve.gpu.layers.rotary import Turn
 from aserve.gpu.models.layer_spec import LayerSpec
 
 
 class DenseAttend:
-    def __init__(self) -> None:
+    def __init__(self, store: TurnAndStore = turn_then_store) -> None:
+        self._store = store
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self.hidden_position: int | None = None  # as if the KV of that token were lost
 
-    def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: LayerSpec, heads: Tensor, turn: Turn | None) -> Tensor:
+        k, v = heads.new_empty((2, len(heads), layer.num_kv_heads, layer.head_dim))
+        slots = torch.arange(len(heads), device=heads.device)
+        q = self._store(heads, turn, slots, (k, v), (1.0, 1.0))
         keys = self.keys[layer.index] = _appended(self.keys.get(layer.index), k)
         values = self.values[layer.index] = _appended(self.values.get(layer.index), v)
         repeats = layer.num_heads // layer.num_kv_heads

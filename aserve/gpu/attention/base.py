@@ -27,7 +27,7 @@ class AttentionBackend(Protocol):
         """What all layers of one forward share."""
 
     def bind(self, batch: ForwardBatch, plan: object) -> Attend:
-        """The callable that the model gets: stores k and v in the batch's slots, then attends."""
+        """The callable that the model gets: turns, stores in the batch's slots, then attends."""
 
 
 @dataclass(frozen=True, slots=True)

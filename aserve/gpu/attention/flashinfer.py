@@ -37,6 +37,7 @@ from aserve.gpu.attention.plan_slots import PlanSlot, PlanSlots
 from aserve.gpu.attention.static_plans import StaticShape
 from aserve.gpu.device_batch import DeviceBatch
 from aserve.gpu.forward_batch import ForwardBatch
+from aserve.gpu.layers.rotary import Turn
 from aserve.gpu.models.attend import Attend
 from aserve.gpu.models.layer_spec import LayerSpec
 from aserve.messages import ArrayI32
@@ -162,9 +163,9 @@ class FlashInfer:
         found.cascade.list_pages(batch, self._site.pools.page_tables[GROUP], self._gather)
         wrappers, cascades = found.wrappers, found.cascade.wrappers
 
-        def attend(layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: LayerSpec, heads: Tensor, turn: Turn | None) -> Tensor:
             kv = self._site.pools.layers[layer.index]
-            kv.store(batch.slots[kv.group], k, v)
+            q = kv.turn_and_store(heads, turn, batch.slots[kv.group])
             problem, pages = self._problems[layer.index], self._pages[layer.index]
             if problem in cascades:
                 return cascades[problem].run(q.contiguous(), pages)
@@ -214,10 +215,9 @@ class FlashInfer:
             cascade = self._cascades.plan(batch, lens) if num_shared else NO_CASCADE
             attend = self.bind(batch, self._plan(batch, lens, cascade))
             for layer in of_kind.values():
-                heads = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
-                sizes = ((span, num, layer.head_dim) for num in heads)
-                q, k, v = (torch.zeros(s, dtype=self._site.dtype, device=where) for s in sizes)
-                attend(layer, q, k, v)
+                shape = (span, layer.num_heads + 2 * layer.num_kv_heads, layer.head_dim)
+                heads = torch.zeros(shape, dtype=self._site.dtype, device=where)
+                attend(layer, heads, None)
         self._site.device.mark().synchronize()
 
     def _make(self, shape: StaticShape) -> StaticPlan:

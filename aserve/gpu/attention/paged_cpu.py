@@ -19,6 +19,7 @@ from aserve.gpu.attention.capabilities import AttentionSite, Capabilities
 from aserve.gpu.attention.fresh_prompt import choose_fresh_prompt
 from aserve.gpu.forward_batch import ForwardBatch
 from aserve.gpu.kv.pools import KvPools
+from aserve.gpu.layers.rotary import Turn
 from aserve.gpu.models.attend import Attend
 from aserve.gpu.models.layer_spec import LayerSpec
 from aserve_kernels.cpu.paged_attention import (
@@ -84,15 +85,16 @@ class PagedCpu:
             raise BugError(f"step {batch.iteration}: a plan of another backend: {plan!r}")
         longest = int(batch.spans_cpu.max(initial=0))
 
-        def attend(layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: LayerSpec, heads: Tensor, turn: Turn | None) -> Tensor:
             kv = self._pools.layers[layer.index]
-            kv.store(batch.slots[kv.group], k, v)
+            q = kv.turn_and_store(heads, turn, batch.slots[kv.group])
             sees_all = layer.window is None or layer.window >= longest
             part = plan.split if sees_all and layer.softcap is None else plan.every
             out = torch.empty(q.shape, dtype=q.dtype)
             for tokens in part.fresh:
-                own = (q[tokens], k[tokens], v[tokens])
-                out[tokens] = self._fresh_prompt(*own, scale=layer.scale)
+                slots = batch.slots[kv.group][tokens]
+                own = (pool.index_select(0, slots) for pool in (kv.keys, kv.values))
+                out[tokens] = self._fresh_prompt(q[tokens], *own, scale=layer.scale)
             scoring = Scoring(layer.scale, layer.window, layer.softcap)
             rows, workers = part.paged[kv.group], self._num_workers
             paged_attention(q, kv.keys, kv.values, rows, scoring, out=out, num_workers=workers)

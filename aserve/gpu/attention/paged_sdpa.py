@@ -21,6 +21,7 @@ from aserve.gpu.attention.torch_ref import visible
 from aserve.gpu.forward_batch import ForwardBatch
 from aserve.gpu.kv.pools import KvPools, LayerKv
 from aserve.gpu.kv.stored import KV_DTYPES
+from aserve.gpu.layers.rotary import Turn
 from aserve.gpu.models.attend import Attend
 from aserve.gpu.models.layer_spec import LayerSpec
 from aserve.messages import ArrayI32
@@ -67,9 +68,9 @@ class PagedSdpa:
             raise BugError(f"step {batch.iteration}: a plan of another backend: {plan!r}")
         buckets: tuple[Bucket, ...] = plan
 
-        def attend(layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: LayerSpec, heads: Tensor, turn: Turn | None) -> Tensor:
             kv = self._pools.layers[layer.index]
-            kv.store(batch.slots[kv.group], k, v)
+            q = kv.turn_and_store(heads, turn, batch.slots[kv.group])
             if len(buckets) == 1 and buckets[0].tokens is None:
                 return self._attend(layer, kv, buckets[0], q)
             out = torch.empty_like(q)

@@ -14,6 +14,7 @@ from aserve.gpu.attention.capabilities import Capabilities
 from aserve.gpu.forward_batch import ForwardBatch
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.kv.stored import KV_DTYPES
+from aserve.gpu.layers.rotary import Turn
 from aserve.gpu.models.attend import Attend
 from aserve.gpu.models.layer_spec import LayerSpec
 
@@ -31,9 +32,9 @@ class TorchReference:
         return None
 
     def bind(self, batch: ForwardBatch, plan: object) -> Attend:
-        def attend(layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: LayerSpec, heads: Tensor, turn: Turn | None) -> Tensor:
             kv = self._pools.layers[layer.index]
-            kv.store(batch.slots[kv.group], k, v)
+            q = kv.turn_and_store(heads, turn, batch.slots[kv.group])
             out = torch.empty_like(q)
             start = 0
             for row, span in enumerate(batch.spans_cpu):

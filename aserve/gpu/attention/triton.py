@@ -17,6 +17,7 @@ from aserve.gpu.attention.capabilities import AttentionSite, Capabilities
 from aserve.gpu.forward_batch import ForwardBatch
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.kv.stored import KV_DTYPES
+from aserve.gpu.layers.rotary import Turn
 from aserve.gpu.models.attend import Attend
 from aserve.gpu.models.layer_spec import LayerSpec
 from aserve_kernels.paged_decode import paged_decode
@@ -54,9 +55,9 @@ class TritonAttention:
         tables = self._pools.page_tables
         groups = tuple(self._rows(batch, table) for table in tables)
 
-        def attend(layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: LayerSpec, heads: Tensor, turn: Turn | None) -> Tensor:
             kv = self._pools.layers[layer.index]
-            kv.store(batch.slots[kv.group], k, v)
+            q = kv.turn_and_store(heads, turn, batch.slots[kv.group])
             if q.stride(2) != 1:
                 q = q.contiguous()
             out = q.new_empty(q.shape)

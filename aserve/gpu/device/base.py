@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.future_map import RowOps
-from aserve.gpu.kv.stored import StoreKv
+from aserve.gpu.kv.stored import TurnAndStore
 from aserve.gpu.layers.elementwise import Elementwise
 from aserve.gpu.resolve import Resolve
 from aserve.gpu.sample.ops import SampleOps
@@ -101,8 +101,8 @@ class Device(Protocol):
     def sample_ops(self, dtype: torch.dtype) -> SampleOps:
         """How a model of this dtype is sampled fastest here."""
 
-    def store_kv(self, dtype: torch.dtype) -> StoreKv:
-        """How keys and values of this dtype get into their pools fastest here."""
+    def turn_and_store(self, dtype: torch.dtype) -> TurnAndStore:
+        """How heads of this dtype are turned, and get into their pools, fastest here."""
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A large pool. What is never written need not be resident."""

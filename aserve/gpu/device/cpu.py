@@ -11,6 +11,7 @@ import math
 import mmap
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from aserve.gpu.device.cpu_weights import choose_cpu_form, read_cpu_facts
 from aserve.gpu.device.process import keep_freed_memory
 from aserve.gpu.device.recorded import record
 from aserve.gpu.future_map import PLAIN_ROWS, RowOps
-from aserve.gpu.kv.stored import StoreKv, store_plain
+from aserve.gpu.kv.stored import TurnAndStore, turn_then_store
 from aserve.gpu.layers.elementwise import PLAIN, Elementwise
 from aserve.gpu.resolve import Resolve, resolve
 from aserve.gpu.sample.ops import PLAIN_OPS, SampleOps
@@ -107,8 +108,12 @@ class CpuDevice:
 
         return compiled_sample_ops()
 
-    def store_kv(self, dtype: torch.dtype) -> StoreKv:
-        return store_plain
+    def turn_and_store(self, dtype: torch.dtype) -> TurnAndStore:
+        if not _has_kernels(dtype):
+            return turn_then_store
+        from aserve.gpu.layers.compiled import compiled_turn_heads
+
+        return partial(turn_then_store, turn_heads=compiled_turn_heads(dtype))
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Anonymous memory of the system: zero, and resident page by page as it is written."""

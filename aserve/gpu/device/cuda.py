@@ -19,7 +19,7 @@ from aserve.gpu.device.base import Captured, Cut, Event
 from aserve.gpu.device.cuda_graphs import capture
 from aserve.gpu.device.cuda_runtime import CudaRuntime, TorchCuda
 from aserve.gpu.future_map import RowOps
-from aserve.gpu.kv.stored import StoreKv
+from aserve.gpu.kv.stored import TurnAndStore
 from aserve.gpu.layers.elementwise import Elementwise
 from aserve.gpu.layers.linear import prepare
 from aserve.gpu.resolve import Resolve
@@ -152,7 +152,7 @@ class CudaDevice:
 
         return triton_sample_ops(dtype)
 
-    def store_kv(self, dtype: torch.dtype) -> StoreKv:
+    def turn_and_store(self, dtype: torch.dtype) -> TurnAndStore:
         from aserve.gpu.kv.triton_store import triton_store
 
         return triton_store(dtype)

@@ -49,8 +49,8 @@ class TransformersModel:
 
         def on_attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
             # Some models rotate in float32 and go on with it; the KV has the model's own dtype.
-            q, k, v = (states.to(self.dtype) for states in (q, k, v))
-            return attend(specs[module], q, k, v)
+            heads = torch.cat((q, k, v), dim=1).to(self.dtype)
+            return attend(specs[module], heads, None)
 
         with ExitStack() as hooks:
             if capture is not None:

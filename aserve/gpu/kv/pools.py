@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.kv.layer_groups import LayerGroup
-from aserve.gpu.kv.stored import Scales, StoreKv, plain_bytes, store_plain, widened
+from aserve.gpu.kv.stored import Scales, TurnAndStore, plain_bytes, turn_then_store, widened
+from aserve.gpu.layers.rotary import Turn
 from aserve.messages import GroupSpec
 
 
@@ -27,11 +28,12 @@ class LayerKv:
     keys: Tensor
     values: Tensor
     scales: Scales  # what is stored is multiplied by them: 1 where it has more than eight bits
-    store_kv: StoreKv
+    store: TurnAndStore
 
-    def store(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """slots int64 [tokens], k and v [tokens, kv_heads, head_dim]."""
-        self.store_kv(k, v, slots, (self.keys, self.values), self.scales)
+    def turn_and_store(self, heads: Tensor, turn: Turn | None, slots: Tensor) -> Tensor:
+        """heads [tokens, heads + 2 * kv_heads, head_dim]: queries, keys and values; slots int64
+        [tokens] -> the queries [tokens, heads, head_dim], turned as the stored keys are."""
+        return self.store(heads, turn, slots, (self.keys, self.values), self.scales)
 
     def read(self, pick: Callable[[Tensor], Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """What `pick` takes of keys and of values, as it was before it was stored."""
@@ -48,7 +50,7 @@ class KvWays:
     """How a device makes pools, if it has a way of its own, and how it writes into them."""
 
     zeros: Zeros | None = None
-    store: StoreKv = store_plain
+    store: TurnAndStore = turn_then_store
 
 
 PLAIN_WAYS = KvWays()
@@ -100,7 +102,7 @@ class KvPools:
                 self._keys[number][place],
                 self._values[number][place],
                 scales=layer.kv_scales if dtype.itemsize == 1 else (1.0, 1.0),
-                store_kv=ways.store,
+                store=ways.store,
             )
             for number, group in enumerate(groups)
             for place, layer in enumerate(group.layers)

@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from aserve.gpu.layers.rotary import Turn, TurnHeads, turn_heads
+
 Scales = tuple[float, float]  # of keys and of values
 KV_DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -21,26 +23,41 @@ KV_DTYPES: Mapping[str, torch.dtype] = {
 }
 
 
-class StoreKv(Protocol):
+class TurnAndStore(Protocol):
     def __call__(
         self,
-        keys: Tensor,
-        values: Tensor,
+        heads: Tensor,
+        turn: Turn | None,
         slots: Tensor,
         pools: tuple[Tensor, Tensor],
         scales: Scales,
         /,
-    ) -> None:
-        """keys, values [tokens, kv_heads, head_dim] of any strides; slots int64 [tokens]; pools of
-        keys and of values [num_slots, kv_heads, head_dim]. Of tokens with the same slot any may
-        win."""
+    ) -> Tensor:
+        """heads [tokens, heads, head_dim] of queries, then keys, then values, of any strides; slots
+        int64 [tokens]; pools of keys and of values [num_slots, kv_heads, head_dim] -> the queries.
+        Queries and keys are turned, if they have to be. Of tokens with the same slot any may win.
+        """
 
 
-def store_plain(
-    keys: Tensor, values: Tensor, slots: Tensor, pools: tuple[Tensor, Tensor], scales: Scales, /
-) -> None:
+def turn_then_store(
+    heads: Tensor,
+    turn: Turn | None,
+    slots: Tensor,
+    pools: tuple[Tensor, Tensor],
+    scales: Scales,
+    /,
+    *,
+    turn_heads: TurnHeads = turn_heads,
+) -> Tensor:
+    """A `TurnAndStore` in torch, but for how heads are turned."""
+    num_kv_heads = pools[0].shape[1]
+    turned, values = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
+    if turn is not None:
+        turned = turn_heads(turned, turn)
+    queries, keys = turned[:, :-num_kv_heads], turned[:, -num_kv_heads:]
     for given, pool, scale in zip((keys, values), pools, scales, strict=True):
         plain_bytes(pool).index_copy_(0, slots, plain_bytes(narrowed(given, pool.dtype, scale)))
+    return queries
 
 
 def narrowed(given: Tensor, dtype: torch.dtype, scale: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Keys and values into their pools by one Triton kernel: rounded, scaled and stored in one pass.
+"""Heads turned, keys and values into their pools, by one Triton kernel.
 
 It knows no page and no layer. The kernel computes in float32, so what is wider is left to torch.
 """
@@ -8,21 +8,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aserve.gpu.kv.stored import Scales, StoreKv, store_plain
-from aserve_kernels.store_kv import store_kv
+from aserve.gpu.kv.stored import Scales, TurnAndStore, turn_then_store
+from aserve.gpu.layers.rotary import Turn
+from aserve_kernels.turn_and_store import turn_and_store
 
 
-def triton_store(dtype: torch.dtype) -> StoreKv:
-    return store_plain if dtype == torch.float64 else _store
+def triton_store(dtype: torch.dtype) -> TurnAndStore:
+    return turn_then_store if dtype == torch.float64 else _turn_and_store
 
 
-def _store(
-    keys: Tensor, values: Tensor, slots: Tensor, pools: tuple[Tensor, Tensor], scales: Scales, /
-) -> None:
-    store_kv(_side_by_side(keys), _side_by_side(values), slots, pools, scales)
-
-
-def _side_by_side(heads: Tensor) -> Tensor:
-    """The heads of a token; tokens may lie apart."""
-    is_so = heads.stride()[1:] == (heads.shape[2], 1)
-    return heads if is_so else heads.contiguous()
+def _turn_and_store(
+    heads: Tensor,
+    turn: Turn | None,
+    slots: Tensor,
+    pools: tuple[Tensor, Tensor],
+    scales: Scales,
+    /,
+) -> Tensor:
+    if heads.stride()[1:] != (heads.shape[2], 1):
+        heads = heads.contiguous()
+    if turn is None:
+        return turn_and_store(heads, slots, pools, turns=None, scales=scales)
+    norms = turn.norms
+    weight, eps = (None, 0.0) if norms is None else (norms.weight, norms.eps)
+    return turn_and_store(
+        heads, slots, pools, turns=turn.turns, weight=weight, eps=eps, scales=scales
+    )

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.layers.elementwise import Elementwise
-from aserve.gpu.layers.head_norms import HeadNorms
 from aserve.gpu.layers.norm import AddNorm, RmsNorm
-from aserve.gpu.layers.rotary import TurnedBy
+from aserve.gpu.layers.rotary import Turn, TurnHeads
+from aserve.gpu.layers.rotary import turn_heads as turn_in_torch
 from aserve_kernels.cpu.rms_norm import compile_rms_norm, rms_norm
 from aserve_kernels.cpu.turn_heads import compile_turn_heads, turn_heads
 
@@ -39,25 +39,21 @@ def compiled_add_norm(weight: Tensor, /, *, eps: float, scale: float) -> AddNorm
     return AddNorm(CompiledNorm(weight, eps=eps), scale=scale)
 
 
-class CompiledRotation:
-    """Heads that are not normed are turned in torch, which takes few calls for that."""
-
-    __slots__ = ("_in_torch", "_turns")
-
-    def __init__(self, turns: Tensor) -> None:
-        self._turns = turns
-        self._in_torch: TurnedBy | None = None  # made when a layer asks for it
-
-    def __call__(self, heads: Tensor, norms: HeadNorms | None = None) -> Tensor:
-        if norms is not None and heads.numel() <= FEW:
-            return turn_heads(heads, self._turns, norms.weight, norms.eps)
-        if self._in_torch is None:
-            self._in_torch = TurnedBy(self._turns)
-        return self._in_torch(heads, norms)
-
-
 def compiled_elementwise(dtype: torch.dtype) -> Elementwise:
     """dtype: float32 or bfloat16."""
     compile_rms_norm(dtype)
+    return Elementwise(norm=CompiledNorm, add_norm=compiled_add_norm)
+
+
+def compiled_turn_heads(dtype: torch.dtype) -> TurnHeads:
+    """dtype: float32 or bfloat16. Heads that are not normed are turned in torch, which takes few
+    calls for that."""
     compile_turn_heads(dtype)
-    return Elementwise(norm=CompiledNorm, add_norm=compiled_add_norm, rotation=CompiledRotation)
+    return _turn_few
+
+
+def _turn_few(heads: Tensor, turn: Turn) -> Tensor:
+    norms = turn.norms
+    if norms is None or heads.numel() > FEW:
+        return turn_in_torch(heads, turn)
+    return turn_heads(heads, turn.turns, norms.weight, norms.eps)

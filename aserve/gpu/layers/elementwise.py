@@ -13,7 +13,6 @@ from torch import Tensor
 
 from aserve.gpu.layers.activation import Activation, GatedBy
 from aserve.gpu.layers.norm import Norm, RmsNorm, SumAndNorm, add_rms_norm
-from aserve.gpu.layers.rotary import Rotation, TurnedBy
 
 
 class MakeNorm(Protocol):
@@ -28,14 +27,11 @@ class MakeAddNorm(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """`norm`, `add_norm` and `gated` (of an activation's name) are called once for every layer
-    that has one, `rotation` in each forward, as `TurnedBy`.
-    """
+    """Called once for every layer that has one; `gated` gets the activation's name."""
 
     norm: MakeNorm = RmsNorm
     add_norm: MakeAddNorm = add_rms_norm
     gated: Callable[[str], Activation] = GatedBy
-    rotation: Callable[[Tensor], Rotation] = TurnedBy
 
 
 PLAIN = Elementwise()

@@ -8,7 +8,8 @@ rotary_dim on don't turn.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,40 +18,8 @@ from aserve.gpu.layers.head_norms import HeadNorms
 from aserve.gpu.layers.rope import Rope, attention_factor, inverse_frequencies
 
 
-class Rotation(Protocol):
-    """The turns of one forward's tokens; shared by all layers that have the same Rotary."""
-
-    def __call__(self, heads: Tensor, norms: HeadNorms | None = None) -> Tensor:
-        """heads [tokens, heads, head_dim], normed first -> a new tensor of the same shape."""
-
-
-class TurnedBy:
-    """A `Rotation` in torch."""
-
-    __slots__ = ("_cos", "_half", "_sin")
-
-    def __init__(self, turns: Tensor) -> None:
-        """turns: [tokens, rotary_dim], in the model's dtype: cosines, then sines."""
-        cos, sin = turns.chunk(2, dim=-1)
-        self._half = cos.shape[-1]
-        self._cos = torch.cat((cos, cos), dim=-1).unsqueeze(1)  # [tokens, 1, rotary_dim]
-        self._sin = torch.cat((-sin, sin), dim=-1).unsqueeze(1)
-
-    def __call__(self, heads: Tensor, norms: HeadNorms | None = None) -> Tensor:
-        if norms is not None:
-            heads = norms(heads)
-        rotary_dim = 2 * self._half
-        if heads.shape[-1] == rotary_dim:
-            return self._turned(heads)
-        return torch.cat((self._turned(heads[..., :rotary_dim]), heads[..., rotary_dim:]), dim=-1)
-
-    def _turned(self, heads: Tensor) -> Tensor:
-        # Rolling by half puts each element's partner in its place; the sign is in `sin`.
-        return torch.addcmul(heads * self._cos, heads.roll(self._half, dims=-1), self._sin)
-
-
 class Rotary:
-    __slots__ = ("_rotation", "table")
+    __slots__ = ("table",)
 
     def __init__(
         self,
@@ -60,9 +29,7 @@ class Rotary:
         max_model_len: int,
         dtype: torch.dtype,
         device: torch.device,
-        rotation: Callable[[Tensor], Rotation] = TurnedBy,
     ) -> None:
-        self._rotation = rotation
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         frequencies = inverse_frequencies(
             rope, rotary_dim, max_model_len=max_model_len, dtype=exact
@@ -71,6 +38,34 @@ class Rotary:
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor(rope)
         self.table = table.to(device, dtype)  # [max_model_len, rotary_dim]: cosines, then sines
 
-    def at(self, positions: Tensor) -> Rotation:
-        """positions: int64 [tokens], below max_model_len."""
-        return self._rotation(self.table.index_select(0, positions))
+    def at(self, positions: Tensor) -> Tensor:
+        """positions: int64 [tokens], below max_model_len -> [tokens, rotary_dim], the turns of one
+        forward's tokens: for all layers that have the same Rotary."""
+        return self.table.index_select(0, positions)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What becomes of a layer's query and key heads before they meet: each is normed, if there are
+    norms, then turned."""
+
+    turns: Tensor  # [tokens, rotary_dim], in the model's dtype: cosines, then sines
+    norms: HeadNorms | None = None
+
+
+TurnHeads: TypeAlias = Callable[[Tensor, Turn], Tensor]
+
+
+def turn_heads(heads: Tensor, turn: Turn) -> Tensor:
+    """heads [tokens, heads, head_dim], of any strides -> a new tensor of the same shape."""
+    if turn.norms is not None:
+        heads = turn.norms(heads)
+    rotary_dim = turn.turns.shape[1]
+    cos, sin = turn.turns.unsqueeze(1).chunk(2, dim=-1)
+    cos, signed = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    turned = heads[..., :rotary_dim]
+    # Rolling by half puts each element's partner in its place.
+    turned = torch.addcmul(turned * cos, turned.roll(rotary_dim // 2, dims=-1), signed)
+    if heads.shape[-1] == rotary_dim:
+        return turned
+    return torch.cat((turned, heads[..., rotary_dim:]), dim=-1)

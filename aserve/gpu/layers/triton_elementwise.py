@@ -1,4 +1,4 @@
-"""Norms, residual sums, rotations and gated activations by Triton kernels. For GPUs.
+"""Norms, residual sums and gated activations by Triton kernels. For GPUs.
 
 It knows no model.
 """
@@ -12,32 +12,18 @@ from torch import Tensor
 
 from aserve.gpu.layers.activation import Activation
 from aserve.gpu.layers.elementwise import PLAIN, Elementwise
-from aserve.gpu.layers.head_norms import HeadNorms
 from aserve.gpu.layers.norm import Norm, SumAndNorm
 from aserve_kernels.gated_mul import gated_mul
 from aserve_kernels.rms_norm import add_rms_norm, rms_norm
-from aserve_kernels.rope import rope
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class TritonRotation:
-    __slots__ = ("_turns",)
-
-    def __init__(self, turns: Tensor) -> None:
-        self._turns = turns
-
-    def __call__(self, heads: Tensor, norms: HeadNorms | None = None) -> Tensor:
-        if norms is None:
-            return rope(heads, self._turns)
-        return rope(heads, self._turns, norms.weight, norms.eps)
 
 
 def triton_elementwise(dtype: torch.dtype) -> Elementwise:
     """Kernels for the dtypes that models have on GPUs, torch for others."""
     if dtype not in KERNEL_DTYPES:
         return PLAIN
-    return Elementwise(norm=_norm, add_norm=_add_norm, gated=_gated, rotation=TritonRotation)
+    return Elementwise(norm=_norm, add_norm=_add_norm, gated=_gated)
 
 
 def _norm(weight: Tensor, /, *, eps: float) -> Norm:

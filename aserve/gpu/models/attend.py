@@ -9,15 +9,16 @@ from typing import Protocol
 
 from torch import Tensor
 
+from aserve.gpu.layers.rotary import Turn
 from aserve.gpu.models.layer_spec import LayerSpec
 
 
 class Attend(Protocol):
-    """Stores k and v of this forward's tokens in the layer's KV, then attends to all that each
-    token may see."""
+    """Turns queries and keys, stores keys and values of this forward's tokens in the layer's KV,
+    then attends to all that each token may see."""
 
-    def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, /) -> Tensor:
-        """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> like q.
-
-        They may have any strides: they are views of the layer's joined projection.
+    def __call__(self, layer: LayerSpec, heads: Tensor, turn: Turn | None, /) -> Tensor:
+        """heads [tokens, heads + 2 * kv_heads, head_dim]: queries, keys and values, of any strides,
+        as the layer's joined projection gives them -> [tokens, heads, head_dim]. Without a turn
+        they are taken as they are.
         """

@@ -20,7 +20,7 @@ from aserve.gpu.layers.head_norms import HeadNorms
 from aserve.gpu.layers.linear import LinearOp
 from aserve.gpu.layers.norm import AddNorm, Norm, SumAndNorm
 from aserve.gpu.layers.rope import Rope
-from aserve.gpu.layers.rotary import Rotary, Rotation
+from aserve.gpu.layers.rotary import Rotary, Turn
 from aserve.gpu.models.attend import Attend
 from aserve.gpu.models.causal_model import widened
 from aserve.gpu.models.config import ModelConfig
@@ -66,7 +66,6 @@ class Decoder:
                 max_model_len=max_model_len,
                 dtype=weights.dtype,
                 device=weights.device,
-                rotation=weights.elementwise.rotation,
             )
             for rope in ropes
         )
@@ -89,11 +88,11 @@ class Decoder:
         *,
         capture: HiddenCapture | None = None,
     ) -> Tensor:
-        rotations = [rotary.at(positions) for rotary in self.rotaries]
+        turns = [rotary.at(positions) for rotary in self.rotaries]
         hidden = self._embed(input_ids)
         normed = self.first_norm(hidden)
         for layer in self.blocks:
-            hidden, normed = layer(hidden, normed, rotations[layer.rotary], attend)
+            hidden, normed = layer(hidden, normed, turns[layer.rotary], attend)
             if capture is not None and layer.spec.index in capture.layer_ids:
                 capture.layers.append(hidden)
         if capture is not None and capture.wants_before_norm:
@@ -146,10 +145,11 @@ class Block:
         self.before_next = _add_norm(weights, _entry_norm(spec, layer.index + 1), spec)
 
     def __call__(
-        self, hidden: Tensor, normed: Tensor, rotation: Rotation, attend: Attend
+        self, hidden: Tensor, normed: Tensor, turns: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
-        """[tokens, hidden] each: the residual stream, and what its first sublayer gets of it."""
-        attended = self.after_attention(self.attention(normed, rotation, attend))
+        """[tokens, hidden] each: the residual stream, and what its first sublayer gets of it; turns
+        [tokens, rotary_dim]."""
+        attended = self.after_attention(self.attention(normed, turns, attend))
         hidden, normed = self.before_mlp(hidden, attended)
         return self.before_next(hidden, self.after_mlp(self.mlp(normed)))
 
@@ -178,39 +178,34 @@ class _Attention:
             {f"{prefix}.o_proj": hidden_size}, in_features=q_size, bias=spec.biases.attention_out
         )
 
-    def __call__(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        """x [tokens, hidden] -> [tokens, hidden]. Queries and keys are rotated together."""
+    def __call__(self, x: Tensor, turns: Tensor, attend: Attend) -> Tensor:
+        """x [tokens, hidden] -> [tokens, hidden]."""
         layer = self.layer
-        num_rotated = layer.num_heads + layer.num_kv_heads
-        num_heads = num_rotated + layer.num_kv_heads
+        num_heads = layer.num_heads + 2 * layer.num_kv_heads
         heads = self.qkv(x).view(x.shape[0], num_heads, layer.head_dim)  # of q, k and v
-        rotated, v = heads[:, :num_rotated], heads[:, num_rotated:]
         if self.joint_norm is not None:
-            rotated = self.joint_norm(rotated)
-        rotated = rotation(rotated, self.head_norms)
-        q, k = rotated[:, : layer.num_heads], rotated[:, layer.num_heads :]
-        return self.out(attend(layer, q, k, v).flatten(1))
+            heads = self.joint_norm(heads)
+        return self.out(attend(layer, heads, Turn(turns, self.head_norms)).flatten(1))
 
 
 class _JointNorm:
     """Norms all query heads of a token together, and all its key heads."""
 
-    __slots__ = ("k_norm", "num_heads", "q_norm")
+    __slots__ = ("k_norm", "q_norm", "sizes")
 
     def __init__(self, layer: LayerSpec, spec: DecoderSpec, weights: WeightSource) -> None:
         def norm(name: str, num_heads: int) -> Norm:
             name = f"model.layers.{layer.index}.self_attn.{name}"
             return _norm(weights, name, spec, size=num_heads * layer.head_dim)
 
-        self.num_heads = layer.num_heads
+        self.sizes = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]
         self.q_norm = norm("q_norm", layer.num_heads)
         self.k_norm = norm("k_norm", layer.num_kv_heads)
 
     def __call__(self, heads: Tensor) -> Tensor:
-        """heads [tokens, q + k, head_dim] -> the same shape."""
-        q, k = heads[:, : self.num_heads], heads[:, self.num_heads :]
-        normed = torch.cat((self.q_norm(q.flatten(1)), self.k_norm(k.flatten(1))), dim=1)
-        return normed.view(heads.shape)
+        """heads [tokens, q + k + v, head_dim] -> the same shape."""
+        q, k, v = (part.flatten(1) for part in heads.split(self.sizes, dim=1))
+        return torch.cat((self.q_norm(q), self.k_norm(k), v), dim=1).view(heads.shape)
 
 
 def _head_norms(layer: LayerSpec, spec: DecoderSpec, weights: WeightSource) -> HeadNorms:

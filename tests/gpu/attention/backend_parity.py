@@ -124,10 +124,7 @@ def attended(
     generator = torch.Generator().manual_seed(2)
     heads = layout.layer.num_heads + 2 * layout.layer.num_kv_heads
     qkv = random(generator, batch.num_tokens, heads, HEAD_DIM).to(layout.dtype)
-    q, k, v = qkv.split(
-        [layout.layer.num_heads, layout.layer.num_kv_heads, layout.layer.num_kv_heads], dim=1
-    )
-    return backend.bind(batch, plan or backend.plan(batch))(layout.layer, q, k, v)
+    return backend.bind(batch, plan or backend.plan(batch))(layout.layer, qkv, None)
 
 
 def built(name: str, layout: Layout, pools: KvPools) -> AttentionBackend:

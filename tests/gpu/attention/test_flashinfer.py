@@ -115,11 +115,10 @@ def test_kv_in_eight_bits_is_read_with_its_layers_scales(
     site = AttentionSite(pools, group_layers((spec,)), torch.float64, CpuDevice())
     made = exact(pools, device_batch(spans, kv_lens))
     qkv = random(torch.Generator().manual_seed(3), made.num_tokens, 8, HEAD_DIM)
-    q, k, v = qkv.split((4, 2, 2), dim=1)
     package = FakeFlashInfer()
     backend, reference = FlashInfer(package, site), TorchReference(pools)
-    got = backend.bind(made, backend.plan(made))(spec, q, k, v)
-    expected = reference.bind(made, None)(spec, q, k, v)
+    got = backend.bind(made, backend.plan(made))(spec, qkv, None)
+    expected = reference.bind(made, None)(spec, qkv, None)
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
     (plan,) = package.plans
     assert (plan.q_dtype, plan.kv_dtype) == (torch.float64, torch.float8_e4m3fn)
@@ -281,9 +280,9 @@ def test_queries_that_lie_beside_keys_are_read_where_they_are(
     monkeypatch.setattr(FakeDecode, "run", running)
     backend = FlashInfer(FakeFlashInfer(), site_of(layout, pools))
     made = exact(pools, device_batch([1, 1], [3, 4]))
-    q, k, v = torch.zeros((2, 8, HEAD_DIM), dtype=layout.dtype).split((4, 2, 2), dim=1)
-    backend.bind(made, backend.plan(made))(layout.layer, q, k, v)
-    assert read == [q.data_ptr()]
+    heads = torch.zeros((2, 8, HEAD_DIM), dtype=layout.dtype)
+    backend.bind(made, backend.plan(made))(layout.layer, heads, None)
+    assert read == [heads.data_ptr()]
 
 
 @pytest.mark.parametrize("version", ["0.5.3", "0.2.9.post1"])
@@ -517,9 +516,7 @@ class Replays:
 
     def _attend(self, backend: AttentionBackend, plan: object) -> Tensor:
         batch = self._batch()
-        spec = self.layout.layer
-        q, k, v = self.qkv.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
-        return backend.bind(batch, plan)(spec, q, k, v)
+        return backend.bind(batch, plan)(self.layout.layer, self.qkv, None)
 
     def _batch(self) -> ForwardBatch:
         width, num_rows = self.shape.width, self.shape.num_rows

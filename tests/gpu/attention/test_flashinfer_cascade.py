@@ -84,11 +84,9 @@ def assert_parity(
     theirs = TorchReference(site.pools).bind(batch, None)
     generator = torch.Generator().manual_seed(1)
     for spec in site.layers:
-        heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-        size = (batch.num_tokens, sum(heads), HEAD_DIM)
-        qkv = torch.randn(size, generator=generator, dtype=torch.float64)
-        q, k, v = qkv.split(heads, dim=1)
-        got, expected = ours(spec, q, k, v), theirs(spec, q, k, v)
+        size = (batch.num_tokens, spec.num_heads + 2 * spec.num_kv_heads, HEAD_DIM)
+        heads = torch.randn(size, generator=generator, dtype=torch.float64)
+        got, expected = ours(spec, heads, None), theirs(spec, heads, None)
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 

@@ -171,8 +171,8 @@ def assert_parity(
     theirs = reference.bind(batch, reference.plan(batch))
     generator = torch.Generator().manual_seed(1)
     for spec in specs:
-        heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-        qkv = torch.randn((batch.num_tokens, sum(heads), spec.head_dim), generator=generator)
-        q, k, v = qkv.to(batch.rows.device, dtype).split(heads, dim=1)
-        got, expected = ours(spec, q, k, v), theirs(spec, q, k, v)
+        num_heads = spec.num_heads + 2 * spec.num_kv_heads
+        heads = torch.randn((batch.num_tokens, num_heads, spec.head_dim), generator=generator)
+        heads = heads.to(batch.rows.device, dtype)
+        got, expected = ours(spec, heads, None), theirs(spec, heads, None)
         torch.testing.assert_close(got, expected, rtol=3e-2, atol=3e-2)

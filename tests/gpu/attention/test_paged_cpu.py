@@ -8,6 +8,7 @@ import torch
 from aserve.errors import BugError
 from aserve.gpu.attention.paged_cpu import PagedCpu
 from aserve.gpu.forward_batch import ForwardBatch
+from aserve.gpu.layers.rotary import Turn
 from aserve_kernels.cpu import paged_attention
 from tests.gpu.attention.backend_parity import (
     HEADS,
@@ -52,9 +53,8 @@ def test_no_shape_compiles_anything_after_the_start() -> None:
     fill(pools, layout, batch)
     made = ForwardBatch.init_new(batch, pools)
     attended(backend, layout, made)  # q is a view of the joined projection
-    q = torch.zeros(made.num_tokens, 4, 8)
-    k = torch.zeros(made.num_tokens, 2, 8)
-    backend.bind(made, backend.plan(made))(layout.layer, q, k, k)
+    heads, turn = torch.zeros(made.num_tokens, 8, 8), Turn(torch.zeros(made.num_tokens, 8))
+    backend.bind(made, backend.plan(made))(layout.layer, heads, turn)
     assert [list(kernel.signatures) for kernel in kernels] == before
 
 

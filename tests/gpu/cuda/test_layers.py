@@ -10,7 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from aserve.gpu.device.base import Device
+from aserve.gpu.device.cpu import CpuDevice
 from aserve.gpu.device.registry import open_device
+from aserve.gpu.kv.stored import TurnAndStore, turn_then_store
 from aserve.gpu.layers.elementwise import PLAIN, Elementwise
 from aserve.gpu.weights.target import Target
 from tests.gpu.attention.backend_parity import SHAPES, Layout, assert_parity, layer
@@ -59,12 +62,22 @@ def test_every_kind_of_layer_equals_the_reference(
     assert_parity(backend, Layout(spec, page_size, dtype), "mixed")
 
 
+class PlainLayers(CpuDevice):
+    def elementwise(self, dtype: torch.dtype) -> Elementwise:
+        return PLAIN
+
+    def turn_and_store(self, dtype: torch.dtype) -> TurnAndStore:
+        return turn_then_store
+
+
 @torch.inference_mode()
-def logits_of(directory: Path, elementwise: Elementwise, where: torch.device, dtype: str) -> Tensor:
-    target = Target(device=where, elementwise=elementwise)
-    model = load_model(directory, load_format="dummy", dtype=dtype, target=target)
+def logits_of(directory: Path, way: Device, where: torch.device, dtype: torch.dtype) -> Tensor:
+    target = Target(device=where, elementwise=way.elementwise(dtype))
+    name = str(dtype).removeprefix("torch.")
+    model = load_model(directory, load_format="dummy", dtype=name, target=target)
     tokens = torch.arange(7) * 5
-    return model.logits(model.forward(tokens, torch.arange(7), DenseAttend())).float()
+    attend = DenseAttend(way.turn_and_store(dtype))
+    return model.logits(model.forward(tokens, torch.arange(7), attend)).float()
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
@@ -76,9 +89,8 @@ def test_a_family_has_the_logits_of_torch(
     """With the layers that the device has for this dtype."""
     config = {**SIZES, **FAMILIES[family], "architectures": [f"{family}ForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    name = str(dtype).removeprefix("torch.")
-    expected = logits_of(tmp_path, PLAIN, where, name)
+    expected = logits_of(tmp_path, PlainLayers(), where, dtype)
     assert expected.std() > 0.01
-    got = logits_of(tmp_path, open_device(device).elementwise(dtype), where, name)
+    got = logits_of(tmp_path, open_device(device), where, dtype)
     tolerance = LOGITS_TOLERANCES[dtype]
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)

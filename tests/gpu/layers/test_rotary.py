@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.layers.rope import DefaultRope, YarnRope
-from aserve.gpu.layers.rotary import Rotary
+from aserve.gpu.layers.rotary import Rotary, Turn, turn_heads
 
 CPU = torch.device("cpu")
 HEAD_DIM = 8
@@ -24,10 +24,14 @@ def heads(num_tokens: int, *, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(num_tokens, 3, HEAD_DIM, generator=generator, dtype=torch.float64).to(dtype)
 
 
+def turned(x: Tensor, table: Rotary, positions: Tensor) -> Tensor:
+    return turn_heads(x, Turn(table.at(positions)))
+
+
 def test_each_pair_of_halves_turns_by_position_times_frequency() -> None:
     positions = torch.tensor([0, 3, 511])
     x = heads(3)
-    rotated = rotary().at(positions)(x)
+    rotated = turned(x, rotary(), positions)
     frequencies = 100.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
     turns = torch.polar(torch.ones(3, 4, dtype=torch.float64), torch.outer(positions, frequencies))
     expected = torch.complex(x[..., :4], x[..., 4:]) * turns.unsqueeze(1)
@@ -38,16 +42,18 @@ def test_what_lies_behind_the_rotary_part_of_a_head_stays() -> None:
     table, positions = rotary(), torch.tensor([0, 3, 511])
     generator = torch.Generator().manual_seed(6)
     x = torch.randn(3, 2, HEAD_DIM + 4, generator=generator, dtype=torch.float64)
-    rotated = table.at(positions)(x)
+    rotated = turned(x, table, positions)
     assert torch.equal(rotated[..., HEAD_DIM:], x[..., HEAD_DIM:])
-    torch.testing.assert_close(rotated[..., :HEAD_DIM], table.at(positions)(x[..., :HEAD_DIM]))
+    torch.testing.assert_close(rotated[..., :HEAD_DIM], turned(x[..., :HEAD_DIM], table, positions))
 
 
 def test_scores_depend_on_the_distance_alone() -> None:
     table = rotary()
     q, k = heads(2)[:1], heads(2)[1:]
     scores = [
-        (table.at(torch.tensor([start + 9]))(q) * table.at(torch.tensor([start]))(k)).sum(-1)
+        (turned(q, table, torch.tensor([start + 9])) * turned(k, table, torch.tensor([start]))).sum(
+            -1
+        )
         for start in (0, 1, 200, 502)
     ]
     for score in scores[1:]:
@@ -58,9 +64,9 @@ def test_an_input_is_not_changed_and_may_have_any_strides() -> None:
     joined = heads(4)
     before = joined.clone()
     part = joined[:, 1:]
-    rotated = rotary().at(torch.arange(4))(part)
+    rotated = turned(part, rotary(), torch.arange(4))
     assert torch.equal(joined, before)
-    assert torch.equal(rotated, rotary().at(torch.arange(4))(part.contiguous()))
+    assert torch.equal(rotated, turned(part.contiguous(), rotary(), torch.arange(4)))
 
 
 def test_half_types_have_the_table_of_float32_rounded_once() -> None:
@@ -81,7 +87,10 @@ def test_the_temperature_of_a_stretched_context_scales_the_heads() -> None:
     plain = rotary(max_model_len=8)
     positions = torch.arange(8)
     torch.testing.assert_close(
-        scaled.at(positions)(heads(8)), 1.5 * plain.at(positions)(heads(8)), atol=1e-9, rtol=0.0
+        turned(heads(8), scaled, positions),
+        1.5 * turned(heads(8), plain, positions),
+        atol=1e-9,
+        rtol=0.0,
     )
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from aserve.gpu.kv.stored import TurnAndStore, turn_then_store
+from aserve.gpu.kv.triton_store import triton_store
 from aserve.gpu.layers.elementwise import PLAIN, Elementwise
 from aserve.gpu.layers.triton_elementwise import triton_elementwise
 from aserve.gpu.weights.target import Target
@@ -38,20 +40,20 @@ FAMILIES: dict[str, dict[str, object]] = {
 
 
 @torch.inference_mode()
-def logits_of(directory: Path, elementwise: Elementwise) -> Tensor:
+def logits_of(directory: Path, elementwise: Elementwise, store: TurnAndStore) -> Tensor:
     target = Target(elementwise=elementwise)
     model = load_model(directory, load_format="dummy", target=target)
     tokens = torch.arange(7) * 5
-    return model.logits(model.forward(tokens, torch.arange(7), DenseAttend()))
+    return model.logits(model.forward(tokens, torch.arange(7), DenseAttend(store)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_has_the_logits_of_torch(family: str, tmp_path: Path) -> None:
     config = {**SIZES, **FAMILIES[family], "architectures": [f"{family}ForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    expected = logits_of(tmp_path, PLAIN)
+    expected = logits_of(tmp_path, PLAIN, turn_then_store)
     assert expected.std() > 0.01
-    got = logits_of(tmp_path, triton_elementwise(torch.float32))
+    got = logits_of(tmp_path, triton_elementwise(torch.float32), triton_store(torch.float32))
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from aserve.gpu.layers.rotary import Turn, turn_heads
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.models.hidden_capture import HiddenCapture
 from aserve.gpu.models.layer_spec import LayerSpec
@@ -80,8 +81,8 @@ def test_logits_are_of_the_models_dtype(dtype: str, tmp_path: Path) -> None:
 
 
 def test_no_tokens_give_no_logits(model: CausalModel) -> None:
-    def attend(_layer: LayerSpec, q: Tensor, _k: Tensor, _v: Tensor) -> Tensor:
-        return torch.empty_like(q)
+    def attend(layer: LayerSpec, heads: Tensor, _turn: Turn | None) -> Tensor:
+        return torch.empty_like(heads[:, : layer.num_heads])
 
     empty = torch.empty(0, dtype=torch.int64)
     assert model.logits(model.forward(empty, empty, attend)).shape == (0, 24)
@@ -103,8 +104,9 @@ class NoHostReads(TorchDispatchMode):
 
 
 def test_a_forward_never_waits_for_the_device(model: CausalModel) -> None:
-    def attend(_layer: LayerSpec, q: Tensor, _k: Tensor, _v: Tensor) -> Tensor:
-        return q
+    def attend(layer: LayerSpec, heads: Tensor, turn: Turn | None) -> Tensor:
+        assert turn is not None
+        return turn_heads(heads[:, : -layer.num_kv_heads], turn)[:, : layer.num_heads]
 
     with NoHostReads() as mode, torch.inference_mode():
         model.logits(model.forward(IDS, POSITIONS, attend))
