@@ -13,14 +13,13 @@ from pathlib import Path
 import msgspec
 import torch
 
-from aserve.bench.machine import read_machine
 from aserve.errors import ConfigError
+from aserve.gpu.device.cpu_facts import read_cpu_facts
 
 READ_BYTES = 1 << 28
 MATRIX = 2048
 TRIES = 3
 GIGA = 1e9
-BF16_FLAGS = frozenset({"amx_bf16", "avx512_bf16"})
 READ = re.compile(r"read.*_GBps")
 MATMUL = re.compile(r"matmul.*_GFLOPs")
 
@@ -52,7 +51,7 @@ def measure_limits() -> MachineLimits:
     WHY: a processor without instructions for bfloat16 would take many seconds for its products.
     """
     values = torch.ones(READ_BYTES // 4)
-    has_bf16 = BF16_FLAGS & set(read_machine().flags)
+    has_bf16 = read_cpu_facts().bf16_products is not None
     dtypes = (torch.float32, torch.bfloat16) if has_bf16 else (torch.float32,)
     products = [_product_gflops(dtype) for dtype in dtypes]
     return MachineLimits(READ_BYTES / _best_s(values.sum) / GIGA, max(products))

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from aserve.gpu.device.cpu import CpuDevice
-from aserve.gpu.device.cpu_weights import choose_cpu_form, read_cpu_facts
+from aserve.gpu.device.cpu_facts import read_cpu_facts
+from aserve.gpu.device.cpu_weights import choose_cpu_form
 from aserve.gpu.layers.half_stored_linear import prepare_half_stored
 from aserve.gpu.layers.linear import Prepare, prepare
 from aserve.gpu.layers.packed_linear import prepare_packed

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from aserve.gpu.device.cpu_facts import DOTS, read_cpu_facts
+
 BLOCK = 256  # queries: more waste products on keys that come later, fewer make small products
 
 
@@ -23,8 +25,7 @@ class FreshPrompt(Protocol):
 
 
 def choose_fresh_prompt(dtype: torch.dtype) -> FreshPrompt:
-    capabilities = torch.cpu.get_capabilities()
-    has_only_dots = capabilities.get("avx512_bf16") and not capabilities.get("amx_bf16")
+    has_only_dots = read_cpu_facts().bf16_products == DOTS
     return in_blocks if has_only_dots and dtype == torch.bfloat16 else fused
 
 

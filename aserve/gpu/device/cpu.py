@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.device.base import Captured, Cut, Event
-from aserve.gpu.device.cpu_weights import choose_cpu_form, read_cpu_facts
+from aserve.gpu.device.cpu_facts import read_cpu_facts
+from aserve.gpu.device.cpu_weights import choose_cpu_form
 from aserve.gpu.device.process import keep_freed_memory
 from aserve.gpu.device.recorded import record
 from aserve.gpu.future_map import PLAIN_ROWS, RowOps

@@ -6,12 +6,12 @@ It knows no model. The table behind it is in docs/performance.md, "Linears".
 
 from __future__ import annotations
 
-import importlib.util
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from aserve.errors import ConfigError
+from aserve.gpu.device.cpu_facts import CpuFacts
 from aserve.gpu.layers.each_alone import each_alone
 from aserve.gpu.layers.half_stored_linear import prepare_half_stored
 from aserve.gpu.layers.linear import prepare
@@ -27,32 +27,6 @@ SMALL_BYTES = 32 << 20
 # PERF: the 16 streams above, CPU seconds of the device's thread for 1,000 tokens, machine busy:
 # 0.20 in float32, 0.13 in bfloat16. So others are not held to float32.
 TINY_BYTES = 8 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class CpuFacts:
-    """`bf16_products` names the instructions for products of bfloat16, None if there are none."""
-
-    bf16_products: str | None
-    has_onednn: bool
-    has_fbgemm: bool
-    has_numba: bool
-    has_wide_vectors: bool  # of sixteen float32: what products of our own are made for
-
-
-def read_cpu_facts() -> CpuFacts:
-    capabilities = torch.cpu.get_capabilities()
-    names = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-bf16"}
-    found = [label for name, label in names.items() if capabilities.get(name)]
-    has_onednn = torch.backends.mkldnn.is_available()
-    return CpuFacts(
-        bf16_products=found[0] if found and has_onednn else None,
-        has_onednn=has_onednn,
-        has_fbgemm="fbgemm" in torch.backends.quantized.supported_engines
-        and bool(capabilities.get("avx2")),
-        has_numba=importlib.util.find_spec("numba") is not None,
-        has_wide_vectors=bool(capabilities.get("avx512_f")),
-    )
 
 
 def choose_cpu_form(wish: WeightWish, facts: CpuFacts) -> WeightForm:

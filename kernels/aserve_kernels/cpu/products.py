@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
+from numba.core import cgutils, config
+from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
@@ -26,7 +27,9 @@ ROWS = 8
 VECTORS = 2
 OUTPUTS = VECTORS * LANES  # of a block
 PAIRED_PRODUCTS = "llvm.x86.avx512bf16.dpbf16ps.512"
-HAS_PAIRED_PRODUCTS = bool(binding.get_host_cpu_features().get("avx512bf16"))
+# What numba compiles for: the machine, unless NUMBA_CPU_FEATURES names less.
+FEATURES = get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES
+HAS_PAIRED_PRODUCTS = "+avx512bf16" in FEATURES.split(",")
 INDEX = ir.IntType(64)
 WORD = ir.IntType(32)
 

@@ -8,13 +8,8 @@ import pytest
 import torch
 
 from aserve.errors import ConfigError
-from aserve.gpu.device.cpu_weights import (
-    SMALL_BYTES,
-    TINY_BYTES,
-    CpuFacts,
-    choose_cpu_form,
-    read_cpu_facts,
-)
+from aserve.gpu.device.cpu_facts import CpuFacts, read_cpu_facts
+from aserve.gpu.device.cpu_weights import SMALL_BYTES, TINY_BYTES, choose_cpu_form
 from aserve.gpu.layers.each_alone import EachAlone
 from aserve.gpu.layers.half_stored_linear import prepare_half_stored
 from aserve.gpu.layers.linear import Linear, Prepare, prepare

@@ -1,0 +1,30 @@
+"""The fast forms of a machine with AVX2 alone equal the reference, played on this machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.avx2_machine import AVX2_ONLY
+
+REPOSITORY = Path(__file__).parents[2]
+# Models in each form of weights, and what runs between their products.
+TESTS = (
+    *("tests/parity/test_forms.py", "tests/gpu/attention/test_paged_cpu.py"),
+    *("tests/gpu/layers/test_compiled.py", "tests/gpu/attention/test_fresh_prompt.py"),
+    "tests/gpu/device/test_cpu_weights.py::test_the_forms_of_this_machine_equal_the_plain_product",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # the first time, all its kernels are compiled
+def test_the_parity_tests_pass_with_no_instructions_beyond_avx2() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=os.environ | AVX2_ONLY, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
