@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import aiohttp
@@ -27,6 +28,15 @@ async def streamed(client: openai.AsyncOpenAI, **body: Any) -> list[ResponseStre
 async def ask(client: openai.AsyncOpenAI, **body: Any) -> Response:
     response: Response = await client.responses.create(**(ASK | body))
     return response
+
+
+async def readable(client: openai.AsyncOpenAI, *ids: str) -> set[str]:
+    """Which of these responses are stored."""
+    found = set()
+    for response_id in ids:
+        with contextlib.suppress(openai.NotFoundError):
+            found.add((await client.responses.retrieve(response_id)).id)
+    return found
 
 
 def parts_of(response: Response) -> Any:
@@ -184,6 +194,21 @@ async def test_what_is_not_to_be_stored_cannot_be_read_or_continued(
         await ask(client, previous_response_id=made.id)
     assert caught.value.code == "previous_response_not_found"
     assert caught.value.param == "previous_response_id"
+
+
+@pytest.mark.parametrize(
+    ("options", "num_kept"),
+    [({}, 2), ({"max_stored_responses": 1}, 1), ({"max_stored_bytes": 100}, 0)],
+)
+async def test_as_many_responses_are_stored_as_the_server_was_told_to_keep(
+    options: dict[str, Any], num_kept: int
+) -> None:
+    async with (
+        EchoEngine(**options) as echo,
+        openai.AsyncOpenAI(base_url=f"{echo.url}/v1", api_key="any") as client,
+    ):
+        first, second = await ask(client), await ask(client)
+        assert len(await readable(client, first.id, second.id)) == num_kept
 
 
 @pytest.mark.parametrize("is_streaming", [False, True])
