@@ -29,19 +29,16 @@ from aserve.config import (
     KvOptions,
     MachineOptions,
     ModelOptions,
-    Option,
     PromptOptions,
     Resolved,
     SchedulerOptions,
     ServerOptions,
-    build_options,
-    options_of,
     read_raw,
     resolve,
-    unknown_option,
 )
 from aserve.errors import AserveError, ConfigError
 from aserve.logs import start_logging
+from aserve.option import Option, build_options, options_of, unknown_option
 from aserve.tiny.location import MODEL_DIR
 
 if TYPE_CHECKING:

@@ -7,40 +7,20 @@ decides (dtype `auto`, KV pages from free memory) is decided where it is known. 
 
 from __future__ import annotations
 
-import difflib
-import math
 import os
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType, UnionType
-from typing import TypeVar, cast, get_args, get_origin, get_type_hints
+from types import MappingProxyType
+from typing import TypeVar
 
 from aserve.errors import ConfigError
+from aserve.option import ENV_PREFIX, Limits, option, options_of, parse_value, unknown_option
 
 T = TypeVar("T")
 
-ENV_PREFIX = "ASERVE_"
 TEST_PREFIX = "ASERVE_TEST_"  # read by the test suite, never an option
-TRUE_WORDS = frozenset({"1", "true", "yes", "on"})
-FALSE_WORDS = frozenset({"0", "false", "no", "off"})
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a value must keep to; `metavar` is how --help shows it."""
-
-    low: float = -math.inf
-    high: float = math.inf
-    choices: tuple[str, ...] = ()
-    metavar: str = ""
-    is_secret: bool = False
-    also: str = ""  # another name of a switch, on the command line
-
-
-def option(default: T, about: str, limits: Limits | None = None) -> T:
-    return field(default=default, metadata={"about": about, "limits": limits or Limits()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,42 +230,6 @@ class PromptOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
-    """One field of one of the records above, as the outside names it."""
-
-    name: str
-    kind: type
-    default: object
-    about: str
-    limits: Limits
-
-    @property
-    def key(self) -> str:
-        return self.name.replace("_", "-")
-
-    @property
-    def flag(self) -> str:
-        return f"--{self.key}"
-
-    @property
-    def variable(self) -> str:
-        return ENV_PREFIX + self.name.upper()
-
-
-def options_of(*records: type) -> Iterator[Option]:
-    for record in records:
-        hints = get_type_hints(record)
-        for item in fields(record):
-            yield Option(
-                name=item.name,
-                kind=_plain_type(hints[item.name]),
-                default=item.default,
-                about=item.metadata["about"],
-                limits=item.metadata["limits"],
-            )
-
-
-@dataclass(frozen=True, slots=True)
 class Raw:
     """What the user wrote, uninterpreted; a later field overrides an earlier one."""
 
@@ -380,39 +324,6 @@ def cache_home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
 
 
-def unknown_option(name: str, known: Iterable[str]) -> ConfigError:
-    """`name` as the user wrote it, `known` in the same spelling."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    return ConfigError(f"unknown option {name}{hint}")
-
-
-def parse_value(option: Option, value: object, *, where: str) -> object:
-    """`value` in the option's type, out of a command line's or variable's text, or of TOML."""
-    shown = where if option.limits.is_secret else f"{where} {value}"
-    try:
-        parsed = _converted(option.kind, value)
-    except (TypeError, ValueError):
-        raise ConfigError(f"{shown}: must be {_kind_words(option)}") from None
-    limits = option.limits
-    if limits.choices and parsed not in limits.choices:
-        raise ConfigError(f"{shown}: must be one of {', '.join(limits.choices)}")
-    if isinstance(parsed, int | float) and not limits.low <= parsed <= limits.high:
-        raise ConfigError(f"{shown}: must be {_kind_words(option)}")
-    return parsed
-
-
-def build_options(record: type[T], given: Mapping[str, object]) -> T:
-    """A record of a command's own options, which only its command line sets."""
-    options = (option for option in options_of(record) if option.name in given)
-    return record(
-        **{
-            option.name: parse_value(option, given[option.name], where=option.flag)
-            for option in options
-        }
-    )
-
-
 ALL_RECORDS: tuple[type, ...] = (
     ModelOptions,
     KvOptions,
@@ -464,52 +375,6 @@ def _build(record: type[T], values: Mapping[str, object]) -> T:
     names = (item.name for item in options_of(record))
     given = {name: values[name] for name in names if name in values}
     return record(**given)
-
-
-def _converted(kind: type, value: object) -> object:
-    if value is None:
-        raise TypeError
-    if isinstance(value, str):
-        return _from_text(kind, value)
-    if isinstance(value, os.PathLike) and kind is str:
-        return os.fspath(value)
-    if kind is float and type(value) is int:
-        return float(value)
-    if type(value) is not kind:
-        raise TypeError
-    return value
-
-
-def _from_text(kind: type, text: str) -> object:
-    if kind is str and not text:
-        raise ValueError  # NOTE: an empty --api-key would otherwise look like a locked door
-    if kind is not bool:
-        return kind(text)
-    word = text.strip().lower()
-    if word not in TRUE_WORDS | FALSE_WORDS:
-        raise ValueError
-    return word in TRUE_WORDS
-
-
-def _kind_words(option: Option) -> str:
-    if option.kind is bool:
-        return "true or false"
-    if option.kind is str:
-        return "a text that is not empty"
-    limits = option.limits
-    words = "an integer" if option.kind is int else "a number"
-    if math.isinf(limits.low):
-        return words
-    if math.isinf(limits.high):
-        return f"{words}, {limits.low:g} or more"
-    return f"{words} from {limits.low:g} to {limits.high:.12g}"
-
-
-def _plain_type(hint: object) -> type:
-    """`int | None` is an int that may be absent."""
-    if get_origin(hint) is UnionType:
-        hint = next(kind for kind in get_args(hint) if kind is not type(None))
-    return cast(type, hint)
 
 
 def _read_toml(path: Path) -> Mapping[str, object]:

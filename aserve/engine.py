@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from aserve.app import App
-from aserve.config import Facts, Raw, Resolved, resolve, unknown_option
+from aserve.config import Facts, Raw, Resolved, resolve
 from aserve.errors import AserveError, ConfigError, EngineDead, ErrorInfo, InvalidRequest
 from aserve.event_loop import new_event_loop
 from aserve.gpu.worker import in_thread
@@ -60,6 +60,7 @@ from aserve.messages import (
     array_f32,
     array_i32,
 )
+from aserve.option import unknown_option
 from aserve.tiny.location import MODEL_DIR
 
 T = TypeVar("T")

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from aserve.cli import COMMAND_RECORDS, main, make_parser
-from aserve.config import Resolved, options_of
+from aserve.config import Resolved
 from aserve.errors import InvalidRequest
 from aserve.messages import OutputChunk, Usage
+from aserve.option import options_of
 
 REPOSITORY = Path(__file__).parents[1]
 

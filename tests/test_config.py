@@ -9,16 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aserve.config import (
-    ALL_RECORDS,
-    Facts,
-    Raw,
-    Resolved,
-    options_of,
-    read_raw,
-    resolve,
-)
+from aserve.config import ALL_RECORDS, Facts, Raw, Resolved, read_raw, resolve
 from aserve.errors import ConfigError
+from aserve.option import options_of
 
 FACTS = Facts(default_model="/bundled/model", default_name="tiny")
 NAMES = tuple(option.name for option in options_of(*ALL_RECORDS))

@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass
 
 from aserve.bench.gpu_check.wheels import OUT
-from aserve.config import Limits, option
 from aserve.errors import ConfigError
+from aserve.option import Limits, option
 
 LIST = Limits(metavar="N,N,...")
 SECRET = Limits(metavar="KEY", is_secret=True)

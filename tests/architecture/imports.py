@@ -11,6 +11,7 @@ from tests.architecture.source import FUNCTIONS, Finding, Module, dotted, is_und
 FIRST = (
     "aserve.errors",
     "aserve.config",
+    "aserve.option",
     "aserve.messages",
     "aserve.channel",
     "aserve.frames",
@@ -65,6 +66,7 @@ REACH = {
     "aserve.tiny": ANYTHING,
     "aserve.errors": BORDER,
     "aserve.config": BORDER,
+    "aserve.option": BORDER,
     "aserve.messages": BORDER,
     "aserve.channel": BORDER,
     "aserve.frames": BORDER,

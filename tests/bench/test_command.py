@@ -10,7 +10,7 @@ import pytest
 
 from aserve.bench.catalog import BENCHES
 from aserve.cli import main
-from aserve.config import options_of
+from aserve.option import options_of
 from tests.architecture.source import ROOT
 
 

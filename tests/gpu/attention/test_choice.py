@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from aserve.config import MachineOptions, options_of
+from aserve.config import MachineOptions
 from aserve.errors import ConfigError
 from aserve.gpu.attention import choice
 from aserve.gpu.attention.base import AttentionKind, AttentionUnavailable
@@ -17,6 +17,7 @@ from aserve.gpu.attention.registry import BACKENDS
 from aserve.gpu.attention.torch_ref import TorchReference
 from aserve.gpu.device.cpu import CpuDevice
 from aserve.gpu.kv.layer_groups import group_layers
+from aserve.option import options_of
 from tests.gpu.attention.backend_parity import Layout, layer
 from tests.gpu.drive import make_executor
 from tests.gpu.hash_model import HashModel

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from aserve.config import KvOptions, options_of
+from aserve.config import KvOptions
 from aserve.errors import ConfigError
 from aserve.gpu.attention.capabilities import AttentionSite
 from aserve.gpu.attention.registry import BACKENDS
@@ -21,6 +21,7 @@ from aserve.gpu.kv.layer_groups import group_layers
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.kv.stored import KV_DTYPES, kv_dtype_name, kv_dtype_of, narrowed, widened
 from aserve.messages import GroupSpec, array_f32
+from aserve.option import options_of
 from aserve.tiny.location import MODEL_DIR
 from tests.gpu.attention.backend_parity import layer, random
 from tests.gpu.device_tables import CPU, device_batch
