@@ -72,7 +72,9 @@ def sample(
         return tokens, is_sound
     counts = best_ids.new_empty((num, splits, RANKED))
     masses = best.new_empty((num, splits, RANKED))
-    _rank[(num, splits)](*given, softmax, values, ids, counts, masses, RANKED, TILE, SPLIT)
+    _rank[(num, splits)](
+        *given, softmax, values, ids, counts, masses, RANKED, TILE, SPLIT, num_warps=WARPS
+    )
     near, near_ids = best.new_empty((num, SPLIT)), best_ids.new_empty((num, SPLIT))
     _settle[(num,)](
         *given, softmax, values, ids, counts, masses, near, near_ids, *drawn, RANKED, block, SPLIT,

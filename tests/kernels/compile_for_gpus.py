@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction, mangle_type
+from triton.runtime.jit import JITFunction, KernelParam, mangle_type
 
 from aserve_kernels.bitmask import apply_bitmask
 from aserve_kernels.gated_mul import KINDS, gated_mul
@@ -147,6 +147,11 @@ HOPPER_CALLS: Mapping[str, Callable[[], None]] = {
 }
 
 
+# What multiplies tiles loads the next ones meanwhile, if their rows are known to be aligned.
+LOADS_AHEAD = frozenset({"_attend_splits", "_attend_blocks", "_multiply"})
+ALIGNED = 16  # bytes of an address, or what a number is divided by
+
+
 class Compiler:
     """Stands where a kernel is launched. `num_compiled` counts."""
 
@@ -162,9 +167,25 @@ class Compiler:
         types = {name: mangle_type(value, specialize=True) for name, value in values.items()}
         types |= {p.name: "constexpr" for p in kernel.params if p.is_constexpr}
         constants = {name: values[name] for name, kind in types.items() if kind == "constexpr"}
-        source = ASTSource(fn=kernel, signature=types, constexprs=constants)
-        triton.compile(source, target=self._target, options=options)
+        facts = {
+            (place,): [["tt.divisibility", ALIGNED]]
+            for place, param in enumerate(kernel.params)
+            if param.name not in constants and _is_aligned(values[param.name], param)
+        }
+        source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=facts)
+        made = triton.compile(source, target=self._target, options=options)
+        name = kernel.fn.__name__
+        assert name not in LOADS_AHEAD or "cp.async" in made.asm["ptx"], (
+            f"{name} loads nothing ahead"
+        )
         self.num_compiled += 1
+
+
+def _is_aligned(value: object, param: KernelParam) -> bool:
+    """As a launch finds it; memory of a device always is."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value % ALIGNED == 0 and not param.do_not_specialize
+    return isinstance(value, Tensor)
 
 
 def compile_all(capability: int, calls: Mapping[str, Callable[[], None]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -325,6 +326,27 @@ def test_a_request_for_which_there_is_never_memory_fails_alone() -> None:
     served = serve(executor_on(cuda, lambda where: Asks(out_of_memory, where)), asked)
     assert served.reasons == {("r0", 0): ["error"], ("r1", 0): ["error"]}
     cuda.assert_sound()
+
+
+def test_memory_that_runs_out_while_capturing_costs_graphs_and_no_token(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cuda = FakeCuda()
+
+    def fill(logits: Tensor) -> None:
+        if cuda.current_stream().graph is not None:
+            out_of_memory(logits)
+
+    asked = [request(f"r{number}", PROMPT[: number + 5]) for number in range(2)]
+    executor = executor_on(cuda, lambda where: Asks(fill, where), graph_rows=2)
+    with caplog.at_level(logging.WARNING, logger="aserve.gpu.graphs"):
+        executor.capture_graphs(lambda _done, _total: None)
+        served = serve(executor, asked)
+    assert served.outputs == {(r.request_id, 0): plain_outputs(HashModel(), r) for r in asked}
+    assert cuda.num_replays == 0
+    cuda.assert_sound()
+    warnings = [record.getMessage() for record in caplog.records]
+    assert ["rows failed with OutOfMemoryError" in warning for warning in warnings] == [True] * 3
 
 
 # ---------------------------------------------------------------- memory
