@@ -20,13 +20,7 @@ from aserve.gpu.device.process import prepare_process
 from aserve.http.state import ServerState
 from aserve.http.text_desk import TextDesk
 from aserve.load import Loaded, vocabulary_of
-from aserve.messages import (
-    Cancel,
-    DetokenizerEvent,
-    GenerateRequest,
-    OutputChunk,
-    TokenizerEvent,
-)
+from aserve.messages import Cancel, DetokenizerEvent, GenerateRequest, OutputChunk, TokenizerEvent
 from aserve.observability.metrics import Metrics
 from aserve.observability.trace import Trace
 from aserve.outlet import Gateway

@@ -28,13 +28,7 @@ from aserve.grammar.frames import Vocabulary
 from aserve.grammar.library import GrammarLibrary
 from aserve.grammar.matching import constrain
 from aserve.grammar.workers import CompileLimits
-from aserve.messages import (
-    DetokenizerEvent,
-    EngineEvent,
-    EngineSpec,
-    Executor,
-    SchedulerEvent,
-)
+from aserve.messages import DetokenizerEvent, EngineEvent, EngineSpec, Executor, SchedulerEvent
 from aserve.observability.recording import Recorder
 from aserve.observability.reports import EngineReport, TurnReporter
 from aserve.observability.step_log import StepLog

@@ -521,6 +521,20 @@ class OutputChunk(Message, frozen=True):
     embedding: bytes = b""  # float32 [hidden], in the last chunk of a request that embeds
 
 
+def failed_chunk(request_id: str, error: ErrorInfo) -> OutputChunk:
+    """All that is left to say to a request's client."""
+    return OutputChunk(
+        request_id=request_id,
+        child=0,
+        text="",
+        token_ids=b"",
+        usage=Usage(),
+        finish_reason="error",
+        error=error,
+        is_last=True,
+    )
+
+
 # A Cancel goes the same way as its request, so that it cannot overtake it.
 TokenizerEvent: TypeAlias = GenerateRequest | Cancel
 EngineEvent: TypeAlias = AdmitRequest | Cancel  # what enters the engine, from the text side

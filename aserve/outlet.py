@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 
 from aserve.errors import ErrorInfo
-from aserve.messages import Cancel, GenerateRequest, OutputChunk, Usage, join_parts
+from aserve.messages import Cancel, GenerateRequest, OutputChunk, failed_chunk, join_parts
 
 ChildKey = tuple[str, int]
 
@@ -56,18 +56,7 @@ class Gateway:
     def end_all(self, error: ErrorInfo) -> None:
         """The engine answers no more, or must not: every open request ends with this error."""
         for request_id in list(self._open):
-            self.deliver(
-                OutputChunk(
-                    request_id=request_id,
-                    child=0,
-                    text="",
-                    token_ids=b"",
-                    usage=Usage(),
-                    finish_reason="error",
-                    error=error,
-                    is_last=True,
-                )
-            )
+            self.deliver(failed_chunk(request_id, error))
 
     async def drained(self) -> None:
         """Returns as soon as no request is open; the caller sets the deadline."""

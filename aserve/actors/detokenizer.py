@@ -6,17 +6,12 @@ it finds stop strings, cuts text, usage and logprobs at the same token, and send
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple, TypeAlias, assert_never
 
 from aserve.actors.base import Actor
 from aserve.channel import Channel, Sink
-from aserve.errors import (
-    DeadlineExceeded,
-    ErrorInfo,
-    ShuttingDown,
-    StepError,
-)
+from aserve.errors import DeadlineExceeded, ErrorInfo, ShuttingDown, StepError
 from aserve.messages import (
     Cancel,
     DetokenizerEvent,
@@ -29,14 +24,12 @@ from aserve.messages import (
     SamplingParams,
     SequenceOutput,
     StepOutput,
-    TokenLogprob,
-    TopLogprob,
     Usage,
-    array_f32,
     array_i32,
+    failed_chunk,
     pack_i32,
 )
-from aserve.text.logprobs import alternatives, shown
+from aserve.text.logprobs import scored_tokens, token_logprob
 from aserve.text.output import Released, SequenceText
 from aserve.text.prompt import end_ids
 from aserve.text.prompt_text import PromptText
@@ -182,10 +175,11 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
             assert request.prompt is not None
             request.prompt.feed(output.prompt_logprobs)
         before = 0 if request.prompt is None else request.prompt.text_len
-        choices = self._choices(output, request.opened.sampling.logprobs)
+        num_top = request.opened.sampling.logprobs
+        scored = scored_tokens(output, num_top=num_top, tokenizer=self._tokenizer)
         for token_id in array_i32(output.token_ids).tolist():
             offset = before + child.text.text_len
-            child.text.feed(token_id, self._logprob(next(choices, None), offset))
+            child.text.feed(token_id, token_logprob(next(scored, None), offset, self._tokenizer))
             if child.text.stop is not None:
                 child.ending = Ending("stop", child.text.stop)
                 return
@@ -204,18 +198,7 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
 
     def _refuse(self, event: Refused) -> None:
         self._requests.pop(event.request_id, None)
-        self._deliver(
-            OutputChunk(
-                request_id=event.request_id,
-                child=0,
-                text="",
-                token_ids=b"",
-                usage=Usage(),
-                finish_reason="error",
-                error=event.error,
-                is_last=True,
-            )
-        )
+        self._deliver(failed_chunk(event.request_id, event.error))
 
     def _send(self, request: TextRequest, index: int) -> None:
         child = request.children[index]
@@ -259,36 +242,6 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
         if request is not None and all(child.is_retired for child in request.children):
             del self._requests[request_id]
 
-    def _logprob(self, choice: Choice | None, text_offset: int) -> TokenLogprob | None:
-        if choice is None:
-            return None
-        token_bytes = self._tokenizer.token_bytes(choice.token_id)
-        return TokenLogprob(
-            token_id=choice.token_id,
-            token=shown(token_bytes),
-            token_bytes=token_bytes,
-            logprob=choice.logprob,
-            top=choice.top,
-            text_offset=text_offset,
-        )
-
-    def _choices(self, output: SequenceOutput, num_top: int | None) -> Iterator[Choice]:
-        """One for each of the output's tokens; none at all without logprobs."""
-        if num_top is None:
-            return
-        token_ids = iter(array_i32(output.token_ids).tolist())
-        for run in output.logprobs:
-            chosen = array_f32(run.chosen).tolist()
-            tops = alternatives(
-                run.top_ids,
-                run.top_logprobs,
-                num_tokens=len(chosen),
-                num_top=num_top,
-                tokenizer=self._tokenizer,
-            )
-            for logprob, top in zip(chosen, tops, strict=True):
-                yield Choice(next(token_ids), logprob, top)
-
 
 def ending_of(event: Retired, sampling: SamplingParams) -> Ending:
     match event.reason:
@@ -306,11 +259,3 @@ def ending_of(event: Retired, sampling: SamplingParams) -> Ending:
             return Ending("error", error=event.error or StepError("the request failed").info())
         case _:
             assert_never(event.reason)
-
-
-class Choice(NamedTuple):
-    """A sampled token with its log-probability and the best alternatives."""
-
-    token_id: int
-    logprob: float
-    top: tuple[TopLogprob, ...]

@@ -16,13 +16,7 @@ from aiohttp.typedefs import Handler, Middleware
 from aserve.errors import AserveError, BugError, ConfigError, ErrorInfo
 from aserve.http.auth import check_key
 from aserve.http.body import IGNORED
-from aserve.http.errors import (
-    RequestFailed,
-    error_response,
-    http_error_info,
-    info_of,
-    refused,
-)
+from aserve.http.errors import RequestFailed, error_response, http_error_info, info_of, refused
 from aserve.http.openai.responses.live import RESPONSES, Responses
 from aserve.http.origin import REQUEST_ID
 from aserve.http.routes import ROUTES, Route

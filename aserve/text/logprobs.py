@@ -6,13 +6,58 @@ Must not know requests or whose tokens they are.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
-from aserve.messages import TopLogprob, array_f32, array_i32
+from aserve.messages import SequenceOutput, TokenLogprob, TopLogprob, array_f32, array_i32
 from aserve.text.tokenizer import TextTokenizer
 
 IMPOSSIBLE = -9999.0  # the log-probability of a banned token, which JSON cannot say; as OpenAI does
+
+
+class ScoredToken(NamedTuple):
+    """A sampled token with its log-probability and the best alternatives."""
+
+    token_id: int
+    logprob: float
+    top: tuple[TopLogprob, ...]
+
+
+def scored_tokens(
+    output: SequenceOutput, *, num_top: int | None, tokenizer: TextTokenizer
+) -> Iterator[ScoredToken]:
+    """One for each of the output's tokens; none at all without logprobs."""
+    if num_top is None:
+        return
+    token_ids = iter(array_i32(output.token_ids).tolist())
+    for run in output.logprobs:
+        chosen = array_f32(run.chosen).tolist()
+        tops = alternatives(
+            run.top_ids,
+            run.top_logprobs,
+            num_tokens=len(chosen),
+            num_top=num_top,
+            tokenizer=tokenizer,
+        )
+        for logprob, top in zip(chosen, tops, strict=True):
+            yield ScoredToken(next(token_ids), logprob, top)
+
+
+def token_logprob(
+    scored: ScoredToken | None, text_offset: int, tokenizer: TextTokenizer
+) -> TokenLogprob | None:
+    if scored is None:
+        return None
+    token_bytes = tokenizer.token_bytes(scored.token_id)
+    return TokenLogprob(
+        token_id=scored.token_id,
+        token=shown(token_bytes),
+        token_bytes=token_bytes,
+        logprob=scored.logprob,
+        top=scored.top,
+        text_offset=text_offset,
+    )
 
 
 def shown(token_bytes: bytes) -> str:

@@ -80,7 +80,8 @@ ASKED_FOR = (
     *("aserve/text/prompt_text.py", "aserve/http/openai/prompt_scores.py"),
     "aserve/http/openai/embeddings.py",
     *("aserve/http/openai/tokens.py", "aserve/http/text_desk.py"),
-    *("aserve/text/bad_words.py", "aserve/gpu/sample/bans.py", "aserve/gpu/sample/penalties.py"),
+    *("aserve/text/logprobs.py", "aserve/text/bad_words.py"),
+    *("aserve/gpu/sample/bans.py", "aserve/gpu/sample/penalties.py"),
     "aserve/gpu/sample/choose.py",
 )
 BESIDE_THE_CORE = (*STARTS, *LOOKS_ON, *ALTERNATIVES, *ASKED_FOR)

@@ -15,12 +15,7 @@ import msgspec
 
 from aserve.errors import InvalidRequest, NotFound
 from aserve.http.openai.grammars import grammar_of
-from aserve.http.openai.limits import (
-    MAX_SEQUENCES,
-    check_length,
-    check_limits,
-    stops_of,
-)
+from aserve.http.openai.limits import MAX_SEQUENCES, check_length, check_limits, stops_of
 from aserve.http.openai.schema import GenerationBody, StreamOptions
 from aserve.messages import GenerateRequest, OutputChunk, Prompt, SamplingParams
 from aserve.text.defaults import NEUTRAL, GenerationDefaults

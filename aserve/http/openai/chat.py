@@ -11,13 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from aserve.errors import InvalidRequest
-from aserve.http.openai.answers import (
-    Choice,
-    LogprobEntry,
-    UsageBody,
-    is_visible,
-    logprob_entries,
-)
+from aserve.http.openai.answers import Choice, LogprobEntry, UsageBody, is_visible, logprob_entries
 from aserve.http.openai.call import Call, Origin, build_call, check_body, sampling_of
 from aserve.http.openai.conversation import chat_prompt
 from aserve.http.openai.prompt_scores import Scores, check_prompt_logprobs, prompt_scores
@@ -143,7 +137,7 @@ class ChatDialect:
             usage=usage,
             seed=self.call.sampling.seed,
             prompt_ids=choices[0].prompt_ids,
-            prompt_logprobs=self._prompt_logprobs(choices[0]),
+            prompt_logprobs=prompt_scores(choices[0].prompt, self.call.sampling),
         )
 
     def _chunk(
@@ -184,10 +178,6 @@ class ChatDialect:
 
     def _token_ids(self, choice: Choice) -> list[int] | UnsetType:
         return choice.token_ids if self.call.sampling.return_token_ids else UNSET
-
-    def _prompt_logprobs(self, choice: Choice) -> list[Scores | None] | UnsetType:
-        num_top = self.call.sampling.prompt_logprobs
-        return UNSET if num_top is None else prompt_scores(choice.prompt.tokens, num_top=num_top)
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> ChatLogprobs | None:
         if self.call.sampling.logprobs is None:

@@ -17,18 +17,14 @@ from aserve.http.openai.limits import MAX_LOGPROBS, Range, check_within
 from aserve.http.openai.prompt_scores import Scores, check_prompt_logprobs, prompt_scores
 from aserve.http.openai.prompts import prompts_of
 from aserve.http.openai.schema import CompletionBody
-from aserve.messages import (
-    OutputChunk,
-    PromptToken,
-    TokenLogprob,
-)
+from aserve.messages import OutputChunk, PromptToken, TokenLogprob
 
 DEFAULT_MAX_TOKENS = 16
 
 
 def completion_call(body: CompletionBody, origin: Origin) -> Call:
     check_body(body, origin)
-    _check_unsupported(body)
+    _check_suffix(body)
     _check_best_of(body)
     check_prompt_logprobs(body)
     with_special = body.add_special_tokens is not False
@@ -51,9 +47,14 @@ def completion_call(body: CompletionBody, origin: Origin) -> Call:
     )
 
 
-def _check_unsupported(body: CompletionBody) -> None:
+def _check_suffix(body: CompletionBody) -> None:
     if body.suffix:
-        raise _unsupported("suffix", "no suffix, since the model does not fill in the middle")
+        raise InvalidRequest(
+            "Unsupported value for 'suffix': this server supports no suffix, since the model does "
+            "not fill in the middle.",
+            param="suffix",
+            code="unsupported_value",
+        )
 
 
 def _check_best_of(body: CompletionBody) -> None:
@@ -72,14 +73,6 @@ def _check_best_of(body: CompletionBody) -> None:
             param="best_of",
             code="invalid_value",
         )
-
-
-def _unsupported(param: str, supported: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"Unsupported value for '{param}': this server supports {supported}.",
-        param=param,
-        code="unsupported_value",
-    )
 
 
 class Logprobs(msgspec.Struct):
@@ -138,7 +131,6 @@ class CompletionDialect:
     def _choice(self, index: int, choice: Choice) -> CompletionChoice:
         asked = self.call.sampling
         echoed = choice.prompt.tokens if asked.echo else ()
-        num_top = asked.prompt_logprobs
         return CompletionChoice(
             index=index,
             text=choice.prompt.text + choice.text,
@@ -149,9 +141,7 @@ class CompletionDialect:
             stop_reason=choice.stop_reason,
             token_ids=choice.token_ids if asked.return_token_ids else UNSET,
             prompt_token_ids=(choice.prompt_ids or UNSET) if asked.return_token_ids else UNSET,
-            prompt_logprobs=UNSET
-            if num_top is None
-            else prompt_scores(choice.prompt.tokens, num_top=num_top),
+            prompt_logprobs=prompt_scores(choice.prompt, asked),
         )
 
     def _answer(

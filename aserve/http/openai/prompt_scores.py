@@ -5,13 +5,12 @@ Must not know endpoints: both have it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from aserve.errors import InvalidRequest
 from aserve.http.openai.schema import ChatBody, CompletionBody
-from aserve.messages import PromptToken
+from aserve.messages import PromptPart, PromptToken, SamplingParams
 
 
 class TokenScore(msgspec.Struct):
@@ -33,9 +32,12 @@ def check_prompt_logprobs(body: CompletionBody | ChatBody) -> None:
         )
 
 
-def prompt_scores(tokens: Sequence[PromptToken], *, num_top: int) -> list[Scores | None]:
-    """Nothing predicts the first token."""
-    return [None if token.logprob is None else _scores(token, num_top) for token in tokens]
+def prompt_scores(prompt: PromptPart, sampling: SamplingParams) -> list[Scores | None] | UnsetType:
+    """As many as were asked for. Nothing predicts the first token."""
+    num_top = sampling.prompt_logprobs
+    if num_top is None:
+        return UNSET
+    return [None if token.logprob is None else _scores(token, num_top) for token in prompt.tokens]
 
 
 def _scores(token: PromptToken, num_top: int) -> Scores:
