@@ -106,6 +106,12 @@ class SchedulerOptions:
         "tokens in one step; longer prompts run in chunks; default: 8192 on a GPU, else 2048",
         Limits(low=1, high=1 << 20),
     )
+    mixed_prompt_tokens: int | None = option(
+        None,
+        "prompt tokens in a step that decodes too, or a 32nd of those that wait if that is more; "
+        "fewer: steadier streams, more steps; default: all that fit, 96 for a small model on a CPU",
+        Limits(low=1, high=1 << 20),
+    )
     max_queue: int = option(512, "sequences that may wait; more are answered 429", Limits(low=1))
     depth: int = option(2, "steps in flight; 1: no overlap", Limits(low=1, high=8))
     lead: int = option(

@@ -74,6 +74,7 @@ def build_options(resolved: Resolved, model_dir: Path) -> BuildOptions:
         prefix_cache=not resolved.kv.no_prefix_cache,
         max_rows=resolved.scheduler.max_num_seqs,
         max_batched_tokens=resolved.scheduler.max_num_batched_tokens,
+        mixed_prompt_tokens=resolved.scheduler.mixed_prompt_tokens,
         max_waiting=resolved.scheduler.max_queue,
         depth=resolved.scheduler.depth,
         lead=resolved.scheduler.lead,

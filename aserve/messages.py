@@ -580,6 +580,7 @@ class EngineSpec(Record, frozen=True):
     prefix_cache: bool = True
     decode: DecodeCaps = DecodeCaps()
     names_shared_pages: bool = False  # attention gains from it
+    mixed_prompt_tokens: int | None = None  # in a step that decodes too; None: as many as fit
 
 
 # ---------------------------------------------------------------- the executor, as actors see it

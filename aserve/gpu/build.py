@@ -70,6 +70,7 @@ class BuildOptions:
     prefix_cache: bool = True
     max_rows: int | None = None
     max_batched_tokens: int | None = None
+    mixed_prompt_tokens: int | None = None
     max_waiting: int = 512
     depth: int = 2
     lead: int = 2
@@ -125,6 +126,8 @@ def build_on(
     random = "random weights, " if is_dummy else ""
     about = f"{code.name} code ({code.why}), {random}{form.about}"
     mode = MODES[options.decode]()
+    mixed_prompt_tokens = options.mixed_prompt_tokens or form.mixed_prompt_tokens
+    options = dataclasses.replace(options, mixed_prompt_tokens=mixed_prompt_tokens)
     return assemble(model, mode, device, options, about=about, shortcut=form.shortcut)
 
 
@@ -271,6 +274,7 @@ def _plan_spec(
         max_waiting=options.max_waiting,
         prefix_cache=options.prefix_cache,
         decode=parts.mode.caps,
+        mixed_prompt_tokens=options.mixed_prompt_tokens,
     )
 
 

@@ -24,6 +24,8 @@ from aserve.scheduling.leave import retract, retraction_order
 from aserve.scheduling.phases import Phase
 from aserve.scheduling.request import Sequence
 
+SPREAD = 32  # steps
+
 
 class Choice(msgspec.Struct, frozen=True, gc=False):
     """One row's part in the next step. If the span reaches the last token that exists or is in
@@ -47,10 +49,14 @@ def choose(board: Board) -> tuple[list[Choice], list[Sequence]]:
             return chosen, []
     decodes, prefills = _ready_rows(board, list(board.running.values()))
     decodes = decodes[: max_decode_rows(board.spec, len(board.running))]
-    chosen = _fill(board, decodes) if board.spec.decode.mixes_prefill else []
-    admitted = admit(board) if _num_tokens(chosen) < board.spec.max_batched_tokens else []
-    chosen += _fill(board, prefills + admitted, used=_num_tokens(chosen))
-    return chosen or _fill(board, decodes), admitted
+    budget = board.spec.max_batched_tokens
+    chosen = _fill(board, decodes, budget) if board.spec.decode.mixes_prefill else []
+    left = budget - sum(choice.span for choice in chosen)
+    admitted = admit(board) if left else []
+    prefills += admitted
+    most = _most_beside(board, prefills) if chosen else left
+    chosen += _fill(board, prefills, min(left, most))
+    return chosen or _fill(board, decodes, budget), admitted
 
 
 def _ready_rows(board: Board, rows: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
@@ -70,17 +76,27 @@ def _choose_retry(board: Board) -> list[Choice]:
     """
     while board.retries and board.is_device_idle:
         group = [sequence for sequence in board.retries.pop(0) if sequence.phase is Phase.RUNNING]
-        chosen = _fill(board, [row for row in group if may_run_ahead(row, lead=board.spec.lead)])
+        ready = [row for row in group if may_run_ahead(row, lead=board.spec.lead)]
+        chosen = _fill(board, ready, board.spec.max_batched_tokens)
         if chosen:
             board.trial = board.next_iteration
             return chosen
     return []
 
 
-def _fill(board: Board, rows: list[Sequence], *, used: int = 0) -> list[Choice]:
+def _most_beside(board: Board, prefills: list[Sequence]) -> int:
+    """Tokens of prompts beside decodes, who all wait for them. Where so much waits that this
+    would leave rows idle, it is spread over some steps.
+    """
+    most = board.spec.mixed_prompt_tokens
+    if most is None:
+        return board.spec.max_batched_tokens
+    return max(most, sum(row.remaining for row in prefills) // SPREAD)
+
+
+def _fill(board: Board, rows: list[Sequence], budget: int) -> list[Choice]:
     """Spans for rows, in order, as far as the token budget and the pages go."""
     chosen: list[Choice] = []
-    budget = board.spec.max_batched_tokens - used
     step_total: Pages | None = None
     # The step that is being filled, and one more.
     if not has_ample_room(board, num_steps=2) and any(row.remaining > 1 for row in rows):
@@ -135,7 +151,3 @@ def _retract_for_room(board: Board) -> None:
         if has_room(board, step_need(board, board.running.values())):
             return
         retract(board, max(board.running.values(), key=retraction_order))
-
-
-def _num_tokens(chosen: list[Choice]) -> int:
-    return sum(choice.span for choice in chosen)

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from aserve.errors import ConfigError
-from aserve.gpu.build import BuildOptions, assemble
+from aserve.gpu.build import BuildOptions, assemble, build_executor
 from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.gpu.device.cpu import CpuDevice
+from aserve.gpu.device.cpu_weights import SMALL_MIXED_TOKENS
 from aserve.messages import EngineSpec
+from aserve.tiny.location import MODEL_DIR
 from tests.gpu.hash_model import HashModel
 
 
@@ -40,3 +42,11 @@ def test_a_context_that_was_asked_for_is_not_shortened(small_memory: None) -> No
 
 def test_an_explicit_number_of_pages_leaves_the_context_as_it_is(small_memory: None) -> None:
     assert spec_of(num_pages=8).max_model_len == 4096
+
+
+@pytest.mark.parametrize("given", [None, 7])
+def test_prompts_beside_decodes_are_bounded_as_asked_or_as_suits_the_model(
+    given: int | None,
+) -> None:
+    options = BuildOptions(MODEL_DIR, num_pages=8, mixed_prompt_tokens=given)
+    assert build_executor(options).spec.mixed_prompt_tokens == (given or SMALL_MIXED_TOKENS)

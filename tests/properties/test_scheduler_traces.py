@@ -97,6 +97,7 @@ def specs(draw: st.DrawFn) -> EngineSpec:
             mixes_prefill=draw(st.booleans()),
         ),
         names_shared_pages=draw(st.booleans()),
+        mixed_prompt_tokens=draw(st.sampled_from([None, 1, 4])),
     )
 
 

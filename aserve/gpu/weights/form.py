@@ -42,7 +42,8 @@ class WeightWish:
 class WeightForm:
     """`dtype` is that of activations, norms and KV; `prepare` makes the linear layers; `about` says
     both, and why, in a few words. `stored_bits` of a weight, where they are not those of `dtype`;
-    `max_threads` that gain anything, where that is known; `shortcut` of models that have one.
+    `max_threads` that gain anything, where that is known; `shortcut` of models that have one;
+    `mixed_prompt_tokens` of a step that decodes too, where fewer than fit are better.
     """
 
     dtype: torch.dtype
@@ -51,6 +52,7 @@ class WeightForm:
     stored_bits: int | None = None
     max_threads: int | None = None
     shortcut: MakeShortcut | None = None
+    mixed_prompt_tokens: int | None = None
 
     @property
     def weight_bits(self) -> int:

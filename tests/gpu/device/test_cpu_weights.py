@@ -69,6 +69,7 @@ def test_a_small_model_computes_in_one_thread_a_large_one_in_all(name: str) -> N
     small = choose_cpu_form(WeightWish(name, "bfloat16", SMALL_BYTES // 4), AMX)
     large = choose_cpu_form(WeightWish(name, "bfloat16", SMALL_BYTES // 4 + 1), AMX)
     assert (small.max_threads, large.max_threads) == (1, None)
+    assert (small.mixed_prompt_tokens, large.mixed_prompt_tokens) == (96, None)
 
 
 def test_a_small_model_has_products_of_its_own_where_vectors_are_wide() -> None:

@@ -1,0 +1,55 @@
+"""How a step's tokens are shared between rows that decode and prompts that join them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from aserve.messages import EngineSpec
+from tests.scheduling.stage import Stage, request, result, spans, spec
+
+
+def bounded(*, mixed_prompt_tokens: int | None, max_rows: int = 4) -> EngineSpec:
+    engine = spec(max_rows=max_rows, num_pages=2000, max_batched_tokens=64, depth=1, lead=1)
+    return msgspec.structs.replace(
+        engine, max_model_len=4000, mixed_prompt_tokens=mixed_prompt_tokens
+    )
+
+
+def decoding(engine: EngineSpec) -> Stage:
+    """One row decodes; its next token is in flight."""
+    stage = Stage(engine)
+    stage.play(request("a", [1, 2, 3], max_tokens=60))
+    stage.play(result(1, {1: [9]}))
+    assert [spans(batch) for batch in stage.batches] == [[1]]
+    return stage
+
+
+def test_prompts_beside_decodes_are_bounded_until_they_are_done() -> None:
+    stage = decoding(bounded(mixed_prompt_tokens=5))
+    stage.play(request("b", [4] * 8), request("c", [6] * 4))
+    seen = []
+    for iteration in range(2, 5):
+        sampled = {2: {1: [9]}, 3: {1: [9]}, 4: {1: [9], 2: [9]}}[iteration]
+        stage.play(result(iteration, sampled))
+        seen += [spans(batch) for batch in stage.batches]
+    assert seen == [[1, 5], [1, 3, 2], [1, 1, 2]]
+
+
+def test_prompts_alone_fill_the_step() -> None:
+    stage = Stage(bounded(mixed_prompt_tokens=5))
+    stage.play(request("a", [1] * 30), request("b", [2] * 40))
+    assert [spans(batch) for batch in stage.batches] == [[30, 34]]
+
+
+def test_without_a_bound_prompts_take_what_decodes_leave() -> None:
+    stage = decoding(bounded(mixed_prompt_tokens=None))
+    stage.play(request("b", [4] * 80))
+    stage.play(result(2, {1: [9]}))
+    assert [spans(batch) for batch in stage.batches] == [[1, 63]]
+
+
+def test_the_more_waits_the_more_of_it_joins_the_decodes() -> None:
+    stage = decoding(bounded(mixed_prompt_tokens=5))
+    stage.play(request("b", [4] * 640), request("c", [6] * 320))
+    stage.play(result(2, {1: [9]}))
+    assert [spans(batch) for batch in stage.batches] == [[1, 30]]
