@@ -25,12 +25,15 @@ from aserve.gpu.attention.capabilities import AttentionSite, Capabilities
 from aserve.gpu.attention.flashinfer_cascade import GROUP, NO_CASCADE, CascadePlan, Cascades
 from aserve.gpu.attention.flashinfer_wrappers import (
     FP8,
+    HOPPER_TILE,
     Arrays,
     FlashInferPackage,
     Problem,
+    Queries,
     Wrapper,
     Wrappers,
     check_version,
+    queries_of,
 )
 from aserve.gpu.attention.page_lists import first_columns, list_pages
 from aserve.gpu.attention.plan_slots import PlanSlot, PlanSlots
@@ -49,7 +52,7 @@ BUILD_ERRORS = (
     *(ImportError, AttributeError, TypeError, AssertionError),
 )
 
-Key: TypeAlias = tuple[Problem, bool]  # of a wrapper: whether it is for decodes
+Key: TypeAlias = tuple[Problem, Queries]  # of a wrapper
 Slot: TypeAlias = PlanSlot[Key, Wrapper]
 Slots: TypeAlias = PlanSlots[Key, Wrapper]
 Gather: TypeAlias = Callable[..., None]  # gather_pages, or its reference
@@ -139,17 +142,18 @@ class FlashInfer:
 
     def _plan(self, batch: ForwardBatch, lens: ArrayI32, cascade: CascadePlan) -> FlashPlan:
         slot = self._slots.take()
-        is_decode = batch.num_tokens == batch.num_rows
+        queries = queries_of(batch.spans_cpu, lens)
         problems = [kind for kind in self._kinds if kind not in cascade.wrappers]
         host = self._host_arrays(slot, lens, batch.spans_cpu, problems=problems)
         lists = {group: self._new_list(own) for group, own in host.items()}
         wrappers: dict[Problem, Wrapper] = {}
         for problem in problems:
-            wrapper = slot.wrappers.get((problem, is_decode))
+            wrapper = slot.wrappers.get((problem, queries))
             if wrapper is None:
-                wrapper = self._wrappers.make(problem, is_decode=is_decode)
-                slot.wrappers[problem, is_decode] = wrapper
+                wrapper = self._wrappers.make(problem, queries)
+                slot.wrappers[problem, queries] = wrapper
             arrays, pages = host[problem.group], lists[problem.group].pages
+            is_decode = queries is Queries.ONE_EACH
             self._wrappers.plan(wrapper, problem, arrays, pages=pages, is_decode=is_decode)
             wrappers[problem] = wrapper
         slot.close()
@@ -194,20 +198,22 @@ class FlashInfer:
             raise BugError(f"a captured forward's plan is of another backend: {plan!r}")
         slot = plan.slots.take()
         host = self._host_arrays(slot, lens, plan.spans, problems=self._kinds)
-        for (problem, is_decode), wrapper in slot.wrappers.items():
+        for (problem, _), wrapper in slot.wrappers.items():
             # The list is written by the forward itself: there is nothing to copy yet.
             arrays, pages = host[problem.group], plan.value.lists[problem.group].pages[:0]
-            self._wrappers.plan(wrapper, problem, arrays, pages=pages, is_decode=is_decode)
+            self._wrappers.plan(wrapper, problem, arrays, pages=pages, is_decode=plan.is_decode)
         slot.close()
         wrappers = {problem: wrapper for (problem, _), wrapper in slot.wrappers.items()}
         plan.value = FlashPlan(plan.value.lists, wrappers)
 
     def try_out(self) -> None:
-        """A prefill, a decode and one in two levels of the padding row, through one layer of each
-        kind: compiles what is not compiled yet, which takes minutes."""
+        """A prefill that fills tiles and one that does not, a decode and one in two levels of the
+        padding row, through one layer of each kind: compiles what is not compiled yet, which takes
+        minutes."""
         where = self._site.pools.device
+        longest = self._site.pools.page_tables[0].shape[1] * self._site.pools.page_size
         of_kind = {self._problems[layer.index]: layer for layer in self._site.layers}
-        for span, num_shared in ((2, 0), (1, 0), (1, 1)):
+        for span, num_shared in ((min(HOPPER_TILE, longest), 0), (2, 0), (1, 0), (1, 1)):
             padding = _padding(span, where, kv_len=num_shared * self._site.pools.page_size)
             padding = dataclasses.replace(padding, shared_pages=num_shared)
             batch = ForwardBatch.init_new(padding, self._site.pools)
@@ -238,7 +244,8 @@ class FlashInfer:
         plan = StaticPlan(shape, Slots(site.device, site.num_in_flight), lists)
         for slot in plan.slots:
             for problem in self._kinds:
-                slot.wrappers[problem, plan.is_decode] = self._wrappers.make_static(
+                queries = Queries.ONE_EACH if plan.is_decode else Queries.FEW
+                slot.wrappers[problem, queries] = self._wrappers.make_static(
                     problem,
                     arrays[problem.group],
                     pages=lists[problem.group].pages,

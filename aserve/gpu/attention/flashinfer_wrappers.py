@@ -9,14 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from aserve.gpu.attention.base import AttentionUnavailable
 from aserve.gpu.attention.capabilities import AttentionSite
 from aserve.gpu.models.layer_spec import LayerSpec
+from aserve.messages import ArrayI32
 
 LEAST_VERSION = (0, 6)
 LAYOUT = "NHD"  # [pages, page_size, kv_heads, head_dim], as our pools are
@@ -30,6 +33,28 @@ FP8 = torch.float8_e4m3fn
 # So many query heads of one KV head fill the tiles of matrix instructions; below it plain
 # instructions read keys and values as fast, and are planned in less time.
 MIN_TENSOR_CORE_HEADS = 4
+# Its kernels for every GPU take the query heads of a KV head together, in tiles as small as rows
+# are short on average, and cut long rows into parts. Those for Hopper, which are faster where their
+# tiles are full, have tiles of so many queries of one head, and cut no row: a decode would read its
+# keys once for each head, by one processor, and multiply them with a tile of nothing.
+EVERY_GPU = "fa2"
+HOPPER_TILE = 128
+MOST_PADDING = 2.0  # of the tiles' scores over those that are wanted
+
+
+class Queries(Enum):
+    ONE_EACH = "decodes"
+    FEW = "rows that leave tiles empty"
+    MANY = "rows that fill tiles"
+
+
+def queries_of(spans: ArrayI32, lens: ArrayI32) -> Queries:
+    """int32 [rows] each: how many queries a row has, and its KV length with them."""
+    wanted = spans.astype(np.int64) @ lens
+    if spans.sum() == len(spans):
+        return Queries.ONE_EACH
+    tiled = (-(-spans // HOPPER_TILE) * HOPPER_TILE).astype(np.int64) @ lens
+    return Queries.MANY if tiled <= MOST_PADDING * wanted else Queries.FEW
 
 
 class Wrapper(Protocol):
@@ -101,11 +126,18 @@ class Wrappers:
         self._float_workspace = self._bytes(FLOAT_BYTES)
         self._int_workspaces: dict[Problem, Tensor] = {}
 
-    def make(self, problem: Problem, *, is_decode: bool) -> Wrapper:
-        if not is_decode:
-            return self._package.BatchPrefillWithPagedKVCacheWrapper(self._float_workspace, LAYOUT)
+    def make(self, problem: Problem, queries: Queries) -> Wrapper:
+        if queries is not Queries.ONE_EACH:
+            return self._package.BatchPrefillWithPagedKVCacheWrapper(
+                self._float_workspace,
+                LAYOUT,
+                backend="auto" if queries is Queries.MANY else EVERY_GPU,
+            )
         return self._package.BatchDecodeWithPagedKVCacheWrapper(
-            self._float_workspace, LAYOUT, use_tensor_cores=self._takes_tensor_cores(problem)
+            self._float_workspace,
+            LAYOUT,
+            use_tensor_cores=self._takes_tensor_cores(problem),
+            backend=EVERY_GPU,
         )
 
     def make_static(
@@ -118,6 +150,7 @@ class Wrappers:
                 LAYOUT,
                 use_cuda_graph=True,
                 use_tensor_cores=self._takes_tensor_cores(problem),
+                backend=EVERY_GPU,
                 paged_kv_indptr_buffer=arrays.starts,
                 paged_kv_indices_buffer=pages,
                 paged_kv_last_page_len_buffer=arrays.last_lens,
@@ -127,6 +160,7 @@ class Wrappers:
                 self._float_workspace,
                 LAYOUT,
                 use_cuda_graph=True,
+                backend=EVERY_GPU,
                 qo_indptr_buf=arrays.query_starts,
                 paged_kv_indptr_buf=arrays.starts,
                 paged_kv_indices_buf=pages,

@@ -53,6 +53,7 @@ class FakeWrapper:
     static: Static | None = None
     planned: Recorded | None = None
     int_workspace: Tensor | None = None
+    backend: str = "auto"
 
     def reset_workspace_buffer(self, workspace: Tensor, int_workspace: Tensor) -> None:
         assert workspace is self.workspace
@@ -289,8 +290,10 @@ class FakeFlashInfer:
         paged_kv_indptr_buf: Tensor | None = None,
         paged_kv_indices_buf: Tensor | None = None,
         paged_kv_last_page_len_buf: Tensor | None = None,
+        backend: str = "auto",
     ) -> FakePrefill:
         made = FakePrefill(float_workspace_buffer, kv_layout, self.plans)
+        made.backend = backend
         made.static = _static(
             use_cuda_graph, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf
         )
@@ -314,8 +317,10 @@ class FakeFlashInfer:
         paged_kv_indptr_buffer: Tensor | None = None,
         paged_kv_indices_buffer: Tensor | None = None,
         paged_kv_last_page_len_buffer: Tensor | None = None,
+        backend: str = "auto",
     ) -> FakeDecode:
         made = FakeDecode(float_workspace_buffer, kv_layout, self.plans)
+        made.backend = backend
         made.use_tensor_cores = use_tensor_cores
         made.static = _static(
             use_cuda_graph,

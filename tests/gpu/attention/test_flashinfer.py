@@ -18,6 +18,7 @@ from aserve.gpu.attention import choice, flashinfer, flashinfer_wrappers
 from aserve.gpu.attention.base import AttentionBackend, AttentionKind, AttentionUnavailable
 from aserve.gpu.attention.capabilities import AttentionSite, Capabilities
 from aserve.gpu.attention.flashinfer import FlashInfer, build_flashinfer
+from aserve.gpu.attention.flashinfer_wrappers import Queries, queries_of
 from aserve.gpu.attention.registry import BACKENDS
 from aserve.gpu.attention.static_plans import StaticShape
 from aserve.gpu.attention.torch_ref import TorchReference
@@ -152,6 +153,36 @@ def test_decodes_and_other_steps_have_wrappers_of_their_own() -> None:
     assert decode.use_tensor_cores
 
 
+@pytest.mark.parametrize(
+    ("spans", "prefix_lens", "queries"),
+    [
+        ([1, 1], [4000, 0], Queries.ONE_EACH),
+        ([8192], [0], Queries.MANY),
+        ([100, 300], [0, 0], Queries.MANY),
+        ([2], [0], Queries.FEW),
+        ([500] + [1] * 255, [0] + [1000] * 255, Queries.FEW),
+        ([8192, 1], [0, 4000], Queries.MANY),  # the decode's tiles are few beside the prompt's
+        ([2000, 1], [0, 130_000], Queries.FEW),  # one row's keys, read for each head in one part
+    ],
+)
+def test_rows_that_leave_tiles_empty_are_told_from_prompts(
+    spans: list[int], prefix_lens: list[int], queries: Queries
+) -> None:
+    own = np.array(spans, np.int32)
+    assert queries_of(own, own + np.array(prefix_lens, np.int32)) is queries
+
+
+def test_decodes_beside_a_prompt_run_where_heads_share_keys_and_long_rows_are_cut() -> None:
+    """What the package chooses by itself on Hopper does neither."""
+    layout = Layout(layer())
+    pools = layout.pools(2)
+    module = FakeFlashInfer()
+    backend = FlashInfer(module, site_of(layout, pools))
+    for spans, kv_lens in (([1, 1], [3, 4]), ([1, 2], [3, 4]), ([8], [0]), ([70], [0])):
+        backend.plan(exact(pools, device_batch(spans, kv_lens)))
+    assert [wrapper.backend for wrapper in module.wrappers] == ["fa2", "fa2", "fa2", "auto"]
+
+
 def test_few_heads_that_share_keys_decode_without_tensor_cores() -> None:
     layout = Layout(layer(heads=(4, 2)))
     module = FakeFlashInfer()
@@ -228,14 +259,17 @@ def test_a_plan_of_another_backend_is_refused() -> None:
 
 
 def test_it_is_tried_out_before_it_is_taken() -> None:
-    """Kernels are compiled then, on the padding row: a prefill, a decode, and one in two levels."""
+    """Kernels are compiled then, on the padding row: two prefills, a decode, and one in two
+    levels."""
     layout = Layout(layer())
     pools = layout.pools(1)
     module = FakeFlashInfer()
     before = pools.layers[0].keys[layout.page_size :].clone()
     build_flashinfer(module, site_of(layout, pools))
-    assert [plan.query_starts is None for plan in module.plans] == [False, True, False, False]
-    assert [plan.causal for plan in module.plans] == [True, True, False, True]
+    is_decode = [plan.query_starts is None for plan in module.plans]
+    assert is_decode == [False, False, True, False, False]
+    assert [plan.causal for plan in module.plans] == [True, True, True, False, True]
+    assert [wrapper.backend for wrapper in module.wrappers] == ["auto", "fa2", "fa2"]
     torch.testing.assert_close(
         pools.layers[0].keys[layout.page_size :], before, rtol=0, atol=0, equal_nan=True
     )
