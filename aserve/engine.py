@@ -17,15 +17,7 @@ import asyncio
 import contextlib
 import itertools
 import sys
-import threading
-from collections.abc import (
-    AsyncGenerator,
-    Callable,
-    Coroutine,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
@@ -37,13 +29,13 @@ from rich.progress import Progress
 from aserve.app import App
 from aserve.config import Facts, Raw, Resolved, resolve
 from aserve.errors import AserveError, ConfigError, EngineDead, ErrorInfo, InvalidRequest
-from aserve.event_loop import new_event_loop
 from aserve.gpu.worker import in_thread
 from aserve.http.openai.call import request_of, sampling_of, seed_source
 from aserve.http.openai.conversation import template_variables
 from aserve.http.openai.limits import RANGES, check_limits, check_within
 from aserve.http.openai.schema import GenerationBody
 from aserve.load import Loaded, load
+from aserve.loop_thread import LoopThread
 from aserve.messages import (
     EMBED,
     ArrayF32,
@@ -61,6 +53,7 @@ from aserve.messages import (
     array_i32,
 )
 from aserve.option import unknown_option
+from aserve.outlet import merge
 from aserve.tiny.location import MODEL_DIR
 
 T = TypeVar("T")
@@ -136,7 +129,7 @@ class Engine:
         self._app = App(self._resolved, codec=codec)
         self._draw_seed = seed_source(self._resolved.debug.seed)
         self._numbers = itertools.count(1)
-        self._loop_thread: _LoopThread | None = None
+        self._loop_thread: LoopThread | None = None
         self._max_rows = 1  # once it has loaded, the executor's
 
     async def __aenter__(self) -> Engine:
@@ -158,7 +151,7 @@ class Engine:
 
     def __enter__(self) -> Engine:
         with contextlib.ExitStack() as undo:
-            thread = _LoopThread()
+            thread = LoopThread()
             undo.callback(thread.close)
             thread.call(self.__aenter__())
             undo.pop_all()
@@ -228,7 +221,7 @@ class Engine:
         """`embed` for a plain `with`, in the order of the prompts."""
         return self._running_thread().call(self._each(_listed(prompts), self.embed))
 
-    def _running_thread(self) -> _LoopThread:
+    def _running_thread(self) -> LoopThread:
         if self._loop_thread is None:
             raise EngineDead("the engine is not running here: use it inside `with Engine(...)`")
         return self._loop_thread
@@ -286,34 +279,6 @@ class Engine:
         return request_of(
             asked, _prompt_of(prompt, asked), sampling=sampling, request_id=request_id
         )
-
-
-class _LoopThread:
-    """A loop in a thread, for programs without one."""
-
-    def __init__(self) -> None:
-        self._loop = new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="aserve-loop", daemon=True)
-        self._thread.start()
-
-    def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs it there and waits here; Ctrl-C here cancels it there."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except KeyboardInterrupt:
-            future.cancel()
-            raise
-
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
 
 
 async def _next(chunks: AsyncGenerator[OutputChunk, None]) -> OutputChunk | None:
@@ -379,14 +344,13 @@ def _choices(chunks: list[OutputChunk], *, num_choices: int) -> tuple[Choice, ..
 
 
 def _choice(chunks: list[OutputChunk]) -> Choice:
-    last = chunks[-1]
-    assert last.finish_reason is not None, "the last chunk of a child says why it ended"
-    token_ids = b"".join(chunk.token_ids for chunk in chunks)
+    whole = merge(chunks)
+    assert whole.finish_reason is not None, "the last chunk of a child says why it ended"
     return Choice(
-        text="".join(chunk.text for chunk in chunks),
-        token_ids=tuple(array_i32(token_ids).tolist()),
-        finish_reason=last.finish_reason,
-        logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs),
-        usage=last.usage,
-        prompt=tuple(token for chunk in chunks if chunk.prompt for token in chunk.prompt.tokens),
+        text=whole.text,
+        token_ids=tuple(array_i32(whole.token_ids).tolist()),
+        finish_reason=whole.finish_reason,
+        logprobs=whole.logprobs,
+        usage=whole.usage,
+        prompt=() if whole.prompt is None else whole.prompt.tokens,
     )

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from aserve.gpu.models.causal_model import CausalModel
-from aserve.gpu.weights.blueprint import LoadPlan, ignore_progress
+from aserve.gpu.weights.blueprint import LoadPlan
 from aserve.gpu.weights.form import parse_dtype
 from aserve.gpu.weights.load import read_blueprint
-from aserve.gpu.weights.target import HOST, OnProgress, Target
+from aserve.gpu.weights.progress import OnProgress, ignore_progress
+from aserve.gpu.weights.target import HOST, Target
 
 
 def load_model(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,14 +39,13 @@ from aserve.gpu.step_shape import FILTER, GREEDY, NOISE, ShapeTable, row_counts
 from aserve.gpu.weights.blueprint import LoadPlan
 from aserve.gpu.weights.form import WeightWish, dtype_name
 from aserve.gpu.weights.load import read_blueprint
+from aserve.gpu.weights.progress import OnProgress, ignore_progress
 from aserve.gpu.weights.target import Target
 from aserve.messages import EngineSpec
 
 MIB = 1 << 20
 MIN_PAGES = 2  # page 0 is nobody's
 FOUND_THREADS = torch.get_num_threads()  # before an engine of a small model asks for fewer
-
-OnProgress = Callable[[int, int], None]
 
 logger = logging.getLogger(__name__)
 
@@ -84,16 +83,13 @@ class BuildOptions:
 
 
 def build_executor(
-    options: BuildOptions, *, on_progress: OnProgress = lambda _done, _total: None
+    options: BuildOptions, *, on_progress: OnProgress = ignore_progress
 ) -> TorchExecutor:
     return build_on(open_device(options.device), options, on_progress=on_progress)
 
 
 def build_on(
-    device: Device,
-    options: BuildOptions,
-    *,
-    on_progress: OnProgress = lambda _done, _total: None,
+    device: Device, options: BuildOptions, *, on_progress: OnProgress = ignore_progress
 ) -> TorchExecutor:
     """Takes as long as loading takes; `on_progress(bytes done, bytes in all)` is called from
     here.

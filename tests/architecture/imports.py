@@ -72,6 +72,7 @@ REACH = {
     "aserve.frames": BORDER,
     "aserve.logs": BORDER,
     "aserve.event_loop": Reach(aserve=(), packages=("uvloop",)),
+    "aserve.loop_thread": Reach(aserve=("aserve.event_loop",), packages=()),
     "aserve.outlet": BORDER,
     "aserve.observability": BORDER,
     "aserve.cache": Reach(aserve=FIRST, packages=PLAIN, not_stdlib=IMPURE),

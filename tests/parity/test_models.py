@@ -15,6 +15,7 @@ from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.models.decoder_spec import NORMS_AROUND, DecoderSpec, EmbeddingScale
 from aserve.gpu.models.registry import FAMILIES, DecoderFamily
 from aserve.gpu.weights.checkpoint import Checkpoint
+from aserve.gpu.weights.progress import LoadProgress
 from aserve.gpu.weights.reader import WeightReader
 from aserve.gpu.weights.target import HOST
 from tests.load_model import load_model
@@ -113,13 +114,8 @@ def test_the_references_see_each_axis(
 
 def decoder(spec: DecoderSpec, reference: Reference) -> Decoder:
     with Checkpoint(reference.directory) as checkpoint:
-        reader = WeightReader(
-            checkpoint,
-            HOST,
-            dtype=torch.float32,
-            total_bytes=0,
-            on_progress=lambda _done, _total: None,
-        )
+        progress = LoadProgress(0, dtype=torch.float32)
+        reader = WeightReader(checkpoint, HOST, dtype=torch.float32, progress=progress)
         return Decoder(spec, reader, max_model_len=MAX_MODEL_LEN)
 
 

@@ -17,7 +17,7 @@ from aserve.errors import ConfigError
 from aserve.gpu.fallback.interface import PAGED
 from aserve.gpu.weights.blueprint import LoadPlan
 from aserve.gpu.weights.checkpoint import listed
-from aserve.gpu.weights.target import OnProgress
+from aserve.gpu.weights.progress import OnProgress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

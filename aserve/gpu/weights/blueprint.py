@@ -11,11 +11,8 @@ from typing import Protocol
 import torch
 
 from aserve.gpu.models.causal_model import CausalModel
-from aserve.gpu.weights.target import HOST, OnProgress, Target
-
-
-def ignore_progress(_done_bytes: int, _total_bytes: int) -> None:
-    pass
+from aserve.gpu.weights.progress import OnProgress, ignore_progress
+from aserve.gpu.weights.target import HOST, Target
 
 
 @dataclass(frozen=True, slots=True)

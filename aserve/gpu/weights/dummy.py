@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.layers.linear import Linear, LinearOp
-from aserve.gpu.weights.target import OnProgress, Target
+from aserve.gpu.weights.progress import LoadProgress
+from aserve.gpu.weights.target import Target
 
 STD = 0.02  # transformers' usual initializer_range
 
@@ -22,10 +23,8 @@ class DummyWeights:
     """A tensor depends on its name and shape alone: not on dtype, nor on what was asked before."""
 
     __slots__ = (
-        "_done_bytes",
-        "_on_progress",
+        "_progress",
         "_target",
-        "_total_bytes",
         "device",
         "dtype",
         "elementwise",
@@ -36,16 +35,13 @@ class DummyWeights:
         target: Target,
         *,
         dtype: torch.dtype,
-        total_bytes: int,
-        on_progress: OnProgress,
+        progress: LoadProgress,
     ) -> None:
         self.device = target.device
         self.dtype = dtype
         self.elementwise = target.elementwise
         self._target = target
-        self._on_progress = on_progress
-        self._total_bytes = total_bytes
-        self._done_bytes = 0
+        self._progress = progress
 
     def tensor(self, name: str, shape: tuple[int, ...], *, offset: float = 0.0) -> Tensor:
         """What stands for a sum: the offset is in it already."""
@@ -72,6 +68,5 @@ class DummyWeights:
         is_scale = len(shape) == 1 and not name.endswith(".bias")
         drawn = torch.empty(shape, device=self.device)
         drawn.normal_(1.0 if is_scale else 0.0, STD, generator=generator)
-        self._done_bytes += math.prod(shape) * self.dtype.itemsize
-        self._on_progress(self._done_bytes, self._total_bytes)
+        self._progress.advance(math.prod(shape))
         return drawn.to(self.dtype)

@@ -19,6 +19,7 @@ from aserve.gpu.weights.blueprint import Blueprint, LoadPlan
 from aserve.gpu.weights.checkpoint import Checkpoint
 from aserve.gpu.weights.dummy import DummyWeights
 from aserve.gpu.weights.inventory import Inventory, check_fit
+from aserve.gpu.weights.progress import LoadProgress
 from aserve.gpu.weights.reader import WeightReader
 
 
@@ -40,23 +41,16 @@ class NativeBlueprint:
         build, config, target = self.family.build, self.config, plan.target
         context_len = config.context_len(plan.max_model_len)
         inventory = self._inventory(plan.dtype)
-        total_bytes = inventory.size_bytes
+        size_bytes, dtype = inventory.size_bytes, plan.dtype
+        progress = LoadProgress(size_bytes, dtype=dtype, on_progress=plan.on_progress)
         if plan.is_dummy:
-            target.check_room(total_bytes, plan.dtype)
-            dummy = DummyWeights(
-                target, dtype=plan.dtype, total_bytes=total_bytes, on_progress=plan.on_progress
-            )
+            target.check_room(size_bytes, dtype)
+            dummy = DummyWeights(target, dtype=dtype, progress=progress)
             return build(config, dummy, max_model_len=context_len)
         with Checkpoint(self.model_dir, target.device) as checkpoint:
             check_fit(inventory, checkpoint)
-            target.check_room(total_bytes, plan.dtype)
-            reader = WeightReader(
-                checkpoint,
-                target,
-                dtype=plan.dtype,
-                total_bytes=total_bytes,
-                on_progress=plan.on_progress,
-            )
+            target.check_room(size_bytes, dtype)
+            reader = WeightReader(checkpoint, target, dtype=dtype, progress=progress)
             return build(config, reader, max_model_len=context_len)
 
     def _inventory(self, dtype: torch.dtype) -> Inventory:

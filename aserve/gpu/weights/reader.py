@@ -14,7 +14,8 @@ from torch import Tensor
 from aserve.errors import ConfigError
 from aserve.gpu.layers.linear import Linear, LinearOp
 from aserve.gpu.weights.checkpoint import Checkpoint
-from aserve.gpu.weights.target import OnProgress, Target
+from aserve.gpu.weights.progress import LoadProgress
+from aserve.gpu.weights.target import Target
 
 
 class WeightReader:
@@ -22,10 +23,8 @@ class WeightReader:
 
     __slots__ = (
         "_checkpoint",
-        "_done_bytes",
-        "_on_progress",
+        "_progress",
         "_target",
-        "_total_bytes",
         "device",
         "dtype",
         "elementwise",
@@ -37,21 +36,18 @@ class WeightReader:
         target: Target,
         *,
         dtype: torch.dtype,
-        total_bytes: int,
-        on_progress: OnProgress,
+        progress: LoadProgress,
     ) -> None:
         self.device = target.device
         self.dtype = dtype
         self.elementwise = target.elementwise
         self._checkpoint = checkpoint
         self._target = target
-        self._on_progress = on_progress
-        self._total_bytes = total_bytes
-        self._done_bytes = 0
+        self._progress = progress
 
     def tensor(self, name: str, shape: tuple[int, ...], *, offset: float = 0.0) -> Tensor:
         tensor = self._read([name]).to(self.device, self.dtype)
-        self._advance(tensor)
+        self._progress.advance(tensor.numel())
         if offset == 0.0:
             return tensor
         return tensor.to(torch.promote_types(self.dtype, torch.float32)) + offset
@@ -68,7 +64,8 @@ class WeightReader:
             self._read(f"{name}.bias" for name in parts) if bias else None,
         )
         prepared = self._target.prepare(linear, self.device, dtype=self.dtype)
-        self._advance(linear.weight, linear.bias)
+        num_biases = 0 if linear.bias is None else linear.bias.numel()
+        self._progress.advance(linear.weight.numel() + num_biases)
         return prepared
 
     def tied_linear(self, name: str, weight: Tensor) -> LinearOp:
@@ -89,9 +86,3 @@ class WeightReader:
                 f"{self._checkpoint.directory}: the config ties the embeddings, but {name} "
                 "differs from them; if it is meant to, set tie_word_embeddings to false there"
             )
-
-    def _advance(self, *tensors: Tensor | None) -> None:
-        """Counted in the model's dtype, as the total is."""
-        numbers = sum(tensor.numel() for tensor in tensors if tensor is not None)
-        self._done_bytes += numbers * self.dtype.itemsize
-        self._on_progress(self._done_bytes, self._total_bytes)

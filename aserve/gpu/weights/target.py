@@ -1,13 +1,11 @@
-"""Where a model is loaded to, and how whoever waits for it is told how far that is.
+"""Where a model is loaded to.
 
 It knows no model and no checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 
@@ -15,8 +13,6 @@ from aserve.errors import ConfigError
 from aserve.gpu.layers.elementwise import PLAIN, Elementwise
 from aserve.gpu.layers.linear import Prepare, prepare
 from aserve.gpu.weights.memory import available_memory_bytes
-
-OnProgress: TypeAlias = Callable[[int, int], None]  # bytes done, bytes in all
 
 CPU = torch.device("cpu")
 GIB = 1 << 30

@@ -12,15 +12,8 @@ from typing import Protocol
 import msgspec
 
 from aserve.http.openai.call import Call
-from aserve.messages import (
-    OutputChunk,
-    PromptPart,
-    TokenLogprob,
-    TopLogprob,
-    Usage,
-    array_i32,
-    join_parts,
-)
+from aserve.messages import OutputChunk, PromptPart, TokenLogprob, TopLogprob, Usage, array_i32
+from aserve.outlet import merge
 
 
 class PromptDetails(msgspec.Struct):
@@ -88,25 +81,23 @@ class Tally:
 class Choice:
     """What the chunks of one choice say together: all of it, or one event's part."""
 
-    def __init__(self, chunks: Iterable[OutputChunk]) -> None:
-        parts = list(chunks)
-        prompt = join_parts([part.prompt for part in parts if part.prompt is not None])
-        self.prompt = prompt or PromptPart()
-        self.text = "".join(part.text for part in parts)
-        self.logprobs: list[TokenLogprob] = [entry for part in parts for entry in part.logprobs]
-        self._parts = parts
-        self.finish_reason = parts[-1].finish_reason
-        self.stop_reason = parts[-1].stop_reason
+    def __init__(self, chunks: list[OutputChunk]) -> None:
+        self._whole = whole = merge(chunks)
+        self.prompt = whole.prompt or PromptPart()
+        self.text = whole.text
+        self.logprobs = whole.logprobs
+        self.finish_reason = whole.finish_reason
+        self.stop_reason = whole.stop_reason
 
     @property
     def token_ids(self) -> list[int]:
         """PERF: few clients ask for ids, and every chunk of every stream is a choice's part."""
-        token_ids: list[int] = array_i32(b"".join(part.token_ids for part in self._parts)).tolist()
+        token_ids: list[int] = array_i32(self._whole.token_ids).tolist()
         return token_ids
 
     @property
     def prompt_ids(self) -> list[int]:
-        prompt_ids: list[int] = array_i32(self._parts[0].prompt_ids).tolist()
+        prompt_ids: list[int] = array_i32(self._whole.prompt_ids).tolist()
         return prompt_ids
 
     @property

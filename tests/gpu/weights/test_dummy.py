@@ -13,6 +13,7 @@ from aserve.gpu.layers.linear import Linear, LinearOp, prepare
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.models.registry import FAMILIES
 from aserve.gpu.weights.dummy import STD, DummyWeights
+from aserve.gpu.weights.progress import LoadProgress
 from aserve.gpu.weights.target import HOST, Target
 from tests.gpu.weights.checkpoints import write_config
 from tests.load_model import load_model
@@ -26,7 +27,7 @@ def logits_of(model: CausalModel) -> Tensor:
 
 
 def source(dtype: torch.dtype = torch.float32) -> DummyWeights:
-    return DummyWeights(HOST, dtype=dtype, total_bytes=0, on_progress=lambda _done, _total: None)
+    return DummyWeights(HOST, dtype=dtype, progress=LoadProgress(0, dtype=dtype))
 
 
 def test_a_configuration_alone_makes_the_same_model_each_time(tmp_path: Path) -> None:

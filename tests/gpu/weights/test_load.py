@@ -14,6 +14,7 @@ from aserve.errors import ConfigError
 from aserve.gpu.layers.linear import Linear, LinearOp, prepare
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.weights.checkpoint import Checkpoint
+from aserve.gpu.weights.progress import LoadProgress
 from aserve.gpu.weights.reader import WeightReader
 from aserve.gpu.weights.target import HOST, Target
 from tests.gpu.weights.checkpoints import (
@@ -223,13 +224,8 @@ def test_what_a_norm_adds_to_its_weight_is_not_rounded_away(tmp_path: Path) -> N
     """Gemma's norms store the distance from one, mostly far less than bfloat16 can add to it."""
     weights = {"norm.weight": torch.full((8,), 0.001, dtype=torch.bfloat16)}
     with Checkpoint(write_checkpoint(tmp_path, weights)) as checkpoint:
-        reader = WeightReader(
-            checkpoint,
-            HOST,
-            dtype=torch.bfloat16,
-            total_bytes=0,
-            on_progress=lambda _done, _total: None,
-        )
+        progress = LoadProgress(0, dtype=torch.bfloat16)
+        reader = WeightReader(checkpoint, HOST, dtype=torch.bfloat16, progress=progress)
         weight = reader.tensor("norm.weight", (8,), offset=1.0)
     assert torch.equal(weight, 1.0 + weights["norm.weight"].float())
 
