@@ -58,7 +58,7 @@ ALTERNATIVES = (
     *("aserve/gpu/graphs.py", "aserve/gpu/step_shape.py"),
     *("aserve/gpu/device/cuda*.py", "aserve/gpu/device/recorded.py"),
     *("aserve/gpu/triton_resolve.py", "aserve/gpu/triton_rows.py"),
-    *(f"aserve/gpu/attention/{name}.py" for name in ("paged_sdpa", "torch_ref", "triton")),
+    *(f"aserve/gpu/attention/{name}.py" for name in ("dense", "paged_sdpa", "torch_ref", "triton")),
     *("aserve/gpu/attention/flashinfer*.py", "aserve/gpu/attention/static_plans.py"),
     *("aserve/gpu/attention/page_lists.py", "aserve/gpu/attention/plan_slots.py"),
     "aserve/cache/shared_pages.py",

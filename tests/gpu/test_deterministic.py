@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from aserve.bench.gpu_check.watch import watched
-from aserve.gpu.attention.paged_cpu import LONG
 from aserve.gpu.attention.registry import BACKENDS
 from aserve.gpu.build import BuildOptions, build_executor, build_on
 from aserve.gpu.device.base import Device
@@ -26,7 +25,7 @@ pytestmark = pytest.mark.slow  # a real model, one token at a time
 NAME = "the one"
 KEY = (NAME, 0)
 VOCAB = 1000
-THE_PROMPT_LEN = LONG + 20
+THE_PROMPT_LEN = 276
 PLENTY: dict[str, Any] = {"max_rows": 12, "max_batched_tokens": 512, "num_pages": 400}
 
 

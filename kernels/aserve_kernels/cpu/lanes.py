@@ -90,7 +90,7 @@ class _LanesModel(PrimitiveModel):  # type: ignore[misc]  # numba has no types
         super().__init__(manager, kind, FLOATS)
 
 
-def _address(context: Any, builder: Any, array: Any, value: Any, start: Any, vector: Any) -> Any:
+def address_of(context: Any, builder: Any, array: Any, value: Any, start: Any, vector: Any) -> Any:
     data = context.make_array(array)(context, builder, value).data
     return builder.bitcast(builder.gep(data, [start]), vector.as_pointer())
 
@@ -106,7 +106,7 @@ def _load(typing: Any, source: Any, start: Any) -> Emitted:
     vector, align = (HALVES, 2) if is_half else (FLOATS, 4)
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        address = _address(context, builder, source, args[0], args[1], vector)
+        address = address_of(context, builder, source, args[0], args[1], vector)
         loaded = builder.load(address, align=align)
         if not is_half:
             return loaded
@@ -119,7 +119,7 @@ def _load(typing: Any, source: Any, start: Any) -> Emitted:
 @intrinsic
 def _store(typing: Any, lanes: Any, target: Any, start: Any) -> Emitted:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        address = _address(context, builder, target, args[1], args[2], FLOATS)
+        address = address_of(context, builder, target, args[1], args[2], FLOATS)
         builder.store(args[0], address, align=4)
         return context.get_dummy_value()
 
@@ -130,7 +130,7 @@ def _store(typing: Any, lanes: Any, target: Any, start: Any) -> Emitted:
 def _prefetch(typing: Any, source: Any, start: Any) -> Emitted:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         flag, byte = ir.IntType(32), ir.IntType(8)
-        address = _address(context, builder, source, args[0], args[1], byte)
+        address = address_of(context, builder, source, args[0], args[1], byte)
         kind = ir.FunctionType(ir.VoidType(), [byte.as_pointer(), flag, flag, flag])
         fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
         builder.call(fetch, [address, flag(0), flag(3), flag(1)])
@@ -187,8 +187,8 @@ def _dot_products(
     typing: Any, line: Any, start: Any, lines: Any, first: Any, width: Any
 ) -> Emitted:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        left = _address(context, builder, line, args[0], args[1], FLOATS)
-        right = _address(context, builder, lines, args[2], args[3], FLOATS)
+        left = address_of(context, builder, line, args[0], args[1], FLOATS)
+        right = address_of(context, builder, lines, args[2], args[3], FLOATS)
         num_vectors = builder.lshr(args[4], INDEX(LANES.bit_length() - 1))
         rights = [right]
         while len(rights) < LANES:
@@ -211,13 +211,18 @@ def _folded(builder: Any, vectors: list[Any]) -> Any:
     each of two vectors that were shuffled into each other; alone they would take four each."""
     distance = LANES // 2
     while distance:
-        # A lane whose number has this bit goes on with the second vector of a pair.
-        low = [lane if not lane & distance else lane - distance + LANES for lane in range(LANES)]
-        high = [lane + distance for lane in low]
+        low, high = between(distance)
         pairs = zip(vectors[: len(vectors) // 2], vectors[len(vectors) // 2 :], strict=True)
         vectors = [_added(builder, a, b, low, high) for a, b in pairs]
         distance //= 2
     return vectors[0]
+
+
+def between(distance: int) -> tuple[list[int], list[int]]:
+    """Two shuffles of a pair of vectors: a lane whose number has the bit `distance` takes from the
+    second; the first shuffle takes lanes without that bit, the other those with it."""
+    low = [lane if not lane & distance else lane - distance + LANES for lane in range(LANES)]
+    return low, [lane + distance for lane in low]
 
 
 def _added(builder: Any, a: Any, b: Any, low: list[int], high: list[int]) -> Any:

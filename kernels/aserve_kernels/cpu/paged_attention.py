@@ -275,7 +275,7 @@ def _attend_block(
                 if low < high:
                     line = first_line + i
                     _score(queries, line * width, width, tile_keys, low, high, scores)
-                    shrink = _weigh(scores, low, high, cap, softmax, line)
+                    shrink = weigh(scores, low, high, cap, softmax, line)
                     _add_values(
                         scores, low, high, tile_values, shrink, outputs, line * width, width
                     )
@@ -321,7 +321,7 @@ def _score(
 
 
 @njit(inline="always")
-def _weigh(
+def weigh(
     scores: Float32s, low: int, high: int, cap: np.float32,
     softmax: Float32s, line: int,
 ) -> np.float32:  # fmt: skip

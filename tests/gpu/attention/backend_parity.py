@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,6 @@ from aserve.gpu.models.layer_spec import LayerSpec
 from aserve.messages import GroupSpec
 from tests.gpu.device_tables import CPU, device_batch
 
-HEAD_DIM = 8
 MAX_LEN = 400
 
 # (spans, KV lengths before them)
@@ -41,6 +41,7 @@ SHAPES = {
     "long prompts beside a decode and a chunk": ([300, 1, 270, 7], [0, 20, 0, 30]),
     "mixed": ([1, 40, 1, 3, 9], [20, 0, 16, 13, 250]),
 }
+HEAD_DIM = 8
 HEADS = [(2, 2), (4, 2), (6, 1)]
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
@@ -73,14 +74,18 @@ class Layout:
 
 
 def layer(
-    *, heads: tuple[int, int] = (4, 2), window: int | None = None, softcap: float | None = None
+    *,
+    heads: tuple[int, int] = (4, 2),
+    window: int | None = None,
+    softcap: float | None = None,
+    head_dim: int = HEAD_DIM,
 ) -> LayerSpec:
     return LayerSpec(
         index=0,
         num_heads=heads[0],
         num_kv_heads=heads[1],
-        head_dim=HEAD_DIM,
-        scale=0.4,
+        head_dim=head_dim,
+        scale=0.4 * (HEAD_DIM / head_dim) ** 0.5,
         window=window,
         softcap=softcap,
     )
@@ -123,7 +128,7 @@ def attended(
     """`plan` is one that was made before, if not for this batch."""
     generator = torch.Generator().manual_seed(2)
     heads = layout.layer.num_heads + 2 * layout.layer.num_kv_heads
-    qkv = random(generator, batch.num_tokens, heads, HEAD_DIM).to(layout.dtype)
+    qkv = random(generator, batch.num_tokens, heads, layout.layer.head_dim).to(layout.dtype)
     return backend.bind(batch, plan or backend.plan(batch))(layout.layer, qkv, None)
 
 
@@ -134,16 +139,31 @@ def built(name: str, layout: Layout, pools: KvPools) -> AttentionBackend:
 
 def assert_parity(name: str, layout: Layout, shape: str) -> None:
     """The backend of this name; `shape` is a key of SHAPES."""
+
+    def build(pools: KvPools) -> AttentionBackend:
+        return built(name, layout, pools)
+
+    assert_attends(build, layout, shape, whole_pages=BACKENDS[name]().can.whole_pages)
+
+
+def assert_attends(
+    build: Callable[[KvPools], AttentionBackend],
+    layout: Layout,
+    shape: str,
+    *,
+    whole_pages: bool = False,
+) -> None:
+    """As the plain backend does."""
     spans, kv_lens = SHAPES[shape]
     batch = device_batch(spans, kv_lens)
     pools = layout.pools(len(spans))
     fill(pools, layout, batch)
-    if not BACKENDS[name]().can.whole_pages:
+    if not whole_pages:
         spoil_tails(pools, layout, batch)
     made = ForwardBatch.init_new(batch, pools)
-    got = attended(built(name, layout, pools), layout, made)
+    got = attended(build(pools), layout, made)
     expected = attended(TorchReference(pools), layout, made)
-    assert got.shape == expected.shape == (sum(spans), layout.layer.num_heads, HEAD_DIM)
+    assert got.shape == (sum(spans), layout.layer.num_heads, layout.layer.head_dim)
     tolerance = TOLERANCES[layout.dtype]
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
     assert bool(got.isfinite().all())

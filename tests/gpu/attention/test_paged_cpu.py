@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partial
+
 import pytest
 import torch
 
 from aserve.errors import BugError
+from aserve.gpu.attention.many_queries import FUSED, choose_many_queries, in_pairs
 from aserve.gpu.attention.paged_cpu import PagedCpu
+from aserve.gpu.device.cpu_facts import DOTS, read_cpu_facts
 from aserve.gpu.forward_batch import ForwardBatch
 from aserve.gpu.layers.rotary import Turn
-from aserve_kernels.cpu import paged_attention
+from aserve_kernels.cpu import chunk_attention, paged_attention
 from tests.gpu.attention.backend_parity import (
     HEADS,
     SHAPES,
     Layout,
+    assert_attends,
     assert_parity,
     attended,
     fill,
@@ -43,17 +49,60 @@ def test_every_kind_of_layer_equals_the_reference(
         assert_parity("paged-cpu", Layout(spec, dtype=dtype), shape)
 
 
-def test_no_shape_compiles_anything_after_the_start() -> None:
-    layout = Layout(layer(), dtype=torch.float32)
+@pytest.mark.parametrize("page_size", [1, 16, 24])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_of_many_queries_may_go_through_torch(shape: str, page_size: int) -> None:
+    many = dataclasses.replace(FUSED, least=3, least_keys=5)
+    layout = Layout(layer(), page_size, torch.float32)
+    assert_attends(lambda pools: PagedCpu(pools, many), layout, shape)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 24])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_of_many_queries_may_go_through_pairs(shape: str, page_size: int) -> None:
+    layout = Layout(layer(head_dim=32), page_size, torch.bfloat16)
+    assert_attends(lambda pools: PagedCpu(pools, in_pairs(1)), layout, shape)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 5, 290, 400])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_what_a_layer_hides_stays_hidden_from_many_queries(
+    window: int | None, softcap: float | None, num_workers: int
+) -> None:
+    spec = layer(window=window, softcap=softcap, head_dim=32)
+    for dtype, many in ((torch.float32, FUSED), (torch.bfloat16, in_pairs(num_workers))):
+        for shape in ("mixed", "long prompts beside a decode and a chunk"):
+            layout = Layout(spec, dtype=dtype)
+            assert_attends(partial(PagedCpu, many=many), layout, shape)
+
+
+def test_rows_of_many_queries_take_the_kernel_that_multiplies_pairs() -> None:
+    """Where the processor has nothing better, and heads have whole vectors."""
+    pairs = read_cpu_facts().bf16_products == DOTS
+    for head_dim, dtype in ((32, torch.float32), (40, torch.bfloat16), (32, torch.bfloat16)):
+        pools = Layout(layer(head_dim=head_dim), dtype=dtype).pools(1)
+        is_fused = choose_many_queries(pools, 1) is FUSED
+        assert is_fused == (not pairs or dtype == torch.float32 or head_dim == 40)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_shape_compiles_anything_after_the_start(dtype: torch.dtype) -> None:
+    layout = Layout(layer(head_dim=32), dtype=dtype)
     pools = layout.pools(3)
-    backend = PagedCpu(pools)
-    kernels = paged_attention._attend, paged_attention._attend_alone
+    backend = PagedCpu(pools, choose_many_queries(pools, torch.get_num_threads()))
+    kernels = [
+        kernel
+        for op in (paged_attention, chunk_attention)
+        for kernel in (op._attend, op._attend_alone)
+    ]
     before = [list(kernel.signatures) for kernel in kernels]
     batch = device_batch([1, 7, 1], [9, 0, 40])
     fill(pools, layout, batch)
     made = ForwardBatch.init_new(batch, pools)
     attended(backend, layout, made)  # q is a view of the joined projection
-    heads, turn = torch.zeros(made.num_tokens, 8, 8), Turn(torch.zeros(made.num_tokens, 8))
+    heads = torch.zeros(made.num_tokens, 8, 32, dtype=dtype)
+    turn = Turn(torch.zeros(made.num_tokens, 32, dtype=dtype))
     backend.bind(made, backend.plan(made))(layout.layer, heads, turn)
     assert [list(kernel.signatures) for kernel in kernels] == before
 
@@ -62,4 +111,4 @@ def test_a_plan_of_another_backend_is_refused() -> None:
     pools = Layout(layer(), dtype=torch.float32).pools(1)
     made = ForwardBatch.init_new(device_batch([1], [0]), pools)
     with pytest.raises(BugError, match="plan of another backend"):
-        PagedCpu(pools).bind(made, None)
+        PagedCpu(pools, None).bind(made, None)
