@@ -64,7 +64,7 @@ class Cascades:
     def __init__(
         self, wrappers: Wrappers, site: AttentionSite, problems: Iterable[Problem]
     ) -> None:
-        # The package's wrapper takes no scales, which eight-bit KV has.
+        # It takes no scales, which eight-bit KV has.
         can = site.pools.dtype != FP8
         self._wrappers = wrappers
         self._site = site

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -71,14 +71,14 @@ class Wrapper(Protocol):
     def reset_workspace_buffer(self) -> Callable[[Tensor, Tensor], None]: ...
 
 
-class CascadeWrapper(Protocol):
-    """As a Wrapper, of one list for each level in place of each array."""
+class LevelWrapper(Protocol):
+    """A Wrapper that is asked for the sums of its softmax as well: float32 [queries, heads]."""
 
     @property
     def plan(self) -> Callable[..., None]: ...
 
     @property
-    def run(self) -> Callable[..., Tensor]: ...
+    def run(self) -> Callable[..., tuple[Tensor, Tensor]]: ...
 
 
 class FlashInferPackage(Protocol):
@@ -89,7 +89,7 @@ class FlashInferPackage(Protocol):
     def BatchDecodeWithPagedKVCacheWrapper(self) -> Callable[..., Wrapper]: ...
 
     @property
-    def MultiLevelCascadeAttentionWrapper(self) -> Callable[..., CascadeWrapper]: ...
+    def merge_state_in_place(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]: ...
 
     @property
     def __version__(self) -> str: ...
@@ -114,6 +114,21 @@ class Arrays:
     last_lens: Tensor  # [rows]
 
 
+@dataclass(frozen=True, slots=True)
+class CascadeWrapper:
+    """Attention to the keys of each level by itself; results are merged by their sums."""
+
+    levels: tuple[LevelWrapper, ...]
+    merge: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+
+    def run(self, q: Tensor, pages: tuple[Tensor, Tensor]) -> Tensor:
+        """q [queries, heads, head_dim], contiguous; pages: of keys and of values."""
+        out, sums = self.levels[-1].run(q, pages, return_lse=True)
+        for level in self.levels[:-1]:
+            self.merge(out, sums, *level.run(q, pages, return_lse=True))
+        return out
+
+
 class Wrappers:
     """Makes them. Those of captured forwards share what they have on the device, problem by
     problem: plans and replays come in one order, on one stream."""
@@ -128,16 +143,17 @@ class Wrappers:
 
     def make(self, problem: Problem, queries: Queries) -> Wrapper:
         if queries is not Queries.ONE_EACH:
-            return self._package.BatchPrefillWithPagedKVCacheWrapper(
-                self._float_workspace,
-                LAYOUT,
-                backend="auto" if queries is Queries.MANY else EVERY_GPU,
-            )
+            return self._prefill("auto" if queries is Queries.MANY else EVERY_GPU)
         return self._package.BatchDecodeWithPagedKVCacheWrapper(
             self._float_workspace,
             LAYOUT,
             use_tensor_cores=self._takes_tensor_cores(problem),
             backend=EVERY_GPU,
+        )
+
+    def _prefill(self, backend: str) -> Wrapper:
+        return self._package.BatchPrefillWithPagedKVCacheWrapper(
+            self._float_workspace, LAYOUT, backend=backend
         )
 
     def make_static(
@@ -183,8 +199,10 @@ class Wrappers:
             wrapper.plan(host.query_starts, *paged, *shape, causal=True, **details)
 
     def make_cascade(self, num_levels: int) -> CascadeWrapper:
-        return self._package.MultiLevelCascadeAttentionWrapper(
-            num_levels, self._float_workspace, LAYOUT
+        """WHY not the package's own: it lets each level run as it would choose on Hopper."""
+        levels = [self._prefill(EVERY_GPU) for _ in range(num_levels)]
+        return CascadeWrapper(
+            tuple(cast(LevelWrapper, level) for level in levels), self._package.merge_state_in_place
         )
 
     def plan_cascade(
@@ -198,15 +216,9 @@ class Wrappers:
         """Of each level its arrays and `pages`, which may be written later. In the last one a query
         sees no key behind it, in those before it all."""
         shape, details = self._about(problem)
-        wrapper.plan(
-            [level.query_starts for level in levels],
-            [level.starts for level in levels],
-            [*pages],
-            [level.last_lens for level in levels],
-            *shape,
-            causal=True,
-            **details,
-        )
+        for of_level, own, listed in zip(wrapper.levels, levels, pages, strict=True):
+            paged = (own.query_starts, own.starts, listed, own.last_lens)
+            of_level.plan(*paged, *shape, causal=own is levels[-1], **details)
 
     def _about(self, problem: Problem) -> tuple[tuple[int, ...], dict[str, object]]:
         layer = problem.layer

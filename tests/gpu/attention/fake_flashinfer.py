@@ -8,6 +8,7 @@ planned: what is written there in between is what the kernel sees.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,10 +81,11 @@ class FakeWrapper:
         q: Tensor,
         paged_kv_cache: tuple[Tensor, Tensor],
         *,
-        out: Tensor,
+        out: Tensor | None = None,
         k_scale: float | None = None,
         v_scale: float | None = None,
-    ) -> Tensor:
+        return_lse: bool = False,
+    ) -> Any:
         plan = self.planned
         assert plan is not None, "run before plan"
         assert q.stride(2) == 1
@@ -92,12 +94,14 @@ class FakeWrapper:
             assert (pool.shape[1:], pool.dtype) == (shape, plan.kv_dtype)
         assert (q.shape[1:], q.dtype) == ((plan.num_heads, plan.head_dim), plan.q_dtype)
         keys, values = paged_kv_cache
+        out = torch.empty_like(q) if out is None else out
         scaled = q * (plan.scale * (k_scale or 1.0))
         if self.static is not None:
             _run_static(scaled, keys, values, plan, static=self.static, out=out)
         else:
-            _run_rows(scaled, keys, values, plan, out=out)
-        return out.mul_(v_scale or 1.0)
+            sums = _run_rows(scaled, keys, values, plan, out=out)
+        out.mul_(v_scale or 1.0)
+        return (out, sums) if return_lse else out
 
 
 def _run_rows(q: Tensor, keys: Tensor, values: Tensor, plan: Recorded, *, out: Tensor) -> Tensor:
@@ -180,7 +184,7 @@ class FakePrefill(FakeWrapper):
         window_left: int = -1,
         logits_soft_cap: float | None = None,
     ) -> None:
-        assert causal
+        assert causal or self.static is None
         if self.static is not None:
             assert self.query_starts_buffer is not None
             self.query_starts_buffer.copy_(qo_indptr)
@@ -190,6 +194,7 @@ class FakePrefill(FakeWrapper):
                 qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len,
                 num_qo_heads, num_kv_heads, head_dim_qk, page_size,
                 sm_scale, window_left, logits_soft_cap or 0.0, q_data_type, kv_data_type,
+                causal=causal,
             )
         )  # fmt: skip
 
@@ -224,56 +229,6 @@ class FakeDecode(FakeWrapper):
 
 
 @dataclass
-class FakeCascade:
-    """Attention of every level by itself, merged by the sums of their exponents."""
-
-    levels: list[FakePrefill]
-
-    def plan(
-        self,
-        qo_indptr_arr: list[Tensor],
-        paged_kv_indptr_arr: list[Tensor],
-        paged_kv_indices_arr: list[Tensor],
-        paged_kv_last_page_len: list[Tensor],
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        *,
-        sm_scale: float,
-        q_data_type: torch.dtype,
-        kv_data_type: torch.dtype,
-        causal: bool = False,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-    ) -> None:
-        """Only the last level is causal."""
-        assert window_left == -1
-        arrays = (qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len)
-        for level, of_level in zip(self.levels, zip(*arrays, strict=True), strict=True):
-            level.keep(
-                Recorded(
-                    *of_level, num_qo_heads, num_kv_heads, head_dim, page_size,
-                    sm_scale, window_left, logits_soft_cap or 0.0, q_data_type, kv_data_type,
-                    causal=causal and level is self.levels[-1],
-                )
-            )  # fmt: skip
-
-    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor]) -> Tensor:
-        assert q.is_contiguous()
-        parts, sums = [], []
-        for level in self.levels:
-            plan = level.planned
-            assert plan is not None, "run before plan"
-            assert {pool.dtype for pool in paged_kv_cache} == {plan.kv_dtype} == {q.dtype}
-            out = torch.empty_like(q)
-            sums.append(_run_rows(q * plan.scale, *paged_kv_cache, plan, out=out))
-            parts.append(out)
-        weights = torch.stack(sums).softmax(dim=0)
-        return (torch.stack(parts) * weights[..., None]).sum(dim=0)
-
-
-@dataclass
 class FakeFlashInfer:
     """`plans`: all calls of plan, in order."""
 
@@ -301,12 +256,10 @@ class FakeFlashInfer:
         self.wrappers.append(made)
         return made
 
-    def MultiLevelCascadeAttentionWrapper(
-        self, num_levels: int, float_workspace_buffer: Tensor, kv_layout: str
-    ) -> FakeCascade:
-        return FakeCascade(
-            [FakePrefill(float_workspace_buffer, kv_layout, self.plans) for _ in range(num_levels)]
-        )
+    def merge_state_in_place(self, v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor) -> None:
+        own, other = torch.stack((s, s_other)).softmax(dim=0)[..., None]
+        v.copy_(v * own + v_other * other)
+        s.copy_(torch.logaddexp(s, s_other))
 
     def BatchDecodeWithPagedKVCacheWrapper(
         self,

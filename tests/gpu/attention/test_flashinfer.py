@@ -269,7 +269,7 @@ def test_it_is_tried_out_before_it_is_taken() -> None:
     is_decode = [plan.query_starts is None for plan in module.plans]
     assert is_decode == [False, False, True, False, False]
     assert [plan.causal for plan in module.plans] == [True, True, True, False, True]
-    assert [wrapper.backend for wrapper in module.wrappers] == ["auto", "fa2", "fa2"]
+    assert [wrapper.backend for wrapper in module.wrappers] == ["auto", *["fa2"] * 4]
     torch.testing.assert_close(
         pools.layers[0].keys[layout.page_size :], before, rtol=0, atol=0, equal_nan=True
     )
