@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from aserve.actors.detokenizer import DetokenizerActor
-from aserve.actors.supervisor import Failure, Phase, Supervisor
+from aserve.actors.supervisor import Failure, Supervisor
 from aserve.actors.tokenizer import TokenizerActor
 from aserve.channel import Channel, Codec
 from aserve.config import Resolved
@@ -20,7 +20,14 @@ from aserve.gpu.device.process import prepare_process
 from aserve.http.state import ServerState
 from aserve.http.text_desk import TextDesk
 from aserve.load import Loaded, vocabulary_of
-from aserve.messages import Cancel, DetokenizerEvent, GenerateRequest, OutputChunk, TokenizerEvent
+from aserve.messages import (
+    Cancel,
+    DetokenizerEvent,
+    GenerateRequest,
+    OutputChunk,
+    ServerPhase,
+    TokenizerEvent,
+)
 from aserve.observability.metrics import Metrics
 from aserve.observability.trace import Trace
 from aserve.outlet import Gateway
@@ -117,7 +124,7 @@ class App:
         self._trace.delivered(chunk)
         self.gateway.deliver(chunk)
 
-    def _report(self, phase: Phase, reason: str) -> None:
+    def _report(self, phase: ServerPhase, reason: str) -> None:
         self.state.phase = phase
         self.state.reason = reason
         if phase == "dead":

@@ -19,6 +19,8 @@ from aserve.errors import ErrorInfo
 
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "deadline", "shutdown", "error"]
 CancelReason: TypeAlias = Literal["stop", "cancelled", "deadline", "shutdown"]
+ServerPhase: TypeAlias = Literal["starting", "ready", "draining", "dead"]
+ChildKey: TypeAlias = tuple[str, int]  # request_id and child
 ArrayI32: TypeAlias = npt.NDArray[np.int32]
 ArrayF32: TypeAlias = npt.NDArray[np.float32]
 

@@ -12,9 +12,7 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 
 from aserve.errors import ErrorInfo
-from aserve.messages import Cancel, GenerateRequest, OutputChunk, failed_chunk, join_parts
-
-ChildKey = tuple[str, int]
+from aserve.messages import Cancel, ChildKey, GenerateRequest, OutputChunk, failed_chunk, join_parts
 
 
 class Gateway:

@@ -7,13 +7,14 @@ it finds stop strings, cuts text, usage and logprobs at the same token, and send
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias, assert_never
+from typing import NamedTuple, assert_never
 
 from aserve.actors.base import Actor
 from aserve.channel import Channel, Sink
 from aserve.errors import DeadlineExceeded, ErrorInfo, ShuttingDown, StepError
 from aserve.messages import (
     Cancel,
+    ChildKey,
     DetokenizerEvent,
     EngineEvent,
     FinishReason,
@@ -35,7 +36,6 @@ from aserve.text.prompt import end_ids
 from aserve.text.prompt_text import PromptText
 from aserve.text.tokenizer import TextTokenizer
 
-ChildKey: TypeAlias = tuple[str, int]
 NOTHING = Released("", [], ())
 
 

@@ -10,12 +10,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Protocol
 
 from aserve.actors.base import DeathReport, Heartbeat
 from aserve.errors import EngineDead, ErrorInfo, ShuttingDown
-
-Phase: TypeAlias = Literal["starting", "ready", "draining", "dead"]
+from aserve.messages import ServerPhase
 
 logger = logging.getLogger(__name__)
 
@@ -53,19 +52,18 @@ class Failure:
 
 
 class Supervisor:
-    """`report(phase, reason)` tells /health; `died` is set once something died."""
+    """`report(phase, reason)` tells /health."""
 
     def __init__(
         self,
         actors: Sequence[Supervised],
         *,
         requests: OpenRequests,
-        report: Callable[[Phase, str], None],
+        report: Callable[[ServerPhase, str], None],
     ) -> None:
         self._actors = tuple(actors)
         self._requests = requests
         self._report = report
-        self.died = asyncio.Event()
         self.failure: Failure | None = None
 
     def start(self) -> None:
@@ -82,7 +80,6 @@ class Supervisor:
             logger.error("actor name=%s %s", actor.name, actor.heartbeat())
         self._report("dead", str(self.failure))
         self._requests.end_all(EngineDead(f"the engine died ({name}); restart it").info())
-        self.died.set()
 
     async def drain(self, grace_s: float) -> None:
         """No new requests; what is open may finish within `grace_s`, then ends with an error."""

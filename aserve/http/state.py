@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 from prometheus_client import CollectorRegistry
 
@@ -15,10 +14,9 @@ from aserve.config import ServerOptions
 from aserve.errors import AserveError, EngineDead, ShuttingDown
 from aserve.http.openai.call import random_seed
 from aserve.http.text_desk import TextDesk
+from aserve.messages import ServerPhase
 from aserve.outlet import Gateway
 from aserve.text.defaults import NEUTRAL, GenerationDefaults
-
-Phase: TypeAlias = Literal["starting", "ready", "draining", "dead"]
 
 RETRY_AFTER_S = 5.0
 
@@ -29,7 +27,7 @@ class ServerState:
     is.
     """
 
-    phase: Phase = "starting"
+    phase: ServerPhase = "starting"
     reason: str = "loading the model"
     max_model_len: int | None = None
     defaults: GenerationDefaults = NEUTRAL

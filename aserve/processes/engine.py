@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import assert_never
 
-from aserve.actors.supervisor import Phase, Supervisor
+from aserve.actors.supervisor import Supervisor
 from aserve.core import CorePorts, LocalCore, LocalExecutor
 from aserve.errors import AserveError, ConfigError, ErrorInfo
 from aserve.event_loop import new_event_loop
@@ -25,7 +25,7 @@ from aserve.gpu.worker import in_thread
 from aserve.grammar.frames import Vocabulary
 from aserve.load import load_executor, vocabulary_of
 from aserve.logs import start_logging
-from aserve.messages import AdmitRequest, Cancel
+from aserve.messages import AdmitRequest, Cancel, ServerPhase
 from aserve.observability.reports import Beat
 from aserve.observability.trace import Trace
 from aserve.processes.link import Link
@@ -133,7 +133,7 @@ class EngineSide:
         self._link.inbox.send(Beat(backlogs))
         asyncio.get_running_loop().call_later(BEAT_S, self._beat)
 
-    def _report(self, phase: Phase, _: str) -> None:
+    def _report(self, phase: ServerPhase, _: str) -> None:
         failure = self._supervisor.failure
         if phase == "dead" and failure is not None:
             reason = f"{type(failure.error).__name__}: {failure.error}"

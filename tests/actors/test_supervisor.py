@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from aserve.actors.base import Actor
-from aserve.actors.supervisor import Phase, Supervisor
+from aserve.actors.supervisor import Supervisor
 from aserve.errors import ErrorInfo
+from aserve.messages import ServerPhase
 
 
 class FakeGateway:
@@ -43,22 +44,28 @@ class Fragile(Actor[str]):
 
 class Rig:
     def __init__(self, *, num_open: int = 1) -> None:
-        self.phases: list[tuple[Phase, str]] = []
+        self.phases: list[tuple[ServerPhase, str]] = []
+        self.died = asyncio.Event()
         self.stopped: list[str] = []
         self.gateway = FakeGateway(num_open=num_open)
         self.actors = [Fragile(name, self.stopped) for name in ("first", "second", "third")]
         self.supervisor = Supervisor(
             self.actors,
             requests=self.gateway,
-            report=lambda phase, reason: self.phases.append((phase, reason)),
+            report=self.report,
         )
+
+    def report(self, phase: ServerPhase, reason: str) -> None:
+        self.phases.append((phase, reason))
+        if phase == "dead":
+            self.died.set()
 
 
 async def test_a_dead_actor_ends_every_request_with_a_503_and_reports_why() -> None:
     rig = Rig()
     rig.supervisor.start()
     rig.actors[1].inbox.send("boom")
-    await rig.supervisor.died.wait()
+    await rig.died.wait()
     assert [(error.status, error.code) for error in rig.gateway.errors] == [(503, "engine_dead")]
     assert rig.phases == [("dead", "second died: RuntimeError: boom")]
     await rig.supervisor.stop()

@@ -13,8 +13,7 @@ import pytest
 from aserve.errors import ConfigError, EngineDead, QueueFull, ShuttingDown, StepError
 from aserve.http.health import LATE_S
 from aserve.http.openai.completions import CompletionDialect
-from aserve.http.state import Phase
-from aserve.messages import Cancel
+from aserve.messages import Cancel, ServerPhase
 from tests.http.echo_engine import EchoEngine
 
 MESSAGES = [{"role": "user", "content": "a"}]
@@ -38,7 +37,7 @@ async def error_of(answer: aiohttp.ClientResponse) -> dict[str, Any]:
     ],
 )
 async def test_health_and_refusals_follow_the_phase(
-    echo: EchoEngine, web: aiohttp.ClientSession, phase: Phase, status: int, code: str
+    echo: EchoEngine, web: aiohttp.ClientSession, phase: ServerPhase, status: int, code: str
 ) -> None:
     async with web.get("/health") as answer:
         assert (answer.status, await answer.json()) == (200, {"status": "ready"})
