@@ -33,6 +33,7 @@ from aserve.gpu.largest_step import names_the_option, run_largest_steps
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.resolve import DeviceState
 from aserve.gpu.runner import ModelRunner, RunnerParts
+from aserve.gpu.sample.ops import SampleOps
 from aserve.gpu.sample.row_tables import RowTables
 from aserve.gpu.shortcut import MakeShortcut
 from aserve.gpu.step_shape import FILTER, GREEDY, NOISE, ShapeTable, row_counts
@@ -112,9 +113,8 @@ def build_on(
     )
     torch.set_num_threads(options.threads or min(form.max_threads or FOUND_THREADS, FOUND_THREADS))
     is_dummy = options.load_format == "dummy"
-    target = Target(
-        device.torch_device, device.free_bytes(), form.prepare, device.elementwise(form.dtype)
-    )
+    elementwise = device.elementwise(form.dtype, is_deterministic=options.deterministic)
+    target = Target(device.torch_device, device.free_bytes(), form.prepare, elementwise)
     with names_the_option("the model does not fit; free memory of the device"):
         model = blueprint.load(
             LoadPlan(form.dtype, options.max_model_len, is_dummy, target, on_progress)
@@ -174,6 +174,11 @@ class _Parts:
     shortcut: MakeShortcut | None
 
     @property
+    def sample_ops(self) -> SampleOps:
+        is_deterministic = self.options.deterministic
+        return self.device.sample_ops(self.model.dtype, is_deterministic=is_deterministic)
+
+    @property
     def max_rows(self) -> int:
         return self.options.max_rows or self.device.max_rows
 
@@ -201,11 +206,10 @@ def _shapes(parts: _Parts, made: _Made) -> ShapeTable:
     device, wanted = parts.device, parts.options.graph_rows
     can_capture = bool(device.graph_rows) and made.attention.can.can_capture
     max_rows = min(device.graph_rows if wanted is None else wanted, made.spec.max_rows)
-    by_shape = device.sample_ops(parts.model.dtype).filters_by_shape
     return ShapeTable(
         counts=row_counts(max_rows if can_capture else 0),
         widths=tuple({1, made.spec.decode.max_tokens_per_step}),
-        samplings=(GREEDY, NOISE, FILTER) if by_shape else (GREEDY, NOISE),
+        samplings=(GREEDY, NOISE, FILTER) if parts.sample_ops.filters_by_shape else (GREEDY, NOISE),
     )
 
 
@@ -214,7 +218,7 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
     options = parts.options
     kv_dtype = kv_dtype_of(options.kv_dtype, model.dtype)
     spec = _plan_spec(parts, kv_dtype, num_pages=num_pages, budget_bytes=budget_bytes)
-    state = _allocate(model, groups, spec, mode=mode, device=device, kv_dtype=kv_dtype)
+    state = _allocate(parts, spec, kv_dtype)
     site = AttentionSite(
         state.pools,
         groups,
@@ -233,7 +237,7 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
             attention=attention.backend,
             mode=mode,
             is_debug=options.debug_checks,
-            sample_ops=device.sample_ops(model.dtype),
+            sample_ops=parts.sample_ops,
             shortcut=parts.shortcut(model, state) if parts.shortcut and attention.is_auto else None,
             resolve=device.resolver(model.dtype),
         )
@@ -294,33 +298,27 @@ def _context_with_room(parts: _Parts, layouts: Sequence[GroupLayout], budget_byt
     return has_room
 
 
-def _allocate(
-    model: CausalModel,
-    groups: tuple[LayerGroup, ...],
-    spec: EngineSpec,
-    *,
-    mode: DecodeMode,
-    device: Device,
-    kv_dtype: torch.dtype,
-) -> DeviceState:
+def _allocate(parts: _Parts, spec: EngineSpec, kv_dtype: torch.dtype) -> DeviceState:
     """Every table that lives as long as the engine, before anything is captured."""
+    device, dtype = parts.device, parts.model.dtype
     where = device.torch_device
+    store = device.turn_and_store(dtype, is_deterministic=parts.options.deterministic)
     pages_per_row = -(-spec.max_model_len // spec.page_size) + 1
     return DeviceState(
         pools=KvPools(
-            groups,
+            parts.groups,
             spec.groups,
             page_size=spec.page_size,
             table_shape=(spec.max_rows + 1, pages_per_row),
             dtype=kv_dtype,
             device=where,
-            ways=KvWays(device.zeros, device.turn_and_store(model.dtype)),
+            ways=KvWays(device.zeros, store),
         ),
         tables=RowTables(max_rows=spec.max_rows, device=where),
         relay=FutureMap(
-            mode.fields,
+            parts.mode.fields,
             max_rows=spec.max_rows,
             device=where,
-            ops=device.row_ops(model.dtype),
+            ops=device.row_ops(dtype),
         ),
     )

@@ -28,7 +28,7 @@ class GraphDevice(CpuDevice):
         self._failing_captures = failing_captures
         self.failing_replays = failing_replays
 
-    def sample_ops(self, dtype: torch.dtype) -> SampleOps:
+    def sample_ops(self, dtype: torch.dtype, *, is_deterministic: bool) -> SampleOps:
         return SHAPED_OPS
 
     def capture(self, body: Callable[[Cut], Tensor]) -> Captured:

@@ -29,10 +29,10 @@ class TorchDevice(GraphDevice):
         super().__init__()
         self.attention = (ATTENTION,)
 
-    def elementwise(self, dtype: torch.dtype) -> Elementwise:
+    def elementwise(self, dtype: torch.dtype, *, is_deterministic: bool) -> Elementwise:
         return PLAIN
 
-    def turn_and_store(self, dtype: torch.dtype) -> TurnAndStore:
+    def turn_and_store(self, dtype: torch.dtype, *, is_deterministic: bool) -> TurnAndStore:
         return turn_then_store
 
 

@@ -43,6 +43,8 @@ class Captured(Protocol):
 
 
 class Device(Protocol):
+    """What `is_deterministic` gives a token the same bits in whatever step it is computed."""
+
     about: str  # what it is, and why it was chosen, in a few words
     torch_device: torch.device
     runs_behind: bool  # work is done later than the executor thread asks for it
@@ -89,7 +91,7 @@ class Device(Protocol):
     def weight_form(self, wish: WeightWish) -> WeightForm:
         """How this device holds a model's weights best; a dtype given by name is honoured."""
 
-    def elementwise(self, dtype: torch.dtype) -> Elementwise:
+    def elementwise(self, dtype: torch.dtype, *, is_deterministic: bool) -> Elementwise:
         """How the layers between the products are fastest here in this dtype."""
 
     def row_ops(self, dtype: torch.dtype) -> RowOps:
@@ -98,10 +100,10 @@ class Device(Protocol):
     def resolver(self, dtype: torch.dtype) -> Resolve:
         """How a step's words become inputs of a model of this dtype fastest here, as `resolve`."""
 
-    def sample_ops(self, dtype: torch.dtype) -> SampleOps:
+    def sample_ops(self, dtype: torch.dtype, *, is_deterministic: bool) -> SampleOps:
         """How a model of this dtype is sampled fastest here."""
 
-    def turn_and_store(self, dtype: torch.dtype) -> TurnAndStore:
+    def turn_and_store(self, dtype: torch.dtype, *, is_deterministic: bool) -> TurnAndStore:
         """How heads of this dtype are turned, and get into their pools, fastest here."""
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -89,8 +89,8 @@ class CpuDevice:
     def weight_form(self, wish: WeightWish) -> WeightForm:
         return choose_cpu_form(wish, read_cpu_facts())
 
-    def elementwise(self, dtype: torch.dtype) -> Elementwise:
-        if not _has_kernels(dtype):
+    def elementwise(self, dtype: torch.dtype, *, is_deterministic: bool) -> Elementwise:
+        if is_deterministic or not _has_kernels(dtype):
             return PLAIN
         from aserve.gpu.layers.compiled import compiled_elementwise
 
@@ -102,15 +102,15 @@ class CpuDevice:
     def resolver(self, dtype: torch.dtype) -> Resolve:
         return resolve
 
-    def sample_ops(self, dtype: torch.dtype) -> SampleOps:
-        if not _has_kernels(dtype):
+    def sample_ops(self, dtype: torch.dtype, *, is_deterministic: bool) -> SampleOps:
+        if is_deterministic or not _has_kernels(dtype):
             return PLAIN_OPS
         from aserve.gpu.sample.compiled_ops import compiled_sample_ops
 
         return compiled_sample_ops()
 
-    def turn_and_store(self, dtype: torch.dtype) -> TurnAndStore:
-        if not _has_kernels(dtype):
+    def turn_and_store(self, dtype: torch.dtype, *, is_deterministic: bool) -> TurnAndStore:
+        if is_deterministic or not _has_kernels(dtype):
             return turn_then_store
         from aserve.gpu.layers.compiled import compiled_turn_heads
 

@@ -132,7 +132,7 @@ class CudaDevice:
         half = torch.bfloat16 if self._runtime.has_bfloat16 else torch.float16
         return WeightForm(half, prepare, f"{dtype_name(half)} (auto: the device has it)")
 
-    def elementwise(self, dtype: torch.dtype) -> Elementwise:
+    def elementwise(self, dtype: torch.dtype, *, is_deterministic: bool) -> Elementwise:
         from aserve.gpu.layers.triton_elementwise import triton_elementwise
 
         return triton_elementwise(dtype)
@@ -147,12 +147,12 @@ class CudaDevice:
 
         return triton_resolver(dtype)
 
-    def sample_ops(self, dtype: torch.dtype) -> SampleOps:
+    def sample_ops(self, dtype: torch.dtype, *, is_deterministic: bool) -> SampleOps:
         from aserve.gpu.sample.triton_ops import triton_sample_ops
 
         return triton_sample_ops(dtype)
 
-    def turn_and_store(self, dtype: torch.dtype) -> TurnAndStore:
+    def turn_and_store(self, dtype: torch.dtype, *, is_deterministic: bool) -> TurnAndStore:
         from aserve.gpu.kv.triton_store import triton_store
 
         return triton_store(dtype)

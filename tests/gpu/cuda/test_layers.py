@@ -63,20 +63,20 @@ def test_every_kind_of_layer_equals_the_reference(
 
 
 class PlainLayers(CpuDevice):
-    def elementwise(self, dtype: torch.dtype) -> Elementwise:
+    def elementwise(self, dtype: torch.dtype, *, is_deterministic: bool) -> Elementwise:
         return PLAIN
 
-    def turn_and_store(self, dtype: torch.dtype) -> TurnAndStore:
+    def turn_and_store(self, dtype: torch.dtype, *, is_deterministic: bool) -> TurnAndStore:
         return turn_then_store
 
 
 @torch.inference_mode()
 def logits_of(directory: Path, way: Device, where: torch.device, dtype: torch.dtype) -> Tensor:
-    target = Target(device=where, elementwise=way.elementwise(dtype))
+    target = Target(device=where, elementwise=way.elementwise(dtype, is_deterministic=False))
     name = str(dtype).removeprefix("torch.")
     model = load_model(directory, load_format="dummy", dtype=name, target=target)
     tokens = torch.arange(7) * 5
-    attend = DenseAttend(way.turn_and_store(dtype))
+    attend = DenseAttend(way.turn_and_store(dtype, is_deterministic=False))
     return model.logits(model.forward(tokens, torch.arange(7), attend)).float()
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from aserve.gpu.device.cpu import CpuDevice
 from aserve.gpu.layers.activation import ACTIVATIONS
 from aserve.gpu.layers.compiled import FEW, compiled_turn_heads
-from aserve.gpu.layers.elementwise import PLAIN
+from aserve.gpu.layers.elementwise import PLAIN, Elementwise
 from aserve.gpu.layers.head_norms import HeadNorms
 from aserve.gpu.layers.rope import DefaultRope
 from aserve.gpu.layers.rotary import Rotary, Turn, turn_heads
@@ -23,14 +23,16 @@ def draw(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(dtype)
 
 
+def few_compiled(dtype: torch.dtype) -> Elementwise:
+    return CpuDevice().elementwise(dtype, is_deterministic=False)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("num_tokens", [0, FEW_TOKENS, MANY_TOKENS])
 def test_norms_are_those_of_torch(num_tokens: int, dtype: torch.dtype) -> None:
     x = draw(num_tokens, 40, dtype=dtype)[:, :24]
     weight = draw(24, dtype=dtype)
-    got, expected = (
-        way.norm(weight, eps=1e-5)(x) for way in (CpuDevice().elementwise(dtype), PLAIN)
-    )
+    got, expected = (way.norm(weight, eps=1e-5)(x) for way in (few_compiled(dtype), PLAIN))
     assert got.dtype == dtype
     tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
@@ -46,7 +48,7 @@ def test_residual_sums_and_their_norms_are_those_of_torch(
     weight = draw(24, dtype=dtype)
     got, expected = (
         way.add_norm(weight, eps=1e-5, scale=scale)(hidden, added)
-        for way in (CpuDevice().elementwise(dtype), PLAIN)
+        for way in (few_compiled(dtype), PLAIN)
     )
     assert torch.equal(got[0], expected[0])
     tolerance = TOLERANCES[dtype]
@@ -60,9 +62,7 @@ def test_gated_activations_are_those_of_torch(
     activation: str, num_tokens: int, dtype: torch.dtype
 ) -> None:
     joined = draw(num_tokens, 48, dtype=dtype)
-    got, expected = (
-        way.gated(activation)(joined) for way in (CpuDevice().elementwise(dtype), PLAIN)
-    )
+    got, expected = (way.gated(activation)(joined) for way in (few_compiled(dtype), PLAIN))
     assert got.dtype == dtype
     tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
@@ -88,4 +88,28 @@ def test_heads_are_turned_as_in_torch(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_other_dtypes_stay_in_torch(dtype: torch.dtype) -> None:
-    assert CpuDevice().elementwise(dtype) is PLAIN
+    assert few_compiled(dtype) is PLAIN
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_a_token_gets_the_bits_of_one_alone_where_they_must_not_change(dtype: torch.dtype) -> None:
+    """Among more than are compiled for: from there on float32's last digits are others."""
+    num_tokens, hidden = 1 + FEW // 512, 512
+    x, weight = draw(num_tokens, hidden, dtype=dtype), draw(hidden, dtype=dtype)
+    way = CpuDevice().elementwise(dtype, is_deterministic=True)
+    norm, add_norm = way.norm(weight, eps=1e-6), way.add_norm(weight, eps=1e-6, scale=0.22)
+    store = CpuDevice().turn_and_store(dtype, is_deterministic=True)
+    norms = HeadNorms(draw(5, 64, dtype=dtype), eps=1e-6)
+    turns = draw(num_tokens, 64, dtype=dtype)
+
+    def computed(tokens: slice) -> Tensor:
+        part = x[tokens]
+        heads, pools = part.view(-1, 8, 64), draw(2, len(part), 3, 64, dtype=dtype)
+        turn, slots = Turn(turns[tokens], norms), torch.arange(len(part))
+        queries = store(heads, turn, slots, (pools[0], pools[1]), (1.0, 1.0))
+        parts = (norm(part), *add_norm(part, part), queries, *pools)
+        return torch.cat([each.flatten(1) for each in parts], dim=1)
+
+    every = computed(slice(None))
+    for token in (0, 1, num_tokens // 2, num_tokens - 1):
+        assert torch.equal(computed(slice(token, token + 1))[0], every[token])
