@@ -42,9 +42,10 @@ class HostSections:
         """With the gaps between them."""
         return sum(map(_room, (self._wide | self._narrow).values()))
 
-    def write(self, words: ArrayI32, *, start: int = 0) -> dict[str, slice]:
-        """Copies all sections into `words`, from an aligned place on; says where each is."""
+    def write(self, words: ArrayI32) -> dict[str, slice]:
+        """Copies all sections into `words`; says where each is."""
         places: dict[str, slice] = {}
+        start = 0
         for name, values in (self._wide | self._narrow).items():
             places[name] = slice(start, start + len(values))
             words[places[name]] = values

@@ -57,6 +57,7 @@ class Block:
     writer: tuple[int, int] | None = None  # stream and place in it
     readers: Clock = field(default_factory=dict)
     kept_for: set[int] = field(default_factory=set)
+    copied: Tensor | None = None  # of pinned memory: what was in it when a copy was asked for
 
     def uses(self) -> Iterator[tuple[int, int]]:
         yield from self.readers.items()
@@ -357,7 +358,7 @@ class FakeCuda:
         writes, reads = ([block] if block else [] for block in blocks)
         for block in (*reads, *writes):
             if block.owner is None:
-                self._check_is_free(block)
+                self._check_is_free(block, is_read=block in reads)
         if self.current_stream().graph is not None and not (target.is_meta and source.is_meta):
             self.report("a copy from or to the host is captured")
         real_target, real_source = self._on_cpu(target), self._on_cpu(source)
@@ -392,9 +393,14 @@ class FakeCuda:
     def _past(self, number: int) -> int:
         return self._known.get(number, 0)
 
-    def _check_is_free(self, block: Block) -> None:
-        if any(self._past(number) < place for number, place in block.uses()):
+    def _check_is_free(self, block: Block, *, is_read: bool) -> None:
+        """What was copied from may be so again, as long as nobody has written there."""
+        values = torch.empty(0, dtype=torch.uint8).set_(block.values)
+        is_in_use = any(self._past(number) < place for number, place in block.uses())
+        is_as_before = is_read and block.copied is not None and torch.equal(block.copied, values)
+        if is_in_use and not is_as_before:
             self.report(f"{block.name} is used again before its event")
+        block.copied = values.clone() if is_read else None
 
     def _blocking_copy(self, what: str) -> None:
         """From or to memory that is not pinned: the host waits until it is done."""

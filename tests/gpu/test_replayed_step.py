@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from aserve.errors import BugError
+from aserve.gpu.attention import flashinfer_wrappers
 from aserve.gpu.attention.base import AttentionKind
 from aserve.gpu.attention.capabilities import AttentionSite, Capabilities
+from aserve.gpu.attention.page_lists import PLAIN_OPS
 from aserve.gpu.attention.paged_sdpa import PagedSdpa
 from aserve.gpu.attention.registry import BACKENDS
 from aserve.gpu.attention.static_plans import StaticShape
@@ -32,6 +34,8 @@ from aserve.gpu.runner import ModelRunner
 from aserve.gpu.sections import DeviceSections, HostSections
 from aserve.gpu.step_plan import StepPlan
 from aserve.messages import ArrayI32, StepResult, array_i32
+from tests.gpu.attention.fake_flashinfer import FakeFlashInfer, Planner
+from tests.gpu.attention.test_flashinfer import register
 from tests.gpu.batch_builder import BatchBuilder, greedy
 from tests.gpu.device.test_cuda import executor_on, unless_dead
 from tests.gpu.drive import make_executor, request, serve
@@ -44,6 +48,7 @@ PROMPTS = {
     row: [(5 * i * i + row * i + 3) % VOCAB for i in range(4 + 3 * row)] for row in (1, 2, 3)
 }
 # A step's words in, its graph, and its result out beside the next step.
+MAX_CALLS = 16
 PLAIN_CALLS = [
     *("aten.copy_.default", "replay", "aten.clone.default"),
     *("record_event", "wait_event", "on", "aten.copy_.default", "keep"),
@@ -70,7 +75,7 @@ class Counter:
             self.asked.append(name)
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A graph's replay is one call, whatever is in it."""
+        """A graph's replay is one call, whatever is in it, and so is a compiled planner's."""
         for owner, name in (
             (FakeCuda, "dispatch"),
             (FakeCuda, "on"),
@@ -80,13 +85,18 @@ class Counter:
             (Stream, "record_event"),
             (Stream, "wait_event"),
             (Graph, "replay"),
+            (Planner, "plan"),
         ):
             monkeypatch.setattr(owner, name, self._noting(name, getattr(owner, name)))
 
     def _noting(self, name: str, real: Any) -> Any:
         def noted(*args: Any, **kwargs: Any) -> Any:
             self.note(str(args[1]) if name == "dispatch" else name)
-            return real(*args, **kwargs)
+            counted, self.counts = self.counts, self.counts and name != "plan"
+            try:
+                return real(*args, **kwargs)
+            finally:
+                self.counts = counted
 
         return noted
 
@@ -123,6 +133,30 @@ async def test_a_replayed_step_is_ten_calls(
     )
 
 
+@pytest.mark.parametrize("has_new_page", [False, True])
+@pytest.mark.parametrize("window", [None, 6])
+async def test_flashinfers_plan_adds_a_call_for_each_window_and_three(
+    *, window: int | None, has_new_page: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An event for its host memory, which is waited for when it is used again: long after."""
+    cuda = FakeCuda()
+    monkeypatch.setattr(flashinfer_wrappers, "FLOAT_BYTES", 16)
+    register(monkeypatch, FakeFlashInfer(pinned_memory=cuda.pinned), ops=PLAIN_OPS)
+    executor = executor_on(
+        cuda,
+        lambda where: HashModel(window=window, device=where),
+        attention="flashinfer",
+        graph_rows=1,
+        debug_checks=False,
+    )
+    num_windows = 1 if window is None else 2
+    calls = await calls_of_a_decode(executor, has_new_page=has_new_page, monkeypatch=monkeypatch)
+    planning = ["synchronize", *["plan"] * num_windows, "new_event", "record_event"]
+    assert calls == [PLAIN_CALLS[0], *planning, *PLAIN_CALLS[1:]]
+    assert len(calls) <= MAX_CALLS
+    cuda.assert_sound()
+
+
 @pytest.mark.parametrize("backend", [TorchReference, PagedSdpa, TritonAttention])
 def test_attention_that_plans_in_its_graph_asks_for_nothing_before_a_replay(
     backend: type[TorchReference | PagedSdpa | TritonAttention],
@@ -137,8 +171,8 @@ async def calls_of_a_decode(
     """Row 1 has 7 positions and pages of 4: its second decode needs a page, and its third none.
     What the steps before have made once is there."""
     counter = Counter()
-    executor.capture_graphs(nothing)
     counter.watch(monkeypatch)
+    executor.capture_graphs(nothing)
     executor.start(asyncio.get_running_loop())
     try:
         builder = BatchBuilder(executor.spec)

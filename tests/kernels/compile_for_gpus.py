@@ -23,6 +23,7 @@ from aserve_kernels.bitmask import apply_bitmask
 from aserve_kernels.gated_mul import KINDS, gated_mul
 from aserve_kernels.gather_pages import gather_pages
 from aserve_kernels.invariant_linear import WIDE_FROM, invariant_linear
+from aserve_kernels.page_starts import PageStarts, page_starts
 from aserve_kernels.paged_rows import Scoring
 from aserve_kernels.paged_tiles import Cut
 from aserve_kernels.penalties import penalise
@@ -118,11 +119,20 @@ def call_gather_pages() -> None:
     gather_pages(table, table[0, :2], firsts=starts[:2], starts=starts, out=starts.clone())
 
 
+def call_page_starts() -> None:
+    lens = torch.tensor([1, 3, 5], dtype=torch.int64)
+    firsts, starts = torch.zeros(2, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    for window in (None, 40):
+        out = PageStarts(firsts, starts, firsts)
+        page_starts(lens[:2], lens, window=window, page_size=16, out=out)
+
+
 CALLS: Mapping[str, Callable[[], None]] = {
     "norms": call_norms,
     "gated_mul": call_gated_mul,
     "turn_and_store": call_turn_and_store,
     "gather_pages": call_gather_pages,
+    "page_starts": call_page_starts,
     "invariant_linear": call_invariant_linear,
     "paged": call_paged,
     "sample": call_sample,

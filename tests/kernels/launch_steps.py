@@ -24,6 +24,7 @@ from aserve.gpu.step_plan import plan_step
 from aserve.gpu.triton_resolve import triton_resolve
 from aserve_kernels.gated_mul import gated_mul
 from aserve_kernels.gather_pages import gather_pages
+from aserve_kernels.page_starts import PageStarts, page_starts
 from aserve_kernels.paged_decode import paged_decode
 from aserve_kernels.paged_extend import paged_extend
 from aserve_kernels.paged_rows import PagedRows, Scoring
@@ -93,6 +94,8 @@ def attend(step: DeviceStep, state: DeviceState) -> None:
         attention(q, pool, pool, paged, Scoring(0.1), out=torch.empty_like(q), cut=Cut())
     starts = torch.zeros(len(rows) + 1, dtype=torch.int32)
     firsts = torch.zeros(len(rows), dtype=torch.int32)
+    of_rows = PageStarts(firsts, starts, torch.zeros_like(firsts))
+    page_starts(placed.lens, placed.query_starts, window=40, page_size=4, out=of_rows)
     gather_pages(table, rows, firsts=firsts, starts=starts, out=torch.zeros_like(firsts))
 
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
+import logging
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias, cast
 
 import msgspec
@@ -23,6 +26,7 @@ from aserve.errors import BugError
 from aserve.gpu.attention.base import AttentionKind, AttentionUnavailable
 from aserve.gpu.attention.capabilities import AttentionSite, Capabilities
 from aserve.gpu.attention.flashinfer_cascade import GROUP, NO_CASCADE, CascadePlan, Cascades
+from aserve.gpu.attention.flashinfer_replan import Replan, call_of_planner
 from aserve.gpu.attention.flashinfer_wrappers import (
     FP8,
     HOPPER_TILE,
@@ -35,7 +39,7 @@ from aserve.gpu.attention.flashinfer_wrappers import (
     check_version,
     queries_of,
 )
-from aserve.gpu.attention.page_lists import first_columns, list_pages
+from aserve.gpu.attention.page_lists import KERNELS, ListOps, PageList, list_pages
 from aserve.gpu.attention.plan_slots import PlanSlot, PlanSlots
 from aserve.gpu.attention.static_plans import StaticShape
 from aserve.gpu.device_batch import DeviceBatch
@@ -44,7 +48,6 @@ from aserve.gpu.layers.rotary import Turn
 from aserve.gpu.models.attend import Attend
 from aserve.gpu.models.layer_spec import LayerSpec
 from aserve.messages import ArrayI32
-from aserve_kernels.gather_pages import gather_pages
 
 # Of a compiler, of what it links, and of a release that names its arguments otherwise.
 BUILD_ERRORS = (
@@ -52,38 +55,29 @@ BUILD_ERRORS = (
     *(ImportError, AttributeError, TypeError, AssertionError),
 )
 
+logger = logging.getLogger(__name__)
+
 Key: TypeAlias = tuple[Problem, Queries]  # of a wrapper
 Slot: TypeAlias = PlanSlot[Key, Wrapper]
 Slots: TypeAlias = PlanSlots[Key, Wrapper]
-Gather: TypeAlias = Callable[..., None]  # gather_pages, or its reference
-
-
-@dataclass(frozen=True, slots=True)
-class PageList:
-    """Of a layer group's rows, int32 on the device. `pages` are written when the forward begins."""
-
-    starts: Tensor  # [rows + 1]
-    pages: Tensor
+StaticSlot: TypeAlias = PlanSlot[Problem, Replan]
 
 
 @dataclass(frozen=True, slots=True)
 class FlashPlan:
-    lists: Mapping[int, PageList]  # by layer group
+    lists: Mapping[int, PageList]  # by layer group, written when the forward begins
     wrappers: Mapping[Problem, Wrapper]
     cascade: CascadePlan = NO_CASCADE  # of the layers that have no wrapper
 
 
+@dataclass(frozen=True, slots=True)
 class StaticPlan:
     """Of captured forwards of one shape. The wrappers of all slots share what is on the device, so
-    that each plans for the one whose kernels were captured. Written by refresh."""
+    that each plans for those in `value`, whose kernels are captured."""
 
-    __slots__ = ("is_decode", "slots", "spans", "value")
-
-    def __init__(self, shape: StaticShape, slots: Slots, lists: Mapping[int, PageList]) -> None:
-        self.is_decode = shape.width == 1
-        self.slots = slots
-        self.spans = np.full(shape.num_rows, shape.width, np.int32)
-        self.value = FlashPlan(lists, {})
+    spans: ArrayI32
+    slots: PlanSlots[Problem, Replan]  # whose calls plan for the numbers that were written there
+    value: FlashPlan
 
 
 class FlashInfer:
@@ -91,9 +85,10 @@ class FlashInfer:
 
     __slots__ = (
         "_cascades",
-        "_gather",
+        "_has_warned",
         "_kinds",
         "_made",
+        "_ops",
         "_pages",
         "_problems",
         "_site",
@@ -106,11 +101,11 @@ class FlashInfer:
         package: FlashInferPackage,
         site: AttentionSite,
         *,
-        gather: Gather = gather_pages,
+        ops: ListOps = KERNELS,
     ) -> None:
         pools = site.pools
         self._site = site
-        self._gather = gather
+        self._ops = ops
         self._problems = {
             layer.index: Problem(
                 pools.layers[layer.index].group, msgspec.structs.replace(layer, index=0)
@@ -126,6 +121,7 @@ class FlashInfer:
         self._cascades = Cascades(self._wrappers, site, self._kinds)
         self._slots = Slots(site.device, site.num_in_flight)
         self._made: dict[StaticShape, StaticPlan] = {}
+        self._has_warned = False
 
     @property
     def static_plans(self) -> FlashInfer:
@@ -145,7 +141,11 @@ class FlashInfer:
         queries = queries_of(batch.spans_cpu, lens)
         problems = [kind for kind in self._kinds if kind not in cascade.wrappers]
         host = self._host_arrays(slot, lens, batch.spans_cpu, problems=problems)
-        lists = {group: self._new_list(own) for group, own in host.items()}
+        where = self._site.pools.device
+        lists = {
+            group: PageList.new(batch.num_rows, int(own.starts[-1]), where)
+            for group, own in host.items()
+        }
         wrappers: dict[Problem, Wrapper] = {}
         for problem in problems:
             wrapper = slot.wrappers.get((problem, queries))
@@ -164,7 +164,7 @@ class FlashInfer:
         if not isinstance(found, FlashPlan):
             raise BugError(f"step {batch.iteration}: a plan of another backend: {plan!r}")
         self._list_pages(batch, found.lists)
-        found.cascade.list_pages(batch, self._site.pools.page_tables[GROUP], self._gather)
+        found.cascade.list_pages(batch, self._site.pools.page_tables[GROUP], self._ops.gather)
         wrappers, cascades = found.wrappers, found.cascade.wrappers
 
         def attend(layer: LayerSpec, heads: Tensor, turn: Turn | None) -> Tensor:
@@ -197,14 +197,10 @@ class FlashInfer:
         if not isinstance(plan, StaticPlan):
             raise BugError(f"a captured forward's plan is of another backend: {plan!r}")
         slot = plan.slots.take()
-        host = self._host_arrays(slot, lens, plan.spans, problems=self._kinds)
-        for (problem, _), wrapper in slot.wrappers.items():
-            # The list is written by the forward itself: there is nothing to copy yet.
-            arrays, pages = host[problem.group], plan.value.lists[problem.group].pages[:0]
-            self._wrappers.plan(wrapper, problem, arrays, pages=pages, is_decode=plan.is_decode)
+        self._host_arrays(slot, lens, plan.spans, problems=self._kinds)
+        for replan in slot.wrappers.values():
+            replan()
         slot.close()
-        wrappers = {problem: wrapper for (problem, _), wrapper in slot.wrappers.items()}
-        plan.value = FlashPlan(plan.value.lists, wrappers)
 
     def try_out(self) -> None:
         """A prefill that fills tiles and one that does not, a decode and one in two levels of the
@@ -229,32 +225,59 @@ class FlashInfer:
     def _make(self, shape: StaticShape) -> StaticPlan:
         site = self._site
         where = site.pools.device
-
-        def ints(num: int) -> Tensor:
-            return torch.zeros(num, dtype=torch.int32, device=where)
-
         max_pages = shape.num_rows * -(-shape.max_len // site.pools.page_size)
-        query_starts = ints(shape.num_rows + 1)
         groups = {problem.group for problem in self._kinds}
-        arrays = {
-            group: Arrays(query_starts, ints(shape.num_rows + 1), ints(shape.num_rows))
-            for group in groups
-        }
-        lists = {group: PageList(own.starts, ints(max_pages)) for group, own in arrays.items()}
-        plan = StaticPlan(shape, Slots(site.device, site.num_in_flight), lists)
-        for slot in plan.slots:
-            for problem in self._kinds:
-                queries = Queries.ONE_EACH if plan.is_decode else Queries.FEW
-                slot.wrappers[problem, queries] = self._wrappers.make_static(
-                    problem,
-                    arrays[problem.group],
-                    pages=lists[problem.group].pages,
-                    is_decode=plan.is_decode,
-                )
-        return plan
+        lists = {group: PageList.new(shape.num_rows, max_pages, where) for group in groups}
+        query_starts = torch.zeros(shape.num_rows + 1, dtype=torch.int32, device=where)
+        slots = PlanSlots[Problem, Replan](site.device, site.num_in_flight)
+        wrappers: dict[Problem, Wrapper] = {}
+        for slot, problem in itertools.product(slots, self._kinds):
+            pages = lists[problem.group]
+            wrapper = self._wrappers.make_static(
+                problem, pages, query_starts=query_starts, is_decode=shape.width == 1
+            )
+            slot.wrappers[problem] = self._replan(slot, problem, wrapper, pages=pages, shape=shape)
+            wrappers[problem] = wrapper
+        return StaticPlan(_spans(shape), slots, FlashPlan(lists, wrappers))
+
+    def _replan(
+        self,
+        slot: StaticSlot,
+        problem: Problem,
+        wrapper: Wrapper,
+        *,
+        pages: PageList,
+        shape: StaticShape,
+    ) -> Replan:
+        """Of what is in the slot's arrays then; in one call, if the package lets us."""
+        spans, is_decode = _spans(shape), shape.width == 1
+
+        def fill(lens: ArrayI32) -> Arrays:
+            slot.finish()
+            return self._host_arrays(slot, lens, spans, problems=self._kinds)[problem.group]
+
+        # The list is written by the forward itself: there is nothing to copy yet.
+        plan = partial(
+            self._wrappers.plan,
+            *(wrapper, problem, fill(spans)),
+            pages=pages.pages[:0],
+            is_decode=is_decode,
+        )
+        longest = np.full_like(spans, shape.max_len)
+        call = call_of_planner(wrapper, plan, [partial(fill, lens) for lens in (spans, longest)])
+        slot.finish()
+        if call is None and is_decode and not self._has_warned:
+            self._has_warned = True
+            logger.warning("this FlashInfer has no plan in one call: replayed steps take many more")
+        return call or plan
 
     def _host_arrays(
-        self, slot: Slot, lens: ArrayI32, spans: ArrayI32, *, problems: Iterable[Problem]
+        self,
+        slot: Slot | StaticSlot,
+        lens: ArrayI32,
+        spans: ArrayI32,
+        *,
+        problems: Iterable[Problem],
     ) -> dict[int, Arrays]:
         """By layer group that the problems are of."""
         pools = self._site.pools
@@ -268,29 +291,26 @@ class FlashInfer:
         }
         named = {"query_starts": query_starts}
         for group, own in listed.items():
-            named |= {f"starts{group}": own.starts, f"last_lens{group}": own.last_lens}
+            own_arrays = {"starts": own.starts, "last_lens": own.last_lens, "lens": own.lens}
+            named |= {f"{name}{group}": array for name, array in own_arrays.items()}
         host = slot.write(named)
         return {
-            group: Arrays(host["query_starts"], host[f"starts{group}"], host[f"last_lens{group}"])
+            group: Arrays(
+                host["query_starts"],
+                *(host[f"{name}{group}"] for name in ("starts", "last_lens", "lens")),
+            )
             for group in listed
         }
 
-    def _new_list(self, host: Arrays) -> PageList:
-        num_pages = int(host.starts[-1])
-        pages = torch.empty(num_pages, dtype=torch.int32, device=self._site.pools.device)
-        return PageList(self._site.device.stage(host.starts), pages)
-
     def _list_pages(self, batch: ForwardBatch, lists: Mapping[int, PageList]) -> None:
-        pools = self._site.pools
+        pools, windows = self._site.pools, self._site.windows
         for group, own in lists.items():
-            window = self._site.windows[group]
-            self._gather(
-                pools.page_tables[group],
-                batch.rows,
-                firsts=first_columns(batch, window=window, page_size=pools.page_size),
-                starts=own.starts,
-                out=own.pages,
-            )
+            table, window = pools.page_tables[group], windows[group]
+            own.write(batch, table, self._ops, window=window, page_size=pools.page_size)
+
+
+def _spans(shape: StaticShape) -> ArrayI32:
+    return np.full(shape.num_rows, shape.width, np.int32)
 
 
 def _by_page(pool: Tensor, page_size: int) -> Tensor:
@@ -317,13 +337,13 @@ def _padding(span: int, where: torch.device, *, kv_len: int) -> DeviceBatch:
 
 
 def build_flashinfer(
-    package: FlashInferPackage, site: AttentionSite, *, gather: Gather = gather_pages
+    package: FlashInferPackage, site: AttentionSite, *, ops: ListOps = KERNELS
 ) -> FlashInfer:
     """Raises AttentionUnavailable where its kernels cannot be compiled or run."""
     check_version(package)
     try:
         with site.device.stream():
-            backend = FlashInfer(package, site, gather=gather)
+            backend = FlashInfer(package, site, ops=ops)
             backend.try_out()
     except BUILD_ERRORS as error:
         raise AttentionUnavailable(f"cannot be compiled or run: {_first_line(error)}") from error

@@ -7,6 +7,7 @@ Source: https://flashinfer.ai/2024/02/02/cascade-inference.html
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ from aserve.messages import ArrayI32
 # TB/s), and with the rest of its layer more than those calls: so even a step that waits for the
 # host is no slower, and where the host is ahead, launches are hidden.
 MIN_SAVED_BYTES = 256 << 20
+ARRAYS = tuple(field.name for field in dataclasses.fields(Arrays))
 GROUP = 0  # of layers without a window: what a batch names is of their pages
 
 
@@ -83,10 +85,7 @@ class Cascades:
         slot = self._slots.take()
         host = slot.write(self._host_arrays(batch, lens))
         device, where = self._site.device, self._site.pools.device
-        arrays = [
-            Arrays(*(host[f"{what}{level}"] for what in ("query_starts", "starts", "last_lens")))
-            for level in range(2)
-        ]
+        arrays = [Arrays(*(host[f"{what}{level}"] for what in ARRAYS)) for level in range(2)]
         levels = tuple(
             Level(
                 num_rows=len(of_level.last_lens),
@@ -114,9 +113,11 @@ class Cascades:
             "query_starts0": query_starts[[0, -1]],
             "starts0": np.array([0, num_shared], np.int32),
             "last_lens0": np.array([page_size], np.int32),
+            "lens0": np.array([num_shared * page_size], np.int32),
             "query_starts1": query_starts,
             "starts1": own.starts - num_shared * np.arange(num_rows + 1, dtype=np.int32),
             "last_lens1": own.last_lens,
+            "lens1": own.lens - num_shared * page_size,
         }
 
 

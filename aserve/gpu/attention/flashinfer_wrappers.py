@@ -18,6 +18,7 @@ from torch import Tensor
 
 from aserve.gpu.attention.base import AttentionUnavailable
 from aserve.gpu.attention.capabilities import AttentionSite
+from aserve.gpu.attention.page_lists import PageList
 from aserve.gpu.models.layer_spec import LayerSpec
 from aserve.messages import ArrayI32
 
@@ -105,13 +106,14 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Arrays:
-    """Of one layer group, int32: what a plan is made from, in pinned memory of the host, or what a
-    captured forward reads, on the device. Row r has the queries from query_starts[r] on, and of the
-    list of pages those from starts[r] on, of the last one last_lens[r] tokens."""
+    """Of one layer group, int32, in pinned memory of the host: what a plan is made from. Row r has
+    the queries from query_starts[r] on, and of the list of pages those from starts[r] on, of the
+    last one last_lens[r] tokens, and lens[r] in all of them."""
 
     query_starts: Tensor  # [rows + 1]
     starts: Tensor  # [rows + 1]
     last_lens: Tensor  # [rows]
+    lens: Tensor  # [rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +159,10 @@ class Wrappers:
         )
 
     def make_static(
-        self, problem: Problem, arrays: Arrays, *, pages: Tensor, is_decode: bool
+        self, problem: Problem, pages: PageList, *, query_starts: Tensor, is_decode: bool
     ) -> Wrapper:
-        """Its kernels read `arrays` and `pages`, which stay where they are."""
+        """Its kernels read `pages` and query_starts int32 [rows + 1], which stay where they are."""
+        places = pages.places
         if is_decode:
             wrapper = self._package.BatchDecodeWithPagedKVCacheWrapper(
                 self._float_workspace,
@@ -167,9 +170,9 @@ class Wrappers:
                 use_cuda_graph=True,
                 use_tensor_cores=self._takes_tensor_cores(problem),
                 backend=EVERY_GPU,
-                paged_kv_indptr_buffer=arrays.starts,
-                paged_kv_indices_buffer=pages,
-                paged_kv_last_page_len_buffer=arrays.last_lens,
+                paged_kv_indptr_buffer=places.starts,
+                paged_kv_indices_buffer=pages.pages,
+                paged_kv_last_page_len_buffer=places.last_lens,
             )
         else:
             wrapper = self._package.BatchPrefillWithPagedKVCacheWrapper(
@@ -177,10 +180,10 @@ class Wrappers:
                 LAYOUT,
                 use_cuda_graph=True,
                 backend=EVERY_GPU,
-                qo_indptr_buf=arrays.query_starts,
-                paged_kv_indptr_buf=arrays.starts,
-                paged_kv_indices_buf=pages,
-                paged_kv_last_page_len_buf=arrays.last_lens,
+                qo_indptr_buf=query_starts,
+                paged_kv_indptr_buf=places.starts,
+                paged_kv_indices_buf=pages.pages,
+                paged_kv_last_page_len_buf=places.last_lens,
             )
         if problem not in self._int_workspaces:
             self._int_workspaces[problem] = self._bytes(STATIC_INT_BYTES)
@@ -194,7 +197,7 @@ class Wrappers:
         paged = (host.starts, pages, host.last_lens)
         shape, details = self._about(problem)
         if is_decode:
-            wrapper.plan(*paged, *shape, **details)
+            wrapper.plan(*paged, *shape, seq_lens=host.lens, **details)
         else:
             wrapper.plan(host.query_starts, *paged, *shape, causal=True, **details)
 

@@ -1,12 +1,14 @@
 """How many pages each row of a forward reads, as one list in which a row's stand behind those of
-the row before: the form that kernels without a page table want.
+the row before: the form that kernels without a page table want. On the host for their plans, and on
+the device for themselves.
 
-It knows no kernel. Pages that no query of a row sees any more are left out: behind a window the
-table may still name pages that have other owners now.
+It knows no kernel that attends. Pages that no query of a row sees any more are left out: behind a
+window the table may still name pages that have other owners now.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,15 +17,18 @@ from torch import Tensor
 
 from aserve.gpu.forward_batch import ForwardBatch
 from aserve.messages import ArrayI32
+from aserve_kernels.gather_pages import gather_pages, gather_pages_ref
+from aserve_kernels.page_starts import PageStarts, page_starts, page_starts_ref
 
 
 @dataclass(frozen=True, slots=True)
 class PageLists:
     """Host arrays, int32. Row r has the pages starts[r] up to starts[r + 1] of the list, one or
-    more, and of the last one last_lens[r] tokens."""
+    more, and of the last one last_lens[r] tokens; lens[r] in all of them."""
 
     starts: ArrayI32  # [rows + 1]
     last_lens: ArrayI32  # [rows], from 1 to the page size
+    lens: ArrayI32  # [rows]
 
 
 def list_pages(lens: ArrayI32, spans: ArrayI32, *, window: int | None, page_size: int) -> PageLists:
@@ -33,12 +38,54 @@ def list_pages(lens: ArrayI32, spans: ArrayI32, *, window: int | None, page_size
         counts -= np.maximum(lens - spans - window + 1, 0) // page_size
     starts = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(counts, out=starts[1:])
-    return PageLists(starts, (lens - 1) % page_size + 1)
+    last_lens = (lens - 1) % page_size + 1
+    return PageLists(starts, last_lens, (counts - 1) * page_size + last_lens)
 
 
-def first_columns(batch: ForwardBatch, *, window: int | None, page_size: int) -> Tensor:
-    """int32 [rows], on the device: where in the page table the pages of `list_pages` begin."""
-    if window is None:
-        return torch.zeros_like(batch.lens, dtype=torch.int32)
-    unseen = (batch.lens - batch.query_starts.diff() - window + 1).clamp_(min=0)
-    return torch.div(unseen, page_size, rounding_mode="floor").to(torch.int32)
+@dataclass(frozen=True, slots=True)
+class ListOps:
+    """How lists are written on the device."""
+
+    starts: Callable[..., None] = page_starts
+    gather: Callable[..., None] = gather_pages
+
+
+KERNELS = ListOps()
+PLAIN_OPS = ListOps(page_starts_ref, gather_pages_ref)
+
+
+@dataclass(frozen=True, slots=True)
+class PageList:
+    """The same on the device, int32, with the pages."""
+
+    places: PageStarts
+    pages: Tensor  # [places.starts[rows] or more]
+
+    @classmethod
+    def new(cls, num_rows: int, max_pages: int, device: torch.device) -> PageList:
+        """Nothing is in it yet."""
+        sizes = (num_rows, num_rows + 1, num_rows, max_pages)
+        parts = (torch.empty(size, dtype=torch.int32, device=device) for size in sizes)
+        *places, pages = parts
+        return cls(PageStarts(*places), pages)
+
+    def write(
+        self,
+        batch: ForwardBatch,
+        table: Tensor,
+        ops: ListOps,
+        *,
+        window: int | None,
+        page_size: int,
+    ) -> None:
+        """Of the batch's rows, from lengths that are on the device: so it may be captured."""
+        ops.starts(
+            batch.lens, batch.query_starts, window=window, page_size=page_size, out=self.places
+        )
+        ops.gather(
+            table,
+            batch.rows,
+            firsts=self.places.firsts,
+            starts=self.places.starts,
+            out=self.pages,
+        )

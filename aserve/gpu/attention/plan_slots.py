@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Generic, TypeVar
 
-import torch
 from torch import Tensor
 
 from aserve.gpu.device.base import Device, Event
+from aserve.gpu.host_slots import HostSlot
 from aserve.gpu.sections import HostSections
 from aserve.messages import ArrayI32
 
@@ -23,27 +23,41 @@ Wrapper = TypeVar("Wrapper")
 class PlanSlot(Generic[Key, Wrapper]):
     """`wrappers` are kept by what they are for."""
 
-    __slots__ = ("_device", "_done", "_words", "wrappers")
+    __slots__ = ("_device", "_done", "_memory", "_places", "_views", "wrappers")
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._done: Event | None = None
-        self._words = torch.empty(0, dtype=torch.int32)
+        self._memory = HostSlot(device.host_buffer(0))
+        self._places: dict[str, slice] = {}
+        self._views: dict[str, Tensor] = {}
         self.wrappers: dict[Key, Wrapper] = {}
 
     def write(self, arrays: Mapping[str, ArrayI32]) -> dict[str, Tensor]:
-        """The arrays where the device copies from without blocking."""
+        """The arrays where the device copies from without blocking. As long as they keep their
+        lengths, these are the very tensors of the time before.
+        """
         sections = HostSections()
         for name, array in arrays.items():
             sections.add(name, array)
-        if len(self._words) < sections.num_words:
-            self._words = self._device.host_buffer(2 * sections.num_words)
-        places = sections.write(self._words.numpy())
-        return {name: self._words[place] for name, place in places.items()}
+        if len(self._memory.words) < sections.num_words:
+            self._memory = HostSlot(self._device.host_buffer(2 * sections.num_words))
+            self._places = {}
+        places = sections.write(self._memory.words)
+        if places != self._places:
+            words = self._memory.front(sections.num_words)
+            self._places = places
+            self._views = {name: words[place] for name, place in places.items()}
+        return self._views
 
     def close(self) -> None:
         """All copies of the plan were asked for."""
         self._done = self._device.mark()
+
+    def finish(self) -> None:
+        """Waits until the device has read all of it."""
+        self.close()
+        self.wait()
 
     def wait(self) -> None:
         if self._done is not None:

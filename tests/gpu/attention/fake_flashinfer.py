@@ -3,15 +3,23 @@ plain torch from nothing but the arrays and numbers that the plan was given.
 
 As on a device that is behind, arrays in host memory are read when the kernel runs, not when it is
 planned: what is written there in between is what the kernel sees.
+
+To plan, a wrapper asks torch for what FlashInfer 0.7.2 asks it for, and in the end its compiled
+planner, once. That reads arrays of the host at once, and what it makes of them goes through pinned
+memory of the wrapper to the device, where a captured kernel finds its work.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+INT_BYTES = 1 << 14
 
 
 @dataclass
@@ -45,20 +53,50 @@ class Static:
 
 
 @dataclass
+class Planner:
+    """Compiled for all wrappers of a kind. Of its arguments, which are in an order of its own, it
+    wants the starts as number `starts`: each row's work is so many pages."""
+
+    starts: int
+    num_plans: int = 0
+
+    def plan(self, *args: object) -> list[int]:
+        _workspace, int_workspace, pinned, *_ = args
+        starts = args[self.starts]
+        assert isinstance(int_workspace, Tensor)
+        assert isinstance(pinned, Tensor)
+        assert isinstance(starts, Tensor)
+        self.num_plans += 1
+        pinned.numpy()[: len(starts)] = starts.numpy()
+        room = int_workspace.view(torch.int32)[: len(starts)]
+        room.copy_(pinned[: len(starts)], non_blocking=True)
+        return [0, len(starts)]
+
+
+@dataclass
 class FakeWrapper:
     """What both kinds have. `plans` is shared by all wrappers of a package."""
 
     workspace: Tensor
     layout: str
     plans: list[Recorded]
+    pinned_memory: Callable[[int], Tensor]
+    planner: Planner
     static: Static | None = None
     planned: Recorded | None = None
-    int_workspace: Tensor | None = None
     backend: str = "auto"
+    int_workspace: Tensor = field(init=False)
+    pinned: Tensor = field(init=False)
+    _cached_module: Planner = field(init=False)  # once it has planned
+
+    def __post_init__(self) -> None:
+        room = torch.zeros(INT_BYTES, dtype=torch.uint8, device=self.workspace.device)
+        self.reset_workspace_buffer(self.workspace, room)
 
     def reset_workspace_buffer(self, workspace: Tensor, int_workspace: Tensor) -> None:
         assert workspace is self.workspace
         self.int_workspace = int_workspace
+        self.pinned = self.pinned_memory(int_workspace.nbytes // 4)
 
     def keep(self, recorded: Recorded) -> None:
         for array in (recorded.query_starts, recorded.starts, recorded.last_lens):
@@ -68,13 +106,14 @@ class FakeWrapper:
         assert recorded.num_heads % recorded.num_kv_heads == 0
         self.planned = recorded
         self.plans.append(recorded)
+        num_pages = int(recorded.starts.numpy()[-1])
         if self.static is None:
-            assert recorded.pages.shape == (int(recorded.starts[-1]),)
+            assert recorded.pages.shape == (num_pages,)
             return
-        assert int(recorded.starts[-1]) <= len(self.static.pages)
-        self.static.starts.copy_(recorded.starts)
-        self.static.last_lens.copy_(recorded.last_lens)
-        self.static.pages[: len(recorded.pages)].copy_(recorded.pages)
+        assert num_pages <= len(self.static.pages)
+        self.static.starts.copy_(recorded.starts, non_blocking=True)
+        self.static.last_lens.copy_(recorded.last_lens, non_blocking=True)
+        self.static.pages[: len(recorded.pages)].copy_(recorded.pages, non_blocking=True)
 
     def run(
         self,
@@ -97,7 +136,8 @@ class FakeWrapper:
         out = torch.empty_like(q) if out is None else out
         scaled = q * (plan.scale * (k_scale or 1.0))
         if self.static is not None:
-            _run_static(scaled, keys, values, plan, static=self.static, out=out)
+            work = self.int_workspace.view(torch.int32)[: len(self.static.starts)]
+            _run_static(scaled, keys, values, plan, static=self.static, work=work, out=out)
         else:
             sums = _run_rows(scaled, keys, values, plan, out=out)
         out.mul_(v_scale or 1.0)
@@ -109,7 +149,7 @@ def _run_rows(q: Tensor, keys: Tensor, values: Tensor, plan: Recorded, *, out: T
     sums = q.new_empty(q.shape[:2])
     query_starts = plan.query_starts
     if query_starts is None:
-        query_starts = torch.arange(len(plan.last_lens) + 1)
+        query_starts = torch.arange(len(plan.last_lens) + 1, device="cpu")
     assert len(q) == int(query_starts[-1])
     for row in range(len(plan.last_lens)):
         part = slice(int(query_starts[row]), int(query_starts[row + 1]))
@@ -121,19 +161,28 @@ def _run_rows(q: Tensor, keys: Tensor, values: Tensor, plan: Recorded, *, out: T
 
 
 def _run_static(
-    q: Tensor, keys: Tensor, values: Tensor, plan: Recorded, *, static: Static, out: Tensor
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: Recorded,
+    *,
+    static: Static,
+    work: Tensor,
+    out: Tensor,
 ) -> None:
-    """Nothing but operators on tensors whose shapes no value decides: it may be captured."""
+    """Nothing but operators on tensors whose shapes no value decides: it may be captured. `work`:
+    the starts as they were planned."""
     num_rows, width = len(static.last_lens), static.width
-    counts = static.starts.diff()
-    numbers = torch.minimum(torch.arange(len(static.pages)), counts[:, None] - 1)
+    arange = functools.partial(torch.arange, device=q.device)
+    counts = work.diff()
+    numbers = torch.minimum(arange(len(static.pages)), counts[:, None] - 1)
     pages = static.pages[static.starts[:-1, None] + numbers].long()
     kv_lens = (counts - 1) * plan.page_size + static.last_lens
     k, v = (pool[pages].flatten(1, 2).to(q.dtype) for pool in (keys, values))
     groups = plan.num_heads // plan.num_kv_heads
     k, v = (heads.repeat_interleave(groups, dim=2) for heads in (k, v))
-    positions = (kv_lens - width)[:, None] + torch.arange(width)
-    distance = positions[:, :, None] - torch.arange(k.shape[1])
+    positions = (kv_lens - width)[:, None] + arange(width)
+    distance = positions[:, :, None] - arange(k.shape[1])
     is_seen = distance >= 0
     if plan.window_left >= 0:
         is_seen = is_seen & (distance <= plan.window_left)
@@ -152,7 +201,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, plan: Recorded) -> tuple[Tensor, Te
     scores = torch.einsum("qhd,khd->hqk", q, k)
     if plan.softcap > 0:
         scores = plan.softcap * torch.tanh(scores / plan.softcap)
-    distance = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
+    arange = functools.partial(torch.arange, device=q.device)
+    distance = arange(len(k) - len(q), len(k))[:, None] - arange(len(k))
     is_seen = distance >= 0
     if plan.window_left >= 0:
         is_seen &= distance <= plan.window_left
@@ -187,8 +237,8 @@ class FakePrefill(FakeWrapper):
         assert causal or self.static is None
         if self.static is not None:
             assert self.query_starts_buffer is not None
-            self.query_starts_buffer.copy_(qo_indptr)
-            self.static.width = int(qo_indptr[1])
+            self.query_starts_buffer.copy_(qo_indptr, non_blocking=True)
+            self.static.width = int(qo_indptr.numpy()[1])
         self.keep(
             Recorded(
                 qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len,
@@ -196,6 +246,12 @@ class FakePrefill(FakeWrapper):
                 sm_scale, window_left, logits_soft_cap or 0.0, q_data_type, kv_data_type,
                 causal=causal,
             )
+        )  # fmt: skip
+        lens = _seq_lens(paged_kv_indptr, paged_kv_last_page_len, page_size)
+        self._cached_module = self.planner
+        self.planner.plan(
+            self.workspace, self.int_workspace, self.pinned, qo_indptr, paged_kv_indptr, lens,
+            len(lens), num_qo_heads, num_kv_heads, page_size, self.static is not None, window_left,
         )  # fmt: skip
 
 
@@ -218,6 +274,7 @@ class FakeDecode(FakeWrapper):
         kv_data_type: torch.dtype,
         window_left: int = -1,
         logits_soft_cap: float | None = None,
+        seq_lens: Tensor | None = None,
     ) -> None:
         self.keep(
             Recorded(
@@ -226,15 +283,43 @@ class FakeDecode(FakeWrapper):
                 sm_scale, window_left, logits_soft_cap or 0.0, q_data_type, kv_data_type,
             )
         )  # fmt: skip
+        lens = _seq_lens(indptr, last_page_len, page_size)
+        if seq_lens is not None:
+            assert seq_lens.tolist() == lens.tolist()
+            lens = seq_lens.cpu()
+        self._cached_module = self.planner
+        workspaces = self.workspace, self.int_workspace, self.pinned
+        sizes = len(lens), num_qo_heads, num_kv_heads, page_size, self.static is not None
+        if self.use_tensor_cores:
+            queries = torch.arange(len(indptr), device="cpu")
+            self.planner.plan(*workspaces, queries, indptr, lens, *sizes, head_dim, window_left)
+        else:
+            kinds = torch.empty(0, dtype=q_data_type), torch.empty(0, dtype=kv_data_type)
+            self.planner.plan(*workspaces, indptr, *sizes, window_left, head_dim, *kinds)
+
+
+def _seq_lens(starts: Tensor, last_lens: Tensor, page_size: int) -> Tensor:
+    return torch.clamp(starts[1:] - starts[:-1] - 1, min=0) * page_size + last_lens
+
+
+def plain_memory(num_words: int) -> Tensor:
+    return torch.empty(num_words, dtype=torch.int32)
 
 
 @dataclass
 class FakeFlashInfer:
-    """`plans`: all calls of plan, in order."""
+    """`plans`: all calls of plan, in order. `planners`: of what reads whole tiles, and of what does
+    not."""
 
     plans: list[Recorded] = field(default_factory=list)
     wrappers: list[FakeWrapper] = field(default_factory=list)
+    pinned_memory: Callable[[int], Tensor] = plain_memory
+    planners: tuple[Planner, Planner] = field(default_factory=lambda: (Planner(4), Planner(3)))
     __version__: str = "0.6.3"
+
+    @property
+    def num_plans(self) -> int:
+        return sum(planner.num_plans for planner in self.planners)
 
     def BatchPrefillWithPagedKVCacheWrapper(
         self,
@@ -247,7 +332,7 @@ class FakeFlashInfer:
         paged_kv_last_page_len_buf: Tensor | None = None,
         backend: str = "auto",
     ) -> FakePrefill:
-        made = FakePrefill(float_workspace_buffer, kv_layout, self.plans)
+        made = self._prefill(float_workspace_buffer, kv_layout)
         made.backend = backend
         made.static = _static(
             use_cuda_graph, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf
@@ -261,6 +346,9 @@ class FakeFlashInfer:
         v.copy_(v * own + v_other * other)
         s.copy_(torch.logaddexp(s, s_other))
 
+    def _prefill(self, workspace: Tensor, layout: str) -> FakePrefill:
+        return FakePrefill(workspace, layout, self.plans, self.pinned_memory, self.planners[0])
+
     def BatchDecodeWithPagedKVCacheWrapper(
         self,
         float_workspace_buffer: Tensor,
@@ -272,7 +360,10 @@ class FakeFlashInfer:
         paged_kv_last_page_len_buffer: Tensor | None = None,
         backend: str = "auto",
     ) -> FakeDecode:
-        made = FakeDecode(float_workspace_buffer, kv_layout, self.plans)
+        planner = self.planners[0 if use_tensor_cores else 1]
+        made = FakeDecode(
+            float_workspace_buffer, kv_layout, self.plans, self.pinned_memory, planner
+        )
         made.backend = backend
         made.use_tensor_cores = use_tensor_cores
         made.static = _static(

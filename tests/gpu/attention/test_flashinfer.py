@@ -4,7 +4,6 @@ of a plan is a wrong result."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -19,6 +18,7 @@ from aserve.gpu.attention.base import AttentionBackend, AttentionKind, Attention
 from aserve.gpu.attention.capabilities import AttentionSite, Capabilities
 from aserve.gpu.attention.flashinfer import FlashInfer, build_flashinfer
 from aserve.gpu.attention.flashinfer_wrappers import Queries, queries_of
+from aserve.gpu.attention.page_lists import KERNELS, PLAIN_OPS, ListOps
 from aserve.gpu.attention.registry import BACKENDS
 from aserve.gpu.attention.static_plans import StaticShape
 from aserve.gpu.attention.torch_ref import TorchReference
@@ -30,7 +30,6 @@ from aserve.gpu.forward_batch import ForwardBatch, ForwardOverrides
 from aserve.gpu.kv.layer_groups import group_layers
 from aserve.gpu.kv.pools import KvPools
 from aserve.messages import ArrayI32, GroupSpec
-from aserve_kernels.gather_pages import gather_pages, gather_pages_ref
 from tests.gpu.attention.backend_parity import (
     HEAD_DIM,
     HEADS,
@@ -43,8 +42,10 @@ from tests.gpu.attention.backend_parity import (
     random,
 )
 from tests.gpu.attention.fake_flashinfer import FakeDecode, FakeFlashInfer, FakePrefill
+from tests.gpu.device.test_cuda import executor_on
 from tests.gpu.device_tables import CPU, device_batch
 from tests.gpu.drive import make_executor, request, serve
+from tests.gpu.fake_cuda import FakeCuda
 from tests.gpu.graph_device import GraphDevice
 from tests.gpu.hash_model import HashModel
 from tests.gpu.plain_engine import plain_outputs
@@ -416,11 +417,13 @@ def test_a_refresh_writes_host_memory_again_only_after_its_event() -> None:
     site = AttentionSite(pools, group_layers((layout.layer,)), layout.dtype, device, 2)
     backend = FlashInfer(FakeFlashInfer(), site)
     plan = backend.make(StaticShape(2, 1, 40))
+    last = device.num_marks - 1
+    del device.waited[:]
     for _ in range(2):
         backend.refresh(plan, np.array([3, 1], np.int32))
     assert device.waited == []
     backend.refresh(plan, np.array([4, 1], np.int32))
-    assert device.waited == [0]
+    assert device.waited == [last]
 
 
 def test_forwards_of_one_shape_share_a_plan() -> None:
@@ -436,7 +439,7 @@ def test_an_engine_replays_with_it_planning_each_step_once(
 ) -> None:
     """Decodes are padded and replayed, other steps are eager: one plan for each of two groups."""
     package = FakeFlashInfer()
-    register(monkeypatch, package, gather=gather_pages_ref)
+    register(monkeypatch, package, ops=PLAIN_OPS)
     model, device = HashModel(window=6), GraphDevice()
     executor = make_executor(
         model,
@@ -448,13 +451,38 @@ def test_an_engine_replays_with_it_planning_each_step_once(
         max_batched_tokens=16,
     )
     executor.capture_graphs(lambda _done, _total: None)
-    del package.plans[:]
+    before = package.num_plans
     prompts = ([i + j % 30 for j in range(length)] for i, length in enumerate((5, 40, 9)))
     asked = [request(f"r{i}", prompt, max_tokens=12) for i, prompt in enumerate(prompts)]
     served = serve(executor, asked)
     assert served.outputs == {(r.request_id, 0): plain_outputs(model, r) for r in asked}
     assert device.num_replays > 10
-    assert len(package.plans) == 2 * len(served.batches)
+    assert package.num_plans - before == 2 * len(served.batches)
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_an_engine_whose_device_runs_behind_replays_with_plans_of_the_right_step(
+    monkeypatch: pytest.MonkeyPatch, seed: int | None
+) -> None:
+    """What the device reads of a plan is written again only when its step is over, and the host
+    waits for nothing."""
+    cuda = FakeCuda(seed)
+    register(monkeypatch, FakeFlashInfer(pinned_memory=cuda.pinned), ops=PLAIN_OPS)
+    executor = executor_on(
+        cuda,
+        lambda where: HashModel(window=6, device=where),
+        attention="flashinfer",
+        graph_rows=2,
+        depth=2,
+        lead=2,
+    )
+    executor.capture_graphs(lambda _done, _total: None)
+    asked = [request(f"r{i}", [5 + i, 7, 9 + i], max_tokens=12) for i in range(2)]
+    served = serve(executor, asked)
+    model = HashModel(window=6)
+    assert served.outputs == {(r.request_id, 0): plain_outputs(model, r) for r in asked}
+    assert cuda.num_replays > 8
+    cuda.assert_sound()
 
 
 def test_only_its_own_plans_are_refreshed() -> None:
@@ -468,11 +496,11 @@ def register(
     monkeypatch: pytest.MonkeyPatch,
     module: FakeFlashInfer,
     *,
-    gather: Callable[..., None] = gather_pages,
+    ops: ListOps = KERNELS,
     can: Capabilities = CAN_CAPTURE,
 ) -> None:
     """As the backend of the CPU."""
-    kind = AttentionKind(can, lambda site: build_flashinfer(module, site, gather=gather))
+    kind = AttentionKind(can, lambda site: build_flashinfer(module, site, ops=ops))
     monkeypatch.setattr(choice, "BACKENDS", {"flashinfer": lambda: kind})
 
 
@@ -495,11 +523,11 @@ class MarkedDevice(CpuDevice):
     def __init__(self) -> None:
         super().__init__()
         self.waited: list[int] = []
-        self._num_marks = 0
+        self.num_marks = 0
 
     def mark(self) -> MarkedEvent:
-        self._num_marks += 1
-        return MarkedEvent(self.waited, self._num_marks - 1)
+        self.num_marks += 1
+        return MarkedEvent(self.waited, self.num_marks - 1)
 
 
 class MarkedEvent:
@@ -517,7 +545,7 @@ class Replays:
     def __init__(self, layout: Layout, shape: StaticShape, package: FakeFlashInfer) -> None:
         self.layout, self.shape = layout, shape
         self.pools = layout.pools(shape.num_rows)
-        self.backend = FlashInfer(package, site_of(layout, self.pools), gather=gather_pages_ref)
+        self.backend = FlashInfer(package, site_of(layout, self.pools), ops=PLAIN_OPS)
         self.plan = self.backend.make(shape)
         self.rows = torch.zeros(shape.num_rows, dtype=torch.int64)
         self.lens = torch.ones(shape.num_rows, dtype=torch.int64) * shape.width

@@ -17,6 +17,7 @@ from aserve.gpu.attention.base import AttentionBackend
 from aserve.gpu.attention.capabilities import AttentionSite
 from aserve.gpu.attention.flashinfer import FlashInfer, build_flashinfer
 from aserve.gpu.attention.flashinfer_wrappers import FlashInferPackage
+from aserve.gpu.attention.page_lists import PLAIN_OPS
 from aserve.gpu.attention.registry import BACKENDS
 from aserve.gpu.attention.torch_ref import TorchReference
 from aserve.gpu.device.cpu import CpuDevice
@@ -26,7 +27,6 @@ from aserve.gpu.kv.layer_groups import group_layers
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.models.layer_spec import LayerSpec
 from aserve.messages import GroupSpec
-from aserve_kernels.gather_pages import gather_pages_ref
 from tests.gpu.attention.backend_parity import SHAPES
 from tests.gpu.attention.fake_flashinfer import FakeFlashInfer
 from tests.gpu.device_tables import device_batch
@@ -113,7 +113,7 @@ def test_every_shape_equals_the_reference(
     backend: AttentionBackend
     if place == "cpu":
         monkeypatch.setattr(flashinfer_wrappers, "FLOAT_BYTES", 16)
-        backend = FlashInfer(FakeFlashInfer(), site, gather=gather_pages_ref)
+        backend = FlashInfer(FakeFlashInfer(), site, ops=PLAIN_OPS)
     else:
         assert not [*BACKENDS["flashinfer"]().can.refusals(site)]
         backend = BACKENDS["flashinfer"]().build(site)
@@ -146,7 +146,7 @@ def test_rows_that_share_their_first_pages_equal_the_reference(
     site = AttentionSite(pools, group_layers(specs), dtype, device)
     if place == "cpu":
         monkeypatch.setattr(flashinfer_wrappers, "FLOAT_BYTES", 16)
-        backend = FlashInfer(FakeFlashInfer(), site, gather=gather_pages_ref)
+        backend = FlashInfer(FakeFlashInfer(), site, ops=PLAIN_OPS)
     else:
         package = cast(FlashInferPackage, importlib.import_module("flashinfer"))
         backend = build_flashinfer(package, site)

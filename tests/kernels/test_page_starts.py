@@ -1,0 +1,43 @@
+"""Where rows' pages begin in one list, for rows of all lengths, seen whole or through a window."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from aserve_kernels.page_starts import BLOCK, PageStarts, page_starts, page_starts_ref
+
+SHAPES = {
+    "no row": ([], []),
+    "one token": ([1], [1]),
+    "a page's last slot and the next one's first": ([16, 17], [1, 1]),
+    "chunks beside decodes": ([40, 300, 7], [16, 1, 7]),
+    "just behind a window": ([5, 6, 20, 21, 22], [1, 1, 1, 1, 2]),
+    "a block": ([*range(1, BLOCK + 1)], [1] * BLOCK),
+    "two blocks and one": ([3 * i + 1 for i in range(2 * BLOCK + 1)], [1] * (2 * BLOCK + 1)),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("window", [None, 1, 5, 64])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_every_row_has_the_pages_that_its_queries_see(
+    page_size: int, window: int | None, shape: str
+) -> None:
+    lens, spans = SHAPES[shape]
+    starts = [0]
+    query_starts = [0]
+    firsts = []
+    for kv_len, span in zip(lens, spans, strict=True):
+        seen_from = 0 if window is None else max(0, kv_len - span - window + 1)
+        firsts.append(seen_from // page_size)
+        starts.append(starts[-1] + (kv_len - 1) // page_size - firsts[-1] + 1)
+        query_starts.append(query_starts[-1] + span)
+    for op in (page_starts, page_starts_ref):
+        num = len(lens)
+        out = PageStarts(*(torch.full((n,), -1, dtype=torch.int32) for n in (num, num + 1, num)))
+        given = (torch.tensor(values, dtype=torch.int64) for values in (lens, query_starts))
+        op(*given, window=window, page_size=page_size, out=out)
+        assert out.starts.tolist() == starts
+        assert out.firsts.tolist() == firsts
+        assert out.last_lens.tolist() == [(kv_len - 1) % page_size + 1 for kv_len in lens]
