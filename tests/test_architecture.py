@@ -79,6 +79,20 @@ def test_no_exception_is_larger_than_needed() -> None:
     assert not stale, "\n".join(["", *stale])
 
 
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert imports.circle(product()) == []
+
+
+@pytest.mark.parametrize("back", ["from aserve.a import f", "def g():\n    import aserve.a"])
+def test_a_circle_is_seen_through_a_function(back: str) -> None:
+    modules = [
+        Module.parse("aserve/a.py", "from aserve.b import g"),
+        Module.parse("aserve/b.py", "import aserve.c"),
+        Module.parse("aserve/c.py", back),
+    ]
+    assert sorted(set(imports.circle(modules))) == ["aserve.a", "aserve.b", "aserve.c"]
+
+
 def test_the_core_path_stays_within_its_line_budget() -> None:
     lines = {module.path: module.code_lines() for module in product()}
     total = caps.core_lines(lines)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.sections import DeviceSections
-from aserve.gpu.step_plan import StepPlan
+from aserve.gpu.step_plan import LogitsPlan, StepPlan
 from aserve.messages import ArrayI32
 
 
@@ -90,3 +90,16 @@ class DeviceStep:
     def iteration(self) -> Tensor:
         """int64 [1]."""
         return self.sections.ints("iteration")
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSample:
+    """A Sample on the device: rows int64 [n] of step `iteration`, int64 [1]; mask int32
+    [n, words].
+    """
+
+    iteration: Tensor
+    rows: Tensor
+    mask: Tensor
+    logits: LogitsPlan
+    sections: DeviceSections

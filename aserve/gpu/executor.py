@@ -20,12 +20,13 @@ from torch import Tensor
 
 from aserve.errors import AserveError, BugError, EngineDead, ErrorInfo, StepError
 from aserve.gpu.device.base import Device, Event, slice_len_of
+from aserve.gpu.device_batch import HeldSample
 from aserve.gpu.future_map import SEQ_LEN
 from aserve.gpu.graphs import StepGraphs
 from aserve.gpu.host_slots import HostSlot, HostSlots
 from aserve.gpu.padding_batch import padding_batch
 from aserve.gpu.results import Layout, Tokens, check_step, read_tokens, seq_lens
-from aserve.gpu.runner import HeldSample, ModelRunner
+from aserve.gpu.runner import ModelRunner
 from aserve.gpu.sample.plan import RowFacts
 from aserve.gpu.sections import DeviceSections, HostSections
 from aserve.gpu.step_plan import LogitsPlan, StepPlan, plan_logits, plan_step

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from aserve.gpu.attention.base import AttentionBackend
 from aserve.gpu.decode.base import DecodeMode, OnPublish
-from aserve.gpu.device_batch import DeviceBatch, DeviceStep
+from aserve.gpu.device_batch import DeviceBatch, DeviceStep, HeldSample
 from aserve.gpu.forward_batch import NO_OVERRIDES, ForwardBatch, ForwardOverrides
 from aserve.gpu.future_map import SEQ_LEN, FutureMap
 from aserve.gpu.models.causal_model import CausalModel
@@ -45,19 +45,6 @@ class RunnerParts:
     sample_ops: SampleOps = PLAIN_OPS
     shortcut: Shortcut | None = None  # for the forwards that it can run
     resolve: Resolve = resolve
-
-
-@dataclass(frozen=True, slots=True)
-class HeldSample:
-    """A Sample on the device: rows int64 [n] of step `iteration`, int64 [1]; mask int32
-    [n, words].
-    """
-
-    iteration: Tensor
-    rows: Tensor
-    mask: Tensor
-    logits: LogitsPlan
-    sections: DeviceSections
 
 
 class ModelRunner:

@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 
 from tests.architecture.source import FUNCTIONS, Finding, Module, dotted, is_under
 
@@ -132,6 +133,23 @@ def lazy_imports(module: Module) -> Iterator[Finding]:
             yield Finding("lazy", module.path, item.line, what)
 
 
+def circle(modules: list[Module]) -> list[str]:
+    """Modules each of which imports the next, and the last the first; none if there is no circle.
+    Imports within functions, and for types alone, count: they would only hide it.
+    """
+    names = {module.name for module in modules}
+    graph = {
+        module.name: {_home(item.target, names) for item in imports(module)} & names
+        for module in modules
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        found: list[str] = error.args[1]
+        return found
+    return []
+
+
 def unit_of(name: str) -> str | None:
     """The row of REACH that a module belongs to: the longest that is a prefix."""
     if name == "aserve":
@@ -141,6 +159,11 @@ def unit_of(name: str) -> str | None:
 
 def imports(module: Module) -> Iterator[Import]:
     yield from _imports_below(module.tree, module, is_lazy=False)
+
+
+def _home(target: str, names: set[str]) -> str:
+    """The module that an imported name stands in; itself for what is none of `names`."""
+    return target if target in names else target.rpartition(".")[0]
 
 
 def _refusal(target: str, unit: str, reach: Reach) -> str:

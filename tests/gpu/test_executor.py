@@ -16,14 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from aserve.errors import EngineDead, StepError
 from aserve.gpu.decode.autoregressive import Autoregressive
-from aserve.gpu.decode.base import DecodeMode, OnPublish
+from aserve.gpu.decode.base import DecodeMode, OnPublish, StepRunner
 from aserve.gpu.device.base import Device
 from aserve.gpu.device_batch import DeviceStep
 from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.results import Emitted
-from aserve.gpu.runner import ModelRunner
 from aserve.messages import Resync, Sample, SampleResult, StepFailed, StepResult, array_i32
 from tests.gpu.batch_builder import BatchBuilder, greedy
 from tests.gpu.drive import make_executor, request
@@ -322,9 +321,9 @@ async def test_no_step_of_the_common_path_asks_the_device_for_a_value(
 class SeesRunner(Autoregressive):
     """Shows the runner that it was given."""
 
-    runner: ModelRunner
+    runner: StepRunner
 
-    def step(self, runner: ModelRunner, step: DeviceStep, publish: OnPublish) -> Emitted:
+    def step(self, runner: StepRunner, step: DeviceStep, publish: OnPublish) -> Emitted:
         self.runner = runner
         return super().step(runner, step, publish)
 

@@ -13,13 +13,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from aserve.gpu.decode.base import OnPublish
-from aserve.gpu.device_batch import DeviceStep
+from aserve.gpu.decode.base import OnPublish, StepRunner
+from aserve.gpu.device_batch import DeviceStep, HeldSample
 from aserve.gpu.future_map import LAST_TOKEN, SEQ_LEN, RelayField
 from aserve.gpu.models.causal_model import widened
 from aserve.gpu.resolve import DRAFTS
 from aserve.gpu.results import Emitted
-from aserve.gpu.runner import HeldSample, ModelRunner
 from aserve.gpu.sample.noise import gumbel_noise
 from aserve.gpu.sample.sampler import Sampled
 from aserve.messages import DecodeCaps
@@ -37,7 +36,7 @@ class TwoTokens:
         )
         self._before_draft = before_draft
 
-    def step(self, runner: ModelRunner, step: DeviceStep, publish: OnPublish) -> Emitted:
+    def step(self, runner: StepRunner, step: DeviceStep, publish: OnPublish) -> Emitted:
         hidden = runner.forward(runner.init_forward(step.batch))
         runner.hold(step, hidden)
         sampled = runner.sample(step, hidden)
@@ -57,7 +56,7 @@ class TwoTokens:
         )
         return emitted
 
-    def sample_held(self, runner: ModelRunner, held: HeldSample) -> Emitted:
+    def sample_held(self, runner: StepRunner, held: HeldSample) -> Emitted:
         """Rows with a mask get no drafts: the scheduler gives them no window."""
         sampled = runner.sample_held(held)
         runner.relay.stash(held.rows, {LAST_TOKEN: sampled.tokens}, iteration=held.iteration)
@@ -76,7 +75,7 @@ def _verify(step: DeviceStep, sampled: Sampled) -> Emitted:
 
 
 def _draft(
-    runner: ModelRunner, step: DeviceStep, rows: Tensor, *, last: Tensor, lens: Tensor
+    runner: StepRunner, step: DeviceStep, rows: Tensor, *, last: Tensor, lens: Tensor
 ) -> Tensor:
     """rows, last, lens int64 [n] -> the drafter's guess of the token after `last`, int64 [n]."""
     batch = step.batch.decode(rows, input_ids=last, kv_lens=lens)

@@ -5,19 +5,14 @@ Lengths are known to the host, so it publishes none.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from aserve.gpu.decode.base import OnPublish
-from aserve.gpu.device_batch import DeviceStep
+from aserve.gpu.decode.base import OnPublish, StepRunner
+from aserve.gpu.device_batch import DeviceStep, HeldSample
 from aserve.gpu.future_map import LAST_TOKEN, RelayField
 from aserve.gpu.results import Emitted
 from aserve.gpu.sample.sampler import Sampled
 from aserve.messages import DecodeCaps
-
-if TYPE_CHECKING:
-    from aserve.gpu.runner import HeldSample, ModelRunner
 
 
 class Autoregressive:
@@ -28,7 +23,7 @@ class Autoregressive:
         self.draws_once = True
         self.fields: tuple[RelayField, ...] = ()
 
-    def step(self, runner: ModelRunner, step: DeviceStep, publish: OnPublish) -> Emitted:
+    def step(self, runner: StepRunner, step: DeviceStep, publish: OnPublish) -> Emitted:
         hidden = runner.forward(runner.init_forward(step.batch))
         runner.hold(step, hidden)
         sampled = runner.sample(step, hidden)
@@ -36,7 +31,7 @@ class Autoregressive:
         runner.relay.stash(rows, {LAST_TOKEN: sampled.tokens}, iteration=step.iteration)
         return _one_each(sampled)
 
-    def sample_held(self, runner: ModelRunner, held: HeldSample) -> Emitted:
+    def sample_held(self, runner: StepRunner, held: HeldSample) -> Emitted:
         sampled = runner.sample_held(held)
         runner.relay.stash(held.rows, {LAST_TOKEN: sampled.tokens}, iteration=held.iteration)
         return _one_each(sampled)

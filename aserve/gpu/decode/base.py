@@ -1,24 +1,44 @@
 """The protocol of a decode mode: what it can do, as data, and its one `step`.
 
-It knows neither scheduling nor the executor. A mode's state lives in relay fields only.
+It knows neither scheduling nor the executor, and of the runner only what a mode may ask of it. A
+mode's state lives in relay fields only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-from aserve.gpu.device_batch import DeviceStep
-from aserve.gpu.future_map import RelayField
+from aserve.gpu.device_batch import DeviceBatch, DeviceStep, HeldSample
+from aserve.gpu.forward_batch import ForwardBatch
+from aserve.gpu.future_map import FutureMap, RelayField
+from aserve.gpu.models.causal_model import CausalModel
+from aserve.gpu.resolve import DeviceState
 from aserve.gpu.results import Emitted
+from aserve.gpu.sample.sampler import Sampled
 from aserve.messages import DecodeCaps
 
-if TYPE_CHECKING:
-    from aserve.gpu.runner import HeldSample, ModelRunner
-
 OnPublish = Callable[[Tensor], None]
+
+
+class StepRunner(Protocol):
+    """The parts of a step, which a mode puts together (runner.py)."""
+
+    model: CausalModel
+    state: DeviceState
+    relay: FutureMap
+
+    def init_forward(self, batch: DeviceBatch) -> ForwardBatch: ...
+
+    def forward(self, batch: ForwardBatch) -> Tensor: ...
+
+    def hold(self, step: DeviceStep, hidden: Tensor) -> None: ...
+
+    def sample(self, step: DeviceStep, hidden: Tensor) -> Sampled: ...
+
+    def sample_held(self, held: HeldSample) -> Sampled: ...
 
 
 class DecodeMode(Protocol):
@@ -26,9 +46,9 @@ class DecodeMode(Protocol):
     draws_once: bool  # a step is one forward, then one token for each sampled row
     fields: tuple[RelayField, ...]  # beside the last token; with SEQ_LEN among them it publishes
 
-    def step(self, runner: ModelRunner, step: DeviceStep, publish: OnPublish) -> Emitted:
+    def step(self, runner: StepRunner, step: DeviceStep, publish: OnPublish) -> Emitted:
         """From init_new to stash. `publish` gets the KV lengths int64 [rows] after the step, as
         soon as they are known, and only in a mode that declares SEQ_LEN."""
 
-    def sample_held(self, runner: ModelRunner, held: HeldSample) -> Emitted:
+    def sample_held(self, runner: StepRunner, held: HeldSample) -> Emitted:
         """The part from sample on, for rows whose logits were held."""
