@@ -1,4 +1,5 @@
-"""The largest steps that an engine may be asked for, run once to see what memory they take.
+"""The largest steps that an engine may be asked for, run once to see what memory they take; and
+small ones, so that no request waits for a kernel of sampling to be compiled.
 
 It knows no scheduler. All rows share page 0, so it needs no page of KV; what it leaves in tables is
 nonsense, so these must be thrown away.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import msgspec
 import torch
 
 from aserve.errors import ConfigError
@@ -19,10 +21,36 @@ from aserve.gpu.sections import DeviceSections, HostSections
 from aserve.gpu.step_plan import plan_step
 from aserve.messages import EngineSpec, PageWrites, RowInit, ScheduleBatch, pack_i32
 
+NOISY = RowInit(
+    row=0,
+    seed=0,
+    temperature=1.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    repetition_penalty=1.0,
+    prompt_len=0,
+    min_len=0,
+    end_ids=(),
+    logit_bias=(),
+    num_logprobs=-1,
+)
+LIMITED = msgspec.structs.replace(NOISY, top_k=50, top_p=0.9, min_p=0.01)
+DEMANDING = msgspec.structs.replace(
+    LIMITED,
+    presence_penalty=0.5,
+    frequency_penalty=0.5,
+    repetition_penalty=1.1,
+    num_logprobs=0,
+)
+
 
 def run_largest_steps(runner: ModelRunner, device: Device, spec: EngineSpec) -> None:
     """One prompt that takes the whole budget of tokens, then as many rows as run at once, which
-    share it and want whatever sampling has. Within the device's stream. ConfigError where there is
+    share it and want whatever sampling has. Logits that nothing is added to may be of another
+    dtype, for which one token each is drawn. Within the device's stream. ConfigError where there is
     no memory for them.
     """
     num_rows = min(spec.max_rows, spec.max_batched_tokens)
@@ -34,8 +62,13 @@ def run_largest_steps(runner: ModelRunner, device: Device, spec: EngineSpec) -> 
         f"{spec.max_batched_tokens} or --max-num-seqs {spec.max_rows}"
     )
     with torch.inference_mode(), names_the_option(what):
-        for spans in ([prompt], [shared] * num_rows):
-            _run(runner, device, spec, facts=facts, batch=_batch(spans, spec))
+        for wanted, spans in (
+            (DEMANDING, [prompt]),
+            (DEMANDING, [shared] * num_rows),
+            (LIMITED, [1]),
+            (NOISY, [1]),
+        ):
+            _run(runner, device, spec, facts=facts, batch=_batch(wanted, spans, spec))
 
 
 @contextlib.contextmanager
@@ -70,7 +103,7 @@ def _staged(device: Device, sections: HostSections) -> DeviceSections:
     return DeviceSections(device.stage(host), places)
 
 
-def _batch(spans: list[int], spec: EngineSpec) -> ScheduleBatch:
+def _batch(wanted: RowInit, spans: list[int], spec: EngineSpec) -> ScheduleBatch:
     """New rows from 1 on, without pages."""
     num_rows, num_tokens = len(spans), sum(spans)
     rows = pack_i32([*range(1, num_rows + 1)])
@@ -85,24 +118,8 @@ def _batch(spans: list[int], spec: EngineSpec) -> ScheduleBatch:
         expects=pack_i32([0] * num_rows),
         sample_rows=rows,
         page_writes=tuple(PageWrites() for _ in spec.groups),
-        row_inits=tuple(_demanding(row, prompt_len=spans[0]) for row in range(1, num_rows + 1)),
-    )
-
-
-def _demanding(row: int, *, prompt_len: int) -> RowInit:
-    return RowInit(
-        row=row,
-        seed=row,
-        temperature=1.0,
-        top_k=50,
-        top_p=0.9,
-        min_p=0.01,
-        presence_penalty=0.5,
-        frequency_penalty=0.5,
-        repetition_penalty=1.1,
-        prompt_len=prompt_len,
-        min_len=0,
-        end_ids=(),
-        logit_bias=(),
-        num_logprobs=0,
+        row_inits=tuple(
+            msgspec.structs.replace(wanted, row=row, seed=row, prompt_len=spans[0])
+            for row in range(1, num_rows + 1)
+        ),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable
@@ -26,6 +27,11 @@ from aserve.gpu.layers.invariant_linear import prepare_invariant
 from aserve.gpu.models.attend import Attend
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.models.hidden_capture import HiddenCapture
+from aserve.gpu.sample.draw import Drawn
+from aserve.gpu.sample.logits_rows import LogitsRows
+from aserve.gpu.sample.ops import SHAPED_OPS
+from aserve.gpu.sample.plan import SamplePlan
+from aserve.gpu.sample.row_tables import RowTables
 from aserve.gpu.weights.form import WeightWish
 from aserve.messages import StepResult, array_i32
 from tests.fakes import TOY
@@ -390,10 +396,26 @@ async def test_kv_gets_what_the_largest_step_leaves_of_the_share() -> None:
     executor = executor_on(cuda, noted, num_pages=None, memory_share=0.9)
     # 900 in all, 500 are in use, and 360 are for steps.
     assert executor.spec.groups[0].num_pages == 40
-    assert seen[0].num_tokens == [64, 60]  # the budget in one prompt, and shared by 5 rows
-    assert seen[0].num_logits == [1, 5]
+    # The budget in one prompt, and shared by 5 rows; then what is drawn from logits as they are.
+    assert seen[0].num_tokens == [64, 60, 1, 1]
+    assert seen[0].num_logits == [1, 5, 1, 1]
     assert tokens_of(await run_ahead(cuda, executor)) == PLAIN[:6]
     cuda.assert_sound()
+
+
+def test_every_kind_of_draw_is_run_before_requests_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has kernels of its own, which are compiled then."""
+    kinds: list[tuple[bool, bool, bool]] = []
+
+    def draw(logits: Tensor, rows: LogitsRows, tables: RowTables, plan: SamplePlan) -> Drawn:
+        kinds.append((plan.needs_noise, plan.needs_filter, plan.adds_to_logits))
+        return SHAPED_OPS.draw(logits, rows, tables, plan)
+
+    ops = dataclasses.replace(SHAPED_OPS, draw=draw)
+    monkeypatch.setattr(CudaDevice, "sample_ops", lambda *_given, **_more: ops)
+    executor_on(FakeCuda(), num_pages=None)
+    most = (True, True, True)
+    assert kinds == [most, most, (True, True, False), (True, False, False)]
 
 
 def test_a_share_that_leaves_nothing_for_kv_says_what_takes_it() -> None:
