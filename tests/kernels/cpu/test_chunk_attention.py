@@ -18,11 +18,13 @@ CHUNKS = {
     "no row": (),
     "one query": ((1, 1),),
     "queries that fill no product": ((3, 70),),
-    "a tile": ((64, 64),),
-    "a tile and one": ((65, 65),),
-    "behind less than a tile": ((20, 83),),
-    "behind a tile": ((20, 84),),
-    "behind a tile and one": ((20, 85),),
+    "a packed block": ((32, 32),),
+    "a packed block and one": ((33, 33),),
+    "behind less than a tile": ((20, op.TILE + 19),),
+    "behind a tile": ((20, op.TILE + 20),),
+    "behind a tile and one": ((20, op.TILE + 21),),
+    "over a tile's edge": ((300, op.TILE + 100),),
+    "behind two tiles": ((5, 2 * op.TILE + 40),),
     "a block and one": ((257, 300),),
     "many": ((5, 40), (1, 130), (70, 70), (8, 200)),
 }
@@ -91,9 +93,9 @@ def test_heads_of_every_width_equal_the_reference(head_dim: int, heads: tuple[in
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("window", [1, 5, 16, 63, 64, 65, 100])
+@pytest.mark.parametrize("window", [1, 5, 16, 63, 64, 65, 100, 600])
 def test_windows_and_caps_equal_the_reference(window: int, softcap: float | None) -> None:
-    given = make(((5, 200), (130, 130), (90, 190)))
+    given = make(((5, 700), (130, 130), (90, 190)))
     assert_equals_reference(given, Scoring(0.3, window, softcap))
 
 
