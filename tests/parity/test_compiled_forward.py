@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -144,8 +145,8 @@ def test_what_it_cannot_do_is_left_to_the_model(reference_of: ReferenceOf) -> No
     watched = ForwardOverrides(capture=HiddenCapture(layer_ids=(0,)))
     assert shortcut.can_run(plain)
     assert not shortcut.can_run(ForwardBatch.init_new(made, here.pools, watched))
-    long = replace(plain, input_ids=torch.zeros(FEW + 1, dtype=torch.int64))
-    assert not shortcut.can_run(long)
+    assert not shortcut.can_run(replace(plain, spans_cpu=np.array([1, FEW + 1])))
+    assert shortcut.can_run(replace(plain, spans_cpu=np.array([FEW] * 3)))
     joint = site(reference_of("olmo2").directory, torch.float32)
     assert make_compiled_forward(joint.model, joint.state) is None
 

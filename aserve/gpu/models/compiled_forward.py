@@ -38,7 +38,7 @@ from aserve_kernels.cpu.decoder_forward import (
 from aserve_kernels.cpu.paged_attention import NO_WINDOW, RowSpans, folded
 
 ACTIVATIONS: Mapping[str, int] = {"silu": SILU, "gelu": GELU, "gelu_pytorch_tanh": GELU_TANH}
-FEW = 256  # tokens of a forward: from here on torch's attention within a prompt takes less time
+FEW = 256  # tokens of a row: of more, torch's attention within a prompt takes less time
 
 
 class CompiledForward:
@@ -56,7 +56,7 @@ class CompiledForward:
         self._tables = Tables(self._describe_model(), layers, decoder.dtype)
 
     def can_run(self, batch: ForwardBatch) -> bool:
-        return batch.num_tokens <= FEW and batch.capture is None
+        return batch.spans_cpu.max() <= FEW and batch.capture is None
 
     def run(self, batch: ForwardBatch) -> Tensor:
         own = RowSpans(
@@ -73,7 +73,7 @@ class CompiledForward:
         is_plain = plan.prompts is None and not len(plan.held_rows) and not plan.num_drafts.any()
         return (
             is_plain
-            and len(plan.input_ids) <= FEW
+            and plan.spans.max() <= FEW
             and not plan.is_bound.any()
             and all(part.is_plain and not part.needs_filter for part in logits.slices)
         )
