@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Generator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from aserve.errors import BugError, StepError
 from aserve.messages import SampleResult, SeqLens, StepFailed, StepResult, array_i32
 
+T = TypeVar("T")
 Outcome = StepResult | SampleResult | StepFailed
 ReadLens = Callable[[], SeqLens]
 
@@ -27,13 +28,13 @@ class StepTicket:
 
     def __init__(self, iteration: int, loop: asyncio.AbstractEventLoop) -> None:
         self.iteration = iteration
-        self._outcome: asyncio.Future[Outcome] = loop.create_future()
-        self._lens: asyncio.Future[ReadLens | StepFailed] = loop.create_future()
+        self._outcome: _Shared[Outcome] = _Shared(loop)
+        self._lens: _Shared[ReadLens | StepFailed] = _Shared(loop)
 
     @property
     def outcome(self) -> asyncio.Future[Outcome]:
         """For who waits for more than this; not to be cancelled."""
-        return self._outcome
+        return self._outcome.first
 
     @property
     def seq_lens(self) -> Awaitable[SeqLens]:
@@ -43,19 +44,18 @@ class StepTicket:
         return RowTokens(self, row)
 
     def __await__(self) -> Generator[Any, None, Outcome]:
-        # An awaiter that is cancelled must not cancel the others' future.
-        return asyncio.shield(self._outcome).__await__()
+        return self._outcome.__await__()
 
     def publish(self, lens: ReadLens | StepFailed) -> None:
         """PERF: a function, because in most steps nobody asks for the lengths."""
-        if not self._lens.done():
-            self._lens.set_result(lens)
+        if not self._lens.first.done():
+            self._lens.settle(lens)
 
     def complete(self, outcome: Outcome) -> None:
         """After the lengths were published, or with a failure, which stands for them too."""
         if isinstance(outcome, StepFailed):
             self.publish(outcome)
-        self._outcome.set_result(outcome)
+        self._outcome.settle(outcome)
 
 
 class RowTokens:
@@ -82,14 +82,40 @@ class RowTokens:
 class _PublishedLens:
     __slots__ = ("_lens",)
 
-    def __init__(self, lens: asyncio.Future[ReadLens | StepFailed]) -> None:
+    def __init__(self, lens: _Shared[ReadLens | StepFailed]) -> None:
         self._lens = lens
 
     def __await__(self) -> Generator[Any, None, SeqLens]:
-        lens = yield from asyncio.shield(self._lens).__await__()
+        lens = yield from self._lens.__await__()
         if isinstance(lens, StepFailed):
             raise StepError(lens.error.message)
         return lens()
+
+
+class _Shared(Generic[T]):
+    """A future that many await, and one that is cancelled takes nobody along.
+
+    PERF: behind asyncio.shield they would wake one turn of the loop later; with turns of 0.5 ms a
+    token took 0.5 ms longer at p99 (bench relay).
+    """
+
+    __slots__ = ("_others", "first")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.first: asyncio.Future[T] = loop.create_future()
+        self._others: list[asyncio.Future[T]] = []
+
+    def settle(self, value: T) -> None:
+        for future in (self.first, *self._others):
+            if not future.done():
+                future.set_result(value)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        if self.first.done():
+            return self.first.result()
+        own: asyncio.Future[T] = self.first.get_loop().create_future()
+        self._others.append(own)
+        return (yield from own.__await__())
 
 
 def _tokens_of(result: StepResult | SampleResult, row: int) -> tuple[int, ...]:

@@ -54,6 +54,20 @@ async def test_a_ticket_can_be_awaited_by_many_and_one_that_leaves_takes_nobody_
     assert await asyncio.gather(*waiters[1:]) == [RESULT, RESULT]
 
 
+async def test_an_awaiter_wakes_in_the_turn_after_the_result() -> None:
+    """A loop that is never idle takes long for each turn."""
+    step = ticket()
+
+    async def wait() -> object:
+        return await step
+
+    waiter = asyncio.ensure_future(wait())
+    await asyncio.sleep(0)
+    step.complete(RESULT)
+    await asyncio.sleep(0)
+    assert waiter.done()
+
+
 async def test_lengths_come_before_the_result_and_stay() -> None:
     step = ticket()
     step.publish(lambda: LENS)
