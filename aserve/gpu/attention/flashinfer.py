@@ -91,6 +91,7 @@ class FlashInfer:
         "_ops",
         "_pages",
         "_problems",
+        "_rooms",
         "_site",
         "_slots",
         "_wrappers",
@@ -122,6 +123,7 @@ class FlashInfer:
         self._slots = Slots(site.device, site.num_in_flight)
         self._made: dict[StaticShape, StaticPlan] = {}
         self._has_warned = False
+        self._rooms: dict[int, Tensor] = {}  # by layer group
 
     @property
     def static_plans(self) -> FlashInfer:
@@ -141,9 +143,8 @@ class FlashInfer:
         queries = queries_of(batch.spans_cpu, lens)
         problems = [kind for kind in self._kinds if kind not in cascade.wrappers]
         host = self._host_arrays(slot, lens, batch.spans_cpu, problems=problems)
-        where = self._site.pools.device
         lists = {
-            group: PageList.new(batch.num_rows, int(own.starts[-1]), where)
+            group: PageList.new(batch.num_rows, self._ints(int(own.starts[-1])))
             for group, own in host.items()
         }
         wrappers: dict[Problem, Wrapper] = {}
@@ -224,11 +225,12 @@ class FlashInfer:
 
     def _make(self, shape: StaticShape) -> StaticPlan:
         site = self._site
-        where = site.pools.device
         max_pages = shape.num_rows * -(-shape.max_len // site.pools.page_size)
         groups = {problem.group for problem in self._kinds}
-        lists = {group: PageList.new(shape.num_rows, max_pages, where) for group in groups}
-        query_starts = torch.zeros(shape.num_rows + 1, dtype=torch.int32, device=where)
+        lists = {
+            group: PageList.new(shape.num_rows, self._room(group, max_pages)) for group in groups
+        }
+        query_starts = self._ints(shape.num_rows + 1)
         slots = PlanSlots[Problem, Replan](site.device, site.num_in_flight)
         wrappers: dict[Problem, Wrapper] = {}
         for slot, problem in itertools.product(slots, self._kinds):
@@ -239,6 +241,16 @@ class FlashInfer:
             slot.wrappers[problem] = self._replan(slot, problem, wrapper, pages=pages, shape=shape)
             wrappers[problem] = wrapper
         return StaticPlan(_spans(shape), slots, FlashPlan(lists, wrappers))
+
+    def _ints(self, num: int) -> Tensor:
+        return torch.empty(num, dtype=torch.int32, device=self._site.pools.device)
+
+    def _room(self, group: int, num_pages: int) -> Tensor:
+        """For the lists of all captured forwards: each writes its own before it reads it, and they
+        run one after the other. The largest is made first, mostly."""
+        if len(self._rooms.get(group, ())) < num_pages:
+            self._rooms[group] = self._ints(num_pages)
+        return self._rooms[group][:num_pages]
 
     def _replan(
         self,

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from aserve.gpu.forward_batch import ForwardBatch
@@ -62,12 +61,10 @@ class PageList:
     pages: Tensor  # [places.starts[rows] or more]
 
     @classmethod
-    def new(cls, num_rows: int, max_pages: int, device: torch.device) -> PageList:
+    def new(cls, num_rows: int, pages: Tensor) -> PageList:
         """Nothing is in it yet."""
-        sizes = (num_rows, num_rows + 1, num_rows, max_pages)
-        parts = (torch.empty(size, dtype=torch.int32, device=device) for size in sizes)
-        *places, pages = parts
-        return cls(PageStarts(*places), pages)
+        sizes = (num_rows, num_rows + 1, num_rows)
+        return cls(PageStarts(*(pages.new_empty(size) for size in sizes)), pages)
 
     def write(
         self,

@@ -23,7 +23,8 @@ class StaticShape:
 
 
 class StaticPlans(Protocol):
-    """All are called on the executor's stream, outside of captures."""
+    """All are called on the executor's stream, outside of captures. Only `make` may wait for the
+    device."""
 
     def is_better_eager(self, num_rows: int, shared_pages: int) -> bool:
         """Of a step that could be replayed: attention takes a faster way that is not captured."""

@@ -9,8 +9,10 @@ import itertools
 from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from aserve.gpu.attention import flashinfer_cascade, flashinfer_wrappers
 from aserve.gpu.attention.base import AttentionBackend
@@ -19,6 +21,7 @@ from aserve.gpu.attention.flashinfer import FlashInfer, build_flashinfer
 from aserve.gpu.attention.flashinfer_wrappers import FlashInferPackage
 from aserve.gpu.attention.page_lists import PLAIN_OPS
 from aserve.gpu.attention.registry import BACKENDS
+from aserve.gpu.attention.static_plans import StaticShape
 from aserve.gpu.attention.torch_ref import TorchReference
 from aserve.gpu.device.cpu import CpuDevice
 from aserve.gpu.device.cuda import open_cuda
@@ -157,6 +160,60 @@ def test_rows_that_share_their_first_pages_equal_the_reference(
             batch = dataclasses.replace(batch, is_exact=True, shared_pages=num_shared)
             made = ForwardBatch.init_new(batch, pools)
             assert_parity(backend, TorchReference(pools), made, specs, dtype=dtype)
+
+
+@pytest.mark.parametrize("page_size", [16, 1, 64])
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [
+        pytest.param("cpu", CUDA_KINDS["window and cap"], id="cpu"),
+        *(
+            pytest.param("cuda", kind, id=f"cuda-{name}", marks=COMPILING)
+            for name, kind in CUDA_KINDS.items()
+        ),
+    ],
+)
+def test_captured_decodes_are_planned_in_one_call_and_equal_the_reference(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    place: str,
+    kind: Kind,
+    page_size: int,
+) -> None:
+    """Lengths on both sides of a page's edge, and so long that rows are cut into parts."""
+    device = CpuDevice() if place == "cpu" else open_cuda("a test asks for it")
+    specs, dtype = kind.layers(), kind.dtype
+    pools = make_pools(specs, page_size, dtype=kind.kv_dtype or dtype, where=device.torch_device)
+    site = AttentionSite(pools, group_layers(specs), dtype, device)
+    if place == "cpu":
+        monkeypatch.setattr(flashinfer_wrappers, "FLOAT_BYTES", 16)
+        backend = FlashInfer(FakeFlashInfer(), site, ops=PLAIN_OPS)
+    else:
+        package = cast(FlashInferPackage, importlib.import_module("flashinfer"))
+        backend = build_flashinfer(package, site)
+    captured = dataclasses.replace(
+        device_batch([1] * MAX_ROWS, [0] * MAX_ROWS, device=device.torch_device),
+        len_bounds_cpu=np.full(MAX_ROWS, MAX_LEN, np.int32),
+    )
+    (spec,) = specs
+    generator = torch.Generator().manual_seed(1)
+    sizes = (MAX_ROWS, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+    heads = torch.randn(sizes, generator=generator).to(device.torch_device, dtype)
+
+    def attend(by: AttentionBackend, plan: object) -> Tensor:
+        return by.bind(ForwardBatch.init_new(captured, pools), plan)(spec, heads, None)
+
+    with torch.inference_mode(), device.stream():
+        plan = backend.make(StaticShape(MAX_ROWS, 1, MAX_LEN))
+        graph = device.capture(lambda _cut: attend(backend, plan))
+        for lens in ([1] * MAX_ROWS, [15, 16, 17, 64, 65, MAX_LEN], [MAX_LEN] * MAX_ROWS):
+            kv_lens = np.resize(np.array(lens, np.int32), MAX_ROWS)
+            captured.kv_lens.copy_(torch.from_numpy(kv_lens.astype(np.int64) - 1))
+            backend.refresh(plan, kv_lens)
+            got = graph.replay(lambda _values: None).clone()
+            expected = attend(TorchReference(pools), None)
+            torch.testing.assert_close(got, expected, rtol=3e-2, atol=3e-2)
+    assert "one call" not in caplog.text
 
 
 def assert_parity(
