@@ -62,7 +62,7 @@ ALTERNATIVES = (
     *("aserve/gpu/attention/flashinfer*.py", "aserve/gpu/attention/static_plans.py"),
     *("aserve/gpu/attention/page_lists.py", "aserve/gpu/attention/plan_slots.py"),
     "aserve/cache/shared_pages.py",
-    *("aserve/gpu/kv/stored.py", "aserve/gpu/kv/triton_store.py"),
+    *(f"aserve/gpu/kv/{name}.py" for name in ("stored", "compiled_store", "triton_store")),
     *(f"aserve/gpu/layers/{name}_linear.py" for name in ("half_stored", "invariant")),
     *(f"aserve/gpu/layers/{name}_linear.py" for name in ("packed", "tiled")),
     *(f"aserve/gpu/layers/{name}.py" for name in ("compiled", "each_alone", "triton_elementwise")),

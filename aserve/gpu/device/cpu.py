@@ -11,7 +11,6 @@ import math
 import mmap
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -112,9 +111,9 @@ class CpuDevice:
     def turn_and_store(self, dtype: torch.dtype, *, is_deterministic: bool) -> TurnAndStore:
         if is_deterministic or not _has_kernels(dtype):
             return turn_then_store
-        from aserve.gpu.layers.compiled import compiled_turn_heads
+        from aserve.gpu.kv.compiled_store import compiled_store
 
-        return partial(turn_then_store, turn_heads=compiled_turn_heads(dtype))
+        return compiled_store(dtype)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Anonymous memory of the system: zero, and resident page by page as it is written."""

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from aserve.gpu.layers.rotary import Turn, TurnHeads, turn_heads
+from aserve.gpu.layers.rotary import Turn, turn_heads
 
 Scales = tuple[float, float]  # of keys and of values
 KV_DTYPES: Mapping[str, torch.dtype] = {
@@ -46,10 +46,8 @@ def turn_then_store(
     pools: tuple[Tensor, Tensor],
     scales: Scales,
     /,
-    *,
-    turn_heads: TurnHeads = turn_heads,
 ) -> Tensor:
-    """A `TurnAndStore` in torch, but for how heads are turned."""
+    """A `TurnAndStore` in torch."""
     num_kv_heads = pools[0].shape[1]
     turned, values = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
     if turn is not None:

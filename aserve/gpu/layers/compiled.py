@@ -1,4 +1,4 @@
-"""Norms and rotations of few tokens by compiled kernels; of many, in torch. For the CPU.
+"""Norms of few tokens by compiled kernels; of many, in torch. For the CPU.
 
 It knows no model.
 """
@@ -10,14 +10,10 @@ from torch import Tensor
 
 from aserve.gpu.layers.elementwise import Elementwise
 from aserve.gpu.layers.norm import AddNorm, RmsNorm
-from aserve.gpu.layers.rotary import Turn, TurnHeads
-from aserve.gpu.layers.rotary import turn_heads as turn_in_torch
 from aserve_kernels.cpu.rms_norm import compile_rms_norm, rms_norm
-from aserve_kernels.cpu.turn_heads import compile_turn_heads, turn_heads
 
 # PERF: Qwen3-0.6B in bfloat16, us of one thread at 1 and 32 tokens: a norm 10 and 19 in torch, 4
-# and 8 here; heads normed and turned 32 and 109 in torch, 7 and 54 here. Heads that are only
-# turned, and silu(gate) * up, are as fast in torch.
+# and 8 here; silu(gate) * up is as fast in torch.
 FEW = 1 << 18  # elements: about 0.1 ms of one thread; torch divides more of them among threads
 
 
@@ -43,17 +39,3 @@ def compiled_elementwise(dtype: torch.dtype) -> Elementwise:
     """dtype: float32 or bfloat16."""
     compile_rms_norm(dtype)
     return Elementwise(norm=CompiledNorm, add_norm=compiled_add_norm)
-
-
-def compiled_turn_heads(dtype: torch.dtype) -> TurnHeads:
-    """dtype: float32 or bfloat16. Heads that are not normed are turned in torch, which takes few
-    calls for that."""
-    compile_turn_heads(dtype)
-    return _turn_few
-
-
-def _turn_few(heads: Tensor, turn: Turn) -> Tensor:
-    norms = turn.norms
-    if norms is None or heads.numel() > FEW:
-        return turn_in_torch(heads, turn)
-    return turn_heads(heads, turn.turns, norms.weight, norms.eps)

@@ -7,9 +7,7 @@ rotary_dim on don't turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -51,9 +49,6 @@ class Turn:
 
     turns: Tensor  # [tokens, rotary_dim], in the model's dtype: cosines, then sines
     norms: HeadNorms | None = None
-
-
-TurnHeads: TypeAlias = Callable[[Tensor, Turn], Tensor]
 
 
 def turn_heads(heads: Tensor, turn: Turn) -> Tensor:

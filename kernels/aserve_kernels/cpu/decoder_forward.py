@@ -330,7 +330,7 @@ def _norm_into(x: Float32s, norm: int, eps: np.float32, out: Floats) -> None:
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _gate(joined: Float32s, activation: int, gated: Floats) -> None:
     """gated = activation(gate) * up."""
-    size = np.uint64(gated.shape[1])  # PERF: unsigned: see turn_heads
+    size = np.uint64(gated.shape[1])  # PERF: unsigned: see turn_and_store
     for token in range(joined.shape[0]):
         row = joined[token]
         if activation == SILU:

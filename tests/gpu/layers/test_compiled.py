@@ -8,14 +8,12 @@ from torch import Tensor
 
 from aserve.gpu.device.cpu import CpuDevice
 from aserve.gpu.layers.activation import ACTIVATIONS
-from aserve.gpu.layers.compiled import FEW, compiled_turn_heads
+from aserve.gpu.layers.compiled import FEW
 from aserve.gpu.layers.elementwise import PLAIN, Elementwise
 from aserve.gpu.layers.head_norms import HeadNorms
-from aserve.gpu.layers.rope import DefaultRope
-from aserve.gpu.layers.rotary import Rotary, Turn, turn_heads
+from aserve.gpu.layers.rotary import Turn
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2**-6}
-HEADS = (3, 8)
 FEW_TOKENS, MANY_TOKENS = 5, FEW // 24 + 1
 
 
@@ -66,24 +64,6 @@ def test_gated_activations_are_those_of_torch(
     assert got.dtype == dtype
     tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("num_tokens", [0, FEW_TOKENS, MANY_TOKENS])
-@pytest.mark.parametrize("is_normed", [False, True])
-@pytest.mark.parametrize("rotary_dim", [4, 8])
-def test_heads_are_turned_as_in_torch(
-    rotary_dim: int, is_normed: bool, num_tokens: int, dtype: torch.dtype
-) -> None:
-    heads = draw(num_tokens, 5, 8, dtype=dtype)[:, :3]
-    norms = HeadNorms(draw(*HEADS, dtype=dtype), eps=1e-5) if is_normed else None
-    where = torch.device("cpu")
-    rotary = Rotary(DefaultRope(100.0), rotary_dim, max_model_len=64, dtype=dtype, device=where)
-    turn = Turn(rotary.at(torch.arange(num_tokens) % 64), norms)
-    got = compiled_turn_heads(dtype)(heads, turn)
-    assert got.dtype == dtype
-    tolerance = TOLERANCES[dtype]
-    torch.testing.assert_close(got, turn_heads(heads, turn), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])

@@ -1,0 +1,93 @@
+"""Few tokens' heads, turned and stored, against the reference; nothing else is changed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from aserve_kernels.cpu.turn_and_store import (
+    compile_turn_and_store,
+    turn_and_store,
+    turn_and_store_ref,
+)
+
+NUM_SLOTS = 20
+UNTOUCHED = 7.0
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def draw_turns(num_tokens: int, rotary_dim: int, dtype: torch.dtype) -> Tensor:
+    angles = 6 * draw(num_tokens, rotary_dim // 2)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(dtype)
+
+
+def make_pools(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    pools = torch.full((2, NUM_SLOTS, num_kv_heads, head_dim), UNTOUCHED, dtype=dtype)
+    return pools[0], pools[1]
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 17])
+@pytest.mark.parametrize(("num_queries", "num_kv_heads"), [(1, 1), (4, 2), (3, 3)])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(2, 2), (10, 6), (32, 32), (130, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("is_normed", [False, True])
+def test_every_shape_equals_the_reference(
+    is_normed: bool,
+    dtype: torch.dtype,
+    head_dim: int,
+    rotary_dim: int,
+    num_queries: int,
+    num_kv_heads: int,
+    num_tokens: int,
+) -> None:
+    compile_turn_and_store(dtype)
+    num_turned = num_queries + num_kv_heads
+    lines = draw(num_tokens, num_turned + num_kv_heads + 1, head_dim, dtype=dtype)
+    heads = lines[:, :-1]  # tokens may lie apart
+    turns = draw_turns(num_tokens, rotary_dim, dtype)
+    weight = draw(num_turned, head_dim) if is_normed else None
+    slots = torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(1))[:num_tokens]
+    pools, expected = (make_pools(num_kv_heads, head_dim, dtype) for _ in range(2))
+    got = turn_and_store(heads, slots, pools, turns=turns, weight=weight, eps=1e-6)
+    wanted = turn_and_store_ref(heads, slots, expected, turns=turns, weight=weight, eps=1e-6)
+    assert got.is_contiguous()
+    # The sum of squares may end one step of float32 off; rounding makes one step of bfloat16 of it.
+    tolerance = 1e-6 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=4 * tolerance)
+    torch.testing.assert_close(pools[0], expected[0], rtol=tolerance, atol=4 * tolerance)
+    assert torch.equal(pools[1], expected[1])
+
+
+def test_bfloat16_is_rounded_where_torch_rounds_it() -> None:
+    """All but a few bits in ten thousand are the same."""
+    compile_turn_and_store(torch.bfloat16)
+    heads, turns = draw(64, 5, 32).bfloat16(), draw_turns(64, 32, torch.bfloat16)
+    slots, weight = torch.arange(64) % NUM_SLOTS, draw(4, 32)
+    pools, expected = (make_pools(1, 32, torch.bfloat16) for _ in range(2))
+    got = turn_and_store(heads, slots, pools, turns=turns, weight=weight, eps=1e-6)
+    wanted = turn_and_store_ref(heads, slots, expected, turns=turns, weight=weight, eps=1e-6)
+    assert (got != wanted).sum() <= 2
+
+
+def test_heads_that_are_only_turned_are_rounded_as_in_torch() -> None:
+    compile_turn_and_store(torch.bfloat16)
+    heads, turns = draw(16, 5, 32).bfloat16(), draw_turns(16, 32, torch.bfloat16)
+    pools, expected = (make_pools(1, 32, torch.bfloat16) for _ in range(2))
+    got = turn_and_store(heads, torch.arange(16), pools, turns=turns)
+    assert torch.equal(got, turn_and_store_ref(heads, torch.arange(16), expected, turns=turns))
+    assert torch.equal(torch.stack(pools), torch.stack(expected))
+
+
+def test_tokens_of_one_slot_disturb_no_other() -> None:
+    """As tokens that have left a layer's window, which meet slot 0."""
+    compile_turn_and_store(torch.float32)
+    heads, turns = draw(4, 4, 8), draw_turns(4, 8, torch.float32)
+    slots, pools = torch.tensor([0, 9, 0, 16]), make_pools(1, 8, torch.float32)
+    turn_and_store(heads, slots, pools, turns=turns)
+    written = (pools[0] != UNTOUCHED).any(dim=(1, 2)).nonzero().flatten()
+    assert written.tolist() == [0, 9, 16]
+    assert torch.equal(pools[1][slots[1:], 0], heads[1:, 3])
