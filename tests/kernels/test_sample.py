@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import triton
@@ -121,50 +119,6 @@ def test_where_all_candidates_are_outside_the_set_is_searched(row: Row) -> None:
     """Many seeds, so that noise mostly lifts tokens that may not be drawn."""
     got = assert_draws(draw_logits(1, 500).repeat(4, 1), [row] * 4)
     assert len(got.unique()) > 1
-
-
-def scaled_columns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of each reading of logits in a row, how many at once."""
-    sizes: list[int] = []
-    scaled = kernel._scaled
-
-    def counted(logits: Any, columns: Any, *given: Any) -> Any:
-        sizes.append(columns.numel.value if hasattr(columns, "numel") else 1)
-        return scaled(logits, columns, *given)
-
-    monkeypatch.setattr(kernel, "_scaled", counted)
-    return sizes
-
-
-def test_ranking_reads_no_split_that_is_below_all_candidates(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Two of the four splits hold something. Rows without limits need no ranking at all; those of
-    which the best token was drawn have it ranked among the equals of its split."""
-    sizes = scaled_columns(monkeypatch)
-    logits = draw_logits(1, 4 * SPLIT).repeat(3, 1)
-    logits[:, : 2 * SPLIT] -= 100.0
-    peaked = Row(temperature=0.01, top_p=0.9)
-    for row, num_splits in ((GREEDY, 0), (Row(), 0), (peaked, 1), (Row(top_p=0.3), 2)):
-        sizes.clear()
-        assert_draws(logits[:1], [row])
-        assert sizes.count(kernel.TILE) == num_splits * SPLIT // kernel.TILE
-
-
-@pytest.mark.parametrize("row", [Row(top_k=5), Row(top_k=20, top_p=0.5), Row(min_p=0.5)], ids=str)
-def test_a_set_is_searched_for_among_few(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a flat row's thousands of tokens, of which noise mostly lifts others."""
-    lengths: list[int] = []
-    search = kernel._search
-
-    def measured(*given: Any) -> Any:
-        lengths.append(int(given[2]))
-        return search(*given)
-
-    monkeypatch.setattr(kernel, "_search", measured)
-    assert_draws(draw_logits(1, 4 * SPLIT, spread=1.0).repeat(6, 1), [row] * 6)
-    assert lengths
-    assert max(lengths) < SPLIT // 2
 
 
 def test_a_set_of_more_than_a_split_is_searched_for_among_all() -> None:

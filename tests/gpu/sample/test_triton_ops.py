@@ -20,6 +20,7 @@ from tests.gpu.sampler_run import Drawn, run_sampler
 from tests.kernels.sample_case import Row, draw_logits, make_tables
 
 VOCAB = 70
+SPLIT = 512  # of what is counted: the interpreter is slow
 HISTORY = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
 NOISY: dict[str, Any] = {"temperature": 0.8}
 LIMITED: dict[str, Any] = {"temperature": 1.3, "top_k": 12, "top_p": 0.9, "min_p": 0.01}
@@ -122,3 +123,61 @@ def test_common_limits_are_settled_without_a_search(monkeypatch: pytest.MonkeyPa
     places, *tables = make_tables(rows)
     kernel.sample(logits, places, places, *tables, has_noise=True, has_limits=True)
     assert len(searches) <= 2
+
+
+def assert_draws(logits: Tensor, rows: list[Row]) -> None:
+    places, *tables = make_tables(rows)
+    given = (logits, places, places, *tables)
+    got, _ = kernel.sample(*given, has_noise=True, has_limits=True)
+    assert torch.equal(got, kernel.sample_ref(*given, has_noise=True, has_limits=True)[0])
+
+
+def scaled_columns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of each reading of logits in a row, how many at once."""
+    sizes: list[int] = []
+    scaled = kernel._scaled
+
+    def counted(logits: Any, columns: Any, *given: Any) -> Any:
+        sizes.append(columns.numel.value if hasattr(columns, "numel") else 1)
+        return scaled(logits, columns, *given)
+
+    monkeypatch.setattr(kernel, "_scaled", counted)
+    return sizes
+
+
+def test_ranking_reads_no_split_that_is_below_all_candidates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two of the four splits hold something. Rows without limits need no ranking at all; those of
+    which the best token was drawn have it ranked among the equals of its split."""
+    monkeypatch.setattr(kernel, "SPLIT", SPLIT)
+    sizes = scaled_columns(monkeypatch)
+    logits = draw_logits(1, 4 * SPLIT)
+    logits[:, : 2 * SPLIT] -= 100.0
+    peaked = Row(temperature=0.01, top_p=0.9)
+    for row, num_splits in (
+        (Row(temperature=0.0), 0),
+        (Row(), 0),
+        (peaked, 1),
+        (Row(top_p=0.3), 2),
+    ):
+        sizes.clear()
+        assert_draws(logits, [row])
+        assert sizes.count(kernel.TILE) == num_splits * SPLIT // kernel.TILE
+
+
+@pytest.mark.parametrize("row", [Row(top_k=5), Row(top_k=20, top_p=0.5), Row(min_p=0.5)], ids=str)
+def test_a_set_is_searched_for_among_few(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a flat row's thousands of tokens, of which noise mostly lifts others."""
+    monkeypatch.setattr(kernel, "SPLIT", SPLIT)
+    lengths: list[int] = []
+    search = kernel._search
+
+    def measured(*given: Any) -> Any:
+        lengths.append(int(given[2]))
+        return search(*given)
+
+    monkeypatch.setattr(kernel, "_search", measured)
+    assert_draws(draw_logits(1, 4 * SPLIT, spread=1.0).repeat(6, 1), [row] * 6)
+    assert lengths
+    assert max(lengths) < SPLIT
