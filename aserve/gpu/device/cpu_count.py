@@ -15,6 +15,8 @@ from aserve.gpu.device.control_groups import ControlGroup, enclosing_groups, rea
 
 
 def usable_cpus(root: Path = Path("/")) -> int:
+    """WHY: a part of a CPU is left to the event loop. One thread more would use it up, and then all
+    of them wait for the next period."""
     quotas = (_quota(group) for group in enclosing_groups(root, "cpu"))
     return max(1, min([_num_cores(root), *(math.floor(quota) for quota in quotas if quota)]))
 

@@ -42,13 +42,22 @@ def test_only_cores_that_the_process_may_run_on_count(
 
 @pytest.mark.parametrize(
     ("quota", "expected"),
-    [("200000 100000", 2), ("250000 100000", 2), ("50000 100000", 1), ("max 100000", 4)],
+    [
+        *(("200000 100000", 2), ("250000 100000", 2), ("max 100000", 4)),
+        *(("150000 100000", 1), ("50000 100000", 1)),
+    ],
 )
 def test_a_containers_quota_limits_them(machine: Path, quota: str, expected: int) -> None:
     write(machine, "proc/self/cgroup", "0::/app")
     write(machine, f"{V2}/app/cpu.max", quota)
     write(machine, f"{V2}/cpu.max", "700000 100000")
     assert usable_cpus(machine) == expected
+
+
+def test_a_quota_counts_in_a_container_that_sees_itself_at_the_top(machine: Path) -> None:
+    write(machine, "proc/self/cgroup", "0::/")
+    write(machine, f"{V2}/cpu.max", "150000 100000")
+    assert usable_cpus(machine) == 1
 
 
 @pytest.mark.parametrize(("quota", "expected"), [("300000", 3), ("-1", 4)])

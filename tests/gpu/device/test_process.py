@@ -74,6 +74,71 @@ def test_a_start_marks_its_cache_as_used(tmp_path: Path) -> None:
     assert used.stat().st_mtime > time.time() - 3600
 
 
+SPINNING = """
+from aserve.gpu.device.process import prepare_process
+prepare_process(2)
+import torch
+"""
+
+
+@pytest.mark.slow
+def test_openmp_itself_sees_the_threads_and_the_bounded_spinning() -> None:
+    environment = {"PYTHONPATH": ":".join(sys.path), "OMP_DISPLAY_ENV": "VERBOSE"}
+    shown = subprocess.run(
+        [sys.executable, "-c", SPINNING], capture_output=True, text=True, env=environment
+    ).stderr
+    assert "OMP_NUM_THREADS = '2'" in shown
+    assert "GOMP_SPINCOUNT = '10000'" in shown
+
+
+TEMPORARIES = """
+import resource, threading
+from aserve.gpu.device.process import keep_freed_memory, prepare_process
+prepare_process(1)
+def page_faults(count):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(count):
+        bytearray(1 << 26)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(page_faults(20))
+keep_freed_memory()
+def work():
+    page_faults(2)
+    print(page_faults(20))
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.slow
+def test_large_temporaries_of_a_thread_are_not_mapped_anew_each_time() -> None:
+    environment = {"PYTHONPATH": ":".join(sys.path), "HOME": "/dev/null"}
+    program = [sys.executable, "-c", TEMPORARIES]
+    done = subprocess.run(program, capture_output=True, text=True, env=environment, check=True)
+    before, after = map(int, done.stdout.split())
+    assert before > 200
+    assert after < 20
+
+
+NARROWED = """
+import os
+from aserve.gpu.device.process import prepare_process
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+prepare_process(None)
+print(os.environ["OMP_NUM_THREADS"])
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_may_run_on_one_core_computes_in_one_thread() -> None:
+    """As in a container with a cpuset."""
+    environment = {"PYTHONPATH": ":".join(sys.path), "HOME": "/dev/null"}
+    program = [sys.executable, "-c", NARROWED]
+    done = subprocess.run(program, capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout == "1\n"
+
+
 TWO_ENGINES = """
 import numpy as np
 from aserve.gpu.device.process import prepare_process
