@@ -48,6 +48,7 @@ class StepGraph:
     words: Tensor
 
     def padded(self, plan: StepPlan) -> StepPlan:
+        """Of a step that `find` has found this graph for."""
         return padded_plan(plan, self.shape)
 
     def room_for(self, sections: HostSections) -> Tensor:

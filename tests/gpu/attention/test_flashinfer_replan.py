@@ -81,7 +81,7 @@ def test_another_release_plans_as_it_likes_and_is_said_to_take_longer(
     before = len(package.plans)
     assert_right(replays)
     assert len(package.plans) == before + len(LENGTHS)
-    assert caplog.text.count("has no plan in one call") == 1
+    assert caplog.text.count("is not to be had in one call") == 1
 
 
 # ---------------------------------------------------------------- a planner's arguments
