@@ -14,14 +14,15 @@ from pathlib import Path
 import msgspec
 
 CPU_INFO = Path("/proc/cpuinfo")
-FLAGS = ("amx_bf16", "amx_int8", "avx512_bf16", "avx512f", "avx2")  # that decide the fast forms
+BF16_FLAGS = ("amx_bf16", "amx_int8", "avx512_bf16")
+FLAGS = (*BF16_FLAGS, "avx512f", "avx2")  # that decide the fast forms
 PACKAGES = ("aserve", "torch", "numpy", "numba", "transformers")
 
 
 class Machine(msgspec.Struct, frozen=True):
     cpu: str
     cores: int  # that this process may use
-    flags: tuple[str, ...]
+    flags: tuple[str, ...]  # that torch may use
     versions: dict[str, str]
     date: str  # UTC
 
@@ -33,14 +34,23 @@ class Machine(msgspec.Struct, frozen=True):
 
 def read_machine() -> Machine:
     info = _cpu_info()
-    known = set(info.get("flags", "").split())
+    usable = set(info.get("flags", "").split()) - _capped_flags()
     return Machine(
         cpu=info.get("model name") or platform.processor() or platform.machine(),
         cores=_num_cores(),
-        flags=tuple(flag for flag in FLAGS if flag in known),
+        flags=tuple(flag for flag in FLAGS if flag in usable),
         versions={"python": platform.python_version(), **_versions()},
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
+
+
+def _capped_flags() -> set[str]:
+    """What an environment hides that plays another machine; else the machine has none of them."""
+    from aserve.gpu.device.cpu_facts import read_cpu_facts  # torch, which a report does without
+
+    facts = read_cpu_facts()
+    products = () if facts.bf16_products else BF16_FLAGS
+    return {*products, *(() if facts.has_wide_vectors else ("avx512f",))}
 
 
 def _cpu_info() -> dict[str, str]:
