@@ -94,7 +94,7 @@ def padded_plan(plan: StepPlan, shape: StepShape) -> StepPlan:
 
 def _padded(writes: PageWrites, num: int) -> PageWrites:
     """What is missing puts page 0 in column 0 of row 0, where it is already."""
-    size = len(pack_i32([0] * num))
+    size = num * np.dtype(np.int32).itemsize
     return PageWrites(
         *(part.ljust(size, b"\0") for part in (writes.rows, writes.columns, writes.pages))
     )
