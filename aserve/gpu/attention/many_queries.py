@@ -40,8 +40,8 @@ def choose_many_queries(pools: KvPools, num_workers: int) -> ManyQueries:
     """PERF: torch's fused kernel multiplies bfloat16 in float32, unless the processor has matrix
     instructions; a kernel of its own takes the products of pairs of one that has only those. CPU
     time of one thread of an AMD EPYC (AVX-512 bf16), heads of Qwen3-0.6B, as `paged_attention` /
-    fused / in pairs: 64 queries behind 4,000 keys 36 / 33 / 12 ms, 2,048 behind 6,144 2,077 / 1,391
-    / 641; in float32 46 / 36 and 2,534 / 1,394; 64 without a prefix 0.6 / 0.5 / 0.2.
+    fused / in pairs: 64 queries behind 4,000 keys 32 / 27 / 8 ms, 2,048 behind 6,144 1,918 / 1,295
+    / 395; in float32 46 / 36 and 2,534 / 1,394; 64 without a prefix 0.8 / 0.5 / 0.2.
     """
     is_paired = pools.dtype == torch.bfloat16 and read_cpu_facts().bf16_products == DOTS
     if is_paired and all(kv.keys.shape[2] % OUTPUTS == 0 for kv in pools.layers.values()):
