@@ -9,7 +9,12 @@ import torch
 
 from aserve.errors import ConfigError
 from aserve.gpu.device.cpu_facts import CpuFacts, read_cpu_facts
-from aserve.gpu.device.cpu_weights import SMALL_BYTES, TINY_BYTES, choose_cpu_form
+from aserve.gpu.device.cpu_weights import (
+    SMALL_BYTES,
+    SMALL_MIXED_TOKENS,
+    TINY_BYTES,
+    choose_cpu_form,
+)
 from aserve.gpu.layers.each_alone import EachAlone
 from aserve.gpu.layers.half_stored_linear import prepare_half_stored
 from aserve.gpu.layers.linear import Linear, Prepare, prepare
@@ -69,7 +74,7 @@ def test_a_small_model_computes_in_one_thread_a_large_one_in_all(name: str) -> N
     small = choose_cpu_form(WeightWish(name, "bfloat16", SMALL_BYTES // 4), AMX)
     large = choose_cpu_form(WeightWish(name, "bfloat16", SMALL_BYTES // 4 + 1), AMX)
     assert (small.max_threads, large.max_threads) == (1, None)
-    assert (small.mixed_prompt_tokens, large.mixed_prompt_tokens) == (96, None)
+    assert (small.mixed_prompt_tokens, large.mixed_prompt_tokens) == (SMALL_MIXED_TOKENS, None)
 
 
 def test_a_small_model_has_products_of_its_own_where_vectors_are_wide() -> None:
