@@ -23,6 +23,7 @@ from aserve.gpu.decode.base import DecodeMode
 from aserve.gpu.decode.registry import MODES
 from aserve.gpu.device.base import Device
 from aserve.gpu.device.registry import open_device
+from aserve.gpu.device.ways import Ways
 from aserve.gpu.executor import ExecutorParts, TorchExecutor
 from aserve.gpu.future_map import SEQ_LEN, FutureMap
 from aserve.gpu.graphs import GraphParts, StepGraphs
@@ -33,7 +34,6 @@ from aserve.gpu.largest_step import names_the_option, run_largest_steps
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.resolve import DeviceState
 from aserve.gpu.runner import ModelRunner, RunnerParts
-from aserve.gpu.sample.ops import SampleOps
 from aserve.gpu.sample.row_tables import RowTables
 from aserve.gpu.shortcut import MakeShortcut
 from aserve.gpu.step_shape import FILTER, GREEDY, NOISE, ShapeTable, row_counts
@@ -113,8 +113,8 @@ def build_on(
     )
     torch.set_num_threads(options.threads or min(form.max_threads or FOUND_THREADS, FOUND_THREADS))
     is_dummy = options.load_format == "dummy"
-    elementwise = device.elementwise(form.dtype, is_deterministic=options.deterministic)
-    target = Target(device.torch_device, device.free_bytes(), form.prepare, elementwise)
+    ways = device.ways(form.dtype, is_deterministic=options.deterministic)
+    target = Target(device.torch_device, device.free_bytes(), form.prepare, ways.elementwise)
     with names_the_option("the model does not fit; free memory of the device"):
         model = blueprint.load(
             LoadPlan(form.dtype, options.max_model_len, is_dummy, target, on_progress)
@@ -138,7 +138,8 @@ def assemble(
 ) -> TorchExecutor:
     """An executor around a model that is there already; `about` says in which form, if
     that is more than its dtype. A `shortcut` is not taken around attention chosen by name."""
-    parts = _Parts(model, group_layers(model.layers), mode, device, options, shortcut)
+    ways = device.ways(model.dtype, is_deterministic=options.deterministic)
+    parts = _Parts(model, group_layers(model.layers), mode, device, ways, options, shortcut)
     num_pages, budget_bytes = options.num_pages, 0
     if num_pages is None:
         run_largest = functools.partial(_run_largest, parts)
@@ -170,13 +171,9 @@ class _Parts:
     groups: tuple[LayerGroup, ...]
     mode: DecodeMode
     device: Device
+    ways: Ways
     options: BuildOptions
     shortcut: MakeShortcut | None
-
-    @property
-    def sample_ops(self) -> SampleOps:
-        is_deterministic = self.options.deterministic
-        return self.device.sample_ops(self.model.dtype, is_deterministic=is_deterministic)
 
     @property
     def max_rows(self) -> int:
@@ -204,12 +201,13 @@ def _run_largest(parts: _Parts) -> None:
 def _shapes(parts: _Parts, made: _Made) -> ShapeTable:
     """Of the steps that may be captured."""
     device, wanted = parts.device, parts.options.graph_rows
+    by_shape = parts.ways.sample_ops.filters_by_shape
     can_capture = bool(device.graph_rows) and made.attention.can.can_capture
     max_rows = min(device.graph_rows if wanted is None else wanted, made.spec.max_rows)
     return ShapeTable(
         counts=row_counts(max_rows if can_capture else 0),
         widths=tuple({1, made.spec.decode.max_tokens_per_step}),
-        samplings=(GREEDY, NOISE, FILTER) if parts.sample_ops.filters_by_shape else (GREEDY, NOISE),
+        samplings=(GREEDY, NOISE, FILTER) if by_shape else (GREEDY, NOISE),
     )
 
 
@@ -237,9 +235,9 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
             attention=attention.backend,
             mode=mode,
             is_debug=options.debug_checks,
-            sample_ops=parts.sample_ops,
+            sample_ops=parts.ways.sample_ops,
             shortcut=parts.shortcut(model, state) if parts.shortcut and attention.is_auto else None,
-            resolve=device.resolver(model.dtype),
+            resolve=parts.ways.resolve,
         )
     )
     spec = msgspec.structs.replace(spec, names_shared_pages=attention.can.shared_pages)
@@ -300,9 +298,8 @@ def _context_with_room(parts: _Parts, layouts: Sequence[GroupLayout], budget_byt
 
 def _allocate(parts: _Parts, spec: EngineSpec, kv_dtype: torch.dtype) -> DeviceState:
     """Every table that lives as long as the engine, before anything is captured."""
-    device, dtype = parts.device, parts.model.dtype
+    device, ways = parts.device, parts.ways
     where = device.torch_device
-    store = device.turn_and_store(dtype, is_deterministic=parts.options.deterministic)
     pages_per_row = -(-spec.max_model_len // spec.page_size) + 1
     return DeviceState(
         pools=KvPools(
@@ -312,13 +309,13 @@ def _allocate(parts: _Parts, spec: EngineSpec, kv_dtype: torch.dtype) -> DeviceS
             table_shape=(spec.max_rows + 1, pages_per_row),
             dtype=kv_dtype,
             device=where,
-            ways=KvWays(device.zeros, store),
+            ways=KvWays(device.zeros, ways.turn_and_store),
         ),
         tables=RowTables(max_rows=spec.max_rows, device=where),
         relay=FutureMap(
             parts.mode.fields,
             max_rows=spec.max_rows,
             device=where,
-            ops=device.row_ops(dtype),
+            ops=ways.row_ops,
         ),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Collection
 
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from aserve.gpu.device.base import Captured, Cut
 from aserve.gpu.device.cpu import CpuDevice
-from aserve.gpu.sample.ops import SHAPED_OPS, SampleOps
+from aserve.gpu.device.ways import Ways
+from aserve.gpu.sample.ops import SHAPED_OPS
 
 
 class GraphDevice(CpuDevice):
@@ -28,8 +30,9 @@ class GraphDevice(CpuDevice):
         self._failing_captures = failing_captures
         self.failing_replays = failing_replays
 
-    def sample_ops(self, dtype: torch.dtype, *, is_deterministic: bool) -> SampleOps:
-        return SHAPED_OPS
+    def ways(self, dtype: torch.dtype, *, is_deterministic: bool) -> Ways:
+        ways = super().ways(dtype, is_deterministic=is_deterministic)
+        return dataclasses.replace(ways, sample_ops=SHAPED_OPS)
 
     def capture(self, body: Callable[[Cut], Tensor]) -> Captured:
         self.num_captures += 1

@@ -13,10 +13,10 @@ import torch
 from aserve.gpu.attention.base import AttentionKind
 from aserve.gpu.attention.capabilities import AttentionSite, Capabilities
 from aserve.gpu.attention.torch_ref import TorchReference
+from aserve.gpu.device.ways import Ways
 from aserve.gpu.forward_batch import ForwardBatch
-from aserve.gpu.kv.stored import TurnAndStore, turn_then_store
-from aserve.gpu.layers.elementwise import PLAIN, Elementwise
 from aserve.gpu.models.attend import Attend
+from aserve.gpu.sample.ops import SHAPED_OPS
 from tests.gpu.graph_device import GraphDevice
 
 ATTENTION = "each-token-alone"
@@ -29,11 +29,8 @@ class TorchDevice(GraphDevice):
         super().__init__()
         self.attention = (ATTENTION,)
 
-    def elementwise(self, dtype: torch.dtype, *, is_deterministic: bool) -> Elementwise:
-        return PLAIN
-
-    def turn_and_store(self, dtype: torch.dtype, *, is_deterministic: bool) -> TurnAndStore:
-        return turn_then_store
+    def ways(self, dtype: torch.dtype, *, is_deterministic: bool) -> Ways:
+        return Ways(sample_ops=SHAPED_OPS)
 
 
 class EachTokenAlone:

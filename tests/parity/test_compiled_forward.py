@@ -76,9 +76,8 @@ class Site:
 
 def load_tiled(directory: Path, dtype: torch.dtype) -> CausalModel:
     name = str(dtype).removeprefix("torch.")
-    target = Target(
-        prepare=prepare_tiled, elementwise=CpuDevice().elementwise(dtype, is_deterministic=False)
-    )
+    ways = CpuDevice().ways(dtype, is_deterministic=False)
+    target = Target(prepare=prepare_tiled, elementwise=ways.elementwise)
     return load_model(directory, dtype=name, max_model_len=MAX_MODEL_LEN, target=target)
 
 

@@ -38,8 +38,8 @@ def rounded(reference: Reference, dtype: torch.dtype, directory: Path) -> Path:
 
 @torch.inference_mode()
 def logits_of(directory: Path, form: Prepare, tokens: Tensor, *, dtype: str = "float32") -> Tensor:
-    elementwise = CpuDevice().elementwise(getattr(torch, dtype), is_deterministic=False)
-    target = Target(prepare=form, elementwise=elementwise)
+    ways = CpuDevice().ways(getattr(torch, dtype), is_deterministic=False)
+    target = Target(prepare=form, elementwise=ways.elementwise)
     model = load_model(directory, dtype=dtype, max_model_len=MAX_MODEL_LEN, target=target)
     return model.logits(model.forward(tokens, torch.arange(len(tokens)), DenseAttend()))
 

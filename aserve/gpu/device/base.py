@@ -12,11 +12,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from aserve.gpu.future_map import RowOps
-from aserve.gpu.kv.stored import TurnAndStore
-from aserve.gpu.layers.elementwise import Elementwise
-from aserve.gpu.resolve import Resolve
-from aserve.gpu.sample.ops import SampleOps
+from aserve.gpu.device.ways import Ways
 from aserve.gpu.weights.form import WeightForm, WeightWish
 
 
@@ -43,8 +39,6 @@ class Captured(Protocol):
 
 
 class Device(Protocol):
-    """What `is_deterministic` gives a token the same bits in whatever step it is computed."""
-
     about: str  # what it is, and why it was chosen, in a few words
     torch_device: torch.device
     runs_behind: bool  # work is done later than the executor thread asks for it
@@ -91,20 +85,9 @@ class Device(Protocol):
     def weight_form(self, wish: WeightWish) -> WeightForm:
         """How this device holds a model's weights best; a dtype given by name is honoured."""
 
-    def elementwise(self, dtype: torch.dtype, *, is_deterministic: bool) -> Elementwise:
-        """How the layers between the products are fastest here in this dtype."""
-
-    def row_ops(self, dtype: torch.dtype) -> RowOps:
-        """How rows of the relay are read and written fastest beside a model of this dtype."""
-
-    def resolver(self, dtype: torch.dtype) -> Resolve:
-        """How a step's words become inputs of a model of this dtype fastest here, as `resolve`."""
-
-    def sample_ops(self, dtype: torch.dtype, *, is_deterministic: bool) -> SampleOps:
-        """How a model of this dtype is sampled fastest here."""
-
-    def turn_and_store(self, dtype: torch.dtype, *, is_deterministic: bool) -> TurnAndStore:
-        """How heads of this dtype are turned, and get into their pools, fastest here."""
+    def ways(self, dtype: torch.dtype, *, is_deterministic: bool) -> Ways:
+        """Those that are fastest here; may compile them. What `is_deterministic` gives a token the
+        same bits in whatever step it is computed."""
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A large pool. What is never written need not be resident."""

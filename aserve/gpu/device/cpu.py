@@ -20,11 +20,7 @@ from aserve.gpu.device.cpu_facts import read_cpu_facts
 from aserve.gpu.device.cpu_weights import choose_cpu_form
 from aserve.gpu.device.process import keep_freed_memory
 from aserve.gpu.device.recorded import record
-from aserve.gpu.future_map import PLAIN_ROWS, RowOps
-from aserve.gpu.kv.stored import TurnAndStore, turn_then_store
-from aserve.gpu.layers.elementwise import PLAIN, Elementwise
-from aserve.gpu.resolve import Resolve, resolve
-from aserve.gpu.sample.ops import PLAIN_OPS, SampleOps
+from aserve.gpu.device.ways import TORCH_WAYS, Ways
 from aserve.gpu.weights.form import WeightForm, WeightWish
 from aserve.gpu.weights.memory import available_memory_bytes
 
@@ -88,32 +84,19 @@ class CpuDevice:
     def weight_form(self, wish: WeightWish) -> WeightForm:
         return choose_cpu_form(wish, read_cpu_facts())
 
-    def elementwise(self, dtype: torch.dtype, *, is_deterministic: bool) -> Elementwise:
-        if is_deterministic or not _has_kernels(dtype):
-            return PLAIN
+    def ways(self, dtype: torch.dtype, *, is_deterministic: bool) -> Ways:
+        has_kernels = dtype in KERNEL_DTYPES and importlib.util.find_spec("numba") is not None
+        if is_deterministic or not has_kernels:
+            return TORCH_WAYS
+        from aserve.gpu.kv.compiled_store import compiled_store
         from aserve.gpu.layers.compiled import compiled_elementwise
-
-        return compiled_elementwise(dtype)
-
-    def row_ops(self, dtype: torch.dtype) -> RowOps:
-        return PLAIN_ROWS
-
-    def resolver(self, dtype: torch.dtype) -> Resolve:
-        return resolve
-
-    def sample_ops(self, dtype: torch.dtype, *, is_deterministic: bool) -> SampleOps:
-        if is_deterministic or not _has_kernels(dtype):
-            return PLAIN_OPS
         from aserve.gpu.sample.compiled_ops import compiled_sample_ops
 
-        return compiled_sample_ops()
-
-    def turn_and_store(self, dtype: torch.dtype, *, is_deterministic: bool) -> TurnAndStore:
-        if is_deterministic or not _has_kernels(dtype):
-            return turn_then_store
-        from aserve.gpu.kv.compiled_store import compiled_store
-
-        return compiled_store(dtype)
+        return Ways(
+            elementwise=compiled_elementwise(dtype),
+            turn_and_store=compiled_store(dtype),
+            sample_ops=compiled_sample_ops(),
+        )
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Anonymous memory of the system: zero, and resident page by page as it is written."""
@@ -128,7 +111,3 @@ class CpuDevice:
     def kv_bytes(self, _run_largest: Callable[[], None], *, share: float) -> int:
         """The host's memory is for others, too, and grows as it is written."""
         return min(self.free_bytes() // KV_PART, MAX_KV_BYTES)
-
-
-def _has_kernels(dtype: torch.dtype) -> bool:
-    return dtype in KERNEL_DTYPES and importlib.util.find_spec("numba") is not None

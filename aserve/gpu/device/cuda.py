@@ -18,12 +18,8 @@ from aserve.errors import ConfigError
 from aserve.gpu.device.base import Captured, Cut, Event
 from aserve.gpu.device.cuda_graphs import capture
 from aserve.gpu.device.cuda_runtime import CudaRuntime, TorchCuda
-from aserve.gpu.future_map import RowOps
-from aserve.gpu.kv.stored import TurnAndStore
-from aserve.gpu.layers.elementwise import Elementwise
+from aserve.gpu.device.ways import Ways
 from aserve.gpu.layers.linear import prepare
-from aserve.gpu.resolve import Resolve
-from aserve.gpu.sample.ops import SampleOps
 from aserve.gpu.weights.form import DTYPES, WeightForm, WeightWish, dtype_name
 
 GRAPH_ROWS = 256
@@ -132,30 +128,21 @@ class CudaDevice:
         half = torch.bfloat16 if self._runtime.has_bfloat16 else torch.float16
         return WeightForm(half, prepare, f"{dtype_name(half)} (auto: the device has it)")
 
-    def elementwise(self, dtype: torch.dtype, *, is_deterministic: bool) -> Elementwise:
+    def ways(self, dtype: torch.dtype, *, is_deterministic: bool) -> Ways:
+        """Those there are compute each token by itself."""
+        from aserve.gpu.kv.triton_store import triton_store
         from aserve.gpu.layers.triton_elementwise import triton_elementwise
-
-        return triton_elementwise(dtype)
-
-    def row_ops(self, dtype: torch.dtype) -> RowOps:
+        from aserve.gpu.sample.triton_ops import triton_sample_ops
+        from aserve.gpu.triton_resolve import triton_resolver
         from aserve.gpu.triton_rows import triton_row_ops
 
-        return triton_row_ops(dtype)
-
-    def resolver(self, dtype: torch.dtype) -> Resolve:
-        from aserve.gpu.triton_resolve import triton_resolver
-
-        return triton_resolver(dtype)
-
-    def sample_ops(self, dtype: torch.dtype, *, is_deterministic: bool) -> SampleOps:
-        from aserve.gpu.sample.triton_ops import triton_sample_ops
-
-        return triton_sample_ops(dtype)
-
-    def turn_and_store(self, dtype: torch.dtype, *, is_deterministic: bool) -> TurnAndStore:
-        from aserve.gpu.kv.triton_store import triton_store
-
-        return triton_store(dtype)
+        return Ways(
+            elementwise=triton_elementwise(dtype),
+            turn_and_store=triton_store(dtype),
+            row_ops=triton_row_ops(dtype),
+            resolve=triton_resolver(dtype),
+            sample_ops=triton_sample_ops(dtype),
+        )
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.torch_device)

@@ -10,11 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from aserve.gpu.device.base import Device
-from aserve.gpu.device.cpu import CpuDevice
 from aserve.gpu.device.registry import open_device
-from aserve.gpu.kv.stored import TurnAndStore, turn_then_store
-from aserve.gpu.layers.elementwise import PLAIN, Elementwise
+from aserve.gpu.device.ways import TORCH_WAYS, Ways
 from aserve.gpu.weights.target import Target
 from tests.gpu.attention.backend_parity import SHAPES, Layout, assert_parity, layer
 from tests.gpu.layers.test_triton_elementwise import FAMILIES, SIZES
@@ -62,21 +59,13 @@ def test_every_kind_of_layer_equals_the_reference(
     assert_parity(backend, Layout(spec, page_size, dtype), "mixed")
 
 
-class PlainLayers(CpuDevice):
-    def elementwise(self, dtype: torch.dtype, *, is_deterministic: bool) -> Elementwise:
-        return PLAIN
-
-    def turn_and_store(self, dtype: torch.dtype, *, is_deterministic: bool) -> TurnAndStore:
-        return turn_then_store
-
-
 @torch.inference_mode()
-def logits_of(directory: Path, way: Device, where: torch.device, dtype: torch.dtype) -> Tensor:
-    target = Target(device=where, elementwise=way.elementwise(dtype, is_deterministic=False))
+def logits_of(directory: Path, ways: Ways, where: torch.device, dtype: torch.dtype) -> Tensor:
+    target = Target(device=where, elementwise=ways.elementwise)
     name = str(dtype).removeprefix("torch.")
     model = load_model(directory, load_format="dummy", dtype=name, target=target)
     tokens = torch.arange(7) * 5
-    attend = DenseAttend(way.turn_and_store(dtype, is_deterministic=False))
+    attend = DenseAttend(ways.turn_and_store)
     return model.logits(model.forward(tokens, torch.arange(7), attend)).float()
 
 
@@ -89,8 +78,9 @@ def test_a_family_has_the_logits_of_torch(
     """With the layers that the device has for this dtype."""
     config = {**SIZES, **FAMILIES[family], "architectures": [f"{family}ForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    expected = logits_of(tmp_path, PlainLayers(), where, dtype)
+    expected = logits_of(tmp_path, TORCH_WAYS, where, dtype)
     assert expected.std() > 0.01
-    got = logits_of(tmp_path, open_device(device), where, dtype)
+    ways = open_device(device).ways(dtype, is_deterministic=False)
+    got = logits_of(tmp_path, ways, where, dtype)
     tolerance = LOGITS_TOLERANCES[dtype]
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)

@@ -20,6 +20,7 @@ from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.gpu.decode.base import DecodeMode
 from aserve.gpu.device.cuda import CudaDevice
 from aserve.gpu.device.cuda_runtime import Memory
+from aserve.gpu.device.ways import Ways
 from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.host_slots import HostSlots
 from aserve.gpu.kv.layer_groups import group_layers
@@ -412,7 +413,7 @@ def test_every_kind_of_draw_is_run_before_requests_come(monkeypatch: pytest.Monk
         return SHAPED_OPS.draw(logits, rows, tables, plan)
 
     ops = dataclasses.replace(SHAPED_OPS, draw=draw)
-    monkeypatch.setattr(CudaDevice, "sample_ops", lambda *_given, **_more: ops)
+    monkeypatch.setattr(CudaDevice, "ways", lambda *_given, **_more: Ways(sample_ops=ops))
     executor_on(FakeCuda(), num_pages=None)
     most = (True, True, True)
     assert kinds == [most, most, (True, True, False), (True, False, False)]

@@ -38,7 +38,7 @@ def test_the_device_stores_what_torch_stores(
     given = None if way == "as they are" else turn
     slots = torch.arange(num_tokens).flip(0)
     scales = SCALES if pool_dtype == torch.float8_e4m3fn else (1.0, 1.0)
-    stores = CpuDevice().turn_and_store(dtype, is_deterministic=False), turn_then_store
+    stores = CpuDevice().ways(dtype, is_deterministic=False).turn_and_store, turn_then_store
     pools = torch.zeros((2, 2, num_tokens, 1, 8), dtype=pool_dtype or dtype)
     got, expected = (
         store(heads, given, slots, (keys, values), scales)
@@ -54,4 +54,4 @@ def test_the_device_stores_what_torch_stores(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_other_dtypes_stay_in_torch(dtype: torch.dtype) -> None:
-    assert CpuDevice().turn_and_store(dtype, is_deterministic=False) is turn_then_store
+    assert CpuDevice().ways(dtype, is_deterministic=False).turn_and_store is turn_then_store

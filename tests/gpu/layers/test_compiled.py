@@ -22,7 +22,7 @@ def draw(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def few_compiled(dtype: torch.dtype) -> Elementwise:
-    return CpuDevice().elementwise(dtype, is_deterministic=False)
+    return CpuDevice().ways(dtype, is_deterministic=False).elementwise
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -76,9 +76,9 @@ def test_a_token_gets_the_bits_of_one_alone_where_they_must_not_change(dtype: to
     """Among more than are compiled for: from there on float32's last digits are others."""
     num_tokens, hidden = 1 + FEW // 512, 512
     x, weight = draw(num_tokens, hidden, dtype=dtype), draw(hidden, dtype=dtype)
-    way = CpuDevice().elementwise(dtype, is_deterministic=True)
+    ways = CpuDevice().ways(dtype, is_deterministic=True)
+    way, store = ways.elementwise, ways.turn_and_store
     norm, add_norm = way.norm(weight, eps=1e-6), way.add_norm(weight, eps=1e-6, scale=0.22)
-    store = CpuDevice().turn_and_store(dtype, is_deterministic=True)
     norms = HeadNorms(draw(5, 64, dtype=dtype), eps=1e-6)
     turns = draw(num_tokens, 64, dtype=dtype)
 
