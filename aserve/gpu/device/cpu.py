@@ -21,6 +21,7 @@ from aserve.gpu.device.cpu_weights import choose_cpu_form
 from aserve.gpu.device.process import keep_freed_memory
 from aserve.gpu.device.recorded import record
 from aserve.gpu.device.ways import TORCH_WAYS, Ways
+from aserve.gpu.layers.each_alone import ALONE
 from aserve.gpu.weights.form import WeightForm, WeightWish
 from aserve.gpu.weights.memory import available_memory_bytes
 
@@ -86,7 +87,9 @@ class CpuDevice:
 
     def ways(self, dtype: torch.dtype, *, is_deterministic: bool) -> Ways:
         has_kernels = dtype in KERNEL_DTYPES and importlib.util.find_spec("numba") is not None
-        if is_deterministic or not has_kernels:
+        if is_deterministic:
+            return Ways(elementwise=ALONE)
+        if not has_kernels:
             return TORCH_WAYS
         from aserve.gpu.kv.compiled_store import compiled_store
         from aserve.gpu.layers.compiled import compiled_elementwise

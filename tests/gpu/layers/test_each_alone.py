@@ -1,11 +1,16 @@
-"""A token's product does not depend on the others, whatever the form of the weights."""
+"""A token's product does not depend on the others, whatever the form of the weights, nor does its
+activation, whatever number of threads there is."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
+from aserve.gpu.device.cpu import CpuDevice
+from aserve.gpu.layers.activation import ACTIVATIONS
 from aserve.gpu.layers.each_alone import each_alone
 from aserve.gpu.layers.linear import Linear, LinearOp, Prepare, prepare
 from aserve.gpu.layers.packed_linear import prepare_packed
@@ -33,3 +38,23 @@ def test_every_token_gets_what_it_gets_alone(num_tokens: int, form: Prepare) -> 
     alone = form(Linear(weight, weight[:, 0]), CPU, dtype=torch.float32)
     for token in range(num_tokens):
         assert torch.equal(got[token : token + 1], alone(x[token : token + 1].clone()))
+
+
+@pytest.fixture
+def _three_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_three_threads")
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_token_is_activated_as_it_is_alone(activation: str) -> None:
+    """Where threads part numbers, a loop that takes many at once takes the last one by one."""
+    gated = CpuDevice().ways(torch.float32, is_deterministic=True).elementwise.gated(activation)
+    joined = 4 * torch.randn(101, 2 * 1000, generator=torch.Generator().manual_seed(0))
+    together = gated(joined)
+    for token in range(len(joined)):
+        assert torch.equal(gated(joined[token : token + 1]), together[token : token + 1])
+    assert gated(joined[:0]).shape == (0, 1000)
