@@ -12,13 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aserve_kernels.cpu.paged_attention import PagedRows, Scoring
+from aserve_kernels.cpu.host_rows import HostRows
+from aserve_kernels.paged_rows import Scoring
 
 TILE = 2048  # keys
 
 
 def dense_attention(
-    q: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scoring: Scoring, *, out: Tensor
+    q: Tensor, keys: Tensor, values: Tensor, rows: HostRows, scoring: Scoring, *, out: Tensor
 ) -> None:
     """As `paged_attention`, of what is scored without a window that hides anything or a cap."""
     own = rows.own

@@ -16,13 +16,14 @@ from aserve.gpu.attention.dense import dense_attention
 from aserve.gpu.device.cpu_facts import DOTS, read_cpu_facts
 from aserve.gpu.kv.pools import KvPools
 from aserve_kernels.cpu.chunk_attention import chunk_attention, compile_chunk_attention
-from aserve_kernels.cpu.paged_attention import PagedRows, Scoring
+from aserve_kernels.cpu.host_rows import HostRows
 from aserve_kernels.cpu.products import OUTPUTS
+from aserve_kernels.paged_rows import Scoring
 
 
 class AttendRows(Protocol):
     def __call__(
-        self, q: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scoring: Scoring,
+        self, q: Tensor, keys: Tensor, values: Tensor, rows: HostRows, scoring: Scoring,
         /, *, out: Tensor,
     ) -> None:  # fmt: skip
         """As `paged_attention`."""

@@ -23,13 +23,9 @@ from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.layers.rotary import Turn
 from aserve.gpu.models.attend import Attend
 from aserve.gpu.models.layer_spec import LayerSpec
-from aserve_kernels.cpu.paged_attention import (
-    PagedRows,
-    RowSpans,
-    Scoring,
-    compile_paged_attention,
-    paged_attention,
-)
+from aserve_kernels.cpu.host_rows import HostRows, RowSpans
+from aserve_kernels.cpu.paged_attention import compile_paged_attention, paged_attention
+from aserve_kernels.paged_rows import Scoring
 
 Bools: TypeAlias = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
@@ -39,7 +35,7 @@ class Part:
     """Some rows of a forward, per layer group, and how they attend."""
 
     attend: AttendRows
-    rows: tuple[PagedRows, ...]
+    rows: tuple[HostRows, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +77,7 @@ class PagedCpu:
                 return ()
             own = RowSpans(rows[which], lens[which], starts[which], spans[which])
             page_size = self._pools.page_size
-            by_group = tuple(PagedRows(table, page_size, own) for table in self._tables)
+            by_group = tuple(HostRows(table, page_size, own) for table in self._tables)
             return (Part(attend, by_group),)
 
         every = part(self._few, np.ones(len(spans), np.bool_))

@@ -35,7 +35,8 @@ from aserve_kernels.cpu.decoder_forward import (
     decoder_forward,
     decoder_step,
 )
-from aserve_kernels.cpu.paged_attention import NO_WINDOW, RowSpans, folded
+from aserve_kernels.cpu.host_rows import NO_WINDOW, RowSpans
+from aserve_kernels.cpu.online_softmax import folded
 
 ACTIVATIONS: Mapping[str, int] = {"silu": SILU, "gelu": GELU, "gelu_pytorch_tanh": GELU_TANH}
 FEW = 256  # tokens of a row: of more, torch's attention within a prompt takes less time

@@ -1,6 +1,6 @@
 """Attention of several queries per row over paged KV of bfloat16, in products of pairs of bfloat16:
 chunks of prompts, fresh or behind a prefix. What is read of a tile of keys and values is packed for
-all queries of a block; scores stay float32, the softmax is online (Milakov and Gimelshein, 2018).
+all queries of a block; scores stay float32, the softmax is online.
 
 It knows no layer and no step. Nothing is kept between calls.
 """
@@ -13,19 +13,14 @@ from numba import njit, prange, types
 from torch import Tensor
 
 from aserve_kernels.cpu.ahead import compile_ahead
+from aserve_kernels.cpu.fast_math import FAST
 from aserve_kernels.cpu.half import Float32s, narrow
+from aserve_kernels.cpu.host_rows import NO_WINDOW, HostRows, Int64s
 from aserve_kernels.cpu.lanes import LANES, add_product, load, splat, store
+from aserve_kernels.cpu.online_softmax import folded, weigh
 from aserve_kernels.cpu.packing import Halves, interleave, transpose_pairs
-from aserve_kernels.cpu.paged_attention import (
-    FAST,
-    NO_WINDOW,
-    Int64s,
-    PagedRows,
-    Scoring,
-    folded,
-    weigh,
-)
 from aserve_kernels.cpu.products import OUTPUTS, ROWS, multiply_tile
+from aserve_kernels.paged_rows import Scoring
 
 LINES = 256  # queries of heads that share a KV head: those that share what was packed
 # PERF: keys that are packed together. 1,024 queries behind 2,048 keys of 8 heads of 128, CPU time
@@ -35,7 +30,7 @@ PAIR = 2
 
 
 def chunk_attention(
-    q: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scoring: Scoring, *,
+    q: Tensor, keys: Tensor, values: Tensor, rows: HostRows, scoring: Scoring, *,
     out: Tensor, num_workers: int,
 ) -> None:  # fmt: skip
     """As `paged_attention` and its reference; all are bfloat16, head_dim is a multiple of 32.

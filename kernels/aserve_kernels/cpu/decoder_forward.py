@@ -19,16 +19,17 @@ from torch import Tensor
 
 from aserve_kernels.cpu.ahead import compile_ahead
 from aserve_kernels.cpu.draw import draw_row
+from aserve_kernels.cpu.fast_math import FAST
 from aserve_kernels.cpu.half import Float32s, Floats, as_array, narrow, rounded, widen
+from aserve_kernels.cpu.host_rows import Int64s, RowSpans
 from aserve_kernels.cpu.memory import array_at
-from aserve_kernels.cpu.paged_attention import Int64s, RowSpans, attend_share
+from aserve_kernels.cpu.paged_attention import attend_share
 from aserve_kernels.cpu.powers import LOG2_E, power_of_two
 from aserve_kernels.cpu.products import multiply
 
 Int32s: TypeAlias = npt.NDArray[np.int32]
 Records: TypeAlias = npt.NDArray[np.void]
 
-FAST = {"contract", "reassoc", "nsz", "arcp"}  # infinities and NaN keep their meaning
 SILU, GELU, GELU_TANH = range(3)
 GELU_INSIDE = np.float32(math.sqrt(2 / math.pi))
 GELU_CUBE = np.float32(0.044715)

@@ -14,11 +14,10 @@ from numba import njit, prange, types
 from torch import Tensor
 
 from aserve_kernels.cpu.ahead import compile_ahead
+from aserve_kernels.cpu.fast_math import FAST
 from aserve_kernels.cpu.half import Float32s, Floats, as_array, narrow, widen
 
 Int8s: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int8]]
-
-FAST = {"contract", "reassoc", "nsz", "arcp"}  # infinities and NaN keep their meaning
 
 
 def int8_linear(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:

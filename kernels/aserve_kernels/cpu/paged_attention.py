@@ -1,14 +1,10 @@
 """Attention of few queries per row over paged KV, read where it is: decode, verify windows, short
-chunks. Grouped queries share one read; the softmax is online (Milakov and Gimelshein, 2018).
+chunks. Grouped queries share one read; the softmax is online.
 
 It knows no layer and no step. Nothing is kept between calls.
 """
 
 from __future__ import annotations
-
-import math
-from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -16,69 +12,36 @@ from numba import njit, prange, types
 from torch import Tensor
 
 from aserve_kernels.cpu.ahead import compile_ahead
+from aserve_kernels.cpu.fast_math import FAST
 from aserve_kernels.cpu.half import Float32s, Floats, as_array, narrow, widen
+from aserve_kernels.cpu.host_rows import NO_WINDOW, HostRows, Int64s
 from aserve_kernels.cpu.lanes import (
     LANES,
     add_product,
     dot_products,
-    greater,
-    greatest,
     load,
     prefetch,
     splat,
     store,
     zeros,
 )
-from aserve_kernels.cpu.powers import LOG2_E, power_of_two
-
-Int64s: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+from aserve_kernels.cpu.online_softmax import folded, weigh
+from aserve_kernels.paged_rows import PagedRows, Scoring, attend_ref
 
 TILE = 64  # keys that are widened and scored together at most
 TILE_FLOATS = 4096  # of a tile's keys
 WIDTH = 2 * LANES  # a head is padded to a multiple of it
 BLOCK = 16  # query heads of one KV head that share a read
-NO_WINDOW = 1 << 62
-# Infinities and NaN keep their meaning.
-FAST = {"contract", "reassoc", "nsz", "arcp"}
-
-
-@dataclass(frozen=True, slots=True)
-class RowSpans:
-    """int64 [n] each: `rows` of the page table; `lens`, KV lengths with this forward's tokens;
-    `starts`, the first query of each row; `spans`, its queries, which are at its last positions."""
-
-    rows: Int64s
-    lens: Int64s
-    starts: Int64s
-    spans: Int64s
-
-
-@dataclass(frozen=True, slots=True)
-class PagedRows:
-    """`page_table`: int64 [rows, pages]."""
-
-    page_table: Int64s
-    page_size: int
-    own: RowSpans
-
-
-@dataclass(frozen=True, slots=True)
-class Scoring:
-    """q k^T is multiplied with `scale`, then capped: softcap * tanh(score / softcap). A query sees
-    the last `window` positions, itself included."""
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
 
 
 def paged_attention(
-    q: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scoring: Scoring, *,
+    q: Tensor, keys: Tensor, values: Tensor, rows: HostRows, scoring: Scoring, *,
     out: Tensor, num_workers: int,
 ) -> None:  # fmt: skip
     """q and out [tokens, heads, head_dim], keys and values [slots, kv_heads, head_dim]; all float32
     or all bfloat16, on the CPU, all but q contiguous. Writes the rows' queries in `out`, no other.
-    `num_workers` share it: one where it was compiled for one, else any number above.
+    `num_workers` share it: one where it was compiled for one, else any number above. `scoring` has
+    no scales of stored keys and values: those are for eight bits.
     """
     factor, cap = folded(scoring.scale, scoring.softcap)
     own = rows.own
@@ -93,35 +56,21 @@ def paged_attention(
     )  # fmt: skip
 
 
-def folded(scale: float, softcap: float | None) -> tuple[float, float]:
-    """What queries are multiplied with and scores are capped by (0: by nothing), so that weights
-    are powers of two."""
-    if softcap is None:
-        return scale * LOG2_E, 0.0
-    return scale / softcap, softcap * LOG2_E
-
-
 def paged_attention_ref(
-    q: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scoring: Scoring, *, out: Tensor
+    q: Tensor, keys: Tensor, values: Tensor, rows: HostRows, scoring: Scoring, *, out: Tensor
 ) -> None:
     """The same in plain torch, row by row, in the dtype of q."""
-    num_groups = q.shape[1] // keys.shape[1]
     own = rows.own
     for row, kv_len, start, span in zip(own.rows, own.lens, own.starts, own.spans, strict=True):
-        positions = torch.arange(int(kv_len))
-        distance = torch.arange(int(kv_len - span), int(kv_len))[:, None] - positions
-        is_seen = (distance >= 0) & (distance < (scoring.window or NO_WINDOW))
-        pages = torch.from_numpy(rows.page_table[row])[positions // rows.page_size]
-        slots = pages * rows.page_size + positions % rows.page_size
-        slots = slots * is_seen.any(dim=0)  # what no query sees may be anything, also NaN
-        part = slice(int(start), int(start + span))
-        k = keys[slots].repeat_interleave(num_groups, dim=1)
-        v = values[slots].repeat_interleave(num_groups, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", q[part], k) * scoring.scale
-        if scoring.softcap is not None:
-            scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-        weights = scores.masked_fill(~is_seen, -torch.inf).softmax(dim=-1)
-        out[part] = torch.einsum("hqk,khd->qhd", weights, v)
+        paged = PagedRows(
+            torch.from_numpy(rows.page_table),
+            rows.page_size,
+            rows=torch.tensor([row]),
+            lens=torch.tensor([kv_len]),
+            query_starts=torch.tensor([start, start + span]),
+            max_len=int(kv_len),
+        )
+        attend_ref(q, keys, values, paged, scoring, out=out, takes=lambda _span: True)
 
 
 def compile_paged_attention(dtype: torch.dtype, num_workers: int) -> None:
@@ -318,37 +267,6 @@ def _score(
     """Sixteen keys at a time, so some that are not asked for: `scores` and `keys` have room."""
     for j in range(low // LANES * LANES, high, LANES):
         store(dot_products(queries, start, keys, j * width, width), scores, j)
-
-
-@njit(inline="always")
-def weigh(
-    scores: Float32s, low: int, high: int, cap: np.float32,
-    softmax: Float32s, line: int,
-) -> np.float32:  # fmt: skip
-    """Scores low..high become weights, of an online softmax in powers of two: a line's `softmax` is
-    [most, total]; total and the output are relative to 2^most. Returns what the output shrinks by.
-    """
-    if cap > 0:
-        for j in range(low, high):
-            scores[j] = cap * np.float32(math.tanh(scores[j]))
-    for j in range(low):
-        scores[j] = -np.inf
-    stop = -(-high // LANES) * LANES
-    for j in range(high, stop):
-        scores[j] = -np.inf
-    # PERF: a loop of max is taken one by one, since it must answer for NaN.
-    lanes = splat(softmax[line, 0])
-    for j in range(0, stop, LANES):
-        lanes = greater(load(scores, j), lanes)
-    most = greatest(lanes)
-    shrink = power_of_two(softmax[line, 0] - most)
-    added = np.float32(0)
-    for j in range(stop):
-        scores[j] = power_of_two(scores[j] - most)
-        added += scores[j]
-    softmax[line, 0] = most
-    softmax[line, 1] = softmax[line, 1] * shrink + added
-    return shrink
 
 
 @njit(inline="always")

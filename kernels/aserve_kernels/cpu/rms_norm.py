@@ -13,9 +13,8 @@ from numba import njit, types
 from torch import Tensor
 
 from aserve_kernels.cpu.ahead import compile_ahead
+from aserve_kernels.cpu.fast_math import FAST
 from aserve_kernels.cpu.half import Float32s, Floats, as_array, narrow, widen
-
-FAST = {"contract", "reassoc", "nsz", "arcp"}  # infinities and NaN keep their meaning
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

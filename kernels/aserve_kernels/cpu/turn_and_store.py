@@ -16,9 +16,9 @@ from numba import njit, types
 from torch import Tensor
 
 from aserve_kernels.cpu.ahead import compile_ahead
+from aserve_kernels.cpu.fast_math import FAST
 from aserve_kernels.cpu.half import Float32s, Floats, as_array, narrow, rounded, widen
 
-FAST = {"contract", "reassoc", "nsz", "arcp"}  # infinities and NaN keep their meaning
 NO_NORM = np.empty((0, 0), np.float32)
 
 

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from aserve.gpu.attention.dense import TILE, dense_attention
-from aserve_kernels.cpu.paged_attention import PagedRows, RowSpans, Scoring, paged_attention_ref
+from aserve_kernels.cpu.host_rows import HostRows, RowSpans
+from aserve_kernels.cpu.paged_attention import paged_attention_ref
+from aserve_kernels.paged_rows import Scoring
 
 PAGE_SIZE = 16
 CHUNKS = {
@@ -34,7 +36,7 @@ def test_every_token_sees_itself_and_what_came_before(
     num_pages = -(-kv_len // PAGE_SIZE)
     table = 1 + np.arange(num_pages)[None, ::-1].copy()
     own = RowSpans(*(np.array([value]) for value in (0, kv_len, 2, span)))  # two other tokens
-    rows = PagedRows(table, PAGE_SIZE, own)
+    rows = HostRows(table, PAGE_SIZE, own)
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(span + 3, heads[0], 16, generator=generator).to(dtype)
     slots = ((1 + num_pages) * PAGE_SIZE, heads[1], 16)

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from aserve_kernels.cpu import chunk_attention as op
-from aserve_kernels.cpu.paged_attention import PagedRows, RowSpans, Scoring, paged_attention_ref
+from aserve_kernels.cpu.host_rows import HostRows, RowSpans
+from aserve_kernels.cpu.paged_attention import paged_attention_ref
+from aserve_kernels.paged_rows import Scoring
 
 PAGE_SIZE = 16
 # (queries, keys) of each row
@@ -35,7 +37,7 @@ class Given:
     q: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
-    rows: PagedRows
+    rows: HostRows
 
 
 def make(
@@ -57,7 +59,7 @@ def make(
         used = torch.from_numpy(table[row, places // PAGE_SIZE] * PAGE_SIZE + places % PAGE_SIZE)
         for pool in (keys, values):
             pool[used] = torch.randn(int(kv_len), *slots[1:], generator=generator).bfloat16()
-    return Given(q, keys, values, PagedRows(table, PAGE_SIZE, own))
+    return Given(q, keys, values, HostRows(table, PAGE_SIZE, own))
 
 
 def attended(given: Given, scoring: Scoring, *, num_workers: int = 1) -> torch.Tensor:

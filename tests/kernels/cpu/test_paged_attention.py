@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from aserve_kernels.cpu import paged_attention as op
+from aserve_kernels.cpu.host_rows import HostRows, RowSpans
+from aserve_kernels.paged_rows import Scoring
 
 PAGE_SIZE = 16
 LENS = np.array([1, 64, 65, 150])
@@ -26,7 +28,7 @@ def test_heads_of_every_width_equal_the_reference(
     columns = -(-int(LENS.max()) // PAGE_SIZE)
     pages = 1 + np.arange(len(LENS) * columns)  # page 0 is nobody's
     table = pages.reshape(-1, columns)[:, ::-1].copy()
-    rows = op.PagedRows(table, PAGE_SIZE, op.RowSpans(np.arange(len(LENS)), LENS, starts, spans))
+    rows = HostRows(table, PAGE_SIZE, RowSpans(np.arange(len(LENS)), LENS, starts, spans))
     generator = torch.Generator().manual_seed(0)
     num_tokens, num_slots = int(spans.sum()), (1 + table.size) * PAGE_SIZE
     q = torch.randn(num_tokens, 6, head_dim, generator=generator).to(dtype)
@@ -37,7 +39,7 @@ def test_heads_of_every_width_equal_the_reference(
         slots = first_slots + unwritten % PAGE_SIZE
         keys[slots] = values[slots] = torch.nan
     got, expected = torch.empty_like(q), torch.empty(q.shape)
-    scoring = op.Scoring(0.3, window=90)
+    scoring = Scoring(0.3, window=90)
     op.compile_paged_attention(dtype, num_workers)
     op.paged_attention(q, keys, values, rows, scoring, out=got, num_workers=num_workers)
     op.paged_attention_ref(q.float(), keys.float(), values.float(), rows, scoring, out=expected)
@@ -63,9 +65,9 @@ def test_a_query_gets_the_same_bits_in_whatever_step_it_is(
     def attended(ends: list[int]) -> torch.Tensor:
         out = torch.empty_like(q)
         for start, end in itertools.pairwise([0, *ends]):
-            own = op.RowSpans(*(np.array([value]) for value in (0, end, start, end - start)))
-            rows = op.PagedRows(table, PAGE_SIZE, own)
-            scoring = op.Scoring(0.3, window)
+            own = RowSpans(*(np.array([value]) for value in (0, end, start, end - start)))
+            rows = HostRows(table, PAGE_SIZE, own)
+            scoring = Scoring(0.3, window)
             op.paged_attention(q, keys, values, rows, scoring, out=out, num_workers=1)
         return out
 
