@@ -40,7 +40,7 @@ def option(default: T, about: str, limits: Limits | None = None) -> T:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One field of one of the records above, as the outside names it."""
+    """One field of a record of options, as the outside names it."""
 
     name: str
     kind: type

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from aserve.errors import StepError
-from aserve.gpu.models.causal_model import widened
+from aserve.gpu.models.causal_model import wide_logits
 from aserve.gpu.prompt_plan import PromptPlan
 from aserve.gpu.sections import DeviceSections
 from aserve.messages import ArrayI32, PromptLogprobs, RowEmbedding
@@ -72,7 +72,7 @@ def value_prompts(
 
 def _score(logits: Tensor, token_ids: Tensor, *, num_top: int) -> tuple[Tensor, ...]:
     """logits [n, vocab], token_ids int64 [n] -> chosen, ranks, top_ids, top_logprobs."""
-    logprobs = widened(logits).log_softmax(dim=1)
+    logprobs = wide_logits(logits).log_softmax(dim=1)
     chosen = logprobs.gather(1, token_ids[:, None])
     ranks = 1 + (logprobs > chosen).sum(dim=1)
     top_logprobs, top_ids = logprobs.topk(num_top, dim=1)

@@ -27,7 +27,7 @@ from aserve.scheduling.request import Sequence
 SPREAD = 32  # steps
 
 
-class Choice(msgspec.Struct, frozen=True, gc=False):
+class Chosen(msgspec.Struct, frozen=True, gc=False):
     """One row's part in the next step. If the span reaches the last token that exists or is in
     flight, the row `samples`, or `ends` where nothing is to be sampled.
     """
@@ -40,7 +40,7 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
     ends: bool
 
 
-def choose(board: Board) -> tuple[list[Choice], list[Sequence]]:
+def choose(board: Board) -> tuple[list[Chosen], list[Sequence]]:
     """The next step's rows, decodes first, and who was newly admitted for it."""
     _retract_for_room(board)
     if board.is_recovering:
@@ -70,7 +70,7 @@ def _ready_rows(board: Board, rows: list[Sequence]) -> tuple[list[Sequence], lis
     return decodes, prefills
 
 
-def _choose_retry(board: Board) -> list[Choice]:
+def _choose_retry(board: Board) -> list[Chosen]:
     """After a failed step: the next group that still has something to run, with nothing else in
     flight.
     """
@@ -94,9 +94,9 @@ def _most_beside(board: Board, prefills: list[Sequence]) -> int:
     return max(most, sum(row.remaining for row in prefills) // SPREAD)
 
 
-def _fill(board: Board, rows: list[Sequence], budget: int) -> list[Choice]:
+def _fill(board: Board, rows: list[Sequence], budget: int) -> list[Chosen]:
     """Spans for rows, in order, as far as the token budget and the pages go."""
-    chosen: list[Choice] = []
+    chosen: list[Chosen] = []
     step_total: Pages | None = None
     # The step that is being filled, and one more.
     if not has_ample_room(board, num_steps=2) and any(row.remaining > 1 for row in rows):
@@ -111,7 +111,7 @@ def _fill(board: Board, rows: list[Sequence], budget: int) -> list[Choice]:
 
 def _choose_span(
     board: Board, sequence: Sequence, budget: int, *, step_total: Pages | None
-) -> Choice | None:
+) -> Chosen | None:
     """A prefill takes what budget and pages allow; a decode that lacks a page is skipped in this
     step.
     """
@@ -123,7 +123,7 @@ def _choose_span(
     is_whole = span >= remaining
     ends = is_whole and not sequence.max_tokens
     samples = is_whole and not ends
-    return Choice(sequence, span, max(0, span - remaining), samples, remaining > 1, ends)
+    return Chosen(sequence, span, max(0, span - remaining), samples, remaining > 1, ends)
 
 
 def _cover(board: Board, sequence: Sequence, span: int, *, step_total: Pages | None) -> int:

@@ -20,12 +20,12 @@ from aserve.messages import (
     pack_i32,
 )
 from aserve.scheduling.board import Board, Step
-from aserve.scheduling.decode import Choice
+from aserve.scheduling.decode import Chosen
 from aserve.scheduling.flights import Flight
 from aserve.scheduling.request import Sequence
 
 
-def launch(board: Board, chosen: list[Choice], *, admitted: list[Sequence]) -> None:
+def launch(board: Board, chosen: list[Chosen], *, admitted: list[Sequence]) -> None:
     """Builds the batch from the state before this step, then puts the step in flight."""
     iteration = board.next_iteration
     board.next_iteration += 1
@@ -37,7 +37,7 @@ def launch(board: Board, chosen: list[Choice], *, admitted: list[Sequence]) -> N
 
 
 def _build(
-    board: Board, chosen: list[Choice], *, iteration: int, stats: StepStats
+    board: Board, chosen: list[Chosen], *, iteration: int, stats: StepStats
 ) -> ScheduleBatch:
     sequences = [choice.sequence for choice in chosen]
     sampled = [choice.sequence for choice in chosen if choice.samples]
@@ -62,11 +62,11 @@ def _build(
     )
 
 
-def _holdings(chosen: list[Choice]) -> list[Holding]:
+def _holdings(chosen: list[Chosen]) -> list[Holding]:
     return [choice.sequence.holding for choice in chosen if choice.sequence.holding]
 
 
-def _input_ids(choice: Choice) -> bytes:
+def _input_ids(choice: Chosen) -> bytes:
     """Known tokens as they are; the token in flight and the drafts after it as -row."""
     sequence = choice.sequence
     if choice.span == 1 and sequence.flights.num_sampling:
@@ -79,7 +79,7 @@ def _input_ids(choice: Choice) -> bytes:
     return ids.tobytes()
 
 
-def _next_id(choice: Choice) -> int:
+def _next_id(choice: Chosen) -> int:
     """The token after the span: the next one of the prompt for a middle chunk, else one that is
     not known yet, or never will be.
     """
@@ -89,7 +89,7 @@ def _next_id(choice: Choice) -> int:
     return sequence.tokens.at(sequence.scheduled_len + choice.span)
 
 
-def _expected_iteration(choice: Choice) -> int:
+def _expected_iteration(choice: Chosen) -> int:
     """The step whose stash this row reads from the relay: the last one that samples it."""
     sequence = choice.sequence
     reads_relay = sequence.flights.num_sampling > 0 or choice.num_drafts > 0
@@ -114,7 +114,7 @@ def _row_inits(sequences: list[Sequence]) -> tuple[RowInit, ...]:
     return tuple(sequence.row_init() for sequence in sequences if not sequence.written_pages)
 
 
-def _put_in_flight(board: Board, choice: Choice, iteration: int) -> None:
+def _put_in_flight(board: Board, choice: Chosen, iteration: int) -> None:
     sequence = choice.sequence
     assert sequence.holding is not None
     flight = Flight(
@@ -133,7 +133,7 @@ def _put_in_flight(board: Board, choice: Choice, iteration: int) -> None:
     board.steps[iteration].riders[sequence.row] = (sequence, flight)
 
 
-def _stats(board: Board, chosen: list[Choice], admitted: list[Sequence]) -> StepStats:
+def _stats(board: Board, chosen: list[Chosen], admitted: list[Sequence]) -> StepStats:
     new_rows = {sequence.row for sequence in admitted}
     prefills = [choice for choice in chosen if choice.is_prefill or choice.sequence.row in new_rows]
     total = board.spec.groups[0].num_pages - 1

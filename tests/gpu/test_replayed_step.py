@@ -17,7 +17,6 @@ from aserve.errors import BugError
 from aserve.gpu.attention import flashinfer_wrappers
 from aserve.gpu.attention.base import AttentionKind
 from aserve.gpu.attention.capabilities import AttentionSite, Capabilities
-from aserve.gpu.attention.page_lists import PLAIN_OPS
 from aserve.gpu.attention.paged_sdpa import PagedSdpa
 from aserve.gpu.attention.registry import BACKENDS
 from aserve.gpu.attention.static_plans import StaticShape
@@ -34,7 +33,7 @@ from aserve.gpu.runner import ModelRunner
 from aserve.gpu.sections import DeviceSections, HostSections
 from aserve.gpu.step_plan import StepPlan
 from aserve.messages import ArrayI32, StepResult, array_i32
-from tests.gpu.attention.fake_flashinfer import FakeFlashInfer, Planner
+from tests.gpu.attention.fake_flashinfer import LISTED_IN_TORCH, FakeFlashInfer, Planner
 from tests.gpu.attention.test_flashinfer import register
 from tests.gpu.batch_builder import BatchBuilder, greedy
 from tests.gpu.device.test_cuda import executor_on, unless_dead
@@ -141,7 +140,7 @@ async def test_flashinfers_plan_adds_a_call_for_each_window_and_three(
     """An event for its host memory, which is waited for when it is used again: long after."""
     cuda = FakeCuda()
     monkeypatch.setattr(flashinfer_wrappers, "FLOAT_BYTES", 16)
-    register(monkeypatch, FakeFlashInfer(pinned_memory=cuda.pinned), ops=PLAIN_OPS)
+    register(monkeypatch, FakeFlashInfer(pinned_memory=cuda.pinned), ops=LISTED_IN_TORCH)
     executor = executor_on(
         cuda,
         lambda where: HashModel(window=window, device=where),

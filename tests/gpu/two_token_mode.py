@@ -16,7 +16,7 @@ from torch import Tensor
 from aserve.gpu.decode.base import OnPublish, StepRunner
 from aserve.gpu.device_batch import DeviceStep, HeldSample
 from aserve.gpu.future_map import LAST_TOKEN, SEQ_LEN, RelayField
-from aserve.gpu.models.causal_model import widened
+from aserve.gpu.models.causal_model import wide_logits
 from aserve.gpu.resolve import DRAFTS
 from aserve.gpu.results import Emitted
 from aserve.gpu.sample.noise import gumbel_noise
@@ -79,7 +79,7 @@ def _draft(
 ) -> Tensor:
     """rows, last, lens int64 [n] -> the drafter's guess of the token after `last`, int64 [n]."""
     batch = step.batch.decode(rows, input_ids=last, kv_lens=lens)
-    logits = widened(runner.model.logits(runner.forward(runner.init_forward(batch))))
+    logits = wide_logits(runner.model.logits(runner.forward(runner.init_forward(batch))))
     params = runner.state.tables.at(rows, logits.dtype)
     token_ids = torch.arange(logits.shape[1], device=logits.device)
     noise = gumbel_noise(params.ints("seed"), lens + 1, token_ids, logits.dtype)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from aserve.gpu.forward_batch import ForwardBatch
 from aserve.messages import ArrayI32
-from aserve_kernels.gather_pages import gather_pages, gather_pages_ref
-from aserve_kernels.page_starts import PageStarts, page_starts, page_starts_ref
+from aserve_kernels.gather_pages import gather_pages
+from aserve_kernels.page_starts import PageStarts, page_starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,6 @@ class ListOps:
 
 
 KERNELS = ListOps()
-PLAIN_OPS = ListOps(page_starts_ref, gather_pages_ref)
 
 
 @dataclass(frozen=True, slots=True)

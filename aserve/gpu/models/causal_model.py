@@ -37,6 +37,6 @@ class CausalModel(Protocol):
         widens what it reads."""
 
 
-def widened(logits: Tensor) -> Tensor:
+def wide_logits(logits: Tensor) -> Tensor:
     """Halves as float32, which changes no value."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))

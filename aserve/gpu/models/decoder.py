@@ -22,7 +22,7 @@ from aserve.gpu.layers.norm import AddNorm, Norm, SumAndNorm
 from aserve.gpu.layers.rope import Rope
 from aserve.gpu.layers.rotary import Rotary, Turn
 from aserve.gpu.models.attend import Attend
-from aserve.gpu.models.causal_model import widened
+from aserve.gpu.models.causal_model import wide_logits
 from aserve.gpu.models.config import ModelConfig
 from aserve.gpu.models.decoder_spec import DecoderSpec
 from aserve.gpu.models.hidden_capture import HiddenCapture
@@ -102,9 +102,9 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         logits = self.head(hidden)
         if self.spec.logit_divisor != 1.0:
-            logits = widened(logits) / self.spec.logit_divisor
+            logits = wide_logits(logits) / self.spec.logit_divisor
         if (cap := self.spec.logit_softcap) is not None:
-            logits = torch.tanh(widened(logits) / cap) * cap
+            logits = torch.tanh(wide_logits(logits) / cap) * cap
         return logits
 
     def _embed(self, input_ids: Tensor) -> Tensor:

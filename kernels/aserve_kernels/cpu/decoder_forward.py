@@ -1,5 +1,5 @@
-"""All layers of a decoder for a few tokens in one call, and the draw behind them, by one thread: a
-small model's step is else mostly the calls between its products.
+"""All layers of a decoder in one call, for rows of few tokens, and the draw behind them, by one
+thread: a small model's step is else mostly the calls between its products.
 
 Hidden states and all sums are float32; what a product multiplies, and KV, have the model's dtype.
 It knows no filter, penalty or mask. Nothing is kept between calls.

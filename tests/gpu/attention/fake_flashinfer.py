@@ -19,7 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aserve.gpu.attention.page_lists import ListOps
+from aserve_kernels.gather_pages import gather_pages_ref
+from aserve_kernels.page_starts import page_starts_ref
+
 INT_BYTES = 1 << 14
+# For the backend beside it: how pages are listed where no kernel of Triton runs.
+LISTED_IN_TORCH = ListOps(page_starts_ref, gather_pages_ref)
 
 
 @dataclass

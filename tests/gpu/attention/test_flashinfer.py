@@ -18,7 +18,7 @@ from aserve.gpu.attention.base import AttentionBackend, AttentionKind, Attention
 from aserve.gpu.attention.capabilities import AttentionSite, Capabilities
 from aserve.gpu.attention.flashinfer import FlashInfer, build_flashinfer
 from aserve.gpu.attention.flashinfer_wrappers import Queries, queries_of
-from aserve.gpu.attention.page_lists import KERNELS, PLAIN_OPS, ListOps
+from aserve.gpu.attention.page_lists import KERNELS, ListOps
 from aserve.gpu.attention.registry import BACKENDS
 from aserve.gpu.attention.static_plans import StaticShape
 from aserve.gpu.attention.torch_ref import TorchReference
@@ -41,7 +41,12 @@ from tests.gpu.attention.backend_parity import (
     layer,
     random,
 )
-from tests.gpu.attention.fake_flashinfer import FakeDecode, FakeFlashInfer, FakePrefill
+from tests.gpu.attention.fake_flashinfer import (
+    LISTED_IN_TORCH,
+    FakeDecode,
+    FakeFlashInfer,
+    FakePrefill,
+)
 from tests.gpu.device.test_cuda import executor_on
 from tests.gpu.device_tables import CPU, device_batch
 from tests.gpu.drive import make_executor, request, serve
@@ -439,7 +444,7 @@ def test_an_engine_replays_with_it_planning_each_step_once(
 ) -> None:
     """Decodes are padded and replayed, other steps are eager: one plan for each of two groups."""
     package = FakeFlashInfer()
-    register(monkeypatch, package, ops=PLAIN_OPS)
+    register(monkeypatch, package, ops=LISTED_IN_TORCH)
     model, device = HashModel(window=6), GraphDevice()
     executor = make_executor(
         model,
@@ -467,7 +472,7 @@ def test_an_engine_whose_device_runs_behind_replays_with_plans_of_the_right_step
     """What the device reads of a plan is written again only when its step is over, and the host
     waits for nothing."""
     cuda = FakeCuda(seed)
-    register(monkeypatch, FakeFlashInfer(pinned_memory=cuda.pinned), ops=PLAIN_OPS)
+    register(monkeypatch, FakeFlashInfer(pinned_memory=cuda.pinned), ops=LISTED_IN_TORCH)
     executor = executor_on(
         cuda,
         lambda where: HashModel(window=6, device=where),
@@ -545,7 +550,7 @@ class Replays:
     def __init__(self, layout: Layout, shape: StaticShape, package: FakeFlashInfer) -> None:
         self.layout, self.shape = layout, shape
         self.pools = layout.pools(shape.num_rows)
-        self.backend = FlashInfer(package, site_of(layout, self.pools), ops=PLAIN_OPS)
+        self.backend = FlashInfer(package, site_of(layout, self.pools), ops=LISTED_IN_TORCH)
         self.plan = self.backend.make(shape)
         self.rows = torch.zeros(shape.num_rows, dtype=torch.int64)
         self.lens = torch.ones(shape.num_rows, dtype=torch.int64) * shape.width

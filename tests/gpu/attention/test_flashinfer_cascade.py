@@ -14,7 +14,6 @@ from aserve.gpu.attention.base import AttentionBackend
 from aserve.gpu.attention.capabilities import AttentionSite, Capabilities
 from aserve.gpu.attention.flashinfer import FlashInfer
 from aserve.gpu.attention.flashinfer_cascade import MIN_SAVED_BYTES, pays
-from aserve.gpu.attention.page_lists import PLAIN_OPS
 from aserve.gpu.attention.torch_ref import TorchReference
 from aserve.gpu.device.cpu import CpuDevice
 from aserve.gpu.forward_batch import ForwardBatch
@@ -23,7 +22,7 @@ from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.models.layer_spec import LayerSpec
 from aserve.messages import GroupSpec
 from tests.gpu.attention.backend_parity import HEAD_DIM, HEADS, layer
-from tests.gpu.attention.fake_flashinfer import FakeFlashInfer
+from tests.gpu.attention.fake_flashinfer import LISTED_IN_TORCH, FakeFlashInfer
 from tests.gpu.attention.test_flashinfer import register
 from tests.gpu.device_tables import CPU, device_batch
 from tests.gpu.drive import make_executor, request, serve
@@ -170,7 +169,7 @@ def test_an_engine_gives_the_plain_tokens_and_replays_only_where_nothing_is_shar
 ) -> None:
     package = FakeFlashInfer()
     can = Capabilities(can_capture=True, shared_pages=True)
-    register(monkeypatch, package, ops=PLAIN_OPS, can=can)
+    register(monkeypatch, package, ops=LISTED_IN_TORCH, can=can)
     model, device = HashModel(window=6), GraphDevice()
     executor = make_executor(
         model, attention="flashinfer", device=device, graph_rows=4, max_batched_tokens=64

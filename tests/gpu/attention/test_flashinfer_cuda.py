@@ -19,7 +19,6 @@ from aserve.gpu.attention.base import AttentionBackend
 from aserve.gpu.attention.capabilities import AttentionSite
 from aserve.gpu.attention.flashinfer import FlashInfer, build_flashinfer
 from aserve.gpu.attention.flashinfer_wrappers import FlashInferPackage
-from aserve.gpu.attention.page_lists import PLAIN_OPS
 from aserve.gpu.attention.registry import BACKENDS
 from aserve.gpu.attention.static_plans import StaticShape
 from aserve.gpu.attention.torch_ref import TorchReference
@@ -31,7 +30,7 @@ from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.models.layer_spec import LayerSpec
 from aserve.messages import GroupSpec
 from tests.gpu.attention.backend_parity import SHAPES
-from tests.gpu.attention.fake_flashinfer import FakeFlashInfer
+from tests.gpu.attention.fake_flashinfer import LISTED_IN_TORCH, FakeFlashInfer
 from tests.gpu.device_tables import device_batch
 
 MAX_LEN = 400
@@ -116,7 +115,7 @@ def test_every_shape_equals_the_reference(
     backend: AttentionBackend
     if place == "cpu":
         monkeypatch.setattr(flashinfer_wrappers, "FLOAT_BYTES", 16)
-        backend = FlashInfer(FakeFlashInfer(), site, ops=PLAIN_OPS)
+        backend = FlashInfer(FakeFlashInfer(), site, ops=LISTED_IN_TORCH)
     else:
         assert not [*BACKENDS["flashinfer"]().can.refusals(site)]
         backend = BACKENDS["flashinfer"]().build(site)
@@ -149,7 +148,7 @@ def test_rows_that_share_their_first_pages_equal_the_reference(
     site = AttentionSite(pools, group_layers(specs), dtype, device)
     if place == "cpu":
         monkeypatch.setattr(flashinfer_wrappers, "FLOAT_BYTES", 16)
-        backend = FlashInfer(FakeFlashInfer(), site, ops=PLAIN_OPS)
+        backend = FlashInfer(FakeFlashInfer(), site, ops=LISTED_IN_TORCH)
     else:
         package = cast(FlashInferPackage, importlib.import_module("flashinfer"))
         backend = build_flashinfer(package, site)
@@ -187,7 +186,7 @@ def test_captured_decodes_are_planned_in_one_call_and_equal_the_reference(
     site = AttentionSite(pools, group_layers(specs), dtype, device)
     if place == "cpu":
         monkeypatch.setattr(flashinfer_wrappers, "FLOAT_BYTES", 16)
-        backend = FlashInfer(FakeFlashInfer(), site, ops=PLAIN_OPS)
+        backend = FlashInfer(FakeFlashInfer(), site, ops=LISTED_IN_TORCH)
     else:
         package = cast(FlashInferPackage, importlib.import_module("flashinfer"))
         backend = build_flashinfer(package, site)
