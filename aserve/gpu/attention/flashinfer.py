@@ -9,12 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import itertools
-import logging
 import subprocess
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping
 from typing import TypeAlias, cast
 
 import msgspec
@@ -26,11 +22,11 @@ from aserve.errors import BugError
 from aserve.gpu.attention.base import AttentionKind, AttentionUnavailable
 from aserve.gpu.attention.capabilities import AttentionSite, Capabilities
 from aserve.gpu.attention.flashinfer_cascade import GROUP, NO_CASCADE, CascadePlan, Cascades
-from aserve.gpu.attention.flashinfer_replan import Replan, call_of_planner
+from aserve.gpu.attention.flashinfer_plan import FlashPlan, write_arrays
+from aserve.gpu.attention.flashinfer_static import FlashStaticPlans, StaticPlan
 from aserve.gpu.attention.flashinfer_wrappers import (
     FP8,
     HOPPER_TILE,
-    Arrays,
     FlashInferPackage,
     Problem,
     Queries,
@@ -39,9 +35,8 @@ from aserve.gpu.attention.flashinfer_wrappers import (
     check_version,
     queries_of,
 )
-from aserve.gpu.attention.page_lists import KERNELS, ListOps, PageList, list_pages
-from aserve.gpu.attention.plan_slots import PlanSlot, PlanSlots
-from aserve.gpu.attention.static_plans import StaticShape
+from aserve.gpu.attention.page_lists import KERNELS, ListOps, PageList
+from aserve.gpu.attention.plan_slots import PlanSlots
 from aserve.gpu.device_batch import DeviceBatch
 from aserve.gpu.forward_batch import ForwardBatch
 from aserve.gpu.layers.rotary import Turn
@@ -55,46 +50,23 @@ BUILD_ERRORS = (
     *(ImportError, AttributeError, TypeError, AssertionError),
 )
 
-logger = logging.getLogger(__name__)
-
 Key: TypeAlias = tuple[Problem, Queries]  # of a wrapper
-Slot: TypeAlias = PlanSlot[Key, Wrapper]
 Slots: TypeAlias = PlanSlots[Key, Wrapper]
-StaticSlot: TypeAlias = PlanSlot[Problem, Replan]
-
-
-@dataclass(frozen=True, slots=True)
-class FlashPlan:
-    lists: Mapping[int, PageList]  # by layer group, written when the forward begins
-    wrappers: Mapping[Problem, Wrapper]
-    cascade: CascadePlan = NO_CASCADE  # of the layers that have no wrapper
-
-
-@dataclass(frozen=True, slots=True)
-class StaticPlan:
-    """Of captured forwards of one shape. The wrappers of all slots share what is on the device, so
-    that each plans for those in `value`, whose kernels are captured."""
-
-    spans: ArrayI32
-    slots: PlanSlots[Problem, Replan]  # whose calls plan for the numbers that were written there
-    value: FlashPlan
 
 
 class FlashInfer:
-    """Also its own `StaticPlans`. Written by plan, make and refresh: workspaces, in turn."""
+    """Written by plan: workspaces, in turn."""
 
     __slots__ = (
         "_cascades",
-        "_has_warned",
         "_kinds",
-        "_made",
         "_ops",
         "_pages",
         "_problems",
-        "_rooms",
         "_site",
         "_slots",
         "_wrappers",
+        "static_plans",
     )
 
     def __init__(
@@ -121,13 +93,9 @@ class FlashInfer:
         self._kinds = tuple(dict.fromkeys(self._problems.values()))
         self._cascades = Cascades(self._wrappers, site, self._kinds)
         self._slots = Slots(site.device, site.num_in_flight)
-        self._made: dict[StaticShape, StaticPlan] = {}
-        self._has_warned = False
-        self._rooms: dict[int, Tensor] = {}  # by layer group
-
-    @property
-    def static_plans(self) -> FlashInfer:
-        return self
+        self.static_plans = FlashStaticPlans(
+            self._wrappers, site, self._kinds, cascades=self._cascades
+        )
 
     def plan(self, batch: ForwardBatch) -> object:
         if batch.lens_cpu is None:
@@ -142,11 +110,12 @@ class FlashInfer:
         slot = self._slots.take()
         queries = queries_of(batch.spans_cpu, lens)
         problems = [kind for kind in self._kinds if kind not in cascade.wrappers]
-        host = self._host_arrays(slot, lens, batch.spans_cpu, problems=problems)
-        lists = {
-            group: PageList.new(batch.num_rows, self._ints(int(own.starts[-1])))
-            for group, own in host.items()
-        }
+        host = write_arrays(slot, self._site, lens=lens, spans=batch.spans_cpu, problems=problems)
+        lists: dict[int, PageList] = {}
+        for group, own in host.items():
+            num_pages, where = int(own.starts[-1]), self._site.pools.device
+            pages = torch.empty(num_pages, dtype=torch.int32, device=where)
+            lists[group] = PageList.new(batch.num_rows, pages)
         wrappers: dict[Problem, Wrapper] = {}
         for problem in problems:
             wrapper = slot.wrappers.get((problem, queries))
@@ -184,25 +153,6 @@ class FlashInfer:
 
         return attend
 
-    def is_better_eager(self, num_rows: int, shared_pages: int) -> bool:
-        return self._cascades.pays(num_rows, shared_pages)
-
-    def make(self, shape: StaticShape) -> object:
-        if shape not in self._made:
-            self._made[shape] = self._make(shape)
-        plan = self._made[shape]
-        self.refresh(plan, plan.spans)
-        return plan
-
-    def refresh(self, plan: object, lens: ArrayI32) -> None:
-        if not isinstance(plan, StaticPlan):
-            raise BugError(f"a captured forward's plan is of another backend: {plan!r}")
-        slot = plan.slots.take()
-        self._host_arrays(slot, lens, plan.spans, problems=self._kinds)
-        for replan in slot.wrappers.values():
-            replan()
-        slot.close()
-
     def try_out(self) -> None:
         """A prefill that fills tiles and one that does not, a decode and one in two levels of the
         padding row, through one layer of each kind: compiles what is not compiled yet, which takes
@@ -223,112 +173,11 @@ class FlashInfer:
                 attend(layer, heads, None)
         self._site.device.mark().synchronize()
 
-    def _make(self, shape: StaticShape) -> StaticPlan:
-        site = self._site
-        max_pages = shape.num_rows * -(-shape.max_len // site.pools.page_size)
-        groups = {problem.group for problem in self._kinds}
-        lists = {
-            group: PageList.new(shape.num_rows, self._room(group, max_pages)) for group in groups
-        }
-        query_starts = self._ints(shape.num_rows + 1)
-        slots = PlanSlots[Problem, Replan](site.device, site.num_in_flight)
-        wrappers: dict[Problem, Wrapper] = {}
-        for slot, problem in itertools.product(slots, self._kinds):
-            pages = lists[problem.group]
-            wrapper = self._wrappers.make_static(
-                problem, pages, query_starts=query_starts, is_decode=shape.width == 1
-            )
-            slot.wrappers[problem] = self._replan(slot, problem, wrapper, pages=pages, shape=shape)
-            wrappers[problem] = wrapper
-        return StaticPlan(_spans(shape), slots, FlashPlan(lists, wrappers))
-
-    def _ints(self, num: int) -> Tensor:
-        return torch.empty(num, dtype=torch.int32, device=self._site.pools.device)
-
-    def _room(self, group: int, num_pages: int) -> Tensor:
-        """For the lists of all captured forwards: each writes its own before it reads it, and they
-        run one after the other. The largest is made first, mostly."""
-        if len(self._rooms.get(group, ())) < num_pages:
-            self._rooms[group] = self._ints(num_pages)
-        return self._rooms[group][:num_pages]
-
-    def _replan(
-        self,
-        slot: StaticSlot,
-        problem: Problem,
-        wrapper: Wrapper,
-        *,
-        pages: PageList,
-        shape: StaticShape,
-    ) -> Replan:
-        """Of what is in the slot's arrays then; in one call, if the package lets us."""
-        spans, is_decode = _spans(shape), shape.width == 1
-
-        def fill(lens: ArrayI32) -> Arrays:
-            slot.finish()
-            return self._host_arrays(slot, lens, spans, problems=self._kinds)[problem.group]
-
-        # The list is written by the forward itself: there is nothing to copy yet.
-        plan = partial(
-            self._wrappers.plan,
-            *(wrapper, problem, fill(spans)),
-            pages=pages.pages[:0],
-            is_decode=is_decode,
-        )
-        longest = np.full_like(spans, shape.max_len)
-        call = call_of_planner(wrapper, plan, [partial(fill, lens) for lens in (spans, longest)])
-        slot.finish()
-        if call is None and is_decode and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "this FlashInfer's plan is not to be had in one call: a replayed step is 7 calls "
-                "or more longer for each window; 0.6.3 and 0.7.2 have it"
-            )
-        return call or plan
-
-    def _host_arrays(
-        self,
-        slot: Slot | StaticSlot,
-        lens: ArrayI32,
-        spans: ArrayI32,
-        *,
-        problems: Iterable[Problem],
-    ) -> dict[int, Arrays]:
-        """By layer group that the problems are of."""
-        pools = self._site.pools
-        query_starts = np.zeros(len(spans) + 1, np.int32)
-        np.cumsum(spans, out=query_starts[1:])
-        listed = {
-            group: list_pages(
-                lens, spans, window=self._site.windows[group], page_size=pools.page_size
-            )
-            for group in {problem.group for problem in problems}
-        }
-        named = {"query_starts": query_starts}
-        for group, own in listed.items():
-            named[f"starts{group}"] = own.starts
-            named[f"last_lens{group}"] = own.last_lens
-            named[f"lens{group}"] = own.lens
-        host = slot.write(named)
-        return {
-            group: Arrays(
-                host["query_starts"],
-                host[f"starts{group}"],
-                host[f"last_lens{group}"],
-                host[f"lens{group}"],
-            )
-            for group in listed
-        }
-
     def _list_pages(self, batch: ForwardBatch, lists: Mapping[int, PageList]) -> None:
         pools, windows = self._site.pools, self._site.windows
         for group, own in lists.items():
             table, window = pools.page_tables[group], windows[group]
             own.write(batch, table, self._ops, window=window, page_size=pools.page_size)
-
-
-def _spans(shape: StaticShape) -> ArrayI32:
-    return np.full(shape.num_rows, shape.width, np.int32)
 
 
 def _by_page(pool: Tensor, page_size: int) -> Tensor:

@@ -421,21 +421,22 @@ def test_a_refresh_writes_host_memory_again_only_after_its_event() -> None:
     device = MarkedDevice()
     site = AttentionSite(pools, group_layers((layout.layer,)), layout.dtype, device, 2)
     backend = FlashInfer(FakeFlashInfer(), site)
-    plan = backend.make(StaticShape(2, 1, 40))
+    plan = backend.static_plans.make(StaticShape(2, 1, 40))
     last = device.num_marks - 1
     del device.waited[:]
     for _ in range(2):
-        backend.refresh(plan, np.array([3, 1], np.int32))
+        backend.static_plans.refresh(plan, np.array([3, 1], np.int32))
     assert device.waited == []
-    backend.refresh(plan, np.array([4, 1], np.int32))
+    backend.static_plans.refresh(plan, np.array([4, 1], np.int32))
     assert device.waited == [last]
 
 
 def test_forwards_of_one_shape_share_a_plan() -> None:
     layout = Layout(layer())
-    backend = FlashInfer(FakeFlashInfer(), site_of(layout, layout.pools(1)))
-    assert backend.make(StaticShape(2, 1, 40)) is backend.make(StaticShape(2, 1, 40))
-    assert backend.make(StaticShape(4, 1, 40)) is not backend.make(StaticShape(2, 1, 40))
+    plans = FlashInfer(FakeFlashInfer(), site_of(layout, layout.pools(1))).static_plans
+    shape, other = StaticShape(2, 1, 40), StaticShape(4, 1, 40)
+    assert plans.make(shape) is plans.make(shape)
+    assert plans.make(other) is not plans.make(shape)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -494,7 +495,7 @@ def test_only_its_own_plans_are_refreshed() -> None:
     layout = Layout(layer())
     backend = FlashInfer(FakeFlashInfer(), site_of(layout, layout.pools(1)))
     with pytest.raises(BugError, match="of another backend"):
-        backend.refresh(None, np.array([1], np.int32))
+        backend.static_plans.refresh(None, np.array([1], np.int32))
 
 
 def register(
@@ -551,7 +552,7 @@ class Replays:
         self.layout, self.shape = layout, shape
         self.pools = layout.pools(shape.num_rows)
         self.backend = FlashInfer(package, site_of(layout, self.pools), ops=LISTED_IN_TORCH)
-        self.plan = self.backend.make(shape)
+        self.plan = self.backend.static_plans.make(shape)
         self.rows = torch.zeros(shape.num_rows, dtype=torch.int64)
         self.lens = torch.ones(shape.num_rows, dtype=torch.int64) * shape.width
         heads = layout.layer.num_heads + 2 * layout.layer.num_kv_heads
@@ -572,7 +573,7 @@ class Replays:
         self.qkv.copy_(random(torch.Generator().manual_seed(len(kv_lens)), *self.qkv.shape))
 
     def replay(self) -> Tensor:
-        self.backend.refresh(self.plan, self.host_lens())
+        self.backend.static_plans.refresh(self.plan, self.host_lens())
         return self.captured.replay(lambda _: None).clone()
 
     def expected(self) -> Tensor:

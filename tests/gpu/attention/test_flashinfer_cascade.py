@@ -128,7 +128,7 @@ def test_kv_in_eight_bits_is_read_as_without_sharing() -> None:
     site = make_site((layer(),), 16, dtype=torch.float8_e4m3fn)
     package = FakeFlashInfer()
     backend = FlashInfer(package, site)
-    assert not backend.is_better_eager(4, 2)
+    assert not backend.static_plans.is_better_eager(4, 2)
     batch = forward(site, *STEPS["decodes"])
     assert_parity(backend, site, batch, backend.plan(batch))
     assert len(package.plans) == 1
@@ -136,7 +136,7 @@ def test_kv_in_eight_bits_is_read_as_without_sharing() -> None:
 
 def test_layers_with_windows_alone_have_nothing_to_share() -> None:
     site = make_site((layer(window=6),), 16)
-    assert not FlashInfer(FakeFlashInfer(), site).is_better_eager(4, 2)
+    assert not FlashInfer(FakeFlashInfer(), site).static_plans.is_better_eager(4, 2)
 
 
 def test_it_pays_from_so_many_bytes_of_kv_on_that_are_not_read_again(

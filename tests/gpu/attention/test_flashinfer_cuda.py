@@ -152,7 +152,7 @@ def test_rows_that_share_their_first_pages_equal_the_reference(
     else:
         package = cast(FlashInferPackage, importlib.import_module("flashinfer"))
         backend = build_flashinfer(package, site)
-    assert backend.is_better_eager(2, num_shared)
+    assert backend.static_plans.is_better_eager(2, num_shared)
     with device.stream():
         for spans, kv_lens in ([1] * 4, [128, 150, 192, 390]), ([1, 60, 7], [300, 128, 130]):
             batch = device_batch(spans, kv_lens, device=device.torch_device)
@@ -203,12 +203,12 @@ def test_captured_decodes_are_planned_in_one_call_and_equal_the_reference(
         return by.bind(ForwardBatch.init_new(captured, pools), plan)(spec, heads, None)
 
     with torch.inference_mode(), device.stream():
-        plan = backend.make(StaticShape(MAX_ROWS, 1, MAX_LEN))
+        plan = backend.static_plans.make(StaticShape(MAX_ROWS, 1, MAX_LEN))
         graph = device.capture(lambda _cut: attend(backend, plan))
         for lens in ([1] * MAX_ROWS, [15, 16, 17, 64, 65, MAX_LEN], [MAX_LEN] * MAX_ROWS):
             kv_lens = np.resize(np.array(lens, np.int32), MAX_ROWS)
             captured.kv_lens.copy_(torch.from_numpy(kv_lens.astype(np.int64) - 1))
-            backend.refresh(plan, kv_lens)
+            backend.static_plans.refresh(plan, kv_lens)
             got = graph.replay(lambda _values: None).clone()
             expected = attend(TorchReference(pools), None)
             torch.testing.assert_close(got, expected, rtol=3e-2, atol=3e-2)
