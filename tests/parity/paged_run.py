@@ -13,13 +13,13 @@ from aserve.messages import (
     Executor,
     GroupSpec,
     PageWrites,
-    RowInit,
     ScheduleBatch,
     StepResult,
     Ticket,
     array_i32,
     pack_i32,
 )
+from tests.gpu.batch_builder import greedy
 
 Spans = Mapping[int, Sequence[int]]
 
@@ -69,7 +69,9 @@ class PagedRun:
     def launch(self, spans: Spans, *, sampling: Collection[int]) -> Ticket:
         """`spans`: row -> its ids of this step, -row for the token that it sampled last."""
         self.iteration += 1
-        inits = tuple(_init(row, self.temperature) for row in spans if row not in self.kv_lens)
+        inits = tuple(
+            greedy(row, temperature=self.temperature) for row in spans if row not in self.kv_lens
+        )
         before = {row: self.kv_lens.get(row, 0) for row in spans}
         batch = ScheduleBatch(
             iteration=self.iteration,
@@ -103,22 +105,3 @@ def tokens_of(result: object) -> dict[int, int]:
 
 def _ints(values: ArrayI32) -> list[int]:
     return [int(value) for value in values]
-
-
-def _init(row: int, temperature: float) -> RowInit:
-    return RowInit(
-        row=row,
-        seed=0,
-        temperature=temperature,
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        repetition_penalty=1.0,
-        prompt_len=1,
-        min_len=0,
-        end_ids=(),
-        logit_bias=(),
-        num_logprobs=-1,
-    )

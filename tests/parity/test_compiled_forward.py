@@ -25,7 +25,7 @@ from aserve.gpu.kv.layer_groups import group_layers
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.layers.tiled_linear import prepare_tiled
 from aserve.gpu.models.causal_model import CausalModel
-from aserve.gpu.models.compiled_forward import FEW, CompiledForward, make_compiled_forward
+from aserve.gpu.models.compiled_forward import FEW_TOKENS, CompiledForward, make_compiled_forward
 from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.models.hidden_capture import HiddenCapture
 from aserve.gpu.resolve import DeviceState
@@ -144,8 +144,8 @@ def test_what_it_cannot_do_is_left_to_the_model(reference_of: ReferenceOf) -> No
     watched = ForwardOverrides(capture=HiddenCapture(layer_ids=(0,)))
     assert shortcut.can_run(plain)
     assert not shortcut.can_run(ForwardBatch.init_new(made, here.pools, watched))
-    assert not shortcut.can_run(replace(plain, spans_cpu=np.array([1, FEW + 1])))
-    assert shortcut.can_run(replace(plain, spans_cpu=np.array([FEW] * 3)))
+    assert not shortcut.can_run(replace(plain, spans_cpu=np.array([1, FEW_TOKENS + 1])))
+    assert shortcut.can_run(replace(plain, spans_cpu=np.array([FEW_TOKENS] * 3)))
     joint = site(reference_of("olmo2").directory, torch.float32)
     assert make_compiled_forward(joint.model, joint.state) is None
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.kv.stored import Scales, TurnAndStore, turn_then_store
-from aserve.gpu.layers.compiled import FEW
+from aserve.gpu.layers.compiled import FEW_ELEMENTS
 from aserve.gpu.layers.rotary import Turn
 from aserve_kernels.cpu.turn_and_store import compile_turn_and_store, turn_and_store
 
@@ -34,7 +34,7 @@ def _turn_and_store(
     scales: Scales,
     /,
 ) -> Tensor:
-    if turn is None or heads.numel() > FEW or pools[0].dtype != heads.dtype:
+    if turn is None or heads.numel() > FEW_ELEMENTS or pools[0].dtype != heads.dtype:
         return turn_then_store(heads, turn, slots, pools, scales)
     norms = turn.norms
     weight, eps = (None, 0.0) if norms is None else (norms.weight, norms.eps)

@@ -14,7 +14,7 @@ from aserve_kernels.cpu.rms_norm import compile_rms_norm, rms_norm
 
 # PERF: Qwen3-0.6B in bfloat16, us of one thread at 1 and 32 tokens: a norm 10 and 19 in torch, 4
 # and 8 here; silu(gate) * up is as fast in torch.
-FEW = 1 << 18  # elements: about 0.1 ms of one thread; torch divides more of them among threads
+FEW_ELEMENTS = 1 << 18  # about 0.1 ms of one thread; torch divides more of them among threads
 
 
 class CompiledNorm:
@@ -26,7 +26,7 @@ class CompiledNorm:
         self.weight = weight.float()
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.numel() > FEW:
+        if x.numel() > FEW_ELEMENTS:
             return self._in_torch(x)
         return rms_norm(x, self.weight, self._eps)
 

@@ -39,7 +39,7 @@ from aserve_kernels.cpu.host_rows import NO_WINDOW, RowSpans
 from aserve_kernels.cpu.online_softmax import folded
 
 ACTIVATIONS: Mapping[str, int] = {"silu": SILU, "gelu": GELU, "gelu_pytorch_tanh": GELU_TANH}
-FEW = 256  # tokens of a row: of more, torch's attention within a prompt takes less time
+FEW_TOKENS = 256  # of a row: of more, torch's attention within a prompt takes less time
 
 
 class CompiledForward:
@@ -57,7 +57,7 @@ class CompiledForward:
         self._tables = Tables(self._describe_model(), layers, decoder.dtype)
 
     def can_run(self, batch: ForwardBatch) -> bool:
-        return batch.spans_cpu.max() <= FEW and batch.capture is None
+        return batch.spans_cpu.max() <= FEW_TOKENS and batch.capture is None
 
     def run(self, batch: ForwardBatch) -> Tensor:
         own = RowSpans(
@@ -74,7 +74,7 @@ class CompiledForward:
         is_plain = plan.prompts is None and not len(plan.held_rows) and not plan.num_drafts.any()
         return (
             is_plain
-            and plan.spans.max() <= FEW
+            and plan.spans.max() <= FEW_TOKENS
             and not plan.is_bound.any()
             and all(part.is_plain and not part.needs_filter for part in logits.slices)
         )

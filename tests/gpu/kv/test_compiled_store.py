@@ -7,14 +7,14 @@ import torch
 
 from aserve.gpu.device.cpu import CpuDevice
 from aserve.gpu.kv.stored import Scales, turn_then_store
-from aserve.gpu.layers.compiled import FEW
+from aserve.gpu.layers.compiled import FEW_ELEMENTS
 from aserve.gpu.layers.head_norms import HeadNorms
 from aserve.gpu.layers.rope import DefaultRope
 from aserve.gpu.layers.rotary import Rotary, Turn
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2**-6}
 CPU = torch.device("cpu")
-FEW_TOKENS, MANY_TOKENS = 5, FEW // 40 + 1
+FEW_TOKENS, MANY_TOKENS = 5, FEW_ELEMENTS // 40 + 1
 SCALES: Scales = (2.0, 0.5)
 
 

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from aserve.gpu.device.cpu import CpuDevice
 from aserve.gpu.layers.activation import ACTIVATIONS
-from aserve.gpu.layers.compiled import FEW
+from aserve.gpu.layers.compiled import FEW_ELEMENTS
 from aserve.gpu.layers.elementwise import PLAIN, Elementwise
 from aserve.gpu.layers.head_norms import HeadNorms
 from aserve.gpu.layers.rotary import Turn
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2**-6}
-FEW_TOKENS, MANY_TOKENS = 5, FEW // 24 + 1
+FEW_TOKENS, MANY_TOKENS = 5, FEW_ELEMENTS // 24 + 1
 
 
 def draw(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -74,7 +74,7 @@ def test_other_dtypes_stay_in_torch(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_a_token_gets_the_bits_of_one_alone_where_they_must_not_change(dtype: torch.dtype) -> None:
     """Among more than are compiled for: from there on float32's last digits are others."""
-    num_tokens, hidden = 1 + FEW // 512, 512
+    num_tokens, hidden = 1 + FEW_ELEMENTS // 512, 512
     x, weight = draw(num_tokens, hidden, dtype=dtype), draw(hidden, dtype=dtype)
     ways = CpuDevice().ways(dtype, is_deterministic=True)
     way, store = ways.elementwise, ways.turn_and_store
