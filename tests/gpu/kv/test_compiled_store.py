@@ -50,8 +50,3 @@ def test_the_device_stores_what_torch_stores(
     step = max(tolerance, 2**-6 if pool_dtype == torch.bfloat16 else 0)
     step = 2**-3 if pool_dtype == torch.float8_e4m3fn else step
     torch.testing.assert_close(pools[0].float(), pools[1].float(), rtol=step, atol=step)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_other_dtypes_stay_in_torch(dtype: torch.dtype) -> None:
-    assert CpuDevice().ways(dtype, is_deterministic=False).turn_and_store is turn_then_store

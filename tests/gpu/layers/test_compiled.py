@@ -66,11 +66,6 @@ def test_gated_activations_are_those_of_torch(
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_other_dtypes_stay_in_torch(dtype: torch.dtype) -> None:
-    assert few_compiled(dtype) is PLAIN
-
-
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_a_token_gets_the_bits_of_one_alone_where_they_must_not_change(dtype: torch.dtype) -> None:
     """Among more than are compiled for: from there on float32's last digits are others."""
