@@ -24,8 +24,6 @@ from aserve.scheduling.leave import retract, retraction_order
 from aserve.scheduling.phases import Phase
 from aserve.scheduling.request import Sequence
 
-SPREAD = 32  # steps
-
 
 class Chosen(msgspec.Struct, frozen=True, gc=False):
     """One row's part in the next step. If the span reaches the last token that exists or is in
@@ -54,7 +52,7 @@ def choose(board: Board) -> tuple[list[Chosen], list[Sequence]]:
     left = budget - sum(choice.span for choice in chosen)
     admitted = admit(board) if left else []
     prefills += admitted
-    most = _most_beside(board, prefills) if chosen else left
+    most = _most_beside(board, len(chosen), len(prefills)) if chosen else left
     chosen += _fill(board, prefills, min(left, most))
     return chosen or _fill(board, decodes, budget), admitted
 
@@ -84,14 +82,13 @@ def _choose_retry(board: Board) -> list[Chosen]:
     return []
 
 
-def _most_beside(board: Board, prefills: list[Sequence]) -> int:
-    """Tokens of prompts beside decodes, who all wait for them. Where so much waits that this
-    would leave rows idle, it is spread over some steps.
-    """
+def _most_beside(board: Board, num_decodes: int, num_prefills: int) -> int:
+    """Tokens of prompts beside decodes, who all wait for them; where more rows wait to begin than
+    go on, as many times the bound."""
     most = board.spec.mixed_prompt_tokens
     if most is None:
         return board.spec.max_batched_tokens
-    return max(most, sum(row.remaining for row in prefills) // SPREAD)
+    return most * max(1, num_prefills // num_decodes)
 
 
 def _fill(board: Board, rows: list[Sequence], budget: int) -> list[Chosen]:

@@ -150,7 +150,7 @@ def test_half_types_stay_near(
     tokens = reference.tokens
     model = load(reference, dtype=dtype)
     logits = logits_of(model, tokens, chunks=[len(tokens)], attend=DenseAttend())
-    assert model.dtype == logits.dtype == getattr(torch, dtype)
+    assert model.dtype == getattr(torch, dtype)
     assert (logits - reference.logits).abs().max() < tolerance
 
 

@@ -26,13 +26,13 @@ def decoding(engine: EngineSpec) -> Stage:
 
 def test_prompts_beside_decodes_are_bounded_until_they_are_done() -> None:
     stage = decoding(bounded(mixed_prompt_tokens=5))
-    stage.play(request("b", [4] * 8), request("c", [6] * 4))
+    stage.play(request("b", [4] * 12))
     seen = []
-    for iteration in range(2, 5):
-        sampled = {2: {1: [9]}, 3: {1: [9]}, 4: {1: [9], 2: [9]}}[iteration]
+    for iteration in range(2, 6):
+        sampled = {1: [9], 2: [9]} if iteration == 5 else {1: [9]}
         stage.play(result(iteration, sampled))
         seen += [spans(batch) for batch in stage.batches]
-    assert seen == [[1, 5], [1, 3, 2], [1, 1, 2]]
+    assert seen == [[1, 5], [1, 5], [1, 2], [1, 1]]
 
 
 def test_prompts_alone_fill_the_step() -> None:
@@ -48,8 +48,10 @@ def test_without_a_bound_prompts_take_what_decodes_leave() -> None:
     assert [spans(batch) for batch in stage.batches] == [[1, 63]]
 
 
-def test_the_more_waits_the_more_of_it_joins_the_decodes() -> None:
-    stage = decoding(bounded(mixed_prompt_tokens=5))
-    stage.play(request("b", [4] * 640), request("c", [6] * 320))
+def test_where_more_rows_begin_than_go_on_more_prompt_tokens_join() -> None:
+    stage = decoding(bounded(mixed_prompt_tokens=5, max_rows=8))
+    stage.play(*(request(name, [ord(name)] * 8) for name in "bcd"))
     stage.play(result(2, {1: [9]}))
-    assert [spans(batch) for batch in stage.batches] == [[1, 30]]
+    assert [spans(batch) for batch in stage.batches] == [[1, 8, 7]]
+    stage.play(result(3, {1: [9], 2: [9]}))
+    assert [spans(batch) for batch in stage.batches] == [[1, 1, 1, 5]]

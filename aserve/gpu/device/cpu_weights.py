@@ -25,10 +25,10 @@ from aserve.gpu.weights.form import WeightForm, WeightWish, dtype_name
 SMALL_BYTES = 32 << 20
 # One prompt or two join a step, not all that are there, so that streams wait less. A larger model
 # reads its weights in each of the more steps.
-# PERF: 16 streams of 64 in and 64 out, 2 cores, two runs each, with 64 / 112 / 128 / no bound: ITL
-# p99 in medians 3.4 / 3.4 / 4.6 / 4.8, longest ITL 7 / 9 / 11 / 25 ms, TTFT p99 in medians
-# 4.6 / 2.5 / 2.2 / 1.4, tokens/s 7,550 / 7,900 / 7,600 / 8,650 over HTTP.
-SMALL_MIXED_TOKENS = 112
+# PERF: 16 streams of 64 in and 64 out over HTTP, 2 cores, 64 requests, medians of four runs or
+# more, with 72 / 80 / 88 / no bound: ITL p99 in medians 3.0 / 2.8 / 3.3 / 4.6, TTFT p99 in medians
+# 1.9 / 1.9 / 1.7 / 1.6, tokens/s 8,960 / 8,860 / 8,740 / 8,720.
+SMALL_MIXED_TOKENS = 80
 # In float32, too. The smallest models answer alike on every machine.
 # PERF: the 16 streams above, CPU seconds of the device's thread for 1,000 tokens, machine busy:
 # 0.20 in float32, 0.13 in bfloat16. So others are not held to float32.

@@ -13,7 +13,7 @@ from numba import njit, prange, types
 from torch import Tensor
 
 from aserve_kernels.cpu.ahead import compile_ahead
-from aserve_kernels.cpu.fast_math import FAST
+from aserve_kernels.cpu.compile_options import FAST
 from aserve_kernels.cpu.half import Float32s, narrow
 from aserve_kernels.cpu.host_rows import NO_WINDOW, HostRows, Int64s
 from aserve_kernels.cpu.lanes import LANES, add_product, load, splat, store

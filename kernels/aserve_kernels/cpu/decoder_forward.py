@@ -18,8 +18,8 @@ from numba import from_dtype, njit, types
 from torch import Tensor
 
 from aserve_kernels.cpu.ahead import compile_ahead
+from aserve_kernels.cpu.compile_options import FAST, UNCOUNTED
 from aserve_kernels.cpu.draw import draw_row
-from aserve_kernels.cpu.fast_math import FAST
 from aserve_kernels.cpu.half import Float32s, Floats, as_array, narrow, rounded, widen
 from aserve_kernels.cpu.host_rows import Int64s, RowSpans
 from aserve_kernels.cpu.memory import array_at
@@ -216,7 +216,7 @@ def _forward(
     heads = np.empty((num_tokens, num_heads, model.head_dim), np.float32)
     joined = np.empty((num_tokens, 2 * model.inner), np.float32)
     added = np.empty((num_tokens, model.hidden), np.float32)
-    _embed(ids, model, hidden, given)
+    _embed(ids, model, hidden, added[0], given)
     for index in range(layers.shape[0]):
         layer = layers[index]
         flat_heads = heads.reshape((num_tokens, num_heads * model.head_dim))
@@ -231,14 +231,14 @@ def _forward(
         _add(model, added, layer.after_mlp, layer.before_next, hidden, given)
 
 
-@njit(inline="always")
-def _embed(ids: Int64s, model: Any, hidden: Float32s, given: Floats) -> None:
+@njit(nogil=True)
+def _embed(ids: Int64s, model: Any, hidden: Float32s, room: Float32s, given: Floats) -> None:
     table = array_at(model.embeddings, (model.vocab, model.hidden), given)
     for token in range(ids.shape[0]):
         widen(table[ids[token]], hidden[token])
         for i in range(model.hidden):
             hidden[token, i] *= model.embedding_factor
-        _norm_into(hidden[token], model.first_norm, model.eps, given[token])
+        _norm_into(hidden[token], model.first_norm, model.eps, room, given[token])
 
 
 @njit(nogil=True)
@@ -259,38 +259,48 @@ def _attend(
     values = array_at(layer.values, kv_shape, attended)
     table = array_at(layer.page_table, (model.table_rows, model.table_columns), rows)
     turns = array_at(layer.turns, (model.max_len, model.rotary_dim), attended)
-    turn = np.empty(model.rotary_dim, np.float32)
     num_turned = model.heads + model.kv_heads
+    norms = array_at(layer.head_norms, (num_turned, model.head_dim), heads)
+    turn = np.empty(model.rotary_dim, np.float32)
     for r in range(rows.shape[0]):
-        for place in range(spans[r]):
-            position = lens[r] - spans[r] + place
-            of_token = heads[starts[r] + place]
-            widen(turns[position], turn)
-            _turn(of_token, num_turned, turn, layer.head_norms, layer.head_eps)
-            page = table[rows[r], position // model.page_size]
-            slot = page * model.page_size + position % model.page_size
-            narrow(of_token[model.heads : num_turned].reshape(-1), keys[slot].reshape(-1))
-            narrow(of_token[num_turned:].reshape(-1), values[slot].reshape(-1))
+        _turn_and_store(
+            heads[starts[r] : starts[r] + spans[r]], keys, values, table[rows[r]],
+            lens[r] - spans[r], model, layer, turns, norms, turn,
+        )  # fmt: skip
     attend_share(
         heads[:, : model.heads], keys, values, attended, table, rows, lens, starts, spans,
         model.page_size, layer.window, layer.factor, layer.cap, 0, 1,
     )  # fmt: skip
 
 
-@njit(nogil=True, fastmath=FAST)
-def _turn(of_token: Float32s, num_turned: int, turn: Float32s, norms: int, eps: np.float32) -> None:
-    """The first heads of a token: norm, if there is one, then its turn."""
-    size = of_token.shape[1]
+@njit(nogil=True, **UNCOUNTED)
+def _turn_and_store(
+    heads: Float32s, keys: Floats, values: Floats, pages: Int64s, position: int,
+    model: Any, layer: Any, turns: Floats, norms: Float32s, turn: Float32s,
+) -> None:  # fmt: skip
+    """Of one row's tokens, from `position` on. Room: `turn` [rotary_dim]."""
+    num_turned = norms.shape[0]
+    for token in range(heads.shape[0]):
+        place = position + token
+        of_token = heads[token]
+        widen(turns[place], turn)
+        for head in range(num_turned):
+            if layer.head_norms != 0:
+                _norm(of_token[head], norms[head], layer.head_eps, of_token[head])
+            _turn(of_token[head], turn)
+        slot = pages[place // model.page_size] * model.page_size + place % model.page_size
+        narrow(of_token[model.heads : num_turned].reshape(-1), keys[slot].reshape(-1))
+        narrow(of_token[num_turned:].reshape(-1), values[slot].reshape(-1))
+
+
+@njit(nogil=True, fastmath=FAST, **UNCOUNTED)
+def _turn(x: Float32s, turn: Float32s) -> None:
     half = turn.shape[0] // 2
-    for head in range(num_turned):
-        x = of_token[head]
-        if norms != 0:
-            _norm(x, array_at(norms, (num_turned, size), x)[head], eps, x)
-        left, right = x[:half], x[half : 2 * half]
-        for i in range(half):
-            a, b = left[i], right[i]
-            left[i] = a * turn[i] - b * turn[half + i]
-            right[i] = b * turn[i] + a * turn[half + i]
+    left, right = x[:half], x[half : 2 * half]
+    for i in range(half):
+        a, b = left[i], right[i]
+        left[i] = a * turn[i] - b * turn[half + i]
+        right[i] = b * turn[i] + a * turn[half + i]
 
 
 @njit(nogil=True)
@@ -304,10 +314,10 @@ def _add(
             _norm(more, array_at(norm_of_added, more.shape, more), model.eps, more)
         for i in range(x.shape[0]):
             x[i] += model.residual_scale * more[i]
-        _norm_into(x, norm, model.eps, given[token])
+        _norm_into(x, norm, model.eps, more, given[token])
 
 
-@njit(nogil=True, fastmath=FAST)
+@njit(nogil=True, fastmath=FAST, **UNCOUNTED)
 def _norm(x: Float32s, weight: Float32s, eps: np.float32, out: Float32s) -> None:
     total = np.float32(0)
     for i in range(x.shape[0]):
@@ -318,17 +328,16 @@ def _norm(x: Float32s, weight: Float32s, eps: np.float32, out: Float32s) -> None
 
 
 @njit(nogil=True)
-def _norm_into(x: Float32s, norm: int, eps: np.float32, out: Floats) -> None:
+def _norm_into(x: Float32s, norm: int, eps: np.float32, room: Float32s, out: Floats) -> None:
     if norm == 0:
         narrow(x, out)
         return
-    normed = np.empty(x.shape[0], np.float32)
-    _norm(x, array_at(norm, x.shape, x), eps, normed)
-    narrow(normed, out)
+    _norm(x, array_at(norm, x.shape, x), eps, room)
+    narrow(room, out)
 
 
 # `numpy`: division checks for no zero, which would keep the loops from being vectorised.
-@njit(nogil=True, fastmath=FAST, error_model="numpy")
+@njit(nogil=True, fastmath=FAST, error_model="numpy", **UNCOUNTED)
 def _gate(joined: Float32s, activation: int, gated: Floats) -> None:
     """gated = activation(gate) * up."""
     size = np.uint64(gated.shape[1])  # PERF: unsigned: see turn_and_store

@@ -14,7 +14,7 @@ from numba import njit, prange, types
 from torch import Tensor
 
 from aserve_kernels.cpu.ahead import compile_ahead
-from aserve_kernels.cpu.fast_math import FAST
+from aserve_kernels.cpu.compile_options import FAST
 from aserve_kernels.cpu.half import Float32s, Floats, as_array, narrow, widen
 
 Int8s: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int8]]

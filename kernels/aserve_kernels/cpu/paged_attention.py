@@ -12,7 +12,7 @@ from numba import njit, prange, types
 from torch import Tensor
 
 from aserve_kernels.cpu.ahead import compile_ahead
-from aserve_kernels.cpu.fast_math import FAST
+from aserve_kernels.cpu.compile_options import FAST, UNCOUNTED
 from aserve_kernels.cpu.half import Float32s, Floats, as_array, narrow, widen
 from aserve_kernels.cpu.host_rows import NO_WINDOW, HostRows, Int64s
 from aserve_kernels.cpu.lanes import (
@@ -137,6 +137,7 @@ def attend_share(
     lines = np.zeros((2, heads * span * num_groups * width), np.float32)
     softmax = np.empty((heads * span * num_groups, 2), np.float32)
     tiles = np.zeros((2, _tile_size(width) * width), np.float32)
+    scores, slots = np.empty(TILE, np.float32), np.empty(TILE, np.int64)
     unit = 0
     for r in range(rows.shape[0]):
         for first in range(0, spans[r], span):
@@ -151,7 +152,7 @@ def attend_share(
                     out[starts[r] + first : starts[r] + last],
                     page_table[rows[r]], page_size,
                     lens[r] - spans[r] + first, head, min(head + heads, num_kv_heads),
-                    window, factor, cap, lines, softmax, tiles,
+                    window, factor, cap, lines, softmax, tiles, scores, slots,
                 )  # fmt: skip
 
 
@@ -167,12 +168,12 @@ def _tile_size(width: int) -> int:
     return max(LANES, min(TILE, TILE_FLOATS // width // LANES * LANES))
 
 
-@njit(nogil=True, fastmath=FAST)
+@njit(nogil=True, fastmath=FAST, **UNCOUNTED)
 def _attend_block(
     q: Float32s, keys: Floats, values: Floats, out: Floats, pages: Int64s, page_size: int,
     position: int, first_head: int, last_head: int,
     window: int, factor: np.float32, cap: np.float32,
-    lines: Float32s, softmax: Float32s, tiles: Float32s,
+    lines: Float32s, softmax: Float32s, tiles: Float32s, scores: Float32s, slots: Int64s,
 ) -> None:  # fmt: skip
     """q, out [queries, heads, head_dim] at `position` and on, for KV heads first_head..last_head.
 
@@ -185,7 +186,6 @@ def _attend_block(
     tile_keys, tile_values = tiles[0], tiles[1]
     width = _width(keys)
     most_keys = _tile_size(width)
-    scores = np.empty(TILE, np.float32)
     num_lines = (last_head - first_head) * num_queries * num_groups
     for line in range(num_lines):
         query = line // num_groups % num_queries
@@ -202,7 +202,6 @@ def _attend_block(
     # At absolute places, so that a query's sums are the same whatever stands beside it.
     start = max(0, position - window + 1) // most_keys * most_keys
     stop = position + num_queries
-    slots = np.empty(TILE, np.int64)
     column = start // page_size
     offset = start % page_size
     for tile in range(start, stop, most_keys):
@@ -240,7 +239,7 @@ def _attend_block(
         )
 
 
-@njit(nogil=True)
+@njit(nogil=True, **UNCOUNTED)
 def _widen_tile(
     source: Floats, slots: Int64s, size: int, head: int, tile: Float32s, width: int
 ) -> None:

@@ -20,6 +20,7 @@ from numba.extending import intrinsic, overload
 from torch import Tensor
 
 from aserve_kernels.cpu.ahead import compile_ahead
+from aserve_kernels.cpu.compile_options import UNCOUNTED
 from aserve_kernels.cpu.half import Float32s, Floats, as_array, narrow, widen
 from aserve_kernels.cpu.lanes import BITS, FLOATS, LANES, Emitted
 
@@ -92,7 +93,7 @@ def multiply(x: Floats, packed: Floats, bias: Float32s, out: Float32s) -> None:
                 out[row, whole + i] = of_block[row, i]
 
 
-@njit(nogil=True)
+@njit(nogil=True, **UNCOUNTED)
 def _multiply_blocks(x: Floats, packed: Floats, bias: Float32s, out: Float32s) -> None:
     """Of the outputs, those of whole blocks."""
     num_rows, num_in = x.shape

@@ -16,7 +16,7 @@ from numba import njit, types
 from torch import Tensor
 
 from aserve_kernels.cpu.ahead import compile_ahead
-from aserve_kernels.cpu.fast_math import FAST
+from aserve_kernels.cpu.compile_options import FAST
 from aserve_kernels.cpu.half import Float32s, Floats, as_array, narrow, rounded, widen
 
 NO_NORM = np.empty((0, 0), np.float32)
