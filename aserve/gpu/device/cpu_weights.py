@@ -23,12 +23,12 @@ from aserve.gpu.weights.form import WeightForm, WeightWish, dtype_name
 # PERF: 16 streams of a model of 17 MB on 2 cores, one thread against two: ITL p99 6 and 16 ms;
 # beside busy neighbours 1,950 and 810 tokens/s (bench serve).
 SMALL_BYTES = 32 << 20
-# One prompt or two join a step, not all that are there, so that streams wait less. A larger model
+# Part of a prompt joins a step, not all that are there, so that streams wait less. A larger model
 # reads its weights in each of the more steps.
 # PERF: 16 streams of 64 in and 64 out over HTTP, 2 cores, 64 requests, medians of four runs or
-# more, with 72 / 80 / 88 / no bound: ITL p99 in medians 3.0 / 2.8 / 3.3 / 4.6, TTFT p99 in medians
-# 1.9 / 1.9 / 1.7 / 1.6, tokens/s 8,960 / 8,860 / 8,740 / 8,720.
-SMALL_MIXED_TOKENS = 80
+# more, with 40 / 56 / 64 / 80 / no bound: ITL p99 in medians 2.6 / 2.7 / 2.9 / 2.8 / 4.6, TTFT p99
+# in medians 2.8 / 2.0 / 1.8 / 1.8 / 1.6; tokens/s differ by less than the runs do.
+SMALL_MIXED_TOKENS = 56
 # In float32, too. The smallest models answer alike on every machine.
 # PERF: the 16 streams above, CPU seconds of the device's thread for 1,000 tokens, machine busy:
 # 0.20 in float32, 0.13 in bfloat16. So others are not held to float32.
