@@ -109,7 +109,7 @@ class SchedulerOptions:
     mixed_prompt_tokens: int | None = option(
         None,
         "prompt tokens in a step that decodes too, and more where more rows begin than go on; "
-        "fewer: steadier streams, more steps; default: all, but 80 for a small model on a CPU",
+        "fewer: steadier streams, more steps; default: all, but 60 for a small model on a CPU",
         Limits(low=1, high=1 << 20),
     )
     max_queue: int = option(512, "sequences that may wait; more are answered 429", Limits(low=1))

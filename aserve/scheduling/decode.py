@@ -24,6 +24,8 @@ from aserve.scheduling.leave import retract, retraction_order
 from aserve.scheduling.phases import Phase
 from aserve.scheduling.request import Sequence
 
+MOST_TIMES = 8  # the bound of prompts beside decodes, where these are few
+
 
 class Chosen(msgspec.Struct, frozen=True, gc=False):
     """One row's part in the next step. If the span reaches the last token that exists or is in
@@ -84,11 +86,11 @@ def _choose_retry(board: Board) -> list[Chosen]:
 
 def _most_beside(board: Board, num_decodes: int, num_prefills: int) -> int:
     """Tokens of prompts beside decodes, who all wait for them; where more rows wait to begin than
-    go on, as many times the bound."""
+    go on, more times the bound."""
     most = board.spec.mixed_prompt_tokens
     if most is None:
         return board.spec.max_batched_tokens
-    return most * max(1, num_prefills // num_decodes)
+    return most * max(1, min(num_prefills // num_decodes, MOST_TIMES))
 
 
 def _fill(board: Board, rows: list[Sequence], budget: int) -> list[Chosen]:

@@ -55,3 +55,10 @@ def test_where_more_rows_begin_than_go_on_more_prompt_tokens_join() -> None:
     assert [spans(batch) for batch in stage.batches] == [[1, 8, 7]]
     stage.play(result(3, {1: [9], 2: [9]}))
     assert [spans(batch) for batch in stage.batches] == [[1, 1, 1, 5]]
+
+
+def test_where_few_decode_prompts_are_still_bounded() -> None:
+    stage = decoding(bounded(mixed_prompt_tokens=1, max_rows=12))
+    stage.play(*(request(name, [ord(name)] * 8) for name in "bcdefghijkl"))
+    stage.play(result(2, {1: [9]}))
+    assert [spans(batch) for batch in stage.batches] == [[1, 8]]
