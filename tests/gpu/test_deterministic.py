@@ -73,7 +73,8 @@ def test_a_request_gets_the_same_bits_in_whatever_steps_it_is_computed(
     temperature: float, dtype: str, device: str, num_others: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Prompts are of more elements than are compiled for, as they are with larger models.
-    monkeypatch.setattr("aserve.gpu.layers.compiled.FEW", 1024)
+    monkeypatch.setattr("aserve.gpu.layers.compiled.FEW_ELEMENTS", 1024)
+    monkeypatch.setattr("aserve.gpu.kv.compiled_store.FEW_ELEMENTS", 1024)
     machine: dict[str, Any] = {"dtype": dtype, "device": device}
     roomy = {"max_rows": 1 + num_others, "num_pages": 40 * num_others, **machine}
     one = the_one(temperature=temperature, logprobs=5)
