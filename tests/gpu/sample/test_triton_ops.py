@@ -13,7 +13,7 @@ from aserve.gpu.sample.ops import PLAIN_OPS, SHAPED_OPS, SampleOps
 from aserve.gpu.sample.row_tables import FLOAT_COLUMNS, INT_COLUMNS
 from aserve.gpu.sample.sampler import Sampled
 from aserve.gpu.sample.triton_ops import triton_sample_ops
-from aserve_kernels import row_columns
+from aserve_kernels import row_columns, token_set
 from aserve_kernels import sample as kernel
 from tests.gpu.batch_builder import greedy
 from tests.gpu.sampler_run import Drawn, run_sampler
@@ -111,13 +111,13 @@ def test_logits_in_float64_stay_in_torch() -> None:
 def test_common_limits_are_settled_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search is exact but slow; what it is asked for is counted."""
     searches = []
-    search = kernel._last_member
+    search = token_set._last_member
 
     def counted(*args: object) -> object:
         searches.append(args)
         return search(*args)
 
-    monkeypatch.setattr(kernel, "_last_member", counted)
+    monkeypatch.setattr(token_set, "_last_member", counted)
     rows = [Row(temperature=0.7, top_k=20, top_p=0.8), Row(temperature=0.8, top_p=0.95)] * 8
     logits = draw_logits(len(rows), 700)
     places, *tables = make_tables(rows)
@@ -135,13 +135,13 @@ def assert_draws(logits: Tensor, rows: list[Row]) -> None:
 def scaled_columns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of each reading of logits in a row, how many at once."""
     sizes: list[int] = []
-    scaled = kernel._scaled
+    scaled = token_set.load_scaled
 
     def counted(logits: Any, columns: Any, *given: Any) -> Any:
         sizes.append(columns.numel.value if hasattr(columns, "numel") else 1)
         return scaled(logits, columns, *given)
 
-    monkeypatch.setattr(kernel, "_scaled", counted)
+    monkeypatch.setattr(kernel, "load_scaled", counted)
     return sizes
 
 
@@ -171,13 +171,13 @@ def test_a_set_is_searched_for_among_few(row: Row, monkeypatch: pytest.MonkeyPat
     """Of a flat row's thousands of tokens, of which noise mostly lifts others."""
     monkeypatch.setattr(kernel, "SPLIT", SPLIT)
     lengths: list[int] = []
-    search = kernel._search
+    search = token_set.search
 
     def measured(*given: Any) -> Any:
         lengths.append(int(given[2]))
         return search(*given)
 
-    monkeypatch.setattr(kernel, "_search", measured)
+    monkeypatch.setattr(kernel, "search", measured)
     assert_draws(draw_logits(1, 4 * SPLIT, spread=1.0).repeat(6, 1), [row] * 6)
     assert lengths
     assert max(lengths) < SPLIT
