@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from aserve_kernels.turned_heads import turned_heads_ref
+
 # PERF: a program's heads fill a few thousand elements: decoding has few tokens, and many
 # processors to read them.
 ELEMENTS = 2048
@@ -87,12 +89,7 @@ def turn_and_store_ref(
 ) -> Tensor:
     num_kv_heads = pools[0].shape[1]
     turned, values = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
-    if weight is not None:
-        wide = turned.float()
-        root = (wide.square().mean(dim=-1, keepdim=True) + eps).sqrt()
-        turned = (wide / root * weight).to(heads.dtype)
-    if turns is not None:
-        turned = _turned_ref(turned, turns)
+    turned = turned_heads_ref(turned, turns=turns, weight=weight, eps=eps)
     queries, keys = turned[:, :-num_kv_heads], turned[:, -num_kv_heads:]
     for given, pool, scale in zip((keys, values), pools, scales, strict=True):
         scaled = given.float() / scale
@@ -103,15 +100,6 @@ def turn_and_store_ref(
         else:
             pool.index_copy_(0, slots, scaled.to(pool.dtype))
     return queries
-
-
-def _turned_ref(heads: Tensor, turns: Tensor) -> Tensor:
-    rotary_dim = turns.shape[1]
-    cos, sin = turns.unsqueeze(1).chunk(2, dim=-1)
-    left, right = heads[..., :rotary_dim].chunk(2, dim=-1)
-    turned_left = torch.addcmul(left * cos, right, sin, value=-1)
-    turned_right = torch.addcmul(right * cos, left, sin)
-    return torch.cat((turned_left, turned_right, heads[..., rotary_dim:]), dim=-1)
 
 
 @triton.jit

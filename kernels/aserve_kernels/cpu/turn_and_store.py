@@ -18,6 +18,7 @@ from torch import Tensor
 from aserve_kernels.cpu.ahead import compile_ahead
 from aserve_kernels.cpu.compile_options import FAST
 from aserve_kernels.cpu.half import Float32s, Floats, as_array, narrow, rounded, widen
+from aserve_kernels.turned_heads import turned_heads_ref
 
 NO_NORM = np.empty((0, 0), np.float32)
 
@@ -63,16 +64,7 @@ def turn_and_store_ref(
 ) -> Tensor:
     num_kv_heads = pools[0].shape[1]
     turned, values = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
-    if weight is not None:
-        wide = turned.float()
-        root = (wide.square().mean(dim=-1, keepdim=True) + eps).sqrt()
-        turned = (wide / root * weight).to(heads.dtype)
-    rotary_dim = turns.shape[1]
-    cos, sin = turns.unsqueeze(1).chunk(2, dim=-1)
-    left, right = turned[..., :rotary_dim].chunk(2, dim=-1)
-    turned_left = torch.addcmul(left * cos, right, sin, value=-1)
-    turned_right = torch.addcmul(right * cos, left, sin)
-    turned = torch.cat((turned_left, turned_right, turned[..., rotary_dim:]), dim=-1)
+    turned = turned_heads_ref(turned, turns=turns, weight=weight, eps=eps)
     pools[0].index_copy_(0, slots, turned[:, -num_kv_heads:])
     pools[1].index_copy_(0, slots, values)
     return turned[:, :-num_kv_heads]
