@@ -10,28 +10,14 @@ from typing import Any
 
 import msgspec
 
+from aserve.gpu.largest_step import NOISY
 from aserve.messages import EngineSpec, PageWrites, RowInit, ScheduleBatch, pack_i32
 
 Spans = Mapping[int, Sequence[int]]  # row -> its ids of this step, -row for the last sampled one
 
 
 def greedy(row: int, **changes: Any) -> RowInit:
-    init = RowInit(
-        row=row,
-        seed=0,
-        temperature=0.0,
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        repetition_penalty=1.0,
-        prompt_len=1,
-        min_len=0,
-        end_ids=(),
-        logit_bias=(),
-        num_logprobs=-1,
-    )
+    init = msgspec.structs.replace(NOISY, row=row, temperature=0.0, prompt_len=1)
     return msgspec.structs.replace(init, **changes)
 
 
