@@ -2,6 +2,10 @@
 
 Must not know what a message means, nor who else exists: a death is reported to whoever started the
 actor. The beat is written by the actor's own loop, and read when one has died: who was stuck then?
+
+The rule about exceptions: work that belongs to one request runs in `attempt` or `spawn_for`.
+Whatever it raises ends that request with one final message, and the actor goes on with the others.
+An exception anywhere else means that the actor itself is broken, and ends the engine.
 """
 
 from __future__ import annotations
@@ -11,13 +15,20 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, ParamSpec, TypeAlias, TypeVar
 
 from aserve.channel import Channel, Codec
+from aserve.errors import AserveError, BugError, ErrorInfo
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 DeathReport: TypeAlias = Callable[[str, BaseException], None]
+Story: TypeAlias = Callable[[str], str]  # what happened to a request, for the log
+
+# These end the task or the process, whatever was being worked on. NOTE: a panic of a Rust library
+# is a BaseException as well, but belongs to the request that caused it.
+ENDS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +52,18 @@ class Actor(Generic[T]):
     """
 
     def __init__(
-        self, name: str, *, codec: Codec | None = None, inbox: Channel[T] | None = None
+        self,
+        name: str,
+        *,
+        codec: Codec | None = None,
+        inbox: Channel[T] | None = None,
+        story: Story | None = None,
     ) -> None:
-        """`inbox` is given where neighbours write to each other: one of them must come first."""
+        """`inbox` is given where neighbours write to each other: one of them must come first.
+        `story` is what the log says about a request whose work raised.
+        """
         self.name = name
+        self._story = story
         self.inbox: Channel[T] = Channel(codec=codec) if inbox is None else inbox
         self._tasks: set[asyncio.Task[None]] = set()
         self._on_death: DeathReport | None = None
@@ -54,6 +73,27 @@ class Actor(Generic[T]):
     def handle(self, events: list[T]) -> None:
         """All messages that came since the last call, in arrival order."""
         raise NotImplementedError(f"{type(self).__name__} has neither a handle nor its own run")
+
+    def end_request(self, request_id: str, error: ErrorInfo) -> None:
+        """Sends the final message of a request whose work raised, and forgets the request. Actors
+        that use `attempt` or `spawn_for` write it; it may be called for an unknown request.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot end a request")
+
+    def attempt(
+        self, request_id: str, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Does one request's part of a batch: what it raises ends that request alone."""
+        try:
+            work(*args, **kwargs)
+        except ENDS:
+            raise
+        except BaseException as error:
+            self._fail(request_id, error)
+
+    def spawn_for(self, request_id: str, work: Coroutine[None, None, None]) -> None:
+        """`spawn` for one request's work: what it raises ends that request alone."""
+        self.spawn(self._attempt_beside(request_id, work))
 
     async def run(self) -> None:
         async for events in self.inbox.batches():
@@ -94,6 +134,41 @@ class Actor(Generic[T]):
         age_s = time.monotonic() - self._beat_at_s
         return Heartbeat(num_beats=self._num_beats, age_s=age_s, backlog=self.backlog())
 
+    async def _attempt_beside(self, request_id: str, work: Coroutine[None, None, None]) -> None:
+        try:
+            await work
+        except ENDS:
+            raise
+        except BaseException as error:
+            self._fail(request_id, error)
+
+    def _fail(self, request_id: str, error: BaseException) -> None:
+        """The client hears what it can act on; what was not expected is told to the log only.
+
+        WHY: an exception of the final message itself is logged and no more, because the other
+        requests of the batch go on, and nothing else can be said to this one.
+        """
+        info = self._explained(request_id, error)
+        try:
+            self.end_request(request_id, info)
+        except Exception:
+            logger.critical("actor=%s request_id=%s could not be ended", self.name, request_id)
+            logger.exception("actor=%s request_id=%s", self.name, request_id)
+
+    def _explained(self, request_id: str, error: BaseException) -> ErrorInfo:
+        if isinstance(error, AserveError) and not isinstance(error, BugError):
+            return error.info()
+        story = self._story(request_id) if self._story else f"request {request_id}"
+        logger.error(
+            "request failed actor=%s request_id=%s error=%r\n%s",
+            self.name,
+            request_id,
+            error,
+            story,
+            exc_info=error,
+        )
+        return unexpected(request_id).info()
+
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
@@ -103,3 +178,11 @@ class Actor(Generic[T]):
         logger.error("actor failed name=%s error=%r", self.name, error, exc_info=error)
         if report is not None:
             report(self.name, error)
+
+
+def unexpected(request_id: str) -> BugError:
+    """What a client hears of an exception that nobody expected: nothing about the inside."""
+    return BugError(
+        f"the server met an unexpected error while it worked on request {request_id}, and goes on; "
+        "the server's log has the details under this id"
+    )

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Callable
+
+import pytest
 
 from aserve.actors.base import Actor
+from aserve.errors import BugError, ErrorInfo, QueueFull
 
 
 class Recorder(Actor[int]):
@@ -115,3 +120,121 @@ async def test_the_heartbeat_shows_progress_and_what_is_waiting() -> None:
     after = actor.heartbeat()
     assert (after.num_beats, after.backlog) == (1, 0)
     await actor.stop()
+
+
+class RustPanic(BaseException):
+    """A panic of a Rust library derives from BaseException, not from Exception."""
+
+
+def no_memory() -> None:
+    raise MemoryError
+
+
+def no_unicode() -> None:
+    "\ud800".encode()
+
+
+def no_luck() -> None:
+    raise RuntimeError("the secret of the inside")
+
+
+def panic() -> None:
+    raise RustPanic("called `Option::unwrap()` on a `None` value")
+
+
+UNEXPECTED = [no_memory, no_unicode, no_luck, panic]
+
+
+class Worker(Actor[str]):
+    """Work of each request in `attempt`; the request "guilty" raises."""
+
+    def __init__(self, guilt: Callable[[], None], *, is_beside: bool = False) -> None:
+        super().__init__("worker", story=lambda request_id: f"the story of {request_id}")
+        self.guilt = guilt
+        self.is_beside = is_beside
+        self.done: list[str] = []
+        self.ended: list[tuple[str, ErrorInfo]] = []
+        self.deaths: list[str] = []
+
+    def handle(self, events: list[str]) -> None:
+        for request_id in events:
+            if self.is_beside:
+                self.spawn_for(request_id, self.work_beside(request_id))
+            else:
+                self.attempt(request_id, self.work, request_id)
+
+    def work(self, request_id: str) -> None:
+        if request_id == "guilty":
+            self.guilt()
+        self.done.append(request_id)
+
+    async def work_beside(self, request_id: str) -> None:
+        await asyncio.sleep(0)
+        self.work(request_id)
+
+    def end_request(self, request_id: str, error: ErrorInfo) -> None:
+        self.ended.append((request_id, error))
+        if error.code == "queue_full":
+            raise ValueError("nobody can be told")
+
+
+async def worked(worker: Worker) -> None:
+    """Sixteen requests in one batch, and one more afterwards."""
+    worker.start(lambda name, _: worker.deaths.append(name))
+    names = [f"r{i}" for i in range(15)]
+    for request_id in (*names[:7], "guilty", *names[7:]):
+        worker.inbox.send(request_id)
+    await turn(6)
+    worker.inbox.send("later")
+    await turn(6)
+    await worker.stop()
+    assert worker.done == [*names, "later"]
+    assert worker.deaths == []
+    assert [request_id for request_id, _ in worker.ended] == ["guilty"]
+
+
+@pytest.mark.parametrize("is_beside", [False, True])
+@pytest.mark.parametrize("guilt", UNEXPECTED)
+async def test_what_one_requests_work_raises_ends_that_request_alone(
+    guilt: Callable[[], None], is_beside: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = Worker(guilt, is_beside=is_beside)
+    with caplog.at_level(logging.ERROR):
+        await worked(worker)
+    ((_, error),) = worker.ended
+    assert (error.code, error.status) == ("bug", 500)
+    assert "secret" not in error.message
+    assert "unwrap" not in error.message
+    assert "the story of guilty" in caplog.text
+    assert guilt.__name__ in caplog.text  # the traceback
+
+
+@pytest.mark.parametrize("is_beside", [False, True])
+async def test_an_error_of_the_tree_is_told_to_the_client_as_it_is(is_beside: bool) -> None:
+    def full() -> None:
+        raise QueueFull("the queue is full")
+
+    worker = Worker(full, is_beside=is_beside)
+    await worked(worker)
+    ((_, error),) = worker.ended
+    assert (error.code, error.message) == ("queue_full", "the queue is full")
+
+
+async def test_a_bugs_own_words_are_not_for_the_client() -> None:
+    def bug() -> None:
+        raise BugError("row 3 was named twice")
+
+    worker = Worker(bug)
+    await worked(worker)
+    ((_, error),) = worker.ended
+    assert error.code == "bug"
+    assert "row 3" not in error.message
+
+
+async def test_a_cancelled_task_of_a_request_ends_without_a_message() -> None:
+    worker = Worker(no_luck)
+    worker.start(lambda name, _: worker.deaths.append(name))
+    worker.spawn_for("r", asyncio.sleep(3600))
+    await turn()
+    await worker.stop()
+    assert (worker.ended, worker.deaths) == ([], [])
