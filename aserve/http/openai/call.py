@@ -24,6 +24,11 @@ Number = TypeVar("Number", int, float)
 
 SEED_BITS = 53  # what a JSON number holds exactly in every client
 SMALLEST_TOP_P = 1e-6  # 0 means the likeliest token alone
+# WHY: float32 divides logits by the temperature. Below about 1e-36 the quotients of ordinary logits
+# overflow to infinity, where all tokens look alike, and long before that the noise falls below the
+# spacing of float32 at the quotient. At 1e-5 noise of 20 decides between logits that differ by
+# 2e-4, which is rounding: colder than that is greedy, as in vLLM.
+SMALLEST_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +115,10 @@ def sampling_of(
     defaults: GenerationDefaults,
 ) -> SamplingParams:
     top_k = _said(body.top_k, defaults.top_k)
+    temperature = _said(body.temperature, defaults.temperature)
     return SamplingParams(
         seed=draw_seed() if body.seed is None else body.seed,
-        temperature=_said(body.temperature, defaults.temperature),
+        temperature=temperature if temperature >= SMALLEST_TEMPERATURE else 0.0,
         top_p=max(_said(body.top_p, defaults.top_p), SMALLEST_TOP_P),
         top_k=max(top_k, 0),
         min_p=_said(body.min_p, defaults.min_p),
