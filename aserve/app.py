@@ -135,7 +135,12 @@ class App:
             text.tokenizer, deliver=self._deliver, engine=core.inbox, inbox=self._text
         )
         spec = core.spec
-        limits = PromptLimits(spec.max_model_len, spec.vocab_size, text.defaults.max_new_tokens)
+        limits = PromptLimits(
+            spec.max_model_len,
+            spec.vocab_size,
+            text.defaults.max_new_tokens,
+            page_size=spec.page_size if spec.prefix_cache else 0,
+        )
         encoder = PromptEncoder(text.tokenizer, template=text.template, limits=limits)
         self.desk.open(encoder)
         tokenizer = TokenizerActor(

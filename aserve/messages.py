@@ -178,6 +178,9 @@ class AdmitRequest(Message, frozen=True):
     timeout_s: float | None = None
     outputs: tuple[bytes, ...] = ()  # int32 [outputs of child i]
     embeds: bool = False
+    # the cache keys of the prompt's whole pages, 16 bytes each (cache/keys.py); the scheduler
+    # computes those that are not here
+    page_keys: bytes = b""
 
 
 class Cancel(Message, frozen=True):

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from aserve.cache.keys import prompt_keys
 from aserve.errors import ContextTooLong, InvalidRequest
 from aserve.messages import (
     AdmitRequest,
@@ -35,6 +36,7 @@ class PromptLimits(Record, frozen=True):
     max_model_len: int
     vocab_size: int  # of the model, which may be padded beyond the tokenizer's
     max_new_tokens: int | None = None  # of an answer whose length was not said; None: no limit
+    page_size: int = 0  # tokens in a page whose cache key is wanted; 0 where nothing is cached
 
 
 class Prepared(Record, frozen=True):
@@ -88,6 +90,7 @@ class PromptEncoder:
                 priority=request.priority,
                 timeout_s=request.timeout_s,
                 embeds=request.embeds,
+                page_keys=self._page_keys(packed, namespace=request.namespace),
             ),
         )
 
@@ -103,6 +106,12 @@ class PromptEncoder:
 
     def check_ids(self, ids: Sequence[int], *, param: str) -> None:
         _check_range(ids, self.limits.vocab_size, param=param)
+
+    def _page_keys(self, prompt_ids: bytes, *, namespace: str) -> bytes:
+        page_size = self.limits.page_size
+        if not page_size:
+            return b""
+        return prompt_keys(prompt_ids, page_size=page_size, namespace=namespace)
 
     def _encode_text(self, text: str, *, with_special: bool) -> list[int]:
         try:

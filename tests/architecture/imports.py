@@ -78,7 +78,10 @@ REACH = {
     "aserve.observability": BORDER,
     "aserve.cache": Reach(aserve=FIRST, packages=PLAIN, not_stdlib=IMPURE),
     "aserve.scheduling": Reach(aserve=(*FIRST, "aserve.cache"), packages=PLAIN, not_stdlib=IMPURE),
-    "aserve.text": Reach(aserve=FIRST, packages=(*PLAIN, "tokenizers", "transformers", "jinja2")),
+    "aserve.text": Reach(
+        aserve=(*FIRST, "aserve.cache.keys"),
+        packages=(*PLAIN, "tokenizers", "transformers", "jinja2"),
+    ),
     "aserve.grammar": Reach(aserve=FIRST, packages=(*PLAIN, "xgrammar")),
     "aserve.actors": Reach(
         aserve=(*FIRST, "aserve.scheduling", "aserve.text", "aserve.grammar"), packages=PLAIN

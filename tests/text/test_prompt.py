@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
 
+from aserve.cache.keys import extend_keys, root_key
 from aserve.errors import ContextTooLong, InvalidRequest
 from aserve.messages import (
     ChatPrompt,
@@ -52,6 +54,18 @@ def test_a_request_goes_on_with_its_ids_and_its_end_resolved() -> None:
         1.5,
     )
     assert (result.open.request_id, result.open.prompt_len) == ("r", 3)
+
+
+def test_a_request_carries_the_cache_keys_of_its_whole_pages() -> None:
+    limits = msgspec.structs.replace(LIMITS, page_size=2)
+    encoder = PromptEncoder(TOKENIZER, template=None, limits=limits)
+    request = GenerateRequest("r", TokenPrompt((7, 8, 9, 10, 11)), SAMPLING, "space")
+    keys: list[bytes] = []
+    ids = np.array([7, 8, 9, 10, 11], np.int32)
+    extend_keys(keys, ids, page_size=2, root=root_key("space"))
+    assert encoder.prepare(request).admit.page_keys == b"".join(keys)
+    assert len(keys) == 2
+    assert prepared(TokenPrompt((7, 8, 9, 10, 11))).admit.page_keys == b""  # nothing is cached
 
 
 def test_ignoring_eos_leaves_only_the_ids_that_were_asked_for() -> None:
