@@ -132,7 +132,11 @@ class App:
 
     def _connect(self, core: Core, text: TextSide) -> Supervisor:
         detokenizer = DetokenizerActor(
-            text.tokenizer, deliver=self._deliver, engine=core.inbox, inbox=self._text
+            text.tokenizer,
+            deliver=self._deliver,
+            engine=core.inbox,
+            inbox=self._text,
+            story=self._trace.story,
         )
         spec = core.spec
         limits = PromptLimits(
@@ -148,6 +152,7 @@ class App:
             detokenizer=detokenizer.inbox,
             engine=core.inbox,
             codec=self._codec_of(TokenizerEvent),
+            story=self._trace.story,
         )
         actors = (detokenizer, *core.actors, tokenizer)
         self.metrics.watch_inboxes({actor.name: actor.backlog for actor in actors})

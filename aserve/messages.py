@@ -132,6 +132,9 @@ Prompt: TypeAlias = TextPrompt | TokenPrompt | ChatPrompt
 class GenerateRequest(Message, frozen=True):
     """http -> tokenizer. `request_id` is made by the server and is matched whole, never by
     prefix. One that `embeds` is answered with an embedding of its prompt, and has max_tokens 0.
+    `timeout_s` counts from its arrival at the tokenizer, and covers everything that follows.
+    `outputs` has one int32 array per child: the tokens that an earlier engine generated for it,
+    and its text side was given. The request goes on behind them, and their text is not sent again.
     """
 
     request_id: str
@@ -143,11 +146,12 @@ class GenerateRequest(Message, frozen=True):
     # the last so many tokens of the prompt, -1 for all that leave room for max_tokens
     truncate_prompt_tokens: int | None = None
     embeds: bool = False
+    outputs: tuple[bytes, ...] = ()  # int32 [outputs of child i]
 
 
 class OpenText(Message, frozen=True):
     """tokenizer -> detokenizer, before the AdmitRequest: what the text side of a request needs
-    to know.
+    to know. `outputs` are those of the GenerateRequest: their text counts as sent.
     """
 
     request_id: str
@@ -156,11 +160,12 @@ class OpenText(Message, frozen=True):
     prompt_ids: bytes = b""  # int32 [prompt_len] where the client wants to see them
     # what each token of the prompt adds to its text, where it is echoed or scored
     prompt_texts: tuple[str, ...] = ()
+    outputs: tuple[bytes, ...] = ()  # int32 [outputs of child i]
 
 
 class AdmitRequest(Message, frozen=True):
-    """tokenizer -> scheduler. `outputs` has one int32 array per child: what it generated before (an
-    engine restart).
+    """tokenizer -> scheduler. `outputs` are those of the GenerateRequest. `deadline_s` is when its
+    timeout ends, by time.monotonic, which all processes of a machine share.
 
     `end_ids` are the token ids that end a sequence (eos and stop_token_ids; empty with ignore_eos
     and no stops), `bad_word_ids` the spellings of bad words.
@@ -175,7 +180,7 @@ class AdmitRequest(Message, frozen=True):
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     namespace: str = ""
     priority: int = 0
-    timeout_s: float | None = None
+    deadline_s: float | None = None
     outputs: tuple[bytes, ...] = ()  # int32 [outputs of child i]
     embeds: bool = False
     # the cache keys of the prompt's whole pages, 16 bytes each (cache/keys.py); the scheduler

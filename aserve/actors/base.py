@@ -11,6 +11,7 @@ An exception anywhere else means that the actor itself is broken, and ends the e
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Callable, Coroutine
@@ -93,7 +94,7 @@ class Actor(Generic[T]):
 
     def spawn_for(self, request_id: str, work: Coroutine[None, None, None]) -> None:
         """`spawn` for one request's work: what it raises ends that request alone."""
-        self.spawn(self._attempt_beside(request_id, work))
+        self._run_beside(work, functools.partial(self._ended_for, request_id))
 
     async def run(self) -> None:
         async for events in self.inbox.batches():
@@ -107,9 +108,7 @@ class Actor(Generic[T]):
 
     def spawn(self, work: Coroutine[None, None, None]) -> None:
         """Runs beside the loop, ends with the actor at the latest; its exception kills it."""
-        task = asyncio.create_task(work, name=self.name)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        self._run_beside(work, self._ended)
 
     async def stop(self) -> None:
         """Ends every task of the actor, whatever it waits for.
@@ -134,12 +133,19 @@ class Actor(Generic[T]):
         age_s = time.monotonic() - self._beat_at_s
         return Heartbeat(num_beats=self._num_beats, age_s=age_s, backlog=self.backlog())
 
-    async def _attempt_beside(self, request_id: str, work: Coroutine[None, None, None]) -> None:
-        try:
-            await work
-        except ENDS:
-            raise
-        except BaseException as error:
+    def _run_beside(
+        self,
+        work: Coroutine[None, None, None],
+        on_end: Callable[[asyncio.Task[None]], None],
+    ) -> None:
+        task = asyncio.create_task(work, name=self.name)
+        self._tasks.add(task)
+        task.add_done_callback(on_end)
+
+    def _ended_for(self, request_id: str, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
             self._fail(request_id, error)
 
     def _fail(self, request_id: str, error: BaseException) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, assert_never
 
-from aserve.actors.base import Actor
+from aserve.actors.base import Actor, Story
 from aserve.channel import Channel, Sink
-from aserve.errors import DeadlineExceeded, ErrorInfo, ShuttingDown, StepError
+from aserve.errors import BugError, DeadlineExceeded, ErrorInfo, ShuttingDown, StepError
 from aserve.messages import (
     Cancel,
     ChildKey,
@@ -75,14 +75,18 @@ class Child:
 class TextRequest:
     """`prompt` where it goes back to the client: the scores that child 0 gets are for all."""
 
-    __slots__ = ("children", "opened", "prompt")
+    __slots__ = ("children", "is_over", "opened", "prompt", "retired")
 
-    def __init__(
-        self, opened: OpenText, children: list[Child], *, prompt: PromptText | None
-    ) -> None:
+    def __init__(self, opened: OpenText) -> None:
         self.opened = opened
-        self.children = children
-        self.prompt = prompt
+        self.children: list[Child] = []
+        self.prompt: PromptText | None = None
+        self.is_over = False  # its client has the final message
+        self.retired: set[int] = set()  # children that the scheduler has let go of
+
+    @property
+    def is_retired(self) -> bool:
+        return len(self.retired) == self.opened.sampling.n
 
     @property
     def awaits_prompt(self) -> bool:
@@ -93,7 +97,11 @@ class TextRequest:
 
 
 class DetokenizerActor(Actor[DetokenizerEvent]):
-    """All events of one inbox batch make one chunk per child at most."""
+    """All events of one inbox batch make one chunk per child at most.
+
+    A request whose work raised is cancelled, and what the engine still says of it is passed over
+    until all of its children have retired.
+    """
 
     def __init__(
         self,
@@ -102,51 +110,68 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
         deliver: Callable[[OutputChunk], None],
         engine: Sink[EngineEvent],
         inbox: Channel[DetokenizerEvent],
+        story: Story | None = None,
     ) -> None:
-        super().__init__("detokenizer", inbox=inbox)
+        super().__init__("detokenizer", inbox=inbox, story=story)
         self._tokenizer = tokenizer
         self._deliver = deliver
         self._engine = engine
         self._requests: dict[str, TextRequest] = {}
+        self._failed: dict[str, TextRequest] = {}  # ended here, and not yet retired
 
     @property
     def num_requests(self) -> int:
-        return len(self._requests)
+        return len(self._requests) + len(self._failed)
 
     def handle(self, events: list[DetokenizerEvent]) -> None:
         touched: dict[ChildKey, None] = {}  # in order of arrival
-        retired: list[str] = []
+        retired: list[Retired] = []
         for event in events:
             match event:
                 case OpenText():
-                    self._open(event)
+                    self.attempt(event.request_id, self._open, event)
                 case StepOutput():
                     for output in event.sequences:
-                        self._feed(output)
+                        self.attempt(output.request_id, self._feed, output)
                         touched.update(self._due(output.request_id, output.child))
                 case Retired():
-                    self._retire(event)
+                    self.attempt(event.request_id, self._retire, event)
                     touched.update(self._due(event.request_id, event.child))
-                    retired.append(event.request_id)
+                    retired.append(event)
                 case Refused():
-                    self._refuse(event)
+                    self.attempt(event.request_id, self._refuse, event)
                 case _:
                     assert_never(event)
         for request_id, index in touched:
-            self._send(self._requests[request_id], index)
-        for request_id in retired:
-            self._forget_retired(request_id)
+            self.attempt(request_id, self._send, request_id, index)
+        for event in retired:
+            self._forget_retired(event)
+
+    def end_request(self, request_id: str, error: ErrorInfo) -> None:
+        """The engine need not go on for a client that hears no more."""
+        request = self._requests.pop(request_id, None)
+        is_over = request is not None and request.is_over
+        if request is not None:
+            self._failed[request_id] = request
+        kept = sum(child.text.num_kept for child in request.children) if request else 0
+        self._engine.send(Cancel(request_id, None, kept, "cancelled"))
+        if not is_over:
+            self._deliver(failed_chunk(request_id, error))
 
     def _open(self, event: OpenText) -> None:
-        children = [Child(index, self._text_of(event)) for index in range(event.sampling.n)]
-        prompt = PromptText(event, self._tokenizer) if event.prompt_texts else None
-        self._requests[event.request_id] = TextRequest(event, children, prompt=prompt)
+        request = self._requests[event.request_id] = TextRequest(event)
+        for index in range(event.sampling.n):
+            request.children.append(Child(index, self._text_of(event)))
+        if event.prompt_texts:
+            request.prompt = PromptText(event, self._tokenizer)
 
     def _due(self, request_id: str, index: int) -> dict[ChildKey, None]:
         """Whose chunks may be due after an event of this child: what the prompt's scores make
         known is for all children.
         """
-        request = self._requests[request_id]
+        request = self._requests.get(request_id)
+        if request is None:
+            return {}
         if request.prompt is None:
             return {(request_id, index): None}
         return {(request_id, child.index): None for child in request.children}
@@ -164,7 +189,9 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
 
     def _feed(self, output: SequenceOutput) -> None:
         """Tokens after a stop string fall away: they were in flight when it was found."""
-        request = self._requests[output.request_id]
+        request = self._living(output.request_id)
+        if request is None:
+            return
         child = request.children[output.child]
         if child.ending is not None:
             return
@@ -185,7 +212,9 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
                 return
 
     def _retire(self, event: Retired) -> None:
-        request = self._requests[event.request_id]
+        request = self._living(event.request_id)
+        if request is None:
+            return
         child = request.children[event.child]
         child.is_retired = True
         if child.ending is not None:
@@ -197,13 +226,22 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
             child.ending = ending_of(event, request.opened.sampling)
 
     def _refuse(self, event: Refused) -> None:
-        self._requests.pop(event.request_id, None)
-        self._deliver(failed_chunk(event.request_id, event.error))
+        if self._failed.pop(event.request_id, None) is None:
+            self._requests.pop(event.request_id, None)
+            self._deliver(failed_chunk(event.request_id, event.error))
 
-    def _send(self, request: TextRequest, index: int) -> None:
-        child = request.children[index]
-        if child.is_answered:
+    def _living(self, request_id: str) -> TextRequest | None:
+        """None for a request that ended here, and of which the engine has not heard yet."""
+        request = self._requests.get(request_id)
+        if request is None and request_id not in self._failed:
+            raise BugError(f"the engine speaks of request {request_id}, which is not open")
+        return request
+
+    def _send(self, request_id: str, index: int) -> None:
+        request = self._requests.get(request_id)
+        if request is None or request.children[index].is_answered:
             return
+        child = request.children[index]
         prompt = None
         if request.prompt is not None:
             prompt = request.prompt.since(child.num_prompt_parts)
@@ -214,33 +252,35 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
             return
         child.is_answered = ending is not None
         if ending is not None and child.text.stop is not None and not child.is_retired:
-            request_id = request.opened.request_id
             self._engine.send(Cancel(request_id, index, child.text.num_kept, "stop"))
         is_shown = request.opened.sampling.return_token_ids and not child.is_begun
         child.is_begun = True
-        self._deliver(
-            OutputChunk(
-                request_id=request.opened.request_id,
-                child=index,
-                text=released.text,
-                token_ids=pack_i32(released.token_ids),
-                usage=Usage(request.opened.prompt_len, child.text.num_kept, child.cached_len),
-                logprobs=released.logprobs,
-                finish_reason=ending and ending.reason,
-                stop_reason=ending and ending.stop_reason,
-                error=ending and ending.error,
-                is_last=ending is not None and all(each.is_answered for each in request.children),
-                prompt_ids=request.opened.prompt_ids if is_shown else b"",
-                prompt=prompt,
-                embedding=child.embedding,
-            )
+        chunk = OutputChunk(
+            request_id=request_id,
+            child=index,
+            text=released.text,
+            token_ids=pack_i32(released.token_ids),
+            usage=Usage(request.opened.prompt_len, child.text.num_kept, child.cached_len),
+            logprobs=released.logprobs,
+            finish_reason=ending and ending.reason,
+            stop_reason=ending and ending.stop_reason,
+            error=ending and ending.error,
+            is_last=ending is not None and all(each.is_answered for each in request.children),
+            prompt_ids=request.opened.prompt_ids if is_shown else b"",
+            prompt=prompt,
+            embedding=child.embedding,
         )
+        self._deliver(chunk)
+        request.is_over = chunk.is_last
 
-    def _forget_retired(self, request_id: str) -> None:
-        """Several children may have retired in this batch, and the first took the request along."""
-        request = self._requests.get(request_id)
-        if request is not None and all(child.is_retired for child in request.children):
-            del self._requests[request_id]
+    def _forget_retired(self, event: Retired) -> None:
+        """Also of a request that ended here before the scheduler let go of it."""
+        for requests in (self._requests, self._failed):
+            request = requests.get(event.request_id)
+            if request is not None:
+                request.retired.add(event.child)
+                if request.is_retired:
+                    del requests[event.request_id]
 
 
 def ending_of(event: Retired, sampling: SamplingParams) -> Ending:

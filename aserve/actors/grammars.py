@@ -6,6 +6,7 @@ Must not know how grammars are compiled, steps or rows. Which requests wait is w
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeAlias, assert_never
@@ -68,7 +69,8 @@ class GrammarActor(Actor[EngineEvent]):
     async def _wait(self, request: AdmitRequest) -> None:
         outcome: Constraint | AserveError
         try:
-            async with asyncio.timeout(request.timeout_s):
+            left_s = None if request.deadline_s is None else request.deadline_s - time.monotonic()
+            async with asyncio.timeout(left_s):
                 outcome = await self._constrain(request)
         except AserveError as error:
             outcome = error

@@ -2,18 +2,23 @@
 
 Must not decide anything: what runs is in aserve.scheduling. Owns the deadline timers of requests,
 and tells observers about each turn once everything in it was performed.
+
+A request that could make a decision raise is refused before the state machine sees it. An exception
+inside a decision leaves the state half changed, so it ends the engine.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 from typing import assert_never
 
+from aserve.actors.admission import check_request
 from aserve.actors.base import Actor
 from aserve.actors.masks import MaskEvent
 from aserve.channel import Channel, Sink
-from aserve.errors import BugError
+from aserve.errors import BugError, ErrorInfo
 from aserve.messages import (
     AdmitRequest,
     BuildMask,
@@ -64,27 +69,50 @@ class SchedulerActor(Actor[SchedulerEvent]):
         watch: SchedulerWatch,
         inbox: Channel[SchedulerEvent],
     ) -> None:
-        super().__init__("scheduler", inbox=inbox)
+        super().__init__("scheduler", inbox=inbox, story=watch.trace.story)
         self._state = state
         self._ports = ports
         self._watch = watch
         self._deadlines: dict[str, asyncio.TimerHandle] = {}  # of requests that have not ended
 
     def handle(self, events: list[SchedulerEvent]) -> None:
+        events = self._checked(events)
         effects = self._decide(events)
         for effect in effects:
             self._perform(effect)
-        self._set_deadlines(events)
         turn = self._turn(events, effects)
         self._watch.trace.turned(turn)
         for observer in self._watch.observers:
             observer.turned(turn)
+
+    def end_request(self, request_id: str, error: ErrorInfo) -> None:
+        """The request failed its check: the state machine does not know it."""
+        self._clear_deadline(request_id)
+        refused = Refused(request_id, error)
+        self._ports.text.send(refused)
+        if self._ports.masks is not None:
+            self._ports.masks.send(refused)
 
     async def stop(self) -> None:
         for timer in self._deadlines.values():
             timer.cancel()
         self._deadlines.clear()
         await super().stop()
+
+    def _checked(self, events: list[SchedulerEvent]) -> list[SchedulerEvent]:
+        """Without the requests that failed their check, each of which has its final message."""
+        passed: list[SchedulerEvent] = []
+        for event in events:
+            if isinstance(event, AdmitRequest):
+                self.attempt(event.request_id, self._check, event, passed)
+            else:
+                passed.append(event)
+        return passed
+
+    def _check(self, request: AdmitRequest, passed: list[SchedulerEvent]) -> None:
+        check_request(request, self._state.board.spec, has_masks=self._ports.masks is not None)
+        self._set_deadline(request)
+        passed.append(request)
 
     def _decide(self, events: list[SchedulerEvent]) -> list[SchedulerEffect]:
         recorder = self._watch.recorder
@@ -123,16 +151,15 @@ class SchedulerActor(Actor[SchedulerEvent]):
             case _:
                 assert_never(effect)
 
-    def _set_deadlines(self, events: list[SchedulerEvent]) -> None:
-        """For requests that live after the turn: one that was refused or ended in it needs none."""
-        loop = asyncio.get_running_loop()
-        for event in events:
-            if not isinstance(event, AdmitRequest) or event.timeout_s is None:
-                continue
-            if event.request_id in self._state.board.groups:
-                cancel = Cancel(event.request_id, None, 0, "deadline")
-                timer = loop.call_later(event.timeout_s, self.inbox.send, cancel)
-                self._deadlines[event.request_id] = timer
+    def _set_deadline(self, request: AdmitRequest) -> None:
+        """The last message of the request clears it."""
+        deadline_s = request.deadline_s
+        if deadline_s is None:
+            return
+        cancel = Cancel(request.request_id, None, 0, "deadline")
+        left_s = max(deadline_s - time.monotonic(), 0)
+        timer = asyncio.get_running_loop().call_later(left_s, self.inbox.send, cancel)
+        self._deadlines[request.request_id] = timer
 
     def _clear_deadline(self, request_id: str) -> None:
         """At the last Retired of a request; its other children still have the deadline."""

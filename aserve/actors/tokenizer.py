@@ -7,12 +7,16 @@ loop is written here alone.
 from __future__ import annotations
 
 import asyncio
+import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeAlias, assert_never
+from dataclasses import dataclass
+from typing import assert_never
 
-from aserve.actors.base import Actor
+import msgspec
+
+from aserve.actors.base import Actor, Story
 from aserve.channel import Channel, Codec, Sink
-from aserve.errors import AserveError, Cancelled
+from aserve.errors import Cancelled, DeadlineExceeded, ErrorInfo, QueueFull
 from aserve.messages import (
     Cancel,
     ChatPrompt,
@@ -30,8 +34,15 @@ from aserve.text.prompt import Prepared, PromptEncoder
 LONG_TEXT = 2_000  # characters or ids, about 1 ms of work: beyond it a thread goes on
 WORD_SIZE = 100  # what a bad word takes, in the same measure
 NUM_THREADS = 2
+RETRY_AFTER_S = 1.0
 
-Outcome: TypeAlias = Prepared | AserveError
+
+@dataclass(frozen=True, slots=True)
+class TokenizeQueue:
+    """How much may be in preparation beside the loop at once; more is refused as 429."""
+
+    max_requests: int = 512
+    max_chars: int = 64 << 20  # characters and token ids of all their prompts
 
 
 class TokenizerActor(Actor[TokenizerEvent]):
@@ -39,7 +50,9 @@ class TokenizerActor(Actor[TokenizerEvent]):
     loop may last, alone or together with those before them in the same batch.
 
     A request ends here with Refused, or goes on as OpenText to the detokenizer, then AdmitRequest
-    to the engine. Cancels pass through after their request, so that they cannot overtake it.
+    to the engine. Cancels pass through after their request, so that they cannot overtake it. A
+    request whose client leaves or whose timeout ends while it waits for a thread ends at once, and
+    never gets the thread.
     """
 
     def __init__(
@@ -48,62 +61,132 @@ class TokenizerActor(Actor[TokenizerEvent]):
         *,
         detokenizer: Channel[DetokenizerEvent],
         engine: Sink[EngineEvent],
+        queue: TokenizeQueue | None = None,
         codec: Codec | None = None,
+        story: Story | None = None,
     ) -> None:
-        super().__init__("tokenizer", codec=codec)
+        super().__init__("tokenizer", codec=codec, story=story)
         self._encoder = encoder
         self._detokenizer = detokenizer
         self._engine = engine
+        self._queue = queue or TokenizeQueue()
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
-        self._preparing: dict[str, Cancel | None] = {}  # with the cancel that came meanwhile
+        # requests in preparation beside the loop; the future is set when the client leaves
+        self._preparing: dict[str, asyncio.Future[None]] = {}
+        self._num_chars = 0  # of their prompts
 
     def handle(self, events: list[TokenizerEvent]) -> None:
         room = LONG_TEXT
         for event in events:
             match event:
                 case GenerateRequest():
+                    deadline_s = _deadline_of(event)
                     size = prompt_size(event.prompt) + WORD_SIZE * len(event.sampling.bad_words)
                     if size > room:
-                        self._preparing[event.request_id] = None
-                        self.spawn(self._prepare_beside(event))
+                        work = self._prepare_later
+                        self.attempt(event.request_id, work, event, size, deadline_s)
                     else:
                         room -= size
-                        self._answer(event.request_id, prepare(self._encoder, event))
+                        self.attempt(event.request_id, self._prepare_now, event, deadline_s)
                 case Cancel():
-                    self._cancel(event)
+                    self.attempt(event.request_id, self._cancel, event)
                 case _:
                     assert_never(event)
+
+    def end_request(self, request_id: str, error: ErrorInfo) -> None:
+        self._detokenizer.send(Refused(request_id, error))
 
     async def stop(self) -> None:
         await super().stop()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _prepare_beside(self, request: GenerateRequest) -> None:
+    def _prepare_now(self, request: GenerateRequest, deadline_s: float | None) -> None:
+        self._pass_on(self._encoder.prepare(request), deadline_s)
+
+    def _prepare_later(
+        self, request: GenerateRequest, size: int, deadline_s: float | None
+    ) -> None:
+        self._encoder.check_size(request)
+        self._check_queue(size)
+        gone = asyncio.get_running_loop().create_future()
+        self._preparing[request.request_id] = gone
+        work = self._prepare_beside(request, size, gone=gone, deadline_s=deadline_s)
+        self.spawn_for(request.request_id, work)
+
+    async def _prepare_beside(
+        self,
+        request: GenerateRequest,
+        size: int,
+        *,
+        gone: asyncio.Future[None],
+        deadline_s: float | None,
+    ) -> None:
+        """NOTE: work that waits for a thread is dropped when nobody wants it any more; what runs in
+        one goes on to its end, and its result falls away.
+        """
         loop = asyncio.get_running_loop()
-        outcome = await loop.run_in_executor(self._threads, prepare, self._encoder, request)
-        if self._preparing.pop(request.request_id) is not None:
-            outcome = Cancelled("the client went away before its request was prepared")
-        self._answer(request.request_id, outcome)
+        self._num_chars += size
+        work = loop.run_in_executor(self._threads, self._encoder.prepare, request)
+        work.add_done_callback(_look_at)
+        try:
+            await asyncio.wait(
+                (work, gone), timeout=_left_s(deadline_s), return_when=asyncio.FIRST_COMPLETED
+            )
+            is_done = work.done()
+        finally:
+            self._num_chars -= size
+            del self._preparing[request.request_id]
+            work.cancel()
+        if gone.done():
+            raise Cancelled("the client went away before its request was prepared")
+        if not is_done:
+            raise DeadlineExceeded(
+                f"the request's timeout of {request.timeout_s} s ran out before its prompt was "
+                "tokenized",
+                param="timeout",
+            )
+        self._pass_on(work.result(), deadline_s)
+
+    def _pass_on(self, prepared: Prepared, deadline_s: float | None) -> None:
+        self._detokenizer.send(prepared.open)
+        self._engine.send(msgspec.structs.replace(prepared.admit, deadline_s=deadline_s))
 
     def _cancel(self, cancel: Cancel) -> None:
-        if cancel.request_id in self._preparing:
-            self._preparing[cancel.request_id] = cancel
-        else:
+        gone = self._preparing.get(cancel.request_id)
+        if gone is None:
             self._engine.send(cancel)
+        elif not gone.done():
+            gone.set_result(None)
 
-    def _answer(self, request_id: str, outcome: Outcome) -> None:
-        if isinstance(outcome, AserveError):
-            self._detokenizer.send(Refused(request_id, outcome.info()))
-            return
-        self._detokenizer.send(outcome.open)
-        self._engine.send(outcome.admit)
+    def _check_queue(self, size: int) -> None:
+        """A long text is taken alone, whatever its size: how long it may be is for others to say."""
+        queue = self._queue
+        if len(self._preparing) >= queue.max_requests:
+            raise QueueFull(
+                f"{len(self._preparing)} prompts wait to be tokenized, and at most "
+                f"{queue.max_requests} may. Try again later.",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        if self._preparing and self._num_chars + size > queue.max_chars:
+            raise QueueFull(
+                f"Prompts of {self._num_chars} characters wait to be tokenized, this one has "
+                f"{size}, and at most {queue.max_chars} may wait. Try again later.",
+                retry_after_s=RETRY_AFTER_S,
+            )
 
 
-def prepare(encoder: PromptEncoder, request: GenerateRequest) -> Outcome:
-    try:
-        return encoder.prepare(request)
-    except AserveError as error:
-        return error
+def _deadline_of(request: GenerateRequest) -> float | None:
+    return None if request.timeout_s is None else time.monotonic() + request.timeout_s
+
+
+def _left_s(deadline_s: float | None) -> float | None:
+    return None if deadline_s is None else max(deadline_s - time.monotonic(), 0)
+
+
+def _look_at(work: asyncio.Future[Prepared]) -> None:
+    """An error that nobody waits for any more is no news for the log."""
+    if not work.cancelled():
+        work.exception()
 
 
 def prompt_size(prompt: Prompt) -> int:
@@ -113,4 +196,5 @@ def prompt_size(prompt: Prompt) -> int:
         case TokenPrompt():
             return len(prompt.token_ids)
         case ChatPrompt():
-            return len(prompt.messages) + len(prompt.tools or b"")
+            parts = (prompt.messages, prompt.tools, prompt.variables)
+            return sum(len(part or b"") for part in parts)

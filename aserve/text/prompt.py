@@ -79,6 +79,7 @@ class PromptEncoder:
                 sampling=sampling,
                 prompt_ids=packed if is_scored or sampling.return_token_ids else b"",
                 prompt_texts=prompt_texts(prompt_ids, sampling, self.tokenizer) if is_told else (),
+                outputs=request.outputs,
             ),
             AdmitRequest(
                 request_id=request.request_id,
@@ -88,11 +89,14 @@ class PromptEncoder:
                 bad_word_ids=bad_words,
                 namespace=request.namespace,
                 priority=request.priority,
-                timeout_s=request.timeout_s,
+                outputs=request.outputs,
                 embeds=request.embeds,
                 page_keys=self._page_keys(packed, namespace=request.namespace),
             ),
         )
+
+    def check_size(self, request: GenerateRequest) -> None:
+        """Raises the ClientError of a prompt that is too long, however it would be tokenized."""
 
     def encode(self, prompt: Prompt) -> list[int]:
         match prompt:

@@ -238,3 +238,11 @@ async def test_a_cancelled_task_of_a_request_ends_without_a_message() -> None:
     await turn()
     await worker.stop()
     assert (worker.ended, worker.deaths) == ([], [])
+
+
+async def test_a_request_stopped_before_its_first_turn_leaves_no_coroutine_behind() -> None:
+    worker = Worker(no_luck)
+    worker.start(lambda name, _: worker.deaths.append(name))
+    worker.spawn_for("r", worker.work_beside("r"))  # has not run yet: a lost coroutine would warn
+    await worker.stop()
+    assert (worker.ended, worker.deaths) == ([], [])

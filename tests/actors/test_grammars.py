@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -30,7 +31,9 @@ BAD = Grammar("regex", "(")
 
 def request(name: str, grammar: Grammar | None = None, **fields: float) -> AdmitRequest:
     sampling = SamplingParams(seed=1, grammar=grammar)
-    return AdmitRequest(name, pack_i32([1]), sampling, timeout_s=fields.get("timeout_s"))
+    timeout_s = fields.get("timeout_s")
+    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+    return AdmitRequest(name, pack_i32([1]), sampling, deadline_s=deadline_s)
 
 
 def cancel(name: str) -> Cancel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
@@ -122,7 +123,8 @@ def admit(
 ) -> AdmitRequest:
     sampling = SamplingParams(seed=1, max_tokens=max_tokens, n=n, grammar=grammar)
     prompt = pack_i32([3, 1, 4, 1, 5])
-    return AdmitRequest(request_id, prompt, sampling, timeout_s=timeout_s)
+    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+    return AdmitRequest(request_id, prompt, sampling, deadline_s=deadline_s)
 
 
 async def test_a_request_comes_out_with_the_tokens_of_the_plain_engine() -> None:

@@ -1,0 +1,192 @@
+"""One request among sixteen meets an exception that nobody expected, in each step of each actor:
+it ends with one final message, and everything else goes on as if it had not been there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+
+from aserve.actors import scheduler as scheduler_module
+from aserve.actors import tokenizer as tokenizer_module
+from aserve.actors.detokenizer import DetokenizerActor
+from aserve.actors.scheduler import SchedulerActor
+from aserve.app import App
+from aserve.engine import Answer, Engine, GenerationError
+from aserve.messages import (
+    AdmitRequest,
+    GenerateRequest,
+    OpenText,
+    OutputChunk,
+    Refused,
+    Retired,
+    SequenceOutput,
+)
+from aserve.outlet import Gateway, Outlet
+from aserve.text.prompt import Prepared, PromptEncoder
+from tests.test_engine import Loader, engine, expected
+
+NUM_REQUESTS = 16
+GUILTY = 7
+GUILTY_ID = f"request-{GUILTY + 1}"
+PROMPT = [5, 6, 7]
+MAX_TOKENS = 5
+
+NAMED = (GenerateRequest, OpenText, SequenceOutput, Retired, Refused, OutputChunk, AdmitRequest)
+
+
+class Step(NamedTuple):
+    """A function that works for one request at a time; `only_once` where its end comes through the
+    same function.
+    """
+
+    owner: Any
+    name: str
+    is_after: bool  # the exception comes when the work was done, else before it
+    only_once: bool = False
+    in_thread: bool = False
+
+    def __str__(self) -> str:
+        when = "after" if self.is_after else "before"
+        return f"{when}_{self.name}{'_in_thread' if self.in_thread else ''}"
+
+
+STEPS = [
+    *(Step(PromptEncoder, "prepare", after, in_thread=t) for after in (0, 1) for t in (0, 1)),
+    Step(tokenizer_module.TokenizerActor, "_pass_on", is_after=False),
+    *(
+        Step(DetokenizerActor, name, bool(after))
+        for name in ("_open", "_feed", "_retire", "_send")
+        for after in (0, 1)
+    ),
+    *(Step(App, "_deliver", bool(after), only_once=True) for after in (0, 1)),
+    *(Step(Gateway, "deliver", bool(after), only_once=True) for after in (0, 1)),
+    *(Step(Outlet, "put", bool(after), only_once=True) for after in (0, 1)),
+    *(Step(scheduler_module, "check_request", bool(after)) for after in (0, 1)),
+    Step(SchedulerActor, "_set_deadline", is_after=False),
+]
+
+
+def unexpected() -> None:
+    raise RuntimeError("nobody expected this")
+
+
+def no_memory() -> None:
+    raise MemoryError
+
+
+def no_unicode() -> None:
+    "\ud800".encode()
+
+
+def names_guilty(values: tuple[Any, ...]) -> bool:
+    """Whether an argument is the guilty request's, or its id."""
+    return any(id_of(value) == GUILTY_ID for value in values)
+
+
+def id_of(value: Any) -> str | None:
+    if isinstance(value, Prepared):
+        return value.open.request_id
+    if isinstance(value, NAMED):
+        return value.request_id
+    return value if isinstance(value, str) else None
+
+
+def break_step(patch: pytest.MonkeyPatch, step: Step, guilt: Callable[[], None]) -> list[None]:
+    """What the broken step raised, so that a test sees that it was met."""
+    original = getattr(step.owner, step.name)
+    raised: list[None] = []
+
+    def broken(*values: Any, **named: Any) -> Any:
+        is_due = names_guilty(values) and not (step.only_once and raised)
+        if is_due and not step.is_after:
+            raised.append(None)
+            guilt()
+        result = original(*values, **named)
+        if is_due and step.is_after:
+            raised.append(None)
+            guilt()
+        return result
+
+    patch.setattr(step.owner, step.name, broken)
+    return raised
+
+
+def count_ends(patch: pytest.MonkeyPatch) -> Counter[str]:
+    """Final messages that reach readers, by request."""
+    ends: Counter[str] = Counter()
+    put = Outlet.put
+
+    def counted(outlet: Outlet, chunk: OutputChunk) -> None:
+        put(outlet, chunk)
+        ends[chunk.request_id] += chunk.is_last
+
+    patch.setattr(Outlet, "put", counted)
+    return ends
+
+
+async def answers_of(running: Engine) -> list[Answer | BaseException]:
+    return await asyncio.gather(
+        *(
+            running.answer(PROMPT, seed=seed, max_tokens=MAX_TOKENS, ignore_eos=True, timeout=60)
+            for seed in range(NUM_REQUESTS)
+        ),
+        return_exceptions=True,
+    )
+
+
+def nothing_is_held(running: Engine) -> bool:
+    """No request, row, page or timer of anybody."""
+    supervisor = running._app._running
+    assert supervisor is not None
+    actors = {actor.name: actor for actor in supervisor.supervisor._actors}
+    scheduler, detokenizer = actors["scheduler"], actors["detokenizer"]
+    assert isinstance(scheduler, SchedulerActor)
+    assert isinstance(detokenizer, DetokenizerActor)
+    board = scheduler._state.board
+    return (
+        not board.groups
+        and not board.running
+        and not scheduler._deadlines
+        and not scheduler.inbox
+        and detokenizer.num_requests == 0
+        and board.cache.num_used(0) == 0
+        and board.is_device_idle
+    )
+
+
+@pytest.mark.parametrize("guilt", [unexpected, no_memory, no_unicode])
+@pytest.mark.parametrize("step", STEPS, ids=str)
+async def test_an_exception_ends_one_request_of_sixteen(
+    step: Step, guilt: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = count_ends(monkeypatch)
+    raised = break_step(monkeypatch, step, guilt)
+    if step.in_thread:
+        monkeypatch.setattr(tokenizer_module, "LONG_TEXT", 0)
+    async with asyncio.timeout(30), engine(Loader()) as running:
+        before = asyncio.all_tasks()
+        answers = await answers_of(running)
+        for seed, answer in enumerate(answers):
+            if seed == GUILTY:
+                continue
+            assert isinstance(answer, Answer), answer
+            assert list(answer.choices[0].token_ids) == expected(seed=seed, max_tokens=MAX_TOKENS)
+        guilty = answers[GUILTY]
+        assert raised, "the step was never met"
+        if isinstance(guilty, GenerationError):
+            assert (guilty.reason.code, guilty.reason.status) == ("bug", 500)
+            assert "expected this" not in guilty.reason.message
+        else:
+            assert step.is_after, "its work was not done, so it has no answer"
+        assert set(ends.values()) == {1}
+        assert running._app.failure is None
+        later = await running.answer(PROMPT, seed=3, max_tokens=MAX_TOKENS, ignore_eos=True)
+        assert list(later.choices[0].token_ids) == expected(seed=3, max_tokens=MAX_TOKENS)
+        while not nothing_is_held(running):
+            await asyncio.sleep(0)
+        assert asyncio.all_tasks() == before
