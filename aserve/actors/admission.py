@@ -39,6 +39,6 @@ def check_request(request: AdmitRequest, spec: EngineSpec, *, has_masks: bool) -
 def _check_ids(data: bytes, spec: EngineSpec, *, what: str) -> int:
     """How many they are."""
     ids = array_i32(data)
-    if len(ids) and not (0 <= int(ids.min()) and int(ids.max()) < spec.vocab_size):
+    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= spec.vocab_size):
         raise BugError(f"the {what} has ids that are not within 0 and {spec.vocab_size - 1}")
     return len(ids)

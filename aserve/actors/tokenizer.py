@@ -103,9 +103,7 @@ class TokenizerActor(Actor[TokenizerEvent]):
     def _prepare_now(self, request: GenerateRequest, deadline_s: float | None) -> None:
         self._pass_on(self._encoder.prepare(request), deadline_s)
 
-    def _prepare_later(
-        self, request: GenerateRequest, size: int, deadline_s: float | None
-    ) -> None:
+    def _prepare_later(self, request: GenerateRequest, size: int, deadline_s: float | None) -> None:
         self._encoder.check_size(request)
         self._check_queue(size)
         gone = asyncio.get_running_loop().create_future()
@@ -159,7 +157,7 @@ class TokenizerActor(Actor[TokenizerEvent]):
             gone.set_result(None)
 
     def _check_queue(self, size: int) -> None:
-        """A long text is taken alone, whatever its size: how long it may be is for others to say."""
+        """A text is taken alone whatever its size: how long it may be is for others to say."""
         queue = self._queue
         if len(self._preparing) >= queue.max_requests:
             raise QueueFull(

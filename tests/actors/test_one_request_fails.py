@@ -55,18 +55,19 @@ class Step(NamedTuple):
         return f"{when}_{self.name}{'_in_thread' if self.in_thread else ''}"
 
 
+BOTH = (False, True)
 STEPS = [
-    *(Step(PromptEncoder, "prepare", after, in_thread=t) for after in (0, 1) for t in (0, 1)),
+    *(Step(PromptEncoder, "prepare", after, in_thread=t) for after in BOTH for t in BOTH),
     Step(tokenizer_module.TokenizerActor, "_pass_on", is_after=False),
     *(
-        Step(DetokenizerActor, name, bool(after))
+        Step(DetokenizerActor, name, after)
         for name in ("_open", "_feed", "_retire", "_send")
-        for after in (0, 1)
+        for after in BOTH
     ),
-    *(Step(App, "_deliver", bool(after), only_once=True) for after in (0, 1)),
-    *(Step(Gateway, "deliver", bool(after), only_once=True) for after in (0, 1)),
-    *(Step(Outlet, "put", bool(after), only_once=True) for after in (0, 1)),
-    *(Step(scheduler_module, "check_request", bool(after)) for after in (0, 1)),
+    *(Step(App, "_deliver", after, only_once=True) for after in BOTH),
+    *(Step(Gateway, "deliver", after, only_once=True) for after in BOTH),
+    *(Step(Outlet, "put", after, only_once=True) for after in BOTH),
+    *(Step(scheduler_module, "check_request", after) for after in BOTH),
     Step(SchedulerActor, "_set_deadline", is_after=False),
 ]
 
@@ -187,6 +188,9 @@ async def test_an_exception_ends_one_request_of_sixteen(
         assert running._app.failure is None
         later = await running.answer(PROMPT, seed=3, max_tokens=MAX_TOKENS, ignore_eos=True)
         assert list(later.choices[0].token_ids) == expected(seed=3, max_tokens=MAX_TOKENS)
-        while not nothing_is_held(running):
+        for _ in range(1000):
             await asyncio.sleep(0)
+            if nothing_is_held(running):
+                break
+        assert nothing_is_held(running)
         assert asyncio.all_tasks() == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import aiohttp
@@ -147,6 +148,7 @@ async def test_a_seed_is_given_back_and_one_is_drawn_where_none_was_given(
 async def test_sampling_fields_reach_the_engine(
     client: openai.AsyncOpenAI, echo: EchoEngine
 ) -> None:
+    started_s = time.monotonic()
     await client.completions.create(
         model="parrot",
         prompt="a",
@@ -183,7 +185,9 @@ async def test_sampling_fields_reach_the_engine(
     assert (sampling.repetition_penalty, sampling.min_tokens) == (1.5, 2)
     assert (sampling.logit_bias, sampling.stop) == (((7, -100.0),), ("x",))
     assert (sampling.allowed_token_ids, sampling.bad_words) == ((40, 41), ("AB",))
-    assert (admitted.end_ids, admitted.priority, admitted.timeout_s) == ((9,), -3, 2.5)
+    assert (admitted.end_ids, admitted.priority) == ((9,), -3)
+    assert admitted.deadline_s is not None
+    assert 0 < admitted.deadline_s - started_s - 2.5 < 60
 
 
 async def test_top_p_zero_means_the_likeliest_token_and_not_none(

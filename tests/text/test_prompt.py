@@ -48,11 +48,7 @@ def test_a_request_goes_on_with_its_ids_and_its_end_resolved() -> None:
     assert array_i32(result.admit.prompt_ids).tolist() == [7, 8, 9]
     assert result.admit.sampling.max_tokens == result.open.sampling.max_tokens == 7
     assert result.admit.end_ids == (*TOKENIZER.eos_ids, 5)
-    assert (result.admit.namespace, result.admit.priority, result.admit.timeout_s) == (
-        "space",
-        3,
-        1.5,
-    )
+    assert (result.admit.namespace, result.admit.priority) == ("space", 3)
     assert (result.open.request_id, result.open.prompt_len) == ("r", 3)
 
 
