@@ -84,7 +84,9 @@ ASKED_FOR = (
     *("aserve/gpu/sample/bans.py", "aserve/gpu/sample/penalties.py"),
     "aserve/gpu/sample/choose.py",
 )
-BESIDE_THE_CORE = (*STARTS, *LOOKS_ON, *ALTERNATIVES, *ASKED_FOR)
+# What only refuses: limits and checks that a request passes on its way, in files of their own.
+GUARDS = ("aserve/http/openai/limits.py", "aserve/actors/admission.py")
+BESIDE_THE_CORE = (*STARTS, *LOOKS_ON, *ALTERNATIVES, *ASKED_FOR, *GUARDS)
 
 BLOCKS = (
     *(ast.If, ast.For, ast.AsyncFor, ast.While, ast.With),
