@@ -74,9 +74,9 @@ class TorchExecutor:
         self._good_from = 0  # the last Resync's iteration: written by the executor thread
         self._unsound_at = -1  # a step whose result was no good: written by the waiter
         self._is_closed = False
-        self._staging = HostSlots(parts.device)
+        self._staging = HostSlots(parts.device, is_debug=parts.is_debug)
         self._staged: list[HostSlot] = []  # since the last event: written by the executor thread
-        self._results = HostSlots(parts.device)
+        self._results = HostSlots(parts.device, is_debug=parts.is_debug)
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._worker = Worker("aserve-executor", self._run, on_end=self._ended)
         self._loop: asyncio.AbstractEventLoop

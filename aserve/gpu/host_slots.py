@@ -16,6 +16,7 @@ from aserve.messages import ArrayI32
 
 MIN_WORDS = 4096
 MAX_FRONTS = 256  # more than captured steps have lengths
+POISON = -2_004_318_072  # no token, row, length or count: 0x88888888
 
 
 class HostSlot:
@@ -39,12 +40,17 @@ class HostSlot:
 
 
 class HostSlots:
-    """As many slots as steps are in flight at most, made when first needed."""
+    """As many slots as steps are in flight at most, made when first needed.
 
-    __slots__ = ("_device", "_free")
+    In debug mode a slot is overwritten when it is given back, so that whoever still reads it shows:
+    otherwise only the next step that takes the slot changes it, which is a race.
+    """
 
-    def __init__(self, device: Device) -> None:
+    __slots__ = ("_device", "_free", "_is_debug")
+
+    def __init__(self, device: Device, *, is_debug: bool = False) -> None:
         self._device = device
+        self._is_debug = is_debug
         self._free: queue.SimpleQueue[HostSlot] = queue.SimpleQueue()
 
     def take(self, num_words: int) -> HostSlot:
@@ -56,6 +62,8 @@ class HostSlots:
         return slot if len(slot.words) >= num_words else self._new(num_words)
 
     def give_back(self, slot: HostSlot) -> None:
+        if self._is_debug:
+            slot.words.fill(POISON)
         self._free.put(slot)
 
     def _new(self, num_words: int) -> HostSlot:

@@ -210,6 +210,17 @@ async def test_a_held_row_cannot_be_sampled_twice() -> None:
         assert isinstance(await second, StepFailed)
 
 
+async def test_a_row_that_was_held_before_a_failure_cannot_be_sampled_after_the_resync() -> None:
+    """Its logits belong to a step that was dropped; nobody may draw from them."""
+    async with running(HookedModel({2: burst})) as (executor, builder):
+        executor.launch(builder.batch({2: PROMPT}, sampling=[], held=[2]))
+        executor.launch(builder.batch({3: PROMPT}, sampling=[3]))
+        executor.resync(Resync(3))
+        outcome = await executor.sample(Sample(1, np.array([2], np.int32).tobytes(), b"\xff" * 8))
+    assert isinstance(outcome, StepFailed)
+    assert "rows [2] are sampled, but not held" in outcome.error.message
+
+
 async def test_a_mask_that_allows_nothing_fails_its_sample() -> None:
     async with running() as (executor, builder):
         executor.launch(builder.batch({2: PROMPT}, sampling=[], held=[2]))

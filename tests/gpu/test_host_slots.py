@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aserve.gpu.device.cpu import CpuDevice
-from aserve.gpu.host_slots import MAX_FRONTS, MIN_WORDS, HostSlots
+from aserve.gpu.host_slots import MAX_FRONTS, MIN_WORDS, POISON, HostSlots
 
 
 def test_a_slot_is_used_again_only_after_it_was_given_back() -> None:
@@ -38,3 +38,11 @@ def test_a_front_of_the_same_length_is_made_once_and_not_kept_for_ever() -> None
     for num_words in range(8, 8 + MAX_FRONTS):
         assert len(slot.front(num_words)) == num_words
     assert slot.front(7) is not first
+
+
+def test_in_debug_mode_nothing_can_be_read_from_a_slot_that_was_given_back() -> None:
+    slots = HostSlots(CpuDevice(), is_debug=True)
+    slot = slots.take(3)
+    slot.words[:3] = [1, 2, 3]
+    slots.give_back(slot)
+    assert slot.front(3).tolist() == [POISON] * 3
