@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -28,6 +28,7 @@ from aserve.messages import (
     Resync,
     RowEmbedding,
     RowInit,
+    RowLogprobs,
     Sample,
     SampleResult,
     SamplingParams,
@@ -41,6 +42,7 @@ from aserve.scheduling.request import child_seed
 
 POISON = -7  # what the device puts where nobody may read
 Kv = list[int]
+R = TypeVar("R")
 
 
 def kv_value(previous: int, token: int, position: int) -> int:
@@ -77,6 +79,17 @@ def prompt_scores(
         ranks=pack_i32([1 + digest % vocab_size for digest in digests]),
         top_ids=pack_i32([value % vocab_size for value, _ in table]),
         top_logprobs=np.array([-i for _, i in table], np.float32).tobytes(),
+    )
+
+
+def token_logprobs(digests: list[int], *, row: int, num_top: int, vocab_size: int) -> RowLogprobs:
+    """The logprobs of a row's tokens; digests: those that the tokens were picked from."""
+    table = [(digest + 3 * i, i) for digest in digests for i in range(num_top)]
+    return RowLogprobs(
+        row=row,
+        chosen=np.array([digest % 4091 for digest in digests], np.float32).tobytes(),
+        top_ids=pack_i32([value % vocab_size for value, _ in table]),
+        top_logprobs=np.array([value % 4099 for value, _ in table], np.float32).tobytes(),
     )
 
 
@@ -133,8 +146,29 @@ def ids_of_mask(mask: bytes, vocab_size: int) -> list[int]:
 # ------------------------------------------------------------------------------- the plain engine
 
 
+class PlainOutputs(NamedTuple):
+    """`tokens` are all outputs; `digests` those of the tokens that the engine itself sampled."""
+
+    tokens: list[int]
+    digests: list[int]
+
+
 def expected_outputs(request: AdmitRequest, child: int, spec: EngineSpec) -> list[int]:
     """What the sequence generates when it is alone in the world, up to its end."""
+    return plain_outputs(request, child, spec).tokens
+
+
+def expected_logprobs(
+    request: AdmitRequest, digests: list[int], spec: EngineSpec
+) -> RowLogprobs | None:
+    """Of the tokens with these digests, in one run of row 0; None if the request wants none."""
+    num_top = request.sampling.logprobs
+    if num_top is None:
+        return None
+    return token_logprobs(digests, row=0, num_top=num_top, vocab_size=spec.vocab_size)
+
+
+def plain_outputs(request: AdmitRequest, child: int, spec: EngineSpec) -> PlainOutputs:
     sampling = request.sampling
     key = row_key(_row_init(request, child))
     prompt_len = len(array_i32(request.prompt_ids))
@@ -142,6 +176,7 @@ def expected_outputs(request: AdmitRequest, child: int, spec: EngineSpec) -> lis
     if request.outputs:
         tokens += array_i32(request.outputs[child]).tolist()
     chain: Kv = []
+    digests: list[int] = []
     assert sampling.max_tokens is not None
     while len(tokens) - prompt_len < sampling.max_tokens:
         num_outputs = len(tokens) - prompt_len
@@ -151,12 +186,13 @@ def expected_outputs(request: AdmitRequest, child: int, spec: EngineSpec) -> lis
             chain.append(kv_value(chain[-1] if chain else 0, tokens[position], position))
         views = [chain if group.window is None else chain[-group.window :] for group in spec.groups]
         digest = hidden_state(views, key, len(tokens))
+        digests.append(digest)
         total = sum(tokens[prompt_len:])
         vocab = list(range(spec.vocab_size))
         tokens.append(
             pick(digest, vocab if sampling.grammar is None else allowed_ids(total, spec.vocab_size))
         )
-    return tokens[prompt_len:]
+    return PlainOutputs(tokens[prompt_len:], digests)
 
 
 class PromptAnswer(NamedTuple):
@@ -251,9 +287,20 @@ class DeviceBug(Exception):
     """What debug checks on the device find: never allowed to happen in a trace."""
 
 
+class Emitted(NamedTuple):
+    """The tokens that a step gives one row, and the digests that they were picked from."""
+
+    tokens: list[int]
+    digests: list[int]
+
+
 class FakeDevice:
-    """Executes commands in order. `must_fail(batch)` injects failing steps; with drafts it runs
-    the two-token mode.
+    """Executes commands in order; with drafts it runs the two-token mode.
+
+    `must_fail` and `must_fail_sample` inject commands that fail. `is_unsound` injects ones that run
+    to their end and whose result is found to be no good only when it is read, as with NaN logits:
+    then later commands run and succeed on what the bad one left behind, until the device `notices`
+    or the Resync comes.
     """
 
     def __init__(
@@ -262,14 +309,21 @@ class FakeDevice:
         *,
         must_fail: Callable[[ScheduleBatch], bool] = lambda batch: False,
         must_fail_sample: Callable[[Sample], bool] = lambda sample: False,
+        is_unsound: Callable[[ScheduleBatch | Sample], bool] = lambda command: False,
+        notices: Callable[[], bool] = lambda: True,
     ) -> None:
         self.spec = spec
         self.kv: list[Kv] = [[POISON] * (g.num_pages * spec.page_size) for g in spec.groups]
         self.rows = [RowState(len(spec.groups)) for _ in range(spec.max_rows + 1)]
         self.is_failed = False
+        self.was_unsound = False  # a result since the last Resync was no good
+        self.num_ignored = 0  # results that came after a failure and before its Resync
         self.last_iteration = 0
         self._must_fail = must_fail
         self._must_fail_sample = must_fail_sample
+        self._is_unsound = is_unsound
+        self._notices = notices
+        self._written: list[tuple[int, int]] = []  # (group, slot) of the step that runs
 
     def run(
         self, command: ScheduleBatch | Sample | Resync
@@ -277,7 +331,9 @@ class FakeDevice:
         match command:
             case Resync():
                 assert command.iteration == self.last_iteration + 1, "a resync names the next step"
-                self.is_failed = False
+                self.is_failed = self.was_unsound = False
+                for row in self.rows:
+                    row.logits = (POISON, POISON)
                 return None
             case Sample():
                 return self._run_sample(command)
@@ -286,19 +342,43 @@ class FakeDevice:
                 self.last_iteration = command.iteration
                 return self._run_step(command)
 
+    def _fails_already(self) -> bool:
+        if self.was_unsound and self._notices():
+            self.is_failed = True
+        return self.is_failed
+
     def _run_step(self, batch: ScheduleBatch) -> StepResult | StepFailed:
-        if self.is_failed:
+        if self._fails_already():
             return _failure(batch.iteration, "an earlier step failed")
         self._apply(batch)
         if self._must_fail(batch):
             self._scramble(batch)
             self.is_failed = True
             return _failure(batch.iteration, "injected")
+        result = self._forward(batch)
+        return self._judge(batch, result)
+
+    def _judge(self, command: ScheduleBatch | Sample, result: R) -> R | StepFailed:
+        """The result as it is read on the host; an unsound one spoils what its step left behind."""
+        self.num_ignored += self.was_unsound
+        if not self._is_unsound(command):
+            return result
+        self.was_unsound = True
+        for group, slot in self._written:
+            self.kv[group][slot] ^= 0x5A5A
+        for row in array_i32(command.rows).tolist():
+            state = self.rows[row]
+            if state.last_token != POISON:
+                state.last_token = (state.last_token + 1) % self.spec.vocab_size
+        return _failure(command.iteration, "unsound")
+
+    def _forward(self, batch: ScheduleBatch) -> StepResult:
+        self._written.clear()
         held = set(array_i32(batch.held_rows).tolist())
         samples = set(array_i32(batch.sample_rows).tolist())
         drafts = array_i32(batch.verify.num_drafts).tolist() if batch.verify else None
         ids = array_i32(batch.input_ids).tolist()
-        emitted: dict[int, list[int]] = {}
+        emitted: dict[int, Emitted] = {}
         scores: list[PromptLogprobs] = []
         embeddings: list[RowEmbedding] = []
         start = 0
@@ -317,11 +397,12 @@ class FakeDevice:
                 state.logits = (self._digest(row, kv_len + span), kv_len + span)
             elif row in samples:
                 emitted[row] = self._verify(row, tokens, kv_len, num_drafts)
-                self._stash(batch.iteration, row, emitted[row])
+                self._stash(batch.iteration, row, emitted[row].tokens)
         _check_covered(ids, start)
         return StepResult(
             batch.iteration,
             *_pack_tokens(emitted),
+            logprobs=self._logprobs(emitted),
             prompt_logprobs=tuple(scores),
             embeddings=tuple(embeddings),
         )
@@ -341,6 +422,19 @@ class FakeDevice:
             )
         ]
 
+    def _logprobs(self, emitted: dict[int, Emitted]) -> tuple[RowLogprobs, ...]:
+        """Of the rows that want them, each as many as it has tokens."""
+        wanted: list[RowLogprobs] = []
+        for row, (_, digests) in emitted.items():
+            init = self.rows[row].init
+            assert init is not None
+            if init.num_logprobs >= 0:
+                num_top, vocab_size = init.num_logprobs, self.spec.vocab_size
+                wanted.append(
+                    token_logprobs(digests, row=row, num_top=num_top, vocab_size=vocab_size)
+                )
+        return tuple(wanted)
+
     def _embed(self, row: int) -> list[RowEmbedding]:
         state = self.rows[row]
         assert state.init is not None
@@ -354,6 +448,8 @@ class FakeDevice:
             self.rows[init.row].init = init
             self.rows[init.row].key = row_key(init)
             self.rows[init.row].kv_len = -1
+        rows, kv_lens = array_i32(batch.rows).tolist(), array_i32(batch.kv_lens).tolist()
+        lens = dict(zip(rows, kv_lens, strict=True))
         for group, writes in enumerate(batch.page_writes):
             triples = zip(
                 array_i32(writes.rows),
@@ -363,6 +459,13 @@ class FakeDevice:
             )
             for row, column, page in triples:
                 self.rows[row].tables[group][int(column)] = int(page)
+                if int(column) * self.spec.page_size >= lens[int(row)]:
+                    self._empty(group, int(page))
+
+    def _empty(self, group: int, page: int) -> None:
+        """Nobody may read what the page's last owner left in it."""
+        size = self.spec.page_size
+        self.kv[group][page * size : (page + 1) * size] = [POISON] * size
 
     def _read_length(self, batch: ScheduleBatch, index: int, row: int) -> int:
         """Exact: the device's own length must agree. A bound: at least the published length,
@@ -409,10 +512,15 @@ class FakeDevice:
         for position, token in enumerate(tokens, start=kv_len):
             for group, kv in enumerate(self.kv):
                 previous = self._read_kv(row, group, position - 1) if position else 0
-                kv[self._slot(row, group, position)] = kv_value(previous, token, position)
+                slot = self._slot(row, group, position)
+                kv[slot] = kv_value(previous, token, position)
+                self._written.append((group, slot))
 
     def _read_kv(self, row: int, group: int, position: int) -> int:
-        return self.kv[group][self._slot(row, group, position)]
+        value = self.kv[group][self._slot(row, group, position)]
+        if value == POISON:
+            raise DeviceBug(f"row {row} reads position {position} of group {group}, never written")
+        return value
 
     def _slot(self, row: int, group: int, position: int) -> int:
         page = self.rows[row].tables[group].get(position // self.spec.page_size, 0)
@@ -427,20 +535,22 @@ class FakeDevice:
             views.append([self._read_kv(row, group, position) for position in range(start, kv_len)])
         return hidden_state(views, self.rows[row].key if key is None else key, kv_len)
 
-    def _verify(self, row: int, tokens: list[int], kv_len: int, num_drafts: int) -> list[int]:
+    def _verify(self, row: int, tokens: list[int], kv_len: int, num_drafts: int) -> Emitted:
         """The sampled token after the root, and while drafts agree with what was sampled, the
         ones after them.
         """
         vocab = list(range(self.spec.vocab_size))
         root_len = kv_len + len(tokens) - num_drafts
-        emitted = [pick(self._digest(row, root_len), vocab)]
+        digests = [self._digest(row, root_len)]
+        emitted = [pick(digests[0], vocab)]
         for depth in range(num_drafts):
             if tokens[len(tokens) - num_drafts + depth] != emitted[-1]:
                 break
-            emitted.append(pick(self._digest(row, root_len + depth + 1), vocab))
+            digests.append(self._digest(row, root_len + depth + 1))
+            emitted.append(pick(digests[-1], vocab))
         if self.spec.decode.max_tokens_per_step > 1:
             self.rows[row].seq_len = root_len + len(emitted) - 1
-        return emitted
+        return Emitted(emitted, digests)
 
     def _stash(self, iteration: int, row: int, emitted: list[int]) -> None:
         """The next draft is right about every other time: what the device itself would sample,
@@ -465,14 +575,15 @@ class FakeDevice:
         return (pick(digest, list(range(self.spec.vocab_size))) + wrong) % self.spec.vocab_size
 
     def _run_sample(self, sample: Sample) -> SampleResult | StepFailed:
-        if self.is_failed:
+        if self._fails_already():
             return _failure(sample.iteration, "an earlier step failed")
         if self._must_fail_sample(sample):
             self.is_failed = True
             return _failure(sample.iteration, "injected")
         rows = array_i32(sample.rows).tolist()
         size = len(sample.masks) // len(rows)
-        emitted: dict[int, list[int]] = {}
+        emitted: dict[int, Emitted] = {}
+        self._written.clear()
         for index, row in enumerate(rows):
             digest, position = self.rows[row].logits
             if position == POISON:
@@ -481,11 +592,13 @@ class FakeDevice:
                 sample.masks[index * size : (index + 1) * size], self.spec.vocab_size
             )
             self.rows[row].logits = (POISON, POISON)
-            emitted[row] = [pick(digest, allowed)]
+            emitted[row] = Emitted([pick(digest, allowed)], [digest])
             if self.spec.decode.max_tokens_per_step > 1:
                 self.rows[row].seq_len = position
-            self._stash(sample.iteration, row, emitted[row])
-        return SampleResult(sample.iteration, *_pack_tokens(emitted))
+            self._stash(sample.iteration, row, emitted[row].tokens)
+        logprobs = self._logprobs(emitted)
+        result = SampleResult(sample.iteration, *_pack_tokens(emitted), logprobs=logprobs)
+        return self._judge(sample, result)
 
     def _scramble(self, batch: ScheduleBatch) -> None:
         """A step that fails leaves anything behind in the rows that it named."""
@@ -493,9 +606,9 @@ class FakeDevice:
             self.rows[row] = RowState(len(self.spec.groups))
 
 
-def _pack_tokens(emitted: dict[int, list[int]]) -> tuple[bytes, bytes, bytes]:
-    counts = [len(tokens) for tokens in emitted.values()]
-    flat = [token for tokens in emitted.values() for token in tokens]
+def _pack_tokens(emitted: dict[int, Emitted]) -> tuple[bytes, bytes, bytes]:
+    counts = [len(row.tokens) for row in emitted.values()]
+    flat = [token for row in emitted.values() for token in row.tokens]
     return pack_i32(list(emitted)), pack_i32(counts), pack_i32(flat)
 
 

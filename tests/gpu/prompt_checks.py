@@ -9,7 +9,7 @@ from aserve.gpu.models.causal_model import CausalModel
 from aserve.messages import AdmitRequest, array_f32, array_i32
 from tests.gpu.drive import Served
 from tests.gpu.plain_engine import plain_embedding, plain_logprobs
-from tests.traces import joined
+from tests.stories import joined
 
 
 def assert_prompt(

@@ -22,7 +22,8 @@ from aserve.messages import (
     pack_i32,
 )
 from tests.fakes import TOY
-from tests.traces import POISON_SEED, Trace, TraceRun
+from tests.stories import POISON_SEED
+from tests.traces import Trace, TraceRun
 
 PROFILE = os.environ.get("ASERVE_TEST_PROFILE", "default")
 NUM_TRACES = {"default": 600, "mutants": 3_000, "large": 10_000}[PROFILE]
@@ -30,6 +31,7 @@ NUM_TRACES = {"default": 600, "mutants": 3_000, "large": 10_000}[PROFILE]
 PHASES = (Phase.explicit, Phase.generate, *(() if PROFILE != "default" else (Phase.shrink,)))
 FAILED_TRACE = Path(__file__).parent / "failed.trace"
 VOCAB = 11
+PACES = [(depth, lead) for depth in range(1, 5) for lead in range(1, depth + 1)]
 BASES = [[(7 * i * i + 3 * i + base) % VOCAB for i in range(40)] for base in range(3)]
 
 
@@ -59,6 +61,7 @@ def requests(draw: st.DrawFn, number: int, *, poison: bool) -> AdmitRequest:
             n=1 if poison else n,
             allowed_token_ids=draw(st.sampled_from([(), (), (1, 2, 3)])),
             grammar=TOY if has_grammar else None,
+            logprobs=draw(st.sampled_from([None, None, 0, 2])),
             prompt_logprobs=draw(st.sampled_from([None, None, 0, 2])),
         ),
         embeds=embeds,
@@ -73,14 +76,14 @@ def requests(draw: st.DrawFn, number: int, *, poison: bool) -> AdmitRequest:
 @st.composite
 def specs(draw: st.DrawFn) -> EngineSpec:
     page_size = draw(st.sampled_from([1, 2, 3, 4, 8, 16, 64]))
-    depth, lead = draw(st.sampled_from([(1, 1), (2, 2), (3, 1), (3, 3)]))
+    depth, lead = draw(st.sampled_from(PACES))
     most = -(-40 // page_size)
-    groups = [GroupSpec("full", draw(st.integers(2, 3 * most + 2)))]
-    if draw(st.booleans()):
+    num_pages = draw(st.one_of(st.integers(most // 2, most + 3), st.integers(2, 3 * most)))
+    groups = [GroupSpec("full", 2 + num_pages)]
+    for number in range(draw(st.sampled_from([0, 0, 1, 2]))):
         window = draw(st.integers(2, 9))
-        groups.append(
-            GroupSpec("window", -(-window // page_size) + draw(st.integers(3, 12)), window)
-        )
+        num_pages = -(-window // page_size) + draw(st.integers(3, 12))
+        groups.append(GroupSpec(f"window {number}", num_pages, window))
     return EngineSpec(
         page_size=page_size,
         groups=tuple(groups),
@@ -113,6 +116,7 @@ def traces(draw: st.DrawFn) -> Trace:
         seed=draw(st.integers(0, 2**32)),
         cancel_rate=draw(st.sampled_from([0.0, 0.0, 0.03, 0.15])),
         fail_rate=draw(st.sampled_from([0.0, 0.0, 0.1, 0.3])),
+        mask_fail_rate=draw(st.sampled_from([0.0, 0.0, 0.0, 0.1])),
         events_per_turn=draw(st.sampled_from([1, 1, 3, 6])),
     )
 
@@ -155,5 +159,5 @@ def test_a_saved_trace_replays_to_the_same_effects(tmp_path: Path) -> None:
     run.run()
     run.save(tmp_path / "saved.trace")
     lines = list(replay(tmp_path / "saved.trace"))
-    assert run.num_shared_pages > 0
-    assert len(lines) > len(run.batches)  # raises if any turn's effects differ
+    assert run.checks.num_shared_pages > 0
+    assert len(lines) > run.num_launched  # raises if any turn's effects differ

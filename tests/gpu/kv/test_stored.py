@@ -28,7 +28,7 @@ from tests.gpu.device_tables import CPU, device_batch
 from tests.gpu.drive import make_executor, request, serve
 from tests.gpu.hash_model import HashModel
 from tests.gpu.naive_sampler import Floats
-from tests.traces import joined
+from tests.stories import joined
 
 FP8 = torch.float8_e4m3fn
 PROMPT = [int(token) for token in np.random.default_rng(0).integers(3, 900, 60)]

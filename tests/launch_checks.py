@@ -1,0 +1,60 @@
+"""Launches as the device gets them, checked against what the clients have: which request a row
+belongs to, the token after each span, and the pages that rows share.
+"""
+
+from __future__ import annotations
+
+from aserve.messages import EngineSpec, ScheduleBatch, array_i32
+from aserve.scheduling.request import child_seed
+from tests.stories import Story
+
+
+class LaunchChecks:
+    """`check` is called with every batch, after the outputs that were sent before it."""
+
+    def __init__(self, spec: EngineSpec, stories: list[Story]) -> None:
+        self.spec = spec
+        self.num_shared_pages = 0  # summed over batches
+        self._by_seed = {
+            child_seed(story.request.sampling.seed, story.child): story for story in stories
+        }
+        self._tenants: dict[int, Story] = {}  # by row
+        self._pages: dict[int, list[int]] = {}  # by row, of the first group, as batches write them
+
+    def check(self, batch: ScheduleBatch) -> None:
+        for init in batch.row_inits:
+            self._tenants[init.row] = self._by_seed[init.seed]
+            self._pages[init.row] = []
+        self._check_next_ids(batch)
+        self._check_shared_pages(batch)
+
+    def _check_next_ids(self, batch: ScheduleBatch) -> None:
+        """-row where the row samples, or nothing comes after its span; else what the client knows
+        to be there.
+        """
+        sampled = array_i32(batch.sample_rows + batch.held_rows).tolist()
+        fields = (batch.rows, batch.spans, batch.kv_lens, batch.next_ids)
+        columns = [array_i32(values).tolist() for values in fields]
+        for row, span, kv_len, next_id in zip(*columns, strict=True):
+            known, end = self._tenants[row].known, kv_len + span
+            is_unknown = row in sampled or end >= len(known)
+            expected = -row if is_unknown else known[end]
+            assert next_id == expected, (
+                f"step {batch.iteration}, row {row}: {next_id} follows its span, not {expected}"
+            )
+
+    def _check_shared_pages(self, batch: ScheduleBatch) -> None:
+        """Counted as the rows' page tables say it, page by page."""
+        writes = batch.page_writes[0]
+        rows, columns, pages = map(array_i32, (writes.rows, writes.columns, writes.pages))
+        for row, column, page in zip(rows.tolist(), columns.tolist(), pages.tolist(), strict=True):
+            assert column == len(self._pages[row])
+            self._pages[row].append(page)
+        tables = [self._pages[row] for row in array_i32(batch.rows).tolist()]
+        num_whole = int(array_i32(batch.kv_lens).min()) // self.spec.page_size
+        num_shared = 0
+        while num_shared < num_whole and len({table[num_shared] for table in tables}) == 1:
+            num_shared += 1
+        is_named = self.spec.names_shared_pages and len(tables) > 1
+        assert batch.shared_pages == (num_shared if is_named else 0)
+        self.num_shared_pages += batch.shared_pages

@@ -1,0 +1,92 @@
+"""A scheduler whose every launch is looked at from outside: what its statistics must say is counted
+anew from phases and page tables, and who stepped back must be the right one.
+"""
+
+from __future__ import annotations
+
+from aserve.cache.holding import Holding
+from aserve.messages import Launch, ScheduleBatch, StepStats, array_i32
+from aserve.scheduling.phases import Phase
+from aserve.scheduling.request import Sequence
+from aserve.scheduling.state import SchedulerState
+
+Holdings = dict[Sequence, Holding | None]
+
+
+class WatchedState(SchedulerState):
+    """Raises AssertionError in the launch that is wrong. `num_watched` counts them, so that a test
+    sees that it watches at all.
+    """
+
+    num_retracted = 0
+    num_watched = 0
+
+    def _launch_next(self) -> bool:
+        before: Holdings = {row: row.holding for row in self.board.running.values()}
+        has_launched = super()._launch_next()
+        # A sequence that stepped back and was admitted again at once has another holding.
+        retracted = [row for row, holding in before.items() if row.holding is not holding]
+        self._check_retracted(retracted, list(before))
+        if has_launched:
+            self.num_watched += 1
+            running = self.board.running.values()
+            admitted = [row for row in running if row.holding is not before.get(row)]
+            launch = self.board.effects[-1]
+            assert isinstance(launch, Launch)
+            expected = self._expected_stats(launch.batch, admitted)
+            assert launch.batch.stats == expected, f"{launch.batch.stats} is not {expected}"
+        return has_launched
+
+    def _check_retracted(self, retracted: list[Sequence], before: list[Sequence]) -> None:
+        """Lowest priority first, then fewest outputs, then latest; and never the last row."""
+        self.num_retracted += len(retracted)
+        assert not retracted or len(retracted) < len(before), "the last row stepped back"
+        for row in retracted:
+            for other in before:
+                assert other in retracted or _goes_before(row, other), (
+                    f"{row.request_id}/{row.child} stepped back, not "
+                    f"{other.request_id}/{other.child}"
+                )
+
+    def _expected_stats(self, batch: ScheduleBatch, admitted: list[Sequence]) -> StepStats:
+        board = self.board
+        phases = [sequence.phase for sequence in board.living()]
+        spans, kv_lens = array_i32(batch.spans).tolist(), array_i32(batch.kv_lens).tolist()
+        sequences = [board.running[row] for row in array_i32(batch.rows).tolist()]
+        prefill_spans = [
+            span
+            for sequence, span, kv_len in zip(sequences, spans, kv_lens, strict=True)
+            if sequence in admitted or sequence.tokens.num - kv_len > 1
+        ]
+        pages = {
+            page
+            for row in board.running.values()
+            if row.holding is not None
+            for page in row.holding.pages[0]
+        }
+        return StepStats(
+            num_prefill_rows=len(prefill_spans),
+            num_prefill_tokens=sum(prefill_spans),
+            num_decode_rows=len(sequences) - len(prefill_spans),
+            num_running=phases.count(Phase.RUNNING),
+            num_waiting=phases.count(Phase.WAITING),
+            num_retracted=self.num_retracted,
+            num_cached_tokens=sum(_num_cached(row) for row in admitted) * board.spec.page_size,
+            used_pages=len(pages),
+            total_pages=board.spec.groups[0].num_pages - 1,
+        )
+
+
+def _num_cached(sequence: Sequence) -> int:
+    """Pages that were in the tree when it was admitted, and nothing of it is committed since."""
+    assert sequence.holding is not None
+    return len(sequence.holding.nodes)
+
+
+def _goes_before(sequence: Sequence, other: Sequence) -> bool:
+    """Whether it is the first of the two to step back. A greater number is a lower priority."""
+    if sequence.priority != other.priority:
+        return sequence.priority > other.priority
+    if sequence.num_outputs != other.num_outputs:
+        return sequence.num_outputs < other.num_outputs
+    return sequence.arrival > other.arrival
