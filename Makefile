@@ -51,7 +51,7 @@ serve: setup ## start the server on http://127.0.0.1:8000 with the bundled model
 test: lint ## what CI does: lint, type checks, tests
 	$(PY) -m pytest -q --durations=15 $(ARGS)
 
-test-all: lint ## the same with the large profiles
+test-all: lint ## the same with the large profiles and a fresh seed, which ASERVE_TEST_SEED=N repeats
 	ASERVE_TEST_PROFILE=large $(PY) -m pytest -q --durations=15 --timeout=3600 $(ARGS)
 
 # Not with setup: on such a machine torch is there already, and what is missing comes from WHEELS.

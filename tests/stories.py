@@ -1,5 +1,6 @@
-"""What the client of one sequence saw, and the proof that it is what the plain engine gives: tokens,
-logprobs, the prompt's scores, the embedding, and one last message that says why it ended.
+"""What the client of one sequence saw, and the proof that it is what the plain engine gives: its
+tokens, their logprobs, the prompt's scores, the embedding, and one last message that says why the
+sequence ended.
 """
 
 from __future__ import annotations
