@@ -403,11 +403,23 @@ class BuildMask(Message, frozen=True):
 
 
 class MaskReady(Message, frozen=True):
+    """`is_slow`: the masks of this request take long, so that it gets few rows from now on."""
+
     request_id: str
     child: int
     position: int
     mask: bytes  # int32 [ceil(vocab / 32)]
     error: ErrorInfo | None = None
+    is_slow: bool = False
+
+
+class FailRequest(Message, frozen=True):
+    """masks -> scheduler: the request ends with this error, all its children at once. For an
+    unknown request the message is ignored.
+    """
+
+    request_id: str
+    error: ErrorInfo
 
 
 # ---------------------------------------------------------------- text: scheduler -> detokenizer ->
@@ -549,7 +561,7 @@ def failed_chunk(request_id: str, error: ErrorInfo) -> OutputChunk:
 TokenizerEvent: TypeAlias = GenerateRequest | Cancel
 EngineEvent: TypeAlias = AdmitRequest | Cancel  # what enters the engine, from the text side
 SchedulerEvent: TypeAlias = (
-    AdmitRequest | Cancel | StepResult | SampleResult | StepFailed | MaskReady
+    AdmitRequest | Cancel | StepResult | SampleResult | StepFailed | MaskReady | FailRequest
 )
 SchedulerEffect: TypeAlias = Launch | Sample | Resync | StepOutput | Retired | Refused | BuildMask
 DetokenizerEvent: TypeAlias = OpenText | StepOutput | Retired | Refused

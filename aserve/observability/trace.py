@@ -13,6 +13,7 @@ from collections.abc import Callable
 from aserve.messages import (
     AdmitRequest,
     Cancel,
+    FailRequest,
     MaskReady,
     OutputChunk,
     Refused,
@@ -85,6 +86,8 @@ class Trace:
             case MaskReady():
                 what = f"child {event.child} has the mask of output {event.position}"
                 self.note(event.request_id, what)
+            case FailRequest():
+                self.note(event.request_id, f"failed beside the scheduler: {event.error.code}")
             case _:
                 pass  # results name rows: what a request got of them is in its StepOutput
 

@@ -10,7 +10,7 @@ from aserve.errors import ErrorInfo, NeverFits, QueueFull
 from aserve.messages import AdmitRequest, Refused
 from aserve.scheduling.board import Board
 from aserve.scheduling.budget import add_pages, fits_alone, has_room, most_pages, prefill_need
-from aserve.scheduling.held import ask_mask
+from aserve.scheduling.held import ask_mask, has_slow_room
 from aserve.scheduling.leave import leave
 from aserve.scheduling.phases import Phase
 from aserve.scheduling.request import Sequence
@@ -51,7 +51,7 @@ def admit(board: Board) -> list[Sequence]:
     for sequence in list(board.waiting):
         if not board.rows.num_free:
             break
-        if _shares_page(board, sequence, coming):
+        if not has_slow_room(board, sequence) or _shares_page(board, sequence, coming):
             continue
         need = _open(board, sequence)
         total = add_pages(reserved, need)

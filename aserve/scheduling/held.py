@@ -8,11 +8,13 @@ emitted token. Knows nothing of grammars. Writes `Sequence.mask`, `Flight.is_hel
 
 from __future__ import annotations
 
-from aserve.messages import BuildMask, MaskReady, Sample, pack_i32
+from aserve.messages import BuildMask, EngineSpec, MaskReady, Sample, pack_i32
 from aserve.scheduling.board import Board
 from aserve.scheduling.flights import Flight
-from aserve.scheduling.leave import leave
+from aserve.scheduling.leave import leave, retract
 from aserve.scheduling.request import Sequence
+
+SLOW_PART = 8  # one in so many rows
 
 
 def ask_mask(board: Board, sequence: Sequence) -> None:
@@ -46,6 +48,47 @@ def receive_mask(board: Board, ready: MaskReady) -> None:
         leave(board, sequence, "error", error=ready.error)
         return
     sequence.mask.mask = ready.mask
+    if ready.is_slow and not sequence.mask.is_slow:
+        _mark_slow(board, ready.request_id)
+
+
+def has_slow_room(board: Board, sequence: Sequence) -> bool:
+    """Whether one more row may be given to this sequence, as far as slow masks limit it."""
+    if sequence.mask is None or not sequence.mask.is_slow:
+        return True
+    return len(_slow_rows(board)) < max_slow_rows(board.spec)
+
+
+def max_slow_rows(spec: EngineSpec) -> int:
+    """Sequences whose masks take long hold at most this part of the rows, so that they cannot keep
+    the others from running.
+    """
+    return max(1, spec.max_rows // SLOW_PART)
+
+
+def awaits_masks(board: Board) -> bool:
+    """Whether a row is held whose mask is likely to come soon."""
+    return any(row.is_held and not _is_slow(row) for row in board.masked.values())
+
+
+def _is_slow(sequence: Sequence) -> bool:
+    return sequence.mask is not None and sequence.mask.is_slow
+
+
+def _slow_rows(board: Board) -> list[Sequence]:
+    return [sequence for sequence in board.masked.values() if _is_slow(sequence)]
+
+
+def _mark_slow(board: Board, request_id: str) -> None:
+    """All children of the request. Rows beyond the bound are retracted, the latest first; what
+    their matchers have seen stays valid.
+    """
+    for child in board.groups[request_id].values():
+        if child.mask is not None:
+            child.mask.is_slow = True
+    rows = sorted(_slow_rows(board), key=lambda sequence: sequence.arrival)
+    for sequence in rows[max_slow_rows(board.spec) :]:
+        retract(board, sequence)
 
 
 def give_samples(board: Board) -> None:

@@ -8,7 +8,7 @@ Committed whole pages enter the prefix tree. Knows nothing of why; writes `Board
 from __future__ import annotations
 
 from aserve.errors import ErrorInfo
-from aserve.messages import Cancel, FinishReason, Retired
+from aserve.messages import Cancel, FailRequest, FinishReason, Retired
 from aserve.scheduling.board import Board
 from aserve.scheduling.phases import Phase
 from aserve.scheduling.request import Sequence
@@ -55,6 +55,12 @@ def cancel(board: Board, event: Cancel) -> None:
         if event.child is None or event.child == child:
             kept = event.kept if event.reason == "stop" else None
             leave(board, sequence, event.reason, kept=kept)
+
+
+def fail(board: Board, event: FailRequest) -> None:
+    """All children; what is not known (any more) is ignored."""
+    for sequence in list(board.groups.get(event.request_id, {}).values()):
+        leave(board, sequence, "error", error=event.error)
 
 
 def retract(board: Board, sequence: Sequence) -> None:

@@ -59,6 +59,7 @@ class MaskState(msgspec.Struct, gc=False):
     asked: int = -1  # the output position of the last BuildMask
     num_sent: int = 0  # outputs that BuildMasks have carried
     mask: bytes | None = None  # of output position `asked`, once it is there
+    is_slow: bool = False  # its masks take long
 
 
 class Sequence:

@@ -13,6 +13,7 @@ from aserve.messages import (
     AdmitRequest,
     Cancel,
     EngineSpec,
+    FailRequest,
     MaskReady,
     SampleResult,
     SchedulerEffect,
@@ -26,9 +27,9 @@ from aserve.scheduling.caps import waits_for_masks
 from aserve.scheduling.check import check
 from aserve.scheduling.commit import commit_samples, commit_step
 from aserve.scheduling.decode import choose
-from aserve.scheduling.held import give_samples, receive_mask
+from aserve.scheduling.held import awaits_masks, give_samples, receive_mask
 from aserve.scheduling.launch import launch
-from aserve.scheduling.leave import cancel
+from aserve.scheduling.leave import cancel, fail
 from aserve.scheduling.recover import fail_step
 
 
@@ -70,6 +71,8 @@ class SchedulerState:
                 fail_step(self.board, event)
             case MaskReady():
                 receive_mask(self.board, event)
+            case FailRequest():
+                fail(self.board, event)
             case _:
                 assert_never(event)
 
@@ -80,7 +83,7 @@ class SchedulerState:
         board = self.board
         if len(board.steps) >= board.spec.depth:
             return False
-        has_held_rows = any(sequence.is_held for sequence in board.masked.values())
+        has_held_rows = awaits_masks(board)
         if waits_for_masks(board.spec, num_in_flight=len(board.steps), has_held_rows=has_held_rows):
             return False
         chosen, admitted = choose(board)
