@@ -135,6 +135,7 @@ class GenerateRequest(Message, frozen=True):
     `timeout_s` counts from its arrival at the tokenizer, and covers everything that follows.
     `outputs` has one int32 array per child: the tokens that an earlier engine generated for it,
     and its text side was given. The request goes on behind them, and their text is not sent again.
+    `client` is an opaque id of who asks; the scheduler shares the engine fairly between clients.
     """
 
     request_id: str
@@ -147,6 +148,7 @@ class GenerateRequest(Message, frozen=True):
     truncate_prompt_tokens: int | None = None
     embeds: bool = False
     outputs: tuple[bytes, ...] = ()  # int32 [outputs of child i]
+    client: str = ""
 
 
 class OpenText(Message, frozen=True):
@@ -170,7 +172,7 @@ class AdmitRequest(Message, frozen=True):
     `end_ids` are the token ids that end a sequence (eos and stop_token_ids; empty with ignore_eos
     and no stops), `bad_word_ids` the spellings of bad words.
     `sampling.max_tokens` is resolved: prompt_len + max_tokens <= max_model_len.
-    It `embeds` as its GenerateRequest does.
+    It `embeds` as its GenerateRequest does, and comes from the same `client`.
     """
 
     request_id: str
@@ -186,6 +188,7 @@ class AdmitRequest(Message, frozen=True):
     # the cache keys of the prompt's whole pages, 16 bytes each (cache/keys.py); the scheduler
     # computes those that are not here
     page_keys: bytes = b""
+    client: str = ""
 
 
 class Cancel(Message, frozen=True):

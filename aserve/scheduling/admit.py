@@ -18,8 +18,9 @@ from aserve.scheduling.request import Sequence
 
 def receive(board: Board, request: AdmitRequest) -> None:
     """Queues every child of a request, or refuses the request with the numbers."""
+    client = board.clients.find(request.client)
     children = [
-        Sequence(request, child=child, arrival=board.arrivals + child)
+        Sequence(request, child=child, arrival=board.arrivals + child, client=client)
         for child in range(request.sampling.n)
     ]
     refusal = _refusal(board, children)
@@ -27,6 +28,7 @@ def receive(board: Board, request: AdmitRequest) -> None:
         board.effects.append(Refused(request_id=request.request_id, error=refusal))
         return
     board.arrivals += len(children)
+    board.clients.join(client, len(children))
     board.groups[request.request_id] = {sequence.child: sequence for sequence in children}
     for sequence in children:
         board.waiting.add(sequence)
@@ -44,24 +46,27 @@ def admit(board: Board) -> list[Sequence]:
     if not board.waiting or not board.rows.num_free:
         return admitted
     reserved = (0,) * len(board.spec.groups)
+    passed_over: list[Sequence] = []
     coming: set[bytes] = set()  # keys of pages that running rows have not committed yet
-    for sequence in board.running.values():
-        reserved = add_pages(reserved, prefill_need(board, sequence))
-        coming.update(_uncommitted_keys(board, sequence))
-    for sequence in list(board.waiting):
-        if not board.rows.num_free:
-            break
+    for row in board.running.values():
+        reserved = add_pages(reserved, prefill_need(board, row))
+        coming.update(_uncommitted_keys(board, row))
+    while board.rows.num_free and (sequence := board.waiting.pop()) is not None:
         if not has_slow_room(board, sequence) or _shares_page(board, sequence, coming):
+            passed_over.append(sequence)
             continue
         need = _open(board, sequence)
         total = add_pages(reserved, need)
         if board.running and not has_room(board, total):
             _undo_open(board, sequence)
+            passed_over.append(sequence)
             break
         reserved = total
         _take_row(board, sequence)
         coming.update(_uncommitted_keys(board, sequence))
         admitted.append(sequence)
+    for waits in passed_over:
+        board.waiting.add(waits)
     return admitted
 
 
@@ -136,11 +141,13 @@ def _undo_open(board: Board, sequence: Sequence) -> None:
 
 
 def _take_row(board: Board, sequence: Sequence) -> None:
-    board.waiting.remove(sequence)
+    """NOTE: the caller has taken the sequence out of the queue."""
     sequence.row = board.rows.take()
     sequence.move(Phase.RUNNING)
     if sequence.cached_len < 0:
         sequence.cached_len = min(sequence.committed_len, sequence.prompt_len)
+        sequence.unpaid = sequence.tokens.num - sequence.committed_len
+    sequence.client.take_row(sequence.unpaid)
     board.running[sequence.row] = sequence
     if sequence.mask is not None:
         board.masked[sequence.row] = sequence

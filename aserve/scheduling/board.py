@@ -14,6 +14,7 @@ import msgspec
 from aserve.cache.kv_cache import KvCache
 from aserve.cache.rows import RowPool
 from aserve.messages import EngineSpec, SchedulerEffect
+from aserve.scheduling.clients import Clients
 from aserve.scheduling.flights import Flight
 from aserve.scheduling.queue import WaitingQueue
 from aserve.scheduling.request import Sequence
@@ -30,6 +31,7 @@ class Board:
     __slots__ = (
         "arrivals",
         "cache",
+        "clients",
         "effects",
         "groups",
         "masked",
@@ -52,6 +54,7 @@ class Board:
         self.rows = RowPool(spec.max_rows)
         self.effects: list[SchedulerEffect] = []  # of the current call of SchedulerState.step
         self.waiting = WaitingQueue()  # admit, leave
+        self.clients = Clients()  # admit, commit, leave
         self.running: dict[int, Sequence] = {}  # by row, in order of admission: admit, leave
         self.masked: dict[int, Sequence] = {}  # those of `running` with a host-side sampler
         # living children by request id: admit, leave

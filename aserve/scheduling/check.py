@@ -6,8 +6,11 @@ Reads the board, changes nothing.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from aserve.errors import BugError
 from aserve.scheduling.board import Board
+from aserve.scheduling.clients import PROMPT_WEIGHT, Client
 from aserve.scheduling.phases import Phase
 from aserve.scheduling.request import Sequence
 
@@ -18,6 +21,7 @@ def check(board: Board) -> None:
     board.cache.check(sequence.holding for sequence in board.running.values() if sequence.holding)
     for sequence in board.living():
         _check_sequence(board, sequence)
+    _check_clients(board)
     if len(board.steps) > board.spec.depth:
         raise BugError(f"{len(board.steps)} steps are in flight, depth is {board.spec.depth}")
 
@@ -31,6 +35,24 @@ def _check_rows(board: Board) -> None:
     for row, sequence in board.running.items():
         if sequence.row != row or sequence.phase is not Phase.RUNNING:
             raise BugError(f"row {row} names {describe(sequence)}")
+
+
+def _check_clients(board: Board) -> None:
+    """Each client has as many living sequences, rows and unpaid prompt tokens as it is said to."""
+    living: Counter[Client] = Counter()
+    running: Counter[Client] = Counter()
+    unpaid: Counter[Client] = Counter()
+    for sequence in board.living():
+        living[sequence.client] += 1
+    for sequence in board.running.values():
+        running[sequence.client] += 1
+        unpaid[sequence.client] += sequence.unpaid
+    if len(living) != board.clients.num_active:
+        raise BugError(f"{len(living)} clients are active, not {board.clients.num_active}")
+    for client, num_living in living.items():
+        counted = (num_living, running[client], PROMPT_WEIGHT * unpaid[client])
+        if counted != (client.num_living, client.num_rows, client.pending):
+            raise BugError(f"client {client.client_id!r} is counted wrongly: {counted}")
 
 
 def _check_sequence(board: Board, sequence: Sequence) -> None:

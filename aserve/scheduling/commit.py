@@ -73,6 +73,7 @@ def _commit_tokens(
             continue
         position = sequence.num_outputs
         num_kept, stop_id, is_end = _append(sequence, tokens[start:stop])
+        sequence.client.serve_outputs(num_kept)
         # Of a verify window, the root and the accepted drafts have valid KV.
         _land(board, sequence, flight, advance=flight.span - flight.num_drafts + count - 1)
         outputs.append(
@@ -130,6 +131,8 @@ def _land(board: Board, sequence: Sequence, flight: Flight, *, advance: int) -> 
     sequence.failures = 0
     if sequence.phase is not Phase.RUNNING:
         return  # retracted: its tokens count, its pages are gone
+    if sequence.unpaid:
+        _charge_prompt(sequence, advance)
     assert sequence.holding is not None
     page_size = board.spec.page_size
     num_before = sequence.committed_len // page_size
@@ -138,3 +141,10 @@ def _land(board: Board, sequence: Sequence, flight: Flight, *, advance: int) -> 
     if num_pages > num_before:
         board.cache.commit(sequence.holding, sequence.page_keys(page_size), num_pages=num_pages)
     board.cache.release_behind(sequence.holding, sequence.committed_len)
+
+
+def _charge_prompt(sequence: Sequence, num_computed: int) -> None:
+    """NOTE: what is computed again after a retraction was charged already, or is charged once."""
+    num_charged = min(sequence.unpaid, num_computed)
+    sequence.unpaid -= num_charged
+    sequence.client.serve_prompt(num_charged)

@@ -30,6 +30,7 @@ def leave(
         _give_back(board, sequence)
     elif sequence.phase is Phase.WAITING:
         board.waiting.remove(sequence)
+    board.clients.leave(sequence.client)
     sequence.flights.drop()
     sequence.move(Phase.ENDED)
     children = board.groups[sequence.request_id]
@@ -94,6 +95,8 @@ def _give_back(board: Board, sequence: Sequence) -> None:
     board.rows.give_back(sequence.row)
     del board.running[sequence.row]
     board.masked.pop(sequence.row, None)
+    sequence.client.give_back_row(sequence.unpaid)
+    board.waiting.reorder(sequence.client)
     sequence.row = 0
     sequence.holding = None
     sequence.committed_len = 0

@@ -16,6 +16,7 @@ import numpy as np
 from aserve.cache.holding import Holding
 from aserve.cache.keys import extend_keys, root_key
 from aserve.messages import AdmitRequest, ArrayI32, RowInit, SamplingParams, array_i32
+from aserve.scheduling.clients import Client
 from aserve.scheduling.flights import Flights
 from aserve.scheduling.phases import Phase, check_move
 
@@ -68,6 +69,7 @@ class Sequence:
         "bad_word_ids",
         "cached_len",
         "child",
+        "client",
         "committed_len",
         "embeds",
         "end_ids",
@@ -90,14 +92,18 @@ class Sequence:
         "sampling",
         "seed",
         "tokens",
+        "unpaid",
         "written_pages",
     )
 
-    def __init__(self, request: AdmitRequest, *, child: int, arrival: int) -> None:
+    def __init__(
+        self, request: AdmitRequest, *, child: int, arrival: int, client: Client | None = None
+    ) -> None:
         prompt_ids = array_i32(request.prompt_ids)
         outputs = array_i32(request.outputs[child]) if request.outputs else array_i32(b"")
         self.request_id = request.request_id
         self.child = child
+        self.client = client or Client(request.client)
         self.arrival = arrival
         self.priority = request.priority
         self.sampling: SamplingParams = request.sampling
@@ -122,6 +128,8 @@ class Sequence:
         # page table entries that the device has; 0: it does not know this row yet
         self.written_pages = 0
         self.cached_len = -1  # prompt tokens from the prefix cache at first admission
+        # prompt tokens that its client has not been charged for; known from its first admission on
+        self.unpaid = 0
         self.failures = 0  # consecutive failed steps that named only this row
         self.mask = MaskState() if request.sampling.grammar and self.max_tokens else None
         self.embeds = request.embeds

@@ -92,6 +92,7 @@ class PromptEncoder:
                 outputs=request.outputs,
                 embeds=request.embeds,
                 page_keys=self._page_keys(packed, namespace=request.namespace),
+                client=request.client,
             ),
         )
 

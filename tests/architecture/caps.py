@@ -86,7 +86,9 @@ ASKED_FOR = (
 )
 # What only refuses: limits and checks that a request passes on its way, in files of their own.
 GUARDS = ("aserve/http/openai/limits.py", "aserve/actors/admission.py")
-BESIDE_THE_CORE = (*STARTS, *LOOKS_ON, *ALTERNATIVES, *ASKED_FOR, *GUARDS)
+# What only a server of several clients needs: who they are, and how they share the engine.
+SHARING = ("aserve/http/auth.py", "aserve/scheduling/clients.py", "aserve/scheduling/shares.py")
+BESIDE_THE_CORE = (*STARTS, *LOOKS_ON, *ALTERNATIVES, *ASKED_FOR, *GUARDS, *SHARING)
 
 BLOCKS = (
     *(ast.If, ast.For, ast.AsyncFor, ast.While, ast.With),

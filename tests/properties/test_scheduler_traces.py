@@ -69,6 +69,7 @@ def requests(draw: st.DrawFn, number: int, *, poison: bool) -> AdmitRequest:
         end_ids=draw(st.sampled_from([(), (0,), (0, 4)])),
         bad_word_ids=draw(st.sampled_from([(), ((1, 2), (3,))])),
         priority=draw(st.integers(0, 2)),
+        client=draw(st.sampled_from(["", "", "a", "b"])),
         namespace=draw(st.sampled_from(["", "", "salt"])),
         outputs=outputs if num_before and not poison and not has_grammar else (),
     )

@@ -58,6 +58,7 @@ def request(
     n: int = 1,
     grammar: Grammar | None = None,
     priority: int = 0,
+    client: str = "",
 ) -> AdmitRequest:
     return AdmitRequest(
         request_id=name,
@@ -65,6 +66,7 @@ def request(
         sampling=SamplingParams(seed=1, max_tokens=max_tokens, n=n, grammar=grammar),
         end_ids=end_ids,
         priority=priority,
+        client=client,
     )
 
 

@@ -1,0 +1,219 @@
+"""Clients share the engine: by the tokens that each was served, by rows, and by places to wait."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+
+from aserve.messages import AdmitRequest, EngineSpec
+from aserve.scheduling.clients import Client, Clients
+from aserve.scheduling.queue import WaitingQueue
+from aserve.scheduling.request import Sequence
+from aserve.scheduling.state import SchedulerState
+from tests.scheduling.stage import cancel, request, spec
+from tests.scheduling.step_counter import StepCounter
+
+
+def engine(*, max_rows: int = 8, max_waiting: int = 2_000, budget: int = 64) -> EngineSpec:
+    few = spec(num_pages=700, max_rows=max_rows, max_batched_tokens=budget)
+    return msgspec.structs.replace(few, max_waiting=max_waiting, max_model_len=4_000)
+
+
+def counter(spec: EngineSpec) -> StepCounter:
+    return StepCounter(SchedulerState(spec, debug_checks=True))
+
+
+def asked(client: str, number: int, *, prompt_len: int = 6, max_tokens: int = 8) -> AdmitRequest:
+    """Prompts of different requests share no page."""
+    numbers = random.Random(f"{client}/{number}")
+    prompt = [numbers.randrange(100) for _ in range(prompt_len)]
+    return request(f"{client}{number}", prompt, max_tokens=max_tokens, client=client)
+
+
+def order_of(queue: WaitingQueue) -> list[str]:
+    names = []
+    while (sequence := queue.pop()) is not None:
+        names.append(sequence.request_id)
+    return names
+
+
+def waiting(name: str, client: Client, arrival: int, *, priority: int = 0) -> Sequence:
+    admit = request(name, [1], priority=priority)
+    return Sequence(admit, child=0, arrival=arrival, client=client)
+
+
+def test_the_client_that_was_served_least_comes_first() -> None:
+    queue = WaitingQueue()
+    heavy, light = Client("heavy"), Client("light")
+    heavy.serve_outputs(10)
+    for arrival, (name, client) in enumerate(
+        [("h0", heavy), ("h1", heavy), ("l0", light), ("l1", light)]
+    ):
+        queue.add(waiting(name, client, arrival))
+    assert order_of(queue) == ["l0", "l1", "h0", "h1"]
+
+
+def test_counters_that_change_while_sequences_wait_change_the_order() -> None:
+    queue = WaitingQueue()
+    one, other = Client("one"), Client("other")
+    for arrival, (name, client) in enumerate(
+        [("a0", one), ("b0", other), ("a1", one), ("b1", other)]
+    ):
+        queue.add(waiting(name, client, arrival))
+    first = queue.pop()
+    assert first is not None
+    assert first.request_id == "a0"
+    one.take_row(5)
+    second = queue.pop()
+    assert second is not None
+    assert second.request_id == "b0"
+    other.take_row(9)
+    one.give_back_row(5)
+    one.take_row(8)
+    queue.reorder(one)
+    assert order_of(queue) == ["a1", "b1"]
+
+
+def test_a_key_that_fell_is_seen_after_reorder() -> None:
+    queue = WaitingQueue()
+    one, other = Client("one"), Client("other")
+    one.take_row(100)
+    other.serve_outputs(1)
+    queue.add(waiting("a", one, 0))
+    queue.add(waiting("b", other, 1))
+    one.give_back_row(100)
+    queue.reorder(one)
+    assert order_of(queue) == ["a", "b"]
+
+
+def test_priority_comes_before_shares_and_a_retracted_sequence_keeps_its_place() -> None:
+    queue = WaitingQueue()
+    heavy, light = Client("heavy"), Client("light")
+    heavy.serve_outputs(10)
+    urgent = waiting("urgent", heavy, 7, priority=-1)
+    early = waiting("early", heavy, 1)
+    for sequence in (waiting("late", heavy, 5), waiting("light", light, 6), urgent):
+        queue.add(sequence)
+    queue.add(early)  # as after a retraction
+    assert order_of(queue) == ["urgent", "light", "early", "late"]
+
+
+def test_any_mix_of_operations_keeps_the_order_of_a_plain_sort() -> None:
+    numbers = random.Random(1)
+    queue = WaitingQueue()
+    clients = [Client(str(number)) for number in range(5)]
+    present: dict[int, Sequence] = {}
+    for arrival in range(4_000):
+        client = numbers.choice(clients)
+        match numbers.randrange(5):
+            case 0 | 1:
+                present[arrival] = waiting(
+                    str(arrival), client, arrival, priority=numbers.randrange(2)
+                )
+                queue.add(present[arrival])
+            case 2:
+                client.serve_outputs(numbers.randrange(4))
+            case 3 if present:
+                gone = present.pop(numbers.choice(list(present)))
+                queue.remove(gone)
+            case 4 if present:
+                taken = queue.pop()
+                assert taken is not None
+                keys = {s.arrival: (s.priority, s.client.key, s.arrival) for s in present.values()}
+                assert taken.arrival == min(keys, key=keys.__getitem__)
+                if numbers.random() < 0.5:
+                    queue.add(taken)
+                else:
+                    del present[taken.arrival]
+        assert len(queue) == len(present)
+    assert queue.num_clients == len({s.client.client_id for s in present.values()})
+
+
+def test_ten_thousand_waiting_clients_cost_no_scan() -> None:
+    """Counted in comparisons of the heap's entries, not in time."""
+    queue = WaitingQueue()
+    clients = [CountingClient(str(number)) for number in range(10_000)]
+    for arrival, client in enumerate(clients):
+        queue.add(waiting(str(arrival), client, arrival))
+    CountingClient.num_reads = 0
+    for _ in range(100):
+        sequence = queue.pop()
+        assert sequence is not None
+        sequence.client.serve_outputs(1)
+        queue.add(sequence)
+    assert CountingClient.num_reads < 100 * 30
+
+
+class CountingClient(Client):
+    """Counts how often a key is read."""
+
+    num_reads = 0
+
+    @property
+    def key(self) -> int:
+        CountingClient.num_reads += 1
+        return super().key
+
+
+def test_an_idle_client_saves_up_no_service_and_keeps_its_debt() -> None:
+    clients = Clients()
+    heavy, saver = clients.find("heavy"), clients.find("saver")
+    clients.join(heavy, 1)
+    clients.join(saver, 1)
+    heavy.serve_outputs(500)
+    saver.serve_outputs(5)
+    clients.leave(saver)
+    saver = clients.find("saver")
+    clients.join(saver, 1)
+    assert saver.served == 1000
+    saver.serve_outputs(50)
+    clients.leave(saver)
+    assert clients.find("saver").served == 1100
+    clients.join(clients.find("saver"), 1)
+    assert clients.find("saver").served == 1100
+
+
+def test_clients_that_are_gone_are_forgotten() -> None:
+    clients = Clients()
+    stays = clients.find("stays")
+    clients.join(stays, 1)
+    for number in range(1_000):
+        guest = clients.find(f"guest{number}")
+        clients.join(guest, 1)
+        guest.serve_outputs(1)
+        stays.serve_outputs(2)
+        clients.leave(guest)
+    assert len(clients) < 10
+    clients.leave(stays)
+    assert len(clients) == 0
+    assert clients.find("stays").served == 0
+
+
+def test_a_flood_that_waits_does_not_delay_another_client() -> None:
+    """Rows are plenty in turn: what counts is who is next when one is free."""
+    run = counter(engine(max_rows=2))
+    run.send(*(asked("flood", number) for number in range(100)))
+    run.run(3)
+    assert run.steps_to_first(asked("light", 0))[0] <= 20
+
+
+def test_two_clients_that_always_wait_are_served_alike() -> None:
+    run = counter(engine(max_rows=4))
+    run.send(*(asked("many", number, max_tokens=16) for number in range(300)))
+    run.send(*(asked("few", number, max_tokens=4) for number in range(300)))
+    run.run(300)
+    many, few = run.num_outputs["many"], run.num_outputs["few"]
+    served = {name: run.state.board.clients.find(name).served for name in ("many", "few")}
+    assert abs(served["many"] - served["few"]) < 4 * (16 * 2 + 6)
+    assert many > few  # whose answers are short, and whose prompts cost more of its share
+
+
+def test_what_is_cancelled_before_it_was_computed_is_not_charged() -> None:
+    run = counter(engine(budget=8))
+    run.send(asked("a", 0, prompt_len=400), asked("b", 0))
+    client = run.state.board.clients.find("a")
+    assert client.key == 400
+    run.run(2)
+    run.state.step([cancel("a0")])
+    assert client.key == client.served < 40
