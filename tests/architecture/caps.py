@@ -86,8 +86,12 @@ ASKED_FOR = (
 )
 # What only refuses: limits and checks that a request passes on its way, in files of their own.
 GUARDS = ("aserve/http/openai/limits.py", "aserve/actors/admission.py")
-# What only a server of several clients needs: who they are, and how they share the engine.
-SHARING = ("aserve/http/auth.py", "aserve/scheduling/clients.py", "aserve/scheduling/shares.py")
+# What only a server of several clients needs: who they are, and how they share the engine. The
+# queue is here, because a list in order of arrival would do for one client.
+SHARING = (
+    *("aserve/http/auth.py", "aserve/scheduling/clients.py", "aserve/scheduling/queue.py"),
+    "aserve/scheduling/shares.py",
+)
 BESIDE_THE_CORE = (*STARTS, *LOOKS_ON, *ALTERNATIVES, *ASKED_FOR, *GUARDS, *SHARING)
 
 BLOCKS = (
