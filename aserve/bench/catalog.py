@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aserve.bench.options import (
+    AdmissionOptions,
     GpuCheckOptions,
     HostStepOptions,
     KernelsOptions,
@@ -38,6 +39,11 @@ class Bench:
 
 
 BENCHES: Mapping[str, Bench] = {
+    "admission": Bench(
+        "The longest turn of the scheduler under the heaviest loads; the device takes no time.",
+        AdmissionOptions,
+        "aserve.bench.admission",
+    ),
     "gpu-check": Bench(
         "What only a GPU can show, in parts that can be resumed, beside its goals.",
         GpuCheckOptions,

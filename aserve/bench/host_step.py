@@ -18,6 +18,7 @@ import numpy as np
 from aserve.bench.options import HostStepOptions, integers
 from aserve.bench.progress import progress
 from aserve.bench.result import BenchResult, Table
+from aserve.bench.sampled_result import result_of
 from aserve.bench.spread import mean, median, percentile, spread
 from aserve.config import Resolved
 from aserve.messages import (
@@ -30,9 +31,6 @@ from aserve.messages import (
     ScheduleBatch,
     SchedulerEffect,
     SchedulerEvent,
-    StepResult,
-    array_i32,
-    pack_i32,
 )
 from aserve.scheduling.state import SchedulerState
 
@@ -142,7 +140,7 @@ class Load:
         """
         events, self._arrivals = self._arrivals, []
         if self._in_flight:
-            events.append(_result_of(self._in_flight.popleft()))
+            events.append(result_of(self._in_flight.popleft(), vocab_size=VOCAB_SIZE))
         start_ns, cpu_start_ns = time.perf_counter_ns(), time.thread_time_ns()
         effects = self._state.step(events)
         took_ns, cpu_ns = time.perf_counter_ns() - start_ns, time.thread_time_ns() - cpu_start_ns
@@ -181,15 +179,4 @@ def _spec(num_rows: int) -> EngineSpec:
         max_batched_tokens=MAX_BATCHED_TOKENS,
         vocab_size=VOCAB_SIZE,
         max_waiting=2 * num_rows,
-    )
-
-
-def _result_of(batch: ScheduleBatch) -> StepResult:
-    """The answer of a device: one token for each row that samples."""
-    num_samples = len(array_i32(batch.sample_rows))
-    return StepResult(
-        iteration=batch.iteration,
-        rows=batch.sample_rows,
-        counts=pack_i32([1] * num_samples),
-        tokens=pack_i32([batch.iteration % VOCAB_SIZE] * num_samples),
     )

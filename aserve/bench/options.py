@@ -42,6 +42,11 @@ class GpuCheckOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class AdmissionOptions:
+    repeats: int = option(3, "repeats; the longest turn is that of all repeats", Limits(low=1))
+
+
+@dataclass(frozen=True, slots=True)
 class HostStepOptions:
     rows: str = option("16,64,256,1024", "running requests, one measurement each", LIST)
     steps: int = option(100, "measured steps of a repeat", Limits(low=1))
