@@ -80,7 +80,7 @@ class WatchedState(SchedulerState):
 def _num_cached(sequence: Sequence) -> int:
     """Pages that were in the tree when it was admitted, and nothing of it is committed since."""
     assert sequence.holding is not None
-    return len(sequence.holding.nodes)
+    return sequence.holding.num_shared
 
 
 def _goes_before(sequence: Sequence, other: Sequence) -> bool:

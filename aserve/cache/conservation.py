@@ -6,11 +6,11 @@ Knows nothing of how pages move; changes nothing and keeps no state.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from aserve.cache.holding import Holding
 from aserve.cache.pages import PagePool
-from aserve.cache.radix import Node, PrefixTree
+from aserve.cache.radix import PrefixTree, Run
 from aserve.errors import BugError
 
 
@@ -19,14 +19,17 @@ def check_conservation(
 ) -> None:
     for number, holding in enumerate(holdings):
         _check_holding(holding, tree, number=number)
-    _check_tree(tree)
+    _check_runs(tree)
+    _check_users(tree, holdings=holdings)
+    _check_order(tree)
     for group, pool in enumerate(pools):
         _check_owners(group, pool, tree=tree, holdings=holdings)
+    for group in tree.windowed:
         _check_locks(group, tree, holdings=holdings)
 
 
 def _check_holding(holding: Holding, tree: PrefixTree, *, number: int) -> None:
-    """Its lists are alike, its nodes are a path from the root, and it uses their pages or none."""
+    """Its lists are alike, its prefix is in the tree, and it uses the prefix's pages or none."""
     story = f"holding {number}"
     _require(
         len({len(pages) for pages in holding.pages}) == 1,
@@ -34,46 +37,78 @@ def _check_holding(holding: Holding, tree: PrefixTree, *, number: int) -> None:
     )
     _require(0 not in holding.pages[0], f"{story} lacks a page in group 0: {holding.pages[0]}")
     _require(
-        len(holding.nodes) <= holding.num_pages,
-        f"{story} has {len(holding.nodes)} nodes for {holding.num_pages} pages",
+        holding.num_shared <= holding.num_pages,
+        f"{story} has {holding.num_shared} nodes for {holding.num_pages} pages",
     )
-    parent: Node | None = None
-    for index, node in enumerate(holding.nodes):
-        where = f"{story}, page index {index}, prefix {node.key.hex()}"
-        _require(tree.get(node.key) is node, f"{where}: not in the tree")
-        _require(node.parent is parent, f"{where}: its parent is not the node before it")
-        for group, pages in enumerate(holding.pages):
+    nodes = tree.nodes(holding.prefix)
+    _require(len(nodes) == holding.num_shared, f"{story}: its prefix has {len(nodes)} nodes")
+    for index, node in enumerate(nodes):
+        where = f"{story}, page index {index}"
+        page = holding.pages[0][index]
+        _require(page == node, f"{where}: page {page} in group 0, the tree has {node}")
+        for group, windowed in tree.windowed.items():
+            page = holding.pages[group][index]
+            known = int(windowed.pages[node])
             _require(
-                pages[index] in (0, node.pages[group]),
-                f"{where}: page {pages[index]} in group {group}, the tree has {node.pages[group]}",
+                page in (0, known), f"{where}: page {page} in group {group}, the tree has {known}"
             )
-        parent = node
 
 
-def _check_tree(tree: PrefixTree) -> None:
-    children: Counter[Node] = Counter()
-    for node in tree:
-        where = f"prefix {node.key.hex()}"
-        _require(node.pages[0] != 0, f"{where} has no page in group 0")
-        if node.parent is not None:
-            children[node.parent] += 1
-            _require(tree.get(node.parent.key) is node.parent, f"{where}: its parent was evicted")
+def _check_runs(tree: PrefixTree) -> None:
+    for run in tree:
+        where = f"the run of {run.keys[0].hex()}"
+        _require(len(run.keys) == len(run.pages), f"{where} has {len(run.keys)} keys")
+        _require(all(tree.get(key) is run for key in run.keys), f"{where} has a key of another run")
+        _require(
+            run.locked_end == max(run.users, default=run.start),
+            f"{where} is locked up to {run.locked_end}, its users are {run.users}",
+        )
+        _require(run.locked_end <= run.end, f"{where} is locked beyond its end, {run.end}")
+        has_parent = run.start == 0 if run.parent is None else run.parent.end >= run.start
+        _require(has_parent, f"{where} begins at {run.start}: the node before it was evicted")
+
+
+def _check_users(tree: PrefixTree, *, holdings: Sequence[Holding]) -> None:
+    """A run is used by holdings and, from where they begin, by its children that are in use."""
+    users: defaultdict[int, Counter[int]] = defaultdict(Counter)
+    for holding in holdings:
+        if holding.num_shared:
+            users[id(holding.prefix.run)][holding.num_shared] += 1
+    for run in tree:
+        if run.users and run.parent is not None:
+            users[id(run.parent)][run.start] += 1
+    for run in tree:
+        found = dict(users[id(run)])
+        _require(
+            run.users == found,
+            f"the run of {run.keys[0].hex()} has the users {run.users}, but {found} use it",
+        )
+
+
+def _check_order(tree: PrefixTree) -> None:
+    """What is not locked is evictable, and every node comes after its descendants."""
+    places = {node: place for place, node in enumerate(tree.order.in_order())}
+    _require(len(places) == len(tree.order), "group 0 counts its evictable pages wrongly")
+    for run in tree:
+        where = f"the run of {run.keys[0].hex()}"
+        for index, node in enumerate(run.pages, run.start):
             _require(
-                node.parent.locks[0] >= min(node.locks[0], 1),
-                f"{where} is locked, its parent is not",
+                (node in places) == (index >= run.locked_end),
+                f"{where}, node {node}: locked is {index < run.locked_end}, but evictable is "
+                f"{node in places}",
             )
-    for node in tree:
-        _require(
-            node.num_children == children[node],
-            f"prefix {node.key.hex()} counts {node.num_children} children of {children[node]}",
-        )
-    evictable: set[Node] = set()
-    for node in tree.unlocked(0):
-        _require(
-            node.parent is None or node.parent not in evictable,
-            f"prefix {node.key.hex()} would be evicted after its parent",
-        )
-        evictable.add(node)
+        chain = [places[node] for node in _upwards(run) if node in places]
+        _require(chain == sorted(chain), f"{where} would be evicted after its parent")
+    num_nodes = sum(len(run.pages) - (run.locked_end - run.start) for run in tree)
+    _require(num_nodes == len(places), "evicted pages wait for eviction in group 0")
+
+
+def _upwards(run: Run | None) -> Iterator[int]:
+    """The nodes from a run's last one to the root."""
+    end = 0 if run is None else run.end
+    while run is not None:
+        yield from reversed(run.span(run.start, end))
+        end, run = run.start, run.parent
 
 
 def _check_owners(
@@ -83,11 +118,13 @@ def _check_owners(
     owners: defaultdict[int, list[str]] = defaultdict(list)
     for page in pool.free_pages():
         owners[page].append("free")
-    for node in tree:
-        if node.pages[group]:
-            owners[node.pages[group]].append(f"prefix {node.key.hex()}, locks {node.locks}")
+    for run in tree:
+        for key, node in zip(run.keys, run.pages, strict=True):
+            page = node if group == 0 else int(tree.windowed[group].pages[node])
+            if page:
+                owners[page].append(f"prefix {key.hex()}")
     for number, holding in enumerate(holdings):
-        num_shared = len(holding.nodes)
+        num_shared = holding.num_shared
         for index, page in enumerate(holding.pages[group][num_shared:], num_shared):
             if page:
                 owners[page].append(f"holding {number}, page index {index}")
@@ -99,24 +136,27 @@ def _check_owners(
 
 
 def _check_locks(group: int, tree: PrefixTree, *, holdings: Sequence[Holding]) -> None:
-    """A page has a lock for each holding that uses it, and is evictable if it has none."""
-    users: Counter[Node] = Counter()
+    """A windowed page has a lock for each holding that uses it, and is evictable if it has none."""
+    users: Counter[int] = Counter()
     for holding in holdings:
-        users.update(
-            node for node, page in zip(holding.nodes, holding.pages[group], strict=False) if page
-        )
-    unlocked = set(tree.unlocked(group))
-    for node in tree:
-        where = f"prefix {node.key.hex()}, page {node.pages[group]} of group {group}"
-        _require(
-            node.locks[group] == users[node],
-            f"{where}: {node.locks[group]} locks, but {users[node]} holdings use it",
-        )
-        _require(
-            (node in unlocked) == (node.pages[group] != 0 and not node.locks[group]),
-            f"{where}: {node.locks[group]} locks, but evictable is {node in unlocked}",
-        )
-        unlocked.discard(node)
+        pages = holding.pages[group][: holding.num_shared]
+        users.update(node for node, page in zip(holding.pages[0], pages, strict=False) if page)
+    windowed = tree.windowed[group]
+    unlocked = set(windowed.order.in_order())
+    _require(len(unlocked) == len(windowed.order), f"group {group} counts its pages wrongly")
+    for run in tree:
+        for node in run.pages:
+            page, locks = int(windowed.pages[node]), int(windowed.locks[node])
+            where = f"node {node}, page {page} of group {group}"
+            _require(
+                not page or locks == users[node],
+                f"{where}: {locks} locks, but {users[node]} holdings use it",
+            )
+            _require(
+                (node in unlocked) == (page != 0 and not locks),
+                f"{where}: {locks} locks, but evictable is {node in unlocked}",
+            )
+            unlocked.discard(node)
     _require(not unlocked, f"group {group}: {len(unlocked)} evicted prefixes wait for eviction")
 
 

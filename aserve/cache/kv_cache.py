@@ -6,15 +6,18 @@ Only this file writes holdings, page pools and the tree.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from aserve.cache.conservation import check_conservation
 from aserve.cache.holding import Holding
 from aserve.cache.pages import PagePool
-from aserve.cache.radix import Node, Prefix, PrefixTree
+from aserve.cache.radix import Prefix, PrefixTree
 from aserve.cache.windows import first_visible_page
 from aserve.errors import BugError
-from aserve.messages import GroupSpec
+from aserve.messages import ArrayI32, GroupSpec
 
 
 class KvCache:
@@ -30,9 +33,9 @@ class KvCache:
         self._page_size = page_size
         self._has_prefix_cache = prefix_cache
         self._pools = tuple(PagePool(group.name, group.num_pages) for group in groups)
-        self._tree = PrefixTree(len(groups))
         self._windows = tuple(group.window for group in groups)
         self._windowed = tuple(g for g, group in enumerate(groups) if group.window is not None)
+        self._tree = PrefixTree(groups[0].num_pages, windowed_groups=self._windowed)
 
     # -------------------------------------------------------- a sequence's way through the cache
 
@@ -40,19 +43,26 @@ class KvCache:
         """The longest prefix from which a sequence can go on: all its pages in the groups without a
         window, and in the others those that its next position sees. Locks and touches nothing.
         """
-        nodes = self._tree.walk(keys)
-        return Prefix(tuple(nodes[: self._usable_len(nodes)]))
+        prefix = self._tree.find(keys)
+        if not self._windowed or not prefix.num_pages:
+            return prefix
+        nodes = np.asarray(self._tree.nodes(prefix))
+        return self._tree.cut(prefix, self._usable_len(nodes))
 
     def open(self, prefix: Prefix) -> Holding:
         """Must follow its match before anything else happens to this cache."""
         holding = Holding(len(self._pools))
-        holding.nodes.extend(prefix.nodes)
-        for group, pages in enumerate(holding.pages):
+        if not prefix.num_pages:
+            return holding
+        holding.pages[0] = self._tree.nodes(prefix)
+        self._tree.lock(prefix)
+        holding.prefix = prefix
+        for group in self._windowed:
+            windowed = self._tree.windowed[group]
             first = self._first_visible(group, prefix.num_pages * self._page_size)
-            for node in prefix.nodes[first:]:
-                self._tree.lock(node, group)
-            pages.extend([0] * first)
-            pages.extend(node.pages[group] for node in prefix.nodes[first:])
+            seen = np.asarray(holding.pages[0][first:])
+            windowed.lock(seen)
+            holding.pages[group].frombytes(bytes(4 * first) + windowed.pages[seen].tobytes())
             holding.num_released[group] = first
         return holding
 
@@ -63,7 +73,7 @@ class KvCache:
 
     def available(self, group: int) -> int:
         """What growing could get now: free pages and evictable ones."""
-        return self._pools[group].num_free + self._tree.num_unlocked(group)
+        return self._pools[group].num_free + self.num_cached(group)
 
     def grow(self, holding: Holding, num_pages: int) -> None:
         """Covers at least `num_pages` page indices, evicting what it must; all or nothing."""
@@ -77,8 +87,9 @@ class KvCache:
                     f"was to grow to {num_pages}, but {self.available(group)} pages are available"
                 )
         for group, count in enumerate(missing):
-            while self._pools[group].num_free < count:
-                self._evict_oldest(group)
+            lacking = count - self._pools[group].num_free
+            if lacking > 0:
+                self._evict(group, lacking)
             holding.pages[group].extend(self._pools[group].take(count))
 
     def commit(self, holding: Holding, keys: Sequence[bytes], *, num_pages: int) -> None:
@@ -91,11 +102,14 @@ class KvCache:
         if not (self._has_prefix_cache and holding.is_inserting):
             return
         self._require_whole(holding, keys, num_pages)
-        for index in range(len(holding.nodes), num_pages):
-            if self._tree.get(keys[index]) is not None:
-                holding.is_inserting = False
-                return
-            self._insert(holding, keys[index])
+        num_shared = holding.num_shared
+        if num_shared >= num_pages:
+            return
+        # NOTE: where the first key is new, so are all after it: a key names what is before it.
+        if self._tree.get(keys[num_shared]) is not None:
+            holding.is_inserting = False
+            return
+        self._insert(holding, keys, num_pages=num_pages)
 
     def release_behind(self, holding: Holding, committed_len: int) -> None:
         """Lets go of pages that no position from `committed_len` on sees.
@@ -103,15 +117,16 @@ class KvCache:
         Comes after commit, which caches them.
         """
         for group in self._windowed:
-            pages = holding.pages[group]
+            pages, first = holding.pages[group], holding.num_released[group]
             visible = min(self._first_visible(group, committed_len), len(pages))
-            for index in range(holding.num_released[group], visible):
-                if index < len(holding.nodes):
-                    self._tree.unlock(holding.nodes[index], group)
-                else:
-                    self._pools[group].give_back([pages[index]])
-                pages[index] = 0
-            holding.num_released[group] = max(visible, holding.num_released[group])
+            if visible <= first:
+                continue
+            border = min(max(holding.num_shared, first), visible)
+            if border > first:
+                self._tree.windowed[group].unlock(np.asarray(holding.pages[0][first:border]))
+            self._pools[group].give_back(pages[border:visible])
+            pages[first:visible] = array("i", bytes(4 * (visible - first)))
+            holding.num_released[group] = visible
 
     def close(self, holding: Holding, keys: Sequence[bytes], *, num_pages: int) -> None:
         """The sequence leaves: its first `num_pages` pages, whole and committed, go to the tree or,
@@ -119,19 +134,18 @@ class KvCache:
         """
         if self._has_prefix_cache:
             self._require_whole(holding, keys, num_pages)
-            for index in range(len(holding.nodes), num_pages):
-                node = self._tree.get(keys[index])
-                if node is None:
-                    self._insert(holding, keys[index])
-                else:
-                    self._exchange(holding, node)
+            if num_pages > holding.num_shared:
+                found = self._tree.find(keys, start=holding.num_shared, stop=num_pages)
+                if found.num_pages > holding.num_shared:
+                    self._exchange(holding, found)
+                if num_pages > holding.num_shared:
+                    self._insert(holding, keys, num_pages=num_pages)
         self._let_go(holding)
 
     def evict_all(self) -> None:
         """Drops every unlocked page of the tree."""
         for group in range(len(self._pools)):
-            while self._tree.num_unlocked(group):
-                self._evict_oldest(group)
+            self._evict(group, self.num_cached(group))
 
     # -------------------------------------------------------- accounts
 
@@ -140,7 +154,7 @@ class KvCache:
 
     def num_cached(self, group: int) -> int:
         """Pages that only the tree holds: they stay until somebody needs the room."""
-        return self._tree.num_unlocked(group)
+        return len(self._tree.windowed[group].order if group else self._tree.order)
 
     def num_used(self, group: int) -> int:
         """Pages that some sequence holds, shared or private."""
@@ -157,20 +171,20 @@ class KvCache:
     def _first_visible(self, group: int, kv_len: int) -> int:
         return first_visible_page(kv_len, window=self._windows[group], page_size=self._page_size)
 
-    def _usable_len(self, nodes: Sequence[Node]) -> int:
+    def _usable_len(self, nodes: ArrayI32) -> int:
         """A prefix that sees a tombstone ends before it: any end after that sees it, too."""
         usable = len(nodes)
-        while (gap := self._last_gap(nodes, usable)) is not None:
+        while (gap := self._last_gap(nodes[:usable])) is not None:
             usable = gap
         return usable
 
-    def _last_gap(self, nodes: Sequence[Node], num_pages: int) -> int | None:
-        """A tombstone among the pages that the position after `num_pages` whole pages sees."""
+    def _last_gap(self, nodes: ArrayI32) -> int | None:
+        """The last tombstone among the pages that the position after these whole pages sees."""
         for group in self._windowed:
-            first = self._first_visible(group, num_pages * self._page_size)
-            for index in reversed(range(first, num_pages)):
-                if not nodes[index].pages[group]:
-                    return index
+            first = self._first_visible(group, len(nodes) * self._page_size)
+            gaps = np.flatnonzero(self._tree.windowed[group].pages[nodes[first:]] == 0)
+            if len(gaps):
+                return first + int(gaps[-1])
         return None
 
     def _require_whole(self, holding: Holding, keys: Sequence[bytes], num_pages: int) -> None:
@@ -180,42 +194,57 @@ class KvCache:
                 f"and the holding covers {holding.num_pages}"
             )
 
-    def _insert(self, holding: Holding, key: bytes) -> None:
-        """The holding's first private page index becomes a node, locked by the holding."""
-        index = len(holding.nodes)
-        parent = holding.nodes[-1] if holding.nodes else None
-        pages = [group_pages[index] for group_pages in holding.pages]
-        holding.nodes.append(self._tree.insert(key, parent=parent, pages=pages))
+    def _insert(self, holding: Holding, keys: Sequence[bytes], *, num_pages: int) -> None:
+        """The holding's first private pages become nodes, locked by the holding."""
+        span = slice(holding.num_shared, num_pages)
+        pages = [group_pages[span] for group_pages in holding.pages]
+        holding.prefix = self._tree.insert(holding.prefix, keys[span], pages=pages)
 
-    def _exchange(self, holding: Holding, node: Node) -> None:
-        """The holding's first private page index is in the tree already: its own pages are freed
-        for the node's, or fill the node's tombstones. Only a leaving sequence does this, since its
-        page table changes.
+    def _exchange(self, holding: Holding, prefix: Prefix) -> None:
+        """The holding's first private pages are in the tree already, as the end of `prefix`: its
+        own pages are freed for those, or fill tombstones. Only a leaving sequence does this, since
+        its page table changes.
         """
-        index = len(holding.nodes)
-        for group, pages in enumerate(holding.pages):
-            page = pages[index]
-            if page and node.pages[group]:
-                self._pools[group].give_back([page])
-                self._tree.lock(node, group)
-                pages[index] = node.pages[group]
-            elif page:
-                self._tree.fill(node, group, page=page)
-        holding.nodes.append(node)
+        span = slice(holding.num_shared, prefix.num_pages)
+        nodes = self._tree.nodes(prefix)[span]
+        for group in self._windowed:
+            self._exchange_windowed(holding, group, nodes)
+        self._pools[0].give_back(holding.pages[0][span])
+        holding.pages[0][span] = nodes
+        self._tree.lock(prefix)
+        self._tree.unlock(holding.prefix)
+        holding.prefix = prefix
+
+    def _exchange_windowed(self, holding: Holding, group: int, nodes: array[int]) -> None:
+        windowed, pages = self._tree.windowed[group], holding.pages[group]
+        start = holding.num_shared
+        for index in range(max(start, holding.num_released[group]), start + len(nodes)):
+            node = nodes[index - start]
+            page = int(windowed.pages[node])
+            if not page:
+                windowed.fill(node, pages[index])
+                continue
+            self._pools[group].give_back([pages[index]])
+            windowed.lock(np.array([node], np.int32))
+            pages[index] = page
 
     def _let_go(self, holding: Holding) -> None:
-        num_shared = len(holding.nodes)
+        """NOTE: deepest first, see PrefixTree."""
+        num_shared = holding.num_shared
         for group, pages in enumerate(holding.pages):
-            self._pools[group].give_back([page for page in pages[num_shared:] if page])
-            # NOTE: deepest first, see PrefixTree.
-            for index in reversed(range(num_shared)):
-                if pages[index]:
-                    self._tree.unlock(holding.nodes[index], group)
-            pages.clear()
-        holding.nodes.clear()
+            first = holding.num_released[group]
+            self._pools[group].give_back(pages[max(num_shared, first) :])
+            if group and num_shared > first:
+                seen = np.asarray(holding.pages[0][first:num_shared])
+                self._tree.windowed[group].unlock(seen[::-1])
+        self._tree.unlock(holding.prefix)
+        holding.prefix = Prefix()
+        holding.pages = [array("i") for _ in self._pools]
         holding.num_released = [0] * len(self._pools)
 
-    def _evict_oldest(self, group: int) -> None:
-        for owner, page in enumerate(self._tree.evict_oldest(group)):
-            if page:
-                self._pools[owner].give_back([page])
+    def _evict(self, group: int, count: int) -> None:
+        if group:
+            self._pools[group].give_back(self._tree.windowed[group].evict(count))
+            return
+        for owner, pages in self._tree.evict(count).items():
+            self._pools[owner].give_back(pages)

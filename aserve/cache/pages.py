@@ -5,9 +5,14 @@ Knows nothing of who holds a page or why. Written by kv_cache.py only.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from aserve.errors import BugError
+
+FEW = 16  # pages up to which a Python loop is faster than numpy
 
 
 class PagePool:
@@ -15,13 +20,14 @@ class PagePool:
     taken first.
     """
 
-    __slots__ = ("_free", "_is_free", "name", "num_pages")
+    __slots__ = ("_flags", "_free", "_is_free", "name", "num_pages")
 
     def __init__(self, name: str, num_pages: int) -> None:
         self.name = name
         self.num_pages = num_pages
-        self._free = list(range(num_pages - 1, 0, -1))
+        self._free = array("i", range(num_pages - 1, 0, -1))
         self._is_free = bytearray([0]) + bytearray(b"\x01") * (num_pages - 1)
+        self._flags = np.frombuffer(self._is_free, np.uint8)  # a writable view of `_is_free`
 
     @property
     def num_free(self) -> int:
@@ -30,7 +36,7 @@ class PagePool:
     def free_pages(self) -> Iterable[int]:
         return iter(self._free)
 
-    def take(self, count: int) -> list[int]:
+    def take(self, count: int) -> array[int]:
         if not 0 <= count <= len(self._free):
             raise BugError(
                 f"group {self.name!r}: {count} pages were asked for, but {len(self._free)} are free"
@@ -39,20 +45,36 @@ class PagePool:
         taken = self._free[rest:]
         del self._free[rest:]
         taken.reverse()
-        for page in taken:
-            self._is_free[page] = 0
+        if count <= FEW:
+            for page in taken:
+                self._is_free[page] = 0
+        else:
+            self._flags[taken] = 0
         return taken
 
     def give_back(self, pages: Sequence[int]) -> None:
-        for page in pages:
-            if not 0 < page < self.num_pages:
-                raise BugError(
-                    f"group {self.name!r}: page {page} came back, "
-                    f"but pages are 1..{self.num_pages - 1}"
-                )
-            if self._is_free[page]:
-                raise BugError(
-                    f"group {self.name!r}: page {page} came back, but it is free already"
-                )
-            self._is_free[page] = 1
-            self._free.append(page)
+        if len(pages) <= FEW or not self._are_taken(pages):
+            for page in pages:
+                self._check(page)
+                self._is_free[page] = 1
+        else:
+            self._flags[pages] = 1
+        self._free.extend(pages)
+
+    def _are_taken(self, pages: Sequence[int]) -> bool:
+        values = np.asarray(pages, np.int32)
+        is_inside = values.min() > 0 and values.max() < self.num_pages
+        return bool(is_inside and not self._flags[values].any() and _are_distinct(values))
+
+    def _check(self, page: int) -> None:
+        if not 0 < page < self.num_pages:
+            raise BugError(
+                f"group {self.name!r}: page {page} came back, but pages are 1..{self.num_pages - 1}"
+            )
+        if self._is_free[page]:
+            raise BugError(f"group {self.name!r}: page {page} came back, but it is free already")
+
+
+def _are_distinct(values: np.ndarray[tuple[int], np.dtype[np.int32]]) -> bool:
+    ordered = np.sort(values)
+    return not (ordered[1:] == ordered[:-1]).any()

@@ -1,152 +1,198 @@
 """The prefix tree: whole pages of committed tokens that later sequences may share.
 
-A node is one page of tokens; its key names the whole prefix (keys.py), so one dictionary serves as
-every node's child lookup. Knows nothing of tokens, free pages or sequences. Written by kv_cache.py
-only.
+A node is one page of tokens and is named by its page in group 0; its key names the whole prefix
+(keys.py). Nodes that were inserted one behind the other form a run, as in a compressed radix tree,
+except that a run is never split: a sequence that leaves a run in its middle starts a new run there.
+So a prefix is a run and a length, and finding, locking and unlocking one cost about the same for 10
+pages and for 10,000. Knows nothing of tokens, free pages or sequences. Written by kv_cache.py only.
+
+How the tree stays O(1) in the length of a prefix:
+
+- A key that is in the tree implies that the keys of all shorter prefixes are, because only leaves
+  are evicted. So the longest prefix is found by bisection over the keys of a sequence.
+- A lock on a prefix is one entry in `Run.users` (a length, and how many use the run up to it). What
+  is locked of a run is the longest such length. A run in use counts as one user of its parent.
+- Only the nodes between the longest length before and after a change enter or leave the order of
+  eviction, as one slice.
+
+Groups with a window count locks per page (windowed_pages.py).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 
 import msgspec
+import numpy as np
 
+from aserve.cache.eviction import EvictionOrder
+from aserve.cache.windowed_pages import WindowedPages
 from aserve.errors import BugError
 
 
-class Node:
-    """Written by PrefixTree only. `locks[g]` counts the sequences that use `pages[g]`.
+class Run:
+    """Nodes one behind the other, from page index `start` on. Written by PrefixTree only."""
 
-    In a group with a window a page may be 0, a tombstone: evicted, or never entered, while the node
-    lives on.
-    """
+    __slots__ = ("keys", "locked_end", "pages", "parent", "start", "users")
 
-    __slots__ = ("key", "locks", "num_children", "pages", "parent")
-
-    def __init__(self, key: bytes, *, parent: Node | None, pages: Sequence[int]) -> None:
-        self.key = key
+    def __init__(self, parent: Run | None, start: int) -> None:
         self.parent = parent
-        self.num_children = 0
-        self.pages = list(pages)
-        self.locks = [int(page != 0) for page in pages]
+        self.start = start
+        self.pages: array[int] = array("i")  # of group 0, one per node
+        self.keys: list[bytes] = []
+        self.users: dict[int, int] = {}  # how many use the nodes before each page index
+        self.locked_end = start  # nodes before this page index are locked
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.pages)
+
+    def span(self, start: int, end: int) -> array[int]:
+        """The nodes of page indices start..end - 1."""
+        return self.pages[start - self.start : end - self.start]
 
 
 class Prefix(msgspec.Struct, frozen=True):
-    """A match: the nodes of a sequence's first pages. It holds nothing until it is opened."""
+    """The first `num_pages` nodes on the way to `run`. It holds nothing until it is opened."""
 
-    nodes: tuple[Node, ...] = ()
-
-    @property
-    def num_pages(self) -> int:
-        return len(self.nodes)
+    run: Run | None = None
+    num_pages: int = 0
 
 
 class PrefixTree:
-    """Nodes by key, and for each group those with an unlocked page, in the order of unlocking.
+    """Runs by key; in group 0 the order of eviction.
 
-    NOTE: a sequence locks every node from the first one on, and unlocks the deepest first. So the
-    ancestors of a locked node are locked, an unlocked node stands behind all its descendants in
-    group 0's order, and the front of that order is always a leaf. Hence evictable pages are counted
-    by a length, and the oldest is found without a search.
+    NOTE: a child run is unlocked before its parent and a run from its end, so a node stands behind
+    all its descendants in the order, and the front of the order is always the last node of its run
+    and a leaf. Hence evictable pages are counted by a length, and the oldest is found without a
+    search.
     """
 
-    __slots__ = ("_nodes", "_unlocked", "num_groups")
+    __slots__ = ("_run_of", "_runs", "order", "windowed")
 
-    def __init__(self, num_groups: int) -> None:
-        self.num_groups = num_groups
-        self._nodes: dict[bytes, Node] = {}
-        # WHY not a dict: its first key is found by walking over what was deleted before it.
-        self._unlocked: tuple[OrderedDict[Node, None], ...] = tuple(
-            OrderedDict() for _ in range(num_groups)
-        )
+    def __init__(self, num_nodes: int, *, windowed_groups: Sequence[int] = ()) -> None:
+        self._runs: dict[bytes, Run] = {}
+        self._run_of: list[Run | None] = [None] * num_nodes
+        self.order = EvictionOrder(num_nodes)
+        self.windowed = {group: WindowedPages(num_nodes) for group in windowed_groups}
 
     def __len__(self) -> int:
-        return len(self._nodes)
+        return len(self._runs)
 
-    def __iter__(self) -> Iterator[Node]:
-        return iter(self._nodes.values())
+    def __iter__(self) -> Iterator[Run]:
+        """Every run that has a node."""
+        return iter({id(run): run for run in self._runs.values()}.values())
 
-    def get(self, key: bytes) -> Node | None:
-        return self._nodes.get(key)
+    def get(self, key: bytes) -> Run | None:
+        return self._runs.get(key)
 
-    def walk(self, keys: Iterable[bytes]) -> list[Node]:
-        """The nodes of the longest prefix of `keys` that is here, in order."""
-        nodes: list[Node] = []
-        for key in keys:
-            node = self._nodes.get(key)
-            if node is None:
-                break
-            nodes.append(node)
+    def find(self, keys: Sequence[bytes], *, start: int = 0, stop: int | None = None) -> Prefix:
+        """The longest prefix of `keys[:stop]` that is here; the first `start` are known to be."""
+        low, high = start, len(keys) if stop is None else stop
+        if low == high or keys[low] not in self._runs:
+            high = low
+        while low < high:
+            middle = (low + high + 1) // 2
+            if keys[middle - 1] in self._runs:
+                low = middle
+            else:
+                high = middle - 1
+        return Prefix(self._runs[keys[low - 1]], low) if low else Prefix()
+
+    def cut(self, prefix: Prefix, num_pages: int) -> Prefix:
+        """The first pages of a prefix."""
+        run = prefix.run
+        while run is not None and run.start >= num_pages:
+            run = run.parent
+        return Prefix(run, num_pages) if num_pages else Prefix()
+
+    def nodes(self, prefix: Prefix) -> array[int]:
+        parts: list[array[int]] = []
+        run, end = prefix.run, prefix.num_pages
+        while run is not None:
+            if end > run.end:
+                raise BugError(f"a prefix of {end} pages was opened, but its page is gone")
+            parts.append(run.span(run.start, end))
+            end, run = run.start, run.parent
+        nodes: array[int] = array("i")
+        for part in reversed(parts):
+            nodes.extend(part)
         return nodes
 
-    def insert(self, key: bytes, *, parent: Node | None, pages: Sequence[int]) -> Node:
-        """A new node, locked once in every group whose page it brings."""
-        if key in self._nodes:
-            raise BugError(f"prefix {key.hex()} entered the tree, but it is there already")
-        if parent is not None:
-            parent.num_children += 1
-        node = Node(key, parent=parent, pages=pages)
-        self._nodes[key] = node
-        return node
+    def lock(self, prefix: Prefix) -> None:
+        run, end = prefix.run, prefix.num_pages
+        while run is not None:
+            was_used = bool(run.users)
+            run.users[end] = run.users.get(end, 0) + 1
+            if end > run.locked_end:
+                self.order.remove(run.span(run.locked_end, end))
+                run.locked_end = end
+            if was_used:
+                return
+            end, run = run.start, run.parent
 
-    def fill(self, node: Node, group: int, *, page: int) -> None:
-        """Puts `page` in place of a tombstone, locked once."""
-        if node.pages[group]:
-            raise BugError(
-                f"page {page} was to fill prefix {node.key.hex()} in group {group}, "
-                f"but page {node.pages[group]} is there"
-            )
-        node.pages[group] = page
-        node.locks[group] = 1
+    def unlock(self, prefix: Prefix) -> None:
+        run, end = prefix.run, prefix.num_pages
+        while run is not None:
+            _drop_user(run, end)
+            still_locked = max(run.users, default=run.start)
+            if still_locked < run.locked_end:
+                self.order.add(run.span(still_locked, run.locked_end)[::-1])
+                run.locked_end = still_locked
+            if run.users:
+                return
+            end, run = run.start, run.parent
 
-    def lock(self, node: Node, group: int) -> None:
-        if not node.pages[group]:
-            raise BugError(
-                f"prefix {node.key.hex()} was locked in group {group}, but its page is gone"
-            )
-        node.locks[group] += 1
-        if node.locks[group] == 1:
-            del self._unlocked[group][node]
-
-    def unlock(self, node: Node, group: int) -> None:
-        if not node.locks[group]:
-            raise BugError(
-                f"prefix {node.key.hex()} was unlocked in group {group}, but nobody locked it"
-            )
-        node.locks[group] -= 1
-        if node.locks[group] == 0:
-            self._unlocked[group][node] = None
-
-    def num_unlocked(self, group: int) -> int:
-        return len(self._unlocked[group])
-
-    def unlocked(self, group: int) -> Iterable[Node]:
-        """Oldest first: the order of eviction."""
-        return iter(self._unlocked[group])
-
-    def evict_oldest(self, group: int) -> list[int]:
-        """Returns the freed page of each group, 0 for none.
-
-        A windowed group gives up one page and leaves a tombstone; group 0 gives up the whole node.
+    def insert(
+        self, prefix: Prefix, keys: Sequence[bytes], *, pages: Sequence[array[int]]
+    ) -> Prefix:
+        """Nodes behind a locked prefix, with their pages of each group. The lock moves to the
+        longer prefix, which is returned; windowed pages are locked once.
         """
-        node, _ = self._unlocked[group].popitem(last=False)
-        if group == 0:
-            return self._remove(node)
-        freed = [0] * self.num_groups
-        freed[group], node.pages[group] = node.pages[group], 0
+        if keys[0] in self._runs:
+            raise BugError(f"prefix {keys[0].hex()} entered the tree, but it is there already")
+        run, start = prefix.run, prefix.num_pages
+        if run is not None and run.end == start:
+            _drop_user(run, start)
+        else:
+            # WHY no lock on the parent: the holder's own is the new run's from now on.
+            run = Run(run, start)
+        run.pages.extend(pages[0])
+        run.keys.extend(keys)
+        run.users[run.end] = 1
+        run.locked_end = run.end
+        self._runs.update(dict.fromkeys(keys, run))
+        for node in pages[0]:
+            self._run_of[node] = run
+        for group, windowed in self.windowed.items():
+            windowed.pages[pages[0]] = pages[group]
+            windowed.locks[pages[0]] = np.asarray(pages[group]) != 0
+        return Prefix(run, run.end)
+
+    def evict(self, count: int) -> dict[int, array[int]]:
+        """Removes the oldest nodes; returns the freed pages of each group."""
+        freed: dict[int, array[int]] = {group: array("i") for group in self.windowed}
+        freed[0] = self.order.take(count)
+        for node in freed[0]:
+            run = self._run_of[node]
+            if run is None or run.pages[-1] != node or run.locked_end >= run.end:
+                raise BugError(f"node {node} was evicted, but it is no unlocked end of a run")
+            run.pages.pop()
+            del self._runs[run.keys.pop()]
+            self._run_of[node] = None
+            for group, windowed in self.windowed.items():
+                page = windowed.drop(node)
+                if page:
+                    freed[group].append(page)
         return freed
 
-    def _remove(self, node: Node) -> list[int]:
-        if node.num_children or any(node.locks):
-            raise BugError(
-                f"prefix {node.key.hex()} was evicted with {node.num_children} children "
-                f"and locks {node.locks}"
-            )
-        del self._nodes[node.key]
-        if node.parent is not None:
-            node.parent.num_children -= 1
-        for order in self._unlocked[1:]:
-            order.pop(node, None)
-        freed, node.pages = node.pages, [0] * self.num_groups
-        return freed
+
+def _drop_user(run: Run, end: int) -> None:
+    left = run.users.get(end, 0) - 1
+    if left < 0:
+        raise BugError(f"a prefix of {end} pages was unlocked, but nobody locked it")
+    if left:
+        run.users[end] = left
+    else:
+        del run.users[end]

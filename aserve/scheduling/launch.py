@@ -6,6 +6,8 @@ and what the device knows of its row (`written_pages`, `relay_iteration`).
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 
 from aserve.cache.holding import Holding
@@ -98,16 +100,19 @@ def _expected_iteration(choice: Chosen) -> int:
 
 def _page_writes(sequences: list[Sequence], group: int) -> PageWrites:
     """Page table entries that the device does not have; all of a row that is new to it."""
-    rows: list[int] = []
-    columns: list[int] = []
-    pages: list[int] = []
+    rows = array("i")
+    columns = array("i")
+    pages = array("i")
     for sequence in sequences:
         assert sequence.holding is not None
-        new = sequence.holding.pages[group][sequence.written_pages :]
-        rows.extend([sequence.row] * len(new))
-        columns.extend(range(sequence.written_pages, sequence.holding.num_pages))
-        pages.extend(new)
-    return PageWrites(rows=pack_i32(rows), columns=pack_i32(columns), pages=pack_i32(pages))
+        start, stop = sequence.written_pages, sequence.holding.num_pages
+        rows.extend(array("i", (sequence.row,)) * (stop - start))
+        pages.extend(sequence.holding.pages[group][start:])
+        if stop == start + 1:
+            columns.append(start)
+        else:
+            columns.frombytes(np.arange(start, stop, dtype=np.int32).tobytes())
+    return PageWrites(rows=rows.tobytes(), columns=columns.tobytes(), pages=pages.tobytes())
 
 
 def _row_inits(sequences: list[Sequence]) -> tuple[RowInit, ...]:

@@ -61,7 +61,7 @@ ALTERNATIVES = (
     *(f"aserve/gpu/attention/{name}.py" for name in ("dense", "paged_sdpa", "torch_ref", "triton")),
     *("aserve/gpu/attention/flashinfer*.py", "aserve/gpu/attention/static_plans.py"),
     *("aserve/gpu/attention/page_lists.py", "aserve/gpu/attention/plan_slots.py"),
-    "aserve/cache/shared_pages.py",
+    *("aserve/cache/shared_pages.py", "aserve/cache/windows.py", "aserve/cache/windowed_pages.py"),
     *(f"aserve/gpu/kv/{name}.py" for name in ("stored", "compiled_store", "triton_store")),
     *(f"aserve/gpu/layers/{name}_linear.py" for name in ("half_stored", "invariant")),
     *(f"aserve/gpu/layers/{name}_linear.py" for name in ("packed", "tiled")),
@@ -75,7 +75,7 @@ ALTERNATIVES = (
 ASKED_FOR = (
     *("aserve/http/openai/responses/*", "aserve/http/websocket.py"),
     *("aserve/grammar/*", "aserve/actors/masks.py", "aserve/actors/grammars.py"),
-    "aserve/http/openai/grammars.py",
+    *("aserve/http/openai/grammars.py", "aserve/scheduling/held.py"),
     *("aserve/scheduling/prompts.py", "aserve/gpu/prompt_plan.py", "aserve/gpu/prompt_values.py"),
     *("aserve/text/prompt_text.py", "aserve/http/openai/prompt_scores.py"),
     "aserve/http/openai/embeddings.py",

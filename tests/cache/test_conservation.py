@@ -1,34 +1,41 @@
 """Each test breaks one thing and wants the check to tell its story."""
 
+from array import array
+
+import numpy as np
 import pytest
 
 from aserve.cache.conservation import check_conservation
 from aserve.cache.holding import Holding
 from aserve.cache.pages import PagePool
-from aserve.cache.radix import Node, PrefixTree
+from aserve.cache.radix import Prefix, PrefixTree, Run
 from aserve.errors import BugError
 
 
 class Parts:
-    """Two groups of 6 pages; a holding with two nodes and a private page, and an evictable node."""
+    """Two groups of 6 pages; a holding with two nodes and a private page, and an evictable node
+    that branches off behind the first.
+    """
 
     def __init__(self) -> None:
         self.pools = (PagePool("full", 7), PagePool("window", 7))
-        self.tree = PrefixTree(2)
+        self.tree = PrefixTree(7, windowed_groups=(1,))
         self.holding = Holding(2)
         for pool, pages in zip(self.pools, self.holding.pages, strict=True):
             pages.extend(pool.take(3))
-        self.first = self.insert(b"a", parent=None, page=1)
-        self.second = self.insert(b"b", parent=self.first, page=2)
-        self.holding.nodes.extend([self.first, self.second])
+        self.holding.prefix = self.insert(Prefix(), [b"a", b"b"], pages=[1, 2])
+        assert self.holding.prefix.run is not None
+        self.run: Run = self.holding.prefix.run
         for pool in self.pools:
             pool.take(1)
-        self.leaf = self.insert(b"c", parent=self.first, page=4)
-        for group in (0, 1):
-            self.tree.unlock(self.leaf, group)
+        branch = self.tree.cut(self.holding.prefix, 1)
+        self.tree.lock(branch)
+        self.leaf = self.insert(branch, [b"c"], pages=[4])
+        self.tree.unlock(self.leaf)
+        self.tree.windowed[1].unlock(np.array([4], np.int32))
 
-    def insert(self, key: bytes, *, parent: Node | None, page: int) -> Node:
-        return self.tree.insert(key, parent=parent, pages=[page, page])
+    def insert(self, prefix: Prefix, keys: list[bytes], *, pages: list[int]) -> Prefix:
+        return self.tree.insert(prefix, keys, pages=[array("i", pages)] * 2)
 
     def check(self) -> None:
         check_conservation(self.pools, self.tree, holdings=[self.holding])
@@ -41,8 +48,7 @@ def parts() -> Parts:
 
 def test_what_is_right_passes(parts: Parts) -> None:
     parts.check()
-    parts.tree.evict_oldest(1)
-    parts.pools[1].give_back([4])
+    parts.pools[1].give_back(parts.tree.windowed[1].evict(1))
     parts.check()
 
 
@@ -72,11 +78,10 @@ def test_a_page_that_does_not_exist_is_named(parts: Parts) -> None:
         parts.check()
 
 
-def test_a_shared_page_that_is_not_the_trees_is_named(parts: Parts) -> None:
-    parts.holding.pages[0][1] = 3
-    with pytest.raises(
-        BugError, match="page index 1, prefix 62: page 3 in group 0, the tree has 2"
-    ):
+@pytest.mark.parametrize("group", [0, 1])
+def test_a_shared_page_that_is_not_the_trees_is_named(parts: Parts, group: int) -> None:
+    parts.holding.pages[group][1] = 3
+    with pytest.raises(BugError, match=f"page index 1: page 3 in group {group}, the tree has 2"):
         parts.check()
 
 
@@ -100,52 +105,64 @@ def test_nodes_beyond_the_pages_are_seen(parts: Parts) -> None:
         parts.check()
 
 
-def test_nodes_that_are_no_path_are_seen(parts: Parts) -> None:
-    parts.holding.nodes.reverse()
-    with pytest.raises(BugError, match="its parent is not the node before it"):
+def test_a_holding_of_an_evicted_node_is_seen(parts: Parts) -> None:
+    parts.run.pages.pop()
+    with pytest.raises(BugError, match="its page is gone"):
         parts.check()
 
 
-def test_a_holding_of_an_evicted_node_is_seen(parts: Parts) -> None:
-    parts.holding.nodes[1] = parts.leaf
-    parts.tree.evict_oldest(0)
-    with pytest.raises(BugError, match="not in the tree"):
+def test_a_key_of_another_run_is_seen(parts: Parts) -> None:
+    parts.run.keys[1] = b"c"
+    with pytest.raises(BugError, match="the run of 61 has a key of another run"):
         parts.check()
 
 
 def test_a_lock_without_a_holding_is_seen(parts: Parts) -> None:
-    parts.tree.lock(parts.leaf, 1)
+    parts.tree.lock(parts.leaf)
+    with pytest.raises(BugError, match=r"the run of .* has the users"):
+        parts.check()
+    parts = Parts()
+    parts.tree.windowed[1].lock(np.array([4], np.int32))
     with pytest.raises(BugError, match="page 4 of group 1: 1 locks, but 0 holdings"):
         parts.check()
 
 
 def test_a_holding_without_a_lock_is_seen(parts: Parts) -> None:
-    parts.tree.unlock(parts.second, 0)
-    with pytest.raises(BugError, match="page 2 of group 0: 0 locks, but 1 holdings"):
+    parts.tree.unlock(parts.holding.prefix)
+    with pytest.raises(BugError, match="the run of 61 has the users"):
         parts.check()
 
 
-def test_a_locked_node_below_an_unlocked_one_is_seen(parts: Parts) -> None:
-    parts.tree.unlock(parts.first, 0)
-    with pytest.raises(BugError, match="prefix 62 is locked, its parent is not"):
+def test_a_locked_length_that_is_no_users_is_seen(parts: Parts) -> None:
+    parts.run.locked_end = 1
+    with pytest.raises(BugError, match=r"is locked up to 1, its users are \{2: 1\}"):
+        parts.check()
+
+
+def test_a_locked_node_that_is_evictable_is_seen(parts: Parts) -> None:
+    parts.tree.order.add([2])
+    with pytest.raises(BugError, match="node 2: locked is True, but evictable is True"):
         parts.check()
 
 
 def test_a_tombstone_that_waits_for_eviction_is_seen(parts: Parts) -> None:
-    parts.leaf.pages[1] = 0
+    parts.tree.windowed[1].pages[4] = 0
     parts.pools[1].give_back([4])
     with pytest.raises(BugError, match="page 0 of group 1: 0 locks, but evictable is True"):
         parts.check()
 
 
 def test_a_parent_that_would_be_evicted_first_is_seen(parts: Parts) -> None:
-    for node in (parts.first, parts.second):
-        parts.tree.unlock(node, 0)
-    with pytest.raises(BugError, match="prefix 62 would be evicted after its parent"):
+    parts.tree.unlock(parts.holding.prefix)
+    parts.holding.prefix = Prefix()
+    parts.tree.order.remove([4])
+    parts.tree.order.add([4])
+    with pytest.raises(BugError, match="the run of 63 would be evicted after its parent"):
         parts.check()
 
 
-def test_a_wrong_number_of_children_is_seen(parts: Parts) -> None:
-    parts.first.num_children += 1
-    with pytest.raises(BugError, match="prefix 61 counts 3 children of 2"):
+def test_a_run_whose_parents_end_was_evicted_is_seen(parts: Parts) -> None:
+    assert parts.leaf.run is not None
+    parts.leaf.run.start = parts.leaf.run.locked_end = 3
+    with pytest.raises(BugError, match="begins at 3: the node before it was evicted"):
         parts.check()
