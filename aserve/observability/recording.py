@@ -8,7 +8,10 @@ by the scheduler actor (and by tests) through `Recorder`.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +23,8 @@ from aserve.frames import FrameSplitter, framed
 from aserve.messages import EngineSpec, SchedulerEffect, SchedulerEvent
 
 FORMAT = "aserve scheduler recording 1"
+
+logger = logging.getLogger(__name__)
 
 
 class Header(msgspec.Struct, frozen=True, tag=True):
@@ -52,28 +57,54 @@ def digest_of(effects: list[SchedulerEffect]) -> bytes:
 
 
 class Recorder:
-    """Every frame is handed to the system at once: what crashed the process is in the file."""
+    """Writes every frame to the system at once: what crashed the process is in the file.
+
+    A recording is an aid, so a disk that fills up ends the recording and not the engine.
+    """
 
     def __init__(self, path: Path, *, spec: EngineSpec) -> None:
+        self._path = path
         self._encoder = msgspec.msgpack.Encoder()
+        self._file: io.FileIO | None = None
         try:
-            self._file = path.open("wb")
+            # WHY: a buffered file would write what failed once more when it is closed
+            self._file = io.FileIO(path, "w")
+            self._write_all(Header(FORMAT, spec))
         except OSError as error:
+            self.close()
             raise ConfigError(f"cannot record to {path}: {error.strerror}") from None
-        self._write(Header(FORMAT, spec))
 
     def begin(self, events: list[SchedulerEvent]) -> None:
         self._write(Events(events))
 
     def finish(self, effects: list[SchedulerEffect]) -> None:
-        self._write(Effects(digest_of(effects)))
+        if self._file is not None:
+            self._write(Effects(digest_of(effects)))
 
     def close(self) -> None:
-        self._file.close()
+        """A file system may say only now that it has no room."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            with contextlib.suppress(OSError):
+                file.close()
 
-    def _write(self, frame: Header | Events | Effects) -> None:
-        self._file.write(framed(self._encoder.encode(frame)))
-        self._file.flush()
+    def _write(self, frame: Events | Effects) -> None:
+        try:
+            self._write_all(frame)
+        except OSError as error:
+            logger.warning(
+                "recording to %s stopped: %s; what was written until then can be replayed",
+                *(self._path, error.strerror),
+            )
+            self.close()
+
+    def _write_all(self, frame: Header | Events | Effects) -> None:
+        """A disk that is nearly full takes part of a frame before it refuses the rest."""
+        if self._file is None:
+            return
+        rest = memoryview(framed(self._encoder.encode(frame)))
+        while rest:
+            rest = rest[self._file.write(rest) :]
 
 
 def read_recording(path: Path) -> Recording:

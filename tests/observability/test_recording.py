@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -79,3 +83,42 @@ def test_what_is_no_recording_is_one_clear_error(tmp_path: Path, data: bytes | N
 def test_a_recording_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot record to"):
         Recorder(tmp_path / "missing" / "r", spec=SPEC)
+
+
+def test_a_disk_that_is_full_at_the_start_is_one_clear_error() -> None:
+    """Linux gives /dev/full to whoever wants to see a write fail."""
+    with pytest.raises(ConfigError, match="cannot record to /dev/full: No space left on device"):
+        Recorder(Path("/dev/full"), spec=SPEC)
+
+
+def test_a_disk_that_fills_up_ends_the_recording_with_one_warning_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Recorder(tmp_path / "r", spec=SPEC)
+    recorder.begin([ADMIT])
+    recorder.finish([])
+    room = (tmp_path / "r").stat().st_size + 5
+    with _limited_files(room):
+        for _ in range(3):
+            recorder.begin([CANCEL])
+            recorder.finish([RETIRED])
+    recorder.close()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert str(tmp_path / "r") in record.getMessage()
+    assert "File too large" in record.getMessage()
+    assert [turn.events for turn in read_recording(tmp_path / "r").turns] == [[ADMIT]]
+
+
+@contextlib.contextmanager
+def _limited_files(size_bytes: int) -> Iterator[None]:
+    """No file of this process grows beyond that size: as on a full disk, a write is first cut short
+    and then refused."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
