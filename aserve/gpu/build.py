@@ -95,7 +95,9 @@ def build_on(
     """Takes as long as loading takes; `on_progress(bytes done, bytes in all)` is called from
     here.
     """
-    blueprint, code = read_blueprint(options.model_dir, options.model_impl)
+    blueprint, code = read_blueprint(
+        options.model_dir, options.model_impl, free_bytes=device.free_bytes()
+    )
     if options.deterministic and code.name != "native":
         raise ConfigError(
             f"--deterministic is for models with native code; {code.name} code ({code.why}) may "

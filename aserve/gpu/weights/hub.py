@@ -34,6 +34,8 @@ def resolve_model_dir(name: str, *, has_weights: bool = True) -> Path:
     """`name` may be the path of a config.json, too. Without weights none are fetched."""
     path = Path(name).expanduser()
     if path.is_dir():
+        if not (path / "config.json").exists():
+            raise ConfigError(f"{path} is not a model directory: it has no config.json")
         return path
     if path.is_file() and path.name == "config.json":
         return path.parent

@@ -14,6 +14,7 @@ import torch
 from aserve.gpu.fallback.blueprint import read_transformers_blueprint
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.models.config import ModelConfig, architecture_of, parse_config, read_fields
+from aserve.gpu.models.fields import Fields
 from aserve.gpu.models.registry import FAMILIES, Code, Family, choose_code
 from aserve.gpu.weights.blueprint import Blueprint, LoadPlan
 from aserve.gpu.weights.checkpoint import Checkpoint
@@ -21,6 +22,9 @@ from aserve.gpu.weights.dummy import DummyWeights
 from aserve.gpu.weights.inventory import Inventory, check_fit
 from aserve.gpu.weights.progress import LoadProgress
 from aserve.gpu.weights.reader import WeightReader
+from aserve.gpu.weights.target import GIB
+
+OBJECT_BYTES = 4096  # what Python takes at least for the tensors and modules of one layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +65,13 @@ class NativeBlueprint:
         return inventory
 
 
-def read_blueprint(model_dir: Path, model_impl: str = "auto") -> tuple[Blueprint, Code]:
+def read_blueprint(
+    model_dir: Path, model_impl: str = "auto", *, free_bytes: int | None = None
+) -> tuple[Blueprint, Code]:
+    """`free_bytes`: the memory that the model may take, if that is known."""
     fields = read_fields(model_dir)
+    if free_bytes is not None:
+        check_layer_count(fields, free_bytes)
     architecture = architecture_of(fields)
     code = choose_code(architecture, model_impl)
     if code.name == "transformers":
@@ -70,3 +79,22 @@ def read_blueprint(model_dir: Path, model_impl: str = "auto") -> tuple[Blueprint
     family = FAMILIES[architecture]
     config = parse_config(fields, defaults=family.defaults)
     return NativeBlueprint(model_dir, family, config), code
+
+
+def check_layer_count(file: Fields, free_bytes: int) -> None:
+    """Refuses what cannot fit by a lower bound, because already the list of all weights of ten
+    million layers takes minutes and gigabytes.
+
+    A layer has at least a square matrix of `hidden_size`, of a byte per element, and its objects.
+    """
+    fields = file.merged_with("text_config")
+    if not (fields.has("num_hidden_layers") and fields.has("hidden_size")):
+        return
+    layer_bytes = fields.integer("hidden_size") ** 2 + OBJECT_BYTES
+    size_bytes = fields.integer("num_hidden_layers") * layer_bytes
+    if size_bytes > free_bytes:
+        fields.refuse(
+            "num_hidden_layers",
+            expected="a number of layers that fits into memory: these take at least "
+            f"{size_bytes / GIB:,.1f} GiB, and {free_bytes / GIB:,.1f} GiB are available",
+        )

@@ -54,7 +54,14 @@ def refusal_of(name: str) -> str:
     return str(caught.value)
 
 
+def test_a_directory_without_a_config_is_no_model(fake_hub: FakeHub, tmp_path: Path) -> None:
+    """Nothing else that it lacks is worth a word, such as its tokenizer."""
+    said = f"{tmp_path} is not a model directory: it has no config.json"
+    assert refusal_of(str(tmp_path)) == said
+
+
 def test_a_directory_is_used_as_it_is(fake_hub: FakeHub, tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
     assert resolve_model_dir(str(tmp_path)) == tmp_path
     assert fake_hub.downloads == []
 

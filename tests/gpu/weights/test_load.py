@@ -14,6 +14,8 @@ from aserve.errors import ConfigError
 from aserve.gpu.layers.linear import Linear, LinearOp, prepare
 from aserve.gpu.models.causal_model import CausalModel
 from aserve.gpu.weights.checkpoint import Checkpoint
+from aserve.gpu.weights.inventory import Inventory
+from aserve.gpu.weights.load import read_blueprint
 from aserve.gpu.weights.progress import LoadProgress
 from aserve.gpu.weights.reader import WeightReader
 from aserve.gpu.weights.target import HOST, Target
@@ -265,3 +267,25 @@ def test_loading_imports_nothing_that_takes_seconds(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "GPTNeoXForCausalLM"])
+def test_more_layers_than_memory_can_hold_are_refused_before_one_is_built(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(*_: object, **__: object) -> None:
+        raise AssertionError("a layer was built")
+
+    monkeypatch.setattr(Inventory, "linear", build)
+    monkeypatch.setattr(torch.nn.Linear, "__init__", build)
+    write_config(tmp_path, architectures=[architecture], num_hidden_layers=10**7)
+    with pytest.raises(ConfigError) as caught:
+        read_blueprint(tmp_path, free_bytes=1 << 30)
+    assert str(caught.value) == (
+        f"{tmp_path}/config.json: num_hidden_layers is 10000000; expected a number of layers that "
+        "fits into memory: these take at least 38.7 GiB, and 1.0 GiB are available"
+    )
+
+
+def test_layers_that_fit_are_not_refused_for_their_number(tmp_path: Path) -> None:
+    read_blueprint(write_config(tmp_path, num_hidden_layers=100), free_bytes=1 << 20)
