@@ -187,6 +187,7 @@ class ServerOptions:
     api_key: str | None = option(
         None, "clients must send `Authorization: Bearer KEY`", Limits(metavar="KEY", is_secret=True)
     )
+    public_metrics: bool = option(False, "with --api-key: /metrics needs no key")
     max_body_size: int = option(16 << 20, "largest request body in bytes", Limits(low=1024))
     max_stored_responses: int = option(
         4096, "responses kept for previous_response_id; 0 keeps none", Limits(low=0)

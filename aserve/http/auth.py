@@ -14,13 +14,15 @@ from aiohttp import hdrs, web
 from aserve.errors import Unauthorized
 from aserve.http.errors import refused
 
-# The page and the probes; they tell nothing about anybody's requests.
-PUBLIC_ROUTES = frozenset({"/", "/health", "/metrics"})
+# The page and the probe; they tell nothing about anybody's requests.
+PUBLIC_ROUTES = frozenset({"/", "/health"})
+METRICS = "/metrics"
 
 
-def check_key(request: web.Request, api_key: str | None) -> None:
+def check_key(request: web.Request, api_key: str | None, *, has_public_metrics: bool) -> None:
     resource = request.match_info.route.resource
-    is_public = resource is not None and resource.canonical in PUBLIC_ROUTES
+    path = "" if resource is None else resource.canonical
+    is_public = path in PUBLIC_ROUTES or (path == METRICS and has_public_metrics)
     if api_key is None or is_public:
         return
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")

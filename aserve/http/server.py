@@ -95,7 +95,8 @@ def border(context: HttpContext) -> Middleware:
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         request[REQUEST_ID] = uuid.uuid4().hex
         try:
-            check_key(request, context.options.api_key)
+            options = context.options
+            check_key(request, options.api_key, has_public_metrics=options.public_metrics)
             check_size(request, context.options.max_body_size)
             return await handler(request)
         except (AserveError, RequestFailed) as error:

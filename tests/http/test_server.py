@@ -105,17 +105,28 @@ async def test_a_body_that_is_too_large_is_413(is_chunked: bool) -> None:
 
 async def test_every_route_but_page_and_probes_needs_the_key() -> None:
     async with EchoEngine(api_key="se cret") as echo, aiohttp.ClientSession(echo.url) as session:
-        for path in ("/", "/health", "/metrics"):
+        for path in ("/", "/health"):
             async with session.get(path) as answer:
                 assert answer.status == 200
         for given in (None, "Bearer wrong", "Basic se cret", "se cret", "Bearer "):
             headers = {} if given is None else {"Authorization": given}
-            for path in ("/v1/models", "/v1/completions", "/v1/unknown", "/health/../v1/models"):
+            paths = ("/v1/models", "/v1/completions", "/v1/unknown", "/health/../v1/models")
+            for path in (*paths, "/metrics"):
                 async with session.get(path, headers=headers) as answer:
                     assert (answer.status, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
                     assert (await error_of(answer))["code"] == "invalid_api_key"
-        async with session.get("/v1/models", headers={"Authorization": "Bearer se cret"}) as answer:
-            assert answer.status == 200
+        for path in ("/v1/models", "/metrics"):
+            async with session.get(path, headers={"Authorization": "Bearer se cret"}) as answer:
+                assert answer.status == 200
+
+
+async def test_metrics_are_public_without_a_key_or_where_the_option_says_so() -> None:
+    for options in ({}, {"api_key": "secret", "public_metrics": True}):
+        async with EchoEngine(**options) as echo, aiohttp.ClientSession(echo.url) as session:
+            async with session.get("/metrics") as answer:
+                assert answer.status == 200
+            async with session.get("/v1/models") as answer:
+                assert answer.status == (401 if options else 200)
 
 
 async def test_the_models_are_listed_with_their_context(client: openai.AsyncOpenAI) -> None:
