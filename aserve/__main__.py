@@ -1,6 +1,6 @@
 """`python -m aserve`: the command line."""
 
-from aserve.cli import main
+from aserve.program import main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

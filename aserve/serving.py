@@ -30,6 +30,15 @@ def serve(resolved: Resolved) -> int:
         return runner.run(Serving(resolved, launcher_of(resolved)).run())
 
 
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """The signals that drain the server. A terminal sends SIGHUP when it is closed; who started the
+    server with nohup has set it to be ignored, and it stays so.
+    """
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        return signal.SIGINT, signal.SIGTERM
+    return signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+
+
 class Serving:
     """`address` is known once bound."""
 
@@ -44,7 +53,7 @@ class Serving:
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in ending_signals():
             loop.add_signal_handler(number, self._signalled)
         self.address = await self._http.start()
         try:

@@ -11,7 +11,6 @@ import functools
 import gc
 import os
 import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import assert_never
@@ -30,6 +29,7 @@ from aserve.observability.reports import Beat
 from aserve.observability.trace import Trace
 from aserve.processes.link import Link
 from aserve.processes.protocol import Died, LoadFailed, Ready, Start, ToEngine, ToFrontend
+from aserve.program import end_process
 from aserve.text.load import load_text
 
 BEAT_S = 1.0
@@ -165,4 +165,4 @@ def _vocabulary(start: Start, vocab_size: int) -> Vocabulary:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]  # where `aserve` lies: nothing of the user's i
 FLUSH_S = 1.0  # for the last messages to an engine that is to end
 END_S = 5.0  # for its step, its memory and its exit; afterwards it is killed
 DEATH_S = 1.0  # from a socket's end to the exit code
-SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
+SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
 
 class RemoteCore:

@@ -34,7 +34,7 @@ CORE_PATH = (
 STARTS = (
     *("aserve/cli.py", "aserve/config.py", "aserve/engine.py", "aserve/progress.py"),
     *(f"aserve/{name}.py" for name in ("banner", "event_loop", "launch", "load", "logs")),
-    *("aserve/loop_thread.py", "aserve/option.py", "aserve/serving.py"),
+    *("aserve/loop_thread.py", "aserve/option.py", "aserve/program.py", "aserve/serving.py"),
     *("aserve/cache/layout.py", "aserve/gpu/build.py"),
     *("aserve/gpu/largest_step.py", "aserve/gpu/padding_batch.py"),
     *(f"aserve/gpu/attention/{name}.py" for name in ("capabilities", "choice", "registry")),

@@ -60,6 +60,7 @@ REACH = {
     "aserve.engine": ANYTHING,
     "aserve.launch": ANYTHING,
     "aserve.load": ANYTHING,
+    "aserve.program": ANYTHING,
     "aserve.serving": ANYTHING,
     "aserve.processes": ANYTHING,
     "aserve.progress": Reach(aserve=(), packages=("rich",)),

@@ -29,10 +29,15 @@ def environment() -> dict[str, str]:
 
 
 class ServerProcess:
-    """Started on entering, ready (or ended) when that returns; killed on leaving if need be."""
+    """Started on entering, ready (or ended) when that returns, unless nobody `waits`; killed on
+    leaving if need be.
+    """
 
-    def __init__(self, *options: str, arguments: list[str] | None = None) -> None:
+    def __init__(
+        self, *options: str, arguments: list[str] | None = None, waits: bool = True
+    ) -> None:
         self._arguments = arguments or command("serve", "--port", "0", *options)
+        self._waits = waits
         self.address = ""
 
     def __enter__(self) -> ServerProcess:
@@ -45,7 +50,7 @@ class ServerProcess:
             text=True,
         )
         self.lines: list[str] = []
-        for line in self._output:
+        for line in self._output if self._waits else ():
             self.lines.append(line)
             bound = re.search(r"http://[\d.]+:\d+", line)
             if bound is not None and line.startswith("aserve: "):
@@ -76,6 +81,14 @@ class ServerProcess:
         with urllib.request.urlopen(self.address + path, timeout=START_S) as answer:
             data: bytes = answer.read()
         return data
+
+    def read_until(self, words: str) -> None:
+        """Its output up to the line with these words."""
+        for line in self._output:
+            self.lines.append(line)
+            if words in line:
+                return
+        raise AssertionError(f"the server ended without {words!r}: {self.text}")
 
     def end(self, number: signal.Signals | None = signal.SIGTERM) -> tuple[int, float]:
         """Exit code, and how long the end took."""

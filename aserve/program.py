@@ -1,0 +1,67 @@
+"""What surrounds a command as a process: its standard streams at the start, and its end.
+
+It knows no command, and it imports none before the standard streams are open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import sys
+import threading
+from typing import NoReturn
+
+
+def main() -> NoReturn:
+    """The command line as a process."""
+    open_standard_streams()
+    from aserve.cli import main
+
+    end_process(main())
+
+
+def open_standard_streams() -> None:
+    """Opens /dev/null in the place of each standard stream that is closed.
+
+    WHY: the system gives a new file the lowest free number. A socket with number 2 would get the
+    text of error messages, and libuv ends the process when it closes one of the first three.
+    """
+    if not all(_is_open(number) for number in range(3)):
+        null = os.open(os.devnull, os.O_RDWR)
+        while null < 3:
+            os.set_inheritable(null, True)
+            null = os.dup(null)
+        os.close(null)
+    # Python has set the streams that it found closed to None.
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
+def end_process(code: int) -> NoReturn:
+    """Ends the process at once, also while a thread still works for a client that has gone.
+
+    WHY: Python joins the threads of every pool before it ends, however long their work takes, and
+    a thread that comes back from a library during Python's own end can abort the process.
+    """
+    if threading.active_count() == 1:
+        sys.exit(code)
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
+    os._exit(code)
+
+
+def _is_open(number: int) -> bool:
+    try:
+        fcntl.fcntl(number, fcntl.F_GETFD)
+    except OSError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main()
