@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import hashlib
 import importlib.util
+import logging
 import os
 import shutil
 import sys
@@ -31,6 +32,8 @@ KEPT_BYTES = (1 << 31) - 1
 
 UNUSED_S = 30 * 24 * 3600  # after which a cache of kernels is removed
 
+logger = logging.getLogger(__name__)
+
 
 def prepare_process(threads: int | None) -> None:
     """Before torch and numba are imported; of what the user has set only `threads` is changed."""
@@ -42,7 +45,9 @@ def prepare_process(threads: int | None) -> None:
         set_environment(name, value)
     # OpenMP is the one layer of numba that takes calls of several threads, as torch does.
     set_environment("NUMBA_THREADING_LAYER_PRIORITY", "omp tbb workqueue")
-    set_environment("NUMBA_CACHE_DIR", str(_kernel_cache()))
+    cache = kernel_cache()
+    if cache is not None:
+        set_environment("NUMBA_CACHE_DIR", str(cache))
     _set_malloc(M_ARENA_MAX, 1)  # else a thread has a heap of its own, to which no limit applies
 
 
@@ -56,9 +61,9 @@ def keep_freed_memory() -> None:
     _set_malloc(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
-def _kernel_cache() -> Path:
-    """One for each state of the kernels' sources: numba itself looks only at the file of the
-    function that it keeps, not at those that it calls.
+def kernel_cache() -> Path | None:
+    """A folder for each state of the kernels' sources: numba itself looks only at the file of the
+    function that it keeps, not at those that it calls. None where no folder can be written.
 
     NOTE: numba unpickles what it finds there, so nobody else may write it.
     """
@@ -71,8 +76,20 @@ def _kernel_cache() -> Path:
         if is_new:
             _remove_unused(path.parent)
         return path
-    except OSError:
+    except OSError as error:
+        return _temporary_cache(error)
+
+
+def _temporary_cache(refusal: OSError) -> Path | None:
+    try:
         return Path(tempfile.mkdtemp(prefix="aserve-"))
+    except OSError:
+        logger.warning(
+            "every start compiles all kernels, because neither %s (%s) nor a temporary folder can "
+            "be written; set XDG_CACHE_HOME to a folder that can",
+            *(cache_home(), refusal.strerror),
+        )
+        return None
 
 
 def _remove_unused(caches: Path) -> None:

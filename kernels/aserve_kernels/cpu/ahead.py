@@ -5,14 +5,34 @@ It knows no kernel.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-from numba import types
+from numba import config, njit, types
 from numba.core import event
 from numba.core.dispatcher import Dispatcher
 
 logger = logging.getLogger(__name__)
+
+
+def cached_njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """`njit`, whose code is kept for later processes where some folder can be written.
+
+    WHY: njit(cache=True) is an error where none can, as on a read-only file system.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        compiled = njit(**options)(function)
+        if isinstance(compiled, Dispatcher):
+            with contextlib.suppress(RuntimeError):
+                compiled.enable_caching()
+        return compiled
+
+    return decorate
 
 
 def compile_ahead(function: Any, *arguments: Any) -> None:
@@ -20,10 +40,26 @@ def compile_ahead(function: Any, *arguments: Any) -> None:
     compile nothing. With NUMBA_DISABLE_JIT=1 there is nothing to compile."""
     if not isinstance(function, Dispatcher):
         return
+    name = function.py_func.__name__
     function.disable_compile(False)
-    with event.install_listener("numba:compile", _Teller(function.py_func.__name__)):
-        function.compile(types.void(*arguments))
+    with _alone(name), event.install_listener("numba:compile", _Teller(name)):
+        try:
+            function.compile(types.void(*arguments))
+        except OSError as error:  # it is compiled by then
+            logger.warning("a compiled kernel cannot be kept for later starts: %s", error)
     function.disable_compile()
+
+
+@contextlib.contextmanager
+def _alone(name: str) -> Iterator[None]:
+    """Of several processes that start together one compiles a kernel; the others wait for it, and
+    read it from the cache."""
+    with contextlib.ExitStack() as stack:
+        if config.CACHE_DIR:
+            with contextlib.suppress(OSError):
+                lock = stack.enter_context((Path(config.CACHE_DIR) / f"{name}.lock").open("w"))
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 class _Teller(event.Listener):  # type: ignore[misc]  # numba has no types

@@ -12,7 +12,7 @@ import torch
 from numba import njit, prange, types
 from torch import Tensor
 
-from aserve_kernels.cpu.ahead import compile_ahead
+from aserve_kernels.cpu.ahead import cached_njit, compile_ahead
 from aserve_kernels.cpu.compile_options import FAST
 from aserve_kernels.cpu.half import Float32s, narrow
 from aserve_kernels.cpu.host_rows import NO_WINDOW, HostRows, Int64s
@@ -68,7 +68,7 @@ def compile_chunk_attention(num_workers: int) -> None:
     )
 
 
-@njit(parallel=True, cache=True, nogil=True)
+@cached_njit(parallel=True, nogil=True)
 def _attend(
     q: Halves, keys: Halves, values: Halves, out: Halves,
     page_table: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, spans: Int64s,
@@ -81,7 +81,7 @@ def _attend(
         )  # fmt: skip
 
 
-@njit(cache=True, nogil=True)
+@cached_njit(nogil=True)
 def _attend_alone(
     q: Halves, keys: Halves, values: Halves, out: Halves,
     page_table: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, spans: Int64s,

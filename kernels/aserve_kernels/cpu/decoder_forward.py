@@ -17,7 +17,7 @@ import torch
 from numba import from_dtype, njit, types
 from torch import Tensor
 
-from aserve_kernels.cpu.ahead import compile_ahead
+from aserve_kernels.cpu.ahead import cached_njit, compile_ahead
 from aserve_kernels.cpu.compile_options import FAST, UNCOUNTED
 from aserve_kernels.cpu.draw import draw_row
 from aserve_kernels.cpu.half import Float32s, Floats, as_array, narrow, rounded, widen
@@ -118,7 +118,7 @@ def compile_decoder_forward(dtype: torch.dtype) -> None:
     compile_ahead(_step, *[column] * 6, types.int64, *records, *made)
 
 
-@njit(cache=True, nogil=True)
+@cached_njit(nogil=True)
 def _step(
     ids: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, spans: Int64s,
     sampled: Int64s, iteration: int, models: Records, layers: Records,

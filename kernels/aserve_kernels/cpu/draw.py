@@ -16,7 +16,7 @@ import torch
 from numba import njit, types
 from torch import Tensor
 
-from aserve_kernels.cpu.ahead import compile_ahead
+from aserve_kernels.cpu.ahead import cached_njit, compile_ahead
 from aserve_kernels.cpu.half import Float32s
 from aserve_kernels.cpu.powers import LOG2_E, power_of_two
 
@@ -58,7 +58,7 @@ def compile_draw() -> None:
     compile_ahead(_draw, types.Array(types.float32, 2, "C"), *of_rows)
 
 
-@njit(cache=True, nogil=True)
+@cached_njit(nogil=True)
 def _draw(
     logits: Float32s, seeds: Int64s, positions: Int64s, temperatures: Float32s,
     tokens: Int64s, is_sound: npt.NDArray[np.bool_],

@@ -13,7 +13,7 @@ import torch
 from numba import njit, prange, types
 from torch import Tensor
 
-from aserve_kernels.cpu.ahead import compile_ahead
+from aserve_kernels.cpu.ahead import cached_njit, compile_ahead
 from aserve_kernels.cpu.compile_options import FAST
 from aserve_kernels.cpu.half import Float32s, Floats, as_array, narrow, widen
 
@@ -47,7 +47,7 @@ def compile_int8_linear(dtype: torch.dtype) -> None:
     )
 
 
-@njit(parallel=True, cache=True, nogil=True)
+@cached_njit(parallel=True, nogil=True)
 def _multiply(x: Floats, weight: Int8s, scales: Float32s, out: Floats, num_workers: int) -> None:
     num_tokens, num_in = x.shape
     wide = np.empty((num_tokens, num_in), np.float32)

@@ -11,7 +11,7 @@ import torch
 from numba import njit, prange, types
 from torch import Tensor
 
-from aserve_kernels.cpu.ahead import compile_ahead
+from aserve_kernels.cpu.ahead import cached_njit, compile_ahead
 from aserve_kernels.cpu.compile_options import FAST, UNCOUNTED
 from aserve_kernels.cpu.half import Float32s, Floats, as_array, narrow, widen
 from aserve_kernels.cpu.host_rows import NO_WINDOW, HostRows, Int64s
@@ -86,7 +86,7 @@ def compile_paged_attention(dtype: torch.dtype, num_workers: int) -> None:
     )
 
 
-@njit(parallel=True, cache=True, nogil=True)
+@cached_njit(parallel=True, nogil=True)
 def _attend(
     q: Float32s, keys: Floats, values: Floats, out: Floats,
     page_table: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, spans: Int64s,
@@ -100,7 +100,7 @@ def _attend(
 
 
 # PERF: a parallel region wakes every thread of numba's pool, however few have work.
-@njit(cache=True, nogil=True)
+@cached_njit(nogil=True)
 def _attend_alone(
     q: Float32s, keys: Floats, values: Floats, out: Floats,
     page_table: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, spans: Int64s,

@@ -19,7 +19,7 @@ from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
-from aserve_kernels.cpu.ahead import compile_ahead
+from aserve_kernels.cpu.ahead import cached_njit, compile_ahead
 from aserve_kernels.cpu.compile_options import UNCOUNTED
 from aserve_kernels.cpu.half import Float32s, Floats, as_array, narrow, widen
 from aserve_kernels.cpu.lanes import BITS, FLOATS, LANES, Emitted
@@ -68,7 +68,7 @@ def compile_packed_linear(dtype: torch.dtype) -> None:
     compile_ahead(_multiply_narrow, rows, flat, types.Array(types.float32, 1, "C"), rows)
 
 
-@njit(cache=True, nogil=True)
+@cached_njit(nogil=True)
 def _multiply_narrow(x: Floats, packed: Floats, bias: Float32s, out: Floats) -> None:
     wide = np.empty(out.shape, np.float32)
     multiply(x, packed, bias, wide)

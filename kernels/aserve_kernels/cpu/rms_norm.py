@@ -9,10 +9,10 @@ import math
 
 import numpy as np
 import torch
-from numba import njit, types
+from numba import types
 from torch import Tensor
 
-from aserve_kernels.cpu.ahead import compile_ahead
+from aserve_kernels.cpu.ahead import cached_njit, compile_ahead
 from aserve_kernels.cpu.compile_options import FAST
 from aserve_kernels.cpu.half import Float32s, Floats, as_array, narrow, widen
 
@@ -38,7 +38,7 @@ def compile_rms_norm(dtype: torch.dtype) -> None:
 
 
 # WHY: it keeps the GIL. A call takes microseconds; to get the GIL back may take milliseconds.
-@njit(cache=True, fastmath=FAST)
+@cached_njit(fastmath=FAST)
 def _norm(x: Floats, weight: Float32s, eps: float, out: Floats) -> None:
     size = x.shape[1]
     row = np.empty(size, np.float32)

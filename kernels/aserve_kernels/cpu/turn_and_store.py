@@ -15,7 +15,7 @@ import torch
 from numba import njit, types
 from torch import Tensor
 
-from aserve_kernels.cpu.ahead import compile_ahead
+from aserve_kernels.cpu.ahead import cached_njit, compile_ahead
 from aserve_kernels.cpu.compile_options import FAST
 from aserve_kernels.cpu.half import Float32s, Floats, as_array, narrow, rounded, widen
 from aserve_kernels.turned_heads import turned_heads_ref
@@ -82,7 +82,7 @@ def compile_turn_and_store(dtype: torch.dtype) -> None:
 
 
 # WHY: it keeps the GIL. A call takes microseconds; to get the GIL back may take milliseconds.
-@njit(cache=True, fastmath=FAST)
+@cached_njit(fastmath=FAST)
 def _turn_and_store(
     heads: Floats,
     slots: np.ndarray[tuple[int], np.dtype[np.int64]],

@@ -177,3 +177,31 @@ def test_a_user_without_a_writable_home_still_gets_a_cache_of_his_own() -> None:
     directory = Path(cache)
     assert directory.stat().st_mode & 0o077 == 0
     directory.rmdir()
+
+
+WITHOUT_A_CACHE = """
+import logging, sys, tempfile
+tempfile.tempdir = "/dev/null"
+logging.basicConfig()
+from aserve.gpu.device.process import prepare_process
+prepare_process(1)
+import numba
+from numba.core import caching
+assert not numba.config.CACHE_DIR
+caching.CacheImpl._locator_classes.clear()  # which look for other folders, beside the source
+import torch
+from aserve_kernels.cpu.rms_norm import compile_rms_norm, rms_norm
+compile_rms_norm(torch.float32)
+print(rms_norm(torch.ones(1, 1), torch.ones(1), 0.0)[0, 0])
+"""
+
+
+@pytest.mark.slow
+def test_kernels_are_compiled_for_this_process_where_no_folder_can_be_written() -> None:
+    environment = {"PYTHONPATH": ":".join(sys.path), "HOME": "/dev/null"}
+    program = [sys.executable, "-c", WITHOUT_A_CACHE]
+    done = subprocess.run(program, capture_output=True, text=True, env=environment)
+    (line,) = done.stderr.splitlines()
+    assert "every start compiles all kernels" in line
+    assert "/dev/null/.cache" in line
+    assert done.stdout == "tensor(1.)\n"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +14,22 @@ from numba import njit, types
 
 from aserve_kernels.cpu.ahead import compile_ahead
 
+TRIPLE = """
+import logging
+import numpy as np
+from numba import types
+from aserve_kernels.cpu.ahead import cached_njit, compile_ahead
+logging.basicConfig(level="INFO")
+@cached_njit(nogil=True)
+def triple(numbers):
+    for i in range(numbers.shape[0]):
+        numbers[i] = 3 * numbers[i]
+if __name__ == "__main__":
+    compile_ahead(triple, types.Array(types.float32, 1, "C"))
+    numbers = np.ones(2, np.float32)
+    triple(numbers)
+    assert numbers.tolist() == [3, 3]
+"""
 FLOATS = types.Array(types.float32, 1, "C")
 
 
@@ -40,3 +59,32 @@ def test_a_call_compiles_nothing() -> None:
     compile_ahead(_double, FLOATS)
     with pytest.raises(TypeError, match="No matching definition"):
         _double(np.ones(2, np.float64))
+
+
+def test_processes_that_start_together_compile_a_kernel_once(tmp_path: Path) -> None:
+    """Each of the others waits, and reads what the first one kept."""
+    (tmp_path / "triple.py").write_text(TRIPLE)
+    environment = {"PYTHONPATH": ":".join([str(tmp_path), *sys.path])}
+    environment["NUMBA_CACHE_DIR"] = str(tmp_path / "cache")
+    (tmp_path / "cache").mkdir()
+    command = [sys.executable, "-m", "triple"]
+    started = [
+        subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    said = [process.communicate()[1] for process in started]
+    assert [process.returncode for process in started] == [0, 0, 0]
+    assert sum(text.count("compiling a kernel") for text in said) == 1, said
+
+
+def test_a_full_disk_costs_later_starts_a_compilation_and_this_one_nothing(tmp_path: Path) -> None:
+    """A limit of the size of a file plays the disk."""
+    (tmp_path / "triple.py").write_text(TRIPLE)
+    environment = {"PYTHONPATH": ":".join([str(tmp_path), *sys.path])}
+    environment |= {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+    (tmp_path / "cache").mkdir()
+    limited = ["/bin/sh", "-c", 'ulimit -f 0; trap "" XFSZ; exec "$@"', "sh"]
+    command = [*limited, sys.executable, "-m", "triple"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("cannot be kept for later starts") == 1
