@@ -9,7 +9,7 @@ INSTALL := $(PY) -m pip install --constraint constraints.txt
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all gpu-check lint format mutants lock clean
+.PHONY: help setup serve test test-all gpu-check lint style format mutants lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -48,21 +48,29 @@ endef
 serve: setup ## start the server on http://127.0.0.1:8000 with the bundled model
 	@exec $(PY) -m aserve serve $(ARGS)
 
-test: lint ## what CI does: lint, type checks, tests
-	$(PY) -m pytest -q --durations=15 $(ARGS)
+# As many processes as there are cores, each with whole files; ARGS='-n 0' runs all tests in one.
+PYTEST = $(PY) -m pytest -q --durations=15 -n auto --maxprocesses=8 --dist loadgroup --no-loadscope-reorder
+
+# mypy uses one core for a minute, so it runs beside the tests, and is heard of when it complains.
+test: style ## what CI does: lint, type checks, tests
+	@complaints=$$(mktemp); $(BIN)/mypy > "$$complaints" 2>&1 & mypy=$$!; \
+	failed=0; $(PYTEST) $(ARGS) || failed=$$?; \
+	wait $$mypy || { cat "$$complaints"; failed=1; }; rm -f "$$complaints"; exit $$failed
 
 test-all: lint ## the same with the large profiles and a fresh seed, which ASERVE_TEST_SEED=N repeats
-	ASERVE_TEST_PROFILE=large $(PY) -m pytest -q --durations=15 --timeout=3600 $(ARGS)
+	ASERVE_TEST_PROFILE=large $(PYTEST) --timeout=3600 $(ARGS)
 
 # Not with setup: on such a machine torch is there already, and what is missing comes from WHEELS.
 gpu-check: ## what only a GPU can show, resumable; WHEELS=dir has packages that are missing
 	@$(if $(wildcard $(STAMP)),$(PY),$(PYTHON)) -m aserve.bench.gpu_check $(if $(WHEELS),--wheels '$(WHEELS)') $(ARGS)
 
-lint: setup ## ruff, codespell, mypy
+lint: style ## ruff, codespell, mypy
+	$(BIN)/mypy
+
+style: setup
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/codespell
-	$(BIN)/mypy
 
 format: setup ## format the code and mend what ruff can
 	$(BIN)/ruff format

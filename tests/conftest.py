@@ -8,9 +8,28 @@ import secrets
 import hypothesis
 import pytest
 
+from aserve.gpu.device.process import kernel_cache
+from tests.collected import note_collected
+
 # torch reads this when it is first imported, so a test without torch need not import it.
 # One thread: the tests' tensors are tiny, and sums don't depend on the number of cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Kernels that a test calls are kept where a server keeps them, so that each is compiled once.
+CACHE = kernel_cache()
+if CACHE is not None:
+    os.environ.setdefault("NUMBA_CACHE_DIR", str(CACHE))
+
+# What takes longest starts first, so that no process ends long after the others.
+LONGEST = (
+    "tests/parity/test_avx2_machine.py",
+    "tests/parity/test_real_model.py",
+    "tests/bench/gpu_check/test_command.py",
+)
+# Files whose tests share nothing that takes time to make: they are handed out one by one.
+ONE_BY_ONE = frozenset(
+    {"tests/bench/gpu_check/test_command.py", "tests/e2e/test_server_process.py"}
+)
 
 # The large profile draws a fresh seed and prints it; ASERVE_TEST_SEED=N repeats it in any profile.
 # It stands in the environment, so that every process of a run takes the same.
@@ -37,6 +56,20 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.hypothesis_seed = SEED
     if config.getoption("-m") != "gpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What tests share is made in one process: within a file, and the server of tests/e2e."""
+    note_collected(config, items)
+    for item in items:
+        path = item.location[0]
+        if "server" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("server"))
+        elif path not in ONE_BY_ONE:
+            item.add_marker(pytest.mark.xdist_group(path))
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: (*LONGEST, item.location[0]).index(item.location[0]))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

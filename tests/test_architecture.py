@@ -52,10 +52,19 @@ def own_tests() -> list[Module]:
     return modules("tests")
 
 
+@functools.cache
+def found_in_the_product(rule: Rule) -> list[Finding]:
+    return [finding for module in product() for finding in rule(module)]
+
+
+@functools.cache
+def found_in_the_tests(rule: Rule) -> list[Finding]:
+    return [finding for module in own_tests() for finding in rule(module)]
+
+
 def everything_found() -> list[Finding]:
-    found = [finding for rule in RULES for module in product() for finding in rule(module)]
-    found += [f for rule in RULES_OF_TESTS for module in own_tests() for f in rule(module)]
-    return found
+    found = [finding for rule in RULES for finding in found_in_the_product(rule)]
+    return found + [finding for rule in RULES_OF_TESTS for finding in found_in_the_tests(rule)]
 
 
 def report(findings: list[Finding]) -> str:
@@ -64,13 +73,13 @@ def report(findings: list[Finding]) -> str:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_product_keeps_the_rule(rule: Rule) -> None:
-    found = unexcused(finding for module in product() for finding in rule(module))
+    found = unexcused(found_in_the_product(rule))
     assert not found, report(found)
 
 
 @pytest.mark.parametrize("rule", RULES_OF_TESTS, ids=lambda rule: rule.__name__)
 def test_the_tests_keep_the_rule(rule: Rule) -> None:
-    found = unexcused(finding for module in own_tests() for finding in rule(module))
+    found = unexcused(found_in_the_tests(rule))
     assert not found, report(found)
 
 

@@ -5,6 +5,7 @@ differ is switched on, and the oracle is the plain engine, one request at a time
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -74,6 +75,18 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+# Random traces of smaller models meet all pairs; here each kind meets modes in turn, and the large
+# profile has all.
+IS_LARGE = os.environ.get("ASERVE_TEST_PROFILE") == "large"
+TURNS = {kind: index for index, kind in enumerate(KINDS)}
+PAIRS = [
+    (kind, mode)
+    for kind in KINDS
+    for index, mode in enumerate(MODES)
+    if IS_LARGE or kind == "retraction and chunks" or (TURNS[kind] + index) % 2
+]
+
+
 @pytest.fixture(scope="module")
 def oracle() -> dict[Ask, Tokens]:
     """Each request alone in the plain engine: nothing beside it, before it or ahead of it."""
@@ -92,8 +105,7 @@ def test_the_requests_can_tell_a_wrong_engine_from_a_right_one(oracle: dict[Ask,
     assert all(len(set(tokens)) >= 4 for tokens in oracle.values())
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "mode"), PAIRS)
 async def test_the_same_tokens_beside_neighbours(
     oracle: dict[Ask, Tokens], kind: str, mode: str
 ) -> None:
@@ -121,8 +133,9 @@ async def test_the_same_tokens_alone_and_from_the_cache(
             assert second.choices[0].usage.prompt_tokens == len(ask.prompt)
 
 
-@pytest.mark.parametrize("kind", ["chunks", "retraction and chunks"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("kind", "mode"), [pair for pair in PAIRS if pair[0] in ("chunks", "retraction and chunks")]
+)
 async def test_failing_steps_leave_everybodys_tokens_as_they_are(
     oracle: dict[Ask, Tokens], kind: str, mode: str
 ) -> None:

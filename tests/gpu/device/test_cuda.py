@@ -165,7 +165,7 @@ def test_no_kind_of_step_asks_the_device_for_a_value(window: int | None) -> None
 
 
 @pytest.mark.slow
-@settings(max_examples=8, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, suppress_health_check=list(HealthCheck))
 @given(traces(), st.none() | st.integers(0, 2**32))
 def test_any_trace_is_sound_on_streams_and_gives_the_plain_engines_tokens(
     trace: Trace, seed: int | None
