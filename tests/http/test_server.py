@@ -121,7 +121,8 @@ async def test_every_route_but_page_and_probes_needs_the_key() -> None:
 
 
 async def test_metrics_are_public_without_a_key_or_where_the_option_says_so() -> None:
-    for options in ({}, {"api_key": "secret", "public_metrics": True}):
+    public: dict[str, Any] = {"api_key": "secret", "public_metrics": True}
+    for options in ({}, public):
         async with EchoEngine(**options) as echo, aiohttp.ClientSession(echo.url) as session:
             async with session.get("/metrics") as answer:
                 assert answer.status == 200

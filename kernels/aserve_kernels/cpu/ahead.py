@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from numba import config, njit, types
-from numba.core import event
+from numba import njit, types
+from numba.core import config, event
 from numba.core.dispatcher import Dispatcher
 
 logger = logging.getLogger(__name__)
