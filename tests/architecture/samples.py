@@ -156,6 +156,7 @@ PERMITTED: dict[tuple[Rule, str], list[str]] = {
         function('"""Doc."""\n' + "x = 1\n" * 40),
         "class A(Struct):\n" + "    x: int = 0\n" * 300,
         "@triton.autotune(configs=C)\n@triton.jit\n" + function("x = 1\n" * 300),
+        "@cached_njit(nogil=True)\n" + function("x = 1\n" * 300),
         "@njit(cache=True)\n" + function("x = 1\n" * 300),
     ],
     (caps.sizes, MODEL): [function("x = 1\n" * 300)],

@@ -12,11 +12,16 @@ import pytest
 from tests.avx2_machine import AVX2_ONLY
 
 REPOSITORY = Path(__file__).parents[2]
-# Models in each form of weights, and what runs between their products.
+# Models in each form of weights, and what runs between their products. Each inner loop of paged
+# attention once: what its other tests compile are the same loops for several threads.
+PAGED = "tests/gpu/attention/test_paged_cpu.py"
 TESTS = (
     *("tests/parity/test_forms.py", "tests/gpu/layers/test_compiled.py"),
-    *("tests/gpu/attention/test_paged_cpu.py", "tests/gpu/attention/test_dense.py"),
-    "tests/gpu/device/test_cpu_weights.py",
+    f"{PAGED}::test_every_shape_equals_the_reference",
+    f"{PAGED}::test_every_kind_of_layer_equals_the_reference",
+    f"{PAGED}::test_rows_of_many_queries_may_go_through_torch",
+    f"{PAGED}::test_rows_of_many_queries_may_go_through_pairs",
+    *("tests/gpu/attention/test_dense.py", "tests/gpu/device/test_cpu_weights.py"),
 )
 
 
