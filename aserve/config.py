@@ -188,7 +188,39 @@ class ServerOptions:
         None, "clients must send `Authorization: Bearer KEY`", Limits(metavar="KEY", is_secret=True)
     )
     public_metrics: bool = option(False, "with --api-key: /metrics needs no key")
-    max_body_size: int = option(16 << 20, "largest request body in bytes", Limits(low=1024))
+    max_body_size: int = option(
+        8 << 20, "largest request body in bytes, also when decompressed", Limits(low=1024)
+    )
+    max_connections: int = option(
+        4096,
+        "open connections; above it idle ones are closed, and if there are none, new ones get 503",
+        Limits(low=1, high=1 << 20),
+    )
+    header_timeout: float = option(
+        20.0, "seconds for a request's line and headers to arrive", Limits(low=0.01, high=3600)
+    )
+    body_timeout: float = option(
+        30.0,
+        "seconds for a request's body to arrive, and one more for each 64 KiB of it",
+        Limits(low=0.01, high=3600),
+    )
+    keep_alive_timeout: float = option(
+        75.0,
+        "seconds that a connection may stay open without a request",
+        Limits(low=0.01, high=86400),
+    )
+    allowed_hosts: str | None = option(
+        None,
+        "names, separated by commas, that requests may have as Host; *: any; default: local names "
+        "if --host is a loopback address, else any",
+        Limits(metavar="NAMES"),
+    )
+    allowed_origins: str | None = option(
+        None,
+        "origins, separated by commas, whose pages may open a websocket; *: any; default: the "
+        "server's own",
+        Limits(metavar="ORIGINS"),
+    )
     max_stored_responses: int = option(
         4096, "responses kept for previous_response_id; 0 keeps none", Limits(low=0)
     )

@@ -1,4 +1,4 @@
-"""The API key and the origin: who may use a route.
+"""The API key: who may use a route.
 
 Must not know what a route does. It decides on the matched route, never on the URL's text, and
 whatever is not named as public needs the key, unknown routes as well.
@@ -7,12 +7,10 @@ whatever is not named as public needs the key, unknown routes as well.
 from __future__ import annotations
 
 import hmac
-from urllib.parse import urlsplit
 
-from aiohttp import hdrs, web
+from aiohttp import web
 
 from aserve.errors import Unauthorized
-from aserve.http.errors import refused
 
 # The page and the probe; they tell nothing about anybody's requests.
 PUBLIC_ROUTES = frozenset({"/", "/health"})
@@ -31,14 +29,3 @@ def check_key(request: web.Request, api_key: str | None, *, has_public_metrics: 
     is_right = hmac.compare_digest(given.strip().encode("utf-8", "replace"), api_key.encode())
     if scheme.lower() != "bearer" or not is_right:
         raise Unauthorized("The API key is not correct.")
-
-
-def check_origin(request: web.Request) -> None:
-    """WHY: a browser asks no server before it opens a websocket, so that any page could use one
-    that listens on its reader's own machine.
-    """
-    origin = request.headers.get(hdrs.ORIGIN)
-    if origin is None:
-        return
-    if urlsplit(origin).netloc.lower() != request.host.lower():
-        raise refused(403, f"A page of {origin[:200]} may not connect to this server.")

@@ -20,9 +20,11 @@ CODES = {
     403: "forbidden",
     404: "unknown_url",
     405: "method_not_allowed",
+    408: "request_timeout",
     413: "request_too_large",
     415: "unsupported_media_type",
     426: "upgrade_required",
+    431: "headers_too_large",
 }
 
 

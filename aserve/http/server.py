@@ -6,6 +6,7 @@ server's phase is read here and written by app.py.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import uuid
@@ -16,13 +17,17 @@ from aiohttp.typedefs import Handler, Middleware
 from aserve.errors import AserveError, BugError, ConfigError, ErrorInfo
 from aserve.http.auth import check_key
 from aserve.http.body import IGNORED
+from aserve.http.connection import listen
 from aserve.http.errors import RequestFailed, error_response, http_error_info, info_of, refused
+from aserve.http.hosts import HOSTS, AllowedHosts
+from aserve.http.intake import INTAKE, Intake
 from aserve.http.openai.responses.live import RESPONSES, Responses
 from aserve.http.origin import REQUEST_ID
 from aserve.http.routes import ROUTES, Route
 from aserve.http.started import STARTED, StartedAnswer
 from aserve.http.state import HttpContext
 from aserve.http.websocket import SOCKETS, close_sockets
+from aserve.observability.loop_delay import LoopDelay
 
 logger = logging.getLogger(__name__)
 
@@ -34,29 +39,34 @@ class HttpServer:
 
     def __init__(self, context: HttpContext) -> None:
         self._options = context.options
+        self._app = create_app(context)
         self._runner = web.AppRunner(
-            create_app(context),
-            access_log=None,
-            handler_cancellation=True,
-            shutdown_timeout=CLOSE_TIMEOUT_S,
+            self._app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_TIMEOUT_S
         )
+        self._listener: asyncio.Server | None = None
+        self._delay = LoopDelay(context.registry)
 
     async def start(self) -> str:
         """The address that it answers at; port 0 takes a free one."""
         host, port = self._options.host, self._options.port
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, host, port).start()
+            self._listener = await listen(self._runner, self._options)
         except OSError as error:
-            await self._runner.cleanup()
+            await self.stop()
             raise ConfigError(f"cannot listen on {host}:{port}: {reason_of(error)}") from error
-        bound = self._runner.addresses[0]
+        self._delay.start(asyncio.get_running_loop())
+        bound = self._listener.sockets[0].getsockname()
         shown = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
         return f"http://{shown}:{bound[1]}"
 
     async def stop(self) -> None:
         """Closes the port and every connection; the caller has ended the open requests."""
+        self._delay.stop()
+        if self._listener is not None:
+            self._listener.close()
         await self._runner.cleanup()
+        self._app[INTAKE].close()
 
 
 def reason_of(error: OSError) -> str:
@@ -72,6 +82,8 @@ def create_app(context: HttpContext) -> web.Application:
         middlewares=[border(context)], client_max_size=context.options.max_body_size
     )
     app[RESPONSES] = Responses(context)
+    app[INTAKE] = Intake(context)
+    app[HOSTS] = AllowedHosts(context.options)
     app[SOCKETS] = set()
     app.on_shutdown.append(close_sockets)
     app.add_routes(
@@ -95,6 +107,7 @@ def border(context: HttpContext) -> Middleware:
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         request[REQUEST_ID] = uuid.uuid4().hex
         try:
+            request.app[HOSTS].check_host(request)
             options = context.options
             check_key(request, options.api_key, has_public_metrics=options.public_metrics)
             check_size(request, context.options.max_body_size)
@@ -137,10 +150,7 @@ async def answer_error(request: web.Request, info: ErrorInfo) -> web.StreamRespo
 
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """The id also on errors, so that a client can say which answer it means.
-
-    A request that aiohttp refuses for its headers never came to the border, which names the rest.
-    """
+    """The id also on errors, so that a client can say which answer it means."""
     response.headers["X-Request-Id"] = request.get(REQUEST_ID) or uuid.uuid4().hex
     response.headers[hdrs.SERVER] = "aserve"
     ignored = request.get(IGNORED)

@@ -9,6 +9,7 @@ is written by its own tasks, on the loop.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import uuid
 from collections import deque
@@ -21,9 +22,11 @@ from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
 from msgspec import UNSET, UnsetType
 
 from aserve.errors import AserveError, ErrorInfo, InvalidRequest, QueueFull
-from aserve.http.auth import check_origin
 from aserve.http.body import parse_body
 from aserve.http.errors import ErrorFields, RequestFailed, error_fields, info_of, refused
+from aserve.http.hosts import HOSTS
+from aserve.http.intake import INTAKE
+from aserve.http.json_bounds import check_json_bounds
 from aserve.http.openai.responses.body import ResponseBody
 from aserve.http.openai.responses.call import response_call
 from aserve.http.openai.responses.conversation import Message
@@ -42,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 async def connect(request: web.Request, context: HttpContext) -> web.StreamResponse:
     """Every refusal that can be known before the upgrade is an ordinary answer with its status."""
-    check_origin(request)
+    request.app[HOSTS].check_origin(request)
     refusal = context.state.refusal()
     if refusal is not None:
         raise refusal
@@ -90,6 +93,7 @@ class ResponseSocket:
         self._request = request
         self._context = context
         self._responses = request.app[RESPONSES]
+        self._intake = request.app[INTAKE]
         self._max_size = context.options.max_body_size
         self._socket = web.WebSocketResponse(
             timeout=CLOSE_S,
@@ -132,7 +136,10 @@ class ResponseSocket:
         async for message in self._socket:
             if message.type not in (WSMsgType.TEXT, WSMsgType.BINARY):
                 continue  # aiohttp has closed it, with the reason
-            asked = asked_in(message)
+            asked = await self._intake.off_loop(
+                functools.partial(asked_in, message, self._intake.max_values),
+                size=len(message.data),
+            )
             if not self._has_room(asked):
                 await self._tell(self._overflow(), asked.lane)
                 continue
@@ -173,8 +180,9 @@ class ResponseSocket:
             await self.go_away()
 
     async def _answer(self, asked: Asked) -> None:
+        body = await self._intake.off_loop(functools.partial(body_of, asked), size=len(asked.data))
         call = response_call(
-            body_of(asked),
+            body,
             replace(origin_of(self._request, self._context), request_id=uuid.uuid4().hex),
             self._conversation,
         )
@@ -201,13 +209,14 @@ class ResponseSocket:
         await self._socket.send_str(msgspec.json.encode(event).decode())
 
 
-def asked_in(message: WSMessage) -> Asked:
+def asked_in(message: WSMessage, max_values: int) -> Asked:
     if message.type == WSMsgType.BINARY:
         wrong = "Unsupported binary message: send events as JSON text."
         error = InvalidRequest(wrong, code="unsupported_message")
         return Asked(message.data, Envelope(), error)
     data: bytes = message.data.encode()
     try:
+        check_json_bounds(data, max_values=max_values)
         return Asked(data, parse_body(data, Envelope))
     except InvalidRequest as error:
         return Asked(data, Envelope(), error)

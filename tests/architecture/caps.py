@@ -86,7 +86,12 @@ ASKED_FOR = (
     "aserve/gpu/sample/choose.py",
 )
 # What only refuses: limits and checks that a request passes on its way, in files of their own.
-GUARDS = ("aserve/http/openai/limits.py", "aserve/actors/admission.py")
+GUARDS = (
+    *("aserve/http/openai/limits.py", "aserve/actors/admission.py"),
+    *(f"aserve/http/{name}.py" for name in ("connection", "hosts", "json_bounds")),
+    *(f"aserve/http/{name}.py" for name in ("decompress", "descriptors", "intake")),
+    "aserve/http/masked_frames.py",
+)
 # What only a server of several clients needs: who they are, and how they share the engine. The
 # queue is here, because a list in order of arrival would do for one client.
 SHARING = (

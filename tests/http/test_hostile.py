@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 from msgspec import inspect
 
+from aserve.http.json_bounds import MAX_DEPTH
 from tests.http.body_fields import BODIES, RIGHT, Place, alternatives, places
 
 JSON_HEADERS = {"Content-Type": "application/json"}
@@ -111,11 +112,19 @@ async def test_deep_json_is_answered_at_any_place(
     top = [*BODIES[path].__struct_encode_fields__, "unknown"]
     for name in top:
         status, code = await posted(web, path, json.dumps(RIGHT)[:-1] + f', "{name}": {deep}}}')
-        if depth > 1000:
-            assert status == 400
-            assert code == "invalid_json" or name != "unknown"
+        if depth > MAX_DEPTH:
+            assert (status, code) == (400, "body_too_complex")
     for place in of_kind(path, inspect.AnyType, inspect.RawType, inspect.DictType):
         await posted(web, path, body_with(place, deep))
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("key", [b"a\xff", b"\xed\xa0\x80", b"\xc0\xaf"])
+async def test_a_key_that_is_not_utf8_is_a_400(
+    web: aiohttp.ClientSession, path: str, key: bytes
+) -> None:
+    data = json.dumps(RIGHT).encode()[:-1] + b', "' + key + b'": 1}'
+    assert await posted(web, path, data) == (400, "invalid_json")
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -161,7 +161,7 @@ async def test_fields_without_effect_are_named_in_a_header(
 
 
 async def test_the_header_of_fields_without_effect_has_a_bound(web: aiohttp.ClientSession) -> None:
-    body = {f"{i:x>1000}": 1 for i in range(1000)}
+    body = {f"{i:x>1000}": 1 for i in range(200)}
     async with web.post("/v1/completions", json=body | {"prompt": "a"}) as answer:
         assert answer.status == 200
         assert answer.headers["X-Ignored-Params"] == ", ".join(["x" * 40] * 16 + ["..."])

@@ -24,19 +24,21 @@ def prompts_of(given: TextsOrIds | None, *, param: str, with_special: bool = Tru
         raise InvalidRequest(
             f"Invalid '{param}': the list is empty.", param=param, code="empty_array"
         )
-    texts = [item for item in items if isinstance(item, str)]
-    token_ids = [item for item in items if isinstance(item, int)]
-    lists = [item for item in items if isinstance(item, list)]
-    if len(items) not in (len(texts), len(token_ids), len(lists)):
+    kinds = set(map(type, items))  # PERF: a prompt may have hundreds of thousands of ids
+    if len(kinds) > 1:
         raise InvalidRequest(
             f"Invalid '{param}': a list holds texts, token ids or lists of token ids, "
             "not a mixture.",
             param=param,
             code="invalid_type",
         )
-    if token_ids:
-        return [token_prompt(token_ids)]
-    return [*(TextPrompt(text, with_special) for text in texts), *map(token_prompt, lists)]
+    if kinds == {int}:
+        return [token_prompt([item for item in items if isinstance(item, int)])]
+    return [
+        TextPrompt(item, with_special) if isinstance(item, str) else token_prompt(item)
+        for item in items
+        if not isinstance(item, int)
+    ]
 
 
 def token_prompt(token_ids: Sequence[int]) -> TokenPrompt:

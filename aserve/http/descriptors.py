@@ -1,0 +1,33 @@
+"""Makes sure that the process may open as many files as it has connections."""
+
+from __future__ import annotations
+
+import logging
+import resource
+
+logger = logging.getLogger(__name__)
+
+OTHER_FILES = 192  # the model's, the loop's, pipes to workers
+
+
+def descriptors_for(max_connections: int) -> int:
+    """Raises the soft limit on open files, as far as the hard one allows; how many connections fit.
+
+    WHY: a process that runs out of descriptors can accept nobody, and tell nobody so.
+    """
+    wanted = max_connections + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return max_connections
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
+    if allowed >= wanted:
+        return max_connections
+    fitting = max(1, allowed - OTHER_FILES)
+    logger.warning(
+        "open_files=%s leave room for max_connections=%s instead of %s",
+        allowed,
+        fitting,
+        max_connections,
+    )
+    return fitting

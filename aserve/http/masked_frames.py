@@ -1,0 +1,71 @@
+"""Sees to it that a client masks its websocket frames, as RFC 6455 5.1 asks; aiohttp does not.
+
+Masking keeps a page from writing bytes of its choice to a proxy that takes them for HTTP. Upon a
+frame without a mask the server must close with status 1002.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+MASK_BIT = 0x80
+LENGTH_BITS = 0x7F
+LENGTH_BYTES = {126: 2, 127: 8}
+MASK_BYTES = 4
+MAX_HEADER = 2 + 8 + MASK_BYTES
+# A frame with a reserved opcode, upon which aiohttp's reader closes with 1002.
+PROTOCOL_ERROR = bytes([0x83, MASK_BIT, 0, 0, 0, 0])
+
+
+class FrameReader(Protocol):
+    def feed_data(self, data: bytes) -> tuple[bool, bytes]: ...
+
+    def feed_eof(self) -> None: ...
+
+
+class MaskedFrames:
+    """Stands before aiohttp's reader, and follows the frames by their headers alone."""
+
+    def __init__(self, reader: FrameReader) -> None:
+        self._reader = reader
+        self._held = b""  # a frame's first byte, until its mask bit has come
+        self._header = b""  # what has come of a masked frame's header
+        self._num_left = 0  # bytes that are missing of the frame's payload
+        self._is_broken = False
+
+    def feed_eof(self) -> None:
+        self._reader.feed_eof()
+
+    def feed_data(self, data: bytes) -> tuple[bool, bytes]:
+        if self._is_broken:
+            return True, b""
+        data, self._held = self._held + data, b""
+        place = 0
+        while place < len(data):
+            if self._num_left:
+                step = min(self._num_left, len(data) - place)
+                self._num_left -= step
+                place += step
+                continue
+            header = self._header + data[place : place + MAX_HEADER - len(self._header)]
+            if len(header) < 2:
+                data, self._held = data[:place], header
+                break
+            if not header[1] & MASK_BIT:
+                self._is_broken = True
+                return self._reader.feed_data(data[:place] + PROTOCOL_ERROR)
+            place += self._take(header)
+        return self._reader.feed_data(data)
+
+    def _take(self, header: bytes) -> int:
+        """How many bytes are new in `header`, which may end too early or too late."""
+        num_length_bytes = LENGTH_BYTES.get(header[1] & LENGTH_BITS, 0)
+        size = 2 + num_length_bytes + MASK_BYTES
+        num_known = len(self._header)
+        if len(header) < size:
+            self._header = header
+            return len(header) - num_known
+        self._header = b""
+        length = header[2 : 2 + num_length_bytes] or bytes([header[1] & LENGTH_BITS])
+        self._num_left = int.from_bytes(length, "big")
+        return size - num_known

@@ -1,0 +1,178 @@
+"""Connections have deadlines and a bound, and what is no HTTP is answered as everything else is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.http.echo_engine import EchoEngine
+
+SOON_S = 0.05
+LONG_S = 60.0
+END_S = 10.0  # far more than any deadline here
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+NEVER: dict[str, Any] = {"prompt": "hello", "max_tokens": 3}
+
+
+class Client:
+    """One connection, byte by byte."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self.writer = writer
+
+    @classmethod
+    async def connect(cls, echo: EchoEngine, first: bytes = b"") -> Client:
+        port = int(echo.url.rpartition(":")[2])
+        client = cls(*await asyncio.open_connection("127.0.0.1", port))
+        client.writer.write(first)
+        return client
+
+    async def rest(self) -> bytes:
+        """Everything until the server closes the connection."""
+        async with asyncio.timeout(END_S):
+            return await self._reader.read()
+
+    async def answer(self) -> tuple[int, Any]:
+        """Status and body of one answer."""
+        async with asyncio.timeout(END_S):
+            head = await self._reader.readuntil(b"\r\n\r\n")
+            size = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+            return int(head.split()[1]), json.loads(await self._reader.readexactly(size))
+
+
+def answer_in(data: bytes) -> tuple[int, dict[str, Any]]:
+    head, _, body = data.partition(b"\r\n\r\n")
+    assert b"application/json" in head
+    assert b"Server: aserve" in head
+    assert b"X-Request-Id: " in head
+    assert head.startswith(b"HTTP/1.0 ") or b"Connection: close" in head
+    return int(head.split()[1]), json.loads(body)["error"]
+
+
+async def test_a_connection_that_sends_nothing_is_closed_without_an_answer() -> None:
+    async with EchoEngine(header_timeout=SOON_S, keep_alive_timeout=LONG_S) as echo:
+        client = await Client.connect(echo)
+        assert await client.rest() == b""
+
+
+@pytest.mark.parametrize("sent", [GET[:1], GET[:-1], GET[:20]])
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_half_a_head_is_a_408_and_the_connection_ends(sent: bytes, is_first: bool) -> None:
+    async with EchoEngine(header_timeout=SOON_S, keep_alive_timeout=LONG_S) as echo:
+        client = await Client.connect(echo)
+        if not is_first:
+            client.writer.write(GET)
+            assert (await client.answer())[0] == 200
+        client.writer.write(sent)
+        status, error = answer_in(await client.rest())
+        assert (status, error["code"]) == (408, "request_timeout")
+
+
+async def test_bytes_one_by_one_do_not_move_the_deadline_of_a_head() -> None:
+    async with EchoEngine(header_timeout=SOON_S, keep_alive_timeout=LONG_S) as echo:
+        client = await Client.connect(echo, b"GET /")
+        ended = asyncio.create_task(client.rest())
+        while not ended.done():
+            client.writer.write(b"a")
+            await asyncio.sleep(SOON_S / 4)
+        assert b" 408 " in await ended
+
+
+async def test_a_connection_without_requests_is_closed_after_the_keep_alive_time() -> None:
+    async with EchoEngine(header_timeout=LONG_S, keep_alive_timeout=SOON_S) as echo:
+        client = await Client.connect(echo, GET)
+        assert (await client.answer())[0] == 200
+        assert await client.rest() == b""
+
+
+async def test_neither_deadline_ends_a_request_that_runs() -> None:
+    """Nor a stream, nor what waits for its engine."""
+    async with EchoEngine(header_timeout=SOON_S, keep_alive_timeout=SOON_S) as echo:
+        echo.scheduler.is_paused = True
+        body = json.dumps(NEVER).encode()
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        client = await Client.connect(echo, head.encode() + body)
+        await echo.until(lambda: bool(echo.scheduler.live))
+        await asyncio.sleep(4 * SOON_S)
+        echo.scheduler.is_paused = False
+        echo.scheduler.resume()
+        assert (await client.answer())[0] == 200
+
+
+async def test_at_the_bound_an_idle_connection_makes_room() -> None:
+    async with EchoEngine(max_connections=2) as echo:
+        oldest = await Client.connect(echo, GET)
+        await oldest.answer()
+        second = await Client.connect(echo, GET)
+        await second.answer()
+        third = await Client.connect(echo, GET)
+        assert (await third.answer())[0] == 200
+        assert await oldest.rest() == b""
+        second.writer.write(GET)
+        assert (await second.answer())[0] == 200
+
+
+async def test_where_every_connection_has_a_request_a_new_one_is_a_503() -> None:
+    async with (
+        EchoEngine(max_connections=2) as echo,
+        aiohttp.ClientSession(echo.url) as web,
+    ):
+        echo.scheduler.is_paused = True
+        busy = [asyncio.create_task(web.post("/v1/completions", json=NEVER)) for _ in range(2)]
+        await echo.until(lambda: len(echo.scheduler.live) == 2)
+        for sent in (b"", GET):
+            surplus = await Client.connect(echo, sent)
+            status, error = answer_in(await surplus.rest())
+            assert (status, error["code"]) == (503, "too_many_connections")
+            assert "2 open connections" in error["message"]
+        echo.scheduler.is_paused = False
+        echo.scheduler.resume()
+        for task in busy:
+            assert (await task).status == 200
+        after = await Client.connect(echo, GET)
+        assert (await after.answer())[0] == 200
+
+
+SECRET = b"<script>secret</script>"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "code"),
+    [
+        (SECRET + b"\r\n\r\n", 400, "bad_request"),
+        (b"GET " + SECRET + b" HTTP/1.1\r\nHost: localhost\r\n" + SECRET + b"\r\n\r\n", 400, ""),
+        (b"GET / HTTP/9." + SECRET + b"\r\n\r\n", 400, "bad_request"),
+        (b"GET /" + SECRET * 1000 + b" HTTP/1.1\r\nHost: a\r\n\r\n", 431, "headers_too_large"),
+        (b"GET / HTTP/1.1\r\nA: " + SECRET * 1000 + b"\r\n\r\n", 431, "headers_too_large"),
+        (b"GET / HTTP/1.1\r\n" + (SECRET[1:7] + b": a\r\n") * 200 + b"\r\n", 400, "bad_request"),
+        (b"\x16\x03\x01" + SECRET, 400, "bad_request"),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nContent-Length: " + SECRET + b"\r\n\r\n", 400, ""),
+    ],
+)
+async def test_what_is_no_http_is_answered_in_json_without_the_clients_bytes(
+    sent: bytes, status: int, code: str
+) -> None:
+    async with EchoEngine() as echo:
+        client = await Client.connect(echo, sent)
+        data = await client.rest()
+        assert b"secret" not in data
+        found, error = answer_in(data)
+        assert found == status
+        assert error["type"] == "invalid_request_error"
+        assert error["code"] == (code or error["code"])
+
+
+async def test_all_connections_end_when_the_server_stops() -> None:
+    async with EchoEngine() as echo:
+        silent, half, idle = [await Client.connect(echo, GET[:size]) for size in (0, 20, len(GET))]
+        await idle.answer()
+    for client in (silent, half, idle):
+        assert await client.rest() == b""
