@@ -48,7 +48,7 @@ STARTS = (
     *("aserve/text/numeric.py", "aserve/text/defaults.py"),
 )
 LOOKS_ON = (
-    *("aserve/observability/*", "aserve/actors/replay.py"),
+    *("aserve/observability/*", "aserve/actors/replay.py", "aserve/http/health.py"),
     *("aserve/scheduling/check.py", "aserve/cache/conservation.py"),
     *("aserve/tiny/*", "aserve/bench/*"),
 )
