@@ -134,6 +134,14 @@ class GrammarOptions:
     grammar_cache: int = option(
         256 << 20, "bytes of compiled grammars that are kept for reuse", Limits(low=0)
     )
+    grammar_mask_time: float = option(
+        2.0,
+        "seconds of processor time that the masks of one request may take beyond 2 ms each",
+        Limits(low=0.01, high=3600),
+    )
+    grammar_client_mask_time: float = option(
+        10.0, "the same for all requests of one client within a minute", Limits(low=0.01, high=60)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from aserve.errors import AserveError, EngineDead
 from aserve.gpu.worker import in_thread
 from aserve.grammar.frames import Vocabulary
 from aserve.grammar.library import GrammarLibrary
+from aserve.grammar.mask_budget import MaskBudget, MaskLimits
 from aserve.grammar.matching import constrain
 from aserve.grammar.workers import CompileLimits
 from aserve.messages import DetokenizerEvent, EngineEvent, EngineSpec, Executor, SchedulerEvent
@@ -97,7 +98,7 @@ class LocalCore:
         self._recorder = Recorder(Path(debug.record), spec=self.spec) if debug.record else None
         events: Channel[SchedulerEvent] = Channel(codec=Codec(SchedulerEvent) if codec else None)
         pump = Pump(results=events)
-        masks = MaskActor(scheduler=events)
+        masks = MaskActor(scheduler=events, budget=_mask_budget(resolved))
         observers = (TurnReporter(ports.report), StepLog())
         scheduler = SchedulerActor(
             SchedulerState(self.spec, debug_checks=debug.debug_checks),
@@ -155,6 +156,11 @@ async def _warmed_up(executor: LocalExecutor) -> None:
         raise errors.exceptions[0] from None
     if step.cancelled():
         raise EngineDead(f"the executor died in its first step: {executor.died.result()!r}")
+
+
+def _mask_budget(resolved: Resolved) -> MaskBudget:
+    options = resolved.grammar
+    return MaskBudget(MaskLimits(options.grammar_mask_time, options.grammar_client_mask_time))
 
 
 def _grammar_library(

@@ -14,7 +14,7 @@ from typing import TypeAlias, assert_never
 from aserve.actors.base import Actor
 from aserve.actors.masks import MaskEvent
 from aserve.channel import Channel, Codec, Sink
-from aserve.errors import AserveError, Cancelled, DeadlineExceeded
+from aserve.errors import Cancelled, DeadlineExceeded, ErrorInfo
 from aserve.grammar.matching import Constraint
 from aserve.messages import (
     AdmitRequest,
@@ -51,35 +51,57 @@ class GrammarActor(Actor[EngineEvent]):
         super().__init__("grammars", codec=codec)
         self._constrain = constrain
         self._ports = ports
-        self._waiting: dict[str, Cancel | None] = {}  # with the cancel that came meanwhile
+        self._waiting: dict[str, _Wait] = {}
 
     def handle(self, events: list[EngineEvent]) -> None:
         for event in events:
             match event:
                 case AdmitRequest() if event.sampling.grammar is not None:
-                    self._waiting[event.request_id] = None
-                    self.spawn(self._wait(event))
+                    self._waiting[event.request_id] = waiting = _Wait()
+                    self.spawn_for(event.request_id, self._wait(event, waiting))
                 case Cancel() if event.request_id in self._waiting:
-                    self._waiting[event.request_id] = event
+                    self._waiting[event.request_id].cancel()
                 case AdmitRequest() | Cancel():
                     self._ports.scheduler.send(event)
                 case _:
                     assert_never(event)
 
-    async def _wait(self, request: AdmitRequest) -> None:
-        outcome: Constraint | AserveError
+    def end_request(self, request_id: str, error: ErrorInfo) -> None:
+        """The scheduler has not heard of it."""
+        self._waiting.pop(request_id, None)
+        self._ports.text.send(Refused(request_id, error))
+
+    async def _wait(self, request: AdmitRequest, waiting: _Wait) -> None:
+        """What it raises ends the request; so does a cancel, which takes its grammar out of the
+        queue at once.
+        """
+        left_s = None if request.deadline_s is None else request.deadline_s - time.monotonic()
         try:
-            left_s = None if request.deadline_s is None else request.deadline_s - time.monotonic()
-            async with asyncio.timeout(left_s):
-                outcome = await self._constrain(request)
-        except AserveError as error:
-            outcome = error
+            async with asyncio.timeout(left_s) as waiting.timeout:
+                if waiting.is_cancelled:  # before this task began
+                    waiting.cancel()
+                constraint = await self._constrain(request)
         except TimeoutError:
-            outcome = DeadlineExceeded("the request's timeout ran out before its first step")
-        if self._waiting.pop(request.request_id) is not None:
-            outcome = Cancelled("the client went away before its grammar was compiled")
-        if isinstance(outcome, AserveError):
-            self._ports.text.send(Refused(request.request_id, outcome.info()))
-            return
-        self._ports.masks.send(outcome)
+            if not waiting.is_cancelled:
+                late = "the request's timeout ran out before its first step"
+                raise DeadlineExceeded(late) from None
+        if waiting.is_cancelled:
+            raise Cancelled("the client went away before its grammar was compiled")
+        del self._waiting[request.request_id]
+        self._ports.masks.send(constraint)
         self._ports.scheduler.send(request)
+
+
+class _Wait:
+    """A request whose grammar is being compiled."""
+
+    __slots__ = ("is_cancelled", "timeout")
+
+    def __init__(self) -> None:
+        self.is_cancelled = False
+        self.timeout: asyncio.Timeout | None = None  # once its task has begun
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        if self.timeout is not None:
+            self.timeout.reschedule(asyncio.get_running_loop().time())

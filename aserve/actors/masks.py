@@ -1,66 +1,211 @@
 """The mask actor: keeps a matcher for each living sequence with a grammar, and has masks filled.
 
 Must not know grammars, steps or rows. Which sequences have a matcher is written here alone; the
-matchers themselves by the one thread that fills masks, in the order in which they were asked for.
+matchers themselves by the thread of their lane.
+
+Theory of operation. Filling a mask usually takes microseconds, but an ambiguous grammar of 30
+characters slows its matcher down with each token, up to seconds per token. Hence:
+- There are two lanes. A request is served in the fast lane until its masks took SLOW_S more than
+  they may; then it goes on in the slow lane, whose thread has a low priority. So an ordinary
+  request never waits for more than one fill of a request that is becoming slow.
+- A lane serves its requests in turn, whatever number of children they have.
+- The fast lane's masks are delivered together when nothing else waits there, and at the latest
+  SLICE_S after the first: one Sample for 64 rows is much cheaper than 64. The slow lane delivers
+  each mask at once.
+- Processor time is charged to the request and its client. Over the limit, the request ends as a
+  whole with an error for the client. A fill cannot be interrupted; while one runs, its time is
+  looked at every WATCH_S, and the lane leaves its thread behind when the limit is reached.
+- The scheduler is told which masks are of a slow request: such requests get few rows (held.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias, assert_never
 
+import msgspec
+
 from aserve.actors.base import Actor
+from aserve.actors.mask_lane import Filled, MaskLane, MaskWork, ThreadClock, thread_seconds
 from aserve.channel import Channel
+from aserve.errors import AserveError, BugError, ErrorInfo
+from aserve.grammar.mask_budget import MaskBudget, MaskLimits, RequestEffort
 from aserve.grammar.matching import Constraint, Matcher
-from aserve.messages import BuildMask, MaskReady, Refused, Retired, SchedulerEvent
+from aserve.messages import (
+    BuildMask,
+    FailRequest,
+    Refused,
+    Retired,
+    SchedulerEvent,
+)
 
 MaskEvent: TypeAlias = Constraint | BuildMask | Retired | Refused
 
+SLICE_S = 0.002
+WATCH_S = 0.1
+SLOW_NICENESS = 10
+# Instead of a mask that was given up: what is told to the client is that the time is over.
+LEFT = BugError("the mask was given up")
+
+
+@dataclass(slots=True)
+class _Request:
+    """`is_over`: it has ended with an error, and its children's Retired are still to come."""
+
+    matchers: dict[int, Matcher]  # by child, of those that live
+    effort: RequestEffort
+    is_over: bool = False
+
 
 class MaskActor(Actor[MaskEvent]):
-    """All masks that were asked for while the thread was busy are filled in its next go."""
+    """`clock` gives the processor time of a thread, by its ident."""
 
-    def __init__(self, *, scheduler: Channel[SchedulerEvent]) -> None:
+    def __init__(
+        self,
+        *,
+        scheduler: Channel[SchedulerEvent],
+        budget: MaskBudget | None = None,
+        clock: ThreadClock = thread_seconds,
+    ) -> None:
         super().__init__("masks")
         self._scheduler = scheduler
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
-        self._matchers: dict[str, dict[int, Matcher]] = {}  # by request and child
+        self._budget = budget or MaskBudget(MaskLimits())
+        self._requests: dict[str, _Request] = {}
+        self._fast = MaskLane("masks", on_filled=self._fast_filled, clock=clock)
+        self._slow = MaskLane(
+            "slow masks", on_filled=self._slow_filled, niceness=SLOW_NICENESS, clock=clock
+        )
+        self._watching: dict[MaskLane, asyncio.TimerHandle] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def run(self) -> None:
-        """A mask has no deadline of its own; its request may have one."""
-        loop = asyncio.get_running_loop()
-        async for events in self.inbox.batches():
-            self.beat()
-            work = self._sort(events)
-            if work:
-                for ready in await loop.run_in_executor(self._thread, fill, work):
-                    self._scheduler.send(ready)
+        self._loop = asyncio.get_running_loop()
+        await super().run()
 
     async def stop(self) -> None:
         await super().stop()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for timer in self._watching.values():
+            timer.cancel()
+        self._watching.clear()
+        self._fast.close()
+        self._slow.close()
 
-    def _sort(self, events: list[MaskEvent]) -> list[tuple[Matcher, BuildMask]]:
-        """Who is to be asked, in order; most sequences that end have no matcher."""
-        work = []
+    def handle(self, events: list[MaskEvent]) -> None:
         for event in events:
             match event:
                 case Constraint():
-                    self._matchers[event.request_id] = dict(enumerate(event.matchers))
+                    self._open(event)
                 case BuildMask():
-                    work.append((self._matchers[event.request_id][event.child], event))
+                    self.attempt(event.request_id, self._ask, event)
                 case Retired():
-                    children = self._matchers.get(event.request_id, {})
-                    children.pop(event.child, None)
-                    if not children:
-                        self._matchers.pop(event.request_id, None)
+                    self._retire(event)
                 case Refused():
-                    self._matchers.pop(event.request_id, None)
+                    self._forget(event.request_id)
                 case _:
                     assert_never(event)
-        return work
 
+    def end_request(self, request_id: str, error: ErrorInfo) -> None:
+        """The scheduler ends all its children; those of them that ask meanwhile get no answer."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.is_over = True
+            self._drop(request_id)
+        self._scheduler.send(FailRequest(request_id, error))
 
-def fill(work: list[tuple[Matcher, BuildMask]]) -> list[MaskReady]:
-    return [matcher.fill(ask) for matcher, ask in work]
+    def _open(self, constraint: Constraint) -> None:
+        effort = RequestEffort(
+            client=constraint.client, param=constraint.param, is_slow=constraint.is_slow
+        )
+        matchers = dict(enumerate(constraint.matchers))
+        self._requests[constraint.request_id] = _Request(matchers, effort)
+
+    def _ask(self, ask: BuildMask) -> None:
+        request = self._requests.get(ask.request_id)
+        if request is None or ask.child not in request.matchers:
+            raise BugError(f"no matcher for child {ask.child} of {ask.request_id}")
+        if request.is_over:
+            return
+        self._budget.check_client(request.effort)
+        lane = self._slow if request.effort.is_slow else self._fast
+        lane.submit(MaskWork(request.matchers[ask.child], ask, request.effort))
+        if lane not in self._watching:
+            self._watch_later(lane)
+
+    def _retire(self, event: Retired) -> None:
+        """Most sequences that end have no matcher."""
+        request = self._requests.get(event.request_id)
+        if request is None:
+            return
+        request.matchers.pop(event.child, None)
+        if not request.matchers:
+            self._forget(event.request_id)
+
+    def _forget(self, request_id: str) -> None:
+        if self._requests.pop(request_id, None) is not None:
+            self._drop(request_id)
+
+    def _drop(self, request_id: str) -> None:
+        for lane in (self._fast, self._slow):
+            lane.drop(request_id)
+
+    def _fast_filled(self, is_all: bool) -> None:
+        """On the lane's thread, as the next one."""
+        self._call(partial(self._deliver, self._fast) if is_all else self._deliver_soon)
+
+    def _slow_filled(self, is_all: bool) -> None:
+        self._call(partial(self._deliver, self._slow))
+
+    def _call(self, call: Callable[[], None]) -> None:
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
+            self._loop.call_soon_threadsafe(call)
+
+    def _deliver_soon(self) -> None:
+        assert self._loop is not None
+        self._loop.call_later(SLICE_S, self._deliver, self._fast)
+
+    def _deliver(self, lane: MaskLane) -> None:
+        for filled in lane.take():
+            self.attempt(filled.work.ask.request_id, self._send, filled)
+
+    def _send(self, filled: Filled) -> None:
+        """Whoever asked pays for it, also if the request has ended meanwhile."""
+        effort = filled.work.effort
+        over = self._charged(effort, filled.seconds)
+        request = self._requests.get(filled.work.ask.request_id)
+        if request is None or request.is_over:
+            return
+        if over is not None:
+            raise over
+        if isinstance(filled.outcome, BaseException):
+            raise filled.outcome
+        ready = filled.outcome
+        if effort.is_slow:
+            ready = msgspec.structs.replace(ready, is_slow=True)
+        self._scheduler.send(ready)
+
+    def _charged(self, effort: RequestEffort, seconds: float) -> AserveError | None:
+        try:
+            self._budget.charge(effort, seconds)
+        except AserveError as error:
+            return error
+        return None
+
+    def _watch_later(self, lane: MaskLane) -> None:
+        assert self._loop is not None
+        self._watching[lane] = self._loop.call_later(WATCH_S, self._watch, lane)
+
+    def _watch(self, lane: MaskLane) -> None:
+        """While the lane works: ends a request whose fill alone takes it over its limit."""
+        del self._watching[lane]
+        if (running := lane.running()) is not None:
+            work, seconds = running
+            if self._budget.is_over(work.effort, seconds):
+                lane.abandon(work)
+                self.attempt(work.ask.request_id, self._send, Filled(work, LEFT, seconds))
+        if not lane.is_idle:
+            self._watch_later(lane)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,11 +15,12 @@ import numpy as np
 
 from aserve.errors import InvalidRequest
 from aserve.grammar.frames import Done, Failed, Vocabulary
+from aserve.grammar.mask_budget import ALLOWANCE_S, SLOW_S
 from aserve.grammar.schema import ignored_keyword
 from aserve.messages import Grammar
 
 if TYPE_CHECKING:
-    from xgrammar import CompiledGrammar, TokenizerInfo
+    from xgrammar import CompiledGrammar, GrammarCompiler, TokenizerInfo
 
 ANY_OBJECT = '{"type":"object","additionalProperties":true}'
 # Between two tokens of JSON: a line end and a blank. WHY: without a bound small models go on with
@@ -57,59 +59,70 @@ def token_info(vocabulary: Vocabulary) -> TokenizerInfo:
 
 
 class Compiler:
+    """May be used by several threads at once."""
+
     def __init__(self, vocabulary: Vocabulary) -> None:
-        info = token_info(vocabulary)
-        from xgrammar import GrammarCompiler
-
         self._vocab_size = vocabulary.vocab_size
-        self._compiler = GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        self._info = token_info(vocabulary)
 
-    def compile(self, grammar: Grammar) -> Done | Failed:
-        """Takes whatever time it takes; raises MemoryError."""
+    def try_out(self, grammar: Grammar) -> Done | Failed:
+        """Compiles it and matches some tokens, which takes any time and memory; raises MemoryError.
+        The process's stderr is redirected meanwhile.
+        """
         try:
             with _Warnings() as warnings:
-                compiled = self._compile(grammar)
+                compiled = self.compile(grammar)
                 if warning := warnings.first():
                     raise GrammarError(warning)
-            self._try_out(compiled)
-            return Done(compiled.serialize_json())
+            return Done(is_slow=self._match_some(compiled) >= SLOW_S)
         except (GrammarError, RuntimeError) as error:  # RuntimeError is xgrammar's
             if "bad_alloc" in str(error):
                 raise MemoryError from error
             return Failed("invalid_grammar", PREFIX.sub("", str(error)).strip(". \n")[:MAX_MESSAGE])
 
-    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Of one that was tried out before. Raises GrammarError or RuntimeError otherwise."""
+        from xgrammar import GrammarCompiler
+
+        compiler = GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
         match grammar.kind:
             case "json_schema":
                 _check_schema(grammar.source)
-                return self._compile_schema(grammar.source)
+                return _compile_schema(compiler, grammar.source)
             case "json_object":
-                return self._compile_schema(ANY_OBJECT)
+                return _compile_schema(compiler, ANY_OBJECT)
             case "regex":
-                return self._compiler.compile_regex(grammar.source)
+                return compiler.compile_regex(grammar.source)
             case "ebnf":
-                return self._compiler.compile_grammar(grammar.source)
+                return compiler.compile_grammar(grammar.source)
             case "choice":
-                return self._compiler.compile_grammar(choice_ebnf(grammar.source))
+                return compiler.compile_grammar(choice_ebnf(grammar.source))
 
-    def _compile_schema(self, schema: str) -> CompiledGrammar:
-        return self._compiler.compile_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
-
-    def _try_out(self, compiled: CompiledGrammar) -> None:
-        """Some tokens long, so that what explodes only when it is matched does so here."""
+    def _match_some(self, compiled: CompiledGrammar) -> float:
+        """Some tokens long, so that what explodes only when it is matched does so here: the excess
+        of its masks in seconds.
+        """
         from xgrammar import GrammarMatcher
 
         matcher = GrammarMatcher(compiled)
         mask = np.zeros((1, -(-self._vocab_size // 32)), np.int32)
+        excess_s = 0.0
         for number in range(TRIAL_TOKENS):
+            began_s = time.thread_time()
             matcher.fill_next_token_bitmask(mask)
             bits = np.unpackbits(mask.view(np.uint8), count=self._vocab_size, bitorder="little")
             ids = np.setdiff1d(np.flatnonzero(bits), matcher.stop_token_ids)
             if not len(ids):
                 if number == 0 and not matcher.is_completed():
                     raise GrammarError("no text of this model's tokens is in the language")
-                return
+                break
             matcher.accept_token(int(ids[number * TRIAL_STEP % len(ids)]))
+            excess_s += max(0.0, time.thread_time() - began_s - ALLOWANCE_S)
+        return excess_s
+
+
+def _compile_schema(compiler: GrammarCompiler, schema: str) -> CompiledGrammar:
+    return compiler.compile_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
 
 
 class _Warnings:

@@ -2,9 +2,11 @@
 
 Must not know requests. The cache and what is being compiled are written on the loop's thread.
 
-The bound: `num_workers` grammars compile at once, the others wait in order, and each takes its time
-limit at most. So one that explodes delays nobody while another worker is free, and a grammar behind
-k of them waits for k / num_workers limits. A worker is started when one is needed and none is idle.
+The bound: `num_workers` grammars compile at once, the others wait, clients in turn, and each takes
+its time limit at most. Where all workers are taken, one more runs for a client of which none
+compiles. So a grammar never waits for another client's queue, and for another client's compilation
+only where more clients compile than there are workers. A worker is started when one is needed and
+none is idle.
 """
 
 from __future__ import annotations
@@ -13,24 +15,37 @@ import asyncio
 import functools
 import re
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
-from aserve.errors import AserveError, ClientError, InvalidRequest, QueueFull
+from aserve.errors import AserveError, Cancelled, ClientError, InvalidRequest, QueueFull
 from aserve.grammar.cache import GrammarCache
+from aserve.grammar.fair_queue import FairQueue
 from aserve.grammar.frames import Vocabulary
-from aserve.grammar.workers import CompileLimits, Workers
+from aserve.grammar.workers import CompileJob, CompileLimits, Usable, Workers
 from aserve.messages import Grammar
 from aserve.observability.reports import GrammarCompiled, GrammarKnown, GrammarReport
-
-if TYPE_CHECKING:
-    from xgrammar import CompiledGrammar
 
 MAX_SOURCE = 200_000  # characters
 MAX_DEPTH = 64  # of brackets in a schema
 MAX_COMING = 64  # grammars that are being compiled or wait for it
+MAX_OF_CLIENT = 32  # and those of one client
 STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[{]|[\]}]', re.DOTALL)
+
+
+class _Coming:
+    """A grammar that is being compiled or waits for it, and who waits."""
+
+    __slots__ = ("began_s", "client", "future", "is_running", "job", "num_waiting")
+
+    def __init__(self, job: CompileJob, *, client: str, began_s: float) -> None:
+        self.job = job
+        self.client = client
+        self.began_s = began_s
+        self.future: asyncio.Future[Usable] = asyncio.get_running_loop().create_future()
+        self.is_running = False
+        self.num_waiting = 0
 
 
 class GrammarLibrary:
@@ -47,13 +62,18 @@ class GrammarLibrary:
     ) -> None:
         self._report = report
         self._clock = clock
-        self._cache: GrammarCache[CompiledGrammar] = GrammarCache(cache_bytes, clock=clock)
-        self._coming: dict[Grammar, asyncio.Future[CompiledGrammar]] = {}
+        self._num_workers = limits.num_workers
+        self._cache: GrammarCache[Usable] = GrammarCache(cache_bytes, clock=clock)
+        self._coming: dict[Grammar, _Coming] = {}
+        self._queue: FairQueue[_Coming] = FairQueue()  # those that do not run, by client
+        self._running: Counter[str] = Counter()  # by client
         self._workers = Workers(vocabulary, limits, clock=clock)
-        self._threads = ThreadPoolExecutor(limits.num_workers, thread_name_prefix="grammar")
+        self._threads = ThreadPoolExecutor(limits.num_workers + 1, thread_name_prefix="grammar")
 
-    async def compiled(self, grammar: Grammar) -> CompiledGrammar:
-        """Raises the ClientError of a grammar that is no good, or QueueFull."""
+    async def compiled(self, grammar: Grammar, *, client: str = "") -> Usable:
+        """Raises the ClientError of a grammar that is no good, or QueueFull. One that nobody waits
+        for any more is given up.
+        """
         known = self._cache.get(grammar)
         coming = self._coming.get(grammar)
         if known is not None or coming is not None:
@@ -62,40 +82,84 @@ class GrammarLibrary:
             raise known
         if known is not None:
             return known
-        return await asyncio.shield(coming or self._begin(grammar))
+        coming = coming or self._begin(grammar, client)
+        coming.num_waiting += 1
+        try:
+            return await asyncio.shield(coming.future)
+        finally:
+            coming.num_waiting -= 1
+            if not coming.num_waiting and not coming.future.done():
+                self._give_up(coming)
 
     def close(self) -> None:
-        """Blocks for milliseconds; afterwards no process and no thread is left."""
+        """Blocks while a grammar that was tried out is compiled, else for milliseconds; afterwards
+        no process and no thread is left.
+        """
         self._workers.close()
         self._threads.shutdown(cancel_futures=True)
 
-    def _begin(self, grammar: Grammar) -> asyncio.Future[CompiledGrammar]:
+    def _begin(self, grammar: Grammar, client: str) -> _Coming:
         check_size(grammar)
-        if len(self._coming) >= MAX_COMING:
-            raise QueueFull(
-                f"{MAX_COMING} grammars wait to be compiled. Try again later.", retry_after_s=1.0
-            )
-        loop = asyncio.get_running_loop()
-        coming = loop.run_in_executor(self._threads, self._workers.compile, grammar)
+        self._check_room(client)
+        coming = _Coming(CompileJob(grammar), client=client, began_s=self._clock())
         self._coming[grammar] = coming
-        coming.add_done_callback(functools.partial(self._came, grammar, self._clock()))
+        self._queue.push(client, coming)
+        self._run_more()
         return coming
 
-    def _came(
-        self, grammar: Grammar, began_s: float, coming: asyncio.Future[CompiledGrammar]
-    ) -> None:
-        del self._coming[grammar]
-        if coming.cancelled():
+    def _check_room(self, client: str) -> None:
+        num_own = sum(coming.client == client for coming in self._coming.values())
+        if num_own >= MAX_OF_CLIENT:
+            what = f"{num_own} grammars of this client wait to be compiled, the most of one client"
+        elif len(self._coming) >= MAX_COMING:
+            what = f"{len(self._coming)} grammars wait to be compiled, the most in all"
+        else:
             return
-        error = coming.exception()
-        outcome = "ok"
-        if error is None:
-            self._cache.keep(grammar, coming.result())
-        elif isinstance(error, ClientError):
-            self._cache.keep_failure(grammar, error)
-        if error is not None:
-            outcome = error.error_code if isinstance(error, AserveError) else "internal_error"
-        self._report(GrammarCompiled(outcome, self._clock() - began_s))
+        raise QueueFull(f"{what}. Try again later.", retry_after_s=1.0)
+
+    def _run_more(self) -> None:
+        while (coming := self._queue.pop(self._may_run)) is not None:
+            coming.is_running = True
+            self._running[coming.client] += 1
+            loop = asyncio.get_running_loop()
+            work = loop.run_in_executor(self._threads, self._workers.compile, coming.job)
+            work.add_done_callback(functools.partial(self._came, coming))
+
+    def _may_run(self, client: str) -> bool:
+        """One more than the workers' number may run for a client of which nothing runs."""
+        total = self._running.total()
+        is_spare = total == self._num_workers and not self._running[client]
+        return total < self._num_workers or is_spare
+
+    def _give_up(self, coming: _Coming) -> None:
+        del self._coming[coming.job.grammar]
+        coming.future.cancel()
+        if coming.is_running:
+            self._workers.cancel(coming.job)
+        else:
+            self._queue.remove(coming.client, coming)
+
+    def _came(self, coming: _Coming, work: asyncio.Future[Usable]) -> None:
+        self._running[coming.client] -= 1
+        self._running += Counter()  # forgets those at 0
+        error = Cancelled("the server ends") if work.cancelled() else work.exception()
+        if not coming.future.done():
+            self._settle(coming, error or work.result())
+        self._run_more()
+
+    def _settle(self, coming: _Coming, outcome: Usable | BaseException) -> None:
+        grammar = coming.job.grammar
+        del self._coming[grammar]
+        if isinstance(outcome, Usable):
+            self._cache.keep(grammar, outcome)
+            coming.future.set_result(outcome)
+            self._report(GrammarCompiled("ok", self._clock() - coming.began_s))
+            return
+        if isinstance(outcome, ClientError):
+            self._cache.keep_failure(grammar, outcome)
+        coming.future.set_exception(outcome)
+        code = outcome.error_code if isinstance(outcome, AserveError) else "internal_error"
+        self._report(GrammarCompiled(code, self._clock() - coming.began_s))
 
 
 def check_size(grammar: Grammar) -> None:

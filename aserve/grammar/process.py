@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 from typing import TypeVar
 
-from aserve.errors import BugError, CapacityError, InvalidRequest
+from aserve.errors import BugError, CapacityError, InvalidRequest, ShuttingDown
 from aserve.frames import receive, send
-from aserve.grammar.frames import Done, Job, Ready, Reply, Setup
+from aserve.grammar.frames import KILLED, Done, Failed, Job, Ready, Reply, Setup
 from aserve.messages import Grammar
 
 T = TypeVar("T")
@@ -43,38 +43,62 @@ class CompileProcess:
         self._replies = self._process.stdout
         self._setup = setup
         self._is_ready = False
+        self._is_closed = False
 
     @property
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def compile(self, grammar: Grammar) -> str:
-        """xgrammar's JSON of it, or the ClientError of a grammar that is no good or too much.
+    def try_out(self, grammar: Grammar) -> Done:
+        """Raises the ClientError of a grammar that is no good or too much.
 
         The first one waits for seconds of imports, too.
         """
         if not self._is_ready:
-            self._ask(self._setup, Ready)
+            if self._ask(self._setup, Ready) is None:
+                raise CapacityError(f"a grammar worker ended at its start: {self._ended()}")
             self._is_ready = True
-        result = self._ask(Job(grammar), Reply).result
-        if isinstance(result, Done):
-            return result.compiled
+        reply = self._ask(Job(grammar), Reply)
+        if reply is None:
+            result = self._failure()
+        elif isinstance(reply.result, Done):
+            return reply.result
+        else:
+            result = reply.result
         raise InvalidRequest(
             f"Invalid '{grammar.param}': {result.message}.", param=grammar.param, code=result.code
         )
 
+    def interrupt(self) -> None:
+        """The grammar that it compiles is not wanted any more; from another thread."""
+        if self.is_alive:
+            self._process.send_signal(signal.SIGUSR1)
+
     def close(self) -> int:
         """Ends it and its fork: its exit code. Whoever waits for a reply meets the stream's end."""
+        self._is_closed = True
         if self.is_alive:
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(BrokenPipeError), self._process:
             pass  # closes the pipes and waits
         return self._process.returncode
 
-    def _ask(self, message: Setup | Job, kind: type[T]) -> T:
+    def _ask(self, message: Setup | Job, kind: type[T]) -> T | None:
+        """None if the process has ended."""
         with contextlib.suppress(BrokenPipeError):
             send(self._jobs, message)
-        reply = receive(self._replies, kind)
-        if reply is None:
-            raise BugError(f"a grammar worker has ended with exit code {self.close()}")
-        return reply
+        return receive(self._replies, kind)
+
+    def _failure(self) -> Failed:
+        """Why there is no reply. Raises unless it was the grammar."""
+        ended = self._ended()
+        if ended == -signal.SIGKILL:
+            return Failed("grammar_out_of_memory", KILLED)
+        raise BugError(f"a grammar worker has ended with exit code {ended}")
+
+    def _ended(self) -> int:
+        """The exit code of a process that has ended by itself."""
+        if self._is_closed:
+            raise ShuttingDown("the server compiles no more grammars")
+        self._process.wait()
+        return self.close()

@@ -16,7 +16,7 @@ from typing import IO
 
 from aserve.frames import receive, send
 from aserve.grammar.compile import Compiler
-from aserve.grammar.frames import Failed, Job, Ready, Reply, Setup
+from aserve.grammar.frames import KILLED, Failed, Job, Ready, Reply, Setup
 from aserve.messages import Grammar
 
 STARTUP_S = 120.0  # imports take seconds, on a busy machine many
@@ -24,6 +24,7 @@ OUT_OF_MEMORY = 3  # exit code of a fork
 
 
 def main() -> None:
+    signal.signal(signal.SIGUSR1, _kill_fork)
     signal.setitimer(signal.ITIMER_REAL, STARTUP_S)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # NOTE: xgrammar has no thread, and numpy's threads are safe to fork.
@@ -47,14 +48,22 @@ def _next_job(jobs: IO[bytes], idle_s: float) -> Job | None:
     return job
 
 
+def _kill_fork(*_: object) -> None:
+    """Nobody wants the grammar any more that is being compiled, if there is one."""
+    for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        os.kill(int(pid), signal.SIGKILL)
+
+
 def _serve(grammar: Grammar, replies: IO[bytes], *, compiler: Compiler, setup: Setup) -> None:
     """The fork replies itself, unless it meets its end before."""
     pid = os.fork()
     if pid == 0:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         signal.setitimer(signal.ITIMER_REAL, setup.timeout_s)
+        Path("/proc/self/oom_score_adj").write_text("1000")  # ended before the server itself
         _limit_memory(setup.memory_bytes)
         try:
-            result = compiler.compile(grammar)
+            result = compiler.try_out(grammar)
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -85,6 +94,8 @@ def _broken_limit(code: int, setup: Setup) -> Failed:
             f"compiling it takes more than {setup.memory_bytes >> 20} MiB. Make it simpler, or "
             "start the server with a larger --grammar-memory",
         )
+    if code == -signal.SIGKILL:
+        return Failed("grammar_out_of_memory", KILLED)
     return Failed("grammar_too_complex", f"the compiler broke on it, exit code {code}")
 
 

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from aserve.errors import ShuttingDown
-from aserve.grammar.compile import token_info
+from aserve.errors import Cancelled, ShuttingDown
+from aserve.grammar.compile import Compiler
 from aserve.grammar.frames import Setup, Vocabulary
 from aserve.grammar.process import CompileProcess
 from aserve.messages import Grammar
 
 if TYPE_CHECKING:
-    from xgrammar import CompiledGrammar, TokenizerInfo
+    from xgrammar import CompiledGrammar
 
 
 IDLE_S = 300.0  # a worker that is not needed for so long ends
@@ -31,6 +31,29 @@ class CompileLimits:
     timeout_s: float  # for one grammar
     memory_bytes: int  # for one grammar, beyond what a worker has once it is ready
     num_workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usable:
+    """A compiled grammar, and whether its masks took long when it was tried out."""
+
+    compiled: CompiledGrammar
+    is_slow: bool
+
+    @property
+    def memory_size_bytes(self) -> int:
+        return self.compiled.memory_size_bytes
+
+
+class CompileJob:
+    """One grammar on its way. Written under the lock of `Workers`."""
+
+    __slots__ = ("grammar", "is_cancelled", "worker")
+
+    def __init__(self, grammar: Grammar) -> None:
+        self.grammar = grammar
+        self.worker: CompileProcess | None = None  # while it compiles
+        self.is_cancelled = False
 
 
 class Workers:
@@ -45,22 +68,29 @@ class Workers:
         self._limits = limits
         self._clock = clock
         self._lock = threading.Lock()
-        self._known: tuple[Setup, TokenizerInfo] | None = None
+        self._known: tuple[Setup, Compiler] | None = None
         self._all: set[CompileProcess] = set()
         self._idle: dict[CompileProcess, float] = {}  # since when, the latest last
         self._is_closed = False
 
-    def compile(self, grammar: Grammar) -> CompiledGrammar:
+    def compile(self, job: CompileJob) -> Usable:
         """Blocks until it is there. Raises the AserveError that it failed with."""
-        setup, info = self._vocabulary()
-        from xgrammar import CompiledGrammar
-
-        worker = self._take(setup)
+        setup, compiler = self._vocabulary()
+        job.worker = worker = self._take(setup)
         try:
-            compiled = worker.compile(grammar)
+            if job.is_cancelled:
+                raise Cancelled("nobody waits for this grammar any more")
+            done = worker.try_out(job.grammar)
         finally:
-            self._put_back(worker)
-        return CompiledGrammar.deserialize_json(compiled, info)
+            self._put_back(job, worker)
+        return Usable(compiler.compile(job.grammar), done.is_slow)
+
+    def cancel(self, job: CompileJob) -> None:
+        """Ends what is compiled for it, if that has begun; its worker goes on with another one."""
+        with self._lock:
+            job.is_cancelled = True
+            if job.worker is not None:
+                job.worker.interrupt()
 
     def close(self) -> None:
         """Who waits for a worker meets its end; afterwards no process is left."""
@@ -70,13 +100,13 @@ class Workers:
         for worker in left:
             worker.close()
 
-    def _vocabulary(self) -> tuple[Setup, TokenizerInfo]:
+    def _vocabulary(self) -> tuple[Setup, Compiler]:
         with self._lock:
             if self._known is None:
                 vocabulary = self._make_vocabulary()
                 limits = self._limits
                 setup = Setup(vocabulary, limits.timeout_s, limits.memory_bytes, IDLE_S)
-                self._known = setup, token_info(vocabulary)
+                self._known = setup, Compiler(vocabulary)
             return self._known
 
     def _take(self, setup: Setup) -> CompileProcess:
@@ -92,8 +122,9 @@ class Workers:
             self._all.add(worker)
             return worker
 
-    def _put_back(self, worker: CompileProcess) -> None:
+    def _put_back(self, job: CompileJob, worker: CompileProcess) -> None:
         with self._lock:
+            job.worker = None
             if worker.is_alive:
                 self._idle[worker] = self._clock()
             else:

@@ -8,7 +8,7 @@ import json
 import pytest
 import xgrammar
 
-from aserve.grammar.compile import Compiler, token_info
+from aserve.grammar.compile import Compiler
 from aserve.grammar.frames import Done, Failed, Vocabulary
 from aserve.messages import Grammar
 from tests.grammar.libraries import vocabulary
@@ -19,21 +19,15 @@ def compiler() -> Compiler:
     return Compiler(vocabulary())
 
 
-@functools.cache
-def info() -> xgrammar.TokenizerInfo:
-    return token_info(vocabulary())
-
-
 def accepts(grammar: Grammar, text: str) -> bool:
-    result = compiler().compile(grammar)
+    result = compiler().try_out(grammar)
     assert isinstance(result, Done), result
-    compiled = xgrammar.CompiledGrammar.deserialize_json(result.compiled, info())
-    matcher = xgrammar.GrammarMatcher(compiled)
+    matcher = xgrammar.GrammarMatcher(compiler().compile(grammar))
     return matcher.accept_string(text) and matcher.is_completed()
 
 
 def reason(grammar: Grammar) -> str:
-    result = compiler().compile(grammar)
+    result = compiler().try_out(grammar)
     assert isinstance(result, Failed), "it compiled"
     assert result.code == "invalid_grammar"
     return result.message
@@ -123,6 +117,21 @@ def test_what_the_compiler_warns_that_it_ignores_is_refused(schema: dict[str, ob
 
 def test_a_language_that_the_vocabulary_cannot_spell_is_refused() -> None:
     letters = Vocabulary((b"a", b"b", b""), vocab_size=3, end_ids=(2,))
-    result = Compiler(letters).compile(Grammar("regex", "c"))
+    result = Compiler(letters).try_out(Grammar("regex", "c"))
     assert isinstance(result, Failed)
     assert "no text of this model's tokens" in result.message
+
+
+@pytest.mark.parametrize(
+    ("grammar", "is_slow"),
+    [
+        (Grammar("json_object"), False),
+        (Grammar("regex", "[a-z]{1,40}"), False),
+        (Grammar("ebnf", "root ::= s\ns ::= s s | [a-z ]"), True),
+        (Grammar("regex", "(.?){500}a{500}"), True),
+    ],
+)
+def test_a_grammar_whose_masks_take_long_is_known_before_its_first_mask(
+    grammar: Grammar, is_slow: bool
+) -> None:
+    assert compiler().try_out(grammar) == Done(is_slow)

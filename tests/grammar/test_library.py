@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import os
 import signal
 import sys
 import threading
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from aserve.config import GrammarOptions
 from aserve.errors import AserveError, BugError, InvalidRequest, QueueFull
 from aserve.grammar import library
 from aserve.grammar.frames import Setup
@@ -136,16 +139,100 @@ async def test_a_worker_that_was_killed_is_replaced(shared: Rig) -> None:
     await shared.library.compiled(Grammar("regex", "again"))
 
 
-async def test_a_worker_that_dies_at_work_fails_its_grammar_alone() -> None:
-    with rig() as made:
-        asked = asyncio.ensure_future(made.library.compiled(Grammar("regex", "unlucky")))
-        async with asyncio.timeout(10):
-            while not (workers := list(made.library._workers._all)):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        workers[0]._process.kill()
-        with pytest.raises(BugError, match="exit code -9"):
+async def fork_at_work(made: Rig) -> int:
+    async with asyncio.timeout(30):
+        while not (forks := forks_of(made)):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    return forks[0]
+
+
+@pytest.mark.parametrize("is_fork", [True, False])
+async def test_a_process_that_is_killed_for_memory_refuses_its_grammar_and_says_so(
+    is_fork: bool,
+) -> None:
+    """The system kills the one that compiles, or the worker that it was forked from."""
+    with rig(num_workers=1) as made:
+        asked = asyncio.ensure_future(made.library.compiled(Grammar("regex", EXPLODING)))
+        fork = await fork_at_work(made)
+        assert Path(f"/proc/{fork}/oom_score_adj").read_text() == "1000\n"
+        (worker,) = made.library._workers._all
+        os.kill(fork if is_fork else worker._process.pid, signal.SIGKILL)
+        with pytest.raises(InvalidRequest, match="memory runs out") as caught:
             await asked
-        await made.library.compiled(Grammar("regex", "unlucky"))
+        assert caught.value.error_code == "grammar_out_of_memory"
+        await made.library.compiled(Grammar("regex", "after"))
+
+
+async def test_a_worker_that_ends_otherwise_fails_its_grammar_alone() -> None:
+    with rig() as made:
+        asked = asyncio.ensure_future(made.library.compiled(Grammar("regex", EXPLODING)))
+        await fork_at_work(made)
+        (worker,) = made.library._workers._all
+        worker._process.terminate()
+        with pytest.raises(BugError, match="exit code -15"):
+            await asked
+        await made.library.compiled(Grammar("regex", "lucky"))
+
+
+async def test_a_grammar_that_nobody_waits_for_is_not_compiled_on() -> None:
+    """Its worker is not lost with it, and what waits behind it goes on."""
+    with rig(num_workers=1) as made:
+        asked = asyncio.ensure_future(made.library.compiled(Grammar("regex", EXPLODING)))
+        queued = asyncio.ensure_future(made.library.compiled(Grammar("regex", "queued")))
+        await fork_at_work(made)
+        (worker,) = made.library._workers._all
+        queued.cancel()
+        asked.cancel()
+        await asyncio.wait([asked, queued])
+        assert made.library._coming == {}
+        await made.library.compiled(Grammar("regex", "next"))
+        assert made.library._workers._all == {worker}
+        assert worker.is_alive
+        assert made.count("compiles", outcome="ok") == 1, "only the last one was compiled"
+
+
+async def test_a_clients_exploding_grammars_delay_no_other_client() -> None:
+    """Ten of them would take twenty times the worker's time limit."""
+    with rig(timeout_s=20.0, num_workers=1) as made:
+        sources = [f"{EXPLODING}{i}" for i in range(10)]
+        flood = [
+            asyncio.ensure_future(made.library.compiled(Grammar("regex", source), client="flood"))
+            for source in sources
+        ]
+        await fork_at_work(made)
+        for number in range(3):
+            await made.library.compiled(Grammar("regex", f"honest{number}"), client="other")
+        assert not any(each.done() for each in flood)
+        for each in flood:
+            each.cancel()
+        await asyncio.wait(flood)
+
+
+async def test_a_client_may_not_fill_the_queue_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "MAX_OF_CLIENT", 2)
+    with rig(num_workers=1) as made:
+        asked = [
+            asyncio.ensure_future(made.library.compiled(Grammar("regex", name), client="a"))
+            for name in "xy"
+        ]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull, match="2 grammars of this client"):
+            await made.library.compiled(Grammar("regex", "z"), client="a")
+        await made.library.compiled(Grammar("regex", "z"), client="b")
+        await asyncio.gather(*asked)
+
+
+async def test_a_schema_with_five_hundred_texts_compiles_within_the_default_limits() -> None:
+    options = GrammarOptions()
+    names = [f"field_{i}" for i in range(500)]
+    schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
+    grammars = [
+        Grammar("json_schema", json.dumps(wanted)) for wanted in (schema, schema | {"required": names})
+    ]
+    with rig(timeout_s=options.grammar_timeout, memory_bytes=options.grammar_memory) as made:
+        for grammar in grammars:
+            usable = await made.library.compiled(grammar)
+            assert usable.memory_size_bytes < 16 * MIB
 
 
 async def test_closing_ends_what_is_being_compiled_and_every_process_and_thread() -> None:
@@ -190,6 +277,6 @@ async def test_a_worker_that_was_idle_for_long_is_not_given_a_job_that_may_meet_
 
 def test_a_worker_that_gets_no_job_ends_by_itself() -> None:
     worker = CompileProcess(Setup(vocabulary(), 20.0, 256 * MIB, idle_s=0.1))
-    worker.compile(Grammar("regex", "once"))
+    worker.try_out(Grammar("regex", "once"))
     assert worker._process.wait(timeout=20) == -signal.SIGALRM
     worker.close()

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aserve.gpu.build import BuildOptions, build_executor
-from aserve.grammar.compile import Compiler, token_info
+from aserve.grammar.compile import Compiler
 from aserve.grammar.frames import Done
 from aserve.grammar.matching import Rules, SequenceMatcher
 from aserve.messages import AdmitRequest, BuildMask, Grammar, MaskReady
@@ -36,15 +36,15 @@ def tokenizer() -> TextTokenizer:
 
 
 @functools.cache
-def compiler() -> tuple[Compiler, xgrammar.TokenizerInfo]:
-    return Compiler(vocabulary()), token_info(vocabulary())
+def compiler() -> Compiler:
+    return Compiler(vocabulary())
 
 
 @functools.cache
 def compiled(grammar: Grammar) -> xgrammar.CompiledGrammar:
-    result = compiler()[0].compile(grammar)
+    result = compiler().try_out(grammar)
     assert isinstance(result, Done), (grammar, result)
-    return xgrammar.CompiledGrammar.deserialize_json(result.compiled, compiler()[1])
+    return compiler().compile(grammar)
 
 
 class Matchers:
