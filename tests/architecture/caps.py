@@ -75,7 +75,8 @@ ALTERNATIVES = (
 # What only some requests ask for, each in files of its own.
 ASKED_FOR = (
     *("aserve/http/openai/responses/*", "aserve/http/websocket.py"),
-    *("aserve/grammar/*", "aserve/actors/masks.py", "aserve/actors/grammars.py"),
+    *("aserve/grammar/*", "aserve/actors/grammars.py"),
+    *("aserve/actors/masks.py", "aserve/actors/mask_lane.py"),
     *("aserve/http/openai/grammars.py", "aserve/scheduling/held.py"),
     *("aserve/scheduling/prompts.py", "aserve/gpu/prompt_plan.py", "aserve/gpu/prompt_values.py"),
     *("aserve/text/prompt_text.py", "aserve/http/openai/prompt_scores.py"),

@@ -127,7 +127,7 @@ async def idle(app: App) -> None:
     board.cache.check([])
     assert scheduler._deadlines == {}
     assert tokenizer._preparing == {}
-    assert masks._matchers == {}
+    assert masks._requests == {}
 
 
 def thread_names() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from hypothesis import given
@@ -61,6 +62,6 @@ def test_nobody_waits_for_more_than_one_item_of_each_other_owner(owners: list[st
     assert sorted(served) == sorted(items)
     for owner in set(owners):
         positions = [i for i, item in enumerate(served) if item[0] == owner]
-        between = [served[i + 1 : j] for i, j in zip(positions, positions[1:], strict=False)]
+        between = [served[i + 1 : j] for i, j in itertools.pairwise(positions)]
         assert all(len({item[0] for item in gap}) == len(gap) for gap in between)
         assert positions[0] < len(set(owners))

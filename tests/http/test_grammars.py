@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import aiohttp
 import msgspec
 import openai
 import pytest
@@ -14,6 +15,7 @@ from aserve.http.openai.schema import ResponseFormat, StructuredOutputs
 from aserve.messages import Grammar
 from tests.http.echo_engine import EchoEngine
 
+JSON = {"Content-Type": "application/json"}
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"b": {}, "a": {"type": "integer"}}}
 SCHEMA_TEXT = '{"type":"object","properties":{"b":{},"a":{"type":"integer"}}}'
 
@@ -88,6 +90,53 @@ def test_what_cannot_be_one_grammar_is_refused(
     with pytest.raises(InvalidRequest, match=words) as caught:
         asked(**body)
     assert caught.value.param == param
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth - 1):
+        schema = {"items": schema}
+    return schema
+
+
+@pytest.mark.parametrize("depth", [65, 978, 100_000])
+def test_a_schema_that_is_nested_too_deep_is_refused_with_the_limit(depth: int) -> None:
+    with pytest.raises(InvalidRequest, match="more than 64 levels") as caught:
+        format_grammar("json_schema", nested(depth), param="text.format")
+    assert (caught.value.param, caught.value.error_code) == ("text.format", "schema_too_deep")
+    grammar = format_grammar("json_schema", nested(64), param="text.format")
+    assert grammar is not None
+    assert grammar.source.count("{") == 64
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("regex", "a\ud800"),
+        ("grammar", 'root ::= "\udfff"'),
+        ("choice", ["fine", "\ud83d"]),
+        ("json", '{"const": "\ud800"}'),
+        ("json", {"const": "\ud800"}),
+        ("json", {"\ud800": {}}),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_refused(name: str, value: Any) -> None:
+    """Also as the embedded engine gets it, which no decoder has looked at."""
+    with pytest.raises(InvalidRequest, match="surrogate pair") as caught:
+        grammar_of(None, msgspec.convert({name: value}, StructuredOutputs))
+    assert caught.value.param == f"structured_outputs.{name}"
+
+
+async def test_what_is_too_deep_or_no_text_is_a_400_over_http(web: aiohttp.ClientSession) -> None:
+    deep = '{"items":' * 978 + "{}" + "}" * 978
+    bodies = [
+        f'{{"prompt":"a","structured_outputs":{{"json":{deep}}}}}',
+        '{"prompt":"a","structured_outputs":{"regex":"\\ud800"}}',
+    ]
+    for body in bodies:
+        async with web.post("/v1/completions", data=body, headers=JSON) as answer:
+            assert answer.status == 400, await answer.text()
+            assert (await answer.json())["error"]["type"] == "invalid_request_error"
 
 
 def test_a_format_that_asks_for_nothing_leaves_room_for_a_structured_output() -> None:

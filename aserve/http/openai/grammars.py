@@ -15,6 +15,8 @@ from aserve.messages import Grammar
 
 JsonSchema: TypeAlias = dict[str, Any]
 
+MAX_DEPTH = 64  # of objects and lists in a schema
+
 
 def grammar_of(
     response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None
@@ -49,7 +51,7 @@ def format_grammar(kind: str, schema: JsonSchema | None, *, param: str) -> Gramm
                     param=param,
                     code="missing_required_parameter",
                 )
-            return Grammar("json_schema", _schema_text(schema), param=param)
+            return Grammar("json_schema", _schema_text(schema, param), param=param)
         case _:
             raise InvalidRequest(
                 f"Invalid value for '{param}.type': '{kind[:40]}' is none of text, json_object, "
@@ -78,17 +80,65 @@ def _of_structured_outputs(asked: StructuredOutputs) -> Grammar:
     if asked.json_object:
         return Grammar("json_object", param=param)
     if asked.regex is not None:
-        return Grammar("regex", asked.regex, param=param)
+        return Grammar("regex", _unicode(asked.regex, param), param=param)
     if asked.grammar is not None:
-        return Grammar("ebnf", asked.grammar, param=param)
+        return Grammar("ebnf", _unicode(asked.grammar, param), param=param)
     if asked.choice is not None:
+        for choice in asked.choice:
+            _unicode(choice, param)
         return Grammar("choice", msgspec.json.encode(asked.choice).decode(), param=param)
     if isinstance(asked.json, str):
-        return Grammar("json_schema", asked.json, param=param)
+        return Grammar("json_schema", _unicode(asked.json, param), param=param)
     assert asked.json is not None, "one is given"
-    return Grammar("json_schema", _schema_text(asked.json), param=param)
+    return Grammar("json_schema", _schema_text(asked.json, param), param=param)
 
 
-def _schema_text(schema: JsonSchema) -> str:
+def _schema_text(schema: JsonSchema, param: str) -> str:
     """The order of properties stays: outputs keep to it."""
-    return msgspec.json.encode(schema).decode()
+    _check_depth(schema, param)
+    try:
+        return msgspec.json.encode(schema).decode()
+    except UnicodeEncodeError as error:
+        raise _not_unicode(error, param) from None
+
+
+def _check_depth(schema: JsonSchema, param: str) -> None:
+    """WHY: level by level, because a recursive walk of what a client sent has a depth limit too."""
+    level: list[object] = [schema]
+    for _ in range(MAX_DEPTH):
+        level = [inner for outer in level for inner in _inner(outer)]
+        if not level:
+            return
+    raise InvalidRequest(
+        f"Invalid '{param}': the schema is nested more than {MAX_DEPTH} levels deep. Make it "
+        "flatter, for example with $defs and $ref.",
+        param=param,
+        code="schema_too_deep",
+    )
+
+
+def _inner(value: object) -> list[object]:
+    """The lists and objects in it."""
+    if isinstance(value, dict):
+        return [item for item in value.values() if isinstance(item, dict | list)]
+    if isinstance(value, list):
+        return [item for item in value if isinstance(item, dict | list)]
+    return []
+
+
+def _unicode(text: str, param: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _not_unicode(error, param) from None
+    return text
+
+
+def _not_unicode(error: UnicodeEncodeError, param: str) -> InvalidRequest:
+    """JSON can write half of a surrogate pair, which is no character and has no UTF-8."""
+    return InvalidRequest(
+        f"Invalid '{param}': character {error.start} is \\u{ord(error.object[error.start]):04x}, "
+        "half of a surrogate pair. Send whole characters.",
+        param=param,
+        code="invalid_unicode",
+    )
