@@ -96,7 +96,7 @@ class MaskBudget:
         excess = f"{effort.excess_s:.1f} seconds more than {ALLOWANCE_S * 1000:g} ms each"
         return InvalidRequest(
             f"Invalid '{effort.param}': finding out which tokens may come next took {spent}, "
-            f"{excess}, and the limit is {self._limits.request_s:g} seconds. Make the grammar less "
+            f"{excess}, and the limit is {self._limits.request_s:g} s. Make the grammar less "
             "ambiguous, ask for fewer tokens or choices, or start the server with a larger "
             "--grammar-mask-time.",
             param=effort.param,

@@ -159,6 +159,43 @@ async def test_an_exploding_grammar_is_a_400_and_delays_no_other(
     assert 'aserve_grammar_compiles_total{outcome="grammar_timeout"} 1.0' in metrics
 
 
+# Ways to read an output of it grow with the cube of its length.
+AMBIGUOUS = "root ::= s\ns ::= s s | [a-z ]"
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+async def test_an_ambiguous_grammar_ends_its_own_request_and_no_other_waits_for_it(
+    processes: str,
+) -> None:
+    """Its 64 children would take minutes of processor time: others are answered meanwhile, whole,
+    and its end says what it took.
+    """
+    options = ("--processes", processes, "--grammar-mask-time", "1")
+    with ServerProcess(*options) as process:
+        async with openai.AsyncOpenAI(
+            base_url=f"{process.address}/v1", api_key="any", max_retries=0, timeout=120
+        ) as client:
+            await complete(client, regex="[a-z]{4}")  # a worker is there
+            fields: dict[str, Any] = {"n": 64, "max_tokens": 900}
+            fields["extra_body"] = {"ignore_eos": True}
+            hostile = asyncio.ensure_future(complete(client, grammar=AMBIGUOUS, fields=fields))
+            num_answered = 0
+            while not hostile.done():
+                pair = await asyncio.gather(
+                    complete(client, regex="[a-z]{10}[0-9]{5}", fields={"seed": num_answered}),
+                    client.completions.create(model=MODEL, prompt="a", max_tokens=20),
+                )
+                assert all(answer.choices[0].text for answer in pair)
+                num_answered += not hostile.done()
+            with pytest.raises(openai.BadRequestError) as caught:
+                await hostile
+        assert caught.value.code == "grammar_too_complex"
+        assert "the limit is 1 s" in caught.value.message
+        assert num_answered >= 3, "beside seconds of masks, others take tenths"
+        code, _ = process.end()
+        assert code == 0, process.text
+
+
 def test_the_embedded_engine_takes_the_same_fields_and_leaves_no_worker() -> None:
     before = set(threading.enumerate())
     fields: dict[str, Any] = {"max_tokens": 60, "temperature": 1.0, "seed": 1, "n": 2}

@@ -41,7 +41,7 @@ def test_a_request_over_its_limit_is_told_the_values_and_what_to_do() -> None:
     error = caught.value.info()
     assert (error.status, error.code) == (400, "grammar_too_complex")
     assert error.param == "structured_outputs.regex"
-    for words in ("2.1 seconds", "4 tokens", "limit is 2 seconds", "--grammar-mask-time"):
+    for words in ("2.1 seconds", "4 tokens", "limit is 2 s", "--grammar-mask-time"):
         assert words in error.message
 
 
