@@ -61,6 +61,7 @@ def test_every_option_of_the_issue_is_an_option_of_serve() -> None:
         (["generate", "x", "--port", "1"], "unknown option --port"),
         (["serve", "--config", "missing.toml"], "missing.toml"),
         (["serve", "--port", "0", "--model", "missing/model/dir"], "missing/model/dir"),
+        (["serve", "--port", "0", "/nonexistent"], "directory '/nonexistent' does not exist"),
         (["generate"], "TEXT"),
         (["generate", "text", "--model", "missing/model/dir"], "missing/model/dir"),
         (["replay", "missing.rec"], "missing.rec"),

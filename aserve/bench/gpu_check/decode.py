@@ -38,7 +38,7 @@ from aserve.load import build_options
 from aserve.text.load import load_numeric_tokenizer
 
 SMALL = "small"
-MOST_WARM_UPS = 4
+MOST_WARM_UPS = 16  # on a busy machine few steps leave time to capture
 
 
 def measure(setting: Setting, which: str) -> Figures:

@@ -15,6 +15,8 @@ import pytest
 
 from aserve.bench.gpu_check.parts import MEASURES, Part, all_parts
 from aserve.bench.gpu_check.records import Records
+from aserve.bench.gpu_check.shapes import SIZES, Sizes
+from aserve.cli import make_parser
 from tests.architecture.source import ROOT
 from tests.bench.last_line import Captured, figures_of
 from tests.collected import HAS_GPU_TESTS
@@ -55,8 +57,15 @@ def test_without_a_gpu_nothing_is_run_and_the_table_is_empty(
     )
 
 
+# Parts that run another bench differ in its name and arguments, and those benches have tests of
+# their own: one of them shows the way.
+OTHER_BENCHES = ["bench-host-step", "bench-kernels", "bench-overlap-sim", "bench-relay"]
+IS_LARGE = os.environ.get("ASERVE_TEST_PROFILE") == "large"
+RUN_DRY = sorted(MEASURES) if IS_LARGE else sorted({*MEASURES} - {*OTHER_BENCHES[1:]})
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(MEASURES))
+@pytest.mark.parametrize("name", RUN_DRY)
 def test_a_part_runs_dry_on_the_cpu(name: str, capsys: Captured, tmp_path: Path) -> None:
     figures_of(capsys, "gpu-check", *DRY, "--parts", name, "--out", str(tmp_path))
     record = Records(tmp_path).read()[name]
@@ -66,6 +75,14 @@ def test_a_part_runs_dry_on_the_cpu(name: str, capsys: Captured, tmp_path: Path)
     if name.startswith("decode-"):
         assert record.figures["replayed_share_b3"] == 1
         assert "executor_over_replay_b3" in record.figures
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_the_arguments_of_other_benches_are_theirs(sizes: Sizes) -> None:
+    assert {f"bench-{name}" for name in sizes.bench_arguments} <= {*OTHER_BENCHES}
+    for name, arguments in sizes.bench_arguments.items():
+        _, unknown = make_parser().parse_known_args(["bench", name, *arguments])
+        assert unknown == []
 
 
 @pytest.mark.slow
