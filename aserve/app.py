@@ -53,7 +53,11 @@ class App:
         self.resolved = resolved
         self.state = ServerState()
         self.metrics = Metrics()
-        self.gateway = Gateway(submit=self._submit, cancel=self._cancel)
+        self.gateway = Gateway(
+            submit=self._submit,
+            cancel=self._cancel,
+            max_unread_bytes=resolved.server.max_unread_bytes,
+        )
         self.desk = TextDesk()
         self._codec = codec
         self._on_death = on_death
@@ -145,7 +149,12 @@ class App:
             text.defaults.max_new_tokens,
             page_size=spec.page_size if spec.prefix_cache else 0,
         )
-        encoder = PromptEncoder(text.tokenizer, template=text.template, limits=limits)
+        encoder = PromptEncoder(
+            text.tokenizer,
+            template=text.template,
+            limits=limits,
+            allow_special=self.resolved.model.allow_special_tokens_in_content,
+        )
         self.desk.open(encoder)
         tokenizer = TokenizerActor(
             encoder,

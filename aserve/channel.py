@@ -41,6 +41,19 @@ class Sink(Protocol[In]):
     def send(self, message: In) -> None: ...
 
 
+async def next_turn() -> None:
+    """Returns in the next turn of the loop: long work is done in pieces, so that others come in
+    between. It waits for nothing, and is no way to wait for something.
+    """
+    loop = asyncio.get_running_loop()
+    turn: asyncio.Future[None] = loop.create_future()
+    handle = loop.call_soon(turn.set_result, None)
+    try:
+        await turn
+    finally:
+        handle.cancel()
+
+
 class Channel(Generic[T]):
     """Many writers on the loop's thread, one reader."""
 

@@ -66,6 +66,11 @@ class ModelOptions:
         "a chat template instead of the model's: a file, or the template itself",
         Limits(metavar="FILE"),
     )
+    allow_special_tokens_in_content: bool = option(
+        False,
+        "special tokens in the messages of a chat are control tokens; otherwise they are text, and "
+        "no message can open another role's turn",
+    )
     served_model_name: str | None = option(
         None, "the name that clients give as `model`; default: the directory's or the hub id"
     )
@@ -228,6 +233,22 @@ class ServerOptions:
         "origins, separated by commas, whose pages may open a websocket; *: any; default: the "
         "server's own",
         Limits(metavar="ORIGINS"),
+    )
+    max_answer_logprobs: int = option(
+        1 << 20,
+        "log-probabilities in one answer at most: prompts x n x tokens x (1 + alternatives)",
+        Limits(low=1024),
+    )
+    write_timeout: float = option(
+        60.0,
+        "seconds that a client may read nothing of its answer, before its connection is closed",
+        Limits(low=0.1, high=86400),
+    )
+    max_unread_bytes: int = option(
+        16 << 20,
+        "memory for what one client has not yet read of its answer; beyond it the connection is "
+        "closed",
+        Limits(low=1 << 16),
     )
     max_stored_responses: int = option(
         4096, "responses kept for previous_response_id; 0 keeps none", Limits(low=0)

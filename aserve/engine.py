@@ -53,8 +53,8 @@ from aserve.messages import (
     array_i32,
 )
 from aserve.option import unknown_option
-from aserve.outlet import merge
 from aserve.tiny.location import MODEL_DIR
+from aserve.unread import merge
 
 T = TypeVar("T")
 

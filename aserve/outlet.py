@@ -2,6 +2,9 @@
 
 Must not know HTTP, text or the engine's state. Which outlets are open is written by `Gateway`.
 Used by http/ and by the embeddable engine alike; everything happens on the loop's thread.
+
+Chunks of a child that wait for the reader coalesce. Where the reader waits for a client, which may
+not read, they are bounded in bytes: beyond the bound the requests are cancelled.
 """
 
 from __future__ import annotations
@@ -9,20 +12,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-import msgspec
-
+from aserve.channel import next_turn
 from aserve.errors import ErrorInfo
-from aserve.messages import Cancel, ChildKey, GenerateRequest, OutputChunk, failed_chunk, join_parts
+from aserve.messages import Cancel, GenerateRequest, OutputChunk, failed_chunk
+from aserve.unread import MAX_UNREAD_BYTES, Unread, UnreadAnswer
 
 
 class Gateway:
     """One per frontend: sends requests in, and every chunk that comes out to its outlet."""
 
     def __init__(
-        self, *, submit: Callable[[GenerateRequest], None], cancel: Callable[[Cancel], None]
+        self,
+        *,
+        submit: Callable[[GenerateRequest], None],
+        cancel: Callable[[Cancel], None],
+        max_unread_bytes: int = MAX_UNREAD_BYTES,
     ) -> None:
         self._submit = submit
         self._cancel = cancel
+        self._max_unread_bytes = max_unread_bytes
         self._open: dict[str, Outlet] = {}
         self._is_drained = asyncio.Event()
         self._is_drained.set()
@@ -33,7 +41,11 @@ class Gateway:
 
     def open(self, *requests: GenerateRequest) -> Outlet:
         """One outlet for all of them, the prompts of one call; who leaves early cancels it."""
-        outlet = Outlet([request.request_id for request in requests], leave=self._leave)
+        outlet = Outlet(
+            [request.request_id for request in requests],
+            leave=self._leave,
+            max_unread_bytes=self._max_unread_bytes,
+        )
         for request in requests:
             assert request.request_id not in self._open, "request ids are made by the server"
             self._open[request.request_id] = outlet
@@ -71,41 +83,72 @@ class Gateway:
 
 
 class Outlet:
-    """The chunks of one call, one reader. While it is away they coalesce, one per child."""
+    """The chunks of one call, one reader."""
 
-    def __init__(self, request_ids: list[str], *, leave: Callable[[str, int], None]) -> None:
+    def __init__(
+        self,
+        request_ids: list[str],
+        *,
+        leave: Callable[[str, int], None],
+        max_unread_bytes: int = MAX_UNREAD_BYTES,
+    ) -> None:
         self._kept = dict.fromkeys(request_ids, 0)  # tokens given out of the requests still open
         self._leave = leave
-        self._pending: dict[ChildKey, list[OutputChunk]] = {}
+        self._max_unread_bytes = max_unread_bytes
+        self._pending = Unread()
         self._waiter: asyncio.Future[None] | None = None
+        self._is_unread = False
+        self._on_unread: Callable[[], None] | None = None
+
+    @property
+    def unread_bytes(self) -> int:
+        return self._pending.size_bytes
+
+    def bound_unread(self, on_unread: Callable[[], None]) -> None:
+        """From now on a reader that stays away until the bound is passed loses its requests. Then
+        `on_unread` is called, and the next batch raises UnreadAnswer.
+        """
+        self._on_unread = on_unread
 
     def put(self, chunk: OutputChunk) -> None:
         """Called by the gateway alone."""
-        self._pending.setdefault((chunk.request_id, chunk.child), []).append(chunk)
+        self._pending.put(chunk)
         self._kept[chunk.request_id] += len(chunk.token_ids) // 4
         if chunk.is_last:
             del self._kept[chunk.request_id]
+        if self._on_unread is not None and self.unread_bytes > self._max_unread_bytes:
+            self._is_unread = True
+            self.cancel()
+            self._on_unread()
         self._wake()
 
     def cancel(self) -> None:
         """The reader goes away: what still runs is cancelled, what came already falls away."""
         kept, self._kept = self._kept, {}
-        self._pending.clear()
+        self._pending = Unread()
         for request_id, num_tokens in kept.items():
             self._leave(request_id, num_tokens)
         self._wake()
 
     async def batches(self, *, idle_s: float | None = None) -> AsyncIterator[list[OutputChunk]]:
-        """All that came since the last batch, one chunk per child; empty after idle_s without any.
+        """What came since the last batch, one chunk per child; empty after idle_s without any. Much
+        is given in several batches, in a turn of the loop each.
 
         A request's last chunk is the one with `is_last`; the iteration ends after all of them.
         """
         while self._pending or self._kept:
             if not self._pending:
                 await self._arrival(idle_s)
-            pending, self._pending = self._pending, {}
-            if pending or self._kept:
-                yield [merge(chunks) for chunks in in_order(pending)]
+            batch = self._pending.take()
+            if batch or self._kept:
+                yield batch
+            if self._pending:
+                await next_turn()
+        if self._is_unread:
+            raise UnreadAnswer(
+                f"more than {self._max_unread_bytes} bytes of the answer were not read, and its "
+                "requests were cancelled; read faster or ask for less"
+            )
 
     async def __aiter__(self) -> AsyncIterator[OutputChunk]:
         async for chunks in self.batches():
@@ -126,22 +169,3 @@ class Outlet:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-
-def in_order(pending: dict[ChildKey, list[OutputChunk]]) -> list[list[OutputChunk]]:
-    """A child that began early may end last, and the end of a request comes after all of it."""
-    return sorted(pending.values(), key=lambda chunks: chunks[-1].is_last)
-
-
-def merge(chunks: list[OutputChunk]) -> OutputChunk:
-    """Consecutive chunks of one child as one."""
-    if len(chunks) == 1:
-        return chunks[0]
-    return msgspec.structs.replace(
-        chunks[-1],
-        text="".join(chunk.text for chunk in chunks),
-        token_ids=b"".join(chunk.token_ids for chunk in chunks),
-        prompt_ids=chunks[0].prompt_ids,
-        logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs),
-        prompt=join_parts([chunk.prompt for chunk in chunks if chunk.prompt is not None]),
-    )

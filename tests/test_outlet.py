@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 
 import msgspec
 import pytest
@@ -16,17 +17,24 @@ from aserve.messages import (
     OutputChunk,
     SamplingParams,
     TextPrompt,
+    TokenLogprob,
+    TopLogprob,
     Usage,
     pack_i32,
 )
 from aserve.outlet import Gateway
+from aserve.unread import BATCH_BYTES, UnreadAnswer, size_of
 
 
 class Bench:
-    def __init__(self) -> None:
+    def __init__(self, *, max_unread_bytes: int = 16 << 20) -> None:
         self.submitted: list[GenerateRequest] = []
         self.cancels: list[Cancel] = []
-        self.gateway = Gateway(submit=self.submitted.append, cancel=self.cancels.append)
+        self.gateway = Gateway(
+            submit=self.submitted.append,
+            cancel=self.cancels.append,
+            max_unread_bytes=max_unread_bytes,
+        )
 
 
 def request(request_id: str) -> GenerateRequest:
@@ -185,3 +193,82 @@ async def test_ids_are_matched_whole(request_id: str) -> None:
     bench.gateway.deliver(chunk(request_id, "stray", is_last=True))
     bench.gateway.deliver(chunk("req", "mine", is_last=True))
     assert [item.text async for item in outlet] == ["mine"]
+
+
+def scored(request_id: str, num_tokens: int, *, num_top: int = 20) -> OutputChunk:
+    top = tuple(TopLogprob(300 + i, "abc", b"abc", -1.5) for i in range(num_top))
+    tokens = tuple(TokenLogprob(7, "x", b"x", -0.5, top, i) for i in range(num_tokens))
+    return msgspec.structs.replace(chunk(request_id, "x" * num_tokens), logprobs=tokens)
+
+
+async def test_what_nobody_reads_is_bounded_and_then_cancelled() -> None:
+    bench = Bench(max_unread_bytes=1 << 20)
+    outlet = bench.gateway.open(request("r"), request("s"))
+    closed: list[int] = []
+    outlet.bound_unread(lambda: closed.append(1))
+    batches = outlet.batches()
+    bench.gateway.deliver(chunk("r", "a"))
+    await anext(batches)
+    most = 0
+    while not closed:
+        bench.gateway.deliver(scored("r", 10))
+        most = max(most, outlet.unread_bytes)
+    assert 0.9 * (1 << 20) < most <= 1 << 20
+    assert (outlet.unread_bytes, bench.gateway.num_open) == (0, 0)
+    assert {cancel.request_id for cancel in bench.cancels} == {"r", "s"}
+    bench.gateway.deliver(scored("r", 10))  # what was in flight falls away
+    assert outlet.unread_bytes == 0
+    with pytest.raises(UnreadAnswer, match="1048576 bytes"):
+        await anext(batches)
+    assert closed == [1]
+
+
+async def test_the_bound_counts_about_what_the_memory_holds() -> None:
+    """Measured over everything that a chunk holds: the bound must not be off by much."""
+    own = sum(
+        sys.getsizeof(token)
+        + sys.getsizeof(token.top)
+        + sum(sys.getsizeof(getattr(token, name)) for name in ("token", "logprob"))
+        + sum(
+            sys.getsizeof(t) + sys.getsizeof(t.token) + sys.getsizeof(t.logprob) for t in token.top
+        )
+        for token in scored("r", 100).logprobs
+    )
+    assert 0.7 < size_of(scored("r", 100)) / own < 1.5
+
+
+async def test_chunks_that_wait_coalesce_and_lose_nothing() -> None:
+    bench = Bench()
+    outlet = bench.gateway.open(request("r"))
+    texts = [f"{number} " for number in range(20_000)]
+    for text in texts:
+        bench.gateway.deliver(chunk("r", text))
+    assert outlet._pending.num_chunks < 20, "the records themselves would fill the memory"
+    assert outlet.unread_bytes < 500_000
+    bench.gateway.deliver(chunk("r", "end", is_last=True))
+    got = [item async for item in outlet]
+    assert "".join(item.text for item in got) == "".join(texts) + "end"
+    assert sum(len(item.token_ids) for item in got) == 4 * 20_001
+    assert outlet.unread_bytes == 0
+
+
+async def test_much_that_waits_is_given_in_batches_of_bounded_size() -> None:
+    """One after the other, with a turn of the loop between them, and the request's end last."""
+    bench = Bench()
+    outlet = bench.gateway.open(request("r"))
+    for child in range(4):
+        for _ in range(1000):
+            part = msgspec.structs.replace(scored("r", 5), child=child)
+            bench.gateway.deliver(part)
+    bench.gateway.deliver(chunk("r", "end", is_last=True))
+    turns: list[int] = []
+    asyncio.get_running_loop().call_soon(turns.append, 1)
+    batches = [batch async for batch in outlet.batches()]
+    sizes = [sum(map(size_of, batch)) for batch in batches]
+    assert len(batches) > 20
+    assert max(sizes) <= 2 * BATCH_BYTES
+    assert turns, "others had their turn"
+    assert sum(len(item.logprobs) for batch in batches for item in batch) == 4 * 1000 * 5
+    assert [item.is_last for batch in batches for item in batch].index(True) == (
+        sum(map(len, batches)) - 1
+    )

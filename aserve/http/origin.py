@@ -9,6 +9,7 @@ import time
 
 from aiohttp import web
 
+from aserve.http.openai.answer_size import AnswerLimits
 from aserve.http.openai.call import Origin
 from aserve.http.state import HttpContext
 
@@ -22,4 +23,9 @@ def origin_of(request: web.Request, context: HttpContext) -> Origin:
         model_names=context.model_names,
         draw_seed=context.draw_seed,
         defaults=context.state.defaults,
+        answer_limits=AnswerLimits(
+            context.options.max_answer_logprobs,
+            context.state.max_model_len,
+            context.state.defaults.max_new_tokens,
+        ),
     )

@@ -1,16 +1,22 @@
 """Server-sent events: what is written to one streaming client.
 
-Must not know what the events say. One write per call, so the caller joins what is ready.
+Must not know what the events say. The caller joins what is ready, and it goes out in blocks. Every
+write waits until the client has read enough of those before it, and no longer than the deadline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from itertools import chain
 
 from aiohttp import web
 
+from aserve.channel import next_turn
 from aserve.errors import ErrorInfo
+from aserve.http.delivery import within
 from aserve.http.errors import error_body
+from aserve.http.long_json import blocks_of
+from aserve.http.started import STARTED, StartedAnswer
 
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -18,40 +24,62 @@ HEADERS = {
     "X-Accel-Buffering": "no",
 }
 DONE = b"data: [DONE]\n\n"
+BLOCKS_PER_TURN = 16
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class SseWriter:
     """Written to by one handler; `start` comes first, `finish`, `fail` or `end` last."""
 
-    def __init__(self) -> None:
+    def __init__(self, request: web.Request, *, timeout_s: float) -> None:
         self.response = web.StreamResponse(headers=HEADERS)
+        self._request = request
+        self._timeout_s = timeout_s
 
-    async def start(self, request: web.Request) -> None:
-        await self.response.prepare(request)
+    async def start(self, fail: Callable[[ErrorInfo], Awaitable[None]] | None = None) -> None:
+        """From now on the border answers errors with `fail`, by default this writer's."""
+        await self.response.prepare(self._request)
+        self._request[STARTED] = StartedAnswer(self.response, fail or self.fail)
 
     async def send(self, payloads: Iterable[bytes]) -> None:
-        data = b"".join(b"data: " + payload + b"\n\n" for payload in payloads)
-        if data:
-            await self.response.write(data)
+        await self._write(map(frame, payloads))
 
-    async def send_named(self, events: Iterable[tuple[str, bytes]]) -> None:
-        """Events that say what they are; a stream of them ends with `end`."""
-        frames = (b"event: %b\ndata: %b\n\n" % (name.encode(), data) for name, data in events)
-        await self.response.write(b"".join(frames))
+    async def send_named(self, events: Iterable[tuple[str, Iterable[bytes]]]) -> None:
+        """Events that say what they are, with the pieces of their data; a stream of them ends with
+        `end`.
+        """
+        await self._write(chain.from_iterable(named_frame(*event) for event in events))
 
     async def end(self) -> None:
-        await self.response.write_eof()
+        await self._within(self.response.write_eof())
 
     async def keep_alive(self) -> None:
         """For proxies that close what is silent; clients skip comments."""
-        await self.response.write(KEEP_ALIVE)
+        await self._write((KEEP_ALIVE,))
 
     async def finish(self, payloads: Iterable[bytes] = ()) -> None:
-        data = b"".join(b"data: " + payload + b"\n\n" for payload in payloads)
-        await self.response.write(data + DONE)
+        await self._write((*map(frame, payloads), DONE))
         await self.end()
 
     async def fail(self, info: ErrorInfo) -> None:
         """The status line has gone out, so the error is an event."""
         await self.finish([error_body(info)])
+
+    async def _write(self, pieces: Iterable[bytes]) -> None:
+        for number, block in enumerate(blocks_of(pieces), start=1):
+            await self._within(self.response.write(block))
+            if number % BLOCKS_PER_TURN == 0:
+                await next_turn()
+
+    async def _within(self, writing: Awaitable[None]) -> None:
+        await within(writing, self._request, timeout_s=self._timeout_s)
+
+
+def frame(payload: bytes) -> bytes:
+    return b"data: %b\n\n" % payload
+
+
+def named_frame(name: str, pieces: Iterable[bytes]) -> Iterator[bytes]:
+    yield b"event: %b\ndata: " % name.encode()
+    yield from pieces
+    yield b"\n\n"

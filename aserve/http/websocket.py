@@ -21,12 +21,15 @@ import msgspec
 from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
 from msgspec import UNSET, UnsetType
 
+from aserve.channel import next_turn
 from aserve.errors import AserveError, ErrorInfo, InvalidRequest, QueueFull
 from aserve.http.body import parse_body
+from aserve.http.delivery import closer_of, within
 from aserve.http.errors import ErrorFields, RequestFailed, error_fields, info_of, refused
 from aserve.http.hosts import HOSTS
 from aserve.http.intake import INTAKE
 from aserve.http.json_bounds import check_json_bounds
+from aserve.http.long_json import BLOCK_BYTES, blocks_of, pieces_of
 from aserve.http.openai.responses.body import ResponseBody
 from aserve.http.openai.responses.call import response_call
 from aserve.http.openai.responses.conversation import Message
@@ -187,6 +190,7 @@ class ResponseSocket:
             self._conversation,
         )
         with self._responses.running(call, stream_id=asked.lane) as live:
+            live.close_when_unread(closer_of(self._request))
             async for events in live.events():
                 if live.is_done:
                     self._latest = live.so_far
@@ -205,8 +209,16 @@ class ResponseSocket:
         )
 
     async def _send(self, event: Event | ErrorEvent) -> None:
-        """Returns when the client has read so much that there is room for more."""
-        await self._socket.send_str(msgspec.json.encode(event).decode())
+        """Returns when the client has read so much that there is room for more; one that makes no
+        room for as long as a write may take loses its connection.
+        """
+        data = bytearray()
+        for block in blocks_of(pieces_of(event)):
+            data += block
+            if len(block) == BLOCK_BYTES:
+                await next_turn()
+        sending = self._socket.send_frame(bytes(data), WSMsgType.TEXT)
+        await within(sending, self._request, timeout_s=self._context.options.write_timeout)
 
 
 def asked_in(message: WSMessage, max_values: int) -> Asked:

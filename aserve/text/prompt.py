@@ -25,6 +25,7 @@ from aserve.messages import (
     pack_i32,
 )
 from aserve.text.bad_words import bad_word_ids
+from aserve.text.plain_content import PlainContent
 from aserve.text.prompt_text import prompt_texts
 from aserve.text.template import ChatTemplate
 from aserve.text.tokenizer import TextTokenizer
@@ -45,12 +46,19 @@ class Prepared(Record, frozen=True):
 
 
 class PromptEncoder:
-    __slots__ = ("_template", "limits", "tokenizer")
+    __slots__ = ("_plain", "_template", "limits", "tokenizer")
 
     def __init__(
-        self, tokenizer: TextTokenizer, *, template: ChatTemplate | None, limits: PromptLimits
+        self,
+        tokenizer: TextTokenizer,
+        *,
+        template: ChatTemplate | None,
+        limits: PromptLimits,
+        allow_special: bool = False,
     ) -> None:
+        """`allow_special`: special tokens in the messages of a chat are control tokens."""
         self.tokenizer = tokenizer
+        self._plain = None if allow_special else PlainContent(tokenizer)
         self._template = template
         self.limits = limits
 
@@ -106,8 +114,8 @@ class PromptEncoder:
             case TokenPrompt():
                 return list(prompt.token_ids)
             case ChatPrompt():
-                text = self._render(prompt)
-                return self._encode_text(text, with_special=prompt.add_special_tokens)
+                text, mark = self._render(prompt)
+                return self._encode_text(text, with_special=prompt.add_special_tokens, mark=mark)
 
     def check_ids(self, ids: Sequence[int], *, param: str) -> None:
         _check_range(ids, self.limits.vocab_size, param=param)
@@ -118,7 +126,7 @@ class PromptEncoder:
             return b""
         return prompt_keys(prompt_ids, page_size=page_size, namespace=namespace)
 
-    def _encode_text(self, text: str, *, with_special: bool) -> list[int]:
+    def _encode_text(self, text: str, *, with_special: bool, mark: str | None = None) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -127,9 +135,12 @@ class PromptEncoder:
                 param="prompt",
                 code="invalid_unicode",
             ) from error
+        if self._plain is not None and mark is not None:
+            return self._plain.encode(text, mark, with_special=with_special)
         return self.tokenizer.encode(text, with_special=with_special)
 
-    def _render(self, prompt: ChatPrompt) -> str:
+    def _render(self, prompt: ChatPrompt) -> tuple[str, str | None]:
+        """The prompt, and the mark that breaks special tokens in it which are text."""
         if self._template is None:
             raise InvalidRequest(
                 "this model has no chat template; use /v1/completions with a prompt instead",
@@ -142,12 +153,16 @@ class PromptEncoder:
             tools = _decode(prompt.tools, list[dict[str, Any]], param="tools")
         if prompt.variables is not None:
             variables = _decode(prompt.variables, dict[str, Any], param="chat_template_kwargs")
-        return self._template.render(
+        mark = None
+        if self._plain is not None:
+            (messages, tools, variables), mark = self._plain.broken([messages, tools, variables])
+        text = self._template.render(
             messages,
             tools=tools,
             variables=variables,
             add_generation_prompt=prompt.add_generation_prompt,
         )
+        return text, mark
 
 
 def _decode(data: bytes, kind: type[T], *, param: str) -> T:

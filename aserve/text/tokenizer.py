@@ -36,6 +36,7 @@ class TextTokenizer:
         "bos_id",
         "eos_ids",
         "special_ids",
+        "special_texts",
         "vocab_size",
     )
 
@@ -49,6 +50,7 @@ class TextTokenizer:
         self.bos_id = bos_id
         self.eos_ids = tuple(eos_ids)
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.special_texts = tuple(token.content for token in added.values() if token.special)
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, *, with_special: bool) -> list[int]:

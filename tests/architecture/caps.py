@@ -80,7 +80,8 @@ ASKED_FOR = (
     *("aserve/http/openai/grammars.py", "aserve/scheduling/held.py"),
     *("aserve/scheduling/prompts.py", "aserve/gpu/prompt_plan.py", "aserve/gpu/prompt_values.py"),
     *("aserve/text/prompt_text.py", "aserve/http/openai/prompt_scores.py"),
-    "aserve/http/openai/embeddings.py",
+    *(f"aserve/http/openai/{name}.py" for name in ("embeddings", "gathered")),
+    *("aserve/http/openai/completion_logprobs.py", "aserve/http/long_json.py"),
     *("aserve/http/openai/tokens.py", "aserve/http/text_desk.py"),
     *("aserve/text/logprobs.py", "aserve/text/bad_words.py"),
     *("aserve/gpu/sample/bans.py", "aserve/gpu/sample/penalties.py"),
@@ -92,6 +93,8 @@ GUARDS = (
     *(f"aserve/http/{name}.py" for name in ("connection", "hosts", "json_bounds")),
     *(f"aserve/http/{name}.py" for name in ("decompress", "descriptors", "intake")),
     "aserve/http/masked_frames.py",
+    *("aserve/http/openai/answer_size.py", "aserve/text/plain_content.py"),
+    *("aserve/unread.py", "aserve/http/delivery.py"),
 )
 # What only a server of several clients needs: who they are, and how they share the engine. The
 # queue is here, because a list in order of arrival would do for one client.

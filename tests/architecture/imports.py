@@ -75,7 +75,8 @@ REACH = {
     "aserve.logs": BORDER,
     "aserve.event_loop": Reach(aserve=(), packages=("uvloop",)),
     "aserve.loop_thread": Reach(aserve=("aserve.event_loop",), packages=()),
-    "aserve.outlet": BORDER,
+    "aserve.outlet": Reach(aserve=(*FIRST, "aserve.unread"), packages=PLAIN),
+    "aserve.unread": BORDER,
     "aserve.observability": BORDER,
     "aserve.cache": Reach(aserve=FIRST, packages=PLAIN, not_stdlib=IMPURE),
     "aserve.scheduling": Reach(aserve=(*FIRST, "aserve.cache"), packages=PLAIN, not_stdlib=IMPURE),
@@ -88,7 +89,8 @@ REACH = {
         aserve=(*FIRST, "aserve.scheduling", "aserve.text", "aserve.grammar"), packages=PLAIN
     ),
     "aserve.http": Reach(
-        aserve=(*FIRST, "aserve.outlet", "aserve.text"), packages=(*PLAIN, "aiohttp")
+        aserve=(*FIRST, "aserve.outlet", "aserve.unread", "aserve.text"),
+        packages=(*PLAIN, "aiohttp"),
     ),
     "aserve.gpu": Reach(aserve=(*FIRST, "aserve.cache.layout", "aserve_kernels"), packages=DEVICE),
     "aserve_kernels": Reach(aserve=(), packages=("torch", "numpy", "triton")),

@@ -233,13 +233,18 @@ class EchoEngine:
             codec=Codec(TokenizerEvent),
         )
         inbox = self.tokenizer_actor.inbox
-        self.gateway = Gateway(submit=inbox.send, cancel=inbox.send)
+        server_options = ServerOptions(**{"port": 0, **options})
+        self.gateway = Gateway(
+            submit=inbox.send,
+            cancel=inbox.send,
+            max_unread_bytes=server_options.max_unread_bytes,
+        )
         self.state = ServerState("ready", "", MAX_MODEL_LEN)
         self.server = HttpServer(
             HttpContext(
                 gateway=self.gateway,
                 state=self.state,
-                options=ServerOptions(**{"port": 0, **options}),
+                options=server_options,
                 model_names=("echo", "parrot"),
                 created=1_700_000_000,
                 registry=CollectorRegistry(),

@@ -11,7 +11,7 @@ import openai
 import pytest
 from openai.types import Completion
 
-from aserve.http.openai.completions import top_of
+from aserve.http.openai.completion_logprobs import top_of
 from aserve.messages import TokenLogprob, TopLogprob
 from tests.http.echo_engine import EchoEngine
 

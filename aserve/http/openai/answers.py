@@ -5,15 +5,13 @@ Must not know which endpoint renders them.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Iterator
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from aserve.http.openai.call import Call
-from aserve.messages import OutputChunk, PromptPart, TokenLogprob, TopLogprob, Usage, array_i32
-from aserve.outlet import merge
+from aserve.messages import OutputChunk, TokenLogprob, TopLogprob, Usage, array_i32
 
 
 class PromptDetails(msgspec.Struct):
@@ -78,45 +76,22 @@ class Tally:
         )
 
 
-class Choice:
-    """What the chunks of one choice say together: all of it, or one event's part."""
-
-    def __init__(self, chunks: list[OutputChunk]) -> None:
-        self._whole = whole = merge(chunks)
-        self.prompt = whole.prompt or PromptPart()
-        self.text = whole.text
-        self.logprobs = whole.logprobs
-        self.finish_reason = whole.finish_reason
-        self.stop_reason = whole.stop_reason
+class Gatherer(Protocol):
+    """A dialect's choice, as it grows."""
 
     @property
-    def token_ids(self) -> list[int]:
-        """PERF: few clients ask for ids, and every chunk of every stream is a choice's part."""
-        token_ids: list[int] = array_i32(self._whole.token_ids).tolist()
-        return token_ids
+    def logprob_per_token(self) -> float: ...
 
-    @property
-    def prompt_ids(self) -> list[int]:
-        prompt_ids: list[int] = array_i32(self._whole.prompt_ids).tolist()
-        return prompt_ids
-
-    @property
-    def logprob_per_token(self) -> float:
-        """Of nothing at all it is the worst."""
-        total = sum(entry.logprob for entry in self.logprobs)
-        return total / len(self.logprobs) if self.logprobs else -math.inf
+    def add(self, chunk: OutputChunk) -> None: ...
 
 
-def best_choices(choices: list[Choice], call: Call) -> list[Choice]:
-    """The likeliest `n` of each prompt, best first; all in their order if no more were made."""
-    size, n = call.num_children, call.sampling.n
-    if size == n:
-        return choices
-    best: list[Choice] = []
-    for start in range(0, len(choices), size):
-        ranked = sorted(choices[start : start + size], key=lambda each: -each.logprob_per_token)
-        best += ranked[:n]
-    return best
+GathererT = TypeVar("GathererT", bound=Gatherer)
+
+
+def ids_of(data: bytes) -> list[int]:
+    """PERF: few clients ask for ids, and every chunk of every stream has some."""
+    ids: list[int] = array_i32(data).tolist()
+    return ids
 
 
 def is_visible(chunk: OutputChunk, call: Call) -> bool:
@@ -126,8 +101,8 @@ def is_visible(chunk: OutputChunk, call: Call) -> bool:
     return shows_text or shows_ids or chunk.finish_reason is not None
 
 
-class Dialect(Protocol):
-    """How one endpoint writes its answers; every method returns JSON.
+class Dialect(Protocol[GathererT]):
+    """How one endpoint writes its answers: events as JSON, a whole answer as pieces of it.
 
     An event's `usage` is that so far, if each one is to say it.
     """
@@ -143,5 +118,8 @@ class Dialect(Protocol):
     def usage(self, usage: UsageBody) -> bytes:
         """The event with usage and no choices."""
 
-    def whole(self, choices: list[Choice], usage: UsageBody) -> bytes:
+    def gather(self) -> GathererT:
+        """A choice of an answer that is not streamed, before anything came."""
+
+    def whole(self, choices: list[GathererT], usage: UsageBody) -> Iterator[bytes]:
         """The answer that is not streamed."""

@@ -14,6 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from aserve.errors import InvalidRequest, NotFound
+from aserve.http.openai.answer_size import NO_MODEL, AnswerLimits, check_answer_size
 from aserve.http.openai.grammars import grammar_of
 from aserve.http.openai.limits import MAX_SEQUENCES, check_length, check_limits, stops_of
 from aserve.http.openai.schema import GenerationBody, StreamOptions
@@ -83,6 +84,7 @@ class Origin:
     model_names: tuple[str, ...]
     draw_seed: Callable[[], int] = random_seed
     defaults: GenerationDefaults = NEUTRAL
+    answer_limits: AnswerLimits = NO_MODEL
 
 
 def check_body(body: GenerationBody, origin: Origin) -> None:
@@ -164,15 +166,17 @@ def build_call(
     if best_of is not None and best_of > sampling.n:
         run = msgspec.structs.replace(run, n=best_of, logprobs=sampling.logprobs or 0)
     check_length(range(len(prompts) * run.n), MAX_SEQUENCES, param="prompt")
+    requests = tuple(
+        request_of(body, prompt, sampling=run, request_id=f"{origin.request_id}-{i}")
+        for i, prompt in enumerate(prompts)
+    )
+    check_answer_size(requests, origin.answer_limits, is_whole=not body.stream)
     options = body.stream_options or StreamOptions()
     return Call(
         call_id=f"{id_prefix}{origin.request_id}",
         model=body.model or origin.model_names[0],
         created=origin.created,
-        requests=tuple(
-            request_of(body, prompt, sampling=run, request_id=f"{origin.request_id}-{i}")
-            for i, prompt in enumerate(prompts)
-        ),
+        requests=requests,
         sampling=sampling,
         is_streaming=bool(body.stream),
         reports_usage=bool(options.include_usage),

@@ -5,18 +5,26 @@ Must not know the engine or the chat template; it checks a body, makes a call, r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from aserve.errors import InvalidRequest
-from aserve.http.openai.answers import Choice, LogprobEntry, UsageBody, is_visible, logprob_entries
+from aserve.http.long_json import JsonEach, JsonList, pieces_of
+from aserve.http.openai.answers import (
+    LogprobEntry,
+    UsageBody,
+    ids_of,
+    is_visible,
+    logprob_entries,
+)
 from aserve.http.openai.call import Call, Origin, build_call, check_body, sampling_of
 from aserve.http.openai.conversation import chat_prompt
-from aserve.http.openai.prompt_scores import Scores, check_prompt_logprobs, prompt_scores
+from aserve.http.openai.gathered import ChatChoice
+from aserve.http.openai.prompt_scores import check_prompt_logprobs
 from aserve.http.openai.schema import ChatBody
-from aserve.messages import OutputChunk, TokenLogprob
+from aserve.messages import OutputChunk
 
 
 def chat_call(body: ChatBody, origin: Origin) -> Call:
@@ -48,7 +56,7 @@ def num_logprobs(body: ChatBody) -> int | None:
 
 
 class ChatLogprobs(msgspec.Struct):
-    content: list[LogprobEntry]
+    content: list[LogprobEntry] | JsonList
     refusal: None = None
 
 
@@ -86,11 +94,11 @@ class ChatAnswer(msgspec.Struct, kw_only=True):
     object: str
     created: int
     model: str
-    choices: list[DeltaChoice] | list[MessageChoice]
+    choices: list[DeltaChoice] | JsonEach
     usage: UsageBody | UnsetType | None = UNSET
     seed: int | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: list[Scores | None] | UnsetType = UNSET
+    prompt_logprobs: JsonList | UnsetType = UNSET
 
 
 class ChatDialect:
@@ -103,41 +111,47 @@ class ChatDialect:
     def delta(self, index: int, chunk: OutputChunk, usage: UsageBody | None) -> bytes | None:
         if not is_visible(chunk, self.call):
             return None
-        part = Choice([chunk])
         choice = DeltaChoice(
             index,
-            Delta(content=part.text or UNSET),
-            self._logprobs(part.logprobs),
-            token_ids=self._token_ids(part),
+            Delta(content=chunk.text or UNSET),
+            self._logprobs(logprob_entries(chunk.logprobs)),
+            token_ids=self._shown(chunk.token_ids),
         )
-        if part.finish_reason is None:
-            return self._chunk([choice], usage=usage, prompt_ids=part.prompt_ids)
-        choice.finish_reason = part.finish_reason
-        choice.stop_reason = part.stop_reason
+        prompt_ids = ids_of(chunk.prompt_ids)
+        if chunk.finish_reason is None:
+            return self._chunk([choice], usage=usage, prompt_ids=prompt_ids)
+        choice.finish_reason = chunk.finish_reason
+        choice.stop_reason = chunk.stop_reason
         seed = self.call.sampling.seed
-        return self._chunk([choice], usage=usage, seed=seed, prompt_ids=part.prompt_ids)
+        return self._chunk([choice], usage=usage, seed=seed, prompt_ids=prompt_ids)
 
     def usage(self, usage: UsageBody) -> bytes:
         return self._chunk([], usage=usage, seed=self.call.sampling.seed)
 
-    def whole(self, choices: list[Choice], usage: UsageBody) -> bytes:
-        return self._answer(
+    def gather(self) -> ChatChoice:
+        return ChatChoice(self.call.sampling)
+
+    def whole(self, choices: list[ChatChoice], usage: UsageBody) -> Iterator[bytes]:
+        first = choices[0]
+        has_scores = self.call.sampling.prompt_logprobs is not None
+        answer = self._answer(
             "chat.completion",
-            [
-                MessageChoice(
-                    index,
-                    AssistantMessage(choice.text),
-                    self._logprobs(choice.logprobs),
-                    choice.finish_reason,
-                    choice.stop_reason,
-                    self._token_ids(choice),
-                )
-                for index, choice in enumerate(choices)
-            ],
+            JsonEach(lambda: map(self._message, range(len(choices)), choices)),
             usage=usage,
             seed=self.call.sampling.seed,
-            prompt_ids=choices[0].prompt_ids,
-            prompt_logprobs=prompt_scores(choices[0].prompt, self.call.sampling),
+            prompt_ids=first.prompt_ids,
+        )
+        answer.prompt_logprobs = first.prompt_logprobs if has_scores else UNSET
+        return pieces_of(answer)
+
+    def _message(self, index: int, choice: ChatChoice) -> MessageChoice:
+        return MessageChoice(
+            index,
+            AssistantMessage(choice.text),
+            self._logprobs(choice.logprobs),
+            choice.finish_reason,
+            choice.stop_reason,
+            choice.token_ids if self.call.sampling.return_token_ids else UNSET,
         )
 
     def _chunk(
@@ -150,36 +164,31 @@ class ChatDialect:
     ) -> bytes:
         shown = usage if self.call.reports_usage else UNSET
         kind = "chat.completion.chunk"
-        return self._answer(kind, choices, usage=shown, seed=seed, prompt_ids=prompt_ids)
+        answer = self._answer(kind, choices, usage=shown, seed=seed, prompt_ids=prompt_ids)
+        return msgspec.json.encode(answer)
 
     def _answer(
         self,
         kind: str,
-        choices: list[DeltaChoice] | list[MessageChoice],
+        choices: list[DeltaChoice] | JsonEach,
         *,
         usage: UsageBody | UnsetType | None,
         seed: int | UnsetType,
         prompt_ids: list[int] | None,
-        prompt_logprobs: list[Scores | None] | UnsetType = UNSET,
-    ) -> bytes:
-        return msgspec.json.encode(
-            ChatAnswer(
-                id=self.call.call_id,
-                object=kind,
-                created=self.call.created,
-                model=self.call.model,
-                choices=choices,
-                usage=usage,
-                seed=seed,
-                prompt_token_ids=prompt_ids or UNSET,
-                prompt_logprobs=prompt_logprobs,
-            )
+    ) -> ChatAnswer:
+        return ChatAnswer(
+            id=self.call.call_id,
+            object=kind,
+            created=self.call.created,
+            model=self.call.model,
+            choices=choices,
+            usage=usage,
+            seed=seed,
+            prompt_token_ids=prompt_ids or UNSET,
         )
 
-    def _token_ids(self, choice: Choice) -> list[int] | UnsetType:
-        return choice.token_ids if self.call.sampling.return_token_ids else UNSET
+    def _shown(self, token_ids: bytes) -> list[int] | UnsetType:
+        return ids_of(token_ids) if self.call.sampling.return_token_ids else UNSET
 
-    def _logprobs(self, entries: Sequence[TokenLogprob]) -> ChatLogprobs | None:
-        if self.call.sampling.logprobs is None:
-            return None
-        return ChatLogprobs(logprob_entries(entries))
+    def _logprobs(self, entries: list[LogprobEntry] | JsonList) -> ChatLogprobs | None:
+        return None if self.call.sampling.logprobs is None else ChatLogprobs(entries)

@@ -5,19 +5,22 @@ Must not know the engine; it checks a body, makes a call and renders the answer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from aserve.errors import InvalidRequest
-from aserve.http.openai.answers import Choice, UsageBody, is_visible
+from aserve.http.long_json import JsonEach, JsonList, pieces_of
+from aserve.http.openai.answers import UsageBody, ids_of, is_visible
 from aserve.http.openai.call import Call, Origin, build_call, check_body, sampling_of
+from aserve.http.openai.completion_logprobs import LogprobLists, Logprobs, shown_scores
+from aserve.http.openai.gathered import ScoredChoice
 from aserve.http.openai.limits import MAX_LOGPROBS, Range, check_within
-from aserve.http.openai.prompt_scores import Scores, check_prompt_logprobs, prompt_scores
+from aserve.http.openai.prompt_scores import check_prompt_logprobs
 from aserve.http.openai.prompts import prompts_of
 from aserve.http.openai.schema import CompletionBody
-from aserve.messages import OutputChunk, PromptToken, TokenLogprob
+from aserve.messages import OutputChunk
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -75,24 +78,15 @@ def _check_best_of(body: CompletionBody) -> None:
         )
 
 
-class Logprobs(msgspec.Struct):
-    """Parallel lists, one entry per token; null where nothing predicts it: at a prompt's start."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] | None
-    text_offset: list[int]
-
-
 class CompletionChoice(msgspec.Struct):
     index: int
     text: str
-    logprobs: Logprobs | None = None
+    logprobs: Logprobs | LogprobLists | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: list[Scores | None] | UnsetType = UNSET
+    prompt_logprobs: JsonList | UnsetType = UNSET
 
 
 class CompletionAnswer(msgspec.Struct, kw_only=True):
@@ -100,7 +94,7 @@ class CompletionAnswer(msgspec.Struct, kw_only=True):
     object: str = "text_completion"
     created: int
     model: str
-    choices: list[CompletionChoice]
+    choices: list[CompletionChoice] | JsonEach
     usage: UsageBody | UnsetType | None = UNSET
     seed: int | UnsetType = UNSET
 
@@ -115,75 +109,62 @@ class CompletionDialect:
     def delta(self, index: int, chunk: OutputChunk, usage: UsageBody | None) -> bytes | None:
         if not is_visible(chunk, self.call):
             return None
-        return self._answer(
-            [self._choice(index, Choice([chunk]))],
+        answer = self._answer(
+            [self._part(index, chunk)],
             usage=usage if self.call.reports_usage else UNSET,
             seed=UNSET if chunk.finish_reason is None else self.call.sampling.seed,
         )
+        return msgspec.json.encode(answer)
 
     def usage(self, usage: UsageBody) -> bytes:
-        return self._answer([], usage=usage, seed=self.call.sampling.seed)
+        answer = self._answer([], usage=usage, seed=self.call.sampling.seed)
+        return msgspec.json.encode(answer)
 
-    def whole(self, choices: list[Choice], usage: UsageBody) -> bytes:
-        bodies = [self._choice(index, choice) for index, choice in enumerate(choices)]
-        return self._answer(bodies, usage=usage, seed=self.call.sampling.seed)
+    def gather(self) -> ScoredChoice:
+        return ScoredChoice(self.call.sampling)
 
-    def _choice(self, index: int, choice: Choice) -> CompletionChoice:
+    def whole(self, choices: list[ScoredChoice], usage: UsageBody) -> Iterator[bytes]:
+        bodies = JsonEach(lambda: map(self._whole_choice, range(len(choices)), choices))
+        return pieces_of(self._answer(bodies, usage=usage, seed=self.call.sampling.seed))
+
+    def _part(self, index: int, chunk: OutputChunk) -> CompletionChoice:
         asked = self.call.sampling
-        echoed = choice.prompt.tokens if asked.echo else ()
+        text = chunk.text if chunk.prompt is None else chunk.prompt.text + chunk.text
         return CompletionChoice(
             index=index,
-            text=choice.prompt.text + choice.text,
-            logprobs=None
-            if asked.logprobs is None
-            else logprobs_of([*echoed, *choice.logprobs], num_top=asked.logprobs),
+            text=text,
+            logprobs=shown_scores(chunk, asked),
+            finish_reason=chunk.finish_reason,
+            stop_reason=chunk.stop_reason,
+            token_ids=ids_of(chunk.token_ids) if asked.return_token_ids else UNSET,
+            prompt_token_ids=ids_of(chunk.prompt_ids) or UNSET,
+        )
+
+    def _whole_choice(self, index: int, choice: ScoredChoice) -> CompletionChoice:
+        asked = self.call.sampling
+        return CompletionChoice(
+            index=index,
+            text=choice.text,
+            logprobs=None if asked.logprobs is None else choice.logprobs,
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
             token_ids=choice.token_ids if asked.return_token_ids else UNSET,
             prompt_token_ids=(choice.prompt_ids or UNSET) if asked.return_token_ids else UNSET,
-            prompt_logprobs=prompt_scores(choice.prompt, asked),
+            prompt_logprobs=UNSET if asked.prompt_logprobs is None else choice.prompt_logprobs,
         )
 
     def _answer(
         self,
-        choices: list[CompletionChoice],
+        choices: list[CompletionChoice] | JsonEach,
         *,
         usage: UsageBody | UnsetType | None,
         seed: int | UnsetType,
-    ) -> bytes:
-        return msgspec.json.encode(
-            CompletionAnswer(
-                id=self.call.call_id,
-                created=self.call.created,
-                model=self.call.model,
-                choices=choices,
-                usage=usage,
-                seed=seed,
-            )
+    ) -> CompletionAnswer:
+        return CompletionAnswer(
+            id=self.call.call_id,
+            created=self.call.created,
+            model=self.call.model,
+            choices=choices,
+            usage=usage,
+            seed=seed,
         )
-
-
-def logprobs_of(entries: Sequence[TokenLogprob | PromptToken], *, num_top: int) -> Logprobs:
-    return Logprobs(
-        tokens=[spelled(entry.token, entry.token_bytes) for entry in entries],
-        token_logprobs=[entry.logprob for entry in entries],
-        top_logprobs=[top_of(entry, num_top=num_top) for entry in entries] if num_top else None,
-        text_offset=[entry.text_offset for entry in entries],
-    )
-
-
-def top_of(entry: TokenLogprob | PromptToken, *, num_top: int) -> dict[str, float] | None:
-    """Best first; the chosen token is there, too, at its place or at the end."""
-    if entry.logprob is None:
-        return None
-    best = entry.top[:num_top]
-    top = {spelled(other.token, other.token_bytes): other.logprob for other in best}
-    top.setdefault(spelled(entry.token, entry.token_bytes), entry.logprob)
-    return top
-
-
-def spelled(token: str, token_bytes: bytes) -> str:
-    """A token that is no whole characters is shown as its bytes, as OpenAI does."""
-    if token.encode() == token_bytes:
-        return token
-    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)

@@ -6,13 +6,16 @@ Must not know the engine or how a vector is made.
 from __future__ import annotations
 
 import base64
+from functools import partial
 
 import msgspec
 import numpy as np
 from aiohttp import web
 
 from aserve.errors import ErrorInfo, InvalidRequest
+from aserve.http.delivery import send_json
 from aserve.http.errors import RequestFailed
+from aserve.http.long_json import JsonEach, pieces_of
 from aserve.http.openai.call import Origin, check_model
 from aserve.http.openai.limits import MAX_SEQUENCES, check_kept, check_length, check_range
 from aserve.http.openai.prompts import prompts_of
@@ -42,7 +45,7 @@ class EmbeddingUsage(msgspec.Struct):
 
 
 class EmbeddingAnswer(msgspec.Struct):
-    data: list[Embedding]
+    data: JsonEach
     model: str
     usage: EmbeddingUsage
     object: str = "list"
@@ -50,7 +53,7 @@ class EmbeddingAnswer(msgspec.Struct):
 
 async def embeddings(
     request: web.Request, context: HttpContext, body: EmbeddingBody
-) -> web.Response:
+) -> web.StreamResponse:
     """A client that goes away cancels this handler, and with it the outlet."""
     requests = embedding_requests(body, origin_of(request, context))
     refusal = context.state.refusal()
@@ -67,7 +70,8 @@ async def embeddings(
         outlet.cancel()
     in_order = [chunks[each.request_id] for each in requests]
     model = body.model or context.model_names[0]
-    return web.Response(body=answer_of(body, in_order, model), content_type="application/json")
+    answer = answer_of(body, in_order, model)
+    return await send_json(request, pieces_of(answer), timeout_s=context.options.write_timeout)
 
 
 def embedding_requests(body: EmbeddingBody, origin: Origin) -> list[GenerateRequest]:
@@ -94,20 +98,17 @@ def embedding_requests(body: EmbeddingBody, origin: Origin) -> list[GenerateRequ
     ]
 
 
-def answer_of(body: EmbeddingBody, chunks: list[OutputChunk], model: str) -> bytes:
+def answer_of(body: EmbeddingBody, chunks: list[OutputChunk], model: str) -> EmbeddingAnswer:
     num_tokens = sum(chunk.usage.prompt_tokens for chunk in chunks)
     vectors = [shortened(array_f32(chunk.embedding), body.dimensions) for chunk in chunks]
-    data = [
-        Embedding(
-            index,
-            base64.b64encode(vector.astype("<f4").tobytes()).decode()
-            if body.encoding_format == "base64"
-            else vector.tolist(),
-        )
-        for index, vector in enumerate(vectors)
-    ]
-    answer = EmbeddingAnswer(data, model, EmbeddingUsage(num_tokens, num_tokens))
-    return msgspec.json.encode(answer)
+    data = JsonEach(lambda: map(partial(embedding_of, body), range(len(vectors)), vectors))
+    return EmbeddingAnswer(data, model, EmbeddingUsage(num_tokens, num_tokens))
+
+
+def embedding_of(body: EmbeddingBody, index: int, vector: ArrayF32) -> Embedding:
+    if body.encoding_format == "base64":
+        return Embedding(index, base64.b64encode(vector.astype("<f4").tobytes()).decode())
+    return Embedding(index, vector.tolist())
 
 
 def shortened(vector: ArrayF32, dimensions: int | None) -> ArrayF32:

@@ -6,7 +6,6 @@ Must not know endpoints: both have it.
 from __future__ import annotations
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from aserve.errors import InvalidRequest
 from aserve.http.openai.schema import ChatBody, CompletionBody
@@ -32,11 +31,11 @@ def check_prompt_logprobs(body: CompletionBody | ChatBody) -> None:
         )
 
 
-def prompt_scores(prompt: PromptPart, sampling: SamplingParams) -> list[Scores | None] | UnsetType:
-    """As many as were asked for. Nothing predicts the first token."""
+def prompt_scores(prompt: PromptPart, sampling: SamplingParams) -> list[Scores | None]:
+    """As many as were asked for, of this part of the prompt. Nothing predicts the first token."""
     num_top = sampling.prompt_logprobs
     if num_top is None:
-        return UNSET
+        return []
     return [None if token.logprob is None else _scores(token, num_top) for token in prompt.tokens]
 
 

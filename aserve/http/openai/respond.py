@@ -5,22 +5,22 @@ Must not know what the JSON looks like (a Dialect does) or how requests were che
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from aiohttp import web
 
+from aserve.http.delivery import closer_of, send_json
 from aserve.http.errors import RequestFailed
-from aserve.http.openai.answers import Choice, Dialect, Tally, best_choices
+from aserve.http.openai.answers import Dialect, GathererT, Tally
+from aserve.http.openai.gathered import best_choices
 from aserve.http.sse import SseWriter
-from aserve.http.started import STARTED, StartedAnswer
 from aserve.http.state import HttpContext
 from aserve.messages import OutputChunk
 from aserve.outlet import Outlet
 
 
 async def respond(
-    request: web.Request, context: HttpContext, dialect: Dialect
+    request: web.Request, context: HttpContext, dialect: Dialect[GathererT]
 ) -> web.StreamResponse:
     """A client that goes away cancels this handler, and with it the outlet, streaming or not."""
     refusal = context.state.refusal()
@@ -29,32 +29,34 @@ async def respond(
     outlet = context.gateway.open(*dialect.call.requests)
     try:
         if dialect.call.is_streaming:
-            return await _stream(request, outlet, dialect, idle_s=context.keep_alive_s)
-        return web.Response(body=await _whole(outlet, dialect), content_type="application/json")
+            outlet.bound_unread(closer_of(request))
+            writer = SseWriter(request, timeout_s=context.options.write_timeout)
+            return await _stream(writer, outlet, dialect, idle_s=context.keep_alive_s)
+        pieces = await _whole(outlet, dialect)
+        return await send_json(request, pieces, timeout_s=context.options.write_timeout)
     finally:
         outlet.cancel()
 
 
-async def _whole(outlet: Outlet, dialect: Dialect) -> bytes:
+async def _whole(outlet: Outlet, dialect: Dialect[GathererT]) -> Iterator[bytes]:
+    """The pieces of the answer; its long parts are encoded as they come."""
     tally = Tally()
-    parts: defaultdict[int, list[OutputChunk]] = defaultdict(list)
+    choices = [dialect.gather() for _ in range(dialect.call.num_sequences)]
     async for chunk in outlet:
         if chunk.error is not None:
             raise RequestFailed(chunk.error)
         tally.add(chunk)
-        parts[dialect.call.index_of(chunk)].append(chunk)
-    choices = [Choice(parts[index]) for index in range(dialect.call.num_sequences)]
+        choices[dialect.call.index_of(chunk)].add(chunk)
     return dialect.whole(best_choices(choices, dialect.call), tally.total())
 
 
 async def _stream(
-    request: web.Request, outlet: Outlet, dialect: Dialect, *, idle_s: float
+    writer: SseWriter, outlet: Outlet, dialect: Dialect[GathererT], *, idle_s: float
 ) -> web.StreamResponse:
     """The status line waits for the first chunk, so that a refusal still has a status of its own.
 
     One write takes all that is ready. While nothing is, a comment keeps the connection open.
     """
-    writer = SseWriter()
     tally = Tally()
     opened: set[int] = set()
     async for chunks in outlet.batches(idle_s=idle_s):
@@ -62,8 +64,7 @@ async def _stream(
         if not writer.response.prepared:
             if failed is not None:
                 raise RequestFailed(failed)
-            await writer.start(request)
-            request[STARTED] = StartedAnswer(writer.response, writer.fail)
+            await writer.start()
         if not chunks:
             await writer.keep_alive()
             continue
@@ -76,7 +77,7 @@ async def _stream(
 
 
 def _events(
-    chunks: Iterable[OutputChunk], dialect: Dialect, opened: set[int], tally: Tally
+    chunks: Iterable[OutputChunk], dialect: Dialect[GathererT], opened: set[int], tally: Tally
 ) -> Iterable[bytes]:
     for chunk in chunks:
         if chunk.error is not None:

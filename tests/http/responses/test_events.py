@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 
 from aserve.errors import ErrorInfo
+from aserve.http.long_json import pieces_of
 from aserve.http.openai.responses.body import TextConfig, TextFormat
 from aserve.http.openai.responses.events import Event, EventMaker
 from aserve.http.openai.responses.records import ResponseObject
 from aserve.messages import OutputChunk, TokenLogprob, TopLogprob, Usage
-from aserve.outlet import merge
+from aserve.unread import merge
 
 CLIENT_EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEvent)
 HEADING = ResponseObject(
@@ -59,7 +60,7 @@ def as_json(events: list[Event]) -> list[dict[str, Any]]:
     """As a client reads them, checked strictly against its own types."""
     read: list[dict[str, Any]] = []
     for event in events:
-        data = msgspec.json.encode(event)
+        data = b"".join(pieces_of(event))
         CLIENT_EVENT.validate_json(data, strict=True)
         read.append(msgspec.json.decode(data))
     assert [event["sequence_number"] for event in read] == list(range(len(read)))
@@ -145,7 +146,7 @@ def test_a_response_that_is_cancelled_ends_with_what_it_has(has_begun: bool) -> 
     assert kinds(read) == [*BEGINNING[:2], *middle, "incomplete"]
     assert maker.is_done
     assert maker.response.status == "cancelled"
-    Response.model_validate_json(msgspec.json.encode(maker.response), strict=True)
+    Response.model_validate_json(b"".join(pieces_of(maker.response)), strict=True)
 
 
 def test_a_lane_of_a_websocket_is_named_in_every_event() -> None:

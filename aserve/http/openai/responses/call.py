@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import msgspec
 
 from aserve.errors import InvalidRequest
+from aserve.http.openai.answer_size import check_answer_size
 from aserve.http.openai.call import Call, Origin, build_call, check_body, sampling_of
 from aserve.http.openai.conversation import template_variables
 from aserve.http.openai.grammars import format_grammar
 from aserve.http.openai.limits import check_length
 from aserve.http.openai.responses.body import LOGPROBS, ResponseBody, TextConfig, TextFormat
-from aserve.http.openai.responses.conversation import Message, messages_of, prompt_of
+from aserve.http.openai.responses.conversation import MAX_ITEMS, Message, messages_of, prompt_of
 from aserve.http.openai.responses.records import ResponseObject
 from aserve.messages import SamplingParams
 
@@ -54,12 +55,15 @@ def response_call(
     previous_id = body.previous_response_id
     earlier = () if previous_id is None else conversation(previous_id)
     response_id = f"resp_{origin.request_id}"
+    if isinstance(body.input, list):
+        check_length(range(len(earlier) + len(body.input)), MAX_ITEMS, param="input")
     messages = (*earlier, *messages_of(body.input, response_id))
     prompt = msgspec.structs.replace(
         prompt_of(body.instructions, messages),
         variables=template_variables(body.chat_template_kwargs),
     )
     call = build_call(body, origin, prompts=[prompt], sampling=sampling, id_prefix="resp_")
+    check_answer_size(call.requests, origin.answer_limits, is_whole=True)  # the last event has all
     heading = ResponseObject(
         id=call.call_id,
         created_at=call.created,

@@ -22,6 +22,7 @@ from aserve.http.openai.schema import ChatMessage
 from aserve.messages import ChatPrompt
 
 TEXT_PARTS = ("input_text", "output_text", "text")
+MAX_ITEMS = 16_384  # of a conversation: templates render every one of them in each turn
 MESSAGE_BYTES = 256  # of a message without its text, generously
 
 

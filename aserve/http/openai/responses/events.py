@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from aserve.errors import ErrorInfo
+from aserve.http.long_json import JsonList
 from aserve.http.openai.answers import LogprobEntry, logprob_entries
 from aserve.http.openai.responses.records import (
     IncompleteDetails,
@@ -68,7 +69,7 @@ class TextEvent(Event, kw_only=True):
     output_index: int = 0
     content_index: int = 0
     text: str
-    logprobs: tuple[LogprobEntry, ...]
+    logprobs: tuple[LogprobEntry, ...] | JsonList
 
 
 class EventMaker:
@@ -82,7 +83,7 @@ class EventMaker:
         self._item_id = "msg_" + heading.id.removeprefix("resp_")
         self._has_item = False
         self._texts: list[str] = []
-        self._logprobs: list[LogprobEntry] = []
+        self._logprobs = JsonList()
         self._usage: Usage | None = None
 
     @property
@@ -139,7 +140,7 @@ class EventMaker:
     def _delta(self, chunk: OutputChunk) -> Event:
         logprobs = logprob_entries(chunk.logprobs)
         self._texts.append(chunk.text)
-        self._logprobs += logprobs
+        self._logprobs.extend(logprobs)
         return DeltaEvent(
             type="response.output_text.delta",
             item_id=self._item_id,
@@ -191,5 +192,5 @@ class EventMaker:
     def _output(self, status: ItemStatus) -> tuple[OutputMessage, ...]:
         if not self._has_item:
             return ()
-        part = OutputText("".join(self._texts), logprobs=tuple(self._logprobs))
+        part = OutputText("".join(self._texts), logprobs=self._logprobs)
         return (OutputMessage(self._item_id, status, (part,)),)

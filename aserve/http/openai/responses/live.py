@@ -55,6 +55,10 @@ class LiveResponse:
     def so_far(self) -> StoredResponse:
         return StoredResponse(self.response, self._asked.messages)
 
+    def close_when_unread(self, close: Callable[[], None]) -> None:
+        """`close` is called if the client reads so little that the request was cancelled."""
+        self._outlet.bound_unread(close)
+
     async def events(self, *, idle_s: float | None = None) -> AsyncIterator[list[Event]]:
         """All that are ready; none after idle_s of silence. RequestFailed if it never began."""
         async for batch in self._outlet.batches(idle_s=idle_s):

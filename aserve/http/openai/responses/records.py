@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from aserve.errors import ErrorInfo
+from aserve.http.long_json import JsonList
 from aserve.http.openai.answers import LogprobEntry
 from aserve.http.openai.responses.body import TextConfig
 from aserve.messages import Usage
@@ -28,7 +29,7 @@ class InputText(Part, frozen=True, tag="input_text"):
 
 class OutputText(Part, frozen=True, tag="output_text"):
     annotations: tuple[str, ...] = ()  # there are none in what a model writes by itself
-    logprobs: tuple[LogprobEntry, ...] = ()
+    logprobs: tuple[LogprobEntry, ...] | JsonList = ()
 
 
 class InputMessage(msgspec.Struct, frozen=True, tag="message", tag_field="type"):

@@ -9,8 +9,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property
 
-import msgspec
-
+from aserve.http.long_json import pieces_of
 from aserve.http.openai.responses.conversation import Message, answer_of
 from aserve.http.openai.responses.records import ResponseObject
 
@@ -32,7 +31,7 @@ class StoredResponse:
 
     @cached_property
     def size_bytes(self) -> int:
-        size = len(msgspec.json.encode(self.response))
+        size = sum(map(len, pieces_of(self.response)))
         return size + sum(message.size_bytes for message in self.messages)
 
 

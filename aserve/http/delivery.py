@@ -1,0 +1,70 @@
+"""Writing to a client that may not read: each write has a deadline, after which the connection is
+gone.
+
+Must not know what is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+
+from aiohttp import web
+
+from aserve.channel import next_turn
+from aserve.errors import ErrorInfo
+from aserve.http.long_json import blocks_of
+from aserve.http.started import STARTED, StartedAnswer
+from aserve.unread import UnreadAnswer
+
+logger = logging.getLogger(__name__)
+
+CONTENT_TYPE = "application/json"
+
+
+def closer_of(request: web.Request) -> Callable[[], None]:
+    """Closes the request's connection at once. What it holds to be sent is freed with it."""
+
+    def close() -> None:
+        if request.transport is not None:
+            logger.info("unread answer: connection closed path=%s", request.path)
+            request.transport.abort()
+
+    return close
+
+
+async def within(writing: Awaitable[None], request: web.Request, *, timeout_s: float) -> None:
+    """Waits until there is room for more; a client that makes none for so long is left."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await writing
+    except TimeoutError:
+        closer_of(request)()
+        raise UnreadAnswer(f"nothing of an answer was read in {timeout_s} seconds") from None
+
+
+async def send_json(
+    request: web.Request, pieces: Iterable[bytes], *, timeout_s: float
+) -> web.StreamResponse:
+    """A short answer in one go, a long one block by block, with a turn of the loop for each."""
+    blocks = iter(blocks_of(pieces))
+    first = next(blocks, b"")
+    second = next(blocks, None)
+    if second is None:
+        return web.Response(body=first, content_type=CONTENT_TYPE)
+    response = web.StreamResponse(headers={"Content-Type": CONTENT_TYPE})
+    await response.prepare(request)
+
+    async def fail(_: ErrorInfo) -> None:
+        # A half of a JSON text must not look like a whole one.
+        closer_of(request)()
+
+    request[STARTED] = StartedAnswer(response, fail)
+    for block in (first, second):
+        await within(response.write(block), request, timeout_s=timeout_s)
+    for block in blocks:
+        await next_turn()
+        await within(response.write(block), request, timeout_s=timeout_s)
+    await within(response.write_eof(), request, timeout_s=timeout_s)
+    return response

@@ -1,0 +1,93 @@
+"""JSON that may be long, as pieces: no turn of the loop encodes or copies much of it.
+
+Must not know what it says. A record's long parts are fields of type `JsonList` or `JsonEach`; the
+encoder leaves a mark where each of them stands, and `pieces_of` puts their pieces there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeAlias
+
+import msgspec
+
+BLOCK_BYTES = 1 << 16  # as much as the transport buffers before it says that it is full
+# WHY: JSON cannot have this byte, because inside of strings it is escaped.
+MARK = b"\0"
+
+
+class JsonList:
+    """A list that is encoded item by item as they become known: it takes the bytes of its JSON, a
+    sixth of what the records would.
+    """
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, items: Sequence[object] = ()) -> None:
+        self._parts: list[bytes] = []
+        self.extend(items)
+
+    def extend(self, items: Sequence[object]) -> None:
+        if items:
+            self._parts.append(msgspec.json.encode(items)[1:-1])
+
+    def pieces(self) -> Iterator[bytes]:
+        yield b"["
+        for number, part in enumerate(self._parts):
+            if number:
+                yield b","
+            yield part
+        yield b"]"
+
+
+class JsonEach:
+    """A list whose items are made and encoded one after the other while it is written."""
+
+    __slots__ = ("_make",)
+
+    def __init__(self, make: Callable[[], Iterable[object]]) -> None:
+        self._make = make
+
+    def pieces(self) -> Iterator[bytes]:
+        yield b"["
+        for number, item in enumerate(self._make()):
+            if number:
+                yield b","
+            yield from pieces_of(item)
+        yield b"]"
+
+
+Long: TypeAlias = JsonList | JsonEach
+
+
+def pieces_of(record: object) -> Iterator[bytes]:
+    """The JSON of a record whose fields may be long ones."""
+    longs: list[Long] = []
+
+    def mark(value: object) -> msgspec.Raw:
+        if not isinstance(value, JsonList | JsonEach):
+            raise NotImplementedError(f"{type(value).__name__} cannot be encoded")
+        longs.append(value)
+        return msgspec.Raw(MARK)
+
+    first, *others = msgspec.json.encode(record, enc_hook=mark).split(MARK)
+    yield first
+    for long, after in zip(longs, others, strict=True):
+        yield from long.pieces()
+        yield after
+
+
+def blocks_of(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes, BLOCK_BYTES at a time."""
+    block = bytearray()
+    for piece in pieces:
+        start = 0
+        while len(piece) - start + len(block) >= BLOCK_BYTES:
+            end = start + BLOCK_BYTES - len(block)
+            block += memoryview(piece)[start:end]
+            start = end
+            yield bytes(block)
+            block.clear()
+        block += memoryview(piece)[start:]
+    if block:
+        yield bytes(block)

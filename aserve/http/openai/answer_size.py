@@ -1,0 +1,84 @@
+"""How large an answer may become: its log-probabilities, counted before any work is done.
+
+Must not know how answers are written. The counts are upper bounds, because texts are not yet
+encoded: a text has at most as many tokens as bytes, and no prompt is longer than the context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from aserve.errors import InvalidRequest
+from aserve.messages import ChatPrompt, GenerateRequest, Prompt, TextPrompt, TokenPrompt
+
+TEMPLATE_TOKENS = 4096  # what a chat template adds of its own, generously
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerLimits:
+    """`max_model_len` and `max_new_tokens`, the length of an answer that doesn't say its own, are
+    known once a model is loaded.
+    """
+
+    max_logprobs: int = 1 << 20
+    max_model_len: int | None = None
+    max_new_tokens: int | None = None
+
+
+NO_MODEL = AnswerLimits()
+
+
+def check_answer_size(
+    requests: Sequence[GenerateRequest], limits: AnswerLimits, *, is_whole: bool
+) -> None:
+    """`is_whole`: the answer holds the outputs of all requests at once. A stream goes out while the
+    tokens come, so of it the prompts alone are counted, whose scores come at once.
+    """
+    for_prompts = sum(num_prompt_logprobs(request, limits) for request in requests)
+    for_outputs = sum(num_output_logprobs(request, limits) for request in requests if is_whole)
+    total = for_prompts + for_outputs
+    if total <= limits.max_logprobs:
+        return
+    asked = requests[0].sampling
+    advice = "Ask for fewer alternatives, prompts, choices or tokens"
+    raise InvalidRequest(
+        f"The answer could have {total} log-probabilities: {len(requests)} prompts x {asked.n} "
+        f"choices, {for_prompts} for the tokens of prompts and {for_outputs} for those of outputs; "
+        f"this server gives {limits.max_logprobs} in one answer. {advice}.",
+        param="prompt_logprobs" if for_prompts > for_outputs else "logprobs",
+        code="answer_too_large",
+    )
+
+
+def num_prompt_logprobs(request: GenerateRequest, limits: AnswerLimits) -> int:
+    asked = request.sampling
+    if asked.prompt_logprobs is None:
+        return 0
+    most = [max_prompt_len(request.prompt)]
+    if limits.max_model_len is not None:
+        most.append(limits.max_model_len)
+    if (request.truncate_prompt_tokens or 0) > 0:
+        most.append(request.truncate_prompt_tokens or 0)
+    return asked.n * min(most) * (1 + asked.prompt_logprobs)
+
+
+def num_output_logprobs(request: GenerateRequest, limits: AnswerLimits) -> int:
+    asked = request.sampling
+    if asked.logprobs is None:
+        return 0
+    lengths = (asked.max_tokens, limits.max_new_tokens)
+    most = [length for length in lengths if length is not None][:1]
+    if limits.max_model_len is not None:
+        most.append(limits.max_model_len)
+    return asked.n * min(most, default=0) * (1 + asked.logprobs)
+
+
+def max_prompt_len(prompt: Prompt) -> int:
+    match prompt:
+        case TextPrompt():
+            return len(prompt.text.encode("utf-8", "surrogatepass"))
+        case TokenPrompt():
+            return len(prompt.token_ids)
+        case ChatPrompt():
+            return len(prompt.messages) + len(prompt.tools or b"") + TEMPLATE_TOKENS

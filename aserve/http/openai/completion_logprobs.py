@@ -1,0 +1,72 @@
+"""Log-probabilities as /v1/completions shows them: parallel lists, one entry per token.
+
+Must not know how a choice comes about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from aserve.http.long_json import JsonList
+from aserve.messages import OutputChunk, PromptToken, SamplingParams, TokenLogprob
+
+
+class Logprobs(msgspec.Struct):
+    """Parallel lists, one entry per token; null where nothing predicts it: at a prompt's start."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class LogprobLists(msgspec.Struct):
+    """The same of a whole choice, as it grows."""
+
+    tokens: JsonList
+    token_logprobs: JsonList
+    top_logprobs: JsonList | None
+    text_offset: JsonList
+
+    def extend(self, part: Logprobs) -> None:
+        self.tokens.extend(part.tokens)
+        self.token_logprobs.extend(part.token_logprobs)
+        if self.top_logprobs is not None:
+            self.top_logprobs.extend(part.top_logprobs or ())
+        self.text_offset.extend(part.text_offset)
+
+
+def shown_scores(chunk: OutputChunk, asked: SamplingParams) -> Logprobs | None:
+    """Of the prompt's tokens where they are echoed, and of the output's."""
+    if asked.logprobs is None:
+        return None
+    echoed = chunk.prompt.tokens if asked.echo and chunk.prompt is not None else ()
+    return logprobs_of([*echoed, *chunk.logprobs], num_top=asked.logprobs)
+
+
+def logprobs_of(entries: Sequence[TokenLogprob | PromptToken], *, num_top: int) -> Logprobs:
+    return Logprobs(
+        tokens=[spelled(entry.token, entry.token_bytes) for entry in entries],
+        token_logprobs=[entry.logprob for entry in entries],
+        top_logprobs=[top_of(entry, num_top=num_top) for entry in entries] if num_top else None,
+        text_offset=[entry.text_offset for entry in entries],
+    )
+
+
+def top_of(entry: TokenLogprob | PromptToken, *, num_top: int) -> dict[str, float] | None:
+    """Best first; the chosen token is there, too, at its place or at the end."""
+    if entry.logprob is None:
+        return None
+    best = entry.top[:num_top]
+    top = {spelled(other.token, other.token_bytes): other.logprob for other in best}
+    top.setdefault(spelled(entry.token, entry.token_bytes), entry.logprob)
+    return top
+
+
+def spelled(token: str, token_bytes: bytes) -> str:
+    """A token that is no whole characters is shown as its bytes, as OpenAI does."""
+    if token.encode() == token_bytes:
+        return token
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)

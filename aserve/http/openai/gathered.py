@@ -1,0 +1,121 @@
+"""The choices of answers that are not streamed, from their chunks as they come.
+
+Must not know which endpoint writes them. Their logprobs are kept as JSON, which is encoded in small
+parts and takes a fraction of the records' memory.
+"""
+
+from __future__ import annotations
+
+import math
+
+from aserve.http.long_json import JsonList
+from aserve.http.openai.answers import GathererT, ids_of, logprob_entries
+from aserve.http.openai.call import Call
+from aserve.http.openai.completion_logprobs import LogprobLists, shown_scores
+from aserve.http.openai.prompt_scores import prompt_scores
+from aserve.messages import FinishReason, OutputChunk, SamplingParams
+
+
+class Gathered:
+    """One choice of an answer that is not streamed, from its chunks as they come. A dialect's own
+    class keeps beside it what the dialect shows of the logprobs.
+    """
+
+    __slots__ = (
+        "_num_scored",
+        "_prompt_ids",
+        "_texts",
+        "_token_ids",
+        "_total_logprob",
+        "finish_reason",
+        "stop_reason",
+    )
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._token_ids = bytearray()
+        self._prompt_ids = b""
+        self._total_logprob = 0.0
+        self._num_scored = 0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+
+    def add(self, chunk: OutputChunk) -> None:
+        if chunk.prompt is not None:
+            self._texts.append(chunk.prompt.text)  # all of it comes before the output
+        self._texts.append(chunk.text)
+        self._token_ids += chunk.token_ids
+        self._prompt_ids = self._prompt_ids or chunk.prompt_ids
+        self._total_logprob += sum(entry.logprob for entry in chunk.logprobs)
+        self._num_scored += len(chunk.logprobs)
+        self.finish_reason = chunk.finish_reason
+        self.stop_reason = chunk.stop_reason
+
+    @property
+    def text(self) -> str:
+        """With the prompt's in front where it is echoed."""
+        return "".join(self._texts)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return ids_of(bytes(self._token_ids))
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return ids_of(self._prompt_ids)
+
+    @property
+    def logprob_per_token(self) -> float:
+        """Of nothing at all it is the worst."""
+        return self._total_logprob / self._num_scored if self._num_scored else -math.inf
+
+
+class ChatChoice(Gathered):
+    """Its logprobs, and the prompt's, as JSON."""
+
+    __slots__ = ("_sampling", "logprobs", "prompt_logprobs")
+
+    def __init__(self, sampling: SamplingParams) -> None:
+        super().__init__()
+        self._sampling = sampling
+        self.logprobs = JsonList()
+        self.prompt_logprobs = JsonList()
+
+    def add(self, chunk: OutputChunk) -> None:
+        super().add(chunk)
+        self.logprobs.extend(logprob_entries(chunk.logprobs))
+        if chunk.prompt is not None and chunk.child == 0:
+            self.prompt_logprobs.extend(prompt_scores(chunk.prompt, self._sampling))
+
+
+class ScoredChoice(Gathered):
+    """Its logprobs, and the prompt's, as JSON."""
+
+    __slots__ = ("_sampling", "logprobs", "prompt_logprobs")
+
+    def __init__(self, sampling: SamplingParams) -> None:
+        super().__init__()
+        self._sampling = sampling
+        top = JsonList() if sampling.logprobs else None
+        self.logprobs = LogprobLists(JsonList(), JsonList(), top, JsonList())
+        self.prompt_logprobs = JsonList()
+
+    def add(self, chunk: OutputChunk) -> None:
+        super().add(chunk)
+        scores = shown_scores(chunk, self._sampling)
+        if scores is not None:
+            self.logprobs.extend(scores)
+        if chunk.prompt is not None:
+            self.prompt_logprobs.extend(prompt_scores(chunk.prompt, self._sampling))
+
+
+def best_choices(choices: list[GathererT], call: Call) -> list[GathererT]:
+    """The likeliest `n` of each prompt, best first; all in their order if no more were made."""
+    size, n = call.num_children, call.sampling.n
+    if size == n:
+        return choices
+    best: list[GathererT] = []
+    for start in range(0, len(choices), size):
+        ranked = sorted(choices[start : start + size], key=lambda each: -each.logprob_per_token)
+        best += ranked[:n]
+    return best

@@ -1,0 +1,126 @@
+"""Special tokens in what a client says are text: a message cannot open another role's turn.
+
+Must not know HTTP or how templates are rendered.
+
+A chat template renders to one text, in which its own special tokens must be found and a client's
+must not. So every special token's text in the client's values is broken by a mark, a private-use
+character that occurs in none of them. The rendered text is cut at the marks and the pieces are
+encoded one by one: no piece has a whole special token that the template did not write. A prompt
+without marks is encoded as it always was, in one piece, so ordinary prompts have the ids that
+transformers gives them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from aserve.errors import InvalidRequest
+from aserve.text.tokenizer import TextTokenizer
+
+PRIVATE_USE = range(0xE000, 0xF900)
+# Texts to encode a piece after, where the tokenizer puts a space in front of a text.
+ANCHORS = ("\n", "x", ".", "0")
+
+
+class Marked(NamedTuple):
+    """A client's values, their special tokens broken by `mark`; None where there are none."""
+
+    value: Any
+    mark: str | None
+
+
+class PlainContent:
+    __slots__ = ("_pattern", "_tokenizer")
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+        texts = sorted(map(re.escape, tokenizer.special_texts), key=len, reverse=True)
+        # PERF: a lookahead finds those that overlap, too; each match is empty.
+        self._pattern = re.compile(f"(?={'|'.join(texts)})") if texts else None
+
+    def broken(self, value: Any) -> Marked:
+        """`value` is JSON: every text in it, keys included, may come from the client."""
+        if self._pattern is None or not any(map(self._pattern.search, texts_in(value))):
+            return Marked(value, None)
+        used = set().union(*map(set, texts_in(value)))
+        mark = next((char for char in map(chr, PRIVATE_USE) if char not in used), None)
+        if mark is None:
+            raise InvalidRequest(
+                "the messages hold special tokens, and every private-use character; leave either "
+                "out",
+                param="messages",
+                code="invalid_value",
+            )
+        return Marked(self._with_marks(value, mark), mark)
+
+    def encode(self, text: str, mark: str, *, with_special: bool) -> list[int]:
+        """The ids of a rendered text, cut at the marks."""
+        first, *others = text.split(mark)
+        ids = self._tokenizer.encode(first, with_special=False)
+        before, after = self._around(first, ids) if with_special else ([], [])
+        for piece in others:
+            ids += self._encode_inside(piece)
+        return [*before, *ids, *after]
+
+    def _with_marks(self, value: Any, mark: str) -> Any:
+        match value:
+            case str():
+                return self._broken_text(value, mark)
+            case list():
+                return [self._with_marks(item, mark) for item in value]
+            case dict():
+                return {
+                    self._broken_text(key, mark): self._with_marks(item, mark)
+                    for key, item in value.items()
+                }
+            case _:
+                return value
+
+    def _broken_text(self, text: str, mark: str) -> str:
+        """With a mark behind the first character of every special token."""
+        assert self._pattern is not None
+        ends = [match.start() + 1 for match in self._pattern.finditer(text)]
+        starts = [0, *ends]
+        return mark.join(text[i:j] for i, j in zip(starts, [*ends, len(text)], strict=True))
+
+    def _around(self, text: str, ids: list[int]) -> tuple[list[int], list[int]]:
+        """The ids that the tokenizer puts before and after a text."""
+        whole = self._tokenizer.encode(text, with_special=True)
+        num_added = len(whole) - len(ids)
+        for start in range(num_added + 1):
+            if whole[start : start + len(ids)] == ids:
+                return whole[:start], whole[start + len(ids) :]
+        return whole[:num_added], []
+
+    def _encode_inside(self, piece: str) -> list[int]:
+        """The ids of a text that goes on inside a word: a space that the tokenizer would put in
+        front of it falls away.
+        """
+        ids = self._tokenizer.encode(piece, with_special=False)
+        if piece.startswith(" ") or not self._spelled(ids).startswith(b" "):
+            return ids
+        for anchor in ANCHORS:
+            longer = self._tokenizer.encode(anchor + piece, with_special=False)
+            for end in range(1, len(anchor) + 3):
+                if self._spelled(longer[:end]).strip(b" ") == anchor.encode():
+                    return longer[end:]
+        return ids
+
+    def _spelled(self, ids: list[int]) -> bytes:
+        return b"".join(map(self._tokenizer.token_bytes, ids))
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Every text of a JSON value, keys included."""
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, list):
+            waiting += item
+        elif isinstance(item, dict):
+            yield from item
+            waiting += item.values()

@@ -1,0 +1,121 @@
+"""Chunks that wait for their reader: they coalesce, and their bytes are counted.
+
+Must not know who reads. Written by one outlet.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import msgspec
+
+from aserve.messages import ChildKey, OutputChunk, PromptToken, TokenLogprob, join_parts
+
+MAX_UNREAD_BYTES = 16 << 20
+# What a reader gets at once, so that it is written in one short turn. NOTE: it is more than the
+# detokenizer makes in one turn; a reader that does not wait for its client never falls behind.
+BATCH_BYTES = 1 << 20
+# What records take in memory, measured with sys.getsizeof over all that they hold.
+CHUNK_BYTES = 400
+SCORE_BYTES = 280  # a token with its log-probability
+ALTERNATIVE_BYTES = 180
+
+
+class UnreadAnswer(ConnectionError):
+    """The reader took too little of its answer for too long, so its requests were cancelled."""
+
+
+class Sized(NamedTuple):
+    """A chunk and about what it takes in memory."""
+
+    size_bytes: int
+    chunk: OutputChunk
+
+
+class Unread:
+    __slots__ = ("_queues", "size_bytes")
+
+    def __init__(self) -> None:
+        self._queues: dict[ChildKey, deque[Sized]] = {}
+        self.size_bytes = 0  # about what the chunks take in memory
+
+    def __bool__(self) -> bool:
+        return bool(self._queues)
+
+    @property
+    def num_chunks(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def put(self, chunk: OutputChunk) -> None:
+        queue = self._queues.setdefault((chunk.request_id, chunk.child), deque())
+        size_bytes = size_of(chunk)
+        queue.append(Sized(size_bytes, chunk))
+        self.size_bytes += size_bytes - coalesce(queue)
+
+    def take(self) -> list[OutputChunk]:
+        """About BATCH_BYTES, one chunk per child. A child that began early may end last, and the
+        end of a request comes after all of it.
+        """
+        batch: list[OutputChunk] = []
+        room = BATCH_BYTES
+        for key in sorted(self._queues, key=lambda key: self._queues[key][-1].chunk.is_last):
+            queue = self._queues[key]
+            taken: list[OutputChunk] = []
+            while queue and room > 0:
+                sized = queue.popleft()
+                room -= sized.size_bytes
+                self.size_bytes -= sized.size_bytes
+                taken.append(sized.chunk)
+            if not queue:
+                del self._queues[key]
+            if taken:
+                batch.append(merge(taken))
+            if room <= 0:
+                break
+        return batch
+
+
+def size_of(chunk: OutputChunk) -> int:
+    """About what it takes in memory."""
+    size = CHUNK_BYTES + len(chunk.text) + len(chunk.token_ids) + len(chunk.prompt_ids)
+    size += len(chunk.embedding) + sum(map(_size_of_score, chunk.logprobs))
+    if chunk.prompt is not None:
+        size += len(chunk.prompt.text) + sum(map(_size_of_score, chunk.prompt.tokens))
+    return size
+
+
+def _size_of_score(token: TokenLogprob | PromptToken) -> int:
+    return SCORE_BYTES + ALTERNATIVE_BYTES * len(token.top)
+
+
+def coalesce(queue: deque[Sized]) -> int:
+    """Merges the last chunks of one child, and returns the bytes that this saves.
+
+    PERF: only chunks of about the same size are merged, so each byte is copied O(log n) times and
+    the queue stays short; and none becomes larger than a batch, which is written in one turn.
+    """
+    saved = 0
+    while len(queue) > 1:
+        size, chunk = queue[-2]
+        last_size, last = queue[-1]
+        if size > 2 * last_size or size + last_size > BATCH_BYTES:
+            break
+        queue.pop()
+        queue[-1] = Sized(size + last_size - CHUNK_BYTES, merge([chunk, last]))
+        saved += CHUNK_BYTES
+    return saved
+
+
+def merge(chunks: list[OutputChunk]) -> OutputChunk:
+    """Consecutive chunks of one child as one."""
+    if len(chunks) == 1:
+        return chunks[0]
+    return msgspec.structs.replace(
+        chunks[-1],
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=b"".join(chunk.token_ids for chunk in chunks),
+        prompt_ids=chunks[0].prompt_ids,
+        logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs),
+        prompt=join_parts([chunk.prompt for chunk in chunks if chunk.prompt is not None]),
+    )

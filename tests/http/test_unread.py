@@ -1,0 +1,131 @@
+"""Clients that do not read their answers: what waits for them is bounded, then they are left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from aserve.http import delivery, websocket
+from aserve.http.openai import respond
+from aserve.http.openai.responses import handlers
+from aserve.messages import OutputChunk
+from aserve.outlet import Outlet
+from tests.http.echo_engine import EchoEngine
+from tests.http.unread_client import UnreadClient
+
+TEXT = "abcdefghijklmnopqrstuvwxyz0123456789" * 6
+LARGE = {"prompt": TEXT, "logprobs": 20, "max_tokens": 240, "n": 96}
+STREAM = LARGE | {"stream": True}
+CREATE = {
+    "type": "response.create",
+    "input": TEXT,
+    "top_logprobs": 20,
+    "include": ["message.output_text.logprobs"],
+}
+BOUND = 1 << 17
+NEVER_S = 3600.0
+SOON_S = 0.2
+
+
+@dataclass
+class Watch:
+    """What was seen of all outlets and connections."""
+
+    most_unread: int = 0
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    seen = Watch()
+    put, closer = Outlet.put, delivery.closer_of
+
+    def counted(outlet: Outlet, chunk: OutputChunk) -> None:
+        put(outlet, chunk)
+        seen.most_unread = max(seen.most_unread, outlet.unread_bytes)
+
+    def noticed(request: web.Request) -> Callable[[], None]:
+        close = closer(request)
+
+        def close_and_tell() -> None:
+            close()
+            seen.closed.set()
+
+        return close_and_tell
+
+    monkeypatch.setattr(Outlet, "put", counted)
+    for module in (delivery, respond, handlers, websocket):
+        monkeypatch.setattr(module, "closer_of", noticed)
+    return seen
+
+
+async def left_alone(echo: EchoEngine, watch: Watch) -> None:
+    """Until the connection is closed and the engine is idle again; each request ended once."""
+    async with asyncio.timeout(20):
+        await watch.closed.wait()
+    await echo.until(lambda: not echo.scheduler.live)
+    await echo.until(lambda: echo.detokenizer.num_requests == 0)
+    assert echo.gateway.num_open == 0
+    cancelled = [cancel.request_id for cancel in echo.scheduler.cancels]
+    assert len(set(cancelled)) == len(cancelled)
+
+
+@pytest.mark.parametrize("limits", [(BOUND, NEVER_S), (1 << 40, SOON_S)], ids=["bytes", "deadline"])
+async def test_a_stream_that_nobody_reads_is_ended(limits: tuple[int, float], watch: Watch) -> None:
+    max_unread_bytes, write_timeout = limits
+    async with (
+        EchoEngine(max_unread_bytes=max_unread_bytes, write_timeout=write_timeout) as echo,
+        UnreadClient(echo.url) as client,
+    ):
+        await client.post("/v1/completions", STREAM)
+        await left_alone(echo, watch)
+        assert b"[DONE]" not in await client.read_all()
+        if max_unread_bytes == BOUND:
+            assert watch.most_unread <= BOUND
+            assert len(echo.scheduler.cancels) == 1
+
+
+@pytest.mark.parametrize("limits", [(BOUND, NEVER_S), (1 << 40, SOON_S)], ids=["bytes", "deadline"])
+async def test_a_websocket_that_nobody_reads_is_ended(
+    limits: tuple[int, float], watch: Watch
+) -> None:
+    max_unread_bytes, write_timeout = limits
+    async with (
+        EchoEngine(max_unread_bytes=max_unread_bytes, write_timeout=write_timeout) as echo,
+        UnreadClient(echo.url) as client,
+    ):
+        await client.open_websocket("/v1/responses")
+        for stream in range(24):
+            await client.send_event(CREATE | {"stream_id": str(stream)})
+        await left_alone(echo, watch)
+        await client.read_all()
+        if max_unread_bytes == BOUND:
+            assert watch.most_unread <= BOUND
+
+
+async def test_a_whole_answer_that_nobody_reads_is_cut_off(watch: Watch) -> None:
+    async with EchoEngine(write_timeout=SOON_S) as echo, aiohttp.ClientSession(echo.url) as session:
+        async with session.post("/v1/completions", json=LARGE) as answer:
+            size = len(await answer.read())
+        async with UnreadClient(echo.url) as client:
+            await client.post("/v1/completions", LARGE)
+            await left_alone(echo, watch)
+            assert len(await client.read_all()) < size
+
+
+async def test_one_that_reads_slowly_gets_all_of_it() -> None:
+    async with EchoEngine(write_timeout=5) as echo, aiohttp.ClientSession(echo.url) as session:
+        body = STREAM | {"n": 20, "seed": 1}
+        async with session.post("/v1/completions", json=body, read_bufsize=1024) as answer:
+            slowly = b""
+            while data := await answer.content.read(1 << 16):
+                slowly += data
+                await asyncio.sleep(0)
+        assert slowly.endswith(b"data: [DONE]\n\n")
+        assert slowly.count(b'"finish_reason":"') == 20
+        assert echo.scheduler.cancels == []
