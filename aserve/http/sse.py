@@ -6,8 +6,7 @@ write waits until the client has read enough of those before it, and no longer t
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from itertools import chain
+from collections.abc import Awaitable, Callable, Iterable
 
 from aiohttp import web
 
@@ -42,34 +41,29 @@ class SseWriter:
         self._request[STARTED] = StartedAnswer(self.response, fail or self.fail)
 
     async def send(self, payloads: Iterable[bytes]) -> None:
-        await self._write(map(frame, payloads))
+        await self.write(map(frame, payloads))
 
-    async def send_named(self, events: Iterable[tuple[str, Iterable[bytes]]]) -> None:
-        """Events that say what they are, with the pieces of their data; a stream of them ends with
-        `end`.
-        """
-        await self._write(chain.from_iterable(named_frame(*event) for event in events))
+    async def write(self, pieces: Iterable[bytes]) -> None:
+        """The pieces of whole events, however long."""
+        for number, block in enumerate(blocks_of(pieces), start=1):
+            await self._within(self.response.write(block))
+            if number % BLOCKS_PER_TURN == 0:
+                await next_turn()
 
     async def end(self) -> None:
         await self._within(self.response.write_eof())
 
     async def keep_alive(self) -> None:
         """For proxies that close what is silent; clients skip comments."""
-        await self._write((KEEP_ALIVE,))
+        await self.write((KEEP_ALIVE,))
 
     async def finish(self, payloads: Iterable[bytes] = ()) -> None:
-        await self._write((*map(frame, payloads), DONE))
+        await self.write((*map(frame, payloads), DONE))
         await self.end()
 
     async def fail(self, info: ErrorInfo) -> None:
         """The status line has gone out, so the error is an event."""
         await self.finish([error_body(info)])
-
-    async def _write(self, pieces: Iterable[bytes]) -> None:
-        for number, block in enumerate(blocks_of(pieces), start=1):
-            await self._within(self.response.write(block))
-            if number % BLOCKS_PER_TURN == 0:
-                await next_turn()
 
     async def _within(self, writing: Awaitable[None]) -> None:
         await within(writing, self._request, timeout_s=self._timeout_s)
@@ -77,9 +71,3 @@ class SseWriter:
 
 def frame(payload: bytes) -> bytes:
     return b"data: %b\n\n" % payload
-
-
-def named_frame(name: str, pieces: Iterable[bytes]) -> Iterator[bytes]:
-    yield b"event: %b\ndata: " % name.encode()
-    yield from pieces
-    yield b"\n\n"

@@ -92,8 +92,9 @@ GUARDS = (
     *("aserve/http/openai/limits.py", "aserve/actors/admission.py"),
     *(f"aserve/http/{name}.py" for name in ("connection", "hosts", "json_bounds")),
     *(f"aserve/http/{name}.py" for name in ("decompress", "descriptors", "intake")),
-    "aserve/http/masked_frames.py",
-    *("aserve/http/openai/answer_size.py", "aserve/text/plain_content.py"),
+    *("aserve/http/masked_frames.py", "aserve/text/plain_content.py"),
+    *(f"aserve/http/openai/{name}.py" for name in ("answer_size", "checks")),
+    "aserve/actors/text_slices.py",
     *("aserve/unread.py", "aserve/http/delivery.py"),
 )
 # What only a server of several clients needs: who they are, and how they share the engine. The

@@ -13,8 +13,9 @@ from typing import TypeVar
 
 import msgspec
 
-from aserve.errors import InvalidRequest, NotFound
+from aserve.errors import InvalidRequest
 from aserve.http.openai.answer_size import NO_MODEL, AnswerLimits, check_answer_size
+from aserve.http.openai.checks import check_model
 from aserve.http.openai.grammars import grammar_of
 from aserve.http.openai.limits import MAX_SEQUENCES, check_length, check_limits, stops_of
 from aserve.http.openai.schema import GenerationBody, StreamOptions
@@ -96,15 +97,6 @@ def check_body(body: GenerationBody, origin: Origin) -> None:
             "The 'stream_options' parameter is only allowed when 'stream' is enabled.",
             param="stream_options",
             code="invalid_value",
-        )
-
-
-def check_model(name: str, served: tuple[str, ...]) -> None:
-    if name not in served:
-        raise NotFound(
-            f"The model `{name[:200]}` does not exist; this server has {', '.join(served)}.",
-            param="model",
-            code="model_not_found",
         )
 
 

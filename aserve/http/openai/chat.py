@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from aserve.errors import InvalidRequest
 from aserve.http.long_json import JsonEach, JsonList, pieces_of
 from aserve.http.openai.answers import (
     LogprobEntry,
@@ -20,6 +19,7 @@ from aserve.http.openai.answers import (
     logprob_entries,
 )
 from aserve.http.openai.call import Call, Origin, build_call, check_body, sampling_of
+from aserve.http.openai.checks import num_logprobs
 from aserve.http.openai.conversation import chat_prompt
 from aserve.http.openai.gathered import ChatChoice
 from aserve.http.openai.prompt_scores import check_prompt_logprobs
@@ -41,18 +41,6 @@ def chat_call(body: ChatBody, origin: Origin) -> Call:
     )
     sampling = msgspec.structs.replace(sampling, prompt_logprobs=body.prompt_logprobs)
     return build_call(body, origin, prompts=[prompt], sampling=sampling, id_prefix="chatcmpl-")
-
-
-def num_logprobs(body: ChatBody) -> int | None:
-    if body.logprobs:
-        return body.top_logprobs or 0
-    if body.top_logprobs:
-        raise InvalidRequest(
-            "Invalid 'top_logprobs': it needs 'logprobs' to be true.",
-            param="top_logprobs",
-            code="invalid_value",
-        )
-    return None
 
 
 class ChatLogprobs(msgspec.Struct):

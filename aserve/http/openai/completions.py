@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from aserve.errors import InvalidRequest
 from aserve.http.long_json import JsonEach, JsonList, pieces_of
 from aserve.http.openai.answers import UsageBody, ids_of, is_visible
 from aserve.http.openai.call import Call, Origin, build_call, check_body, sampling_of
+from aserve.http.openai.checks import check_best_of, check_suffix
 from aserve.http.openai.completion_logprobs import LogprobLists, Logprobs, shown_scores
 from aserve.http.openai.gathered import ScoredChoice
 from aserve.http.openai.limits import MAX_LOGPROBS, Range, check_within
@@ -27,8 +27,8 @@ DEFAULT_MAX_TOKENS = 16
 
 def completion_call(body: CompletionBody, origin: Origin) -> Call:
     check_body(body, origin)
-    _check_suffix(body)
-    _check_best_of(body)
+    check_suffix(body)
+    check_best_of(body)
     check_prompt_logprobs(body)
     with_special = body.add_special_tokens is not False
     prompts = prompts_of(body.prompt, param="prompt", with_special=with_special)
@@ -48,34 +48,6 @@ def completion_call(body: CompletionBody, origin: Origin) -> Call:
     return build_call(
         body, origin, prompts=prompts, sampling=sampling, id_prefix="cmpl-", best_of=body.best_of
     )
-
-
-def _check_suffix(body: CompletionBody) -> None:
-    if body.suffix:
-        raise InvalidRequest(
-            "Unsupported value for 'suffix': this server supports no suffix, since the model does "
-            "not fill in the middle.",
-            param="suffix",
-            code="unsupported_value",
-        )
-
-
-def _check_best_of(body: CompletionBody) -> None:
-    n = body.n or 1
-    best_of = n if body.best_of is None else body.best_of
-    if best_of < n:
-        raise InvalidRequest(
-            f"Invalid 'best_of': it is {best_of}, less than n, {n}.",
-            param="best_of",
-            code="integer_below_min_value",
-        )
-    if best_of > n and body.stream:
-        raise InvalidRequest(
-            f"Invalid 'best_of': the best {n} of {best_of} are known only when all have ended, "
-            "so they cannot be streamed.",
-            param="best_of",
-            code="invalid_value",
-        )
 
 
 class CompletionChoice(msgspec.Struct):

@@ -16,7 +16,8 @@ from aserve.errors import ErrorInfo, InvalidRequest
 from aserve.http.delivery import send_json
 from aserve.http.errors import RequestFailed
 from aserve.http.long_json import JsonEach, pieces_of
-from aserve.http.openai.call import Origin, check_model
+from aserve.http.openai.call import Origin
+from aserve.http.openai.checks import check_model
 from aserve.http.openai.limits import MAX_SEQUENCES, check_kept, check_length, check_range
 from aserve.http.openai.prompts import prompts_of
 from aserve.http.openai.schema import EmbeddingBody

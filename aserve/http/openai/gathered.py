@@ -7,13 +7,28 @@ parts and takes a fraction of the records' memory.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
+from aserve.http.errors import RequestFailed
 from aserve.http.long_json import JsonList
-from aserve.http.openai.answers import GathererT, ids_of, logprob_entries
+from aserve.http.openai.answers import Dialect, GathererT, Tally, ids_of, logprob_entries
 from aserve.http.openai.call import Call
 from aserve.http.openai.completion_logprobs import LogprobLists, shown_scores
 from aserve.http.openai.prompt_scores import prompt_scores
 from aserve.messages import FinishReason, OutputChunk, SamplingParams
+from aserve.outlet import Outlet
+
+
+async def whole_answer(outlet: Outlet, dialect: Dialect[GathererT]) -> Iterator[bytes]:
+    """The pieces of the answer; its long parts are encoded as they come."""
+    tally = Tally()
+    choices = [dialect.gather() for _ in range(dialect.call.num_sequences)]
+    async for chunk in outlet:
+        if chunk.error is not None:
+            raise RequestFailed(chunk.error)
+        tally.add(chunk)
+        choices[dialect.call.index_of(chunk)].add(chunk)
+    return dialect.whole(best_choices(choices, dialect.call), tally.total())
 
 
 class Gathered:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from aserve.http.openai.call import check_model
+from aserve.http.openai.checks import check_model
 from aserve.http.state import HttpContext
 
 

@@ -5,14 +5,14 @@ Must not know what the JSON looks like (a Dialect does) or how requests were che
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from aiohttp import web
 
 from aserve.http.delivery import closer_of, send_json
 from aserve.http.errors import RequestFailed
 from aserve.http.openai.answers import Dialect, GathererT, Tally
-from aserve.http.openai.gathered import best_choices
+from aserve.http.openai.gathered import whole_answer
 from aserve.http.sse import SseWriter
 from aserve.http.state import HttpContext
 from aserve.messages import OutputChunk
@@ -32,22 +32,10 @@ async def respond(
             outlet.bound_unread(closer_of(request))
             writer = SseWriter(request, timeout_s=context.options.write_timeout)
             return await _stream(writer, outlet, dialect, idle_s=context.keep_alive_s)
-        pieces = await _whole(outlet, dialect)
+        pieces = await whole_answer(outlet, dialect)
         return await send_json(request, pieces, timeout_s=context.options.write_timeout)
     finally:
         outlet.cancel()
-
-
-async def _whole(outlet: Outlet, dialect: Dialect[GathererT]) -> Iterator[bytes]:
-    """The pieces of the answer; its long parts are encoded as they come."""
-    tally = Tally()
-    choices = [dialect.gather() for _ in range(dialect.call.num_sequences)]
-    async for chunk in outlet:
-        if chunk.error is not None:
-            raise RequestFailed(chunk.error)
-        tally.add(chunk)
-        choices[dialect.call.index_of(chunk)].add(chunk)
-    return dialect.whole(best_choices(choices, dialect.call), tally.total())
 
 
 async def _stream(

@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 
 from aserve.errors import InvalidRequest
-from aserve.http.openai.call import check_model
+from aserve.http.openai.checks import check_model
 from aserve.http.openai.conversation import chat_prompt
 from aserve.http.openai.limits import check_length
 from aserve.http.openai.schema import DetokenizeBody, TokenizeBody

@@ -5,7 +5,8 @@ Must not know the engine, nor how events come about: it parses, asks `Responses`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Literal
 
 import msgspec
@@ -100,7 +101,14 @@ async def _stream(
 
 
 async def _send(writer: SseWriter, events: list[Event]) -> None:
-    await writer.send_named((event.type, pieces_of(event)) for event in events)
+    await writer.write(chain.from_iterable(map(frame_of, events)))
+
+
+def frame_of(event: Event) -> Iterator[bytes]:
+    """An event that says its type."""
+    yield b"event: %b\ndata: " % event.type.encode()
+    yield from pieces_of(event)
+    yield b"\n\n"
 
 
 def page_of(messages: Sequence[Message], query: PageQuery) -> ItemList:

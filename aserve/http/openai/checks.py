@@ -1,0 +1,58 @@
+"""Checks of single fields that refuse and do nothing else.
+
+Must not know what the fields do.
+"""
+
+from __future__ import annotations
+
+from aserve.errors import InvalidRequest, NotFound
+from aserve.http.openai.schema import ChatBody, CompletionBody
+
+
+def check_model(name: str, served: tuple[str, ...]) -> None:
+    if name not in served:
+        raise NotFound(
+            f"The model `{name[:200]}` does not exist; this server has {', '.join(served)}.",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def check_suffix(body: CompletionBody) -> None:
+    if body.suffix:
+        raise InvalidRequest(
+            "Unsupported value for 'suffix': this server supports no suffix, since the model does "
+            "not fill in the middle.",
+            param="suffix",
+            code="unsupported_value",
+        )
+
+
+def check_best_of(body: CompletionBody) -> None:
+    n = body.n or 1
+    best_of = n if body.best_of is None else body.best_of
+    if best_of < n:
+        raise InvalidRequest(
+            f"Invalid 'best_of': it is {best_of}, less than n, {n}.",
+            param="best_of",
+            code="integer_below_min_value",
+        )
+    if best_of > n and body.stream:
+        raise InvalidRequest(
+            f"Invalid 'best_of': the best {n} of {best_of} are known only when all have ended, "
+            "so they cannot be streamed.",
+            param="best_of",
+            code="invalid_value",
+        )
+
+
+def num_logprobs(body: ChatBody) -> int | None:
+    if body.logprobs:
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        raise InvalidRequest(
+            "Invalid 'top_logprobs': it needs 'logprobs' to be true.",
+            param="top_logprobs",
+            code="invalid_value",
+        )
+    return None
