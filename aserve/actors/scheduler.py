@@ -183,7 +183,7 @@ class SchedulerActor(Actor[SchedulerEvent]):
             effects=effects,
             seats=tuple(seats),
             num_running=len(board.running),
-            num_waiting=len(board.waiting),
+            num_waiting=board.num_waiting,
             used_pages=board.cache.num_used(0),
         )
 

@@ -6,7 +6,9 @@ equal KV. Knows nothing of pages or of the tree; keeps no state.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
+from typing import overload
 
 import numpy as np
 
@@ -44,3 +46,50 @@ def prompt_keys(prompt_ids: bytes, *, page_size: int, namespace: str) -> bytes:
     keys: list[bytes] = []
     extend_keys(keys, array_i32(prompt_ids), page_size=page_size, root=root_key(namespace))
     return b"".join(keys)
+
+
+class PageKeys(Sequence[bytes]):
+    """The keys of a sequence's whole pages. Those of the prompt are shared by all children of a
+    request and stay in the bytes in which they came.
+    """
+
+    __slots__ = ("_num_prompt", "_own", "_prompt", "_root")
+
+    def __init__(self, prompt: bytes, *, root: bytes) -> None:
+        self._prompt = prompt
+        self._num_prompt = len(prompt) // KEY_BYTES
+        self._own: list[bytes] = []
+        self._root = root
+
+    def __len__(self) -> int:
+        return self._num_prompt + len(self._own)
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        """One key, or those of a range of pages."""
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        if index >= self._num_prompt:
+            return self._own[index - self._num_prompt]
+        return self._prompt[index * KEY_BYTES : (index + 1) * KEY_BYTES]
+
+    def append(self, page_tokens: ArrayI32) -> None:
+        """The key of the next page, from its tokens."""
+        parent = self[len(self) - 1] if len(self) else self._root
+        self._own.append(blake2b(page_tokens.tobytes(), digest_size=KEY_BYTES, key=parent).digest())
+
+    def num_alike(self, other: PageKeys, *, start: int, stop: int) -> int:
+        """How many of the first `stop` keys are those of `other`; the first `start` are."""
+        low, high = start, min(stop, len(self), len(other))
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self[middle - 1] == other[middle - 1]:
+                low = middle
+            else:
+                high = middle - 1
+        return low

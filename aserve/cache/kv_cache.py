@@ -39,11 +39,11 @@ class KvCache:
 
     # -------------------------------------------------------- a sequence's way through the cache
 
-    def match(self, keys: Sequence[bytes]) -> Prefix:
+    def match(self, keys: Sequence[bytes], *, most: int | None = None) -> Prefix:
         """The longest prefix from which a sequence can go on: all its pages in the groups without a
         window, and in the others those that its next position sees. Locks and touches nothing.
         """
-        prefix = self._tree.find(keys)
+        prefix = self._tree.find(keys, stop=most)
         if not self._windowed or not prefix.num_pages:
             return prefix
         nodes = np.asarray(self._tree.nodes(prefix))

@@ -10,10 +10,13 @@ from aserve.errors import ErrorInfo, NeverFits, QueueFull
 from aserve.messages import AdmitRequest, Refused
 from aserve.scheduling.board import Board
 from aserve.scheduling.budget import add_pages, fits_alone, has_room, most_pages, prefill_need
+from aserve.scheduling.followers import follow, lead
 from aserve.scheduling.held import ask_mask, has_slow_room
 from aserve.scheduling.leave import leave
 from aserve.scheduling.phases import Phase
 from aserve.scheduling.request import Sequence
+
+MAX_LOOKS = 32  # waiting sequences that one launch looks at, about 50 us each with long prefixes
 
 
 def receive(board: Board, request: AdmitRequest) -> None:
@@ -36,38 +39,53 @@ def receive(board: Board, request: AdmitRequest) -> None:
         _end_or_ask(board, sequence)
 
 
-def admit(board: Board) -> list[Sequence]:
-    """Gives rows and cached prefixes to waiting sequences, in their order, while there is room; who
+def admit(board: Board, prefills: list[Sequence], *, num_tokens: int) -> list[Sequence]:
+    """Gives rows and cached prefixes to waiting sequences, in their order, while there is room and
+    `num_tokens` of the step can feed them after the prefills of the same or better priority; who
     was let in.
 
-    A sequence that runs alone always has room: that was tested when it came.
+    A sequence that runs alone always has room: that was tested when it came. The work of a call is
+    bounded, because every sequence that is looked at is admitted or waits outside the queue
+    afterwards, but for the one that has no room and those with slow masks.
     """
     admitted: list[Sequence] = []
     if not board.waiting or not board.rows.num_free:
         return admitted
     reserved = (0,) * len(board.spec.groups)
-    passed_over: list[Sequence] = []
-    coming: set[bytes] = set()  # keys of pages that running rows have not committed yet
     for row in board.running.values():
         reserved = add_pages(reserved, prefill_need(board, row))
-        coming.update(_uncommitted_keys(board, row))
-    while board.rows.num_free and (sequence := board.waiting.pop()) is not None:
-        if not has_slow_room(board, sequence) or _shares_page(board, sequence, coming):
+    passed_over: list[Sequence] = []
+    num_looks = 0
+    while board.rows.num_free and num_looks < MAX_LOOKS:
+        sequence = board.waiting.pop()
+        if sequence is None:
+            break
+        if not has_slow_room(board, sequence):
             passed_over.append(sequence)
             continue
-        need = _open(board, sequence)
-        total = add_pages(reserved, need)
+        num_looks += 1
+        if not _can_feed(sequence, [*prefills, *admitted], num_tokens=num_tokens):
+            passed_over.append(sequence)
+            break
+        if not _open(board, sequence):
+            continue
+        total = add_pages(reserved, prefill_need(board, sequence))
         if board.running and not has_room(board, total):
             _undo_open(board, sequence)
             passed_over.append(sequence)
             break
         reserved = total
         _take_row(board, sequence)
-        coming.update(_uncommitted_keys(board, sequence))
         admitted.append(sequence)
     for waits in passed_over:
         board.waiting.add(waits)
     return admitted
+
+
+def _can_feed(sequence: Sequence, prefills: list[Sequence], *, num_tokens: int) -> bool:
+    """Whether prefills that go before this sequence leave tokens of the step to it."""
+    before = [row.remaining for row in prefills if row.priority <= sequence.priority]
+    return sum(before) < num_tokens
 
 
 def _refusal(board: Board, children: list[Sequence]) -> ErrorInfo | None:
@@ -80,9 +98,16 @@ def _refusal(board: Board, children: list[Sequence]) -> ErrorInfo | None:
             f"(prompt {first.prompt_len} + max_tokens {first.max_tokens}), but the engine has "
             f"{usable}. Ask for fewer tokens, or start the server with more --num-pages."
         ).info()
-    if len(board.waiting) + len(children) > board.spec.max_waiting + board.rows.num_free:
+    most = board.spec.max_waiting + board.spec.max_rows
+    if len(children) > most:
+        return NeverFits(
+            f"This request asks for n = {len(children)} sequences, but the engine holds at most "
+            f"{most}: {board.spec.max_rows} that run and {board.spec.max_waiting} that wait. Ask "
+            f"for fewer, or start the server with a larger --max-queue."
+        ).info()
+    if board.num_waiting + len(children) > board.spec.max_waiting + board.rows.num_free:
         return QueueFull(
-            f"The queue holds {len(board.waiting)} of at most {board.spec.max_waiting} waiting "
+            f"The queue holds {board.num_waiting} of at most {board.spec.max_waiting} waiting "
             f"sequences, and this request adds {len(children)}. Try again later.",
             retry_after_s=1.0,
         ).info()
@@ -101,36 +126,17 @@ def _end_or_ask(board: Board, sequence: Sequence) -> None:
         ask_mask(board, sequence)
 
 
-def _shares_page(board: Board, sequence: Sequence, coming: set[bytes]) -> bool:
-    """Whether its next page after the cached prefix is one that a running row is about to commit.
-
-    Such a sequence is passed over, so that siblings and equal prompts compute a shared page once.
-    """
-    if not coming:
-        return False
-    usable = _usable_keys(board, sequence)
-    index = board.cache.match(usable).num_pages
-    return index < len(usable) and usable[index] in coming
-
-
-def _uncommitted_keys(board: Board, sequence: Sequence) -> list[bytes]:
-    """A key stands for its page's whole prefix: equal keys are equal pages."""
-    if not board.spec.prefix_cache:
-        return []
-    return sequence.keys[sequence.committed_len // board.spec.page_size :]
-
-
-def _usable_keys(board: Board, sequence: Sequence) -> list[bytes]:
+def _open(board: Board, sequence: Sequence) -> bool:
+    """Locks the cached prefix, unless a running row is about to commit the page behind it."""
     page_size = board.spec.page_size
-    return sequence.page_keys(page_size)[: sequence.max_cached_len // page_size]
-
-
-def _open(board: Board, sequence: Sequence) -> tuple[int, ...]:
-    """Locks the cached prefix and says what its whole prefill and one more token still take."""
-    prefix = board.cache.match(_usable_keys(board, sequence))
+    keys = sequence.page_keys(page_size) if board.spec.prefix_cache else sequence.keys
+    most = min(sequence.max_cached_len // page_size, len(keys))
+    prefix = board.cache.match(keys, most=most)
+    if follow(board, sequence, num_cached=prefix.num_pages, most=most):
+        return False
     sequence.holding = board.cache.open(prefix)
-    sequence.committed_len = prefix.num_pages * board.spec.page_size
-    return prefill_need(board, sequence)
+    sequence.committed_len = prefix.num_pages * page_size
+    return True
 
 
 def _undo_open(board: Board, sequence: Sequence) -> None:
@@ -149,5 +155,6 @@ def _take_row(board: Board, sequence: Sequence) -> None:
         sequence.unpaid = sequence.tokens.num - sequence.committed_len
     sequence.client.take_row(sequence.unpaid)
     board.running[sequence.row] = sequence
+    lead(board, sequence)
     if sequence.mask is not None:
         board.masked[sequence.row] = sequence

@@ -34,8 +34,10 @@ class Board:
         "clients",
         "effects",
         "groups",
+        "leaders",
         "masked",
         "next_iteration",
+        "num_followers",
         "num_retracted",
         "resync_at",
         "retries",
@@ -55,6 +57,10 @@ class Board:
         self.effects: list[SchedulerEffect] = []  # of the current call of SchedulerState.step
         self.waiting = WaitingQueue()  # admit, leave
         self.clients = Clients()  # admit, commit, leave
+        # by the key of the page that a running row commits next; followers of such rows wait
+        # outside the queue: followers
+        self.leaders: dict[bytes, Sequence] = {}
+        self.num_followers = 0
         self.running: dict[int, Sequence] = {}  # by row, in order of admission: admit, leave
         self.masked: dict[int, Sequence] = {}  # those of `running` with a host-side sampler
         # living children by request id: admit, leave
@@ -78,6 +84,10 @@ class Board:
     def is_device_idle(self) -> bool:
         """Nothing outstanding at all: no step, no sample."""
         return not self.steps and not self.samples
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + self.num_followers
 
     def living(self) -> Iterator[Sequence]:
         for children in self.groups.values():

@@ -15,6 +15,7 @@ from aserve.messages import (
 )
 from aserve.scheduling.board import Board
 from aserve.scheduling.flights import Flight
+from aserve.scheduling.followers import lead, wake
 from aserve.scheduling.held import ask_mask
 from aserve.scheduling.leave import leave, settle
 from aserve.scheduling.phases import Phase
@@ -140,6 +141,9 @@ def _land(board: Board, sequence: Sequence, flight: Flight, *, advance: int) -> 
     num_pages = min(sequence.committed_len, sequence.tokens.num) // page_size
     if num_pages > num_before:
         board.cache.commit(sequence.holding, sequence.page_keys(page_size), num_pages=num_pages)
+        lead(board, sequence)
+        if sequence.followers:
+            wake(board, sequence)
     board.cache.release_behind(sequence.holding, sequence.committed_len)
 
 

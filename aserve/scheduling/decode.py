@@ -41,7 +41,9 @@ class Chosen(msgspec.Struct, frozen=True, gc=False):
 
 
 def choose(board: Board) -> tuple[list[Chosen], list[Sequence]]:
-    """The next step's rows, decodes first, and who was newly admitted for it."""
+    """The next step's rows, decodes first, and who was newly admitted for it. Prefills come in the
+    order of priority, then arrival.
+    """
     _retract_for_room(board)
     if board.is_recovering:
         chosen = _choose_retry(board)
@@ -52,15 +54,16 @@ def choose(board: Board) -> tuple[list[Chosen], list[Sequence]]:
     budget = board.spec.max_batched_tokens
     chosen = _fill(board, decodes, budget) if board.spec.decode.mixes_prefill else []
     left = budget - sum(choice.span for choice in chosen)
-    admitted = admit(board) if left else []
+    admitted = admit(board, prefills, num_tokens=left) if left else []
     prefills += admitted
+    prefills.sort(key=attrgetter("priority", "arrival"))
     most = _most_beside(board, len(chosen), len(prefills)) if chosen else left
     chosen += _fill(board, prefills, min(left, most))
     return chosen or _fill(board, decodes, budget), admitted
 
 
 def _ready_rows(board: Board, rows: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-    """Decodes, who waited longest first; then prefills in order of admission."""
+    """Decodes, who waited longest first; then prefills, which the caller sorts."""
     decodes: list[Sequence] = []
     prefills: list[Sequence] = []
     for row in rows:

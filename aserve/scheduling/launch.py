@@ -147,7 +147,7 @@ def _stats(board: Board, chosen: list[Chosen], admitted: list[Sequence]) -> Step
         num_prefill_tokens=sum(choice.span for choice in prefills),
         num_decode_rows=len(chosen) - len(prefills),
         num_running=len(board.running),
-        num_waiting=len(board.waiting),
+        num_waiting=board.num_waiting,
         num_retracted=board.num_retracted,
         num_cached_tokens=sum(sequence.committed_len for sequence in admitted),
         used_pages=board.cache.num_used(0),

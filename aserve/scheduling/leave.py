@@ -10,6 +10,7 @@ from __future__ import annotations
 from aserve.errors import ErrorInfo
 from aserve.messages import Cancel, FailRequest, FinishReason, Retired
 from aserve.scheduling.board import Board
+from aserve.scheduling.followers import abandon, unfollow
 from aserve.scheduling.phases import Phase
 from aserve.scheduling.request import Sequence
 
@@ -28,6 +29,8 @@ def leave(
     """
     if sequence.phase is Phase.RUNNING:
         _give_back(board, sequence)
+    elif sequence.leader is not None:
+        unfollow(board, sequence)
     elif sequence.phase is Phase.WAITING:
         board.waiting.remove(sequence)
     board.clients.leave(sequence.client)
@@ -97,6 +100,7 @@ def _give_back(board: Board, sequence: Sequence) -> None:
     board.masked.pop(sequence.row, None)
     sequence.client.give_back_row(sequence.unpaid)
     board.waiting.reorder(sequence.client)
+    abandon(board, sequence)
     sequence.row = 0
     sequence.holding = None
     sequence.committed_len = 0

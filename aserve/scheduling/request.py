@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from aserve.cache.holding import Holding
-from aserve.cache.keys import extend_keys, root_key
+from aserve.cache.keys import PageKeys, root_key
 from aserve.messages import AdmitRequest, ArrayI32, RowInit, SamplingParams, array_i32
 from aserve.scheduling.clients import Client
 from aserve.scheduling.flights import Flights
@@ -30,28 +30,39 @@ def child_seed(seed: int, child: int) -> int:
 
 
 class TokenLog:
-    """Prompt and committed outputs of a sequence, int32, growing at the end; `num` tokens."""
+    """Prompt and committed outputs of a sequence, int32; `num` tokens. All children of a request
+    share the prompt.
+    """
 
-    __slots__ = ("_buffer", "num")
+    __slots__ = ("_outputs", "_prompt", "num")
 
     def __init__(self, prompt_ids: ArrayI32, outputs: ArrayI32) -> None:
         self.num = len(prompt_ids) + len(outputs)
-        self._buffer = np.empty(self.num + 64, np.int32)
-        self._buffer[: len(prompt_ids)] = prompt_ids
-        self._buffer[len(prompt_ids) : self.num] = outputs
+        self._prompt = prompt_ids
+        self._outputs = np.empty(len(outputs) + 64, np.int32)
+        self._outputs[: len(outputs)] = outputs
 
     def append(self, token_id: int) -> None:
-        if self.num == len(self._buffer):
-            self._buffer = np.concatenate([self._buffer, np.empty_like(self._buffer)])
-        self._buffer[self.num] = token_id
+        place = self.num - len(self._prompt)
+        if place == len(self._outputs):
+            self._outputs = np.concatenate([self._outputs, np.empty_like(self._outputs)])
+        self._outputs[place] = token_id
         self.num += 1
 
     def span(self, start: int, stop: int) -> ArrayI32:
-        """A view of tokens[start:stop], cut at what is known."""
-        return self._buffer[start : min(stop, self.num)]
+        """tokens[start:stop], cut at what is known."""
+        num_prompt, stop = len(self._prompt), min(stop, self.num)
+        if stop <= num_prompt:
+            return self._prompt[start:stop]
+        if start >= num_prompt:
+            return self._outputs[start - num_prompt : stop - num_prompt]
+        return np.concatenate([self._prompt[start:], self._outputs[: stop - num_prompt]])
 
     def at(self, position: int) -> int:
-        return int(self._buffer[position])
+        num_prompt = len(self._prompt)
+        if position < num_prompt:
+            return int(self._prompt[position])
+        return int(self._outputs[position - num_prompt])
 
 
 class MaskState(msgspec.Struct, gc=False):
@@ -75,19 +86,21 @@ class Sequence:
         "end_ids",
         "failures",
         "flights",
+        "followers",
         "holding",
         "keys",
         "last_iteration",
+        "leader",
         "mask",
         "max_kv_len",
         "max_tokens",
+        "next_key",
         "num_scored",
         "phase",
         "priority",
         "prompt_len",
         "relay_iteration",
         "request_id",
-        "root",
         "row",
         "sampling",
         "seed",
@@ -116,8 +129,12 @@ class Sequence:
         # KV positions that it can ever need: the last token is sampled, but never computed
         self.max_kv_len = self.prompt_len + max(self.max_tokens - 1, 0)
         self.tokens = TokenLog(prompt_ids, outputs)
-        self.root = root_key(request.namespace)
-        self.keys: list[bytes] = []
+        self.keys = PageKeys(request.page_keys, root=root_key(request.namespace))
+        # Waiting sequences that need pages which this one is about to commit, each with their
+        # number, and whom this one waits for: followers.py
+        self.followers: dict[Sequence, int] = {}
+        self.leader: Sequence | None = None
+        self.next_key: bytes | None = None
         self.phase = Phase.WAITING
         self.row = 0
         self.holding: Holding | None = None
@@ -207,10 +224,10 @@ class Sequence:
         check_move(self.phase, phase)
         self.phase = phase
 
-    def page_keys(self, page_size: int) -> list[bytes]:
+    def page_keys(self, page_size: int) -> PageKeys:
         """Chain keys of every whole page of known tokens."""
-        known = self.tokens.span(0, self.tokens.num)
-        extend_keys(self.keys, known, page_size=page_size, root=self.root)
+        for page in range(len(self.keys), self.tokens.num // page_size):
+            self.keys.append(self.tokens.span(page * page_size, (page + 1) * page_size))
         return self.keys
 
     def row_init(self) -> RowInit:
