@@ -38,6 +38,7 @@ from aserve.messages import (
 from aserve.observability.recording import Recorder
 from aserve.observability.trace import Trace
 from aserve.observability.turn import SchedulerObserver, SchedulerTurn, Seat
+from aserve.scheduling.intake import Intake
 from aserve.scheduling.state import SchedulerState
 
 
@@ -71,12 +72,17 @@ class SchedulerActor(Actor[SchedulerEvent]):
     ) -> None:
         super().__init__("scheduler", inbox=inbox, story=watch.trace.story)
         self._state = state
+        self._intake = Intake()
+        self._goes_on = False  # a turn for held requests is due
         self._ports = ports
         self._watch = watch
         self._deadlines: dict[str, asyncio.TimerHandle] = {}  # of requests that have not ended
 
+    def backlog(self) -> int:
+        return super().backlog() + len(self._intake)
+
     def handle(self, events: list[SchedulerEvent]) -> None:
-        events = self._checked(events)
+        events = self._checked(self._intake.next_turn(events))
         effects = self._decide(events)
         for effect in effects:
             self._perform(effect)
@@ -84,6 +90,9 @@ class SchedulerActor(Actor[SchedulerEvent]):
         self._watch.trace.turned(turn)
         for observer in self._watch.observers:
             observer.turned(turn)
+        if self._intake and not self._goes_on:
+            self._goes_on = True
+            self.spawn(self._go_on())
 
     def end_request(self, request_id: str, error: ErrorInfo) -> None:
         """The request failed its check: the state machine does not know it."""
@@ -98,6 +107,12 @@ class SchedulerActor(Actor[SchedulerEvent]):
             timer.cancel()
         self._deadlines.clear()
         await super().stop()
+
+    async def _go_on(self) -> None:
+        """The next turn, after the loop has served others."""
+        self._goes_on = False
+        self.beat()
+        self.handle(self.inbox.take())
 
     def _checked(self, events: list[SchedulerEvent]) -> list[SchedulerEvent]:
         """Without the requests that failed their check, each of which has its final message."""

@@ -1,7 +1,8 @@
 """How long one turn of the scheduler takes under the heaviest valid loads, in thread CPU time.
 
-Each load arrives at once. One turn is one call of `SchedulerState.step`: the requests or the oldest
-StepResult in, all effects out. The device takes no time, so every turn has something to do.
+Each load arrives at once. One turn is one call of `SchedulerState.step` with what the intake lets
+through: new requests and the oldest StepResult in, all effects out. The device takes no time, so
+every turn has something to do.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from aserve.messages import (
     ScheduleBatch,
     SchedulerEvent,
 )
+from aserve.scheduling.intake import Intake
 from aserve.scheduling.state import SchedulerState
 
 TITLE = "scheduler, CPU time per turn"
@@ -92,10 +94,11 @@ def _serve(state: SchedulerState, requests: Sequence[AdmitRequest]) -> list[floa
     times_ms: list[float] = []
     in_flight: deque[ScheduleBatch] = deque()
     events: list[SchedulerEvent] = list(requests)
+    intake = Intake()
     num_idle = 0
-    while events or in_flight or not state.is_idle:
+    while events or in_flight or intake or not state.is_idle:
         start_ns = time.thread_time_ns()
-        effects = state.step(events)
+        effects = state.step(intake.next_turn(events))
         times_ms.append((time.thread_time_ns() - start_ns) / 1e6)
         for effect in effects:
             match effect:

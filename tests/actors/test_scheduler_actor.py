@@ -281,3 +281,15 @@ async def test_a_replay_that_decides_otherwise_is_found(tmp_path: Path) -> None:
     (tmp_path / "r").write_bytes(changed)
     with pytest.raises(ReplayDiffers, match="turn 1"):
         list(replay(tmp_path / "r"))
+
+
+async def test_many_requests_at_once_are_received_over_several_turns() -> None:
+    async with Rig() as rig:
+        for number in range(200):
+            rig.events.send(admit(f"r{number}", max_tokens=1))
+        rig.events.send(Cancel("r199", None, 0, "cancelled"))
+        await rig.until_ended(200)
+    arrived = [sum(isinstance(e, AdmitRequest) for e in turn.events) for turn in rig.turns.seen]
+    assert sum(arrived) == 200
+    assert max(arrived) == 64
+    assert sorted(end.request_id for end in rig.ends) == sorted(f"r{n}" for n in range(200))

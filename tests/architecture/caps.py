@@ -99,7 +99,9 @@ GUARDS = (
 )
 # What only a server of several clients needs: who they are, and how they share the engine. The
 # queue is here, because a list in order of arrival would do for one client.
+# So are the files by which many requests that come at once share turns and prompts.
 SHARING = (
+    *("aserve/scheduling/followers.py", "aserve/scheduling/intake.py"),
     *("aserve/http/auth.py", "aserve/scheduling/clients.py", "aserve/scheduling/queue.py"),
     "aserve/scheduling/shares.py",
 )

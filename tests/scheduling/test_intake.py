@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from aserve.messages import SchedulerEvent
+from aserve.scheduling.intake import MAX_NEW_SEQUENCES, Intake
+from tests.scheduling.stage import cancel, request, result
+
+
+def test_new_requests_are_split_over_turns_and_results_are_not_held() -> None:
+    intake = Intake()
+    events: list[SchedulerEvent] = [request(f"r{number}", [1]) for number in range(150)]
+    back = [result(number, {}) for number in range(3)]
+    turns = [intake.next_turn([*events, *back])]
+    while intake:
+        turns.append(intake.next_turn([]))
+    assert turns[0] == [*back, *events[:MAX_NEW_SEQUENCES]]
+    assert [event for turn in turns for event in turn if event not in back] == events
+    assert max(len(turn) for turn in turns) == MAX_NEW_SEQUENCES + len(back)
+
+
+def test_children_count_and_a_large_group_comes_alone() -> None:
+    intake = Intake()
+    events: list[SchedulerEvent] = [request("a", [1], n=128), request("b", [1], n=60)]
+    events += [request("c", [1], n=5), request("d", [1])]
+    assert [intake.next_turn(events), intake.next_turn([]), intake.next_turn([])] == [
+        events[:1],
+        events[1:2],
+        events[2:],
+    ]
+    assert not intake
+
+
+def test_a_cancel_comes_at_once_unless_its_request_is_held() -> None:
+    intake = Intake()
+    big, small = request("big", [1], n=64), request("small", [1])
+    assert intake.next_turn([big, small, cancel("small"), cancel("big"), cancel("x")]) == [
+        cancel("x"),
+        big,
+    ]
+    assert intake.next_turn([]) == [small, cancel("small"), cancel("big")]
+    assert intake.next_turn([cancel("small")]) == [cancel("small")]
