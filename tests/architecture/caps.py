@@ -105,7 +105,9 @@ SHARING = (
     *("aserve/http/auth.py", "aserve/scheduling/clients.py", "aserve/scheduling/queue.py"),
     "aserve/scheduling/shares.py",
 )
-BESIDE_THE_CORE = (*STARTS, *LOOKS_ON, *ALTERNATIVES, *ASKED_FOR, *GUARDS, *SHARING)
+# What only the prefix cache needs: without it the page pools alone would do.
+PREFIX_CACHE = ("aserve/cache/eviction.py", "aserve/cache/keys.py")
+BESIDE_THE_CORE = (*PREFIX_CACHE, *STARTS, *LOOKS_ON, *ALTERNATIVES, *ASKED_FOR, *GUARDS, *SHARING)
 
 BLOCKS = (
     *(ast.If, ast.For, ast.AsyncFor, ast.While, ast.With),
