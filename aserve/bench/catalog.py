@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from aserve.bench.options import (
     AdmissionOptions,
     GpuCheckOptions,
+    HostileOptions,
     HostStepOptions,
     KernelsOptions,
     OfflineOptions,
@@ -53,6 +54,11 @@ BENCHES: Mapping[str, Bench] = {
         "The scheduler's own time per step, with a device that takes none.",
         HostStepOptions,
         "aserve.bench.host_step",
+    ),
+    "hostile": Bench(
+        "Delay of the event loop, /health and memory, while hostile bodies are sent.",
+        HostileOptions,
+        "aserve.bench.hostile",
     ),
     "kernels": Bench(
         "How near each Triton kernel comes to the bandwidth of the device's memory.",

@@ -178,6 +178,14 @@ class OverlapSimOptions:
     repeats: int = option(1, "repeats; medians and spread are shown", Limits(low=1))
 
 
+@dataclass(frozen=True, slots=True)
+class HostileOptions:
+    size: int = option(8_000_000, "bytes of a body, before compression", Limits(low=1 << 20))
+    copies: int = option(4, "copies of a body that are sent at once", Limits(low=1))
+    settle: float = option(30.0, "seconds until memory is compared", Limits(low=0))
+    processes: str = option("1,2", "processes of the server: 1, 2 or 1,2", LIST)
+
+
 def integers(text: str, *, flag: str) -> tuple[int, ...]:
     """The numbers of a list such as `1,8,32`."""
     try:

@@ -40,7 +40,7 @@ class RunningServer:
 
 async def start_server(*options: str) -> ServerStart:
     async with serving(*options) as server:
-        return ServerStart(server.ready_s, sum(map(_resident_bytes, living(server.pid))))
+        return ServerStart(server.ready_s, sum(map(resident_bytes, living(server.pid))))
 
 
 @contextlib.asynccontextmanager
@@ -70,7 +70,7 @@ async def _ready(process: Process) -> str:
     raise ConfigError(f"the server did not start: {' '.join(lines)[-500:]}")
 
 
-def _resident_bytes(process: Path) -> int:
+def resident_bytes(process: Path) -> int:
     status = (process / "status").read_text()
     found = re.search(r"^VmRSS:\s+(\d+) kB$", status, re.MULTILINE)
     if found is None:
