@@ -38,7 +38,14 @@ if os.environ.get("ASERVE_TEST_PROFILE") == "large":
 SEED = os.environ.get("ASERVE_TEST_SEED")
 
 hypothesis.settings.register_profile("default", derandomize=SEED is None, deadline=None)
-hypothesis.settings.register_profile("mutants", derandomize=True, deadline=None, database=None)
+# A mutant need only be found: the smallest input that shows it is worth no time.
+hypothesis.settings.register_profile(
+    "mutants",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
+)
 hypothesis.settings.register_profile(
     "large", max_examples=2000, deadline=None, print_blob=True, suppress_health_check=[]
 )

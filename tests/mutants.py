@@ -1,146 +1,66 @@
-"""The oracle sees errors: breaks one line at a time; every break must turn the random traces red.
+"""The oracle sees errors: breaks one line at a time; every break must turn its test red.
 
-    make mutants        or: python -m tests.mutants [NAME]
+    make mutants        or: python -m tests.mutants [NAME ...]
 
-Works on a copy of the tree in a temporary folder. Exit code 1 if a mutant survives or its line is
-gone.
+Works on copies of the tree in a temporary folder, one for each of its processes. Exit code 1 if a
+mutant survives or its line is gone.
 """
 
 from __future__ import annotations
 
 import os
+import queue
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import NamedTuple
 
-import msgspec
 from rich.console import Console
 from rich.progress import track
+from rich.table import Table
+
+from tests.mutant_table import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parent.parent
+NUM_PROCESSES = 2
 GREEN, RED = 0, 1
-TRACES = "tests/properties/test_scheduler_traces.py"
+PYTEST = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider")
+TIMEOUT_S = 120  # for each test: a break may stop everything, which nothing else notices
 
 
-class Mutant(msgspec.Struct, frozen=True):
-    name: str
-    file: str
-    line: str
-    broken: str
+class Verdict(NamedTuple):
+    """`killed_by` is the first test that turned red; cpu_s what the run took on all its threads."""
 
-
-MUTANTS = (
-    Mutant(
-        "a page one short",
-        "aserve/scheduling/decode.py",
-        "board.num_pages(start + span))",
-        "board.num_pages(start + span - 1))",
-    ),
-    Mutant(
-        "a middle chunk that samples",
-        "aserve/scheduling/decode.py",
-        "samples = is_whole and not ends",
-        "samples = not ends",
-    ),
-    Mutant(
-        "the last chunk's sample not counted in lead",
-        "aserve/scheduling/caps.py",
-        "return sequence.flights.num_sampling < lead",
-        "return sum(f.samples and f.span == 1 for f in sequence.flights) < lead",
-    ),
-    Mutant(
-        "a relay read that expects the iteration before",
-        "aserve/scheduling/launch.py",
-        "return sequence.relay_iteration if reads_relay else 0",
-        "return sequence.relay_iteration - 1 if reads_relay else 0",
-    ),
-    Mutant(
-        "a bound not corrected at commit",
-        "aserve/scheduling/commit.py",
-        "advance=flight.span - flight.num_drafts + count - 1)",
-        "advance=flight.span)",
-    ),
-    Mutant(
-        "drafts trusted after a resync",
-        "aserve/scheduling/recover.py",
-        "sequence.relay_iteration = 0",
-        "sequence.relay_iteration *= 1",
-    ),
-    Mutant(
-        "only the failed step's rows initialised again",
-        "aserve/scheduling/recover.py",
-        "sequence.written_pages = 0",
-        "sequence.written_pages *= sequence.row not in next(iter(board.steps.values())).riders",
-    ),
-    Mutant(
-        "a Launch that names a held row",
-        "aserve/scheduling/caps.py",
-        "not sequence.is_at_end and not sequence.is_held",
-        "not sequence.is_at_end",
-    ),
-    Mutant(
-        "uncommitted pages entering the tree",
-        "aserve/scheduling/commit.py",
-        "num_pages = min(sequence.committed_len, sequence.tokens.num) // page_size",
-        "num_pages = sequence.tokens.num // page_size",
-    ),
-    Mutant(
-        "a row's parameters not sent again on re-admission",
-        "aserve/scheduling/launch.py",
-        "return tuple(sequence.row_init() for sequence in sequences if not sequence.written_pages)",
-        "return tuple(s.row_init() for s in sequences if not s.written_pages | s.num_outputs)",
-    ),
-    Mutant(
-        "a page freed twice",
-        "aserve/cache/kv_cache.py",
-        "                pages[index] = 0\n",
-        "                pages[index] *= 1\n",
-    ),
-    Mutant(
-        "a late result of a finished request counted for the row's new tenant",
-        "aserve/scheduling/commit.py",
-        "sequence, flight = riders.get(row, (None, None))",
-        "sequence = board.running.get(row)\n"
-        "        flight = next(iter(sequence.flights), None) if sequence else None",
-    ),
-    Mutant(
-        "a prefix hit that skips positions whose scores are wanted",
-        "aserve/scheduling/request.py",
-        "            return self.num_scored - 1\n",
-        "            pass\n",
-    ),
-    Mutant(
-        "a score given twice after a retraction",
-        "aserve/scheduling/prompts.py",
-        "_behind(scores, num_seen, of=num_tokens)",
-        "_behind(scores, 0, of=num_tokens)",
-    ),
-    Mutant(
-        "an embedding of a sequence that has left",
-        "aserve/scheduling/prompts.py",
-        "        if flight in sequence.flights:\n            outputs.append(",
-        "        if True:\n            outputs.append(",
-    ),
-)
+    problem: str | None
+    killed_by: str
+    cpu_s: float
 
 
 def main(names: list[str]) -> int:
     console = Console()
     chosen = [mutant for mutant in MUTANTS if not names or mutant.name in names]
-    survivors = []
     with tempfile.TemporaryDirectory() as folder:
-        tree = _copy_tree(Path(folder))
-        if _run_traces(tree) != GREEN:
-            console.print("the traces are red without any mutant")
+        trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        for number in range(NUM_PROCESSES):
+            trees.put(_copy_tree(Path(folder) / str(number)))
+        tests = sorted({mutant.test for mutant in chosen})
+        green = _run(Path(folder) / "0", tests, timeout_s=10 * TIMEOUT_S)
+        if green.problem != "SURVIVED":
+            console.print(f"red without any mutant: {green.killed_by or green.problem}")
             return 1
-        for mutant in track(chosen, "mutants", console=console):
-            problem = _try(tree, mutant)
-            console.print(f"{'KILLED  ' if problem is None else problem}  {mutant.name}")
-            if problem is not None:
-                survivors.append(mutant)
+        with ThreadPoolExecutor(NUM_PROCESSES) as pool:
+            runs = {pool.submit(_try_in, trees, mutant): mutant for mutant in chosen}
+            done = track(as_completed(runs), "mutants", total=len(runs), console=console)
+            verdicts = {runs[run]: run.result() for run in done}
+    console.print(_table({mutant: verdicts[mutant] for mutant in chosen}))
+    survivors = [verdict for verdict in verdicts.values() if verdict.problem is not None]
+    total_s = sum(verdict.cpu_s for verdict in (green, *verdicts.values()))
     console.print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutants killed")
+    console.print(f"{total_s:.0f} s of CPU, {green.cpu_s:.0f} s of it without any mutant")
     return 1 if survivors else 0
 
 
@@ -152,27 +72,49 @@ def _copy_tree(folder: Path) -> Path:
     return folder
 
 
-def _try(tree: Path, mutant: Mutant) -> str | None:
-    """None if the mutant was killed, else what is wrong."""
+def _try_in(trees: queue.SimpleQueue[Path], mutant: Mutant) -> Verdict:
+    tree = trees.get()
+    try:
+        return _try(tree, mutant)
+    finally:
+        trees.put(tree)
+
+
+def _try(tree: Path, mutant: Mutant) -> Verdict:
     path = tree / mutant.file
     source = path.read_text()
     if source.count(mutant.line) != 1:
-        return "NO LINE "
+        return Verdict("NO LINE", "", 0.0)
     path.write_text(source.replace(mutant.line, mutant.broken))
     try:
-        code = _run_traces(tree)
-        return None if code == RED else "SURVIVED" if code == GREEN else "NO TEST "
+        return _run(tree, [mutant.test])
     finally:
         path.write_text(source)
 
 
-def _run_traces(tree: Path) -> int:
-    """pytest's exit code: a mutant that cannot even be imported is not one that was noticed."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", TRACES]
+def _run(tree: Path, tests: list[str], *, timeout_s: int = TIMEOUT_S) -> Verdict:
+    """A mutant that cannot even be imported is not one that was noticed."""
     environment = {**os.environ, "ASERVE_TEST_PROFILE": "mutants"}
-    environment["PYTHONPATH"] = f"{tree}:{tree / 'kernels'}"
-    finished = subprocess.run(command, cwd=tree, env=environment, capture_output=True, check=False)
-    return finished.returncode
+    environment |= {"PYTHONPATH": f"{tree}:{tree / 'kernels'}", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment.pop("ASERVE_TEST_SEED", None)
+    with tempfile.TemporaryFile("w+") as said:
+        command = [sys.executable, *PYTEST, f"--timeout={timeout_s}", *tests]
+        process = subprocess.Popen(command, cwd=tree, env=environment, stdout=said, stderr=said)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        said.seek(0)
+        failed = re.search(r"^(?:FAILED|ERROR) \S*?([^/\s]+)(?: |$)", said.read(), re.MULTILINE)
+    problem = {GREEN: "SURVIVED", RED: None}.get(process.returncode, "NO TEST")
+    return Verdict(problem, failed[1] if failed else "", usage.ru_utime + usage.ru_stime)
+
+
+def _table(verdicts: dict[Mutant, Verdict]) -> Table:
+    table = Table("", "mutant", "file", "killed by", "CPU s", box=None)
+    for mutant, verdict in verdicts.items():
+        file, test = mutant.file.removeprefix("aserve/"), verdict.killed_by
+        problem = verdict.problem or "killed"
+        table.add_row(problem, mutant.name, file, test, f"{verdict.cpu_s:.1f}")
+    return table
 
 
 if __name__ == "__main__":

@@ -1,0 +1,526 @@
+"""The breaks of `make mutants`: a line of the product, what it becomes, and the tests that must see
+it. The random traces see most of what the scheduler may do wrong; a test is named where it is the
+narrowest one that sees the break.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+TRACES = (
+    "tests/properties/test_scheduler_traces.py::test_any_trace_gives_the_tokens_of_the_plain_engine"
+)
+ROOM = "tests/scheduling/test_room.py"
+EXECUTOR = "tests/gpu/test_executor.py"
+RELAY = "tests/gpu/test_future_map.py"
+RESOLVE = "tests/gpu/test_resolve.py"
+DETOKENIZER = "tests/actors/test_detokenizer.py"
+
+
+class Mutant(msgspec.Struct, frozen=True):
+    name: str
+    file: str
+    line: str  # stands once in the file
+    broken: str
+    test: str = TRACES  # a file or a test of it, as pytest takes it
+
+
+MUTANTS = (
+    Mutant(
+        "a page one short",
+        "aserve/scheduling/decode.py",
+        "board.num_pages(start + span))",
+        "board.num_pages(start + span - 1))",
+    ),
+    Mutant(
+        "a middle chunk that samples",
+        "aserve/scheduling/decode.py",
+        "samples = is_whole and not ends",
+        "samples = not ends",
+    ),
+    Mutant(
+        "the last chunk's sample not counted in lead",
+        "aserve/scheduling/caps.py",
+        "return sequence.flights.num_sampling < lead",
+        "return sum(f.samples and f.span == 1 for f in sequence.flights) < lead",
+    ),
+    Mutant(
+        "a relay read that expects the iteration before",
+        "aserve/scheduling/launch.py",
+        "return sequence.relay_iteration if reads_relay else 0",
+        "return sequence.relay_iteration - 1 if reads_relay else 0",
+    ),
+    Mutant(
+        "a bound not corrected at commit",
+        "aserve/scheduling/commit.py",
+        "advance=flight.span - flight.num_drafts + count - 1)",
+        "advance=flight.span)",
+    ),
+    Mutant(
+        "drafts trusted after a resync",
+        "aserve/scheduling/recover.py",
+        "sequence.relay_iteration = 0",
+        "sequence.relay_iteration *= 1",
+    ),
+    Mutant(
+        "only the failed step's rows initialised again",
+        "aserve/scheduling/recover.py",
+        "sequence.written_pages = 0",
+        "sequence.written_pages *= sequence.row not in next(iter(board.steps.values())).riders",
+    ),
+    Mutant(
+        "a Launch that names a held row",
+        "aserve/scheduling/caps.py",
+        "not sequence.is_at_end and not sequence.is_held",
+        "not sequence.is_at_end",
+    ),
+    Mutant(
+        "uncommitted pages entering the tree",
+        "aserve/scheduling/commit.py",
+        "num_pages = min(sequence.committed_len, sequence.tokens.num) // page_size",
+        "num_pages = sequence.tokens.num // page_size",
+    ),
+    Mutant(
+        "a row's parameters not sent again on re-admission",
+        "aserve/scheduling/launch.py",
+        "return tuple(sequence.row_init() for sequence in sequences if not sequence.written_pages)",
+        "return tuple(s.row_init() for s in sequences if not s.written_pages | s.num_outputs)",
+    ),
+    Mutant(
+        "a page freed twice",
+        "aserve/cache/kv_cache.py",
+        "                pages[index] = 0\n",
+        "                pages[index] *= 1\n",
+    ),
+    Mutant(
+        "a late result of a finished request counted for the row's new tenant",
+        "aserve/scheduling/commit.py",
+        "sequence, flight = riders.get(row, (None, None))",
+        "sequence = board.running.get(row)\n"
+        "        flight = next(iter(sequence.flights), None) if sequence else None",
+    ),
+    Mutant(
+        "a prefix hit that skips positions whose scores are wanted",
+        "aserve/scheduling/request.py",
+        "            return self.num_scored - 1\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "a score given twice after a retraction",
+        "aserve/scheduling/prompts.py",
+        "_behind(scores, num_seen, of=num_tokens)",
+        "_behind(scores, 0, of=num_tokens)",
+    ),
+    Mutant(
+        "an embedding of a sequence that has left",
+        "aserve/scheduling/prompts.py",
+        "        if flight in sequence.flights:\n            outputs.append(",
+        "        if True:\n            outputs.append(",
+    ),
+    Mutant(
+        "decodes in order of admission, not of who waited longest",
+        "aserve/scheduling/decode.py",
+        '    decodes.sort(key=attrgetter("last_iteration"))\n',
+        "",
+        f"{ROOM}::test_the_row_that_waited_longest_decodes_first_so_that_none_starves",
+    ),
+    Mutant(
+        "a prefill that leaves the other rows no page",
+        "aserve/scheduling/budget.py",
+        "board.cache.available(group) - max(0, total - mine)",
+        "board.cache.available(group)",
+        f"{ROOM}::test_a_prefill_leaves_the_other_rows_the_pages_of_their_next_step",
+    ),
+    Mutant(
+        "an admission that counts the prompt without its first token",
+        "aserve/scheduling/budget.py",
+        "sequence.remaining + board.spec.decode.max_tokens_per_step",
+        "sequence.remaining",
+        f"{ROOM}::test_a_prompt_waits_until_its_first_token_fits_too",
+    ),
+    Mutant(
+        "only one group of suspects looked at",
+        "aserve/scheduling/decode.py",
+        "    while board.retries and",
+        "    if board.retries and",
+        f"{ROOM}::test_a_half_whose_rows_have_all_left_is_passed_over_at_once",
+    ),
+    Mutant(
+        "the latest row retracted, whatever its priority and outputs",
+        "aserve/scheduling/leave.py",
+        "(sequence.priority, -sequence.num_outputs, sequence.arrival)",
+        "(sequence.arrival, 0, 0)",
+    ),
+    Mutant(
+        "a cancel that loses the count that the client kept",
+        "aserve/scheduling/leave.py",
+        'kept = event.kept if event.reason == "stop" else None',
+        "kept = None",
+    ),
+    Mutant(
+        "the token inside a span given as the one after it",
+        "aserve/scheduling/launch.py",
+        "sequence.tokens.at(sequence.scheduled_len + choice.span)",
+        "sequence.tokens.at(sequence.scheduled_len + choice.span - 1)",
+    ),
+    Mutant(
+        "statistics that count cached tokens of running rows again",
+        "aserve/scheduling/launch.py",
+        "num_cached_tokens=sum(sequence.committed_len for sequence in admitted)",
+        "num_cached_tokens=sum(choice.sequence.committed_len for choice in chosen)",
+    ),
+    Mutant(
+        "statistics that take a newcomer's last token for a decode",
+        "aserve/scheduling/launch.py",
+        "choice.is_prefill or choice.sequence.row in new_rows",
+        "choice.is_prefill",
+    ),
+    Mutant(
+        "logprobs that go on behind the end of their tokens",
+        "aserve/scheduling/commit.py",
+        "_cut(logprobs[row], num_kept, of=count)",
+        "logprobs[row]",
+    ),
+    Mutant(
+        "logprobs of held rows lost",
+        "aserve/scheduling/commit.py",
+        "logprobs = {record.row: record for record in result.logprobs}",
+        "records = result.logprobs if isinstance(result, StepResult) else ()\n"
+        "    logprobs = {record.row: record for record in records}",
+    ),
+    Mutant(
+        "a mask that failed waited for on and on",
+        "aserve/scheduling/held.py",
+        '        leave(board, sequence, "error", error=ready.error)\n',
+        "",
+    ),
+    Mutant(
+        "a failed step's successors awaited, though they were dropped",
+        "aserve/scheduling/recover.py",
+        "    board.steps.clear()\n",
+        "    board.steps.pop(min(board.steps, default=0), None)\n",
+    ),
+    Mutant(
+        "a late failure acted on after the resync",
+        "aserve/scheduling/recover.py",
+        "failed.iteration < board.resync_at",
+        "failed.iteration < 0",
+    ),
+    Mutant(
+        "a window that forgets its oldest position",
+        "aserve/cache/windows.py",
+        "kv_len - window + 1",
+        "kv_len - window + 2",
+        "tests/cache/test_windows.py",
+    ),
+    Mutant(
+        "a row that goes on inserting behind a duplicate",
+        "aserve/cache/kv_cache.py",
+        "holding.is_inserting = False",
+        "holding.is_inserting = True",
+        "tests/cache/test_kv_cache.py",
+    ),
+    Mutant(
+        "a prefix hit that sees a tombstone",
+        "aserve/cache/kv_cache.py",
+        "            usable = gap\n",
+        "            usable -= gap < 0\n            break\n",
+        "tests/cache/test_kv_cache.py",
+    ),
+    Mutant(
+        "evictable pages that nobody may have",
+        "aserve/cache/kv_cache.py",
+        "self._pools[group].num_free + self._tree.num_unlocked(group)",
+        "self._pools[group].num_free",
+        "tests/cache/test_kv_cache.py",
+    ),
+    Mutant(
+        "the page used last evicted first",
+        "aserve/cache/radix.py",
+        "popitem(last=False)",
+        "popitem(last=True)",
+        "tests/cache/test_kv_cache.py",
+    ),
+    Mutant(
+        "children that are not counted",
+        "aserve/cache/radix.py",
+        "parent.num_children += 1",
+        "parent.num_children += 0",
+        "tests/cache/test_kv_cache.py",
+    ),
+    Mutant(
+        "the padding page given out",
+        "aserve/cache/pages.py",
+        "list(range(num_pages - 1, 0, -1))",
+        "list(range(num_pages - 1, -1, -1))",
+        "tests/cache/test_pages.py",
+    ),
+    Mutant(
+        "a page that may come back twice",
+        "aserve/cache/pages.py",
+        "            self._is_free[page] = 1\n",
+        "            self._is_free[page] = 0\n",
+        "tests/cache/test_pages.py",
+    ),
+    Mutant(
+        "a namespace that is not part of the key",
+        "aserve/cache/keys.py",
+        "blake2b(namespace.encode(), digest_size=KEY_BYTES)",
+        "blake2b(b'', digest_size=KEY_BYTES)",
+        "tests/cache/test_keys.py",
+    ),
+    Mutant(
+        "a page's key that does not name the pages before it",
+        "aserve/cache/keys.py",
+        "digest_size=KEY_BYTES, key=parent)",
+        "digest_size=KEY_BYTES, key=root)",
+        "tests/cache/test_keys.py",
+    ),
+    Mutant(
+        "a row that comes back free and taken",
+        "aserve/cache/rows.py",
+        "        self._is_free[row] = 0\n",
+        "        self._is_free[row] = 1\n",
+        "tests/cache/test_rows.py",
+    ),
+    Mutant(
+        "one page too many called shared",
+        "aserve/cache/shared_pages.py",
+        "    num_shared = len(first)\n",
+        "    num_shared = len(first) + 1\n",
+        "tests/cache/test_shared_pages.py",
+    ),
+    Mutant(
+        "a result read from a slot that was given back",
+        "aserve/gpu/executor.py",
+        "slot.words[:num_words].copy()",
+        "slot.words[:num_words]",
+        f"{EXECUTOR}::test_steps_complete_in_launch_order_with_the_plain_engines_tokens",
+    ),
+    Mutant(
+        "a staging buffer reused before its event",
+        "aserve/gpu/executor.py",
+        "        self._staged.append(slot)\n",
+        "        self._staging._free.put(slot)\n",
+        f"{EXECUTOR}::test_buffers_are_reused_only_after_their_steps_event",
+    ),
+    Mutant(
+        "held rows that outlive a resync",
+        "aserve/gpu/executor.py",
+        "        self._held_lens.clear()\n",
+        "",
+        f"{EXECUTOR}::test_a_row_that_was_held_before_a_failure_cannot_be_sampled_after_the_resync",
+    ),
+    Mutant(
+        "a held row that may be sampled twice",
+        "aserve/gpu/executor.py",
+        "            del self._held_lens[int(row)]\n",
+        "            pass\n",
+        f"{EXECUTOR}::test_a_held_row_cannot_be_sampled_twice",
+    ),
+    Mutant(
+        "a step that runs after one that failed",
+        "aserve/gpu/executor.py",
+        "        self._has_failed = True\n",
+        "        self._has_failed = False\n",
+        f"{EXECUTOR}::test_a_failed_step_fails_all_up_to_the_resync_and_the_next_is_good",
+    ),
+    Mutant(
+        "a step that runs after an unsound one",
+        "aserve/gpu/executor.py",
+        "self._has_failed or self._unsound_at >= self._good_from",
+        "self._has_failed",
+        f"{EXECUTOR}::test_nan_logits_fail_their_step_and_name_the_row",
+    ),
+    Mutant(
+        "a resync after which the unsound step still counts",
+        "aserve/gpu/executor.py",
+        "        self._good_from = iteration\n",
+        "",
+        f"{EXECUTOR}::test_nan_logits_fail_their_step_and_name_the_row",
+    ),
+    Mutant(
+        "logits that nobody looks at",
+        "aserve/gpu/results.py",
+        "    if not is_sound.all():\n",
+        "    if False:\n",
+        f"{EXECUTOR}::test_nan_logits_fail_their_step_and_name_the_row",
+    ),
+    Mutant(
+        "a rejected draft emitted",
+        "aserve/gpu/results.py",
+        "np.arange(layout.width) < counts[:, None]",
+        "np.arange(layout.width) <= counts[:, None]",
+        "tests/gpu/test_two_tokens.py::test_some_drafts_are_accepted_and_some_are_not",
+    ),
+    Mutant(
+        "logprobs that begin where the row before ended its tokens, not its window",
+        "aserve/gpu/results.py",
+        "start += int(logits.windows[place])",
+        "start += int(counts[place])",
+        "tests/gpu/test_logprobs.py::"
+        "test_an_accepted_draft_has_logprobs_and_a_rejected_one_has_none",
+    ),
+    Mutant(
+        "a stale relay read that passes the checks",
+        "aserve/gpu/results.py",
+        "(plan.expects != 0) & (stamps != plan.expects)",
+        "(plan.expects != 0) & (stamps == 0)",
+        f"{RELAY}::test_a_stale_relay_read_fails_its_step",
+    ),
+    Mutant(
+        "the former tenant's relay kept",
+        "aserve/gpu/future_map.py",
+        "        self.written_iter.index_fill_(0, rows, NEVER)\n",
+        "        pass\n",
+        f"{RELAY}::test_a_relay_read_of_the_rows_former_tenant_fails_its_step",
+    ),
+    Mutant(
+        "id 0 taken for a placeholder",
+        "aserve/gpu/future_map.py",
+        "torch.where(ids < 0, tokens, ids)",
+        "torch.where(ids <= 0, tokens, ids)",
+        f"{RELAY}::TestRelay",
+    ),
+    Mutant(
+        "a relay that is read in place",
+        "aserve/gpu/future_map.py",
+        "    return table.index_select(0, rows)\n",
+        "    return table[int(rows[0]) : int(rows[0]) + 1] if len(rows) == 1 else table[rows]\n",
+        f"{RELAY}::test_what_was_read_does_not_change_with_the_next_stash",
+    ),
+    Mutant(
+        "a stash without its stamp",
+        "aserve/gpu/future_map.py",
+        "    stamps.index_copy_(0, rows, iteration.expand(len(rows)))\n",
+        "",
+        f"{RELAY}::test_the_right_relay_read_is_no_failure",
+    ),
+    Mutant(
+        "a bound taken for a length",
+        "aserve/gpu/resolve.py",
+        'torch.where(sections.ints("is_bound") > 0, published, kv_lens)',
+        'torch.where(sections.ints("is_bound") > 1, published, kv_lens)',
+        f"{RESOLVE}::test_each_kind_of_step_resolves_to_known_ids_at_their_positions",
+    ),
+    Mutant(
+        "drafts one place too early",
+        "aserve/gpu/resolve.py",
+        "torch.where(numbers >= 0,",
+        "torch.where(numbers >= -1,",
+        f"{RESOLVE}::test_each_kind_of_step_resolves_to_known_ids_at_their_positions",
+    ),
+    Mutant(
+        "a new tenant beside the former one's relay",
+        "aserve/gpu/resolve.py",
+        "        state.relay.forget(rows)\n",
+        "",
+        f"{RESOLVE}::test_a_new_tenant_finds_nothing_of_the_former_one",
+    ),
+    Mutant(
+        "new pages that are not emptied",
+        "aserve/gpu/resolve.py",
+        "columns * state.pools.page_size >= kv_lens[rows]",
+        "columns * state.pools.page_size > kv_lens[rows] + state.pools.page_size",
+        f"{RESOLVE}::test_new_pages_are_emptied_and_pages_with_a_prefix_are_not",
+    ),
+    Mutant(
+        "token ids that do not lie beside their KV",
+        "aserve/gpu/resolve.py",
+        "placed.slots[0], input_ids.to(torch.int32))",
+        "placed.slots[0], input_ids.to(torch.int32) * 0)",
+        f"{RESOLVE}::test_resolved_ids_lie_beside_the_kv_of_their_row_and_nowhere_else",
+    ),
+    Mutant(
+        "lengths that a late failure takes back",
+        "aserve/gpu/ticket.py",
+        "        if not self._lens.first.done():\n            self._lens.settle(lens)\n",
+        "        self._lens = _Shared(self._lens.first.get_loop())\n"
+        "        self._lens.settle(lens)\n",
+        "tests/gpu/test_ticket.py::test_lengths_that_were_published_survive_a_late_failure",
+    ),
+    Mutant(
+        "only the first who awaits a ticket woken",
+        "aserve/gpu/ticket.py",
+        "for future in (self.first, *self._others):",
+        "for future in (self.first, *self._others[:1]):",
+        "tests/gpu/test_ticket.py",
+    ),
+    Mutant(
+        "a stop string that counts tokens which the client does not get",
+        "aserve/actors/detokenizer.py",
+        "Cancel(request_id, index, child.text.num_kept, ",
+        "Cancel(request_id, index, child.text.num_tokens, ",
+        DETOKENIZER,
+    ),
+    Mutant(
+        "a sequence cancelled that has retired",
+        "aserve/actors/detokenizer.py",
+        "child.text.stop is not None and not child.is_retired",
+        "child.text.stop is not None",
+        f"{DETOKENIZER}::test_a_sequence_that_already_retired_is_not_cancelled_for_its_stop_string",
+    ),
+    Mutant(
+        "a request that ends with its first child",
+        "aserve/actors/detokenizer.py",
+        "all(each.is_answered for each in request.children)",
+        "any(each.is_answered for each in request.children)",
+        f"{DETOKENIZER}::test_only_the_last_child_to_end_ends_the_request",
+    ),
+    Mutant(
+        "an end in the middle of a character that loses it",
+        "aserve/actors/detokenizer.py",
+        "        child.text.finish()\n",
+        "",
+        DETOKENIZER,
+    ),
+    Mutant(
+        "a stop string lost behind a false start",
+        "aserve/text/stop.py",
+        "                matched = borders[matched - 1]\n",
+        "                matched = 0\n",
+        "tests/text/test_stop.py",
+    ),
+    Mutant(
+        "the shorter of two stops that end together",
+        "aserve/text/stop.py",
+        "hit = hit or StopHit(stop, self._num_seen - len(stop))",
+        "hit = StopHit(stop, self._num_seen - len(stop))",
+        "tests/text/test_stop.py",
+    ),
+    Mutant(
+        "a stop that counts before min_tokens",
+        "aserve/text/output.py",
+        "is_armed=self.num_tokens > self._min_tokens",
+        "is_armed=self.num_tokens >= self._min_tokens",
+        "tests/text/test_output.py::test_a_stop_counts_only_after_min_tokens",
+    ),
+    Mutant(
+        "a token kept whose text begins at the cut",
+        "aserve/text/output.py",
+        "self._tokens[-1].start >= end",
+        "self._tokens[-1].start > end",
+        "tests/text/test_output.py",
+    ),
+    Mutant(
+        "text given out that may become a stop",
+        "aserve/text/output.py",
+        "        return self.text_len - self._matcher.num_held\n",
+        "        return self.text_len\n",
+        "tests/text/test_output.py",
+    ),
+    Mutant(
+        "an unfinished character that vanishes",
+        "aserve/text/detokenize.py",
+        'self._decode(b"", True)',
+        'self._decode(b"", False)',
+        "tests/text/test_detokenize.py",
+    ),
+    Mutant(
+        "a character shown before its last token",
+        "aserve/text/detokenize.py",
+        "is_partial = not text or text.endswith(REPLACEMENT)",
+        "is_partial = not text",
+        "tests/text/test_detokenize.py",
+    ),
+)
