@@ -58,6 +58,7 @@ class Served:
 
     outputs: dict[Key, list[int]] = field(default_factory=dict)
     scores: dict[Key, list[PromptLogprobs]] = field(default_factory=dict)
+    logprobs: dict[Key, list[float]] = field(default_factory=dict)  # of outputs, one by one
     top_logprobs: dict[Key, bytes] = field(default_factory=dict)  # of outputs, one after the other
     embeddings: dict[Key, list[ArrayF32]] = field(default_factory=dict)
     reasons: dict[Key, list[str]] = field(default_factory=dict)
@@ -193,6 +194,7 @@ class _Drive:
         served, key = self.served, (output.request_id, output.child)
         served.outputs.setdefault(key, []).extend(array_i32(output.token_ids).tolist())
         for run in output.logprobs:
+            served.logprobs.setdefault(key, []).extend(array_f32(run.chosen).tolist())
             served.top_logprobs[key] = served.top_logprobs.get(key, b"") + run.top_logprobs
         if output.prompt_logprobs is not None:
             served.scores.setdefault(key, []).append(output.prompt_logprobs)

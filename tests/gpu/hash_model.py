@@ -25,12 +25,14 @@ VOCAB = 37
 
 
 class HashModel:
-    """`window` is that of layer 1; layer 0 sees everything."""
+    """Layer 0 sees everything, layer 1 has `window`; layer 2 is there if there is a
+    `second_window`, and has that."""
 
     def __init__(
         self,
         *,
         window: int | None = None,
+        second_window: int | None = None,
         vocab_size: int = VOCAB,
         max_model_len: int = 64,
         device: torch.device | None = None,
@@ -40,9 +42,10 @@ class HashModel:
         def weights(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
 
-        self.layers: tuple[LayerSpec, ...] = (_layer(0, None), _layer(1, window))
+        windows = (None, window) if second_window is None else (None, window, second_window)
+        self.layers: tuple[LayerSpec, ...] = tuple(map(_layer, range(len(windows)), windows))
         self.vocab_size = vocab_size
-        self.hidden_size = 2 * NUM_HEADS * HEAD_DIM
+        self.hidden_size = len(windows) * NUM_HEADS * HEAD_DIM
         self.max_model_len = max_model_len
         self.dtype = torch.float64
         self._phases = weights(vocab_size, HEAD_DIM) * 3
@@ -59,8 +62,10 @@ class HashModel:
         capture: HiddenCapture | None = None,
     ) -> Tensor:
         features = torch.sin(self._phases[input_ids] + positions[:, None] * self._rates)
-        read = self._read(attend, 0, features)
-        hidden = torch.cat((read, self._read(attend, 1, _hash(read, self._mix))), dim=1)
+        reads = [self._read(attend, 0, features)]
+        for layer in range(1, len(self.layers)):
+            reads.append(self._read(attend, layer, _hash(reads[-1], self._mix)))
+        hidden = torch.cat(reads, dim=1)
         if capture is not None:
             capture.before_norm = hidden
         return hidden
@@ -79,18 +84,22 @@ class HashModel:
 
 
 class FlakyModel(HashModel):
-    """Raises in the forwards of these numbers (from 1 on): after its KV was written, so that a
-    failed step leaves everything behind but a result."""
+    """Fails in the forwards of these numbers (from 1 on): after its KV was written, so that a
+    failed step leaves everything behind but a result. It raises; or, where it is `unsound`, its
+    hidden states are NaN, which shows only when the result is read."""
 
     def __init__(
         self,
         fails: Collection[int],
         *,
         window: int | None = None,
+        second_window: int | None = None,
+        is_unsound: bool = False,
         device: torch.device | None = None,
     ) -> None:
-        super().__init__(window=window, device=device)
+        super().__init__(window=window, second_window=second_window, device=device)
         self.fails = frozenset(fails)
+        self.is_unsound = is_unsound
         self.num_forwards = 0
 
     def forward(
@@ -104,6 +113,8 @@ class FlakyModel(HashModel):
         self.num_forwards += 1
         hidden = super().forward(input_ids, positions, attend, capture=capture)
         if self.num_forwards in self.fails:
+            if self.is_unsound:
+                return hidden * torch.nan
             raise ArithmeticError(f"forward {self.num_forwards} fails, as the test wants it")
         return hidden
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
@@ -31,13 +33,25 @@ def _hidden(model: CausalModel, request: AdmitRequest) -> torch.Tensor:
     return model.forward(ids, torch.arange(len(ids)), DenseAttend())
 
 
+class PlainRun(NamedTuple):
+    """Outputs up to the end, and the logprob of each before temperature."""
+
+    tokens: list[int]
+    logprobs: list[float]
+
+
 def plain_outputs(model: CausalModel, request: AdmitRequest, child: int = 0) -> list[int]:
     """What the sequence generates, up to its end."""
+    return plain_run(model, request, child).tokens
+
+
+def plain_run(model: CausalModel, request: AdmitRequest, child: int = 0) -> PlainRun:
     init = Sequence(request, child=child, arrival=0).row_init()
     sampling = request.sampling
     assert sampling.max_tokens is not None
     tokens: list[int] = array_i32(request.prompt_ids).tolist()
     attend = DenseAttend()
+    logprobs: list[float] = []
     known = 0
     while (num_outputs := len(tokens) - init.prompt_len) < sampling.max_tokens:
         if num_outputs > min_tokens_of(sampling) and tokens[-1] in request.end_ids:
@@ -49,4 +63,5 @@ def plain_outputs(model: CausalModel, request: AdmitRequest, child: int = 0) -> 
         allowed = None if sampling.grammar is None else allowed_ids(total, model.vocab_size)
         processed = naive_logits(np.asarray(logits), tokens, init, allowed)
         tokens.append(naive_token(processed, len(tokens), init))
-    return tokens[init.prompt_len :]
+        logprobs.append(float(processed[tokens[-1]] - np.logaddexp.reduce(processed)))
+    return PlainRun(tokens[init.prompt_len :], logprobs)

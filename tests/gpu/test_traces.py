@@ -4,25 +4,32 @@ the plain engine, whatever runs beside it, in which order, and whatever fails.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from aserve.errors import StepError
 from aserve.gpu.decode.autoregressive import Autoregressive
-from aserve.messages import AdmitRequest
-from tests.fakes import TOY, min_tokens_of
+from aserve.gpu.device.base import Device
+from aserve.gpu.executor import TorchExecutor
+from aserve.messages import AdmitRequest, BuildMask, MaskReady
+from tests.fakes import TOY, ToyMatchers, min_tokens_of
 from tests.gpu.drive import Served, make_executor, request, serve
 from tests.gpu.graph_device import GraphDevice
 from tests.gpu.hash_model import VOCAB, FlakyModel, HashModel
-from tests.gpu.plain_engine import plain_outputs
+from tests.gpu.late_device import LateDevice
+from tests.gpu.plain_engine import plain_outputs, plain_run
 from tests.gpu.prompt_checks import assert_prompt
 from tests.gpu.two_token_mode import TwoTokens
 
+PACES = [(depth, lead) for depth in range(1, 5) for lead in range(1, depth + 1)]
 STEM = [(11 * i * i + 5 * i + 3) % VOCAB for i in range(40)]  # what prompts share
 
 
@@ -45,10 +52,29 @@ class Trace:
     requests: list[AdmitRequest]
     options: dict[str, Any]
     window: int | None
+    second_window: int | None
     fails: frozenset[int]
+    is_unsound: bool  # failing steps give NaN, which shows after later steps have run
+    failing_mask: int | None  # of the first request's first child: the output that it is for
     two_tokens: bool
     captures_at_start: bool
     chaos: int
+
+    def model(self, device: torch.device | None = None) -> FlakyModel:
+        return FlakyModel(
+            self.fails,
+            window=self.window,
+            second_window=self.second_window,
+            is_unsound=self.is_unsound,
+            device=device,
+        )
+
+    def fill(self, ask: BuildMask, matchers: ToyMatchers) -> MaskReady:
+        ready = matchers.fill(ask)
+        if (ask.request_id, ask.child, ask.position) != ("r0", 0, self.failing_mask):
+            return ready
+        error = StepError("the mask failed, as the test wants it").info()
+        return MaskReady(ask.request_id, ask.child, ask.position, mask=b"", error=error)
 
 
 @st.composite
@@ -78,9 +104,13 @@ def requests(draw: st.DrawFn, number: int, *, is_plain: bool) -> AdmitRequest:
 @st.composite
 def traces(draw: st.DrawFn) -> Trace:
     page_size = draw(st.sampled_from([1, 2, 4, 16]))
-    depth, lead = draw(st.sampled_from([(1, 1), (2, 2), (3, 1), (3, 3)]))
+    depth, lead = draw(st.sampled_from(PACES))
     alone = -(-36 // page_size)  # the longest request
-    gaps = draw(st.lists(st.integers(3, 20), max_size=4))
+    graph_rows = draw(st.sampled_from([0, 0, 1, 3, 5]))
+    is_unsound = draw(st.booleans()) and not graph_rows  # NaN would be captured for good
+    # Steps that nobody hears of go by between an unsound one and the trials of its rows.
+    gaps = draw(st.lists(st.integers(12, 24) if is_unsound else st.integers(3, 20), max_size=4))
+    window = draw(st.sampled_from([None, 6]))
     is_plain = draw(st.booleans())
     numbers = range(draw(st.integers(1, 6)))
     return Trace(
@@ -94,10 +124,13 @@ def traces(draw: st.DrawFn) -> Trace:
             "max_batched_tokens": draw(st.sampled_from([3, 8, 64])),
             "prefix_cache": draw(st.booleans()),
             "attention": draw(st.sampled_from(["paged-sdpa", "torch-ref"])),
-            "graph_rows": draw(st.sampled_from([0, 1, 3, 5])),
+            "graph_rows": graph_rows,
         },
-        window=draw(st.sampled_from([None, 6])),
+        window=window,
+        second_window=draw(st.sampled_from([None, 3])) if window else None,
         fails=frozenset(sum(gaps[: number + 1]) for number in range(len(gaps))),
+        is_unsound=is_unsound,
+        failing_mask=draw(st.none() | st.integers(0, 3)),
         two_tokens=draw(st.booleans()),
         captures_at_start=draw(st.booleans()),
         chaos=draw(st.integers(0, 2**32)),
@@ -108,28 +141,48 @@ def traces(draw: st.DrawFn) -> Trace:
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(traces())
 def test_any_trace_gives_the_tokens_of_the_plain_engine(trace: Trace) -> None:
-    model = FlakyModel(trace.fails, window=trace.window)
     mode = TwoTokens() if trace.two_tokens else Autoregressive()
-    device = GraphDevice(failing_replays=trace.fails)
-    executor = make_executor(model, mode=mode, device=device, **trace.options)
+    device: Device = GraphDevice(failing_replays=trace.fails)
+    if trace.is_unsound:
+        device = LateDevice()
+        device.is_done.set()
+    executor = make_executor(trace.model(), mode=mode, device=device, **trace.options)
     if trace.captures_at_start:
         executor.capture_graphs(lambda _done, _total: None)
-    assert_plain(trace, serve(executor, trace.requests, chaos=trace.chaos))
+    assert_plain(trace, serve_trace(executor, trace))
+
+
+def serve_trace(executor: TorchExecutor, trace: Trace) -> Served:
+    matchers = ToyMatchers(executor.spec.vocab_size)
+    fill = functools.partial(trace.fill, matchers=matchers)
+    return serve(executor, trace.requests, chaos=trace.chaos, fill=fill)
 
 
 def assert_plain(trace: Trace, served: Served) -> None:
-    """Each request has the tokens, scores and end of the plain engine."""
-    plain = HashModel(window=trace.window)
+    """Each request has the tokens, logprobs, scores and end of the plain engine."""
+    plain = HashModel(window=trace.window, second_window=trace.second_window)
     for asked in trace.requests:
         for child in range(asked.sampling.n):
-            expected = plain_outputs(plain, asked, child)
-            assert served.outputs.get((asked.request_id, child), []) == expected
-            has_end = bool(expected) and expected[-1] in asked.end_ids
-            reason = (
-                "stop" if has_end and len(expected) > min_tokens_of(asked.sampling) else "length"
-            )
-            assert served.reasons[asked.request_id, child] == [reason]
-            assert_prompt(plain, asked, child, served)
+            key = asked.request_id, child
+            expected, logprobs = plain_run(plain, asked, child)
+            reason, num_outputs = _end_of(trace, asked, child, expected)
+            assert served.outputs.get(key, []) == expected[:num_outputs]
+            assert served.reasons[key] == [reason]
+            if asked.sampling.logprobs is not None:
+                found = served.logprobs.get(key, [])
+                assert found == pytest.approx(logprobs[:num_outputs], abs=1e-4)
+            if reason != "error":
+                assert_prompt(plain, asked, child, served)
+
+
+def _end_of(trace: Trace, asked: AdmitRequest, child: int, expected: list[int]) -> tuple[str, int]:
+    """Why it ends, and after how many of the plain engine's tokens."""
+    has_mask = asked.sampling.grammar is not None and (asked.request_id, child) == ("r0", 0)
+    if has_mask and trace.failing_mask is not None and trace.failing_mask < len(expected):
+        return "error", trace.failing_mask
+    has_end = bool(expected) and expected[-1] in asked.end_ids
+    is_stop = has_end and len(expected) > min_tokens_of(asked.sampling)
+    return "stop" if is_stop else "length", len(expected)
 
 
 def test_a_tiny_pool_makes_rows_step_back_and_changes_no_token() -> None:
@@ -147,6 +200,38 @@ def test_a_failed_step_costs_its_neighbours_no_token() -> None:
     served = serve(make_executor(FlakyModel({4, 7, 12})), asked)
     assert served.num_resyncs == 3
     assert served.outputs == {(r.request_id, 0): plain_outputs(HashModel(), r) for r in asked}
+
+
+def test_an_unsound_step_costs_nobody_a_token_though_later_steps_succeeded() -> None:
+    """Its NaN shows when the waiter reads it; the device has gone on with what it left behind."""
+    asked = [request(f"r{number}", STEM[number : number + 9], max_tokens=20) for number in range(4)]
+    device = LateDevice()
+    device.is_done.set()
+    model = FlakyModel({4, 14}, is_unsound=True)
+    served = serve(make_executor(model, device=device, depth=4, lead=4), asked)
+    assert served.num_resyncs == 2
+    assert served.outputs == {(r.request_id, 0): plain_outputs(HashModel(), r) for r in asked}
+
+
+def test_a_mask_that_fails_ends_its_sequence_and_no_other() -> None:
+    asked = [request(f"r{number}", STEM[:9], grammar=TOY, n=2) for number in range(2)]
+    matchers = ToyMatchers(HashModel().vocab_size)
+
+    def fill(ask: BuildMask) -> MaskReady:
+        ready = matchers.fill(ask)
+        if (ask.request_id, ask.child, ask.position) != ("r1", 1, 3):
+            return ready
+        return msgspec.structs.replace(ready, mask=b"", error=StepError("no mask").info())
+
+    served = serve(make_executor(HashModel()), asked, fill=fill)
+    assert served.reasons == {
+        ("r0", 0): ["length"],
+        ("r0", 1): ["length"],
+        ("r1", 0): ["length"],
+        ("r1", 1): ["error"],
+    }
+    assert len(served.outputs["r1", 1]) == 3
+    assert served.outputs["r1", 0] == plain_outputs(HashModel(), asked[1])
 
 
 @pytest.mark.parametrize("lead", [1, 3])

@@ -18,7 +18,7 @@ from tests.gpu.cuda.places import CudaPlace, Place
 from tests.gpu.drive import Served, request, serve
 from tests.gpu.hash_model import FlakyModel, HashModel
 from tests.gpu.plain_engine import plain_outputs
-from tests.gpu.test_traces import STEM, Trace, assert_plain, traces
+from tests.gpu.test_traces import STEM, Trace, assert_plain, serve_trace, traces
 from tests.gpu.two_token_mode import TwoTokens
 
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_k": 9, "top_p": 0.9, "min_p": 0.02}
@@ -144,8 +144,8 @@ def test_the_same_requests_get_the_same_tokens_again(place: Place) -> None:
 def test_any_trace_gives_the_plain_engines_tokens_on_cuda(trace: Trace) -> None:
     place = CudaPlace()
     executor = place.executor(
-        lambda where: FlakyModel(trace.fails, window=trace.window, device=where),
+        trace.model,
         mode=TwoTokens() if trace.two_tokens else Autoregressive(),
         **trace.options | {"attention": "torch-ref"},
     )
-    assert_plain(trace, serve(executor, trace.requests, chaos=trace.chaos))
+    assert_plain(trace, serve_trace(executor, trace))

@@ -40,10 +40,10 @@ from tests.gpu.batch_builder import BatchBuilder
 from tests.gpu.drive import make_executor, request, serve
 from tests.gpu.fake_cuda import Event, FakeCuda, Stream
 from tests.gpu.gated_model import TIMEOUT_S
-from tests.gpu.hash_model import FlakyModel, HashModel
+from tests.gpu.hash_model import HashModel
 from tests.gpu.plain_engine import plain_outputs
 from tests.gpu.prompt_checks import assert_prompt
-from tests.gpu.test_traces import Trace, assert_plain, traces
+from tests.gpu.test_traces import Trace, assert_plain, serve_trace, traces
 from tests.gpu.two_token_mode import TwoTokens
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
@@ -174,13 +174,13 @@ def test_any_trace_is_sound_on_streams_and_gives_the_plain_engines_tokens(
     options = trace.options | {"attention": "torch-ref"}
     executor = executor_on(
         cuda,
-        lambda where: FlakyModel(trace.fails, window=trace.window, device=where),
+        trace.model,
         mode=TwoTokens() if trace.two_tokens else Autoregressive(),
         **options,
     )
     if trace.captures_at_start:
         executor.capture_graphs(lambda _done, _total: None)
-    served = serve(executor, trace.requests, chaos=trace.chaos)
+    served = serve_trace(executor, trace)
     cuda.assert_sound()
     assert_plain(trace, served)
     if not trace.options["graph_rows"]:  # a capture waits for the device
