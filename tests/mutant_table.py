@@ -10,6 +10,7 @@ import msgspec
 TRACES = (
     "tests/properties/test_scheduler_traces.py::test_any_trace_gives_the_tokens_of_the_plain_engine"
 )
+CACHE = "tests/cache/test_kv_cache.py"
 ROOM = "tests/scheduling/test_room.py"
 EXECUTOR = "tests/gpu/test_executor.py"
 RELAY = "tests/gpu/test_future_map.py"
@@ -89,8 +90,9 @@ MUTANTS = (
     Mutant(
         "a page freed twice",
         "aserve/cache/kv_cache.py",
-        "                pages[index] = 0\n",
-        "                pages[index] *= 1\n",
+        "            holding.num_released[group] = visible\n",
+        "            holding.num_released[group] = first\n",
+        CACHE,
     ),
     Mutant(
         "a late result of a finished request counted for the row's new tenant",
@@ -218,41 +220,55 @@ MUTANTS = (
         "aserve/cache/kv_cache.py",
         "holding.is_inserting = False",
         "holding.is_inserting = True",
-        "tests/cache/test_kv_cache.py",
+        CACHE,
     ),
     Mutant(
         "a prefix hit that sees a tombstone",
         "aserve/cache/kv_cache.py",
         "            usable = gap\n",
         "            usable -= gap < 0\n            break\n",
-        "tests/cache/test_kv_cache.py",
+        CACHE,
     ),
     Mutant(
         "evictable pages that nobody may have",
         "aserve/cache/kv_cache.py",
-        "self._pools[group].num_free + self._tree.num_unlocked(group)",
-        "self._pools[group].num_free",
-        "tests/cache/test_kv_cache.py",
+        "return self._pools[group].num_free + self.num_cached(group)",
+        "return self._pools[group].num_free",
+        CACHE,
     ),
     Mutant(
-        "the page used last evicted first",
+        "a prefix evicted from its beginning",
         "aserve/cache/radix.py",
-        "popitem(last=False)",
-        "popitem(last=True)",
-        "tests/cache/test_kv_cache.py",
+        "self.order.add(run.span(still_locked, run.locked_end)[::-1])",
+        "self.order.add(run.span(still_locked, run.locked_end))",
+        CACHE,
     ),
     Mutant(
-        "children that are not counted",
+        "two users of a prefix counted as one",
         "aserve/cache/radix.py",
-        "parent.num_children += 1",
-        "parent.num_children += 0",
-        "tests/cache/test_kv_cache.py",
+        "run.users[end] = run.users.get(end, 0) + 1",
+        "run.users[end] = 1",
+        CACHE,
+    ),
+    Mutant(
+        "a windowed page that is in use evicted",
+        "aserve/cache/windowed_pages.py",
+        "        self.order.remove(fresh)\n",
+        "        self.order.remove(fresh[:0])\n",
+        CACHE,
+    ),
+    Mutant(
+        "pages evicted in the order in which they came, not in which they were left",
+        "aserve/cache/eviction.py",
+        "valid: ArrayI32 = entries[self._places[entries] == places]",
+        "valid: ArrayI32 = np.sort(entries[self._places[entries] == places])",
+        "tests/cache/test_eviction.py",
     ),
     Mutant(
         "the padding page given out",
         "aserve/cache/pages.py",
-        "list(range(num_pages - 1, 0, -1))",
-        "list(range(num_pages - 1, -1, -1))",
+        "range(num_pages - 1, 0, -1)",
+        "range(num_pages - 1, -1, -1)",
         "tests/cache/test_pages.py",
     ),
     Mutant(
@@ -286,8 +302,8 @@ MUTANTS = (
     Mutant(
         "one page too many called shared",
         "aserve/cache/shared_pages.py",
-        "    num_shared = len(first)\n",
-        "    num_shared = len(first) + 1\n",
+        "if left[most - 1] == right[most - 1]:",
+        "if left[0] == right[0]:",
         "tests/cache/test_shared_pages.py",
     ),
     Mutant(

@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from tests.mutant_table import MUTANTS, Mutant
 
@@ -56,7 +55,8 @@ def main(names: list[str]) -> int:
             runs = {pool.submit(_try_in, trees, mutant): mutant for mutant in chosen}
             done = track(as_completed(runs), "mutants", total=len(runs), console=console)
             verdicts = {runs[run]: run.result() for run in done}
-    console.print(_table({mutant: verdicts[mutant] for mutant in chosen}))
+    for mutant in chosen:
+        console.print(_line(mutant, verdicts[mutant]), soft_wrap=True, markup=False)
     survivors = [verdict for verdict in verdicts.values() if verdict.problem is not None]
     total_s = sum(verdict.cpu_s for verdict in (green, *verdicts.values()))
     console.print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutants killed")
@@ -108,13 +108,10 @@ def _run(tree: Path, tests: list[str], *, timeout_s: int = TIMEOUT_S) -> Verdict
     return Verdict(problem, failed[1] if failed else "", usage.ru_utime + usage.ru_stime)
 
 
-def _table(verdicts: dict[Mutant, Verdict]) -> Table:
-    table = Table("", "mutant", "file", "killed by", "CPU s", box=None)
-    for mutant, verdict in verdicts.items():
-        file, test = mutant.file.removeprefix("aserve/"), verdict.killed_by
-        problem = verdict.problem or "killed"
-        table.add_row(problem, mutant.name, file, test, f"{verdict.cpu_s:.1f}")
-    return table
+def _line(mutant: Mutant, verdict: Verdict) -> str:
+    killed_by = f" <- {verdict.killed_by}" if verdict.killed_by else ""
+    what = f"{mutant.file.removeprefix('aserve/')}: {mutant.name}"
+    return f"{verdict.problem or 'killed':8} {verdict.cpu_s:5.1f} s  {what}{killed_by}"
 
 
 if __name__ == "__main__":
