@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple, assert_never
 
 from aserve.actors.base import Actor, Story
+from aserve.actors.text_slices import sliced
 from aserve.channel import Channel, Sink
 from aserve.errors import BugError, DeadlineExceeded, ErrorInfo, ShuttingDown, StepError
 from aserve.messages import (
@@ -122,6 +123,15 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
     @property
     def num_requests(self) -> int:
         return len(self._requests) + len(self._failed)
+
+    async def run(self) -> None:
+        async for events in sliced(self.inbox, self._num_children):
+            self.beat()
+            self.handle(events)
+
+    def _num_children(self, request_id: str) -> int:
+        request = self._requests.get(request_id)
+        return len(request.children) if request else 1
 
     def handle(self, events: list[DetokenizerEvent]) -> None:
         touched: dict[ChildKey, None] = {}  # in order of arrival

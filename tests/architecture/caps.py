@@ -95,6 +95,7 @@ GUARDS = (
     *("aserve/http/masked_frames.py", "aserve/text/plain_content.py"),
     *(f"aserve/http/openai/{name}.py" for name in ("answer_size", "checks")),
     "aserve/actors/text_slices.py",
+    "aserve/actors/text_slices.py",
     *("aserve/unread.py", "aserve/http/delivery.py"),
 )
 # What only a server of several clients needs: who they are, and how they share the engine. The

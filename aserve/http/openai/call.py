@@ -13,11 +13,9 @@ from typing import TypeVar
 
 import msgspec
 
-from aserve.errors import InvalidRequest
 from aserve.http.openai.answer_size import NO_MODEL, AnswerLimits, check_answer_size
-from aserve.http.openai.checks import check_model
 from aserve.http.openai.grammars import grammar_of
-from aserve.http.openai.limits import MAX_SEQUENCES, check_length, check_limits, stops_of
+from aserve.http.openai.limits import MAX_SEQUENCES, check_length, stops_of
 from aserve.http.openai.schema import GenerationBody, StreamOptions
 from aserve.messages import GenerateRequest, OutputChunk, Prompt, SamplingParams
 from aserve.text.defaults import NEUTRAL, GenerationDefaults
@@ -86,18 +84,6 @@ class Origin:
     draw_seed: Callable[[], int] = random_seed
     defaults: GenerationDefaults = NEUTRAL
     answer_limits: AnswerLimits = NO_MODEL
-
-
-def check_body(body: GenerationBody, origin: Origin) -> None:
-    if body.model is not None:
-        check_model(body.model, origin.model_names)
-    check_limits(body)
-    if body.stream_options is not None and not body.stream:
-        raise InvalidRequest(
-            "The 'stream_options' parameter is only allowed when 'stream' is enabled.",
-            param="stream_options",
-            code="invalid_value",
-        )
 
 
 def sampling_of(

@@ -18,8 +18,8 @@ from aserve.http.openai.answers import (
     is_visible,
     logprob_entries,
 )
-from aserve.http.openai.call import Call, Origin, build_call, check_body, sampling_of
-from aserve.http.openai.checks import num_logprobs
+from aserve.http.openai.call import Call, Origin, build_call, sampling_of
+from aserve.http.openai.checks import check_body, num_logprobs
 from aserve.http.openai.conversation import chat_prompt
 from aserve.http.openai.gathered import ChatChoice
 from aserve.http.openai.prompt_scores import check_prompt_logprobs
@@ -28,7 +28,7 @@ from aserve.messages import OutputChunk
 
 
 def chat_call(body: ChatBody, origin: Origin) -> Call:
-    check_body(body, origin)
+    check_body(body, origin.model_names)
     prompt = chat_prompt(body)
     check_prompt_logprobs(body)
     max_tokens = body.max_completion_tokens

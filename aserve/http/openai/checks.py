@@ -6,7 +6,20 @@ Must not know what the fields do.
 from __future__ import annotations
 
 from aserve.errors import InvalidRequest, NotFound
-from aserve.http.openai.schema import ChatBody, CompletionBody
+from aserve.http.openai.limits import check_limits
+from aserve.http.openai.schema import ChatBody, CompletionBody, GenerationBody
+
+
+def check_body(body: GenerationBody, model_names: tuple[str, ...]) -> None:
+    if body.model is not None:
+        check_model(body.model, model_names)
+    check_limits(body)
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest(
+            "The 'stream_options' parameter is only allowed when 'stream' is enabled.",
+            param="stream_options",
+            code="invalid_value",
+        )
 
 
 def check_model(name: str, served: tuple[str, ...]) -> None:

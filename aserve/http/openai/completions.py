@@ -12,8 +12,8 @@ from msgspec import UNSET, UnsetType
 
 from aserve.http.long_json import JsonEach, JsonList, pieces_of
 from aserve.http.openai.answers import UsageBody, ids_of, is_visible
-from aserve.http.openai.call import Call, Origin, build_call, check_body, sampling_of
-from aserve.http.openai.checks import check_best_of, check_suffix
+from aserve.http.openai.call import Call, Origin, build_call, sampling_of
+from aserve.http.openai.checks import check_best_of, check_body, check_suffix
 from aserve.http.openai.completion_logprobs import LogprobLists, Logprobs, shown_scores
 from aserve.http.openai.gathered import ScoredChoice
 from aserve.http.openai.limits import MAX_LOGPROBS, Range, check_within
@@ -26,7 +26,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 def completion_call(body: CompletionBody, origin: Origin) -> Call:
-    check_body(body, origin)
+    check_body(body, origin.model_names)
     check_suffix(body)
     check_best_of(body)
     check_prompt_logprobs(body)

@@ -12,7 +12,8 @@ import msgspec
 
 from aserve.errors import InvalidRequest
 from aserve.http.openai.answer_size import check_answer_size
-from aserve.http.openai.call import Call, Origin, build_call, check_body, sampling_of
+from aserve.http.openai.call import Call, Origin, build_call, sampling_of
+from aserve.http.openai.checks import check_body
 from aserve.http.openai.conversation import template_variables
 from aserve.http.openai.grammars import format_grammar
 from aserve.http.openai.limits import check_length
@@ -92,7 +93,7 @@ def _check(body: ResponseBody, origin: Origin) -> None:
                 param=name,
                 code="unsupported_parameter",
             )
-    check_body(body, origin)
+    check_body(body, origin.model_names)
     _check_metadata(body.metadata or {})
 
 

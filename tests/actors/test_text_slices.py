@@ -1,0 +1,123 @@
+"""Long score lists go through the detokenizer in slices, and clients cannot tell."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from aserve.actors.detokenizer import DetokenizerActor
+from aserve.actors.text_slices import MAX_SCORES, num_scores, slices
+from aserve.channel import Channel
+from aserve.messages import (
+    Cancel,
+    DetokenizerEvent,
+    EngineEvent,
+    OpenText,
+    OutputChunk,
+    PromptLogprobs,
+    Retired,
+    RowLogprobs,
+    SamplingParams,
+    SequenceOutput,
+    StepOutput,
+    array_i32,
+    pack_i32,
+)
+from tests.text.vocabularies import byte_level_tokenizer
+
+TOKENIZER = byte_level_tokenizer()
+NUM_TOP = 20
+
+
+def events_of(*, num_tokens: int, n: int = 1) -> list[DetokenizerEvent]:
+    """A request with all scores of its prompt and a first token in one step."""
+    sampling = SamplingParams(seed=1, prompt_logprobs=NUM_TOP, logprobs=NUM_TOP, max_tokens=1, n=n)
+    ids = [5 + number % 200 for number in range(num_tokens)]
+    values = -np.arange(1, num_tokens, dtype=np.float32)
+    scores = PromptLogprobs(
+        row=1,
+        position=1,
+        chosen=values.tobytes(),
+        ranks=pack_i32(list(range(1, num_tokens))),
+        top_ids=pack_i32([7 + i for _ in range(num_tokens - 1) for i in range(NUM_TOP)]),
+        top_logprobs=np.repeat(values, NUM_TOP).tobytes(),
+    )
+    top = np.full(NUM_TOP, -2, np.float32).tobytes()
+    chosen = np.array([-1], np.float32).tobytes()
+    run = RowLogprobs(1, chosen, pack_i32(list(range(NUM_TOP))), top)
+    first = SequenceOutput("r", 0, 0, pack_i32([9]), 3, (run,), prompt_logprobs=scores)
+    others = [SequenceOutput("r", child, 0, pack_i32([9]), 3, (run,)) for child in range(1, n)]
+    texts = tuple(TOKENIZER.token(i) for i in ids)
+    return [
+        OpenText("r", num_tokens, sampling, pack_i32(ids), texts),
+        StepOutput(1, (first, *others)),
+        *(Retired("r", child, "length", 1) for child in range(n)),
+    ]
+
+
+class Sent(Channel[EngineEvent]):
+    def send(self, message: EngineEvent) -> None:
+        assert not isinstance(message, Cancel)
+
+
+def actor_of(chunks: list[OutputChunk]) -> DetokenizerActor:
+    return DetokenizerActor(TOKENIZER, deliver=chunks.append, engine=Sent(), inbox=Channel())
+
+
+@pytest.mark.parametrize(("num_tokens", "n"), [(2, 1), (3, 2), (1000, 1), (700, 3), (50, 128)])
+def test_slices_are_bounded_and_say_the_same(num_tokens: int, n: int) -> None:
+    events = events_of(num_tokens=num_tokens, n=n)
+    whole: list[OutputChunk] = []
+    sliced: list[OutputChunk] = []
+    actor_of(whole).handle(events)
+    actor = actor_of(sliced)
+    sizes = []
+    for part in slices(events, lambda _: n):
+        sizes.append(sum(num_scores(event, lambda _: n) for event in part))
+        actor.handle(part)
+    assert max(sizes) <= MAX_SCORES
+    for child in range(n):
+        assert told(sliced, child) == told(whole, child)
+    assert [chunk.is_last for chunk in sliced].index(True) == len(sliced) - 1
+
+
+def told(chunks: list[OutputChunk], child: int) -> list[object]:
+    own = [chunk for chunk in chunks if chunk.child == child]
+    tokens = [token for chunk in own if chunk.prompt for token in chunk.prompt.tokens]
+    scores = [entry for chunk in own for entry in chunk.logprobs]
+    ids = [i for chunk in own for i in array_i32(chunk.token_ids).tolist()]
+    text = "".join(chunk.text for chunk in own)
+    return [tokens, scores, ids, text, own[-1].finish_reason, own[-1].usage]
+
+
+async def test_other_work_has_its_turn_between_two_slices() -> None:
+    chunks: list[OutputChunk] = []
+    turns = [0]
+    at: list[int] = []
+
+    def turn() -> None:
+        turns[0] += 1
+        if not (chunks and chunks[-1].is_last):
+            asyncio.get_running_loop().call_soon(turn)
+
+    actor = actor_of(chunks)
+
+    def deliver(chunk: OutputChunk) -> None:
+        chunks.append(chunk)
+        at.append(turns[0])
+
+    actor._deliver = deliver
+    actor.start(lambda name, error: pytest.fail(f"{name} {error}"))
+    turn()
+    for event in events_of(num_tokens=1000):
+        actor.inbox.send(event)
+    async with asyncio.timeout(10):
+        while not (chunks and chunks[-1].is_last):
+            ticked = asyncio.get_running_loop().create_future()
+            asyncio.get_running_loop().call_soon(ticked.set_result, None)
+            await ticked
+    await actor.stop()
+    assert len(at) > 4
+    assert len(set(at)) == len(at), "each chunk came in a turn of its own"
