@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+
+import pytest
 
 from aserve.actors.grammars import GrammarActor, GrammarPorts
 from aserve.actors.masks import MaskEvent
@@ -48,11 +50,20 @@ class Bench:
         self.scheduler: Channel[SchedulerEvent] = Channel(codec=Codec(SchedulerEvent))
         self.masks: Channel[MaskEvent] = Channel()
         self.compiled = asyncio.Event()  # what every grammar waits for
+        self.begun = asyncio.Event()
+        self.num_waiting = 0
+        self.acts: dict[str, Callable[[], None]] = {}  # by request
         ports = GrammarPorts(self.scheduler, self.masks, self.text)
         self.actor = GrammarActor(self._constrain, ports, codec=Codec(EngineEvent))
 
     async def _constrain(self, asked: AdmitRequest) -> Constraint:
-        await self.compiled.wait()
+        self.acts.get(asked.request_id, lambda: None)()
+        self.num_waiting += 1
+        self.begun.set()
+        try:
+            await self.compiled.wait()
+        finally:
+            self.num_waiting -= 1
         if asked.sampling.grammar == BAD:
             raise InvalidRequest("no such grammar", code="invalid_grammar")
         return Constraint(asked.request_id, ())
@@ -105,14 +116,50 @@ async def test_a_refused_grammar_leaves_nothing_behind() -> None:
         assert await bench.passed() == [("Cancel", "bad")]
 
 
-async def test_a_request_cancelled_while_its_grammar_compiles_is_never_admitted() -> None:
+@pytest.mark.parametrize("is_begun", [False, True])
+async def test_a_request_cancelled_while_its_grammar_compiles_ends_at_once(is_begun: bool) -> None:
+    """Its compilation is given up, not waited for: nothing here ever compiles it."""
     async with running() as bench:
         bench.actor.inbox.send(request("regex", GOOD))
+        if is_begun:
+            await bench.begun.wait()
         bench.actor.inbox.send(cancel("regex"))
         bench.actor.inbox.send(request("after"))
         assert await bench.passed() == [("AdmitRequest", "after")]
-        bench.compiled.set()
         assert await bench.refused() == ("regex", "request_cancelled")
+        assert bench.num_waiting == 0
+        assert bench.actor._waiting == {}
+
+
+def unlucky() -> None:
+    raise ZeroDivisionError("a secret")
+
+
+def no_memory() -> None:
+    raise MemoryError
+
+
+def no_text() -> None:
+    "\ud800".encode()
+
+
+@pytest.mark.parametrize("act", [unlucky, no_memory, no_text])
+async def test_what_compiling_raises_ends_its_request_alone(act: Callable[[], None]) -> None:
+    async with running() as bench:
+        bench.compiled.set()
+        bench.acts["guilty"] = act
+        names = [f"r{number}" for number in range(15)]
+        for name in (*names[:7], "guilty", *names[7:]):
+            bench.actor.inbox.send(request(name, GOOD))
+        admitted: list[tuple[str, str]] = []
+        while len(admitted) < 15:
+            admitted += await bench.passed()
+        assert admitted == [("AdmitRequest", name) for name in names]
+        (end,) = await anext(bench.text.batches())
+        assert isinstance(end, Refused)
+        assert (end.request_id, end.error.code) == ("guilty", "bug")
+        assert "secret" not in end.error.message
+        assert bench.actor._waiting == {}
 
 
 async def test_a_grammar_that_is_not_compiled_in_time_ends_its_request() -> None:
