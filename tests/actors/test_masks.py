@@ -111,10 +111,13 @@ async def running() -> AsyncIterator[Bench]:
 
 async def test_a_mask_is_delivered_while_the_next_one_is_still_being_filled() -> None:
     async with running() as bench:
-        bench.constrain("quick")
+        quick = bench.constrain("quick", is_open=False)
         late = bench.constrain("late", is_open=False)
         bench.ask("quick")
+        await bench.begun("quick")
         bench.ask("late")
+        await asyncio.sleep(0.01)  # until it waits behind the other
+        quick.gate.set()
         await bench.begun("late")
         assert await bench.next_mask() == ("quick", 0, 0)
         late.gate.set()
