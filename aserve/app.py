@@ -11,12 +11,15 @@ from dataclasses import dataclass
 
 from aserve.actors.detokenizer import DetokenizerActor
 from aserve.actors.supervisor import Failure, Supervisor
+from aserve.actors.tokenize_queue import TokenizeQueue
 from aserve.actors.tokenizer import TokenizerActor
+from aserve.capacity import Capacity
 from aserve.channel import Channel, Codec
 from aserve.config import Resolved
 from aserve.core import Core, CorePorts, LocalCore
 from aserve.errors import BugError, ErrorInfo
 from aserve.gpu.device.process import prepare_process
+from aserve.heap import HeapTrimmer
 from aserve.http.state import ServerState
 from aserve.http.text_desk import TextDesk
 from aserve.load import Loaded, vocabulary_of
@@ -65,6 +68,7 @@ class App:
         self._text: Channel[DetokenizerEvent] = Channel(codec=self._codec_of(DetokenizerEvent))
         self.ports = CorePorts(self._text, self.metrics.heard, self._trace)
         self._running: _Running | None = None
+        self._heap = HeapTrimmer()
         self._is_closed = False
 
     @property
@@ -85,7 +89,9 @@ class App:
         supervisor = self._connect(core, text)
         await core.start(supervisor.report_death)
         supervisor.start()
+        self._heap.start()
         self.state.max_model_len = core.spec.max_model_len
+        self.gateway.capacity = Capacity(core.spec.max_rows, core.spec.max_waiting)
         self.state.engine_age_s = core.age_s
         self.state.defaults = text.defaults
         self._report("ready", "")
@@ -100,6 +106,7 @@ class App:
         if running is None or self._is_closed:
             return
         self._is_closed = True
+        self._heap.stop()
         await running.supervisor.drain(0)
         await running.supervisor.stop()
         self.desk.close()
@@ -160,6 +167,10 @@ class App:
             encoder,
             detokenizer=detokenizer.inbox,
             engine=core.inbox,
+            queue=TokenizeQueue(
+                max_requests=self.resolved.scheduler.max_queue,
+                max_chars=self.resolved.scheduler.max_prompt_queue,
+            ),
             codec=self._codec_of(TokenizerEvent),
             story=self._trace.story,
         )

@@ -118,6 +118,11 @@ class SchedulerOptions:
         Limits(low=1, high=1 << 20),
     )
     max_queue: int = option(512, "sequences that may wait; more are answered 429", Limits(low=1))
+    max_prompt_queue: int = option(
+        64 << 20,
+        "characters and token ids of prompts that may wait to be tokenized; more are answered 429",
+        Limits(low=1),
+    )
     depth: int = option(2, "steps in flight; 1: no overlap", Limits(low=1, high=8))
     lead: int = option(
         2, "steps in flight that may sample for one sequence; at most depth", Limits(low=1, high=8)

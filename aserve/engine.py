@@ -32,7 +32,8 @@ from aserve.errors import AserveError, ConfigError, EngineDead, ErrorInfo, Inval
 from aserve.gpu.worker import in_thread
 from aserve.http.openai.call import request_of, sampling_of, seed_source
 from aserve.http.openai.conversation import template_variables
-from aserve.http.openai.limits import RANGES, check_limits, check_within
+from aserve.http.openai.json_values import encoded
+from aserve.http.openai.limits import INT32, RANGES, check_limits, check_within
 from aserve.http.openai.schema import GenerationBody
 from aserve.load import Loaded, load
 from aserve.loop_thread import LoopThread
@@ -309,24 +310,61 @@ def _listed(prompts: Sequence[PromptLike]) -> Sequence[PromptLike]:
     return prompts
 
 
-def _prompt_of(prompt: PromptLike, asked: SamplingFields) -> Prompt:
+class _Message(msgspec.Struct):
+    """What every message of a chat has, whatever else a template looks at."""
+
+    role: str
+
+
+def _prompt_of(prompt: object, asked: SamplingFields) -> Prompt:
+    """Raises the InvalidRequest of what is no prompt."""
     if isinstance(prompt, str):
+        encoded(prompt, param="prompt")
         return TextPrompt(prompt, add_special_tokens=asked.add_special_tokens is not False)
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise InvalidRequest(
+            "a prompt is a text, a list of token ids, or a list of messages with 'role' and "
+            f"'content'; this one is of type {type(prompt).__name__}",
+            param="prompt",
+        )
     ids = [item for item in prompt if isinstance(item, int)]
     if len(ids) == len(prompt):
+        check_token_ids(ids)
         return TokenPrompt(tuple(ids))
+    messages = [item for item in prompt if isinstance(item, Mapping)]
+    if len(messages) < len(prompt):
+        raise InvalidRequest(
+            "a list of texts, or of lists of token ids, is several prompts: ask for each of them, "
+            "or give the list to generate_sync or embed_sync",
+            param="prompt",
+        )
+    data = encoded(messages, param="messages")
+    try:
+        msgspec.json.decode(data, type=list[_Message])
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"wrong message: {error}", param="messages") from None
     return ChatPrompt(
-        msgspec.json.encode(prompt),
+        data,
         variables=template_variables(asked.chat_template_kwargs),
         add_special_tokens=bool(asked.add_special_tokens),
     )
+
+
+def check_token_ids(ids: Sequence[int]) -> None:
+    """Which ids the model has is the tokenizer's to say; these can be written as int32."""
+    wrong = next((item for item in ids if not -INT32 <= item <= INT32), None)
+    if wrong is not None:
+        raise InvalidRequest(f"token id {str(wrong)[:40]} is out of range", param="prompt")
 
 
 def _checked(fields: Mapping[str, object]) -> SamplingFields:
     known = set(SamplingFields.__struct_fields__) - NOT_SAMPLING
     wrong = next((name for name in fields if name not in known), None)
     if wrong is not None:
-        raise InvalidRequest(unknown_option(wrong, known).message, param=wrong)
+        name = ascii(wrong)[1:-1]  # a name that cannot be written may be wrong, too
+        raise InvalidRequest(unknown_option(name, known).message, param=name)
+    for name, value in fields.items():
+        encoded(value, param=name)
     try:
         checked = msgspec.convert(fields, SamplingFields)
     except msgspec.ValidationError as error:

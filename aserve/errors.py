@@ -62,8 +62,9 @@ class AserveError(Exception):
         self.retry_after_s = retry_after_s
 
     def info(self) -> ErrorInfo:
+        """NOTE: a message may quote a client, and a lone surrogate could not be sent to it."""
         return ErrorInfo(
-            message=self.message,
+            message=self.message.encode("utf-8", "backslashreplace").decode(),
             type=self.type,
             code=self.error_code,
             status=self.status,

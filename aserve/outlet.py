@@ -10,12 +10,21 @@ not read, they are bounded in bytes: beyond the bound the requests are cancelled
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 
+from aserve.capacity import Capacity
 from aserve.channel import next_turn
 from aserve.errors import ErrorInfo
 from aserve.messages import Cancel, GenerateRequest, OutputChunk, failed_chunk
 from aserve.unread import MAX_UNREAD_BYTES, Unread, UnreadAnswer
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    outlet: Outlet
+    num_sequences: int
 
 
 class Gateway:
@@ -28,10 +37,12 @@ class Gateway:
         cancel: Callable[[Cancel], None],
         max_unread_bytes: int = MAX_UNREAD_BYTES,
     ) -> None:
+        self.capacity: Capacity | None = None  # known once there is an engine
+        self._num_sequences = 0  # of the open requests
         self._submit = submit
         self._cancel = cancel
         self._max_unread_bytes = max_unread_bytes
-        self._open: dict[str, Outlet] = {}
+        self._open: dict[str, _Opened] = {}
         self._is_drained = asyncio.Event()
         self._is_drained.set()
 
@@ -41,6 +52,10 @@ class Gateway:
 
     def open(self, *requests: GenerateRequest) -> Outlet:
         """One outlet for all of them, the prompts of one call; who leaves early cancels it."""
+        if self.capacity is not None:
+            self.capacity.check(
+                sum(request.sampling.n for request in requests), num_open=self._num_sequences
+            )
         outlet = Outlet(
             [request.request_id for request in requests],
             leave=self._leave,
@@ -48,20 +63,24 @@ class Gateway:
         )
         for request in requests:
             assert request.request_id not in self._open, "request ids are made by the server"
-            self._open[request.request_id] = outlet
+            self._open[request.request_id] = _Opened(outlet, request.sampling.n)
+            self._num_sequences += request.sampling.n
         self._is_drained.clear()
-        for request in requests:
-            self._submit(request)
+        with contextlib.ExitStack() as undo:
+            undo.callback(outlet.cancel)
+            for request in requests:
+                self._submit(request)
+            undo.pop_all()
         return outlet
 
     def deliver(self, chunk: OutputChunk) -> None:
         """What comes for a request whose client has gone falls away."""
-        outlet = self._open.get(chunk.request_id)
-        if outlet is None:
+        opened = self._open.get(chunk.request_id)
+        if opened is None:
             return
         if chunk.is_last:
             self._close(chunk.request_id)
-        outlet.put(chunk)
+        opened.outlet.put(chunk)
 
     def end_all(self, error: ErrorInfo) -> None:
         """The engine answers no more, or must not: every open request ends with this error."""
@@ -77,7 +96,7 @@ class Gateway:
         self._cancel(Cancel(request_id, None, kept, "cancelled"))
 
     def _close(self, request_id: str) -> None:
-        del self._open[request_id]
+        self._num_sequences -= self._open.pop(request_id).num_sequences
         if not self._open:
             self._is_drained.set()
 

@@ -260,3 +260,78 @@ async def test_a_prompt_that_does_not_fit_cannot_be_embedded() -> None:
         with pytest.raises(GenerationError) as caught:
             await running.embed("long " * 200)
     assert caught.value.reason.code == "context_length_exceeded"
+
+
+WRONG_PROMPTS: list[tuple[Any, str]] = [
+    (["hello", "world"], "several prompts"),
+    ([[1, 2], [3]], "several prompts"),
+    ([], "empty"),
+    ([1, "a"], "several prompts"),
+    (["a", {"role": "user", "content": "b"}], "several prompts"),
+    ([{"content": "a"}], "role"),
+    ([{"role": 3, "content": "a"}], "role"),
+    ([{"role": "user", "content": object()}], "messages"),
+    ([{"role": "user", "content": "\ud800"}], "lone surrogate"),
+    ("\ud800", "lone surrogate"),
+    ([True, 2**70], "out of range"),
+    (None, "NoneType"),
+    (3.5, "float"),
+    (b"bytes", "bytes"),
+    ({"role": "user"}, "dict"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "what"), WRONG_PROMPTS, ids=lambda value: ascii(value)[:30])
+async def test_a_wrong_prompt_is_refused_by_what_is_wrong_and_the_engine_goes_on(
+    prompt: Any, what: str
+) -> None:
+    async with engine() as running:
+        for ask in (running.answer, running.embed):
+            with pytest.raises((ClientError, GenerationError), match=what) as caught:
+                await ask(prompt)
+            assert caught.value.info().status == 400
+        answer = await running.answer(PROMPT, seed=3, max_tokens=2, ignore_eos=True)
+        assert list(answer.choices[0].token_ids) == expected(seed=3, max_tokens=2)
+        assert running._app.gateway.num_open == 0
+
+
+WRONG_FIELDS: list[dict[str, Any]] = [
+    {"structured_outputs": {"regex": "\ud800"}},
+    {"structured_outputs": {"choice": ["a", "\udfff"]}},
+    {"structured_outputs": {"json": {"\ud800": 1}}},
+    {"response_format": {"type": "\ud800"}},
+    {"chat_template_kwargs": {"a": {"b": object()}}},
+    {"chat_template_kwargs": {"a": "\ud800"}},
+    {"cache_salt": "\ud800"},
+    {"stop": "\ud800"},
+    {"temperature": object()},
+    {"\ud800": 1},
+]
+
+
+@pytest.mark.parametrize("fields", WRONG_FIELDS, ids=ascii)
+async def test_a_wrong_value_of_a_field_is_refused_and_the_engine_goes_on(
+    fields: dict[str, Any],
+) -> None:
+    async with engine() as running:
+        with pytest.raises(InvalidRequest) as caught:
+            await running.answer([{"role": "user", "content": "a"}], **fields)
+        msgspec.json.encode(caught.value.info())  # what it says can be sent
+        answer = await running.answer(PROMPT, seed=3, max_tokens=2, ignore_eos=True)
+        assert list(answer.choices[0].token_ids) == expected(seed=3, max_tokens=2)
+
+
+async def test_what_cannot_be_submitted_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with engine() as running:
+
+        def broken(request: object) -> None:
+            raise MemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(running._app.metrics, "received", broken)
+            with pytest.raises(MemoryError):
+                await running.answer(PROMPT)
+        assert running._app.gateway.num_open == 0
+        await running.answer(PROMPT, max_tokens=2)

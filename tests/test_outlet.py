@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aserve.errors import EngineDead
+from aserve.capacity import Capacity
+from aserve.errors import EngineDead, InvalidRequest, QueueFull
 from aserve.messages import (
     Cancel,
     GenerateRequest,
@@ -272,3 +273,32 @@ async def test_much_that_waits_is_given_in_batches_of_bounded_size() -> None:
     assert [item.is_last for batch in batches for item in batch].index(True) == (
         sum(map(len, batches)) - 1
     )
+
+
+def group(request_id: str, n: int) -> GenerateRequest:
+    return GenerateRequest(request_id, TextPrompt("a"), SamplingParams(seed=1, n=n))
+
+
+async def test_an_engine_that_never_answers_is_given_no_more_than_it_could_hold() -> None:
+    bench = Bench()
+    bench.gateway.capacity = Capacity(max_rows=4, max_waiting=16)
+    for number in range(6):
+        bench.gateway.open(group(f"r{number}", 4))
+    with pytest.raises(QueueFull, match="holds 24 sequences") as caught:
+        bench.gateway.open(group("late", 1))
+    assert caught.value.status == 429
+    assert (bench.gateway.num_open, len(bench.submitted)) == (6, 6)
+    bench.gateway.deliver(chunk("r3", "", is_last=True))
+    bench.gateway.open(group("later", 4))
+    assert bench.gateway.num_open == 6
+
+
+async def test_a_call_that_no_engine_could_ever_admit_is_refused_with_the_numbers() -> None:
+    bench = Bench()
+    bench.gateway.capacity = Capacity(max_rows=4, max_waiting=16)
+    for requests in ([group("a", 21)], [group("a", 10), group("b", 11)]):
+        with pytest.raises(InvalidRequest, match=r"21 sequences .* 4 at once .* 16 wait") as caught:
+            bench.gateway.open(*requests)
+        assert caught.value.info().status == 400
+    bench.gateway.open(group("a", 20))
+    assert len(bench.submitted) == 1

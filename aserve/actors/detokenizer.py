@@ -23,7 +23,6 @@ from aserve.messages import (
     OutputChunk,
     Refused,
     Retired,
-    SamplingParams,
     SequenceOutput,
     StepOutput,
     Usage,
@@ -58,6 +57,7 @@ class Child:
         "is_begun",
         "is_retired",
         "num_prompt_parts",
+        "tells_prompt",
         "text",
     )
 
@@ -71,6 +71,21 @@ class Child:
         self.is_begun = False  # its first chunk is out
         self.is_answered = False  # and its final one
         self.is_retired = False  # the scheduler has let go of it
+        self.tells_prompt = True
+
+    def resume(self, token_ids: list[int]) -> None:
+        """An earlier text side sent what these outputs made certain; their logprobs are not known
+        here. It was done with the prompt before it said anything of them.
+        """
+        self.is_begun = bool(token_ids)
+        self.tells_prompt = not token_ids
+        for token_id in token_ids:
+            self.text.take()
+            self.text.feed(token_id)
+            if self.text.stop is not None:
+                self.ending = Ending("stop", self.text.stop)
+                return
+        self.text.take()
 
 
 class TextRequest:
@@ -140,6 +155,7 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
             match event:
                 case OpenText():
                     self.attempt(event.request_id, self._open, event)
+                    touched.update(resumed_children(event))
                 case StepOutput():
                     for output in event.sequences:
                         self.attempt(output.request_id, self._feed, output)
@@ -174,6 +190,10 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
             request.children.append(Child(index, self._text_of(event)))
         if event.prompt_texts:
             request.prompt = PromptText(event, self._tokenizer)
+        for child, outputs in zip(request.children, event.outputs, strict=bool(event.outputs)):
+            child.resume(array_i32(outputs).tolist())
+        if request.prompt is not None and not request.children[0].tells_prompt:
+            request.prompt.skip()
 
     def _due(self, request_id: str, index: int) -> dict[ChildKey, None]:
         """Whose chunks may be due after an event of this child: what the prompt's scores make
@@ -233,7 +253,7 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
         if child.text.stop is not None:
             child.ending = Ending("stop", child.text.stop)
         else:
-            child.ending = ending_of(event, request.opened.sampling)
+            child.ending = ending_of(event, request)
 
     def _refuse(self, event: Refused) -> None:
         if self._failed.pop(event.request_id, None) is None:
@@ -253,7 +273,7 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
             return
         child = request.children[index]
         prompt = None
-        if request.prompt is not None:
+        if request.prompt is not None and child.tells_prompt:
             prompt = request.prompt.since(child.num_prompt_parts)
             child.num_prompt_parts = len(request.prompt.parts)
         released = NOTHING if request.awaits_prompt else child.text.take()
@@ -293,13 +313,23 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
                     del requests[event.request_id]
 
 
-def ending_of(event: Retired, sampling: SamplingParams) -> Ending:
+def resumed_children(opened: OpenText) -> dict[ChildKey, None]:
+    """Those that begin with outputs: a stop string in them ends the child at once."""
+    return {(opened.request_id, i): None for i, outputs in enumerate(opened.outputs) if outputs}
+
+
+def ending_of(event: Retired, request: TextRequest) -> Ending:
+    """A timeout is an error only where no child has any output: else it cuts the answer, as
+    max_tokens does.
+    """
     match event.reason:
         case "stop":
-            is_asked = event.stop_id in sampling.stop_token_ids
+            is_asked = event.stop_id in request.opened.sampling.stop_token_ids
             return Ending("stop", event.stop_id if is_asked else None)
         case "length" | "cancelled":
             return Ending(event.reason)
+        case "deadline" if any(child.text.num_tokens for child in request.children):
+            return Ending("length", "timeout")
         case "deadline":
             late = DeadlineExceeded("the request's timeout ran out", param="timeout")
             return Ending("deadline", error=late.info())

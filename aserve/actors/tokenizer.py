@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import assert_never
 
 import msgspec
 
 from aserve.actors.base import Actor, Story
+from aserve.actors.tokenize_queue import TokenizeQueue
 from aserve.channel import Channel, Codec, Sink
-from aserve.errors import Cancelled, DeadlineExceeded, ErrorInfo, QueueFull
+from aserve.errors import Cancelled, DeadlineExceeded, ErrorInfo
 from aserve.messages import (
     Cancel,
     ChatPrompt,
@@ -34,15 +34,6 @@ from aserve.text.prompt import Prepared, PromptEncoder
 LONG_TEXT = 2_000  # characters or ids, about 1 ms of work: beyond it a thread goes on
 WORD_SIZE = 100  # what a bad word takes, in the same measure
 NUM_THREADS = 2
-RETRY_AFTER_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizeQueue:
-    """How much may be in preparation beside the loop at once; more is refused as 429."""
-
-    max_requests: int = 512
-    max_chars: int = 64 << 20  # characters and token ids of all their prompts
 
 
 class TokenizerActor(Actor[TokenizerEvent]):
@@ -105,9 +96,10 @@ class TokenizerActor(Actor[TokenizerEvent]):
 
     def _prepare_later(self, request: GenerateRequest, size: int, deadline_s: float | None) -> None:
         self._encoder.check_size(request)
-        self._check_queue(size)
+        self._queue.check(size, num_waiting=len(self._preparing), num_chars=self._num_chars)
         gone = asyncio.get_running_loop().create_future()
         self._preparing[request.request_id] = gone
+        self._num_chars += size
         work = self._prepare_beside(request, size, gone=gone, deadline_s=deadline_s)
         self.spawn_for(request.request_id, work)
 
@@ -123,10 +115,10 @@ class TokenizerActor(Actor[TokenizerEvent]):
         one goes on to its end, and its result falls away.
         """
         loop = asyncio.get_running_loop()
-        self._num_chars += size
-        work = loop.run_in_executor(self._threads, self._encoder.prepare, request)
-        work.add_done_callback(_look_at)
+        work: asyncio.Future[Prepared] = loop.create_future()
         try:
+            work = loop.run_in_executor(self._threads, self._encoder.prepare, request)
+            work.add_done_callback(_look_at)
             await asyncio.wait(
                 (work, gone), timeout=_left_s(deadline_s), return_when=asyncio.FIRST_COMPLETED
             )
@@ -155,22 +147,6 @@ class TokenizerActor(Actor[TokenizerEvent]):
             self._engine.send(cancel)
         elif not gone.done():
             gone.set_result(None)
-
-    def _check_queue(self, size: int) -> None:
-        """A text is taken alone whatever its size: how long it may be is for others to say."""
-        queue = self._queue
-        if len(self._preparing) >= queue.max_requests:
-            raise QueueFull(
-                f"{len(self._preparing)} prompts wait to be tokenized, and at most "
-                f"{queue.max_requests} may. Try again later.",
-                retry_after_s=RETRY_AFTER_S,
-            )
-        if self._preparing and self._num_chars + size > queue.max_chars:
-            raise QueueFull(
-                f"Prompts of {self._num_chars} characters wait to be tokenized, this one has "
-                f"{size}, and at most {queue.max_chars} may wait. Try again later.",
-                retry_after_s=RETRY_AFTER_S,
-            )
 
 
 def _deadline_of(request: GenerateRequest) -> float | None:

@@ -15,6 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import assert_never
 
+import msgspec
+
+from aserve.actors.base import unexpected
 from aserve.actors.supervisor import Supervisor
 from aserve.core import CorePorts, LocalCore, LocalExecutor
 from aserve.errors import AserveError, ConfigError, ErrorInfo
@@ -24,7 +27,7 @@ from aserve.gpu.worker import in_thread
 from aserve.grammar.frames import Vocabulary
 from aserve.load import load_executor, vocabulary_of
 from aserve.logs import start_logging
-from aserve.messages import AdmitRequest, Cancel, ServerPhase
+from aserve.messages import AdmitRequest, Cancel, Refused, Retired, ServerPhase
 from aserve.observability.reports import Beat
 from aserve.observability.trace import Trace
 from aserve.processes.link import Link
@@ -62,7 +65,11 @@ class EngineSide:
         self._start: asyncio.Future[Start] = loop.create_future()
         self._ended: asyncio.Future[None] = loop.create_future()  # the frontend, or something here
         self._link = Link[ToEngine, ToFrontend](
-            "frontend", kind=ToEngine, deliver=self._heard, on_end=lambda _: self._end()
+            "frontend",
+            kind=ToEngine,
+            deliver=self._heard,
+            on_end=lambda _: self._end(),
+            on_unsendable=self._end_without_words,
         )
         self._core: LocalCore | None = None
         self._supervisor = Supervisor((self._link,), requests=Elsewhere(), report=self._report)
@@ -125,6 +132,12 @@ class EngineSide:
                 self._start.set_result(message)
             case _:
                 assert_never(message)
+
+    def _end_without_words(self, message: ToFrontend) -> None:
+        """The end of a request must arrive, whatever was wrong with what it says."""
+        if isinstance(message, Retired | Refused) and message.error is not None:
+            error = unexpected(message.request_id).info()
+            self._link.inbox.send(msgspec.structs.replace(message, error=error))
 
     def _beat(self) -> None:
         """Says that the loop turns, and who has work; ends with the loop."""

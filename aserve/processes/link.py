@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
@@ -23,6 +24,9 @@ In = TypeVar("In")
 Out = TypeVar("Out")
 
 MAX_IN_FRAME = 64  # messages: what piled up behind a slow peer goes in several turns
+
+# What msgspec raises for a value that has no msgpack form, or no room for it.
+UNENCODABLE = (TypeError, ValueError, OverflowError, RecursionError, MemoryError)
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +43,11 @@ class Link(Actor[Out], Generic[In, Out]):
         kind: Any,  # a type form: the union of what comes in
         deliver: Callable[[In], None],
         on_end: Callable[[Exception | None], None],
+        on_unsendable: Callable[[Out], None],
     ) -> None:
         super().__init__(name)
+        self._on_unsendable = on_unsendable
+        self._unsent: deque[Out] = deque()  # taken from the inbox, and waiting for the socket
         self._encoder = msgspec.msgpack.Encoder()
         self._wire = _Wire(msgspec.msgpack.Decoder(list[kind]), deliver, on_end)
 
@@ -52,18 +59,44 @@ class Link(Actor[Out], Generic[In, Out]):
         """A peer may take as long as it takes (see supervisor)."""
         async for messages in self.inbox.batches():
             self.beat()
-            for start in range(0, len(messages), MAX_IN_FRAME):
+            self._unsent.extend(messages)
+            while self._unsent:
                 await self._wire.is_writable.wait()
-                self.write(*messages[start : start + MAX_IN_FRAME])
+                self._write_next()
+
+    def backlog(self) -> int:
+        return super().backlog() + len(self._unsent)
 
     def write(self, *messages: Out) -> None:
-        """At once, before anything that is still in the inbox."""
-        self._wire.write(framed(self._encoder.encode(messages)))
+        """At once, before anything that is still in the inbox. A message that cannot be encoded is
+        given to `on_unsendable`, and the others go.
+        """
+        try:
+            data = self._encoder.encode(messages)
+        except UNENCODABLE:
+            data = self._encoder.encode([one for one in messages if self._is_sendable(one)])
+        self._wire.write(framed(data))
 
     async def close(self, *, timeout_s: float) -> None:
         """After `stop`: what was sent still goes out, if the peer reads it in time."""
-        self.write(*self.inbox.take())
+        self._unsent.extend(self.inbox.take())
+        while self._unsent:
+            self._write_next()
         await self._wire.close(timeout_s)
+
+    def _write_next(self) -> None:
+        count = min(len(self._unsent), MAX_IN_FRAME)
+        self.write(*(self._unsent.popleft() for _ in range(count)))
+
+    def _is_sendable(self, message: Out) -> bool:
+        try:
+            self._encoder.encode(message)
+        except UNENCODABLE as error:
+            kind = type(message).__name__
+            logger.error("not sent link=%s message=%s", self.name, kind, exc_info=error)
+            self._on_unsendable(message)
+            return False
+        return True
 
 
 class _Wire(asyncio.Protocol):

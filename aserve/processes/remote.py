@@ -17,13 +17,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import assert_never
 
-from aserve.actors.base import DeathReport
+from aserve.actors.base import DeathReport, unexpected
 from aserve.actors.supervisor import Supervised
 from aserve.channel import Sink
 from aserve.core import CorePorts
 from aserve.errors import AserveError, ConfigError, EngineDead
 from aserve.gpu.worker import SWITCH_INTERVAL_S, in_thread
-from aserve.messages import EngineEvent, EngineSpec, OpenText, Refused, Retired, StepOutput
+from aserve.messages import (
+    AdmitRequest,
+    Cancel,
+    EngineEvent,
+    EngineSpec,
+    OpenText,
+    Refused,
+    Retired,
+    StepOutput,
+)
 from aserve.observability.reports import Beat, GrammarCompiled, GrammarKnown, TurnReport
 from aserve.processes.link import Link
 from aserve.processes.protocol import Died, LoadFailed, Ready, Start, ToEngine, ToFrontend
@@ -47,7 +56,11 @@ class RemoteCore:
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._ports = ports
         self._link = Link[ToFrontend, ToEngine](
-            "engine", kind=ToFrontend, deliver=self._heard, on_end=self._link_ended
+            "engine",
+            kind=ToFrontend,
+            deliver=self._heard,
+            on_end=self._link_ended,
+            on_unsendable=self._refuse,
         )
         self.inbox = self._link.inbox
         self.actors = (self._link,)
@@ -117,6 +130,19 @@ class RemoteCore:
             self.ready.set_result(outcome)
         else:
             self.ready.set_exception(outcome)
+
+    def _refuse(self, message: ToEngine) -> None:
+        """A request that cannot travel ends here. A Cancel has nothing in it that cannot."""
+        match message:
+            case AdmitRequest():
+                error = unexpected(message.request_id).info()
+                self._ports.text.send(Refused(message.request_id, error))
+            case Start():
+                self._settle(EngineDead("the options cannot be sent to the engine's process"))
+            case Cancel():
+                pass
+            case _:
+                assert_never(message)
 
     def _link_ended(self, error: Exception | None) -> None:
         if not self._is_closing:

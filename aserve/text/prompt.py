@@ -28,9 +28,15 @@ from aserve.text.bad_words import bad_word_ids
 from aserve.text.plain_content import PlainContent
 from aserve.text.prompt_text import prompt_texts
 from aserve.text.template import ChatTemplate
+from aserve.text.text_size import check_bytes
 from aserve.text.tokenizer import TextTokenizer
 
 T = TypeVar("T")
+
+# How much longer than the context a text may be of which the end is kept. WHY: tokens depend on
+# what stands before them, so all of it is encoded, which takes time and memory.
+CUT_FACTOR = 4
+MIN_CUT_BYTES = 1 << 20
 
 
 class PromptLimits(Record, frozen=True):
@@ -65,7 +71,8 @@ class PromptEncoder:
     def prepare(self, request: GenerateRequest) -> Prepared:
         """Raises the ClientError that the request ends with."""
         _check_ids(request.sampling, self.limits)
-        prompt_ids = self.encode(request.prompt)
+        self.check_size(request)
+        prompt_ids = self.encode(request.prompt, is_cut=request.truncate_prompt_tokens is not None)
         if not prompt_ids:
             raise InvalidRequest(
                 "the prompt is empty: give at least one token", param="prompt", code="empty_prompt"
@@ -105,20 +112,41 @@ class PromptEncoder:
         )
 
     def check_size(self, request: GenerateRequest) -> None:
-        """Raises the ClientError of a prompt that is too long, however it would be tokenized."""
+        """Raises the ClientError of a prompt that is too long however it would be tokenized, in no
+        time. What its bytes say once a template has rendered it is for `encode`.
+        """
+        prompt = request.prompt
+        is_cut = request.truncate_prompt_tokens is not None
+        if isinstance(prompt, TextPrompt) and len(prompt.text) > self._max_bytes(is_cut=is_cut):
+            self._check_bytes(prompt.text, where="prompt", is_cut=is_cut)
+        if isinstance(prompt, TokenPrompt) and not is_cut:
+            num_ids = len(prompt.token_ids)
+            if num_ids > self.limits.max_model_len:
+                resolve_lengths(request, num_ids, self.limits)
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt, *, is_cut: bool = True) -> list[int]:
+        """A text that is cut afterwards, or counted only, may be longer than the context."""
         match prompt:
             case TextPrompt():
+                self._check_bytes(prompt.text, where="prompt", is_cut=is_cut)
                 return self._encode_text(prompt.text, with_special=prompt.add_special_tokens)
             case TokenPrompt():
                 return list(prompt.token_ids)
             case ChatPrompt():
                 text, mark = self._render(prompt)
+                self._check_bytes(text, where="messages", is_cut=is_cut)
                 return self._encode_text(text, with_special=prompt.add_special_tokens, mark=mark)
 
     def check_ids(self, ids: Sequence[int], *, param: str) -> None:
         _check_range(ids, self.limits.vocab_size, param=param)
+
+    def _max_bytes(self, *, is_cut: bool) -> int:
+        fits = self.limits.max_model_len * self.tokenizer.bytes_per_token
+        return max(CUT_FACTOR * fits, MIN_CUT_BYTES) if is_cut else fits
+
+    def _check_bytes(self, text: str, *, where: str, is_cut: bool) -> None:
+        limit = self._max_bytes(is_cut=is_cut)
+        check_bytes(text, limit, where=where, max_model_len=self.limits.max_model_len)
 
     def _page_keys(self, prompt_ids: bytes, *, namespace: str) -> bytes:
         page_size = self.limits.page_size
@@ -168,9 +196,11 @@ class PromptEncoder:
 def _decode(data: bytes, kind: type[T], *, param: str) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
-    except RecursionError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequest(
-            f"'{param}' is nested too deeply", param=param, code="invalid_value"
+            f"'{param}' cannot be read, or is nested too deeply: {str(error)[:100]}",
+            param=param,
+            code="invalid_value",
         ) from error
 
 

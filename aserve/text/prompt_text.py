@@ -63,6 +63,11 @@ class PromptText:
         """Characters that stand before the output."""
         return self._offsets[-1] if self._echoed else 0
 
+    def skip(self) -> None:
+        """All of it was told before: nothing of it comes again."""
+        self.parts.clear()
+        self._num_known = len(self._offsets) - 1
+
     def feed(self, scores: PromptLogprobs) -> None:
         assert scores.position == self._num_known, "scores come once and in order"
         assert self._num_top is not None

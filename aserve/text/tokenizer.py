@@ -14,6 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from aserve.text.detokenize import ByteStream, TextStream, WindowStream
+from aserve.text.text_size import bytes_per_token
 
 WORD_MARK = "\u2581"  # stands for a space in pieces of SentencePiece vocabularies
 
@@ -27,13 +28,16 @@ class Spelling(enum.Enum):
 
 
 class TextTokenizer:
-    """`eos_ids` end an answer; `bos_id` goes before a text that the tokenizer gave none."""
+    """`eos_ids` end an answer; `bos_id` goes before a text that the tokenizer gave none. No token
+    stands for more than `bytes_per_token` bytes of a text.
+    """
 
     __slots__ = (
         "_backend",
         "_bytes",
         "_spelling",
         "bos_id",
+        "bytes_per_token",
         "eos_ids",
         "special_ids",
         "special_texts",
@@ -48,6 +52,7 @@ class TextTokenizer:
         self._spelling = spelling_of(backend)
         self._bytes: dict[int, bytes] = {}
         self.bos_id = bos_id
+        self.bytes_per_token = bytes_per_token(backend)
         self.eos_ids = tuple(eos_ids)
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.special_texts = tuple(token.content for token in added.values() if token.special)

@@ -249,10 +249,21 @@ def test_a_failed_sequence_ends_with_its_error(
     reason: FinishReason, status: int, code: str
 ) -> None:
     bench = Bench()
-    bench.handle(opened(), output(IDS[:1]))
+    bench.handle(opened(), *[output(IDS[:1])] * (reason != "deadline"))
     (chunk,) = bench.handle(retired(reason, error=BROKEN if reason == "error" else None))
     assert chunk.error is not None
     assert (chunk.error.status, chunk.error.code, chunk.is_last) == (status, code, True)
+
+
+def test_a_timeout_ends_with_the_text_so_far_and_says_so() -> None:
+    """All children do, if one of them has any."""
+    bench = Bench()
+    bench.handle(opened(n=2), output(IDS[:1], child=1))
+    first, second = bench.handle(retired("deadline"), retired("deadline", child=1))
+    assert (first.finish_reason, first.stop_reason, first.error) == ("length", "timeout", None)
+    assert (second.finish_reason, second.stop_reason, second.error) == ("length", "timeout", None)
+    assert second.is_last
+    assert bench.token_ids == IDS[:1]
 
 
 def test_a_cancelled_sequence_ends_without_an_error() -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from aserve.actors.tokenizer import LONG_TEXT, TokenizerActor
+import pytest
+
+from aserve.actors.tokenize_queue import TokenizeQueue
+from aserve.actors.tokenizer import LONG_TEXT, NUM_THREADS, TokenizerActor
 from aserve.channel import Channel, Codec
 from aserve.messages import (
     AdmitRequest,
@@ -36,13 +40,15 @@ LONG = TextPrompt("hello " * LONG_TEXT)
 class GatedEncoder(PromptEncoder):
     """Long prompts wait in their thread until the gate opens."""
 
-    __slots__ = ("gate",)
+    __slots__ = ("gate", "prepared")
 
     def __init__(self) -> None:
         super().__init__(TOKENIZER, template=None, limits=LIMITS)
         self.gate = threading.Event()
+        self.prepared: list[str] = []
 
     def prepare(self, request: GenerateRequest) -> Prepared:
+        self.prepared.append(request.request_id)
         if threading.current_thread() is not threading.main_thread():
             assert self.gate.wait(10)
         return super().prepare(request)
@@ -51,7 +57,7 @@ class GatedEncoder(PromptEncoder):
 class Bench:
     """The actor between two inboxes that nobody else reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_chars: int = 1 << 20) -> None:
         self.encoder = GatedEncoder()
         self.text: Channel[DetokenizerEvent] = Channel(codec=Codec(DetokenizerEvent))
         self.engine: Channel[EngineEvent] = Channel(codec=Codec(EngineEvent))
@@ -59,12 +65,13 @@ class Bench:
             self.encoder,
             detokenizer=self.text,
             engine=self.engine,
+            queue=TokenizeQueue(max_requests=4, max_chars=max_chars),
             codec=Codec(TokenizerEvent),
         )
 
-    def send(self, request_id: str, prompt: Prompt) -> None:
+    def send(self, request_id: str, prompt: Prompt, *, timeout_s: float | None = None) -> None:
         sampling = SamplingParams(seed=1)
-        self.actor.inbox.send(GenerateRequest(request_id, prompt, sampling))
+        self.actor.inbox.send(GenerateRequest(request_id, prompt, sampling, timeout_s=timeout_s))
 
     async def next_text(self) -> list[DetokenizerEvent]:
         return await anext(self.text.batches())
@@ -74,8 +81,8 @@ class Bench:
 
 
 @asynccontextmanager
-async def running() -> AsyncIterator[Bench]:
-    bench = Bench()
+async def running(**options: int) -> AsyncIterator[Bench]:
+    bench = Bench(**options)
     async with alone(bench.actor):
         yield bench
         bench.encoder.gate.set()
@@ -170,10 +177,100 @@ async def test_a_request_cancelled_in_its_thread_is_never_admitted() -> None:
         bench.send("long", LONG)
         bench.actor.inbox.send(Cancel("long", None, 0, "cancelled"))
         bench.send("after", TokenPrompt((1,)))
-        assert names(await bench.next_text()) == [("OpenText", "after")]
-        bench.encoder.gate.set()
-        (refused,) = await bench.next_text()
+        told = [*await bench.next_text(), *await bench.next_text()]  # the gate is still shut
+        assert names(told) == [("OpenText", "after"), ("Refused", "long")]
+        refused = told[1]
         assert isinstance(refused, Refused)
         assert (refused.request_id, refused.error.code) == ("long", "request_cancelled")
         assert names(await bench.next_admitted()) == [("AdmitRequest", "after")]
         assert len(bench.engine) == 0
+
+
+async def test_work_that_nobody_waits_for_never_gets_a_thread() -> None:
+    async with running() as bench:
+        for i in range(NUM_THREADS + 2):
+            bench.send(f"r{i}", LONG)
+        gone = f"r{NUM_THREADS}"  # waits behind those that have the threads
+        bench.actor.inbox.send(Cancel(gone, None, 0, "cancelled"))
+        (refused,) = await bench.next_text()
+        assert names([refused]) == [("Refused", gone)]
+        bench.encoder.gate.set()
+        late: list[DetokenizerEvent] = []
+        while len(late) < NUM_THREADS + 1:
+            late += await bench.next_text()
+        assert gone not in bench.encoder.prepared
+        assert len(bench.encoder.prepared) == NUM_THREADS + 1
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_a_timeout_acts_while_a_prompt_waits_for_its_thread_or_is_in_it(
+    is_first: bool,
+) -> None:
+    async with running() as bench:
+        for i in range(0 if is_first else NUM_THREADS):
+            bench.send(f"r{i}", LONG)
+        bench.send("late", LONG, timeout_s=0.01)
+        (refused,) = await bench.next_text()
+        assert isinstance(refused, Refused)
+        assert (refused.request_id, refused.error.code) == ("late", "deadline_exceeded")
+        assert refused.error.status == 408
+        assert ("late" in bench.encoder.prepared) == is_first
+
+
+async def test_a_deadline_counts_from_arrival_and_goes_with_the_request() -> None:
+    async with running() as bench:
+        before_s = time.monotonic()
+        bench.send("long", LONG, timeout_s=100)
+        bench.send("short", TextPrompt("a"), timeout_s=50)
+        (short,) = await bench.next_admitted()
+        after_s = time.monotonic()
+        bench.encoder.gate.set()
+        (long,) = await bench.next_admitted()
+        for admitted, timeout_s in ((short, 50), (long, 100)):
+            assert isinstance(admitted, AdmitRequest)
+            assert admitted.deadline_s is not None
+            assert before_s + timeout_s <= admitted.deadline_s <= after_s + timeout_s
+
+
+async def test_so_many_prompts_may_wait_for_a_thread_and_no_more() -> None:
+    async with running() as bench:
+        for i in range(6):
+            bench.send(f"r{i}", LONG)
+        refused = await bench.next_text()
+        assert names(refused) == [("Refused", "r4"), ("Refused", "r5")]
+        assert isinstance(refused[0], Refused)
+        assert (refused[0].error.status, refused[0].error.code) == (429, "queue_full")
+        assert "at most 4 may" in refused[0].error.message
+        bench.encoder.gate.set()
+        late: list[DetokenizerEvent] = []
+        while len(late) < 4:
+            late += await bench.next_text()
+        bench.send("after", LONG)
+        assert names(await bench.next_text()) == [("OpenText", "after")]
+
+
+async def test_so_many_characters_may_wait_for_a_thread_and_a_long_text_alone() -> None:
+    text = TextPrompt("a" * 10_000)
+    async with running(max_chars=15_000) as bench:
+        bench.send("r0", text)
+        bench.send("r1", text)
+        (refused,) = await bench.next_text()
+        assert isinstance(refused, Refused)
+        assert (refused.request_id, refused.error.code) == ("r1", "queue_full")
+        assert "10000 characters" in refused.error.message
+        bench.encoder.gate.set()
+        assert len(await bench.next_text()) == 1
+        bench.send("larger than the queue", TextPrompt("hello " * 3_000))
+        ((_, name),) = names(await bench.next_text())
+        assert name == "larger than the queue"
+        assert "larger than the queue" in bench.encoder.prepared
+
+
+async def test_a_text_that_cannot_fit_never_waits_for_a_thread() -> None:
+    async with running() as bench:
+        size = LIMITS.max_model_len * TOKENIZER.bytes_per_token
+        bench.send("endless", TextPrompt("z" * (size + 1)))
+        (refused,) = await bench.next_text()
+        assert isinstance(refused, Refused)
+        assert refused.error.code == "context_length_exceeded"
+        assert bench.encoder.prepared == []

@@ -35,6 +35,7 @@ CORE_PATH = (
 STARTS = (
     *("aserve/cli.py", "aserve/config.py", "aserve/engine.py", "aserve/progress.py"),
     *(f"aserve/{name}.py" for name in ("banner", "event_loop", "launch", "load", "logs")),
+    "aserve/actors/supervisor.py",
     *("aserve/loop_thread.py", "aserve/option.py", "aserve/program.py", "aserve/serving.py"),
     *("aserve/cache/layout.py", "aserve/gpu/build.py"),
     *("aserve/gpu/largest_step.py", "aserve/gpu/padding_batch.py"),
@@ -89,7 +90,9 @@ ASKED_FOR = (
 )
 # What only refuses: limits and checks that a request passes on its way, in files of their own.
 GUARDS = (
-    *("aserve/http/openai/limits.py", "aserve/actors/admission.py"),
+    *("aserve/http/openai/limits.py", "aserve/http/openai/json_values.py"),
+    *("aserve/actors/admission.py", "aserve/actors/tokenize_queue.py"),
+    "aserve/text/text_size.py",
     *(f"aserve/http/{name}.py" for name in ("connection", "hosts", "json_bounds")),
     *(f"aserve/http/{name}.py" for name in ("decompress", "descriptors", "intake")),
     *("aserve/http/masked_frames.py", "aserve/text/plain_content.py"),
@@ -97,6 +100,7 @@ GUARDS = (
     "aserve/actors/text_slices.py",
     "aserve/actors/text_slices.py",
     *("aserve/unread.py", "aserve/http/delivery.py"),
+    *("aserve/capacity.py", "aserve/heap.py", "aserve/http/origin.py"),
 )
 # What only a server of several clients needs: who they are, and how they share the engine. The
 # queue is here, because a list in order of arrival would do for one client.

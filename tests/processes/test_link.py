@@ -30,7 +30,14 @@ class End:
         self.has_ended = asyncio.Event()
         self.changed = asyncio.Event()
         self._sock = sock
-        self.link = Link[Said, Said]("link", kind=Said, deliver=self._hear, on_end=self._end)
+        self.unsendable: list[Said] = []
+        self.link = Link[Said, Said](
+            "link",
+            kind=Said,
+            deliver=self._hear,
+            on_end=self._end,
+            on_unsendable=self.unsendable.append,
+        )
 
     async def open(self) -> None:
         await self.link.open(self._sock)
@@ -138,6 +145,27 @@ async def test_what_was_sent_before_the_close_still_arrives() -> None:
         await right.has_ended.wait()
         assert [message.number for message in right.heard] == [1, 2]
         assert right.ends == [None]
+
+
+async def test_a_close_in_the_middle_of_many_messages_loses_none() -> None:
+    num_messages = 20_000
+    async with linked() as (left, right):
+        for number in range(num_messages):
+            left.link.inbox.send(Said(number, b"x" * 100))
+        await turns(2)  # the socket is full, and most of them wait behind it
+        assert 0 < left.link.backlog() < num_messages
+        await left.close()
+        await right.has_ended.wait()
+        assert [message.number for message in right.heard] == list(range(num_messages))
+
+
+async def test_a_message_that_cannot_be_encoded_is_dropped_alone_and_reported() -> None:
+    async with linked() as (left, right):
+        bad = Said(1, "\ud800")  # type: ignore[arg-type]  # what no validation has seen
+        for message in (Said(0), bad, Said(2)):
+            left.link.inbox.send(message)
+        assert [message.number for message in await right.until_heard(2)] == [0, 2]
+        assert left.unsendable == [bad]
 
 
 async def test_a_reader_that_never_reads_does_not_hold_up_the_close() -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from aserve.errors import InvalidRequest
-from aserve.http.body import parse_body
+from aserve.http.body import wrong_field
+from aserve.http.openai.json_values import decoded, encoded
 from aserve.http.openai.schema import (
     ChatBody,
     ChatMessage,
@@ -43,7 +44,7 @@ def chat_prompt(body: ChatBody | TokenizeBody) -> ChatPrompt:
         )
     messages = [_plain(message, i) for i, message in enumerate(body.messages)]
     return ChatPrompt(
-        msgspec.json.encode(messages),
+        encoded(messages, param="messages"),
         tools_of(body),
         variables=template_variables(body.chat_template_kwargs),
         add_special_tokens=bool(body.add_special_tokens),
@@ -62,7 +63,7 @@ def template_variables(given: Mapping[str, Any] | None) -> bytes | None:
             param=f"chat_template_kwargs.{wrong}",
             code="invalid_value",
         )
-    return msgspec.json.encode(given)
+    return encoded(given, param="chat_template_kwargs")
 
 
 def _plain(message: ChatMessage, index: int) -> ChatMessage:
@@ -113,23 +114,32 @@ def _with_object(call: ToolCall) -> ToolCall:
     arguments = call.function.arguments
     if isinstance(arguments, str):
         try:
-            arguments = msgspec.json.decode(arguments, type=dict[str, Any])
-        except (ValueError, RecursionError):
+            arguments = decoded(arguments.encode(), dict[str, Any], param="arguments")
+        except InvalidRequest:
             return call
     return msgspec.structs.replace(call, function=FunctionCall(call.function.name, arguments))
+
+
+def _check_tools(tools: list[dict[str, Any]]) -> None:
+    try:
+        msgspec.convert(tools, list[Tool])
+    except msgspec.ValidationError as error:
+        raise wrong_field(str(error), "tools") from None
 
 
 def tools_of(body: ChatBody | TokenizeBody) -> bytes | None:
     """The tools as they came, or nothing; a choice that names one must be able to hold."""
     given = bytes(body.tools)
-    tools = None if given == b"null" else parse_body(given, list[Tool], where="tools")
+    tools = None if given == b"null" else decoded(given, list[dict[str, Any]], param="tools")
+    if tools is not None:
+        _check_tools(tools)
     if tools == []:
         raise InvalidRequest(
             "Invalid 'tools': the list is empty.", param="tools", code="empty_array"
         )
     match body.tool_choice:
         case None | "auto":
-            return None if tools is None else given
+            return None if tools is None else encoded(tools, param="tools")
         case "none":
             return None
         case _ if tools is None:

@@ -1,0 +1,93 @@
+"""JSON of a client that nobody here reads and the chat template will see: checked once, on entry.
+
+Must not know which fields there are. What passes can be encoded, decoded and rendered without an
+exception: its numbers, strings and depth are those that every JSON library takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import msgspec
+
+from aserve.errors import InvalidRequest
+from aserve.http.body import MAX_SHOWN, wrong_field
+
+T = TypeVar("T")
+
+MAX_DEPTH = 100  # a template's own filters recurse, in Python's bounds
+
+
+def decoded(data: bytes, kind: type[T], *, param: str) -> T:
+    """All of it, to plain values."""
+    try:
+        value = msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise wrong_field(str(error), param) from None
+    except UnicodeDecodeError as error:
+        raise _invalid(f"it is not UTF-8 ({error.reason})", param) from None
+    except RecursionError:
+        raise _too_deep(param) from None
+    except ValueError as error:
+        raise _invalid(str(error)[:MAX_SHOWN], param) from None
+    check_depth(value, param=param)
+    return value
+
+
+def encoded(value: object, *, param: str) -> bytes:
+    """The JSON of a program's value, which may not have one."""
+    try:
+        data = msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        raise InvalidRequest(
+            f"Invalid '{param}': a text has a lone surrogate.", param=param, code="invalid_unicode"
+        ) from None
+    except RecursionError:
+        raise _too_deep(param) from None
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequest(
+            f"Invalid '{param}': {str(error)[:MAX_SHOWN]}.", param=param, code="invalid_type"
+        ) from None
+    check_depth(value, param=param)
+    return data
+
+
+def check_depth(value: object, *, param: str) -> None:
+    if depth_of(value) > MAX_DEPTH:
+        raise _too_deep(param)
+
+
+def depth_of(value: object) -> int:
+    """Lists and objects within each other; what is deeper than MAX_DEPTH is not looked at."""
+    level: list[Any] = [value]
+    depth = 0
+    while depth <= MAX_DEPTH:
+        level = [inner for outer in level for inner in _inside(outer)]
+        if not level:
+            return depth
+        depth += 1
+    return depth
+
+
+def _inside(value: object) -> Iterator[object]:
+    """What stands directly in a list, an object or a record."""
+    match value:
+        case dict():
+            yield from value.values()
+        case list() | tuple():
+            yield from value
+        case msgspec.Struct():
+            yield from (getattr(value, name) for name in value.__struct_fields__)
+
+
+def _too_deep(param: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"Invalid '{param}': lists and objects may be nested {MAX_DEPTH} deep at most.",
+        param=param,
+        code="nested_too_deeply",
+    )
+
+
+def _invalid(reason: str, param: str) -> InvalidRequest:
+    return InvalidRequest(f"Invalid '{param}': {reason}.", param=param, code="invalid_json")

@@ -1,0 +1,90 @@
+"""How few tokens a text can have, from its bytes alone: what cannot fit is refused unencoded.
+
+Must not know requests. A token stands for a bounded number of bytes, so a text of more bytes than
+`max_model_len` such tokens is too long, whatever it says. Encoding it first would take seconds and
+gigabytes.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import BPE
+
+from aserve.errors import ContextTooLong
+
+# How many bytes of a text can become one byte of the tokens' text. NFC composes up to three
+# characters of three bytes to one of three; NFKC turns one of four bytes into one of one.
+SHRINKS = {"NFC": 3, "NFKC": 4}
+# Nothing bounds what others make of a text: an unknown word of any length is one token, and white
+# space may have none. A text is refused if it is this much longer than its tokens could be.
+UNBOUNDED = 16
+KEEPS_TEXT = frozenset({"Prepend", "Replace"})  # as SentencePiece's marks for spaces
+DROPS_TEXT = frozenset({"BertPreTokenizer", "Whitespace", "WhitespaceSplit"})
+
+
+def bytes_per_token(backend: Tokenizer) -> int:
+    """The most bytes of a text that one token can stand for."""
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    is_byte_level = "ByteLevel" in _kinds(backend.pre_tokenizer)
+    longest = 1
+    for token in backend.get_vocab(with_added_tokens=True):
+        # a byte-level vocabulary spells each byte as one character
+        size = len(token) if is_byte_level and token not in added else len(token.encode())
+        longest = max(longest, size)
+    return longest * _shrink(backend)
+
+
+def check_bytes(text: str, limit: int, *, where: str, max_model_len: int) -> None:
+    """`limit` is in bytes. PERF: they are counted only where the characters leave a doubt."""
+    if len(text) <= limit // 4:
+        return
+    num_bytes = len(text.encode("utf-8", "surrogatepass"))
+    if num_bytes <= limit:
+        return
+    raise ContextTooLong(
+        f"This model's maximum context length is {max_model_len} tokens. However, your {where} has "
+        f"{num_bytes} bytes, and at most {limit} are tokenized here. Please reduce the length of "
+        f"the {where}.",
+        param=where,
+    )
+
+
+def _shrink(backend: Tokenizer) -> int:
+    """How many bytes of a text become one byte of its tokens, at most."""
+    takes_spaces = any(
+        token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()
+    )
+    steps = _steps(backend.pre_tokenizer)
+    drops = any(step["type"] in DROPS_TEXT or step.get("behavior") == "Removed" for step in steps)
+    if takes_spaces or drops or not _has_all_bytes(backend):
+        return UNBOUNDED
+    factor = 1
+    for kind in _kinds(backend.normalizer) - KEEPS_TEXT:
+        factor *= SHRINKS.get(kind, UNBOUNDED)
+    return min(factor, UNBOUNDED)
+
+
+def _has_all_bytes(backend: Tokenizer) -> bool:
+    """Whether no text is unknown to it: else an unknown word may be one token, or none."""
+    if isinstance(backend.model, BPE) and backend.model.byte_fallback:
+        return True
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    is_byte_level = "ByteLevel" in _kinds(backend.pre_tokenizer)
+    return is_byte_level and all(backend.token_to_id(letter) is not None for letter in alphabet)
+
+
+def _kinds(part: Any) -> set[str]:
+    return {step["type"] for step in _steps(part)}
+
+
+def _steps(part: Any) -> list[dict[str, Any]]:
+    """The parts of a normalizer or a pre-tokenizer, which may be a sequence of them."""
+    if part is None:
+        return []
+    state: dict[str, Any] = json.loads(part.__getstate__())
+    if state["type"] != "Sequence":
+        return [state]
+    return state.get("pretokenizers") or state.get("normalizers") or []
