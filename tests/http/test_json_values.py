@@ -64,7 +64,7 @@ async def test_a_value_that_no_json_has_is_refused_by_the_name_of_its_field(
     async with web.post("/v1/chat/completions", data=data, headers=HEADERS) as answer:
         body: dict[str, Any] = await answer.json()
         assert answer.status == 400, body
-    if "UTF-8" not in value and "surrogate" not in value and value != "deeper":
+    if value in ("infinite", "many digits", "many digits below zero"):
         assert str(body["error"]["param"]).startswith(field)
     await goes_on(echo, web)
 
