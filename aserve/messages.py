@@ -38,6 +38,13 @@ def array_f32(data: bytes) -> ArrayF32:
     return np.frombuffer(data, dtype=np.float32)
 
 
+def stamp_of(iteration: int) -> int:
+    """What the relay says about who wrote it: the iteration while that is below 2^31, then counted
+    from 1 again, so that it fits int32 and is never 0.
+    """
+    return 1 + (iteration - 1) % (2**31 - 1)
+
+
 class Message(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Base of what crosses an actor's border."""
 
@@ -272,10 +279,10 @@ class ScheduleBatch(Message, frozen=True):
     An unknown token stands in `input_ids` as -row: the device puts the row's last sampled token
     there. Draft positions (see VerifyPlan) hold -row as well. `kv_lens` is the KV length before
     this step, exact, or where `bounds` is 1 an upper bound that the device replaces from the
-    relay's published length. `expects[i]` is the iteration whose stash row i reads from the relay
-    (token, drafts or length), 0 where it reads nothing. The first `shared_pages` pages of the first
-    layer group are the same for all rows, and lie before what any of them computes here: named
-    where the spec asks for it.
+    relay's published length. `expects[i]` is the stamp of the step whose stash row i reads from the
+    relay (token, drafts or length), 0 where it reads nothing. The first `shared_pages` pages of the
+    first layer group are the same for all rows, and lie before what any of them computes here:
+    named where the spec asks for it.
     """
 
     iteration: int

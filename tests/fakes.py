@@ -37,6 +37,7 @@ from aserve.messages import (
     StepResult,
     array_i32,
     pack_i32,
+    stamp_of,
 )
 from aserve.scheduling.request import child_seed
 
@@ -558,7 +559,7 @@ class FakeDevice:
         """
         state = self.rows[row]
         state.last_token = emitted[-1]
-        state.written_iter = iteration
+        state.written_iter = stamp_of(iteration)
         if self.spec.decode.max_tokens_per_step > 1:
             state.draft = self._guess(row, emitted[-1])
 

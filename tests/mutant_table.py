@@ -48,8 +48,8 @@ MUTANTS = (
     Mutant(
         "a relay read that expects the iteration before",
         "aserve/scheduling/launch.py",
-        "return sequence.relay_iteration if reads_relay else 0",
-        "return sequence.relay_iteration - 1 if reads_relay else 0",
+        "return stamp_of(sequence.relay_iteration) if reads_relay else 0",
+        "return stamp_of(sequence.relay_iteration - 1) if reads_relay else 0",
     ),
     Mutant(
         "a bound not corrected at commit",

@@ -41,6 +41,7 @@ from aserve.messages import (
     ScheduleBatch,
     StepFailed,
     array_i32,
+    stamp_of,
 )
 
 Job = Callable[[], None]
@@ -207,7 +208,7 @@ class TorchExecutor:
         logits = self._plan_held(rows, max_len)
         sections = HostSections()
         logits.stage(sections)
-        sections.add("iteration", np.array([sample.iteration], np.int32))
+        sections.add("iteration", np.array([stamp_of(sample.iteration)], np.int32))
         sections.add("mask", array_i32(sample.masks))
         staged = self._stage(sections)
         packed = self._runner.finish_held(

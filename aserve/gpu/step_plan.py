@@ -14,7 +14,7 @@ from aserve.errors import BugError
 from aserve.gpu.prompt_plan import PromptPlan, plan_prompts
 from aserve.gpu.sample.plan import RowFacts, SamplePlan
 from aserve.gpu.sections import HostSections
-from aserve.messages import ArrayI32, ScheduleBatch, array_i32
+from aserve.messages import ArrayI32, ScheduleBatch, array_i32, stamp_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class StepPlan:
         )
 
     def stage(self, sections: HostSections) -> None:
-        sections.add("iteration", np.array([self.iteration], np.int32))
+        sections.add("iteration", np.array([stamp_of(self.iteration)], np.int32))
         sections.add("rows", self.rows)
         sections.add("spans", self.spans)
         sections.add("kv_lens", self.kv_lens)

@@ -20,6 +20,7 @@ from aserve.messages import (
     StepStats,
     VerifyPlan,
     pack_i32,
+    stamp_of,
 )
 from aserve.scheduling.board import Board, Step
 from aserve.scheduling.decode import Chosen
@@ -92,10 +93,10 @@ def _next_id(choice: Chosen) -> int:
 
 
 def _expected_iteration(choice: Chosen) -> int:
-    """The step whose stash this row reads from the relay: the last one that samples it."""
+    """The stamp of the step whose stash this row reads from the relay: the last that samples it."""
     sequence = choice.sequence
     reads_relay = sequence.flights.num_sampling > 0 or choice.num_drafts > 0
-    return sequence.relay_iteration if reads_relay else 0
+    return stamp_of(sequence.relay_iteration) if reads_relay else 0
 
 
 def _page_writes(sequences: list[Sequence], group: int) -> PageWrites:

@@ -111,6 +111,7 @@ def serve(
     *,
     chaos: int = 0,
     fill: FillMask | None = None,
+    first_iteration: int = 1,
 ) -> Served:
     """Runs all requests to their ends, then closes the executor. Grammars are toys, or `fill`'s.
     Raises what a device thread has died of.
@@ -121,6 +122,7 @@ def serve(
         try:
             drive = _Drive(executor, requests, random.Random(chaos))
             drive.fill = fill or drive.fill
+            drive.state.board.next_iteration = first_iteration
             task = asyncio.ensure_future(drive.run())
             await asyncio.wait((task, executor.died), return_when=asyncio.FIRST_COMPLETED)
             if executor.died.done():

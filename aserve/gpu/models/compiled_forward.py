@@ -23,6 +23,7 @@ from aserve.gpu.resolve import DeviceState
 from aserve.gpu.results import Layout, Packed
 from aserve.gpu.sample.row_tables import FLOAT_COLUMNS, INT_COLUMNS
 from aserve.gpu.step_plan import StepPlan
+from aserve.messages import stamp_of
 from aserve_kernels.cpu.decoder_forward import (
     GELU,
     GELU_TANH,
@@ -85,7 +86,7 @@ class CompiledForward:
         own = RowSpans(plan.rows.astype(np.int64), lens, spans.cumsum() - spans, spans)
         sampled = np.searchsorted(own.starts + spans, plan.logits.tokens, side="right")
         ids = plan.input_ids.astype(np.int64)
-        words = decoder_step(ids, own, sampled, plan.iteration, self._tables)
+        words = decoder_step(ids, own, sampled, stamp_of(plan.iteration), self._tables)
         num = len(sampled)
         return Packed(words, Layout(num, 1, num, num_scored=0, num_top=0, num_prompt_words=0))
 
