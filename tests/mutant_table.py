@@ -13,6 +13,9 @@ TRACES = (
 CACHE = "tests/cache/test_kv_cache.py"
 ROOM = "tests/scheduling/test_room.py"
 EXECUTOR = "tests/gpu/test_executor.py"
+TWO_TOKENS = (
+    "tests/gpu/test_traces.py::test_rows_beside_rejected_drafts_get_their_own_tokens_and_logprobs"
+)
 RELAY = "tests/gpu/test_future_map.py"
 RESOLVE = "tests/gpu/test_resolve.py"
 DETOKENIZER = "tests/actors/test_detokenizer.py"
@@ -131,6 +134,21 @@ MUTANTS = (
         "aserve/scheduling/budget.py",
         "board.cache.available(group) - max(0, total - mine)",
         "board.cache.available(group)",
+        f"{ROOM}::test_a_prefill_leaves_the_other_rows_the_pages_of_their_next_step",
+    ),
+    Mutant(
+        "ample room claimed where a row's next page is not there",
+        "aserve/scheduling/budget.py",
+        "return all(board.cache.available(group) >= most for group in groups)",
+        "return all(board.cache.available(group) >= most // 4 for group in groups)",
+        f"{ROOM}::test_a_prefill_leaves_the_other_rows_the_pages_of_their_next_step",
+    ),
+    Mutant(
+        "pages of the step that is filled counted twice",
+        "aserve/scheduling/decode.py",
+        "step_total = step_need(board, board.running.values())\n",
+        "need = step_need(board, board.running.values())\n"
+        "        step_total = tuple(2 * pages for pages in need)\n",
         f"{ROOM}::test_a_prefill_leaves_the_other_rows_the_pages_of_their_next_step",
     ),
     Mutant(
@@ -288,8 +306,8 @@ MUTANTS = (
     Mutant(
         "a page's key that does not name the pages before it",
         "aserve/cache/keys.py",
-        "digest_size=KEY_BYTES, key=parent)",
-        "digest_size=KEY_BYTES, key=root)",
+        "parent = blake2b(page_tokens, digest_size=KEY_BYTES, key=parent).digest()",
+        "parent = blake2b(page_tokens, digest_size=KEY_BYTES, key=root).digest()",
         "tests/cache/test_keys.py",
     ),
     Mutant(
@@ -367,15 +385,14 @@ MUTANTS = (
         "aserve/gpu/results.py",
         "np.arange(layout.width) < counts[:, None]",
         "np.arange(layout.width) <= counts[:, None]",
-        "tests/gpu/test_two_tokens.py::test_some_drafts_are_accepted_and_some_are_not",
+        TWO_TOKENS,
     ),
     Mutant(
         "logprobs that begin where the row before ended its tokens, not its window",
         "aserve/gpu/results.py",
         "start += int(logits.windows[place])",
         "start += int(counts[place])",
-        "tests/gpu/test_logprobs.py::"
-        "test_an_accepted_draft_has_logprobs_and_a_rejected_one_has_none",
+        TWO_TOKENS,
     ),
     Mutant(
         "a stale relay read that passes the checks",
@@ -396,7 +413,7 @@ MUTANTS = (
         "aserve/gpu/future_map.py",
         "torch.where(ids < 0, tokens, ids)",
         "torch.where(ids <= 0, tokens, ids)",
-        f"{RELAY}::TestRelay",
+        f"{RELAY}::test_id_0_stands_for_itself_whatever_padding_wrote_into_row_0",
     ),
     Mutant(
         "a relay that is read in place",

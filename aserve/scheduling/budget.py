@@ -111,12 +111,14 @@ def has_room(board: Board, need: Pages) -> bool:
     return all(board.cache.available(group) >= pages for group, pages in enumerate(need))
 
 
-def has_ample_room(board: Board, *, num_steps: int = 1) -> bool:
-    """More than so many steps of any rows could need, so that nobody has to count (most times)."""
+def has_ample_room(board: Board) -> bool:
+    """Whether there are more pages than a step of any rows could take, beside those of one more
+    decode of every row. Mostly there are, and then nobody has to count.
+    """
     per_row = 1 + board.num_pages(board.spec.decode.max_tokens_per_step)
     most = len(board.running) * per_row + board.num_pages(board.spec.max_batched_tokens)
     groups = range(len(board.spec.groups))
-    return all(board.cache.available(group) >= most * num_steps for group in groups)
+    return all(board.cache.available(group) >= most for group in groups)
 
 
 def add_pages(left: Pages, right: Pages) -> Pages:

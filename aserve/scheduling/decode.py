@@ -100,8 +100,8 @@ def _fill(board: Board, rows: list[Sequence], budget: int) -> list[Chosen]:
     """Spans for rows, in order, as far as the token budget and the pages go."""
     chosen: list[Chosen] = []
     step_total: Pages | None = None
-    # The step that is being filled, and one more.
-    if not has_ample_room(board, num_steps=2) and any(row.remaining > 1 for row in rows):
+    # NOTE: with ample room, what this step leaves covers one more decode of every row.
+    if not has_ample_room(board) and any(row.remaining > 1 for row in rows):
         step_total = step_need(board, board.running.values())
     for sequence in rows:
         choice = _choose_span(board, sequence, budget, step_total=step_total)

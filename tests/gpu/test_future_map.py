@@ -107,6 +107,13 @@ def test_ids_larger_than_max_rows_stand_for_themselves() -> None:
     assert relay.resolve(ids).tolist() == [0, 3, 4, 150_000, 9, 2**31 - 1]
 
 
+def test_id_0_stands_for_itself_whatever_padding_wrote_into_row_0() -> None:
+    relay = FutureMap((), max_rows=3, device=CPU)
+    rows, tokens = torch.tensor([0, 1, 0]), torch.tensor([7, 8, 9])
+    relay.stash(rows, {LAST_TOKEN: tokens}, iteration=torch.tensor([1]))
+    assert relay.resolve(torch.tensor([0, -1])).tolist() == [0, 8]
+
+
 def test_what_was_read_does_not_change_with_the_next_stash() -> None:
     relay = FutureMap((), max_rows=3, device=CPU)
     rows = torch.tensor([2])

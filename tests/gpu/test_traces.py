@@ -202,6 +202,15 @@ def test_a_failed_step_costs_its_neighbours_no_token() -> None:
     assert served.outputs == {(r.request_id, 0): plain_outputs(HashModel(), r) for r in asked}
 
 
+def test_rows_beside_rejected_drafts_get_their_own_tokens_and_logprobs() -> None:
+    asked = [request(f"r{number}", STEM[number : number + 9], logprobs=1) for number in range(3)]
+    served = serve(make_executor(HashModel(), mode=TwoTokens()), asked)
+    for each in asked:
+        tokens, logprobs = plain_run(HashModel(), each)
+        assert served.outputs[each.request_id, 0] == tokens
+        assert served.logprobs[each.request_id, 0] == pytest.approx(logprobs, abs=1e-4)
+
+
 def test_an_unsound_step_costs_nobody_a_token_though_later_steps_succeeded() -> None:
     """Its NaN shows when the waiter reads it; the device has gone on with what it left behind."""
     asked = [request(f"r{number}", STEM[number : number + 9], max_tokens=20) for number in range(4)]

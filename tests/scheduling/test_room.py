@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import msgspec
 
 from aserve.errors import StepError
@@ -12,16 +10,15 @@ from tests.scheduling.stage import Stage, cancel, request, result, rows, spans, 
 
 
 def test_the_row_that_waited_longest_decodes_first_so_that_none_starves() -> None:
-    """Three rows share steps of two tokens: none is left out of two steps in a row."""
-    stage = Stage(spec(depth=1, lead=1, max_batched_tokens=2))
-    stage.play(*[request(name, [number]) for number, name in enumerate("abc")])
+    """The verify window of one row takes all tokens of a step."""
+    stage = Stage(spec(depth=1, lead=1, max_batched_tokens=3, window=3))
+    stage.play(request("a", [1]), request("b", [2]))
     named: list[list[int]] = []
-    for iteration in range(1, 7):
+    for iteration in range(1, 6):
         (batch,) = stage.batches
         named.append(rows(batch))
         stage.play(result(iteration, {row: [50] for row in rows(batch)}))
-    assert [len(step) for step in named] == [2] * 6
-    assert [{*step, *following} for step, following in pairwise(named)] == [{1, 2, 3}] * 5
+    assert named == [[1, 2], [1], [2], [1], [2]]
 
 
 def test_a_prompt_waits_until_its_first_token_fits_too() -> None:
@@ -36,6 +33,14 @@ def test_a_prompt_waits_until_its_first_token_fits_too() -> None:
     assert rows(stage.batches[0]) == [1]
     stage.play(result(2, {1: [9]}))
     assert (rows(stage.batches[0]), spans(stage.batches[0])) == ([1], [8])
+
+
+def test_prompts_that_fit_together_begin_in_one_step() -> None:
+    """Pages that the first one takes in this step must not be counted against the second again."""
+    stage = Stage(spec(depth=1, lead=1, page_size=1, num_pages=18, max_batched_tokens=13))
+    first, second = list(range(10)), list(range(50, 53))
+    stage.play(request("a", first, max_tokens=3), request("b", second, max_tokens=3))
+    assert spans(stage.batches[0]) == [10, 3]
 
 
 def _windowed(num_pages: int) -> EngineSpec:
