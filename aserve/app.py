@@ -92,6 +92,8 @@ class App:
         self._heap.start()
         self.state.max_model_len = core.spec.max_model_len
         self.gateway.capacity = Capacity(core.spec.max_rows, core.spec.max_waiting)
+        asked = self.resolved.server.max_sequences_per_request
+        self.state.max_sequences = asked or core.spec.max_rows
         self.state.engine_age_s = core.age_s
         self.state.defaults = text.defaults
         self._report("ready", "")

@@ -317,8 +317,23 @@ def _add_group(parser: Parser, record: type) -> None:
         else:
             group.add_argument(
                 option.flag, dest=option.name, metavar=_metavar(option),
+                action=_Join if option.limits.is_list else "store",
                 default=argparse.SUPPRESS, help=_help(option),
             )  # fmt: skip
+
+
+class _Join(argparse.Action):
+    """An option that is given again adds to its list."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest, None)
+        setattr(namespace, self.dest, values if before is None else f"{before},{values}")
 
 
 def _metavar(option: Option) -> str:

@@ -203,7 +203,31 @@ class ServerOptions:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0: any free one", Limits(low=0, high=65535))
     api_key: str | None = option(
-        None, "clients must send `Authorization: Bearer KEY`", Limits(metavar="KEY", is_secret=True)
+        None,
+        "clients must send `Authorization: Bearer KEY`; several keys with commas between them, or "
+        "the option again; `ps` shows them to every user of the machine, unlike --api-key-file",
+        Limits(metavar="KEY", is_secret=True, is_list=True),
+    )
+    api_key_file: str | None = option(
+        None, "file of keys that clients may send, one per line", Limits(metavar="FILE")
+    )
+    admin_api_key: str | None = option(
+        None,
+        "a key whose requests may also set `priority`",
+        Limits(metavar="KEY", is_secret=True),
+    )
+    enable_priority_scheduling: bool = option(
+        False, "requests of any client may set `priority`; without it they get a 400"
+    )
+    shared_prefix_cache: bool = option(
+        False,
+        "requests of different API keys share cached prefixes; `cached_tokens` then tells a client "
+        "which prompts others have sent",
+    )
+    max_sequences_per_request: int | None = option(
+        None,
+        "prompts times n of one request at most; default: --max-num-seqs",
+        Limits(low=1, high=65536),
     )
     public_metrics: bool = option(False, "with --api-key: /metrics needs no key")
     max_body_size: int = option(

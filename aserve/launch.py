@@ -106,7 +106,10 @@ class InItsOwnProcess:
 
 def _without_key(resolved: Resolved) -> Resolved:
     """The engine has no clients, and needs no secret of theirs."""
-    return dataclasses.replace(resolved, server=dataclasses.replace(resolved.server, api_key=None))
+    server = dataclasses.replace(
+        resolved.server, api_key=None, api_key_file=None, admin_api_key=None
+    )
+    return dataclasses.replace(resolved, server=server)
 
 
 def launcher_of(resolved: Resolved) -> Launcher:

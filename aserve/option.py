@@ -31,6 +31,7 @@ class Limits:
     choices: tuple[str, ...] = ()
     metavar: str = ""
     is_secret: bool = False
+    is_list: bool = False  # texts with commas between them; the command line may give it again
     also: str = ""  # another name of a switch, on the command line
 
 

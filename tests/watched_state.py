@@ -4,6 +4,8 @@ anew from phases and page tables, and who stepped back must be the right one.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from aserve.cache.holding import Holding
 from aserve.messages import Launch, ScheduleBatch, StepStats, array_i32
 from aserve.scheduling.phases import Phase
@@ -38,12 +40,17 @@ class WatchedState(SchedulerState):
         return has_launched
 
     def _check_retracted(self, retracted: list[Sequence], before: list[Sequence]) -> None:
-        """Lowest priority first, then fewest outputs, then latest; and never the last row."""
+        """Lowest priority first, then fewest outputs, then latest; and never the last row. A client
+        above its share of rows may have to step back for another one's waiting sequence.
+        """
+        share = max(1, self.board.spec.max_rows // max(1, self.board.clients.num_active))
+        num_rows = Counter(row.client for row in before)
         self.num_retracted += len(retracted)
         assert not retracted or len(retracted) < len(before), "the last row stepped back"
         for row in retracted:
             for other in before:
-                assert other in retracted or _goes_before(row, other), (
+                makes_way = row.client is not other.client and num_rows[row.client] > share
+                assert other in retracted or makes_way or _goes_before(row, other), (
                     f"{row.request_id}/{row.child} stepped back, not "
                     f"{other.request_id}/{other.child}"
                 )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from aserve.bench.options import (
     AdmissionOptions,
+    FairnessOptions,
     GpuCheckOptions,
     HostileOptions,
     HostStepOptions,
@@ -44,6 +45,11 @@ BENCHES: Mapping[str, Bench] = {
         "The longest turn of the scheduler under the heaviest loads; the device takes no time.",
         AdmissionOptions,
         "aserve.bench.admission",
+    ),
+    "fairness": Bench(
+        "How one client's flood delays others, with a device that only sleeps.",
+        FairnessOptions,
+        "aserve.bench.fairness",
     ),
     "gpu-check": Bench(
         "What only a GPU can show, in parts that can be resumed, beside its goals.",

@@ -47,6 +47,18 @@ class AdmissionOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class FairnessOptions:
+    rows: int = option(64, "sequences that run at once", Limits(low=2))
+    step_ms: float = option(10.0, "how long a step of the device takes", Limits(low=0.1))
+    prompt_len: int = option(16, "tokens of a prompt", Limits(low=1))
+    flood_requests: int = option(300, "open requests of the flood", Limits(low=1))
+    flood_tokens: int = option(100, "tokens of each of its answers", Limits(low=2))
+    light_clients: int = option(9, "clients that send one request at a time", Limits(low=1))
+    light_requests: int = option(4, "requests of each of them", Limits(low=1))
+    light_tokens: int = option(32, "tokens of each of their answers", Limits(low=2))
+
+
+@dataclass(frozen=True, slots=True)
 class HostStepOptions:
     rows: str = option("16,64,256,1024", "running requests, one measurement each", LIST)
     steps: int = option(100, "measured steps of a repeat", Limits(low=1))

@@ -228,7 +228,9 @@ def _resolved_for(case: Case, resolved: Resolved) -> Resolved:
         resolved,
         scheduler=dataclasses.replace(resolved.scheduler, max_num_seqs=case.num_rows),
         debug=dataclasses.replace(resolved.debug, log_level=resolved.debug.log_level or "warning"),
-        server=dataclasses.replace(resolved.server, host="127.0.0.1", port=0, api_key=None),
+        server=dataclasses.replace(
+            resolved.server, host="127.0.0.1", port=0, api_key=None, api_key_file=None
+        ),
     )
 
 

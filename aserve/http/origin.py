@@ -9,6 +9,7 @@ import time
 
 from aiohttp import web
 
+from aserve.http.auth import caller_of
 from aserve.http.openai.answer_size import AnswerLimits
 from aserve.http.openai.call import Origin
 from aserve.http.state import HttpContext
@@ -28,4 +29,5 @@ def origin_of(request: web.Request, context: HttpContext) -> Origin:
             context.state.max_model_len,
             context.state.defaults.max_new_tokens,
         ),
+        caller=caller_of(request, context.options, context.state.max_sequences),
     )

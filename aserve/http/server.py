@@ -15,7 +15,7 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
 from aserve.errors import AserveError, BugError, ConfigError, ErrorInfo
-from aserve.http.auth import check_key
+from aserve.http.auth import IDENTITY, read_keys
 from aserve.http.body import IGNORED
 from aserve.http.connection import listen
 from aserve.http.errors import RequestFailed, error_response, http_error_info, info_of, refused
@@ -102,14 +102,14 @@ def handler_of(route: Route, context: HttpContext) -> Handler:
 
 def border(context: HttpContext) -> Middleware:
     """Every request gets an id and an answer; a bug shows nothing of itself but that id."""
+    keys = read_keys(context.options)
 
     @web.middleware
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         request[REQUEST_ID] = uuid.uuid4().hex
         try:
             request.app[HOSTS].check_host(request)
-            options = context.options
-            check_key(request, options.api_key, has_public_metrics=options.public_metrics)
+            request[IDENTITY] = keys.identify(request)
             check_size(request, context.options.max_body_size)
             return await handler(request)
         except (AserveError, RequestFailed) as error:

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from aserve.config import ServerOptions
 from aserve.errors import AserveError, EngineDead, ShuttingDown
 from aserve.http.openai.call import random_seed
+from aserve.http.openai.limits import MAX_SEQUENCES
 from aserve.http.text_desk import TextDesk
 from aserve.messages import ServerPhase
 from aserve.outlet import Gateway
@@ -30,6 +31,7 @@ class ServerState:
     phase: ServerPhase = "starting"
     reason: str = "loading the model"
     max_model_len: int | None = None
+    max_sequences: int = MAX_SEQUENCES  # of one request: prompts times n
     defaults: GenerationDefaults = NEUTRAL
     engine_age_s: Callable[[], float] = lambda: 0.0  # since it was last heard of
 

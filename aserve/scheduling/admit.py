@@ -15,6 +15,7 @@ from aserve.scheduling.held import ask_mask, has_slow_room
 from aserve.scheduling.leave import leave
 from aserve.scheduling.phases import Phase
 from aserve.scheduling.request import Sequence
+from aserve.scheduling.shares import place_refusal
 
 MAX_LOOKS = 32  # waiting sequences that one launch looks at, about 50 us each with long prefixes
 
@@ -111,7 +112,7 @@ def _refusal(board: Board, children: list[Sequence]) -> ErrorInfo | None:
             f"sequences, and this request adds {len(children)}. Try again later.",
             retry_after_s=1.0,
         ).info()
-    return None
+    return place_refusal(board, first.client, len(children))
 
 
 def _end_or_ask(board: Board, sequence: Sequence) -> None:

@@ -21,6 +21,7 @@ from aserve.scheduling.leave import leave, settle
 from aserve.scheduling.phases import Phase
 from aserve.scheduling.prompts import hand_out_prompts
 from aserve.scheduling.request import Sequence
+from aserve.scheduling.shares import charge_prompt
 
 Rider = tuple[Sequence, Flight]
 
@@ -133,7 +134,7 @@ def _land(board: Board, sequence: Sequence, flight: Flight, *, advance: int) -> 
     if sequence.phase is not Phase.RUNNING:
         return  # retracted: its tokens count, its pages are gone
     if sequence.unpaid:
-        _charge_prompt(sequence, advance)
+        charge_prompt(sequence, advance)
     assert sequence.holding is not None
     page_size = board.spec.page_size
     num_before = sequence.committed_len // page_size
@@ -145,10 +146,3 @@ def _land(board: Board, sequence: Sequence, flight: Flight, *, advance: int) -> 
         if sequence.followers:
             wake(board, sequence)
     board.cache.release_behind(sequence.holding, sequence.committed_len)
-
-
-def _charge_prompt(sequence: Sequence, num_computed: int) -> None:
-    """NOTE: what is computed again after a retraction was charged already, or is charged once."""
-    num_charged = min(sequence.unpaid, num_computed)
-    sequence.unpaid -= num_charged
-    sequence.client.serve_prompt(num_charged)

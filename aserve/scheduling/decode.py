@@ -23,6 +23,7 @@ from aserve.scheduling.caps import max_decode_rows, may_run_ahead
 from aserve.scheduling.leave import retract, retraction_order
 from aserve.scheduling.phases import Phase
 from aserve.scheduling.request import Sequence
+from aserve.scheduling.shares import make_way, prefill_order
 
 MOST_TIMES = 8  # the bound of prompts beside decodes, where these are few
 
@@ -42,9 +43,10 @@ class Chosen(msgspec.Struct, frozen=True, gc=False):
 
 def choose(board: Board) -> tuple[list[Chosen], list[Sequence]]:
     """The next step's rows, decodes first, and who was newly admitted for it. Prefills come in the
-    order of priority, then arrival.
+    order of priority, then of what their clients were served, then of arrival.
     """
     _retract_for_room(board)
+    make_way(board)
     if board.is_recovering:
         chosen = _choose_retry(board)
         if chosen or board.is_recovering:
@@ -56,7 +58,7 @@ def choose(board: Board) -> tuple[list[Chosen], list[Sequence]]:
     left = budget - sum(choice.span for choice in chosen)
     admitted = admit(board, prefills, num_tokens=left) if left else []
     prefills += admitted
-    prefills.sort(key=attrgetter("priority", "arrival"))
+    prefills.sort(key=prefill_order)
     most = _most_beside(board, len(chosen), len(prefills)) if chosen else left
     chosen += _fill(board, prefills, min(left, most))
     return chosen or _fill(board, decodes, budget), admitted

@@ -108,7 +108,7 @@ GUARDS = (
 SHARING = (
     *("aserve/scheduling/followers.py", "aserve/scheduling/intake.py"),
     *("aserve/http/auth.py", "aserve/scheduling/clients.py", "aserve/scheduling/queue.py"),
-    "aserve/scheduling/shares.py",
+    *("aserve/scheduling/shares.py", "aserve/http/openai/caller.py"),
 )
 # What only the prefix cache needs: without it the page pools alone would do.
 PREFIX_CACHE = ("aserve/cache/eviction.py", "aserve/cache/keys.py")

@@ -13,7 +13,7 @@ from tests.http.echo_engine import EchoEngine
 
 @pytest.fixture
 async def echo() -> AsyncIterator[EchoEngine]:
-    async with EchoEngine() as engine:
+    async with EchoEngine(enable_priority_scheduling=True) as engine:
         yield engine
 
 

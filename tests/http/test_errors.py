@@ -56,7 +56,7 @@ COMPLETION_ERRORS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"prompt": ["a", 1]}, "invalid_type", "prompt"),
     ({"prompt": ["a", [1]]}, "invalid_type", "prompt"),
     ({"prompt": [[1], ["a"]]}, "invalid_type", "prompt[1][0]"),
-    ({"prompt": ["a"] * 5, "n": 128}, "array_above_max_length", "prompt"),
+    ({"prompt": ["a"] * 5, "n": 128}, "too_many_sequences", "n"),
     ({"prompt": "a", "model": "gpt"}, "model_not_found", "model"),
     ({"prompt": "a", "n": 0}, "integer_below_min_value", "n"),
     ({"prompt": "a", "n": 129}, "integer_above_max_value", "n"),
@@ -81,7 +81,7 @@ COMPLETION_ERRORS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"prompt": "a", "best_of": 2, "n": 3}, "integer_below_min_value", "best_of"),
     ({"prompt": "a", "best_of": 129}, "integer_above_max_value", "best_of"),
     ({"prompt": "a", "best_of": 2, "stream": True}, "invalid_value", "best_of"),
-    ({"prompt": ["a"] * 5, "best_of": 128}, "array_above_max_length", "prompt"),
+    ({"prompt": ["a"] * 5, "best_of": 128}, "too_many_sequences", "n"),
     ({"prompt": "a", "truncate_prompt_tokens": 0}, "invalid_value", "truncate_prompt_tokens"),
     (
         {"prompt": "a", "truncate_prompt_tokens": -2},

@@ -6,7 +6,7 @@ import random
 
 import msgspec
 
-from aserve.messages import AdmitRequest, EngineSpec
+from aserve.messages import AdmitRequest, EngineSpec, Refused
 from aserve.scheduling.clients import Client, Clients
 from aserve.scheduling.queue import WaitingQueue
 from aserve.scheduling.request import Sequence
@@ -15,8 +15,10 @@ from tests.scheduling.stage import cancel, request, spec
 from tests.scheduling.step_counter import StepCounter
 
 
-def engine(*, max_rows: int = 8, max_waiting: int = 2_000, budget: int = 64) -> EngineSpec:
-    few = spec(num_pages=700, max_rows=max_rows, max_batched_tokens=budget)
+def engine(
+    *, max_rows: int = 8, max_waiting: int = 2_000, budget: int = 64, num_pages: int = 700
+) -> EngineSpec:
+    few = spec(num_pages=num_pages, max_rows=max_rows, max_batched_tokens=budget)
     return msgspec.structs.replace(few, max_waiting=max_waiting, max_model_len=4_000)
 
 
@@ -217,3 +219,109 @@ def test_what_is_cancelled_before_it_was_computed_is_not_charged() -> None:
     run.run(2)
     run.state.step([cancel("a0")])
     assert client.key == client.served < 40
+
+
+def flooded(*, rows: int = 64, prompt_len: int = 6) -> StepCounter:
+    """A flood runs on all rows and waits in the queue, and goes on for long."""
+    num_pages = rows * (prompt_len + 210) // 4 + 100
+    run = counter(engine(max_rows=rows, budget=256, num_pages=num_pages))
+    run.send(
+        *(asked("flood", number, prompt_len=prompt_len, max_tokens=200) for number in range(500))
+    )
+    run.run(20)
+    return run
+
+
+def test_a_flood_on_all_rows_leaves_the_first_token_of_others_within_three_steps() -> None:
+    alone = counter(engine(max_rows=64, budget=256))
+    (idle,) = alone.steps_to_first(asked("light0-", 0))
+    run = flooded()
+    requests = [asked(f"light{number}-", 0) for number in range(9)]
+    assert max(run.steps_to_first(*requests)) <= idle + 3
+    (again,) = run.steps_to_first(asked("light0-", 1))
+    assert again <= idle + 3
+
+
+def test_long_prompts_of_a_flood_do_not_delay_a_short_one() -> None:
+    run = flooded(rows=8, prompt_len=1_000)
+    (steps,) = run.steps_to_first(asked("light", 0))
+    assert steps <= 4
+
+
+def test_a_client_alone_runs_on_all_rows() -> None:
+    run = flooded(rows=16)
+    assert run.batches[-1].stats.num_running == 16
+    assert run.batches[-1].stats.num_retracted == 0
+
+
+def test_rows_are_taken_from_a_client_only_down_to_its_share() -> None:
+    run = flooded(rows=8)
+    run.send(*(asked("other", number, max_tokens=200) for number in range(50)))
+    run.run(30)
+    clients = run.state.board.clients
+    assert (clients.find("flood").num_rows, clients.find("other").num_rows) == (4, 4)
+    before = run.state.board.num_retracted
+    run.run(60)
+    assert run.state.board.num_retracted == before <= 8
+
+
+def test_what_was_retracted_for_others_ends_with_all_its_tokens() -> None:
+    run = counter(engine(max_rows=4))
+    run.send(*(asked("flood", number, max_tokens=30) for number in range(12)))
+    run.run(10)
+    run.send(asked("light", 0))
+    run.run()
+    assert run.state.board.num_retracted > 0
+    assert (run.num_outputs["flood"], run.num_outputs["light"]) == (12 * 30, 8)
+
+
+def test_rows_are_not_taken_for_a_lower_priority() -> None:
+    run = counter(engine(max_rows=4))
+    run.send(*(asked("flood", number, max_tokens=60) for number in range(4)))
+    run.run(5)
+    later = request("later", [1, 2, 3], client="light", priority=1)
+    run.send(later)
+    run.run(20)
+    assert run.state.board.num_retracted == 0
+    assert "later" not in run.first_steps
+
+
+def test_rows_are_not_taken_from_clients_that_have_one() -> None:
+    run = counter(engine(max_rows=4))
+    run.send(*(asked(f"c{number}-", 0, max_tokens=60) for number in range(4)))
+    run.run(5)
+    run.send(asked("fifth", 0))
+    run.run(20)
+    assert run.state.board.num_retracted == 0
+
+
+def test_a_flood_leaves_places_in_the_queue_for_others() -> None:
+    run = counter(engine(max_rows=2, max_waiting=90))
+    run.send(*(asked("flood", number, max_tokens=100) for number in range(2)))
+    run.run(2)
+    run.send(*(asked("flood", 100 + number) for number in range(200)))
+    refused = [name for name, ends in run.ends.items() if isinstance(ends[0], Refused)]
+    assert len(refused) == 120
+    (end,) = run.ends[refused[0]]
+    assert isinstance(end, Refused)
+    assert (end.error.status, end.error.code) == (429, "queue_full")
+    assert "80" in end.error.message
+    assert "90" in end.error.message
+    run.send(*(asked(f"light{number}-", 0) for number in range(9)))
+    assert not [name for name in run.ends if name.startswith("light")]
+
+
+def test_a_program_that_names_no_client_has_the_whole_queue() -> None:
+    run = counter(engine(max_rows=2, max_waiting=90))
+    run.send(*(asked("", number, max_tokens=100) for number in range(2)))
+    run.run(2)
+    run.send(*(asked("", 100 + number) for number in range(200)))
+    assert len(run.state.board.waiting) == 90
+
+
+def test_the_first_request_of_a_client_needs_only_a_free_place() -> None:
+    run = counter(engine(max_rows=1, max_waiting=1))
+    run.send(asked("a", 0, max_tokens=100))
+    run.run(2)
+    run.send(asked("b", 0), asked("b", 1))
+    assert [name for name, ends in run.ends.items() if isinstance(ends[0], Refused)] == ["b1"]

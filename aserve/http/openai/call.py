@@ -14,8 +14,9 @@ from typing import TypeVar
 import msgspec
 
 from aserve.http.openai.answer_size import NO_MODEL, AnswerLimits, check_answer_size
+from aserve.http.openai.caller import EMBEDDED, Caller
 from aserve.http.openai.grammars import grammar_of
-from aserve.http.openai.limits import MAX_SEQUENCES, check_length, stops_of
+from aserve.http.openai.limits import stops_of
 from aserve.http.openai.schema import GenerationBody, StreamOptions
 from aserve.messages import GenerateRequest, OutputChunk, Prompt, SamplingParams
 from aserve.text.defaults import NEUTRAL, GenerationDefaults
@@ -84,6 +85,7 @@ class Origin:
     draw_seed: Callable[[], int] = random_seed
     defaults: GenerationDefaults = NEUTRAL
     answer_limits: AnswerLimits = NO_MODEL
+    caller: Caller = EMBEDDED
 
 
 def sampling_of(
@@ -143,9 +145,16 @@ def build_call(
         run = msgspec.structs.replace(run, prompt_logprobs=num_top)
     if best_of is not None and best_of > sampling.n:
         run = msgspec.structs.replace(run, n=best_of, logprobs=sampling.logprobs or 0)
-    check_length(range(len(prompts) * run.n), MAX_SEQUENCES, param="prompt")
+    origin.caller.check_priority(body.priority)
+    origin.caller.check_sequences(len(prompts), run.n)
     requests = tuple(
-        request_of(body, prompt, sampling=run, request_id=f"{origin.request_id}-{i}")
+        request_of(
+            body,
+            prompt,
+            sampling=run,
+            request_id=f"{origin.request_id}-{i}",
+            caller=origin.caller,
+        )
         for i, prompt in enumerate(prompts)
     )
     check_answer_size(requests, origin.answer_limits, is_whole=not body.stream)
@@ -163,14 +172,21 @@ def build_call(
 
 
 def request_of(
-    body: GenerationBody, prompt: Prompt, *, sampling: SamplingParams, request_id: str
+    body: GenerationBody,
+    prompt: Prompt,
+    *,
+    sampling: SamplingParams,
+    request_id: str,
+    caller: Caller = EMBEDDED,
 ) -> GenerateRequest:
+    """Without a caller it is a program that embeds the engine."""
     return GenerateRequest(
         request_id=request_id,
         prompt=prompt,
         sampling=sampling,
-        namespace=body.cache_salt or "",
+        namespace=caller.namespace_of(body.cache_salt),
         priority=body.priority or 0,
         timeout_s=body.timeout,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
+        client=caller.client,
     )

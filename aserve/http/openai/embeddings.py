@@ -82,6 +82,7 @@ def embedding_requests(body: EmbeddingBody, origin: Origin) -> list[GenerateRequ
         value = getattr(body, name)
         if value is not None:
             check_range(value, name)
+    origin.caller.check_priority(body.priority)
     check_kept(body.truncate_prompt_tokens)
     prompts = prompts_of(body.input, param="input")
     check_length(prompts, MAX_SEQUENCES, param="input")
@@ -94,6 +95,8 @@ def embedding_requests(body: EmbeddingBody, origin: Origin) -> list[GenerateRequ
             timeout_s=body.timeout,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
             embeds=True,
+            namespace=origin.caller.namespace_of(None),
+            client=origin.caller.client,
         )
         for i, prompt in enumerate(prompts)
     ]
