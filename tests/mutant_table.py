@@ -221,6 +221,24 @@ MUTANTS = (
         "    board.steps.pop(min(board.steps, default=0), None)\n",
     ),
     Mutant(
+        "a good result of a step that was dropped for an earlier one's failure",
+        "aserve/scheduling/commit.py",
+        "step = board.steps.pop(result.iteration, None)",
+        "step = board.steps.pop(result.iteration)",
+    ),
+    Mutant(
+        "a good Sample of a step that was dropped",
+        "aserve/scheduling/commit.py",
+        "rider = board.samples.pop((result.iteration, row), None)",
+        "rider = board.samples.pop((result.iteration, row))",
+    ),
+    Mutant(
+        "a second windowed group without page table entries",
+        "aserve/scheduling/launch.py",
+        "for group in range(len(board.spec.groups))",
+        "for group in range(min(2, len(board.spec.groups)))",
+    ),
+    Mutant(
         "a late failure acted on after the resync",
         "aserve/scheduling/recover.py",
         "failed.iteration < board.resync_at",

@@ -110,6 +110,7 @@ def traces(draw: st.DrawFn) -> Trace:
     is_unsound = draw(st.booleans()) and not graph_rows  # NaN would be captured for good
     # Steps that nobody hears of go by between an unsound one and the trials of its rows.
     gaps = draw(st.lists(st.integers(12, 24) if is_unsound else st.integers(3, 20), max_size=4))
+    gaps[:1] = [gap - 9 if is_unsound else gap for gap in gaps[:1]]
     window = draw(st.sampled_from([None, 6]))
     is_plain = draw(st.booleans())
     numbers = range(draw(st.integers(1, 6)))
