@@ -115,6 +115,8 @@ MUTANTS = (
         "aserve/scheduling/prompts.py",
         "_behind(scores, num_seen, of=num_tokens)",
         "_behind(scores, 0, of=num_tokens)",
+        "tests/scheduling/test_prompts.py::"
+        "test_after_a_retraction_a_prompt_is_scored_from_where_its_scores_end",
     ),
     Mutant(
         "an embedding of a sequence that has left",
