@@ -62,7 +62,7 @@ test-all: lint ## the same with the large profiles and a fresh seed, which ASERV
 
 # Not with setup: on such a machine torch is there already, and what is missing comes from WHEELS.
 gpu-check: ## what only a GPU can show, resumable; WHEELS=dir has packages that are missing
-	@$(if $(wildcard $(STAMP)),$(PY),$(PYTHON)) -m aserve.bench.gpu_check $(if $(WHEELS),--wheels '$(WHEELS)') $(ARGS)
+	@$(if $(wildcard $(STAMP)),$(PY),$(PYTHON)) -m tools.gpu_check $(if $(WHEELS),--wheels '$(WHEELS)') $(ARGS)
 
 lint: style ## ruff, codespell, mypy
 	$(BIN)/mypy

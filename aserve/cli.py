@@ -37,9 +37,9 @@ from aserve.config import (
     resolve,
 )
 from aserve.errors import AserveError, ConfigError
-from aserve.logs import start_logging
+from aserve.host.environment import start_logging
 from aserve.option import Option, build_options, options_of, unknown_option
-from aserve.tiny.location import MODEL_DIR
+from aserve.tiny import MODEL_DIR
 
 if TYPE_CHECKING:
     from aserve.engine import Engine
@@ -112,7 +112,7 @@ def _resolved(given: dict[str, object], *, log_level: str) -> Resolved:
 
 
 def _serve(resolved: Resolved) -> int:
-    from aserve.serving import serve
+    from aserve.server import serve
 
     return serve(resolved)
 

@@ -111,7 +111,7 @@ class SchedulerOptions:
         "tokens in one step; longer prompts run in chunks; default: 8192 on a GPU, else 2048",
         Limits(low=1, high=1 << 20),
     )
-    mixed_prompt_tokens: int | None = option(
+    max_mixed_prefill_tokens: int | None = option(
         None,
         "prompt tokens in a step that decodes too, and more where more rows begin than go on; "
         "fewer: steadier streams, more steps; default: all, but 60 for a small model on a CPU",

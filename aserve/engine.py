@@ -26,35 +26,28 @@ import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
-from aserve.app import App
 from aserve.config import Facts, Raw, Resolved, resolve
 from aserve.errors import AserveError, ConfigError, EngineDead, ErrorInfo, InvalidRequest
-from aserve.gpu.worker import in_thread
+from aserve.frontend import Frontend
+from aserve.host.threads import LoopThread, in_thread
 from aserve.http.openai.call import request_of, sampling_of, seed_source
 from aserve.http.openai.conversation import template_variables
 from aserve.http.openai.json_values import encoded
 from aserve.http.openai.limits import INT32, RANGES, check_limits, check_within
 from aserve.http.openai.schema import GenerationBody
 from aserve.load import Loaded, load
-from aserve.loop_thread import LoopThread
-from aserve.messages import (
+from aserve.messages.base import ArrayF32, FinishReason, array_f32, array_i32
+from aserve.messages.output import OutputChunk, PromptToken, TokenLogprob, Usage
+from aserve.messages.requests import (
     EMBED,
-    ArrayF32,
     ChatPrompt,
-    FinishReason,
     GenerateRequest,
-    OutputChunk,
     Prompt,
-    PromptToken,
     TextPrompt,
-    TokenLogprob,
     TokenPrompt,
-    Usage,
-    array_f32,
-    array_i32,
 )
 from aserve.option import unknown_option
-from aserve.tiny.location import MODEL_DIR
+from aserve.tiny import MODEL_DIR
 from aserve.unread import merge
 
 T = TypeVar("T")
@@ -127,7 +120,7 @@ class Engine:
             raise ConfigError(f"options were given twice: resolved and {', '.join(options)}")
         self._resolved = resolved or _resolve(options)
         self._loader = loader
-        self._app = App(self._resolved, codec=codec)
+        self._app = Frontend(self._resolved, codec=codec)
         self._draw_seed = seed_source(self._resolved.debug.seed)
         self._numbers = itertools.count(1)
         self._loop_thread: LoopThread | None = None
@@ -231,14 +224,14 @@ class Engine:
         refusal = self._app.state.refusal()
         if refusal is not None:
             raise refusal
-        outlet = self._app.gateway.open(request)
+        request_stream = self._app.gateway.open(request)
         try:
-            async for chunk in outlet:
+            async for chunk in request_stream:
                 if chunk.error is not None:
                     raise GenerationError(chunk.error)
                 yield chunk
         finally:
-            outlet.cancel()
+            request_stream.cancel()
 
     async def _each(
         self,

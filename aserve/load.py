@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aserve.config import Resolved
-from aserve.core import LocalExecutor
+from aserve.engine_core import LocalExecutor
 from aserve.grammar.frames import Vocabulary
 from aserve.progress import shown_progress
 from aserve.text.load import TextSide, load_text
@@ -39,7 +39,7 @@ def load(resolved: Resolved) -> Loaded:
 
 def find_model(resolved: Resolved) -> Path:
     """The model's directory; blocks while it is fetched from the hub."""
-    from aserve.gpu.weights.hub import resolve_model_dir
+    from aserve.host.hub import resolve_model_dir
 
     is_dummy = resolved.model.load_format == "dummy"
     return resolve_model_dir(resolved.model_source, has_weights=not is_dummy)
@@ -47,7 +47,7 @@ def find_model(resolved: Resolved) -> Path:
 
 def load_executor(resolved: Resolved, model_dir: Path) -> TorchExecutor:
     """Takes as long as loading takes."""
-    from aserve.gpu.build import build_executor  # a second
+    from aserve.gpu.build import build_executor
 
     with shown_progress("loading weights") as on_progress:
         executor = build_executor(build_options(resolved, model_dir), on_progress=on_progress)
@@ -74,7 +74,7 @@ def build_options(resolved: Resolved, model_dir: Path) -> BuildOptions:
         prefix_cache=not resolved.kv.no_prefix_cache,
         max_rows=resolved.scheduler.max_num_seqs,
         max_batched_tokens=resolved.scheduler.max_num_batched_tokens,
-        mixed_prompt_tokens=resolved.scheduler.mixed_prompt_tokens,
+        max_mixed_prefill_tokens=resolved.scheduler.max_mixed_prefill_tokens,
         max_waiting=resolved.scheduler.max_queue,
         depth=resolved.scheduler.depth,
         lead=resolved.scheduler.lead,

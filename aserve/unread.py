@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from aserve.messages import ChildKey, OutputChunk, PromptToken, TokenLogprob, join_parts
+from aserve.messages.base import ChildKey
+from aserve.messages.output import OutputChunk, PromptToken, TokenLogprob, join_parts
 
 MAX_UNREAD_BYTES = 16 << 20
 # What a reader gets at once, so that it is written in one short turn. NOTE: it is more than the

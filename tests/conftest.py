@@ -8,7 +8,7 @@ import secrets
 import hypothesis
 import pytest
 
-from aserve.gpu.device.process import kernel_cache
+from aserve.host.environment import kernel_cache
 from tests.collected import note_collected
 
 # torch reads this when it is first imported, so a test without torch need not import it.
@@ -24,11 +24,11 @@ if CACHE is not None:
 LONGEST = (
     "tests/parity/test_avx2_machine.py",
     "tests/parity/test_real_model.py",
-    "tests/bench/gpu_check/test_command.py",
+    "tests/tools/gpu_check/test_command.py",
 )
 # Files whose tests share nothing that takes time to make: they are handed out one by one.
 ONE_BY_ONE = frozenset(
-    {"tests/bench/gpu_check/test_command.py", "tests/e2e/test_server_process.py"}
+    {"tests/tools/gpu_check/test_command.py", "tests/e2e/test_server_process.py"}
 )
 
 # The large profile draws a fresh seed and prints it; ASERVE_TEST_SEED=N repeats it in any profile.

@@ -8,8 +8,10 @@ import random
 
 import msgspec
 
-from aserve.messages import EngineSpec, Sample, ScheduleBatch, array_i32
-from tests.fakes import FakeDevice
+from aserve.messages.base import array_i32
+from aserve.messages.executor import EngineSpec
+from aserve.messages.step import Sample, ScheduleBatch
+from tests.fakes.toy_device import FakeDevice
 from tests.stories import POISON_SEED
 
 

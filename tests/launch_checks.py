@@ -4,7 +4,9 @@ belongs to, the token after each span, and the pages that rows share.
 
 from __future__ import annotations
 
-from aserve.messages import EngineSpec, ScheduleBatch, array_i32
+from aserve.messages.base import array_i32
+from aserve.messages.executor import EngineSpec
+from aserve.messages.step import ScheduleBatch
 from aserve.scheduling.request import child_seed
 from tests.stories import Story
 
@@ -33,10 +35,10 @@ class LaunchChecks:
         to be there.
         """
         sampled = array_i32(batch.sample_rows + batch.held_rows).tolist()
-        fields = (batch.rows, batch.spans, batch.kv_lens, batch.next_ids)
+        fields = (batch.rows, batch.query_lens, batch.kv_lens, batch.next_ids)
         columns = [array_i32(values).tolist() for values in fields]
-        for row, span, kv_len, next_id in zip(*columns, strict=True):
-            known, end = self._tenants[row].known, kv_len + span
+        for row, query_len, kv_len, next_id in zip(*columns, strict=True):
+            known, end = self._tenants[row].known, kv_len + query_len
             is_unknown = row in sampled or end >= len(known)
             expected = -row if is_unknown else known[end]
             assert next_id == expected, (

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from aserve.gpu.models.causal_model import CausalModel
-from aserve.gpu.weights.blueprint import LoadPlan
-from aserve.gpu.weights.form import parse_dtype
-from aserve.gpu.weights.load import read_blueprint
-from aserve.gpu.weights.progress import OnProgress, ignore_progress
-from aserve.gpu.weights.target import HOST, Target
+from aserve.gpu.models.base import CausalModel, LoadPlan
+from aserve.gpu.models.load import read_blueprint
+from aserve.gpu.weights.format import parse_dtype
+from aserve.gpu.weights.source import HOST, OnProgress, Target, ignore_progress
 
 
 def load_model(

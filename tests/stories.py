@@ -8,17 +8,12 @@ from __future__ import annotations
 import msgspec
 
 from aserve.errors import ErrorInfo
-from aserve.messages import (
-    AdmitRequest,
-    Cancel,
-    EngineSpec,
-    PromptLogprobs,
-    Retired,
-    RowLogprobs,
-    SequenceOutput,
-    array_i32,
-)
-from tests.fakes import (
+from aserve.messages.base import array_i32
+from aserve.messages.executor import EngineSpec
+from aserve.messages.output import Retired, SequenceOutput
+from aserve.messages.requests import AdmitRequest, Cancel
+from aserve.messages.results import PromptLogprobs, RowLogprobs
+from tests.fakes.toy_device import (
     PlainOutputs,
     expected_logprobs,
     expected_prompt,

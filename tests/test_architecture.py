@@ -153,7 +153,7 @@ def test_the_line_budget_counts_code_and_not_what_explains_it() -> None:
 
 
 def test_the_line_budget_counts_the_core_alone() -> None:
-    lines = {"aserve/app.py": 1, "aserve/gpu/spec/tree.py": 2, "aserve/bench/relay.py": 4}
+    lines = {"aserve/frontend.py": 1, "aserve/gpu/spec/tree.py": 2, "aserve/bench/relay.py": 4}
     assert caps.core_lines({**lines, "kernels/aserve_kernels/gather.py": 8}) == 3
     assert caps.is_placed("aserve/tiny/corpus/a.py")
     assert not caps.is_placed("aserve/newcomer/a.py")

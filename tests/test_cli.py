@@ -14,7 +14,7 @@ import pytest
 from aserve.cli import COMMAND_RECORDS, main, make_parser
 from aserve.config import Resolved
 from aserve.errors import InvalidRequest
-from aserve.messages import OutputChunk, Usage
+from aserve.messages.output import OutputChunk, Usage
 from aserve.option import options_of
 
 REPOSITORY = Path(__file__).parents[1]

@@ -15,10 +15,12 @@ from aserve.config import Resolved
 from aserve.engine import Engine, GenerationError, PromptLike
 from aserve.errors import ClientError, ConfigError, EngineDead, InvalidRequest, ShuttingDown
 from aserve.load import Loaded
-from aserve.messages import AdmitRequest, OutputChunk, SamplingParams, pack_i32
+from aserve.messages.base import pack_i32
+from aserve.messages.output import OutputChunk
+from aserve.messages.requests import AdmitRequest, SamplingParams
 from aserve.text.load import TextSide
-from tests.fake_executor import SPEC, FakeExecutor
-from tests.fakes import expected_outputs
+from tests.fakes.executor import SPEC, FakeExecutor
+from tests.fakes.toy_device import expected_outputs
 from tests.text.vocabularies import byte_level_tokenizer
 
 PROMPT = [5, 6, 7]

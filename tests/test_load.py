@@ -12,7 +12,7 @@ from aserve.config import Facts, Raw, resolve
 from aserve.gpu.build import BuildOptions
 from aserve.gpu.executor import TorchExecutor
 from aserve.load import build_options, load_executor
-from aserve.tiny.location import MODEL_DIR
+from aserve.tiny import MODEL_DIR
 
 WORDS = (
     *("--load-format", "dummy", "--model-impl", "native", "--dtype", "float16"),

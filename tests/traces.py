@@ -15,27 +15,16 @@ import msgspec
 
 from aserve.channel import Codec
 from aserve.errors import AserveError, StepError
-from aserve.messages import (
-    AdmitRequest,
-    BuildMask,
-    Cancel,
-    CancelReason,
-    EngineSpec,
-    Launch,
-    MaskReady,
-    Refused,
-    Resync,
-    Retired,
-    Sample,
-    ScheduleBatch,
-    SchedulerEffect,
-    SchedulerEvent,
-    StepOutput,
-)
+from aserve.messages.base import CancelReason
+from aserve.messages.executor import EngineSpec, SchedulerEffect, SchedulerEvent
+from aserve.messages.output import Refused, Retired, StepOutput
+from aserve.messages.requests import AdmitRequest, Cancel
+from aserve.messages.results import BuildMask, MaskReady
+from aserve.messages.step import Launch, Resync, Sample, ScheduleBatch
 from aserve.observability.recording import Recorder
 from aserve.scheduling.check import describe
-from aserve.scheduling.state import SchedulerState
-from tests.fakes import ToyMatchers
+from aserve.scheduling.scheduler import Scheduler
+from tests.fakes.toy_device import ToyMatchers
 from tests.faults import Faults
 from tests.launch_checks import LaunchChecks
 from tests.stories import FailedMask, Story
@@ -63,7 +52,7 @@ class TraceRun:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.chaos = random.Random(trace.seed)
-        self.state = WatchedState(trace.spec, debug_checks=True)
+        self.scheduler = WatchedState(trace.spec, debug_checks=True)
         self.device = Faults(trace.spec, chaos=self.chaos, rate=trace.fail_rate).device
         self.matchers = ToyMatchers(trace.spec.vocab_size)
         self.commands: deque[ScheduleBatch | Sample | Resync] = deque()
@@ -81,24 +70,24 @@ class TraceRun:
         self.num_launched = 0
 
     def run(self) -> None:
-        while self.arrivals or self.commands or self.asks or not self.state.is_idle:
+        while self.arrivals or self.commands or self.asks or not self.scheduler.is_idle:
             assert len(self.turns) < MAX_TURNS, "the trace does not come to an end"
             events = self._next_events()
-            can_move = events or self.commands or self.asks or self.state.is_idle
+            can_move = events or self.commands or self.asks or self.scheduler.is_idle
             assert can_move, f"nobody moves: {self._who_waits()}"
             self.turns.append(events)
-            for effect in self.state.step([EVENTS.round_trip(event) for event in events]):
+            for effect in self.scheduler.step([EVENTS.round_trip(event) for event in events]):
                 self._perform(EFFECTS.round_trip(effect))
         self._check_end()
 
     def save(self, path: Path) -> None:
         """Writes the events so far as a recording; the last turn, in which it broke, included."""
         recorder = Recorder(path, spec=self.trace.spec)
-        state = SchedulerState(self.trace.spec)
+        scheduler = Scheduler(self.trace.spec)
         for turn in self.turns:
             recorder.begin(turn)
             try:
-                recorder.finish(state.step(turn))
+                recorder.finish(scheduler.step(turn))
             except (AssertionError, AserveError, LookupError):
                 break  # the recording ends inside the turn that broke
         recorder.close()
@@ -174,13 +163,13 @@ class TraceRun:
                 assert not story.tokens
             else:
                 story.check()
-        assert self.state.num_watched == self.num_launched, "a launch was not looked at"
-        board = self.state.board
-        assert board.rows.num_free == self.trace.spec.max_rows
-        board.cache.check([])
-        board.cache.evict_all()
+        assert self.scheduler.num_watched == self.num_launched, "a launch was not looked at"
+        state = self.scheduler.state
+        assert state.rows.num_free == self.trace.spec.max_rows
+        state.cache.check([])
+        state.cache.evict_all()
         for index, group in enumerate(self.trace.spec.groups):
-            assert board.cache.num_free(index) == group.num_pages - 1
+            assert state.cache.num_free(index) == group.num_pages - 1
 
     def _who_waits(self) -> str:
-        return "; ".join(describe(sequence) for sequence in self.state.board.living())
+        return "; ".join(describe(sequence) for sequence in self.scheduler.state.living())

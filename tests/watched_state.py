@@ -6,16 +6,16 @@ from __future__ import annotations
 
 from collections import Counter
 
-from aserve.cache.holding import Holding
-from aserve.messages import Launch, ScheduleBatch, StepStats, array_i32
-from aserve.scheduling.phases import Phase
-from aserve.scheduling.request import Sequence
-from aserve.scheduling.state import SchedulerState
+from aserve.cache.allocation import PageAllocation
+from aserve.messages.base import array_i32
+from aserve.messages.step import Launch, ScheduleBatch, StepStats
+from aserve.scheduling.request import Phase, Sequence
+from aserve.scheduling.scheduler import Scheduler
 
-Holdings = dict[Sequence, Holding | None]
+Holdings = dict[Sequence, PageAllocation | None]
 
 
-class WatchedState(SchedulerState):
+class WatchedState(Scheduler):
     """Raises AssertionError in the launch that is wrong. `num_watched` counts them, so that a test
     sees that it watches at all.
     """
@@ -24,16 +24,16 @@ class WatchedState(SchedulerState):
     num_watched = 0
 
     def _launch_next(self) -> bool:
-        before: Holdings = {row: row.holding for row in self.board.running.values()}
+        before: Holdings = {row: row.allocation for row in self.state.running.values()}
         has_launched = super()._launch_next()
         # A sequence that stepped back and was admitted again at once has another holding.
-        retracted = [row for row, holding in before.items() if row.holding is not holding]
+        retracted = [row for row, allocation in before.items() if row.allocation is not allocation]
         self._check_retracted(retracted, list(before))
         if has_launched:
             self.num_watched += 1
-            running = self.board.running.values()
-            admitted = [row for row in running if row.holding is not before.get(row)]
-            launch = self.board.effects[-1]
+            running = self.state.running.values()
+            admitted = [row for row in running if row.allocation is not before.get(row)]
+            launch = self.state.effects[-1]
             assert isinstance(launch, Launch)
             expected = self._expected_stats(launch.batch, admitted)
             assert launch.batch.stats == expected, f"{launch.batch.stats} is not {expected}"
@@ -43,7 +43,7 @@ class WatchedState(SchedulerState):
         """Lowest priority first, then fewest outputs, then latest; and never the last row. A client
         above its share of rows may have to step back for another one's waiting sequence.
         """
-        share = max(1, self.board.spec.max_rows // max(1, self.board.clients.num_active))
+        share = max(1, self.state.spec.max_rows // max(1, self.state.clients.num_active))
         num_rows = Counter(row.client for row in before)
         self.num_retracted += len(retracted)
         assert not retracted or len(retracted) < len(before), "the last row stepped back"
@@ -56,20 +56,23 @@ class WatchedState(SchedulerState):
                 )
 
     def _expected_stats(self, batch: ScheduleBatch, admitted: list[Sequence]) -> StepStats:
-        board = self.board
-        phases = [sequence.phase for sequence in board.living()]
-        spans, kv_lens = array_i32(batch.spans).tolist(), array_i32(batch.kv_lens).tolist()
-        sequences = [board.running[row] for row in array_i32(batch.rows).tolist()]
+        state = self.state
+        phases = [sequence.phase for sequence in state.living()]
+        query_lens, kv_lens = (
+            array_i32(batch.query_lens).tolist(),
+            array_i32(batch.kv_lens).tolist(),
+        )
+        sequences = [state.running[row] for row in array_i32(batch.rows).tolist()]
         prefill_spans = [
-            span
-            for sequence, span, kv_len in zip(sequences, spans, kv_lens, strict=True)
+            query_len
+            for sequence, query_len, kv_len in zip(sequences, query_lens, kv_lens, strict=True)
             if sequence in admitted or sequence.tokens.num - kv_len > 1
         ]
         pages = {
             page
-            for row in board.running.values()
-            if row.holding is not None
-            for page in row.holding.pages[0]
+            for row in state.running.values()
+            if row.allocation is not None
+            for page in row.allocation.pages[0]
         }
         return StepStats(
             num_prefill_rows=len(prefill_spans),
@@ -78,16 +81,16 @@ class WatchedState(SchedulerState):
             num_running=phases.count(Phase.RUNNING),
             num_waiting=phases.count(Phase.WAITING),
             num_retracted=self.num_retracted,
-            num_cached_tokens=sum(_num_cached(row) for row in admitted) * board.spec.page_size,
+            num_cached_tokens=sum(_num_cached(row) for row in admitted) * state.spec.page_size,
             used_pages=len(pages),
-            total_pages=board.spec.groups[0].num_pages - 1,
+            total_pages=state.spec.groups[0].num_pages - 1,
         )
 
 
 def _num_cached(sequence: Sequence) -> int:
     """Pages that were in the tree when it was admitted, and nothing of it is committed since."""
-    assert sequence.holding is not None
-    return sequence.holding.num_shared
+    assert sequence.allocation is not None
+    return sequence.allocation.num_shared
 
 
 def _goes_before(sequence: Sequence, other: Sequence) -> bool:

@@ -7,7 +7,9 @@ What could raise because of one request is therefore looked for here, while noth
 from __future__ import annotations
 
 from aserve.errors import BugError
-from aserve.messages import AdmitRequest, EngineSpec, array_i32
+from aserve.messages.base import array_i32
+from aserve.messages.executor import EngineSpec
+from aserve.messages.requests import AdmitRequest
 
 INT64_MAX = 2**63 - 1
 

@@ -13,23 +13,18 @@ from aserve.actors.base import Actor, Story
 from aserve.actors.text_slices import sliced
 from aserve.channel import Channel, Sink
 from aserve.errors import BugError, DeadlineExceeded, ErrorInfo, ShuttingDown, StepError
-from aserve.messages import (
-    Cancel,
-    ChildKey,
+from aserve.messages.base import ChildKey, FinishReason, array_i32, pack_i32
+from aserve.messages.output import (
     DetokenizerEvent,
-    EngineEvent,
-    FinishReason,
-    OpenText,
     OutputChunk,
     Refused,
     Retired,
     SequenceOutput,
     StepOutput,
     Usage,
-    array_i32,
     failed_chunk,
-    pack_i32,
 )
+from aserve.messages.requests import Cancel, EngineEvent, OpenText
 from aserve.text.logprobs import scored_tokens, token_logprob
 from aserve.text.output import Released, SequenceText
 from aserve.text.prompt import end_ids

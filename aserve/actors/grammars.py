@@ -16,14 +16,9 @@ from aserve.actors.masks import MaskEvent
 from aserve.channel import Channel, Codec, Sink
 from aserve.errors import Cancelled, DeadlineExceeded, ErrorInfo
 from aserve.grammar.matching import Constraint
-from aserve.messages import (
-    AdmitRequest,
-    Cancel,
-    DetokenizerEvent,
-    EngineEvent,
-    Refused,
-    SchedulerEvent,
-)
+from aserve.messages.executor import SchedulerEvent
+from aserve.messages.output import DetokenizerEvent, Refused
+from aserve.messages.requests import AdmitRequest, Cancel, EngineEvent
 
 # Takes its time, and raises the AserveError of a grammar that is no good.
 Constrain: TypeAlias = Callable[[AdmitRequest], Awaitable[Constraint]]

@@ -19,7 +19,7 @@ from typing import TypeAlias
 from aserve.grammar.fair_queue import FairQueue
 from aserve.grammar.mask_budget import RequestEffort
 from aserve.grammar.matching import Matcher
-from aserve.messages import BuildMask, MaskReady
+from aserve.messages.results import BuildMask, MaskReady
 
 LOWEST = 19  # of Linux's priorities, which there belong to threads
 # Processor seconds of a thread, by its ident.

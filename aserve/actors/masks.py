@@ -35,13 +35,10 @@ from aserve.channel import Channel
 from aserve.errors import AserveError, BugError, ErrorInfo
 from aserve.grammar.mask_budget import MaskBudget, MaskLimits, RequestEffort
 from aserve.grammar.matching import Constraint, Matcher
-from aserve.messages import (
-    BuildMask,
-    FailRequest,
-    Refused,
-    Retired,
-    SchedulerEvent,
-)
+from aserve.messages.executor import SchedulerEvent
+from aserve.messages.output import Refused, Retired
+from aserve.messages.requests import FailRequest
+from aserve.messages.results import BuildMask
 
 MaskEvent: TypeAlias = Constraint | BuildMask | Retired | Refused
 

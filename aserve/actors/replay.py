@@ -9,17 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from aserve.errors import BugError
-from aserve.messages import (
-    Launch,
-    Refused,
-    Resync,
-    Retired,
-    Sample,
-    SchedulerEffect,
-    array_i32,
-)
+from aserve.messages.base import array_i32
+from aserve.messages.executor import SchedulerEffect
+from aserve.messages.output import Refused, Retired
+from aserve.messages.step import Launch, Resync, Sample
 from aserve.observability.recording import RecordedTurn, digest_of, read_recording
-from aserve.scheduling.state import SchedulerState
+from aserve.scheduling.scheduler import Scheduler
 
 
 class ReplayDiffers(BugError):
@@ -29,27 +24,27 @@ class ReplayDiffers(BugError):
 def replay(path: Path) -> Iterator[str]:
     """One line per thing that the scheduler did. Raises what it raised, and ReplayDiffers."""
     recording = read_recording(path)
-    state = SchedulerState(recording.spec, debug_checks=True)
+    scheduler = Scheduler(recording.spec, debug_checks=True)
     yield f"spec {recording.spec}"
-    for number, turn in enumerate(recording.turns, start=1):
-        effects = state.step(turn.events)
+    for number, tick in enumerate(recording.turns, start=1):
+        effects = scheduler.step(tick.events)
         for effect in effects:
             yield f"turn {number} {_described(effect)}"
-        _compare(number, turn, effects)
-    yield f"replayed turns={len(recording.turns)} idle={state.is_idle}"
+        _compare(number, tick, effects)
+    yield f"replayed turns={len(recording.turns)} idle={scheduler.is_idle}"
 
 
-def _compare(number: int, turn: RecordedTurn, effects: list[SchedulerEffect]) -> None:
+def _compare(number: int, tick: RecordedTurn, effects: list[SchedulerEffect]) -> None:
     """A turn without a digest is the recording's last: the scheduler did not survive it."""
-    if turn.digest is not None and turn.digest != digest_of(effects):
+    if tick.digest is not None and tick.digest != digest_of(effects):
         raise ReplayDiffers(f"turn {number} gave other effects than when it was recorded")
 
 
 def _described(effect: SchedulerEffect) -> str:
     match effect:
         case Launch(batch=batch):
-            spans = zip(array_i32(batch.rows), array_i32(batch.spans), strict=True)
-            rows = " ".join(f"{row}:{span}" for row, span in spans)
+            query_lens = zip(array_i32(batch.rows), array_i32(batch.query_lens), strict=True)
+            rows = " ".join(f"{row}:{query_len}" for row, query_len in query_lens)
             samples, held = _ids(batch.sample_rows), _ids(batch.held_rows)
             return f"launch iteration={batch.iteration} rows=[{rows}] {samples=!s} {held=!s}"
         case Sample():

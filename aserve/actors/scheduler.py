@@ -19,27 +19,16 @@ from aserve.actors.base import Actor
 from aserve.actors.masks import MaskEvent
 from aserve.channel import Channel, Sink
 from aserve.errors import BugError, ErrorInfo
-from aserve.messages import (
-    AdmitRequest,
-    BuildMask,
-    Cancel,
-    DetokenizerEvent,
-    Executor,
-    Launch,
-    Refused,
-    Resync,
-    Retired,
-    Sample,
-    SchedulerEffect,
-    SchedulerEvent,
-    StepOutput,
-    Ticket,
-)
+from aserve.messages.executor import Executor, SchedulerEffect, SchedulerEvent, Ticket
+from aserve.messages.output import DetokenizerEvent, Refused, Retired, StepOutput
+from aserve.messages.requests import AdmitRequest, Cancel
+from aserve.messages.results import BuildMask
+from aserve.messages.step import Launch, Resync, Sample
 from aserve.observability.recording import Recorder
+from aserve.observability.reports import SchedulerObserver, SchedulerTick, Seat
 from aserve.observability.trace import Trace
-from aserve.observability.turn import SchedulerObserver, SchedulerTurn, Seat
 from aserve.scheduling.intake import Intake
-from aserve.scheduling.state import SchedulerState
+from aserve.scheduling.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +53,14 @@ class SchedulerWatch:
 class SchedulerActor(Actor[SchedulerEvent]):
     def __init__(
         self,
-        state: SchedulerState,
+        scheduler: Scheduler,
         ports: SchedulerPorts,
         *,
         watch: SchedulerWatch,
         inbox: Channel[SchedulerEvent],
     ) -> None:
         super().__init__("scheduler", inbox=inbox, story=watch.trace.story)
-        self._state = state
+        self._scheduler = scheduler
         self._intake = Intake()
         self._goes_on = False  # a turn for held requests is due
         self._ports = ports
@@ -86,10 +75,10 @@ class SchedulerActor(Actor[SchedulerEvent]):
         effects = self._decide(events)
         for effect in effects:
             self._perform(effect)
-        turn = self._turn(events, effects)
-        self._watch.trace.turned(turn)
+        tick = self._tick(events, effects)
+        self._watch.trace.on_tick(tick)
         for observer in self._watch.observers:
-            observer.turned(turn)
+            observer.on_tick(tick)
         if self._intake and not self._goes_on:
             self._goes_on = True
             self.spawn(self._go_on())
@@ -125,7 +114,7 @@ class SchedulerActor(Actor[SchedulerEvent]):
         return passed
 
     def _check(self, request: AdmitRequest, passed: list[SchedulerEvent]) -> None:
-        check_request(request, self._state.board.spec, has_masks=self._ports.masks is not None)
+        check_request(request, self._scheduler.state.spec, has_masks=self._ports.masks is not None)
         self._set_deadline(request)
         passed.append(request)
 
@@ -134,7 +123,7 @@ class SchedulerActor(Actor[SchedulerEvent]):
         if recorder is not None:
             recorder.begin(events)
         try:
-            effects = self._state.step(events)
+            effects = self._scheduler.step(events)
         except (BugError, AssertionError) as error:
             for request_id in sorted(_named(events)):
                 error.add_note(self._watch.trace.story(request_id))
@@ -178,31 +167,45 @@ class SchedulerActor(Actor[SchedulerEvent]):
 
     def _clear_deadline(self, request_id: str) -> None:
         """At the last Retired of a request; its other children still have the deadline."""
-        if request_id in self._state.board.groups:
+        if request_id in self._scheduler.state.groups:
             return
         timer = self._deadlines.pop(request_id, None)
         if timer is not None:
             timer.cancel()
 
-    def _turn(self, events: list[SchedulerEvent], effects: list[SchedulerEffect]) -> SchedulerTurn:
-        board = self._state.board
+    def _tick(self, events: list[SchedulerEvent], effects: list[SchedulerEffect]) -> SchedulerTick:
+        state = self._scheduler.state
         seats = [
             Seat(sequence.request_id, sequence.child, row.row, effect.batch.iteration)
             for effect in effects
             if isinstance(effect, Launch)
             for row in effect.batch.row_inits
-            if (sequence := board.running.get(row.row)) is not None
+            if (sequence := state.running.get(row.row)) is not None
         ]
-        return SchedulerTurn(
+        return SchedulerTick(
             events=events,
             effects=effects,
             seats=tuple(seats),
-            num_running=len(board.running),
-            num_waiting=board.num_waiting,
-            used_pages=board.cache.num_used(0),
+            num_running=len(state.running),
+            num_waiting=state.num_waiting,
+            used_pages=state.cache.num_used(0),
         )
 
 
 def _named(events: list[SchedulerEvent]) -> set[str]:
     """Requests that the events name; results name rows only."""
     return {event.request_id for event in events if isinstance(event, AdmitRequest | Cancel)}
+
+
+class Pump(Actor[Ticket]):
+    def __init__(self, *, results: Channel[SchedulerEvent]) -> None:
+        super().__init__("pump")
+        self._results = results
+
+    async def run(self) -> None:
+        """An await has no deadline here: a step may take as long as it takes (see supervisor)."""
+        async for tickets in self.inbox.batches():
+            for ticket in tickets:
+                result = await ticket
+                self.beat()
+                self._results.send(result)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from aserve.actors.base import DeathReport, Heartbeat
 from aserve.errors import EngineDead, ErrorInfo, ShuttingDown
-from aserve.messages import ServerPhase
+from aserve.messages.base import ServerPhase
 
 logger = logging.getLogger(__name__)
 

@@ -12,13 +12,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 import msgspec
 
 from aserve.channel import Channel, next_turn
-from aserve.messages import (
-    DetokenizerEvent,
-    OpenText,
-    PromptLogprobs,
-    SequenceOutput,
-    StepOutput,
-)
+from aserve.messages.output import DetokenizerEvent, SequenceOutput, StepOutput
+from aserve.messages.requests import OpenText
+from aserve.messages.results import PromptLogprobs
 
 MAX_SCORES = 4096  # about 5 ms of spelling
 

@@ -17,14 +17,13 @@ from aserve.actors.base import Actor, Story
 from aserve.actors.tokenize_queue import TokenizeQueue
 from aserve.channel import Channel, Codec, Sink
 from aserve.errors import Cancelled, DeadlineExceeded, ErrorInfo
-from aserve.messages import (
+from aserve.messages.output import DetokenizerEvent, Refused
+from aserve.messages.requests import (
     Cancel,
     ChatPrompt,
-    DetokenizerEvent,
     EngineEvent,
     GenerateRequest,
     Prompt,
-    Refused,
     TextPrompt,
     TokenizerEvent,
     TokenPrompt,

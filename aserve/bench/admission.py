@@ -1,6 +1,6 @@
 """How long one turn of the scheduler takes under the heaviest valid loads, in thread CPU time.
 
-Each load arrives at once. One turn is one call of `SchedulerState.step` with what the intake lets
+Each load arrives at once. One turn is one call of `Scheduler.step` with what the intake lets
 through: new requests and the oldest StepResult in, all effects out. The device takes no time, so
 every turn has something to do.
 """
@@ -16,25 +16,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from aserve.bench.options import AdmissionOptions
-from aserve.bench.progress import progress
-from aserve.bench.result import BenchResult, Table
-from aserve.bench.sampled_result import result_of
-from aserve.bench.spread import mean, percentile
-from aserve.cache.keys import prompt_keys
+from aserve.bench.result import BenchResult, Table, mean, percentile, progress
+from aserve.bench.step_driver import result_of
+from aserve.cache.prefix_tree import prompt_keys
 from aserve.config import Resolved
 from aserve.errors import BugError
-from aserve.messages import (
-    AdmitRequest,
-    EngineSpec,
-    GroupSpec,
-    Launch,
-    Refused,
-    SamplingParams,
-    ScheduleBatch,
-    SchedulerEvent,
-)
+from aserve.messages.executor import EngineSpec, GroupSpec, SchedulerEvent
+from aserve.messages.output import Refused
+from aserve.messages.requests import AdmitRequest, SamplingParams
+from aserve.messages.step import Launch, ScheduleBatch
 from aserve.scheduling.intake import Intake
-from aserve.scheduling.state import SchedulerState
+from aserve.scheduling.scheduler import Scheduler
 
 TITLE = "scheduler, CPU time per turn"
 VOCAB_SIZE = 32_000
@@ -82,23 +74,23 @@ def run(options: AdmissionOptions, _resolved: Resolved) -> BenchResult:
 
 def measure(load: Load, *, seed: int) -> list[float]:
     """Milliseconds of CPU of each turn, from the arrival to the last end."""
-    state = SchedulerState(SPEC)
+    scheduler = Scheduler(SPEC)
     requests = load.prompts(np.random.default_rng(seed))
     if load.is_repeated:
-        _serve(state, requests)
+        _serve(scheduler, requests)
     gc.collect()
-    return _serve(state, requests)
+    return _serve(scheduler, requests)
 
 
-def _serve(state: SchedulerState, requests: Sequence[AdmitRequest]) -> list[float]:
+def _serve(scheduler: Scheduler, requests: Sequence[AdmitRequest]) -> list[float]:
     times_ms: list[float] = []
     in_flight: deque[ScheduleBatch] = deque()
     events: list[SchedulerEvent] = list(requests)
     intake = Intake()
     num_idle = 0
-    while events or in_flight or intake or not state.is_idle:
+    while events or in_flight or intake or not scheduler.is_idle:
         start_ns = time.thread_time_ns()
-        effects = state.step(intake.next_turn(events))
+        effects = scheduler.step(intake.next_turn(events))
         times_ms.append((time.thread_time_ns() - start_ns) / 1e6)
         for effect in effects:
             match effect:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from aserve.bench.cpu_time import Quiet
-from aserve.bench.spread import median, spread
+from aserve.bench.result import median, spread
 from aserve.errors import BugError
 
 # Prompts of one length and the tokens that each must get; gives how many came.

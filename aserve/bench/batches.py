@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from aserve.bench.batch_times import WARM_UP_LEN, BatchTimes, Generate, Scenario
-from aserve.bench.progress import progress
-from aserve.bench.result import BenchResult, Table
+from aserve.bench.result import BenchResult, Table, progress
 from aserve.bench.windows import TokenWindows
 
 TimesBy: TypeAlias = Mapping[str, Mapping[str, BatchTimes]]  # by scenario, by engine

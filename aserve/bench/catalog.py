@@ -25,7 +25,7 @@ from aserve.bench.options import (
     ServeOptions,
 )
 from aserve.config import Resolved
-from aserve.gpu.device.process import prepare_process
+from aserve.host.environment import prepare_process
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ BENCHES: Mapping[str, Bench] = {
     "gpu-check": Bench(
         "What only a GPU can show, in parts that can be resumed, beside its goals.",
         GpuCheckOptions,
-        "aserve.bench.gpu_check.check",
+        "tools.gpu_check.check",
     ),
     "host-step": Bench(
         "The scheduler's own time per step, with a device that takes none.",

@@ -1,17 +1,35 @@
-"""Small line charts as SVG: axes from zero, a line with dots for each series, a legend.
+"""The curves that `scaling` measures and `report` draws, by name.
 
-It does not know what is drawn. Colours are told apart in print and by the colour-blind (Okabe and
-Ito), and text takes a grey that is read on white and on dark pages.
+It knows no figure.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
-from aserve.bench.curves import Axes, Curve
+Curve: TypeAlias = dict[float, float]  # y by x
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    title: str
+    x_label: str
+    y_label: str
+
+
+CURVES: Mapping[str, Axes] = {
+    "decode": Axes("A decode step by its context", "tokens before it", "ms per step"),
+    "prefill": Axes("A prefilled token by its prompt", "tokens of the prompt", "ms per token"),
+    "host-step": Axes("A host step by its rows", "running requests", "ms per step"),
+    "start": Axes("Start by the model's size", "million parameters", "seconds until ready"),
+    "memory": Axes("Memory by the model's size", "million parameters", "GB resident"),
+}
+
 
 WIDTH, HEIGHT = 560, 320
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 36, 48  # margins around the plot

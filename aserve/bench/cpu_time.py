@@ -1,7 +1,4 @@
-"""CPU time out of /proc: of a process and all that it started, and of everybody else.
-
-It does not know what the processes do. Linux only.
-"""
+"""A process and all that it started, out of /proc. It does not know what they do. Linux only."""
 
 from __future__ import annotations
 
@@ -9,9 +6,26 @@ import contextlib
 import math
 import os
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
-from aserve.bench.process_tree import PROC, living
 from aserve.errors import ConfigError
+
+PROC = Path("/proc")
+
+
+def living(pid: int) -> Iterator[Path]:
+    """The folders of those that live in /proc; a child belongs to the thread that started it."""
+    waiting = [PROC / str(pid)]
+    while waiting:
+        process = waiting.pop()
+        try:
+            children = [(task / "children").read_text() for task in (process / "task").iterdir()]
+        except OSError:
+            continue  # it has ended meanwhile
+        yield process
+        waiting += [PROC / child for text in children for child in text.split()]
+
 
 TICKS = (13, 14, 15, 16)  # utime, stime, cutime, cstime in /proc/PID/stat, by proc(5)
 IDLE, IO_WAIT = 3, 4  # of the first line of /proc/stat

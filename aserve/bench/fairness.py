@@ -23,23 +23,21 @@ from dataclasses import dataclass
 import aiohttp
 import msgspec
 
-from aserve.app import App
 from aserve.bench.options import FairnessOptions
-from aserve.bench.progress import progress
-from aserve.bench.result import BenchResult, Table
-from aserve.bench.sleeping_device import SleepingExecutor
-from aserve.bench.spread import mean, percentile
+from aserve.bench.result import BenchResult, Table, mean, percentile, progress
+from aserve.bench.sleeping_engine import SleepingExecutor
 from aserve.bench.windows import TokenWindows
 from aserve.config import Resolved
 from aserve.errors import BugError
-from aserve.event_loop import new_event_loop
-from aserve.launch import InThisProcess, Waits
+from aserve.frontend import Frontend
+from aserve.host.threads import new_event_loop
 from aserve.load import Loaded
-from aserve.messages import EngineSpec, GroupSpec
+from aserve.messages.executor import EngineSpec, GroupSpec
 from aserve.scheduling.clients import OUTPUT_WEIGHT, PROMPT_WEIGHT
-from aserve.serving import connect_http
+from aserve.server import connect_http
+from aserve.startup import InThisProcess, Waits
 from aserve.text.load import TextSide, load_tokenizer
-from aserve.tiny.location import MODEL_DIR
+from aserve.tiny import MODEL_DIR
 
 TITLE = "one client floods, the others are light"
 FLOOD = "flood"
@@ -156,7 +154,7 @@ class Simulation:
         self._is_counting = False
 
     async def measure(self) -> Measured:
-        app = App(self._resolved)
+        app = Frontend(self._resolved)
         http = connect_http(app)
         address = await http.start()
         try:

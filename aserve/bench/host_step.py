@@ -1,6 +1,6 @@
 """The scheduler's own time per step: from a step's result to everything that follows from it.
 
-What is timed is one call of `SchedulerState.step` with a StepResult and the requests that came
+What is timed is one call of `Scheduler.step` with a StepResult and the requests that came
 meanwhile, until its effects are there: the next Launch with its arrays as bytes, the StepOutput,
 what ended. The device answers at once. Must not start a loop, a thread or torch.
 """
@@ -16,23 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from aserve.bench.options import HostStepOptions, integers
-from aserve.bench.progress import progress
-from aserve.bench.result import BenchResult, Table
-from aserve.bench.sampled_result import result_of
-from aserve.bench.spread import mean, median, percentile, spread
+from aserve.bench.result import BenchResult, Table, mean, median, percentile, progress, spread
+from aserve.bench.step_driver import result_of
 from aserve.config import Resolved
-from aserve.messages import (
-    AdmitRequest,
-    EngineSpec,
-    GroupSpec,
-    Launch,
-    Retired,
-    SamplingParams,
-    ScheduleBatch,
-    SchedulerEffect,
-    SchedulerEvent,
-)
-from aserve.scheduling.state import SchedulerState
+from aserve.messages.executor import EngineSpec, GroupSpec, SchedulerEffect, SchedulerEvent
+from aserve.messages.output import Retired
+from aserve.messages.requests import AdmitRequest, SamplingParams
+from aserve.messages.step import Launch, ScheduleBatch
+from aserve.scheduling.scheduler import Scheduler
 
 TITLE = "scheduler, time per step"
 VOCAB_SIZE = 32_000
@@ -111,7 +102,7 @@ class Load:
 
     def __init__(self, num_rows: int, *, seed: int) -> None:
         self._num_rows = num_rows
-        self._state = SchedulerState(_spec(num_rows))
+        self._scheduler = Scheduler(_spec(num_rows))
         self._numbers = np.random.default_rng((num_rows, seed))
         self._in_flight: deque[ScheduleBatch] = deque()
         self._arrivals: list[SchedulerEvent] = []
@@ -142,7 +133,7 @@ class Load:
         if self._in_flight:
             events.append(result_of(self._in_flight.popleft(), vocab_size=VOCAB_SIZE))
         start_ns, cpu_start_ns = time.perf_counter_ns(), time.thread_time_ns()
-        effects = self._state.step(events)
+        effects = self._scheduler.step(events)
         took_ns, cpu_ns = time.perf_counter_ns() - start_ns, time.thread_time_ns() - cpu_start_ns
         self._follow(effects)
         return took_ns / 1e3, cpu_ns / 1e3

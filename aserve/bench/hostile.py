@@ -21,9 +21,9 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
+from aserve.bench.cpu_time import living
 from aserve.bench.hostile_bodies import BODIES, HostileBody
 from aserve.bench.options import HostileOptions, integers
-from aserve.bench.process_tree import living
 from aserve.bench.result import BenchResult, Table
 from aserve.bench.server_start import resident_bytes, serving
 from aserve.config import Resolved

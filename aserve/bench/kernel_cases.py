@@ -22,9 +22,9 @@ from aserve_kernels.penalties import penalise
 from aserve_kernels.prepare_inputs import Tables, Words, prepare_inputs
 from aserve_kernels.relay_rows import gather_rows, scatter_rows
 from aserve_kernels.rms_norm import add_rms_norm, rms_norm
+from aserve_kernels.rope_and_store_kv import rope_and_store_kv
 from aserve_kernels.row_columns import FLOAT_COLUMNS, INT_COLUMNS
 from aserve_kernels.sample import sample
-from aserve_kernels.turn_and_store import turn_and_store
 
 PAGE_SIZE = 16
 EPS = 1e-6
@@ -73,12 +73,12 @@ def make_turn_and_store(sizes: Sizes, where: torch.device) -> Case:
     """Of a projection of q, k and v, each read and written once; q and k are normed before."""
     num_turned = sizes.heads + sizes.kv_heads
     heads = _draw((sizes.tokens, num_turned + sizes.kv_heads, sizes.head_dim), where)
-    turns = _draw((sizes.tokens, sizes.head_dim), where)
+    cos_sin = _draw((sizes.tokens, sizes.head_dim), where)
     weight = torch.ones((num_turned, sizes.head_dim), device=where)
     keys = torch.zeros((sizes.tokens, sizes.kv_heads, sizes.head_dim), device=where).bfloat16()
     pools, slots = (keys, keys.clone()), torch.randperm(sizes.tokens, device=where)
-    work = partial(turn_and_store, heads, slots, pools, turns=turns, weight=weight, eps=EPS)
-    return Case(work, 2 * heads.nbytes + turns.nbytes)
+    work = partial(rope_and_store_kv, heads, slots, pools, cos_sin=cos_sin, weight=weight, eps=EPS)
+    return Case(work, 2 * heads.nbytes + cos_sin.nbytes)
 
 
 def make_paged_decode(sizes: Sizes, where: torch.device) -> Case:
@@ -94,7 +94,7 @@ def make_paged_decode(sizes: Sizes, where: torch.device) -> Case:
         page_size=PAGE_SIZE,
         rows=rows,
         lens=torch.full_like(rows, sizes.context_len),
-        query_starts=torch.arange(num_rows + 1, device=where),
+        cu_query_lens=torch.arange(num_rows + 1, device=where),
         max_len=sizes.context_len,
     )
     q = _draw((num_rows, sizes.heads, sizes.head_dim), where)
@@ -171,7 +171,7 @@ CASES: Mapping[str, Callable[[Sizes, torch.device], Case]] = {
     "rms_norm": make_norm,
     "add_rms_norm": make_add_norm,
     "gated_mul": make_gated_mul,
-    "turn_and_store": make_turn_and_store,
+    "rope_and_store_kv": make_turn_and_store,
     "paged_decode": make_paged_decode,
     "prepare_inputs": make_prepare_inputs,
     "gather_rows": make_gather_rows,

@@ -10,13 +10,11 @@ from collections.abc import Mapping
 
 import torch
 
-from aserve.bench.gpu_check.ceilings import copy_rate, times_s
 from aserve.bench.options import KernelsOptions
-from aserve.bench.progress import progress
-from aserve.bench.result import BenchResult, Figures, Table
-from aserve.bench.spread import median
+from aserve.bench.result import BenchResult, Figures, Table, median, progress
 from aserve.config import Resolved
-from aserve.gpu.device.cuda import why_no_cuda
+from aserve.gpu.device.cuda.device import why_no_cuda
+from tools.gpu_check.ceilings import copy_rate, times_s
 
 TITLE = "kernels beside a copy"
 COLUMNS = ("kernel", "us", "GB/s", "of a copy")
@@ -35,7 +33,7 @@ def run(options: KernelsOptions, _resolved: Resolved) -> BenchResult:
 
 
 def measure(options: KernelsOptions, where: torch.device, *, copy_bytes: int) -> BenchResult:
-    from aserve.bench.kernel_cases import CASES, Sizes  # triton, which not every machine has
+    from aserve.bench.kernel_cases import CASES, Sizes
 
     sizes = Sizes(options.tokens, options.rows, options.context_len)
     copy = copy_rate(copy_bytes, where)

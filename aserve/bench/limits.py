@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from aserve.errors import ConfigError
-from aserve.gpu.device.cpu_facts import read_cpu_facts
+from aserve.gpu.device.cpu.weights import read_isa
 
 READ_BYTES = 1 << 28
 MATRIX = 2048
@@ -51,7 +51,7 @@ def measure_limits() -> MachineLimits:
     WHY: a processor without instructions for bfloat16 would take many seconds for its products.
     """
     values = torch.ones(READ_BYTES // 4)
-    has_bf16 = read_cpu_facts().bf16_products is not None
+    has_bf16 = read_isa().bf16_products is not None
     dtypes = (torch.float32, torch.bfloat16) if has_bf16 else (torch.float32,)
     products = [_product_gflops(dtype) for dtype in dtypes]
     return MachineLimits(READ_BYTES / _best_s(values.sum) / GIGA, max(products))

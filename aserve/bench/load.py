@@ -1,15 +1,30 @@
-"""A load: requests that begin at given times, at most so many of them open at once.
+"""When the requests of a load begin: a rate, and how far the gaps between them scatter.
 
-It does not know who answers.
+Same seed, same times. It does not know what a request is.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
+import numpy as np
+
 from aserve.bench.streamed import Answer
+
+
+def begin_times(count: int, *, rate: float, burstiness: float, seed: int) -> list[float]:
+    """Seconds after the start, ascending. Gaps are drawn from a gamma distribution of mean
+    1 / rate and shape `burstiness`: 1 is a Poisson process, less comes in bursts, more is even.
+    """
+    if math.isinf(rate):
+        return [0.0] * count
+    gaps = np.random.default_rng(seed).gamma(burstiness, 1 / (rate * burstiness), size=count)
+    times: list[float] = np.cumsum(gaps).tolist()
+    return times
+
 
 Ask = Callable[[], Awaitable[Answer]]
 

@@ -46,9 +46,9 @@ def read_machine() -> Machine:
 
 def _capped_flags() -> set[str]:
     """What an environment hides that plays another machine; else the machine has none of them."""
-    from aserve.gpu.device.cpu_facts import read_cpu_facts  # torch, which a report does without
+    from aserve.gpu.device.cpu.weights import read_isa
 
-    facts = read_cpu_facts()
+    facts = read_isa()
     products = () if facts.bf16_products else BF16_FLAGS
     return {*products, *(() if facts.has_wide_vectors else ("avx512f",))}
 

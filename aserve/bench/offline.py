@@ -12,25 +12,20 @@ import functools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from aserve.bench.arrivals import begin_times
 from aserve.bench.batch_times import PEERS, WARM_UP_LEN, Generate, Scenario
 from aserve.bench.batches import OURS, batch_result, measure_batches
-from aserve.bench.embedded import ask_engine
-from aserve.bench.load import run_load
+from aserve.bench.compared_engines import TransformersEngine, ask_engine
+from aserve.bench.load import begin_times, run_load
 from aserve.bench.options import OfflineOptions
-from aserve.bench.progress import progress
-from aserve.bench.result import BenchResult
+from aserve.bench.result import BenchResult, progress, spread
 from aserve.bench.serving_figures import figures_table, medians_of, serving_figures
-from aserve.bench.spread import spread
 from aserve.bench.streamed import Answer
-from aserve.bench.transformers_engine import TransformersEngine
 from aserve.bench.windows import TokenWindows
 from aserve.config import Resolved
 from aserve.engine import Engine
 from aserve.errors import ConfigError
-from aserve.event_loop import new_event_loop
-from aserve.gpu.weights.hub import resolve_model_dir
-from aserve.gpu.worker import in_thread
+from aserve.host.hub import resolve_model_dir
+from aserve.host.threads import in_thread, new_event_loop
 from aserve.load import load
 
 

@@ -12,18 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aserve.bench.options import OneBatchOptions, integers
-from aserve.bench.progress import progress
-from aserve.bench.result import BenchResult, Table
-from aserve.bench.running import running
-from aserve.bench.spread import median, spread
-from aserve.bench.step_driver import StepDriver, StepTime
+from aserve.bench.result import BenchResult, Table, median, progress, spread
+from aserve.bench.roofline import Roofline, make_yardstick
+from aserve.bench.step_driver import StepDriver, StepTime, running
 from aserve.bench.windows import TokenWindows
-from aserve.bench.yardstick import Yardstick, make_yardstick
 from aserve.config import Resolved
-from aserve.core import LocalExecutor
-from aserve.event_loop import new_event_loop
+from aserve.engine_core import LocalExecutor
+from aserve.host.threads import new_event_loop
 from aserve.load import load
-from aserve.messages import AdmitRequest, EngineSpec, SamplingParams, pack_i32
+from aserve.messages.base import pack_i32
+from aserve.messages.executor import EngineSpec
+from aserve.messages.requests import AdmitRequest, SamplingParams
 
 TITLE = "one batch"
 NOTE = "The executor and the scheduler's values: no actors, no text, no HTTP; prefix cache off."
@@ -62,19 +61,19 @@ def run(options: OneBatchOptions, resolved: Resolved) -> BenchResult:
         for num_rows in integers(options.batch_sizes, flag="--batch-sizes")
         for input_len in integers(options.input_lens, flag="--input-lens")
     ]
-    yardstick = make_yardstick(resolved, limits_file=options.limits)
+    roofline = make_yardstick(resolved, limits_file=options.limits)
     found = measure(shapes, resolved, repeats=options.repeats, prompt_seed=options.prompt_seed)
-    lines = [_line(shape, repeats, yardstick) for shape, repeats in found.batches.items()]
+    lines = [_line(shape, repeats, roofline) for shape, repeats in found.batches.items()]
     rows = [[f"{value:,}" for value in line.values()] for line in lines]
     figures = {
         "batches": lines,
         "cached_tokens": sum(
             one.num_cached for repeats in found.batches.values() for one in repeats
         ),
-        "limits": yardstick,
+        "limits": roofline,
         "engine": found.about,
     }
-    notes = (f"{resolved.model_name}: {found.about}", str(yardstick), NOTE)
+    notes = (f"{resolved.model_name}: {found.about}", str(roofline), NOTE)
     return BenchResult(figures, (Table(TITLE, list(lines[0]), rows),), notes)
 
 
@@ -142,7 +141,7 @@ def measured(times: Sequence[StepTime]) -> Measured:
     )
 
 
-def _line(shape: Shape, repeats: Sequence[Measured], yardstick: Yardstick) -> dict[str, float]:
+def _line(shape: Shape, repeats: Sequence[Measured], roofline: Roofline) -> dict[str, float]:
     prefill_s = median([one.prefill_s for one in repeats])
     steps_s = [one.step_s for one in repeats]
     step_s = median(steps_s)
@@ -153,10 +152,10 @@ def _line(shape: Shape, repeats: Sequence[Measured], yardstick: Yardstick) -> di
         "prefill_ms": round(prefill_s * 1e3, 3),
         "prefill_tok_s": round(num_tokens / prefill_s, 1),
         "matmul_share": round(
-            yardstick.matmul_share(num_tokens, prefill_s, num_rows=shape.num_rows), 3
+            roofline.matmul_share(num_tokens, prefill_s, num_rows=shape.num_rows), 3
         ),
         "decode_ms_per_step": round(step_s * 1e3, 3),
         "decode_tok_s": round(shape.num_rows / step_s, 1),
-        "read_share": round(yardstick.read_share(step_s), 3),
+        "read_share": round(roofline.read_share(step_s), 3),
         "spread": round(spread(steps_s), 3),
     }

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from aserve.bench.gpu_check.wheels import OUT
 from aserve.errors import ConfigError
 from aserve.option import Limits, option
+from tools.gpu_check.wheels import OUT
 
 LIST = Limits(metavar="N,N,...")
 SECRET = Limits(metavar="KEY", is_secret=True)

@@ -20,24 +20,22 @@ from typing import TypeAlias
 
 import msgspec
 
-from aserve.app import App
 from aserve.bench.options import OverlapSimOptions, integers, numbers
-from aserve.bench.progress import progress
-from aserve.bench.result import BenchResult, Table
-from aserve.bench.sleeping_device import Nap, SleepingExecutor
-from aserve.bench.sleeping_engine import Settings, command
-from aserve.bench.spread import median, spread
+from aserve.bench.result import BenchResult, Table, median, progress, spread
+from aserve.bench.sleeping_engine import Nap, Settings, SleepingExecutor, command
 from aserve.bench.windows import TokenWindows
 from aserve.config import Resolved
 from aserve.engine import Engine
 from aserve.errors import BugError, ConfigError
-from aserve.event_loop import new_event_loop
-from aserve.launch import InItsOwnProcess, InThisProcess, Launcher, Waits
+from aserve.frontend import Frontend
+from aserve.host.threads import new_event_loop
 from aserve.load import Loaded
-from aserve.messages import EngineSpec, GroupSpec, array_i32
-from aserve.serving import connect_http
+from aserve.messages.base import array_i32
+from aserve.messages.executor import EngineSpec, GroupSpec
+from aserve.server import connect_http
+from aserve.startup import InItsOwnProcess, InThisProcess, Launcher, Waits
 from aserve.text.load import TextSide, load_tokenizer
-from aserve.tiny.location import MODEL_DIR
+from aserve.tiny import MODEL_DIR
 
 TITLE = "how busy the device is"
 PROMPT_LEN = 16
@@ -178,7 +176,7 @@ class Simulation:
         return executor, Loaded(executor, TextSide(self._tokenizer))
 
     async def _ask_server(self, case: Case, resolved: Resolved, launcher: Launcher) -> int:
-        app = App(resolved)
+        app = Frontend(resolved)
         http = connect_http(app)
         address = await http.start()
         try:

@@ -1,8 +1,7 @@
-"""The way back: from a step's event on the device to the future that somebody awaits on the loop.
+"""The CPU as a device that notes when its events happen.
 
-With a loop that has nothing else to do, and with one that is never idle; the step's own time is
-shown for both, because torch and the loop share the interpreter's lock. TokenFutures are awaited
-directly, one step at a time, with no actor between.
+It knows no step. `last_event_s` is written by the executor thread, and read on the loop between two
+steps.
 """
 
 from __future__ import annotations
@@ -12,32 +11,47 @@ import time
 from dataclasses import dataclass, field
 from types import TracebackType
 
+from torch import Tensor
+
 from aserve.bench.options import RelayOptions
-from aserve.bench.progress import progress
-from aserve.bench.result import BenchResult, Table
-from aserve.bench.running import running
-from aserve.bench.spread import median, percentile
-from aserve.bench.timed_device import TimedCpu
+from aserve.bench.result import BenchResult, Table, median, percentile, progress
+from aserve.bench.step_driver import running
 from aserve.bench.windows import TokenWindows
 from aserve.config import Resolved
 from aserve.errors import BugError
-from aserve.event_loop import new_event_loop
 from aserve.gpu.build import BuildOptions, build_on
+from aserve.gpu.device.base import Event
+from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.executor import TorchExecutor
-from aserve.gpu.worker import in_thread
-from aserve.messages import (
-    AdmitRequest,
-    Launch,
-    SamplingParams,
-    ScheduleBatch,
-    SchedulerEvent,
-    StepResult,
-    array_i32,
-    pack_i32,
-)
-from aserve.scheduling.state import SchedulerState
+from aserve.host.threads import in_thread, new_event_loop
+from aserve.messages.base import array_i32, pack_i32
+from aserve.messages.executor import SchedulerEvent
+from aserve.messages.requests import AdmitRequest, SamplingParams
+from aserve.messages.results import StepResult
+from aserve.messages.step import Launch, ScheduleBatch
+from aserve.scheduling.scheduler import Scheduler
 from aserve.text.load import load_tokenizer
-from aserve.tiny.location import MODEL_DIR
+from aserve.tiny import MODEL_DIR
+
+
+class TimedCpu(CpuDevice):
+    """NOTE: an event of the CPU has happened when it is made; it would be late elsewhere."""
+
+    __slots__ = ("last_event_s",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last_event_s = 0.0  # of `time.perf_counter`
+
+    def mark(self) -> Event:
+        self.last_event_s = time.perf_counter()
+        return super().mark()
+
+    def copy_out(self, values: Tensor, host: Tensor) -> Event:
+        event = super().copy_out(values, host)
+        self.last_event_s = time.perf_counter()
+        return event
+
 
 TITLE = "from a step's event to the awaited token"
 PROMPT_LEN = 16
@@ -108,7 +122,7 @@ class Relay:
         self._device = device
         self._options = options
         self._windows = TokenWindows(load_tokenizer(MODEL_DIR), seed=0)
-        self._state = SchedulerState(executor.spec)
+        self._scheduler = Scheduler(executor.spec)
 
     async def run(self, times: Times) -> None:
         """All rows decode together; the first step, their prefill, is not counted."""
@@ -121,7 +135,7 @@ class Relay:
             counted = times
 
     def _next(self, events: list[SchedulerEvent]) -> ScheduleBatch | None:
-        launches = [effect for effect in self._state.step(events) if isinstance(effect, Launch)]
+        launches = [effect for effect in self._scheduler.step(events) if isinstance(effect, Launch)]
         return launches[0].batch if launches else None
 
     async def _step(self, batch: ScheduleBatch, times: Times) -> StepResult:

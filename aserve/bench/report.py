@@ -9,8 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from aserve.bench.chart import line_chart
-from aserve.bench.curves import CURVES, Curve
+from aserve.bench.chart import CURVES, Curve, line_chart
 from aserve.bench.machine import Machine
 from aserve.bench.options import ReportOptions
 from aserve.bench.result import BenchResult, Table

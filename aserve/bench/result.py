@@ -1,20 +1,46 @@
-"""What a bench found: tables for people, and one JSON object for programs.
+"""The numbers that stand for many: median, percentile, and how far the repeats lie apart.
 
-It does not know how a figure came about, and shows no figure of its own.
+It does not know what was measured.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import msgspec
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table as RichTable
 
 from aserve.bench.machine import Machine
+
+
+def mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else math.nan
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else math.nan
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that at least `percent` of them do not exceed; NaN of nothing."""
+    if not values:
+        return math.nan
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
+
+
+def spread(values: Sequence[float]) -> float:
+    """(largest - smallest) / median: 0.1 says that the repeats agree within a tenth."""
+    return (max(values) - min(values)) / statistics.median(values)
+
 
 WIDE = 160  # columns of a page that is no terminal: nothing is cut
 
@@ -54,3 +80,12 @@ def show(name: str, result: BenchResult, machine: Machine) -> None:
     console.file.flush()
     line = {**result.figures, "bench": name, "machine": machine}
     sys.stdout.write(msgspec.json.encode(line).decode() + "\n")
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """What to call after each of the `total` parts."""
+    shown = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    with shown:
+        task = shown.add_task(what, total=total)
+        yield lambda: shown.advance(task)

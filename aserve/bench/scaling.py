@@ -9,16 +9,14 @@ from __future__ import annotations
 import asyncio
 
 from aserve.bench import host_step, one_batch
-from aserve.bench.curves import CURVES, Curve
+from aserve.bench.chart import CURVES, Curve
 from aserve.bench.one_batch import Found, Shape
 from aserve.bench.options import HostStepOptions, ScalingOptions, integers
-from aserve.bench.parameters import count_parameters
-from aserve.bench.progress import progress
-from aserve.bench.result import BenchResult, Table
+from aserve.bench.result import BenchResult, Table, median, progress
+from aserve.bench.roofline import count_parameters
 from aserve.bench.server_start import ServerStart, start_server
-from aserve.bench.spread import median
 from aserve.config import Resolved
-from aserve.gpu.weights.hub import resolve_model_dir
+from aserve.host.hub import resolve_model_dir
 
 
 def run(options: ScalingOptions, resolved: Resolved) -> BenchResult:

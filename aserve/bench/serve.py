@@ -15,26 +15,18 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from aserve.bench.arrivals import begin_times
 from aserve.bench.cpu_time import tree_cpu_s
-from aserve.bench.load import run_load
+from aserve.bench.load import begin_times, run_load
 from aserve.bench.options import ServeOptions
-from aserve.bench.progress import progress
-from aserve.bench.result import BenchResult
-from aserve.bench.serving_figures import (
-    figures_table,
-    medians_of,
-    read_goodput,
-    serving_figures,
-)
-from aserve.bench.spread import spread
+from aserve.bench.result import BenchResult, progress, spread
+from aserve.bench.serving_figures import figures_table, medians_of, read_goodput, serving_figures
 from aserve.bench.streamed import Answer, ask
 from aserve.bench.windows import TokenWindows
 from aserve.config import ModelOptions, Resolved
 from aserve.errors import ConfigError
-from aserve.event_loop import new_event_loop
+from aserve.host.threads import new_event_loop
 from aserve.text.load import load_text
-from aserve.tiny.location import MODEL_DIR
+from aserve.tiny import MODEL_DIR
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 CONNECT_S = 30.0

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from aserve.bench.process_tree import living
+from aserve.bench.cpu_time import living
 from aserve.errors import ConfigError
 
 READY = re.compile(r"^aserve: .* at (http://[^\s,]+)")

@@ -8,8 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from aserve.bench.result import Table
-from aserve.bench.spread import mean, median, percentile
+from aserve.bench.result import Table, mean, median, percentile
 from aserve.bench.streamed import Answer
 from aserve.errors import ConfigError
 

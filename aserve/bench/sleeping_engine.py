@@ -1,18 +1,114 @@
-"""An engine's process whose device only sleeps: `python -m aserve.bench.sleeping_engine SETTINGS`.
+"""A device that takes time and nothing else: a thread that sleeps as long as a real step would run.
 
-It is the server's own but for the executor. Must not know what is measured.
+It sleeps without the interpreter lock, like a GPU. A step's result is there after its sleep, never
+before. It computes nothing. `naps` is written by the device's thread alone.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import queue
 import sys
+import threading
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
-from aserve.bench.sleeping_device import SleepingExecutor
-from aserve.messages import EngineSpec
+from aserve.errors import BugError
+from aserve.gpu.step.ticket import StepTicket
+from aserve.host.threads import SWITCH_INTERVAL_S, Worker
+from aserve.messages.base import array_i32, pack_i32
+from aserve.messages.executor import EngineSpec
+from aserve.messages.results import StepResult
+from aserve.messages.step import Resync, Sample, ScheduleBatch
 from aserve.processes.engine import main
+
+FIRST_TOKEN = 256  # ids below may be special, and have no text
+
+
+@dataclass(frozen=True, slots=True)
+class Nap:
+    """One step on the device, in seconds of `time.perf_counter`."""
+
+    num_rows: int
+    start_s: float
+    wake_s: float
+
+
+class SleepingExecutor:
+    """Implements core.LocalExecutor."""
+
+    def __init__(self, spec: EngineSpec, *, step_s: float) -> None:
+        self.spec = spec
+        self.about = "a sleeping device"
+        self.naps: list[Nap] = []
+        self.died: asyncio.Future[BaseException]
+        self._step_s = step_s
+        self._is_closing = threading.Event()
+        self._inbox: queue.SimpleQueue[tuple[ScheduleBatch, StepTicket] | None] = (
+            queue.SimpleQueue()
+        )
+        self._worker = Worker("sleeping-device", self._run, on_end=self._ended)
+        self._loop: asyncio.AbstractEventLoop
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._loop = loop
+        self.died = loop.create_future()
+        self._worker.start()
+
+    async def warm_up(self) -> None:
+        """A sleep needs none."""
+
+    def launch(self, batch: ScheduleBatch) -> StepTicket:
+        ticket = StepTicket(batch.iteration, self._loop)
+        self._inbox.put((batch, ticket))
+        return ticket
+
+    def sample(self, sample: Sample) -> StepTicket:
+        raise BugError(f"step {sample.iteration} holds rows, and this load has no grammars")
+
+    def resync(self, resync: Resync) -> None:
+        raise BugError(f"step {resync.iteration} comes after a failure, and sleeping never fails")
+
+    def close(self) -> None:
+        self._is_closing.set()
+        self._inbox.put(None)
+        self._worker.join()
+
+    def _run(self) -> None:
+        while (job := self._inbox.get()) is not None:
+            batch, ticket = job
+            start_s = time.perf_counter()
+            self._is_closing.wait(self._step_s)
+            wake_s = time.perf_counter()
+            self._loop.call_soon_threadsafe(ticket.complete, _result_of(batch, self.spec))
+            self.naps.append(Nap(len(batch.rows) // 4, start_s, wake_s))
+
+    def _ended(self, error: BaseException | None) -> None:
+        if error is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, too
+                self._loop.call_soon_threadsafe(self._report_death, error)
+
+    def _report_death(self, error: BaseException) -> None:
+        if not self.died.done():
+            self.died.set_result(error)
+
+
+def _result_of(batch: ScheduleBatch, spec: EngineSpec) -> StepResult:
+    """A token for each row that samples, other ones in each step."""
+    num_samples = len(array_i32(batch.sample_rows))
+    token = FIRST_TOKEN + batch.iteration % (spec.vocab_size - FIRST_TOKEN)
+    return StepResult(
+        iteration=batch.iteration,
+        rows=batch.sample_rows,
+        counts=pack_i32([1] * num_samples),
+        tokens=np.full(num_samples, token, np.int32).tobytes(),
+    )
 
 
 class Settings(msgspec.Struct, frozen=True):

@@ -1,30 +1,37 @@
-"""The scheduler's values and an executor, and nothing else: no actors, no text, no queues between.
+"""An executor without an engine around it: started, warm, and closed at the end.
 
-Tickets are awaited directly, in launch order. It decides nothing, and knows no bench. Steps run as
-far ahead as the executor's spec says.
+It does not know what is run on it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
+from aserve.engine_core import LocalExecutor
 from aserve.errors import ConfigError, StepError
-from aserve.messages import (
-    AdmitRequest,
-    Executor,
-    Launch,
-    Refused,
-    Retired,
-    SchedulerEffect,
-    SchedulerEvent,
-    StepFailed,
-    StepStats,
-    Ticket,
-)
-from aserve.scheduling.state import SchedulerState
+from aserve.messages.base import array_i32, pack_i32
+from aserve.messages.executor import Executor, SchedulerEffect, SchedulerEvent, Ticket
+from aserve.messages.output import Refused, Retired
+from aserve.messages.requests import AdmitRequest
+from aserve.messages.results import StepFailed, StepResult
+from aserve.messages.step import Launch, ScheduleBatch, StepStats
+from aserve.scheduling.scheduler import Scheduler
+
+
+@contextlib.asynccontextmanager
+async def running(executor: LocalExecutor) -> AsyncIterator[None]:
+    """NOTE: what is still in flight when it is left runs to its end first."""
+    executor.start(asyncio.get_running_loop())
+    try:
+        await executor.warm_up()
+        yield
+    finally:
+        executor.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +48,7 @@ class StepDriver:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._state = SchedulerState(executor.spec)
+        self._scheduler = Scheduler(executor.spec)
         self._flights: deque[tuple[StepStats, float, Ticket]] = deque()
 
     async def run(self, requests: Sequence[AdmitRequest]) -> list[StepTime]:
@@ -58,7 +65,7 @@ class StepDriver:
         return times
 
     def _step(self, events: list[SchedulerEvent]) -> None:
-        for effect in self._state.step(events):
+        for effect in self._scheduler.step(events):
             self._perform(effect)
 
     def _perform(self, effect: SchedulerEffect) -> None:
@@ -72,3 +79,14 @@ class StepDriver:
                 raise StepError(error.message)
             case _:
                 pass
+
+
+def result_of(batch: ScheduleBatch, *, vocab_size: int) -> StepResult:
+    """One token for each row that samples."""
+    num_samples = len(array_i32(batch.sample_rows))
+    return StepResult(
+        iteration=batch.iteration,
+        rows=batch.sample_rows,
+        counts=pack_i32([1] * num_samples),
+        tokens=pack_i32([batch.iteration % vocab_size] * num_samples),
+    )

@@ -8,46 +8,48 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
-from aserve.cache.holding import Holding
-from aserve.cache.pages import PagePool
-from aserve.cache.radix import PrefixTree, Run
+from aserve.cache.allocation import PageAllocation
+from aserve.cache.pools import PagePool
+from aserve.cache.prefix_tree import PrefixTree, Run
 from aserve.errors import BugError
 
 
 def check_conservation(
-    pools: Sequence[PagePool], tree: PrefixTree, *, holdings: Sequence[Holding]
+    pools: Sequence[PagePool], tree: PrefixTree, *, allocations: Sequence[PageAllocation]
 ) -> None:
-    for number, holding in enumerate(holdings):
-        _check_holding(holding, tree, number=number)
+    for number, allocation in enumerate(allocations):
+        _check_holding(allocation, tree, number=number)
     _check_runs(tree)
-    _check_users(tree, holdings=holdings)
+    _check_users(tree, allocations=allocations)
     _check_order(tree)
     for group, pool in enumerate(pools):
-        _check_owners(group, pool, tree=tree, holdings=holdings)
+        _check_owners(group, pool, tree=tree, allocations=allocations)
     for group in tree.windowed:
-        _check_locks(group, tree, holdings=holdings)
+        _check_locks(group, tree, allocations=allocations)
 
 
-def _check_holding(holding: Holding, tree: PrefixTree, *, number: int) -> None:
+def _check_holding(allocation: PageAllocation, tree: PrefixTree, *, number: int) -> None:
     """Its lists are alike, its prefix is in the tree, and it uses the prefix's pages or none."""
     story = f"holding {number}"
     _require(
-        len({len(pages) for pages in holding.pages}) == 1,
-        f"{story} covers {[len(pages) for pages in holding.pages]} pages in its groups",
+        len({len(pages) for pages in allocation.pages}) == 1,
+        f"{story} covers {[len(pages) for pages in allocation.pages]} pages in its groups",
     )
-    _require(0 not in holding.pages[0], f"{story} lacks a page in group 0: {holding.pages[0]}")
     _require(
-        holding.num_shared <= holding.num_pages,
-        f"{story} has {holding.num_shared} nodes for {holding.num_pages} pages",
+        0 not in allocation.pages[0], f"{story} lacks a page in group 0: {allocation.pages[0]}"
     )
-    nodes = tree.nodes(holding.prefix)
-    _require(len(nodes) == holding.num_shared, f"{story}: its prefix has {len(nodes)} nodes")
+    _require(
+        allocation.num_shared <= allocation.num_pages,
+        f"{story} has {allocation.num_shared} nodes for {allocation.num_pages} pages",
+    )
+    nodes = tree.nodes(allocation.prefix)
+    _require(len(nodes) == allocation.num_shared, f"{story}: its prefix has {len(nodes)} nodes")
     for index, node in enumerate(nodes):
         where = f"{story}, page index {index}"
-        page = holding.pages[0][index]
+        page = allocation.pages[0][index]
         _require(page == node, f"{where}: page {page} in group 0, the tree has {node}")
         for group, windowed in tree.windowed.items():
-            page = holding.pages[group][index]
+            page = allocation.pages[group][index]
             known = int(windowed.pages[node])
             _require(
                 page in (0, known), f"{where}: page {page} in group {group}, the tree has {known}"
@@ -68,12 +70,12 @@ def _check_runs(tree: PrefixTree) -> None:
         _require(has_parent, f"{where} begins at {run.start}: the node before it was evicted")
 
 
-def _check_users(tree: PrefixTree, *, holdings: Sequence[Holding]) -> None:
+def _check_users(tree: PrefixTree, *, allocations: Sequence[PageAllocation]) -> None:
     """A run is used by holdings and, from where they begin, by its children that are in use."""
     users: defaultdict[int, Counter[int]] = defaultdict(Counter)
-    for holding in holdings:
-        if holding.num_shared:
-            users[id(holding.prefix.run)][holding.num_shared] += 1
+    for allocation in allocations:
+        if allocation.num_shared:
+            users[id(allocation.prefix.run)][allocation.num_shared] += 1
     for run in tree:
         if run.users and run.parent is not None:
             users[id(run.parent)][run.start] += 1
@@ -112,7 +114,7 @@ def _upwards(run: Run | None) -> Iterator[int]:
 
 
 def _check_owners(
-    group: int, pool: PagePool, *, tree: PrefixTree, holdings: Sequence[Holding]
+    group: int, pool: PagePool, *, tree: PrefixTree, allocations: Sequence[PageAllocation]
 ) -> None:
     """Pages 1..num_pages - 1 have one owner each, and nothing else has any."""
     owners: defaultdict[int, list[str]] = defaultdict(list)
@@ -123,24 +125,24 @@ def _check_owners(
             page = node if group == 0 else int(tree.windowed[group].pages[node])
             if page:
                 owners[page].append(f"prefix {key.hex()}")
-    for number, holding in enumerate(holdings):
-        num_shared = holding.num_shared
-        for index, page in enumerate(holding.pages[group][num_shared:], num_shared):
+    for number, allocation in enumerate(allocations):
+        num_shared = allocation.num_shared
+        for index, page in enumerate(allocation.pages[group][num_shared:], num_shared):
             if page:
                 owners[page].append(f"holding {number}, page index {index}")
     for page in sorted({*owners, *range(1, pool.num_pages)}):
         _require(
             len(owners[page]) == 1 and 0 < page < pool.num_pages,
-            f"group {pool.name!r}: page {page} of {pool.num_pages} has the owners {owners[page]}",
+            f"group {pool.name!r}: page {page} of {pool.num_pages} is owned by {owners[page]}",
         )
 
 
-def _check_locks(group: int, tree: PrefixTree, *, holdings: Sequence[Holding]) -> None:
+def _check_locks(group: int, tree: PrefixTree, *, allocations: Sequence[PageAllocation]) -> None:
     """A windowed page has a lock for each holding that uses it, and is evictable if it has none."""
     users: Counter[int] = Counter()
-    for holding in holdings:
-        pages = holding.pages[group][: holding.num_shared]
-        users.update(node for node, page in zip(holding.pages[0], pages, strict=False) if page)
+    for allocation in allocations:
+        pages = allocation.pages[group][: allocation.num_shared]
+        users.update(node for node, page in zip(allocation.pages[0], pages, strict=False) if page)
     windowed = tree.windowed[group]
     unlocked = set(windowed.order.in_order())
     _require(len(unlocked) == len(windowed.order), f"group {group} counts its pages wrongly")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from aserve.messages import ArrayI32
+from aserve.messages.base import ArrayI32
 
 NOWHERE = -1
 

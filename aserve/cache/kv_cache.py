@@ -11,13 +11,14 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from aserve.cache.allocation import PageAllocation
 from aserve.cache.conservation import check_conservation
-from aserve.cache.holding import Holding
-from aserve.cache.pages import PagePool
-from aserve.cache.radix import Prefix, PrefixTree
-from aserve.cache.windows import first_visible_page
+from aserve.cache.layout import first_visible_page
+from aserve.cache.pools import PagePool
+from aserve.cache.prefix_tree import Prefix, PrefixTree
 from aserve.errors import BugError
-from aserve.messages import ArrayI32, GroupSpec
+from aserve.messages.base import ArrayI32
+from aserve.messages.executor import GroupSpec
 
 
 class KvCache:
@@ -49,98 +50,98 @@ class KvCache:
         nodes = np.asarray(self._tree.nodes(prefix))
         return self._tree.cut(prefix, self._usable_len(nodes))
 
-    def open(self, prefix: Prefix) -> Holding:
+    def open(self, prefix: Prefix) -> PageAllocation:
         """Must follow its match before anything else happens to this cache."""
-        holding = Holding(len(self._pools))
+        allocation = PageAllocation(len(self._pools))
         if not prefix.num_pages:
-            return holding
-        holding.pages[0] = self._tree.nodes(prefix)
+            return allocation
+        allocation.pages[0] = self._tree.nodes(prefix)
         self._tree.lock(prefix)
-        holding.prefix = prefix
+        allocation.prefix = prefix
         for group in self._windowed:
             windowed = self._tree.windowed[group]
             first = self._first_visible(group, prefix.num_pages * self._page_size)
-            seen = np.asarray(holding.pages[0][first:])
+            seen = np.asarray(allocation.pages[0][first:])
             windowed.lock(seen)
-            holding.pages[group].frombytes(bytes(4 * first) + windowed.pages[seen].tobytes())
-            holding.num_released[group] = first
-        return holding
+            allocation.pages[group].frombytes(bytes(4 * first) + windowed.pages[seen].tobytes())
+            allocation.num_released[group] = first
+        return allocation
 
-    def missing(self, holding: Holding, num_pages: int) -> tuple[int, ...]:
+    def missing(self, allocation: PageAllocation, num_pages: int) -> tuple[int, ...]:
         """For each group, the pages to take so that the holding covers `num_pages` page indices."""
-        count = max(num_pages - holding.num_pages, 0)
+        count = max(num_pages - allocation.num_pages, 0)
         return (count,) * len(self._pools)
 
     def available(self, group: int) -> int:
         """What growing could get now: free pages and evictable ones."""
         return self._pools[group].num_free + self.num_cached(group)
 
-    def grow(self, holding: Holding, num_pages: int) -> None:
+    def grow(self, allocation: PageAllocation, num_pages: int) -> None:
         """Covers at least `num_pages` page indices, evicting what it must; all or nothing."""
-        if num_pages <= holding.num_pages:
+        if num_pages <= allocation.num_pages:
             return
-        missing = self.missing(holding, num_pages)
+        missing = self.missing(allocation, num_pages)
         for group, count in enumerate(missing):
             if count > self.available(group):
                 raise BugError(
-                    f"group {self._pools[group].name!r}: a holding of {holding.num_pages} pages "
+                    f"group {self._pools[group].name!r}: a holding of {allocation.num_pages} pages "
                     f"was to grow to {num_pages}, but {self.available(group)} pages are available"
                 )
         for group, count in enumerate(missing):
             lacking = count - self._pools[group].num_free
             if lacking > 0:
                 self._evict(group, lacking)
-            holding.pages[group].extend(self._pools[group].take(count))
+            allocation.pages[group].extend(self._pools[group].take(count))
 
-    def commit(self, holding: Holding, keys: Sequence[bytes], *, num_pages: int) -> None:
+    def commit(self, allocation: PageAllocation, keys: Sequence[bytes], *, num_pages: int) -> None:
         """The first `num_pages` pages are whole and committed: new ones enter the tree, locked.
 
         WHY the first duplicate ends it: two rows that each hold pages below the other's would lock
         both copies of a prompt, and a full pool would wait for ever. A row keeps its own copies
         until it closes.
         """
-        if not (self._has_prefix_cache and holding.is_inserting):
+        if not (self._has_prefix_cache and allocation.is_inserting):
             return
-        self._require_whole(holding, keys, num_pages)
-        num_shared = holding.num_shared
+        self._require_whole(allocation, keys, num_pages)
+        num_shared = allocation.num_shared
         if num_shared >= num_pages:
             return
         # NOTE: where the first key is new, so are all after it: a key names what is before it.
         if self._tree.get(keys[num_shared]) is not None:
-            holding.is_inserting = False
+            allocation.is_inserting = False
             return
-        self._insert(holding, keys, num_pages=num_pages)
+        self._insert(allocation, keys, num_pages=num_pages)
 
-    def release_behind(self, holding: Holding, committed_len: int) -> None:
+    def release_behind(self, allocation: PageAllocation, committed_len: int) -> None:
         """Lets go of pages that no position from `committed_len` on sees.
 
         Comes after commit, which caches them.
         """
         for group in self._windowed:
-            pages, first = holding.pages[group], holding.num_released[group]
+            pages, first = allocation.pages[group], allocation.num_released[group]
             visible = min(self._first_visible(group, committed_len), len(pages))
             if visible <= first:
                 continue
-            border = min(max(holding.num_shared, first), visible)
+            border = min(max(allocation.num_shared, first), visible)
             if border > first:
-                self._tree.windowed[group].unlock(np.asarray(holding.pages[0][first:border]))
+                self._tree.windowed[group].unlock(np.asarray(allocation.pages[0][first:border]))
             self._pools[group].give_back(pages[border:visible])
             pages[first:visible] = array("i", bytes(4 * (visible - first)))
-            holding.num_released[group] = visible
+            allocation.num_released[group] = visible
 
-    def close(self, holding: Holding, keys: Sequence[bytes], *, num_pages: int) -> None:
+    def close(self, allocation: PageAllocation, keys: Sequence[bytes], *, num_pages: int) -> None:
         """The sequence leaves: its first `num_pages` pages, whole and committed, go to the tree or,
         where that has them already, are freed with the rest. The holding is empty afterwards.
         """
         if self._has_prefix_cache:
-            self._require_whole(holding, keys, num_pages)
-            if num_pages > holding.num_shared:
-                found = self._tree.find(keys, start=holding.num_shared, stop=num_pages)
-                if found.num_pages > holding.num_shared:
-                    self._exchange(holding, found)
-                if num_pages > holding.num_shared:
-                    self._insert(holding, keys, num_pages=num_pages)
-        self._let_go(holding)
+            self._require_whole(allocation, keys, num_pages)
+            if num_pages > allocation.num_shared:
+                found = self._tree.find(keys, start=allocation.num_shared, stop=num_pages)
+                if found.num_pages > allocation.num_shared:
+                    self._exchange(allocation, found)
+                if num_pages > allocation.num_shared:
+                    self._insert(allocation, keys, num_pages=num_pages)
+        self._let_go(allocation)
 
     def evict_all(self) -> None:
         """Drops every unlocked page of the tree."""
@@ -160,11 +161,11 @@ class KvCache:
         """Pages that some sequence holds, shared or private."""
         return self._pools[group].num_pages - 1 - self.available(group)
 
-    def check(self, holdings: Iterable[Holding]) -> None:
-        """Raises a BugError with a page's story unless every page is owned exactly once; `holdings`
-        are all open ones. It walks over everything: for tests and debug mode.
+    def check(self, allocations: Iterable[PageAllocation]) -> None:
+        """Raises a BugError with a page's story unless every page is owned exactly once;
+        `allocations` are all open ones. It walks over everything: for tests and debug mode.
         """
-        check_conservation(self._pools, self._tree, holdings=list(holdings))
+        check_conservation(self._pools, self._tree, allocations=list(allocations))
 
     # -------------------------------------------------------- inside
 
@@ -187,38 +188,40 @@ class KvCache:
                 return first + int(gaps[-1])
         return None
 
-    def _require_whole(self, holding: Holding, keys: Sequence[bytes], num_pages: int) -> None:
-        if num_pages > min(len(keys), holding.num_pages):
+    def _require_whole(
+        self, allocation: PageAllocation, keys: Sequence[bytes], num_pages: int
+    ) -> None:
+        if num_pages > min(len(keys), allocation.num_pages):
             raise BugError(
                 f"{num_pages} pages were to be cached, but {len(keys)} have keys "
-                f"and the holding covers {holding.num_pages}"
+                f"and the holding covers {allocation.num_pages}"
             )
 
-    def _insert(self, holding: Holding, keys: Sequence[bytes], *, num_pages: int) -> None:
+    def _insert(self, allocation: PageAllocation, keys: Sequence[bytes], *, num_pages: int) -> None:
         """The holding's first private pages become nodes, locked by the holding."""
-        span = slice(holding.num_shared, num_pages)
-        pages = [group_pages[span] for group_pages in holding.pages]
-        holding.prefix = self._tree.insert(holding.prefix, keys[span], pages=pages)
+        query_len = slice(allocation.num_shared, num_pages)
+        pages = [group_pages[query_len] for group_pages in allocation.pages]
+        allocation.prefix = self._tree.insert(allocation.prefix, keys[query_len], pages=pages)
 
-    def _exchange(self, holding: Holding, prefix: Prefix) -> None:
+    def _exchange(self, allocation: PageAllocation, prefix: Prefix) -> None:
         """The holding's first private pages are in the tree already, as the end of `prefix`: its
         own pages are freed for those, or fill tombstones. Only a leaving sequence does this, since
         its page table changes.
         """
-        span = slice(holding.num_shared, prefix.num_pages)
-        nodes = self._tree.nodes(prefix)[span]
+        query_len = slice(allocation.num_shared, prefix.num_pages)
+        nodes = self._tree.nodes(prefix)[query_len]
         for group in self._windowed:
-            self._exchange_windowed(holding, group, nodes)
-        self._pools[0].give_back(holding.pages[0][span])
-        holding.pages[0][span] = nodes
+            self._exchange_windowed(allocation, group, nodes)
+        self._pools[0].give_back(allocation.pages[0][query_len])
+        allocation.pages[0][query_len] = nodes
         self._tree.lock(prefix)
-        self._tree.unlock(holding.prefix)
-        holding.prefix = prefix
+        self._tree.unlock(allocation.prefix)
+        allocation.prefix = prefix
 
-    def _exchange_windowed(self, holding: Holding, group: int, nodes: array[int]) -> None:
-        windowed, pages = self._tree.windowed[group], holding.pages[group]
-        start = holding.num_shared
-        for index in range(max(start, holding.num_released[group]), start + len(nodes)):
+    def _exchange_windowed(self, allocation: PageAllocation, group: int, nodes: array[int]) -> None:
+        windowed, pages = self._tree.windowed[group], allocation.pages[group]
+        start = allocation.num_shared
+        for index in range(max(start, allocation.num_released[group]), start + len(nodes)):
             node = nodes[index - start]
             page = int(windowed.pages[node])
             if not page:
@@ -228,19 +231,19 @@ class KvCache:
             windowed.lock(np.array([node], np.int32))
             pages[index] = page
 
-    def _let_go(self, holding: Holding) -> None:
+    def _let_go(self, allocation: PageAllocation) -> None:
         """NOTE: deepest first, see PrefixTree."""
-        num_shared = holding.num_shared
-        for group, pages in enumerate(holding.pages):
-            first = holding.num_released[group]
+        num_shared = allocation.num_shared
+        for group, pages in enumerate(allocation.pages):
+            first = allocation.num_released[group]
             self._pools[group].give_back(pages[max(num_shared, first) :])
             if group and num_shared > first:
-                seen = np.asarray(holding.pages[0][first:num_shared])
+                seen = np.asarray(allocation.pages[0][first:num_shared])
                 self._tree.windowed[group].unlock(seen[::-1])
-        self._tree.unlock(holding.prefix)
-        holding.prefix = Prefix()
-        holding.pages = [array("i") for _ in self._pools]
-        holding.num_released = [0] * len(self._pools)
+        self._tree.unlock(allocation.prefix)
+        allocation.prefix = Prefix()
+        allocation.pages = [array("i") for _ in self._pools]
+        allocation.num_released = [0] * len(self._pools)
 
     def _evict(self, group: int, count: int) -> None:
         if group:

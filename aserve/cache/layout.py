@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from aserve.errors import BugError, ConfigError
-from aserve.messages import GroupSpec
+from aserve.messages.executor import GroupSpec
 
 _TOKEN_ID_BYTES = 4  # int32
 # Two steps in flight may each take a full token budget. More in flight than that only waits a step
@@ -158,3 +158,10 @@ def _share(
             counts[group] += extra * windowed // windowed_wish
     counts[0] += min(spare - windowed, wishes[0]) // costs[0]
     return counts
+
+
+def first_visible_page(kv_len: int, *, window: int | None, page_size: int) -> int:
+    """The first page index that the query at position `kv_len`, or any later one, sees."""
+    if window is None:
+        return 0
+    return max(kv_len - window + 1, 0) // page_size

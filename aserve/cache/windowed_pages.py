@@ -10,7 +10,7 @@ import numpy as np
 
 from aserve.cache.eviction import EvictionOrder
 from aserve.errors import BugError
-from aserve.messages import ArrayI32
+from aserve.messages.base import ArrayI32
 
 
 class WindowedPages:

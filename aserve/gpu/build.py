@@ -17,32 +17,29 @@ import torch
 
 from aserve.cache.layout import GroupLayout, longest_context, plan_groups
 from aserve.errors import ConfigError
-from aserve.gpu.attention.capabilities import AttentionSite
-from aserve.gpu.attention.choice import Attention, build_attention
+from aserve.gpu.attention.base import AttentionSite
+from aserve.gpu.attention.registry import Attention, build_attention
+from aserve.gpu.cudagraph.graphs import GraphParts, StepGraphs
+from aserve.gpu.cudagraph.shapes import FILTER, GREEDY, NOISE, ShapeTable, row_counts
+from aserve.gpu.cudagraph.warmup import names_the_option, run_largest_steps
 from aserve.gpu.decode.base import DecodeMode
 from aserve.gpu.decode.registry import MODES
 from aserve.gpu.device.base import Device
+from aserve.gpu.device.ops import DeviceOps, MakeFusedStep
 from aserve.gpu.device.registry import open_device
-from aserve.gpu.device.ways import Ways
 from aserve.gpu.executor import ExecutorParts, TorchExecutor
-from aserve.gpu.future_map import SEQ_LEN, FutureMap
-from aserve.gpu.graphs import GraphParts, StepGraphs
 from aserve.gpu.kv.layer_groups import LayerGroup, group_layers
-from aserve.gpu.kv.pools import KvPools, KvWays
-from aserve.gpu.kv.stored import kv_dtype_name, kv_dtype_of
-from aserve.gpu.largest_step import names_the_option, run_largest_steps
-from aserve.gpu.models.causal_model import CausalModel
-from aserve.gpu.resolve import DeviceState
+from aserve.gpu.kv.pools import KvOps, KvPools
+from aserve.gpu.kv.store import kv_dtype_name, kv_dtype_of
+from aserve.gpu.models.base import CausalModel, LoadPlan
+from aserve.gpu.models.load import read_blueprint
 from aserve.gpu.runner import ModelRunner, RunnerParts
-from aserve.gpu.sample.row_tables import RowTables
-from aserve.gpu.shortcut import MakeShortcut
-from aserve.gpu.step_shape import FILTER, GREEDY, NOISE, ShapeTable, row_counts
-from aserve.gpu.weights.blueprint import LoadPlan
-from aserve.gpu.weights.form import WeightWish, dtype_name
-from aserve.gpu.weights.load import read_blueprint
-from aserve.gpu.weights.progress import OnProgress, ignore_progress
-from aserve.gpu.weights.target import Target
-from aserve.messages import EngineSpec
+from aserve.gpu.sampling.params import RowTables
+from aserve.gpu.step.future_map import SEQ_LEN, FutureMap
+from aserve.gpu.step.resolve import DeviceState
+from aserve.gpu.weights.format import WeightRequest, dtype_name
+from aserve.gpu.weights.source import OnProgress, Target, ignore_progress
+from aserve.messages.executor import EngineSpec
 
 MIB = 1 << 20
 MIN_PAGES = 2  # page 0 is nobody's
@@ -70,7 +67,7 @@ class BuildOptions:
     prefix_cache: bool = True
     max_rows: int | None = None
     max_batched_tokens: int | None = None
-    mixed_prompt_tokens: int | None = None
+    max_mixed_prefill_tokens: int | None = None
     max_waiting: int = 512
     depth: int = 2
     lead: int = 2
@@ -104,8 +101,8 @@ def build_on(
             "compute a token otherwise among others",
             param="deterministic",
         )
-    form = device.weight_form(
-        WeightWish(
+    form = device.weight_format(
+        WeightRequest(
             options.dtype,
             blueprint.stored_dtype,
             blueprint.num_weights,
@@ -115,8 +112,8 @@ def build_on(
     )
     torch.set_num_threads(options.threads or min(form.max_threads or FOUND_THREADS, FOUND_THREADS))
     is_dummy = options.load_format == "dummy"
-    ways = device.ways(form.dtype, is_deterministic=options.deterministic)
-    target = Target(device.torch_device, device.free_bytes(), form.prepare, ways.elementwise)
+    ops = device.ops(form.dtype, is_deterministic=options.deterministic)
+    target = Target(device.torch_device, device.free_bytes(), form.prepare, ops.elementwise)
     with names_the_option("the model does not fit; free memory of the device"):
         model = blueprint.load(
             LoadPlan(form.dtype, options.max_model_len, is_dummy, target, on_progress)
@@ -124,9 +121,9 @@ def build_on(
     random = "random weights, " if is_dummy else ""
     about = f"{code.name} code ({code.why}), {random}{form.about}"
     mode = MODES[options.decode]()
-    mixed_prompt_tokens = options.mixed_prompt_tokens or form.mixed_prompt_tokens
-    options = dataclasses.replace(options, mixed_prompt_tokens=mixed_prompt_tokens)
-    return assemble(model, mode, device, options, about=about, shortcut=form.shortcut)
+    max_mixed_prefill_tokens = options.max_mixed_prefill_tokens or form.max_mixed_prefill_tokens
+    options = dataclasses.replace(options, max_mixed_prefill_tokens=max_mixed_prefill_tokens)
+    return assemble(model, mode, device, options, about=about, fused_step=form.fused_step)
 
 
 def assemble(
@@ -136,12 +133,12 @@ def assemble(
     options: BuildOptions,
     *,
     about: str | None = None,
-    shortcut: MakeShortcut | None = None,
+    fused_step: MakeFusedStep | None = None,
 ) -> TorchExecutor:
     """An executor around a model that is there already; `about` says in which form, if
-    that is more than its dtype. A `shortcut` is not taken around attention chosen by name."""
-    ways = device.ways(model.dtype, is_deterministic=options.deterministic)
-    parts = _Parts(model, group_layers(model.layers), mode, device, ways, options, shortcut)
+    that is more than its dtype. A `fused_step` is not taken around attention chosen by name."""
+    ops = device.ops(model.dtype, is_deterministic=options.deterministic)
+    parts = _Parts(model, group_layers(model.layers), mode, device, ops, options, fused_step)
     num_pages, budget_bytes = options.num_pages, 0
     if num_pages is None:
         run_largest = functools.partial(_run_largest, parts)
@@ -173,9 +170,9 @@ class _Parts:
     groups: tuple[LayerGroup, ...]
     mode: DecodeMode
     device: Device
-    ways: Ways
+    ops: DeviceOps
     options: BuildOptions
-    shortcut: MakeShortcut | None
+    fused_step: MakeFusedStep | None
 
     @property
     def max_rows(self) -> int:
@@ -203,8 +200,8 @@ def _run_largest(parts: _Parts) -> None:
 def _shapes(parts: _Parts, made: _Made) -> ShapeTable:
     """Of the steps that may be captured."""
     device, wanted = parts.device, parts.options.graph_rows
-    by_shape = parts.ways.sample_ops.filters_by_shape
-    can_capture = bool(device.graph_rows) and made.attention.can.can_capture
+    by_shape = parts.ops.sample_ops.filters_by_shape
+    can_capture = bool(device.graph_rows) and made.attention.capabilities.can_capture
     max_rows = min(device.graph_rows if wanted is None else wanted, made.spec.max_rows)
     return ShapeTable(
         counts=row_counts(max_rows if can_capture else 0),
@@ -229,7 +226,7 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
         has_bounds=any(field.name == SEQ_LEN for field in mode.fields),
     )
     attention = build_attention(options.attention, site, order=device.attention)
-    state = dataclasses.replace(state, clears_pages=attention.can.whole_pages)
+    state = dataclasses.replace(state, clears_pages=attention.capabilities.whole_pages)
     runner = ModelRunner(
         RunnerParts(
             model=model,
@@ -237,12 +234,14 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
             attention=attention.backend,
             mode=mode,
             is_debug=options.debug_checks,
-            sample_ops=parts.ways.sample_ops,
-            shortcut=parts.shortcut(model, state) if parts.shortcut and attention.is_auto else None,
-            resolve=parts.ways.resolve,
+            sample_ops=parts.ops.sample_ops,
+            fused_step=parts.fused_step(model, state)
+            if parts.fused_step and attention.is_auto
+            else None,
+            resolve=parts.ops.resolve,
         )
     )
-    spec = msgspec.structs.replace(spec, names_shared_pages=attention.can.shared_pages)
+    spec = msgspec.structs.replace(spec, names_shared_pages=attention.capabilities.shared_pages)
     return _Made(runner, spec, attention)
 
 
@@ -274,7 +273,7 @@ def _plan_spec(
         max_waiting=options.max_waiting,
         prefix_cache=options.prefix_cache,
         decode=parts.mode.caps,
-        mixed_prompt_tokens=options.mixed_prompt_tokens,
+        max_mixed_prefill_tokens=options.max_mixed_prefill_tokens,
     )
 
 
@@ -300,7 +299,7 @@ def _context_with_room(parts: _Parts, layouts: Sequence[GroupLayout], budget_byt
 
 def _allocate(parts: _Parts, spec: EngineSpec, kv_dtype: torch.dtype) -> DeviceState:
     """Every table that lives as long as the engine, before anything is captured."""
-    device, ways = parts.device, parts.ways
+    device, ops = parts.device, parts.ops
     where = device.torch_device
     pages_per_row = -(-spec.max_model_len // spec.page_size) + 1
     return DeviceState(
@@ -311,13 +310,13 @@ def _allocate(parts: _Parts, spec: EngineSpec, kv_dtype: torch.dtype) -> DeviceS
             table_shape=(spec.max_rows + 1, pages_per_row),
             dtype=kv_dtype,
             device=where,
-            ways=KvWays(device.zeros, ways.turn_and_store),
+            ops=KvOps(device.zeros, ops.rope_and_store_kv),
         ),
         tables=RowTables(max_rows=spec.max_rows, device=where),
         relay=FutureMap(
             parts.mode.fields,
             max_rows=spec.max_rows,
             device=where,
-            ops=ways.row_ops,
+            ops=ops.row_ops,
         ),
     )

@@ -19,30 +19,25 @@ import torch
 from torch import Tensor
 
 from aserve.errors import AserveError, BugError, EngineDead, ErrorInfo, StepError
+from aserve.gpu.cudagraph.graphs import StepGraphs
+from aserve.gpu.cudagraph.warmup import padding_batch
 from aserve.gpu.device.base import Device, Event, slice_len_of
-from aserve.gpu.device_batch import HeldSample
-from aserve.gpu.future_map import SEQ_LEN
-from aserve.gpu.graphs import StepGraphs
-from aserve.gpu.host_slots import HostSlot, HostSlots
-from aserve.gpu.padding_batch import padding_batch
-from aserve.gpu.results import Layout, Tokens, check_step, read_tokens, seq_lens
 from aserve.gpu.runner import ModelRunner
-from aserve.gpu.sample.plan import RowFacts
-from aserve.gpu.sections import DeviceSections, HostSections
-from aserve.gpu.step_plan import LogitsPlan, StepPlan, plan_logits, plan_step
-from aserve.gpu.ticket import Outcome, StepTicket
+from aserve.gpu.sampling.plan import RowParams
+from aserve.gpu.step.future_map import SEQ_LEN
+from aserve.gpu.step.inputs import HeldSample
+from aserve.gpu.step.plan import LogitsPlan, StepPlan, plan_logits, plan_step
+from aserve.gpu.step.results import Layout, Tokens, check_step, read_tokens, seq_lens
+from aserve.gpu.step.ticket import Outcome, StepTicket
+from aserve.gpu.transfer.pinned import PinnedSlot, PinnedSlots
+from aserve.gpu.transfer.staging import DeviceArrays, HostArrays
 from aserve.gpu.waiter import Landing, Waiter
-from aserve.gpu.worker import SWITCH_INTERVAL_S, Worker
-from aserve.messages import (
-    ArrayI32,
-    EngineSpec,
-    Resync,
-    Sample,
-    ScheduleBatch,
-    StepFailed,
-    array_i32,
-    stamp_of,
-)
+from aserve.host.threads import SWITCH_INTERVAL_S, Worker
+from aserve.messages.base import ArrayI32, array_i32
+from aserve.messages.executor import EngineSpec
+from aserve.messages.requests import stamp_of
+from aserve.messages.results import StepFailed
+from aserve.messages.step import Resync, Sample, ScheduleBatch
 
 Job = Callable[[], None]
 
@@ -69,15 +64,15 @@ class TorchExecutor:
         self._graphs = parts.graphs
         self._is_debug = parts.is_debug
         self._slice_len = slice_len_of(parts.device, vocab_size=parts.spec.vocab_size)
-        self._facts = RowFacts(parts.spec.max_rows)
+        self._row_params = RowParams(parts.spec.max_rows)
         self._held_lens: dict[int, int] = {}  # bounds, by row: what a Sample's history may reach
         self._has_failed = False  # written by the executor thread
         self._good_from = 0  # the last Resync's iteration: written by the executor thread
-        self._unsound_at = -1  # a step whose result was no good: written by the waiter
+        self._invalid_at = -1  # a step whose result was no good: written by the waiter
         self._is_closed = False
-        self._staging = HostSlots(parts.device, is_debug=parts.is_debug)
-        self._staged: list[HostSlot] = []  # since the last event: written by the executor thread
-        self._results = HostSlots(parts.device, is_debug=parts.is_debug)
+        self._staging = PinnedSlots(parts.device, is_debug=parts.is_debug)
+        self._staged: list[PinnedSlot] = []  # since the last event: written by the executor thread
+        self._results = PinnedSlots(parts.device, is_debug=parts.is_debug)
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._worker = Worker("aserve-executor", self._run, on_end=self._ended)
         self._loop: asyncio.AbstractEventLoop
@@ -95,17 +90,17 @@ class TorchExecutor:
 
     def capture_graphs(self, on_progress: Callable[[int, int], None]) -> None:
         """All that there may be, before the start, on the calling thread."""
-        total = self._graphs.wish_for_all()
+        total = self._graphs.request_all()
         with torch.inference_mode(), self._device.stream():
             for number in range(total):
-                if self._graphs.has_wishes:
+                if self._graphs.has_pending:
                     self._capture()
                 on_progress(number + 1, total)
 
     async def warm_up(self) -> None:
         """One prefill and one decode of the padding row: no request's state is touched."""
-        for span in (2, 1):
-            batch = padding_batch(span, num_groups=len(self.spec.groups))
+        for query_len in (2, 1):
+            batch = padding_batch(query_len, num_groups=len(self.spec.groups))
             ticket = self.launch(batch)
             first = asyncio.FIRST_COMPLETED
             await asyncio.wait((ticket.outcome, self.died), return_when=first)
@@ -146,13 +141,13 @@ class TorchExecutor:
 
     def _next(self) -> Job | None:
         """A step waits for one capture at most, and only if it comes while that is running."""
-        while self._graphs.has_wishes and self._inbox.empty():
+        while self._graphs.has_pending and self._inbox.empty():
             self._capture()
         return self._inbox.get()
 
     def _capture(self) -> None:
         try:
-            self._graphs.grant_wish()
+            self._graphs.capture_next()
         except Exception as error:
             self._device.mark()  # which a ruined device refuses, too
             self._graphs.refuse(error)
@@ -161,7 +156,7 @@ class TorchExecutor:
         """Any exception of a step is that step's failure; the thread goes on. A device that has
         been ruined raises again in `_fail`: then the thread ends, and the engine with it.
         """
-        if self._has_failed or self._unsound_at >= self._good_from:
+        if self._has_failed or self._invalid_at >= self._good_from:
             self._fail(ticket, StepError("an earlier step failed").info())
             return
         try:
@@ -182,15 +177,15 @@ class TorchExecutor:
         self._held_lens.clear()
 
     def _step(self, batch: ScheduleBatch, ticket: StepTicket) -> None:
-        self._facts.write(batch.row_inits)
+        self._row_params.write(batch.row_inits)
         vocab_size, slice_len = self.spec.vocab_size, self._slice_len
-        plan = plan_step(batch, self._facts, vocab_size=vocab_size, slice_len=slice_len)
+        plan = plan_step(batch, self._row_params, vocab_size=vocab_size, slice_len=slice_len)
         publish = functools.partial(self._publish, plan, ticket)
         graph = self._graphs.find(plan)
         if graph is not None:
             padded = graph.padded(plan)
-            sections = self._runner.stage(padded)
-            self._stage(sections, buffer=graph.room_for(sections))
+            arrays = self._runner.stage(padded)
+            self._stage(arrays, buffer=graph.room_for(arrays))
             packed = self._graphs.replay(graph, padded, publish)
         else:
             staged = self._stage(self._runner.stage(plan))
@@ -206,18 +201,18 @@ class TorchExecutor:
             raise BugError(f"step {sample.iteration}: rows {missing} are sampled, but not held")
         max_len = max(self._held_lens[int(row)] for row in rows)
         logits = self._plan_held(rows, max_len)
-        sections = HostSections()
-        logits.stage(sections)
-        sections.add("iteration", np.array([stamp_of(sample.iteration)], np.int32))
-        sections.add("mask", array_i32(sample.masks))
-        staged = self._stage(sections)
+        arrays = HostArrays()
+        logits.stage(arrays)
+        arrays.add("iteration", np.array([stamp_of(sample.iteration)], np.int32))
+        arrays.add("mask", array_i32(sample.masks))
+        staged = self._stage(arrays)
         packed = self._runner.finish_held(
             HeldSample(
                 iteration=staged.ints("iteration"),
                 rows=staged.ints("sample_rows"),
                 mask=staged.narrow_ints("mask").view(len(rows), -1),
                 logits=logits,
-                sections=staged,
+                arrays=staged,
             )
         )
         for row in rows:
@@ -231,19 +226,19 @@ class TorchExecutor:
             rows,
             np.arange(1, num + 1, dtype=np.int32),
             np.ones(num, np.int32),
-            self._facts,
+            self._row_params,
             max_len=max_len,
             vocab_size=self.spec.vocab_size,
             slice_len=self._slice_len,
         )
 
-    def _stage(self, sections: HostSections, buffer: Tensor | None = None) -> DeviceSections:
+    def _stage(self, arrays: HostArrays, buffer: Tensor | None = None) -> DeviceArrays:
         """The one copy of a step's host values. The slot is free again after the next event."""
-        slot = self._staging.take(sections.num_words)
-        places = sections.write(slot.words)
-        words = self._device.stage(slot.front(sections.num_words), buffer)
+        slot = self._staging.take(arrays.num_words)
+        places = arrays.write(slot.words)
+        words = self._device.stage(slot.front(arrays.num_words), buffer)
         self._staged.append(slot)
-        return DeviceSections(words, places)
+        return DeviceArrays(words, places)
 
     def _publish(self, plan: StepPlan, ticket: StepTicket, lens: Tensor) -> None:
         """Lengths after the step, int32 [rows], early."""
@@ -312,7 +307,7 @@ class TorchExecutor:
 
     def _refuse(self, ticket: StepTicket, error: AserveError) -> Job:
         """A result that is not sound fails its step, and every one after it up to the Resync."""
-        self._unsound_at = ticket.iteration
+        self._invalid_at = ticket.iteration
         return functools.partial(ticket.complete, StepFailed(ticket.iteration, error.info()))
 
     def _ended(self, error: BaseException | None) -> None:
@@ -330,7 +325,7 @@ class TorchExecutor:
 
 def _complete_with_lens(ticket: StepTicket, outcome: Outcome, plan: StepPlan) -> None:
     """The host knew the lengths all along."""
-    ticket.publish(lambda: seq_lens(plan, plan.kv_lens + plan.spans))
+    ticket.publish(lambda: seq_lens(plan, plan.kv_lens + plan.query_lens))
     ticket.complete(outcome)
 
 
@@ -339,5 +334,5 @@ def _ends(plan: StepPlan) -> dict[int, int]:
     if not len(plan.held_rows):
         return {}
     held = np.isin(plan.rows, plan.held_rows)
-    ends = (plan.kv_lens + plan.spans)[held]
+    ends = (plan.kv_lens + plan.query_lens)[held]
     return {int(row): int(end) for row, end in zip(plan.held_rows, ends, strict=True)}

@@ -15,20 +15,20 @@ from torch import Tensor
 
 from aserve.gpu.attention.base import AttentionBackend
 from aserve.gpu.decode.base import DecodeMode, OnPublish
-from aserve.gpu.device_batch import DeviceBatch, DeviceStep, HeldSample
-from aserve.gpu.forward_batch import NO_OVERRIDES, ForwardBatch, ForwardOverrides
-from aserve.gpu.future_map import SEQ_LEN, FutureMap
-from aserve.gpu.models.causal_model import CausalModel
-from aserve.gpu.prompt_values import value_prompts
-from aserve.gpu.resolve import DeviceState, Resolve, apply_tables, resolve, stage_tables
-from aserve.gpu.results import Packed, pack
-from aserve.gpu.sample.logits_rows import LogitsRows
-from aserve.gpu.sample.ops import PLAIN_OPS, SampleOps
-from aserve.gpu.sample.sampler import Sampled, Sampler, Staged
-from aserve.gpu.sections import DeviceSections, HostSections
-from aserve.gpu.shortcut import Shortcut
-from aserve.gpu.step_plan import LogitsPlan, StepPlan
-from aserve.messages import ScheduleBatch
+from aserve.gpu.device.ops import FusedStep
+from aserve.gpu.models.base import CausalModel
+from aserve.gpu.sampling.ops import PLAIN_OPS, SampleOps
+from aserve.gpu.sampling.params import LogitsRows
+from aserve.gpu.sampling.sampler import Sampled, Sampler, Staged
+from aserve.gpu.step.forward_batch import NO_OVERRIDES, ForwardBatch, ForwardOverrides
+from aserve.gpu.step.future_map import SEQ_LEN, FutureMap
+from aserve.gpu.step.inputs import DeviceBatch, DeviceStep, HeldSample
+from aserve.gpu.step.plan import LogitsPlan, StepPlan
+from aserve.gpu.step.prompts import value_prompts
+from aserve.gpu.step.resolve import DeviceState, Resolve, apply_tables, resolve, stage_tables
+from aserve.gpu.step.results import Packed, pack
+from aserve.gpu.transfer.staging import DeviceArrays, HostArrays
+from aserve.messages.step import ScheduleBatch
 
 UNKNOWN = -1
 
@@ -43,7 +43,7 @@ class RunnerParts:
     mode: DecodeMode
     is_debug: bool
     sample_ops: SampleOps = PLAIN_OPS
-    shortcut: Shortcut | None = None  # for the forwards that it can run
+    fused_step: FusedStep | None = None  # for the forwards that it can run
     resolve: Resolve = resolve
 
 
@@ -69,31 +69,31 @@ class ModelRunner:
         self._own_lens = torch.full_like(self.relay.written_iter, UNKNOWN)  # debug checks only
         self._held_logits: Tensor | None = None  # [max_rows + 1, vocab], once a row is held
 
-    def stage(self, plan: StepPlan) -> HostSections:
+    def stage(self, plan: StepPlan) -> HostArrays:
         """What `apply` and `step` read of the host."""
-        sections = HostSections()
-        if self.shortcut_of(plan) is None:
-            plan.stage(sections)
-        stage_tables(plan.batch, sections, self.state)
-        return sections
+        arrays = HostArrays()
+        if self.fused_step_for(plan) is None:
+            plan.stage(arrays)
+        stage_tables(plan.batch, arrays, self.state)
+        return arrays
 
-    def apply(self, batch: ScheduleBatch, tables: DeviceSections) -> None:
+    def apply(self, batch: ScheduleBatch, tables: DeviceArrays) -> None:
         """New tenants and pages, before the step itself."""
         apply_tables(batch, tables, self.state)
         if self._parts.is_debug and batch.row_inits:
             self._own_lens.index_fill_(0, tables.ints("init_rows"), UNKNOWN)
 
-    def step(self, plan: StepPlan, sections: DeviceSections, publish: OnPublish) -> Packed:
+    def step(self, plan: StepPlan, arrays: DeviceArrays, publish: OnPublish) -> Packed:
         """From resolve to the packed result, with the debug checks after it: the iteration that
         wrote each row's relay, and its own KV length before the step. `publish` gets lengths as
         int32.
 
         NOTE: captured, this is run again without its Python: of the host it reads what is the same
-        in all steps of one shape, and the rest from `sections`.
+        in all steps of one shape, and the rest from `arrays`.
         """
-        if (shortcut := self.shortcut_of(plan)) is not None:
-            return shortcut.step(plan)
-        step = self._parts.resolve(plan, sections, self.state)
+        if (fused_step := self.fused_step_for(plan)) is not None:
+            return fused_step.step(plan)
+        step = self._parts.resolve(plan, arrays, self.state)
 
         def on_publish(lens: Tensor) -> None:
             self.relay.publish(step.batch.rows, lens)
@@ -107,17 +107,17 @@ class ModelRunner:
         self._note_lens(step)
         return pack(emitted, (stamps, lens))
 
-    def shortcut_of(self, plan: StepPlan) -> Shortcut | None:
+    def fused_step_for(self, plan: StepPlan) -> FusedStep | None:
         """What runs this step in one call, and reads the plan alone, if there is such a thing."""
-        shortcut = self._parts.shortcut
-        if shortcut is None or self._parts.is_debug or not self._parts.mode.draws_once:
+        fused_step = self._parts.fused_step
+        if fused_step is None or self._parts.is_debug or not self._parts.mode.draws_once:
             return None
-        return shortcut if shortcut.can_step(plan) else None
+        return fused_step if fused_step.can_step(plan) else None
 
     def _lens_before(self, step: DeviceStep) -> Tensor:
         """What the device itself knows of each row's KV length; of a new row what it was told."""
         own = self._own_lens.index_select(0, step.batch.rows)
-        is_told = (own == UNKNOWN) | (step.sections.ints("is_bound") > 0)
+        is_told = (own == UNKNOWN) | (step.arrays.ints("is_bound") > 0)
         return torch.where(is_told, step.batch.kv_lens, own)
 
     def _note_lens(self, step: DeviceStep) -> None:
@@ -125,7 +125,7 @@ class ModelRunner:
         if SEQ_LEN in self.relay:
             lens = self.relay.read(SEQ_LEN, rows)
         else:
-            lens = step.batch.kv_lens + step.batch.spans
+            lens = step.batch.kv_lens + step.batch.query_lens
         self._own_lens.index_copy_(0, rows, lens)
         self._own_lens[:1].fill_(UNKNOWN)  # the padding row has no length
 
@@ -143,9 +143,9 @@ class ModelRunner:
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """-> hidden states [tokens, hidden], valid until the next forward."""
-        shortcut = self._parts.shortcut
-        if shortcut is not None and shortcut.can_run(batch):
-            return shortcut.run(batch)
+        fused_step = self._parts.fused_step
+        if fused_step is not None and fused_step.can_run(batch):
+            return fused_step.run(batch)
         attention = self._parts.attention
         plan = attention.plan(batch) if batch.needs_attention_plan() else batch.plan
         attend = attention.bind(batch, plan)
@@ -155,8 +155,8 @@ class ModelRunner:
         """hidden [tokens, hidden] -> a token for every logits row of the step's plan, in slices,
         and what the step owes its rows' prompts.
         """
-        placed, sections = step.batch.place(self.state.pools), step.sections
-        tokens = sections.ints("logits_tokens")
+        placed, arrays = step.batch.place(self.state.pools), step.arrays
+        tokens = arrays.ints("logits_tokens")
 
         def of_logits(values: Tensor) -> Tensor:
             """Those of the tokens that have logits: mostly of all, and then in the same order."""
@@ -165,35 +165,35 @@ class ModelRunner:
         rows, lens, wanted = map(of_logits, (placed.token_rows, placed.positions, hidden))
         sampled = self._sample_slices(
             step.plan.logits,
-            sections,
+            arrays,
             LogitsRows(rows, lens + 1),
             lambda part: self.model.logits(wanted[part]),
         )
         if step.plan.prompts is None:
             return sampled
-        prompts = value_prompts(step.plan.prompts, sections, hidden, self.model.logits)
+        prompts = value_prompts(step.plan.prompts, arrays, hidden, self.model.logits)
         return dataclasses.replace(sampled, prompts=prompts)
 
     def hold(self, step: DeviceStep, hidden: Tensor) -> None:
         """Keeps logits of the held rows until their Sample."""
         if not len(step.plan.held_rows):
             return
-        rows = step.sections.ints("held_rows")
-        tokens = step.sections.ints("held_tokens")
+        rows = step.arrays.ints("held_rows")
+        tokens = step.arrays.ints("held_tokens")
         logits = self.model.logits(hidden.index_select(0, tokens))
         if self._held_logits is None:
             self._held_logits = logits.new_zeros((len(self._held_lens), logits.shape[1]))
         self._held_logits.index_copy_(0, rows, logits)
-        ends = step.batch.kv_lens + step.batch.spans
-        owners = step.batch.owners.index_select(0, tokens)
-        self._held_lens.index_copy_(0, rows, ends.index_select(0, owners))
+        ends = step.batch.kv_lens + step.batch.query_lens
+        token_to_row = step.batch.token_to_row.index_select(0, tokens)
+        self._held_lens.index_copy_(0, rows, ends.index_select(0, token_to_row))
 
     def sample_held(self, held: HeldSample) -> Sampled:
         assert self._held_logits is not None  # the executor checked that the rows are held
         logits, lens = self._held_logits, self._held_lens.index_select(0, held.rows)
         return self._sample_slices(
             held.logits,
-            held.sections,
+            held.arrays,
             LogitsRows(held.rows, lens, held.mask),
             lambda part: logits.index_select(0, held.rows[part]),
         )
@@ -201,7 +201,7 @@ class ModelRunner:
     def _sample_slices(
         self,
         plan: LogitsPlan,
-        sections: DeviceSections,
+        arrays: DeviceArrays,
         rows: LogitsRows,
         logits_of: Callable[[slice], Tensor],
     ) -> Sampled:
@@ -210,7 +210,7 @@ class ModelRunner:
         start = 0
         for number, slice_plan in enumerate(plan.slices):
             part = slice(start, start + slice_plan.num)
-            staged = Staged(slice_plan, sections, f"slice{number}")
+            staged = Staged(slice_plan, arrays, f"slice{number}")
             parts.append(self._sampler.sample(logits_of(part), rows.at(part), staged))
             start = part.stop
         return _joined(parts, rows.rows)
@@ -227,7 +227,7 @@ def _joined(parts: list[Sampled], like: Tensor) -> Sampled:
     width = max(part.top_ids.shape[1] for part in parts)
     return Sampled(
         tokens=torch.cat([part.tokens for part in parts]),
-        is_sound=torch.cat([part.is_sound for part in parts]),
+        is_valid=torch.cat([part.is_valid for part in parts]),
         chosen=torch.cat([part.chosen for part in parts]),
         top_ids=torch.cat([_widen(part.top_ids, width) for part in parts]),
         top_logprobs=torch.cat([_widen(part.top_logprobs, width) for part in parts]),

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from aserve.gpu.device.base import Event
-from aserve.gpu.worker import Worker
+from aserve.host.threads import Worker
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from aserve.errors import ClientError
-from aserve.messages import Grammar
+from aserve.messages.requests import Grammar
 
 FAILURE_S = 60.0
 MAX_FAILURES = 256

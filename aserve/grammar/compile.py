@@ -17,7 +17,7 @@ from aserve.errors import InvalidRequest
 from aserve.grammar.frames import Done, Failed, Vocabulary
 from aserve.grammar.mask_budget import ALLOWANCE_S, SLOW_S
 from aserve.grammar.schema import ignored_keyword
-from aserve.messages import Grammar
+from aserve.messages.requests import Grammar
 
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, GrammarCompiler, TokenizerInfo

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from aserve.messages import Grammar
+from aserve.messages.requests import Grammar
 
 # What is said of a process that was killed while it compiled: the kernel does that.
 KILLED = (

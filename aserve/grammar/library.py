@@ -24,7 +24,7 @@ from aserve.grammar.cache import GrammarCache
 from aserve.grammar.fair_queue import FairQueue
 from aserve.grammar.frames import Vocabulary
 from aserve.grammar.workers import CompileJob, CompileLimits, Usable, Workers
-from aserve.messages import Grammar
+from aserve.messages.requests import Grammar
 from aserve.observability.reports import GrammarCompiled, GrammarKnown, GrammarReport
 
 MAX_SOURCE = 200_000  # characters

@@ -13,7 +13,9 @@ import numpy as np
 
 from aserve.errors import BugError, ClientError, InvalidRequest
 from aserve.grammar.library import GrammarLibrary
-from aserve.messages import AdmitRequest, ArrayI32, BuildMask, MaskReady, array_i32
+from aserve.messages.base import ArrayI32, array_i32
+from aserve.messages.requests import AdmitRequest
+from aserve.messages.results import BuildMask, MaskReady
 
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, GrammarMatcher

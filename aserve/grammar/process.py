@@ -17,7 +17,7 @@ from typing import TypeVar
 from aserve.errors import BugError, CapacityError, InvalidRequest, ShuttingDown
 from aserve.frames import receive, send
 from aserve.grammar.frames import KILLED, Done, Failed, Job, Ready, Reply, Setup
-from aserve.messages import Grammar
+from aserve.messages.requests import Grammar
 
 T = TypeVar("T")
 

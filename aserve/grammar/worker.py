@@ -17,7 +17,7 @@ from typing import IO
 from aserve.frames import receive, send
 from aserve.grammar.compile import Compiler
 from aserve.grammar.frames import KILLED, Failed, Job, Ready, Reply, Setup
-from aserve.messages import Grammar
+from aserve.messages.requests import Grammar
 
 STARTUP_S = 120.0  # imports take seconds, on a busy machine many
 OUT_OF_MEMORY = 3  # exit code of a fork

@@ -16,7 +16,7 @@ from aserve.errors import Cancelled, ShuttingDown
 from aserve.grammar.compile import Compiler
 from aserve.grammar.frames import Setup, Vocabulary
 from aserve.grammar.process import CompileProcess
-from aserve.messages import Grammar
+from aserve.messages.requests import Grammar
 
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar

@@ -14,8 +14,8 @@ from aiohttp import web
 
 from aserve.channel import next_turn
 from aserve.errors import ErrorInfo
+from aserve.http.errors import STARTED, StartedAnswer
 from aserve.http.long_json import blocks_of
-from aserve.http.started import STARTED, StartedAnswer
 from aserve.unread import UnreadAnswer
 
 logger = logging.getLogger(__name__)

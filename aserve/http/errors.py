@@ -1,16 +1,30 @@
-"""The one renderer of errors: an ErrorInfo as OpenAI's body, status and headers.
+"""A request whose answer has begun: its status line is out, so a failure must go the answer's way.
 
-Must not know which route failed.
+Must not know what the answer looks like. Set by the handler that began it, read by the border.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import msgspec
 from aiohttp import web
 
 from aserve.errors import AserveError, ErrorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class StartedAnswer:
+    """`fail` tells the client and ends the answer."""
+
+    response: web.StreamResponse
+    fail: Callable[[ErrorInfo], Awaitable[None]]
+
+
+STARTED = web.RequestKey("started", StartedAnswer)
+
 
 # Failures that would only happen again. 408 and 5xx are retried by clients unless told not to.
 HOPELESS_STATUSES = frozenset({408, 500})

@@ -1,6 +1,6 @@
-"""What this server answers: every path with its handler, and the body that a client sends there.
+"""GET /health and /metrics: what probes and monitors read, in constant time.
 
-Must not know ports, keys or how errors look: server.py puts the border around these.
+Must not know the engine: the phase is what the supervisor says, never guessed from tokens.
 """
 
 from __future__ import annotations
@@ -12,17 +12,15 @@ from typing import TypeAlias, TypeVar
 
 import msgspec
 from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from aserve.http.body import read_body
-from aserve.http.health import health_response, metrics_response
 from aserve.http.openai import tokens
 from aserve.http.openai.chat import ChatDialect, chat_call
 from aserve.http.openai.completions import CompletionDialect, completion_call
 from aserve.http.openai.embeddings import embeddings
 from aserve.http.openai.models import model_list, one_model
 from aserve.http.openai.respond import respond
-from aserve.http.openai.responses import handlers as responses
-from aserve.http.openai.responses.body import ResponseBody
 from aserve.http.openai.schema import (
     ChatBody,
     CompletionBody,
@@ -30,9 +28,44 @@ from aserve.http.openai.schema import (
     EmbeddingBody,
     TokenizeBody,
 )
-from aserve.http.origin import origin_of
-from aserve.http.state import HttpContext
-from aserve.http.websocket import connect
+from aserve.http.responses import handlers as responses
+from aserve.http.responses.body import ResponseBody
+from aserve.http.responses.websocket import connect
+from aserve.http.state import HttpContext, ServerState, origin_of
+
+LATE_S = 10.0  # an engine says something every second, unless its loop is stuck
+
+
+class HealthBody(msgspec.Struct, omit_defaults=True):
+    status: str
+    reason: str = ""
+
+
+def health_response(state: ServerState) -> web.Response:
+    body = health_of(state)
+    return web.Response(
+        body=msgspec.json.encode(body),
+        status=200 if body.status == "ready" else 503,
+        content_type="application/json",
+        headers={"Cache-Control": "no-store"},
+    )
+
+
+def health_of(state: ServerState) -> HealthBody:
+    """A stuck engine may go on, so its requests still wait."""
+    if state.phase != "ready":
+        return HealthBody(state.phase, state.reason)
+    age_s = state.engine_age_s()
+    if age_s > LATE_S:
+        return HealthBody("stuck", f"the engine has said nothing for {age_s:.0f} seconds")
+    return HealthBody("ready")
+
+
+def metrics_response(registry: CollectorRegistry) -> web.Response:
+    return web.Response(
+        body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
+    )
+
 
 T = TypeVar("T", bound=msgspec.Struct)
 Answer: TypeAlias = Callable[[web.Request, HttpContext], Awaitable[web.StreamResponse]]

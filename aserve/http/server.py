@@ -18,15 +18,21 @@ from aserve.errors import AserveError, BugError, ConfigError, ErrorInfo
 from aserve.http.auth import IDENTITY, read_keys
 from aserve.http.body import IGNORED
 from aserve.http.connection import listen
-from aserve.http.errors import RequestFailed, error_response, http_error_info, info_of, refused
+from aserve.http.errors import (
+    STARTED,
+    RequestFailed,
+    StartedAnswer,
+    error_response,
+    http_error_info,
+    info_of,
+    refused,
+)
 from aserve.http.hosts import HOSTS, AllowedHosts
 from aserve.http.intake import INTAKE, Intake
-from aserve.http.openai.responses.live import RESPONSES, Responses
-from aserve.http.origin import REQUEST_ID
+from aserve.http.responses.live import RESPONSES, Responses
+from aserve.http.responses.websocket import SOCKETS, close_sockets
 from aserve.http.routes import ROUTES, Route
-from aserve.http.started import STARTED, StartedAnswer
-from aserve.http.state import HttpContext
-from aserve.http.websocket import SOCKETS, close_sockets
+from aserve.http.state import REQUEST_ID, HttpContext
 from aserve.observability.loop_delay import LoopDelay
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,8 @@ from aiohttp import web
 from aserve.channel import next_turn
 from aserve.errors import ErrorInfo
 from aserve.http.delivery import within
-from aserve.http.errors import error_body
+from aserve.http.errors import STARTED, StartedAnswer, error_body
 from aserve.http.long_json import blocks_of
-from aserve.http.started import STARTED, StartedAnswer
 
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",

@@ -1,23 +1,46 @@
-"""What the routes share: the server's phase, and the objects behind them.
+"""Where a request comes from: its id, and what the calls that it makes begin with.
 
-Must not know aiohttp or the engine's parts. The phase is written by app.py and the supervisor.
+Must not know what is asked. The id is written by the border alone.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from aserve.config import ServerOptions
 from aserve.errors import AserveError, EngineDead, ShuttingDown
-from aserve.http.openai.call import random_seed
+from aserve.http.auth import caller_of
+from aserve.http.openai.answer_size import AnswerLimits
+from aserve.http.openai.call import Origin, random_seed
 from aserve.http.openai.limits import MAX_SEQUENCES
-from aserve.http.text_desk import TextDesk
-from aserve.messages import ServerPhase
-from aserve.outlet import Gateway
+from aserve.http.tokenize_service import TokenizeService
+from aserve.messages.base import ServerPhase
+from aserve.request_stream import Gateway
 from aserve.text.defaults import NEUTRAL, GenerationDefaults
+
+REQUEST_ID = web.RequestKey("request_id", str)
+
+
+def origin_of(request: web.Request, context: HttpContext) -> Origin:
+    return Origin(
+        request_id=request[REQUEST_ID],
+        created=int(time.time()),
+        model_names=context.model_names,
+        draw_seed=context.draw_seed,
+        defaults=context.state.defaults,
+        answer_limits=AnswerLimits(
+            context.options.max_answer_logprobs,
+            context.state.max_model_len,
+            context.state.defaults.max_new_tokens,
+        ),
+        caller=caller_of(request, context.options, context.state.max_sequences),
+    )
+
 
 RETRY_AFTER_S = 5.0
 
@@ -65,7 +88,7 @@ class HttpContext:
     model_names: tuple[str, ...]
     created: int  # seconds since 1970
     registry: CollectorRegistry
-    desk: TextDesk
+    tokenize_service: TokenizeService
     draw_seed: Callable[[], int] = random_seed
     keep_alive_s: float = 15.0
     heartbeat_s: float = 60.0  # a websocket that was silent for so long must answer a ping in half

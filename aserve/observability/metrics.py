@@ -1,8 +1,6 @@
-"""Prometheus metrics, as folds over a request's two ends and what the engine reports.
+"""Metrics of grammars: what compiling took and how it ended, and how often it was not needed.
 
-Must not be asked for decisions; a metric has no second source. At any time
-received = finished + refused + failed + cancelled + in flight. Written by the gateway's two ends
-(`received`, `delivered`), by the engine's reports (`heard`), and by the supervisor when all ends.
+Must not know grammars. Written with the grammar library's reports, on the loop's thread.
 """
 
 from __future__ import annotations
@@ -13,16 +11,51 @@ from typing import Literal, TypeAlias, assert_never
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from aserve.messages import GenerateRequest, OutputChunk
-from aserve.observability.grammars import GrammarMetrics
+from aserve.messages.output import OutputChunk
+from aserve.messages.requests import GenerateRequest
 from aserve.observability.reports import (
     Beat,
     EngineReport,
     GrammarCompiled,
     GrammarKnown,
+    GrammarReport,
     LaunchedSteps,
     TurnReport,
 )
+
+COMPILE_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
+
+
+class GrammarMetrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._compiles = Counter(
+            "aserve_grammar_compiles",
+            "Grammars that were compiled, by outcome",
+            ["outcome"],
+            registry=registry,
+        )
+        self._compile_s = Histogram(
+            "aserve_grammar_compile_seconds",
+            "From asking for a grammar to its outcome, queue included",
+            buckets=COMPILE_S,
+            registry=registry,
+        )
+        self._cache_hits = Counter(
+            "aserve_grammar_cache_hits",
+            "Requests whose grammar was known, good or bad, or just being compiled",
+            registry=registry,
+        )
+
+    def heard(self, report: GrammarReport) -> None:
+        match report:
+            case GrammarKnown():
+                self._cache_hits.inc()
+            case GrammarCompiled():
+                self._compiles.labels(report.outcome).inc()
+                self._compile_s.observe(report.seconds)
+            case _:
+                assert_never(report)
+
 
 Outcome: TypeAlias = Literal["finished", "refused", "failed", "cancelled"]
 
@@ -82,7 +115,7 @@ class Metrics:
         match report:
             case TurnReport():
                 self._seated(report.seated)
-                self._steps.turned(report)
+                self._steps.on_tick(report)
             case GrammarKnown() | GrammarCompiled():
                 self._grammars.heard(report)
             case Beat():
@@ -186,7 +219,7 @@ class _StepMetrics:
         self.used_pages = Gauge("aserve_kv_pages_used", "KV pages in use", registry=registry)
         self.total_pages = Gauge("aserve_kv_pages_total", "KV pages there are", registry=registry)
 
-    def turned(self, report: TurnReport) -> None:
+    def on_tick(self, report: TurnReport) -> None:
         self.finished.inc(report.num_finished)
         self.failed.inc(report.num_failed)
         if report.launched is not None:

@@ -20,7 +20,7 @@ import msgspec
 
 from aserve.errors import ConfigError
 from aserve.frames import FrameSplitter, framed
-from aserve.messages import EngineSpec, SchedulerEffect, SchedulerEvent
+from aserve.messages.executor import EngineSpec, SchedulerEffect, SchedulerEvent
 
 FORMAT = "aserve scheduler recording 1"
 

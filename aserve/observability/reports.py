@@ -1,15 +1,42 @@
-"""What metrics hear of an engine, as values: small, so that they may come from another process.
+"""What observers are told about one turn of the scheduler: values, after everything was performed.
 
-Must not know metrics. Made of the scheduler's turns, by the grammar library, and by a link's beat.
+Must not know who observes; written by the scheduler actor, once per turn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
-from aserve.messages import Launch, Message, Record, StepFailed, StepResult
-from aserve.observability.turn import SchedulerTurn
+from aserve.messages.base import Message, Record
+from aserve.messages.executor import SchedulerEffect, SchedulerEvent
+from aserve.messages.results import StepFailed, StepResult
+from aserve.messages.step import Launch
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A sequence got a row, and step `iteration` is the first that names it there."""
+
+    request_id: str
+    child: int
+    row: int
+    iteration: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerTick:
+    events: list[SchedulerEvent]
+    effects: list[SchedulerEffect]
+    seats: tuple[Seat, ...] = ()
+    num_running: int = 0
+    num_waiting: int = 0
+    used_pages: int = 0
+
+
+class SchedulerObserver(Protocol):
+    def on_tick(self, tick: SchedulerTick) -> None: ...
 
 
 class LaunchedSteps(Record, frozen=True):
@@ -55,19 +82,19 @@ GrammarReport: TypeAlias = GrammarKnown | GrammarCompiled
 EngineReport: TypeAlias = TurnReport | GrammarReport | Beat
 
 
-class TurnReporter:
+class TickReporter:
     """A SchedulerObserver that passes on what metrics need to know."""
 
     def __init__(self, report: Callable[[TurnReport], None]) -> None:
         self._report = report
 
-    def turned(self, turn: SchedulerTurn) -> None:
-        self._report(report_of(turn))
+    def on_tick(self, tick: SchedulerTick) -> None:
+        self._report(report_of(tick))
 
 
-def report_of(turn: SchedulerTurn) -> TurnReport:
+def report_of(tick: SchedulerTick) -> TurnReport:
     num_finished = num_failed = 0
-    for event in turn.events:
+    for event in tick.events:
         match event:
             case StepResult():
                 num_finished += 1
@@ -76,18 +103,18 @@ def report_of(turn: SchedulerTurn) -> TurnReport:
             case _:
                 pass
     return TurnReport(
-        seated=tuple([seat.request_id for seat in turn.seats]),
+        seated=tuple([seat.request_id for seat in tick.seats]),
         num_finished=num_finished,
         num_failed=num_failed,
-        launched=_launched(turn),
-        num_running=turn.num_running,
-        num_waiting=turn.num_waiting,
-        used_pages=turn.used_pages,
+        launched=_launched(tick),
+        num_running=tick.num_running,
+        num_waiting=tick.num_waiting,
+        used_pages=tick.used_pages,
     )
 
 
-def _launched(turn: SchedulerTurn) -> LaunchedSteps | None:
-    batches = [effect.batch for effect in turn.effects if isinstance(effect, Launch)]
+def _launched(tick: SchedulerTick) -> LaunchedSteps | None:
+    batches = [effect.batch for effect in tick.effects if isinstance(effect, Launch)]
     if not batches:
         return None
     last = batches[-1].stats

@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from aserve.messages import Launch, SampleResult, ScheduleBatch, StepFailed, StepResult
-from aserve.observability.turn import SchedulerTurn
+from aserve.messages.results import SampleResult, StepFailed, StepResult
+from aserve.messages.step import Launch, ScheduleBatch
+from aserve.observability.reports import SchedulerTick
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +51,9 @@ class StepLog:
         self._busy_s = 0.0
         self._busy_since_s = 0.0
 
-    def turned(self, turn: SchedulerTurn) -> None:
+    def on_tick(self, tick: SchedulerTick) -> None:
         now = self._clock()
-        for event in turn.events:
+        for event in tick.events:
             match event:
                 case StepResult():
                     self._num_sampled += len(event.tokens) // 4
@@ -63,7 +64,7 @@ class StepLog:
                     self._finish(event.iteration, now, failure=event.error.message)
                 case _:
                     pass
-        for effect in turn.effects:
+        for effect in tick.effects:
             if isinstance(effect, Launch):
                 self._launch(effect.batch, now)
 

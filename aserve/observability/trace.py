@@ -10,19 +10,11 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
-from aserve.messages import (
-    AdmitRequest,
-    Cancel,
-    FailRequest,
-    MaskReady,
-    OutputChunk,
-    Refused,
-    Retired,
-    SchedulerEffect,
-    SchedulerEvent,
-    StepOutput,
-)
-from aserve.observability.turn import SchedulerTurn
+from aserve.messages.executor import SchedulerEffect, SchedulerEvent
+from aserve.messages.output import OutputChunk, Refused, Retired, StepOutput
+from aserve.messages.requests import AdmitRequest, Cancel, FailRequest
+from aserve.messages.results import MaskReady
+from aserve.observability.reports import SchedulerTick
 
 MAX_REQUESTS = 1024
 MAX_EVENTS = 64
@@ -67,13 +59,13 @@ class Trace:
             lines.append(f"  child {child} has {num_tokens} tokens, the last of step {iteration}")
         return "\n".join([f"request {request_id}:", *lines])
 
-    def turned(self, turn: SchedulerTurn) -> None:
-        for event in turn.events:
+    def on_tick(self, tick: SchedulerTick) -> None:
+        for event in tick.events:
             self._heard(event)
-        for seat in turn.seats:
+        for seat in tick.seats:
             what = f"child {seat.child} runs in row {seat.row} from step {seat.iteration}"
             self.note(seat.request_id, what)
-        for effect in turn.effects:
+        for effect in tick.effects:
             self._performed(effect)
 
     def _heard(self, event: SchedulerEvent) -> None:

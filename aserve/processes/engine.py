@@ -19,15 +19,15 @@ import msgspec
 
 from aserve.actors.base import unexpected
 from aserve.actors.supervisor import Supervisor
-from aserve.core import CorePorts, LocalCore, LocalExecutor
+from aserve.engine_core import EngineCorePorts, LocalEngineCore, LocalExecutor
 from aserve.errors import AserveError, ConfigError, ErrorInfo
-from aserve.event_loop import new_event_loop
-from aserve.gpu.device.process import prepare_process
-from aserve.gpu.worker import in_thread
 from aserve.grammar.frames import Vocabulary
+from aserve.host.environment import prepare_process, start_logging
+from aserve.host.threads import in_thread, new_event_loop
 from aserve.load import load_executor, vocabulary_of
-from aserve.logs import start_logging
-from aserve.messages import AdmitRequest, Cancel, Refused, Retired, ServerPhase
+from aserve.messages.base import ServerPhase
+from aserve.messages.output import Refused, Retired
+from aserve.messages.requests import AdmitRequest, Cancel
 from aserve.observability.reports import Beat
 from aserve.observability.trace import Trace
 from aserve.processes.link import Link
@@ -71,7 +71,7 @@ class EngineSide:
             on_end=lambda _: self._end(),
             on_unsendable=self._end_without_words,
         )
-        self._core: LocalCore | None = None
+        self._core: LocalEngineCore | None = None
         self._supervisor = Supervisor((self._link,), requests=Elsewhere(), report=self._report)
 
     async def run(self, sock: socket.socket) -> int:
@@ -104,12 +104,12 @@ class EngineSide:
         self._beat()
         await self._ended
 
-    def _connect(self, start: Start, executor: LocalExecutor) -> LocalCore:
+    def _connect(self, start: Start, executor: LocalExecutor) -> LocalEngineCore:
         inbox = self._link.inbox
-        core = self._core = LocalCore(
+        core = self._core = LocalEngineCore(
             executor,
             start.resolved,
-            ports=CorePorts(inbox, inbox.send, Trace()),
+            ports=EngineCorePorts(inbox, inbox.send, Trace()),
             vocabulary=functools.partial(_vocabulary, start, executor.spec.vocab_size),
         )
         actors = (self._link, *core.actors)

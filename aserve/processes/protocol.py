@@ -8,7 +8,10 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from aserve.config import Resolved
-from aserve.messages import DetokenizerEvent, EngineEvent, EngineSpec, Message
+from aserve.messages.base import Message
+from aserve.messages.executor import EngineSpec
+from aserve.messages.output import DetokenizerEvent
+from aserve.messages.requests import EngineEvent
 from aserve.observability.reports import EngineReport
 
 

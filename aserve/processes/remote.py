@@ -20,19 +20,12 @@ from typing import assert_never
 from aserve.actors.base import DeathReport, unexpected
 from aserve.actors.supervisor import Supervised
 from aserve.channel import Sink
-from aserve.core import CorePorts
+from aserve.engine_core import EngineCorePorts
 from aserve.errors import AserveError, ConfigError, EngineDead
-from aserve.gpu.worker import SWITCH_INTERVAL_S, in_thread
-from aserve.messages import (
-    AdmitRequest,
-    Cancel,
-    EngineEvent,
-    EngineSpec,
-    OpenText,
-    Refused,
-    Retired,
-    StepOutput,
-)
+from aserve.host.threads import SWITCH_INTERVAL_S, in_thread
+from aserve.messages.executor import EngineSpec
+from aserve.messages.output import Refused, Retired, StepOutput
+from aserve.messages.requests import AdmitRequest, Cancel, EngineEvent, OpenText
 from aserve.observability.reports import Beat, GrammarCompiled, GrammarKnown, TurnReport
 from aserve.processes.link import Link
 from aserve.processes.protocol import Died, LoadFailed, Ready, Start, ToEngine, ToFrontend
@@ -45,14 +38,14 @@ DEATH_S = 1.0  # from a socket's end to the exit code
 SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
 
-class RemoteCore:
+class RemoteEngineCore:
     """Implements core.Core. `ready` is there once the model is loaded, or says why it is not."""
 
     spec: EngineSpec
     inbox: Sink[EngineEvent]
     actors: tuple[Supervised, ...]
 
-    def __init__(self, ports: CorePorts) -> None:
+    def __init__(self, ports: EngineCorePorts) -> None:
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._ports = ports
         self._link = Link[ToFrontend, ToEngine](

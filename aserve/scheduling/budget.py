@@ -5,34 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterable
 from operator import add
 
-from aserve.messages import EngineSpec
-from aserve.scheduling.board import Board
+from aserve.messages.executor import EngineSpec
 from aserve.scheduling.request import Sequence
+from aserve.scheduling.state import SchedulerState
 
 Pages = tuple[int, ...]  # one number per layer group
 
 
-def most_pages(board: Board, num_positions: int) -> Pages:
+def most_pages(state: SchedulerState, num_positions: int) -> Pages:
     """Pages per group that a sequence alone holds at most when it covers `num_positions`.
 
     A windowed group holds the window, the page that it enters and the page that it leaves.
     """
-    whole = board.num_pages(num_positions)
+    whole = state.num_pages(num_positions)
     return tuple(
-        whole if group.window is None else min(whole, board.num_pages(group.window) + 2)
-        for group in board.spec.groups
+        whole if group.window is None else min(whole, state.num_pages(group.window) + 2)
+        for group in state.spec.groups
     )
 
 
-def fits_alone(board: Board, sequence: Sequence) -> bool:
+def fits_alone(state: SchedulerState, sequence: Sequence) -> bool:
     """The test at admission to the queue: what fails it could never finish."""
-    needed = most_pages(board, sequence.max_kv_len)
+    needed = most_pages(state, sequence.max_kv_len)
     return all(
-        need < group.num_pages for need, group in zip(needed, board.spec.groups, strict=True)
+        need < group.num_pages for need, group in zip(needed, state.spec.groups, strict=True)
     )
 
 
-def next_span(spec: EngineSpec, sequence: Sequence) -> int:
+def next_query_len(spec: EngineSpec, sequence: Sequence) -> int:
     """Tokens that the row would like to have in its next step: the rest of a prefill, or a decode
     with its drafts.
 
@@ -46,79 +46,79 @@ def next_span(spec: EngineSpec, sequence: Sequence) -> int:
     return min(wanted, room)
 
 
-def step_need(board: Board, sequences: Iterable[Sequence]) -> Pages:
+def step_need(state: SchedulerState, sequences: Iterable[Sequence]) -> Pages:
     """Pages that one more step of these rows takes from the pools, prefills sharing the step's
     token budget. In a windowed group a prefill gets by with one page, since its chunks shrink to
     that, and a row with something in flight can wait: what comes back frees pages.
     """
-    tokens_left = board.spec.max_batched_tokens
-    total: Pages = (0,) * len(board.spec.groups)
+    tokens_left = state.spec.max_batched_tokens
+    total: Pages = (0,) * len(state.spec.groups)
     for sequence in sequences:
-        span = max(1, next_span(board.spec, sequence))
+        query_len = max(1, next_query_len(state.spec, sequence))
         most: int | None = 0 if sequence.flights else None
         if sequence.remaining > 1:
-            span = min(span, max(1, tokens_left))
-            tokens_left -= span
+            query_len = min(query_len, max(1, tokens_left))
+            tokens_left -= query_len
             most = 0 if sequence.flights else 1
-        covered = min(sequence.scheduled_len + span, sequence.max_kv_len)
-        count = _num_missing(board, sequence, covered)
+        covered = min(sequence.scheduled_len + query_len, sequence.max_kv_len)
+        count = _num_missing(state, sequence, covered)
         if count:
-            total = add_pages(total, _by_group(board, count, most=most))
+            total = add_pages(total, _by_group(state, count, most=most))
     return total
 
 
-def prefill_need(board: Board, sequence: Sequence) -> Pages:
+def prefill_need(state: SchedulerState, sequence: Sequence) -> Pages:
     """Pages that a running row still takes for its whole prefill and one more step.
 
     NOTE: never less than step_need says, else a row could be admitted that the next step retracts.
     """
-    ahead = sequence.scheduled_len + sequence.remaining + board.spec.decode.max_tokens_per_step
+    ahead = sequence.scheduled_len + sequence.remaining + state.spec.decode.max_tokens_per_step
     covered = min(ahead, sequence.max_kv_len)
-    count = _num_missing(board, sequence, covered)
+    count = _num_missing(state, sequence, covered)
     if not count:
-        return (0,) * len(board.spec.groups)
-    return tuple(min(count, pages) for pages in most_pages(board, covered))
+        return (0,) * len(state.spec.groups)
+    return tuple(min(count, pages) for pages in most_pages(state, covered))
 
 
-def _num_missing(board: Board, sequence: Sequence, num_positions: int) -> int:
+def _num_missing(state: SchedulerState, sequence: Sequence, num_positions: int) -> int:
     """Page indices that the row lacks to cover so many positions."""
-    assert sequence.holding is not None
-    return max(0, board.num_pages(num_positions) - sequence.holding.num_pages)
+    assert sequence.allocation is not None
+    return max(0, state.num_pages(num_positions) - sequence.allocation.num_pages)
 
 
-def _by_group(board: Board, count: int, *, most: int | None) -> Pages:
+def _by_group(state: SchedulerState, count: int, *, most: int | None) -> Pages:
     """So many pages in every group; `most` bounds the windowed ones."""
     return tuple(
         count if most is None or group.window is None else min(count, most)
-        for group in board.spec.groups
+        for group in state.spec.groups
     )
 
 
-def spare_pages(board: Board, sequence: Sequence, *, step_total: Pages | None) -> int:
+def spare_pages(state: SchedulerState, sequence: Sequence, *, step_total: Pages | None) -> int:
     """Pages that a prefill may take in every group, so that all other rows can still take one more
     step; `step_total` is what one more step of all running rows needs, None with ample room.
     """
     if step_total is None:
-        return board.num_pages(board.spec.max_batched_tokens) + 1
-    own = step_need(board, [sequence])
+        return state.num_pages(state.spec.max_batched_tokens) + 1
+    own = step_need(state, [sequence])
     return min(
-        board.cache.available(group) - max(0, total - mine)
+        state.cache.available(group) - max(0, total - mine)
         for group, (total, mine) in enumerate(zip(step_total, own, strict=True))
     )
 
 
-def has_room(board: Board, need: Pages) -> bool:
-    return all(board.cache.available(group) >= pages for group, pages in enumerate(need))
+def has_room(state: SchedulerState, need: Pages) -> bool:
+    return all(state.cache.available(group) >= pages for group, pages in enumerate(need))
 
 
-def has_ample_room(board: Board) -> bool:
+def has_ample_room(state: SchedulerState) -> bool:
     """Whether there are more pages than a step of any rows could take, beside those of one more
     decode of every row. Mostly there are, and then nobody has to count.
     """
-    per_row = 1 + board.num_pages(board.spec.decode.max_tokens_per_step)
-    most = len(board.running) * per_row + board.num_pages(board.spec.max_batched_tokens)
-    groups = range(len(board.spec.groups))
-    return all(board.cache.available(group) >= most for group in groups)
+    per_row = 1 + state.num_pages(state.spec.decode.max_tokens_per_step)
+    most = len(state.running) * per_row + state.num_pages(state.spec.max_batched_tokens)
+    groups = range(len(state.spec.groups))
+    return all(state.cache.available(group) >= most for group in groups)
 
 
 def add_pages(left: Pages, right: Pages) -> Pages:

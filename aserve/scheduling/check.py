@@ -9,59 +9,60 @@ from __future__ import annotations
 from collections import Counter
 
 from aserve.errors import BugError
-from aserve.scheduling.board import Board
 from aserve.scheduling.clients import PROMPT_WEIGHT, Client
-from aserve.scheduling.phases import Phase
-from aserve.scheduling.request import Sequence
+from aserve.scheduling.request import Phase, Sequence
+from aserve.scheduling.state import SchedulerState
 
 
-def check(board: Board) -> None:
+def check(state: SchedulerState) -> None:
     """Every row and page has one owner; clocks agree; nobody is in two places."""
-    _check_rows(board)
-    board.cache.check(sequence.holding for sequence in board.running.values() if sequence.holding)
-    for sequence in board.living():
-        _check_sequence(board, sequence)
-    _check_clients(board)
-    if len(board.steps) > board.spec.depth:
-        raise BugError(f"{len(board.steps)} steps are in flight, depth is {board.spec.depth}")
+    _check_rows(state)
+    state.cache.check(
+        sequence.allocation for sequence in state.running.values() if sequence.allocation
+    )
+    for sequence in state.living():
+        _check_sequence(state, sequence)
+    _check_clients(state)
+    if len(state.steps) > state.spec.depth:
+        raise BugError(f"{len(state.steps)} steps are in flight, depth is {state.spec.depth}")
 
 
-def _check_rows(board: Board) -> None:
-    if board.rows.num_free + len(board.running) != board.spec.max_rows:
+def _check_rows(state: SchedulerState) -> None:
+    if state.rows.num_free + len(state.running) != state.spec.max_rows:
         raise BugError(
-            f"{board.rows.num_free} free rows and {len(board.running)} running ones are not "
-            f"{board.spec.max_rows}"
+            f"{state.rows.num_free} free rows and {len(state.running)} running ones are not "
+            f"{state.spec.max_rows}"
         )
-    for row, sequence in board.running.items():
+    for row, sequence in state.running.items():
         if sequence.row != row or sequence.phase is not Phase.RUNNING:
             raise BugError(f"row {row} names {describe(sequence)}")
 
 
-def _check_clients(board: Board) -> None:
+def _check_clients(state: SchedulerState) -> None:
     """Each client has as many living sequences, rows and unpaid prompt tokens as it is said to."""
     living: Counter[Client] = Counter()
     running: Counter[Client] = Counter()
     unpaid: Counter[Client] = Counter()
-    for sequence in board.living():
+    for sequence in state.living():
         living[sequence.client] += 1
-    for sequence in board.running.values():
+    for sequence in state.running.values():
         running[sequence.client] += 1
         unpaid[sequence.client] += sequence.unpaid
-    if len(living) != board.clients.num_active:
-        raise BugError(f"{len(living)} clients are active, not {board.clients.num_active}")
+    if len(living) != state.clients.num_active:
+        raise BugError(f"{len(living)} clients are active, not {state.clients.num_active}")
     for client, num_living in living.items():
         counted = (num_living, running[client], PROMPT_WEIGHT * unpaid[client])
         if counted != (client.num_living, client.num_rows, client.pending):
             raise BugError(f"client {client.client_id!r} is counted wrongly: {counted}")
 
 
-def _check_sequence(board: Board, sequence: Sequence) -> None:
+def _check_sequence(state: SchedulerState, sequence: Sequence) -> None:
     is_running = sequence.phase is Phase.RUNNING
     problems = {
         "owns a row while it does not run": not is_running and sequence.row != 0,
-        "owns pages while it does not run": not is_running and sequence.holding is not None,
+        "owns pages while it does not run": not is_running and sequence.allocation is not None,
         "waits with flights": sequence.phase is Phase.WAITING and bool(sequence.flights),
-        "samples further ahead than lead": sequence.flights.num_sampling > board.spec.lead,
+        "samples further ahead than lead": sequence.flights.num_sampling > state.spec.lead,
         "has more outputs than max_tokens": sequence.num_outputs > sequence.max_tokens,
         "committed KV beyond its tokens": sequence.committed_len > sequence.tokens.num,
         "scheduled KV beyond what it can need": is_running
@@ -78,8 +79,8 @@ def _check_sequence(board: Board, sequence: Sequence) -> None:
 
 def _are_sums_right(sequence: Sequence) -> bool:
     flights = sequence.flights
-    return (flights.span, flights.num_sampling, flights.num_drafts) == (
-        sum(flight.span for flight in flights),
+    return (flights.query_len, flights.num_sampling, flights.num_drafts) == (
+        sum(flight.query_len for flight in flights),
         sum(flight.samples for flight in flights),
         sum(flight.num_drafts for flight in flights),
     )

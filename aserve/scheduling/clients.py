@@ -94,7 +94,7 @@ class Clients:
             heapq.heappush(self._active, (client.served, client.client_id))
             self._forget_debts()
 
-    def leave(self, client: Client) -> None:
+    def finish(self, client: Client) -> None:
         """One sequence of this client ended."""
         client.num_living -= 1
         if client.num_living:

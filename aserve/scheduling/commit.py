@@ -5,61 +5,55 @@ row) as it was launched; what belongs to a sequence that has left falls away.
 
 from __future__ import annotations
 
-from aserve.messages import (
-    RowLogprobs,
-    SampleResult,
-    SequenceOutput,
-    StepOutput,
-    StepResult,
-    array_i32,
-)
-from aserve.scheduling.board import Board
+from aserve.messages.base import array_i32
+from aserve.messages.output import SequenceOutput, StepOutput
+from aserve.messages.results import RowLogprobs, SampleResult, StepResult
+from aserve.scheduling.finish import finish, settle
 from aserve.scheduling.flights import Flight
 from aserve.scheduling.followers import lead, wake
-from aserve.scheduling.held import ask_mask
-from aserve.scheduling.leave import leave, settle
-from aserve.scheduling.phases import Phase
+from aserve.scheduling.grammar_rows import ask_mask
 from aserve.scheduling.prompts import hand_out_prompts
-from aserve.scheduling.request import Sequence
+from aserve.scheduling.request import Phase, Sequence
 from aserve.scheduling.shares import charge_prompt
+from aserve.scheduling.state import SchedulerState
 
 Rider = tuple[Sequence, Flight]
 
 
-def commit_step(board: Board, result: StepResult) -> None:
-    step = board.steps.pop(result.iteration, None)
+def commit_step(state: SchedulerState, result: StepResult) -> None:
+    step = state.steps.pop(result.iteration, None)
     if step is None:
         return  # dropped by a failure before it
     if result.prompt_logprobs or result.embeddings:
-        hand_out_prompts(board, result, step.riders)
-    for sequence, flight in step.riders.values():
+        hand_out_prompts(state, result, step.rows)
+    for sequence, flight in step.rows.values():
         if not flight.samples:
-            _commit_chunk(board, sequence, flight)
-    _commit_tokens(board, result, step.riders)
+            _commit_chunk(state, sequence, flight)
+    _commit_tokens(state, result, step.rows)
 
 
-def commit_samples(board: Board, result: SampleResult) -> None:
-    riders: dict[int, Rider] = {}
+def commit_samples(state: SchedulerState, result: SampleResult) -> None:
+    rows: dict[int, Rider] = {}
     for row in array_i32(result.rows).tolist():
-        rider = board.samples.pop((result.iteration, row), None)
+        rider = state.samples.pop((result.iteration, row), None)
         if rider is not None:
-            riders[row] = rider
-    _commit_tokens(board, result, riders)
+            rows[row] = rider
+    _commit_tokens(state, result, rows)
 
 
-def _commit_chunk(board: Board, sequence: Sequence, flight: Flight) -> None:
+def _commit_chunk(state: SchedulerState, sequence: Sequence, flight: Flight) -> None:
     """A chunk whose KV is there, and of which nothing was sampled."""
     if flight not in sequence.flights:
         return
-    _land(board, sequence, flight, advance=flight.span)
+    _land(state, sequence, flight, advance=flight.query_len)
     if flight.ends:
-        leave(board, sequence, "length")
+        finish(state, sequence, "length")
     else:
-        settle(board, sequence)
+        settle(state, sequence)
 
 
 def _commit_tokens(
-    board: Board, result: StepResult | SampleResult, riders: dict[int, Rider]
+    state: SchedulerState, result: StepResult | SampleResult, rows: dict[int, Rider]
 ) -> None:
     logprobs = {record.row: record for record in result.logprobs}
     tokens = array_i32(result.tokens).tolist()
@@ -70,14 +64,14 @@ def _commit_tokens(
         array_i32(result.rows).tolist(), array_i32(result.counts).tolist(), strict=True
     ):
         start, stop = stop, stop + count
-        sequence, flight = riders.get(row, (None, None))
+        sequence, flight = rows.get(row, (None, None))
         if sequence is None or flight is None or flight not in sequence.flights:
             continue
         position = sequence.num_outputs
         num_kept, stop_id, is_end = _append(sequence, tokens[start:stop])
         sequence.client.serve_outputs(num_kept)
         # Of a verify window, the root and the accepted drafts have valid KV.
-        _land(board, sequence, flight, advance=flight.span - flight.num_drafts + count - 1)
+        _land(state, sequence, flight, advance=flight.query_len - flight.num_drafts + count - 1)
         outputs.append(
             SequenceOutput(
                 request_id=sequence.request_id,
@@ -91,12 +85,12 @@ def _commit_tokens(
         if is_end:
             ended.append((sequence, stop_id))
         else:
-            ask_mask(board, sequence)
-            settle(board, sequence)
+            ask_mask(state, sequence)
+            settle(state, sequence)
     if outputs:
-        board.effects.append(StepOutput(iteration=result.iteration, sequences=tuple(outputs)))
+        state.effects.append(StepOutput(iteration=result.iteration, sequences=tuple(outputs)))
     for sequence, stop_id in ended:
-        leave(board, sequence, "length" if stop_id is None else "stop", stop_id=stop_id)
+        finish(state, sequence, "length" if stop_id is None else "stop", stop_id=stop_id)
 
 
 def _append(sequence: Sequence, token_ids: list[int]) -> tuple[int, int | None, bool]:
@@ -127,7 +121,7 @@ def _cut(logprobs: RowLogprobs, num_kept: int, *, of: int) -> RowLogprobs:
     )
 
 
-def _land(board: Board, sequence: Sequence, flight: Flight, *, advance: int) -> None:
+def _land(state: SchedulerState, sequence: Sequence, flight: Flight, *, advance: int) -> None:
     """One flight is back: the committed clock advances and whole committed pages enter the tree."""
     sequence.flights.land(flight)
     sequence.failures = 0
@@ -135,14 +129,14 @@ def _land(board: Board, sequence: Sequence, flight: Flight, *, advance: int) -> 
         return  # retracted: its tokens count, its pages are gone
     if sequence.unpaid:
         charge_prompt(sequence, advance)
-    assert sequence.holding is not None
-    page_size = board.spec.page_size
+    assert sequence.allocation is not None
+    page_size = state.spec.page_size
     num_before = sequence.committed_len // page_size
     sequence.committed_len += advance
     num_pages = min(sequence.committed_len, sequence.tokens.num) // page_size
     if num_pages > num_before:
-        board.cache.commit(sequence.holding, sequence.page_keys(page_size), num_pages=num_pages)
-        lead(board, sequence)
+        state.cache.commit(sequence.allocation, sequence.page_keys(page_size), num_pages=num_pages)
+        lead(state, sequence)
         if sequence.followers:
-            wake(board, sequence)
-    board.cache.release_behind(sequence.holding, sequence.committed_len)
+            wake(state, sequence)
+    state.cache.release_behind(sequence.allocation, sequence.committed_len)

@@ -18,7 +18,7 @@ class Flight(msgspec.Struct, gc=False, eq=False):
     """
 
     iteration: int
-    span: int
+    query_len: int
     num_drafts: int
     samples: bool
     is_held: bool
@@ -26,20 +26,20 @@ class Flight(msgspec.Struct, gc=False, eq=False):
 
 
 class Flights:
-    """`span`: tokens of all flights; `num_sampling`: flights that sample; `num_drafts`: their
+    """`query_len`: tokens of all flights; `num_sampling`: flights that sample; `num_drafts`: their
     drafts, so that each flight that samples brings at most 1 + its drafts outputs.
 
     PERF: read several times per row and step; sums over the list made a third of a host step.
     """
 
-    __slots__ = ("_order", "num_drafts", "num_sampling", "span")
+    __slots__ = ("_order", "num_drafts", "num_sampling", "query_len")
 
     def __init__(self) -> None:
         self.drop()
 
     def drop(self) -> None:
         self._order: list[Flight] = []
-        self.span = 0
+        self.query_len = 0
         self.num_sampling = 0
         self.num_drafts = 0
 
@@ -54,7 +54,7 @@ class Flights:
 
     def send(self, flight: Flight) -> None:
         self._order.append(flight)
-        self.span += flight.span
+        self.query_len += flight.query_len
         self.num_sampling += flight.samples
         self.num_drafts += flight.num_drafts
 
@@ -62,7 +62,7 @@ class Flights:
         """Flights come back in the order in which they were sent."""
         first = self._order.pop(0)
         assert first is flight
-        self.span -= flight.span
+        self.query_len -= flight.query_len
         self.num_sampling -= flight.samples
         self.num_drafts -= flight.num_drafts
 

@@ -3,68 +3,68 @@
 A follower waits outside the queue until its leader has committed all pages that both have in
 common, or has left its row. So siblings and equal prompts compute a shared page once, and nobody is
 looked at in a step in which nothing has changed for it. Only a leader of the same or better
-priority is followed. Writes `Board.leaders`, `Board.num_followers`, and the `followers`, `leader`
-and `next_key` of sequences.
+priority is followed. Writes `SchedulerState.leaders`, `SchedulerState.num_followers`, and the
+`followers`, `leader` and `next_key` of sequences.
 """
 
 from __future__ import annotations
 
-from aserve.scheduling.board import Board
 from aserve.scheduling.request import Sequence
+from aserve.scheduling.state import SchedulerState
 
 
-def lead(board: Board, row: Sequence) -> None:
+def lead(state: SchedulerState, row: Sequence) -> None:
     """Names the row as the one that will commit its next page, if that page's tokens are known."""
-    if not board.spec.prefix_cache:
+    if not state.spec.prefix_cache:
         return
-    _resign(board, row)
-    index = row.committed_len // board.spec.page_size
+    _resign(state, row)
+    index = row.committed_len // state.spec.page_size
     if index < len(row.keys):
         row.next_key = row.keys[index]
-        board.leaders.setdefault(row.next_key, row)
+        state.leaders.setdefault(row.next_key, row)
 
 
-def follow(board: Board, sequence: Sequence, *, num_cached: int, most: int) -> bool:
+def follow(state: SchedulerState, sequence: Sequence, *, num_cached: int, most: int) -> bool:
     """Whether the sequence, which has so many of its first `most` pages in the cache, now waits for
     a running row to compute the next one.
     """
     if num_cached >= most:
         return False
-    leader = board.leaders.get(sequence.keys[num_cached])
+    leader = state.leaders.get(sequence.keys[num_cached])
     if leader is None or leader.priority > sequence.priority:
         return False
     num_alike = sequence.keys.num_alike(leader.keys, start=num_cached + 1, stop=most)
     leader.followers[sequence] = num_alike
     sequence.leader = leader
-    board.num_followers += 1
+    state.num_followers += 1
     return True
 
 
-def wake(board: Board, leader: Sequence) -> None:
+def wake(state: SchedulerState, leader: Sequence) -> None:
     """After a commit: followers whose shared pages are all there wait in the queue again."""
-    num_pages = leader.committed_len // board.spec.page_size
+    num_pages = leader.committed_len // state.spec.page_size
     ready = [follower for follower, needs in leader.followers.items() if needs <= num_pages]
     for follower in ready:
-        unfollow(board, follower)
-        board.waiting.add(follower)
+        unfollow(state, follower)
+        state.waiting.add(follower)
 
 
-def abandon(board: Board, leader: Sequence) -> None:
+def abandon(state: SchedulerState, leader: Sequence) -> None:
     """The row was left: all its followers wait in the queue again."""
-    _resign(board, leader)
+    _resign(state, leader)
     for follower in list(leader.followers):
-        unfollow(board, follower)
-        board.waiting.add(follower)
+        unfollow(state, follower)
+        state.waiting.add(follower)
 
 
-def unfollow(board: Board, follower: Sequence) -> None:
+def unfollow(state: SchedulerState, follower: Sequence) -> None:
     assert follower.leader is not None
     del follower.leader.followers[follower]
     follower.leader = None
-    board.num_followers -= 1
+    state.num_followers -= 1
 
 
-def _resign(board: Board, row: Sequence) -> None:
-    if row.next_key is not None and board.leaders.get(row.next_key) is row:
-        del board.leaders[row.next_key]
+def _resign(state: SchedulerState, row: Sequence) -> None:
+    if row.next_key is not None and state.leaders.get(row.next_key) is row:
+        del state.leaders[row.next_key]
     row.next_key = None

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from aserve.messages import AdmitRequest, Cancel, SchedulerEvent
+from aserve.messages.executor import SchedulerEvent
+from aserve.messages.requests import AdmitRequest, Cancel
 
 MAX_NEW_SEQUENCES = 64  # in one turn, about 10 us each; a larger group comes alone
 

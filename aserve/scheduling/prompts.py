@@ -6,27 +6,28 @@ tokens that are sampled. The only writer of `Sequence.num_scored`.
 
 from __future__ import annotations
 
-from aserve.messages import PromptLogprobs, SequenceOutput, StepOutput, StepResult
-from aserve.scheduling.board import Board
+from aserve.messages.output import SequenceOutput, StepOutput
+from aserve.messages.results import PromptLogprobs, StepResult
 from aserve.scheduling.flights import Flight
 from aserve.scheduling.request import Sequence
+from aserve.scheduling.state import SchedulerState
 
 
 def hand_out_prompts(
-    board: Board, result: StepResult, riders: dict[int, tuple[Sequence, Flight]]
+    state: SchedulerState, result: StepResult, rows: dict[int, tuple[Sequence, Flight]]
 ) -> None:
     """What belongs to prompts, of held rows too: the Sample comes later and has none of it."""
     outputs: list[SequenceOutput] = []
     for scores in result.prompt_logprobs:
-        sequence, flight = riders[scores.row]
+        sequence, flight = rows[scores.row]
         if flight in sequence.flights:
             outputs += _unseen_scores(sequence, scores)
     for embedding in result.embeddings:
-        sequence, flight = riders[embedding.row]
+        sequence, flight = rows[embedding.row]
         if flight in sequence.flights:
             outputs.append(_prompt_output(sequence, embedding=embedding.values))
     if outputs:
-        board.effects.append(StepOutput(iteration=result.iteration, sequences=tuple(outputs)))
+        state.effects.append(StepOutput(iteration=result.iteration, sequences=tuple(outputs)))
 
 
 def _unseen_scores(sequence: Sequence, scores: PromptLogprobs) -> list[SequenceOutput]:

@@ -9,16 +9,19 @@ them.
 from __future__ import annotations
 
 import hashlib
+from enum import Enum
 
 import msgspec
 import numpy as np
 
-from aserve.cache.holding import Holding
-from aserve.cache.keys import PageKeys, root_key
-from aserve.messages import AdmitRequest, ArrayI32, RowInit, SamplingParams, array_i32
+from aserve.cache.allocation import PageAllocation
+from aserve.cache.prefix_tree import PageKeys, root_key
+from aserve.errors import BugError
+from aserve.messages.base import ArrayI32, array_i32
+from aserve.messages.requests import AdmitRequest, SamplingParams
+from aserve.messages.step import RowInit
 from aserve.scheduling.clients import Client
 from aserve.scheduling.flights import Flights
-from aserve.scheduling.phases import Phase, check_move
 
 
 def child_seed(seed: int, child: int) -> int:
@@ -76,6 +79,7 @@ class MaskState(msgspec.Struct, gc=False):
 
 class Sequence:
     __slots__ = (
+        "allocation",
         "arrival",
         "bad_word_ids",
         "cached_len",
@@ -87,7 +91,6 @@ class Sequence:
         "failures",
         "flights",
         "followers",
-        "holding",
         "keys",
         "last_iteration",
         "leader",
@@ -137,7 +140,7 @@ class Sequence:
         self.next_key: bytes | None = None
         self.phase = Phase.WAITING
         self.row = 0
-        self.holding: Holding | None = None
+        self.allocation: PageAllocation | None = None
         self.committed_len = 0
         self.flights = Flights()
         self.relay_iteration = 0  # the last launched step that samples this row; 0 after a row init
@@ -181,7 +184,7 @@ class Sequence:
         """KV length once everything in flight is back: exact, or a bound while drafts are in
         flight.
         """
-        return self.committed_len + self.flights.span
+        return self.committed_len + self.flights.query_len
 
     @property
     def is_bound(self) -> bool:
@@ -198,13 +201,13 @@ class Sequence:
         """
         flights = self.flights
         in_flight = flights.num_sampling + flights.num_drafts
-        return self.tokens.num + in_flight - self.committed_len - flights.span
+        return self.tokens.num + in_flight - self.committed_len - flights.query_len
 
     @property
     def has_new_pages(self) -> bool:
         """The device does not have its whole page table."""
-        assert self.holding is not None
-        return self.written_pages != self.holding.num_pages
+        assert self.allocation is not None
+        return self.written_pages != self.allocation.num_pages
 
     @property
     def is_at_end(self) -> bool:
@@ -253,3 +256,23 @@ class Sequence:
             num_prompt_logprobs=self._num_prompt_logprobs,
             embeds=self.embeds,
         )
+
+
+class Phase(Enum):
+    WAITING = "waiting"  # owns nothing; in the waiting queue
+    RUNNING = "running"  # owns a row and pages
+    LINGERING = "lingering"  # retracted: owns nothing, but results of it are still in flight
+    ENDED = "ended"  # owns nothing; Retired was sent
+
+
+MOVES: dict[Phase, frozenset[Phase]] = {
+    Phase.WAITING: frozenset({Phase.RUNNING, Phase.ENDED}),
+    Phase.RUNNING: frozenset({Phase.WAITING, Phase.LINGERING, Phase.ENDED}),
+    Phase.LINGERING: frozenset({Phase.WAITING, Phase.ENDED}),
+    Phase.ENDED: frozenset(),
+}
+
+
+def check_move(before: Phase, after: Phase) -> None:
+    if after not in MOVES[before]:
+        raise BugError(f"a sequence cannot move from {before.value} to {after.value}")

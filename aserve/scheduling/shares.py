@@ -17,41 +17,41 @@ from __future__ import annotations
 from collections import Counter
 
 from aserve.errors import ErrorInfo, QueueFull
-from aserve.scheduling.board import Board
 from aserve.scheduling.clients import Client
-from aserve.scheduling.held import has_slow_room
-from aserve.scheduling.leave import retract, retraction_order
+from aserve.scheduling.finish import retract, retraction_order
+from aserve.scheduling.grammar_rows import has_slow_room
 from aserve.scheduling.request import Sequence
+from aserve.scheduling.state import SchedulerState
 
 MOST_RETRACTIONS = 8  # of one turn
 PLACES_PER_FREE_ONE = 8
 
 
-def make_way(board: Board) -> None:
+def make_way(state: SchedulerState) -> None:
     """Retracts rows of clients above their share for those below it that wait first in order."""
-    if board.clients.num_active < 2 or board.is_recovering or not board.waiting:
+    if state.clients.num_active < 2 or state.is_recovering or not state.waiting:
         return
-    share = max(1, board.spec.max_rows // board.clients.num_active)
-    num_free = board.rows.num_free
+    share = max(1, state.spec.max_rows // state.clients.num_active)
+    num_free = state.rows.num_free
     num_granted: Counter[Client] = Counter()
     looked_at: list[Sequence] = []
-    while len(looked_at) < MOST_RETRACTIONS and (sequence := board.waiting.pop()) is not None:
+    while len(looked_at) < MOST_RETRACTIONS and (sequence := state.waiting.pop()) is not None:
         looked_at.append(sequence)
         client = sequence.client
-        if not has_slow_room(board, sequence):
+        if not has_slow_room(state, sequence):
             continue
         if num_free:
             num_free -= 1
         elif client.num_rows + num_granted[client] >= share or not _retract_for(
-            board, sequence, share=share
+            state, sequence, share=share
         ):
             break
         num_granted[client] += 1
     for sequence in looked_at:
-        board.waiting.add(sequence)
+        state.waiting.add(sequence)
 
 
-def place_refusal(board: Board, client: Client, num_new: int) -> ErrorInfo | None:
+def place_refusal(state: SchedulerState, client: Client, num_new: int) -> ErrorInfo | None:
     """Why a client may not have so many more sequences in the queue, though that has room.
 
     A client may hold 8 times as many places as remain free (the dynamic threshold of Choudhury and
@@ -61,13 +61,13 @@ def place_refusal(board: Board, client: Client, num_new: int) -> ErrorInfo | Non
     """
     if not client.client_id or not client.num_waiting:
         return None
-    limit = board.spec.max_waiting + board.rows.num_free
-    num_free = limit - len(board.waiting) - num_new
+    limit = state.spec.max_waiting + state.rows.num_free
+    num_free = limit - len(state.waiting) - num_new
     if client.num_waiting + num_new <= PLACES_PER_FREE_ONE * num_free:
         return None
     return QueueFull(
         f"Your other requests already hold {client.num_waiting} of the queue's "
-        f"{board.spec.max_waiting} places, and it keeps some free for other clients. "
+        f"{state.spec.max_waiting} places, and it keeps some free for other clients. "
         "Try again later.",
         retry_after_s=1.0,
     ).info()
@@ -87,14 +87,14 @@ def charge_prompt(sequence: Sequence, num_computed: int) -> None:
     sequence.client.serve_prompt(num_charged)
 
 
-def _retract_for(board: Board, sequence: Sequence, *, share: int) -> bool:
+def _retract_for(state: SchedulerState, sequence: Sequence, *, share: int) -> bool:
     """False if nobody of the same or a lower priority has more rows than the share."""
     rows = [
         row
-        for row in board.running.values()
+        for row in state.running.values()
         if row.client.num_rows > share and row.priority >= sequence.priority
     ]
     if not rows:
         return False
-    retract(board, max(rows, key=lambda row: (row.client.num_rows, retraction_order(row))))
+    retract(state, max(rows, key=lambda row: (row.client.num_rows, retraction_order(row))))
     return True

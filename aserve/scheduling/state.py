@@ -1,93 +1,101 @@
-"""The scheduler as a value machine: events in, effects out, nothing else. The same events give the
-same effects.
+"""The scheduler's whole state, as data: who waits, who runs, what is in flight, what is to be
+retried.
 
-Knows no clock, no asyncio, no torch. This file is the table of contents: what an event means stands
-in the module that its branch calls.
+Knows no rules: admit, decode, launch, commit, leave and recover hold those, and each field names
+its writers.
 """
 
 from __future__ import annotations
 
-from typing import assert_never
+from collections.abc import Iterator
 
-from aserve.messages import (
-    AdmitRequest,
-    Cancel,
-    EngineSpec,
-    FailRequest,
-    MaskReady,
-    SampleResult,
-    SchedulerEffect,
-    SchedulerEvent,
-    StepFailed,
-    StepResult,
-)
-from aserve.scheduling.admit import receive
-from aserve.scheduling.board import Board
-from aserve.scheduling.caps import waits_for_masks
-from aserve.scheduling.check import check
-from aserve.scheduling.commit import commit_samples, commit_step
-from aserve.scheduling.decode import choose
-from aserve.scheduling.held import awaits_masks, give_samples, receive_mask
-from aserve.scheduling.launch import launch
-from aserve.scheduling.leave import cancel, fail
-from aserve.scheduling.recover import fail_step
+import msgspec
+
+from aserve.cache.kv_cache import KvCache
+from aserve.cache.pools import RowPool
+from aserve.messages.executor import EngineSpec, SchedulerEffect
+from aserve.scheduling.clients import Clients
+from aserve.scheduling.flights import Flight
+from aserve.scheduling.queue import WaitingQueue
+from aserve.scheduling.request import Sequence
+
+
+class Step(msgspec.Struct, gc=False):
+    """A launched step whose StepResult is not back: who rides in it, by row."""
+
+    iteration: int
+    rows: dict[int, tuple[Sequence, Flight]]
 
 
 class SchedulerState:
-    """One engine's scheduler. `debug_checks` asserts every invariant after each call of `step`."""
+    __slots__ = (
+        "arrivals",
+        "cache",
+        "clients",
+        "effects",
+        "groups",
+        "leaders",
+        "masked",
+        "next_iteration",
+        "num_followers",
+        "num_retracted",
+        "resync_at",
+        "retries",
+        "retry_iteration",
+        "rows",
+        "running",
+        "samples",
+        "spec",
+        "steps",
+        "waiting",
+    )
 
-    __slots__ = ("_debug_checks", "board")
-
-    def __init__(self, spec: EngineSpec, *, debug_checks: bool = False) -> None:
-        self.board = Board(spec)
-        self._debug_checks = debug_checks
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self.cache = KvCache(spec.groups, page_size=spec.page_size, prefix_cache=spec.prefix_cache)
+        self.rows = RowPool(spec.max_rows)
+        self.effects: list[SchedulerEffect] = []  # of the current call of SchedulerState.step
+        self.waiting = WaitingQueue()  # admit, leave
+        self.clients = Clients()  # admit, commit, leave
+        # by the key of the page that a running row commits next; followers of such rows wait
+        # outside the queue: followers
+        self.leaders: dict[bytes, Sequence] = {}
+        self.num_followers = 0
+        self.running: dict[int, Sequence] = {}  # by row, in order of admission: admit, leave
+        self.masked: dict[int, Sequence] = {}  # those of `running` with a host-side sampler
+        # living children by request id: admit, leave
+        self.groups: dict[str, dict[int, Sequence]] = {}
+        self.steps: dict[int, Step] = {}  # launched, not back: launch, commit, recover
+        # by (iteration, row), Sample given, not back: held, commit
+        self.samples: dict[tuple[int, int], tuple[Sequence, Flight]] = {}
+        # after a failed step: groups to try alone: recover, decode
+        self.retries: list[list[Sequence]] = []
+        self.retry_iteration = 0  # the step that tries such a group: decode
+        self.resync_at = 1  # failures of steps before this one are old news: recover
+        self.next_iteration = 1  # launch
+        self.arrivals = 0  # admit
+        self.num_retracted = 0  # leave
 
     @property
-    def is_idle(self) -> bool:
-        """No living request and nothing outstanding."""
-        return not self.board.groups and self.board.is_device_idle
+    def is_recovering(self) -> bool:
+        return bool(self.retries) or self.retry_iteration in self.steps
 
-    def step(self, events: list[SchedulerEvent]) -> list[SchedulerEffect]:
-        for event in events:
-            self._handle(event)
-        give_samples(self.board)
-        while self._launch_next():
-            give_samples(self.board)
-        if self._debug_checks:
-            check(self.board)
-        return self.board.take_effects()
+    @property
+    def is_device_idle(self) -> bool:
+        """Nothing outstanding at all: no step, no sample."""
+        return not self.steps and not self.samples
 
-    def _handle(self, event: SchedulerEvent) -> None:
-        match event:
-            case AdmitRequest():
-                receive(self.board, event)
-            case Cancel():
-                cancel(self.board, event)
-            case StepResult():
-                commit_step(self.board, event)
-            case SampleResult():
-                commit_samples(self.board, event)
-            case StepFailed():
-                fail_step(self.board, event)
-            case MaskReady():
-                receive_mask(self.board, event)
-            case FailRequest():
-                fail(self.board, event)
-            case _:
-                assert_never(event)
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + self.num_followers
 
-    def _launch_next(self) -> bool:
-        """Launches one more step if there is a free slot and something to do; depth and lead are
-        all that overlap is.
-        """
-        board = self.board
-        if len(board.steps) >= board.spec.depth:
-            return False
-        has_held_rows = awaits_masks(board)
-        if waits_for_masks(board.spec, num_in_flight=len(board.steps), has_held_rows=has_held_rows):
-            return False
-        chosen, admitted = choose(board)
-        if not chosen:
-            return False
-        launch(board, chosen, admitted=admitted)
-        return True
+    def living(self) -> Iterator[Sequence]:
+        for children in self.groups.values():
+            yield from children.values()
+
+    def num_pages(self, num_positions: int) -> int:
+        return -(-num_positions // self.spec.page_size)
+
+    def take_effects(self) -> list[SchedulerEffect]:
+        effects, self.effects = self.effects, []
+        return effects

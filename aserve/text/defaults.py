@@ -11,8 +11,8 @@ from typing import Annotated
 import msgspec
 
 from aserve.errors import ConfigError
-from aserve.messages import Record
-from aserve.text.json_file import read_json
+from aserve.messages.base import Record
+from aserve.text.model_files import read_json
 
 FILE = "generation_config.json"
 

@@ -15,11 +15,9 @@ from tokenizers import Tokenizer
 from aserve.config import ModelOptions
 from aserve.errors import ConfigError
 from aserve.text.defaults import NEUTRAL, GenerationDefaults, load_defaults
-from aserve.text.json_file import read_json
-from aserve.text.numeric import numeric_template, numeric_tokenizer
+from aserve.text.model_files import load_template, read_json, token_text
 from aserve.text.template import ChatTemplate
-from aserve.text.template_files import load_template, token_text
-from aserve.text.tokenizer import TextTokenizer
+from aserve.text.tokenizer import TextTokenizer, numeric_template, numeric_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from aserve.messages import SequenceOutput, TokenLogprob, TopLogprob, array_f32, array_i32
+from aserve.messages.base import array_f32, array_i32
+from aserve.messages.output import SequenceOutput, TokenLogprob, TopLogprob
 from aserve.text.tokenizer import TextTokenizer
 
 IMPOSSIBLE = -9999.0  # the log-probability of a banned token, which JSON cannot say; as OpenAI does

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Collection
 from typing import NamedTuple
 
-from aserve.messages import TokenLogprob
+from aserve.messages.output import TokenLogprob
 from aserve.text.detokenize import TextStream
 from aserve.text.stop import StopMatcher
 

@@ -10,19 +10,18 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from aserve.cache.keys import prompt_keys
+from aserve.cache.prefix_tree import prompt_keys
 from aserve.errors import ContextTooLong, InvalidRequest
-from aserve.messages import (
+from aserve.messages.base import Record, pack_i32
+from aserve.messages.requests import (
     AdmitRequest,
     ChatPrompt,
     GenerateRequest,
     OpenText,
     Prompt,
-    Record,
     SamplingParams,
     TextPrompt,
     TokenPrompt,
-    pack_i32,
 )
 from aserve.text.bad_words import bad_word_ids
 from aserve.text.plain_content import PlainContent

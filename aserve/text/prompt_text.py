@@ -8,17 +8,10 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from aserve.messages import (
-    OpenText,
-    PromptLogprobs,
-    PromptPart,
-    PromptToken,
-    SamplingParams,
-    TopLogprob,
-    array_f32,
-    array_i32,
-    join_parts,
-)
+from aserve.messages.base import array_f32, array_i32
+from aserve.messages.output import PromptPart, PromptToken, TopLogprob, join_parts
+from aserve.messages.requests import OpenText, SamplingParams
+from aserve.messages.results import PromptLogprobs
 from aserve.text.logprobs import alternatives, shown
 from aserve.text.tokenizer import TextTokenizer
 

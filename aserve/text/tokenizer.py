@@ -1,7 +1,6 @@
-"""A model's tokenizer: text to ids, and an id to the bytes it stands for.
+"""A tokenizer for models that have none: token 17 is written " 17".
 
-Must not know what a request is. An id's bytes are looked up once and kept: that cache is written
-here alone.
+Must not know a model directory. Whatever comes out can be sent in again, and gives the same ids.
 """
 
 from __future__ import annotations
@@ -11,10 +10,29 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from aserve.text.detokenize import ByteStream, TextStream, WindowStream
+from aserve.text.template import ChatTemplate
 from aserve.text.text_size import bytes_per_token
+
+UNKNOWN = 0  # the id of every word that is no token's number
+
+
+def numeric_tokenizer(vocab_size: int, *, eos_ids: Iterable[int] = ()) -> TextTokenizer:
+    vocab = {f"{WORD_MARK}{token_id}": token_id for token_id in range(vocab_size)}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token=f"{WORD_MARK}{UNKNOWN}"))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
+    )
+    backend.decoder = decoders.Metaspace()
+    return TextTokenizer(backend, eos_ids=eos_ids)
+
+
+def numeric_template() -> ChatTemplate:
+    """The words of all messages, one after the other."""
+    return ChatTemplate("{% for message in messages %}{{ message.content }} {% endfor %}")
+
 
 WORD_MARK = "\u2581"  # stands for a space in pieces of SentencePiece vocabularies
 

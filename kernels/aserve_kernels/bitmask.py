@@ -48,5 +48,5 @@ def _mask(
     words = tl.load(mask + place * mask_stride + numbers, mask=numbers * BITS < vocab_size, other=0)
     is_banned = ((words >> bits) & 1) == 0
     banned = tl.full(is_banned.shape, float("-inf"), tl.float32)
-    places = logits + place * stride + tokens
-    tl.store(places, banned.to(logits.dtype.element_ty), mask=is_in & is_banned)
+    indices = logits + place * stride + tokens
+    tl.store(indices, banned.to(logits.dtype.element_ty), mask=is_in & is_banned)

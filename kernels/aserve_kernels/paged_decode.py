@@ -66,7 +66,7 @@ def paged_decode(
     # The KV heads of a slot lie side by side, and so do the programs that read them.
     _attend_splits[(num_kv_heads, num_rows, num_lanes)](
         q, keys, values, mixed, peaks,
-        paged.page_table, paged.rows, paged.lens, paged.query_starts,
+        paged.page_table, paged.rows, paged.lens, paged.cu_query_lens,
         paged.page_table.stride(0), q.stride(0), q.stride(1), factor, cap,
         HAS_CAP=scoring.softcap is not None,
         PAGE_SIZE=paged.page_size,
@@ -78,7 +78,7 @@ def paged_decode(
         **parts,
     )  # fmt: skip
     _merge_splits[(num_rows, num_heads)](
-        mixed, peaks, out, paged.lens, paged.query_starts, scoring.value_scale,
+        mixed, peaks, out, paged.lens, paged.cu_query_lens, scoring.value_scale,
         NUM_HEADS=num_heads, AT_ONCE=min(MERGED_AT_ONCE, num_splits), num_warps=1, **parts,
     )  # fmt: skip
 
@@ -100,7 +100,7 @@ def paged_decode_ref(
 @triton.jit
 def _attend_splits(
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, mixed_parts: tl.tensor, peaks: tl.tensor,
-    page_table: tl.tensor, rows: tl.tensor, lens: tl.tensor, query_starts: tl.tensor,
+    page_table: tl.tensor, rows: tl.tensor, lens: tl.tensor, cu_query_lens: tl.tensor,
     table_stride: int, q_token_stride: int, q_head_stride: int, factor: float, cap: float,
     WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, PAGE_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -110,8 +110,8 @@ def _attend_splits(
     """Every lane-th part of a row's keys, for the query heads of one KV head."""
     kv_head = tl.program_id(0)
     row = tl.program_id(1)
-    token = tl.load(query_starts + row)
-    if tl.load(query_starts + row + 1) - token != 1:
+    token = tl.load(cu_query_lens + row)
+    if tl.load(cu_query_lens + row + 1) - token != 1:
         return
     kv_len = tl.load(lens + row).to(tl.int32)
     first_key, split, num_splits = _splits(kv_len, WINDOW, KEYS, LEAST_SPLIT, IS_FIXED, NUM_SPLITS)
@@ -120,8 +120,8 @@ def _attend_splits(
     dims = tl.arange(0, WIDTH)
     heads = kv_head * GROUPS + groups
     is_there = (groups < GROUPS)[:, None] & (dims < HEAD_DIM)[None, :]
-    places = token * q_token_stride + heads[:, None] * q_head_stride + dims[None, :]
-    lines = tl.load(q + places, mask=is_there, other=0.0)
+    indices = token * q_token_stride + heads[:, None] * q_head_stride + dims[None, :]
+    lines = tl.load(q + indices, mask=is_there, other=0.0)
     positions = tl.full((LINES,), 0, tl.int32) + (kv_len - 1)
     for part in range(tl.program_id(2), num_splits, tl.num_programs(2)):
         first = first_key + part * split
@@ -140,15 +140,15 @@ def _attend_splits(
 @triton.jit
 def _merge_splits(
     mixed_parts: tl.tensor, peaks: tl.tensor, out: tl.tensor, lens: tl.tensor,
-    query_starts: tl.tensor, value_scale: float, WINDOW: tl.constexpr, NUM_HEADS: tl.constexpr,
+    cu_query_lens: tl.tensor, value_scale: float, WINDOW: tl.constexpr, NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, LEAST_SPLIT: tl.constexpr,
     IS_FIXED: tl.constexpr, NUM_SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
 ) -> None:  # fmt: skip
     """A head's parts, in order."""
     row = tl.program_id(0)
     head = tl.program_id(1)
-    token = tl.load(query_starts + row)
-    if tl.load(query_starts + row + 1) - token != 1:
+    token = tl.load(cu_query_lens + row)
+    if tl.load(cu_query_lens + row + 1) - token != 1:
         return
     kv_len = tl.load(lens + row).to(tl.int32)
     _, _, num_splits = _splits(kv_len, WINDOW, KEYS, LEAST_SPLIT, IS_FIXED, NUM_SPLITS)

@@ -49,7 +49,7 @@ def paged_extend(
     factor, cap = score_factors(scoring)
     _attend_blocks[(num_blocks, num_kv_heads)](
         q, keys, values, out,
-        paged.page_table, paged.rows, paged.lens, paged.query_starts,
+        paged.page_table, paged.rows, paged.lens, paged.cu_query_lens,
         len(paged.rows), paged.page_table.stride(0), q.stride(0), q.stride(1),
         factor, cap, scoring.value_scale,
         WINDOW=scoring.window or 0,
@@ -87,7 +87,7 @@ def paged_extend_ref(
 @triton.jit(do_not_specialize=["num_rows"])
 def _attend_blocks(
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, out: tl.tensor, page_table: tl.tensor,
-    rows: tl.tensor, lens: tl.tensor, query_starts: tl.tensor, num_rows: int, table_stride: int,
+    rows: tl.tensor, lens: tl.tensor, cu_query_lens: tl.tensor, num_rows: int, table_stride: int,
     q_token_stride: int, q_head_stride: int, factor: float, cap: float, value_scale: float,
     WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, PAGE_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, QUERIES: tl.constexpr,
@@ -98,14 +98,14 @@ def _attend_blocks(
     # The last blocks of a row read the most keys: they begin first.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
-    row = _row_of(block, query_starts, num_rows, QUERIES)
-    row_start = tl.load(query_starts + row).to(tl.int32)
-    span = tl.load(query_starts + row + 1).to(tl.int32) - row_start
+    row = _row_of(block, cu_query_lens, num_rows, QUERIES)
+    row_start = tl.load(cu_query_lens + row).to(tl.int32)
+    query_len = tl.load(cu_query_lens + row + 1).to(tl.int32) - row_start
     start = (block - (row_start // QUERIES + row)) * QUERIES
-    if (span == 1) | (start >= span):
+    if (query_len == 1) | (start >= query_len):
         return
-    stop = tl.minimum(start + QUERIES, span)
-    prefix_len = tl.load(lens + row).to(tl.int32) - span
+    stop = tl.minimum(start + QUERIES, query_len)
+    prefix_len = tl.load(lens + row).to(tl.int32) - query_len
     pages = page_table + tl.load(rows + row).to(tl.int64) * table_stride
     lines = tl.arange(0, LINES)
     dims = tl.arange(0, WIDTH)
@@ -115,8 +115,8 @@ def _attend_blocks(
     tokens = (row_start + offsets).to(tl.int64)
     heads = kv_head * GROUPS + lines % GROUPS
     is_there = is_query[:, None] & (dims < HEAD_DIM)[None, :]
-    places = (tokens * q_token_stride + heads * q_head_stride)[:, None] + dims[None, :]
-    queries = tl.load(q + places, mask=is_there, other=0.0)
+    indices = (tokens * q_token_stride + heads * q_head_stride)[:, None] + dims[None, :]
+    queries = tl.load(q + indices, mask=is_there, other=0.0)
     first_query = prefix_len + start
     last_query = prefix_len + stop - 1
     first_key = first_query * 0
@@ -138,21 +138,21 @@ def _attend_blocks(
             )  # fmt: skip
             most, total, mixed = merge(most, total, mixed, part_most, part_total, part_mixed)
     result = mixed / total[:, None] * value_scale
-    places = (tokens * (NUM_KV_HEADS * GROUPS) + heads) * HEAD_DIM
-    places = places[:, None] + dims[None, :]
-    tl.store(out + places, result.to(out.dtype.element_ty), mask=is_there)
+    indices = (tokens * (NUM_KV_HEADS * GROUPS) + heads) * HEAD_DIM
+    indices = indices[:, None] + dims[None, :]
+    tl.store(out + indices, result.to(out.dtype.element_ty), mask=is_there)
 
 
 @triton.jit
 def _row_of(
-    block: tl.tensor, query_starts: tl.tensor, num_rows: int, QUERIES: tl.constexpr
+    block: tl.tensor, cu_query_lens: tl.tensor, num_rows: int, QUERIES: tl.constexpr
 ) -> tl.tensor:
     """The last row whose first block is not behind `block`."""
     low = 0
     high = num_rows
     while high - low > 1:
         middle = (low + high) // 2
-        if tl.load(query_starts + middle).to(tl.int32) // QUERIES + middle <= block:
+        if tl.load(cu_query_lens + middle).to(tl.int32) // QUERIES + middle <= block:
             low = middle
         else:
             high = middle

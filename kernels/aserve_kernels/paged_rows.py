@@ -15,15 +15,15 @@ from torch import Tensor
 @dataclass(frozen=True, slots=True)
 class PagedRows:
     """`page_table`: integers [tables, pages]. For each of n rows: `rows`, its line of the table;
-    `lens`, its KV length with its queries, which are at the last positions; `query_starts` [n + 1],
-    where its queries stand among all tokens. Integers on the device; `max_len`, on the host, is a
-    bound of every length that is the same in each step of a captured shape."""
+    `lens`, its KV length with its queries, which are at the last positions; `cu_query_lens` [n +
+    1], where its queries stand among all tokens. Integers on the device; `max_len`, on the host, is
+    a bound of every length that is the same in each step of a captured shape."""
 
     page_table: Tensor
     page_size: int
     rows: Tensor
     lens: Tensor
-    query_starts: Tensor
+    cu_query_lens: Tensor
     max_len: int
 
 
@@ -52,7 +52,7 @@ def attend_ref(
 ) -> None:
     """Plain torch, row by row in the dtype of q, for the rows whose number of queries `takes`."""
     num_groups = q.shape[1] // keys.shape[1]
-    starts = paged.query_starts
+    starts = paged.cu_query_lens
     for row, kv_len, start, stop in zip(paged.rows, paged.lens, starts, starts[1:], strict=False):
         part = slice(int(start), int(stop))
         if not takes(part.stop - part.start):

@@ -175,8 +175,8 @@ def _attend_tiles(
             is_there = is_there & is_read[:, None]
         else:
             page = tl.load(pages + at // PAGE_SIZE).to(tl.int64)
-        places = ((page * PAGE_SIZE + at % PAGE_SIZE) * SLOT_STRIDE)[:, None] + dims[None, :]
-        k = tl.load(keys + places, mask=is_there, other=0.0).to(q.dtype)
+        indices = ((page * PAGE_SIZE + at % PAGE_SIZE) * SLOT_STRIDE)[:, None] + dims[None, :]
+        k = tl.load(keys + indices, mask=is_there, other=0.0).to(q.dtype)
         scores = tl.zeros((q.shape[0], KEYS), tl.float32)
         scores = add_product(scores, q, tl.trans(k)) * factor
         if HAS_CAP:
@@ -192,7 +192,7 @@ def _attend_tiles(
         weights = tl.exp2(scores - level[:, None])
         shrink = tl.exp2(most - level)
         total = total * shrink + tl.sum(weights, 1)
-        v = tl.load(values + places, mask=is_there, other=0.0).to(q.dtype)
+        v = tl.load(values + indices, mask=is_there, other=0.0).to(q.dtype)
         mixed = add_product(mixed * shrink[:, None], weights.to(q.dtype), v)
         most = new_most
     return most, total, mixed

@@ -20,14 +20,14 @@ IN_PROMPT: tl.constexpr = tl.constexpr(1 << 30)  # a bit above all counts of out
 
 def penalise(
     logits: Tensor,
-    places: Tensor,
+    indices: Tensor,
     rows: Tensor,
     lens: Tensor,
     tables: tuple[Tensor, Tensor],
     tokens: tuple[Tensor, Tensor, int],
     max_len: int,
 ) -> None:
-    """logits float32 [n, vocab], the tokens of a row side by side, in place at `places` int64 [m];
+    """logits float32 [n, vocab], the tokens of a row side by side, in place at `indices` int64 [m];
     rows, lens int64 [n]: whose history, and how long. `tables` are ints and floats as in
     row_columns.py; `tokens` the page table int64 [max_rows + 1, pages], the token pool int32
     [slots], and the page size. No history is longer than `max_len`.
@@ -35,24 +35,24 @@ def penalise(
     First repetition over all tokens, which scales towards less likely; then, over outputs only,
     frequency per occurrence and presence once.
     """
-    num, vocab_size = len(places), logits.shape[1]
+    num, vocab_size = len(indices), logits.shape[1]
     if not num:
         return
     ints, floats = tables
     page_table, pool, page_size = tokens
     counts = torch.zeros((num, vocab_size), dtype=torch.int32, device=logits.device)
     _count[(num, triton.cdiv(max_len, BLOCK))](
-        places, rows, lens, ints, page_table, pool, counts, ints.stride(0), page_table.stride(0),
+        indices, rows, lens, ints, page_table, pool, counts, ints.stride(0), page_table.stride(0),
         page_size, vocab_size, BLOCK,
     )  # fmt: skip
     _apply[(num, triton.cdiv(vocab_size, BLOCK))](
-        logits, places, rows, floats, counts, logits.stride(0), floats.stride(0), vocab_size, BLOCK
+        logits, indices, rows, floats, counts, logits.stride(0), floats.stride(0), vocab_size, BLOCK
     )
 
 
 def penalise_ref(
     logits: Tensor,
-    places: Tensor,
+    indices: Tensor,
     rows: Tensor,
     lens: Tensor,
     tables: tuple[Tensor, Tensor],
@@ -61,7 +61,7 @@ def penalise_ref(
 ) -> None:
     ints, floats = tables
     page_table, pool, page_size = tokens
-    for place in places:
+    for place in indices:
         row, length = rows[place], lens[place]
         positions = torch.arange(max_len, device=logits.device)[:length]
         slots = page_table[row, positions // page_size] * page_size + positions % page_size
@@ -79,7 +79,7 @@ def penalise_ref(
 
 @triton.jit
 def _count(
-    places: tl.tensor,
+    indices: tl.tensor,
     rows: tl.tensor,
     lens: tl.tensor,
     ints: tl.tensor,
@@ -93,7 +93,7 @@ def _count(
     BLOCK: tl.constexpr,
 ) -> None:
     number = tl.program_id(0).to(tl.int64)
-    place = tl.load(places + number)
+    place = tl.load(indices + number)
     row = tl.load(rows + place)
     positions = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_in = positions < tl.load(lens + place)
@@ -108,7 +108,7 @@ def _count(
 @triton.jit
 def _apply(
     logits: tl.tensor,
-    places: tl.tensor,
+    indices: tl.tensor,
     rows: tl.tensor,
     floats: tl.tensor,
     counts: tl.tensor,
@@ -118,7 +118,7 @@ def _apply(
     BLOCK: tl.constexpr,
 ) -> None:
     number = tl.program_id(0).to(tl.int64)
-    place = tl.load(places + number)
+    place = tl.load(indices + number)
     own = floats + tl.load(rows + place) * float_stride
     repetition = tl.load(own + REPETITION).to(tl.float32)
     frequency = tl.load(own + FREQUENCY).to(tl.float32)

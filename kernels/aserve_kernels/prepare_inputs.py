@@ -25,9 +25,9 @@ class Words:
 
     rows: Tensor
     kv_lens: Tensor  # before the step: exact, or a bound where `is_bound` is not 0
-    spans: Tensor
+    query_lens: Tensor
     is_bound: Tensor
-    owners: Tensor  # each token's place among the rows
+    token_to_row: Tensor  # each token's place among the rows
     offsets: Tensor  # and in its row's span
     input_ids: Tensor  # -row stands for that row's last token
 
@@ -51,7 +51,7 @@ class Prepared:
 
     kv_lens: Tensor
     lens: Tensor
-    query_starts: Tensor
+    cu_query_lens: Tensor
     token_rows: Tensor
     input_ids: Tensor
     positions: Tensor
@@ -60,42 +60,49 @@ class Prepared:
 
 def prepare_inputs(words: Words, tables: Tables) -> Prepared:
     """Writes the token pool."""
-    num_rows, num_tokens = len(words.rows), len(words.owners)
+    num_rows, num_tokens = len(words.rows), len(words.token_to_row)
     groups = len(tables.page_tables)
     sizes = [num_rows, num_rows, num_rows + 1, *[num_tokens] * (3 + groups)]
     # Each begins at a multiple of 16 bytes: kernels that read it are compiled for that.
     rooms = [size + size % 2 for size in sizes]
     parts = torch.empty(sum(rooms), dtype=torch.int64, device=words.rows.device).split(rooms)
     made = [part[:size] for part, size in zip(parts, sizes, strict=True)]
-    kv_lens, lens, query_starts, token_rows, input_ids, positions, *slots = made
+    kv_lens, lens, cu_query_lens, token_rows, input_ids, positions, *slots = made
     seq_lens = tables.last_tokens if tables.seq_lens is None else tables.seq_lens
     grid = (triton.cdiv(max(num_tokens, 1), BLOCK),)
     for group, page_table in enumerate(tables.page_tables):
         _prepare[grid](
-            words.rows, words.kv_lens, words.spans, words.is_bound, words.owners, words.offsets,
-            words.input_ids, tables.last_tokens, seq_lens, page_table, tables.token_pool, *made[:6],
-            slots[group], num_rows, num_tokens, page_table.stride(0), tables.page_size,
-            tables.seq_lens is not None, group == 0, BLOCK,
+            words.rows, words.kv_lens, words.query_lens, words.is_bound,
+            words.token_to_row, words.offsets, words.input_ids,
+            tables.last_tokens, seq_lens, page_table,
+            tables.token_pool, *made[:6], slots[group], num_rows, num_tokens, page_table.stride(0),
+            tables.page_size, tables.seq_lens is not None, group == 0, BLOCK,
         )  # fmt: skip
-    return Prepared(kv_lens, lens, query_starts, token_rows, input_ids, positions, tuple(slots))
+    return Prepared(kv_lens, lens, cu_query_lens, token_rows, input_ids, positions, tuple(slots))
 
 
 def prepare_inputs_ref(words: Words, tables: Tables) -> Prepared:
-    rows, spans, owners = words.rows.long(), words.spans.long(), words.owners.long()
+    rows, query_lens, token_to_row = (
+        words.rows.long(),
+        words.query_lens.long(),
+        words.token_to_row.long(),
+    )
     kv_lens, given = words.kv_lens.long(), words.input_ids.long()
     if tables.seq_lens is not None:
         kv_lens = torch.where(words.is_bound > 0, tables.seq_lens[rows], kv_lens)
     input_ids = torch.where(given < 0, tables.last_tokens[(-given).clamp(min=0)], given)
-    token_rows = rows[owners]
-    positions = kv_lens[owners] + words.offsets
+    token_rows = rows[token_to_row]
+    positions = kv_lens[token_to_row] + words.offsets
     columns, within = positions // tables.page_size, positions % tables.page_size
     slots = tuple(
         page_table[token_rows, columns] * tables.page_size + within
         for page_table in tables.page_tables
     )
     tables.token_pool[slots[0]] = input_ids.int()
-    query_starts = torch.nn.functional.pad(spans.cumsum(0), (1, 0))
-    return Prepared(kv_lens, kv_lens + spans, query_starts, token_rows, input_ids, positions, slots)
+    cu_query_lens = torch.nn.functional.pad(query_lens.cumsum(0), (1, 0))
+    return Prepared(
+        kv_lens, kv_lens + query_lens, cu_query_lens, token_rows, input_ids, positions, slots
+    )
 
 
 # A kernel of its own for one row or one token would be compiled while it is waited for.
@@ -103,9 +110,9 @@ def prepare_inputs_ref(words: Words, tables: Tables) -> Prepared:
 def _prepare(
     rows: tl.tensor,
     kv_lens: tl.tensor,
-    spans: tl.tensor,
+    query_lens: tl.tensor,
     is_bound: tl.tensor,
-    owners: tl.tensor,
+    token_to_row: tl.tensor,
     offsets: tl.tensor,
     input_ids: tl.tensor,
     last_tokens: tl.tensor,
@@ -131,7 +138,7 @@ def _prepare(
     the same for all of them."""
     tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_in = tokens < num_tokens
-    owner = tl.load(owners + tokens, mask=is_in, other=0)
+    owner = tl.load(token_to_row + tokens, mask=is_in, other=0)
     offset = tl.load(offsets + tokens, mask=is_in, other=0)
     row = tl.load(rows + owner, mask=is_in, other=0).to(tl.int64)
     kv_len = tl.load(kv_lens + owner, mask=is_in, other=0).to(tl.int64)
@@ -152,9 +159,9 @@ def _prepare(
         tl.store(out_input_ids + tokens, token, mask=is_in)
         tl.store(out_positions + tokens, position, mask=is_in)
         is_start = is_in & (offset == 0)
-        span = tl.load(spans + owner, mask=is_start, other=0)
+        query_len = tl.load(query_lens + owner, mask=is_start, other=0)
         tl.store(out_kv_lens + owner, kv_len, mask=is_start)
-        tl.store(out_lens + owner, kv_len + span, mask=is_start)
+        tl.store(out_lens + owner, kv_len + query_len, mask=is_start)
         tl.store(out_query_starts + owner, tokens.to(tl.int64), mask=is_start)
         if tl.program_id(0) == 0:
             tl.store(out_query_starts + num_rows, num_tokens)

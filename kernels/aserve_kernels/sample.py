@@ -52,9 +52,9 @@ def sample(
     """
     num, vocab_size = logits.shape
     tokens = torch.empty(num, dtype=torch.int64, device=logits.device)
-    is_sound = torch.empty(num, dtype=torch.bool, device=logits.device)
+    is_valid = torch.empty(num, dtype=torch.bool, device=logits.device)
     if not num:
-        return tokens, is_sound
+        return tokens, is_valid
     splits = triton.cdiv(vocab_size, SPLIT)
     tries = TRIES if has_limits else 1
     best = logits.new_empty((num, splits, tries), dtype=torch.float32)
@@ -67,10 +67,10 @@ def sample(
     values = best.new_empty((num, RANKED + 2))  # of what is ranked; then of the softmax
     ids = best_ids.new_empty((num, RANKED))
     block = triton.next_power_of_2(splits)
-    drawn = (tokens, is_sound, splits)
+    drawn = (tokens, is_valid, splits)
     _merge[(num,)](*given, *found, values, ids, *drawn, has_limits, tries, RANKED, block)
     if not has_limits:
-        return tokens, is_sound
+        return tokens, is_valid
     counts = best_ids.new_empty((num, splits, RANKED))
     masses = best.new_empty((num, splits, RANKED))
     _rank[(num, splits)](
@@ -81,7 +81,7 @@ def sample(
         *given, softmax, values, ids, counts, masses, near, near_ids, *drawn, RANKED, block, SPLIT,
         num_warps=WARPS,
     )  # fmt: skip
-    return tokens, is_sound
+    return tokens, is_valid
 
 
 def sample_ref(
@@ -96,14 +96,14 @@ def sample_ref(
 ) -> tuple[Tensor, Tensor]:
     """By a stable sort of each row."""
     logits = logits.float()
-    is_sound = logits.amax(dim=1).isfinite()
+    is_valid = logits.amax(dim=1).isfinite()
     temperature = floats[rows, TEMPERATURE.value, None].float()
     is_drawn = (temperature > 0) & has_noise
     scaled = logits / torch.where(is_drawn, temperature, 1)
     noise = gumbel_ref(ints[rows, SEED.value], positions, logits.shape[1])
     noisy = torch.where(is_drawn, scaled + noise, scaled)
     if not has_limits:
-        return noisy.argmax(dim=1), is_sound
+        return noisy.argmax(dim=1), is_valid
     top_k = ints[rows, TOP_K.value, None]
     top_p, min_p = (floats[rows, column.value, None].float() for column in (TOP_P, MIN_P))
     order = scaled.argsort(dim=1, descending=True, stable=True)
@@ -115,7 +115,7 @@ def sample_ref(
     is_in = is_kept & ((before < limit) | (top_p >= 1))
     is_in &= ranked >= min_p * ranked[:, :1]
     drawn = noisy.gather(1, order).masked_fill(~is_in, -torch.inf)
-    return order.gather(1, drawn.argmax(dim=1, keepdim=True))[:, 0], is_sound
+    return order.gather(1, drawn.argmax(dim=1, keepdim=True))[:, 0], is_valid
 
 
 @triton.jit
@@ -154,8 +154,8 @@ def _scan(
 ) -> None:
     place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     part = place * tl.num_programs(1) + split
-    places = tl.arange(0, SPLIT)
-    columns = split * SPLIT + places
+    indices = tl.arange(0, SPLIT)
+    columns = split * SPLIT + indices
     row = tl.load(rows + place)
     temperature = 1.0
     is_drawn = False
@@ -181,7 +181,7 @@ def _scan(
         )
         tl.store(best + part * TRIES + attempt, value)
         tl.store(best_ids + part * TRIES + attempt, split * SPLIT + index)
-        noisy = tl.where(places == index, float("-inf"), noisy)
+        noisy = tl.where(indices == index, float("-inf"), noisy)
 
 
 @triton.jit
@@ -201,7 +201,7 @@ def _merge(
     values: tl.tensor,
     ids: tl.tensor,
     tokens: tl.tensor,
-    is_sound: tl.tensor,
+    is_valid: tl.tensor,
     splits: int,
     HAS_LIMITS: tl.constexpr,
     TRIES: tl.constexpr,
@@ -214,7 +214,7 @@ def _merge(
     peaks = tl.load(first + parts * 2, mask=parts < splits, other=float("-inf"))
     largest = tl.max(peaks, axis=0)
     is_finite = (largest > float("-inf")) & (largest < float("inf"))
-    tl.store(is_sound + place, is_finite)
+    tl.store(is_valid + place, is_finite)
     entries = tl.arange(0, BLOCK * TRIES)
     is_in = entries < splits * TRIES
     noisy = tl.load(best + place * splits * TRIES + entries, mask=is_in, other=float("-inf"))
@@ -323,7 +323,7 @@ def _settle(
     near: tl.tensor,
     near_ids: tl.tensor,
     tokens: tl.tensor,
-    is_sound: tl.tensor,
+    is_valid: tl.tensor,
     splits: int,
     RANKED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -360,7 +360,7 @@ def _settle(
     is_in = (mass < surely_in) | is_best
     first = tl.min(tl.where(is_out, RANKED, ranked), axis=0)
     is_known = tl.sum(tl.where((ranked == first) & is_in, 1, 0), axis=0) > 0
-    if is_known | (tl.load(is_sound + place) == 0):
+    if is_known | (tl.load(is_valid + place) == 0):
         chosen = tl.sum(tl.where(ranked == tl.where(is_known, first, 0), token, 0), axis=0)
         tl.store(tokens + place, tl.maximum(chosen, 0).to(tl.int64))
     else:

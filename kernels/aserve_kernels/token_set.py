@@ -42,10 +42,10 @@ def collect(
             columns = begin + tl.arange(0, SPLIT)
             scaled = load_scaled(logits, columns, vocab_size, temperature)
             is_near = (scaled >= edge) & (columns < vocab_size)
-            places = num + tl.cumsum(is_near.to(tl.int32), axis=0) - 1
-            has_room = is_near & (places < SPLIT)
-            tl.store(near + places, scaled, mask=has_room)
-            tl.store(near_ids + places, columns, mask=has_room)
+            indices = num + tl.cumsum(is_near.to(tl.int32), axis=0) - 1
+            has_room = is_near & (indices < SPLIT)
+            tl.store(near + indices, scaled, mask=has_room)
+            tl.store(near_ids + indices, columns, mask=has_room)
             num += tl.sum(is_near.to(tl.int32), axis=0)
     tl.debug_barrier()  # other threads read them
     return num

@@ -41,7 +41,7 @@ class Recorder(Actor[int]):
         raise RuntimeError("a side task failed")
 
 
-async def turn(times: int = 3) -> None:
+async def tick(times: int = 3) -> None:
     for _ in range(times):
         await asyncio.sleep(0)
 
@@ -51,9 +51,9 @@ async def test_messages_sent_together_arrive_as_one_batch_in_order() -> None:
     actor.start(actor.note_death)
     for value in (3, 1, 2):
         actor.inbox.send(value)
-    await turn()
+    await tick()
     actor.inbox.send(4)
-    await turn()
+    await tick()
     assert actor.seen == [[3, 1, 2], [4]]
     await actor.stop()
 
@@ -75,7 +75,7 @@ async def test_a_failing_spawned_task_kills_its_actor_and_only_the_first_death_c
     actor.spawn(actor.fail_later(wanted))
     wanted.set()
     await actor.died.wait()
-    await turn()
+    await tick()
     assert actor.deaths == [("recorder", "a side task failed")]
     await actor.stop()
 
@@ -95,9 +95,9 @@ async def test_stop_ends_every_task_and_is_no_death() -> None:
     actor.start(actor.note_death)
     actor.spawn(actor.fail_later(asyncio.Event()))
     actor.spawn(actor.fail_at_the_end())
-    await turn()
+    await tick()
     await actor.stop()
-    await turn()
+    await tick()
     assert asyncio.all_tasks() == before
     assert actor.deaths == []
     actor.inbox.send(1)  # a neighbour that stops later may still send: nothing happens
@@ -116,7 +116,7 @@ async def test_the_heartbeat_shows_progress_and_what_is_waiting() -> None:
     before = actor.heartbeat()
     assert (before.num_beats, before.backlog) == (0, 1)
     actor.start(actor.note_death)
-    await turn()
+    await tick()
     after = actor.heartbeat()
     assert (after.num_beats, after.backlog) == (1, 0)
     await actor.stop()
@@ -184,9 +184,9 @@ async def worked(worker: Worker) -> None:
     names = [f"r{i}" for i in range(15)]
     for request_id in (*names[:7], "guilty", *names[7:]):
         worker.inbox.send(request_id)
-    await turn(6)
+    await tick(6)
     worker.inbox.send("later")
-    await turn(6)
+    await tick(6)
     await worker.stop()
     assert worker.done == [*names, "later"]
     assert worker.deaths == []
@@ -235,7 +235,7 @@ async def test_a_cancelled_task_of_a_request_ends_without_a_message() -> None:
     worker = Worker(no_luck)
     worker.start(lambda name, _: worker.deaths.append(name))
     worker.spawn_for("r", asyncio.sleep(3600))
-    await turn()
+    await tick()
     await worker.stop()
     assert (worker.ended, worker.deaths) == ([], [])
 

@@ -14,24 +14,18 @@ from hypothesis import strategies as st
 from aserve.actors.detokenizer import DetokenizerActor
 from aserve.channel import Channel
 from aserve.errors import ErrorInfo, QueueFull
-from aserve.messages import (
-    Cancel,
+from aserve.messages.base import FinishReason, array_i32, pack_i32
+from aserve.messages.output import (
     DetokenizerEvent,
-    EngineEvent,
-    FinishReason,
-    OpenText,
     OutputChunk,
-    PromptLogprobs,
     Refused,
     Retired,
-    RowLogprobs,
-    SamplingParams,
     SequenceOutput,
     StepOutput,
     Usage,
-    array_i32,
-    pack_i32,
 )
+from aserve.messages.requests import Cancel, EngineEvent, OpenText, SamplingParams
+from aserve.messages.results import PromptLogprobs, RowLogprobs
 from tests.text.vocabularies import byte_level_tokenizer
 
 TOKENIZER = byte_level_tokenizer()

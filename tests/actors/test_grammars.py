@@ -14,17 +14,10 @@ from aserve.actors.masks import MaskEvent
 from aserve.channel import Channel, Codec
 from aserve.errors import InvalidRequest
 from aserve.grammar.matching import Constraint
-from aserve.messages import (
-    AdmitRequest,
-    Cancel,
-    DetokenizerEvent,
-    EngineEvent,
-    Grammar,
-    Refused,
-    SamplingParams,
-    SchedulerEvent,
-    pack_i32,
-)
+from aserve.messages.base import pack_i32
+from aserve.messages.executor import SchedulerEvent
+from aserve.messages.output import DetokenizerEvent, Refused
+from aserve.messages.requests import AdmitRequest, Cancel, EngineEvent, Grammar, SamplingParams
 from tests.actors.alone import alone
 
 GOOD = Grammar("regex", "a")

@@ -16,15 +16,11 @@ from aserve.channel import Channel, Codec
 from aserve.errors import BugError, InvalidRequest
 from aserve.grammar.mask_budget import SLOW_S, MaskBudget, MaskLimits
 from aserve.grammar.matching import Constraint
-from aserve.messages import (
-    BuildMask,
-    FailRequest,
-    MaskReady,
-    Refused,
-    Retired,
-    SchedulerEvent,
-    pack_i32,
-)
+from aserve.messages.base import pack_i32
+from aserve.messages.executor import SchedulerEvent
+from aserve.messages.output import Refused, Retired
+from aserve.messages.requests import FailRequest
+from aserve.messages.results import BuildMask, MaskReady
 from tests.actors.alone import alone
 
 

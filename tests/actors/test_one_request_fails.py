@@ -15,18 +15,11 @@ from aserve.actors import scheduler as scheduler_module
 from aserve.actors import tokenizer as tokenizer_module
 from aserve.actors.detokenizer import DetokenizerActor
 from aserve.actors.scheduler import SchedulerActor
-from aserve.app import App
 from aserve.engine import Answer, Engine, GenerationError
-from aserve.messages import (
-    AdmitRequest,
-    GenerateRequest,
-    OpenText,
-    OutputChunk,
-    Refused,
-    Retired,
-    SequenceOutput,
-)
-from aserve.outlet import Gateway, Outlet
+from aserve.frontend import Frontend
+from aserve.messages.output import OutputChunk, Refused, Retired, SequenceOutput
+from aserve.messages.requests import AdmitRequest, GenerateRequest, OpenText
+from aserve.request_stream import Gateway, RequestStream
 from aserve.text.prompt import Prepared, PromptEncoder
 from tests.test_engine import Loader, engine, expected
 
@@ -64,9 +57,9 @@ STEPS = [
         for name in ("_open", "_feed", "_retire", "_send")
         for after in BOTH
     ),
-    *(Step(App, "_deliver", after, only_once=True) for after in BOTH),
+    *(Step(Frontend, "_deliver", after, only_once=True) for after in BOTH),
     *(Step(Gateway, "deliver", after, only_once=True) for after in BOTH),
-    *(Step(Outlet, "put", after, only_once=True) for after in BOTH),
+    *(Step(RequestStream, "put", after, only_once=True) for after in BOTH),
     *(Step(scheduler_module, "check_request", after) for after in BOTH),
     Step(SchedulerActor, "_set_deadline", is_after=False),
 ]
@@ -120,13 +113,13 @@ def break_step(patch: pytest.MonkeyPatch, step: Step, guilt: Callable[[], None])
 def count_ends(patch: pytest.MonkeyPatch) -> Counter[str]:
     """Final messages that reach readers, by request."""
     ends: Counter[str] = Counter()
-    put = Outlet.put
+    put = RequestStream.put
 
-    def counted(outlet: Outlet, chunk: OutputChunk) -> None:
-        put(outlet, chunk)
+    def counted(request_stream: RequestStream, chunk: OutputChunk) -> None:
+        put(request_stream, chunk)
         ends[chunk.request_id] += chunk.is_last
 
-    patch.setattr(Outlet, "put", counted)
+    patch.setattr(RequestStream, "put", counted)
     return ends
 
 
@@ -148,15 +141,15 @@ def nothing_is_held(running: Engine) -> bool:
     scheduler, detokenizer = actors["scheduler"], actors["detokenizer"]
     assert isinstance(scheduler, SchedulerActor)
     assert isinstance(detokenizer, DetokenizerActor)
-    board = scheduler._state.board
+    state = scheduler._scheduler.state
     return (
-        not board.groups
-        and not board.running
+        not state.groups
+        and not state.running
         and not scheduler._deadlines
         and not scheduler.inbox
         and detokenizer.num_requests == 0
-        and board.cache.num_used(0) == 0
-        and board.is_device_idle
+        and state.cache.num_used(0) == 0
+        and state.is_device_idle
     )
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from aserve.actors.pump import Pump
+from aserve.actors.scheduler import Pump
 from aserve.channel import Channel
 from aserve.errors import ErrorInfo
-from aserve.messages import SchedulerEvent, StepFailed, StepResult
-from tests.fake_executor import FakeTicket
+from aserve.messages.executor import SchedulerEvent
+from aserve.messages.results import StepFailed, StepResult
+from tests.fakes.executor import FakeTicket
 
 
 def result(iteration: int) -> StepResult:

@@ -12,20 +12,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from aserve.messages import (
-    GenerateRequest,
-    OpenText,
-    OutputChunk,
-    PromptLogprobs,
-    Retired,
-    RowLogprobs,
-    SamplingParams,
-    SequenceOutput,
-    StepOutput,
-    TokenPrompt,
-    array_i32,
-    pack_i32,
-)
+from aserve.messages.base import array_i32, pack_i32
+from aserve.messages.output import OutputChunk, Retired, SequenceOutput, StepOutput
+from aserve.messages.requests import GenerateRequest, OpenText, SamplingParams, TokenPrompt
+from aserve.messages.results import PromptLogprobs, RowLogprobs
 from tests.actors.test_detokenizer import Bench
 from tests.test_engine import engine, expected
 from tests.text.vocabularies import byte_level_tokenizer

@@ -9,43 +9,31 @@ from pathlib import Path
 import pytest
 
 from aserve.actors.masks import MaskActor
-from aserve.actors.pump import Pump
 from aserve.actors.replay import ReplayDiffers, replay
-from aserve.actors.scheduler import SchedulerActor, SchedulerPorts, SchedulerWatch
+from aserve.actors.scheduler import Pump, SchedulerActor, SchedulerPorts, SchedulerWatch
 from aserve.channel import Channel, Codec
 from aserve.errors import BugError
 from aserve.frames import LENGTH
 from aserve.grammar.matching import Constraint
-from aserve.messages import (
-    AdmitRequest,
-    Cancel,
-    DetokenizerEvent,
-    Grammar,
-    Refused,
-    Resync,
-    Retired,
-    Sample,
-    SamplingParams,
-    ScheduleBatch,
-    SchedulerEvent,
-    StepOutput,
-    array_i32,
-    pack_i32,
-)
+from aserve.messages.base import array_i32, pack_i32
+from aserve.messages.executor import SchedulerEvent
+from aserve.messages.output import DetokenizerEvent, Refused, Retired, StepOutput
+from aserve.messages.requests import AdmitRequest, Cancel, Grammar, SamplingParams
+from aserve.messages.step import Resync, Sample, ScheduleBatch
 from aserve.observability.recording import Recorder
+from aserve.observability.reports import SchedulerTick
 from aserve.observability.trace import Trace
-from aserve.observability.turn import SchedulerTurn
-from aserve.scheduling.state import SchedulerState
-from tests.fake_executor import SPEC, FakeExecutor
-from tests.fakes import TOY, FakeDevice, ToyMatchers, expected_outputs
+from aserve.scheduling.scheduler import Scheduler
+from tests.fakes.executor import SPEC, FakeExecutor
+from tests.fakes.toy_device import TOY, FakeDevice, ToyMatchers, expected_outputs
 
 
 class Turns:
     def __init__(self) -> None:
-        self.seen: list[SchedulerTurn] = []
+        self.seen: list[SchedulerTick] = []
 
-    def turned(self, turn: SchedulerTurn) -> None:
-        self.seen.append(turn)
+    def on_tick(self, tick: SchedulerTick) -> None:
+        self.seen.append(tick)
 
 
 class Rig:
@@ -71,7 +59,7 @@ class Rig:
         masks = self.masks.inbox if has_masks else None
         ports = SchedulerPorts(self.executor, self.pump.inbox, self.text, masks)
         self.actor = SchedulerActor(
-            SchedulerState(self.executor.spec, debug_checks=True),
+            Scheduler(self.executor.spec, debug_checks=True),
             ports,
             watch=SchedulerWatch(Trace(), (self.turns,), recorder),
             inbox=self.events,
@@ -229,7 +217,7 @@ async def test_observers_see_each_turn_with_the_seat_of_a_new_sequence() -> None
         rig.events.send(admit())
         await rig.until_ended(1)
         await asyncio.sleep(0)
-    seats = [seat for turn in rig.turns.seen for seat in turn.seats]
+    seats = [seat for tick in rig.turns.seen for seat in tick.seats]
     assert [(seat.request_id, seat.child, seat.iteration) for seat in seats] == [("a", 0, 1)]
     assert rig.turns.seen[0].num_running == 1
     assert rig.turns.seen[-1].num_running == 0
@@ -238,13 +226,13 @@ async def test_observers_see_each_turn_with_the_seat_of_a_new_sequence() -> None
 async def test_a_bug_carries_the_story_of_the_requests_that_were_at_hand(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def broken(state: SchedulerState, events: list[SchedulerEvent]) -> None:
+    def broken(scheduler: Scheduler, events: list[SchedulerEvent]) -> None:
         raise BugError("an invariant does not hold")
 
     async with Rig() as rig:
         rig.events.send(admit())
         await rig.until_ended(1)
-        monkeypatch.setattr(SchedulerState, "step", broken)
+        monkeypatch.setattr(Scheduler, "step", broken)
         rig.events.send(Cancel("a", None, 0, "cancelled"))
         await rig.died.wait()
     notes = "\n".join(rig.deaths[0].__notes__)
@@ -289,7 +277,7 @@ async def test_many_requests_at_once_are_received_over_several_turns() -> None:
             rig.events.send(admit(f"r{number}", max_tokens=1))
         rig.events.send(Cancel("r199", None, 0, "cancelled"))
         await rig.until_ended(200)
-    arrived = [sum(isinstance(e, AdmitRequest) for e in turn.events) for turn in rig.turns.seen]
+    arrived = [sum(isinstance(e, AdmitRequest) for e in tick.events) for tick in rig.turns.seen]
     assert sum(arrived) == 200
     assert max(arrived) == 64
     assert sorted(end.request_id for end in rig.ends) == sorted(f"r{n}" for n in range(200))

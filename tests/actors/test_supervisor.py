@@ -7,7 +7,7 @@ import asyncio
 from aserve.actors.base import Actor
 from aserve.actors.supervisor import Supervisor
 from aserve.errors import ErrorInfo
-from aserve.messages import ServerPhase
+from aserve.messages.base import ServerPhase
 
 
 class FakeGateway:

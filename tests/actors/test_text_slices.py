@@ -10,21 +10,16 @@ import pytest
 from aserve.actors.detokenizer import DetokenizerActor
 from aserve.actors.text_slices import MAX_SCORES, num_scores, slices
 from aserve.channel import Channel
-from aserve.messages import (
-    Cancel,
+from aserve.messages.base import array_i32, pack_i32
+from aserve.messages.output import (
     DetokenizerEvent,
-    EngineEvent,
-    OpenText,
     OutputChunk,
-    PromptLogprobs,
     Retired,
-    RowLogprobs,
-    SamplingParams,
     SequenceOutput,
     StepOutput,
-    array_i32,
-    pack_i32,
 )
+from aserve.messages.requests import Cancel, EngineEvent, OpenText, SamplingParams
+from aserve.messages.results import PromptLogprobs, RowLogprobs
 from tests.text.vocabularies import byte_level_tokenizer
 
 TOKENIZER = byte_level_tokenizer()
@@ -97,10 +92,10 @@ async def test_other_work_has_its_turn_between_two_slices() -> None:
     turns = [0]
     at: list[int] = []
 
-    def turn() -> None:
+    def tick() -> None:
         turns[0] += 1
         if not (chunks and chunks[-1].is_last):
-            asyncio.get_running_loop().call_soon(turn)
+            asyncio.get_running_loop().call_soon(tick)
 
     actor = actor_of(chunks)
 
@@ -110,7 +105,7 @@ async def test_other_work_has_its_turn_between_two_slices() -> None:
 
     actor._deliver = deliver
     actor.start(lambda name, error: pytest.fail(f"{name} {error}"))
-    turn()
+    tick()
     for event in events_of(num_tokens=1000):
         actor.inbox.send(event)
     async with asyncio.timeout(10):

@@ -12,21 +12,20 @@ import pytest
 from aserve.actors.tokenize_queue import TokenizeQueue
 from aserve.actors.tokenizer import LONG_TEXT, NUM_THREADS, TokenizerActor
 from aserve.channel import Channel, Codec
-from aserve.messages import (
+from aserve.messages.base import array_i32
+from aserve.messages.output import DetokenizerEvent, Refused
+from aserve.messages.requests import (
     AdmitRequest,
     Cancel,
     ChatPrompt,
-    DetokenizerEvent,
     EngineEvent,
     GenerateRequest,
     OpenText,
     Prompt,
-    Refused,
     SamplingParams,
     TextPrompt,
     TokenizerEvent,
     TokenPrompt,
-    array_i32,
 )
 from aserve.text.prompt import Prepared, PromptEncoder, PromptLimits
 from tests.actors.alone import alone

@@ -36,20 +36,20 @@ STARTS = (
     *("aserve/cli.py", "aserve/config.py", "aserve/engine.py", "aserve/progress.py"),
     *(f"aserve/{name}.py" for name in ("banner", "event_loop", "launch", "load", "logs")),
     "aserve/actors/supervisor.py",
-    *("aserve/loop_thread.py", "aserve/option.py", "aserve/program.py", "aserve/serving.py"),
+    *("aserve/host/threads.py", "aserve/option.py", "aserve/program.py", "aserve/server.py"),
     *("aserve/cache/layout.py", "aserve/gpu/build.py"),
-    *("aserve/gpu/largest_step.py", "aserve/gpu/padding_batch.py"),
+    *("aserve/gpu/cudagraph/warmup.py", "aserve/gpu/cudagraph/warmup.py"),
     *(f"aserve/gpu/attention/{name}.py" for name in ("capabilities", "choice", "registry")),
-    *("aserve/gpu/weights/*", "aserve/gpu/device/process.py"),
-    "aserve/gpu/device/control_groups.py",
+    *("aserve/gpu/weights/*", "aserve/host/environment.py"),
+    "aserve/host/limits.py",
     *(f"aserve/gpu/device/cpu_{name}.py" for name in ("count", "facts", "weights")),
-    *("aserve/gpu/models/config.py", "aserve/gpu/models/fields.py"),
-    *("aserve/gpu/models/rope_fields.py", "aserve/gpu/models/layer_kinds.py"),
-    *("aserve/text/load.py", "aserve/text/template_files.py", "aserve/text/json_file.py"),
-    *("aserve/text/numeric.py", "aserve/text/defaults.py"),
+    *("aserve/gpu/models/config/model.py", "aserve/gpu/models/config/fields.py"),
+    *("aserve/gpu/models/config/rope.py", "aserve/gpu/models/config/layer_types.py"),
+    *("aserve/text/load.py", "aserve/text/model_files.py", "aserve/text/model_files.py"),
+    *("aserve/text/tokenizer.py", "aserve/text/defaults.py"),
 )
 LOOKS_ON = (
-    *("aserve/observability/*", "aserve/actors/replay.py", "aserve/http/health.py"),
+    *("aserve/observability/*", "aserve/actors/replay.py", "aserve/http/routes.py"),
     *("aserve/scheduling/check.py", "aserve/cache/conservation.py"),
     *("aserve/tiny/*", "aserve/bench/*"),
 )
@@ -57,36 +57,43 @@ LOOKS_ON = (
 ALTERNATIVES = (
     *("aserve/processes/*", "aserve/frames.py"),
     *("aserve/gpu/fallback/*", "aserve/gpu/quant/*"),
-    *("aserve/gpu/graphs.py", "aserve/gpu/step_shape.py"),
-    *("aserve/gpu/device/cuda*.py", "aserve/gpu/device/recorded.py"),
-    *("aserve/gpu/triton_resolve.py", "aserve/gpu/triton_rows.py"),
+    *("aserve/gpu/cudagraph/graphs.py", "aserve/gpu/cudagraph/shapes.py"),
+    *("aserve/gpu/device/cuda*.py", "aserve/gpu/device/cpu/recorded.py"),
+    *("aserve/gpu/device/cuda/ops.py", "aserve/gpu/device/cuda/ops.py"),
     *(f"aserve/gpu/attention/{name}.py" for name in ("dense", "paged_sdpa", "torch_ref", "triton")),
-    *("aserve/gpu/attention/flashinfer*.py", "aserve/gpu/attention/static_plans.py"),
-    *("aserve/gpu/attention/page_lists.py", "aserve/gpu/attention/plan_slots.py"),
-    *("aserve/cache/shared_pages.py", "aserve/cache/windows.py", "aserve/cache/windowed_pages.py"),
+    *("aserve/gpu/attention/flashinfer*.py", "aserve/gpu/attention/base.py"),
+    *(
+        "aserve/gpu/attention/flashinfer/page_indices.py",
+        "aserve/gpu/attention/flashinfer/plan_buffers.py",
+    ),
+    *("aserve/cache/allocation.py", "aserve/cache/layout.py", "aserve/cache/windowed_pages.py"),
     *(f"aserve/gpu/kv/{name}.py" for name in ("stored", "compiled_store", "triton_store")),
     *(f"aserve/gpu/layers/{name}_linear.py" for name in ("half_stored", "invariant")),
     *(f"aserve/gpu/layers/{name}_linear.py" for name in ("packed", "tiled")),
     *(f"aserve/gpu/layers/{name}.py" for name in ("compiled", "each_alone", "triton_elementwise")),
-    *("aserve/gpu/sample/triton_ops.py", "aserve/gpu/sample/compiled_ops.py"),
-    "aserve/gpu/models/compiled_forward.py",
+    *("aserve/gpu/device/cuda/ops.py", "aserve/gpu/device/cpu/ops.py"),
+    "aserve/gpu/device/cpu/fused_decoder.py",
     *(f"aserve/gpu/models/{name}.py" for name in ("mistral", "qwen2", "qwen3", "gemma2")),
     *(f"aserve/gpu/models/{name}.py" for name in ("gemma3", "phi3", "granite", "olmo2")),
 )
 # What only some requests ask for, each in files of its own.
 ASKED_FOR = (
-    *("aserve/http/openai/responses/*", "aserve/http/websocket.py"),
+    *("aserve/http/openai/responses/*", "aserve/http/responses/websocket.py"),
     *("aserve/grammar/*", "aserve/actors/grammars.py"),
     *("aserve/actors/masks.py", "aserve/actors/mask_lane.py"),
-    *("aserve/http/openai/grammars.py", "aserve/scheduling/held.py"),
-    *("aserve/scheduling/prompts.py", "aserve/gpu/prompt_plan.py", "aserve/gpu/prompt_values.py"),
+    *("aserve/http/openai/grammars.py", "aserve/scheduling/grammar_rows.py"),
+    *(
+        "aserve/scheduling/prompts.py",
+        "aserve/gpu/step/prompt_plan.py",
+        "aserve/gpu/step/prompts.py",
+    ),
     *("aserve/text/prompt_text.py", "aserve/http/openai/prompt_scores.py"),
     *(f"aserve/http/openai/{name}.py" for name in ("embeddings", "gathered")),
     *("aserve/http/openai/completion_logprobs.py", "aserve/http/long_json.py"),
-    *("aserve/http/openai/tokens.py", "aserve/http/text_desk.py"),
+    *("aserve/http/openai/tokens.py", "aserve/http/tokenize_service.py"),
     *("aserve/text/logprobs.py", "aserve/text/bad_words.py"),
-    *("aserve/gpu/sample/bans.py", "aserve/gpu/sample/penalties.py"),
-    "aserve/gpu/sample/choose.py",
+    *("aserve/gpu/sampling/token_masks.py", "aserve/gpu/sampling/penalties.py"),
+    "aserve/gpu/sampling/top_k_top_p.py",
 )
 # What only refuses: limits and checks that a request passes on its way, in files of their own.
 GUARDS = (
@@ -100,7 +107,7 @@ GUARDS = (
     "aserve/actors/text_slices.py",
     "aserve/actors/text_slices.py",
     *("aserve/unread.py", "aserve/http/delivery.py"),
-    *("aserve/capacity.py", "aserve/heap.py", "aserve/http/origin.py"),
+    *("aserve/capacity.py", "aserve/heap.py", "aserve/http/state.py"),
 )
 # What only a server of several clients needs: who they are, and how they share the engine. The
 # queue is here, because a list in order of arrival would do for one client.
@@ -111,7 +118,7 @@ SHARING = (
     *("aserve/scheduling/shares.py", "aserve/http/openai/caller.py"),
 )
 # What only the prefix cache needs: without it the page pools alone would do.
-PREFIX_CACHE = ("aserve/cache/eviction.py", "aserve/cache/keys.py")
+PREFIX_CACHE = ("aserve/cache/eviction.py", "aserve/cache/prefix_tree.py")
 BESIDE_THE_CORE = (*PREFIX_CACHE, *STARTS, *LOOKS_ON, *ALTERNATIVES, *ASKED_FOR, *GUARDS, *SHARING)
 
 BLOCKS = (

@@ -15,13 +15,13 @@ def methods(count: int, prefix: str = "") -> str:
 
 
 PLAIN = "aserve/engine.py"
-STATE = "aserve/scheduling/state.py"
-PAGES = "aserve/cache/pages.py"
-PUMP = "aserve/actors/pump.py"
+STATE = "aserve/scheduling/scheduler.py"
+PAGES = "aserve/cache/pools.py"
+PUMP = "aserve/actors/scheduler.py"
 BASE = "aserve/actors/base.py"
 RUNNER = "aserve/gpu/runner.py"
 TREE = "aserve/gpu/spec/tree.py"
-MODEL = "aserve/gpu/models/llama.py"
+MODEL = "aserve/gpu/models/families/llama.py"
 SERVER = "aserve/http/server.py"
 KERNEL = "kernels/aserve_kernels/gather.py"
 CPU_KERNEL = "kernels/aserve_kernels/cpu/gather.py"
@@ -63,17 +63,19 @@ FORBIDDEN: dict[tuple[Rule, str], dict[str, str]] = {
         "from ..gpu import executor": "must not import aserve.gpu.executor",
     },
     (imports.directions, RUNNER): {
-        "from aserve.cache import pages": "must not import aserve.cache.pages",
+        "from aserve.cache import pools": "must not import aserve.cache.pools",
         "from aserve import scheduling": "must not import aserve.scheduling",
     },
     (imports.directions, TREE): {"import aserve.http.server": "must not import aserve.http.server"},
-    (imports.directions, SERVER): {"import aserve.app": "must not import aserve.app"},
+    (imports.directions, SERVER): {"import aserve.frontend": "must not import aserve.frontend"},
     (imports.directions, "aserve/text/stop.py"): {"import aiohttp": "must not import aiohttp"},
     (imports.directions, "aserve/errors.py"): {"import aiohttp": "must not import aiohttp"},
     (imports.directions, "aserve/messages.py"): {
         "if TYPE_CHECKING:\n    import torch": "must not import torch"
     },
-    (imports.directions, "aserve/app.py"): {"from tests import fakes": "doesn't know its tests"},
+    (imports.directions, "aserve/frontend.py"): {
+        "from tests import fakes": "doesn't know its tests"
+    },
     (imports.directions, "aserve/__init__.py"): {
         "import aserve.engine": "must not import aserve.engine"
     },
@@ -176,7 +178,7 @@ PERMITTED: dict[tuple[Rule, str], list[str]] = {
         "from aserve.cache.layout import PageLayout",
     ],
     (imports.directions, SERVER): ["import asyncio, aiohttp\nfrom aserve.text import stop"],
-    (imports.directions, REPORT): ["import torch, aserve.app, aserve.gpu.runner"],
+    (imports.directions, REPORT): ["import torch, aserve.frontend, aserve.gpu.runner"],
     (imports.directions, CPU_KERNEL): ["import numba\nfrom aserve_kernels import gather"],
     (imports.torch_homes, RUNNER): ["import torch"],
     (imports.lazy_imports, PLAIN): [

@@ -31,7 +31,7 @@ class Module:
 
     @property
     def name(self) -> str:
-        """The import name: `aserve.cache.pages`, `aserve_kernels.gather`."""
+        """The import name: `aserve.cache.pools`, `aserve_kernels.gather`."""
         parts = self.path.removeprefix("kernels/").removesuffix(".py").split("/")
         return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

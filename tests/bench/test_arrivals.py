@@ -8,7 +8,7 @@ import statistics
 import numpy as np
 import pytest
 
-from aserve.bench.arrivals import begin_times
+from aserve.bench.load import begin_times
 
 
 def gaps(*, burstiness: float) -> list[float]:

@@ -6,8 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from aserve.bench.chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, line_chart, ticks
-from aserve.bench.curves import Axes
+from aserve.bench.chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axes, line_chart, ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 AXES = Axes("A < B & C", "tokens", "ms")

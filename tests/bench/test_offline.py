@@ -10,7 +10,7 @@ import pytest
 from aserve.bench.batch_times import BatchTimes, Scenario
 from aserve.cli import main
 from aserve.errors import BugError
-from aserve.tiny.location import MODEL_DIR
+from aserve.tiny import MODEL_DIR
 from tests.bench.last_line import Captured, figures_of
 
 LOAD = ("offline", "--num-prompts", "3", "--input-len", "20", "--output-len", "4")

@@ -9,13 +9,12 @@ import pytest
 
 from aserve.bench.limits import MachineLimits, read_limits
 from aserve.bench.one_batch import measured
-from aserve.bench.parameters import Parameters, count_parameters
+from aserve.bench.roofline import Parameters, Roofline, count_parameters
 from aserve.bench.step_driver import StepTime
-from aserve.bench.yardstick import Yardstick
 from aserve.cli import main
 from aserve.errors import ConfigError
-from aserve.messages import StepStats
-from aserve.tiny.location import MODEL_DIR
+from aserve.messages.step import StepStats
+from aserve.tiny import MODEL_DIR
 from tests.bench.last_line import Captured, figures_of
 
 RATES = {"read_weights_2thr_GBps": {"median": 30.0}, "read_1thr_GBps": 16, "matmul_GFLOPs": 300.0}
@@ -67,10 +66,10 @@ def test_what_the_engine_refuses_is_one_line(capsys: Captured, limits: Path) -> 
 
 def test_a_step_is_compared_with_the_weights_that_it_reads() -> None:
     rates = MachineLimits(read_gb_per_s=10.0, matmul_gflops=100.0)
-    yardstick = Yardstick(Parameters(body=900_000_000, head=100_000_000), 16, rates)
-    assert yardstick.read_share(0.4) == pytest.approx(0.5)  # 2 GB at 10 GB/s are 0.2 s
+    roofline = Roofline(Parameters(body=900_000_000, head=100_000_000), 16, rates)
+    assert roofline.read_share(0.4) == pytest.approx(0.5)  # 2 GB at 10 GB/s are 0.2 s
     operations = 2 * (900e6 * 100 + 100e6 * 2)
-    share = yardstick.matmul_share(100, 10.0, num_rows=2)
+    share = roofline.matmul_share(100, 10.0, num_rows=2)
     assert share == pytest.approx(operations / 10 / 100e9)
 
 

@@ -8,8 +8,11 @@ import time
 import pytest
 
 from aserve.bench.overlap_sim import measured
-from aserve.bench.sleeping_device import Nap, SleepingExecutor
-from aserve.messages import EngineSpec, GroupSpec, ScheduleBatch, StepResult, pack_i32
+from aserve.bench.sleeping_engine import Nap, SleepingExecutor
+from aserve.messages.base import pack_i32
+from aserve.messages.executor import EngineSpec, GroupSpec
+from aserve.messages.results import StepResult
+from aserve.messages.step import ScheduleBatch
 from tests.bench.last_line import Captured, figures_of
 
 SPEC = EngineSpec(
@@ -30,7 +33,7 @@ def decode_step(iteration: int, *rows: int) -> ScheduleBatch:
     return ScheduleBatch(
         iteration=iteration,
         rows=packed,
-        spans=ones,
+        query_lens=ones,
         input_ids=ids,
         next_ids=ids,
         kv_lens=ones,

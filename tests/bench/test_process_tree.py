@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 
-from aserve.bench.process_tree import living
+from aserve.bench.cpu_time import living
 
 WAIT = "print('here', flush=True)\ninput()\n"
 START_ANOTHER = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {WAIT!r}])\n"

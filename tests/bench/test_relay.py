@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from aserve.bench.relay import BusyLoop
-from aserve.bench.timed_device import TimedCpu
+from aserve.bench.relay import BusyLoop, TimedCpu
 from tests.bench.last_line import Captured, figures_of
 
 

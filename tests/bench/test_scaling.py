@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from aserve.bench.curves import CURVES
+from aserve.bench.chart import CURVES
 from aserve.cli import main
 from tests.bench.last_line import Captured, figures_of
 

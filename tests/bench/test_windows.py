@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from aserve.bench.windows import HEAD, TokenWindows
 from aserve.text.load import load_tokenizer
 from aserve.text.tokenizer import TextTokenizer
-from aserve.tiny.location import MODEL_DIR
+from aserve.tiny import MODEL_DIR
 
 
 @pytest.fixture(scope="module")

@@ -61,57 +61,57 @@ class NaiveCache:
         return 0
 
     def open(self, name: int, path: Path, num_pages: int) -> NaiveHolding:
-        holding = NaiveHolding(name, path, num_nodes=num_pages)
-        holding.held = [
+        allocation = NaiveHolding(name, path, num_nodes=num_pages)
+        allocation.held = [
             [g in self.seen_in(num_pages, index) for index in range(num_pages)] for g in self.groups
         ]
         for group in self.groups:
             for index in range(num_pages):
-                if holding.held[group][index]:
+                if allocation.held[group][index]:
                     self.entries[path[: index + 2]].users[group].add(name)
-        return holding
+        return allocation
 
-    def grow(self, holding: NaiveHolding, num_pages: int, others: list[NaiveHolding]) -> None:
-        count = num_pages - holding.num_pages
+    def grow(self, allocation: NaiveHolding, num_pages: int, others: list[NaiveHolding]) -> None:
+        count = num_pages - allocation.num_pages
         for group in self.groups:
-            while self.num_free(group, [holding, *others]) < count:
+            while self.num_free(group, [allocation, *others]) < count:
                 self.evict(group)
-            holding.held[group] += [True] * count
+            allocation.held[group] += [True] * count
 
-    def commit(self, holding: NaiveHolding, num_pages: int) -> None:
-        while holding.is_inserting and holding.num_nodes < num_pages:
-            path = holding.path[: holding.num_nodes + 2]
+    def commit(self, allocation: NaiveHolding, num_pages: int) -> None:
+        while allocation.is_inserting and allocation.num_nodes < num_pages:
+            path = allocation.path[: allocation.num_nodes + 2]
             if path in self.entries:
-                holding.is_inserting = False
+                allocation.is_inserting = False
             else:
-                self.insert(holding, path)
+                self.insert(allocation, path)
 
-    def release_behind(self, holding: NaiveHolding, committed_len: int) -> None:
+    def release_behind(self, allocation: NaiveHolding, committed_len: int) -> None:
         for group, window in enumerate(self.windows):
-            for index in range(holding.num_pages):
+            for index in range(allocation.num_pages):
                 last_position = (index + 1) * self.page_size - 1
                 is_seen = window is None or last_position > committed_len - window
-                if holding.held[group][index] and not is_seen:
-                    holding.held[group][index] = False
-                    if index < holding.num_nodes:
-                        self.end_use(holding, group, index)
+                if allocation.held[group][index] and not is_seen:
+                    allocation.held[group][index] = False
+                    if index < allocation.num_nodes:
+                        self.end_use(allocation, group, index)
 
-    def close(self, holding: NaiveHolding, num_pages: int) -> None:
-        while holding.num_nodes < num_pages:
-            path = holding.path[: holding.num_nodes + 2]
+    def close(self, allocation: NaiveHolding, num_pages: int) -> None:
+        while allocation.num_nodes < num_pages:
+            path = allocation.path[: allocation.num_nodes + 2]
             if path not in self.entries:
-                self.insert(holding, path)
+                self.insert(allocation, path)
                 continue
             entry = self.entries[path]
             for group in self.groups:
-                if holding.held[group][holding.num_nodes]:
+                if allocation.held[group][allocation.num_nodes]:
                     entry.is_there[group] = True
-                    entry.users[group].add(holding.name)
-            holding.num_nodes += 1
-        for index in reversed(range(holding.num_nodes)):
+                    entry.users[group].add(allocation.name)
+            allocation.num_nodes += 1
+        for index in reversed(range(allocation.num_nodes)):
             for group in self.groups:
-                if holding.held[group][index]:
-                    self.end_use(holding, group, index)
+                if allocation.held[group][index]:
+                    self.end_use(allocation, group, index)
 
     def evict_all(self) -> None:
         for group in self.groups:
@@ -130,9 +130,11 @@ class NaiveCache:
             if window is None or last_position > next_position - window
         ]
 
-    def num_free(self, group: int, holdings: list[NaiveHolding]) -> int:
+    def num_free(self, group: int, allocations: list[NaiveHolding]) -> int:
         cached = sum(entry.is_there[group] for entry in self.entries.values())
-        private = sum(sum(holding.held[group][holding.num_nodes :]) for holding in holdings)
+        private = sum(
+            sum(allocation.held[group][allocation.num_nodes :]) for allocation in allocations
+        )
         return self.totals[group] - cached - private
 
     def num_evictable(self, group: int) -> int:
@@ -142,16 +144,16 @@ class NaiveCache:
 
     # ---------------------------------------------------------------- inside
 
-    def insert(self, holding: NaiveHolding, path: Path) -> None:
-        held = [holding.held[group][holding.num_nodes] for group in self.groups]
-        users: list[set[int]] = [{holding.name} if is_held else set() for is_held in held]
+    def insert(self, allocation: NaiveHolding, path: Path) -> None:
+        held = [allocation.held[group][allocation.num_nodes] for group in self.groups]
+        users: list[set[int]] = [{allocation.name} if is_held else set() for is_held in held]
         self.entries[path] = Entry(held, users, [0] * len(held))
-        holding.num_nodes += 1
+        allocation.num_nodes += 1
 
-    def end_use(self, holding: NaiveHolding, group: int, index: int) -> None:
+    def end_use(self, allocation: NaiveHolding, group: int, index: int) -> None:
         self.clock += 1
-        entry = self.entries[holding.path[: index + 2]]
-        entry.users[group].remove(holding.name)
+        entry = self.entries[allocation.path[: index + 2]]
+        entry.users[group].remove(allocation.name)
         entry.last_use[group] = self.clock
 
     def evict(self, group: int) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from aserve.cache.holding import Holding
-from aserve.cache.keys import extend_keys, root_key
+from aserve.cache.allocation import PageAllocation
 from aserve.cache.kv_cache import KvCache
-from aserve.messages import GroupSpec
+from aserve.cache.prefix_tree import extend_keys, root_key
+from aserve.messages.executor import GroupSpec
 
 PAGE_SIZE = 4
 
@@ -33,27 +33,27 @@ def page_keys(symbols: str, *, namespace: str = "", page_size: int = PAGE_SIZE) 
     return keys
 
 
-def open_sequence(cache: KvCache, symbols: str) -> Holding:
+def open_sequence(cache: KvCache, symbols: str) -> PageAllocation:
     """Opened with its cached prefix and grown to all its pages."""
-    holding = cache.open(cache.match(page_keys(symbols)))
-    cache.grow(holding, len(symbols))
-    return holding
+    allocation = cache.open(cache.match(page_keys(symbols)))
+    cache.grow(allocation, len(symbols))
+    return allocation
 
 
-def commit_all(cache: KvCache, holding: Holding, symbols: str) -> None:
-    cache.commit(holding, page_keys(symbols), num_pages=len(symbols))
-    cache.release_behind(holding, len(symbols) * PAGE_SIZE)
+def commit_all(cache: KvCache, allocation: PageAllocation, symbols: str) -> None:
+    cache.commit(allocation, page_keys(symbols), num_pages=len(symbols))
+    cache.release_behind(allocation, len(symbols) * PAGE_SIZE)
 
 
-def close_all(cache: KvCache, holding: Holding, symbols: str) -> None:
-    cache.close(holding, page_keys(symbols), num_pages=len(symbols))
+def close_all(cache: KvCache, allocation: PageAllocation, symbols: str) -> None:
+    cache.close(allocation, page_keys(symbols), num_pages=len(symbols))
 
 
 def serve(cache: KvCache, symbols: str) -> None:
     """A sequence that comes, commits all its pages, and leaves."""
-    holding = open_sequence(cache, symbols)
-    commit_all(cache, holding, symbols)
-    close_all(cache, holding, symbols)
+    allocation = open_sequence(cache, symbols)
+    commit_all(cache, allocation, symbols)
+    close_all(cache, allocation, symbols)
 
 
 def cached_len(cache: KvCache, symbols: str) -> int:

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aserve.cache.holding import Holding
+from aserve.cache.allocation import PageAllocation
 from aserve.cache.kv_cache import KvCache
 from aserve.errors import BugError
-from aserve.messages import GroupSpec
+from aserve.messages.executor import GroupSpec
 from tests.cache.naive_cache import NaiveCache, NaiveHolding, Path
 from tests.cache.sequences import page_keys
 
@@ -27,7 +27,7 @@ SEQUENCES = ("aaaaa", "aaaab", "aaabb", "aabbb", "baaaa")  # few, so that they o
 class Life:
     """One sequence: its holding, the naive one, its keys, and how far its KV is committed."""
 
-    holding: Holding
+    allocation: PageAllocation
     naive: NaiveHolding
     keys: list[bytes]
     committed_len: int
@@ -65,7 +65,7 @@ class CacheMachine(RuleBasedStateMachine):
         prefix = self.cache.match(keys[:prompt_pages])
         assert prefix.num_pages == self.naive.match(path[: prompt_pages + 1])
         life = Life(
-            holding=self.cache.open(prefix),
+            allocation=self.cache.open(prefix),
             naive=self.naive.open(self.num_opened, path, prefix.num_pages),
             keys=keys,
             committed_len=prefix.num_pages * self.page_size,
@@ -88,7 +88,7 @@ class CacheMachine(RuleBasedStateMachine):
         life = data.draw(st.sampled_from(self.lives))
         wanted = life.committed_len + max(num_pages * self.page_size + num_tokens, 0)
         self.grow(life, min(-(-wanted // self.page_size), LONGEST))
-        life.committed_len = min(wanted, life.holding.num_pages * self.page_size)
+        life.committed_len = min(wanted, life.allocation.num_pages * self.page_size)
         self.commit(life)
         if is_leaving:
             self.close(life)
@@ -100,41 +100,41 @@ class CacheMachine(RuleBasedStateMachine):
         self.naive.evict_all()
 
     def grow(self, life: Life, num_pages: int) -> None:
-        before = [list(pages) for pages in life.holding.pages]
-        missing = max(num_pages - life.holding.num_pages, 0)
+        before = [list(pages) for pages in life.allocation.pages]
+        missing = max(num_pages - life.allocation.num_pages, 0)
         fits = all(self.available(group) >= missing for group in self.groups)
         if not fits:
             with pytest.raises(BugError):
-                self.cache.grow(life.holding, num_pages)
-            assert [list(pages) for pages in life.holding.pages] == before
+                self.cache.grow(life.allocation, num_pages)
+            assert [list(pages) for pages in life.allocation.pages] == before
             return
-        self.cache.grow(life.holding, num_pages)
+        self.cache.grow(life.allocation, num_pages)
         if missing:
             others = [other.naive for other in self.lives if other is not life]
             self.naive.grow(life.naive, num_pages, others)
-        for group, pages in enumerate(life.holding.pages):
+        for group, pages in enumerate(life.allocation.pages):
             assert list(pages[: len(before[group])]) == before[group]
             for index in range(len(before[group]), len(pages)):
                 self.contents[group, pages[index]] = life.naive.path[: index + 2]
 
     def commit(self, life: Life) -> None:
-        before = list(life.holding.pages[0])
+        before = list(life.allocation.pages[0])
         whole = life.committed_len // self.page_size
-        self.cache.commit(life.holding, life.keys, num_pages=whole)
-        self.cache.release_behind(life.holding, life.committed_len)
+        self.cache.commit(life.allocation, life.keys, num_pages=whole)
+        self.cache.release_behind(life.allocation, life.committed_len)
         self.naive.commit(life.naive, whole)
         self.naive.release_behind(life.naive, life.committed_len)
-        assert list(life.holding.pages[0]) == before
+        assert list(life.allocation.pages[0]) == before
 
     def close(self, life: Life) -> None:
         self.lives.remove(life)
         whole = life.committed_len // self.page_size
-        self.cache.close(life.holding, life.keys, num_pages=whole)
+        self.cache.close(life.allocation, life.keys, num_pages=whole)
         self.naive.close(life.naive, whole)
 
     @invariant()
     def every_page_is_owned_once(self) -> None:
-        self.cache.check(life.holding for life in self.lives)
+        self.cache.check(life.allocation for life in self.lives)
 
     @invariant()
     def the_accounts_are_the_naive_ones(self) -> None:
@@ -149,31 +149,31 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def holdings_are_the_naive_ones_and_their_pages_hold_their_own_kv(self) -> None:
         for life in self.lives:
-            assert life.holding.num_shared == life.naive.num_nodes
-            assert life.holding.is_inserting == life.naive.is_inserting
-            for group, pages in enumerate(life.holding.pages):
+            assert life.allocation.num_shared == life.naive.num_nodes
+            assert life.allocation.is_inserting == life.naive.is_inserting
+            for group, pages in enumerate(life.allocation.pages):
                 assert [page != 0 for page in pages] == life.naive.held[group]
                 held = [page for page in pages if page]
                 assert len(set(held)) == len(held)
-            for group, index, page in held_pages(life.holding):
+            for group, index, page in held_pages(life.allocation):
                 assert self.contents[group, page] == life.naive.path[: index + 2]
 
     def available(self, group: int) -> int:
-        holdings = [life.naive for life in self.lives]
-        return self.naive.num_free(group, holdings) + self.naive.num_evictable(group)
+        allocations = [life.naive for life in self.lives]
+        return self.naive.num_free(group, allocations) + self.naive.num_evictable(group)
 
     def teardown(self) -> None:
         """All leave, and nothing is lost."""
         for life in getattr(self, "lives", []):
-            self.cache.close(life.holding, life.keys, num_pages=0)
+            self.cache.close(life.allocation, life.keys, num_pages=0)
         if hasattr(self, "cache"):
             self.cache.evict_all()
             for group in self.groups:
                 assert self.cache.num_free(group) == self.naive.totals[group]
 
 
-def held_pages(holding: Holding) -> Iterator[tuple[int, int, int]]:
-    for group, pages in enumerate(holding.pages):
+def held_pages(allocation: PageAllocation) -> Iterator[tuple[int, int, int]]:
+    for group, pages in enumerate(allocation.pages):
         for index, page in enumerate(pages):
             if page:
                 yield group, index, page

@@ -5,10 +5,10 @@ from array import array
 import numpy as np
 import pytest
 
+from aserve.cache.allocation import PageAllocation
 from aserve.cache.conservation import check_conservation
-from aserve.cache.holding import Holding
-from aserve.cache.pages import PagePool
-from aserve.cache.radix import Prefix, PrefixTree, Run
+from aserve.cache.pools import PagePool
+from aserve.cache.prefix_tree import Prefix, PrefixTree, Run
 from aserve.errors import BugError
 
 
@@ -20,15 +20,15 @@ class Parts:
     def __init__(self) -> None:
         self.pools = (PagePool("full", 7), PagePool("window", 7))
         self.tree = PrefixTree(7, windowed_groups=(1,))
-        self.holding = Holding(2)
-        for pool, pages in zip(self.pools, self.holding.pages, strict=True):
+        self.allocation = PageAllocation(2)
+        for pool, pages in zip(self.pools, self.allocation.pages, strict=True):
             pages.extend(pool.take(3))
-        self.holding.prefix = self.insert(Prefix(), [b"a", b"b"], pages=[1, 2])
-        assert self.holding.prefix.run is not None
-        self.run: Run = self.holding.prefix.run
+        self.allocation.prefix = self.insert(Prefix(), [b"a", b"b"], pages=[1, 2])
+        assert self.allocation.prefix.run is not None
+        self.run: Run = self.allocation.prefix.run
         for pool in self.pools:
             pool.take(1)
-        branch = self.tree.cut(self.holding.prefix, 1)
+        branch = self.tree.cut(self.allocation.prefix, 1)
         self.tree.lock(branch)
         self.leaf = self.insert(branch, [b"c"], pages=[4])
         self.tree.unlock(self.leaf)
@@ -38,7 +38,7 @@ class Parts:
         return self.tree.insert(prefix, keys, pages=[array("i", pages)] * 2)
 
     def check(self) -> None:
-        check_conservation(self.pools, self.tree, holdings=[self.holding])
+        check_conservation(self.pools, self.tree, allocations=[self.allocation])
 
 
 @pytest.fixture
@@ -65,14 +65,14 @@ def test_a_page_that_is_held_and_free_is_named_with_both_owners(parts: Parts) ->
 
 
 def test_a_page_that_is_in_the_tree_and_private_is_named(parts: Parts) -> None:
-    parts.holding.pages[0][2] = 4
+    parts.allocation.pages[0][2] = 4
     parts.pools[0].give_back([3])
     with pytest.raises(BugError, match=r"page 4 .*prefix 63.*page index 2"):
         parts.check()
 
 
 def test_a_page_that_does_not_exist_is_named(parts: Parts) -> None:
-    parts.holding.pages[1][2] = 7
+    parts.allocation.pages[1][2] = 7
     parts.pools[1].give_back([3])
     with pytest.raises(BugError, match="page 7 of 7"):
         parts.check()
@@ -80,26 +80,26 @@ def test_a_page_that_does_not_exist_is_named(parts: Parts) -> None:
 
 @pytest.mark.parametrize("group", [0, 1])
 def test_a_shared_page_that_is_not_the_trees_is_named(parts: Parts, group: int) -> None:
-    parts.holding.pages[group][1] = 3
+    parts.allocation.pages[group][1] = 3
     with pytest.raises(BugError, match=f"page index 1: page 3 in group {group}, the tree has 2"):
         parts.check()
 
 
 def test_a_gap_in_the_full_group_is_seen(parts: Parts) -> None:
-    parts.holding.pages[0][2] = 0
+    parts.allocation.pages[0][2] = 0
     parts.pools[0].give_back([3])
     with pytest.raises(BugError, match="lacks a page in group 0"):
         parts.check()
 
 
 def test_groups_of_unequal_length_are_seen(parts: Parts) -> None:
-    parts.pools[1].give_back([parts.holding.pages[1].pop()])
+    parts.pools[1].give_back([parts.allocation.pages[1].pop()])
     with pytest.raises(BugError, match=r"covers \[3, 2\] pages"):
         parts.check()
 
 
 def test_nodes_beyond_the_pages_are_seen(parts: Parts) -> None:
-    for pages in parts.holding.pages:
+    for pages in parts.allocation.pages:
         del pages[1:]
     with pytest.raises(BugError, match="2 nodes for 1 pages"):
         parts.check()
@@ -128,7 +128,7 @@ def test_a_lock_without_a_holding_is_seen(parts: Parts) -> None:
 
 
 def test_a_holding_without_a_lock_is_seen(parts: Parts) -> None:
-    parts.tree.unlock(parts.holding.prefix)
+    parts.tree.unlock(parts.allocation.prefix)
     with pytest.raises(BugError, match="the run of 61 has the users"):
         parts.check()
 
@@ -153,8 +153,8 @@ def test_a_tombstone_that_waits_for_eviction_is_seen(parts: Parts) -> None:
 
 
 def test_a_parent_that_would_be_evicted_first_is_seen(parts: Parts) -> None:
-    parts.tree.unlock(parts.holding.prefix)
-    parts.holding.prefix = Prefix()
+    parts.tree.unlock(parts.allocation.prefix)
+    parts.allocation.prefix = Prefix()
     parts.tree.order.remove([4])
     parts.tree.order.add([4])
     with pytest.raises(BugError, match="the run of 63 would be evicted after its parent"):

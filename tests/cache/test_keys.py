@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from aserve.cache.keys import extend_keys, root_key
-from aserve.messages import ArrayI32
+from aserve.cache.prefix_tree import extend_keys, root_key
+from aserve.messages.base import ArrayI32
 
 
 def keys_of(tokens: list[int], *, page_size: int, namespace: str = "") -> list[bytes]:

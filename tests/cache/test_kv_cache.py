@@ -2,7 +2,7 @@ import pytest
 
 from aserve.cache.kv_cache import KvCache
 from aserve.errors import BugError
-from aserve.messages import GroupSpec
+from aserve.messages.executor import GroupSpec
 from tests.cache.sequences import (
     PAGE_SIZE,
     cached_len,
@@ -28,10 +28,10 @@ def test_a_second_sequence_shares_the_pages_that_a_running_one_committed() -> No
 
 def test_pages_that_were_not_committed_are_not_found() -> None:
     cache = make_cache(8)
-    holding = open_sequence(cache, "abc")
-    cache.commit(holding, page_keys("abc"), num_pages=1)
+    allocation = open_sequence(cache, "abc")
+    cache.commit(allocation, page_keys("abc"), num_pages=1)
     assert cached_len(cache, "abc") == 1
-    cache.close(holding, page_keys("abc"), num_pages=2)
+    cache.close(allocation, page_keys("abc"), num_pages=2)
     assert cached_len(cache, "abc") == 2
 
 
@@ -47,23 +47,23 @@ def test_releasing_inside_a_page_keeps_it() -> None:
     sees.
     """
     cache = make_cache(8, 8, windows=(None, 6))
-    holding = open_sequence(cache, "abc")
-    cache.commit(holding, page_keys("abc"), num_pages=2)
-    cache.release_behind(holding, 8)  # position 8 sees 3..8, and 3 is the last one of page 0
-    assert 0 not in holding.pages[1]
-    cache.release_behind(holding, 9)
-    assert [page == 0 for page in holding.pages[1]] == [True, False, False]
-    assert 0 not in holding.pages[0]
-    cache.check([holding])
+    allocation = open_sequence(cache, "abc")
+    cache.commit(allocation, page_keys("abc"), num_pages=2)
+    cache.release_behind(allocation, 8)  # position 8 sees 3..8, and 3 is the last one of page 0
+    assert 0 not in allocation.pages[1]
+    cache.release_behind(allocation, 9)
+    assert [page == 0 for page in allocation.pages[1]] == [True, False, False]
+    assert 0 not in allocation.pages[0]
+    cache.check([allocation])
 
 
 def test_leaving_inside_a_page_frees_that_page_and_caches_the_whole_ones_before_it() -> None:
     """Trap 10: what lies after the last whole committed page is freed, and nothing else is."""
     for committed_len in (2 * PAGE_SIZE - 1, 2 * PAGE_SIZE, 2 * PAGE_SIZE + 1):
         cache = make_cache(8)
-        holding = open_sequence(cache, "abc")
+        allocation = open_sequence(cache, "abc")
         whole = committed_len // PAGE_SIZE
-        cache.close(holding, page_keys("abc"), num_pages=whole)
+        cache.close(allocation, page_keys("abc"), num_pages=whole)
         assert cached_len(cache, "abc") == whole
         assert cache.num_free(0) == 8 - whole
         cache.check([])
@@ -136,32 +136,32 @@ def test_matching_touches_nothing() -> None:
 def test_what_a_running_sequence_uses_is_not_evicted() -> None:
     cache = make_cache(5)
     serve(cache, "abc")
-    holding = cache.open(cache.match(page_keys("ab")))
+    allocation = cache.open(cache.match(page_keys("ab")))
     assert cache.available(0) == 3
     taker = open_sequence(cache, "xyz")
     assert cache.available(0) == 0
     assert cached_len(cache, "abc") == 2
-    cache.check([holding, taker])
+    cache.check([allocation, taker])
 
 
 def test_growing_beyond_what_is_available_takes_nothing_in_any_group() -> None:
     cache = make_cache(6, 3, windows=(None, 100))
     serve(cache, "ab")
-    holding = open_sequence(cache, "x")
-    before = [list(pages) for pages in holding.pages]
-    assert cache.missing(holding, 4) == (3, 3)
+    allocation = open_sequence(cache, "x")
+    before = [list(pages) for pages in allocation.pages]
+    assert cache.missing(allocation, 4) == (3, 3)
     with pytest.raises(BugError, match="'group1': a holding of 1 pages was to grow to 4, but 2"):
-        cache.grow(holding, 4)
-    assert [list(pages) for pages in holding.pages] == before
+        cache.grow(allocation, 4)
+    assert [list(pages) for pages in allocation.pages] == before
     assert cached_len(cache, "ab") == 2
-    cache.check([holding])
+    cache.check([allocation])
 
 
 def test_growing_to_fewer_pages_keeps_all() -> None:
     cache = make_cache(4)
-    holding = open_sequence(cache, "abc")
-    cache.grow(holding, 1)
-    assert holding.num_pages == 3
+    allocation = open_sequence(cache, "abc")
+    cache.grow(allocation, 1)
+    assert allocation.num_pages == 3
 
 
 def test_a_windowed_group_in_need_leaves_tombstones_and_the_full_group_keeps_its_pages() -> None:
@@ -192,39 +192,39 @@ def test_a_match_is_shortened_to_before_a_tombstone() -> None:
     serve(cache, "abcd")
     taker = open_sequence(cache, "x")  # evicts the windowed page of d, the deepest
     assert cached_len(cache, "abcd") == 3
-    holding = open_sequence(cache, "abc")
-    assert 0 not in holding.pages[1]
-    cache.check([taker, holding])
+    allocation = open_sequence(cache, "abc")
+    assert 0 not in allocation.pages[1]
+    cache.check([taker, allocation])
 
 
 def test_a_prefix_is_opened_without_the_pages_behind_its_window() -> None:
     cache = make_cache(8, 8, windows=(None, PAGE_SIZE))
     serve(cache, "abcd")
-    holding = cache.open(cache.match(page_keys("abcd")))
-    assert [page == 0 for page in holding.pages[1]] == [True, True, True, False]
+    allocation = cache.open(cache.match(page_keys("abcd")))
+    assert [page == 0 for page in allocation.pages[1]] == [True, True, True, False]
     assert cache.num_cached(1) == 3
     assert cache.num_used(1) == 1
-    cache.check([holding])
+    cache.check([allocation])
 
 
 def test_an_opened_prefix_moves_out_of_the_window_page_by_page() -> None:
     cache = make_cache(8, 8, windows=(None, 2 * PAGE_SIZE))
     serve(cache, "abcd")
-    holding = open_sequence(cache, "abcdef")
+    allocation = open_sequence(cache, "abcdef")
     for committed_len, num_behind in ((20, 3), (24, 4), (25, 4), (28, 5)):
-        cache.commit(holding, page_keys("abcdef"), num_pages=min(committed_len // PAGE_SIZE, 6))
-        cache.release_behind(holding, committed_len)
-        assert holding.pages[1].count(0) == num_behind
-        cache.check([holding])
+        cache.commit(allocation, page_keys("abcdef"), num_pages=min(committed_len // PAGE_SIZE, 6))
+        cache.release_behind(allocation, committed_len)
+        assert allocation.pages[1].count(0) == num_behind
+        cache.check([allocation])
 
 
 def test_a_page_committed_after_its_window_passed_enters_as_a_tombstone() -> None:
     cache = make_cache(8, 8, windows=(None, PAGE_SIZE))
-    holding = open_sequence(cache, "abc")
-    cache.release_behind(holding, 3 * PAGE_SIZE)
-    cache.commit(holding, page_keys("abc"), num_pages=3)
-    cache.check([holding])
-    close_all(cache, holding, "abc")
+    allocation = open_sequence(cache, "abc")
+    cache.release_behind(allocation, 3 * PAGE_SIZE)
+    cache.commit(allocation, page_keys("abc"), num_pages=3)
+    cache.check([allocation])
+    close_all(cache, allocation, "abc")
     assert (cache.num_cached(0), cache.num_cached(1)) == (3, 1)
     assert cached_len(cache, "abc") == 3
     assert cached_len(cache, "ab") == 0
@@ -244,28 +244,28 @@ def test_a_newcomer_fills_the_tombstones_that_it_recomputed() -> None:
 
 def test_pages_behind_the_window_stay_cached_if_they_were_committed_before() -> None:
     cache = make_cache(8, 8, windows=(None, PAGE_SIZE))
-    holding = open_sequence(cache, "abcd")
-    commit_all(cache, holding, "abcd")
+    allocation = open_sequence(cache, "abcd")
+    commit_all(cache, allocation, "abcd")
     assert cached_len(cache, "ab") == 2
-    close_all(cache, holding, "abcd")
+    close_all(cache, allocation, "abcd")
     assert cache.num_cached(1) == 4
 
 
 def test_a_private_page_behind_the_window_is_freed() -> None:
     cache = make_cache(8, 8, windows=(None, PAGE_SIZE), prefix_cache=False)
-    holding = open_sequence(cache, "abcd")
-    cache.release_behind(holding, 4 * PAGE_SIZE)
-    cache.release_behind(holding, 4 * PAGE_SIZE)
+    allocation = open_sequence(cache, "abcd")
+    cache.release_behind(allocation, 4 * PAGE_SIZE)
+    cache.release_behind(allocation, 4 * PAGE_SIZE)
     assert (cache.num_free(0), cache.num_free(1)) == (4, 7)
-    cache.check([holding])
+    cache.check([allocation])
 
 
 def test_without_a_prefix_cache_nothing_is_kept() -> None:
     cache = make_cache(4, prefix_cache=False)
-    holding = open_sequence(cache, "ab")
-    commit_all(cache, holding, "ab")
-    assert holding.num_shared == 0
-    close_all(cache, holding, "ab")
+    allocation = open_sequence(cache, "ab")
+    commit_all(cache, allocation, "ab")
+    assert allocation.num_shared == 0
+    close_all(cache, allocation, "ab")
     assert cached_len(cache, "ab") == 0
     assert cache.num_free(0) == 4
 
@@ -273,31 +273,31 @@ def test_without_a_prefix_cache_nothing_is_kept() -> None:
 def test_evicting_all_keeps_what_running_sequences_use() -> None:
     cache = make_cache(8, 8, windows=(None, PAGE_SIZE))
     serve(cache, "abcd")
-    holding = cache.open(cache.match(page_keys("ab")))
+    allocation = cache.open(cache.match(page_keys("ab")))
     cache.evict_all()
     assert (cache.num_cached(0), cache.num_cached(1)) == (0, 0)
     assert (cache.num_used(0), cache.num_used(1)) == (2, 1)
-    cache.check([holding])
+    cache.check([allocation])
 
 
 def test_a_closed_holding_is_empty_and_closes_again_without_harm() -> None:
     cache = make_cache(4)
-    holding = open_sequence(cache, "ab")
-    close_all(cache, holding, "ab")
-    assert holding.num_pages == 0
-    cache.close(holding, [], num_pages=0)
+    allocation = open_sequence(cache, "ab")
+    close_all(cache, allocation, "ab")
+    assert allocation.num_pages == 0
+    cache.close(allocation, [], num_pages=0)
     assert cache.num_cached(0) == 2
 
 
 @pytest.mark.parametrize("num_pages", [3, 4])
 def test_caching_pages_without_keys_or_beyond_the_holding_raises(num_pages: int) -> None:
     cache = make_cache(4)
-    holding = open_sequence(cache, "ab")
+    allocation = open_sequence(cache, "ab")
     keys = page_keys("ab" if num_pages == 3 else "abcd")
     with pytest.raises(BugError, match="were to be cached"):
-        cache.commit(holding, keys, num_pages=num_pages)
+        cache.commit(allocation, keys, num_pages=num_pages)
     with pytest.raises(BugError, match="were to be cached"):
-        cache.close(holding, keys, num_pages=num_pages)
+        cache.close(allocation, keys, num_pages=num_pages)
 
 
 def test_opening_a_match_that_was_evicted_since_raises() -> None:

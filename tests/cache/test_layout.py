@@ -1,8 +1,10 @@
+""""""
+
 import pytest
 
-from aserve.cache.layout import GroupLayout, longest_context, plan_groups
+from aserve.cache.layout import GroupLayout, first_visible_page, longest_context, plan_groups
 from aserve.errors import BugError, ConfigError
-from aserve.messages import GroupSpec
+from aserve.messages.executor import GroupSpec
 
 FULL = GroupLayout("full", None, num_layers=2, num_kv_heads=2, head_dim=8, dtype_bytes=4)
 WINDOWED = GroupLayout("window", 32, num_layers=6, num_kv_heads=1, head_dim=8, dtype_bytes=4)
@@ -139,3 +141,16 @@ def test_the_group_without_a_window_is_the_first_and_the_only_one(
 ) -> None:
     with pytest.raises(BugError, match="must be without a window"):
         plan(*layouts, budget_bytes=10**9)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 4])
+@pytest.mark.parametrize("window", [1, 2, 3, 4, 7])
+def test_a_page_is_visible_exactly_if_one_of_its_positions_is(page_size: int, window: int) -> None:
+    for kv_len in range(30):
+        seen = {p // page_size for p in range(max(kv_len - window + 1, 0), kv_len + 1)}
+        first = first_visible_page(kv_len, window=window, page_size=page_size)
+        assert first == min(seen)
+
+
+def test_without_a_window_everything_stays_visible() -> None:
+    assert first_visible_page(1000, window=None, page_size=4) == 0

@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator
 import aiohttp
 import pytest
 
-from aserve.app import App
+from aserve.frontend import Frontend
 from aserve.http.server import HttpServer
 from aserve.http.state import HttpContext
-from aserve.messages import ScheduleBatch
+from aserve.messages.step import ScheduleBatch
 from tests.parity.real_model import Disturbed, options
 
 pytestmark = pytest.mark.slow
@@ -43,10 +43,10 @@ class Stuck:
 
 
 @contextlib.asynccontextmanager
-async def served(loader: Disturbed) -> AsyncIterator[tuple[App, aiohttp.ClientSession]]:
+async def served(loader: Disturbed) -> AsyncIterator[tuple[Frontend, aiohttp.ClientSession]]:
     """An App behind HTTP without Serving, which would end the process with the engine."""
     resolved = options(port=0, served_model_name="m")
-    app = App(resolved, codec=True)
+    app = Frontend(resolved, codec=True)
     server = HttpServer(
         HttpContext(
             gateway=app.gateway,
@@ -55,7 +55,7 @@ async def served(loader: Disturbed) -> AsyncIterator[tuple[App, aiohttp.ClientSe
             model_names=("m",),
             created=0,
             registry=app.metrics.registry,
-            desk=app.desk,
+            tokenize_service=app.tokenize_service,
         )
     )
     address = await server.start()

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from aserve.text.load import load_tokenizer
-from aserve.tiny.location import MODEL_DIR
+from aserve.tiny import MODEL_DIR
 
 pytestmark = pytest.mark.slow
 

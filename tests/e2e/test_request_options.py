@@ -10,7 +10,7 @@ import pytest
 
 from aserve.text.bad_words import bad_word_ids
 from aserve.text.load import load_tokenizer
-from aserve.tiny.location import MODEL_DIR
+from aserve.tiny import MODEL_DIR
 
 pytestmark = pytest.mark.slow
 

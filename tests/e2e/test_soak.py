@@ -15,8 +15,8 @@ from aserve.actors.detokenizer import DetokenizerActor
 from aserve.actors.masks import MaskActor
 from aserve.actors.scheduler import SchedulerActor
 from aserve.actors.tokenizer import TokenizerActor
-from aserve.app import App
 from aserve.engine import Engine, GenerationError
+from aserve.frontend import Frontend
 from tests.parity.real_model import engine
 
 pytestmark = pytest.mark.slow
@@ -108,7 +108,7 @@ async def crowd(running: Engine, num_requests: int, *, seed: int) -> Counter[str
     return sum((client.outcomes for client in clients), Counter())
 
 
-async def idle(app: App) -> None:
+async def idle(app: Frontend) -> None:
     """Returns once nothing is owned by anybody; then every row and page is where it was."""
     assert app.gateway.num_open == 0
     assert app._running is not None
@@ -118,13 +118,13 @@ async def idle(app: App) -> None:
     assert isinstance(scheduler, SchedulerActor)
     assert isinstance(tokenizer, TokenizerActor)
     async with asyncio.timeout(10):
-        while not scheduler._state.is_idle or detokenizer.num_requests:  # noqa: ASYNC110
+        while not scheduler._scheduler.is_idle or detokenizer.num_requests:  # noqa: ASYNC110
             await asyncio.sleep(0)
-    board = scheduler._state.board
-    assert (len(board.running), len(board.waiting), len(board.samples)) == (0, 0, 0)
-    assert board.rows.num_free == board.spec.max_rows
-    assert board.cache.num_used(0) == 0
-    board.cache.check([])
+    state = scheduler._scheduler.state
+    assert (len(state.running), len(state.waiting), len(state.samples)) == (0, 0, 0)
+    assert state.rows.num_free == state.spec.max_rows
+    assert state.cache.num_used(0) == 0
+    state.cache.check([])
     assert scheduler._deadlines == {}
     assert tokenizer._preparing == {}
     assert masks._requests == {}
@@ -136,7 +136,7 @@ def thread_names() -> list[str]:
     return sorted(name for name in names if not name.startswith("tokenize"))
 
 
-def num_objects(app: App) -> int:
+def num_objects(app: Frontend) -> int:
     """Without the stories of past requests, which are kept on purpose, up to a number."""
     app._trace._stories.clear()
     gc.collect()

@@ -13,8 +13,8 @@ import aiohttp
 import openai
 import pytest
 
-from aserve.core import LocalCore
 from aserve.engine import Engine, GenerationError
+from aserve.engine_core import LocalEngineCore
 from tests.e2e.server_process import ServerProcess
 from tests.grammar.languages import PERSON, conforms
 
@@ -206,7 +206,7 @@ def test_the_embedded_engine_takes_the_same_fields_and_leaves_no_worker() -> Non
             engine.generate_sync(["It is: "], structured_outputs={"regex": "("})
         assert engine._app._running is not None
         core = engine._app._running.core
-        assert isinstance(core, LocalCore)
+        assert isinstance(core, LocalEngineCore)
         workers = list(core._library._workers._all)
     assert all(conforms(json.loads(choice.text), PERSON) for choice in answer.choices)
     assert [choice.text for choice in pick.choices] == ["a b", "a b"]

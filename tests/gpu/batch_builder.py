@@ -10,8 +10,10 @@ from typing import Any
 
 import msgspec
 
-from aserve.gpu.largest_step import NOISY
-from aserve.messages import EngineSpec, PageWrites, RowInit, ScheduleBatch, pack_i32
+from aserve.gpu.cudagraph.warmup import NOISY
+from aserve.messages.base import pack_i32
+from aserve.messages.executor import EngineSpec
+from aserve.messages.step import PageWrites, RowInit, ScheduleBatch
 
 Spans = Mapping[int, Sequence[int]]  # row -> its ids of this step, -row for the last sampled one
 
@@ -32,7 +34,7 @@ class BatchBuilder:
 
     def batch(
         self,
-        spans: Spans,
+        query_lens: Spans,
         *,
         sampling: Collection[int],
         held: Collection[int] = (),
@@ -43,26 +45,26 @@ class BatchBuilder:
         for init in inits:
             self.end(init.row)
         known = {init.row: init for init in inits}
-        new = tuple(known.get(row, greedy(row)) for row in spans if row not in self.kv_lens)
-        before = {row: self.kv_lens.get(row, 0) for row in spans}
-        reads = {row: min(ids) < 0 for row, ids in spans.items()}
+        new = tuple(known.get(row, greedy(row)) for row in query_lens if row not in self.kv_lens)
+        before = {row: self.kv_lens.get(row, 0) for row in query_lens}
+        reads = {row: min(ids) < 0 for row, ids in query_lens.items()}
         batch = ScheduleBatch(
             iteration=self.iteration,
-            rows=pack_i32(list(spans)),
-            spans=pack_i32([len(ids) for ids in spans.values()]),
-            input_ids=pack_i32([token for ids in spans.values() for token in ids]),
-            next_ids=pack_i32([-row for row in spans]),
+            rows=pack_i32(list(query_lens)),
+            query_lens=pack_i32([len(ids) for ids in query_lens.values()]),
+            input_ids=pack_i32([token for ids in query_lens.values() for token in ids]),
+            next_ids=pack_i32([-row for row in query_lens]),
             kv_lens=pack_i32(list(before.values())),
-            bounds=bytes(len(spans)),
-            expects=pack_i32([self.sampled_in[row] if reads[row] else 0 for row in spans]),
-            sample_rows=pack_i32([row for row in spans if row in sampling]),
-            held_rows=pack_i32([row for row in spans if row in held]),
+            bounds=bytes(len(query_lens)),
+            expects=pack_i32([self.sampled_in[row] if reads[row] else 0 for row in query_lens]),
+            sample_rows=pack_i32([row for row in query_lens if row in sampling]),
+            held_rows=pack_i32([row for row in query_lens if row in held]),
             page_writes=tuple(
-                self._grow(group, before, spans) for group in range(len(self.spec.groups))
+                self._grow(group, before, query_lens) for group in range(len(self.spec.groups))
             ),
             row_inits=new,
         )
-        for row, ids in spans.items():
+        for row, ids in query_lens.items():
             self.kv_lens[row] = before[row] + len(ids)
             if row in sampling or row in held:
                 self.sampled_in[row] = self.iteration
@@ -75,11 +77,11 @@ class BatchBuilder:
         for free, pages in zip(self._free, self.pages, strict=True):
             free.extend(pages.pop(row, []))
 
-    def _grow(self, group: int, before: Mapping[int, int], spans: Spans) -> PageWrites:
+    def _grow(self, group: int, before: Mapping[int, int], query_lens: Spans) -> PageWrites:
         rows: list[int] = []
         columns: list[int] = []
         pages: list[int] = []
-        for row, ids in spans.items():
+        for row, ids in query_lens.items():
             own = self.pages[group].setdefault(row, [])
             while len(own) * self.spec.page_size < before[row] + len(ids):
                 rows.append(row)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from aserve.gpu.device_batch import DeviceBatch, DeviceStep
-from aserve.gpu.future_map import SEQ_LEN, FutureMap, RelayField
 from aserve.gpu.kv.layer_groups import group_layers
 from aserve.gpu.kv.pools import KvPools
-from aserve.gpu.resolve import (
+from aserve.gpu.sampling.params import RowTables
+from aserve.gpu.sampling.plan import RowParams
+from aserve.gpu.step.future_map import SEQ_LEN, FutureMap, RelayField
+from aserve.gpu.step.inputs import DeviceBatch, DeviceStep
+from aserve.gpu.step.plan import plan_step
+from aserve.gpu.step.resolve import (
     DRAFTS,
     DeviceState,
     Resolve,
@@ -17,12 +20,10 @@ from aserve.gpu.resolve import (
     resolve,
     stage_tables,
 )
-from aserve.gpu.sample.plan import RowFacts
-from aserve.gpu.sample.row_tables import RowTables
-from aserve.gpu.sections import DeviceSections, HostSections
-from aserve.gpu.step_plan import plan_step
-from aserve.messages import GroupSpec, ScheduleBatch
-from tests.gpu.hash_model import VOCAB, HashModel
+from aserve.gpu.transfer.staging import DeviceArrays, HostArrays
+from aserve.messages.executor import GroupSpec
+from aserve.messages.step import ScheduleBatch
+from tests.fakes.hash_model import VOCAB, HashModel
 
 CPU = torch.device("cpu")
 MAX_ROWS = 6
@@ -44,21 +45,21 @@ def make_tables(*, num_pages: int = 20) -> DeviceState:
     return DeviceState(pools, tables, FutureMap(FIELDS, max_rows=MAX_ROWS, device=CPU))
 
 
-def to_device(sections: HostSections) -> DeviceSections:
-    words = torch.zeros(sections.num_words, dtype=torch.int32)
-    places = sections.write(words.numpy())
-    return DeviceSections(words, places)
+def to_device(arrays: HostArrays) -> DeviceArrays:
+    words = torch.zeros(arrays.num_words, dtype=torch.int32)
+    indices = arrays.write(words.numpy())
+    return DeviceArrays(words, indices)
 
 
 def bring(batch: ScheduleBatch, state: DeviceState, by: Resolve = resolve) -> DeviceStep:
     """Stage, apply and resolve."""
-    facts = RowFacts(MAX_ROWS)
-    facts.write(batch.row_inits)
-    plan = plan_step(batch, facts, vocab_size=VOCAB, slice_len=64)
-    sections = HostSections()
-    stage_tables(batch, sections, state)
-    plan.stage(sections)
-    staged = to_device(sections)
+    isa = RowParams(MAX_ROWS)
+    isa.write(batch.row_inits)
+    plan = plan_step(batch, isa, vocab_size=VOCAB, slice_len=64)
+    arrays = HostArrays()
+    stage_tables(batch, arrays, state)
+    plan.stage(arrays)
+    staged = to_device(arrays)
     apply_tables(batch, staged, state)
     return by(plan, staged, state)
 
@@ -80,20 +81,20 @@ def paged() -> KvPools:
 
 
 def device_batch(
-    spans: list[int], kv_lens: list[int], *, first_id: int = 0, device: torch.device = CPU
+    query_lens: list[int], kv_lens: list[int], *, first_id: int = 0, device: torch.device = CPU
 ) -> DeviceBatch:
     """Rows 1, 2, ..., with the ids from `first_id` on."""
-    spans_cpu, lens_cpu = np.array(spans, np.int32), np.array(kv_lens, np.int32)
-    owners = np.repeat(np.arange(len(spans)), spans_cpu)
-    starts = np.cumsum(spans_cpu) - spans_cpu
+    query_lens_cpu, lens_cpu = np.array(query_lens, np.int32), np.array(kv_lens, np.int32)
+    token_to_row = np.repeat(np.arange(len(query_lens)), query_lens_cpu)
+    starts = np.cumsum(query_lens_cpu) - query_lens_cpu
     return DeviceBatch(
         iteration=9,
-        rows=torch.arange(1, len(spans) + 1, device=device),
-        spans=torch.tensor(spans, dtype=torch.int64, device=device),
+        rows=torch.arange(1, len(query_lens) + 1, device=device),
+        query_lens=torch.tensor(query_lens, dtype=torch.int64, device=device),
         kv_lens=torch.tensor(kv_lens, dtype=torch.int64, device=device),
-        input_ids=torch.arange(first_id, first_id + sum(spans), device=device),
-        owners=torch.from_numpy(owners).to(device),
-        offsets=torch.from_numpy(np.arange(sum(spans)) - starts[owners]).to(device),
-        spans_cpu=spans_cpu,
-        len_bounds_cpu=lens_cpu + spans_cpu,
+        input_ids=torch.arange(first_id, first_id + sum(query_lens), device=device),
+        token_to_row=torch.from_numpy(token_to_row).to(device),
+        offsets=torch.from_numpy(np.arange(sum(query_lens)) - starts[token_to_row]).to(device),
+        query_lens_cpu=query_lens_cpu,
+        len_bounds_cpu=lens_cpu + query_lens_cpu,
     )

@@ -18,35 +18,17 @@ from aserve.gpu.build import BuildOptions, assemble
 from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.gpu.decode.base import DecodeMode
 from aserve.gpu.device.base import Device
-from aserve.gpu.device.cpu import CpuDevice
+from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.executor import TorchExecutor
-from aserve.gpu.models.causal_model import CausalModel
-from aserve.messages import (
-    AdmitRequest,
-    ArrayF32,
-    BuildMask,
-    Cancel,
-    Executor,
-    Launch,
-    MaskReady,
-    PromptLogprobs,
-    Refused,
-    Resync,
-    Retired,
-    Sample,
-    SamplingParams,
-    ScheduleBatch,
-    SchedulerEffect,
-    SchedulerEvent,
-    SequenceOutput,
-    StepOutput,
-    Ticket,
-    array_f32,
-    array_i32,
-    pack_i32,
-)
-from aserve.scheduling.state import SchedulerState
-from tests.fakes import ToyMatchers
+from aserve.gpu.models.base import CausalModel
+from aserve.messages.base import ArrayF32, array_f32, array_i32, pack_i32
+from aserve.messages.executor import Executor, SchedulerEffect, SchedulerEvent, Ticket
+from aserve.messages.output import Refused, Retired, SequenceOutput, StepOutput
+from aserve.messages.requests import AdmitRequest, Cancel, SamplingParams
+from aserve.messages.results import BuildMask, MaskReady, PromptLogprobs
+from aserve.messages.step import Launch, Resync, Sample, ScheduleBatch
+from aserve.scheduling.scheduler import Scheduler
+from tests.fakes.toy_device import ToyMatchers
 
 Key = tuple[str, int]  # request id, child
 FillMask = Callable[[BuildMask], MaskReady]
@@ -122,7 +104,7 @@ def serve(
         try:
             drive = _Drive(executor, requests, random.Random(chaos))
             drive.fill = fill or drive.fill
-            drive.state.board.next_iteration = first_iteration
+            drive.scheduler.state.next_iteration = first_iteration
             task = asyncio.ensure_future(drive.run())
             await asyncio.wait((task, executor.died), return_when=asyncio.FIRST_COMPLETED)
             if executor.died.done():
@@ -144,7 +126,7 @@ class _Drive:
     ) -> None:
         self.executor = executor
         self.chaos = chaos
-        self.state = SchedulerState(executor.spec, debug_checks=True)
+        self.scheduler = Scheduler(executor.spec, debug_checks=True)
         self.fill: FillMask = ToyMatchers(executor.spec.vocab_size).fill
         self.arrivals = deque(requests)  # and cancels, in the order in which they come
         self.asks: deque[BuildMask] = deque()
@@ -152,11 +134,11 @@ class _Drive:
         self.served = Served()
 
     async def run(self) -> Served:
-        while self.arrivals or self.asks or self.tickets or not self.state.is_idle:
+        while self.arrivals or self.asks or self.tickets or not self.scheduler.is_idle:
             events = [await self._next_event() for _ in range(self.chaos.randint(1, 3))]
-            for effect in self.state.step([event for event in events if event is not None]):
+            for effect in self.scheduler.step([event for event in events if event is not None]):
                 self._perform(effect)
-        self.served.num_retracted = self.state.board.num_retracted
+        self.served.num_retracted = self.scheduler.state.num_retracted
         return self.served
 
     async def _next_event(self) -> SchedulerEvent | None:

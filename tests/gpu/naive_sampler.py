@@ -1,6 +1,6 @@
 """Sampling as one would explain it: one row, its whole history as a list, numpy and a sort.
 
-It shares no code with aserve.gpu.sample, the noise included.
+It shares no code with aserve.gpu.sampling, the noise included.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from aserve.messages import RowInit
+from aserve.messages.step import RowInit
 
 Floats = npt.NDArray[np.float64]
 Words = npt.NDArray[np.uint64]

@@ -7,10 +7,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from aserve.gpu.models.causal_model import CausalModel
-from aserve.messages import AdmitRequest, array_i32
+from aserve.gpu.models.base import CausalModel
+from aserve.messages.base import array_i32
+from aserve.messages.requests import AdmitRequest
 from aserve.scheduling.request import Sequence
-from tests.fakes import allowed_ids, min_tokens_of
+from tests.fakes.toy_device import allowed_ids, min_tokens_of
 from tests.gpu.naive_sampler import Floats, naive_logits, naive_token
 from tests.parity.dense_attend import DenseAttend
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from aserve.gpu.models.causal_model import CausalModel
-from aserve.messages import AdmitRequest, array_f32, array_i32
+from aserve.gpu.models.base import CausalModel
+from aserve.messages.base import array_f32, array_i32
+from aserve.messages.requests import AdmitRequest
 from tests.gpu.drive import Served
 from tests.gpu.plain_engine import plain_embedding, plain_logprobs
 from tests.stories import joined

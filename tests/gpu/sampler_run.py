@@ -9,13 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aserve.gpu.sample.logits_rows import LogitsRows
-from aserve.gpu.sample.ops import PLAIN_OPS, SampleOps
-from aserve.gpu.sample.plan import RowFacts
-from aserve.gpu.sample.row_tables import init_columns
-from aserve.gpu.sample.sampler import Sampled, Sampler, Staged
-from aserve.gpu.sections import HostSections
-from aserve.messages import RowInit
+from aserve.gpu.sampling.ops import PLAIN_OPS, SampleOps
+from aserve.gpu.sampling.params import LogitsRows, init_columns
+from aserve.gpu.sampling.plan import RowParams
+from aserve.gpu.sampling.sampler import Sampled, Sampler, Staged
+from aserve.gpu.transfer.staging import HostArrays
+from aserve.messages.step import RowInit
 from tests.gpu.device_tables import MAX_ROWS, PAGE_SIZE, make_tables, to_device
 
 
@@ -50,12 +49,12 @@ def run_sampler(
     state.tables.write(torch.tensor([init.row for init in inits]), ints=ints, floats=floats)
     rows = np.array([each.row for each in drawn], np.int32)
     lens = torch.tensor([each.position for each in drawn])
-    facts = RowFacts(MAX_ROWS)
-    facts.write(inits)
-    plan = facts.plan(rows, max_len=int(lens.max()), vocab_size=logits.shape[1])
-    sections = HostSections()
-    plan.stage(sections, "slice0")
-    staged = Staged(plan, to_device(sections), "slice0")
+    row_params = RowParams(MAX_ROWS)
+    row_params.write(inits)
+    plan = row_params.plan(rows, max_len=int(lens.max()), vocab_size=logits.shape[1])
+    arrays = HostArrays()
+    plan.stage(arrays, "slice0")
+    staged = Staged(plan, to_device(arrays), "slice0")
     sampler = Sampler(state.tables, state.pools, ops)
     of_rows = LogitsRows(torch.from_numpy(rows).to(torch.int64), lens, mask)
     return sampler.sample(logits.clone(), of_rows, staged)

@@ -8,11 +8,11 @@ import pytest
 from aserve.errors import ConfigError
 from aserve.gpu.build import BuildOptions, assemble, build_executor
 from aserve.gpu.decode.autoregressive import Autoregressive
-from aserve.gpu.device.cpu import CpuDevice
-from aserve.gpu.device.cpu_weights import SMALL_MIXED_TOKENS
-from aserve.messages import EngineSpec
-from aserve.tiny.location import MODEL_DIR
-from tests.gpu.hash_model import HashModel
+from aserve.gpu.device.cpu.device import CpuDevice
+from aserve.gpu.device.cpu.weights import SMALL_MIXED_PREFILL_TOKENS
+from aserve.messages.executor import EngineSpec
+from aserve.tiny import MODEL_DIR
+from tests.fakes.hash_model import HashModel
 
 
 def spec_of(*, max_model_len: int | None = None, num_pages: int | None = None) -> EngineSpec:
@@ -22,7 +22,7 @@ def spec_of(*, max_model_len: int | None = None, num_pages: int | None = None) -
 
 @pytest.fixture
 def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aserve.gpu.device.cpu.MAX_KV_BYTES", 1 << 19)
+    monkeypatch.setattr("aserve.gpu.device.cpu.device.MAX_KV_BYTES", 1 << 19)
 
 
 def test_a_context_without_memory_is_shortened_and_the_log_says_so(
@@ -48,5 +48,7 @@ def test_an_explicit_number_of_pages_leaves_the_context_as_it_is(small_memory: N
 def test_prompts_beside_decodes_are_bounded_as_asked_or_as_suits_the_model(
     given: int | None,
 ) -> None:
-    options = BuildOptions(MODEL_DIR, num_pages=8, mixed_prompt_tokens=given)
-    assert build_executor(options).spec.mixed_prompt_tokens == (given or SMALL_MIXED_TOKENS)
+    options = BuildOptions(MODEL_DIR, num_pages=8, max_mixed_prefill_tokens=given)
+    assert build_executor(options).spec.max_mixed_prefill_tokens == (
+        given or SMALL_MIXED_PREFILL_TOKENS
+    )

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from aserve.bench.gpu_check.watch import watched
 from aserve.gpu.attention.registry import BACKENDS
 from aserve.gpu.build import BuildOptions, build_executor, build_on
 from aserve.gpu.device.base import Device
 from aserve.gpu.device.registry import open_device
-from aserve.messages import AdmitRequest
-from aserve.tiny.location import MODEL_DIR
-from tests.gpu import torch_device
+from aserve.messages.requests import AdmitRequest
+from aserve.tiny import MODEL_DIR
+from tests.fakes import torch_device
+from tests.fakes.torch_device import TorchDevice
 from tests.gpu.drive import Served, request, serve
-from tests.gpu.torch_device import TorchDevice
+from tools.gpu_check.watch import watched
 
 pytestmark = pytest.mark.slow  # a real model, one token at a time
 
@@ -72,8 +72,8 @@ def test_a_request_gets_the_same_bits_in_whatever_steps_it_is_computed(
     temperature: float, dtype: str, device: str, num_others: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Prompts are of more elements than are compiled for, as they are with larger models.
-    monkeypatch.setattr("aserve.gpu.layers.compiled.FEW_ELEMENTS", 1024)
-    monkeypatch.setattr("aserve.gpu.kv.compiled_store.FEW_ELEMENTS", 1024)
+    monkeypatch.setattr("aserve.gpu.device.cpu.ops.FEW_ELEMENTS", 1024)
+    monkeypatch.setattr("aserve.gpu.device.cpu.ops.FEW_ELEMENTS", 1024)
     machine: dict[str, Any] = {"dtype": dtype, "device": device}
     roomy = {"max_rows": 1 + num_others, "num_pages": 40 * num_others, **machine}
     one = the_one(temperature=temperature, logprobs=5)

@@ -18,18 +18,20 @@ from aserve.errors import EngineDead, StepError
 from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.gpu.decode.base import DecodeMode, OnPublish, StepRunner
 from aserve.gpu.device.base import Device
-from aserve.gpu.device_batch import DeviceStep
 from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.kv.pools import KvPools
-from aserve.gpu.models.causal_model import CausalModel
-from aserve.gpu.results import Emitted
-from aserve.messages import Resync, Sample, SampleResult, StepFailed, StepResult, array_i32
+from aserve.gpu.models.base import CausalModel
+from aserve.gpu.step.inputs import DeviceStep
+from aserve.gpu.step.results import Emitted
+from aserve.messages.base import array_i32
+from aserve.messages.results import SampleResult, StepFailed, StepResult
+from aserve.messages.step import Resync, Sample
+from tests.fakes.gated_model import Gate, HookedModel
+from tests.fakes.graph_device import GraphDevice
+from tests.fakes.hash_model import VOCAB, HashModel
+from tests.fakes.late_device import LateDevice
 from tests.gpu.batch_builder import BatchBuilder, greedy
 from tests.gpu.drive import make_executor, request
-from tests.gpu.gated_model import Gate, HookedModel
-from tests.gpu.graph_device import GraphDevice
-from tests.gpu.hash_model import VOCAB, HashModel
-from tests.gpu.late_device import LateDevice
 from tests.gpu.plain_engine import plain_outputs
 
 DEADLINE_S = 30.0
@@ -268,8 +270,8 @@ async def test_the_loop_goes_on_during_a_long_forward() -> None:
         gate.wait_until_there()
         # The forward runs, and cannot end before this coroutine has gone on.
         executor.launch(builder.batch({2: [-2]}, sampling=[2]))
-        turns = [await asyncio.sleep(0, turn) for turn in range(100)]
-        assert len(turns) == 100
+        cos_sin = [await asyncio.sleep(0, rope) for rope in range(100)]
+        assert len(cos_sin) == 100
         gate.open()
         assert tokens_of(await ticket) == PLAIN[:1]
 
@@ -317,11 +319,13 @@ async def test_no_step_of_the_common_path_asks_the_device_for_a_value(
     model = HookedModel({1: guard.__enter__})
     async with running(model, device=GraphDevice(), graph_rows=graph_rows) as (executor, builder):
         tickets = [executor.launch(builder.batch({1: [5]}, sampling=[1], inits=inits[:1]))]
-        spans = {1: [-1], 2: PROMPT, 3: PROMPT[:4]}
-        tickets.append(executor.launch(builder.batch(spans, sampling=[1, 2], inits=inits[1:])))
+        query_lens = {1: [-1], 2: PROMPT, 3: PROMPT[:4]}
+        tickets.append(executor.launch(builder.batch(query_lens, sampling=[1, 2], inits=inits[1:])))
         tickets.append(executor.launch(builder.batch({2: [-2], 3: PROMPT}, sampling=[2, 3])))
-        spans = {row: [-row] for row in (1, 2, 3)}
-        tickets += [executor.launch(builder.batch(spans, sampling=[1, 2, 3])) for _ in range(3)]
+        query_lens = {row: [-row] for row in (1, 2, 3)}
+        tickets += [
+            executor.launch(builder.batch(query_lens, sampling=[1, 2, 3])) for _ in range(3)
+        ]
         outcomes = [await ticket for ticket in tickets]
     assert [type(outcome) for outcome in outcomes] == [StepResult] * 6
 

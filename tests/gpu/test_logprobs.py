@@ -9,25 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-import aserve.gpu.device.cpu
+import aserve.gpu.device.cpu.device
 from aserve.gpu.decode.base import DecodeMode
-from aserve.messages import (
-    RowInit,
-    RowLogprobs,
-    Sample,
-    SampleResult,
-    ScheduleBatch,
-    StepResult,
-    VerifyPlan,
-    array_f32,
-    array_i32,
-    pack_i32,
-)
+from aserve.messages.base import array_f32, array_i32, pack_i32
+from aserve.messages.results import RowLogprobs, SampleResult, StepResult
+from aserve.messages.step import RowInit, Sample, ScheduleBatch, VerifyPlan
+from tests.fakes.hash_model import VOCAB, HashModel
+from tests.fakes.two_token_mode import TwoTokens
 from tests.gpu.batch_builder import BatchBuilder, greedy
 from tests.gpu.drive import make_executor
-from tests.gpu.hash_model import VOCAB, HashModel
 from tests.gpu.naive_sampler import Floats, naive_logits, naive_token
-from tests.gpu.two_token_mode import TwoTokens
 from tests.parity.dense_attend import DenseAttend
 
 HISTORY = [3, 1, 4, 1, 5, 9, 2, 6, 5]
@@ -79,7 +70,7 @@ def assert_naive(record: RowLogprobs, place: int, *, token: int, expected: Float
 async def test_each_row_gets_its_logprobs_however_the_logits_are_sliced(
     rows_per_slice: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(aserve.gpu.device.cpu, "LOGITS_ELEMENTS", rows_per_slice * VOCAB)
+    monkeypatch.setattr(aserve.gpu.device.cpu.device, "LOGITS_ELEMENTS", rows_per_slice * VOCAB)
     histories = {init.row: [*HISTORY, init.row] for init in INITS}
     builder = BatchBuilder(make_executor(HashModel()).spec)
     [result] = await results_of(builder.batch(histories, sampling=histories, inits=INITS))
@@ -96,7 +87,7 @@ async def test_each_row_gets_its_logprobs_however_the_logits_are_sliced(
 async def test_held_rows_are_sampled_alike_however_their_logits_are_sliced(
     rows_per_slice: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(aserve.gpu.device.cpu, "LOGITS_ELEMENTS", rows_per_slice * VOCAB)
+    monkeypatch.setattr(aserve.gpu.device.cpu.device, "LOGITS_ELEMENTS", rows_per_slice * VOCAB)
     histories = {init.row: [*HISTORY, init.row] for init in INITS}
     executor = make_executor(HashModel())
     builder = BatchBuilder(executor.spec)
@@ -125,8 +116,8 @@ async def test_an_accepted_draft_has_logprobs_and_a_rejected_one_has_none() -> N
     prompts = {1: HISTORY[:8], 3: HISTORY}  # the drafts stand at positions 9 and 10
     inits = [greedy(row, num_logprobs=2) for row in prompts]
     first = builder.batch(prompts, sampling=prompts, inits=inits)
-    spans = {row: [-row, -row] for row in prompts}
-    window = builder.batch(spans, sampling=prompts)
+    query_lens = {row: [-row, -row] for row in prompts}
+    window = builder.batch(query_lens, sampling=prompts)
     verify = _verifying(window)
     prefill, result = await results_of(first, verify, mode=mode)
     assert array_i32(result.counts).tolist() == [2, 1]

@@ -14,33 +14,32 @@ import torch
 from torch import Tensor
 
 from aserve.errors import BugError
-from aserve.gpu.attention import flashinfer_wrappers
-from aserve.gpu.attention.base import AttentionKind
-from aserve.gpu.attention.capabilities import AttentionSite, Capabilities
-from aserve.gpu.attention.paged_sdpa import PagedSdpa
+from aserve.gpu.attention.base import AttentionKind, AttentionSite, Capabilities, StaticShape
+from aserve.gpu.attention.flashinfer import wrappers
+from aserve.gpu.attention.reference import TorchReference
 from aserve.gpu.attention.registry import BACKENDS
-from aserve.gpu.attention.static_plans import StaticShape
-from aserve.gpu.attention.torch_ref import TorchReference
+from aserve.gpu.attention.sdpa import PagedSdpa
 from aserve.gpu.attention.triton import TritonAttention
+from aserve.gpu.cudagraph.graphs import StepGraph, StepGraphs
 from aserve.gpu.decode.base import OnPublish
 from aserve.gpu.executor import TorchExecutor
-from aserve.gpu.forward_batch import ForwardBatch
-from aserve.gpu.future_map import LAST_TOKEN
-from aserve.gpu.graphs import StepGraph, StepGraphs
-from aserve.gpu.models.attend import Attend
-from aserve.gpu.results import Packed
+from aserve.gpu.models.base import Attend
 from aserve.gpu.runner import ModelRunner
-from aserve.gpu.sections import DeviceSections, HostSections
-from aserve.gpu.step_plan import StepPlan
-from aserve.messages import ArrayI32, StepResult, array_i32
-from tests.gpu.attention.fake_flashinfer import LISTED_IN_TORCH, FakeFlashInfer, Planner
+from aserve.gpu.step.forward_batch import ForwardBatch
+from aserve.gpu.step.future_map import LAST_TOKEN
+from aserve.gpu.step.plan import StepPlan
+from aserve.gpu.step.results import Packed
+from aserve.gpu.transfer.staging import DeviceArrays, HostArrays
+from aserve.messages.base import ArrayI32, array_i32
+from aserve.messages.results import StepResult
+from tests.fakes.cuda import Event, FakeCuda, Graph, Stream
+from tests.fakes.flashinfer import LISTED_IN_TORCH, FakeFlashInfer, Planner
+from tests.fakes.graph_device import GraphDevice
+from tests.fakes.hash_model import VOCAB, HashModel
 from tests.gpu.attention.test_flashinfer import register
 from tests.gpu.batch_builder import BatchBuilder, greedy
-from tests.gpu.device.test_cuda import executor_on, unless_dead
+from tests.gpu.device.cuda.test_device import executor_on, unless_dead
 from tests.gpu.drive import make_executor, request, serve
-from tests.gpu.fake_cuda import Event, FakeCuda, Graph, Stream
-from tests.gpu.graph_device import GraphDevice
-from tests.gpu.hash_model import VOCAB, HashModel
 from tests.gpu.plain_engine import plain_outputs
 
 PROMPTS = {
@@ -139,7 +138,7 @@ async def test_flashinfers_plan_adds_a_call_for_each_window_and_three(
 ) -> None:
     """An event for its host memory, which is waited for when it is used again: long after."""
     cuda = FakeCuda()
-    monkeypatch.setattr(flashinfer_wrappers, "FLOAT_BYTES", 16)
+    monkeypatch.setattr(wrappers, "FLOAT_BYTES", 16)
     register(monkeypatch, FakeFlashInfer(pinned_memory=cuda.pinned), ops=LISTED_IN_TORCH)
     executor = executor_on(
         cuda,
@@ -238,8 +237,8 @@ class Comparing:
         self.assert_only_own_rows_and_padding(runner, plan, before, after)
         for name, table in tables.items():
             table.copy_(before[name])
-        places = runner.stage(plan).write(np.zeros(len(graph.words), np.int32))
-        staged = DeviceSections(graph.words, places)
+        indices = runner.stage(plan).write(np.zeros(len(graph.words), np.int32))
+        staged = DeviceArrays(graph.words, indices)
         runner.apply(plan.batch, staged)
         eager = runner.step(graphs._padding(graph.shape), staged, publish)
         assert torch.equal(eager.words, replayed.words)
@@ -300,7 +299,7 @@ def test_words_that_the_graph_was_not_captured_with_are_a_bug() -> None:
     graphs = executor._graphs
     [graph, *_] = graphs._graphs.values()
     with pytest.raises(BugError, match="has 0 words; its graph was captured with"):
-        graph.room_for(HostSections())
+        graph.room_for(HostArrays())
 
 
 # ---------------------------------------------------------------- attention's plans

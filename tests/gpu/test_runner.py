@@ -6,15 +6,15 @@ import dataclasses
 
 import torch
 
-from aserve.gpu.attention.paged_sdpa import PagedSdpa
+from aserve.gpu.attention.sdpa import PagedSdpa
 from aserve.gpu.decode.autoregressive import Autoregressive
-from aserve.gpu.device_batch import DeviceBatch
-from aserve.gpu.forward_batch import ForwardBatch, ForwardOverrides
-from aserve.gpu.models.hidden_capture import HiddenCapture
-from aserve.gpu.resolve import DeviceState
+from aserve.gpu.models.base import HiddenCapture
 from aserve.gpu.runner import ModelRunner, RunnerParts
+from aserve.gpu.step.forward_batch import ForwardBatch, ForwardOverrides
+from aserve.gpu.step.inputs import DeviceBatch
+from aserve.gpu.step.resolve import DeviceState
+from tests.fakes.hash_model import HashModel
 from tests.gpu.device_tables import device_batch, make_tables
-from tests.gpu.hash_model import HashModel
 
 
 class CountingSdpa(PagedSdpa):

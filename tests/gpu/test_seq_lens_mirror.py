@@ -5,10 +5,11 @@ import asyncio
 import msgspec
 import pytest
 
-from aserve.messages import StepFailed, StepResult, pack_i32
+from aserve.messages.base import pack_i32
+from aserve.messages.results import StepFailed, StepResult
+from tests.fakes.hash_model import HashModel
 from tests.gpu.batch_builder import BatchBuilder, greedy
 from tests.gpu.drive import make_executor
-from tests.gpu.hash_model import HashModel
 
 
 @pytest.mark.parametrize("told", [1, 3])

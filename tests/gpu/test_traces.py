@@ -19,15 +19,16 @@ from aserve.errors import StepError
 from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.gpu.device.base import Device
 from aserve.gpu.executor import TorchExecutor
-from aserve.messages import AdmitRequest, BuildMask, MaskReady
-from tests.fakes import TOY, ToyMatchers, min_tokens_of
+from aserve.messages.requests import AdmitRequest
+from aserve.messages.results import BuildMask, MaskReady
+from tests.fakes.graph_device import GraphDevice
+from tests.fakes.hash_model import VOCAB, FlakyModel, HashModel
+from tests.fakes.late_device import LateDevice
+from tests.fakes.toy_device import TOY, ToyMatchers, min_tokens_of
+from tests.fakes.two_token_mode import TwoTokens
 from tests.gpu.drive import Served, make_executor, request, serve
-from tests.gpu.graph_device import GraphDevice
-from tests.gpu.hash_model import VOCAB, FlakyModel, HashModel
-from tests.gpu.late_device import LateDevice
 from tests.gpu.plain_engine import plain_outputs, plain_run
 from tests.gpu.prompt_checks import assert_prompt
-from tests.gpu.two_token_mode import TwoTokens
 
 PACES = [(depth, lead) for depth in range(1, 5) for lead in range(1, depth + 1)]
 STEM = [(11 * i * i + 5 * i + 3) % VOCAB for i in range(40)]  # what prompts share

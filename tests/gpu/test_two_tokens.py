@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from aserve.gpu.ticket import Outcome, StepTicket
-from aserve.messages import StepResult, array_i32
-from tests.fakes import TOY
+from aserve.gpu.step.ticket import Outcome, StepTicket
+from aserve.messages.base import array_i32
+from aserve.messages.results import StepResult
+from tests.fakes.hash_model import VOCAB, FlakyModel, HashModel
+from tests.fakes.toy_device import TOY
+from tests.fakes.two_token_mode import TwoTokens
 from tests.gpu.batch_builder import BatchBuilder
 from tests.gpu.drive import Served, make_executor, request, serve
-from tests.gpu.hash_model import VOCAB, FlakyModel, HashModel
 from tests.gpu.plain_engine import plain_outputs
-from tests.gpu.two_token_mode import TwoTokens
 
 PROMPT = [(7 * i * i + 2 * i) % VOCAB for i in range(15)]
 WARM: dict[str, Any] = {"temperature": 1.0, "seed": 5}

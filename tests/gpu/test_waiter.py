@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 from aserve.gpu.waiter import Landing, Waiter
-from tests.gpu.gated_model import TIMEOUT_S
+from tests.fakes.gated_model import TIMEOUT_S
 
 
 class ManualEvent:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from aserve.messages import Grammar
+from aserve.messages.requests import Grammar
 
 Schema = Mapping[str, Any]
 TYPES: Mapping[str, tuple[type, ...]] = {

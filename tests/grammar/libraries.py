@@ -12,9 +12,9 @@ from prometheus_client import CollectorRegistry
 from aserve.grammar.frames import Vocabulary
 from aserve.grammar.library import GrammarLibrary
 from aserve.grammar.workers import CompileLimits
-from aserve.observability.grammars import GrammarMetrics
+from aserve.observability.metrics import GrammarMetrics
 from aserve.text.load import load_tokenizer
-from aserve.tiny.location import MODEL_DIR
+from aserve.tiny import MODEL_DIR
 
 MIB = 1 << 20
 

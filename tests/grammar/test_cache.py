@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from aserve.errors import InvalidRequest
 from aserve.grammar.cache import FAILURE_S, MAX_FAILURES, GrammarCache
-from aserve.messages import Grammar
+from aserve.messages.requests import Grammar
 
 
 @dataclass

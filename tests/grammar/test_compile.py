@@ -10,7 +10,7 @@ import xgrammar
 
 from aserve.grammar.compile import Compiler
 from aserve.grammar.frames import Done, Failed, Vocabulary
-from aserve.messages import Grammar
+from aserve.messages.requests import Grammar
 from tests.grammar.libraries import vocabulary
 
 

@@ -56,12 +56,12 @@ def test_what_is_taken_out_is_not_served_and_may_be_gone_already() -> None:
 
 
 @given(st.lists(st.sampled_from("abcd")))
-def test_nobody_waits_for_more_than_one_item_of_each_other_owner(owners: list[str]) -> None:
-    items = [f"{owner}{number}" for number, owner in enumerate(owners)]
+def test_nobody_waits_for_more_than_one_item_of_each_other_owner(token_to_row: list[str]) -> None:
+    items = [f"{owner}{number}" for number, owner in enumerate(token_to_row)]
     served = list(drained(filled(*items)))
     assert sorted(served) == sorted(items)
-    for owner in set(owners):
+    for owner in set(token_to_row):
         positions = [i for i, item in enumerate(served) if item[0] == owner]
         between = [served[i + 1 : j] for i, j in itertools.pairwise(positions)]
         assert all(len({item[0] for item in gap}) == len(gap) for gap in between)
-        assert positions[0] < len(set(owners))
+        assert positions[0] < len(set(token_to_row))

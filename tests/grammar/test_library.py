@@ -21,7 +21,7 @@ from aserve.grammar import library
 from aserve.grammar.frames import Setup
 from aserve.grammar.process import CompileProcess
 from aserve.grammar.workers import USABLE_S
-from aserve.messages import Grammar
+from aserve.messages.requests import Grammar
 from tests.grammar.libraries import MIB, Rig, rig, vocabulary
 
 pytestmark = pytest.mark.slow  # a worker's imports take seconds

@@ -13,7 +13,9 @@ from aserve.grammar.compile import Compiler
 from aserve.grammar.frames import Done, Vocabulary
 from aserve.grammar.library import GrammarLibrary
 from aserve.grammar.matching import Rules, SequenceMatcher, constrain
-from aserve.messages import AdmitRequest, BuildMask, Grammar, MaskReady, SamplingParams, pack_i32
+from aserve.messages.base import pack_i32
+from aserve.messages.requests import AdmitRequest, Grammar, SamplingParams
+from aserve.messages.results import BuildMask, MaskReady
 
 # a b c ab end1 end2, one id without text, and padding up to 40.
 TOKENS = (b"a", b"b", b"c", b"ab", b"", b"", b"")

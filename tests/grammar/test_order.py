@@ -6,28 +6,20 @@ import asyncio
 import threading
 
 from aserve.actors.masks import MaskActor
-from aserve.actors.pump import Pump
-from aserve.actors.scheduler import SchedulerActor, SchedulerPorts, SchedulerWatch
+from aserve.actors.scheduler import Pump, SchedulerActor, SchedulerPorts, SchedulerWatch
 from aserve.channel import Channel
 from aserve.grammar.matching import Constraint
-from aserve.messages import (
-    BuildMask,
-    DetokenizerEvent,
-    Launch,
-    MaskReady,
-    Retired,
-    Sample,
-    SampleResult,
-    SchedulerEvent,
-    StepResult,
-    array_i32,
-)
+from aserve.messages.base import array_i32
+from aserve.messages.executor import SchedulerEvent
+from aserve.messages.output import DetokenizerEvent, Retired
+from aserve.messages.results import BuildMask, MaskReady, SampleResult, StepResult
+from aserve.messages.step import Launch, Sample
+from aserve.observability.reports import SchedulerTick
 from aserve.observability.trace import Trace
-from aserve.observability.turn import SchedulerTurn
-from aserve.scheduling.state import SchedulerState
-from tests.fakes import TOY, ToyMatchers
+from aserve.scheduling.scheduler import Scheduler
+from tests.fakes.hash_model import HashModel
+from tests.fakes.toy_device import TOY, ToyMatchers
 from tests.gpu.drive import make_executor, request
-from tests.gpu.hash_model import HashModel
 
 
 class LateMatcher:
@@ -48,8 +40,8 @@ class Story:
     def __init__(self) -> None:
         self.lines: list[tuple[str, object]] = []
 
-    def turned(self, turn: SchedulerTurn) -> None:
-        for event in (*turn.events, *turn.effects):
+    def on_tick(self, tick: SchedulerTick) -> None:
+        for event in (*tick.events, *tick.effects):
             match event:
                 case StepResult() | SampleResult() | Sample():
                     self.lines.append((type(event).__name__, event.iteration))
@@ -80,7 +72,7 @@ async def test_a_step_is_launched_before_its_mask_and_rows_without_a_grammar_do_
     text: Channel[DetokenizerEvent] = Channel()
     pump, masks, story = Pump(results=events), MaskActor(scheduler=events), Story()
     scheduler = SchedulerActor(
-        SchedulerState(executor.spec, debug_checks=True),
+        Scheduler(executor.spec, debug_checks=True),
         SchedulerPorts(executor, pump.inbox, text, masks.inbox),
         watch=SchedulerWatch(Trace(), (story,)),
         inbox=events,

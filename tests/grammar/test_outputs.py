@@ -18,10 +18,11 @@ from aserve.gpu.build import BuildOptions, build_executor
 from aserve.grammar.compile import Compiler
 from aserve.grammar.frames import Done
 from aserve.grammar.matching import Rules, SequenceMatcher
-from aserve.messages import AdmitRequest, BuildMask, Grammar, MaskReady
+from aserve.messages.requests import AdmitRequest, Grammar
+from aserve.messages.results import BuildMask, MaskReady
 from aserve.text.load import load_tokenizer
 from aserve.text.tokenizer import TextTokenizer
-from aserve.tiny.location import MODEL_DIR
+from aserve.tiny import MODEL_DIR
 from tests.gpu.drive import Served, request, serve
 from tests.grammar.languages import SIXTEEN, Language, regex, schema
 from tests.grammar.libraries import vocabulary

@@ -8,7 +8,7 @@ import aiohttp
 import openai
 import pytest
 
-from tests.http.echo_engine import EchoEngine
+from tests.fakes.echo_engine import EchoEngine
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.http.echo_engine import EchoEngine
+from tests.fakes.echo_engine import EchoEngine
 from tests.http.unread_client import UnreadClient
 
 LONG = "abcdefghij" * 20_000  # tokenized in a thread

@@ -10,8 +10,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from aserve.messages import array_i32
-from tests.http.echo_engine import MAX_MODEL_LEN, EchoEngine
+from aserve.messages.base import array_i32
+from tests.fakes.echo_engine import MAX_MODEL_LEN, EchoEngine
 
 PATHS = ("completions", "chat/completions")
 TEXT = "hello 한국어 🚀 stop sign <mark>"
@@ -74,8 +74,8 @@ async def test_streamed_token_ids_are_those_of_the_whole_answer(
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     token_ids = [choice.get("token_ids", []) for choice in choices]
     assert list(itertools.chain(*token_ids)) == expected["choices"][0]["token_ids"]
-    owners = [*choices, *chunks]
-    prompts = [owner["prompt_token_ids"] for owner in owners if "prompt_token_ids" in owner]
+    token_to_row = [*choices, *chunks]
+    prompts = [owner["prompt_token_ids"] for owner in token_to_row if "prompt_token_ids" in owner]
     owner = expected["choices"][0] if path == "completions" else expected
     assert prompts == [owner["prompt_token_ids"]], "once, in the first chunk"
 

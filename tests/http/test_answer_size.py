@@ -10,8 +10,8 @@ import pytest
 from aserve.http.openai.answer_size import AnswerLimits, check_answer_size
 from aserve.http.openai.call import request_of
 from aserve.http.openai.schema import CompletionBody
-from aserve.messages import SamplingParams, TokenPrompt
-from tests.http.echo_engine import EchoEngine
+from aserve.messages.requests import SamplingParams, TokenPrompt
+from tests.fakes.echo_engine import EchoEngine
 
 CHAT = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20}
 INCLUDE = ["message.output_text.logprobs"]

@@ -8,8 +8,8 @@ import msgspec
 import openai
 import pytest
 
-from aserve.messages import array_i32
-from tests.http.echo_engine import EchoEngine
+from aserve.messages.base import array_i32
+from tests.fakes.echo_engine import EchoEngine
 
 HELLO: Any = [{"role": "user", "content": "hello 한"}]
 

@@ -12,8 +12,8 @@ import pytest
 from openai.types import Completion
 
 from aserve.http.openai.completion_logprobs import top_of
-from aserve.messages import TokenLogprob, TopLogprob
-from tests.http.echo_engine import EchoEngine
+from aserve.messages.output import TokenLogprob, TopLogprob
+from tests.fakes.echo_engine import EchoEngine
 
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 TEXT = "hello 한국어 🚀 stop sign <mark>"

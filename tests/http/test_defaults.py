@@ -7,9 +7,9 @@ from typing import Any
 import openai
 import pytest
 
-from aserve.messages import SamplingParams
+from aserve.messages.requests import SamplingParams
 from aserve.text.defaults import GenerationDefaults
-from tests.http.echo_engine import EchoEngine
+from tests.fakes.echo_engine import EchoEngine
 
 DEFAULTS = GenerationDefaults(
     temperature=0.6, top_p=0.95, top_k=20, min_p=0.05, repetition_penalty=1.1

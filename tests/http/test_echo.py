@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.http.echo_engine import EchoEngine
+from tests.fakes.echo_engine import EchoEngine
 
 TEXT = "hello 한국어"
 

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from aserve.http.openai.embeddings import shortened
-from tests.http.echo_engine import MAX_MODEL_LEN, EchoEngine
+from tests.fakes.echo_engine import MAX_MODEL_LEN, EchoEngine
 
 VECTOR = [value / 13 for value in (3, 4, 12)]
 OPPOSITE = [-value for value in VECTOR]

@@ -18,11 +18,11 @@ from aserve.http.body import MAX_SHOWN, parse_body
 from aserve.http.openai.call import Call, Origin
 from aserve.http.openai.chat import chat_call
 from aserve.http.openai.completions import completion_call
-from aserve.http.openai.responses.body import ResponseBody
-from aserve.http.openai.responses.call import ResponseCall, response_call
 from aserve.http.openai.schema import ChatBody, CompletionBody
+from aserve.http.responses.body import ResponseBody
+from aserve.http.responses.call import ResponseCall, response_call
+from tests.fakes.echo_engine import EchoEngine
 from tests.http.body_fields import BODIES, RIGHT, Place, alternatives, places
-from tests.http.echo_engine import EchoEngine
 
 ORIGIN = Origin("id", 0, ("echo",))
 JSON_HEADERS = {"Content-Type": "application/json"}

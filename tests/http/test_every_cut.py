@@ -13,8 +13,8 @@ import aiohttp
 import pytest
 
 from aserve.text.load import load_tokenizer
-from aserve.tiny.location import MODEL_DIR
-from tests.http.echo_engine import EchoEngine
+from aserve.tiny import MODEL_DIR
+from tests.fakes.echo_engine import EchoEngine
 
 TOKENIZER = load_tokenizer(MODEL_DIR)
 TEXT = "中🚀"

@@ -12,8 +12,8 @@ import pytest
 from aserve.errors import InvalidRequest
 from aserve.http.openai.grammars import format_grammar, grammar_of
 from aserve.http.openai.schema import ResponseFormat, StructuredOutputs
-from aserve.messages import Grammar
-from tests.http.echo_engine import EchoEngine
+from aserve.messages.requests import Grammar
+from tests.fakes.echo_engine import EchoEngine
 
 JSON = {"Content-Type": "application/json"}
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"b": {}, "a": {"type": "integer"}}}

@@ -9,7 +9,7 @@ import pytest
 
 from aserve.bench.hostile_bodies import BODIES, HostileBody
 from aserve.http.intake import INTAKE
-from tests.http.echo_engine import EchoEngine
+from tests.fakes.echo_engine import EchoEngine
 
 SIZE = 4 << 20
 # Of one turn of the loop; ten times what it takes on a slow machine.

@@ -8,7 +8,7 @@ from aiohttp import WSServerHandshakeError
 
 from aserve.config import ServerOptions
 from aserve.http.hosts import AllowedHosts
-from tests.http.echo_engine import EchoEngine
+from tests.fakes.echo_engine import EchoEngine
 
 
 async def status(echo: EchoEngine, host: str, path: str = "/health") -> int:

@@ -17,7 +17,7 @@ from aserve.http import body as body_module
 from aserve.http.decompress import FREE_BYTES, MAX_MEMBERS, MAX_RATIO, decompress
 from aserve.http.errors import RequestFailed
 from aserve.http.intake import HELD_BODIES, INLINE_BYTES, INTAKE, SMALL_BYTES
-from tests.http.echo_engine import EchoEngine
+from tests.fakes.echo_engine import EchoEngine
 
 RIGHT = json.dumps({"prompt": "hello", "max_tokens": 3}).encode()
 HEADERS = {"Content-Type": "application/json"}

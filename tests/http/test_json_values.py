@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.http.echo_engine import EchoEngine
+from tests.fakes.echo_engine import EchoEngine
 
 HEADERS = {"Content-Type": "application/json"}
 NESTED = "[" * 200 + "]" * 200

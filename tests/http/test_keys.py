@@ -12,7 +12,7 @@ from aserve.cli import make_parser
 from aserve.config import ServerOptions
 from aserve.errors import ConfigError
 from aserve.http.auth import read_keys
-from tests.http.echo_engine import EchoEngine
+from tests.fakes.echo_engine import EchoEngine
 
 KEYS = "sesame,open"
 

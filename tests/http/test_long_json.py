@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from aserve.http.long_json import BLOCK_BYTES, JsonEach, JsonList, blocks_of, pieces_of
 from aserve.http.openai.answers import logprob_entries
-from aserve.messages import TokenLogprob
-from tests.http.echo_engine import EchoEngine
+from aserve.messages.output import TokenLogprob
+from tests.fakes.echo_engine import EchoEngine
 
 VALUES = st.recursive(
     st.none() | st.integers(-(2**53), 2**53) | st.text() | st.floats(allow_nan=False, width=32),

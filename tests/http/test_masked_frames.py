@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aserve.http.masked_frames import PROTOCOL_ERROR, MaskedFrames
-from tests.http.echo_engine import EchoEngine
+from tests.fakes.echo_engine import EchoEngine
 
 MASK = b"\1\2\3\4"
 

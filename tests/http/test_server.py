@@ -11,10 +11,11 @@ import openai
 import pytest
 
 from aserve.errors import ConfigError, EngineDead, QueueFull, ShuttingDown, StepError
-from aserve.http.health import LATE_S
 from aserve.http.openai.completions import CompletionDialect
-from aserve.messages import Cancel, ServerPhase
-from tests.http.echo_engine import EchoEngine
+from aserve.http.routes import LATE_S
+from aserve.messages.base import ServerPhase
+from aserve.messages.requests import Cancel
+from tests.fakes.echo_engine import EchoEngine
 
 MESSAGES = [{"role": "user", "content": "a"}]
 PROMPT: dict[str, Any] = {"prompt": "hello world", "max_tokens": 50}

@@ -10,11 +10,11 @@ from typing import Any, TypeAlias
 import aiohttp
 import pytest
 
-from aserve.http.text_desk import MAX_WAITING
-from aserve.messages import TextPrompt
+from aserve.http.tokenize_service import MAX_WAITING
+from aserve.messages.requests import TextPrompt
 from aserve.text.prompt import PromptEncoder
 from aserve.text.tokenizer import TextTokenizer
-from tests.http.echo_engine import MAX_MODEL_LEN, EchoEngine
+from tests.fakes.echo_engine import MAX_MODEL_LEN, EchoEngine
 from tests.text.vocabularies import byte_level_backend
 
 Line: TypeAlias = Sequence[asyncio.Future[list[int]]]
@@ -121,7 +121,7 @@ class GatedEncoder(PromptEncoder):
 @pytest.fixture
 def encoder(echo: EchoEngine) -> GatedEncoder:
     gated = GatedEncoder(echo.encoder)
-    echo.desk.open(gated)
+    echo.tokenize_service.open(gated)
     return gated
 
 
@@ -130,7 +130,7 @@ async def line(encoder: GatedEncoder, echo: EchoEngine) -> AsyncIterator[Line]:
     """As many at the desk as may be, none of them answered."""
     prompt = TextPrompt(TEXT)
     line = [
-        asyncio.ensure_future(echo.desk.ask(lambda asked: asked.encode(prompt)))
+        asyncio.ensure_future(echo.tokenize_service.ask(lambda asked: asked.encode(prompt)))
         for _ in range(MAX_WAITING)
     ]
     await asyncio.sleep(0)  # each of them has begun

@@ -10,12 +10,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from aserve.http import delivery, websocket
+from aserve.http import delivery
 from aserve.http.openai import respond
-from aserve.http.openai.responses import handlers
-from aserve.messages import OutputChunk
-from aserve.outlet import Outlet
-from tests.http.echo_engine import EchoEngine
+from aserve.http.responses import handlers, websocket
+from aserve.messages.output import OutputChunk
+from aserve.request_stream import RequestStream
+from tests.fakes.echo_engine import EchoEngine
 from tests.http.unread_client import UnreadClient
 
 TEXT = "abcdefghijklmnopqrstuvwxyz0123456789" * 6
@@ -43,11 +43,11 @@ class Watch:
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     seen = Watch()
-    put, closer = Outlet.put, delivery.closer_of
+    put, closer = RequestStream.put, delivery.closer_of
 
-    def counted(outlet: Outlet, chunk: OutputChunk) -> None:
-        put(outlet, chunk)
-        seen.most_unread = max(seen.most_unread, outlet.unread_bytes)
+    def counted(request_stream: RequestStream, chunk: OutputChunk) -> None:
+        put(request_stream, chunk)
+        seen.most_unread = max(seen.most_unread, request_stream.unread_bytes)
 
     def noticed(request: web.Request) -> Callable[[], None]:
         close = closer(request)
@@ -58,7 +58,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
         return close_and_tell
 
-    monkeypatch.setattr(Outlet, "put", counted)
+    monkeypatch.setattr(RequestStream, "put", counted)
     for module in (delivery, respond, handlers, websocket):
         monkeypatch.setattr(module, "closer_of", noticed)
     return seen

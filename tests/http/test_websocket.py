@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from openai.types.responses import ResponsesServerEvent
 
 from aserve.errors import ShuttingDown
-from aserve.http.openai.responses.body import ResponseBody
-from aserve.http.openai.responses.events import EventMaker
-from aserve.http.websocket import MAX_ASKED
-from aserve.messages import array_i32
-from tests.http.echo_engine import EchoEngine
+from aserve.http.responses.body import ResponseBody
+from aserve.http.responses.events import EventMaker
+from aserve.http.responses.websocket import MAX_ASKED
+from aserve.messages.base import array_i32
+from tests.fakes.echo_engine import EchoEngine
 
 CLIENT_EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponsesServerEvent)
 CREATE: dict[str, Any] = {"type": "response.create", "model": "echo", "input": "hello 한"}

@@ -21,18 +21,18 @@ from triton.runtime.jit import JITFunction, KernelParam, mangle_type
 
 from aserve_kernels.bitmask import apply_bitmask
 from aserve_kernels.gated_mul import KINDS, gated_mul
-from aserve_kernels.gather_pages import gather_pages
 from aserve_kernels.invariant_linear import WIDE_FROM, invariant_linear
-from aserve_kernels.page_starts import PageStarts, page_starts
+from aserve_kernels.kv_indices import kv_indices
+from aserve_kernels.kv_indptr import KvIndptr, kv_indptr
 from aserve_kernels.paged_rows import Scoring
 from aserve_kernels.paged_tiles import Cut
 from aserve_kernels.penalties import penalise
 from aserve_kernels.prepare_inputs import Tables, Words, prepare_inputs
 from aserve_kernels.relay_rows import gather_rows, scatter_rows
 from aserve_kernels.rms_norm import add_rms_norm, rms_norm
+from aserve_kernels.rope_and_store_kv import rope_and_store_kv
 from aserve_kernels.row_columns import FLOAT_COLUMNS, INT_COLUMNS
 from aserve_kernels.sample import sample
-from aserve_kernels.turn_and_store import turn_and_store
 from tests.kernels import paged_case
 
 AMPERE, HOPPER = 80, 90
@@ -53,9 +53,9 @@ def call_turn_and_store(dtype: torch.dtype = torch.bfloat16) -> None:
     """Parts of heads; whole heads, normed; nothing, as where a model turns its heads itself."""
     heads = torch.zeros((2, 7, 128), dtype=torch.bfloat16)
     slots, pool = torch.tensor([1, 2]), torch.zeros((4, 2, 128)).to(dtype)
-    for turns, weight in ((heads[:, 0, :64], None), (heads[:, 0], torch.zeros((5, 128)))):
-        turn_and_store(heads, slots, (pool, pool), turns=turns, weight=weight)
-    turn_and_store(heads, slots, (pool, pool), turns=None)
+    for cos_sin, weight in ((heads[:, 0, :64], None), (heads[:, 0], torch.zeros((5, 128)))):
+        rope_and_store_kv(heads, slots, (pool, pool), cos_sin=cos_sin, weight=weight)
+    rope_and_store_kv(heads, slots, (pool, pool), cos_sin=None)
 
 
 def call_invariant_linear(num_outs: int = 300) -> None:
@@ -116,23 +116,23 @@ def call_bitmask() -> None:
 def call_gather_pages() -> None:
     starts = torch.tensor([0, 1, 3], dtype=torch.int32)
     table = torch.zeros((4, 600), dtype=torch.int64)
-    gather_pages(table, table[0, :2], firsts=starts[:2], starts=starts, out=starts.clone())
+    kv_indices(table, table[0, :2], firsts=starts[:2], starts=starts, out=starts.clone())
 
 
 def call_page_starts() -> None:
     lens = torch.tensor([1, 3, 5], dtype=torch.int64)
     firsts, starts = torch.zeros(2, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
     for window in (None, 40):
-        out = PageStarts(firsts, starts, firsts)
-        page_starts(lens[:2], lens, window=window, page_size=16, out=out)
+        out = KvIndptr(firsts, starts, firsts)
+        kv_indptr(lens[:2], lens, window=window, page_size=16, out=out)
 
 
 CALLS: Mapping[str, Callable[[], None]] = {
     "norms": call_norms,
     "gated_mul": call_gated_mul,
-    "turn_and_store": call_turn_and_store,
-    "gather_pages": call_gather_pages,
-    "page_starts": call_page_starts,
+    "rope_and_store_kv": call_turn_and_store,
+    "kv_indices": call_gather_pages,
+    "kv_indptr": call_page_starts,
     "invariant_linear": call_invariant_linear,
     "paged": call_paged,
     "sample": call_sample,

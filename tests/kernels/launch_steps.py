@@ -15,24 +15,24 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from aserve.gpu.device_batch import DeviceStep
-from aserve.gpu.padding_batch import padding_batch
-from aserve.gpu.resolve import DeviceState
-from aserve.gpu.sample.plan import RowFacts
-from aserve.gpu.sections import HostSections
-from aserve.gpu.step_plan import plan_step
-from aserve.gpu.triton_resolve import triton_resolve
+from aserve.gpu.cudagraph.warmup import padding_batch
+from aserve.gpu.device.cuda.ops import triton_resolve
+from aserve.gpu.sampling.plan import RowParams
+from aserve.gpu.step.inputs import DeviceStep
+from aserve.gpu.step.plan import plan_step
+from aserve.gpu.step.resolve import DeviceState
+from aserve.gpu.transfer.staging import HostArrays
 from aserve_kernels.gated_mul import gated_mul
-from aserve_kernels.gather_pages import gather_pages
-from aserve_kernels.page_starts import PageStarts, page_starts
+from aserve_kernels.kv_indices import kv_indices
+from aserve_kernels.kv_indptr import KvIndptr, kv_indptr
 from aserve_kernels.paged_decode import paged_decode
 from aserve_kernels.paged_extend import paged_extend
 from aserve_kernels.paged_rows import PagedRows, Scoring
 from aserve_kernels.paged_tiles import Cut
 from aserve_kernels.relay_rows import scatter_rows
 from aserve_kernels.rms_norm import add_rms_norm, rms_norm
+from aserve_kernels.rope_and_store_kv import rope_and_store_kv
 from aserve_kernels.sample import sample
-from aserve_kernels.turn_and_store import turn_and_store
 from tests.gpu.device_tables import make_tables, to_device
 
 # Rows and tokens of each.
@@ -56,8 +56,8 @@ class Launches:
 def launch_step(num_rows: int, width: int, state: DeviceState) -> None:
     """What a step launches between its words and its tokens."""
     batch = padding_batch(width, num_groups=1, num_rows=num_rows)
-    plan = plan_step(batch, RowFacts(0), vocab_size=VOCAB, slice_len=1000)
-    host = HostSections()
+    plan = plan_step(batch, RowParams(0), vocab_size=VOCAB, slice_len=1000)
+    host = HostArrays()
     plan.stage(host)
     sections = to_device(host)
     step = triton_resolve(plan, sections, state)
@@ -85,18 +85,18 @@ def attend(step: DeviceStep, state: DeviceState) -> None:
     placed = step.batch.place(state.pools)
     num_tokens = len(placed.positions)
     heads = torch.zeros((num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM), dtype=torch.bfloat16)
-    turns = torch.zeros((num_tokens, HEAD_DIM), dtype=torch.bfloat16)
+    cos_sin = torch.zeros((num_tokens, HEAD_DIM), dtype=torch.bfloat16)
     pool = torch.zeros((64, NUM_KV_HEADS, HEAD_DIM), dtype=torch.bfloat16)
-    q = turn_and_store(heads, placed.slots[0], (pool, pool), turns=turns)
+    q = rope_and_store_kv(heads, placed.slots[0], (pool, pool), cos_sin=cos_sin)
     table, rows = state.pools.page_tables[0], step.batch.rows
-    paged = PagedRows(table, 4, rows, placed.lens, placed.query_starts, max_len=80)
+    paged = PagedRows(table, 4, rows, placed.lens, placed.cu_query_lens, max_len=80)
     for attention in (paged_decode, paged_extend):
         attention(q, pool, pool, paged, Scoring(0.1), out=torch.empty_like(q), cut=Cut())
     starts = torch.zeros(len(rows) + 1, dtype=torch.int32)
     firsts = torch.zeros(len(rows), dtype=torch.int32)
-    of_rows = PageStarts(firsts, starts, torch.zeros_like(firsts))
-    page_starts(placed.lens, placed.query_starts, window=40, page_size=4, out=of_rows)
-    gather_pages(table, rows, firsts=firsts, starts=starts, out=torch.zeros_like(firsts))
+    of_rows = KvIndptr(firsts, starts, torch.zeros_like(firsts))
+    kv_indptr(placed.lens, placed.cu_query_lens, window=40, page_size=4, out=of_rows)
+    kv_indices(table, rows, firsts=firsts, starts=starts, out=torch.zeros_like(firsts))
 
 
 def main() -> None:

@@ -62,12 +62,12 @@ class Inputs:
     def alone(self, row: int, queries: slice, kv_len: int | None = None) -> Inputs:
         """Only these queries of a row, which are its last: of all its length, or of its first
         `kv_len` tokens."""
-        span = queries.stop - queries.start
+        query_len = queries.stop - queries.start
         paged = replace(
             self.paged,
             rows=self.paged.rows[row : row + 1],
             lens=self.paged.lens[row : row + 1] if kv_len is None else torch.tensor([kv_len]),
-            query_starts=torch.tensor([0, span]),
+            cu_query_lens=torch.tensor([0, query_len]),
         )
         return Inputs(self.q[queries], self.keys, self.values, paged)
 
@@ -76,7 +76,7 @@ def make_inputs(case: Case, device: torch.device = CPU) -> Inputs:
     """Rows own scattered pages. What lies behind a row's length, or where no query of its row
     sees it, is NaN, and so is page 0."""
     generator = torch.Generator().manual_seed(0)
-    spans = torch.tensor([span for span, _ in case.rows], dtype=torch.int64)
+    query_lens = torch.tensor([query_len for query_len, _ in case.rows], dtype=torch.int64)
     lens = torch.tensor([kv_len for _, kv_len in case.rows], dtype=torch.int64)
     longest = int(lens.max()) if len(lens) else 1
     columns = -(-longest // case.page_size)
@@ -84,8 +84,12 @@ def make_inputs(case: Case, device: torch.device = CPU) -> Inputs:
     table = torch.cat((torch.zeros(1, columns, dtype=torch.int64), pages.view(-1, columns)))
     num_slots = (1 + len(pages)) * case.page_size
     is_seen = torch.zeros(num_slots, dtype=torch.bool)
-    for row, (span, kv_len) in enumerate(case.rows, start=1):
-        low = 0 if case.scoring.window is None else max(0, kv_len - span + 1 - case.scoring.window)
+    for row, (query_len, kv_len) in enumerate(case.rows, start=1):
+        low = (
+            0
+            if case.scoring.window is None
+            else max(0, kv_len - query_len + 1 - case.scoring.window)
+        )
         at = torch.arange(low, kv_len)
         is_seen[table[row][at // case.page_size] * case.page_size + at % case.page_size] = True
     pool = torch.randn(2, num_slots, case.heads[1], case.head_dim, generator=generator)
@@ -93,14 +97,14 @@ def make_inputs(case: Case, device: torch.device = CPU) -> Inputs:
     keys, values = pool.to(case.kv_dtype or case.dtype).to(device)
     # As a model gives it: the first part of a joined projection.
     joined = torch.randn(
-        int(spans.sum()), case.heads[0] + 2, case.head_dim, generator=generator
+        int(query_lens.sum()), case.heads[0] + 2, case.head_dim, generator=generator
     ).to(device, case.dtype)
     paged = PagedRows(
         table.to(device),
         case.page_size,
         torch.arange(1, len(lens) + 1).to(device),
         lens.to(device),
-        torch.nn.functional.pad(spans.cumsum(0), (1, 0)).to(device),
+        torch.nn.functional.pad(query_lens.cumsum(0), (1, 0)).to(device),
         case.max_len or longest,
     )
     return Inputs(joined[:, : case.heads[0]], keys, values, paged)

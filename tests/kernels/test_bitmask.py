@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aserve.gpu.sample.bans import allow
+from aserve.gpu.sampling.token_masks import allow
 from aserve_kernels.bitmask import apply_bitmask, apply_bitmask_ref
 from tests.kernels.tolerance import draw
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aserve.gpu.layers.activation import ACTIVATIONS, GatedBy
+from aserve.gpu.layers.mlp import ACTIVATIONS, GatedBy
 from aserve_kernels.gated_mul import BLOCK, KINDS, gated_mul, gated_mul_ref
 from tests.kernels.tolerance import TOLERANCES, assert_close, draw
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aserve_kernels.gather_pages import BLOCK, gather_pages, gather_pages_ref
+from aserve_kernels.kv_indices import BLOCK, gather_pages_ref, kv_indices
 
 COLUMNS = 2 * BLOCK + 3
 
@@ -32,7 +32,7 @@ def test_each_rows_pages_stand_behind_those_of_the_row_before(
         table[int(row), first : first + count]
         for row, first, count in zip(rows, firsts, counts, strict=True)
     ]
-    for gather in (gather_pages, gather_pages_ref):
+    for gather in (kv_indices, gather_pages_ref):
         out = torch.full((total + 5,), -1, dtype=torch.int32)
         given = torch.tensor(firsts, dtype=torch.int32)
         gather(table, rows, firsts=given, starts=starts, out=out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aserve_kernels.page_starts import BLOCK, PageStarts, page_starts, page_starts_ref
+from aserve_kernels.kv_indptr import BLOCK, KvIndptr, kv_indptr, page_starts_ref
 
 SHAPES = {
     "no row": ([], []),
@@ -24,19 +24,19 @@ SHAPES = {
 def test_every_row_has_the_pages_that_its_queries_see(
     page_size: int, window: int | None, shape: str
 ) -> None:
-    lens, spans = SHAPES[shape]
+    lens, query_lens = SHAPES[shape]
     starts = [0]
-    query_starts = [0]
+    cu_query_lens = [0]
     firsts = []
-    for kv_len, span in zip(lens, spans, strict=True):
-        seen_from = 0 if window is None else max(0, kv_len - span - window + 1)
+    for kv_len, query_len in zip(lens, query_lens, strict=True):
+        seen_from = 0 if window is None else max(0, kv_len - query_len - window + 1)
         firsts.append(seen_from // page_size)
         starts.append(starts[-1] + (kv_len - 1) // page_size - firsts[-1] + 1)
-        query_starts.append(query_starts[-1] + span)
-    for op in (page_starts, page_starts_ref):
+        cu_query_lens.append(cu_query_lens[-1] + query_len)
+    for op in (kv_indptr, page_starts_ref):
         num = len(lens)
-        out = PageStarts(*(torch.full((n,), -1, dtype=torch.int32) for n in (num, num + 1, num)))
-        given = (torch.tensor(values, dtype=torch.int64) for values in (lens, query_starts))
+        out = KvIndptr(*(torch.full((n,), -1, dtype=torch.int32) for n in (num, num + 1, num)))
+        given = (torch.tensor(values, dtype=torch.int64) for values in (lens, cu_query_lens))
         op(*given, window=window, page_size=page_size, out=out)
         assert out.starts.tolist() == starts
         assert out.firsts.tolist() == firsts

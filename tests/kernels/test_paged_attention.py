@@ -86,11 +86,11 @@ def test_a_row_is_bitwise_the_same_alone_and_among_others(window: int | None) ->
     together = Case(rows, scoring=scoring, cut=Cut(least_split=64), max_len=300)
     given = make_inputs(together)
     every = run(OPS, given, together)
-    starts = given.paged.query_starts.tolist()
-    for row, (span, _) in enumerate(rows):
+    starts = given.paged.cu_query_lens.tolist()
+    for row, (query_len, _) in enumerate(rows):
         part = slice(starts[row], starts[row + 1])
         alone = given.alone(row, part)
-        assert torch.equal(run(OPS, alone, together), every[part]), (row, span)
+        assert torch.equal(run(OPS, alone, together), every[part]), (row, query_len)
 
 
 @pytest.mark.usefixtures("sums_in_one_order")

@@ -13,22 +13,24 @@ from aserve_kernels.prepare_inputs import BLOCK, Tables, Words, prepare_inputs, 
 MAX_ROWS, MAX_PAGES = 300, 6
 
 
-def make_words(spans: list[int]) -> Words:
-    generator = torch.Generator().manual_seed(len(spans))
-    num = len(spans)
-    owners = torch.arange(num).repeat_interleave(torch.tensor(spans, dtype=torch.int64))
-    starts = torch.tensor(spans).cumsum(0) - torch.tensor(spans)
+def make_words(query_lens: list[int]) -> Words:
+    generator = torch.Generator().manual_seed(len(query_lens))
+    num = len(query_lens)
+    token_to_row = torch.arange(num).repeat_interleave(torch.tensor(query_lens, dtype=torch.int64))
+    starts = torch.tensor(query_lens).cumsum(0) - torch.tensor(query_lens)
     rows = 1 + torch.randperm(MAX_ROWS, generator=generator)[:num]
-    ids = torch.randint(0, 1 << 31, (len(owners),), generator=generator)
-    is_known = torch.rand(len(owners), generator=generator) < 0.5
+    ids = torch.randint(0, 1 << 31, (len(token_to_row),), generator=generator)
+    is_known = torch.rand(len(token_to_row), generator=generator) < 0.5
     return Words(
         rows=rows.int(),
         kv_lens=torch.randint(0, 40, (num,), generator=generator).int(),
-        spans=torch.tensor(spans).int(),
+        query_lens=torch.tensor(query_lens).int(),
         is_bound=torch.randint(0, 2, (num,), generator=generator).int(),
-        owners=owners.int(),
-        offsets=(torch.arange(len(owners)) - starts[owners]).int() if num else owners.int(),
-        input_ids=torch.where(is_known, ids, -rows[owners]).int(),
+        token_to_row=token_to_row.int(),
+        offsets=(torch.arange(len(token_to_row)) - starts[token_to_row]).int()
+        if num
+        else token_to_row.int(),
+        input_ids=torch.where(is_known, ids, -rows[token_to_row]).int(),
     )
 
 

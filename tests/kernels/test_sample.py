@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aserve.gpu.sample.noise import gumbel_noise
+from aserve.gpu.sampling.gumbel import gumbel_noise
 from aserve_kernels import sample as kernel
 from aserve_kernels.gumbel import gumbel, gumbel_ref, gumbel_start
 from aserve_kernels.sample import sample, sample_ref
@@ -47,10 +47,10 @@ def assert_draws(
     places, *tables = make_tables(rows)
     given = logits.clone()
     arguments = (logits, places, positions_of(len(rows)), *tables)
-    got, is_sound = sample(*arguments, has_noise=has_noise, has_limits=has_limits)
+    got, is_valid = sample(*arguments, has_noise=has_noise, has_limits=has_limits)
     expected, expected_sound = sample_ref(*arguments, has_noise=has_noise, has_limits=has_limits)
     assert torch.equal(got, expected)
-    assert torch.equal(is_sound, expected_sound)
+    assert torch.equal(is_valid, expected_sound)
     assert torch.equal(logits, given)
     return got
 
@@ -146,10 +146,10 @@ def test_rows_without_a_token_to_draw_are_not_sound() -> None:
     logits[4, ::2] = -torch.inf
     places, *tables = make_tables([Row(temperature=0.9, top_k=30, top_p=0.9)] * 6)
     for has_limits in (False, True):
-        tokens, is_sound = sample(
+        tokens, is_valid = sample(
             logits, places, positions_of(6), *tables, has_noise=True, has_limits=has_limits
         )
-        assert is_sound.tolist() == [False, False, False, True, True, True]
+        assert is_valid.tolist() == [False, False, False, True, True, True]
         assert tokens[3] == 0
         assert tokens[4] % 2 == 1
         assert ((tokens >= 0) & (tokens < 300)).all()

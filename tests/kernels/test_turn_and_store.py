@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from aserve.gpu.layers.head_norms import HeadNorms
-from aserve.gpu.layers.rotary import Turn, turn_heads
-from aserve_kernels.turn_and_store import ELEMENTS, turn_and_store, turn_and_store_ref
+from aserve.gpu.layers.norm import HeadNorms
+from aserve.gpu.layers.rope import RopeInputs, apply_rope
+from aserve_kernels.rope_and_store_kv import ELEMENTS, rope_and_store_kv, turn_and_store_ref
 from tests.kernels.tolerance import TOLERANCES, assert_close, draw
 
 NUM_SLOTS = 40
@@ -53,51 +53,51 @@ def test_every_shape_equals_the_reference(
     num_turned = num_queries + num_kv_heads
     lines = draw(num_tokens, num_turned + num_kv_heads + 1, head_dim, dtype=dtype)
     heads = lines[:, :-1]  # tokens may lie apart
-    turns = None if way == WAYS[0] else draw_turns(num_tokens, rotary_dim, dtype)
+    cos_sin = None if way == WAYS[0] else draw_turns(num_tokens, rotary_dim, dtype)
     weight = draw(num_turned, head_dim, seed=1) if way == WAYS[2] else None
     slots = draw_slots(num_tokens)
     pools, expected = (make_pools(num_kv_heads, head_dim, dtype) for _ in range(2))
-    queries = turn_and_store(heads, slots, pools, turns=turns, weight=weight, eps=EPS)
-    wanted = turn_and_store_ref(heads, slots, expected, turns=turns, weight=weight, eps=EPS)
+    queries = rope_and_store_kv(heads, slots, pools, cos_sin=cos_sin, weight=weight, eps=EPS)
+    wanted = turn_and_store_ref(heads, slots, expected, cos_sin=cos_sin, weight=weight, eps=EPS)
     assert_close(queries, wanted)
     assert_close(pools[0], expected[0])
     assert torch.equal(pools[1], expected[1])
     assert torch.equal(pools[1][slots], heads[:, num_turned:])
-    if turns is None:
+    if cos_sin is None:
         assert torch.equal(pools[0], expected[0])
     else:
         assert queries.is_contiguous()
         norms = None if weight is None else HeadNorms(weight, eps=EPS)
-        in_torch = turn_heads(heads[:, :num_turned], Turn(turns, norms))
+        in_torch = apply_rope(heads[:, :num_turned], RopeInputs(cos_sin, norms))
         assert_close(torch.cat((queries, pools[0][slots]), dim=1), in_torch)
 
 
 @pytest.mark.parametrize("way", WAYS[:2])
 def test_bfloat16_is_rounded_where_torch_rounds_it(way: str) -> None:
-    heads, turns = draw(8, 6, 32, dtype=torch.bfloat16), draw_turns(8, 32, torch.bfloat16)
-    given = turns if way == WAYS[1] else None
+    heads, cos_sin = draw(8, 6, 32, dtype=torch.bfloat16), draw_turns(8, 32, torch.bfloat16)
+    given = cos_sin if way == WAYS[1] else None
     pools, expected = (make_pools(1, 32, torch.bfloat16) for _ in range(2))
-    queries = turn_and_store(heads, draw_slots(8), pools, turns=given)
-    assert torch.equal(queries, turn_and_store_ref(heads, draw_slots(8), expected, turns=given))
+    queries = rope_and_store_kv(heads, draw_slots(8), pools, cos_sin=given)
+    assert torch.equal(queries, turn_and_store_ref(heads, draw_slots(8), expected, cos_sin=given))
     assert torch.equal(torch.stack(pools), torch.stack(expected))
 
 
 @pytest.mark.parametrize("pool_dtype", FP8, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize("is_rotary", [False, True])
 def test_eight_bit_pools_are_scaled_and_cut_at_their_range(
-    is_turned: bool, dtype: torch.dtype, pool_dtype: torch.dtype
+    is_rotary: bool, dtype: torch.dtype, pool_dtype: torch.dtype
 ) -> None:
     """The keys by 2, the values by half; a turn of nothing keeps numbers exact."""
     bound = torch.finfo(pool_dtype).max
     line = torch.tensor([0.0, 1.1, -2.5, 0.019, 1e9, -1e9, bound, 2 * bound])
     heads = line.view(1, 1, 8).repeat(2, 4, 1).to(dtype)
     heads[:, 3] *= -1
-    turns = torch.tensor([[1.0] * 4 + [0.0] * 4] * 2).to(dtype) if is_turned else None
+    cos_sin = torch.tensor([[1.0] * 4 + [0.0] * 4] * 2).to(dtype) if is_rotary else None
     slots = torch.tensor([5, 0])
     pools, expected = (make_pools(1, 8, pool_dtype) for _ in range(2))
-    queries = turn_and_store(heads, slots, pools, turns=turns, scales=(2.0, 0.5))
-    turn_and_store_ref(heads, slots, expected, turns=turns, scales=(2.0, 0.5))
+    queries = rope_and_store_kv(heads, slots, pools, cos_sin=cos_sin, scales=(2.0, 0.5))
+    turn_and_store_ref(heads, slots, expected, cos_sin=cos_sin, scales=(2.0, 0.5))
     for got, wanted in zip(pools, expected, strict=True):
         assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
         assert got.float().abs().amax() == bound
@@ -108,21 +108,21 @@ def test_eight_bit_pools_are_scaled_and_cut_at_their_range(
 def test_keys_are_rounded_to_the_models_dtype_before_they_are_to_the_pools(
     pool_dtype: torch.dtype,
 ) -> None:
-    heads, turns = draw(4, 5, 16, dtype=torch.bfloat16), draw_turns(4, 16, torch.bfloat16)
+    heads, cos_sin = draw(4, 5, 16, dtype=torch.bfloat16), draw_turns(4, 16, torch.bfloat16)
     pools, exact = make_pools(1, 16, pool_dtype), make_pools(1, 16, torch.bfloat16)
-    turn_and_store(heads, draw_slots(4), pools, turns=turns)
-    turn_and_store(heads, draw_slots(4), exact, turns=turns)
+    rope_and_store_kv(heads, draw_slots(4), pools, cos_sin=cos_sin)
+    rope_and_store_kv(heads, draw_slots(4), exact, cos_sin=cos_sin)
     for got, whole in zip(pools, exact, strict=True):
         assert torch.equal(got.float(), whole.to(pool_dtype).float())
 
 
 def test_tokens_of_no_page_share_a_slot_and_disturb_no_other() -> None:
     """As padding rows do, and tokens that have left a layer's window: all meet slot 0."""
-    heads, turns = draw(5, 4, 16), draw_turns(5, 16, torch.float32)
+    heads, cos_sin = draw(5, 4, 16), draw_turns(5, 16, torch.float32)
     slots = torch.tensor([0, 9, 0, 16, 0])
     pools, expected = (make_pools(1, 16, torch.float32) for _ in range(2))
-    queries = turn_and_store(heads, slots, pools, turns=turns)
-    assert_close(queries, turn_and_store_ref(heads, slots, expected, turns=turns))
+    queries = rope_and_store_kv(heads, slots, pools, cos_sin=cos_sin)
+    assert_close(queries, turn_and_store_ref(heads, slots, expected, cos_sin=cos_sin))
     written = (pools[0] != UNTOUCHED).any(dim=(1, 2)).nonzero().flatten()
     assert written.tolist() == [0, 9, 16]
     for got, wanted in zip(pools, expected, strict=True):
@@ -133,6 +133,6 @@ def test_a_token_of_more_heads_than_one_program_takes_is_stored_whole() -> None:
     num_kv_heads, head_dim = ELEMENTS // 128 + 1, 128
     heads = draw(2, 3 * num_kv_heads, head_dim)
     pools = make_pools(num_kv_heads, head_dim, torch.float32)
-    turn_and_store(heads, torch.tensor([1, 0]), pools, turns=None)
+    rope_and_store_kv(heads, torch.tensor([1, 0]), pools, cos_sin=None)
     for pool, part in zip(pools, heads.split(num_kv_heads, dim=1)[1:], strict=True):
         assert torch.equal(pool[:2], part.flip(0))

@@ -7,15 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aserve.errors import EngineDead, ErrorInfo, QueueFull, StepError
-from aserve.messages import (
-    FinishReason,
-    GenerateRequest,
-    OutputChunk,
-    SamplingParams,
-    TokenPrompt,
-    Usage,
-    pack_i32,
-)
+from aserve.messages.base import FinishReason, pack_i32
+from aserve.messages.output import OutputChunk, Usage
+from aserve.messages.requests import GenerateRequest, SamplingParams, TokenPrompt
 from aserve.observability.metrics import Metrics
 from aserve.observability.reports import TurnReport
 

@@ -11,16 +11,10 @@ from pathlib import Path
 import pytest
 
 from aserve.errors import ConfigError
-from aserve.messages import (
-    AdmitRequest,
-    Cancel,
-    EngineSpec,
-    GroupSpec,
-    Retired,
-    SamplingParams,
-    SchedulerEvent,
-    pack_i32,
-)
+from aserve.messages.base import pack_i32
+from aserve.messages.executor import EngineSpec, GroupSpec, SchedulerEvent
+from aserve.messages.output import Retired
+from aserve.messages.requests import AdmitRequest, Cancel, SamplingParams
 from aserve.observability.recording import Recorder, digest_of, read_recording
 
 SPEC = EngineSpec(
@@ -49,15 +43,15 @@ def test_what_was_recorded_is_read_back(tmp_path: Path) -> None:
     recorded(tmp_path / "r")
     recording = read_recording(tmp_path / "r")
     assert recording.spec == SPEC
-    assert [turn.events for turn in recording.turns] == [[ADMIT], [CANCEL]]
-    assert [turn.digest for turn in recording.turns] == [digest_of([]), digest_of([RETIRED])]
+    assert [tick.events for tick in recording.turns] == [[ADMIT], [CANCEL]]
+    assert [tick.digest for tick in recording.turns] == [digest_of([]), digest_of([RETIRED])]
 
 
 def test_the_events_of_a_turn_that_crashed_are_in_the_file(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "r", spec=SPEC)
     recorder.begin([ADMIT])  # then the process dies: no finish, no close
-    (turn,) = read_recording(tmp_path / "r").turns
-    assert (turn.events, turn.digest) == ([ADMIT], None)
+    (tick,) = read_recording(tmp_path / "r").turns
+    assert (tick.events, tick.digest) == ([ADMIT], None)
     recorder.close()
 
 
@@ -68,7 +62,7 @@ def test_a_file_that_was_cut_off_is_read_up_to_the_cut(tmp_path: Path, num_cut: 
     (tmp_path / "r").write_bytes(data[:-num_cut])
     expected: list[list[SchedulerEvent]] = [[ADMIT], [CANCEL]]
     turns = read_recording(tmp_path / "r").turns
-    assert [turn.events for turn in turns] == expected
+    assert [tick.events for tick in turns] == expected
     assert turns[-1].digest is None
 
 
@@ -107,7 +101,7 @@ def test_a_disk_that_fills_up_ends_the_recording_with_one_warning_and_nothing_el
     assert record.levelname == "WARNING"
     assert str(tmp_path / "r") in record.getMessage()
     assert "File too large" in record.getMessage()
-    assert [turn.events for turn in read_recording(tmp_path / "r").turns] == [[ADMIT]]
+    assert [tick.events for tick in read_recording(tmp_path / "r").turns] == [[ADMIT]]
 
 
 @contextlib.contextmanager

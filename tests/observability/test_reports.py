@@ -5,17 +5,19 @@ from __future__ import annotations
 import msgspec
 
 from aserve.errors import StepError
-from aserve.messages import Launch, ScheduleBatch, StepFailed, StepResult, StepStats
+from aserve.messages.results import StepFailed, StepResult
+from aserve.messages.step import Launch, ScheduleBatch, StepStats
 from aserve.observability.metrics import Metrics
 from aserve.observability.reports import (
     EngineReport,
     GrammarCompiled,
     GrammarKnown,
     LaunchedSteps,
+    SchedulerTick,
+    Seat,
     TurnReport,
     report_of,
 )
-from aserve.observability.turn import SchedulerTurn, Seat
 
 
 def launch(iteration: int, *, num_prefill_tokens: int, num_retracted: int) -> Launch:
@@ -26,7 +28,7 @@ def launch(iteration: int, *, num_prefill_tokens: int, num_retracted: int) -> La
     return Launch(ScheduleBatch(iteration, *empty, stats=stats))
 
 
-TURN = SchedulerTurn(
+TURN = SchedulerTick(
     events=[
         StepResult(1, b"", b"", b""),
         StepFailed(2, StepError("no").info()),
@@ -46,7 +48,7 @@ REPORT = TurnReport(("a", "b"), 2, 1, LaunchedSteps(2, 5, 7, 1, 9), 2, 3, 4)
 
 def test_a_turn_is_reported_as_its_sums() -> None:
     assert report_of(TURN) == REPORT
-    assert report_of(SchedulerTurn(events=[], effects=[])) == TurnReport()
+    assert report_of(SchedulerTick(events=[], effects=[])) == TurnReport()
 
 
 def test_reports_cross_msgpack() -> None:

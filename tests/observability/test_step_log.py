@@ -10,19 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aserve.errors import ErrorInfo
-from aserve.messages import (
-    Launch,
-    SampleResult,
-    ScheduleBatch,
-    SchedulerEffect,
-    SchedulerEvent,
-    StepFailed,
-    StepResult,
-    StepStats,
-    pack_i32,
-)
+from aserve.messages.base import pack_i32
+from aserve.messages.executor import SchedulerEffect, SchedulerEvent
+from aserve.messages.results import SampleResult, StepFailed, StepResult
+from aserve.messages.step import Launch, ScheduleBatch, StepStats
+from aserve.observability.reports import SchedulerTick
 from aserve.observability.step_log import StepLog
-from aserve.observability.turn import SchedulerTurn
 
 
 class ManualClock:
@@ -38,7 +31,7 @@ def launch(iteration: int, *, num_running: int = 0) -> Launch:
         ScheduleBatch(
             iteration=iteration,
             rows=b"",
-            spans=b"",
+            query_lens=b"",
             input_ids=b"",
             next_ids=b"",
             kv_lens=b"",
@@ -55,8 +48,8 @@ def result(iteration: int, *, num_tokens: int = 1) -> StepResult:
     return StepResult(iteration, rows=b"", counts=b"", tokens=tokens)
 
 
-def turn(*, events: list[SchedulerEvent], effects: list[SchedulerEffect]) -> SchedulerTurn:
-    return SchedulerTurn(events=events, effects=effects)
+def tick(*, events: list[SchedulerEvent], effects: list[SchedulerEffect]) -> SchedulerTick:
+    return SchedulerTick(events=events, effects=effects)
 
 
 def iterations(lines: list[str]) -> list[int]:
@@ -85,12 +78,12 @@ def test_numbers_are_1_2_3_in_launch_order_under_any_delay(data: st.DataObject) 
     try:
         log = StepLog(interval_s=0, clock=clock)
         for iteration in range(1, count + 1):
-            log.turned(turn(events=[], effects=[launch(iteration)]))
+            log.on_tick(tick(events=[], effects=[launch(iteration)]))
         for cut in cuts:
             events: list[SchedulerEvent] = [result(number) for number in order[:cut]]
             order = order[cut:]
             clock.now_s += 0.5
-            log.turned(turn(events=events, effects=[]))
+            log.on_tick(tick(events=events, effects=[]))
     finally:
         logger.removeHandler(handler)
     assert iterations(handler.lines) == list(range(1, count + 1))
@@ -101,8 +94,8 @@ def test_trap_6_a_line_says_what_its_step_was_launched_with(
 ) -> None:
     caplog.set_level(logging.INFO, logger="aserve.observability.step_log")
     log = StepLog(interval_s=0, clock=ManualClock())
-    log.turned(turn(events=[], effects=[launch(1, num_running=5), launch(2, num_running=9)]))
-    log.turned(turn(events=[result(1)], effects=[launch(3, num_running=11)]))
+    log.on_tick(tick(events=[], effects=[launch(1, num_running=5), launch(2, num_running=9)]))
+    log.on_tick(tick(events=[result(1)], effects=[launch(3, num_running=11)]))
     assert "iteration=1 " in caplog.messages[0]
     assert "running=5 waiting=1001 " in caplog.messages[0]
 
@@ -114,10 +107,10 @@ def test_lines_keep_their_distance_and_count_all_tokens_between(
     clock = ManualClock()
     log = StepLog(interval_s=5, clock=clock)
     for iteration in range(1, 21):
-        log.turned(turn(events=[], effects=[launch(iteration)]))
+        log.on_tick(tick(events=[], effects=[launch(iteration)]))
         clock.now_s += 1
         late = SampleResult(iteration, rows=b"", counts=b"", tokens=pack_i32([1]))
-        log.turned(turn(events=[result(iteration, num_tokens=3), late], effects=[]))
+        log.on_tick(tick(events=[result(iteration, num_tokens=3), late], effects=[]))
     assert iterations(caplog.messages) == [1, 6, 11, 16]
     assert "tok_s=4" in caplog.messages[1]
 
@@ -127,9 +120,9 @@ def test_idle_time_does_not_lower_the_rate(caplog: pytest.LogCaptureFixture) -> 
     clock = ManualClock()
     log = StepLog(interval_s=5, clock=clock)
     for iteration in (1, 2):
-        log.turned(turn(events=[], effects=[launch(iteration)]))
+        log.on_tick(tick(events=[], effects=[launch(iteration)]))
         clock.now_s += 1
-        log.turned(turn(events=[result(iteration, num_tokens=10)], effects=[]))
+        log.on_tick(tick(events=[result(iteration, num_tokens=10)], effects=[]))
         clock.now_s += 3600
     assert ["tok_s=10" in line for line in caplog.messages] == [True, True]
 
@@ -137,8 +130,8 @@ def test_idle_time_does_not_lower_the_rate(caplog: pytest.LogCaptureFixture) -> 
 def test_a_failed_step_always_has_its_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="aserve.observability.step_log")
     log = StepLog(interval_s=3600, clock=ManualClock())
-    log.turned(turn(events=[], effects=[launch(1), launch(2)]))
+    log.on_tick(tick(events=[], effects=[launch(1), launch(2)]))
     error = ErrorInfo(message="out of luck", type="server_error", code="step_failed", status=500)
-    log.turned(turn(events=[result(1), StepFailed(2, error)], effects=[]))
+    log.on_tick(tick(events=[result(1), StepFailed(2, error)], effects=[]))
     assert iterations(caplog.messages) == [1, 2]
     assert "failed='out of luck'" in caplog.messages[1]

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from aserve.messages import (
-    AdmitRequest,
-    Cancel,
-    OutputChunk,
-    Retired,
-    SamplingParams,
-    SequenceOutput,
-    StepOutput,
-    Usage,
-    pack_i32,
-)
+from aserve.messages.base import pack_i32
+from aserve.messages.output import OutputChunk, Retired, SequenceOutput, StepOutput, Usage
+from aserve.messages.requests import AdmitRequest, Cancel, SamplingParams
+from aserve.observability.reports import SchedulerTick, Seat
 from aserve.observability.trace import Trace
-from aserve.observability.turn import SchedulerTurn, Seat
 
 
 def test_a_story_names_everything_that_happened_in_order() -> None:
     trace = Trace(clock=iter([1.0, 1.5, 2.0, 2.5, 3.0]).__next__)
     admit = AdmitRequest("a", prompt_ids=pack_i32([1, 2]), sampling=SamplingParams(seed=0))
-    trace.turned(SchedulerTurn(events=[admit], effects=[], seats=(Seat("a", 0, 3, 17),)))
+    trace.on_tick(SchedulerTick(events=[admit], effects=[], seats=(Seat("a", 0, 3, 17),)))
     output = SequenceOutput("a", 0, position=0, token_ids=pack_i32([5]), cached_len=0)
-    trace.turned(SchedulerTurn(events=[], effects=[StepOutput(17, (output,))]))
+    trace.on_tick(SchedulerTick(events=[], effects=[StepOutput(17, (output,))]))
     cancel = Cancel("a", None, 1, "cancelled")
-    trace.turned(SchedulerTurn(events=[cancel], effects=[Retired("a", 0, "cancelled", 1)]))
+    trace.on_tick(SchedulerTick(events=[cancel], effects=[Retired("a", 0, "cancelled", 1)]))
     last = OutputChunk("a", 0, "", b"", Usage(), finish_reason="cancelled", is_last=True)
     trace.delivered(last)
     assert trace.story("a").splitlines() == [

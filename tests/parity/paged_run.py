@@ -8,17 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from aserve.messages import (
-    ArrayI32,
-    Executor,
-    GroupSpec,
-    PageWrites,
-    ScheduleBatch,
-    StepResult,
-    Ticket,
-    array_i32,
-    pack_i32,
-)
+from aserve.messages.base import ArrayI32, array_i32, pack_i32
+from aserve.messages.executor import Executor, GroupSpec, Ticket
+from aserve.messages.results import StepResult
+from aserve.messages.step import PageWrites, ScheduleBatch
 from tests.gpu.batch_builder import greedy
 
 Spans = Mapping[int, Sequence[int]]
@@ -34,11 +27,11 @@ class GroupPages:
         self.free = [*pages[::2], *reversed(pages[1::2])]  # neighbours in a row are far apart
         self.held: dict[int, dict[int, int]] = {}
 
-    def step(self, kv_lens: Mapping[int, int], spans: Spans) -> PageWrites:
-        for row in spans:
+    def step(self, kv_lens: Mapping[int, int], query_lens: Spans) -> PageWrites:
+        for row in query_lens:
             self._release_behind(self.held.setdefault(row, {}), kv_lens[row])
         rows, columns, pages = [], [], []
-        for row, ids in spans.items():
+        for row, ids in query_lens.items():
             for column in range(-(-(kv_lens[row] + len(ids)) // self.page_size)):
                 if column * self.page_size < kv_lens[row]:
                     continue  # began in an earlier step
@@ -66,29 +59,31 @@ class PagedRun:
         self.sampled_in: dict[int, int] = {}  # row -> the last iteration that sampled it
         self.groups = [GroupPages(group, page_size=spec.page_size) for group in spec.groups]
 
-    def launch(self, spans: Spans, *, sampling: Collection[int]) -> Ticket:
-        """`spans`: row -> its ids of this step, -row for the token that it sampled last."""
+    def launch(self, query_lens: Spans, *, sampling: Collection[int]) -> Ticket:
+        """`query_lens`: row -> its ids of this step, -row for the token that it sampled last."""
         self.iteration += 1
         inits = tuple(
-            greedy(row, temperature=self.temperature) for row in spans if row not in self.kv_lens
+            greedy(row, temperature=self.temperature)
+            for row in query_lens
+            if row not in self.kv_lens
         )
-        before = {row: self.kv_lens.get(row, 0) for row in spans}
+        before = {row: self.kv_lens.get(row, 0) for row in query_lens}
         batch = ScheduleBatch(
             iteration=self.iteration,
-            rows=pack_i32(list(spans)),
-            spans=pack_i32([len(ids) for ids in spans.values()]),
-            input_ids=pack_i32([token for ids in spans.values() for token in ids]),
-            next_ids=pack_i32([-row for row in spans]),
+            rows=pack_i32(list(query_lens)),
+            query_lens=pack_i32([len(ids) for ids in query_lens.values()]),
+            input_ids=pack_i32([token for ids in query_lens.values() for token in ids]),
+            next_ids=pack_i32([-row for row in query_lens]),
             kv_lens=pack_i32(list(before.values())),
-            bounds=bytes(len(spans)),
+            bounds=bytes(len(query_lens)),
             expects=pack_i32(
-                [self.sampled_in[row] if -row in ids else 0 for row, ids in spans.items()]
+                [self.sampled_in[row] if -row in ids else 0 for row, ids in query_lens.items()]
             ),
-            sample_rows=pack_i32([row for row in spans if row in sampling]),
-            page_writes=tuple(group.step(before, spans) for group in self.groups),
+            sample_rows=pack_i32([row for row in query_lens if row in sampling]),
+            page_writes=tuple(group.step(before, query_lens) for group in self.groups),
             row_inits=inits,
         )
-        for row, ids in spans.items():
+        for row, ids in query_lens.items():
             self.kv_lens[row] = before[row] + len(ids)
             if row in sampling:
                 self.sampled_in[row] = self.iteration

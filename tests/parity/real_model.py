@@ -13,14 +13,15 @@ from typing import Any, NamedTuple
 from aserve.config import Facts, Raw, Resolved, resolve
 from aserve.engine import Engine
 from aserve.gpu.executor import TorchExecutor
-from aserve.gpu.results import Packed
 from aserve.gpu.runner import ModelRunner
-from aserve.gpu.sections import DeviceSections
-from aserve.gpu.step_plan import StepPlan
+from aserve.gpu.step.plan import StepPlan
+from aserve.gpu.step.results import Packed
+from aserve.gpu.transfer.staging import DeviceArrays
 from aserve.load import Loaded, load
-from aserve.messages import ScheduleBatch, array_i32
+from aserve.messages.base import array_i32
+from aserve.messages.step import ScheduleBatch
 from aserve.text.load import load_tokenizer
-from aserve.tiny.location import MODEL_DIR
+from aserve.tiny import MODEL_DIR
 
 NUM_TOKENS = 32
 STORY = (
@@ -146,7 +147,7 @@ class HookedRunner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def apply(self, batch: ScheduleBatch, tables: DeviceSections) -> None:
+    def apply(self, batch: ScheduleBatch, tables: DeviceArrays) -> None:
         self._before(batch)
         self._runner.apply(batch, tables)
 

@@ -14,14 +14,14 @@ from tests.avx2_machine import AVX2_ONLY
 REPOSITORY = Path(__file__).parents[2]
 # Models in each form of weights, and what runs between their products. Each inner loop of paged
 # attention once: what its other tests compile are the same loops for several threads.
-PAGED = "tests/gpu/attention/test_paged_cpu.py"
+PAGED = "tests/gpu/attention/test_cpu.py"
 TESTS = (
     *("tests/parity/test_forms.py", "tests/gpu/layers/test_compiled.py"),
     f"{PAGED}::test_every_shape_equals_the_reference",
     f"{PAGED}::test_every_kind_of_layer_equals_the_reference",
     f"{PAGED}::test_rows_of_many_queries_may_go_through_torch",
     f"{PAGED}::test_rows_of_many_queries_may_go_through_pairs",
-    *("tests/gpu/attention/test_dense.py", "tests/gpu/device/test_cpu_weights.py"),
+    *("tests/gpu/attention/test_chunked_prefill.py", "tests/gpu/device/cpu/test_weights.py"),
 )
 
 

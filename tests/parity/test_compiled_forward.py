@@ -13,27 +13,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from aserve.gpu.attention.torch_ref import TorchReference
+from aserve.gpu.attention.reference import TorchReference
 from aserve.gpu.build import BuildOptions, assemble
 from aserve.gpu.decode.registry import MODES
-from aserve.gpu.device.cpu import CpuDevice
+from aserve.gpu.device.cpu.device import CpuDevice
+from aserve.gpu.device.cpu.fused_decoder import FEW_TOKENS, CompiledForward, make_compiled_forward
+from aserve.gpu.device.cpu.kernel_linear import prepare_tiled
 from aserve.gpu.device.registry import open_device
 from aserve.gpu.executor import TorchExecutor
-from aserve.gpu.forward_batch import ForwardBatch, ForwardOverrides
-from aserve.gpu.future_map import FutureMap
 from aserve.gpu.kv.layer_groups import group_layers
 from aserve.gpu.kv.pools import KvPools
-from aserve.gpu.layers.tiled_linear import prepare_tiled
-from aserve.gpu.models.causal_model import CausalModel
-from aserve.gpu.models.compiled_forward import FEW_TOKENS, CompiledForward, make_compiled_forward
+from aserve.gpu.models.base import CausalModel, HiddenCapture
 from aserve.gpu.models.decoder import Decoder
-from aserve.gpu.models.hidden_capture import HiddenCapture
-from aserve.gpu.resolve import DeviceState
-from aserve.gpu.results import Packed
-from aserve.gpu.sample.row_tables import RowTables
-from aserve.gpu.step_plan import StepPlan
-from aserve.gpu.weights.target import Target
-from aserve.messages import GroupSpec
+from aserve.gpu.sampling.params import RowTables
+from aserve.gpu.step.forward_batch import ForwardBatch, ForwardOverrides
+from aserve.gpu.step.future_map import FutureMap
+from aserve.gpu.step.plan import StepPlan
+from aserve.gpu.step.resolve import DeviceState
+from aserve.gpu.step.results import Packed
+from aserve.gpu.weights.source import Target
+from aserve.messages.executor import GroupSpec
 from tests.gpu.device_tables import device_batch
 from tests.load_model import load_model
 from tests.parity.conftest import ReferenceOf
@@ -76,8 +75,8 @@ class Site:
 
 def load_tiled(directory: Path, dtype: torch.dtype) -> CausalModel:
     name = str(dtype).removeprefix("torch.")
-    ways = CpuDevice().ways(dtype, is_deterministic=False)
-    target = Target(prepare=prepare_tiled, elementwise=ways.elementwise)
+    ops = CpuDevice().ops(dtype, is_deterministic=False)
+    target = Target(prepare=prepare_tiled, elementwise=ops.elementwise)
     return load_model(directory, dtype=name, max_model_len=MAX_MODEL_LEN, target=target)
 
 
@@ -120,12 +119,12 @@ def test_one_call_gives_the_hidden_states_and_kv_of_many(
     """Prompts, chunks behind a prefix and decoding rows, shorter and longer than the windows."""
     directory = rounded(reference_of(kind), dtype, tmp_path)
     exact, here = site(directory, torch.float32), site(directory, dtype)
-    shortcut = here.compiled()
-    for spans, lens in (([1, 1, 1], [0, 30, 70]), ([19, 1, 3, 33], [0, 41, 25, 30])):
-        batch = ForwardBatch.init_new(device_batch(spans, lens), here.pools)
+    fused_step = here.compiled()
+    for query_lens, lens in (([1, 1, 1], [0, 30, 70]), ([19, 1, 3, 33], [0, 41, 25, 30])):
+        batch = ForwardBatch.init_new(device_batch(query_lens, lens), here.pools)
         before = [part.clone() for part in here.parts()]
         expected = exact.plain(batch)
-        got = shortcut.run(batch)
+        got = fused_step.run(batch)
         assert got.dtype == dtype
         assert distance(got, expected) < TOLERANCES[dtype]
         for part, its_kv, old in zip(here.parts(), exact.parts(), before, strict=True):
@@ -137,15 +136,15 @@ def test_one_call_gives_the_hidden_states_and_kv_of_many(
 @pytest.mark.slow
 def test_what_it_cannot_do_is_left_to_the_model(reference_of: ReferenceOf) -> None:
     here = site(reference_of("llama-tied").directory, torch.float32)
-    shortcut = here.compiled()
+    fused_step = here.compiled()
 
     made = device_batch([9], [0])
     plain = ForwardBatch.init_new(made, here.pools)
     watched = ForwardOverrides(capture=HiddenCapture(layer_ids=(0,)))
-    assert shortcut.can_run(plain)
-    assert not shortcut.can_run(ForwardBatch.init_new(made, here.pools, watched))
-    assert not shortcut.can_run(replace(plain, spans_cpu=np.array([1, FEW_TOKENS + 1])))
-    assert shortcut.can_run(replace(plain, spans_cpu=np.array([FEW_TOKENS] * 3)))
+    assert fused_step.can_run(plain)
+    assert not fused_step.can_run(ForwardBatch.init_new(made, here.pools, watched))
+    assert not fused_step.can_run(replace(plain, query_lens_cpu=np.array([1, FEW_TOKENS + 1])))
+    assert fused_step.can_run(replace(plain, query_lens_cpu=np.array([FEW_TOKENS] * 3)))
     joint = site(reference_of("olmo2").directory, torch.float32)
     assert make_compiled_forward(joint.model, joint.state) is None
 
@@ -177,7 +176,7 @@ async def both(
         )
         model = load_tiled(directory, dtype)
         mode = MODES[options.decode]()
-        return assemble(model, mode, open_device("cpu"), options, shortcut=counted)
+        return assemble(model, mode, open_device("cpu"), options, fused_step=counted)
 
     executors = build("auto"), build("torch-ref")
     for executor in executors:
@@ -210,9 +209,10 @@ async def test_a_step_in_one_call_draws_the_tokens_of_its_parts(
     directory = reference_of(kind).directory
     async with both(directory, torch.float32, temperature=temperature) as (runs, made):
         tickets = [
-            [run.launch(spans, sampling=sampling) for run in runs] for spans, sampling in STEPS
+            [run.launch(query_lens, sampling=sampling) for run in runs]
+            for query_lens, sampling in STEPS
         ]
         for pair in tickets:
             short, plain = [tokens_of(await ticket) for ticket in pair]
             assert short == plain
-    assert [shortcut.num_steps for shortcut in made] == [len(STEPS)]
+    assert [fused_step.num_steps for fused_step in made] == [len(STEPS)]

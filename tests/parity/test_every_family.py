@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aserve.gpu.fallback.weights import DUMMY_SEED
+from aserve.gpu.models.transformers.weights import DUMMY_SEED
 from tests.load_model import load_model
 from tests.parity.dense_attend import DenseAttend
 

@@ -11,14 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from aserve.gpu.device.cpu import CpuDevice
-from aserve.gpu.device.cpu_facts import read_cpu_facts
-from aserve.gpu.device.cpu_weights import choose_cpu_form
-from aserve.gpu.layers.half_stored_linear import prepare_half_stored
+from aserve.gpu.device.cpu.device import CpuDevice
+from aserve.gpu.device.cpu.linear import prepare_half_stored, prepare_packed
+from aserve.gpu.device.cpu.weights import choose_cpu_format, read_isa
 from aserve.gpu.layers.linear import Prepare, prepare
-from aserve.gpu.layers.packed_linear import prepare_packed
-from aserve.gpu.weights.form import WeightWish
-from aserve.gpu.weights.target import Target
+from aserve.gpu.weights.format import WeightRequest
+from aserve.gpu.weights.source import Target
 from tests.load_model import load_model
 from tests.parity.conftest import ReferenceOf
 from tests.parity.dense_attend import DenseAttend
@@ -38,8 +36,8 @@ def rounded(reference: Reference, dtype: torch.dtype, directory: Path) -> Path:
 
 @torch.inference_mode()
 def logits_of(directory: Path, form: Prepare, tokens: Tensor, *, dtype: str = "float32") -> Tensor:
-    ways = CpuDevice().ways(getattr(torch, dtype), is_deterministic=False)
-    target = Target(prepare=form, elementwise=ways.elementwise)
+    ops = CpuDevice().ops(getattr(torch, dtype), is_deterministic=False)
+    target = Target(prepare=form, elementwise=ops.elementwise)
     model = load_model(directory, dtype=dtype, max_model_len=MAX_MODEL_LEN, target=target)
     return model.logits(model.forward(tokens, torch.arange(len(tokens)), DenseAttend()))
 
@@ -77,7 +75,7 @@ def test_bfloat16_gives_logits_near_those_of_float32(
 ) -> None:
     reference = reference_of(kind)
     directory = rounded(reference, torch.bfloat16, tmp_path)
-    form = choose_cpu_form(WeightWish("bfloat16", None, 0), read_cpu_facts())
+    form = choose_cpu_format(WeightRequest("bfloat16", None, 0), read_isa())
     expected = logits_of(directory, prepare, reference.tokens)
     got = logits_of(directory, form.prepare, reference.tokens, dtype="bfloat16")
     assert distance(got, expected) < 3e-2

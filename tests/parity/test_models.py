@@ -9,15 +9,14 @@ import msgspec
 import pytest
 import torch
 
-from aserve.gpu.models.causal_model import CausalModel
-from aserve.gpu.models.config import architecture_of, parse_config, read_fields
+from aserve.gpu.models.base import CausalModel
+from aserve.gpu.models.config.model import architecture_of, parse_config, read_fields
 from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.models.decoder_spec import NORMS_AROUND, DecoderSpec, EmbeddingScale
 from aserve.gpu.models.registry import FAMILIES, DecoderFamily
 from aserve.gpu.weights.checkpoint import Checkpoint
-from aserve.gpu.weights.progress import LoadProgress
 from aserve.gpu.weights.reader import WeightReader
-from aserve.gpu.weights.target import HOST
+from aserve.gpu.weights.source import HOST, LoadProgress
 from tests.load_model import load_model
 from tests.parity.conftest import ReferenceOf
 from tests.parity.dense_attend import DenseAttend

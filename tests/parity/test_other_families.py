@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aserve.gpu.models.causal_model import CausalModel
-from aserve.gpu.models.hidden_capture import HiddenCapture
+from aserve.gpu.models.base import CausalModel, HiddenCapture
 from tests.load_model import load_model
 from tests.parity.conftest import ReferenceOf
 from tests.parity.dense_attend import DenseAttend

@@ -13,11 +13,9 @@ from torch import Tensor
 
 from aserve.gpu.build import BuildOptions, assemble
 from aserve.gpu.decode.registry import MODES
-from aserve.gpu.device.cpu import CpuDevice
+from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.device.registry import open_device
-from aserve.gpu.models.attend import Attend
-from aserve.gpu.models.causal_model import CausalModel
-from aserve.gpu.models.hidden_capture import HiddenCapture
+from aserve.gpu.models.base import Attend, CausalModel, HiddenCapture
 from tests.load_model import load_model
 from tests.parity.conftest import ReferenceOf
 from tests.parity.paged_run import PagedRun, tokens_of
@@ -154,8 +152,8 @@ async def check_mixed_steps(reference: Reference, *, page_size: int, backend: st
     async with running(reference, page_size=page_size, attention=backend) as (run, steps):
         tickets = [run.launch({ROW: ids_of(reference.prompt)}, sampling=[ROW])]
         for number, chunk in enumerate(chunks):
-            spans = {ROW: [-ROW], NEIGHBOUR: ids_of(chunk)}
-            order = spans if number % 2 else dict(reversed(spans.items()))
+            query_lens = {ROW: [-ROW], NEIGHBOUR: ids_of(chunk)}
+            order = query_lens if number % 2 else dict(reversed(query_lens.items()))
             tickets.append(run.launch(order, sampling=[ROW]))
         tokens = [tokens_of(await ticket)[ROW] for ticket in tickets]
     mixed = steps[1:]

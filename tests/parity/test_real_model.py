@@ -18,20 +18,14 @@ from transformers import AutoModelForCausalLM
 
 from aserve.engine import GenerationError
 from aserve.load import load
-from aserve.messages import (
-    AdmitRequest,
-    Launch,
-    Retired,
-    SamplingParams,
-    SchedulerEvent,
-    StepOutput,
-    Ticket,
-    array_i32,
-    pack_i32,
-)
+from aserve.messages.base import array_i32, pack_i32
+from aserve.messages.executor import SchedulerEvent, Ticket
+from aserve.messages.output import Retired, StepOutput
+from aserve.messages.requests import AdmitRequest, SamplingParams
+from aserve.messages.step import Launch
 from aserve.scheduling.request import child_seed
-from aserve.scheduling.state import SchedulerState
-from aserve.tiny.location import MODEL_DIR
+from aserve.scheduling.scheduler import Scheduler
+from aserve.tiny import MODEL_DIR
 from tests.parity.real_model import (
     NUM_TOKENS,
     PLAIN,
@@ -172,7 +166,7 @@ class Drive:
 
     def __init__(self, **changed: Any) -> None:
         self.executor = load(options(**changed)).executor
-        self._state = SchedulerState(self.executor.spec, debug_checks=True)
+        self._scheduler = Scheduler(self.executor.spec, debug_checks=True)
 
     async def run(self, request: AdmitRequest) -> list[Tokens]:
         """New tokens of each child."""
@@ -180,7 +174,7 @@ class Drive:
         tickets: deque[Ticket] = deque()
         outputs: list[list[int]] = [[] for _ in range(request.sampling.n)]
         while events:
-            for effect in self._state.step(events):
+            for effect in self._scheduler.step(events):
                 match effect:
                     case Launch():
                         tickets.append(self.executor.launch(effect.batch))
@@ -192,7 +186,7 @@ class Drive:
                     case _:
                         raise AssertionError(effect)
             events = [await tickets.popleft()] if tickets else []
-        assert self._state.is_idle
+        assert self._scheduler.is_idle
         return [tuple(tokens) for tokens in outputs]
 
     async def __aenter__(self) -> Drive:

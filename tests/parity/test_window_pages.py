@@ -10,7 +10,8 @@ from aserve.config import Resolved
 from aserve.engine import Engine
 from aserve.gpu.build import BuildOptions, build_executor
 from aserve.load import Loaded
-from aserve.messages import ScheduleBatch, array_i32
+from aserve.messages.base import array_i32
+from aserve.messages.step import ScheduleBatch
 from aserve.text.load import TextSide
 from tests.parity.conftest import ReferenceOf
 from tests.parity.real_model import HookedRunner, calm

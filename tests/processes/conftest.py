@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from aserve.event_loop import new_event_loop
+from aserve.host.threads import new_event_loop
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from aserve.frames import FrameSplitter, framed
-from aserve.messages import Message
+from aserve.messages.base import Message
 from aserve.processes.link import MAX_IN_FRAME, Link
 
 LARGER_THAN_ANY_BUFFER = 8 << 20

@@ -7,7 +7,10 @@ import pytest
 
 from aserve.config import Facts, Raw, resolve
 from aserve.errors import QueueFull
-from aserve.messages import Cancel, EngineSpec, GroupSpec, Message, Refused
+from aserve.messages.base import Message
+from aserve.messages.executor import EngineSpec, GroupSpec
+from aserve.messages.output import Refused
+from aserve.messages.requests import Cancel
 from aserve.observability.reports import Beat, GrammarCompiled, TurnReport
 from aserve.processes.protocol import Died, LoadFailed, Ready, Start, ToEngine, ToFrontend
 

@@ -9,22 +9,16 @@ import pytest
 
 from aserve.channel import Channel
 from aserve.config import Facts, Raw, resolve
-from aserve.core import CorePorts
-from aserve.messages import (
-    AdmitRequest,
-    DetokenizerEvent,
-    Retired,
-    SamplingParams,
-    StepOutput,
-    array_i32,
-    pack_i32,
-)
+from aserve.engine_core import EngineCorePorts
+from aserve.messages.base import array_i32, pack_i32
+from aserve.messages.output import DetokenizerEvent, Retired, StepOutput
+from aserve.messages.requests import AdmitRequest, SamplingParams
 from aserve.observability.reports import EngineReport, TurnReport
 from aserve.observability.trace import Trace
 from aserve.processes.protocol import Start
-from aserve.processes.remote import ENGINE, RemoteCore
+from aserve.processes.remote import ENGINE, RemoteEngineCore
 from aserve.text.load import load_tokenizer
-from aserve.tiny.location import MODEL_DIR
+from aserve.tiny import MODEL_DIR
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +31,7 @@ class Rig:
         self.text: Channel[DetokenizerEvent] = Channel()
         self.reports: list[EngineReport] = []
         self.deaths: list[str] = []
-        self.core = RemoteCore(CorePorts(self.text, self.reports.append, Trace()))
+        self.core = RemoteEngineCore(EngineCorePorts(self.text, self.reports.append, Trace()))
 
     async def start(self, device: str) -> str:
         """What the engine says about itself."""

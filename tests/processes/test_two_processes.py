@@ -15,19 +15,20 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from aserve import launch
-from aserve.app import App
+from aserve import startup
 from aserve.config import Facts, Raw, Resolved, resolve
 from aserve.errors import ConfigError, EngineDead
 from aserve.frames import framed
-from aserve.launch import InItsOwnProcess
-from aserve.messages import GenerateRequest, OutputChunk, SamplingParams, TokenPrompt
+from aserve.frontend import Frontend
+from aserve.messages.output import OutputChunk
+from aserve.messages.requests import GenerateRequest, SamplingParams, TokenPrompt
 from aserve.observability.reports import Beat, EngineReport
 from aserve.processes.protocol import Start
-from aserve.processes.remote import RemoteCore
-from aserve.serving import Serving
+from aserve.processes.remote import RemoteEngineCore
+from aserve.server import Server
+from aserve.startup import InItsOwnProcess
 from aserve.text.load import TextSide
-from aserve.tiny.location import MODEL_DIR
+from aserve.tiny import MODEL_DIR
 from tests.text.vocabularies import byte_level_tokenizer
 
 TEXT = TextSide(byte_level_tokenizer())
@@ -38,7 +39,7 @@ def options() -> Resolved:
 
 
 def command(kind: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", "tests.processes.fake_engine", kind)
+    return (sys.executable, "-m", "tests.fakes.engine_process", kind)
 
 
 class Rig:
@@ -46,9 +47,9 @@ class Rig:
 
     def __init__(self) -> None:
         self.died = asyncio.Event()
-        self.app = App(options(), on_death=self.died.set)
+        self.app = Frontend(options(), on_death=self.died.set)
         self.has_beaten = asyncio.Event()
-        self.core = RemoteCore(dataclasses.replace(self.app.ports, report=self._report))
+        self.core = RemoteEngineCore(dataclasses.replace(self.app.ports, report=self._report))
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
@@ -60,8 +61,8 @@ class Rig:
 
     async def ask(self, name: str, *, max_tokens: int = 40) -> list[OutputChunk]:
         sampling = SamplingParams(seed=1, max_tokens=max_tokens, ignore_eos=True)
-        outlet = self.app.gateway.open(GenerateRequest(name, TokenPrompt((1, 2)), sampling))
-        return [chunk async for chunk in outlet]
+        request_stream = self.app.gateway.open(GenerateRequest(name, TokenPrompt((1, 2)), sampling))
+        return [chunk async for chunk in request_stream]
 
     def _report(self, report: EngineReport) -> None:
         self.app.metrics.heard(report)
@@ -163,17 +164,17 @@ async def test_an_engine_that_still_loads_is_killed_at_once() -> None:
 async def test_a_signal_while_the_engine_loads_ends_the_server_with_0(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Seen(RemoteCore):
+    class Seen(RemoteEngineCore):
         async def open(self, command: Sequence[str], start: Start) -> None:
             await super().open(command, start)
             cores.append(self)
             is_open.set()
 
-    cores: list[RemoteCore] = []
+    cores: list[RemoteEngineCore] = []
     is_open = asyncio.Event()
-    monkeypatch.setattr(launch, "RemoteCore", Seen)
+    monkeypatch.setattr(startup, "RemoteEngineCore", Seen)
     resolved = resolve(Raw(command_line={"port": 0}), Facts(default_model=str(MODEL_DIR)))
-    serving = Serving(resolved, InItsOwnProcess(command("sleeper")))
+    serving = Server(resolved, InItsOwnProcess(command("sleeper")))
     exit_code = asyncio.ensure_future(serving.run())
     async with asyncio.timeout(30):
         await is_open.wait()

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from aserve.messages import (
-    AdmitRequest,
-    DecodeCaps,
-    EngineSpec,
-    GroupSpec,
-    SamplingParams,
-    array_i32,
-    pack_i32,
-    stamp_of,
-)
-from tests.fakes import TOY
+from aserve.messages.base import array_i32, pack_i32
+from aserve.messages.executor import DecodeCaps, EngineSpec, GroupSpec
+from aserve.messages.requests import AdmitRequest, SamplingParams, stamp_of
+from tests.fakes.hash_model import HashModel
+from tests.fakes.toy_device import TOY
 from tests.gpu.drive import make_executor, request, serve
-from tests.gpu.hash_model import HashModel
 from tests.traces import Trace, TraceRun
 
 STARTS = [2**31 - 6, 2**32 - 6, 2**63 - 400]
@@ -51,10 +44,10 @@ def test_traces_cross_the_border_of_32_bits(start: int, window: int) -> None:
         for number in range(4)
     )
     run = TraceRun(Trace(spec=spec, requests=requests, seed=start, fail_rate=0.1))
-    run.state.board.next_iteration = start
+    run.scheduler.state.next_iteration = start
     run.device.last_iteration = start - 1
     run.run()
-    assert run.state.board.next_iteration > start + 12
+    assert run.scheduler.state.next_iteration > start + 12
 
 
 @pytest.mark.parametrize("start", STARTS)

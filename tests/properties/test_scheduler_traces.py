@@ -13,15 +13,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from aserve.actors.replay import replay
-from aserve.messages import (
-    AdmitRequest,
-    DecodeCaps,
-    EngineSpec,
-    GroupSpec,
-    SamplingParams,
-    pack_i32,
-)
-from tests.fakes import TOY
+from aserve.messages.base import pack_i32
+from aserve.messages.executor import DecodeCaps, EngineSpec, GroupSpec
+from aserve.messages.requests import AdmitRequest, SamplingParams
+from tests.fakes.toy_device import TOY
 from tests.stories import POISON_SEED
 from tests.traces import Trace, TraceRun
 
@@ -103,7 +98,7 @@ def specs(draw: st.DrawFn) -> EngineSpec:
             mixes_prefill=draw(st.booleans()),
         ),
         names_shared_pages=draw(st.booleans()),
-        mixed_prompt_tokens=draw(st.sampled_from([None, 1, 4])),
+        max_mixed_prefill_tokens=draw(st.sampled_from([None, 1, 4])),
     )
 
 

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from aserve.messages import (
-    AdmitRequest,
-    Cancel,
+from aserve.messages.base import array_i32, pack_i32
+from aserve.messages.executor import (
     DecodeCaps,
     EngineSpec,
-    Grammar,
     GroupSpec,
-    Launch,
-    SamplingParams,
-    ScheduleBatch,
     SchedulerEffect,
     SchedulerEvent,
-    StepResult,
-    array_i32,
-    pack_i32,
 )
-from aserve.scheduling.state import SchedulerState
+from aserve.messages.requests import AdmitRequest, Cancel, Grammar, SamplingParams
+from aserve.messages.results import StepResult
+from aserve.messages.step import Launch, ScheduleBatch
+from aserve.scheduling.scheduler import Scheduler
 
 E = TypeVar("E")
 
@@ -84,11 +79,11 @@ class Stage:
     """Keeps what came out of every call of step, so that a test reads as a script."""
 
     def __init__(self, engine: EngineSpec) -> None:
-        self.state = SchedulerState(engine, debug_checks=True)
+        self.scheduler = Scheduler(engine, debug_checks=True)
         self.effects: list[SchedulerEffect] = []
 
     def play(self, *events: SchedulerEvent) -> list[SchedulerEffect]:
-        self.effects = self.state.step(list(events))
+        self.effects = self.scheduler.step(list(events))
         return self.effects
 
     def of(self, kind: type[E]) -> list[E]:
@@ -107,5 +102,5 @@ def rows(batch: ScheduleBatch) -> list[int]:
     return array_i32(batch.rows).tolist()
 
 
-def spans(batch: ScheduleBatch) -> list[int]:
-    return array_i32(batch.spans).tolist()
+def query_lens(batch: ScheduleBatch) -> list[int]:
+    return array_i32(batch.query_lens).tolist()

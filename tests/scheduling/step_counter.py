@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from aserve.messages import (
-    AdmitRequest,
-    Launch,
-    Refused,
-    Retired,
-    ScheduleBatch,
-    SchedulerEvent,
-    StepOutput,
-    array_i32,
-)
-from aserve.scheduling.state import SchedulerState
+from aserve.messages.base import array_i32
+from aserve.messages.executor import SchedulerEvent
+from aserve.messages.output import Refused, Retired, StepOutput
+from aserve.messages.requests import AdmitRequest
+from aserve.messages.step import Launch, ScheduleBatch
+from aserve.scheduling.scheduler import Scheduler
 from tests.scheduling.stage import result
 
 TOKEN = 9
@@ -25,8 +20,8 @@ class StepCounter:
     `num_outputs` counts a client's tokens.
     """
 
-    def __init__(self, state: SchedulerState) -> None:
-        self.state = state
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
         self.num_steps = 0
         self.first_steps: dict[str, int] = {}
         self.num_outputs: Counter[str] = Counter()
@@ -60,7 +55,7 @@ class StepCounter:
         return [self.first_steps[request.request_id] - start for request in requests]
 
     def _play(self, *events: SchedulerEvent) -> None:
-        for effect in self.state.step(list(events)):
+        for effect in self.scheduler.step(list(events)):
             match effect:
                 case Launch(batch=batch):
                     self._in_flight.append(batch)

@@ -8,8 +8,10 @@ import msgspec
 import pytest
 
 from aserve.cache.kv_cache import KvCache
-from aserve.messages import Refused, Retired, ScheduleBatch, array_i32
-from tests.scheduling.stage import Stage, cancel, request, result, rows, spans, spec
+from aserve.messages.base import array_i32
+from aserve.messages.output import Refused, Retired
+from aserve.messages.step import ScheduleBatch
+from tests.scheduling.stage import Stage, cancel, query_lens, request, result, rows, spec
 
 
 def answer(stage: Stage, batch: ScheduleBatch) -> None:
@@ -20,19 +22,19 @@ def answer(stage: Stage, batch: ScheduleBatch) -> None:
 def test_a_short_request_of_better_priority_is_fed_before_a_long_prefill() -> None:
     stage = Stage(spec(depth=1, lead=1, max_batched_tokens=8, num_pages=65))
     stage.play(request("long", list(range(60)), max_tokens=1, priority=10))
-    assert spans(stage.batches[0]) == [8]
+    assert query_lens(stage.batches[0]) == [8]
     first = stage.batches[0]
     stage.play(request("short", [90, 91, 92], max_tokens=1, priority=-10))
     answer(stage, first)
-    assert (rows(stage.batches[0]), spans(stage.batches[0])) == ([2, 1], [3, 5])
+    assert (rows(stage.batches[0]), query_lens(stage.batches[0])) == ([2, 1], [3, 5])
 
 
 def test_prefills_of_one_priority_are_fed_in_order_of_arrival() -> None:
     stage = Stage(spec(depth=1, lead=1, max_batched_tokens=8, num_pages=65))
     stage.play(request("a", list(range(10)), max_tokens=1), request("b", [50, 51], max_tokens=1))
-    assert (rows(stage.batches[0]), spans(stage.batches[0])) == ([1], [8])
+    assert (rows(stage.batches[0]), query_lens(stage.batches[0])) == ([1], [8])
     answer(stage, stage.batches[0])
-    assert (rows(stage.batches[0]), spans(stage.batches[0])) == ([1, 2], [2, 2])
+    assert (rows(stage.batches[0]), query_lens(stage.batches[0])) == ([1, 2], [2, 2])
 
 
 def test_a_worse_leader_is_not_waited_for() -> None:
@@ -73,13 +75,13 @@ def test_siblings_wait_until_the_shared_pages_are_there_and_are_looked_at_twice(
     monkeypatch.setattr(KvCache, "match", counted)
     stage = Stage(msgspec.structs.replace(spec(depth=1, lead=1), max_rows=8))
     stage.play(request("r", list(range(41)), n=8, max_tokens=1))
-    board = stage.state.board
-    assert (len(board.running), len(board.waiting), board.num_followers) == (1, 0, 7)
+    state = stage.scheduler.state
+    assert (len(state.running), len(state.waiting), state.num_followers) == (1, 0, 7)
     answer(stage, stage.batches[0])
     assert len(rows(stage.batches[0])) == 7
     while stage.batches:
         answer(stage, stage.batches[0])
-    assert stage.state.is_idle
+    assert stage.scheduler.is_idle
     assert len(matches) == 1 + 2 * 7
 
 
@@ -87,19 +89,19 @@ def test_followers_of_a_leader_that_leaves_wait_in_the_queue_again() -> None:
     stage = Stage(spec(depth=1, lead=1))
     stage.play(request("a", list(range(30)), max_tokens=1), request("b", list(range(30))))
     first = stage.batches[0]
-    assert stage.state.board.num_followers == 1
+    assert stage.scheduler.state.num_followers == 1
     stage.play(cancel("a"))
     answer(stage, first)
-    assert stage.state.board.num_followers == 0
-    assert len(stage.state.board.running) == 1
+    assert stage.scheduler.state.num_followers == 0
+    assert len(stage.scheduler.state.running) == 1
 
 
 def test_a_follower_that_is_cancelled_leaves_nothing_behind() -> None:
     stage = Stage(spec(depth=1, lead=1))
     stage.play(request("a", list(range(30)), max_tokens=1), request("b", list(range(30))))
-    assert stage.state.board.num_followers == 1
+    assert stage.scheduler.state.num_followers == 1
     stage.play(cancel("b"))
     assert [end.request_id for end in stage.of(Retired)] == ["b"]
-    board = stage.state.board
-    assert (board.num_followers, board.num_waiting) == (0, 0)
-    assert not any(row.followers for row in board.running.values())
+    state = stage.scheduler.state
+    assert (state.num_followers, state.num_waiting) == (0, 0)
+    assert not any(row.followers for row in state.running.values())

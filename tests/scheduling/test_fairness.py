@@ -6,11 +6,13 @@ import random
 
 import msgspec
 
-from aserve.messages import AdmitRequest, EngineSpec, Refused
+from aserve.messages.executor import EngineSpec
+from aserve.messages.output import Refused
+from aserve.messages.requests import AdmitRequest
 from aserve.scheduling.clients import Client, Clients
 from aserve.scheduling.queue import WaitingQueue
 from aserve.scheduling.request import Sequence
-from aserve.scheduling.state import SchedulerState
+from aserve.scheduling.scheduler import Scheduler
 from tests.scheduling.stage import cancel, request, spec
 from tests.scheduling.step_counter import StepCounter
 
@@ -23,7 +25,7 @@ def engine(
 
 
 def counter(spec: EngineSpec) -> StepCounter:
-    return StepCounter(SchedulerState(spec, debug_checks=True))
+    return StepCounter(Scheduler(spec, debug_checks=True))
 
 
 def asked(client: str, number: int, *, prompt_len: int = 6, max_tokens: int = 8) -> AdmitRequest:
@@ -165,12 +167,12 @@ def test_an_idle_client_saves_up_no_service_and_keeps_its_debt() -> None:
     clients.join(saver, 1)
     heavy.serve_outputs(500)
     saver.serve_outputs(5)
-    clients.leave(saver)
+    clients.finish(saver)
     saver = clients.find("saver")
     clients.join(saver, 1)
     assert saver.served == 1000
     saver.serve_outputs(50)
-    clients.leave(saver)
+    clients.finish(saver)
     assert clients.find("saver").served == 1100
     clients.join(clients.find("saver"), 1)
     assert clients.find("saver").served == 1100
@@ -185,9 +187,9 @@ def test_clients_that_are_gone_are_forgotten() -> None:
         clients.join(guest, 1)
         guest.serve_outputs(1)
         stays.serve_outputs(2)
-        clients.leave(guest)
+        clients.finish(guest)
     assert len(clients) < 10
-    clients.leave(stays)
+    clients.finish(stays)
     assert len(clients) == 0
     assert clients.find("stays").served == 0
 
@@ -206,7 +208,7 @@ def test_two_clients_that_always_wait_are_served_alike() -> None:
     run.send(*(asked("few", number, max_tokens=4) for number in range(300)))
     run.run(300)
     many, few = run.num_outputs["many"], run.num_outputs["few"]
-    served = {name: run.state.board.clients.find(name).served for name in ("many", "few")}
+    served = {name: run.scheduler.state.clients.find(name).served for name in ("many", "few")}
     assert abs(served["many"] - served["few"]) < 4 * (16 * 2 + 6)
     assert many > few  # whose answers are short, and whose prompts cost more of its share
 
@@ -214,10 +216,10 @@ def test_two_clients_that_always_wait_are_served_alike() -> None:
 def test_what_is_cancelled_before_it_was_computed_is_not_charged() -> None:
     run = counter(engine(budget=8))
     run.send(asked("a", 0, prompt_len=400), asked("b", 0))
-    client = run.state.board.clients.find("a")
+    client = run.scheduler.state.clients.find("a")
     assert client.key == 400
     run.run(2)
-    run.state.step([cancel("a0")])
+    run.scheduler.step([cancel("a0")])
     assert client.key == client.served < 40
 
 
@@ -258,11 +260,11 @@ def test_rows_are_taken_from_a_client_only_down_to_its_share() -> None:
     run = flooded(rows=8)
     run.send(*(asked("other", number, max_tokens=200) for number in range(50)))
     run.run(30)
-    clients = run.state.board.clients
+    clients = run.scheduler.state.clients
     assert (clients.find("flood").num_rows, clients.find("other").num_rows) == (4, 4)
-    before = run.state.board.num_retracted
+    before = run.scheduler.state.num_retracted
     run.run(60)
-    assert run.state.board.num_retracted == before <= 8
+    assert run.scheduler.state.num_retracted == before <= 8
 
 
 def test_what_was_retracted_for_others_ends_with_all_its_tokens() -> None:
@@ -271,7 +273,7 @@ def test_what_was_retracted_for_others_ends_with_all_its_tokens() -> None:
     run.run(10)
     run.send(asked("light", 0))
     run.run()
-    assert run.state.board.num_retracted > 0
+    assert run.scheduler.state.num_retracted > 0
     assert (run.num_outputs["flood"], run.num_outputs["light"]) == (12 * 30, 8)
 
 
@@ -282,7 +284,7 @@ def test_rows_are_not_taken_for_a_lower_priority() -> None:
     later = request("later", [1, 2, 3], client="light", priority=1)
     run.send(later)
     run.run(20)
-    assert run.state.board.num_retracted == 0
+    assert run.scheduler.state.num_retracted == 0
     assert "later" not in run.first_steps
 
 
@@ -292,7 +294,7 @@ def test_rows_are_not_taken_from_clients_that_have_one() -> None:
     run.run(5)
     run.send(asked("fifth", 0))
     run.run(20)
-    assert run.state.board.num_retracted == 0
+    assert run.scheduler.state.num_retracted == 0
 
 
 def test_a_flood_leaves_places_in_the_queue_for_others() -> None:
@@ -316,7 +318,7 @@ def test_a_program_that_names_no_client_has_the_whole_queue() -> None:
     run.send(*(asked("", number, max_tokens=100) for number in range(2)))
     run.run(2)
     run.send(*(asked("", 100 + number) for number in range(200)))
-    assert len(run.state.board.waiting) == 90
+    assert len(run.scheduler.state.waiting) == 90
 
 
 def test_the_first_request_of_a_client_needs_only_a_free_place() -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from aserve.messages import SchedulerEvent
+from aserve.messages.executor import SchedulerEvent
 from aserve.scheduling.intake import MAX_NEW_SEQUENCES, Intake
 from tests.scheduling.stage import cancel, request, result
 

@@ -1,15 +1,18 @@
 """Running ahead: step N+1 is launched before the tokens of step N are known; what must hold."""
 
-from aserve.messages import BuildMask, Launch, MaskReady, Retired, Sample, StepOutput, array_i32
-from tests.fakes import TOY
-from tests.scheduling.stage import Stage, cancel, ids, request, result, rows, spans, spec
+from aserve.messages.base import array_i32
+from aserve.messages.output import Retired, StepOutput
+from aserve.messages.results import BuildMask, MaskReady
+from aserve.messages.step import Launch, Sample
+from tests.fakes.toy_device import TOY
+from tests.scheduling.stage import Stage, cancel, ids, query_lens, request, result, rows, spec
 
 
 def test_the_next_step_is_launched_with_a_placeholder_before_the_token_is_known() -> None:
     stage = Stage(spec())
     stage.play(request("a", [5, 6, 7]))
     prefill, decode = stage.batches
-    assert (prefill.iteration, ids(prefill), spans(prefill)) == (1, [5, 6, 7], [3])
+    assert (prefill.iteration, ids(prefill), query_lens(prefill)) == (1, [5, 6, 7], [3])
     assert (decode.iteration, ids(decode), array_i32(decode.kv_lens).tolist()) == (2, [-1], [3])
     assert array_i32(decode.expects).tolist() == [1]
 

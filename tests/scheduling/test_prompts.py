@@ -5,19 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from aserve.errors import StepError
-from aserve.messages import (
-    AdmitRequest,
-    PromptLogprobs,
-    Retired,
-    RowEmbedding,
-    StepFailed,
-    StepOutput,
-    StepResult,
-    array_i32,
-    pack_i32,
-)
-from aserve.scheduling.leave import retract
-from tests.scheduling.stage import Stage, cancel, request, result, spans, spec
+from aserve.messages.base import array_i32, pack_i32
+from aserve.messages.output import Retired, StepOutput
+from aserve.messages.requests import AdmitRequest
+from aserve.messages.results import PromptLogprobs, RowEmbedding, StepFailed, StepResult
+from aserve.scheduling.finish import retract
+from tests.scheduling.stage import Stage, cancel, query_lens, request, result, spec
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
 
@@ -64,22 +57,22 @@ def reasons(stage: Stage) -> list[str]:
 def test_without_tokens_a_request_ends_when_its_last_chunk_is_back() -> None:
     stage = Stage(spec(max_batched_tokens=4))
     stage.play(request("a", PROMPT, max_tokens=0))
-    assert [spans(batch) for batch in stage.batches] == [[4], [4]]
+    assert [query_lens(batch) for batch in stage.batches] == [[4], [4]]
     assert all(batch.sample_rows == batch.held_rows == b"" for batch in stage.batches)
     stage.play(result(1, {}))
-    assert [spans(batch) for batch in stage.batches] == [[2]]
+    assert [query_lens(batch) for batch in stage.batches] == [[2]]
     assert array_i32(stage.batches[0].next_ids).tolist() == [-1]
     stage.play(result(2, {}))
     assert stage.effects == []
     stage.play(result(3, {}))
     assert reasons(stage) == ["length"]
-    assert stage.state.is_idle
+    assert stage.scheduler.is_idle
 
 
 def test_without_tokens_a_request_takes_no_page_beyond_its_prompt() -> None:
     stage = Stage(spec(num_pages=3))  # of four tokens each, one is padding
     stage.play(request("a", PROMPT[:8], max_tokens=0))
-    assert stage.state.board.cache.num_used(0) == 2
+    assert stage.scheduler.state.cache.num_used(0) == 2
 
 
 def test_scores_come_chunk_by_chunk_and_a_prefix_hit_skips_none() -> None:
@@ -87,7 +80,10 @@ def test_scores_come_chunk_by_chunk_and_a_prefix_hit_skips_none() -> None:
     stage.play(request("before", PROMPT, max_tokens=0))
     stage.play(result(1, {}), result(2, {}))
     stage.play(scored("a", PROMPT))
-    assert [spans(batch) for batch in stage.batches] == [[8], [2]]  # though two pages are cached
+    assert [query_lens(batch) for batch in stage.batches] == [
+        [8],
+        [2],
+    ]  # though two pages are cached
     assert [init.num_prompt_logprobs for init in stage.batches[0].row_inits] == [1]
     stage.play(scores(3, 1, range(1, 9)))
     assert [run.position for run in given(stage)] == [1]
@@ -119,11 +115,11 @@ def test_after_a_retraction_a_prompt_is_scored_from_where_its_scores_end() -> No
     stage.play(scored("a", PROMPT))
     stage.play(scores(1, 1, range(1, 7)))
     assert [run.position for run in given(stage)] == [1]
-    board = stage.state.board
-    retract(board, board.running[1])
+    state = stage.scheduler.state
+    retract(state, state.running[1])
     stage.play(StepFailed(2, StepError("lost").info()))
     (batch,) = stage.batches
-    assert (array_i32(batch.kv_lens).tolist(), spans(batch)) == ([4], [6])
+    assert (array_i32(batch.kv_lens).tolist(), query_lens(batch)) == ([4], [6])
     stage.play(scores(3, 1, range(5, 10)))
     (rest,) = given(stage)
     assert (rest.position, array_i32(rest.chosen).tolist()) == (7, [7, 8, 9])
@@ -134,13 +130,13 @@ def test_after_a_retraction_a_prompt_is_scored_from_where_its_scores_end() -> No
 def test_who_is_retracted_with_all_of_its_prompt_in_flight_still_ends() -> None:
     stage = Stage(spec())
     stage.play(embedded("a", PROMPT))
-    board = stage.state.board
-    retract(board, board.running[1])
+    state = stage.scheduler.state
+    retract(state, state.running[1])
     stage.play(embedding(1, 1))
     (step,) = stage.of(StepOutput)
     assert [output.embedding for output in step.sequences] == [b"12345678"]
     assert reasons(stage) == ["length"]
-    assert stage.state.is_idle
+    assert stage.scheduler.is_idle
 
 
 def test_a_cancelled_prompt_gives_nothing_more_and_leaves_nothing_behind() -> None:
@@ -150,8 +146,8 @@ def test_a_cancelled_prompt_gives_nothing_more_and_leaves_nothing_behind() -> No
     assert reasons(stage) == ["cancelled", "cancelled"]
     stage.play(scores(1, 1, range(1, 9)), embedding(2, 1))
     assert stage.effects == []
-    assert stage.state.is_idle
-    assert stage.state.board.cache.num_used(0) == 0
+    assert stage.scheduler.is_idle
+    assert stage.scheduler.state.cache.num_used(0) == 0
 
 
 def test_an_embedding_needs_only_the_last_token_of_a_cached_prompt() -> None:
@@ -160,7 +156,7 @@ def test_an_embedding_needs_only_the_last_token_of_a_cached_prompt() -> None:
     stage.play(embedding(1, 1))
     stage.play(embedded("b", PROMPT[:9]))
     (batch,) = stage.batches
-    assert spans(batch) == [1]
+    assert query_lens(batch) == [1]
     assert [init.embeds for init in batch.row_inits] == [True]
     stage.play(embedding(2, 1))
     assert reasons(stage) == ["length"]

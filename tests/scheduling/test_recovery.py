@@ -1,7 +1,10 @@
 """A step that fails: what is outstanding is dropped, halves are tried, the guilty request ends."""
 
 from aserve.errors import StepError
-from aserve.messages import Resync, Retired, StepFailed, array_i32
+from aserve.messages.base import array_i32
+from aserve.messages.output import Retired
+from aserve.messages.results import StepFailed
+from aserve.messages.step import Resync
 from tests.scheduling.stage import Stage, ids, request, result, rows, spec
 
 

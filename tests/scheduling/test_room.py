@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from aserve.errors import StepError
-from aserve.messages import DecodeCaps, EngineSpec, GroupSpec, StepFailed
-from tests.scheduling.stage import Stage, cancel, request, result, rows, spans, spec
+from aserve.messages.executor import DecodeCaps, EngineSpec, GroupSpec
+from aserve.messages.results import StepFailed
+from tests.scheduling.stage import Stage, cancel, query_lens, request, result, rows, spec
 
 
 def test_the_row_that_waited_longest_decodes_first_so_that_none_starves() -> None:
@@ -32,7 +33,7 @@ def test_a_prompt_waits_until_its_first_token_fits_too() -> None:
     stage.play(result(1, {1: [9]}))
     assert rows(stage.batches[0]) == [1]
     stage.play(result(2, {1: [9]}))
-    assert (rows(stage.batches[0]), spans(stage.batches[0])) == ([1], [8])
+    assert (rows(stage.batches[0]), query_lens(stage.batches[0])) == ([1], [8])
 
 
 def test_prompts_that_fit_together_begin_in_one_step() -> None:
@@ -40,7 +41,7 @@ def test_prompts_that_fit_together_begin_in_one_step() -> None:
     stage = Stage(spec(depth=1, lead=1, page_size=1, num_pages=18, max_batched_tokens=13))
     first, second = list(range(10)), list(range(50, 53))
     stage.play(request("a", first, max_tokens=3), request("b", second, max_tokens=3))
-    assert spans(stage.batches[0]) == [10, 3]
+    assert query_lens(stage.batches[0]) == [10, 3]
 
 
 def _windowed(num_pages: int) -> EngineSpec:
@@ -60,8 +61,8 @@ def test_a_prefill_leaves_the_other_rows_the_pages_of_their_next_step() -> None:
     stage.play(request("a", [1]))
     stage.play(result(1, {1: [50]}), request("b", list(range(2, 22))))
     prefill, decode = stage.batches
-    assert (rows(prefill), spans(prefill)) == ([2], [7])
-    assert (rows(decode), spans(decode)) == ([1], [1])
+    assert (rows(prefill), query_lens(prefill)) == ([2], [7])
+    assert (rows(decode), query_lens(decode)) == ([1], [1])
     assert decode.stats.num_retracted == 0
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from aserve.messages import ScheduleBatch
-from aserve.scheduling.leave import retract
+from aserve.messages.step import ScheduleBatch
+from aserve.scheduling.finish import retract
 from tests.scheduling.stage import Stage, request, result, rows, spec
 
 PROMPT = [*range(10, 21)]  # two pages of four, and three tokens of a third
@@ -47,7 +47,7 @@ def test_a_row_that_gave_way_shares_its_prefix_again_when_it_is_back() -> None:
     play = stage()
     batch = play_prompts(play, PROMPT, PROMPT, [*PROMPT[:4], *range(50, 60)])
     assert (len(rows(batch)), batch.shared_pages) == (3, 1)
-    retract(play.state.board, play.state.board.running[2])
+    retract(play.scheduler.state, play.scheduler.state.running[2])
     batch = step(play, batch)
     assert (len(rows(batch)), batch.shared_pages) == (3, 1)
 

@@ -10,8 +10,8 @@ import pytest
 
 from aserve.errors import ConfigError
 from aserve.text.load import load_tokenizer
-from aserve.text.template_files import load_template
-from aserve.tiny.location import MODEL_DIR
+from aserve.text.model_files import load_template
+from aserve.tiny import MODEL_DIR
 from tests.text.vocabularies import EOS, byte_level_backend
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from aserve.errors import ConfigError
 from aserve.text.load import has_tokenizer, load_numeric_tokenizer
-from aserve.text.numeric import numeric_template, numeric_tokenizer
+from aserve.text.tokenizer import numeric_template, numeric_tokenizer
 
 
 def test_what_comes_out_gives_the_same_ids_when_it_is_sent_in() -> None:

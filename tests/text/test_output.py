@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aserve.messages import TokenLogprob
+from aserve.messages.output import TokenLogprob
 from aserve.text.detokenize import ByteStream
 from aserve.text.output import Released, SequenceText
 from tests.text.vocabularies import byte_level_tokenizer

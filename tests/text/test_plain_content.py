@@ -12,13 +12,13 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, processors
 
 from aserve.config import ModelOptions
 from aserve.errors import InvalidRequest
-from aserve.messages import ChatPrompt
+from aserve.messages.requests import ChatPrompt
 from aserve.text.load import TextSide, load_text
 from aserve.text.plain_content import PlainContent, texts_in
 from aserve.text.prompt import PromptEncoder, PromptLimits
 from aserve.text.template import ChatTemplate
 from aserve.text.tokenizer import TextTokenizer
-from aserve.tiny.location import MODEL_DIR
+from aserve.tiny import MODEL_DIR
 from tests.text.vocabularies import byte_level_backend, piece_backend
 
 ROLES = ["<|user|>", "<|assistant|>", "<|end|>"]

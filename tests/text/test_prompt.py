@@ -6,9 +6,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from aserve.cache.keys import extend_keys, root_key
+from aserve.cache.prefix_tree import extend_keys, root_key
 from aserve.errors import ContextTooLong, InvalidRequest
-from aserve.messages import (
+from aserve.messages.base import array_i32
+from aserve.messages.requests import (
     ChatPrompt,
     GenerateRequest,
     Grammar,
@@ -16,7 +17,6 @@ from aserve.messages import (
     SamplingParams,
     TextPrompt,
     TokenPrompt,
-    array_i32,
 )
 from aserve.text.bad_words import bad_word_ids
 from aserve.text.prompt import Prepared, PromptEncoder, PromptLimits, end_ids

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from aserve.errors import ConfigError
+from aserve.text.model_files import load_template
 from aserve.text.template import ChatTemplate
-from aserve.text.template_files import load_template
 
 TOOLS: list[dict[str, Any]] = [{"type": "function"}]
 

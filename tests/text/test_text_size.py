@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 
 from aserve.config import ModelOptions
 from aserve.errors import ContextTooLong
-from aserve.messages import (
+from aserve.messages.requests import (
     ChatPrompt,
     GenerateRequest,
     Prompt,
@@ -22,7 +22,7 @@ from aserve.text.prompt import MIN_CUT_BYTES, PromptEncoder, PromptLimits
 from aserve.text.template import ChatTemplate
 from aserve.text.text_size import UNBOUNDED
 from aserve.text.tokenizer import TextTokenizer
-from aserve.tiny.location import MODEL_DIR
+from aserve.tiny import MODEL_DIR
 from tests.text.vocabularies import byte_level_backend, piece_backend, word_backend
 
 BUNDLED = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))

@@ -12,14 +12,18 @@ import torch
 from torch import Tensor
 
 from aserve.errors import BugError
-from aserve.gpu.attention.base import AttentionKind, AttentionUnavailable
-from aserve.gpu.attention.capabilities import AttentionSite, Capabilities
-from aserve.gpu.forward_batch import ForwardBatch
+from aserve.gpu.attention.base import (
+    AttentionKind,
+    AttentionSite,
+    AttentionUnavailable,
+    Capabilities,
+)
+from aserve.gpu.kv.layer_groups import LayerSpec
 from aserve.gpu.kv.pools import KvPools
-from aserve.gpu.kv.stored import KV_DTYPES
-from aserve.gpu.layers.rotary import Turn
-from aserve.gpu.models.attend import Attend
-from aserve.gpu.models.layer_spec import LayerSpec
+from aserve.gpu.kv.store import KV_DTYPES
+from aserve.gpu.layers.rope import RopeInputs
+from aserve.gpu.models.base import Attend
+from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve_kernels.paged_decode import paged_decode
 from aserve_kernels.paged_extend import paged_extend
 from aserve_kernels.paged_rows import PagedRows, Scoring
@@ -46,7 +50,7 @@ class TritonAttention:
         self._cut = cut
 
     def plan(self, batch: ForwardBatch) -> object:
-        is_one = batch.spans_cpu == 1
+        is_one = batch.query_lens_cpu == 1
         return TritonPlan(bool(is_one.any()), not is_one.all())
 
     def bind(self, batch: ForwardBatch, plan: object) -> Attend:
@@ -55,9 +59,9 @@ class TritonAttention:
         tables = self._pools.page_tables
         groups = tuple(self._rows(batch, table) for table in tables)
 
-        def attend(layer: LayerSpec, heads: Tensor, turn: Turn | None) -> Tensor:
+        def attend(layer: LayerSpec, heads: Tensor, rope: RopeInputs | None) -> Tensor:
             kv = self._pools.layers[layer.index]
-            q = kv.turn_and_store(heads, turn, batch.slots[kv.group])
+            q = kv.rope_and_store_kv(heads, rope, batch.slots[kv.group])
             if q.stride(2) != 1:
                 q = q.contiguous()
             out = q.new_empty(q.shape)
@@ -74,7 +78,7 @@ class TritonAttention:
     def _rows(self, batch: ForwardBatch, table: Tensor) -> PagedRows:
         page_size = self._pools.page_size
         return PagedRows(
-            table, page_size, batch.rows, batch.lens, batch.query_starts,
+            table, page_size, batch.rows, batch.lens, batch.cu_query_lens,
             max_len=table.shape[1] * page_size,
         )  # fmt: skip
 

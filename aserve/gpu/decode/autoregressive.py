@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 
 from aserve.gpu.decode.base import OnPublish, StepRunner
-from aserve.gpu.device_batch import DeviceStep, HeldSample
-from aserve.gpu.future_map import LAST_TOKEN, RelayField
-from aserve.gpu.results import Emitted
-from aserve.gpu.sample.sampler import Sampled
-from aserve.messages import DecodeCaps
+from aserve.gpu.sampling.sampler import Sampled
+from aserve.gpu.step.future_map import LAST_TOKEN, RelayField
+from aserve.gpu.step.inputs import DeviceStep, HeldSample
+from aserve.gpu.step.results import Emitted
+from aserve.messages.executor import DecodeCaps
 
 
 class Autoregressive:
@@ -27,7 +27,7 @@ class Autoregressive:
         hidden = runner.forward(runner.init_forward(step.batch))
         runner.hold(step, hidden)
         sampled = runner.sample(step, hidden)
-        rows = step.sections.ints("sample_rows")
+        rows = step.arrays.ints("sample_rows")
         runner.relay.stash(rows, {LAST_TOKEN: sampled.tokens}, iteration=step.iteration)
         return _one_each(sampled)
 

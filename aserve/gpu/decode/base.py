@@ -11,14 +11,14 @@ from typing import Protocol
 
 from torch import Tensor
 
-from aserve.gpu.device_batch import DeviceBatch, DeviceStep, HeldSample
-from aserve.gpu.forward_batch import ForwardBatch
-from aserve.gpu.future_map import FutureMap, RelayField
-from aserve.gpu.models.causal_model import CausalModel
-from aserve.gpu.resolve import DeviceState
-from aserve.gpu.results import Emitted
-from aserve.gpu.sample.sampler import Sampled
-from aserve.messages import DecodeCaps
+from aserve.gpu.models.base import CausalModel
+from aserve.gpu.sampling.sampler import Sampled
+from aserve.gpu.step.forward_batch import ForwardBatch
+from aserve.gpu.step.future_map import FutureMap, RelayField
+from aserve.gpu.step.inputs import DeviceBatch, DeviceStep, HeldSample
+from aserve.gpu.step.resolve import DeviceState
+from aserve.gpu.step.results import Emitted
+from aserve.messages.executor import DecodeCaps
 
 OnPublish = Callable[[Tensor], None]
 

@@ -12,8 +12,8 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from aserve.gpu.device.ways import Ways
-from aserve.gpu.weights.form import WeightForm, WeightWish
+from aserve.gpu.device.ops import DeviceOps
+from aserve.gpu.weights.format import WeightFormat, WeightRequest
 
 
 class Event(Protocol):
@@ -82,10 +82,10 @@ class Device(Protocol):
         then `values` must not be written, and need not be kept.
         """
 
-    def weight_form(self, wish: WeightWish) -> WeightForm:
+    def weight_format(self, request: WeightRequest) -> WeightFormat:
         """How this device holds a model's weights best; a dtype given by name is honoured."""
 
-    def ways(self, dtype: torch.dtype, *, is_deterministic: bool) -> Ways:
+    def ops(self, dtype: torch.dtype, *, is_deterministic: bool) -> DeviceOps:
         """Those that are fastest here; may compile them. What `is_deterministic` gives a token the
         same bits in whatever step it is computed."""
 

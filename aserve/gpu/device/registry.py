@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 
 from aserve.errors import ConfigError
 from aserve.gpu.device.base import Device
-from aserve.gpu.device.cpu import CpuDevice
-from aserve.gpu.device.cuda import open_cuda
+from aserve.gpu.device.cpu.device import CpuDevice
+from aserve.gpu.device.cuda.device import open_cuda
 
 AUTO = "auto"
 # Gets why it was chosen; raises a ConfigError where there is none. The best come first.

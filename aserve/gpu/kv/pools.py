@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.kv.layer_groups import LayerGroup
-from aserve.gpu.kv.stored import Scales, TurnAndStore, plain_bytes, turn_then_store, widened
-from aserve.gpu.layers.rotary import Turn
-from aserve.messages import GroupSpec
+from aserve.gpu.kv.store import RopeAndStoreKv, Scales, plain_bytes, rope_then_store_kv, widened
+from aserve.gpu.layers.rope import RopeInputs
+from aserve.messages.executor import GroupSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +28,12 @@ class LayerKv:
     keys: Tensor
     values: Tensor
     scales: Scales  # what is stored is multiplied by them: 1 where it has more than eight bits
-    store: TurnAndStore
+    store: RopeAndStoreKv
 
-    def turn_and_store(self, heads: Tensor, turn: Turn | None, slots: Tensor) -> Tensor:
+    def rope_and_store_kv(self, heads: Tensor, rope: RopeInputs | None, slots: Tensor) -> Tensor:
         """heads [tokens, heads + 2 * kv_heads, head_dim]: queries, keys and values; slots int64
         [tokens] -> the queries [tokens, heads, head_dim], turned as the stored keys are."""
-        return self.store(heads, turn, slots, (self.keys, self.values), self.scales)
+        return self.store(heads, rope, slots, (self.keys, self.values), self.scales)
 
     def read(self, pick: Callable[[Tensor], Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """What `pick` takes of keys and of values, as it was before it was stored."""
@@ -46,14 +46,14 @@ Zeros: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class KvWays:
+class KvOps:
     """How a device makes pools, if it has a way of its own, and how it writes into them."""
 
     zeros: Zeros | None = None
-    store: TurnAndStore = turn_then_store
+    store: RopeAndStoreKv = rope_then_store_kv
 
 
-PLAIN_WAYS = KvWays()
+TORCH_KV_OPS = KvOps()
 
 
 class KvPools:
@@ -79,7 +79,7 @@ class KvPools:
         table_shape: tuple[int, int],
         dtype: torch.dtype,
         device: torch.device,
-        ways: KvWays = PLAIN_WAYS,
+        ops: KvOps = TORCH_KV_OPS,
     ) -> None:
         """`dtype` is that of keys and values."""
         self.page_size = page_size
@@ -93,7 +93,7 @@ class KvPools:
         shapes = [
             _pool_shape(group, spec, page_size) for group, spec in zip(groups, specs, strict=True)
         ]
-        make = ways.zeros or partial(_zeros_on, device)
+        make = ops.zeros or partial(_zeros_on, device)
         self._keys = tuple(make(shape, dtype) for shape in shapes)
         self._values = tuple(make(shape, dtype) for shape in shapes)
         self.layers = {
@@ -102,7 +102,7 @@ class KvPools:
                 self._keys[number][place],
                 self._values[number][place],
                 scales=layer.kv_scales if dtype.itemsize == 1 else (1.0, 1.0),
-                store=ways.store,
+                store=ops.store,
             )
             for number, group in enumerate(groups)
             for place, layer in enumerate(group.layers)

@@ -15,20 +15,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from aserve.errors import ConfigError
-from aserve.gpu.layers.gated_mlp import GatedMlp
-from aserve.gpu.layers.head_norms import HeadNorms
+from aserve.gpu.kv.layer_groups import LayerSpec
 from aserve.gpu.layers.linear import LinearOp
-from aserve.gpu.layers.norm import AddNorm, Norm, SumAndNorm
-from aserve.gpu.layers.rope import Rope
-from aserve.gpu.layers.rotary import Rotary, Turn
-from aserve.gpu.models.attend import Attend
-from aserve.gpu.models.causal_model import wide_logits
-from aserve.gpu.models.config import ModelConfig
+from aserve.gpu.layers.mlp import GatedMlp
+from aserve.gpu.layers.norm import AddNorm, HeadNorms, Norm, SumAndNorm
+from aserve.gpu.layers.rope import RopeInputs, Rotary
+from aserve.gpu.layers.rope_scaling import Rope
+from aserve.gpu.models.base import Attend, HiddenCapture, wide_logits
+from aserve.gpu.models.config.model import ModelConfig
 from aserve.gpu.models.decoder_spec import DecoderSpec
-from aserve.gpu.models.hidden_capture import HiddenCapture
-from aserve.gpu.models.layer_spec import LayerSpec
-from aserve.gpu.weights.kv_scales import kv_scales
-from aserve.gpu.weights.source import WeightSource
+from aserve.gpu.weights.source import WeightSource, kv_scales
 
 
 class Decoder:
@@ -88,11 +84,11 @@ class Decoder:
         *,
         capture: HiddenCapture | None = None,
     ) -> Tensor:
-        turns = [rotary.at(positions) for rotary in self.rotaries]
+        cos_sin = [rotary.at(positions) for rotary in self.rotaries]
         hidden = self._embed(input_ids)
         normed = self.first_norm(hidden)
         for layer in self.blocks:
-            hidden, normed = layer(hidden, normed, turns[layer.rotary], attend)
+            hidden, normed = layer(hidden, normed, cos_sin[layer.rotary], attend)
             if capture is not None and layer.spec.index in capture.layer_ids:
                 capture.layers.append(hidden)
         if capture is not None and capture.wants_before_norm:
@@ -145,11 +141,11 @@ class Block:
         self.before_next = _add_norm(weights, _entry_norm(spec, layer.index + 1), spec)
 
     def __call__(
-        self, hidden: Tensor, normed: Tensor, turns: Tensor, attend: Attend
+        self, hidden: Tensor, normed: Tensor, cos_sin: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
         """[tokens, hidden] each: the residual stream, and what its first sublayer gets of it; turns
         [tokens, rotary_dim]."""
-        attended = self.after_attention(self.attention(normed, turns, attend))
+        attended = self.after_attention(self.attention(normed, cos_sin, attend))
         hidden, normed = self.before_mlp(hidden, attended)
         return self.before_next(hidden, self.after_mlp(self.mlp(normed)))
 
@@ -178,14 +174,14 @@ class _Attention:
             {f"{prefix}.o_proj": hidden_size}, in_features=q_size, bias=spec.biases.attention_out
         )
 
-    def __call__(self, x: Tensor, turns: Tensor, attend: Attend) -> Tensor:
+    def __call__(self, x: Tensor, cos_sin: Tensor, attend: Attend) -> Tensor:
         """x [tokens, hidden] -> [tokens, hidden]."""
         layer = self.layer
         num_heads = layer.num_heads + 2 * layer.num_kv_heads
         heads = self.qkv(x).view(x.shape[0], num_heads, layer.head_dim)  # of q, k and v
         if self.joint_norm is not None:
             heads = self.joint_norm(heads)
-        return self.out(attend(layer, heads, Turn(turns, self.head_norms)).flatten(1))
+        return self.out(attend(layer, heads, RopeInputs(cos_sin, self.head_norms)).flatten(1))
 
 
 class _JointNorm:

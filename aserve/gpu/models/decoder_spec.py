@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
-from aserve.gpu.models.config import ModelConfig
-from aserve.gpu.models.layer_kinds import Windows
+from aserve.gpu.models.config.layer_types import Windows
+from aserve.gpu.models.config.model import ModelConfig
 
 
 class LayerNorms(msgspec.Struct, frozen=True):

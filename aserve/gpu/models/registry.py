@@ -10,11 +10,21 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from aserve.errors import ConfigError
-from aserve.gpu.models import gemma2, gemma3, granite, llama, mistral, olmo2, phi3, qwen2, qwen3
-from aserve.gpu.models.causal_model import CausalModel
-from aserve.gpu.models.config import ModelConfig
+from aserve.gpu.models.base import CausalModel
+from aserve.gpu.models.config.model import ModelConfig
 from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.models.decoder_spec import DecoderSpec
+from aserve.gpu.models.families import (
+    gemma2,
+    gemma3,
+    granite,
+    llama,
+    mistral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+)
 from aserve.gpu.weights.source import WeightSource
 
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.layers.linear import Linear, LinearOp
-from aserve.gpu.weights.progress import LoadProgress
-from aserve.gpu.weights.target import Target
+from aserve.gpu.weights.source import LoadProgress, Target
 
 STD = 0.02  # transformers' usual initializer_range
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from aserve.errors import ConfigError
-from aserve.gpu.layers.elementwise import PLAIN
 from aserve.gpu.layers.linear import Linear, LinearOp
+from aserve.gpu.layers.ops import PLAIN
 from aserve.gpu.weights.checkpoint import DTYPES, Checkpoint, listed
 
 # Some checkpoints carry tables that follow from the configuration.

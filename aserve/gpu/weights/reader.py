@@ -14,8 +14,7 @@ from torch import Tensor
 from aserve.errors import ConfigError
 from aserve.gpu.layers.linear import Linear, LinearOp
 from aserve.gpu.weights.checkpoint import Checkpoint
-from aserve.gpu.weights.progress import LoadProgress
-from aserve.gpu.weights.target import Target
+from aserve.gpu.weights.source import LoadProgress, Target
 
 
 class WeightReader:

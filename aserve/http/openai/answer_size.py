@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aserve.errors import InvalidRequest
-from aserve.messages import ChatPrompt, GenerateRequest, Prompt, TextPrompt, TokenPrompt
+from aserve.messages.requests import ChatPrompt, GenerateRequest, Prompt, TextPrompt, TokenPrompt
 
 TEMPLATE_TOKENS = 4096  # what a chat template adds of its own, generously
 

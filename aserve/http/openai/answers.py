@@ -11,7 +11,8 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from aserve.http.openai.call import Call
-from aserve.messages import OutputChunk, TokenLogprob, TopLogprob, Usage, array_i32
+from aserve.messages.base import array_i32
+from aserve.messages.output import OutputChunk, TokenLogprob, TopLogprob, Usage
 
 
 class PromptDetails(msgspec.Struct):

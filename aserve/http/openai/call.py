@@ -18,7 +18,8 @@ from aserve.http.openai.caller import EMBEDDED, Caller
 from aserve.http.openai.grammars import grammar_of
 from aserve.http.openai.limits import stops_of
 from aserve.http.openai.schema import GenerationBody, StreamOptions
-from aserve.messages import GenerateRequest, OutputChunk, Prompt, SamplingParams
+from aserve.messages.output import OutputChunk
+from aserve.messages.requests import GenerateRequest, Prompt, SamplingParams
 from aserve.text.defaults import NEUTRAL, GenerationDefaults
 
 Number = TypeVar("Number", int, float)

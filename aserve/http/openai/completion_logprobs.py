@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import msgspec
 
 from aserve.http.long_json import JsonList
-from aserve.messages import OutputChunk, PromptToken, SamplingParams, TokenLogprob
+from aserve.messages.output import OutputChunk, PromptToken, TokenLogprob
+from aserve.messages.requests import SamplingParams
 
 
 class Logprobs(msgspec.Struct):

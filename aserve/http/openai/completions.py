@@ -18,9 +18,8 @@ from aserve.http.openai.completion_logprobs import LogprobLists, Logprobs, shown
 from aserve.http.openai.gathered import ScoredChoice
 from aserve.http.openai.limits import MAX_LOGPROBS, Range, check_within
 from aserve.http.openai.prompt_scores import check_prompt_logprobs
-from aserve.http.openai.prompts import prompts_of
-from aserve.http.openai.schema import CompletionBody
-from aserve.messages import OutputChunk
+from aserve.http.openai.schema import CompletionBody, prompts_of
+from aserve.messages.output import OutputChunk
 
 DEFAULT_MAX_TOKENS = 16
 

@@ -22,7 +22,7 @@ from aserve.http.openai.schema import (
     Tool,
     ToolCall,
 )
-from aserve.messages import ChatPrompt
+from aserve.messages.requests import ChatPrompt
 from aserve.text.template import RESERVED
 
 # Templates know system, which newer clients call developer.

@@ -19,17 +19,11 @@ from aserve.http.long_json import JsonEach, pieces_of
 from aserve.http.openai.call import Origin
 from aserve.http.openai.checks import check_model
 from aserve.http.openai.limits import MAX_SEQUENCES, check_kept, check_length, check_range
-from aserve.http.openai.prompts import prompts_of
-from aserve.http.openai.schema import EmbeddingBody
-from aserve.http.origin import origin_of
-from aserve.http.state import HttpContext
-from aserve.messages import (
-    EMBED,
-    ArrayF32,
-    GenerateRequest,
-    OutputChunk,
-    array_f32,
-)
+from aserve.http.openai.schema import EmbeddingBody, prompts_of
+from aserve.http.state import HttpContext, origin_of
+from aserve.messages.base import ArrayF32, array_f32
+from aserve.messages.output import OutputChunk
+from aserve.messages.requests import EMBED, GenerateRequest
 
 
 class Embedding(msgspec.Struct):
@@ -61,14 +55,14 @@ async def embeddings(
     if refusal is not None:
         raise refusal
     chunks: dict[str, OutputChunk] = {}  # by request, of which each makes one
-    outlet = context.gateway.open(*requests)
+    request_stream = context.gateway.open(*requests)
     try:
-        async for chunk in outlet:
+        async for chunk in request_stream:
             if chunk.error is not None:
                 raise RequestFailed(_in_our_words(chunk.error))
             chunks[chunk.request_id] = chunk
     finally:
-        outlet.cancel()
+        request_stream.cancel()
     in_order = [chunks[each.request_id] for each in requests]
     model = body.model or context.model_names[0]
     answer = answer_of(body, in_order, model)

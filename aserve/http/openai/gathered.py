@@ -15,15 +15,19 @@ from aserve.http.openai.answers import Dialect, GathererT, Tally, ids_of, logpro
 from aserve.http.openai.call import Call
 from aserve.http.openai.completion_logprobs import LogprobLists, shown_scores
 from aserve.http.openai.prompt_scores import prompt_scores
-from aserve.messages import FinishReason, OutputChunk, SamplingParams
-from aserve.outlet import Outlet
+from aserve.messages.base import FinishReason
+from aserve.messages.output import OutputChunk
+from aserve.messages.requests import SamplingParams
+from aserve.request_stream import RequestStream
 
 
-async def whole_answer(outlet: Outlet, dialect: Dialect[GathererT]) -> Iterator[bytes]:
+async def whole_answer(
+    request_stream: RequestStream, dialect: Dialect[GathererT]
+) -> Iterator[bytes]:
     """The pieces of the answer; its long parts are encoded as they come."""
     tally = Tally()
     choices = [dialect.gather() for _ in range(dialect.call.num_sequences)]
-    async for chunk in outlet:
+    async for chunk in request_stream:
         if chunk.error is not None:
             raise RequestFailed(chunk.error)
         tally.add(chunk)

@@ -11,7 +11,7 @@ import msgspec
 
 from aserve.errors import InvalidRequest
 from aserve.http.openai.schema import ResponseFormat, StructuredOutputs
-from aserve.messages import Grammar
+from aserve.messages.requests import Grammar
 
 JsonSchema: TypeAlias = dict[str, Any]
 

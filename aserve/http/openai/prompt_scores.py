@@ -9,7 +9,8 @@ import msgspec
 
 from aserve.errors import InvalidRequest
 from aserve.http.openai.schema import ChatBody, CompletionBody
-from aserve.messages import PromptPart, PromptToken, SamplingParams
+from aserve.messages.output import PromptPart, PromptToken
+from aserve.messages.requests import SamplingParams
 
 
 class TokenScore(msgspec.Struct):

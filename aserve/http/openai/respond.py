@@ -15,8 +15,8 @@ from aserve.http.openai.answers import Dialect, GathererT, Tally
 from aserve.http.openai.gathered import whole_answer
 from aserve.http.sse import SseWriter
 from aserve.http.state import HttpContext
-from aserve.messages import OutputChunk
-from aserve.outlet import Outlet
+from aserve.messages.output import OutputChunk
+from aserve.request_stream import RequestStream
 
 
 async def respond(
@@ -26,20 +26,20 @@ async def respond(
     refusal = context.state.refusal()
     if refusal is not None:
         raise refusal
-    outlet = context.gateway.open(*dialect.call.requests)
+    request_stream = context.gateway.open(*dialect.call.requests)
     try:
         if dialect.call.is_streaming:
-            outlet.bound_unread(closer_of(request))
+            request_stream.bound_unread(closer_of(request))
             writer = SseWriter(request, timeout_s=context.options.write_timeout)
-            return await _stream(writer, outlet, dialect, idle_s=context.keep_alive_s)
-        pieces = await whole_answer(outlet, dialect)
+            return await _stream(writer, request_stream, dialect, idle_s=context.keep_alive_s)
+        pieces = await whole_answer(request_stream, dialect)
         return await send_json(request, pieces, timeout_s=context.options.write_timeout)
     finally:
-        outlet.cancel()
+        request_stream.cancel()
 
 
 async def _stream(
-    writer: SseWriter, outlet: Outlet, dialect: Dialect[GathererT], *, idle_s: float
+    writer: SseWriter, request_stream: RequestStream, dialect: Dialect[GathererT], *, idle_s: float
 ) -> web.StreamResponse:
     """The status line waits for the first chunk, so that a refusal still has a status of its own.
 
@@ -47,7 +47,7 @@ async def _stream(
     """
     tally = Tally()
     opened: set[int] = set()
-    async for chunks in outlet.batches(idle_s=idle_s):
+    async for chunks in request_stream.batches(idle_s=idle_s):
         failed = next((chunk.error for chunk in chunks if chunk.error is not None), None)
         if not writer.response.prepared:
             if failed is not None:

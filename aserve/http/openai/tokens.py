@@ -17,7 +17,7 @@ from aserve.http.openai.conversation import chat_prompt
 from aserve.http.openai.limits import check_length
 from aserve.http.openai.schema import DetokenizeBody, TokenizeBody
 from aserve.http.state import HttpContext
-from aserve.messages import Prompt, TextPrompt
+from aserve.messages.requests import Prompt, TextPrompt
 from aserve.text.prompt import PromptEncoder
 
 MAX_TOKENS = 1 << 20  # to text in one call
@@ -50,7 +50,9 @@ async def _ask(
     refusal = context.state.refusal()
     if refusal is not None:
         raise refusal
-    return web.Response(body=await context.desk.ask(question), content_type="application/json")
+    return web.Response(
+        body=await context.tokenize_service.ask(question), content_type="application/json"
+    )
 
 
 def tokens_of(body: TokenizeBody, encoder: PromptEncoder) -> bytes:

@@ -12,14 +12,13 @@ import torch
 from numba import njit, prange, types
 from torch import Tensor
 
-from aserve_kernels.cpu.ahead import cached_njit, compile_ahead
-from aserve_kernels.cpu.compile_options import FAST
-from aserve_kernels.cpu.half import Float32s, narrow
+from aserve_kernels.cpu.bf16 import Float32s, narrow
+from aserve_kernels.cpu.gemm import OUTPUTS, ROWS, multiply_tile
 from aserve_kernels.cpu.host_rows import NO_WINDOW, HostRows, Int64s
-from aserve_kernels.cpu.lanes import LANES, add_product, load, splat, store
 from aserve_kernels.cpu.online_softmax import folded, weigh
 from aserve_kernels.cpu.packing import Halves, interleave, transpose_pairs
-from aserve_kernels.cpu.products import OUTPUTS, ROWS, multiply_tile
+from aserve_kernels.cpu.precompile import FAST, cached_njit, compile_ahead
+from aserve_kernels.cpu.simd import LANES, add_product, load, splat, store
 from aserve_kernels.paged_rows import Scoring
 
 LINES = 256  # queries of heads that share a KV head: those that share what was packed
@@ -43,7 +42,7 @@ def chunk_attention(
     attend = _attend_alone if num_workers == 1 else _attend
     attend(
         _bits(q), _bits(keys), _bits(values), _bits(out),
-        rows.page_table, own.rows, own.lens, own.starts, own.spans, rows.page_size,
+        rows.page_table, own.rows, own.lens, own.starts, own.query_lens, rows.page_size,
         NO_WINDOW if scoring.window is None else scoring.window,
         np.float32(factor),
         np.float32(cap),
@@ -71,12 +70,12 @@ def compile_chunk_attention(num_workers: int) -> None:
 @cached_njit(parallel=True, nogil=True)
 def _attend(
     q: Halves, keys: Halves, values: Halves, out: Halves,
-    page_table: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, spans: Int64s,
+    page_table: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
     page_size: int, window: int, factor: np.float32, cap: np.float32, num_workers: int,
 ) -> None:  # fmt: skip
     for worker in prange(num_workers):
         _attend_share(
-            q, keys, values, out, page_table, rows, lens, starts, spans, page_size,
+            q, keys, values, out, page_table, rows, lens, starts, query_lens, page_size,
             window, factor, cap, worker, num_workers,
         )  # fmt: skip
 
@@ -84,12 +83,12 @@ def _attend(
 @cached_njit(nogil=True)
 def _attend_alone(
     q: Halves, keys: Halves, values: Halves, out: Halves,
-    page_table: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, spans: Int64s,
+    page_table: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
     page_size: int, window: int, factor: np.float32, cap: np.float32, num_workers: int,
 ) -> None:  # fmt: skip
     for worker in range(num_workers):
         _attend_share(
-            q, keys, values, out, page_table, rows, lens, starts, spans, page_size,
+            q, keys, values, out, page_table, rows, lens, starts, query_lens, page_size,
             window, factor, cap, worker, num_workers,
         )  # fmt: skip
 
@@ -97,7 +96,7 @@ def _attend_alone(
 @njit(inline="always")
 def _attend_share(
     q: Halves, keys: Halves, values: Halves, out: Halves,
-    page_table: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, spans: Int64s,
+    page_table: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
     page_size: int, window: int, factor: np.float32, cap: np.float32,
     worker: int, num_workers: int,
 ) -> None:  # fmt: skip
@@ -105,16 +104,16 @@ def _attend_share(
     num_workers-th."""
     num_kv_heads, head_dim = keys.shape[1], keys.shape[2]
     num_groups = q.shape[1] // num_kv_heads
-    span = max(1, LINES // num_groups)
-    num_lines = -(-span * num_groups // ROWS) * ROWS
+    query_len = max(1, LINES // num_groups)
+    num_lines = -(-query_len * num_groups // ROWS) * ROWS
     queries = np.zeros(num_lines * head_dim, np.uint16)
     outputs = np.empty(num_lines * head_dim, np.float32)
     softmax = np.empty((num_lines, 2), np.float32)
     packed = np.empty((2, TILE * head_dim), np.uint16)
     unit = 0
     for r in range(rows.shape[0]):
-        for first in range(0, spans[r], span):
-            last = min(first + span, spans[r])
+        for first in range(0, query_lens[r], query_len):
+            last = min(first + query_len, query_lens[r])
             for head in range(num_kv_heads):
                 unit += 1
                 if unit % num_workers != worker:
@@ -124,7 +123,7 @@ def _attend_share(
                     keys, values,
                     out[starts[r] + first : starts[r] + last],
                     page_table[rows[r]], page_size,
-                    lens[r] - spans[r] + first, head, window, factor, cap,
+                    lens[r] - query_lens[r] + first, head, window, factor, cap,
                     queries, outputs, softmax, packed,
                 )  # fmt: skip
 
@@ -151,7 +150,7 @@ def _attend_block(
     outputs[:] = np.float32(0)
     softmax[:, 0] = -np.inf
     softmax[:, 1] = np.float32(0)
-    places = np.empty(TILE, np.int64)
+    indices = np.empty(TILE, np.int64)
     products = np.empty(ROWS * max(TILE, head_dim), np.float32)
     weights = np.empty(ROWS * TILE, np.uint16)
     shrinks = np.empty(ROWS, np.float32)
@@ -164,10 +163,10 @@ def _attend_block(
         for j in range(width):
             at = tile + min(j, size - 1)
             slot = pages[at // page_size] * page_size + at % page_size
-            places[j] = (slot * keys.shape[1] + head) * head_dim
+            indices[j] = (slot * keys.shape[1] + head) * head_dim
         packed_keys, packed_values = packed[0, : width * head_dim], packed[1, : width * head_dim]
-        _pack_keys(keys.reshape(-1), places[:width], head_dim, packed_keys)
-        _pack_values(values.reshape(-1), places[:width], head_dim, packed_values)
+        _pack_keys(keys.reshape(-1), indices[:width], head_dim, packed_keys)
+        _pack_values(values.reshape(-1), indices[:width], head_dim, packed_values)
         for line in range(0, num_lines, ROWS):
             first_position = position + line // num_groups
             last_position = position + (min(line + ROWS, num_lines) - 1) // num_groups
@@ -194,22 +193,22 @@ def _attend_block(
 
 
 @njit(inline="always")
-def _pack_keys(source: Halves, places: Int64s, head_dim: int, packed: Halves) -> None:
+def _pack_keys(source: Halves, indices: Int64s, head_dim: int, packed: Halves) -> None:
     """packed [blocks of keys, pairs of dimensions, keys of a block, 2]."""
-    for j in range(0, len(places), LANES):
+    for j in range(0, len(indices), LANES):
         first = j // OUTPUTS * OUTPUTS * head_dim + j % OUTPUTS * PAIR
         for d in range(0, head_dim, LANES * PAIR):
-            own = places[j : j + LANES] + d
+            own = indices[j : j + LANES] + d
             transpose_pairs(source, own, packed, first + d * OUTPUTS, OUTPUTS * PAIR)
 
 
 @njit(inline="always")
-def _pack_values(source: Halves, places: Int64s, head_dim: int, packed: Halves) -> None:
+def _pack_values(source: Halves, indices: Int64s, head_dim: int, packed: Halves) -> None:
     """packed [blocks of dimensions, pairs of keys, dimensions of a block, 2]."""
-    for j in range(0, len(places), PAIR):
+    for j in range(0, len(indices), PAIR):
         for d in range(0, head_dim, LANES):
-            target = d // OUTPUTS * OUTPUTS * len(places) + j * OUTPUTS + d % OUTPUTS * PAIR
-            interleave(source, places[j] + d, places[j + 1] + d, packed, target)
+            target = d // OUTPUTS * OUTPUTS * len(indices) + j * OUTPUTS + d % OUTPUTS * PAIR
+            interleave(source, indices[j] + d, indices[j + 1] + d, packed, target)
 
 
 @njit(inline="always")

@@ -17,15 +17,14 @@ import torch
 from numba import from_dtype, njit, types
 from torch import Tensor
 
-from aserve_kernels.cpu.ahead import cached_njit, compile_ahead
-from aserve_kernels.cpu.compile_options import FAST, UNCOUNTED
+from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, rounded, widen
 from aserve_kernels.cpu.draw import draw_row
-from aserve_kernels.cpu.half import Float32s, Floats, as_array, narrow, rounded, widen
+from aserve_kernels.cpu.exp2 import LOG2_E, power_of_two
+from aserve_kernels.cpu.gemm import multiply
 from aserve_kernels.cpu.host_rows import Int64s, RowSpans
 from aserve_kernels.cpu.memory import array_at
 from aserve_kernels.cpu.paged_attention import attend_share
-from aserve_kernels.cpu.powers import LOG2_E, power_of_two
-from aserve_kernels.cpu.products import multiply
+from aserve_kernels.cpu.precompile import FAST, UNCOUNTED, cached_njit, compile_ahead
 
 Int32s: TypeAlias = npt.NDArray[np.int32]
 Records: TypeAlias = npt.NDArray[np.void]
@@ -65,7 +64,7 @@ LAYER: Any = np.dtype(
         *[(name, np.int64) for name in ("qkv", "out", "gate_up", "down")],
         *[(name, np.int64) for name in ("qkv_bias", "out_bias", "gate_up_bias", "down_bias")],
         *[(name, np.int64) for name in ("head_norms", "after_attention", "before_mlp")],
-        *[(name, np.int64) for name in ("after_mlp", "before_next", "turns")],
+        *[(name, np.int64) for name in ("after_mlp", "before_next", "cos_sin")],
         *[(name, np.int64) for name in ("keys", "values", "num_slots", "page_table", "window")],
         *[(name, np.float32) for name in ("factor", "cap", "head_eps")],
     ],
@@ -87,7 +86,7 @@ def decoder_forward(input_ids: Tensor, own: RowSpans, tables: Tables) -> Tensor:
     the slots of these tokens only. -> hidden states behind the last norm [tokens, hidden].
     """
     out = torch.empty((len(input_ids), int(tables.model["hidden"][0])), dtype=tables.dtype)
-    of_rows = (own.rows, own.lens, own.starts, own.spans)
+    of_rows = (own.rows, own.lens, own.starts, own.query_lens)
     words = np.empty(0, np.int32)
     made = (as_array(out), words)
     _step(input_ids.numpy(), *of_rows, NOTHING, 0, tables.model, tables.layers, *made)
@@ -103,7 +102,7 @@ def decoder_step(
     """
     words = torch.empty(3 * len(sampled), dtype=torch.int32)
     given = torch.empty((len(input_ids), int(tables.model["hidden"][0])), dtype=tables.dtype)
-    of_rows = (own.rows, own.lens, own.starts, own.spans)
+    of_rows = (own.rows, own.lens, own.starts, own.query_lens)
     made = (as_array(given), words.numpy())
     _step(input_ids, *of_rows, sampled, iteration, tables.model, tables.layers, *made)
     return words
@@ -120,21 +119,21 @@ def compile_decoder_forward(dtype: torch.dtype) -> None:
 
 @cached_njit(nogil=True)
 def _step(
-    ids: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, spans: Int64s,
+    ids: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
     sampled: Int64s, iteration: int, models: Records, layers: Records,
     out: Floats, words: Int32s,
 ) -> None:  # fmt: skip
     model = models[0]
-    known = _resolve(ids, rows, lens, starts, spans, model)
-    _forward(known, rows, lens, starts, spans, model, layers, out)
+    known = _resolve(ids, rows, lens, starts, query_lens, model)
+    _forward(known, rows, lens, starts, query_lens, model, layers, out)
     for first in range(0, sampled.shape[0], DRAWN):
-        places = sampled[first : first + DRAWN]
+        indices = sampled[first : first + DRAWN]
         _draw_rows(
-            places,
+            indices,
             rows,
             lens,
             starts,
-            spans,
+            query_lens,
             iteration,
             model,
             out,
@@ -145,7 +144,7 @@ def _step(
 
 @njit(inline="always")
 def _resolve(
-    ids: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, spans: Int64s, model: Any
+    ids: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s, model: Any
 ) -> Int64s:  # fmt: skip
     """Ids without placeholders, which are also written beside the KV."""
     last_token = array_at(model.last_token, (model.table_rows,), ids)
@@ -153,9 +152,9 @@ def _resolve(
     pool = array_at(model.token_pool, (model.num_slots,), WORDS)
     known = np.empty(ids.shape[0], np.int64)
     for r in range(rows.shape[0]):
-        for place in range(spans[r]):
+        for place in range(query_lens[r]):
             token = starts[r] + place
-            position = lens[r] - spans[r] + place
+            position = lens[r] - query_lens[r] + place
             known[token] = ids[token] if ids[token] >= 0 else last_token[-ids[token]]
             page = pages[rows[r], position // model.page_size]
             pool[page * model.page_size + position % model.page_size] = known[token]
@@ -164,13 +163,13 @@ def _resolve(
 
 @njit(inline="always")
 def _draw_rows(
-    sampled: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, spans: Int64s, iteration: int,
+    sampled: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s, iteration: int,
     model: Any, hidden: Floats, words: Int32s, stride: int,
 ) -> None:  # fmt: skip
     num = sampled.shape[0]
     last = np.empty((num, model.hidden), hidden.dtype)
     for i in range(num):
-        token = starts[sampled[i]] + spans[sampled[i]] - 1
+        token = starts[sampled[i]] + query_lens[sampled[i]] - 1
         for d in range(model.hidden):
             last[i, d] = hidden[token, d]
     logits = np.empty((num, model.vocab), np.float32)
@@ -184,8 +183,8 @@ def _draw_rows(
     for i in range(num):
         row = rows[sampled[i]]
         temperature = np.float32(scales[row, 0])
-        token, is_sound = draw_row(logits[i], seeds[row, 0], lens[sampled[i]], temperature)
-        words[i], words[stride + i], words[2 * stride + i] = token, 1, is_sound
+        token, is_valid = draw_row(logits[i], seeds[row, 0], lens[sampled[i]], temperature)
+        words[i], words[stride + i], words[2 * stride + i] = token, 1, is_valid
         last_token[row], written_iter[row] = token, iteration
 
 
@@ -204,7 +203,7 @@ def _cap(logits: Float32s, like: Floats, divisor: np.float32, cap: np.float32) -
 
 @njit(inline="always")
 def _forward(
-    ids: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, spans: Int64s,
+    ids: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
     model: Any, layers: Records, out: Floats,
 ) -> None:  # fmt: skip
     num_tokens = ids.shape[0]
@@ -221,7 +220,7 @@ def _forward(
         layer = layers[index]
         flat_heads = heads.reshape((num_tokens, num_heads * model.head_dim))
         _multiply(given, layer.qkv, layer.qkv_bias, flat_heads)
-        _attend(model, layer, rows, lens, starts, spans, heads, attended)
+        _attend(model, layer, rows, lens, starts, query_lens, heads, attended)
         flat = attended.reshape((num_tokens, model.heads * model.head_dim))
         _multiply(flat, layer.out, layer.out_bias, added)
         _add(model, added, layer.after_attention, layer.before_mlp, hidden, given)
@@ -250,7 +249,7 @@ def _multiply(x: Floats, packed: int, bias: int, out: Float32s) -> None:
 
 @njit(inline="always")
 def _attend(
-    model: Any, layer: Any, rows: Int64s, lens: Int64s, starts: Int64s, spans: Int64s,
+    model: Any, layer: Any, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
     heads: Float32s, attended: Floats,
 ) -> None:  # fmt: skip
     """heads [tokens, q + k + v, head_dim] are turned in place; k and v go where they belong."""
@@ -258,17 +257,17 @@ def _attend(
     keys = array_at(layer.keys, kv_shape, attended)
     values = array_at(layer.values, kv_shape, attended)
     table = array_at(layer.page_table, (model.table_rows, model.table_columns), rows)
-    turns = array_at(layer.turns, (model.max_len, model.rotary_dim), attended)
+    cos_sin = array_at(layer.cos_sin, (model.max_len, model.rotary_dim), attended)
     num_turned = model.heads + model.kv_heads
     norms = array_at(layer.head_norms, (num_turned, model.head_dim), heads)
-    turn = np.empty(model.rotary_dim, np.float32)
+    rope = np.empty(model.rotary_dim, np.float32)
     for r in range(rows.shape[0]):
         _turn_and_store(
-            heads[starts[r] : starts[r] + spans[r]], keys, values, table[rows[r]],
-            lens[r] - spans[r], model, layer, turns, norms, turn,
+            heads[starts[r] : starts[r] + query_lens[r]], keys, values, table[rows[r]],
+            lens[r] - query_lens[r], model, layer, cos_sin, norms, rope,
         )  # fmt: skip
     attend_share(
-        heads[:, : model.heads], keys, values, attended, table, rows, lens, starts, spans,
+        heads[:, : model.heads], keys, values, attended, table, rows, lens, starts, query_lens,
         model.page_size, layer.window, layer.factor, layer.cap, 0, 1,
     )  # fmt: skip
 
@@ -276,31 +275,31 @@ def _attend(
 @njit(nogil=True, **UNCOUNTED)
 def _turn_and_store(
     heads: Float32s, keys: Floats, values: Floats, pages: Int64s, position: int,
-    model: Any, layer: Any, turns: Floats, norms: Float32s, turn: Float32s,
+    model: Any, layer: Any, cos_sin: Floats, norms: Float32s, rope: Float32s,
 ) -> None:  # fmt: skip
     """Of one row's tokens, from `position` on. Room: `turn` [rotary_dim]."""
     num_turned = norms.shape[0]
     for token in range(heads.shape[0]):
         place = position + token
         of_token = heads[token]
-        widen(turns[place], turn)
+        widen(cos_sin[place], rope)
         for head in range(num_turned):
             if layer.head_norms != 0:
                 _norm(of_token[head], norms[head], layer.head_eps, of_token[head])
-            _turn(of_token[head], turn)
+            _rope_head(of_token[head], rope)
         slot = pages[place // model.page_size] * model.page_size + place % model.page_size
         narrow(of_token[model.heads : num_turned].reshape(-1), keys[slot].reshape(-1))
         narrow(of_token[num_turned:].reshape(-1), values[slot].reshape(-1))
 
 
 @njit(nogil=True, fastmath=FAST, **UNCOUNTED)
-def _turn(x: Float32s, turn: Float32s) -> None:
-    half = turn.shape[0] // 2
+def _rope_head(x: Float32s, rope: Float32s) -> None:
+    half = rope.shape[0] // 2
     left, right = x[:half], x[half : 2 * half]
     for i in range(half):
         a, b = left[i], right[i]
-        left[i] = a * turn[i] - b * turn[half + i]
-        right[i] = b * turn[i] + a * turn[half + i]
+        left[i] = a * rope[i] - b * rope[half + i]
+        right[i] = b * rope[i] + a * rope[half + i]
 
 
 @njit(nogil=True)

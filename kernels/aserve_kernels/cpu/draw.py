@@ -1,7 +1,7 @@
 """The coupled draw over whole rows of logits: the argmax of logits / temperature plus noise that
 belongs to (seed, position, token id). A temperature of 0 has no noise.
 
-It knows no step. The noise is that of `aserve/gpu/sample/noise.py`, SplitMix64 and Gumbel's
+It knows no step. The noise is that of `aserve/gpu/sampling/gumbel.py`, SplitMix64 and Gumbel's
 distribution, but in float32's last digits.
 """
 
@@ -16,9 +16,9 @@ import torch
 from numba import njit, types
 from torch import Tensor
 
-from aserve_kernels.cpu.ahead import cached_njit, compile_ahead
-from aserve_kernels.cpu.half import Float32s
-from aserve_kernels.cpu.powers import LOG2_E, power_of_two
+from aserve_kernels.cpu.bf16 import Float32s
+from aserve_kernels.cpu.exp2 import LOG2_E, power_of_two
+from aserve_kernels.cpu.precompile import cached_njit, compile_ahead
 
 Int64s: TypeAlias = npt.NDArray[np.int64]
 
@@ -44,11 +44,11 @@ def draw(
     -> tokens int64 [n], and bool [n]: False where a logit is NaN or infinity, or all are minus
     infinity; then the token is any."""
     tokens = torch.empty(len(logits), dtype=torch.int64)
-    is_sound = torch.empty(len(logits), dtype=torch.bool)
+    is_valid = torch.empty(len(logits), dtype=torch.bool)
     of_rows = (seeds.contiguous().numpy(), positions.contiguous().numpy())
     scales = temperatures.contiguous().numpy()
-    _draw(logits.contiguous().numpy(), *of_rows, scales, tokens.numpy(), is_sound.numpy())
-    return tokens, is_sound
+    _draw(logits.contiguous().numpy(), *of_rows, scales, tokens.numpy(), is_valid.numpy())
+    return tokens, is_valid
 
 
 def compile_draw() -> None:
@@ -61,10 +61,10 @@ def compile_draw() -> None:
 @cached_njit(nogil=True)
 def _draw(
     logits: Float32s, seeds: Int64s, positions: Int64s, temperatures: Float32s,
-    tokens: Int64s, is_sound: npt.NDArray[np.bool_],
+    tokens: Int64s, is_valid: npt.NDArray[np.bool_],
 ) -> None:  # fmt: skip
     for row in range(logits.shape[0]):
-        tokens[row], is_sound[row] = draw_row(
+        tokens[row], is_valid[row] = draw_row(
             logits[row], seeds[row], positions[row], temperatures[row]
         )
 
@@ -73,9 +73,9 @@ def _draw(
 def draw_row(
     logits: Float32s, seed: int, position: int, temperature: np.float32
 ) -> tuple[int, bool]:
-    token, is_sound = _best(logits)
-    if not is_sound or not temperature > 0:
-        return token, is_sound
+    token, is_valid = _best(logits)
+    if not is_valid or not temperature > 0:
+        return token, is_valid
     start = _mixed(_mixed(np.uint64(seed)) + np.uint64(position) * GAMMA_OF_POSITIONS)
     return _noisy_best(logits, temperature, start, token), True
 

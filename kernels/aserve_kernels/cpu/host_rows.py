@@ -18,12 +18,13 @@ NO_WINDOW = 1 << 62
 @dataclass(frozen=True, slots=True)
 class RowSpans:
     """int64 [n] each: `rows` of the page table; `lens`, KV lengths with this forward's tokens;
-    `starts`, the first query of each row; `spans`, its queries, which are at its last positions."""
+    `starts`, the first query of each row; `query_lens`, its queries, which are at its last
+    positions."""
 
     rows: Int64s
     lens: Int64s
     starts: Int64s
-    spans: Int64s
+    query_lens: Int64s
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,8 @@ import torch
 from numba import njit, prange, types
 from torch import Tensor
 
-from aserve_kernels.cpu.ahead import cached_njit, compile_ahead
-from aserve_kernels.cpu.compile_options import FAST
-from aserve_kernels.cpu.half import Float32s, Floats, as_array, narrow, widen
+from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, widen
+from aserve_kernels.cpu.precompile import FAST, cached_njit, compile_ahead
 
 Int8s: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int8]]
 

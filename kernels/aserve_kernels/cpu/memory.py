@@ -17,7 +17,7 @@ from numba.core.types import CPointer  # type: ignore[attr-defined]  # made as i
 from numba.extending import intrinsic, overload
 from numba.np.numpy_support import carray
 
-from aserve_kernels.cpu.lanes import Emitted
+from aserve_kernels.cpu.simd import Emitted
 
 Like = TypeVar("Like", bound=npt.NDArray[Any])
 

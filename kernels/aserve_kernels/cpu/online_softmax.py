@@ -10,9 +10,9 @@ import math
 import numpy as np
 from numba import njit
 
-from aserve_kernels.cpu.half import Float32s
-from aserve_kernels.cpu.lanes import LANES, greater, greatest, load, splat
-from aserve_kernels.cpu.powers import LOG2_E, power_of_two
+from aserve_kernels.cpu.bf16 import Float32s
+from aserve_kernels.cpu.exp2 import LOG2_E, power_of_two
+from aserve_kernels.cpu.simd import LANES, greater, greatest, load, splat
 
 
 def folded(scale: float, softcap: float | None) -> tuple[float, float]:

@@ -14,18 +14,18 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
-from aserve_kernels.cpu.lanes import BITS, HALVES, LANES, Emitted, address_of, between
+from aserve_kernels.cpu.simd import BITS, HALVES, LANES, Emitted, address_of, between
 
 Halves: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
 Places: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 def transpose_pairs(
-    source: Halves, places: Places, target: Halves, start: int, stride: int
+    source: Halves, indices: Places, target: Halves, start: int, stride: int
 ) -> None:
     """From each of 16 places on, source has 16 pairs. Their k-th pairs stand side by side in
     target, from start + k * stride on. All are [n], contiguous."""
-    for i, place in enumerate(places):
+    for i, place in enumerate(indices):
         for k in range(LANES):
             own = start + k * stride + 2 * i
             target[own : own + 2] = source[place + 2 * k : place + 2 * k + 2]
@@ -39,11 +39,11 @@ def interleave(source: Halves, even: int, odd: int, target: Halves, start: int) 
 
 @intrinsic
 def _transpose_pairs(
-    typing: Any, source: Any, places: Any, target: Any, start: Any, stride: Any
+    typing: Any, source: Any, indices: Any, target: Any, start: Any, stride: Any
 ) -> Emitted:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         index = ir.IntType(64)
-        first = context.make_array(places)(context, builder, args[1]).data
+        first = context.make_array(indices)(context, builder, args[1]).data
         vectors = []
         for i in range(LANES):
             place = builder.load(builder.gep(first, [index(i)]))
@@ -64,7 +64,7 @@ def _transpose_pairs(
             builder.store(vector, pairs, align=2)
         return context.get_dummy_value()
 
-    return types.void(source, places, target, types.intp, types.intp), emit
+    return types.void(source, indices, target, types.intp, types.intp), emit
 
 
 @intrinsic
@@ -84,10 +84,10 @@ def _interleave(typing: Any, source: Any, even: Any, odd: Any, target: Any, star
 
 @overload(transpose_pairs, inline="always", strict=False)
 def _of_transpose_pairs(
-    source: Any, places: Any, target: Any, start: Any, stride: Any
+    source: Any, indices: Any, target: Any, start: Any, stride: Any
 ) -> Callable[..., None]:
-    return lambda source, places, target, start, stride: _transpose_pairs(
-        source, places, target, start, stride
+    return lambda source, indices, target, start, stride: _transpose_pairs(
+        source, indices, target, start, stride
     )
 
 

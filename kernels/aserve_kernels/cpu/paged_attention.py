@@ -11,11 +11,11 @@ import torch
 from numba import njit, prange, types
 from torch import Tensor
 
-from aserve_kernels.cpu.ahead import cached_njit, compile_ahead
-from aserve_kernels.cpu.compile_options import FAST, UNCOUNTED
-from aserve_kernels.cpu.half import Float32s, Floats, as_array, narrow, widen
+from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, widen
 from aserve_kernels.cpu.host_rows import NO_WINDOW, HostRows, Int64s
-from aserve_kernels.cpu.lanes import (
+from aserve_kernels.cpu.online_softmax import folded, weigh
+from aserve_kernels.cpu.precompile import FAST, UNCOUNTED, cached_njit, compile_ahead
+from aserve_kernels.cpu.simd import (
     LANES,
     add_product,
     dot_products,
@@ -25,7 +25,6 @@ from aserve_kernels.cpu.lanes import (
     store,
     zeros,
 )
-from aserve_kernels.cpu.online_softmax import folded, weigh
 from aserve_kernels.paged_rows import PagedRows, Scoring, attend_ref
 
 TILE = 64  # keys that are widened and scored together at most
@@ -48,7 +47,7 @@ def paged_attention(
     attend = _attend_alone if num_workers == 1 else _attend
     attend(
         q.float().numpy(), as_array(keys), as_array(values), as_array(out),
-        rows.page_table, own.rows, own.lens, own.starts, own.spans, rows.page_size,
+        rows.page_table, own.rows, own.lens, own.starts, own.query_lens, rows.page_size,
         NO_WINDOW if scoring.window is None else scoring.window,
         np.float32(factor),
         np.float32(cap),
@@ -61,13 +60,15 @@ def paged_attention_ref(
 ) -> None:
     """The same in plain torch, row by row, in the dtype of q."""
     own = rows.own
-    for row, kv_len, start, span in zip(own.rows, own.lens, own.starts, own.spans, strict=True):
+    for row, kv_len, start, query_len in zip(
+        own.rows, own.lens, own.starts, own.query_lens, strict=True
+    ):
         paged = PagedRows(
             torch.from_numpy(rows.page_table),
             rows.page_size,
             rows=torch.tensor([row]),
             lens=torch.tensor([kv_len]),
-            query_starts=torch.tensor([start, start + span]),
+            cu_query_lens=torch.tensor([start, start + query_len]),
             max_len=int(kv_len),
         )
         attend_ref(q, keys, values, paged, scoring, out=out, takes=lambda _span: True)
@@ -89,12 +90,12 @@ def compile_paged_attention(dtype: torch.dtype, num_workers: int) -> None:
 @cached_njit(parallel=True, nogil=True)
 def _attend(
     q: Float32s, keys: Floats, values: Floats, out: Floats,
-    page_table: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, spans: Int64s,
+    page_table: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
     page_size: int, window: int, factor: np.float32, cap: np.float32, num_workers: int,
 ) -> None:  # fmt: skip
     for worker in prange(num_workers):
         attend_share(
-            q, keys, values, out, page_table, rows, lens, starts, spans, page_size,
+            q, keys, values, out, page_table, rows, lens, starts, query_lens, page_size,
             window, factor, cap, worker, num_workers,
         )  # fmt: skip
 
@@ -103,12 +104,12 @@ def _attend(
 @cached_njit(nogil=True)
 def _attend_alone(
     q: Float32s, keys: Floats, values: Floats, out: Floats,
-    page_table: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, spans: Int64s,
+    page_table: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
     page_size: int, window: int, factor: np.float32, cap: np.float32, num_workers: int,
 ) -> None:  # fmt: skip
     for worker in range(num_workers):
         attend_share(
-            q, keys, values, out, page_table, rows, lens, starts, spans, page_size,
+            q, keys, values, out, page_table, rows, lens, starts, query_lens, page_size,
             window, factor, cap, worker, num_workers,
         )  # fmt: skip
 
@@ -118,7 +119,7 @@ def _attend_alone(
 @njit(inline="always")
 def attend_share(
     q: Float32s, keys: Floats, values: Floats, out: Floats,
-    page_table: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, spans: Int64s,
+    page_table: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
     page_size: int, window: int, factor: np.float32, cap: np.float32,
     worker: int, num_workers: int,
 ) -> None:  # fmt: skip
@@ -126,22 +127,22 @@ def attend_share(
     num_workers-th."""
     num_kv_heads = keys.shape[1]
     num_groups = q.shape[1] // num_kv_heads
-    span = max(1, BLOCK // num_groups)
+    query_len = max(1, BLOCK // num_groups)
     num_blocks = 0
     for r in range(rows.shape[0]):
-        num_blocks += -(-spans[r] // span)
+        num_blocks += -(-query_lens[r] // query_len)
     # PERF: a token's heads lie side by side, so a worker takes as many of them as it can while two
     # units are left for each.
     heads = min(num_kv_heads, max(1, num_blocks * num_kv_heads // (2 * num_workers)))
     width = _width(keys)
-    lines = np.zeros((2, heads * span * num_groups * width), np.float32)
-    softmax = np.empty((heads * span * num_groups, 2), np.float32)
+    lines = np.zeros((2, heads * query_len * num_groups * width), np.float32)
+    softmax = np.empty((heads * query_len * num_groups, 2), np.float32)
     tiles = np.zeros((2, _tile_size(width) * width), np.float32)
     scores, slots = np.empty(TILE, np.float32), np.empty(TILE, np.int64)
     unit = 0
     for r in range(rows.shape[0]):
-        for first in range(0, spans[r], span):
-            last = min(first + span, spans[r])
+        for first in range(0, query_lens[r], query_len):
+            last = min(first + query_len, query_lens[r])
             for head in range(0, num_kv_heads, heads):
                 unit += 1
                 if unit % num_workers != worker:
@@ -151,7 +152,7 @@ def attend_share(
                     keys, values,
                     out[starts[r] + first : starts[r] + last],
                     page_table[rows[r]], page_size,
-                    lens[r] - spans[r] + first, head, min(head + heads, num_kv_heads),
+                    lens[r] - query_lens[r] + first, head, min(head + heads, num_kv_heads),
                     window, factor, cap, lines, softmax, tiles, scores, slots,
                 )  # fmt: skip
 

@@ -12,9 +12,8 @@ import torch
 from numba import types
 from torch import Tensor
 
-from aserve_kernels.cpu.ahead import cached_njit, compile_ahead
-from aserve_kernels.cpu.compile_options import FAST
-from aserve_kernels.cpu.half import Float32s, Floats, as_array, narrow, widen
+from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, widen
+from aserve_kernels.cpu.precompile import FAST, cached_njit, compile_ahead
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -8,17 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aserve.gpu.attention.base import AttentionBackend
-from aserve.gpu.attention.capabilities import AttentionSite
+from aserve.gpu.attention.base import AttentionBackend, AttentionSite
+from aserve.gpu.attention.reference import TorchReference
 from aserve.gpu.attention.registry import BACKENDS
-from aserve.gpu.attention.torch_ref import TorchReference
-from aserve.gpu.device.cpu import CpuDevice
-from aserve.gpu.device_batch import DeviceBatch
-from aserve.gpu.forward_batch import ForwardBatch
-from aserve.gpu.kv.layer_groups import group_layers
+from aserve.gpu.device.cpu.device import CpuDevice
+from aserve.gpu.kv.layer_groups import LayerSpec, group_layers
 from aserve.gpu.kv.pools import KvPools
-from aserve.gpu.models.layer_spec import LayerSpec
-from aserve.messages import GroupSpec
+from aserve.gpu.step.forward_batch import ForwardBatch
+from aserve.gpu.step.inputs import DeviceBatch
+from aserve.messages.executor import GroupSpec
 from tests.gpu.device_tables import CPU, device_batch
 
 MAX_LEN = 400
@@ -143,7 +141,7 @@ def assert_parity(name: str, layout: Layout, shape: str) -> None:
     def build(pools: KvPools) -> AttentionBackend:
         return built(name, layout, pools)
 
-    assert_attends(build, layout, shape, whole_pages=BACKENDS[name]().can.whole_pages)
+    assert_attends(build, layout, shape, whole_pages=BACKENDS[name]().capabilities.whole_pages)
 
 
 def assert_attends(
@@ -154,16 +152,16 @@ def assert_attends(
     whole_pages: bool = False,
 ) -> None:
     """As the plain backend does."""
-    spans, kv_lens = SHAPES[shape]
-    batch = device_batch(spans, kv_lens)
-    pools = layout.pools(len(spans))
+    query_lens, kv_lens = SHAPES[shape]
+    batch = device_batch(query_lens, kv_lens)
+    pools = layout.pools(len(query_lens))
     fill(pools, layout, batch)
     if not whole_pages:
         spoil_tails(pools, layout, batch)
     made = ForwardBatch.init_new(batch, pools)
     got = attended(build(pools), layout, made)
     expected = attended(TorchReference(pools), layout, made)
-    assert got.shape == (sum(spans), layout.layer.num_heads, layout.layer.head_dim)
+    assert got.shape == (sum(query_lens), layout.layer.num_heads, layout.layer.head_dim)
     tolerance = TOLERANCES[layout.dtype]
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
     assert bool(got.isfinite().all())

@@ -13,23 +13,35 @@ import torch
 from torch import Tensor
 
 from aserve.errors import BugError
-from aserve.gpu.attention import choice, flashinfer, flashinfer_wrappers
-from aserve.gpu.attention.base import AttentionBackend, AttentionKind, AttentionUnavailable
-from aserve.gpu.attention.capabilities import AttentionSite, Capabilities
-from aserve.gpu.attention.flashinfer import FlashInfer, build_flashinfer
-from aserve.gpu.attention.flashinfer_wrappers import Queries, queries_of
-from aserve.gpu.attention.page_lists import KERNELS, ListOps
+from aserve.gpu.attention import registry
+from aserve.gpu.attention.base import (
+    AttentionBackend,
+    AttentionKind,
+    AttentionSite,
+    AttentionUnavailable,
+    Capabilities,
+    StaticShape,
+)
+from aserve.gpu.attention.flashinfer import wrappers
+from aserve.gpu.attention.flashinfer.backend import KIND, FlashInfer, build_flashinfer
+from aserve.gpu.attention.flashinfer.page_indices import KERNELS, ListOps
+from aserve.gpu.attention.flashinfer.wrappers import Queries, queries_of
+from aserve.gpu.attention.reference import TorchReference
 from aserve.gpu.attention.registry import BACKENDS
-from aserve.gpu.attention.static_plans import StaticShape
-from aserve.gpu.attention.torch_ref import TorchReference
 from aserve.gpu.device.base import Cut
-from aserve.gpu.device.cpu import CpuDevice
-from aserve.gpu.device.recorded import record
-from aserve.gpu.device_batch import DeviceBatch
-from aserve.gpu.forward_batch import ForwardBatch, ForwardOverrides
+from aserve.gpu.device.cpu.device import CpuDevice
+from aserve.gpu.device.cpu.recorded import record
 from aserve.gpu.kv.layer_groups import group_layers
 from aserve.gpu.kv.pools import KvPools
-from aserve.messages import ArrayI32, GroupSpec
+from aserve.gpu.step.forward_batch import ForwardBatch, ForwardOverrides
+from aserve.gpu.step.inputs import DeviceBatch
+from aserve.messages.base import ArrayI32
+from aserve.messages.executor import GroupSpec
+from tests.fakes.cuda import FakeCuda
+from tests.fakes.flashinfer import LISTED_IN_TORCH, FakeDecode, FakeFlashInfer, FakePrefill
+from tests.fakes.graph_device import GraphDevice
+from tests.fakes.hash_model import HashModel
+from tests.fakes.two_token_mode import TwoTokens
 from tests.gpu.attention.backend_parity import (
     HEAD_DIM,
     HEADS,
@@ -41,25 +53,15 @@ from tests.gpu.attention.backend_parity import (
     layer,
     random,
 )
-from tests.gpu.attention.fake_flashinfer import (
-    LISTED_IN_TORCH,
-    FakeDecode,
-    FakeFlashInfer,
-    FakePrefill,
-)
-from tests.gpu.device.test_cuda import executor_on
+from tests.gpu.device.cuda.test_device import executor_on
 from tests.gpu.device_tables import CPU, device_batch
 from tests.gpu.drive import make_executor, request, serve
-from tests.gpu.fake_cuda import FakeCuda
-from tests.gpu.graph_device import GraphDevice
-from tests.gpu.hash_model import HashModel
 from tests.gpu.plain_engine import plain_outputs
-from tests.gpu.two_token_mode import TwoTokens
 
 
 @pytest.fixture(autouse=True)
 def _small_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flashinfer_wrappers, "FLOAT_BYTES", 16)
+    monkeypatch.setattr(wrappers, "FLOAT_BYTES", 16)
 
 
 CAN_CAPTURE = Capabilities(can_capture=True)
@@ -71,14 +73,14 @@ def site_of(layout: Layout, pools: KvPools) -> AttentionSite:
 
 def exact(pools: KvPools, batch: DeviceBatch) -> ForwardBatch:
     """As the host knows the lengths of a step without speculation."""
-    lens = batch.len_bounds_cpu - batch.spans_cpu
+    lens = batch.len_bounds_cpu - batch.query_lens_cpu
     return ForwardBatch.init_new(batch, pools, ForwardOverrides(kv_lens_cpu=lens))
 
 
 def assert_parity(layout: Layout, shape: str) -> None:
-    spans, kv_lens = SHAPES[shape]
-    batch = device_batch(spans, kv_lens)
-    pools = layout.pools(len(spans))
+    query_lens, kv_lens = SHAPES[shape]
+    batch = device_batch(query_lens, kv_lens)
+    pools = layout.pools(len(query_lens))
     fill(pools, layout, batch)
     made = exact(pools, batch)
     got = attended(FlashInfer(FakeFlashInfer(), site_of(layout, pools)), layout, made)
@@ -105,9 +107,9 @@ def test_every_kind_of_layer_equals_the_reference(
         assert_parity(Layout(spec, page_size), shape)
 
 
-@pytest.mark.parametrize(("spans", "kv_lens"), [([3, 1], [0, 5]), ([1, 1], [6, 0])])
+@pytest.mark.parametrize(("query_lens", "kv_lens"), [([3, 1], [0, 5]), ([1, 1], [6, 0])])
 def test_kv_in_eight_bits_is_read_with_its_layers_scales(
-    spans: list[int], kv_lens: list[int]
+    query_lens: list[int], kv_lens: list[int]
 ) -> None:
     spec = msgspec.structs.replace(layer(), kv_scales=(0.5, 4.0))
     pools = KvPools(
@@ -120,7 +122,7 @@ def test_kv_in_eight_bits_is_read_with_its_layers_scales(
     )
     pools.page_tables[0][1:] = torch.arange(1, 9).view(2, 4)
     site = AttentionSite(pools, group_layers((spec,)), torch.float64, CpuDevice())
-    made = exact(pools, device_batch(spans, kv_lens))
+    made = exact(pools, device_batch(query_lens, kv_lens))
     qkv = random(torch.Generator().manual_seed(3), made.num_tokens, 8, HEAD_DIM)
     package = FakeFlashInfer()
     backend, reference = FlashInfer(package, site), TorchReference(pools)
@@ -160,7 +162,7 @@ def test_decodes_and_other_steps_have_wrappers_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spans", "prefix_lens", "queries"),
+    ("query_lens", "prefix_lens", "queries"),
     [
         ([1, 1], [4000, 0], Queries.ONE_EACH),
         ([8192], [0], Queries.MANY),
@@ -172,9 +174,9 @@ def test_decodes_and_other_steps_have_wrappers_of_their_own() -> None:
     ],
 )
 def test_rows_that_leave_tiles_empty_are_told_from_prompts(
-    spans: list[int], prefix_lens: list[int], queries: Queries
+    query_lens: list[int], prefix_lens: list[int], queries: Queries
 ) -> None:
-    own = np.array(spans, np.int32)
+    own = np.array(query_lens, np.int32)
     assert queries_of(own, own + np.array(prefix_lens, np.int32)) is queries
 
 
@@ -184,8 +186,8 @@ def test_decodes_beside_a_prompt_run_where_heads_share_keys_and_long_rows_are_cu
     pools = layout.pools(2)
     module = FakeFlashInfer()
     backend = FlashInfer(module, site_of(layout, pools))
-    for spans, kv_lens in (([1, 1], [3, 4]), ([1, 2], [3, 4]), ([8], [0]), ([70], [0])):
-        backend.plan(exact(pools, device_batch(spans, kv_lens)))
+    for query_lens, kv_lens in (([1, 1], [3, 4]), ([1, 2], [3, 4]), ([8], [0]), ([70], [0])):
+        backend.plan(exact(pools, device_batch(query_lens, kv_lens)))
     assert [wrapper.backend for wrapper in module.wrappers] == ["fa2", "fa2", "fa2", "auto"]
 
 
@@ -251,7 +253,7 @@ def test_lengths_that_are_only_bounds_are_not_planned() -> None:
     layout = Layout(layer())
     pools = layout.pools(1)
     backend = FlashInfer(FakeFlashInfer(), site_of(layout, pools))
-    assert flashinfer.KIND.can.host_lens
+    assert KIND.capabilities.host_lens
     with pytest.raises(BugError, match="step 9: FlashInfer plans from exact lengths only"):
         backend.plan(ForwardBatch.init_new(device_batch([1], [3]), pools))
 
@@ -272,7 +274,7 @@ def test_it_is_tried_out_before_it_is_taken() -> None:
     module = FakeFlashInfer()
     before = pools.layers[0].keys[layout.page_size :].clone()
     build_flashinfer(module, site_of(layout, pools))
-    is_decode = [plan.query_starts is None for plan in module.plans]
+    is_decode = [plan.cu_query_lens is None for plan in module.plans]
     assert is_decode == [False, False, True, False, False]
     assert [plan.causal for plan in module.plans] == [True, True, True, False, True]
     assert [wrapper.backend for wrapper in module.wrappers] == ["auto", *["fa2"] * 4]
@@ -340,7 +342,7 @@ def test_a_newer_version_is_taken(version: str) -> None:
 
 def test_a_machine_without_it_says_so() -> None:
     with pytest.raises(AttentionUnavailable, match="cannot be imported: No module named"):
-        choice._load("flashinfer")
+        registry._load("flashinfer")
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -370,13 +372,13 @@ def test_speculation_makes_an_engine_take_another_backend(
 ) -> None:
     """Its lengths are known on the device only; the host would plan from bounds."""
     package = FakeFlashInfer()
-    can = Capabilities(host_lens=True)
+    capabilities = Capabilities(host_lens=True)
     kinds = {
-        "flashinfer": AttentionKind(can, lambda site: build_flashinfer(package, site)),
+        "flashinfer": AttentionKind(capabilities, lambda site: build_flashinfer(package, site)),
         "paged-sdpa": BACKENDS["paged-sdpa"](),
     }
     found = {name: (lambda kind=kind: kind) for name, kind in kinds.items()}
-    monkeypatch.setattr(choice, "BACKENDS", found)
+    monkeypatch.setattr(registry, "BACKENDS", found)
     device = CpuDevice()
     device.attention = ("flashinfer", "paged-sdpa")
     model = HashModel()
@@ -503,11 +505,11 @@ def register(
     module: FakeFlashInfer,
     *,
     ops: ListOps = KERNELS,
-    can: Capabilities = CAN_CAPTURE,
+    capabilities: Capabilities = CAN_CAPTURE,
 ) -> None:
     """As the backend of the CPU."""
-    kind = AttentionKind(can, lambda site: build_flashinfer(module, site, ops=ops))
-    monkeypatch.setattr(choice, "BACKENDS", {"flashinfer": lambda: kind})
+    kind = AttentionKind(capabilities, lambda site: build_flashinfer(module, site, ops=ops))
+    monkeypatch.setattr(registry, "BACKENDS", {"flashinfer": lambda: kind})
 
 
 class Planned:
@@ -588,17 +590,17 @@ class Replays:
 
     def _batch(self) -> ForwardBatch:
         width, num_rows = self.shape.width, self.shape.num_rows
-        owners = torch.arange(num_rows).repeat_interleave(width, output_size=num_rows * width)
-        spans_cpu = np.full(num_rows, width, np.int32)
+        token_to_row = torch.arange(num_rows).repeat_interleave(width, output_size=num_rows * width)
+        query_lens_cpu = np.full(num_rows, width, np.int32)
         batch = DeviceBatch(
             iteration=9,
             rows=self.rows,
-            spans=torch.full_like(self.rows, width),
+            query_lens=torch.full_like(self.rows, width),
             kv_lens=self.lens - width,
-            input_ids=owners,
-            owners=owners,
+            input_ids=token_to_row,
+            token_to_row=token_to_row,
             offsets=torch.arange(width).repeat(num_rows),
-            spans_cpu=spans_cpu,
+            query_lens_cpu=query_lens_cpu,
             len_bounds_cpu=self.host_lens(),
         )
         return ForwardBatch.init_new(batch, self.pools)

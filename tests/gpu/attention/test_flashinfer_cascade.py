@@ -9,25 +9,23 @@ import msgspec
 import pytest
 import torch
 
-from aserve.gpu.attention import flashinfer_cascade, flashinfer_wrappers
-from aserve.gpu.attention.base import AttentionBackend
-from aserve.gpu.attention.capabilities import AttentionSite, Capabilities
-from aserve.gpu.attention.flashinfer import FlashInfer
-from aserve.gpu.attention.flashinfer_cascade import MIN_SAVED_BYTES, pays
-from aserve.gpu.attention.torch_ref import TorchReference
-from aserve.gpu.device.cpu import CpuDevice
-from aserve.gpu.forward_batch import ForwardBatch
-from aserve.gpu.kv.layer_groups import group_layers
+from aserve.gpu.attention.base import AttentionBackend, AttentionSite, Capabilities
+from aserve.gpu.attention.flashinfer import cascade, wrappers
+from aserve.gpu.attention.flashinfer.backend import FlashInfer
+from aserve.gpu.attention.flashinfer.cascade import MIN_SAVED_BYTES, is_worthwhile
+from aserve.gpu.attention.reference import TorchReference
+from aserve.gpu.device.cpu.device import CpuDevice
+from aserve.gpu.kv.layer_groups import LayerSpec, group_layers
 from aserve.gpu.kv.pools import KvPools
-from aserve.gpu.models.layer_spec import LayerSpec
-from aserve.messages import GroupSpec
+from aserve.gpu.step.forward_batch import ForwardBatch
+from aserve.messages.executor import GroupSpec
+from tests.fakes.flashinfer import LISTED_IN_TORCH, FakeFlashInfer
+from tests.fakes.graph_device import GraphDevice
+from tests.fakes.hash_model import HashModel
 from tests.gpu.attention.backend_parity import HEAD_DIM, HEADS, layer
-from tests.gpu.attention.fake_flashinfer import LISTED_IN_TORCH, FakeFlashInfer
 from tests.gpu.attention.test_flashinfer import register
 from tests.gpu.device_tables import CPU, device_batch
 from tests.gpu.drive import make_executor, request, serve
-from tests.gpu.graph_device import GraphDevice
-from tests.gpu.hash_model import HashModel
 from tests.gpu.plain_engine import plain_outputs
 
 COLUMNS = 70  # of page tables
@@ -42,8 +40,8 @@ STEPS = {
 
 @pytest.fixture(autouse=True)
 def _always_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flashinfer_wrappers, "FLOAT_BYTES", 16)
-    monkeypatch.setattr(flashinfer_cascade, "MIN_SAVED_BYTES", 1)
+    monkeypatch.setattr(wrappers, "FLOAT_BYTES", 16)
+    monkeypatch.setattr(cascade, "MIN_SAVED_BYTES", 1)
 
 
 def make_site(
@@ -69,8 +67,8 @@ def make_site(
     return AttentionSite(pools, groups, torch.float64, CpuDevice())
 
 
-def forward(site: AttentionSite, spans: list[int], kv_lens: list[int]) -> ForwardBatch:
-    batch = device_batch(spans, kv_lens)
+def forward(site: AttentionSite, query_lens: list[int], kv_lens: list[int]) -> ForwardBatch:
+    batch = device_batch(query_lens, kv_lens)
     num_shared = SHARED_LEN // site.pools.page_size
     batch = dataclasses.replace(batch, is_exact=True, shared_pages=num_shared)
     return ForwardBatch.init_new(batch, site.pools)
@@ -142,14 +140,14 @@ def test_layers_with_windows_alone_have_nothing_to_share() -> None:
 def test_it_pays_from_so_many_bytes_of_kv_on_that_are_not_read_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(flashinfer_cascade, "MIN_SAVED_BYTES", MIN_SAVED_BYTES)
+    monkeypatch.setattr(cascade, "MIN_SAVED_BYTES", MIN_SAVED_BYTES)
     per_token = 4096.0  # 8 KV heads of 128 in 16 bits
-    assert pays(65, 1024, bytes_per_token=per_token)
-    assert not pays(64, 1024, bytes_per_token=per_token)
-    assert not pays(65, 1023, bytes_per_token=per_token)
-    assert not pays(65, 1024, bytes_per_token=per_token / 2)
-    assert not pays(1, 1 << 20, bytes_per_token=per_token)
-    assert not pays(65, 0, bytes_per_token=per_token)
+    assert is_worthwhile(65, 1024, bytes_per_token=per_token)
+    assert not is_worthwhile(64, 1024, bytes_per_token=per_token)
+    assert not is_worthwhile(65, 1023, bytes_per_token=per_token)
+    assert not is_worthwhile(65, 1024, bytes_per_token=per_token / 2)
+    assert not is_worthwhile(1, 1 << 20, bytes_per_token=per_token)
+    assert not is_worthwhile(65, 0, bytes_per_token=per_token)
 
 
 def test_some_of_the_rows_share_as_much_and_padding_or_a_drafters_forward_nothing() -> None:
@@ -168,8 +166,8 @@ def test_an_engine_gives_the_plain_tokens_and_replays_only_where_nothing_is_shar
     monkeypatch: pytest.MonkeyPatch, *, is_shared: bool
 ) -> None:
     package = FakeFlashInfer()
-    can = Capabilities(can_capture=True, shared_pages=True)
-    register(monkeypatch, package, ops=LISTED_IN_TORCH, can=can)
+    capabilities = Capabilities(can_capture=True, shared_pages=True)
+    register(monkeypatch, package, ops=LISTED_IN_TORCH, capabilities=capabilities)
     model, device = HashModel(window=6), GraphDevice()
     executor = make_executor(
         model, attention="flashinfer", device=device, graph_rows=4, max_batched_tokens=64

@@ -14,27 +14,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from aserve.gpu.attention import flashinfer_cascade, flashinfer_wrappers
-from aserve.gpu.attention.base import AttentionBackend
-from aserve.gpu.attention.capabilities import AttentionSite
-from aserve.gpu.attention.flashinfer import FlashInfer, build_flashinfer
-from aserve.gpu.attention.flashinfer_wrappers import FlashInferPackage
+from aserve.gpu.attention.base import AttentionBackend, AttentionSite, StaticShape
+from aserve.gpu.attention.flashinfer import cascade, wrappers
+from aserve.gpu.attention.flashinfer.backend import FlashInfer, build_flashinfer
+from aserve.gpu.attention.flashinfer.wrappers import FlashInferPackage
+from aserve.gpu.attention.reference import TorchReference
 from aserve.gpu.attention.registry import BACKENDS
-from aserve.gpu.attention.static_plans import StaticShape
-from aserve.gpu.attention.torch_ref import TorchReference
-from aserve.gpu.device.cpu import CpuDevice
-from aserve.gpu.device.cuda import open_cuda
-from aserve.gpu.forward_batch import ForwardBatch
-from aserve.gpu.kv.layer_groups import group_layers
+from aserve.gpu.device.cpu.device import CpuDevice
+from aserve.gpu.device.cuda.device import open_cuda
+from aserve.gpu.kv.layer_groups import LayerSpec, group_layers
 from aserve.gpu.kv.pools import KvPools
-from aserve.gpu.models.layer_spec import LayerSpec
-from aserve.messages import GroupSpec
+from aserve.gpu.step.forward_batch import ForwardBatch
+from aserve.messages.executor import GroupSpec
+from tests.fakes.flashinfer import LISTED_IN_TORCH, FakeFlashInfer
 from tests.gpu.attention.backend_parity import SHAPES
-from tests.gpu.attention.fake_flashinfer import LISTED_IN_TORCH, FakeFlashInfer
 from tests.gpu.device_tables import device_batch
 
 MAX_LEN = 400
-MAX_ROWS = max(len(spans) for spans, _ in SHAPES.values())
+MAX_ROWS = max(len(query_lens) for query_lens, _ in SHAPES.values())
 HALVES = [torch.bfloat16, torch.float16]
 
 
@@ -114,15 +111,15 @@ def test_every_shape_equals_the_reference(
     site = AttentionSite(pools, group_layers(specs), dtype, device)
     backend: AttentionBackend
     if place == "cpu":
-        monkeypatch.setattr(flashinfer_wrappers, "FLOAT_BYTES", 16)
+        monkeypatch.setattr(wrappers, "FLOAT_BYTES", 16)
         backend = FlashInfer(FakeFlashInfer(), site, ops=LISTED_IN_TORCH)
     else:
-        assert not [*BACKENDS["flashinfer"]().can.refusals(site)]
+        assert not [*BACKENDS["flashinfer"]().capabilities.refusals(site)]
         backend = BACKENDS["flashinfer"]().build(site)
     shapes = SHAPES.values() if place == "cuda" else [SHAPES["mixed"], SHAPES["one decode"]]
     with device.stream():
-        for spans, kv_lens in shapes:
-            batch = device_batch(spans, kv_lens, device=device.torch_device)
+        for query_lens, kv_lens in shapes:
+            batch = device_batch(query_lens, kv_lens, device=device.torch_device)
             made = ForwardBatch.init_new(dataclasses.replace(batch, is_exact=True), pools)
             assert_parity(backend, TorchReference(pools), made, specs, dtype=dtype)
 
@@ -138,7 +135,7 @@ def test_every_shape_equals_the_reference(
 def test_rows_that_share_their_first_pages_equal_the_reference(
     monkeypatch: pytest.MonkeyPatch, place: str, kind: Kind, page_size: int
 ) -> None:
-    monkeypatch.setattr(flashinfer_cascade, "MIN_SAVED_BYTES", 1)
+    monkeypatch.setattr(cascade, "MIN_SAVED_BYTES", 1)
     device = CpuDevice() if place == "cpu" else open_cuda("a test asks for it")
     specs, dtype = kind.layers(), kind.dtype
     pools = make_pools(specs, page_size, dtype=dtype, where=device.torch_device)
@@ -147,15 +144,15 @@ def test_rows_that_share_their_first_pages_equal_the_reference(
         table[2:, :num_shared] = table[1, :num_shared].clone()
     site = AttentionSite(pools, group_layers(specs), dtype, device)
     if place == "cpu":
-        monkeypatch.setattr(flashinfer_wrappers, "FLOAT_BYTES", 16)
+        monkeypatch.setattr(wrappers, "FLOAT_BYTES", 16)
         backend = FlashInfer(FakeFlashInfer(), site, ops=LISTED_IN_TORCH)
     else:
         package = cast(FlashInferPackage, importlib.import_module("flashinfer"))
         backend = build_flashinfer(package, site)
     assert backend.static_plans.is_better_eager(2, num_shared)
     with device.stream():
-        for spans, kv_lens in ([1] * 4, [128, 150, 192, 390]), ([1, 60, 7], [300, 128, 130]):
-            batch = device_batch(spans, kv_lens, device=device.torch_device)
+        for query_lens, kv_lens in ([1] * 4, [128, 150, 192, 390]), ([1, 60, 7], [300, 128, 130]):
+            batch = device_batch(query_lens, kv_lens, device=device.torch_device)
             batch = dataclasses.replace(batch, is_exact=True, shared_pages=num_shared)
             made = ForwardBatch.init_new(batch, pools)
             assert_parity(backend, TorchReference(pools), made, specs, dtype=dtype)
@@ -185,7 +182,7 @@ def test_captured_decodes_are_planned_in_one_call_and_equal_the_reference(
     pools = make_pools(specs, page_size, dtype=kind.kv_dtype or dtype, where=device.torch_device)
     site = AttentionSite(pools, group_layers(specs), dtype, device)
     if place == "cpu":
-        monkeypatch.setattr(flashinfer_wrappers, "FLOAT_BYTES", 16)
+        monkeypatch.setattr(wrappers, "FLOAT_BYTES", 16)
         backend = FlashInfer(FakeFlashInfer(), site, ops=LISTED_IN_TORCH)
     else:
         package = cast(FlashInferPackage, importlib.import_module("flashinfer"))

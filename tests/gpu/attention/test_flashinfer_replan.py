@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from aserve.gpu.attention import flashinfer_wrappers
-from aserve.gpu.attention.flashinfer_replan import call_of_planner
-from aserve.gpu.attention.static_plans import StaticShape
+from aserve.gpu.attention.base import StaticShape
+from aserve.gpu.attention.flashinfer import wrappers
+from aserve.gpu.attention.flashinfer.plan import call_of_planner
+from tests.fakes.flashinfer import FakeFlashInfer
 from tests.gpu.attention.backend_parity import HEADS, Layout, layer
-from tests.gpu.attention.fake_flashinfer import FakeFlashInfer
 from tests.gpu.attention.test_flashinfer import Replays
 
 LENGTHS = ([0, 3, 7, 20], [30, 1], [5], [9, 9, 9, 36])
@@ -23,7 +23,7 @@ LENGTHS = ([0, 3, 7, 20], [30, 1], [5], [9, 9, 9, 36])
 
 @pytest.fixture(autouse=True)
 def _small_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flashinfer_wrappers, "FLOAT_BYTES", 16)
+    monkeypatch.setattr(wrappers, "FLOAT_BYTES", 16)
 
 
 def assert_right(replays: Replays) -> None:

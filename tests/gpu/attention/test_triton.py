@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from aserve.errors import BugError
-from aserve.gpu.forward_batch import ForwardBatch
+from aserve.gpu.step.forward_batch import ForwardBatch
 from tests.gpu.attention.backend_parity import (
     SHAPES,
     Layout,

@@ -12,16 +12,16 @@ from typing import Any, Protocol
 
 import torch
 
-from aserve.bench.gpu_check.watch import Watch, watched
 from aserve.gpu.decode.base import DecodeMode
 from aserve.gpu.device.base import Device
-from aserve.gpu.device.cuda import CudaDevice, open_cuda
+from aserve.gpu.device.cuda.device import CudaDevice, open_cuda
 from aserve.gpu.executor import TorchExecutor
-from aserve.gpu.models.causal_model import CausalModel
+from aserve.gpu.models.base import CausalModel
+from tests.fakes.cuda import FakeCuda
+from tests.fakes.graph_device import GraphDevice
+from tests.fakes.hash_model import HashModel
 from tests.gpu.drive import make_executor
-from tests.gpu.fake_cuda import FakeCuda
-from tests.gpu.graph_device import GraphDevice
-from tests.gpu.hash_model import HashModel
+from tools.gpu_check.watch import Watch, watched
 
 MakeModel = Callable[[torch.device], CausalModel]
 

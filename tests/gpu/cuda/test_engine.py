@@ -12,14 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
 from aserve.gpu.decode.autoregressive import Autoregressive
-from aserve.messages import AdmitRequest, Cancel
-from tests.fakes import TOY
+from aserve.messages.requests import AdmitRequest, Cancel
+from tests.fakes.hash_model import FlakyModel, HashModel
+from tests.fakes.toy_device import TOY
+from tests.fakes.two_token_mode import TwoTokens
 from tests.gpu.cuda.places import CudaPlace, Place
 from tests.gpu.drive import Served, request, serve
-from tests.gpu.hash_model import FlakyModel, HashModel
 from tests.gpu.plain_engine import plain_outputs
 from tests.gpu.test_traces import STEM, Trace, assert_plain, serve_trace, traces
-from tests.gpu.two_token_mode import TwoTokens
 
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_k": 9, "top_p": 0.9, "min_p": 0.02}
 ASKS: dict[str, dict[str, Any]] = {

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from aserve.gpu.executor import TorchExecutor
-from aserve.messages import AdmitRequest, Cancel
+from aserve.messages.requests import AdmitRequest, Cancel
+from tests.fakes.hash_model import HashModel
+from tests.fakes.two_token_mode import TwoTokens
 from tests.gpu.cuda.places import Place
 from tests.gpu.drive import Served, request, serve
-from tests.gpu.hash_model import HashModel
 from tests.gpu.plain_engine import plain_outputs
 from tests.gpu.test_traces import STEM
-from tests.gpu.two_token_mode import TwoTokens
 
 GRAPH_ROWS = 4  # graphs of 1, 2 and 4 rows
 SAMPLINGS: dict[str, dict[str, Any]] = {

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from aserve.gpu.device.ops import TORCH_OPS, DeviceOps
 from aserve.gpu.device.registry import open_device
-from aserve.gpu.device.ways import TORCH_WAYS, Ways
-from aserve.gpu.weights.target import Target
+from aserve.gpu.weights.source import Target
 from tests.gpu.attention.backend_parity import SHAPES, Layout, assert_parity, layer
 from tests.gpu.layers.test_triton_elementwise import FAMILIES, SIZES
 from tests.load_model import load_model
@@ -60,12 +60,12 @@ def test_every_kind_of_layer_equals_the_reference(
 
 
 @torch.inference_mode()
-def logits_of(directory: Path, ways: Ways, where: torch.device, dtype: torch.dtype) -> Tensor:
-    target = Target(device=where, elementwise=ways.elementwise)
+def logits_of(directory: Path, ops: DeviceOps, where: torch.device, dtype: torch.dtype) -> Tensor:
+    target = Target(device=where, elementwise=ops.elementwise)
     name = str(dtype).removeprefix("torch.")
     model = load_model(directory, load_format="dummy", dtype=name, target=target)
     tokens = torch.arange(7) * 5
-    attend = DenseAttend(ways.turn_and_store)
+    attend = DenseAttend(ops.rope_and_store_kv)
     return model.logits(model.forward(tokens, torch.arange(7), attend)).float()
 
 
@@ -78,9 +78,9 @@ def test_a_family_has_the_logits_of_torch(
     """With the layers that the device has for this dtype."""
     config = {**SIZES, **FAMILIES[family], "architectures": [f"{family}ForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    expected = logits_of(tmp_path, TORCH_WAYS, where, dtype)
+    expected = logits_of(tmp_path, TORCH_OPS, where, dtype)
     assert expected.std() > 0.01
-    ways = open_device(device).ways(dtype, is_deterministic=False)
-    got = logits_of(tmp_path, ways, where, dtype)
+    ops = open_device(device).ops(dtype, is_deterministic=False)
+    got = logits_of(tmp_path, ops, where, dtype)
     tolerance = LOGITS_TOLERANCES[dtype]
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)

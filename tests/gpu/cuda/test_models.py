@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from aserve.engine import Answer, Engine
-from aserve.tiny.location import MODEL_DIR
+from aserve.tiny import MODEL_DIR
 
 PROMPTS = (
     "Once upon a time there was a",

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from aserve.gpu.device.base import Device, Event
 from aserve.gpu.executor import TorchExecutor
-from aserve.gpu.models.attend import Attend
-from aserve.gpu.models.hidden_capture import HiddenCapture
-from aserve.gpu.ticket import StepTicket
-from aserve.messages import StepResult, array_i32
+from aserve.gpu.models.base import Attend, HiddenCapture
+from aserve.gpu.step.ticket import StepTicket
+from aserve.messages.base import array_i32
+from aserve.messages.results import StepResult
+from tests.fakes.gated_model import TIMEOUT_S
+from tests.fakes.hash_model import HashModel
 from tests.gpu.batch_builder import BatchBuilder
 from tests.gpu.cuda.places import CudaPlace, Place
 from tests.gpu.drive import request
-from tests.gpu.gated_model import TIMEOUT_S
-from tests.gpu.hash_model import HashModel
 from tests.gpu.plain_engine import plain_outputs
 
 NUM_WORDS = 1 << 22  # more than a driver stages by itself

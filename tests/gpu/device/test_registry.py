@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aserve.errors import ConfigError
-from aserve.gpu.device.cuda import why_no_cuda
+from aserve.gpu.device.cuda.device import why_no_cuda
 from aserve.gpu.device.registry import open_device
 
 HAS_CUDA = torch.cuda.is_available()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aserve.gpu.device.cpu import CpuDevice
-from aserve.gpu.kv.stored import Scales, turn_then_store
-from aserve.gpu.layers.compiled import FEW_ELEMENTS
-from aserve.gpu.layers.head_norms import HeadNorms
-from aserve.gpu.layers.rope import DefaultRope
-from aserve.gpu.layers.rotary import Rotary, Turn
+from aserve.gpu.device.cpu.device import CpuDevice
+from aserve.gpu.device.cpu.ops import FEW_ELEMENTS
+from aserve.gpu.kv.store import Scales, rope_then_store_kv
+from aserve.gpu.layers.norm import HeadNorms
+from aserve.gpu.layers.rope import RopeInputs, Rotary
+from aserve.gpu.layers.rope_scaling import DefaultRope
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2**-6}
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ SCALES: Scales = (2.0, 0.5)
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("pool_dtype", [None, torch.bfloat16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("num_tokens", [0, FEW_TOKENS, MANY_TOKENS])
-@pytest.mark.parametrize("way", ["as they are", "turned", "normed"])
+@pytest.mark.parametrize("way", ["as they are", "rotated", "normed"])
 @pytest.mark.parametrize("rotary_dim", [4, 8])
 def test_the_device_stores_what_torch_stores(
     rotary_dim: int,
@@ -34,11 +34,11 @@ def test_the_device_stores_what_torch_stores(
     heads = torch.randn((num_tokens, 5, 8), generator=generator).to(dtype)
     rotary = Rotary(DefaultRope(100.0), rotary_dim, max_model_len=64, dtype=dtype, device=CPU)
     norms = HeadNorms(torch.randn((4, 8), generator=generator), eps=1e-5)
-    turn = Turn(rotary.at(torch.arange(num_tokens) % 64), norms if way == "normed" else None)
-    given = None if way == "as they are" else turn
+    rope = RopeInputs(rotary.at(torch.arange(num_tokens) % 64), norms if way == "normed" else None)
+    given = None if way == "as they are" else rope
     slots = torch.arange(num_tokens).flip(0)
     scales = SCALES if pool_dtype == torch.float8_e4m3fn else (1.0, 1.0)
-    stores = CpuDevice().ways(dtype, is_deterministic=False).turn_and_store, turn_then_store
+    stores = CpuDevice().ops(dtype, is_deterministic=False).rope_and_store_kv, rope_then_store_kv
     pools = torch.zeros((2, 2, num_tokens, 1, 8), dtype=pool_dtype or dtype)
     got, expected = (
         store(heads, given, slots, (keys, values), scales)

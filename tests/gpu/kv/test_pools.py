@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aserve.gpu.kv.layer_groups import group_layers
+from aserve.gpu.kv.layer_groups import LayerSpec, group_layers
 from aserve.gpu.kv.pools import KvPools
-from aserve.gpu.models.layer_spec import LayerSpec
-from aserve.messages import GroupSpec
+from aserve.messages.executor import GroupSpec
 
 PAGE_SIZE = 4
 

@@ -10,32 +10,32 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from aserve.gpu.kv.stored import turn_then_store
-from aserve.gpu.kv.triton_store import triton_store
-from aserve.gpu.layers.head_norms import HeadNorms
-from aserve.gpu.layers.rotary import Turn
-from aserve_kernels import turn_and_store
-from tests.gpu.kv.test_stored import FP8, pools_of
+from aserve.gpu.device.cuda.ops import triton_store
+from aserve.gpu.kv.store import rope_then_store_kv
+from aserve.gpu.layers.norm import HeadNorms
+from aserve.gpu.layers.rope import RopeInputs
+from aserve_kernels import rope_and_store_kv
+from tests.gpu.kv.test_store import FP8, pools_of
 
 SLOTS = torch.tensor([9, 2, 30])
 QUARTER = torch.tensor([[0.0, 1.0, 1.0, 0.0]]).repeat(3, 1)  # two of four pairs turn, exactly
 TURNS = {
     "none": None,
-    "turned": Turn(QUARTER),
-    "normed": Turn(QUARTER, HeadNorms(torch.ones(6, 8), eps=1e-6)),
+    "turned": RopeInputs(QUARTER),
+    "normed": RopeInputs(QUARTER, HeadNorms(torch.ones(6, 8), eps=1e-6)),
 }
 
 
 @pytest.mark.parametrize("dtype", [FP8, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("turn", [TURNS["none"], TURNS["turned"]], ids=["none", "turned"])
-def test_the_kernel_stores_what_torch_stores(turn: Turn | None, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("rope", [TURNS["none"], TURNS["turned"]], ids=["none", "turned"])
+def test_the_kernel_stores_what_torch_stores(rope: RopeInputs | None, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(4)
     heads = torch.randint(-15, 16, (3, 8, 8), generator=generator).float()  # exact in all
     heads = heads.transpose(1, 2).contiguous().transpose(1, 2)  # they lie apart
     plain, kernel = (pools_of(dtype, scales=(0.5, 4.0)).layers[0] for _ in range(2))
-    queries = plain.turn_and_store(heads, turn, SLOTS)
+    queries = plain.rope_and_store_kv(heads, rope, SLOTS)
     kernel = dataclasses.replace(kernel, store=triton_store(torch.float32))
-    assert torch.equal(kernel.turn_and_store(heads, turn, SLOTS), queries)
+    assert torch.equal(kernel.rope_and_store_kv(heads, rope, SLOTS), queries)
     assert torch.equal(kernel.keys.float(), plain.keys.float())
     assert torch.equal(kernel.values.float(), plain.values.float())
 
@@ -68,19 +68,19 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("turn", TURNS.values(), ids=TURNS)
+@pytest.mark.parametrize("rope", TURNS.values(), ids=TURNS)
 def test_a_layer_turns_and_stores_in_one_launch_and_nothing_else(
-    turn: Turn | None, monkeypatch: pytest.MonkeyPatch
+    rope: RopeInputs | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches = Launches()
-    monkeypatch.setattr(turn_and_store, "_turn_and_store", launches)
+    monkeypatch.setattr(rope_and_store_kv, "_turn_and_store", launches)
     kv = dataclasses.replace(pools_of(torch.bfloat16).layers[0], store=triton_store(torch.bfloat16))
     heads = torch.zeros((3, 8, 8), dtype=torch.bfloat16)
     with Calls() as calls:
-        kv.turn_and_store(heads, turn, SLOTS)
+        kv.rope_and_store_kv(heads, rope, SLOTS)
     assert launches.num == 1
     assert set(calls.names) <= {"new_empty", "empty"}
 
 
 def test_float64_is_left_to_torch() -> None:
-    assert triton_store(torch.float64) is turn_then_store
+    assert triton_store(torch.float64) is rope_then_store_kv

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from aserve.gpu.device.cpu import CpuDevice
-from aserve.gpu.layers.activation import ACTIVATIONS
-from aserve.gpu.layers.compiled import FEW_ELEMENTS
-from aserve.gpu.layers.elementwise import PLAIN, Elementwise
-from aserve.gpu.layers.head_norms import HeadNorms
-from aserve.gpu.layers.rotary import Turn
+from aserve.gpu.device.cpu.device import CpuDevice
+from aserve.gpu.device.cpu.ops import FEW_ELEMENTS
+from aserve.gpu.layers.mlp import ACTIVATIONS
+from aserve.gpu.layers.norm import HeadNorms
+from aserve.gpu.layers.ops import PLAIN, Elementwise
+from aserve.gpu.layers.rope import RopeInputs
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2**-6}
 FEW_TOKENS, MANY_TOKENS = 5, FEW_ELEMENTS // 24 + 1
@@ -22,7 +22,7 @@ def draw(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def few_compiled(dtype: torch.dtype) -> Elementwise:
-    return CpuDevice().ways(dtype, is_deterministic=False).elementwise
+    return CpuDevice().ops(dtype, is_deterministic=False).elementwise
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -71,17 +71,17 @@ def test_a_token_gets_the_bits_of_one_alone_where_they_must_not_change(dtype: to
     """Among more than are compiled for: from there on float32's last digits are others."""
     num_tokens, hidden = 1 + FEW_ELEMENTS // 512, 512
     x, weight = draw(num_tokens, hidden, dtype=dtype), draw(hidden, dtype=dtype)
-    ways = CpuDevice().ways(dtype, is_deterministic=True)
-    way, store = ways.elementwise, ways.turn_and_store
+    ops = CpuDevice().ops(dtype, is_deterministic=True)
+    way, store = ops.elementwise, ops.rope_and_store_kv
     norm, add_norm = way.norm(weight, eps=1e-6), way.add_norm(weight, eps=1e-6, scale=0.22)
     norms = HeadNorms(draw(5, 64, dtype=dtype), eps=1e-6)
-    turns = draw(num_tokens, 64, dtype=dtype)
+    cos_sin = draw(num_tokens, 64, dtype=dtype)
 
     def computed(tokens: slice) -> Tensor:
         part = x[tokens]
         heads, pools = part.view(-1, 8, 64), draw(2, len(part), 3, 64, dtype=dtype)
-        turn, slots = Turn(turns[tokens], norms), torch.arange(len(part))
-        queries = store(heads, turn, slots, (pools[0], pools[1]), (1.0, 1.0))
+        rope, slots = RopeInputs(cos_sin[tokens], norms), torch.arange(len(part))
+        queries = store(heads, rope, slots, (pools[0], pools[1]), (1.0, 1.0))
         parts = (norm(part), *add_norm(part, part), queries, *pools)
         return torch.cat([each.flatten(1) for each in parts], dim=1)
 

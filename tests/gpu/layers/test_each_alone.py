@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from aserve.gpu.device.cpu import CpuDevice
-from aserve.gpu.layers.activation import ACTIVATIONS
-from aserve.gpu.layers.each_alone import each_alone
+from aserve.gpu.device.cpu.device import CpuDevice
+from aserve.gpu.device.cpu.linear import per_token, prepare_packed
 from aserve.gpu.layers.linear import Linear, LinearOp, Prepare, prepare
-from aserve.gpu.layers.packed_linear import prepare_packed
+from aserve.gpu.layers.mlp import ACTIVATIONS
 
 CPU = torch.device("cpu")
 
@@ -32,7 +31,7 @@ def counting(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> 
 def test_every_token_gets_what_it_gets_alone(num_tokens: int, form: Prepare) -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 50, generator=generator) for n in (num_tokens, 30))
-    op = each_alone(form)(Linear(weight, weight[:, 0]), CPU, dtype=torch.float32)
+    op = per_token(form)(Linear(weight, weight[:, 0]), CPU, dtype=torch.float32)
     got = op(x)
     assert got.shape == (num_tokens, 30)
     alone = form(Linear(weight, weight[:, 0]), CPU, dtype=torch.float32)
@@ -52,7 +51,7 @@ def _three_threads() -> Iterator[None]:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_token_is_activated_as_it_is_alone(activation: str) -> None:
     """Where threads part numbers, a loop that takes many at once takes the last one by one."""
-    gated = CpuDevice().ways(torch.float32, is_deterministic=True).elementwise.gated(activation)
+    gated = CpuDevice().ops(torch.float32, is_deterministic=True).elementwise.gated(activation)
     joined = 4 * torch.randn(101, 2 * 1000, generator=torch.Generator().manual_seed(0))
     together = gated(joined)
     for token in range(len(joined)):

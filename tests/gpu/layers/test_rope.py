@@ -1,89 +1,104 @@
-"""Frequencies against the reference's own formulas, and what they may depend on."""
+"""What a rotation must keep and must show."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from torch import Tensor
 
-from aserve.gpu.layers.rope import DynamicRope, LongRope, attention_factor, inverse_frequencies
-from aserve.gpu.models.fields import Fields
-from aserve.gpu.models.layer_kinds import FULL
-from aserve.gpu.models.rope_fields import parse_rope
+from aserve.gpu.layers.rope import RopeInputs, Rotary, apply_rope
+from aserve.gpu.layers.rope_scaling import DefaultRope, YarnRope
 
-pytestmark = pytest.mark.slow  # the first import of transformers takes its time
-
-HEAD_DIM = 16
-MAX_POSITIONS = 4096
-LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 256}
-SHORT = {"short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7]}
-LONG = {"long_factor": [1.0, 1.5, 2.5, 4.0, 8.0, 12.0, 14.0, 16.0]}
-
-KINDS: list[dict[str, Any]] = [
-    {"rope_type": "linear", "factor": 4.0},
-    {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e6},
-    {"rope_type": "dynamic", "factor": 4.0},
-    {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5e5},
-    YARN,
-    {**YARN, "rope_theta": 1e6, "truncate": False},
-    {**YARN, "beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.3},
-    {**YARN, "mscale": 1.2, "mscale_all_dim": 0.8},
-    {**YARN, "factor": 1.0},
-    {"rope_type": "yarn", "factor": 2.0},
-    {**LLAMA3, "factor": 8.0, "original_max_position_embeddings": 512},
-    {**LLAMA3, "factor": 32.0, "high_freq_factor": 16.0, "rope_theta": 5e5},
-    {"rope_type": "longrope", **SHORT, **LONG, "original_max_position_embeddings": 256},
-    {"rope_type": "longrope", **SHORT, **LONG, "factor": 8.0, "attention_factor": 1.2},
-]
+CPU = torch.device("cpu")
+HEAD_DIM = 8
 
 
-@pytest.mark.parametrize("max_model_len", [100, 256, 257, 5000, 9000])
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["rope_type"])
-def test_frequencies_equal_the_references(kind: dict[str, Any], max_model_len: int) -> None:
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    config = LlamaConfig(
-        head_dim=HEAD_DIM, max_position_embeddings=MAX_POSITIONS, rope_parameters=dict(kind)
+def rotary(*, dtype: torch.dtype = torch.float64, max_model_len: int = 512) -> Rotary:
+    return Rotary(
+        DefaultRope(100.0), HEAD_DIM, max_model_len=max_model_len, dtype=dtype, device=CPU
     )
-    formula = ROPE_INIT_FUNCTIONS[kind["rope_type"]]
-    expected, expected_factor = formula(config, seq_len=max_model_len)
-    rope = parse_rope(
-        Fields({"rope_parameters": kind}, source="config"),
-        FULL,
-        rotary_dim=HEAD_DIM,
-        max_position_embeddings=MAX_POSITIONS,
+
+
+def heads(num_tokens: int, *, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(num_tokens, 3, HEAD_DIM, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def rotated_heads(x: Tensor, table: Rotary, positions: Tensor) -> Tensor:
+    return apply_rope(x, RopeInputs(table.at(positions)))
+
+
+def test_each_pair_of_halves_turns_by_position_times_frequency() -> None:
+    positions = torch.tensor([0, 3, 511])
+    x = heads(3)
+    rotated = rotated_heads(x, rotary(), positions)
+    frequencies = 100.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
+    cos_sin = torch.polar(
+        torch.ones(3, 4, dtype=torch.float64), torch.outer(positions, frequencies)
     )
-    for dtype in (torch.float32, torch.float64):
-        found = inverse_frequencies(rope, HEAD_DIM, max_model_len=max_model_len, dtype=dtype)
-        assert found.dtype == dtype
-        torch.testing.assert_close(found.float(), expected, atol=0.0, rtol=2e-6)
-    assert attention_factor(rope) == pytest.approx(expected_factor)
+    expected = torch.complex(x[..., :4], x[..., 4:]) * cos_sin.unsqueeze(1)
+    torch.testing.assert_close(rotated, torch.cat((expected.real, expected.imag), -1))
 
 
-def test_default_frequencies_are_the_powers_of_theta() -> None:
-    rope = parse_rope(Fields({}, source="config"), FULL, rotary_dim=8, max_position_embeddings=64)
-    found = inverse_frequencies(rope, 8, max_model_len=64, dtype=torch.float64)
-    expected = torch.tensor([1.0, 0.1, 0.01, 0.001], dtype=torch.float64)
-    torch.testing.assert_close(found, expected)
+def test_what_lies_behind_the_rotary_part_of_a_head_stays() -> None:
+    table, positions = rotary(), torch.tensor([0, 3, 511])
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randn(3, 2, HEAD_DIM + 4, generator=generator, dtype=torch.float64)
+    rotated = rotated_heads(x, table, positions)
+    assert torch.equal(rotated[..., HEAD_DIM:], x[..., HEAD_DIM:])
+    torch.testing.assert_close(
+        rotated[..., :HEAD_DIM], rotated_heads(x[..., :HEAD_DIM], table, positions)
+    )
 
 
-def test_dynamic_frequencies_are_stretched_beyond_the_original_length_only() -> None:
-    rope = DynamicRope(10_000.0, 4.0, 64)
+def test_scores_depend_on_the_distance_alone() -> None:
+    table = rotary()
+    q, k = heads(2)[:1], heads(2)[1:]
+    scores = [
+        (
+            rotated_heads(q, table, torch.tensor([start + 9]))
+            * rotated_heads(k, table, torch.tensor([start]))
+        ).sum(-1)
+        for start in (0, 1, 200, 502)
+    ]
+    for score in scores[1:]:
+        torch.testing.assert_close(score, scores[0])
 
-    def at(max_model_len: int) -> torch.Tensor:
-        return inverse_frequencies(rope, 8, max_model_len=max_model_len, dtype=torch.float32)
 
-    assert torch.equal(at(1), at(64))
-    assert (at(65)[1:] < at(64)[1:]).all()
+def test_an_input_is_not_changed_and_may_have_any_strides() -> None:
+    joined = heads(4)
+    before = joined.clone()
+    part = joined[:, 1:]
+    rotated = rotated_heads(part, rotary(), torch.arange(4))
+    assert torch.equal(joined, before)
+    assert torch.equal(rotated, rotated_heads(part.contiguous(), rotary(), torch.arange(4)))
 
 
-def test_longrope_is_long_from_the_first_length_beyond_the_original() -> None:
-    rope = LongRope(10_000.0, 64, 1.0, short_factor=(1.0,) * 4, long_factor=(2.0,) * 4)
+def test_half_types_have_the_table_of_float32_rounded_once() -> None:
+    exact = rotary(dtype=torch.float32).table
+    assert torch.equal(rotary(dtype=torch.bfloat16).table, exact.to(torch.bfloat16))
 
-    def at(max_model_len: int) -> torch.Tensor:
-        return inverse_frequencies(rope, 8, max_model_len=max_model_len, dtype=torch.float32)
 
-    assert torch.equal(at(64), 2 * at(65))
+def test_float64_is_exact_far_out() -> None:
+    angles = torch.arange(512, dtype=torch.float64).unsqueeze(1) * (
+        100.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
+    )
+    torch.testing.assert_close(rotary().table[:, :4], angles.cos(), atol=1e-12, rtol=0.0)
+
+
+def test_the_temperature_of_a_stretched_context_scales_the_heads() -> None:
+    rope = YarnRope(100.0, 1.0, 64, attention_factor=1.5)
+    scaled = Rotary(rope, HEAD_DIM, max_model_len=8, dtype=torch.float64, device=CPU)
+    plain = rotary(max_model_len=8)
+    positions = torch.arange(8)
+    torch.testing.assert_close(
+        rotated_heads(heads(8), scaled, positions),
+        1.5 * rotated_heads(heads(8), plain, positions),
+        atol=1e-9,
+        rtol=0.0,
+    )
+
+
+def test_a_position_beyond_max_model_len_is_an_error() -> None:
+    with pytest.raises(IndexError):
+        rotary(max_model_len=16).at(torch.tensor([16]))

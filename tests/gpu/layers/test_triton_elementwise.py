@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from aserve.gpu.kv.stored import TurnAndStore, turn_then_store
-from aserve.gpu.kv.triton_store import triton_store
-from aserve.gpu.layers.elementwise import PLAIN, Elementwise
-from aserve.gpu.layers.triton_elementwise import triton_elementwise
-from aserve.gpu.weights.target import Target
+from aserve.gpu.device.cuda.ops import triton_elementwise, triton_store
+from aserve.gpu.kv.store import RopeAndStoreKv, rope_then_store_kv
+from aserve.gpu.layers.ops import PLAIN, Elementwise
+from aserve.gpu.weights.source import Target
 from tests.load_model import load_model
 from tests.parity.dense_attend import DenseAttend
 
@@ -40,7 +39,7 @@ FAMILIES: dict[str, dict[str, object]] = {
 
 
 @torch.inference_mode()
-def logits_of(directory: Path, elementwise: Elementwise, store: TurnAndStore) -> Tensor:
+def logits_of(directory: Path, elementwise: Elementwise, store: RopeAndStoreKv) -> Tensor:
     target = Target(elementwise=elementwise)
     model = load_model(directory, load_format="dummy", target=target)
     tokens = torch.arange(7) * 5
@@ -51,7 +50,7 @@ def logits_of(directory: Path, elementwise: Elementwise, store: TurnAndStore) ->
 def test_a_family_has_the_logits_of_torch(family: str, tmp_path: Path) -> None:
     config = {**SIZES, **FAMILIES[family], "architectures": [f"{family}ForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    expected = logits_of(tmp_path, PLAIN, turn_then_store)
+    expected = logits_of(tmp_path, PLAIN, rope_then_store_kv)
     assert expected.std() > 0.01
     got = logits_of(tmp_path, triton_elementwise(torch.float32), triton_store(torch.float32))
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)

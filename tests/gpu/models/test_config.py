@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from aserve.errors import ConfigError
-from aserve.gpu.layers.rope import (
+from aserve.gpu.layers.rope_scaling import (
     DefaultRope,
     DynamicRope,
     LinearRope,
@@ -16,8 +16,8 @@ from aserve.gpu.layers.rope import (
     LongRope,
     YarnRope,
 )
-from aserve.gpu.models.config import ModelConfig, parse_config, read_fields
-from aserve.gpu.models.fields import Fields
+from aserve.gpu.models.config.fields import Fields
+from aserve.gpu.models.config.model import ModelConfig, parse_config, read_fields
 
 PLAIN: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from aserve.gpu.layers.rotary import Turn, turn_heads
-from aserve.gpu.models.causal_model import CausalModel
-from aserve.gpu.models.hidden_capture import HiddenCapture
-from aserve.gpu.models.layer_spec import LayerSpec
+from aserve.gpu.kv.layer_groups import LayerSpec
+from aserve.gpu.layers.rope import RopeInputs, apply_rope
+from aserve.gpu.models.base import CausalModel, HiddenCapture
 from tests.gpu.weights.checkpoints import llama_weights, write_checkpoint
 from tests.load_model import load_model
 from tests.parity.dense_attend import DenseAttend
@@ -81,7 +80,7 @@ def test_logits_are_of_the_models_dtype(dtype: str, tmp_path: Path) -> None:
 
 
 def test_no_tokens_give_no_logits(model: CausalModel) -> None:
-    def attend(layer: LayerSpec, heads: Tensor, _turn: Turn | None) -> Tensor:
+    def attend(layer: LayerSpec, heads: Tensor, _turn: RopeInputs | None) -> Tensor:
         return torch.empty_like(heads[:, : layer.num_heads])
 
     empty = torch.empty(0, dtype=torch.int64)
@@ -104,9 +103,9 @@ class NoHostReads(TorchDispatchMode):
 
 
 def test_a_forward_never_waits_for_the_device(model: CausalModel) -> None:
-    def attend(layer: LayerSpec, heads: Tensor, turn: Turn | None) -> Tensor:
-        assert turn is not None
-        return turn_heads(heads[:, : -layer.num_kv_heads], turn)[:, : layer.num_heads]
+    def attend(layer: LayerSpec, heads: Tensor, rope: RopeInputs | None) -> Tensor:
+        assert rope is not None
+        return apply_rope(heads[:, : -layer.num_kv_heads], rope)[:, : layer.num_heads]
 
     with NoHostReads() as mode, torch.inference_mode():
         model.logits(model.forward(IDS, POSITIONS, attend))

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from aserve.errors import ConfigError
-from aserve.gpu.layers.rope import DefaultRope, LinearRope, Llama3Rope, LongRope
-from aserve.gpu.models.config import parse_config
+from aserve.gpu.layers.rope_scaling import DefaultRope, LinearRope, Llama3Rope, LongRope
+from aserve.gpu.models.base import HiddenCapture
+from aserve.gpu.models.config.fields import Fields
+from aserve.gpu.models.config.model import parse_config
 from aserve.gpu.models.decoder_spec import NORMS_AFTER, NORMS_AROUND, NORMS_BEFORE, DecoderSpec
-from aserve.gpu.models.fields import Fields
-from aserve.gpu.models.hidden_capture import HiddenCapture
 from aserve.gpu.models.registry import FAMILIES, DecoderFamily
 from tests.gpu.weights.checkpoints import llama_weights, write_checkpoint
 from tests.load_model import load_model

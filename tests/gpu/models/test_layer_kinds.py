@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from aserve.errors import ConfigError
-from aserve.gpu.models.fields import Fields
-from aserve.gpu.models.layer_kinds import (
+from aserve.gpu.models.config.fields import Fields
+from aserve.gpu.models.config.layer_types import (
     FULL,
     SLIDING,
     Windows,

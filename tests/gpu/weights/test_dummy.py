@@ -10,11 +10,10 @@ from torch import Tensor
 
 from aserve.errors import ConfigError
 from aserve.gpu.layers.linear import Linear, LinearOp, prepare
-from aserve.gpu.models.causal_model import CausalModel
+from aserve.gpu.models.base import CausalModel
 from aserve.gpu.models.registry import FAMILIES
 from aserve.gpu.weights.dummy import STD, DummyWeights
-from aserve.gpu.weights.progress import LoadProgress
-from aserve.gpu.weights.target import HOST, Target
+from aserve.gpu.weights.source import HOST, LoadProgress, Target
 from tests.gpu.weights.checkpoints import write_config
 from tests.load_model import load_model
 from tests.parity.dense_attend import DenseAttend

@@ -14,10 +14,10 @@ from openai.types.responses import Response, ResponseStreamEvent
 
 from aserve.errors import ErrorInfo
 from aserve.http.long_json import pieces_of
-from aserve.http.openai.responses.body import TextConfig, TextFormat
-from aserve.http.openai.responses.events import Event, EventMaker
-from aserve.http.openai.responses.records import ResponseObject
-from aserve.messages import OutputChunk, TokenLogprob, TopLogprob, Usage
+from aserve.http.responses.body import TextConfig, TextFormat
+from aserve.http.responses.events import Event, EventMaker
+from aserve.http.responses.records import ResponseObject
+from aserve.messages.output import OutputChunk, TokenLogprob, TopLogprob, Usage
 from aserve.unread import merge
 
 CLIENT_EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEvent)

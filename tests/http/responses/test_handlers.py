@@ -12,10 +12,12 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
 from aserve.errors import StepError
-from aserve.http.openai.responses.events import Event, EventMaker
-from aserve.messages import Grammar, OutputChunk, array_i32
+from aserve.http.responses.events import Event, EventMaker
+from aserve.messages.base import array_i32
+from aserve.messages.output import OutputChunk
+from aserve.messages.requests import Grammar
 from aserve.text.defaults import GenerationDefaults
-from tests.http.echo_engine import EchoEngine
+from tests.fakes.echo_engine import EchoEngine
 
 ASK: dict[str, Any] = {"model": "echo", "input": "hello 한", "temperature": 0}
 

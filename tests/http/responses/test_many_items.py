@@ -8,8 +8,8 @@ from typing import Any, overload
 import aiohttp
 import pytest
 
-from aserve.http.openai.responses.conversation import MAX_ITEMS, Message
-from aserve.http.openai.responses.handlers import PageQuery, page_of
+from aserve.http.responses.conversation import MAX_ITEMS, Message
+from aserve.http.responses.handlers import PageQuery, page_of
 
 
 class Counted(Sequence[Message]):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from aserve.http.openai.responses.conversation import Message
-from aserve.http.openai.responses.records import OutputMessage, OutputText
-from aserve.http.openai.responses.store import ResponseStore, StoredResponse
+from aserve.http.responses.conversation import Message
+from aserve.http.responses.records import OutputMessage, OutputText
+from aserve.http.responses.store import ResponseStore, StoredResponse
 from tests.http.responses.test_events import HEADING
 
 

@@ -12,13 +12,13 @@ import numpy.typing as npt
 import pytest
 from numba import njit, types
 
-from aserve_kernels.cpu.ahead import compile_ahead
+from aserve_kernels.cpu.precompile import compile_ahead
 
 TRIPLE = """
 import logging
 import numpy as np
 from numba import types
-from aserve_kernels.cpu.ahead import cached_njit, compile_ahead
+from aserve_kernels.cpu.precompile import cached_njit, compile_ahead
 logging.basicConfig(level="INFO")
 @cached_njit(nogil=True)
 def triple(numbers):

@@ -44,13 +44,13 @@ def make(
     chunks: tuple[tuple[int, int], ...], heads: tuple[int, int] = (6, 2), head_dim: int = 32
 ) -> Given:
     """What was nobody's yet is NaN, but for page 0, which may be read."""
-    spans = np.array([span for span, _ in chunks], np.int64)
+    query_lens = np.array([query_len for query_len, _ in chunks], np.int64)
     lens = np.array([kv_len for _, kv_len in chunks], np.int64)
     columns = -(-int(lens.max(initial=1)) // PAGE_SIZE)
     table = 1 + np.arange(len(chunks) * columns).reshape(-1, columns)[:, ::-1].copy()
-    own = RowSpans(np.arange(len(chunks)), lens, np.cumsum(spans) - spans, spans)
+    own = RowSpans(np.arange(len(chunks)), lens, np.cumsum(query_lens) - query_lens, query_lens)
     generator = torch.Generator().manual_seed(0)
-    q = torch.randn(int(spans.sum()), heads[0], head_dim, generator=generator).bfloat16()
+    q = torch.randn(int(query_lens.sum()), heads[0], head_dim, generator=generator).bfloat16()
     slots = ((1 + table.size) * PAGE_SIZE, heads[1], head_dim)
     keys, values = torch.full((2, *slots), torch.nan).bfloat16()
     keys[:PAGE_SIZE] = values[:PAGE_SIZE] = 0
@@ -131,9 +131,9 @@ def test_a_chunk_gets_the_same_bits_alone_and_among_others() -> None:
     given = make(CHUNKS["many"])
     together = attended(given, Scoring(0.3))
     own = given.rows.own
-    columns = own.rows, own.lens, own.starts, own.spans
+    columns = own.rows, own.lens, own.starts, own.query_lens
     for row in range(len(own.rows)):
         rows = dataclasses.replace(given.rows, own=RowSpans(*(column[[row]] for column in columns)))
         alone = attended(dataclasses.replace(given, rows=rows), Scoring(0.3), num_workers=2)
-        tokens = slice(own.starts[row], own.starts[row] + own.spans[row])
+        tokens = slice(own.starts[row], own.starts[row] + own.query_lens[row])
         assert torch.equal(alone[tokens], together[tokens])

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from aserve.gpu.sample.draw import add_noise
-from aserve.gpu.sample.noise import gumbel_noise
+from aserve.gpu.sampling.draw import add_noise
+from aserve.gpu.sampling.gumbel import gumbel_noise
 from aserve_kernels.cpu.draw import CHUNK, compile_draw, draw
 
 INF, NAN = torch.inf, torch.nan
@@ -34,13 +34,13 @@ def test_tokens_are_those_of_torch_at_every_temperature(vocab: int, spread: floa
     seeds = torch.randint(whole.min, whole.max, (96,), generator=generator)
     positions = torch.randint(0, 1 << 20, (96,), generator=generator)
     temperatures = torch.tensor([0.0, 0.1, 1.0, 5.0]).repeat(24)
-    tokens, is_sound = draw(logits, seeds, positions, temperatures)
-    assert is_sound.all()
+    tokens, is_valid = draw(logits, seeds, positions, temperatures)
+    assert is_valid.all()
     assert torch.equal(tokens, expected(logits, seeds, positions, temperatures))
 
 
 @pytest.mark.parametrize(
-    ("row", "is_sound"),
+    ("row", "is_valid"),
     [
         ([0.0, -INF, -3.0], True),
         ([-INF, -INF, -INF], False),
@@ -51,12 +51,12 @@ def test_tokens_are_those_of_torch_at_every_temperature(vocab: int, spread: floa
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_of_no_numbers_is_not_sound(
-    row: list[float], temperature: float, is_sound: bool
+    row: list[float], temperature: float, is_valid: bool
 ) -> None:
     beside = [1.0, 2.0, 3.0]
     zeros = torch.zeros(2, dtype=torch.int64)
     got = draw(torch.tensor([row, beside]), zeros, zeros, torch.full((2,), temperature))
-    assert got[1].tolist() == [is_sound, True]
+    assert got[1].tolist() == [is_valid, True]
 
 
 def test_the_first_of_equal_logits_is_taken() -> None:

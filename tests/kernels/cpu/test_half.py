@@ -10,7 +10,7 @@ import pytest
 import torch
 from numba import njit
 
-from aserve_kernels.cpu.half import Float32s, Floats, narrow, rounded, widen
+from aserve_kernels.cpu.bf16 import Float32s, Floats, narrow, rounded, widen
 
 VALUES = torch.tensor(
     [0.0, -0.0, 1.0, -2.5, 1 + 2**-8, 1 + 3 * 2**-8, 3e38, -3.4e38, 1e-40, torch.inf, -torch.inf]

@@ -7,8 +7,8 @@ import pytest
 import torch
 from numba import njit
 
-from aserve_kernels.cpu.half import Float32s, Floats
-from aserve_kernels.cpu.lanes import (
+from aserve_kernels.cpu.bf16 import Float32s, Floats
+from aserve_kernels.cpu.simd import (
     LANES,
     add_product,
     dot_products,

@@ -23,14 +23,14 @@ SPANS = np.array([1, 3, 1, 40])
 def test_heads_of_every_width_equal_the_reference(
     head_dim: int, dtype: torch.dtype, num_workers: int
 ) -> None:
-    spans = np.minimum(SPANS, LENS)
-    starts = np.cumsum(spans) - spans
+    query_lens = np.minimum(SPANS, LENS)
+    starts = np.cumsum(query_lens) - query_lens
     columns = -(-int(LENS.max()) // PAGE_SIZE)
     pages = 1 + np.arange(len(LENS) * columns)  # page 0 is nobody's
     table = pages.reshape(-1, columns)[:, ::-1].copy()
-    rows = HostRows(table, PAGE_SIZE, RowSpans(np.arange(len(LENS)), LENS, starts, spans))
+    rows = HostRows(table, PAGE_SIZE, RowSpans(np.arange(len(LENS)), LENS, starts, query_lens))
     generator = torch.Generator().manual_seed(0)
-    num_tokens, num_slots = int(spans.sum()), (1 + table.size) * PAGE_SIZE
+    num_tokens, num_slots = int(query_lens.sum()), (1 + table.size) * PAGE_SIZE
     q = torch.randn(num_tokens, 6, head_dim, generator=generator).to(dtype)
     keys, values = torch.randn(2, num_slots, 2, head_dim, generator=generator).to(dtype)
     for row, length in enumerate(LENS):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from aserve_kernels.cpu.products import (
+from aserve_kernels.cpu.gemm import (
     OUTPUTS,
     ROWS,
     compile_packed_linear,

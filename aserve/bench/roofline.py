@@ -1,0 +1,86 @@
+"""What a model's step costs at least on this machine: the bytes and operations of its weights.
+
+It does not know what was measured, only what it is held against.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from aserve.bench.limits import MachineLimits, measure_limits, read_limits
+from aserve.config import Resolved
+from aserve.gpu.device.registry import open_device
+from aserve.gpu.models.load import read_blueprint
+from aserve.gpu.weights.format import WeightRequest
+from aserve.host.hub import resolve_model_dir
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """What a step has to read and compute at least, and what the machine can do at most."""
+
+    parameters: Parameters
+    weight_bits: int
+    limits: MachineLimits
+
+    def __str__(self) -> str:
+        return (
+            f"limits: a step reads {self._step_gb:,.3f} GB of weights ({self.weight_bits} bits); "
+            f"the machine {self.limits.read_gb_per_s:,.1f} GB/s, "
+            f"{self.limits.matmul_gflops:,.0f} GFLOP/s"
+        )
+
+    @property
+    def _step_gb(self) -> float:
+        return (self.parameters.body + self.parameters.head) * self.weight_bits / 8e9
+
+    def read_share(self, step_s: float) -> float:
+        """Of the memory's bandwidth, for one step that reads every weight once."""
+        return self._step_gb / step_s / self.limits.read_gb_per_s
+
+    def matmul_share(self, num_tokens: int, prefill_s: float, *, num_rows: int) -> float:
+        """Of the matrix rate; attention is not counted, the head once per row."""
+        products = self.parameters.body * num_tokens + self.parameters.head * num_rows
+        return 2e-9 * products / prefill_s / self.limits.matmul_gflops
+
+
+def make_yardstick(resolved: Resolved, *, limits_file: str | None) -> Roofline:
+    """Without a file the machine is measured."""
+    is_dummy = resolved.model.load_format == "dummy"
+    model_dir = resolve_model_dir(resolved.model_source, has_weights=not is_dummy)
+    limits = read_limits(Path(limits_file)) if limits_file else measure_limits()
+    blueprint, _ = read_blueprint(model_dir, resolved.model.model_impl)
+    wish = WeightRequest(
+        resolved.model.dtype,
+        blueprint.stored_dtype,
+        blueprint.num_weights,
+        resolved.model.quantization,
+    )
+    weight_bits = open_device("cpu").weight_format(wish).weight_bits
+    return Roofline(count_parameters(model_dir), weight_bits, limits)
+
+
+class Parameters(msgspec.Struct, frozen=True):
+    """`head` is the product over the vocabulary, which a prompt needs at its last position only.
+    The table of input embeddings, of which a step reads a row per token, is in neither.
+    """
+
+    body: int
+    head: int
+
+
+def count_parameters(model_dir: Path) -> Parameters:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
+    tables = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
+    total = sum(parameter.numel() for parameter in model.parameters())
+    return Parameters(
+        body=total - sum(table.numel() for table in tables),
+        head=model.get_output_embeddings().weight.numel(),
+    )

@@ -1,0 +1,114 @@
+"""The free pages of one layer group.
+
+Knows nothing of who holds a page or why. Written by kv_cache.py only.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from aserve.errors import BugError
+
+FEW = 16  # pages up to which a Python loop is faster than numpy
+
+
+class PagePool:
+    """Pages 1..num_pages - 1; page 0 is padding and is never given out. The page freed last is
+    taken first.
+    """
+
+    __slots__ = ("_flags", "_free", "_is_free", "name", "num_pages")
+
+    def __init__(self, name: str, num_pages: int) -> None:
+        self.name = name
+        self.num_pages = num_pages
+        self._free = array("i", range(num_pages - 1, 0, -1))
+        self._is_free = bytearray([0]) + bytearray(b"\x01") * (num_pages - 1)
+        self._flags = np.frombuffer(self._is_free, np.uint8)  # a writable view of `_is_free`
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def free_pages(self) -> Iterable[int]:
+        return iter(self._free)
+
+    def take(self, count: int) -> array[int]:
+        if not 0 <= count <= len(self._free):
+            raise BugError(
+                f"group {self.name!r}: {count} pages were asked for, but {len(self._free)} are free"
+            )
+        rest = len(self._free) - count
+        taken = self._free[rest:]
+        del self._free[rest:]
+        taken.reverse()
+        if count <= FEW:
+            for page in taken:
+                self._is_free[page] = 0
+        else:
+            self._flags[taken] = 0
+        return taken
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        if len(pages) <= FEW or not self._are_taken(pages):
+            for page in pages:
+                self._check(page)
+                self._is_free[page] = 1
+        else:
+            self._flags[pages] = 1
+        self._free.extend(pages)
+
+    def _are_taken(self, pages: Sequence[int]) -> bool:
+        values = np.asarray(pages, np.int32)
+        is_inside = values.min() > 0 and values.max() < self.num_pages
+        return bool(is_inside and not self._flags[values].any() and _are_distinct(values))
+
+    def _check(self, page: int) -> None:
+        if not 0 < page < self.num_pages:
+            raise BugError(
+                f"group {self.name!r}: page {page} came back, but pages are 1..{self.num_pages - 1}"
+            )
+        if self._is_free[page]:
+            raise BugError(f"group {self.name!r}: page {page} came back, but it is free already")
+
+
+def _are_distinct(values: np.ndarray[tuple[int], np.dtype[np.int32]]) -> bool:
+    ordered = np.sort(values)
+    return not (ordered[1:] == ordered[:-1]).any()
+
+
+class RowPool:
+    """Rows 1..max_rows; row 0 is padding and is never given out.
+
+    The lowest free row is taken first: the rows in use stay dense, and a trace replays exactly.
+    """
+
+    __slots__ = ("_free", "_is_free", "max_rows")
+
+    def __init__(self, max_rows: int) -> None:
+        self.max_rows = max_rows
+        self._free = list(range(1, max_rows + 1))  # ascending, so it is a heap
+        self._is_free = bytearray([0]) + bytearray(b"\x01") * max_rows
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int:
+        if not self._free:
+            raise BugError(f"a row was asked for, but all {self.max_rows} are taken")
+        row = heapq.heappop(self._free)
+        self._is_free[row] = 0
+        return row
+
+    def give_back(self, row: int) -> None:
+        if not 0 < row <= self.max_rows:
+            raise BugError(f"row {row} came back, but rows are 1..{self.max_rows}")
+        if self._is_free[row]:
+            raise BugError(f"row {row} came back, but it is free already")
+        self._is_free[row] = 1
+        heapq.heappush(self._free, row)

@@ -1,0 +1,188 @@
+"""The one place that joins an engine's halves: clients and text here, and what core.py builds.
+
+Decides nothing. Must not know HTTP's server, nor how an engine comes up.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from aserve.actors.detokenizer import DetokenizerActor
+from aserve.actors.supervisor import Failure, Supervisor
+from aserve.actors.tokenize_queue import TokenizeQueue
+from aserve.actors.tokenizer import TokenizerActor
+from aserve.capacity import Capacity
+from aserve.channel import Channel, Codec
+from aserve.config import Resolved
+from aserve.engine_core import EngineCore, EngineCorePorts, LocalEngineCore
+from aserve.errors import BugError, ErrorInfo
+from aserve.heap import HeapTrimmer
+from aserve.host.environment import prepare_process
+from aserve.http.state import ServerState
+from aserve.http.tokenize_service import TokenizeService
+from aserve.load import Loaded, vocabulary_of
+from aserve.messages.base import ServerPhase
+from aserve.messages.output import DetokenizerEvent, OutputChunk
+from aserve.messages.requests import Cancel, GenerateRequest, TokenizerEvent
+from aserve.observability.metrics import Metrics
+from aserve.observability.trace import Trace
+from aserve.request_stream import Gateway
+from aserve.text.load import TextSide
+from aserve.text.prompt import PromptEncoder, PromptLimits
+
+
+class Frontend:
+    """An engine: from a GenerateRequest in the gateway to its OutputChunks in an outlet.
+
+    `state` says whether it takes requests. `ports` are for the half that is the engine proper. With
+    `codec` each message passes msgpack on its way.
+    """
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        *,
+        codec: bool = False,
+        on_death: Callable[[], None] = lambda: None,
+    ) -> None:
+        prepare_process(resolved.machine.threads)
+        self.resolved = resolved
+        self.state = ServerState()
+        self.metrics = Metrics()
+        self.gateway = Gateway(
+            submit=self._submit,
+            cancel=self._cancel,
+            max_unread_bytes=resolved.server.max_unread_bytes,
+        )
+        self.tokenize_service = TokenizeService()
+        self._codec = codec
+        self._on_death = on_death
+        self._trace = Trace()
+        self._text: Channel[DetokenizerEvent] = Channel(codec=self._codec_of(DetokenizerEvent))
+        self.ports = EngineCorePorts(self._text, self.metrics.heard, self._trace)
+        self._running: _Running | None = None
+        self._heap = HeapTrimmer()
+        self._is_closed = False
+
+    @property
+    def failure(self) -> Failure | None:
+        return self._running.supervisor.failure if self._running else None
+
+    async def start(self, loaded: Loaded) -> None:
+        """Around an engine in this process."""
+        executor, text = loaded.executor, loaded.text
+        vocabulary = functools.partial(vocabulary_of, text.tokenizer, executor.spec.vocab_size)
+        core = LocalEngineCore(
+            executor, self.resolved, ports=self.ports, vocabulary=vocabulary, codec=self._codec
+        )
+        await self.join(core, text)
+
+    async def join(self, core: EngineCore, text: TextSide) -> None:
+        """Ready when this returns: the engine runs, one step went through it, actors listen."""
+        supervisor = self._connect(core, text)
+        await core.start(supervisor.report_death)
+        supervisor.start()
+        self._heap.start()
+        self.state.max_model_len = core.spec.max_model_len
+        self.gateway.capacity = Capacity(core.spec.max_rows, core.spec.max_waiting)
+        asked = self.resolved.server.max_sequences_per_request
+        self.state.max_sequences = asked or core.spec.max_rows
+        self.state.engine_age_s = core.age_s
+        self.state.defaults = text.defaults
+        self._report("ready", "")
+
+    async def drain(self, grace_s: float) -> None:
+        if self._running is not None:
+            await self._running.supervisor.drain(grace_s)
+
+    async def close(self) -> None:
+        """Ends what is still open; afterwards no task and no thread is left."""
+        running = self._running
+        if running is None or self._is_closed:
+            return
+        self._is_closed = True
+        self._heap.stop()
+        await running.supervisor.drain(0)
+        await running.supervisor.stop()
+        self.tokenize_service.close()
+        await running.core.close()
+
+    def end_all(self, error: ErrorInfo) -> None:
+        self.gateway.end_all(error)
+        self.metrics.all_ended(error.code)
+
+    async def drained(self) -> None:
+        await self.gateway.drained()
+
+    def _submit(self, request: GenerateRequest) -> None:
+        """Whoever opens a request asks `state.refusal()` first."""
+        if self._running is None:
+            raise BugError(f"request {request.request_id} was sent to an engine that is not there")
+        self.metrics.received(request)
+        self._running.inbox.send(request)
+
+    def _cancel(self, cancel: Cancel) -> None:
+        if self._running is not None:
+            self._running.inbox.send(cancel)
+
+    def _deliver(self, chunk: OutputChunk) -> None:
+        self.metrics.delivered(chunk)
+        self._trace.delivered(chunk)
+        self.gateway.deliver(chunk)
+
+    def _report(self, phase: ServerPhase, reason: str) -> None:
+        self.state.phase = phase
+        self.state.reason = reason
+        if phase == "dead":
+            self._on_death()
+
+    def _connect(self, core: EngineCore, text: TextSide) -> Supervisor:
+        detokenizer = DetokenizerActor(
+            text.tokenizer,
+            deliver=self._deliver,
+            engine=core.inbox,
+            inbox=self._text,
+            story=self._trace.story,
+        )
+        spec = core.spec
+        limits = PromptLimits(
+            spec.max_model_len,
+            spec.vocab_size,
+            text.defaults.max_new_tokens,
+            page_size=spec.page_size if spec.prefix_cache else 0,
+        )
+        encoder = PromptEncoder(
+            text.tokenizer,
+            template=text.template,
+            limits=limits,
+            allow_special=self.resolved.model.allow_special_tokens_in_content,
+        )
+        self.tokenize_service.open(encoder)
+        tokenizer = TokenizerActor(
+            encoder,
+            detokenizer=detokenizer.inbox,
+            engine=core.inbox,
+            queue=TokenizeQueue(
+                max_requests=self.resolved.scheduler.max_queue,
+                max_chars=self.resolved.scheduler.max_prompt_queue,
+            ),
+            codec=self._codec_of(TokenizerEvent),
+            story=self._trace.story,
+        )
+        actors = (detokenizer, *core.actors, tokenizer)
+        self.metrics.watch_inboxes({actor.name: actor.backlog for actor in actors})
+        supervisor = Supervisor(actors, requests=self, report=self._report)
+        self._running = _Running(core, tokenizer.inbox, supervisor)
+        return supervisor
+
+    def _codec_of(self, kind: object) -> Codec | None:
+        return Codec(kind) if self._codec else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    core: EngineCore
+    inbox: Channel[TokenizerEvent]
+    supervisor: Supervisor

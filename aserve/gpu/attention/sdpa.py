@@ -1,0 +1,190 @@
+"""Attention through torch's fused kernel over padded gathers of pages.
+
+Rows are put into few buckets of similar span and length, so that a step is few calls and little of
+what is read is padding. It knows no model. Written: only the keys and values of the forward's own
+slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from aserve.errors import BugError
+from aserve.gpu.attention.base import AttentionKind, Capabilities
+from aserve.gpu.attention.reference import visible
+from aserve.gpu.kv.layer_groups import LayerSpec
+from aserve.gpu.kv.pools import KvPools, LayerKv
+from aserve.gpu.kv.store import KV_DTYPES
+from aserve.gpu.layers.rope import RopeInputs
+from aserve.gpu.models.base import Attend
+from aserve.gpu.step.forward_batch import ForwardBatch
+from aserve.messages.base import ArrayI32
+
+SPAN_FACTOR = 2  # spans of one bucket differ by less than this
+LEN_FACTOR = 4
+MIN_LEN = 64  # shorter rows are all alike
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Rows that are computed together: padded to [rows, span] queries and [rows, len] keys.
+
+    `indices` are the real queries among the padded ones, `tokens` where they stand in the step;
+    both None where the bucket is the whole step, without padding.
+    """
+
+    shape: tuple[int, int]
+    queries: Tensor | None  # int64 [rows * span], a token of the step for each padded query
+    indices: Tensor | None  # int64 [real queries]
+    tokens: Tensor | None  # int64 [real queries]
+    pages: tuple[Tensor, ...]  # int64 [rows * pages] per layer group
+    visible: tuple[Tensor, ...]  # bool [rows, 1, span, len] per layer group
+
+
+class PagedSdpa:
+    __slots__ = ("_pools", "_windows")
+    static_plans = None
+
+    def __init__(self, pools: KvPools, windows: tuple[int | None, ...]) -> None:
+        self._pools = pools
+        self._windows = windows  # per layer group
+
+    def plan(self, batch: ForwardBatch) -> object:
+        keys = _bucket_keys(batch.query_lens_cpu, batch.len_bounds_cpu)
+        starts = np.cumsum(batch.query_lens_cpu) - batch.query_lens_cpu
+        return tuple(
+            self._bucket(batch, np.flatnonzero((keys == key).all(axis=1)), starts)
+            for key in np.unique(keys, axis=0)
+        )
+
+    def bind(self, batch: ForwardBatch, plan: object) -> Attend:
+        if not isinstance(plan, tuple):
+            raise BugError(f"step {batch.iteration}: a plan of another backend: {plan!r}")
+        buckets: tuple[Bucket, ...] = plan
+
+        def attend(layer: LayerSpec, heads: Tensor, rope: RopeInputs | None) -> Tensor:
+            kv = self._pools.layers[layer.index]
+            q = kv.rope_and_store_kv(heads, rope, batch.slots[kv.group])
+            if len(buckets) == 1 and buckets[0].tokens is None:
+                return self._attend(layer, kv, buckets[0], q)
+            out = torch.empty_like(q)
+            for bucket in buckets:
+                part = self._attend(layer, kv, bucket, q)
+                out.index_copy_(0, _given(bucket.tokens), part)
+            return out
+
+        return attend
+
+    def _bucket(
+        self,
+        batch: ForwardBatch,
+        members: np.ndarray[tuple[int], np.dtype[np.intp]],
+        starts: ArrayI32,
+    ) -> Bucket:
+        """All index arrays of one bucket, from the host's spans; lengths are the device's."""
+        device = batch.rows.device
+        query_lens = batch.query_lens_cpu[members]
+        query_len = int(query_lens.max())
+        num_pages = -(-int(batch.len_bounds_cpu[members].max()) // self._pools.page_size)
+        is_whole = len(members) == batch.num_rows
+        is_even = bool((query_lens == query_len).all())
+        own = None if is_whole else torch.from_numpy(members).to(device)
+        rows = batch.rows if own is None else batch.rows.index_select(0, own)
+        lens = batch.lens if own is None else batch.lens.index_select(0, own)
+        offsets = torch.arange(query_len, device=device)
+        real_spans = torch.from_numpy(query_lens).to(device)
+        positions = (lens - real_spans)[:, None] + offsets
+        kv_positions = torch.arange(num_pages * self._pools.page_size, device=device)
+        masks = tuple(visible(positions, kv_positions, size)[:, None] for size in self._windows)
+        if is_whole and is_even:
+            queries = indices = tokens = None
+        else:
+            steps = np.minimum(np.arange(query_len), query_lens[:, None] - 1)
+            padded = (starts[members][:, None] + steps).reshape(-1)
+            real = np.flatnonzero((np.arange(query_len) < query_lens[:, None]).reshape(-1))
+            queries = torch.from_numpy(padded).to(device)
+            indices = None if is_even else torch.from_numpy(real).to(device)
+            tokens = torch.from_numpy(padded[real]).to(device)
+        return Bucket(
+            shape=(len(members), query_len),
+            queries=queries,
+            indices=indices,
+            tokens=tokens,
+            pages=tuple(
+                self._read_pages(table, rows, mask)
+                for table, mask in zip(self._pools.page_tables, masks, strict=True)
+            ),
+            visible=masks,
+        )
+
+    def _read_pages(self, table: Tensor, rows: Tensor, is_seen: Tensor) -> Tensor:
+        """Pages that no query sees are read as page 0.
+
+        WHY: the table may still name pages behind the window, which have other owners now; a NaN
+        there would go through the mask.
+        """
+        by_page = is_seen.any(dim=2).view(len(rows), -1, self._pools.page_size)
+        return (table[rows, : by_page.shape[1]] * by_page.any(dim=2)).flatten()
+
+    def _attend(self, layer: LayerSpec, kv: LayerKv, bucket: Bucket, q: Tensor) -> Tensor:
+        """q [tokens, heads, head_dim] -> [real queries of the bucket, heads, head_dim]."""
+        num_rows, query_len = bucket.shape
+        if bucket.queries is not None:
+            q = q.index_select(0, bucket.queries)
+        q = q.reshape(num_rows, query_len, layer.num_heads, layer.head_dim).transpose(1, 2)
+        stored = kv.read(lambda pool: self._gather(pool, bucket, kv.group), q.dtype)
+        keys, values = (heads.transpose(1, 2) for heads in stored)
+        out = _softmax_product(layer, q, keys, values, bucket.visible[kv.group])
+        out = out.transpose(1, 2).reshape(-1, layer.num_heads, layer.head_dim)
+        return out if bucket.indices is None else out.index_select(0, bucket.indices)
+
+    def _gather(self, pool: Tensor, bucket: Bucket, group: int) -> Tensor:
+        """-> [rows, len, kv_heads, head_dim], whole pages."""
+        by_page = pool.view(-1, self._pools.page_size * pool.shape[1] * pool.shape[2])
+        pages = by_page.index_select(0, bucket.pages[group])
+        return pages.view(bucket.shape[0], -1, *pool.shape[1:])
+
+
+def _softmax_product(
+    layer: LayerSpec, q: Tensor, keys: Tensor, values: Tensor, is_seen: Tensor
+) -> Tensor:
+    """q [rows, heads, span, head_dim], keys and values [rows, kv_heads, len, head_dim] -> like q.
+
+    The query heads of one KV head stand below each other, as more queries.
+    """
+    num_rows, _, query_len, head_dim = q.shape
+    groups = layer.num_heads // layer.num_kv_heads
+    q = q.reshape(num_rows, layer.num_kv_heads, groups * query_len, head_dim)
+    is_seen = is_seen.expand(-1, groups, -1, -1).reshape(num_rows, 1, groups * query_len, -1)
+    if layer.softcap is None:
+        out = scaled_dot_product_attention(q, keys, values, attn_mask=is_seen, scale=layer.scale)
+    else:
+        scores = torch.matmul(q, keys.transpose(2, 3)) * layer.scale
+        scores = layer.softcap * torch.tanh(scores / layer.softcap)
+        out = scores.masked_fill(~is_seen, -torch.inf).softmax(dim=-1) @ values
+    return out.reshape(num_rows, layer.num_heads, query_len, head_dim)
+
+
+def _bucket_keys(
+    query_lens: ArrayI32, lens: ArrayI32
+) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+    """[rows, 2]: rows with equal keys go together."""
+    span_keys = np.ceil(np.log(query_lens) / np.log(SPAN_FACTOR))
+    len_keys = np.ceil(np.log(np.maximum(lens, MIN_LEN) / MIN_LEN) / np.log(LEN_FACTOR))
+    return np.stack((span_keys, len_keys), axis=1).astype(np.int64)
+
+
+def _given(tokens: Tensor | None) -> Tensor:
+    assert tokens is not None  # only a bucket that is the whole step has none
+    return tokens
+
+
+KIND = AttentionKind(
+    Capabilities(kv_dtypes=frozenset(KV_DTYPES.values()), whole_pages=True, can_capture=True),
+    lambda site: PagedSdpa(site.pools, site.windows),
+)

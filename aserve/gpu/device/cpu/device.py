@@ -1,0 +1,117 @@
+"""The CPU as a device: a stream is the executor thread itself, so an event is done when recorded.
+
+It takes the same way as a device that runs behind, but for the waiter's thread: staged values are
+copied, and results go through a host buffer. It knows no step.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import mmap
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from aserve.gpu.device.base import Captured, Cut, Event
+from aserve.gpu.device.cpu.linear import ALONE
+from aserve.gpu.device.cpu.recorded import record
+from aserve.gpu.device.cpu.weights import choose_cpu_format, read_isa
+from aserve.gpu.device.ops import TORCH_OPS, DeviceOps
+from aserve.gpu.weights.format import WeightFormat, WeightRequest
+from aserve.host.environment import keep_freed_memory
+from aserve.host.limits import available_memory_bytes
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16)  # that kernels/aserve_kernels/cpu are made for
+LOGITS_ELEMENTS = 1 << 24  # 64 MB in float32
+KV_PART = 4  # of free memory, KV takes one part of so many
+MAX_KV_BYTES = 4 << 30
+
+
+class CpuEvent:
+    """Of what is done when it was asked for."""
+
+    __slots__ = ()
+
+    def synchronize(self) -> None:
+        pass
+
+
+class CpuDevice:
+    __slots__ = (
+        "about",
+        "attention",
+        "graph_rows",
+        "logits_elements",
+        "max_batched_tokens",
+        "max_rows",
+        "runs_behind",
+        "torch_device",
+    )
+
+    def __init__(self, why: str = "") -> None:
+        self.about = f"cpu ({why})" if why else "cpu"
+        self.logits_elements = LOGITS_ELEMENTS
+        self.max_rows = 64
+        self.max_batched_tokens = 2048
+        self.runs_behind = False
+        self.graph_rows = 0  # a recording sees nothing that numba has compiled
+        self.torch_device = torch.device("cpu")
+        self.attention: tuple[str, ...] = ("paged-cpu", "paged-sdpa", "torch-ref")
+
+    def stream(self) -> AbstractContextManager[None]:
+        keep_freed_memory()
+        return nullcontext()
+
+    def mark(self) -> Event:
+        return CpuEvent()
+
+    def host_buffer(self, num_words: int) -> Tensor:
+        return torch.empty(num_words, dtype=torch.int32)
+
+    def stage(self, host: Tensor, buffer: Tensor | None = None) -> Tensor:
+        return host.clone() if buffer is None else buffer.copy_(host)
+
+    def capture(self, body: Callable[[Cut], Tensor]) -> Captured:
+        return record(body)
+
+    def copy_out(self, values: Tensor, host: Tensor) -> Event:
+        host.copy_(values)
+        return CpuEvent()
+
+    def weight_format(self, request: WeightRequest) -> WeightFormat:
+        return choose_cpu_format(request, read_isa())
+
+    def ops(self, dtype: torch.dtype, *, is_deterministic: bool) -> DeviceOps:
+        has_kernels = dtype in KERNEL_DTYPES and importlib.util.find_spec("numba") is not None
+        if is_deterministic:
+            return DeviceOps(elementwise=ALONE)
+        if not has_kernels:
+            return TORCH_OPS
+        from aserve.gpu.device.cpu.ops import (
+            compiled_elementwise,
+            compiled_sample_ops,
+            compiled_store,
+        )
+
+        return DeviceOps(
+            elementwise=compiled_elementwise(dtype),
+            rope_and_store_kv=compiled_store(dtype),
+            sample_ops=compiled_sample_ops(),
+        )
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Anonymous memory of the system: zero, and resident page by page as it is written."""
+        size = math.prod(shape)
+        if not size:
+            return torch.zeros(shape, dtype=dtype)
+        return torch.frombuffer(mmap.mmap(-1, size * dtype.itemsize), dtype=dtype).view(shape)
+
+    def free_bytes(self) -> int:
+        return available_memory_bytes()
+
+    def kv_bytes(self, _run_largest: Callable[[], None], *, share: float) -> int:
+        """The host's memory is for others, too, and grows as it is written."""
+        return min(self.free_bytes() // KV_PART, MAX_KV_BYTES)

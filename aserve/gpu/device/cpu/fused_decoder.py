@@ -1,0 +1,202 @@
+"""The forward of few tokens of a decoder as one compiled call, and the step around it. For the CPU.
+
+Written, on the executor's thread: keys and values of the forward's own slots; by a step also what
+resolve and stash write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from torch import Tensor
+
+from aserve.gpu.device.cpu.kernel_linear import TiledLinear
+from aserve.gpu.device.cpu.ops import CompiledNorm
+from aserve.gpu.layers.linear import LinearOp
+from aserve.gpu.layers.norm import AddNorm, Norm, RmsNorm, SumAndNorm
+from aserve.gpu.models.base import CausalModel
+from aserve.gpu.models.decoder import Block, Decoder
+from aserve.gpu.sampling.params import FLOAT_COLUMNS, INT_COLUMNS
+from aserve.gpu.step.forward_batch import ForwardBatch
+from aserve.gpu.step.future_map import LAST_TOKEN
+from aserve.gpu.step.plan import StepPlan
+from aserve.gpu.step.resolve import DeviceState
+from aserve.gpu.step.results import Layout, Packed
+from aserve.messages.requests import stamp_of
+from aserve_kernels.cpu.decoder_forward import (
+    GELU,
+    GELU_TANH,
+    LAYER,
+    MODEL,
+    SILU,
+    Records,
+    Tables,
+    compile_decoder_forward,
+    decoder_forward,
+    decoder_step,
+)
+from aserve_kernels.cpu.host_rows import NO_WINDOW, RowSpans
+from aserve_kernels.cpu.online_softmax import folded
+
+ACTIVATIONS: Mapping[str, int] = {"silu": SILU, "gelu": GELU, "gelu_pytorch_tanh": GELU_TANH}
+FEW_TOKENS = 256  # of a row: of more, torch's attention within a prompt takes less time
+
+
+class CompiledForward:
+    """A `FusedStep`."""
+
+    __slots__ = ("_decoder", "_kept", "_state", "_tables")
+
+    def __init__(self, decoder: Decoder, state: DeviceState) -> None:
+        self._decoder = decoder
+        self._state = state
+        self._kept: list[Tensor] = []  # what was made for it; all else belongs to the two
+        layers = np.zeros(len(decoder.blocks), LAYER)
+        for index, block in enumerate(decoder.blocks):
+            self._describe_layer(layers[index : index + 1], block)
+        self._tables = Tables(self._describe_model(), layers, decoder.dtype)
+
+    def can_run(self, batch: ForwardBatch) -> bool:
+        return batch.query_lens_cpu.max() <= FEW_TOKENS and batch.capture is None
+
+    def run(self, batch: ForwardBatch) -> Tensor:
+        own = RowSpans(
+            batch.rows.numpy(),
+            batch.lens.numpy(),
+            batch.cu_query_lens.numpy()[:-1],
+            batch.query_lens_cpu.astype(np.int64),
+        )
+        return decoder_forward(batch.input_ids, own, self._tables)
+
+    def can_step(self, plan: StepPlan) -> bool:
+        """Each row that is sampled wants one token, and nothing but noise around it."""
+        logits = plan.logits
+        is_plain = plan.prompts is None and not len(plan.held_rows) and not plan.num_drafts.any()
+        return (
+            is_plain
+            and plan.query_lens.max() <= FEW_TOKENS
+            and not plan.is_bound.any()
+            and all(part.is_plain and not part.needs_filter for part in logits.slices)
+        )
+
+    def step(self, plan: StepPlan) -> Packed:
+        query_lens = plan.query_lens.astype(np.int64)
+        lens = plan.kv_lens + query_lens
+        own = RowSpans(
+            plan.rows.astype(np.int64), lens, query_lens.cumsum() - query_lens, query_lens
+        )
+        sampled = np.searchsorted(own.starts + query_lens, plan.logits.tokens, side="right")
+        ids = plan.input_ids.astype(np.int64)
+        words = decoder_step(ids, own, sampled, stamp_of(plan.iteration), self._tables)
+        num = len(sampled)
+        return Packed(words, Layout(num, 1, num, num_scored=0, num_top=0, num_prompt_words=0))
+
+    def _describe_model(self) -> Records:
+        decoder, pools = self._decoder, self._state.pools
+        tables, relay = self._state.tables, self._state.relay
+        config = decoder.spec.config
+        table_rows, table_columns = pools.page_tables[0].shape
+        values = {
+            "hidden": config.hidden_size,
+            "inner": config.intermediate_size,
+            "vocab": config.vocab_size,
+            "max_len": decoder.max_model_len,
+            "heads": config.num_heads,
+            "kv_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "rotary_dim": config.rotary_dim,
+            "page_size": pools.page_size,
+            "table_rows": table_rows,
+            "table_columns": table_columns,
+            "activation": ACTIVATIONS[config.activation],
+            "embeddings": decoder.embeddings.data_ptr(),
+            "first_norm": self._norm(decoder.first_norm),
+            **_product("head", decoder.head),
+            "token_pool": pools.token_pool.data_ptr(),
+            "num_slots": len(pools.token_pool),
+            "token_pages": pools.page_tables[0].data_ptr(),
+            "last_token": relay.table(LAST_TOKEN).data_ptr(),
+            "written_iter": relay.written_iter.data_ptr(),
+            **_column("seed", tables.int_table, INT_COLUMNS),
+            **_column("temperature", tables.float_table, FLOAT_COLUMNS),
+            "eps": config.rms_norm_eps,
+            "residual_scale": decoder.spec.residual_scale,
+            "embedding_factor": decoder.embedding_factor,
+            "logit_divisor": decoder.spec.logit_divisor,
+            "logit_softcap": decoder.spec.logit_softcap or 0.0,
+        }
+        return _record(np.zeros(1, MODEL), values)
+
+    def _describe_layer(self, record: Records, block: Block) -> None:
+        layer, attention = block.spec, block.attention
+        kv = self._state.pools.layers[layer.index]
+        factor, cap = folded(layer.scale, layer.softcap)
+        head_norms = attention.head_norms
+        values = {
+            **_product("qkv", attention.qkv),
+            **_product("out", attention.out),
+            **_product("gate_up", block.mlp.gate_up),
+            **_product("down", block.mlp.down),
+            "head_norms": 0 if head_norms is None else head_norms.weight.data_ptr(),
+            "after_attention": self._norm(block.after_attention),
+            "before_mlp": self._norm_of_sum(block.before_mlp),
+            "after_mlp": self._norm(block.after_mlp),
+            "before_next": self._norm_of_sum(block.before_next),
+            "cos_sin": self._decoder.rotaries[block.rotary].table.data_ptr(),
+            "keys": kv.keys.data_ptr(),
+            "values": kv.values.data_ptr(),
+            "num_slots": len(kv.keys),
+            "page_table": self._state.pools.page_tables[kv.group].data_ptr(),
+            "window": NO_WINDOW if layer.window is None else layer.window,
+            "factor": factor,
+            "cap": cap,
+            "head_eps": 0.0 if head_norms is None else head_norms.eps,
+        }
+        _record(record, values)
+
+    def _norm(self, norm: Norm) -> int:
+        """The address of its weight in float32; 0 for none."""
+        if not isinstance(norm, CompiledNorm | RmsNorm):
+            return 0
+        self._kept.append(norm.weight.float().contiguous())
+        return self._kept[-1].data_ptr()
+
+    def _norm_of_sum(self, norm: SumAndNorm) -> int:
+        assert isinstance(norm, AddNorm)  # of all ways to make one, those that are for the CPU
+        return self._norm(norm.norm)
+
+
+def make_compiled_forward(model: CausalModel, state: DeviceState) -> CompiledForward | None:
+    if not isinstance(model, Decoder) or state.pools.dtype != model.dtype:
+        return None
+    if not all(map(_is_covered, model.blocks)) or not isinstance(model.head, TiledLinear):
+        return None
+    compile_decoder_forward(model.dtype)
+    return CompiledForward(model, state)
+
+
+def _is_covered(block: Block) -> bool:
+    products = (block.attention.qkv, block.attention.out, block.mlp.gate_up, block.mlp.down)
+    are_ours = all(isinstance(product, TiledLinear) for product in products)
+    return are_ours and block.attention.joint_norm is None
+
+
+def _product(name: str, product: LinearOp) -> dict[str, int]:
+    assert isinstance(product, TiledLinear)
+    return {name: product.packed.ctypes.data, f"{name}_bias": product.bias.ctypes.data}
+
+
+def _column(name: str, table: Tensor, columns: tuple[str, ...]) -> dict[str, int]:
+    return {
+        f"{name}s": table[:, columns.index(name)].data_ptr(),
+        f"{name}_columns": table.shape[1],
+    }
+
+
+def _record(record: Records, values: Mapping[str, float]) -> Records:
+    assert record.dtype.names is not None
+    assert set(values) == set(record.dtype.names)
+    for name, value in values.items():
+        record[name] = value
+    return record

@@ -1,0 +1,142 @@
+"""What this processor has for products, as far as the libraries may use it: whoever caps their
+instructions, as the tests do to play another machine, has a machine without the others.
+
+It knows no form of weights.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from aserve.errors import ConfigError
+from aserve.gpu.device.cpu.linear import per_token, prepare_half_stored, prepare_packed
+from aserve.gpu.layers.linear import prepare
+from aserve.gpu.weights.format import WeightFormat, WeightRequest, dtype_name
+
+AMX, DOTS = "AMX", "AVX512-bf16"  # products of matrices, and of pairs of numbers
+
+
+@dataclass(frozen=True, slots=True)
+class CpuIsa:
+    """`bf16_products` names the instructions for products of bfloat16, None if there are none."""
+
+    bf16_products: str | None
+    has_onednn: bool
+    has_fbgemm: bool
+    has_numba: bool
+    has_wide_vectors: bool  # of sixteen float32: what products of our own are made for
+
+
+def read_isa() -> CpuIsa:
+    """torch is capped by ATEN_CPU_CAPABILITY, oneDNN by ONEDNN_MAX_CPU_ISA."""
+    capabilities = torch.cpu.get_capabilities()
+    has_onednn = torch.backends.mkldnn.is_available()
+    return CpuIsa(
+        bf16_products=_bf16_products(capabilities) if has_onednn else None,
+        has_onednn=has_onednn,
+        has_fbgemm="fbgemm" in torch.backends.quantized.supported_engines
+        and bool(capabilities.get("avx2")),
+        has_numba=importlib.util.find_spec("numba") is not None,
+        has_wide_vectors=bool(capabilities.get("avx512_f"))
+        and torch.backends.cpu.get_cpu_capability() == "AVX512",
+    )
+
+
+def _bf16_products(capabilities: Mapping[str, object]) -> str | None:
+    """PERF: without such instructions the linears of 2,048 tokens took 100 s in bfloat16, and 12 in
+    float32 (Qwen3-0.6B's shape)."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return None
+    names = {"amx_bf16": AMX, "avx512_bf16": DOTS}
+    return next((label for name, label in names.items() if capabilities.get(name)), None)
+
+
+# In float32. Products of so small a model end before a second thread has begun, and the event loop
+# wants a core as well.
+# PERF: 16 streams of a model of 17 MB on 2 cores, one thread against two: ITL p99 6 and 16 ms;
+# beside busy neighbours 1,950 and 810 tokens/s (bench serve).
+SMALL_BYTES = 32 << 20
+# Part of a prompt joins a step, not all that are there, so that streams wait less. A larger model
+# reads its weights in each of the more steps.
+# PERF: 16 streams of 64 in and 64 out over HTTP, 2 cores, 64 requests, medians of four runs or
+# more, with 40 / 60 / 80 / no bound: ITL p99 in medians 2.6 / 2.6 / 3.0 / 4.6, TTFT p99 in medians
+# 2.8 / 2.8 / 1.9 / 1.6; tokens/s differ by less than the runs do.
+SMALL_MIXED_PREFILL_TOKENS = 60
+# In float32, too. The smallest models answer alike on every machine.
+# PERF: the 16 streams above, CPU seconds of the device's thread for 1,000 tokens, machine busy:
+# 0.20 in float32, 0.13 in bfloat16. So others are not held to float32.
+TINY_BYTES = 8 << 20
+
+
+def choose_cpu_format(request: WeightRequest, isa: CpuIsa) -> WeightFormat:
+    format_ = _chosen_form(request, isa)
+    if _is_small(request):
+        format_ = replace(
+            format_, max_threads=1, max_mixed_prefill_tokens=SMALL_MIXED_PREFILL_TOKENS
+        )
+    if request.is_deterministic:
+        about = f"{format_.about}, each token alone"
+        return replace(format_, prepare=per_token(format_.prepare), about=about)
+    if _is_small(request) and request.quantization is None and _has_tiles(format_.dtype, isa):
+        from aserve.gpu.device.cpu.fused_decoder import make_compiled_forward
+        from aserve.gpu.device.cpu.kernel_linear import prepare_tiled
+
+        format_ = replace(format_, prepare=prepare_tiled, fused_step=make_compiled_forward)
+    return format_
+
+
+def _has_tiles(dtype: torch.dtype, isa: CpuIsa) -> bool:
+    if not (isa.has_numba and isa.has_wide_vectors and isa.has_onednn):
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and isa.bf16_products is not None)
+
+
+def _chosen_form(request: WeightRequest, isa: CpuIsa) -> WeightFormat:
+    format_ = _unquantized_form(request, isa)
+    if request.quantization is None:
+        return format_
+    if format_.dtype not in (torch.float32, torch.bfloat16):
+        raise ConfigError(
+            f"--quantization {request.quantization} multiplies in float32 or bfloat16 on the CPU, "
+            f"not in {dtype_name(format_.dtype)}"
+        )
+    if not isa.has_numba:
+        raise ConfigError(
+            f"--quantization {request.quantization} needs numba, which is not installed"
+        )
+    from aserve.gpu.device.cpu.kernel_linear import prepare_int8
+
+    return WeightFormat(
+        format_.dtype, prepare_int8, f"{dtype_name(format_.dtype)} with int8 weights", stored_bits=8
+    )
+
+
+def _unquantized_form(request: WeightRequest, isa: CpuIsa) -> WeightFormat:
+    given = request.given
+    if given is not None:
+        return _form(given, isa, why="")
+    if _is_small(request, TINY_BYTES if isa.bf16_products else SMALL_BYTES):
+        return _form(torch.float32, isa, why="auto: a small model")
+    if isa.bf16_products:
+        return _form(torch.bfloat16, isa, why=f"auto: the processor has {isa.bf16_products}")
+    if isa.has_fbgemm:
+        about = "float32 with weights stored as float16 (auto: no instructions for bfloat16)"
+        return WeightFormat(torch.float32, prepare_half_stored, about, stored_bits=16)
+    return _form(torch.float32, isa, why="auto: the processor has no half types")
+
+
+def _is_small(request: WeightRequest, most_bytes: int = SMALL_BYTES) -> bool:
+    return request.num_weights * torch.float32.itemsize <= most_bytes
+
+
+def _form(dtype: torch.dtype, isa: CpuIsa, *, why: str) -> WeightFormat:
+    """Exactly this dtype, packed where oneDNN can."""
+    is_packed = isa.has_onednn and (
+        dtype == torch.float32 or (dtype == torch.bfloat16 and isa.bf16_products is not None)
+    )
+    about = dtype_name(dtype) + (f" ({why})" if why else "")
+    return WeightFormat(dtype, prepare_packed if is_packed else prepare, about)

@@ -1,0 +1,180 @@
+"""A CUDA device: one stream for forwards, one for what goes back to the host, and memory of the
+host that both reach by themselves.
+
+It knows no step, and waits for nothing. A step's values come in on the stream of its forward, in
+order; its results leave beside the next step's forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from aserve.errors import ConfigError
+from aserve.gpu.device.base import Captured, Cut, Event
+from aserve.gpu.device.cuda.graphs import capture
+from aserve.gpu.device.cuda.runtime import CudaRuntime, TorchCuda
+from aserve.gpu.device.ops import DeviceOps
+from aserve.gpu.layers.linear import prepare
+from aserve.gpu.weights.format import DTYPES, WeightFormat, WeightRequest, dtype_name
+
+GRAPH_ROWS = 256
+GIB = 1 << 30
+# 256 MB in float32. Each slice reads the head's weights once: 441 rows of a vocabulary of 152,000
+# should not do that twice.
+LOGITS_ELEMENTS = 1 << 26
+HALVES = (torch.bfloat16, torch.float16)
+
+
+class CudaDevice:
+    __slots__ = (
+        "_copies",
+        "_forwards",
+        "_is_ready",
+        "_runtime",
+        "about",
+        "attention",
+        "graph_rows",
+        "logits_elements",
+        "max_batched_tokens",
+        "max_rows",
+        "runs_behind",
+        "torch_device",
+    )
+
+    def __init__(self, runtime: CudaRuntime, *, why: str = "") -> None:
+        self.about = f"cuda ({', '.join(filter(None, (runtime.about, why)))})"
+        self.logits_elements = LOGITS_ELEMENTS
+        self.max_rows = 256
+        self.max_batched_tokens = 8192
+        self.runs_behind = True
+        self.graph_rows = GRAPH_ROWS
+        self.torch_device = runtime.torch_device
+        self.attention: tuple[str, ...] = ("flashinfer", "triton", "torch-ref")
+        self._runtime = runtime
+        self._forwards = runtime.new_stream()
+        self._copies = runtime.new_stream()
+        self._is_ready = runtime.new_event()  # a wait is for what it was recorded behind last
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        """The model was made on another stream."""
+        self._forwards.wait_stream(self._runtime.current_stream())
+        with self._runtime.on(self._forwards):
+            yield
+
+    def mark(self) -> Event:
+        event = self._runtime.new_event()
+        self._forwards.record_event(event)
+        return event
+
+    def host_buffer(self, num_words: int) -> Tensor:
+        return self._runtime.pinned(num_words)
+
+    def stage(self, host: Tensor, buffer: Tensor | None = None) -> Tensor:
+        """NOTE: on the stream of forwards, where whatever reads the words comes later."""
+        if buffer is None:
+            buffer = torch.empty(len(host), dtype=host.dtype, device=self.torch_device)
+        return buffer.copy_(host, non_blocking=True)
+
+    def capture(self, body: Callable[[Cut], Tensor]) -> Captured:
+        """NOTE: run once before, `body` compiles its kernels and makes its libraries' workspaces,
+        neither of which may happen in a capture.
+        """
+        body(lambda _values: None)
+        self._runtime.synchronize()
+        return capture(self._runtime.new_graph, body)
+
+    def copy_out(self, values: Tensor, host: Tensor) -> Event:
+        self._forwards.record_event(self._is_ready)
+        self._copies.wait_event(self._is_ready)
+        with self._runtime.on(self._copies):
+            host.copy_(values, non_blocking=True)
+        self._runtime.keep(values, self._copies)
+        event = self._runtime.new_event()
+        self._copies.record_event(event)
+        return event
+
+    def weight_format(self, request: WeightRequest) -> WeightFormat:
+        if request.quantization is not None:
+            raise ConfigError(
+                f"--quantization {request.quantization} is made for the CPU, not for CUDA; "
+                "leave it out, or give --device cpu",
+                param="quantization",
+            )
+        format_ = self._unquantized_form(request)
+        if not request.is_deterministic:
+            return format_
+        if format_.dtype.itemsize > 4:
+            raise ConfigError(
+                f"--deterministic multiplies in float32, bfloat16 or float16 on CUDA, not in "
+                f"{dtype_name(format_.dtype)}; choose one of them with --dtype",
+                param="dtype",
+            )
+        from aserve.gpu.device.cuda.ops import prepare_invariant
+
+        return replace(format_, prepare=prepare_invariant, about=f"{format_.about}, in fixed tiles")
+
+    def _unquantized_form(self, request: WeightRequest) -> WeightFormat:
+        if request.given is not None:
+            return WeightFormat(request.given, prepare, dtype_name(request.given))
+        stored = DTYPES.get(request.stored or "")
+        if stored in HALVES and (stored != torch.bfloat16 or self._runtime.has_bfloat16):
+            return WeightFormat(stored, prepare, f"{dtype_name(stored)} (auto: as it is stored)")
+        half = torch.bfloat16 if self._runtime.has_bfloat16 else torch.float16
+        return WeightFormat(half, prepare, f"{dtype_name(half)} (auto: the device has it)")
+
+    def ops(self, dtype: torch.dtype, *, is_deterministic: bool) -> DeviceOps:
+        """Those there are compute each token by itself."""
+        from aserve.gpu.device.cuda.ops import (
+            triton_elementwise,
+            triton_resolver,
+            triton_row_ops,
+            triton_sample_ops,
+            triton_store,
+        )
+
+        return DeviceOps(
+            elementwise=triton_elementwise(dtype),
+            rope_and_store_kv=triton_store(dtype),
+            row_ops=triton_row_ops(dtype),
+            resolve=triton_resolver(dtype),
+            sample_ops=triton_sample_ops(dtype),
+        )
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.torch_device)
+
+    def free_bytes(self) -> int:
+        return self._runtime.memory().free
+
+    def kv_bytes(self, run_largest: Callable[[], None], *, share: float) -> int:
+        """What the share leaves beside all that is there, of others as well, and the steps."""
+        step_bytes = self._runtime.growth(run_largest)
+        memory = self._runtime.memory()
+        left = int(memory.total * share) - (memory.total - memory.free) - step_bytes
+        if left > 0:
+            return left
+        raise ConfigError(
+            f"--gpu-memory-utilization {share} of {memory.total / GIB:.2f} GiB leaves nothing for "
+            f"KV: {(memory.total - memory.free) / GIB:.2f} GiB are in use, and the largest step "
+            f"takes {step_bytes / GIB:.2f} more; give a larger share, lower "
+            "--max-num-batched-tokens or --max-num-seqs, or take a smaller model",
+            param="gpu_memory_utilization",
+        )
+
+
+def open_cuda(why: str) -> CudaDevice:
+    if not torch.cuda.is_available():
+        raise ConfigError(f"no CUDA: {why_no_cuda()}", param="device")
+    return CudaDevice(TorchCuda(), why=why)
+
+
+def why_no_cuda() -> str:
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without it"
+    return f"torch {torch.__version__} finds no device"

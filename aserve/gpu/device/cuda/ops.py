@@ -1,0 +1,166 @@
+"""Heads turned, keys and values into their pools, by one Triton kernel.
+
+It knows no page and no layer. The kernel computes in float32, so what is wider is left to torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from aserve.gpu.kv.pools import KvPools
+from aserve.gpu.kv.store import RopeAndStoreKv, Scales, rope_then_store_kv
+from aserve.gpu.layers.linear import Linear, LinearOp
+from aserve.gpu.layers.mlp import Activation
+from aserve.gpu.layers.norm import Norm, SumAndNorm
+from aserve.gpu.layers.ops import PLAIN, Elementwise
+from aserve.gpu.layers.rope import RopeInputs
+from aserve.gpu.sampling.draw import Drawn
+from aserve.gpu.sampling.ops import SHAPED_OPS, SampleOps
+from aserve.gpu.sampling.params import LogitsRows, RowTables
+from aserve.gpu.sampling.plan import SamplePlan
+from aserve.gpu.step.future_map import LAST_TOKEN, PLAIN_ROWS, SEQ_LEN, RowOps
+from aserve.gpu.step.inputs import DeviceStep, Placed
+from aserve.gpu.step.plan import StepPlan
+from aserve.gpu.step.resolve import DeviceState, Resolve, resolve, resolved_batch
+from aserve.gpu.transfer.staging import DeviceArrays
+from aserve_kernels import penalties
+from aserve_kernels.bitmask import apply_bitmask
+from aserve_kernels.gated_mul import gated_mul
+from aserve_kernels.invariant_linear import invariant_linear
+from aserve_kernels.prepare_inputs import Tables, Words, prepare_inputs
+from aserve_kernels.relay_rows import gather_rows, scatter_rows
+from aserve_kernels.rms_norm import add_rms_norm, rms_norm
+from aserve_kernels.rope_and_store_kv import rope_and_store_kv
+from aserve_kernels.sample import sample
+
+
+def triton_store(dtype: torch.dtype) -> RopeAndStoreKv:
+    return rope_then_store_kv if dtype == torch.float64 else _turn_and_store
+
+
+def _turn_and_store(
+    heads: Tensor,
+    rope: RopeInputs | None,
+    slots: Tensor,
+    pools: tuple[Tensor, Tensor],
+    scales: Scales,
+    /,
+) -> Tensor:
+    if heads.stride()[1:] != (heads.shape[2], 1):
+        heads = heads.contiguous()
+    if rope is None:
+        return rope_and_store_kv(heads, slots, pools, cos_sin=None, scales=scales)
+    norms = rope.norms
+    weight, eps = (None, 0.0) if norms is None else (norms.weight, norms.eps)
+    return rope_and_store_kv(
+        heads, slots, pools, cos_sin=rope.cos_sin, weight=weight, eps=eps, scales=scales
+    )
+
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def triton_elementwise(dtype: torch.dtype) -> Elementwise:
+    """Kernels for the dtypes that models have on GPUs, torch for others."""
+    if dtype not in KERNEL_DTYPES:
+        return PLAIN
+    return Elementwise(norm=_norm, add_norm=_add_norm, gated=_gated)
+
+
+def _norm(weight: Tensor, /, *, eps: float) -> Norm:
+    return partial(rms_norm, weight=weight, eps=eps)
+
+
+def _add_norm(weight: Tensor, /, *, eps: float, scale: float) -> SumAndNorm:
+    return partial(add_rms_norm, weight=weight, eps=eps, scale=scale)
+
+
+def _gated(activation: str) -> Activation:
+    return partial(gated_mul, activation=activation)
+
+
+def prepare_invariant(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
+    """dtype: float32, bfloat16 or float16."""
+    bias = None if linear.bias is None else linear.bias.to(device, dtype)
+    weight = linear.weight.to(device, dtype).contiguous()
+    return partial(invariant_linear, weight=weight, bias=bias)
+
+
+def triton_sample_ops(dtype: torch.dtype) -> SampleOps:
+    """Kernels for logits of up to 32 bits, torch for wider ones."""
+    if dtype == torch.float64:
+        return SHAPED_OPS
+    return SampleOps(_draw, _penalise, apply_bitmask, filters_by_shape=True, reads_halves=True)
+
+
+def _draw(logits: Tensor, rows: LogitsRows, tables: RowTables, plan: SamplePlan) -> Drawn:
+    tokens, is_valid = sample(
+        logits,
+        rows.rows,
+        rows.lens,
+        tables.int_table,
+        tables.float_table,
+        has_noise=plan.needs_noise,
+        has_limits=plan.needs_filter,
+    )
+    return Drawn(tokens, is_valid)
+
+
+def _penalise(
+    logits: Tensor,
+    indices: Tensor,
+    rows: LogitsRows,
+    tables: RowTables,
+    pools: KvPools,
+    max_len: int,
+) -> None:
+    of_rows = (tables.int_table, tables.float_table)
+    of_tokens = (pools.page_tables[0], pools.token_pool, pools.page_size)
+    penalties.penalise(logits, indices, rows.rows, rows.lens, of_rows, of_tokens, max_len)
+
+
+def triton_resolver(dtype: torch.dtype) -> Resolve:
+    """A model in float64 is there to be exact, and runs without any kernel of ours."""
+    return resolve if dtype == torch.float64 else triton_resolve
+
+
+def triton_resolve(plan: StepPlan, arrays: DeviceArrays, state: DeviceState) -> DeviceStep:
+    """As `resolve`, which does it where tokens come from drafts."""
+    if plan.num_drafts.any():
+        return resolve(plan, arrays, state)
+    ints, relay, pools = arrays.narrow_ints, state.relay, state.pools
+    words = Words(
+        rows=ints("rows"),
+        kv_lens=ints("kv_lens"),
+        query_lens=ints("query_lens"),
+        is_bound=ints("is_bound"),
+        token_to_row=ints("token_to_row"),
+        offsets=ints("offsets"),
+        input_ids=ints("input_ids"),
+    )
+    tables = Tables(
+        last_tokens=relay.table(LAST_TOKEN),
+        seq_lens=relay.table(SEQ_LEN) if SEQ_LEN in relay else None,
+        page_tables=pools.page_tables,
+        token_pool=pools.token_pool,
+        page_size=pools.page_size,
+    )
+    made = prepare_inputs(words, tables)
+    placed = Placed(made.token_rows, made.positions, made.slots, made.lens, made.cu_query_lens)
+    batch = resolved_batch(plan, arrays, input_ids=made.input_ids, kv_lens=made.kv_lens)
+    return DeviceStep(plan, dataclasses.replace(batch, placed=placed), arrays)
+
+
+def triton_row_ops(dtype: torch.dtype) -> RowOps:
+    """A model in float64 is there to be exact, and runs without any kernel of ours."""
+    return PLAIN_ROWS if dtype == torch.float64 else RowOps(gather_rows, _scatter)
+
+
+def _scatter(
+    table: Tensor, rows: Tensor, values: Tensor, stamps: Tensor, iteration: Tensor
+) -> None:
+    scatter_rows(table, rows, values.contiguous(), stamps, iteration)

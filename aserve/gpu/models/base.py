@@ -1,0 +1,89 @@
+"""The protocol between a language model and what runs it.
+
+A model is single-device mathematics: it knows no pages, rows or batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from aserve.gpu.kv.layer_groups import LayerSpec
+from aserve.gpu.layers.rope import RopeInputs
+from aserve.gpu.weights.source import HOST, OnProgress, Target, ignore_progress
+
+
+class CausalModel(Protocol):
+    layers: tuple[LayerSpec, ...]
+    vocab_size: int
+    hidden_size: int
+    max_model_len: int
+    dtype: torch.dtype
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        *,
+        capture: HiddenCapture | None = None,
+    ) -> Tensor:
+        """input_ids, positions: int64 [tokens] -> hidden states after the norm [tokens, hidden]."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] -> [n, vocab], of the model's dtype or wider: whoever calculates with them
+        widens what it reads."""
+
+
+def wide_logits(logits: Tensor) -> Tensor:
+    """Halves as float32, which changes no value."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+class Attend(Protocol):
+    """Turns queries and keys, stores keys and values of this forward's tokens in the layer's KV,
+    then attends to all that each token may see."""
+
+    def __call__(self, layer: LayerSpec, heads: Tensor, rope: RopeInputs | None, /) -> Tensor:
+        """heads [tokens, heads + 2 * kv_heads, head_dim]: queries, keys and values, of any strides,
+        as the layer's joined projection gives them -> [tokens, heads, head_dim]. Without a turn
+        they are taken as they are.
+        """
+
+
+@dataclass(slots=True)
+class HiddenCapture:
+    """`layers` gets one tensor [tokens, hidden] for each of `layer_ids`, in the order of the
+    layers: the residual stream after that layer. `before_norm` gets what enters the final norm."""
+
+    layer_ids: tuple[int, ...] = ()
+    wants_before_norm: bool = False
+    layers: list[Tensor] = field(default_factory=list)
+    before_norm: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """How a model is wanted. `is_dummy`: with weights drawn at random, without a checkpoint."""
+
+    dtype: torch.dtype
+    max_model_len: int | None = None
+    is_dummy: bool = False
+    target: Target = HOST
+    on_progress: OnProgress = ignore_progress  # called on the thread that loads
+
+
+class Blueprint(Protocol):
+    @property
+    def stored_dtype(self) -> str | None:
+        """The checkpoint's, if it says so."""
+
+    @property
+    def num_weights(self) -> int:
+        """Numbers in all weights."""
+
+    def load(self, plan: LoadPlan) -> CausalModel:
+        """What does not fit is refused before a value is read, as far as that can be told."""

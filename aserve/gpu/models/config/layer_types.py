@@ -1,0 +1,55 @@
+"""Which layers see only a window, in the ways that configurations say it.
+
+It knows no family: each takes the function that reads its files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from aserve.gpu.models.config.fields import Fields
+
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+LAYER_KINDS = (FULL, SLIDING)
+
+Windows: TypeAlias = tuple[int | None, ...]  # per layer; None sees everything
+
+
+def one_window(fields: Fields) -> Windows:
+    """`sliding_window` of every layer, if the file has one."""
+    window = fields.integer("sliding_window") if fields.has("sliding_window") else None
+    return (window,) * _num_layers(fields)
+
+
+def switched_windows(fields: Fields) -> Windows:
+    """If `use_sliding_window` is on: of the layers that `layer_types` names, or else of those from
+    `max_window_layers` on."""
+    num_layers = _num_layers(fields)
+    if not fields.flag("use_sliding_window"):
+        return (None,) * num_layers
+    num_full = min(fields.integer("max_window_layers", minimum=0), num_layers)
+    return _windows_by_kind(fields, [FULL] * num_full + [SLIDING] * (num_layers - num_full))
+
+
+def windows_in_turn(fields: Fields, period: int) -> Windows:
+    """Of the layers that `layer_types` names, or else of all but each `period`-th."""
+    numbers = range(1, _num_layers(fields) + 1)
+    return _windows_by_kind(fields, [SLIDING if number % period else FULL for number in numbers])
+
+
+def _windows_by_kind(fields: Fields, default_kinds: Sequence[str]) -> Windows:
+    kinds = default_kinds
+    if fields.has("layer_types"):
+        kinds = fields.texts("layer_types", length=len(default_kinds))
+    if not {*kinds} <= {*LAYER_KINDS}:
+        fields.refuse("layer_types", expected=f"{FULL} or {SLIDING} for each layer")
+    if SLIDING not in kinds:
+        return (None,) * len(kinds)
+    window = fields.integer("sliding_window")
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def _num_layers(fields: Fields) -> int:
+    return fields.integer("num_hidden_layers")

@@ -1,0 +1,164 @@
+"""A model's configuration, read from config.json and validated.
+
+It knows the names that the families share, in both dialects; what one family makes of them, and
+names that only it has, are in its own file. It reads no weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from aserve.errors import ConfigError
+from aserve.gpu.layers.mlp import ACTIVATIONS
+from aserve.gpu.layers.rope_scaling import Rope
+from aserve.gpu.models.config.fields import Fields
+from aserve.gpu.models.config.layer_types import FULL, SLIDING
+from aserve.gpu.models.config.rope import longest_context, parse_rope, rotary_part
+
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int  # the elements of a head that turn with its position
+    max_position_embeddings: int
+    rms_norm_eps: float
+    activation: str
+    rope: Rope
+    sliding_rope: Rope  # of layers with a window
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    dtype: str | None  # the checkpoint's, if it says so
+    fields: Fields = field(compare=False, repr=False)  # all that the file says
+
+    def context_len(self, asked: int | None) -> int:
+        """The engine's max_model_len: what was asked for, if the positions reach that far."""
+        if asked is None:
+            return self.max_position_embeddings
+        longest = longest_context(self.rope, self.max_position_embeddings)
+        if not 1 <= asked <= longest:
+            raise ConfigError(
+                f"max_model_len is {asked}, but this model has positions for 1 to {longest} tokens"
+            )
+        return asked
+
+
+def read_fields(model_dir: Path) -> Fields:
+    path = model_dir / "config.json"
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"{model_dir} is not a model directory: it has no config.json") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no JSON object")
+    return Fields(values, source=str(path))
+
+
+def architecture_of(fields: Fields) -> str:
+    architectures = fields.texts("architectures")
+    if len(architectures) != 1:
+        fields.refuse("architectures", expected="a list of one name")
+    return architectures[0]
+
+
+def parse_config(file: Fields, *, defaults: Mapping[str, object]) -> ModelConfig:
+    """`defaults` are the family's, for what the file leaves out."""
+    fields = file.merged_with("text_config").over(defaults)
+    _refuse_unsupported(fields)
+    num_heads = fields.integer("num_attention_heads")
+    head_dim = _head_dim(fields, num_heads)
+    rotary_dim = _rotary_dim(fields, head_dim)
+    max_position_embeddings = fields.integer("max_position_embeddings")
+
+    def rope_of(kind: str) -> Rope:
+        return parse_rope(
+            fields, kind, rotary_dim=rotary_dim, max_position_embeddings=max_position_embeddings
+        )
+
+    return ModelConfig(
+        architecture=architecture_of(file),
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=fields.integer("hidden_size"),
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=fields.integer("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=_num_kv_heads(fields, num_heads),
+        head_dim=head_dim,
+        rotary_dim=rotary_dim,
+        max_position_embeddings=max_position_embeddings,
+        rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
+        activation=_activation(fields),
+        rope=rope_of(FULL),
+        sliding_rope=rope_of(SLIDING),
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        attention_bias=fields.flag("attention_bias"),
+        mlp_bias=fields.flag("mlp_bias"),
+        dtype=_dtype(fields),
+        fields=fields,
+    )
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    if fields.has("quantization_config"):
+        fields.refuse("quantization_config", expected="none: quantized checkpoints are unsupported")
+    if fields.flag("use_bidirectional_attention"):
+        fields.refuse("use_bidirectional_attention", expected="false: a token sees no later ones")
+
+
+def _activation(fields: Fields) -> str:
+    name = "hidden_activation" if fields.has("hidden_activation") else "hidden_act"
+    activation = fields.text(name, default="silu")
+    if activation not in ACTIVATIONS:
+        fields.refuse(name, expected=" or ".join(ACTIVATIONS))
+    return activation
+
+
+def _head_dim(fields: Fields, num_heads: int) -> int:
+    hidden_size = fields.integer("hidden_size")
+    if not fields.has("head_dim") and hidden_size % num_heads:
+        fields.refuse("num_attention_heads", expected=f"a divisor of hidden_size, {hidden_size}")
+    head_dim = fields.integer("head_dim", default=hidden_size // num_heads)
+    if head_dim < 4 or head_dim % 2:
+        fields.refuse("head_dim", expected=f"an even number of at least 4, not {head_dim}")
+    return head_dim
+
+
+def _rotary_dim(fields: Fields, head_dim: int) -> int:
+    rotary_dim = int(head_dim * rotary_part(fields))
+    if rotary_dim < 4 or rotary_dim % 2:
+        raise ConfigError(
+            f"{fields.source}: partial_rotary_factor turns {rotary_dim} of {head_dim} elements; "
+            "expected an even number of at least 4"
+        )
+    return rotary_dim
+
+
+def _num_kv_heads(fields: Fields, num_heads: int) -> int:
+    num_kv_heads = fields.integer("num_key_value_heads", default=num_heads)
+    if num_heads % num_kv_heads:
+        fields.refuse("num_key_value_heads", expected=f"a divisor of {num_heads} attention heads")
+    return num_kv_heads
+
+
+def _dtype(fields: Fields) -> str | None:
+    name = "dtype" if fields.has("dtype") else "torch_dtype"
+    if not fields.has(name):
+        return None
+    dtype = fields.text(name).removeprefix("torch.")
+    if dtype not in DTYPES:
+        fields.refuse(name, expected=" or ".join(DTYPES))
+    return dtype

@@ -1,0 +1,144 @@
+"""Reads the rotary part of a configuration, in both dialects.
+
+The older one has `rope_theta` beside `rope_scaling` (with `type` or `rope_type`), the newer one has
+all of it in `rope_parameters`, once or for each kind of layer. Defaults are resolved here: the
+records that come out are complete.
+"""
+
+from __future__ import annotations
+
+import math
+
+from aserve.gpu.layers.rope_scaling import (
+    DefaultRope,
+    DynamicRope,
+    LinearRope,
+    Llama3Rope,
+    LongRope,
+    Rope,
+    YarnRope,
+)
+from aserve.gpu.models.config.fields import Fields
+from aserve.gpu.models.config.layer_types import LAYER_KINDS, SLIDING
+
+SUPPORTED = "default, linear, dynamic, yarn, llama3, longrope"
+DEFAULT_THETA = 10_000.0
+THETA = "rope_theta"
+LOCAL_THETA = "rope_local_base_freq"  # of sliding layers, in the older dialect
+PARTIAL = "partial_rotary_factor"
+
+
+def rotary_part(fields: Fields) -> float:
+    """How much of each head turns, more than 0 and at most 1."""
+    section = _section(fields)
+    holder = section if section.has(PARTIAL) else fields
+    part = holder.number(PARTIAL, default=1.0)
+    if part > 1:
+        holder.refuse(PARTIAL, expected="at most 1.0")
+    return part
+
+
+def parse_rope(fields: Fields, kind: str, *, rotary_dim: int, max_position_embeddings: int) -> Rope:
+    """Of the layers of this kind: they have parameters of their own in some files."""
+    section = _section(fields)
+    is_nested = any(section.has(name) for name in LAYER_KINDS)
+    has_own_theta = kind == SLIDING and fields.has(LOCAL_THETA)
+    rope = section.section(kind) if is_nested or has_own_theta else section
+    if is_nested and rope.number(PARTIAL, default=1.0) != 1.0:
+        rope.refuse(PARTIAL, expected="1.0: parts that differ between layers are unsupported")
+    theta = _theta(fields, rope, beside=LOCAL_THETA if has_own_theta else THETA)
+    kind_of_rope = rope.text("rope_type", default=rope.text("type", default="default"))
+    trained_len = _original_len(fields, rope, default=max_position_embeddings)
+    match kind_of_rope:
+        case "default":
+            return DefaultRope(theta)
+        case "linear":
+            return LinearRope(theta, rope.number("factor"))
+        case "dynamic":
+            return DynamicRope(theta, rope.number("factor"), max_position_embeddings)
+        case "yarn":
+            return _yarn(rope, theta, trained_len, max_position_embeddings=max_position_embeddings)
+        case "llama3":
+            return _llama3(rope, theta, trained_len)
+        case "longrope" | "su":  # "su" is its name in the first checkpoints
+            ratio = max_position_embeddings / trained_len
+            return _longrope(rope, theta, trained_len, ratio=ratio, half=rotary_dim // 2)
+        case _:
+            rope.refuse("rope_type" if rope.has("rope_type") else "type", expected=SUPPORTED)
+
+
+def longest_context(rope: Rope, max_position_embeddings: int) -> int:
+    """Positions up to which the frequencies are meant to be used."""
+    match rope:
+        case LinearRope(factor=factor) | DynamicRope(factor=factor):
+            return int(max_position_embeddings * factor)
+        case YarnRope(factor=factor, original_len=trained_len):
+            return max(max_position_embeddings, int(trained_len * factor))
+        case Llama3Rope(factor=factor, original_len=trained_len):
+            return max(max_position_embeddings, int(trained_len * factor))
+        case DefaultRope() | LongRope():
+            return max_position_embeddings
+
+
+def _section(fields: Fields) -> Fields:
+    return fields.section("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")
+
+
+def _theta(fields: Fields, rope: Fields, *, beside: str) -> float:
+    """In the rotary section, or beside it under a name of its kind of layers."""
+    holder, name = (rope, THETA) if rope.has(THETA) else (fields, beside)
+    theta = holder.number(name, default=DEFAULT_THETA)
+    if theta <= 1:
+        holder.refuse(name, expected="more than 1")
+    return theta
+
+
+def _original_len(fields: Fields, rope: Fields, *, default: int) -> int:
+    """Beside the rotary section in some checkpoints; then that one counts."""
+    name = "original_max_position_embeddings"
+    return fields.integer(name, default=rope.integer(name, default=default, minimum=2))
+
+
+def _yarn(rope: Fields, theta: float, trained_len: int, *, max_position_embeddings: int) -> Rope:
+    if rope.has("short_factor"):
+        rope.refuse("short_factor", expected="none: factors for each frequency are longrope's")
+    factor = rope.number("factor", default=max_position_embeddings / trained_len)
+    return YarnRope(
+        theta,
+        factor,
+        trained_len,
+        attention_factor=rope.number("attention_factor", default=_yarn_attention(rope, factor)),
+        beta_fast=rope.number("beta_fast", default=32.0),
+        beta_slow=rope.number("beta_slow", default=1.0),
+        truncate=rope.flag("truncate", default=True),
+    )
+
+
+def _yarn_attention(rope: Fields, factor: float) -> float:
+    def temperature(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if rope.has("mscale") and rope.has("mscale_all_dim"):
+        return temperature(rope.number("mscale")) / temperature(rope.number("mscale_all_dim"))
+    return temperature(1.0)
+
+
+def _llama3(rope: Fields, theta: float, trained_len: int) -> Rope:
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if high <= low:
+        rope.refuse("high_freq_factor", expected=f"more than low_freq_factor, which is {low}")
+    return Llama3Rope(theta, rope.number("factor"), trained_len, low, high)
+
+
+def _longrope(rope: Fields, theta: float, trained_len: int, *, ratio: float, half: int) -> Rope:
+    factor = rope.number("factor", default=ratio)
+    temperature = 1.0
+    if factor > 1:
+        temperature = math.sqrt(1 + math.log(factor) / math.log(trained_len))
+    return LongRope(
+        theta,
+        trained_len,
+        attention_factor=rope.number("attention_factor", default=temperature),
+        short_factor=rope.numbers("short_factor", length=half),
+        long_factor=rope.numbers("long_factor", length=half),
+    )

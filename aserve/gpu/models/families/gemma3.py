@@ -1,0 +1,40 @@
+"""Gemma 3, its text model: norms around both sublayers and on each head that multiply by 1 + w, one
+full layer after each five with a window, whose positions turn at another rate.
+
+It knows no other family.
+"""
+
+from __future__ import annotations
+
+from aserve.gpu.models.config.layer_types import windows_in_turn
+from aserve.gpu.models.config.model import ModelConfig
+from aserve.gpu.models.decoder_spec import NORMS_AROUND, Biases, DecoderSpec, EmbeddingScale, QkNorm
+
+DEFAULTS = {
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+}
+
+
+def gemma3(config: ModelConfig) -> DecoderSpec:
+    fields, bias = config.fields, config.attention_bias
+    if fields.has("attn_logit_softcapping"):
+        fields.refuse("attn_logit_softcapping", expected="null: the reference caps no scores here")
+    return DecoderSpec(
+        config,
+        windows=windows_in_turn(fields, period=fields.integer("sliding_window_pattern")),
+        biases=Biases(qkv=bias, attention_out=bias),
+        norms=NORMS_AROUND,
+        norm_offset=1.0,
+        qk_norm=QkNorm(),
+        attention_scale=fields.number("query_pre_attn_scalar") ** -0.5,
+        embedding_scale=EmbeddingScale(config.hidden_size**0.5, is_rounded=True),
+        logit_softcap=fields.number_if_any("final_logit_softcapping"),
+    )

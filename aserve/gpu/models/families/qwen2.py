@@ -1,0 +1,17 @@
+"""Qwen2 and Qwen2.5: biases on queries, keys and values, and windows in the upper layers if the
+file switches them on.
+
+It knows no other family.
+"""
+
+from __future__ import annotations
+
+from aserve.gpu.models.config.layer_types import switched_windows
+from aserve.gpu.models.config.model import ModelConfig
+from aserve.gpu.models.decoder_spec import Biases, DecoderSpec
+
+DEFAULTS = {"sliding_window": 4096, "max_window_layers": 28}
+
+
+def qwen2(config: ModelConfig) -> DecoderSpec:
+    return DecoderSpec(config, windows=switched_windows(config.fields), biases=Biases(qkv=True))

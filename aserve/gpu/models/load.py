@@ -1,0 +1,98 @@
+"""From a model directory to a model on a device.
+
+It knows no family and no request. What does not fit is refused before a value is read: the
+configuration, the names and shapes of the weights, the memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from aserve.gpu.models.base import Blueprint, CausalModel, LoadPlan
+from aserve.gpu.models.config.fields import Fields
+from aserve.gpu.models.config.model import ModelConfig, architecture_of, parse_config, read_fields
+from aserve.gpu.models.registry import FAMILIES, Code, Family, choose_code
+from aserve.gpu.models.transformers.loader import read_transformers_blueprint
+from aserve.gpu.weights.checkpoint import Checkpoint
+from aserve.gpu.weights.dummy import DummyWeights
+from aserve.gpu.weights.inventory import Inventory, check_fit
+from aserve.gpu.weights.reader import WeightReader
+from aserve.gpu.weights.source import GIB, LoadProgress
+
+OBJECT_BYTES = 4096  # what Python takes at least for the tensors and modules of one layer
+
+
+@dataclass(frozen=True, slots=True)
+class NativeBlueprint:
+    model_dir: Path
+    family: Family
+    config: ModelConfig
+
+    @property
+    def stored_dtype(self) -> str | None:
+        return self.config.dtype
+
+    @property
+    def num_weights(self) -> int:
+        return self._inventory(torch.float32).num_weights
+
+    def load(self, plan: LoadPlan) -> CausalModel:
+        build, config, target = self.family.build, self.config, plan.target
+        context_len = config.context_len(plan.max_model_len)
+        inventory = self._inventory(plan.dtype)
+        size_bytes, dtype = inventory.size_bytes, plan.dtype
+        progress = LoadProgress(size_bytes, dtype=dtype, on_progress=plan.on_progress)
+        if plan.is_dummy:
+            target.check_room(size_bytes, dtype)
+            dummy = DummyWeights(target, dtype=dtype, progress=progress)
+            return build(config, dummy, max_model_len=context_len)
+        with Checkpoint(self.model_dir, target.device) as checkpoint:
+            check_fit(inventory, checkpoint)
+            target.check_room(size_bytes, dtype)
+            reader = WeightReader(checkpoint, target, dtype=dtype, progress=progress)
+            return build(config, reader, max_model_len=context_len)
+
+    def _inventory(self, dtype: torch.dtype) -> Inventory:
+        """What the model asks for; nothing is read."""
+        inventory = Inventory(dtype)
+        # No position is ever looked up in this one.
+        self.family.build(self.config, inventory, max_model_len=1)
+        return inventory
+
+
+def read_blueprint(
+    model_dir: Path, model_impl: str = "auto", *, free_bytes: int | None = None
+) -> tuple[Blueprint, Code]:
+    """`free_bytes`: the memory that the model may take, if that is known."""
+    fields = read_fields(model_dir)
+    if free_bytes is not None:
+        check_layer_count(fields, free_bytes)
+    architecture = architecture_of(fields)
+    code = choose_code(architecture, model_impl)
+    if code.name == "transformers":
+        return read_transformers_blueprint(model_dir, architecture), code
+    family = FAMILIES[architecture]
+    config = parse_config(fields, defaults=family.defaults)
+    return NativeBlueprint(model_dir, family, config), code
+
+
+def check_layer_count(file: Fields, free_bytes: int) -> None:
+    """Refuses what cannot fit by a lower bound, because already the list of all weights of ten
+    million layers takes minutes and gigabytes.
+
+    A layer has at least a square matrix of `hidden_size`, of a byte per element, and its objects.
+    """
+    fields = file.merged_with("text_config")
+    if not (fields.has("num_hidden_layers") and fields.has("hidden_size")):
+        return
+    layer_bytes = fields.integer("hidden_size") ** 2 + OBJECT_BYTES
+    size_bytes = fields.integer("num_hidden_layers") * layer_bytes
+    if size_bytes > free_bytes:
+        fields.refuse(
+            "num_hidden_layers",
+            expected="a number of layers that fits into memory: these take at least "
+            f"{size_bytes / GIB:,.1f} GiB, and {free_bytes / GIB:,.1f} GiB are available",
+        )

@@ -1,0 +1,82 @@
+"""A language model in transformers' own modelling code, with its attention over paged KV.
+
+It knows no architecture. A step's tokens go through as one sequence: apart from attention a token
+depends on its id and its position alone, which probe.py has made sure of.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor, nn
+
+from aserve.gpu.models.base import Attend, HiddenCapture
+from aserve.gpu.models.transformers.attention import run
+from aserve.gpu.models.transformers.probe import Probed
+
+
+class TransformersModel:
+    """A `CausalModel`."""
+
+    __slots__ = (
+        "_probed",
+        "dtype",
+        "hidden_size",
+        "layers",
+        "max_model_len",
+        "vocab_size",
+    )
+
+    def __init__(self, probed: Probed, *, dtype: torch.dtype, max_model_len: int) -> None:
+        self._probed = probed
+        self.dtype = dtype
+        self.hidden_size = probed.hidden_size
+        self.layers = tuple(probed.specs.values())
+        self.max_model_len = max_model_len
+        self.vocab_size = probed.vocab_size
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        *,
+        capture: HiddenCapture | None = None,
+    ) -> Tensor:
+        specs = self._probed.specs
+
+        def on_attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
+            # Some models rotate in float32 and go on with it; the KV has the model's own dtype.
+            heads = torch.cat((q, k, v), dim=1).to(self.dtype)
+            return attend(specs[module], heads, None)
+
+        with ExitStack() as hooks:
+            if capture is not None:
+                for index, block in enumerate(self._probed.blocks):
+                    hook = _Keep(capture, index, is_last=index == len(specs) - 1)
+                    hooks.callback(block.register_forward_hook(hook).remove)
+            answer = run(self._probed.halves.body, input_ids, positions, on_attention)
+        hidden: Tensor = answer.last_hidden_state[0]
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._probed.halves.logits(hidden)
+
+
+class _Keep:
+    """A hook that keeps what one block gave: [1, tokens, hidden], or that and more."""
+
+    def __init__(self, capture: HiddenCapture, index: int, *, is_last: bool) -> None:
+        self._capture = capture
+        self._index = index
+        self._is_last = is_last
+
+    def __call__(
+        self, _module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]
+    ) -> None:
+        hidden = (output if isinstance(output, Tensor) else output[0])[0]
+        if self._index in self._capture.layer_ids:
+            self._capture.layers.append(hidden)
+        if self._is_last and self._capture.wants_before_norm:
+            self._capture.before_norm = hidden

@@ -1,0 +1,127 @@
+"""The head of a step on the device: row tables and page tables, then ids and lengths, then the
+token pool.
+
+It decides nothing. What it writes belongs to others, who say so; it makes the DeviceStep.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aserve.gpu.kv.pools import KvPools
+from aserve.gpu.sampling.params import RowTables, init_columns
+from aserve.gpu.step.future_map import SEQ_LEN, FutureMap
+from aserve.gpu.step.inputs import DeviceBatch, DeviceStep
+from aserve.gpu.step.plan import StepPlan
+from aserve.gpu.transfer.staging import DeviceArrays, HostArrays
+from aserve.messages.base import array_i32
+from aserve.messages.step import ScheduleBatch
+
+DRAFTS = "drafts"  # the relay field, [max drafts], of modes that verify
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceState:
+    """The tables that live as long as the engine: written on the executor's stream only."""
+
+    pools: KvPools
+    tables: RowTables
+    relay: FutureMap
+    clears_pages: bool = True  # attention reads what lies behind a row's length, and masks it
+
+
+def stage_tables(batch: ScheduleBatch, arrays: HostArrays, state: DeviceState) -> None:
+    """The arrays of `apply_tables`: none in most decode steps."""
+    if batch.row_inits:
+        ints, floats = init_columns(batch.row_inits)
+        arrays.add("init_rows", np.array([init.row for init in batch.row_inits], np.int32))
+        arrays.add_wide("init_ints", ints)
+        arrays.add_wide("init_floats", floats)
+    for group, writes in enumerate(batch.page_writes):
+        if not writes.rows:
+            continue
+        rows, columns, pages = map(array_i32, (writes.rows, writes.columns, writes.pages))
+        arrays.add(f"page_writes{group}", np.concatenate((rows, columns, pages)))
+        if state.clears_pages:
+            step_rows = array_i32(batch.rows)
+            kv_lens = np.zeros(1 + int(step_rows.max()), np.int32)
+            kv_lens[step_rows] = array_i32(batch.kv_lens)
+            is_empty = columns * state.pools.page_size >= kv_lens[rows]
+            arrays.add(f"empty_pages{group}", pages[is_empty])
+
+
+def apply_tables(batch: ScheduleBatch, arrays: DeviceArrays, state: DeviceState) -> None:
+    """New tenants, and pages that rows got in this step."""
+    if batch.row_inits:
+        rows = arrays.ints("init_rows")
+        ints, floats = arrays.wide_ints("init_ints"), arrays.floats("init_floats")
+        state.tables.write(rows, ints=ints, floats=floats)
+        state.relay.forget(rows)
+        state.pools.forget(rows)
+    for group, writes in enumerate(batch.page_writes):
+        if writes.rows:
+            rows, columns, pages = arrays.ints(f"page_writes{group}").chunk(3)
+            state.pools.write_pages(group, rows=rows, columns=columns, pages=pages)
+            if state.clears_pages:
+                state.pools.clear(group, arrays.ints(f"empty_pages{group}"))
+
+
+Resolve: TypeAlias = Callable[[StepPlan, DeviceArrays, DeviceState], DeviceStep]
+
+
+def resolve(plan: StepPlan, arrays: DeviceArrays, state: DeviceState) -> DeviceStep:
+    """Placeholders become ids and bounds become lengths; the ids go beside the KV."""
+    input_ids = state.relay.resolve(arrays.ints("input_ids"))
+    if plan.num_drafts.any():
+        input_ids = _with_drafts(input_ids, arrays, state.relay)
+    kv_lens = _kv_lens(arrays, state.relay)
+    batch = resolved_batch(plan, arrays, input_ids=input_ids, kv_lens=kv_lens)
+    placed = batch.place(state.pools)
+    state.pools.token_pool.index_copy_(0, placed.slots[0], input_ids.to(torch.int32))
+    return DeviceStep(plan, dataclasses.replace(batch, placed=placed), arrays)
+
+
+def resolved_batch(
+    plan: StepPlan, arrays: DeviceArrays, *, input_ids: Tensor, kv_lens: Tensor
+) -> DeviceBatch:
+    """Of a step whose ids and lengths are known, int64 [tokens] and [rows]."""
+    return DeviceBatch(
+        iteration=plan.iteration,
+        rows=arrays.ints("rows"),
+        query_lens=arrays.ints("query_lens"),
+        kv_lens=kv_lens,
+        input_ids=input_ids,
+        token_to_row=arrays.ints("token_to_row"),
+        offsets=arrays.ints("offsets"),
+        query_lens_cpu=plan.query_lens,
+        len_bounds_cpu=plan.len_bounds,
+        is_exact=plan.is_exact,
+        attention_plan=plan.attention_plan,
+        shared_pages=plan.batch.shared_pages,
+    )
+
+
+def _kv_lens(arrays: DeviceArrays, relay: FutureMap) -> Tensor:
+    """What the host knows comes from the host, and only a bound from the relay."""
+    kv_lens = arrays.ints("kv_lens")
+    if SEQ_LEN not in relay:
+        return kv_lens
+    published = relay.read(SEQ_LEN, arrays.ints("rows"))
+    return torch.where(arrays.ints("is_bound") > 0, published, kv_lens)
+
+
+def _with_drafts(input_ids: Tensor, arrays: DeviceArrays, relay: FutureMap) -> Tensor:
+    """The last num_drafts tokens of each row's span come from its drafts, in order."""
+    token_to_row = arrays.ints("token_to_row")
+    num_known = arrays.ints("query_lens") - arrays.ints("num_drafts")
+    numbers = arrays.ints("offsets") - num_known.index_select(0, token_to_row)
+    drafts = relay.read(DRAFTS, arrays.ints("rows").index_select(0, token_to_row))
+    column = numbers.clamp(min=0)[:, None]
+    return torch.where(numbers >= 0, drafts.gather(1, column)[:, 0], input_ids)

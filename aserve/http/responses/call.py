@@ -1,0 +1,149 @@
+"""From a body to the call that it makes of the engine, and the response that it begins.
+
+Must not know how the response is answered. Built once from a validated body, never changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from aserve.errors import InvalidRequest
+from aserve.http.openai.answer_size import check_answer_size
+from aserve.http.openai.call import Call, Origin, build_call, sampling_of
+from aserve.http.openai.checks import check_body
+from aserve.http.openai.conversation import template_variables
+from aserve.http.openai.grammars import format_grammar
+from aserve.http.openai.limits import check_length
+from aserve.http.responses.body import LOGPROBS, ResponseBody, TextConfig, TextFormat
+from aserve.http.responses.conversation import MAX_ITEMS, Message, messages_of, prompt_of
+from aserve.http.responses.records import ResponseObject
+from aserve.messages.requests import SamplingParams
+
+MAX_METADATA = 16
+MAX_METADATA_KEY = 64
+MAX_METADATA_VALUE = 512
+
+# Fields that would change the answer if this server knew them, and what to do about them.
+UNSUPPORTED = {
+    "background": "A response ends with the connection that asked for it.",
+    "conversation": "Use 'previous_response_id' instead.",
+    "tools": "This server has no tools for responses yet.",
+    "max_tokens": "Use 'max_output_tokens' instead.",
+    "response_format": "Use 'text.format' instead.",
+    "n": "A response has one output.",
+    "return_token_ids": "Ask /v1/completions for them.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseCall:
+    """`messages` are all that it was asked with, earlier turns first, without instructions."""
+
+    call: Call
+    heading: ResponseObject
+    messages: tuple[Message, ...]
+
+
+def response_call(
+    body: ResponseBody, origin: Origin, conversation: Callable[[str], Sequence[Message]]
+) -> ResponseCall:
+    """`conversation` gives the messages of an earlier response, or raises."""
+    _check(body, origin)
+    sampling = _sampling_of(body, origin)
+    previous_id = body.previous_response_id
+    earlier = () if previous_id is None else conversation(previous_id)
+    response_id = f"resp_{origin.request_id}"
+    if isinstance(body.input, list):
+        check_length(range(len(earlier) + len(body.input)), MAX_ITEMS, param="input")
+    messages = (*earlier, *messages_of(body.input, response_id))
+    prompt = msgspec.structs.replace(
+        prompt_of(body.instructions, messages),
+        variables=template_variables(body.chat_template_kwargs),
+    )
+    call = build_call(body, origin, prompts=[prompt], sampling=sampling, id_prefix="resp_")
+    check_answer_size(call.requests, origin.answer_limits, is_whole=True)  # the last event has all
+    heading = ResponseObject(
+        id=call.call_id,
+        created_at=call.created,
+        model=call.model,
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        previous_response_id=previous_id,
+        store=body.store is not False,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p if body.top_p is None else body.top_p,
+        top_logprobs=body.top_logprobs or 0,
+        text=TextConfig(_format_of(body)),
+        tool_choice=body.tool_choice or "auto",
+        metadata=body.metadata or {},
+        user=body.user,
+        seed=sampling.seed,
+    )
+    return ResponseCall(call, heading, messages)
+
+
+def _check(body: ResponseBody, origin: Origin) -> None:
+    for name, advice in UNSUPPORTED.items():
+        if getattr(body, name):
+            raise InvalidRequest(
+                f"Unsupported parameter: '{name}'. {advice}",
+                param=name,
+                code="unsupported_parameter",
+            )
+    check_body(body, origin.model_names)
+    _check_metadata(body.metadata or {})
+
+
+def _check_metadata(metadata: dict[str, str]) -> None:
+    check_length(metadata, MAX_METADATA, param="metadata")
+    for key, value in metadata.items():
+        if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
+            raise InvalidRequest(
+                f"Invalid 'metadata': a key has at most {MAX_METADATA_KEY} characters, "
+                f"its value {MAX_METADATA_VALUE}; got {len(key)} and {len(value)}.",
+                param="metadata",
+                code="string_above_max_length",
+            )
+
+
+def _sampling_of(body: ResponseBody, origin: Origin) -> SamplingParams:
+    sampling = sampling_of(
+        body,
+        max_tokens=body.max_output_tokens,
+        logprobs=_num_logprobs(body),
+        draw_seed=origin.draw_seed,
+        defaults=origin.defaults,
+    )
+    asked = _format_of(body)
+    grammar = format_grammar(asked.type, asked.schema, param="text.format")
+    if grammar is None:
+        return sampling
+    if sampling.grammar is not None:
+        raise InvalidRequest(
+            "Invalid 'structured_outputs': 'text.format' already says what the output must look "
+            "like. Give one of them.",
+            param="structured_outputs",
+            code="invalid_value",
+        )
+    return msgspec.structs.replace(sampling, grammar=grammar)
+
+
+def _num_logprobs(body: ResponseBody) -> int | None:
+    """Asked for by name, or by their number."""
+    if LOGPROBS in (body.include or ()):
+        return body.top_logprobs or 0
+    return body.top_logprobs or None
+
+
+def _format_of(body: ResponseBody) -> TextFormat:
+    asked = (body.text and body.text.format) or TextFormat("text")
+    if asked.type == "json_schema" and asked.name is None:
+        raise InvalidRequest(
+            "Missing required parameter: 'text.format.name'.",
+            param="text.format.name",
+            code="missing_required_parameter",
+        )
+    return asked

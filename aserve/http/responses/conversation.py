@@ -1,0 +1,93 @@
+"""The messages of a conversation: what a body's input says, what the template and clients see.
+
+Must not know responses that came before; who calls puts their messages in front.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from aserve.errors import InvalidRequest
+from aserve.http.openai.conversation import ROLES, texts_of
+from aserve.http.openai.schema import ChatMessage
+from aserve.http.responses.body import InputItem
+from aserve.http.responses.records import InputMessage, InputText, OutputMessage, OutputText
+from aserve.messages.requests import ChatPrompt
+
+TEXT_PARTS = ("input_text", "output_text", "text")
+MAX_ITEMS = 16_384  # of a conversation: templates render every one of them in each turn
+MESSAGE_BYTES = 256  # of a message without its text, generously
+
+
+class Message(msgspec.Struct, frozen=True):
+    """`texts` are its parts of content."""
+
+    id: str
+    role: str
+    texts: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
+    def size_bytes(self) -> int:
+        return MESSAGE_BYTES + sum(len(text.encode()) for text in self.texts)
+
+
+def messages_of(given: str | list[InputItem] | None, response_id: str) -> tuple[Message, ...]:
+    """The input of the response with this id, which the ids of its messages come from."""
+    if given is None:
+        raise _missing("input")
+    if not given and not isinstance(given, str):
+        raise InvalidRequest(
+            "Invalid 'input': the list is empty.", param="input", code="empty_array"
+        )
+    items = [InputItem(role="user", content=given)] if isinstance(given, str) else given
+    stem = response_id.replace("resp_", "msg_")
+    return tuple(_message(item, f"{stem}_{i}", where=f"input[{i}]") for i, item in enumerate(items))
+
+
+def answer_of(item: OutputMessage) -> Message:
+    return Message(item.id, item.role, tuple(part.text for part in item.content))
+
+
+def prompt_of(instructions: str | None, messages: Iterable[Message]) -> ChatPrompt:
+    """Instructions stand in front of all that was said, whenever it was."""
+    shown = [ChatMessage(ROLES[message.role], message.text) for message in messages]
+    if instructions is not None:
+        shown.insert(0, ChatMessage("system", instructions))
+    return ChatPrompt(msgspec.json.encode(shown))
+
+
+def item_of(message: Message) -> InputMessage | OutputMessage:
+    """How a client reads a message that it once sent, or got."""
+    if message.role == "assistant":
+        return OutputMessage(message.id, "completed", tuple(map(OutputText, message.texts)))
+    return InputMessage(message.id, message.role, tuple(map(InputText, message.texts)))
+
+
+def _message(item: InputItem, message_id: str, *, where: str) -> Message:
+    if item.type not in (None, "message"):
+        raise InvalidRequest(
+            f"Unsupported value for '{where}.type': this server takes messages, "
+            f"not '{item.type[:40]}'.",
+            param=f"{where}.type",
+            code="unsupported_value",
+        )
+    if item.role is None:
+        raise _missing(f"{where}.role")
+    if item.content is None:
+        raise _missing(f"{where}.content")
+    if isinstance(item.content, str):
+        return Message(message_id, item.role, (item.content,))
+    texts = texts_of(item.content, kinds=TEXT_PARTS, where=where)
+    return Message(message_id, item.role, tuple(texts))
+
+
+def _missing(param: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
+    )

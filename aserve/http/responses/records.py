@@ -1,0 +1,140 @@
+"""What clients read: a response, its output and its usage, as OpenAI names them.
+
+Must not know how a response comes about.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from aserve.errors import ErrorInfo
+from aserve.http.long_json import JsonList
+from aserve.http.openai.answers import LogprobEntry
+from aserve.http.responses.body import TextConfig
+from aserve.messages.output import Usage
+
+Status: TypeAlias = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+ItemStatus: TypeAlias = Literal["in_progress", "completed", "incomplete"]
+
+
+class Part(msgspec.Struct, frozen=True, tag_field="type"):
+    text: str
+
+
+class InputText(Part, frozen=True, tag="input_text"):
+    pass
+
+
+class OutputText(Part, frozen=True, tag="output_text"):
+    annotations: tuple[str, ...] = ()  # there are none in what a model writes by itself
+    logprobs: tuple[LogprobEntry, ...] | JsonList = ()
+
+
+class InputMessage(msgspec.Struct, frozen=True, tag="message", tag_field="type"):
+    id: str
+    role: str
+    content: tuple[InputText, ...]
+    status: ItemStatus = "completed"
+
+
+class OutputMessage(msgspec.Struct, frozen=True, tag="message", tag_field="type"):
+    id: str
+    status: ItemStatus
+    content: tuple[OutputText, ...] = ()
+    role: str = "assistant"
+
+
+class InputTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(msgspec.Struct, frozen=True):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseError(msgspec.Struct, frozen=True):
+    code: str
+    message: str
+    type: str
+    param: str | None
+
+
+class IncompleteDetails(msgspec.Struct, frozen=True):
+    reason: Literal["max_output_tokens"]
+
+
+class Reasoning(msgspec.Struct, frozen=True):
+    effort: None = None
+    summary: None = None
+
+
+class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields down to `seed` say what was asked for, and stay; `seed` is an extension."""
+
+    id: str
+    created_at: int  # seconds since 1970
+    model: str
+    object: Literal["response"] = "response"
+    instructions: str | None
+    max_output_tokens: int | None
+    previous_response_id: str | None
+    store: bool
+    temperature: float
+    top_p: float
+    top_logprobs: int
+    text: TextConfig
+    tool_choice: str
+    metadata: dict[str, str]
+    user: str | None
+    tools: tuple[str, ...] = ()
+    parallel_tool_calls: bool = True
+    truncation: Literal["disabled"] = "disabled"
+    background: bool = False
+    reasoning: Reasoning = Reasoning()
+    seed: int
+    status: Status = "in_progress"
+    output: tuple[OutputMessage, ...] = ()
+    usage: ResponseUsage | None = None
+    incomplete_details: IncompleteDetails | None = None
+    error: ResponseError | None = None
+
+
+class DeletedResponse(msgspec.Struct, frozen=True):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
+
+
+class ItemList(msgspec.Struct, frozen=True):
+    data: list[InputMessage | OutputMessage]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: Literal["list"] = "list"
+
+
+def usage_of(usage: Usage) -> ResponseUsage:
+    return ResponseUsage(
+        input_tokens=usage.prompt_tokens,
+        input_tokens_details=InputTokensDetails(usage.cached_tokens),
+        output_tokens=usage.completion_tokens,
+        output_tokens_details=OutputTokensDetails(),
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+    )
+
+
+def error_of(info: ErrorInfo) -> ResponseError:
+    """Clients know a closed list of codes."""
+    code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(info.status, "server_error")
+    return ResponseError(code, info.message, info.type, info.param)

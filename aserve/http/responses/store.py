@@ -1,0 +1,64 @@
+"""Responses that have ended, to be read and continued: in memory, the least recently used go first.
+
+Must not know who asks. Bounded by count and bytes; written by `Responses` alone.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import cached_property
+
+from aserve.http.long_json import pieces_of
+from aserve.http.responses.conversation import Message, answer_of
+from aserve.http.responses.records import ResponseObject
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    """`messages` are what it was asked with; `conversation` is what the next turn continues.
+
+    Turns share the messages that they have in common, and each counts all of them: the bound on
+    bytes holds whichever of them are left.
+    """
+
+    response: ResponseObject
+    messages: tuple[Message, ...]
+
+    @property
+    def conversation(self) -> tuple[Message, ...]:
+        return (*self.messages, *map(answer_of, self.response.output))
+
+    @cached_property
+    def size_bytes(self) -> int:
+        size = sum(map(len, pieces_of(self.response)))
+        return size + sum(message.size_bytes for message in self.messages)
+
+
+class ResponseStore:
+    def __init__(self, *, max_count: int, max_bytes: int) -> None:
+        self._max_count = max_count
+        self._max_bytes = max_bytes
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._size_bytes = 0
+
+    def put(self, stored: StoredResponse) -> None:
+        """One that is larger than the whole store is not kept, and costs no other its place."""
+        if stored.size_bytes > self._max_bytes:
+            return
+        self._stored[stored.response.id] = stored
+        self._size_bytes += stored.size_bytes
+        while len(self._stored) > self._max_count or self._size_bytes > self._max_bytes:
+            self.delete(next(iter(self._stored)))
+
+    def get(self, response_id: str) -> StoredResponse | None:
+        if response_id in self._stored:
+            self._stored.move_to_end(response_id)
+        return self._stored.get(response_id)
+
+    def delete(self, response_id: str) -> bool:
+        stored = self._stored.pop(response_id, None)
+        if stored is None:
+            return False
+        self._size_bytes -= stored.size_bytes
+        return True

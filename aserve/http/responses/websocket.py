@@ -1,0 +1,264 @@
+"""GET /v1/responses upgraded: OpenAI's protocol for text over one websocket.
+
+A client sends `response.create` with the body of POST /v1/responses, and gets that route's events,
+each a text message. What it asks for under one `stream_id`, its lane, is answered in order, lanes
+side by side; without one there is one lane. Must not know how events come about. A socket's state
+is written by its own tasks, on the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import uuid
+from collections import deque
+from contextlib import suppress
+from dataclasses import replace
+from typing import Annotated, NamedTuple
+
+import msgspec
+from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
+from msgspec import UNSET, UnsetType
+
+from aserve.channel import next_turn
+from aserve.errors import AserveError, ErrorInfo, InvalidRequest, QueueFull
+from aserve.http.body import parse_body
+from aserve.http.delivery import closer_of, within
+from aserve.http.errors import (
+    STARTED,
+    ErrorFields,
+    RequestFailed,
+    StartedAnswer,
+    error_fields,
+    info_of,
+    refused,
+)
+from aserve.http.hosts import HOSTS
+from aserve.http.intake import INTAKE
+from aserve.http.json_bounds import check_json_bounds
+from aserve.http.long_json import BLOCK_BYTES, blocks_of, pieces_of
+from aserve.http.responses.body import ResponseBody
+from aserve.http.responses.call import response_call
+from aserve.http.responses.conversation import Message
+from aserve.http.responses.events import Event
+from aserve.http.responses.live import RESPONSES
+from aserve.http.responses.store import StoredResponse
+from aserve.http.state import HttpContext, origin_of
+
+MAX_ASKED = 32  # responses of one socket that run or wait
+CLOSE_S = 1.0  # for a client's answer to our close
+
+logger = logging.getLogger(__name__)
+
+
+async def connect(request: web.Request, context: HttpContext) -> web.StreamResponse:
+    """Every refusal that can be known before the upgrade is an ordinary answer with its status."""
+    request.app[HOSTS].check_origin(request)
+    refusal = context.state.refusal()
+    if refusal is not None:
+        raise refusal
+    if not web.WebSocketResponse().can_prepare(request):
+        raise refused(426, "This is a websocket: connect with an upgrade, or POST a response.")
+    return await ResponseSocket(request, context).serve()
+
+
+async def close_sockets(app: web.Application) -> None:
+    """The server stops: what ran has been ended, and no client is left waiting."""
+    await asyncio.gather(*(socket.go_away() for socket in app[SOCKETS]))
+
+
+class Envelope(msgspec.Struct):
+    """What an event has beside the body; `stream_id` is bounded, as every answer repeats it."""
+
+    type: str = ""
+    stream_id: Annotated[str, msgspec.Meta(max_length=256)] | UnsetType = UNSET
+    generate: bool | None = None
+
+
+class ErrorEvent(msgspec.Struct, kw_only=True):
+    type: str = "error"
+    status: int
+    error: ErrorFields
+    stream_id: str | UnsetType = UNSET
+
+
+class Asked(NamedTuple):
+    """A message as it came; what is wrong with it is said when its turn has come."""
+
+    data: bytes
+    envelope: Envelope
+    error: InvalidRequest | None = None
+
+    @property
+    def lane(self) -> str | UnsetType:
+        return self.envelope.stream_id
+
+
+class ResponseSocket:
+    """One client's connection, from the upgrade to the close."""
+
+    def __init__(self, request: web.Request, context: HttpContext) -> None:
+        self._request = request
+        self._context = context
+        self._responses = request.app[RESPONSES]
+        self._intake = request.app[INTAKE]
+        self._max_size = context.options.max_body_size
+        self._socket = web.WebSocketResponse(
+            timeout=CLOSE_S,
+            heartbeat=context.heartbeat_s,
+            max_msg_size=self._max_size + 1,  # aiohttp refuses what is as large as this
+            compress=False,
+        )
+        self._lanes: dict[str | UnsetType, deque[Asked]] = {}  # where something runs or waits
+        self._num_asked = 0
+        self._waiting_bytes = 0
+        self._latest: StoredResponse | None = None
+
+    async def serve(self) -> web.WebSocketResponse:
+        """Until one side closes; what runs then is cancelled."""
+        await self._socket.prepare(self._request)
+        self._request[STARTED] = StartedAnswer(self._socket, self._fail)
+        sockets = self._request.app[SOCKETS]
+        sockets.add(self)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks: set[asyncio.Task[None]] = set()
+                await self._listen(group, tasks)
+                for task in tasks:
+                    task.cancel()
+        except* ConnectionError:
+            logger.debug("client gone from its websocket")
+        finally:
+            sockets.discard(self)
+        return self._socket
+
+    async def go_away(self) -> None:
+        await self._socket.close(code=WSCloseCode.GOING_AWAY, message=b"the server shuts down")
+
+    async def _fail(self, info: ErrorInfo) -> None:
+        with suppress(ConnectionError):
+            await self._tell(info)
+        await self._socket.close(code=WSCloseCode.INTERNAL_ERROR)
+
+    async def _listen(self, group: asyncio.TaskGroup, tasks: set[asyncio.Task[None]]) -> None:
+        async for message in self._socket:
+            if message.type not in (WSMsgType.TEXT, WSMsgType.BINARY):
+                continue  # aiohttp has closed it, with the reason
+            asked = await self._intake.off_loop(
+                functools.partial(asked_in, message, self._intake.max_values),
+                size=len(message.data),
+            )
+            if not self._has_room(asked):
+                await self._tell(self._overflow(), asked.lane)
+                continue
+            self._num_asked += 1
+            self._waiting_bytes += len(asked.data)
+            lane = self._lanes.get(asked.lane)
+            if lane is not None:
+                lane.append(asked)
+                continue
+            self._lanes[asked.lane] = deque([asked])
+            task = group.create_task(self._answer_lane(asked.lane))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+    def _has_room(self, asked: Asked) -> bool:
+        size = self._waiting_bytes + len(asked.data)
+        return self._num_asked < MAX_ASKED and size <= self._max_size
+
+    def _overflow(self) -> ErrorInfo:
+        return QueueFull(
+            f"This websocket has {self._num_asked} requests open; it takes {MAX_ASKED}, and "
+            f"{self._max_size} bytes of those that wait. Wait for a response to end."
+        ).info()
+
+    async def _answer_lane(self, stream_id: str | UnsetType) -> None:
+        """One after the other, until none waits."""
+        lane = self._lanes[stream_id]
+        while lane:
+            asked = lane.popleft()
+            self._waiting_bytes -= len(asked.data)
+            try:
+                await self._answer(asked)
+            except (AserveError, RequestFailed) as error:
+                await self._tell(info_of(error), stream_id)
+            self._num_asked -= 1
+        del self._lanes[stream_id]
+        if self._context.state.phase == "draining" and not self._lanes:
+            await self.go_away()
+
+    async def _answer(self, asked: Asked) -> None:
+        body = await self._intake.off_loop(functools.partial(body_of, asked), size=len(asked.data))
+        call = response_call(
+            body,
+            replace(origin_of(self._request, self._context), request_id=uuid.uuid4().hex),
+            self._conversation,
+        )
+        with self._responses.running(call, stream_id=asked.lane) as live:
+            live.close_when_unread(closer_of(self._request))
+            async for events in live.events():
+                if live.is_done:
+                    self._latest = live.so_far
+                for event in events:
+                    await self._send(event)
+
+    def _conversation(self, previous_id: str) -> tuple[Message, ...]:
+        """The last response can be continued here even if it was not to be stored."""
+        if self._latest is not None and self._latest.response.id == previous_id:
+            return self._latest.conversation
+        return self._responses.conversation(previous_id)
+
+    async def _tell(self, info: ErrorInfo, stream_id: str | UnsetType = UNSET) -> None:
+        await self._send(
+            ErrorEvent(status=info.status, error=error_fields(info), stream_id=stream_id)
+        )
+
+    async def _send(self, event: Event | ErrorEvent) -> None:
+        """Returns when the client has read so much that there is room for more; one that makes no
+        room for as long as a write may take loses its connection.
+        """
+        data = bytearray()
+        for block in blocks_of(pieces_of(event)):
+            data += block
+            if len(block) == BLOCK_BYTES:
+                await next_turn()
+        sending = self._socket.send_frame(bytes(data), WSMsgType.TEXT)
+        await within(sending, self._request, timeout_s=self._context.options.write_timeout)
+
+
+def asked_in(message: WSMessage, max_values: int) -> Asked:
+    if message.type == WSMsgType.BINARY:
+        wrong = "Unsupported binary message: send events as JSON text."
+        error = InvalidRequest(wrong, code="unsupported_message")
+        return Asked(message.data, Envelope(), error)
+    data: bytes = message.data.encode()
+    try:
+        check_json_bounds(data, max_values=max_values)
+        return Asked(data, parse_body(data, Envelope))
+    except InvalidRequest as error:
+        return Asked(data, Envelope(), error)
+
+
+def body_of(asked: Asked) -> ResponseBody:
+    if asked.error is not None:
+        raise asked.error
+    if asked.envelope.type != "response.create":
+        raise InvalidRequest(
+            f"Unsupported event type '{asked.envelope.type[:40]}': this server takes "
+            "response.create.",
+            param="type",
+            code="unsupported_value",
+        )
+    if asked.envelope.generate is False:
+        raise InvalidRequest(
+            "Unsupported value for 'generate': this server prepares nothing without output.",
+            param="generate",
+            code="unsupported_value",
+        )
+    body = parse_body(asked.data, ResponseBody)
+    body.stream = True
+    return body
+
+
+SOCKETS = web.AppKey("sockets", set[ResponseSocket])  # those that are open

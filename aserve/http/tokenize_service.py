@@ -1,0 +1,54 @@
+"""Where routes ask about text alone, prompts to ids and ids to text: a thread answers.
+
+Must not know routes or the engine: such a question never becomes a request. How many wait is
+written here alone. app.py opens it when a model is loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from aserve.errors import EngineDead, QueueFull
+from aserve.text.prompt import PromptEncoder
+
+T = TypeVar("T")
+
+MAX_WAITING = 64
+RETRY_AFTER_S = 1.0
+
+
+class TokenizeService:
+    """WHY: one thread of its own, so that long texts delay neither the loop nor any prompt."""
+
+    def __init__(self) -> None:
+        self._encoder: PromptEncoder | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="text-desk")
+        self._num_waiting = 0
+
+    def open(self, encoder: PromptEncoder) -> None:
+        self._encoder = encoder
+
+    def close(self) -> None:
+        self._encoder = None
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def ask(self, question: Callable[[PromptEncoder], T]) -> T:
+        """What `question` returns or raises, in order of arrival; a client that goes away before
+        its turn is not answered.
+        """
+        if self._encoder is None:
+            raise EngineDead("no model is loaded, so there is no tokenizer to ask")
+        if self._num_waiting >= MAX_WAITING:
+            raise QueueFull(
+                f"{MAX_WAITING} texts wait for the tokenizer already; try again later",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._num_waiting += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._thread, question, self._encoder)
+        finally:
+            self._num_waiting -= 1

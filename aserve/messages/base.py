@@ -1,0 +1,50 @@
+"""The base classes of messages, and arrays as bytes.
+
+Arrays are `bytes` (little endian), so that messages compare, hash and cross a socket as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "deadline", "shutdown", "error"]
+
+
+CancelReason: TypeAlias = Literal["stop", "cancelled", "deadline", "shutdown"]
+
+
+ServerPhase: TypeAlias = Literal["starting", "ready", "draining", "dead"]
+
+
+ChildKey: TypeAlias = tuple[str, int]  # request_id and child
+
+
+ArrayI32: TypeAlias = npt.NDArray[np.int32]
+
+
+ArrayF32: TypeAlias = npt.NDArray[np.float32]
+
+
+def pack_i32(values: ArrayI32 | list[int] | tuple[int, ...]) -> bytes:
+    return np.asarray(values, dtype=np.int32).tobytes()
+
+
+def array_i32(data: bytes) -> ArrayI32:
+    """A read-only view; copy it before writing."""
+    return np.frombuffer(data, dtype=np.int32)
+
+
+def array_f32(data: bytes) -> ArrayF32:
+    return np.frombuffer(data, dtype=np.float32)
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Base of what crosses an actor's border."""
+
+
+class Record(msgspec.Struct, frozen=True, gc=False):
+    """Base of what is only part of a message."""

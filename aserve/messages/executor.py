@@ -1,0 +1,102 @@
+"""The engine's static description, and the protocols of the executor as actors see it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Generator
+from typing import Any, Protocol, TypeAlias
+
+from aserve.messages.base import Record
+from aserve.messages.output import Refused, Retired, StepOutput
+from aserve.messages.requests import AdmitRequest, Cancel, FailRequest
+from aserve.messages.results import (
+    BuildMask,
+    MaskReady,
+    SampleResult,
+    SeqLens,
+    StepFailed,
+    StepResult,
+)
+from aserve.messages.step import Launch, Resync, Sample, ScheduleBatch
+
+SchedulerEvent: TypeAlias = (
+    AdmitRequest | Cancel | StepResult | SampleResult | StepFailed | MaskReady | FailRequest
+)
+
+
+SchedulerEffect: TypeAlias = Launch | Sample | Resync | StepOutput | Retired | Refused | BuildMask
+
+
+class GroupSpec(Record, frozen=True):
+    """Layers that share a page table. window None sees everything; else a query sees the last
+    `window` positions, itself included. The first group has no window: token ids lie beside its
+    slots.
+    """
+
+    name: str
+    num_pages: int  # page 0 included, which is never given out
+    window: int | None = None
+
+
+class DecodeCaps(Record, frozen=True):
+    """What a decode mode can do, as data."""
+
+    max_tokens_per_step: int = 1  # a decode's span at most: 1 + drafts
+    mixes_prefill: bool = True
+
+
+class EngineSpec(Record, frozen=True):
+    page_size: int
+    groups: tuple[GroupSpec, ...]
+    max_rows: int
+    max_model_len: int
+    max_batched_tokens: int
+    vocab_size: int
+    depth: int = 2
+    lead: int = 2
+    max_waiting: int = 512  # sequences
+    prefix_cache: bool = True
+    decode: DecodeCaps = DecodeCaps()
+    names_shared_pages: bool = False  # attention gains from it
+    max_mixed_prefill_tokens: int | None = None  # in a step that decodes too; None: as many as fit
+
+
+class TokenFuture(Protocol):
+    """One row's token of one step: await it on the host, gather it on the device, name it in the
+    next batch.
+    """
+
+    iteration: int
+    row: int
+
+    @property
+    def placeholder(self) -> int:
+        """-row, the value that stands for the token in the next batch's input_ids."""
+
+    def __await__(self) -> Generator[Any, None, tuple[int, ...]]: ...
+
+
+class Ticket(Protocol):
+    """A launched step. Awaiting it gives its result; a failed step is a value, too, not an
+    exception.
+    """
+
+    iteration: int
+
+    @property
+    def seq_lens(self) -> Awaitable[SeqLens]: ...
+
+    def __getitem__(self, row: int) -> TokenFuture: ...
+
+    def __await__(self) -> Generator[Any, None, StepResult | SampleResult | StepFailed]: ...
+
+
+class Executor(Protocol):
+    """Device work in order of the calls. Called on the event loop's thread; no call blocks."""
+
+    spec: EngineSpec
+
+    def launch(self, batch: ScheduleBatch) -> Ticket: ...
+
+    def sample(self, sample: Sample) -> Ticket: ...
+
+    def resync(self, resync: Resync) -> None: ...

@@ -1,0 +1,145 @@
+"""Outputs on their way from the scheduler through the detokenizer to the client."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from aserve.errors import ErrorInfo
+from aserve.messages.base import FinishReason, Message, Record
+from aserve.messages.requests import OpenText
+from aserve.messages.results import PromptLogprobs, RowLogprobs
+
+
+class SequenceOutput(Record, frozen=True):
+    """New tokens of one sequence. `position` counts outputs: token_ids[0] is output number
+    `position`. What belongs to the prompt comes once, in order, and before the first output.
+    """
+
+    request_id: str
+    child: int
+    position: int
+    token_ids: bytes  # int32
+    cached_len: int  # prompt tokens that the prefix cache had at first admission
+    logprobs: tuple[RowLogprobs, ...] = ()  # each covers a run of the tokens, in order
+    prompt_logprobs: PromptLogprobs | None = None
+    embedding: bytes | None = None  # float32 [hidden]
+
+
+class StepOutput(Message, frozen=True):
+    iteration: int
+    sequences: tuple[SequenceOutput, ...]
+
+
+class Retired(Message, frozen=True):
+    """The last message of every sequence, exactly once. `stop_id` is the token id that ended it
+    (eos or stop id).
+    """
+
+    request_id: str
+    child: int
+    reason: FinishReason
+    num_outputs: int
+    stop_id: int | None = None
+    error: ErrorInfo | None = None
+
+
+class Refused(Message, frozen=True):
+    """The last message of a request that was never admitted; from the tokenizer or the
+    scheduler.
+    """
+
+    request_id: str
+    error: ErrorInfo
+
+
+class TopLogprob(Record, frozen=True):
+    token_id: int
+    token: str
+    token_bytes: bytes
+    logprob: float
+
+
+class TokenLogprob(Record, frozen=True):
+    token_id: int
+    token: str
+    token_bytes: bytes
+    logprob: float
+    top: tuple[TopLogprob, ...] = ()
+    text_offset: int = 0  # characters of the answer's text before this token
+
+
+class PromptToken(Record, frozen=True):
+    """A scored token of the prompt; nothing predicts the first."""
+
+    token_id: int
+    token: str
+    token_bytes: bytes
+    text_offset: int  # characters of the prompt's text before this token
+    logprob: float | None = None
+    rank: int | None = None
+    top: tuple[TopLogprob, ...] = ()
+
+
+class PromptPart(Record, frozen=True):
+    """The next tokens of a prompt, as it goes back to the client."""
+
+    text: str = ""  # where it is echoed
+    tokens: tuple[PromptToken, ...] = ()  # where they are scored
+
+
+def join_parts(parts: Sequence[PromptPart]) -> PromptPart | None:
+    """Parts that follow each other as one; None of none."""
+    if not parts:
+        return None
+    return PromptPart(
+        text="".join(part.text for part in parts),
+        tokens=tuple(token for part in parts for token in part.tokens),
+    )
+
+
+class Usage(Record, frozen=True):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class OutputChunk(Message, frozen=True):
+    """detokenizer -> http. Text, token ids and logprobs of one child since its last chunk. All that
+    it says of the prompt comes before the first of them.
+
+    finish_reason is set in the child's last chunk; `is_last` in the last chunk of the whole
+    request, exactly once, whether it finished, failed or was refused (then `error` says why).
+    `usage` counts the child so far.
+    """
+
+    request_id: str
+    child: int
+    text: str
+    token_ids: bytes  # int32
+    usage: Usage
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: ErrorInfo | None = None
+    is_last: bool = False
+    prompt_ids: bytes = b""  # int32, in the child's first chunk if they are asked for
+    prompt: PromptPart | None = None
+    embedding: bytes = b""  # float32 [hidden], in the last chunk of a request that embeds
+
+
+def failed_chunk(request_id: str, error: ErrorInfo) -> OutputChunk:
+    """All that is left to say to a request's client."""
+    return OutputChunk(
+        request_id=request_id,
+        child=0,
+        text="",
+        token_ids=b"",
+        usage=Usage(),
+        finish_reason="error",
+        error=error,
+        is_last=True,
+    )
+
+
+DetokenizerEvent: TypeAlias = OpenText | StepOutput | Retired | Refused

@@ -1,0 +1,191 @@
+"""Where a client reads its answer: one outlet per call, fed by the detokenizer through the gateway.
+
+Must not know HTTP, text or the engine's state. Which outlets are open is written by `Gateway`.
+Used by http/ and by the embeddable engine alike; everything happens on the loop's thread.
+
+Chunks of a child that wait for the reader coalesce. Where the reader waits for a client, which may
+not read, they are bounded in bytes: beyond the bound the requests are cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from aserve.capacity import Capacity
+from aserve.channel import next_turn
+from aserve.errors import ErrorInfo
+from aserve.messages.output import OutputChunk, failed_chunk
+from aserve.messages.requests import Cancel, GenerateRequest
+from aserve.unread import MAX_UNREAD_BYTES, Unread, UnreadAnswer
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    request_stream: RequestStream
+    num_sequences: int
+
+
+class Gateway:
+    """One per frontend: sends requests in, and every chunk that comes out to its outlet."""
+
+    def __init__(
+        self,
+        *,
+        submit: Callable[[GenerateRequest], None],
+        cancel: Callable[[Cancel], None],
+        max_unread_bytes: int = MAX_UNREAD_BYTES,
+    ) -> None:
+        self.capacity: Capacity | None = None  # known once there is an engine
+        self._num_sequences = 0  # of the open requests
+        self._submit = submit
+        self._cancel = cancel
+        self._max_unread_bytes = max_unread_bytes
+        self._open: dict[str, _Opened] = {}
+        self._is_drained = asyncio.Event()
+        self._is_drained.set()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def open(self, *requests: GenerateRequest) -> RequestStream:
+        """One outlet for all of them, the prompts of one call; who leaves early cancels it."""
+        if self.capacity is not None:
+            self.capacity.check(
+                sum(request.sampling.n for request in requests), num_open=self._num_sequences
+            )
+        request_stream = RequestStream(
+            [request.request_id for request in requests],
+            leave=self._leave,
+            max_unread_bytes=self._max_unread_bytes,
+        )
+        for request in requests:
+            assert request.request_id not in self._open, "request ids are made by the server"
+            self._open[request.request_id] = _Opened(request_stream, request.sampling.n)
+            self._num_sequences += request.sampling.n
+        self._is_drained.clear()
+        with contextlib.ExitStack() as undo:
+            undo.callback(request_stream.cancel)
+            for request in requests:
+                self._submit(request)
+            undo.pop_all()
+        return request_stream
+
+    def deliver(self, chunk: OutputChunk) -> None:
+        """What comes for a request whose client has gone falls away."""
+        opened = self._open.get(chunk.request_id)
+        if opened is None:
+            return
+        if chunk.is_last:
+            self._close(chunk.request_id)
+        opened.request_stream.put(chunk)
+
+    def end_all(self, error: ErrorInfo) -> None:
+        """The engine answers no more, or must not: every open request ends with this error."""
+        for request_id in list(self._open):
+            self.deliver(failed_chunk(request_id, error))
+
+    async def drained(self) -> None:
+        """Returns as soon as no request is open; the caller sets the deadline."""
+        await self._is_drained.wait()
+
+    def _leave(self, request_id: str, kept: int) -> None:
+        self._close(request_id)
+        self._cancel(Cancel(request_id, None, kept, "cancelled"))
+
+    def _close(self, request_id: str) -> None:
+        self._num_sequences -= self._open.pop(request_id).num_sequences
+        if not self._open:
+            self._is_drained.set()
+
+
+class RequestStream:
+    """The chunks of one call, one reader."""
+
+    def __init__(
+        self,
+        request_ids: list[str],
+        *,
+        leave: Callable[[str, int], None],
+        max_unread_bytes: int = MAX_UNREAD_BYTES,
+    ) -> None:
+        self._kept = dict.fromkeys(request_ids, 0)  # tokens given out of the requests still open
+        self._leave = leave
+        self._max_unread_bytes = max_unread_bytes
+        self._pending = Unread()
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_unread = False
+        self._on_unread: Callable[[], None] | None = None
+
+    @property
+    def unread_bytes(self) -> int:
+        return self._pending.size_bytes
+
+    def bound_unread(self, on_unread: Callable[[], None]) -> None:
+        """From now on a reader that stays away until the bound is passed loses its requests. Then
+        `on_unread` is called, and the next batch raises UnreadAnswer.
+        """
+        self._on_unread = on_unread
+
+    def put(self, chunk: OutputChunk) -> None:
+        """Called by the gateway alone."""
+        self._pending.put(chunk)
+        self._kept[chunk.request_id] += len(chunk.token_ids) // 4
+        if chunk.is_last:
+            del self._kept[chunk.request_id]
+        if self._on_unread is not None and self.unread_bytes > self._max_unread_bytes:
+            self._is_unread = True
+            self.cancel()
+            self._on_unread()
+        self._wake()
+
+    def cancel(self) -> None:
+        """The reader goes away: what still runs is cancelled, what came already falls away."""
+        kept, self._kept = self._kept, {}
+        self._pending = Unread()
+        for request_id, num_tokens in kept.items():
+            self._leave(request_id, num_tokens)
+        self._wake()
+
+    async def batches(self, *, idle_s: float | None = None) -> AsyncIterator[list[OutputChunk]]:
+        """What came since the last batch, one chunk per child; empty after idle_s without any. Much
+        is given in several batches, in a turn of the loop each.
+
+        A request's last chunk is the one with `is_last`; the iteration ends after all of them.
+        """
+        while self._pending or self._kept:
+            if not self._pending:
+                await self._arrival(idle_s)
+            batch = self._pending.take()
+            if batch or self._kept:
+                yield batch
+            if self._pending:
+                await next_turn()
+        if self._is_unread:
+            raise UnreadAnswer(
+                f"more than {self._max_unread_bytes} bytes of the answer were not read, and its "
+                "requests were cancelled; read faster or ask for less"
+            )
+
+    async def __aiter__(self) -> AsyncIterator[OutputChunk]:
+        async for chunks in self.batches():
+            for chunk in chunks:
+                yield chunk
+
+    async def _arrival(self, idle_s: float | None) -> None:
+        loop = asyncio.get_running_loop()
+        self._waiter = loop.create_future()
+        alarm = None if idle_s is None else loop.call_later(idle_s, self._wake)
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+            if alarm is not None:
+                alarm.cancel()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,109 @@
+"""How a sequence leaves its row: it ends (for any reason), or it is retracted and comes again.
+
+Row and pages are given back at once: whatever reuses them is launched later on the same stream.
+Committed whole pages enter the prefix tree. Knows nothing of why; writes `SchedulerState.running`,
+`SchedulerState.groups` and the phase.
+"""
+
+from __future__ import annotations
+
+from aserve.errors import ErrorInfo
+from aserve.messages.base import FinishReason
+from aserve.messages.output import Retired
+from aserve.messages.requests import Cancel, FailRequest
+from aserve.scheduling.followers import abandon, unfollow
+from aserve.scheduling.request import Phase, Sequence
+from aserve.scheduling.state import SchedulerState
+
+
+def finish(
+    state: SchedulerState,
+    sequence: Sequence,
+    reason: FinishReason,
+    *,
+    stop_id: int | None = None,
+    error: ErrorInfo | None = None,
+    kept: int | None = None,
+) -> None:
+    """Ends a sequence in any phase; Retired is its last message. Results that are still in
+    flight will fall away.
+    """
+    if sequence.phase is Phase.RUNNING:
+        _give_back(state, sequence)
+    elif sequence.leader is not None:
+        unfollow(state, sequence)
+    elif sequence.phase is Phase.WAITING:
+        state.waiting.remove(sequence)
+    state.clients.finish(sequence.client)
+    sequence.flights.drop()
+    sequence.move(Phase.ENDED)
+    children = state.groups[sequence.request_id]
+    del children[sequence.child]
+    if not children:
+        del state.groups[sequence.request_id]
+    state.effects.append(
+        Retired(
+            request_id=sequence.request_id,
+            child=sequence.child,
+            reason=reason,
+            num_outputs=sequence.num_outputs if kept is None else kept,
+            stop_id=stop_id,
+            error=error,
+        )
+    )
+
+
+def cancel(state: SchedulerState, event: Cancel) -> None:
+    """One child or all; what is not known (any more) is ignored."""
+    children = state.groups.get(event.request_id, {})
+    for child, sequence in list(children.items()):
+        if event.child is None or event.child == child:
+            kept = event.kept if event.reason == "stop" else None
+            finish(state, sequence, event.reason, kept=kept)
+
+
+def fail(state: SchedulerState, event: FailRequest) -> None:
+    """All children; what is not known (any more) is ignored."""
+    for sequence in list(state.groups.get(event.request_id, {}).values()):
+        finish(state, sequence, "error", error=event.error)
+
+
+def retract(state: SchedulerState, sequence: Sequence) -> None:
+    """Steps back with what it generated. Results in flight are kept; a held flight without its
+    Sample is dropped.
+    """
+    _give_back(state, sequence)
+    sequence.flights.drop_held()
+    sequence.move(Phase.LINGERING)
+    state.num_retracted += 1
+    settle(state, sequence)
+
+
+def settle(state: SchedulerState, sequence: Sequence) -> None:
+    """A retracted sequence waits again, at its old place, once nothing of it is in flight."""
+    if sequence.phase is Phase.LINGERING and not sequence.flights:
+        sequence.move(Phase.WAITING)
+        state.waiting.add(sequence)
+
+
+def retraction_order(sequence: Sequence) -> tuple[int, int, int]:
+    """The greatest goes first: lowest priority, then fewest outputs, then latest."""
+    return (sequence.priority, -sequence.num_outputs, sequence.arrival)
+
+
+def _give_back(state: SchedulerState, sequence: Sequence) -> None:
+    assert sequence.allocation is not None
+    keys = sequence.page_keys(state.spec.page_size)
+    committed = min(sequence.committed_len, sequence.tokens.num)
+    state.cache.close(sequence.allocation, keys, num_pages=committed // state.spec.page_size)
+    state.rows.give_back(sequence.row)
+    del state.running[sequence.row]
+    state.masked.pop(sequence.row, None)
+    sequence.client.give_back_row(sequence.unpaid)
+    state.waiting.reorder(sequence.client)
+    abandon(state, sequence)
+    sequence.row = 0
+    sequence.allocation = None
+    sequence.committed_len = 0
+    sequence.relay_iteration = 0
+    sequence.written_pages = 0

@@ -1,0 +1,132 @@
+"""Rows with a host-side sampler: masks are asked for, arrive, and release the Sample of a held
+flight.
+
+The matcher lives in a worker; it advances by the outputs that each BuildMask carries, once per
+emitted token. Knows nothing of grammars. Writes `Sequence.mask`, `Flight.is_held` (to False) and
+`SchedulerState.samples`.
+"""
+
+from __future__ import annotations
+
+from aserve.messages.base import pack_i32
+from aserve.messages.executor import EngineSpec
+from aserve.messages.results import BuildMask, MaskReady
+from aserve.messages.step import Sample
+from aserve.scheduling.finish import finish, retract
+from aserve.scheduling.flights import Flight
+from aserve.scheduling.request import Sequence
+from aserve.scheduling.state import SchedulerState
+
+SLOW_PART = 8  # one in so many rows
+
+
+def ask_mask(state: SchedulerState, sequence: Sequence) -> None:
+    """Asks for the mask of the next output, unless it was asked for already (a retracted
+    sequence comes again).
+    """
+    mask_state = sequence.mask
+    if mask_state is None or mask_state.asked == sequence.num_outputs:
+        return
+    start = sequence.prompt_len + mask_state.num_sent
+    new_ids = sequence.tokens.span(start, sequence.tokens.num)
+    mask_state.asked = sequence.num_outputs
+    mask_state.num_sent = sequence.num_outputs
+    mask_state.mask = None
+    state.effects.append(
+        BuildMask(
+            request_id=sequence.request_id,
+            child=sequence.child,
+            position=mask_state.asked,
+            new_ids=new_ids.tobytes(),
+        )
+    )
+
+
+def receive_mask(state: SchedulerState, ready: MaskReady) -> None:
+    """Keyed by request, because rows get new tenants; what nobody waits for any more falls away."""
+    sequence = state.groups.get(ready.request_id, {}).get(ready.child)
+    if sequence is None or sequence.mask is None or sequence.mask.asked != ready.position:
+        return
+    if ready.error is not None:
+        finish(state, sequence, "error", error=ready.error)
+        return
+    sequence.mask.mask = ready.mask
+    if ready.is_slow and not sequence.mask.is_slow:
+        _mark_slow(state, ready.request_id)
+
+
+def has_slow_room(state: SchedulerState, sequence: Sequence) -> bool:
+    """Whether one more row may be given to this sequence, as far as slow masks limit it."""
+    if sequence.mask is None or not sequence.mask.is_slow:
+        return True
+    return len(_slow_rows(state)) < max_slow_rows(state.spec)
+
+
+def max_slow_rows(spec: EngineSpec) -> int:
+    """Sequences whose masks take long hold at most this part of the rows, so that they cannot keep
+    the others from running.
+    """
+    return max(1, spec.max_rows // SLOW_PART)
+
+
+def awaits_masks(state: SchedulerState) -> bool:
+    """Whether a row is held whose mask is likely to come soon."""
+    return any(row.is_held and not _is_slow(row) for row in state.masked.values())
+
+
+def _is_slow(sequence: Sequence) -> bool:
+    return sequence.mask is not None and sequence.mask.is_slow
+
+
+def _slow_rows(state: SchedulerState) -> list[Sequence]:
+    return [sequence for sequence in state.masked.values() if _is_slow(sequence)]
+
+
+def _mark_slow(state: SchedulerState, request_id: str) -> None:
+    """All children of the request. Rows beyond the bound are retracted, the latest first; what
+    their matchers have seen stays valid.
+    """
+    for child in state.groups[request_id].values():
+        if child.mask is not None:
+            child.mask.is_slow = True
+    rows = sorted(_slow_rows(state), key=lambda sequence: sequence.arrival)
+    for sequence in rows[max_slow_rows(state.spec) :]:
+        retract(state, sequence)
+
+
+def give_samples(state: SchedulerState) -> None:
+    """Samples every held row whose mask is there, one message per step; before any launch that
+    may name those rows.
+    """
+    by_iteration: dict[int, list[tuple[Sequence, Flight]]] = {}
+    for sequence in state.masked.values():
+        flight = _ready_flight(sequence)
+        if flight is not None:
+            by_iteration.setdefault(flight.iteration, []).append((sequence, flight))
+    for iteration, ready in sorted(by_iteration.items()):
+        state.effects.append(_give_sample(state, iteration, ready))
+
+
+def _ready_flight(sequence: Sequence) -> Flight | None:
+    """The held flight whose output is the next one to be known, when the mask of that output is
+    there.
+    """
+    mask_state = sequence.mask
+    if mask_state is None or mask_state.mask is None:
+        return None
+    first = next((flight for flight in sequence.flights if flight.samples), None)
+    return first if first is not None and first.is_held else None
+
+
+def _give_sample(
+    state: SchedulerState, iteration: int, ready: list[tuple[Sequence, Flight]]
+) -> Sample:
+    masks: list[bytes] = []
+    for sequence, flight in ready:
+        assert sequence.mask is not None
+        assert sequence.mask.mask is not None
+        flight.is_held = False
+        state.samples[iteration, sequence.row] = (sequence, flight)
+        masks.append(sequence.mask.mask)
+    rows = pack_i32([sequence.row for sequence, _ in ready])
+    return Sample(iteration=iteration, rows=rows, masks=b"".join(masks))

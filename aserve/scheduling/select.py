@@ -1,0 +1,179 @@
+"""So many tokens for this row: chooses the rows and spans of one step. Prefill, chunk, decode
+and verify window are one thing with different numbers. Takes pages for what it chose and
+retracts before they run out; launches nothing.
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter
+
+import msgspec
+
+from aserve.messages.executor import EngineSpec
+from aserve.scheduling.admit import admit
+from aserve.scheduling.budget import (
+    Pages,
+    has_ample_room,
+    has_room,
+    next_query_len,
+    spare_pages,
+    step_need,
+)
+from aserve.scheduling.finish import retract, retraction_order
+from aserve.scheduling.request import Phase, Sequence
+from aserve.scheduling.shares import make_way, prefill_order
+from aserve.scheduling.state import SchedulerState
+
+MOST_TIMES = 8  # the bound of prompts beside decodes, where these are few
+
+
+class Chosen(msgspec.Struct, frozen=True, gc=False):
+    """One row's part in the next step. If the span reaches the last token that exists or is in
+    flight, the row `samples`, or `ends` where nothing is to be sampled.
+    """
+
+    sequence: Sequence
+    query_len: int
+    num_drafts: int
+    samples: bool
+    is_prefill: bool
+    ends: bool
+
+
+def select(state: SchedulerState) -> tuple[list[Chosen], list[Sequence]]:
+    """The next step's rows, decodes first, and who was newly admitted for it. Prefills come in the
+    order of priority, then of what their clients were served, then of arrival.
+    """
+    _retract_for_room(state)
+    make_way(state)
+    if state.is_recovering:
+        chosen = _choose_retry(state)
+        if chosen or state.is_recovering:
+            return chosen, []
+    decodes, prefills = _ready_rows(state, list(state.running.values()))
+    decodes = decodes[: max_decode_rows(state.spec, len(state.running))]
+    budget = state.spec.max_batched_tokens
+    chosen = _fill(state, decodes, budget) if state.spec.decode.mixes_prefill else []
+    left = budget - sum(choice.query_len for choice in chosen)
+    admitted = admit(state, prefills, num_tokens=left) if left else []
+    prefills += admitted
+    prefills.sort(key=prefill_order)
+    most = _most_beside(state, len(chosen), len(prefills)) if chosen else left
+    chosen += _fill(state, prefills, min(left, most))
+    return chosen or _fill(state, decodes, budget), admitted
+
+
+def _ready_rows(
+    state: SchedulerState, rows: list[Sequence]
+) -> tuple[list[Sequence], list[Sequence]]:
+    """Decodes, who waited longest first; then prefills, which the caller sorts."""
+    decodes: list[Sequence] = []
+    prefills: list[Sequence] = []
+    for row in rows:
+        if may_run_ahead(row, lead=state.spec.lead):
+            (decodes if row.remaining == 1 else prefills).append(row)
+    decodes.sort(key=attrgetter("last_iteration"))
+    return decodes, prefills
+
+
+def _choose_retry(state: SchedulerState) -> list[Chosen]:
+    """After a failed step: the next group that still has something to run, with nothing else in
+    flight.
+    """
+    while state.retries and state.is_device_idle:
+        group = [sequence for sequence in state.retries.pop(0) if sequence.phase is Phase.RUNNING]
+        ready = [row for row in group if may_run_ahead(row, lead=state.spec.lead)]
+        chosen = _fill(state, ready, state.spec.max_batched_tokens)
+        if chosen:
+            state.retry_iteration = state.next_iteration
+            return chosen
+    return []
+
+
+def _most_beside(state: SchedulerState, num_decodes: int, num_prefills: int) -> int:
+    """Tokens of prompts beside decodes, who all wait for them; where more rows wait to begin than
+    go on, more times the bound."""
+    most = state.spec.max_mixed_prefill_tokens
+    if most is None:
+        return state.spec.max_batched_tokens
+    return most * max(1, min(num_prefills // num_decodes, MOST_TIMES))
+
+
+def _fill(state: SchedulerState, rows: list[Sequence], budget: int) -> list[Chosen]:
+    """Spans for rows, in order, as far as the token budget and the pages go."""
+    chosen: list[Chosen] = []
+    step_total: Pages | None = None
+    # NOTE: with ample room, what this step leaves covers one more decode of every row.
+    if not has_ample_room(state) and any(row.remaining > 1 for row in rows):
+        step_total = step_need(state, state.running.values())
+    for sequence in rows:
+        choice = _choose_span(state, sequence, budget, step_total=step_total)
+        if choice is not None:
+            chosen.append(choice)
+            budget -= choice.query_len
+    return chosen
+
+
+def _choose_span(
+    state: SchedulerState, sequence: Sequence, budget: int, *, step_total: Pages | None
+) -> Chosen | None:
+    """A prefill takes what budget and pages allow; a decode that lacks a page is skipped in this
+    step.
+    """
+    remaining = sequence.remaining
+    query_len = min(next_query_len(state.spec, sequence), budget)
+    query_len = _cover(state, sequence, query_len, step_total=step_total)
+    if query_len < 1:
+        return None
+    is_whole = query_len >= remaining
+    ends = is_whole and not sequence.max_tokens
+    samples = is_whole and not ends
+    return Chosen(sequence, query_len, max(0, query_len - remaining), samples, remaining > 1, ends)
+
+
+def _cover(
+    state: SchedulerState, sequence: Sequence, query_len: int, *, step_total: Pages | None
+) -> int:
+    """Takes the pages that the span lacks, as far as the row may; the part of it that has pages."""
+    assert sequence.allocation is not None
+    start = sequence.scheduled_len
+    covered = sequence.allocation.num_pages * state.spec.page_size - start
+    if query_len <= covered:
+        return query_len
+    if sequence.remaining > 1:
+        free = max(0, spare_pages(state, sequence, step_total=step_total))
+    else:
+        free = min(state.cache.available(group) for group in range(len(state.spec.groups)))
+    query_len = min(query_len, covered + free * state.spec.page_size)
+    if query_len > 0:
+        state.cache.grow(sequence.allocation, state.num_pages(start + query_len))
+    return query_len
+
+
+def _retract_for_room(state: SchedulerState) -> None:
+    """Rows step back while free pages are fewer than one more step of all rows needs; never the
+    last row.
+    """
+    while len(state.running) > 1 and not has_ample_room(state):
+        if has_room(state, step_need(state, state.running.values())):
+            return
+        retract(state, max(state.running.values(), key=retraction_order))
+
+
+def max_decode_rows(spec: EngineSpec, num_running: int) -> int:
+    """Decode rows of one step at most: with lead < depth (a pipeline) the rows are spread over
+    the steps in flight.
+    """
+    return -(-num_running * spec.lead // spec.depth)
+
+
+def may_run_ahead(sequence: Sequence, *, lead: int) -> bool:
+    """Whether another step may name this row now, as far as what it has in flight is concerned."""
+    return sequence.flights.num_sampling < lead and not sequence.is_at_end and not sequence.is_held
+
+
+def waits_for_masks(spec: EngineSpec, *, num_in_flight: int, has_held_rows: bool) -> bool:
+    """A launch waits for held rows' masks while another step keeps the device busy, never
+    longer.
+    """
+    return spec.lead == spec.depth and has_held_rows and num_in_flight > 0

@@ -1,0 +1,119 @@
+"""One life of the server: bind, load, serve, drain, close.
+
+Must not know what an engine is made of: an app is one, and a launcher brings it up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import signal
+import time
+
+from rich.console import Console
+
+from aserve.config import Resolved
+from aserve.errors import ShuttingDown
+from aserve.frontend import Frontend
+from aserve.host.threads import new_event_loop
+from aserve.http.openai.call import seed_source
+from aserve.http.server import HttpServer
+from aserve.http.state import HttpContext
+from aserve.startup import Launched, Launcher, Stopped, Waits, launcher_of
+
+logger = logging.getLogger(__name__)
+
+
+def serve(resolved: Resolved) -> int:
+    """Serves until a signal or a death; the process's exit code."""
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        return runner.run(Server(resolved, launcher_of(resolved)).run())
+
+
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """The signals that drain the server. A terminal sends SIGHUP when it is closed; who started the
+    server with nohup has set it to be ignored, and it stays so.
+    """
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        return signal.SIGINT, signal.SIGTERM
+    return signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+
+
+class Server:
+    """`address` is known once bound."""
+
+    def __init__(self, resolved: Resolved, launcher: Launcher) -> None:
+        self.address = ""
+        self._resolved = resolved
+        self._launcher = launcher
+        self._ending = asyncio.Event()  # set by a signal, or by a death
+        self._waits = Waits()
+        self._app = Frontend(resolved, on_death=self._ending.set)
+        self._http = connect_http(self._app)
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in ending_signals():
+            loop.add_signal_handler(number, self._signalled)
+        self.address = await self._http.start()
+        try:
+            await self._serve()
+        finally:
+            await self._http.stop()
+            await self._app.close()
+        return 1 if self._app.failure else 0
+
+    async def _serve(self) -> None:
+        logger.info("loading model=%s address=%s", self._resolved.model_source, self.address)
+        try:
+            launched = await self._launcher.launch(self._app, self._waits)
+        except Stopped:
+            return
+        gc.collect()
+        gc.freeze()  # PERF: what lives as long as the process is looked at by no later collection
+        announce(self._resolved, launched, self.address)
+        await self._ending.wait()
+        await self._app.drain(self._resolved.server.drain_timeout)
+
+    def _signalled(self) -> None:
+        """The second signal doesn't wait for open streams."""
+        if self._ending.is_set():
+            self._app.end_all(ShuttingDown("the server was stopped").info())
+        self._ending.set()
+        self._waits.end()
+
+
+def connect_http(app: Frontend) -> HttpServer:
+    """The server before an engine, which may still be loading."""
+    resolved = app.resolved
+    return HttpServer(
+        HttpContext(
+            gateway=app.gateway,
+            state=app.state,
+            options=resolved.server,
+            model_names=(resolved.model_name,),
+            created=int(time.time()),
+            registry=app.metrics.registry,
+            tokenize_service=app.tokenize_service,
+            draw_seed=seed_source(resolved.debug.seed),
+        )
+    )
+
+
+def announce(resolved: Resolved, launched: Launched, address: str) -> None:
+    spec, options = launched.spec, resolved.scheduler
+    pages = spec.groups[0].num_pages - 1
+    console = Console(soft_wrap=True)
+    console.print(
+        f"aserve: {resolved.model_name} at {address}, {launched.about}, "
+        f"context {spec.max_model_len} tokens",
+        highlight=False,
+        markup=False,
+    )
+    console.print(
+        f"aserve: KV {pages} pages of {spec.page_size} = {pages * spec.page_size} tokens; "
+        f"{spec.max_rows} rows, queue {options.max_queue}, depth {spec.depth}, lead {spec.lead}",
+        highlight=False,
+        markup=False,
+    )

@@ -1,0 +1,121 @@
+"""How an engine comes up behind an app: in this process, or in one of its own.
+
+Must not know HTTP. Everything that takes time is waited for here, and a signal ends the wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from aserve.config import Resolved
+from aserve.frontend import Frontend
+from aserve.host.environment import may_have_cuda
+from aserve.host.threads import in_thread
+from aserve.load import Loaded, find_model, load
+from aserve.messages.executor import EngineSpec
+from aserve.processes.protocol import Start
+from aserve.processes.remote import ENGINE, RemoteEngineCore
+from aserve.text.load import load_text
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """An engine that is ready; `about` says in a few words what was chosen for this machine."""
+
+    spec: EngineSpec
+    about: str
+
+
+class Stopped(Exception):
+    """A signal came while something was waited for."""
+
+
+class Waits:
+    """What is waited for, one thing at a time, until `end`."""
+
+    def __init__(self) -> None:
+        self._is_over = False
+        self._stop: Callable[[], None] = lambda: None
+
+    async def until(self, future: asyncio.Future[T]) -> T:
+        """Raises Stopped as soon as the waits are over."""
+        self._stop = functools.partial(_stop, future)
+        if self._is_over:
+            self._stop()
+        return await future
+
+    def end(self) -> None:
+        self._is_over = True
+        self._stop()
+
+
+def _stop(future: asyncio.Future[T]) -> None:
+    if not future.done():
+        future.set_exception(Stopped())
+
+
+class Launcher(Protocol):
+    async def launch(self, app: Frontend, waits: Waits) -> Launched:
+        """The app is ready when this returns. What is not handed to it is ended on errors."""
+
+
+class InThisProcess:
+    def __init__(self, loader: Callable[[Resolved], Loaded] = load) -> None:
+        self._loader = loader
+
+    async def launch(self, app: Frontend, waits: Waits) -> Launched:
+        loaded = await waits.until(in_thread(lambda: self._loader(app.resolved), name="load"))
+        await app.start(loaded)
+        return Launched(loaded.executor.spec, loaded.executor.about)
+
+
+class InItsOwnProcess:
+    """`command` starts the engine's process; it gets the socket as its stdin."""
+
+    def __init__(self, command: Sequence[str] = ENGINE) -> None:
+        self._command = command
+
+    async def launch(self, app: Frontend, waits: Waits) -> Launched:
+        resolved = app.resolved
+        async with contextlib.AsyncExitStack() as undo:
+            find = functools.partial(find_model, resolved)
+            model_dir = await waits.until(in_thread(find, name="find"))
+            core = RemoteEngineCore(app.ports)
+            undo.push_async_callback(core.close)
+            start = Start(_without_key(resolved), str(model_dir), os.getcwd())
+            await core.open(self._command, start)
+            read_text = functools.partial(load_text, model_dir, resolved.model)
+            text = await waits.until(in_thread(read_text, name="text"))
+            ready = await waits.until(core.ready)
+            await app.join(core, text)
+            undo.pop_all()
+        return Launched(ready.spec, ready.about)
+
+
+def _without_key(resolved: Resolved) -> Resolved:
+    """The engine has no clients, and needs no secret of theirs."""
+    server = dataclasses.replace(
+        resolved.server, api_key=None, api_key_file=None, admin_api_key=None
+    )
+    return dataclasses.replace(resolved, server=server)
+
+
+def launcher_of(resolved: Resolved) -> Launcher:
+    """Beside a device with a pace of its own, text and HTTP would take the engine's time."""
+    wish = resolved.server.processes
+    if wish == "auto":
+        wish = "2" if may_have_cuda(resolved.machine.device) else "1"
+    logger.info("processes=%s", wish)
+    return InItsOwnProcess() if wish == "2" else InThisProcess()

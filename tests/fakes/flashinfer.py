@@ -1,0 +1,393 @@
+"""A package like FlashInfer for tests: its wrappers record how they are planned, and compute in
+plain torch from nothing but the arrays and numbers that the plan was given.
+
+As on a device that is behind, arrays in host memory are read when the kernel runs, not when it is
+planned: what is written there in between is what the kernel sees.
+
+To plan, a wrapper asks torch for what FlashInfer 0.7.2 asks it for, and in the end its compiled
+planner, once. That reads arrays of the host at once, and what it makes of them goes through pinned
+memory of the wrapper to the device, where a captured kernel finds its work.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aserve.gpu.attention.flashinfer.page_indices import ListOps
+from aserve_kernels.kv_indices import gather_pages_ref
+from aserve_kernels.kv_indptr import page_starts_ref
+
+INT_BYTES = 1 << 14
+# For the backend beside it: how pages are listed where no kernel of Triton runs.
+LISTED_IN_TORCH = ListOps(page_starts_ref, gather_pages_ref)
+
+
+@dataclass
+class Recorded:
+    """Of one call of plan; arrays as they were given."""
+
+    cu_query_lens: Tensor | None  # None: one query each
+    starts: Tensor
+    pages: Tensor
+    last_lens: Tensor
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    scale: float
+    window_left: int
+    softcap: float
+    q_dtype: torch.dtype
+    kv_dtype: torch.dtype
+    causal: bool = True
+
+
+@dataclass
+class Static:
+    """What the kernels of a captured forward read: buffers that stay where they are."""
+
+    starts: Tensor
+    pages: Tensor
+    last_lens: Tensor
+    width: int = 1
+
+
+@dataclass
+class Planner:
+    """Compiled for all wrappers of a kind. Of its arguments, which are in an order of its own, it
+    wants the starts as number `starts`: each row's work is so many pages."""
+
+    starts: int
+    num_plans: int = 0
+
+    def plan(self, *args: object) -> list[int]:
+        _workspace, int_workspace, pinned, *_ = args
+        starts = args[self.starts]
+        assert isinstance(int_workspace, Tensor)
+        assert isinstance(pinned, Tensor)
+        assert isinstance(starts, Tensor)
+        self.num_plans += 1
+        pinned.numpy()[: len(starts)] = starts.numpy()
+        room = int_workspace.view(torch.int32)[: len(starts)]
+        room.copy_(pinned[: len(starts)], non_blocking=True)
+        return [0, len(starts)]
+
+
+@dataclass
+class FakeWrapper:
+    """What both kinds have. `plans` is shared by all wrappers of a package."""
+
+    workspace: Tensor
+    layout: str
+    plans: list[Recorded]
+    pinned_memory: Callable[[int], Tensor]
+    planner: Planner
+    static: Static | None = None
+    planned: Recorded | None = None
+    backend: str = "auto"
+    int_workspace: Tensor = field(init=False)
+    pinned: Tensor = field(init=False)
+    _cached_module: Planner = field(init=False)  # once it has planned
+
+    def __post_init__(self) -> None:
+        room = torch.zeros(INT_BYTES, dtype=torch.uint8, device=self.workspace.device)
+        self.reset_workspace_buffer(self.workspace, room)
+
+    def reset_workspace_buffer(self, workspace: Tensor, int_workspace: Tensor) -> None:
+        assert workspace is self.workspace
+        self.int_workspace = int_workspace
+        self.pinned = self.pinned_memory(int_workspace.nbytes // 4)
+
+    def keep(self, recorded: Recorded) -> None:
+        for array in (recorded.cu_query_lens, recorded.starts, recorded.last_lens):
+            assert array is None or (array.dtype, array.device.type) == (torch.int32, "cpu")
+        assert recorded.pages.dtype == torch.int32
+        assert len(recorded.starts) == len(recorded.last_lens) + 1
+        assert recorded.num_heads % recorded.num_kv_heads == 0
+        self.planned = recorded
+        self.plans.append(recorded)
+        num_pages = int(recorded.starts.numpy()[-1])
+        if self.static is None:
+            assert recorded.pages.shape == (num_pages,)
+            return
+        assert num_pages <= len(self.static.pages)
+        self.static.starts.copy_(recorded.starts, non_blocking=True)
+        self.static.last_lens.copy_(recorded.last_lens, non_blocking=True)
+        self.static.pages[: len(recorded.pages)].copy_(recorded.pages, non_blocking=True)
+
+    def run(
+        self,
+        q: Tensor,
+        paged_kv_cache: tuple[Tensor, Tensor],
+        *,
+        out: Tensor | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        plan = self.planned
+        assert plan is not None, "run before plan"
+        assert q.stride(2) == 1
+        shape = (plan.page_size, plan.num_kv_heads, plan.head_dim)
+        for pool in paged_kv_cache:
+            assert (pool.shape[1:], pool.dtype) == (shape, plan.kv_dtype)
+        assert (q.shape[1:], q.dtype) == ((plan.num_heads, plan.head_dim), plan.q_dtype)
+        keys, values = paged_kv_cache
+        out = torch.empty_like(q) if out is None else out
+        scaled = q * (plan.scale * (k_scale or 1.0))
+        if self.static is not None:
+            work = self.int_workspace.view(torch.int32)[: len(self.static.starts)]
+            _run_static(scaled, keys, values, plan, static=self.static, work=work, out=out)
+        else:
+            sums = _run_rows(scaled, keys, values, plan, out=out)
+        out.mul_(v_scale or 1.0)
+        return (out, sums) if return_lse else out
+
+
+def _run_rows(q: Tensor, keys: Tensor, values: Tensor, plan: Recorded, *, out: Tensor) -> Tensor:
+    """-> the logarithm of each query's sum of exponents, [queries, heads]."""
+    sums = q.new_empty(q.shape[:2])
+    cu_query_lens = plan.cu_query_lens
+    if cu_query_lens is None:
+        cu_query_lens = torch.arange(len(plan.last_lens) + 1, device="cpu")
+    assert len(q) == int(cu_query_lens[-1])
+    for row in range(len(plan.last_lens)):
+        part = slice(int(cu_query_lens[row]), int(cu_query_lens[row + 1]))
+        own = plan.pages[int(plan.starts[row]) : int(plan.starts[row + 1])].long()
+        kv_len = (len(own) - 1) * plan.page_size + int(plan.last_lens[row])
+        k, v = (pool[own].flatten(0, 1)[:kv_len].to(q.dtype) for pool in (keys, values))
+        out[part], sums[part] = _attend(q[part], k, v, plan)
+    return sums
+
+
+def _run_static(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: Recorded,
+    *,
+    static: Static,
+    work: Tensor,
+    out: Tensor,
+) -> None:
+    """Nothing but operators on tensors whose shapes no value decides: it may be captured. `work`:
+    the starts as they were planned."""
+    num_rows, width = len(static.last_lens), static.width
+    arange = functools.partial(torch.arange, device=q.device)
+    counts = work.diff()
+    numbers = torch.minimum(arange(len(static.pages)), counts[:, None] - 1)
+    pages = static.pages[static.starts[:-1, None] + numbers].long()
+    kv_lens = (counts - 1) * plan.page_size + static.last_lens
+    k, v = (pool[pages].flatten(1, 2).to(q.dtype) for pool in (keys, values))
+    groups = plan.num_heads // plan.num_kv_heads
+    k, v = (heads.repeat_interleave(groups, dim=2) for heads in (k, v))
+    positions = (kv_lens - width)[:, None] + arange(width)
+    distance = positions[:, :, None] - arange(k.shape[1])
+    is_seen = distance >= 0
+    if plan.window_left >= 0:
+        is_seen = is_seen & (distance <= plan.window_left)
+    v = torch.where(is_seen.any(dim=1)[:, :, None, None], v, 0.0)
+    scores = torch.einsum("rqhd,rkhd->rhqk", q.view(num_rows, width, *q.shape[1:]), k)
+    if plan.softcap > 0:
+        scores = plan.softcap * torch.tanh(scores / plan.softcap)
+    scores = torch.where(is_seen[:, None], scores, -torch.inf)
+    mixed = torch.einsum("rhqk,rkhd->rqhd", scores.softmax(dim=-1), v)
+    out.copy_(mixed.flatten(0, 1))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, plan: Recorded) -> tuple[Tensor, Tensor]:
+    groups = plan.num_heads // plan.num_kv_heads
+    k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k)
+    if plan.softcap > 0:
+        scores = plan.softcap * torch.tanh(scores / plan.softcap)
+    arange = functools.partial(torch.arange, device=q.device)
+    distance = arange(len(k) - len(q), len(k))[:, None] - arange(len(k))
+    is_seen = distance >= 0
+    if plan.window_left >= 0:
+        is_seen &= distance <= plan.window_left
+    if plan.causal:
+        scores = scores.masked_fill(~is_seen, -torch.inf)
+    mixed = torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v)
+    return mixed, scores.logsumexp(dim=-1).T
+
+
+@dataclass
+class FakePrefill(FakeWrapper):
+    query_starts_buffer: Tensor | None = None
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        *,
+        sm_scale: float,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+        causal: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+    ) -> None:
+        assert causal or self.static is None
+        if self.static is not None:
+            assert self.query_starts_buffer is not None
+            self.query_starts_buffer.copy_(qo_indptr, non_blocking=True)
+            self.static.width = int(qo_indptr.numpy()[1])
+        self.keep(
+            Recorded(
+                qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len,
+                num_qo_heads, num_kv_heads, head_dim_qk, page_size,
+                sm_scale, window_left, logits_soft_cap or 0.0, q_data_type, kv_data_type,
+                causal=causal,
+            )
+        )  # fmt: skip
+        lens = _seq_lens(paged_kv_indptr, paged_kv_last_page_len, page_size)
+        self._cached_module = self.planner
+        self.planner.plan(
+            self.workspace, self.int_workspace, self.pinned, qo_indptr, paged_kv_indptr, lens,
+            len(lens), num_qo_heads, num_kv_heads, page_size, self.static is not None, window_left,
+        )  # fmt: skip
+
+
+@dataclass
+class FakeDecode(FakeWrapper):
+    use_tensor_cores: bool = False
+
+    def plan(
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        sm_scale: float,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        seq_lens: Tensor | None = None,
+    ) -> None:
+        self.keep(
+            Recorded(
+                None, indptr, indices, last_page_len,
+                num_qo_heads, num_kv_heads, head_dim, page_size,
+                sm_scale, window_left, logits_soft_cap or 0.0, q_data_type, kv_data_type,
+            )
+        )  # fmt: skip
+        lens = _seq_lens(indptr, last_page_len, page_size)
+        if seq_lens is not None:
+            assert seq_lens.tolist() == lens.tolist()
+            lens = seq_lens.cpu()
+        self._cached_module = self.planner
+        workspaces = self.workspace, self.int_workspace, self.pinned
+        sizes = len(lens), num_qo_heads, num_kv_heads, page_size, self.static is not None
+        if self.use_tensor_cores:
+            queries = torch.arange(len(indptr), device="cpu")
+            self.planner.plan(*workspaces, queries, indptr, lens, *sizes, head_dim, window_left)
+        else:
+            kinds = torch.empty(0, dtype=q_data_type), torch.empty(0, dtype=kv_data_type)
+            self.planner.plan(*workspaces, indptr, *sizes, window_left, head_dim, *kinds)
+
+
+def _seq_lens(starts: Tensor, last_lens: Tensor, page_size: int) -> Tensor:
+    return torch.clamp(starts[1:] - starts[:-1] - 1, min=0) * page_size + last_lens
+
+
+def plain_memory(num_words: int) -> Tensor:
+    return torch.empty(num_words, dtype=torch.int32)
+
+
+@dataclass
+class FakeFlashInfer:
+    """`plans`: all calls of plan, in order. `planners`: of what reads whole tiles, and of what does
+    not."""
+
+    plans: list[Recorded] = field(default_factory=list)
+    wrappers: list[FakeWrapper] = field(default_factory=list)
+    pinned_memory: Callable[[int], Tensor] = plain_memory
+    planners: tuple[Planner, Planner] = field(default_factory=lambda: (Planner(4), Planner(3)))
+    __version__: str = "0.6.3"
+
+    @property
+    def num_plans(self) -> int:
+        return sum(planner.num_plans for planner in self.planners)
+
+    def BatchPrefillWithPagedKVCacheWrapper(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str,
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Tensor | None = None,
+        paged_kv_indptr_buf: Tensor | None = None,
+        paged_kv_indices_buf: Tensor | None = None,
+        paged_kv_last_page_len_buf: Tensor | None = None,
+        backend: str = "auto",
+    ) -> FakePrefill:
+        made = self._prefill(float_workspace_buffer, kv_layout)
+        made.backend = backend
+        made.static = _static(
+            use_cuda_graph, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf
+        )
+        made.query_starts_buffer = qo_indptr_buf
+        self.wrappers.append(made)
+        return made
+
+    def merge_state_in_place(self, v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor) -> None:
+        own, other = torch.stack((s, s_other)).softmax(dim=0)[..., None]
+        v.copy_(v * own + v_other * other)
+        s.copy_(torch.logaddexp(s, s_other))
+
+    def _prefill(self, workspace: Tensor, layout: str) -> FakePrefill:
+        return FakePrefill(workspace, layout, self.plans, self.pinned_memory, self.planners[0])
+
+    def BatchDecodeWithPagedKVCacheWrapper(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str,
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: Tensor | None = None,
+        paged_kv_indices_buffer: Tensor | None = None,
+        paged_kv_last_page_len_buffer: Tensor | None = None,
+        backend: str = "auto",
+    ) -> FakeDecode:
+        planner = self.planners[0 if use_tensor_cores else 1]
+        made = FakeDecode(
+            float_workspace_buffer, kv_layout, self.plans, self.pinned_memory, planner
+        )
+        made.backend = backend
+        made.use_tensor_cores = use_tensor_cores
+        made.static = _static(
+            use_cuda_graph,
+            paged_kv_indptr_buffer,
+            paged_kv_indices_buffer,
+            paged_kv_last_page_len_buffer,
+        )
+        self.wrappers.append(made)
+        return made
+
+
+def _static(
+    is_static: bool, starts: Tensor | None, pages: Tensor | None, last_lens: Tensor | None
+) -> Static | None:
+    if not is_static:
+        return None
+    assert starts is not None
+    assert pages is not None
+    assert last_lens is not None
+    return Static(starts, pages, last_lens)

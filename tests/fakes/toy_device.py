@@ -1,0 +1,615 @@
+"""A device without arithmetic, whose every mistake shows: KV slots hold a hash chain of (token,
+position), and the next token is a hash of the ordered list that is read back through the page
+table. A stale length, a wrong page, a wrong row, a replayed token or an old parameter changes the
+output.
+
+`FakeDevice` executes Launch, Sample and Resync in order, as a stream would; it keeps rows, page
+tables, relay and logits exactly as the real executor must. `expected_outputs` is the plain engine:
+one request, no pages, no batch.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+
+from aserve.errors import StepError
+from aserve.messages.base import array_i32, pack_i32
+from aserve.messages.executor import EngineSpec
+from aserve.messages.requests import AdmitRequest, Grammar, SamplingParams, stamp_of
+from aserve.messages.results import (
+    BuildMask,
+    MaskReady,
+    PromptLogprobs,
+    RowEmbedding,
+    RowLogprobs,
+    SampleResult,
+    StepFailed,
+    StepResult,
+)
+from aserve.messages.step import Resync, RowInit, Sample, ScheduleBatch
+from aserve.scheduling.request import child_seed
+
+POISON = -7  # what the device puts where nobody may read
+Kv = list[int]
+R = TypeVar("R")
+
+
+def kv_value(previous: int, token: int, position: int) -> int:
+    """What a slot holds: a chain, so that a wrong slot read while it was computed shows for
+    ever.
+    """
+    return zlib.crc32(b"%d/%d/%d" % (previous, token, position))
+
+
+def row_key(init: RowInit) -> bytes:
+    """Everything a row was told about sampling, but not the row's number."""
+    return msgspec.msgpack.encode(msgspec.structs.replace(init, row=0, num_prompt_logprobs=-1))
+
+
+def hidden_state(views: list[Kv], key: bytes, position: int) -> int:
+    """The hash that stands for the logits at `position`: all that the layer groups see, and the
+    row's parameters.
+    """
+    digest = zlib.crc32(key, position)
+    for view in views:
+        digest = zlib.crc32(np.asarray(view, np.int64).tobytes(), digest)
+    return digest
+
+
+def prompt_scores(
+    digests: list[int], *, row: int, position: int, num_top: int, vocab_size: int
+) -> PromptLogprobs:
+    """The run of scores from `position` on; digests: those of the positions before each token."""
+    table = [(digest + i, i) for digest in digests for i in range(num_top)]
+    return PromptLogprobs(
+        row=row,
+        position=position,
+        chosen=np.array([digest % 4093 for digest in digests], np.float32).tobytes(),
+        ranks=pack_i32([1 + digest % vocab_size for digest in digests]),
+        top_ids=pack_i32([value % vocab_size for value, _ in table]),
+        top_logprobs=np.array([-i for _, i in table], np.float32).tobytes(),
+    )
+
+
+def token_logprobs(digests: list[int], *, row: int, num_top: int, vocab_size: int) -> RowLogprobs:
+    """The logprobs of a row's tokens; digests: those that the tokens were picked from."""
+    table = [(digest + 3 * i, i) for digest in digests for i in range(num_top)]
+    return RowLogprobs(
+        row=row,
+        chosen=np.array([digest % 4091 for digest in digests], np.float32).tobytes(),
+        top_ids=pack_i32([value % vocab_size for value, _ in table]),
+        top_logprobs=np.array([value % 4099 for value, _ in table], np.float32).tobytes(),
+    )
+
+
+def embedding_of(digest: int) -> bytes:
+    return np.array([digest % 4093, digest % 4099], np.float32).tobytes()
+
+
+def pick(digest: int, allowed: list[int]) -> int:
+    return allowed[digest % len(allowed)]
+
+
+# ------------------------------------------------------------------------------- the toy grammar
+
+TOY = Grammar("regex", "toy")  # who asks for it gets the masks of `ToyMatchers`
+
+
+def allowed_ids(total: int, vocab_size: int) -> list[int]:
+    """The toy grammar: after outputs that add up to `total`, only ids of the same remainder
+    modulo 3 may follow.
+    """
+    return [token for token in range(vocab_size) if token % 3 == total % 3]
+
+
+class ToyMatchers:
+    """The matchers of all sequences, each fed each output exactly once."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self._totals: dict[tuple[str, int], list[int]] = {}  # (sum, number of ids)
+
+    def fill(self, ask: BuildMask) -> MaskReady:
+        total = self._totals.setdefault((ask.request_id, ask.child), [0, 0])
+        new_ids = array_i32(ask.new_ids)
+        total[0] += int(new_ids.sum())
+        total[1] += len(new_ids)
+        if total[1] != ask.position:
+            raise AssertionError(f"the matcher saw {total[1]} outputs at output {ask.position}")
+        words = np.zeros(-(-self.vocab_size // 32), np.uint32)
+        for token in allowed_ids(total[0], self.vocab_size):
+            words[token // 32] |= np.uint32(1 << (token % 32))
+        return MaskReady(
+            request_id=ask.request_id,
+            child=ask.child,
+            position=ask.position,
+            mask=words.view(np.int32).tobytes(),
+        )
+
+
+def ids_of_mask(mask: bytes, vocab_size: int) -> list[int]:
+    words = np.frombuffer(mask, np.uint32)
+    return [v for v in range(vocab_size) if words[v // 32] >> (v % 32) & 1]
+
+
+# ------------------------------------------------------------------------------- the plain engine
+
+
+class PlainOutputs(NamedTuple):
+    """`tokens` are all outputs; `digests` those of the tokens that the engine itself sampled."""
+
+    tokens: list[int]
+    digests: list[int]
+
+
+def expected_outputs(request: AdmitRequest, child: int, spec: EngineSpec) -> list[int]:
+    """What the sequence generates when it is alone in the world, up to its end."""
+    return plain_outputs(request, child, spec).tokens
+
+
+def expected_logprobs(
+    request: AdmitRequest, digests: list[int], spec: EngineSpec
+) -> RowLogprobs | None:
+    """Of the tokens with these digests, in one run of row 0; None if the request wants none."""
+    num_top = request.sampling.logprobs
+    if num_top is None:
+        return None
+    return token_logprobs(digests, row=0, num_top=num_top, vocab_size=spec.vocab_size)
+
+
+def plain_outputs(request: AdmitRequest, child: int, spec: EngineSpec) -> PlainOutputs:
+    sampling = request.sampling
+    key = row_key(_row_init(request, child))
+    prompt_len = len(array_i32(request.prompt_ids))
+    tokens = array_i32(request.prompt_ids).tolist()
+    if request.outputs:
+        tokens += array_i32(request.outputs[child]).tolist()
+    chain: Kv = []
+    digests: list[int] = []
+    assert sampling.max_tokens is not None
+    while len(tokens) - prompt_len < sampling.max_tokens:
+        num_outputs = len(tokens) - prompt_len
+        if num_outputs > min_tokens_of(sampling) and tokens[-1] in request.end_ids:
+            break
+        for position in range(len(chain), len(tokens)):
+            chain.append(kv_value(chain[-1] if chain else 0, tokens[position], position))
+        views = [chain if group.window is None else chain[-group.window :] for group in spec.groups]
+        digest = hidden_state(views, key, len(tokens))
+        digests.append(digest)
+        total = sum(tokens[prompt_len:])
+        vocab = list(range(spec.vocab_size))
+        tokens.append(
+            pick(digest, vocab if sampling.grammar is None else allowed_ids(total, spec.vocab_size))
+        )
+    return PlainOutputs(tokens[prompt_len:], digests)
+
+
+class PromptAnswer(NamedTuple):
+    """What a request gets of its prompt."""
+
+    scores: PromptLogprobs | None
+    embedding: bytes | None
+
+
+def expected_prompt(request: AdmitRequest, child: int, spec: EngineSpec) -> PromptAnswer:
+    """All scores in one run, as if the row were 0."""
+    wanted = request.sampling.prompt_logprobs
+    tokens = array_i32(request.prompt_ids).tolist()
+    chain: Kv = []
+    digests: list[int] = []
+    for position, token in enumerate(tokens):
+        chain.append(kv_value(chain[-1] if chain else 0, token, position))
+        views = [chain if group.window is None else chain[-group.window :] for group in spec.groups]
+        digests.append(hidden_state(views, b"", position + 1))
+    is_scored = wanted is not None and child == 0 and not any(request.outputs) and len(tokens) > 1
+    return PromptAnswer(
+        scores=prompt_scores(
+            digests[:-1], row=0, position=1, num_top=wanted or 0, vocab_size=spec.vocab_size
+        )
+        if is_scored
+        else None,
+        embedding=embedding_of(digests[-1]) if request.embeds else None,
+    )
+
+
+def min_tokens_of(sampling: SamplingParams) -> int:
+    """The toy grammar's masks allow an end at any time."""
+    return 0 if sampling.grammar is not None else sampling.min_tokens
+
+
+def _row_init(request: AdmitRequest, child: int) -> RowInit:
+    sampling: SamplingParams = request.sampling
+    prompt_len = len(array_i32(request.prompt_ids))
+    return RowInit(
+        row=0,
+        seed=child_seed(sampling.seed, child),
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        prompt_len=prompt_len,
+        min_len=prompt_len + min_tokens_of(sampling),
+        end_ids=request.end_ids,
+        logit_bias=sampling.logit_bias,
+        num_logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
+        raw_logprobs=sampling.raw_logprobs,
+        allowed_ids=sampling.allowed_token_ids and sampling.allowed_token_ids + request.end_ids,
+        bad_word_ids=request.bad_word_ids,
+        embeds=request.embeds,
+    )
+
+
+# ------------------------------------------------------------------------------- the device
+
+
+class RowState:
+    """One row of the row tables and of the relay."""
+
+    __slots__ = (
+        "draft",
+        "init",
+        "key",
+        "kv_len",
+        "last_token",
+        "logits",
+        "seq_len",
+        "tables",
+        "written_iter",
+    )
+
+    def __init__(self, num_groups: int) -> None:
+        self.init: RowInit | None = None
+        self.key: bytes = b""
+        self.tables: list[dict[int, int]] = [{} for _ in range(num_groups)]
+        self.kv_len = 0  # after the last step that named the row
+        self.last_token = POISON
+        self.draft = POISON
+        self.seq_len = POISON
+        self.written_iter = 0
+        self.logits: tuple[int, int] = (POISON, POISON)  # (digest, position) of a held row
+
+
+class DeviceBug(Exception):
+    """What debug checks on the device find: never allowed to happen in a trace."""
+
+
+class Emitted(NamedTuple):
+    """The tokens that a step gives one row, and the digests that they were picked from."""
+
+    tokens: list[int]
+    digests: list[int]
+
+
+class FakeDevice:
+    """Executes commands in order; with drafts it runs the two-token mode.
+
+    `must_fail` and `must_fail_sample` inject commands that fail. `is_unsound` injects ones that run
+    to their end and whose result is found to be no good only when it is read, as with NaN logits:
+    then later commands run and succeed on what the bad one left behind, until the device `notices`
+    or the Resync comes.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        *,
+        must_fail: Callable[[ScheduleBatch], bool] = lambda batch: False,
+        must_fail_sample: Callable[[Sample], bool] = lambda sample: False,
+        is_unsound: Callable[[ScheduleBatch | Sample], bool] = lambda command: False,
+        notices: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.spec = spec
+        self.kv: list[Kv] = [[POISON] * (g.num_pages * spec.page_size) for g in spec.groups]
+        self.rows = [RowState(len(spec.groups)) for _ in range(spec.max_rows + 1)]
+        self.is_failed = False
+        self.was_unsound = False  # a result since the last Resync was no good
+        self.num_ignored = 0  # results that came after a failure and before its Resync
+        self.last_iteration = 0
+        self._must_fail = must_fail
+        self._must_fail_sample = must_fail_sample
+        self._is_unsound = is_unsound
+        self._notices = notices
+        self._written: list[tuple[int, int]] = []  # (group, slot) of the step that runs
+
+    def run(
+        self, command: ScheduleBatch | Sample | Resync
+    ) -> StepResult | SampleResult | StepFailed | None:
+        match command:
+            case Resync():
+                assert command.iteration == self.last_iteration + 1, "a resync names the next step"
+                self.is_failed = self.was_unsound = False
+                for row in self.rows:
+                    row.logits = (POISON, POISON)
+                return None
+            case Sample():
+                return self._run_sample(command)
+            case ScheduleBatch():
+                assert command.iteration == self.last_iteration + 1, "iterations count launches"
+                self.last_iteration = command.iteration
+                return self._run_step(command)
+
+    def _fails_already(self) -> bool:
+        if self.was_unsound and self._notices():
+            self.is_failed = True
+        return self.is_failed
+
+    def _run_step(self, batch: ScheduleBatch) -> StepResult | StepFailed:
+        if self._fails_already():
+            return _failure(batch.iteration, "an earlier step failed")
+        self._apply(batch)
+        if self._must_fail(batch):
+            self._scramble(batch)
+            self.is_failed = True
+            return _failure(batch.iteration, "injected")
+        result = self._forward(batch)
+        return self._judge(batch, result)
+
+    def _judge(self, command: ScheduleBatch | Sample, result: R) -> R | StepFailed:
+        """The result as it is read on the host; an unsound one spoils what its step left behind."""
+        self.num_ignored += self.was_unsound
+        if not self._is_unsound(command):
+            return result
+        self.was_unsound = True
+        for group, slot in self._written:
+            self.kv[group][slot] ^= 0x5A5A
+        for row in array_i32(command.rows).tolist():
+            state = self.rows[row]
+            if state.last_token != POISON:
+                state.last_token = (state.last_token + 1) % self.spec.vocab_size
+        return _failure(command.iteration, "unsound")
+
+    def _forward(self, batch: ScheduleBatch) -> StepResult:
+        self._written.clear()
+        held = set(array_i32(batch.held_rows).tolist())
+        samples = set(array_i32(batch.sample_rows).tolist())
+        drafts = array_i32(batch.verify.num_drafts).tolist() if batch.verify else None
+        ids = array_i32(batch.input_ids).tolist()
+        emitted: dict[int, Emitted] = {}
+        scores: list[PromptLogprobs] = []
+        embeddings: list[RowEmbedding] = []
+        start = 0
+        for index, row in enumerate(array_i32(batch.rows).tolist()):
+            query_len = int(array_i32(batch.query_lens)[index])
+            num_drafts = drafts[index] if drafts else 0
+            kv_len = self._read_length(batch, index, row)
+            tokens = self._resolve(batch, index, ids[start : start + query_len], num_drafts)
+            start += query_len
+            self._write_kv(row, tokens, kv_len)
+            state = self.rows[row]
+            state.kv_len = kv_len + query_len
+            scores += self._score(row, kv_len)
+            embeddings += self._embed(row)
+            if row in held:
+                state.logits = (self._digest(row, kv_len + query_len), kv_len + query_len)
+            elif row in samples:
+                emitted[row] = self._verify(row, tokens, kv_len, num_drafts)
+                self._stash(batch.iteration, row, emitted[row].tokens)
+        _check_covered(ids, start)
+        return StepResult(
+            batch.iteration,
+            *_pack_tokens(emitted),
+            logprobs=self._logprobs(emitted),
+            prompt_logprobs=tuple(scores),
+            embeddings=tuple(embeddings),
+        )
+
+    def _score(self, row: int, before: int) -> list[PromptLogprobs]:
+        """Of the positions from `before` on, as far as the prompt has a token after them."""
+        state = self.rows[row]
+        assert state.init is not None
+        num_top, end = state.init.num_prompt_logprobs, min(state.kv_len, state.init.prompt_len - 1)
+        if num_top < 0 or end <= before:
+            return []
+        digests = [self._digest(row, kv_len, b"") for kv_len in range(before + 1, end + 1)]
+        vocab_size = self.spec.vocab_size
+        return [
+            prompt_scores(
+                digests, row=row, position=before + 1, num_top=num_top, vocab_size=vocab_size
+            )
+        ]
+
+    def _logprobs(self, emitted: dict[int, Emitted]) -> tuple[RowLogprobs, ...]:
+        """Of the rows that want them, each as many as it has tokens."""
+        wanted: list[RowLogprobs] = []
+        for row, (_, digests) in emitted.items():
+            init = self.rows[row].init
+            assert init is not None
+            if init.num_logprobs >= 0:
+                num_top, vocab_size = init.num_logprobs, self.spec.vocab_size
+                wanted.append(
+                    token_logprobs(digests, row=row, num_top=num_top, vocab_size=vocab_size)
+                )
+        return tuple(wanted)
+
+    def _embed(self, row: int) -> list[RowEmbedding]:
+        state = self.rows[row]
+        assert state.init is not None
+        if not state.init.embeds or state.kv_len != state.init.prompt_len:
+            return []
+        return [RowEmbedding(row, embedding_of(self._digest(row, state.kv_len, b"")))]
+
+    def _apply(self, batch: ScheduleBatch) -> None:
+        for init in batch.row_inits:
+            self.rows[init.row] = RowState(len(self.spec.groups))
+            self.rows[init.row].init = init
+            self.rows[init.row].key = row_key(init)
+            self.rows[init.row].kv_len = -1
+        rows, kv_lens = array_i32(batch.rows).tolist(), array_i32(batch.kv_lens).tolist()
+        lens = dict(zip(rows, kv_lens, strict=True))
+        for group, writes in enumerate(batch.page_writes):
+            triples = zip(
+                array_i32(writes.rows),
+                array_i32(writes.columns),
+                array_i32(writes.pages),
+                strict=True,
+            )
+            for row, column, page in triples:
+                self.rows[row].tables[group][int(column)] = int(page)
+                if int(column) * self.spec.page_size >= lens[int(row)]:
+                    self._empty(group, int(page))
+
+    def _empty(self, group: int, page: int) -> None:
+        """Nobody may read what the page's last owner left in it."""
+        size = self.spec.page_size
+        self.kv[group][page * size : (page + 1) * size] = [POISON] * size
+
+    def _read_length(self, batch: ScheduleBatch, index: int, row: int) -> int:
+        """Exact: the device's own length must agree. A bound: at least the published length,
+        which is taken.
+        """
+        host = int(array_i32(batch.kv_lens)[index])
+        state = self.rows[row]
+        if batch.bounds[index]:
+            self._expect(batch, index, row)
+            if state.seq_len > host:
+                raise DeviceBug(f"row {row}: length {state.seq_len} is above its bound {host}")
+            return state.seq_len
+        own = state.seq_len if state.seq_len != POISON else state.kv_len
+        if own != -1 and own != host:
+            raise DeviceBug(f"row {row}: exact length {host}, the device has {own}")
+        return host
+
+    def _resolve(
+        self, batch: ScheduleBatch, index: int, ids: list[int], num_drafts: int
+    ) -> list[int]:
+        row = int(array_i32(batch.rows)[index])
+        state = self.rows[row]
+        resolved = list(ids)
+        for place, token in enumerate(ids):
+            if place >= len(ids) - num_drafts:
+                self._expect(batch, index, row)
+                resolved[place] = state.draft
+            elif token < 0:
+                self._expect(batch, index, row)
+                if token != -row:
+                    raise DeviceBug(f"row {row} has the placeholder {token}")
+                resolved[place] = state.last_token
+        return resolved
+
+    def _expect(self, batch: ScheduleBatch, index: int, row: int) -> None:
+        expected = int(array_i32(batch.expects)[index])
+        found = self.rows[row].written_iter
+        if not expected or found != expected:
+            raise DeviceBug(
+                f"row {row} reads the relay of step {expected}, it holds that of {found}"
+            )
+
+    def _write_kv(self, row: int, tokens: list[int], kv_len: int) -> None:
+        for position, token in enumerate(tokens, start=kv_len):
+            for group, kv in enumerate(self.kv):
+                previous = self._read_kv(row, group, position - 1) if position else 0
+                slot = self._slot(row, group, position)
+                kv[slot] = kv_value(previous, token, position)
+                self._written.append((group, slot))
+
+    def _read_kv(self, row: int, group: int, position: int) -> int:
+        value = self.kv[group][self._slot(row, group, position)]
+        if value == POISON:
+            raise DeviceBug(f"row {row} reads position {position} of group {group}, never written")
+        return value
+
+    def _slot(self, row: int, group: int, position: int) -> int:
+        page = self.rows[row].tables[group].get(position // self.spec.page_size, 0)
+        if page == 0:
+            raise DeviceBug(f"row {row} reads position {position} of group {group} through no page")
+        return page * self.spec.page_size + position % self.spec.page_size
+
+    def _digest(self, row: int, kv_len: int, key: bytes | None = None) -> int:
+        views = []
+        for group, spec in enumerate(self.spec.groups):
+            start = 0 if spec.window is None else max(0, kv_len - spec.window)
+            views.append([self._read_kv(row, group, position) for position in range(start, kv_len)])
+        return hidden_state(views, self.rows[row].key if key is None else key, kv_len)
+
+    def _verify(self, row: int, tokens: list[int], kv_len: int, num_drafts: int) -> Emitted:
+        """The sampled token after the root, and while drafts agree with what was sampled, the
+        ones after them.
+        """
+        vocab = list(range(self.spec.vocab_size))
+        root_len = kv_len + len(tokens) - num_drafts
+        digests = [self._digest(row, root_len)]
+        emitted = [pick(digests[0], vocab)]
+        for depth in range(num_drafts):
+            if tokens[len(tokens) - num_drafts + depth] != emitted[-1]:
+                break
+            digests.append(self._digest(row, root_len + depth + 1))
+            emitted.append(pick(digests[-1], vocab))
+        if self.spec.decode.max_tokens_per_step > 1:
+            self.rows[row].seq_len = root_len + len(emitted) - 1
+        return Emitted(emitted, digests)
+
+    def _stash(self, iteration: int, row: int, emitted: list[int]) -> None:
+        """The next draft is right about every other time: what the device itself would sample,
+        or something else.
+        """
+        state = self.rows[row]
+        state.last_token = emitted[-1]
+        state.written_iter = stamp_of(iteration)
+        if self.spec.decode.max_tokens_per_step > 1:
+            state.draft = self._guess(row, emitted[-1])
+
+    def _guess(self, row: int, token: int) -> int:
+        state = self.rows[row]
+        views = []
+        for group, spec in enumerate(self.spec.groups):
+            start = 0 if spec.window is None else max(0, state.seq_len + 1 - spec.window)
+            view = [self._read_kv(row, group, position) for position in range(start, state.seq_len)]
+            previous = self._read_kv(row, group, state.seq_len - 1)
+            views.append([*view, kv_value(previous, token, state.seq_len)])
+        digest = hidden_state(views, state.key, state.seq_len + 1)
+        wrong = (digest >> 8) & 1
+        return (pick(digest, list(range(self.spec.vocab_size))) + wrong) % self.spec.vocab_size
+
+    def _run_sample(self, sample: Sample) -> SampleResult | StepFailed:
+        if self._fails_already():
+            return _failure(sample.iteration, "an earlier step failed")
+        if self._must_fail_sample(sample):
+            self.is_failed = True
+            return _failure(sample.iteration, "injected")
+        rows = array_i32(sample.rows).tolist()
+        size = len(sample.masks) // len(rows)
+        emitted: dict[int, Emitted] = {}
+        self._written.clear()
+        for index, row in enumerate(rows):
+            digest, position = self.rows[row].logits
+            if position == POISON:
+                raise DeviceBug(f"row {row} is sampled without logits")
+            allowed = ids_of_mask(
+                sample.masks[index * size : (index + 1) * size], self.spec.vocab_size
+            )
+            self.rows[row].logits = (POISON, POISON)
+            emitted[row] = Emitted([pick(digest, allowed)], [digest])
+            if self.spec.decode.max_tokens_per_step > 1:
+                self.rows[row].seq_len = position
+            self._stash(sample.iteration, row, emitted[row].tokens)
+        logprobs = self._logprobs(emitted)
+        result = SampleResult(sample.iteration, *_pack_tokens(emitted), logprobs=logprobs)
+        return self._judge(sample, result)
+
+    def _scramble(self, batch: ScheduleBatch) -> None:
+        """A step that fails leaves anything behind in the rows that it named."""
+        for row in array_i32(batch.rows).tolist():
+            self.rows[row] = RowState(len(self.spec.groups))
+
+
+def _pack_tokens(emitted: dict[int, Emitted]) -> tuple[bytes, bytes, bytes]:
+    counts = [len(row.tokens) for row in emitted.values()]
+    flat = [token for row in emitted.values() for token in row.tokens]
+    return pack_i32(list(emitted)), pack_i32(counts), pack_i32(flat)
+
+
+def _check_covered(ids: list[int], end: int) -> None:
+    if end != len(ids):
+        raise DeviceBug(f"the spans cover {end} of {len(ids)} input ids")
+
+
+def _failure(iteration: int, why: str) -> StepFailed:
+    return StepFailed(iteration, StepError(f"step {iteration} failed: {why}").info())

@@ -1,0 +1,114 @@
+"""The CPU's own backend, on whatever shapes a step can have."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import pytest
+import torch
+
+from aserve.errors import BugError
+from aserve.gpu.attention.chunked_prefill import FUSED, choose_chunked_prefill, in_pairs
+from aserve.gpu.attention.cpu import PagedCpu
+from aserve.gpu.device.cpu.weights import DOTS, read_isa
+from aserve.gpu.layers.rope import RopeInputs
+from aserve.gpu.step.forward_batch import ForwardBatch
+from aserve_kernels.cpu import chunk_attention, paged_attention
+from tests.gpu.attention.backend_parity import (
+    HEADS,
+    SHAPES,
+    Layout,
+    assert_attends,
+    assert_parity,
+    attended,
+    fill,
+    layer,
+)
+from tests.gpu.device_tables import device_batch
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("page_size", [1, 16, 24])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_equals_the_reference(shape: str, page_size: int, dtype: torch.dtype) -> None:
+    assert_parity("paged-cpu", Layout(layer(), page_size, dtype), shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [*HEADS, (40, 2)])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 1, 5, 16, 290])
+def test_every_kind_of_layer_equals_the_reference(
+    window: int | None, softcap: float | None, heads: tuple[int, int], dtype: torch.dtype
+) -> None:
+    spec = layer(heads=heads, window=window, softcap=softcap)
+    for shape in ("mixed", "decodes of all lengths", "long prompts beside a decode and a chunk"):
+        assert_parity("paged-cpu", Layout(spec, dtype=dtype), shape)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 24])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_of_many_queries_may_go_through_torch(shape: str, page_size: int) -> None:
+    many = dataclasses.replace(FUSED, least=3, least_keys=5)
+    layout = Layout(layer(), page_size, torch.float32)
+    assert_attends(lambda pools: PagedCpu(pools, many), layout, shape)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 24])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_of_many_queries_may_go_through_pairs(shape: str, page_size: int) -> None:
+    layout = Layout(layer(head_dim=32), page_size, torch.bfloat16)
+    assert_attends(lambda pools: PagedCpu(pools, in_pairs(1)), layout, shape)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 5, 290, 400])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_what_a_layer_hides_stays_hidden_from_many_queries(
+    window: int | None, softcap: float | None, num_workers: int
+) -> None:
+    spec = layer(window=window, softcap=softcap, head_dim=32)
+    for dtype, many in ((torch.float32, FUSED), (torch.bfloat16, in_pairs(num_workers))):
+        for shape in ("mixed", "long prompts beside a decode and a chunk"):
+            layout = Layout(spec, dtype=dtype)
+            assert_attends(partial(PagedCpu, many=many), layout, shape)
+
+
+def test_rows_of_many_queries_take_the_kernel_that_multiplies_pairs() -> None:
+    """Where the processor has nothing better, and heads have whole vectors."""
+    pairs = read_isa().bf16_products == DOTS
+    for head_dim, dtype in ((32, torch.float32), (40, torch.bfloat16), (32, torch.bfloat16)):
+        pools = Layout(layer(head_dim=head_dim), dtype=dtype).pools(1)
+        is_fused = choose_chunked_prefill(pools, 1) is FUSED
+        assert is_fused == (not pairs or dtype == torch.float32 or head_dim == 40)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_shape_compiles_anything_after_the_start(dtype: torch.dtype) -> None:
+    layout = Layout(layer(head_dim=32), dtype=dtype)
+    pools = layout.pools(3)
+    backend = PagedCpu(pools, choose_chunked_prefill(pools, torch.get_num_threads()))
+    kernels = [
+        kernel
+        for op in (paged_attention, chunk_attention)
+        for kernel in (op._attend, op._attend_alone)
+    ]
+    before = [list(kernel.signatures) for kernel in kernels]
+    batch = device_batch([1, 7, 1], [9, 0, 40])
+    fill(pools, layout, batch)
+    made = ForwardBatch.init_new(batch, pools)
+    attended(backend, layout, made)  # q is a view of the joined projection
+    heads = torch.zeros(made.num_tokens, 8, 32, dtype=dtype)
+    rope = RopeInputs(torch.zeros(made.num_tokens, 32, dtype=dtype))
+    backend.bind(made, backend.plan(made))(layout.layer, heads, rope)
+    assert [list(kernel.signatures) for kernel in kernels] == before
+
+
+def test_a_plan_of_another_backend_is_refused() -> None:
+    pools = Layout(layer(), dtype=torch.float32).pools(1)
+    made = ForwardBatch.init_new(device_batch([1], [0]), pools)
+    with pytest.raises(BugError, match="plan of another backend"):
+        PagedCpu(pools, None).bind(made, None)

@@ -1,0 +1,97 @@
+"""The backend that gathers pages for torch's fused kernel, and the reference itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from aserve.errors import BugError
+from aserve.gpu.attention.reference import TorchReference
+from aserve.gpu.attention.sdpa import PagedSdpa
+from aserve.gpu.device.cpu.device import CpuDevice
+from aserve.gpu.step.forward_batch import ForwardBatch
+from tests.gpu.attention.backend_parity import (
+    HEAD_DIM,
+    HEADS,
+    SHAPES,
+    TOLERANCES,
+    Layout,
+    assert_parity,
+    attended,
+    built,
+    fill,
+    layer,
+    random,
+)
+from tests.gpu.device_tables import device_batch
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 24])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_equals_the_reference(shape: str, page_size: int) -> None:
+    assert_parity("paged-sdpa", Layout(layer(), page_size), shape)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 1, 5, 16])
+def test_every_kind_of_layer_equals_the_reference(
+    window: int | None, softcap: float | None, heads: tuple[int, int], dtype: torch.dtype
+) -> None:
+    spec = layer(heads=heads, window=window, softcap=softcap)
+    for shape in ("mixed", "decodes of all lengths", "no row"):
+        assert_parity("paged-sdpa", Layout(spec, dtype=dtype), shape)
+
+
+def test_the_reference_is_a_softmax_over_what_a_token_may_see() -> None:
+    """The last of 10 tokens sees 4 positions: computed here by hand, for one head."""
+    layout = Layout(layer(heads=(1, 1), window=4), page_size=4)
+    batch = device_batch([10], [0])
+    pools = layout.pools(1)
+    fill(pools, layout, batch)
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = random(generator, 10, 3, HEAD_DIM).split(1, dim=1)
+    made = ForwardBatch.init_new(batch, pools)
+    got = attended(TorchReference(pools), layout, made)[9, 0]
+    weights = torch.softmax(0.4 * (k[6:, 0] @ q[9, 0]), dim=0)
+    torch.testing.assert_close(got, weights @ v[6:, 0])
+
+
+@pytest.mark.parametrize("name", CpuDevice().attention)
+def test_a_row_does_not_see_what_its_table_still_names_behind_the_window(name: str) -> None:
+    """Those pages have other owners now; here they are NaN."""
+    layout = Layout(layer(window=5), page_size=4, dtype=torch.float32)
+    batch = device_batch([1, 2], [30, 17])
+    pools = layout.pools(2)
+    fill(pools, layout, batch)
+    made = ForwardBatch.init_new(batch, pools)
+    backend = built(name, layout, pools)
+    expected = attended(backend, layout, made)
+    for row, first_seen in ((1, 26), (2, 13)):
+        for column in range(first_seen // 4):
+            page = int(pools.page_tables[1][row, column])
+            pools.layers[0].keys[page * 4 : page * 4 + 4] = torch.nan
+            pools.layers[0].values[page * 4 : page * 4 + 4] = torch.nan
+    assert torch.equal(attended(backend, layout, made), expected)
+
+
+def test_a_bound_above_the_length_changes_nothing() -> None:
+    """A verify window's host length may be too long: what lies behind the real one is masked."""
+    layout = Layout(layer(), page_size=4)
+    batch = device_batch([1, 3], [9, 4])
+    pools = layout.pools(2)
+    fill(pools, layout, batch)
+    made = ForwardBatch.init_new(batch, pools)
+    expected = attended(PagedSdpa(pools, (None,)), layout, made)
+    made.len_bounds_cpu[:] = np.array([17, 29])
+    torch.testing.assert_close(attended(PagedSdpa(pools, (None,)), layout, made), expected)
+
+
+def test_a_plan_of_another_backend_is_refused() -> None:
+    layout = Layout(layer())
+    pools = layout.pools(1)
+    made = ForwardBatch.init_new(device_batch([1], [0]), pools)
+    with pytest.raises(BugError, match="plan of another backend"):
+        PagedSdpa(pools, (None,)).bind(made, None)

@@ -1,0 +1,183 @@
+"""Which decode steps are replayed, in which shape, and what padding makes of them on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from aserve.gpu.cudagraph.shapes import (
+    FILTER,
+    GREEDY,
+    NOISE,
+    ShapeTable,
+    StepShape,
+    padded_plan,
+    padding_plan,
+    row_counts,
+    shape_of,
+)
+from aserve.gpu.sampling.plan import RowParams
+from aserve.gpu.step.plan import StepPlan, plan_step
+from aserve.gpu.transfer.staging import HostArrays
+from aserve.messages.base import pack_i32
+from aserve.messages.executor import EngineSpec
+from aserve.messages.step import PageWrites, RowInit, ScheduleBatch, VerifyPlan
+from tests.fakes.hash_model import VOCAB, HashModel
+from tests.gpu.batch_builder import greedy
+from tests.gpu.drive import make_executor
+
+WARM: dict[str, Any] = {"temperature": 0.7}
+
+
+def step(*inits: RowInit, query_lens: tuple[int, ...] = (), **changes: Any) -> StepPlan:
+    """A step of the rows that `inits` name, one token each, all sampled."""
+    rows = [init.row for init in inits]
+    query_lens = query_lens or (1,) * len(rows)
+    batch = ScheduleBatch(
+        iteration=7,
+        rows=pack_i32(rows),
+        query_lens=pack_i32(query_lens),
+        input_ids=pack_i32([5] * sum(query_lens)),
+        next_ids=pack_i32([-row for row in rows]),
+        kv_lens=pack_i32([10 * row for row in rows]),
+        bounds=bytes(len(rows)),
+        expects=pack_i32([6] * len(rows)),
+        sample_rows=pack_i32(rows),
+        page_writes=(),
+    )
+    facts = RowParams(6)
+    facts.write(inits)
+    return plan_step(
+        msgspec.structs.replace(batch, **changes), facts, vocab_size=VOCAB, slice_len=8
+    )
+
+
+def writes(*each: tuple[int, int, int]) -> PageWrites:
+    """Of a row, a column, and its page."""
+    rows, columns, pages = zip(*each, strict=True) if each else ((), (), ())
+    return PageWrites(pack_i32(rows), pack_i32(columns), pack_i32(pages))
+
+
+@pytest.mark.parametrize(
+    ("plan", "shape"),
+    [
+        (step(greedy(1)), StepShape(1, 1, GREEDY)),
+        (step(greedy(1), greedy(2), greedy(4)), StepShape(3, 1, GREEDY)),
+        (step(greedy(1), greedy(2, **WARM)), StepShape(2, 1, NOISE)),
+        (step(greedy(1, **WARM), greedy(2, **WARM, top_k=3)), StepShape(2, 1, FILTER)),
+        (
+            step(greedy(1), greedy(2), query_lens=(2, 2), verify=VerifyPlan(pack_i32([1, 1]))),
+            StepShape(2, 2, GREEDY),
+        ),
+        (
+            step(greedy(1), greedy(2), page_writes=(writes((2, 5, 7)), writes())),
+            StepShape(2, 1, GREEDY),
+        ),
+    ],
+)
+def test_steps_whose_rows_are_alike_have_a_shape(plan: StepPlan, shape: StepShape) -> None:
+    assert shape_of(plan) == shape
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        step(),
+        step(greedy(1), greedy(2), query_lens=(1, 2)),
+        step(greedy(1), query_lens=(2,)),
+        step(greedy(1), greedy(2), query_lens=(2, 1), verify=VerifyPlan(pack_i32([1, 0]))),
+        step(greedy(1), greedy(2), sample_rows=pack_i32([2])),
+        step(greedy(1), greedy(2), sample_rows=pack_i32([1]), held_rows=pack_i32([2])),
+        step(greedy(1), greedy(2, presence_penalty=0.5)),
+        step(greedy(1, logit_bias=((3, 1.0),))),
+        step(greedy(1, end_ids=(3,), prompt_len=2, min_len=4)),
+        step(greedy(1, allowed_ids=(3, 4))),
+        step(greedy(1, num_logprobs=0)),
+        step(greedy(1, embeds=True, prompt_len=11)),
+        step(greedy(1), row_inits=(greedy(1),)),
+        step(greedy(1), page_writes=(writes((1, 0, 3)), writes((1, 0, 3), (1, 1, 4)))),
+    ],
+)
+def test_what_needs_more_than_a_graph_has_runs_eagerly(plan: StepPlan) -> None:
+    assert shape_of(plan) is None
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "counts"),
+    [
+        (0, ()),
+        (1, (1,)),
+        (3, (1, 2, 3)),
+        (8, (1, 2, 4, 8)),
+        (20, (1, 2, 4, 8, 16, 20)),
+        (32, (1, 2, 4, 8, 16, 24, 32)),
+    ],
+)
+def test_the_counts_of_rows_end_with_the_largest(max_rows: int, counts: tuple[int, ...]) -> None:
+    assert row_counts(max_rows) == counts
+
+
+def test_a_shape_gets_the_least_graph_with_room_or_none() -> None:
+    table = ShapeTable(counts=(1, 2, 4), widths=(1,), samplings=(GREEDY, NOISE))
+    assert table.padded(StepShape(3, 1, NOISE)) == StepShape(4, 1, NOISE)
+    assert table.padded(StepShape(2, 1, GREEDY)) == StepShape(2, 1, GREEDY)
+    assert table.padded(StepShape(5, 1, GREEDY)) is None
+    assert table.padded(StepShape(2, 2, GREEDY)) is None
+    assert table.padded(StepShape(2, 1, FILTER)) is None
+    assert [shape.num_rows for shape in table.largest_first()] == [4, 4, 2, 2, 1, 1]
+
+
+def staged(plan: StepPlan) -> dict[str, list[int]]:
+    arrays = HostArrays()
+    plan.stage(arrays)
+    words = np.zeros(arrays.num_words, np.int32)
+    return {name: words[place].tolist() for name, place in arrays.write(words).items()}
+
+
+def spec() -> EngineSpec:
+    return make_executor(HashModel()).spec
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_padding_adds_rows_of_no_length_where_the_graph_expects_them(width: int) -> None:
+    """The same words in the same places as in the capture."""
+    verify = None if width == 1 else VerifyPlan(pack_i32([1, 1]))
+    plan = step(greedy(2), greedy(3), query_lens=(width, width), verify=verify)
+    padded, captured = (
+        staged(plan.padded(4)),
+        staged(padding_plan(StepShape(4, width, NOISE), spec(), slice_len=8)),
+    )
+    sizes = {name: len(words) for name, words in captured.items()}
+    assert {name: len(words) for name, words in padded.items()} == sizes
+    assert padded["rows"] == padded["sample_rows"] == [2, 3, 0, 0]
+    assert padded["kv_lens"] == [20, 30, 0, 0]
+    assert padded["input_ids"][2 * width :] == [0] * 2 * width
+    for name in ("query_lens", "windows", "token_to_row", "offsets", "num_drafts", "logits_tokens"):
+        assert padded[name] == captured[name], name
+    assert padded["iteration"] == [7]
+    own = staged(plan)
+    for name, words in own.items():
+        assert padded[name][: len(words)] == words, name
+
+
+def test_each_row_of_a_padded_step_has_room_for_a_page_of_each_group() -> None:
+    """What is left over puts page 0 where the padding row has it already."""
+    plan = step(greedy(2), greedy(3), page_writes=(writes((3, 7, 9)), writes()))
+    padded = padded_plan(plan, StepShape(4, 1, GREEDY)).batch
+    nothing = (0, 0, 0)
+    assert padded.page_writes == (writes((3, 7, 9), *[nothing] * 3), writes(*[nothing] * 4))
+    captured = padding_plan(StepShape(4, 1, GREEDY), spec(), slice_len=8).batch
+    assert captured.page_writes == (writes(*[nothing] * 4),)
+
+
+def test_a_capture_knows_of_the_host_what_holds_for_every_step_of_its_shape() -> None:
+    plan = padding_plan(StepShape(3, 1, FILTER), spec(), slice_len=8)
+    assert plan.len_bounds.tolist() == [64] * 3
+    assert not plan.is_exact
+    [part] = plan.logits.slices
+    assert (part.num, part.max_len, part.max_top_k) == (3, 64, VOCAB)
+    assert part.needs_noise
+    assert part.needs_filter

@@ -1,0 +1,290 @@
+"""The rules of the loader, each with one thing spoiled."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from aserve.errors import ConfigError
+from aserve.gpu.layers.linear import Linear, LinearOp, prepare
+from aserve.gpu.models.base import CausalModel
+from aserve.gpu.models.load import read_blueprint
+from aserve.gpu.weights.checkpoint import Checkpoint
+from aserve.gpu.weights.inventory import Inventory
+from aserve.gpu.weights.reader import WeightReader
+from aserve.gpu.weights.source import HOST, LoadProgress, Target
+from tests.gpu.weights.checkpoints import (
+    llama_weights,
+    write_checkpoint,
+    write_config,
+    write_sharded,
+)
+from tests.load_model import load_model
+from tests.parity.dense_attend import DenseAttend
+
+CPU = torch.device("cpu")
+IDS = torch.tensor([3, 1, 20, 7])
+
+
+def logits_of(model: CausalModel) -> Tensor:
+    return model.logits(model.forward(IDS, torch.arange(len(IDS)), DenseAttend()))
+
+
+def refusal_of(directory: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_model(directory)
+    return str(caught.value)
+
+
+def test_shards_and_a_single_file_give_the_same_model(tmp_path: Path) -> None:
+    weights = llama_weights()
+    single = write_checkpoint(tmp_path / "single", weights)
+    names = sorted(weights)
+    shards = {
+        f"model-0000{part}-of-00003.safetensors": {name: weights[name] for name in names[part::3]}
+        for part in range(3)
+    }
+    sharded = write_sharded(tmp_path / "sharded", shards)
+    assert torch.equal(logits_of(load_model(single)), logits_of(load_model(sharded)))
+
+
+def test_missing_weights_are_named(tmp_path: Path) -> None:
+    weights = llama_weights()
+    del weights["model.layers.1.self_attn.k_proj.weight"]
+    message = refusal_of(write_checkpoint(tmp_path, weights))
+    assert "missing: model.layers.1.self_attn.k_proj.weight" in message
+
+
+def test_an_untied_model_without_a_head_is_refused(tmp_path: Path) -> None:
+    weights = llama_weights()
+    del weights["lm_head.weight"]
+    assert "missing: lm_head.weight" in refusal_of(write_checkpoint(tmp_path, weights))
+
+
+def test_unexpected_weights_are_named(tmp_path: Path) -> None:
+    extra = {"model.layers.0.self_attn.q_proj.bias": torch.zeros(8)}
+    message = refusal_of(write_checkpoint(tmp_path, {**llama_weights(), **extra}))
+    assert "unexpected: model.layers.0.self_attn.q_proj.bias" in message
+
+
+def test_more_layers_than_the_config_has_are_unexpected(tmp_path: Path) -> None:
+    message = refusal_of(write_checkpoint(tmp_path, llama_weights(num_layers=3)))
+    assert "unexpected: model.layers.2." in message
+    assert "and 4 more" in message
+
+
+def test_weights_of_another_shape_are_named_with_both_shapes(tmp_path: Path) -> None:
+    weights = {**llama_weights(), "model.layers.0.mlp.down_proj.weight": torch.zeros(12, 8)}
+    message = refusal_of(write_checkpoint(tmp_path, weights))
+    assert "model.layers.0.mlp.down_proj.weight is 12x8 instead of 8x12" in message
+
+
+def test_quantized_values_are_refused_by_name(tmp_path: Path) -> None:
+    weights = {**llama_weights(), "lm_head.weight": torch.zeros(24, 8, dtype=torch.int8)}
+    assert "lm_head.weight is I8" in refusal_of(write_checkpoint(tmp_path, weights))
+
+
+def test_one_error_names_everything_that_does_not_fit(tmp_path: Path) -> None:
+    weights = llama_weights()
+    weights["stranger"] = weights.pop("model.norm.weight")
+    message = refusal_of(write_checkpoint(tmp_path, weights))
+    assert "missing: model.norm.weight; unexpected: stranger" in message
+
+
+def test_a_nested_text_config_loads_as_a_flat_one_does(tmp_path: Path) -> None:
+    flat = write_checkpoint(tmp_path / "flat", llama_weights())
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2}
+    outer = {"hidden_size": 640, "num_hidden_layers": 99}
+    nested = write_checkpoint(tmp_path / "nested", llama_weights(), **outer, text_config=sizes)
+    assert torch.equal(logits_of(load_model(flat)), logits_of(load_model(nested)))
+
+
+def test_rotary_tables_in_the_checkpoint_are_ignored(tmp_path: Path) -> None:
+    plain = write_checkpoint(tmp_path / "plain", llama_weights())
+    table = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.full((2,), 99.0)}
+    old = write_checkpoint(tmp_path / "old", {**llama_weights(), **table})
+    assert torch.equal(logits_of(load_model(plain)), logits_of(load_model(old)))
+
+
+def test_scales_of_kv_are_read_where_a_checkpoint_has_them(tmp_path: Path) -> None:
+    scales = {
+        "model.layers.0.self_attn.k_scale": torch.tensor(0.5),
+        "model.layers.0.self_attn.v_scale": torch.tensor([0.25]),
+        "model.layers.1.self_attn.attn.v_scale": torch.tensor(2.0),
+    }
+    model = load_model(write_checkpoint(tmp_path, {**llama_weights(), **scales}))
+    assert [layer.kv_scales for layer in model.layers] == [(0.5, 0.25), (1.0, 2.0)]
+
+
+def test_a_tied_head_is_the_embeddings_and_costs_nothing(tmp_path: Path) -> None:
+    weights = llama_weights()
+    del weights["lm_head.weight"]
+    seen: list[Tensor] = []
+
+    def noting(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
+        prepared = prepare(linear, device, dtype=dtype)
+        assert isinstance(prepared, Linear)
+        seen.append(prepared.weight)
+        return prepared
+
+    directory = write_checkpoint(tmp_path, weights, tie_word_embeddings=True)
+    model = load_model(directory, target=Target(prepare=noting))
+    assert torch.equal(seen[-1], weights["model.embed_tokens.weight"])
+    untied = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+    twin = load_model(write_checkpoint(tmp_path / "untied", untied))
+    assert torch.equal(logits_of(model), logits_of(twin))
+    bytes_of = _total_bytes(directory), _total_bytes(tmp_path / "untied")
+    assert bytes_of[1] - bytes_of[0] == 24 * 8 * 4
+
+
+def test_a_copy_of_tied_embeddings_is_accepted(tmp_path: Path) -> None:
+    weights = llama_weights()
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    model = load_model(write_checkpoint(tmp_path, weights, tie_word_embeddings=True))
+    assert torch.isfinite(logits_of(model)).all()
+
+
+def test_a_head_that_differs_from_the_embeddings_it_is_tied_to_is_refused(tmp_path: Path) -> None:
+    message = refusal_of(write_checkpoint(tmp_path, llama_weights(), tie_word_embeddings=True))
+    assert "lm_head.weight differs" in message
+
+
+def test_the_model_does_not_depend_on_its_files_after_the_load(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, llama_weights())
+    model = load_model(directory)
+    before = logits_of(model)
+    file = directory / "model.safetensors"
+    file.write_bytes(bytes(file.stat().st_size))
+    assert torch.equal(logits_of(model), before)
+
+
+def test_joined_rows_keep_the_order_of_their_parts(tmp_path: Path) -> None:
+    weights = llama_weights()
+    seen: dict[int, Tensor] = {}
+
+    def noting(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
+        seen[len(seen)] = linear.weight
+        return prepare(linear, device, dtype=dtype)
+
+    load_model(write_checkpoint(tmp_path, weights), target=Target(prepare=noting))
+    prefix = "model.layers.0.self_attn"
+    parts = [weights[f"{prefix}.{name}_proj.weight"] for name in "qkv"]
+    assert torch.equal(seen[0], torch.cat(parts))
+    assert len(seen) == 2 * 4 + 1, "qkv, o, gate-up and down of each layer, and the head"
+
+
+def test_a_device_may_replace_every_linear_layer(tmp_path: Path) -> None:
+    def doubling(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
+        plain = prepare(linear, device, dtype=dtype)
+        return lambda x: 2 * plain(x)
+
+    directory = write_checkpoint(tmp_path, llama_weights())
+    hidden = torch.ones(1, 8)
+    plain = load_model(directory).logits(hidden)
+    doubled = load_model(directory, target=Target(prepare=doubling)).logits(hidden)
+    assert torch.equal(doubled, 2 * plain)
+
+
+def test_progress_only_grows_and_ends_at_the_total(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, llama_weights(dtype=torch.bfloat16))
+    calls: list[tuple[int, int]] = []
+    load_model(directory, on_progress=lambda done, total: calls.append((done, total)))
+    done = [call[0] for call in calls]
+    assert len({total for _, total in calls}) == 1
+    assert done == sorted(set(done))
+    assert done[-1] == calls[-1][1] == sum(w.numel() * 4 for w in llama_weights().values())
+
+
+def test_a_model_larger_than_memory_is_refused_before_a_value_is_read(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, llama_weights())
+    calls: list[int] = []
+    needed = _total_bytes(directory)
+    load_model(directory, target=Target(memory_bytes=needed))
+    with pytest.raises(
+        ConfigError, match=r"weights need 0\.000 GiB as float32, but only 0\.000 GiB"
+    ):
+        load_model(
+            directory,
+            target=Target(memory_bytes=needed - 1),
+            on_progress=lambda done, _: calls.append(done),
+        )
+    assert calls == []
+
+
+def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="dtype is 'int4'; expected auto or one of float32"):
+        load_model(write_config(tmp_path), dtype="int4")
+
+
+def test_what_a_norm_adds_to_its_weight_is_not_rounded_away(tmp_path: Path) -> None:
+    """Gemma's norms store the distance from one, mostly far less than bfloat16 can add to it."""
+    weights = {"norm.weight": torch.full((8,), 0.001, dtype=torch.bfloat16)}
+    with Checkpoint(write_checkpoint(tmp_path, weights)) as checkpoint:
+        progress = LoadProgress(0, dtype=torch.bfloat16)
+        reader = WeightReader(checkpoint, HOST, dtype=torch.bfloat16, progress=progress)
+        weight = reader.tensor("norm.weight", (8,), offset=1.0)
+    assert torch.equal(weight, 1.0 + weights["norm.weight"].float())
+
+
+@pytest.mark.slow
+def test_an_architecture_that_nobody_knows_is_one_clear_error(tmp_path: Path) -> None:
+    """Slow: transformers is asked."""
+    message = refusal_of(write_config(tmp_path, architectures=["FooForCausalLM"]))
+    assert "transformers cannot read" in message
+    assert "config.json: Unrecognized model" in message
+
+
+def test_code_that_is_asked_for_and_not_there_is_refused(tmp_path: Path) -> None:
+    directory = write_config(tmp_path, architectures=["FooForCausalLM"])
+    with pytest.raises(ConfigError, match=r"no native code for FooForCausalLM; there is for Gemma"):
+        load_model(directory, model_impl="native")
+
+
+def _total_bytes(directory: Path) -> int:
+    totals: set[int] = set()
+    load_model(directory, on_progress=lambda _, total: totals.add(total))
+    (total,) = totals
+    return total
+
+
+@pytest.mark.slow
+def test_loading_imports_nothing_that_takes_seconds(tmp_path: Path) -> None:
+    """Not transformers, not the hub's client, not torch's compiler (any arithmetic on meta tensors
+    imports that one)."""
+    directory = write_checkpoint(tmp_path, llama_weights())
+    program = (
+        "import pathlib, sys\n"
+        "from tests.load_model import load_model\n"
+        f"load_model(pathlib.Path({str(directory)!r}))\n"
+        "heavy = {'transformers', 'huggingface_hub', 'torch._dynamo', 'torch._inductor'}\n"
+        "sys.exit(', '.join(sorted(heavy & sys.modules.keys())) or 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "GPTNeoXForCausalLM"])
+def test_more_layers_than_memory_can_hold_are_refused_before_one_is_built(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(*_: object, **__: object) -> None:
+        raise AssertionError("a layer was built")
+
+    monkeypatch.setattr(Inventory, "linear", build)
+    monkeypatch.setattr(torch.nn.Linear, "__init__", build)
+    write_config(tmp_path, architectures=[architecture], num_hidden_layers=10**7)
+    with pytest.raises(ConfigError) as caught:
+        read_blueprint(tmp_path, free_bytes=1 << 30)
+    assert str(caught.value) == (
+        f"{tmp_path}/config.json: num_hidden_layers is 10000000; expected a number of layers that "
+        "fits into memory: these take at least 38.7 GiB, and 1.0 GiB are available"
+    )
+
+
+def test_layers_that_fit_are_not_refused_for_their_number(tmp_path: Path) -> None:
+    read_blueprint(write_config(tmp_path, num_hidden_layers=100), free_bytes=1 << 20)

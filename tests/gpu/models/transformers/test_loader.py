@@ -1,0 +1,197 @@
+"""Loading through transformers: nothing may be missing, left over, foreign or too large."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from aserve.engine import Engine
+from aserve.errors import ConfigError
+from aserve.gpu.build import BuildOptions, build_executor
+from aserve.gpu.layers.linear import Linear, LinearOp, prepare
+from aserve.gpu.models.base import CausalModel
+from aserve.gpu.weights.source import Target
+from tests.gpu.models.transformers.tiny_configs import write_config, write_model
+from tests.load_model import load_model
+from tests.parity.dense_attend import DenseAttend
+
+pytestmark = pytest.mark.slow  # importing transformers' models takes seconds
+
+IDS = torch.tensor([3, 1, 20, 7])
+
+
+@torch.inference_mode()
+def logits_of(model: CausalModel) -> Tensor:
+    return model.logits(model.forward(IDS, torch.arange(len(IDS)), DenseAttend()))
+
+
+def refusal_of(directory: Path, **options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_model(directory, **options)
+    return caught.value.message
+
+
+def with_weights(directory: Path, **changes: Tensor | None) -> Path:
+    """Tensors by name with "__" for ".", None to leave one out."""
+    path = directory / "model.safetensors"
+    weights = load_file(path)
+    for name, weight in changes.items():
+        weights.pop(name.replace("__", "."), None)
+        if weight is not None:
+            weights[name.replace("__", ".")] = weight
+    save_file(weights, path, metadata={"format": "pt"})
+    return directory
+
+
+def test_a_missing_tensor_is_named_and_not_made_up(tmp_path: Path) -> None:
+    directory = with_weights(write_model(tmp_path, "Cohere"), model__norm__weight=None)
+    assert "don't fit its config: missing: model.norm.weight" in refusal_of(directory)
+
+
+def test_an_unexpected_tensor_is_named(tmp_path: Path) -> None:
+    extra = {"model__layers__0__mlp__extra__weight": torch.zeros(2)}
+    directory = with_weights(write_model(tmp_path, "Cohere"), **extra)
+    assert "unexpected: model.layers.0.mlp.extra.weight" in refusal_of(directory)
+
+
+def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
+    directory = with_weights(write_model(tmp_path, "Cohere"), model__norm__weight=torch.zeros(7))
+    assert "model.norm.weight" in refusal_of(directory)
+
+
+def test_a_directory_without_weights_is_one_clear_error(tmp_path: Path) -> None:
+    directory = write_config(tmp_path, "Cohere", "CohereForCausalLM")
+    assert refusal_of(directory).startswith(f"the weights in {directory} cannot be read: ")
+
+
+def test_progress_goes_up_to_all_bytes(tmp_path: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    load_model(
+        write_model(tmp_path, "Cohere"), on_progress=lambda done, total: calls.append((done, total))
+    )
+    assert len(calls) > 5
+    assert calls == sorted(calls)
+    done, total = calls[-1]
+    assert done == total
+
+
+def test_dummy_weights_need_a_configuration_alone_and_are_the_same_each_time(
+    tmp_path: Path,
+) -> None:
+    directory = write_config(tmp_path, "Starcoder2", "Starcoder2ForCausalLM")
+    torch.manual_seed(5)
+    first = logits_of(load_model(directory, load_format="dummy"))
+    drawn = torch.rand(1)
+    assert torch.equal(first, logits_of(load_model(directory, load_format="dummy")))
+    torch.manual_seed(5)
+    assert torch.equal(drawn, torch.rand(1)), "the process's own random numbers go on as before"
+
+
+def test_a_model_larger_than_memory_is_refused_first(tmp_path: Path) -> None:
+    directory = write_config(tmp_path, "Starcoder2", "Starcoder2ForCausalLM")
+    message = refusal_of(directory, target=Target(memory_bytes=1000))
+    assert "take a smaller dtype or a smaller model" in message
+
+
+def test_code_beside_a_checkpoint_is_never_run(tmp_path: Path) -> None:
+    """Its family is known to nobody but its own file, which would leave a trace."""
+    (tmp_path / "modeling_own.py").write_text(f"open({str(tmp_path / 'trace')!r}, 'w')\n")
+    config = {
+        "architectures": ["OwnForCausalLM"],
+        "model_type": "own",
+        "auto_map": {
+            "AutoConfig": "modeling_own.OwnConfig",
+            "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
+        },
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "transformers cannot read" in refusal_of(tmp_path)
+    assert not (tmp_path / "trace").exists()
+
+
+def test_a_context_beyond_the_positions_is_refused(tmp_path: Path) -> None:
+    directory = write_config(tmp_path, "OPT", "OPTForCausalLM", ffn_dim=40, word_embed_proj_dim=32)
+    load_model(directory, load_format="dummy", max_model_len=64)
+    assert "has positions for 1 to 64 tokens" in refusal_of(directory, max_model_len=65)
+
+
+def test_quantized_checkpoints_are_refused(tmp_path: Path) -> None:
+    quantized = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    directory = write_config(tmp_path, "Cohere", "CohereForCausalLM", **quantized)
+    assert "quantized checkpoints are unsupported" in refusal_of(directory)
+
+
+def test_linear_layers_get_the_form_that_the_device_wants(tmp_path: Path) -> None:
+    """All of them, once each, and what comes out of that form is what counts."""
+    directory = write_model(tmp_path, "Cohere")
+    shapes: list[tuple[int, ...]] = []
+
+    def noting(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
+        shapes.append(tuple(linear.weight.shape))
+        return prepare(Linear(2 * linear.weight), device, dtype=dtype)
+
+    other = load_model(directory, target=Target(prepare=noting))
+    assert len(shapes) == 2 * 7 + 1
+    assert not torch.allclose(logits_of(other), logits_of(load_model(directory)))
+
+
+def test_native_code_is_taken_where_it_is_unless_asked_otherwise(tmp_path: Path) -> None:
+    directory = write_model(tmp_path, "Llama")
+    native, other = load_model(directory), load_model(directory, model_impl="transformers")
+    assert type(native) is not type(other)
+    torch.testing.assert_close(logits_of(native), logits_of(other))
+
+
+def test_a_device_that_runs_out_of_memory_is_not_the_architecture_s_fault(tmp_path: Path) -> None:
+    def full(_linear: Linear, _device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
+        raise torch.OutOfMemoryError(f"no room for {dtype}")
+
+    directory = write_config(tmp_path, "Starcoder2", "Starcoder2ForCausalLM")
+    with pytest.raises(torch.OutOfMemoryError):
+        load_model(directory, load_format="dummy", target=Target(prepare=full))
+
+
+def test_layers_that_have_a_dtype_of_their_own_keep_it(tmp_path: Path) -> None:
+    """The router of this mixture is in float32, whatever the rest is in."""
+    experts = {"num_experts": 4, "moe_topk": 2, "head_dim": 8}
+    directory = write_config(tmp_path, "HunYuanMoEV1", "HunYuanMoEV1ForCausalLM", **experts)
+    model = load_model(directory, dtype="bfloat16", load_format="dummy")
+    assert model.dtype == torch.bfloat16
+    assert logits_of(model).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("model_impl", "about"),
+    [
+        ("auto", "transformers code (auto: no native code for Starcoder2ForCausalLM), random"),
+        ("transformers", "transformers code (as asked), random weights, float32"),
+    ],
+)
+def test_the_start_says_whose_code_runs_and_why(
+    tmp_path: Path, model_impl: str, about: str
+) -> None:
+    directory = write_config(tmp_path, "Starcoder2", "Starcoder2ForCausalLM")
+    options = BuildOptions(directory, load_format="dummy", model_impl=model_impl, num_pages=20)
+    assert build_executor(options).about.startswith(about)
+
+
+def test_code_that_may_mix_tokens_is_refused_where_bits_must_not_depend_on_the_step(
+    tmp_path: Path,
+) -> None:
+    directory = write_config(tmp_path, "Starcoder2", "Starcoder2ForCausalLM")
+    options = BuildOptions(directory, load_format="dummy", deterministic=True)
+    with pytest.raises(ConfigError, match="is for models with native code; transformers code"):
+        build_executor(options)
+
+
+async def test_an_engine_answers_with_it_past_the_window(tmp_path: Path) -> None:
+    directory = write_config(tmp_path, "Starcoder2", "Starcoder2ForCausalLM", sliding_window=8)
+    async with Engine(model=directory, load_format="dummy", num_pages=20) as engine:
+        answer = await engine.answer([3, 1, 20], max_tokens=30, temperature=0, ignore_eos=True)
+    assert len(answer.choices[0].token_ids) == 30

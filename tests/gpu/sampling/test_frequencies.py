@@ -1,0 +1,101 @@
+"""How often tokens are drawn: as often as they are probable, the rare ones included."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from aserve.gpu.sampling.draw import add_noise
+from aserve.gpu.sampling.gumbel import gumbel_noise
+from tests.gpu.batch_builder import greedy
+from tests.gpu.naive_sampler import naive_noise, naive_set
+from tests.gpu.sampler_run import Drawn, run_sampler
+
+NUM_DRAWS = 20_000
+LOGITS = torch.tensor([2.0, 1.5, 1.5, 1.0, 0.6, 0.2, 0.0, -0.3, -1.0, -2.0, -3.0, -6.0])
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "cold": {"temperature": 0.6},
+    "top-k": {"top_k": 4},
+    "top-k cuts between equals": {"top_k": 2},
+    "top-k of more than there are": {"top_k": 500},
+    "top-p": {"top_p": 0.7},
+    "min-p": {"min_p": 0.2},
+    "top-p of what top-k leaves": {"top_k": 6, "top_p": 0.72},
+    "all three": {"top_k": 8, "top_p": 0.9, "min_p": 0.15, "temperature": 1.3},
+    "hot, so that the first tries are outside": {"temperature": 50.0, "top_k": 2},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_drawn_frequencies_are_the_probabilities_of_the_set(name: str) -> None:
+    init = greedy(1, seed=12, **{"temperature": 1.0, **SETTINGS[name]})
+    drawn = [Drawn(1, position) for position in range(NUM_DRAWS)]
+    tokens = run_sampler(LOGITS.repeat(NUM_DRAWS, 1), [init], [[0]], drawn).tokens
+    counts = np.bincount(tokens.numpy(), minlength=len(LOGITS))
+    scaled = LOGITS.double().numpy() / init.temperature
+    members = sorted(naive_set(scaled, init))
+    assert counts[members].sum() == NUM_DRAWS
+    probs = np.exp(scaled[members]) / np.exp(scaled[members]).sum()
+    assert chi_square(counts[members], NUM_DRAWS * probs) < chi_square_bound(len(members) - 1)
+
+
+def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def chi_square_bound(freedom: int) -> float:
+    """Exceeded once in 30,000 (Wilson and Hilferty, 4 sigma)."""
+    part = 2 / (9 * freedom)
+    return float(freedom * (1 - part + 4 * math.sqrt(part)) ** 3)
+
+
+@pytest.mark.slow
+def test_a_token_of_probability_one_in_a_million_is_drawn_at_that_rate() -> None:
+    """20 of 2e7 draws are expected: in the float32 that rows are served in."""
+    scores = torch.tensor([[math.log(1e-6), math.log1p(-1e-6)]])
+    num_slices, size = 40, 500_000
+    token_ids = torch.arange(2)
+    seeds, temperature = torch.full((size,), 99), torch.ones(1)
+    num_rare = 0
+    for number in range(num_slices):
+        positions = torch.arange(number * size, (number + 1) * size)
+        noise = gumbel_noise(seeds, positions, token_ids, torch.float32)
+        _, noisy = add_noise(scores, noise, temperature)
+        num_rare += int((noisy[:, 0] > noisy[:, 1]).sum())
+    assert 7 <= num_rare <= 37  # Poisson of mean 20: outside once in 2,000
+
+
+def test_noise_is_that_of_its_seed_position_and_token_whatever_the_shape() -> None:
+    seeds, positions = [0, -1, 2**63 - 1, -(2**63), 12345], [0, 1, 7, 2**31, 1_000_000]
+    noise = gumbel_noise(
+        torch.tensor(seeds), torch.tensor(positions), torch.arange(300), torch.float64
+    )
+    naive = [naive_noise(s, p, 300) for s, p in zip(seeds, positions, strict=True)]
+    np.testing.assert_allclose(noise.numpy(), naive, rtol=1e-12)
+    some = gumbel_noise(
+        torch.tensor(seeds[2:3]), torch.tensor(positions[2:3]), torch.tensor([7]), torch.float64
+    )
+    assert float(some) == float(noise[2, 7])
+
+
+@pytest.mark.parametrize("varied", ["seeds", "positions", "token ids"])
+def test_noise_of_neighbours_is_gumbel_and_independent(varied: str) -> None:
+    count = torch.arange(20_000)
+    one = torch.ones_like(count)
+    seeds = count if varied == "seeds" else one
+    positions = count if varied == "positions" else one
+    if varied == "token ids":
+        noise = gumbel_noise(one[:1], one[:1], count, torch.float64)[0]
+    else:
+        noise = gumbel_noise(seeds, positions, one[:1], torch.float64)[:, 0]
+    assert noise.mean().item() == pytest.approx(0.57722, abs=0.04)
+    assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.08)
+    for lag in (1, 2, 3):
+        pair = torch.stack((noise[lag:], noise[:-lag]))
+        assert abs(torch.corrcoef(pair)[0, 1].item()) < 0.03

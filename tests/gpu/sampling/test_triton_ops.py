@@ -1,0 +1,183 @@
+"""The sampler with Triton's kernels, in the interpreter, against the same in torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from aserve.gpu.device.cuda.ops import triton_sample_ops
+from aserve.gpu.sampling.ops import PLAIN_OPS, SHAPED_OPS, SampleOps
+from aserve.gpu.sampling.params import FLOAT_COLUMNS, INT_COLUMNS
+from aserve.gpu.sampling.sampler import Sampled
+from aserve_kernels import row_columns, token_set
+from aserve_kernels import sample as kernel
+from tests.gpu.batch_builder import greedy
+from tests.gpu.sampler_run import Drawn, run_sampler
+from tests.kernels.sample_case import Row, draw_logits, make_tables
+
+VOCAB = 70
+SPLIT = 512  # of what is counted: the interpreter is slow
+HISTORY = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
+NOISY: dict[str, Any] = {"temperature": 0.8}
+LIMITED: dict[str, Any] = {"temperature": 1.3, "top_k": 12, "top_p": 0.9, "min_p": 0.01}
+PENALISED: dict[str, Any] = {
+    "repetition_penalty": 1.4,
+    "frequency_penalty": 0.4,
+    "presence_penalty": -0.7,
+    "prompt_len": 6,
+}
+STEPS: dict[str, list[dict[str, Any]]] = {
+    "greedy": [{}, {}],
+    "noisy": [{}, NOISY, NOISY],
+    "limited": [{}, NOISY, LIMITED, {**LIMITED, "top_p": 0.0}],
+    "penalised": [PENALISED, {}, {**NOISY, **PENALISED}],
+    "scored": [{"num_logprobs": 3}, {**NOISY, "num_logprobs": 1, "raw_logprobs": True}],
+    "all": [{**LIMITED, **PENALISED, "allowed_ids": tuple(range(50)), "num_logprobs": 2}, {}],
+}
+
+
+def run(
+    ops: SampleOps,
+    params: list[dict[str, Any]],
+    *,
+    is_masked: bool,
+    dtypes: tuple[torch.dtype, ...] = (),
+) -> Sampled:
+    """`dtypes`: what logits pass through."""
+    generator = torch.Generator().manual_seed(len(params))
+    logits = 2 * torch.randn((len(params), VOCAB), generator=generator)
+    for dtype in dtypes:
+        logits = logits.to(dtype)
+    words = torch.randint(-(1 << 31), (1 << 31) - 1, (len(params), 3), generator=generator).int()
+    return run_sampler(
+        logits,
+        [greedy(row, seed=row, **given) for row, given in enumerate(params, 1)],
+        [HISTORY[: 7 + row] for row in range(len(params))],
+        [Drawn(row, 6 + row) for row in range(1, len(params) + 1)],
+        mask=words if is_masked else None,
+        ops=ops,
+    )
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_the_kernels_draw_the_tokens_of_torch(step: str, is_masked: bool) -> None:
+    params = STEPS[step]
+    got = run(triton_sample_ops(torch.float32), params, is_masked=is_masked)
+    expected = run(PLAIN_OPS, params, is_masked=is_masked)
+    assert torch.equal(got.tokens, expected.tokens)
+    assert torch.equal(got.is_valid, expected.is_valid)
+    torch.testing.assert_close(got.top_logprobs, expected.top_logprobs)
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_halves_are_widened_only_where_something_is_added(step: str, is_masked: bool) -> None:
+    ops, drawn_from = triton_sample_ops(torch.bfloat16), []
+
+    def draw(logits: Tensor, *given: Any) -> Any:
+        drawn_from.append(logits.dtype)
+        return ops.draw(logits, *given)
+
+    seeing = dataclasses.replace(ops, draw=draw)
+    half, params = (torch.bfloat16,), STEPS[step]
+    got = run(seeing, params, is_masked=is_masked, dtypes=half)
+    expected = run(PLAIN_OPS, params, is_masked=is_masked, dtypes=(*half, torch.float32))
+    assert drawn_from == [torch.float32 if step in ("penalised", "all") else torch.bfloat16]
+    assert torch.equal(got.tokens, expected.tokens)
+    torch.testing.assert_close(got.top_logprobs, expected.top_logprobs)
+
+
+def test_torch_draws_of_halves_what_it_draws_of_them_as_float32() -> None:
+    params, half = STEPS["limited"], (torch.bfloat16,)
+    got = run(PLAIN_OPS, params, is_masked=False, dtypes=half)
+    expected = run(PLAIN_OPS, params, is_masked=False, dtypes=(*half, torch.float32))
+    assert torch.equal(got.tokens, expected.tokens)
+
+
+def test_the_kernels_read_the_columns_that_the_tables_have() -> None:
+    assert INT_COLUMNS == row_columns.INT_COLUMNS
+    assert FLOAT_COLUMNS == row_columns.FLOAT_COLUMNS
+
+
+def test_logits_in_float64_stay_in_torch() -> None:
+    assert triton_sample_ops(torch.float64) is SHAPED_OPS
+
+
+def test_common_limits_are_settled_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search is exact but slow; what it is asked for is counted."""
+    searches = []
+    search = token_set._last_member
+
+    def counted(*args: object) -> object:
+        searches.append(args)
+        return search(*args)
+
+    monkeypatch.setattr(token_set, "_last_member", counted)
+    rows = [Row(temperature=0.7, top_k=20, top_p=0.8), Row(temperature=0.8, top_p=0.95)] * 8
+    logits = draw_logits(len(rows), 700)
+    indices, *tables = make_tables(rows)
+    kernel.sample(logits, indices, indices, *tables, has_noise=True, has_limits=True)
+    assert len(searches) <= 2
+
+
+def assert_draws(logits: Tensor, rows: list[Row]) -> None:
+    indices, *tables = make_tables(rows)
+    given = (logits, indices, indices, *tables)
+    got, _ = kernel.sample(*given, has_noise=True, has_limits=True)
+    assert torch.equal(got, kernel.sample_ref(*given, has_noise=True, has_limits=True)[0])
+
+
+def scaled_columns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of each reading of logits in a row, how many at once."""
+    sizes: list[int] = []
+    scaled = token_set.load_scaled
+
+    def counted(logits: Any, columns: Any, *given: Any) -> Any:
+        sizes.append(columns.numel.value if hasattr(columns, "numel") else 1)
+        return scaled(logits, columns, *given)
+
+    monkeypatch.setattr(kernel, "load_scaled", counted)
+    return sizes
+
+
+def test_ranking_reads_no_split_that_is_below_all_candidates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two of the four splits hold something. Rows without limits need no ranking at all; those of
+    which the best token was drawn have it ranked among the equals of its split."""
+    monkeypatch.setattr(kernel, "SPLIT", SPLIT)
+    sizes = scaled_columns(monkeypatch)
+    logits = draw_logits(1, 4 * SPLIT)
+    logits[:, : 2 * SPLIT] -= 100.0
+    peaked = Row(temperature=0.01, top_p=0.9)
+    for row, num_splits in (
+        (Row(temperature=0.0), 0),
+        (Row(), 0),
+        (peaked, 1),
+        (Row(top_p=0.3), 2),
+    ):
+        sizes.clear()
+        assert_draws(logits, [row])
+        assert sizes.count(kernel.TILE) == num_splits * SPLIT // kernel.TILE
+
+
+@pytest.mark.parametrize("row", [Row(top_k=5), Row(top_k=20, top_p=0.5), Row(min_p=0.5)], ids=str)
+def test_a_set_is_searched_for_among_few(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a flat row's thousands of tokens, of which noise mostly lifts others."""
+    monkeypatch.setattr(kernel, "SPLIT", SPLIT)
+    lengths: list[int] = []
+    search = token_set.search
+
+    def measured(*given: Any) -> Any:
+        lengths.append(int(given[2]))
+        return search(*given)
+
+    monkeypatch.setattr(kernel, "search", measured)
+    assert_draws(draw_logits(1, 4 * SPLIT, spread=1.0).repeat(6, 1), [row] * 6)
+    assert lengths
+    assert max(lengths) < SPLIT

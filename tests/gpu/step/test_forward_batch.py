@@ -1,0 +1,191 @@
+"""The device form of a forward: pure, one-shot overrides, and the attention plan's marker."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from aserve.errors import BugError
+from aserve.gpu.attention.sdpa import PagedSdpa
+from aserve.gpu.models.base import HiddenCapture
+from aserve.gpu.step.forward_batch import ForwardBatch, ForwardOverrides, PlanMarker
+from tests.fakes.hash_model import HashModel
+from tests.gpu.device_tables import device_batch, paged
+
+
+def forward(query_lens: list[int], kv_lens: list[int], *, is_debug: bool = False) -> ForwardBatch:
+    return ForwardBatch.init_new(device_batch(query_lens, kv_lens), paged(), is_debug=is_debug)
+
+
+def contents(batch: object) -> dict[str, object]:
+    """Every field by value, tensors as lists."""
+
+    def plain(value: object) -> object:
+        match value:
+            case torch.Tensor() | np.ndarray():
+                return value.tolist()
+            case tuple():
+                return [plain(item) for item in value]
+            case _:
+                return value
+
+    assert dataclasses.is_dataclass(batch)
+    names = [field.name for field in dataclasses.fields(batch) if field.compare]
+    return {name: plain(getattr(batch, name)) for name in names}
+
+
+def test_a_mixed_batch_is_shaped_for_a_forward() -> None:
+    made = forward([1, 3], [5, 2])
+    assert made.lens.tolist() == [6, 5]
+    assert made.positions.tolist() == [5, 2, 3, 4]
+    assert made.cu_query_lens.tolist() == [0, 1, 4]
+    # Row 1 has the pages 3 and 4, row 2 the pages 6 and 7, of 4 slots each.
+    assert [slots.tolist() for slots in made.slots] == [[17, 26, 27, 28]] * 2
+
+
+def test_padding_rows_are_row_0_with_one_token_in_slot_0() -> None:
+    made = forward([1, 1], [5, 2]).padded(4)
+    assert made.rows.tolist() == [1, 2, 0, 0]
+    assert made.lens.tolist() == [6, 3, 1, 1]
+    assert made.cu_query_lens.tolist() == [0, 1, 2, 3, 4]
+    assert made.token_to_row.tolist() == [0, 1, 2, 3]
+    assert made.positions.tolist() == [5, 2, 0, 0]
+    assert made.input_ids.tolist()[2:] == [0, 0]
+    assert [slots.tolist()[2:] for slots in made.slots] == [[0, 0]] * 2
+    assert (made.query_lens_cpu.tolist(), made.len_bounds_cpu.tolist()) == ([1] * 4, [6, 3, 1, 1])
+
+
+def test_building_twice_from_one_batch_gives_equal_tensors_and_changes_nothing() -> None:
+    batch, shared = device_batch([1, 3, 2], [5, 0, 1]), paged()
+    before = contents(batch), [table.tolist() for table in shared.page_tables]
+    first, second = (ForwardBatch.init_new(batch, shared) for _ in range(2))
+    assert contents(first) == contents(second)
+    assert before == (contents(batch), [table.tolist() for table in shared.page_tables])
+
+
+def test_what_one_build_writes_into_its_tensors_the_next_does_not_see() -> None:
+    """A forward that changes its own lengths, positions or slots changes nobody else's."""
+    batch, shared = device_batch([2], [1]), paged()
+    first = ForwardBatch.init_new(batch, shared)
+    expected = contents(first)
+    for tensor in (first.lens, first.positions, first.cu_query_lens, *first.slots):
+        tensor.fill_(0)
+    assert contents(ForwardBatch.init_new(batch, shared)) == expected
+
+
+def test_nothing_of_a_batch_can_be_bound_anew() -> None:
+    batch = device_batch([1], [0])
+    made = ForwardBatch.init_new(batch, paged())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.lens = made.lens + 1  # type: ignore[misc]  # what the test is about
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        batch.kv_lens = made.lens  # type: ignore[misc]  # what the test is about
+
+
+def test_overrides_are_gone_in_the_second_build() -> None:
+    batch, shared = device_batch([1, 2], [4, 0]), paged()
+    capture = HiddenCapture(wants_before_norm=True)
+    overrides = ForwardOverrides(capture=capture, kv_lens_cpu=np.array([4, 0], np.int32))
+    first = ForwardBatch.init_new(batch, shared, overrides)
+    assert first.capture is capture
+    assert first.lens_cpu is not None
+    assert first.lens_cpu.tolist() == [5, 2]
+    second = ForwardBatch.init_new(batch, shared)
+    assert (second.capture, second.lens_cpu) == (None, None)
+
+
+def test_overrides_are_gone_after_a_forward_that_raised() -> None:
+    batch, shared = device_batch([1], [4]), paged()
+    overrides = ForwardOverrides(capture=HiddenCapture(wants_before_norm=True))
+
+    def failing_forward() -> None:
+        made = ForwardBatch.init_new(batch, shared, overrides)
+        raise ArithmeticError(made.capture)
+
+    with pytest.raises(ArithmeticError):
+        failing_forward()
+    assert ForwardBatch.init_new(batch, shared).capture is None
+
+
+def test_a_captured_forward_keeps_its_hidden_states_and_the_next_keeps_none() -> None:
+    model, shared = HashModel(window=6), paged()
+    backend = PagedSdpa(shared, (None, 6))
+    capture = HiddenCapture(wants_before_norm=True)
+    made = ForwardBatch.init_new(device_batch([3], [0]), shared, ForwardOverrides(capture=capture))
+    attend = backend.bind(made, backend.plan(made))
+    hidden = model.forward(made.input_ids, made.positions, attend, capture=made.capture)
+    assert capture.before_norm is hidden
+
+
+# ---------------------------------------------------------------- the attention plan's marker
+
+
+def test_a_fresh_batch_needs_a_plan_and_a_marked_one_does_not() -> None:
+    made = forward([1, 1], [3, 4])
+    assert made.needs_attention_plan()
+    with pytest.raises(BugError, match="nobody planned"):
+        assert made.plan
+    made.mark_attention_planned("plan")
+    assert not made.needs_attention_plan()
+    assert made.plan == "plan"
+
+
+def test_a_batch_reshaped_after_a_replannable_plan_is_planned_again() -> None:
+    made = forward([1, 1], [3, 4])
+    made.mark_attention_planned("plan", replan_equivalent=True)
+    assert made.padded(4).needs_attention_plan()
+    assert not made.padded(2).needs_attention_plan()
+
+
+@pytest.mark.parametrize("query_lens", [[2, 1], [4], [1, 1, 2]])
+def test_rows_and_tokens_each_make_another_shape(query_lens: list[int]) -> None:
+    """Against a plan of two rows with four tokens: fewer tokens, or fewer or more rows."""
+    planned = forward([1, 3], [3, 4])
+    planned.mark_attention_planned("plan", replan_equivalent=True)
+    other = forward(query_lens, [0] * len(query_lens))
+    assert planned.marker.record is not None
+    moved = dataclasses.replace(other, marker=PlanMarker(planned.marker.record))
+    assert moved.needs_attention_plan()
+    same = dataclasses.replace(forward([2, 2], [0, 0]), marker=PlanMarker(planned.marker.record))
+    assert not same.needs_attention_plan()
+
+
+def test_a_batch_reshaped_after_another_plan_keeps_it() -> None:
+    made = forward([1, 1], [3, 4])
+    made.mark_attention_planned("plan")
+    padded = made.padded(4)
+    assert not padded.needs_attention_plan()
+    assert padded.plan == "plan"
+
+
+def test_a_batch_reshaped_after_another_plan_raises_in_debug_mode() -> None:
+    made = forward([1, 1], [3, 4], is_debug=True)
+    made.mark_attention_planned("plan")
+    assert not made.needs_attention_plan()
+    with pytest.raises(BugError, match="planned for 2 rows and 2 tokens, has 4 and 4"):
+        made.padded(4).needs_attention_plan()
+
+
+def test_marking_again_records_the_new_shape() -> None:
+    made = forward([1, 1], [3, 4])
+    made.mark_attention_planned("first", replan_equivalent=True)
+    padded = made.padded(4)
+    padded.mark_attention_planned("second", replan_equivalent=True)
+    assert not padded.needs_attention_plan()
+    assert padded.plan == "second"
+    assert made.plan == "first"
+
+
+def test_a_split_batchs_children_start_unplanned() -> None:
+    made = forward([1, 3], [5, 2])
+    made.mark_attention_planned("plan")
+    first, rest = made.split(1)
+    assert first.needs_attention_plan()
+    assert rest.needs_attention_plan()
+    assert contents(first) == contents(forward([1], [5]))
+    assert rest.positions.tolist() == [2, 3, 4]
+    assert rest.token_to_row.tolist() == [0, 0, 0]
+    assert rest.cu_query_lens.tolist() == [0, 3]

@@ -1,0 +1,192 @@
+"""The relay against a dictionary, and what its stamps are for: a wrong read fails the step."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from aserve.errors import BugError
+from aserve.gpu.device.cuda.ops import triton_row_ops
+from aserve.gpu.executor import TorchExecutor
+from aserve.gpu.step.future_map import LAST_TOKEN, PLAIN_ROWS, SEQ_LEN, FutureMap, RelayField
+from aserve.messages.base import pack_i32
+from aserve.messages.results import StepFailed, StepResult
+from aserve.messages.step import ScheduleBatch
+from tests.fakes.hash_model import HashModel
+from tests.gpu.batch_builder import BatchBuilder, greedy
+from tests.gpu.drive import make_executor
+
+MAX_ROWS = 6
+CPU = torch.device("cpu")
+FIELDS = (RelayField(SEQ_LEN, (), torch.int64), RelayField("pair", (2,), torch.float64))
+ROWS = st.lists(st.integers(1, MAX_ROWS), min_size=1, unique=True)
+
+
+class RelayAgainstDictionary(RuleBasedStateMachine):
+    """Rows join, sample, finish, are aborted or retracted, and get new tenants, in any order."""
+
+    ops = PLAIN_ROWS
+
+    @initialize()
+    def make(self) -> None:
+        self.relay = FutureMap(FIELDS, max_rows=MAX_ROWS, device=CPU, ops=self.ops)
+        self.tokens: dict[int, int] = {}
+        self.lens: dict[int, int] = {}
+        self.pairs: dict[int, list[float]] = {}
+        self.stamps: dict[int, int] = {}
+        self.iteration = 0
+
+    @rule(rows=ROWS)
+    def join(self, rows: list[int]) -> None:
+        """The row may have been anybody's: finished, aborted or retracted."""
+        self.relay.forget(torch.tensor(rows))
+        self.stamps = {row: at for row, at in self.stamps.items() if row not in rows}
+
+    @rule(rows=ROWS)
+    def publish(self, rows: list[int]) -> None:
+        values = [100 * self.iteration + row for row in rows]
+        self.relay.publish(torch.tensor(rows), torch.tensor(values))
+        self.lens |= zip(rows, values, strict=True)
+
+    @rule(rows=ROWS, has_pair=st.booleans())
+    def sample(self, rows: list[int], *, has_pair: bool) -> None:
+        """A field that is not stashed keeps its value."""
+        self.iteration += 1
+        tokens = [1000 * self.iteration + row for row in rows]
+        pairs = [[0.5 * token, -float(row)] for token, row in zip(tokens, rows, strict=True)]
+        fields = {LAST_TOKEN: torch.tensor(tokens)}
+        if has_pair:
+            fields["pair"] = torch.tensor(pairs, dtype=torch.float64)
+            self.pairs |= zip(rows, pairs, strict=True)
+        self.relay.stash(torch.tensor(rows), fields, iteration=torch.tensor([self.iteration]))
+        self.tokens |= zip(rows, tokens, strict=True)
+        self.stamps |= dict.fromkeys(rows, self.iteration)
+
+    @rule(ids=st.lists(st.integers(-MAX_ROWS, 5_000)))
+    def read(self, ids: list[int]) -> None:
+        resolved = self.relay.resolve(torch.tensor(ids, dtype=torch.int64))
+        assert resolved.tolist() == [i if i >= 0 else self.tokens.get(-i, 0) for i in ids]
+        rows = range(1, MAX_ROWS + 1)
+        everybody = torch.tensor(rows)
+        assert self.relay.read(SEQ_LEN, everybody).tolist() == [self.lens.get(r, 0) for r in rows]
+        assert self.relay.read("pair", everybody).tolist() == [
+            self.pairs.get(row, [0.0, 0.0]) for row in rows
+        ]
+        assert self.relay.written_iter.tolist() == [0, *(self.stamps.get(r, 0) for r in rows)]
+
+
+RelayAgainstDictionary.TestCase.settings = settings(max_examples=60, stateful_step_count=20)
+TestRelay = RelayAgainstDictionary.TestCase
+
+
+class TritonAgainstDictionary(RelayAgainstDictionary):
+    """Triton's kernels, in the interpreter."""
+
+    ops = triton_row_ops(torch.float32)
+
+
+TritonAgainstDictionary.TestCase.settings = settings(max_examples=15, stateful_step_count=10)
+TestTritonRelay = TritonAgainstDictionary.TestCase
+
+
+def test_a_model_in_float64_has_its_relay_in_torch() -> None:
+    assert triton_row_ops(torch.float64) is PLAIN_ROWS
+
+
+def test_ids_larger_than_max_rows_stand_for_themselves() -> None:
+    relay = FutureMap((), max_rows=3, device=CPU)
+    relay.stash(
+        torch.tensor([1, 2, 3]), {LAST_TOKEN: torch.tensor([7, 8, 9])}, iteration=torch.tensor([1])
+    )
+    ids = torch.tensor([0, 3, 4, 150_000, -3, 2**31 - 1])
+    assert relay.resolve(ids).tolist() == [0, 3, 4, 150_000, 9, 2**31 - 1]
+
+
+def test_id_0_stands_for_itself_whatever_padding_wrote_into_row_0() -> None:
+    relay = FutureMap((), max_rows=3, device=CPU)
+    rows, tokens = torch.tensor([0, 1, 0]), torch.tensor([7, 8, 9])
+    relay.stash(rows, {LAST_TOKEN: tokens}, iteration=torch.tensor([1]))
+    assert relay.resolve(torch.tensor([0, -1])).tolist() == [0, 8]
+
+
+def test_what_was_read_does_not_change_with_the_next_stash() -> None:
+    relay = FutureMap((), max_rows=3, device=CPU)
+    rows = torch.tensor([2])
+    relay.stash(rows, {LAST_TOKEN: torch.tensor([7])}, iteration=torch.tensor([1]))
+    read, resolved = relay.read(LAST_TOKEN, rows), relay.resolve(-rows)
+    relay.stash(rows, {LAST_TOKEN: torch.tensor([8])}, iteration=torch.tensor([2]))
+    assert (read.tolist(), resolved.tolist()) == ([7], [7])
+
+
+def test_a_field_that_two_declare_is_refused() -> None:
+    with pytest.raises(BugError, match="declared twice"):
+        FutureMap((*FIELDS, FIELDS[0]), max_rows=1, device=CPU)
+
+
+# ---------------------------------------------------------------- stamps, in a real step
+
+
+@pytest.fixture
+async def executor() -> AsyncIterator[TorchExecutor]:
+    executor = make_executor(HashModel())
+    executor.start(asyncio.get_running_loop())
+    yield executor
+    executor.close()
+
+
+def expecting(batch: ScheduleBatch, iteration: int) -> ScheduleBatch:
+    return msgspec.structs.replace(batch, expects=pack_i32([iteration]))
+
+
+async def assert_fails(executor: TorchExecutor, batch: ScheduleBatch, *, says: str) -> None:
+    outcome = await executor.launch(batch)
+    assert isinstance(outcome, StepFailed)
+    assert outcome.error.code == "bug"
+    assert says in outcome.error.message
+
+
+async def test_a_stale_relay_read_fails_its_step(executor: TorchExecutor) -> None:
+    builder = BatchBuilder(executor.spec)
+    executor.launch(builder.batch({2: [5, 6]}, sampling=[2]))
+    executor.launch(builder.batch({2: [-2]}, sampling=[2]))
+    stale = expecting(builder.batch({2: [-2]}, sampling=[2]), 1)
+    await assert_fails(executor, stale, says="row 2 reads the relay of step 1, but step 2 wrote it")
+
+
+async def test_a_relay_read_of_a_row_that_never_sampled_fails_its_step(
+    executor: TorchExecutor,
+) -> None:
+    builder = BatchBuilder(executor.spec)
+    executor.launch(builder.batch({2: [5, 6]}, sampling=[]))
+    builder.sampled_in[2] = 1
+    missing = builder.batch({2: [-2]}, sampling=[2])
+    await assert_fails(
+        executor, missing, says="row 2 reads the relay of step 1, but step 0 wrote it"
+    )
+
+
+async def test_a_relay_read_of_the_rows_former_tenant_fails_its_step(
+    executor: TorchExecutor,
+) -> None:
+    builder = BatchBuilder(executor.spec)
+    executor.launch(builder.batch({2: [5, 6]}, sampling=[2]))
+    executor.launch(builder.batch({2: [9]}, sampling=[], inits=[greedy(2)]))
+    builder.sampled_in[2] = 1
+    reused = builder.batch({2: [-2]}, sampling=[2])
+    await assert_fails(
+        executor, reused, says="row 2 reads the relay of step 1, but step 0 wrote it"
+    )
+
+
+async def test_the_right_relay_read_is_no_failure(executor: TorchExecutor) -> None:
+    builder = BatchBuilder(executor.spec)
+    executor.launch(builder.batch({2: [5, 6]}, sampling=[2]))
+    executor.launch(builder.batch({3: [5]}, sampling=[3]))
+    assert isinstance(await executor.launch(builder.batch({2: [-2]}, sampling=[2])), StepResult)

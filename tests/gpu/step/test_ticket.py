@@ -1,0 +1,107 @@
+"""Tickets and their futures, without a device: what awaiters get, and what silence costs."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from typing import Any
+
+import pytest
+
+from aserve.errors import BugError, StepError
+from aserve.gpu.step.ticket import StepTicket
+from aserve.messages.base import pack_i32
+from aserve.messages.results import SeqLens, StepFailed, StepResult
+
+RESULT = StepResult(
+    3,
+    rows=pack_i32([4, 1, 2]),
+    counts=pack_i32([2, 1, 3]),
+    tokens=pack_i32([10, 11, 12, 13, 14, 15]),
+)
+FAILED = StepFailed(3, StepError("burst").info())
+LENS = SeqLens(3, rows=pack_i32([1]), lens=pack_i32([7]))
+
+
+def ticket() -> StepTicket:
+    return StepTicket(3, asyncio.get_running_loop())
+
+
+async def test_each_row_gets_its_own_tokens() -> None:
+    step = ticket()
+    step.complete(RESULT)
+    assert [await step[row] for row in (1, 2, 4)] == [(12,), (13, 14, 15), (10, 11)]
+
+
+async def test_a_row_that_was_not_sampled_is_a_bug() -> None:
+    step = ticket()
+    step.complete(RESULT)
+    with pytest.raises(BugError, match="samples no row 3"):
+        await step[3]
+
+
+async def test_a_ticket_can_be_awaited_by_many_and_one_that_leaves_takes_nobody_along() -> None:
+    step = ticket()
+
+    async def wait() -> object:
+        return await step
+
+    waiters = [asyncio.ensure_future(wait()) for _ in range(3)]
+    await asyncio.sleep(0)
+    waiters[0].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiters[0]
+    step.complete(RESULT)
+    assert await asyncio.gather(*waiters[1:]) == [RESULT, RESULT]
+
+
+async def test_an_awaiter_wakes_in_the_turn_after_the_result() -> None:
+    """A loop that is never idle takes long for each turn."""
+    step = ticket()
+
+    async def wait() -> object:
+        return await step
+
+    waiter = asyncio.ensure_future(wait())
+    await asyncio.sleep(0)
+    step.complete(RESULT)
+    await asyncio.sleep(0)
+    assert waiter.done()
+
+
+async def test_lengths_come_before_the_result_and_stay() -> None:
+    step = ticket()
+    step.publish(lambda: LENS)
+    assert await step.seq_lens == LENS
+    step.complete(RESULT)
+    assert await step.seq_lens == LENS
+
+
+async def test_a_failure_is_a_value_of_the_ticket_and_an_error_of_its_parts() -> None:
+    step = ticket()
+    step.complete(FAILED)
+    assert await step == FAILED
+    with pytest.raises(StepError, match="burst"):
+        await step[1]
+    with pytest.raises(StepError, match="burst"):
+        await step.seq_lens
+
+
+async def test_lengths_that_were_published_survive_a_late_failure() -> None:
+    step = ticket()
+    step.publish(lambda: LENS)
+    step.complete(FAILED)
+    assert await step.seq_lens == LENS
+
+
+async def test_a_ticket_that_nobody_awaits_says_nothing() -> None:
+    complaints: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    for outcome in (RESULT, FAILED):
+        step = ticket()
+        rows, lens = step[1], step.seq_lens
+        step.complete(outcome)
+        del step, rows, lens
+        gc.collect()
+    await asyncio.sleep(0)
+    assert complaints == []

@@ -1,0 +1,36 @@
+"""A step's arrays in one buffer: there again on the device, and where kernels want them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aserve.gpu.transfer.staging import DeviceArrays, HostArrays
+
+KERNEL_BYTES = 16  # a pointer that is a multiple of it is another kernel's than one that is not
+LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=6)
+
+
+@given(narrow=LENGTHS, wide=LENGTHS)
+def test_every_array_is_found_again_and_begins_where_all_others_do(
+    narrow: list[int], wide: list[int]
+) -> None:
+    """Whatever lengths the arrays before it have: no step meets a kernel that is not compiled."""
+    arrays = HostArrays()
+    given_values: dict[str, np.ndarray[tuple[int], np.dtype[np.int32]]] = {}
+    for number, length in enumerate(narrow):
+        values = given_values[f"n{number}"] = np.arange(length, dtype=np.int32) + number
+        arrays.add(f"n{number}", values)
+    for number, length in enumerate(wide):
+        arrays.add_wide(f"w{number}", np.arange(length) - (1 << 40))
+    words = torch.empty(arrays.num_words, dtype=torch.int32)
+    indices = arrays.write(words.numpy())
+    there = DeviceArrays(words, indices)
+    for name, values in given_values.items():
+        assert there.narrow_ints(name).tolist() == there.ints(name).tolist() == values.tolist()
+    for number, length in enumerate(wide):
+        assert there.wide_ints(f"w{number}").tolist() == [n - (1 << 40) for n in range(length)]
+    for place in indices.values():
+        assert place.start * words.itemsize % KERNEL_BYTES == 0

@@ -1,0 +1,207 @@
+"""What is set before torch is imported: seen from a process that has not imported it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import os, sys
+from aserve.host.environment import prepare_process
+prepare_process({threads})
+assert not {{"torch", "numba"}} & sys.modules.keys()
+import numba
+print(os.environ["OMP_NUM_THREADS"], numba.config.NUMBA_NUM_THREADS)
+print(numba.config.CACHE_DIR, os.environ["GOMP_SPINCOUNT"])
+"""
+
+
+def prepared(threads: int | None, **environment: str) -> list[str]:
+    given = {"PYTHONPATH": ":".join(sys.path), "HOME": "/dev/null", **environment}
+    program = PROGRAM.format(threads=threads)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=given, check=True
+    )
+    return done.stdout.split()
+
+
+@pytest.mark.slow
+def test_threads_spinning_and_the_kernel_cache_are_set_before_the_libraries(tmp_path: Path) -> None:
+    environment = {"OMP_NUM_THREADS": "3", "XDG_CACHE_HOME": str(tmp_path)}
+    *threads, cache, spinning = prepared(1, **environment)
+    assert (threads, spinning) == (["1", "1"], "10000")
+    assert Path(cache).parent == tmp_path / "aserve"
+    assert prepared(None, GOMP_SPINCOUNT="7", **environment) == ["3", "3", cache, "7"]
+
+
+@pytest.mark.slow
+def test_a_change_of_any_kernel_source_begins_a_cache_anew(tmp_path: Path) -> None:
+    """Numba keeps a function until its own file changes, whatever it calls."""
+    import aserve_kernels
+
+    shutil.copytree(Path(aserve_kernels.__path__[0]), tmp_path / "aserve_kernels")
+    path = ":".join([str(tmp_path), *sys.path])
+    environment = {"PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path)}
+    first = prepared(1, **environment)
+    assert prepared(1, **environment) == first
+    with (tmp_path / "aserve_kernels/cpu/lanes.py").open("a") as source:
+        source.write("# changed\n")
+    assert prepared(1, **environment)[2] != first[2]
+
+
+@pytest.mark.slow
+def test_a_new_cache_removes_those_that_no_start_used_for_a_month(tmp_path: Path) -> None:
+    caches = tmp_path / "aserve"
+    old, recent, other = (caches / name for name in ("kernels-1", "kernels-2", "models"))
+    for path, days in ((old, 31), (recent, 29), (other, 31)):
+        (path / "numba").mkdir(parents=True)
+        os.utime(path, (then := time.time() - days * 24 * 3600, then))
+    used = Path(prepared(1, XDG_CACHE_HOME=str(tmp_path))[2])
+    assert set(caches.iterdir()) == {recent, other, used}
+
+
+@pytest.mark.slow
+def test_a_start_marks_its_cache_as_used(tmp_path: Path) -> None:
+    used = Path(prepared(1, XDG_CACHE_HOME=str(tmp_path))[2])
+    os.utime(used, (0, 0))
+    prepared(1, XDG_CACHE_HOME=str(tmp_path))
+    assert used.stat().st_mtime > time.time() - 3600
+
+
+SPINNING = """
+from aserve.host.environment import prepare_process
+prepare_process(2)
+import torch
+"""
+
+
+@pytest.mark.slow
+def test_openmp_itself_sees_the_threads_and_the_bounded_spinning() -> None:
+    environment = {"PYTHONPATH": ":".join(sys.path), "OMP_DISPLAY_ENV": "VERBOSE"}
+    shown = subprocess.run(
+        [sys.executable, "-c", SPINNING], capture_output=True, text=True, env=environment
+    ).stderr
+    assert "OMP_NUM_THREADS = '2'" in shown
+    assert "GOMP_SPINCOUNT = '10000'" in shown
+
+
+TEMPORARIES = """
+import resource, threading
+from aserve.host.environment import keep_freed_memory, prepare_process
+prepare_process(1)
+def page_faults(count):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(count):
+        bytearray(1 << 26)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(page_faults(20))
+keep_freed_memory()
+def work():
+    page_faults(2)
+    print(page_faults(20))
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.slow
+def test_large_temporaries_of_a_thread_are_not_mapped_anew_each_time() -> None:
+    environment = {"PYTHONPATH": ":".join(sys.path), "HOME": "/dev/null"}
+    program = [sys.executable, "-c", TEMPORARIES]
+    done = subprocess.run(program, capture_output=True, text=True, env=environment, check=True)
+    before, after = map(int, done.stdout.split())
+    assert before > 200
+    assert after < 20
+
+
+NARROWED = """
+import os
+from aserve.host.environment import prepare_process
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+prepare_process(None)
+print(os.environ["OMP_NUM_THREADS"])
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_may_run_on_one_core_computes_in_one_thread() -> None:
+    """As in a container with a cpuset."""
+    environment = {"PYTHONPATH": ":".join(sys.path), "HOME": "/dev/null"}
+    program = [sys.executable, "-c", NARROWED]
+    done = subprocess.run(program, capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout == "1\n"
+
+
+TWO_ENGINES = """
+import numpy as np
+from aserve.host.environment import prepare_process
+prepare_process(1)
+import numba
+@numba.njit(parallel=True)
+def first(x):
+    for i in numba.prange(len(x)):
+        x[i] += 1
+@numba.njit(parallel=True)
+def second(x):
+    for i in numba.prange(len(x)):
+        x[i] += 2
+numbers = np.zeros(4)
+first(numbers)
+prepare_process(2)
+second(numbers)
+print(numbers.sum(), numba.config.NUMBA_NUM_THREADS)
+"""
+
+
+@pytest.mark.slow
+def test_a_second_engine_with_other_threads_compiles_its_kernels_in_the_same_process() -> None:
+    """Numba reads the environment when it compiles, and refuses another number of threads."""
+    environment = {"PYTHONPATH": ":".join(sys.path), "HOME": "/dev/null"}
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_ENGINES], capture_output=True, text=True, env=environment
+    )
+    assert done.stderr == ""
+    assert done.stdout.split() == ["12.0", "1"]
+
+
+@pytest.mark.slow
+def test_a_user_without_a_writable_home_still_gets_a_cache_of_his_own() -> None:
+    *_, cache, _ = prepared(1)
+    directory = Path(cache)
+    assert directory.stat().st_mode & 0o077 == 0
+    directory.rmdir()
+
+
+WITHOUT_A_CACHE = """
+import logging, sys, tempfile
+tempfile.tempdir = "/dev/null"
+logging.basicConfig()
+from aserve.host.environment import prepare_process
+prepare_process(1)
+import numba
+from numba.core import caching
+assert not numba.config.CACHE_DIR
+caching.CacheImpl._locator_classes.clear()  # which look for other folders, beside the source
+import torch
+from aserve_kernels.cpu.rms_norm import compile_rms_norm, rms_norm
+compile_rms_norm(torch.float32)
+print(rms_norm(torch.ones(1, 1), torch.ones(1), 0.0)[0, 0])
+"""
+
+
+@pytest.mark.slow
+def test_kernels_are_compiled_for_this_process_where_no_folder_can_be_written() -> None:
+    environment = {"PYTHONPATH": ":".join(sys.path), "HOME": "/dev/null"}
+    program = [sys.executable, "-c", WITHOUT_A_CACHE]
+    done = subprocess.run(program, capture_output=True, text=True, env=environment)
+    (line,) = done.stderr.splitlines()
+    assert "every start compiles all kernels" in line
+    assert "/dev/null/.cache" in line
+    assert done.stdout == "tensor(1.)\n"

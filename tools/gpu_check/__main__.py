@@ -1,0 +1,41 @@
+"""`python -m tools.gpu_check`: the same as `aserve bench gpu-check`, on a machine that lacks
+packages which come from --wheels: those are added before anything else is imported.
+
+Must import only the standard library, and decide nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+from tools.gpu_check.wheels import OUT, add_wheels
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--wheels", type=Path)
+    parser.add_argument("--out", type=Path, default=Path(OUT))
+    known, _ = parser.parse_known_args(arguments)
+    if importlib.util.find_spec("aserve_kernels") is None:  # a checkout that is not installed
+        sys.path.insert(1, str(Path(__file__).parents[3] / "kernels"))
+    if known.wheels is not None:
+        try:
+            add_wheels(known.wheels, known.out)
+        except (OSError, subprocess.CalledProcessError) as error:
+            sys.stderr.write(f"gpu-check: {error}\n")
+            return 2
+    try:
+        from aserve.cli import main as command_line
+        from tools.gpu_check import check  # noqa: F401  # all that is needed to report
+    except ModuleNotFoundError as error:
+        sys.stderr.write(f"gpu-check: {error.name} is not installed, nor among the wheels\n")
+        return 2
+    return command_line(["bench", "gpu-check", *arguments])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

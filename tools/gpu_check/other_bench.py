@@ -1,0 +1,29 @@
+"""Another bench of `aserve bench` on this machine, as a user runs it; its last line is what it
+found.
+
+It does not know what the bench measures.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import msgspec
+
+from aserve.errors import BugError
+from tools.gpu_check.records import Figures
+from tools.gpu_check.setting import Setting
+
+
+def measure(setting: Setting, name: str) -> Figures:
+    return run_bench(name, *setting.sizes.bench_arguments.get(name, ()))
+
+
+def run_bench(name: str, *arguments: str) -> Figures:
+    command = (sys.executable, "-m", "aserve", "bench", name, *arguments)
+    ended = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+    sys.stdout.write(ended.stdout.decode(errors="replace"))
+    if ended.returncode:
+        raise BugError(f"aserve bench {name} ended with {ended.returncode}")
+    return msgspec.json.decode(ended.stdout.splitlines()[-1], type=Figures)

@@ -1,0 +1,84 @@
+"""What a part is given: the device, the sizes, a folder for model configs, and where figures go.
+
+It knows no part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from aserve.config import Facts, Raw, Resolved, resolve
+from aserve.gpu.build import BuildOptions
+from aserve.gpu.device.base import Device
+from aserve.gpu.device.registry import open_device
+from aserve.tiny import MODEL_DIR
+from tools.gpu_check.records import Figures
+from tools.gpu_check.shapes import SIZES, ModelShape, Sizes
+
+PAGE_SIZE = 16
+DTYPES: Mapping[str, str] = {"cuda": "bfloat16", "cpu": "float32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """`keep` stores what a part has found so far, in case that it does not come to its end."""
+
+    device: str
+    shape: str
+    folder: Path
+    keep: Callable[[Figures], None]
+
+    @property
+    def sizes(self) -> Sizes:
+        return SIZES[self.shape]
+
+    @property
+    def device_flags(self) -> dict[str, object]:
+        return {"device": self.device}
+
+    def flags(self, model: ModelShape, *, num_rows: int, max_len: int) -> dict[str, object]:
+        """The engine's options for so many rows of so many tokens each, all of them at once."""
+        pages_per_row = -(-max_len // PAGE_SIZE) + 1
+        return {
+            **self.device_flags,
+            "model": str(model.write(self.folder) / "config.json"),
+            "load_format": "dummy",
+            "dtype": DTYPES[self.device],
+            "generation_config": "none",
+            "max_model_len": max_len,
+            "max_num_seqs": num_rows,
+            "max_num_batched_tokens": max(8192, num_rows),
+            "page_size": PAGE_SIZE,
+            "num_pages": 1 + num_rows * pages_per_row,
+            "no_prefix_cache": True,
+            "cuda_graph_capture": "eager",  # else what is measured has captures in it
+        }
+
+    def open_device(self) -> Device:
+        """Captures steps also where the device leaves that out by itself: the dry run's."""
+        device = open_device(self.device)
+        device.graph_rows = max(self.sizes.batches)
+        return device
+
+    def for_steps(self, options: BuildOptions) -> BuildOptions:
+        """The dry run's: what is compiled for the CPU cannot be captured there."""
+        if self.device == "cuda":
+            return options
+        return dataclasses.replace(options, attention="torch-ref", dtype="float64")
+
+
+def resolved_of(flags: Mapping[str, object]) -> Resolved:
+    """NOTE: neither environment nor file is read: a figure means the same everywhere."""
+    return resolve(Raw(command_line=flags), Facts(default_model=str(MODEL_DIR)))
+
+
+def command_line(flags: Mapping[str, object]) -> list[str]:
+    """The same options for a command."""
+    words = []
+    for name, value in flags.items():
+        flag = "--" + name.replace("_", "-")
+        words += [flag] if value is True else [flag, str(value)]
+    return words

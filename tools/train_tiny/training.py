@@ -1,0 +1,127 @@
+"""The training loop: batches in, optimiser steps, checkpoints and running losses out.
+
+It knows no command line and no folder layout of the exported model.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from torch.nn import functional
+
+from tools.train_tiny.muon import Muon
+from tools.train_tiny.network import Llama
+from tools.train_tiny.packing import Batch, Packer
+from tools.train_tiny.recipe import Recipe, Stage
+
+CHECKPOINT_EVERY_S = 150.0
+
+
+@dataclass(frozen=True)
+class Progress:
+    step: int
+    stage: Stage
+    num_tokens: int
+    loss: float  # weighted, of this step's batch
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training run is given; `precision` is that of the products, weights are float32."""
+
+    recipe: Recipe
+    tokenizer: Tokenizer
+    seed: int
+    precision: torch.dtype
+    checkpoint: Path | None
+
+
+def train(network: Llama, run: Run, *, report: Callable[[Progress], None]) -> None:
+    """Written weights can be taken up again: a run finds its checkpoint and goes on from it."""
+    optimizers = optimizers_for(network, run.recipe)
+    first_step = restored_step(network, run.checkpoint)
+    num_tokens = 0
+    saved_at = time.monotonic()
+    for step, (stage, packer, stage_step) in enumerate(schedule(run)):
+        num_tokens += stage.length * stage.rows
+        if step < first_step:
+            continue
+        factor = run.recipe.rates.factor(step, num_tokens / run.recipe.num_tokens)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak_lr"] * factor
+        loss = train_step(network, packer.batch(stage_step), optimizers, precision=run.precision)
+        report(Progress(step, stage, num_tokens, loss))
+        if run.checkpoint and time.monotonic() - saved_at > CHECKPOINT_EVERY_S:
+            save_checkpoint(network, run.checkpoint, next_step=step + 1)
+            saved_at = time.monotonic()
+
+
+def schedule(run: Run) -> Iterator[tuple[Stage, Packer, int]]:
+    for stage in run.recipe.stages:
+        packer = Packer(run.tokenizer, stage, seed=run.seed)
+        for stage_step in range(stage.steps):
+            yield stage, packer, stage_step
+
+
+def optimizers_for(network: Llama, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices, AdamW for the embedding and the norms."""
+    named = list(network.named_parameters())
+    matrices = [weight for name, weight in named if is_matrix(name, weight)]
+    others = [weight for name, weight in named if not is_matrix(name, weight)]
+    adam = torch.optim.AdamW(
+        others, lr=recipe.rates.adam, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+    )
+    optimizers = [Muon(matrices, lr=recipe.rates.muon), adam]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak_lr"] = group["lr"]
+    return optimizers
+
+
+def is_matrix(name: str, weight: torch.Tensor) -> bool:
+    return weight.ndim == 2 and "embed_tokens" not in name
+
+
+def train_step(
+    network: Llama,
+    batch: Batch,
+    optimizers: list[torch.optim.Optimizer],
+    *,
+    precision: torch.dtype,
+) -> float:
+    is_mixed = precision != torch.float32
+    with torch.autocast("cpu", precision) if is_mixed else contextlib.nullcontext():
+        logits = network(batch.ids[:, :-1])
+    losses = functional.cross_entropy(
+        logits.flatten(0, 1).float(), batch.ids[:, 1:].flatten(), reduction="none"
+    )
+    weights = batch.weights.flatten()
+    loss = (losses * weights).sum() / weights.sum()
+    torch.autograd.backward(loss)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+
+
+def save_checkpoint(network: Llama, path: Path, *, next_step: int) -> None:
+    weights = {name: weight.detach() for name, weight in network.named_parameters()}
+    unfinished = path.with_suffix(".part")
+    save_file(weights, unfinished, metadata={"next_step": str(next_step)})
+    unfinished.replace(path)
+
+
+def restored_step(network: Llama, path: Path | None) -> int:
+    """0 without a checkpoint. Momenta are not kept: they are full again after some steps."""
+    if path is None or not path.exists():
+        return 0
+    network.load_state_dict(load_file(path))
+    with safe_open(path, framework="pt") as opened:
+        return int(opened.metadata()["next_step"])
