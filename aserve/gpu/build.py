@@ -25,7 +25,7 @@ from aserve.gpu.cudagraph.warmup import names_the_option, run_largest_steps
 from aserve.gpu.decode.base import DecodeMode
 from aserve.gpu.decode.registry import MODES
 from aserve.gpu.device.base import Device
-from aserve.gpu.device.ops import DeviceOps, MakeFusedStep
+from aserve.gpu.device.ops import DeviceOps
 from aserve.gpu.device.registry import open_device
 from aserve.gpu.executor import ExecutorParts, TorchExecutor
 from aserve.gpu.kv.layer_groups import LayerGroup, group_layers
@@ -123,7 +123,7 @@ def build_on(
     mode = MODES[options.decode]()
     max_mixed_prefill_tokens = options.max_mixed_prefill_tokens or form.max_mixed_prefill_tokens
     options = dataclasses.replace(options, max_mixed_prefill_tokens=max_mixed_prefill_tokens)
-    return assemble(model, mode, device, options, about=about, fused_step=form.fused_step)
+    return assemble(model, mode, device, options, about=about)
 
 
 def assemble(
@@ -133,12 +133,11 @@ def assemble(
     options: BuildOptions,
     *,
     about: str | None = None,
-    fused_step: MakeFusedStep | None = None,
 ) -> TorchExecutor:
-    """An executor around a model that is there already; `about` says in which form, if
-    that is more than its dtype. A `fused_step` is not taken around attention chosen by name."""
+    """Builds an executor around a loaded model; `about` describes its weights where that is more
+    than the dtype. A fused step brings its own attention, so a backend chosen by name has none."""
     ops = device.ops(model.dtype, is_deterministic=options.deterministic)
-    parts = _Parts(model, group_layers(model.layers), mode, device, ops, options, fused_step)
+    parts = _Parts(model, group_layers(model.layers), mode, device, ops, options)
     num_pages, budget_bytes = options.num_pages, 0
     if num_pages is None:
         run_largest = functools.partial(_run_largest, parts)
@@ -172,7 +171,6 @@ class _Parts:
     device: Device
     ops: DeviceOps
     options: BuildOptions
-    fused_step: MakeFusedStep | None
 
     @property
     def max_rows(self) -> int:
@@ -235,9 +233,7 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
             mode=mode,
             is_debug=options.debug_checks,
             sample_ops=parts.ops.sample_ops,
-            fused_step=parts.fused_step(model, state)
-            if parts.fused_step and attention.is_auto
-            else None,
+            fused_step=parts.ops.fused_step(model, state) if attention.is_auto else None,
             resolve=parts.ops.resolve,
         )
     )

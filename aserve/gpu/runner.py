@@ -172,7 +172,7 @@ class ModelRunner:
         if step.plan.prompts is None:
             return sampled
         prompts = value_prompts(step.plan.prompts, arrays, hidden, self.model.logits)
-        return dataclasses.replace(sampled, prompts=prompts)
+        return dataclasses.replace(sampled, prompts=prompts.packed())
 
     def hold(self, step: DeviceStep, hidden: Tensor) -> None:
         """Keeps logits of the held rows until their Sample."""

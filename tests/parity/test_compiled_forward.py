@@ -19,7 +19,7 @@ from aserve.gpu.decode.registry import MODES
 from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.device.cpu.fused_decoder import FEW_TOKENS, CompiledForward, make_compiled_forward
 from aserve.gpu.device.cpu.kernel_linear import prepare_tiled
-from aserve.gpu.device.registry import open_device
+from aserve.gpu.device.ops import DeviceOps, MakeFusedStep
 from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.kv.layer_groups import group_layers
 from aserve.gpu.kv.pools import KvPools
@@ -157,6 +157,17 @@ class Counted(CompiledForward):
         return super().step(plan)
 
 
+class CountingCpu(CpuDevice):
+    """The CPU with a fused step that counts its calls."""
+
+    def __init__(self, make: MakeFusedStep) -> None:
+        super().__init__()
+        self._make = make
+
+    def ops(self, dtype: torch.dtype, *, is_deterministic: bool) -> DeviceOps:
+        return replace(super().ops(dtype, is_deterministic=is_deterministic), fused_step=self._make)
+
+
 @asynccontextmanager
 async def both(
     directory: Path, dtype: torch.dtype, *, temperature: float
@@ -176,7 +187,7 @@ async def both(
         )
         model = load_tiled(directory, dtype)
         mode = MODES[options.decode]()
-        return assemble(model, mode, open_device("cpu"), options, fused_step=counted)
+        return assemble(model, mode, CountingCpu(counted), options)
 
     executors = build("auto"), build("torch-ref")
     for executor in executors:

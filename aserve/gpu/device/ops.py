@@ -1,6 +1,6 @@
-"""How a device computes, fastest, what a model of one dtype needs beside its products.
+"""The fused operators that a device provides for one dtype, and the fused step that it may have.
 
-It knows no device: each says which ways are its own.
+Defaults are plain torch. Each device fills in what it does faster (`Device.ops`).
 """
 
 from __future__ import annotations
@@ -22,23 +22,9 @@ from aserve.gpu.step.resolve import DeviceState, Resolve, resolve
 from aserve.gpu.step.results import Packed
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceOps:
-    """In torch, if nothing else is said."""
-
-    elementwise: Elementwise = PLAIN  # the layers between the products
-    rope_and_store_kv: RopeAndStoreKv = (
-        rope_then_store_kv  # how heads are turned, and get into their pools
-    )
-    row_ops: RowOps = PLAIN_ROWS  # how rows of the relay are read and written
-    resolve: Resolve = resolve  # how a step's words become the model's inputs
-    sample_ops: SampleOps = PLAIN_OPS
-
-
-TORCH_OPS = DeviceOps()
-
-
 class FusedStep(Protocol):
+    """Runs some forwards, and some whole steps, in one call instead of one call per operator."""
+
     def can_run(self, batch: ForwardBatch) -> bool: ...
 
     def run(self, batch: ForwardBatch) -> Tensor:
@@ -52,4 +38,24 @@ class FusedStep(Protocol):
         """As `ModelRunner.step` without debug checks: resolves, runs, draws and stashes."""
 
 
-MakeFusedStep: TypeAlias = Callable[[CausalModel, DeviceState], FusedStep | None]  # None: has none
+# None where the device has no fused step for this model.
+MakeFusedStep: TypeAlias = Callable[[CausalModel, DeviceState], FusedStep | None]
+
+
+def no_fused_step(_model: CausalModel, _state: DeviceState) -> None:
+    """For devices that run every step operator by operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceOps:
+    """The operators of one device and dtype; each default is the torch reference."""
+
+    elementwise: Elementwise = PLAIN  # norms, residual sums and gated activations
+    rope_and_store_kv: RopeAndStoreKv = rope_then_store_kv
+    row_ops: RowOps = PLAIN_ROWS  # gathers and scatters rows of the relay
+    resolve: Resolve = resolve  # turns a step's staged words into the model's inputs
+    sample_ops: SampleOps = PLAIN_OPS
+    fused_step: MakeFusedStep = no_fused_step
+
+
+TORCH_OPS = DeviceOps()

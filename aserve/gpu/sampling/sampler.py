@@ -17,7 +17,6 @@ from aserve.gpu.sampling.ops import PLAIN_OPS, SampleOps
 from aserve.gpu.sampling.params import LogitsRows, RowTables
 from aserve.gpu.sampling.plan import SamplePlan
 from aserve.gpu.sampling.token_masks import Outputs, ban
-from aserve.gpu.step.prompts import PromptValues
 from aserve.gpu.transfer.staging import DeviceArrays
 
 
@@ -47,7 +46,7 @@ class Sampled:
     chosen: Tensor
     top_ids: Tensor
     top_logprobs: Tensor
-    prompts: PromptValues | None = None
+    prompts: Tensor | None = None  # int32 [words], as step/prompts.py packs them
 
 
 class Sampler:

@@ -36,10 +36,6 @@ class PromptValues:
     embeddings: Tensor
 
     @property
-    def num_words(self) -> int:
-        return sum(values.numel() for values in self._in_order)
-
-    @property
     def _in_order(self) -> tuple[Tensor, ...]:
         return self.chosen, self.ranks, self.top_ids, self.top_logprobs, self.embeddings
 

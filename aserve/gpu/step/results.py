@@ -69,7 +69,7 @@ def _layout_of(emitted: Emitted) -> Layout:
         num_logits=len(emitted.sampled.is_valid),
         num_scored=num_scored,
         num_top=num_top,
-        num_prompt_words=0 if prompts is None else prompts.num_words,
+        num_prompt_words=0 if prompts is None else len(prompts),
     )
 
 
@@ -83,7 +83,7 @@ def pack(emitted: Emitted, checks: tuple[Tensor, ...] = ()) -> Packed:
         sampled.chosen.view(torch.int32),
         sampled.top_ids,
         sampled.top_logprobs.contiguous().view(torch.int32),
-        *(() if sampled.prompts is None else (sampled.prompts.packed(),)),
+        *(() if sampled.prompts is None else (sampled.prompts,)),
         *checks,
     )
     words = torch.cat([value.reshape(-1).to(torch.int32) for value in values])

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 
 from aserve.errors import ConfigError
-from aserve.gpu.device.ops import MakeFusedStep
 from aserve.gpu.layers.linear import Prepare
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -42,8 +41,7 @@ class WeightRequest:
 class WeightFormat:
     """`dtype` is that of activations, norms and KV; `prepare` makes the linear layers; `about` says
     both, and why, in a few words. `stored_bits` of a weight, where they are not those of `dtype`;
-    `max_threads` that gain anything, where that is known; `fused_step` of models that have one;
-    `max_mixed_prefill_tokens` of a step that decodes too, where fewer than fit are better.
+    `max_threads` that gain anything, where that is known; `max_mixed_prefill_tokens` of a step that decodes too, where fewer than fit are better.
     """
 
     dtype: torch.dtype
@@ -51,7 +49,6 @@ class WeightFormat:
     about: str
     stored_bits: int | None = None
     max_threads: int | None = None
-    fused_step: MakeFusedStep | None = None
     max_mixed_prefill_tokens: int | None = None
 
     @property

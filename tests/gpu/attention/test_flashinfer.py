@@ -30,7 +30,6 @@ from aserve.gpu.attention.reference import TorchReference
 from aserve.gpu.attention.registry import BACKENDS
 from aserve.gpu.device.base import Cut
 from aserve.gpu.device.cpu.device import CpuDevice
-from aserve.gpu.device.cpu.recorded import record
 from aserve.gpu.kv.layer_groups import group_layers
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.step.forward_batch import ForwardBatch, ForwardOverrides
@@ -41,6 +40,7 @@ from tests.fakes.cuda import FakeCuda
 from tests.fakes.flashinfer import LISTED_IN_TORCH, FakeDecode, FakeFlashInfer, FakePrefill
 from tests.fakes.graph_device import GraphDevice
 from tests.fakes.hash_model import HashModel
+from tests.fakes.recorded_graphs import record
 from tests.fakes.two_token_mode import TwoTokens
 from tests.gpu.attention.backend_parity import (
     HEAD_DIM,

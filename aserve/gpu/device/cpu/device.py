@@ -17,7 +17,6 @@ from torch import Tensor
 
 from aserve.gpu.device.base import Captured, Cut, Event
 from aserve.gpu.device.cpu.linear import ALONE
-from aserve.gpu.device.cpu.recorded import record
 from aserve.gpu.device.cpu.weights import choose_cpu_format, read_isa
 from aserve.gpu.device.ops import TORCH_OPS, DeviceOps
 from aserve.gpu.weights.format import WeightFormat, WeightRequest
@@ -75,7 +74,8 @@ class CpuDevice:
         return host.clone() if buffer is None else buffer.copy_(host)
 
     def capture(self, body: Callable[[Cut], Tensor]) -> Captured:
-        return record(body)
+        """NOTE: never called, because `graph_rows` is 0."""
+        raise RuntimeError("the CPU captures no graphs")
 
     def copy_out(self, values: Tensor, host: Tensor) -> Event:
         host.copy_(values)
@@ -90,6 +90,7 @@ class CpuDevice:
             return DeviceOps(elementwise=ALONE)
         if not has_kernels:
             return TORCH_OPS
+        from aserve.gpu.device.cpu.fused_decoder import make_compiled_forward
         from aserve.gpu.device.cpu.ops import (
             compiled_elementwise,
             compiled_sample_ops,
@@ -100,6 +101,7 @@ class CpuDevice:
             elementwise=compiled_elementwise(dtype),
             rope_and_store_kv=compiled_store(dtype),
             sample_ops=compiled_sample_ops(),
+            fused_step=make_compiled_forward,
         )
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

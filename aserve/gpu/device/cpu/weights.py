@@ -82,10 +82,9 @@ def choose_cpu_format(request: WeightRequest, isa: CpuIsa) -> WeightFormat:
         about = f"{format_.about}, each token alone"
         return replace(format_, prepare=per_token(format_.prepare), about=about)
     if _is_small(request) and request.quantization is None and _has_tiles(format_.dtype, isa):
-        from aserve.gpu.device.cpu.fused_decoder import make_compiled_forward
         from aserve.gpu.device.cpu.kernel_linear import prepare_tiled
 
-        format_ = replace(format_, prepare=prepare_tiled, fused_step=make_compiled_forward)
+        format_ = replace(format_, prepare=prepare_tiled)
     return format_
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.device.cpu.device import CpuDevice
-from aserve.gpu.device.cpu.recorded import record
+from tests.fakes.recorded_graphs import record
 
 
 def no_cut(values: Tensor) -> None:

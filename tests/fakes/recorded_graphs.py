@@ -80,7 +80,7 @@ class _Part:
 
 class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch says no types
+        super().__init__()
         self.parts: list[_Part] = []
         self._calls: list[_Call] = []
 
