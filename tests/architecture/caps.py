@@ -58,7 +58,7 @@ ALTERNATIVES = (
     *("aserve/processes/*", "aserve/frames.py"),
     *("aserve/gpu/fallback/*", "aserve/gpu/quant/*"),
     *("aserve/gpu/cudagraph/graphs.py", "aserve/gpu/cudagraph/shapes.py"),
-    *("aserve/gpu/device/cuda*.py", "tests.fakes.recorded_graphs.py"),
+    *("aserve/gpu/device/cuda*.py", "tools.gpu_check.recorded_graphs.py"),
     *("aserve/gpu/device/cuda/ops.py", "aserve/gpu/device/cuda/ops.py"),
     *(f"aserve/gpu/attention/{name}.py" for name in ("dense", "paged_sdpa", "torch_ref", "triton")),
     *("aserve/gpu/attention/flashinfer*.py", "aserve/gpu/attention/base.py"),

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.device.base import Captured, Cut
-from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.device.ops import DeviceOps
 from aserve.gpu.sampling.ops import SHAPED_OPS
-from tests.fakes.recorded_graphs import record
+from tools.gpu_check.recorded_graphs import RecordingCpu
 
 
-class GraphDevice(CpuDevice):
+class GraphDevice(RecordingCpu):
     """Captures and replays are counted from 1 on; those in `failing_captures` and
     `failing_replays` raise."""
 
@@ -39,7 +38,7 @@ class GraphDevice(CpuDevice):
         self.num_captures += 1
         if self.num_captures in self._failing_captures:
             raise RuntimeError("no capture, as the test wants it")
-        captured = record(body)
+        captured = super().capture(body)
         self.has_captured.set()
         return _Counted(captured, self)
 

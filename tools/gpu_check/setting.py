@@ -15,6 +15,7 @@ from aserve.gpu.build import BuildOptions
 from aserve.gpu.device.base import Device
 from aserve.gpu.device.registry import open_device
 from aserve.tiny import MODEL_DIR
+from tools.gpu_check.recorded_graphs import RecordingCpu
 from tools.gpu_check.records import Figures
 from tools.gpu_check.shapes import SIZES, ModelShape, Sizes
 
@@ -59,7 +60,7 @@ class Setting:
 
     def open_device(self) -> Device:
         """Captures steps also where the device leaves that out by itself: the dry run's."""
-        device = open_device(self.device)
+        device = RecordingCpu() if self.device == "cpu" else open_device(self.device)
         device.graph_rows = max(self.sizes.batches)
         return device
 

@@ -40,7 +40,6 @@ from tests.fakes.cuda import FakeCuda
 from tests.fakes.flashinfer import LISTED_IN_TORCH, FakeDecode, FakeFlashInfer, FakePrefill
 from tests.fakes.graph_device import GraphDevice
 from tests.fakes.hash_model import HashModel
-from tests.fakes.recorded_graphs import record
 from tests.fakes.two_token_mode import TwoTokens
 from tests.gpu.attention.backend_parity import (
     HEAD_DIM,
@@ -57,6 +56,7 @@ from tests.gpu.device.cuda.test_device import executor_on
 from tests.gpu.device_tables import CPU, device_batch
 from tests.gpu.drive import make_executor, request, serve
 from tests.gpu.plain_engine import plain_outputs
+from tools.gpu_check.recorded_graphs import record
 
 
 @pytest.fixture(autouse=True)

@@ -1,9 +1,9 @@
-"""Captured graphs where the device has none: a body's torch operators are recorded, and the very
-same ones run again at each replay, over the same tensors.
+"""A stand-in for CUDA graphs on the CPU: a body's torch operators are recorded once, and the same
+operators run again at each replay, over the same tensors.
 
-So what the body read of the host stays as it was, and results lie in buffers that the next replay
-overwrites. Nothing but torch's operators is seen: a body must not write through numpy or numba. It
-knows no step.
+What the body read of the host stays as it was, and results lie in buffers that the next replay
+overwrites, as with a CUDA graph. Only torch's operators are seen: a body must not write through
+numpy or numba.
 """
 
 from __future__ import annotations
@@ -16,12 +16,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from aserve.gpu.device.base import Cut
+from aserve.gpu.device.base import Captured, Cut
+from aserve.gpu.device.cpu.device import CpuDevice
 
 # Of operators whose result, or its shape, the host has to know.
 ASKING = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 INDEXING = frozenset({"index", "index_put", "index_put_"})  # these ask where a mask is an index
 MASKS = (torch.bool, torch.uint8)
+
+
+class RecordingCpu(CpuDevice):
+    """The CPU as a device that captures steps."""
+
+    def capture(self, body: Callable[[Cut], Tensor]) -> Captured:
+        return record(body)
 
 
 def record(body: Callable[[Cut], Tensor]) -> Recording:

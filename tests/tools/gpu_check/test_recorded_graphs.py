@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.device.cpu.device import CpuDevice
-from tests.fakes.recorded_graphs import record
+from tools.gpu_check.recorded_graphs import record
 
 
 def no_cut(values: Tensor) -> None:
