@@ -88,7 +88,7 @@ class _Part:
 
 class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch says no types
         self.parts: list[_Part] = []
         self._calls: list[_Call] = []
 
