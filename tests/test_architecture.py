@@ -5,6 +5,7 @@ and to see what it forbids in a sample. Where one truly must give way, exception
 """
 
 import functools
+from fnmatch import fnmatch
 
 import pytest
 
@@ -16,6 +17,7 @@ from tests.architecture.source import ROOT, Finding, Module, Rule, modules
 RULES: tuple[Rule, ...] = (
     caps.sizes,
     caps.shapes,
+    caps.small_files,
     imports.directions,
     imports.torch_homes,
     imports.lazy_imports,
@@ -109,13 +111,6 @@ def test_the_core_path_stays_within_its_line_budget() -> None:
     assert total <= caps.CORE_LINES, f"{total} lines, at most {caps.CORE_LINES}: {longest[:10]}"
 
 
-def test_every_file_of_aserve_is_on_the_core_path_or_beside_it() -> None:
-    lost = [
-        m.path for m in product() if m.path.startswith("aserve/") and not caps.is_placed(m.path)
-    ]
-    assert not lost, f"add their folder to CORE_PATH or BESIDE_THE_CORE (caps.py): {lost}"
-
-
 def test_every_folder_with_code_is_a_package_so_that_it_is_installed() -> None:
     folders = {(ROOT / module.path).parent for module in product()} - {ROOT / "kernels"}
     bare = sorted(str(f.relative_to(ROOT)) for f in folders if not (f / "__init__.py").exists())
@@ -153,10 +148,32 @@ def test_the_line_budget_counts_code_and_not_what_explains_it() -> None:
 
 
 def test_the_line_budget_counts_the_core_alone() -> None:
-    lines = {"aserve/frontend.py": 1, "aserve/gpu/spec/tree.py": 2, "aserve/bench/relay.py": 4}
-    assert caps.core_lines({**lines, "kernels/aserve_kernels/gather.py": 8}) == 3
-    assert caps.is_placed("aserve/tiny/corpus/a.py")
-    assert not caps.is_placed("aserve/newcomer/a.py")
+    lines = {"aserve/frontend.py": 1, "aserve/gpu/step/plan.py": 2, "aserve/bench/relay.py": 4}
+    assert caps.core_lines({**lines, "kernels/aserve_kernels/bitmask.py": 8}) == 3
+
+
+def test_each_entry_of_the_core_is_there() -> None:
+    paths = [module.path for module in product()]
+    gone = [entry for entry in caps.CORE if not any(fnmatch(path, entry) for path in paths)]
+    assert not gone, f"the core names what is not there: {gone}"
+
+
+def test_no_two_folders_import_each_other() -> None:
+    assert not imports.folder_circles(product())
+
+
+def test_two_folders_that_import_each_other_are_seen() -> None:
+    def module(path: str, source: str) -> Module:
+        return Module.parse(path, source)
+
+    there = module("aserve/text/stop.py", "from aserve.cache import pools")
+    back = module("aserve/cache/pools.py", "from aserve.text import stop")
+    assert imports.folder_circles([there, back]) == [
+        "aserve.cache and aserve.text import each other"
+    ]
+    child = module("aserve/text/bpe/merge.py", "from aserve.text import stop")
+    parent = module("aserve/text/stop.py", "from aserve.text.bpe import merge")
+    assert imports.folder_circles([child, parent]) == []
 
 
 def test_an_exception_covers_its_size_and_no_more() -> None:

@@ -21,105 +21,36 @@ KERNEL_DECORATORS = (
 )
 
 CORE_LINES = 8_000
-# The way of a request through one dense model, overlapped and streamed.
-CORE_PATH = (
-    "aserve/*.py",
-    "aserve/actors/*",
-    "aserve/scheduling/*",
-    "aserve/cache/*",
-    "aserve/text/*",
-    "aserve/gpu/*",
-    "aserve/http/*",
+# The way of a request through one dense model, overlapped and streamed, on the CPU.
+CORE = (
+    "aserve/messages/*",
+    *(f"aserve/{name}.py" for name in ("channel", "engine_core", "frontend", "request_stream")),
+    *(f"aserve/actors/{name}.py" for name in ("base", "detokenizer", "scheduler", "tokenizer")),
+    *(f"aserve/scheduling/{name}.py" for name in ("admit", "batch", "budget", "commit", "finish")),
+    *(f"aserve/scheduling/{name}.py" for name in ("flights", "queue", "recover", "request")),
+    *(f"aserve/scheduling/{name}.py" for name in ("scheduler", "select", "state")),
+    *(f"aserve/cache/{name}.py" for name in ("allocation", "kv_cache", "pools")),
+    "aserve/cache/prefix_tree.py",
+    *(f"aserve/text/{name}.py" for name in ("detokenize", "output", "prompt", "stop")),
+    *(f"aserve/text/{name}.py" for name in ("template", "tokenizer")),
+    *(f"aserve/gpu/{name}.py" for name in ("executor", "runner", "waiter")),
+    *("aserve/gpu/step/*", "aserve/gpu/transfer/*", "aserve/gpu/decode/*"),
+    *("aserve/gpu/sampling/*", "aserve/gpu/kv/*", "aserve/gpu/layers/*"),
+    *(f"aserve/gpu/models/{name}.py" for name in ("base", "decoder", "decoder_spec")),
+    *("aserve/gpu/attention/base.py", "aserve/gpu/attention/cpu.py"),
+    *("aserve/gpu/device/base.py", "aserve/gpu/device/ops.py", "aserve/gpu/device/cpu/device.py"),
+    *(f"aserve/http/{name}.py" for name in ("body", "routes", "server", "sse")),
+    *(f"aserve/http/openai/{name}.py" for name in ("call", "chat", "respond")),
 )
-# What the core path does without: before the first request, or beside it.
-STARTS = (
-    *("aserve/cli.py", "aserve/config.py", "aserve/engine.py", "aserve/progress.py"),
-    *(f"aserve/{name}.py" for name in ("banner", "event_loop", "launch", "load", "logs")),
-    "aserve/actors/supervisor.py",
-    *("aserve/host/threads.py", "aserve/option.py", "aserve/program.py", "aserve/server.py"),
-    *("aserve/cache/layout.py", "aserve/gpu/build.py"),
-    *("aserve/gpu/cudagraph/warmup.py", "aserve/gpu/cudagraph/warmup.py"),
-    *(f"aserve/gpu/attention/{name}.py" for name in ("capabilities", "choice", "registry")),
-    *("aserve/gpu/weights/*", "aserve/host/environment.py"),
-    "aserve/host/limits.py",
-    *(f"aserve/gpu/device/cpu_{name}.py" for name in ("count", "facts", "weights")),
-    *("aserve/gpu/models/config/model.py", "aserve/gpu/models/config/fields.py"),
-    *("aserve/gpu/models/config/rope.py", "aserve/gpu/models/config/layer_types.py"),
-    *("aserve/text/load.py", "aserve/text/model_files.py", "aserve/text/model_files.py"),
-    *("aserve/text/tokenizer.py", "aserve/text/defaults.py"),
+
+# A file under this many statements is merged with what it belongs to, unless it is of a kind of
+# which each has a file of its own: registries, model families, operators.
+MIN_STATEMENTS = 25
+OWN_FILES = (
+    *("*/__init__.py", "*/__main__.py", "*/registry.py", "aserve/bench/catalog.py"),
+    *("aserve/gpu/models/families/*", "aserve/gpu/layers/*", "aserve/gpu/sampling/*"),
+    "kernels/aserve_kernels/*",
 )
-LOOKS_ON = (
-    *("aserve/observability/*", "aserve/actors/replay.py", "aserve/http/routes.py"),
-    *("aserve/scheduling/check.py", "aserve/cache/conservation.py"),
-    *("aserve/tiny/*", "aserve/bench/*"),
-)
-# One of several that a server may take; the core counts one of each kind.
-ALTERNATIVES = (
-    *("aserve/processes/*", "aserve/frames.py"),
-    *("aserve/gpu/fallback/*", "aserve/gpu/quant/*"),
-    *("aserve/gpu/cudagraph/graphs.py", "aserve/gpu/cudagraph/shapes.py"),
-    *("aserve/gpu/device/cuda*.py", "tools.gpu_check.recorded_graphs.py"),
-    *("aserve/gpu/device/cuda/ops.py", "aserve/gpu/device/cuda/ops.py"),
-    *(f"aserve/gpu/attention/{name}.py" for name in ("dense", "paged_sdpa", "torch_ref", "triton")),
-    *("aserve/gpu/attention/flashinfer*.py", "aserve/gpu/attention/base.py"),
-    *(
-        "aserve/gpu/attention/flashinfer/page_indices.py",
-        "aserve/gpu/attention/flashinfer/plan_buffers.py",
-    ),
-    *("aserve/cache/allocation.py", "aserve/cache/layout.py", "aserve/cache/windowed_pages.py"),
-    *(f"aserve/gpu/kv/{name}.py" for name in ("stored", "compiled_store", "triton_store")),
-    *(f"aserve/gpu/layers/{name}_linear.py" for name in ("half_stored", "invariant")),
-    *(f"aserve/gpu/layers/{name}_linear.py" for name in ("packed", "tiled")),
-    *(f"aserve/gpu/layers/{name}.py" for name in ("compiled", "each_alone", "triton_elementwise")),
-    *("aserve/gpu/device/cuda/ops.py", "aserve/gpu/device/cpu/ops.py"),
-    "aserve/gpu/device/cpu/fused_decoder.py",
-    *(f"aserve/gpu/models/{name}.py" for name in ("mistral", "qwen2", "qwen3", "gemma2")),
-    *(f"aserve/gpu/models/{name}.py" for name in ("gemma3", "phi3", "granite", "olmo2")),
-)
-# What only some requests ask for, each in files of its own.
-ASKED_FOR = (
-    *("aserve/http/openai/responses/*", "aserve/http/responses/websocket.py"),
-    *("aserve/grammar/*", "aserve/actors/grammars.py"),
-    *("aserve/actors/masks.py", "aserve/actors/mask_lane.py"),
-    *("aserve/http/openai/grammars.py", "aserve/scheduling/grammar_rows.py"),
-    *(
-        "aserve/scheduling/prompts.py",
-        "aserve/gpu/step/prompt_plan.py",
-        "aserve/gpu/step/prompts.py",
-    ),
-    *("aserve/text/prompt_text.py", "aserve/http/openai/prompt_scores.py"),
-    *(f"aserve/http/openai/{name}.py" for name in ("embeddings", "gathered")),
-    *("aserve/http/openai/completion_logprobs.py", "aserve/http/long_json.py"),
-    *("aserve/http/openai/tokens.py", "aserve/http/tokenize_service.py"),
-    *("aserve/text/logprobs.py", "aserve/text/bad_words.py"),
-    *("aserve/gpu/sampling/token_masks.py", "aserve/gpu/sampling/penalties.py"),
-    "aserve/gpu/sampling/top_k_top_p.py",
-)
-# What only refuses: limits and checks that a request passes on its way, in files of their own.
-GUARDS = (
-    *("aserve/http/openai/limits.py", "aserve/http/openai/json_values.py"),
-    *("aserve/actors/admission.py", "aserve/actors/tokenize_queue.py"),
-    "aserve/text/text_size.py",
-    *(f"aserve/http/{name}.py" for name in ("connection", "hosts", "json_bounds")),
-    *(f"aserve/http/{name}.py" for name in ("decompress", "descriptors", "intake")),
-    *("aserve/http/masked_frames.py", "aserve/text/plain_content.py"),
-    *(f"aserve/http/openai/{name}.py" for name in ("answer_size", "checks")),
-    "aserve/actors/text_slices.py",
-    "aserve/actors/text_slices.py",
-    *("aserve/unread.py", "aserve/http/delivery.py"),
-    *("aserve/capacity.py", "aserve/heap.py", "aserve/http/state.py"),
-)
-# What only a server of several clients needs: who they are, and how they share the engine. The
-# queue is here, because a list in order of arrival would do for one client.
-# So are the files by which many requests that come at once share turns and prompts.
-SHARING = (
-    *("aserve/scheduling/followers.py", "aserve/scheduling/intake.py"),
-    *("aserve/http/auth.py", "aserve/scheduling/clients.py", "aserve/scheduling/queue.py"),
-    *("aserve/scheduling/shares.py", "aserve/http/openai/caller.py"),
-)
-# What only the prefix cache needs: without it the page pools alone would do.
-PREFIX_CACHE = ("aserve/cache/eviction.py", "aserve/cache/prefix_tree.py")
-BESIDE_THE_CORE = (*PREFIX_CACHE, *STARTS, *LOOKS_ON, *ALTERNATIVES, *ASKED_FOR, *GUARDS, *SHARING)
 
 BLOCKS = (
     *(ast.If, ast.For, ast.AsyncFor, ast.While, ast.With),
@@ -187,12 +118,18 @@ def core_lines(path_lines: dict[str, int]) -> int:
 
 
 def is_core(path: str) -> bool:
-    return _matches(path, CORE_PATH) and not _matches(path, BESIDE_THE_CORE)
+    return _matches(path, CORE)
 
 
-def is_placed(path: str) -> bool:
-    """A new folder must be put on the core path or beside it."""
-    return _matches(path, CORE_PATH) or _matches(path, BESIDE_THE_CORE)
+def small_files(module: Module) -> Iterator[Finding]:
+    """Statements of a file, the fields of its records included."""
+    if any(fnmatch(module.path, glob) for glob in OWN_FILES):
+        return
+    nodes = ast.walk(module.tree)
+    size = sum(isinstance(node, ast.stmt) and not _is_docstring(node) for node in nodes)
+    if size < MIN_STATEMENTS:
+        what = f"the file has {size} statements: merge it with what it belongs to"
+        yield Finding("small", module.path, 1, what, size=MIN_STATEMENTS - size)
 
 
 def _matches(path: str, globs: tuple[str, ...]) -> bool:

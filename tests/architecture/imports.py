@@ -55,7 +55,6 @@ REACH = {
     "aserve.__main__": ANYTHING,
     "aserve.cli": ANYTHING,
     "aserve.frontend": ANYTHING,
-    "aserve.server": ANYTHING,
     "aserve.engine_core": ANYTHING,
     "aserve.engine": ANYTHING,
     "aserve.startup": ANYTHING,
@@ -72,9 +71,7 @@ REACH = {
     "aserve.messages": BORDER,
     "aserve.channel": BORDER,
     "aserve.frames": BORDER,
-    "aserve.host.environment": BORDER,
-    "aserve.host.threads": Reach(aserve=(), packages=("uvloop",)),
-    "aserve.host.threads": Reach(aserve=("aserve.host.threads",), packages=()),
+    "aserve.host": Reach(aserve=FIRST, packages=("uvloop", "huggingface_hub")),
     "aserve.request_stream": Reach(
         aserve=(*FIRST, "aserve.capacity", "aserve.unread"), packages=PLAIN
     ),
@@ -96,7 +93,9 @@ REACH = {
         aserve=(*FIRST, "aserve.request_stream", "aserve.unread", "aserve.text"),
         packages=(*PLAIN, "aiohttp"),
     ),
-    "aserve.gpu": Reach(aserve=(*FIRST, "aserve.cache.layout", "aserve_kernels"), packages=DEVICE),
+    "aserve.gpu": Reach(
+        aserve=(*FIRST, "aserve.cache.layout", "aserve.host", "aserve_kernels"), packages=DEVICE
+    ),
     "aserve_kernels": Reach(aserve=(), packages=("torch", "numpy", "triton")),
     "aserve_kernels.cpu": Reach(
         aserve=("aserve_kernels",), packages=("torch", "numpy", "triton", "numba", "llvmlite")
@@ -160,6 +159,24 @@ def circle(modules: list[Module]) -> list[str]:
     return []
 
 
+def folder_circles(modules: list[Module]) -> list[str]:
+    """Pairs of folders that import each other. A folder and its direct parent may, and so may the
+    package's root, whose files put everything together.
+    """
+    homes = {module.name: _folder(module) for module in modules}
+    arrows = {
+        (homes[module.name], homes[target])
+        for module in modules
+        for item in imports(module)
+        if (target := _home(item.target, set(homes))) in homes
+    }
+    return sorted(
+        f"{left} and {right} import each other"
+        for left, right in arrows
+        if left < right and (right, left) in arrows and not _is_above(left, right)
+    )
+
+
 def unit_of(name: str) -> str | None:
     """The row of REACH that a module belongs to: the longest that is a prefix."""
     if name == "aserve":
@@ -174,6 +191,15 @@ def imports(module: Module) -> Iterator[Import]:
 def _home(target: str, names: set[str]) -> str:
     """The module that an imported name stands in; itself for what is none of `names`."""
     return target if target in names else target.rpartition(".")[0]
+
+
+def _folder(module: Module) -> str:
+    is_package = module.path.endswith("__init__.py")
+    return module.name if is_package else module.name.rpartition(".")[0]
+
+
+def _is_above(left: str, right: str) -> bool:
+    return left == "aserve" or left == right.rpartition(".")[0]
 
 
 def _refusal(target: str, unit: str, reach: Reach) -> str:
