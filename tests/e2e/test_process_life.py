@@ -95,8 +95,9 @@ def test_a_prompt_that_is_still_being_prepared_does_not_keep_the_process() -> No
         body = json.dumps(LONG | {"prompt": "Once " * 500, "max_tokens": 77}).encode()
         with socket.create_connection((address[0], int(address[1]))) as client:
             client.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-                b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+                b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+                % (len(body), body)
             )
             server.read_until("is being prepared")
         code, _ = server.end(signal.SIGTERM)

@@ -41,7 +41,8 @@ class WeightRequest:
 class WeightFormat:
     """`dtype` is that of activations, norms and KV; `prepare` makes the linear layers; `about` says
     both, and why, in a few words. `stored_bits` of a weight, where they are not those of `dtype`;
-    `max_threads` that gain anything, where that is known; `max_mixed_prefill_tokens` of a step that decodes too, where fewer than fit are better.
+    `max_threads` that gain anything, where that is known;
+    `max_mixed_prefill_tokens` of a step that decodes too, where fewer than fit are better.
     """
 
     dtype: torch.dtype
