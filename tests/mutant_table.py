@@ -33,8 +33,8 @@ MUTANTS = (
     Mutant(
         "a page one short",
         "aserve/scheduling/select.py",
-        "board.num_pages(start + span))",
-        "board.num_pages(start + span - 1))",
+        "state.num_pages(start + query_len))",
+        "state.num_pages(start + span - 1))",
     ),
     Mutant(
         "a middle chunk that samples",
@@ -46,7 +46,7 @@ MUTANTS = (
         "the last chunk's sample not counted in lead",
         "aserve/scheduling/select.py",
         "return sequence.flights.num_sampling < lead",
-        "return sum(f.samples and f.span == 1 for f in sequence.flights) < lead",
+        "return sum(f.samples and f.query_len == 1 for f in sequence.flights) < lead",
     ),
     Mutant(
         "a relay read that expects the iteration before",
@@ -57,8 +57,8 @@ MUTANTS = (
     Mutant(
         "a bound not corrected at commit",
         "aserve/scheduling/commit.py",
-        "advance=flight.span - flight.num_drafts + count - 1)",
-        "advance=flight.span)",
+        "advance=flight.query_len - flight.num_drafts + count - 1)",
+        "advance=flight.query_len)",
     ),
     Mutant(
         "drafts trusted after a resync",
@@ -70,7 +70,7 @@ MUTANTS = (
         "only the failed step's rows initialised again",
         "aserve/scheduling/recover.py",
         "sequence.written_pages = 0",
-        "sequence.written_pages *= sequence.row not in next(iter(board.steps.values())).riders",
+        "sequence.written_pages *= sequence.row not in next(iter(state.steps.values())).rows",
     ),
     Mutant(
         "a Launch that names a held row",
@@ -93,15 +93,15 @@ MUTANTS = (
     Mutant(
         "a page freed twice",
         "aserve/cache/kv_cache.py",
-        "            holding.num_released[group] = visible\n",
-        "            holding.num_released[group] = first\n",
+        "            allocation.num_released[group] = visible\n",
+        "            allocation.num_released[group] = first\n",
         CACHE,
     ),
     Mutant(
         "a late result of a finished request counted for the row's new tenant",
         "aserve/scheduling/commit.py",
-        "sequence, flight = riders.get(row, (None, None))",
-        "sequence = board.running.get(row)\n"
+        "sequence, flight = rows.get(row, (None, None))",
+        "sequence = state.running.get(row)\n"
         "        flight = next(iter(sequence.flights), None) if sequence else None",
     ),
     Mutant(
@@ -134,37 +134,37 @@ MUTANTS = (
     Mutant(
         "a prefill that leaves the other rows no page",
         "aserve/scheduling/budget.py",
-        "board.cache.available(group) - max(0, total - mine)",
-        "board.cache.available(group)",
+        "state.cache.available(group) - max(0, total - mine)",
+        "state.cache.available(group)",
         f"{ROOM}::test_a_prefill_leaves_the_other_rows_the_pages_of_their_next_step",
     ),
     Mutant(
         "ample room claimed where a row's next page is not there",
         "aserve/scheduling/budget.py",
-        "return all(board.cache.available(group) >= most for group in groups)",
-        "return all(board.cache.available(group) >= most // 4 for group in groups)",
+        "return all(state.cache.available(group) >= most for group in groups)",
+        "return all(state.cache.available(group) >= most // 4 for group in groups)",
         f"{ROOM}::test_a_prefill_leaves_the_other_rows_the_pages_of_their_next_step",
     ),
     Mutant(
         "pages of the step that is filled counted twice",
         "aserve/scheduling/select.py",
-        "step_total = step_need(board, board.running.values())\n",
-        "need = step_need(board, board.running.values())\n"
+        "step_total = step_need(state, state.running.values())\n",
+        "need = step_need(state, state.running.values())\n"
         "        step_total = tuple(2 * pages for pages in need)\n",
         f"{ROOM}::test_a_prefill_leaves_the_other_rows_the_pages_of_their_next_step",
     ),
     Mutant(
         "an admission that counts the prompt without its first token",
         "aserve/scheduling/budget.py",
-        "sequence.remaining + board.spec.decode.max_tokens_per_step",
+        "sequence.remaining + state.spec.decode.max_tokens_per_step",
         "sequence.remaining",
         f"{ROOM}::test_a_prompt_waits_until_its_first_token_fits_too",
     ),
     Mutant(
         "only one group of suspects looked at",
         "aserve/scheduling/select.py",
-        "    while board.retries and",
-        "    if board.retries and",
+        "    while state.retries and",
+        "    if state.retries and",
         f"{ROOM}::test_a_half_whose_rows_have_all_left_is_passed_over_at_once",
     ),
     Mutant(
@@ -182,8 +182,8 @@ MUTANTS = (
     Mutant(
         "the token inside a span given as the one after it",
         "aserve/scheduling/batch.py",
-        "sequence.tokens.at(sequence.scheduled_len + choice.span)",
-        "sequence.tokens.at(sequence.scheduled_len + choice.span - 1)",
+        "sequence.tokens.at(sequence.scheduled_len + choice.query_len)",
+        "sequence.tokens.at(sequence.scheduled_len + choice.query_len - 1)",
     ),
     Mutant(
         "statistics that count cached tokens of running rows again",
@@ -213,37 +213,37 @@ MUTANTS = (
     Mutant(
         "a mask that failed waited for on and on",
         "aserve/scheduling/grammar_rows.py",
-        '        leave(board, sequence, "error", error=ready.error)\n',
+        '        finish(state, sequence, "error", error=ready.error)\n',
         "",
     ),
     Mutant(
         "a failed step's successors awaited, though they were dropped",
         "aserve/scheduling/recover.py",
-        "    board.steps.clear()\n",
-        "    board.steps.pop(min(board.steps, default=0), None)\n",
+        "    state.steps.clear()\n",
+        "    state.steps.pop(min(state.steps, default=0), None)\n",
     ),
     Mutant(
         "a good result of a step that was dropped for an earlier one's failure",
         "aserve/scheduling/commit.py",
-        "step = board.steps.pop(result.iteration, None)",
-        "step = board.steps.pop(result.iteration)",
+        "step = state.steps.pop(result.iteration, None)",
+        "step = state.steps.pop(result.iteration)",
     ),
     Mutant(
         "a good Sample of a step that was dropped",
         "aserve/scheduling/commit.py",
-        "rider = board.samples.pop((result.iteration, row), None)",
-        "rider = board.samples.pop((result.iteration, row))",
+        "rider = state.samples.pop((result.iteration, row), None)",
+        "rider = state.samples.pop((result.iteration, row))",
     ),
     Mutant(
         "a second windowed group without page table entries",
         "aserve/scheduling/batch.py",
-        "for group in range(len(board.spec.groups))",
-        "for group in range(min(2, len(board.spec.groups)))",
+        "for group in range(len(state.spec.groups))",
+        "for group in range(min(2, len(state.spec.groups)))",
     ),
     Mutant(
         "a late failure acted on after the resync",
         "aserve/scheduling/recover.py",
-        "failed.iteration < board.resync_at",
+        "failed.iteration < state.resync_at",
         "failed.iteration < 0",
     ),
     Mutant(
@@ -256,8 +256,8 @@ MUTANTS = (
     Mutant(
         "a row that goes on inserting behind a duplicate",
         "aserve/cache/kv_cache.py",
-        "holding.is_inserting = False",
-        "holding.is_inserting = True",
+        "allocation.is_inserting = False",
+        "allocation.is_inserting = True",
         CACHE,
     ),
     Mutant(
@@ -382,7 +382,7 @@ MUTANTS = (
     Mutant(
         "a step that runs after an unsound one",
         "aserve/gpu/executor.py",
-        "self._has_failed or self._unsound_at >= self._good_from",
+        "self._has_failed or self._invalid_at >= self._good_from",
         "self._has_failed",
         f"{EXECUTOR}::test_nan_logits_fail_their_step_and_name_the_row",
     ),
@@ -396,7 +396,7 @@ MUTANTS = (
     Mutant(
         "logits that nobody looks at",
         "aserve/gpu/step/results.py",
-        "    if not is_sound.all():\n",
+        "    if not is_valid.all():\n",
         "    if False:\n",
         f"{EXECUTOR}::test_nan_logits_fail_their_step_and_name_the_row",
     ),
@@ -452,8 +452,8 @@ MUTANTS = (
     Mutant(
         "a bound taken for a length",
         "aserve/gpu/step/resolve.py",
-        'torch.where(sections.ints("is_bound") > 0, published, kv_lens)',
-        'torch.where(sections.ints("is_bound") > 1, published, kv_lens)',
+        'torch.where(arrays.ints("is_bound") > 0, published, kv_lens)',
+        'torch.where(arrays.ints("is_bound") > 1, published, kv_lens)',
         f"{RESOLVE}::test_each_kind_of_step_resolves_to_known_ids_at_their_positions",
     ),
     Mutant(
