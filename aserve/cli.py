@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 from rich.console import Console
 
-from aserve.bench.catalog import BENCHES, run_bench
+from aserve.bench.catalog import BENCHES, Bench, run_bench
 from aserve.config import (
     DebugOptions,
     Facts,
@@ -62,10 +62,12 @@ EPILOG = (
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 0; 1 when the engine failed; 2 for what the user can mend."""
+def main(arguments: Sequence[str] | None = None, *, benches: Mapping[str, Bench] = BENCHES) -> int:
+    """Runs one command. Returns the exit code: 0; 1 when the engine failed; 2 for what the user
+    can mend. `benches` are those of `aserve bench`; a tool may bring its own.
+    """
     try:
-        return _run(list(sys.argv[1:] if arguments is None else arguments))
+        return _run(list(sys.argv[1:] if arguments is None else arguments), benches)
     except ConfigError as error:
         complain(error.message)
         return 2
@@ -80,11 +82,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 141
 
 
-def _run(arguments: list[str]) -> int:
-    parser = make_parser()
+def _run(arguments: list[str], benches: Mapping[str, Bench]) -> int:
+    parser = make_parser(benches)
     known, unknown = parser.parse_known_args(arguments)
     if unknown:
-        raise _unexpected(unknown[0], arguments)
+        raise _unexpected(unknown[0], arguments, benches)
     given = {name: value for name, value in vars(known).items() if name not in ARGUMENTS}
     match known.command:
         case "serve":
@@ -96,7 +98,7 @@ def _run(arguments: list[str]) -> int:
         case "replay":
             return _replay(Path(known.file))
         case "bench":
-            return _bench(known.bench, given)
+            return _bench(known.bench, benches[known.bench], given)
         case "version":
             return _version()
         case _:
@@ -208,13 +210,13 @@ def _replay(path: Path) -> int:
     return 0
 
 
-def _bench(name: str, given: Mapping[str, object]) -> int:
+def _bench(name: str, bench: Bench, given: Mapping[str, object]) -> int:
     """Options of the bench itself come from the command line alone, the engine's as ever."""
-    record = BENCHES[name].options
+    record = bench.options
     own = {option.name for option in options_of(record)} & given.keys()
     options: object = build_options(record, {name: given[name] for name in own})
     rest = {name: value for name, value in given.items() if name not in own}
-    run_bench(name, options, _resolved(rest, log_level="warning"))
+    run_bench(name, bench, options, _resolved(rest, log_level="warning"))
     return 0
 
 
@@ -233,17 +235,16 @@ def _installed(package: str) -> str:
         return "not installed"
 
 
-def _unexpected(word: str, arguments: Sequence[str]) -> ConfigError:
+def _unexpected(word: str, arguments: Sequence[str], benches: Mapping[str, Bench]) -> ConfigError:
     if not word.startswith("-"):
         return ConfigError(f"unexpected argument {word!r}")
     records = COMMAND_RECORDS.get(arguments[0], ())
     if arguments[0] == "bench":
-        records = _records_of_bench(arguments[1])
+        records = _records_of_bench(benches[arguments[1]])
     return unknown_option(word.partition("=")[0], [item.flag for item in options_of(*records)])
 
 
-def _records_of_bench(name: str) -> tuple[type, ...]:
-    bench = BENCHES[name]
+def _records_of_bench(bench: Bench) -> tuple[type, ...]:
     return (bench.options, *ENGINE_RECORDS) if bench.takes_engine else (bench.options,)
 
 
@@ -261,7 +262,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def make_parser() -> Parser:
+def make_parser(benches: Mapping[str, Bench] = BENCHES) -> Parser:
     parser = Parser(
         prog="aserve", description="An LLM inference server.", epilog=EPILOG, allow_abbrev=False
     )
@@ -287,20 +288,21 @@ def make_parser() -> Parser:
     )
     replay = command("replay", "Replay what --record wrote.")
     replay.add_argument("file", metavar="FILE", help="a recording of the scheduler's events")
-    _add_benches(command("bench", "Measure; the last line of the output is one JSON object."))
+    measure = command("bench", "Measure; the last line of the output is one JSON object.")
+    _add_benches(measure, benches)
     command("version", "Show the versions of aserve, Python and torch.")
     return parser
 
 
-def _add_benches(parser: Parser) -> None:
-    benches = parser.add_subparsers(
+def _add_benches(parser: Parser, benches: Mapping[str, Bench]) -> None:
+    commands = parser.add_subparsers(
         dest="bench", metavar="BENCH", parser_class=Parser, required=True
     )
-    for name, bench in BENCHES.items():
-        added = benches.add_parser(
+    for name, bench in benches.items():
+        added = commands.add_parser(
             name, help=bench.about, description=bench.about, allow_abbrev=False
         )
-        for record in _records_of_bench(name):
+        for record in _records_of_bench(bench):
             _add_group(added, record)
 
 

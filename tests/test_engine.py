@@ -311,7 +311,7 @@ WRONG_FIELDS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("fields", WRONG_FIELDS, ids=ascii)
+@pytest.mark.parametrize("fields", WRONG_FIELDS, ids=range(len(WRONG_FIELDS)))
 async def test_a_wrong_value_of_a_field_is_refused_and_the_engine_goes_on(
     fields: dict[str, Any],
 ) -> None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from aserve.bench.options import (
     AdmissionOptions,
     FairnessOptions,
-    GpuCheckOptions,
     HostileOptions,
     HostStepOptions,
     KernelsOptions,
@@ -50,11 +49,6 @@ BENCHES: Mapping[str, Bench] = {
         "How one client's flood delays others, with a device that only sleeps.",
         FairnessOptions,
         "aserve.bench.fairness",
-    ),
-    "gpu-check": Bench(
-        "What only a GPU can show, in parts that can be resumed, beside its goals.",
-        GpuCheckOptions,
-        "tools.gpu_check.check",
     ),
     "host-step": Bench(
         "The scheduler's own time per step, with a device that takes none.",
@@ -112,7 +106,7 @@ BENCHES: Mapping[str, Bench] = {
 }
 
 
-def run_bench(name: str, options: object, resolved: Resolved) -> None:
+def run_bench(name: str, bench: Bench, options: object, resolved: Resolved) -> None:
     """Measures, and shows what was found. NOTE: modules of benches import torch, so the process is
     prepared before, as a server's is.
     """
@@ -120,5 +114,5 @@ def run_bench(name: str, options: object, resolved: Resolved) -> None:
     from aserve.bench.machine import read_machine
     from aserve.bench.result import show
 
-    module = importlib.import_module(BENCHES[name].module)
+    module = importlib.import_module(bench.module)
     show(name, module.run(options, resolved), read_machine())

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 
 import torch
 
+from aserve.bench.device_rates import copy_rate, times_s
 from aserve.bench.options import KernelsOptions
 from aserve.bench.result import BenchResult, Figures, Table, median, progress
 from aserve.config import Resolved
 from aserve.gpu.device.cuda.device import why_no_cuda
-from tools.gpu_check.ceilings import copy_rate, times_s
 
 TITLE = "kernels beside a copy"
 COLUMNS = ("kernel", "us", "GB/s", "of a copy")

@@ -28,8 +28,8 @@ def test_every_kernel_is_compared_with_the_copy(monkeypatch: pytest.MonkeyPatch)
     """In the interpreter: the figures are those of the CPU, and mean nothing."""
     sizes = kernel_cases.Sizes
     monkeypatch.setattr(kernel_cases, "Sizes", lambda *given: sizes(*given, **SMALL))
-    monkeypatch.setattr("tools.gpu_check.ceilings.TRIES", 1)
-    monkeypatch.setattr("tools.gpu_check.ceilings.WARM_UPS", 0)
+    monkeypatch.setattr("aserve.bench.device_rates.TRIES", 1)
+    monkeypatch.setattr("aserve.bench.device_rates.WARM_UPS", 0)
     options = KernelsOptions(tokens=3, rows=2, context_len=20)
     result = measure(options, CPU, copy_bytes=1 << 20)
     figures = result.figures["kernels"]

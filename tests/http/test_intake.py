@@ -62,6 +62,7 @@ async def test_compressed_bodies_are_read(
         ("deflate", zlib.compress(RIGHT)[:-6]),
         ("gzip", gzip.compress(b"") * (MAX_MEMBERS + 1) + gzip.compress(RIGHT)),
     ],
+    ids=("plain", "cut", "empty", "deflate cut", "too many members"),
 )
 async def test_a_body_that_is_not_encoded_as_it_says_is_a_400(
     web: aiohttp.ClientSession, encoding: str, data: bytes

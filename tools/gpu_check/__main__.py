@@ -1,7 +1,7 @@
-"""`python -m tools.gpu_check`: the same as `aserve bench gpu-check`, on a machine that lacks
-packages which come from --wheels: those are added before anything else is imported.
+"""`python -m tools.gpu_check`: what only a GPU can show. Packages that the machine lacks come from
+`--wheels`, and are added before anything else is imported.
 
-Must import only the standard library, and decide nothing.
+This module imports only the standard library until they are there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path(OUT))
     known, _ = parser.parse_known_args(arguments)
     if importlib.util.find_spec("aserve_kernels") is None:  # a checkout that is not installed
-        sys.path.insert(1, str(Path(__file__).parents[3] / "kernels"))
+        sys.path.insert(1, str(Path(__file__).parents[2] / "kernels"))
     if known.wheels is not None:
         try:
             add_wheels(known.wheels, known.out)
@@ -29,12 +29,11 @@ def main(arguments: list[str]) -> int:
             sys.stderr.write(f"gpu-check: {error}\n")
             return 2
     try:
-        from aserve.cli import main as command_line
-        from tools.gpu_check import check  # noqa: F401  # all that is needed to report
+        from tools.gpu_check.command import run_command
     except ModuleNotFoundError as error:
         sys.stderr.write(f"gpu-check: {error.name} is not installed, nor among the wheels\n")
         return 2
-    return command_line(["bench", "gpu-check", *arguments])
+    return run_command(arguments)
 
 
 if __name__ == "__main__":

@@ -17,11 +17,11 @@ import msgspec
 import torch
 from rich.console import Console
 
-from aserve.bench.options import GpuCheckOptions
 from aserve.bench.result import BenchResult, Table
 from aserve.config import Resolved, set_environment
 from aserve.errors import ConfigError
 from tools.gpu_check.goals import judge_all
+from tools.gpu_check.options import GpuCheckOptions
 from tools.gpu_check.parts import Part, all_parts
 from tools.gpu_check.process import Ended, run_process
 from tools.gpu_check.records import Record, Records, Status

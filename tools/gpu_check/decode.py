@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from aserve.bench.batch_times import Scenario
+from aserve.bench.device_rates import copy_rate, times_s
 from aserve.bench.one_batch import Shape, measured, requests_of
 from aserve.bench.result import median, percentile, spread
 from aserve.bench.step_driver import StepDriver, StepTime, running
@@ -30,7 +31,6 @@ from aserve.gpu.executor import TorchExecutor
 from aserve.host.threads import new_event_loop
 from aserve.load import build_options
 from aserve.text.load import load_numeric_tokenizer
-from tools.gpu_check.ceilings import copy_rate, times_s
 from tools.gpu_check.embedded_rate import embedded_rates
 from tools.gpu_check.records import Figures
 from tools.gpu_check.setting import Setting, resolved_of

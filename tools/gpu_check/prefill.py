@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 
 from aserve.bench import one_batch
+from aserve.bench.device_rates import matrix_rate
 from aserve.bench.one_batch import Shape
 from aserve.bench.result import median, spread
-from tools.gpu_check.ceilings import matrix_rate
 from tools.gpu_check.records import Figures
 from tools.gpu_check.setting import Setting, resolved_of
 

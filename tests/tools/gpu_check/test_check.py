@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from aserve.bench.options import GpuCheckOptions
 from aserve.errors import ConfigError
 from tools.gpu_check.check import Check
+from tools.gpu_check.options import GpuCheckOptions
 from tools.gpu_check.parts import Part
 from tools.gpu_check.records import Record, Records
 

@@ -17,6 +17,7 @@ from aserve.cli import make_parser
 from tests.architecture.source import ROOT
 from tests.bench.last_line import Captured, figures_of
 from tests.collected import HAS_GPU_TESTS
+from tools.gpu_check.command import BENCHES
 from tools.gpu_check.parts import MEASURES, Part, all_parts
 from tools.gpu_check.records import Records
 from tools.gpu_check.shapes import SIZES, Sizes
@@ -44,7 +45,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_without_a_gpu_nothing_is_run_and_the_table_is_empty(
     capsys: Captured, tmp_path: Path
 ) -> None:
-    figures = figures_of(capsys, "gpu-check", "--out", str(tmp_path))
+    figures = figures_of(capsys, "gpu-check", "--out", str(tmp_path), benches=BENCHES)
     assert set(figures["parts"].values()) == {"not run"}
     records = Records(tmp_path).read()
     assert set(records) == set(all_parts())
@@ -67,7 +68,7 @@ RUN_DRY = sorted(MEASURES) if IS_LARGE else sorted({*MEASURES} - {*OTHER_BENCHES
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUN_DRY)
 def test_a_part_runs_dry_on_the_cpu(name: str, capsys: Captured, tmp_path: Path) -> None:
-    figures_of(capsys, "gpu-check", *DRY, "--parts", name, "--out", str(tmp_path))
+    figures_of(capsys, "gpu-check", *DRY, "--parts", name, "--out", str(tmp_path), benches=BENCHES)
     record = Records(tmp_path).read()[name]
     if name != "bench-kernels":  # which only a GPU has
         assert (record.status, record.reason) == ("done", "")
