@@ -322,6 +322,9 @@ def _add_group(parser: Parser, record: type) -> None:
                 action=_Join if option.limits.is_list else "store",
                 default=argparse.SUPPRESS, help=_help(option),
             )  # fmt: skip
+        if option.limits.former:
+            flag = "--" + option.limits.former.replace("_", "-")
+            group.add_argument(flag, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 class _Join(argparse.Action):

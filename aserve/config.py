@@ -9,14 +9,22 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
 from aserve.errors import ConfigError
-from aserve.option import ENV_PREFIX, Limits, option, options_of, parse_value, unknown_option
+from aserve.option import (
+    ENV_PREFIX,
+    Limits,
+    Option,
+    option,
+    options_of,
+    parse_value,
+    unknown_option,
+)
 
 T = TypeVar("T")
 
@@ -113,9 +121,10 @@ class SchedulerOptions:
     )
     max_mixed_prefill_tokens: int | None = option(
         None,
-        "prompt tokens in a step that decodes too, and more where more rows begin than go on; "
-        "fewer: steadier streams, more steps; default: all, but 60 for a small model on a CPU",
-        Limits(low=1, high=1 << 20),
+        "prefill tokens in a step that decodes too; up to 8 times as many when prefills outnumber "
+        "decodes; fewer: steadier streams, more steps; default: no cap, but 60 for a small model "
+        "on a CPU",
+        Limits(low=1, high=1 << 20, former="mixed_prompt_tokens"),
     )
     max_queue: int = option(512, "sequences that may wait; more are answered 429", Limits(low=1))
     max_prompt_queue: int = option(
@@ -123,9 +132,13 @@ class SchedulerOptions:
         "characters and token ids of prompts that may wait to be tokenized; more are answered 429",
         Limits(low=1),
     )
-    depth: int = option(2, "steps in flight; 1: no overlap", Limits(low=1, high=8))
-    lead: int = option(
-        2, "steps in flight that may sample for one sequence; at most depth", Limits(low=1, high=8)
+    overlap_depth: int = option(
+        2, "steps in flight at most; 1: no overlap", Limits(low=1, high=8, former="depth")
+    )
+    overlap_lead: int = option(
+        2,
+        "steps in flight that may sample for one sequence; at most --overlap-depth",
+        Limits(low=1, high=8, former="lead"),
     )
 
 
@@ -365,14 +378,15 @@ def resolve(raw: Raw, facts: Facts) -> Resolved:
     """Defaults < file < environment < command line; ConfigError names what is wrong and where."""
     values = _merged(raw)
     scheduler = _build(SchedulerOptions, values)
-    if scheduler.lead > scheduler.depth:
-        # WHY: --depth 1 alone is how one switches overlap off, so a lead that nobody gave follows
-        if "lead" in values:
+    depth = scheduler.overlap_depth
+    if scheduler.overlap_lead > depth:
+        # WHY: --overlap-depth 1 alone turns overlap off, so a lead that was not given follows it.
+        if "overlap_lead" in values:
             raise ConfigError(
-                f"--lead {scheduler.lead} is larger than --depth {scheduler.depth}: "
+                f"--overlap-lead {scheduler.overlap_lead} is larger than --overlap-depth {depth}: "
                 "a sequence cannot have more steps in flight than there are"
             )
-        scheduler = _build(SchedulerOptions, values | {"lead": scheduler.depth})
+        scheduler = _build(SchedulerOptions, values | {"overlap_lead": depth})
     model = _build(ModelOptions, values)
     source = model.model or facts.default_model
     return Resolved(
@@ -435,28 +449,43 @@ ALL_RECORDS: tuple[type, ...] = (
 
 
 def _merged(raw: Raw) -> dict[str, object]:
-    """The given values by field name, parsed; what nobody gave is absent."""
+    """The given values by field name, parsed; an option that was not given is absent."""
     options = tuple(options_of(*ALL_RECORDS))
+    in_file = [option for option in options if option.name != "config"]
+    file_keys = {name.replace("_", "-"): option for option in in_file for name in option.names}
+    variables = {ENV_PREFIX + name.upper(): option for option in options for name in option.names}
+    flags = {name: option for option in options for name in option.names}
     values: dict[str, object] = {}
-    by_key = {option.key: option for option in options if option.name != "config"}
     for key, value in raw.file.items():
-        found = by_key.get(key.replace("_", "-"))
+        found = file_keys.get(key.replace("_", "-"))
         if found is None:
-            raise ConfigError(f"{raw.file_name}: {unknown_option(key, by_key).message}")
+            hint = unknown_option(key, [option.key for option in in_file])
+            raise ConfigError(f"{raw.file_name}: {hint.message}")
+        _check_former(found, [name.replace("-", "_") for name in raw.file], where=raw.file_name)
         values[found.name] = parse_value(found, value, where=f"{raw.file_name}: {key} =")
-    by_variable = {option.variable: option for option in options}
     for variable, text in raw.environment.items():
-        found = by_variable.get(variable)
+        found = variables.get(variable)
         if found is None:
-            raise unknown_option(variable, by_variable)
+            raise unknown_option(variable, [option.variable for option in options])
+        given = [name.removeprefix(ENV_PREFIX).lower() for name in raw.environment]
+        _check_former(found, given, where="the environment")
         values[found.name] = parse_value(found, text, where=f"{variable} =")
-    by_name = {option.name: option for option in options}
     for name, value in raw.command_line.items():
-        found = by_name.get(name)
+        found = flags.get(name)
         if found is None:
-            raise unknown_option(name, by_name)
-        values[name] = parse_value(found, value, where=found.flag)
+            raise unknown_option(name, [option.name for option in options])
+        _check_former(found, raw.command_line, where="the command line")
+        values[found.name] = parse_value(found, value, where=found.flag)
     return values
+
+
+def _check_former(option: Option, given: Iterable[str], *, where: str) -> None:
+    """Raises ConfigError when one source sets an option under both its names."""
+    if len(option.names) > 1 and set(option.names) <= set(given):
+        raise ConfigError(
+            f"{where} sets {option.names[0]} and also {option.names[1]}, which is its former name; "
+            f"give only {option.names[0]}"
+        )
 
 
 def _model_name(source: str, facts: Facts) -> str:

@@ -33,6 +33,7 @@ class Limits:
     is_secret: bool = False
     is_list: bool = False  # texts with commas between them; the command line may give it again
     also: str = ""  # another name of a switch, on the command line
+    former: str = ""  # field name in the last release; still accepted, but shown nowhere
 
 
 def option(default: T, about: str, limits: Limits | None = None) -> T:
@@ -48,6 +49,12 @@ class Option:
     default: object
     about: str
     limits: Limits
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name, then the former one if there is one."""
+        former = self.limits.former
+        return (self.name, former) if former else (self.name,)
 
     @property
     def key(self) -> str:

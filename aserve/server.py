@@ -113,7 +113,8 @@ def announce(resolved: Resolved, launched: Launched, address: str) -> None:
     )
     console.print(
         f"aserve: KV {pages} pages of {spec.page_size} = {pages * spec.page_size} tokens; "
-        f"{spec.max_rows} rows, queue {options.max_queue}, depth {spec.depth}, lead {spec.lead}",
+        f"{spec.max_rows} rows, queue {options.max_queue}, overlap depth {spec.depth}, "
+        f"overlap lead {spec.lead}",
         highlight=False,
         markup=False,
     )

@@ -46,7 +46,8 @@ def test_help_shows_every_option_of_the_command_with_its_text(
 
 def test_every_option_of_the_issue_is_an_option_of_serve() -> None:
     names = """host port dtype max-model-len max-num-seqs max-num-batched-tokens page-size num-pages
-        no-prefix-cache served-model-name api-key log-level depth lead debug-checks seed"""
+        no-prefix-cache served-model-name api-key log-level overlap-depth overlap-lead
+        debug-checks seed"""
     flags = {option.flag for option in options_of(*COMMAND_RECORDS["serve"])}
     assert {f"--{name}" for name in names.split()} <= flags
 
@@ -80,6 +81,20 @@ def test_an_unknown_variable_is_one_line_too(
     monkeypatch.setenv("ASERVE_PAGESIZE", "16")
     line = complaint(capsys, "serve")
     assert "ASERVE_PAGESIZE; did you mean ASERVE_PAGE_SIZE?" in line
+
+
+@pytest.mark.parametrize("option", ["depth", "lead", "mixed-prompt-tokens"])
+def test_a_former_name_is_taken_and_not_shown(
+    option: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    known, unknown = make_parser().parse_known_args(["serve", f"--{option}", "1"])
+    assert not unknown
+    assert vars(known)[option.replace("-", "_")] == "1"
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    assert f"--{option} " not in capsys.readouterr().out
+    complaint(capsys, "serve", f"--{option}", "0")
 
 
 def test_no_option_is_shortened_silently() -> None:

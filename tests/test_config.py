@@ -23,12 +23,12 @@ def resolved(**command_line: object) -> Resolved:
 
 def test_a_later_layer_overrides_an_earlier_one_and_leaves_the_rest() -> None:
     raw = Raw(
-        file={"port": 1, "depth": 3, "page-size": 8},
-        environment={"ASERVE_PORT": "2", "ASERVE_DEPTH": "4"},
+        file={"port": 1, "overlap_depth": 3, "page-size": 8},
+        environment={"ASERVE_PORT": "2", "ASERVE_OVERLAP_DEPTH": "4"},
         command_line={"port": "3"},
     )
     result = resolve(raw, FACTS)
-    assert (result.server.port, result.scheduler.depth, result.kv.page_size) == (3, 4, 8)
+    assert (result.server.port, result.scheduler.overlap_depth, result.kv.page_size) == (3, 4, 8)
 
 
 def test_no_two_options_share_a_name() -> None:
@@ -58,8 +58,8 @@ def test_an_unknown_option_is_named_with_its_nearest_match(
         ("page_size", "65"),
         ("page_size", "16.0"),
         ("page_size", True),
-        ("depth", "9"),
-        ("depth", "0"),
+        ("overlap_depth", "9"),
+        ("overlap_depth", "0"),
         ("port", "65536"),
         ("port", ""),
         ("num_pages", "1"),
@@ -90,11 +90,49 @@ def test_a_wrong_api_key_is_not_repeated_in_the_error() -> None:
 
 
 def test_lead_follows_depth_down_but_is_never_cut_silently() -> None:
-    assert resolved(depth=1).scheduler.lead == 1
-    assert resolved(depth=3).scheduler.lead == 2
-    assert resolved(depth=3, lead=3).scheduler.lead == 3
-    with pytest.raises(ConfigError, match="--lead 2 is larger than --depth 1"):
-        resolved(depth=1, lead=2)
+    assert resolved(overlap_depth=1).scheduler.overlap_lead == 1
+    assert resolved(overlap_depth=3).scheduler.overlap_lead == 2
+    assert resolved(overlap_depth=3, overlap_lead=3).scheduler.overlap_lead == 3
+    with pytest.raises(ConfigError, match="--overlap-lead 2 is larger than --overlap-depth 1"):
+        resolved(overlap_depth=1, overlap_lead=2)
+
+
+FORMER = {
+    "depth": "overlap_depth",
+    "lead": "overlap_lead",
+    "mixed_prompt_tokens": "max_mixed_prefill_tokens",
+}
+
+
+@pytest.mark.parametrize(("former", "name"), FORMER.items())
+def test_a_former_name_still_sets_its_option_everywhere(former: str, name: str) -> None:
+    sources = [
+        Raw(file={former: 1}),
+        Raw(file={former.replace("_", "-"): 1}),
+        Raw(environment={f"ASERVE_{former.upper()}": "1"}),
+        Raw(command_line={former: "1"}),
+    ]
+    for raw in sources:
+        assert getattr(resolve(raw, FACTS).scheduler, name) == 1
+    raw = Raw(file={name: 2}, environment={f"ASERVE_{former.upper()}": "1"})
+    assert getattr(resolve(raw, FACTS).scheduler, name) == 1  # the environment wins over a file
+
+
+@pytest.mark.parametrize(("former", "name"), FORMER.items())
+def test_both_names_of_an_option_in_one_place_are_refused(former: str, name: str) -> None:
+    sources = [
+        Raw(file={former: 1, name: 2}, file_name="a.toml"),
+        Raw(environment={f"ASERVE_{former.upper()}": "1", f"ASERVE_{name.upper()}": "2"}),
+    ]
+    for raw in sources:
+        with pytest.raises(ConfigError, match=f"sets {name} and also {former}"):
+            resolve(raw, FACTS)
+
+
+def test_a_typing_error_is_not_answered_with_a_former_name() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(Raw(environment={"ASERVE_DEPT": "1"}), FACTS)
+    assert "ASERVE_DEPTH" not in caught.value.message
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ WORDS = (
     *("--quantization", "int8", "--max-model-len", "101", "--kv-cache-dtype", "fp8"),
     *("--page-size", "8", "--num-pages", "102", "--gpu-memory-utilization", "0.5"),
     *("--no-prefix-cache", "--max-num-seqs", "103", "--max-num-batched-tokens", "104"),
-    *("--max-queue", "105", "--depth", "4", "--lead", "3", "--debug-checks"),
+    *("--max-queue", "105", "--overlap-depth", "4", "--overlap-lead", "3", "--debug-checks"),
     *("--attention-backend", "triton", "--device", "cuda", "--deterministic"),
     *("--cuda-graph-max-bs", "106", "--threads", "2"),
 )

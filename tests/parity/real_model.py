@@ -28,7 +28,7 @@ STORY = (
     "Once upon a time there was a small fox named Sam. Sam lived near a lake with his friend Mia. "
     "One day they found a red boat. fox=3729\nMia said: can we sail to the other side? "
 )
-PLAIN: dict[str, Any] = {"depth": 1, "lead": 1, "no_prefix_cache": True}
+PLAIN: dict[str, Any] = {"overlap_depth": 1, "overlap_lead": 1, "no_prefix_cache": True}
 
 Tokens = tuple[int, ...]
 

@@ -47,10 +47,10 @@ from tests.parity.real_model import (
 pytestmark = pytest.mark.slow
 
 MODES: dict[str, dict[str, Any]] = {
-    "plain": {"depth": 1, "lead": 1},
-    "overlap": {"depth": 2, "lead": 2},
-    "pipeline": {"depth": 3, "lead": 1},
-    "run ahead": {"depth": 3, "lead": 3},
+    "plain": {"overlap_depth": 1, "overlap_lead": 1},
+    "overlap": {"overlap_depth": 2, "overlap_lead": 2},
+    "pipeline": {"overlap_depth": 3, "overlap_lead": 1},
+    "run ahead": {"overlap_depth": 3, "overlap_lead": 3},
 }
 # 24 requests of up to 240 tokens in 316 positions: rows step back again and again.
 SMALL: dict[str, Any] = {"page_size": 4, "num_pages": 80}
@@ -276,7 +276,7 @@ async def test_prompt_logprobs_are_those_of_transformers_however_the_prompt_is_c
     prompt = token_ids(STORY * 2)
     expected = transformers_logprobs(prompt)[:-1]
     async with engine(
-        dtype="float32", max_num_batched_tokens=48, depth=depth, lead=lead
+        dtype="float32", max_num_batched_tokens=48, overlap_depth=depth, overlap_lead=lead
     ) as running:
         neighbour = asyncio.create_task(tokens_of(running, Ask(prompt[:40], 0.8)))
         answers = [
@@ -308,7 +308,7 @@ async def test_embeddings_are_those_of_transformers_beside_requests_that_generat
     asked = Ask(story[:40], 0.8)
     async with engine() as running:
         alone = await tokens_of(running, asked)
-    async with engine(max_num_batched_tokens=48, depth=depth, lead=lead) as running:
+    async with engine(max_num_batched_tokens=48, overlap_depth=depth, overlap_lead=lead) as running:
         neighbour = asyncio.create_task(tokens_of(running, asked))
         cancelled = asyncio.create_task(running.embed(story[::-1]))
         found = await asyncio.gather(*map(running.embed, prompts[:3]))

@@ -14,7 +14,7 @@ from aserve.messages.requests import Cancel
 from aserve.observability.reports import Beat, GrammarCompiled, TurnReport
 from aserve.processes.protocol import Died, LoadFailed, Ready, Start, ToEngine, ToFrontend
 
-GIVEN = {"model": "somewhere", "num_pages": 7, "lead": 1, "drain_timeout": 2.5, "seed": 3}
+GIVEN = {"model": "somewhere", "num_pages": 7, "overlap_lead": 1, "drain_timeout": 2.5, "seed": 3}
 SPEC = EngineSpec(
     page_size=16,
     groups=(GroupSpec("full", 9), GroupSpec("window", 5, window=64)),

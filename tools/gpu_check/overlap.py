@@ -20,7 +20,7 @@ def measure(setting: Setting, _argument: str) -> Figures:
     figures: Figures = {}
     rates = []
     for depth in (2, 1):
-        resolved = resolved_of(flags | {"depth": depth, "lead": depth})
+        resolved = resolved_of(flags | {"overlap_depth": depth, "overlap_lead": depth})
         found = embedded_rates([load], resolved, repeats=sizes.repeats)[load]
         rates.append(found["decode_tok_s"])
         figures[f"depth_{depth}"] = found
