@@ -1,9 +1,22 @@
-"""The decoder of the Llama family and its many relatives: attention with rotary positions, then a
-gated MLP, each with its norms.
+"""The decoder that Llama and its many relatives share. `DecoderSpec` says how a family differs.
 
-Single-device mathematics: it knows no pages, batches, devices or shards, and no family by name:
-what differs between them is in `DecoderSpec`. Its weights are set while it is built, and never
-change.
+The residual stream h of one layer, with the norms that the spec names (an absent norm is the
+identity) and its residual scale s:
+
+    h = h + s * after_attention(mixer(before_attention(h)))
+    h = h + s * after_mlp(mlp(before_mlp(h)))
+
+The mixer is `Attention` and the MLP is `gated_mlp`, unless the spec makes others for a layer:
+
+    heads  = rope(qk_norm(x W_qkv^T + b));  y = attend(heads) W_o^T + b      (attention)
+    y      = (act(x W_gate^T) * (x W_up^T)) W_down^T                         (gated MLP)
+
+Around the layers: h = embeddings[ids] * factor, and logits = cap(norm(h) W_head^T / divisor) with
+cap(z) = softcap * tanh(z / softcap). The norms are RMS norms: y = x / rms(x) * (offset + w).
+
+The formulas are those of modeling_llama.py, modeling_gemma2.py, ... in transformers; the parity
+tests compare each family with its reference there. The decoder is written for one device: pages,
+batches and shards are not visible here. Weights are set while it is built, and never change.
 """
 
 from __future__ import annotations
@@ -28,7 +41,7 @@ from aserve.gpu.weights.source import WeightSource, kv_scales
 
 
 class Decoder:
-    """A `CausalModel`. Its parts are there for who runs them in fewer calls."""
+    """A `CausalModel`. A device's fused step reads its parts, which are public for that reason."""
 
     __slots__ = (
         "blocks",
@@ -53,8 +66,7 @@ class Decoder:
         self.hidden_size = config.hidden_size
         self.max_model_len = max_model_len
         self.dtype = weights.dtype
-        self.layers = _layer_specs(spec, weights)
-        ropes = tuple(dict.fromkeys(_rope(config, layer) for layer in self.layers))
+        ropes = tuple(dict.fromkeys(_rope(config, window) for window in spec.windows))
         self.rotaries = tuple(
             Rotary(
                 rope,
@@ -71,9 +83,10 @@ class Decoder:
         self.embedding_factor = _embedding_factor(spec, weights.dtype)
         self.first_norm = _norm(weights, _entry_norm(spec, 0), spec)
         self.blocks = tuple(
-            Block(layer, spec, weights, rotary=ropes.index(_rope(config, layer)))
-            for layer in self.layers
+            Block(index, spec, weights, rotary=ropes.index(_rope(config, window)))
+            for index, window in enumerate(spec.windows)
         )
+        self.layers = tuple(b.mixer.layer for b in self.blocks if b.mixer.layer is not None)
         self.head = _head(config, self.embeddings, weights)
 
     def forward(
@@ -87,9 +100,9 @@ class Decoder:
         cos_sin = [rotary.at(positions) for rotary in self.rotaries]
         hidden = self._embed(input_ids)
         normed = self.first_norm(hidden)
-        for layer in self.blocks:
-            hidden, normed = layer(hidden, normed, cos_sin[layer.rotary], attend)
-            if capture is not None and layer.spec.index in capture.layer_ids:
+        for index, block in enumerate(self.blocks):
+            hidden, normed = block(hidden, normed, cos_sin[block.rotary], attend)
+            if capture is not None and index in capture.layer_ids:
                 capture.layers.append(hidden)
         if capture is not None and capture.wants_before_norm:
             capture.before_norm = hidden
@@ -109,53 +122,54 @@ class Decoder:
 
 
 class Block:
-    """The norm before a sublayer is made with the residual sum right before it, so a layer has the
-    next one's first norm, and the last layer that of the whole model."""
+    """One decoder layer. A residual sum and the norm after it are one fused operator, so a layer
+    owns the first norm of the next layer, and the last layer owns the model's final norm."""
 
     __slots__ = (
         "after_attention",
         "after_mlp",
-        "attention",
         "before_mlp",
         "before_next",
+        "mixer",
         "mlp",
         "rotary",
-        "spec",
     )
 
     def __init__(
-        self, layer: LayerSpec, spec: DecoderSpec, weights: WeightSource, *, rotary: int
+        self, index: int, spec: DecoderSpec, weights: WeightSource, *, rotary: int
     ) -> None:
-        prefix = f"model.layers.{layer.index}"
+        prefix = f"model.layers.{index}"
 
         def below(name: str | None) -> str | None:
             return None if name is None else f"{prefix}.{name}"
 
-        self.spec = layer
-        self.rotary = rotary  # which of the decoder's
-        self.attention = _Attention(layer, spec, weights)
+        self.rotary = rotary  # index into Decoder.rotaries
+        self.mixer = spec.mixer(index, default=Attention)(index, spec, weights)
         self.after_attention = _norm(weights, below(spec.norms.after_attention), spec)
         self.before_mlp = _add_norm(weights, below(spec.norms.before_mlp), spec)
-        self.mlp = _mlp(f"{prefix}.mlp", spec, weights)
+        self.mlp = spec.mlp(index, default=gated_mlp)(index, spec, weights)
         self.after_mlp = _norm(weights, below(spec.norms.after_mlp), spec)
-        self.before_next = _add_norm(weights, _entry_norm(spec, layer.index + 1), spec)
+        self.before_next = _add_norm(weights, _entry_norm(spec, index + 1), spec)
 
     def __call__(
         self, hidden: Tensor, normed: Tensor, cos_sin: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
-        """[tokens, hidden] each: the residual stream, and what its first sublayer gets of it; turns
-        [tokens, rotary_dim]."""
-        attended = self.after_attention(self.attention(normed, cos_sin, attend))
+        """hidden: the residual stream; normed: before_attention(hidden); both [tokens, hidden].
+        cos_sin [tokens, rotary_dim]. Returns the same two for the next layer."""
+        attended = self.after_attention(self.mixer(normed, cos_sin, attend))
         hidden, normed = self.before_mlp(hidden, attended)
         return self.before_next(hidden, self.after_mlp(self.mlp(normed)))
 
 
-class _Attention:
+class Attention:
+    """Grouped-query attention with rotary positions: the `Mixer` of most models."""
+
     __slots__ = ("head_norms", "joint_norm", "layer", "out", "qkv")
 
-    def __init__(self, layer: LayerSpec, spec: DecoderSpec, weights: WeightSource) -> None:
+    def __init__(self, index: int, spec: DecoderSpec, weights: WeightSource, /) -> None:
         hidden_size = spec.config.hidden_size
-        prefix = f"model.layers.{layer.index}.self_attn"
+        prefix = f"model.layers.{index}.self_attn"
+        layer = _layer_spec(index, spec, weights)
         q_size = layer.num_heads * layer.head_dim
         kv_size = layer.num_kv_heads * layer.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
@@ -185,7 +199,7 @@ class _Attention:
 
 
 class _JointNorm:
-    """Norms all query heads of a token together, and all its key heads."""
+    """One RMS norm over all query heads of a token together, and one over all its key heads."""
 
     __slots__ = ("k_norm", "q_norm", "sizes")
 
@@ -205,7 +219,7 @@ class _JointNorm:
 
 
 def _head_norms(layer: LayerSpec, spec: DecoderSpec, weights: WeightSource) -> HeadNorms:
-    """One weight for all query heads, one for all key heads."""
+    """An RMS norm of each head alone: all query heads share one weight, all key heads another."""
     rows = [
         weights.tensor(
             f"model.layers.{layer.index}.self_attn.{name}.weight",
@@ -226,30 +240,27 @@ def _unchanged(x: Tensor) -> Tensor:
     return x
 
 
-def _layer_specs(spec: DecoderSpec, weights: WeightSource) -> tuple[LayerSpec, ...]:
+def _layer_spec(index: int, spec: DecoderSpec, weights: WeightSource) -> LayerSpec:
     config = spec.config
-    scale = config.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
-    return tuple(
-        LayerSpec(
-            index=index,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            scale=scale,
-            window=window,
-            softcap=spec.attention_softcap,
-            kv_scales=kv_scales(weights, index),
-        )
-        for index, window in enumerate(spec.windows)
+    return LayerSpec(
+        index=index,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        scale=config.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
+        window=spec.windows[index],
+        softcap=spec.attention_softcap,
+        kv_scales=kv_scales(weights, index),
     )
 
 
-def _rope(config: ModelConfig, layer: LayerSpec) -> Rope:
-    return config.rope if layer.window is None else config.sliding_rope
+def _rope(config: ModelConfig, window: int | None) -> Rope:
+    return config.rope if window is None else config.sliding_rope
 
 
 def _entry_norm(spec: DecoderSpec, index: int) -> str | None:
-    """The norm before that layer's attention; behind the last layer it is the model's own."""
+    """The name of the norm before the attention of layer `index`. After the last layer this is the
+    model's final norm."""
     if index == len(spec.windows):
         return "model.norm"
     name = spec.norms.before_attention
@@ -259,7 +270,7 @@ def _entry_norm(spec: DecoderSpec, index: int) -> str | None:
 def _norm(
     weights: WeightSource, name: str | None, spec: DecoderSpec, *, size: int | None = None
 ) -> Norm:
-    """Of the hidden states, if no other size is given. Without a name there is none."""
+    """An RMS norm over `size` elements, by default the hidden size; the identity without a name."""
     if name is None:
         return _unchanged
     weight = _norm_weight(weights, name, spec, size=size or spec.config.hidden_size)
@@ -278,7 +289,9 @@ def _norm_weight(weights: WeightSource, name: str, spec: DecoderSpec, *, size: i
     return weights.tensor(f"{name}.weight", (size,), offset=spec.norm_offset)
 
 
-def _mlp(prefix: str, spec: DecoderSpec, weights: WeightSource) -> GatedMlp:
+def gated_mlp(index: int, spec: DecoderSpec, weights: WeightSource, /) -> GatedMlp:
+    """The gated MLP of layer `index`, which is the MLP of most models."""
+    prefix = f"model.layers.{index}.mlp"
     hidden_size, size = spec.config.hidden_size, spec.config.intermediate_size
     parts = {"gate_proj": size, "up_proj": size}
     if spec.has_joined_weights:
@@ -306,6 +319,6 @@ def _refuse_partial_rotary(spec: DecoderSpec) -> None:
     config = spec.config
     if config.rotary_dim != config.head_dim and not spec.has_partial_rotary:
         raise ConfigError(
-            f"{config.fields.source}: partial_rotary_factor turns {config.rotary_dim} of "
-            f"{config.head_dim} elements; {config.architecture} turns whole heads"
+            f"{config.fields.source}: partial_rotary_factor rotates {config.rotary_dim} of "
+            f"{config.head_dim} elements of a head; {config.architecture} rotates whole heads"
         )

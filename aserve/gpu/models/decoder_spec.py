@@ -1,18 +1,26 @@
-"""In what the families of one decoder differ: a record of plain values for each axis.
+"""The record of values in which the families of the shared decoder differ.
 
-It knows no family, no tensors and no configuration file.
+A family's file fills it in from the model's configuration; `decoder.py` builds the layers from it.
 """
 
 from __future__ import annotations
 
-import msgspec
+from typing import Protocol, TypeVar
 
+import msgspec
+from torch import Tensor
+
+from aserve.gpu.kv.layer_groups import LayerSpec
+from aserve.gpu.models.base import Attend
 from aserve.gpu.models.config.layer_types import Windows
 from aserve.gpu.models.config.model import ModelConfig
+from aserve.gpu.weights.source import WeightSource
+
+T = TypeVar("T")
 
 
 class LayerNorms(msgspec.Struct, frozen=True):
-    """The checkpoint's names of a layer's norms around its two sublayers; None: there is none."""
+    """The checkpoint's names of the norms around a layer's two sublayers; None: no such norm."""
 
     before_attention: str | None = None
     after_attention: str | None = None
@@ -33,7 +41,7 @@ NORMS_AROUND = LayerNorms(
 
 
 class QkNorm(msgspec.Struct, frozen=True):
-    """Norms of queries and of keys: of each head, or of all heads of a token together."""
+    """RMS norms of queries and keys: of each head alone, or jointly over all heads of a token."""
 
     is_joint: bool = False
 
@@ -45,24 +53,68 @@ class Biases(msgspec.Struct, frozen=True):
 
 
 class EmbeddingScale(msgspec.Struct, frozen=True):
-    """`is_rounded`: to the model's dtype, before it multiplies."""
+    """The factor that embeddings are multiplied by. `is_rounded`: it is rounded to the model's
+    dtype first."""
 
     factor: float = 1.0
     is_rounded: bool = False
 
 
+class Mixer(Protocol):
+    """The sublayer that mixes tokens: attention, MLA, linear attention, ..."""
+
+    @property
+    def layer(self) -> LayerSpec | None:
+        """The layer's shape in the KV cache; None for a mixer that keeps nothing there."""
+
+    def __call__(self, x: Tensor, cos_sin: Tensor, attend: Attend, /) -> Tensor:
+        """x [tokens, hidden], cos_sin [tokens, rotary_dim] -> [tokens, hidden]."""
+
+
+class MakeMixer(Protocol):
+    def __call__(self, index: int, spec: DecoderSpec, weights: WeightSource, /) -> Mixer:
+        """Builds the mixer of layer `index`."""
+
+
+class Mlp(Protocol):
+    """The sublayer that sees each token alone: a gated MLP, a mixture of experts, ..."""
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        """x [tokens, hidden] -> [tokens, hidden]."""
+
+
+class MakeMlp(Protocol):
+    def __call__(self, index: int, spec: DecoderSpec, weights: WeightSource, /) -> Mlp:
+        """Builds the MLP of layer `index`."""
+
+
 class DecoderSpec(msgspec.Struct, frozen=True):
+    """`windows`, `mixers` and `mlps` have one entry per layer. An empty `mixers` means that every
+    layer has grouped-query attention, an empty `mlps` that every layer has a gated MLP."""
+
     config: ModelConfig
     windows: Windows
+    mixers: tuple[MakeMixer, ...] = ()
+    mlps: tuple[MakeMlp, ...] = ()
     biases: Biases = Biases()
     norms: LayerNorms = NORMS_BEFORE
-    norm_offset: float = 0.0  # norms multiply by the stored weight plus this
+    norm_offset: float = 0.0  # y = x / rms(x) * (norm_offset + w)
     qk_norm: QkNorm | None = None
-    has_joined_weights: bool = False  # the checkpoint has q, k and v in one, and gate and up
-    has_partial_rotary: bool = False  # the config may leave a part of each head unturned
-    attention_scale: float | None = None  # None: head_dim ** -0.5
+    has_joined_weights: bool = False  # the checkpoint stores qkv_proj and gate_up_proj
+    has_partial_rotary: bool = False  # the config may rotate only a part of each head
+    attention_scale: float | None = None  # of q k^T; None: head_dim ** -0.5
     attention_softcap: float | None = None
     embedding_scale: EmbeddingScale = EmbeddingScale()
-    residual_scale: float = 1.0  # of what each sublayer adds
+    residual_scale: float = 1.0  # of a sublayer's output, before it is added to the residual
     logit_divisor: float = 1.0
     logit_softcap: float | None = None
+
+    def mixer(self, index: int, *, default: MakeMixer) -> MakeMixer:
+        return _of_layer(self.mixers, index, default)
+
+    def mlp(self, index: int, *, default: MakeMlp) -> MakeMlp:
+        return _of_layer(self.mlps, index, default)
+
+
+def _of_layer(choices: tuple[T, ...], index: int, default: T) -> T:
+    return choices[index] if choices else default

@@ -20,7 +20,7 @@ from aserve.gpu.weights.checkpoint import Checkpoint
 from aserve.gpu.weights.dummy import DummyWeights
 from aserve.gpu.weights.inventory import Inventory, check_fit
 from aserve.gpu.weights.reader import WeightReader
-from aserve.gpu.weights.source import GIB, LoadProgress
+from aserve.gpu.weights.source import GIB, WHOLE, LoadProgress, Shard
 
 OBJECT_BYTES = 4096  # what Python takes at least for the tensors and modules of one layer
 
@@ -42,7 +42,7 @@ class NativeBlueprint:
     def load(self, plan: LoadPlan) -> CausalModel:
         build, config, target = self.family.build, self.config, plan.target
         context_len = config.context_len(plan.max_model_len)
-        inventory = self._inventory(plan.dtype)
+        inventory = self._inventory(plan.dtype, target.shard)
         size_bytes, dtype = inventory.size_bytes, plan.dtype
         progress = LoadProgress(size_bytes, dtype=dtype, on_progress=plan.on_progress)
         if plan.is_dummy:
@@ -55,10 +55,10 @@ class NativeBlueprint:
             reader = WeightReader(checkpoint, target, dtype=dtype, progress=progress)
             return build(config, reader, max_model_len=context_len)
 
-    def _inventory(self, dtype: torch.dtype) -> Inventory:
-        """What the model asks for; nothing is read."""
-        inventory = Inventory(dtype)
-        # No position is ever looked up in this one.
+    def _inventory(self, dtype: torch.dtype, shard: Shard = WHOLE) -> Inventory:
+        """The names and shapes of the model's weights."""
+        inventory = Inventory(dtype, shard)
+        # This model never runs, so its rotary tables may be short.
         self.family.build(self.config, inventory, max_model_len=1)
         return inventory
 

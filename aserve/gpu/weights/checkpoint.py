@@ -1,14 +1,13 @@
-"""The safetensors files of a model directory: one, or several with an index.
+"""Reads the safetensors files of a model directory: a single file, or several with an index.
 
-It knows no model. Names, shapes and sizes come from the files' headers; values are read one tensor
-at a time.
+Names, shapes and dtypes come from the files' headers; values are read one tensor at a time.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -32,7 +31,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
-    """What a header says of one tensor."""
+    """One tensor as a file's header describes it."""
 
     file_name: str
     shape: tuple[int, ...]
@@ -40,7 +39,7 @@ class StoredTensor(msgspec.Struct, frozen=True):
 
 
 class Checkpoint:
-    """Open files, to be read straight to `device`; use it as a context manager."""
+    """Opened checkpoint files, which are read straight to `device`. It is a context manager."""
 
     __slots__ = ("_device", "_files", "_stack", "directory", "tensors")
 
@@ -72,13 +71,22 @@ class Checkpoint:
         self._stack.close()
 
     def read(self, name: str) -> Tensor:
-        """In the checkpoint's dtype.
+        """The tensor in the checkpoint's dtype. On the CPU it may share memory with the file: copy
+        it before the checkpoint closes."""
+        with self._explained(name) as file:
+            return file.get_tensor(name)
 
-        On the CPU it may share memory with the file: copy it before the checkpoint closes.
-        """
+    def read_part(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """As `read`, of the elements tensor[part] alone: the rest is not read."""
+        with self._explained(name) as file:
+            return file.get_slice(name)[part]
+
+    @contextmanager
+    def _explained(self, name: str) -> Iterator[_File]:
+        """The file of a tensor; an error while it is read names the file and the tensor."""
         stored = self.tensors[name]
         try:
-            return self._files[stored.file_name].get_tensor(name)
+            yield self._files[stored.file_name]
         except (SafetensorError, OSError) as error:
             path = self.directory / stored.file_name
             raise ConfigError(f"{path}: {name} cannot be read: {error}") from error
@@ -109,6 +117,8 @@ class _Slice(Protocol):
 
     def get_dtype(self) -> str: ...
 
+    def __getitem__(self, part: tuple[slice, ...], /) -> Tensor: ...
+
 
 class _File(Protocol):
     def keys(self) -> list[str]: ...
@@ -128,7 +138,7 @@ class _File(Protocol):
 
 
 def listed(names: Iterable[str]) -> str:
-    """A few of the names, and how many more there are."""
+    """The first five names, and how many more there are."""
     ordered = sorted(names)
     more = f" and {len(ordered) - 5} more" if len(ordered) > 5 else ""
     return ", ".join(ordered[:5]) + more
@@ -145,7 +155,8 @@ def _open(path: Path, device: torch.device) -> _File:
 
 
 def _read_index(directory: Path) -> Mapping[str, str]:
-    """Which file holds which tensor; empty for a single file, which wins where both are there."""
+    """Maps each tensor's name to its file. It is empty where there is a single file, which wins
+    over an index."""
     if (directory / SINGLE).exists():
         return {}
     path = directory / INDEX
@@ -158,7 +169,7 @@ def _read_index(directory: Path) -> Mapping[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigError(f"{path}: weight_map names no tensors")
     for name, file_name in weight_map.items():
-        # An index comes from outside: it may not lead out of its directory.
+        # An index is untrusted input: its file names must not lead out of the directory.
         is_text = isinstance(file_name, str) and file_name
         if not is_text or Path(file_name).name != file_name:
             raise ConfigError(

@@ -1,6 +1,6 @@
-"""Random weights for a configuration alone: a source that has every name, in any shape.
+"""Random weights: the source of a model of which only the configuration is there.
 
-It knows no model and reads no file. What such a model says means nothing; what it costs is real.
+The tokens of such a model mean nothing, but its memory and its speed are those of the real one.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.layers.linear import Linear, LinearOp
-from aserve.gpu.weights.source import LoadProgress, Target
+from aserve.gpu.weights.source import LoadProgress, Target, expert_parts
 
 STD = 0.02  # transformers' usual initializer_range
 
 
 class DummyWeights:
-    """A tensor depends on its name and shape alone: not on dtype, nor on what was asked before."""
+    """A `WeightSource` that has every name in any shape. A tensor depends on its name and on its
+    shape in the checkpoint alone; so a shard is a part of the whole, and dtypes differ only by
+    rounding."""
 
     __slots__ = (
         "_progress",
@@ -43,7 +45,7 @@ class DummyWeights:
         self._progress = progress
 
     def tensor(self, name: str, shape: tuple[int, ...], *, offset: float = 0.0) -> Tensor:
-        """What stands for a sum: the offset is in it already."""
+        """The drawn values already include the offset."""
         drawn = self._drawn(name, shape)
         return drawn.to(torch.promote_types(self.dtype, torch.float32)) if offset else drawn
 
@@ -58,14 +60,28 @@ class DummyWeights:
         linear = Linear(torch.cat(weights), torch.cat(biases) if bias else None)
         return self._target.prepare(linear, self.device, dtype=self.dtype)
 
+    def stacked(
+        self, name: str, parts: Mapping[str, int], *, count: int, in_features: int
+    ) -> Tensor:
+        (experts,) = self._target.shard.part(name, (count,))
+        drawn = [
+            self._drawn(f"{part}.weight", (num_rows, in_features))
+            for expert in range(experts.start, experts.stop)
+            for part, num_rows in expert_parts(name, parts, expert).items()
+        ]
+        return torch.cat(drawn).view(count, -1, in_features)
+
     def tied_linear(self, name: str, weight: Tensor) -> LinearOp:
         return self._target.prepare(Linear(weight), self.device, dtype=self.dtype)
 
     def _drawn(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Vectors that are no biases scale something: they lie around 1."""
+        """Normal values of mean 0; of mean 1 for vectors that are no biases, because these scale
+        something."""
+        shard = self._target.shard
+        whole = shard.whole_shape(name, shape)
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))
         is_scale = len(shape) == 1 and not name.endswith(".bias")
-        drawn = torch.empty(shape, device=self.device)
+        drawn = torch.empty(whole, device=self.device)
         drawn.normal_(1.0 if is_scale else 0.0, STD, generator=generator)
         self._progress.advance(math.prod(shape))
-        return drawn.to(self.dtype)
+        return drawn[shard.part(name, shape)].to(self.dtype)

@@ -1,6 +1,6 @@
-"""In which form a device holds a model's weights: what was asked for, and what was chosen.
+"""The format in which a device holds a model's weights: the request, and the device's answer.
 
-It knows no device: each chooses for itself (`Device.weight_format`).
+Each device chooses for itself (`Device.weight_format`).
 """
 
 from __future__ import annotations
@@ -23,34 +23,30 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class WeightRequest:
-    """`dtype` as the user gave it; `stored` is what the checkpoint says of itself."""
+    """The user's options and the model's size, from which a device chooses a format."""
 
-    dtype: str
-    stored: str | None
+    dtype: str  # the user's option: "auto" or a name in DTYPES
+    stored: str | None  # the checkpoint's dtype, where its config names one
     num_weights: int
-    quantization: str | None = None  # of linear layers, while they are loaded
-    is_deterministic: bool = False  # a token's products must not depend on other tokens
+    quantization: str | None = None  # of linear layers, applied while they are loaded
+    is_deterministic: bool = False  # a token's result must not depend on the other tokens
 
     @property
     def given(self) -> torch.dtype | None:
-        """The dtype that was asked for by name, which is honoured exactly; None: `auto`."""
+        """The dtype that the user named, which is honoured exactly; None: `auto`."""
         return None if self.dtype == "auto" else parse_dtype(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """`dtype` is that of activations, norms and KV; `prepare` makes the linear layers; `about` says
-    both, and why, in a few words. `stored_bits` of a weight, where they are not those of `dtype`;
-    `max_threads` that gain anything, where that is known;
-    `max_mixed_prefill_tokens` of a step that decodes too, where fewer than fit are better.
-    """
+    """The format of a model's weights on a device, and the settings that are best with it."""
 
-    dtype: torch.dtype
-    prepare: Prepare
-    about: str
-    stored_bits: int | None = None
-    max_threads: int | None = None
-    max_mixed_prefill_tokens: int | None = None
+    dtype: torch.dtype  # of activations, norms and KV
+    prepare: Prepare  # makes the linear layers
+    about: str  # the choice and its reason in a few words, for the log
+    stored_bits: int | None = None  # per weight; None: those of `dtype`
+    max_threads: int | None = None  # more threads than this make a step no faster; None: unknown
+    max_mixed_prefill_tokens: int | None = None  # prefill cap of a mixed step; None: no cap
 
     @property
     def weight_bits(self) -> int:

@@ -1,6 +1,6 @@
-"""What a model needs (the first of the two sources it is built from), and how a checkpoint fits it.
+"""The names and shapes of the weights that a model asks for, and whether a checkpoint has them.
 
-It reads no values. Written by the model that is built from it.
+An `Inventory` is the weight source of a model's first build. It reads no values.
 """
 
 from __future__ import annotations
@@ -15,26 +15,38 @@ from aserve.errors import ConfigError
 from aserve.gpu.layers.linear import Linear, LinearOp
 from aserve.gpu.layers.ops import PLAIN
 from aserve.gpu.weights.checkpoint import DTYPES, Checkpoint, listed
+from aserve.gpu.weights.source import WHOLE, Shard, expert_parts
 
-# Some checkpoints carry tables that follow from the configuration.
+# Some old checkpoints carry these tables, which follow from the configuration.
 DERIVED = ".rotary_emb.inv_freq"
 
 
 class Inventory:
-    """Hands out tensors without storage, and notes the names and shapes that were asked for."""
+    """A `WeightSource` that gives out meta tensors and notes what was asked for."""
 
-    __slots__ = ("copies", "device", "dtype", "elementwise", "numbers", "shapes")
+    __slots__ = (
+        "_shard",
+        "copies",
+        "device",
+        "dtype",
+        "elementwise",
+        "num_weights",
+        "numbers",
+        "shapes",
+    )
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, shard: Shard = WHOLE) -> None:
+        self._shard = shard
         self.device = torch.device("meta")
         self.dtype = dtype
         self.elementwise = PLAIN
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.numbers: set[str] = set()  # of one value each: may be there, need not
-        self.copies: dict[str, tuple[int, ...]] = {}  # of tied weights: may be there, need not
+        self.shapes: dict[str, tuple[int, ...]] = {}  # of the checkpoint's tensors, by name
+        self.num_weights = 0  # elements that this shard holds
+        self.numbers: set[str] = set()  # names of optional scalars
+        self.copies: dict[str, tuple[int, ...]] = {}  # optional copies of tied weights
 
     def tensor(self, name: str, shape: tuple[int, ...], *, offset: float = 0.0) -> Tensor:
-        self.shapes[name] = shape
+        self._note(name, shape)
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def number(self, names: tuple[str, ...], *, default: float) -> float:
@@ -43,28 +55,43 @@ class Inventory:
 
     def linear(self, parts: Mapping[str, int], *, in_features: int, bias: bool) -> LinearOp:
         for name, num_rows in parts.items():
-            self.shapes[f"{name}.weight"] = (num_rows, in_features)
+            self._note(f"{name}.weight", (num_rows, in_features))
             if bias:
-                self.shapes[f"{name}.bias"] = (num_rows,)
+                self._note(f"{name}.bias", (num_rows,))
         num_rows = sum(parts.values())
         return Linear(torch.empty(num_rows, in_features, dtype=self.dtype, device=self.device))
 
+    def stacked(
+        self, name: str, parts: Mapping[str, int], *, count: int, in_features: int
+    ) -> Tensor:
+        (num_stored,) = self._shard.whole_shape(name, (count,))
+        for expert in range(num_stored):
+            for part, num_rows in expert_parts(name, parts, expert).items():
+                shape = (num_rows, in_features)
+                self.shapes[f"{part}.weight"] = self._shard.whole_shape(f"{part}.weight", shape)
+        num_rows = sum(parts.values())
+        self.num_weights += count * num_rows * in_features
+        return torch.empty(count, num_rows, in_features, dtype=self.dtype, device=self.device)
+
     def tied_linear(self, name: str, weight: Tensor) -> LinearOp:
-        self.copies[f"{name}.weight"] = tuple(weight.shape)
+        copy = f"{name}.weight"
+        self.copies[copy] = self._shard.whole_shape(copy, tuple(weight.shape))
         return Linear(weight)
 
     @property
-    def num_weights(self) -> int:
-        return sum(math.prod(shape) for shape in self.shapes.values())
-
-    @property
     def size_bytes(self) -> int:
-        """Of all weights in the model's dtype."""
+        """The size of this shard's weights in the model's dtype."""
         return self.num_weights * self.dtype.itemsize
+
+    def _note(self, name: str, shape: tuple[int, ...]) -> None:
+        if name not in self.shapes:
+            self.num_weights += math.prod(shape)
+        self.shapes[name] = self._shard.whole_shape(name, shape)
 
 
 def check_fit(inventory: Inventory, checkpoint: Checkpoint) -> None:
-    """One error that names everything that is missing, left over, or of another shape or kind."""
+    """Raises one error that names every missing and unexpected tensor, and every tensor of another
+    shape or of a dtype that is not read."""
     known = {**inventory.copies, **inventory.shapes}
     stored = {
         name: tensor

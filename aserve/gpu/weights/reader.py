@@ -1,12 +1,11 @@
-"""Reads a model's weights from a checkpoint: the second of the two sources it is built from.
+"""Reads a model's weights from a checkpoint: the weight source of a model's second build.
 
-It knows no model. That everything is there, in the right shape, has been checked before
-(`inventory.check_fit`).
+`inventory.check_fit` has checked before that every tensor is there, in the right shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -14,11 +13,14 @@ from torch import Tensor
 from aserve.errors import ConfigError
 from aserve.gpu.layers.linear import Linear, LinearOp
 from aserve.gpu.weights.checkpoint import Checkpoint
-from aserve.gpu.weights.source import LoadProgress, Target
+from aserve.gpu.weights.source import LoadProgress, Target, expert_parts
+
+Shapes = Mapping[str, tuple[int, ...]]  # by the tensor's name
 
 
 class WeightReader:
-    """One layer at a time: beside the model itself, memory holds the layer that is being read."""
+    """A `WeightSource` that reads one layer at a time, so that memory holds only the model and the
+    layer that is being read. Of a sharded weight it reads this shard's part."""
 
     __slots__ = (
         "_checkpoint",
@@ -45,7 +47,7 @@ class WeightReader:
         self._progress = progress
 
     def tensor(self, name: str, shape: tuple[int, ...], *, offset: float = 0.0) -> Tensor:
-        tensor = self._read([name]).to(self.device, self.dtype)
+        tensor = self._read_rows({name: shape}).to(self.device, self.dtype)
         self._progress.advance(tensor.numel())
         if offset == 0.0:
             return tensor
@@ -59,13 +61,25 @@ class WeightReader:
 
     def linear(self, parts: Mapping[str, int], *, in_features: int, bias: bool) -> LinearOp:
         linear = Linear(
-            self._read(f"{name}.weight" for name in parts),
-            self._read(f"{name}.bias" for name in parts) if bias else None,
+            self._read_rows(_weight_shapes(parts, in_features)),
+            self._read_rows({f"{name}.bias": (n,) for name, n in parts.items()}) if bias else None,
         )
         prepared = self._target.prepare(linear, self.device, dtype=self.dtype)
         num_biases = 0 if linear.bias is None else linear.bias.numel()
         self._progress.advance(linear.weight.numel() + num_biases)
         return prepared
+
+    def stacked(
+        self, name: str, parts: Mapping[str, int], *, count: int, in_features: int
+    ) -> Tensor:
+        shape = (count, sum(parts.values()), in_features)
+        stack = torch.empty(shape, dtype=self.dtype, device=self.device)
+        (experts,) = self._target.shard.part(name, (count,))
+        for own, expert in zip(stack, range(experts.start, experts.stop), strict=True):
+            layers = expert_parts(name, parts, expert)
+            own.copy_(self._read_rows(_weight_shapes(layers, in_features)))
+            self._progress.advance(own.numel())
+        return stack
 
     def tied_linear(self, name: str, weight: Tensor) -> LinearOp:
         copy = f"{name}.weight"
@@ -73,15 +87,23 @@ class WeightReader:
             self._check_copy(copy, weight)
         return self._target.prepare(Linear(weight), self.device, dtype=self.dtype)
 
-    def _read(self, names: Iterable[str]) -> Tensor:
-        """Rows of the tensors, one after the other, in memory of their own: the files may change
-        after the load.
-        """
-        return torch.cat([self._checkpoint.read(name) for name in names])
+    def _read_rows(self, shapes: Shapes) -> Tensor:
+        """The tensors' rows, joined and copied out of the files, which may change after the load."""
+        return torch.cat([self._read(name, shape) for name, shape in shapes.items()])
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if self._checkpoint.tensors[name].shape == shape:
+            return self._checkpoint.read(name)
+        return self._checkpoint.read_part(name, self._target.shard.part(name, shape))
 
     def _check_copy(self, name: str, weight: Tensor) -> None:
-        if not torch.equal(self._checkpoint.read(name).to(self.device, self.dtype), weight):
+        stored = self._read(name, tuple(weight.shape))
+        if not torch.equal(stored.to(self.device, self.dtype), weight):
             raise ConfigError(
                 f"{self._checkpoint.directory}: the config ties the embeddings, but {name} "
                 "differs from them; if it is meant to, set tie_word_embeddings to false there"
             )
+
+
+def _weight_shapes(parts: Mapping[str, int], in_features: int) -> Shapes:
+    return {f"{name}.weight": (num_rows, in_features) for name, num_rows in parts.items()}

@@ -1,14 +1,20 @@
-"""Where a model gets its weights from while it is built.
+"""The interface through which a model gets its weights while it is built, and the target they are
+built for.
 
-A model is built twice: from an `Inventory`, which only notes what is asked for, and, when that fits
-the checkpoint and the memory, from a `WeightReader`. So a layer has its final weights from the
-start, and nothing is ever initialised at random.
+A model is built twice. The first time its source is an `Inventory`, which only notes the names and
+shapes that are asked for. When these fit the checkpoint and the memory, the model is built again
+from a `WeightReader` (or from `DummyWeights`). So every layer has its final weights from the start,
+and nothing is initialised at random and overwritten.
+
+A model file is written for one device. Which part of each weight a device holds is decided by the
+target's `Shard`: the model asks for the shapes that it computes with, and the source knows where
+they lie in the checkpoint's tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 import torch
@@ -22,43 +28,46 @@ from aserve.host.limits import available_memory_bytes
 
 
 class WeightSource(Protocol):
-    """Names are the checkpoint's."""
+    """Weights by their names in the checkpoint, as layers of `dtype` on `device`."""
 
     device: torch.device
     dtype: torch.dtype
-    elementwise: Elementwise  # makes the layers that are no products
+    elementwise: Elementwise  # makes norms and activations
 
     def tensor(self, name: str, shape: tuple[int, ...], *, offset: float = 0.0) -> Tensor:
-        """A plain weight, on the device and in the model's dtype.
-
-        `offset` is added to what is stored; the sum is never rounded to a half type.
-        """
+        """The weight `name` plus `offset`. With an offset the sum is at least float32, because a
+        16-bit dtype would round it."""
 
     def number(self, names: tuple[str, ...], *, default: float) -> float:
-        """That of the first name which the checkpoint has; it need not have any."""
+        """The scalar under the first of `names` that the checkpoint has, or else `default`."""
 
     def linear(self, parts: Mapping[str, int], *, in_features: int, bias: bool) -> LinearOp:
-        """One product over the rows of several layers: `parts` are their names (without ".weight")
-        and row counts.
-        """
+        """One linear layer whose rows are those of several checkpoint layers, joined. `parts` maps
+        their names (without ".weight") to their numbers of rows."""
+
+    def stacked(
+        self, name: str, parts: Mapping[str, int], *, count: int, in_features: int
+    ) -> Tensor:
+        """The weights of `count` experts, [count, rows, in_features]. The checkpoint has one tensor
+        for each expert and part, `{name}.{expert}.{part}.weight`; an expert's rows are those of its
+        `parts`, joined as in `linear`."""
 
     def tied_linear(self, name: str, weight: Tensor) -> LinearOp:
-        """A layer that has another's weight; the checkpoint may hold a copy of it under `name`,
-        too.
-        """
+        """A linear layer with the weight of another layer. The checkpoint may hold a copy of the
+        weight under `name` as well."""
 
 
 def kv_scales(weights: WeightSource, layer: int) -> Scales:
-    """1 where the checkpoint says nothing."""
+    """The scales of an 8-bit KV cache, for keys and values; 1 where the checkpoint has none."""
     prefix = f"model.layers.{layer}.self_attn"
-    of_keys, of_values = (
+    key_scale, value_scale = (
         weights.number(
             (f"{prefix}.{x}_scale", f"{prefix}.attn.{x}_scale", f"{prefix}.{x}_proj.{x}_scale"),
             default=1.0,
         )
         for x in ("k", "v")
     )
-    return of_keys, of_values
+    return key_scale, value_scale
 
 
 OnProgress: TypeAlias = Callable[[int, int], None]  # bytes done, bytes in all
@@ -69,7 +78,7 @@ def ignore_progress(_done_bytes: int, _total_bytes: int) -> None:
 
 
 class LoadProgress:
-    """Weights are counted as bytes of `dtype`, the model's, as the total is."""
+    """Reports loaded bytes, counted in the model's dtype."""
 
     __slots__ = ("_dtype", "_num_done", "_on_progress", "_total_bytes")
 
@@ -86,21 +95,58 @@ class LoadProgress:
         self._on_progress(self._num_done * self._dtype.itemsize, self._total_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of each weight that one of `num_ranks` devices holds.
+
+    `axes` maps the last two components of a tensor's name ("q_proj.weight", "mlp.experts" for a
+    stack of experts) to the axis along which it is divided into `num_ranks` equal parts. A tensor
+    without an entry is held whole by every rank.
+    """
+
+    rank: int = 0
+    num_ranks: int = 1
+    axes: Mapping[str, int] = field(default_factory=dict)
+
+    def whole_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The checkpoint's shape of a tensor of which this rank holds `shape`."""
+        axis = self._axis(name)
+        return tuple(n * self.num_ranks if i == axis else n for i, n in enumerate(shape))
+
+    def part(self, name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
+        """The index of this rank's part in the checkpoint's tensor; `shape` is that of the part."""
+        axis = self._axis(name)
+        ranks = (self.rank if i == axis else 0 for i in range(len(shape)))
+        return tuple(slice(rank * n, (rank + 1) * n) for rank, n in zip(ranks, shape, strict=True))
+
+    def _axis(self, name: str) -> int | None:
+        return self.axes.get(".".join(name.split(".")[-2:]))
+
+
+WHOLE = Shard()
+
+
+def expert_parts(name: str, parts: Mapping[str, int], expert: int) -> dict[str, int]:
+    """The checkpoint's layers of one expert, with their numbers of rows."""
+    return {f"{name}.{expert}.{part}": rows for part, rows in parts.items()}
+
+
 CPU = torch.device("cpu")
 GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`memory_bytes`: what the device has free; None asks the host."""
+    """The device that a model is built for, and how its layers are made there."""
 
     device: torch.device = CPU
-    memory_bytes: int | None = None
+    memory_bytes: int | None = None  # free memory of the device; None: of the host
     prepare: Prepare = prepare
     elementwise: Elementwise = PLAIN
+    shard: Shard = WHOLE
 
     def check_room(self, size_bytes: int, dtype: torch.dtype) -> None:
-        """Before a value is read."""
+        """Refuses weights that are larger than the free memory, before any is read."""
         free_bytes = available_memory_bytes() if self.memory_bytes is None else self.memory_bytes
         if size_bytes > free_bytes:
             raise ConfigError(

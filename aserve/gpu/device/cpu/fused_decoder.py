@@ -14,9 +14,10 @@ from torch import Tensor
 from aserve.gpu.device.cpu.kernel_linear import TiledLinear
 from aserve.gpu.device.cpu.ops import CompiledNorm
 from aserve.gpu.layers.linear import LinearOp
+from aserve.gpu.layers.mlp import GatedMlp
 from aserve.gpu.layers.norm import AddNorm, Norm, RmsNorm, SumAndNorm
 from aserve.gpu.models.base import CausalModel
-from aserve.gpu.models.decoder import Block, Decoder
+from aserve.gpu.models.decoder import Attention, Block, Decoder
 from aserve.gpu.sampling.params import FLOAT_COLUMNS, INT_COLUMNS
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.gpu.step.future_map import LAST_TOKEN
@@ -129,15 +130,18 @@ class CompiledForward:
         return _record(np.zeros(1, MODEL), values)
 
     def _describe_layer(self, record: Records, block: Block) -> None:
-        layer, attention = block.spec, block.attention
+        attention, mlp = block.mixer, block.mlp
+        assert isinstance(attention, Attention)
+        assert isinstance(mlp, GatedMlp)
+        layer = attention.layer
         kv = self._state.pools.layers[layer.index]
         factor, cap = folded(layer.scale, layer.softcap)
         head_norms = attention.head_norms
         values = {
             **_product("qkv", attention.qkv),
             **_product("out", attention.out),
-            **_product("gate_up", block.mlp.gate_up),
-            **_product("down", block.mlp.down),
+            **_product("gate_up", mlp.gate_up),
+            **_product("down", mlp.down),
             "head_norms": 0 if head_norms is None else head_norms.weight.data_ptr(),
             "after_attention": self._norm(block.after_attention),
             "before_mlp": self._norm_of_sum(block.before_mlp),
@@ -177,9 +181,12 @@ def make_compiled_forward(model: CausalModel, state: DeviceState) -> CompiledFor
 
 
 def _is_covered(block: Block) -> bool:
-    products = (block.attention.qkv, block.attention.out, block.mlp.gate_up, block.mlp.down)
-    are_ours = all(isinstance(product, TiledLinear) for product in products)
-    return are_ours and block.attention.joint_norm is None
+    attention, mlp = block.mixer, block.mlp
+    if not isinstance(attention, Attention) or not isinstance(mlp, GatedMlp):
+        return False
+    products = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
+    are_tiled = all(isinstance(product, TiledLinear) for product in products)
+    return are_tiled and attention.joint_norm is None
 
 
 def _product(name: str, product: LinearOp) -> dict[str, int]:
