@@ -55,6 +55,11 @@ class TransformersBlueprint:
         return num_weights
 
     def load(self, plan: LoadPlan) -> TransformersModel:
+        if plan.target.shard.num_ranks > 1:
+            raise ConfigError(
+                f"the model in {self.model_dir} cannot be divided among "
+                f"{plan.target.shard.num_ranks} devices, because it runs in transformers' code"
+            )
         context_len = _context_len(self.model_dir, self.config, plan.max_model_len)
         size_bytes = self.num_weights * plan.dtype.itemsize
         plan.target.check_room(size_bytes, plan.dtype)
