@@ -171,8 +171,7 @@ class GrammarOptions:
 class MachineOptions:
     device: str = option(
         "auto",
-        "what the model runs on; auto: a CUDA device, if torch finds one",
-        Limits(choices=("auto", "cpu", "cuda")),
+        "what the model runs on: auto, cpu or cuda; auto: a CUDA device, if torch finds one",
     )
     attention_backend: str = option(
         "auto",

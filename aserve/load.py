@@ -6,9 +6,10 @@ the port is open and /health answers before.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from aserve.config import Resolved
 from aserve.engine_core import LocalExecutor
@@ -30,11 +31,18 @@ class Loaded:
     text: TextSide
 
 
-def load(resolved: Resolved) -> Loaded:
+LoadExecutor: TypeAlias = Callable[[Resolved, Path], LocalExecutor]
+
+# Executors that are not torch's, by the name of their device. Every other device is opened by
+# torch's executor, which has a registry of its own (gpu/device/registry.py).
+EXECUTORS: Mapping[str, LoadExecutor] = {}
+
+
+def load(resolved: Resolved, executors: Mapping[str, LoadExecutor] = EXECUTORS) -> Loaded:
     """Everything that takes time and blocks: run it in a thread."""
     model_dir = find_model(resolved)
     text = load_text(model_dir, resolved.model)
-    return Loaded(load_executor(resolved, model_dir), text)
+    return Loaded(load_executor(resolved, model_dir, executors), text)
 
 
 def find_model(resolved: Resolved) -> Path:
@@ -45,8 +53,15 @@ def find_model(resolved: Resolved) -> Path:
     return resolve_model_dir(resolved.model_source, has_weights=not is_dummy)
 
 
-def load_executor(resolved: Resolved, model_dir: Path) -> TorchExecutor:
-    """Takes as long as loading takes."""
+def load_executor(
+    resolved: Resolved, model_dir: Path, executors: Mapping[str, LoadExecutor] = EXECUTORS
+) -> LocalExecutor:
+    """Loads the executor for `--device`. It takes as long as loading the weights takes."""
+    load_named = executors.get(resolved.machine.device, load_torch_executor)
+    return load_named(resolved, model_dir)
+
+
+def load_torch_executor(resolved: Resolved, model_dir: Path) -> TorchExecutor:
     from aserve.gpu.build import build_executor
 
     with shown_progress("loading weights") as on_progress:

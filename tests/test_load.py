@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from aserve.cli import make_parser
-from aserve.config import Facts, Raw, resolve
+from aserve.config import Facts, Raw, Resolved, resolve
+from aserve.engine import Engine
+from aserve.errors import ConfigError
 from aserve.gpu.build import BuildOptions
 from aserve.gpu.executor import TorchExecutor
-from aserve.load import build_options, load_executor
+from aserve.load import build_options, load, load_executor
+from aserve.messages.base import pack_i32
+from aserve.messages.requests import AdmitRequest, SamplingParams
 from aserve.tiny import MODEL_DIR
+from tests.fakes.executor import SPEC, FakeExecutor
+from tests.fakes.toy_device import expected_outputs
 
 WORDS = (
     *("--load-format", "dummy", "--model-impl", "native", "--dtype", "float16"),
@@ -84,3 +91,26 @@ def test_graphs_are_captured_at_the_start_if_that_is_wanted(
     facts = Facts(default_model=str(MODEL_DIR))
     load_executor(resolve(Raw(command_line=given), facts), MODEL_DIR)
     assert len(captured) == times
+
+
+async def test_a_device_may_have_an_executor_that_is_not_torchs() -> None:
+    loaded: list[Path] = []
+
+    def load_stand_in(_resolved: Resolved, model_dir: Path) -> FakeExecutor:
+        loaded.append(model_dir)
+        return FakeExecutor()
+
+    loader = partial(load, executors={"stand-in": load_stand_in})
+    prompt = [5, 6, 7]
+    async with Engine(loader=loader, model=str(MODEL_DIR), device="stand-in") as engine:
+        answer = await engine.answer(prompt, seed=3, max_tokens=6, ignore_eos=True)
+    sampling = SamplingParams(seed=3, max_tokens=6, ignore_eos=True)
+    request = AdmitRequest("a", pack_i32(prompt), sampling)
+    assert list(answer.choices[0].token_ids) == expected_outputs(request, 0, SPEC)
+    assert loaded == [MODEL_DIR]
+
+
+def test_a_device_that_no_registry_names_is_refused_with_the_known_ones() -> None:
+    resolved = resolve(Raw(command_line={"device": "tpu"}), Facts(default_model=str(MODEL_DIR)))
+    with pytest.raises(ConfigError, match="'tpu' is not supported; supported: auto, cpu, cuda"):
+        load_executor(resolved, MODEL_DIR)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from aserve.gpu.decode.base import DecodeMode
 from aserve.gpu.decode.registry import MODES
 from aserve.gpu.device.base import Device
 from aserve.gpu.device.ops import DeviceOps
-from aserve.gpu.device.registry import open_device
+from aserve.gpu.device.registry import DEVICES, OpenDevice, open_device
 from aserve.gpu.executor import ExecutorParts, TorchExecutor
 from aserve.gpu.kv.layer_groups import LayerGroup, group_layers
 from aserve.gpu.kv.pools import KvOps, KvPools
@@ -81,9 +81,12 @@ class BuildOptions:
 
 
 def build_executor(
-    options: BuildOptions, *, on_progress: OnProgress = ignore_progress
+    options: BuildOptions,
+    *,
+    on_progress: OnProgress = ignore_progress,
+    devices: Mapping[str, OpenDevice] = DEVICES,
 ) -> TorchExecutor:
-    return build_on(open_device(options.device), options, on_progress=on_progress)
+    return build_on(open_device(options.device, devices), options, on_progress=on_progress)
 
 
 def build_on(

@@ -81,7 +81,7 @@ class RowParams:
         every = int(np.bitwise_or.reduce(needs, initial=PLAIN))
 
         def indices(kind: int) -> ArrayI32:
-            return _places(needs, kind) if every & kind else np.empty(0, np.int32)
+            return _indices(needs, kind) if every & kind else np.empty(0, np.int32)
 
         scored = indices(SCORE)
         return SamplePlan(
@@ -94,7 +94,7 @@ class RowParams:
             biases=self._biases(rows, indices(BIAS)),
             bans=self._plan_bans(rows, indices(BAN)),
             scored=scored,
-            raw_places=_places(self._raw_logprobs[rows[scored]]),
+            raw_indices=_indices(self._raw_logprobs[rows[scored]]),
             num_top=min(int(self._num_logprobs[rows[scored]].max(initial=0)), vocab_size),
         )
 
@@ -169,7 +169,7 @@ class SamplePlan:
     biases: LogitBiases
     bans: BanPlan | None
     scored: ArrayI32  # logits rows that want logprobs
-    raw_places: ArrayI32  # those of `scored` that want the model's own, counted among them
+    raw_indices: ArrayI32  # those of `scored` that want the model's own, counted among them
     num_top: int  # alternatives for the one that wants most
 
     @property
@@ -184,10 +184,10 @@ class SamplePlan:
     def stage(self, arrays: HostArrays, prefix: str) -> None:
         arrays.add(f"{prefix}.penalised", self.penalised)
         arrays.add(f"{prefix}.scored", self.scored)
-        arrays.add(f"{prefix}.raw_places", self.raw_places)
-        arrays.add(f"{prefix}.raw", self.scored[self.raw_places])
+        arrays.add(f"{prefix}.raw_indices", self.raw_indices)
+        arrays.add(f"{prefix}.raw", self.scored[self.raw_indices])
         biases = self.biases
-        arrays.add(f"{prefix}.places", np.array(biases.indices, np.int32))
+        arrays.add(f"{prefix}.indices", np.array(biases.indices, np.int32))
         arrays.add(f"{prefix}.token_ids", np.array(biases.token_ids, np.int32))
         arrays.add(f"{prefix}.until", np.array(biases.until, np.int32))
         arrays.add_wide(f"{prefix}.values", np.array(biases.values, np.float64))
@@ -212,5 +212,5 @@ def _needs(init: RowInit) -> int:
     return needs
 
 
-def _places(needs: npt.NDArray[np.uint8 | np.bool_], kind: int = 1) -> ArrayI32:
+def _indices(needs: npt.NDArray[np.uint8 | np.bool_], kind: int = 1) -> ArrayI32:
     return np.flatnonzero(needs & kind).astype(np.int32)

@@ -89,7 +89,7 @@ class Sampler:
             indices = staged.ints("penalised")
             self._ops.penalise(logits, indices, rows, self._tables, self._pools, plan.max_len)
         if plan.biases.indices:
-            indices = staged.ints("places")
+            indices = staged.ints("indices")
             is_on = rows.lens.index_select(0, indices) < staged.ints("until")
             values = torch.where(is_on, staged.floats("values").to(logits.dtype), 0)
             logits.index_put_((indices, staged.ints("token_ids")), values, accumulate=True)
@@ -104,7 +104,7 @@ def _logprobs(
         nothing = logits.new_empty(0, dtype=torch.float32)
         return nothing, index.view(0, 0), nothing.view(0, 0)
     scored = wide_logits(logits.index_select(0, index))
-    scored.index_copy_(0, staged.ints("raw_places"), raw)
+    scored.index_copy_(0, staged.ints("raw_indices"), raw)
     scores = scored.log_softmax(dim=1)
     chosen = scores.gather(1, tokens.index_select(0, index)[:, None])[:, 0]
     top_logprobs, top_ids = scores.topk(staged.plan.num_top, dim=1)

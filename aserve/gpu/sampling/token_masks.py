@@ -115,7 +115,7 @@ def ban(logits: Tensor, outputs: Outputs, ints: Callable[[str], Tensor]) -> None
         is_allowed = torch.zeros_like(own, dtype=torch.bool)
         is_allowed[ints("allowing"), ints("allowed")] = True
         logits.index_copy_(0, restricted, own.masked_fill_(~is_allowed, -torch.inf))
-    indices, token_to_row = ints("places"), ints("token_to_row")
+    indices, token_to_row = ints("indices"), ints("token_to_row")
     was_emitted = outputs.ended_in(
         indices.index_select(0, token_to_row), backs=ints("backs"), token_ids=ints("earlier")
     )
