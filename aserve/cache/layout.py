@@ -30,10 +30,12 @@ class GroupLayout(msgspec.Struct, frozen=True):
     num_kv_heads: int
     head_dim: int
     dtype_bytes: int
+    is_latent: bool = False  # one vector per KV head serves as key and value
 
     def bytes_per_page(self, page_size: int) -> int:
         """Keys and values of all its layers, and token ids if the group has them."""
-        per_layer = 2 * page_size * self.num_kv_heads * self.head_dim * self.dtype_bytes
+        num_vectors = (1 if self.is_latent else 2) * self.num_kv_heads
+        per_layer = page_size * num_vectors * self.head_dim * self.dtype_bytes
         token_ids = page_size * _TOKEN_ID_BYTES if self.window is None else 0
         return self.num_layers * per_layer + token_ids
 

@@ -149,7 +149,9 @@ class ModelRunner:
         attention = self._parts.attention
         plan = attention.plan(batch) if batch.needs_attention_plan() else batch.plan
         attend = attention.bind(batch, plan)
-        return self.model.forward(batch.input_ids, batch.positions, attend, capture=batch.capture)
+        return self.model.forward(
+            batch.input_ids, batch.rope_positions, attend, capture=batch.capture
+        )
 
     def sample(self, step: DeviceStep, hidden: Tensor) -> Sampled:
         """hidden [tokens, hidden] -> a token for every logits row of the step's plan, in slices,

@@ -13,7 +13,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from aserve.gpu.kv.layer_groups import LayerSpec
+from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
 from aserve.gpu.models.base import Attend, HiddenCapture
 
 HEAD_DIM = 8
@@ -79,7 +79,7 @@ class HashModel:
         """
         heads = values.new_zeros((len(values), NUM_HEADS + 2, HEAD_DIM))
         heads[:, -1] = values
-        return attend(self.layers[layer], heads, None).flatten(1)
+        return attend(self.layers[layer], AttentionInputs(heads)).flatten(1)
 
 
 class FlakyModel(HashModel):

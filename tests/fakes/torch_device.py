@@ -49,7 +49,7 @@ class EachTokenAlone:
         alone = dataclasses.replace(
             batch,
             rows=batch.rows.index_select(0, batch.token_to_row),
-            lens=batch.positions + 1,
+            lens=batch.cache_positions + 1,
             query_lens_cpu=np.ones(batch.num_tokens, np.int32),
             len_bounds_cpu=np.full(batch.num_tokens, self._max_len, np.int32),
         )

@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aserve.gpu.kv.layer_groups import LayerSpec
+from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
 from aserve.gpu.kv.store import RopeAndStoreKv, rope_then_store_kv
-from aserve.gpu.layers.rope import RopeInputs
 
 
 class DenseAttend:
@@ -21,10 +20,11 @@ class DenseAttend:
         self.values: dict[int, Tensor] = {}
         self.hidden_position: int | None = None  # as if the KV of that token were lost
 
-    def __call__(self, layer: LayerSpec, heads: Tensor, rope: RopeInputs | None) -> Tensor:
+    def __call__(self, layer: LayerSpec, inputs: AttentionInputs) -> Tensor:
+        heads = inputs.heads
         k, v = heads.new_empty((2, len(heads), layer.num_kv_heads, layer.head_dim))
         slots = torch.arange(len(heads), device=heads.device)
-        q = self._store(heads, rope, slots, (k, v), (1.0, 1.0))
+        q = self._store(heads, inputs.rope, slots, (k, v), (1.0, 1.0))
         keys = self.keys[layer.index] = _appended(self.keys.get(layer.index), k)
         values = self.values[layer.index] = _appended(self.values.get(layer.index), v)
         repeats = layer.num_heads // layer.num_kv_heads

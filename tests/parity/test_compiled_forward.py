@@ -62,7 +62,7 @@ class Site:
     def plain(self, batch: ForwardBatch) -> Tensor:
         attention = TorchReference(self.pools)
         attend = attention.bind(batch, attention.plan(batch))
-        return self.model.forward(batch.input_ids, batch.positions, attend)
+        return self.model.forward(batch.input_ids, batch.rope_positions, attend)
 
     def compiled(self) -> CompiledForward:
         made = make_compiled_forward(self.model, self.state)

@@ -1,7 +1,7 @@
-"""The protocol of attention over paged KV: plan a forward once, then attend in every layer.
+"""The protocol of attention over paged KV: plan once per forward, then attend in every layer.
 
-It knows no model and no step. A backend keeps no state between forwards: what it prepared is in the
-plan, and the plan is on its ForwardBatch or in its caller's hands.
+A backend keeps no state between forwards. What it prepares is in its plan, which its caller keeps,
+mostly on the ForwardBatch.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from aserve.errors import BugError
 from aserve.gpu.device.base import Device
-from aserve.gpu.kv.layer_groups import LayerGroup, LayerSpec
+from aserve.gpu.kv.layer_groups import LayerGroup, LayerSpec, Mask
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.kv.store import kv_dtype_name
 from aserve.gpu.models.base import Attend
@@ -23,29 +24,34 @@ from aserve.messages.base import ArrayI32
 
 
 class AttentionBackend(Protocol):
-    """Where a forward is captured, `plan` is too, unless there are `static_plans`: it reads lengths
-    on the device, and of the host only spans and bounds, which are the same at each replay."""
+    """Plans and runs attention.
+
+    When a forward is captured, a backend without `static_plans` plans inside the capture. Its plan
+    may then read lengths on the device only; from the host it may read query lengths and length
+    bounds, which are equal in all replays.
+    """
 
     @property
     def static_plans(self) -> StaticPlans | None: ...
 
     def plan(self, batch: ForwardBatch) -> object:
-        """What all layers of one forward share."""
+        """Prepares what all layers of one forward share."""
 
     def bind(self, batch: ForwardBatch, plan: object) -> Attend:
-        """The callable that the model gets: turns, stores in the batch's slots, then attends."""
+        """The attention function that the model calls in each layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionKind:
-    """A backend before it is built. `build` may raise AttentionUnavailable."""
+    """A backend that is not built yet. `build` may raise AttentionUnavailable."""
 
     capabilities: Capabilities
     build: Callable[[AttentionSite], AttentionBackend]
 
 
 class AttentionUnavailable(Exception):
-    """This machine lacks what the backend needs; the text says what."""
+    """This machine lacks something that the backend needs. The text completes the sentence
+    "<backend> ..."."""
 
 
 T = TypeVar("T", int, str)
@@ -53,59 +59,68 @@ T = TypeVar("T", int, str)
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """None: any. `kv_dtypes` are those that KV may have besides the dtype of q."""
+    """What a backend supports. None means any value."""
 
     devices: frozenset[str] | None = None  # types of torch devices
     dtypes: frozenset[torch.dtype] | None = None  # of q
-    kv_dtypes: frozenset[torch.dtype] = frozenset()
+    kv_dtypes: frozenset[torch.dtype] = frozenset()  # of KV, besides the dtype of q
     head_dims: frozenset[int] | None = None
     page_sizes: frozenset[int] | None = None
+    masks: frozenset[Mask] = frozenset({Mask.CAUSAL})
     windows: bool = True
     softcaps: bool = True
-    host_lens: bool = False  # plans on the host, from exact lengths
-    whole_pages: bool = False  # what lies behind a row's length is read, then masked
+    latents: bool = False  # layers that store one latent vector as key and value (MLA)
+    tree_masks: bool = False  # ForwardBatch.tree_mask
+    host_lens: bool = False  # plans on the host, and needs exact lengths there
+    whole_pages: bool = False  # reads slots beyond a row's length before it masks them
     can_capture: bool = False  # a forward may be captured and replayed
-    shared_pages: bool = False  # gains from knowing what pages all rows share
-    deterministic: bool = False  # can give a token the same bits in whatever step it is computed
+    shared_pages: bool = False  # is faster if it is told which pages all rows share
+    deterministic: bool = False  # a token can have the same bits in whatever step it is computed
 
     def refusals(self, site: AttentionSite) -> Iterator[str]:
-        """What it cannot of what is asked, each with its limits."""
+        """Yields one message per requirement of the model or the engine that is not met."""
         yield from _outside("device", [site.pools.device.type], self.devices)
         yield from _outside("dtype", [dtype_name(site.dtype)], _names(self.dtypes))
         if site.pools.dtype != site.dtype and site.pools.dtype not in self.kv_dtypes:
             known = sorted(map(kv_dtype_name, {site.dtype, *self.kv_dtypes}))
             yield f"KV of {kv_dtype_name(site.pools.dtype)} (has {', '.join(known)})"
-        layers = site.layers
-        yield from _outside("head_dim", {layer.head_dim for layer in layers}, self.head_dims)
         yield from _outside("page size", [site.pools.page_size], self.page_sizes)
+        yield from self._layer_refusals(site.layers)
+        if site.is_deterministic and not self.deterministic:
+            yield "--deterministic"
+        if self.host_lens and site.has_bounds:
+            yield "lengths that the host does not know yet, as in speculative decoding"
+        if site.has_tree_masks and not self.tree_masks:
+            yield "tree masks"
+
+    def _layer_refusals(self, layers: tuple[LayerSpec, ...]) -> Iterator[str]:
+        yield from _outside("head_dim", {layer.head_dim for layer in layers}, self.head_dims)
+        masks = {layer.mask.value for layer in layers}
+        yield from _outside("mask", sorted(masks), frozenset(mask.value for mask in self.masks))
         if not self.windows and any(layer.window is not None for layer in layers):
             yield "sliding windows"
         if not self.softcaps and any(layer.softcap is not None for layer in layers):
             yield "soft caps"
-        if site.is_deterministic and not self.deterministic:
-            yield "--deterministic"
-        if self.host_lens and site.has_bounds:
-            yield "lengths that the host does not know yet, as speculation has them"
+        if not self.latents and any(layer.value_dim is not None for layer in layers):
+            yield "latent KV"
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSite:
-    """Where a backend is to work: the KV with its dtype, device and page size, the layers in the
-    groups that share a page table, the dtype of q, how many steps may be in flight, whether a token
-    must get the same bits in whatever step it is computed, and whether the host knows only bounds
-    of some lengths."""
+    """What a backend is built for."""
 
     pools: KvPools
     groups: tuple[LayerGroup, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype  # of q
     device: Device
-    num_in_flight: int = 2
-    is_deterministic: bool = False
-    has_bounds: bool = False
+    num_in_flight: int = 2  # steps
+    is_deterministic: bool = False  # a token must have the same bits in whatever step it is in
+    has_bounds: bool = False  # the host knows only upper bounds of some lengths
+    has_tree_masks: bool = False  # some forwards verify a draft tree
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Per layer group."""
+        """One per layer group."""
         return tuple(group.window for group in self.groups)
 
     @property
@@ -113,12 +128,24 @@ class AttentionSite:
         return tuple(layer for group in self.groups for layer in group.layers)
 
 
-def _outside(what: str, asked: Iterable[T], able: frozenset[T] | None) -> Iterator[str]:
-    if able is None:
+P = TypeVar("P")
+
+
+def own_plan(batch: ForwardBatch, plan: object, kind: type[P], *, tree_masks: bool = False) -> P:
+    """`plan`, after a check that this backend made it and supports the batch's mask."""
+    if not isinstance(plan, kind):
+        raise BugError(f"step {batch.iteration}: a plan of another backend: {plan!r}")
+    if batch.tree_mask is not None and not tree_masks:
+        raise BugError(f"step {batch.iteration}: this attention backend supports no tree masks")
+    return plan
+
+
+def _outside(what: str, required: Iterable[T], supported: frozenset[T] | None) -> Iterator[str]:
+    if supported is None:
         return
-    known = ", ".join(str(value) for value in sorted(able))
-    for value in asked:
-        if value not in able:
+    known = ", ".join(str(value) for value in sorted(supported))
+    for value in required:
+        if value not in supported:
             yield f"{what} {value} (has {known})"
 
 
@@ -128,7 +155,7 @@ def _names(dtypes: Iterable[torch.dtype] | None) -> frozenset[str] | None:
 
 @dataclass(frozen=True, slots=True)
 class StaticShape:
-    """Of a captured forward: each of its rows has `width` tokens, and none is longer than
+    """The shape of a captured forward: each row has `width` tokens, and no row is longer than
     `max_len`."""
 
     num_rows: int
@@ -137,20 +164,24 @@ class StaticShape:
 
 
 class StaticPlans(Protocol):
-    """All are called on the executor's stream, outside of captures. Only `make` may wait for the
-    device."""
+    """Plans of captured forwards, for backends that plan on the host.
+
+    All methods are called on the executor's stream, outside of captures. Only `make` may wait for
+    the device.
+    """
 
     def is_better_eager(self, num_rows: int, shared_pages: int) -> bool:
-        """Of a step that could be replayed: attention takes a faster way that is not captured."""
+        """Whether a step should run eagerly although a graph could replay it, because attention has
+        a faster algorithm for it that is not captured."""
 
     def make(self, shape: StaticShape) -> object:
-        """What `bind` takes for a forward of this shape, refreshed for rows of `width` tokens. What
-        `bind` and its callable do is captured, once: page tables, rows and lengths are read on the
-        device then, so only what the host alone can make needs to be in the plan.
+        """A plan that `bind` accepts for forwards of this shape, refreshed for rows of `width`
+        tokens. What `bind` and the bound function do is captured once. They read page tables, rows
+        and lengths on the device, so the plan holds only what the host alone can compute.
         """
 
     def refresh(self, plan: object, lens: ArrayI32) -> None:
-        """Before a replay: lens int32 [num_rows], KV lengths with the step's own tokens, of which
-        the last may be padding's, of `width`. The array is nobody's afterwards: what is copied to
-        the device later comes from a buffer of the backend's, free after the step's event.
+        """Plans anew before a replay. `lens` is int32 [num_rows]: KV lengths with the step's own
+        tokens; the last rows may be padding rows of `width` tokens. The caller may reuse the array
+        afterwards: what the device copies later is in a buffer of the backend.
         """

@@ -14,12 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aserve.errors import BugError
-from aserve.gpu.attention.base import AttentionKind, AttentionSite, Capabilities
+from aserve.gpu.attention.base import AttentionKind, AttentionSite, Capabilities, own_plan
 from aserve.gpu.attention.chunked_prefill import AttendRows, ChunkedPrefill, choose_chunked_prefill
-from aserve.gpu.kv.layer_groups import LayerSpec
+from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
 from aserve.gpu.kv.pools import KvPools
-from aserve.gpu.layers.rope import RopeInputs
 from aserve.gpu.models.base import Attend
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve_kernels.cpu.host_rows import HostRows, RowSpans
@@ -88,15 +86,15 @@ class PagedCpu:
         return CpuPlan(every, split, longest)
 
     def bind(self, batch: ForwardBatch, plan: object) -> Attend:
-        if not isinstance(plan, CpuPlan):
-            raise BugError(f"step {batch.iteration}: a plan of another backend: {plan!r}")
 
-        def attend(layer: LayerSpec, heads: Tensor, rope: RopeInputs | None) -> Tensor:
+        own = own_plan(batch, plan, CpuPlan)
+
+        def attend(layer: LayerSpec, inputs: AttentionInputs) -> Tensor:
             kv = self._pools.layers[layer.index]
-            q = kv.rope_and_store_kv(heads, rope, batch.slots[kv.group])
+            q = kv.rope_and_store_kv(layer, inputs, batch.slots[kv.group])
             out = torch.empty(q.shape, dtype=q.dtype)
             scoring = Scoring(layer.scale, layer.window, layer.softcap)
-            for part in plan.parts(layer):
+            for part in own.parts(layer):
                 rows = part.rows[kv.group]
                 part.attend(q, kv.keys, kv.values, rows, scoring, out=out)
             return out

@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from aserve.errors import BugError
-from aserve.gpu.attention.base import AttentionKind, Capabilities
+from aserve.gpu.attention.base import AttentionKind, Capabilities, own_plan
 from aserve.gpu.attention.reference import visible
-from aserve.gpu.kv.layer_groups import LayerSpec
+from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
 from aserve.gpu.kv.pools import KvPools, LayerKv
 from aserve.gpu.kv.store import KV_DTYPES
-from aserve.gpu.layers.rope import RopeInputs
 from aserve.gpu.models.base import Attend
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.messages.base import ArrayI32
@@ -63,13 +61,11 @@ class PagedSdpa:
         )
 
     def bind(self, batch: ForwardBatch, plan: object) -> Attend:
-        if not isinstance(plan, tuple):
-            raise BugError(f"step {batch.iteration}: a plan of another backend: {plan!r}")
-        buckets: tuple[Bucket, ...] = plan
+        buckets: tuple[Bucket, ...] = own_plan(batch, plan, tuple)
 
-        def attend(layer: LayerSpec, heads: Tensor, rope: RopeInputs | None) -> Tensor:
+        def attend(layer: LayerSpec, inputs: AttentionInputs) -> Tensor:
             kv = self._pools.layers[layer.index]
-            q = kv.rope_and_store_kv(heads, rope, batch.slots[kv.group])
+            q = kv.rope_and_store_kv(layer, inputs, batch.slots[kv.group])
             if len(buckets) == 1 and buckets[0].tokens is None:
                 return self._attend(layer, kv, buckets[0], q)
             out = torch.empty_like(q)

@@ -11,17 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aserve.errors import BugError
 from aserve.gpu.attention.base import (
     AttentionKind,
     AttentionSite,
     AttentionUnavailable,
     Capabilities,
+    own_plan,
 )
-from aserve.gpu.kv.layer_groups import LayerSpec
+from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.kv.store import KV_DTYPES
-from aserve.gpu.layers.rope import RopeInputs
 from aserve.gpu.models.base import Attend
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve_kernels.paged_decode import paged_decode
@@ -54,22 +53,21 @@ class TritonAttention:
         return TritonPlan(bool(is_one.any()), not is_one.all())
 
     def bind(self, batch: ForwardBatch, plan: object) -> Attend:
-        if not isinstance(plan, TritonPlan):
-            raise BugError(f"step {batch.iteration}: a plan of another backend: {plan!r}")
+        own = own_plan(batch, plan, TritonPlan)
         tables = self._pools.page_tables
         groups = tuple(self._rows(batch, table) for table in tables)
 
-        def attend(layer: LayerSpec, heads: Tensor, rope: RopeInputs | None) -> Tensor:
+        def attend(layer: LayerSpec, inputs: AttentionInputs) -> Tensor:
             kv = self._pools.layers[layer.index]
-            q = kv.rope_and_store_kv(heads, rope, batch.slots[kv.group])
+            q = kv.rope_and_store_kv(layer, inputs, batch.slots[kv.group])
             if q.stride(2) != 1:
                 q = q.contiguous()
             out = q.new_empty(q.shape)
             scoring = Scoring(layer.scale, layer.window, layer.softcap, *kv.scales)
             given = (q, kv.keys, kv.values, groups[kv.group], scoring)
-            if plan.has_one_query:
+            if own.has_one_query:
                 paged_decode(*given, out=out, cut=self._cut)
-            if plan.has_more_queries:
+            if own.has_more_queries:
                 paged_extend(*given, out=out, cut=self._cut)
             return out
 

@@ -1,7 +1,8 @@
-"""The paged KV of every layer group, its page tables, and the token ids that lie beside it.
+"""The paged KV pools of every layer group, their page tables, and the pool of token ids.
 
-It knows no step: slots and pages come from who calls. Written on the executor's stream only, in
-order: page tables at a step's head, token ids after them, keys and values in the forward.
+Slots and pages are chosen by the scheduler and the step. Pools are written on the executor's stream
+only, in this order: page tables at the head of a step, token ids after them, keys and values in the
+forward.
 """
 
 from __future__ import annotations
@@ -14,31 +15,49 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from aserve.gpu.kv.layer_groups import LayerGroup
-from aserve.gpu.kv.store import RopeAndStoreKv, Scales, plain_bytes, rope_then_store_kv, widened
-from aserve.gpu.layers.rope import RopeInputs
+from aserve.errors import ConfigError
+from aserve.gpu.kv.layer_groups import AttentionInputs, LayerGroup, LayerSpec
+from aserve.gpu.kv.store import (
+    RopeAndStoreKv,
+    Scales,
+    byte_view,
+    from_kv_dtype,
+    rope_then_store_kv,
+    store_latents,
+)
+from aserve.gpu.layers.rope import apply_rope
 from aserve.messages.executor import GroupSpec
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKv:
-    """One layer's part of its group's pool: views [num_pages * page_size, kv_heads, head_dim]."""
+    """One layer's KV: views [num_pages * page_size, kv_heads, head_dim] of its group's pools.
+
+    For a layer of latents, `values` is a view of the first elements of `keys`.
+    """
 
     group: int
     keys: Tensor
     values: Tensor
-    scales: Scales  # what is stored is multiplied by them: 1 where it has more than eight bits
+    scales: Scales  # stored elements are multiplied by these; 1 unless KV is stored in fp8
     store: RopeAndStoreKv
 
-    def rope_and_store_kv(self, heads: Tensor, rope: RopeInputs | None, slots: Tensor) -> Tensor:
-        """heads [tokens, heads + 2 * kv_heads, head_dim]: queries, keys and values; slots int64
-        [tokens] -> the queries [tokens, heads, head_dim], turned as the stored keys are."""
-        return self.store(heads, rope, slots, (self.keys, self.values), self.scales)
+    def rope_and_store_kv(self, layer: LayerSpec, inputs: AttentionInputs, slots: Tensor) -> Tensor:
+        """Applies rope to queries and keys and stores what the layer stores in `slots`, int64
+        [tokens]. Returns the queries [tokens, num_heads, head_dim]."""
+        heads, rope = inputs.heads, inputs.rope
+        if layer.kv_layer is None and layer.value_dim is None:
+            return self.store(heads, rope, slots, (self.keys, self.values), self.scales)
+        if rope is not None:
+            heads = apply_rope(heads, rope)
+        if layer.kv_layer is not None:
+            return heads
+        return store_latents(heads, slots, self.keys, self.scales[0])
 
     def read(self, pick: Callable[[Tensor], Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """What `pick` takes of keys and of values, as it was before it was stored."""
+        """The keys and values that `pick` selects from a pool, converted to `dtype`."""
         pools = zip((self.keys, self.values), self.scales, strict=True)
-        keys, values = (widened(pick(pool), dtype, scale) for pool, scale in pools)
+        keys, values = (from_kv_dtype(pick(pool), dtype, scale) for pool, scale in pools)
         return keys, values
 
 
@@ -47,9 +66,9 @@ Zeros: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class KvOps:
-    """How a device makes pools, if it has a way of its own, and how it writes into them."""
+    """How a device allocates pools and how it writes into them."""
 
-    zeros: Zeros | None = None
+    zeros: Zeros | None = None  # None: torch.zeros
     store: RopeAndStoreKv = rope_then_store_kv
 
 
@@ -57,8 +76,8 @@ TORCH_KV_OPS = KvOps()
 
 
 class KvPools:
-    """`page_tables`: int64 [max_rows + 1, max_pages_per_row], one per group; entry 0 where nothing
-    is. `token_pool`: int32 [slots of group 0]."""
+    """`page_tables`: int64 [max_rows + 1, max_pages_per_row], one per group; unused entries are 0.
+    `token_pool`: int32 [slots of group 0], the token id of each slot."""
 
     __slots__ = (
         "_keys",
@@ -81,7 +100,7 @@ class KvPools:
         device: torch.device,
         ops: KvOps = TORCH_KV_OPS,
     ) -> None:
-        """`dtype` is that of keys and values."""
+        """`dtype` is the dtype of keys and values."""
         self.page_size = page_size
         self.num_pages = tuple(spec.num_pages for spec in specs)
         self.token_pool = torch.zeros(
@@ -90,23 +109,24 @@ class KvPools:
         self.page_tables = tuple(
             torch.zeros(table_shape, dtype=torch.int64, device=device) for _ in specs
         )
-        shapes = [
-            _pool_shape(group, spec, page_size) for group, spec in zip(groups, specs, strict=True)
-        ]
-        make = ops.zeros or partial(_zeros_on, device)
-        self._keys = tuple(make(shape, dtype) for shape in shapes)
-        self._values = tuple(make(shape, dtype) for shape in shapes)
-        self.layers = {
-            layer.index: LayerKv(
-                number,
-                self._keys[number][place],
-                self._values[number][place],
-                scales=layer.kv_scales if dtype.itemsize == 1 else (1.0, 1.0),
-                store=ops.store,
-            )
-            for number, group in enumerate(groups)
-            for place, layer in enumerate(group.layers)
-        }
+        zeros = ops.zeros or partial(_zeros_on, device)
+        self._keys: list[Tensor] = []  # per group [layers, slots, kv_heads, head_dim]
+        self._values: list[Tensor] = []  # the same; of latents a view of the keys
+        self.layers: dict[int, LayerKv] = {}
+        for number, (group, spec) in enumerate(zip(groups, specs, strict=True)):
+            shape = _pool_shape(group, spec, page_size)
+            stored = group.storing_layers
+            value_dim = stored[0].value_dim if stored else None
+            keys = zeros(shape, dtype)
+            values = zeros(shape, dtype) if value_dim is None else keys[..., :value_dim]
+            self._keys.append(keys)
+            self._values.append(values)
+            for place, layer in enumerate(stored):
+                scales = layer.kv_scales if dtype.itemsize == 1 else (1.0, 1.0)
+                self.layers[layer.index] = LayerKv(
+                    number, keys[place], values[place], scales, ops.store
+                )
+        self.layers |= _shared(groups, self.layers)
 
     @property
     def device(self) -> torch.device:
@@ -114,44 +134,83 @@ class KvPools:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of keys and values."""
+        """The dtype of keys and values."""
         return self._keys[0].dtype
 
     @property
     def size_bytes(self) -> int:
-        return sum(pool.nbytes for pool in (*self._keys, *self._values, self.token_pool))
+        return self.token_pool.nbytes + sum(pool.nbytes for pool in self._distinct_pools())
 
     def forget(self, rows: Tensor) -> None:
-        """rows int64 [n] have new tenants. What reads or writes beyond their pages meets page 0."""
+        """Clears the page-table entries of rows, int64 [n], that were given to new requests. Reads
+        and writes beyond the pages of such a request then go to page 0."""
         for table in self.page_tables:
             table.index_fill_(0, rows, 0)
 
     def write_pages(self, group: int, *, rows: Tensor, columns: Tensor, pages: Tensor) -> None:
-        """All int64 [n]."""
+        """Sets page-table entries. All arguments are int64 [n]."""
         self.page_tables[group].index_put_((rows, columns), pages)
 
     def clear(self, group: int, pages: Tensor) -> None:
-        """Empties pages, int64 [n], that have a new owner and no content yet.
+        """Zeroes pages, int64 [n], that were just given to a row and are not written yet.
 
-        WHY: attention reads whole pages and masks what lies behind a row's length, but a NaN that a
-        former owner left there would go through the mask.
+        WHY: some backends read whole pages and mask what is beyond a row's length. A NaN that an
+        earlier request left there would pass through the mask.
         """
-        for pool in (self._keys[group], self._values[group]):
-            sizes = (self.num_pages[group], self.page_size)
-            by_page = plain_bytes(pool).unflatten(1, sizes)
-            by_page.index_fill_(1, pages, 0)
+        sizes = (self.num_pages[group], self.page_size)
+        for pool in self._pools_of(group):
+            byte_view(pool).unflatten(1, sizes).index_fill_(1, pages, 0)
+
+    def move(self, from_slots: tuple[Tensor, ...], to_slots: tuple[Tensor, ...]) -> None:
+        """Copies the KV and the token ids of some slots to other slots, int64 [n] per layer group.
+
+        This compacts the accepted path of a draft tree, whose tokens are scattered among rejected
+        ones. All slots are read before the first is written, so both sets may overlap.
+        """
+        for group, (sources, targets) in enumerate(zip(from_slots, to_slots, strict=True)):
+            for pool in self._pools_of(group):
+                stored = byte_view(pool)
+                stored.index_copy_(1, targets, stored.index_select(1, sources))
+        ids = self.token_pool.index_select(0, from_slots[0])
+        self.token_pool.index_copy_(0, to_slots[0], ids)
 
     def slots(self, group: int, rows: Tensor, positions: Tensor) -> Tensor:
-        """rows, positions int64 [n] -> int64 [n], the slots of those positions."""
+        """The slots of these positions. All tensors are int64 [n]."""
         columns = torch.div(positions, self.page_size, rounding_mode="floor")
         pages = self.page_tables[group][rows, columns]
         return pages.mul_(self.page_size).add_(positions.remainder(self.page_size))
 
     def token_ids(self, rows: Tensor, *, max_len: int) -> Tensor:
-        """rows int64 [n] -> their tokens int64 [n, >= max_len], any value beyond a row's length."""
+        """The tokens of rows, int64 [n], as int64 [n, >= max_len]. Values beyond a row's length are
+        arbitrary."""
         pages = self.page_tables[0][rows, : -(-max_len // self.page_size)]
         ids = self.token_pool.view(-1, self.page_size).index_select(0, pages.flatten())
         return ids.view(len(rows), -1).to(torch.int64)
+
+    def _pools_of(self, group: int) -> tuple[Tensor, ...]:
+        """The allocations of one group: keys and values, or latents alone."""
+        keys, values = self._keys[group], self._values[group]
+        return (keys,) if values.data_ptr() == keys.data_ptr() and keys.numel() else (keys, values)
+
+    def _distinct_pools(self) -> list[Tensor]:
+        return [pool for group in range(len(self._keys)) for pool in self._pools_of(group)]
+
+
+def _shared(groups: tuple[LayerGroup, ...], layers: dict[int, LayerKv]) -> dict[int, LayerKv]:
+    """The KV of layers that read another layer's, by layer index."""
+    shared: dict[int, LayerKv] = {}
+    for number, group in enumerate(groups):
+        for layer in group.layers:
+            if layer.kv_layer is None:
+                continue
+            kv = layers.get(layer.kv_layer)
+            if kv is None or kv.group != number:
+                raise ConfigError(
+                    f"layer {layer.index} reads the KV of layer {layer.kv_layer}, which must store "
+                    f"KV in the same layer group ({group.name})"
+                )
+            shared[layer.index] = kv
+    return shared
 
 
 def _zeros_on(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

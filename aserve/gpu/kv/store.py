@@ -1,7 +1,7 @@
-"""How keys and values lie in their pools: in the dtype of the model, in another, or in eight bits
-that are multiplied by a scale when they are read.
+"""How keys and values are stored: in the model's dtype, in another one, or in fp8 with a scale.
 
-It knows no page and no layer.
+An fp8 element stands for `element * scale`. The scale is one number per layer for keys and one for
+values.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ KV_DTYPES: Mapping[str, torch.dtype] = {
 
 
 class RopeAndStoreKv(Protocol):
+    """Applies rope to queries and keys, and stores keys and values in the pools."""
+
     def __call__(
         self,
         heads: Tensor,
@@ -33,9 +35,10 @@ class RopeAndStoreKv(Protocol):
         scales: Scales,
         /,
     ) -> Tensor:
-        """heads [tokens, heads, head_dim] of queries, then keys, then values, of any strides; slots
-        int64 [tokens]; pools of keys and of values [num_slots, kv_heads, head_dim] -> the queries.
-        Queries and keys are turned, if they have to be. Of tokens with the same slot any may win.
+        """heads [tokens, num_heads + 2 * kv_heads, head_dim]: queries, keys, values, of any
+        strides; slots int64 [tokens]; pools of keys and of values [num_slots, kv_heads, head_dim].
+        Returns the queries [tokens, num_heads, head_dim]. If several tokens have the same slot, any
+        of them may win.
         """
 
 
@@ -47,37 +50,51 @@ def rope_then_store_kv(
     scales: Scales,
     /,
 ) -> Tensor:
-    """A `RopeAndStoreKv` in torch."""
+    """The reference `RopeAndStoreKv`, in plain torch."""
     num_kv_heads = pools[0].shape[1]
     rotated, values = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
     if rope is not None:
         rotated = apply_rope(rotated, rope)
     queries, keys = rotated[:, :-num_kv_heads], rotated[:, -num_kv_heads:]
-    for given, pool, scale in zip((keys, values), pools, scales, strict=True):
-        plain_bytes(pool).index_copy_(0, slots, plain_bytes(narrowed(given, pool.dtype, scale)))
+    for stored, pool, scale in zip((keys, values), pools, scales, strict=True):
+        _store(stored, slots, pool, scale)
     return queries
 
 
-def narrowed(given: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """As it is stored. What eight bits cannot hold is cut at their range: it would be NaN."""
+def store_latents(heads: Tensor, slots: Tensor, pool: Tensor, scale: float) -> Tensor:
+    """heads [tokens, num_heads + kv_heads, head_dim]: queries, then latents, which are stored in
+    pool [num_slots, kv_heads, head_dim]. Returns the queries."""
+    num_kv_heads = pool.shape[1]
+    _store(heads[:, -num_kv_heads:], slots, pool, scale)
+    return heads[:, :-num_kv_heads]
+
+
+def _store(heads: Tensor, slots: Tensor, pool: Tensor, scale: float) -> None:
+    byte_view(pool).index_copy_(0, slots, byte_view(to_kv_dtype(heads, pool.dtype, scale)))
+
+
+def to_kv_dtype(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """Converts to the stored dtype. For fp8 the result is x / scale, clamped to the finite range
+    because a conversion beyond it would give NaN."""
     if dtype.itemsize == 1:
         bound = torch.finfo(dtype).max
-        given = (given / scale).clamp(-bound, bound)
-    return given.to(dtype)
+        x = (x / scale).clamp(-bound, bound)
+    return x.to(dtype)
 
 
-def widened(stored: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    wide = stored.to(dtype)
-    return wide if scale == 1.0 else wide * scale
+def from_kv_dtype(stored: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    x = stored.to(dtype)
+    return x if scale == 1.0 else x * scale
 
 
-def plain_bytes(pool: Tensor) -> Tensor:
-    """torch moves eight-bit floats as bytes only; zero is zero in both."""
+def byte_view(pool: Tensor) -> Tensor:
+    """fp8 tensors as uint8, because torch's index operators lack fp8; zero is zero in both. Other
+    dtypes are returned as they are."""
     return pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool
 
 
 def kv_dtype_of(name: str, model_dtype: torch.dtype) -> torch.dtype:
-    """`name` is an option's: auto, or a key of KV_DTYPES."""
+    """The dtype that --kv-dtype names: a key of KV_DTYPES, or `auto` for the model's dtype."""
     return KV_DTYPES.get(name, model_dtype)
 
 

@@ -1,12 +1,19 @@
-"""Rotary positions: a table of cosines and sines, and the rotation of heads by it.
+"""Rotary position embedding (RoPE): the table of cosines and sines, and its application to heads.
 
-It knows no configuration and no request; the table is written once, when the model is built. Halves
-are paired as in neox: element i turns with element i + rotary_dim / 2. Elements of a head from
-rotary_dim on don't turn.
+With frequencies f_i (rope_scaling.py), position p and angle a_i = p * f_i, the elements i and
+i + rotary_dim / 2 of a head form a pair, as in GPT-NeoX:
+
+    y_i                  = x_i * cos(a_i)                  - x_{i + rotary_dim/2} * sin(a_i)
+    y_{i + rotary_dim/2} = x_{i + rotary_dim/2} * cos(a_i) + x_i * sin(a_i)
+
+Elements from rotary_dim on are unchanged. Models of images and video give each token a position on
+several axes (time, height, width); `sections` says which axis each pair uses (M-RoPE, Qwen2-VL).
+Source: https://arxiv.org/abs/2104.09864, https://arxiv.org/abs/2409.12191
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +24,9 @@ from aserve.gpu.layers.rope_scaling import Rope, attention_factor, inverse_frequ
 
 
 class Rotary:
-    __slots__ = ("table",)
+    """The table of cosines and sines of one RoPE, computed once when the model is built."""
+
+    __slots__ = ("_axes", "table")
 
     def __init__(
         self,
@@ -27,7 +36,9 @@ class Rotary:
         max_model_len: int,
         dtype: torch.dtype,
         device: torch.device,
+        sections: Sequence[int] = (),
     ) -> None:
+        """`sections`: how many pairs use each axis, in order; empty for one axis."""
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         frequencies = inverse_frequencies(
             rope, rotary_dim, max_model_len=max_model_len, dtype=exact
@@ -35,17 +46,22 @@ class Rotary:
         angles = torch.outer(torch.arange(max_model_len).to(exact), frequencies)
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor(rope)
         self.table = table.to(device, dtype)  # [max_model_len, rotary_dim]: cosines, then sines
+        axis_of_pair = [axis for axis, num in enumerate(sections) for _ in range(num)]
+        self._axes = torch.tensor(2 * axis_of_pair, device=device)  # [rotary_dim], or [0]
 
     def at(self, positions: Tensor) -> Tensor:
-        """positions: int64 [tokens], below max_model_len -> [tokens, rotary_dim], the turns of one
-        forward's tokens: for all layers that have the same Rotary."""
-        return self.table.index_select(0, positions)
+        """positions int64 [tokens] or [axes, tokens], below max_model_len -> [tokens, rotary_dim],
+        for all layers of one forward that share this table."""
+        if positions.dim() == 1:
+            return self.table.index_select(0, positions)
+        by_axis = self.table[positions]  # [axes, tokens, rotary_dim]
+        return by_axis.gather(0, self._axes.expand(1, positions.shape[1], -1)).squeeze(0)
 
 
 @dataclass(frozen=True, slots=True)
 class RopeInputs:
-    """What becomes of a layer's query and key heads before they meet: each is normed, if there are
-    norms, then turned."""
+    """What is applied to a layer's query and key heads before attention: the head norms, if the
+    layer has them, then the rotation."""
 
     cos_sin: Tensor  # [tokens, rotary_dim], in the model's dtype: cosines, then sines
     norms: HeadNorms | None = None
@@ -59,7 +75,7 @@ def apply_rope(heads: Tensor, rope: RopeInputs) -> Tensor:
     cos, sin = rope.cos_sin.unsqueeze(1).chunk(2, dim=-1)
     cos, signed = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
     rotated = heads[..., :rotary_dim]
-    # Rolling by half puts each element's partner in its place.
+    # Rolling by half of rotary_dim puts each element's partner in its place.
     rotated = torch.addcmul(rotated * cos, rotated.roll(rotary_dim // 2, dims=-1), signed)
     if heads.shape[-1] == rotary_dim:
         return rotated

@@ -11,8 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from aserve.gpu.kv.layer_groups import LayerSpec
-from aserve.gpu.layers.rope import RopeInputs
+from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
 from aserve.gpu.weights.source import HOST, OnProgress, Target, ignore_progress
 
 
@@ -31,7 +30,8 @@ class CausalModel(Protocol):
         *,
         capture: HiddenCapture | None = None,
     ) -> Tensor:
-        """input_ids, positions: int64 [tokens] -> hidden states after the norm [tokens, hidden]."""
+        """input_ids int64 [tokens]; positions, for rope, int64 [tokens], or [axes, tokens] if the
+        model has several rope axes -> hidden states after the norm [tokens, hidden]."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> [n, vocab], of the model's dtype or wider: whoever calculates with them
@@ -44,14 +44,11 @@ def wide_logits(logits: Tensor) -> Tensor:
 
 
 class Attend(Protocol):
-    """Turns queries and keys, stores keys and values of this forward's tokens in the layer's KV,
-    then attends to all that each token may see."""
+    """Attention of one layer over paged KV: applies rope to queries and keys, stores what the layer
+    stores for this forward's tokens, then attends to all keys that the layer's mask admits."""
 
-    def __call__(self, layer: LayerSpec, heads: Tensor, rope: RopeInputs | None, /) -> Tensor:
-        """heads [tokens, heads + 2 * kv_heads, head_dim]: queries, keys and values, of any strides,
-        as the layer's joined projection gives them -> [tokens, heads, head_dim]. Without a turn
-        they are taken as they are.
-        """
+    def __call__(self, layer: LayerSpec, inputs: AttentionInputs, /) -> Tensor:
+        """Returns [tokens, num_heads, head_dim], or value_dim in place of head_dim for latents."""
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from aserve.errors import ConfigError
-from aserve.gpu.kv.layer_groups import LayerSpec
+from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
 from aserve.gpu.layers.linear import LinearOp
 from aserve.gpu.layers.mlp import GatedMlp
 from aserve.gpu.layers.norm import AddNorm, HeadNorms, Norm, SumAndNorm
@@ -195,7 +195,8 @@ class Attention:
         heads = self.qkv(x).view(x.shape[0], num_heads, layer.head_dim)  # of q, k and v
         if self.joint_norm is not None:
             heads = self.joint_norm(heads)
-        return self.out(attend(layer, heads, RopeInputs(cos_sin, self.head_norms)).flatten(1))
+        inputs = AttentionInputs(heads, RopeInputs(cos_sin, self.head_norms))
+        return self.out(attend(layer, inputs).flatten(1))
 
 
 class _JointNorm:

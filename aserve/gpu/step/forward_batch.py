@@ -45,6 +45,8 @@ class ForwardOverrides:
 
     capture: HiddenCapture | None = None
     kv_lens_cpu: ArrayI32 | None = None  # exact lengths before the forward, if the host has them
+    rope_positions: Tensor | None = None  # [tokens] or [axes, tokens]; None: the cache positions
+    tree_mask: Tensor | None = None  # bool [tokens, >= query_len], as in ForwardBatch
 
 
 NO_OVERRIDES = ForwardOverrides()
@@ -60,12 +62,16 @@ class ForwardBatch:
     cu_query_lens: Tensor  # [rows + 1]
     token_to_row: Tensor  # [tokens]
     input_ids: Tensor  # [tokens]
-    positions: Tensor  # [tokens]
+    cache_positions: Tensor  # [tokens], place of each token in its row's KV
     slots: tuple[Tensor, ...]  # [tokens] per layer group
     query_lens_cpu: ArrayI32  # [rows]
     len_bounds_cpu: ArrayI32  # [rows], no length is greater
     lens_cpu: ArrayI32 | None  # [rows], where the host knows them
     capture: HiddenCapture | None
+    rope_override: Tensor | None = None  # [tokens], or [axes, tokens] for several rope axes
+    # bool [tokens, >= query_len]: which of its row's new tokens a token sees, besides the layer's
+    # mask; columns from the row's query_len on are not read
+    tree_mask: Tensor | None = None
     shared_pages: int = 0  # all rows have these first pages in common, in the first layer group
     is_debug: bool = False
     marker: PlanMarker = field(default_factory=PlanMarker, compare=False, repr=False)
@@ -91,7 +97,9 @@ class ForwardBatch:
             cu_query_lens=placed.cu_query_lens,
             token_to_row=batch.token_to_row,
             input_ids=batch.input_ids,
-            positions=placed.positions,
+            cache_positions=placed.positions,
+            rope_override=overrides.rope_positions,
+            tree_mask=overrides.tree_mask,
             slots=placed.slots,
             query_lens_cpu=batch.query_lens_cpu,
             len_bounds_cpu=batch.len_bounds_cpu,
@@ -108,6 +116,11 @@ class ForwardBatch:
     @property
     def num_tokens(self) -> int:
         return len(self.input_ids)
+
+    @property
+    def rope_positions(self) -> Tensor:
+        """int64 [tokens] or [axes, tokens]: the cache positions, unless this forward has others."""
+        return self.cache_positions if self.rope_override is None else self.rope_override
 
     @property
     def plan(self) -> object:
@@ -141,7 +154,7 @@ class ForwardBatch:
         if more == 0:
             return self
         ones = np.ones(more, np.int32)
-        pad = torch.nn.functional.pad
+        pad, rope, tree = torch.nn.functional.pad, self.rope_override, self.tree_mask
         last = torch.arange(self.num_tokens + 1, self.num_tokens + more + 1)
         return dataclasses.replace(
             self,
@@ -152,7 +165,9 @@ class ForwardBatch:
                 (self.token_to_row, torch.arange(self.num_rows, num_rows, device=self.rows.device))
             ),
             input_ids=pad(self.input_ids, (0, more)),
-            positions=pad(self.positions, (0, more)),
+            cache_positions=pad(self.cache_positions, (0, more)),
+            rope_override=None if rope is None else pad(rope, (0, more)),
+            tree_mask=None if tree is None else pad(tree, (0, 0, 0, more), value=True),
             slots=tuple(pad(slots, (0, more)) for slots in self.slots),
             query_lens_cpu=np.concatenate((self.query_lens_cpu, ones)),
             len_bounds_cpu=np.concatenate((self.len_bounds_cpu, ones)),
@@ -178,7 +193,9 @@ class ForwardBatch:
             cu_query_lens=starts - tokens.start,
             token_to_row=self.token_to_row[tokens] - rows.start,
             input_ids=self.input_ids[tokens],
-            positions=self.positions[tokens],
+            cache_positions=self.cache_positions[tokens],
+            rope_override=None if self.rope_override is None else self.rope_override[..., tokens],
+            tree_mask=None if self.tree_mask is None else self.tree_mask[tokens],
             slots=tuple(slots[tokens] for slots in self.slots),
             query_lens_cpu=self.query_lens_cpu[rows],
             len_bounds_cpu=self.len_bounds_cpu[rows],

@@ -12,7 +12,7 @@ from aserve.gpu.attention.base import AttentionBackend, AttentionSite
 from aserve.gpu.attention.reference import TorchReference
 from aserve.gpu.attention.registry import BACKENDS
 from aserve.gpu.device.cpu.device import CpuDevice
-from aserve.gpu.kv.layer_groups import LayerSpec, group_layers
+from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec, group_layers
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.gpu.step.inputs import DeviceBatch
@@ -127,7 +127,7 @@ def attended(
     generator = torch.Generator().manual_seed(2)
     heads = layout.layer.num_heads + 2 * layout.layer.num_kv_heads
     qkv = random(generator, batch.num_tokens, heads, layout.layer.head_dim).to(layout.dtype)
-    return backend.bind(batch, plan or backend.plan(batch))(layout.layer, qkv, None)
+    return backend.bind(batch, plan or backend.plan(batch))(layout.layer, AttentionInputs(qkv))
 
 
 def built(name: str, layout: Layout, pools: KvPools) -> AttentionBackend:

@@ -12,6 +12,7 @@ from aserve.errors import BugError
 from aserve.gpu.attention.chunked_prefill import FUSED, choose_chunked_prefill, in_pairs
 from aserve.gpu.attention.cpu import PagedCpu
 from aserve.gpu.device.cpu.weights import DOTS, read_isa
+from aserve.gpu.kv.layer_groups import AttentionInputs
 from aserve.gpu.layers.rope import RopeInputs
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve_kernels.cpu import chunk_attention, paged_attention
@@ -103,7 +104,7 @@ def test_no_shape_compiles_anything_after_the_start(dtype: torch.dtype) -> None:
     attended(backend, layout, made)  # q is a view of the joined projection
     heads = torch.zeros(made.num_tokens, 8, 32, dtype=dtype)
     rope = RopeInputs(torch.zeros(made.num_tokens, 32, dtype=dtype))
-    backend.bind(made, backend.plan(made))(layout.layer, heads, rope)
+    backend.bind(made, backend.plan(made))(layout.layer, AttentionInputs(heads, rope))
     assert [list(kernel.signatures) for kernel in kernels] == before
 
 

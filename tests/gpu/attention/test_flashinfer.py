@@ -30,7 +30,7 @@ from aserve.gpu.attention.reference import TorchReference
 from aserve.gpu.attention.registry import BACKENDS
 from aserve.gpu.device.base import Cut
 from aserve.gpu.device.cpu.device import CpuDevice
-from aserve.gpu.kv.layer_groups import group_layers
+from aserve.gpu.kv.layer_groups import AttentionInputs, group_layers
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.step.forward_batch import ForwardBatch, ForwardOverrides
 from aserve.gpu.step.inputs import DeviceBatch
@@ -126,8 +126,8 @@ def test_kv_in_eight_bits_is_read_with_its_layers_scales(
     qkv = random(torch.Generator().manual_seed(3), made.num_tokens, 8, HEAD_DIM)
     package = FakeFlashInfer()
     backend, reference = FlashInfer(package, site), TorchReference(pools)
-    got = backend.bind(made, backend.plan(made))(spec, qkv, None)
-    expected = reference.bind(made, None)(spec, qkv, None)
+    got = backend.bind(made, backend.plan(made))(spec, AttentionInputs(qkv))
+    expected = reference.bind(made, None)(spec, AttentionInputs(qkv))
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
     (plan,) = package.plans
     assert (plan.q_dtype, plan.kv_dtype) == (torch.float64, torch.float8_e4m3fn)
@@ -323,7 +323,7 @@ def test_queries_that_lie_beside_keys_are_read_where_they_are(
     backend = FlashInfer(FakeFlashInfer(), site_of(layout, pools))
     made = exact(pools, device_batch([1, 1], [3, 4]))
     heads = torch.zeros((2, 8, HEAD_DIM), dtype=layout.dtype)
-    backend.bind(made, backend.plan(made))(layout.layer, heads, None)
+    backend.bind(made, backend.plan(made))(layout.layer, AttentionInputs(heads))
     assert read == [heads.data_ptr()]
 
 
@@ -586,7 +586,7 @@ class Replays:
 
     def _attend(self, backend: AttentionBackend, plan: object) -> Tensor:
         batch = self._batch()
-        return backend.bind(batch, plan)(self.layout.layer, self.qkv, None)
+        return backend.bind(batch, plan)(self.layout.layer, AttentionInputs(self.qkv))
 
     def _batch(self) -> ForwardBatch:
         width, num_rows = self.shape.width, self.shape.num_rows

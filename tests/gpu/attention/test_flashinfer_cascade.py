@@ -15,7 +15,7 @@ from aserve.gpu.attention.flashinfer.backend import FlashInfer
 from aserve.gpu.attention.flashinfer.cascade import MIN_SAVED_BYTES, is_worthwhile
 from aserve.gpu.attention.reference import TorchReference
 from aserve.gpu.device.cpu.device import CpuDevice
-from aserve.gpu.kv.layer_groups import LayerSpec, group_layers
+from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec, group_layers
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.messages.executor import GroupSpec
@@ -83,7 +83,7 @@ def assert_parity(
     for spec in site.layers:
         size = (batch.num_tokens, spec.num_heads + 2 * spec.num_kv_heads, HEAD_DIM)
         heads = torch.randn(size, generator=generator, dtype=torch.float64)
-        got, expected = ours(spec, heads, None), theirs(spec, heads, None)
+        got, expected = ours(spec, AttentionInputs(heads)), theirs(spec, AttentionInputs(heads))
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 

@@ -22,7 +22,7 @@ from aserve.gpu.attention.reference import TorchReference
 from aserve.gpu.attention.registry import BACKENDS
 from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.device.cuda.device import open_cuda
-from aserve.gpu.kv.layer_groups import LayerSpec, group_layers
+from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec, group_layers
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.messages.executor import GroupSpec
@@ -197,7 +197,7 @@ def test_captured_decodes_are_planned_in_one_call_and_equal_the_reference(
     heads = torch.randn(sizes, generator=generator).to(device.torch_device, dtype)
 
     def attend(by: AttentionBackend, plan: object) -> Tensor:
-        return by.bind(ForwardBatch.init_new(captured, pools), plan)(spec, heads, None)
+        return by.bind(ForwardBatch.init_new(captured, pools), plan)(spec, AttentionInputs(heads))
 
     with torch.inference_mode(), device.stream():
         plan = backend.static_plans.make(StaticShape(MAX_ROWS, 1, MAX_LEN))
@@ -227,5 +227,5 @@ def assert_parity(
         num_heads = spec.num_heads + 2 * spec.num_kv_heads
         heads = torch.randn((batch.num_tokens, num_heads, spec.head_dim), generator=generator)
         heads = heads.to(batch.rows.device, dtype)
-        got, expected = ours(spec, heads, None), theirs(spec, heads, None)
+        got, expected = ours(spec, AttentionInputs(heads)), theirs(spec, AttentionInputs(heads))
         torch.testing.assert_close(got, expected, rtol=3e-2, atol=3e-2)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from aserve.errors import BugError
+from aserve.gpu.kv.layer_groups import AttentionInputs
 from aserve.gpu.step.forward_batch import ForwardBatch
 from tests.gpu.attention.backend_parity import (
     SHAPES,
@@ -68,9 +69,9 @@ def test_a_query_of_any_strides_is_read_as_it_is() -> None:
     backend = built("triton", layout, pools)
     heads = torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(0))
     attend = backend.bind(batch, backend.plan(batch))
-    expected = attend(layout.layer, heads, None)
+    expected = attend(layout.layer, AttentionInputs(heads))
     apart = heads.transpose(1, 2).contiguous().transpose(1, 2)
-    assert torch.equal(attend(layout.layer, apart, None), expected)
+    assert torch.equal(attend(layout.layer, AttentionInputs(apart)), expected)
 
 
 def test_a_plan_of_another_backend_is_refused() -> None:

@@ -16,9 +16,9 @@ from aserve.gpu.attention.registry import BACKENDS
 from aserve.gpu.build import BuildOptions, build_on
 from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.executor import TorchExecutor
-from aserve.gpu.kv.layer_groups import group_layers
+from aserve.gpu.kv.layer_groups import AttentionInputs, group_layers
 from aserve.gpu.kv.pools import KvPools
-from aserve.gpu.kv.store import KV_DTYPES, kv_dtype_name, kv_dtype_of, narrowed, widened
+from aserve.gpu.kv.store import KV_DTYPES, from_kv_dtype, kv_dtype_name, kv_dtype_of, to_kv_dtype
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.messages.base import array_f32
 from aserve.messages.executor import GroupSpec
@@ -65,19 +65,19 @@ def test_attention_sees_what_was_stored_rounded_to_its_dtype(name: str, dtype: t
         generator = torch.Generator().manual_seed(3)
         q, k, v = random(generator, 8, 8, 8).split((4, 2, 2), dim=1)
         if pools is wide:
-            k = widened(narrowed(k, dtype, k_scale), k.dtype, k_scale)
-            v = widened(narrowed(v, dtype, v_scale), v.dtype, v_scale)
+            k = from_kv_dtype(to_kv_dtype(k, dtype, k_scale), k.dtype, k_scale)
+            v = from_kv_dtype(to_kv_dtype(v, dtype, v_scale), v.dtype, v_scale)
         heads = torch.cat((q, k, v), dim=1)
-        outputs.append(backend.bind(made, backend.plan(made))(layer(), heads, None))
+        outputs.append(backend.bind(made, backend.plan(made))(layer(), AttentionInputs(heads)))
     torch.testing.assert_close(*outputs, rtol=1e-12, atol=1e-12)
     assert narrow.layers[0].keys.dtype == dtype
 
 
 def test_eight_bits_are_scaled_and_cut_where_others_are_only_rounded() -> None:
     given = torch.tensor([0.0, 3.0, 900.0, -900.0, 1e6])
-    stored = narrowed(given, FP8, 2.0)
-    assert widened(stored, torch.float32, 2.0).tolist() == [0.0, 3.0, 896.0, -896.0, 896.0]
-    assert narrowed(given, torch.float32, 1.0) is given
+    stored = to_kv_dtype(given, FP8, 2.0)
+    assert from_kv_dtype(stored, torch.float32, 2.0).tolist() == [0.0, 3.0, 896.0, -896.0, 896.0]
+    assert to_kv_dtype(given, torch.float32, 1.0) is given
     assert pools_of(torch.float32, scales=(0.5, 4.0)).layers[0].scales == (1.0, 1.0)
 
 

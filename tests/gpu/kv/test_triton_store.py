@@ -11,10 +11,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aserve.gpu.device.cuda.ops import triton_store
+from aserve.gpu.kv.layer_groups import AttentionInputs
 from aserve.gpu.kv.store import rope_then_store_kv
 from aserve.gpu.layers.norm import HeadNorms
 from aserve.gpu.layers.rope import RopeInputs
 from aserve_kernels import rope_and_store_kv
+from tests.gpu.attention.backend_parity import layer
 from tests.gpu.kv.test_store import FP8, pools_of
 
 SLOTS = torch.tensor([9, 2, 30])
@@ -33,9 +35,11 @@ def test_the_kernel_stores_what_torch_stores(rope: RopeInputs | None, dtype: tor
     heads = torch.randint(-15, 16, (3, 8, 8), generator=generator).float()  # exact in all
     heads = heads.transpose(1, 2).contiguous().transpose(1, 2)  # they lie apart
     plain, kernel = (pools_of(dtype, scales=(0.5, 4.0)).layers[0] for _ in range(2))
-    queries = plain.rope_and_store_kv(heads, rope, SLOTS)
+    queries = plain.rope_and_store_kv(layer(), AttentionInputs(heads, rope), SLOTS)
     kernel = dataclasses.replace(kernel, store=triton_store(torch.float32))
-    assert torch.equal(kernel.rope_and_store_kv(heads, rope, SLOTS), queries)
+    assert torch.equal(
+        kernel.rope_and_store_kv(layer(), AttentionInputs(heads, rope), SLOTS), queries
+    )
     assert torch.equal(kernel.keys.float(), plain.keys.float())
     assert torch.equal(kernel.values.float(), plain.values.float())
 
@@ -77,7 +81,7 @@ def test_a_layer_turns_and_stores_in_one_launch_and_nothing_else(
     kv = dataclasses.replace(pools_of(torch.bfloat16).layers[0], store=triton_store(torch.bfloat16))
     heads = torch.zeros((3, 8, 8), dtype=torch.bfloat16)
     with Calls() as calls:
-        kv.rope_and_store_kv(heads, rope, SLOTS)
+        kv.rope_and_store_kv(layer(), AttentionInputs(heads, rope), SLOTS)
     assert launches.num == 1
     assert set(calls.names) <= {"new_empty", "empty"}
 

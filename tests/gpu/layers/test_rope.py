@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 from torch import Tensor
@@ -102,3 +104,46 @@ def test_the_temperature_of_a_stretched_context_scales_the_heads() -> None:
 def test_a_position_beyond_max_model_len_is_an_error() -> None:
     with pytest.raises(IndexError):
         rotary(max_model_len=16).at(torch.tensor([16]))
+
+
+def axes_rotary() -> Rotary:
+    """Of four pairs, the first uses the first axis, two the second, and one the third."""
+    return Rotary(
+        DefaultRope(100.0),
+        HEAD_DIM,
+        max_model_len=512,
+        dtype=torch.float64,
+        device=CPU,
+        sections=(1, 2, 1),
+    )
+
+
+def test_each_section_turns_by_the_position_on_its_axis() -> None:
+    positions = torch.tensor([[0, 7, 300], [5, 7, 2], [511, 7, 40]])
+    x = heads(3)
+    rotated = rotated_heads(x, axes_rotary(), positions)
+    for axis, pairs in enumerate(([0], [1, 2], [3])):
+        one_axis = rotated_heads(x, rotary(), positions[axis])
+        elements = pairs + [pair + HEAD_DIM // 2 for pair in pairs]
+        assert torch.equal(rotated[..., elements], one_axis[..., elements])
+
+
+def test_equal_positions_on_all_axes_turn_as_one_axis_does() -> None:
+    positions = torch.tensor([0, 3, 511])
+    of_text = rotated_heads(heads(3), axes_rotary(), positions.expand(3, -1))
+    assert torch.equal(of_text, rotated_heads(heads(3), rotary(), positions))
+    assert torch.equal(of_text, rotated_heads(heads(3), axes_rotary(), positions))
+
+
+def test_sections_are_those_of_qwen2_vl() -> None:
+    from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLConfig
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
+
+    rope = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 2, 1]}
+    sizes = {"hidden_size": HEAD_DIM, "num_attention_heads": 1, "rope_parameters": rope}
+    config = cast(Qwen2VLConfig, Qwen2VLConfig(text_config=sizes).text_config)
+    positions = torch.tensor([[0, 7, 300], [5, 7, 2], [511, 7, 40]])
+    cos, sin = Qwen2VLRotaryEmbedding(config)(heads(3), positions[:, None])
+    half = HEAD_DIM // 2
+    expected = torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1)
+    torch.testing.assert_close(axes_rotary().at(positions), expected, atol=1e-4, rtol=0.0)

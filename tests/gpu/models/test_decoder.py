@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from aserve.gpu.kv.layer_groups import LayerSpec
-from aserve.gpu.layers.rope import RopeInputs, apply_rope
+from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
+from aserve.gpu.layers.rope import apply_rope
 from aserve.gpu.models.base import CausalModel, HiddenCapture
 from tests.gpu.weights.checkpoints import llama_weights, write_checkpoint
 from tests.load_model import load_model
@@ -80,8 +80,8 @@ def test_logits_are_of_the_models_dtype(dtype: str, tmp_path: Path) -> None:
 
 
 def test_no_tokens_give_no_logits(model: CausalModel) -> None:
-    def attend(layer: LayerSpec, heads: Tensor, _turn: RopeInputs | None) -> Tensor:
-        return torch.empty_like(heads[:, : layer.num_heads])
+    def attend(layer: LayerSpec, inputs: AttentionInputs) -> Tensor:
+        return torch.empty_like(inputs.heads[:, : layer.num_heads])
 
     empty = torch.empty(0, dtype=torch.int64)
     assert model.logits(model.forward(empty, empty, attend)).shape == (0, 24)
@@ -103,9 +103,9 @@ class NoHostReads(TorchDispatchMode):
 
 
 def test_a_forward_never_waits_for_the_device(model: CausalModel) -> None:
-    def attend(layer: LayerSpec, heads: Tensor, rope: RopeInputs | None) -> Tensor:
-        assert rope is not None
-        return apply_rope(heads[:, : -layer.num_kv_heads], rope)[:, : layer.num_heads]
+    def attend(layer: LayerSpec, inputs: AttentionInputs) -> Tensor:
+        assert inputs.rope is not None
+        return apply_rope(inputs.heads[:, : -layer.num_kv_heads], inputs.rope)[:, : layer.num_heads]
 
     with NoHostReads() as mode, torch.inference_mode():
         model.logits(model.forward(IDS, POSITIONS, attend))

@@ -40,7 +40,7 @@ def contents(batch: object) -> dict[str, object]:
 def test_a_mixed_batch_is_shaped_for_a_forward() -> None:
     made = forward([1, 3], [5, 2])
     assert made.lens.tolist() == [6, 5]
-    assert made.positions.tolist() == [5, 2, 3, 4]
+    assert made.cache_positions.tolist() == [5, 2, 3, 4]
     assert made.cu_query_lens.tolist() == [0, 1, 4]
     # Row 1 has the pages 3 and 4, row 2 the pages 6 and 7, of 4 slots each.
     assert [slots.tolist() for slots in made.slots] == [[17, 26, 27, 28]] * 2
@@ -52,7 +52,7 @@ def test_padding_rows_are_row_0_with_one_token_in_slot_0() -> None:
     assert made.lens.tolist() == [6, 3, 1, 1]
     assert made.cu_query_lens.tolist() == [0, 1, 2, 3, 4]
     assert made.token_to_row.tolist() == [0, 1, 2, 3]
-    assert made.positions.tolist() == [5, 2, 0, 0]
+    assert made.cache_positions.tolist() == [5, 2, 0, 0]
     assert made.input_ids.tolist()[2:] == [0, 0]
     assert [slots.tolist()[2:] for slots in made.slots] == [[0, 0]] * 2
     assert (made.query_lens_cpu.tolist(), made.len_bounds_cpu.tolist()) == ([1] * 4, [6, 3, 1, 1])
@@ -71,7 +71,7 @@ def test_what_one_build_writes_into_its_tensors_the_next_does_not_see() -> None:
     batch, shared = device_batch([2], [1]), paged()
     first = ForwardBatch.init_new(batch, shared)
     expected = contents(first)
-    for tensor in (first.lens, first.positions, first.cu_query_lens, *first.slots):
+    for tensor in (first.lens, first.cache_positions, first.cu_query_lens, *first.slots):
         tensor.fill_(0)
     assert contents(ForwardBatch.init_new(batch, shared)) == expected
 
@@ -116,7 +116,7 @@ def test_a_captured_forward_keeps_its_hidden_states_and_the_next_keeps_none() ->
     capture = HiddenCapture(wants_before_norm=True)
     made = ForwardBatch.init_new(device_batch([3], [0]), shared, ForwardOverrides(capture=capture))
     attend = backend.bind(made, backend.plan(made))
-    hidden = model.forward(made.input_ids, made.positions, attend, capture=made.capture)
+    hidden = model.forward(made.input_ids, made.cache_positions, attend, capture=made.capture)
     assert capture.before_norm is hidden
 
 
@@ -186,6 +186,6 @@ def test_a_split_batchs_children_start_unplanned() -> None:
     assert first.needs_attention_plan()
     assert rest.needs_attention_plan()
     assert contents(first) == contents(forward([1], [5]))
-    assert rest.positions.tolist() == [2, 3, 4]
+    assert rest.cache_positions.tolist() == [2, 3, 4]
     assert rest.token_to_row.tolist() == [0, 0, 0]
     assert rest.cu_query_lens.tolist() == [0, 3]

@@ -24,6 +24,7 @@ from aserve.gpu.attention.base import (
     AttentionSite,
     AttentionUnavailable,
     Capabilities,
+    own_plan,
 )
 from aserve.gpu.attention.flashinfer.cascade import GROUP, NO_CASCADE, CascadePlan, Cascades
 from aserve.gpu.attention.flashinfer.page_indices import KERNELS, ListOps, PageList
@@ -41,8 +42,7 @@ from aserve.gpu.attention.flashinfer.wrappers import (
     check_version,
     queries_of,
 )
-from aserve.gpu.kv.layer_groups import LayerSpec
-from aserve.gpu.layers.rope import RopeInputs
+from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
 from aserve.gpu.models.base import Attend
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.gpu.step.inputs import DeviceBatch
@@ -136,16 +136,14 @@ class FlashInfer:
         return FlashPlan(lists, wrappers, cascade)
 
     def bind(self, batch: ForwardBatch, plan: object) -> Attend:
-        found = plan.value if isinstance(plan, StaticPlan) else plan
-        if not isinstance(found, FlashPlan):
-            raise BugError(f"step {batch.iteration}: a plan of another backend: {plan!r}")
+        found = own_plan(batch, plan.value if isinstance(plan, StaticPlan) else plan, FlashPlan)
         self._list_pages(batch, found.lists)
         found.cascade.list_pages(batch, self._site.pools.page_tables[GROUP], self._ops.gather)
         wrappers, cascades = found.wrappers, found.cascade.wrappers
 
-        def attend(layer: LayerSpec, heads: Tensor, rope: RopeInputs | None) -> Tensor:
+        def attend(layer: LayerSpec, inputs: AttentionInputs) -> Tensor:
             kv = self._site.pools.layers[layer.index]
-            q = kv.rope_and_store_kv(heads, rope, batch.slots[kv.group])
+            q = kv.rope_and_store_kv(layer, inputs, batch.slots[kv.group])
             problem, pages = self._problems[layer.index], self._pages[layer.index]
             if problem in cascades:
                 return cascades[problem].run(q.contiguous(), pages)
@@ -176,7 +174,7 @@ class FlashInfer:
             for layer in of_kind.values():
                 shape = (query_len, layer.num_heads + 2 * layer.num_kv_heads, layer.head_dim)
                 heads = torch.zeros(shape, dtype=self._site.dtype, device=where)
-                attend(layer, heads, None)
+                attend(layer, AttentionInputs(heads))
         self._site.device.mark().synchronize()
 
     def _list_pages(self, batch: ForwardBatch, lists: Mapping[int, PageList]) -> None:

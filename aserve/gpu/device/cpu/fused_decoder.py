@@ -59,7 +59,8 @@ class CompiledForward:
         self._tables = Tables(self._describe_model(), layers, decoder.dtype)
 
     def can_run(self, batch: ForwardBatch) -> bool:
-        return batch.query_lens_cpu.max() <= FEW_TOKENS and batch.capture is None
+        is_plain = batch.capture is None and batch.rope_override is None and batch.tree_mask is None
+        return bool(is_plain and batch.query_lens_cpu.max() <= FEW_TOKENS)
 
     def run(self, batch: ForwardBatch) -> Tensor:
         own = RowSpans(

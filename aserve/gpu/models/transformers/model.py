@@ -11,6 +11,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
+from aserve.gpu.kv.layer_groups import AttentionInputs
 from aserve.gpu.models.base import Attend, HiddenCapture
 from aserve.gpu.models.transformers.attention import run
 from aserve.gpu.models.transformers.probe import Probed
@@ -49,7 +50,7 @@ class TransformersModel:
         def on_attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
             # Some models rotate in float32 and go on with it; the KV has the model's own dtype.
             heads = torch.cat((q, k, v), dim=1).to(self.dtype)
-            return attend(specs[module], heads, None)
+            return attend(specs[module], AttentionInputs(heads))
 
         with ExitStack() as hooks:
             if capture is not None:
