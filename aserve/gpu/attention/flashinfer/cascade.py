@@ -112,11 +112,11 @@ class Cascades:
         cu_query_lens = np.zeros(num_rows + 1, np.int32)
         np.cumsum(batch.query_lens_cpu, out=cu_query_lens[1:])
         return {
-            "query_starts0": cu_query_lens[[0, -1]],
+            "cu_query_lens0": cu_query_lens[[0, -1]],
             "starts0": np.array([0, num_shared], np.int32),
             "last_lens0": np.array([page_size], np.int32),
             "lens0": np.array([num_shared * page_size], np.int32),
-            "query_starts1": cu_query_lens,
+            "cu_query_lens1": cu_query_lens,
             "starts1": own.starts - num_shared * np.arange(num_rows + 1, dtype=np.int32),
             "last_lens1": own.last_lens,
             "lens1": own.lens - num_shared * page_size,
