@@ -54,7 +54,7 @@ def test_what_is_right_passes(parts: Parts) -> None:
 
 def test_a_lost_page_is_named(parts: Parts) -> None:
     parts.pools[1].take(1)
-    with pytest.raises(BugError, match=r"'window': page 5 of 7 has the owners \[\]"):
+    with pytest.raises(BugError, match=r"'window': page 5 of 7 is owned by \[\]"):
         parts.check()
 
 
