@@ -19,7 +19,7 @@ help: ## list the targets
 	@echo "  TORCH_INDEX=URL     where else to look for torch, such as the index of its CPU builds"
 
 # The lock keeps two makes apart. A stamp of another folder or Python, or one whose Python has gone, counts as none.
-setup: ## make .venv and install the locked dependencies
+setup: ## make .venv, install the locked dependencies, compile kernels
 	@exec 9< Makefile; if command -v flock > /dev/null; then flock 9; fi; \
 	$(stamp_is_ours) || rm -f $(STAMP); \
 	$(MAKE) --question $(STAMP) 2> /dev/null || $(MAKE) --no-print-directory $(STAMP)
@@ -36,6 +36,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(INSTALL) --upgrade pip
 	$(INSTALL) $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') torch
 	$(INSTALL) --no-build-isolation --editable . --group dev
+	$(PY) -m aserve kernels build
 	@printf '%s\n' '$(CURDIR)' '$(PYTHON)' > $@
 
 export define CHECK_PYTHON

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import importlib.metadata
 import os
 import platform
 import re
@@ -37,7 +36,7 @@ from aserve.config import (
     resolve,
 )
 from aserve.errors import AserveError, ConfigError
-from aserve.host.environment import start_logging
+from aserve.host.environment import installed_version, prepare_process, start_logging
 from aserve.option import Option, build_options, options_of, unknown_option
 from aserve.tiny import MODEL_DIR
 
@@ -54,7 +53,7 @@ COMMAND_RECORDS: Mapping[str, tuple[type, ...]] = {
     "chat": (*ENGINE_RECORDS, PromptOptions),
     "generate": (*ENGINE_RECORDS, PromptOptions),
 }
-ARGUMENTS = frozenset({"command", "text", "file", "bench"})  # of a command, not options
+ARGUMENTS = frozenset({"command", "text", "file", "bench", "task"})  # of a command, not options
 
 EPILOG = (
     "Each option can be set as ASERVE_NAME in the environment and as `name = value` in the file of "
@@ -99,6 +98,10 @@ def _run(arguments: list[str], benches: Mapping[str, Bench]) -> int:
             return _replay(Path(known.file))
         case "bench":
             return _bench(known.bench, benches[known.bench], given)
+        case "kernels":
+            return _build_kernels()
+        case "doctor":
+            return _doctor()
         case "version":
             return _version()
         case _:
@@ -220,19 +223,36 @@ def _bench(name: str, bench: Bench, given: Mapping[str, object]) -> int:
     return 0
 
 
-def _version() -> int:
-    python, torch = platform.python_version(), _installed("torch")
-    line = f"aserve {_installed('aserve')} (Python {python}, torch {torch})"
-    Console(soft_wrap=True).print(line, highlight=False)
+def _build_kernels() -> int:
+    start_logging("info")
+    prepare_process(None)
+    from aserve.gpu.device.cpu.kernels import compile_all_kernels
+
+    num_compiled, num_kernels = compile_all_kernels()
+    text = f"aserve: {num_compiled} kernels compiled, {num_kernels - num_compiled} were there"
+    if not num_kernels:
+        text = "aserve: no kernels to compile, because numba is not installed"
+    Console(soft_wrap=True).print(text, highlight=False)
     return 0
 
 
-def _installed(package: str) -> str:
-    """Without an import: torch takes a second."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+def _doctor() -> int:
+    prepare_process(None)
+    from aserve.gpu.doctor import examine, report
+
+    console = Console(soft_wrap=True)
+    for line in report(examine()):
+        console.print(line, markup=False, highlight=False)
+    return 0
+
+
+def _version() -> int:
+    python, torch = platform.python_version(), installed_version("torch") or "not installed"
+    line = (
+        f"aserve {installed_version('aserve') or 'not installed'} (Python {python}, torch {torch})"
+    )
+    Console(soft_wrap=True).print(line, highlight=False)
+    return 0
 
 
 def _unexpected(word: str, arguments: Sequence[str], benches: Mapping[str, Bench]) -> ConfigError:
@@ -290,6 +310,11 @@ def make_parser(benches: Mapping[str, Bench] = BENCHES) -> Parser:
     replay.add_argument("file", metavar="FILE", help="a recording of the scheduler's events")
     measure = command("bench", "Measure; the last line of the output is one JSON object.")
     _add_benches(measure, benches)
+    kernels = command("kernels", "Compile the CPU's kernels ahead of the first start.")
+    kernels.add_argument(
+        "task", choices=["build"], help="compile what is missing, on all cores; it takes a minute"
+    )
+    command("doctor", "Show what the machine has, and what would make aserve faster on it.")
     command("version", "Show the versions of aserve, Python and torch.")
     return parser
 

@@ -1,7 +1,4 @@
-"""How far loading is, for whoever started it: a bar on a terminal, else a log line now and then.
-
-Must not know what is loaded.
-"""
+"""Shows how far a long task is: a bar on a terminal, else a log line every few seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from typing import TypeAlias
 from rich.console import Console
 from rich.progress import Progress
 
-OnProgress: TypeAlias = Callable[[int, int], None]  # bytes done, bytes in all
+OnProgress: TypeAlias = Callable[[int, int], None]  # how much is done, and how much there is
 
 PROGRESS_S = 5.0
 
@@ -24,13 +21,30 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def shown_progress(what: str) -> Iterator[OnProgress]:
-    """A bar on a terminal, else a log line every few seconds."""
+    """Yields the function that moves the bar or logs. Any thread may call it."""
     if not sys.stderr.isatty():
         yield _LoggedProgress(what)
         return
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+    bar = _Bar(what)
+    try:
+        yield bar
+    finally:
+        bar.stop()
+
+
+class _Bar:
+    """Appears with the first call, so that an earlier task can have a bar of its own."""
+
+    def __init__(self, what: str) -> None:
+        self._progress = Progress(console=Console(stderr=True), transient=True)
+        self._task = self._progress.add_task(what, total=None)
+
+    def __call__(self, done: int, total: int) -> None:
+        self._progress.start()
+        self._progress.update(self._task, completed=done, total=total)
+
+    def stop(self) -> None:
+        self._progress.stop()
 
 
 class _LoggedProgress:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -132,6 +133,14 @@ def num_devices(library: str) -> int:
     if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
         return 0
     return count.value
+
+
+def installed_version(package: str) -> str | None:
+    """Reads the version without an import, because importing torch takes a second."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"

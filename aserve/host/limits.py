@@ -1,7 +1,6 @@
-"""The control groups around this process, which limit what a container may take.
+"""Reads how many CPUs and how much memory this process may use, as control groups limit them.
 
-It knows no resource. Files of the kernel are read below `root`, so that tests can lay out their
-own.
+Files of the kernel are read below `root`, so that tests can lay out their own.
 """
 
 from __future__ import annotations
@@ -11,19 +10,23 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
-    """`is_unified`: of the newer interface, whose files have other names."""
+    """A control group of cgroup v2 if `is_unified`, else of v1, whose files have other names."""
 
     directory: Path
     is_unified: bool
 
 
 def enclosing_groups(root: Path, controller: str) -> Iterator[ControlGroup]:
-    """From the process's own up to the mount. Inside a container the path may be the host's, and
-    only its top is mounted: what is not there has no files."""
+    """Yields the process's own group first, then each parent up to the mount.
+
+    Inside a container the path may be the host's while only its top is mounted. A group that is not
+    mounted has no files.
+    """
     for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", maxsplit=2)
         if controllers == "":
@@ -38,7 +41,7 @@ def enclosing_groups(root: Path, controller: str) -> Iterator[ControlGroup]:
 
 
 def read_text(path: Path) -> str:
-    """Empty for what is not there."""
+    """Returns an empty text when the file cannot be read."""
     try:
         return path.read_text()
     except OSError:
@@ -46,16 +49,26 @@ def read_text(path: Path) -> str:
 
 
 def usable_cpus(root: Path = Path("/")) -> int:
-    """WHY: a part of a CPU is left to the event loop. One thread more would use it up, and then all
-    of them wait for the next period."""
-    quotas = (_quota(group) for group in enclosing_groups(root, "cpu"))
-    return max(1, min([_num_cores(root), *(math.floor(quota) for quota in quotas if quota)]))
+    """Returns the number of threads that should compute: one per core, within the quota.
+
+    WHY: a quota is rounded down, so that part of a CPU is left to the event loop. One more thread
+    would use it up, and then all threads wait for the next period.
+    """
+    quota = cpu_quota(root)
+    return max(1, num_cores(root) if quota is None else min(num_cores(root), math.floor(quota)))
 
 
-def _num_cores(root: Path) -> int:
+def num_cores(root: Path = Path("/")) -> int:
+    """Returns the number of physical cores that this process may be scheduled on."""
     if not hasattr(os, "sched_getaffinity"):  # not Linux
         return os.cpu_count() or 1
     return len({_siblings(root, cpu) for cpu in os.sched_getaffinity(0)})
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """Returns the lowest quota of the enclosing groups in CPUs, or None if there is none."""
+    quotas = (_quota(group) for group in enclosing_groups(root, "cpu"))
+    return min((quota for quota in quotas if quota), default=None)
 
 
 def _siblings(root: Path, cpu: int) -> str:
@@ -64,7 +77,7 @@ def _siblings(root: Path, cpu: int) -> str:
 
 
 def _quota(group: ControlGroup) -> float | None:
-    """In CPUs; None: as many as there are."""
+    """Returns the group's quota in CPUs, or None if it has none."""
     if group.is_unified:
         words = read_text(group.directory / "cpu.max").split()
     else:
@@ -75,19 +88,30 @@ def _quota(group: ControlGroup) -> float | None:
 
 
 def _numbers(words: list[str]) -> Iterator[int]:
-    """ "max" and -1 mean that there is no limit."""
+    # "max" and -1 mean that there is no limit.
     return (int(word) for word in words if word.isdecimal())
 
 
-# Files of limit and usage, and what of the usage the kernel can take back.
+# The files of limit and usage, and the key of memory.stat whose bytes the kernel can reclaim.
 UNIFIED = ("memory.max", "memory.current", "inactive_file")
 OLDER = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 UNLIMITED = 1 << 62  # the older interface says "no limit" with a number near 2^63
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
-    """The least of what the machine has free and what each enclosing control group still allows."""
-    return max(0, min([_machine_bytes(root), *_group_bytes(root)]))
+    """Returns the least of what the machine has free and what each control group allows."""
+    free = (group.free_bytes for group in _memory_groups(root))
+    return max(0, min([_machine_bytes(root), *free]))
+
+
+def memory_limit_bytes(root: Path = Path("/")) -> int | None:
+    """Returns the lowest limit of the enclosing groups, or None if there is none."""
+    return min((group.limit_bytes for group in _memory_groups(root)), default=None)
+
+
+class _MemoryGroup(NamedTuple):
+    limit_bytes: int
+    free_bytes: int
 
 
 def _machine_bytes(root: Path) -> int:
@@ -95,23 +119,24 @@ def _machine_bytes(root: Path) -> int:
         name, _, rest = line.partition(":")
         if name == "MemAvailable":
             return int(rest.split()[0]) * 1024
-    # Not Linux: all of it, since what is free is not told in a portable way.
+    # Not Linux: no portable call returns free memory, so all of it is taken as free.
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _group_bytes(root: Path) -> Iterator[int]:
-    """One number for each limited group."""
+def _memory_groups(root: Path) -> Iterator[_MemoryGroup]:
+    """Yields the groups that have a limit."""
     for group in enclosing_groups(root, "memory"):
         limit_name, usage_name, reclaimable_name = UNIFIED if group.is_unified else OLDER
         limit = _number(group.directory / limit_name)
         usage = _number(group.directory / usage_name)
         if limit is None or usage is None or limit >= UNLIMITED:
             continue
-        yield limit - usage + _reclaimable(group.directory / "memory.stat", reclaimable_name)
+        reclaimable = _reclaimable(group.directory / "memory.stat", reclaimable_name)
+        yield _MemoryGroup(limit, limit - usage + reclaimable)
 
 
 def _reclaimable(path: Path, name: str) -> int:
-    """File pages that the kernel gives back before it refuses memory."""
+    """Returns the bytes of file pages, which the kernel reclaims before it refuses memory."""
     for line in read_text(path).splitlines():
         key, _, value = line.partition(" ")
         if key == name:

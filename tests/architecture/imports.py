@@ -94,7 +94,8 @@ REACH = {
         packages=(*PLAIN, "aiohttp"),
     ),
     "aserve.gpu": Reach(
-        aserve=(*FIRST, "aserve.cache.layout", "aserve.host", "aserve_kernels"), packages=DEVICE
+        aserve=(*FIRST, "aserve.cache.layout", "aserve.host", "aserve.progress", "aserve_kernels"),
+        packages=DEVICE,
     ),
     "aserve_kernels": Reach(aserve=(), packages=("torch", "numpy", "triton")),
     "aserve_kernels.cpu": Reach(

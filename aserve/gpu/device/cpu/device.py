@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.device.base import Captured, Cut, Event
+from aserve.gpu.device.cpu.kernels import KERNEL_DTYPES, compile_kernels_of
 from aserve.gpu.device.cpu.linear import ALONE
 from aserve.gpu.device.cpu.weights import choose_cpu_format, read_isa
 from aserve.gpu.device.ops import TORCH_OPS, DeviceOps
@@ -23,7 +24,6 @@ from aserve.gpu.weights.format import WeightFormat, WeightRequest
 from aserve.host.environment import keep_freed_memory
 from aserve.host.limits import available_memory_bytes
 
-KERNEL_DTYPES = (torch.float32, torch.bfloat16)  # that kernels/aserve_kernels/cpu are made for
 LOGITS_ELEMENTS = 1 << 24  # 64 MB in float32
 KV_PART = 4  # of free memory, KV takes one part of so many
 MAX_KV_BYTES = 4 << 30
@@ -96,6 +96,8 @@ class CpuDevice:
             compiled_sample_ops,
             compiled_store,
         )
+
+        compile_kernels_of(dtype)
 
         return DeviceOps(
             elementwise=compiled_elementwise(dtype),

@@ -81,14 +81,14 @@ def choose_cpu_format(request: WeightRequest, isa: CpuIsa) -> WeightFormat:
     if request.is_deterministic:
         about = f"{format_.about}, each token alone"
         return replace(format_, prepare=per_token(format_.prepare), about=about)
-    if _is_small(request) and request.quantization is None and _has_tiles(format_.dtype, isa):
+    if _is_small(request) and request.quantization is None and has_tiles(format_.dtype, isa):
         from aserve.gpu.device.cpu.kernel_linear import prepare_tiled
 
         format_ = replace(format_, prepare=prepare_tiled)
     return format_
 
 
-def _has_tiles(dtype: torch.dtype, isa: CpuIsa) -> bool:
+def has_tiles(dtype: torch.dtype, isa: CpuIsa) -> bool:
     if not (isa.has_numba and isa.has_wide_vectors and isa.has_onednn):
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and isa.bf16_products is not None)

@@ -1,0 +1,105 @@
+"""Chooses which compiled kernels this processor needs, and compiles those that are missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from aserve.gpu.device.cpu.weights import DOTS, CpuIsa, has_tiles, read_isa
+from aserve.gpu.weights.format import dtype_name
+from aserve.host.limits import usable_cpus
+from aserve.progress import shown_progress
+
+if TYPE_CHECKING:
+    from aserve_kernels.cpu.build import KernelVariant
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16)  # that kernels/aserve_kernels/cpu are made for
+
+logger = logging.getLogger(__name__)
+
+
+def all_kernels(isa: CpuIsa) -> list[KernelVariant]:
+    """Returns every variant that some model would run on this processor."""
+    dtypes = KERNEL_DTYPES if isa.bf16_products else KERNEL_DTYPES[:1]
+    variants: dict[KernelVariant, None] = {}
+    for dtype in dtypes:
+        for num_threads in (1, 2):
+            variants |= dict.fromkeys(kernels_of(dtype, isa, num_threads=num_threads))
+        variants |= dict.fromkeys(_variants(["int8_linear"], dtype))
+    return list(variants)
+
+
+def kernels_of(dtype: torch.dtype, isa: CpuIsa, *, num_threads: int) -> list[KernelVariant]:
+    """Returns the variants that a model of this dtype runs on so many threads.
+
+    NOTE: only small models run the kernels of tiled weights, and small models run on one thread.
+    """
+    names = ["rms_norm", "rope_and_store_kv"]
+    if num_threads == 1 and has_tiles(dtype, isa):
+        names += ["decoder_forward", "packed_linear"]
+    variants = _variants(names, dtype) + _variants(["draw"], torch.float32)
+    parallel = ["paged_attention"]
+    if dtype == torch.bfloat16 and isa.bf16_products == DOTS:
+        parallel.append("chunk_attention")
+    return variants + _variants(parallel, dtype, num_threads=min(num_threads, 2))
+
+
+def _variants(names: list[str], dtype: torch.dtype, *, num_threads: int = 1) -> list[KernelVariant]:
+    from aserve_kernels.cpu.build import KernelVariant
+
+    return [KernelVariant(name, dtype_name(dtype), num_threads) for name in names]
+
+
+def count_kernels() -> tuple[int, int]:
+    """Returns how many kernels are compiled, and how many this processor needs; (0, 0) if there is
+    no numba, which compiles them.
+    """
+    if importlib.util.find_spec("numba") is None:
+        return 0, 0
+    from aserve_kernels.cpu.build import missing_kernels
+
+    wanted = all_kernels(read_isa())
+    return len(wanted) - len(missing_kernels(wanted)), len(wanted)
+
+
+def compile_all_kernels() -> tuple[int, int]:
+    """Compiles what `count_kernels` finds missing, and returns how many it compiled, and of how
+    many. Raises KernelBuildError.
+    """
+    if importlib.util.find_spec("numba") is None:
+        return 0, 0
+    wanted = all_kernels(read_isa())
+    return _compile(wanted), len(wanted)
+
+
+def compile_kernels_of(dtype: torch.dtype) -> None:
+    """Compiles the kernels for a model of this dtype. A failure is only logged, because each kernel
+    is compiled by its first user, too.
+    """
+    from aserve_kernels.cpu.build import KernelBuildError
+
+    variants = kernels_of(dtype, read_isa(), num_threads=torch.get_num_threads())
+    try:
+        _compile(variants)
+    except (KernelBuildError, OSError) as error:
+        logger.warning("kernels are compiled one after another, because %s", error)
+
+
+def _compile(variants: list[KernelVariant]) -> int:
+    """Returns how many were missing."""
+    from aserve_kernels.cpu.build import build_kernels, missing_kernels
+
+    missing = missing_kernels(variants)
+    if missing:
+        num_processes = usable_cpus()
+        logger.info(
+            "compiling %d kernels for this processor, in at most %d processes; later starts find "
+            "them compiled",
+            *(len(missing), num_processes),
+        )
+        with shown_progress("compiling kernels") as on_progress:
+            build_kernels(missing, num_processes=num_processes, on_progress=on_progress)
+    return len(missing)

@@ -1,0 +1,99 @@
+"""The list of kernels that are compiled ahead is that of the kernels that models run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from aserve.gpu.device.cpu.kernels import all_kernels, compile_kernels_of, kernels_of
+from aserve.gpu.device.cpu.weights import AMX, DOTS, CpuIsa
+from aserve.tiny import MODEL_DIR
+from aserve_kernels.cpu import build
+
+AVX512 = CpuIsa(
+    bf16_products=DOTS, has_onednn=True, has_fbgemm=True, has_numba=True, has_wide_vectors=True
+)
+AVX2 = replace(AVX512, bf16_products=None, has_wide_vectors=False)
+
+# Numba's functions that were compiled for calls know their signatures, also when they were loaded.
+PROGRAM = """
+import sys
+from pathlib import Path
+from aserve.host.environment import prepare_process
+prepare_process(2)
+import torch
+from numba.core.dispatcher import Dispatcher
+from aserve.gpu.build import BuildOptions, build_executor
+from aserve.gpu.device.cpu.kernels import kernels_of
+from aserve.gpu.device.cpu.weights import read_isa
+from aserve_kernels.cpu.build import COMPILERS
+
+def compiled():
+    modules = [sys.modules[name] for name in list(sys.modules) if "aserve_kernels.cpu" in name]
+    found = [item for module in modules for item in vars(module).values()]
+    functions = [item for item in found if isinstance(item, Dispatcher) and not item._can_compile]
+    return {(item.py_func.__qualname__, str(item.signatures)) for item in functions}
+
+model, dtype, num_threads = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+for kernel, name, threads in kernels_of(
+    getattr(torch, dtype), read_isa(), num_threads=num_threads
+):
+    COMPILERS[kernel](getattr(torch, name), threads)
+before = compiled()
+build_executor(BuildOptions(model, load_format="dummy", dtype=dtype, num_pages=8, max_rows=2))
+assert torch.get_num_threads() == num_threads
+assert before and compiled() <= before, compiled() - before
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("num_threads", "intermediate_size"), [(1, None), (2, 1 << 15)])
+def test_an_engine_compiles_no_kernel_that_the_list_has_not(
+    dtype: str, num_threads: int, intermediate_size: int | None, tmp_path: Path
+) -> None:
+    """A small model runs on one thread, a larger one on those of the machine."""
+    config = json.loads((MODEL_DIR / "config.json").read_text())
+    if intermediate_size is not None:
+        config |= {"intermediate_size": intermediate_size, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), dtype, str(num_threads)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_only_kernels_whose_instructions_are_there_are_compiled() -> None:
+    names = {variant.kernel for variant in all_kernels(AVX2)}
+    assert not names & {"decoder_forward", "packed_linear", "chunk_attention"}
+    assert {variant.dtype for variant in all_kernels(AVX2)} == {"float32"}
+    assert "chunk_attention" not in {
+        variant.kernel for variant in all_kernels(replace(AVX512, bf16_products=AMX))
+    }
+
+
+def test_everything_that_a_model_runs_is_among_all_kernels() -> None:
+    every = all_kernels(AVX512)
+    assert len(every) == len(set(every))
+    assert {variant.kernel for variant in every} == set(build.COMPILERS)
+    for dtype in (torch.float32, torch.bfloat16):
+        for num_threads in (1, 2, 8):
+            assert set(kernels_of(dtype, AVX512, num_threads=num_threads)) <= set(every)
+
+
+def test_an_engine_starts_although_the_workers_cannot(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("aserve_kernels.cpu.build.config.CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with caplog.at_level(logging.INFO):
+        compile_kernels_of(torch.float32)
+    first, *_, last = [record.getMessage() for record in caplog.records]
+    assert first.startswith("compiling ")
+    assert "has ended" in last

@@ -1,0 +1,105 @@
+"""`aserve doctor` and `aserve kernels build`: what they say of this machine and of others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aserve.config import cache_home
+from aserve.gpu.doctor import PACKAGES, CudaDevice, Findings, advice, report
+
+GPU = CudaDevice("NVIDIA H200", 139 << 30)
+GOOD = Findings(
+    versions=dict.fromkeys(PACKAGES, "1.0"),
+    python="3.11.7",
+    system="Linux",
+    cpu_name="A processor",
+    num_cores=8,
+    usable_cpus=8,
+    cpu_quota=None,
+    instructions=("avx2", "avx512_bf16"),
+    bf16_products="AVX512-bf16",
+    has_wide_vectors=True,
+    free_memory_bytes=32 << 30,
+    memory_limit_bytes=None,
+    has_cuda_driver=False,
+    torch_cuda=None,
+    cuda_devices=(),
+    kernel_cache=cache_home() / "aserve" / "kernels-1",
+    num_compiled_kernels=17,
+    num_kernels=17,
+)
+
+
+def without(package: str) -> dict[str, str | None]:
+    return GOOD.versions | {package: None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_compiled_kernels": 3}, "14 kernels are not compiled yet"),
+        ({"kernel_cache": None}, "every start compiles all kernels"),
+        ({"kernel_cache": Path("/tmp/aserve-1")}, "every start compiles all kernels"),
+        ({"versions": without("numba"), "num_kernels": 0}, "Install numba"),
+        ({"cpu_quota": 1.5}, "may use 1.5 of 8 cores"),
+        ({"bf16_products": None}, "no instructions for products of bfloat16"),
+        ({"free_memory_bytes": 1 << 30}, "Only 1.0 GiB of memory are free"),
+        ({"has_cuda_driver": True}, "torch is built without CUDA"),
+        ({"has_cuda_driver": True, "torch_cuda": "13.0"}, "torch is built for CUDA 13.0"),
+        (
+            {"cuda_devices": (GPU,), "versions": without("flashinfer-python")},
+            "FlashInfer is not installed",
+        ),
+    ],
+)
+def test_each_finding_that_costs_speed_has_one_advice(changes: dict[str, Any], words: str) -> None:
+    (hint,) = advice(replace(GOOD, **changes))
+    assert words in hint
+
+
+def test_a_good_machine_gets_no_advice_and_a_gpu_none_about_the_cpu() -> None:
+    assert list(advice(GOOD)) == []
+    assert list(report(GOOD))[-1] == "Nothing was found that would make it faster."
+    with_gpu = replace(GOOD, cuda_devices=(GPU,), bf16_products=None, cpu_quota=1.0)
+    assert list(advice(with_gpu)) == []
+    assert "  device        NVIDIA H200 (139.0 GiB)" in report(with_gpu)
+
+
+def run(*arguments: str, **environment: str) -> str:
+    """What the command wrote to stdout."""
+    done = subprocess.run(
+        [sys.executable, "-m", "aserve", *arguments],
+        capture_output=True, text=True, env={**os.environ, **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_doctor_tells_a_fresh_machine_to_compile_its_kernels(tmp_path: Path) -> None:
+    environment = {"XDG_CACHE_HOME": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path)}
+    shown = run("doctor", **environment)
+    for word in (*PACKAGES, "CPU", "memory", "device", "instructions"):
+        assert word in shown
+    assert "Run `aserve kernels build`." in shown
+
+
+@pytest.mark.slow
+def test_kernels_build_says_what_it_found_compiled() -> None:
+    """Numba compiles nothing here, so all kernels count as there."""
+    shown = run("kernels", "build", NUMBA_DISABLE_JIT="1")
+    assert shown.startswith("aserve: 0 kernels compiled, ")
+
+
+def test_setup_compiles_the_kernels() -> None:
+    root = Path(__file__).parents[2]
+    command = ["make", "--dry-run", "--always-make", ".venv/.stamp"]
+    planned = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+    assert planned.index("pip install") < planned.index("-m aserve kernels build")
