@@ -101,6 +101,7 @@ def caller_of(request: web.Request, options: ServerOptions, max_sequences: int) 
     return Caller(
         client=identity.client,
         namespace=identity.client if is_private else "",
+        owner=identity.client if has_keys else "",
         may_set_priority=options.enable_priority_scheduling or identity.is_admin,
         max_sequences=max_sequences,
     )

@@ -21,6 +21,7 @@ from aserve.http.openai.completions import completion_call
 from aserve.http.openai.schema import ChatBody, CompletionBody
 from aserve.http.responses.body import ResponseBody
 from aserve.http.responses.call import ResponseCall, response_call
+from aserve.http.responses.store import ResponseKey
 from tests.fakes.echo_engine import EchoEngine
 from tests.http.body_fields import BODIES, RIGHT, Place, alternatives, places
 
@@ -37,7 +38,7 @@ def asked(path: str, data: bytes) -> Call | ResponseCall:
     return chat_call(parse_body(data, ChatBody), ORIGIN)
 
 
-def not_stored(response_id: str) -> NoReturn:
+def not_stored(_: ResponseKey) -> NoReturn:
     raise InvalidRequest("not found", param="previous_response_id")
 
 

@@ -14,11 +14,13 @@ from aserve.http.openai.limits import MAX_SEQUENCES
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Who asks, and what it may ask for. The defaults are those of a program that embeds the
-    engine. Requests share cached prefixes only within a `namespace`.
+    engine. Requests share cached prefixes only within a `namespace`. Responses are stored for their
+    `owner` alone; where the server has no keys, everybody is the same owner.
     """
 
     client: str = ""
     namespace: str = ""
+    owner: str = ""
     may_set_priority: bool = True
     max_sequences: int = MAX_SEQUENCES  # of one call: prompts times n
 

@@ -20,6 +20,7 @@ from aserve.http.openai.limits import check_length
 from aserve.http.responses.body import LOGPROBS, ResponseBody, TextConfig, TextFormat
 from aserve.http.responses.conversation import MAX_ITEMS, Message, messages_of, prompt_of
 from aserve.http.responses.records import ResponseObject
+from aserve.http.responses.store import ResponseKey
 from aserve.messages.requests import SamplingParams
 
 MAX_METADATA = 16
@@ -45,16 +46,19 @@ class ResponseCall:
     call: Call
     heading: ResponseObject
     messages: tuple[Message, ...]
+    owner: str
 
 
 def response_call(
-    body: ResponseBody, origin: Origin, conversation: Callable[[str], Sequence[Message]]
+    body: ResponseBody, origin: Origin, conversation: Callable[[ResponseKey], Sequence[Message]]
 ) -> ResponseCall:
     """`conversation` gives the messages of an earlier response, or raises."""
     _check(body, origin)
     sampling = _sampling_of(body, origin)
     previous_id = body.previous_response_id
-    earlier = () if previous_id is None else conversation(previous_id)
+    earlier: Sequence[Message] = ()
+    if previous_id is not None:
+        earlier = conversation(ResponseKey(origin.caller.owner, previous_id))
     response_id = f"resp_{origin.request_id}"
     if isinstance(body.input, list):
         check_length(range(len(earlier) + len(body.input)), MAX_ITEMS, param="input")
@@ -82,7 +86,7 @@ def response_call(
         user=body.user,
         seed=sampling.seed,
     )
-    return ResponseCall(call, heading, messages)
+    return ResponseCall(call, heading, messages, origin.caller.owner)
 
 
 def _check(body: ResponseBody, origin: Origin) -> None:

@@ -24,6 +24,7 @@ from aserve.http.responses.conversation import Message, item_of
 from aserve.http.responses.events import Event
 from aserve.http.responses.live import RESPONSES, LiveResponse, Responses
 from aserve.http.responses.records import DeletedResponse, ItemList
+from aserve.http.responses.store import ResponseKey
 from aserve.http.sse import SseWriter
 from aserve.http.state import HttpContext, origin_of
 
@@ -52,16 +53,19 @@ async def read(request: web.Request, context: HttpContext) -> web.StreamResponse
             param="stream",
             code="unsupported_value",
         )
-    return await _json(request, _responses(request).get(_id_in(request)).response, context)
+    return await _json(
+        request, _responses(request).get(_key_of(request, context)).response, context
+    )
 
 
 async def delete(request: web.Request, context: HttpContext) -> web.StreamResponse:
-    _responses(request).delete(_id_in(request))
-    return await _json(request, DeletedResponse(_id_in(request)), context)
+    key = _key_of(request, context)
+    _responses(request).delete(key)
+    return await _json(request, DeletedResponse(key.response_id), context)
 
 
 async def cancel(request: web.Request, context: HttpContext) -> web.StreamResponse:
-    return await _json(request, _responses(request).cancel(_id_in(request)), context)
+    return await _json(request, _responses(request).cancel(_key_of(request, context)), context)
 
 
 class PageQuery(msgspec.Struct):
@@ -73,7 +77,7 @@ class PageQuery(msgspec.Struct):
 async def input_items(request: web.Request, context: HttpContext) -> web.StreamResponse:
     query = parse_query(request, PageQuery)
     check_within(query.limit, PAGE_SIZES, param="limit")
-    messages = _responses(request).get(_id_in(request)).messages
+    messages = _responses(request).get(_key_of(request, context)).messages
     return await _json(request, page_of(messages, query), context)
 
 
@@ -134,8 +138,8 @@ def _responses(request: web.Request) -> Responses:
     return request.app[RESPONSES]
 
 
-def _id_in(request: web.Request) -> str:
-    return request.match_info["id"]
+def _key_of(request: web.Request, context: HttpContext) -> ResponseKey:
+    return ResponseKey(origin_of(request, context).caller.owner, request.match_info["id"])
 
 
 async def _json(

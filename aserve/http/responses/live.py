@@ -19,7 +19,7 @@ from aserve.http.responses.call import ResponseCall
 from aserve.http.responses.conversation import Message
 from aserve.http.responses.events import Event, EventMaker
 from aserve.http.responses.records import ResponseObject
-from aserve.http.responses.store import ResponseStore, StoredResponse
+from aserve.http.responses.store import ResponseKey, ResponseStore, StoredResponse
 from aserve.http.state import HttpContext
 from aserve.messages.output import OutputChunk
 from aserve.request_stream import RequestStream
@@ -53,7 +53,7 @@ class LiveResponse:
 
     @property
     def so_far(self) -> StoredResponse:
-        return StoredResponse(self.response, self._asked.messages)
+        return StoredResponse(self.response, self._asked.messages, self._asked.owner)
 
     def close_when_unread(self, close: Callable[[], None]) -> None:
         """`close` is called if the client reads so little that the request was cancelled."""
@@ -98,7 +98,7 @@ class LiveResponse:
 class Responses:
     def __init__(self, context: HttpContext) -> None:
         self._context = context
-        self._live: dict[str, LiveResponse] = {}
+        self._live: dict[ResponseKey, LiveResponse] = {}
         self._store = ResponseStore(
             max_count=context.options.max_stored_responses,
             max_bytes=context.options.max_stored_bytes,
@@ -114,45 +114,46 @@ class Responses:
             raise refusal
         request_stream = self._context.gateway.open(*asked.call.requests)
         live = LiveResponse(asked, request_stream, on_end=self._ended, stream_id=stream_id)
-        self._live[live.response.id] = live
+        key = live.so_far.key
+        self._live[key] = live
         try:
             yield live
         finally:
-            self._live.pop(live.response.id, None)
+            self._live.pop(key, None)
             request_stream.cancel()
 
-    def conversation(self, previous_id: str) -> tuple[Message, ...]:
+    def conversation(self, key: ResponseKey) -> tuple[Message, ...]:
         """What was said up to the end of that response."""
-        stored = self._store.get(previous_id)
+        stored = self._store.get(key)
         if stored is None:
             raise InvalidRequest(
-                f"Previous response with id '{previous_id[:80]}' not found.",
+                f"Previous response with id '{key.response_id[:80]}' not found.",
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
         return stored.conversation
 
-    def get(self, response_id: str) -> StoredResponse:
+    def get(self, key: ResponseKey) -> StoredResponse:
         """Also while it runs."""
-        live = self._live.get(response_id)
+        live = self._live.get(key)
         if live is not None and live.response.store:
             return live.so_far
-        stored = self._store.get(response_id)
+        stored = self._store.get(key)
         if stored is None:
-            raise _not_found(response_id)
+            raise _not_found(key)
         return stored
 
-    def delete(self, response_id: str) -> None:
-        if not self._store.delete(response_id):
-            raise _not_found(response_id)
+    def delete(self, key: ResponseKey) -> None:
+        if not self._store.delete(key):
+            raise _not_found(key)
 
-    def cancel(self, response_id: str) -> ResponseObject:
+    def cancel(self, key: ResponseKey) -> ResponseObject:
         """What has been cancelled stays so."""
-        live = self._live.get(response_id)
+        live = self._live.get(key)
         if live is not None:
             live.cancel()
             return live.response
-        response = self.get(response_id).response
+        response = self.get(key).response
         if response.status != "cancelled":
             raise InvalidRequest(
                 f"Response '{response.id}' cannot be cancelled: it is {response.status}.",
@@ -162,7 +163,7 @@ class Responses:
 
     def _ended(self, ended: StoredResponse) -> None:
         """Its reader may have left already, and failed it from there."""
-        self._live.pop(ended.response.id, None)
+        self._live.pop(ended.key, None)
         if ended.response.store:
             self._store.put(ended)
 
@@ -174,8 +175,11 @@ def _in_our_words(chunk: OutputChunk) -> OutputChunk:
     return msgspec.structs.replace(chunk, error=msgspec.structs.replace(chunk.error, param="input"))
 
 
-def _not_found(response_id: str) -> NotFound:
-    return NotFound(f"Response with id '{response_id[:80]}' not found.", code="response_not_found")
+def _not_found(key: ResponseKey) -> NotFound:
+    """The same for a response of another owner."""
+    return NotFound(
+        f"Response with id '{key.response_id[:80]}' not found.", code="response_not_found"
+    )
 
 
 RESPONSES = web.AppKey("responses", Responses)  # there is one of each server

@@ -1,6 +1,7 @@
 """Responses that have ended, to be read and continued: in memory, the least recently used go first.
 
-Must not know who asks. Bounded by count and bytes; written by `Responses` alone.
+A response is found by its owner alone, so that its id is of no use to other
+clients. Bounded by count and bytes; written by `Responses` alone.
 """
 
 from __future__ import annotations
@@ -8,10 +9,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from aserve.http.long_json import pieces_of
 from aserve.http.responses.conversation import Message, answer_of
 from aserve.http.responses.records import ResponseObject
+
+
+class ResponseKey(NamedTuple):
+    owner: str
+    response_id: str
 
 
 @dataclass(frozen=True)
@@ -24,6 +31,11 @@ class StoredResponse:
 
     response: ResponseObject
     messages: tuple[Message, ...]
+    owner: str = ""
+
+    @property
+    def key(self) -> ResponseKey:
+        return ResponseKey(self.owner, self.response.id)
 
     @property
     def conversation(self) -> tuple[Message, ...]:
@@ -39,25 +51,25 @@ class ResponseStore:
     def __init__(self, *, max_count: int, max_bytes: int) -> None:
         self._max_count = max_count
         self._max_bytes = max_bytes
-        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._stored: OrderedDict[ResponseKey, StoredResponse] = OrderedDict()
         self._size_bytes = 0
 
     def put(self, stored: StoredResponse) -> None:
         """One that is larger than the whole store is not kept, and costs no other its place."""
         if stored.size_bytes > self._max_bytes:
             return
-        self._stored[stored.response.id] = stored
+        self._stored[stored.key] = stored
         self._size_bytes += stored.size_bytes
         while len(self._stored) > self._max_count or self._size_bytes > self._max_bytes:
             self.delete(next(iter(self._stored)))
 
-    def get(self, response_id: str) -> StoredResponse | None:
-        if response_id in self._stored:
-            self._stored.move_to_end(response_id)
-        return self._stored.get(response_id)
+    def get(self, key: ResponseKey) -> StoredResponse | None:
+        if key in self._stored:
+            self._stored.move_to_end(key)
+        return self._stored.get(key)
 
-    def delete(self, response_id: str) -> bool:
-        stored = self._stored.pop(response_id, None)
+    def delete(self, key: ResponseKey) -> bool:
+        stored = self._stored.pop(key, None)
         if stored is None:
             return False
         self._size_bytes -= stored.size_bytes

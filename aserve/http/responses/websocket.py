@@ -43,7 +43,7 @@ from aserve.http.responses.call import response_call
 from aserve.http.responses.conversation import Message
 from aserve.http.responses.events import Event
 from aserve.http.responses.live import RESPONSES
-from aserve.http.responses.store import StoredResponse
+from aserve.http.responses.store import ResponseKey, StoredResponse
 from aserve.http.state import HttpContext, origin_of
 
 MAX_ASKED = 32  # responses of one socket that run or wait
@@ -203,11 +203,11 @@ class ResponseSocket:
                 for event in events:
                     await self._send(event)
 
-    def _conversation(self, previous_id: str) -> tuple[Message, ...]:
+    def _conversation(self, key: ResponseKey) -> tuple[Message, ...]:
         """The last response can be continued here even if it was not to be stored."""
-        if self._latest is not None and self._latest.response.id == previous_id:
+        if self._latest is not None and self._latest.key == key:
             return self._latest.conversation
-        return self._responses.conversation(previous_id)
+        return self._responses.conversation(key)
 
     async def _tell(self, info: ErrorInfo, stream_id: str | UnsetType = UNSET) -> None:
         await self._send(

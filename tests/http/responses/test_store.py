@@ -6,7 +6,7 @@ import msgspec
 
 from aserve.http.responses.conversation import Message
 from aserve.http.responses.records import OutputMessage, OutputText
-from aserve.http.responses.store import ResponseStore, StoredResponse
+from aserve.http.responses.store import ResponseKey, ResponseStore, StoredResponse
 from tests.http.responses.test_events import HEADING
 
 
@@ -15,15 +15,19 @@ def stored(response_id: str, text: str = "a") -> StoredResponse:
     return StoredResponse(response, (Message(f"msg_{response_id}_0", "user", (text,)),))
 
 
+def key(response_id: str) -> ResponseKey:
+    return ResponseKey("", response_id)
+
+
 def ids_in(store: ResponseStore, *response_ids: str) -> list[str]:
-    return [each for each in response_ids if store.get(each) is not None]
+    return [each for each in response_ids if store.get(key(each)) is not None]
 
 
 def test_the_least_recently_used_goes_first() -> None:
     store = ResponseStore(max_count=2, max_bytes=1 << 20)
     store.put(stored("a"))
     store.put(stored("b"))
-    assert store.get("a") is not None
+    assert store.get(key("a")) is not None
     store.put(stored("c"))
     assert ids_in(store, "a", "b", "c") == ["a", "c"]
 
@@ -34,8 +38,8 @@ def test_its_bytes_are_bounded_and_given_back() -> None:
     for name in "abcdefg":
         store.put(stored(name))
     assert ids_in(store, *"abcdefg") == ["e", "f", "g"]
-    assert store.delete("f")
-    assert not store.delete("f")
+    assert store.delete(key("f"))
+    assert not store.delete(key("f"))
     store.put(stored("h"))
     assert ids_in(store, *"abcdefgh") == ["e", "g", "h"]
 
