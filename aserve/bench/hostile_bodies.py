@@ -83,7 +83,7 @@ BODIES = (
     ),
     HostileBody("depth", COMPLETIONS, '{"prompt":"a","user":', "[", ""),
     HostileBody("long text", COMPLETIONS, '{"prompt":"', "Once upon a time, ", '"}', code=TOO_LONG),
-    HostileBody("escaped text", COMPLETIONS, '{"prompt":"', "\\n", '"}', code=TOO_LONG),
+    HostileBody("escaped text", COMPLETIONS, '{"prompt":"', "\\n", '"}'),
     HostileBody("wide text", COMPLETIONS, '{"prompt":"', "🚀", '"}', code=TOO_LONG),
     HostileBody(
         "long message", CHAT, '{"messages":[{"role":"user","content":"', "a ", '"}]}', code=TOO_LONG

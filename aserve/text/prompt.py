@@ -36,6 +36,9 @@ T = TypeVar("T")
 # what stands before them, so all of it is encoded, which takes time and memory.
 CUT_FACTOR = 4
 MIN_CUT_BYTES = 1 << 20
+# How much longer than the context the JSON of a chat may be. WHY: its texts are escaped, and a
+# template may drop some of them, such as the reasoning of earlier turns.
+CHAT_FACTOR = 8
 
 
 class PromptLimits(Record, frozen=True):
@@ -112,12 +115,14 @@ class PromptEncoder:
 
     def check_size(self, request: GenerateRequest) -> None:
         """Raises the ClientError of a prompt that is too long however it would be tokenized, in no
-        time. What its bytes say once a template has rendered it is for `encode`.
+        time. How many bytes a chat has once a template has rendered it is for `encode` to see.
         """
         prompt = request.prompt
         is_cut = request.truncate_prompt_tokens is not None
         if isinstance(prompt, TextPrompt) and len(prompt.text) > self._max_bytes(is_cut=is_cut):
             self._check_bytes(prompt.text, where="prompt", is_cut=is_cut)
+        if isinstance(prompt, ChatPrompt):
+            self._check_chat(prompt)
         if isinstance(prompt, TokenPrompt) and not is_cut:
             num_ids = len(prompt.token_ids)
             if num_ids > self.limits.max_model_len:
@@ -146,6 +151,19 @@ class PromptEncoder:
     def _check_bytes(self, text: str, *, where: str, is_cut: bool) -> None:
         limit = self._max_bytes(is_cut=is_cut)
         check_bytes(text, limit, where=where, max_model_len=self.limits.max_model_len)
+
+    def _check_chat(self, prompt: ChatPrompt) -> None:
+        parts = (prompt.messages, prompt.tools, prompt.variables)
+        num_bytes = sum(len(part or b"") for part in parts)
+        fits = self.limits.max_model_len * self.tokenizer.bytes_per_token
+        limit = max(CHAT_FACTOR * fits, MIN_CUT_BYTES)
+        if num_bytes > limit:
+            raise ContextTooLong(
+                f"This model's maximum context length is {self.limits.max_model_len} tokens. "
+                f"However, your messages and tools are {num_bytes} bytes of JSON, and at most "
+                f"{limit} are rendered here. Please reduce the length of the messages.",
+                param="messages",
+            )
 
     def _page_keys(self, prompt_ids: bytes, *, namespace: str) -> bytes:
         page_size = self.limits.page_size

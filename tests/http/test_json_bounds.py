@@ -14,6 +14,7 @@ from aserve.http import json_bounds
 from aserve.http.json_bounds import (
     MAX_CONTAINERS,
     MAX_DEPTH,
+    MAX_ESCAPES,
     MAX_EXPONENTS,
     MAX_FIELDS,
     MAX_MEMBERS,
@@ -100,6 +101,9 @@ def list_of(item: str, count: int) -> bytes:
         (MAX_CONTAINERS, "arrays and objects", lambda n: list_of("{}", n - 2)),
         (MAX_MEMBERS, "members", lambda n: b'{"":{"":1' + b',"a":1' * (n - 2) + b"}}"),
         (MAX_VALUES, "values", lambda n: list_of("1", n - 1)),
+        (MAX_ESCAPES, "escapes", lambda n: b'{"a":"' + b"\\n" * n + b'"}'),
+        (MAX_ESCAPES, "escapes", lambda n: b'{"a":"' + b"\\\\" * n + b'"}'),
+        (MAX_ESCAPES, "escapes", lambda n: b'{"a":"' + b'\\"' * n + b'"}'),
         (MAX_EXPONENTS, "exponents", lambda n: list_of("1e9", n)),
         (MAX_EXPONENTS, "exponents", lambda n: list_of("true,false,1E9", n)),
         (MAX_FIELDS, "fields", lambda n: b'{"":[1,2]' + b',"a":"b"' * (n - 1) + b"}"),
@@ -119,7 +123,7 @@ def test_each_bound_is_allowed_and_one_more_is_named(
 
 
 def test_what_stands_in_strings_counts_nothing_however_long_it_is() -> None:
-    text = json.dumps((NOISE + "1e5" + '\\"' * 3) * SLICE_BYTES)
+    text = json.dumps((NOISE + "1e5" + '\\"' * 3) * (SLICE_BYTES // 2))
     assert refusal(f'{{"prompt": {text}, "n": [1, 2]}}'.encode()) is None
 
 

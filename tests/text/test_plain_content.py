@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -13,8 +15,9 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, processors
 from aserve.config import ModelOptions
 from aserve.errors import InvalidRequest
 from aserve.messages.requests import ChatPrompt
+from aserve.text import plain_content
 from aserve.text.load import TextSide, load_text
-from aserve.text.plain_content import PlainContent, texts_in
+from aserve.text.plain_content import SLICE_CHARS, PlainContent, texts_in
 from aserve.text.prompt import PromptEncoder, PromptLimits
 from aserve.text.template import ChatTemplate
 from aserve.text.tokenizer import TextTokenizer
@@ -176,3 +179,37 @@ def test_every_private_use_character_and_a_special_token_is_refused() -> None:
     plain = PlainContent(TextTokenizer(BACKENDS["byte-level"]))
     with pytest.raises(Exception, match="private-use"):
         plain.broken("".join(map(chr, range(0xE000, 0xF900))) + "<|end|>")
+
+
+@given(
+    parts=st.lists(st.sampled_from([*ROLES, "<", "<|", "|>", "user", "a", "\ue000", "日"])),
+    slice_chars=st.integers(1, 12),
+)
+def test_special_tokens_are_broken_alike_in_slices_of_any_length(
+    parts: list[str], slice_chars: int
+) -> None:
+    plain = PlainContent(TextTokenizer(BACKENDS["byte-level"]))
+    value = {"content": "".join(parts)}
+    whole = plain.broken(value)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plain_content, "SLICE_CHARS", slice_chars)
+        assert plain.broken(value) == whole
+
+
+def test_no_search_goes_through_more_than_a_slice_of_a_long_text() -> None:
+    """A search holds the interpreter lock to its end, however long the text is."""
+    plain = PlainContent(TextTokenizer(BACKENDS["byte-level"]))
+    searched: list[int] = []
+    assert plain._pattern is not None
+    pattern: re.Pattern[str] = plain._pattern
+
+    class Watched:
+        def finditer(self, text: str, start: int, end: int) -> Iterator[re.Match[str]]:
+            searched.append(end - start)
+            return pattern.finditer(text, start, end)
+
+    plain._pattern = Watched()  # type: ignore[assignment]  # it counts what it passes on
+    text = "a" * (3 * SLICE_CHARS) + "<|end|>"
+    assert plain.broken(text).value == text[:-6] + "\ue000" + text[-6:]
+    assert len(searched) == 8, "four slices to find that there is one, four to find them all"
+    assert max(searched) <= SLICE_CHARS + len("<|assistant|>")

@@ -148,3 +148,23 @@ def test_a_question_about_a_text_alone_has_the_wide_bound() -> None:
 def test_the_bundled_model_has_a_narrow_bound() -> None:
     text = load_text(MODEL_DIR, ModelOptions())
     assert text.tokenizer.bytes_per_token < 40
+
+
+def test_a_chat_of_far_too_many_bytes_is_refused_before_it_is_rendered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, tokenizer = encoder()
+    rendered: list[int] = []
+    real = ChatTemplate.render
+
+    def render(template: ChatTemplate, messages: list[dict[str, str]], **named: object) -> str:
+        rendered.append(len(messages[0]["content"]))
+        return real(template, messages, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ChatTemplate, "render", render)
+    with pytest.raises(ContextTooLong, match=f"bytes of JSON, and at most {MIN_CUT_BYTES}"):
+        made.prepare(request(chat("a" * MIN_CUT_BYTES)))
+    assert (rendered, tokenizer.given) == ([], [])
+    with pytest.raises(ContextTooLong, match="your messages has"):
+        made.prepare(request(chat("a" * (MIN_CUT_BYTES - 100))))
+    assert rendered == [MIN_CUT_BYTES - 100]
