@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 KEY = "sesame"
 MODEL = "aserve-tiny"
-QUIET = ("--dtype", "float64", "--num-pages", "2000", "--log-level", "error")
+QUIET = ("--dtype", "float64", "--num-pages", "2000", "--log-level", "error", "--public-metrics")
 QUESTION: list[ChatCompletionMessageParam] = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Tell me a story about a fox."},
