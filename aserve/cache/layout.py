@@ -31,13 +31,18 @@ class GroupLayout(msgspec.Struct, frozen=True):
     head_dim: int
     dtype_bytes: int
     is_latent: bool = False  # one vector per KV head serves as key and value
+    draft_bytes_per_token: int = 0  # keys and values of a drafter's layers with the same window
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Keys and values of all layers of the model itself."""
+        num_vectors = (1 if self.is_latent else 2) * self.num_kv_heads
+        return self.num_layers * num_vectors * self.head_dim * self.dtype_bytes
 
     def bytes_per_page(self, page_size: int) -> int:
         """Keys and values of all its layers, and token ids if the group has them."""
-        num_vectors = (1 if self.is_latent else 2) * self.num_kv_heads
-        per_layer = page_size * num_vectors * self.head_dim * self.dtype_bytes
-        token_ids = page_size * _TOKEN_ID_BYTES if self.window is None else 0
-        return self.num_layers * per_layer + token_ids
+        token_ids = _TOKEN_ID_BYTES if self.window is None else 0
+        return page_size * (self.bytes_per_token + self.draft_bytes_per_token + token_ids)
 
 
 def plan_groups(

@@ -1,6 +1,6 @@
-"""Builds an executor: loads the model, sizes the KV, and connects what lives on the device.
+"""Builds an executor: loads the model, sizes KV pools, chooses attention, connects the parts.
 
-It knows no scheduler and no request. The only place in gpu/ that chooses by name.
+This is the only place in gpu/ that chooses devices, backends and modes by name.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from aserve.gpu.executor import ExecutorParts, TorchExecutor
 from aserve.gpu.kv.layer_groups import LayerGroup, group_layers
 from aserve.gpu.kv.pools import KvOps, KvPools
 from aserve.gpu.kv.store import kv_dtype_name, kv_dtype_of
-from aserve.gpu.models.base import CausalModel, LoadPlan
+from aserve.gpu.models.base import CausalModel, DraftModel, LoadPlan
 from aserve.gpu.models.load import read_blueprint
-from aserve.gpu.runner import ModelRunner, RunnerParts
+from aserve.gpu.runner import Drafter, ModelRunner, RunnerParts
 from aserve.gpu.sampling.params import RowTables
 from aserve.gpu.step.future_map import SEQ_LEN, FutureMap
 from aserve.gpu.step.resolve import DeviceState
@@ -42,17 +42,15 @@ from aserve.gpu.weights.source import OnProgress, Target, ignore_progress
 from aserve.messages.executor import EngineSpec
 
 MIB = 1 << 20
-MIN_PAGES = 2  # page 0 is nobody's
-FOUND_THREADS = torch.get_num_threads()  # before an engine of a small model asks for fewer
+MIN_PAGES = 2  # page 0 is padding
+DEFAULT_THREADS = torch.get_num_threads()  # read before any engine lowers it
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """None lets the engine choose. `graph_rows`: of the largest step that is captured, on a device
-    that captures; 0: none.
-    """
+    """Where None is allowed, it lets the engine choose."""
 
     model_dir: Path
     load_format: str = "auto"
@@ -63,7 +61,7 @@ class BuildOptions:
     kv_dtype: str = "auto"
     page_size: int = 16
     num_pages: int | None = None
-    memory_share: float = 0.9  # of a device's own memory, that may be used in all
+    memory_share: float = 0.9  # share of the device memory that the engine may use in all
     prefix_cache: bool = True
     max_rows: int | None = None
     max_batched_tokens: int | None = None
@@ -75,9 +73,9 @@ class BuildOptions:
     device: str = "cpu"
     attention: str = "auto"
     decode: str = "autoregressive"
-    graph_rows: int | None = None
-    deterministic: bool = False  # a token gets the same bits in whatever step it is computed
-    threads: int | None = None  # of torch; None: those that the model gains from
+    graph_rows: int | None = None  # rows of the largest captured step; 0 captures none
+    deterministic: bool = False  # logits of a token do not depend on the rest of the batch
+    threads: int | None = None  # of torch; None: as many as the model benefits from
 
 
 def build_executor(
@@ -92,16 +90,14 @@ def build_executor(
 def build_on(
     device: Device, options: BuildOptions, *, on_progress: OnProgress = ignore_progress
 ) -> TorchExecutor:
-    """Takes as long as loading takes; `on_progress(bytes done, bytes in all)` is called from
-    here.
-    """
+    """Loads the model on the calling thread, and calls `on_progress(bytes loaded, total bytes)`."""
     blueprint, code = read_blueprint(
         options.model_dir, options.model_impl, free_bytes=device.free_bytes()
     )
     if options.deterministic and code.name != "native":
         raise ConfigError(
-            f"--deterministic is for models with native code; {code.name} code ({code.why}) may "
-            "compute a token otherwise among others",
+            f"--deterministic needs a model with native code; with {code.name} code ({code.why}) "
+            "the result of a token may depend on the other tokens of its batch",
             param="deterministic",
         )
     form = device.weight_format(
@@ -113,7 +109,9 @@ def build_on(
             options.deterministic,
         )
     )
-    torch.set_num_threads(options.threads or min(form.max_threads or FOUND_THREADS, FOUND_THREADS))
+    torch.set_num_threads(
+        options.threads or min(form.max_threads or DEFAULT_THREADS, DEFAULT_THREADS)
+    )
     is_dummy = options.load_format == "dummy"
     ops = device.ops(form.dtype, is_deterministic=options.deterministic)
     target = Target(device.torch_device, device.free_bytes(), form.prepare, ops.elementwise)
@@ -136,11 +134,12 @@ def assemble(
     options: BuildOptions,
     *,
     about: str | None = None,
+    drafter: DraftModel | None = None,
 ) -> TorchExecutor:
-    """Builds an executor around a loaded model; `about` describes its weights where that is more
-    than the dtype. A fused step brings its own attention, so a backend chosen by name has none."""
+    """Builds an executor around loaded models. `about` describes the weights if there is more to
+    say than their dtype."""
     ops = device.ops(model.dtype, is_deterministic=options.deterministic)
-    parts = _Parts(model, group_layers(model.layers), mode, device, ops, options)
+    parts = _Parts(model, group_layers(model.layers), mode, device, ops, options, drafter)
     num_pages, budget_bytes = options.num_pages, 0
     if num_pages is None:
         run_largest = functools.partial(_run_largest, parts)
@@ -154,7 +153,10 @@ def assemble(
         )
     made.attention.warn()
     pools = made.runner.state.pools
-    kv_about = f"KV {kv_dtype_name(pools.dtype)} {pools.size_bytes / MIB:,.0f} MiB"
+    size_bytes = pools.size_bytes
+    if (draft_pools := made.runner.state.draft_pools) is not None:
+        size_bytes += draft_pools.size_bytes - pools.token_pool.nbytes  # which both share
+    kv_about = f"KV {kv_dtype_name(pools.dtype)} {size_bytes / MIB:,.0f} MiB"
     about = (
         f"{about or dtype_name(model.dtype)} on {device.about}, "
         f"attention {made.attention.name} ({made.attention.why}), {kv_about}"
@@ -162,7 +164,15 @@ def assemble(
     if device.graph_rows:
         about += f", {graphs.about}"
     return TorchExecutor(
-        ExecutorParts(made.runner, device, made.spec, graphs, options.debug_checks, about)
+        ExecutorParts(
+            runner=made.runner,
+            device=device,
+            spec=made.spec,
+            graphs=graphs,
+            is_debug=options.debug_checks,
+            about=about,
+            needs_host_lens=made.attention.capabilities.host_lens,
+        )
     )
 
 
@@ -174,6 +184,11 @@ class _Parts:
     device: Device
     ops: DeviceOps
     options: BuildOptions
+    drafter: DraftModel | None = None
+
+    @property
+    def draft_groups(self) -> tuple[LayerGroup, ...]:
+        return group_layers(self.drafter.layers) if self.drafter is not None else ()
 
     @property
     def max_rows(self) -> int:
@@ -192,21 +207,21 @@ class _Made:
 
 
 def _run_largest(parts: _Parts) -> None:
-    """With tables of its own, and page 0."""
+    """Runs the largest steps with tables of their own and page 0 alone, to measure their memory."""
     with parts.device.stream():
         made = _make(parts, num_pages=MIN_PAGES, budget_bytes=0)
         run_largest_steps(made.runner, parts.device, made.spec)
 
 
 def _shapes(parts: _Parts, made: _Made) -> ShapeTable:
-    """Of the steps that may be captured."""
-    device, wanted = parts.device, parts.options.graph_rows
+    """The shapes of the steps that may be captured."""
+    device, graph_rows = parts.device, parts.options.graph_rows
     by_shape = parts.ops.sample_ops.filters_by_shape
     can_capture = bool(device.graph_rows) and made.attention.capabilities.can_capture
-    max_rows = min(device.graph_rows if wanted is None else wanted, made.spec.max_rows)
+    max_rows = min(device.graph_rows if graph_rows is None else graph_rows, made.spec.max_rows)
     return ShapeTable(
         counts=row_counts(max_rows if can_capture else 0),
-        widths=tuple({1, made.spec.decode.max_tokens_per_step}),
+        widths=tuple(sorted({1, *parts.mode.graph_widths})),
         samplings=(GREEDY, NOISE, FILTER) if by_shape else (GREEDY, NOISE),
     )
 
@@ -217,17 +232,17 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
     kv_dtype = kv_dtype_of(options.kv_dtype, model.dtype)
     spec = _plan_spec(parts, kv_dtype, num_pages=num_pages, budget_bytes=budget_bytes)
     state = _allocate(parts, spec, kv_dtype)
-    site = AttentionSite(
-        state.pools,
-        groups,
-        model.dtype,
-        device,
-        options.depth,
-        is_deterministic=options.deterministic,
-        has_bounds=any(field.name == SEQ_LEN for field in mode.fields),
-    )
+    # The executor replaces bounds by published lengths before it plans a step. The lengths of
+    # further forwards within the step are known on the device only.
+    publishes = any(field.name == SEQ_LEN for field in mode.fields)
+    has_bounds = publishes and mode.num_forwards > 1
+    site = _site(parts, state.pools, groups, model.dtype, has_bounds=has_bounds)
     attention = build_attention(options.attention, site, order=device.attention)
-    state = dataclasses.replace(state, clears_pages=attention.capabilities.whole_pages)
+    drafter = _build_drafter(parts, state)
+    clears_pages = attention.capabilities.whole_pages or drafter is not None
+    state = dataclasses.replace(state, clears_pages=clears_pages)
+    # A fused step has attention of its own, so it is not used where the user names a backend.
+    fused_step = parts.ops.fused_step(model, state) if attention.is_auto else None
     runner = ModelRunner(
         RunnerParts(
             model=model,
@@ -236,19 +251,49 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
             mode=mode,
             is_debug=options.debug_checks,
             sample_ops=parts.ops.sample_ops,
-            fused_step=parts.ops.fused_step(model, state) if attention.is_auto else None,
+            fused_step=fused_step,
             resolve=parts.ops.resolve,
+            drafter=drafter,
         )
     )
     spec = msgspec.structs.replace(spec, names_shared_pages=attention.capabilities.shared_pages)
     return _Made(runner, spec, attention)
 
 
+def _site(
+    parts: _Parts,
+    pools: KvPools,
+    groups: tuple[LayerGroup, ...],
+    dtype: torch.dtype,
+    *,
+    has_bounds: bool,
+) -> AttentionSite:
+    return AttentionSite(
+        pools,
+        groups,
+        dtype,
+        parts.device,
+        num_plans=(parts.options.depth + 1) * parts.mode.num_forwards,
+        is_deterministic=parts.options.deterministic,
+        has_bounds=has_bounds,
+    )
+
+
+def _build_drafter(parts: _Parts, state: DeviceState) -> Drafter | None:
+    """NOTE: the drafter runs before the host knows how many tokens the step accepts, so its
+    attention cannot plan from exact lengths."""
+    if parts.drafter is None or state.draft_pools is None:
+        return None
+    site = _site(parts, state.draft_pools, parts.draft_groups, parts.drafter.dtype, has_bounds=True)
+    attention = build_attention("auto", site, order=parts.device.attention)
+    return Drafter(parts.drafter, attention.backend)
+
+
 def _plan_spec(
     parts: _Parts, kv_dtype: torch.dtype, *, num_pages: int | None, budget_bytes: int
 ) -> EngineSpec:
     options = parts.options
-    layouts = [group.layout(kv_dtype.itemsize) for group in parts.groups]
+    layouts = [_layout(parts, group, kv_dtype) for group in parts.groups]
     max_model_len = parts.model.max_model_len
     if num_pages is None and options.max_model_len is None:
         max_model_len = _context_with_room(parts, layouts, budget_bytes)
@@ -276,41 +321,60 @@ def _plan_spec(
     )
 
 
+def _layout(parts: _Parts, group: LayerGroup, kv_dtype: torch.dtype) -> GroupLayout:
+    """The group's layout, with the drafter's layers of the same window."""
+    layout = group.layout(kv_dtype.itemsize)
+    if parts.drafter is None:
+        return layout
+    draft_dtype = kv_dtype_of(parts.options.kv_dtype, parts.drafter.dtype)
+    per_token = sum(
+        own.layout(draft_dtype.itemsize).bytes_per_token
+        for own in parts.draft_groups
+        if own.window == group.window
+    )
+    return msgspec.structs.replace(layout, draft_bytes_per_token=per_token)
+
+
 def _context_with_room(parts: _Parts, layouts: Sequence[GroupLayout], budget_bytes: int) -> int:
-    """The model's own, or as much of it as one request has KV memory for."""
+    """The model's context length, or what one request has KV memory for if that is less."""
     max_model_len = parts.model.max_model_len
-    has_room = longest_context(
+    room = longest_context(
         layouts,
         page_size=parts.options.page_size,
         budget_bytes=budget_bytes,
         max_model_len=max_model_len,
         max_batched_tokens=parts.max_batched_tokens,
     )
-    if has_room in (0, max_model_len):
-        return max_model_len  # without any room the plan says what is missing
+    if room in (0, max_model_len):
+        return max_model_len  # with no room at all, plan_groups reports what is missing
     logger.warning(
         "the context is %d tokens instead of the model's %d: KV memory is %d MiB; "
         "--num-pages gives more",
-        *(has_room, max_model_len, budget_bytes // MIB),
+        *(room, max_model_len, budget_bytes // MIB),
     )
-    return has_room
+    return room
 
 
 def _allocate(parts: _Parts, spec: EngineSpec, kv_dtype: torch.dtype) -> DeviceState:
-    """Every table that lives as long as the engine, before anything is captured."""
+    """Allocates the tables that live as long as the engine, before any graph is captured."""
     device, ops = parts.device, parts.ops
     where = device.torch_device
     pages_per_row = -(-spec.max_model_len // spec.page_size) + 1
+    pools = KvPools(
+        parts.groups,
+        spec.groups,
+        page_size=spec.page_size,
+        table_shape=(spec.max_rows + 1, pages_per_row),
+        dtype=kv_dtype,
+        device=where,
+        ops=KvOps(device.zeros, ops.rope_and_store_kv),
+    )
+    draft_pools = None
+    if parts.drafter is not None:
+        draft_dtype = kv_dtype_of(parts.options.kv_dtype, parts.drafter.dtype)
+        draft_pools = pools.beside(parts.draft_groups, spec.groups, draft_dtype)
     return DeviceState(
-        pools=KvPools(
-            parts.groups,
-            spec.groups,
-            page_size=spec.page_size,
-            table_shape=(spec.max_rows + 1, pages_per_row),
-            dtype=kv_dtype,
-            device=where,
-            ops=KvOps(device.zeros, ops.rope_and_store_kv),
-        ),
+        pools=pools,
         tables=RowTables(max_rows=spec.max_rows, device=where),
         relay=FutureMap(
             parts.mode.fields,
@@ -318,4 +382,5 @@ def _allocate(parts: _Parts, spec: EngineSpec, kv_dtype: torch.dtype) -> DeviceS
             device=where,
             ops=ops.row_ops,
         ),
+        draft_pools=draft_pools,
     )

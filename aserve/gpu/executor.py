@@ -1,8 +1,43 @@
-"""The executor thread: runs what it is given, in order, on one stream; a step that fails is a
-value, and fails every later one up to the Resync.
+"""`TorchExecutor`: the thread that runs steps on the device, in launch order, on one stream."""
 
-It decides nothing and never waits for the device. What two threads share is written by one of them.
-"""
+# Theory of operation
+#
+# Threads. The event loop's thread calls `launch`, `sample` and `resync`, which put a job into a
+# queue and return a ticket at once. The executor thread runs the jobs: it prepares each step and
+# asks the device for the work, but does not wait for it. The waiter thread synchronises events,
+# reads results, and completes tickets on the loop. A device that does not run behind (the CPU) has
+# finished when the call returns, so there the executor thread does the waiter's work itself.
+# Attributes that two threads use are written by one of them, which `__init__` names.
+#
+# One step, in this order (step/__init__.py lists the forms that the data takes):
+#
+#   plan     ScheduleBatch -> StepPlan, numpy on the host
+#   stage    the plan's arrays into one pinned slot, and from there in one copy to the device
+#   apply    writes row tables and page tables for new requests and new pages
+#   resolve  replaces placeholders and bounds from the relay, and writes the token pool
+#   mode     forward, sample or verify, publish, draft, stash (decode/)
+#   copy out the packed result into a pinned slot, followed by an event
+#
+# If the step has the shape of a captured graph, its plan is padded to that shape, the one copy goes
+# to the buffer that the graph reads, and one replay stands for apply, resolve and mode. `Sample` is
+# the mode's part from sampling on, for rows whose logits were held until their mask was ready.
+#
+# Buffers. A staging slot is given back by the first landing whose event lies behind its copy; a
+# result slot when its words were read. Neither is touched in between.
+#
+# Failures. Any exception of a step is the failure of that step: its ticket completes with
+# StepFailed, and the thread goes on. The state on the device is then unknown, so every later step
+# and Sample fails as well, until `Resync(iteration)` says that the scheduler has dropped everything
+# in flight and that its next steps initialise their rows anew. A step can also fail late: the
+# waiter finds NaN logits, or a failed debug check, in its result. Later steps have been launched by
+# then. The waiter stores the iteration in `_invalid_at`, and the executor thread compares it with
+# the last Resync's iteration, `_good_from`: a failure of before that Resync, which arrives late, is
+# ignored. A device that has become unusable raises again when `_fail` asks it for an event: then
+# the thread ends, `died` tells the engine, and the engine restarts.
+#
+# Exact lengths. With speculation the scheduler knows only bounds of some KV lengths. If attention
+# plans on the host (`host_lens`), the executor thread waits for the lengths that the previous step
+# published, and replaces the bounds before it plans. This is the only wait in this thread.
 
 from __future__ import annotations
 
@@ -25,10 +60,11 @@ from aserve.gpu.device.base import Device, Event, slice_len_of
 from aserve.gpu.runner import ModelRunner
 from aserve.gpu.sampling.plan import RowParams
 from aserve.gpu.step.future_map import SEQ_LEN
-from aserve.gpu.step.inputs import HeldSample
 from aserve.gpu.step.plan import LogitsPlan, StepPlan, plan_logits, plan_step
-from aserve.gpu.step.results import Layout, Tokens, check_step, read_tokens, seq_lens
+from aserve.gpu.step.resolve import HeldSample
+from aserve.gpu.step.results import Layout, check_step, read_sample, read_step, seq_lens
 from aserve.gpu.step.ticket import Outcome, StepTicket
+from aserve.gpu.transfer.host_copy import HostCopy, PublishedLens
 from aserve.gpu.transfer.pinned import PinnedSlot, PinnedSlots
 from aserve.gpu.transfer.staging import DeviceArrays, HostArrays
 from aserve.gpu.waiter import Landing, Waiter
@@ -36,7 +72,7 @@ from aserve.host.threads import SWITCH_INTERVAL_S, Worker
 from aserve.messages.base import ArrayI32, array_i32
 from aserve.messages.executor import EngineSpec
 from aserve.messages.requests import stamp_of
-from aserve.messages.results import StepFailed
+from aserve.messages.results import StepFailed, StepResult
 from aserve.messages.step import Resync, Sample, ScheduleBatch
 
 Job = Callable[[], None]
@@ -49,11 +85,12 @@ class ExecutorParts:
     spec: EngineSpec
     graphs: StepGraphs
     is_debug: bool
-    about: str  # what was chosen for this machine, in a few words
+    about: str  # device, dtype, attention and graphs, for the log
+    needs_host_lens: bool = False  # attention plans on the host, from exact lengths
 
 
 class TorchExecutor:
-    """Implements messages.Executor; all public methods belong to the loop's thread."""
+    """Implements messages.Executor. Public methods are called on the event loop's thread."""
 
     def __init__(self, parts: ExecutorParts) -> None:
         self.spec = parts.spec
@@ -65,20 +102,21 @@ class TorchExecutor:
         self._is_debug = parts.is_debug
         self._slice_len = slice_len_of(parts.device, vocab_size=parts.spec.vocab_size)
         self._row_params = RowParams(parts.spec.max_rows)
-        self._held_lens: dict[int, int] = {}  # bounds, by row: what a Sample's history may reach
+        self._held_lens: dict[int, int] = {}  # bounds of the held rows' KV lengths, by row
+        self._published = PublishedLens() if parts.needs_host_lens else None
         self._has_failed = False  # written by the executor thread
-        self._good_from = 0  # the last Resync's iteration: written by the executor thread
-        self._invalid_at = -1  # a step whose result was no good: written by the waiter
+        self._good_from = 0  # iteration of the last Resync; written by the executor thread
+        self._invalid_at = -1  # iteration of an invalid result; written by the waiter
         self._is_closed = False
         self._staging = PinnedSlots(parts.device, is_debug=parts.is_debug)
-        self._staged: list[PinnedSlot] = []  # since the last event: written by the executor thread
+        self._staged: list[PinnedSlot] = []  # since the last event; written by the executor thread
         self._results = PinnedSlots(parts.device, is_debug=parts.is_debug)
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._worker = Worker("aserve-executor", self._run, on_end=self._ended)
         self._loop: asyncio.AbstractEventLoop
         self._waiter: Waiter
 
-    # ------------------------------------------------------------ the loop's side
+    # ------------------------------------------------------------ the event loop's thread
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -89,7 +127,7 @@ class TorchExecutor:
         self._worker.start()
 
     def capture_graphs(self, on_progress: Callable[[int, int], None]) -> None:
-        """All that there may be, before the start, on the calling thread."""
+        """Captures every graph of the shape table, before `start`, on the calling thread."""
         total = self._graphs.request_all()
         with torch.inference_mode(), self._device.stream():
             for number in range(total):
@@ -98,7 +136,7 @@ class TorchExecutor:
                 on_progress(number + 1, total)
 
     async def warm_up(self) -> None:
-        """One prefill and one decode of the padding row: no request's state is touched."""
+        """Runs one prefill and one decode of the padding row, which no request uses."""
         for query_len in (2, 1):
             batch = padding_batch(query_len, num_groups=len(self.spec.groups))
             ticket = self.launch(batch)
@@ -124,7 +162,7 @@ class TorchExecutor:
         self._inbox.put(functools.partial(self._resync, resync.iteration))
 
     def close(self) -> None:
-        """What was launched still runs to its end; afterwards no thread is left."""
+        """Runs what was launched to its end, then ends both threads."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -140,7 +178,8 @@ class TorchExecutor:
                 job()
 
     def _next(self) -> Job | None:
-        """A step waits for one capture at most, and only if it comes while that is running."""
+        """The next job. Graphs are captured while there is none, so a new job waits for at most one
+        capture."""
         while self._graphs.has_pending and self._inbox.empty():
             self._capture()
         return self._inbox.get()
@@ -149,13 +188,11 @@ class TorchExecutor:
         try:
             self._graphs.capture_next()
         except Exception as error:
-            self._device.mark()  # which a ruined device refuses, too
+            self._device.mark()  # raises if the device has become unusable
             self._graphs.refuse(error)
 
     def _try(self, ticket: StepTicket, work: Job) -> None:
-        """Any exception of a step is that step's failure; the thread goes on. A device that has
-        been ruined raises again in `_fail`: then the thread ends, and the engine with it.
-        """
+        """Runs a step's work, and completes its ticket with StepFailed if that raises."""
         if self._has_failed or self._invalid_at >= self._good_from:
             self._fail(ticket, StepError("an earlier step failed").info())
             return
@@ -175,11 +212,16 @@ class TorchExecutor:
         self._has_failed = False
         self._good_from = iteration
         self._held_lens.clear()
+        if self._published is not None:
+            self._published.clear()
 
     def _step(self, batch: ScheduleBatch, ticket: StepTicket) -> None:
         self._row_params.write(batch.row_inits)
         vocab_size, slice_len = self.spec.vocab_size, self._slice_len
         plan = plan_step(batch, self._row_params, vocab_size=vocab_size, slice_len=slice_len)
+        if self._published is not None and not plan.is_exact:
+            exact = self._published.exact(plan.rows, plan.kv_lens, plan.is_bound)
+            plan = plan.with_exact_lens(exact)
         publish = functools.partial(self._publish, plan, ticket)
         graph = self._graphs.find(plan)
         if graph is not None:
@@ -191,7 +233,7 @@ class TorchExecutor:
             staged = self._stage(self._runner.stage(plan))
             self._runner.apply(batch, staged)
             packed = self._runner.step(plan, staged, publish)
-        self._held_lens.update(_ends(plan))
+        self._held_lens.update(_held_ends(plan))
         read = functools.partial(self._read_step, plan, packed.layout, ticket)
         self._copy_out(packed.words, read)
 
@@ -233,32 +275,31 @@ class TorchExecutor:
         )
 
     def _stage(self, arrays: HostArrays, buffer: Tensor | None = None) -> DeviceArrays:
-        """The one copy of a step's host values. The slot is free again after the next event."""
+        """Copies a step's host values to the device, in one copy. The slot is given back after the
+        next event."""
         slot = self._staging.take(arrays.num_words)
         places = arrays.write(slot.words)
-        words = self._device.stage(slot.front(arrays.num_words), buffer)
+        words = self._device.stage(slot.prefix(arrays.num_words), buffer)
         self._staged.append(slot)
         return DeviceArrays(words, places)
 
     def _publish(self, plan: StepPlan, ticket: StepTicket, lens: Tensor) -> None:
-        """Lengths after the step, int32 [rows], early."""
-        self._copy_out(lens, functools.partial(self._read_lens, plan, ticket))
+        """lens: int32 [rows], KV lengths after the step. Called while the step still runs."""
+        copy = self._copy_out(lens, functools.partial(self._read_lens, plan, ticket))
+        if self._published is not None:
+            self._published.note(plan.rows, copy)
 
-    def _copy_out(self, values: Tensor, read: Callable[[ArrayI32], Callable[[], None]]) -> None:
-        """values: int32 [n]; `read` gets them once they are there, as a copy of its own."""
+    def _copy_out(self, values: Tensor, read: Callable[[ArrayI32], Callable[[], None]]) -> HostCopy:
+        """Copies values, int32 [n], to the host. `read` is called with them when they are there."""
         num_words = len(values)
         slot = self._results.take(num_words)
-        event = self._device.copy_out(values, slot.front(num_words))
-
-        def land() -> Callable[[], None]:
-            words = slot.words[:num_words].copy()
-            self._results.give_back(slot)
-            return read(words)
-
-        self._land(event, land)
+        event = self._device.copy_out(values, slot.prefix(num_words))
+        copy = HostCopy(self._results, slot, num_words, event)
+        self._land(event, lambda: read(copy.read()))
+        return copy
 
     def _land(self, event: Event, read: Callable[[], Job | None]) -> None:
-        """After `event`, which what was staged so far stands before."""
+        """Calls `read` after `event`, and gives back the slots that were staged before it."""
         staged, self._staged = self._staged, []
 
         def land() -> Job | None:
@@ -270,11 +311,11 @@ class TorchExecutor:
         if self._device.runs_behind:
             self._waiter.land(landing)
         else:
-            # PERF: handing it to another thread costs two changes of the interpreter lock a step,
-            # a third of the step of a tiny model (bench serve).
+            # PERF: handing it to another thread costs two switches of the interpreter lock per
+            # step, a third of the step of a tiny model (bench serve).
             self._waiter.finish(landing)
 
-    # ------------------------------------------------------------ where landings are read
+    # ------------------------------------------------------------ the waiter thread
 
     def _read_lens(self, plan: StepPlan, ticket: StepTicket, words: ArrayI32) -> Job:
         lens = words[: len(plan.rows)]
@@ -284,15 +325,14 @@ class TorchExecutor:
         self, plan: StepPlan, layout: Layout, ticket: StepTicket, words: ArrayI32
     ) -> Job:
         num_words = sum(layout.sizes)
-        found: Tokens | AserveError = read_tokens(
-            words[:num_words], layout, plan.logits, plan.prompts
+        result: StepResult | AserveError = read_step(
+            words[:num_words], layout, plan.logits, plan.prompts, plan.iteration
         )
         if self._is_debug:
             stamps, kv_lens = words[num_words:].reshape(2, -1)[:, : len(plan.rows)]
-            found = check_step(plan, stamps, kv_lens) or found
-        if isinstance(found, AserveError):
-            return self._refuse(ticket, found)
-        result = found.step_result(plan.iteration)
+            result = check_step(plan, stamps, kv_lens) or result
+        if isinstance(result, AserveError):
+            return self._refuse(ticket, result)
         if SEQ_LEN in self._runner.relay:
             return functools.partial(ticket.complete, result)
         return functools.partial(_complete_with_lens, ticket, result, plan)
@@ -300,22 +340,22 @@ class TorchExecutor:
     def _read_sample(
         self, logits: LogitsPlan, layout: Layout, ticket: StepTicket, words: ArrayI32
     ) -> Job:
-        found = read_tokens(words, layout, logits)
-        if isinstance(found, AserveError):
-            return self._refuse(ticket, found)
-        return functools.partial(ticket.complete, found.sample_result(ticket.iteration))
+        result = read_sample(words, layout, logits, ticket.iteration)
+        if isinstance(result, AserveError):
+            return self._refuse(ticket, result)
+        return functools.partial(ticket.complete, result)
 
     def _refuse(self, ticket: StepTicket, error: AserveError) -> Job:
-        """A result that is not sound fails its step, and every one after it up to the Resync."""
+        """An invalid result fails its step, and every later step up to the Resync."""
         self._invalid_at = ticket.iteration
         return functools.partial(ticket.complete, StepFailed(ticket.iteration, error.info()))
 
     def _ended(self, error: BaseException | None) -> None:
-        """One of the two threads has ended, for whatever reason."""
+        """Called when one of the two threads has ended, for whatever reason."""
         if self._is_closed and error is None:
             return
         reason = error or BugError("a device thread ended by itself")
-        with contextlib.suppress(RuntimeError):  # the loop has ended, too
+        with contextlib.suppress(RuntimeError):  # the loop is closed as well
             self._loop.call_soon_threadsafe(self._report_death, reason)
 
     def _report_death(self, reason: BaseException) -> None:
@@ -324,13 +364,13 @@ class TorchExecutor:
 
 
 def _complete_with_lens(ticket: StepTicket, outcome: Outcome, plan: StepPlan) -> None:
-    """The host knew the lengths all along."""
+    """For modes without SEQ_LEN: the host has known the lengths from the start."""
     ticket.publish(lambda: seq_lens(plan, plan.kv_lens + plan.query_lens))
     ticket.complete(outcome)
 
 
-def _ends(plan: StepPlan) -> dict[int, int]:
-    """Where each held row's history ends at most."""
+def _held_ends(plan: StepPlan) -> dict[int, int]:
+    """An upper bound of each held row's KV length after the step, by row."""
     if not len(plan.held_rows):
         return {}
     held = np.isin(plan.rows, plan.held_rows)

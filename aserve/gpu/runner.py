@@ -1,7 +1,8 @@
-"""The model with everything that lives beside it on the device, and the parts of a step.
+"""`ModelRunner`: the models with their KV pools, row tables and relay, and the parts of a step.
 
-It decides nothing and never waits. All its state is written on the executor's stream only: the
-tables in `state`, and the logits of held rows.
+The executor calls `stage`, `apply` and `step`; the decode mode, which `step` calls, combines the
+other parts. Nothing here waits for the device. All state (the tables in `state`, the logits of held
+rows) is written on the executor's stream only.
 """
 
 from __future__ import annotations
@@ -13,38 +14,53 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from aserve.errors import BugError
 from aserve.gpu.attention.base import AttentionBackend
 from aserve.gpu.decode.base import DecodeMode, OnPublish
 from aserve.gpu.device.ops import FusedStep
-from aserve.gpu.models.base import CausalModel
+from aserve.gpu.models.base import CausalModel, DraftModel
 from aserve.gpu.sampling.ops import PLAIN_OPS, SampleOps
 from aserve.gpu.sampling.params import LogitsRows
 from aserve.gpu.sampling.sampler import Sampled, Sampler, Staged
-from aserve.gpu.step.forward_batch import NO_OVERRIDES, ForwardBatch, ForwardOverrides
+from aserve.gpu.step.forward_batch import NO_OVERRIDES, DeviceBatch, ForwardBatch, ForwardOverrides
 from aserve.gpu.step.future_map import SEQ_LEN, FutureMap
-from aserve.gpu.step.inputs import DeviceBatch, DeviceStep, HeldSample
 from aserve.gpu.step.plan import LogitsPlan, StepPlan
-from aserve.gpu.step.prompts import value_prompts
-from aserve.gpu.step.resolve import DeviceState, Resolve, apply_tables, resolve, stage_tables
-from aserve.gpu.step.results import Packed, pack
+from aserve.gpu.step.prompts import score_prompts
+from aserve.gpu.step.resolve import (
+    DeviceState,
+    DeviceStep,
+    HeldSample,
+    Resolve,
+    apply_tables,
+    resolve,
+    stage_tables,
+)
+from aserve.gpu.step.results import Packed
 from aserve.gpu.transfer.staging import DeviceArrays, HostArrays
 from aserve.messages.step import ScheduleBatch
 
-UNKNOWN = -1
+UNKNOWN = -1  # the KV length of a row that the device has not seen yet
+
+
+@dataclass(frozen=True, slots=True)
+class Drafter:
+    """The second model of a runner. Its KV pools are `DeviceState.draft_pools`."""
+
+    model: DraftModel
+    attention: AttentionBackend
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerParts:
-    """What a runner is made of."""
-
     model: CausalModel
     state: DeviceState
     attention: AttentionBackend
     mode: DecodeMode
     is_debug: bool
     sample_ops: SampleOps = PLAIN_OPS
-    fused_step: FusedStep | None = None  # for the forwards that it can run
+    fused_step: FusedStep | None = None  # used for the forwards and steps that it supports
     resolve: Resolve = resolve
+    drafter: Drafter | None = None
 
 
 class ModelRunner:
@@ -54,6 +70,7 @@ class ModelRunner:
         "_own_lens",
         "_parts",
         "_sampler",
+        "drafter",
         "model",
         "relay",
         "state",
@@ -62,6 +79,7 @@ class ModelRunner:
     def __init__(self, parts: RunnerParts) -> None:
         self._parts = parts
         self.model = parts.model
+        self.drafter: DraftModel | None = None if parts.drafter is None else parts.drafter.model
         self.state = parts.state
         self.relay: FutureMap = parts.state.relay
         self._sampler = Sampler(parts.state.tables, parts.state.pools, parts.sample_ops)
@@ -70,7 +88,7 @@ class ModelRunner:
         self._held_logits: Tensor | None = None  # [max_rows + 1, vocab], once a row is held
 
     def stage(self, plan: StepPlan) -> HostArrays:
-        """What `apply` and `step` read of the host."""
+        """The host values that `apply` and `step` read."""
         arrays = HostArrays()
         if self.fused_step_for(plan) is None:
             plan.stage(arrays)
@@ -78,18 +96,19 @@ class ModelRunner:
         return arrays
 
     def apply(self, batch: ScheduleBatch, tables: DeviceArrays) -> None:
-        """New tenants and pages, before the step itself."""
+        """Writes the tables for new requests and new pages, before the step itself."""
         apply_tables(batch, tables, self.state)
         if self._parts.is_debug and batch.row_inits:
             self._own_lens.index_fill_(0, tables.ints("init_rows"), UNKNOWN)
 
     def step(self, plan: StepPlan, arrays: DeviceArrays, publish: OnPublish) -> Packed:
-        """From resolve to the packed result, with the debug checks after it: the iteration that
-        wrote each row's relay, and its own KV length before the step. `publish` gets lengths as
-        int32.
+        """Runs a step from resolve to the packed result. `publish` is called with int32 lengths.
 
-        NOTE: captured, this is run again without its Python: of the host it reads what is the same
-        in all steps of one shape, and the rest from `arrays`.
+        In debug mode the result carries the values that `check_step` reads: the iteration that
+        stamped each row's relay, and the KV length before the step as the device knows it.
+
+        NOTE: a graph capture records this call, and a replay runs it without its Python. So host
+        values read here must be equal for all steps of one shape; all else comes from `arrays`.
         """
         if (fused_step := self.fused_step_for(plan)) is not None:
             return fused_step.step(plan)
@@ -100,49 +119,46 @@ class ModelRunner:
             publish(lens.to(torch.int32))
 
         if not self._parts.is_debug:
-            return pack(self._parts.mode.step(self, step, on_publish))
+            return self._parts.mode.step(self, step, on_publish)
+        step = dataclasses.replace(step, batch=step.batch.overridden(NO_OVERRIDES, is_debug=True))
         stamps = self.relay.written_iter.index_select(0, step.batch.rows)
         lens = self._lens_before(step)
-        emitted = self._parts.mode.step(self, step, on_publish)
+        packed = self._parts.mode.step(self, step, on_publish)
         self._note_lens(step)
-        return pack(emitted, (stamps, lens))
+        return packed.with_checks(stamps, lens)
 
     def fused_step_for(self, plan: StepPlan) -> FusedStep | None:
-        """What runs this step in one call, and reads the plan alone, if there is such a thing."""
+        """The fused step that runs this whole step from its plan alone, or None."""
         fused_step = self._parts.fused_step
         if fused_step is None or self._parts.is_debug or not self._parts.mode.draws_once:
             return None
         return fused_step if fused_step.can_step(plan) else None
 
     def _lens_before(self, step: DeviceStep) -> Tensor:
-        """What the device itself knows of each row's KV length; of a new row what it was told."""
+        """[rows], each row's KV length as the device itself counted it. A new row, and a row whose
+        length the relay resolved, have the step's own."""
         own = self._own_lens.index_select(0, step.batch.rows)
-        is_told = (own == UNKNOWN) | (step.arrays.ints("is_bound") > 0)
-        return torch.where(is_told, step.batch.kv_lens, own)
+        is_given = (own == UNKNOWN) | (step.arrays.ints("is_bound") > 0)
+        return torch.where(is_given, step.batch.kv_lens, own)
 
     def _note_lens(self, step: DeviceStep) -> None:
         rows = step.batch.rows
-        if SEQ_LEN in self.relay:
-            lens = self.relay.read(SEQ_LEN, rows)
-        else:
-            lens = step.batch.kv_lens + step.batch.query_lens
+        lens = self.relay.read(SEQ_LEN, rows) if SEQ_LEN in self.relay else step.batch.lens
         self._own_lens.index_copy_(0, rows, lens)
         self._own_lens[:1].fill_(UNKNOWN)  # the padding row has no length
 
     def finish_held(self, held: HeldSample) -> Packed:
-        return pack(self._parts.mode.sample_held(self, held))
+        return self._parts.mode.sample_held(self, held)
 
     def init_forward(
         self, batch: DeviceBatch, overrides: ForwardOverrides = NO_OVERRIDES
     ) -> ForwardBatch:
-        pools = self.state.pools
-        made = ForwardBatch.init_new(batch, pools, overrides, is_debug=self._parts.is_debug)
-        if batch.attention_plan is not None:
-            made.mark_attention_planned(batch.attention_plan)
-        return made
+        """NOTE: page tables are shared, so that the drafter's slots are those of the target."""
+        is_debug = self._parts.is_debug
+        return ForwardBatch.init_new(batch, self.state.pools, overrides, is_debug=is_debug)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """-> hidden states [tokens, hidden], valid until the next forward."""
+        """Runs the target model -> hidden states [tokens, hidden], valid until the next forward."""
         fused_step = self._parts.fused_step
         if fused_step is not None and fused_step.can_run(batch):
             return fused_step.run(batch)
@@ -153,31 +169,40 @@ class ModelRunner:
             batch.input_ids, batch.rope_positions, attend, capture=batch.capture
         )
 
+    def draft(self, batch: ForwardBatch, hidden: Tensor | None = None) -> Tensor:
+        """Runs the drafter -> its hidden states. Its attention plans for itself, because the plan
+        on the batch belongs to the target's."""
+        drafter = self._parts.drafter
+        if drafter is None:
+            raise BugError(f"step {batch.iteration}: this runner has no drafter")
+        attend = drafter.attention.bind(batch, drafter.attention.plan(batch))
+        return drafter.model.forward(batch.input_ids, batch.positions, attend, hidden=hidden)
+
     def sample(self, step: DeviceStep, hidden: Tensor) -> Sampled:
-        """hidden [tokens, hidden] -> a token for every logits row of the step's plan, in slices,
-        and what the step owes its rows' prompts.
+        """hidden [tokens, hidden] -> a token for every logits row of the step's plan, and the
+        prompt logprobs and embeddings that the plan asks for.
         """
-        placed, arrays = step.batch.place(self.state.pools), step.arrays
+        batch, arrays = step.batch, step.arrays
         tokens = arrays.ints("logits_tokens")
 
         def of_logits(values: Tensor) -> Tensor:
-            """Those of the tokens that have logits: mostly of all, and then in the same order."""
+            """Selects the tokens that need logits. PERF: mostly these are all, in order."""
             return values if len(tokens) == len(hidden) else values.index_select(0, tokens)
 
-        rows, lens, wanted = map(of_logits, (placed.token_rows, placed.positions, hidden))
+        rows, positions, last = map(of_logits, (batch.token_rows, batch.positions, hidden))
         sampled = self._sample_slices(
             step.plan.logits,
             arrays,
-            LogitsRows(rows, lens + 1),
-            lambda part: self.model.logits(wanted[part]),
+            LogitsRows(rows, positions + 1),
+            lambda part: self.model.logits(last[part]),
         )
         if step.plan.prompts is None:
             return sampled
-        prompts = value_prompts(step.plan.prompts, arrays, hidden, self.model.logits)
-        return dataclasses.replace(sampled, prompts=prompts.packed())
+        prompts = score_prompts(step.plan.prompts, arrays, hidden, self.model.logits)
+        return dataclasses.replace(sampled, prompts=prompts)
 
     def hold(self, step: DeviceStep, hidden: Tensor) -> None:
-        """Keeps logits of the held rows until their Sample."""
+        """Keeps the logits of held rows until their Sample."""
         if not len(step.plan.held_rows):
             return
         rows = step.arrays.ints("held_rows")
@@ -186,7 +211,7 @@ class ModelRunner:
         if self._held_logits is None:
             self._held_logits = logits.new_zeros((len(self._held_lens), logits.shape[1]))
         self._held_logits.index_copy_(0, rows, logits)
-        ends = step.batch.kv_lens + step.batch.query_lens
+        ends = step.batch.lens
         token_to_row = step.batch.token_to_row.index_select(0, tokens)
         self._held_lens.index_copy_(0, rows, ends.index_select(0, token_to_row))
 
@@ -207,7 +232,7 @@ class ModelRunner:
         rows: LogitsRows,
         logits_of: Callable[[slice], Tensor],
     ) -> Sampled:
-        """One slice's logits are alive at a time; `logits_of` makes them."""
+        """`logits_of` computes one slice's logits; only these are in memory at a time."""
         parts: list[Sampled] = []
         start = 0
         for number, slice_plan in enumerate(plan.slices):
@@ -219,7 +244,7 @@ class ModelRunner:
 
 
 def _joined(parts: list[Sampled], like: Tensor) -> Sampled:
-    """Slices one after the other; alternatives are as wide as the widest slice's."""
+    """Concatenates slices. `num_top` becomes that of the slice with the most alternatives."""
     if len(parts) == 1:
         return parts[0]
     if not parts:

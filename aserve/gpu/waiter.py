@@ -1,7 +1,5 @@
-"""The thread that waits for the device: it synchronises events, reads finished results out of their
-host slots, and completes tickets on the loop, in launch order.
-
-It launches nothing and decides nothing. A slot that it gave back is never read again.
+"""`Waiter`: the thread that waits for the device. It synchronises events, reads finished results
+from their pinned slots, and completes tickets on the event loop, in launch order.
 """
 
 from __future__ import annotations
@@ -18,13 +16,11 @@ from aserve.host.threads import Worker
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """Something of a step that is on its way to the host.
-
-    `read` runs after `event`, on the waiter's thread where the device runs behind: it copies out of
-    slots, gives them back, and returns what is to be called on the loop, if anything.
-    """
+    """A result on its way to the host, and the code that runs when it has arrived."""
 
     event: Event
+    # Runs after the event. It reads pinned slots, gives them back, and returns the callback for the
+    # event loop, if there is one.
     read: Callable[[], Callable[[], None] | None]
 
 
@@ -45,20 +41,20 @@ class Waiter:
         self._worker.start()
 
     def land(self, landing: Landing) -> None:
-        """Called by the executor thread, in launch order."""
+        """Hands a landing to the waiter thread. Called by the executor thread, in launch order."""
         self._inbox.put(landing)
 
     def finish(self, landing: Landing) -> None:
-        """On the calling thread; nothing else may be on its way."""
+        """Waits for a landing on the calling thread. No other landing may be pending."""
         landing.event.synchronize()
         complete = landing.read()
         if complete is None:
             return
-        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody awaits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody awaits the ticket
             self._loop.call_soon_threadsafe(complete)
 
     def close(self) -> None:
-        """After the executor thread has ended: what it launched still lands."""
+        """Processes pending landings, then ends the thread. The executor thread must have ended."""
         self._inbox.put(None)
         self._worker.join()
 

@@ -18,9 +18,8 @@ from aserve.gpu.models.base import wide_logits
 from aserve.gpu.sampling.gumbel import gumbel_noise
 from aserve.gpu.sampling.sampler import Sampled
 from aserve.gpu.step.future_map import LAST_TOKEN, SEQ_LEN, RelayField
-from aserve.gpu.step.inputs import DeviceStep, HeldSample
-from aserve.gpu.step.resolve import DRAFTS
-from aserve.gpu.step.results import Emitted
+from aserve.gpu.step.resolve import DRAFTS, DeviceStep, HeldSample
+from aserve.gpu.step.results import Packed, pack, pack_one_each
 from aserve.messages.executor import DecodeCaps
 
 
@@ -34,50 +33,53 @@ class TwoTokens:
             RelayField(SEQ_LEN, (), torch.int64),
             RelayField(DRAFTS, (1,), torch.int64),
         )
+        self.num_forwards = 2
+        self.graph_widths: tuple[int, ...] = (1, 2)
         self._before_draft = before_draft
 
-    def step(self, runner: StepRunner, step: DeviceStep, publish: OnPublish) -> Emitted:
-        hidden = runner.forward(runner.init_forward(step.batch))
+    def step(self, runner: StepRunner, step: DeviceStep, publish: OnPublish) -> Packed:
+        hidden = runner.forward(step.batch)
         runner.hold(step, hidden)
         sampled = runner.sample(step, hidden)
-        emitted = _verify(step, sampled)
+        tokens, counts = _verify(step, sampled)
         rows = step.arrays.ints("sample_rows")
         ends = step.batch.kv_lens + step.batch.query_lens
         by_row = torch.zeros_like(runner.relay.written_iter)
-        by_row.index_copy_(0, rows, step.arrays.ints("windows") - emitted.counts)
+        by_row.index_copy_(0, rows, step.arrays.ints("windows") - counts)
         lens = ends - by_row.index_select(0, step.batch.rows)  # without what was rejected
         publish(lens)
         self._before_draft()
-        last = emitted.tokens.gather(1, emitted.counts[:, None] - 1)[:, 0]
+        last = tokens.gather(1, counts[:, None] - 1)[:, 0]
         by_row.index_copy_(0, step.batch.rows, lens)
         drafts = _draft(runner, step, rows, last=last, lens=by_row.index_select(0, rows))
         runner.relay.stash(
             rows, {LAST_TOKEN: last, DRAFTS: drafts[:, None]}, iteration=step.iteration
         )
-        return emitted
+        return pack(tokens, counts, sampled)
 
-    def sample_held(self, runner: StepRunner, held: HeldSample) -> Emitted:
+    def sample_held(self, runner: StepRunner, held: HeldSample) -> Packed:
         """Rows with a mask get no drafts: the scheduler gives them no window."""
         sampled = runner.sample_held(held)
         runner.relay.stash(held.rows, {LAST_TOKEN: sampled.tokens}, iteration=held.iteration)
-        return Emitted(sampled.tokens[:, None], torch.ones_like(sampled.tokens), sampled)
+        return pack_one_each(sampled)
 
 
-def _verify(step: DeviceStep, sampled: Sampled) -> Emitted:
-    """The root's token; the one after it where the draft is what was sampled in its place."""
+def _verify(step: DeviceStep, sampled: Sampled) -> tuple[Tensor, Tensor]:
+    """-> tokens [samples, 2], counts [samples]: the root's token, and the next one if the draft is
+    what was sampled in its place."""
     windows = step.arrays.ints("windows")
     ends = windows.cumsum(0)
     first = sampled.tokens.index_select(0, ends - windows)
     second = sampled.tokens.index_select(0, ends - 1)
     in_draft_place = step.arrays.ints("logits_tokens").index_select(0, ends - 1)
     is_accepted = (windows == 2) & (step.batch.input_ids.index_select(0, in_draft_place) == first)
-    return Emitted(torch.stack((first, second), dim=1), 1 + is_accepted.to(torch.int64), sampled)
+    return torch.stack((first, second), dim=1), 1 + is_accepted.to(torch.int64)
 
 
 def _draft(
     runner: StepRunner, step: DeviceStep, rows: Tensor, *, last: Tensor, lens: Tensor
 ) -> Tensor:
-    """rows, last, lens int64 [n] -> the drafter's guess of the token after `last`, int64 [n]."""
+    """rows, last, lens int64 [n] -> the guessed token after `last`, int64 [n]."""
     batch = step.batch.decode(rows, input_ids=last, kv_lens=lens)
     logits = wide_logits(runner.model.logits(runner.forward(runner.init_forward(batch))))
     params = runner.state.tables.at(rows, logits.dtype)

@@ -9,12 +9,13 @@ from aserve.gpu.kv.layer_groups import group_layers
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.sampling.params import RowTables
 from aserve.gpu.sampling.plan import RowParams
+from aserve.gpu.step.forward_batch import DeviceBatch
 from aserve.gpu.step.future_map import SEQ_LEN, FutureMap, RelayField
-from aserve.gpu.step.inputs import DeviceBatch, DeviceStep
 from aserve.gpu.step.plan import plan_step
 from aserve.gpu.step.resolve import (
     DRAFTS,
     DeviceState,
+    DeviceStep,
     Resolve,
     apply_tables,
     resolve,
@@ -53,9 +54,9 @@ def to_device(arrays: HostArrays) -> DeviceArrays:
 
 def bring(batch: ScheduleBatch, state: DeviceState, by: Resolve = resolve) -> DeviceStep:
     """Stage, apply and resolve."""
-    isa = RowParams(MAX_ROWS)
-    isa.write(batch.row_inits)
-    plan = plan_step(batch, isa, vocab_size=VOCAB, slice_len=64)
+    row_params = RowParams(MAX_ROWS)
+    row_params.write(batch.row_inits)
+    plan = plan_step(batch, row_params, vocab_size=VOCAB, slice_len=64)
     arrays = HostArrays()
     stage_tables(batch, arrays, state)
     plan.stage(arrays)

@@ -21,8 +21,8 @@ from aserve.gpu.device.base import Device
 from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.models.base import CausalModel
-from aserve.gpu.step.inputs import DeviceStep
-from aserve.gpu.step.results import Emitted
+from aserve.gpu.step.resolve import DeviceStep
+from aserve.gpu.step.results import Packed
 from aserve.messages.base import array_i32
 from aserve.messages.results import SampleResult, StepFailed, StepResult
 from aserve.messages.step import Resync, Sample
@@ -338,7 +338,7 @@ class SeesRunner(Autoregressive):
 
     runner: StepRunner
 
-    def step(self, runner: StepRunner, step: DeviceStep, publish: OnPublish) -> Emitted:
+    def step(self, runner: StepRunner, step: DeviceStep, publish: OnPublish) -> Packed:
         self.runner = runner
         return super().step(runner, step, publish)
 

@@ -10,8 +10,7 @@ from aserve.gpu.attention.sdpa import PagedSdpa
 from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.gpu.models.base import HiddenCapture
 from aserve.gpu.runner import ModelRunner, RunnerParts
-from aserve.gpu.step.forward_batch import ForwardBatch, ForwardOverrides
-from aserve.gpu.step.inputs import DeviceBatch
+from aserve.gpu.step.forward_batch import DeviceBatch, ForwardBatch, ForwardOverrides
 from aserve.gpu.step.resolve import DeviceState
 from tests.fakes.hash_model import HashModel
 from tests.gpu.device_tables import device_batch, make_tables
@@ -76,7 +75,7 @@ def test_one_more_forward_within_a_step_changes_nothing_of_the_first() -> None:
     first = runner.init_forward(batch)
     expected = runner.forward(first).clone()
     rows = torch.tensor([2])
-    more = batch.decode(rows, input_ids=torch.tensor([5]), kv_lens=torch.tensor([2]))
+    more = first.decode(rows, input_ids=torch.tensor([5]), kv_lens=torch.tensor([2]))
     drafted = runner.forward(runner.init_forward(more))
     assert batch.kv_lens.tolist() == [0, 0]
     assert first.lens.tolist() == [3, 2]

@@ -18,9 +18,8 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from aserve.gpu.cudagraph.warmup import padding_batch
 from aserve.gpu.device.cuda.ops import triton_resolve
 from aserve.gpu.sampling.plan import RowParams
-from aserve.gpu.step.inputs import DeviceStep
 from aserve.gpu.step.plan import plan_step
-from aserve.gpu.step.resolve import DeviceState
+from aserve.gpu.step.resolve import DeviceState, DeviceStep
 from aserve.gpu.transfer.staging import HostArrays
 from aserve_kernels.gated_mul import gated_mul
 from aserve_kernels.kv_indices import kv_indices
@@ -67,7 +66,7 @@ def launch_step(num_rows: int, width: int, state: DeviceState) -> None:
     add_rms_norm(hidden, hidden, hidden[0], 1e-6)
     gated_mul(hidden, "silu")
     logits = torch.zeros((num_rows, VOCAB))
-    rows = step.batch.place(state.pools).token_rows
+    rows = step.batch.token_rows
     rows = rows if width == 1 else rows.index_select(0, sections.ints("logits_tokens") * 0)
     ints, floats = state.tables.int_table, state.tables.float_table
     tokens, _ = sample(logits, rows, rows + 1, ints, floats, has_noise=True, has_limits=True)
@@ -82,7 +81,7 @@ def launch_step(num_rows: int, width: int, state: DeviceState) -> None:
 
 def attend(step: DeviceStep, state: DeviceState) -> None:
     """With both of our attention kernels, and the list of pages that others read."""
-    placed = step.batch.place(state.pools)
+    placed = step.batch
     num_tokens = len(placed.positions)
     heads = torch.zeros((num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM), dtype=torch.bfloat16)
     cos_sin = torch.zeros((num_tokens, HEAD_DIM), dtype=torch.bfloat16)

@@ -113,9 +113,9 @@ class AttentionSite:
     groups: tuple[LayerGroup, ...]
     dtype: torch.dtype  # of q
     device: Device
-    num_in_flight: int = 2  # steps
+    num_plans: int = 3  # of all steps in flight and of one step more
     is_deterministic: bool = False  # a token must have the same bits in whatever step it is in
-    has_bounds: bool = False  # the host knows only upper bounds of some lengths
+    has_bounds: bool = False  # some forwards have lengths that the host does not know
     has_tree_masks: bool = False  # some forwards verify a draft tree
 
     @property

@@ -1,7 +1,6 @@
-"""The protocol of a decode mode: what it can do, as data, and its one `step`.
+"""The protocol of a decode mode, and the parts of a step that a mode combines.
 
-It knows neither scheduling nor the executor, and of the runner only what a mode may ask of it. A
-mode's state lives in relay fields only.
+A mode declares what it can do as data and has one `step`. Its state lives in relay fields only.
 """
 
 from __future__ import annotations
@@ -11,44 +10,60 @@ from typing import Protocol
 
 from torch import Tensor
 
-from aserve.gpu.models.base import CausalModel
+from aserve.gpu.models.base import CausalModel, DraftModel
 from aserve.gpu.sampling.sampler import Sampled
-from aserve.gpu.step.forward_batch import ForwardBatch
+from aserve.gpu.step.forward_batch import NO_OVERRIDES, DeviceBatch, ForwardBatch, ForwardOverrides
 from aserve.gpu.step.future_map import FutureMap, RelayField
-from aserve.gpu.step.inputs import DeviceBatch, DeviceStep, HeldSample
-from aserve.gpu.step.resolve import DeviceState
-from aserve.gpu.step.results import Emitted
+from aserve.gpu.step.resolve import DeviceState, DeviceStep, HeldSample
+from aserve.gpu.step.results import Packed
 from aserve.messages.executor import DecodeCaps
 
 OnPublish = Callable[[Tensor], None]
 
 
 class StepRunner(Protocol):
-    """The parts of a step, which a mode puts together (runner.py)."""
+    """The parts of a step. Implemented by runner.py."""
 
     model: CausalModel
+    drafter: DraftModel | None
     state: DeviceState
     relay: FutureMap
 
-    def init_forward(self, batch: DeviceBatch) -> ForwardBatch: ...
+    def init_forward(
+        self, batch: DeviceBatch, overrides: ForwardOverrides = NO_OVERRIDES
+    ) -> ForwardBatch:
+        """The inputs of one more forward within the step."""
 
-    def forward(self, batch: ForwardBatch) -> Tensor: ...
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Runs the target model -> hidden states [tokens, hidden], valid until its next forward."""
 
-    def hold(self, step: DeviceStep, hidden: Tensor) -> None: ...
+    def draft(self, batch: ForwardBatch, hidden: Tensor | None = None) -> Tensor:
+        """Runs the drafter over its own KV pools -> its hidden states [tokens, draft hidden].
+        `hidden`: hidden states of the target for these tokens, if the drafter reads them."""
 
-    def sample(self, step: DeviceStep, hidden: Tensor) -> Sampled: ...
+    def hold(self, step: DeviceStep, hidden: Tensor) -> None:
+        """Keeps the logits of the step's held rows until their Sample."""
 
-    def sample_held(self, held: HeldSample) -> Sampled: ...
+    def sample(self, step: DeviceStep, hidden: Tensor) -> Sampled:
+        """Samples one token for each token of the step that needs logits."""
+
+    def sample_held(self, held: HeldSample) -> Sampled:
+        """Samples one token for each held row."""
 
 
 class DecodeMode(Protocol):
     caps: DecodeCaps
     draws_once: bool  # a step is one forward, then one token for each sampled row
-    fields: tuple[RelayField, ...]  # beside the last token; with SEQ_LEN among them it publishes
+    fields: tuple[RelayField, ...]  # relay fields beside the last token; SEQ_LEN: it publishes
+    num_forwards: int  # forwards of one model in a step, at most
+    graph_widths: tuple[int, ...]  # tokens per row of the steps that are captured as graphs
 
-    def step(self, runner: StepRunner, step: DeviceStep, publish: OnPublish) -> Emitted:
-        """From init_new to stash. `publish` gets the KV lengths int64 [rows] after the step, as
-        soon as they are known, and only in a mode that declares SEQ_LEN."""
+    def step(self, runner: StepRunner, step: DeviceStep, publish: OnPublish) -> Packed:
+        """Runs forward, sampling and stash. A row may get any number of tokens, none included.
 
-    def sample_held(self, runner: StepRunner, held: HeldSample) -> Emitted:
-        """The part from sample on, for rows whose logits were held."""
+        A mode that declares SEQ_LEN calls `publish` with the KV lengths after the step, int64
+        [rows], as soon as they are known. Other modes never call it.
+        """
+
+    def sample_held(self, runner: StepRunner, held: HeldSample) -> Packed:
+        """The part of `step` from sampling on, for rows whose logits were held."""

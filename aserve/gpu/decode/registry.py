@@ -1,4 +1,4 @@
-"""Decode modes by name. A new one is a file in this folder and a line here."""
+"""Decode modes by name. A new mode is one file in this folder and one line here."""
 
 from __future__ import annotations
 

@@ -81,6 +81,7 @@ class KvPools:
 
     __slots__ = (
         "_keys",
+        "_ops",
         "_values",
         "layers",
         "num_pages",
@@ -109,12 +110,18 @@ class KvPools:
         self.page_tables = tuple(
             torch.zeros(table_shape, dtype=torch.int64, device=device) for _ in specs
         )
-        zeros = ops.zeros or partial(_zeros_on, device)
+        self._ops = ops
+        self._allocate(groups, specs, dtype)
+
+    def _allocate(
+        self, groups: tuple[LayerGroup, ...], specs: tuple[GroupSpec, ...], dtype: torch.dtype
+    ) -> None:
+        zeros = self._ops.zeros or partial(_zeros_on, self.device)
         self._keys: list[Tensor] = []  # per group [layers, slots, kv_heads, head_dim]
         self._values: list[Tensor] = []  # the same; of latents a view of the keys
         self.layers: dict[int, LayerKv] = {}
         for number, (group, spec) in enumerate(zip(groups, specs, strict=True)):
-            shape = _pool_shape(group, spec, page_size)
+            shape = _pool_shape(group, spec, self.page_size)
             stored = group.storing_layers
             value_dim = stored[0].value_dim if stored else None
             keys = zeros(shape, dtype)
@@ -124,9 +131,29 @@ class KvPools:
             for place, layer in enumerate(stored):
                 scales = layer.kv_scales if dtype.itemsize == 1 else (1.0, 1.0)
                 self.layers[layer.index] = LayerKv(
-                    number, keys[place], values[place], scales, ops.store
+                    number, keys[place], values[place], scales, self._ops.store
                 )
         self.layers |= _shared(groups, self.layers)
+
+    def beside(
+        self, groups: tuple[LayerGroup, ...], specs: tuple[GroupSpec, ...], dtype: torch.dtype
+    ) -> KvPools:
+        """Pools for the layers of a second model, over the same page tables and token ids. `specs`
+        are those of these pools; a group of the second model has the window of one of them.
+        """
+        by_window = {group.window: group for group in groups}
+        if unknown := by_window.keys() - {spec.window for spec in specs}:
+            raise ConfigError(
+                f"the drafter has layers with windows {unknown}, but the model has none: a drafter "
+                "shares the model's page tables; use a drafter with the model's windows"
+            )
+        pools = object.__new__(KvPools)
+        pools.page_size, pools.num_pages = self.page_size, self.num_pages
+        pools.page_tables, pools.token_pool = self.page_tables, self.token_pool
+        pools._ops = self._ops
+        own = tuple(by_window.get(spec.window, LayerGroup(spec.window, ())) for spec in specs)
+        pools._allocate(own, specs, dtype)
+        return pools
 
     @property
     def device(self) -> torch.device:

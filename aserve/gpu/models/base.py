@@ -38,6 +38,23 @@ class CausalModel(Protocol):
         widens what it reads."""
 
 
+class DraftModel(Protocol):
+    """A second, smaller model that guesses the target's next tokens. It has the target's
+    vocabulary, and KV pools of its own."""
+
+    layers: tuple[LayerSpec, ...]
+    dtype: torch.dtype
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, attend: Attend, *, hidden: Tensor | None = None
+    ) -> Tensor:
+        """As `CausalModel.forward`. `hidden`: the target's hidden states [tokens, hidden], given to
+        a drafter that reads them."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, draft hidden] -> [n, vocab]."""
+
+
 def wide_logits(logits: Tensor) -> Tensor:
     """Halves as float32, which changes no value."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))

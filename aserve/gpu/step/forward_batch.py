@@ -1,6 +1,7 @@
-"""Whether a forward's attention is planned already, and for which shape.
+"""`ForwardBatch`: the inputs of one forward on the device, and the record of its attention plan.
 
-It knows no backend: the plan itself is only carried.
+`ForwardBatch.init_new` is the only place that turns rows, ids and lengths (`DeviceBatch`) into a
+forward's inputs. What one forward changes, it changes in a ForwardBatch of its own.
 """
 
 from __future__ import annotations
@@ -15,14 +16,34 @@ from torch import Tensor
 from aserve.errors import BugError
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.models.base import HiddenCapture
-from aserve.gpu.step.inputs import DeviceBatch
 from aserve.messages.base import ArrayI32
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """The rows and tokens of one forward, with every id and length known. Tensors are int64."""
+
+    iteration: int
+    rows: Tensor  # [rows]
+    query_lens: Tensor  # [rows]
+    kv_lens: Tensor  # [rows], exact KV lengths before this forward
+    input_ids: Tensor  # [tokens], no placeholders
+    token_to_row: Tensor  # [tokens], index into rows
+    offsets: Tensor  # [tokens], index of the token among its row's queries
+    query_lens_cpu: ArrayI32  # [rows]
+    len_bounds_cpu: ArrayI32  # [rows], upper bounds of the KV lengths after this forward
+    is_exact: bool = False  # len_bounds_cpu are the lengths themselves
+    attention_plan: object | None = None  # made before the forward, for a graph capture
+    shared_pages: int = 0  # as in ScheduleBatch
+
+
+@dataclass(frozen=True, slots=True)
 class PlanRecord:
-    """`replan_equivalent`: planning again on another shape would give what was meant. Else the plan
-    holds more than the batch says, and must stay."""
+    """The attention plan of a forward, and the shape that it was made for.
+
+    With `replan_equivalent` a plan for another shape can simply be made again. Without it the plan
+    holds more than the batch says, and must stay.
+    """
 
     plan: object
     num_rows: int
@@ -31,7 +52,7 @@ class PlanRecord:
 
 
 class PlanMarker:
-    """Written by pre-planners, through their ForwardBatch."""
+    """Holds the PlanRecord. Written through `ForwardBatch.mark_attention_planned` only."""
 
     __slots__ = ("record",)
 
@@ -41,7 +62,7 @@ class PlanMarker:
 
 @dataclass(frozen=True, slots=True)
 class ForwardOverrides:
-    """What one forward needs and no other: an argument of init_new, so it cannot outlive it."""
+    """Inputs that one forward needs and no other."""
 
     capture: HiddenCapture | None = None
     kv_lens_cpu: ArrayI32 | None = None  # exact lengths before the forward, if the host has them
@@ -54,25 +75,29 @@ NO_OVERRIDES = ForwardOverrides()
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """Tensors int64. Padding rows come last: row 0, slot 0, one token."""
+    """The inputs of one forward. Tensors are int64. Padding rows come last: row 0, slot 0, one
+    token each."""
 
     iteration: int
     rows: Tensor  # [rows]
+    query_lens: Tensor  # [rows]
+    kv_lens: Tensor  # [rows], KV lengths before this forward
     lens: Tensor  # [rows], KV lengths with this forward's tokens
     cu_query_lens: Tensor  # [rows + 1]
-    token_to_row: Tensor  # [tokens]
+    token_to_row: Tensor  # [tokens], index into rows
+    token_rows: Tensor  # [tokens], row numbers
     input_ids: Tensor  # [tokens]
-    cache_positions: Tensor  # [tokens], place of each token in its row's KV
+    cache_positions: Tensor  # [tokens], position of each token in its row's KV
     slots: tuple[Tensor, ...]  # [tokens] per layer group
     query_lens_cpu: ArrayI32  # [rows]
-    len_bounds_cpu: ArrayI32  # [rows], no length is greater
-    lens_cpu: ArrayI32 | None  # [rows], where the host knows them
+    len_bounds_cpu: ArrayI32  # [rows], upper bounds of `lens`
+    lens_cpu: ArrayI32 | None  # [rows], `lens` where the host knows them
     capture: HiddenCapture | None
     rope_override: Tensor | None = None  # [tokens], or [axes, tokens] for several rope axes
     # bool [tokens, >= query_len]: which of its row's new tokens a token sees, besides the layer's
     # mask; columns from the row's query_len on are not read
     tree_mask: Tensor | None = None
-    shared_pages: int = 0  # all rows have these first pages in common, in the first layer group
+    shared_pages: int = 0  # all rows share their first pages of the first layer group
     is_debug: bool = False
     marker: PlanMarker = field(default_factory=PlanMarker, compare=False, repr=False)
 
@@ -85,28 +110,86 @@ class ForwardBatch:
         *,
         is_debug: bool = False,
     ) -> ForwardBatch:
-        """Pure: the same arguments give equal tensors, and nothing given is changed."""
-        placed = batch.place(pools)
-        known = batch.len_bounds_cpu if batch.is_exact else None
-        if overrides.kv_lens_cpu is not None:
-            known = overrides.kv_lens_cpu + batch.query_lens_cpu
-        return cls(
+        """Finds positions and KV slots. Pure: equal arguments give equal tensors, and no argument
+        is changed."""
+        token_rows = batch.rows.index_select(0, batch.token_to_row)
+        positions = batch.kv_lens.index_select(0, batch.token_to_row).add_(batch.offsets)
+        groups = range(len(pools.page_tables))
+        made = cls.from_slots(
+            batch,
+            token_rows=token_rows,
+            positions=positions,
+            slots=tuple(pools.slots(group, token_rows, positions) for group in groups),
+            lens=batch.kv_lens + batch.query_lens,
+            cu_query_lens=torch.nn.functional.pad(batch.query_lens.cumsum(0), (1, 0)),
+        )
+        return made.overridden(overrides, is_debug=is_debug)
+
+    @classmethod
+    def from_slots(
+        cls,
+        batch: DeviceBatch,
+        *,
+        token_rows: Tensor,
+        positions: Tensor,
+        slots: tuple[Tensor, ...],
+        lens: Tensor,
+        cu_query_lens: Tensor,
+    ) -> ForwardBatch:
+        """For a device whose kernel has already computed what `init_new` computes."""
+        made = cls(
             iteration=batch.iteration,
             rows=batch.rows,
-            lens=placed.lens,
-            cu_query_lens=placed.cu_query_lens,
+            query_lens=batch.query_lens,
+            kv_lens=batch.kv_lens,
+            lens=lens,
+            cu_query_lens=cu_query_lens,
             token_to_row=batch.token_to_row,
+            token_rows=token_rows,
             input_ids=batch.input_ids,
-            cache_positions=placed.positions,
-            rope_override=overrides.rope_positions,
-            tree_mask=overrides.tree_mask,
-            slots=placed.slots,
+            cache_positions=positions,
+            slots=slots,
             query_lens_cpu=batch.query_lens_cpu,
             len_bounds_cpu=batch.len_bounds_cpu,
-            lens_cpu=known,
-            capture=overrides.capture,
+            lens_cpu=batch.len_bounds_cpu if batch.is_exact else None,
+            capture=None,
             shared_pages=batch.shared_pages,
+        )
+        if batch.attention_plan is not None:
+            made.mark_attention_planned(batch.attention_plan)
+        return made
+
+    def overridden(self, overrides: ForwardOverrides, *, is_debug: bool = False) -> ForwardBatch:
+        """This forward with other settings. The attention plan's record comes along."""
+        if overrides is NO_OVERRIDES and is_debug == self.is_debug:
+            return self
+        lens_cpu = self.lens_cpu
+        if overrides.kv_lens_cpu is not None:
+            lens_cpu = overrides.kv_lens_cpu + self.query_lens_cpu
+        return dataclasses.replace(
+            self,
+            lens_cpu=lens_cpu,
+            capture=overrides.capture,
+            rope_override=overrides.rope_positions,
+            tree_mask=overrides.tree_mask,
             is_debug=is_debug,
+            marker=PlanMarker(self.marker.record),
+        )
+
+    def decode(self, rows: Tensor, *, input_ids: Tensor, kv_lens: Tensor) -> DeviceBatch:
+        """The next token of some of these rows, int64 [n] each: a drafter's next forward."""
+        num_rows = len(rows)
+        bound = int(self.len_bounds_cpu.max(initial=0)) + 1
+        return DeviceBatch(
+            iteration=self.iteration,
+            rows=rows,
+            query_lens=torch.ones_like(rows),
+            kv_lens=kv_lens,
+            input_ids=input_ids,
+            token_to_row=torch.arange(num_rows, device=rows.device),
+            offsets=torch.zeros_like(rows),
+            query_lens_cpu=np.ones(num_rows, np.int32),
+            len_bounds_cpu=np.full(num_rows, bound, np.int32),
         )
 
     @property
@@ -124,17 +207,18 @@ class ForwardBatch:
 
     @property
     def plan(self) -> object:
-        """What the mark carries; only where `needs_attention_plan()` is False."""
+        """The recorded attention plan. Valid only if `needs_attention_plan()` is False."""
         if self.marker.record is None:
             raise BugError(f"step {self.iteration}: nobody planned this forward's attention")
         return self.marker.record.plan
 
     def mark_attention_planned(self, plan: object, *, replan_equivalent: bool = False) -> None:
-        """Only for who plans before the forward runs, capture batches too; again records again."""
+        """Called only by code that plans before the forward runs, as a graph capture does. A second
+        call replaces the record."""
         self.marker.record = PlanRecord(plan, self.num_rows, self.num_tokens, replan_equivalent)
 
     def needs_attention_plan(self) -> bool:
-        """Asked after padding."""
+        """Whether attention must plan this forward. Ask after padding."""
         record = self.marker.record
         if record is None:
             return True
@@ -149,7 +233,8 @@ class ForwardBatch:
         return record.replan_equivalent
 
     def padded(self, num_rows: int) -> ForwardBatch:
-        """With padding rows of one token up to `num_rows`. The plan's record comes along."""
+        """This forward with padding rows of one token, up to `num_rows` rows. The attention plan's
+        record comes along."""
         more = num_rows - self.num_rows
         if more == 0:
             return self
@@ -159,11 +244,14 @@ class ForwardBatch:
         return dataclasses.replace(
             self,
             rows=pad(self.rows, (0, more)),
+            query_lens=pad(self.query_lens, (0, more), value=1),
+            kv_lens=pad(self.kv_lens, (0, more)),
             lens=pad(self.lens, (0, more), value=1),
             cu_query_lens=torch.cat((self.cu_query_lens, last.to(self.rows.device))),
             token_to_row=torch.cat(
                 (self.token_to_row, torch.arange(self.num_rows, num_rows, device=self.rows.device))
             ),
+            token_rows=pad(self.token_rows, (0, more)),
             input_ids=pad(self.input_ids, (0, more)),
             cache_positions=pad(self.cache_positions, (0, more)),
             rope_override=None if rope is None else pad(rope, (0, more)),
@@ -177,7 +265,7 @@ class ForwardBatch:
         )
 
     def split(self, num_rows: int) -> tuple[ForwardBatch, ForwardBatch]:
-        """The first rows and the rest, as two forwards; both start unplanned."""
+        """The first rows and the rest as two forwards. Neither has an attention plan yet."""
         num_tokens = int(self.query_lens_cpu[:num_rows].sum())
         return (
             self._part(slice(0, num_rows), slice(0, num_tokens)),
@@ -189,9 +277,12 @@ class ForwardBatch:
         return dataclasses.replace(
             self,
             rows=self.rows[rows],
+            query_lens=self.query_lens[rows],
+            kv_lens=self.kv_lens[rows],
             lens=self.lens[rows],
             cu_query_lens=starts - tokens.start,
             token_to_row=self.token_to_row[tokens] - rows.start,
+            token_rows=self.token_rows[tokens],
             input_ids=self.input_ids[tokens],
             cache_positions=self.cache_positions[tokens],
             rope_override=None if self.rope_override is None else self.rope_override[..., tokens],

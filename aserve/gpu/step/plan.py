@@ -1,7 +1,4 @@
-"""A ScheduleBatch as numpy arrays: which tokens belong to whom, and which of them give logits.
-
-Host values only, derived from the batch and never changed; it knows no tensor.
-"""
+"""`StepPlan`: a ScheduleBatch as numpy arrays, and the tokens of the step that need logits."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import numpy as np
 
 from aserve.errors import BugError
 from aserve.gpu.sampling.plan import RowParams, SamplePlan
-from aserve.gpu.step.prompt_plan import PromptPlan, plan_prompts
+from aserve.gpu.step.prompts import PromptPlan, plan_prompts
 from aserve.gpu.transfer.staging import HostArrays
 from aserve.messages.base import ArrayI32, array_i32
 from aserve.messages.requests import stamp_of
@@ -21,13 +18,13 @@ from aserve.messages.step import ScheduleBatch
 
 @dataclass(frozen=True, slots=True)
 class LogitsPlan:
-    """The tokens whose logits are needed, in slices. A sampled row has a window of 1 + its
-    drafts.
+    """The tokens whose logits are needed. Logits are computed slice by slice, which bounds their
+    memory. The window of a sampled row is its last token and its drafts.
     """
 
     rows: ArrayI32  # [samples]
     windows: ArrayI32  # [samples]
-    tokens: ArrayI32  # [logits], places among the step's tokens
+    tokens: ArrayI32  # [logits], indices into the step's tokens
     slices: tuple[SamplePlan, ...]
     num_logprobs: ArrayI32  # [samples], -1 for none
 
@@ -41,34 +38,36 @@ class LogitsPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """[rows] int32 each, unless said otherwise."""
+    """Arrays are int32 [rows] unless their comment says otherwise."""
 
     batch: ScheduleBatch
     rows: ArrayI32
     query_lens: ArrayI32
-    kv_lens: ArrayI32  # before this step: exact or a bound
-    is_bound: ArrayI32
-    len_bounds: ArrayI32  # no row is longer after this step
-    is_exact: bool  # the bounds are the lengths themselves
-    expects: ArrayI32
+    kv_lens: ArrayI32  # KV lengths before this step, exact or upper bounds
+    is_bound: ArrayI32  # 1 where kv_lens is an upper bound
+    len_bounds: ArrayI32  # upper bounds of the KV lengths after this step
+    is_exact: bool  # len_bounds are the lengths themselves
+    expects: ArrayI32  # stamp of the step whose relay values the row reads, 0 for none
     num_drafts: ArrayI32
-    token_to_row: ArrayI32  # [tokens], each token's place among the rows
-    offsets: ArrayI32  # [tokens], its place in its row's span
+    token_to_row: ArrayI32  # [tokens], index into rows
+    offsets: ArrayI32  # [tokens], index of the token among its row's queries
     input_ids: ArrayI32  # [tokens]
     next_ids: ArrayI32
     held_rows: ArrayI32  # [held]
     held_tokens: ArrayI32  # [held], the last token of each held row
     logits: LogitsPlan
     prompts: PromptPlan | None
-    attention_plan: object | None = None  # of a capture, if attention plans on the host
+    attention_plan: object | None = (
+        None  # made before a graph capture, if attention plans on the host
+    )
 
     @property
     def iteration(self) -> int:
         return self.batch.iteration
 
     def padded(self, num_rows: int) -> StepPlan:
-        """With padding rows up to `num_rows`, as wide as the others: row 0, of no length. Only for
-        a step whose rows are all as wide, and all sampled.
+        """This plan with padding rows (row 0, KV length 0) up to `num_rows` rows. All rows of the
+        step must have the same number of tokens, and all must be sampled.
         """
         more = num_rows - len(self.rows)
         if not more:
@@ -99,6 +98,16 @@ class StepPlan:
             ),
         )
 
+    def with_exact_lens(self, kv_lens: ArrayI32) -> StepPlan:
+        """This plan once the host knows the lengths that were bounds, [rows]."""
+        return dataclasses.replace(
+            self,
+            kv_lens=kv_lens,
+            is_bound=np.zeros_like(self.is_bound),
+            len_bounds=kv_lens + self.query_lens,
+            is_exact=True,
+        )
+
     def stage(self, arrays: HostArrays) -> None:
         arrays.add("iteration", np.array([stamp_of(self.iteration)], np.int32))
         arrays.add("rows", self.rows)
@@ -120,8 +129,8 @@ class StepPlan:
 def plan_step(
     batch: ScheduleBatch, row_params: RowParams, *, vocab_size: int, slice_len: int
 ) -> StepPlan:
-    """`row_params` know the batch's row_inits already. Logits of `slice_len` tokens at most are
-    alive at a time.
+    """`row_params` must already hold the batch's row_inits. Logits are computed for at most
+    `slice_len` tokens at a time.
     """
     rows = array_i32(batch.rows)
     query_lens = array_i32(batch.query_lens)
@@ -130,8 +139,8 @@ def plan_step(
     ends = np.cumsum(query_lens, dtype=np.int32)
     token_to_row = np.repeat(np.arange(len(rows), dtype=np.int32), query_lens)
     num_drafts = np.zeros_like(rows) if batch.verify is None else array_i32(batch.verify.num_drafts)
-    sampled = _places(rows, array_i32(batch.sample_rows))
-    held = _places(rows, array_i32(batch.held_rows))
+    sampled = _indices_of(rows, array_i32(batch.sample_rows))
+    held = _indices_of(rows, array_i32(batch.held_rows))
     _check(batch, rows, query_lens)
     return StepPlan(
         batch=batch,
@@ -172,19 +181,20 @@ def plan_logits(
     vocab_size: int,
     slice_len: int,
 ) -> LogitsPlan:
-    """ends [samples]: where each row's tokens end; the last `windows` of them give logits."""
+    """ends [samples]: the index after each row's last token. The last `windows` tokens of a row
+    need logits."""
     last = np.cumsum(windows, dtype=np.int32)
     tokens = np.arange(windows.sum(), dtype=np.int32) + np.repeat(ends - last, windows)
-    of_logits = np.repeat(rows, windows)
+    logits_rows = np.repeat(rows, windows)
     return LogitsPlan(
         rows=rows,
         windows=windows,
         tokens=tokens,
         slices=tuple(
             row_params.plan(
-                of_logits[start : start + slice_len], max_len=max_len, vocab_size=vocab_size
+                logits_rows[start : start + slice_len], max_len=max_len, vocab_size=vocab_size
             )
-            for start in range(0, len(of_logits), slice_len)
+            for start in range(0, len(logits_rows), slice_len)
         ),
         num_logprobs=row_params.num_logprobs(rows),
     )
@@ -196,8 +206,11 @@ def _longer(values: ArrayI32, more: int, value: int = 0) -> ArrayI32:
     return longer
 
 
-def _places(rows: ArrayI32, named: ArrayI32) -> ArrayI32:
-    """Where the named rows stand; both are in the same order. Mostly all are named, or none."""
+def _indices_of(rows: ArrayI32, named: ArrayI32) -> ArrayI32:
+    """The indices of `named` in `rows`; both have the same order.
+
+    PERF: most steps name all rows or none.
+    """
     if len(named) in (0, len(rows)):
         return np.arange(len(named), dtype=np.int32)
     return np.flatnonzero(np.isin(rows, named)).astype(np.int32)

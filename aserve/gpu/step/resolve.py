@@ -1,12 +1,9 @@
 """The head of a step on the device: row tables and page tables, then ids and lengths, then the
-token pool.
-
-It decides nothing. What it writes belongs to others, who say so; it makes the DeviceStep.
+token pool. The result is the `DeviceStep` that a decode mode gets.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -17,28 +14,56 @@ from torch import Tensor
 
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.sampling.params import RowTables, init_columns
+from aserve.gpu.step.forward_batch import DeviceBatch, ForwardBatch
 from aserve.gpu.step.future_map import SEQ_LEN, FutureMap
-from aserve.gpu.step.inputs import DeviceBatch, DeviceStep
-from aserve.gpu.step.plan import StepPlan
+from aserve.gpu.step.plan import LogitsPlan, StepPlan
 from aserve.gpu.transfer.staging import DeviceArrays, HostArrays
 from aserve.messages.base import array_i32
 from aserve.messages.step import ScheduleBatch
 
-DRAFTS = "drafts"  # the relay field, [max drafts], of modes that verify
+DRAFTS = "drafts"  # the relay field of modes that verify, of shape [max drafts]
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceState:
-    """The tables that live as long as the engine: written on the executor's stream only."""
+    """The tables that live as long as the engine. Written on the executor's stream only."""
 
     pools: KvPools
     tables: RowTables
     relay: FutureMap
-    clears_pages: bool = True  # attention reads what lies behind a row's length, and masks it
+    # Attention reads whole pages and masks the part behind a row's length, so a page must be
+    # cleared before its new owner uses it: a NaN of the former owner would pass the mask.
+    clears_pages: bool = True
+    draft_pools: KvPools | None = None  # the drafter's keys and values, over the same page tables
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStep:
+    """The argument of a decode mode: one step's plan, its arrays on the device, and its forward."""
+
+    plan: StepPlan
+    arrays: DeviceArrays
+    batch: ForwardBatch
+
+    @property
+    def iteration(self) -> Tensor:
+        """int64 [1]."""
+        return self.arrays.ints("iteration")
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSample:
+    """A Sample message on the device."""
+
+    iteration: Tensor  # int64 [1], of the step whose logits were held
+    rows: Tensor  # int64 [n]
+    mask: Tensor  # int32 [n, mask words]
+    logits: LogitsPlan
+    arrays: DeviceArrays
 
 
 def stage_tables(batch: ScheduleBatch, arrays: HostArrays, state: DeviceState) -> None:
-    """The arrays of `apply_tables`: none in most decode steps."""
+    """Adds the arrays that `apply_tables` reads. Most decode steps need none."""
     if batch.row_inits:
         ints, floats = init_columns(batch.row_inits)
         arrays.add("init_rows", np.array([init.row for init in batch.row_inits], np.int32))
@@ -58,7 +83,7 @@ def stage_tables(batch: ScheduleBatch, arrays: HostArrays, state: DeviceState) -
 
 
 def apply_tables(batch: ScheduleBatch, arrays: DeviceArrays, state: DeviceState) -> None:
-    """New tenants, and pages that rows got in this step."""
+    """Writes the parameters of new requests, and the page-table entries of this step."""
     if batch.row_inits:
         rows = arrays.ints("init_rows")
         ints, floats = arrays.wide_ints("init_ints"), arrays.floats("init_floats")
@@ -70,28 +95,34 @@ def apply_tables(batch: ScheduleBatch, arrays: DeviceArrays, state: DeviceState)
             rows, columns, pages = arrays.ints(f"page_writes{group}").chunk(3)
             state.pools.write_pages(group, rows=rows, columns=columns, pages=pages)
             if state.clears_pages:
-                state.pools.clear(group, arrays.ints(f"empty_pages{group}"))
+                empty = arrays.ints(f"empty_pages{group}")
+                state.pools.clear(group, empty)
+                if state.draft_pools is not None:
+                    state.draft_pools.clear(group, empty)
 
 
+# How a device runs `resolve`.
 Resolve: TypeAlias = Callable[[StepPlan, DeviceArrays, DeviceState], DeviceStep]
 
 
 def resolve(plan: StepPlan, arrays: DeviceArrays, state: DeviceState) -> DeviceStep:
-    """Placeholders become ids and bounds become lengths; the ids go beside the KV."""
+    """Replaces placeholders by token ids and bounds by lengths, and writes the ids to the token
+    pool."""
     input_ids = state.relay.resolve(arrays.ints("input_ids"))
     if plan.num_drafts.any():
         input_ids = _with_drafts(input_ids, arrays, state.relay)
     kv_lens = _kv_lens(arrays, state.relay)
-    batch = resolved_batch(plan, arrays, input_ids=input_ids, kv_lens=kv_lens)
-    placed = batch.place(state.pools)
-    state.pools.token_pool.index_copy_(0, placed.slots[0], input_ids.to(torch.int32))
-    return DeviceStep(plan, dataclasses.replace(batch, placed=placed), arrays)
+    batch = ForwardBatch.init_new(
+        resolved_batch(plan, arrays, input_ids=input_ids, kv_lens=kv_lens), state.pools
+    )
+    state.pools.token_pool.index_copy_(0, batch.slots[0], input_ids.to(torch.int32))
+    return DeviceStep(plan, arrays, batch)
 
 
 def resolved_batch(
     plan: StepPlan, arrays: DeviceArrays, *, input_ids: Tensor, kv_lens: Tensor
 ) -> DeviceBatch:
-    """Of a step whose ids and lengths are known, int64 [tokens] and [rows]."""
+    """input_ids int64 [tokens] without placeholders, kv_lens int64 [rows] without bounds."""
     return DeviceBatch(
         iteration=plan.iteration,
         rows=arrays.ints("rows"),
@@ -109,7 +140,7 @@ def resolved_batch(
 
 
 def _kv_lens(arrays: DeviceArrays, relay: FutureMap) -> Tensor:
-    """What the host knows comes from the host, and only a bound from the relay."""
+    """An exact length comes from the host; only a bound is replaced by the published length."""
     kv_lens = arrays.ints("kv_lens")
     if SEQ_LEN not in relay:
         return kv_lens
@@ -118,7 +149,7 @@ def _kv_lens(arrays: DeviceArrays, relay: FutureMap) -> Tensor:
 
 
 def _with_drafts(input_ids: Tensor, arrays: DeviceArrays, relay: FutureMap) -> Tensor:
-    """The last num_drafts tokens of each row's span come from its drafts, in order."""
+    """The last `num_drafts` tokens of each row are its drafts, in order."""
     token_to_row = arrays.ints("token_to_row")
     num_known = arrays.ints("query_lens") - arrays.ints("num_drafts")
     numbers = arrays.ints("offsets") - num_known.index_select(0, token_to_row)

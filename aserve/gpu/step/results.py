@@ -1,12 +1,13 @@
-"""What comes back of a step: packed on the device into one int32 array, read on the host.
+"""The result of a step: packed on the device into one int32 array, and read on the host.
 
-It knows no thread. `pack` runs on the executor's stream, `read` on the waiter's thread, after the
-step's event; the layout is fixed by host values, so nothing has to be asked of the device.
+`pack` runs on the executor's stream. The readers run on the waiter's thread, after the step's
+event. Host values alone fix the layout, so the reader asks the device nothing.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,162 +17,150 @@ from torch import Tensor
 from aserve.errors import AserveError, BugError, StepError
 from aserve.gpu.sampling.sampler import Sampled
 from aserve.gpu.step.plan import LogitsPlan, StepPlan
-from aserve.gpu.step.prompt_plan import PromptPlan
-from aserve.gpu.step.prompts import Prompts, read_prompts
+from aserve.gpu.step.prompts import PromptPlan, Prompts, read_prompts
 from aserve.messages.base import ArrayI32
 from aserve.messages.results import RowLogprobs, SampleResult, SeqLens, StepResult
 
 
 @dataclass(frozen=True, slots=True)
-class Emitted:
-    """What a step gives its sampled rows: tokens int64 [samples, width], of which the first
-    `counts` int64 [samples] are emitted."""
-
-    tokens: Tensor
-    counts: Tensor
-    sampled: Sampled
-
-
-@dataclass(frozen=True, slots=True)
 class Layout:
-    """Sizes of the sections, in order."""
+    """The sizes of the sections of a packed result."""
 
-    num_samples: int
-    width: int  # tokens per sampled row at most
+    num_samples: int  # rows; 0 for a step that gives no tokens
+    width: int  # the most tokens that a row may get
     num_logits: int
-    num_scored: int
+    num_scored: int  # logits rows with logprobs
     num_top: int
     num_prompt_words: int
 
     @property
     def sizes(self) -> tuple[int, ...]:
+        """Words of tokens, counts, is_valid, chosen, top_ids, top_logprobs and prompts."""
         table = self.num_scored * self.num_top
         tokens = self.num_samples * self.width
-        of_samples = tokens, self.num_samples, self.num_logits, self.num_scored, table, table
-        return *of_samples, self.num_prompt_words
+        sampled = tokens, self.num_samples, self.num_logits, self.num_scored, table, table
+        return *sampled, self.num_prompt_words
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """`words`: int32 [sum of the layout's sizes, and the checks' lengths after them]."""
+    """`words`: int32 [sum of the layout's sizes], and in debug mode the checks after them."""
 
     words: Tensor
     layout: Layout
 
-
-def _layout_of(emitted: Emitted) -> Layout:
-    num_samples, width = emitted.tokens.shape
-    num_scored, num_top = emitted.sampled.top_ids.shape
-    prompts = emitted.sampled.prompts
-    return Layout(
-        num_samples=num_samples,
-        width=width,
-        num_logits=len(emitted.sampled.is_valid),
-        num_scored=num_scored,
-        num_top=num_top,
-        num_prompt_words=0 if prompts is None else len(prompts),
-    )
+    def with_checks(self, *checks: Tensor) -> Packed:
+        """Appends the values that `check_step` reads."""
+        return Packed(
+            torch.cat([self.words, *(values.to(torch.int32) for values in checks)]), self.layout
+        )
 
 
-def pack(emitted: Emitted, checks: tuple[Tensor, ...] = ()) -> Packed:
-    """Floats keep their bits."""
-    sampled = emitted.sampled
+def pack(tokens: Tensor, counts: Tensor, sampled: Sampled) -> Packed:
+    """tokens int64 [samples, width]: row i gets the first counts[i] of its tokens, which may be
+    none. counts int64 [samples]. Floats keep their bits.
+    """
     values = (
-        emitted.tokens,
-        emitted.counts,
+        tokens,
+        counts,
         sampled.is_valid,
         sampled.chosen.view(torch.int32),
         sampled.top_ids,
         sampled.top_logprobs.contiguous().view(torch.int32),
         *(() if sampled.prompts is None else (sampled.prompts,)),
-        *checks,
     )
-    words = torch.cat([value.reshape(-1).to(torch.int32) for value in values])
-    return Packed(words, _layout_of(emitted))
+    num_samples, width = tokens.shape
+    num_scored, num_top = sampled.top_ids.shape
+    layout = Layout(
+        num_samples=num_samples,
+        width=width,
+        num_logits=len(sampled.is_valid),
+        num_scored=num_scored,
+        num_top=num_top,
+        num_prompt_words=0 if sampled.prompts is None else len(sampled.prompts),
+    )
+    return Packed(torch.cat([value.reshape(-1).to(torch.int32) for value in values]), layout)
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """Of the sampled rows, on the host; `rows` and `windows` as they were planned. A Sample owes
-    no prompt anything.
-    """
-
-    rows: ArrayI32
-    counts: ArrayI32
-    tokens: ArrayI32  # the emitted ones
-    logprobs: tuple[RowLogprobs, ...]
-    prompts: Prompts
-
-    def step_result(self, iteration: int) -> StepResult:
-        return StepResult(
-            iteration=iteration,
-            rows=self.rows.tobytes(),
-            counts=self.counts.tobytes(),
-            tokens=self.tokens.tobytes(),
-            logprobs=self.logprobs,
-            prompt_logprobs=self.prompts.logprobs,
-            embeddings=self.prompts.embeddings,
-        )
-
-    def sample_result(self, iteration: int) -> SampleResult:
-        return SampleResult(
-            iteration=iteration,
-            rows=self.rows.tobytes(),
-            counts=self.counts.tobytes(),
-            tokens=self.tokens.tobytes(),
-            logprobs=self.logprobs,
-        )
+def pack_one_each(sampled: Sampled) -> Packed:
+    """For a step in which every sampled row gets one token."""
+    return pack(sampled.tokens[:, None], torch.ones_like(sampled.tokens), sampled)
 
 
-def read_tokens(
-    words: ArrayI32, layout: Layout, logits: LogitsPlan, prompt_plan: PromptPlan | None = None
-) -> Tokens | AserveError:
-    """words: a packed array, int32, of which padding rows, the last ones, fall away here. A row
-    that could not be sampled is an error.
+def pack_nothing(device: torch.device) -> Packed:
+    """For a step that gives no tokens at all, such as a middle stage of a pipeline."""
+    return Packed(
+        torch.empty(0, dtype=torch.int32, device=device),
+        Layout(0, 0, 0, num_scored=0, num_top=0, num_prompt_words=0),
+    )
+
+
+def read_step(
+    words: ArrayI32, layout: Layout, logits: LogitsPlan, prompts: PromptPlan | None, iteration: int
+) -> StepResult | AserveError:
+    """words: a packed result, int32, on the host. Padding rows, which come last, are dropped. A row
+    that cannot be sampled is an error.
     """
     ends = list(itertools.accumulate(layout.sizes, initial=0))
-    tokens, counts, is_valid, chosen, top_ids, top_logprobs, of_prompts = (
+    tokens, counts, is_valid, chosen, top_ids, top_logprobs, prompt_words = (
         words[start:end] for start, end in itertools.pairwise(ends)
     )
-    tokens = tokens.reshape(layout.num_samples, layout.width)[: len(logits.rows)]
-    counts, is_valid = counts[: len(logits.rows)], is_valid[: len(logits.tokens)]
+    rows = logits.rows[: layout.num_samples]
+    tokens = tokens.reshape(layout.num_samples, layout.width)[: len(rows)]
+    counts, is_valid = counts[: len(rows)], is_valid[: len(logits.tokens)]
     if not is_valid.all():
         row = int(np.repeat(logits.rows, logits.windows)[np.flatnonzero(is_valid == 0)[0]])
         return StepError(f"row {row}: no token can be drawn from its logits (NaN, or all banned)")
-    prompts = Prompts() if prompt_plan is None else read_prompts(of_prompts, prompt_plan)
-    if isinstance(prompts, StepError):
-        return prompts
+    read = Prompts()
+    if prompts is not None and layout.num_prompt_words:
+        found = read_prompts(prompt_words, prompts)
+        if isinstance(found, StepError):
+            return found
+        read = found
     is_emitted = np.arange(layout.width) < counts[:, None]
     scores = _Scores(
         chosen.view(np.float32),
         top_ids.reshape(layout.num_scored, layout.num_top),
         top_logprobs.view(np.float32).reshape(layout.num_scored, layout.num_top),
     )
-    return Tokens(
-        rows=logits.rows,
-        counts=counts.copy(),
-        tokens=tokens[is_emitted],
+    return StepResult(
+        iteration=iteration,
+        rows=rows.tobytes(),
+        counts=counts.tobytes(),
+        tokens=tokens[is_emitted].tobytes(),
         logprobs=tuple(scores.by_row(logits, counts)),
-        prompts=prompts,
+        prompt_logprobs=read.logprobs,
+        embeddings=read.embeddings,
     )
 
 
+def read_sample(
+    words: ArrayI32, layout: Layout, logits: LogitsPlan, iteration: int
+) -> SampleResult | AserveError:
+    """As `read_step`, for held rows. Their step has already answered for their prompts."""
+    read = read_step(words, layout, logits, None, iteration)
+    if isinstance(read, AserveError):
+        return read
+    return SampleResult(iteration, read.rows, read.counts, read.tokens, read.logprobs)
+
+
 def check_step(plan: StepPlan, stamps: ArrayI32, kv_lens: ArrayI32) -> BugError | None:
-    """The debug checks: relay reads met the step that they expected, lengths those of the host."""
+    """The debug checks: each relay read found the value of the step that it expected, and each KV
+    length of the host is the device's own."""
     is_stale = (plan.expects != 0) & (stamps != plan.expects)
     if is_stale.any():
-        place = int(np.flatnonzero(is_stale)[0])
+        index = int(np.flatnonzero(is_stale)[0])
         return BugError(
-            f"step {plan.iteration}: row {plan.rows[place]} reads the relay of step "
-            f"{plan.expects[place]}, but step {stamps[place]} wrote it"
+            f"step {plan.iteration}: row {plan.rows[index]} reads the relay of step "
+            f"{plan.expects[index]}, but step {stamps[index]} wrote it"
         )
     is_wrong = np.where(plan.is_bound > 0, kv_lens > plan.kv_lens, kv_lens != plan.kv_lens)
     if is_wrong.any():
-        place = int(np.flatnonzero(is_wrong)[0])
-        kind = "at most" if plan.is_bound[place] else "exactly"
+        index = int(np.flatnonzero(is_wrong)[0])
+        kind = "at most" if plan.is_bound[index] else "exactly"
         return BugError(
-            f"step {plan.iteration}: row {plan.rows[place]} has {kv_lens[place]} KV positions on "
-            f"the device; the host says {kind} {plan.kv_lens[place]}"
+            f"step {plan.iteration}: row {plan.rows[index]} has {kv_lens[index]} KV positions on "
+            f"the device; the host says {kind} {plan.kv_lens[index]}"
         )
     return None
 
@@ -184,26 +173,23 @@ def seq_lens(plan: StepPlan, lens: ArrayI32) -> SeqLens:
 
 @dataclass(frozen=True, slots=True)
 class _Scores:
-    """Of all logits rows that want logprobs, one after the other."""
+    """Logprobs of all logits rows that want them, one after the other."""
 
     chosen: np.ndarray[tuple[int], np.dtype[np.float32]]
     top_ids: np.ndarray[tuple[int, int], np.dtype[np.int32]]
     top_logprobs: np.ndarray[tuple[int, int], np.dtype[np.float32]]
 
-    def by_row(self, logits: LogitsPlan, counts: ArrayI32) -> list[RowLogprobs]:
-        """Of each row's window only what was emitted, and as many alternatives as it asked for."""
-        found: list[RowLogprobs] = []
+    def by_row(self, logits: LogitsPlan, counts: ArrayI32) -> Iterator[RowLogprobs]:
+        """For each row, the emitted tokens of its window with as many alternatives as it asked
+        for."""
         start = 0
-        for place in np.flatnonzero(logits.num_logprobs >= 0):
-            part = slice(start, start + int(counts[place]))
-            num_top = int(logits.num_logprobs[place])
-            found.append(
-                RowLogprobs(
-                    row=int(logits.rows[place]),
-                    chosen=self.chosen[part].tobytes(),
-                    top_ids=self.top_ids[part, :num_top].tobytes(),
-                    top_logprobs=self.top_logprobs[part, :num_top].tobytes(),
-                )
+        for index in np.flatnonzero(logits.num_logprobs[: len(counts)] >= 0):
+            part = slice(start, start + int(counts[index]))
+            num_top = int(logits.num_logprobs[index])
+            yield RowLogprobs(
+                row=int(logits.rows[index]),
+                chosen=self.chosen[part].tobytes(),
+                top_ids=self.top_ids[part, :num_top].tobytes(),
+                top_logprobs=self.top_logprobs[part, :num_top].tobytes(),
             )
-            start += int(logits.windows[place])
-        return found
+            start += int(logits.windows[index])

@@ -1,7 +1,7 @@
-"""Host buffers that copies to and from the device go through, each in use by one step at a time.
+"""Pinned host buffers for copies to and from the device. Each buffer belongs to one step at a time.
 
-It knows nothing of what is in them. A slot is taken by the executor thread and given back by the
-waiter, after the event of the step that used it: before, the device may still read or write it.
+The executor thread takes a slot. The waiter gives it back after the event of the step that used it,
+because the device may read or write the slot until then.
 """
 
 from __future__ import annotations
@@ -15,35 +15,38 @@ from aserve.gpu.device.base import Device
 from aserve.messages.base import ArrayI32
 
 MIN_WORDS = 4096
-MAX_FRONTS = 256  # more than captured steps have lengths
-POISON = -2_004_318_072  # no token, row, length or count: 0x88888888
+MAX_PREFIXES = 256  # more than captured steps have lengths
+POISON = -2_004_318_072  # 0x88888888, which is no valid token, row, length or count
 
 
 class PinnedSlot:
-    """`words` and what `front` gives are the same int32 memory."""
+    """One buffer. `words` (numpy) and `prefix` (torch) are views of the same int32 memory."""
 
-    __slots__ = ("_buffer", "_fronts", "words")
+    __slots__ = ("_buffer", "_prefixes", "words")
 
     def __init__(self, buffer: Tensor) -> None:
         self._buffer = buffer
-        self._fronts: dict[int, Tensor] = {}
+        self._prefixes: dict[int, Tensor] = {}
         self.words: ArrayI32 = buffer.numpy()
 
-    def front(self, num_words: int) -> Tensor:
-        """The first ones. PERF: not one more call of torch where a step is as long as others."""
-        found = self._fronts.get(num_words)
-        if found is None:
-            if len(self._fronts) == MAX_FRONTS:
-                self._fronts.clear()
-            found = self._fronts[num_words] = self._buffer[:num_words]
-        return found
+    def prefix(self, num_words: int) -> Tensor:
+        """The first `num_words` words, int32 [num_words].
+
+        PERF: the views are kept, which saves one torch call per step when lengths repeat.
+        """
+        view = self._prefixes.get(num_words)
+        if view is None:
+            if len(self._prefixes) == MAX_PREFIXES:
+                self._prefixes.clear()
+            view = self._prefixes[num_words] = self._buffer[:num_words]
+        return view
 
 
 class PinnedSlots:
-    """As many slots as steps are in flight at most, made when first needed.
+    """A pool of slots that grows on demand to the number of steps in flight.
 
-    In debug mode a slot is overwritten when it is given back, so that whoever still reads it shows:
-    otherwise only the next step that takes the slot changes it, which is a race.
+    In debug mode a slot is overwritten when it is given back, so that a late reader always sees
+    garbage. Otherwise it would see garbage only when another step has taken the slot meanwhile.
     """
 
     __slots__ = ("_device", "_free", "_is_debug")
@@ -54,7 +57,7 @@ class PinnedSlots:
         self._free: queue.SimpleQueue[PinnedSlot] = queue.SimpleQueue()
 
     def take(self, num_words: int) -> PinnedSlot:
-        """A slot of at least so many words. A free one that is too small is dropped for it."""
+        """A slot of at least `num_words` words. A free slot that is too small is discarded."""
         try:
             slot = self._free.get_nowait()
         except queue.Empty:

@@ -1,6 +1,6 @@
-"""Named arrays of one step in one int32 buffer, so that they reach the device in a single copy.
+"""Named arrays packed into one int32 buffer, so that they reach the device in a single copy.
 
-It knows nothing of what they mean.
+`HostArrays` is filled on the host and written into a pinned slot; `DeviceArrays` reads the copy.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from aserve.messages.base import ArrayI32
 ArrayI64 = npt.NDArray[np.int64]
 ArrayF64 = npt.NDArray[np.float64]
 
-# PERF: of 16 bytes. Where an array begins decides which kernel Triton takes, and compiles if it has
-# none: every step's arrays begin alike, so that none is compiled while requests wait.
+# PERF: every array begins at a multiple of 16 bytes. Triton specialises kernels on the alignment of
+# their arguments, so a step whose arrays began elsewhere would compile while requests wait.
 ALIGNED_WORDS = 4
 
 
 class HostArrays:
-    """Filled on the host, then written into a slot."""
+    """Arrays of one step on the host, by name."""
 
     __slots__ = ("_narrow", "_wide")
 
@@ -35,49 +35,54 @@ class HostArrays:
         self._narrow[name] = values
 
     def add_wide(self, name: str, values: ArrayI64 | ArrayF64) -> None:
+        """Adds 64-bit values as pairs of words."""
         self._wide[name] = values.reshape(-1).view(np.int32)
 
     @property
     def num_words(self) -> int:
-        """With the gaps between them."""
-        return sum(map(_room, (self._wide | self._narrow).values()))
+        """Words of the packed buffer, alignment included."""
+        return sum(map(_aligned_len, (self._wide | self._narrow).values()))
 
     def write(self, words: ArrayI32) -> dict[str, slice]:
-        """Copies all sections into `words`; says where each is."""
-        places: dict[str, slice] = {}
+        """Copies all arrays into `words` and returns the slice of each."""
+        slices: dict[str, slice] = {}
         start = 0
         for name, values in (self._wide | self._narrow).items():
-            places[name] = slice(start, start + len(values))
-            words[places[name]] = values
-            start += _room(values)
-        return places
+            slices[name] = slice(start, start + len(values))
+            words[slices[name]] = values
+            start += _aligned_len(values)
+        return slices
 
 
 class DeviceArrays:
-    """The same on the device: `words` int32 [n], which are made int64 where one is first asked."""
+    """The packed arrays on the device. `words`: int32 [n]. int64 views come from one conversion of
+    all words, made when the first is asked for."""
 
-    __slots__ = ("_longs", "_places", "words")
+    __slots__ = ("_longs", "_slices", "words")
 
-    def __init__(self, words: Tensor, places: Mapping[str, slice]) -> None:
+    def __init__(self, words: Tensor, slices: Mapping[str, slice]) -> None:
         self.words = words
-        self._places = places
+        self._slices = slices
         self._longs: Tensor | None = None
 
     def ints(self, name: str) -> Tensor:
-        """int64 [n], a view."""
+        """int64 [n], a view of the converted words."""
         if self._longs is None:
             self._longs = self.words.to(torch.int64)
-        return self._longs[self._places[name]]
+        return self._longs[self._slices[name]]
 
     def narrow_ints(self, name: str) -> Tensor:
-        return self.words[self._places[name]]
+        """int32 [n], a view."""
+        return self.words[self._slices[name]]
 
     def wide_ints(self, name: str) -> Tensor:
+        """int64 [n / 2], a view of an array that was added with `add_wide`."""
         return self.narrow_ints(name).view(torch.int64)
 
     def floats(self, name: str) -> Tensor:
+        """float64 [n / 2], a view of an array that was added with `add_wide`."""
         return self.narrow_ints(name).view(torch.float64)
 
 
-def _room(values: ArrayI32) -> int:
+def _aligned_len(values: ArrayI32) -> int:
     return -(-len(values) // ALIGNED_WORDS) * ALIGNED_WORDS

@@ -14,8 +14,7 @@ from aserve.gpu.attention.registry import BACKENDS
 from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec, group_layers
 from aserve.gpu.kv.pools import KvPools
-from aserve.gpu.step.forward_batch import ForwardBatch
-from aserve.gpu.step.inputs import DeviceBatch
+from aserve.gpu.step.forward_batch import DeviceBatch, ForwardBatch
 from aserve.messages.executor import GroupSpec
 from tests.gpu.device_tables import CPU, device_batch
 

@@ -32,8 +32,7 @@ from aserve.gpu.device.base import Cut
 from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.kv.layer_groups import AttentionInputs, group_layers
 from aserve.gpu.kv.pools import KvPools
-from aserve.gpu.step.forward_batch import ForwardBatch, ForwardOverrides
-from aserve.gpu.step.inputs import DeviceBatch
+from aserve.gpu.step.forward_batch import DeviceBatch, ForwardBatch, ForwardOverrides
 from aserve.messages.base import ArrayI32
 from aserve.messages.executor import GroupSpec
 from tests.fakes.cuda import FakeCuda

@@ -156,9 +156,8 @@ def test_some_of_the_rows_share_as_much_and_padding_or_a_drafters_forward_nothin
     assert made.padded(4).shared_pages == 2
     assert made.padded(5).shared_pages == 0
     assert [part.shared_pages for part in made.split(2)] == [2, 2]
-    batch = dataclasses.replace(device_batch([1, 1], [32, 32]), shared_pages=2)
-    ids, lens = torch.zeros_like(batch.rows), batch.kv_lens + 1
-    assert batch.decode(batch.rows, input_ids=ids, kv_lens=lens).shared_pages == 0
+    ids, lens = torch.zeros_like(made.rows), made.kv_lens + 1
+    assert made.decode(made.rows, input_ids=ids, kv_lens=lens).shared_pages == 0
 
 
 @pytest.mark.parametrize("is_shared", [False, True])

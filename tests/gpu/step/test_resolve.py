@@ -5,7 +5,6 @@ Also the head of a step: new tenants, their pages, and the token ids beside the 
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,8 +12,9 @@ import torch
 
 from aserve.errors import BugError
 from aserve.gpu.device.cuda.ops import triton_resolve
+from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.gpu.step.future_map import LAST_TOKEN, SEQ_LEN
-from aserve.gpu.step.resolve import DRAFTS, DeviceState, Resolve, resolve
+from aserve.gpu.step.resolve import DRAFTS, DeviceState, Resolve, resolve, resolved_batch
 from aserve.messages.base import pack_i32
 from aserve.messages.step import PageWrites, ScheduleBatch, VerifyPlan
 from tests.gpu.batch_builder import greedy
@@ -105,8 +105,7 @@ def test_each_kind_of_step_resolves_to_known_ids_at_their_positions(name: str, b
     case, state = CASES[name], tables_in_use()
     batch = bring(batch_of(case), state, by).batch
     assert batch.input_ids.tolist() == case.ids
-    token_to_row = batch.token_to_row
-    assert (batch.kv_lens[token_to_row] + batch.offsets).tolist() == case.positions
+    assert batch.positions.tolist() == case.positions
     assert batch.rows[token_to_row].tolist() == [
         row
         for row, query_len in zip(case.rows, case.query_lens, strict=True)
@@ -139,12 +138,13 @@ def test_resolved_ids_lie_beside_the_kv_of_their_row_and_nowhere_else(
 @pytest.mark.parametrize("case", CASES)
 def test_a_resolved_step_knows_where_its_tokens_lie(case: str, by: Resolve) -> None:
     state = tables_in_use()
-    batch = bring(batch_of(CASES[case]), state, by).batch
-    placed = dataclasses.replace(batch, placed=None).place(state.pools)
-    assert batch.placed is not None
-    for name in (each.name for each in dataclasses.fields(placed)):
-        got, expected = (getattr(each, name) for each in (batch.placed, placed))
-        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    step = bring(batch_of(CASES[case]), state, by)
+    ids, kv_lens = step.batch.input_ids, step.batch.kv_lens
+    resolved = resolved_batch(step.plan, step.arrays, input_ids=ids, kv_lens=kv_lens)
+    expected = ForwardBatch.init_new(resolved, state.pools)
+    for name in ("token_rows", "positions", "slots", "lens", "cu_query_lens"):
+        got, wanted = (getattr(each, name) for each in (step.batch, expected))
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("by", WAYS.values(), ids=WAYS)

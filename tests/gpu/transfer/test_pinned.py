@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aserve.gpu.device.cpu.device import CpuDevice
-from aserve.gpu.transfer.pinned import MAX_FRONTS, MIN_WORDS, POISON, PinnedSlots
+from aserve.gpu.transfer.pinned import MAX_PREFIXES, MIN_WORDS, POISON, PinnedSlots
 
 
 def test_a_slot_is_used_again_only_after_it_was_given_back() -> None:
@@ -28,16 +28,16 @@ def test_a_free_slot_that_is_too_small_is_not_used() -> None:
 def test_words_and_buffer_are_the_same_memory() -> None:
     slot = PinnedSlots(CpuDevice()).take(3)
     slot.words[:3] = [7, -1, 2**31 - 1]
-    assert slot.front(3).tolist() == [7, -1, 2**31 - 1]
+    assert slot.prefix(3).tolist() == [7, -1, 2**31 - 1]
 
 
 def test_a_front_of_the_same_length_is_made_once_and_not_kept_for_ever() -> None:
     slot = PinnedSlots(CpuDevice()).take(MIN_WORDS)
-    first = slot.front(7)
-    assert slot.front(7) is first
-    for num_words in range(8, 8 + MAX_FRONTS):
-        assert len(slot.front(num_words)) == num_words
-    assert slot.front(7) is not first
+    first = slot.prefix(7)
+    assert slot.prefix(7) is first
+    for num_words in range(8, 8 + MAX_PREFIXES):
+        assert len(slot.prefix(num_words)) == num_words
+    assert slot.prefix(7) is not first
 
 
 def test_in_debug_mode_nothing_can_be_read_from_a_slot_that_was_given_back() -> None:
@@ -45,4 +45,4 @@ def test_in_debug_mode_nothing_can_be_read_from_a_slot_that_was_given_back() -> 
     slot = slots.take(3)
     slot.words[:3] = [1, 2, 3]
     slots.give_back(slot)
-    assert slot.front(3).tolist() == [POISON] * 3
+    assert slot.prefix(3).tolist() == [POISON] * 3

@@ -44,8 +44,7 @@ from aserve.gpu.attention.flashinfer.wrappers import (
 )
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
 from aserve.gpu.models.base import Attend
-from aserve.gpu.step.forward_batch import ForwardBatch
-from aserve.gpu.step.inputs import DeviceBatch
+from aserve.gpu.step.forward_batch import DeviceBatch, ForwardBatch
 from aserve.messages.base import ArrayI32
 
 # Of a compiler, of what it links, and of a release that names its arguments otherwise.
@@ -96,7 +95,7 @@ class FlashInfer:
         self._wrappers = Wrappers(package, site)
         self._kinds = tuple(dict.fromkeys(self._problems.values()))
         self._cascades = Cascades(self._wrappers, site, self._kinds)
-        self._slots = Slots(site.device, site.num_in_flight)
+        self._slots = Slots(site.device, site.num_plans)
         self.static_plans = FlashStaticPlans(
             self._wrappers, site, self._kinds, cascades=self._cascades
         )

@@ -76,7 +76,7 @@ class Cascades:
         layers = site.groups[GROUP].layers if self._problems else ()
         values = sum(2 * layer.num_kv_heads * layer.head_dim for layer in layers)
         self._bytes_per_token = values * site.pools.dtype.itemsize / max(len(site.layers), 1)
-        self._slots = PlanSlots[Problem, CascadeWrapper](site.device, site.num_in_flight)
+        self._slots = PlanSlots[Problem, CascadeWrapper](site.device, site.num_plans)
 
     def is_worthwhile(self, num_rows: int, shared_pages: int) -> bool:
         shared_tokens = shared_pages * self._site.pools.page_size

@@ -45,7 +45,7 @@ class PlanSlot(Generic[Key, Wrapper]):
             self._places = {}
         indices = packed.write(self._memory.words)
         if indices != self._places:
-            words = self._memory.front(packed.num_words)
+            words = self._memory.prefix(packed.num_words)
             self._places = indices
             self._views = {name: words[place] for name, place in indices.items()}
         return self._views
@@ -66,12 +66,13 @@ class PlanSlot(Generic[Key, Wrapper]):
 
 
 class PlanSlots(Generic[Key, Wrapper]):
-    """One more than steps may be in flight: so `take` finds its event done."""
+    """One slot for each plan of the steps in flight and of one step more, so that `take` finds its
+    event done."""
 
     __slots__ = ("_next", "_slots")
 
-    def __init__(self, device: Device, num_in_flight: int) -> None:
-        self._slots = tuple(PlanSlot[Key, Wrapper](device) for _ in range(num_in_flight + 1))
+    def __init__(self, device: Device, num_plans: int) -> None:
+        self._slots = tuple(PlanSlot[Key, Wrapper](device) for _ in range(num_plans))
         self._next = 0
 
     def __iter__(self) -> Iterator[PlanSlot[Key, Wrapper]]:

@@ -96,7 +96,7 @@ class FlashStaticPlans:
             group: PageList.new(shape.num_rows, self._room(group, max_pages)) for group in groups
         }
         cu_query_lens = self._ints(shape.num_rows + 1)
-        slots = PlanSlots[Problem, Replan](site.device, site.num_in_flight)
+        slots = PlanSlots[Problem, Replan](site.device, site.num_plans)
         wrappers: dict[Problem, Wrapper] = {}
         for slot, problem in itertools.product(slots, self._kinds):
             pages = lists[problem.group]

@@ -5,7 +5,6 @@ It knows no page and no layer. The kernel computes in float32, so what is wider 
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 
 import torch
@@ -22,10 +21,10 @@ from aserve.gpu.sampling.draw import Drawn
 from aserve.gpu.sampling.ops import SHAPED_OPS, SampleOps
 from aserve.gpu.sampling.params import LogitsRows, RowTables
 from aserve.gpu.sampling.plan import SamplePlan
+from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.gpu.step.future_map import LAST_TOKEN, PLAIN_ROWS, SEQ_LEN, RowOps
-from aserve.gpu.step.inputs import DeviceStep, Placed
 from aserve.gpu.step.plan import StepPlan
-from aserve.gpu.step.resolve import DeviceState, Resolve, resolve, resolved_batch
+from aserve.gpu.step.resolve import DeviceState, DeviceStep, Resolve, resolve, resolved_batch
 from aserve.gpu.transfer.staging import DeviceArrays
 from aserve_kernels import penalties
 from aserve_kernels.bitmask import apply_bitmask
@@ -150,9 +149,15 @@ def triton_resolve(plan: StepPlan, arrays: DeviceArrays, state: DeviceState) -> 
         page_size=pools.page_size,
     )
     made = prepare_inputs(words, tables)
-    placed = Placed(made.token_rows, made.positions, made.slots, made.lens, made.cu_query_lens)
-    batch = resolved_batch(plan, arrays, input_ids=made.input_ids, kv_lens=made.kv_lens)
-    return DeviceStep(plan, dataclasses.replace(batch, placed=placed), arrays)
+    batch = ForwardBatch.from_slots(
+        resolved_batch(plan, arrays, input_ids=made.input_ids, kv_lens=made.kv_lens),
+        token_rows=made.token_rows,
+        positions=made.positions,
+        slots=made.slots,
+        lens=made.lens,
+        cu_query_lens=made.cu_query_lens,
+    )
+    return DeviceStep(plan, arrays, batch)
 
 
 def triton_row_ops(dtype: torch.dtype) -> RowOps:
