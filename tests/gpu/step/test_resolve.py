@@ -106,7 +106,7 @@ def test_each_kind_of_step_resolves_to_known_ids_at_their_positions(name: str, b
     batch = bring(batch_of(case), state, by).batch
     assert batch.input_ids.tolist() == case.ids
     assert batch.positions.tolist() == case.positions
-    assert batch.rows[token_to_row].tolist() == [
+    assert batch.token_rows.tolist() == [
         row
         for row, query_len in zip(case.rows, case.query_lens, strict=True)
         for _ in range(query_len)
