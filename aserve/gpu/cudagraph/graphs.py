@@ -1,9 +1,43 @@
-"""Decode steps as captured graphs: which there are, which are wished for, and the replay of one.
+"""`StepGraphs`: the captured graphs of decode steps, their capture, and their replay.
 
-A step is padded to the next captured number of rows on the host, its words go to where the graph
-reads them, and what it leaves is copied before the next replay overwrites it. It knows no decode
-mode. Everything here is written on the executor's thread.
+All state is written on the executor's thread.
 """
+
+# Theory of operation
+#
+# A decode step of a few rows is hundreds of kernels of a few microseconds each, and launching them
+# from Python takes longer than running them. A captured graph holds these launches, and one call
+# replays them. A graph reads and writes the very addresses, and has the very shapes, of its
+# capture. So everything in a step that differs from replay to replay must be data in buffers.
+#
+# What is captured. The whole step: apply, resolve, forward, sampling and stash, as one call of
+# `ModelRunner.step`. All its host values are staged words (DeviceArrays), and the only buffer that
+# the host fills is `_words`, from which every graph reads its step. Tables (row parameters, page
+# tables, relay) are allocated before the first capture and never move.
+#
+# Shapes. A step is replayed if `shape_of` (shapes.py) finds a StepShape: all rows have the same
+# number of tokens, all are sampled, none is new, and sampling needs no more than the shape says. A
+# decode mode declares the widths (tokens per row) that are worth a graph. Rows are padded on the
+# host, as part of the StepPlan, up to the next captured number of rows. Padding rows are row 0 with
+# KV length 0 and write to page 0, so a replay touches nothing that belongs to a request. The result
+# has the padded length, and its reader drops the last rows.
+#
+# Capture. The shape's padding plan is run under `Device.capture`. Host values that the code reads
+# while it is captured (the longest row, whether sampling needs noise) are set to the most that the
+# shape allows, because a replay cannot change them. Capturing starts with the largest shape, so
+# that smaller ones fit into its memory. A shape that is first met in a running engine goes to
+# `_pending`, its step runs eagerly, and the executor thread captures it when it is idle. If a
+# capture fails, its kind of sampling runs without graphs from then on.
+#
+# Attention. Some backends plan on the host for each step. Under graphs they make a plan per shape
+# (`StaticPlans.make`), whose buffers the graph reads, and `refresh` it before each replay.
+#
+# Published lengths. With speculation the host wants the lengths in the middle of a step. The
+# capture is split there: the part before is replayed, then `publish` copies the lengths out, then
+# the rest is replayed.
+#
+# Results. All graphs share one memory pool, so the next replay may overwrite what this one leaves.
+# Lengths and packed results are therefore cloned on the stream right after the replay.
 
 from __future__ import annotations
 
@@ -39,19 +73,19 @@ class GraphParts:
 
 @dataclass(frozen=True, slots=True)
 class StepGraph:
-    """One shape's; `words`: where it reads its step's, int32 [n]."""
+    """The captured step of one shape."""
 
     shape: StepShape
     captured: Captured
     layout: Layout
-    words: Tensor
+    words: Tensor  # int32 [n], the buffer from which the graph reads its step
 
     def padded(self, plan: StepPlan) -> StepPlan:
-        """Of a step that `find` has found this graph for."""
+        """The plan of a step for which `find` returned this graph, padded to its shape."""
         return padded_plan(plan, self.shape)
 
     def room_for(self, arrays: HostArrays) -> Tensor:
-        """`words`, which these must fill."""
+        """`words`, after a check that the arrays fill it exactly."""
         if arrays.num_words != len(self.words):
             raise BugError(
                 f"a step of {self.shape} has {arrays.num_words} words; its graph was captured "
@@ -61,16 +95,16 @@ class StepGraph:
 
 
 class StepGraphs:
-    """All read their step's words at the front of one buffer."""
+    """Graphs by shape. All read their step from the beginning of one buffer."""
 
     __slots__ = ("_graphs", "_parts", "_pending", "_planned_for", "_plans", "_refused", "_words")
 
     def __init__(self, parts: GraphParts) -> None:
         self._parts = parts
         self._graphs: dict[StepShape, StepGraph] = {}
-        self._pending: dict[StepShape, None] = {}  # in order
-        self._refused: set[str] = set()  # kinds of sampling
-        self._plans: dict[StepShape, object] = {}  # of attention
+        self._pending: dict[StepShape, None] = {}  # shapes to capture, in order
+        self._refused: set[str] = set()  # kinds of sampling that cannot be captured
+        self._plans: dict[StepShape, object] = {}  # attention's static plans
         self._planned_for: tuple[int, StepShape] | None = None
         shapes = parts.table.largest_first()
         staged = (parts.runner.stage(self._padding(shape)) for shape in shapes)
@@ -87,15 +121,17 @@ class StepGraphs:
         return bool(self._pending)
 
     def request_all(self) -> int:
-        """How many these are."""
+        """Requests a graph for every shape of the table, and returns their number."""
         self._pending = dict.fromkeys(self._parts.table.largest_first())
         return len(self._pending)
 
     def find(self, plan: StepPlan) -> StepGraph | None:
-        """None for a step that runs eagerly; if it need not, its graph is wished for.
+        """The graph for a step, or None if it must run eagerly. A missing graph that could be
+        captured is requested.
 
-        WHY a replay is not always best: where attention dominates, a way of it that saves most of
-        its reading gains more than launches cost, which are hidden, the host being ahead.
+        WHY a replay is not always faster: cascade attention is not captured, and reads a shared
+        prefix once. That can save more than the launches cost, which are hidden as long as the
+        host runs ahead of the device.
         """
         planner = self._parts.attention.static_plans
         if planner and planner.is_better_eager(len(plan.rows), plan.batch.shared_pages):
@@ -110,7 +146,7 @@ class StepGraphs:
         return graph
 
     def plan_ahead(self, graph: StepGraph, plan: StepPlan) -> None:
-        """What attention plans on the host for this replay, if that is not done yet. `plan` is
+        """Lets attention plan on the host for this replay, unless it has done so already. `plan` is
         padded.
         """
         planner = self._parts.attention.static_plans
@@ -120,26 +156,26 @@ class StepGraphs:
             self._planned_for = step
 
     def replay(self, graph: StepGraph, plan: StepPlan, publish: OnPublish) -> Packed:
-        """`plan` is padded, and its words are where the graph reads them. The result is a copy."""
+        """Replays a graph whose words have been staged. `plan` is padded. The result is a copy."""
         self.plan_ahead(graph, plan)
         words = graph.captured.replay(lambda lens: publish(lens.clone()))
         return Packed(words.clone(), graph.layout)
 
     def capture_next(self) -> None:
-        """Captures what was wished for first. If it raises, `refuse` is to be called."""
+        """Captures the first requested shape. If this raises, the caller must call `refuse`."""
         shape = next(iter(self._pending))
         self._graphs[shape] = self._capture(shape)
         del self._pending[shape]
         logger.debug("captured rows=%d sampling=%s", shape.num_rows, shape.sampling)
 
     def refuse(self, error: Exception) -> None:
-        """What was wished for first cannot be had, nor anything of its kind."""
+        """Drops the first requested shape, and all shapes with the same kind of sampling."""
         refused = next(iter(self._pending))
         self._refused.add(refused.sampling)
         kept = (shape for shape in self._pending if shape.sampling != refused.sampling)
         self._pending = dict.fromkeys(kept)
         logger.warning(
-            "steps of sampling=%s run without graphs: capturing %d rows failed with %s: %s",
+            "steps with sampling=%s run without graphs, because capturing %d rows failed: %s: %s",
             refused.sampling,
             refused.num_rows,
             type(error).__name__,
@@ -156,18 +192,18 @@ class StepGraphs:
         plan = self._padding(shape)
         planner = parts.attention.static_plans
         if planner is not None:
-            of_forward = StaticShape(shape.num_rows, shape.width, parts.spec.max_model_len)
-            self._plans[shape] = planner.make(of_forward)
+            static_shape = StaticShape(shape.num_rows, shape.width, parts.spec.max_model_len)
+            self._plans[shape] = planner.make(static_shape)
             plan = dataclasses.replace(plan, attention_plan=self._plans[shape])
         arrays = parts.runner.stage(plan)
         host = parts.device.host_buffer(arrays.num_words)
         host.numpy().fill(0)
-        places = arrays.write(host.numpy())
+        slices = arrays.write(host.numpy())
         words = parts.device.stage(host, self._words[: len(host)])
         layouts: list[Layout] = []
 
         def body(cut: Cut) -> Tensor:
-            arrays = DeviceArrays(words, places)
+            arrays = DeviceArrays(words, slices)
             parts.runner.apply(plan.batch, arrays)
             packed = parts.runner.step(plan, arrays, cut)
             layouts.append(packed.layout)

@@ -1,7 +1,5 @@
-"""Which steps are alike enough to be captured once and replayed, and the plan of padding rows with
-which each such shape is captured.
-
-Host values only; it knows no device. A step of any other kind has no shape, and runs eagerly.
+"""`StepShape`: the shapes of steps that can be captured as graphs, and the padding plans with which
+they are captured. A step without a shape runs eagerly.
 """
 
 from __future__ import annotations
@@ -20,16 +18,17 @@ from aserve.messages.base import pack_i32
 from aserve.messages.executor import EngineSpec
 from aserve.messages.step import PageWrites, VerifyPlan
 
-GREEDY, NOISE, FILTER = "greedy", "noise", "filter"  # each draws as those before it, too
+# Kinds of sampling. Each graph can also run the steps of the kinds before its own.
+GREEDY, NOISE, FILTER = "greedy", "noise", "filter"
 FEW = (1, 2, 4)
 STRIDE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Each row has `width` tokens: its last one, and so many drafts less one. All are sampled, with
-    nothing but what `sampling` says. None is a new tenant, and each layer group gives them no more
-    pages than they are.
+    """Steps whose rows have `width` tokens each: the last token and width - 1 drafts. All rows are
+    sampled, with at most what `sampling` names. No row is new, and each layer group writes at most
+    one page-table entry per row.
     """
 
     num_rows: int
@@ -38,6 +37,7 @@ class StepShape:
 
 
 def shape_of(plan: StepPlan) -> StepShape | None:
+    """The unpadded shape of a step, or None if it cannot be replayed."""
     num_rows = len(plan.rows)
     logits = plan.logits
     if not num_rows or len(logits.rows) != num_rows or plan.prompts is not None:
@@ -56,29 +56,29 @@ def shape_of(plan: StepPlan) -> StepShape | None:
 
 
 def row_counts(max_rows: int) -> tuple[int, ...]:
-    """The numbers of rows that are captured, up to `max_rows`, which is one of them; 0: none."""
+    """The row counts to capture: 1, 2, 4, multiples of 8, and `max_rows`. None for 0."""
     counts = {*FEW, *range(STRIDE, max_rows, STRIDE), max_rows}
     return tuple(sorted(count for count in counts if 0 < count <= max_rows))
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeTable:
-    """Every shape that may be captured. `counts` in order; `widths` and `samplings` in any."""
+    """Every shape that may be captured."""
 
-    counts: tuple[int, ...]
+    counts: tuple[int, ...]  # of rows, ascending
     widths: tuple[int, ...]
     samplings: tuple[str, ...]
 
     def padded(self, shape: StepShape) -> StepShape | None:
-        """The least that has room for it."""
-        place = bisect.bisect_left(self.counts, shape.num_rows)
+        """The smallest shape of the table with at least as many rows, or None."""
+        index = bisect.bisect_left(self.counts, shape.num_rows)
         is_known = shape.width in self.widths and shape.sampling in self.samplings
-        if place == len(self.counts) or not is_known:
+        if index == len(self.counts) or not is_known:
             return None
-        return dataclasses.replace(shape, num_rows=self.counts[place])
+        return dataclasses.replace(shape, num_rows=self.counts[index])
 
     def largest_first(self) -> list[StepShape]:
-        """PERF: in this order the smaller ones need no memory of their own."""
+        """PERF: captured in this order, smaller graphs reuse the memory of larger ones."""
         return [
             StepShape(count, width, sampling)
             for count in reversed(self.counts)
@@ -88,14 +88,14 @@ class ShapeTable:
 
 
 def padded_plan(plan: StepPlan, shape: StepShape) -> StepPlan:
-    """With as many rows as the shape, and as many page writes in each group."""
+    """The plan with the shape's number of rows, and as many page writes in each group."""
     writes = tuple(_padded(part, shape.num_rows) for part in plan.batch.page_writes)
     batch = msgspec.structs.replace(plan.batch, page_writes=writes)
     return dataclasses.replace(plan.padded(shape.num_rows), batch=batch)
 
 
 def _padded(writes: PageWrites, num: int) -> PageWrites:
-    """What is missing puts page 0 in column 0 of row 0, where it is already."""
+    """Padding writes page 0 to column 0 of row 0, where it already is."""
     size = num * np.dtype(np.int32).itemsize
     return PageWrites(
         *(part.ljust(size, b"\0") for part in (writes.rows, writes.columns, writes.pages))
@@ -103,7 +103,7 @@ def _padded(writes: PageWrites, num: int) -> PageWrites:
 
 
 def padding_plan(shape: StepShape, spec: EngineSpec, *, slice_len: int) -> StepPlan:
-    """A step of padding rows, which says of the host what holds for each step of this shape."""
+    """A step of padding rows, whose host values are the largest that this shape allows."""
     drafts = pack_i32([shape.width - 1] * shape.num_rows)
     batch = padding_batch(shape.width, num_groups=len(spec.groups), num_rows=shape.num_rows)
     if shape.width > 1:

@@ -1,8 +1,8 @@
-"""The largest steps that an engine may be asked for, run once to see what memory they take; and
-small ones, so that no request waits for a kernel of sampling to be compiled.
+"""Warm-up before an engine starts: the largest steps, which show how much memory steps take, and
+small ones, which compile the sampling kernels that the large ones do not use.
 
-It knows no scheduler. All rows share page 0, so it needs no page of KV; what it leaves in tables is
-nonsense, so these must be thrown away.
+All rows share page 0, so warm-up needs no KV pages. It leaves garbage in the runner's tables, so
+that runner must be thrown away.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ DEMANDING = msgspec.structs.replace(
 
 
 def run_largest_steps(runner: ModelRunner, device: Device, spec: EngineSpec) -> None:
-    """One prompt that takes the whole budget of tokens, then as many rows as run at once, which
-    share it and want whatever sampling has. Logits that nothing is added to may be of another
-    dtype, for which one token each is drawn. Within the device's stream. ConfigError where there is
-    no memory for them.
+    """Runs, within the device's stream: one prompt of the whole token budget; the maximum number of
+    rows, which share the budget and use every feature of sampling; and one token each with filters
+    and with noise alone, because logits without penalties may have a narrower dtype. Raises
+    ConfigError if memory does not suffice.
     """
     num_rows = min(spec.max_rows, spec.max_batched_tokens)
     prompt = min(spec.max_batched_tokens, spec.max_model_len)
@@ -64,20 +64,20 @@ def run_largest_steps(runner: ModelRunner, device: Device, spec: EngineSpec) -> 
         f"{spec.max_batched_tokens} or --max-num-seqs {spec.max_rows}"
     )
     with torch.inference_mode(), names_the_option(what):
-        for wanted, query_lens in (
+        for params, query_lens in (
             (DEMANDING, [prompt]),
             (DEMANDING, [shared] * num_rows),
             (LIMITED, [1]),
             (NOISY, [1]),
         ):
             _run(
-                runner, device, spec, row_params=row_params, batch=_batch(wanted, query_lens, spec)
+                runner, device, spec, row_params=row_params, batch=_batch(params, query_lens, spec)
             )
 
 
 @contextlib.contextmanager
 def names_the_option(what: str) -> Iterator[None]:
-    """Where memory runs out, `what` says which option to change."""
+    """Turns an out-of-memory error into a ConfigError. `what` says which option to change."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -107,8 +107,8 @@ def _staged(device: Device, arrays: HostArrays) -> DeviceArrays:
     return DeviceArrays(device.stage(host), places)
 
 
-def _batch(wanted: RowInit, query_lens: list[int], spec: EngineSpec) -> ScheduleBatch:
-    """New rows from 1 on, without pages."""
+def _batch(params: RowInit, query_lens: list[int], spec: EngineSpec) -> ScheduleBatch:
+    """A batch of new rows, numbered from 1, without pages."""
     num_rows, num_tokens = len(query_lens), sum(query_lens)
     rows = pack_i32([*range(1, num_rows + 1)])
     return ScheduleBatch(
@@ -123,14 +123,14 @@ def _batch(wanted: RowInit, query_lens: list[int], spec: EngineSpec) -> Schedule
         sample_rows=rows,
         page_writes=tuple(PageWrites() for _ in spec.groups),
         row_inits=tuple(
-            msgspec.structs.replace(wanted, row=row, seed=row, prompt_len=query_lens[0])
+            msgspec.structs.replace(params, row=row, seed=row, prompt_len=query_lens[0])
             for row in range(1, num_rows + 1)
         ),
     )
 
 
 def padding_batch(query_len: int, *, num_groups: int, num_rows: int = 1) -> ScheduleBatch:
-    """Each row has `query_len` tokens and is sampled."""
+    """Rows 0 with `query_len` tokens each, all sampled."""
     return ScheduleBatch(
         iteration=0,
         rows=pack_i32([0] * num_rows),

@@ -132,7 +132,9 @@ def test_a_failing_capture_leaves_its_kind_of_sampling_eager_with_one_warning(
     assert served.outputs == {(r.request_id, 0): plain_outputs(HashModel(), r) for r in asked}
     assert device.num_captures == 7  # of 9: two of noise were given up
     [record] = [each for each in caplog.records if each.name == "aserve.gpu.cudagraph.graphs"]
-    assert "sampling=noise run without graphs: capturing 4 rows failed" in record.getMessage()
+    assert (
+        "sampling=noise run without graphs, because capturing 4 rows failed" in record.getMessage()
+    )
 
 
 def test_a_replay_that_fails_costs_its_neighbours_no_token() -> None:

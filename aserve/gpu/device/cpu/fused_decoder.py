@@ -60,7 +60,7 @@ class CompiledForward:
 
     def can_run(self, batch: ForwardBatch) -> bool:
         is_plain = batch.capture is None and batch.rope_override is None and batch.tree_mask is None
-        return bool(is_plain and batch.query_lens_cpu.max() <= FEW_TOKENS)
+        return bool(is_plain and batch.query_lens_cpu.max(initial=0) <= FEW_TOKENS)
 
     def run(self, batch: ForwardBatch) -> Tensor:
         own = RowSpans(
@@ -77,7 +77,7 @@ class CompiledForward:
         is_plain = plan.prompts is None and not len(plan.held_rows) and not plan.num_drafts.any()
         return (
             is_plain
-            and plan.query_lens.max() <= FEW_TOKENS
+            and plan.query_lens.max(initial=0) <= FEW_TOKENS
             and not plan.is_bound.any()
             and all(part.is_plain and not part.needs_filter for part in logits.slices)
         )
