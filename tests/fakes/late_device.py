@@ -46,10 +46,13 @@ class _LateEvent:
     def __init__(self, is_done: threading.Event, reads: list[tuple[Tensor, Tensor]]) -> None:
         self._is_done = is_done
         self._reads = reads
+        self._lock = threading.Lock()
 
     def synchronize(self) -> None:
         """The device reads its staging buffers at the last moment: they must be as they were."""
         assert self._is_done.wait(TIMEOUT_S)
-        for host, content in self._reads:
-            if not torch.equal(host, content):
-                raise AssertionError("a staging buffer was reused before its event")
+        with self._lock:  # two threads may wait for one event
+            for host, content in self._reads:
+                if not torch.equal(host, content):
+                    raise AssertionError("a staging buffer was reused before its event")
+            self._reads = []  # whoever waits again finds the device done

@@ -41,7 +41,7 @@ class TwoTokens:
         hidden = runner.forward(step.batch)
         runner.hold(step, hidden)
         sampled = runner.sample(step, hidden)
-        tokens, counts = _verify(step, sampled)
+        tokens, counts = verify(step, sampled)
         rows = step.arrays.ints("sample_rows")
         ends = step.batch.kv_lens + step.batch.query_lens
         by_row = torch.zeros_like(runner.relay.written_iter)
@@ -64,7 +64,7 @@ class TwoTokens:
         return pack_one_each(sampled)
 
 
-def _verify(step: DeviceStep, sampled: Sampled) -> tuple[Tensor, Tensor]:
+def verify(step: DeviceStep, sampled: Sampled) -> tuple[Tensor, Tensor]:
     """-> tokens [samples, 2], counts [samples]: the root's token, and the next one if the draft is
     what was sampled in its place."""
     windows = step.arrays.ints("windows")

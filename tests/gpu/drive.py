@@ -20,7 +20,7 @@ from aserve.gpu.decode.base import DecodeMode
 from aserve.gpu.device.base import Device
 from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.executor import TorchExecutor
-from aserve.gpu.models.base import CausalModel
+from aserve.gpu.models.base import CausalModel, DraftModel
 from aserve.messages.base import ArrayF32, array_f32, array_i32, pack_i32
 from aserve.messages.executor import Executor, SchedulerEffect, SchedulerEvent, Ticket
 from aserve.messages.output import Refused, Retired, SequenceOutput, StepOutput
@@ -55,6 +55,7 @@ def make_executor(
     *,
     mode: DecodeMode | None = None,
     device: Device | None = None,
+    drafter: DraftModel | None = None,
     **options: Any,
 ) -> TorchExecutor:
     """A small one with debug checks; `options` are fields of BuildOptions."""
@@ -67,7 +68,8 @@ def make_executor(
         **options,
     }
     build = BuildOptions(Path("of-no-model"), **settings)
-    return assemble(model, mode or Autoregressive(), device or CpuDevice(), build)
+    mode, device = mode or Autoregressive(), device or CpuDevice()
+    return assemble(model, mode, device, build, drafter=drafter)
 
 
 def request(

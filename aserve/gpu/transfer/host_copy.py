@@ -28,11 +28,16 @@ class HostCopy:
         self._lock = threading.Lock()
         self._words: ArrayI32 | None = None
 
+    def wait(self) -> ArrayI32:
+        """int32 [num_words], once the device has copied them."""
+        if self._words is None:
+            self._event.synchronize()
+        return self.read()
+
     def read(self) -> ArrayI32:
-        """int32 [num_words]. Waits for the device if the copy is not done yet."""
+        """int32 [num_words]. Only after the copy's event."""
         with self._lock:
             if self._words is None:
-                self._event.synchronize()
                 # NOTE: the slot's memory belongs to another step as soon as it was given back.
                 self._words = self._slot.words[: self._num_words].copy()
                 self._slots.give_back(self._slot)
@@ -58,7 +63,7 @@ class PublishedLens:
         lens = kv_lens.copy()
         for bound in np.flatnonzero(is_bound):
             copy, index = self._copies[int(rows[bound])]
-            lens[bound] = copy.read()[index]
+            lens[bound] = copy.wait()[index]
         return lens
 
     def clear(self) -> None:

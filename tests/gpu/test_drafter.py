@@ -1,0 +1,184 @@
+"""A second model with KV pools of its own over the same page tables, and published lengths for
+attention that plans on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from aserve.errors import ConfigError
+from aserve.gpu.attention import registry
+from aserve.gpu.attention.base import AttentionKind, AttentionSite, Capabilities
+from aserve.gpu.attention.sdpa import PagedSdpa
+from aserve.gpu.device.cpu.device import CpuDevice
+from aserve.gpu.executor import TorchExecutor
+from aserve.gpu.step.forward_batch import ForwardBatch
+from aserve.messages.base import array_i32
+from aserve.messages.requests import AdmitRequest
+from tests.fakes.draft_mode import DraftsWithSecondModel, OneLayerDraft, ShallowTarget
+from tests.fakes.hash_model import HEAD_DIM, VOCAB, FlakyModel, HashModel
+from tests.fakes.late_device import LateDevice
+from tests.fakes.two_token_mode import TwoTokens
+from tests.gpu.drive import Served, make_executor, request, serve
+from tests.gpu.plain_engine import plain_outputs
+
+PROMPT = [(5 * i * i + 3 * i) % VOCAB for i in range(15)]
+WARM: dict[str, Any] = {"temperature": 1.0, "seed": 5}
+ASKED = [
+    request("greedy", PROMPT[:9], max_tokens=24),
+    request("warm", PROMPT, max_tokens=17, **WARM),
+    request("short", PROMPT[3:6], max_tokens=20, **WARM),
+]
+
+
+def expected(model: HashModel, asked: list[AdmitRequest] = ASKED) -> dict[tuple[str, int], Any]:
+    return {(each.request_id, 0): plain_outputs(model, each) for each in asked}
+
+
+def with_drafter(**options: Any) -> tuple[TorchExecutor, OneLayerDraft]:
+    drafter = OneLayerDraft()
+    executor = make_executor(
+        ShallowTarget(), mode=DraftsWithSecondModel(), drafter=drafter, **options
+    )
+    return executor, drafter
+
+
+def num_drafts(served: Served) -> int:
+    return sum(int(array_i32(b.verify.num_drafts).sum()) for b in served.batches if b.verify)
+
+
+@pytest.mark.parametrize(("depth", "lead"), [(1, 1), (2, 2)])
+def test_a_draft_of_one_layer_guesses_every_token_from_its_own_kv(depth: int, lead: int) -> None:
+    executor, drafter = with_drafter(depth=depth, lead=lead)
+    served = serve(executor, ASKED, chaos=depth)
+    assert served.outputs == expected(ShallowTarget())
+    assert drafter.hidden_shapes
+    assert all(tokens == rows for tokens, rows, _ in drafter.hidden_shapes)
+
+
+def test_every_draft_is_accepted_where_the_drafters_kv_is_right() -> None:
+    executor, _ = with_drafter(depth=1, lead=1)
+    served = serve(executor, [ASKED[0]])
+    num_decodes = len(served.batches) - 1
+    assert 24 - 1 - num_decodes == num_drafts(served) > 0
+
+
+def test_the_drafters_kv_survives_a_small_pool_and_chunks() -> None:
+    executor, _ = with_drafter(num_pages=13, max_batched_tokens=5)
+    served = serve(executor, ASKED)
+    assert served.outputs == expected(ShallowTarget())
+    assert served.num_retracted > 0
+
+
+def test_the_drafters_pools_share_page_tables_and_hold_its_own_layers() -> None:
+    executor, drafter = with_drafter()
+    state = executor._runner.state
+    assert state.draft_pools is not None
+    assert state.draft_pools.page_tables is state.pools.page_tables
+    assert state.draft_pools.token_pool is state.pools.token_pool
+    assert set(state.draft_pools.layers) == {layer.index for layer in drafter.layers}
+    own, other = state.draft_pools.layers[0], state.pools.layers[0]
+    assert own.keys.data_ptr() != other.keys.data_ptr()
+
+
+class FixedKv(CpuDevice):
+    """The CPU with 40,000 bytes for KV."""
+
+    def kv_bytes(self, run_largest: Callable[[], None], *, share: float) -> int:
+        run_largest()
+        return 40_000
+
+
+def test_kv_memory_is_shared_between_the_model_and_its_drafter() -> None:
+    options: dict[str, Any] = {"num_pages": None, "device": FixedKv()}
+    alone = make_executor(ShallowTarget(), **options)
+    beside, _ = with_drafter(**options)
+    per_token = 2 * HEAD_DIM * 8  # keys and values of one layer in float64
+    own, draft = 2 * per_token + 4, per_token
+    page_size = alone.spec.page_size
+    assert alone.spec.groups[0].num_pages == 40_000 // (page_size * own)
+    assert beside.spec.groups[0].num_pages == 40_000 // (page_size * (own + draft))
+
+
+def test_a_drafter_with_windows_that_the_model_has_not_is_refused() -> None:
+    drafter = HashModel(window=3)
+    with pytest.raises(ConfigError, match="windows"):
+        make_executor(ShallowTarget(), mode=DraftsWithSecondModel(), drafter=drafter)
+
+
+class HostLens:
+    """Attention that plans from exact lengths on the host, and compares them with the device's."""
+
+    static_plans = None
+
+    def __init__(self, site: AttentionSite) -> None:
+        self._sdpa = PagedSdpa(site.pools, site.windows)
+        self.bind = self._sdpa.bind
+        self.num_plans = 0
+
+    def plan(self, batch: ForwardBatch) -> object:
+        assert batch.lens_cpu is not None
+        assert batch.lens_cpu.tolist() == batch.lens.tolist()
+        self.num_plans += 1
+        return self._sdpa.plan(batch)
+
+
+def register(monkeypatch: pytest.MonkeyPatch) -> list[HostLens]:
+    made: list[HostLens] = []
+
+    def build(site: AttentionSite) -> HostLens:
+        made.append(HostLens(site))
+        return made[-1]
+
+    kind = AttentionKind(Capabilities(host_lens=True), build)
+    known = {**registry.BACKENDS, "host-lens": lambda: kind}
+    monkeypatch.setattr(registry, "BACKENDS", known)
+    return made
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_attention_that_plans_on_the_host_gets_published_lengths(
+    monkeypatch: pytest.MonkeyPatch, *, is_late: bool
+) -> None:
+    """Where the device runs behind, two threads read the published lengths."""
+    made = register(monkeypatch)
+    device = LateDevice() if is_late else CpuDevice()
+    if isinstance(device, LateDevice):
+        device.is_done.set()
+    executor, _ = with_drafter(attention="host-lens", device=device)
+    served = serve(executor, ASKED)
+    assert served.outputs == expected(ShallowTarget())
+    assert any(any(batch.bounds) for batch in served.batches)
+    assert made[-1].num_plans == len(served.batches)
+
+
+def test_published_lengths_of_before_a_failed_step_are_not_used_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    register(monkeypatch)
+    mode, model = DraftsWithSecondModel(), FlakyModel({5, 11})
+    executor = make_executor(model, mode=mode, drafter=OneLayerDraft(), attention="host-lens")
+    served = serve(executor, ASKED)
+    assert served.outputs == expected(HashModel())
+    assert served.num_resyncs > 0
+
+
+def test_a_mode_whose_target_runs_twice_a_step_needs_lengths_from_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    register(monkeypatch)
+    with pytest.raises(ConfigError, match="lengths that the host does not know"):
+        make_executor(HashModel(), mode=TwoTokens(), attention="host-lens")
+
+
+def test_attention_has_a_plan_for_each_forward_of_each_step_in_flight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sites: list[AttentionSite] = []
+    kind = AttentionKind(Capabilities(), lambda site: sites.append(site) or HostLens(site))
+    monkeypatch.setattr(registry, "BACKENDS", {"noting": lambda: kind})
+    make_executor(HashModel(), mode=TwoTokens(), attention="noting", depth=3, lead=3)
+    assert sites[-1].num_plans == (3 + 1) * 2
