@@ -104,7 +104,8 @@ def test_kv_memory_is_shared_between_the_model_and_its_drafter() -> None:
 
 
 def test_a_drafter_with_windows_that_the_model_has_not_is_refused() -> None:
-    drafter = HashModel(window=3)
+    drafter = OneLayerDraft()
+    drafter.layers = HashModel(window=3).layers[1:]
     with pytest.raises(ConfigError, match="windows"):
         make_executor(ShallowTarget(), mode=DraftsWithSecondModel(), drafter=drafter)
 
@@ -178,7 +179,12 @@ def test_attention_has_a_plan_for_each_forward_of_each_step_in_flight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sites: list[AttentionSite] = []
-    kind = AttentionKind(Capabilities(), lambda site: sites.append(site) or HostLens(site))
+
+    def build(site: AttentionSite) -> PagedSdpa:
+        sites.append(site)
+        return PagedSdpa(site.pools, site.windows)
+
+    kind = AttentionKind(Capabilities(), build)
     monkeypatch.setattr(registry, "BACKENDS", {"noting": lambda: kind})
     make_executor(HashModel(), mode=TwoTokens(), attention="noting", depth=3, lead=3)
     assert sites[-1].num_plans == (3 + 1) * 2

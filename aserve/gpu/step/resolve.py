@@ -90,15 +90,16 @@ def apply_tables(batch: ScheduleBatch, arrays: DeviceArrays, state: DeviceState)
         state.tables.write(rows, ints=ints, floats=floats)
         state.relay.forget(rows)
         state.pools.forget(rows)
+    pools = state.pools
     for group, writes in enumerate(batch.page_writes):
-        if writes.rows:
-            rows, columns, pages = arrays.ints(f"page_writes{group}").chunk(3)
-            state.pools.write_pages(group, rows=rows, columns=columns, pages=pages)
-            if state.clears_pages:
-                empty = arrays.ints(f"empty_pages{group}")
-                state.pools.clear(group, empty)
-                if state.draft_pools is not None:
-                    state.draft_pools.clear(group, empty)
+        if not writes.rows:
+            continue
+        rows, columns, pages = arrays.ints(f"page_writes{group}").chunk(3)
+        pools.write_pages(group, rows=rows, columns=columns, pages=pages)
+        if state.clears_pages:
+            empty = arrays.ints(f"empty_pages{group}")
+            for each in filter(None, (pools, state.draft_pools)):
+                each.clear(group, empty)
 
 
 # How a device runs `resolve`.
