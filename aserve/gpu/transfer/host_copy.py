@@ -55,7 +55,7 @@ class PublishedLens:
 
     def note(self, rows: ArrayI32, copy: HostCopy) -> None:
         """`copy` holds the lengths of `rows` [n], in this order, and may still be on its way."""
-        for index, row in enumerate(rows.tolist()):
+        for index, row in enumerate(map(int, rows)):
             self._copies[row] = copy, index
 
     def exact(self, rows: ArrayI32, kv_lens: ArrayI32, is_bound: ArrayI32) -> ArrayI32:
