@@ -176,7 +176,7 @@ class ModelRunner:
         if drafter is None:
             raise BugError(f"step {batch.iteration}: this runner has no drafter")
         attend = drafter.attention.bind(batch, drafter.attention.plan(batch))
-        return drafter.model.forward(batch.input_ids, batch.positions, attend, hidden=hidden)
+        return drafter.model.forward(batch.input_ids, batch.rope_positions, attend, hidden=hidden)
 
     def sample(self, step: DeviceStep, hidden: Tensor) -> Sampled:
         """hidden [tokens, hidden] -> a token for every logits row of the step's plan, and the
@@ -189,7 +189,7 @@ class ModelRunner:
             """Selects the tokens that need logits. PERF: mostly these are all, in order."""
             return values if len(tokens) == len(hidden) else values.index_select(0, tokens)
 
-        rows, positions, last = map(of_logits, (batch.token_rows, batch.positions, hidden))
+        rows, positions, last = map(of_logits, (batch.token_rows, batch.cache_positions, hidden))
         sampled = self._sample_slices(
             step.plan.logits,
             arrays,

@@ -82,7 +82,7 @@ def launch_step(num_rows: int, width: int, state: DeviceState) -> None:
 def attend(step: DeviceStep, state: DeviceState) -> None:
     """With both of our attention kernels, and the list of pages that others read."""
     placed = step.batch
-    num_tokens = len(placed.positions)
+    num_tokens = len(placed.cache_positions)
     heads = torch.zeros((num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM), dtype=torch.bfloat16)
     cos_sin = torch.zeros((num_tokens, HEAD_DIM), dtype=torch.bfloat16)
     pool = torch.zeros((64, NUM_KV_HEADS, HEAD_DIM), dtype=torch.bfloat16)

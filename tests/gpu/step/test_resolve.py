@@ -105,7 +105,7 @@ def test_each_kind_of_step_resolves_to_known_ids_at_their_positions(name: str, b
     case, state = CASES[name], tables_in_use()
     batch = bring(batch_of(case), state, by).batch
     assert batch.input_ids.tolist() == case.ids
-    assert batch.positions.tolist() == case.positions
+    assert batch.cache_positions.tolist() == case.positions
     assert batch.token_rows.tolist() == [
         row
         for row, query_len in zip(case.rows, case.query_lens, strict=True)
@@ -142,7 +142,7 @@ def test_a_resolved_step_knows_where_its_tokens_lie(case: str, by: Resolve) -> N
     ids, kv_lens = step.batch.input_ids, step.batch.kv_lens
     resolved = resolved_batch(step.plan, step.arrays, input_ids=ids, kv_lens=kv_lens)
     expected = ForwardBatch.init_new(resolved, state.pools)
-    for name in ("token_rows", "positions", "slots", "lens", "cu_query_lens"):
+    for name in ("token_rows", "cache_positions", "slots", "lens", "cu_query_lens"):
         got, wanted = (getattr(each, name) for each in (step.batch, expected))
         torch.testing.assert_close(got, wanted, rtol=0, atol=0)
 
