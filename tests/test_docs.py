@@ -1,4 +1,4 @@
-"""What the documentation names is there: options of the command line, and files of the tree."""
+"""Documentation names options and files that exist; generated pages and pictures are up to date."""
 
 from __future__ import annotations
 
@@ -7,18 +7,33 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from aserve.bench.chart import Comparison
 from aserve.cli import make_parser
 from tests.architecture.source import ROOT
+from tests.bench.last_line import Captured, figures_of
+from tools.options_page import PAGE, options_page
 
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")])
+FIGURES = ROOT / "docs" / "figures"
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 CODE_PATH = re.compile(r"`((?:[\w-]+/)+(?:[\w-]+\.py)?|[\w-]+\.py)`")
 LINK = re.compile(r"\]\((?!http)([^)#]+)\)")
-# Of mypy, of transformers, of `make gpu-check` and of the script that trains the bundled model.
-FOREIGN = frozenset({"--strict", "--continuous-batching", "--again", "--output"})
-# A file is named from where its reader stands.
+# Options of mypy, transformers, `make gpu-check` and the script that trains the bundled model.
+FOREIGN = frozenset(
+    {
+        "--depth",
+        "--lead",
+        "--mixed-prompt-tokens",
+        "--strict",
+        "--continuous-batching",
+        "--again",
+        "--output",
+    }
+)
+# Pages name a file from one of these folders.
 FOLDERS = ("", "aserve", "aserve/gpu", "aserve/gpu/models", "kernels", "kernels/aserve_kernels")
 
 
@@ -43,3 +58,32 @@ def test_every_file_that_is_named_is_there(page: Path) -> None:
     lost = [path for path in named if not any((ROOT / home / path).exists() for home in FOLDERS)]
     lost += [path for path in LINK.findall(text) if not (page.parent / path).exists()]
     assert lost == []
+
+
+def test_the_page_of_options_is_generated_from_the_options() -> None:
+    assert PAGE.read_text() == options_page(), "run `python -m tools.options_page`"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--comparison", str(FIGURES / "engines.json")),
+        ("--results", str(FIGURES / "scaling.json")),
+    ],
+    ids=("engines", "scaling"),
+)
+def test_the_pictures_show_the_figures_beside_them(
+    arguments: tuple[str, str], tmp_path: Path, capsys: Captured
+) -> None:
+    pictures = figures_of(capsys, "report", *arguments, "--out", str(tmp_path))["pictures"]
+    assert pictures
+    for name, drawn in pictures.items():
+        assert (FIGURES / f"{name}.svg").read_text() == Path(drawn).read_text(), name
+
+
+def test_the_figures_of_the_picture_stand_on_the_page() -> None:
+    """A figure of the chart that the page about performance does not hold would be an invention."""
+    page = (ROOT / "docs" / "performance.md").read_text()
+    comparison = msgspec.json.decode((FIGURES / "engines.json").read_bytes(), type=Comparison)
+    shown = {figure for panel in comparison.panels for bar in panel.bars.values() for figure in bar}
+    assert [f"{figure:,g}" for figure in sorted(shown) if f"{figure:,g}" not in page] == []

@@ -1,6 +1,7 @@
-"""The curves that `scaling` measures and `report` draws, by name.
+"""Draws SVG charts: lines for the curves of `scaling`, bars for a comparison of several engines.
 
-It knows no figure.
+A chart has no background, and its text follows the reader's colour scheme: a style sheet within the
+SVG asks for `prefers-color-scheme`, so one file is readable on a light and on a dark page.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from typing import TypeAlias
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
+import msgspec
+
 Curve: TypeAlias = dict[float, float]  # y by x
+Point: TypeAlias = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,36 +26,58 @@ class Axes:
     y_label: str
 
 
+class Panel(msgspec.Struct, frozen=True):
+    """One group of bars. `bars` has the lowest and the highest figure of each engine's rounds."""
+
+    title: str
+    setting: str  # machine and date
+    bars: dict[str, tuple[float, float]]
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """Figures of several engines that took turns on one machine; longer bars are better."""
+
+    title: str
+    panels: list[Panel]
+
+
 CURVES: Mapping[str, Axes] = {
-    "decode": Axes("A decode step by its context", "tokens before it", "ms per step"),
-    "prefill": Axes("A prefilled token by its prompt", "tokens of the prompt", "ms per token"),
-    "host-step": Axes("A host step by its rows", "running requests", "ms per step"),
-    "start": Axes("Start by the model's size", "million parameters", "seconds until ready"),
-    "memory": Axes("Memory by the model's size", "million parameters", "GB resident"),
+    "decode": Axes("Decode step by context length", "tokens of context", "ms per step"),
+    "prefill": Axes("Prefill time per token by prompt length", "tokens of prompt", "ms per token"),
+    "host-step": Axes("Host time of a step by batch size", "running requests", "ms per step"),
+    "start": Axes("Start by model size", "million parameters", "seconds until ready"),
+    "memory": Axes("Memory by model size", "million parameters", "GB resident"),
 }
 
 
 WIDTH, HEIGHT = 560, 320
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 36, 48  # margins around the plot
 NUM_TICKS = 5  # about
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-GREY = "#767676"
+# Each has a contrast of 3:1 or more with white and with GitHub's dark background.
+COLOURS = ("#2f81f7", "#d55e00", "#1a9a6c", "#c2579a", "#b7791f", "#8a63d2")
+STYLE = """
+.ink { fill: #1f2328 } .faint { fill: #656d76 } .grid { stroke: #d0d7de } .other { fill: #8c959f }
+@media (prefers-color-scheme: dark) {
+.ink { fill: #e6edf3 } .faint { fill: #9198a1 } .grid { stroke: #3d444d } .other { fill: #6e7681 } }
+"""
 LEGEND_STEP = 16
+
+OURS = "aserve"
+BARS_WIDTH = 760
+BARS_LEFT, BARS_RIGHT = 110, 110  # room for the names, and for the figures
+BAR_STEP, BAR_HEIGHT = 20, 13
+PANEL_HEAD, PANEL_GAP = 40, 14
 
 
 def line_chart(axes: Axes, series: Mapping[str, Curve]) -> str:
-    """An SVG document. Every series has at least one point, and no value is below 0."""
+    """Returns an SVG document. Every series has at least one point, and no value is below 0."""
     names = list(series) if len(series) > 1 else []
     plot = _Plot(
         top=TOP + LEGEND_STEP * len(names),
         x_ticks=ticks(max(x for curve in series.values() for x in curve)),
         y_ticks=ticks(max(y for curve in series.values() for y in curve.values())),
     )
-    size = {"width": str(WIDTH), "height": str(HEIGHT), "viewBox": f"0 0 {WIDTH} {HEIGHT}"}
-    root = Element("svg", {"xmlns": "http://www.w3.org/2000/svg", **size})
-    root.set("font-family", "sans-serif")
-    root.set("font-size", "12")
-    SubElement(root, "title").text = axes.title
+    root = _document(axes.title, WIDTH, HEIGHT)
     _text(root, axes.title, (WIDTH / 2, 20), anchor="middle")
     plot.draw_axes(root, axes)
     for number, name in enumerate(names):
@@ -59,12 +85,48 @@ def line_chart(axes: Axes, series: Mapping[str, Curve]) -> str:
         _text(root, name, at, anchor="start", colour=COLOURS[number % len(COLOURS)])
     for number, curve in enumerate(series.values()):
         plot.draw_line(root, curve, colour=COLOURS[number % len(COLOURS)])
-    ElementTree.indent(root)
-    return ElementTree.tostring(root, encoding="unicode") + "\n"
+    return _serialized(root)
+
+
+def bar_chart(comparison: Comparison) -> str:
+    """Returns an SVG document: panels below each other, each with one bar per engine, longest first.
+
+    A bar ends at the highest figure; its pale end reaches from the lowest to the highest.
+    """
+    heights = [PANEL_HEAD + BAR_STEP * len(panel.bars) + PANEL_GAP for panel in comparison.panels]
+    root = _document(comparison.title, BARS_WIDTH, TOP + sum(heights))
+    _text(root, comparison.title, (BARS_WIDTH / 2, 20), anchor="middle", weight="bold")
+    top = float(TOP)
+    for panel, height in zip(comparison.panels, heights, strict=True):
+        _draw_panel(root, panel, top=top)
+        top += height
+    return _serialized(root)
+
+
+def _draw_panel(root: Element, panel: Panel, *, top: float) -> None:
+    _text(root, panel.title, (8, top + 12), anchor="start", weight="bold")
+    _text(root, panel.setting, (8, top + 27), anchor="start", style="faint")
+    longest = max(high for _, high in panel.bars.values())
+    scale = (BARS_WIDTH - BARS_LEFT - BARS_RIGHT) / longest
+    ranked = sorted(panel.bars.items(), key=lambda bar: -sum(bar[1]))
+    for number, (name, (low, high)) in enumerate(ranked):
+        y = top + PANEL_HEAD + BAR_STEP * number
+        weight = "bold" if name == OURS else "normal"
+        _text(root, name, (BARS_LEFT - 8, y + 11), anchor="end", weight=weight)
+        _bar(root, name, (BARS_LEFT, y), scale * low)
+        _bar(root, name, (BARS_LEFT + scale * low, y), scale * (high - low)).set("opacity", "0.45")
+        figures = f"{low:,g}" if low == high else f"{low:,g} to {high:,g}"
+        _text(root, figures, (BARS_LEFT + scale * high + 6, y + 11), anchor="start")
+
+
+def _bar(root: Element, name: str, at: Point, width: float) -> Element:
+    shape = {"x": f"{at[0]:.1f}", "y": f"{at[1]:g}", "width": f"{width:.1f}"}
+    paint = {"fill": COLOURS[0]} if name == OURS else {"class": "other"}
+    return SubElement(root, "rect", {**shape, "height": str(BAR_HEIGHT), **paint})
 
 
 def ticks(largest: float) -> list[float]:
-    """Round values from 0 to the first that is not below `largest`."""
+    """Returns round values from 0 to the first that is not below `largest`."""
     rough = largest / NUM_TICKS or 1.0
     magnitude = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * magnitude for factor in (1, 2, 5, 10) if factor * magnitude >= rough)
@@ -73,7 +135,7 @@ def ticks(largest: float) -> list[float]:
 
 
 class _Plot:
-    """From values to places in the picture."""
+    """Maps values to coordinates of the picture, and draws axes and lines with them."""
 
     def __init__(self, *, top: int, x_ticks: Sequence[float], y_ticks: Sequence[float]) -> None:
         self._top = top
@@ -93,11 +155,11 @@ class _Plot:
         label.set("transform", f"rotate(-90 16 {middle:g})")
 
     def draw_line(self, root: Element, curve: Curve, *, colour: str) -> None:
-        places = [(self._x(x), self._y(y)) for x, y in sorted(curve.items())]
-        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        points = [(self._x(x), self._y(y)) for x, y in sorted(curve.items())]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         stroke = {"fill": "none", "stroke": colour, "stroke-width": "2"}
-        SubElement(root, "polyline", {"points": points, **stroke})
-        for (x, y), (size, value) in zip(places, sorted(curve.items()), strict=True):
+        SubElement(root, "polyline", {"points": path, **stroke})
+        for (x, y), (size, value) in zip(points, sorted(curve.items()), strict=True):
             dot = {"cx": f"{x:.1f}", "cy": f"{y:.1f}", "r": "3.5", "fill": colour}
             SubElement(SubElement(root, "circle", dot), "title").text = f"{size:g}: {value:.4g}"
 
@@ -108,16 +170,42 @@ class _Plot:
         return HEIGHT - BOTTOM - value / self._y_ticks[-1] * (HEIGHT - self._top - BOTTOM)
 
 
-def _line(root: Element, start: tuple[float, float], end: tuple[float, float]) -> None:
+def _document(title: str, width: int, height: int) -> Element:
+    size = {"width": str(width), "height": str(height), "viewBox": f"0 0 {width} {height}"}
+    root = Element("svg", {"xmlns": "http://www.w3.org/2000/svg", **size})
+    root.set("font-family", "sans-serif")
+    root.set("font-size", "12")
+    SubElement(root, "title").text = title
+    SubElement(root, "style").text = STYLE
+    return root
+
+
+def _serialized(root: Element) -> str:
+    ElementTree.indent(root)
+    return ElementTree.tostring(root, encoding="unicode") + "\n"
+
+
+def _line(root: Element, start: Point, end: Point) -> None:
     (x1, y1), (x2, y2) = start, end
-    places = {"x1": f"{x1:g}", "y1": f"{y1:g}", "x2": f"{x2:g}", "y2": f"{y2:g}"}
-    SubElement(root, "line", {**places, "stroke": GREY, "stroke-opacity": "0.3"})
+    ends = {"x1": f"{x1:g}", "y1": f"{y1:g}", "x2": f"{x2:g}", "y2": f"{y2:g}"}
+    SubElement(root, "line", {**ends, "class": "grid"})
 
 
 def _text(
-    root: Element, text: str, at: tuple[float, float], *, anchor: str, colour: str = GREY
+    root: Element,
+    text: str,
+    at: Point,
+    *,
+    anchor: str,
+    colour: str = "",
+    style: str = "ink",
+    weight: str = "normal",
 ) -> Element:
-    place = {"x": f"{at[0]:g}", "y": f"{at[1]:g}", "text-anchor": anchor, "fill": colour}
-    element = SubElement(root, "text", place)
+    """`colour` is a fixed colour; without one the text follows the reader's colour scheme."""
+    paint = {"fill": colour} if colour else {"class": style}
+    position = {"x": f"{at[0]:g}", "y": f"{at[1]:g}", "text-anchor": anchor}
+    element = SubElement(root, "text", {**position, **paint})
+    if weight != "normal":
+        element.set("font-weight", weight)
     element.text = text
     return element

@@ -57,11 +57,16 @@ class RelayOptions:
 class ReportOptions:
     results: str = option(
         "scaling.json",
-        "files that end with what `scaling` said last; each is a line in the pictures",
+        "outputs of `aserve bench scaling`; each is one line in the pictures",
         Limits(metavar="FILE,FILE,..."),
     )
     labels: str | None = option(
         None, "names of the lines; default: the processors", Limits(metavar="NAME,NAME,...")
+    )
+    comparison: str | None = option(
+        None,
+        "draw this JSON file of figures of several engines as bars, instead of --results",
+        Limits(metavar="FILE"),
     )
     out: str = option(".", "directory that the pictures are written to", Limits(metavar="DIR"))
 

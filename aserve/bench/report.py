@@ -1,15 +1,17 @@
-"""Pictures of what `scaling` found, one SVG per curve, one line per result.
+"""`aserve bench report` draws pictures of figures that files hold; it measures nothing.
 
-It measures nothing: a picture shows figures that a file has.
+It draws one SVG for each curve of `scaling`, with one line per result, and one bar chart for a
+comparison of engines.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
-from aserve.bench.chart import CURVES, Curve, line_chart
+from aserve.bench.chart import CURVES, Comparison, Curve, bar_chart, line_chart
 from aserve.bench.machine import Machine
 from aserve.bench.options import ReportOptions
 from aserve.bench.result import BenchResult, Table
@@ -18,30 +20,48 @@ from aserve.errors import ConfigError
 
 
 class Scaling(msgspec.Struct):
-    """As much of `scaling`'s last line as is drawn."""
+    """The fields of the last line of `scaling` that are drawn."""
 
     curves: dict[str, Curve]
     machine: Machine
 
 
 def run(options: ReportOptions, _resolved: Resolved) -> BenchResult:
-    results = [_read(Path(name)) for name in options.results.split(",")]
-    labels = _labels(options, results)
+    drawn = dict(_drawn(options))
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     pictures = {}
+    for name, picture in drawn.items():
+        path = out / f"{name}.svg"
+        path.write_text(picture, encoding="utf-8")
+        pictures[name] = str(path)
+    rows = [[name, path] for name, path in pictures.items()]
+    return BenchResult({"pictures": pictures}, (Table("pictures", ("picture", "file"), rows),))
+
+
+def _drawn(options: ReportOptions) -> Iterator[tuple[str, str]]:
+    """Yields the name and the SVG document of each picture."""
+    if options.comparison is not None:
+        path = Path(options.comparison)
+        yield path.stem, bar_chart(_read_comparison(path))
+        return
+    results = [_read_scaling(Path(name)) for name in options.results.split(",")]
+    labels = _labels(options, results)
     for name, axes in CURVES.items():
         pairs = zip(labels, results, strict=True)
         series = {label: one.curves[name] for label, one in pairs if one.curves.get(name)}
         if series:
-            path = out / f"{name}.svg"
-            path.write_text(line_chart(axes, series), encoding="utf-8")
-            pictures[name] = str(path)
-    rows = [[CURVES[name].title, path] for name, path in pictures.items()]
-    return BenchResult({"pictures": pictures}, (Table("pictures", ("curve", "file"), rows),))
+            yield name, line_chart(axes, series)
 
 
-def _read(path: Path) -> Scaling:
+def _read_comparison(path: Path) -> Comparison:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Comparison)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"--comparison {path}: not a comparison of engines: {error}") from None
+
+
+def _read_scaling(path: Path) -> Scaling:
     """The file is the output of the bench, or its last line alone."""
     try:
         lines = path.read_bytes().splitlines()

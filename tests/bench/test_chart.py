@@ -1,4 +1,4 @@
-"""Charts: every point is in the plot, at the place that the ticks say."""
+"""Charts: points lie where the ticks say, bars are as long as their figures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,20 @@ from xml.etree import ElementTree
 
 import pytest
 
-from aserve.bench.chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axes, line_chart, ticks
+from aserve.bench.chart import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Axes,
+    Comparison,
+    Panel,
+    bar_chart,
+    line_chart,
+    ticks,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
 AXES = Axes("A < B & C", "tokens", "ms")
@@ -55,3 +68,25 @@ def test_words_of_a_title_cannot_break_the_document() -> None:
     title = parsed({"one": {1: 1}}).find(f"{SVG}title")
     assert title is not None
     assert title.text == "A < B & C"
+
+
+def test_bars_are_as_long_as_their_figures_and_the_longest_comes_first() -> None:
+    panel = Panel("speed", "a machine, a day", {"b": (10.0, 20.0), "aserve": (40.0, 40.0)})
+    root = ElementTree.fromstring(bar_chart(Comparison("engines", [panel])))
+    ours, _, low, rest = (
+        (float(bar.attrib["x"]), float(bar.attrib["width"])) for bar in root.findall(f"{SVG}rect")
+    )
+    assert low[1] == pytest.approx(ours[1] / 4, abs=0.1)
+    assert rest[0] == pytest.approx(low[0] + low[1], abs=0.1)
+    assert rest[1] == pytest.approx(ours[1] / 4, abs=0.1)
+    words = [text.text for text in root.findall(f"{SVG}text")]
+    assert words == ["engines", "speed", "a machine, a day", "aserve", "40", "b", "10 to 20"]
+
+
+def test_text_follows_the_readers_colour_scheme() -> None:
+    root = parsed({"one": {1: 1}})
+    style = root.find(f"{SVG}style")
+    assert style is not None
+    assert "prefers-color-scheme: dark" in str(style.text)
+    assert {text.get("class") for text in root.findall(f"{SVG}text")} == {"ink"}
+    assert root.find(f"{SVG}rect") is None  # no background

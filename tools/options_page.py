@@ -1,0 +1,91 @@
+"""Writes docs/options.md, the reference of all options, from the records of aserve/config.py.
+
+`python -m tools.options_page` writes the page; a test fails while the page and the records differ.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from aserve.cli import COMMAND_RECORDS
+from aserve.config import PromptOptions
+from aserve.option import Option, options_of
+
+PAGE = Path(__file__).parents[1] / "docs" / "options.md"
+HEAD = """\
+# Options
+
+This page is generated from `aserve/config.py` by `python -m tools.options_page`.
+`aserve serve --help` prints the same.
+
+Each option can be given in three ways, and the first one that is present wins:
+
+1. on the command line: `--max-num-seqs 32`,
+2. as an environment variable: `ASERVE_MAX_NUM_SEQS=32`,
+3. as a line of a TOML file that `--config FILE` names: `max-num-seqs = 32`.
+
+`aserve.engine.Engine` takes them as keyword arguments: `Engine(max_num_seqs=32)`. A switch takes
+`true` or `false` in a variable or a file. An option that does not exist and a value out of range
+end the start with one line that says what is wrong.
+"""
+PROMPT_NOTE = "Only `aserve generate` and `aserve chat` have these.\n"
+COLUMNS = "| option | values | default | meaning |\n|---|---|---|---|\n"
+KINDS = {int: "integer", float: "number", str: "text", bool: "switch"}
+
+
+def options_page() -> str:
+    """The whole page as Markdown: one section and one table for each record of options."""
+    sections = [_section(record) for record in COMMAND_RECORDS["serve"]]
+    return "\n".join([HEAD, *sections, _section(PromptOptions, note=PROMPT_NOTE)])
+
+
+def _section(record: type, *, note: str = "") -> str:
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", record.__name__.removesuffix("Options"))
+    title = {"Kv": "KV cache", "Graph": "CUDA graphs", "Prompt": "Prompts"}.get(words, words)
+    rows = "".join(f"| {' | '.join(_cells(option))} |\n" for option in options_of(record))
+    return "\n".join(filter(None, [f"## {title}\n", note, COLUMNS + rows]))
+
+
+def _cells(option: Option) -> Iterator[str]:
+    flags = [option.flag, *([f"--{option.limits.also}"] if option.limits.also else [])]
+    yield ", ".join(f"`{flag}`" for flag in flags)
+    yield _values(option)
+    yield "" if option.default is None else f"`{_default(option)}`"
+    former = f" (formerly `--{option.limits.former.replace('_', '-')}`)"
+    yield _escaped(option.about) + (former if option.limits.former else "")
+
+
+def _values(option: Option) -> str:
+    """The choices or the range of an option, or else its type."""
+    limits = option.limits
+    if limits.choices:
+        return ", ".join(f"`{choice}`" for choice in limits.choices)
+    if math.isinf(limits.low) or option.kind is bool:
+        return limits.metavar.lower() or KINDS[option.kind]
+    if math.isinf(limits.high):
+        return f"{KINDS[option.kind]}, {limits.low:,.12g} or more"
+    return f"{KINDS[option.kind]}, {limits.low:,.12g} to {limits.high:,.12g}"
+
+
+def _default(option: Option) -> str:
+    """Sizes in bytes are shown in MiB where they are whole ones."""
+    value = option.default
+    if option.kind is bool:
+        return "on" if value else "off"
+    if isinstance(value, int) and value >= 1 << 20 and value % (1 << 20) == 0:
+        return f"{value} ({value >> 20} x 2^20)"
+    return str(value)
+
+
+def _escaped(text: str) -> str:
+    """Stars, bars and angle brackets are shown as they are, but not those of code in backquotes."""
+    parts = text.split("`")
+    parts[::2] = [re.sub(r"([*|<>_])", r"\\\1", part) for part in parts[::2]]
+    return "`".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(options_page(), encoding="utf-8")
