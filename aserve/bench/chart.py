@@ -89,7 +89,7 @@ def line_chart(axes: Axes, series: Mapping[str, Curve]) -> str:
 
 
 def bar_chart(comparison: Comparison) -> str:
-    """Returns an SVG document: panels below each other, each with one bar per engine, longest first.
+    """Returns an SVG document of panels, each with one bar per engine, the longest first.
 
     A bar ends at the highest figure; its pale end reaches from the lowest to the highest.
     """
