@@ -1,7 +1,4 @@
-"""How much an engine takes, as its frontend knows it: calls beyond are refused before any work.
-
-Must not know what is open: the gateway says how many sequences that are.
-"""
+"""The number of sequences that an engine admits. The frontend refuses calls beyond it at once."""
 
 from __future__ import annotations
 
@@ -12,17 +9,17 @@ from aserve.errors import InvalidRequest, QueueFull
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """How many sequences an engine takes: so many run, and so many wait.
+    """The numbers of sequences that may run and wait.
 
-    WHY: the engine refuses what its queue does not hold, and is fair about it. An engine that has
-    stopped answering refuses nothing, so the frontend has a limit of its own, a bit beyond.
+    WHY: the engine itself refuses requests beyond its queue, fairly among clients. An engine that
+    has stopped answering refuses nothing, so the frontend has a slightly higher limit of its own.
     """
 
     max_rows: int
     max_waiting: int
 
     def check(self, num_sequences: int, *, num_open: int) -> None:
-        """Raises the error of a call with so many sequences."""
+        """Raises InvalidRequest for a call that can never be admitted, else QueueFull."""
         most = self.max_rows + self.max_waiting
         if num_sequences > most:
             raise InvalidRequest(

@@ -1,9 +1,8 @@
-"""Typed channels between actors: an inbox that is read in batches, in arrival order.
+"""Typed channels between actors: inboxes that are read in batches, in order of arrival.
 
-Knows nothing of what the messages mean. A channel never blocks its writers: back edges are bounded
-by what was let in, and what may be refused is refused by the reader's decision (429), not by a full
-queue. With `codec` every message goes through msgpack and back, which shows that the edge could be
-a socket.
+A channel never blocks its writers. Admission bounds the number of messages, and a reader that is
+overloaded refuses requests (429). With `codec` each message is encoded and decoded with msgpack,
+which shows that a socket could carry it.
 """
 
 from __future__ import annotations
@@ -32,18 +31,19 @@ class Codec:
 
 
 class ChannelClosed(Exception):
-    """Sent to a channel whose reader has ended."""
+    """A message was sent to a channel whose reader has ended."""
 
 
 class Sink(Protocol[In]):
-    """A channel as its writers see it, wherever it leads."""
+    """The sending side of a channel."""
 
     def send(self, message: In) -> None: ...
 
 
 async def next_turn() -> None:
-    """Returns in the next turn of the loop: long work is done in pieces, so that others come in
-    between. It waits for nothing, and is no way to wait for something.
+    """Returns in the next iteration of the loop, so that long work can be done in pieces.
+
+    NOTE: it must not be used to wait for something.
     """
     loop = asyncio.get_running_loop()
     turn: asyncio.Future[None] = loop.create_future()
@@ -55,7 +55,7 @@ async def next_turn() -> None:
 
 
 class Channel(Generic[T]):
-    """Many writers on the loop's thread, one reader."""
+    """A queue with many writers on the loop's thread and one reader."""
 
     __slots__ = ("_codec", "_is_closed", "_items", "_waiter")
 
@@ -76,18 +76,18 @@ class Channel(Generic[T]):
             self._waiter.set_result(None)
 
     def close(self) -> None:
-        """The reader gets what is there, then ends."""
+        """Lets the reader take the messages that are there, and then end."""
         self._is_closed = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def take(self) -> list[T]:
-        """All that is there."""
+        """Removes and returns all messages."""
         items, self._items = self._items, []
         return items
 
     async def batches(self) -> AsyncIterator[list[T]]:
-        """Everything that has arrived since the last batch, at least one message."""
+        """Yields all messages that have arrived since the last batch, at least one."""
         while True:
             if not self._items:
                 if self._is_closed:

@@ -1,7 +1,7 @@
-"""The command line: parses what was typed, runs one command, and turns errors into one line.
+"""The command line: parses the arguments, runs one command, and prints an error as one line.
 
-Must not define an option (config.py does), and must stay quick: torch and the engine are imported
-by the commands that need them. No state.
+Options are defined in config.py. torch and the engine are imported only by the commands that need
+them, so that the others start quickly.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ COMMAND_RECORDS: Mapping[str, tuple[type, ...]] = {
     "chat": (*ENGINE_RECORDS, PromptOptions),
     "generate": (*ENGINE_RECORDS, PromptOptions),
 }
-ARGUMENTS = frozenset({"command", "text", "file", "bench", "task"})  # of a command, not options
+ARGUMENTS = frozenset({"command", "text", "file", "bench", "task"})  # positional, not options
 
 EPILOG = (
     "Each option can be set as ASERVE_NAME in the environment and as `name = value` in the file of "
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None, *, benches: Mapping[str, Bench]
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of our output has gone; what Python flushes at exit must not complain again.
+        # The reader of the output has gone, and Python's flush at exit must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
@@ -123,7 +123,7 @@ def _serve(resolved: Resolved) -> int:
 
 
 def _generate(resolved: Resolved, text: str) -> int:
-    """Only the answer goes to stdout, as it comes."""
+    """Streams the answer to stdout, and nothing else."""
     from aserve.engine import Engine
 
     prompt = sys.stdin.read() if text == "-" else text
@@ -135,7 +135,7 @@ def _generate(resolved: Resolved, text: str) -> int:
 
 
 def _chat(resolved: Resolved) -> int:
-    """Ctrl-C ends an answer, Ctrl-D the chat."""
+    """Runs a chat, in which Ctrl-C ends an answer and Ctrl-D the chat."""
     from aserve.engine import Engine
 
     with contextlib.suppress(ImportError):
@@ -157,14 +157,14 @@ def _chat(resolved: Resolved) -> int:
 def _exchange(
     engine: Engine, messages: list[Message], *, line: str, resolved: Resolved
 ) -> list[Message]:
-    """The chat with one question and its answer more; what was refused is not part of it."""
+    """Returns the messages with the question and its answer, or unchanged if it was refused."""
     asked = [*messages, {"role": "user", "content": line}]
     answer = _answer(engine, asked, resolved)
     return messages if answer is None else [*asked, {"role": "assistant", "content": answer}]
 
 
 def _answer(engine: Engine, messages: list[Message], resolved: Resolved) -> str | None:
-    """What came before Ctrl-C is kept; None for a refusal."""
+    """Returns the answer, cut at Ctrl-C, or None for a refusal."""
     answer = ""
     try:
         for chunk in engine.stream_sync(messages, **_sampling(resolved)):
@@ -214,7 +214,9 @@ def _replay(path: Path) -> int:
 
 
 def _bench(name: str, bench: Bench, given: Mapping[str, object]) -> int:
-    """Options of the bench itself come from the command line alone, the engine's as ever."""
+    """Runs a bench. Its own options come from the command line alone, the engine's from all
+    sources.
+    """
     record = bench.options
     own = {option.name for option in options_of(record)} & given.keys()
     options: object = build_options(record, {name: given[name] for name in own})
@@ -276,7 +278,7 @@ def complain(message: str) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose complaints are ConfigErrors: one line, no usage before it."""
+    """An argument parser that raises ConfigError instead of printing its usage."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
@@ -353,7 +355,7 @@ def _add_group(parser: Parser, record: type) -> None:
 
 
 class _Join(argparse.Action):
-    """An option that is given again adds to its list."""
+    """Joins the values of an option that is given several times with commas."""
 
     def __call__(
         self,
@@ -374,6 +376,6 @@ def _metavar(option: Option) -> str:
 
 
 def _help(option: Option) -> str:
-    """NOTE: argparse formats help with %, so a literal one is doubled."""
+    """Returns the help text. NOTE: argparse formats it with %, so a literal % is doubled."""
     default = "" if option.default is None else f" (default: {option.default})"
     return (option.about + default).replace("%", "%%")

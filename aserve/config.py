@@ -1,8 +1,8 @@
-"""Every option, once: frozen records per concern whose fields carry help, range and unit.
+"""Defines every option once, as fields of frozen records with help text and limits.
 
-The command line, its --help, ASERVE_* variables and --config files all come from these fields. Must
-not know what an option does, nor open a model: `resolve` is pure, and what the machine or the model
-decides (dtype `auto`, KV pages from free memory) is decided where it is known. No state.
+The command line, its --help, ASERVE_* variables and --config files all come from these fields.
+`resolve` is pure. Defaults that depend on the machine or the model (dtype `auto`, the number of KV
+pages) are chosen later, where both are known.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class ModelOptions:
     )
     model_impl: str = option(
         "auto",
-        "whose code runs the model; auto: aserve's own where there is one for the architecture, "
-        "else that of transformers, with aserve's attention",
+        "the code that runs the model; auto: aserve's own if it has the architecture, else that of "
+        "transformers with aserve's attention",
         Limits(choices=("auto", "native", "transformers")),
     )
     dtype: str = option(
         "auto",
-        "number format of weights and KV; auto: what this machine is fastest with",
+        "number format of weights and KV; auto: the fastest one on this machine",
         Limits(choices=("auto", "float32", "float64", "bfloat16", "float16")),
     )
     quantization: str | None = option(
@@ -65,7 +65,7 @@ class ModelOptions:
     )
     generation_config: str = option(
         "model",
-        "where requests that don't say get their sampling from: the model's "
+        "source of the default sampling parameters of requests: the model's "
         "generation_config.json, or none",
         Limits(choices=("model", "none")),
     )
@@ -144,8 +144,9 @@ class SchedulerOptions:
 
 @dataclass(frozen=True, slots=True)
 class GrammarOptions:
-    """Of structured output. Workers are started when a grammar comes and none is idle, and end when
-    they were idle for minutes."""
+    """Options of structured output. A worker process is started when a grammar comes and no worker
+    is idle, and ends after some idle minutes.
+    """
 
     grammar_workers: int = option(2, "grammars that compile at once", Limits(low=1, high=64))
     grammar_timeout: float = option(
@@ -175,12 +176,12 @@ class MachineOptions:
     )
     attention_backend: str = option(
         "auto",
-        "what computes attention; auto: the best of this device that can what the model needs",
+        "attention backend; auto: the fastest one of the device that supports the model",
         Limits(choices=("auto", "flashinfer", "paged-cpu", "paged-sdpa", "torch-ref", "triton")),
     )
     deterministic: bool = option(
         False,
-        "the same bits for a request alone, among others, in chunks and computed again (slower)",
+        "a request gets the same bits alone, in a batch, in chunks or computed again (slower)",
     )
     threads: int | None = option(
         None,
@@ -204,7 +205,7 @@ class GraphOptions:
     )
     cuda_graph_capture: str = option(
         "lazy",
-        "lazy captures a graph between two steps, once one would have used it; "
+        "lazy captures a graph between two steps, once a step has missed it; "
         "eager captures all at the start",
         Limits(choices=("lazy", "eager")),
     )
@@ -312,14 +313,14 @@ class ServerOptions:
 class DebugOptions:
     debug_checks: bool = option(False, "check the engine's invariants in every step (slower)")
     seed: int | None = option(
-        None, "draw the seeds of requests that bring none from this one", Limits(low=0)
+        None, "seed of the generator that draws the seeds of requests without one", Limits(low=0)
     )
     record: str | None = option(
         None, "write every scheduler event to FILE, for `aserve replay`", Limits(metavar="FILE")
     )
     log_level: str | None = option(
         None,
-        "least level that is logged; default: info for serve, else warning",
+        "lowest level that is logged; default: info for serve, else warning",
         Limits(choices=("debug", "info", "warning", "error")),
     )
     config: str | None = option(
@@ -329,7 +330,7 @@ class DebugOptions:
 
 @dataclass(frozen=True, slots=True)
 class PromptOptions:
-    """Of `generate` and `chat`."""
+    """Options of `generate` and `chat`."""
 
     max_tokens: int = option(256, "tokens of an answer at most", Limits(low=1))
     temperature: float = option(0.0, "0 takes the likeliest token", Limits(low=0, high=2))
@@ -340,7 +341,7 @@ class PromptOptions:
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """What the user wrote, uninterpreted; a later field overrides an earlier one."""
+    """The options as the user gave them; a later field overrides an earlier one."""
 
     file: Mapping[str, object] = field(default_factory=dict)
     file_name: str = ""
@@ -350,7 +351,7 @@ class Raw:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known before anything is loaded."""
+    """Facts that are known before anything is loaded."""
 
     default_model: str
     default_name: str = "aserve-tiny"
@@ -422,15 +423,16 @@ def read_raw(command_line: Mapping[str, object]) -> Raw:
 
 
 def set_environment(name: str, value: str, *, wins: bool = False) -> str:
-    """For libraries that are imported later; the value that holds. What is set already stays,
-    unless this `wins`."""
+    """Sets a variable for libraries that are imported later, and returns its value. A variable that
+    is already set stays, unless this one `wins`.
+    """
     if wins:
         os.environ[name] = value
     return os.environ.setdefault(name, value)
 
 
 def cache_home() -> Path:
-    """Where a user's programs keep what they can make again."""
+    """Returns the folder for the user's caches, after the XDG base directory specification."""
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
 
 
@@ -488,7 +490,7 @@ def _check_former(option: Option, given: Iterable[str], *, where: str) -> None:
 
 
 def _model_name(source: str, facts: Facts) -> str:
-    """A hub id names itself; a path is known by its last part."""
+    """Returns the hub id, or the last part of a path."""
     if source == facts.default_model:
         return facts.default_name
     if Path(source).name == "config.json":

@@ -1,4 +1,4 @@
-"""The embeddable API: an engine in this process, without HTTP, for async and for plain programs.
+"""The embeddable API: an engine in this process, without HTTP, for async and synchronous programs.
 
     async with Engine(model="some/dir") as engine:
         async for chunk in engine.generate("Once upon a time", max_tokens=40):
@@ -7,8 +7,9 @@
     with Engine() as engine:
         answers = engine.generate_sync(["one", "two"], temperature=0.8, seed=7)
 
-Must not install signal handlers, nor read the environment. Options are those of the command line,
-sampling fields those of the HTTP API. A plain `with` runs the loop in a thread of its own.
+It installs no signal handlers and does not read ASERVE_* variables. Options are those of the
+command line, sampling fields those of the HTTP API. A plain `with` runs the loop in a thread of its
+own.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ T = TypeVar("T")
 PromptLike: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 LONG_LIST = 32  # prompts: more get a progress bar on a terminal
-# Of the HTTP body.
+# Fields of the HTTP body that are not for sampling.
 NOT_SAMPLING = frozenset({"model", "stream", "stream_options", "return_token_ids"})
 
 
 class SamplingFields(GenerationBody, kw_only=True):
-    """What `generate` takes beside the prompt; ranges and defaults are those of the HTTP API."""
+    """The fields of `generate` beside the prompt, with the ranges and defaults of the HTTP API."""
 
     logprobs: int | None = None
     add_special_tokens: bool | None = None
@@ -70,7 +71,7 @@ class SamplingFields(GenerationBody, kw_only=True):
 
 
 class GenerationError(AserveError):
-    """What the engine said instead of an answer; `reason` has code, status and message."""
+    """The engine ended the request with an error; `reason` has its code, status and message."""
 
     def __init__(self, reason: ErrorInfo) -> None:
         super().__init__(reason.message, param=reason.param, code=reason.code)
@@ -103,9 +104,11 @@ class Answer:
 
 
 class Engine:
-    """Loads on entering, ends everything on leaving; once. `options` are named as in config.py.
+    """An engine that loads when it is entered and ends when it is left, once. `options` are named
+    as in config.py.
 
-    NOTE: async methods belong to the loop that entered it, the `_sync` ones to a plain `with`.
+    NOTE: call the async methods on the loop that entered it, and the `_sync` ones in a plain
+    `with`.
     """
 
     def __init__(
@@ -165,14 +168,14 @@ class Engine:
             thread.close()
 
     def generate(self, prompt: PromptLike, **fields: object) -> AsyncGenerator[OutputChunk, None]:
-        """The chunks of one request as they come; who stops reading cancels it.
+        """Yields the chunks of one request as they come. Closing the generator cancels the request.
 
-        Raises the ClientError of a wrong field, and GenerationError if the engine has no answer.
+        Raises the ClientError of an invalid field, and GenerationError if the engine fails.
         """
         return self._chunks(self._request(prompt, fields))
 
     async def answer(self, prompt: PromptLike, **fields: object) -> Answer:
-        """The whole answer at once."""
+        """Returns the whole answer at once."""
         request = self._request(prompt, fields)
         chunks = [chunk async for chunk in self._chunks(request)]
         return Answer(_choices(chunks, num_choices=request.sampling.n), request.sampling.seed)
@@ -188,7 +191,9 @@ class Engine:
             thread.call(chunks.aclose())
 
     def generate_sync(self, prompts: Sequence[PromptLike], **fields: object) -> list[Answer]:
-        """Answers in the order of the prompts; the first error ends the rest and is raised."""
+        """Returns answers in the order of the prompts. The first error cancels the rest and is
+        raised.
+        """
         prompts = _listed(prompts)
         thread = self._running_thread()
         num_choices = _checked(fields).n or 1
@@ -202,8 +207,8 @@ class Engine:
             return thread.call(self._each(prompts, one, num_sequences=num_choices))
 
     async def embed(self, prompt: PromptLike) -> ArrayF32:
-        """The hidden state of the prompt's last token after the final norm: float32 [hidden], of
-        length 1.
+        """Returns the hidden state of the prompt's last token after the final norm, scaled to
+        length 1: float32 [hidden].
         """
         request_id = f"request-{next(self._numbers)}"
         given = _prompt_of(prompt, SamplingFields())
@@ -240,8 +245,8 @@ class Engine:
         *,
         num_sequences: int = 1,
     ) -> list[T]:
-        """As many at once as keep every row busy, and never more than may wait; each prompt makes
-        `num_sequences`.
+        """Runs `one` for each prompt, enough at once to keep every row busy, and never more than
+        may wait. Each prompt makes `num_sequences` sequences.
         """
         answers: dict[int, T] = {}
         numbered = enumerate(prompts)
@@ -281,7 +286,7 @@ async def _next(chunks: AsyncGenerator[OutputChunk, None]) -> OutputChunk | None
 
 @contextlib.contextmanager
 def _progress_of(total: int) -> Iterator[Callable[[], None]]:
-    """What to call after each answer: moves a bar for a long list on a terminal."""
+    """Yields a function to call after each answer, which moves a bar if the list is long."""
     if total <= LONG_LIST or not sys.stderr.isatty():
         yield lambda: None
         return
@@ -291,7 +296,7 @@ def _progress_of(total: int) -> Iterator[Callable[[], None]]:
 
 
 def _resolve(options: Mapping[str, object]) -> Resolved:
-    """None is as good as not given: that is how optional arguments are passed on."""
+    """Resolves the options. One that is None counts as not given."""
     given = {name: value for name, value in options.items() if value is not None}
     facts = Facts(default_model=str(MODEL_DIR))
     return resolve(Raw(command_line=given), facts)
@@ -304,13 +309,13 @@ def _listed(prompts: Sequence[PromptLike]) -> Sequence[PromptLike]:
 
 
 class _Message(msgspec.Struct):
-    """What every message of a chat has, whatever else a template looks at."""
+    """The fields that every message of a chat has; a template may use others."""
 
     role: str
 
 
 def _prompt_of(prompt: object, asked: SamplingFields) -> Prompt:
-    """Raises the InvalidRequest of what is no prompt."""
+    """Converts the argument to a prompt. Raises InvalidRequest if it is none."""
     if isinstance(prompt, str):
         encoded(prompt, param="prompt")
         return TextPrompt(prompt, add_special_tokens=asked.add_special_tokens is not False)
@@ -344,7 +349,7 @@ def _prompt_of(prompt: object, asked: SamplingFields) -> Prompt:
 
 
 def check_token_ids(ids: Sequence[int]) -> None:
-    """Which ids the model has is the tokenizer's to say; these can be written as int32."""
+    """Raises InvalidRequest for an id that is no int32. The tokenizer checks the vocabulary."""
     wrong = next((item for item in ids if not -INT32 <= item <= INT32), None)
     if wrong is not None:
         raise InvalidRequest(f"token id {str(wrong)[:40]} is out of range", param="prompt")

@@ -1,7 +1,6 @@
-"""The engine's half of the program: scheduler, grammars, masks, the device, and who looks on.
+"""The engine half of the program: it connects the scheduler, grammars, masks and the executor.
 
-Must not know clients, text or HTTP: what comes out goes to `EngineCorePorts`. Builds its objects,
-and decides nothing.
+Its outputs go to `EngineCorePorts`. It builds and connects objects, and decides nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from aserve.observability.step_log import StepLog
 from aserve.observability.trace import Trace
 from aserve.scheduling.scheduler import Scheduler
 
-CLOSE_S = 0.5  # what the device may take for its current step when all is over
+CLOSE_S = 0.5  # how long `close` waits for the current step of the device
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ logger = logging.getLogger(__name__)
 class LocalExecutor(Executor, Protocol):
     """An executor with threads of its own."""
 
-    about: str  # what was chosen for this machine, in a few words
+    about: str  # describes what was chosen for this machine
     died: asyncio.Future[BaseException]  # completes if its thread ends without `close`
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None: ...
@@ -57,7 +56,7 @@ class LocalExecutor(Executor, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineCorePorts:
-    """Where what comes out of an engine goes. `report` is for metrics."""
+    """The receivers of an engine's outputs. `report` is for metrics."""
 
     text: Sink[DetokenizerEvent]
     report: Callable[[EngineReport], None]
@@ -65,24 +64,24 @@ class EngineCorePorts:
 
 
 class EngineCore(Protocol):
-    """An engine's half, wherever it runs."""
+    """The engine half, in this process or in another one."""
 
     spec: EngineSpec
     inbox: Sink[EngineEvent]
     actors: tuple[Supervised, ...]
 
     async def start(self, on_death: DeathReport) -> None:
-        """Ready when this returns, but for the actors, which the caller starts."""
+        """Returns when the engine is ready, except for the actors, which the caller starts."""
 
     async def close(self) -> None:
-        """After the actors have stopped."""
+        """Call it after the actors have stopped."""
 
     def age_s(self) -> float:
-        """Seconds since it was last heard of."""
+        """Returns the seconds since the last sign of life."""
 
 
 class LocalEngineCore:
-    """In this process. `vocabulary` is asked for in a thread, when the first grammar comes."""
+    """The engine half in this process. It calls `vocabulary` in a thread for the first grammar."""
 
     def __init__(
         self,
@@ -129,11 +128,11 @@ class LocalEngineCore:
             self._recorder.close()
 
     def age_s(self) -> float:
-        """Who can ask shares its loop."""
+        """Returns 0, because a caller shares its loop."""
         return 0.0
 
     async def _close_executor(self) -> None:
-        """Not for ever: a step may be a long one, and its thread doesn't keep the process."""
+        """Waits CLOSE_S at most. A longer step is left behind in its daemon thread."""
         try:
             async with asyncio.timeout(CLOSE_S):
                 await in_thread(self._executor.close, name="close")
@@ -142,13 +141,13 @@ class LocalEngineCore:
 
 
 def _report_death(on_death: DeathReport, died: asyncio.Future[BaseException]) -> None:
-    """The executor's future is cancelled by an ordinary end."""
+    """Reports a death, unless the future was cancelled, as it is by an ordinary end."""
     if not died.cancelled():
         on_death("executor", died.result())
 
 
 async def _warmed_up(executor: LocalExecutor) -> None:
-    """One step, or the executor's death: a thread that has gone would never answer."""
+    """Runs one step. Raises EngineDead if the executor dies, because it would never answer."""
     try:
         async with asyncio.TaskGroup() as group:
             step = group.create_task(executor.warm_up())

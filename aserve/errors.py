@@ -1,7 +1,6 @@
-"""The error tree: whose fault it is decides the branch, and the branch decides the HTTP answer.
+"""The error tree. The party at fault decides the branch, and the branch decides the HTTP status.
 
-Knows nothing of HTTP objects, actors or torch: an error is a value that may travel in a message
-(`ErrorInfo`).
+An error can travel in a message as a value, `ErrorInfo`.
 
     AserveError
     ├── ClientError        4xx  the request cannot be served as it is

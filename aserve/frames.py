@@ -1,7 +1,4 @@
-"""Messages as frames of a stream: a length (4 bytes, little endian), then msgpack.
-
-Must not know what messages mean, nor what the stream is: a file, a pipe or a socket.
-"""
+"""Frames for messages on a pipe or socket: a length (4 bytes, little endian), then msgpack."""
 
 from __future__ import annotations
 
@@ -20,13 +17,13 @@ def framed(data: bytes) -> bytes:
 
 
 def send(stream: IO[bytes], message: msgspec.Struct) -> None:
-    """Blocks while the stream is full."""
+    """Writes a message; blocks while the stream is full."""
     stream.write(framed(msgspec.msgpack.encode(message)))
     stream.flush()
 
 
 def receive(stream: IO[bytes], kind: type[T]) -> T | None:
-    """Blocks until it is there; None at the end of the stream, wherever it comes."""
+    """Blocks for a message. Returns None at the end of the stream, also within a message."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None
@@ -36,7 +33,7 @@ def receive(stream: IO[bytes], kind: type[T]) -> T | None:
 
 
 class FrameSplitter:
-    """Cuts what comes in pieces of any size into whole frames."""
+    """Splits a stream that arrives in pieces of any size into frames."""
 
     __slots__ = ("_rest",)
 
@@ -48,7 +45,7 @@ class FrameSplitter:
         return bool(self._rest)
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """The frames that end in this piece."""
+        """Returns the frames that end in this piece."""
         rest = self._rest
         rest += piece
         frames: list[bytes] = []

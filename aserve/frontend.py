@@ -1,7 +1,4 @@
-"""The one place that joins an engine's halves: clients and text here, and what core.py builds.
-
-Decides nothing. Must not know HTTP's server, nor how an engine comes up.
-"""
+"""Connects the two halves of an engine: clients and text here, and the core of engine_core.py."""
 
 from __future__ import annotations
 
@@ -34,10 +31,10 @@ from aserve.text.prompt import PromptEncoder, PromptLimits
 
 
 class Frontend:
-    """An engine: from a GenerateRequest in the gateway to its OutputChunks in an outlet.
+    """An engine from a GenerateRequest in the gateway to its OutputChunks in a RequestStream.
 
-    `state` says whether it takes requests. `ports` are for the half that is the engine proper. With
-    `codec` each message passes msgpack on its way.
+    `state` says whether it accepts requests. `ports` receive the core's outputs. With `codec` each
+    message between actors is encoded and decoded with msgpack.
     """
 
     def __init__(
@@ -71,7 +68,7 @@ class Frontend:
         return self._running.supervisor.failure if self._running else None
 
     async def start(self, loaded: Loaded) -> None:
-        """Around an engine in this process."""
+        """Starts a core in this process and joins it."""
         executor, text = loaded.executor, loaded.text
         vocabulary = functools.partial(vocabulary_of, text.tokenizer, executor.spec.vocab_size)
         core = LocalEngineCore(
@@ -80,7 +77,7 @@ class Frontend:
         await self.join(core, text)
 
     async def join(self, core: EngineCore, text: TextSide) -> None:
-        """Ready when this returns: the engine runs, one step went through it, actors listen."""
+        """Returns when the engine is ready: one step has run, and the actors read their inboxes."""
         supervisor = self._connect(core, text)
         await core.start(supervisor.report_death)
         supervisor.start()
@@ -98,7 +95,7 @@ class Frontend:
             await self._running.supervisor.drain(grace_s)
 
     async def close(self) -> None:
-        """Ends what is still open; afterwards no task and no thread is left."""
+        """Ends open requests, and all tasks and threads."""
         running = self._running
         if running is None or self._is_closed:
             return
@@ -117,7 +114,7 @@ class Frontend:
         await self.gateway.drained()
 
     def _submit(self, request: GenerateRequest) -> None:
-        """Whoever opens a request asks `state.refusal()` first."""
+        """NOTE: a caller that opens a request must ask `state.refusal()` first."""
         if self._running is None:
             raise BugError(f"request {request.request_id} was sent to an engine that is not there")
         self.metrics.received(request)

@@ -1,9 +1,7 @@
-"""Gives memory that was freed back to the system, after bodies, prompts and answers that took much.
+"""Returns freed memory to the system after large bodies, prompts and answers.
 
-WHY: the C library keeps what was freed for the next use, which is right for a step's temporaries.
-After one large prompt it would keep gigabytes for as long as the server lives.
-
-Must not know what the memory was for. Written by its own timer.
+WHY: malloc keeps freed memory for reuse, which is right for a step's temporaries. After one large
+prompt it would keep gigabytes for as long as the server runs.
 """
 
 from __future__ import annotations
@@ -14,14 +12,14 @@ import os
 from pathlib import Path
 
 CHECK_S = 5.0
-GROWN_BYTES = 64 << 20  # beyond what was in use after the last time
+GROWN_BYTES = 64 << 20  # growth since the last trim that is worth another one
 
 STATM = Path("/proc/self/statm")
 
 
 class HeapTrimmer:
-    """Looks every few seconds how much memory is resident, which costs microseconds; only when it
-    has grown is the heap trimmed, in a thread.
+    """Checks every few seconds how much memory is resident, which costs microseconds. When it has
+    grown, the heap is trimmed in a thread.
     """
 
     def __init__(self) -> None:
@@ -40,13 +38,13 @@ class HeapTrimmer:
             self._timer = None
 
     def check(self) -> bool:
-        """Whether memory has grown so much that trimming is worth its time."""
+        """Returns whether memory has grown so much that trimming is worth its time."""
         now = resident_bytes()
         self._least_bytes = min(self._least_bytes, now)
         return now > self._least_bytes + GROWN_BYTES
 
     def trim(self) -> None:
-        """In any thread. What is still in use is from now on not looked at as grown."""
+        """Trims the heap, in any thread. Growth is measured from the memory in use afterwards."""
         if self._trim is not None:
             self._trim(0)
         self.num_trims += 1
@@ -60,7 +58,7 @@ class HeapTrimmer:
 
 
 def resident_bytes() -> int:
-    """Of this process; 0 where the system does not say."""
+    """Returns the resident memory of this process, 0 where the system does not report it."""
     try:
         pages = int(STATM.read_text().split()[1])
     except OSError:

@@ -1,7 +1,7 @@
-"""Loading: the model's directory, what is read of it, and the executor around it.
+"""Loads a model: finds its directory, reads its text side and builds the executor.
 
-Must not know requests. All of it blocks, so it runs in a thread; torch is imported in it, so that
-the port is open and /health answers before.
+All of it blocks, so it runs in a thread. torch is imported there, so that the port is open and
+/health answers while it loads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What takes time to load."""
+    """The executor and the text side of a loaded model."""
 
     executor: LocalExecutor
     text: TextSide
@@ -39,14 +39,14 @@ EXECUTORS: Mapping[str, LoadExecutor] = {}
 
 
 def load(resolved: Resolved, executors: Mapping[str, LoadExecutor] = EXECUTORS) -> Loaded:
-    """Everything that takes time and blocks: run it in a thread."""
+    """Loads the model. It blocks for as long as that takes, so run it in a thread."""
     model_dir = find_model(resolved)
     text = load_text(model_dir, resolved.model)
     return Loaded(load_executor(resolved, model_dir, executors), text)
 
 
 def find_model(resolved: Resolved) -> Path:
-    """The model's directory; blocks while it is fetched from the hub."""
+    """Returns the model's directory; blocks while it is downloaded from the hub."""
     from aserve.host.hub import resolve_model_dir
 
     is_dummy = resolved.model.load_format == "dummy"
@@ -103,7 +103,10 @@ def build_options(resolved: Resolved, model_dir: Path) -> BuildOptions:
 
 
 def vocabulary_of(tokenizer: TextTokenizer, vocab_size: int) -> Vocabulary:
-    """Special tokens have no text, so no language has them. Takes a while for a large one."""
+    """Builds the vocabulary for grammars, in which special tokens have no bytes.
+
+    It takes a while for a large vocabulary.
+    """
     ids = range(min(tokenizer.vocab_size, vocab_size))
     return Vocabulary(
         tuple(b"" if i in tokenizer.special_ids else tokenizer.token_bytes(i) for i in ids),

@@ -1,7 +1,4 @@
-"""What one option is: a record's field with help, range and unit; how a text becomes its value.
-
-Must not know any option of aserve's. No state.
-"""
+"""An option as a field of a record, with help text and limits, and the parsing of its value."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ FALSE_WORDS = frozenset({"0", "false", "no", "off"})
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a value must keep to; `metavar` is how --help shows it."""
+    """The limits of a value; `metavar` stands for the value in --help."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -42,7 +39,7 @@ def option(default: T, about: str, limits: Limits | None = None) -> T:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One field of a record of options, as the outside names it."""
+    """One field of a record of options, with its names on the command line and elsewhere."""
 
     name: str
     kind: type
@@ -83,7 +80,7 @@ def options_of(*records: type) -> Iterator[Option]:
 
 
 def parse_value(option: Option, value: object, *, where: str) -> object:
-    """`value` in the option's type, out of a command line's or variable's text, or of TOML."""
+    """Converts `value` (a text, or a value of TOML) to the option's type. Raises ConfigError."""
     shown = where if option.limits.is_secret else f"{where} {value}"
     try:
         parsed = _converted(option.kind, value)
@@ -98,7 +95,7 @@ def parse_value(option: Option, value: object, *, where: str) -> object:
 
 
 def build_options(record: type[T], given: Mapping[str, object]) -> T:
-    """A record of a command's own options, which only its command line sets."""
+    """Builds a record of options that only the command line sets."""
     options = (option for option in options_of(record) if option.name in given)
     return record(
         **{
@@ -109,7 +106,7 @@ def build_options(record: type[T], given: Mapping[str, object]) -> T:
 
 
 def unknown_option(name: str, known: Iterable[str]) -> ConfigError:
-    """`name` as the user wrote it, `known` in the same spelling."""
+    """Returns the error for an unknown name, with the nearest of the `known` ones."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]}?" if near else ""
     return ConfigError(f"unknown option {name}{hint}")
@@ -155,7 +152,7 @@ def _kind_words(option: Option) -> str:
 
 
 def _plain_type(hint: object) -> type:
-    """`int | None` is an int that may be absent."""
+    """Returns `int` for `int | None`."""
     if get_origin(hint) is UnionType:
         hint = next(kind for kind in get_args(hint) if kind is not type(None))
     return cast(type, hint)

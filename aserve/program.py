@@ -15,7 +15,7 @@ from typing import NoReturn
 
 
 def main() -> NoReturn:
-    """The command line as a process."""
+    """Runs the command line and ends the process with its exit code."""
     open_standard_streams()
     from aserve.cli import main
 
@@ -23,7 +23,7 @@ def main() -> NoReturn:
 
 
 def open_standard_streams() -> None:
-    """Opens /dev/null in the place of each standard stream that is closed.
+    """Replaces each closed standard stream by /dev/null.
 
     WHY: the system gives a new file the lowest free number. A socket with number 2 would get the
     text of error messages, and libuv ends the process when it closes one of the first three.
@@ -41,7 +41,7 @@ def open_standard_streams() -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """Ends the process at once, also while a thread still works for a client that has gone.
+    """Ends the process at once, even while threads still work.
 
     WHY: Python joins the threads of every pool before it ends, however long their work takes, and
     a thread that comes back from a library during Python's own end can abort the process.

@@ -1,10 +1,8 @@
-"""Where a client reads its answer: one outlet per call, fed by the detokenizer through the gateway.
+"""The stream of a call's output chunks, and the gateway that routes chunks to open streams.
 
-Must not know HTTP, text or the engine's state. Which outlets are open is written by `Gateway`.
-Used by http/ and by the embeddable engine alike; everything happens on the loop's thread.
-
-Chunks of a child that wait for the reader coalesce. Where the reader waits for a client, which may
-not read, they are bounded in bytes: beyond the bound the requests are cancelled.
+The HTTP server and the embeddable engine use it, on the loop's thread. `Gateway` alone writes which
+streams are open. Unread chunks of a child coalesce. Where the reader waits for a client that may
+not read, their bytes are bounded: beyond the bound the requests are cancelled.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ class _Opened:
 
 
 class Gateway:
-    """One per frontend: sends requests in, and every chunk that comes out to its outlet."""
+    """Submits requests, and delivers each output chunk to its stream. There is one per frontend."""
 
     def __init__(
         self,
@@ -52,7 +50,9 @@ class Gateway:
         return len(self._open)
 
     def open(self, *requests: GenerateRequest) -> RequestStream:
-        """One outlet for all of them, the prompts of one call; who leaves early cancels it."""
+        """Submits the requests of one call and returns the stream of their chunks. A reader that
+        stops early must cancel it.
+        """
         if self.capacity is not None:
             self.capacity.check(
                 sum(request.sampling.n for request in requests), num_open=self._num_sequences
@@ -75,7 +75,7 @@ class Gateway:
         return request_stream
 
     def deliver(self, chunk: OutputChunk) -> None:
-        """What comes for a request whose client has gone falls away."""
+        """Delivers a chunk. A chunk of a request that is no longer open is dropped."""
         opened = self._open.get(chunk.request_id)
         if opened is None:
             return
@@ -84,12 +84,12 @@ class Gateway:
         opened.request_stream.put(chunk)
 
     def end_all(self, error: ErrorInfo) -> None:
-        """The engine answers no more, or must not: every open request ends with this error."""
+        """Ends every open request with this error."""
         for request_id in list(self._open):
             self.deliver(failed_chunk(request_id, error))
 
     async def drained(self) -> None:
-        """Returns as soon as no request is open; the caller sets the deadline."""
+        """Waits until no request is open; the caller sets the deadline."""
         await self._is_drained.wait()
 
     def _leave(self, request_id: str, kept: int) -> None:
@@ -103,7 +103,7 @@ class Gateway:
 
 
 class RequestStream:
-    """The chunks of one call, one reader."""
+    """The output chunks of one call, for one reader."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class RequestStream:
         leave: Callable[[str, int], None],
         max_unread_bytes: int = MAX_UNREAD_BYTES,
     ) -> None:
-        self._kept = dict.fromkeys(request_ids, 0)  # tokens given out of the requests still open
+        self._kept = dict.fromkeys(request_ids, 0)  # tokens delivered so far, for each open request
         self._leave = leave
         self._max_unread_bytes = max_unread_bytes
         self._pending = Unread()
@@ -125,13 +125,13 @@ class RequestStream:
         return self._pending.size_bytes
 
     def bound_unread(self, on_unread: Callable[[], None]) -> None:
-        """From now on a reader that stays away until the bound is passed loses its requests. Then
+        """Bounds the unread bytes from now on. Beyond the bound the requests are cancelled,
         `on_unread` is called, and the next batch raises UnreadAnswer.
         """
         self._on_unread = on_unread
 
     def put(self, chunk: OutputChunk) -> None:
-        """Called by the gateway alone."""
+        """Adds a chunk. Only the gateway calls it."""
         self._pending.put(chunk)
         self._kept[chunk.request_id] += len(chunk.token_ids) // 4
         if chunk.is_last:
@@ -143,7 +143,7 @@ class RequestStream:
         self._wake()
 
     def cancel(self) -> None:
-        """The reader goes away: what still runs is cancelled, what came already falls away."""
+        """Cancels the requests that still run and drops the unread chunks."""
         kept, self._kept = self._kept, {}
         self._pending = Unread()
         for request_id, num_tokens in kept.items():
@@ -151,10 +151,11 @@ class RequestStream:
         self._wake()
 
     async def batches(self, *, idle_s: float | None = None) -> AsyncIterator[list[OutputChunk]]:
-        """What came since the last batch, one chunk per child; empty after idle_s without any. Much
-        is given in several batches, in a turn of the loop each.
+        """Yields the chunks that have come since the last batch, one per child, or an empty batch
+        after `idle_s` without a chunk. Much output is yielded in several batches, one per loop
+        iteration.
 
-        A request's last chunk is the one with `is_last`; the iteration ends after all of them.
+        The last chunk of a request has `is_last`; the iteration ends after that of every request.
         """
         while self._pending or self._kept:
             if not self._pending:

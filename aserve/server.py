@@ -1,7 +1,4 @@
-"""One life of the server: bind, load, serve, drain, close.
-
-Must not know what an engine is made of: an app is one, and a launcher brings it up.
-"""
+"""The life of the server: it binds, loads, serves, drains and closes."""
 
 from __future__ import annotations
 
@@ -26,14 +23,15 @@ logger = logging.getLogger(__name__)
 
 
 def serve(resolved: Resolved) -> int:
-    """Serves until a signal or a death; the process's exit code."""
+    """Serves until a signal or a failure, and returns the process's exit code."""
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(Server(resolved, launcher_of(resolved)).run())
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:
-    """The signals that drain the server. A terminal sends SIGHUP when it is closed; who started the
-    server with nohup has set it to be ignored, and it stays so.
+    """Returns the signals that drain the server.
+
+    A terminal sends SIGHUP when it closes. If it is ignored, as nohup sets it, it stays ignored.
     """
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         return signal.SIGINT, signal.SIGTERM
@@ -41,13 +39,13 @@ def ending_signals() -> tuple[signal.Signals, ...]:
 
 
 class Server:
-    """`address` is known once bound."""
+    """Runs the HTTP server and the engine; `address` is known once the port is bound."""
 
     def __init__(self, resolved: Resolved, launcher: Launcher) -> None:
         self.address = ""
         self._resolved = resolved
         self._launcher = launcher
-        self._ending = asyncio.Event()  # set by a signal, or by a death
+        self._ending = asyncio.Event()  # set by a signal, or by the death of an actor
         self._waits = Waits()
         self._app = Frontend(resolved, on_death=self._ending.set)
         self._http = connect_http(self._app)
@@ -71,13 +69,13 @@ class Server:
         except Stopped:
             return
         gc.collect()
-        gc.freeze()  # PERF: what lives as long as the process is looked at by no later collection
+        gc.freeze()  # PERF: later collections skip the objects that live as long as the process
         announce(self._resolved, launched, self.address)
         await self._ending.wait()
         await self._app.drain(self._resolved.server.drain_timeout)
 
     def _signalled(self) -> None:
-        """The second signal doesn't wait for open streams."""
+        """Starts to drain at the first signal. The second one ends open requests at once."""
         if self._ending.is_set():
             self._app.end_all(ShuttingDown("the server was stopped").info())
         self._ending.set()
@@ -85,7 +83,7 @@ class Server:
 
 
 def connect_http(app: Frontend) -> HttpServer:
-    """The server before an engine, which may still be loading."""
+    """Builds the HTTP server in front of an engine that may still be loading."""
     resolved = app.resolved
     return HttpServer(
         HttpContext(

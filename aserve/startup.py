@@ -1,6 +1,6 @@
-"""How an engine comes up behind an app: in this process, or in one of its own.
+"""Launches the engine behind a frontend, in this process or in one of its own.
 
-Must not know HTTP. Everything that takes time is waited for here, and a signal ends the wait.
+Every wait of a launch goes through `Waits`, which a signal ends.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """An engine that is ready; `about` says in a few words what was chosen for this machine."""
+    """An engine that is ready; `about` describes what was chosen for this machine."""
 
     spec: EngineSpec
     about: str
 
 
 class Stopped(Exception):
-    """A signal came while something was waited for."""
+    """A signal ended the wait for the engine."""
 
 
 class Waits:
-    """What is waited for, one thing at a time, until `end`."""
+    """Waits for one future at a time; `end` ends the wait."""
 
     def __init__(self) -> None:
         self._is_over = False
         self._stop: Callable[[], None] = lambda: None
 
     async def until(self, future: asyncio.Future[T]) -> T:
-        """Raises Stopped as soon as the waits are over."""
+        """Waits for the future. Raises Stopped once `end` is called."""
         self._stop = functools.partial(_stop, future)
         if self._is_over:
             self._stop()
@@ -68,7 +68,7 @@ def _stop(future: asyncio.Future[T]) -> None:
 
 class Launcher(Protocol):
     async def launch(self, app: Frontend, waits: Waits) -> Launched:
-        """The app is ready when this returns. What is not handed to it is ended on errors."""
+        """Returns when the frontend is ready. On an error it ends what it has started."""
 
 
 class InThisProcess:
@@ -82,7 +82,7 @@ class InThisProcess:
 
 
 class InItsOwnProcess:
-    """`command` starts the engine's process; it gets the socket as its stdin."""
+    """Starts the engine process with `command`, whose stdin is the socket."""
 
     def __init__(self, command: Sequence[str] = ENGINE) -> None:
         self._command = command
@@ -105,7 +105,7 @@ class InItsOwnProcess:
 
 
 def _without_key(resolved: Resolved) -> Resolved:
-    """The engine has no clients, and needs no secret of theirs."""
+    """Removes the API keys, which the engine process does not need."""
     server = dataclasses.replace(
         resolved.server, api_key=None, api_key_file=None, admin_api_key=None
     )
@@ -113,7 +113,9 @@ def _without_key(resolved: Resolved) -> Resolved:
 
 
 def launcher_of(resolved: Resolved) -> Launcher:
-    """Beside a device with a pace of its own, text and HTTP would take the engine's time."""
+    """Chooses one or two processes: on a GPU, text and HTTP would compete with the engine for the
+    GIL.
+    """
     wish = resolved.server.processes
     if wish == "auto":
         wish = "2" if may_have_cuda(resolved.machine.device) else "1"

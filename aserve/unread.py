@@ -1,6 +1,6 @@
-"""Chunks that wait for their reader: they coalesce, and their bytes are counted.
+"""A buffer of unread output chunks, which coalesces them and counts their bytes.
 
-Must not know who reads. Written by one outlet.
+One RequestStream writes it.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from aserve.messages.base import ChildKey
 from aserve.messages.output import OutputChunk, PromptToken, TokenLogprob, join_parts
 
 MAX_UNREAD_BYTES = 16 << 20
-# What a reader gets at once, so that it is written in one short turn. NOTE: it is more than the
-# detokenizer makes in one turn; a reader that does not wait for its client never falls behind.
+# The size of a batch, which is written in one short iteration of the loop. NOTE: it is more than
+# the detokenizer makes in one iteration, so a reader that does not wait for a client never falls
+# behind.
 BATCH_BYTES = 1 << 20
-# What records take in memory, measured with sys.getsizeof over all that they hold.
+# Sizes of records in memory, measured with sys.getsizeof over all their parts.
 CHUNK_BYTES = 400
 SCORE_BYTES = 280  # a token with its log-probability
 ALTERNATIVE_BYTES = 180
 
 
 class UnreadAnswer(ConnectionError):
-    """The reader took too little of its answer for too long, so its requests were cancelled."""
+    """Too many bytes of an answer were unread, so its requests were cancelled."""
 
 
 class Sized(NamedTuple):
-    """A chunk and about what it takes in memory."""
+    """A chunk and its approximate size in memory."""
 
     size_bytes: int
     chunk: OutputChunk
@@ -39,7 +40,7 @@ class Unread:
 
     def __init__(self) -> None:
         self._queues: dict[ChildKey, deque[Sized]] = {}
-        self.size_bytes = 0  # about what the chunks take in memory
+        self.size_bytes = 0  # approximate size in memory of all chunks
 
     def __bool__(self) -> bool:
         return bool(self._queues)
@@ -55,8 +56,8 @@ class Unread:
         self.size_bytes += size_bytes - coalesce(queue)
 
     def take(self) -> list[OutputChunk]:
-        """About BATCH_BYTES, one chunk per child. A child that began early may end last, and the
-        end of a request comes after all of it.
+        """Removes and returns about BATCH_BYTES, one chunk per child. Children that have ended come
+        last, because the end of a request must come after all its chunks.
         """
         batch: list[OutputChunk] = []
         room = BATCH_BYTES
@@ -78,7 +79,7 @@ class Unread:
 
 
 def size_of(chunk: OutputChunk) -> int:
-    """About what it takes in memory."""
+    """Returns the approximate size of a chunk in memory."""
     size = CHUNK_BYTES + len(chunk.text) + len(chunk.token_ids) + len(chunk.prompt_ids)
     size += len(chunk.embedding) + sum(map(_size_of_score, chunk.logprobs))
     if chunk.prompt is not None:
@@ -91,10 +92,10 @@ def _size_of_score(token: TokenLogprob | PromptToken) -> int:
 
 
 def coalesce(queue: deque[Sized]) -> int:
-    """Merges the last chunks of one child, and returns the bytes that this saves.
+    """Merges the last chunks of one child and returns how many bytes that saves.
 
-    PERF: only chunks of about the same size are merged, so each byte is copied O(log n) times and
-    the queue stays short; and none becomes larger than a batch, which is written in one turn.
+    PERF: only chunks of similar size are merged, so each byte is copied O(log n) times and the
+    queue stays short. No merged chunk is larger than a batch.
     """
     saved = 0
     while len(queue) > 1:
@@ -109,7 +110,7 @@ def coalesce(queue: deque[Sized]) -> int:
 
 
 def merge(chunks: list[OutputChunk]) -> OutputChunk:
-    """Consecutive chunks of one child as one."""
+    """Joins consecutive chunks of one child into one."""
     if len(chunks) == 1:
         return chunks[0]
     return msgspec.structs.replace(

@@ -1,6 +1,6 @@
-"""Compiled grammars within a byte budget, and for a while what was wrong with the others.
+"""Caches compiled grammars within a byte budget, and the errors of invalid ones for a minute.
 
-Must not know how grammars are compiled. Written by the compiler alone, on the loop's thread.
+The grammar library writes it, on the loop's thread.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Failure:
 
 
 class GrammarCache(Generic[T]):
-    """Least recently used ones go first. What is in use lives on without being counted."""
+    """An LRU cache. A grammar that is evicted while it is in use lives on without being counted."""
 
     def __init__(self, budget_bytes: int, *, clock: Callable[[], float]) -> None:
         self.size_bytes = 0
@@ -51,8 +51,8 @@ class GrammarCache(Generic[T]):
         return compiled
 
     def keep(self, grammar: Grammar, compiled: T) -> None:
-        """One that is larger than the budget is not kept."""
-        assert grammar not in self._compiled, "it is compiled once while it is here"
+        """Adds a grammar, and evicts until the budget holds, which may evict the new one itself."""
+        assert grammar not in self._compiled, "a cached grammar is not compiled again"
         self._compiled[grammar] = compiled
         self.size_bytes += compiled.memory_size_bytes
         while self.size_bytes > self._budget_bytes:

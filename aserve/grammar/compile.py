@@ -1,7 +1,4 @@
-"""One grammar to its compiled form, by xgrammar; it is imported when a compiler is made.
-
-Must not know processes, limits or requests.
-"""
+"""Compiles a grammar with xgrammar, which is imported when the first compiler is made."""
 
 from __future__ import annotations
 
@@ -23,24 +20,24 @@ if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, GrammarCompiler, TokenizerInfo
 
 ANY_OBJECT = '{"type":"object","additionalProperties":true}'
-# Between two tokens of JSON: a line end and a blank. WHY: without a bound small models go on with
-# blanks to the end of their context; and with n the compiled form has n + 1 times the states.
+# Whitespace between two tokens of JSON: a line end and a blank. WHY: without a bound small models
+# write blanks to the end of their context; and a bound of n multiplies the states by n + 1.
 MAX_WHITESPACE = 2
 TRIAL_TOKENS = 48
 TRIAL_STEP = 0x9E3779B1  # odd, and far from every small multiple of a power of two
 MAX_MESSAGE = 500  # characters
-# Time and place in the compiler's own source, and the condition that did not hold.
+# What the compiler writes before its message: time, source line and the failed condition.
 PREFIX = re.compile(r"\[[\d:]+\] \S+: (Warning: )?(Check failed: \(.*\) is false: )?", re.DOTALL)
 
 
 class GrammarError(Exception):
-    """The grammar is no good; the message is for the client."""
+    """The grammar is invalid; the message is for the client."""
 
 
 def token_info(vocabulary: Vocabulary) -> TokenizerInfo:
-    """A token without bytes stands for nothing in any text, and is never allowed.
+    """Builds xgrammar's vocabulary. It never allows a token without bytes.
 
-    Raises InvalidRequest where xgrammar is missing.
+    Raises InvalidRequest where xgrammar is not installed.
     """
     try:
         from xgrammar import TokenizerInfo, VocabType
@@ -59,15 +56,16 @@ def token_info(vocabulary: Vocabulary) -> TokenizerInfo:
 
 
 class Compiler:
-    """May be used by several threads at once."""
+    """Compiles grammars for one vocabulary. Several threads may use it at once."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocab_size = vocabulary.vocab_size
         self._info = token_info(vocabulary)
 
     def try_out(self, grammar: Grammar) -> Done | Failed:
-        """Compiles it and matches some tokens, which takes any time and memory; raises MemoryError.
-        The process's stderr is redirected meanwhile.
+        """Compiles the grammar and matches some tokens. Raises MemoryError.
+
+        NOTE: it may take any time and memory, and the process's stderr is redirected meanwhile.
         """
         try:
             with _Warnings() as warnings:
@@ -81,7 +79,9 @@ class Compiler:
             return Failed("invalid_grammar", PREFIX.sub("", str(error)).strip(". \n")[:MAX_MESSAGE])
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Of one that was tried out before. Raises GrammarError or RuntimeError otherwise."""
+        """Compiles a grammar that `try_out` has accepted; raises GrammarError or RuntimeError for
+        another.
+        """
         from xgrammar import GrammarCompiler
 
         compiler = GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
@@ -99,8 +99,8 @@ class Compiler:
                 return compiler.compile_grammar(choice_ebnf(grammar.source))
 
     def _match_some(self, compiled: CompiledGrammar) -> float:
-        """Some tokens long, so that what explodes only when it is matched does so here: the excess
-        of its masks in seconds.
+        """Matches TRIAL_TOKENS tokens, so that a grammar whose matcher explodes does so here.
+        Returns by how many seconds its masks exceeded ALLOWANCE_S each.
         """
         from xgrammar import GrammarMatcher
 
@@ -126,7 +126,7 @@ def _compile_schema(compiler: GrammarCompiler, schema: str) -> CompiledGrammar:
 
 
 class _Warnings:
-    """What the compiler writes to stderr, past Python: it warns of what it is going to ignore."""
+    """Captures stderr, where the compiler's C++ code warns of keywords that it ignores."""
 
     def __enter__(self) -> _Warnings:
         self._file = os.memfd_create("warnings")
@@ -145,7 +145,9 @@ class _Warnings:
 
 
 def choice_ebnf(source: str) -> str:
-    """A JSON list of texts as alternatives; all but ASCII letters and digits are escaped."""
+    """Turns a JSON list of texts into a rule of alternatives, with all but ASCII alphanumerics
+    escaped.
+    """
     try:
         choices = msgspec.json.decode(source, type=list[str])
     except msgspec.DecodeError as error:

@@ -1,6 +1,6 @@
-"""A queue that serves its owners in turn, so that one who asks for much delays another by one item.
+"""A queue with round robin over owners, so that a busy owner delays another one by one item only.
 
-Pure; it belongs to one thread at a time.
+Only one thread at a time may use it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Round robin over owners, and in order of arrival for each of them."""
+    """Serves owners by round robin, and the items of each owner in order of arrival."""
 
     __slots__ = ("_by_owner", "_last_served", "_num_items")
 
     def __init__(self) -> None:
-        self._by_owner: OrderedDict[str, deque[T]] = OrderedDict()  # who is next comes first
+        self._by_owner: OrderedDict[str, deque[T]] = OrderedDict()  # the next owner comes first
         self._last_served = ""
         self._num_items = 0
 
@@ -30,8 +30,8 @@ class FairQueue(Generic[T]):
         self._num_items += 1
 
     def pop(self, may_take: Callable[[str], bool] = lambda owner: True) -> T | None:
-        """The next item of the first owner that `may_take`. Who was served last comes after all
-        that have asked until now.
+        """Removes and returns the next item of the first owner for whom `may_take` is true. The
+        owner that was served last comes after all others that wait.
         """
         if self._last_served in self._by_owner:
             self._by_owner.move_to_end(self._last_served)

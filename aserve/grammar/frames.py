@@ -1,6 +1,6 @@
-"""What the server and a compile worker say to each other.
+"""The messages between the server and a compile worker.
 
-Must not know processes, threads or xgrammar. One Setup, answered by Ready; then one Reply per Job.
+One Setup comes first and is answered by Ready; then each Job is answered by one Reply.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import msgspec
 
 from aserve.messages.requests import Grammar
 
-# What is said of a process that was killed while it compiled: the kernel does that.
+# The message for a worker that the kernel killed while it compiled.
 KILLED = (
     "compiling it was ended by the system, which does that when memory runs out. Make it simpler, "
     "or give the server more memory"
@@ -17,9 +17,10 @@ KILLED = (
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """What grammars know of a model: the bytes of each token id, nothing for one without text.
+    """The bytes of each token id, empty for a token without text.
 
-    `vocab_size` is the model's, which may be padded beyond its tokens; `end_ids` end an answer.
+    `vocab_size` is that of the logits, which may be padded; `end_ids` are the tokens that end an
+    answer.
     """
 
     tokens: tuple[bytes, ...]
@@ -43,7 +44,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """It compiles within the limits, and some tokens could be matched. `is_slow`: that took long.
+    """The grammar compiles within the limits and matches tokens; `is_slow` if its masks took long.
 
     WHY: the server compiles it again instead of reading what the worker made: xgrammar's JSON of a
     compiled grammar grows with the square of its rules (500 properties: 129 MB and 10 s, while
@@ -54,7 +55,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """`code` is that of the error for the client, and `message` goes on after the field's name."""
+    """The error for the client. `message` continues a sentence that names the request's field."""
 
     code: str
     message: str

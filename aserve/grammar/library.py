@@ -1,12 +1,10 @@
-"""Every grammar that requests ask for, compiled once, in worker processes.
+"""Compiles each requested grammar once, in worker processes, and caches it.
 
-Must not know requests. The cache and what is being compiled are written on the loop's thread.
-
-The bound: `num_workers` grammars compile at once, the others wait, clients in turn, and each takes
-its time limit at most. Where all workers are taken, one more runs for a client of which none
-compiles. So a grammar never waits for another client's queue, and for another client's compilation
-only where more clients compile than there are workers. A worker is started when one is needed and
-none is idle.
+At most `num_workers` grammars compile at once, each within its time limit. The others wait, and
+clients are served by round robin. When all workers are busy, one more may run for a client that has
+none. So a grammar never waits behind another client's queue, and it waits for another client's
+compilation only if more clients compile than there are workers. A worker process is started when
+one is needed and none is idle. All state is written on the loop's thread.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[{]|[\]}]', re.DOTALL)
 
 
 class _Coming:
-    """A grammar that is being compiled or waits for it, and who waits."""
+    """A grammar that is being compiled or waits for a worker, with the number of its waiters."""
 
     __slots__ = ("began_s", "client", "future", "is_running", "job", "num_waiting")
 
@@ -49,7 +47,7 @@ class _Coming:
 
 
 class GrammarLibrary:
-    """`vocabulary` is asked for in a thread, when the first grammar comes."""
+    """Calls `vocabulary` in a thread, when the first grammar comes."""
 
     def __init__(
         self,
@@ -71,8 +69,9 @@ class GrammarLibrary:
         self._threads = ThreadPoolExecutor(limits.num_workers + 1, thread_name_prefix="grammar")
 
     async def compiled(self, grammar: Grammar, *, client: str = "") -> Usable:
-        """Raises the ClientError of a grammar that is no good, or QueueFull. One that nobody waits
-        for any more is given up.
+        """Returns the compiled grammar. Raises the ClientError of an invalid one, or QueueFull.
+
+        When the last waiter is cancelled, the compilation is given up.
         """
         known = self._cache.get(grammar)
         coming = self._coming.get(grammar)
@@ -92,8 +91,8 @@ class GrammarLibrary:
                 self._give_up(coming)
 
     def close(self) -> None:
-        """Blocks while a grammar that was tried out is compiled, else for milliseconds; afterwards
-        no process and no thread is left.
+        """Ends all processes and threads. It blocks while this process compiles an accepted
+        grammar.
         """
         self._workers.close()
         self._threads.shutdown(cancel_futures=True)
@@ -126,7 +125,7 @@ class GrammarLibrary:
             work.add_done_callback(functools.partial(self._came, coming))
 
     def _may_run(self, client: str) -> bool:
-        """One more than the workers' number may run for a client of which nothing runs."""
+        """Returns whether a worker is free, or the spare one is and the client has none."""
         total = self._running.total()
         is_spare = total == self._num_workers and not self._running[client]
         return total < self._num_workers or is_spare
@@ -163,7 +162,7 @@ class GrammarLibrary:
 
 
 def check_size(grammar: Grammar) -> None:
-    """What is refused without any work."""
+    """Raises InvalidRequest for a source that is too long or nested too deep."""
     size = len(grammar.source)
     if size > MAX_SOURCE:
         raise InvalidRequest(
@@ -182,7 +181,7 @@ def check_size(grammar: Grammar) -> None:
 
 
 def nesting(text: str) -> int:
-    """The deepest level of brackets in JSON, which need not be valid."""
+    """Returns the deepest level of brackets in JSON, which need not be valid."""
     depth = deepest = 0
     for found in STRING_OR_BRACKET.finditer(text):
         bracket = found[0]

@@ -1,10 +1,10 @@
-"""How much processor time the masks of one request, and of one client, may take.
+"""Limits the processor time that the masks of one request, and of one client, take.
 
-Each mask may take ALLOWANCE_S. What it takes beyond that is its excess, and excess is limited: for
-a request in all, for a client within a window. A matcher of an ordinary grammar takes 10 us to 1 ms
-per mask and has no excess at all; an ambiguous grammar's matcher slows down with each token.
+The time of a mask beyond ALLOWANCE_S is its excess. A request has a limit for its total excess, and
+a client for its excess within WINDOW_S. The matcher of an ordinary grammar takes 10 us to 1 ms per
+mask and has no excess; that of an ambiguous grammar slows down with each token.
 
-Pure but for the clock that it is given. Written by the mask actor alone, on the loop's thread.
+The mask actor alone writes the accounts, on the loop's thread.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from aserve.errors import ClientError, InvalidRequest, QueueFull
 
 ALLOWANCE_S = 0.002
-SLOW_S = 0.05  # a request whose excess is larger goes on in the slow lane
+SLOW_S = 0.05  # a request with more excess continues in the queue of slow requests
 WINDOW_S = 60.0
 MAX_CLIENTS = 4096  # accounts that are kept; one without excess can be forgotten
 
@@ -30,12 +30,12 @@ class MaskLimits:
 
 
 class RequestEffort:
-    """What the masks of one request took so far, all children together."""
+    """The time that the masks of all children of one request have taken so far."""
 
     __slots__ = ("client", "excess_s", "num_masks", "param", "seconds")
 
     def __init__(self, *, client: str, param: str, is_slow: bool = False) -> None:
-        """`is_slow`: its grammar was slow already when it was tried out."""
+        """`is_slow`: the grammar's masks were slow already when the worker tried it out."""
         self.client = client
         self.param = param
         self.num_masks = 0
@@ -54,7 +54,7 @@ class MaskBudget:
         self._clients: dict[str, tuple[float, float]] = {}  # excess, and when it was that
 
     def charge(self, effort: RequestEffort, seconds: float) -> None:
-        """Raises the error that the request ends with when it is over its own limit."""
+        """Adds the time of one mask. Raises InvalidRequest when the request is over its limit."""
         excess_s = max(0.0, seconds - ALLOWANCE_S)
         effort.num_masks += 1
         effort.seconds += seconds
@@ -65,13 +65,15 @@ class MaskBudget:
             raise self._too_complex(effort)
 
     def is_over(self, effort: RequestEffort, running_s: float = 0.0) -> bool:
-        """`running_s` is what a mask that is not ready yet has taken so far."""
+        """Returns whether the request is over its limit. `running_s` is the time of an unfinished
+        mask.
+        """
         excess_s = effort.excess_s + max(0.0, running_s - ALLOWANCE_S)
         return excess_s > self._limits.request_s
 
     def check_client(self, effort: RequestEffort) -> None:
-        """Before a mask of a slow request: raises when its client is over the limit. Requests that
-        are not slow go on, because they cost next to nothing.
+        """Raises QueueFull if the request is slow and its client is over the limit. Other requests
+        of the client continue, because their masks cost little.
         """
         excess_s = self._client_excess(effort.client)
         if not effort.is_slow or excess_s <= self._limits.client_s:
@@ -104,13 +106,13 @@ class MaskBudget:
         )
 
     def _client_excess(self, client: str) -> float:
-        """It runs off at the rate at which the limit comes back."""
+        """Returns the client's excess, which decays to zero at the rate of one limit per window."""
         excess_s, at_s = self._clients.get(client, (0.0, 0.0))
         rate = self._limits.client_s / WINDOW_S
         return max(0.0, excess_s - (self._clock() - at_s) * rate)
 
     def _forget_clients(self) -> None:
-        """Those without excess; if none is, the one with the least."""
+        """Drops the clients without excess; if there is none, the one with the least."""
         owing = {name: entry for name, entry in self._clients.items() if self._client_excess(name)}
         if len(owing) >= MAX_CLIENTS:
             del owing[min(owing, key=self._client_excess)]

@@ -1,6 +1,6 @@
-"""Masks of the tokens that may come next, by a matcher that sees each output of a sequence once.
+"""Computes the masks of allowed next tokens, with one matcher per sequence.
 
-Must not know threads, or who asks. A matcher is written by the one thread that fills its masks.
+A matcher accepts each output token once. Only the thread that fills its masks writes it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 class Matcher(Protocol):
     def fill(self, ask: BuildMask) -> MaskReady:
-        """Takes its time in the thread that calls it; what it raises ends the request."""
+        """Computes a mask in the calling thread. An exception ends the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +42,17 @@ class Constraint:
 
 
 class Rules:
-    """What holds for all children of a request: its language, and when a sequence may end.
+    """The compiled grammar of a request and the rules for its end tokens, shared by its children.
 
-    Only where its language can, and always where nothing else can follow. `min_tokens` and
-    `ignore_eos` put an end off while something else can follow: before min_tokens every end, with
-    ignore_eos those that the client did not name in stop_token_ids.
+    A sequence may end only where the grammar is complete. While another token is possible,
+    `min_tokens` forbids every end token before that position, and `ignore_eos` forbids those that
+    the client did not name in stop_token_ids.
     """
 
     __slots__ = ("_eos", "_every_end", "_min_tokens", "compiled", "end_ids", "every_id", "param")
 
     def __init__(self, request: AdmitRequest, compiled: CompiledGrammar) -> None:
-        """Keeps the compiled grammar alive, whoever forgets it."""
+        """Keeps the compiled grammar alive after the cache has evicted it."""
         sampling = request.sampling
         assert sampling.grammar is not None
         vocab_size = compiled.tokenizer_info.vocab_size
@@ -66,13 +66,13 @@ class Rules:
         self._eos = _bits(eos_ids if sampling.ignore_eos else [], vocab_size)
 
     def put_off(self, mask: ArrayI32, position: int) -> ArrayI32:
-        """mask int32 [words] of output `position` -> the same without ends, if that leaves any."""
+        """Clears the end tokens in `mask` (int32 [words]) of `position`, if a token remains."""
         left = mask & ~(self._every_end if position < self._min_tokens else self._eos)
         return left if left.any() else mask
 
 
 class SequenceMatcher:
-    """Of one child of a request; xgrammar's own matcher is made with its first mask."""
+    """The matcher of one child of a request. It is made with the first mask."""
 
     __slots__ = ("_matcher", "_num_seen", "_rules")
 
@@ -82,8 +82,8 @@ class SequenceMatcher:
         self._num_seen = 0
 
     def fill(self, ask: BuildMask) -> MaskReady:
-        """A sequence without a next token ends with an error of its own. Raises BugError for an
-        output that is not in the language.
+        """Returns the mask, or the error of a sequence for which no token is allowed. Raises
+        BugError for an output that the grammar does not allow.
         """
         if self._matcher is None:
             self._matcher = _new_matcher(self._rules)
@@ -121,7 +121,7 @@ class SequenceMatcher:
 
 
 async def constrain(library: GrammarLibrary, request: AdmitRequest) -> Constraint:
-    """Raises the AserveError that a request ends with if its grammar cannot be compiled."""
+    """Makes the matchers of a request. Raises the AserveError of an invalid grammar."""
     grammar = request.sampling.grammar
     assert grammar is not None
     if not request.end_ids:

@@ -1,7 +1,7 @@
-"""One compile worker, as the server sees it: started, given one job at a time, ended.
+"""The server's handle of one compile worker process, which takes one job at a time.
 
-Must not know caches or requests. Its calls block, and belong to one thread at a time; only `close`
-may come from another one.
+Its calls block, and one thread at a time may use it; only `interrupt` and `close` may be called
+from another thread.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ class CompileProcess:
         return self._process.poll() is None
 
     def try_out(self, grammar: Grammar) -> Done:
-        """Raises the ClientError of a grammar that is no good or too much.
+        """Lets the worker compile a grammar. Raises the ClientError of one that is invalid or over
+        a limit.
 
-        The first one waits for seconds of imports, too.
+        The first call also waits for the worker's imports, which take seconds.
         """
         if not self._is_ready:
             if self._ask(self._setup, Ready) is None:
@@ -70,12 +71,14 @@ class CompileProcess:
         )
 
     def interrupt(self) -> None:
-        """The grammar that it compiles is not wanted any more; from another thread."""
+        """Ends the compilation that runs. Call it from another thread."""
         if self.is_alive:
             self._process.send_signal(signal.SIGUSR1)
 
     def close(self) -> int:
-        """Ends it and its fork: its exit code. Whoever waits for a reply meets the stream's end."""
+        """Ends the worker and its fork and returns the exit code. A waiting caller gets
+        end-of-file.
+        """
         self._is_closed = True
         if self.is_alive:
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -84,20 +87,20 @@ class CompileProcess:
         return self._process.returncode
 
     def _ask(self, message: Setup | Job, kind: type[T]) -> T | None:
-        """None if the process has ended."""
+        """Returns None if the process has ended."""
         with contextlib.suppress(BrokenPipeError):
             send(self._jobs, message)
         return receive(self._replies, kind)
 
     def _failure(self) -> Failed:
-        """Why there is no reply. Raises unless it was the grammar."""
+        """Returns why there is no reply. Raises BugError if the grammar did not cause it."""
         ended = self._ended()
         if ended == -signal.SIGKILL:
             return Failed("grammar_out_of_memory", KILLED)
         raise BugError(f"a grammar worker has ended with exit code {ended}")
 
     def _ended(self) -> int:
-        """The exit code of a process that has ended by itself."""
+        """Returns the exit code of a process that has ended by itself."""
         if self._is_closed:
             raise ShuttingDown("the server compiles no more grammars")
         self._process.wait()

@@ -1,14 +1,11 @@
-"""What of JSON Schema can be kept to: a keyword that would only be ignored is refused by name.
-
-Must not know how schemas become grammars. Pure.
-"""
+"""Finds the keywords of JSON Schema that the compiler would ignore, to refuse them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-# The compiler passes over these without a word; of others it warns, which the worker refuses too.
+# The compiler ignores these silently. It warns of others, and the worker refuses those, too.
 IGNORED = frozenset(
     {
         *("not", "if", "then", "else", "uniqueItems", "contains", "minContains", "maxContains"),
@@ -21,7 +18,7 @@ SINGLE = ("items", "additionalProperties", "additionalItems", "propertyNames")
 
 
 def ignored_keyword(schema: object) -> str | None:
-    """Where the first one stands, as a JSON pointer; names of properties and data don't count."""
+    """Returns a JSON pointer to an ignored keyword; property names and data do not count."""
     pending: list[tuple[str, object]] = [("#", schema)]
     while pending:
         where, current = pending.pop()

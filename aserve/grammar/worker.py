@@ -1,7 +1,7 @@
-"""A compile worker: `python -m aserve.grammar.worker`, jobs on stdin, replies on stdout.
+"""A compile worker, `python -m aserve.grammar.worker`, with jobs on stdin and replies on stdout.
 
-Must not know the server. A grammar may take any time and memory, so each one compiles in a fork of
-this process, which the kernel ends at its limits; the next one finds a fresh process in no time.
+A grammar may take any time and memory, so each one compiles in a fork of this process, which the
+kernel ends at its limits. The next grammar gets a fresh fork at once.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def main() -> None:
     signal.signal(signal.SIGUSR1, _kill_fork)
     signal.setitimer(signal.ITIMER_REAL, STARTUP_S)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # NOTE: xgrammar has no thread, and numpy's threads are safe to fork.
+    # NOTE: xgrammar starts no thread, and numpy's threads are safe to fork.
     warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
     jobs, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints is no reply
+    os.dup2(2, 1)  # so that output of a library is not taken for a reply
     setup = receive(jobs, Setup)
     if setup is None:
         return
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def _next_job(jobs: IO[bytes], idle_s: float) -> Job | None:
-    """The alarm ends this process: xgrammar and a vocabulary take hundreds of megabytes."""
+    """Waits for a job; an alarm ends an idle process, which holds hundreds of megabytes."""
     signal.setitimer(signal.ITIMER_REAL, idle_s)
     job = receive(jobs, Job)
     signal.setitimer(signal.ITIMER_REAL, 0)
@@ -49,13 +49,13 @@ def _next_job(jobs: IO[bytes], idle_s: float) -> Job | None:
 
 
 def _kill_fork(*_: object) -> None:
-    """Nobody wants the grammar any more that is being compiled, if there is one."""
+    """Ends the compilation that runs, if there is one."""
     for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
         os.kill(int(pid), signal.SIGKILL)
 
 
 def _serve(grammar: Grammar, replies: IO[bytes], *, compiler: Compiler, setup: Setup) -> None:
-    """The fork replies itself, unless it meets its end before."""
+    """Compiles in a fork, which replies itself unless a limit ends it before."""
     pid = os.fork()
     if pid == 0:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -75,7 +75,7 @@ def _serve(grammar: Grammar, replies: IO[bytes], *, compiler: Compiler, setup: S
 
 
 def _limit_memory(memory_bytes: int) -> None:
-    """Beyond what is there already: libraries differ by hundreds of megabytes."""
+    """Limits memory beyond what the libraries have taken already, hundreds of megabytes."""
     data_pages = int(Path("/proc/self/statm").read_text().split()[5])
     limit = data_pages * resource.getpagesize() + memory_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

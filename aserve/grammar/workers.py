@@ -1,7 +1,6 @@
-"""The compile workers there are: taken by a thread for one job, then put back.
+"""The pool of compile workers: a thread takes one for a job and puts it back.
 
-Must not know the loop, caches or requests. Called from several threads; what they share is written
-under the lock.
+Several threads call it, and shared state is written under the lock.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class CompileLimits:
 
 @dataclass(frozen=True, slots=True)
 class Usable:
-    """A compiled grammar, and whether its masks took long when it was tried out."""
+    """A compiled grammar, and whether its masks were slow when the worker tried it out."""
 
     compiled: CompiledGrammar
     is_slow: bool
@@ -46,7 +45,7 @@ class Usable:
 
 
 class CompileJob:
-    """One grammar on its way. Written under the lock of `Workers`."""
+    """One grammar that is being compiled. Its fields are written under the lock of `Workers`."""
 
     __slots__ = ("grammar", "is_cancelled", "worker")
 
@@ -74,7 +73,7 @@ class Workers:
         self._is_closed = False
 
     def compile(self, job: CompileJob) -> Usable:
-        """Blocks until it is there. Raises the AserveError that it failed with."""
+        """Blocks until the grammar is compiled. Raises the AserveError that it failed with."""
         setup, compiler = self._vocabulary()
         job.worker = worker = self._take(setup)
         try:
@@ -86,14 +85,14 @@ class Workers:
         return Usable(compiler.compile(job.grammar), done.is_slow)
 
     def cancel(self, job: CompileJob) -> None:
-        """Ends what is compiled for it, if that has begun; its worker goes on with another one."""
+        """Ends the compilation of this job if it has begun. Its worker takes another job."""
         with self._lock:
             job.is_cancelled = True
             if job.worker is not None:
                 job.worker.interrupt()
 
     def close(self) -> None:
-        """Who waits for a worker meets its end; afterwards no process is left."""
+        """Ends all worker processes. A thread that waits for one gets ShuttingDown."""
         with self._lock:
             self._is_closed = True
             left = list(self._all)

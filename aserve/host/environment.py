@@ -1,7 +1,6 @@
-"""How this process computes on its machine: threads, heap, and where compiled kernels are kept.
+"""Prepares the process for its machine: thread counts, heap, kernel cache and logging.
 
-It imports no library: what stands here is for those that are imported later. It knows no option but
-the number of threads.
+It imports neither torch nor numba, because the variables that it sets are read by them at import.
 """
 
 from __future__ import annotations
@@ -22,58 +21,66 @@ from pathlib import Path
 from aserve.config import cache_home, set_environment
 from aserve.host.limits import usable_cpus
 
-# PERF: OpenMP's threads wait for each other in a loop. By default that loop is long enough to burn
-# the turn of a busy neighbour: with one on 2 cores a decode step of Qwen3-0.6B's linears took 860
-# ms, and 15 to 55 with this bound, which costs nothing on a quiet machine.
+# PERF: OpenMP's threads spin while they wait for each other. By default they spin so long that they
+# use up the time slice of a busy neighbour: beside one on 2 cores the linears of a decode step of
+# Qwen3-0.6B took 860 ms, and 15 to 55 with this bound, which costs nothing on a quiet machine.
 SPINNING = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
 
-# mallopt's names for them (malloc.h of glibc).
+# Parameters of mallopt (malloc.h of glibc).
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 KEPT_BYTES = (1 << 31) - 1
 
-UNUSED_S = 30 * 24 * 3600  # after which a cache of kernels is removed
+UNUSED_S = 30 * 24 * 3600  # a kernel cache that was not used for so long is removed
 
 logger = logging.getLogger(__name__)
 
 
 def prepare_process(threads: int | None) -> None:
-    """Before torch and numba are imported; of what the user has set only `threads` is changed."""
+    """Sets the variables that torch and numba read when they are imported; call it before.
+
+    A variable that the user has set stays, unless `threads` is given.
+    """
     number = str(threads or usable_cpus())
     number = set_environment("OMP_NUM_THREADS", number, wins=threads is not None)
-    if "numba" not in sys.modules:  # else its threads may run, and a change is an error
+    if (
+        "numba" not in sys.modules
+    ):  # else its threads may run already, and changing the number is an error
         set_environment("NUMBA_NUM_THREADS", number.partition(",")[0], wins=threads is not None)
     for name, value in SPINNING.items():
         set_environment(name, value)
-    # OpenMP is the one layer of numba that takes calls of several threads, as torch does.
+    # OpenMP is numba's only threading layer that may be called from several threads.
     set_environment("NUMBA_THREADING_LAYER_PRIORITY", "omp tbb workqueue")
     cache = kernel_cache()
     if cache is not None:
         set_environment("NUMBA_CACHE_DIR", str(cache))
-    _set_malloc(M_ARENA_MAX, 1)  # else a thread has a heap of its own, to which no limit applies
+    _set_malloc(M_ARENA_MAX, 1)  # else a thread has an arena of its own, which ignores these limits
 
 
 def keep_freed_memory() -> None:
-    """Once the model is loaded, so that what loading freed goes back to the system.
+    """Makes malloc keep large blocks for reuse. Call it once the model is loaded, so that what
+    loading freed still goes back to the system.
 
-    PERF: a temporary of 64 MB, as a prefill has many, is else mapped and unmapped each time: 57 ms
-    against 2.
+    PERF: a temporary of 64 MB, of which a prefill has many, takes 2 ms; it takes 57 ms when it is
+    mapped and unmapped each time.
     """
     _set_malloc(M_MMAP_MAX, 0)
     _set_malloc(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def kernel_cache() -> Path | None:
-    """A folder for each state of the kernels' sources: numba itself looks only at the file of the
-    function that it keeps, not at those that it calls. None where no folder can be written.
+    """Returns the folder for compiled kernels, or None where no folder can be written.
 
-    NOTE: numba unpickles what it finds there, so nobody else may write it.
+    WHY: there is a folder for each state of the kernels' sources, because numba checks only the
+    file of a cached function, not the files of the functions that it calls.
+
+    NOTE: numba unpickles what it finds there, so only this user may write it.
     """
     path = cache_home() / "aserve" / f"kernels-{_digest_of_kernels()}"
     try:
         is_new = not path.exists()
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
-            os.utime(path)  # its time is that of the last start that used it
+            os.utime(path)  # the modification time is that of the last start that used it
         if is_new:
             _remove_unused(path.parent)
         return path
@@ -94,7 +101,7 @@ def _temporary_cache(refusal: OSError) -> Path | None:
 
 
 def _remove_unused(caches: Path) -> None:
-    """Of other states of the sources. Another process may remove the same ones."""
+    """Removes old caches of other sources. Another process may remove the same ones meanwhile."""
     for path in caches.glob("kernels-*"):
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_mtime < time.time() - UNUSED_S:
@@ -109,7 +116,7 @@ def _digest_of_kernels() -> str:
 
 
 def _set_malloc(name: int, value: int) -> None:
-    """Where the C library has such a thing."""
+    """Calls mallopt where the C library has it."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(name, value)
@@ -119,12 +126,15 @@ LIBRARY = "libcuda.so.1"
 
 
 def may_have_cuda(device: str) -> bool:
-    """`device` is what the option says. NOTE: torch may find that it cannot use what is there."""
+    """Returns whether the engine may run on CUDA; `device` is the value of --device.
+
+    NOTE: it only asks the driver. torch may still be unable to use the devices.
+    """
     return device == "cuda" or (device == "auto" and num_devices(LIBRARY) > 0)
 
 
 def num_devices(library: str) -> int:
-    """0 where there is no driver."""
+    """Returns the number of CUDA devices, 0 where there is no driver."""
     try:
         driver = ctypes.CDLL(library)
     except OSError:
@@ -147,5 +157,5 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
 def start_logging(level: str) -> None:
-    """`level` as the option says it: debug, info, warning or error."""
+    """Logs to stderr from `level` on, which is debug, info, warning or error."""
     logging.basicConfig(level=level.upper(), format=LOG_FORMAT, stream=sys.stderr)

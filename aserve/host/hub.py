@@ -1,7 +1,6 @@
-"""Where a model's files are: a directory, or a repository of the Hugging Face hub.
+"""Finds a model's files: in a local directory, or in a repository of the Hugging Face hub.
 
-It knows nothing of what is in them. Only weights, tokenizer and configuration are fetched, never
-code.
+Only weights, tokenizer and configuration are downloaded, never code.
 """
 
 from __future__ import annotations
@@ -31,7 +30,10 @@ ANSWER_TIMEOUT_S = 12.0
 
 
 def resolve_model_dir(name: str, *, has_weights: bool = True) -> Path:
-    """`name` may be the path of a config.json, too. Without weights none are fetched."""
+    """Returns the model's directory, and downloads it first if `name` is a hub id.
+
+    `name` may also be the path of a config.json. With `has_weights=False` no weights are fetched.
+    """
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").exists():
@@ -48,10 +50,11 @@ def resolve_model_dir(name: str, *, has_weights: bool = True) -> Path:
 
 
 def _is_reachable(name: str) -> bool:
-    """Whether the hub answers, at all and soon. What it says against the model is an error.
+    """Returns whether the hub answers within ANSWER_TIMEOUT_S. Raises the ConfigError of a model
+    that it refuses.
 
-    Its client tries every address of a host one after the other, each with the whole timeout, so
-    the deadline is kept here; a thread that still waits after it doesn't keep the process.
+    WHY: the hub's client tries the addresses of a host one after the other, each with the whole
+    timeout, so a thread of its own keeps the deadline. It does not keep the process from ending.
     """
     probe = _Probe(name)
     probe.start()
@@ -62,7 +65,7 @@ def _is_reachable(name: str) -> bool:
 
 
 class _Probe(threading.Thread):
-    """Asks the hub for the model. The two results are written by this thread, read after a join."""
+    """Asks the hub for the model. This thread writes both results; read them after `join`."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name="hub-probe", daemon=True)
@@ -118,8 +121,11 @@ def _refusal(name: str, error: Exception) -> ConfigError:
 
 
 def _network_errors() -> tuple[type[Exception], ...]:
-    """The hub's own, and those of its HTTP client, which differs between releases: the root of the
-    client's errors is a base of the hub's."""
+    """Returns the errors of the hub and of its HTTP client.
+
+    The client differs between releases of the hub's library, and the root of its errors is a base
+    class of the hub's error.
+    """
     from huggingface_hub.errors import HfHubHTTPError
 
     return (OSError, *(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)))

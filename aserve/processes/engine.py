@@ -1,7 +1,7 @@
-"""The engine's process, `python -m aserve.processes.engine`: stdin is a socket to its frontend.
+"""The engine process, `python -m aserve.processes.engine`; its stdin is a socket to the frontend.
 
-Must not know clients or text. It does what the socket says, and ends with it: whoever ends the
-frontend, in whatever way, has ended the engine.
+It serves the messages that come through the socket, and ends when the socket closes, so it never
+outlives its frontend.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def load_from(start: Start) -> LocalExecutor:
 
 
 def main(loader: Callable[[Start], LocalExecutor] = load_from) -> int:
-    """The exit code: 0 when the frontend has gone, 1 for a failure."""
+    """Returns the exit code: 0 when the frontend has gone, 1 for a failure."""
     sock = socket.socket(fileno=os.dup(0))
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -57,13 +57,15 @@ async def _run(sock: socket.socket, loader: Callable[[Start], LocalExecutor]) ->
 
 
 class EngineSide:
-    """One life of the engine: start, load, serve, end."""
+    """The life of the engine process: it starts, loads, serves and ends."""
 
     def __init__(self, loader: Callable[[Start], LocalExecutor]) -> None:
         loop = asyncio.get_running_loop()
         self._loader = loader
         self._start: asyncio.Future[Start] = loop.create_future()
-        self._ended: asyncio.Future[None] = loop.create_future()  # the frontend, or something here
+        self._ended: asyncio.Future[None] = (
+            loop.create_future()
+        )  # completes when the frontend or a part of the engine has ended
         self._link = Link[ToEngine, ToFrontend](
             "frontend",
             kind=ToEngine,
@@ -89,7 +91,7 @@ class EngineSide:
         return 1 if self._supervisor.failure else code
 
     async def _live(self) -> None:
-        """Is cancelled when it is to end."""
+        """Loads and serves until it is cancelled."""
         start = await self._start
         os.chdir(start.directory)
         start_logging(start.resolved.debug.log_level or "info")
@@ -117,7 +119,7 @@ class EngineSide:
         return core
 
     async def _close(self) -> None:
-        """The last message still goes out; afterwards no task and no thread is left."""
+        """Sends the last messages and ends every task and thread."""
         await self._supervisor.stop()
         if self._core is not None:
             await self._core.close()
@@ -134,13 +136,13 @@ class EngineSide:
                 assert_never(message)
 
     def _end_without_words(self, message: ToFrontend) -> None:
-        """The end of a request must arrive, whatever was wrong with what it says."""
+        """Sends the end of a request with a plain error when its own error cannot be encoded."""
         if isinstance(message, Retired | Refused) and message.error is not None:
             error = unexpected(message.request_id).info()
             self._link.inbox.send(msgspec.structs.replace(message, error=error))
 
     def _beat(self) -> None:
-        """Says that the loop turns, and who has work; ends with the loop."""
+        """Sends a heartbeat with the actors' backlogs every BEAT_S seconds."""
         actors = () if self._core is None else self._core.actors
         backlogs = tuple((actor.name, actor.backlog()) for actor in actors)
         self._link.inbox.send(Beat(backlogs))
@@ -159,7 +161,7 @@ class EngineSide:
 
 
 class Elsewhere:
-    """Open requests are the frontend's: it ends them when it hears of a death."""
+    """Open requests belong to the frontend, which ends them when it hears of a death."""
 
     def end_all(self, error: ErrorInfo) -> None:
         pass

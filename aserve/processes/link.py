@@ -1,8 +1,8 @@
-"""One end of the socket between two halves of the program: what comes into its inbox goes out.
+"""One end of the socket between frontend and engine: an actor that sends what its inbox receives.
 
-Must not know what messages mean. All that a turn of the loop leaves in the inbox is one frame, and
-one write. A peer that reads slowly lets the inbox grow, and blocks nobody: messages are bounded by
-what was let in. Written by its own loop.
+All messages that one iteration of the loop leaves in the inbox travel in one frame and one write. A
+peer that reads slowly lets the inbox grow but blocks nobody; admission bounds the number of
+messages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from aserve.frames import FrameSplitter, framed
 In = TypeVar("In")
 Out = TypeVar("Out")
 
-MAX_IN_FRAME = 64  # messages: what piled up behind a slow peer goes in several turns
+MAX_IN_FRAME = 64  # messages; a backlog behind a slow peer goes out in several frames
 
 # What msgspec raises for a value that has no msgpack form, or no room for it.
 UNENCODABLE = (TypeError, ValueError, OverflowError, RecursionError, MemoryError)
@@ -32,15 +32,15 @@ logger = logging.getLogger(__name__)
 
 
 class Link(Actor[Out], Generic[In, Out]):
-    """`deliver` gets what the peer sends, in order; `on_end` is called once, with the error if it
-    was one, after the last of it. Reads as soon as it is opened, writes from its start on.
+    """Calls `deliver` for each message of the peer, in order, and `on_end` once after the last one,
+    with the error if there was one. It reads from `open` on, and writes from `start` on.
     """
 
     def __init__(
         self,
         name: str,
         *,
-        kind: Any,  # a type form: the union of what comes in
+        kind: Any,  # a type form: the union of incoming messages
         deliver: Callable[[In], None],
         on_end: Callable[[Exception | None], None],
         on_unsendable: Callable[[Out], None],
@@ -56,7 +56,7 @@ class Link(Actor[Out], Generic[In, Out]):
         await loop.create_unix_connection(lambda: self._wire, sock=sock)
 
     async def run(self) -> None:
-        """A peer may take as long as it takes (see supervisor)."""
+        """Waits for a slow peer without a deadline; the supervisor judges whether it is alive."""
         async for messages in self.inbox.batches():
             self.beat()
             self._unsent.extend(messages)
@@ -68,8 +68,8 @@ class Link(Actor[Out], Generic[In, Out]):
         return super().backlog() + len(self._unsent)
 
     def write(self, *messages: Out) -> None:
-        """At once, before anything that is still in the inbox. A message that cannot be encoded is
-        given to `on_unsendable`, and the others go.
+        """Writes now, before anything that is still in the inbox. A message that cannot be
+        encoded goes to `on_unsendable`, and the others are sent.
         """
         try:
             data = self._encoder.encode(messages)
@@ -78,7 +78,7 @@ class Link(Actor[Out], Generic[In, Out]):
         self._wire.write(framed(data))
 
     async def close(self, *, timeout_s: float) -> None:
-        """After `stop`: what was sent still goes out, if the peer reads it in time."""
+        """Call it after `stop`. Messages in the inbox still go out if the peer reads in time."""
         self._unsent.extend(self.inbox.take())
         while self._unsent:
             self._write_next()
@@ -115,7 +115,7 @@ class _Wire(asyncio.Protocol):
         self._has_ended = asyncio.Event()
 
     def write(self, data: bytes) -> None:
-        """Into nothing when the peer has gone: `on_end` said so."""
+        """Drops the data when the peer has gone, which `on_end` has reported."""
         if self._transport is not None:
             self._transport.write(data)
 

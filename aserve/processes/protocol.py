@@ -1,6 +1,6 @@
-"""What the frontend and the engine's process say to each other, beside what their actors say.
+"""The messages between the frontend and the engine process.
 
-Must not know sockets. First comes Start, which Ready or LoadFailed answers; then whatever happens.
+Start comes first, and Ready or LoadFailed answers it. Then the actors' own messages follow.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from aserve.observability.reports import EngineReport
 
 
 class Start(Message, frozen=True):
-    """`directory` is where relative paths begin, such as that of a recording."""
+    """Asks the engine to load. Relative paths, as that of --record, start at `directory`."""
 
     resolved: Resolved
     model_dir: str
@@ -24,21 +24,21 @@ class Start(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """What the frontend must know of the engine; `about` says what was chosen for this machine."""
+    """The engine has loaded; `about` describes what it chose for this machine."""
 
     spec: EngineSpec
     about: str
 
 
 class LoadFailed(Message, frozen=True):
-    """`is_config`: the user can mend it."""
+    """The engine could not load; with `is_config` the user can correct the cause."""
 
     message: str
     is_config: bool
 
 
 class Died(Message, frozen=True):
-    """The last message of an engine that met an error: who died, and of what."""
+    """The last message of an engine that failed: the actor that died, and the reason."""
 
     name: str
     reason: str

@@ -1,7 +1,6 @@
-"""The engine's half as the frontend sees it when it runs in a process of its own.
+"""The frontend's view of an engine that runs in a process of its own.
 
-Must not know what goes through the link, but for the engine's life: it is started, ready or failed,
-and ends or dies. Written on the loop.
+It starts the process, reports whether the engine is ready or has failed, and ends it.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
 
 class RemoteEngineCore:
-    """Implements core.Core. `ready` is there once the model is loaded, or says why it is not."""
+    """Implements EngineCore. `ready` completes once the model is loaded, or fails."""
 
     spec: EngineSpec
     inbox: Sink[EngineEvent]
@@ -72,13 +71,13 @@ class RemoteEngineCore:
         self._link.write(start)
 
     async def start(self, on_death: DeathReport) -> None:
-        """After `ready`."""
+        """Call it after `ready`."""
         self._on_death = on_death
         if self._process is not None and self._process.poll() is not None:
             raise EngineDead("the engine's process ended as soon as it was ready; its log says why")
 
     async def close(self) -> None:
-        """An engine that is not up is killed; else its work ends in order, within a time."""
+        """Ends a loaded engine in order, within END_S; kills one that has not loaded yet."""
         process = self._process
         if process is None or self._is_closing:
             return
@@ -125,7 +124,7 @@ class RemoteEngineCore:
             self.ready.set_exception(outcome)
 
     def _refuse(self, message: ToEngine) -> None:
-        """A request that cannot travel ends here. A Cancel has nothing in it that cannot."""
+        """Ends a request whose message cannot be encoded. A Cancel can always be encoded."""
         match message:
             case AdmitRequest():
                 error = unexpected(message.request_id).info()
@@ -149,15 +148,19 @@ class RemoteEngineCore:
         self._died("engine", EngineDead(f"the engine's process {how}{because}; its log says why"))
 
     def _died(self, name: str, error: AserveError) -> None:
-        """While it loads somebody waits for `ready`; the supervisor counts the first death only."""
+        """Fails `ready` while the engine loads, else tells the supervisor, which counts the first
+        death.
+        """
         self._settle(error)
         if self._on_death is not None:
             self._on_death(name, error)
 
 
 def _spawned(command: Sequence[str], stdin: socket.socket) -> subprocess.Popen[bytes]:
-    """WHY: a terminal sends Ctrl-C, and a service manager SIGTERM, to both processes. The frontend
-    alone decides what ends when, so the engine starts with these blocked, and never hears them.
+    """Starts the engine process with the ending signals blocked.
+
+    WHY: a terminal sends Ctrl-C, and a service manager SIGTERM, to both processes, but the frontend
+    alone decides when each of them ends.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
@@ -167,7 +170,7 @@ def _spawned(command: Sequence[str], stdin: socket.socket) -> subprocess.Popen[b
 
 
 async def _exit_code(process: subprocess.Popen[bytes], *, timeout_s: float) -> int | None:
-    """None if it has not ended in time."""
+    """Returns None if the process has not ended in time."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             return await in_thread(process.wait, name="wait")
