@@ -145,3 +145,19 @@ def test_a_replay_that_fails_costs_its_neighbours_no_token() -> None:
     served = serve(executor, asked)
     assert served.outputs == {(r.request_id, 0): plain_outputs(HashModel(), r) for r in asked}
     assert served.num_resyncs == 2
+
+
+def test_a_mode_declares_the_widths_that_are_captured() -> None:
+    """Verify windows of a width that is not declared run eagerly, with the same tokens."""
+    asked = [request("r", PROMPT, max_tokens=12)]
+    captures: dict[tuple[int, ...], int] = {}
+    for widths in ((1,), (1, 2)):
+        device, mode = GraphDevice(), TwoTokens()
+        mode.graph_widths = widths
+        executor = make_executor(HashModel(), mode=mode, device=device, graph_rows=1)
+        executor.capture_graphs(nothing)
+        captures[widths] = device.num_captures
+        served = serve(executor, asked)
+        assert served.outputs == {("r", 0): plain_outputs(HashModel(), asked[0])}
+        assert (device.num_replays > 0) == (2 in widths)
+    assert captures == {(1,): 3, (1, 2): 6}
