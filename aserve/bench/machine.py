@@ -50,7 +50,7 @@ def _capped_flags() -> set[str]:
 
     facts = read_isa()
     products = () if facts.bf16_products else BF16_FLAGS
-    return {*products, *(() if facts.has_wide_vectors else ("avx512f",))}
+    return {*products, *(() if facts.has_avx512 else ("avx512f",))}
 
 
 def _cpu_info() -> dict[str, str]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 
-from aserve.gpu.device.base import Captured, Cut
+from aserve.gpu.device.base import Captured, GraphBreak
 from aserve.gpu.device.ops import DeviceOps
 from aserve.gpu.sampling.ops import SHAPED_OPS
 from tools.gpu_check.recorded_graphs import RecordingCpu
@@ -34,7 +34,7 @@ class GraphDevice(RecordingCpu):
         ops = super().ops(dtype, is_deterministic=is_deterministic)
         return dataclasses.replace(ops, sample_ops=SHAPED_OPS)
 
-    def capture(self, body: Callable[[Cut], Tensor]) -> Captured:
+    def capture(self, body: Callable[[GraphBreak], Tensor]) -> Captured:
         self.num_captures += 1
         if self.num_captures in self._failing_captures:
             raise RuntimeError("no capture, as the test wants it")
@@ -48,8 +48,8 @@ class _Counted:
         self._captured = captured
         self._device = device
 
-    def replay(self, on_cut: Cut) -> Tensor:
+    def replay(self, on_break: GraphBreak) -> Tensor:
         self._device.num_replays += 1
         if self._device.num_replays in self._device.failing_replays:
             raise RuntimeError("no replay, as the test wants it")
-        return self._captured.replay(on_cut)
+        return self._captured.replay(on_break)

@@ -19,8 +19,8 @@ from tests.gpu.device_tables import MAX_ROWS, PAGE_SIZE, make_tables, to_device
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A row, and how many tokens come before the one that is drawn for it."""
+class DrawAt:
+    """A draw for a row at a position: the number of tokens before the drawn one."""
 
     row: int
     position: int
@@ -30,7 +30,7 @@ def run_sampler(
     logits: Tensor,
     inits: Sequence[RowInit],
     histories: Sequence[Sequence[int]],
-    drawn: Sequence[Drawn],
+    drawn: Sequence[DrawAt],
     *,
     mask: Tensor | None = None,
     ops: SampleOps = PLAIN_OPS,

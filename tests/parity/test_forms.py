@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from aserve.gpu.device.cpu.device import CpuDevice
-from aserve.gpu.device.cpu.linear import prepare_half_stored, prepare_packed
+from aserve.gpu.device.cpu.linear import prepare_fp16_stored, prepare_packed
 from aserve.gpu.device.cpu.weights import choose_cpu_format, read_isa
 from aserve.gpu.layers.linear import Prepare, prepare
 from aserve.gpu.weights.format import WeightRequest
@@ -64,7 +64,7 @@ def test_weights_stored_as_float16_give_the_logits_of_float32(
     reference = reference_of(kind)
     directory = rounded(reference, torch.float16, tmp_path)
     expected = logits_of(directory, prepare, reference.tokens)
-    got = logits_of(directory, prepare_half_stored, reference.tokens)
+    got = logits_of(directory, prepare_fp16_stored, reference.tokens)
     assert distance(got, expected) < 2e-3
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from aserve.gpu.device.base import Captured, Cut
+from aserve.gpu.device.base import Captured, GraphBreak
 from aserve.gpu.device.cpu.device import CpuDevice
 
 # Of operators whose result, or its shape, the host has to know.
@@ -28,15 +28,15 @@ MASKS = (torch.bool, torch.uint8)
 class RecordingCpu(CpuDevice):
     """The CPU as a device that captures steps."""
 
-    def capture(self, body: Callable[[Cut], Tensor]) -> Captured:
+    def capture(self, body: Callable[[GraphBreak], Tensor]) -> Captured:
         return record(body)
 
 
-def record(body: Callable[[Cut], Tensor]) -> Recording:
+def record(body: Callable[[GraphBreak], Tensor]) -> Recording:
     """Runs `body` once. RuntimeError if it asks the device for a value."""
     recorder = _Recorder()
     with recorder:
-        recorder.cut(body(recorder.cut))
+        recorder.graph_break(body(recorder.graph_break))
     return Recording(recorder.parts)
 
 
@@ -48,11 +48,11 @@ class Recording:
     def __init__(self, parts: list[_Part]) -> None:
         self._parts = parts
 
-    def replay(self, on_cut: Cut) -> Tensor:
+    def replay(self, on_break: GraphBreak) -> Tensor:
         made: dict[int, Tensor] = {}  # by the id of what the same call made in the recording
         *cut_parts, last = self._parts
         for part in cut_parts:
-            on_cut(part.run(made))
+            on_break(part.run(made))
         return last.run(made)
 
 
@@ -75,7 +75,8 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Up to a cut, or to the end. The last call makes `static`, which gets its values anew."""
+    """The calls up to a graph break or the end. The last call makes `static`, which gets its new
+    values in a replay."""
 
     calls: tuple[_Call, ...]
     static: Tensor
@@ -105,7 +106,7 @@ class _Recorder(TorchDispatchMode):
         self._calls.append(_Call(func, args, kwargs or {}, made))
         return made
 
-    def cut(self, values: Tensor) -> None:
+    def graph_break(self, values: Tensor) -> None:
         static = values.clone()
         self.parts.append(_Part(tuple(self._calls), static))
         self._calls.clear()

@@ -17,7 +17,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from aserve.gpu.device.base import Captured, Cut, Device, Event
+from aserve.gpu.device.base import Captured, Device, Event, GraphBreak
 
 
 class Mark(Protocol):
@@ -99,7 +99,7 @@ class _WatchedDevice:
         self._watch.ended()
         return self._device.copy_out(values, host)
 
-    def capture(self, body: Callable[[Cut], Tensor]) -> Captured:
+    def capture(self, body: Callable[[GraphBreak], Tensor]) -> Captured:
         return _WatchedCapture(self._device.capture(body), self._watch)
 
 
@@ -110,10 +110,10 @@ class _WatchedCapture:
         self._captured = captured
         self._watch = watch
 
-    def replay(self, on_cut: Cut) -> Tensor:
+    def replay(self, on_break: GraphBreak) -> Tensor:
         self._watch.last = self._captured
         self._watch.num_replays += 1
-        return self._captured.replay(on_cut)
+        return self._captured.replay(on_break)
 
 
 class _HostMark:

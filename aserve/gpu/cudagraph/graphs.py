@@ -52,7 +52,7 @@ from aserve.errors import BugError
 from aserve.gpu.attention.base import AttentionBackend, StaticShape
 from aserve.gpu.cudagraph.shapes import ShapeTable, StepShape, padded_plan, padding_plan, shape_of
 from aserve.gpu.decode.base import OnPublish
-from aserve.gpu.device.base import Captured, Cut, Device, slice_len_of
+from aserve.gpu.device.base import Captured, Device, GraphBreak, slice_len_of
 from aserve.gpu.runner import ModelRunner
 from aserve.gpu.step.plan import StepPlan
 from aserve.gpu.step.results import Layout, Packed
@@ -202,10 +202,10 @@ class StepGraphs:
         words = parts.device.stage(host, self._words[: len(host)])
         layouts: list[Layout] = []
 
-        def body(cut: Cut) -> Tensor:
+        def body(graph_break: GraphBreak) -> Tensor:
             arrays = DeviceArrays(words, slices)
             parts.runner.apply(plan.batch, arrays)
-            packed = parts.runner.step(plan, arrays, cut)
+            packed = parts.runner.step(plan, arrays, graph_break)
             layouts.append(packed.layout)
             return packed.words
 

@@ -1,6 +1,8 @@
-"""What the executor and its waiter ask of a kind of device: streams, events, host buffers, copies.
+"""The interface of a device: streams, events, copies, graph capture, memory, and the operators and
+weight formats that it prefers.
 
-It knows no step, row or model. A device holds no state of ours.
+The executor thread and the waiter thread are its only callers. A device keeps no state of the
+engine.
 """
 
 from __future__ import annotations
@@ -17,90 +19,89 @@ from aserve.gpu.weights.format import WeightFormat, WeightRequest
 
 
 class Event(Protocol):
-    """A mark behind what the executor thread asked for; others may wait for it."""
+    """A point in the executor's stream that other threads can wait for."""
 
     def synchronize(self) -> None:
-        """Blocks the calling thread, without spinning and without the interpreter lock, until what
-        was before the mark is done.
-        """
+        """Blocks the calling thread until all work before the event is done. It neither spins nor
+        holds the interpreter lock."""
 
 
-Cut: TypeAlias = Callable[[Tensor], None]
+# Ends one graph and begins the next within a captured body; the tensor is handed to the host
+# between the two replays.
+GraphBreak: TypeAlias = Callable[[Tensor], None]
 
 
 class Captured(Protocol):
-    """A body's work on the device, to be run again without its Python."""
+    """The captured device work of a function, which can be replayed without its Python code."""
 
-    def replay(self, on_cut: Cut) -> Tensor:
-        """On the executor's stream, in order with all other work there. The result, and what
-        `on_cut` gets, are as in the capture but for their values: the next replay, of this or of
-        any other captured body, may overwrite them.
-        """
+    def replay(self, on_break: GraphBreak) -> Tensor:
+        """Replays the work on the executor's stream, in order with all other work there. The result
+        and the tensors that `on_break` gets are those of the capture with new values; the next
+        replay of any capture may overwrite them."""
 
 
 class Device(Protocol):
-    about: str  # what it is, and why it was chosen, in a few words
+    about: str  # its name and the reason for the choice, for the log
     torch_device: torch.device
-    runs_behind: bool  # work is done later than the executor thread asks for it
-    graph_rows: int  # of the largest step that is captured, if nobody says otherwise; 0: none is
-    max_rows: int  # that run at once, if nobody says otherwise
-    max_batched_tokens: int  # of one step, likewise
-    attention: tuple[str, ...]  # the backends for it by name, best first
-    logits_elements: int  # of logits so many at most are alive at a time
+    runs_behind: bool  # whether work runs asynchronously to the executor thread
+    graph_rows: int  # default for the largest captured step; 0: this device captures none
+    max_rows: int  # default for the rows of a step
+    max_batched_tokens: int  # default for the tokens of a step
+    attention: tuple[str, ...]  # names of attention backends, best first
+    logits_elements: int  # bound of the logits that are alive at a time, in elements
 
     def stream(self) -> AbstractContextManager[None]:
-        """The stream of all that is made once the model is loaded, and of the executor thread. It
-        goes on behind what the calling thread asked of the device before.
-        """
+        """Enters the stream of the executor thread, on which everything is made once the model is
+        loaded. The stream waits for the calling thread's earlier work on the device."""
 
     def mark(self) -> Event:
-        """Behind all that was asked for on the stream so far. Raises what has made the device
-        unusable, if anything has.
-        """
+        """Records an event on the stream. Raises the error that has made the device unusable, if
+        there was one."""
 
     def host_buffer(self, num_words: int) -> Tensor:
-        """int32 [num_words] on the host, such that copies to and from it do not block."""
+        """int32 [num_words] of host memory that copies use without blocking (pinned memory)."""
 
     def stage(self, host: Tensor, buffer: Tensor | None = None) -> Tensor:
-        """A copy of `host` on the device, in `buffer` if one is given, which is as long; `host`
-        may change once an event after this is done.
-        """
+        """Copies `host` to the device, into `buffer` if one of the same length is given. `host` may
+        be written again once a later event is done."""
 
-    def capture(self, body: Callable[[Cut], Tensor]) -> Captured:
-        """On the executor's thread, within `stream`. What `body` does is recorded: operators,
-        kernels, shapes, and the addresses of all tensors that they read or write. What it reads of
-        the host is as it was, at every replay. `body` may be run before (to compile, to allocate),
-        and writes nothing that matters. It does not wait for the device, nor copy from or to the
-        host. Where it calls `cut(values)`, what comes before is replayed by itself, then
-        `on_cut(values)` is called. All captures share one pool of memory; what a body was given
-        stays alive for as long as its Captured. A body that fails, or cannot be captured, raises
-        RuntimeError, and leaves the stream as it was.
+    def capture(self, body: Callable[[GraphBreak], Tensor]) -> Captured:
+        """Captures the device work of `body`: its operators, shapes, and the addresses of all
+        tensors that it reads or writes. Call it on the executor's thread, within `stream`.
+
+        Values that `body` reads on the host are frozen into the capture. `body` may be run once
+        before (to compile, to allocate), so a run must have no lasting effect. It must neither wait
+        for the device nor copy from or to the host. Where it calls `graph_break(values)`, one graph
+        ends and the next begins; a replay calls `on_break(values)` between the two.
+
+        All captures share one memory pool, and the inputs of a body stay alive as long as its
+        `Captured`. If the body fails or cannot be captured, RuntimeError is raised and the stream
+        is as before.
         """
 
     def copy_out(self, values: Tensor, host: Tensor) -> Event:
-        """Once the event is done `host` holds `values`, and what came before is done, too. Until
-        then `values` must not be written, and need not be kept.
-        """
+        """Copies `values` to the host. The event comes after the copy and all earlier work. Until
+        then `values` must not be written; the caller need not keep it alive."""
 
     def weight_format(self, request: WeightRequest) -> WeightFormat:
-        """How this device holds a model's weights best; a dtype given by name is honoured."""
+        """The best format for a model's weights. A dtype that the user named is honoured."""
 
     def ops(self, dtype: torch.dtype, *, is_deterministic: bool) -> DeviceOps:
-        """Those that are fastest here; may compile them. What `is_deterministic` gives a token the
-        same bits in whatever step it is computed."""
+        """The fastest operators for a dtype; this may compile them. If `is_deterministic`, a
+        token's result has the same bits in whatever step it is computed."""
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A large pool. What is never written need not be resident."""
+        """A large zeroed pool. Pages that are never written need not be resident."""
 
     def free_bytes(self) -> int:
-        """What this process may still allocate."""
+        """The memory that this process may still allocate."""
 
     def kv_bytes(self, run_largest: Callable[[], None], *, share: float) -> int:
-        """How much KV may take, once the model is loaded and beside what `run_largest` takes on
-        top. `share` is the part of a device's own memory that may be used in all.
-        """
+        """The size of the KV cache that fits beside the loaded model and the peak memory of
+        `run_largest`, which runs the largest steps. `share` is the part of the device's own memory
+        that the process may use in all."""
 
 
 def slice_len_of(device: Device, *, vocab_size: int) -> int:
-    """Logits of so many tokens are computed at a time."""
+    """The number of tokens whose logits are computed at a time."""
     return max(1, device.logits_elements // vocab_size)

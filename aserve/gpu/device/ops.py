@@ -23,27 +23,30 @@ from aserve.gpu.step.results import Packed
 
 
 class FusedStep(Protocol):
-    """Runs some forwards, and some whole steps, in one call instead of one call per operator."""
+    """Runs a forward, or a whole step, in one call instead of one call per operator. It decides for
+    each batch or plan whether it can."""
 
     def can_run(self, batch: ForwardBatch) -> bool: ...
 
     def run(self, batch: ForwardBatch) -> Tensor:
-        """As `CausalModel.forward` with attention over the batch's KV: stores keys and values ->
-        hidden states after the norm [tokens, hidden]."""
+        """Runs what `CausalModel.forward` runs, attention and KV writes included. Returns the
+        hidden states after the final norm, [tokens, hidden]."""
 
     def can_step(self, plan: StepPlan) -> bool:
-        """Of a mode that runs one forward, and draws and stashes one token for each row."""
+        """Whether `step` can run this plan. It is asked only in decode modes that run one forward
+        per step and draw one token for each row."""
 
     def step(self, plan: StepPlan) -> Packed:
-        """As `ModelRunner.step` without debug checks: resolves, runs, draws and stashes."""
+        """Runs what `ModelRunner.step` runs without debug checks: it resolves the inputs, runs the
+        model, draws the tokens and stashes them in the relay."""
 
 
-# None where the device has no fused step for this model.
+# Makes the fused step of a model; None where the device has none for it.
 MakeFusedStep: TypeAlias = Callable[[CausalModel, DeviceState], FusedStep | None]
 
 
 def no_fused_step(_model: CausalModel, _state: DeviceState) -> None:
-    """For devices that run every step operator by operator."""
+    """The choice of devices that run every step operator by operator."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,17 @@
-"""The coupled draw in torch: as much of it as the rows of a plan need.
+"""Draws tokens from processed logits in plain torch. This is the reference of the kernels.
 
-It knows no history and no mask: whatever changes logits came before.
+With z = logits / temperature, seed-derived Gumbel noise g, and the set S of tokens that top-k,
+top-p and min-p leave (sampling/top_k_top_p.py):
+
+    token = argmax of z + g over S            (temperature > 0: a sample of softmax(z) within S)
+    token = argmax of the logits              (temperature = 0: greedy)
+
+A plan says whether any row needs noise or a filter; a step in which none does skips that work.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,16 +20,6 @@ from aserve.gpu.sampling.gumbel import gumbel_noise
 from aserve.gpu.sampling.params import LogitsRows, RowTables
 from aserve.gpu.sampling.plan import SamplePlan
 from aserve.gpu.sampling.top_k_top_p import Limits, choose, set_limits
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """tokens int64 [n]; is_sound bool [n], False where no token can be drawn: a logit is NaN or
-    plus infinity, or none is allowed. The token of such a row is any."""
-
-    tokens: Tensor
-    is_valid: Tensor
-
 
 Choose = Callable[[Tensor, Tensor, Tensor, Limits], Tensor]
 
@@ -36,10 +31,14 @@ def draw_tokens(
     plan: SamplePlan,
     *,
     by: Choose = choose,
-) -> Drawn:
-    """logits [n, vocab], which stay. `by` is how rows with a filter choose."""
-    # The maximum is NaN if one logit is, and -inf if none is allowed.
-    return Drawn(_tokens(logits, rows, tables, plan, by=by), logits.amax(dim=1).isfinite())
+) -> tuple[Tensor, Tensor]:
+    """logits [n, vocab], not modified -> tokens int64 [n], is_valid bool [n].
+
+    A row is invalid, and its token arbitrary, where a logit is NaN or plus infinity or where no
+    token is allowed. `by` chooses the tokens of rows with a filter.
+    """
+    # The maximum is NaN if one logit is NaN, and -inf if no token is allowed.
+    return _tokens(logits, rows, tables, plan, by=by), logits.amax(dim=1).isfinite()
 
 
 def _tokens(
@@ -65,9 +64,8 @@ def _tokens(
 
 
 def add_noise(scores: Tensor, noise: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """scores, noise [n, vocab], temperature [n] -> scaled and noisy scores. Temperature 0 is
-    greedy: no noise.
-    """
+    """scores, noise [n, vocab], temperature [n] -> scores / temperature, and the same plus noise.
+    A row of temperature 0 is neither divided nor given noise."""
     is_drawn = (temperature > 0)[:, None]
     scaled = scores / torch.where(is_drawn, temperature[:, None], 1)
     return scaled, torch.where(is_drawn, scaled + noise, scaled)

@@ -1,10 +1,11 @@
-"""Gumbel noise that belongs to (seed, position, token id), whoever asks for it and when.
+"""Gumbel noise as a function of (seed, position, token id).
 
-A counter-based generator, so that no state has to be kept, repeated or moved. It knows no row.
+The generator is counter-based: it has no state that would have to be kept, replayed after a
+failure or moved to another device, and a token's noise is the same in whatever batch it is drawn.
 
-The generator is SplitMix64: its n-th output is `mix(start + n * GAMMA)`. The start comes from seed
-and position, n is the token id. int64 arithmetic wraps like uint64; only the right shifts need
-care.
+The generator is SplitMix64 (Steele, Lea and Flood, 2014). Its n-th output is
+`mix(start + n * GAMMA)`, where the start is derived from seed and position, and n is the token id.
+int64 arithmetic wraps as uint64 does; only right shifts need a mask.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ MAX_U = 1 - 2.0**-24
 def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
     """seeds, positions int64 [n], token_ids int64 [vocab] -> [n, vocab] of `dtype`.
 
-    `g = -log(-log1p(-u))` with u = (k + 0.5) / 2^32 of 32 random bits: small u, where floats are
-    dense, makes large noise, so that rare winners are drawn at their true rate.
+    `g = -log(-log1p(-u))` with u = (k + 0.5) / 2^32 and k of 32 random bits. With this form a
+    small u makes large noise; floats are dense near 0, so that improbable tokens are drawn at
+    their true rate.
     """
     starts = _mix(_mix(seeds.clone()).add_(positions * GAMMA_OF_POSITIONS))
     bits = _mix(starts[:, None] + token_ids * GAMMA)
@@ -45,5 +47,5 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, count: int) -> Tensor:
-    """The bits that come in at the top are zeros, as of an unsigned number."""
+    """A logical shift: zeros come in at the top."""
     return (x >> count).bitwise_and_((1 << (64 - count)) - 1)

@@ -1,7 +1,7 @@
-"""The parts of sampling that go over whole rows of logits, which a device may make in a way of its
-own.
+"""The operators of sampling that a device may replace by its own kernels.
 
-It knows no device. Each way gives the same tokens, but where float32's last digits decide.
+These are the operators that go over whole rows of logits. Every implementation gives the same
+tokens, except where the last digits of float32 decide.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from typing import TypeAlias
 from torch import Tensor
 
 from aserve.gpu.kv.pools import KvPools
-from aserve.gpu.sampling.draw import Drawn, draw_tokens
+from aserve.gpu.sampling.draw import draw_tokens
 from aserve.gpu.sampling.params import LogitsRows, RowTables
 from aserve.gpu.sampling.penalties import penalise
 from aserve.gpu.sampling.plan import SamplePlan
 from aserve.gpu.sampling.token_masks import allow
 from aserve.gpu.sampling.top_k_top_p import choose_sorted
 
-# As `draw_tokens`, `penalise` and `allow`.
-Draw: TypeAlias = Callable[[Tensor, LogitsRows, RowTables, SamplePlan], Drawn]
+# The signatures of `draw_tokens`, `penalise` and `allow`.
+Draw: TypeAlias = Callable[[Tensor, LogitsRows, RowTables, SamplePlan], tuple[Tensor, Tensor]]
 Penalise: TypeAlias = Callable[[Tensor, Tensor, LogitsRows, RowTables, KvPools, int], None]
 Allow: TypeAlias = Callable[[Tensor, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
 class SampleOps:
-    """`filters_by_shape`: drawing with top-k, top-p or min-p calls the same operators whatever the
-    logits are, so that it can be captured. `reads_halves`: drawing reads logits of 16 bits as they
-    are."""
+    """The sampling operators of one device and dtype; each default is the torch reference."""
 
     draw: Draw = draw_tokens
     penalise: Penalise = penalise
     allow: Allow = allow
+    # Whether drawing with top-k, top-p or min-p runs the same operators whatever the logits are, so
+    # that a CUDA graph can capture it.
     filters_by_shape: bool = False
-    reads_halves: bool = False
+    reads_halves: bool = False  # whether `draw` accepts 16-bit logits
 
 
 PLAIN_OPS = SampleOps()

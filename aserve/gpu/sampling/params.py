@@ -1,7 +1,7 @@
-"""Sampling parameters of every row: tables on the device, and what the host must know of them.
+"""The sampling parameters of every row, as tables on the device.
 
-It knows no step. Written once per tenant of a row, at the head of the step that brings its RowInit:
-the host's part when the step is planned, the device's on its stream.
+They are written once per request, on the executor's stream, at the start of the step that brings
+the row's `RowInit`. The host's copy of the parameters is `plan.RowParams`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ UINT64_MASK = (1 << 64) - 1
 
 
 class RowTables:
-    """`int_table` int64 [max_rows + 1, 3], `float_table` float64 [max_rows + 1, 6]. Row 0 is
-    greedy."""
+    """`int_table` int64 [max_rows + 1, 3] and `float_table` float64 [max_rows + 1, 6]. Row 0, the
+    padding row, is greedy."""
 
     __slots__ = ("float_table", "int_table")
 
@@ -48,14 +48,14 @@ class RowTables:
         self.float_table.index_copy_(0, rows, floats.view(-1, len(FLOAT_COLUMNS)))
 
     def at(self, rows: Tensor, dtype: torch.dtype) -> RowColumns:
-        """rows int64 [n]: a row may stand there more than once."""
+        """The parameters of `rows`, int64 [n], which may repeat."""
         return RowColumns(
             self.int_table.index_select(0, rows), self.float_table.index_select(0, rows).to(dtype)
         )
 
 
 class RowColumns:
-    """Parameters of some logits rows, as columns [n]."""
+    """The parameters of n logits rows; each column is a tensor [n]."""
 
     __slots__ = ("_floats", "_ints")
 
@@ -71,7 +71,7 @@ class RowColumns:
 
 
 def init_columns(inits: Sequence[RowInit]) -> tuple[ArrayI64, ArrayF64]:
-    """The values of `RowTables.write`, on the host. A seed of any size counts modulo 2^64."""
+    """The host arrays for `RowTables.write`. Seeds are taken modulo 2^64."""
     ints = [(_as_int64(init.seed), init.top_k, init.prompt_len) for init in inits]
     floats = [
         (
@@ -94,12 +94,12 @@ def _as_int64(seed: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LogitsRows:
-    """Which row each logits row belongs to and how many tokens come before the one to sample:
-    int64 [n]. `mask` int32 [n, ceil(vocab / 32)] allows tokens by bit."""
+    """The rows that n logits rows belong to. A row has several logits rows when it verifies
+    drafts."""
 
-    rows: Tensor
-    lens: Tensor
-    mask: Tensor | None = None
+    rows: Tensor  # int64 [n]
+    lens: Tensor  # int64 [n], tokens before the one to sample
+    mask: Tensor | None = None  # int32 [n, ceil(vocab / 32)], one bit per allowed token
 
     def at(self, part: slice) -> LogitsRows:
         mask = None if self.mask is None else self.mask[part]

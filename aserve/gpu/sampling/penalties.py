@@ -1,7 +1,12 @@
-"""Presence, frequency and repetition penalties from the tokens that lie beside the KV.
+"""Presence, frequency and repetition penalties, counted from the token ids in the token pool.
 
-Counts are made anew for each sample, so there is no state to lag, reset or repeat. It knows no
-step: the history is given.
+With seen(t) = whether token t occurs in prompt or output, and out(t) = its count in the output:
+
+    z = z / repetition  if z > 0, else  z * repetition           where seen(t)   (CTRL, 2019)
+    z = z - frequency * out(t) - presence * [out(t) > 0]                         (OpenAI's API)
+
+Counts are made anew for each sample, so there is no counter state that could lag behind an
+overlapped step or need a reset.
 """
 
 from __future__ import annotations
@@ -21,9 +26,8 @@ def penalise(
     pools: KvPools,
     max_len: int,
 ) -> None:
-    """logits [n, vocab], in place at `indices` int64 [m]; no row's history is longer than
-    `max_len`.
-    """
+    """Changes the logits rows `indices`, int64 [m], of logits [n, vocab] in place. `max_len` bounds
+    the length of every row's history."""
     own = rows.rows.index_select(0, indices)
     penalised = _penalised(
         logits.index_select(0, indices),
@@ -35,11 +39,8 @@ def penalise(
 
 
 def _penalised(logits: Tensor, history: Tensor, lens: Tensor, params: RowColumns) -> Tensor:
-    """logits [n, vocab], history int64 [n, len] of which `lens` int64 [n] are real -> new logits.
-
-    First repetition over all tokens, which scales towards less likely; then, over outputs only,
-    frequency per occurrence and presence once.
-    """
+    """logits [n, vocab], history int64 [n, len], of which the first `lens` int64 [n] tokens are
+    valid -> new logits [n, vocab]."""
     positions = torch.arange(history.shape[1], device=history.device)
     is_real = positions < lens[:, None]
     is_output = is_real & (positions >= params.ints("prompt_len")[:, None])

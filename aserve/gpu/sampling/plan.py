@@ -1,6 +1,7 @@
-"""What sampling must do for some rows of a step, decided on the host: most rows need little.
+"""The host's plan of a step's sampling: which rows need noise, filters, penalties, biases, bans or
+logprobs. Most rows need little, and what no row needs is skipped.
 
-It knows no logits. `RowParams` is written by the executor thread, once per tenant of a row.
+`RowParams` is written by the executor thread, once per request.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ PLAIN = 0
 NOISE = 1
 FILTER = 2
 PENALTY = 4
-BIAS = 8  # a logit bias, or ids that may not come yet
+BIAS = 8  # a logit bias, or end tokens before the minimum length
 BAN = 16  # allowed ids, or bad words
 SCORE = 32  # logprobs
 
 
 class RowParams:
-    """What the host knows of the rows that the device holds. Row 0 is greedy."""
+    """The host's copy of every row's sampling parameters. Row 0, the padding row, is greedy."""
 
     __slots__ = (
         "_bans",
@@ -49,9 +50,9 @@ class RowParams:
         self._num_prompt_logprobs = np.full(max_rows + 1, -1, np.int32)
         self._scored_lens = np.zeros(max_rows + 1, np.int32)
         self._embedded_lens = np.full(max_rows + 1, -1, np.int32)
-        self._prompt_wants: set[int] = set()  # rows
+        self._prompt_wants: set[int] = set()  # rows whose prompt is scored or embedded
         self._inits: dict[int, RowInit] = {}
-        self._bans: dict[int, RowBans] = {}  # of the rows that have some
+        self._bans: dict[int, RowBans] = {}  # of rows with allowed ids or bad words
 
     def write(self, inits: Iterable[RowInit]) -> None:
         for init in inits:
@@ -77,7 +78,7 @@ class RowParams:
     def plan(self, rows: ArrayI32, *, max_len: int, vocab_size: int) -> SamplePlan:
         """rows int32 [n], one per logits row."""
         needs = self._needs[rows]
-        # PERF: most steps need nothing of all this, and each call of numpy takes a microsecond.
+        # PERF: most steps need none of these, and each numpy call takes a microsecond.
         every = int(np.bitwise_or.reduce(needs, initial=PLAIN))
 
         def indices(kind: int) -> ArrayI32:
@@ -119,11 +120,12 @@ class RowParams:
         return self._num_prompt_logprobs[rows]
 
     def scored_lens(self, rows: ArrayI32) -> ArrayI32:
-        """How many positions score the token after them: all of a prompt but its last; or none."""
+        """The number of prompt positions that score the token after them: all but the last, or
+        none."""
         return self._scored_lens[rows]
 
     def embedded_lens(self, rows: ArrayI32) -> ArrayI32:
-        """The KV length at which a row is embedded, -1 for never."""
+        """The KV length at which a row's embedding is taken; -1 where none is wanted."""
         return self._embedded_lens[rows]
 
     def _biases(self, rows: ArrayI32, biased: ArrayI32) -> LogitBiases:
@@ -131,12 +133,12 @@ class RowParams:
         token_ids: list[int] = []
         values: list[float] = []
         min_lens: list[int] = []
-        for place in biased:
-            init = self._inits[int(rows[place])]
+        for index in biased:
+            init = self._inits[int(rows[index])]
             until = init.min_len if init.min_len > init.prompt_len else 0
             ends = init.end_ids if until else ()
             entries = [*init.logit_bias, *((token_id, -np.inf) for token_id in ends)]
-            indices += [int(place)] * len(entries)
+            indices += [int(index)] * len(entries)
             token_ids += [token_id for token_id, _ in entries]
             values += [value for _, value in entries]
             min_lens += [ALWAYS] * len(init.logit_bias) + [until] * len(ends)
@@ -148,7 +150,8 @@ ALWAYS = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True)
 class LogitBiases:
-    """logits[place, token_id] += value while the position is below `until`."""
+    """Four columns of the same length: logits[index, token_id] += value while the row has fewer
+    than `until` tokens."""
 
     indices: list[int]
     token_ids: list[int]
@@ -158,23 +161,23 @@ class LogitBiases:
 
 @dataclass(frozen=True, slots=True)
 class SamplePlan:
-    """Of `num` logits rows. `penalised`, `scored` and the nudges' places count among them."""
+    """The sampling of `num` logits rows. Indices of logits rows are relative to these."""
 
     num: int
-    max_len: int  # no row's history is longer
+    max_len: int  # bound of every row's history
     needs_noise: bool
     needs_filter: bool
     max_top_k: int
-    penalised: ArrayI32
+    penalised: ArrayI32  # indices of logits rows with penalties
     biases: LogitBiases
     bans: BanPlan | None
-    scored: ArrayI32  # logits rows that want logprobs
-    raw_indices: ArrayI32  # those of `scored` that want the model's own, counted among them
-    num_top: int  # alternatives for the one that wants most
+    scored: ArrayI32  # indices of logits rows with logprobs
+    raw_indices: ArrayI32  # indices into `scored` of rows that want the unprocessed logprobs
+    num_top: int  # the largest number of alternatives that any row wants
 
     @property
     def is_plain(self) -> bool:
-        """Logits go to the draw as they are, and nothing but its tokens is wanted."""
+        """Whether the logits are drawn from as they are, without logprobs."""
         return not (self.adds_to_logits or len(self.scored)) and self.bans is None
 
     @property

@@ -1,11 +1,32 @@
-"""From logits to tokens and logprobs: penalties, bias, mask, bans, then the coupled draw.
-
-It knows no batch and no page table of a step, only rows and lengths: the same call serves plain
-rows, held rows and every position of a verify window. It keeps no state between calls.
-"""
+"""Samples tokens and logprobs from the logits of a step."""
 
 from __future__ import annotations
 
+# Theory of operation.
+#
+# `Sampler.sample` gets logits [n, vocab]. A logits row belongs to a row (a request's slot) and has
+# a length: the number of tokens before the one to sample. The same call serves decodes, the last
+# token of a prefill, rows whose grammar mask came late, and every position of a verify window.
+# These steps follow each other, in the order of vLLM's and OpenAI's definitions:
+#
+#   1. penalties    repetition over prompt and output, frequency and presence over the output
+#                   (penalties.py); the history is read from the token pool beside the KV cache
+#   2. biases       logit_bias, and -inf for end tokens before the request's minimum length
+#   3. mask         the grammar's bit mask: -inf for tokens that the grammar forbids
+#   4. bans         allowed_token_ids and bad_words (token_masks.py), unless they would leave a row
+#                   no token at all
+#   5. draw         temperature, top-k, top-p, min-p and Gumbel noise (draw.py, top_k_top_p.py)
+#   6. logprobs     log_softmax of the logits after step 4, or of the model's own logits
+#
+# Noise is a function of (seed, position, token id), so a draw is coupled: the same request gets the
+# same token whatever batch, device or replay it is sampled in, as long as its logits agree. This is
+# what makes retries after a failed step, overlap and speculation exact. For the same reason the
+# sampler keeps no state between calls.
+#
+# The host decides before the step which rows need which of these (`plan.SamplePlan`). All shapes
+# follow from the plan, so nothing here waits for the device, and a step of greedy rows costs one
+# argmax. The index arrays of a plan are staged with the step's other words (`Staged`). The heavy
+# operators can be a device's own kernels (`ops.SampleOps`).
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +43,7 @@ from aserve.gpu.transfer.staging import DeviceArrays
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A plan and its arrays on the device."""
+    """A plan and its arrays on the device, whose names begin with `prefix`."""
 
     plan: SamplePlan
     arrays: DeviceArrays
@@ -37,16 +58,14 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """tokens int64 [n]; is_sound bool [n], False where no token could be drawn. Of the rows that
-    want logprobs: chosen [m], top_ids int64 [m, k], top_logprobs [m, k], all float32. `prompts`
-    where a step owes its rows' prompts something."""
+    """The result of sampling n logits rows, of which m have logprobs with k alternatives."""
 
-    tokens: Tensor
-    is_valid: Tensor
-    chosen: Tensor
-    top_ids: Tensor
-    top_logprobs: Tensor
-    prompts: Tensor | None = None  # int32 [words], as step/prompts.py packs them
+    tokens: Tensor  # int64 [n]
+    is_valid: Tensor  # bool [n], False where no token could be drawn
+    chosen: Tensor  # float32 [m], logprobs of the tokens
+    top_ids: Tensor  # int64 [m, k]
+    top_logprobs: Tensor  # float32 [m, k]
+    prompts: Tensor | None = None  # int32 [words], prompt logprobs and embeddings (step/prompts.py)
 
 
 class Sampler:
@@ -58,10 +77,10 @@ class Sampler:
         self._ops = ops
 
     def sample(self, logits: Tensor, rows: LogitsRows, staged: Staged) -> Sampled:
-        """logits [n, vocab], of any dtype, may be overwritten.
+        """logits [n, vocab] of any floating dtype; they may be overwritten.
 
-        PERF: 256 rows of 152,000 take 78 MB in bfloat16; as float32 they are written and read again
-        as 155.
+        PERF: 256 rows of 152,000 take 78 MB in bfloat16; widened to float32 they would be written
+        and read again as 155 MB. So logits that nothing is added to stay as they are.
         """
         raw = wide_logits(logits.index_select(0, staged.ints("raw")))
         if staged.plan.adds_to_logits or not self._ops.reads_halves:
@@ -73,11 +92,11 @@ class Sampler:
             prompt_lens = self._tables.at(rows.rows, logits.dtype).ints("prompt_len")
             outputs = Outputs(rows.rows, rows.lens, prompt_lens, self._pools)
             ban(logits, outputs, lambda name: staged.ints(f"bans.{name}"))
-        drawn = self._ops.draw(logits, rows, self._tables, staged.plan)
-        chosen, top_ids, top_logprobs = _logprobs(logits, raw, drawn.tokens, staged)
+        tokens, is_valid = self._ops.draw(logits, rows, self._tables, staged.plan)
+        chosen, top_ids, top_logprobs = _logprobs(logits, raw, tokens, staged)
         return Sampled(
-            tokens=drawn.tokens,
-            is_valid=drawn.is_valid,
+            tokens=tokens,
+            is_valid=is_valid,
             chosen=chosen,
             top_ids=top_ids,
             top_logprobs=top_logprobs,
@@ -98,7 +117,8 @@ class Sampler:
 def _logprobs(
     logits: Tensor, raw: Tensor, tokens: Tensor, staged: Staged
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of processed logits, or of the model's own where a row wants those; before temperature."""
+    """Logprobs before temperature, of the processed logits, or of the model's own (`raw`) for the
+    rows that want these."""
     index = staged.ints("scored")
     if not len(index):
         nothing = logits.new_empty(0, dtype=torch.float32)

@@ -1,10 +1,12 @@
-"""Top-k, top-p and min-p: the argmax of logits plus noise, among the tokens that may be drawn.
+"""Top-k, top-p and min-p: the argmax of scores plus noise among the tokens that pass the filters.
 
-It knows no step, row or history. All functions may overwrite their `noisy` argument only.
+The tokens that pass: the top_k most probable ones; of these, with their probabilities renormalised,
+those for which the more probable ones sum to less than top_p; of these those with
+p >= min_p * p_max. Equal logits rank by token id.
 
-The set: the top_k most probable tokens; of these, renormalised, those whose strictly more probable
-ones have a mass below top_p; of these those with p >= min_p * p_max. Equal logits rank by token id.
-No sort on the common path: the noisy argmax is tested by one reduction, and is nearly always in.
+The common path needs no sort. It takes the noisy argmax over all tokens and tests by one reduction
+whether that token passes, which it nearly always does (rejection sampling). Functions here may
+overwrite their `noisy` argument only.
 """
 
 from __future__ import annotations
@@ -14,18 +16,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# PERF: measured 1.07 to 1.10 tries per row with common settings; what is left after these is
-# sorted.
+# PERF: measured 1.07 to 1.10 tries per row with common settings. Rows without a token after these
+# tries are sorted.
 NUM_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """[n] each; a limit that is off is infinite (or 0, for the floor)."""
+    """The filters of n rows. A token passes if fewer than `count` tokens are better, if these have
+    a mass below `mass`, and if its own probability is at least `floor`."""
 
-    count: Tensor  # a token needs fewer better ones than this, int64
-    mass: Tensor  # and less mass of better ones than this
-    floor: Tensor  # and at least this probability
+    count: Tensor  # int64 [n]; vocab: off
+    mass: Tensor  # [n]; infinite: off
+    floor: Tensor  # [n]; 0: off
 
     def at(self, index: Tensor) -> Limits:
         return Limits(
@@ -38,9 +41,8 @@ class Limits:
 def set_limits(
     probs: Tensor, *, top_k: Tensor, top_p: Tensor, min_p: Tensor, max_top_k: int
 ) -> Limits:
-    """probs [n, vocab]; top_k int64 [n], top_p and min_p [n]; `max_top_k` bounds those that are
-    on.
-    """
+    """probs [n, vocab]; top_k int64 [n], top_p and min_p [n]. `max_top_k` is the largest top_k of a
+    row whose top-k filter is on; 0 if there is none."""
     vocab_size = probs.shape[1]
     has_top_k = (top_k > 0) & (top_k < vocab_size)
     mass = top_p
@@ -50,15 +52,17 @@ def set_limits(
         mass = torch.where(has_top_k, top_p * kept, top_p)
     return Limits(
         count=torch.where(has_top_k, top_k, vocab_size),
-        # Rounded sums may exceed 1: a top_p of 1 must not cut the last token off.
+        # Rounded sums may exceed 1, and a top_p of 1 must not exclude the last token.
         mass=torch.where(top_p < 1, mass, torch.inf),
         floor=min_p * probs.amax(dim=1),
     )
 
 
 def choose(scaled: Tensor, noisy: Tensor, probs: Tensor, limits: Limits) -> Tensor:
-    """[n, vocab] each -> token ids int64 [n]. How many rows are left after a try decides what is
-    computed next, so a device that runs behind would have to be waited for.
+    """scaled, noisy, probs [n, vocab] -> token ids int64 [n].
+
+    NOTE: the shapes of each try depend on the values of the one before, so this is for the CPU: on
+    a device with a stream it would wait for the device.
     """
     tokens = noisy.argmax(dim=1)
     pending = torch.arange(len(tokens), device=tokens.device)
@@ -72,7 +76,7 @@ def choose(scaled: Tensor, noisy: Tensor, probs: Tensor, limits: Limits) -> Tens
         )
         noisy.index_put_((pending, candidates), _minus_infinity(noisy))
         pending = pending[~is_in]
-        # No row is left in nearly all steps, and then this is nearly free.
+        # PERF: in nearly all steps no row is left, and empty tensors cost nearly nothing.
         tokens.index_copy_(0, pending, noisy.index_select(0, pending).argmax(dim=1))
     exact = choose_sorted(
         scaled.index_select(0, pending),
@@ -84,7 +88,7 @@ def choose(scaled: Tensor, noisy: Tensor, probs: Tensor, limits: Limits) -> Tens
 
 
 def _is_member(scaled: Tensor, probs: Tensor, candidates: Tensor, limits: Limits) -> Tensor:
-    """candidates int64 [n] -> bool [n]."""
+    """Whether each row's candidate, int64 [n], passes the filters: bool [n]."""
     column = candidates[:, None]
     value = scaled.gather(1, column)
     ids = torch.arange(scaled.shape[1], device=scaled.device)
@@ -96,9 +100,8 @@ def _is_member(scaled: Tensor, probs: Tensor, candidates: Tensor, limits: Limits
 
 
 def choose_sorted(scaled: Tensor, noisy: Tensor, probs: Tensor, limits: Limits) -> Tensor:
-    """As `choose`, by a stable sort: for rows of which the best tries were all outside, and for all
-    where nobody may ask which these are.
-    """
+    """As `choose`, by a stable sort. It serves rows for which all tries failed, and all rows where
+    a capture forbids to look at values."""
     order = scaled.argsort(dim=1, descending=True, stable=True)
     ranked = probs.gather(1, order)
     mass = ranked.cumsum(dim=1) - ranked

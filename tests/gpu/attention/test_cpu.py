@@ -11,7 +11,7 @@ import torch
 from aserve.errors import BugError
 from aserve.gpu.attention.chunked_prefill import FUSED, choose_chunked_prefill, in_pairs
 from aserve.gpu.attention.cpu import PagedCpu
-from aserve.gpu.device.cpu.weights import DOTS, read_isa
+from aserve.gpu.device.cpu.weights import AVX512_BF16, read_isa
 from aserve.gpu.kv.layer_groups import AttentionInputs
 from aserve.gpu.layers.rope import RopeInputs
 from aserve.gpu.step.forward_batch import ForwardBatch
@@ -80,7 +80,7 @@ def test_what_a_layer_hides_stays_hidden_from_many_queries(
 
 def test_rows_of_many_queries_take_the_kernel_that_multiplies_pairs() -> None:
     """Where the processor has nothing better, and heads have whole vectors."""
-    pairs = read_isa().bf16_products == DOTS
+    pairs = read_isa().bf16_products == AVX512_BF16
     for head_dim, dtype in ((32, torch.float32), (40, torch.bfloat16), (32, torch.bfloat16)):
         pools = Layout(layer(head_dim=head_dim), dtype=dtype).pools(1)
         is_fused = choose_chunked_prefill(pools, 1) is FUSED

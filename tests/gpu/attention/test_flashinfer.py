@@ -28,7 +28,7 @@ from aserve.gpu.attention.flashinfer.page_indices import KERNELS, ListOps
 from aserve.gpu.attention.flashinfer.wrappers import Queries, queries_of
 from aserve.gpu.attention.reference import TorchReference
 from aserve.gpu.attention.registry import BACKENDS
-from aserve.gpu.device.base import Cut
+from aserve.gpu.device.base import GraphBreak
 from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.kv.layer_groups import AttentionInputs, group_layers
 from aserve.gpu.kv.pools import KvPools
@@ -580,7 +580,7 @@ class Replays:
     def expected(self) -> Tensor:
         return self._attend(TorchReference(self.pools), None)
 
-    def _body(self, _cut: Cut) -> Tensor:
+    def _body(self, _graph_break: GraphBreak) -> Tensor:
         return self._attend(self.backend, self.plan)
 
     def _attend(self, backend: AttentionBackend, plan: object) -> Tensor:

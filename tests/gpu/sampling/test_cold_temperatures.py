@@ -19,7 +19,7 @@ from aserve.text.defaults import NEUTRAL, GenerationDefaults
 from aserve_kernels import sample as kernel
 from aserve_kernels import token_set
 from tests.gpu.batch_builder import greedy
-from tests.gpu.sampler_run import Drawn, run_sampler
+from tests.gpu.sampler_run import DrawAt, run_sampler
 
 VOCAB = 70
 SPLIT = 512  # the interpreter is slow
@@ -56,7 +56,7 @@ def test_the_likeliest_token_comes_at_every_cold_temperature(
     generator = torch.Generator().manual_seed(5)
     logits = 300 * torch.randn((len(temperatures), VOCAB), generator=generator)
     inits = [init_of(row, temperatures[row - 1], limits) for row in rows]
-    drawn = [Drawn(row, 3) for row in rows]
+    drawn = [DrawAt(row, 3) for row in rows]
     got = run_sampler(logits, inits, [[1, 2, 3]] * len(rows), drawn, ops=SAMPLERS[sampler]())
     assert got.tokens.tolist() == logits.argmax(dim=1).tolist()
     assert got.is_valid.all()

@@ -13,7 +13,7 @@ from aserve.gpu.sampling.draw import add_noise
 from aserve.gpu.sampling.gumbel import gumbel_noise
 from tests.gpu.batch_builder import greedy
 from tests.gpu.naive_sampler import naive_noise, naive_set
-from tests.gpu.sampler_run import Drawn, run_sampler
+from tests.gpu.sampler_run import DrawAt, run_sampler
 
 NUM_DRAWS = 20_000
 LOGITS = torch.tensor([2.0, 1.5, 1.5, 1.0, 0.6, 0.2, 0.0, -0.3, -1.0, -2.0, -3.0, -6.0])
@@ -35,7 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_drawn_frequencies_are_the_probabilities_of_the_set(name: str) -> None:
     init = greedy(1, seed=12, **{"temperature": 1.0, **SETTINGS[name]})
-    drawn = [Drawn(1, position) for position in range(NUM_DRAWS)]
+    drawn = [DrawAt(1, position) for position in range(NUM_DRAWS)]
     tokens = run_sampler(LOGITS.repeat(NUM_DRAWS, 1), [init], [[0]], drawn).tokens
     counts = np.bincount(tokens.numpy(), minlength=len(LOGITS))
     scaled = LOGITS.double().numpy() / init.temperature

@@ -17,7 +17,7 @@ from aserve.messages.step import RowInit
 from tests.gpu.batch_builder import greedy
 from tests.gpu.device_tables import MAX_ROWS
 from tests.gpu.naive_sampler import naive_logits, naive_token
-from tests.gpu.sampler_run import Drawn, run_sampler
+from tests.gpu.sampler_run import DrawAt, run_sampler
 
 VOCAB = 40
 
@@ -70,7 +70,7 @@ def _bad_words(draw: st.DrawFn, history: list[int]) -> Iterator[tuple[int, ...]]
 
 def sampled_alike(cases: Sequence[Row], logits: Tensor, *, is_masked: bool) -> None:
     """Tokens and logprobs of all rows are those of the naive sampler."""
-    drawn = [Drawn(case.init.row, len(case.history)) for case in cases]
+    drawn = [DrawAt(case.init.row, len(case.history)) for case in cases]
     mask = torch.stack([_words(case.allowed) for case in cases]) if is_masked else None
     got = run_sampler(logits, [c.init for c in cases], [c.history for c in cases], drawn, mask=mask)
     scored = 0
@@ -139,7 +139,7 @@ def test_a_rows_tokens_do_not_depend_on_its_neighbours_or_its_place() -> None:
     histories = [[1, 2, 3], [4] * 9, [5, 6], [7, 7, 8, 9, 1]]
     logits = logits_of(4)
     indices = range(4)
-    drawn = [Drawn(row + 1, len(histories[row])) for row in indices]
+    drawn = [DrawAt(row + 1, len(histories[row])) for row in indices]
     together = run_sampler(logits, inits, histories, drawn).tokens.tolist()
     alone = [
         run_sampler(logits[i : i + 1], [inits[i]], [histories[i]], [drawn[i]]).tokens.tolist()
@@ -157,7 +157,7 @@ def test_a_window_penalises_each_position_with_its_own_history() -> None:
     logits = logits_of(1).repeat(3, 1)
     best = logits[0].argsort(descending=True).tolist()
     history = [39 if best[0] != 39 else 38, best[0], best[1]]
-    drawn = [Drawn(1, position) for position in (1, 2, 3)]
+    drawn = [DrawAt(1, position) for position in (1, 2, 3)]
     assert run_sampler(logits, [init], [history], drawn).tokens.tolist() == best[:3]
 
 
@@ -168,7 +168,7 @@ def test_the_last_token_of_a_bad_word_is_banned_right_after_its_others_alone() -
     word = (best[1], best[2], best[0])
     history = [best[1], best[2], best[1], best[2], best[1]]
     inits = [greedy(1, prompt_len=2, bad_word_ids=(word,))]
-    drawn = [Drawn(1, position) for position in (2, 3, 4, 5)]
+    drawn = [DrawAt(1, position) for position in (2, 3, 4, 5)]
     tokens = run_sampler(logits.repeat(4, 1), inits, [history], drawn).tokens.tolist()
     assert tokens == [best[0], best[0], best[1], best[0]]
 
@@ -182,7 +182,7 @@ def test_what_a_grammar_leaves_is_said_even_if_it_is_banned() -> None:
         greedy(3, allowed_ids=(best[0], best[1])),
     ]
     mask = torch.stack([_words([best[3], best[4]])] * 3)
-    drawn = [Drawn(row, 1) for row in (1, 2, 3)]
+    drawn = [DrawAt(row, 1) for row in (1, 2, 3)]
     got = run_sampler(logits, inits, [[0]] * 3, drawn, mask=mask)
     assert got.tokens.tolist() == [best[4], best[3], best[3]]
     assert bool(got.is_valid.all())
@@ -197,14 +197,14 @@ def test_bans_of_one_row_leave_its_neighbours_alone() -> None:
         greedy(3, allowed_ids=(best[5], best[9], best[8])),
         greedy(4, allowed_ids=(best[0], best[3]), bad_word_ids=((7, best[0]),)),
     ]
-    drawn = [Drawn(row, 3) for row in (4, 3, 2, 1)]
+    drawn = [DrawAt(row, 3) for row in (4, 3, 2, 1)]
     tokens = run_sampler(logits, inits, [[1, 5, 7]] * 4, drawn).tokens.tolist()
     assert tokens == [best[3], best[5], best[0], best[2]]
 
 
 def test_a_seed_counts_modulo_two_to_the_64th() -> None:
     seeds = (-5, 2**64 - 5)
-    drawn = [Drawn(1, position) for position in range(20)]
+    drawn = [DrawAt(1, position) for position in range(20)]
     tokens = [
         run_sampler(logits_of(20), [greedy(1, seed=s, temperature=1.0)], [[0]], drawn).tokens
         for s in seeds
@@ -217,6 +217,6 @@ def test_a_row_with_a_nan_or_nothing_allowed_is_not_sound_and_its_neighbour_is()
     logits[0, 5] = torch.nan
     logits[2] = -torch.inf
     inits = [greedy(row, temperature=1.0, top_p=0.9) for row in (1, 2, 3)]
-    drawn = [Drawn(row, 1) for row in (1, 2, 3)]
+    drawn = [DrawAt(row, 1) for row in (1, 2, 3)]
     got = run_sampler(logits, inits, [[0]] * 3, drawn)
     assert got.is_valid.tolist() == [False, True, False]

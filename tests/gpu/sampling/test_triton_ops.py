@@ -16,7 +16,7 @@ from aserve.gpu.sampling.sampler import Sampled
 from aserve_kernels import row_columns, token_set
 from aserve_kernels import sample as kernel
 from tests.gpu.batch_builder import greedy
-from tests.gpu.sampler_run import Drawn, run_sampler
+from tests.gpu.sampler_run import DrawAt, run_sampler
 from tests.kernels.sample_case import Row, draw_logits, make_tables
 
 VOCAB = 70
@@ -57,7 +57,7 @@ def run(
         logits,
         [greedy(row, seed=row, **given) for row, given in enumerate(params, 1)],
         [HISTORY[: 7 + row] for row in range(len(params))],
-        [Drawn(row, 6 + row) for row in range(1, len(params) + 1)],
+        [DrawAt(row, 6 + row) for row in range(1, len(params) + 1)],
         mask=words if is_masked else None,
         ops=ops,
     )

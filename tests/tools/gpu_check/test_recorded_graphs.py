@@ -13,13 +13,13 @@ from tools.gpu_check.recorded_graphs import record
 
 
 def no_cut(values: Tensor) -> None:
-    raise AssertionError("this body has no cut")
+    raise AssertionError("this body has no graph break")
 
 
 def test_a_replay_reads_and_writes_the_tensors_of_the_capture() -> None:
     words, table = torch.tensor([1, 2, 3]), torch.zeros(3, dtype=torch.int64)
 
-    def body(cut: Callable[[Tensor], None]) -> Tensor:
+    def body(graph_break: Callable[[Tensor], None]) -> Tensor:
         rows = words[1:] - 1
         table.index_copy_(0, rows, words[:2] * 10)
         rows += 1
@@ -33,14 +33,14 @@ def test_a_replay_reads_and_writes_the_tensors_of_the_capture() -> None:
 
 def test_what_a_body_reads_of_the_host_is_that_of_the_capture() -> None:
     host = {"iteration": 1}
-    captured = CpuDevice().capture(lambda cut: torch.zeros(1) + host["iteration"])
+    captured = CpuDevice().capture(lambda graph_break: torch.zeros(1) + host["iteration"])
     host["iteration"] = 2
     assert captured.replay(no_cut).tolist() == [1.0]
 
 
 def test_the_next_replay_overwrites_the_result() -> None:
     word = torch.tensor([1])
-    captured = CpuDevice().capture(lambda cut: word * 2)
+    captured = CpuDevice().capture(lambda graph_break: word * 2)
     first = captured.replay(no_cut)
     word.fill_(7)
     captured.replay(no_cut)
@@ -51,9 +51,9 @@ def test_a_cut_is_called_between_what_is_before_and_what_is_after() -> None:
     word, table = torch.tensor([1]), torch.zeros(1, dtype=torch.int64)
     seen: list[tuple[list[int], list[int]]] = []
 
-    def body(cut: Callable[[Tensor], None]) -> Tensor:
+    def body(graph_break: Callable[[Tensor], None]) -> Tensor:
         lens = word + 1
-        cut(lens)
+        graph_break(lens)
         table.add_(lens)
         return table * 10
 
@@ -82,7 +82,7 @@ MASK = torch.tensor([True, False])
 def test_a_body_that_asks_for_a_value_cannot_be_captured(ask: Callable[[Tensor], object]) -> None:
     x = torch.ones(2)
 
-    def body(cut: Callable[[Tensor], None]) -> Tensor:
+    def body(graph_break: Callable[[Tensor], None]) -> Tensor:
         ask(x)
         return x
 

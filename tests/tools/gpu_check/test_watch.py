@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aserve.gpu.device.base import Cut
+from aserve.gpu.device.base import GraphBreak
 from aserve.gpu.device.cpu.device import CpuDevice
 from tools.gpu_check import watch as watching
 from tools.gpu_check.watch import watched
@@ -44,7 +44,7 @@ def test_the_captured_step_that_ran_last_can_be_replayed_alone() -> None:
     device, watch = watched(CpuDevice())
     total = torch.zeros(1)
 
-    def add(number: float, _cut: Cut) -> Tensor:
+    def add(number: float, _graph_break: GraphBreak) -> Tensor:
         return total.add_(number)
 
     ones, tens = (device.capture(partial(add, number)) for number in (1.0, 10.0))

@@ -1,7 +1,8 @@
-"""The CPU as a device: a stream is the executor thread itself, so an event is done when recorded.
+"""The CPU as a device. Its stream is the executor thread itself, so an event is done as soon as it
+is recorded.
 
-It takes the same way as a device that runs behind, but for the waiter's thread: staged values are
-copied, and results go through a host buffer. It knows no step.
+A step takes the same path as on a GPU, the waiter thread aside: staged words are copied, and
+results go through a host buffer.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from aserve.gpu.device.base import Captured, Cut, Event
+from aserve.gpu.device.base import Captured, Event, GraphBreak
 from aserve.gpu.device.cpu.kernels import KERNEL_DTYPES, compile_kernels_of
-from aserve.gpu.device.cpu.linear import ALONE
+from aserve.gpu.device.cpu.linear import PER_TOKEN
 from aserve.gpu.device.cpu.weights import choose_cpu_format, read_isa
 from aserve.gpu.device.ops import TORCH_OPS, DeviceOps
 from aserve.gpu.weights.format import WeightFormat, WeightRequest
@@ -25,12 +26,12 @@ from aserve.host.environment import keep_freed_memory
 from aserve.host.limits import available_memory_bytes
 
 LOGITS_ELEMENTS = 1 << 24  # 64 MB in float32
-KV_PART = 4  # of free memory, KV takes one part of so many
+KV_PART = 4  # the KV cache takes at most 1 / KV_PART of the free memory
 MAX_KV_BYTES = 4 << 30
 
 
 class CpuEvent:
-    """Of what is done when it was asked for."""
+    """An event of a device on which all work is done by the time the call returns."""
 
     __slots__ = ()
 
@@ -56,7 +57,7 @@ class CpuDevice:
         self.max_rows = 64
         self.max_batched_tokens = 2048
         self.runs_behind = False
-        self.graph_rows = 0  # a recording sees nothing that numba has compiled
+        self.graph_rows = 0  # WHY: torch cannot record calls of kernels that numba has compiled
         self.torch_device = torch.device("cpu")
         self.attention: tuple[str, ...] = ("paged-cpu", "paged-sdpa", "torch-ref")
 
@@ -73,7 +74,7 @@ class CpuDevice:
     def stage(self, host: Tensor, buffer: Tensor | None = None) -> Tensor:
         return host.clone() if buffer is None else buffer.copy_(host)
 
-    def capture(self, body: Callable[[Cut], Tensor]) -> Captured:
+    def capture(self, body: Callable[[GraphBreak], Tensor]) -> Captured:
         """NOTE: never called, because `graph_rows` is 0."""
         raise RuntimeError("the CPU captures no graphs")
 
@@ -87,7 +88,7 @@ class CpuDevice:
     def ops(self, dtype: torch.dtype, *, is_deterministic: bool) -> DeviceOps:
         has_kernels = dtype in KERNEL_DTYPES and importlib.util.find_spec("numba") is not None
         if is_deterministic:
-            return DeviceOps(elementwise=ALONE)
+            return DeviceOps(elementwise=PER_TOKEN)
         if not has_kernels:
             return TORCH_OPS
         from aserve.gpu.device.cpu.fused_decoder import make_compiled_forward
@@ -107,7 +108,8 @@ class CpuDevice:
         )
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Anonymous memory of the system: zero, and resident page by page as it is written."""
+        """Anonymous memory of the operating system: it is zero, and a page of it becomes resident
+        when it is first written."""
         size = math.prod(shape)
         if not size:
             return torch.zeros(shape, dtype=dtype)
@@ -117,5 +119,6 @@ class CpuDevice:
         return available_memory_bytes()
 
     def kv_bytes(self, _run_largest: Callable[[], None], *, share: float) -> int:
-        """The host's memory is for others, too, and grows as it is written."""
+        """A quarter of the free memory, at most 4 GiB: other processes need the host's memory as
+        well. Pools become resident only as they are written."""
         return min(self.free_bytes() // KV_PART, MAX_KV_BYTES)

@@ -1,7 +1,7 @@
-"""Linear layers of small models, whose products are compiled here and run in one thread.
+"""Linear layers of the CPU through aserve's own kernels: y = x W^T + b with weights in tiles, for
+small models in one thread, and with int8 weights.
 
-It knows no checkpoint and no machine: where these products are fast is known where this form is
-chosen (`gpu/device/cpu_weights.py`).
+device/cpu/weights.py decides where they are used.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from aserve_kernels.cpu.int8_linear import compile_int8_linear, int8_linear
 
 
 class TiledLinear:
+    """Weights packed in the tiles of aserve_kernels.cpu.gemm. The fused decoder reads them too."""
+
     __slots__ = ("bias", "packed")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """weight [out, in], in the dtype of the products, bias [out]."""
+        """weight [out, in], in the model's dtype, bias [out]."""
         self.packed = pack(weight)
         self.bias = (torch.zeros(len(weight)) if bias is None else bias.float()).numpy()
 
@@ -29,35 +31,38 @@ class TiledLinear:
 
 
 def prepare_tiled(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
-    """dtype: float32 or bfloat16, whose products take inputs in pairs."""
+    """dtype: float32 or bfloat16. The kernel reads input features in pairs, so a layer with an odd
+    number of them goes to oneDNN."""
     if linear.weight.shape[1] % 2:
         return prepare_packed(linear, device, dtype=dtype)
     compile_packed_linear(dtype)
     return TiledLinear(linear.weight.to(device, dtype), linear.bias)
 
 
-# PERF: tokens up to which the kernel, which reads one byte per weight, takes less time than a
-# product with weights that are widened for it: 0.6 ms against 5.2 at 1 token of 1024 x 6144 in
-# float32, 3.3 against 6.2 at 8 in bfloat16, 12 against 6 at 32.
-FEW = 8
-LARGEST = 127
+# PERF: up to this number of tokens the kernel, which reads one byte per weight, is faster than a
+# product with widened weights: 0.6 ms against 5.2 at 1 token of 1024 x 6144 in float32, 3.3 against
+# 6.2 at 8 in bfloat16, 12 against 6 at 32.
+MAX_KERNEL_TOKENS = 8
+INT8_MAX = 127
 
 
 class Int8Linear:
+    """y = x (q * s)^T + b with int8 weights q and one scale s = max|w| / 127 per output row."""
+
     __slots__ = ("_bias", "_scales", "_weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """weight [out, in], of any floating type; bias [out], in the dtype of the products."""
-        most = weight.abs().amax(dim=1).float()
-        self._scales = torch.where(most > 0, most / LARGEST, 1)  # [out]
+        """weight [out, in], of any floating dtype; bias [out], in the model's dtype."""
+        largest = weight.abs().amax(dim=1).float()
+        self._scales = torch.where(largest > 0, largest / INT8_MAX, 1)  # [out]
         self._weight = torch.empty(weight.shape, dtype=torch.int8)
-        for part in range(0, len(weight), 4096):  # few rows at a time are wide
+        for part in range(0, len(weight), 4096):  # bounds the float32 copy
             rows = slice(part, part + 4096)
             self._weight[rows] = (weight[rows].float() / self._scales[rows, None]).round_()
         self._bias = bias
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        if len(x) <= FEW:
+        if len(x) <= MAX_KERNEL_TOKENS:
             product = int8_linear(x, self._weight, self._scales)
         else:
             product = functional.linear(x, self._weight.to(x.dtype)).mul_(self._scales.to(x.dtype))

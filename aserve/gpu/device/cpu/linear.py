@@ -1,7 +1,7 @@
-"""Linear layers whose weights oneDNN has packed once, in float32 or bfloat16.
+"""Linear layers of the CPU through libraries: y = x W^T + b with weights that oneDNN packs once
+(float32, bfloat16) or that FBGEMM stores as float16.
 
-It knows no checkpoint and no machine: whether bfloat16 products are fast, or there at all, is known
-where this form is chosen (`gpu/device/cpu_weights.py`).
+device/cpu/weights.py decides which of them suits the processor.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from aserve.gpu.layers.linear import Linear, LinearOp, Prepare
 from aserve.gpu.layers.mlp import Activation, GatedBy
 from aserve.gpu.layers.ops import Elementwise
 
-# PERF: one layout serves all numbers of tokens. Float32 linears of Qwen3-0.6B, ms per step at 1, 8
+# PERF: oneDNN packs for an expected number of tokens; this one serves all of them. Float32 linears of Qwen3-0.6B, ms per step at 1, 8
 # and 32 tokens: packed for 32 tokens 55, 74, 153; packed for 1 token 80, 111, 197.
 PACKED_FOR = 32
 
@@ -24,7 +24,7 @@ class PackedLinear:
     __slots__ = ("_bias", "_packed")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """weight [out, in], bias [out], in the dtype of the products."""
+        """weight [out, in], bias [out], in the model's dtype."""
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR)
         self._bias = bias
 
@@ -42,7 +42,9 @@ def prepare_packed(linear: Linear, device: torch.device, /, *, dtype: torch.dtyp
     )
 
 
-class HalfStoredLinear:
+class Fp16StoredLinear:
+    """A float32 product whose weights are stored as float16."""
+
     __slots__ = ("_packed",)
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -54,31 +56,37 @@ class HalfStoredLinear:
         return product
 
 
-def prepare_half_stored(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
-    assert (device.type, dtype) == ("cpu", torch.float32)  # the only products that FBGEMM has
+def prepare_fp16_stored(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
+    assert (device.type, dtype) == ("cpu", torch.float32)  # FBGEMM has no others
     bias = linear.bias
-    return HalfStoredLinear(linear.weight.float(), None if bias is None else bias.float())
+    return Fp16StoredLinear(linear.weight.float(), None if bias is None else bias.float())
 
 
 @dataclass(frozen=True, slots=True)
-class EachAlone:
+class PerToken:
+    """Applies an operator to one token at a time, so that a token's result cannot depend on the
+    number of tokens beside it."""
+
     op: LinearOp
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        # Copies begin at the same alignment, on which sums may depend too.
+        # Rows are copied because sums may depend on the alignment as well.
         return torch.cat([self.op(row.clone()) for row in x.split(1)])
 
 
 def per_token(format_: Prepare) -> Prepare:
+    """The same linear layers, applied to one token at a time."""
+
     def prepare(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
-        return EachAlone(format_(linear, device, dtype=dtype))
+        return PerToken(format_(linear, device, dtype=dtype))
 
     return prepare
 
 
-def _gated_alone(activation: str) -> Activation:
-    return EachAlone(GatedBy(activation))
+def _gated_per_token(activation: str) -> Activation:
+    return PerToken(GatedBy(activation))
 
 
-# Norms and sums round alike in all loops of torch; exp, tanh and erf do not.
-ALONE = Elementwise(gated=_gated_alone)
+# The elementwise operators of --deterministic. Norms and sums round alike in torch's vector loops
+# and scalar tails; exp, tanh and erf do not, so activations run per token.
+PER_TOKEN = Elementwise(gated=_gated_per_token)

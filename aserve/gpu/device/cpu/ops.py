@@ -1,7 +1,7 @@
-"""Heads turned, keys and values into their pools, by one compiled kernel where tokens are few; in
-torch where they are many. For the CPU.
+"""The CPU's fused operators: rope and KV store, RMS norms, and the draw of tokens.
 
-It knows no page and no layer.
+Each is a numba kernel of one thread for few tokens. For many tokens torch is used, because it
+divides the work among threads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from aserve.gpu.kv.store import RopeAndStoreKv, Scales, rope_then_store_kv
 from aserve.gpu.layers.norm import AddNorm, RmsNorm
 from aserve.gpu.layers.ops import Elementwise
 from aserve.gpu.layers.rope import RopeInputs
-from aserve.gpu.sampling.draw import Drawn, draw_tokens
+from aserve.gpu.sampling.draw import draw_tokens
 from aserve.gpu.sampling.ops import SampleOps
 from aserve.gpu.sampling.params import LogitsRows, RowTables
 from aserve.gpu.sampling.plan import SamplePlan
@@ -24,17 +24,18 @@ from aserve_kernels.cpu.rope_and_store_kv import compile_turn_and_store, rope_an
 
 
 def compiled_store(dtype: torch.dtype) -> RopeAndStoreKv:
-    """dtype: float32 or bfloat16.
+    """Applies QK norm and rope to the heads and stores keys and values in one kernel. dtype: float32
+    or bfloat16.
 
-    PERF: us of one thread at 1 and 32 tokens in bfloat16. Qwen3-0.6B's heads, which are normed: 18
-    and 91 in torch behind a kernel that turns, 11 and 73 in one. A small model's, which are only
-    turned: 21 and 33 in torch, 9 and 17 in one.
+    PERF: us of one thread at 1 and 32 tokens in bfloat16. Qwen3-0.6B's heads, with QK norm: 18 and
+    91 in torch after a rope kernel, 11 and 73 in one kernel. A small model's heads, with rope only:
+    21 and 33 in torch, 9 and 17 in one kernel.
     """
     compile_turn_and_store(dtype)
-    return _turn_and_store
+    return _rope_and_store_kv
 
 
-def _turn_and_store(
+def _rope_and_store_kv(
     heads: Tensor,
     rope: RopeInputs | None,
     slots: Tensor,
@@ -51,10 +52,12 @@ def _turn_and_store(
 
 # PERF: Qwen3-0.6B in bfloat16, us of one thread at 1 and 32 tokens: a norm 10 and 19 in torch, 4
 # and 8 here; silu(gate) * up is as fast in torch.
-FEW_ELEMENTS = 1 << 18  # about 0.1 ms of one thread; torch divides more of them among threads
+FEW_ELEMENTS = 1 << 18  # about 0.1 ms of one thread; above this, torch's threads are faster
 
 
 class CompiledNorm:
+    """RMS norm, y = x / rms(x) * w, with a float32 copy of its weight for the kernels."""
+
     __slots__ = ("_eps", "_in_torch", "weight")
 
     def __init__(self, weight: Tensor, /, *, eps: float) -> None:
@@ -83,9 +86,11 @@ def compiled_sample_ops() -> SampleOps:
     return SampleOps(draw=_draw)
 
 
-def _draw(logits: Tensor, rows: LogitsRows, tables: RowTables, plan: SamplePlan) -> Drawn:
-    """Filters stay in torch, and so do logits of float64, and a step of which operators are
-    recorded: this is none of them.
+def _draw(
+    logits: Tensor, rows: LogitsRows, tables: RowTables, plan: SamplePlan
+) -> tuple[Tensor, Tensor]:
+    """Draws in the kernel, except with filters, with float64 logits, and while a dispatch mode
+    records torch's operators, which would not see a kernel of numba.
 
     PERF: 16 rows of 4,096 logits, us of one thread: greedy 46 in torch and 8 here, with noise 480
     and 100.
@@ -94,4 +99,4 @@ def _draw(logits: Tensor, rows: LogitsRows, tables: RowTables, plan: SamplePlan)
     if plan.needs_filter or logits.dtype != torch.float32 or is_recorded:
         return draw_tokens(logits, rows, tables, plan)
     params = tables.at(rows.rows, logits.dtype)
-    return Drawn(*draw(logits, params.ints("seed"), rows.lens, params.floats("temperature")))
+    return draw(logits, params.ints("seed"), rows.lens, params.floats("temperature"))

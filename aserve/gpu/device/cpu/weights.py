@@ -1,7 +1,8 @@
-"""What this processor has for products, as far as the libraries may use it: whoever caps their
-instructions, as the tests do to play another machine, has a machine without the others.
+"""Chooses the format of a model's weights on the CPU from the processor's instructions (`CpuIsa`),
+the model's size and the user's options.
 
-It knows no form of weights.
+An instruction set counts only where the libraries use it. So a cap on their instructions, with
+which the tests imitate another machine, counts as a processor without them.
 """
 
 from __future__ import annotations
@@ -13,22 +14,24 @@ from dataclasses import dataclass, replace
 import torch
 
 from aserve.errors import ConfigError
-from aserve.gpu.device.cpu.linear import per_token, prepare_half_stored, prepare_packed
+from aserve.gpu.device.cpu.linear import per_token, prepare_fp16_stored, prepare_packed
 from aserve.gpu.layers.linear import prepare
 from aserve.gpu.weights.format import WeightFormat, WeightRequest, dtype_name
 
-AMX, DOTS = "AMX", "AVX512-bf16"  # products of matrices, and of pairs of numbers
+AMX, AVX512_BF16 = "AMX", "AVX512-bf16"
 
 
 @dataclass(frozen=True, slots=True)
 class CpuIsa:
-    """`bf16_products` names the instructions for products of bfloat16, None if there are none."""
+    """The instruction sets and libraries that decide about weights."""
 
-    bf16_products: str | None
+    bf16_products: (
+        str | None
+    )  # name of the instructions for bfloat16 products; None: there are none
     has_onednn: bool
     has_fbgemm: bool
     has_numba: bool
-    has_wide_vectors: bool  # of sixteen float32: what products of our own are made for
+    has_avx512: bool  # vectors of 16 float32, for which aserve's own products are written
 
 
 def read_isa() -> CpuIsa:
@@ -41,7 +44,7 @@ def read_isa() -> CpuIsa:
         has_fbgemm="fbgemm" in torch.backends.quantized.supported_engines
         and bool(capabilities.get("avx2")),
         has_numba=importlib.util.find_spec("numba") is not None,
-        has_wide_vectors=bool(capabilities.get("avx512_f"))
+        has_avx512=bool(capabilities.get("avx512_f"))
         and torch.backends.cpu.get_cpu_capability() == "AVX512",
     )
 
@@ -51,29 +54,30 @@ def _bf16_products(capabilities: Mapping[str, object]) -> str | None:
     float32 (Qwen3-0.6B's shape)."""
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return None
-    names = {"amx_bf16": AMX, "avx512_bf16": DOTS}
+    names = {"amx_bf16": AMX, "avx512_bf16": AVX512_BF16}
     return next((label for name, label in names.items() if capabilities.get(name)), None)
 
 
-# In float32. Products of so small a model end before a second thread has begun, and the event loop
-# wants a core as well.
+# The size of a small model's weights in float32. Its products end before a second thread has begun,
+# and the event loop needs a core as well, so it runs in one thread.
 # PERF: 16 streams of a model of 17 MB on 2 cores, one thread against two: ITL p99 6 and 16 ms;
 # beside busy neighbours 1,950 and 810 tokens/s (bench serve).
 SMALL_BYTES = 32 << 20
-# Part of a prompt joins a step, not all that are there, so that streams wait less. A larger model
-# reads its weights in each of the more steps.
+# The prefill cap of a small model's mixed steps. Prefills are spread over more steps, so that the
+# decodes beside them wait less. A larger model would read its weights once more in each of these.
 # PERF: 16 streams of 64 in and 64 out over HTTP, 2 cores, 64 requests, medians of four runs or
 # more, with 40 / 60 / 80 / no bound: ITL p99 in medians 2.6 / 2.6 / 3.0 / 4.6, TTFT p99 in medians
 # 2.8 / 2.8 / 1.9 / 1.6; tokens/s differ by less than the runs do.
 SMALL_MIXED_PREFILL_TOKENS = 60
-# In float32, too. The smallest models answer alike on every machine.
-# PERF: the 16 streams above, CPU seconds of the device's thread for 1,000 tokens, machine busy:
-# 0.20 in float32, 0.13 in bfloat16. So others are not held to float32.
+# The size up to which `auto` is always float32, so that the smallest models give the same tokens on
+# every machine.
+# PERF: the 16 streams above, CPU seconds of the executor thread for 1,000 tokens, machine busy:
+# 0.20 in float32, 0.13 in bfloat16. So larger models use bfloat16 where the processor has it.
 TINY_BYTES = 8 << 20
 
 
 def choose_cpu_format(request: WeightRequest, isa: CpuIsa) -> WeightFormat:
-    format_ = _chosen_form(request, isa)
+    format_ = _quantized_format(request, isa)
     if _is_small(request):
         format_ = replace(
             format_, max_threads=1, max_mixed_prefill_tokens=SMALL_MIXED_PREFILL_TOKENS
@@ -89,13 +93,13 @@ def choose_cpu_format(request: WeightRequest, isa: CpuIsa) -> WeightFormat:
 
 
 def has_tiles(dtype: torch.dtype, isa: CpuIsa) -> bool:
-    if not (isa.has_numba and isa.has_wide_vectors and isa.has_onednn):
+    if not (isa.has_numba and isa.has_avx512 and isa.has_onednn):
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and isa.bf16_products is not None)
 
 
-def _chosen_form(request: WeightRequest, isa: CpuIsa) -> WeightFormat:
-    format_ = _unquantized_form(request, isa)
+def _quantized_format(request: WeightRequest, isa: CpuIsa) -> WeightFormat:
+    format_ = _unquantized_format(request, isa)
     if request.quantization is None:
         return format_
     if format_.dtype not in (torch.float32, torch.bfloat16):
@@ -114,26 +118,26 @@ def _chosen_form(request: WeightRequest, isa: CpuIsa) -> WeightFormat:
     )
 
 
-def _unquantized_form(request: WeightRequest, isa: CpuIsa) -> WeightFormat:
+def _unquantized_format(request: WeightRequest, isa: CpuIsa) -> WeightFormat:
     given = request.given
     if given is not None:
-        return _form(given, isa, why="")
+        return _format_of(given, isa, why="")
     if _is_small(request, TINY_BYTES if isa.bf16_products else SMALL_BYTES):
-        return _form(torch.float32, isa, why="auto: a small model")
+        return _format_of(torch.float32, isa, why="auto: a small model")
     if isa.bf16_products:
-        return _form(torch.bfloat16, isa, why=f"auto: the processor has {isa.bf16_products}")
+        return _format_of(torch.bfloat16, isa, why=f"auto: the processor has {isa.bf16_products}")
     if isa.has_fbgemm:
         about = "float32 with weights stored as float16 (auto: no instructions for bfloat16)"
-        return WeightFormat(torch.float32, prepare_half_stored, about, stored_bits=16)
-    return _form(torch.float32, isa, why="auto: the processor has no half types")
+        return WeightFormat(torch.float32, prepare_fp16_stored, about, stored_bits=16)
+    return _format_of(torch.float32, isa, why="auto: the processor has no 16-bit products")
 
 
 def _is_small(request: WeightRequest, most_bytes: int = SMALL_BYTES) -> bool:
     return request.num_weights * torch.float32.itemsize <= most_bytes
 
 
-def _form(dtype: torch.dtype, isa: CpuIsa, *, why: str) -> WeightFormat:
-    """Exactly this dtype, packed where oneDNN can."""
+def _format_of(dtype: torch.dtype, isa: CpuIsa, *, why: str) -> WeightFormat:
+    """Weights of exactly this dtype, packed where oneDNN supports it."""
     is_packed = isa.has_onednn and (
         dtype == torch.float32 or (dtype == torch.bfloat16 and isa.bf16_products is not None)
     )

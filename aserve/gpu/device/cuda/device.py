@@ -1,8 +1,8 @@
-"""A CUDA device: one stream for forwards, one for what goes back to the host, and memory of the
-host that both reach by themselves.
+"""A CUDA device with two streams: one for forwards, and one for copies of results to pinned memory.
 
-It knows no step, and waits for nothing. A step's values come in on the stream of its forward, in
-order; its results leave beside the next step's forward.
+A step's words are copied in on the forward stream, in order. Its results are copied out on the
+other stream, beside the next step's forward. No method here waits for the device, except capture
+and the measurements of memory at the start.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from aserve.errors import ConfigError
-from aserve.gpu.device.base import Captured, Cut, Event
+from aserve.gpu.device.base import Captured, Event, GraphBreak
 from aserve.gpu.device.cuda.graphs import capture
 from aserve.gpu.device.cuda.runtime import CudaRuntime, TorchCuda
 from aserve.gpu.device.ops import DeviceOps
@@ -24,10 +24,10 @@ from aserve.gpu.weights.format import DTYPES, WeightFormat, WeightRequest, dtype
 
 GRAPH_ROWS = 256
 GIB = 1 << 30
-# 256 MB in float32. Each slice reads the head's weights once: 441 rows of a vocabulary of 152,000
-# should not do that twice.
+# 256 MB in float32. Each slice of logits reads the head's weights once, and 441 rows of a vocabulary
+# of 152,000 should not read them twice.
 LOGITS_ELEMENTS = 1 << 26
-HALVES = (torch.bfloat16, torch.float16)
+SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
 class CudaDevice:
@@ -58,11 +58,11 @@ class CudaDevice:
         self._runtime = runtime
         self._forwards = runtime.new_stream()
         self._copies = runtime.new_stream()
-        self._is_ready = runtime.new_event()  # a wait is for what it was recorded behind last
+        self._is_ready = runtime.new_event()  # recorded anew for each copy
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """The model was made on another stream."""
+        """The forward stream. It waits for the stream on which the model was loaded."""
         self._forwards.wait_stream(self._runtime.current_stream())
         with self._runtime.on(self._forwards):
             yield
@@ -76,15 +76,14 @@ class CudaDevice:
         return self._runtime.pinned(num_words)
 
     def stage(self, host: Tensor, buffer: Tensor | None = None) -> Tensor:
-        """NOTE: on the stream of forwards, where whatever reads the words comes later."""
+        """NOTE: the copy is on the forward stream, so everything that reads it runs later."""
         if buffer is None:
             buffer = torch.empty(len(host), dtype=host.dtype, device=self.torch_device)
         return buffer.copy_(host, non_blocking=True)
 
-    def capture(self, body: Callable[[Cut], Tensor]) -> Captured:
-        """NOTE: run once before, `body` compiles its kernels and makes its libraries' workspaces,
-        neither of which may happen in a capture.
-        """
+    def capture(self, body: Callable[[GraphBreak], Tensor]) -> Captured:
+        """NOTE: `body` runs once before the capture, because it must compile its kernels and its
+        libraries must allocate their workspaces outside of it."""
         body(lambda _values: None)
         self._runtime.synchronize()
         return capture(self._runtime.new_graph, body)
@@ -123,13 +122,13 @@ class CudaDevice:
         if request.given is not None:
             return WeightFormat(request.given, prepare, dtype_name(request.given))
         stored = DTYPES.get(request.stored or "")
-        if stored in HALVES and (stored != torch.bfloat16 or self._runtime.has_bfloat16):
+        if stored in SIXTEEN_BIT and (stored != torch.bfloat16 or self._runtime.has_bfloat16):
             return WeightFormat(stored, prepare, f"{dtype_name(stored)} (auto: as it is stored)")
         half = torch.bfloat16 if self._runtime.has_bfloat16 else torch.float16
         return WeightFormat(half, prepare, f"{dtype_name(half)} (auto: the device has it)")
 
     def ops(self, dtype: torch.dtype, *, is_deterministic: bool) -> DeviceOps:
-        """Those there are compute each token by itself."""
+        """The Triton kernels. All of them are deterministic: they compute each token by itself."""
         from aserve.gpu.device.cuda.ops import (
             triton_elementwise,
             triton_resolver,
@@ -153,7 +152,8 @@ class CudaDevice:
         return self._runtime.memory().free
 
     def kv_bytes(self, run_largest: Callable[[], None], *, share: float) -> int:
-        """What the share leaves beside all that is there, of others as well, and the steps."""
+        """The device's memory times `share`, less all memory in use (by other processes too) and
+        less the peak of the largest step."""
         step_bytes = self._runtime.growth(run_largest)
         memory = self._runtime.memory()
         left = int(memory.total * share) - (memory.total - memory.free) - step_bytes

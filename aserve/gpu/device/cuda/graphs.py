@@ -1,7 +1,7 @@
-"""Captures a body in CUDA graphs: one, and one more for each cut.
+"""Captures a function in CUDA graphs: one graph, and one more for each graph break.
 
-It knows no step. Tensors that live across a cut lie in the graphs' pool, which nothing else writes
-between two graphs of one body.
+Tensors that live across a break lie in the graphs' memory pool, which nothing else writes between
+two graphs of one capture.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from aserve.gpu.device.base import Cut
+from aserve.gpu.device.base import GraphBreak
 from aserve.gpu.device.cuda.runtime import CudaGraph
 
 
-def capture(new_graph: Callable[[], CudaGraph], body: Callable[[Cut], Tensor]) -> CudaCaptured:
-    """On the stream that captures; `body` has run there before."""
+def capture(
+    new_graph: Callable[[], CudaGraph], body: Callable[[GraphBreak], Tensor]
+) -> CudaCaptured:
+    """Captures on the current stream, on which `body` has run once before."""
     parts: list[tuple[CudaGraph, Tensor]] = []
     graph = new_graph()
 
-    def cut(values: Tensor) -> None:
+    def graph_break(values: Tensor) -> None:
         nonlocal graph
         graph.end()
         parts.append((graph, values))
@@ -31,7 +33,7 @@ def capture(new_graph: Callable[[], CudaGraph], body: Callable[[Cut], Tensor]) -
     graph.begin()
     with contextlib.ExitStack() as failing:
         failing.callback(lambda: graph.abandon())
-        result = body(cut)
+        result = body(graph_break)
         failing.pop_all()
     graph.end()
     return CudaCaptured(tuple(parts), graph, result)
@@ -39,15 +41,16 @@ def capture(new_graph: Callable[[], CudaGraph], body: Callable[[Cut], Tensor]) -
 
 @dataclass(frozen=True, slots=True)
 class CudaCaptured:
-    """A `Captured`. It holds what its graphs put out, so that no later capture gets that memory."""
+    """A `Captured`. It keeps the outputs of its graphs alive, so that no later capture reuses their
+    memory."""
 
     parts: tuple[tuple[CudaGraph, Tensor], ...]
     last: CudaGraph
     result: Tensor
 
-    def replay(self, on_cut: Cut) -> Tensor:
+    def replay(self, on_break: GraphBreak) -> Tensor:
         for graph, values in self.parts:
             graph.replay()
-            on_cut(values)
+            on_break(values)
         self.last.replay()
         return self.result

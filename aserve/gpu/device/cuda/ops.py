@@ -1,6 +1,7 @@
-"""Heads turned, keys and values into their pools, by one Triton kernel.
+"""CUDA's fused operators, as Triton kernels: rope and KV store, RMS norms, gated activations,
+sampling, the preparation of a step's inputs, and the relay's gathers and scatters.
 
-It knows no page and no layer. The kernel computes in float32, so what is wider is left to torch.
+The kernels compute in float32, so a float64 model runs in plain torch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from aserve.gpu.layers.mlp import Activation
 from aserve.gpu.layers.norm import Norm, SumAndNorm
 from aserve.gpu.layers.ops import PLAIN, Elementwise
 from aserve.gpu.layers.rope import RopeInputs
-from aserve.gpu.sampling.draw import Drawn
 from aserve.gpu.sampling.ops import SHAPED_OPS, SampleOps
 from aserve.gpu.sampling.params import LogitsRows, RowTables
 from aserve.gpu.sampling.plan import SamplePlan
@@ -38,10 +38,10 @@ from aserve_kernels.sample import sample
 
 
 def triton_store(dtype: torch.dtype) -> RopeAndStoreKv:
-    return rope_then_store_kv if dtype == torch.float64 else _turn_and_store
+    return rope_then_store_kv if dtype == torch.float64 else _rope_and_store_kv
 
 
-def _turn_and_store(
+def _rope_and_store_kv(
     heads: Tensor,
     rope: RopeInputs | None,
     slots: Tensor,
@@ -64,7 +64,7 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def triton_elementwise(dtype: torch.dtype) -> Elementwise:
-    """Kernels for the dtypes that models have on GPUs, torch for others."""
+    """Kernels for float32, bfloat16 and float16, plain torch for other dtypes."""
     if dtype not in KERNEL_DTYPES:
         return PLAIN
     return Elementwise(norm=_norm, add_norm=_add_norm, gated=_gated)
@@ -83,21 +83,24 @@ def _gated(activation: str) -> Activation:
 
 
 def prepare_invariant(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
-    """dtype: float32, bfloat16 or float16."""
+    """Linear layers with fixed tiles and a fixed order of summation, so that a token's result does
+    not depend on the number of tokens. dtype: float32, bfloat16 or float16."""
     bias = None if linear.bias is None else linear.bias.to(device, dtype)
     weight = linear.weight.to(device, dtype).contiguous()
     return partial(invariant_linear, weight=weight, bias=bias)
 
 
 def triton_sample_ops(dtype: torch.dtype) -> SampleOps:
-    """Kernels for logits of up to 32 bits, torch for wider ones."""
+    """Kernels for logits of up to 32 bits, plain torch for float64."""
     if dtype == torch.float64:
         return SHAPED_OPS
     return SampleOps(_draw, _penalise, apply_bitmask, filters_by_shape=True, reads_halves=True)
 
 
-def _draw(logits: Tensor, rows: LogitsRows, tables: RowTables, plan: SamplePlan) -> Drawn:
-    tokens, is_valid = sample(
+def _draw(
+    logits: Tensor, rows: LogitsRows, tables: RowTables, plan: SamplePlan
+) -> tuple[Tensor, Tensor]:
+    return sample(
         logits,
         rows.rows,
         rows.lens,
@@ -106,7 +109,6 @@ def _draw(logits: Tensor, rows: LogitsRows, tables: RowTables, plan: SamplePlan)
         has_noise=plan.needs_noise,
         has_limits=plan.needs_filter,
     )
-    return Drawn(tokens, is_valid)
 
 
 def _penalise(
@@ -117,18 +119,18 @@ def _penalise(
     pools: KvPools,
     max_len: int,
 ) -> None:
-    of_rows = (tables.int_table, tables.float_table)
-    of_tokens = (pools.page_tables[0], pools.token_pool, pools.page_size)
-    penalties.penalise(logits, indices, rows.rows, rows.lens, of_rows, of_tokens, max_len)
+    param_tables = (tables.int_table, tables.float_table)
+    history = (pools.page_tables[0], pools.token_pool, pools.page_size)
+    penalties.penalise(logits, indices, rows.rows, rows.lens, param_tables, history, max_len)
 
 
 def triton_resolver(dtype: torch.dtype) -> Resolve:
-    """A model in float64 is there to be exact, and runs without any kernel of ours."""
+    """One kernel instead of `resolve`. Float64 models exist to be exact, so they run in torch."""
     return resolve if dtype == torch.float64 else triton_resolve
 
 
 def triton_resolve(plan: StepPlan, arrays: DeviceArrays, state: DeviceState) -> DeviceStep:
-    """As `resolve`, which does it where tokens come from drafts."""
+    """As `resolve`, in one kernel; a plan with drafts goes to `resolve` itself."""
     if plan.num_drafts.any():
         return resolve(plan, arrays, state)
     ints, relay, pools = arrays.narrow_ints, state.relay, state.pools
@@ -161,7 +163,7 @@ def triton_resolve(plan: StepPlan, arrays: DeviceArrays, state: DeviceState) -> 
 
 
 def triton_row_ops(dtype: torch.dtype) -> RowOps:
-    """A model in float64 is there to be exact, and runs without any kernel of ours."""
+    """Kernels for the relay's rows. Float64 models exist to be exact, so they run in torch."""
     return PLAIN_ROWS if dtype == torch.float64 else RowOps(gather_rows, _scatter)
 
 

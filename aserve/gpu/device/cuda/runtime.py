@@ -1,7 +1,7 @@
-"""What the CUDA device needs of CUDA: streams, events, pinned memory. torch.cuda is one of two
-implementations; the other, in the tests, has no GPU, and fails on what would be a race there.
+"""The part of CUDA that the device uses: streams, events, graphs, pinned memory.
 
-It knows nothing of what streams are for.
+`TorchCuda` implements it with torch.cuda. A second implementation in the tests needs no GPU and
+fails where accesses on two streams would race.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes."""
+    """The device's memory in bytes."""
 
     free: int
     total: int
@@ -27,31 +27,29 @@ class Memory:
 
 class CudaEvent(Protocol):
     def synchronize(self) -> None:
-        """Blocks the calling thread, not the interpreter, until the event is done."""
+        """Blocks the calling thread, without the interpreter lock, until the event is done."""
 
 
 class CudaStream(Protocol):
     def record_event(self, event: CudaEvent) -> None: ...
 
     def wait_event(self, event: CudaEvent) -> None:
-        """What is asked of this stream from now on runs after what the event was recorded
-        behind.
-        """
+        """Makes all later work on this stream wait for the event."""
 
     def wait_stream(self, stream: CudaStream) -> None: ...
 
 
 class CudaGraph(Protocol):
-    """All graphs of a runtime share one pool of memory."""
+    """A CUDA graph. All graphs of a runtime share one memory pool."""
 
     def begin(self) -> None:
-        """What the calling thread asks of its stream is recorded from now on, not run. Other
-        threads may wait for events meanwhile."""
+        """Begins a capture of the calling thread's stream. Other threads may wait for events
+        meanwhile."""
 
     def end(self) -> None: ...
 
     def abandon(self) -> None:
-        """Ends a recording that has failed; what it says of that is no news."""
+        """Ends a capture that has failed, and ignores its errors."""
 
     def replay(self) -> None: ...
 
@@ -62,37 +60,35 @@ class CudaRuntime(Protocol):
     has_bfloat16: bool
 
     def current_stream(self) -> CudaStream:
-        """The calling thread's."""
+        """The calling thread's current stream."""
 
     def new_stream(self) -> CudaStream: ...
 
     def on(self, stream: CudaStream) -> AbstractContextManager[None]:
-        """The calling thread's work goes there, and what it allocates belongs there."""
+        """Makes `stream` the calling thread's current stream, for work and for allocations."""
 
     def new_event(self) -> CudaEvent: ...
 
     def new_graph(self) -> CudaGraph: ...
 
     def pinned(self, num_words: int) -> Tensor:
-        """int32 [num_words] on the host, which the device reaches by itself."""
+        """int32 [num_words] of pinned host memory."""
 
     def keep(self, tensor: Tensor, stream: CudaStream) -> None:
-        """Once the tensor is gone its memory serves again only after what `stream` has to do
-        now.
-        """
+        """Keeps the tensor's memory from reuse until the work that `stream` has now is done."""
 
     def memory(self) -> Memory:
-        """Of the device. What torch has taken and does not use counts as free."""
+        """The device's memory. Memory that torch's allocator caches but does not use is free."""
 
     def growth(self, run: Callable[[], None]) -> int:
-        """Bytes that `run` takes at most, on top of what is taken before."""
+        """The peak of allocated bytes during `run`, less what was allocated before."""
 
     def synchronize(self) -> None:
-        """Until the device has done everything."""
+        """Blocks until the device has done all its work."""
 
 
 class TorchCuda:
-    """The device that is torch's current one when this is made."""
+    """torch.cuda on the device that is current when this is made."""
 
     __slots__ = ("_graph_pool", "about", "has_bfloat16", "torch_device")
 
@@ -112,9 +108,7 @@ class TorchCuda:
         return torch.cuda.stream(_as_torch(stream))
 
     def new_event(self) -> CudaEvent:
-        """NOTE: `blocking` makes its wait a sleep in the driver, and torch gives the interpreter
-        lock up for it.
-        """
+        """NOTE: with `blocking` a wait sleeps in the driver, where torch holds no interpreter lock."""
         event: CudaEvent = torch.cuda.Event(blocking=True)
         return event
 
@@ -134,9 +128,8 @@ class TorchCuda:
         return Memory(*torch.cuda.mem_get_info(self.torch_device))
 
     def growth(self, run: Callable[[], None]) -> int:
-        """As torch's allocator takes it from the device. What libraries take for themselves, and
-        keep, is in `memory` after it.
-        """
+        """Memory that torch's allocator reserves. What libraries allocate by themselves and keep is
+        part of `memory` afterwards."""
         self.memory()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         before = torch.cuda.memory_reserved(self.torch_device)
@@ -170,11 +163,10 @@ class _TorchGraph:
             self.end()
 
     def _tell_allocator(self) -> None:
-        """WHY: the end of an invalid capture raises before torch has told its allocator, which
-        would from then on keep back all memory that two streams have used.
-        """
+        """WHY: ending an invalid capture raises before torch has told its allocator of the end. The
+        allocator would from then on hold back all memory that two streams have used."""
         device = torch.cuda.current_device()
-        with contextlib.suppress(RuntimeError):  # it was told, and what came later has failed
+        with contextlib.suppress(RuntimeError):  # the allocator knew; a later part has failed
             torch._C._cuda_endAllocateToPool(device, self._pool)
             torch._C._cuda_releasePool(device, self._pool)
 
@@ -187,5 +179,5 @@ def _as_stream(stream: torch.cuda.Stream) -> CudaStream:
 
 
 def _as_torch(stream: CudaStream) -> torch.cuda.Stream:
-    """A runtime gets back only streams that it made."""
+    """A runtime is given only streams that it has made."""
     return cast(torch.cuda.Stream, stream)

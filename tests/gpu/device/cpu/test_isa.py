@@ -17,7 +17,7 @@ from aserve.gpu.device.cpu.weights import choose_cpu_format
 from aserve.gpu.weights.format import WeightRequest
 isa = read_isa()
 format_ = choose_cpu_format(WeightRequest("auto", "bfloat16", 1 << 30), isa)
-print(isa.bf16_products, isa.has_wide_vectors, format_.dtype, format_.stored_bits)
+print(isa.bf16_products, isa.has_avx512, format_.dtype, format_.stored_bits)
 print(format_.about)
 """
 

@@ -9,7 +9,7 @@ import torch
 
 from aserve.errors import ConfigError
 from aserve.gpu.device.cpu.kernel_linear import prepare_int8, prepare_tiled
-from aserve.gpu.device.cpu.linear import EachAlone, prepare_half_stored, prepare_packed
+from aserve.gpu.device.cpu.linear import PerToken, prepare_fp16_stored, prepare_packed
 from aserve.gpu.device.cpu.weights import (
     SMALL_BYTES,
     SMALL_MIXED_PREFILL_TOKENS,
@@ -23,10 +23,8 @@ from aserve.gpu.weights.format import WeightFormat, WeightRequest
 
 CPU = torch.device("cpu")
 LARGE = SMALL_BYTES  # weights, of four bytes each
-AMX = CpuIsa(
-    bf16_products="AMX", has_onednn=True, has_fbgemm=True, has_numba=True, has_wide_vectors=True
-)
-AVX2 = replace(AMX, bf16_products=None, has_wide_vectors=False)
+AMX = CpuIsa(bf16_products="AMX", has_onednn=True, has_fbgemm=True, has_numba=True, has_avx512=True)
+AVX2 = replace(AMX, bf16_products=None, has_avx512=False)
 OTHER = replace(AVX2, has_fbgemm=False)
 BARE = replace(OTHER, has_onednn=False, has_numba=False)
 HERE = read_isa()
@@ -36,7 +34,7 @@ HERE = read_isa()
     ("isa", "dtype", "format_", "weight_bits"),
     [
         (AMX, torch.bfloat16, prepare_packed, 16),
-        (AVX2, torch.float32, prepare_half_stored, 16),
+        (AVX2, torch.float32, prepare_fp16_stored, 16),
         (OTHER, torch.float32, prepare_packed, 32),
         (BARE, torch.float32, prepare, 32),
     ],
@@ -103,7 +101,7 @@ def test_products_of_our_own_equal_the_plain_product(
 def test_a_dtype_that_is_named_is_honoured_exactly(name: str, isa: CpuIsa) -> None:
     chosen = choose_cpu_format(WeightRequest(name, "bfloat16", LARGE), isa)
     assert (chosen.dtype, chosen.about) == (getattr(torch, name), name)
-    assert chosen.prepare is not prepare_half_stored
+    assert chosen.prepare is not prepare_fp16_stored
 
 
 @pytest.mark.parametrize("isa", [AVX2, OTHER, BARE])
@@ -163,7 +161,7 @@ def test_the_forms_of_this_machine_equal_the_plain_product(
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_weights_stored_as_float16_equal_the_plain_product(has_bias: bool, num_tokens: int) -> None:
     """On every machine, also on those that choose another form."""
-    _assert_near(prepare_half_stored, torch.float32, has_bias=has_bias, num_tokens=num_tokens)
+    _assert_near(prepare_fp16_stored, torch.float32, has_bias=has_bias, num_tokens=num_tokens)
 
 
 def _assert_near(format_: Prepare, dtype: torch.dtype, *, has_bias: bool, num_tokens: int) -> None:
@@ -186,5 +184,5 @@ def test_deterministic_products_are_of_one_token_in_whatever_form() -> None:
         request = WeightRequest("auto", "bfloat16", LARGE, quantization, is_deterministic=True)
         format_ = choose_cpu_format(request, AMX)
         op = format_.prepare(Linear(weight), torch.device("cpu"), dtype=torch.float32)
-        assert isinstance(op, EachAlone)
+        assert isinstance(op, PerToken)
         assert format_.about.endswith(", each token alone")

@@ -25,7 +25,6 @@ from aserve.gpu.device.ops import DeviceOps
 from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.kv.layer_groups import group_layers
 from aserve.gpu.models.base import Attend, CausalModel, HiddenCapture
-from aserve.gpu.sampling.draw import Drawn
 from aserve.gpu.sampling.ops import SHAPED_OPS
 from aserve.gpu.sampling.params import LogitsRows, RowTables
 from aserve.gpu.sampling.plan import SamplePlan
@@ -406,7 +405,9 @@ def test_every_kind_of_draw_is_run_before_requests_come(monkeypatch: pytest.Monk
     """Each has kernels of its own, which are compiled then."""
     kinds: list[tuple[bool, bool, bool]] = []
 
-    def draw(logits: Tensor, rows: LogitsRows, tables: RowTables, plan: SamplePlan) -> Drawn:
+    def draw(
+        logits: Tensor, rows: LogitsRows, tables: RowTables, plan: SamplePlan
+    ) -> tuple[Tensor, Tensor]:
         kinds.append((plan.needs_noise, plan.needs_filter, plan.adds_to_logits))
         return SHAPED_OPS.draw(logits, rows, tables, plan)
 

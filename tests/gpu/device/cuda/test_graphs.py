@@ -1,4 +1,4 @@
-"""A body becomes one CUDA graph, and one more for each cut; a failed one ends its recording."""
+"""A capture is one CUDA graph, and one more for each graph break; a failed one ends its graph."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def test_a_cut_ends_one_graph_and_begins_the_next_which_is_replayed_after_it_was
     graphs = Graphs()
     lens, result = torch.tensor([3]), torch.tensor([4])
 
-    def body(cut: Callable[[Tensor], None]) -> Tensor:
+    def body(graph_break: Callable[[Tensor], None]) -> Tensor:
         graphs.asked.append((0, "lens"))
-        cut(lens)
+        graph_break(lens)
         graphs.asked.append((0, "rest"))
         return result
 
@@ -57,11 +57,11 @@ def test_a_cut_ends_one_graph_and_begins_the_next_which_is_replayed_after_it_was
     graphs.asked.clear()
     told: list[Tensor] = []
 
-    def on_cut(values: Tensor) -> None:
+    def on_break(values: Tensor) -> None:
         graphs.asked.append((0, "told"))
         told.append(values)
 
-    assert captured.replay(on_cut) is result
+    assert captured.replay(on_break) is result
     assert graphs.asked == [(1, "replay"), (0, "told"), (2, "replay")]
     assert told == [lens]
 
@@ -70,9 +70,9 @@ def test_a_cut_ends_one_graph_and_begins_the_next_which_is_replayed_after_it_was
 def test_the_graph_in_which_a_body_fails_is_abandoned(*, has_cut: bool) -> None:
     graphs = Graphs()
 
-    def body(cut: Callable[[Tensor], None]) -> Tensor:
+    def body(graph_break: Callable[[Tensor], None]) -> Tensor:
         if has_cut:
-            cut(torch.zeros(1))
+            graph_break(torch.zeros(1))
         raise RuntimeError("as the test wants it")
 
     with pytest.raises(RuntimeError, match="as the test wants it"):
