@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from aserve.gpu.models.base import CausalModel, LoadPlan
-from aserve.gpu.models.load import read_blueprint
+from aserve.gpu.models.load import make_loader
 from aserve.gpu.weights.format import parse_dtype
 from aserve.gpu.weights.source import HOST, OnProgress, Target, ignore_progress
 
@@ -24,7 +24,7 @@ def load_model(
 
     `on_progress` is called on this thread.
     """
-    blueprint, _ = read_blueprint(model_dir, model_impl)
-    return blueprint.load(
+    loader, _ = make_loader(model_dir, model_impl)
+    return loader.load(
         LoadPlan(parse_dtype(dtype), max_model_len, load_format == "dummy", target, on_progress)
     )

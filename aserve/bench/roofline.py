@@ -14,7 +14,7 @@ import torch
 from aserve.bench.limits import MachineLimits, measure_limits, read_limits
 from aserve.config import Resolved
 from aserve.gpu.device.registry import open_device
-from aserve.gpu.models.load import read_blueprint
+from aserve.gpu.models.load import make_loader
 from aserve.gpu.weights.format import WeightRequest
 from aserve.host.hub import resolve_model_dir
 
@@ -53,11 +53,11 @@ def make_yardstick(resolved: Resolved, *, limits_file: str | None) -> Roofline:
     is_dummy = resolved.model.load_format == "dummy"
     model_dir = resolve_model_dir(resolved.model_source, has_weights=not is_dummy)
     limits = read_limits(Path(limits_file)) if limits_file else measure_limits()
-    blueprint, _ = read_blueprint(model_dir, resolved.model.model_impl)
+    loader, _ = make_loader(model_dir, resolved.model.model_impl)
     wish = WeightRequest(
         resolved.model.dtype,
-        blueprint.stored_dtype,
-        blueprint.num_weights,
+        loader.stored_dtype,
+        loader.num_weights,
         resolved.model.quantization,
     )
     weight_bits = open_device("cpu").weight_format(wish).weight_bits

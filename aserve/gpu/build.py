@@ -32,7 +32,7 @@ from aserve.gpu.kv.layer_groups import LayerGroup, group_layers
 from aserve.gpu.kv.pools import KvOps, KvPools
 from aserve.gpu.kv.store import kv_dtype_name, kv_dtype_of
 from aserve.gpu.models.base import CausalModel, DraftModel, LoadPlan
-from aserve.gpu.models.load import read_blueprint
+from aserve.gpu.models.load import make_loader
 from aserve.gpu.runner import Drafter, ModelRunner, RunnerParts
 from aserve.gpu.sampling.params import RowTables
 from aserve.gpu.step.future_map import SEQ_LEN, FutureMap
@@ -91,7 +91,7 @@ def build_on(
     device: Device, options: BuildOptions, *, on_progress: OnProgress = ignore_progress
 ) -> TorchExecutor:
     """Loads the model on the calling thread, and calls `on_progress(bytes loaded, total bytes)`."""
-    blueprint, code = read_blueprint(
+    loader, code = make_loader(
         options.model_dir, options.model_impl, free_bytes=device.free_bytes()
     )
     if options.deterministic and code.name != "native":
@@ -103,8 +103,8 @@ def build_on(
     form = device.weight_format(
         WeightRequest(
             options.dtype,
-            blueprint.stored_dtype,
-            blueprint.num_weights,
+            loader.stored_dtype,
+            loader.num_weights,
             options.quantization,
             options.deterministic,
         )
@@ -116,7 +116,7 @@ def build_on(
     ops = device.ops(form.dtype, is_deterministic=options.deterministic)
     target = Target(device.torch_device, device.free_bytes(), form.prepare, ops.elementwise)
     with names_the_option("the model does not fit; free memory of the device"):
-        model = blueprint.load(
+        model = loader.load(
             LoadPlan(form.dtype, options.max_model_len, is_dummy, target, on_progress)
         )
     random = "random weights, " if is_dummy else ""

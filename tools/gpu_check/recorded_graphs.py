@@ -50,8 +50,8 @@ class Recording:
 
     def replay(self, on_break: GraphBreak) -> Tensor:
         made: dict[int, Tensor] = {}  # by the id of what the same call made in the recording
-        *cut_parts, last = self._parts
-        for part in cut_parts:
+        *first_parts, last = self._parts
+        for part in first_parts:
             on_break(part.run(made))
         return last.run(made)
 

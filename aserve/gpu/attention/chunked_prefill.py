@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from aserve.gpu.device.cpu.weights import DOTS, read_isa
+from aserve.gpu.device.cpu.weights import AVX512_BF16, read_isa
 from aserve.gpu.kv.pools import KvPools
 from aserve_kernels.cpu.chunk_attention import chunk_attention, compile_chunk_attention
 from aserve_kernels.cpu.gemm import OUTPUTS
@@ -106,7 +106,7 @@ def choose_chunked_prefill(pools: KvPools, num_workers: int) -> ChunkedPrefill:
     fused / in pairs: 64 queries behind 4,000 keys 32 / 27 / 8 ms, 2,048 behind 6,144 1,918 / 1,295
     / 395; in float32 46 / 36 and 2,534 / 1,394; 64 without a prefix 0.8 / 0.5 / 0.2.
     """
-    is_paired = pools.dtype == torch.bfloat16 and read_isa().bf16_products == DOTS
+    is_paired = pools.dtype == torch.bfloat16 and read_isa().bf16_products == AVX512_BF16
     if is_paired and all(kv.keys.shape[2] % OUTPUTS == 0 for kv in pools.layers.values()):
         return in_pairs(num_workers)
     return FUSED

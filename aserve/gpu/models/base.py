@@ -1,6 +1,6 @@
-"""The protocol between a language model and what runs it.
+"""The interface of a language model, and of the loader that builds one.
 
-A model is single-device mathematics: it knows no pages, rows or batches.
+A model computes on one device and sees tokens, not pages, rows or batches.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class CausalModel(Protocol):
         model has several rope axes -> hidden states after the norm [tokens, hidden]."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden] -> [n, vocab], of the model's dtype or wider: whoever calculates with them
-        widens what it reads."""
+        """[n, hidden] -> [n, vocab], in the model's dtype or a wider one. The sampler widens 16-bit
+        logits where it adds to them."""
 
 
 class DraftModel(Protocol):
@@ -56,7 +56,7 @@ class DraftModel(Protocol):
 
 
 def wide_logits(logits: Tensor) -> Tensor:
-    """Halves as float32, which changes no value."""
+    """Logits as at least float32. The conversion is exact."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
@@ -81,23 +81,26 @@ class HiddenCapture:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """How a model is wanted. `is_dummy`: with weights drawn at random, without a checkpoint."""
+    """The options of a load."""
 
     dtype: torch.dtype
-    max_model_len: int | None = None
-    is_dummy: bool = False
+    max_model_len: int | None = None  # None: the model's own
+    is_dummy: bool = False  # random weights, without a checkpoint
     target: Target = HOST
     on_progress: OnProgress = ignore_progress  # called on the thread that loads
 
 
-class Blueprint(Protocol):
+class ModelLoader(Protocol):
+    """A model directory whose configuration has been read, and whose weights have not."""
+
     @property
     def stored_dtype(self) -> str | None:
-        """The checkpoint's, if it says so."""
+        """The checkpoint's dtype, where its config names one."""
 
     @property
     def num_weights(self) -> int:
-        """Numbers in all weights."""
+        """The number of elements of all weights."""
 
     def load(self, plan: LoadPlan) -> CausalModel:
-        """What does not fit is refused before a value is read, as far as that can be told."""
+        """Builds the model. Weights that do not fit the config or the memory are refused before a
+        value is read, as far as that is known by then."""

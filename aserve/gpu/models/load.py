@@ -1,7 +1,7 @@
-"""From a model directory to a model on a device.
+"""Loads a model directory to a device.
 
-It knows no family and no request. What does not fit is refused before a value is read: the
-configuration, the names and shapes of the weights, the memory.
+Errors in the configuration, in the names and shapes of the weights, and in the memory that they
+need are reported before any weight is read.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from pathlib import Path
 
 import torch
 
-from aserve.gpu.models.base import Blueprint, CausalModel, LoadPlan
+from aserve.gpu.models.base import CausalModel, LoadPlan, ModelLoader
 from aserve.gpu.models.config.fields import Fields
 from aserve.gpu.models.config.model import ModelConfig, architecture_of, parse_config, read_fields
 from aserve.gpu.models.registry import FAMILIES, Code, Family, choose_code
-from aserve.gpu.models.transformers.loader import read_transformers_blueprint
+from aserve.gpu.models.transformers.loader import make_transformers_loader
 from aserve.gpu.weights.checkpoint import Checkpoint
 from aserve.gpu.weights.dummy import DummyWeights
 from aserve.gpu.weights.inventory import Inventory, check_fit
 from aserve.gpu.weights.reader import WeightReader
 from aserve.gpu.weights.source import GIB, WHOLE, LoadProgress, Shard
 
-OBJECT_BYTES = 4096  # what Python takes at least for the tensors and modules of one layer
+OBJECT_BYTES = 4096  # lower bound of Python's objects for one layer
 
 
 @dataclass(frozen=True, slots=True)
-class NativeBlueprint:
+class NativeLoader:
     model_dir: Path
     family: Family
     config: ModelConfig
@@ -63,27 +63,29 @@ class NativeBlueprint:
         return inventory
 
 
-def read_blueprint(
+def make_loader(
     model_dir: Path, model_impl: str = "auto", *, free_bytes: int | None = None
-) -> tuple[Blueprint, Code]:
-    """`free_bytes`: the memory that the model may take, if that is known."""
+) -> tuple[ModelLoader, Code]:
+    """Reads the configuration and chooses the code that runs the model. `free_bytes`: the memory
+    that the model may take, if it is known."""
     fields = read_fields(model_dir)
     if free_bytes is not None:
         check_layer_count(fields, free_bytes)
     architecture = architecture_of(fields)
     code = choose_code(architecture, model_impl)
     if code.name == "transformers":
-        return read_transformers_blueprint(model_dir, architecture), code
+        return make_transformers_loader(model_dir, architecture), code
     family = FAMILIES[architecture]
     config = parse_config(fields, defaults=family.defaults)
-    return NativeBlueprint(model_dir, family, config), code
+    return NativeLoader(model_dir, family, config), code
 
 
 def check_layer_count(file: Fields, free_bytes: int) -> None:
-    """Refuses what cannot fit by a lower bound, because already the list of all weights of ten
-    million layers takes minutes and gigabytes.
+    """Refuses a number of layers that cannot fit into memory.
 
-    A layer has at least a square matrix of `hidden_size`, of a byte per element, and its objects.
+    The bound is a lower one: a layer has at least a square matrix of `hidden_size`, with one byte
+    per element, and its Python objects. WHY: the exact check lists all weights, which for ten
+    million layers takes minutes and gigabytes.
     """
     fields = file.merged_with("text_config")
     if not (fields.has("num_hidden_layers") and fields.has("hidden_size")):

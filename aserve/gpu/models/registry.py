@@ -1,6 +1,6 @@
-"""Which file builds which architecture. A new family is one line here.
+"""The model families by architecture. A new family is a file in families/ and a line here.
 
-What has no file here runs in transformers' code, if it can.
+An architecture without a line runs in transformers' code, if it can.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ from aserve.gpu.weights.source import WeightSource
 
 
 class Family(Protocol):
+    """The models of one architecture."""
+
     @property
     def defaults(self) -> Mapping[str, object]:
-        """What its reference assumes where config.json leaves a name out (null is not absent)."""
+        """The values of the reference code for fields that config.json leaves out. A field that is
+        null has no default."""
 
     def build(
         self, config: ModelConfig, weights: WeightSource, *, max_model_len: int
@@ -40,7 +43,7 @@ class Family(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DecoderFamily:
-    """A family of the shared decoder: all that is its own is a record of values."""
+    """A family of the shared decoder, which differs from the others by its `DecoderSpec` alone."""
 
     spec: Callable[[ModelConfig], DecoderSpec]
     defaults: Mapping[str, object] = field(default_factory=dict)
@@ -63,7 +66,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 class Code(NamedTuple):
-    """Whose code runs a model, and in a few words why."""
+    """The code that runs a model, and the reason for the choice."""
 
     name: Literal["native", "transformers"]
     why: str

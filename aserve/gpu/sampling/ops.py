@@ -37,7 +37,7 @@ class SampleOps:
     # Whether drawing with top-k, top-p or min-p runs the same operators whatever the logits are, so
     # that a CUDA graph can capture it.
     filters_by_shape: bool = False
-    reads_halves: bool = False  # whether `draw` accepts 16-bit logits
+    reads_16_bit_logits: bool = False  # whether `draw` accepts 16-bit logits
 
 
 PLAIN_OPS = SampleOps()

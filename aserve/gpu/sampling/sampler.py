@@ -83,7 +83,7 @@ class Sampler:
         and read again as 155 MB. So logits that nothing is added to stay as they are.
         """
         raw = wide_logits(logits.index_select(0, staged.ints("raw")))
-        if staged.plan.adds_to_logits or not self._ops.reads_halves:
+        if staged.plan.adds_to_logits or not self._ops.reads_16_bit_logits:
             logits = wide_logits(logits)
         self._process(logits, rows, staged)
         if rows.mask is not None:

@@ -105,7 +105,7 @@ def test_what_is_absent_has_the_families_defaults() -> None:
         ({"text_config": 3}, "text_config is 3; expected an object"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; expected at most 1.0"),
-        ({"partial_rotary_factor": 0.4}, "partial_rotary_factor turns 3 of 8 elements; expected"),
+        ({"partial_rotary_factor": 0.4}, "partial_rotary_factor rotates 3 of 8 elements of"),
         (
             {"rope_parameters": {"full_attention": {"partial_rotary_factor": 0.5}}},
             "full_attention: partial_rotary_factor is 0.5; expected 1.0",

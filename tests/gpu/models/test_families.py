@@ -133,7 +133,7 @@ def test_a_family_that_turns_whole_heads_refuses_parts(tmp_path: Path) -> None:
         partial_rotary_factor=0.5,
         architectures=["LlamaForCausalLM"],
     )
-    with pytest.raises(ConfigError, match="turns 4 of 8 elements; LlamaForCausalLM turns whole"):
+    with pytest.raises(ConfigError, match="rotates 4 of 8 elements of a head; Llama"):
         load_model(directory)
 
 

@@ -14,8 +14,8 @@ from aserve.gpu.models.config.layer_types import (
     SLIDING,
     Windows,
     one_window,
+    periodic_windows,
     switched_windows,
-    windows_in_turn,
 )
 
 SWITCHED = {"use_sliding_window": True, "sliding_window": 8}
@@ -42,11 +42,11 @@ def test_windows_that_are_not_switched_on_are_none() -> None:
     assert switched_windows(fields(sliding_window=8, layer_types=[SLIDING] * 4)) == (None,) * 4
 
 
-def test_windows_in_turn_leave_each_last_layer_of_a_period_whole() -> None:
-    assert windows_in_turn(fields(sliding_window=8), 2) == (8, None, 8, None)
-    assert windows_in_turn(fields(sliding_window=8), 3) == (8, 8, None, 8)
+def test_periodic_windows_leave_each_last_layer_of_a_period_whole() -> None:
+    assert periodic_windows(fields(sliding_window=8), 2) == (8, None, 8, None)
+    assert periodic_windows(fields(sliding_window=8), 3) == (8, 8, None, 8)
     named = fields(sliding_window=8, layer_types=[FULL, FULL, SLIDING, FULL])
-    assert windows_in_turn(named, 2) == (None, None, 8, None)
+    assert periodic_windows(named, 2) == (None, None, 8, None)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import Tensor
 from aserve.errors import ConfigError
 from aserve.gpu.layers.linear import Linear, LinearOp, prepare
 from aserve.gpu.models.base import CausalModel
-from aserve.gpu.models.load import read_blueprint
+from aserve.gpu.models.load import make_loader
 from aserve.gpu.weights.checkpoint import Checkpoint
 from aserve.gpu.weights.inventory import Inventory
 from aserve.gpu.weights.reader import WeightReader
@@ -279,7 +279,7 @@ def test_more_layers_than_memory_can_hold_are_refused_before_one_is_built(
     monkeypatch.setattr(torch.nn.Linear, "__init__", build)
     write_config(tmp_path, architectures=[architecture], num_hidden_layers=10**7)
     with pytest.raises(ConfigError) as caught:
-        read_blueprint(tmp_path, free_bytes=1 << 30)
+        make_loader(tmp_path, free_bytes=1 << 30)
     assert str(caught.value) == (
         f"{tmp_path}/config.json: num_hidden_layers is 10000000; expected a number of layers that "
         "fits into memory: these take at least 38.7 GiB, and 1.0 GiB are available"
@@ -287,4 +287,4 @@ def test_more_layers_than_memory_can_hold_are_refused_before_one_is_built(
 
 
 def test_layers_that_fit_are_not_refused_for_their_number(tmp_path: Path) -> None:
-    read_blueprint(write_config(tmp_path, num_hidden_layers=100), free_bytes=1 << 20)
+    make_loader(write_config(tmp_path, num_hidden_layers=100), free_bytes=1 << 20)

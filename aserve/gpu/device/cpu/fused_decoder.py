@@ -1,7 +1,9 @@
-"""The forward of few tokens of a decoder as one compiled call, and the step around it. For the CPU.
+"""The CPU's fused step: a decoder's forward for few tokens as one compiled call, or a whole step.
 
-Written, on the executor's thread: keys and values of the forward's own slots; by a step also what
-resolve and stash write.
+A forward writes keys and values of its own slots. A step also writes what `resolve` and the stash
+write: token ids in the token pool, and the drawn tokens and stamps in the relay. Both run on the
+executor's thread. The kernel is aserve_kernels.cpu.decoder_forward; this module fills in its
+records, which hold addresses of weights, pools and tables, and sizes.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from aserve_kernels.cpu.host_rows import NO_WINDOW, RowSpans
 from aserve_kernels.cpu.online_softmax import folded
 
 ACTIVATIONS: Mapping[str, int] = {"silu": SILU, "gelu": GELU, "gelu_pytorch_tanh": GELU_TANH}
-FEW_TOKENS = 256  # of a row: of more, torch's attention within a prompt takes less time
+FEW_TOKENS = 256  # per row; above this, torch's attention within a prompt is faster
 
 
 class CompiledForward:
@@ -52,7 +54,7 @@ class CompiledForward:
     def __init__(self, decoder: Decoder, state: DeviceState) -> None:
         self._decoder = decoder
         self._state = state
-        self._kept: list[Tensor] = []  # what was made for it; all else belongs to the two
+        self._kept: list[Tensor] = []  # keeps alive the tensors that only the records point to
         layers = np.zeros(len(decoder.blocks), LAYER)
         for index, block in enumerate(decoder.blocks):
             self._describe_layer(layers[index : index + 1], block)
@@ -72,7 +74,8 @@ class CompiledForward:
         return decoder_forward(batch.input_ids, own, self._tables)
 
     def can_step(self, plan: StepPlan) -> bool:
-        """Each row that is sampled wants one token, and nothing but noise around it."""
+        """Whether each sampled row needs one token and at most noise: no filters, penalties, masks,
+        logprobs, drafts or prompt results."""
         logits = plan.logits
         is_plain = plan.prompts is None and not len(plan.held_rows) and not plan.num_drafts.any()
         return (
@@ -161,14 +164,14 @@ class CompiledForward:
         _record(record, values)
 
     def _norm(self, norm: Norm) -> int:
-        """The address of its weight in float32; 0 for none."""
+        """The address of a norm's weight in float32; 0 for no norm."""
         if not isinstance(norm, CompiledNorm | RmsNorm):
             return 0
         self._kept.append(norm.weight.float().contiguous())
         return self._kept[-1].data_ptr()
 
     def _norm_of_sum(self, norm: SumAndNorm) -> int:
-        assert isinstance(norm, AddNorm)  # of all ways to make one, those that are for the CPU
+        assert isinstance(norm, AddNorm)  # all that the CPU's operators make
         return self._norm(norm.norm)
 
 

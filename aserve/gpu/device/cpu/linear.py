@@ -15,8 +15,9 @@ from aserve.gpu.layers.linear import Linear, LinearOp, Prepare
 from aserve.gpu.layers.mlp import Activation, GatedBy
 from aserve.gpu.layers.ops import Elementwise
 
-# PERF: oneDNN packs for an expected number of tokens; this one serves all of them. Float32 linears of Qwen3-0.6B, ms per step at 1, 8
-# and 32 tokens: packed for 32 tokens 55, 74, 153; packed for 1 token 80, 111, 197.
+# PERF: oneDNN packs for an expected number of tokens, and this one serves all of them. Float32
+# linears of Qwen3-0.6B, ms per step at 1, 8 and 32 tokens: packed for 32 tokens 55, 74, 153; packed
+# for 1 token 80, 111, 197.
 PACKED_FOR = 32
 
 

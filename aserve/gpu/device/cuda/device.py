@@ -24,8 +24,8 @@ from aserve.gpu.weights.format import DTYPES, WeightFormat, WeightRequest, dtype
 
 GRAPH_ROWS = 256
 GIB = 1 << 30
-# 256 MB in float32. Each slice of logits reads the head's weights once, and 441 rows of a vocabulary
-# of 152,000 should not read them twice.
+# 256 MB in float32. Each slice of logits reads the head's weights once, and 441 rows of a
+# vocabulary of 152,000 should not read them twice.
 LOGITS_ELEMENTS = 1 << 26
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 

@@ -94,7 +94,9 @@ def triton_sample_ops(dtype: torch.dtype) -> SampleOps:
     """Kernels for logits of up to 32 bits, plain torch for float64."""
     if dtype == torch.float64:
         return SHAPED_OPS
-    return SampleOps(_draw, _penalise, apply_bitmask, filters_by_shape=True, reads_halves=True)
+    return SampleOps(
+        _draw, _penalise, apply_bitmask, filters_by_shape=True, reads_16_bit_logits=True
+    )
 
 
 def _draw(

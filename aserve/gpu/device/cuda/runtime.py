@@ -108,7 +108,7 @@ class TorchCuda:
         return torch.cuda.stream(_as_torch(stream))
 
     def new_event(self) -> CudaEvent:
-        """NOTE: with `blocking` a wait sleeps in the driver, where torch holds no interpreter lock."""
+        """NOTE: with `blocking` a wait sleeps in the driver, without the interpreter lock."""
         event: CudaEvent = torch.cuda.Event(blocking=True)
         return event
 

@@ -1,7 +1,6 @@
-"""Typed reading of one JSON object of a model directory.
+"""Typed access to the fields of one JSON object.
 
-It knows no field by name. Every complaint names the field, its value and what was expected. A field
-that is null counts as absent.
+Every error names the field, its value and what was expected. A null field counts as absent.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Fields:
         return value
 
     def number(self, name: str, *, default: float | None = None) -> float:
-        """Positive and finite: so is every real number that a model's configuration has."""
+        """A positive and finite number, as all real numbers of model configurations are."""
         value = self._get(name, default)
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             self.refuse(name, expected="a positive number")
@@ -72,16 +71,16 @@ class Fields:
         return tuple(values)
 
     def section(self, name: str) -> Fields:
-        """An absent section is an empty one."""
+        """The fields of a nested object, which is empty where it is absent."""
         return Fields(self._mapping(name), source=f"{self.source}: {name}")
 
     def merged_with(self, name: str) -> Fields:
-        """The fields of section `name` over those beside it."""
+        """These fields, overridden by those of the nested object `name`."""
         inner = {key: value for key, value in self._mapping(name).items() if value is not None}
         return Fields({**self._values, **inner}, source=self.source)
 
     def over(self, defaults: Mapping[str, object]) -> Fields:
-        """These fields over `defaults`, which count where a name is not there at all."""
+        """These fields, with `defaults` for names that are absent (null is not absent here)."""
         return Fields({**defaults, **self._values}, source=self.source)
 
     def refuse(self, name: str, *, expected: str) -> NoReturn:

@@ -1,6 +1,6 @@
-"""Which layers see only a window, in the ways that configurations say it.
+"""Sliding windows per layer, in the three forms in which configurations state them.
 
-It knows no family: each takes the function that reads its files.
+A family's file calls the function that matches its configurations.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ FULL = "full_attention"
 SLIDING = "sliding_attention"
 LAYER_KINDS = (FULL, SLIDING)
 
-Windows: TypeAlias = tuple[int | None, ...]  # per layer; None sees everything
+Windows: TypeAlias = tuple[int | None, ...]  # per layer; None: full attention
 
 
 def one_window(fields: Fields) -> Windows:
-    """`sliding_window` of every layer, if the file has one."""
+    """All layers have the window `sliding_window`, or none where it is absent."""
     window = fields.integer("sliding_window") if fields.has("sliding_window") else None
     return (window,) * _num_layers(fields)
 
 
 def switched_windows(fields: Fields) -> Windows:
-    """If `use_sliding_window` is on: of the layers that `layer_types` names, or else of those from
-    `max_window_layers` on."""
+    """If `use_sliding_window` is true, the layers that `layer_types` names have the window, or else
+    those from `max_window_layers` on."""
     num_layers = _num_layers(fields)
     if not fields.flag("use_sliding_window"):
         return (None,) * num_layers
@@ -33,8 +33,8 @@ def switched_windows(fields: Fields) -> Windows:
     return _windows_by_kind(fields, [FULL] * num_full + [SLIDING] * (num_layers - num_full))
 
 
-def windows_in_turn(fields: Fields, period: int) -> Windows:
-    """Of the layers that `layer_types` names, or else of all but each `period`-th."""
+def periodic_windows(fields: Fields, period: int) -> Windows:
+    """The layers that `layer_types` names have the window, or else all but every `period`-th."""
     numbers = range(1, _num_layers(fields) + 1)
     return _windows_by_kind(fields, [SLIDING if number % period else FULL for number in numbers])
 

@@ -1,7 +1,7 @@
-"""A model's configuration, read from config.json and validated.
+"""Reads and validates a model's config.json.
 
-It knows the names that the families share, in both dialects; what one family makes of them, and
-names that only it has, are in its own file. It reads no weights.
+The fields here are those that the families share, in the spellings of older and newer versions of
+transformers. Fields of a single family are read in its own file.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rotary_dim: int  # the elements of a head that turn with its position
+    rotary_dim: int  # leading elements of a head that rope rotates
     max_position_embeddings: int
     rms_norm_eps: float
     activation: str
     rope: Rope
-    sliding_rope: Rope  # of layers with a window
+    sliding_rope: Rope  # rope of layers with a sliding window
     tie_word_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
-    dtype: str | None  # the checkpoint's, if it says so
-    fields: Fields = field(compare=False, repr=False)  # all that the file says
+    dtype: str | None  # of the checkpoint, where the config names one
+    fields: Fields = field(compare=False, repr=False)  # the whole file, for a family's own fields
 
     def context_len(self, asked: int | None) -> int:
-        """The engine's max_model_len: what was asked for, if the positions reach that far."""
+        """The engine's max_model_len. `asked` is the user's option; it must not exceed the longest
+        context of the rotary positions."""
         if asked is None:
             return self.max_position_embeddings
         longest = longest_context(self.rope, self.max_position_embeddings)
@@ -76,7 +77,7 @@ def architecture_of(fields: Fields) -> str:
 
 
 def parse_config(file: Fields, *, defaults: Mapping[str, object]) -> ModelConfig:
-    """`defaults` are the family's, for what the file leaves out."""
+    """`defaults` are the family's values for absent fields."""
     fields = file.merged_with("text_config").over(defaults)
     _refuse_unsupported(fields)
     num_heads = fields.integer("num_attention_heads")
@@ -116,7 +117,7 @@ def _refuse_unsupported(fields: Fields) -> None:
     if fields.has("quantization_config"):
         fields.refuse("quantization_config", expected="none: quantized checkpoints are unsupported")
     if fields.flag("use_bidirectional_attention"):
-        fields.refuse("use_bidirectional_attention", expected="false: a token sees no later ones")
+        fields.refuse("use_bidirectional_attention", expected="false: attention is causal")
 
 
 def _activation(fields: Fields) -> str:
@@ -141,8 +142,8 @@ def _rotary_dim(fields: Fields, head_dim: int) -> int:
     rotary_dim = int(head_dim * rotary_part(fields))
     if rotary_dim < 4 or rotary_dim % 2:
         raise ConfigError(
-            f"{fields.source}: partial_rotary_factor turns {rotary_dim} of {head_dim} elements; "
-            "expected an even number of at least 4"
+            f"{fields.source}: partial_rotary_factor rotates {rotary_dim} of {head_dim} "
+            "elements of a head; expected an even number of at least 4"
         )
     return rotary_dim
 

@@ -1,8 +1,8 @@
-"""Reads the rotary part of a configuration, in both dialects.
+"""Reads the rope fields of a configuration into a complete `Rope` record.
 
-The older one has `rope_theta` beside `rope_scaling` (with `type` or `rope_type`), the newer one has
-all of it in `rope_parameters`, once or for each kind of layer. Defaults are resolved here: the
-records that come out are complete.
+Older files have `rope_theta` beside `rope_scaling` (with `type` or `rope_type`). Newer files have
+all of it in `rope_parameters`, once for all layers or once per layer type. The rules and defaults
+are those of modeling_rope_utils.py in transformers.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from aserve.gpu.models.config.layer_types import LAYER_KINDS, SLIDING
 SUPPORTED = "default, linear, dynamic, yarn, llama3, longrope"
 DEFAULT_THETA = 10_000.0
 THETA = "rope_theta"
-LOCAL_THETA = "rope_local_base_freq"  # of sliding layers, in the older dialect
+LOCAL_THETA = "rope_local_base_freq"  # theta of sliding layers, in older files
 PARTIAL = "partial_rotary_factor"
 
 
 def rotary_part(fields: Fields) -> float:
-    """How much of each head turns, more than 0 and at most 1."""
+    """The fraction of each head that rope rotates, in (0, 1]."""
     section = _section(fields)
     holder = section if section.has(PARTIAL) else fields
     part = holder.number(PARTIAL, default=1.0)
@@ -39,7 +39,7 @@ def rotary_part(fields: Fields) -> float:
 
 
 def parse_rope(fields: Fields, kind: str, *, rotary_dim: int, max_position_embeddings: int) -> Rope:
-    """Of the layers of this kind: they have parameters of their own in some files."""
+    """The rope of one layer type (`kind`), which has parameters of its own in some files."""
     section = _section(fields)
     is_nested = any(section.has(name) for name in LAYER_KINDS)
     has_own_theta = kind == SLIDING and fields.has(LOCAL_THETA)
@@ -60,7 +60,7 @@ def parse_rope(fields: Fields, kind: str, *, rotary_dim: int, max_position_embed
             return _yarn(rope, theta, trained_len, max_position_embeddings=max_position_embeddings)
         case "llama3":
             return _llama3(rope, theta, trained_len)
-        case "longrope" | "su":  # "su" is its name in the first checkpoints
+        case "longrope" | "su":  # the first checkpoints call it "su"
             ratio = max_position_embeddings / trained_len
             return _longrope(rope, theta, trained_len, ratio=ratio, half=rotary_dim // 2)
         case _:
@@ -68,7 +68,7 @@ def parse_rope(fields: Fields, kind: str, *, rotary_dim: int, max_position_embed
 
 
 def longest_context(rope: Rope, max_position_embeddings: int) -> int:
-    """Positions up to which the frequencies are meant to be used."""
+    """The number of positions for which the frequencies are made."""
     match rope:
         case LinearRope(factor=factor) | DynamicRope(factor=factor):
             return int(max_position_embeddings * factor)
@@ -85,7 +85,7 @@ def _section(fields: Fields) -> Fields:
 
 
 def _theta(fields: Fields, rope: Fields, *, beside: str) -> float:
-    """In the rotary section, or beside it under a name of its kind of layers."""
+    """theta, from the rope section or from the field `beside` it."""
     holder, name = (rope, THETA) if rope.has(THETA) else (fields, beside)
     theta = holder.number(name, default=DEFAULT_THETA)
     if theta <= 1:
@@ -94,7 +94,7 @@ def _theta(fields: Fields, rope: Fields, *, beside: str) -> float:
 
 
 def _original_len(fields: Fields, rope: Fields, *, default: int) -> int:
-    """Beside the rotary section in some checkpoints; then that one counts."""
+    """The length of the original training. A field beside the rope section wins over one in it."""
     name = "original_max_position_embeddings"
     return fields.integer(name, default=rope.integer(name, default=default, minimum=2))
 
@@ -115,6 +115,8 @@ def _yarn(rope: Fields, theta: float, trained_len: int, *, max_position_embeddin
 
 
 def _yarn_attention(rope: Fields, factor: float) -> float:
+    """The factor on cos and sin: 0.1 * mscale * ln(factor) + 1 (YaRN, 2023)."""
+
     def temperature(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 

@@ -1,12 +1,12 @@
-"""Gemma 2: norms around both sublayers that multiply by 1 + w, windows in every other layer, caps
-on scores and logits, a scale for queries and one for embeddings.
+"""Gemma 2: RMS norms y = x / rms(x) * (1 + w) before and after both sublayers, a sliding window in
+every other layer, soft caps on scores and logits, and embeddings scaled by sqrt(hidden_size).
 
-It knows no other family.
+Reference: modeling_gemma2.py in transformers.
 """
 
 from __future__ import annotations
 
-from aserve.gpu.models.config.layer_types import windows_in_turn
+from aserve.gpu.models.config.layer_types import periodic_windows
 from aserve.gpu.models.config.model import ModelConfig
 from aserve.gpu.models.decoder_spec import NORMS_AROUND, Biases, DecoderSpec, EmbeddingScale
 
@@ -26,7 +26,7 @@ def gemma2(config: ModelConfig) -> DecoderSpec:
     fields, bias = config.fields, config.attention_bias
     return DecoderSpec(
         config,
-        windows=windows_in_turn(fields, period=2),
+        windows=periodic_windows(fields, period=2),
         biases=Biases(qkv=bias, attention_out=bias),
         norms=NORMS_AROUND,
         norm_offset=1.0,

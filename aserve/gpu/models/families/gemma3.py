@@ -1,12 +1,12 @@
-"""Gemma 3, its text model: norms around both sublayers and on each head that multiply by 1 + w, one
-full layer after each five with a window, whose positions turn at another rate.
+"""Gemma 3 (text): as Gemma 2, with a norm of each query and key head and without soft caps. Every
+sixth layer has full attention; the other five have a window and a rope theta of their own.
 
-It knows no other family.
+Reference: modeling_gemma3.py in transformers.
 """
 
 from __future__ import annotations
 
-from aserve.gpu.models.config.layer_types import windows_in_turn
+from aserve.gpu.models.config.layer_types import periodic_windows
 from aserve.gpu.models.config.model import ModelConfig
 from aserve.gpu.models.decoder_spec import NORMS_AROUND, Biases, DecoderSpec, EmbeddingScale, QkNorm
 
@@ -26,10 +26,10 @@ DEFAULTS = {
 def gemma3(config: ModelConfig) -> DecoderSpec:
     fields, bias = config.fields, config.attention_bias
     if fields.has("attn_logit_softcapping"):
-        fields.refuse("attn_logit_softcapping", expected="null: the reference caps no scores here")
+        fields.refuse("attn_logit_softcapping", expected="null: Gemma 3 has no soft cap on scores")
     return DecoderSpec(
         config,
-        windows=windows_in_turn(fields, period=fields.integer("sliding_window_pattern")),
+        windows=periodic_windows(fields, period=fields.integer("sliding_window_pattern")),
         biases=Biases(qkv=bias, attention_out=bias),
         norms=NORMS_AROUND,
         norm_offset=1.0,

@@ -1,6 +1,7 @@
-"""Granite: multipliers on embeddings, scores and what each sublayer adds, a divisor of logits.
+"""Granite: the Llama decoder with factors on embeddings, attention scores and sublayer outputs, and
+a divisor of the logits.
 
-It knows no other family.
+Reference: modeling_granite.py in transformers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Llama (2, 3 and what keeps their architecture): the shared decoder as it is.
+"""Llama 2 and 3, and other models with their architecture: the shared decoder without additions.
 
-It knows no other family. Every layer sees everything, whatever the file says of windows: so does
-the reference.
+Reference: modeling_llama.py in transformers. As there, windows in the configuration are ignored.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Mistral: one sliding window in all layers, unless the file says null.
+"""Mistral: the Llama decoder with one sliding window in all layers, unless the config says null.
 
-It knows no other family.
+Reference: modeling_mistral.py in transformers.
 """
 
 from __future__ import annotations

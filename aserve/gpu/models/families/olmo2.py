@@ -1,7 +1,7 @@
-"""OLMo 2: norms after the sublayers instead of before them, and on all query heads together and
-all key heads together.
+"""OLMo 2: norms after the sublayers instead of before them, and one RMS norm over all query heads
+together and one over all key heads.
 
-It knows no other family.
+Reference: modeling_olmo2.py in transformers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Phi-3 and Phi-4: joined projections in the checkpoint, and positions that may turn only a part of
+"""Phi-3 and Phi-4: the checkpoint joins q, k and v, and gate and up; rope may rotate only a part of
 each head.
 
-It knows no other family.
+Reference: modeling_phi3.py in transformers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Qwen2 and Qwen2.5: biases on queries, keys and values, and windows in the upper layers if the
-file switches them on.
+"""Qwen2 and Qwen2.5: biases on queries, keys and values, and sliding windows in the upper layers if
+the config enables them.
 
-It knows no other family.
+Reference: modeling_qwen2.py in transformers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Qwen3: a norm for each query and key head, and windows in the upper layers if the file switches
-them on.
+"""Qwen3: an RMS norm of each query and key head, and sliding windows in the upper layers if the
+config enables them.
 
-It knows no other family.
+Reference: modeling_qwen3.py in transformers.
 """
 
 from __future__ import annotations

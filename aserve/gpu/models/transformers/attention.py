@@ -1,7 +1,7 @@
-"""The seam in transformers' modelling code: where a model looks up its attention function by name.
+"""Hooks into transformers' modelling code, which looks up its attention function by name.
 
-It knows no architecture, pages or rows. What attention does is a keyword argument of each forward,
-which the model hands down to its layers: nothing is kept here between forwards.
+Two names are registered there. The function behind them calls a callback that each forward passes
+down to its layers as a keyword argument, so nothing is kept between forwards.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PAGED = "aserve"  # under this name no mask is made
-PROBED = "aserve_probe"  # under this one a layer gets the rule that its mask would be made by
+PAGED = "aserve"  # under this name transformers makes no mask
+PROBED = "aserve_probe"  # under this name a layer gets its mask's rule instead of a mask
 KEYWORD = "aserve_attention"
 
-# Integer tensors: batch, head, query position, key position -> whether that query sees that key.
+# (batch, head, query position, key position), integer tensors -> whether the query sees the key.
 MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -39,7 +39,8 @@ class OnAttention(Protocol):
 
 
 class UnmadeMask:
-    """In place of a mask tensor: a model that does anything with it but hand it on fails."""
+    """Stands in for a mask tensor and holds its rule. A model that does more with its mask than
+    pass it to attention fails on this object."""
 
     __slots__ = ("_rule",)
 
@@ -47,14 +48,14 @@ class UnmadeMask:
         self._rule = rule
 
     def rows(self, positions: Tensor, *, num_keys: int) -> Tensor:
-        """int64 [n] -> bool [n, num_keys]: which keys a query at each of these positions sees."""
+        """positions int64 [n] -> bool [n, num_keys]: the keys that each position's query sees."""
         zero = torch.zeros((), dtype=torch.int64)
         seen = self._rule(zero, zero, positions[:, None], torch.arange(num_keys))
         return seen.expand(len(positions), num_keys)
 
 
 def register() -> None:
-    """Makes both names known to transformers; a second time changes nothing."""
+    """Registers both names with transformers. A second call changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     for name in (PAGED, PROBED):
@@ -65,9 +66,8 @@ def register() -> None:
 def run(
     model: PreTrainedModel, input_ids: Tensor, positions: Tensor, on_attention: OnAttention
 ) -> Any:
-    """int64 [tokens] as one sequence -> the model's answer: last_hidden_state [1, tokens, hidden],
-    or logits [1, tokens, vocab] if it has a head.
-    """
+    """Runs input_ids and positions, int64 [tokens], as one sequence. The output has
+    last_hidden_state [1, tokens, hidden], or logits [1, tokens, vocab] if the model has a head."""
     return model(
         input_ids=input_ids.unsqueeze(0),
         position_ids=positions.unsqueeze(0),
@@ -84,7 +84,8 @@ def _attention(
     attention_mask: object,
     **arguments: object,
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: [1, heads, tokens, head_dim] -> [1, tokens, heads, head_dim]."""
+    """Has the signature of transformers' attention functions: q, k and v are [1, heads, tokens,
+    head_dim], the result is [1, tokens, heads, head_dim]."""
     on_attention = arguments.pop(KEYWORD, None)
     if not callable(on_attention):
         raise TypeError("keyword arguments of the model don't reach its attention")

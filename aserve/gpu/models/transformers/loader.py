@@ -1,7 +1,7 @@
-"""Any causal model that transformers knows, before its weights are read, and how they are.
+"""Loads a causal model of any architecture that transformers implements.
 
-It knows no architecture. Code comes from the installed transformers alone, never from a model
-directory.
+Code comes from the installed transformers alone, never from a model directory. `probe` decides
+whether the model can run here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from aserve.gpu.models.transformers.weights import (
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# What modelling code raises when it is used in a way that it was not written for.
+# Exceptions of modelling code that is used in a way for which it was not written.
 FAULTS = (
     *(TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError),
     *(RuntimeError, NotImplementedError, ImportError),
@@ -37,7 +37,7 @@ FAULTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class TransformersBlueprint:
+class TransformersLoader:
     model_dir: Path
     kind: type[PreTrainedModel]
     config: PreTrainedConfig
@@ -78,8 +78,9 @@ class TransformersBlueprint:
         return TransformersModel(probed, dtype=plan.dtype, max_model_len=context_len)
 
 
-def read_transformers_blueprint(model_dir: Path, architecture: str) -> TransformersBlueprint:
-    """Refuses what its configuration or its class says cannot run; the rest is for the probe."""
+def make_transformers_loader(model_dir: Path, architecture: str) -> TransformersLoader:
+    """Reads the configuration, and refuses models that their config or class rules out. The probe
+    of the loaded model decides about the rest."""
     from transformers import AutoConfig, AutoModelForCausalLM, __version__
 
     register()
@@ -103,7 +104,7 @@ def read_transformers_blueprint(model_dir: Path, architecture: str) -> Transform
         raise _refusal(architecture, "transformers cannot exchange its attention function")
     if getattr(config, "quantization_config", None) is not None:
         raise _refusal(architecture, "quantized checkpoints are unsupported")
-    return TransformersBlueprint(model_dir, kind, config)
+    return TransformersLoader(model_dir, kind, config)
 
 
 def _context_len(model_dir: Path, config: PreTrainedConfig, asked: int | None) -> int:
@@ -122,14 +123,14 @@ def _context_len(model_dir: Path, config: PreTrainedConfig, asked: int | None) -
 
 
 def _stretch(config: PreTrainedConfig) -> float:
-    """By how much rotary positions reach beyond what the configuration calls the longest."""
+    """The factor by which rope scaling extends max_position_embeddings."""
     rope = getattr(config, "rope_parameters", None) or {}
     return float(rope["factor"]) if rope.get("rope_type") in ("linear", "dynamic") else 1.0
 
 
 @contextmanager
 def _refusing(architecture: str) -> Iterator[None]:
-    """What a model's own code raises is a reason against it."""
+    """Turns an exception of the model's own code into a refusal of the architecture."""
     try:
         yield
     except NotSupported as reason:

@@ -1,7 +1,7 @@
-"""A language model in transformers' own modelling code, with its attention over paged KV.
+"""A language model in transformers' own modelling code, with attention over the paged KV cache.
 
-It knows no architecture. A step's tokens go through as one sequence: apart from attention a token
-depends on its id and its position alone, which probe.py has made sure of.
+A step's tokens run as one sequence. This is correct because probe.py has checked that, attention
+aside, a token depends on its id and its position alone.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TransformersModel:
         specs = self._probed.specs
 
         def on_attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
-            # Some models rotate in float32 and go on with it; the KV has the model's own dtype.
+            # Some models apply rope in float32 and keep that; the KV cache has the model's dtype.
             heads = torch.cat((q, k, v), dim=1).to(self.dtype)
             return attend(specs[module], AttentionInputs(heads))
 
@@ -57,16 +57,16 @@ class TransformersModel:
                 for index, block in enumerate(self._probed.blocks):
                     hook = _Keep(capture, index, is_last=index == len(specs) - 1)
                     hooks.callback(block.register_forward_hook(hook).remove)
-            answer = run(self._probed.halves.body, input_ids, positions, on_attention)
+            answer = run(self._probed.split.body, input_ids, positions, on_attention)
         hidden: Tensor = answer.last_hidden_state[0]
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._probed.halves.logits(hidden)
+        return self._probed.split.logits(hidden)
 
 
 class _Keep:
-    """A hook that keeps what one block gave: [1, tokens, hidden], or that and more."""
+    """A forward hook that captures a block's output, [1, tokens, hidden] or a tuple with it."""
 
     def __init__(self, capture: HiddenCapture, index: int, *, is_last: bool) -> None:
         self._capture = capture

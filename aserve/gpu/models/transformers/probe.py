@@ -1,15 +1,12 @@
-"""Whether a model in transformers' code can run here, and what its attention layers are like.
-
-It knows no architecture: the model runs on a few tokens, and what it does decides. It fits if each
-layer attends once, to keys and values of its own, by a rule that paged attention has, and if apart
-from that a token depends on its id and its position alone, not on what stands beside it.
+"""Checks whether a model in transformers' code can run on paged KV, and reads the `LayerSpec` of
+each of its attention layers.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,39 +16,73 @@ from torch.nn.functional import normalize
 
 from aserve.gpu.kv.layer_groups import LayerSpec
 from aserve.gpu.models.transformers.attention import PAGED, PROBED, UnmadeMask, run
-from aserve.gpu.models.transformers.halves import Halves, body_of, split
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+# Theory of operation.
+#
+# No list of architectures is kept. Instead the model runs on eight tokens, and its behaviour
+# decides. It can run here if
+#   1. each layer calls attention once, with keys and values of its own,
+#   2. the arguments of these calls are ones that paged attention implements (scale, softcap),
+#   3. the mask is causal or a sliding window,
+#   4. apart from attention, a token depends on its id and its position alone,
+#   5. the logits follow from the last hidden states alone.
+#
+# The first run records the calls of attention (1, 2). Transformers is given a name under which it
+# passes the rule of the mask instead of a mask tensor; asking the rule at sample positions shows
+# whether it is causal with some window (3). In place of attention each layer gets `_alone`, a
+# function of the token's own q, k and v. So a second run with the same tokens in another order, and
+# with one token exchanged, must give the other tokens the same hidden states (4): recurrent,
+# convolutional and order-dependent layers fail here. Finally the model is split: its body makes
+# hidden states, and the rest makes logits. The logits of the split model for the recorded hidden
+# states must be those of the whole (5). The rest is the whole model with a module in the body's
+# place that returns given hidden states, so that it scales, caps and projects as it always does.
+
 NUM_TOKENS = 8
 NUM_MASK_ROWS = 16
-OBEYED = frozenset({"scaling", "softcap"})
-# What the mask says, what q and k hold, and what has no meaning outside of training.
+IMPLEMENTED = frozenset({"scaling", "softcap"})
+# Arguments that repeat what the mask, q and k contain, or that matter in training alone.
 REDUNDANT = frozenset({"sliding_window", "is_causal", "position_ids", "dropout"})
 
 
 class NotSupported(Exception):
-    """Why a model cannot run here: the rest of a sentence about it."""
+    """The reason why a model cannot run here, as the rest of a sentence that begins with "it"."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitModel:
+    """A causal model in two parts: `body` makes hidden states, `head` makes logits of them."""
+
+    body: PreTrainedModel
+    head: PreTrainedModel
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] -> [n, vocab]."""
+        answer = self.head(inputs_embeds=hidden.unsqueeze(0), use_cache=False)
+        logits: Tensor = answer.logits[0]
+        return logits
 
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """`specs`: by attention module, in the order of the layers. `blocks`: the layers themselves."""
+    """A model that has passed the probe, split into body and head."""
 
-    halves: Halves
-    specs: Mapping[nn.Module, LayerSpec]
-    blocks: tuple[nn.Module, ...]
+    split: SplitModel
+    specs: Mapping[nn.Module, LayerSpec]  # by attention module, in the order of the layers
+    blocks: tuple[nn.Module, ...]  # the decoder layers
     hidden_size: int
     vocab_size: int
 
 
 @torch.no_grad()
 def probe(model: PreTrainedModel, *, max_model_len: int) -> Probed:
-    """Takes `model` apart. Raises NotSupported; any error of its own code is a reason, too."""
-    body = body_of(model)
+    """Splits `model`, which must not be used afterwards. Raises NotSupported; other exceptions come
+    from the model's own code, and the caller treats them as refusals as well."""
+    body = _body_of(model)
     if body is None:
-        raise NotSupported("has no part of its own that makes the hidden states")
+        raise NotSupported("has no submodule that makes the hidden states")
     positions = torch.arange(min(NUM_TOKENS, max_model_len), device=model.device)
     ids = (positions * 37 + 11) % model.config.get_text_config().vocab_size
     recorder = _Recorder()
@@ -62,10 +93,10 @@ def probe(model: PreTrainedModel, *, max_model_len: int) -> Probed:
     model.set_attn_implementation(PAGED)
     _check_order(body, ids, positions, hidden=hidden, max_model_len=max_model_len)
     logits = run(model, ids, positions, _alone).logits[0]
-    halves = split(model, body, type(answer))
-    if not _is_close(halves.logits(hidden), logits):
-        raise NotSupported("makes its logits of more than the last hidden states")
-    return Probed(halves, specs, _blocks(body, specs), hidden.shape[1], logits.shape[1])
+    split = _split(model, body, type(answer))
+    if not _is_close(split.logits(hidden), logits):
+        raise NotSupported("makes its logits from more than the last hidden states")
+    return Probed(split, specs, _blocks(body, specs), hidden.shape[1], logits.shape[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +109,7 @@ class _Call:
 
 
 class _Recorder:
-    """Notes each layer's call, and keeps each token to itself."""
+    """Records each layer's call of attention, and returns `_alone` in its place."""
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
@@ -101,7 +132,8 @@ class _Recorder:
 
 
 def _alone(_module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
-    """In attention's place: depends on all that a token brings, and on no other token."""
+    """Replaces attention by a function of all of a token's own q, k and v, and of no other
+    token."""
     repeats = q.shape[1] // k.shape[1]
     own = (normalize(k, dim=-1) + v).repeat_interleave(repeats, dim=1)
     return normalize(q, dim=-1) + own
@@ -113,7 +145,7 @@ def _specs(calls: list[_Call], *, max_model_len: int) -> dict[nn.Module, LayerSp
     ((module, times),) = Counter(call.module for call in calls).most_common(1)
     if times > 1:
         raise NotSupported(f"calls attention {times} times in one {type(module).__name__}")
-    # PERF: layers share few masks, and a long context's takes milliseconds to ask.
+    # PERF: layers share few masks, and asking the rule of one takes milliseconds at long contexts.
     window_of = functools.cache(functools.partial(_window, max_model_len=max_model_len))
     return {
         call.module: _spec(call, index, window=window_of(_rule_of(call.mask)))
@@ -129,9 +161,9 @@ def _rule_of(mask: object) -> UnmadeMask:
 
 
 def _spec(call: _Call, index: int, *, window: int | None) -> LayerSpec:
-    """Paged attention obeys what is in the spec; every other argument would be lost."""
+    """Refuses arguments that paged attention does not implement, because they would be ignored."""
     for name, value in call.arguments.items():
-        if name not in OBEYED | REDUNDANT and value is not None and value is not False:
+        if name not in IMPLEMENTED | REDUNDANT and value is not None and value is not False:
             raise NotSupported(f"gives attention {name}, which paged attention doesn't know")
     head_dim = call.q.shape[2]
     scale, softcap = (call.arguments.get(name) for name in ("scaling", "softcap"))
@@ -153,9 +185,9 @@ def _number(name: str, value: object) -> float:
 
 
 def _window(mask: UnmadeMask, *, max_model_len: int) -> int | None:
-    """How many positions a query sees back, itself included; None is all of them.
+    """The window of a mask: how many positions a query sees, itself included; None: all.
 
-    The rule of the mask is asked itself, for positions up to the last.
+    The mask's rule is evaluated at sample positions up to the last one.
     """
     last = torch.tensor([max_model_len - 1])
     window = int(mask.rows(last, num_keys=max_model_len).sum())
@@ -170,7 +202,8 @@ def _window(mask: UnmadeMask, *, max_model_len: int) -> int | None:
 def _check_order(
     body: PreTrainedModel, ids: Tensor, positions: Tensor, *, hidden: Tensor, max_model_len: int
 ) -> None:
-    """The same tokens in reverse, one of them replaced, must have the same hidden states."""
+    """Checks that the same tokens in reverse order, with one of them replaced, have the same hidden
+    states."""
     other_ids, other_positions = ids.flip(0), positions.flip(0)
     other_ids[-1:] = ids[-1:]
     other_positions[-1] = max_model_len - 1
@@ -183,16 +216,50 @@ def _check_order(
 
 
 def _is_close(states: Tensor, expected: Tensor) -> bool:
-    """[n, width]. Products of another shape (a mixture's) round differently."""
+    """Compares rows [n, width] up to the square root of the dtype's precision, because products of
+    other shapes (in a mixture of experts) round differently."""
     limit = expected.norm(dim=-1) * torch.finfo(states.dtype).eps ** 0.5
     return bool(((states - expected).norm(dim=-1) <= limit).all())
 
 
 def _blocks(body: nn.Module, attentions: Mapping[nn.Module, LayerSpec]) -> tuple[nn.Module, ...]:
-    """The list that has one attention module in each of its members, in the same order."""
+    """The decoder layers: the module list whose members have one attention module each, in
+    order."""
     for module in body.modules():
         if isinstance(module, nn.ModuleList) and len(module) == len(attentions):
             pairs = zip(module, attentions, strict=True)
             if all(attention in [*block.modules()] for block, attention in pairs):
                 return tuple(module)
     raise NotSupported("doesn't attend once in each of its layers")
+
+
+def _body_of(model: PreTrainedModel) -> PreTrainedModel | None:
+    """The submodule that makes the hidden states; None where there is none."""
+    from transformers import PreTrainedModel
+
+    for body in (model.get_decoder(), model.base_model):
+        # WHY: two candidates, because some families call their last layer the decoder.
+        if isinstance(body, PreTrainedModel) and body is not model:
+            return body
+    return None
+
+
+def _split(
+    model: PreTrainedModel, body: PreTrainedModel, answer: Callable[..., object]
+) -> SplitModel:
+    """Splits `model`, which makes no hidden states any more. `answer` is the class of the body's
+    output."""
+    path = next(name for name, module in model.named_modules() if module is body)
+    model.set_submodule(path, _GivenHidden(answer))
+    return SplitModel(body, model)
+
+
+class _GivenHidden(nn.Module):
+    """Takes the body's place and returns the hidden states that it is given."""
+
+    def __init__(self, answer: Callable[..., object]) -> None:
+        super().__init__()
+        self._answer = answer
+
+    def forward(self, *_: object, inputs_embeds: Tensor, **__: object) -> object:
+        return self._answer(last_hidden_state=inputs_embeds)

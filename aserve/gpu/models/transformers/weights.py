@@ -1,6 +1,5 @@
-"""What is changed in a model of transformers before it runs: its linear layers and frequencies.
-
-It knows no architecture.
+"""Reads or draws the weights of a transformers model, and prepares its linear layers and rotary
+frequencies for the engine.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from aserve.gpu.weights.checkpoint import listed
 from aserve.gpu.weights.source import OnProgress, Target
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def prepare_linears(model: PreTrainedModel, target: Target, *, dtype: torch.dtype) -> None:
-    """Gives every plain linear layer the form that the device wants, as in aserve's own models."""
+    """Replaces every plain linear layer by the device's own, as in aserve's native models."""
     for name, module in list(model.named_modules()):
-        # A subclass computes something else, and what has a dtype of its own needs it (routers).
+        # Subclasses compute something else, and layers in another dtype need it (MoE routers).
         if type(module) is nn.Linear and module.weight.dtype == dtype:
             linear = Linear(module.weight.detach(), _detached(module.bias))
             op = target.prepare(linear, target.device, dtype=dtype)
@@ -40,7 +39,7 @@ def _detached(bias: Tensor | None) -> Tensor | None:
 
 
 class _PreparedLinear(nn.Module):
-    """Has no values any more; a model that looks for them finds their shape and dtype."""
+    """Wraps a `LinearOp`. `weight` is a meta tensor, for models that look at its shape or dtype."""
 
     def __init__(self, op: LinearOp, plain: nn.Linear) -> None:
         super().__init__()
@@ -56,7 +55,7 @@ class _PreparedLinear(nn.Module):
 
 @torch.no_grad()
 def fix_frequencies(model: PreTrainedModel, context_len: int) -> None:
-    """Rotary frequencies that follow the length of each call: those of the whole context, always.
+    """Fixes rotary frequencies that depend on the length of a call to those of the whole context.
 
     WHY: KV is shared between rows and kept between steps, so a key's rotation must never change.
     """
@@ -74,9 +73,6 @@ def fix_frequencies(model: PreTrainedModel, context_len: int) -> None:
                 rotary.rope_type = dict.fromkeys(kinds, "default")
 
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
-
 DUMMY_SEED = 0
 
 
@@ -88,9 +84,9 @@ def read_weights(
     model_dir: Path,
     size_bytes: int,
 ) -> PreTrainedModel:
-    """On the CPU. Nothing may be missing, left over or of another shape."""
+    """Reads the checkpoint on the CPU. Missing, unexpected and misshapen tensors are errors."""
     try:
-        with _shown(plan.on_progress, size_bytes):
+        with _progress(plan.on_progress, size_bytes):
             loaded: Any = kind.from_pretrained(
                 str(model_dir),
                 config=config,
@@ -106,20 +102,21 @@ def read_weights(
         raise ConfigError(f"the weights in {model_dir} cannot be read: {text}") from error
     model: PreTrainedModel = loaded[0]
     report: dict[str, Iterable[object]] = loaded[1]
-    found = [
+    complaints = [
         f"{what.removesuffix('_keys')}: {listed(map(str, names))}"
         for what, names in report.items()
         if names
     ]
-    if found:
-        raise ConfigError(f"the weights in {model_dir} don't fit its config: {'; '.join(found)}")
+    if complaints:
+        text = "; ".join(complaints)
+        raise ConfigError(f"the weights in {model_dir} don't fit its config: {text}")
     return model
 
 
 def draw_weights(
     kind: type[PreTrainedModel], config: PreTrainedConfig, plan: LoadPlan
 ) -> PreTrainedModel:
-    """On the target, as the architecture itself begins; the same each time."""
+    """Initialises the model on the target as the architecture does, with a fixed seed."""
     with torch.random.fork_rng(), plan.target.device:
         torch.manual_seed(DUMMY_SEED)
         model: PreTrainedModel = kind._from_config(
@@ -129,8 +126,8 @@ def draw_weights(
 
 
 @contextmanager
-def _shown(on_progress: OnProgress, total_bytes: int) -> Iterator[None]:
-    """Progress where transformers would show a bar of its own: there, tensors count alike."""
+def _progress(on_progress: OnProgress, total_bytes: int) -> Iterator[None]:
+    """Reports progress in place of transformers' own progress bar, which counts tensors."""
     from transformers.utils import logging
 
     def shown(_factory: object, arguments: tuple[Any, ...], _options: object) -> Iterator[Any]:
