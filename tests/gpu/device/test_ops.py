@@ -1,4 +1,4 @@
-"""Which ways of computing are a device's own: torch's are taken where it has none."""
+"""Each device replaces some operators by its own; the others stay the torch reference."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from aserve.gpu.device.cuda.device import CudaDevice
 from aserve.gpu.device.ops import TORCH_OPS
 from tests.fakes.cuda import FakeCuda
 
-COMPILED = {"elementwise", "rope_and_store_kv", "sample_ops"}
-TRITON = COMPILED | {"row_ops", "resolve"}
+KERNELS = {"elementwise", "rope_and_store_kv", "sample_ops"}
+COMPILED = KERNELS | {"fused_step"}
+TRITON = KERNELS | {"row_ops", "resolve"}
 
 
 def own(device: Device, dtype: torch.dtype, *, is_deterministic: bool = False) -> set[str]:
-    """The names of those that are not torch's."""
+    """The names of the operators that are not torch's."""
     ops = device.ops(dtype, is_deterministic=is_deterministic)
     names = [field.name for field in dataclasses.fields(ops)]
     return {name for name in names if getattr(ops, name) is not getattr(TORCH_OPS, name)}

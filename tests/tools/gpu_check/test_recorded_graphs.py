@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aserve.gpu.device.cpu.device import CpuDevice
-from tools.gpu_check.recorded_graphs import record
+from tools.gpu_check.recorded_graphs import RecordingCpu, record
 
 
 def no_cut(values: Tensor) -> None:
@@ -25,7 +24,7 @@ def test_a_replay_reads_and_writes_the_tensors_of_the_capture() -> None:
         rows += 1
         return torch.stack((rows, table[1:]))
 
-    captured = CpuDevice().capture(body)
+    captured = RecordingCpu().capture(body)
     words.copy_(torch.tensor([4, 3, 1]))
     assert captured.replay(no_cut).tolist() == [[3, 1], [10, 40]]
     assert table.tolist() == [30, 10, 40]
@@ -33,14 +32,14 @@ def test_a_replay_reads_and_writes_the_tensors_of_the_capture() -> None:
 
 def test_what_a_body_reads_of_the_host_is_that_of_the_capture() -> None:
     host = {"iteration": 1}
-    captured = CpuDevice().capture(lambda graph_break: torch.zeros(1) + host["iteration"])
+    captured = RecordingCpu().capture(lambda graph_break: torch.zeros(1) + host["iteration"])
     host["iteration"] = 2
     assert captured.replay(no_cut).tolist() == [1.0]
 
 
 def test_the_next_replay_overwrites_the_result() -> None:
     word = torch.tensor([1])
-    captured = CpuDevice().capture(lambda graph_break: word * 2)
+    captured = RecordingCpu().capture(lambda graph_break: word * 2)
     first = captured.replay(no_cut)
     word.fill_(7)
     captured.replay(no_cut)
@@ -87,4 +86,4 @@ def test_a_body_that_asks_for_a_value_cannot_be_captured(ask: Callable[[Tensor],
         return x
 
     with pytest.raises(RuntimeError, match="cannot be captured"):
-        CpuDevice().capture(body)
+        RecordingCpu().capture(body)

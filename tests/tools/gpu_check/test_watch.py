@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.device.base import GraphBreak
-from aserve.gpu.device.cpu.device import CpuDevice
 from tools.gpu_check import watch as watching
+from tools.gpu_check.recorded_graphs import RecordingCpu
 from tools.gpu_check.watch import watched
 
 WORDS = torch.arange(4, dtype=torch.int32)
@@ -27,7 +27,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gap_is_from_the_last_result_of_a_step_to_the_values_of_the_next(clock: None) -> None:
-    device, watch = watched(CpuDevice())
+    device, watch = watched(RecordingCpu())
     host = device.host_buffer(4)
     device.stage(WORDS)  # begins at 0 ms
     device.copy_out(WORDS, host)  # lengths, published early: 1 ms
@@ -41,7 +41,7 @@ def test_a_gap_is_from_the_last_result_of_a_step_to_the_values_of_the_next(clock
 
 
 def test_the_captured_step_that_ran_last_can_be_replayed_alone() -> None:
-    device, watch = watched(CpuDevice())
+    device, watch = watched(RecordingCpu())
     total = torch.zeros(1)
 
     def add(number: float, _graph_break: GraphBreak) -> Tensor:
@@ -60,7 +60,7 @@ def test_the_captured_step_that_ran_last_can_be_replayed_alone() -> None:
 
 
 def test_a_watched_device_is_the_same_device_otherwise() -> None:
-    cpu = CpuDevice()
+    cpu = RecordingCpu()
     device, _ = watched(cpu)
     assert device.about == cpu.about
     assert device.attention == cpu.attention
