@@ -49,7 +49,7 @@ class Findings:
     cpu_quota: float | None  # in CPUs
     instructions: tuple[str, ...]  # of torch.cpu.get_capabilities()
     bf16_products: str | None  # the instructions for products of bfloat16
-    has_wide_vectors: bool
+    has_avx512: bool
     free_memory_bytes: int
     memory_limit_bytes: int | None
     has_cuda_driver: bool
@@ -75,7 +75,7 @@ def examine() -> Findings:
         cpu_quota=cpu_quota(),
         instructions=tuple(name for name, value in capabilities.items() if value is True),
         bf16_products=isa.bf16_products,
-        has_wide_vectors=isa.has_wide_vectors,
+        has_avx512=isa.has_avx512,
         free_memory_bytes=available_memory_bytes(),
         memory_limit_bytes=memory_limit_bytes(),
         has_cuda_driver=may_have_cuda("auto"),

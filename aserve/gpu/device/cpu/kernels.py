@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aserve.gpu.device.cpu.weights import DOTS, CpuIsa, has_tiles, read_isa
+from aserve.gpu.device.cpu.weights import AVX512_BF16, CpuIsa, has_tiles, read_isa
 from aserve.gpu.weights.format import dtype_name
 from aserve.host.limits import usable_cpus
 from aserve.progress import shown_progress
@@ -42,7 +42,7 @@ def kernels_of(dtype: torch.dtype, isa: CpuIsa, *, num_threads: int) -> list[Ker
         names += ["decoder_forward", "packed_linear"]
     variants = _variants(names, dtype) + _variants(["draw"], torch.float32)
     parallel = ["paged_attention"]
-    if dtype == torch.bfloat16 and isa.bf16_products == DOTS:
+    if dtype == torch.bfloat16 and isa.bf16_products == AVX512_BF16:
         parallel.append("chunk_attention")
     return variants + _variants(parallel, dtype, num_threads=min(num_threads, 2))
 

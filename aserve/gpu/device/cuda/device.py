@@ -105,7 +105,7 @@ class CudaDevice:
                 "leave it out, or give --device cpu",
                 param="quantization",
             )
-        format_ = self._unquantized_form(request)
+        format_ = self._unquantized_format(request)
         if not request.is_deterministic:
             return format_
         if format_.dtype.itemsize > 4:
@@ -118,7 +118,7 @@ class CudaDevice:
 
         return replace(format_, prepare=prepare_invariant, about=f"{format_.about}, in fixed tiles")
 
-    def _unquantized_form(self, request: WeightRequest) -> WeightFormat:
+    def _unquantized_format(self, request: WeightRequest) -> WeightFormat:
         if request.given is not None:
             return WeightFormat(request.given, prepare, dtype_name(request.given))
         stored = DTYPES.get(request.stored or "")

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from aserve.gpu.device.cpu.kernels import all_kernels, compile_kernels_of, kernels_of
-from aserve.gpu.device.cpu.weights import AMX, DOTS, CpuIsa
+from aserve.gpu.device.cpu.weights import AMX, AVX512_BF16, CpuIsa
 from aserve.tiny import MODEL_DIR
 from aserve_kernels.cpu import build
 
 AVX512 = CpuIsa(
-    bf16_products=DOTS, has_onednn=True, has_fbgemm=True, has_numba=True, has_wide_vectors=True
+    bf16_products=AVX512_BF16, has_onednn=True, has_fbgemm=True, has_numba=True, has_avx512=True
 )
-AVX2 = replace(AVX512, bf16_products=None, has_wide_vectors=False)
+AVX2 = replace(AVX512, bf16_products=None, has_avx512=False)
 
 # Numba's functions that were compiled for calls know their signatures, also when they were loaded.
 PROGRAM = """
