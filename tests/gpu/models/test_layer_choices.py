@@ -27,7 +27,7 @@ from aserve.gpu.step.future_map import FutureMap
 from aserve.gpu.step.resolve import DeviceState
 from aserve.gpu.weights.dummy import DummyWeights
 from aserve.gpu.weights.inventory import Inventory
-from aserve.gpu.weights.source import LoadProgress, Target, WeightSource
+from aserve.gpu.weights.source import HOST, LoadProgress, Target, WeightSource
 from aserve.messages.executor import GroupSpec
 from tests.gpu.weights.checkpoints import CONFIG
 from tests.parity.dense_attend import DenseAttend
@@ -76,9 +76,7 @@ def spec_of(mixers: tuple[MakeMixer, ...] = (), mlps: tuple[MakeMlp, ...] = ()) 
     return msgspec.structs.replace(llama(config), mixers=mixers, mlps=mlps)
 
 
-def build(spec: DecoderSpec) -> Decoder:
-    ops = CpuDevice().ops(torch.float32, is_deterministic=False)
-    target = Target(prepare=prepare_tiled, elementwise=ops.elementwise)
+def build(spec: DecoderSpec, target: Target = HOST) -> Decoder:
     progress = LoadProgress(0, dtype=torch.float32)
     weights = DummyWeights(target, dtype=torch.float32, progress=progress)
     return Decoder(spec, weights, max_model_len=16)
@@ -121,13 +119,16 @@ def test_only_layers_that_keep_kv_have_a_place_in_the_cache() -> None:
     assert sum(group.num_pages for group in executor.spec.groups) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mixers", "mlps"), [((Attention, ScaleMixer), ()), ((), (TopOneExperts, gated_mlp))]
 )
 def test_a_fused_step_leaves_other_layers_to_the_decoder(
     mixers: tuple[MakeMixer, ...], mlps: tuple[MakeMlp, ...]
 ) -> None:
-    plain, mixed = build(spec_of()), build(spec_of(mixers=mixers, mlps=mlps))
+    ops = CpuDevice().ops(torch.float32, is_deterministic=False)
+    tiled = Target(prepare=prepare_tiled, elementwise=ops.elementwise)
+    plain, mixed = build(spec_of(), tiled), build(spec_of(mixers=mixers, mlps=mlps), tiled)
     assert make_compiled_forward(plain, state_of(plain)) is not None
     assert make_compiled_forward(mixed, state_of(mixed)) is None
 
