@@ -1,4 +1,6 @@
-"""Gateway and outlet: every request's chunks reach its reader, once, in order, and then it ends."""
+"""Gateway and request stream: every request's chunks reach its reader, once, in order, and then it
+ends.
+"""
 
 from __future__ import annotations
 

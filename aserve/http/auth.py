@@ -1,7 +1,7 @@
-"""API keys: who may use a route, and who it is that asks.
+"""Checks API keys and identifies the caller.
 
-Must not know what a route does. It decides on the matched route, never on the URL's text, and
-whatever is not named as public needs a key, unknown routes as well.
+It decides on the matched route, never on the URL's text. Every route needs a key unless it is named
+as public, and so do unknown routes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""A request's JSON body as a typed record, or a 400 that names the field or the byte.
+"""Parses a JSON request body into a typed record, or answers 400 with the wrong field or byte.
 
-Must not know what the fields mean. Fields that the record doesn't have are read over, and named for
-the answer's headers.
+Unknown fields are ignored, and named in a header of the answer.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""One client's connection below HTTP: deadlines, the bound of connections, and protocol errors.
+"""A client's connection below HTTP: deadlines, the limit of connections, and protocol errors.
 
-aiohttp parses and answers requests. This class adds what a server that faces strangers needs: a
-connection must send the head of its first request in time, and of each later one within the same
-time from its first byte; idle connections are closed; what is no HTTP is answered in JSON, without
-the client's bytes; and websocket frames must be masked. All state is written on the loop.
+aiohttp parses and answers requests. This class adds what a public server needs: the head of the
+first request must arrive in time, and that of each later one within the same time from its first
+byte; idle connections are closed; bytes that are no HTTP are answered in JSON, without repeating
+them; and websocket frames must be masked. All state is written on the loop.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Writing to a client that may not read: each write has a deadline, after which the connection is
-gone.
-
-Must not know what is written.
-"""
+"""Writes to clients with a deadline: a connection that does not read in time is closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes sure that the process may open as many files as it has connections."""
+"""Raises the limit of open files, so that the process can hold its maximum of connections."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ OTHER_FILES = 192  # the model's, the loop's, pipes to workers
 
 
 def descriptors_for(max_connections: int) -> int:
-    """Raises the soft limit on open files, as far as the hard one allows; how many connections fit.
+    """Raises the soft limit as far as the hard one allows, and returns how many connections fit.
 
-    WHY: a process that runs out of descriptors can accept nobody, and tell nobody so.
+    WHY: a process without free descriptors can accept no connection, not even to refuse it.
     """
     wanted = max_connections + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,6 +1,7 @@
-"""A request whose answer has begun: its status line is out, so a failure must go the answer's way.
+"""Converts errors to OpenAI's error bodies, also for a request whose answer has begun.
 
-Must not know what the answer looks like. Set by the handler that began it, read by the border.
+Once the status line is sent, a failure must be reported within the answer. The handler that begins
+the answer registers how, and the border middleware calls it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Which names this server answers to, and which pages may open a websocket to it.
+"""Checks the Host of requests and the Origin of websockets.
 
 A browser sends the name in the address as `Host`, and the page's own address as `Origin`. Without
-these checks any page could reach a server on its reader's own machine: it has its own name resolve
-to 127.0.0.1 (DNS rebinding), and a browser asks no server before it opens a websocket.
+these checks any page could reach a server on its reader's own machine: its name can resolve to
+127.0.0.1 (DNS rebinding), and a browser opens websockets to any server without asking it.
 """
 
 from __future__ import annotations

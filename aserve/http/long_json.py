@@ -1,7 +1,7 @@
-"""JSON that may be long, as pieces: no turn of the loop encodes or copies much of it.
+"""Encodes long JSON in pieces, so that no iteration of the loop encodes or copies much of it.
 
-Must not know what it says. A record's long parts are fields of type `JsonList` or `JsonEach`; the
-encoder leaves a mark where each of them stands, and `pieces_of` puts their pieces there.
+The long parts of a record are fields of type `JsonList` or `JsonEach`. The encoder writes a marker
+in the place of each, and `pieces_of` inserts their pieces there.
 """
 
 from __future__ import annotations

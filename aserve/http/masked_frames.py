@@ -1,6 +1,6 @@
-"""Sees to it that a client masks its websocket frames, as RFC 6455 5.1 asks; aiohttp does not.
+"""Checks that clients mask their websocket frames (RFC 6455, 5.1), which aiohttp does not.
 
-Masking keeps a page from writing bytes of its choice to a proxy that takes them for HTTP. Upon a
+Masking keeps a page from writing bytes of its choice to a proxy that takes them for HTTP. After a
 frame without a mask the server must close with status 1002.
 """
 

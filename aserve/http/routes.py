@@ -1,6 +1,6 @@
-"""GET /health and /metrics: what probes and monitors read, in constant time.
+"""GET /health and /metrics, which answer probes and monitors in constant time.
 
-Must not know the engine: the phase is what the supervisor says, never guessed from tokens.
+The reported phase is the supervisor's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The HTTP server: the port, and the border that every request and its error pass.
+"""The HTTP server: it opens the port, routes requests, and turns errors into answers.
 
-Must not know tokens or the scheduler; a request enters the engine through the gateway alone. The
-server's phase is read here and written by app.py.
+Requests enter the engine through the gateway alone. The server's phase is written by frontend.py
+and only read here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Server-sent events: what is written to one streaming client.
+"""Writes server-sent events to a streaming client.
 
-Must not know what the events say. The caller joins what is ready, and it goes out in blocks. Every
-write waits until the client has read enough of those before it, and no longer than the deadline.
+The caller passes all events that are ready, and they go out in blocks. Every write waits, within
+the deadline, until the client has read enough of the earlier ones.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Where a request comes from: its id, and what the calls that it makes begin with.
+"""The server's state that handlers share, and the origin of each request: its id and its caller.
 
-Must not know what is asked. The id is written by the border alone.
+The border middleware alone writes the id.
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ RETRY_AFTER_S = 5.0
 
 @dataclass(slots=True)
 class ServerState:
-    """`reason` says in a few words why it is not ready; what is said of the model is known once it
-    is.
-    """
+    """The server's phase, with the `reason` why it is not ready, and facts of the loaded model."""
 
     phase: ServerPhase = "starting"
     reason: str = "loading the model"
@@ -59,7 +57,7 @@ class ServerState:
     engine_age_s: Callable[[], float] = lambda: 0.0  # since it was last heard of
 
     def refusal(self) -> AserveError | None:
-        """Why no new request may enter."""
+        """Returns the error for new requests, or None if the server accepts them."""
         match self.phase:
             case "ready":
                 return None
@@ -80,7 +78,7 @@ class ServerState:
 
 @dataclass(frozen=True, slots=True)
 class HttpContext:
-    """`model_names` are what clients may give as `model`; answers carry the first."""
+    """What all handlers share. Clients may give any of `model_names`; answers carry the first."""
 
     gateway: Gateway
     state: ServerState

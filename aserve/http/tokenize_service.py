@@ -1,7 +1,6 @@
-"""Where routes ask about text alone, prompts to ids and ids to text: a thread answers.
+"""Answers /tokenize and /detokenize in a thread, without a request to the engine.
 
-Must not know routes or the engine: such a question never becomes a request. How many wait is
-written here alone. app.py opens it when a model is loaded.
+The number of waiting calls is bounded. frontend.py opens the service when a model is loaded.
 """
 
 from __future__ import annotations

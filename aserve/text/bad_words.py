@@ -1,7 +1,4 @@
-"""Words that must not be said, as the token sequences that would say them.
-
-Must not know requests or how a sequence is kept from being sampled.
-"""
+"""Converts bad words to the token sequences that must not be sampled."""
 
 from __future__ import annotations
 

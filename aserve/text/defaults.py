@@ -1,6 +1,6 @@
-"""What a request that doesn't say gets: the sampling that a model's makers recommend.
+"""Reads the default sampling parameters from a model's generation_config.json.
 
-Must not know requests. `do_sample` is not heard, as in vLLM: temperature 0 is how greedy is said.
+As in vLLM, `do_sample` is ignored: greedy sampling is temperature 0.
 """
 
 from __future__ import annotations

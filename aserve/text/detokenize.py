@@ -1,8 +1,7 @@
-"""Tokens to text, one at a time: what comes out never depends on where the stream was cut.
+"""Incremental detokenization: the text does not depend on how the tokens were batched.
 
-Must not know stop strings, requests or a vocabulary. Each stream's state is written by its own
-`feed` and `finish`. A character that spans tokens comes with its last token, so U+FFFD stands only
-for bytes that are truly not UTF-8.
+Each stream's state is written by its own `feed` and `finish`. A character that spans tokens comes
+with its last token, so U+FFFD stands only for bytes that are not UTF-8.
 """
 
 from __future__ import annotations

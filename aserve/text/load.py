@@ -1,6 +1,6 @@
-"""The text side of a model directory: tokenizer, ids that end an answer, template, defaults.
+"""Loads the text side of a model directory: tokenizer, end tokens, chat template and defaults.
 
-Must not know requests. Reads files, so it runs before the loop is busy, or in a thread.
+It reads files, so it runs in a thread or before the loop is busy.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Log-probabilities of the device as the records that clients read, with the tokens spelled.
-
-Must not know requests or whose tokens they are.
-"""
+"""Converts the device's log-probabilities to the records that clients read, with token texts."""
 
 from __future__ import annotations
 

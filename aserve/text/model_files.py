@@ -1,7 +1,4 @@
-"""One JSON object of a model directory.
-
-Must not know which. Errors name the file.
-"""
+"""Reads a JSON object from a model directory. Errors name the file."""
 
 from __future__ import annotations
 

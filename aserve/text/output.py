@@ -1,7 +1,6 @@
-"""One sequence's output: tokens in; text, token ids and logprobs out, all cut at the same token.
+"""The output of one sequence: from tokens to text, ids and logprobs, cut at the same token.
 
-Must not know requests, children or messages beyond a token's logprobs. State is written by `feed`
-and `finish`, and what was released by `take`.
+`feed` and `finish` write its state, and `take` that of the released output.
 """
 
 from __future__ import annotations

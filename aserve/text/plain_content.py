@@ -1,13 +1,12 @@
-"""Special tokens in what a client says are text: a message cannot open another role's turn.
-
-Must not know HTTP or how templates are rendered.
+"""Keeps special tokens in a client's content plain text, so that no message opens another role's
+turn.
 
 A chat template renders to one text, in which its own special tokens must be found and a client's
 must not. So every special token's text in the client's values is broken by a mark, a private-use
-character that occurs in none of them. The rendered text is cut at the marks and the pieces are
+character that occurs in none of them. The rendered text is split at the marks and the pieces are
 encoded one by one: no piece has a whole special token that the template did not write. A prompt
-without marks is encoded as it always was, in one piece, so ordinary prompts have the ids that
-transformers gives them.
+without marks is encoded in one piece, so ordinary prompts have the ids that transformers gives
+them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A request's prompt to ids, and the checks that need them: what comes out can be scheduled.
+"""Encodes a request's prompt to ids and checks it, so that the result can be scheduled.
 
-Must not know channels, threads or HTTP; pure but for the tokenizer's cache.
+It is pure, apart from the tokenizer's cache.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""A prompt on its way back to its client: its text where it is echoed, its tokens where they are
-scored.
+"""Returns a prompt to its client: its text for `echo`, and its tokens with their scores.
 
-Must not know children or messages' order. Written by `feed`, which gets each score once, in order.
+`feed` writes its state and gets each score once, in order.
 """
 
 from __future__ import annotations

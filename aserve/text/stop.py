@@ -1,7 +1,7 @@
-"""Stop strings: where the first one ends, and how much text could still become one.
+"""Finds stop strings: where the first one ends, and how much text could still become one.
 
-Must not know tokens. The matcher's state is written by `feed` alone, a character at a time, so that
-the result does not depend on how the text was cut.
+`feed` alone writes the matcher's state, one character at a time, so that the result does not depend
+on how the text was split.
 """
 
 from __future__ import annotations

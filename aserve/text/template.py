@@ -1,8 +1,8 @@
-"""A model's chat template: messages to one prompt text, in a sandbox and of bounded size.
+"""Renders a model's chat template to a prompt text, in a sandbox and with bounded size.
 
-Must not know HTTP or token ids. Templates come with checkpoints and are written for transformers,
-so the environment has transformers' functions, filters and whitespace rules; they are programs of
-strangers, so it has nothing else.
+Templates come with checkpoints and are written for transformers, so the environment has
+transformers' functions, filters and whitespace rules. They are untrusted programs, so it has
+nothing else.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""How few tokens a text can have, from its bytes alone: what cannot fit is refused unencoded.
+"""A lower bound of a text's token count from its bytes, to refuse long texts without encoding them.
 
-Must not know requests. A token stands for a bounded number of bytes, so a text of more bytes than
-`max_model_len` such tokens is too long, whatever it says. Encoding it first would take seconds and
-gigabytes.
+A token stands for a bounded number of bytes, so a text with more bytes than `max_model_len` such
+tokens is too long. Encoding it first would take seconds and gigabytes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A tokenizer for models that have none: token 17 is written " 17".
+"""Tokenizers: that of a model's tokenizer.json, and one for models without: token 17 is " 17".
 
-Must not know a model directory. Whatever comes out can be sent in again, and gives the same ids.
+The text of the latter encodes to the same ids again.
 """
 
 from __future__ import annotations

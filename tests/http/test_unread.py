@@ -34,7 +34,7 @@ SOON_S = 0.2
 
 @dataclass
 class Watch:
-    """What was seen of all outlets and connections."""
+    """The recorded sizes of all request streams and connections."""
 
     most_unread: int = 0
     closed: asyncio.Event = field(default_factory=asyncio.Event)

@@ -133,12 +133,12 @@ async def test_the_latest_response_is_continued_though_it_is_not_stored(
     assert forgotten["error"]["param"] == "previous_response_id"
 
 
-async def test_one_lane_waits_for_its_turn_and_another_does_not(
+async def test_one_stream_waits_for_its_turn_and_another_does_not(
     echo: EchoEngine, socket: Socket
 ) -> None:
     echo.scheduler.is_paused = True
-    for lane, text in (("left", "1"), ("left", "2"), ("right", "3")):
-        await socket.send_json(CREATE | {"input": text, "stream_id": lane})
+    for stream, text in (("left", "1"), ("left", "2"), ("right", "3")):
+        await socket.send_json(CREATE | {"input": text, "stream_id": stream})
     await num_admitted(echo, 2)
     assert prompts(echo) == ["u:1;", "u:3;"]
     echo.scheduler.is_paused = False
@@ -247,7 +247,7 @@ def test_whatever_is_sent_gets_one_end_each(messages: list[Any]) -> None:
     asyncio.run(scenario())
 
 
-async def test_an_error_says_in_which_lane_it_happened(socket: Socket) -> None:
+async def test_an_error_says_in_which_stream_it_happened(socket: Socket) -> None:
     error = await ask(socket, stream_id="left", input=[])
     assert (error["type"], error["stream_id"]) == ("error", "left")
 
@@ -344,8 +344,8 @@ async def test_a_socket_that_goes_cancels_what_it_had_running(
 ) -> None:
     echo.scheduler.is_paused = True
     socket = await web.ws_connect("/v1/responses")
-    for lane in ("left", "left", "right"):
-        await socket.send_json(CREATE | {"stream_id": lane})
+    for stream in ("left", "left", "right"):
+        await socket.send_json(CREATE | {"stream_id": stream})
     await num_admitted(echo, 2)
     echo.scheduler.step()
     await event_of(socket)
@@ -390,8 +390,8 @@ async def test_a_server_that_drains_ends_what_runs_refuses_what_waits_and_goes_a
     echo: EchoEngine, socket: Socket
 ) -> None:
     echo.scheduler.is_paused = True
-    for lane in ("left", "right", "right"):
-        await socket.send_json(CREATE | {"stream_id": lane})
+    for stream in ("left", "right", "right"):
+        await socket.send_json(CREATE | {"stream_id": stream})
     await num_admitted(echo, 2)
     echo.scheduler.step()
     await event_of(socket)

@@ -1,7 +1,7 @@
-"""How large an answer may become: its log-probabilities, counted before any work is done.
+"""Bounds the size of an answer by its number of log-probabilities, before any work is done.
 
-Must not know how answers are written. The counts are upper bounds, because texts are not yet
-encoded: a text has at most as many tokens as bytes, and no prompt is longer than the context.
+The counts are upper bounds, because texts are not encoded yet: a text has at most as many tokens as
+bytes, and no prompt is longer than the context.
 """
 
 from __future__ import annotations

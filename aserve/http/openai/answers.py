@@ -1,7 +1,4 @@
-"""The records of answers that endpoints share: usage, logprobs, what a choice has gathered so far.
-
-Must not know which endpoint renders them.
-"""
+"""The records that the answers of several endpoints share: usage, logprobs and gathered choices."""
 
 from __future__ import annotations
 

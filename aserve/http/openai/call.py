@@ -1,6 +1,6 @@
-"""One call of a client: what it asks of the engine, and what its answer must look like.
+"""A client's call: the requests that it makes of the engine, and the options of its answer.
 
-Must not know how answers are written. Built once from a validated body, never changed.
+It is built once from a validated body and never changed.
 """
 
 from __future__ import annotations

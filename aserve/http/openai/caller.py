@@ -1,7 +1,4 @@
-"""Who makes a call, and what it may ask for beyond what any body may say.
-
-Must not know keys, addresses or how a caller was recognised. Built by origin.py, never changed.
-"""
+"""The caller of a request and its rights. auth.py builds it, and it is never changed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""POST /v1/chat/completions: messages in, an assistant's message out.
-
-Must not know the engine or the chat template; it checks a body, makes a call, renders the answer.
-"""
+"""POST /v1/chat/completions: checks the body, makes a call and renders the assistant's message."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Checks of single fields that refuse and do nothing else.
-
-Must not know what the fields do.
-"""
+"""Checks of single fields, which raise an error or do nothing."""
 
 from __future__ import annotations
 

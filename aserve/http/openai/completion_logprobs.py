@@ -1,7 +1,4 @@
-"""Log-probabilities as /v1/completions shows them: parallel lists, one entry per token.
-
-Must not know how a choice comes about.
-"""
+"""Renders log-probabilities for /v1/completions: parallel lists with one entry per token."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""POST /v1/completions: text or token ids in, text out.
-
-Must not know the engine; it checks a body, makes a call and renders the answer.
-"""
+"""POST /v1/completions: checks the body, makes a call and renders the text."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A chat body's messages and tools as the prompt that the template will render.
+"""Converts the messages and tools of a chat body to the prompt that the template renders.
 
-Must not know the template or the model: content becomes plain text, the rest stays as it came.
+Content becomes plain text; other fields are passed on unchanged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""POST /v1/embeddings: texts or token ids in, one vector of length 1 for each out.
-
-Must not know the engine or how a vector is made.
-"""
+"""POST /v1/embeddings: returns one vector of length 1 for each text or list of token ids."""
 
 from __future__ import annotations
 
@@ -49,7 +46,7 @@ class EmbeddingAnswer(msgspec.Struct):
 async def embeddings(
     request: web.Request, context: HttpContext, body: EmbeddingBody
 ) -> web.StreamResponse:
-    """A client that goes away cancels this handler, and with it the outlet."""
+    """Answers the call. A client that disconnects cancels this handler, and so its requests."""
     requests = embedding_requests(body, origin_of(request, context))
     refusal = context.state.refusal()
     if refusal is not None:

@@ -1,7 +1,7 @@
-"""The choices of answers that are not streamed, from their chunks as they come.
+"""Gathers the choices of an answer that is not streamed from its chunks.
 
-Must not know which endpoint writes them. Their logprobs are kept as JSON, which is encoded in small
-parts and takes a fraction of the records' memory.
+Logprobs are kept as JSON, which is encoded in small parts and takes a fraction of the memory of
+records.
 """
 
 from __future__ import annotations

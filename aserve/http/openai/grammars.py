@@ -1,7 +1,4 @@
-"""What a client asks of the form of its output, as one `Grammar` or none.
-
-Must not know how a grammar is compiled: whether a schema makes sense is found out by the engine.
-"""
+"""Converts a body's response format to one `Grammar` or none. The engine compiles it later."""
 
 from __future__ import annotations
 

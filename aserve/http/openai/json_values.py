@@ -1,7 +1,7 @@
-"""JSON of a client that nobody here reads and the chat template will see: checked once, on entry.
+"""Checks JSON values that only the chat template will read.
 
-Must not know which fields there are. What passes can be encoded, decoded and rendered without an
-exception: its numbers, strings and depth are those that every JSON library takes.
+A value that passes can be encoded, decoded and rendered without an exception: its numbers, strings
+and depth are within the limits of every JSON library.
 """
 
 from __future__ import annotations

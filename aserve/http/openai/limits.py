@@ -1,7 +1,4 @@
-"""How large or small each number and list of a body may be; each limit is declared once.
-
-Must not know what the engine does with them.
-"""
+"""The ranges of the numbers and lists of a body; each is declared once."""
 
 from __future__ import annotations
 

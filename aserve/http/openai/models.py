@@ -1,7 +1,4 @@
-"""GET /v1/models and /v1/models/{name}: what is served, under every name that clients may use.
-
-Must not know the engine.
-"""
+"""GET /v1/models and /v1/models/{name}: the served model under each of its names."""
 
 from __future__ import annotations
 

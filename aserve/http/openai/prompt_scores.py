@@ -1,7 +1,4 @@
-"""`prompt_logprobs`: how likely each token of a prompt was, in the shape that vLLM gave it.
-
-Must not know endpoints: both have it.
-"""
+"""Renders `prompt_logprobs` in vLLM's format: the log-probability of each prompt token."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""From a call to its answer, streamed or whole: the only reader of a call's outlet.
+"""Answers a call, streamed or whole. It is the only reader of the call's RequestStream.
 
-Must not know what the JSON looks like (a Dialect does) or how requests were checked.
+A Dialect renders the JSON of an endpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from aserve.request_stream import RequestStream
 async def respond(
     request: web.Request, context: HttpContext, dialect: Dialect[GathererT]
 ) -> web.StreamResponse:
-    """A client that goes away cancels this handler, and with it the outlet, streaming or not."""
+    """Answers the call. A client that disconnects cancels this handler, and so its requests."""
     refusal = context.state.refusal()
     if refusal is not None:
         raise refusal
@@ -41,9 +41,9 @@ async def respond(
 async def _stream(
     writer: SseWriter, request_stream: RequestStream, dialect: Dialect[GathererT], *, idle_s: float
 ) -> web.StreamResponse:
-    """The status line waits for the first chunk, so that a refusal still has a status of its own.
-
-    One write takes all that is ready. While nothing is, a comment keeps the connection open.
+    """Streams the answer. The status line waits for the first chunk, so that a refusal has its own
+    status. One write sends all events that are ready; while none is, a comment keeps the connection
+    open.
     """
     tally = Tally()
     opened: set[int] = set()

@@ -1,7 +1,4 @@
-"""What a client may give as a prompt: one text, texts, one list of ids, or lists of ids.
-
-Must not know which endpoint's field it is.
-"""
+"""The forms of a prompt in a body: a text, several texts, a list of ids, or lists of ids."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""POST /tokenize and /detokenize, named as vLLM does: a prompt's ids, and the text of ids.
+"""POST /tokenize and /detokenize, with vLLM's names: the ids of a prompt, and the text of ids.
 
-Must not know threads: both are questions to the text desk. What comes out for a prompt is what the
-engine would be given.
+The ids are those that the engine would get for the same prompt.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What clients send to /v1/responses, field by field, as OpenAI names it.
+"""The body of POST /v1/responses, with OpenAI's field names.
 
-Must not know sampling or prompts. Sampling's extensions are those of the other endpoints.
+The extensions for sampling are those of the other endpoints.
 """
 
 from __future__ import annotations

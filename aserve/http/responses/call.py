@@ -1,6 +1,6 @@
-"""From a body to the call that it makes of the engine, and the response that it begins.
+"""Converts a body to the call to the engine and the response that it begins.
 
-Must not know how the response is answered. Built once from a validated body, never changed.
+It is built once from a validated body and never changed.
 """
 
 from __future__ import annotations

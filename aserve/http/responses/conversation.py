@@ -1,6 +1,6 @@
-"""The messages of a conversation: what a body's input says, what the template and clients see.
+"""The messages of a conversation: from the body's input, for the template and for clients.
 
-Must not know responses that came before; who calls puts their messages in front.
+The caller prepends the messages of earlier responses.
 """
 
 from __future__ import annotations

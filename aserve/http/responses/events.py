@@ -1,6 +1,6 @@
-"""The events of one response, from its chunks: the same for SSE, websocket and unstreamed answer.
+"""Makes the events of one response from its chunks, for SSE, websocket and unstreamed answers.
 
-Must not know who reads them, nor the clock. Written to by the one that reads the response's outlet.
+The reader of the response's RequestStream writes to it.
 """
 
 from __future__ import annotations

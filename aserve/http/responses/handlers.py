@@ -1,7 +1,4 @@
-"""/v1/responses over HTTP: create, read, delete, cancel, and what one was asked with.
-
-Must not know the engine, nor how events come about: it parses, asks `Responses`, and writes.
-"""
+"""/v1/responses over HTTP: create, read, delete and cancel a response, and list its input."""
 
 from __future__ import annotations
 

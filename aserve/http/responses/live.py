@@ -1,7 +1,6 @@
-"""The responses that run, and by their ids those that have ended.
+"""Running responses, and the ended ones that are stored.
 
-Must not know HTTP's verbs or frames. What runs is written by `Responses`; a response's events are
-read by the one that asked for it.
+`Responses` writes which ones run; the client that asked for a response reads its events.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from aserve.request_stream import RequestStream
 
 
 class LiveResponse:
-    """One response from its first event to its last."""
+    """A running response, from its first event to its last."""
 
     def __init__(
         self,
@@ -38,7 +37,7 @@ class LiveResponse:
     ) -> None:
         self.error: ErrorInfo | None = None  # why it failed
         self._asked = asked
-        self._outlet = request_stream
+        self._request_stream = request_stream
         self._on_end = on_end
         self._maker = EventMaker(asked.heading, stream_id=stream_id)
         self._cancellation: list[Event] = []
@@ -56,12 +55,14 @@ class LiveResponse:
         return StoredResponse(self.response, self._asked.messages, self._asked.owner)
 
     def close_when_unread(self, close: Callable[[], None]) -> None:
-        """`close` is called if the client reads so little that the request was cancelled."""
-        self._outlet.bound_unread(close)
+        """Calls `close` when the request is cancelled because the client has not read enough."""
+        self._request_stream.bound_unread(close)
 
     async def events(self, *, idle_s: float | None = None) -> AsyncIterator[list[Event]]:
-        """All that are ready; none after idle_s of silence. RequestFailed if it never began."""
-        async for batch in self._outlet.batches(idle_s=idle_s):
+        """Yields the events that are ready, or none after idle_s. Raises RequestFailed before the
+        first.
+        """
+        async for batch in self._request_stream.batches(idle_s=idle_s):
             chunks = [_in_our_words(chunk) for chunk in batch]
             self.error = next((chunk.error for chunk in chunks if chunk.error is not None), None)
             if self.error is not None and not self._maker.is_open:
@@ -76,7 +77,7 @@ class LiveResponse:
             yield self._cancellation
 
     def fail(self, info: ErrorInfo) -> list[Event]:
-        """The server cannot go on with it."""
+        """Ends the response with an error and returns its last events."""
         if self.is_done:
             return []
         events = self._maker.fail(info)
@@ -84,13 +85,15 @@ class LiveResponse:
         return events
 
     def cancel(self) -> None:
-        """Its reader gets the last events; output that it hasn't read falls away."""
+        """Cancels it. Its reader gets the last events, and unread output is dropped."""
         self._cancellation = self._maker.cancel()
         self._note_end()
-        self._outlet.cancel()
+        self._request_stream.cancel()
 
     def _note_end(self) -> None:
-        """Before the client hears of it, which may ask for it at once."""
+        """Stores the response before its last event is sent, because the client may ask for it
+        then.
+        """
         if self.is_done:
             self._on_end(self.so_far)
 
@@ -108,7 +111,7 @@ class Responses:
     def running(
         self, asked: ResponseCall, *, stream_id: str | UnsetType = UNSET
     ) -> Iterator[LiveResponse]:
-        """A reader that leaves early cancels it, and nothing of it is kept."""
+        """Runs a response. A reader that leaves early cancels it, and it is not stored."""
         refusal = self._context.state.refusal()
         if refusal is not None:
             raise refusal
@@ -123,7 +126,7 @@ class Responses:
             request_stream.cancel()
 
     def conversation(self, key: ResponseKey) -> tuple[Message, ...]:
-        """What was said up to the end of that response."""
+        """Returns the messages up to the end of that response. Raises InvalidRequest if unknown."""
         stored = self._store.get(key)
         if stored is None:
             raise InvalidRequest(
@@ -134,7 +137,7 @@ class Responses:
         return stored.conversation
 
     def get(self, key: ResponseKey) -> StoredResponse:
-        """Also while it runs."""
+        """Returns a response, which may still run. Raises NotFound."""
         live = self._live.get(key)
         if live is not None and live.response.store:
             return live.so_far
@@ -148,7 +151,7 @@ class Responses:
             raise _not_found(key)
 
     def cancel(self, key: ResponseKey) -> ResponseObject:
-        """What has been cancelled stays so."""
+        """Cancels a running response; cancelling it again changes nothing."""
         live = self._live.get(key)
         if live is not None:
             live.cancel()
@@ -162,21 +165,21 @@ class Responses:
         return response
 
     def _ended(self, ended: StoredResponse) -> None:
-        """Its reader may have left already, and failed it from there."""
+        """Removes it from the running ones and stores it."""
         self._live.pop(ended.key, None)
         if ended.response.store:
             self._store.put(ended)
 
 
 def _in_our_words(chunk: OutputChunk) -> OutputChunk:
-    """The engine calls a conversation by the name that it has in chats."""
+    """Renames an error's field: the engine says `messages`, this endpoint `input`."""
     if chunk.error is None or chunk.error.param != "messages":
         return chunk
     return msgspec.structs.replace(chunk, error=msgspec.structs.replace(chunk.error, param="input"))
 
 
 def _not_found(key: ResponseKey) -> NotFound:
-    """The same for a response of another owner."""
+    """Makes the same error for an unknown response and for one of another owner."""
     return NotFound(
         f"Response with id '{key.response_id[:80]}' not found.", code="response_not_found"
     )

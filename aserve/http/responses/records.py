@@ -1,7 +1,4 @@
-"""What clients read: a response, its output and its usage, as OpenAI names them.
-
-Must not know how a response comes about.
-"""
+"""The records that clients read: a response, its output and its usage, with OpenAI's names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Responses that have ended, to be read and continued: in memory, the least recently used go first.
+"""Stores ended responses in memory, so that they can be read and continued, with LRU eviction.
 
-A response is found by its owner alone, so that its id is of no use to other
-clients. Bounded by count and bytes; written by `Responses` alone.
+A response is found only with its owner, so its id is useless to other clients. The store is bounded
+by count and bytes; `Responses` alone writes it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""GET /v1/responses upgraded: OpenAI's protocol for text over one websocket.
+"""GET /v1/responses with an upgrade: OpenAI's protocol for text over one websocket.
 
-A client sends `response.create` with the body of POST /v1/responses, and gets that route's events,
-each a text message. What it asks for under one `stream_id`, its lane, is answered in order, lanes
-side by side; without one there is one lane. Must not know how events come about. A socket's state
-is written by its own tasks, on the loop.
+A client sends `response.create` with the body of POST /v1/responses, and gets the events of that
+route, each as a text message. Requests with the same `stream_id` form a stream and are answered in
+order; streams run side by side. Requests without one share a stream. A socket's state is written by
+its own tasks, on the loop.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 async def connect(request: web.Request, context: HttpContext) -> web.StreamResponse:
-    """Every refusal that can be known before the upgrade is an ordinary answer with its status."""
+    """Serves a websocket. A refusal before the upgrade is an ordinary answer with its status."""
     request.app[HOSTS].check_origin(request)
     refusal = context.state.refusal()
     if refusal is not None:
@@ -64,12 +64,12 @@ async def connect(request: web.Request, context: HttpContext) -> web.StreamRespo
 
 
 async def close_sockets(app: web.Application) -> None:
-    """The server stops: what ran has been ended, and no client is left waiting."""
+    """Closes all websockets when the server stops; their responses have ended before."""
     await asyncio.gather(*(socket.go_away() for socket in app[SOCKETS]))
 
 
 class Envelope(msgspec.Struct):
-    """What an event has beside the body; `stream_id` is bounded, as every answer repeats it."""
+    """The fields of an event beside the body. `stream_id` is bounded: every answer repeats it."""
 
     type: str = ""
     stream_id: Annotated[str, msgspec.Meta(max_length=256)] | UnsetType = UNSET
@@ -84,14 +84,14 @@ class ErrorEvent(msgspec.Struct, kw_only=True):
 
 
 class Asked(NamedTuple):
-    """A message as it came; what is wrong with it is said when its turn has come."""
+    """A received message. Its error is sent in order, after the earlier answers of its stream."""
 
     data: bytes
     envelope: Envelope
     error: InvalidRequest | None = None
 
     @property
-    def lane(self) -> str | UnsetType:
+    def stream_id(self) -> str | UnsetType:
         return self.envelope.stream_id
 
 
@@ -110,13 +110,13 @@ class ResponseSocket:
             max_msg_size=self._max_size + 1,  # aiohttp refuses what is as large as this
             compress=False,
         )
-        self._lanes: dict[str | UnsetType, deque[Asked]] = {}  # where something runs or waits
+        self._streams: dict[str | UnsetType, deque[Asked]] = {}  # the streams with open requests
         self._num_asked = 0
         self._waiting_bytes = 0
         self._latest: StoredResponse | None = None
 
     async def serve(self) -> web.WebSocketResponse:
-        """Until one side closes; what runs then is cancelled."""
+        """Serves until one side closes, and then cancels the running responses."""
         await self._socket.prepare(self._request)
         self._request[STARTED] = StartedAnswer(self._socket, self._fail)
         sockets = self._request.app[SOCKETS]
@@ -150,16 +150,16 @@ class ResponseSocket:
                 size=len(message.data),
             )
             if not self._has_room(asked):
-                await self._tell(self._overflow(), asked.lane)
+                await self._tell(self._overflow(), asked.stream_id)
                 continue
             self._num_asked += 1
             self._waiting_bytes += len(asked.data)
-            lane = self._lanes.get(asked.lane)
-            if lane is not None:
-                lane.append(asked)
+            stream = self._streams.get(asked.stream_id)
+            if stream is not None:
+                stream.append(asked)
                 continue
-            self._lanes[asked.lane] = deque([asked])
-            task = group.create_task(self._answer_lane(asked.lane))
+            self._streams[asked.stream_id] = deque([asked])
+            task = group.create_task(self._answer_stream(asked.stream_id))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
 
@@ -173,19 +173,19 @@ class ResponseSocket:
             f"{self._max_size} bytes of those that wait. Wait for a response to end."
         ).info()
 
-    async def _answer_lane(self, stream_id: str | UnsetType) -> None:
-        """One after the other, until none waits."""
-        lane = self._lanes[stream_id]
-        while lane:
-            asked = lane.popleft()
+    async def _answer_stream(self, stream_id: str | UnsetType) -> None:
+        """Answers the requests of a stream one after the other, until none waits."""
+        stream = self._streams[stream_id]
+        while stream:
+            asked = stream.popleft()
             self._waiting_bytes -= len(asked.data)
             try:
                 await self._answer(asked)
             except (AserveError, RequestFailed) as error:
                 await self._tell(info_of(error), stream_id)
             self._num_asked -= 1
-        del self._lanes[stream_id]
-        if self._context.state.phase == "draining" and not self._lanes:
+        del self._streams[stream_id]
+        if self._context.state.phase == "draining" and not self._streams:
             await self.go_away()
 
     async def _answer(self, asked: Asked) -> None:
@@ -195,7 +195,7 @@ class ResponseSocket:
             replace(origin_of(self._request, self._context), request_id=uuid.uuid4().hex),
             self._conversation,
         )
-        with self._responses.running(call, stream_id=asked.lane) as live:
+        with self._responses.running(call, stream_id=asked.stream_id) as live:
             live.close_when_unread(closer_of(self._request))
             async for events in live.events():
                 if live.is_done:
@@ -215,8 +215,8 @@ class ResponseSocket:
         )
 
     async def _send(self, event: Event | ErrorEvent) -> None:
-        """Returns when the client has read so much that there is room for more; one that makes no
-        room for as long as a write may take loses its connection.
+        """Waits until the client has read enough that the event fits its send buffer. A client that
+        does not read within the write timeout loses its connection.
         """
         data = bytearray()
         for block in blocks_of(pieces_of(event)):
