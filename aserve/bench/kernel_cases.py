@@ -17,9 +17,9 @@ from aserve_kernels.bitmask import apply_bitmask
 from aserve_kernels.gated_mul import gated_mul
 from aserve_kernels.paged_decode import paged_decode
 from aserve_kernels.paged_rows import PagedRows, Scoring
-from aserve_kernels.paged_tiles import Cut
+from aserve_kernels.paged_tiles import KvSplits
 from aserve_kernels.penalties import penalise
-from aserve_kernels.prepare_inputs import Tables, Words, prepare_inputs
+from aserve_kernels.prepare_inputs import PackedInputs, Tables, prepare_inputs
 from aserve_kernels.relay_rows import gather_rows, scatter_rows
 from aserve_kernels.rms_norm import add_rms_norm, rms_norm
 from aserve_kernels.rope_and_store_kv import rope_and_store_kv
@@ -101,7 +101,7 @@ def make_paged_decode(sizes: Sizes, where: torch.device) -> Case:
     out, scoring = torch.empty_like(q), Scoring(scale=sizes.head_dim**-0.5)
 
     def attend() -> None:
-        paged_decode(q, kv[0], kv[1], paged, scoring, out=out, cut=Cut())
+        paged_decode(q, kv[0], kv[1], paged, scoring, out=out, splits=KvSplits())
 
     return Case(attend, kv.nbytes + 2 * q.nbytes)
 
@@ -110,7 +110,7 @@ def make_prepare_inputs(sizes: Sizes, where: torch.device) -> Case:
     """A decode step of as many rows as there are tokens."""
     some = torch.arange(sizes.tokens, dtype=torch.int32, device=where)
     ones = torch.ones_like(some)
-    words = Words(some, ones, ones, ones, some, 0 * some, -some)
+    words = PackedInputs(some, ones, ones, ones, some, 0 * some, -some)
     table = some.long()
     pool = torch.zeros(sizes.tokens * PAGE_SIZE, dtype=torch.int32, device=where)
     tables = Tables(table, None, (table[:, None],), pool, PAGE_SIZE)

@@ -1,6 +1,8 @@
-"""A grammar's mask over logits: what a bit does not allow becomes minus infinity.
+"""Applies a grammar's token bitmask: the logits of forbidden tokens become minus infinity.
 
-It knows no grammar.
+    logits[r, t] = -inf  where bit (t mod 32) of mask[r, t // 32] is 0
+
+The layout of the mask is xgrammar's (https://github.com/mlc-ai/xgrammar).
 """
 
 from __future__ import annotations
@@ -10,13 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WORDS = 64  # of a program
+WORDS = 64  # mask words that one program applies
 BITS: tl.constexpr = tl.constexpr(32)
 
 
 def apply_bitmask(logits: Tensor, mask: Tensor) -> None:
-    """logits [n, vocab] of any float dtype, the tokens of a row side by side, in place; mask int32
-    [n, ceil(vocab / 32)], the words of a row side by side: bit i of word w allows token 32 w + i.
+    """Writes the logits in place.
+
+    logits [n, vocab] of any float dtype with contiguous rows; mask int32 [n, ceil(vocab / 32)] with
+    contiguous rows: bit i of word w allows token 32 w + i.
     """
     num, vocab_size = logits.shape
     if num:
@@ -39,14 +43,14 @@ def _mask(
     vocab_size: int,
     WORDS: tl.constexpr,
 ) -> None:
-    """Only what is banned is written; nothing is read but the mask."""
-    place = tl.program_id(0).to(tl.int64)
-    numbers = (tl.program_id(1) * WORDS + tl.arange(0, WORDS))[:, None]
+    """Reads the mask alone, and writes the forbidden logits alone."""
+    row = tl.program_id(0).to(tl.int64)
+    word_ids = (tl.program_id(1) * WORDS + tl.arange(0, WORDS))[:, None]
     bits = tl.arange(0, BITS)[None, :]
-    tokens = numbers * BITS + bits
-    is_in = tokens < vocab_size
-    words = tl.load(mask + place * mask_stride + numbers, mask=numbers * BITS < vocab_size, other=0)
+    tokens = word_ids * BITS + bits
+    in_bounds = tokens < vocab_size
+    words = tl.load(mask + row * mask_stride + word_ids, mask=word_ids * BITS < vocab_size, other=0)
     is_banned = ((words >> bits) & 1) == 0
     banned = tl.full(is_banned.shape, float("-inf"), tl.float32)
-    indices = logits + place * stride + tokens
-    tl.store(indices, banned.to(logits.dtype.element_ty), mask=is_in & is_banned)
+    indices = logits + row * stride + tokens
+    tl.store(indices, banned.to(logits.dtype.element_ty), mask=in_bounds & is_banned)

@@ -1,6 +1,10 @@
-"""activation(gate) * up, of gate and up side by side: silu and both forms of gelu.
+"""The activation of a gated MLP (Shazeer, "GLU variants improve Transformer", 2020).
 
-Each element by itself, so a token's result doesn't depend on the others. It knows no layer.
+    out = activation(gate) * up
+
+`activation` is SiLU, GELU (`x / 2 * (1 + erf(x / sqrt(2)))`) or GELU's tanh form
+(`x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))`). The operation is elementwise, so a
+token's result does not depend on the batch.
 """
 
 from __future__ import annotations
@@ -23,35 +27,35 @@ _REFS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def gated_mul(joined: Tensor, activation: str) -> Tensor:
-    """joined [tokens, 2 * size], contiguous: gate, then up; `activation` is one of KINDS
-    -> [tokens, size].
+def gated_mul(gate_up: Tensor, activation: str) -> Tensor:
+    """gate_up [tokens, 2 * size], contiguous, the gates first; `activation` is one of KINDS
+    -> [tokens, size] of the same dtype.
 
-    The activation is made in float32, and rounded before it multiplies.
+    The activation is computed in float32, and rounded to the dtype before the product.
     """
-    size = joined.shape[1] // 2
-    out = joined.new_empty((len(joined), size))
-    if len(joined):
-        grid = (len(joined), triton.cdiv(size, BLOCK))
-        _gated[grid](joined, out, size, KINDS[activation], BLOCK)
+    size = gate_up.shape[1] // 2
+    out = gate_up.new_empty((len(gate_up), size))
+    if len(gate_up):
+        grid = (len(gate_up), triton.cdiv(size, BLOCK))
+        _gated[grid](gate_up, out, size, KINDS[activation], BLOCK)
     return out
 
 
-def gated_mul_ref(joined: Tensor, activation: str) -> Tensor:
-    gate, up = joined.chunk(2, dim=-1)
+def gated_mul_ref(gate_up: Tensor, activation: str) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
     return _REFS[activation](gate) * up
 
 
 @triton.jit
 def _gated(
-    joined: tl.tensor, out: tl.tensor, size: int, KIND: tl.constexpr, BLOCK: tl.constexpr
+    gate_up: tl.tensor, out: tl.tensor, size: int, KIND: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_in = columns < size
-    gates = joined + token * 2 * size + columns
-    gate = tl.load(gates, mask=is_in, other=0.0).to(tl.float32)
-    up = tl.load(gates + size, mask=is_in, other=0.0).to(tl.float32)
+    in_bounds = columns < size
+    gates = gate_up + token * 2 * size + columns
+    gate = tl.load(gates, mask=in_bounds, other=0.0).to(tl.float32)
+    up = tl.load(gates + size, mask=in_bounds, other=0.0).to(tl.float32)
     if KIND == 0:
         active = gate * tl.sigmoid(gate)
     elif KIND == 1:
@@ -60,4 +64,4 @@ def _gated(
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         active = gate * tl.sigmoid(2 * inner)
     rounded = active.to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + token * size + columns, (rounded * up).to(out.dtype.element_ty), mask=is_in)
+    tl.store(out + token * size + columns, (rounded * up).to(out.dtype.element_ty), mask=in_bounds)

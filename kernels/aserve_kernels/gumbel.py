@@ -1,8 +1,7 @@
-"""Gumbel noise by counter: it belongs to (seed, position, token id), whoever asks for it and when.
+"""Gumbel noise of (seed, position, token id) for Triton kernels; splitmix64.py has the formulas.
 
-SplitMix64: its n-th output is `mix(start + n * GAMMA)`; the start comes from seed and position, n
-is the token id. The upper 32 bits k of an output make u = (k + 0.5) / 2^32, at most 1 - 2^-24,
-and the noise is -log(-log1p(-u)).
+The noise is a pure function of its counter: no generator state has to be kept, repeated or moved,
+and a token's noise is the same in every batch.
 """
 
 from __future__ import annotations
@@ -12,11 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-GAMMA: tl.constexpr = tl.constexpr(0x9E3779B97F4A7C15)
-GAMMA_OF_POSITIONS: tl.constexpr = tl.constexpr(0xC6A4A7935BD1E995)
-FACTOR_A: tl.constexpr = tl.constexpr(0xBF58476D1CE4E5B9)
-FACTOR_B: tl.constexpr = tl.constexpr(0x94D049BB133111EB)
-MAX_U: tl.constexpr = tl.constexpr(1 - 2.0**-24)
+from aserve_kernels import splitmix64
+
+GAMMA: tl.constexpr = tl.constexpr(splitmix64.GAMMA)
+POSITION_FACTOR: tl.constexpr = tl.constexpr(splitmix64.POSITION_FACTOR)
+FACTOR_A: tl.constexpr = tl.constexpr(splitmix64.FACTOR_A)
+FACTOR_B: tl.constexpr = tl.constexpr(splitmix64.FACTOR_B)
+MAX_U: tl.constexpr = tl.constexpr(splitmix64.MAX_U)
 
 
 @triton.jit
@@ -28,17 +29,17 @@ def mix(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def gumbel_start(seed: tl.tensor, position: tl.tensor) -> tl.tensor:
-    """int64 each -> uint64, where a row's noise begins."""
+    """The start of a row's noise: seed and position int64 -> uint64."""
     seed, position = seed.to(tl.uint64, bitcast=True), position.to(tl.uint64, bitcast=True)
-    return mix(mix(seed) + position * GAMMA_OF_POSITIONS)
+    return mix(mix(seed) + position * POSITION_FACTOR)
 
 
 @triton.jit
 def gumbel(start: tl.tensor, token_ids: tl.tensor) -> tl.tensor:
-    """token_ids int32 [block] -> float32 [block].
+    """The noise of these tokens: token_ids int32 [block] -> float32 [block].
 
-    log1p(x) is log(w) * x / (w - 1) with w = 1 + x: what rounding takes from w, it takes from both
-    factors (Kahan).
+    Triton has no log1p. log1p(x) is log(w) * x / (w - 1) with w = 1 + x: the rounding error of w
+    is the same in both factors, and cancels (Kahan; Goldberg 1991, theorem 4).
     """
     bits = mix(start + token_ids.to(tl.uint64) * GAMMA) >> 32
     u = tl.minimum((bits.to(tl.float32) + 0.5) * (1.0 / 4294967296), MAX_U)
@@ -50,24 +51,21 @@ def gumbel(start: tl.tensor, token_ids: tl.tensor) -> tl.tensor:
 
 
 def gumbel_ref(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """seeds, positions int64 [n] -> float32 [n, vocab]. int64 wraps as uint64 does."""
+    """seeds and positions int64 [n] -> float32 [n, vocab]."""
     token_ids = torch.arange(vocab_size, device=seeds.device)
-    starts = _mix_ref(_mix_ref(seeds) + positions * _signed(GAMMA_OF_POSITIONS.value))
-    bits = _shift(_mix_ref(starts[:, None] + token_ids * _signed(GAMMA.value)), 32)
+    factor, gamma = (splitmix64.as_int64(word) for word in (POSITION_FACTOR.value, GAMMA.value))
+    starts = _mix_ref(_mix_ref(seeds) + positions * factor)
+    bits = _shift_right(_mix_ref(starts[:, None] + token_ids * gamma), 32)
     u = ((bits.float() + 0.5) * 2.0**-32).clamp(max=MAX_U.value)
     return -torch.log(-torch.log1p(-u))
 
 
 def _mix_ref(x: Tensor) -> Tensor:
-    x = (x ^ _shift(x, 30)) * _signed(FACTOR_A.value)
-    x = (x ^ _shift(x, 27)) * _signed(FACTOR_B.value)
-    return x ^ _shift(x, 31)
+    x = (x ^ _shift_right(x, 30)) * splitmix64.as_int64(FACTOR_A.value)
+    x = (x ^ _shift_right(x, 27)) * splitmix64.as_int64(FACTOR_B.value)
+    return x ^ _shift_right(x, 31)
 
 
-def _shift(x: Tensor, count: int) -> Tensor:
-    """The bits that come in at the top are zeros."""
+def _shift_right(x: Tensor, count: int) -> Tensor:
+    """A logical shift of int64: zeros come in at the top."""
     return (x >> count) & ((1 << (64 - count)) - 1)
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64)

@@ -1,7 +1,11 @@
-"""x W^T + b where a token's result does not depend on how many tokens there are: tiles and the
-order of sums follow from the shape of the weight alone.
+"""A batch-invariant linear layer: a token's output has the same bits in a batch of any size.
 
-Libraries choose tiles, and whether to split sums, by the number of tokens. It knows no layer.
+    y = x W^T + b
+
+WHY: cuBLAS chooses its tiles, and whether to split the sum over `in` (split-K), by the number of
+tokens, so a token's sum is rounded differently in different batches. Here the tile sizes and the
+order of the sum follow from the shape of the weight alone. The order of the tiles is Triton's
+grouped order (its matrix multiplication tutorial), which reuses weights from the L2 cache.
 """
 
 from __future__ import annotations
@@ -11,70 +15,73 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from aserve_kernels.tile_product import add_product
+from aserve_kernels.dot import dot_add
 
-TOKENS = 64  # the fewest for which Hopper has its widest products
-SWATH = 8  # tiles of tokens that read the same weights one after the other
-# Not measured. Decoding wants a program for every processor, prompts want wide tiles.
-WIDE_FROM = 16 << 10  # outputs
+BLOCK_M = 64  # tokens: the least M of Hopper's warpgroup products (wgmma)
+GROUP_M = 8  # tiles of tokens that read the same weights one after the other
+# NOTE: not measured. Decode wants a program for every SM, prefill wants wide tiles.
+WIDE_FROM = 16 << 10  # outputs from which tiles are wide
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [tokens, in], weight [out, in], bias [out], in float32, bfloat16 or float16, the inputs of
-    a token and of an output side by side -> [tokens, out]. Sums are in float32."""
-    num_tokens, num_outs = len(x), len(weight)
-    out = x.new_empty((num_tokens, num_outs))
+    """x [tokens, in], weight [out, in] and bias [out], all float32, bfloat16 or float16, with
+    contiguous rows -> [tokens, out]. The accumulation is float32."""
+    num_tokens, num_outputs = len(x), len(weight)
+    out = x.new_empty((num_tokens, num_outputs))
     if not num_tokens:
         return out
-    outs = 128 if num_outs >= WIDE_FROM else 32
-    is_half = x.dtype.itemsize == 2
-    _multiply[(triton.cdiv(num_tokens, TOKENS) * triton.cdiv(num_outs, outs),)](
+    block_n = 128 if num_outputs >= WIDE_FROM else 32
+    is_16_bit = x.dtype.itemsize == 2
+    _multiply[(triton.cdiv(num_tokens, BLOCK_M) * triton.cdiv(num_outputs, block_n),)](
         x, weight, bias, out, num_tokens, x.stride(0),
-        NUM_OUTS=num_outs,
-        NUM_INS=weight.shape[1],
-        TOKENS=TOKENS,
-        OUTS=outs,
-        INS=64 if is_half else 32,
-        SWATH=SWATH,
+        NUM_OUTPUTS=num_outputs,
+        NUM_INPUTS=weight.shape[1],
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=block_n,
+        BLOCK_K=64 if is_16_bit else 32,
+        GROUP_M=GROUP_M,
         num_warps=4,
-        num_stages=4 if is_half else 2,
+        num_stages=4 if is_16_bit else 2,
     )  # fmt: skip
     return out
 
 
 def invariant_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    wide = None if bias is None else bias.float()
-    return functional.linear(x.float(), weight.float(), wide).to(x.dtype)
+    float_bias = None if bias is None else bias.float()
+    return functional.linear(x.float(), weight.float(), float_bias).to(x.dtype)
 
 
-# NOTE: one kernel for every number of tokens; one made for a single token might sum otherwise.
+# NOTE: one compiled kernel serves every number of tokens; a kernel that Triton specialised for one
+# token might sum in another order.
 @triton.jit(do_not_specialize=["num_tokens"])
 def _multiply(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor | None, out: tl.tensor,
     num_tokens: int, x_stride: int,
-    NUM_OUTS: tl.constexpr, NUM_INS: tl.constexpr, TOKENS: tl.constexpr, OUTS: tl.constexpr,
-    INS: tl.constexpr, SWATH: tl.constexpr,
+    NUM_OUTPUTS: tl.constexpr, NUM_INPUTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A tile of tokens and outputs."""
+    """One program computes one [BLOCK_M tokens, BLOCK_N outputs] tile."""
     tile = tl.program_id(0)
-    num_out_tiles: tl.constexpr = (NUM_OUTS + OUTS - 1) // OUTS
-    swath = tile // (SWATH * num_out_tiles)
-    swath_size = tl.minimum(tl.cdiv(num_tokens, TOKENS) - swath * SWATH, SWATH)
-    place = tile % (SWATH * num_out_tiles)
-    tokens = (swath * SWATH + place % swath_size) * TOKENS + tl.arange(0, TOKENS)
-    outs = place // swath_size * OUTS + tl.arange(0, OUTS)
+    num_out_tiles: tl.constexpr = (NUM_OUTPUTS + BLOCK_N - 1) // BLOCK_N
+    group = tile // (GROUP_M * num_out_tiles)
+    group_size = tl.minimum(tl.cdiv(num_tokens, BLOCK_M) - group * GROUP_M, GROUP_M)
+    in_group = tile % (GROUP_M * num_out_tiles)
+    tokens = (group * GROUP_M + in_group % group_size) * BLOCK_M + tl.arange(0, BLOCK_M)
+    outputs = in_group // group_size * BLOCK_N + tl.arange(0, BLOCK_N)
     has_token = (tokens < num_tokens)[:, None]
-    has_out = outs < NUM_OUTS
-    ins = tl.arange(0, INS)
-    x_lines = x + tokens.to(tl.int64)[:, None] * x_stride
-    weight_lines = weight + outs.to(tl.int64)[:, None] * NUM_INS
-    sums = tl.zeros((TOKENS, OUTS), tl.float32)
-    for first in range(0, NUM_INS, INS):
-        at = (first + ins)[None, :]
-        a = tl.load(x_lines + at, mask=has_token & (at < NUM_INS), other=0.0)
-        b = tl.load(weight_lines + at, mask=has_out[:, None] & (at < NUM_INS), other=0.0)
-        sums = add_product(sums, a, tl.trans(b))
+    has_output = outputs < NUM_OUTPUTS
+    inputs = tl.arange(0, BLOCK_K)
+    x_rows = x + tokens.to(tl.int64)[:, None] * x_stride
+    weight_rows = weight + outputs.to(tl.int64)[:, None] * NUM_INPUTS
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, NUM_INPUTS, BLOCK_K):
+        columns = (start + inputs)[None, :]
+        a = tl.load(x_rows + columns, mask=has_token & (columns < NUM_INPUTS), other=0.0)
+        b = tl.load(
+            weight_rows + columns, mask=has_output[:, None] & (columns < NUM_INPUTS), other=0.0
+        )
+        acc = dot_add(acc, a, tl.trans(b))
     if bias is not None:
-        sums += tl.load(bias + outs, mask=has_out, other=0.0).to(tl.float32)[None, :]
-    lines = out + tokens.to(tl.int64)[:, None] * NUM_OUTS + outs[None, :]
-    tl.store(lines, sums.to(out.dtype.element_ty), mask=has_token & has_out[None, :])
+        acc += tl.load(bias + outputs, mask=has_output, other=0.0).to(tl.float32)[None, :]
+    out_addresses = out + tokens.to(tl.int64)[:, None] * NUM_OUTPUTS + outputs[None, :]
+    tl.store(out_addresses, acc.to(out.dtype.element_ty), mask=has_token & has_output[None, :])

@@ -1,6 +1,8 @@
-"""The pages of some rows, one row's behind the other's: for kernels that know no page table.
+"""Writes the page indices of a step's rows in CSR form, on the device.
 
-It knows no window: whoever calls says where a row's pages begin.
+    out[indptr[r] + i] = page_table[rows[r], first_columns[r] + i],   0 <= i < number of pages of r
+
+kv_indptr.py explains the form, and computes `indptr` and `first_columns`.
 """
 
 from __future__ import annotations
@@ -14,45 +16,45 @@ BLOCK = 512
 
 
 def kv_indices(
-    page_table: Tensor, rows: Tensor, *, firsts: Tensor, starts: Tensor, out: Tensor
+    page_table: Tensor, rows: Tensor, *, first_columns: Tensor, indptr: Tensor, out: Tensor
 ) -> None:
-    """out[starts[r] + i] = page_table[rows[r], firsts[r] + i], up to starts[r + 1].
+    """Writes `out`, int32 [indptr[n] or more].
 
-    page_table int64 [table's rows, columns], contiguous; rows int64 [n]; firsts int32 [n]; starts
-    int32 [n + 1], each row with one page or more; out int32 [starts[n] or more].
+    page_table int64 [max_rows + 1, columns], contiguous; rows int64 [n]; first_columns int32 [n];
+    indptr int32 [n + 1], at least one page per row.
     """
     if not len(rows):
         return
     columns = page_table.shape[1]
     grid = (len(rows), triton.cdiv(columns, BLOCK))
-    _gather[grid](page_table, rows, firsts, starts, out, columns, BLOCK)
+    _gather[grid](page_table, rows, first_columns, indptr, out, columns, BLOCK)
 
 
-def gather_pages_ref(
-    page_table: Tensor, rows: Tensor, *, firsts: Tensor, starts: Tensor, out: Tensor
+def kv_indices_ref(
+    page_table: Tensor, rows: Tensor, *, first_columns: Tensor, indptr: Tensor, out: Tensor
 ) -> None:
-    """Shapes depend on no value, so it may be captured: a row's last page is written again where
-    another row has more."""
-    numbers = torch.arange(page_table.shape[1], dtype=torch.int32, device=starts.device)
-    numbers = torch.minimum(numbers, starts.diff()[:, None] - 1)
-    pages = page_table[rows[:, None], firsts[:, None] + numbers]
-    out.index_put_(((starts[:-1, None] + numbers).long(),), pages.to(torch.int32))
+    """The same in plain torch. No shape depends on a value, so a graph can capture it: a row with
+    fewer pages than the table has columns writes its last page repeatedly."""
+    offsets = torch.arange(page_table.shape[1], dtype=torch.int32, device=indptr.device)
+    offsets = torch.minimum(offsets, indptr.diff()[:, None] - 1)
+    pages = page_table[rows[:, None], first_columns[:, None] + offsets]
+    out.index_put_(((indptr[:-1, None] + offsets).long(),), pages.to(torch.int32))
 
 
 @triton.jit
 def _gather(
     page_table: tl.tensor,
     rows: tl.tensor,
-    firsts: tl.tensor,
-    starts: tl.tensor,
+    first_columns: tl.tensor,
+    indptr: tl.tensor,
     out: tl.tensor,
     columns: int,
     BLOCK: tl.constexpr,
 ) -> None:
-    number = tl.program_id(0)
-    indices = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    start = tl.load(starts + number)
-    is_in = indices < tl.load(starts + number + 1) - start
-    source = tl.load(rows + number) * columns + tl.load(firsts + number)
-    pages = tl.load(page_table + source + indices, mask=is_in)
-    tl.store(out + start + indices, pages.to(tl.int32), mask=is_in)
+    index = tl.program_id(0)
+    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    start = tl.load(indptr + index)
+    in_bounds = offsets < tl.load(indptr + index + 1) - start
+    source = tl.load(rows + index) * columns + tl.load(first_columns + index)
+    pages = tl.load(page_table + source + offsets, mask=in_bounds)
+    tl.store(out + start + offsets, pages.to(tl.int32), mask=in_bounds)

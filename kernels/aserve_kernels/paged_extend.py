@@ -1,8 +1,8 @@
-"""Attention of several queries per row over paged KV, read where it is: prompts, and chunks behind
-a prefix.
+"""Paged attention for rows with several queries: prefill, chunked prefill and verification.
 
-It knows no layer and no step. Which block of which row a program computes is found on the device,
-so that nothing is planned on the host.
+This is FlashAttention over the page table; paged_tiles.py explains it, and states the formula. A
+program finds the row and the block of queries that it computes on the device, by bisection over
+`cu_query_lens`, so nothing is planned on the host.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from aserve_kernels.paged_rows import PagedRows, Scoring, attend_ref
 from aserve_kernels.paged_tiles import (
-    Cut,
-    attend_part,
+    KvSplits,
+    attend_keys,
+    empty_state,
     extend_tiles,
-    merge,
-    no_part,
+    merge_states,
     padded,
     score_factors,
 )
@@ -31,18 +31,20 @@ def paged_extend(
     scoring: Scoring,
     *,
     out: Tensor,
-    cut: Cut,
+    splits: KvSplits,
 ) -> None:
-    """q and out [tokens, heads, head_dim], float32, bfloat16 or float16; keys and values [slots,
-    kv_heads, head_dim] of that dtype or float8_e4m3, contiguous. All on the device. Writes `out` of
-    the rows with more than one query, and no other."""
+    """Writes `out` for the rows with more than one query, and for no other.
+
+    q and out [tokens, heads, head_dim], float32, bfloat16 or float16; keys and values [slots,
+    kv_heads, head_dim] of that dtype or float8_e4m3, contiguous. All are on the device.
+    """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = keys.shape[1]
-    groups = num_heads // num_kv_heads
-    tiles = extend_tiles(groups, head_dim, q.dtype, cut)
-    queries = tiles.lines // groups
-    # A row of n queries has blocks from (its first token) // queries + (its number) on, which are
-    # at least as many as it needs.
+    group_size = num_heads // num_kv_heads
+    tiles = extend_tiles(group_size, head_dim, q.dtype, splits)
+    queries = tiles.block_m // group_size
+    # Row i's blocks begin at cu_query_lens[i] // queries + i. That leaves each row at least as many
+    # blocks as it needs, and needs no sum over the rows before it.
     num_blocks = num_tokens // queries + len(paged.rows)
     if num_blocks == 0:
         return
@@ -56,16 +58,16 @@ def paged_extend(
         HAS_CAP=scoring.softcap is not None,
         PAGE_SIZE=paged.page_size,
         NUM_KV_HEADS=num_kv_heads,
-        GROUPS=groups,
+        GROUP_SIZE=group_size,
         QUERIES=queries,
         HEAD_DIM=head_dim,
-        LINES=tiles.lines,
-        WIDTH=padded(head_dim),
-        KEYS=tiles.keys,
-        SPLIT=cut.fixed_split or 0,
+        BLOCK_M=tiles.block_m,
+        BLOCK_D=padded(head_dim),
+        BLOCK_N=tiles.block_n,
+        SPLIT=splits.fixed_split or 0,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        enable_fp_fusion=cut.fixed_split is None,
+        enable_fp_fusion=splits.fixed_split is None,
     )  # fmt: skip
 
 
@@ -77,25 +79,25 @@ def paged_extend_ref(
     scoring: Scoring,
     *,
     out: Tensor,
-    cut: Cut,
+    splits: KvSplits,
 ) -> None:
-    """The same in plain torch, row by row, in the dtype of q; it cuts nothing."""
+    """The same in plain torch, in the dtype of q; it ignores `splits`."""
     attend_ref(q, keys, values, paged, scoring, out=out, takes=lambda num: num > 1)
 
 
-# A kernel of its own for one row would be compiled while it is waited for.
+# NOTE: unspecialised, since a kernel for exactly one row would be compiled while requests wait.
 @triton.jit(do_not_specialize=["num_rows"])
 def _attend_blocks(
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, out: tl.tensor, page_table: tl.tensor,
     rows: tl.tensor, lens: tl.tensor, cu_query_lens: tl.tensor, num_rows: int, table_stride: int,
     q_token_stride: int, q_head_stride: int, factor: float, cap: float, value_scale: float,
     WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, QUERIES: tl.constexpr,
-    HEAD_DIM: tl.constexpr, LINES: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, QUERIES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
 ) -> None:  # fmt: skip
-    """QUERIES queries of a row, for the query heads of one KV head."""
-    # The last blocks of a row read the most keys: they begin first.
+    """Attends up to QUERIES queries of one row, with the query heads of one KV head."""
+    # PERF: the last blocks of a row read the row_max keys, so they are launched first.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     row = _row_of(block, cu_query_lens, num_rows, QUERIES)
@@ -107,47 +109,51 @@ def _attend_blocks(
     stop = tl.minimum(start + QUERIES, query_len)
     prefix_len = tl.load(lens + row).to(tl.int32) - query_len
     pages = page_table + tl.load(rows + row).to(tl.int64) * table_stride
-    lines = tl.arange(0, LINES)
-    dims = tl.arange(0, WIDTH)
-    offsets = start + lines // GROUPS
-    is_query = (lines < QUERIES * GROUPS) & (offsets < stop)
+    query_rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    offsets = start + query_rows // GROUP_SIZE
+    is_query = (query_rows < QUERIES * GROUP_SIZE) & (offsets < stop)
     positions = prefix_len + tl.minimum(offsets, stop - 1)
     tokens = (row_start + offsets).to(tl.int64)
-    heads = kv_head * GROUPS + lines % GROUPS
-    is_there = is_query[:, None] & (dims < HEAD_DIM)[None, :]
+    heads = kv_head * GROUP_SIZE + query_rows % GROUP_SIZE
+    in_bounds = is_query[:, None] & (dims < HEAD_DIM)[None, :]
     indices = (tokens * q_token_stride + heads * q_head_stride)[:, None] + dims[None, :]
-    queries = tl.load(q + indices, mask=is_there, other=0.0)
+    queries = tl.load(q + indices, mask=in_bounds, other=0.0)
     first_query = prefix_len + start
     last_query = prefix_len + stop - 1
     first_key = first_query * 0
     if WINDOW > 0:
-        first_key = tl.maximum(0, first_query - WINDOW + 1) // KEYS * KEYS
+        first_key = tl.maximum(0, first_query - WINDOW + 1) // BLOCK_N * BLOCK_N
     if SPLIT == 0:
-        most, total, mixed = attend_part(
+        row_max, row_sum, acc = attend_keys(
             queries, positions, first_query, last_query, first_key, last_query + 1, pages,
             keys + kv_head * HEAD_DIM, values + kv_head * HEAD_DIM, factor, cap,
-            WINDOW, HAS_CAP, PAGE_SIZE, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, LINES, WIDTH, KEYS,
+            WINDOW, HAS_CAP, PAGE_SIZE, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_M, BLOCK_D,
+            BLOCK_N,
         )  # fmt: skip
     else:
-        most, total, mixed = no_part(LINES, WIDTH)
+        row_max, row_sum, acc = empty_state(BLOCK_M, BLOCK_D)
         for first in range(first_key // SPLIT * SPLIT, last_query + 1, SPLIT):
-            part_most, part_total, part_mixed = attend_part(
+            split_max, split_sum, split_acc = attend_keys(
                 queries, positions, first_query, last_query, first, first + SPLIT, pages,
                 keys + kv_head * HEAD_DIM, values + kv_head * HEAD_DIM, factor, cap,
-                WINDOW, HAS_CAP, PAGE_SIZE, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, LINES, WIDTH, KEYS,
+                WINDOW, HAS_CAP, PAGE_SIZE, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_M, BLOCK_D,
+                BLOCK_N,
             )  # fmt: skip
-            most, total, mixed = merge(most, total, mixed, part_most, part_total, part_mixed)
-    result = mixed / total[:, None] * value_scale
-    indices = (tokens * (NUM_KV_HEADS * GROUPS) + heads) * HEAD_DIM
+            row_max, row_sum, acc = merge_states(
+                row_max, row_sum, acc, split_max, split_sum, split_acc
+            )
+    result = acc / row_sum[:, None] * value_scale
+    indices = (tokens * (NUM_KV_HEADS * GROUP_SIZE) + heads) * HEAD_DIM
     indices = indices[:, None] + dims[None, :]
-    tl.store(out + indices, result.to(out.dtype.element_ty), mask=is_there)
+    tl.store(out + indices, result.to(out.dtype.element_ty), mask=in_bounds)
 
 
 @triton.jit
 def _row_of(
     block: tl.tensor, cu_query_lens: tl.tensor, num_rows: int, QUERIES: tl.constexpr
 ) -> tl.tensor:
-    """The last row whose first block is not behind `block`."""
+    """The row that `block` belongs to: the last one whose first block is not above it."""
     low = 0
     high = num_rows
     while high - low > 1:

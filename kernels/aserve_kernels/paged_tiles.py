@@ -1,9 +1,42 @@
-"""What the attention kernels share: the online softmax (Milakov and Gimelshein, 2018) over tiles of
-paged keys, how its parts are merged, and how large tiles and parts are.
-
-Tiles lie at absolute positions, and one that a query does not see changes no bit of its state. So a
-query's result depends on the size of its tiles and parts, and on no neighbour.
+"""What the Triton attention kernels share: tile sizes, how keys are split, and the online softmax
+over tiles of paged keys.
 """
+
+# Theory of operation
+#
+# Both kernels compute, for each query head h and query at position i of a row,
+#     out = sum_j w_j v_j / sum_j w_j,    w_j = exp(cap(scale * q k_j^T)),    i - window < j <= i
+# with cap(s) = softcap * tanh(s / softcap), or the identity. paged_decode.py serves rows with one
+# query, paged_extend.py rows with several (prefill, chunked prefill, verification).
+#
+# Tiles. One program computes a block of BLOCK_M query rows of one KV head: the query heads that
+# share a KV head (grouped-query attention), for one query or several, padded to a power of two of
+# at least 16, the smallest side of a tensor-core product. It walks over its keys in tiles of
+# BLOCK_N, which it reads from the KV pools through the page table: slot = page * page_size +
+# offset. Nothing is gathered or copied.
+#
+# Online softmax (Milakov and Gimelshein, 2018; FlashAttention, 2022). The state of a query row is
+#     row_max = the greatest score s so far,
+#     row_sum = sum of 2^(s - row_max),   acc = sum of 2^(s - row_max) v.
+# A tile with a greater maximum first rescales row_sum and acc to it. Scores are kept in units of
+# log2(e), so that weights are powers of two, which the hardware computes fastest.
+#
+# Masks. Only tiles that some query of the block sees in part are masked: those at the edge of the
+# causal diagonal, and those at the edge of the sliding window. Tiles beyond both are not read, and
+# tiles between need no mask. A masked key is not read from memory either: its page may have been
+# given to another request, and NaN * 0 is NaN.
+#
+# Splits (Flash-Decoding, 2023). A decode row has one query but may have thousands of keys, too much
+# for one program. Its keys are split; each split gives a state, and `merge_states`
+# combines two states like a tile and the state before it. The number of splits follows from the
+# row's own length, never from its neighbours, and lengths are read on the device, so a captured
+# launch serves every step of its shape.
+#
+# Batch invariance. Tiles lie at absolute positions, multiples of BLOCK_N, and a tile that a query
+# does not see changes no bit of its state. So a query's result depends on the tile and split sizes
+# alone. With `fixed_split`, decode and extend use the same tiles and the same splits, at absolute
+# multiples of it, and merge them in order: then a query's output is bitwise the same whether it was
+# computed in a decode step, in a chunk of any size, or in a whole prefill.
 
 from __future__ import annotations
 
@@ -13,95 +46,104 @@ import torch
 import triton
 import triton.language as tl
 
+from aserve_kernels.dot import dot_add
 from aserve_kernels.paged_rows import Scoring
-from aserve_kernels.tile_product import add_product
 
 LOG2_E = 1.4426950408889634
-LEAST_DOT = 16  # the smallest side of a product on tensor cores
-LEAST_FIXED_SPLIT = 1024
-MOST_SPLITS = 32
+MIN_DOT = 16  # the smallest side of a product on tensor cores
+MIN_FIXED_SPLIT = 1024
+MAX_SPLITS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """What of the device the choice of tiles depends on. As it comes: an A10's shared memory, which
-    every chip since Ampere has, and the processors of an H100."""
+    """The limits of a GPU that tile sizes depend on.
 
-    num_processors: int = 132
-    shared_bytes: int = 99 << 10  # that one program may have
+    The defaults are the number of SMs of an H100, and the shared memory of an A10, which every GPU
+    since Ampere has.
+    """
+
+    num_sms: int = 132
+    shared_bytes: int = 99 << 10  # shared memory that one program may use
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """How a row's keys are cut into parts that are attended to separately, then merged in order.
+class KvSplits:
+    """How a row's keys are split among programs, whose states are then merged in order.
 
-    By its own length: at most `most_splits` parts, of at least `least_split` keys. With
-    `fixed_split`, a multiple of every tile: at absolute multiples of it, and with the same tiles in
-    every op, so that a query's result is bitwise the same wherever it is computed.
+    Without `fixed_split`, a row has at most `max_splits` splits of at least `min_split` keys, by
+    its own length. With it, splits are at absolute multiples of `fixed_split` keys, which must be a
+    multiple of every tile, and all kernels use the same tiles: a query's result is then bitwise the
+    same in every step.
     """
 
     chip: Chip = Chip()
-    least_split: int = 128
-    most_splits: int = MOST_SPLITS
+    min_split: int = 128
+    max_splits: int = MAX_SPLITS
     fixed_split: int | None = None
 
-    def max_splits(self, max_len: int, window: int | None) -> int:
-        """Of a row that has one query."""
-        split = self.fixed_split or self.least_split
+    def most(self, max_len: int, window: int | None) -> int:
+        """The most splits that a decode row of at most `max_len` tokens may have."""
+        split = self.fixed_split or self.min_split
         num_splits = -(-max_len // split)
         if window is not None:
             num_splits = min(num_splits, -(-window // split) + 1)
-        return num_splits if self.fixed_split else min(num_splits, self.most_splits)
+        return num_splits if self.fixed_split else min(num_splits, self.max_splits)
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """`lines` are query heads times queries, padded; the rest as Triton has it."""
+    """`block_m` query rows (query heads times queries, padded) by `block_n` keys."""
 
-    lines: int
-    keys: int
+    block_m: int
+    block_n: int
     num_warps: int
     num_stages: int
 
 
 def fixed_split(max_len: int) -> int:
-    """For a context of this length: a power of two, so that tiles fit, with few parts to merge."""
-    return max(LEAST_FIXED_SPLIT, 1 << (-(-max_len // MOST_SPLITS) - 1).bit_length())
+    """The `fixed_split` for contexts of up to `max_len` tokens: a power of two, so that tiles
+    divide it, that gives at most MAX_SPLITS splits."""
+    return max(MIN_FIXED_SPLIT, 1 << (-(-max_len // MAX_SPLITS) - 1).bit_length())
 
 
-def decode_tiles(num_groups: int, head_dim: int, dtype: torch.dtype, cut: Cut) -> Tiles:
-    """For one query of each of `num_groups` heads."""
-    if cut.fixed_split is not None:
-        return extend_tiles(num_groups, head_dim, dtype, cut)
-    return _tiles(padded(num_groups), head_dim, dtype, cut.chip)
+def decode_tiles(group_size: int, head_dim: int, dtype: torch.dtype, splits: KvSplits) -> Tiles:
+    """The tiles for one query of `group_size` query heads."""
+    if splits.fixed_split is not None:
+        return extend_tiles(group_size, head_dim, dtype, splits)
+    return _tiles(padded(group_size), head_dim, dtype, splits.chip)
 
 
-def extend_tiles(num_groups: int, head_dim: int, dtype: torch.dtype, cut: Cut) -> Tiles:
-    lines = 64 if cut.fixed_split is not None or head_dim > 128 else 128
-    return _tiles(max(lines, padded(num_groups)), head_dim, dtype, cut.chip)
+def extend_tiles(group_size: int, head_dim: int, dtype: torch.dtype, splits: KvSplits) -> Tiles:
+    """The tiles for several queries of `group_size` query heads each."""
+    block_m = 64 if splits.fixed_split is not None or head_dim > 128 else 128
+    return _tiles(max(block_m, padded(group_size)), head_dim, dtype, splits.chip)
 
 
-def _tiles(lines: int, head_dim: int, dtype: torch.dtype, chip: Chip) -> Tiles:
-    """What is chosen is not measured: it keeps a thread's accumulators within 64 registers, and as
-    many stages as shared memory has room for, up to 3."""
-    width = padded(head_dim)
-    keys = (64 if width <= 128 else 32) * 2 // dtype.itemsize
-    room = chip.shared_bytes - lines * width * dtype.itemsize
+def _tiles(block_m: int, head_dim: int, dtype: torch.dtype, chip: Chip) -> Tiles:
+    """NOTE: the choice is not measured. It keeps a thread's accumulators within 64 registers, and
+    takes as many stages as shared memory has room for, up to 3."""
+    block_d = padded(head_dim)
+    block_n = (64 if block_d <= 128 else 32) * 2 // dtype.itemsize
+    room = chip.shared_bytes - block_m * block_d * dtype.itemsize
     return Tiles(
-        lines,
-        keys,
-        num_warps=8 if lines * width > 64 * 128 else 4,
-        num_stages=max(1, min(3, room // (2 * keys * width * dtype.itemsize))),
+        block_m,
+        block_n,
+        num_warps=8 if block_m * block_d > 64 * 128 else 4,
+        num_stages=max(1, min(3, room // (2 * block_n * block_d * dtype.itemsize))),
     )
 
 
 def padded(size: int) -> int:
-    return max(LEAST_DOT, 1 << (size - 1).bit_length())
+    """The next power of two that is a side of a tensor-core product."""
+    return max(MIN_DOT, 1 << (size - 1).bit_length())
 
 
 def score_factors(scoring: Scoring) -> tuple[float, float]:
-    """-> what q k^T is multiplied with, and the cap of its result, 0 for none. Scores become powers
-    of two; with a cap the first factor makes them e^(2 x) of tanh(x)."""
+    """Returns the factor of q k^T, and the cap of the scores, 0 for none, in units of log2(e).
+
+    With a soft cap the factor is doubled, so that `1 - 2 / (1 + 2^(factor * q k^T))` is the tanh.
+    """
     scale = scoring.scale * scoring.key_scale
     if scoring.softcap is None:
         return scale * LOG2_E, 0.0
@@ -109,108 +151,115 @@ def score_factors(scoring: Scoring) -> tuple[float, float]:
 
 
 @triton.jit
-def no_part(LINES: tl.constexpr, WIDTH: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """-> the state of a softmax that has seen nothing: most [lines], the greatest score; total
-    [lines] and mixed [lines, width], sums of weights and of weighted values, relative to 2^most."""
-    most = tl.full((LINES,), float("-inf"), tl.float32)
-    return most, tl.zeros((LINES,), tl.float32), tl.zeros((LINES, WIDTH), tl.float32)
+def empty_state(
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The online softmax's state before any key, in float32: row_max and row_sum [BLOCK_M], acc
+    [BLOCK_M, BLOCK_D]."""
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    return row_max, tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
 
 
 @triton.jit
-def attend_part(
+def attend_keys(
     q: tl.tensor, positions: tl.tensor, first_query: tl.tensor, last_query: tl.tensor,
     first: tl.tensor, last: tl.tensor, pages: tl.tensor, keys: tl.tensor, values: tl.tensor,
     factor: float, cap: float, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
     PAGE_SIZE: tl.constexpr, SLOT_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    LINES: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """q [lines, width] over keys first..last, `first` a multiple of KEYS -> a softmax's state.
+    """Attends q [BLOCK_M, BLOCK_D] to keys first..last -> the softmax's state.
 
-    The lines' `positions` are within first_query..last_query. Tiles that all of these see whole
-    need no mask; keys that none of them sees are not read.
+    `first` is a multiple of BLOCK_N. `positions` [BLOCK_M] are the queries', all within
+    first_query..last_query. Tiles that all of these see whole need no mask, and keys that none of
+    them sees are not read.
     """
-    most, total, mixed = no_part(LINES, WIDTH)
+    row_max, row_sum, acc = empty_state(BLOCK_M, BLOCK_D)
     low = 0
     last = tl.minimum(last, last_query + 1)
-    whole_first = first
+    full_first = first
     if WINDOW > 0:
         low = tl.maximum(0, first_query - WINDOW + 1)
-        inner = tl.maximum(0, last_query - WINDOW + 1)
-        whole_first = tl.maximum(first, tl.minimum(last, tl.cdiv(inner, KEYS) * KEYS))
-        most, total, mixed = _attend_tiles(
-            q, positions, low, first, whole_first, pages, keys, values, factor, cap,
-            most, total, mixed, WINDOW, HAS_CAP, PAGE_SIZE, SLOT_STRIDE, HEAD_DIM, WIDTH, KEYS,
+        all_visible_from = tl.maximum(0, last_query - WINDOW + 1)
+        full_first = tl.maximum(
+            first, tl.minimum(last, tl.cdiv(all_visible_from, BLOCK_N) * BLOCK_N)
+        )
+        row_max, row_sum, acc = _attend_tiles(
+            q, positions, low, first, full_first, pages, keys, values, factor, cap,
+            row_max, row_sum, acc, WINDOW, HAS_CAP, PAGE_SIZE, SLOT_STRIDE, HEAD_DIM, BLOCK_D,
+            BLOCK_N,
             True,
         )  # fmt: skip
-    whole_last = tl.maximum(whole_first, tl.minimum(last, first_query + 1) // KEYS * KEYS)
-    most, total, mixed = _attend_tiles(
-        q, positions, low, whole_first, whole_last, pages, keys, values, factor, cap,
-        most, total, mixed, WINDOW, HAS_CAP, PAGE_SIZE, SLOT_STRIDE, HEAD_DIM, WIDTH, KEYS,
+    full_last = tl.maximum(full_first, tl.minimum(last, first_query + 1) // BLOCK_N * BLOCK_N)
+    row_max, row_sum, acc = _attend_tiles(
+        q, positions, low, full_first, full_last, pages, keys, values, factor, cap,
+        row_max, row_sum, acc, WINDOW, HAS_CAP, PAGE_SIZE, SLOT_STRIDE, HEAD_DIM, BLOCK_D, BLOCK_N,
         False,
     )  # fmt: skip
-    most, total, mixed = _attend_tiles(
-        q, positions, low, whole_last, last, pages, keys, values, factor, cap,
-        most, total, mixed, WINDOW, HAS_CAP, PAGE_SIZE, SLOT_STRIDE, HEAD_DIM, WIDTH, KEYS,
+    row_max, row_sum, acc = _attend_tiles(
+        q, positions, low, full_last, last, pages, keys, values, factor, cap,
+        row_max, row_sum, acc, WINDOW, HAS_CAP, PAGE_SIZE, SLOT_STRIDE, HEAD_DIM, BLOCK_D, BLOCK_N,
         True,
     )  # fmt: skip
-    return most, total, mixed
+    return row_max, row_sum, acc
 
 
 @triton.jit
 def _attend_tiles(
     q: tl.tensor, positions: tl.tensor, low: tl.tensor, first: tl.tensor, last: tl.tensor,
     pages: tl.tensor, keys: tl.tensor, values: tl.tensor, factor: float, cap: float,
-    most: tl.tensor, total: tl.tensor, mixed: tl.tensor, WINDOW: tl.constexpr,
+    row_max: tl.tensor, row_sum: tl.tensor, acc: tl.tensor, WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr, PAGE_SIZE: tl.constexpr, SLOT_STRIDE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, IS_MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, IS_MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    dims = tl.arange(0, WIDTH)
-    for tile in range(first, last, KEYS):
-        at = tile + tl.arange(0, KEYS)
-        is_there = (dims < HEAD_DIM)[None, :]
+    dims = tl.arange(0, BLOCK_D)
+    for tile in range(first, last, BLOCK_N):
+        key_positions = tile + tl.arange(0, BLOCK_N)
+        is_loaded = (dims < HEAD_DIM)[None, :]
         if IS_MASKED:
-            # What nobody sees may belong to other owners by now, and a NaN goes through a 0.
-            is_read = (at >= low) & (at < last)
-            page = tl.load(pages + at // PAGE_SIZE, mask=is_read, other=0).to(tl.int64)
-            is_there = is_there & is_read[:, None]
+            # WHY: pages outside the window may belong to other requests by now, and NaN * 0 is NaN.
+            is_needed = (key_positions >= low) & (key_positions < last)
+            page = tl.load(pages + key_positions // PAGE_SIZE, mask=is_needed, other=0).to(tl.int64)
+            is_loaded = is_loaded & is_needed[:, None]
         else:
-            page = tl.load(pages + at // PAGE_SIZE).to(tl.int64)
-        indices = ((page * PAGE_SIZE + at % PAGE_SIZE) * SLOT_STRIDE)[:, None] + dims[None, :]
-        k = tl.load(keys + indices, mask=is_there, other=0.0).to(q.dtype)
-        scores = tl.zeros((q.shape[0], KEYS), tl.float32)
-        scores = add_product(scores, q, tl.trans(k)) * factor
+            page = tl.load(pages + key_positions // PAGE_SIZE).to(tl.int64)
+        slots = page * PAGE_SIZE + key_positions % PAGE_SIZE
+        indices = (slots * SLOT_STRIDE)[:, None] + dims[None, :]
+        k = tl.load(keys + indices, mask=is_loaded, other=0.0).to(q.dtype)
+        scores = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
+        scores = dot_add(scores, q, tl.trans(k)) * factor
         if HAS_CAP:
             scores = cap * (1 - 2 / (1 + tl.exp2(scores)))
         if IS_MASKED:
-            distance = positions[:, None] - at[None, :]
-            is_seen = distance >= 0
+            distance = positions[:, None] - key_positions[None, :]
+            is_visible = distance >= 0
             if WINDOW > 0:
-                is_seen = is_seen & (distance < WINDOW)
-            scores = tl.where(is_seen, scores, float("-inf"))
-        new_most = tl.maximum(most, tl.max(scores, 1))
-        level = tl.where(new_most == float("-inf"), 0.0, new_most)
-        weights = tl.exp2(scores - level[:, None])
-        shrink = tl.exp2(most - level)
-        total = total * shrink + tl.sum(weights, 1)
-        v = tl.load(values + indices, mask=is_there, other=0.0).to(q.dtype)
-        mixed = add_product(mixed * shrink[:, None], weights.to(q.dtype), v)
-        most = new_most
-    return most, total, mixed
+                is_visible = is_visible & (distance < WINDOW)
+            scores = tl.where(is_visible, scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(scores - shift[:, None])
+        rescale = tl.exp2(row_max - shift)
+        row_sum = row_sum * rescale + tl.sum(weights, 1)
+        v = tl.load(values + indices, mask=is_loaded, other=0.0).to(q.dtype)
+        acc = dot_add(acc * rescale[:, None], weights.to(q.dtype), v)
+        row_max = new_max
+    return row_max, row_sum, acc
 
 
 @triton.jit
-def merge(
-    most: tl.tensor,
-    total: tl.tensor,
-    mixed: tl.tensor,
-    other_most: tl.tensor,
-    other_total: tl.tensor,
-    other_mixed: tl.tensor,
+def merge_states(
+    row_max: tl.tensor,
+    row_sum: tl.tensor,
+    acc: tl.tensor,
+    other_max: tl.tensor,
+    other_sum: tl.tensor,
+    other_acc: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Two states of a softmax as one; an empty one changes no bit of the other."""
-    new_most = tl.maximum(most, other_most)
-    level = tl.where(new_most == float("-inf"), 0.0, new_most)
-    own = tl.exp2(most - level)
-    other = tl.exp2(other_most - level)
-    mixed = mixed * own[:, None] + other_mixed * other[:, None]
-    return new_most, total * own + other_total * other, mixed
+    """Merges two states of the online softmax. An empty state changes no bit of the other."""
+    new_max = tl.maximum(row_max, other_max)
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    scale = tl.exp2(row_max - shift)
+    other_scale = tl.exp2(other_max - shift)
+    acc = acc * scale[:, None] + other_acc * other_scale[:, None]
+    return new_max, row_sum * scale + other_sum * other_scale, acc

@@ -1,8 +1,12 @@
-"""Presence, frequency and repetition penalties, from counts that are made anew of the tokens in the
-pool, read through the page table.
+"""Repetition, frequency and presence penalties, applied to logits in place.
 
-Counts are integers, so their order doesn't matter: a row's logits are the same in every batch. It
-knows no step.
+    l = l / repetition if l > 0 else l * repetition        for each token of the prompt or output
+    l = l - frequency * count(token) - presence            for each token of the output
+
+The repetition penalty is CTRL's (Keskar et al., 2019), the other two are OpenAI's. Each step counts
+the tokens of a row anew from the token pool, through the page table, so no counts have to be kept
+or repaired. The counts are sums of integers, whose order does not matter: a row's logits are the
+same in every batch.
 """
 
 from __future__ import annotations
@@ -12,10 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aserve_kernels.row_columns import FREQUENCY, PRESENCE, PROMPT_LEN, REPETITION
+from aserve_kernels.row_columns import FLOAT_COLUMNS, INT_COLUMNS
 
 BLOCK = 1024
-IN_PROMPT: tl.constexpr = tl.constexpr(1 << 30)  # a bit above all counts of outputs
+PROMPT_LEN: tl.constexpr = tl.constexpr(INT_COLUMNS.index("prompt_len"))
+PRESENCE: tl.constexpr = tl.constexpr(FLOAT_COLUMNS.index("presence_penalty"))
+FREQUENCY: tl.constexpr = tl.constexpr(FLOAT_COLUMNS.index("frequency_penalty"))
+REPETITION: tl.constexpr = tl.constexpr(FLOAT_COLUMNS.index("repetition_penalty"))
+IN_PROMPT: tl.constexpr = tl.constexpr(1 << 30)  # a flag bit, above every count of an output token
 
 
 def penalise(
@@ -27,13 +35,13 @@ def penalise(
     tokens: tuple[Tensor, Tensor, int],
     max_len: int,
 ) -> None:
-    """logits float32 [n, vocab], the tokens of a row side by side, in place at `indices` int64 [m];
-    rows, lens int64 [n]: whose history, and how long. `tables` are ints and floats as in
-    row_columns.py; `tokens` the page table int64 [max_rows + 1, pages], the token pool int32
-    [slots], and the page size. No history is longer than `max_len`.
+    """Penalises the logits rows `indices` in place.
 
-    First repetition over all tokens, which scales towards less likely; then, over outputs only,
-    frequency per occurrence and presence once.
+    logits float32 [n, vocab] with contiguous rows; indices int64 [m]. Logits row i belongs to row
+    rows[i] of the tables, whose first lens[i] tokens are its history; rows and lens are int64 [n],
+    and no length exceeds `max_len`. `tables` are the int64 and float64 tables of row_columns.py;
+    `tokens` are the page table int64 [max_rows + 1, pages], the token pool int32 [slots] and the
+    page size.
     """
     num, vocab_size = len(indices), logits.shape[1]
     if not num:
@@ -61,20 +69,20 @@ def penalise_ref(
 ) -> None:
     ints, floats = tables
     page_table, pool, page_size = tokens
-    for place in indices:
-        row, length = rows[place], lens[place]
+    for index in indices:
+        row, length = rows[index], lens[index]
         positions = torch.arange(max_len, device=logits.device)[:length]
         slots = page_table[row, positions // page_size] * page_size + positions % page_size
         history = pool[slots].long()
         outputs = torch.zeros_like(logits[0])
         outputs.index_add_(0, history, (positions >= ints[row, PROMPT_LEN.value]).float())
-        own = logits[place]
+        values = logits[index]
         repetition, frequency, presence = (
             floats[row, column.value].float() for column in (REPETITION, FREQUENCY, PRESENCE)
         )
-        repeated = torch.where(own > 0, own / repetition, own * repetition)
-        penalised = own.index_copy(0, history, repeated[history])
-        logits[place] = penalised - outputs * frequency - (outputs > 0) * presence
+        repeated = torch.where(values > 0, values / repetition, values * repetition)
+        penalised = values.index_copy(0, history, repeated[history])
+        logits[index] = penalised - outputs * frequency - (outputs > 0) * presence
 
 
 @triton.jit
@@ -92,17 +100,19 @@ def _count(
     vocab_size: int,
     BLOCK: tl.constexpr,
 ) -> None:
-    number = tl.program_id(0).to(tl.int64)
-    place = tl.load(indices + number)
-    row = tl.load(rows + place)
+    count_row = tl.program_id(0).to(tl.int64)
+    logits_row = tl.load(indices + count_row)
+    row = tl.load(rows + logits_row)
     positions = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_in = positions < tl.load(lens + place)
-    pages = tl.load(page_table + row * page_stride + positions // page_size, mask=is_in, other=0)
-    tokens = tl.load(pool + pages * page_size + positions % page_size, mask=is_in, other=0)
-    own = counts + number * vocab_size + tokens
+    in_bounds = positions < tl.load(lens + logits_row)
+    pages = tl.load(
+        page_table + row * page_stride + positions // page_size, mask=in_bounds, other=0
+    )
+    tokens = tl.load(pool + pages * page_size + positions % page_size, mask=in_bounds, other=0)
+    addresses = counts + count_row * vocab_size + tokens
     is_prompt = positions < tl.load(ints + row * int_stride + PROMPT_LEN)
-    tl.atomic_or(own, IN_PROMPT, mask=is_in & is_prompt, sem="relaxed")
-    tl.atomic_add(own, 1, mask=is_in & (is_prompt == 0), sem="relaxed")
+    tl.atomic_or(addresses, IN_PROMPT, mask=in_bounds & is_prompt, sem="relaxed")
+    tl.atomic_add(addresses, 1, mask=in_bounds & (is_prompt == 0), sem="relaxed")
 
 
 @triton.jit
@@ -117,19 +127,19 @@ def _apply(
     vocab_size: int,
     BLOCK: tl.constexpr,
 ) -> None:
-    number = tl.program_id(0).to(tl.int64)
-    place = tl.load(indices + number)
-    own = floats + tl.load(rows + place) * float_stride
-    repetition = tl.load(own + REPETITION).to(tl.float32)
-    frequency = tl.load(own + FREQUENCY).to(tl.float32)
-    presence = tl.load(own + PRESENCE).to(tl.float32)
+    count_row = tl.program_id(0).to(tl.int64)
+    logits_row = tl.load(indices + count_row)
+    params = floats + tl.load(rows + logits_row) * float_stride
+    repetition = tl.load(params + REPETITION).to(tl.float32)
+    frequency = tl.load(params + FREQUENCY).to(tl.float32)
+    presence = tl.load(params + PRESENCE).to(tl.float32)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_in = columns < vocab_size
-    seen = tl.load(counts + number * vocab_size + columns, mask=is_in, other=0)
-    values = tl.load(logits + place * stride + columns, mask=is_in, other=0.0)
+    in_bounds = columns < vocab_size
+    seen = tl.load(counts + count_row * vocab_size + columns, mask=in_bounds, other=0)
+    values = tl.load(logits + logits_row * stride + columns, mask=in_bounds, other=0.0)
     repeated = tl.where(values > 0, tl.div_rn(values, repetition), values * repetition)
     values = tl.where(seen > 0, repeated, values)
     outputs = seen & (IN_PROMPT - 1)
     values = values - outputs.to(tl.float32) * frequency
     values = values - tl.where(outputs > 0, presence, 0.0)
-    tl.store(logits + place * stride + columns, values, mask=is_in)
+    tl.store(logits + logits_row * stride + columns, values, mask=in_bounds)

@@ -1,7 +1,7 @@
-"""Rows of the relay's tables: copied out by number, and written with the number of the step that
-wrote them, in one launch.
+"""Gather and scatter of rows of the relay's tables, each in one kernel launch.
 
-It knows no field.
+gather:   out[i] = table[rows[i]]
+scatter:  table[rows[i]] = values[i];  stamps[rows[i]] = iteration
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ def gather_rows_ref(table: Tensor, rows: Tensor) -> Tensor:
 def scatter_rows(
     table: Tensor, rows: Tensor, values: Tensor, stamps: Tensor, iteration: Tensor
 ) -> None:
-    """table [max_rows + 1, ...] and values [n, ...], both contiguous; rows int64 [n]; stamps int64
-    [max_rows + 1]; iteration int64 [1]. Of equal rows any may win.
+    """Writes `values` and stamps each written row with the iteration of the step that wrote it.
+
+    table [max_rows + 1, ...] and values [n, ...], contiguous, of one dtype; rows int64 [n]; stamps
+    int64 [max_rows + 1]; iteration int64 [1]. If a row occurs twice, either value may be kept.
     """
     width = math.prod(table.shape[1:])
     if len(rows):
@@ -56,12 +58,12 @@ def _block(width: int) -> int:
 def _gather(
     table: tl.tensor, rows: tl.tensor, out: tl.tensor, width: int, BLOCK: tl.constexpr
 ) -> None:
-    place = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + place)
+    index = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + index)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_in = columns < width
-    values = tl.load(table + row * width + columns, mask=is_in)
-    tl.store(out + place * width + columns, values, mask=is_in)
+    in_bounds = columns < width
+    values = tl.load(table + row * width + columns, mask=in_bounds)
+    tl.store(out + index * width + columns, values, mask=in_bounds)
 
 
 @triton.jit
@@ -74,11 +76,11 @@ def _scatter(
     width: int,
     BLOCK: tl.constexpr,
 ) -> None:
-    place = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + place)
+    index = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + index)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_in = columns < width
-    given = tl.load(values + place * width + columns, mask=is_in)
-    tl.store(table + row * width + columns, given, mask=is_in)
+    in_bounds = columns < width
+    value = tl.load(values + index * width + columns, mask=in_bounds)
+    tl.store(table + row * width + columns, value, mask=in_bounds)
     if tl.program_id(1) == 0:
         tl.store(stamps + row, tl.load(iteration))

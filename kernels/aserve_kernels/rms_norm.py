@@ -1,6 +1,8 @@
-"""Root mean square norm of each token, of what is given or of a residual sum that is made first.
+"""RMS norm of each token (Zhang and Sennrich, 2019), alone or fused with the residual addition.
 
-One program for each token, so its result doesn't depend on the others. It knows no layer.
+    y = x / sqrt(mean(x^2) + eps) * weight
+
+One program normalises one token, so a token's result does not depend on the batch.
 """
 
 from __future__ import annotations
@@ -10,11 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from aserve_kernels.reference import rms_norm_ref
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [tokens, size], the elements of a token side by side; weight [size] -> like x, contiguous.
+    """x [tokens, size] with contiguous rows, float32, bfloat16 or float16; weight [size] -> a
+    contiguous tensor like x.
 
-    Summed and multiplied in float32, rounded once.
+    The sum and the products are float32; the result is rounded once. `rms_norm_ref` is the
+    reference.
     """
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     block, warps = _shape(x.shape[1])
@@ -23,17 +29,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.float()
-    root = (wide.square().mean(dim=-1, keepdim=True) + eps).sqrt()
-    return (wide / root * weight).to(x.dtype)
-
-
 def add_rms_norm(
     hidden: Tensor, added: Tensor, weight: Tensor, eps: float, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """hidden, added [tokens, size], contiguous; weight [size] -> hidden + scale * added, rounded,
-    and the norm of that.
+    """Returns `total = hidden + scale * added`, rounded to the dtype of hidden, and the RMS norm
+    of `total`.
+
+    hidden and added [tokens, size], contiguous, of one dtype; weight [size].
     """
     total, out = torch.empty_like(hidden), torch.empty_like(hidden)
     size = hidden.shape[1]
@@ -53,7 +55,7 @@ def add_rms_norm_ref(
 
 
 def _shape(size: int) -> tuple[int, int]:
-    """The block that holds a token, and its warps: 16 bytes of bfloat16 for each thread."""
+    """The block size that holds a token, and the warps: each thread has 16 bytes of bfloat16."""
     block = triton.next_power_of_2(size)
     return block, min(16, max(1, block // 256))
 
@@ -73,8 +75,8 @@ def _norm(
     is_in = columns < size
     values = tl.load(x + token * stride + columns, mask=is_in, other=0.0).to(tl.float32)
     factors = tl.load(weight + columns, mask=is_in, other=0.0).to(tl.float32)
-    root = tl.sqrt(tl.sum(values * values, axis=0) / size + eps)
-    normed = values / root * factors
+    rms = tl.sqrt(tl.sum(values * values, axis=0) / size + eps)
+    normed = values / rms * factors
     tl.store(out + token * size + columns, normed.to(out.dtype.element_ty), mask=is_in)
 
 
@@ -90,15 +92,15 @@ def _add_norm(
     scale: float,
     BLOCK: tl.constexpr,
 ) -> None:
-    first = tl.program_id(0).to(tl.int64) * size
+    start = tl.program_id(0).to(tl.int64) * size
     columns = tl.arange(0, BLOCK)
     is_in = columns < size
-    values = tl.load(hidden + first + columns, mask=is_in, other=0.0).to(tl.float32)
-    more = tl.load(added + first + columns, mask=is_in, other=0.0).to(tl.float32)
-    rounded = (values + more * scale).to(total.dtype.element_ty)
-    tl.store(total + first + columns, rounded, mask=is_in)
+    values = tl.load(hidden + start + columns, mask=is_in, other=0.0).to(tl.float32)
+    addend = tl.load(added + start + columns, mask=is_in, other=0.0).to(tl.float32)
+    rounded = (values + addend * scale).to(total.dtype.element_ty)
+    tl.store(total + start + columns, rounded, mask=is_in)
     values = rounded.to(tl.float32)
     factors = tl.load(weight + columns, mask=is_in, other=0.0).to(tl.float32)
-    root = tl.sqrt(tl.sum(values * values, axis=0) / size + eps)
-    normed = values / root * factors
-    tl.store(out + first + columns, normed.to(out.dtype.element_ty), mask=is_in)
+    rms = tl.sqrt(tl.sum(values * values, axis=0) / size + eps)
+    normed = values / rms * factors
+    tl.store(out + start + columns, normed.to(out.dtype.element_ty), mask=is_in)

@@ -1,10 +1,13 @@
-"""What lies between a layer's projection and its attention, in one launch: query and key heads are
-normed each by itself, where they have norms, and get their rotary positions; keys and values go
-into their paged pools, by slot.
+"""Fuses QK norm, RoPE and the KV-cache store: everything between a layer's QKV projection and its
+attention, in one kernel launch.
 
-Halves are paired as in neox: element i turns with element i + rotary_dim / 2; elements from
-rotary_dim on don't turn. A pool of 8-bit floats holds what is divided by a scale, cut at the type's
-range. It knows no layer, no table of positions and no page table: whoever calls has the slots.
+    x = x / sqrt(mean(x^2) + eps) * weight                       per query and key head, if normed
+    y[i]     = x[i] * cos[i]     - x[i + h] * sin[i]             RoPE (Su et al., 2021), for i < h,
+    y[i + h] = x[i + h] * cos[i] + x[i] * sin[i]                 with h = rotary_dim / 2
+    key_pool[slot] = y_key / key_scale,   value_pool[slot] = value / value_scale
+
+Halves are paired as in GPT-NeoX. Elements from rotary_dim on stay as they are. A pool of 8-bit
+floats saturates at the range of its type.
 """
 
 from __future__ import annotations
@@ -14,10 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aserve_kernels.rope import apply_rope_ref
-
-# PERF: a program's heads fill a few thousand elements: decoding has few tokens, and many
-# processors to read them.
+# PERF: the heads of one program have about this many elements: decode has few tokens, and many SMs
+# to spread them over.
 ELEMENTS = 2048
 
 
@@ -31,27 +32,29 @@ def rope_and_store_kv(
     eps: float = 0.0,
     scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """heads [tokens, heads, head_dim] of queries, keys and values, those of a token side by side;
-    slots int64 [tokens]; pools of keys and of values [num_slots, kv_heads, head_dim], contiguous,
-    in any float dtype; turns [tokens, rotary_dim], contiguous, in the dtype of heads: cosines, then
-    sines; weight float32 [heads of queries and keys, head_dim], or None for no norm. What is stored
-    is divided by its scale. Of tokens with the same slot any may win.
+    """Stores keys and values in the pools, and returns the queries [tokens, query heads, head_dim].
 
-    -> the queries, contiguous, rounded where torch rounds. Without turns keys are stored as they
-    are, and the queries are a view of heads.
+    heads [tokens, query heads + 2 * kv_heads, head_dim], the heads of a token contiguous: queries,
+    keys, values. slots int64 [tokens]. pools: keys and values [num_slots, kv_heads, head_dim],
+    contiguous, of any float dtype. cos_sin [tokens, rotary_dim], contiguous, in the dtype of heads,
+    cosines then sines; None for no RoPE. weight float32 [query heads + kv_heads, head_dim]; None
+    for no norm. If several tokens have one slot, any of them may be kept.
+
+    Results are rounded wherever torch rounds. The queries are contiguous; without `cos_sin` they
+    are a view of heads. `rope_and_store_kv_ref` is the reference.
     """
     key_pool, value_pool = pools
     num_tokens, num_heads, head_dim = heads.shape
     num_kv_heads = key_pool.shape[1]
     num_queries = num_heads - 2 * num_kv_heads
-    queries, first = heads[:, :num_queries], num_queries
+    queries, first_head = heads[:, :num_queries], num_queries
     if cos_sin is not None:
-        queries, first = heads.new_empty(queries.shape), 0
+        queries, first_head = heads.new_empty(queries.shape), 0
     if not num_tokens:
         return queries
     block = triton.next_power_of_2(head_dim)
     group = max(1, ELEMENTS // block)
-    _turn_and_store[(num_tokens, triton.cdiv(num_heads - first, group))](
+    _rope_and_store[(num_tokens, triton.cdiv(num_heads - first_head, group))](
         heads,
         heads if cos_sin is None else cos_sin,
         heads if weight is None else weight,
@@ -66,7 +69,7 @@ def rope_and_store_kv(
         torch.finfo(key_pool.dtype).max,
         key_pool.dtype.itemsize == 1,
         weight is not None,
-        first,
+        first_head,
         num_queries,
         num_kv_heads,
         head_dim,
@@ -77,33 +80,8 @@ def rope_and_store_kv(
     return queries
 
 
-def turn_and_store_ref(
-    heads: Tensor,
-    slots: Tensor,
-    pools: tuple[Tensor, Tensor],
-    *,
-    cos_sin: Tensor | None,
-    weight: Tensor | None = None,
-    eps: float = 0.0,
-    scales: tuple[float, float] = (1.0, 1.0),
-) -> Tensor:
-    num_kv_heads = pools[0].shape[1]
-    rotated, values = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
-    rotated = apply_rope_ref(rotated, cos_sin=cos_sin, weight=weight, eps=eps)
-    queries, keys = rotated[:, :-num_kv_heads], rotated[:, -num_kv_heads:]
-    for given, pool, scale in zip((keys, values), pools, scales, strict=True):
-        scaled = given.float() / scale
-        if pool.dtype.itemsize == 1:
-            bound = torch.finfo(pool.dtype).max
-            narrow = scaled.clamp(-bound, bound).to(pool.dtype)
-            pool.view(torch.uint8).index_copy_(0, slots, narrow.view(torch.uint8))
-        else:
-            pool.index_copy_(0, slots, scaled.to(pool.dtype))
-    return queries
-
-
 @triton.jit
-def _turn_and_store(
+def _rope_and_store(
     heads: tl.tensor,
     cos_sin: tl.tensor,
     weight: tl.tensor,
@@ -116,9 +94,9 @@ def _turn_and_store(
     key_scale: float,
     value_scale: float,
     bound: float,
-    IS_CUT: tl.constexpr,
-    IS_NORMED: tl.constexpr,
-    FIRST: tl.constexpr,
+    SATURATES: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    FIRST_HEAD: tl.constexpr,
     NUM_QUERIES: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -126,47 +104,49 @@ def _turn_and_store(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """A token's heads from FIRST on, a group of them in each program. An element that turns is read
-    beside its partner: twice, the second time from the cache."""
+    """One program handles GROUP heads of one token, from head FIRST_HEAD on. A rotated element is
+    loaded twice, once as its pair's partner; the second load hits the cache."""
     HALF: tl.constexpr = ROTARY_DIM // 2
-    NUM_TURNED: tl.constexpr = NUM_QUERIES + NUM_KV_HEADS
+    NUM_ROTATED: tl.constexpr = NUM_QUERIES + NUM_KV_HEADS
     dtype = heads.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
-    numbers = (FIRST + tl.program_id(1) * GROUP + tl.arange(0, GROUP))[:, None]
+    head_ids = (FIRST_HEAD + tl.program_id(1) * GROUP + tl.arange(0, GROUP))[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
-    is_in = (numbers < NUM_TURNED + NUM_KV_HEADS) & (columns < HEAD_DIM)
-    indices = numbers * HEAD_DIM + columns
-    of_token = heads + token * stride
-    own = tl.load(of_token + indices, mask=is_in, other=0.0).to(tl.float32)
+    in_bounds = (head_ids < NUM_ROTATED + NUM_KV_HEADS) & (columns < HEAD_DIM)
+    indices = head_ids * HEAD_DIM + columns
+    token_heads = heads + token * stride
+    x = tl.load(token_heads + indices, mask=in_bounds, other=0.0).to(tl.float32)
     if ROTARY_DIM > 0:
-        is_rotary = is_in & (numbers < NUM_TURNED) & (columns < ROTARY_DIM)
+        is_rotary = in_bounds & (head_ids < NUM_ROTATED) & (columns < ROTARY_DIM)
         partners = tl.where(columns < HALF, columns + HALF, columns - HALF)
-        of_partners = numbers * HEAD_DIM + partners
-        partner = tl.load(of_token + of_partners, mask=is_rotary, other=0.0).to(tl.float32)
-        if IS_NORMED:
-            has_norm = is_in & (numbers < NUM_TURNED)
-            root = tl.sqrt(tl.sum(own * own, axis=1) / HEAD_DIM + eps)[:, None]
+        partner_indices = head_ids * HEAD_DIM + partners
+        partner = tl.load(token_heads + partner_indices, mask=is_rotary, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            has_norm = in_bounds & (head_ids < NUM_ROTATED)
+            rms = tl.sqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
             factors = tl.load(weight + indices, mask=has_norm, other=0.0)
-            of_pairs = tl.load(weight + of_partners, mask=is_rotary, other=0.0)
-            normed = (own / root * factors).to(dtype).to(tl.float32)
-            own = tl.where(has_norm, normed, own)
-            partner = (partner / root * of_pairs).to(dtype).to(tl.float32)
-        angles = cos_sin + token * ROTARY_DIM + tl.where(columns < HALF, columns, columns - HALF)
-        cos = tl.load(angles, mask=columns < ROTARY_DIM, other=0.0).to(tl.float32)
-        sin = tl.load(angles + HALF, mask=columns < ROTARY_DIM, other=0.0).to(tl.float32)
-        near = (own * cos).to(dtype).to(tl.float32)
-        rotated = near + tl.where(columns < HALF, -partner, partner) * sin
-        own = tl.where(is_rotary, rotated, own).to(dtype).to(tl.float32)
-        is_query = is_in & (numbers < NUM_QUERIES)
-        of_query = token * NUM_QUERIES * HEAD_DIM + indices
-        tl.store(queries + of_query, own.to(dtype), mask=is_query)
-    is_key = (numbers >= NUM_QUERIES) & (numbers < NUM_TURNED)
-    stored = own / tl.where(is_key, key_scale, value_scale)
-    if IS_CUT:
+            partner_factors = tl.load(weight + partner_indices, mask=is_rotary, other=0.0)
+            normed = (x / rms * factors).to(dtype).to(tl.float32)
+            x = tl.where(has_norm, normed, x)
+            partner = (partner / rms * partner_factors).to(dtype).to(tl.float32)
+        cos_address = (
+            cos_sin + token * ROTARY_DIM + tl.where(columns < HALF, columns, columns - HALF)
+        )
+        cos = tl.load(cos_address, mask=columns < ROTARY_DIM, other=0.0).to(tl.float32)
+        sin = tl.load(cos_address + HALF, mask=columns < ROTARY_DIM, other=0.0).to(tl.float32)
+        product = (x * cos).to(dtype).to(tl.float32)
+        rotated = product + tl.where(columns < HALF, -partner, partner) * sin
+        x = tl.where(is_rotary, rotated, x).to(dtype).to(tl.float32)
+        is_query = in_bounds & (head_ids < NUM_QUERIES)
+        query_indices = token * NUM_QUERIES * HEAD_DIM + indices
+        tl.store(queries + query_indices, x.to(dtype), mask=is_query)
+    is_key = (head_ids >= NUM_QUERIES) & (head_ids < NUM_ROTATED)
+    stored = x / tl.where(is_key, key_scale, value_scale)
+    if SATURATES:
         stored = tl.minimum(tl.maximum(stored, -bound), bound)
     slot = tl.load(slots + token) * NUM_KV_HEADS * HEAD_DIM
-    of_key = slot + indices - NUM_QUERIES * HEAD_DIM
-    of_value = slot + indices - NUM_TURNED * HEAD_DIM
+    key_indices = slot + indices - NUM_QUERIES * HEAD_DIM
+    value_indices = slot + indices - NUM_ROTATED * HEAD_DIM
     rounded = stored.to(key_pool.dtype.element_ty)
-    tl.store(key_pool + of_key, rounded, mask=is_in & is_key)
-    tl.store(value_pool + of_value, rounded, mask=is_in & (numbers >= NUM_TURNED))
+    tl.store(key_pool + key_indices, rounded, mask=in_bounds & is_key)
+    tl.store(value_pool + value_indices, rounded, mask=in_bounds & (head_ids >= NUM_ROTATED))

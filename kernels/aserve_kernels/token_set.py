@@ -1,7 +1,9 @@
-"""The set of tokens that top-k, top-p and min-p leave of one row of logits: its last member, found
-by bisection over the bits of the logits, and the best noisy member. Parts of the sampling kernel.
+"""Exact search of one row's allowed set under top-k, top-p and min-p: the slow path of sample.py.
 
-It knows no table of rows and no split of the vocabulary among programs.
+The set consists of the tokens above a threshold logit, and of some tokens that equal it, by token
+id. As int32 keys that are ordered like the floats, thresholds can be bisected: each of at most 33
+steps counts the tokens above a key and sums their mass, until the last member's key is found. Then
+one more pass finds the member with the highest noisy score.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ from aserve_kernels.gumbel import gumbel
 def load_scaled(
     logits: tl.tensor, columns: tl.tensor, vocab_size: int, temperature: tl.tensor
 ) -> tl.tensor:
-    """A NaN is taken for plus infinity, a zero has one sign."""
+    """logits[columns] / temperature in float32; minus infinity beyond `vocab_size`.
+
+    NaN is read as plus infinity, so that maxima show it, and -0 as 0, so that the two rank alike.
+    """
     scores = tl.load(logits + columns, mask=columns < vocab_size, other=float("-inf"))
     scores = scores.to(tl.float32)
     scores = tl.where(scores != scores, float("inf"), scores)
@@ -29,25 +34,25 @@ def collect(
     vocab_size: int,
     temperature: tl.tensor,
     edge: tl.tensor,
-    peaks: tl.tensor,
-    near: tl.tensor,
-    near_ids: tl.tensor,
+    split_softmax: tl.tensor,
+    collected: tl.tensor,
+    collected_ids: tl.tensor,
     SPLIT: tl.constexpr,
 ) -> tl.tensor:
-    """The tokens that are no worse than `edge`, by id, as far as a split holds them; how many there
-    are."""
+    """Writes the scaled logits that are at least `edge`, and their token ids, in ascending order of
+    token id, as many as fit into SPLIT. Returns how many there are."""
     num = tl.zeros((), tl.int32)
     for begin in range(0, vocab_size, SPLIT):
-        if tl.load(peaks + begin // SPLIT * 2) >= edge:
+        if tl.load(split_softmax + begin // SPLIT * 2) >= edge:
             columns = begin + tl.arange(0, SPLIT)
             scaled = load_scaled(logits, columns, vocab_size, temperature)
-            is_near = (scaled >= edge) & (columns < vocab_size)
-            indices = num + tl.cumsum(is_near.to(tl.int32), axis=0) - 1
-            has_room = is_near & (indices < SPLIT)
-            tl.store(near + indices, scaled, mask=has_room)
-            tl.store(near_ids + indices, columns, mask=has_room)
-            num += tl.sum(is_near.to(tl.int32), axis=0)
-    tl.debug_barrier()  # other threads read them
+            is_collected = (scaled >= edge) & (columns < vocab_size)
+            indices = num + tl.cumsum(is_collected.to(tl.int32), axis=0) - 1
+            has_room = is_collected & (indices < SPLIT)
+            tl.store(collected + indices, scaled, mask=has_room)
+            tl.store(collected_ids + indices, columns, mask=has_room)
+            num += tl.sum(is_collected.to(tl.int32), axis=0)
+    tl.debug_barrier()  # other threads of the program read what was stored
     return num
 
 
@@ -69,7 +74,11 @@ def search(
     HAS_IDS: tl.constexpr,
     SPLIT: tl.constexpr,
 ) -> tl.tensor:
-    """Where the best noisy member of the set is among `logits` [length]; all members are."""
+    """Returns the index in `logits` [length] of the set's member with the highest noisy score.
+
+    Every member of the set is among `logits`. With HAS_IDS, `ids` are their token ids; without,
+    `logits` is the whole row.
+    """
     limit = float("inf")
     if top_p < 1:
         limit = top_p * total
@@ -77,12 +86,12 @@ def search(
             last, above, mass_above = _last_member(
                 logits, length, temperature, largest, edge, top_k, float("inf"), SPLIT
             )
-            own_mass = tl.exp(_from_key(last) - largest)
-            limit = top_p * (mass_above + (top_k - above).to(tl.float32) * own_mass)
+            mass_of_one = tl.exp(_from_key(last) - largest)
+            limit = top_p * (mass_above + (top_k - above).to(tl.float32) * mass_of_one)
     last, above, mass_above = _last_member(
         logits, length, temperature, largest, edge, top_k, limit, SPLIT
     )
-    own_mass = tl.exp(_from_key(last) - largest)
+    mass_of_one = tl.exp(_from_key(last) - largest)
     value, chosen = float("-inf"), 0
     num_equal = 0
     for begin in range(0, length, SPLIT):
@@ -93,7 +102,7 @@ def search(
         before = num_equal + tl.cumsum(is_equal, axis=0) - is_equal
         num_equal += tl.sum(is_equal, axis=0)
         rank = above + before
-        is_within = mass_above + before.to(tl.float32) * own_mass < limit
+        is_within = mass_above + before.to(tl.float32) * mass_of_one < limit
         is_within = ((rank < top_k) & is_within) | (rank == 0)
         is_member = (keys > last) | ((is_equal == 1) & is_within)
         is_member &= tl.exp(scaled - largest) >= min_p
@@ -114,7 +123,7 @@ def search(
 
 @triton.jit
 def _key(x: tl.tensor) -> tl.tensor:
-    """int32 in the order of the floats."""
+    """Maps float32 to int32 that compare like the floats."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -135,9 +144,9 @@ def _last_member(
     limit: tl.tensor,
     SPLIT: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The key of the set's last member: the smallest above which there are fewer than top_k tokens,
-    with a mass below the limit; how many these are, and their mass."""
-    low = _key(edge).to(tl.int64) - 1  # too small, or all are members
+    """Returns the key of the set's last member, and the number and mass of the tokens above it: the
+    smallest key above which there are fewer than top_k tokens with a mass below the limit."""
+    low = _key(edge).to(tl.int64) - 1  # below the set, or every token is a member
     high = _key(largest).to(tl.int64)
     while low < high:
         middle = (low + high) >> 1

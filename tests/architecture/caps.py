@@ -17,7 +17,7 @@ LONG_FILES = "aserve/gpu/models/*"
 KERNEL_DECORATORS = (
     *("triton.jit", "triton.autotune", "triton.heuristics"),
     *("numba.njit", "numba.jit", "numba.vectorize", "numba.guvectorize"),
-    "cached_njit",  # ours, of aserve_kernels/cpu/ahead.py
+    "cached_njit",  # ours, of aserve_kernels/cpu/precompile.py
 )
 
 CORE_LINES = 8_000

@@ -50,7 +50,7 @@ def test_a_change_of_any_kernel_source_begins_a_cache_anew(tmp_path: Path) -> No
     environment = {"PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path)}
     first = prepared(1, **environment)
     assert prepared(1, **environment) == first
-    with (tmp_path / "aserve_kernels/cpu/lanes.py").open("a") as source:
+    with (tmp_path / "aserve_kernels/cpu/simd.py").open("a") as source:
         source.write("# changed\n")
     assert prepared(1, **environment)[2] != first[2]
 

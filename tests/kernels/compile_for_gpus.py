@@ -25,9 +25,9 @@ from aserve_kernels.invariant_linear import WIDE_FROM, invariant_linear
 from aserve_kernels.kv_indices import kv_indices
 from aserve_kernels.kv_indptr import KvIndptr, kv_indptr
 from aserve_kernels.paged_rows import Scoring
-from aserve_kernels.paged_tiles import Cut
+from aserve_kernels.paged_tiles import KvSplits
 from aserve_kernels.penalties import penalise
-from aserve_kernels.prepare_inputs import Tables, Words, prepare_inputs
+from aserve_kernels.prepare_inputs import PackedInputs, Tables, prepare_inputs
 from aserve_kernels.relay_rows import gather_rows, scatter_rows
 from aserve_kernels.rms_norm import add_rms_norm, rms_norm
 from aserve_kernels.rope_and_store_kv import rope_and_store_kv
@@ -90,7 +90,7 @@ def call_sample(
 
 def call_prepare_inputs(num: int = 3) -> None:
     some, table = torch.zeros(num, dtype=torch.int32), torch.zeros((4, 8), dtype=torch.int64)
-    words = Words(some, some, some, some, some, some, some)
+    words = PackedInputs(some, some, some, some, some, some, some)
     for seq_lens in (None, table[:, 0]):
         pools = (table, table)
         prepare_inputs(words, Tables(table[:, 0], seq_lens, pools, some, page_size=16))
@@ -116,7 +116,7 @@ def call_bitmask() -> None:
 def call_gather_pages() -> None:
     starts = torch.tensor([0, 1, 3], dtype=torch.int32)
     table = torch.zeros((4, 600), dtype=torch.int64)
-    kv_indices(table, table[0, :2], firsts=starts[:2], starts=starts, out=starts.clone())
+    kv_indices(table, table[0, :2], first_columns=starts[:2], indptr=starts, out=starts.clone())
 
 
 def call_page_starts() -> None:
@@ -144,7 +144,9 @@ CALLS: Mapping[str, Callable[[], None]] = {
 # What differs from these in little is compiled for one architecture.
 HOPPER_CALLS: Mapping[str, Callable[[], None]] = {
     "invariant_linear, many outputs": lambda: call_invariant_linear(WIDE_FROM),
-    "paged, fixed parts": lambda: call_paged(replace(DECODE_AND_CHUNK, cut=Cut(fixed_split=1024))),
+    "paged, fixed parts": lambda: call_paged(
+        replace(DECODE_AND_CHUNK, splits=KvSplits(fixed_split=1024))
+    ),
     "paged, window and cap": lambda: call_paged(
         replace(DECODE_AND_CHUNK, head_dim=256, scoring=Scoring(0.1, window=30, softcap=50.0))
     ),

@@ -27,7 +27,7 @@ from aserve_kernels.kv_indptr import KvIndptr, kv_indptr
 from aserve_kernels.paged_decode import paged_decode
 from aserve_kernels.paged_extend import paged_extend
 from aserve_kernels.paged_rows import PagedRows, Scoring
-from aserve_kernels.paged_tiles import Cut
+from aserve_kernels.paged_tiles import KvSplits
 from aserve_kernels.relay_rows import scatter_rows
 from aserve_kernels.rms_norm import add_rms_norm, rms_norm
 from aserve_kernels.rope_and_store_kv import rope_and_store_kv
@@ -90,12 +90,12 @@ def attend(step: DeviceStep, state: DeviceState) -> None:
     table, rows = state.pools.page_tables[0], step.batch.rows
     paged = PagedRows(table, 4, rows, placed.lens, placed.cu_query_lens, max_len=80)
     for attention in (paged_decode, paged_extend):
-        attention(q, pool, pool, paged, Scoring(0.1), out=torch.empty_like(q), cut=Cut())
+        attention(q, pool, pool, paged, Scoring(0.1), out=torch.empty_like(q), splits=KvSplits())
     starts = torch.zeros(len(rows) + 1, dtype=torch.int32)
     firsts = torch.zeros(len(rows), dtype=torch.int32)
     of_rows = KvIndptr(firsts, starts, torch.zeros_like(firsts))
     kv_indptr(placed.lens, placed.cu_query_lens, window=40, page_size=4, out=of_rows)
-    kv_indices(table, rows, firsts=firsts, starts=starts, out=torch.zeros_like(firsts))
+    kv_indices(table, rows, first_columns=firsts, indptr=starts, out=torch.zeros_like(firsts))
 
 
 def main() -> None:

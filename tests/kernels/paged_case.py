@@ -11,11 +11,11 @@ from torch import Tensor
 from aserve_kernels.paged_decode import paged_decode, paged_decode_ref
 from aserve_kernels.paged_extend import paged_extend, paged_extend_ref
 from aserve_kernels.paged_rows import PagedRows, Scoring
-from aserve_kernels.paged_tiles import Cut
+from aserve_kernels.paged_tiles import KvSplits
 
 CPU = torch.device("cpu")
 SCORING = Scoring(0.3)
-CUT = Cut()
+CUT = KvSplits()
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
@@ -29,7 +29,7 @@ class Op(Protocol):
         scoring: Scoring,
         *,
         out: Tensor,
-        cut: Cut,
+        splits: KvSplits,
     ) -> None: ...
 
 
@@ -48,7 +48,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype | None = None
     scoring: Scoring = SCORING
-    cut: Cut = CUT
+    splits: KvSplits = CUT
     max_len: int | None = None  # of a row, as the host knows it
 
 
@@ -114,7 +114,15 @@ def run(ops: tuple[Op, ...], given: Inputs, case: Case) -> Tensor:
     """What no op writes is NaN."""
     out = torch.full(given.q.shape, torch.nan, dtype=given.q.dtype, device=given.q.device)
     for op in ops:
-        op(given.q, given.keys, given.values, given.paged, case.scoring, out=out, cut=case.cut)
+        op(
+            given.q,
+            given.keys,
+            given.values,
+            given.paged,
+            case.scoring,
+            out=out,
+            splits=case.splits,
+        )
     return out
 
 

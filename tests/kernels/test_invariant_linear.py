@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aserve_kernels.invariant_linear import (
-    TOKENS,
+    BLOCK_M,
     WIDE_FROM,
     invariant_linear,
     invariant_linear_ref,
@@ -39,8 +39,8 @@ def test_a_product_with_very_many_outputs_is_that_of_torch() -> None:
 @pytest.mark.usefixtures("sums_in_one_order")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_token_gets_the_same_bits_alone_and_among_any_number(dtype: torch.dtype) -> None:
-    x, weight = draw(2 * TOKENS + 3, 70, dtype=dtype), draw(40, 70, dtype=dtype, seed=1)
+    x, weight = draw(2 * BLOCK_M + 3, 70, dtype=dtype), draw(40, 70, dtype=dtype, seed=1)
     expected = invariant_linear(x, weight)
-    for sizes in ([1, 2, TOKENS, TOKENS], [TOKENS - 1, 3, TOKENS + 1]):
+    for sizes in ([1, 2, BLOCK_M, BLOCK_M], [BLOCK_M - 1, 3, BLOCK_M + 1]):
         parts = [invariant_linear(part, weight) for part in x.split(sizes)]
         assert torch.equal(torch.cat(parts), expected)

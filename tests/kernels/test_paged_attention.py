@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from aserve_kernels.paged_rows import Scoring
-from aserve_kernels.paged_tiles import Cut
+from aserve_kernels.paged_tiles import KvSplits
 from tests.kernels.paged_case import OPS, Case, assert_equals_reference, make_inputs, run
 
 SHAPES = {
@@ -69,13 +69,17 @@ def test_every_dtype_equals_the_reference(dtype: torch.dtype, kv_dtype: torch.dt
 
 @pytest.mark.parametrize("window", [None, 150])
 @pytest.mark.parametrize(
-    "cut",
-    [Cut(least_split=64, most_splits=2), Cut(least_split=64), Cut(fixed_split=64)],
+    "splits",
+    [KvSplits(min_split=64, max_splits=2), KvSplits(min_split=64), KvSplits(fixed_split=64)],
     ids=["grown", "least", "fixed"],
 )
-def test_however_keys_are_cut_they_are_all_attended_to(cut: Cut, window: int | None) -> None:
+def test_however_keys_are_split_they_are_all_attended_to(
+    splits: KvSplits, window: int | None
+) -> None:
     rows = ((1, 65), (1, 300), (1, 1), (20, 150))
-    assert_equals_reference(Case(rows, cut=cut, scoring=Scoring(0.3, window=window), max_len=640))
+    assert_equals_reference(
+        Case(rows, splits=splits, scoring=Scoring(0.3, window=window), max_len=640)
+    )
 
 
 @pytest.mark.parametrize("window", [None, 100])
@@ -83,7 +87,7 @@ def test_a_row_is_bitwise_the_same_alone_and_among_others(window: int | None) ->
     """Its parts depend on its own length, while the grid depends on how many rows there are."""
     rows = ((1, 300), (1, 5), (30, 90), (1, 129), (2, 280))
     scoring = Scoring(0.3, window=window)
-    together = Case(rows, scoring=scoring, cut=Cut(least_split=64), max_len=300)
+    together = Case(rows, scoring=scoring, splits=KvSplits(min_split=64), max_len=300)
     given = make_inputs(together)
     every = run(OPS, given, together)
     starts = given.paged.cu_query_lens.tolist()
@@ -104,7 +108,7 @@ def test_with_fixed_parts_a_query_is_bitwise_the_same_in_any_step(
         ((kv_len, kv_len), (1, 40)),
         dtype=dtype,
         scoring=Scoring(0.3, window=window),
-        cut=Cut(fixed_split=64),
+        splits=KvSplits(fixed_split=64),
         max_len=320,
     )
     given = make_inputs(prompt)

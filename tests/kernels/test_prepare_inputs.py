@@ -8,12 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from aserve_kernels.prepare_inputs import BLOCK, Tables, Words, prepare_inputs, prepare_inputs_ref
+from aserve_kernels.prepare_inputs import (
+    BLOCK,
+    PackedInputs,
+    Tables,
+    prepare_inputs,
+    prepare_inputs_ref,
+)
 
 MAX_ROWS, MAX_PAGES = 300, 6
 
 
-def make_words(query_lens: list[int]) -> Words:
+def make_words(query_lens: list[int]) -> PackedInputs:
     generator = torch.Generator().manual_seed(len(query_lens))
     num = len(query_lens)
     token_to_row = torch.arange(num).repeat_interleave(torch.tensor(query_lens, dtype=torch.int64))
@@ -21,7 +27,7 @@ def make_words(query_lens: list[int]) -> Words:
     rows = 1 + torch.randperm(MAX_ROWS, generator=generator)[:num]
     ids = torch.randint(0, 1 << 31, (len(token_to_row),), generator=generator)
     is_known = torch.rand(len(token_to_row), generator=generator) < 0.5
-    return Words(
+    return PackedInputs(
         rows=rows.int(),
         kv_lens=torch.randint(0, 40, (num,), generator=generator).int(),
         query_lens=torch.tensor(query_lens).int(),

@@ -7,7 +7,8 @@ import torch
 
 from aserve.gpu.layers.norm import RmsNorm
 from aserve.gpu.layers.norm import add_rms_norm as add_rms_norm_layer
-from aserve_kernels.rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
+from aserve_kernels.reference import rms_norm_ref
+from aserve_kernels.rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm
 from tests.kernels.tolerance import TOLERANCES, assert_close, draw
 
 SHAPES = [(0, 8), (1, 1), (1, 1024), (3, 100), (2, 4097), (17, 16)]

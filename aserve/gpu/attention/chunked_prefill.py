@@ -28,7 +28,7 @@ def sdpa_tiles(
     q: Tensor, keys: Tensor, values: Tensor, rows: HostRows, scoring: Scoring, *, out: Tensor
 ) -> None:
     """As `paged_attention`, of what is scored without a window that hides anything or a cap."""
-    own = rows.own
+    own = rows.queries
     for row, kv_len, start, query_len in zip(
         own.rows, own.lens, own.starts, own.query_lens, strict=True
     ):

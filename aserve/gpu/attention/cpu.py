@@ -20,7 +20,7 @@ from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.models.base import Attend
 from aserve.gpu.step.forward_batch import ForwardBatch
-from aserve_kernels.cpu.host_rows import HostRows, RowSpans
+from aserve_kernels.cpu.host_rows import HostRows, QueryRows
 from aserve_kernels.cpu.paged_attention import compile_paged_attention, paged_attention
 from aserve_kernels.paged_rows import Scoring
 
@@ -72,7 +72,7 @@ class PagedCpu:
         def part(attend: AttendRows, which: Bools) -> tuple[Part, ...]:
             if not which.any():
                 return ()
-            own = RowSpans(rows[which], lens[which], starts[which], query_lens[which])
+            own = QueryRows(rows[which], lens[which], starts[which], query_lens[which])
             page_size = self._pools.page_size
             by_group = tuple(HostRows(table, page_size, own) for table in self._tables)
             return (Part(attend, by_group),)

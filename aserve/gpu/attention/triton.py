@@ -23,11 +23,11 @@ from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.kv.store import KV_DTYPES
 from aserve.gpu.models.base import Attend
 from aserve.gpu.step.forward_batch import ForwardBatch
+from aserve_kernels.dot import IS_INTERPRETED
 from aserve_kernels.paged_decode import paged_decode
 from aserve_kernels.paged_extend import paged_extend
 from aserve_kernels.paged_rows import PagedRows, Scoring
-from aserve_kernels.paged_tiles import Chip, Cut, fixed_split
-from aserve_kernels.tile_product import IS_INTERPRETED
+from aserve_kernels.paged_tiles import Chip, KvSplits, fixed_split
 
 FIRST_FP8 = (8, 9)  # the first compute capability for which Triton converts them
 
@@ -41,12 +41,12 @@ class TritonPlan:
 
 
 class TritonAttention:
-    __slots__ = ("_cut", "_pools")
+    __slots__ = ("_pools", "_splits")
     static_plans = None
 
-    def __init__(self, pools: KvPools, cut: Cut) -> None:
+    def __init__(self, pools: KvPools, splits: KvSplits) -> None:
         self._pools = pools
-        self._cut = cut
+        self._splits = splits
 
     def plan(self, batch: ForwardBatch) -> object:
         is_one = batch.query_lens_cpu == 1
@@ -66,9 +66,9 @@ class TritonAttention:
             scoring = Scoring(layer.scale, layer.window, layer.softcap, *kv.scales)
             given = (q, kv.keys, kv.values, groups[kv.group], scoring)
             if own.has_one_query:
-                paged_decode(*given, out=out, cut=self._cut)
+                paged_decode(*given, out=out, splits=self._splits)
             if own.has_more_queries:
-                paged_extend(*given, out=out, cut=self._cut)
+                paged_extend(*given, out=out, splits=self._splits)
             return out
 
         return attend
@@ -87,9 +87,9 @@ def _build(site: AttentionSite) -> TritonAttention:
     if pools.device.type == "cuda":
         chip = _chip(pools.device, pools.dtype)
     if not site.is_deterministic:
-        return TritonAttention(pools, Cut(chip))
+        return TritonAttention(pools, KvSplits(chip))
     max_len = pools.page_tables[0].shape[1] * pools.page_size
-    return TritonAttention(pools, Cut(chip, fixed_split=fixed_split(max_len)))
+    return TritonAttention(pools, KvSplits(chip, fixed_split=fixed_split(max_len)))
 
 
 def _chip(device: torch.device, kv_dtype: torch.dtype) -> Chip:

@@ -13,13 +13,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15, odd
-GAMMA_OF_POSITIONS = -4132994306676758123  # 0xC6A4A7935BD1E995, odd
-FACTOR_A = -4658895280553007687  # 0xBF58476D1CE4E5B9
-FACTOR_B = -7723592293110705685  # 0x94D049BB133111EB
+from aserve_kernels import splitmix64
+
+GAMMA, POSITION_FACTOR, FACTOR_A, FACTOR_B = (
+    splitmix64.as_int64(word)
+    for word in (
+        splitmix64.GAMMA,
+        splitmix64.POSITION_FACTOR,
+        splitmix64.FACTOR_A,
+        splitmix64.FACTOR_B,
+    )
+)
 WORD = (1 << 32) - 1
-# In float32 this is the largest value below 1: a u of 1 would give an infinite log.
-MAX_U = 1 - 2.0**-24
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -29,10 +34,10 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor, dtype: tor
     small u makes large noise; floats are dense near 0, so that improbable tokens are drawn at
     their true rate.
     """
-    starts = _mix(_mix(seeds.clone()).add_(positions * GAMMA_OF_POSITIONS))
+    starts = _mix(_mix(seeds.clone()).add_(positions * POSITION_FACTOR))
     bits = _mix(starts[:, None] + token_ids * GAMMA)
     k = bits.bitwise_right_shift_(32).bitwise_and_(WORD)
-    u = k.to(dtype).add_(0.5).mul_(2.0**-32).clamp_(max=MAX_U)
+    u = k.to(dtype).add_(0.5).mul_(2.0**-32).clamp_(max=splitmix64.MAX_U)
     return u.neg_().log1p_().neg_().log_().neg_()
 
 

@@ -15,16 +15,8 @@ from torch import Tensor
 
 from aserve.gpu.transfer.staging import ArrayF64, ArrayI64
 from aserve.messages.step import RowInit
+from aserve_kernels.row_columns import FLOAT_COLUMNS, INT_COLUMNS
 
-INT_COLUMNS = ("seed", "top_k", "prompt_len")
-FLOAT_COLUMNS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
 UINT64_MASK = (1 << 64) - 1
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from aserve_kernels.cpu.bf16 import Float32s, narrow
 from aserve_kernels.cpu.gemm import OUTPUTS, ROWS, multiply_tile
 from aserve_kernels.cpu.host_rows import NO_WINDOW, HostRows, Int64s
-from aserve_kernels.cpu.online_softmax import folded, weigh
+from aserve_kernels.cpu.online_softmax import fold_log2, softmax_update
 from aserve_kernels.cpu.packing import Halves, interleave, transpose_pairs
 from aserve_kernels.cpu.precompile import FAST, cached_njit, compile_ahead
 from aserve_kernels.cpu.simd import LANES, add_product, load, splat, store
@@ -37,8 +37,8 @@ def chunk_attention(
     WHY: it packs copies of what it reads, which a decode step could not afford; here all queries of
     a block share them.
     """
-    factor, cap = folded(scoring.scale, scoring.softcap)
-    own = rows.own
+    factor, cap = fold_log2(scoring.scale, scoring.softcap)
+    own = rows.queries
     attend = _attend_alone if num_workers == 1 else _attend
     attend(
         _bits(q), _bits(keys), _bits(values), _bits(out),
@@ -226,14 +226,14 @@ def _weigh_line(
     scores: Float32s, low: int, high: int, factor: np.float32, cap: np.float32,
     softmax: Float32s, line: int,
 ) -> np.float32:  # fmt: skip
-    """As `weigh`; weights of what is not seen become zeros."""
+    """As `softmax_update`; weights of what is not seen become zeros."""
     shrink = np.float32(1)
     stop = 0
     if low < high:
         stop = -(-high // LANES) * LANES
         for j in range(stop):
             scores[j] *= factor
-        shrink = weigh(scores, low, high, cap, softmax, line)
+        shrink = softmax_update(scores, low, high, cap, softmax, line)
     for j in range(stop, len(scores)):
         scores[j] = np.float32(0)
     return shrink

@@ -21,7 +21,7 @@ from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, rounded,
 from aserve_kernels.cpu.draw import draw_row
 from aserve_kernels.cpu.exp2 import LOG2_E, power_of_two
 from aserve_kernels.cpu.gemm import multiply
-from aserve_kernels.cpu.host_rows import Int64s, RowSpans
+from aserve_kernels.cpu.host_rows import Int64s, QueryRows
 from aserve_kernels.cpu.memory import array_at
 from aserve_kernels.cpu.paged_attention import attend_share
 from aserve_kernels.cpu.precompile import FAST, UNCOUNTED, cached_njit, compile_ahead
@@ -81,7 +81,7 @@ class Tables:
     dtype: torch.dtype  # of weights and KV
 
 
-def decoder_forward(input_ids: Tensor, own: RowSpans, tables: Tables) -> Tensor:
+def decoder_forward(input_ids: Tensor, own: QueryRows, tables: Tables) -> Tensor:
     """input_ids int64 [tokens]; `own` says whose they are, and has every token once. Written are
     the slots of these tokens only. -> hidden states behind the last norm [tokens, hidden].
     """
@@ -94,7 +94,7 @@ def decoder_forward(input_ids: Tensor, own: RowSpans, tables: Tables) -> Tensor:
 
 
 def decoder_step(
-    input_ids: Int64s, own: RowSpans, sampled: Int64s, iteration: int, tables: Tables
+    input_ids: Int64s, own: QueryRows, sampled: Int64s, iteration: int, tables: Tables
 ) -> Tensor:
     """The same forward of ids of which -row stands for that row's last token, and one draw for each
     of the rows at the places `sampled`. -> int32 [3 n]: tokens, how many each row got (one), and

@@ -16,7 +16,7 @@ NO_WINDOW = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
-class RowSpans:
+class QueryRows:
     """int64 [n] each: `rows` of the page table; `lens`, KV lengths with this forward's tokens;
     `starts`, the first query of each row; `query_lens`, its queries, which are at its last
     positions."""
@@ -33,4 +33,4 @@ class HostRows:
 
     page_table: Int64s
     page_size: int
-    own: RowSpans
+    own: QueryRows

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, widen
 from aserve_kernels.cpu.host_rows import NO_WINDOW, HostRows, Int64s
-from aserve_kernels.cpu.online_softmax import folded, weigh
+from aserve_kernels.cpu.online_softmax import fold_log2, softmax_update
 from aserve_kernels.cpu.precompile import FAST, UNCOUNTED, cached_njit, compile_ahead
 from aserve_kernels.cpu.simd import (
     LANES,
@@ -42,8 +42,8 @@ def paged_attention(
     `num_workers` share it: one where it was compiled for one, else any number above. `scoring` has
     no scales of stored keys and values: those are for eight bits.
     """
-    factor, cap = folded(scoring.scale, scoring.softcap)
-    own = rows.own
+    factor, cap = fold_log2(scoring.scale, scoring.softcap)
+    own = rows.queries
     attend = _attend_alone if num_workers == 1 else _attend
     attend(
         q.float().numpy(), as_array(keys), as_array(values), as_array(out),
@@ -59,7 +59,7 @@ def paged_attention_ref(
     q: Tensor, keys: Tensor, values: Tensor, rows: HostRows, scoring: Scoring, *, out: Tensor
 ) -> None:
     """The same in plain torch, row by row, in the dtype of q."""
-    own = rows.own
+    own = rows.queries
     for row, kv_len, start, query_len in zip(
         own.rows, own.lens, own.starts, own.query_lens, strict=True
     ):
@@ -224,7 +224,7 @@ def _attend_block(
                 if low < high:
                     line = first_line + i
                     _score(queries, line * width, width, tile_keys, low, high, scores)
-                    shrink = weigh(scores, low, high, cap, softmax, line)
+                    shrink = softmax_update(scores, low, high, cap, softmax, line)
                     _add_values(
                         scores, low, high, tile_values, shrink, outputs, line * width, width
                     )

@@ -24,12 +24,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.float()
-    root = (wide.square().mean(dim=-1, keepdim=True) + eps).sqrt()
-    return (wide / root * weight).to(x.dtype)
-
-
 def compile_rms_norm(dtype: torch.dtype) -> None:
     """For this dtype."""
     rows = types.Array(types.uint16 if dtype == torch.bfloat16 else types.float32, 2, "C")

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, rounded, widen
 from aserve_kernels.cpu.precompile import FAST, cached_njit, compile_ahead
-from aserve_kernels.rope import apply_rope_ref
 
 NO_NORM = np.empty((0, 0), np.float32)
 
@@ -52,24 +51,7 @@ def rope_and_store_kv(
     return queries
 
 
-def turn_and_store_ref(
-    heads: Tensor,
-    slots: Tensor,
-    pools: tuple[Tensor, Tensor],
-    *,
-    cos_sin: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 0.0,
-) -> Tensor:
-    num_kv_heads = pools[0].shape[1]
-    rotated, values = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
-    rotated = apply_rope_ref(rotated, cos_sin=cos_sin, weight=weight, eps=eps)
-    pools[0].index_copy_(0, slots, rotated[:, -num_kv_heads:])
-    pools[1].index_copy_(0, slots, values)
-    return rotated[:, :-num_kv_heads]
-
-
-def compile_turn_and_store(dtype: torch.dtype) -> None:
+def compile_rope_and_store_kv(dtype: torch.dtype) -> None:
     """For this dtype."""
     floats = types.uint16 if dtype == torch.bfloat16 else types.float32
     compile_ahead(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from aserve.gpu.attention.chunked_prefill import TILE, sdpa_tiles
-from aserve_kernels.cpu.host_rows import HostRows, RowSpans
+from aserve_kernels.cpu.host_rows import HostRows, QueryRows
 from aserve_kernels.cpu.paged_attention import paged_attention_ref
 from aserve_kernels.paged_rows import Scoring
 
@@ -35,7 +35,7 @@ def test_every_token_sees_itself_and_what_came_before(
     kv_len = query_len + num_before
     num_pages = -(-kv_len // PAGE_SIZE)
     table = 1 + np.arange(num_pages)[None, ::-1].copy()
-    own = RowSpans(*(np.array([value]) for value in (0, kv_len, 2, query_len)))  # two other tokens
+    own = QueryRows(*(np.array([value]) for value in (0, kv_len, 2, query_len)))  # two other tokens
     rows = HostRows(table, PAGE_SIZE, own)
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(query_len + 3, heads[0], 16, generator=generator).to(dtype)

@@ -77,7 +77,7 @@ def test_a_layer_turns_and_stores_in_one_launch_and_nothing_else(
     rope: RopeInputs | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches = Launches()
-    monkeypatch.setattr(rope_and_store_kv, "_turn_and_store", launches)
+    monkeypatch.setattr(rope_and_store_kv, "_rope_and_store", launches)
     kv = dataclasses.replace(pools_of(torch.bfloat16).layers[0], store=triton_store(torch.bfloat16))
     heads = torch.zeros((3, 8, 8), dtype=torch.bfloat16)
     with Calls() as calls:

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from aserve.gpu.device.cuda.ops import triton_sample_ops
 from aserve.gpu.sampling.ops import PLAIN_OPS, SHAPED_OPS, SampleOps
-from aserve.gpu.sampling.params import FLOAT_COLUMNS, INT_COLUMNS
 from aserve.gpu.sampling.sampler import Sampled
-from aserve_kernels import row_columns, token_set
 from aserve_kernels import sample as kernel
+from aserve_kernels import token_set
 from tests.gpu.batch_builder import greedy
 from tests.gpu.sampler_run import DrawAt, run_sampler
 from tests.kernels.sample_case import Row, draw_logits, make_tables
@@ -97,11 +96,6 @@ def test_torch_draws_of_halves_what_it_draws_of_them_as_float32() -> None:
     got = run(PLAIN_OPS, params, is_masked=False, dtypes=half)
     expected = run(PLAIN_OPS, params, is_masked=False, dtypes=(*half, torch.float32))
     assert torch.equal(got.tokens, expected.tokens)
-
-
-def test_the_kernels_read_the_columns_that_the_tables_have() -> None:
-    assert INT_COLUMNS == row_columns.INT_COLUMNS
-    assert FLOAT_COLUMNS == row_columns.FLOAT_COLUMNS
 
 
 def test_logits_in_float64_stay_in_torch() -> None:

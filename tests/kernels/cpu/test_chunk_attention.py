@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aserve_kernels.cpu import chunk_attention as op
-from aserve_kernels.cpu.host_rows import HostRows, RowSpans
+from aserve_kernels.cpu.host_rows import HostRows, QueryRows
 from aserve_kernels.cpu.paged_attention import paged_attention_ref
 from aserve_kernels.paged_rows import Scoring
 
@@ -48,7 +48,7 @@ def make(
     lens = np.array([kv_len for _, kv_len in chunks], np.int64)
     columns = -(-int(lens.max(initial=1)) // PAGE_SIZE)
     table = 1 + np.arange(len(chunks) * columns).reshape(-1, columns)[:, ::-1].copy()
-    own = RowSpans(np.arange(len(chunks)), lens, np.cumsum(query_lens) - query_lens, query_lens)
+    own = QueryRows(np.arange(len(chunks)), lens, np.cumsum(query_lens) - query_lens, query_lens)
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(int(query_lens.sum()), heads[0], head_dim, generator=generator).bfloat16()
     slots = ((1 + table.size) * PAGE_SIZE, heads[1], head_dim)
@@ -130,10 +130,12 @@ def test_scores_are_not_rounded_to_the_width_of_their_operands() -> None:
 def test_a_chunk_gets_the_same_bits_alone_and_among_others() -> None:
     given = make(CHUNKS["many"])
     together = attended(given, Scoring(0.3))
-    own = given.rows.own
+    own = given.rows.queries
     columns = own.rows, own.lens, own.starts, own.query_lens
     for row in range(len(own.rows)):
-        rows = dataclasses.replace(given.rows, own=RowSpans(*(column[[row]] for column in columns)))
+        rows = dataclasses.replace(
+            given.rows, queries=QueryRows(*(column[[row]] for column in columns))
+        )
         alone = attended(dataclasses.replace(given, rows=rows), Scoring(0.3), num_workers=2)
         tokens = slice(own.starts[row], own.starts[row] + own.query_lens[row])
         assert torch.equal(alone[tokens], together[tokens])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from aserve_kernels.cpu import paged_attention as op
-from aserve_kernels.cpu.host_rows import HostRows, RowSpans
+from aserve_kernels.cpu.host_rows import HostRows, QueryRows
 from aserve_kernels.paged_rows import Scoring
 
 PAGE_SIZE = 16
@@ -28,7 +28,7 @@ def test_heads_of_every_width_equal_the_reference(
     columns = -(-int(LENS.max()) // PAGE_SIZE)
     pages = 1 + np.arange(len(LENS) * columns)  # page 0 is nobody's
     table = pages.reshape(-1, columns)[:, ::-1].copy()
-    rows = HostRows(table, PAGE_SIZE, RowSpans(np.arange(len(LENS)), LENS, starts, query_lens))
+    rows = HostRows(table, PAGE_SIZE, QueryRows(np.arange(len(LENS)), LENS, starts, query_lens))
     generator = torch.Generator().manual_seed(0)
     num_tokens, num_slots = int(query_lens.sum()), (1 + table.size) * PAGE_SIZE
     q = torch.randn(num_tokens, 6, head_dim, generator=generator).to(dtype)
@@ -65,7 +65,7 @@ def test_a_query_gets_the_same_bits_in_whatever_step_it_is(
     def attended(ends: list[int]) -> torch.Tensor:
         out = torch.empty_like(q)
         for start, end in itertools.pairwise([0, *ends]):
-            own = RowSpans(*(np.array([value]) for value in (0, end, start, end - start)))
+            own = QueryRows(*(np.array([value]) for value in (0, end, start, end - start)))
             rows = HostRows(table, PAGE_SIZE, own)
             scoring = Scoring(0.3, window)
             op.paged_attention(q, keys, values, rows, scoring, out=out, num_workers=1)

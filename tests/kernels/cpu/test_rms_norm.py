@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aserve_kernels.cpu.rms_norm import compile_rms_norm, rms_norm, rms_norm_ref
+from aserve_kernels.cpu.rms_norm import compile_rms_norm, rms_norm
+from aserve_kernels.reference import rms_norm_ref
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 9])

@@ -52,7 +52,7 @@ class CascadePlan:
         for level in self.levels:
             rows = batch.rows[: level.num_rows]
             firsts = torch.full_like(rows, level.column, dtype=torch.int32)
-            gather(table, rows, firsts=firsts, starts=level.starts, out=level.pages)
+            gather(table, rows, first_columns=firsts, indptr=level.starts, out=level.pages)
 
 
 NO_CASCADE = CascadePlan((), {})

@@ -59,7 +59,7 @@ class PageList:
     """The same on the device, int32, with the pages."""
 
     indices: KvIndptr
-    pages: Tensor  # [places.starts[rows] or more]
+    pages: Tensor  # [indices.indptr[rows] or more]
 
     @classmethod
     def new(cls, num_rows: int, pages: Tensor) -> PageList:
@@ -83,7 +83,7 @@ class PageList:
         ops.gather(
             table,
             batch.rows,
-            firsts=self.indices.firsts,
-            starts=self.indices.starts,
+            first_columns=self.indices.first_columns,
+            indptr=self.indices.indptr,
             out=self.pages,
         )

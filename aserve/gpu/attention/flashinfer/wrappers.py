@@ -169,9 +169,9 @@ class Wrappers:
                 use_cuda_graph=True,
                 use_tensor_cores=self._takes_tensor_cores(problem),
                 backend=EVERY_GPU,
-                paged_kv_indptr_buffer=indices.starts,
+                paged_kv_indptr_buffer=indices.indptr,
                 paged_kv_indices_buffer=pages.pages,
-                paged_kv_last_page_len_buffer=indices.last_lens,
+                paged_kv_last_page_len_buffer=indices.last_page_lens,
             )
         else:
             wrapper = self._package.BatchPrefillWithPagedKVCacheWrapper(
@@ -180,9 +180,9 @@ class Wrappers:
                 use_cuda_graph=True,
                 backend=EVERY_GPU,
                 qo_indptr_buf=cu_query_lens,
-                paged_kv_indptr_buf=indices.starts,
+                paged_kv_indptr_buf=indices.indptr,
                 paged_kv_indices_buf=pages.pages,
-                paged_kv_last_page_len_buf=indices.last_lens,
+                paged_kv_last_page_len_buf=indices.last_page_lens,
             )
         if problem not in self._int_workspaces:
             self._int_workspaces[problem] = self._bytes(STATIC_INT_BYTES)

@@ -20,7 +20,6 @@ from aserve.gpu.layers.mlp import GatedMlp
 from aserve.gpu.layers.norm import AddNorm, Norm, RmsNorm, SumAndNorm
 from aserve.gpu.models.base import CausalModel
 from aserve.gpu.models.decoder import Attention, Block, Decoder
-from aserve.gpu.sampling.params import FLOAT_COLUMNS, INT_COLUMNS
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.gpu.step.future_map import LAST_TOKEN
 from aserve.gpu.step.plan import StepPlan
@@ -39,8 +38,9 @@ from aserve_kernels.cpu.decoder_forward import (
     decoder_forward,
     decoder_step,
 )
-from aserve_kernels.cpu.host_rows import NO_WINDOW, RowSpans
-from aserve_kernels.cpu.online_softmax import folded
+from aserve_kernels.cpu.host_rows import NO_WINDOW, QueryRows
+from aserve_kernels.cpu.online_softmax import fold_log2
+from aserve_kernels.row_columns import FLOAT_COLUMNS, INT_COLUMNS
 
 ACTIVATIONS: Mapping[str, int] = {"silu": SILU, "gelu": GELU, "gelu_pytorch_tanh": GELU_TANH}
 FEW_TOKENS = 256  # per row; above this, torch's attention within a prompt is faster
@@ -65,7 +65,7 @@ class CompiledForward:
         return bool(is_plain and batch.query_lens_cpu.max(initial=0) <= FEW_TOKENS)
 
     def run(self, batch: ForwardBatch) -> Tensor:
-        own = RowSpans(
+        own = QueryRows(
             batch.rows.numpy(),
             batch.lens.numpy(),
             batch.cu_query_lens.numpy()[:-1],
@@ -88,7 +88,7 @@ class CompiledForward:
     def step(self, plan: StepPlan) -> Packed:
         query_lens = plan.query_lens.astype(np.int64)
         lens = plan.kv_lens + query_lens
-        own = RowSpans(
+        own = QueryRows(
             plan.rows.astype(np.int64), lens, query_lens.cumsum() - query_lens, query_lens
         )
         sampled = np.searchsorted(own.starts + query_lens, plan.logits.tokens, side="right")
@@ -139,7 +139,7 @@ class CompiledForward:
         assert isinstance(mlp, GatedMlp)
         layer = attention.layer
         kv = self._state.pools.layers[layer.index]
-        factor, cap = folded(layer.scale, layer.softcap)
+        factor, cap = fold_log2(layer.scale, layer.softcap)
         head_norms = attention.head_norms
         values = {
             **_product("qkv", attention.qkv),

@@ -20,7 +20,7 @@ from aserve.gpu.sampling.params import LogitsRows, RowTables
 from aserve.gpu.sampling.plan import SamplePlan
 from aserve_kernels.cpu.draw import compile_draw, draw
 from aserve_kernels.cpu.rms_norm import compile_rms_norm, rms_norm
-from aserve_kernels.cpu.rope_and_store_kv import compile_turn_and_store, rope_and_store_kv
+from aserve_kernels.cpu.rope_and_store_kv import compile_rope_and_store_kv, rope_and_store_kv
 
 
 def compiled_store(dtype: torch.dtype) -> RopeAndStoreKv:
@@ -31,7 +31,7 @@ def compiled_store(dtype: torch.dtype) -> RopeAndStoreKv:
     91 in torch after a rope kernel, 11 and 73 in one kernel. A small model's heads, with rope only:
     21 and 33 in torch, 9 and 17 in one kernel.
     """
-    compile_turn_and_store(dtype)
+    compile_rope_and_store_kv(dtype)
     return _rope_and_store_kv
 
 

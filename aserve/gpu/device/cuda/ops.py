@@ -30,7 +30,7 @@ from aserve_kernels import penalties
 from aserve_kernels.bitmask import apply_bitmask
 from aserve_kernels.gated_mul import gated_mul
 from aserve_kernels.invariant_linear import invariant_linear
-from aserve_kernels.prepare_inputs import Tables, Words, prepare_inputs
+from aserve_kernels.prepare_inputs import PackedInputs, Tables, prepare_inputs
 from aserve_kernels.relay_rows import gather_rows, scatter_rows
 from aserve_kernels.rms_norm import add_rms_norm, rms_norm
 from aserve_kernels.rope_and_store_kv import rope_and_store_kv
@@ -136,7 +136,7 @@ def triton_resolve(plan: StepPlan, arrays: DeviceArrays, state: DeviceState) -> 
     if plan.num_drafts.any():
         return resolve(plan, arrays, state)
     ints, relay, pools = arrays.narrow_ints, state.relay, state.pools
-    words = Words(
+    words = PackedInputs(
         rows=ints("rows"),
         kv_lens=ints("kv_lens"),
         query_lens=ints("query_lens"),

@@ -1,11 +1,11 @@
-"""Pages of rows as one list, for rows of all lengths."""
+"""The CSR page indices of a step's rows, for rows of all lengths."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from aserve_kernels.kv_indices import BLOCK, gather_pages_ref, kv_indices
+from aserve_kernels.kv_indices import BLOCK, kv_indices, kv_indices_ref
 
 COLUMNS = 2 * BLOCK + 3
 
@@ -21,7 +21,7 @@ COLUMNS = 2 * BLOCK + 3
         ([COLUMNS, 1, 2 * BLOCK], [0, COLUMNS - 1, 3]),
     ],
 )
-def test_each_rows_pages_stand_behind_those_of_the_row_before(
+def test_the_pages_of_each_row_follow_those_of_the_row_before(
     counts: list[int], firsts: list[int]
 ) -> None:
     table = torch.randperm(6 * COLUMNS).view(6, COLUMNS)
@@ -32,8 +32,8 @@ def test_each_rows_pages_stand_behind_those_of_the_row_before(
         table[int(row), first : first + count]
         for row, first, count in zip(rows, firsts, counts, strict=True)
     ]
-    for gather in (kv_indices, gather_pages_ref):
+    for gather in (kv_indices, kv_indices_ref):
         out = torch.full((total + 5,), -1, dtype=torch.int32)
         given = torch.tensor(firsts, dtype=torch.int32)
-        gather(table, rows, firsts=given, starts=starts, out=out)
+        gather(table, rows, first_columns=given, indptr=starts, out=out)
         assert out.tolist() == [page for part in expected for page in part.tolist()] + [-1] * 5

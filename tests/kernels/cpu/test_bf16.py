@@ -71,11 +71,11 @@ def test_the_kernels_run_without_a_compiler() -> None:
     program = (
         "import numpy as np, torch\n"
         "from aserve_kernels.cpu import paged_attention as op\n"
-        "from aserve_kernels.cpu.host_rows import HostRows, RowSpans\n"
+        "from aserve_kernels.cpu.host_rows import HostRows, QueryRows\n"
         "from aserve_kernels.paged_rows import Scoring\n"
         "op.compile_paged_attention(torch.bfloat16, 1)\n"
         "column = lambda value: np.array([value], np.int64)\n"
-        "own = RowSpans(column(1), column(5), column(0), column(2))\n"
+        "own = QueryRows(column(1), column(5), column(0), column(2))\n"
         "rows = HostRows(np.array([[0, 0], [2, 1]], np.int64), 4, own)\n"
         "q, k, v = (torch.randn(12, 2, 4).bfloat16() for _ in range(3))\n"
         "got, expected = torch.zeros(2, 2, 4).bfloat16(), torch.zeros(2, 2, 4)\n"
@@ -98,12 +98,12 @@ def test_the_kernels_run_without_a_compiler() -> None:
         "got, expected = rms_norm.rms_norm(*inputs), rms_norm.rms_norm_ref(*inputs)\n"
         "torch.testing.assert_close(got, expected)\n"
         "from aserve_kernels.cpu import turn_and_store as op\n"
-        "op.compile_turn_and_store(torch.bfloat16)\n"
+        "op.compile_rope_and_store_kv(torch.bfloat16)\n"
         "heads, slots = torch.cat((q, k, v), dim=1), torch.arange(12)\n"
         "given = {'turns': k[:, 0], 'weight': torch.ones(4, 4), 'eps': 1e-6}\n"
         "pools, wanted = torch.zeros(2, 2, 12, 2, 4).bfloat16()\n"
         "got = op.turn_and_store(heads, slots, tuple(pools), **given)\n"
-        "expected = op.turn_and_store_ref(heads, slots, tuple(wanted), **given)\n"
+        "expected = op.rope_and_store_kv_ref(heads, slots, tuple(wanted), **given)\n"
         "torch.testing.assert_close((got, pools), (expected, wanted))\n"
     )
     environment = {"NUMBA_DISABLE_JIT": "1", "PYTHONPATH": ":".join(sys.path)}

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from aserve.gpu.layers.norm import HeadNorms
 from aserve.gpu.layers.rope import RopeInputs, apply_rope
-from aserve_kernels.rope_and_store_kv import ELEMENTS, rope_and_store_kv, turn_and_store_ref
+from aserve_kernels.reference import rope_and_store_kv_ref
+from aserve_kernels.rope_and_store_kv import ELEMENTS, rope_and_store_kv
 from tests.kernels.tolerance import TOLERANCES, assert_close, draw
 
 NUM_SLOTS = 40
@@ -58,7 +59,7 @@ def test_every_shape_equals_the_reference(
     slots = draw_slots(num_tokens)
     pools, expected = (make_pools(num_kv_heads, head_dim, dtype) for _ in range(2))
     queries = rope_and_store_kv(heads, slots, pools, cos_sin=cos_sin, weight=weight, eps=EPS)
-    wanted = turn_and_store_ref(heads, slots, expected, cos_sin=cos_sin, weight=weight, eps=EPS)
+    wanted = rope_and_store_kv_ref(heads, slots, expected, cos_sin=cos_sin, weight=weight, eps=EPS)
     assert_close(queries, wanted)
     assert_close(pools[0], expected[0])
     assert torch.equal(pools[1], expected[1])
@@ -78,7 +79,9 @@ def test_bfloat16_is_rounded_where_torch_rounds_it(way: str) -> None:
     given = cos_sin if way == WAYS[1] else None
     pools, expected = (make_pools(1, 32, torch.bfloat16) for _ in range(2))
     queries = rope_and_store_kv(heads, draw_slots(8), pools, cos_sin=given)
-    assert torch.equal(queries, turn_and_store_ref(heads, draw_slots(8), expected, cos_sin=given))
+    assert torch.equal(
+        queries, rope_and_store_kv_ref(heads, draw_slots(8), expected, cos_sin=given)
+    )
     assert torch.equal(torch.stack(pools), torch.stack(expected))
 
 
@@ -97,7 +100,7 @@ def test_eight_bit_pools_are_scaled_and_cut_at_their_range(
     slots = torch.tensor([5, 0])
     pools, expected = (make_pools(1, 8, pool_dtype) for _ in range(2))
     queries = rope_and_store_kv(heads, slots, pools, cos_sin=cos_sin, scales=(2.0, 0.5))
-    turn_and_store_ref(heads, slots, expected, cos_sin=cos_sin, scales=(2.0, 0.5))
+    rope_and_store_kv_ref(heads, slots, expected, cos_sin=cos_sin, scales=(2.0, 0.5))
     for got, wanted in zip(pools, expected, strict=True):
         assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
         assert got.float().abs().amax() == bound
@@ -122,7 +125,7 @@ def test_tokens_of_no_page_share_a_slot_and_disturb_no_other() -> None:
     slots = torch.tensor([0, 9, 0, 16, 0])
     pools, expected = (make_pools(1, 16, torch.float32) for _ in range(2))
     queries = rope_and_store_kv(heads, slots, pools, cos_sin=cos_sin)
-    assert_close(queries, turn_and_store_ref(heads, slots, expected, cos_sin=cos_sin))
+    assert_close(queries, rope_and_store_kv_ref(heads, slots, expected, cos_sin=cos_sin))
     written = (pools[0] != UNTOUCHED).any(dim=(1, 2)).nonzero().flatten()
     assert written.tolist() == [0, 9, 16]
     for got, wanted in zip(pools, expected, strict=True):

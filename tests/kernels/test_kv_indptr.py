@@ -1,11 +1,11 @@
-"""Where rows' pages begin in one list, for rows of all lengths, seen whole or through a window."""
+"""The CSR row pointers of a step's pages, for rows of all lengths, with and without a window."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from aserve_kernels.kv_indptr import BLOCK, KvIndptr, kv_indptr, page_starts_ref
+from aserve_kernels.kv_indptr import BLOCK, KvIndptr, kv_indptr, kv_indptr_ref
 
 SHAPES = {
     "no row": ([], []),
@@ -33,11 +33,11 @@ def test_every_row_has_the_pages_that_its_queries_see(
         firsts.append(seen_from // page_size)
         starts.append(starts[-1] + (kv_len - 1) // page_size - firsts[-1] + 1)
         cu_query_lens.append(cu_query_lens[-1] + query_len)
-    for op in (kv_indptr, page_starts_ref):
+    for op in (kv_indptr, kv_indptr_ref):
         num = len(lens)
         out = KvIndptr(*(torch.full((n,), -1, dtype=torch.int32) for n in (num, num + 1, num)))
         given = (torch.tensor(values, dtype=torch.int64) for values in (lens, cu_query_lens))
         op(*given, window=window, page_size=page_size, out=out)
-        assert out.starts.tolist() == starts
-        assert out.firsts.tolist() == firsts
-        assert out.last_lens.tolist() == [(kv_len - 1) % page_size + 1 for kv_len in lens]
+        assert out.indptr.tolist() == starts
+        assert out.first_columns.tolist() == firsts
+        assert out.last_page_lens.tolist() == [(kv_len - 1) % page_size + 1 for kv_len in lens]

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from aserve_kernels.cpu.rope_and_store_kv import (
-    compile_turn_and_store,
+    compile_rope_and_store_kv,
     rope_and_store_kv,
-    turn_and_store_ref,
 )
+from aserve_kernels.reference import rope_and_store_kv_ref
 
 NUM_SLOTS = 20
 UNTOUCHED = 7.0
@@ -44,7 +44,7 @@ def test_every_shape_equals_the_reference(
     num_kv_heads: int,
     num_tokens: int,
 ) -> None:
-    compile_turn_and_store(dtype)
+    compile_rope_and_store_kv(dtype)
     num_turned = num_queries + num_kv_heads
     lines = draw(num_tokens, num_turned + num_kv_heads + 1, head_dim, dtype=dtype)
     heads = lines[:, :-1]  # tokens may lie apart
@@ -53,7 +53,7 @@ def test_every_shape_equals_the_reference(
     slots = torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(1))[:num_tokens]
     pools, expected = (make_pools(num_kv_heads, head_dim, dtype) for _ in range(2))
     got = rope_and_store_kv(heads, slots, pools, cos_sin=cos_sin, weight=weight, eps=1e-6)
-    wanted = turn_and_store_ref(heads, slots, expected, cos_sin=cos_sin, weight=weight, eps=1e-6)
+    wanted = rope_and_store_kv_ref(heads, slots, expected, cos_sin=cos_sin, weight=weight, eps=1e-6)
     assert got.is_contiguous()
     # The sum of squares may end one step of float32 off; rounding makes one step of bfloat16 of it.
     tolerance = 1e-6 if dtype == torch.float32 else 2**-7
@@ -64,27 +64,29 @@ def test_every_shape_equals_the_reference(
 
 def test_bfloat16_is_rounded_where_torch_rounds_it() -> None:
     """All but a few bits in ten thousand are the same."""
-    compile_turn_and_store(torch.bfloat16)
+    compile_rope_and_store_kv(torch.bfloat16)
     heads, cos_sin = draw(64, 5, 32).bfloat16(), draw_turns(64, 32, torch.bfloat16)
     slots, weight = torch.arange(64) % NUM_SLOTS, draw(4, 32)
     pools, expected = (make_pools(1, 32, torch.bfloat16) for _ in range(2))
     got = rope_and_store_kv(heads, slots, pools, cos_sin=cos_sin, weight=weight, eps=1e-6)
-    wanted = turn_and_store_ref(heads, slots, expected, cos_sin=cos_sin, weight=weight, eps=1e-6)
+    wanted = rope_and_store_kv_ref(heads, slots, expected, cos_sin=cos_sin, weight=weight, eps=1e-6)
     assert (got != wanted).sum() <= 2
 
 
 def test_heads_that_are_only_turned_are_rounded_as_in_torch() -> None:
-    compile_turn_and_store(torch.bfloat16)
+    compile_rope_and_store_kv(torch.bfloat16)
     heads, cos_sin = draw(16, 5, 32).bfloat16(), draw_turns(16, 32, torch.bfloat16)
     pools, expected = (make_pools(1, 32, torch.bfloat16) for _ in range(2))
     got = rope_and_store_kv(heads, torch.arange(16), pools, cos_sin=cos_sin)
-    assert torch.equal(got, turn_and_store_ref(heads, torch.arange(16), expected, cos_sin=cos_sin))
+    assert torch.equal(
+        got, rope_and_store_kv_ref(heads, torch.arange(16), expected, cos_sin=cos_sin)
+    )
     assert torch.equal(torch.stack(pools), torch.stack(expected))
 
 
 def test_tokens_of_one_slot_disturb_no_other() -> None:
     """As tokens that have left a layer's window, which meet slot 0."""
-    compile_turn_and_store(torch.float32)
+    compile_rope_and_store_kv(torch.float32)
     heads, cos_sin = draw(4, 4, 8), draw_turns(4, 8, torch.float32)
     slots, pools = torch.tensor([0, 9, 0, 16]), make_pools(1, 8, torch.float32)
     rope_and_store_kv(heads, slots, pools, cos_sin=cos_sin)
