@@ -1,7 +1,7 @@
-"""bfloat16 in numba, which has no such type: its bits as uint16, beside arrays of float32.
+"""bfloat16 for numba, which has no such type: arrays of uint16 hold its bits.
 
-It knows no operation. The plain functions are what runs with NUMBA_DISABLE_JIT=1; compiled code
-takes the overloads, chosen by dtype when it is compiled.
+A kernel is written once for both dtypes, with `widen` and `narrow` at its loads and stores. The
+plain functions run with NUMBA_DISABLE_JIT=1; compiled code takes the overloads, by dtype.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from numba.extending import overload
 from torch import Tensor
 
 Float32s: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
-# float32, or uint16 that are the bits of bfloat16.
+# float32, or the bits of bfloat16 as uint16.
 Floats: TypeAlias = Float32s | np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
 
 
 def as_array(tensor: Tensor) -> Floats:
-    """float32 or bfloat16, on the CPU -> an array over the same memory."""
+    """A view of a float32 or bfloat16 tensor on the CPU."""
     if tensor.dtype == torch.bfloat16:
         bits: Floats = tensor.view(torch.uint16).numpy()
         return bits
@@ -30,7 +30,7 @@ def as_array(tensor: Tensor) -> Floats:
 
 
 def widen(source: Floats, target: Float32s, /) -> None:
-    """Both [n]."""
+    """target[:] = source, converted to float32. Both are [n]."""
     if source.dtype == np.uint16:
         target[:] = (source.astype(np.uint32) << 16).view(np.float32)
     else:
@@ -38,7 +38,7 @@ def widen(source: Floats, target: Float32s, /) -> None:
 
 
 def narrow(source: Float32s, target: Floats, /) -> None:
-    """Both [n]; to the nearest, ties to even. A NaN stays one."""
+    """target[:] = source, rounded to the nearest, ties to even; NaN stays NaN. Both are [n]."""
     if target.dtype == np.uint16:
         target[:] = torch.from_numpy(source).to(torch.bfloat16).view(torch.uint16).numpy()
     else:
@@ -46,13 +46,13 @@ def narrow(source: Float32s, target: Floats, /) -> None:
 
 
 def rounded(value: np.float32, like: Floats, /) -> np.float32:
-    """What is left of a value that goes through memory of this dtype."""
+    """The value rounded to the dtype of `like`."""
     through = np.empty(1, like.dtype)
     narrow(np.full(1, value, np.float32), through)
     back = np.empty(1, np.float32)
     widen(through, back)
-    left: np.float32 = back[0]
-    return left
+    result: np.float32 = back[0]
+    return result
 
 
 @njit(inline="always")

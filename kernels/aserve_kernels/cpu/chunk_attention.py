@@ -1,8 +1,10 @@
-"""Attention of several queries per row over paged KV of bfloat16, in products of pairs of bfloat16:
-chunks of prompts, fresh or behind a prefix. What is read of a tile of keys and values is packed for
-all queries of a block; scores stay float32, the softmax is online.
+"""Paged attention on the CPU for many queries per row in bfloat16: prefill and chunked prefill.
 
-It knows no layer and no step. Nothing is kept between calls.
+    out = softmax(cap(scale * q k^T) + mask) v
+
+Both matrix products are gemm.py's, of pairs of bfloat16. Each tile of keys and values is packed
+once, for all queries of a block. Scores stay float32; the softmax is online. Work is divided among
+threads by row, block of queries and KV head.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ from aserve_kernels.cpu.bf16 import Float32s, narrow
 from aserve_kernels.cpu.gemm import OUTPUTS, ROWS, multiply_tile
 from aserve_kernels.cpu.host_rows import NO_WINDOW, HostRows, Int64s
 from aserve_kernels.cpu.online_softmax import fold_log2, softmax_update
-from aserve_kernels.cpu.packing import Halves, interleave, transpose_pairs
-from aserve_kernels.cpu.precompile import FAST, cached_njit, compile_ahead
-from aserve_kernels.cpu.simd import LANES, add_product, load, splat, store
+from aserve_kernels.cpu.packing import Bf16Bits, interleave, transpose_pairs
+from aserve_kernels.cpu.precompile import FASTMATH, cached_njit, compile_ahead
+from aserve_kernels.cpu.simd import LANES, fma, load, splat, store
 from aserve_kernels.paged_rows import Scoring
 
-LINES = 256  # queries of heads that share a KV head: those that share what was packed
-# PERF: keys that are packed together. 1,024 queries behind 2,048 keys of 8 heads of 128, CPU time
+BLOCK = 256  # query rows (queries times heads of one KV head) that share a packed tile
+# PERF: the keys of a packed tile. 1,024 queries behind 2,048 keys of 8 heads of 128, CPU time
 # of one thread: 112 ms with 64, 89 with 128, 76 with 256, 70 with 512 and with 1,024.
 TILE = 512
 PAIR = 2
@@ -32,17 +34,18 @@ def chunk_attention(
     q: Tensor, keys: Tensor, values: Tensor, rows: HostRows, scoring: Scoring, *,
     out: Tensor, num_workers: int,
 ) -> None:  # fmt: skip
-    """As `paged_attention` and its reference; all are bfloat16, head_dim is a multiple of 32.
+    """The same as `paged_attention`, for bfloat16 and a head_dim that is a multiple of 32.
 
-    WHY: it packs copies of what it reads, which a decode step could not afford; here all queries of
-    a block share them.
+    WHY: packing copies every key and value, which would dominate a decode step; here all queries of
+    a block share the copy.
     """
     factor, cap = fold_log2(scoring.scale, scoring.softcap)
-    own = rows.queries
+    queries = rows.queries
     attend = _attend_alone if num_workers == 1 else _attend
     attend(
         _bits(q), _bits(keys), _bits(values), _bits(out),
-        rows.page_table, own.rows, own.lens, own.starts, own.query_lens, rows.page_size,
+        rows.page_table, queries.rows, queries.lens, queries.starts, queries.query_lens,
+        rows.page_size,
         NO_WINDOW if scoring.window is None else scoring.window,
         np.float32(factor),
         np.float32(cap),
@@ -50,13 +53,13 @@ def chunk_attention(
     )  # fmt: skip
 
 
-def _bits(tensor: Tensor) -> Halves:
-    bits: Halves = tensor.view(torch.uint16).numpy()
+def _bits(tensor: Tensor) -> Bf16Bits:
+    bits: Bf16Bits = tensor.view(torch.uint16).numpy()
     return bits
 
 
 def compile_chunk_attention(num_workers: int) -> None:
-    """Either for one worker or for several."""
+    """Compiles either for one worker or for several."""
     heads = types.Array(types.uint16, 3, "C")
     column = types.Array(types.int64, 1, "C")
     compile_ahead(
@@ -69,7 +72,7 @@ def compile_chunk_attention(num_workers: int) -> None:
 
 @cached_njit(parallel=True, nogil=True)
 def _attend(
-    q: Halves, keys: Halves, values: Halves, out: Halves,
+    q: Bf16Bits, keys: Bf16Bits, values: Bf16Bits, out: Bf16Bits,
     page_table: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
     page_size: int, window: int, factor: np.float32, cap: np.float32, num_workers: int,
 ) -> None:  # fmt: skip
@@ -82,7 +85,7 @@ def _attend(
 
 @cached_njit(nogil=True)
 def _attend_alone(
-    q: Halves, keys: Halves, values: Halves, out: Halves,
+    q: Bf16Bits, keys: Bf16Bits, values: Bf16Bits, out: Bf16Bits,
     page_table: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
     page_size: int, window: int, factor: np.float32, cap: np.float32, num_workers: int,
 ) -> None:  # fmt: skip
@@ -95,20 +98,20 @@ def _attend_alone(
 
 @njit(inline="always")
 def _attend_share(
-    q: Halves, keys: Halves, values: Halves, out: Halves,
+    q: Bf16Bits, keys: Bf16Bits, values: Bf16Bits, out: Bf16Bits,
     page_table: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
     page_size: int, window: int, factor: np.float32, cap: np.float32,
     worker: int, num_workers: int,
 ) -> None:  # fmt: skip
-    """What one of num_workers does: of units, a KV head of a block of a row's queries, every
-    num_workers-th."""
+    """The share of one worker: every num_workers-th unit of work. A unit is one KV head of one
+    block of a row's queries."""
     num_kv_heads, head_dim = keys.shape[1], keys.shape[2]
-    num_groups = q.shape[1] // num_kv_heads
-    query_len = max(1, LINES // num_groups)
-    num_lines = -(-query_len * num_groups // ROWS) * ROWS
-    queries = np.zeros(num_lines * head_dim, np.uint16)
-    outputs = np.empty(num_lines * head_dim, np.float32)
-    softmax = np.empty((num_lines, 2), np.float32)
+    group_size = q.shape[1] // num_kv_heads
+    query_len = max(1, BLOCK // group_size)
+    num_query_rows = -(-query_len * group_size // ROWS) * ROWS
+    queries = np.zeros(num_query_rows * head_dim, np.uint16)
+    outputs = np.empty(num_query_rows * head_dim, np.float32)
+    softmax = np.empty((num_query_rows, 2), np.float32)
     packed = np.empty((2, TILE * head_dim), np.uint16)
     unit = 0
     for r in range(rows.shape[0]):
@@ -128,83 +131,86 @@ def _attend_share(
                 )  # fmt: skip
 
 
-@njit(nogil=True, fastmath=FAST)
+@njit(nogil=True, fastmath=FASTMATH)
 def _attend_block(
-    q: Halves, keys: Halves, values: Halves, out: Halves, pages: Int64s, page_size: int,
+    q: Bf16Bits, keys: Bf16Bits, values: Bf16Bits, out: Bf16Bits, pages: Int64s, page_size: int,
     position: int, head: int, window: int, factor: np.float32, cap: np.float32,
-    queries: Halves, outputs: Float32s, softmax: Float32s, packed: Halves,
+    queries: Bf16Bits, outputs: Float32s, softmax: Float32s, packed: Bf16Bits,
 ) -> None:  # fmt: skip
-    """q, out [queries, heads, head_dim] at `position` and on, for one KV head. A line is one of its
-    query heads at one position; lines are filled up to whole products.
+    """Attends q [queries, heads, head_dim], at positions from `position` on, for one KV head, and
+    writes out [queries, heads, head_dim].
 
-    Room: `queries` and `outputs` for the lines; `softmax` for [most, total] of each; `packed` for
-    a tile of keys and one of values.
+    A query row is one query of one head; query rows are padded to a multiple of ROWS. Scratch
+    memory: `queries` and `outputs` for the query rows, `softmax` for [row_max, row_sum] of each,
+    `packed` for a tile of keys and one of values.
     """
     num_queries, head_dim = q.shape[0], q.shape[2]
-    num_groups = q.shape[1] // keys.shape[1]
-    num_lines = num_queries * num_groups
-    for line in range(num_lines):
-        own = q[line // num_groups, head * num_groups + line % num_groups]
+    group_size = q.shape[1] // keys.shape[1]
+    num_query_rows = num_queries * group_size
+    for query_row in range(num_query_rows):
+        vector = q[query_row // group_size, head * group_size + query_row % group_size]
         for d in range(head_dim):
-            queries[line * head_dim + d] = own[d]
+            queries[query_row * head_dim + d] = vector[d]
     outputs[:] = np.float32(0)
     softmax[:, 0] = -np.inf
     softmax[:, 1] = np.float32(0)
     indices = np.empty(TILE, np.int64)
     products = np.empty(ROWS * max(TILE, head_dim), np.float32)
     weights = np.empty(ROWS * TILE, np.uint16)
-    shrinks = np.empty(ROWS, np.float32)
-    none = np.zeros(OUTPUTS, np.float32)
-    # From the first that any of them sees: what no query sees may be anything, also NaN.
+    rescales = np.empty(ROWS, np.float32)
+    zeros = np.zeros(OUTPUTS, np.float32)
+    # Tiles begin at the first key that a query sees: keys before it may be NaN.
     stop = position + num_queries
     for tile in range(max(0, position - window + 1), stop, TILE):
         size = min(TILE, stop - tile)
         width = -(-size // OUTPUTS) * OUTPUTS
         for j in range(width):
-            at = tile + min(j, size - 1)
-            slot = pages[at // page_size] * page_size + at % page_size
+            key = tile + min(j, size - 1)
+            slot = pages[key // page_size] * page_size + key % page_size
             indices[j] = (slot * keys.shape[1] + head) * head_dim
         packed_keys, packed_values = packed[0, : width * head_dim], packed[1, : width * head_dim]
         _pack_keys(keys.reshape(-1), indices[:width], head_dim, packed_keys)
         _pack_values(values.reshape(-1), indices[:width], head_dim, packed_values)
-        for line in range(0, num_lines, ROWS):
-            first_position = position + line // num_groups
-            last_position = position + (min(line + ROWS, num_lines) - 1) // num_groups
+        for query_row in range(0, num_query_rows, ROWS):
+            first_position = position + query_row // group_size
+            last_position = position + (min(query_row + ROWS, num_query_rows) - 1) // group_size
             if last_position < tile or first_position - window + 1 >= tile + size:
                 continue
-            own_softmax = softmax[line : line + ROWS]
-            _multiply(queries[line * head_dim :], packed_keys, none, products, width)
+            tile_softmax = softmax[query_row : query_row + ROWS]
+            _multiply(queries[query_row * head_dim :], packed_keys, zeros, products, width)
             for i in range(ROWS):
-                # A line beyond the last has zeros, which see what the last sees.
-                own_position = position + min(line + i, num_lines - 1) // num_groups
-                low = max(0, own_position - window + 1 - tile)
-                high = min(size, own_position + 1 - tile)
+                # A padding row has zeros, and the mask of the last query row.
+                query_position = position + min(query_row + i, num_query_rows - 1) // group_size
+                low = max(0, query_position - window + 1 - tile)
+                high = min(size, query_position + 1 - tile)
                 scores = products[i * width : (i + 1) * width]
-                shrinks[i] = _weigh_line(scores, low, high, factor, cap, own_softmax, i)
+                rescales[i] = _masked_softmax_update(
+                    scores, low, high, factor, cap, tile_softmax, i
+                )
                 narrow(scores, weights[i * width : (i + 1) * width])
-            _multiply(weights[: ROWS * width], packed_values, none, products, head_dim)
-            _add(products, shrinks, outputs[line * head_dim : (line + ROWS) * head_dim])
-    for line in range(num_lines):
-        wide = outputs[line * head_dim : (line + 1) * head_dim]
-        share = np.float32(1) / softmax[line, 1]
+            _multiply(weights[: ROWS * width], packed_values, zeros, products, head_dim)
+            _add(products, rescales, outputs[query_row * head_dim : (query_row + ROWS) * head_dim])
+    for query_row in range(num_query_rows):
+        output = outputs[query_row * head_dim : (query_row + 1) * head_dim]
+        scale = np.float32(1) / softmax[query_row, 1]
         for d in range(head_dim):
-            wide[d] *= share
-        narrow(wide, out[line // num_groups, head * num_groups + line % num_groups])
+            output[d] *= scale
+        narrow(output, out[query_row // group_size, head * group_size + query_row % group_size])
 
 
 @njit(inline="always")
-def _pack_keys(source: Halves, indices: Int64s, head_dim: int, packed: Halves) -> None:
-    """packed [blocks of keys, pairs of dimensions, keys of a block, 2]."""
+def _pack_keys(source: Bf16Bits, indices: Int64s, head_dim: int, packed: Bf16Bits) -> None:
+    """Packs keys as [blocks of keys, pairs of dimensions, keys of a block, 2]."""
     for j in range(0, len(indices), LANES):
         first = j // OUTPUTS * OUTPUTS * head_dim + j % OUTPUTS * PAIR
         for d in range(0, head_dim, LANES * PAIR):
-            own = indices[j : j + LANES] + d
-            transpose_pairs(source, own, packed, first + d * OUTPUTS, OUTPUTS * PAIR)
+            starts = indices[j : j + LANES] + d
+            transpose_pairs(source, starts, packed, first + d * OUTPUTS, OUTPUTS * PAIR)
 
 
 @njit(inline="always")
-def _pack_values(source: Halves, indices: Int64s, head_dim: int, packed: Halves) -> None:
-    """packed [blocks of dimensions, pairs of keys, dimensions of a block, 2]."""
+def _pack_values(source: Bf16Bits, indices: Int64s, head_dim: int, packed: Bf16Bits) -> None:
+    """Packs values as [blocks of dimensions, pairs of keys, dimensions of a block, 2]."""
     for j in range(0, len(indices), PAIR):
         for d in range(0, head_dim, LANES):
             target = d // OUTPUTS * OUTPUTS * len(indices) + j * OUTPUTS + d % OUTPUTS * PAIR
@@ -212,39 +218,41 @@ def _pack_values(source: Halves, indices: Int64s, head_dim: int, packed: Halves)
 
 
 @njit(inline="always")
-def _multiply(x: Halves, packed: Halves, none: Float32s, out: Float32s, num_outputs: int) -> None:
-    """Eight lines of x, side by side, times what was packed -> as many lines of `num_outputs`.
-    `none` is what sums begin with."""
+def _multiply(
+    x: Bf16Bits, packed: Bf16Bits, zeros: Float32s, out: Float32s, num_outputs: int
+) -> None:
+    """Multiplies eight contiguous rows of x by a packed matrix -> out [8, num_outputs], flat.
+    `zeros` is the bias."""
     num_inputs = len(packed) // num_outputs
     for first in range(0, num_outputs, OUTPUTS):
         block = packed[first * num_inputs : (first + OUTPUTS) * num_inputs]
-        multiply_tile(x[: ROWS * num_inputs], block, none, out[first:], num_outputs, ROWS)
+        multiply_tile(x[: ROWS * num_inputs], block, zeros, out[first:], num_outputs, ROWS)
 
 
 @njit(inline="always")
-def _weigh_line(
+def _masked_softmax_update(
     scores: Float32s, low: int, high: int, factor: np.float32, cap: np.float32,
-    softmax: Float32s, line: int,
+    softmax: Float32s, query_row: int,
 ) -> np.float32:  # fmt: skip
-    """As `softmax_update`; weights of what is not seen become zeros."""
-    shrink = np.float32(1)
+    """The same as `softmax_update`; the weights of masked keys become zeros."""
+    rescale = np.float32(1)
     stop = 0
     if low < high:
         stop = -(-high // LANES) * LANES
         for j in range(stop):
             scores[j] *= factor
-        shrink = softmax_update(scores, low, high, cap, softmax, line)
+        rescale = softmax_update(scores, low, high, cap, softmax, query_row)
     for j in range(stop, len(scores)):
         scores[j] = np.float32(0)
-    return shrink
+    return rescale
 
 
 @njit(inline="always")
-def _add(added: Float32s, shrinks: Float32s, outputs: Float32s) -> None:
-    """outputs = outputs * shrink of their line + added."""
+def _add(added: Float32s, rescales: Float32s, outputs: Float32s) -> None:
+    """outputs = outputs * rescale[query row] + added."""
     head_dim = len(outputs) // ROWS
-    for line in range(ROWS):
-        shrink = splat(shrinks[line])
-        for d in range(line * head_dim, (line + 1) * head_dim, LANES):
-            total = add_product(load(added, d), load(outputs, d), shrink)
+    for query_row in range(ROWS):
+        rescale = splat(rescales[query_row])
+        for d in range(query_row * head_dim, (query_row + 1) * head_dim, LANES):
+            total = fma(load(added, d), load(outputs, d), rescale)
             store(total, outputs, d)

@@ -1,8 +1,14 @@
-"""All layers of a decoder in one call, for rows of few tokens, and the draw behind them, by one
-thread: a small model's step is else mostly the calls between its products.
+"""A whole decoder forward, and optionally the sampling after it, in one compiled call and thread.
 
-Hidden states and all sums are float32; what a product multiplies, and KV, have the model's dtype.
-It knows no filter, penalty or mask. Nothing is kept between calls.
+WHY: with a small model and few tokens, most of a step on the CPU is the overhead of the calls
+between the matrix products. Per layer, with pre-norm residuals:
+
+    h = h + residual_scale * out(attention(rope(norm(qkv(norm(h))))))
+    h = h + residual_scale * down(activation(gate(norm(h))) * up(norm(h)))
+
+Norms behind attention and MLP are supported too. Hidden states and sums are float32; the operands
+of the matrix products, and the KV cache, have the model's dtype. Sampling is greedy or Gumbel-max,
+without filters, penalties or masks.
 """
 
 from __future__ import annotations
@@ -24,23 +30,24 @@ from aserve_kernels.cpu.gemm import multiply
 from aserve_kernels.cpu.host_rows import Int64s, QueryRows
 from aserve_kernels.cpu.memory import array_at
 from aserve_kernels.cpu.paged_attention import attend_share
-from aserve_kernels.cpu.precompile import FAST, UNCOUNTED, cached_njit, compile_ahead
+from aserve_kernels.cpu.precompile import FASTMATH, NO_REFCOUNT, cached_njit, compile_ahead
 
 Int32s: TypeAlias = npt.NDArray[np.int32]
 Records: TypeAlias = npt.NDArray[np.void]
 
 SILU, GELU, GELU_TANH = range(3)
-GELU_INSIDE = np.float32(math.sqrt(2 / math.pi))
+GELU_SCALE = np.float32(math.sqrt(2 / math.pi))
 GELU_CUBE = np.float32(0.044715)
-DRAWN = 64  # rows whose logits are alive at a time
-NOTHING = np.empty(0, np.int64)
-WORDS, DOUBLES = np.empty(0, np.int32), np.empty(0, np.float64)  # only their dtypes count
+MAX_LOGITS_ROWS = 64  # rows whose logits are in memory at a time
+NO_ROWS = np.empty(0, np.int64)
+# For `array_at`, which takes their dtypes.
+INT32_LIKE, FLOAT64_LIKE = np.empty(0, np.int32), np.empty(0, np.float64)
 
-# One record. Sizes, then addresses: of a table of the model's dtype [vocab, hidden], of the float32
-# weight [hidden] of the norm before the first layer (no norm: 0), of the packed head and its bias,
-# and of the engine's tables: the token pool and its page table; [max_rows + 1] int64 of the last
-# token of each row and of the step that drew it; in its row tables, int64 and float64, the columns
-# of seeds and of temperatures. A softcap of 0 is none.
+# The record of a model: sizes, then addresses. The embeddings [vocab, hidden] in the model's dtype;
+# the float32 weight [hidden] of the norm before the first layer (0 for none); the packed LM head
+# and its bias; the engine's token pool and its page table; the relay's last token of each row, and
+# the step that wrote it, [max_rows + 1] int64; the columns of seeds (int64) and temperatures
+# (float64) in the parameter tables. A softcap of 0 is none.
 MODEL: Any = np.dtype(
     [
         *[(name, np.int64) for name in ("hidden", "inner", "vocab", "max_len")],
@@ -57,8 +64,8 @@ MODEL: Any = np.dtype(
     align=True,
 )
 
-# One record for each layer, of addresses: packed products, float32 biases (zeros for none) and norm
-# weights (0 for none), the table of turns [max_len, rotary_dim], this layer's KV, its page table.
+# The record of a layer, of addresses: packed weights; float32 biases (zeros for none) and norm
+# weights (0 for none); the cos/sin table [max_len, rotary_dim]; the layer's KV and page table.
 LAYER: Any = np.dtype(
     [
         *[(name, np.int64) for name in ("qkv", "out", "gate_up", "down")],
@@ -74,47 +81,49 @@ LAYER: Any = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """`model` [1] is a MODEL, `layers` are LAYERs; who made them keeps what they point to."""
+    """The caller keeps the memory alive that the records point to."""
 
-    model: Records
-    layers: Records
+    model: Records  # [1] MODEL
+    layers: Records  # [layers] LAYER
     dtype: torch.dtype  # of weights and KV
 
 
-def decoder_forward(input_ids: Tensor, own: QueryRows, tables: Tables) -> Tensor:
-    """input_ids int64 [tokens]; `own` says whose they are, and has every token once. Written are
-    the slots of these tokens only. -> hidden states behind the last norm [tokens, hidden].
+def decoder_forward(input_ids: Tensor, queries: QueryRows, tables: Tables) -> Tensor:
+    """Returns the hidden states after the final norm [tokens, hidden], in the model's dtype.
+
+    input_ids int64 [tokens]; `queries` has every token once. Writes the tokens' KV slots, and their
+    ids to the token pool.
     """
     out = torch.empty((len(input_ids), int(tables.model["hidden"][0])), dtype=tables.dtype)
-    of_rows = (own.rows, own.lens, own.starts, own.query_lens)
-    words = np.empty(0, np.int32)
-    made = (as_array(out), words)
-    _step(input_ids.numpy(), *of_rows, NOTHING, 0, tables.model, tables.layers, *made)
+    row_inputs = (queries.rows, queries.lens, queries.starts, queries.query_lens)
+    outputs = (as_array(out), np.empty(0, np.int32))
+    _step(input_ids.numpy(), *row_inputs, NO_ROWS, 0, tables.model, tables.layers, *outputs)
     return out
 
 
 def decoder_step(
-    input_ids: Int64s, own: QueryRows, sampled: Int64s, iteration: int, tables: Tables
+    input_ids: Int64s, queries: QueryRows, sampled: Int64s, iteration: int, tables: Tables
 ) -> Tensor:
-    """The same forward of ids of which -row stands for that row's last token, and one draw for each
-    of the rows at the places `sampled`. -> int32 [3 n]: tokens, how many each row got (one), and
-    whether it could be drawn. Written besides KV: the token pool and what is kept of each row.
+    """Runs the forward, and samples one token for each of the rows `sampled` (row indices).
+
+    An id of -r stands for the last token of row r. Returns int32 [3 n]: the tokens, the number of
+    tokens of each row (1), and whether each is valid. Also writes the relay: each sampled row's
+    last token, and the iteration that wrote it.
     """
     words = torch.empty(3 * len(sampled), dtype=torch.int32)
-    given = torch.empty((len(input_ids), int(tables.model["hidden"][0])), dtype=tables.dtype)
-    of_rows = (own.rows, own.lens, own.starts, own.query_lens)
-    made = (as_array(given), words.numpy())
-    _step(input_ids, *of_rows, sampled, iteration, tables.model, tables.layers, *made)
+    hidden = torch.empty((len(input_ids), int(tables.model["hidden"][0])), dtype=tables.dtype)
+    row_inputs = (queries.rows, queries.lens, queries.starts, queries.query_lens)
+    outputs = (as_array(hidden), words.numpy())
+    _step(input_ids, *row_inputs, sampled, iteration, tables.model, tables.layers, *outputs)
     return words
 
 
 def compile_decoder_forward(dtype: torch.dtype) -> None:
-    """For this dtype."""
     floats = types.uint16 if dtype == torch.bfloat16 else types.float32
     column = types.Array(types.int64, 1, "C")
     records = (types.Array(from_dtype(kind), 1, "C") for kind in (MODEL, LAYER))
-    made = (types.Array(floats, 2, "C"), types.Array(types.int32, 1, "C"))
-    compile_ahead(_step, *[column] * 6, types.int64, *records, *made)
+    outputs = (types.Array(floats, 2, "C"), types.Array(types.int32, 1, "C"))
+    compile_ahead(_step, *[column] * 6, types.int64, *records, *outputs)
 
 
 @cached_njit(nogil=True)
@@ -124,45 +133,37 @@ def _step(
     out: Floats, words: Int32s,
 ) -> None:  # fmt: skip
     model = models[0]
-    known = _resolve(ids, rows, lens, starts, query_lens, model)
-    _forward(known, rows, lens, starts, query_lens, model, layers, out)
-    for first in range(0, sampled.shape[0], DRAWN):
-        indices = sampled[first : first + DRAWN]
-        _draw_rows(
-            indices,
-            rows,
-            lens,
-            starts,
-            query_lens,
-            iteration,
-            model,
-            out,
-            words[first:],
+    token_ids = _resolve(ids, rows, lens, starts, query_lens, model)
+    _forward(token_ids, rows, lens, starts, query_lens, model, layers, out)
+    for first in range(0, sampled.shape[0], MAX_LOGITS_ROWS):
+        indices = sampled[first : first + MAX_LOGITS_ROWS]
+        _sample_rows(
+            indices, rows, lens, starts, query_lens, iteration, model, out, words[first:],
             words.shape[0] // 3,
-        )
+        )  # fmt: skip
 
 
 @njit(inline="always")
 def _resolve(
     ids: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s, model: Any
 ) -> Int64s:  # fmt: skip
-    """Ids without placeholders, which are also written beside the KV."""
+    """Replaces placeholders by token ids, and writes the ids to the token pool."""
     last_token = array_at(model.last_token, (model.table_rows,), ids)
     pages = array_at(model.token_pages, (model.table_rows, model.table_columns), ids)
-    pool = array_at(model.token_pool, (model.num_slots,), WORDS)
-    known = np.empty(ids.shape[0], np.int64)
+    pool = array_at(model.token_pool, (model.num_slots,), INT32_LIKE)
+    token_ids = np.empty(ids.shape[0], np.int64)
     for r in range(rows.shape[0]):
-        for place in range(query_lens[r]):
-            token = starts[r] + place
-            position = lens[r] - query_lens[r] + place
-            known[token] = ids[token] if ids[token] >= 0 else last_token[-ids[token]]
+        for offset in range(query_lens[r]):
+            token = starts[r] + offset
+            position = lens[r] - query_lens[r] + offset
+            token_ids[token] = ids[token] if ids[token] >= 0 else last_token[-ids[token]]
             page = pages[rows[r], position // model.page_size]
-            pool[page * model.page_size + position % model.page_size] = known[token]
-    return known
+            pool[page * model.page_size + position % model.page_size] = token_ids[token]
+    return token_ids
 
 
 @njit(inline="always")
-def _draw_rows(
+def _sample_rows(
     sampled: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s, iteration: int,
     model: Any, hidden: Floats, words: Int32s, stride: int,
 ) -> None:  # fmt: skip
@@ -174,10 +175,12 @@ def _draw_rows(
             last[i, d] = hidden[token, d]
     logits = np.empty((num, model.vocab), np.float32)
     _multiply(last, model.head, model.head_bias, logits)
-    _cap(logits.reshape(-1), hidden, model.logit_divisor, model.logit_softcap)
+    _cap_logits(logits.reshape(-1), hidden, model.logit_divisor, model.logit_softcap)
     row_shape = (model.table_rows,)
     seeds = array_at(model.seeds, (model.table_rows, model.seed_columns), rows)
-    scales = array_at(model.temperatures, (model.table_rows, model.temperature_columns), DOUBLES)
+    scales = array_at(
+        model.temperatures, (model.table_rows, model.temperature_columns), FLOAT64_LIKE
+    )
     last_token = array_at(model.last_token, row_shape, rows)
     written_iter = array_at(model.written_iter, row_shape, rows)
     for i in range(num):
@@ -189,8 +192,9 @@ def _draw_rows(
 
 
 @njit(nogil=True)
-def _cap(logits: Float32s, like: Floats, divisor: np.float32, cap: np.float32) -> None:
-    """Rounded where the model itself rounds, so that both draw alike."""
+def _cap_logits(logits: Float32s, like: Floats, divisor: np.float32, cap: np.float32) -> None:
+    """Divides and soft-caps the logits, rounded where the model itself rounds, so that both sample
+    the same tokens."""
     for i in range(logits.shape[0]):
         logits[i] = rounded(logits[i], like)
     if divisor != np.float32(1):
@@ -207,37 +211,37 @@ def _forward(
     model: Any, layers: Records, out: Floats,
 ) -> None:  # fmt: skip
     num_tokens = ids.shape[0]
-    # Room for every layer. `given` is what the next product reads, and in the end the result.
-    given, hidden = out, np.empty((num_tokens, model.hidden), np.float32)
+    # Buffers of all layers. `x` is the input of the next matrix product, and finally the result.
+    x, hidden = out, np.empty((num_tokens, model.hidden), np.float32)
     attended = np.empty((num_tokens, model.heads, model.head_dim), out.dtype)
     gated = np.empty((num_tokens, model.inner), out.dtype)
     num_heads = model.heads + 2 * model.kv_heads
     heads = np.empty((num_tokens, num_heads, model.head_dim), np.float32)
-    joined = np.empty((num_tokens, 2 * model.inner), np.float32)
+    gate_up = np.empty((num_tokens, 2 * model.inner), np.float32)
     added = np.empty((num_tokens, model.hidden), np.float32)
-    _embed(ids, model, hidden, added[0], given)
+    _embed(ids, model, hidden, added[0], x)
     for index in range(layers.shape[0]):
         layer = layers[index]
         flat_heads = heads.reshape((num_tokens, num_heads * model.head_dim))
-        _multiply(given, layer.qkv, layer.qkv_bias, flat_heads)
+        _multiply(x, layer.qkv, layer.qkv_bias, flat_heads)
         _attend(model, layer, rows, lens, starts, query_lens, heads, attended)
         flat = attended.reshape((num_tokens, model.heads * model.head_dim))
         _multiply(flat, layer.out, layer.out_bias, added)
-        _add(model, added, layer.after_attention, layer.before_mlp, hidden, given)
-        _multiply(given, layer.gate_up, layer.gate_up_bias, joined)
-        _gate(joined, model.activation, gated)
+        _add_norm(model, added, layer.after_attention, layer.before_mlp, hidden, x)
+        _multiply(x, layer.gate_up, layer.gate_up_bias, gate_up)
+        _gate(gate_up, model.activation, gated)
         _multiply(gated, layer.down, layer.down_bias, added)
-        _add(model, added, layer.after_mlp, layer.before_next, hidden, given)
+        _add_norm(model, added, layer.after_mlp, layer.before_next, hidden, x)
 
 
 @njit(nogil=True)
-def _embed(ids: Int64s, model: Any, hidden: Float32s, room: Float32s, given: Floats) -> None:
-    table = array_at(model.embeddings, (model.vocab, model.hidden), given)
+def _embed(ids: Int64s, model: Any, hidden: Float32s, scratch: Float32s, x: Floats) -> None:
+    table = array_at(model.embeddings, (model.vocab, model.hidden), x)
     for token in range(ids.shape[0]):
         widen(table[ids[token]], hidden[token])
         for i in range(model.hidden):
             hidden[token, i] *= model.embedding_factor
-        _norm_into(hidden[token], model.first_norm, model.eps, room, given[token])
+        _norm_into(hidden[token], model.first_norm, model.eps, scratch, x[token])
 
 
 @njit(nogil=True)
@@ -252,17 +256,18 @@ def _attend(
     model: Any, layer: Any, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
     heads: Float32s, attended: Floats,
 ) -> None:  # fmt: skip
-    """heads [tokens, q + k + v, head_dim] are turned in place; k and v go where they belong."""
+    """Applies norm and RoPE to heads [tokens, q + k + v, head_dim] in place, stores k and v, and
+    attends."""
     kv_shape = (layer.num_slots, model.kv_heads, model.head_dim)
     keys = array_at(layer.keys, kv_shape, attended)
     values = array_at(layer.values, kv_shape, attended)
     table = array_at(layer.page_table, (model.table_rows, model.table_columns), rows)
     cos_sin = array_at(layer.cos_sin, (model.max_len, model.rotary_dim), attended)
-    num_turned = model.heads + model.kv_heads
-    norms = array_at(layer.head_norms, (num_turned, model.head_dim), heads)
+    num_rotated = model.heads + model.kv_heads
+    norms = array_at(layer.head_norms, (num_rotated, model.head_dim), heads)
     rope = np.empty(model.rotary_dim, np.float32)
     for r in range(rows.shape[0]):
-        _turn_and_store(
+        _rope_and_store(
             heads[starts[r] : starts[r] + query_lens[r]], keys, values, table[rows[r]],
             lens[r] - query_lens[r], model, layer, cos_sin, norms, rope,
         )  # fmt: skip
@@ -272,27 +277,28 @@ def _attend(
     )  # fmt: skip
 
 
-@njit(nogil=True, **UNCOUNTED)
-def _turn_and_store(
+@njit(nogil=True, **NO_REFCOUNT)
+def _rope_and_store(
     heads: Float32s, keys: Floats, values: Floats, pages: Int64s, position: int,
     model: Any, layer: Any, cos_sin: Floats, norms: Float32s, rope: Float32s,
 ) -> None:  # fmt: skip
-    """Of one row's tokens, from `position` on. Room: `turn` [rotary_dim]."""
-    num_turned = norms.shape[0]
+    """Handles one row's tokens, from `position` on. `rope` [rotary_dim] is scratch memory."""
+    num_rotated = norms.shape[0]
     for token in range(heads.shape[0]):
-        place = position + token
-        of_token = heads[token]
-        widen(cos_sin[place], rope)
-        for head in range(num_turned):
+        token_position = position + token
+        token_heads = heads[token]
+        widen(cos_sin[token_position], rope)
+        for head in range(num_rotated):
             if layer.head_norms != 0:
-                _norm(of_token[head], norms[head], layer.head_eps, of_token[head])
-            _rope_head(of_token[head], rope)
-        slot = pages[place // model.page_size] * model.page_size + place % model.page_size
-        narrow(of_token[model.heads : num_turned].reshape(-1), keys[slot].reshape(-1))
-        narrow(of_token[num_turned:].reshape(-1), values[slot].reshape(-1))
+                _norm(token_heads[head], norms[head], layer.head_eps, token_heads[head])
+            _rope_head(token_heads[head], rope)
+        page = pages[token_position // model.page_size]
+        slot = page * model.page_size + token_position % model.page_size
+        narrow(token_heads[model.heads : num_rotated].reshape(-1), keys[slot].reshape(-1))
+        narrow(token_heads[num_rotated:].reshape(-1), values[slot].reshape(-1))
 
 
-@njit(nogil=True, fastmath=FAST, **UNCOUNTED)
+@njit(nogil=True, fastmath=FASTMATH, **NO_REFCOUNT)
 def _rope_head(x: Float32s, rope: Float32s) -> None:
     half = rope.shape[0] // 2
     left, right = x[:half], x[half : 2 * half]
@@ -303,20 +309,20 @@ def _rope_head(x: Float32s, rope: Float32s) -> None:
 
 
 @njit(nogil=True)
-def _add(
-    model: Any, added: Float32s, norm_of_added: int, norm: int, hidden: Float32s, given: Floats
+def _add_norm(
+    model: Any, added: Float32s, norm_of_added: int, norm: int, hidden: Float32s, x: Floats
 ) -> None:
-    """hidden += scale * added, which may be normed first; `given` is the norm of the sum."""
+    """hidden += residual_scale * added, which may be normalised first; x becomes the sum's norm."""
     for token in range(hidden.shape[0]):
-        x, more = hidden[token], added[token]
+        total, more = hidden[token], added[token]
         if norm_of_added != 0:
             _norm(more, array_at(norm_of_added, more.shape, more), model.eps, more)
-        for i in range(x.shape[0]):
-            x[i] += model.residual_scale * more[i]
-        _norm_into(x, norm, model.eps, more, given[token])
+        for i in range(total.shape[0]):
+            total[i] += model.residual_scale * more[i]
+        _norm_into(total, norm, model.eps, more, x[token])
 
 
-@njit(nogil=True, fastmath=FAST, **UNCOUNTED)
+@njit(nogil=True, fastmath=FASTMATH, **NO_REFCOUNT)
 def _norm(x: Float32s, weight: Float32s, eps: np.float32, out: Float32s) -> None:
     total = np.float32(0)
     for i in range(x.shape[0]):
@@ -327,21 +333,21 @@ def _norm(x: Float32s, weight: Float32s, eps: np.float32, out: Float32s) -> None
 
 
 @njit(nogil=True)
-def _norm_into(x: Float32s, norm: int, eps: np.float32, room: Float32s, out: Floats) -> None:
+def _norm_into(x: Float32s, norm: int, eps: np.float32, scratch: Float32s, out: Floats) -> None:
     if norm == 0:
         narrow(x, out)
         return
-    _norm(x, array_at(norm, x.shape, x), eps, room)
-    narrow(room, out)
+    _norm(x, array_at(norm, x.shape, x), eps, scratch)
+    narrow(scratch, out)
 
 
-# `numpy`: division checks for no zero, which would keep the loops from being vectorised.
-@njit(nogil=True, fastmath=FAST, error_model="numpy", **UNCOUNTED)
-def _gate(joined: Float32s, activation: int, gated: Floats) -> None:
+# PERF: numba's default error model checks divisors for zero, which prevents vectorisation.
+@njit(nogil=True, fastmath=FASTMATH, error_model="numpy", **NO_REFCOUNT)
+def _gate(gate_up: Float32s, activation: int, gated: Floats) -> None:
     """gated = activation(gate) * up."""
-    size = np.uint64(gated.shape[1])  # PERF: unsigned: see turn_and_store
-    for token in range(joined.shape[0]):
-        row = joined[token]
+    size = np.uint64(gated.shape[1])  # PERF: unsigned, as in rope_and_store_kv.py
+    for token in range(gate_up.shape[0]):
+        row = gate_up[token]
         if activation == SILU:
             for i in range(size):
                 row[i] *= row[size + i] * _sigmoid(row[i])
@@ -349,8 +355,8 @@ def _gate(joined: Float32s, activation: int, gated: Floats) -> None:
             for i in range(size):
                 x = row[i]
                 # (1 + tanh(y)) / 2 is the sigmoid of 2 y.
-                inside = GELU_INSIDE * (x + GELU_CUBE * x * x * x)
-                row[i] = x * row[size + i] * _sigmoid(np.float32(2) * inside)
+                inner = GELU_SCALE * (x + GELU_CUBE * x * x * x)
+                row[i] = x * row[size + i] * _sigmoid(np.float32(2) * inner)
         else:
             for i in range(size):
                 x = row[i]

@@ -1,8 +1,9 @@
-"""The coupled draw over whole rows of logits: the argmax of logits / temperature plus noise that
-belongs to (seed, position, token id). A temperature of 0 has no noise.
+"""Gumbel-max sampling of whole rows of logits on the CPU, without filters.
 
-It knows no step. The noise is that of `aserve/gpu/sampling/gumbel.py`, SplitMix64 and Gumbel's
-distribution, but in float32's last digits.
+    token = argmax_t  logits[t] / temperature + noise(seed, position, t)
+
+splitmix64.py has the formulas of the noise; it equals that of aserve/gpu/sampling/gumbel.py but for
+float32's last digits. A temperature of 0 is greedy.
 """
 
 from __future__ import annotations
@@ -16,33 +17,36 @@ import torch
 from numba import njit, types
 from torch import Tensor
 
+from aserve_kernels import splitmix64
 from aserve_kernels.cpu.bf16 import Float32s
 from aserve_kernels.cpu.exp2 import LOG2_E, power_of_two
 from aserve_kernels.cpu.precompile import cached_njit, compile_ahead
 
 Int64s: TypeAlias = npt.NDArray[np.int64]
 
-GAMMA = np.uint64(0x9E3779B97F4A7C15)
-GAMMA_OF_POSITIONS = np.uint64(0xC6A4A7935BD1E995)
-FACTOR_A = np.uint64(0xBF58476D1CE4E5B9)
-FACTOR_B = np.uint64(0x94D049BB133111EB)
+GAMMA = np.uint64(splitmix64.GAMMA)
+POSITION_FACTOR = np.uint64(splitmix64.POSITION_FACTOR)
+FACTOR_A = np.uint64(splitmix64.FACTOR_A)
+FACTOR_B = np.uint64(splitmix64.FACTOR_B)
 SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(32))
-MAX_U = np.float32(1 - 2.0**-24)
-PART_OF_WORD = np.float32(2.0**-32)
-# Noise is at most -log(u), so a token whose u is above exp(its score - the best sum) can't win.
-SLACK = np.float32(0.01)  # of what is rounded on the way
+MAX_U = np.float32(splitmix64.MAX_U)
+TWO_TO_MINUS_32 = np.float32(2.0**-32)
+# Noise is at max_key -log(u), so a token whose u is above exp(score - best noisy score) cannot win.
+SLACK = np.float32(0.01)  # added to that bound for rounding
 CHUNK = 512
-# Bits of a float32 that are ordered like it, as int32.
-LEAST = np.int32(-2139095041)  # of minus infinity
-MOST = np.int32(0x7F800000)  # of infinity; beyond either is NaN
+# Keys of `_key`: int32 that compare like the floats. Keys beyond these two are NaN.
+MINUS_INFINITY_KEY = np.int32(-2139095041)
+INFINITY_KEY = np.int32(0x7F800000)
 
 
 def draw(
     logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """logits float32 [n, vocab], on the CPU; seeds, positions int64 [n], temperatures float32 [n]
-    -> tokens int64 [n], and bool [n]: False where a logit is NaN or infinity, or all are minus
-    infinity; then the token is any."""
+    """Returns the tokens, int64 [n], and whether each is valid, bool [n].
+
+    logits float32 [n, vocab] on the CPU; seeds and positions int64 [n]; temperatures float32 [n]. A
+    row is invalid if a logit is NaN or plus infinity, or if all are minus infinity.
+    """
     tokens = torch.empty(len(logits), dtype=torch.int64)
     is_valid = torch.empty(len(logits), dtype=torch.bool)
     of_rows = (seeds.contiguous().numpy(), positions.contiguous().numpy())
@@ -52,7 +56,6 @@ def draw(
 
 
 def compile_draw() -> None:
-    """Or read from the cache of an earlier process. Calls compile nothing."""
     longs, floats = types.Array(types.int64, 1, "C"), types.Array(types.float32, 1, "C")
     of_rows = (longs, longs, floats, longs, types.Array(types.boolean, 1, "C"))
     compile_ahead(_draw, types.Array(types.float32, 2, "C"), *of_rows)
@@ -73,73 +76,77 @@ def _draw(
 def draw_row(
     logits: Float32s, seed: int, position: int, temperature: np.float32
 ) -> tuple[int, bool]:
-    token, is_valid = _best(logits)
+    token, is_valid = _argmax(logits)
     if not is_valid or not temperature > 0:
         return token, is_valid
-    start = _mixed(_mixed(np.uint64(seed)) + np.uint64(position) * GAMMA_OF_POSITIONS)
-    return _noisy_best(logits, temperature, start, token), True
+    start = _mix(_mix(np.uint64(seed)) + np.uint64(position) * POSITION_FACTOR)
+    return _noisy_argmax(logits, temperature, start, token), True
 
 
 @njit(nogil=True)
-def _best(logits: Float32s) -> tuple[int, bool]:
-    """The first of the greatest, and whether one can be drawn."""
-    least, most = MOST, LEAST
+def _argmax(logits: Float32s) -> tuple[int, bool]:
+    """The token id of the first largest logit, and whether the row is valid."""
+    min_key, max_key = INFINITY_KEY, MINUS_INFINITY_KEY
     for i in range(logits.shape[0]):
         key = _key(logits[i])
-        least, most = min(least, key), max(most, key)
-    if least < LEAST or most >= MOST or most == LEAST:
+        min_key, max_key = min(min_key, key), max(max_key, key)
+    if min_key < MINUS_INFINITY_KEY or max_key >= INFINITY_KEY or max_key == MINUS_INFINITY_KEY:
         return 0, False
     for i in range(logits.shape[0]):
-        if _key(logits[i]) == most:
+        if _key(logits[i]) == max_key:
             return i, True
     return 0, False
 
 
 @njit(inline="always")
 def _key(value: np.float32) -> np.int32:
-    """PERF: the greatest of floats is found one by one, of integers sixteen at a time."""
-    bits = np.float32(value + np.float32(0)).view(np.int32)  # of one zero, not of two
+    """PERF: LLVM vectorises the maximum of integers, but not that of floats."""
+    bits = np.float32(value + np.float32(0)).view(np.int32)  # -0 as 0, so that they compare equal
     return np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
 @njit(nogil=True, error_model="numpy")
-def _noisy_best(logits: Float32s, temperature: np.float32, start: np.uint64, first: int) -> int:
-    """`first` is the greatest logit: what it comes to leaves few others to look at."""
-    best, best_sum = first, np.float32(logits[first] / temperature + _noise(_part(start, first)))
-    parts, bounds = np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float32)
+def _noisy_argmax(logits: Float32s, temperature: np.float32, start: np.uint64, first: int) -> int:
+    """PERF: `first` has the largest logit. Its noisy score bounds u of all tokens that can still
+    win, so the logarithms of the noise are computed for few tokens."""
+    best, best_score = (
+        first,
+        np.float32(logits[first] / temperature + _noise(_uniform(start, first))),
+    )
+    uniforms, bounds = np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float32)
     for low in range(0, logits.shape[0], CHUNK):
         size = min(CHUNK, logits.shape[0] - low)
-        num_near = 0
+        num_possible = 0
         for i in range(size):
-            behind = logits[low + i] / temperature - best_sum + SLACK
-            bounds[i] = power_of_two(min(np.float32(0), behind * np.float32(LOG2_E)))
+            exponent = logits[low + i] / temperature - best_score + SLACK
+            bounds[i] = power_of_two(min(np.float32(0), exponent * np.float32(LOG2_E)))
         for i in range(size):
-            parts[i] = _part(start, low + i)
-            num_near += parts[i] <= bounds[i]
-        if num_near == 0:
+            uniforms[i] = _uniform(start, low + i)
+            num_possible += uniforms[i] <= bounds[i]
+        if num_possible == 0:
             continue
         for i in range(size):
-            if parts[i] <= bounds[i]:
-                noisy = np.float32(logits[low + i] / temperature + _noise(parts[i]))
-                if noisy > best_sum or (noisy == best_sum and low + i < best):
-                    best, best_sum = low + i, noisy
+            if uniforms[i] <= bounds[i]:
+                noisy = np.float32(logits[low + i] / temperature + _noise(uniforms[i]))
+                if noisy > best_score or (noisy == best_score and low + i < best):
+                    best, best_score = low + i, noisy
     return best
 
 
 @njit(inline="always")
-def _part(start: np.uint64, token_id: int) -> np.float32:
-    """u, between 0 and 1."""
-    word = _mixed(start + np.uint64(token_id) * GAMMA) >> SHIFTS[3]
-    return min(np.float32(np.float32(word) + np.float32(0.5)) * PART_OF_WORD, MAX_U)
+def _uniform(start: np.uint64, token_id: int) -> np.float32:
+    """u of this token, in (0, 1)."""
+    word = _mix(start + np.uint64(token_id) * GAMMA) >> SHIFTS[3]
+    return min(np.float32(np.float32(word) + np.float32(0.5)) * TWO_TO_MINUS_32, MAX_U)
 
 
 @njit(inline="always")
-def _noise(part: np.float32) -> np.float32:
-    return np.float32(-np.float32(math.log(-np.float32(math.log1p(-part)))))
+def _noise(u: np.float32) -> np.float32:
+    return np.float32(-np.float32(math.log(-np.float32(math.log1p(-u)))))
 
 
 @njit(inline="always")
-def _mixed(x: np.uint64) -> np.uint64:
+def _mix(x: np.uint64) -> np.uint64:
     """SplitMix64's finaliser."""
     x = (x ^ (x >> SHIFTS[0])) * FACTOR_A
     x = (x ^ (x >> SHIFTS[1])) * FACTOR_B

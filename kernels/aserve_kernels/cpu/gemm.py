@@ -1,8 +1,9 @@
-"""Products of few rows with a weight that was packed once: x W^T + b, in one thread.
+"""A GEMM for few rows with a weight that is packed once: y = x W^T + b, in one thread.
 
-Eight rows and 32 outputs at a time stay in registers, so the arithmetic is the limit, not its
-operands. Each output of a row is summed in one order, whatever rows stand beside it. It knows no
-layer.
+The micro-kernel keeps a tile of 8 rows by 32 outputs in registers (as GotoBLAS and BLIS do), so the
+arithmetic is the limit and not the loads. bfloat16 is multiplied in pairs (vdpbf16ps) where the CPU
+has AVX-512 BF16. An output is summed in one order, whatever other rows there are, so a row's result
+is the same in every batch.
 """
 
 from __future__ import annotations
@@ -20,23 +21,25 @@ from numba.extending import intrinsic, overload
 from torch import Tensor
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, widen
-from aserve_kernels.cpu.precompile import UNCOUNTED, cached_njit, compile_ahead
-from aserve_kernels.cpu.simd import BITS, FLOATS, LANES, Emitted
+from aserve_kernels.cpu.precompile import NO_REFCOUNT, cached_njit, compile_ahead
+from aserve_kernels.cpu.simd import FLOAT32X16, INT32X16, LANES, Intrinsic
 
 ROWS = 8
 VECTORS = 2
-OUTPUTS = VECTORS * LANES  # of a block
-PAIRED_PRODUCTS = "llvm.x86.avx512bf16.dpbf16ps.512"
-# What numba compiles for: the machine, unless NUMBA_CPU_FEATURES names less.
+OUTPUTS = VECTORS * LANES  # of a packed block of the weight
+DPBF16PS = "llvm.x86.avx512bf16.dpbf16ps.512"
+# The features that numba compiles for: the machine's, unless NUMBA_CPU_FEATURES names others.
 FEATURES = get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES
-HAS_PAIRED_PRODUCTS = "+avx512bf16" in FEATURES.split(",")
+HAS_AVX512_BF16 = "+avx512bf16" in FEATURES.split(",")
 INDEX = ir.IntType(64)
 WORD = ir.IntType(32)
 
 
 def pack(weight: Tensor) -> Floats:
-    """weight [out, in], float32 or bfloat16 -> [blocks * in * 32]: for each input (bfloat16:
-    pair of inputs) the 32 outputs of a block; outputs that are none have zeros."""
+    """Packs weight [out, in], float32 or bfloat16, as [blocks, in / pair, 32 outputs, pair], flat.
+
+    A pair is two inputs of bfloat16, or one of float32. Missing outputs and inputs are zeros.
+    """
     pair = 2 if weight.dtype == torch.bfloat16 else 1
     num_out, num_in = weight.shape
     padded = torch.zeros((-num_out // OUTPUTS * -OUTPUTS, -num_in // pair * -pair)).to(weight.dtype)
@@ -47,7 +50,7 @@ def pack(weight: Tensor) -> Floats:
 
 def packed_linear(x: Tensor, packed: Floats, bias: Float32s) -> Tensor:
     """x [tokens, in] float32 or bfloat16 on the CPU, `packed` of the same dtype, bias [out] (zeros
-    for none) -> [tokens, out] like x. Inputs of bfloat16 are even in number."""
+    for no bias) -> [tokens, out] like x. With bfloat16, `in` must be even."""
     out = torch.empty((len(x), len(bias)), dtype=x.dtype)
     _multiply_narrow(as_array(x.contiguous()), packed, bias, as_array(out))
     return out
@@ -61,7 +64,6 @@ def packed_linear_ref(x: Tensor, packed: Floats, bias: Float32s) -> Tensor:
 
 
 def compile_packed_linear(dtype: torch.dtype) -> None:
-    """For this dtype."""
     floats = types.uint16 if dtype == torch.bfloat16 else types.float32
     rows, flat = types.Array(floats, 2, "C"), types.Array(floats, 1, "C")
     compile_ahead(_multiply_narrow, rows, flat, types.Array(types.float32, 1, "C"), rows)
@@ -78,49 +80,52 @@ def _multiply_narrow(x: Floats, packed: Floats, bias: Float32s, out: Floats) -> 
 def multiply(x: Floats, packed: Floats, bias: Float32s, out: Float32s) -> None:
     """x [tokens, in], bias [out] -> out [tokens, out], contiguous."""
     num_out = out.shape[1]
-    whole = num_out // OUTPUTS * OUTPUTS
+    num_whole = num_out // OUTPUTS * OUTPUTS
     _multiply_blocks(x, packed, bias, out)
-    if whole < num_out:
-        rest = num_out - whole
-        of_block = np.empty((x.shape[0], OUTPUTS), np.float32)
-        bias_of_block = np.zeros(OUTPUTS, np.float32)
+    if num_whole < num_out:
+        rest = num_out - num_whole
+        tail = np.empty((x.shape[0], OUTPUTS), np.float32)
+        tail_bias = np.zeros(OUTPUTS, np.float32)
         for i in range(rest):
-            bias_of_block[i] = bias[whole + i]
-        _multiply_blocks(x, packed[whole * x.shape[1] :], bias_of_block, of_block)
+            tail_bias[i] = bias[num_whole + i]
+        _multiply_blocks(x, packed[num_whole * x.shape[1] :], tail_bias, tail)
         for row in range(x.shape[0]):
             for i in range(rest):
-                out[row, whole + i] = of_block[row, i]
+                out[row, num_whole + i] = tail[row, i]
 
 
-@njit(nogil=True, **UNCOUNTED)
+@njit(nogil=True, **NO_REFCOUNT)
 def _multiply_blocks(x: Floats, packed: Floats, bias: Float32s, out: Float32s) -> None:
-    """Of the outputs, those of whole blocks."""
+    """Computes the outputs of whole blocks; the others are left as they are."""
     num_rows, num_in = x.shape
     num_out = out.shape[1]
     inputs, outputs = x.reshape(-1), out.reshape(-1)
     for output in range(0, num_out // OUTPUTS * OUTPUTS, OUTPUTS):
         weights = packed[output * num_in : (output + OUTPUTS) * num_in]
-        own_bias = bias[output : output + OUTPUTS]
+        block_bias = bias[output : output + OUTPUTS]
         for row in range(0, num_rows, ROWS):
-            own, target = inputs[row * num_in :], outputs[row * num_out + output :]
+            rows_of_tile, target = inputs[row * num_in :], outputs[row * num_out + output :]
             rest = num_rows - row
-            # PERF: a tile computes rows twice sooner than many small tiles would compute each once.
+            # PERF: a tile that computes some rows twice takes less time than several small tiles.
             # 15 rows of the tiny model in docs/performance.md: 210 us against 307.
             if rest > 4:
-                multiply_tile(own, weights, own_bias, target, num_out, ROWS)
+                multiply_tile(rows_of_tile, weights, block_bias, target, num_out, ROWS)
             elif rest > 2:
-                multiply_tile(own, weights, own_bias, target, num_out, 4)
+                multiply_tile(rows_of_tile, weights, block_bias, target, num_out, 4)
             elif rest == 2:
-                multiply_tile(own, weights, own_bias, target, num_out, 2)
+                multiply_tile(rows_of_tile, weights, block_bias, target, num_out, 2)
             else:
-                multiply_tile(own, weights, own_bias, target, num_out, 1)
+                multiply_tile(rows_of_tile, weights, block_bias, target, num_out, 1)
 
 
 def multiply_tile(
     x: Floats, block: Floats, bias: Float32s, out: Float32s, stride: int, size: int
 ) -> None:
-    """Rows of x, side by side, `size` at most and at least one, times a block of packed outputs
-    -> out, `stride` apart. `size` is a literal. All arrays are [n]."""
+    """One tile: 1 to `size` contiguous rows of x times a packed block of outputs, plus bias.
+
+    Row r of the result is out[r * stride : r * stride + 32]. `size` is a literal. All arrays are
+    [n].
+    """
     pair = 2 if x.dtype == np.uint16 else 1
     num_in = len(block) // OUTPUTS
     rows = min(len(x) // num_in, size)
@@ -136,7 +141,7 @@ def multiply_tile(
 @intrinsic(prefer_literal=True)
 def _multiply_tile(
     typing: Any, x: Any, block: Any, bias: Any, out: Any, stride: Any, size: Any
-) -> Emitted | None:
+) -> Intrinsic | None:
     if not isinstance(size, types.IntegerLiteral):
         return None
     is_paired = x.dtype == types.uint16
@@ -150,31 +155,31 @@ def _multiply_tile(
         num_weights = context.make_array(block)(context, builder, args[1]).nitems
         per_step = 2 * OUTPUTS if is_paired else OUTPUTS
         num_steps = builder.udiv(num_weights, INDEX(per_step))
-        tile = _Tile(builder, is_paired)
+        tile = _TileEmitter(builder, is_paired)
         first = data(x, args[0], tile.scalar)
-        # Where rows are missing, the last one is computed and stored again.
+        # Missing rows repeat the last one: it is computed and stored again.
         num_rows = builder.udiv(builder.mul(num_inputs, INDEX(OUTPUTS)), num_weights)
         last = builder.sub(num_rows, INDEX(1))
-        rows = [_least(builder, INDEX(row), last) for row in range(size.literal_value)]
+        rows = [_minimum(builder, INDEX(row), last) for row in range(size.literal_value)]
         sources = [builder.gep(first, [builder.mul(row, num_steps)]) for row in rows]
-        sums = tile.start(data(bias, args[2], FLOATS), len(rows))
+        sums = tile.start(data(bias, args[2], FLOAT32X16), len(rows))
         weights = data(block, args[1], tile.vector)
         with cgutils.for_range(builder, num_steps, intp=INDEX) as loop:
             tile.add(sums, sources, weights, loop.index)
         targets = data(out, args[3], ir.FloatType())
-        for row, of_row in zip(rows, sums, strict=True):
-            tile.store(of_row, builder.gep(targets, [builder.mul(args[4], row)]))
+        for row, row_sums in zip(rows, sums, strict=True):
+            tile.store(row_sums, builder.gep(targets, [builder.mul(args[4], row)]))
         return context.get_dummy_value()
 
     return types.void(x, block, bias, out, types.intp, size), emit
 
 
-def _least(builder: Any, a: Any, b: Any) -> Any:
+def _minimum(builder: Any, a: Any, b: Any) -> Any:
     return builder.select(builder.icmp_signed("<", a, b), a, b)
 
 
-class _Tile:
-    """Writes the instructions of a tile; its sums are variables that LLVM keeps in registers."""
+class _TileEmitter:
+    """Emits the instructions of a tile. Its sums are variables that LLVM keeps in registers."""
 
     __slots__ = ("_builder", "_is_paired", "scalar", "vector")
 
@@ -182,7 +187,7 @@ class _Tile:
         self._builder = builder
         self._is_paired = is_paired
         self.scalar = WORD if is_paired else ir.FloatType()
-        self.vector = BITS if is_paired else FLOATS
+        self.vector = INT32X16 if is_paired else FLOAT32X16
 
     def start(self, bias: Any, num_rows: int) -> list[list[Any]]:
         first = [self._load(bias, number) for number in range(VECTORS)]
@@ -192,20 +197,20 @@ class _Tile:
         ]
 
     def add(self, sums: list[list[Any]], sources: list[Any], weights: Any, step: Any) -> None:
-        """One input, or pair of inputs, of every row times those of all outputs."""
+        """Adds one input, or pair of inputs, of every row times the weights of all outputs."""
         builder = self._builder
         start = builder.gep(weights, [builder.mul(step, INDEX(VECTORS))])
-        of_outputs = [self._load(start, number) for number in range(VECTORS)]
-        for of_row, source in zip(sums, sources, strict=True):
+        output_weights = [self._load(start, number) for number in range(VECTORS)]
+        for row_sums, source in zip(sums, sources, strict=True):
             value = builder.load(builder.gep(source, [step]), align=2 if self._is_paired else 4)
-            everywhere = self._splat(value)
-            for variable, weight in zip(of_row, of_outputs, strict=True):
-                total = self._add_product(builder.load(variable), everywhere, weight)
+            broadcast = self._splat(value)
+            for variable, weight in zip(row_sums, output_weights, strict=True):
+                total = self._add_product(builder.load(variable), broadcast, weight)
                 builder.store(total, variable)
 
-    def store(self, of_row: list[Any], target: Any) -> None:
-        vectors = self._builder.bitcast(target, FLOATS.as_pointer())
-        for number, variable in enumerate(of_row):
+    def store(self, row_sums: list[Any], target: Any) -> None:
+        vectors = self._builder.bitcast(target, FLOAT32X16.as_pointer())
+        for number, variable in enumerate(row_sums):
             address = self._builder.gep(vectors, [WORD(number)])
             self._builder.store(self._builder.load(variable), address, align=4)
 
@@ -215,34 +220,36 @@ class _Tile:
     def _splat(self, value: Any) -> Any:
         undefined = ir.Constant(self.vector, ir.Undefined)
         first = self._builder.insert_element(undefined, value, WORD(0))
-        return self._builder.shuffle_vector(first, undefined, ir.Constant(BITS, [0] * LANES))
+        return self._builder.shuffle_vector(first, undefined, ir.Constant(INT32X16, [0] * LANES))
 
     def _add_product(self, total: Any, left: Any, right: Any) -> Any:
         if not self._is_paired:
             return self._call(f"llvm.fmuladd.v{LANES}f32", left, right, total)
-        if HAS_PAIRED_PRODUCTS:
-            return self._call(PAIRED_PRODUCTS, total, left, right)
-        for half in (self._low, self._high):
-            total = self._call(f"llvm.fmuladd.v{LANES}f32", half(left), half(right), total)
+        if HAS_AVX512_BF16:
+            return self._call(DPBF16PS, total, left, right)
+        for widen_half in (self._low, self._high):
+            total = self._call(
+                f"llvm.fmuladd.v{LANES}f32", widen_half(left), widen_half(right), total
+            )
         return total
 
     def _call(self, name: str, *args: Any) -> Any:
-        kind = ir.FunctionType(FLOATS, [arg.type for arg in args])
+        kind = ir.FunctionType(FLOAT32X16, [arg.type for arg in args])
         return self._builder.call(
             cgutils.get_or_insert_function(self._builder.module, kind, name), args
         )
 
     def _low(self, pairs: Any) -> Any:
-        shifted = self._builder.shl(pairs, ir.Constant(BITS, [16] * LANES))
-        return self._builder.bitcast(shifted, FLOATS)
+        shifted = self._builder.shl(pairs, ir.Constant(INT32X16, [16] * LANES))
+        return self._builder.bitcast(shifted, FLOAT32X16)
 
     def _high(self, pairs: Any) -> Any:
-        mask = ir.Constant(BITS, [0xFFFF0000] * LANES)
-        return self._builder.bitcast(self._builder.and_(pairs, mask), FLOATS)
+        mask = ir.Constant(INT32X16, [0xFFFF0000] * LANES)
+        return self._builder.bitcast(self._builder.and_(pairs, mask), FLOAT32X16)
 
 
 @overload(multiply_tile, strict=False, prefer_literal=True)
-def _of_multiply_tile(
+def _overload_multiply_tile(
     x: Any, block: Any, bias: Any, out: Any, stride: Any, size: Any
 ) -> Callable[..., None]:
     return lambda x, block, bias, out, stride, size: _multiply_tile(

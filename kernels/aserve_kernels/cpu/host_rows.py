@@ -1,7 +1,4 @@
-"""Rows of queries over paged keys and values, as arrays of the host: what kernels for the CPU read.
-
-It knows no kernel.
-"""
+"""The inputs of the CPU attention kernels as numpy arrays: the counterpart of `PagedRows`."""
 
 from __future__ import annotations
 
@@ -12,25 +9,21 @@ import numpy as np
 
 Int64s: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
-NO_WINDOW = 1 << 62
+NO_WINDOW = 1 << 62  # the window of a layer without one
 
 
 @dataclass(frozen=True, slots=True)
 class QueryRows:
-    """int64 [n] each: `rows` of the page table; `lens`, KV lengths with this forward's tokens;
-    `starts`, the first query of each row; `query_lens`, its queries, which are at its last
-    positions."""
+    """The rows of a step, int64 [n] each. A row's queries are its last positions."""
 
-    rows: Int64s
-    lens: Int64s
-    starts: Int64s
+    rows: Int64s  # each row's row of the page table
+    lens: Int64s  # KV lengths with this step's queries
+    starts: Int64s  # the token index of each row's first query
     query_lens: Int64s
 
 
 @dataclass(frozen=True, slots=True)
 class HostRows:
-    """`page_table`: int64 [rows, pages]."""
-
-    page_table: Int64s
+    page_table: Int64s  # [max_rows + 1, pages]
     page_size: int
-    own: QueryRows
+    queries: QueryRows

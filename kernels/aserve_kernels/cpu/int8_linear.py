@@ -1,7 +1,9 @@
-"""Products of few tokens with weights of one byte: x (scale * w)^T, with one scale per output.
+"""A weight-only int8 linear layer for few tokens on the CPU.
 
-Decoding reads every weight once, so a byte each is what it costs; arithmetic is float32. It knows
-no layer.
+    y[t, o] = scales[o] * sum_i x[t, i] * weight[o, i]
+
+Decode reads every weight once, so memory bandwidth is the limit, and int8 weights take half the
+bytes of bfloat16. The arithmetic is float32.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from numba import njit, prange, types
 from torch import Tensor
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, widen
-from aserve_kernels.cpu.precompile import FAST, cached_njit, compile_ahead
+from aserve_kernels.cpu.precompile import FASTMATH, cached_njit, compile_ahead
 
 Int8s: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int8]]
 
@@ -34,7 +36,6 @@ def int8_linear_ref(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
 
 
 def compile_int8_linear(dtype: torch.dtype) -> None:
-    """For this dtype."""
     floats = types.Array(types.uint16 if dtype == torch.bfloat16 else types.float32, 2, "C")
     compile_ahead(
         _multiply,
@@ -49,18 +50,18 @@ def compile_int8_linear(dtype: torch.dtype) -> None:
 @cached_njit(parallel=True, nogil=True)
 def _multiply(x: Floats, weight: Int8s, scales: Float32s, out: Floats, num_workers: int) -> None:
     num_tokens, num_in = x.shape
-    wide = np.empty((num_tokens, num_in), np.float32)
+    x_float = np.empty((num_tokens, num_in), np.float32)
     for token in range(num_tokens):
-        widen(x[token], wide[token])
+        widen(x[token], x_float[token])
     num_out = weight.shape[0]
-    share = -(-num_out // num_workers)
+    block = -(-num_out // num_workers)
     for worker in prange(num_workers):
         _multiply_rows(
-            wide, weight, scales, out, worker * share, min(num_out, (worker + 1) * share)
+            x_float, weight, scales, out, worker * block, min(num_out, (worker + 1) * block)
         )
 
 
-@njit(nogil=True, fastmath=FAST)
+@njit(nogil=True, fastmath=FASTMATH)
 def _multiply_rows(
     x: Float32s, weight: Int8s, scales: Float32s, out: Floats, first: int, last: int
 ) -> None:

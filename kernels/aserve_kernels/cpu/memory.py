@@ -1,7 +1,8 @@
-"""Arrays over memory whose address is a number, for compiled code that finds many tensors in one
-table of addresses.
+"""Arrays over memory given by its address, for compiled code that reads many tensors through one
+record of addresses.
 
-It knows no table. Whoever made the table keeps the tensors alive.
+The caller keeps the tensors alive. The plain function runs with NUMBA_DISABLE_JIT=1; compiled code
+takes the overload.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 from numba import types
-from numba.core.types import CPointer  # type: ignore[attr-defined]  # made as it is imported
+from numba.core.types import CPointer  # type: ignore[attr-defined]  # set at import
 from numba.extending import intrinsic, overload
 from numba.np.numpy_support import carray
 
-from aserve_kernels.cpu.simd import Emitted
+from aserve_kernels.cpu.simd import Intrinsic
 
 Like = TypeVar("Like", bound=npt.NDArray[Any])
 
 
 def array_at(address: int, shape: tuple[int, ...], like: Like) -> Like:
-    """Contiguous, with the dtype of `like`."""
+    """A contiguous array of `shape` at `address`, with the dtype of `like`."""
     size_bytes = int(np.prod(shape)) * like.itemsize
     memory = memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
     array: Like = np.ndarray(shape, like.dtype, memory)  # type: ignore[assignment]  # as `like`
@@ -31,7 +32,7 @@ def array_at(address: int, shape: tuple[int, ...], like: Like) -> Like:
 
 
 @intrinsic
-def _pointer(typing: Any, address: Any, like: Any) -> Emitted:
+def _pointer(typing: Any, address: Any, like: Any) -> Intrinsic:
     pointer = CPointer(like.dtype)
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -1,6 +1,7 @@
-"""An online softmax in powers of two (Milakov and Gimelshein, 2018), for kernels that attend.
+"""The online softmax (Milakov and Gimelshein, 2018) in powers of two, for the attention kernels.
 
-It knows no page and no dtype but float32.
+The state of a query is row_max = the greatest score s so far, and row_sum = sum of 2^(s - row_max);
+its output accumulates sum of 2^(s - row_max) v. A new tile with a greater maximum rescales both.
 """
 
 from __future__ import annotations
@@ -12,24 +13,28 @@ from numba import njit
 
 from aserve_kernels.cpu.bf16 import Float32s
 from aserve_kernels.cpu.exp2 import LOG2_E, power_of_two
-from aserve_kernels.cpu.simd import LANES, greater, greatest, load, splat
+from aserve_kernels.cpu.simd import LANES, load, maximum, reduce_max, splat
 
 
-def folded(scale: float, softcap: float | None) -> tuple[float, float]:
-    """What queries are multiplied with and scores are capped by (0: by nothing), so that weights
-    are powers of two."""
+def fold_log2(scale: float, softcap: float | None) -> tuple[float, float]:
+    """Returns the factor of the queries and the cap of the scores (0 for none): the score is
+    `factor * q k^T`, or `cap * tanh(factor * q k^T)`. log2(e) is folded in, so that weights are
+    powers of two.
+    """
     if softcap is None:
         return scale * LOG2_E, 0.0
     return scale / softcap, softcap * LOG2_E
 
 
 @njit(inline="always")
-def weigh(
+def softmax_update(
     scores: Float32s, low: int, high: int, cap: np.float32,
-    softmax: Float32s, line: int,
+    softmax: Float32s, query: int,
 ) -> np.float32:  # fmt: skip
-    """Scores low..high become weights, of an online softmax in powers of two: a line's `softmax` is
-    [most, total]; total and the output are relative to 2^most. Returns what the output shrinks by.
+    """Turns scores[low:high] into weights, in place, and updates the query's state.
+
+    Scores outside low..high are masked, up to the next multiple of 16. `softmax[query]` is
+    [row_max, row_sum]. Returns the factor that rescales the query's output so far.
     """
     if cap > 0:
         for j in range(low, high):
@@ -39,16 +44,16 @@ def weigh(
     stop = -(-high // LANES) * LANES
     for j in range(high, stop):
         scores[j] = -np.inf
-    # PERF: a loop of max is taken one by one, since it must answer for NaN.
-    lanes = splat(softmax[line, 0])
+    # PERF: LLVM does not vectorise a loop of `max`, because of its rule for NaN.
+    maxima = splat(softmax[query, 0])
     for j in range(0, stop, LANES):
-        lanes = greater(load(scores, j), lanes)
-    most = greatest(lanes)
-    shrink = power_of_two(softmax[line, 0] - most)
+        maxima = maximum(load(scores, j), maxima)
+    row_max = reduce_max(maxima)
+    rescale = power_of_two(softmax[query, 0] - row_max)
     added = np.float32(0)
     for j in range(stop):
-        scores[j] = power_of_two(scores[j] - most)
+        scores[j] = power_of_two(scores[j] - row_max)
         added += scores[j]
-    softmax[line, 0] = most
-    softmax[line, 1] = softmax[line, 1] * shrink + added
-    return shrink
+    softmax[query, 0] = row_max
+    softmax[query, 1] = softmax[query, 1] * rescale + added
+    return rescale

@@ -1,7 +1,11 @@
-"""Attention of few queries per row over paged KV, read where it is: decode, verify windows, short
-chunks. Grouped queries share one read; the softmax is online.
+"""Paged attention on the CPU for few queries per row: decode, verification and short chunks.
 
-It knows no layer and no step. Nothing is kept between calls.
+    out = softmax(cap(scale * q k^T) + mask) v
+
+Keys and values are read through the page table, a tile at a time, and widened to float32. The query
+heads that share a KV head (grouped-query attention), of up to BLOCK queries and heads, share each
+tile; the softmax is online. Tiles lie at absolute positions, so a query's sums have the same order
+in every step. Work is divided among threads by row, block of queries and KV heads.
 """
 
 from __future__ import annotations
@@ -14,11 +18,11 @@ from torch import Tensor
 from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, widen
 from aserve_kernels.cpu.host_rows import NO_WINDOW, HostRows, Int64s
 from aserve_kernels.cpu.online_softmax import fold_log2, softmax_update
-from aserve_kernels.cpu.precompile import FAST, UNCOUNTED, cached_njit, compile_ahead
+from aserve_kernels.cpu.precompile import FASTMATH, NO_REFCOUNT, cached_njit, compile_ahead
 from aserve_kernels.cpu.simd import (
     LANES,
-    add_product,
     dot_products,
+    fma,
     load,
     prefetch,
     splat,
@@ -27,27 +31,30 @@ from aserve_kernels.cpu.simd import (
 )
 from aserve_kernels.paged_rows import PagedRows, Scoring, attend_ref
 
-TILE = 64  # keys that are widened and scored together at most
-TILE_FLOATS = 4096  # of a tile's keys
-WIDTH = 2 * LANES  # a head is padded to a multiple of it
-BLOCK = 16  # query heads of one KV head that share a read
+TILE = 64  # the most keys of a tile
+TILE_FLOATS = 4096  # the most elements of a tile's keys
+WIDTH = 2 * LANES  # head_dim is padded to a multiple of it
+BLOCK = 16  # query rows (queries times heads of one KV head) that share a tile
 
 
 def paged_attention(
     q: Tensor, keys: Tensor, values: Tensor, rows: HostRows, scoring: Scoring, *,
     out: Tensor, num_workers: int,
 ) -> None:  # fmt: skip
-    """q and out [tokens, heads, head_dim], keys and values [slots, kv_heads, head_dim]; all float32
-    or all bfloat16, on the CPU, all but q contiguous. Writes the rows' queries in `out`, no other.
-    `num_workers` share it: one where it was compiled for one, else any number above. `scoring` has
-    no scales of stored keys and values: those are for eight bits.
+    """Writes `out` for the queries of `rows`, and for no other token.
+
+    q and out [tokens, heads, head_dim], keys and values [slots, kv_heads, head_dim]; all float32 or
+    all bfloat16, on the CPU, and contiguous but for q. `num_workers` threads share the work: one if
+    it was compiled for one, else any number above. The key and value scales of `scoring`, which are
+    for 8-bit pools, must be 1.
     """
     factor, cap = fold_log2(scoring.scale, scoring.softcap)
-    own = rows.queries
+    queries = rows.queries
     attend = _attend_alone if num_workers == 1 else _attend
     attend(
         q.float().numpy(), as_array(keys), as_array(values), as_array(out),
-        rows.page_table, own.rows, own.lens, own.starts, own.query_lens, rows.page_size,
+        rows.page_table, queries.rows, queries.lens, queries.starts, queries.query_lens,
+        rows.page_size,
         NO_WINDOW if scoring.window is None else scoring.window,
         np.float32(factor),
         np.float32(cap),
@@ -59,9 +66,9 @@ def paged_attention_ref(
     q: Tensor, keys: Tensor, values: Tensor, rows: HostRows, scoring: Scoring, *, out: Tensor
 ) -> None:
     """The same in plain torch, row by row, in the dtype of q."""
-    own = rows.queries
+    queries = rows.queries
     for row, kv_len, start, query_len in zip(
-        own.rows, own.lens, own.starts, own.query_lens, strict=True
+        queries.rows, queries.lens, queries.starts, queries.query_lens, strict=True
     ):
         paged = PagedRows(
             torch.from_numpy(rows.page_table),
@@ -71,11 +78,11 @@ def paged_attention_ref(
             cu_query_lens=torch.tensor([start, start + query_len]),
             max_len=int(kv_len),
         )
-        attend_ref(q, keys, values, paged, scoring, out=out, takes=lambda _span: True)
+        attend_ref(q, keys, values, paged, scoring, out=out, takes=lambda _query_len: True)
 
 
 def compile_paged_attention(dtype: torch.dtype, num_workers: int) -> None:
-    """For this dtype, and either for one worker or for several."""
+    """Compiles for this dtype, and either for one worker or for several."""
     floats = types.uint16 if dtype == torch.bfloat16 else types.float32
     heads = types.Array(floats, 3, "C")
     column = types.Array(types.int64, 1, "C")
@@ -100,7 +107,7 @@ def _attend(
         )  # fmt: skip
 
 
-# PERF: a parallel region wakes every thread of numba's pool, however few have work.
+# PERF: a parallel region wakes every thread of numba's pool, even if one has work.
 @cached_njit(nogil=True)
 def _attend_alone(
     q: Float32s, keys: Floats, values: Floats, out: Floats,
@@ -114,8 +121,8 @@ def _attend_alone(
         )  # fmt: skip
 
 
-# Inlined, like what else has one caller: numba optimises a function anew in each that calls it, and
-# a call costs more than scoring a few keys (16 rows of 100, 8 heads of 32: 69 us against 85).
+# PERF: inlined, like all functions with one caller: a call costs more than scoring a few keys (16
+# rows of 100, 8 heads of 32: 69 us against 85).
 @njit(inline="always")
 def attend_share(
     q: Float32s, keys: Floats, values: Floats, out: Floats,
@@ -123,20 +130,20 @@ def attend_share(
     page_size: int, window: int, factor: np.float32, cap: np.float32,
     worker: int, num_workers: int,
 ) -> None:  # fmt: skip
-    """What one of num_workers does: of units, some KV heads of a block of a row's queries, every
-    num_workers-th."""
+    """The share of one worker: every num_workers-th unit of work. A unit is some KV heads of one
+    block of a row's queries."""
     num_kv_heads = keys.shape[1]
-    num_groups = q.shape[1] // num_kv_heads
-    query_len = max(1, BLOCK // num_groups)
+    group_size = q.shape[1] // num_kv_heads
+    query_len = max(1, BLOCK // group_size)
     num_blocks = 0
     for r in range(rows.shape[0]):
         num_blocks += -(-query_lens[r] // query_len)
-    # PERF: a token's heads lie side by side, so a worker takes as many of them as it can while two
-    # units are left for each.
+    # PERF: a token's heads are adjacent in memory, so a unit has as many of them as leave two units
+    # for each worker.
     heads = min(num_kv_heads, max(1, num_blocks * num_kv_heads // (2 * num_workers)))
     width = _width(keys)
-    lines = np.zeros((2, heads * query_len * num_groups * width), np.float32)
-    softmax = np.empty((heads * query_len * num_groups, 2), np.float32)
+    vectors = np.zeros((2, heads * query_len * group_size * width), np.float32)
+    softmax = np.empty((heads * query_len * group_size, 2), np.float32)
     tiles = np.zeros((2, _tile_size(width) * width), np.float32)
     scores, slots = np.empty(TILE, np.float32), np.empty(TILE, np.int64)
     unit = 0
@@ -153,60 +160,62 @@ def attend_share(
                     out[starts[r] + first : starts[r] + last],
                     page_table[rows[r]], page_size,
                     lens[r] - query_lens[r] + first, head, min(head + heads, num_kv_heads),
-                    window, factor, cap, lines, softmax, tiles, scores, slots,
+                    window, factor, cap, vectors, softmax, tiles, scores, slots,
                 )  # fmt: skip
 
 
 @njit(inline="always")
 def _width(keys: Floats) -> int:
-    """Of a line: a head, padded with zeros, which add nothing to a score."""
+    """head_dim, padded with zeros to a multiple of WIDTH; zeros add nothing to a score."""
     return -(-keys.shape[2] // WIDTH) * WIDTH
 
 
 @njit(inline="always")
 def _tile_size(width: int) -> int:
-    """PERF: a tile of keys and one of values stay in the nearest cache, beside the queries."""
+    """The keys of a tile. PERF: a tile of keys and one of values stay in the L1 cache, beside the
+    queries."""
     return max(LANES, min(TILE, TILE_FLOATS // width // LANES * LANES))
 
 
-@njit(nogil=True, fastmath=FAST, **UNCOUNTED)
+@njit(nogil=True, fastmath=FASTMATH, **NO_REFCOUNT)
 def _attend_block(
     q: Float32s, keys: Floats, values: Floats, out: Floats, pages: Int64s, page_size: int,
     position: int, first_head: int, last_head: int,
     window: int, factor: np.float32, cap: np.float32,
-    lines: Float32s, softmax: Float32s, tiles: Float32s, scores: Float32s, slots: Int64s,
+    vectors: Float32s, softmax: Float32s, tiles: Float32s, scores: Float32s, slots: Int64s,
 ) -> None:  # fmt: skip
-    """q, out [queries, heads, head_dim] at `position` and on, for KV heads first_head..last_head.
+    """Attends q [queries, heads, head_dim], at positions from `position` on, for the KV heads
+    first_head..last_head, and writes out [queries, heads, head_dim].
 
-    Room: `lines` for the queries and their outputs; `softmax` for [most, total] of each; `tiles`
-    for keys and values.
+    A query row is one query of one head. Scratch memory: `vectors` for the query rows and their
+    outputs, `softmax` for [row_max, row_sum] of each, `tiles` for a tile of keys and one of values.
     """
     num_queries, head_dim = q.shape[0], q.shape[2]
-    num_groups = q.shape[1] // keys.shape[1]
-    queries, outputs = lines[0], lines[1]
+    group_size = q.shape[1] // keys.shape[1]
+    queries, outputs = vectors[0], vectors[1]
     tile_keys, tile_values = tiles[0], tiles[1]
     width = _width(keys)
-    most_keys = _tile_size(width)
-    num_lines = (last_head - first_head) * num_queries * num_groups
-    for line in range(num_lines):
-        query = line // num_groups % num_queries
-        head = first_head + line // (num_groups * num_queries)
+    tile_size = _tile_size(width)
+    num_query_rows = (last_head - first_head) * num_queries * group_size
+    for query_row in range(num_query_rows):
+        query = query_row // group_size % num_queries
+        head = first_head + query_row // (group_size * num_queries)
         widen(
-            q[query, head * num_groups + line % num_groups],
-            queries[line * width : line * width + head_dim],
+            q[query, head * group_size + query_row % group_size],
+            queries[query_row * width : query_row * width + head_dim],
         )
-        for d in range(line * width, line * width + width):
+        for d in range(query_row * width, query_row * width + width):
             queries[d] *= factor
             outputs[d] = np.float32(0)
-        softmax[line, 0] = -np.inf
-        softmax[line, 1] = np.float32(0)
-    # At absolute places, so that a query's sums are the same whatever stands beside it.
-    start = max(0, position - window + 1) // most_keys * most_keys
+        softmax[query_row, 0] = -np.inf
+        softmax[query_row, 1] = np.float32(0)
+    # Tiles lie at absolute positions, so that a query's sums have the same order in every step.
+    start = max(0, position - window + 1) // tile_size * tile_size
     stop = position + num_queries
     column = start // page_size
     offset = start % page_size
-    for tile in range(start, stop, most_keys):
-        size = min(most_keys, stop - tile)
+    for tile in range(start, stop, tile_size):
+        size = min(tile_size, stop - tile)
         for j in range(size):
             slots[j] = pages[column] * page_size + offset
             offset += 1
@@ -216,55 +225,58 @@ def _attend_block(
         for head in range(first_head, last_head):
             _widen_tile(keys, slots, size, head, tile_keys, width)
             _widen_tile(values, slots, size, head, tile_values, width)
-            first_line = (head - first_head) * num_queries * num_groups
-            for i in range(num_queries * num_groups):
-                own = position + i // num_groups
-                low = max(0, own - window + 1 - tile)
-                high = min(size, own + 1 - tile)
+            first_query_row = (head - first_head) * num_queries * group_size
+            for i in range(num_queries * group_size):
+                query_position = position + i // group_size
+                low = max(0, query_position - window + 1 - tile)
+                high = min(size, query_position + 1 - tile)
                 if low < high:
-                    line = first_line + i
-                    _score(queries, line * width, width, tile_keys, low, high, scores)
-                    shrink = softmax_update(scores, low, high, cap, softmax, line)
+                    query_row = first_query_row + i
+                    _score(queries, query_row * width, width, tile_keys, low, high, scores)
+                    rescale = softmax_update(scores, low, high, cap, softmax, query_row)
                     _add_values(
-                        scores, low, high, tile_values, shrink, outputs, line * width, width
+                        scores, low, high, tile_values, rescale, outputs, query_row * width, width
                     )
-    for line in range(num_lines):
-        query = line // num_groups % num_queries
-        head = first_head + line // (num_groups * num_queries)
-        share = np.float32(1) / softmax[line, 1]
-        for d in range(line * width, line * width + width):
-            outputs[d] *= share
+    for query_row in range(num_query_rows):
+        query = query_row // group_size % num_queries
+        head = first_head + query_row // (group_size * num_queries)
+        scale = np.float32(1) / softmax[query_row, 1]
+        for d in range(query_row * width, query_row * width + width):
+            outputs[d] *= scale
         narrow(
-            outputs[line * width : line * width + head_dim],
-            out[query, head * num_groups + line % num_groups],
+            outputs[query_row * width : query_row * width + head_dim],
+            out[query, head * group_size + query_row % group_size],
         )
 
 
-@njit(nogil=True, **UNCOUNTED)
+@njit(nogil=True, **NO_REFCOUNT)
 def _widen_tile(
     source: Floats, slots: Int64s, size: int, head: int, tile: Float32s, width: int
 ) -> None:
-    """tile [keys * width]: what the slots hold of a head, one after the other."""
+    """Copies one head of these slots into tile [keys * width], widened to float32."""
     num_heads, head_dim = source.shape[1], source.shape[2]
-    whole = head_dim // LANES * LANES
+    num_whole = head_dim // LANES * LANES
     flat = source.reshape(-1)
     for j in range(size):
         start = (slots[j] * num_heads + head) * head_dim
-        # PERF: no machine foresees that the next head's part is read soon. 32 rows of 1,000 tokens,
-        # 8 heads of 128 in bfloat16: 14 ms against 34 without.
-        for d in range(0, whole, LANES):
+        # PERF: no hardware prefetcher foresees that the next head is read soon. 32 rows of 1,000
+        # tokens, 8 heads of 128 in bfloat16: 14 ms against 34 without.
+        for d in range(0, num_whole, LANES):
             prefetch(flat, start + head_dim + d)
             store(load(flat, start + d), tile, j * width + d)
-    if whole < head_dim:
+    if num_whole < head_dim:
         for j in range(size):
-            widen(source[slots[j], head, whole:], tile[j * width + whole : j * width + head_dim])
+            widen(
+                source[slots[j], head, num_whole:],
+                tile[j * width + num_whole : j * width + head_dim],
+            )
 
 
 @njit(inline="always")
 def _score(
     queries: Float32s, start: int, width: int, keys: Float32s, low: int, high: int, scores: Float32s
 ) -> None:
-    """Sixteen keys at a time, so some that are not asked for: `scores` and `keys` have room."""
+    """scores[low:high] = q k^T. Keys are computed sixteen at a time, some outside the range too."""
     for j in range(low // LANES * LANES, high, LANES):
         store(dot_products(queries, start, keys, j * width, width), scores, j)
 
@@ -272,25 +284,25 @@ def _score(
 @njit(inline="always")
 def _add_values(
     weights: Float32s, low: int, high: int, values: Float32s,
-    shrink: np.float32, outputs: Float32s, start: int, width: int,
+    rescale: np.float32, outputs: Float32s, start: int, width: int,
 ) -> None:  # fmt: skip
-    """output = output * shrink + the weighted sum of values low..high."""
+    """output = output * rescale + the weighted sum of values low..high."""
     for i in range(0, width, 2 * LANES):
-        a = add_product(zeros(), load(outputs, start + i), splat(shrink))
-        b = add_product(zeros(), load(outputs, start + i + LANES), splat(shrink))
-        # PERF: sums of even and of odd values, since a sum waits four cycles for the one before.
+        a = fma(zeros(), load(outputs, start + i), splat(rescale))
+        b = fma(zeros(), load(outputs, start + i + LANES), splat(rescale))
+        # PERF: even and odd values have separate sums, since an FMA waits four cycles for the last.
         c, d = zeros(), zeros()
         for j in range(low, high - 1, 2):
             value = j * width + i
             even, odd = splat(weights[j]), splat(weights[j + 1])
-            a = add_product(a, even, load(values, value))
-            b = add_product(b, even, load(values, value + LANES))
-            c = add_product(c, odd, load(values, value + width))
-            d = add_product(d, odd, load(values, value + width + LANES))
+            a = fma(a, even, load(values, value))
+            b = fma(b, even, load(values, value + LANES))
+            c = fma(c, odd, load(values, value + width))
+            d = fma(d, odd, load(values, value + width + LANES))
         if (high - low) % 2:
             last = splat(weights[high - 1])
-            a = add_product(a, last, load(values, (high - 1) * width + i))
-            b = add_product(b, last, load(values, (high - 1) * width + i + LANES))
+            a = fma(a, last, load(values, (high - 1) * width + i))
+            b = fma(b, last, load(values, (high - 1) * width + i + LANES))
         one = splat(np.float32(1))
-        store(add_product(a, c, one), outputs, start + i)
-        store(add_product(b, d, one), outputs, start + i + LANES)
+        store(fma(a, c, one), outputs, start + i)
+        store(fma(b, d, one), outputs, start + i + LANES)

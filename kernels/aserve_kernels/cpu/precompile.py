@@ -1,4 +1,5 @@
-"""What numba is told of functions that it compiles: it knows no operation."""
+"""Compiles numba kernels before they are called, once for all processes that start together, and
+keeps them in an on-disk cache."""
 
 from __future__ import annotations
 
@@ -13,23 +14,23 @@ from numba import njit, types
 from numba.core import config, event
 from numba.core.dispatcher import Dispatcher
 
-# What may be done with sums and products of floats: infinities and NaN keep their meaning.
-FAST = {"contract", "reassoc", "nsz", "arcp"}
+# Fast-math flags that may reorder sums, but keep the meaning of infinities and NaN.
+FASTMATH = {"contract", "reassoc", "nsz", "arcp"}
 
-# Of functions that make no array: nobody counts who holds a view, which numba otherwise does with
-# two locked instructions for each.
+# For functions that allocate no array: numba then counts no references to array views, which takes
+# two locked instructions per view.
 # PERF: a prompt of 64 tokens through the tiny model of docs/performance.md spent 23 % of its time
 # on them; 16 rows of 100 positions, 8 heads of 32: attention takes 57 us, and 74 with them.
-UNCOUNTED: Mapping[str, Any] = {"_nrt": False}
+NO_REFCOUNT: Mapping[str, Any] = {"_nrt": False}
 
 
 logger = logging.getLogger(__name__)
 
 
 def cached_njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """`njit`, whose code is kept for later processes where some folder can be written.
+    """`njit` with the on-disk cache, if there is a folder to write it to.
 
-    WHY: njit(cache=True) is an error where none can, as on a read-only file system.
+    WHY: njit(cache=True) raises an error where there is none, as on a read-only file system.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -43,24 +44,24 @@ def cached_njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 def compile_ahead(function: Any, *arguments: Any) -> None:
-    """For these numba types, or read from the cache of an earlier process. From then on calls
-    compile nothing. With NUMBA_DISABLE_JIT=1 there is nothing to compile."""
+    """Compiles a kernel for these numba types, or reads it from the cache. From then on a call with
+    other types raises TypeError instead of compiling. With NUMBA_DISABLE_JIT=1 it does nothing."""
     if not isinstance(function, Dispatcher):
         return
     name = function.py_func.__name__
     function.disable_compile(False)
-    with _alone(name), event.install_listener("numba:compile", _Teller(name)):
+    with _compile_lock(name), event.install_listener("numba:compile", _CompileLogger(name)):
         try:
             function.compile(types.void(*arguments))
-        except OSError as error:  # it is compiled by then
+        except OSError as error:  # the kernel is compiled by then
             logger.warning("a compiled kernel cannot be kept for later starts: %s", error)
     function.disable_compile()
 
 
 @contextlib.contextmanager
-def _alone(name: str) -> Iterator[None]:
-    """Of several processes that start together one compiles a kernel; the others wait for it, and
-    read it from the cache."""
+def _compile_lock(name: str) -> Iterator[None]:
+    """A file lock: of several processes that start together one compiles the kernel, and the others
+    wait and read it from the cache."""
     with contextlib.ExitStack() as stack:
         if config.CACHE_DIR:
             with contextlib.suppress(OSError):
@@ -69,16 +70,16 @@ def _alone(name: str) -> Iterator[None]:
         yield
 
 
-class _Teller(event.Listener):  # type: ignore[misc]  # numba has no types
-    """Says it where the cache has nothing; once, whatever the function calls."""
+class _CompileLogger(event.Listener):  # type: ignore[misc]  # numba has no types
+    """Logs one line if the kernel is not in the cache, however many functions it inlines."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._is_told = False
+        self._has_logged = False
 
     def on_start(self, _event: object) -> None:
-        if not self._is_told:
-            self._is_told = True
+        if not self._has_logged:
+            self._has_logged = True
             logger.info("compiling a kernel for this and all later starts: %s", self._name)
 
     def on_end(self, _event: object) -> None:

@@ -1,6 +1,6 @@
-"""The root mean square norm of a few rows, in one call where torch takes half a dozen.
+"""RMS norm of few tokens on the CPU, in one compiled call instead of half a dozen torch operators.
 
-It knows no layer.
+y = x / sqrt(mean(x^2) + eps) * weight
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from numba import types
 from torch import Tensor
 
 from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, widen
-from aserve_kernels.cpu.precompile import FAST, cached_njit, compile_ahead
+from aserve_kernels.cpu.precompile import FASTMATH, cached_njit, compile_ahead
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [tokens, size] float32 or bfloat16, weight float32 [size], all on the CPU -> like x."""
+    """x [tokens, size] float32 or bfloat16, weight float32 [size], on the CPU -> a contiguous
+    tensor like x. `rms_norm_ref` is the reference."""
     rows = x.contiguous()
     out = torch.empty_like(rows)
     _norm(as_array(rows), weight.numpy(), eps, as_array(out))
@@ -30,8 +31,8 @@ def compile_rms_norm(dtype: torch.dtype) -> None:
     compile_ahead(_norm, rows, types.Array(types.float32, 1, "C"), types.float64, rows)
 
 
-# WHY: it keeps the GIL. A call takes microseconds; to get the GIL back may take milliseconds.
-@cached_njit(fastmath=FAST)
+# WHY: not nogil. A call takes microseconds; getting the GIL back may take milliseconds.
+@cached_njit(fastmath=FASTMATH)
 def _norm(x: Floats, weight: Float32s, eps: float, out: Floats) -> None:
     size = x.shape[1]
     row = np.empty(size, np.float32)

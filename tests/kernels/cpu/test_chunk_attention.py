@@ -43,23 +43,27 @@ class Given:
 def make(
     chunks: tuple[tuple[int, int], ...], heads: tuple[int, int] = (6, 2), head_dim: int = 32
 ) -> Given:
-    """What was nobody's yet is NaN, but for page 0, which may be read."""
+    """Unwritten slots are NaN, but for page 0, which may be read."""
     query_lens = np.array([query_len for query_len, _ in chunks], np.int64)
     lens = np.array([kv_len for _, kv_len in chunks], np.int64)
     columns = -(-int(lens.max(initial=1)) // PAGE_SIZE)
     table = 1 + np.arange(len(chunks) * columns).reshape(-1, columns)[:, ::-1].copy()
-    own = QueryRows(np.arange(len(chunks)), lens, np.cumsum(query_lens) - query_lens, query_lens)
+    queries = QueryRows(
+        np.arange(len(chunks)), lens, np.cumsum(query_lens) - query_lens, query_lens
+    )
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(int(query_lens.sum()), heads[0], head_dim, generator=generator).bfloat16()
     slots = ((1 + table.size) * PAGE_SIZE, heads[1], head_dim)
     keys, values = torch.full((2, *slots), torch.nan).bfloat16()
     keys[:PAGE_SIZE] = values[:PAGE_SIZE] = 0
     for row, kv_len in enumerate(lens):
-        places = np.arange(kv_len)
-        used = torch.from_numpy(table[row, places // PAGE_SIZE] * PAGE_SIZE + places % PAGE_SIZE)
+        positions = np.arange(kv_len)
+        used = torch.from_numpy(
+            table[row, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+        )
         for pool in (keys, values):
             pool[used] = torch.randn(int(kv_len), *slots[1:], generator=generator).bfloat16()
-    return Given(q, keys, values, HostRows(table, PAGE_SIZE, own))
+    return Given(q, keys, values, HostRows(table, PAGE_SIZE, queries))
 
 
 def attended(given: Given, scoring: Scoring, *, num_workers: int = 1) -> torch.Tensor:
@@ -130,12 +134,12 @@ def test_scores_are_not_rounded_to_the_width_of_their_operands() -> None:
 def test_a_chunk_gets_the_same_bits_alone_and_among_others() -> None:
     given = make(CHUNKS["many"])
     together = attended(given, Scoring(0.3))
-    own = given.rows.queries
-    columns = own.rows, own.lens, own.starts, own.query_lens
-    for row in range(len(own.rows)):
+    queries = given.rows.queries
+    columns = queries.rows, queries.lens, queries.starts, queries.query_lens
+    for row in range(len(queries.rows)):
         rows = dataclasses.replace(
             given.rows, queries=QueryRows(*(column[[row]] for column in columns))
         )
         alone = attended(dataclasses.replace(given, rows=rows), Scoring(0.3), num_workers=2)
-        tokens = slice(own.starts[row], own.starts[row] + own.query_lens[row])
+        tokens = slice(queries.starts[row], queries.starts[row] + queries.query_lens[row])
         assert torch.equal(alone[tokens], together[tokens])

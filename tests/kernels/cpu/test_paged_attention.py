@@ -14,7 +14,7 @@ from aserve_kernels.paged_rows import Scoring
 
 PAGE_SIZE = 16
 LENS = np.array([1, 64, 65, 150])
-SPANS = np.array([1, 3, 1, 40])
+QUERY_LENS = np.array([1, 3, 1, 40])
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -23,10 +23,10 @@ SPANS = np.array([1, 3, 1, 40])
 def test_heads_of_every_width_equal_the_reference(
     head_dim: int, dtype: torch.dtype, num_workers: int
 ) -> None:
-    query_lens = np.minimum(SPANS, LENS)
+    query_lens = np.minimum(QUERY_LENS, LENS)
     starts = np.cumsum(query_lens) - query_lens
     columns = -(-int(LENS.max()) // PAGE_SIZE)
-    pages = 1 + np.arange(len(LENS) * columns)  # page 0 is nobody's
+    pages = 1 + np.arange(len(LENS) * columns)  # page 0 belongs to no row
     table = pages.reshape(-1, columns)[:, ::-1].copy()
     rows = HostRows(table, PAGE_SIZE, QueryRows(np.arange(len(LENS)), LENS, starts, query_lens))
     generator = torch.Generator().manual_seed(0)
