@@ -69,7 +69,7 @@ def make_gated_mul(sizes: Sizes, where: torch.device) -> Case:
     return Case(lambda: gated_mul(joined, "silu"), joined.nbytes * 3 // 2)
 
 
-def make_turn_and_store(sizes: Sizes, where: torch.device) -> Case:
+def make_rope_and_store_kv(sizes: Sizes, where: torch.device) -> Case:
     """Of a projection of q, k and v, each read and written once; q and k are normed before."""
     num_turned = sizes.heads + sizes.kv_heads
     heads = _draw((sizes.tokens, num_turned + sizes.kv_heads, sizes.head_dim), where)
@@ -171,7 +171,7 @@ CASES: Mapping[str, Callable[[Sizes, torch.device], Case]] = {
     "rms_norm": make_norm,
     "add_rms_norm": make_add_norm,
     "gated_mul": make_gated_mul,
-    "rope_and_store_kv": make_turn_and_store,
+    "rope_and_store_kv": make_rope_and_store_kv,
     "paged_decode": make_paged_decode,
     "prepare_inputs": make_prepare_inputs,
     "gather_rows": make_gather_rows,

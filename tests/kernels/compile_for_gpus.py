@@ -1,8 +1,8 @@
-"""Compiles every Triton kernel down to machine code of the GPUs that it is for, without a GPU: what
-the interpreter lets pass and the compiler doesn't shows here.
+"""Compiles every Triton kernel to machine code for the supported GPUs, without a GPU.
 
-A program of its own, so that kernels are defined without the interpreter. Wrappers are called as
-they are, and where they would launch a kernel it is compiled instead.
+This finds errors that Triton's interpreter does not. It is a program of its own, so that kernels
+are defined without the interpreter. The wrappers run unchanged, but each launch compiles its kernel
+instead.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def call_gated_mul() -> None:
         gated_mul(torch.zeros((2, 600), dtype=torch.bfloat16), kind)
 
 
-def call_turn_and_store(dtype: torch.dtype = torch.bfloat16) -> None:
-    """Parts of heads; whole heads, normed; nothing, as where a model turns its heads itself."""
+def call_rope_and_store_kv(dtype: torch.dtype = torch.bfloat16) -> None:
+    """RoPE on part of a head; on whole heads, with QK norm; none, as where the model applies it."""
     heads = torch.zeros((2, 7, 128), dtype=torch.bfloat16)
     slots, pool = torch.tensor([1, 2]), torch.zeros((4, 2, 128)).to(dtype)
     for cos_sin, weight in ((heads[:, 0, :64], None), (heads[:, 0], torch.zeros((5, 128)))):
@@ -130,7 +130,7 @@ def call_page_starts() -> None:
 CALLS: Mapping[str, Callable[[], None]] = {
     "norms": call_norms,
     "gated_mul": call_gated_mul,
-    "rope_and_store_kv": call_turn_and_store,
+    "rope_and_store_kv": call_rope_and_store_kv,
     "kv_indices": call_gather_pages,
     "kv_indptr": call_page_starts,
     "invariant_linear": call_invariant_linear,
@@ -141,31 +141,31 @@ CALLS: Mapping[str, Callable[[], None]] = {
     "prepare_inputs": call_prepare_inputs,
     "bitmask": call_bitmask,
 }
-# What differs from these in little is compiled for one architecture.
+# Variants of these kernels are compiled for one architecture only.
 HOPPER_CALLS: Mapping[str, Callable[[], None]] = {
     "invariant_linear, many outputs": lambda: call_invariant_linear(WIDE_FROM),
-    "paged, fixed parts": lambda: call_paged(
+    "paged, fixed splits": lambda: call_paged(
         replace(DECODE_AND_CHUNK, splits=KvSplits(fixed_split=1024))
     ),
     "paged, window and cap": lambda: call_paged(
         replace(DECODE_AND_CHUNK, head_dim=256, scoring=Scoring(0.1, window=30, softcap=50.0))
     ),
     "sample, greedy": lambda: call_sample(has_noise=False, has_limits=False),
-    "sample of halves": lambda: call_sample(dtype=torch.bfloat16),
+    "sample of bfloat16": lambda: call_sample(dtype=torch.bfloat16),
     "sample, noise": lambda: call_sample(1, has_limits=False),
     "prepare_inputs of one token": lambda: call_prepare_inputs(1),
-    "turn_and_store to 8 bits": lambda: call_turn_and_store(torch.float8_e4m3fn),
+    "rope_and_store_kv to 8 bits": lambda: call_rope_and_store_kv(torch.float8_e4m3fn),
     "paged of 8 bits": lambda: call_paged(replace(DECODE_AND_CHUNK, kv_dtype=torch.float8_e4m3fn)),
 }
 
 
-# What multiplies tiles loads the next ones meanwhile, if their rows are known to be aligned.
-LOADS_AHEAD = frozenset({"_attend_splits", "_attend_blocks", "_multiply"})
-ALIGNED = 16  # bytes of an address, or what a number is divided by
+# Kernels whose loop over tiles must be software-pipelined with asynchronous copies (cp.async).
+PIPELINED = frozenset({"_attend_splits", "_attend_blocks", "_multiply"})
+ALIGNED = 16  # the divisor of addresses and integers that Triton specialises for
 
 
 class Compiler:
-    """Stands where a kernel is launched. `num_compiled` counts."""
+    """Replaces the launch of a kernel by its compilation, and counts in `num_compiled`."""
 
     def __init__(self, capability: int) -> None:
         self.num_compiled = 0
@@ -175,26 +175,26 @@ class Compiler:
         options = {name: kwargs[name] for name in ("num_warps", "num_stages") if name in kwargs}
         values = dict(zip(kernel.arg_names, args, strict=False))
         values |= {name: value for name, value in kwargs.items() if name in kernel.arg_names}
-        # As in a launch: an integer of 1 is a constant, too.
+        # As in a launch, an integer of 1 is specialised as a constant.
         types = {name: mangle_type(value, specialize=True) for name, value in values.items()}
         types |= {p.name: "constexpr" for p in kernel.params if p.is_constexpr}
         constants = {name: values[name] for name, kind in types.items() if kind == "constexpr"}
-        facts = {
-            (place,): [["tt.divisibility", ALIGNED]]
-            for place, param in enumerate(kernel.params)
+        attributes = {
+            (index,): [["tt.divisibility", ALIGNED]]
+            for index, param in enumerate(kernel.params)
             if param.name not in constants and _is_aligned(values[param.name], param)
         }
-        source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=facts)
+        source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=attributes)
         made = triton.compile(source, target=self._target, options=options)
         name = kernel.fn.__name__
-        assert name not in LOADS_AHEAD or "cp.async" in made.asm["ptx"], (
-            f"{name} loads nothing ahead"
+        assert name not in PIPELINED or "cp.async" in made.asm["ptx"], (
+            f"{name} has no asynchronous copies"
         )
         self.num_compiled += 1
 
 
 def _is_aligned(value: object, param: KernelParam) -> bool:
-    """As a launch finds it; memory of a device always is."""
+    """Whether a launch would specialise for alignment; device memory is always aligned."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value % ALIGNED == 0 and not param.do_not_specialize
     return isinstance(value, Tensor)

@@ -1,6 +1,5 @@
-"""Kernels of Triton run in its interpreter, where they round as they do on the device, and, marked
-`gpu`, on a GPU.
-"""
+"""Runs the tests of Triton kernels in its interpreter, with the rounding of the device, and, marked
+`gpu`, on a GPU."""
 
 from __future__ import annotations
 
@@ -13,19 +12,19 @@ import torch
 
 from tests.on_device import OnDevice
 
-ELSEWHERE = ("cpu", "test_compiles")  # what has no kernels of Triton, or compiles them itself
+NOT_TRITON = ("cpu", "test_compiles")  # CPU kernels, and the program that compiles kernels
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if not set(metafunc.module.__name__.split(".")) & set(ELSEWHERE):
-        places = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
-        metafunc.parametrize("_place", places, indirect=True)
+    if not set(metafunc.module.__name__.split(".")) & set(NOT_TRITON):
+        devices = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+        metafunc.parametrize("_device", devices, indirect=True)
 
 
 @pytest.fixture(autouse=True)
-def _place(request: pytest.FixtureRequest) -> Iterator[None]:
-    where = getattr(request, "param", "cpu")
-    with contextlib.nullcontext() if where == "cpu" else OnDevice(torch.device(where)):
+def _device(request: pytest.FixtureRequest) -> Iterator[None]:
+    name = getattr(request, "param", "cpu")
+    with contextlib.nullcontext() if name == "cpu" else OnDevice(torch.device(name)):
         yield
 
 
@@ -42,16 +41,16 @@ def _exact_rounding() -> Iterator[None]:
 
 @pytest.fixture
 def sums_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter's products are a library's, whose sums depend on where in a tile a line is;
-    those of a tensor core do not."""
+    """Sums products in one order. The interpreter multiplies tiles with a library whose sums depend
+    on a row's index in the tile; a tensor core's do not."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     def create_dot(
         _builder: object, a: TensorHandle, b: TensorHandle, sums: TensorHandle, *_precision: object
     ) -> TensorHandle:
         total = np.zeros_like(sums.data)
-        for place in range(a.data.shape[1]):
-            total += a.data[:, place, None] * b.data[place]
+        for k in range(a.data.shape[1]):
+            total += a.data[:, k, None] * b.data[k]
         return TensorHandle(sums.data + total, sums.dtype.scalar)
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)

@@ -1,8 +1,9 @@
-"""Which kernels steps of many sizes launch, as Triton tells them apart: by dtypes, constants, and
-where pointers and integers are multiples of 16. One that no step before has launched is compiled
-while requests wait.
+"""Prints how many specialisations of each kernel the steps of many sizes launch.
 
-A program of its own, so that kernels are defined without the interpreter. Nothing is computed.
+Triton compiles a kernel anew for other dtypes and constants, and for pointers and integers that are
+multiples of 16 or not. A specialisation that warm-up has not launched is compiled while requests
+wait. This is a program of its own, so that kernels are defined without the interpreter; it computes
+nothing.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from aserve_kernels.rope_and_store_kv import rope_and_store_kv
 from aserve_kernels.sample import sample
 from tests.gpu.device_tables import make_tables, to_device
 
-# Rows and tokens of each.
+# Rows, and tokens of each row.
 STEPS = [(1, 1), (1, 2), (2, 1), (3, 1), (4, 1), (5, 3), (16, 1), (3, 16), (17, 5), (32, 1)]
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, VOCAB = 6, 2, 64, 5000
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
 
 
 class Launches:
-    """Stands where a kernel is launched. `kinds`: what Triton has a program for, by kernel."""
+    """Replaces the launch of a kernel; `kinds` collects the specialisations of each kernel."""
 
     def __init__(self) -> None:
         self.kinds: dict[str, set[str]] = defaultdict(set)
@@ -53,7 +54,7 @@ class Launches:
 
 
 def launch_step(num_rows: int, width: int, state: DeviceState) -> None:
-    """What a step launches between its words and its tokens."""
+    """Launches the kernels of one step, from its packed inputs to its tokens."""
     batch = padding_batch(width, num_groups=1, num_rows=num_rows)
     plan = plan_step(batch, RowParams(0), vocab_size=VOCAB, slice_len=1000)
     host = HostArrays()
@@ -80,7 +81,7 @@ def launch_step(num_rows: int, width: int, state: DeviceState) -> None:
 
 
 def attend(step: DeviceStep, state: DeviceState) -> None:
-    """With both of our attention kernels, and the list of pages that others read."""
+    """Launches both attention kernels, and those that write FlashInfer's page indices."""
     placed = step.batch
     num_tokens = len(placed.cache_positions)
     heads = torch.zeros((num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM), dtype=torch.bfloat16)
@@ -93,8 +94,8 @@ def attend(step: DeviceStep, state: DeviceState) -> None:
         attention(q, pool, pool, paged, Scoring(0.1), out=torch.empty_like(q), splits=KvSplits())
     starts = torch.zeros(len(rows) + 1, dtype=torch.int32)
     firsts = torch.zeros(len(rows), dtype=torch.int32)
-    of_rows = KvIndptr(firsts, starts, torch.zeros_like(firsts))
-    kv_indptr(placed.lens, placed.cu_query_lens, window=40, page_size=4, out=of_rows)
+    indptr = KvIndptr(firsts, starts, torch.zeros_like(firsts))
+    kv_indptr(placed.lens, placed.cu_query_lens, window=40, page_size=4, out=indptr)
     kv_indices(table, rows, first_columns=firsts, indptr=starts, out=torch.zeros_like(firsts))
 
 

@@ -1,4 +1,4 @@
-"""Rows over paged keys and values for an attention op, and its answer beside the reference's."""
+"""Cases for the paged attention kernels: random inputs, and the comparison with the reference."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ REFERENCES: tuple[Op, Op] = (paged_decode_ref, paged_extend_ref)
 
 @dataclass(frozen=True)
 class Case:
-    """`rows`: the number of queries of each, and its KV length with them."""
+    """`rows` has, for each row, the number of its queries and its KV length including them."""
 
     rows: tuple[tuple[int, int], ...]
     heads: tuple[int, int] = (4, 2)
@@ -49,7 +49,7 @@ class Case:
     kv_dtype: torch.dtype | None = None
     scoring: Scoring = SCORING
     splits: KvSplits = CUT
-    max_len: int | None = None  # of a row, as the host knows it
+    max_len: int | None = None  # the bound of KV lengths that the host knows
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,7 @@ class Inputs:
     paged: PagedRows
 
     def alone(self, row: int, queries: slice, kv_len: int | None = None) -> Inputs:
-        """Only these queries of a row, which are its last: of all its length, or of its first
-        `kv_len` tokens."""
+        """One row with these queries alone, as the last of its `kv_len` first tokens, or of all."""
         query_len = queries.stop - queries.start
         paged = replace(
             self.paged,
@@ -73,8 +72,8 @@ class Inputs:
 
 
 def make_inputs(case: Case, device: torch.device = CPU) -> Inputs:
-    """Rows own scattered pages. What lies behind a row's length, or where no query of its row
-    sees it, is NaN, and so is page 0."""
+    """Random inputs with scattered pages. Page 0 is NaN, and so are slots beyond a row's length or
+    outside its window."""
     generator = torch.Generator().manual_seed(0)
     query_lens = torch.tensor([query_len for query_len, _ in case.rows], dtype=torch.int64)
     lens = torch.tensor([kv_len for _, kv_len in case.rows], dtype=torch.int64)
@@ -90,12 +89,13 @@ def make_inputs(case: Case, device: torch.device = CPU) -> Inputs:
             if case.scoring.window is None
             else max(0, kv_len - query_len + 1 - case.scoring.window)
         )
-        at = torch.arange(low, kv_len)
-        is_seen[table[row][at // case.page_size] * case.page_size + at % case.page_size] = True
+        positions = torch.arange(low, kv_len)
+        pages_of_row = table[row][positions // case.page_size]
+        is_seen[pages_of_row * case.page_size + positions % case.page_size] = True
     pool = torch.randn(2, num_slots, case.heads[1], case.head_dim, generator=generator)
     pool[:, ~is_seen] = torch.nan
     keys, values = pool.to(case.kv_dtype or case.dtype).to(device)
-    # As a model gives it: the first part of a joined projection.
+    # The queries are a view of the joined QKV projection, as in a model.
     joined = torch.randn(
         int(query_lens.sum()), case.heads[0] + 2, case.head_dim, generator=generator
     ).to(device, case.dtype)
@@ -111,7 +111,7 @@ def make_inputs(case: Case, device: torch.device = CPU) -> Inputs:
 
 
 def run(ops: tuple[Op, ...], given: Inputs, case: Case) -> Tensor:
-    """What no op writes is NaN."""
+    """Runs the kernels on an output of NaN."""
     out = torch.full(given.q.shape, torch.nan, dtype=given.q.dtype, device=given.q.device)
     for op in ops:
         op(

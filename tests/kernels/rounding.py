@@ -1,7 +1,7 @@
-"""Conversions between float types as the hardware makes them, for Triton's interpreter.
+"""Float conversions that round like the hardware, for Triton's interpreter.
 
-WHY: by itself it cuts float32 off where it becomes bfloat16, and carries wrongly into 8-bit floats;
-kernels are to round to the nearest, ties to even, as torch does.
+WHY: the interpreter truncates float32 to bfloat16, and carries wrongly into 8-bit floats. GPUs
+round to the nearest, ties to even, as torch does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows of logits with their parameters, for the sampling kernels."""
+"""Logits and sampling parameters for the tests of the sampling kernels."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class Row:
 
 
 def make_tables(rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows' numbers, scattered over tables as a server has them, and the tables."""
+    """The indices of the rows, scattered over the parameter tables, and both tables."""
     generator = torch.Generator().manual_seed(3)
     low, high = -(1 << 63), (1 << 63) - 1
     ints = torch.randint(low, high, (MAX_ROWS, len(INT_COLUMNS) + 1), generator=generator)
     floats = torch.full((MAX_ROWS, len(FLOAT_COLUMNS)), torch.nan, dtype=torch.float64)
-    places = torch.randperm(MAX_ROWS, generator=generator)[: len(rows)]
-    for place, row in zip(places, rows, strict=True):
+    indices = torch.randperm(MAX_ROWS, generator=generator)[: len(rows)]
+    for index, row in zip(indices, rows, strict=True):
         for name, value in dataclasses.asdict(row).items():
             if name in INT_COLUMNS:
-                ints[place, INT_COLUMNS.index(name)] = value
+                ints[index, INT_COLUMNS.index(name)] = value
             else:
-                floats[place, FLOAT_COLUMNS.index(name)] = value
-    return places, ints, floats
+                floats[index, FLOAT_COLUMNS.index(name)] = value
+    return indices, ints, floats
 
 
 def draw_logits(num: int, vocab_size: int, *, spread: float = 3.0) -> Tensor:

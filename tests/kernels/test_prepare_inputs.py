@@ -1,4 +1,4 @@
-"""A step's words as its forward's inputs, against the reference."""
+"""The forward's inputs that are computed from a packed step, against the reference."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from aserve_kernels.prepare_inputs import (
 MAX_ROWS, MAX_PAGES = 300, 6
 
 
-def make_words(query_lens: list[int]) -> PackedInputs:
+def pack_step(query_lens: list[int]) -> PackedInputs:
     generator = torch.Generator().manual_seed(len(query_lens))
     num = len(query_lens)
     token_to_row = torch.arange(num).repeat_interleave(torch.tensor(query_lens, dtype=torch.int64))
@@ -62,7 +62,7 @@ def tensors(made: object) -> list[Tensor]:
     return [each for value in values for each in (value if isinstance(value, tuple) else (value,))]
 
 
-SPANS = {
+QUERY_LENS = {
     "idle": [],
     "one": [1],
     "decode": [1] * (BLOCK + 1),
@@ -71,25 +71,25 @@ SPANS = {
 }
 
 
-@pytest.mark.parametrize("kind", SPANS)
+@pytest.mark.parametrize("kind", QUERY_LENS)
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("is_bounded", [False, True])
 def test_every_step_has_the_inputs_of_the_reference(
     is_bounded: bool, num_groups: int, page_size: int, kind: str
 ) -> None:
-    words = make_words(SPANS[kind])
+    packed = pack_step(QUERY_LENS[kind])
     tables = make_tables(page_size=page_size, num_groups=num_groups, is_bounded=is_bounded)
     other = dataclasses.replace(tables, token_pool=tables.token_pool.clone())
-    got, expected = prepare_inputs(words, tables), prepare_inputs_ref(words, other)
+    got, expected = prepare_inputs(packed, tables), prepare_inputs_ref(packed, other)
     for mine, theirs in zip(tensors(got), tensors(expected), strict=True):
         assert torch.equal(mine, theirs)
     assert torch.equal(tables.token_pool, other.token_pool)
 
 
-@pytest.mark.parametrize("kind", SPANS)
+@pytest.mark.parametrize("kind", QUERY_LENS)
 def test_all_inputs_begin_where_a_kernel_that_is_compiled_reads_them(kind: str) -> None:
     """Triton has one kernel for pointers that are multiples of 16, and another one for the rest."""
     tables = make_tables(page_size=16, num_groups=2, is_bounded=False)
-    made = tensors(prepare_inputs(make_words(SPANS[kind]), tables))
+    made = tensors(prepare_inputs(pack_step(QUERY_LENS[kind]), tables))
     assert {each.data_ptr() % 16 for each in made} == {0}

@@ -1,4 +1,4 @@
-"""Tokens that the kernels draw against those of a sort, and of the sampler in torch."""
+"""The sampling kernels against the reference, which sorts, and against the noise of the sampler."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def positions_of(num: int) -> Tensor:
 def assert_draws(
     logits: Tensor, rows: list[Row], *, has_noise: bool = True, has_limits: bool = True
 ) -> Tensor:
-    places, *tables = make_tables(rows)
+    indices, *tables = make_tables(rows)
     given = logits.clone()
-    arguments = (logits, places, positions_of(len(rows)), *tables)
+    arguments = (logits, indices, positions_of(len(rows)), *tables)
     got, is_valid = sample(*arguments, has_noise=has_noise, has_limits=has_limits)
-    expected, expected_sound = sample_ref(*arguments, has_noise=has_noise, has_limits=has_limits)
+    expected, expected_valid = sample_ref(*arguments, has_noise=has_noise, has_limits=has_limits)
     assert torch.equal(got, expected)
-    assert torch.equal(is_valid, expected_sound)
+    assert torch.equal(is_valid, expected_valid)
     assert torch.equal(logits, given)
     return got
 
@@ -83,13 +83,13 @@ def test_limited_rows_get_the_best_noisy_token_of_their_set(vocab_size: int) -> 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("has_noise", [False, True])
-def test_halves_are_drawn_from_as_they_are(dtype: torch.dtype, has_noise: bool) -> None:
+def test_16_bit_logits_need_no_widening(dtype: torch.dtype, has_noise: bool) -> None:
     logits = draw_logits(3, SPLIT + 9).to(dtype)
     rows = [GREEDY, LIMITED[2], LIMITED[7]] if has_noise else [GREEDY] * 3
-    places, ints, floats = make_tables(rows)
+    indices, ints, floats = make_tables(rows)
 
     def draw(from_logits: Tensor) -> Tensor:
-        given = (from_logits, places, positions_of(3), ints, floats)
+        given = (from_logits, indices, positions_of(3), ints, floats)
         return sample(*given, has_noise=has_noise, has_limits=has_noise)[0]
 
     assert torch.equal(draw(logits), draw(logits.float()))
@@ -134,20 +134,20 @@ def test_equal_logits_rank_by_token_id() -> None:
     assert_draws(logits, rows)
 
 
-# What such a row's infinities give is not used; numpy, the interpreter's arithmetic, warns of it.
+# The result of an invalid row is not used, but numpy, which the interpreter computes with, warns.
 @pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
-def test_rows_without_a_token_to_draw_are_not_sound() -> None:
+def test_rows_without_a_token_to_draw_are_not_valid() -> None:
     logits = draw_logits(6, 300)
     logits[0, 7] = torch.nan
     logits[1] = -torch.inf
     logits[2, 8] = torch.inf
     logits[3, 1:] = -torch.inf
     logits[4, ::2] = -torch.inf
-    places, *tables = make_tables([Row(temperature=0.9, top_k=30, top_p=0.9)] * 6)
+    indices, *tables = make_tables([Row(temperature=0.9, top_k=30, top_p=0.9)] * 6)
     for has_limits in (False, True):
         tokens, is_valid = sample(
-            logits, places, positions_of(6), *tables, has_noise=True, has_limits=has_limits
+            logits, indices, positions_of(6), *tables, has_noise=True, has_limits=has_limits
         )
         assert is_valid.tolist() == [False, False, False, True, True, True]
         assert tokens[3] == 0
@@ -158,13 +158,13 @@ def test_rows_without_a_token_to_draw_are_not_sound() -> None:
 def test_a_row_alone_has_the_same_token_as_among_others() -> None:
     rows = [LIMITED[number] for number in (0, 2, 3, 7)]
     logits = draw_logits(len(rows), SPLIT + 50)
-    places, *tables = make_tables(rows)
+    indices, *tables = make_tables(rows)
     positions = positions_of(len(rows))
-    together, _ = sample(logits, places, positions, *tables, has_noise=True, has_limits=True)
+    together, _ = sample(logits, indices, positions, *tables, has_noise=True, has_limits=True)
     for one in (1, 3):
         part = slice(one, one + 1)
         alone, _ = sample(
-            logits[part], places[part], positions[part], *tables, has_noise=True, has_limits=True
+            logits[part], indices[part], positions[part], *tables, has_noise=True, has_limits=True
         )
         assert torch.equal(alone, together[part])
 

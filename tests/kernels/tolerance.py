@@ -1,4 +1,4 @@
-"""How far a kernel may be from its reference: float32's last digits, or one step of a half type."""
+"""Tolerances of kernels against their references: float32 rounding, or one 16-bit step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
 def assert_close(got: Tensor, expected: Tensor) -> None:
-    """A sum may end one step of float32 off, which rounding makes one step of a half type."""
+    """A float32 sum may be one step off, which rounding may turn into one step of a 16-bit type."""
     assert got.dtype == expected.dtype
     step = TOLERANCES[got.dtype]
     torch.testing.assert_close(got, expected, rtol=step, atol=4 * step)

@@ -1,4 +1,4 @@
-"""The kernel alone: chunks of every length, over more keys than a tile has and up to its edges."""
+"""The chunk attention kernel of the CPU: chunks of every length, up to and over tile edges."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_windows_and_caps_equal_the_reference(window: int, softcap: float | None
 
 
 def test_what_no_query_sees_any_more_may_be_anything() -> None:
-    """Pages behind the window have other owners."""
+    """Pages outside the window may belong to other requests."""
     given = make(((5, 200),))
     gone = given.rows.page_table[0, : (200 - 5 - 30 + 1) // PAGE_SIZE]
     for page in gone:
@@ -122,7 +122,7 @@ def test_large_scores_neither_overflow_nor_vanish() -> None:
 
 
 def test_scores_are_not_rounded_to_the_width_of_their_operands() -> None:
-    """What is left is the rounding of weights and of the output."""
+    """Only the weights and the output are rounded to bfloat16."""
     given = make(((64, 512),), head_dim=128)
     expected = torch.empty(given.q.shape, dtype=torch.float64)
     q, keys, values = (tensor.double() for tensor in (given.q, given.keys, given.values))

@@ -53,7 +53,7 @@ def test_a_row_is_the_same_whatever_stands_beside_it(dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_the_plain_tile_is_that_of_a_product(dtype: torch.dtype) -> None:
-    """It stands for the compiled one where nothing is compiled."""
+    """The plain function runs with NUMBA_DISABLE_JIT=1."""
     weight, x = draw(OUTPUTS, 6, dtype=dtype), draw(2, 6, dtype=dtype)
     bits = x.flatten().view(torch.uint16) if dtype == torch.bfloat16 else x.flatten()
     out = np.zeros(OUTPUTS + 50, np.float32)

@@ -1,4 +1,4 @@
-"""The kernel alone: heads of every width, over more keys than a tile has."""
+"""The paged attention kernel of the CPU: heads of every width, over more keys than a tile has."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_heads_of_every_width_equal_the_reference(
 def test_a_query_gets_the_same_bits_in_whatever_step_it_is(
     window: int | None, dtype: torch.dtype, head_dim: int
 ) -> None:
-    """In one with all of its row, in chunks, and by itself."""
+    """In a whole prefill, in chunks, and in decode steps."""
     generator = torch.Generator().manual_seed(0)
     kv_len = 200
     table = 1 + np.arange(-(-kv_len // PAGE_SIZE))[None, ::-1].copy()

@@ -1,4 +1,4 @@
-"""Kernels are compiled before they are called, and it is said where that takes a while."""
+"""Kernels are compiled before they are called, once for all processes, with a log line."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_call_compiles_nothing() -> None:
 
 
 def test_processes_that_start_together_compile_a_kernel_once(tmp_path: Path) -> None:
-    """Each of the others waits, and reads what the first one kept."""
+    """The others wait, and read the cache that the first one wrote."""
     (tmp_path / "triple.py").write_text(TRIPLE)
     environment = {"PYTHONPATH": ":".join([str(tmp_path), *sys.path])}
     environment["NUMBA_CACHE_DIR"] = str(tmp_path / "cache")
@@ -78,7 +78,7 @@ def test_processes_that_start_together_compile_a_kernel_once(tmp_path: Path) -> 
 
 
 def test_a_full_disk_costs_later_starts_a_compilation_and_this_one_nothing(tmp_path: Path) -> None:
-    """A limit of the size of a file plays the disk."""
+    """A limit of the file size stands for the full disk."""
     (tmp_path / "triple.py").write_text(TRIPLE)
     environment = {"PYTHONPATH": ":".join([str(tmp_path), *sys.path])}
     environment |= {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
