@@ -35,7 +35,7 @@ from aserve_kernels.cpu.gemm import compile_packed_linear
 from aserve_kernels.cpu.int8_linear import compile_int8_linear
 from aserve_kernels.cpu.paged_attention import compile_paged_attention
 from aserve_kernels.cpu.rms_norm import compile_rms_norm
-from aserve_kernels.cpu.rope_and_store_kv import compile_turn_and_store
+from aserve_kernels.cpu.rope_and_store_kv import compile_rope_and_store_kv
 
 Tasks: TypeAlias = "deque[list[KernelVariant]]"
 
@@ -45,7 +45,7 @@ COMPILERS: Mapping[str, Callable[[torch.dtype, int], None]] = {
     "paged_attention": compile_paged_attention,
     "chunk_attention": lambda _, num_threads: compile_chunk_attention(num_threads),
     "packed_linear": lambda dtype, _: compile_packed_linear(dtype),
-    "rope_and_store_kv": lambda dtype, _: compile_turn_and_store(dtype),
+    "rope_and_store_kv": lambda dtype, _: compile_rope_and_store_kv(dtype),
     "int8_linear": lambda dtype, _: compile_int8_linear(dtype),
     "rms_norm": lambda dtype, _: compile_rms_norm(dtype),
     "draw": lambda _, __: compile_draw(),
