@@ -7,18 +7,24 @@ and `SchedulerState.arrivals`.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from aserve.errors import ErrorInfo, NeverFits, QueueFull
 from aserve.messages.output import Refused
 from aserve.messages.requests import AdmitRequest
-from aserve.scheduling.budget import add_pages, fits_alone, has_room, most_pages, prefill_need
+from aserve.scheduling.budget import fits_alone, most_pages
 from aserve.scheduling.finish import finish
 from aserve.scheduling.followers import follow, lead
-from aserve.scheduling.grammar_rows import ask_mask, has_slow_room
+from aserve.scheduling.grammar_rows import ask_mask, has_slow_room, return_slow
 from aserve.scheduling.request import Phase, Sequence
+from aserve.scheduling.reserve import Reserve
 from aserve.scheduling.shares import place_refusal
 from aserve.scheduling.state import SchedulerState
 
-MAX_LOOKS = 32  # waiting sequences that one launch looks at, about 50 us each with long prefixes
+MAX_LOOKS = 32  # waiting sequences that one turn looks at: about 25 us each, to their end as much
+MIN_LOOKS = 8  # the same, where many rows run
+ROWS_PER_LOOK = 10  # running rows for which a turn looks at one waiting sequence less
+PAGES_PER_LOOK = 1024  # cached pages that cost as much as one look when they are opened
 
 
 def receive(state: SchedulerState, request: AdmitRequest) -> None:
@@ -41,53 +47,68 @@ def receive(state: SchedulerState, request: AdmitRequest) -> None:
         _end_or_ask(state, sequence)
 
 
+def max_looks(num_running: int) -> int:
+    """Bound of the waiting sequences that one turn looks at. A turn also costs some time for every
+    running row, so it looks at fewer where more rows run.
+    """
+    return max(MIN_LOOKS, MAX_LOOKS - num_running // ROWS_PER_LOOK)
+
+
 def admit(state: SchedulerState, prefills: list[Sequence], *, num_tokens: int) -> list[Sequence]:
     """Gives rows and cached prefixes to waiting sequences, in their order, while there is room and
     `num_tokens` of the step can feed them after the prefills of the same or better priority; who
     was let in.
 
-    A sequence that runs alone always has room: that was tested when it came. The work of a call is
-    bounded, because every sequence that is looked at is admitted or waits outside the queue
-    afterwards, but for the one that has no room and those with slow masks.
+    A sequence that runs alone always has room: that was tested when it came. The work of a turn is
+    bounded by `looks_left`, and every sequence that is looked at is admitted or waits outside the
+    queue afterwards, but for the one that has no room.
     """
+    return_slow(state)
     admitted: list[Sequence] = []
     if not state.waiting or not state.rows.num_free:
         return admitted
-    reserved = (0,) * len(state.spec.groups)
-    for row in state.running.values():
-        reserved = add_pages(reserved, prefill_need(state, row))
-    passed_over: list[Sequence] = []
-    num_looks = 0
-    while state.rows.num_free and num_looks < MAX_LOOKS:
+    reserve = Reserve(state)
+    tokens_before = _tokens_by_priority(prefills)
+    while state.rows.num_free and state.looks_left > 0:
         sequence = state.waiting.pop()
         if sequence is None:
             break
+        state.looks_left -= 1
         if not has_slow_room(state, sequence):
-            passed_over.append(sequence)
+            state.slow_waiting.add(sequence)
             continue
-        num_looks += 1
-        if not _can_feed(sequence, [*prefills, *admitted], num_tokens=num_tokens):
-            passed_over.append(sequence)
+        if _num_before(tokens_before, sequence) >= num_tokens:
+            state.waiting.add(sequence)
             break
         if not _open(state, sequence):
             continue
-        total = add_pages(reserved, prefill_need(state, sequence))
-        if state.running and not has_room(state, total):
+        if state.running and not reserve.has_room_beside(sequence):
             _undo_open(state, sequence)
-            passed_over.append(sequence)
+            state.waiting.add(sequence)
             break
-        reserved = total
+        reserve.add(sequence)
         _take_row(state, sequence)
+        tokens_before[sequence.priority] += sequence.remaining
         admitted.append(sequence)
-    for waits in passed_over:
-        state.waiting.add(waits)
+        assert sequence.allocation is not None
+        state.looks_left -= sequence.allocation.num_pages // PAGES_PER_LOOK
     return admitted
 
 
-def _can_feed(sequence: Sequence, prefills: list[Sequence], *, num_tokens: int) -> bool:
-    """Whether prefills that go before this sequence leave tokens of the step to it."""
-    before = [row.remaining for row in prefills if row.priority <= sequence.priority]
-    return sum(before) < num_tokens
+def _tokens_by_priority(prefills: list[Sequence]) -> Counter[int]:
+    tokens: Counter[int] = Counter()
+    for row in prefills:
+        tokens[row.priority] += row.remaining
+    return tokens
+
+
+def _num_before(tokens_by_priority: Counter[int], sequence: Sequence) -> int:
+    """Tokens of the prefills that go before this sequence."""
+    return sum(
+        tokens
+        for priority, tokens in tokens_by_priority.items()
+        if priority <= sequence.priority
+    )
 
 
 def _refusal(state: SchedulerState, children: list[Sequence]) -> ErrorInfo | None:

@@ -6,8 +6,6 @@ sequence's flights (sent) and what the device knows of its row (`written_pages`,
 
 from __future__ import annotations
 
-from array import array
-
 import numpy as np
 
 from aserve.cache.allocation import PageAllocation, num_shared_pages
@@ -93,19 +91,19 @@ def _expected_iteration(choice: Chosen) -> int:
 
 def _page_writes(sequences: list[Sequence], group: int) -> PageWrites:
     """Page table entries that the device does not have; all of a row that is new to it."""
-    rows = array("i")
-    columns = array("i")
-    pages = array("i")
+    rows: list[bytes] = []
+    columns: list[bytes] = []
+    pages: list[bytes] = []
     for sequence in sequences:
         assert sequence.allocation is not None
         start, stop = sequence.written_pages, sequence.allocation.num_pages
-        rows.extend(array("i", (sequence.row,)) * (stop - start))
-        pages.extend(sequence.allocation.pages[group][start:])
+        rows.append(sequence.row.to_bytes(4, "little") * (stop - start))
+        pages.append(sequence.allocation.pages[group][start:].tobytes())
         if stop == start + 1:
-            columns.append(start)
+            columns.append(start.to_bytes(4, "little"))
         else:
-            columns.frombytes(np.arange(start, stop, dtype=np.int32).tobytes())
-    return PageWrites(rows=rows.tobytes(), columns=columns.tobytes(), pages=pages.tobytes())
+            columns.append(np.arange(start, stop, dtype=np.int32).tobytes())
+    return PageWrites(rows=b"".join(rows), columns=b"".join(columns), pages=b"".join(pages))
 
 
 def _row_inits(sequences: list[Sequence]) -> tuple[RowInit, ...]:

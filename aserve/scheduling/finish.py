@@ -33,7 +33,7 @@ def finish(
     elif sequence.leader is not None:
         unfollow(state, sequence)
     elif sequence.phase is Phase.WAITING:
-        state.waiting.remove(sequence)
+        (state.waiting if sequence in state.waiting else state.slow_waiting).remove(sequence)
     state.clients.finish(sequence.client)
     sequence.flights.drop()
     sequence.move(Phase.ENDED)
@@ -101,6 +101,7 @@ def _give_back(state: SchedulerState, sequence: Sequence) -> None:
     state.masked.pop(sequence.row, None)
     sequence.client.give_back_row(sequence.unpaid)
     state.waiting.reorder(sequence.client)
+    state.slow_waiting.reorder(sequence.client)
     abandon(state, sequence)
     sequence.row = 0
     sequence.allocation = None

@@ -62,6 +62,17 @@ def has_slow_room(state: SchedulerState, sequence: Sequence) -> bool:
     return len(_slow_rows(state)) < max_slow_rows(state.spec)
 
 
+def return_slow(state: SchedulerState) -> None:
+    """Puts as many sequences with slow masks back into the queue as may get rows now."""
+    if not state.slow_waiting:
+        return
+    for _ in range(max_slow_rows(state.spec) - len(_slow_rows(state))):
+        sequence = state.slow_waiting.pop()
+        if sequence is None:
+            return
+        state.waiting.add(sequence)
+
+
 def max_slow_rows(spec: EngineSpec) -> int:
     """Sequences whose masks take long hold at most this part of the rows, so that they cannot keep
     the others from running.

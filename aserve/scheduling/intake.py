@@ -9,7 +9,7 @@ from collections import deque
 from aserve.messages.executor import SchedulerEvent
 from aserve.messages.requests import AdmitRequest, Cancel
 
-MAX_NEW_SEQUENCES = 64  # in one turn, about 10 us each; a larger group comes alone
+MAX_NEW_SEQUENCES = 32  # in one turn, about 10 us each; a larger group comes alone
 
 
 class Intake:

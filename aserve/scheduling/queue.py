@@ -49,6 +49,9 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._sequences)
 
+    def __contains__(self, sequence: Sequence) -> bool:
+        return self._sequences.get(sequence.arrival) is sequence
+
     def __iter__(self) -> Iterator[Sequence]:
         """In no particular order."""
         return iter(self._sequences.values())

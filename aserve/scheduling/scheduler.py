@@ -12,7 +12,7 @@ from typing import assert_never
 from aserve.messages.executor import EngineSpec, SchedulerEffect, SchedulerEvent
 from aserve.messages.requests import AdmitRequest, Cancel, FailRequest
 from aserve.messages.results import MaskReady, SampleResult, StepFailed, StepResult
-from aserve.scheduling.admit import receive
+from aserve.scheduling.admit import max_looks, receive
 from aserve.scheduling.batch import launch
 from aserve.scheduling.check import check
 from aserve.scheduling.commit import commit_samples, commit_step
@@ -41,6 +41,7 @@ class Scheduler:
         for event in events:
             self._handle(event)
         give_samples(self.state)
+        self.state.looks_left = max_looks(len(self.state.running))
         while self._launch_next():
             give_samples(self.state)
         if self._debug_checks:

@@ -35,6 +35,7 @@ class SchedulerState:
         "effects",
         "groups",
         "leaders",
+        "looks_left",
         "masked",
         "next_iteration",
         "num_followers",
@@ -45,6 +46,7 @@ class SchedulerState:
         "rows",
         "running",
         "samples",
+        "slow_waiting",
         "spec",
         "steps",
         "waiting",
@@ -56,6 +58,9 @@ class SchedulerState:
         self.rows = RowPool(spec.max_rows)
         self.effects: list[SchedulerEffect] = []  # of the current call of SchedulerState.step
         self.waiting = WaitingQueue()  # admit, leave
+        # Sequences with slow masks for which there is no row: grammar_rows, admit
+        self.slow_waiting = WaitingQueue()
+        self.looks_left = 0  # waiting sequences that this turn may still look at: scheduler, admit
         self.clients = Clients()  # admit, commit, leave
         # by the key of the page that a running row commits next; followers of such rows wait
         # outside the queue: followers
@@ -87,7 +92,7 @@ class SchedulerState:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting) + self.num_followers
+        return len(self.waiting) + len(self.slow_waiting) + self.num_followers
 
     def living(self) -> Iterator[Sequence]:
         for children in self.groups.values():
