@@ -7,7 +7,7 @@ and `SchedulerState.arrivals`.
 
 from __future__ import annotations
 
-from collections import Counter
+from bisect import bisect_left, insort
 
 from aserve.errors import ErrorInfo, NeverFits, QueueFull
 from aserve.messages.output import Refused
@@ -18,7 +18,7 @@ from aserve.scheduling.followers import follow, lead
 from aserve.scheduling.grammar_rows import ask_mask, has_slow_room, return_slow
 from aserve.scheduling.request import Phase, Sequence
 from aserve.scheduling.reserve import Reserve
-from aserve.scheduling.shares import place_refusal
+from aserve.scheduling.shares import place_refusal, prefill_order
 from aserve.scheduling.state import SchedulerState
 
 MAX_LOOKS = 32  # waiting sequences that one turn looks at: about 25 us each, to their end as much
@@ -56,8 +56,7 @@ def max_looks(num_running: int) -> int:
 
 def admit(state: SchedulerState, prefills: list[Sequence], *, num_tokens: int) -> list[Sequence]:
     """Gives rows and cached prefixes to waiting sequences, in their order, while there is room and
-    `num_tokens` of the step can feed them after the prefills of the same or better priority; who
-    was let in.
+    `num_tokens` of the step can feed them after the prefills that go before them; who was let in.
 
     A sequence that runs alone always has room: that was tested when it came. The work of a turn is
     bounded by `looks_left`, and every sequence that is looked at is admitted or waits outside the
@@ -68,7 +67,7 @@ def admit(state: SchedulerState, prefills: list[Sequence], *, num_tokens: int) -
     if not state.waiting or not state.rows.num_free:
         return admitted
     reserve = Reserve(state)
-    tokens_before = _tokens_by_priority(prefills)
+    line = _PrefillLine(prefills)
     while state.rows.num_free and state.looks_left > 0:
         sequence = state.waiting.pop()
         if sequence is None:
@@ -77,38 +76,38 @@ def admit(state: SchedulerState, prefills: list[Sequence], *, num_tokens: int) -
         if not has_slow_room(state, sequence):
             state.slow_waiting.add(sequence)
             continue
-        if _num_before(tokens_before, sequence) >= num_tokens:
+        if line.num_tokens_before(sequence) >= num_tokens:
             state.waiting.add(sequence)
             break
-        if not _open(state, sequence):
+        if not open_prefix(state, sequence):
             continue
         if state.running and not reserve.has_room_beside(sequence):
-            _undo_open(state, sequence)
+            undo_open(state, sequence)
             state.waiting.add(sequence)
             break
         reserve.add(sequence)
         _take_row(state, sequence)
-        tokens_before[sequence.priority] += sequence.remaining
+        line.add(sequence)
         admitted.append(sequence)
         assert sequence.allocation is not None
         state.looks_left -= sequence.allocation.num_pages // PAGES_PER_LOOK
     return admitted
 
 
-def _tokens_by_priority(prefills: list[Sequence]) -> Counter[int]:
-    tokens: Counter[int] = Counter()
-    for row in prefills:
-        tokens[row.priority] += row.remaining
-    return tokens
+class _PrefillLine:
+    """The prefills of a step in the order in which they are fed, each with its tokens."""
 
+    __slots__ = ("_line",)
 
-def _num_before(tokens_by_priority: Counter[int], sequence: Sequence) -> int:
-    """Tokens of the prefills that go before this sequence."""
-    return sum(
-        tokens
-        for priority, tokens in tokens_by_priority.items()
-        if priority <= sequence.priority
-    )
+    def __init__(self, prefills: list[Sequence]) -> None:
+        self._line = sorted((prefill_order(row), row.remaining) for row in prefills)
+
+    def num_tokens_before(self, sequence: Sequence) -> int:
+        end = bisect_left(self._line, (prefill_order(sequence), 0))
+        return sum(num_tokens for _, num_tokens in self._line[:end])
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self._line, (prefill_order(sequence), sequence.remaining))
 
 
 def _refusal(state: SchedulerState, children: list[Sequence]) -> ErrorInfo | None:
@@ -149,7 +148,7 @@ def _end_or_ask(state: SchedulerState, sequence: Sequence) -> None:
         ask_mask(state, sequence)
 
 
-def _open(state: SchedulerState, sequence: Sequence) -> bool:
+def open_prefix(state: SchedulerState, sequence: Sequence) -> bool:
     """Locks the cached prefix, unless a running row is about to commit the page behind it."""
     page_size = state.spec.page_size
     keys = sequence.page_keys(page_size) if state.spec.prefix_cache else sequence.keys
@@ -162,7 +161,7 @@ def _open(state: SchedulerState, sequence: Sequence) -> bool:
     return True
 
 
-def _undo_open(state: SchedulerState, sequence: Sequence) -> None:
+def undo_open(state: SchedulerState, sequence: Sequence) -> None:
     assert sequence.allocation is not None
     state.cache.close(sequence.allocation, sequence.keys, num_pages=0)
     sequence.allocation = None

@@ -6,7 +6,9 @@ running row still takes for its prefill and one more step.
 
 from __future__ import annotations
 
-from aserve.scheduling.budget import Pages, add_pages, has_room, prefill_need
+from operator import sub
+
+from aserve.scheduling.budget import Pages, add_pages, prefill_need
 from aserve.scheduling.request import Sequence
 from aserve.scheduling.state import SchedulerState
 
@@ -18,11 +20,12 @@ class Reserve:
     each running row, is only counted where the bound leaves no room.
     """
 
-    __slots__ = ("_is_exact", "_pages", "_state")
+    __slots__ = ("_is_exact", "_pages", "_promised", "_state")
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self._is_exact = False
+        self._promised: Pages = (0,) * len(state.spec.groups)
         per_row = 1 + state.num_pages(state.spec.decode.max_tokens_per_step)
         self._pages: Pages = (len(state.running) * per_row,) * len(state.spec.groups)
         for row in state.running.values():
@@ -31,19 +34,39 @@ class Reserve:
 
     def has_room_beside(self, sequence: Sequence) -> bool:
         """Whether the prefill of the sequence, whose prefix was opened, fits beside the others."""
+        return self.lacking_beside(sequence) <= 0
+
+    def lacking_beside(self, sequence: Sequence) -> int:
+        """Pages that must become free in some group until it fits; 0 or less if it does."""
         need = prefill_need(self._state, sequence)
-        if has_room(self._state, add_pages(self._pages, need)):
-            return True
-        if self._is_exact:
-            return False
+        lacking = self._lacking(need)
+        if lacking <= 0 or self._is_exact:
+            return lacking
         self._count()
-        return has_room(self._state, add_pages(self._pages, need))
+        return self._lacking(need)
+
+    def promise(self, sequence: Sequence) -> None:
+        """The sequence, which does not run yet, will be admitted."""
+        need = prefill_need(self._state, sequence)
+        self._promised = add_pages(self._promised, need)
+        self._pages = add_pages(self._pages, need)
 
     def add(self, sequence: Sequence) -> None:
+        """The sequence runs now, or is about to."""
         self._pages = add_pages(self._pages, prefill_need(self._state, sequence))
+
+    def remove(self, row: Sequence) -> None:
+        """The row, which still has its pages, is about to be retracted."""
+        if self._is_exact:
+            need = prefill_need(self._state, row)
+            self._pages = tuple(map(sub, self._pages, need))
+
+    def _lacking(self, need: Pages) -> int:
+        total = add_pages(self._pages, need)
+        return max(pages - self._state.cache.available(group) for group, pages in enumerate(total))
 
     def _count(self) -> None:
         self._is_exact = True
-        self._pages = (0,) * len(self._state.spec.groups)
+        self._pages = self._promised
         for row in self._state.running.values():
             self.add(row)

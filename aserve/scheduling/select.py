@@ -20,8 +20,9 @@ from aserve.scheduling.budget import (
     step_need,
 )
 from aserve.scheduling.finish import retract, retraction_order
+from aserve.scheduling.make_way import make_way
 from aserve.scheduling.request import Phase, Sequence
-from aserve.scheduling.shares import make_way, prefill_order
+from aserve.scheduling.shares import prefill_order
 from aserve.scheduling.state import SchedulerState
 
 MOST_TIMES = 8  # the bound of prompts beside decodes, where these are few

@@ -1,0 +1,160 @@
+"""Rows are retracted for waiting sequences of clients that have less than their share.
+
+As long as nobody else waits, one client may run on all rows and hold all pages. Otherwise:
+
+- Rows. A client's share of rows is max_rows / active clients. When a sequence waits whose client is
+  below that, and no row is free, a row of the client that is furthest above it is retracted.
+- Pages. When a waiting sequence does not fit into the pool, rows of the clients with the most pages
+  are retracted, if each of these clients keeps at least as many pages as the client of the waiting
+  sequence then has.
+
+Either rule only takes from a client that has more afterwards than the one it gives to, so two
+clients cannot retract each other in turns. What a retracted row computed mostly stays in the prefix
+cache. Nobody is retracted for a sequence that would not be admitted: one that waits for a leader's
+pages, for a row of those with slow masks, or for more pages than retraction can free.
+
+WHY: no rows are kept free for newcomers. Kept rows would cost throughput all the time, and would
+not suffice for the second newcomer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from aserve.scheduling.admit import open_prefix, undo_open
+from aserve.scheduling.budget import has_ample_room
+from aserve.scheduling.clients import Client
+from aserve.scheduling.finish import retract, retraction_order
+from aserve.scheduling.grammar_rows import has_slow_room
+from aserve.scheduling.request import Sequence
+from aserve.scheduling.reserve import Reserve
+from aserve.scheduling.state import SchedulerState
+
+MAX_HEADS = 8  # waiting sequences that one launch looks at
+MAX_RETRACTIONS = 8  # of one launch
+
+
+def make_way(state: SchedulerState) -> None:
+    """Frees rows and pages for the sequences that wait first in order, as the module says."""
+    if state.clients.num_active < 2 or state.is_recovering or not state.waiting:
+        return
+    way = _Way(state)
+    looked_at: list[Sequence] = []
+    while len(looked_at) < MAX_HEADS and (sequence := state.waiting.pop()) is not None:
+        looked_at.append(sequence)
+        if not has_slow_room(state, sequence) or way.has_plenty():
+            continue
+        if not way.may_have_row(sequence.client):
+            break
+        if not open_prefix(state, sequence):
+            looked_at.pop()  # it waits for a leader, outside the queue
+            continue
+        has_place = way.make(sequence)
+        undo_open(state, sequence)
+        if not has_place:
+            break
+    for sequence in looked_at:
+        state.waiting.add(sequence)
+
+
+class _Way:
+    """The accounts of one call of `make_way`: what each client has, and what was promised."""
+
+    __slots__ = (
+        "_has_ample_room",
+        "_num_free",
+        "_num_promised",
+        "_num_retracted",
+        "_pages",
+        "_reserve",
+        "_share",
+        "_state",
+    )
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        self._share = max(1, state.spec.max_rows // state.clients.num_active)
+        self._num_free = state.rows.num_free
+        self._num_promised: Counter[Client] = Counter()
+        self._num_retracted = 0
+        self._has_ample_room = has_ample_room(state)
+        self._pages: Counter[Client] = Counter()
+        self._reserve: Reserve | None = None
+
+    def has_plenty(self) -> bool:
+        """Whether the next sequence has a row and room without a closer look. It gets the row."""
+        has_plenty = self._num_free > 0 and self._has_ample_room
+        self._num_free -= has_plenty
+        return has_plenty
+
+    def may_have_row(self, client: Client) -> bool:
+        return self._num_free > 0 or client.num_rows + self._num_promised[client] < self._share
+
+    def make(self, sequence: Sequence) -> bool:
+        """Whether there is a row and room for the sequence, whose prefix was opened."""
+        if not self._num_free and not self._retract_for_row(sequence):
+            return False
+        if not self._has_pages_for(sequence):
+            return False
+        self._num_free -= 1
+        self._num_promised[sequence.client] += 1
+        return True
+
+    def _retract_for_row(self, sequence: Sequence) -> bool:
+        rows = [
+            row
+            for row in self._state.running.values()
+            if row.client.num_rows > self._share and row.priority >= sequence.priority
+        ]
+        if not rows or self._num_retracted == MAX_RETRACTIONS:
+            return False
+        self._retract(max(rows, key=lambda row: (row.client.num_rows, retraction_order(row))))
+        return True
+
+    def _has_pages_for(self, sequence: Sequence) -> bool:
+        if self._reserve is None:
+            self._reserve = Reserve(self._state)
+            for row in self._state.running.values():
+                self._pages[row.client] += _num_pages(row)
+        lacking = self._reserve.lacking_beside(sequence)
+        if lacking > 0:
+            for row in self._rows_to_retract(sequence, lacking):
+                if self._num_retracted == MAX_RETRACTIONS:
+                    break
+                self._retract(row)
+            if self._reserve.lacking_beside(sequence) > 0:
+                return False
+        self._reserve.promise(sequence)
+        self._pages[sequence.client] += self._state.num_pages(sequence.tokens.num + 1)
+        return True
+
+    def _rows_to_retract(self, sequence: Sequence, num_lacking: int) -> list[Sequence]:
+        """Rows that together free so many pages; none if the rules do not allow enough."""
+        num_after = self._pages[sequence.client] + self._state.num_pages(sequence.tokens.num + 1)
+        left = Counter(self._pages)
+        chosen: list[Sequence] = []
+        rows = [row for row in self._state.running.values() if row.priority >= sequence.priority]
+        rows.sort(key=lambda row: (self._pages[row.client], retraction_order(row)), reverse=True)
+        for row in rows:
+            count = _num_pages(row)
+            if left[row.client] - count < num_after or row.client is sequence.client:
+                continue
+            left[row.client] -= count
+            chosen.append(row)
+            num_lacking -= count
+            if num_lacking <= 0:
+                return chosen
+        return []
+
+    def _retract(self, row: Sequence) -> None:
+        self._num_retracted += 1
+        self._num_free += 1
+        if self._reserve is not None:
+            self._pages[row.client] -= _num_pages(row)
+            self._reserve.remove(row)
+        retract(self._state, row)
+
+
+def _num_pages(row: Sequence) -> int:
+    assert row.allocation is not None
+    return row.allocation.num_pages
