@@ -41,15 +41,18 @@ class WatchedState(Scheduler):
 
     def _check_retracted(self, retracted: list[Sequence], before: list[Sequence]) -> None:
         """Lowest priority first, then fewest outputs, then latest; and never the last row. A client
-        above its share of rows may have to step back for another one's waiting sequence.
+        above its share of rows, or with many pages, may have to step back for another one's waiting
+        sequence, but not with its only row.
         """
         share = max(1, self.state.spec.max_rows // max(1, self.state.clients.num_active))
         num_rows = Counter(row.client for row in before)
+        num_left = num_rows - Counter(row.client for row in retracted)
         self.num_retracted += len(retracted)
         assert not retracted or len(retracted) < len(before), "the last row stepped back"
         for row in retracted:
             for other in before:
-                makes_way = row.client is not other.client and num_rows[row.client] > share
+                has_many = num_rows[row.client] > share or num_left[row.client] > 0
+                makes_way = row.client is not other.client and has_many
                 assert other in retracted or makes_way or _goes_before(row, other), (
                     f"{row.request_id}/{row.child} stepped back, not "
                     f"{other.request_id}/{other.child}"

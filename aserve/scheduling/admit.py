@@ -8,6 +8,7 @@ and `SchedulerState.arrivals`.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Collection
 
 from aserve.errors import ErrorInfo, NeverFits, QueueFull
 from aserve.messages.output import Refused
@@ -15,6 +16,7 @@ from aserve.messages.requests import AdmitRequest
 from aserve.scheduling.budget import fits_alone, most_pages
 from aserve.scheduling.finish import finish
 from aserve.scheduling.followers import follow, lead
+from aserve.scheduling.forecast import fits_ahead
 from aserve.scheduling.grammar_rows import ask_mask, has_slow_room, return_slow
 from aserve.scheduling.request import Phase, Sequence
 from aserve.scheduling.reserve import Reserve
@@ -54,9 +56,16 @@ def max_looks(num_running: int) -> int:
     return max(MIN_LOOKS, MAX_LOOKS - num_running // ROWS_PER_LOOK)
 
 
-def admit(state: SchedulerState, prefills: list[Sequence], *, num_tokens: int) -> list[Sequence]:
+def admit(
+    state: SchedulerState,
+    prefills: list[Sequence],
+    *,
+    num_tokens: int,
+    owed: Collection[Sequence] = (),
+) -> list[Sequence]:
     """Gives rows and cached prefixes to waiting sequences, in their order, while there is room and
     `num_tokens` of the step can feed them after the prefills that go before them; who was let in.
+    Those that are `owed` a place need not fit the forecast of pages.
 
     A sequence that runs alone always has room: that was tested when it came. The work of a turn is
     bounded by `looks_left`, and every sequence that is looked at is admitted or waits outside the
@@ -81,7 +90,10 @@ def admit(state: SchedulerState, prefills: list[Sequence], *, num_tokens: int) -
             break
         if not open_prefix(state, sequence):
             continue
-        if state.running and not reserve.has_room_beside(sequence):
+        has_room = not state.running or (
+            reserve.has_room_beside(sequence) and (sequence in owed or fits_ahead(state, sequence))
+        )
+        if not has_room:
             undo_open(state, sequence)
             state.waiting.add(sequence)
             break

@@ -13,6 +13,7 @@ from aserve.messages.base import pack_i32
 from aserve.messages.requests import stamp_of
 from aserve.messages.step import Launch, PageWrites, RowInit, ScheduleBatch, StepStats, VerifyPlan
 from aserve.scheduling.flights import Flight
+from aserve.scheduling.forecast import relax
 from aserve.scheduling.request import Sequence
 from aserve.scheduling.select import Chosen
 from aserve.scheduling.state import SchedulerState, Step
@@ -22,6 +23,7 @@ def launch(state: SchedulerState, chosen: list[Chosen], *, admitted: list[Sequen
     """Builds the batch from the state before this step, then puts the step in flight."""
     iteration = state.next_iteration
     state.next_iteration += 1
+    relax(state)
     batch = _build(state, chosen, iteration=iteration, stats=_stats(state, chosen, admitted))
     state.steps[iteration] = Step(iteration, {})
     for choice in chosen:

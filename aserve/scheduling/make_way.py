@@ -8,10 +8,12 @@ As long as nobody else waits, one client may run on all rows and hold all pages.
   are retracted, if each of these clients keeps at least as many pages as the client of the waiting
   sequence then has.
 
-Either rule only takes from a client that has more afterwards than the one it gives to, so two
-clients cannot retract each other in turns. What a retracted row computed mostly stays in the prefix
-cache. Nobody is retracted for a sequence that would not be admitted: one that waits for a leader's
-pages, for a row of those with slow masks, or for more pages than retraction can free.
+Either rule only takes from a client that has more afterwards than the one it gives to. Rows grow
+and come back, so that clients could still retract each other in turns, each computing again what it
+lost: a sequence therefore causes a bounded number of retractions in its whole life. What a
+retracted row computed mostly stays in the prefix cache. Nobody is retracted for a sequence that
+would not be admitted: one that waits for a leader's pages, for a row of those with slow masks, or
+for more pages than retraction can free.
 
 WHY: no rows are kept free for newcomers. Kept rows would cost throughput all the time, and would
 not suffice for the second newcomer.
@@ -32,12 +34,15 @@ from aserve.scheduling.state import SchedulerState
 
 MAX_HEADS = 8  # waiting sequences that one launch looks at
 MAX_RETRACTIONS = 8  # of one launch
+MAX_RETRACTIONS_FOR = 16  # rows, for one sequence in its whole life
 
 
-def make_way(state: SchedulerState) -> None:
-    """Frees rows and pages for the sequences that wait first in order, as the module says."""
+def make_way(state: SchedulerState) -> set[Sequence]:
+    """Frees rows and pages for the sequences that wait first in order, as the module says. Returns
+    those to which their clients have a right now, whatever the forecast of pages says.
+    """
     if state.clients.num_active < 2 or state.is_recovering or not state.waiting:
-        return
+        return set()
     way = _Way(state)
     looked_at: list[Sequence] = []
     while len(looked_at) < MAX_HEADS and (sequence := state.waiting.pop()) is not None:
@@ -55,6 +60,7 @@ def make_way(state: SchedulerState) -> None:
             break
     for sequence in looked_at:
         state.waiting.add(sequence)
+    return way.owed
 
 
 class _Way:
@@ -69,6 +75,7 @@ class _Way:
         "_reserve",
         "_share",
         "_state",
+        "owed",
     )
 
     def __init__(self, state: SchedulerState) -> None:
@@ -80,10 +87,11 @@ class _Way:
         self._has_ample_room = has_ample_room(state)
         self._pages: Counter[Client] = Counter()
         self._reserve: Reserve | None = None
+        self.owed: set[Sequence] = set()
 
     def has_plenty(self) -> bool:
         """Whether the next sequence has a row and room without a closer look. It gets the row."""
-        has_plenty = self._num_free > 0 and self._has_ample_room
+        has_plenty = self._num_free > 0 and self._has_ample_room and not self._state.caution
         self._num_free -= has_plenty
         return has_plenty
 
@@ -91,57 +99,87 @@ class _Way:
         return self._num_free > 0 or client.num_rows + self._num_promised[client] < self._share
 
     def make(self, sequence: Sequence) -> bool:
-        """Whether there is a row and room for the sequence, whose prefix was opened."""
-        if not self._num_free and not self._retract_for_row(sequence):
+        """Whether there is a row and room for the sequence, whose prefix was opened. Nobody is
+        retracted where that would not suffice.
+        """
+        rows = self._rows_for(sequence)
+        if rows is None:
             return False
-        if not self._has_pages_for(sequence):
+        for row in rows[: MAX_RETRACTIONS - self._num_retracted]:
+            sequence.num_retracted_for += 1
+            self._retract(row)
+        reserve = self._accounts()
+        if not self._num_free or reserve.lacking_beside(sequence) > 0:
             return False
         self._num_free -= 1
         self._num_promised[sequence.client] += 1
+        reserve.promise(sequence)
+        self._pages[sequence.client] += self._state.num_pages(sequence.tokens.num + 1)
+        if self._pages[sequence.client] <= max(self._pages.values()):
+            self.owed.add(sequence)
         return True
 
-    def _retract_for_row(self, sequence: Sequence) -> bool:
+    def _rows_for(self, sequence: Sequence) -> list[Sequence] | None:
+        """The rows to retract for this sequence; None if it cannot be admitted by that."""
+        reserve = self._accounts()
+        num_lacking = reserve.lacking_beside(sequence)
+        if self._num_free and num_lacking <= 0:
+            return []
+        if sequence.num_retracted_for >= MAX_RETRACTIONS_FOR:
+            return None
+        rows: list[Sequence] = []
+        if not self._num_free:
+            row = self._row_above_share(sequence)
+            if row is None:
+                return None
+            rows.append(row)
+            num_lacking -= _num_pages(row) + reserve.num_reserved(row)
+        if num_lacking <= 0:
+            return rows
+        more = self._rows_to_retract(sequence, num_lacking, beside=rows)
+        return rows + more if more else None
+
+    def _row_above_share(self, sequence: Sequence) -> Sequence | None:
         rows = [
             row
             for row in self._state.running.values()
             if row.client.num_rows > self._share and row.priority >= sequence.priority
         ]
-        if not rows or self._num_retracted == MAX_RETRACTIONS:
-            return False
-        self._retract(max(rows, key=lambda row: (row.client.num_rows, retraction_order(row))))
-        return True
+        return max(rows, key=lambda row: (row.client.num_rows, retraction_order(row)), default=None)
 
-    def _has_pages_for(self, sequence: Sequence) -> bool:
+    def _accounts(self) -> Reserve:
         if self._reserve is None:
             self._reserve = Reserve(self._state)
             for row in self._state.running.values():
                 self._pages[row.client] += _num_pages(row)
-        lacking = self._reserve.lacking_beside(sequence)
-        if lacking > 0:
-            for row in self._rows_to_retract(sequence, lacking):
-                if self._num_retracted == MAX_RETRACTIONS:
-                    break
-                self._retract(row)
-            if self._reserve.lacking_beside(sequence) > 0:
-                return False
-        self._reserve.promise(sequence)
-        self._pages[sequence.client] += self._state.num_pages(sequence.tokens.num + 1)
-        return True
+        return self._reserve
 
-    def _rows_to_retract(self, sequence: Sequence, num_lacking: int) -> list[Sequence]:
-        """Rows that together free so many pages; none if the rules do not allow enough."""
+    def _rows_to_retract(
+        self, sequence: Sequence, num_lacking: int, *, beside: list[Sequence]
+    ) -> list[Sequence]:
+        """Rows that together free so many pages; none if the rules do not allow enough. Rows of one
+        client are taken in the order of retraction.
+        """
         num_after = self._pages[sequence.client] + self._state.num_pages(sequence.tokens.num + 1)
         left = Counter(self._pages)
+        for row in beside:
+            left[row.client] -= _num_pages(row)
         chosen: list[Sequence] = []
-        rows = [row for row in self._state.running.values() if row.priority >= sequence.priority]
+        done = {sequence.client}
+        rows = [
+            row
+            for row in self._state.running.values()
+            if row.priority >= sequence.priority and row not in beside
+        ]
         rows.sort(key=lambda row: (self._pages[row.client], retraction_order(row)), reverse=True)
         for row in rows:
-            count = _num_pages(row)
-            if left[row.client] - count < num_after or row.client is sequence.client:
+            if left[row.client] - _num_pages(row) < num_after:
+                done.add(row.client)
+            if row.client in done:
                 continue
-            left[row.client] -= count
+            left[row.client] -= _num_pages(row)
             chosen.append(row)
-            num_lacking -= count
+            num_lacking -= _num_pages(row)
             if num_lacking <= 0:
                 return chosen
         return []

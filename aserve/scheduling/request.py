@@ -98,6 +98,7 @@ class Sequence:
         "max_kv_len",
         "max_tokens",
         "next_key",
+        "num_retracted_for",
         "num_scored",
         "phase",
         "priority",
@@ -150,6 +151,7 @@ class Sequence:
         self.cached_len = -1  # prompt tokens from the prefix cache at first admission
         # prompt tokens that its client has not been charged for; known from its first admission on
         self.unpaid = 0
+        self.num_retracted_for = 0  # rows that were retracted to make way for it
         self.failures = 0  # consecutive failed steps that named only this row
         self.mask = MaskState() if request.sampling.grammar and self.max_tokens else None
         self.embeds = request.embeds

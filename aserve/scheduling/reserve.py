@@ -55,6 +55,10 @@ class Reserve:
         """The sequence runs now, or is about to."""
         self._pages = add_pages(self._pages, prefill_need(self._state, sequence))
 
+    def num_reserved(self, row: Sequence) -> int:
+        """Pages that are kept free for this running row, as far as rows were counted one by one."""
+        return prefill_need(self._state, row)[0] if self._is_exact else 0
+
     def remove(self, row: Sequence) -> None:
         """The row, which still has its pages, is about to be retracted."""
         if self._is_exact:

@@ -20,6 +20,7 @@ from aserve.scheduling.budget import (
     step_need,
 )
 from aserve.scheduling.finish import retract, retraction_order
+from aserve.scheduling.forecast import become_cautious
 from aserve.scheduling.make_way import make_way
 from aserve.scheduling.request import Phase, Sequence
 from aserve.scheduling.shares import prefill_order
@@ -46,7 +47,7 @@ def select(state: SchedulerState) -> tuple[list[Chosen], list[Sequence]]:
     order of priority, then of what their clients were served, then of arrival.
     """
     _retract_for_room(state)
-    make_way(state)
+    owed = make_way(state)
     if state.is_recovering:
         chosen = _choose_retry(state)
         if chosen or state.is_recovering:
@@ -56,7 +57,7 @@ def select(state: SchedulerState) -> tuple[list[Chosen], list[Sequence]]:
     budget = state.spec.max_batched_tokens
     chosen = _fill(state, decodes, budget) if state.spec.decode.mixes_prefill else []
     left = budget - sum(choice.query_len for choice in chosen)
-    admitted = admit(state, prefills, num_tokens=left) if left else []
+    admitted = admit(state, prefills, num_tokens=left, owed=owed) if left else []
     prefills += admitted
     prefills.sort(key=prefill_order)
     most = _most_beside(state, len(chosen), len(prefills)) if chosen else left
@@ -159,6 +160,7 @@ def _retract_for_room(state: SchedulerState) -> None:
         if has_room(state, step_need(state, state.running.values())):
             return
         retract(state, max(state.running.values(), key=retraction_order))
+        become_cautious(state)
 
 
 def max_decode_rows(spec: EngineSpec, num_running: int) -> int:

@@ -31,6 +31,7 @@ class SchedulerState:
     __slots__ = (
         "arrivals",
         "cache",
+        "caution",
         "clients",
         "effects",
         "groups",
@@ -80,6 +81,8 @@ class SchedulerState:
         self.next_iteration = 1  # launch
         self.arrivals = 0  # admit
         self.num_retracted = 0  # leave
+        # how far ahead pages are kept free, in steps until it is forgotten: forecast
+        self.caution = 0
 
     @property
     def is_recovering(self) -> bool:
