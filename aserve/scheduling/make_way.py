@@ -103,7 +103,8 @@ class _Way:
         retracted where that would not suffice.
         """
         rows = self._rows_for(sequence)
-        if rows is None:
+        # NOTE: the last running row is never retracted: it could not come back before the other.
+        if rows is None or (rows and len(rows) >= len(self._state.running)):
             return False
         for row in rows[: MAX_RETRACTIONS - self._num_retracted]:
             sequence.num_retracted_for += 1
