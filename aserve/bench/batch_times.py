@@ -1,7 +1,7 @@
-"""A batch of prompts as other engines are measured: T1 and Tn, and the rates that follow from them.
+"""Times batches of prompts and derives TTFT, prefill and decode rates.
 
 T1 is the wall time for one new token of each of B prompts, Tn for all n. TTFT = T1, decode tok/s =
-B (n - 1) / (Tn - T1), out tok/s = B n / Tn. It does not know who generates.
+B (n - 1) / (Tn - T1), out tok/s = B n / Tn.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Scenario:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """What is timed in a repeat: T1 and, where there are more tokens, Tn."""
+        """The output lengths that a repeat times: 1 and, where there are more tokens, n."""
         return (1, self.output_len) if self.output_len > 1 else (1,)
 
 

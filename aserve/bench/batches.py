@@ -1,7 +1,4 @@
-"""Batches given to several engines in turns, and how their figures compare.
-
-It does not know what an engine is, but that the first one is ours.
-"""
+"""Gives batches to several engines in turns and compares their figures; the first engine is ours."""
 
 from __future__ import annotations
 
@@ -55,7 +52,7 @@ async def _add_all(
     *,
     num_new: int,
 ) -> None:
-    """In turns at every timed run: a slow moment of the machine hits all engines."""
+    """Engines take turns at every timed run, so a slow moment of the machine hits all of them."""
     for name, generate in engines.items():
         await times[name].add(generate, prompts, num_new)
 
@@ -65,7 +62,7 @@ def _draw(windows: TokenWindows, scenario: Scenario) -> list[list[int]]:
 
 
 def batch_result(found: TimesBy, *, beside: str | None) -> BenchResult:
-    """With our rates over those of the engine `beside`."""
+    """Builds the tables; the ratios are our rates divided by those of the engine `beside`."""
     figures = {
         scenario: {name: times.figures() for name, times in by_engine.items()}
         for scenario, by_engine in found.items()

@@ -1,6 +1,6 @@
-"""The benches by name, and how one of them is run.
+"""Lists the benches by name and runs one of them.
 
-Must stay quick to import: what a bench needs is imported when it runs.
+This module must import quickly, so a bench's own imports happen when it runs.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class Bench:
 
 BENCHES: Mapping[str, Bench] = {
     "admission": Bench(
-        "The longest turn of the scheduler under the heaviest loads; the device takes no time.",
+        "The longest scheduler step under the heaviest loads; the device takes no time.",
         AdmissionOptions,
         "aserve.bench.admission",
     ),
     "fairness": Bench(
-        "How one client's flood delays others, with a device that only sleeps.",
+        "How much one client's flood delays others, with a device that only sleeps.",
         FairnessOptions,
         "aserve.bench.fairness",
     ),
     "host-step": Bench(
-        "The scheduler's own time per step, with a device that takes none.",
+        "The scheduler's time per step, with a device that takes no time.",
         HostStepOptions,
         "aserve.bench.host_step",
     ),
@@ -88,7 +88,7 @@ BENCHES: Mapping[str, Bench] = {
         "aserve.bench.relay",
     ),
     "report": Bench(
-        "Draw what `scaling` found.",
+        "Draw the figures of `scaling`, or of a comparison of engines.",
         ReportOptions,
         "aserve.bench.report",
     ),

@@ -1,7 +1,4 @@
-"""One request of the embedded engine, timed like one of a server's client.
-
-It does not know how many others run.
-"""
+"""Runs requests on the embedded engine, and batches on transformers, and times them alike."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from aserve.messages.base import array_i32
 async def ask_engine(
     engine: Engine, prompt: list[int], *, max_tokens: int, temperature: float = 0.0
 ) -> Answer:
-    """Exactly `max_tokens` tokens; the engine's errors are raised."""
+    """Generates exactly `max_tokens` tokens; the engine's errors are raised."""
     answer = Answer()
     start_s = last_s = time.perf_counter()
     chunks = engine.generate(
@@ -43,7 +40,7 @@ async def ask_engine(
 
 class TransformersEngine:
     def __init__(self, model_dir: Path, *, dtype: str, is_dummy: bool) -> None:
-        """`is_dummy` makes random weights out of config.json."""
+        """With `is_dummy` the weights are random, made from config.json."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
         settings: dict[str, Any] = {
@@ -59,7 +56,7 @@ class TransformersEngine:
         self._model.generation_config.eos_token_id = None
 
     def generate(self, prompts: Sequence[list[int]], max_tokens: int) -> int:
-        """How many tokens came out."""
+        """Returns the number of generated tokens."""
         ids = torch.tensor(prompts)
         with torch.inference_mode():
             output = self._model.generate(

@@ -1,4 +1,4 @@
-"""A process and all that it started, out of /proc. It does not know what they do. Linux only."""
+"""Reads the CPU time of a process tree, and of all other processes, from /proc (Linux only)."""
 
 from __future__ import annotations
 

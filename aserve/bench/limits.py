@@ -1,7 +1,4 @@
-"""What the machine can do at most: read memory, and multiply matrices. Out of a file, or measured.
-
-It does not know what is compared with it.
-"""
+"""The machine's memory bandwidth and matrix rate, read from a file or measured."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""When the requests of a load begin: a rate, and how far the gaps between them scatter.
+"""Draws the begin times of a load from a rate and a burstiness, and runs the load.
 
-Same seed, same times. It does not know what a request is.
+The same seed gives the same times.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a figure was measured on: the processor, the versions, the date.
+"""Describes the machine of a measurement: the processor, the versions, the date.
 
-It does not know what was measured. Linux tells most; elsewhere the rest stays empty.
+Most of it is read from Linux; on other systems those fields stay empty.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def read_machine() -> Machine:
 
 
 def _capped_flags() -> set[str]:
-    """What an environment hides that plays another machine; else the machine has none of them."""
+    """The instructions that environment variables hide from the libraries."""
     from aserve.gpu.device.cpu.weights import read_isa
 
     facts = read_isa()

@@ -1,6 +1,6 @@
 """The options of the benches, one record each; the command line makes flags of their fields.
 
-Must not import what a bench needs: `aserve bench --help` reads only this.
+This module imports no bench, so that `aserve bench --help` is quick.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SECRET = Limits(metavar="KEY", is_secret=True)
 
 @dataclass(frozen=True, slots=True)
 class AdmissionOptions:
-    repeats: int = option(3, "repeats; the longest turn is that of all repeats", Limits(low=1))
+    repeats: int = option(3, "repeats; the longest step of all repeats is shown", Limits(low=1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,4 @@
-"""The numbers that stand for many: median, percentile, and how far the repeats lie apart.
-
-It does not know what was measured.
-"""
+"""Summarizes repeats (median, percentile, spread) and prints a bench's result as tables and JSON."""
 
 from __future__ import annotations
 

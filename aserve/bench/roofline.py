@@ -1,7 +1,4 @@
-"""What a model's step costs at least on this machine: the bytes and operations of its weights.
-
-It does not know what was measured, only what it is held against.
-"""
+"""The roofline of a model on this machine: the bytes and operations that a step needs at least."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from aserve.host.hub import resolve_model_dir
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """What a step has to read and compute at least, and what the machine can do at most."""
+    """Compares a measured step with the machine's bandwidth and matrix rate."""
 
     parameters: Parameters
     weight_bits: int

@@ -1,6 +1,6 @@
-"""The figures of a load of streamed requests, with the names that `vllm bench serve` gives them.
+"""Computes the figures of a load of streamed requests, named as in `vllm bench serve`.
 
-It does not know who was asked. Milliseconds, tokens and requests per second.
+Units are milliseconds, tokens and requests per second.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Prompts: windows of the token ids of real text, no two of which begin alike in a run.
+"""Makes prompts: windows of the token ids of real text, no two of which begin alike in a run.
 
-It does not know what the prompts are for. The text is source code of Python's standard library; a
+The text is source code of Python's standard library; a
 tokenizer that has no words for it (one of a model with random weights) gets random ids instead.
 """
 
