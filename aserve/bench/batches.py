@@ -1,4 +1,4 @@
-"""Gives batches to several engines in turns and compares their figures; the first engine is ours."""
+"""Gives batches to several engines in turns and compares their figures; the first one is ours."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from aserve.bench.options import OneBatchOptions, integers
 from aserve.bench.result import BenchResult, Table, median, progress, spread
-from aserve.bench.roofline import Roofline, make_yardstick
+from aserve.bench.roofline import Roofline, make_roofline
 from aserve.bench.step_driver import StepDriver, StepTime, running
 from aserve.bench.windows import TokenWindows
 from aserve.config import Resolved
@@ -61,7 +61,7 @@ def run(options: OneBatchOptions, resolved: Resolved) -> BenchResult:
         for num_rows in integers(options.batch_sizes, flag="--batch-sizes")
         for input_len in integers(options.input_lens, flag="--input-lens")
     ]
-    roofline = make_yardstick(resolved, limits_file=options.limits)
+    roofline = make_roofline(resolved, limits_file=options.limits)
     found = measure(shapes, resolved, repeats=options.repeats, prompt_seed=options.prompt_seed)
     lines = [_line(shape, repeats, roofline) for shape, repeats in found.batches.items()]
     rows = [[f"{value:,}" for value in line.values()] for line in lines]

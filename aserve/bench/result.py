@@ -1,4 +1,4 @@
-"""Summarizes repeats (median, percentile, spread) and prints a bench's result as tables and JSON."""
+"""Summarizes repeats (median, percentile, spread) and prints results as tables and JSON."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Roofline:
         return 2e-9 * products / prefill_s / self.limits.matmul_gflops
 
 
-def make_yardstick(resolved: Resolved, *, limits_file: str | None) -> Roofline:
+def make_roofline(resolved: Resolved, *, limits_file: str | None) -> Roofline:
     """Without a file the machine is measured."""
     is_dummy = resolved.model.load_format == "dummy"
     model_dir = resolve_model_dir(resolved.model_source, has_weights=not is_dummy)
