@@ -346,9 +346,9 @@ MUTANTS = (
     ),
     Mutant(
         "a result read from a slot that was given back",
-        "aserve/gpu/executor.py",
-        "slot.words[:num_words].copy()",
-        "slot.words[:num_words]",
+        "aserve/gpu/transfer/host_copy.py",
+        "self._slot.words[: self._num_words].copy()",
+        "self._slot.words[: self._num_words]",
         f"{EXECUTOR}::test_steps_complete_in_launch_order_with_the_plain_engines_tokens",
     ),
     Mutant(
@@ -410,8 +410,8 @@ MUTANTS = (
     Mutant(
         "logprobs that begin where the row before ended its tokens, not its window",
         "aserve/gpu/step/results.py",
-        "start += int(logits.windows[place])",
-        "start += int(counts[place])",
+        "start += int(logits.windows[index])",
+        "start += int(counts[index])",
         TWO_TOKENS,
     ),
     Mutant(
@@ -480,8 +480,8 @@ MUTANTS = (
     Mutant(
         "token ids that do not lie beside their KV",
         "aserve/gpu/step/resolve.py",
-        "placed.slots[0], input_ids.to(torch.int32))",
-        "placed.slots[0], input_ids.to(torch.int32) * 0)",
+        "batch.slots[0], input_ids.to(torch.int32))",
+        "batch.slots[0], input_ids.to(torch.int32) * 0)",
         f"{RESOLVE}::test_resolved_ids_lie_beside_the_kv_of_their_row_and_nowhere_else",
     ),
     Mutant(
