@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aserve.gpu.attention.flashinfer.page_indices import ListOps
+from aserve.gpu.attention.flashinfer.page_indices import CsrOps
 from aserve_kernels.kv_indices import kv_indices_ref
 from aserve_kernels.kv_indptr import kv_indptr_ref
 
 INT_BYTES = 1 << 14
 # For the backend beside it: how pages are listed where no kernel of Triton runs.
-LISTED_IN_TORCH = ListOps(kv_indptr_ref, kv_indices_ref)
+LISTED_IN_TORCH = CsrOps(kv_indptr_ref, kv_indices_ref)
 
 
 @dataclass

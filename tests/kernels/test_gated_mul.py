@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aserve.gpu.layers.mlp import ACTIVATIONS, GatedBy
+from aserve.gpu.layers.mlp import ACTIVATIONS, GatedActivation
 from aserve_kernels.gated_mul import BLOCK, KINDS, gated_mul, gated_mul_ref
 from tests.kernels.tolerance import TOLERANCES, assert_close, draw
 
@@ -23,7 +23,7 @@ def test_every_shape_equals_the_reference(
     joined = 3 * draw(shape[0], 2 * shape[1], dtype=dtype)
     got = gated_mul(joined, activation)
     assert_close(got, gated_mul_ref(joined, activation))
-    assert_close(got, GatedBy(activation)(joined))
+    assert_close(got, GatedActivation(activation)(joined))
 
 
 def test_bfloat16_is_rounded_where_torch_rounds_it() -> None:

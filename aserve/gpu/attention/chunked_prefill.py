@@ -1,8 +1,13 @@
-"""Attention of many queries per row over paged KV through torch's fused kernel, on the CPU.
+"""Attention on the CPU for rows with many queries, such as chunks of prompts.
 
-It knows no window and no soft cap. WHY: it gathers copies of keys and values, which takes several
-times as long as reading them where they are; but hundreds of queries share each copy, and then it
-is a small part of their products. The copies of one tile exist at a time.
+`sdpa_tiles` copies keys and values out of their pages, one tile at a time, and runs torch's fused
+kernel on each tile. The partial results of two tiles with outputs o_1, o_2 and log-sum-exps l_1,
+l_2 are merged as in flash attention:
+
+    o = o_1 + sigmoid(l_2 - l_1) * (o_2 - o_1)        l = log(exp(l_1) + exp(l_2))
+
+WHY: a copy takes several times as long as reading KV in place, but hundreds of queries share it,
+and then it is small beside their products.
 """
 
 from __future__ import annotations
@@ -27,7 +32,8 @@ TILE = 2048  # keys
 def sdpa_tiles(
     q: Tensor, keys: Tensor, values: Tensor, rows: HostRows, scoring: Scoring, *, out: Tensor
 ) -> None:
-    """As `paged_attention`, of what is scored without a window that hides anything or a cap."""
+    """The contract of `paged_attention`, for layers without a soft cap and without a window that is
+    shorter than a row."""
     own = rows.queries
     for row, kv_len, start, query_len in zip(
         own.rows, own.lens, own.starts, own.query_lens, strict=True
@@ -45,7 +51,7 @@ class _RowKv:
     page_size: int
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Of positions start..stop: copies [positions, kv_heads, head_dim]."""
+        """Copies of keys and values at positions start..stop: [positions, kv_heads, head_dim]."""
         column = start // self.page_size
         pages = self.pages[column : -(-stop // self.page_size)]
         own = slice(start - column * self.page_size, stop - column * self.page_size)
@@ -58,8 +64,8 @@ class _RowKv:
 
 
 def _attend_row(q: Tensor, kv: _RowKv, kv_len: int, *, scale: float) -> Tensor:
-    """q [span, heads, head_dim] of the row's last positions -> like q. Parts of the softmax are
-    joined by their logarithms, in float32."""
+    """q [query_len, heads, head_dim] of the row's last positions -> like q. Tiles are merged in
+    float32."""
     num_before = kv_len - len(q)
     out, log_total = _fused(q, *kv.read(num_before, kv_len), scale=scale, is_causal=True)
     for start in range(0, num_before, TILE):
@@ -74,9 +80,9 @@ def _attend_row(q: Tensor, kv: _RowKv, kv_len: int, *, scale: float) -> Tensor:
 def _fused(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """q [queries, heads, head_dim], k and v [keys, kv_heads, head_dim] -> like q, and float32
-    [queries, heads], the logarithm of the sum of exp(score)."""
-    # WHY: scaled_dot_product_attention calls this, but keeps the logarithm to itself.
+    """q [queries, heads, head_dim], k and v [keys, kv_heads, head_dim] -> like q, and the
+    log-sum-exp of the scores, float32 [queries, heads]."""
+    # WHY: scaled_dot_product_attention calls this operator, but does not return the log-sum-exp.
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     by_head = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
     out, log_total = attend(*by_head, is_causal=is_causal, scale=scale)
@@ -84,38 +90,44 @@ def _fused(
 
 
 class AttendRows(Protocol):
+    """A kernel with the contract of `paged_attention`."""
+
     def __call__(
         self, q: Tensor, keys: Tensor, values: Tensor, rows: HostRows, scoring: Scoring,
         /, *, out: Tensor,
-    ) -> None:  # fmt: skip
-        """As `paged_attention`."""
+    ) -> None: ...  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkedPrefill:
+    """A kernel for rows with many queries. It is used from `min_queries` queries and `min_keys`
+    keys on, where it is faster than `paged_attention`."""
+
     attend: AttendRows
-    least: int  # queries of a row from which it takes less time than `paged_attention`,
-    least_keys: int  # with so many keys
-    hides: bool  # knows soft caps, and windows that hide something
+    min_queries: int
+    min_keys: int
+    has_windows_and_caps: bool  # supports windows and soft caps
 
 
 def choose_chunked_prefill(pools: KvPools, num_workers: int) -> ChunkedPrefill:
-    """PERF: torch's fused kernel multiplies bfloat16 in float32, unless the processor has matrix
-    instructions; a kernel of its own takes the products of pairs of one that has only those. CPU
-    time of one thread of an AMD EPYC (AVX-512 bf16), heads of Qwen3-0.6B, as `paged_attention` /
-    fused / in pairs: 64 queries behind 4,000 keys 32 / 27 / 8 ms, 2,048 behind 6,144 1,918 / 1,295
+    """The fastest prefill kernel of this processor and KV dtype.
+
+    PERF: without matrix instructions, torch's fused kernel converts bfloat16 to float32 before it
+    multiplies; `chunk_attention` uses the processor's bfloat16 dot products. CPU time of one thread
+    of an AMD EPYC (AVX-512 bf16), heads of Qwen3-0.6B, as `paged_attention` / `sdpa_tiles` /
+    `chunk_attention`: 64 queries behind 4,000 keys 32 / 27 / 8 ms, 2,048 behind 6,144 1,918 / 1,295
     / 395; in float32 46 / 36 and 2,534 / 1,394; 64 without a prefix 0.8 / 0.5 / 0.2.
     """
-    is_paired = pools.dtype == torch.bfloat16 and read_isa().bf16_products == AVX512_BF16
-    if is_paired and all(kv.keys.shape[2] % OUTPUTS == 0 for kv in pools.layers.values()):
-        return in_pairs(num_workers)
-    return FUSED
+    has_dots = pools.dtype == torch.bfloat16 and read_isa().bf16_products == AVX512_BF16
+    if has_dots and all(kv.keys.shape[2] % OUTPUTS == 0 for kv in pools.layers.values()):
+        return compiled_chunks(num_workers)
+    return SDPA_TILES
 
 
-def in_pairs(num_workers: int) -> ChunkedPrefill:
+def compiled_chunks(num_workers: int) -> ChunkedPrefill:
     compile_chunk_attention(num_workers)
     attend = partial(chunk_attention, num_workers=num_workers)
-    return ChunkedPrefill(attend, least=4, least_keys=4, hides=True)
+    return ChunkedPrefill(attend, min_queries=4, min_keys=4, has_windows_and_caps=True)
 
 
-FUSED = ChunkedPrefill(sdpa_tiles, least=64, least_keys=256, hides=False)
+SDPA_TILES = ChunkedPrefill(sdpa_tiles, min_queries=64, min_keys=256, has_windows_and_caps=False)

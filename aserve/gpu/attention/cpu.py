@@ -1,7 +1,7 @@
-"""Attention by a compiled kernel that reads the page table where it is: the default on the CPU.
+"""Attention on the CPU by a compiled kernel that reads keys and values through the page table.
 
-Rows of many queries may go another way. It knows no model. Written: only the keys and values of the
-forward's own slots.
+This is the default on the CPU. Rows with many queries may use a second kernel, which is faster for
+them (chunked_prefill.py); `plan` splits the rows of a forward between the two.
 """
 
 from __future__ import annotations
@@ -29,40 +29,41 @@ Bools: TypeAlias = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some rows of a forward, per layer group, and how they attend."""
+    """Some rows of a forward, and the kernel that they use."""
 
     attend: AttendRows
-    rows: tuple[HostRows, ...]
+    rows: tuple[HostRows, ...]  # per layer group
 
 
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
-    """`split` has rows of many queries apart. `longest` is the most keys of one, where their way
-    knows no windows and no soft caps."""
+    """`split` computes rows with many queries by the prefill kernel, `unsplit` computes all rows by
+    the general one. `max_prefill_len` is the longest KV length of a prefill row, or None if the
+    prefill kernel supports windows and soft caps."""
 
-    every: tuple[Part, ...]
+    unsplit: tuple[Part, ...]
     split: tuple[Part, ...]
-    longest: int | None = None
+    max_prefill_len: int | None = None
 
     def parts(self, layer: LayerSpec) -> tuple[Part, ...]:
-        if self.longest is None:
+        if self.max_prefill_len is None:
             return self.split
-        sees_all = layer.window is None or layer.window >= self.longest
-        return self.split if sees_all and layer.softcap is None else self.every
+        sees_all = layer.window is None or layer.window >= self.max_prefill_len
+        return self.split if sees_all and layer.softcap is None else self.unsplit
 
 
 class PagedCpu:
-    __slots__ = ("_few", "_many", "_pools", "_tables")
+    __slots__ = ("_attend", "_pools", "_prefill", "_tables")
     static_plans = None
 
-    def __init__(self, pools: KvPools, many: ChunkedPrefill | None) -> None:
-        """`many` is how rows of many queries attend, if not as all others do."""
+    def __init__(self, pools: KvPools, prefill: ChunkedPrefill | None) -> None:
+        """`prefill` computes rows with many queries; without it all rows use the same kernel."""
         self._pools = pools
-        self._many = many
+        self._prefill = prefill
         self._tables = tuple(table.numpy() for table in pools.page_tables)
         num_workers = torch.get_num_threads()
         compile_paged_attention(pools.dtype, num_workers)
-        self._few = partial(paged_attention, num_workers=num_workers)
+        self._attend = partial(paged_attention, num_workers=num_workers)
 
     def plan(self, batch: ForwardBatch) -> object:
         query_lens = batch.query_lens_cpu.astype(np.int64)
@@ -77,13 +78,14 @@ class PagedCpu:
             by_group = tuple(HostRows(table, page_size, own) for table in self._tables)
             return (Part(attend, by_group),)
 
-        every = part(self._few, np.ones(len(query_lens), np.bool_))
-        if self._many is None:
-            return CpuPlan(every, every)
-        is_many = (query_lens >= self._many.least) & (lens >= self._many.least_keys)
-        split = part(self._few, ~is_many) + part(self._many.attend, is_many)
-        longest = None if self._many.hides else int(lens[is_many].max(initial=0))
-        return CpuPlan(every, split, longest)
+        unsplit = part(self._attend, np.ones(len(query_lens), np.bool_))
+        prefill = self._prefill
+        if prefill is None:
+            return CpuPlan(unsplit, unsplit)
+        is_prefill = (query_lens >= prefill.min_queries) & (lens >= prefill.min_keys)
+        split = part(self._attend, ~is_prefill) + part(prefill.attend, is_prefill)
+        longest = None if prefill.has_windows_and_caps else int(lens[is_prefill].max(initial=0))
+        return CpuPlan(unsplit, split, longest)
 
     def bind(self, batch: ForwardBatch, plan: object) -> Attend:
 
@@ -103,7 +105,7 @@ class PagedCpu:
 
 
 def _build(site: AttentionSite) -> PagedCpu:
-    """One kernel gives a token the same bits in any step; two do not."""
+    """With --deterministic all rows use one kernel, because the two round differently."""
     if site.is_deterministic:
         return PagedCpu(site.pools, None)
     return PagedCpu(site.pools, choose_chunked_prefill(site.pools, torch.get_num_threads()))

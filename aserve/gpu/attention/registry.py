@@ -1,6 +1,8 @@
-"""Attention backends by name. A new one is a file in this folder and a line here.
+"""The attention backends by name, and the choice of one. A new backend is one file in this folder
+and one entry here.
 
-A line imports its file when it is called: some need packages that a machine may not have.
+An entry imports its file only when it is called, because some backends need packages that a machine
+may not have.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from aserve.gpu.attention.base import (
 
 
 def _flashinfer() -> AttentionKind:
-    import flashinfer  # noqa: F401  # a package that only a GPU needs: without it there is no kind
+    import flashinfer  # noqa: F401  # only GPU machines have it; its absence is an ImportError here
 
     from aserve.gpu.attention.flashinfer.backend import KIND
 
@@ -62,7 +64,7 @@ BACKENDS: Mapping[str, Callable[[], AttentionKind]] = {
 
 AUTO = "auto"
 
-# Of a package, of a library under it, and of two whose versions do not fit together.
+# A missing package, a missing shared library, or two packages of incompatible versions.
 IMPORT_ERRORS = (ImportError, OSError, RuntimeError, AttributeError, TypeError)
 
 logger = logging.getLogger(__name__)
@@ -70,32 +72,32 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """A backend that was built, and why those before it were not, by name."""
+    """The backend that was built, and the reasons why earlier ones of the order were not."""
 
     name: str
     capabilities: Capabilities
     backend: AttentionBackend
     is_auto: bool
-    passed_over: Mapping[str, str]
+    passed_over: Mapping[str, str]  # reason by name
 
     @property
     def why(self) -> str:
-        """Why it was this one, in a few words."""
+        """Why this backend was chosen, for the start-up line."""
         if not self.is_auto:
             return "as asked"
         return f"auto, without {', '.join(self.passed_over)}" if self.passed_over else "auto"
 
     def warn(self) -> None:
         for other, reason in self.passed_over.items():
-            logger.warning("attention runs in %s, because %s %s", self.name, other, reason)
+            logger.warning("attention uses %s, because %s %s", self.name, other, reason)
 
 
-def build_attention(wanted: str, site: AttentionSite, *, order: Sequence[str]) -> Attention:
-    """`order` is what the device has, best first. ConfigError if a backend that is named, or every
-    one of the order, cannot do it here.
+def build_attention(requested: str, site: AttentionSite, *, order: Sequence[str]) -> Attention:
+    """Builds the requested backend, or for `auto` the first one that supports the model. `order`
+    lists the device's backends, fastest first. Raises ConfigError if none can be built.
     """
-    is_auto = wanted == AUTO
-    names = tuple(order) if is_auto else (wanted,)
+    is_auto = requested == AUTO
+    names = tuple(order) if is_auto else (requested,)
     reasons: dict[str, str] = {}
     for name in names:
         try:
@@ -105,13 +107,18 @@ def build_attention(wanted: str, site: AttentionSite, *, order: Sequence[str]) -
             reasons[name] = str(error)
             continue
         return Attention(name, kind.capabilities, backend, is_auto, reasons)
-    told = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
+    why = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
     if is_auto:
-        what = f"no attention backend can do what is asked: {told}. Leave out what they lack"
+        message = (
+            f"no attention backend supports this model with these options: {why}. "
+            "Leave out an option that they lack"
+        )
     else:
-        able = ", ".join((AUTO, *_able(site, besides=names)))
-        what = f"--attention-backend {wanted} cannot be used here: {told}. Choose from: {able}"
-    raise ConfigError(what, param="attention_backend")
+        usable = ", ".join((AUTO, *_usable(site, besides=names)))
+        message = (
+            f"--attention-backend {requested} cannot be used here: {why}. Use one of: {usable}"
+        )
+    raise ConfigError(message, param="attention_backend")
 
 
 def _load(name: str) -> AttentionKind:
@@ -132,13 +139,13 @@ def _build(kind: AttentionKind, site: AttentionSite) -> AttentionBackend:
     return kind.build(site)
 
 
-def _able(site: AttentionSite, *, besides: Sequence[str]) -> list[str]:
-    found: list[str] = []
+def _usable(site: AttentionSite, *, besides: Sequence[str]) -> list[str]:
+    names: list[str] = []
     for name in BACKENDS.keys() - set(besides):
         try:
             kind = _load(name)
         except AttentionUnavailable:
             continue
         if not any(kind.capabilities.refusals(site)):
-            found.append(name)
-    return sorted(found)
+            names.append(name)
+    return sorted(names)

@@ -1,8 +1,8 @@
-"""Attention through torch's fused kernel over padded gathers of pages.
+"""Attention by torch's `scaled_dot_product_attention` over pages that are gathered and padded.
 
-Rows are put into few buckets of similar span and length, so that a step is few calls and little of
-what is read is padding. It knows no model. Written: only the keys and values of the forward's own
-slots.
+Rows of similar query length and KV length are put into one bucket, which is one padded call. This
+keeps both the number of calls and the amount of padding low. `plan` computes the index tensors and
+masks of each bucket for all layers of a group; `attend` gathers the KV of one layer and runs it.
 """
 
 from __future__ import annotations
@@ -23,25 +23,23 @@ from aserve.gpu.models.base import Attend
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.messages.base import ArrayI32
 
-SPAN_FACTOR = 2  # spans of one bucket differ by less than this
-LEN_FACTOR = 4
-MIN_LEN = 64  # shorter rows are all alike
+QUERY_LEN_FACTOR = 2  # query lengths in one bucket differ by less than this factor
+KV_LEN_FACTOR = 4
+MIN_KV_LEN = 64  # rows shorter than this may share a bucket
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Rows that are computed together: padded to [rows, span] queries and [rows, len] keys.
-
-    `indices` are the real queries among the padded ones, `tokens` where they stand in the step;
-    both None where the bucket is the whole step, without padding.
+    """Rows that are computed in one call, padded to [rows, query_len] queries and [rows, kv_len]
+    keys. The three index tensors are None if the bucket is the whole step without padding.
     """
 
-    shape: tuple[int, int]
-    queries: Tensor | None  # int64 [rows * span], a token of the step for each padded query
-    indices: Tensor | None  # int64 [real queries]
-    tokens: Tensor | None  # int64 [real queries]
+    shape: tuple[int, int]  # rows, query_len
+    queries: Tensor | None  # int64 [rows * query_len], the step's token for each padded query
+    indices: Tensor | None  # int64 [real queries], among the padded ones; None: all are real
+    tokens: Tensor | None  # int64 [real queries], the step's token for each
     pages: tuple[Tensor, ...]  # int64 [rows * pages] per layer group
-    visible: tuple[Tensor, ...]  # bool [rows, 1, span, len] per layer group
+    visible: tuple[Tensor, ...]  # bool [rows, 1, query_len, kv_len] per layer group
 
 
 class PagedSdpa:
@@ -82,7 +80,8 @@ class PagedSdpa:
         members: np.ndarray[tuple[int], np.dtype[np.intp]],
         starts: ArrayI32,
     ) -> Bucket:
-        """All index arrays of one bucket, from the host's spans; lengths are the device's."""
+        """members: row indices; starts int32 [rows]: each row's first token. Shapes come from the
+        host's query lengths and length bounds, masks from the device's exact lengths."""
         device = batch.rows.device
         query_lens = batch.query_lens_cpu[members]
         query_len = int(query_lens.max())
@@ -93,8 +92,8 @@ class PagedSdpa:
         rows = batch.rows if own is None else batch.rows.index_select(0, own)
         lens = batch.lens if own is None else batch.lens.index_select(0, own)
         offsets = torch.arange(query_len, device=device)
-        real_spans = torch.from_numpy(query_lens).to(device)
-        positions = (lens - real_spans)[:, None] + offsets
+        real_query_lens = torch.from_numpy(query_lens).to(device)
+        positions = (lens - real_query_lens)[:, None] + offsets
         kv_positions = torch.arange(num_pages * self._pools.page_size, device=device)
         masks = tuple(visible(positions, kv_positions, size)[:, None] for size in self._windows)
         if is_whole and is_even:
@@ -119,10 +118,10 @@ class PagedSdpa:
         )
 
     def _read_pages(self, table: Tensor, rows: Tensor, is_seen: Tensor) -> Tensor:
-        """Pages that no query sees are read as page 0.
+        """The pages to gather, int64 [rows * pages]. Pages that no query sees are read as page 0.
 
-        WHY: the table may still name pages behind the window, which have other owners now; a NaN
-        there would go through the mask.
+        WHY: the table may still name pages that left the window and were given to another row. A
+        NaN in them would pass through the mask.
         """
         by_page = is_seen.any(dim=2).view(len(rows), -1, self._pools.page_size)
         return (table[rows, : by_page.shape[1]] * by_page.any(dim=2)).flatten()
@@ -140,7 +139,7 @@ class PagedSdpa:
         return out if bucket.indices is None else out.index_select(0, bucket.indices)
 
     def _gather(self, pool: Tensor, bucket: Bucket, group: int) -> Tensor:
-        """-> [rows, len, kv_heads, head_dim], whole pages."""
+        """-> [rows, kv_len, kv_heads, head_dim], in whole pages."""
         by_page = pool.view(-1, self._pools.page_size * pool.shape[1] * pool.shape[2])
         pages = by_page.index_select(0, bucket.pages[group])
         return pages.view(bucket.shape[0], -1, *pool.shape[1:])
@@ -149,9 +148,10 @@ class PagedSdpa:
 def _softmax_product(
     layer: LayerSpec, q: Tensor, keys: Tensor, values: Tensor, is_seen: Tensor
 ) -> Tensor:
-    """q [rows, heads, span, head_dim], keys and values [rows, kv_heads, len, head_dim] -> like q.
+    """q [rows, heads, query_len, head_dim], keys and values [rows, kv_heads, kv_len, head_dim] ->
+    like q.
 
-    The query heads of one KV head stand below each other, as more queries.
+    The query heads that share a KV head are stacked as additional queries of that head.
     """
     num_rows, _, query_len, head_dim = q.shape
     groups = layer.num_heads // layer.num_kv_heads
@@ -169,14 +169,15 @@ def _softmax_product(
 def _bucket_keys(
     query_lens: ArrayI32, lens: ArrayI32
 ) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """[rows, 2]: rows with equal keys go together."""
-    span_keys = np.ceil(np.log(query_lens) / np.log(SPAN_FACTOR))
-    len_keys = np.ceil(np.log(np.maximum(lens, MIN_LEN) / MIN_LEN) / np.log(LEN_FACTOR))
-    return np.stack((span_keys, len_keys), axis=1).astype(np.int64)
+    """int64 [rows, 2]: rows with equal keys share a bucket."""
+    query_keys = np.ceil(np.log(query_lens) / np.log(QUERY_LEN_FACTOR))
+    relative_lens = np.maximum(lens, MIN_KV_LEN) / MIN_KV_LEN
+    kv_keys = np.ceil(np.log(relative_lens) / np.log(KV_LEN_FACTOR))
+    return np.stack((query_keys, kv_keys), axis=1).astype(np.int64)
 
 
 def _given(tokens: Tensor | None) -> Tensor:
-    assert tokens is not None  # only a bucket that is the whole step has none
+    assert tokens is not None  # None only if the bucket is the whole step
     return tokens
 
 

@@ -1,7 +1,7 @@
-"""Attention by our own Triton kernels, which read page tables and lengths where they are.
+"""Attention by this project's Triton kernels, which read page tables and lengths on the device.
 
-Nothing is planned but which kernels run, so that one captured forward fits every step of its shape.
-It knows no model. Written: only the keys and values of the forward's own slots.
+The plan only says which kernels run. It is the same for all steps of one shape, so a captured
+forward can be replayed without planning again.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from aserve_kernels.paged_extend import paged_extend
 from aserve_kernels.paged_rows import PagedRows, Scoring
 from aserve_kernels.paged_tiles import Chip, KvSplits, fixed_split
 
-FIRST_FP8 = (8, 9)  # the first compute capability for which Triton converts them
+FIRST_FP8 = (8, 9)  # the lowest compute capability for which Triton converts fp8
 
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
-    """Which rows a forward has: that is all it takes from the host's values."""
+    """Whether a forward has decode rows (one query) and prefill rows (more queries)."""
 
-    has_one_query: bool
-    has_more_queries: bool
+    has_decodes: bool
+    has_prefills: bool
 
 
 class TritonAttention:
@@ -49,8 +49,8 @@ class TritonAttention:
         self._splits = splits
 
     def plan(self, batch: ForwardBatch) -> object:
-        is_one = batch.query_lens_cpu == 1
-        return TritonPlan(bool(is_one.any()), not is_one.all())
+        is_decode = batch.query_lens_cpu == 1
+        return TritonPlan(bool(is_decode.any()), not is_decode.all())
 
     def bind(self, batch: ForwardBatch, plan: object) -> Attend:
         own = own_plan(batch, plan, TritonPlan)
@@ -64,11 +64,11 @@ class TritonAttention:
                 q = q.contiguous()
             out = q.new_empty(q.shape)
             scoring = Scoring(layer.scale, layer.window, layer.softcap, *kv.scales)
-            given = (q, kv.keys, kv.values, groups[kv.group], scoring)
-            if own.has_one_query:
-                paged_decode(*given, out=out, splits=self._splits)
-            if own.has_more_queries:
-                paged_extend(*given, out=out, splits=self._splits)
+            args = (q, kv.keys, kv.values, groups[kv.group], scoring)
+            if own.has_decodes:
+                paged_decode(*args, out=out, splits=self._splits)
+            if own.has_prefills:
+                paged_extend(*args, out=out, splits=self._splits)
             return out
 
         return attend
@@ -96,11 +96,14 @@ def _chip(device: torch.device, kv_dtype: torch.dtype) -> Chip:
     capability = torch.cuda.get_device_capability(device)
     if kv_dtype.itemsize == 1 and capability < FIRST_FP8:
         raise AttentionUnavailable(
-            f"reads KV of fp8 from compute capability {FIRST_FP8} on, and this is {capability}"
+            f"needs compute capability {FIRST_FP8} or higher for KV of fp8; this device has "
+            f"{capability}"
         )
-    found = torch.cuda.get_device_properties(device)
-    # A KiB of a processor's shared memory is the driver's.
-    return Chip(found.multi_processor_count, found.shared_memory_per_multiprocessor - (1 << 10))
+    properties = torch.cuda.get_device_properties(device)
+    # The driver reserves 1 KiB of each multiprocessor's shared memory.
+    return Chip(
+        properties.multi_processor_count, properties.shared_memory_per_multiprocessor - (1 << 10)
+    )
 
 
 KIND = AttentionKind(

@@ -1,8 +1,8 @@
-"""Linear layers, and the one seam through which every one of them reaches its device.
+"""Linear layers, `y = x W^T + b`, and `Prepare`, through which a device takes them over.
 
-It knows no checkpoint and no device: `prepare` only moves; a device that packs or quantises its
-weights has a `Prepare` of its own, which gives back another callable. Weights are set once, by the
-loader, and never change.
+The loader builds each layer as a `Linear` from the checkpoint's values and calls `Prepare` on it
+once. A device that packs or quantises weights has its own `Prepare`, which returns another
+callable. Weights never change afterwards.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from torch.nn import functional
 
 
 class LinearOp(Protocol):
-    """x [tokens, in] -> [tokens, out], in the model's dtype."""
+    """A linear layer that is ready to run."""
 
-    def __call__(self, x: Tensor, /) -> Tensor: ...
+    def __call__(self, x: Tensor, /) -> Tensor:
+        """x [tokens, in] -> [tokens, out], in the model's dtype."""
 
 
 class Linear:
-    """x W^T + b.
+    """`y = x W^T + b` in torch.
 
-    One product may serve several checkpoint tensors that read the same input: their rows are
-    joined.
+    The rows of several checkpoint tensors may be stacked in one weight when they multiply the same
+    input, as q, k and v do.
     """
 
     __slots__ = ("bias", "weight")
@@ -38,9 +39,8 @@ class Linear:
 
 
 class Prepare(Protocol):
-    """Called once for every linear layer, with the checkpoint's values, on the device or the
-    CPU.
-    """
+    """Called once for every linear layer. The weight holds the checkpoint's values and may be on
+    the device or on the CPU."""
 
     def __call__(
         self, linear: Linear, device: torch.device, /, *, dtype: torch.dtype
@@ -48,9 +48,9 @@ class Prepare(Protocol):
 
 
 def prepare(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
-    """The plain form.
+    """The default `Prepare`: moves the weight to the device and converts it to `dtype`.
 
-    Values that are already there keep their storage, so that a tied head costs nothing.
+    A weight that already is there keeps its storage, so a tied head takes no extra memory.
     """
     bias = linear.bias
     return Linear(linear.weight.to(device, dtype), None if bias is None else bias.to(device, dtype))

@@ -1,6 +1,6 @@
-"""What a gated MLP does to its gate, by the names that configurations use.
+"""The gated MLP: `y = (act(x W_gate^T) * (x W_up^T)) W_down^T`, with act one of ACTIVATIONS.
 
-It knows no configuration.
+Source: https://arxiv.org/abs/2002.05202
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from aserve.gpu.layers.linear import LinearOp
 
 Activation: TypeAlias = Callable[[Tensor], Tensor]
 
+# The keys are the names that model configurations use.
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -23,8 +24,8 @@ ACTIVATIONS: Mapping[str, Activation] = {
 }
 
 
-class GatedBy:
-    """activation(gate) * up."""
+class GatedActivation:
+    """`y = act(gate) * up`."""
 
     __slots__ = ("_activation",)
 
@@ -32,7 +33,7 @@ class GatedBy:
         self._activation = ACTIVATIONS[activation]
 
     def __call__(self, joined: Tensor) -> Tensor:
-        """joined [tokens, 2 * size]: gate, then up -> [tokens, size]."""
+        """joined [tokens, 2 * size], gate before up -> [tokens, size]."""
         gate, up = joined.chunk(2, dim=-1)
         return self._activation(gate) * up
 
@@ -41,9 +42,9 @@ class GatedMlp:
     __slots__ = ("down", "gate_up", "gated")
 
     def __init__(self, gate_up: LinearOp, down: LinearOp, gated: Activation) -> None:
-        self.gate_up = gate_up  # the rows of gate, then those of up
+        self.gate_up = gate_up  # the weight's rows are those of gate, then those of up
         self.down = down
-        self.gated = gated  # as `GatedBy`
+        self.gated = gated  # the contract of `GatedActivation`
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [tokens, hidden] -> [tokens, hidden]."""

@@ -1,6 +1,6 @@
-"""The small layers between the products, which a device may make in a way of its own.
+"""The constructors of the layers between matrix products, which a device may replace by its own.
 
-It knows no device. Each way gives the same numbers but for float32's last digits.
+Replacements must give the same numbers up to the rounding of float32.
 """
 
 from __future__ import annotations
@@ -11,27 +11,29 @@ from typing import Protocol
 
 from torch import Tensor
 
-from aserve.gpu.layers.mlp import Activation, GatedBy
+from aserve.gpu.layers.mlp import Activation, GatedActivation
 from aserve.gpu.layers.norm import Norm, RmsNorm, SumAndNorm, add_rms_norm
 
 
 class MakeNorm(Protocol):
-    def __call__(self, weight: Tensor, /, *, eps: float) -> Norm:
-        """As `RmsNorm`."""
+    """Makes a layer with the contract of `RmsNorm`."""
+
+    def __call__(self, weight: Tensor, /, *, eps: float) -> Norm: ...
 
 
 class MakeAddNorm(Protocol):
-    def __call__(self, weight: Tensor, /, *, eps: float, scale: float) -> SumAndNorm:
-        """As `AddNorm` of a `RmsNorm`."""
+    """Makes a layer with the contract of `AddNorm` over an `RmsNorm`."""
+
+    def __call__(self, weight: Tensor, /, *, eps: float, scale: float) -> SumAndNorm: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """Called once for every layer that has one; `gated` gets the activation's name."""
+    """Each constructor is called once per layer. `gated` takes the activation's name."""
 
     norm: MakeNorm = RmsNorm
     add_norm: MakeAddNorm = add_rms_norm
-    gated: Callable[[str], Activation] = GatedBy
+    gated: Callable[[str], Activation] = GatedActivation
 
 
 PLAIN = Elementwise()

@@ -1,8 +1,11 @@
-"""Rotary frequencies: one record for each way to stretch them, and the mathematics of each.
+"""RoPE frequencies: one record per scaling method, and its formula.
 
-It knows no configuration file and no cache. A frequency depends on the record and on the engine's
-max_model_len alone, never on a request: two requests that share a page of KV must have rotated it
-alike. `rotary_dim` is how much of a head turns.
+Without scaling, `f_i = theta ** (-2 i / rotary_dim)` for i in 0 .. rotary_dim / 2 - 1. Each method
+stretches these for contexts longer than `original_len`, the length of pre-training.
+
+NOTE: a frequency depends on the record and the engine's max_model_len only, never on the length of
+a request, because requests that share a page of KV must have rotated its keys alike.
+Source of all methods: transformers, modeling_rope_utils.py
 """
 
 from __future__ import annotations
@@ -16,18 +19,21 @@ from torch import Tensor
 
 
 class DefaultRope(msgspec.Struct, frozen=True):
+    """No scaling."""
+
     theta: float
 
 
 class LinearRope(msgspec.Struct, frozen=True):
-    """All positions are divided by `factor`."""
+    """Position interpolation: `f_i / factor`, which is the same as positions / factor."""
 
     theta: float
     factor: float
 
 
 class DynamicRope(msgspec.Struct, frozen=True):
-    """NTK-aware: theta grows with max_model_len beyond `original_len`."""
+    """NTK-aware scaling. With d = rotary_dim and s = max(max_model_len / original_len, 1):
+    `theta' = theta * (factor * s - (factor - 1)) ** (d / (d - 2))`."""
 
     theta: float
     factor: float
@@ -35,8 +41,10 @@ class DynamicRope(msgspec.Struct, frozen=True):
 
 
 class YarnRope(msgspec.Struct, frozen=True):
-    """Fast frequencies stay, slow ones are divided by `factor`, with a ramp between `beta_fast` and
-    `beta_slow` rotations.
+    """YaRN: `f_i' = f_i / factor * r_i + f_i * (1 - r_i)`.
+
+    The ramp r_i goes from 0, at frequencies that make `beta_fast` rotations within original_len,
+    to 1, at those that make `beta_slow` rotations. Source: https://arxiv.org/abs/2309.00071
     """
 
     theta: float
@@ -49,8 +57,10 @@ class YarnRope(msgspec.Struct, frozen=True):
 
 
 class Llama3Rope(msgspec.Struct, frozen=True):
-    """Long wavelengths are divided by `factor`, short ones stay, with a smooth passage between
-    them.
+    """Llama 3.1: `f_i' = f_i / factor * (1 - k_i) + f_i * k_i`.
+
+    With n_i the rotations of frequency i within original_len,
+    `k_i = clamp((n_i - low_freq_factor) / (high_freq_factor - low_freq_factor), 0, 1)`.
     """
 
     theta: float
@@ -61,7 +71,8 @@ class Llama3Rope(msgspec.Struct, frozen=True):
 
 
 class LongRope(msgspec.Struct, frozen=True):
-    """One divisor for each frequency; the long set if max_model_len exceeds `original_len`."""
+    """LongRoPE: `f_i / divisor_i`. The divisors are long_factor if max_model_len exceeds
+    original_len, else short_factor. Source: https://arxiv.org/abs/2402.13753"""
 
     theta: float
     original_len: int
@@ -76,14 +87,17 @@ Rope: TypeAlias = DefaultRope | LinearRope | DynamicRope | YarnRope | Llama3Rope
 def inverse_frequencies(
     rope: Rope, rotary_dim: int, *, max_model_len: int, dtype: torch.dtype
 ) -> Tensor:
-    """[rotary_dim / 2] radians per position, on the CPU; `dtype` is float32 or float64."""
+    """The frequencies [rotary_dim / 2] in radians per position, on the CPU. `dtype` is float32 or
+    float64; `rotary_dim` is the number of elements of a head that are rotated."""
     match rope:
         case DefaultRope():
-            return _powers(rope.theta, rotary_dim, dtype=dtype)
+            return _base_frequencies(rope.theta, rotary_dim, dtype=dtype)
         case LinearRope():
-            return _powers(rope.theta, rotary_dim, dtype=dtype) / rope.factor
+            return _base_frequencies(rope.theta, rotary_dim, dtype=dtype) / rope.factor
         case DynamicRope():
-            return _powers(_grown_theta(rope, rotary_dim, max_model_len), rotary_dim, dtype=dtype)
+            return _base_frequencies(
+                _ntk_theta(rope, rotary_dim, max_model_len), rotary_dim, dtype=dtype
+            )
         case YarnRope():
             return _yarn(rope, rotary_dim, dtype=dtype)
         case Llama3Rope():
@@ -97,7 +111,7 @@ def inverse_frequencies(
 
 
 def attention_factor(rope: Rope) -> float:
-    """What cosines and sines are multiplied with: the softmax temperature of stretched contexts."""
+    """The factor of cosines and sines, by which YaRN and LongRoPE scale the attention scores."""
     match rope:
         case YarnRope() | LongRope():
             return rope.attention_factor
@@ -111,11 +125,11 @@ def _exponents(rotary_dim: int, *, dtype: torch.dtype) -> Tensor:
     return torch.arange(0, rotary_dim, 2).to(dtype) / rotary_dim
 
 
-def _powers(theta: float, rotary_dim: int, *, dtype: torch.dtype) -> Tensor:
+def _base_frequencies(theta: float, rotary_dim: int, *, dtype: torch.dtype) -> Tensor:
     return 1.0 / theta ** _exponents(rotary_dim, dtype=dtype)
 
 
-def _grown_theta(rope: DynamicRope, rotary_dim: int, max_model_len: int) -> float:
+def _ntk_theta(rope: DynamicRope, rotary_dim: int, max_model_len: int) -> float:
     stretch = max(max_model_len, rope.original_len) / rope.original_len
     growth = rope.factor * stretch - (rope.factor - 1.0)
     return float(rope.theta * growth ** (rotary_dim / (rotary_dim - 2)))
@@ -123,7 +137,7 @@ def _grown_theta(rope: DynamicRope, rotary_dim: int, max_model_len: int) -> floa
 
 def _yarn(rope: YarnRope, rotary_dim: int, *, dtype: torch.dtype) -> Tensor:
     def index_of(num_rotations: float) -> float:
-        """Which frequency turns that often within the original length."""
+        """The (fractional) index i whose frequency makes that many rotations in original_len."""
         wavelength = rope.original_len / (num_rotations * 2 * math.pi)
         return rotary_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
@@ -132,14 +146,14 @@ def _yarn(rope: YarnRope, rotary_dim: int, *, dtype: torch.dtype) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary_dim - 1)
     width = high - low if high != low else 0.001
-    slowed = ((torch.arange(rotary_dim // 2).to(dtype) - low) / width).clamp(0, 1)
-    fast = _powers(rope.theta, rotary_dim, dtype=dtype)
-    return fast / rope.factor * slowed + fast * (1 - slowed)
+    ramp = ((torch.arange(rotary_dim // 2).to(dtype) - low) / width).clamp(0, 1)
+    base = _base_frequencies(rope.theta, rotary_dim, dtype=dtype)
+    return base / rope.factor * ramp + base * (1 - ramp)
 
 
 def _llama3(rope: Llama3Rope, rotary_dim: int, *, dtype: torch.dtype) -> Tensor:
-    fast = _powers(rope.theta, rotary_dim, dtype=dtype)
-    rotations = rope.original_len * fast / (2 * math.pi)
-    kept = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    kept = kept.clamp(0, 1)
-    return fast / rope.factor * (1 - kept) + fast * kept
+    base = _base_frequencies(rope.theta, rotary_dim, dtype=dtype)
+    rotations = rope.original_len * base / (2 * math.pi)
+    keep = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    keep = keep.clamp(0, 1)
+    return base / rope.factor * (1 - keep) + base * keep

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from aserve.errors import BugError
-from aserve.gpu.attention.chunked_prefill import FUSED, choose_chunked_prefill, in_pairs
+from aserve.gpu.attention.chunked_prefill import SDPA_TILES, choose_chunked_prefill, compiled_chunks
 from aserve.gpu.attention.cpu import PagedCpu
 from aserve.gpu.device.cpu.weights import AVX512_BF16, read_isa
 from aserve.gpu.kv.layer_groups import AttentionInputs
@@ -52,17 +52,19 @@ def test_every_kind_of_layer_equals_the_reference(
 
 @pytest.mark.parametrize("page_size", [1, 16, 24])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rows_of_many_queries_may_go_through_torch(shape: str, page_size: int) -> None:
-    many = dataclasses.replace(FUSED, least=3, least_keys=5)
+def test_rows_with_many_queries_may_use_torchs_kernel(shape: str, page_size: int) -> None:
+    prefill = dataclasses.replace(SDPA_TILES, min_queries=3, min_keys=5)
     layout = Layout(layer(), page_size, torch.float32)
-    assert_attends(lambda pools: PagedCpu(pools, many), layout, shape)
+    assert_attends(lambda pools: PagedCpu(pools, prefill), layout, shape)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 24])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rows_of_many_queries_may_go_through_pairs(shape: str, page_size: int) -> None:
+def test_rows_with_many_queries_may_use_the_kernel_of_dot_products(
+    shape: str, page_size: int
+) -> None:
     layout = Layout(layer(head_dim=32), page_size, torch.bfloat16)
-    assert_attends(lambda pools: PagedCpu(pools, in_pairs(1)), layout, shape)
+    assert_attends(lambda pools: PagedCpu(pools, compiled_chunks(1)), layout, shape)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -72,18 +74,21 @@ def test_what_a_layer_hides_stays_hidden_from_many_queries(
     window: int | None, softcap: float | None, num_workers: int
 ) -> None:
     spec = layer(window=window, softcap=softcap, head_dim=32)
-    for dtype, many in ((torch.float32, FUSED), (torch.bfloat16, in_pairs(num_workers))):
+    for dtype, prefill in (
+        (torch.float32, SDPA_TILES),
+        (torch.bfloat16, compiled_chunks(num_workers)),
+    ):
         for shape in ("mixed", "long prompts beside a decode and a chunk"):
             layout = Layout(spec, dtype=dtype)
-            assert_attends(partial(PagedCpu, many=many), layout, shape)
+            assert_attends(partial(PagedCpu, prefill=prefill), layout, shape)
 
 
-def test_rows_of_many_queries_take_the_kernel_that_multiplies_pairs() -> None:
+def test_rows_with_many_queries_use_dot_products_where_the_processor_has_them() -> None:
     """Where the processor has nothing better, and heads have whole vectors."""
     pairs = read_isa().bf16_products == AVX512_BF16
     for head_dim, dtype in ((32, torch.float32), (40, torch.bfloat16), (32, torch.bfloat16)):
         pools = Layout(layer(head_dim=head_dim), dtype=dtype).pools(1)
-        is_fused = choose_chunked_prefill(pools, 1) is FUSED
+        is_fused = choose_chunked_prefill(pools, 1) is SDPA_TILES
         assert is_fused == (not pairs or dtype == torch.float32 or head_dim == 40)
 
 

@@ -24,7 +24,7 @@ from aserve.gpu.attention.base import (
 )
 from aserve.gpu.attention.flashinfer import wrappers
 from aserve.gpu.attention.flashinfer.backend import KIND, FlashInfer, build_flashinfer
-from aserve.gpu.attention.flashinfer.page_indices import KERNELS, ListOps
+from aserve.gpu.attention.flashinfer.page_indices import KERNELS, CsrOps
 from aserve.gpu.attention.flashinfer.wrappers import Queries, queries_of
 from aserve.gpu.attention.reference import TorchReference
 from aserve.gpu.attention.registry import BACKENDS
@@ -163,13 +163,21 @@ def test_decodes_and_other_steps_have_wrappers_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("query_lens", "prefix_lens", "queries"),
     [
-        ([1, 1], [4000, 0], Queries.ONE_EACH),
-        ([8192], [0], Queries.MANY),
-        ([100, 300], [0, 0], Queries.MANY),
-        ([2], [0], Queries.FEW),
-        ([500] + [1] * 255, [0] + [1000] * 255, Queries.FEW),
-        ([8192, 1], [0, 4000], Queries.MANY),  # the decode's tiles are few beside the prompt's
-        ([2000, 1], [0, 130_000], Queries.FEW),  # one row's keys, read for each head in one part
+        ([1, 1], [4000, 0], Queries.DECODE),
+        ([8192], [0], Queries.FULL_TILES),
+        ([100, 300], [0, 0], Queries.FULL_TILES),
+        ([2], [0], Queries.PARTIAL_TILES),
+        ([500] + [1] * 255, [0] + [1000] * 255, Queries.PARTIAL_TILES),
+        (
+            [8192, 1],
+            [0, 4000],
+            Queries.FULL_TILES,
+        ),  # the decode's tiles are few beside the prompt's
+        (
+            [2000, 1],
+            [0, 130_000],
+            Queries.PARTIAL_TILES,
+        ),  # one row's keys, read for each head in one part
     ],
 )
 def test_rows_that_leave_tiles_empty_are_told_from_prompts(
@@ -329,7 +337,7 @@ def test_queries_that_lie_beside_keys_are_read_where_they_are(
 @pytest.mark.parametrize("version", ["0.5.3", "0.2.9.post1"])
 def test_an_older_version_is_unavailable(version: str) -> None:
     layout = Layout(layer())
-    with pytest.raises(AttentionUnavailable, match=rf"is version {version}, and 0.6 is needed"):
+    with pytest.raises(AttentionUnavailable, match=rf"has version {version}, but needs 0.6"):
         build_flashinfer(FakeFlashInfer(__version__=version), site_of(layout, layout.pools(1)))
 
 
@@ -503,7 +511,7 @@ def register(
     monkeypatch: pytest.MonkeyPatch,
     module: FakeFlashInfer,
     *,
-    ops: ListOps = KERNELS,
+    ops: CsrOps = KERNELS,
     capabilities: Capabilities = CAN_CAPTURE,
 ) -> None:
     """As the backend of the CPU."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from aserve.gpu.attention.base import StaticShape
 from aserve.gpu.attention.flashinfer import wrappers
-from aserve.gpu.attention.flashinfer.plan import call_of_planner
+from aserve.gpu.attention.flashinfer.plan import find_planner_call
 from tests.fakes.flashinfer import FakeFlashInfer
 from tests.gpu.attention.backend_parity import HEADS, Layout, layer
 from tests.gpu.attention.test_flashinfer import Replays
@@ -81,7 +81,7 @@ def test_another_release_plans_as_it_likes_and_is_said_to_take_longer(
     before = len(package.plans)
     assert_right(replays)
     assert len(package.plans) == before + len(LENGTHS)
-    assert caplog.text.count("is not to be had in one call") == 1
+    assert caplog.text.count("cannot be replanned in one call") == 1
 
 
 # ---------------------------------------------------------------- a planner's arguments
@@ -100,7 +100,7 @@ class Arrays:
 
     def call(self, plan: Callable[[], object]) -> Callable[[], object] | None:
         fills = (partial(self.numbers.fill_, value) for value in (1, 2))
-        return call_of_planner(self.wrapper, plan, fills)
+        return find_planner_call(self.wrapper, plan, fills)
 
 
 @pytest.mark.parametrize(

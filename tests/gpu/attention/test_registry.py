@@ -131,7 +131,7 @@ def test_a_backend_that_is_named_and_cannot_is_refused_with_value_and_limit(
     register(monkeypatch, narrow=kind(capabilities), wide=kind(Capabilities()))
     with pytest.raises(ConfigError) as caught:
         build_attention("narrow", site(**changes), order=("narrow", "wide"))
-    assert f"narrow does not support {words}. Choose from: auto, wide" in caught.value.message
+    assert f"narrow does not support {words}. Use one of: auto, wide" in caught.value.message
     assert caught.value.param == "attention_backend"
 
 

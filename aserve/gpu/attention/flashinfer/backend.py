@@ -1,9 +1,40 @@
-"""Attention by FlashInfer's paged kernels: the first choice on CUDA.
+"""Attention by FlashInfer's paged kernels, the first choice on CUDA."""
 
-A forward is planned once on the host, from exact lengths: one plan for all layers that are alike.
-Pages are listed on the device when the forward begins. It knows no model. Written: the keys and
-values of the forward's own slots, and its own workspaces.
-"""
+# Theory of operation
+# -------------------
+# FlashInfer splits attention into `plan`, on the host, and `run`, on the device. `plan` reads exact
+# KV lengths on the host, divides the rows among thread blocks, and copies the schedule to the
+# device through a pinned buffer of the wrapper. `run` is one kernel launch per layer and reads the
+# schedule. So one plan serves all layers of a *layer kind*: layers of one group that look the same
+# to a kernel (heads, window, soft cap, scale). Most models have one kind, those that mix sliding
+# windows with full attention have two.
+#
+# An eager forward goes through these steps:
+#
+#   1. `plan` takes the next slot of a ring (plan_buffers.py). The ring has slots for the plans of
+#      one step more than are in flight, and a slot is reused after the event behind its plan, so the pinned memory of a
+#      plan is never overwritten while the device may still read it.
+#   2. plan.py writes indptr, last_page_lens and lengths of each layer group to the slot.
+#   3. Each layer kind's wrapper plans. The wrapper depends on the queries of the forward: decode,
+#      prefill that fills Hopper's tiles, or other prefill (wrappers.py).
+#   4. `bind` computes the page indices on the device (page_indices.py), once per layer group. The
+#      host knows the number of pages, but not the page tables, which this step may change.
+#   5. Each layer stores its keys and values and calls `run`.
+#
+# A captured forward has static plans (static_plans.py). A CUDA graph replays kernels with fixed
+# addresses, so all plans of one shape write to the same device memory, and the page indices have a
+# buffer of fixed size. The capture contains step 4, which reads lengths on the device, and step 5.
+# Before each replay the host only refreshes the plan, that is steps 1 to 3. The package's `plan` is
+# mostly Python around one call of a compiled planner, and this call reads the lengths from the
+# slot's arrays. plan.py finds that call once per wrapper and slot, and a refresh repeats it.
+#
+# Rows that share their first pages may use cascade attention (cascade.py), which reads the shared
+# pages once for all rows. It is not captured, so it is used only where it saves more time than a
+# replay does (`StaticPlans.is_better_eager`).
+#
+# Kernels are compiled when a process first uses them, which may take minutes. `compile_kernels`
+# runs one small forward of each sort at start-up, so that failures show before the backend is
+# chosen, and no request waits for a compiler.
 
 from __future__ import annotations
 
@@ -13,7 +44,6 @@ import subprocess
 from collections.abc import Mapping
 from typing import TypeAlias, cast
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -27,7 +57,7 @@ from aserve.gpu.attention.base import (
     own_plan,
 )
 from aserve.gpu.attention.flashinfer.cascade import GROUP, NO_CASCADE, CascadePlan, Cascades
-from aserve.gpu.attention.flashinfer.page_indices import KERNELS, ListOps, PageList
+from aserve.gpu.attention.flashinfer.page_indices import KERNELS, CsrOps, PageIndices
 from aserve.gpu.attention.flashinfer.plan import FlashPlan, write_arrays
 from aserve.gpu.attention.flashinfer.plan_buffers import PlanSlots
 from aserve.gpu.attention.flashinfer.static_plans import FlashStaticPlans, StaticPlan
@@ -35,7 +65,7 @@ from aserve.gpu.attention.flashinfer.wrappers import (
     FP8,
     HOPPER_TILE,
     FlashInferPackage,
-    Problem,
+    LayerKind,
     Queries,
     Wrapper,
     Wrappers,
@@ -47,25 +77,23 @@ from aserve.gpu.models.base import Attend
 from aserve.gpu.step.forward_batch import DeviceBatch, ForwardBatch
 from aserve.messages.base import ArrayI32
 
-# Of a compiler, of what it links, and of a release that names its arguments otherwise.
+# A failing compiler or linker, or a release of the package whose arguments have other names.
 BUILD_ERRORS = (
     *(RuntimeError, OSError, ValueError, subprocess.SubprocessError),
     *(ImportError, AttributeError, TypeError, AssertionError),
 )
 
-Key: TypeAlias = tuple[Problem, Queries]  # of a wrapper
-Slots: TypeAlias = PlanSlots[Key, Wrapper]
+WrapperKey: TypeAlias = tuple[LayerKind, Queries]
+Slots: TypeAlias = PlanSlots[WrapperKey, Wrapper]
 
 
 class FlashInfer:
-    """Written by plan: workspaces, in turn."""
-
     __slots__ = (
         "_cascades",
+        "_kind_of",
         "_kinds",
         "_ops",
         "_pages",
-        "_problems",
         "_site",
         "_slots",
         "_wrappers",
@@ -77,15 +105,13 @@ class FlashInfer:
         package: FlashInferPackage,
         site: AttentionSite,
         *,
-        ops: ListOps = KERNELS,
+        ops: CsrOps = KERNELS,
     ) -> None:
         pools = site.pools
         self._site = site
         self._ops = ops
-        self._problems = {
-            layer.index: Problem(
-                pools.layers[layer.index].group, msgspec.structs.replace(layer, index=0)
-            )
+        self._kind_of = {
+            layer.index: LayerKind.of(pools.layers[layer.index].group, layer)
             for layer in site.layers
         }
         self._pages = {
@@ -93,7 +119,7 @@ class FlashInfer:
             for index, kv in pools.layers.items()
         }
         self._wrappers = Wrappers(package, site)
-        self._kinds = tuple(dict.fromkeys(self._problems.values()))
+        self._kinds = tuple(dict.fromkeys(self._kind_of.values()))
         self._cascades = Cascades(self._wrappers, site, self._kinds)
         self._slots = Slots(site.device, site.num_plans)
         self.static_plans = FlashStaticPlans(
@@ -112,57 +138,57 @@ class FlashInfer:
     def _plan(self, batch: ForwardBatch, lens: ArrayI32, cascade: CascadePlan) -> FlashPlan:
         slot = self._slots.take()
         queries = queries_of(batch.query_lens_cpu, lens)
-        problems = [kind for kind in self._kinds if kind not in cascade.wrappers]
+        kinds = [kind for kind in self._kinds if kind not in cascade.wrappers]
         host = write_arrays(
-            slot, self._site, lens=lens, query_lens=batch.query_lens_cpu, problems=problems
+            slot, self._site, lens=lens, query_lens=batch.query_lens_cpu, kinds=kinds
         )
-        lists: dict[int, PageList] = {}
-        for group, own in host.items():
-            num_pages, where = int(own.starts[-1]), self._site.pools.device
-            pages = torch.empty(num_pages, dtype=torch.int32, device=where)
-            lists[group] = PageList.new(batch.num_rows, pages)
-        wrappers: dict[Problem, Wrapper] = {}
-        for problem in problems:
-            wrapper = slot.wrappers.get((problem, queries))
+        pages: dict[int, PageIndices] = {}
+        for group, arrays in host.items():
+            num_pages, where = int(arrays.indptr[-1]), self._site.pools.device
+            indices = torch.empty(num_pages, dtype=torch.int32, device=where)
+            pages[group] = PageIndices.empty(batch.num_rows, indices)
+        wrappers: dict[LayerKind, Wrapper] = {}
+        for kind in kinds:
+            wrapper = slot.wrappers.get((kind, queries))
             if wrapper is None:
-                wrapper = self._wrappers.make(problem, queries)
-                slot.wrappers[problem, queries] = wrapper
-            arrays, pages = host[problem.group], lists[problem.group].pages
-            is_decode = queries is Queries.ONE_EACH
-            self._wrappers.plan(wrapper, problem, arrays, pages=pages, is_decode=is_decode)
-            wrappers[problem] = wrapper
+                wrapper = self._wrappers.make(kind, queries)
+                slot.wrappers[kind, queries] = wrapper
+            arrays, indices = host[kind.group], pages[kind.group].indices
+            is_decode = queries is Queries.DECODE
+            self._wrappers.plan(wrapper, kind, arrays, indices=indices, is_decode=is_decode)
+            wrappers[kind] = wrapper
         slot.close()
-        return FlashPlan(lists, wrappers, cascade)
+        return FlashPlan(pages, wrappers, cascade)
 
     def bind(self, batch: ForwardBatch, plan: object) -> Attend:
-        found = own_plan(batch, plan.value if isinstance(plan, StaticPlan) else plan, FlashPlan)
-        self._list_pages(batch, found.lists)
-        found.cascade.list_pages(batch, self._site.pools.page_tables[GROUP], self._ops.gather)
-        wrappers, cascades = found.wrappers, found.cascade.wrappers
+        own = own_plan(batch, plan.value if isinstance(plan, StaticPlan) else plan, FlashPlan)
+        self._write_indices(batch, own.pages)
+        own.cascade.write_indices(batch, self._site.pools.page_tables[GROUP], self._ops.indices)
+        wrappers, cascades = own.wrappers, own.cascade.wrappers
 
         def attend(layer: LayerSpec, inputs: AttentionInputs) -> Tensor:
             kv = self._site.pools.layers[layer.index]
             q = kv.rope_and_store_kv(layer, inputs, batch.slots[kv.group])
-            problem, pages = self._problems[layer.index], self._pages[layer.index]
-            if problem in cascades:
-                return cascades[problem].run(q.contiguous(), pages)
+            kind, pages = self._kind_of[layer.index], self._pages[layer.index]
+            if kind in cascades:
+                return cascades[kind].run(q.contiguous(), pages)
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             if not len(q):
                 return out
             k_scale, v_scale = kv.scales
             scales = {} if kv.scales == (1.0, 1.0) else {"k_scale": k_scale, "v_scale": v_scale}
-            lines = q if q.stride(2) == 1 else q.contiguous()
-            return wrappers[problem].run(lines, pages, out=out, **scales)
+            q = q if q.stride(2) == 1 else q.contiguous()
+            return wrappers[kind].run(q, pages, out=out, **scales)
 
         return attend
 
-    def try_out(self) -> None:
-        """A prefill that fills tiles and one that does not, a decode and one in two levels of the
-        padding row, through one layer of each kind: compiles what is not compiled yet, which takes
-        minutes."""
+    def compile_kernels(self) -> None:
+        """Compiles all kernels, which may take minutes, by running them on the padding row: for one
+        layer of each kind a prefill that fills Hopper tiles, one that does not, a decode, and a
+        decode with cascade attention."""
         where = self._site.pools.device
         longest = self._site.pools.page_tables[0].shape[1] * self._site.pools.page_size
-        of_kind = {self._problems[layer.index]: layer for layer in self._site.layers}
+        layer_of_kind = {self._kind_of[layer.index]: layer for layer in self._site.layers}
         for query_len, num_shared in ((min(HOPPER_TILE, longest), 0), (2, 0), (1, 0), (1, 1)):
             padding = _padding(query_len, where, kv_len=num_shared * self._site.pools.page_size)
             padding = dataclasses.replace(padding, shared_pages=num_shared)
@@ -170,15 +196,15 @@ class FlashInfer:
             lens = padding.len_bounds_cpu
             cascade = self._cascades.plan(batch, lens) if num_shared else NO_CASCADE
             attend = self.bind(batch, self._plan(batch, lens, cascade))
-            for layer in of_kind.values():
-                shape = (query_len, layer.num_heads + 2 * layer.num_kv_heads, layer.head_dim)
+            for layer in layer_of_kind.values():
+                shape = (query_len, layer.num_heads + layer.num_stored_heads, layer.head_dim)
                 heads = torch.zeros(shape, dtype=self._site.dtype, device=where)
                 attend(layer, AttentionInputs(heads))
         self._site.device.mark().synchronize()
 
-    def _list_pages(self, batch: ForwardBatch, lists: Mapping[int, PageList]) -> None:
+    def _write_indices(self, batch: ForwardBatch, pages: Mapping[int, PageIndices]) -> None:
         pools, windows = self._site.pools, self._site.windows
-        for group, own in lists.items():
+        for group, own in pages.items():
             table, window = pools.page_tables[group], windows[group]
             own.write(batch, table, self._ops, window=window, page_size=pools.page_size)
 
@@ -189,7 +215,7 @@ def _by_page(pool: Tensor, page_size: int) -> Tensor:
 
 
 def _padding(query_len: int, where: torch.device, *, kv_len: int) -> DeviceBatch:
-    """Tokens of row 0, which has no pages and is nobody's, behind `kv_len` others."""
+    """query_len tokens of the padding row, behind kv_len earlier ones."""
     zeros = torch.zeros(query_len, dtype=torch.int64, device=where)
     query_lens_cpu = np.array([query_len], np.int32)
     return DeviceBatch(
@@ -207,14 +233,14 @@ def _padding(query_len: int, where: torch.device, *, kv_len: int) -> DeviceBatch
 
 
 def build_flashinfer(
-    package: FlashInferPackage, site: AttentionSite, *, ops: ListOps = KERNELS
+    package: FlashInferPackage, site: AttentionSite, *, ops: CsrOps = KERNELS
 ) -> FlashInfer:
-    """Raises AttentionUnavailable where its kernels cannot be compiled or run."""
+    """Raises AttentionUnavailable if the kernels cannot be compiled or run."""
     check_version(package)
     try:
         with site.device.stream():
             backend = FlashInfer(package, site, ops=ops)
-            backend.try_out()
+            backend.compile_kernels()
     except BUILD_ERRORS as error:
         raise AttentionUnavailable(f"cannot be compiled or run: {_first_line(error)}") from error
     return backend

@@ -1,9 +1,9 @@
-"""How many pages each row of a forward reads, as one list in which a row's stand behind those of
-the row before: the form that kernels without a page table want. On the host for their plans, and on
-the device for themselves.
+"""The page indices of a forward's rows in FlashInfer's CSR form: indptr, indices, last_page_len.
 
-It knows no kernel that attends. Pages that no query of a row sees any more are left out: behind a
-window the table may still name pages that have other owners now.
+Row r has the pages `indices[indptr[r] : indptr[r + 1]]`, one or more, and its last page holds
+`last_page_lens[r]` tokens. The host computes indptr and last_page_lens for FlashInfer's plans, and
+the device computes all three for its kernels. Pages before the window of all of a row's queries are
+left out, because the page table may still name pages there that were given to another row.
 """
 
 from __future__ import annotations
@@ -21,69 +21,68 @@ from aserve_kernels.kv_indptr import KvIndptr, kv_indptr
 
 
 @dataclass(frozen=True, slots=True)
-class PageLists:
-    """Host arrays, int32. Row r has the pages starts[r] up to starts[r + 1] of the list, one or
-    more, and of the last one last_lens[r] tokens; lens[r] in all of them."""
+class PageIndptr:
+    """The CSR form on the host, without the indices. All arrays are int32."""
 
-    starts: ArrayI32  # [rows + 1]
-    last_lens: ArrayI32  # [rows], from 1 to the page size
-    lens: ArrayI32  # [rows]
+    indptr: ArrayI32  # [rows + 1]
+    last_page_lens: ArrayI32  # [rows], from 1 to the page size
+    lens: ArrayI32  # [rows], tokens in all listed pages of a row
 
 
-def list_pages(
+def page_indptr(
     lens: ArrayI32, query_lens: ArrayI32, *, window: int | None, page_size: int
-) -> PageLists:
-    """lens [rows], exact, with this forward's tokens; spans [rows] of them are queries."""
+) -> PageIndptr:
+    """lens [rows]: exact KV lengths with this forward's query_lens [rows] tokens."""
     counts = -(-lens // page_size)
     if window is not None:
         counts -= np.maximum(lens - query_lens - window + 1, 0) // page_size
-    starts = np.zeros(len(lens) + 1, np.int32)
-    np.cumsum(counts, out=starts[1:])
-    last_lens = (lens - 1) % page_size + 1
-    return PageLists(starts, last_lens, (counts - 1) * page_size + last_lens)
+    indptr = np.zeros(len(lens) + 1, np.int32)
+    np.cumsum(counts, out=indptr[1:])
+    last_page_lens = (lens - 1) % page_size + 1
+    return PageIndptr(indptr, last_page_lens, (counts - 1) * page_size + last_page_lens)
 
 
 @dataclass(frozen=True, slots=True)
-class ListOps:
-    """How lists are written on the device."""
+class CsrOps:
+    """The kernels that compute the CSR form on the device."""
 
-    starts: Callable[..., None] = kv_indptr
-    gather: Callable[..., None] = kv_indices
+    indptr: Callable[..., None] = kv_indptr
+    indices: Callable[..., None] = kv_indices
 
 
-KERNELS = ListOps()
+KERNELS = CsrOps()
 
 
 @dataclass(frozen=True, slots=True)
-class PageList:
-    """The same on the device, int32, with the pages."""
+class PageIndices:
+    """The CSR form on the device, int32."""
 
-    indices: KvIndptr
-    pages: Tensor  # [indices.indptr[rows] or more]
+    csr: KvIndptr
+    indices: Tensor  # [csr.indptr[rows] or more]
 
     @classmethod
-    def new(cls, num_rows: int, pages: Tensor) -> PageList:
-        """Nothing is in it yet."""
+    def empty(cls, num_rows: int, indices: Tensor) -> PageIndices:
+        """Allocates indptr and last_page_lens beside `indices`, all still to be written."""
         sizes = (num_rows, num_rows + 1, num_rows)
-        return cls(KvIndptr(*(pages.new_empty(size) for size in sizes)), pages)
+        return cls(KvIndptr(*(indices.new_empty(size) for size in sizes)), indices)
 
     def write(
         self,
         batch: ForwardBatch,
-        table: Tensor,
-        ops: ListOps,
+        page_table: Tensor,
+        ops: CsrOps,
         *,
         window: int | None,
         page_size: int,
     ) -> None:
-        """Of the batch's rows, from lengths that are on the device: so it may be captured."""
-        ops.starts(
-            batch.lens, batch.cu_query_lens, window=window, page_size=page_size, out=self.indices
+        """Computes the form from lengths on the device, so this can be captured in a graph."""
+        ops.indptr(
+            batch.lens, batch.cu_query_lens, window=window, page_size=page_size, out=self.csr
         )
-        ops.gather(
-            table,
+        ops.indices(
+            page_table,
             batch.rows,
-            first_columns=self.indices.first_columns,
-            indptr=self.indices.indptr,
-            out=self.pages,
+            first_columns=self.csr.first_columns,
+            indptr=self.csr.indptr,
+            out=self.indices,
         )

@@ -1,6 +1,5 @@
-"""What FlashInfer is told of one forward, and the arrays of the host that its plans are made from.
-
-It knows no wrapper's making, and keeps nothing.
+"""The plan of one forward, the host arrays that FlashInfer's planner reads, and the search for the
+planner's single call, which replans a captured forward.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from torch import Tensor
 
 from aserve.gpu.attention.base import AttentionSite
 from aserve.gpu.attention.flashinfer.cascade import NO_CASCADE, CascadePlan
-from aserve.gpu.attention.flashinfer.page_indices import PageList, list_pages
+from aserve.gpu.attention.flashinfer.page_indices import PageIndices, page_indptr
 from aserve.gpu.attention.flashinfer.plan_buffers import PlanSlot
-from aserve.gpu.attention.flashinfer.wrappers import Arrays, Problem, Wrapper
+from aserve.gpu.attention.flashinfer.wrappers import LayerKind, PlanArrays, Wrapper
 from aserve.messages.base import ArrayI32
 
 Key = TypeVar("Key")
@@ -27,9 +26,11 @@ Planner = TypeVar("Planner")
 
 @dataclass(frozen=True, slots=True)
 class FlashPlan:
-    lists: Mapping[int, PageList]  # by layer group, written when the forward begins
-    wrappers: Mapping[Problem, Wrapper]
-    cascade: CascadePlan = NO_CASCADE  # of the layers that have no wrapper
+    """What `bind` needs of one forward. Layers whose kind has no wrapper use cascade attention."""
+
+    pages: Mapping[int, PageIndices]  # by layer group, written when the forward begins
+    wrappers: Mapping[LayerKind, Wrapper]
+    cascade: CascadePlan = NO_CASCADE
 
 
 def write_arrays(
@@ -38,31 +39,33 @@ def write_arrays(
     *,
     lens: ArrayI32,
     query_lens: ArrayI32,
-    problems: Iterable[Problem],
-) -> dict[int, Arrays]:
-    """lens, spans [rows]: KV lengths with this forward's tokens, and how many those are -> in the
-    slot's memory, by layer group that the problems are of."""
+    kinds: Iterable[LayerKind],
+) -> dict[int, PlanArrays]:
+    """Writes the planner's arrays to the slot's pinned memory; returns them by layer group.
+
+    lens [rows]: KV lengths with this forward's query_lens [rows] tokens.
+    """
     page_size = site.pools.page_size
     cu_query_lens = np.zeros(len(query_lens) + 1, np.int32)
     np.cumsum(query_lens, out=cu_query_lens[1:])
-    listed = {
-        group: list_pages(lens, query_lens, window=site.windows[group], page_size=page_size)
-        for group in {problem.group for problem in problems}
+    csr_by_group = {
+        group: page_indptr(lens, query_lens, window=site.windows[group], page_size=page_size)
+        for group in {kind.group for kind in kinds}
     }
     named = {"cu_query_lens": cu_query_lens}
-    for group, own in listed.items():
-        named[f"starts{group}"] = own.starts
-        named[f"last_lens{group}"] = own.last_lens
-        named[f"lens{group}"] = own.lens
+    for group, csr in csr_by_group.items():
+        named[f"indptr{group}"] = csr.indptr
+        named[f"last_page_lens{group}"] = csr.last_page_lens
+        named[f"lens{group}"] = csr.lens
     host = slot.write(named)
     return {
-        group: Arrays(
+        group: PlanArrays(
             host["cu_query_lens"],
-            host[f"starts{group}"],
-            host[f"last_lens{group}"],
+            host[f"indptr{group}"],
+            host[f"last_page_lens{group}"],
             host[f"lens{group}"],
         )
-        for group in listed
+        for group in csr_by_group
     }
 
 
@@ -70,50 +73,56 @@ Replan: TypeAlias = Callable[[], object]
 
 
 class _Planner(Protocol):
-    """What was compiled for wrappers that are alike; they share it."""
+    """The compiled module that wrappers with equal parameters share."""
 
     plan: Callable[..., object]
 
 
 class _Planned(Protocol):
-    """A wrapper that has planned."""
+    """A wrapper after its first plan."""
 
     _cached_module: _Planner
 
 
-def call_of_planner(
+def find_planner_call(
     wrapper: object, plan: Replan, fills: Iterable[Callable[[], object]]
 ) -> Replan | None:
-    """The compiled planner's call in `plan`, by which `wrapper` plans from arrays of the host. Each
-    of `fills` puts other numbers there. None where that call takes anything else that depends on
-    them, or where there is none.
+    """Finds the one call of the compiled planner in `plan` that does all the work, so that it can
+    be repeated without the Python around it. Returns None if there is no such call.
 
-    WHY not by its arguments' names: they are the package's own, and releases add to them. So they
-    are noted, and are the right ones if they stay the same while the numbers do not: then it is the
-    arrays themselves in which the planner finds what is there when it is called.
+    `plan` runs once per entry of `fills`, each of which writes other numbers to the wrapper's host
+    arrays, and the planner's arguments are recorded. The call can be repeated if its arguments are
+    the same every time, because then it reads the numbers from the arrays when it is called.
+
+    WHY: building the call from its parameters' names would break with each release of the package
+    that adds parameters.
     """
     plan()
-    noted: list[partial[object]] = []
+    recorded: list[partial[object]] = []
     try:
         planner = cast(_Planned, wrapper)._cached_module
         for fill in fills:
             fill()
-            noted += _noted(planner, plan)
+            recorded += _recorded_calls(planner, plan)
     except (AttributeError, TypeError):
         return None
-    return noted[0] if noted and all(_are_alike(noted[0], call) for call in noted) else None
+    return (
+        recorded[0]
+        if recorded and all(_are_alike(recorded[0], call) for call in recorded)
+        else None
+    )
 
 
-def _noted(planner: _Planner, plan: Replan) -> list[partial[object]]:
-    """The calls of its planner, each to be made again."""
+def _recorded_calls(planner: _Planner, plan: Replan) -> list[partial[object]]:
+    """Runs `plan` and returns the calls that it made of the planner, ready to be repeated."""
     calls: list[partial[object]] = []
     real = planner.plan
 
-    def noting(*args: object, **named: object) -> object:
+    def recording(*args: object, **named: object) -> object:
         calls.append(partial(real, *args, **named))
         return calls[-1]()
 
-    planner.plan = noting
+    planner.plan = recording
     try:
         plan()
     finally:
@@ -129,7 +138,7 @@ def _are_alike(first: partial[object], second: partial[object]) -> bool:
 
 
 def _is_same(first: object, second: object) -> bool:
-    """NOTE: no values of the device's are compared: the host would wait for them."""
+    """NOTE: values on the device are not compared, because the host would wait for them."""
     if not isinstance(first, Tensor) or not isinstance(second, Tensor):
         return type(first) is type(second) and first == second
     if first is second:

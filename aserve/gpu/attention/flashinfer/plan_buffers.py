@@ -1,7 +1,7 @@
-"""Host memory of plans, and wrappers that have some of their own, in turn: the device reads later
-what a plan left there, so it is written again only after the plan's event.
+"""Pinned memory and wrappers for plans, used in rotation.
 
-It knows no kernel. Written by who plans, on the executor's thread.
+The device reads a plan's pinned memory after the planner has returned, so a slot is used again only
+after the event that was recorded behind its plan. Slots are written on the executor's thread.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ Wrapper = TypeVar("Wrapper")
 
 
 class PlanSlot(Generic[Key, Wrapper]):
-    """`wrappers` are kept by what they are for."""
+    """Pinned memory for one plan's arrays, and wrappers, which have pinned memory of their own."""
 
-    __slots__ = ("_device", "_done", "_memory", "_places", "_views", "wrappers")
+    __slots__ = ("_device", "_done", "_indices", "_memory", "_views", "wrappers")
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._done: Event | None = None
         self._memory = PinnedSlot(device.host_buffer(0))
-        self._places: dict[str, slice] = {}
+        self._indices: dict[str, slice] = {}
         self._views: dict[str, Tensor] = {}
         self.wrappers: dict[Key, Wrapper] = {}
 
     def write(self, arrays: Mapping[str, ArrayI32]) -> dict[str, Tensor]:
-        """The arrays where the device copies from without blocking. As long as they keep their
-        lengths, these are the very tensors of the time before.
+        """Copies the arrays to pinned memory, from which the device copies without blocking. The
+        returned tensors are the same objects as long as names and lengths stay the same.
         """
         packed = HostArrays()
         for name, array in arrays.items():
             packed.add(name, array)
         if len(self._memory.words) < packed.num_words:
             self._memory = PinnedSlot(self._device.host_buffer(2 * packed.num_words))
-            self._places = {}
+            self._indices = {}
         indices = packed.write(self._memory.words)
-        if indices != self._places:
+        if indices != self._indices:
             words = self._memory.prefix(packed.num_words)
-            self._places = indices
+            self._indices = indices
             self._views = {name: words[place] for name, place in indices.items()}
         return self._views
 
     def close(self) -> None:
-        """All copies of the plan were asked for."""
+        """Records the event behind all copies of the plan."""
         self._done = self._device.mark()
 
     def finish(self) -> None:
-        """Waits until the device has read all of it."""
+        """Waits until the device has read the whole slot."""
         self.close()
         self.wait()
 
@@ -66,8 +66,8 @@ class PlanSlot(Generic[Key, Wrapper]):
 
 
 class PlanSlots(Generic[Key, Wrapper]):
-    """One slot for each plan of the steps in flight and of one step more, so that `take` finds its
-    event done."""
+    """A ring of slots: one for each plan of the steps in flight and of one step more, so that `take`
+    does not have to wait."""
 
     __slots__ = ("_next", "_slots")
 

@@ -1,7 +1,9 @@
-"""FlashInfer's plans of captured forwards: `StaticPlans`.
+"""`StaticPlans` for FlashInfer: the plans of captured forwards, refreshed before each replay.
 
-Before each replay the host plans anew, in one call where the package lets us. It knows no forward
-that runs eagerly. Written by make and refresh: workspaces, in turn.
+The kernels of a captured forward read the addresses of one plan. So all wrappers of a shape share
+their device memory, and `refresh` runs the planner again on new lengths, which writes that memory
+on the stream before the replay. A refresh is one call of the compiled planner where plan.py finds
+it, otherwise the package's whole `plan`.
 """
 
 from __future__ import annotations
@@ -19,36 +21,38 @@ from torch import Tensor
 from aserve.errors import BugError
 from aserve.gpu.attention.base import AttentionSite, StaticShape
 from aserve.gpu.attention.flashinfer.cascade import Cascades
-from aserve.gpu.attention.flashinfer.page_indices import PageList
-from aserve.gpu.attention.flashinfer.plan import FlashPlan, Replan, call_of_planner, write_arrays
+from aserve.gpu.attention.flashinfer.page_indices import PageIndices
+from aserve.gpu.attention.flashinfer.plan import FlashPlan, Replan, find_planner_call, write_arrays
 from aserve.gpu.attention.flashinfer.plan_buffers import PlanSlot, PlanSlots
-from aserve.gpu.attention.flashinfer.wrappers import Arrays, Problem, Wrapper, Wrappers
+from aserve.gpu.attention.flashinfer.wrappers import LayerKind, PlanArrays, Wrapper, Wrappers
 from aserve.messages.base import ArrayI32
 
 logger = logging.getLogger(__name__)
 
-Slot: TypeAlias = PlanSlot[Problem, Replan]
+Slot: TypeAlias = PlanSlot[LayerKind, Replan]
 
 
 @dataclass(frozen=True, slots=True)
 class StaticPlan:
-    """Of captured forwards of one shape. The wrappers of all slots share what is on the device, so
-    that each plans for those in `value`, whose kernels are captured."""
+    """The plan of captured forwards of one shape. The wrappers of all slots share device memory
+    with those of `value`, whose kernels are captured, so a replan by any slot takes effect there.
+    """
 
     query_lens: ArrayI32
-    slots: PlanSlots[Problem, Replan]  # whose calls plan for the numbers that were written there
+    slots: PlanSlots[LayerKind, Replan]  # each call plans from the arrays in its slot
     value: FlashPlan
 
 
 class FlashStaticPlans:
-    """Of layers of these `kinds`; `cascades` say when two levels are better."""
+    """Makes and refreshes one StaticPlan per shape. `cascades` says when a step should run eagerly
+    with cascade attention instead."""
 
     __slots__ = (
         "_cascades",
         "_has_warned",
+        "_index_buffers",
         "_kinds",
         "_made",
-        "_rooms",
         "_site",
         "_wrappers",
     )
@@ -57,7 +61,7 @@ class FlashStaticPlans:
         self,
         wrappers: Wrappers,
         site: AttentionSite,
-        kinds: tuple[Problem, ...],
+        kinds: tuple[LayerKind, ...],
         *,
         cascades: Cascades,
     ) -> None:
@@ -66,7 +70,7 @@ class FlashStaticPlans:
         self._kinds = kinds
         self._cascades = cascades
         self._made: dict[StaticShape, StaticPlan] = {}
-        self._rooms: dict[int, Tensor] = {}  # by layer group
+        self._index_buffers: dict[int, Tensor] = {}  # by layer group
         self._has_warned = False
 
     def is_better_eager(self, num_rows: int, shared_pages: int) -> bool:
@@ -91,28 +95,29 @@ class FlashStaticPlans:
     def _make(self, shape: StaticShape) -> StaticPlan:
         site = self._site
         max_pages = shape.num_rows * -(-shape.max_len // site.pools.page_size)
-        groups = {problem.group for problem in self._kinds}
-        lists = {
-            group: PageList.new(shape.num_rows, self._room(group, max_pages)) for group in groups
+        groups = {kind.group for kind in self._kinds}
+        pages = {
+            group: PageIndices.empty(shape.num_rows, self._index_buffer(group, max_pages))
+            for group in groups
         }
         cu_query_lens = self._ints(shape.num_rows + 1)
-        slots = PlanSlots[Problem, Replan](site.device, site.num_plans)
-        wrappers: dict[Problem, Wrapper] = {}
-        for slot, problem in itertools.product(slots, self._kinds):
-            pages = lists[problem.group]
+        slots = PlanSlots[LayerKind, Replan](site.device, site.num_plans)
+        wrappers: dict[LayerKind, Wrapper] = {}
+        for slot, kind in itertools.product(slots, self._kinds):
             wrapper = self._wrappers.make_static(
-                problem, pages, cu_query_lens=cu_query_lens, is_decode=shape.width == 1
+                kind, pages[kind.group], cu_query_lens=cu_query_lens, is_decode=shape.width == 1
             )
-            slot.wrappers[problem] = self._replan(slot, problem, wrapper, pages=pages, shape=shape)
-            wrappers[problem] = wrapper
-        return StaticPlan(_spans(shape), slots, FlashPlan(lists, wrappers))
+            slot.wrappers[kind] = self._replan(slot, kind, wrapper, shape=shape)
+            wrappers[kind] = wrapper
+        return StaticPlan(_query_lens(shape), slots, FlashPlan(pages, wrappers))
 
-    def _room(self, group: int, num_pages: int) -> Tensor:
-        """For the lists of all captured forwards: each writes its own before it reads it, and they
-        run one after the other. The largest is made first, mostly."""
-        if len(self._rooms.get(group, ())) < num_pages:
-            self._rooms[group] = self._ints(num_pages)
-        return self._rooms[group][:num_pages]
+    def _index_buffer(self, group: int, num_pages: int) -> Tensor:
+        """The page indices of all captured forwards share one buffer per group: each forward writes
+        them before it reads them, and replays run one after the other. Captures start with the
+        largest shape, so the buffer rarely grows."""
+        if len(self._index_buffers.get(group, ())) < num_pages:
+            self._index_buffers[group] = self._ints(num_pages)
+        return self._index_buffers[group][:num_pages]
 
     def _ints(self, num: int) -> Tensor:
         return torch.empty(num, dtype=torch.int32, device=self._site.pools.device)
@@ -120,44 +125,41 @@ class FlashStaticPlans:
     def _replan(
         self,
         slot: Slot,
-        problem: Problem,
+        kind: LayerKind,
         wrapper: Wrapper,
         *,
-        pages: PageList,
         shape: StaticShape,
     ) -> Replan:
-        """Of what is in the slot's arrays then; in one call, if the package lets us."""
-        query_lens, is_decode = _spans(shape), shape.width == 1
+        """A call that plans `wrapper` from the numbers that are in the slot's arrays by then."""
+        query_lens, is_decode = _query_lens(shape), shape.width == 1
 
-        def fill(lens: ArrayI32) -> Arrays:
+        def fill(lens: ArrayI32) -> PlanArrays:
             slot.finish()
-            return self._write(slot, lens, query_lens)[problem.group]
+            return self._write(slot, lens, query_lens)[kind.group]
 
-        # The list is written by the forward itself: there is nothing to copy yet.
+        # The forward itself writes the page indices, so the planner has none to copy.
         plan = partial(
             self._wrappers.plan,
-            *(wrapper, problem, fill(query_lens)),
-            pages=pages.pages[:0],
+            *(wrapper, kind, fill(query_lens)),
+            indices=self._ints(0),
             is_decode=is_decode,
         )
         longest = np.full_like(query_lens, shape.max_len)
-        call = call_of_planner(
+        call = find_planner_call(
             wrapper, plan, [partial(fill, lens) for lens in (query_lens, longest)]
         )
         slot.finish()
         if call is None and is_decode and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "this FlashInfer's plan is not to be had in one call: a replayed step is 7 calls "
-                "or more longer for each window; 0.6.3 and 0.7.2 have it"
+                "this FlashInfer release cannot be replanned in one call, so each replayed step "
+                "makes 7 calls or more in addition per window size; 0.6.3 and 0.7.2 can"
             )
         return call or plan
 
-    def _write(self, slot: Slot, lens: ArrayI32, query_lens: ArrayI32) -> dict[int, Arrays]:
-        return write_arrays(
-            slot, self._site, lens=lens, query_lens=query_lens, problems=self._kinds
-        )
+    def _write(self, slot: Slot, lens: ArrayI32, query_lens: ArrayI32) -> dict[int, PlanArrays]:
+        return write_arrays(slot, self._site, lens=lens, query_lens=query_lens, kinds=self._kinds)
 
 
-def _spans(shape: StaticShape) -> ArrayI32:
+def _query_lens(shape: StaticShape) -> ArrayI32:
     return np.full(shape.num_rows, shape.width, np.int32)

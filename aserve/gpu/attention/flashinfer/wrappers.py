@@ -1,7 +1,7 @@
-"""FlashInfer's wrappers: how they are made, and how one plans for layers that are alike.
+"""FlashInfer's wrapper objects: how they are made, and how one plans for layers of one kind.
 
-It knows no forward. The package has no types where it is not installed; what is used of it is here.
-Source: https://docs.flashinfer.ai, as of 0.6.
+The package has no types where it is not installed, so this file declares the part of it that is
+used. Source: https://docs.flashinfer.ai, as of 0.6.
 """
 
 from __future__ import annotations
@@ -12,54 +12,57 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, cast
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from aserve.gpu.attention.base import AttentionSite, AttentionUnavailable
-from aserve.gpu.attention.flashinfer.page_indices import PageList
+from aserve.gpu.attention.flashinfer.page_indices import PageIndices
 from aserve.gpu.kv.layer_groups import LayerSpec
 from aserve.messages.base import ArrayI32
 
-LEAST_VERSION = (0, 6)
+MIN_VERSION = (0, 6)
 LAYOUT = "NHD"  # [pages, page_size, kv_heads, head_dim], as our pools are
-# For parts of rows that are computed apart. Of a prefill: query heads per KV head * thread blocks
-# at once (two on each of 132 multiprocessors) * tile of 128 queries * head_dim * 4 bytes; enough
-# for 8 query heads of 256 or 16 of 128.
+# Workspace for partial results of rows that are split among thread blocks. A prefill takes query
+# heads per KV head * concurrent thread blocks (two on each of 132 multiprocessors) * tile of 128
+# queries * head_dim * 4 bytes; this is enough for 8 query heads of 256 or 16 of 128.
 FLOAT_BYTES = 384 << 20
-# A few numbers for each row or thread block; a wrapper takes 8 MiB by itself.
+# The planner writes a few numbers per row and thread block; a wrapper's own default is 8 MiB.
 STATIC_INT_BYTES = 1 << 20
 FP8 = torch.float8_e4m3fn
-# So many query heads of one KV head fill the tiles of matrix instructions; below it plain
-# instructions read keys and values as fast, and are planned in less time.
+# From so many query heads per KV head on, decode uses tensor cores. Below it, the kernel without
+# them reads KV as fast and is planned in less time.
 MIN_TENSOR_CORE_HEADS = 4
-# Its kernels for every GPU take the query heads of a KV head together, in tiles as small as rows
-# are short on average, and cut long rows into parts. Those for Hopper, which are faster where their
-# tiles are full, have tiles of so many queries of one head, and cut no row: a decode would read its
-# keys once for each head, by one processor, and multiply them with a tile of nothing.
+# The "fa2" kernels, for every GPU, stack the query heads of a KV head in one tile, choose the tile
+# size by the average row, and split long rows. The Hopper kernels have tiles of HOPPER_TILE queries
+# of one head and split no row. They are faster if their tiles are full, but a decode row would read
+# its keys once per head, on one multiprocessor, for a tile that is almost empty.
 EVERY_GPU = "fa2"
 HOPPER_TILE = 128
-MOST_PADDING = 2.0  # of the tiles' scores over those that are wanted
+MAX_PADDING = 2.0  # scores computed in Hopper tiles / scores needed
 
 
 class Queries(Enum):
-    ONE_EACH = "decodes"
-    FEW = "rows that leave tiles empty"
-    MANY = "rows that fill tiles"
+    """The three kinds of forwards, which use different kernels."""
+
+    DECODE = "one query per row"
+    PARTIAL_TILES = "rows that leave Hopper tiles mostly empty"
+    FULL_TILES = "rows that fill Hopper tiles"
 
 
 def queries_of(query_lens: ArrayI32, lens: ArrayI32) -> Queries:
-    """int32 [rows] each: how many queries a row has, and its KV length with them."""
-    wanted = query_lens.astype(np.int64) @ lens
+    """query_lens and KV lengths with them, int32 [rows]."""
+    needed = query_lens.astype(np.int64) @ lens
     if query_lens.sum() == len(query_lens):
-        return Queries.ONE_EACH
+        return Queries.DECODE
     tiled = (-(-query_lens // HOPPER_TILE) * HOPPER_TILE).astype(np.int64) @ lens
-    return Queries.MANY if tiled <= MOST_PADDING * wanted else Queries.FEW
+    return Queries.FULL_TILES if tiled <= MAX_PADDING * needed else Queries.PARTIAL_TILES
 
 
 class Wrapper(Protocol):
-    """Plans once for many layers. It has a pinned buffer of its own, which the device reads after
-    `plan` has returned."""
+    """A FlashInfer wrapper. One `plan` serves many `run` calls. It has a pinned buffer of its own,
+    which the device reads after `plan` has returned."""
 
     @property
     def plan(self) -> Callable[..., None]: ...
@@ -72,7 +75,7 @@ class Wrapper(Protocol):
 
 
 class LevelWrapper(Protocol):
-    """A Wrapper that is asked for the sums of its softmax as well: float32 [queries, heads]."""
+    """A Wrapper that also returns the log-sum-exp of the scores, float32 [queries, heads]."""
 
     @property
     def plan(self) -> Callable[..., None]: ...
@@ -82,6 +85,8 @@ class LevelWrapper(Protocol):
 
 
 class FlashInferPackage(Protocol):
+    """The part of the package that is used."""
+
     @property
     def BatchPrefillWithPagedKVCacheWrapper(self) -> Callable[..., Wrapper]: ...
 
@@ -96,43 +101,47 @@ class FlashInferPackage(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """What one plan serves: layers of a group that differ in nothing that a kernel sees."""
+class LayerKind:
+    """Layers of one group that look the same to a kernel, so that one plan serves them all."""
 
     group: int
-    layer: LayerSpec  # any of them, as number 0
+    layer: LayerSpec  # any of them, with index 0
+
+    @classmethod
+    def of(cls, group: int, layer: LayerSpec) -> LayerKind:
+        return cls(group, msgspec.structs.replace(layer, index=0, kv_layer=None))
 
 
 @dataclass(frozen=True, slots=True)
-class Arrays:
-    """Of one layer group, int32, in pinned memory of the host: what a plan is made from. Row r has
-    the queries from query_starts[r] on, and of the list of pages those from starts[r] on, of the
-    last one last_lens[r] tokens, and lens[r] in all of them."""
+class PlanArrays:
+    """The planner's inputs for one layer group, int32 in pinned memory: the CSR form of its pages
+    (page_indices.py) without the indices."""
 
     cu_query_lens: Tensor  # [rows + 1]
-    starts: Tensor  # [rows + 1]
-    last_lens: Tensor  # [rows]
-    lens: Tensor  # [rows]
+    indptr: Tensor  # [rows + 1]
+    last_page_lens: Tensor  # [rows]
+    lens: Tensor  # [rows], tokens in all listed pages
 
 
 @dataclass(frozen=True, slots=True)
 class CascadeWrapper:
-    """Attention to the keys of each level by itself; results are merged by their sums."""
+    """Attends to the keys of each level, and merges the results by their log-sum-exps."""
 
     levels: tuple[LevelWrapper, ...]
     merge: Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
     def run(self, q: Tensor, pages: tuple[Tensor, Tensor]) -> Tensor:
-        """q [queries, heads, head_dim], contiguous; pages: of keys and of values."""
-        out, sums = self.levels[-1].run(q, pages, return_lse=True)
+        """q [queries, heads, head_dim], contiguous; pages: the pools of keys and of values."""
+        out, lse = self.levels[-1].run(q, pages, return_lse=True)
         for level in self.levels[:-1]:
-            self.merge(out, sums, *level.run(q, pages, return_lse=True))
+            self.merge(out, lse, *level.run(q, pages, return_lse=True))
         return out
 
 
 class Wrappers:
-    """Makes them. Those of captured forwards share what they have on the device, problem by
-    problem: plans and replays come in one order, on one stream."""
+    """Makes wrappers. All share one float workspace. Those of captured forwards also share one
+    integer workspace per layer kind, which is safe because plans and replays run in one order on
+    one stream."""
 
     __slots__ = ("_float_workspace", "_int_workspaces", "_package", "_site")
 
@@ -140,15 +149,15 @@ class Wrappers:
         self._package = package
         self._site = site
         self._float_workspace = self._bytes(FLOAT_BYTES)
-        self._int_workspaces: dict[Problem, Tensor] = {}
+        self._int_workspaces: dict[LayerKind, Tensor] = {}
 
-    def make(self, problem: Problem, queries: Queries) -> Wrapper:
-        if queries is not Queries.ONE_EACH:
-            return self._prefill("auto" if queries is Queries.MANY else EVERY_GPU)
+    def make(self, kind: LayerKind, queries: Queries) -> Wrapper:
+        if queries is not Queries.DECODE:
+            return self._prefill("auto" if queries is Queries.FULL_TILES else EVERY_GPU)
         return self._package.BatchDecodeWithPagedKVCacheWrapper(
             self._float_workspace,
             LAYOUT,
-            use_tensor_cores=self._takes_tensor_cores(problem),
+            use_tensor_cores=self._takes_tensor_cores(kind),
             backend=EVERY_GPU,
         )
 
@@ -158,20 +167,21 @@ class Wrappers:
         )
 
     def make_static(
-        self, problem: Problem, pages: PageList, *, cu_query_lens: Tensor, is_decode: bool
+        self, kind: LayerKind, pages: PageIndices, *, cu_query_lens: Tensor, is_decode: bool
     ) -> Wrapper:
-        """Its kernels read `pages` and query_starts int32 [rows + 1], which stay where they are."""
-        indices = pages.indices
+        """A wrapper for captured forwards, whose kernels read `pages` and cu_query_lens, int32
+        [rows + 1], at fixed addresses."""
+        csr = pages.csr
         if is_decode:
             wrapper = self._package.BatchDecodeWithPagedKVCacheWrapper(
                 self._float_workspace,
                 LAYOUT,
                 use_cuda_graph=True,
-                use_tensor_cores=self._takes_tensor_cores(problem),
+                use_tensor_cores=self._takes_tensor_cores(kind),
                 backend=EVERY_GPU,
-                paged_kv_indptr_buffer=indices.indptr,
-                paged_kv_indices_buffer=pages.pages,
-                paged_kv_last_page_len_buffer=indices.last_page_lens,
+                paged_kv_indptr_buffer=csr.indptr,
+                paged_kv_indices_buffer=pages.indices,
+                paged_kv_last_page_len_buffer=csr.last_page_lens,
             )
         else:
             wrapper = self._package.BatchPrefillWithPagedKVCacheWrapper(
@@ -180,28 +190,34 @@ class Wrappers:
                 use_cuda_graph=True,
                 backend=EVERY_GPU,
                 qo_indptr_buf=cu_query_lens,
-                paged_kv_indptr_buf=indices.indptr,
-                paged_kv_indices_buf=pages.pages,
-                paged_kv_last_page_len_buf=indices.last_page_lens,
+                paged_kv_indptr_buf=csr.indptr,
+                paged_kv_indices_buf=pages.indices,
+                paged_kv_last_page_len_buf=csr.last_page_lens,
             )
-        if problem not in self._int_workspaces:
-            self._int_workspaces[problem] = self._bytes(STATIC_INT_BYTES)
-        wrapper.reset_workspace_buffer(self._float_workspace, self._int_workspaces[problem])
+        if kind not in self._int_workspaces:
+            self._int_workspaces[kind] = self._bytes(STATIC_INT_BYTES)
+        wrapper.reset_workspace_buffer(self._float_workspace, self._int_workspaces[kind])
         return wrapper
 
     def plan(
-        self, wrapper: Wrapper, problem: Problem, host: Arrays, *, pages: Tensor, is_decode: bool
+        self,
+        wrapper: Wrapper,
+        kind: LayerKind,
+        host: PlanArrays,
+        *,
+        indices: Tensor,
+        is_decode: bool,
     ) -> None:
-        """`pages`, on the device, may be written later."""
-        paged = (host.starts, pages, host.last_lens)
-        shape, details = self._about(problem)
+        """`indices`, on the device, may be written after this call."""
+        paged = (host.indptr, indices, host.last_page_lens)
+        shape, details = self._layer_arguments(kind)
         if is_decode:
             wrapper.plan(*paged, *shape, seq_lens=host.lens, **details)
         else:
             wrapper.plan(host.cu_query_lens, *paged, *shape, causal=True, **details)
 
     def make_cascade(self, num_levels: int) -> CascadeWrapper:
-        """WHY not the package's own: it lets each level run as it would choose on Hopper."""
+        """WHY: the package's own cascade wrapper would choose Hopper kernels for each level."""
         levels = [self._prefill(EVERY_GPU) for _ in range(num_levels)]
         return CascadeWrapper(
             tuple(cast(LevelWrapper, level) for level in levels), self._package.merge_state_in_place
@@ -210,20 +226,20 @@ class Wrappers:
     def plan_cascade(
         self,
         wrapper: CascadeWrapper,
-        problem: Problem,
-        levels: Sequence[Arrays],
+        kind: LayerKind,
+        levels: Sequence[PlanArrays],
         *,
-        pages: Sequence[Tensor],
+        indices: Sequence[Tensor],
     ) -> None:
-        """Of each level its arrays and `pages`, which may be written later. In the last one a query
-        sees no key behind it, in those before it all."""
-        shape, details = self._about(problem)
-        for of_level, own, listed in zip(wrapper.levels, levels, pages, strict=True):
-            paged = (own.cu_query_lens, own.starts, listed, own.last_lens)
-            of_level.plan(*paged, *shape, causal=own is levels[-1], **details)
+        """Plans each level from its arrays. `indices` may be written after this call. The last
+        level is causal; queries see all keys of the levels before it."""
+        shape, details = self._layer_arguments(kind)
+        for level, own, listed in zip(wrapper.levels, levels, indices, strict=True):
+            paged = (own.cu_query_lens, own.indptr, listed, own.last_page_lens)
+            level.plan(*paged, *shape, causal=own is levels[-1], **details)
 
-    def _about(self, problem: Problem) -> tuple[tuple[int, ...], dict[str, object]]:
-        layer = problem.layer
+    def _layer_arguments(self, kind: LayerKind) -> tuple[tuple[int, ...], dict[str, object]]:
+        layer = kind.layer
         shape = (layer.num_heads, layer.num_kv_heads, layer.head_dim, self._site.pools.page_size)
         return shape, {
             "sm_scale": layer.scale,
@@ -233,8 +249,8 @@ class Wrappers:
             "kv_data_type": self._site.pools.dtype,
         }
 
-    def _takes_tensor_cores(self, problem: Problem) -> bool:
-        heads = problem.layer.num_heads // problem.layer.num_kv_heads
+    def _takes_tensor_cores(self, kind: LayerKind) -> bool:
+        heads = kind.layer.num_heads // kind.layer.num_kv_heads
         return self._site.pools.dtype == FP8 or heads >= MIN_TENSOR_CORE_HEADS
 
     def _bytes(self, size: int) -> Tensor:
@@ -242,7 +258,7 @@ class Wrappers:
 
 
 def check_version(package: FlashInferPackage) -> None:
-    found = tuple(int(part) for part in re.findall(r"\d+", package.__version__)[:2])
-    if found < LEAST_VERSION:
-        least = ".".join(map(str, LEAST_VERSION))
-        raise AttentionUnavailable(f"is version {package.__version__}, and {least} is needed")
+    version = tuple(int(part) for part in re.findall(r"\d+", package.__version__)[:2])
+    if version < MIN_VERSION:
+        minimum = ".".join(map(str, MIN_VERSION))
+        raise AttentionUnavailable(f"has version {package.__version__}, but needs {minimum}")

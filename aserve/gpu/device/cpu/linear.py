@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.layers.linear import Linear, LinearOp, Prepare
-from aserve.gpu.layers.mlp import Activation, GatedBy
+from aserve.gpu.layers.mlp import Activation, GatedActivation
 from aserve.gpu.layers.ops import Elementwise
 
 # PERF: oneDNN packs for an expected number of tokens, and this one serves all of them. Float32
@@ -85,7 +85,7 @@ def per_token(format_: Prepare) -> Prepare:
 
 
 def _gated_per_token(activation: str) -> Activation:
-    return PerToken(GatedBy(activation))
+    return PerToken(GatedActivation(activation))
 
 
 # The elementwise operators of --deterministic. Norms and sums round alike in torch's vector loops
