@@ -1,4 +1,4 @@
-"""An attention backend against the plain one, on whatever shapes a step can have."""
+"""Compares an attention backend with the torch reference on all shapes that a step can have."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.gpu.device_tables import CPU, device_batch
 
 MAX_LEN = 400
 
-# (spans, KV lengths before them)
+# (query lengths, KV lengths before them)
 SHAPES = {
     "no row": ([], []),
     "one token": ([1], [0]),
@@ -51,7 +51,7 @@ class Layout:
     kv_dtype: torch.dtype | None = None  # if it is another
 
     def pools(self, num_rows: int) -> KvPools:
-        """Pages of rows are scattered; what belongs to nobody is NaN."""
+        """Pools whose slots are NaN, except page 0."""
         num_columns = MAX_LEN // self.page_size + 1
         num_pages = num_columns * num_rows + 2
         groups = group_layers((self.layer,))
@@ -93,7 +93,7 @@ def random(generator: torch.Generator, *shape: int) -> Tensor:
 
 
 def fill(pools: KvPools, layout: Layout, batch: DeviceBatch) -> None:
-    """Pages for every row up to its length after the step, with a random history in them."""
+    """Gives every row scattered pages up to its length after the step, with random KV in them."""
     generator = torch.Generator().manual_seed(1)
     kv = pools.layers[0]
     ends = batch.len_bounds_cpu.tolist()
@@ -109,7 +109,7 @@ def fill(pools: KvPools, layout: Layout, batch: DeviceBatch) -> None:
 
 
 def spoil_tails(pools: KvPools, layout: Layout, batch: DeviceBatch) -> None:
-    """What former owners left behind each row's length, in its last page."""
+    """Writes NaN behind each row's length in its last page, as earlier requests may leave it."""
     for row, end in enumerate(batch.len_bounds_cpu.tolist(), start=1):
         used = end % layout.page_size
         if used:
@@ -122,7 +122,7 @@ def spoil_tails(pools: KvPools, layout: Layout, batch: DeviceBatch) -> None:
 def attended(
     backend: AttentionBackend, layout: Layout, batch: ForwardBatch, plan: object = None
 ) -> Tensor:
-    """`plan` is one that was made before, if not for this batch."""
+    """The backend's output for random heads. `plan` replaces a plan made for this batch."""
     generator = torch.Generator().manual_seed(2)
     heads = layout.layer.num_heads + 2 * layout.layer.num_kv_heads
     qkv = random(generator, batch.num_tokens, heads, layout.layer.head_dim).to(layout.dtype)
@@ -135,7 +135,7 @@ def built(name: str, layout: Layout, pools: KvPools) -> AttentionBackend:
 
 
 def assert_parity(name: str, layout: Layout, shape: str) -> None:
-    """The backend of this name; `shape` is a key of SHAPES."""
+    """Compares the named backend with the reference; `shape` is a key of SHAPES."""
 
     def build(pools: KvPools) -> AttentionBackend:
         return built(name, layout, pools)
@@ -150,7 +150,7 @@ def assert_attends(
     *,
     whole_pages: bool = False,
 ) -> None:
-    """As the plain backend does."""
+    """Compares the built backend with the reference."""
     query_lens, kv_lens = SHAPES[shape]
     batch = device_batch(query_lens, kv_lens)
     pools = layout.pools(len(query_lens))

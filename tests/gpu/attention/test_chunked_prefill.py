@@ -1,4 +1,4 @@
-"""Chunks through torch's fused kernel, in tiles, against a softmax written out."""
+"""The prefill kernels of the CPU against an explicit softmax."""
 
 from __future__ import annotations
 

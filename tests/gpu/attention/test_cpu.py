@@ -1,4 +1,4 @@
-"""The CPU's own backend, on whatever shapes a step can have."""
+"""The compiled CPU backend against the reference, on all shapes that a step can have."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_rows_with_many_queries_may_use_the_kernel_of_dot_products(
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 5, 290, 400])
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_what_a_layer_hides_stays_hidden_from_many_queries(
+def test_windows_and_soft_caps_hold_for_rows_with_many_queries(
     window: int | None, softcap: float | None, num_workers: int
 ) -> None:
     spec = layer(window=window, softcap=softcap, head_dim=32)
@@ -84,7 +84,7 @@ def test_what_a_layer_hides_stays_hidden_from_many_queries(
 
 
 def test_rows_with_many_queries_use_dot_products_where_the_processor_has_them() -> None:
-    """Where the processor has nothing better, and heads have whole vectors."""
+    """This holds if the processor has no matrix instructions and heads fill whole vectors."""
     pairs = read_isa().bf16_products == AVX512_BF16
     for head_dim, dtype in ((32, torch.float32), (40, torch.bfloat16), (32, torch.bfloat16)):
         pools = Layout(layer(head_dim=head_dim), dtype=dtype).pools(1)

@@ -1,5 +1,5 @@
-"""The FlashInfer backend over a package that computes from what its plans were given: a wrong array
-of a plan is a wrong result."""
+"""The FlashInfer backend over a fake package, which computes attention from the arrays that its
+plans were given, so that a wrong array gives a wrong result."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def site_of(layout: Layout, pools: KvPools) -> AttentionSite:
 
 
 def exact(pools: KvPools, batch: DeviceBatch) -> ForwardBatch:
-    """As the host knows the lengths of a step without speculation."""
+    """A batch whose exact lengths the host knows, as without speculation."""
     lens = batch.len_bounds_cpu - batch.query_lens_cpu
     return ForwardBatch.init_new(batch, pools, ForwardOverrides(kv_lens_cpu=lens))
 
@@ -132,8 +132,8 @@ def test_kv_in_eight_bits_is_read_with_its_layers_scales(
     assert (plan.q_dtype, plan.kv_dtype) == (torch.float64, torch.float8_e4m3fn)
 
 
-def test_pages_behind_the_window_are_not_even_named() -> None:
-    """They may have other owners now; a kernel that reads them would meet their NaN."""
+def test_pages_before_the_window_are_not_listed() -> None:
+    """Such pages may belong to other rows; a kernel that reads them would read their NaN."""
     layout = Layout(layer(window=5), page_size=4)
     batch = device_batch([1, 2], [30, 17])
     pools = layout.pools(2)
@@ -180,7 +180,7 @@ def test_decodes_and_other_steps_have_wrappers_of_their_own() -> None:
         ),  # one row's keys, read for each head in one part
     ],
 )
-def test_rows_that_leave_tiles_empty_are_told_from_prompts(
+def test_rows_that_leave_tiles_empty_differ_from_prompts(
     query_lens: list[int], prefix_lens: list[int], queries: Queries
 ) -> None:
     own = np.array(query_lens, np.int32)
@@ -188,7 +188,7 @@ def test_rows_that_leave_tiles_empty_are_told_from_prompts(
 
 
 def test_decodes_beside_a_prompt_run_where_heads_share_keys_and_long_rows_are_cut() -> None:
-    """What the package chooses by itself on Hopper does neither."""
+    """The kernels that the package chooses by default on Hopper do neither."""
     layout = Layout(layer())
     pools = layout.pools(2)
     module = FakeFlashInfer()
@@ -228,7 +228,7 @@ def test_layers_that_are_alike_share_a_plan_and_others_have_their_own() -> None:
 
 
 def test_a_plan_in_flight_keeps_its_arrays_while_the_next_is_made() -> None:
-    """The device reads pinned memory late: with two steps in flight both are still to be read."""
+    """The device reads pinned memory late; with two steps in flight it may have read neither."""
     layout = Layout(layer(), page_size=4)
     first, second = device_batch([3, 1], [9, 4]), device_batch([1, 5], [2, 0])
     pools = layout.pools(2)
@@ -273,9 +273,8 @@ def test_a_plan_of_another_backend_is_refused() -> None:
         backend.bind(exact(pools, device_batch([1], [0])), None)
 
 
-def test_it_is_tried_out_before_it_is_taken() -> None:
-    """Kernels are compiled then, on the padding row: two prefills, a decode, and one in two
-    levels."""
+def test_its_kernels_are_compiled_before_it_is_chosen() -> None:
+    """This compiles the kernels, on the padding row: two prefills, a decode, and a cascade."""
     layout = Layout(layer())
     pools = layout.pools(1)
     module = FakeFlashInfer()
@@ -299,7 +298,7 @@ def test_it_is_tried_out_before_it_is_taken() -> None:
     ],
 )
 def test_where_its_kernels_cannot_be_compiled_or_called_it_is_unavailable(error: Exception) -> None:
-    """Another release may call things otherwise: then another backend serves."""
+    """Another release may have other names; then the next backend of the order is used."""
 
     class Broken(FakeFlashInfer):
         def BatchDecodeWithPagedKVCacheWrapper(self, *args: object, **more: object) -> FakeDecode:
@@ -314,7 +313,7 @@ def test_where_its_kernels_cannot_be_compiled_or_called_it_is_unavailable(error:
 def test_queries_that_lie_beside_keys_are_read_where_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A copy in every layer would cost a launch of a dozen."""
+    """A copy would be one more launch per layer, of about a dozen."""
     layout = Layout(layer())
     pools = layout.pools(2)
     read: list[int] = []
@@ -377,7 +376,7 @@ def test_an_engine_with_it_gives_the_plain_engines_tokens(
 def test_speculation_makes_an_engine_take_another_backend(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its lengths are known on the device only; the host would plan from bounds."""
+    """With speculation the host knows only bounds of the lengths, and cannot plan from them."""
     package = FakeFlashInfer()
     capabilities = Capabilities(host_lens=True)
     kinds = {
@@ -452,7 +451,7 @@ def test_forwards_of_one_shape_share_a_plan() -> None:
 def test_an_engine_replays_with_it_planning_each_step_once(
     monkeypatch: pytest.MonkeyPatch, depth: int
 ) -> None:
-    """Decodes are padded and replayed, other steps are eager: one plan for each of two groups."""
+    """Decodes are padded and replayed, other steps run eagerly. Each of two groups has a plan."""
     package = FakeFlashInfer()
     register(monkeypatch, package, ops=LISTED_IN_TORCH)
     model, device = HashModel(window=6), GraphDevice()
@@ -479,8 +478,7 @@ def test_an_engine_replays_with_it_planning_each_step_once(
 def test_an_engine_whose_device_runs_behind_replays_with_plans_of_the_right_step(
     monkeypatch: pytest.MonkeyPatch, seed: int | None
 ) -> None:
-    """What the device reads of a plan is written again only when its step is over, and the host
-    waits for nothing."""
+    """A plan's pinned memory is written again only after its step, and the host never waits."""
     cuda = FakeCuda(seed)
     register(monkeypatch, FakeFlashInfer(pinned_memory=cuda.pinned), ops=LISTED_IN_TORCH)
     executor = executor_on(
@@ -514,13 +512,13 @@ def register(
     ops: CsrOps = KERNELS,
     capabilities: Capabilities = CAN_CAPTURE,
 ) -> None:
-    """As the backend of the CPU."""
+    """Replaces the default backend of the CPU."""
     kind = AttentionKind(capabilities, lambda site: build_flashinfer(module, site, ops=ops))
     monkeypatch.setattr(registry, "BACKENDS", {"flashinfer": lambda: kind})
 
 
 class Planned:
-    """A backend whose plan was made before."""
+    """A backend with a plan that was made earlier."""
 
     static_plans = None
 
@@ -533,7 +531,7 @@ class Planned:
 
 
 class MarkedDevice(CpuDevice):
-    """`waited`: the numbers of the events that were waited for."""
+    """Records in `waited` the numbers of the events that the host waited for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -555,7 +553,7 @@ class MarkedEvent:
 
 
 class Replays:
-    """A captured forward of one shape and one layer, with everything in buffers that stay."""
+    """A captured forward of one shape and one layer, with fixed buffers."""
 
     def __init__(self, layout: Layout, shape: StaticShape, package: FakeFlashInfer) -> None:
         self.layout, self.shape = layout, shape

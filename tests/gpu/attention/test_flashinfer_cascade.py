@@ -1,5 +1,5 @@
-"""Rows that share their first pages: attention in two levels equals the reference, is taken where
-it pays, and an engine gives the same tokens with it."""
+"""Cascade attention for rows that share their first pages: it equals the reference, it is used only
+where it is worthwhile, and an engine gives the same tokens with it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _always_pays(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_site(
     layers: tuple[LayerSpec, ...], page_size: int, *, dtype: torch.dtype = torch.float64
 ) -> AttentionSite:
-    """Four rows with scattered pages of their own; those of the first 32 tokens are row 1's."""
+    """Four rows with scattered pages, which share the pages of row 1 for the first 32 tokens."""
     groups = group_layers(layers)
     pools = KvPools(
         groups,
@@ -111,7 +111,7 @@ def test_two_levels_equal_the_reference_beside_layers_with_a_window(
 
 
 def test_plans_in_flight_keep_their_arrays_while_others_are_made() -> None:
-    """The device reads pinned memory late: with two steps in flight both are still to be read."""
+    """The device reads pinned memory late; with two steps in flight it may have read neither."""
     site = make_site((layer(),), 16)
     backend = FlashInfer(FakeFlashInfer(), site)
     batch = forward(site, *STEPS["mixed"])
@@ -122,7 +122,7 @@ def test_plans_in_flight_keep_their_arrays_while_others_are_made() -> None:
 
 
 def test_kv_in_eight_bits_is_read_as_without_sharing() -> None:
-    """It has scales, which the package's two levels know nothing of."""
+    """KV in fp8 has scales, which cascade attention does not pass."""
     site = make_site((layer(),), 16, dtype=torch.float8_e4m3fn)
     package = FakeFlashInfer()
     backend = FlashInfer(package, site)
@@ -137,7 +137,7 @@ def test_layers_with_windows_alone_have_nothing_to_share() -> None:
     assert not FlashInfer(FakeFlashInfer(), site).static_plans.is_better_eager(4, 2)
 
 
-def test_it_pays_from_so_many_bytes_of_kv_on_that_are_not_read_again(
+def test_it_is_worthwhile_from_a_minimum_of_saved_kv_bytes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cascade, "MIN_SAVED_BYTES", MIN_SAVED_BYTES)

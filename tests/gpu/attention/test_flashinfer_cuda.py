@@ -1,5 +1,5 @@
-"""FlashInfer itself against the reference on CUDA; and the same code on the CPU over a package that
-stands for it, so that it is known to run."""
+"""The real FlashInfer against the reference on CUDA. The same tests run on the CPU over the fake
+package, so that the test code itself is known to work."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HALVES = [torch.bfloat16, torch.float16]
 
 @dataclass(frozen=True)
 class Kind:
-    """`windows` of its layers, which have scales for KV of eight bits."""
+    """A model's layers, one per entry of `windows`, with scales for KV in fp8."""
 
     head_dim: int
     dtype: torch.dtype
@@ -79,7 +79,7 @@ CASES = [
 def make_pools(
     specs: tuple[LayerSpec, ...], page_size: int, *, dtype: torch.dtype, where: torch.device
 ) -> KvPools:
-    """Every row has all pages that it may need, scattered, with random content."""
+    """Gives every row all pages that it may need, scattered, with random KV."""
     groups = group_layers(specs)
     columns = MAX_LEN // page_size + 1
     pools = KvPools(
@@ -176,7 +176,7 @@ def test_captured_decodes_are_planned_in_one_call_and_equal_the_reference(
     kind: Kind,
     page_size: int,
 ) -> None:
-    """Lengths on both sides of a page's edge, and so long that rows are cut into parts."""
+    """Lengths are on both sides of a page's edge, and long enough for rows to be split."""
     device = CpuDevice() if place == "cpu" else open_cuda("a test asks for it")
     specs, dtype = kind.layers(), kind.dtype
     pools = make_pools(specs, page_size, dtype=kind.kv_dtype or dtype, where=device.torch_device)

@@ -1,4 +1,4 @@
-"""A captured forward is planned anew in one call where the package lets us, in many elsewhere."""
+"""A captured forward is replanned in one call where the package allows it, else by its plan."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def assert_right(replays: Replays) -> None:
 def test_a_refresh_is_one_call_of_the_compiled_planner(
     heads: tuple[int, int], window: int | None
 ) -> None:
-    """With tensor cores, whose planner wants lengths, and without."""
+    """The planner of wrappers with tensor cores also takes lengths."""
     package = FakeFlashInfer()
     replays = Replays(
         Layout(layer(heads=heads, window=window), page_size=4), StaticShape(4, 1, 40), package
@@ -48,7 +48,7 @@ def test_a_refresh_is_one_call_of_the_compiled_planner(
 
 
 class Hidden(FakeFlashInfer):
-    """Whose wrappers keep their planner to themselves."""
+    """A release whose wrappers hide their planner."""
 
     def BatchDecodeWithPagedKVCacheWrapper(self, *args: Any, **more: Any) -> Any:
         made = super().BatchDecodeWithPagedKVCacheWrapper(*args, **more)
@@ -63,7 +63,7 @@ class Hidden(FakeFlashInfer):
 
 
 class Converting(FakeFlashInfer):
-    """Which gives its planner other arrays than it got."""
+    """A release that copies the arrays before it passes them to its planner."""
 
     def BatchDecodeWithPagedKVCacheWrapper(self, *args: Any, **more: Any) -> Any:
         made = super().BatchDecodeWithPagedKVCacheWrapper(*args, **more)

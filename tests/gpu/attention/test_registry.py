@@ -1,4 +1,4 @@
-"""Which attention backend an engine gets, and what it is told when the one it wants cannot."""
+"""Which attention backend an engine gets, and the errors when none is usable."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def kind(capabilities: Capabilities) -> AttentionKind:
 
 
 def register(monkeypatch: pytest.MonkeyPatch, **kinds: AttentionKind) -> None:
-    """In the place of all backends."""
+    """Replaces the registered backends."""
     found = {name: (lambda kind=kind: kind) for name, kind in kinds.items()}
     monkeypatch.setattr(registry, "BACKENDS", found)
 
@@ -53,18 +53,22 @@ def register(monkeypatch: pytest.MonkeyPatch, **kinds: AttentionKind) -> None:
         (torch.float16, "paged-sdpa"),
     ],
 )
-def test_the_cpu_takes_its_kernels_where_they_know_the_dtype(dtype: torch.dtype, name: str) -> None:
+def test_the_cpu_uses_its_kernels_for_the_dtypes_that_they_support(
+    dtype: torch.dtype, name: str
+) -> None:
     assert build_attention("auto", site(dtype=dtype), order=CPU_ORDER).name == name
 
 
-def test_only_what_can_is_chosen_where_results_must_not_depend_on_the_step() -> None:
+def test_only_deterministic_backends_are_chosen_where_that_is_required() -> None:
     fixed = dataclasses.replace(site(), is_deterministic=True)
     assert build_attention("auto", fixed, order=CPU_ORDER[::-1]).name == "paged-cpu"
     with pytest.raises(ConfigError, match="torch-ref does not support --deterministic"):
         build_attention("torch-ref", fixed, order=CPU_ORDER)
 
 
-def test_what_was_passed_over_is_said_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+def test_backends_that_were_passed_over_are_logged_with_the_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     found = build_attention("auto", site(dtype=torch.float64), order=CPU_ORDER)
     found.warn()
     assert found.why == "auto, without paged-cpu"
@@ -122,7 +126,7 @@ def test_a_backend_that_cannot_be_built_is_passed_over_with_a_warning(
         (Capabilities(softcaps=False), {"layer": layer(softcap=4.0)}, "soft caps"),
     ],
 )
-def test_a_backend_that_is_named_and_cannot_is_refused_with_value_and_limit(
+def test_a_named_backend_that_is_unusable_is_refused_with_value_and_limit(
     monkeypatch: pytest.MonkeyPatch,
     capabilities: Capabilities,
     changes: dict[str, object],
@@ -146,7 +150,7 @@ def test_kv_of_another_dtype_needs_a_backend_that_declares_it(
         build_attention("own", half, order=())
 
 
-def test_where_no_backend_can_the_error_names_all_reasons(
+def test_if_no_backend_is_usable_the_error_names_all_reasons(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     small = Capabilities(head_dims=frozenset({4}))

@@ -1,4 +1,4 @@
-"""The backend that gathers pages for torch's fused kernel, and the reference itself."""
+"""The backend that gathers pages for scaled_dot_product_attention, and the reference itself."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_reference_is_a_softmax_over_what_a_token_may_see() -> None:
 
 @pytest.mark.parametrize("name", CpuDevice().attention)
 def test_a_row_does_not_see_what_its_table_still_names_behind_the_window(name: str) -> None:
-    """Those pages have other owners now; here they are NaN."""
+    """Those pages may belong to other rows; here they are NaN."""
     layout = Layout(layer(window=5), page_size=4, dtype=torch.float32)
     batch = device_batch([1, 2], [30, 17])
     pools = layout.pools(2)
@@ -78,7 +78,7 @@ def test_a_row_does_not_see_what_its_table_still_names_behind_the_window(name: s
 
 
 def test_a_bound_above_the_length_changes_nothing() -> None:
-    """A verify window's host length may be too long: what lies behind the real one is masked."""
+    """In a verify step the host knows only a bound; slots beyond the real length are masked."""
     layout = Layout(layer(), page_size=4)
     batch = device_batch([1, 3], [9, 4])
     pools = layout.pools(2)

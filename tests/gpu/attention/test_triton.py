@@ -1,4 +1,4 @@
-"""The backend of our own Triton kernels, in the interpreter, on whatever shapes a step can have."""
+"""The Triton backend in the interpreter against the reference, on all shapes of a step."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def test_kv_in_another_format_equals_the_reference(kv_dtype: torch.dtype) -> Non
 
 
 def test_padding_rows_and_later_lengths_need_no_other_plan() -> None:
-    """What a captured forward was planned for holds for every step of its shape: lengths, pages and
-    places are read on the device."""
+    """The plan of a captured forward holds for every step of its shape, because lengths, pages and
+    slots are read on the device."""
     layout = Layout(layer(), dtype=torch.float32)
     pools = layout.pools(3)
     later = device_batch([1, 1, 1], [9, 150, 40])

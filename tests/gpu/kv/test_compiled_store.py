@@ -1,4 +1,4 @@
-"""Heads turned and stored by the compiled kernel, or in torch: the same answers."""
+"""The compiled rope-and-store kernel of the CPU against the torch reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages of keys and values, of models that have windows in all layers, in some, or in none."""
+"""The KV pools of models with windows in all layers, in some, or in none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV in other number formats than the model's: what is stored, what is read, what it costs."""
+"""KV that is stored in another dtype than the model's: rounding, memory, and served tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PROMPT = [int(token) for token in np.random.default_rng(0).integers(3, 900, 60)]
 
 
 def pools_of(dtype: torch.dtype, *, scales: tuple[float, float] = (1.0, 1.0)) -> KvPools:
-    """Of one layer, with 8 pages of 4; rows 1 and 2 have the pages 1, 2 and 3, 4."""
+    """Pools of one layer with 8 pages of 4 slots; rows 1 and 2 have the pages 1, 2 and 3, 4."""
     layers = (msgspec.structs.replace(layer(), kv_scales=scales),)
     pools = KvPools(
         group_layers(layers),
@@ -53,7 +53,7 @@ def pools_of(dtype: torch.dtype, *, scales: tuple[float, float] = (1.0, 1.0)) ->
 @pytest.mark.parametrize("dtype", KV_DTYPES.values(), ids=KV_DTYPES)
 @pytest.mark.parametrize("name", ["torch-ref", "paged-sdpa"])
 def test_attention_sees_what_was_stored_rounded_to_its_dtype(name: str, dtype: torch.dtype) -> None:
-    """As with KV in the dtype of q that holds the very same rounded numbers."""
+    """The output equals that with KV in the dtype of q which holds the same rounded numbers."""
     narrow, wide = pools_of(dtype, scales=(0.5, 4.0)), pools_of(torch.float64)
     batch = device_batch([5, 3], [2, 0])
     k_scale, v_scale = narrow.layers[0].scales
@@ -73,7 +73,7 @@ def test_attention_sees_what_was_stored_rounded_to_its_dtype(name: str, dtype: t
     assert narrow.layers[0].keys.dtype == dtype
 
 
-def test_eight_bits_are_scaled_and_cut_where_others_are_only_rounded() -> None:
+def test_fp8_is_scaled_and_clamped_and_other_dtypes_are_only_rounded() -> None:
     given = torch.tensor([0.0, 3.0, 900.0, -900.0, 1e6])
     stored = to_kv_dtype(given, FP8, 2.0)
     assert from_kv_dtype(stored, torch.float32, 2.0).tolist() == [0.0, 3.0, 896.0, -896.0, 896.0]
@@ -81,7 +81,7 @@ def test_eight_bits_are_scaled_and_cut_where_others_are_only_rounded() -> None:
     assert pools_of(torch.float32, scales=(0.5, 4.0)).layers[0].scales == (1.0, 1.0)
 
 
-def test_pages_in_eight_bits_are_emptied() -> None:
+def test_pages_in_fp8_are_cleared() -> None:
     pools = pools_of(FP8)
     pools.layers[0].keys.fill_(torch.nan)
     pools.clear(0, torch.tensor([1, 3]))
@@ -115,7 +115,7 @@ def test_the_same_memory_has_twice_as_many_pages_in_half_the_bytes(
 
 @pytest.mark.parametrize(("kv_dtype", "tolerance"), [("bfloat16", 0.05), ("fp8", 0.5)])
 def test_the_bundled_models_logprobs_stay_close(kv_dtype: str, tolerance: float) -> None:
-    """Of each token of a prompt that comes in chunks, in natural logarithms."""
+    """Compares the natural log-probabilities of all tokens of a chunked prompt."""
     exact, rounded = (
         scored(tiny(kv_dtype=name, max_batched_tokens=16)) for name in ("auto", kv_dtype)
     )
@@ -130,7 +130,7 @@ def test_a_backend_that_cannot_read_it_is_refused_with_what_it_has() -> None:
 
 
 def test_an_engine_serves_from_eight_bits_as_each_request_alone() -> None:
-    """Prefixes, chunks and retraction move bytes around, whatever they mean."""
+    """Prefix caching, chunks and retraction work on bytes of any dtype."""
     model = HashModel(window=6)
     asked = [
         request(f"r{i}", [i + j % 30 for j in range(num)]) for i, num in enumerate((30, 9, 25))

@@ -1,4 +1,4 @@
-"""Heads turned and stored by the kernel: as in torch, and in one launch."""
+"""The Triton rope-and-store kernel: it equals torch, and it is one launch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.gpu.attention.backend_parity import layer
 from tests.gpu.kv.test_store import FP8, pools_of
 
 SLOTS = torch.tensor([9, 2, 30])
-QUARTER = torch.tensor([[0.0, 1.0, 1.0, 0.0]]).repeat(3, 1)  # two of four pairs turn, exactly
-TURNS = {
+QUARTER = torch.tensor([[0.0, 1.0, 1.0, 0.0]]).repeat(3, 1)  # rotates two of four pairs, exactly
+ROPES = {
     "none": None,
     "turned": RopeInputs(QUARTER),
     "normed": RopeInputs(QUARTER, HeadNorms(torch.ones(6, 8), eps=1e-6)),
@@ -29,7 +29,7 @@ TURNS = {
 
 
 @pytest.mark.parametrize("dtype", [FP8, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rope", [TURNS["none"], TURNS["turned"]], ids=["none", "turned"])
+@pytest.mark.parametrize("rope", [ROPES["none"], ROPES["turned"]], ids=["none", "turned"])
 def test_the_kernel_stores_what_torch_stores(rope: RopeInputs | None, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(4)
     heads = torch.randint(-15, 16, (3, 8, 8), generator=generator).float()  # exact in all
@@ -45,7 +45,7 @@ def test_the_kernel_stores_what_torch_stores(rope: RopeInputs | None, dtype: tor
 
 
 class Launches:
-    """Stands where the kernel is. `num` counts."""
+    """Replaces the kernel and counts its launches in `num`."""
 
     def __init__(self) -> None:
         self.num = 0
@@ -58,7 +58,7 @@ class Launches:
 
 
 class Calls(TorchDispatchMode):
-    """`names` of torch's operators that are asked for."""
+    """Records the names of the torch operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,8 +72,8 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("rope", TURNS.values(), ids=TURNS)
-def test_a_layer_turns_and_stores_in_one_launch_and_nothing_else(
+@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
+def test_a_layer_ropes_and_stores_in_one_launch_and_nothing_else(
     rope: RopeInputs | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches = Launches()

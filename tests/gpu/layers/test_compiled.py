@@ -1,4 +1,4 @@
-"""Compiled layers against those in torch: the same answers, however many tokens there are."""
+"""The compiled layers of the CPU against torch, for any number of tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rotation must keep and must show."""
+"""RoPE against its formula, on one axis and on several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frequencies against the reference's own formulas, and what they may depend on."""
+"""RoPE frequencies against those of transformers, and what they may depend on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoders with Triton's layers, in the interpreter, against the same in torch."""
+"""Decoders with Triton layers, in the interpreter, against the same decoders in torch."""
 
 from __future__ import annotations
 

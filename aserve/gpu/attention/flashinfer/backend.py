@@ -12,8 +12,8 @@
 # An eager forward goes through these steps:
 #
 #   1. `plan` takes the next slot of a ring (plan_buffers.py). The ring has slots for the plans of
-#      one step more than are in flight, and a slot is reused after the event behind its plan, so the pinned memory of a
-#      plan is never overwritten while the device may still read it.
+#      one step more than are in flight, and a slot is reused after the event behind its plan. So
+#      the pinned memory of a plan is never overwritten while the device may still read it.
 #   2. plan.py writes indptr, last_page_lens and lengths of each layer group to the slot.
 #   3. Each layer kind's wrapper plans. The wrapper depends on the queries of the forward: decode,
 #      prefill that fills Hopper's tiles, or other prefill (wrappers.py).

@@ -66,8 +66,8 @@ class PlanSlot(Generic[Key, Wrapper]):
 
 
 class PlanSlots(Generic[Key, Wrapper]):
-    """A ring of slots: one for each plan of the steps in flight and of one step more, so that `take`
-    does not have to wait."""
+    """A ring of slots: one for each plan of the steps in flight and of one step more, so that
+    `take` does not have to wait."""
 
     __slots__ = ("_next", "_slots")
 

@@ -1,5 +1,5 @@
-"""A token's product does not depend on the others, whatever the form of the weights, nor does its
-activation, whatever number of threads there is."""
+"""With --deterministic, a token's matrix product does not depend on the other tokens, and its
+activation does not depend on the number of threads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def counting(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
-    """Results differ with the number of rows, as those of a library may in their last digits."""
+    """A product whose results depend on the number of rows, as a library's may."""
 
     def product(x: Tensor, /) -> Tensor:
         return linear(x) + len(x)
@@ -50,7 +50,7 @@ def _three_threads() -> Iterator[None]:
 @pytest.mark.usefixtures("_three_threads")
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_token_is_activated_as_it_is_alone(activation: str) -> None:
-    """Where threads part numbers, a loop that takes many at once takes the last one by one."""
+    """A vectorised loop computes the last elements of each thread's share one by one."""
     gated = CpuDevice().ops(torch.float32, is_deterministic=True).elementwise.gated(activation)
     joined = 4 * torch.randn(101, 2 * 1000, generator=torch.Generator().manual_seed(0))
     together = gated(joined)
