@@ -246,7 +246,7 @@ def test_memory_of_a_plan_is_written_again_only_after_its_event() -> None:
     layout = Layout(layer())
     pools = layout.pools(1)
     device = MarkedDevice()
-    site = AttentionSite(pools, group_layers((layout.layer,)), layout.dtype, device, 2)
+    site = AttentionSite(pools, group_layers((layout.layer,)), layout.dtype, device, 3)
     backend = FlashInfer(FakeFlashInfer(), site)
     for _ in range(3):
         backend.plan(exact(pools, device_batch([1], [3])))
@@ -427,7 +427,7 @@ def test_a_refresh_writes_host_memory_again_only_after_its_event() -> None:
     layout = Layout(layer())
     pools = layout.pools(2)
     device = MarkedDevice()
-    site = AttentionSite(pools, group_layers((layout.layer,)), layout.dtype, device, 2)
+    site = AttentionSite(pools, group_layers((layout.layer,)), layout.dtype, device, 3)
     backend = FlashInfer(FakeFlashInfer(), site)
     plan = backend.static_plans.make(StaticShape(2, 1, 40))
     last = device.num_marks - 1
