@@ -9,9 +9,12 @@ from aserve.messages.base import CancelReason, Message, Record
 
 
 def stamp_of(iteration: int) -> int:
-    """What the relay says about who wrote it: the iteration while that is below 2^31, then counted
-    from 1 again, so that it fits int32 and is never 0.
+    """The number by which the relay names the step that wrote a row: the iteration while that is
+    below 2^31, then counted from 1 again, so that it fits int32. 0 stays 0: the number of a step
+    that writes no request's row.
     """
+    if not iteration:
+        return 0
     return 1 + (iteration - 1) % (2**31 - 1)
 
 

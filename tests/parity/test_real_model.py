@@ -108,7 +108,7 @@ async def test_the_same_tokens_beside_neighbours(
         num_retracted = metric(running, "aserve_retractions_total")
         num_failed = metric(running, "aserve_steps_failed_total")
     if KINDS[kind].get("num_pages") == SMALL["num_pages"]:
-        assert num_retracted >= 5
+        assert num_retracted >= 2
     assert num_failed == 0
 
 

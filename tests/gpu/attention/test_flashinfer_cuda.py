@@ -20,7 +20,6 @@ from aserve.gpu.attention.flashinfer.backend import FlashInfer, build_flashinfer
 from aserve.gpu.attention.flashinfer.wrappers import FlashInferPackage
 from aserve.gpu.attention.reference import TorchReference
 from aserve.gpu.attention.registry import BACKENDS
-from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.device.cuda.device import open_cuda
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec, group_layers
 from aserve.gpu.kv.pools import KvPools
@@ -29,6 +28,7 @@ from aserve.messages.executor import GroupSpec
 from tests.fakes.flashinfer import LISTED_IN_TORCH, FakeFlashInfer
 from tests.gpu.attention.backend_parity import SHAPES
 from tests.gpu.device_tables import device_batch
+from tools.gpu_check.recorded_graphs import RecordingCpu
 
 MAX_LEN = 400
 MAX_ROWS = max(len(query_lens) for query_lens, _ in SHAPES.values())
@@ -105,7 +105,7 @@ def make_pools(
 def test_every_shape_equals_the_reference(
     monkeypatch: pytest.MonkeyPatch, place: str, kind: Kind, page_size: int
 ) -> None:
-    device = CpuDevice() if place == "cpu" else open_cuda("a test asks for it")
+    device = RecordingCpu() if place == "cpu" else open_cuda("a test asks for it")
     specs, dtype = kind.layers(), kind.dtype
     pools = make_pools(specs, page_size, dtype=kind.kv_dtype or dtype, where=device.torch_device)
     site = AttentionSite(pools, group_layers(specs), dtype, device)
@@ -136,7 +136,7 @@ def test_rows_that_share_their_first_pages_equal_the_reference(
     monkeypatch: pytest.MonkeyPatch, place: str, kind: Kind, page_size: int
 ) -> None:
     monkeypatch.setattr(cascade, "MIN_SAVED_BYTES", 1)
-    device = CpuDevice() if place == "cpu" else open_cuda("a test asks for it")
+    device = RecordingCpu() if place == "cpu" else open_cuda("a test asks for it")
     specs, dtype = kind.layers(), kind.dtype
     pools = make_pools(specs, page_size, dtype=dtype, where=device.torch_device)
     num_shared = 128 // page_size
@@ -177,7 +177,7 @@ def test_captured_decodes_are_planned_in_one_call_and_equal_the_reference(
     page_size: int,
 ) -> None:
     """Lengths are on both sides of a page's edge, and long enough for rows to be split."""
-    device = CpuDevice() if place == "cpu" else open_cuda("a test asks for it")
+    device = RecordingCpu() if place == "cpu" else open_cuda("a test asks for it")
     specs, dtype = kind.layers(), kind.dtype
     pools = make_pools(specs, page_size, dtype=kind.kv_dtype or dtype, where=device.torch_device)
     site = AttentionSite(pools, group_layers(specs), dtype, device)
