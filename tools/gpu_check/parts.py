@@ -12,7 +12,7 @@ from pathlib import Path
 
 from aserve.bench.catalog import BENCHES
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 MARK = "mark.gpu"  # what a file with tests for a GPU has in it
 
 ENGINE = ("numpy", "msgspec", "torch", "transformers", "tokenizers", "safetensors", "jinja2")
