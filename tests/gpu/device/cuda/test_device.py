@@ -350,7 +350,7 @@ def test_memory_that_runs_out_while_capturing_costs_graphs_and_no_token(
     assert cuda.num_replays == 0
     cuda.assert_sound()
     warnings = [record.getMessage() for record in caplog.records]
-    assert ["rows failed with OutOfMemoryError" in warning for warning in warnings] == [True] * 3
+    assert ["rows failed: OutOfMemoryError" in warning for warning in warnings] == [True] * 3
 
 
 # ---------------------------------------------------------------- memory

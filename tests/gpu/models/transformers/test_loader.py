@@ -186,7 +186,7 @@ def test_code_that_may_mix_tokens_is_refused_where_bits_must_not_depend_on_the_s
 ) -> None:
     directory = write_config(tmp_path, "Starcoder2", "Starcoder2ForCausalLM")
     options = BuildOptions(directory, load_format="dummy", deterministic=True)
-    with pytest.raises(ConfigError, match="is for models with native code; transformers code"):
+    with pytest.raises(ConfigError, match="needs a model with native code; with transformers code"):
         build_executor(options)
 
 

@@ -141,7 +141,7 @@ def test_a_head_that_looks_beyond_the_hidden_states_is_seen() -> None:
 
     noise = [torch.randn(48), torch.zeros(48)]
     model.lm_head.register_forward_hook(by_order)
-    assert "makes its logits of more than" in reason_against(model)
+    assert "makes its logits from more than" in reason_against(model)
 
 
 def test_attention_is_refused_what_it_would_ignore() -> None:
