@@ -32,5 +32,5 @@ def test_steps_of_all_sizes_launch_the_same_kernels() -> None:
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     numbers = dict(line.split() for line in done.stdout.splitlines())
-    assert {"_prepare", "_attend_blocks", "_settle"} <= numbers.keys()
+    assert {"_prepare", "_attend_blocks", "_select"} <= numbers.keys()
     assert {name for name, number in numbers.items() if number != "1"} == set(), done.stderr
