@@ -39,7 +39,7 @@ def check_request(request: AdmitRequest, spec: EngineSpec, *, has_masks: bool) -
 
 
 def _check_ids(data: bytes, spec: EngineSpec, *, what: str) -> int:
-    """How many they are."""
+    """The number of these requests."""
     ids = array_i32(data)
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= spec.vocab_size):
         raise BugError(f"the {what} has ids that are not within 0 and {spec.vocab_size - 1}")

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """How far a loop is; an idle actor does not beat, so age counts only beside a backlog."""
+    """The progress of an actor's loop. An idle actor does not beat: age counts beside a backlog."""
 
     num_beats: int
     age_s: float
@@ -187,7 +187,7 @@ class Actor(Generic[T]):
 
 
 def unexpected(request_id: str) -> BugError:
-    """What a client hears of an exception that nobody expected: nothing about the inside."""
+    """Returns the error that a client gets for an unexpected exception; it reveals no internals."""
     return BugError(
         f"the server met an unexpected error while it worked on request {request_id}, and goes on; "
         "the server's log has the details under this id"

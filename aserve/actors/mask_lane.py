@@ -37,7 +37,7 @@ class MaskWork:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """What became of one mask, whatever its matcher raised, and the processor time it took."""
+    """The outcome of one mask: the mask or an error, and the processor time that it took."""
 
     work: MaskWork
     outcome: MaskReady | BaseException
@@ -97,7 +97,7 @@ class MaskLane:
             return filled
 
     def drop(self, request_id: str) -> None:
-        """What the request still waits for is not filled any more."""
+        """Drops the masks that the request still waits for."""
         with self._changed:
             self._queue.drop(request_id)
 

@@ -33,7 +33,7 @@ from aserve.scheduling.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True)
 class SchedulerPorts:
-    """Where effects go. Without `masks` there is no request with a grammar."""
+    """The receivers of effects. Without `masks` no request may have a grammar."""
 
     executor: Executor
     tickets: Channel[Ticket]
@@ -43,7 +43,7 @@ class SchedulerPorts:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerWatch:
-    """Who looks on: `recorder` sees events before the scheduler does, the others whole turns."""
+    """The observers: `recorder` sees events before the scheduler does, the others whole ticks."""
 
     trace: Trace
     observers: tuple[SchedulerObserver, ...] = ()
