@@ -140,9 +140,10 @@ class TraceRun:
     def _perform(self, effect: SchedulerEffect) -> None:
         match effect:
             case Launch():
-                self.commands.append(effect.batch)
+                [batch] = effect.batches
+                self.commands.append(batch)
                 self.num_launched += 1
-                self.checks.check(effect.batch)
+                self.checks.check(batch)
             case Sample() | Resync():
                 self.commands.append(effect)
             case BuildMask():

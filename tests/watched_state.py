@@ -35,8 +35,9 @@ class WatchedState(Scheduler):
             admitted = [row for row in running if row.allocation is not before.get(row)]
             launch = self.state.effects[-1]
             assert isinstance(launch, Launch)
-            expected = self._expected_stats(launch.batch, admitted)
-            assert launch.batch.stats == expected, f"{launch.batch.stats} is not {expected}"
+            [batch] = launch.batches
+            expected = self._expected_stats(batch, admitted)
+            assert batch.stats == expected, f"{batch.stats} is not {expected}"
         return has_launched
 
     def _check_retracted(self, retracted: list[Sequence], before: list[Sequence]) -> None:

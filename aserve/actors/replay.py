@@ -12,7 +12,7 @@ from aserve.errors import BugError
 from aserve.messages.base import array_i32
 from aserve.messages.executor import SchedulerEffect
 from aserve.messages.output import Refused, Retired
-from aserve.messages.step import Launch, Resync, Sample
+from aserve.messages.step import Launch, Resync, Sample, ScheduleBatch
 from aserve.observability.recording import RecordedTurn, digest_of, read_recording
 from aserve.scheduling.scheduler import Scheduler
 
@@ -42,11 +42,8 @@ def _compare(number: int, tick: RecordedTurn, effects: list[SchedulerEffect]) ->
 
 def _described(effect: SchedulerEffect) -> str:
     match effect:
-        case Launch(batch=batch):
-            query_lens = zip(array_i32(batch.rows), array_i32(batch.query_lens), strict=True)
-            rows = " ".join(f"{row}:{query_len}" for row, query_len in query_lens)
-            samples, held = _ids(batch.sample_rows), _ids(batch.held_rows)
-            return f"launch iteration={batch.iteration} rows=[{rows}] {samples=!s} {held=!s}"
+        case Launch():
+            return "; ".join(map(_described_batch, effect.batches))
         case Sample():
             return f"sample iteration={effect.iteration} rows={_ids(effect.rows)}"
         case Resync():
@@ -60,6 +57,13 @@ def _described(effect: SchedulerEffect) -> str:
             return f"refused request={effect.request_id} reason={effect.error.message}"
         case _:
             return type(effect).__name__
+
+
+def _described_batch(batch: ScheduleBatch) -> str:
+    query_lens = zip(array_i32(batch.rows), array_i32(batch.query_lens), strict=True)
+    rows = " ".join(f"{row}:{query_len}" for row, query_len in query_lens)
+    samples, held = _ids(batch.sample_rows), _ids(batch.held_rows)
+    return f"launch iteration={batch.iteration} rows=[{rows}] {samples=!s} {held=!s}"
 
 
 def _ids(data: bytes) -> str:

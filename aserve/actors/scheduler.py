@@ -136,7 +136,7 @@ class SchedulerActor(Actor[SchedulerEvent]):
         ports = self._ports
         match effect:
             case Launch():
-                ports.tickets.send(ports.executor.launch(effect.batch))
+                ports.tickets.send(ports.executor.launch(*effect.batches))
             case Sample():
                 ports.tickets.send(ports.executor.sample(effect))
             case Resync():
@@ -176,10 +176,11 @@ class SchedulerActor(Actor[SchedulerEvent]):
     def _tick(self, events: list[SchedulerEvent], effects: list[SchedulerEffect]) -> SchedulerTick:
         state = self._scheduler.state
         seats = [
-            Seat(sequence.request_id, sequence.child, row.row, effect.batch.iteration)
+            Seat(sequence.request_id, sequence.child, row.row, batch.iteration)
             for effect in effects
             if isinstance(effect, Launch)
-            for row in effect.batch.row_inits
+            for batch in effect.batches
+            for row in batch.row_inits
             if (sequence := state.running.get(row.row)) is not None
         ]
         return SchedulerTick(

@@ -94,7 +94,7 @@ def _serve(scheduler: Scheduler, requests: Sequence[AdmitRequest]) -> list[float
         times_ms.append((time.thread_time_ns() - start_ns) / 1e6)
         for effect in effects:
             match effect:
-                case Launch(batch=batch):
+                case Launch(batches=(batch,)):
                     in_flight.append(batch)
                 case Refused():
                     raise BugError(f"the bench's own request was refused: {effect.error.message}")

@@ -141,7 +141,7 @@ class Load:
     def _follow(self, effects: Sequence[SchedulerEffect]) -> None:
         for effect in effects:
             match effect:
-                case Launch(batch=batch):
+                case Launch(batches=(batch,)):
                     self._in_flight.append(batch)
                     self._num_running.append(batch.stats.num_running)
                     self._num_joins += len(batch.row_inits)

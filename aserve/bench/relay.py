@@ -136,7 +136,7 @@ class Relay:
 
     def _next(self, events: list[SchedulerEvent]) -> ScheduleBatch | None:
         launches = [effect for effect in self._scheduler.step(events) if isinstance(effect, Launch)]
-        return launches[0].batch if launches else None
+        return launches[0].batches[0] if launches else None
 
     async def _step(self, batch: ScheduleBatch, times: Times) -> StepResult:
         launched_s = time.perf_counter()

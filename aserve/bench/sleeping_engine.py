@@ -64,7 +64,8 @@ class SleepingExecutor:
     async def warm_up(self) -> None:
         """A sleep needs none."""
 
-    def launch(self, batch: ScheduleBatch) -> StepTicket:
+    def launch(self, *batches: ScheduleBatch) -> StepTicket:
+        [batch] = batches
         ticket = StepTicket(batch.iteration, self._loop)
         self._inbox.put((batch, ticket))
         return ticket

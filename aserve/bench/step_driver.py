@@ -70,7 +70,7 @@ class StepDriver:
 
     def _perform(self, effect: SchedulerEffect) -> None:
         match effect:
-            case Launch(batch=batch):
+            case Launch(batches=(batch,)):
                 flight = batch.stats, time.perf_counter(), self._executor.launch(batch)
                 self._flights.append(flight)
             case Refused():

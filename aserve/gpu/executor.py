@@ -148,7 +148,8 @@ class TorchExecutor:
             if isinstance(outcome, StepFailed):
                 raise EngineDead(f"the warm-up step failed: {outcome.error.message}")
 
-    def launch(self, batch: ScheduleBatch) -> StepTicket:
+    def launch(self, *batches: ScheduleBatch) -> StepTicket:
+        [batch] = batches  # this executor is one rank
         ticket = StepTicket(batch.iteration, self._loop)
         self._inbox.put(functools.partial(self._try, ticket, lambda: self._step(batch, ticket)))
         return ticket

@@ -95,7 +95,8 @@ class Executor(Protocol):
 
     spec: EngineSpec
 
-    def launch(self, batch: ScheduleBatch) -> Ticket: ...
+    def launch(self, *batches: ScheduleBatch) -> Ticket:
+        """Launches the batches of a Launch, one for each rank of this executor."""
 
     def sample(self, sample: Sample) -> Ticket: ...
 

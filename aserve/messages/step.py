@@ -98,7 +98,11 @@ class ScheduleBatch(Message, frozen=True):
 
 
 class Launch(Message, frozen=True):
-    batch: ScheduleBatch
+    """Launches one step. Each data-parallel rank has its own batch, with the rank's own rows and
+    pages, and a rank without work has one without rows. All of them have the same iteration.
+    """
+
+    batches: tuple[ScheduleBatch, ...]
 
 
 class Sample(Message, frozen=True):

@@ -114,14 +114,16 @@ def report_of(tick: SchedulerTick) -> TurnReport:
 
 
 def _launched(tick: SchedulerTick) -> LaunchedSteps | None:
-    batches = [effect.batch for effect in tick.effects if isinstance(effect, Launch)]
-    if not batches:
+    launches = [effect.batches for effect in tick.effects if isinstance(effect, Launch)]
+    if not launches:
         return None
-    last = batches[-1].stats
+    last = launches[-1][0]
     return LaunchedSteps(
-        num_steps=len(batches),
-        iteration=batches[-1].iteration,
-        num_prefill_tokens=sum([batch.stats.num_prefill_tokens for batch in batches]),
-        num_retracted=last.num_retracted,
-        total_pages=last.total_pages,
+        num_steps=len(launches),
+        iteration=last.iteration,
+        num_prefill_tokens=sum(
+            [batch.stats.num_prefill_tokens for batches in launches for batch in batches]
+        ),
+        num_retracted=last.stats.num_retracted,
+        total_pages=last.stats.total_pages,
     )

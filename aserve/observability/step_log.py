@@ -66,7 +66,8 @@ class StepLog:
                     pass
         for effect in tick.effects:
             if isinstance(effect, Launch):
-                self._launch(effect.batch, now)
+                for batch in effect.batches:
+                    self._launch(batch, now)
 
     def _launch(self, batch: ScheduleBatch, now: float) -> None:
         if not self._launched:

@@ -28,7 +28,7 @@ def launch(state: SchedulerState, chosen: list[Chosen], *, admitted: list[Sequen
     state.steps[iteration] = Step(iteration, {})
     for choice in chosen:
         _put_in_flight(state, choice, iteration)
-    state.effects.append(Launch(batch))
+    state.effects.append(Launch((batch,)))
 
 
 def _build(

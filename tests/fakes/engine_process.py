@@ -19,10 +19,10 @@ LOST_STEP = 5
 class Mortal(FakeExecutor):
     """Its thread ends in one of its first steps."""
 
-    def launch(self, batch: ScheduleBatch) -> FakeTicket:
-        if batch.iteration == LOST_STEP:
+    def launch(self, *batches: ScheduleBatch) -> FakeTicket:
+        if batches[0].iteration == LOST_STEP:
             self.die(RuntimeError("the device is gone"))
-        return super().launch(batch)
+        return super().launch(*batches)
 
 
 class Stillborn(FakeExecutor):

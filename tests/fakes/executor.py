@@ -77,7 +77,8 @@ class FakeExecutor:
     def close(self) -> None:
         self.is_closed = True
 
-    def launch(self, batch: ScheduleBatch) -> FakeTicket:
+    def launch(self, *batches: ScheduleBatch) -> FakeTicket:
+        [batch] = batches
         return self._put(batch, batch.iteration)
 
     def sample(self, sample: Sample) -> FakeTicket:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from aserve.engine_core import LocalExecutor
 from aserve.gpu.build import BuildOptions, assemble
 from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.gpu.decode.base import DecodeMode
@@ -90,7 +91,7 @@ def request(
 
 
 def serve(
-    executor: TorchExecutor,
+    executor: LocalExecutor,
     requests: Sequence[AdmitRequest | Cancel],
     *,
     chaos: int = 0,
@@ -157,9 +158,9 @@ class _Drive:
     def _perform(self, effect: SchedulerEffect) -> None:
         match effect:
             case Launch():
-                self.served.batches.append(effect.batch)
-                self.served.num_cached += effect.batch.stats.num_cached_tokens
-                self.tickets.append(self.executor.launch(effect.batch))
+                self.served.batches += effect.batches
+                self.served.num_cached += effect.batches[0].stats.num_cached_tokens
+                self.tickets.append(self.executor.launch(*effect.batches))
             case Sample():
                 self.tickets.append(self.executor.sample(effect))
             case Resync():

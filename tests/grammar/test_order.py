@@ -46,8 +46,9 @@ class Story:
                 case StepResult() | SampleResult() | Sample():
                     self.lines.append((type(event).__name__, event.iteration))
                 case Launch():
-                    held = tuple(array_i32(event.batch.held_rows).tolist())
-                    self.lines.append(("Launch", (event.batch.iteration, held)))
+                    [batch] = event.batches
+                    held = tuple(array_i32(batch.held_rows).tolist())
+                    self.lines.append(("Launch", (batch.iteration, held)))
                 case BuildMask() | MaskReady():
                     self.lines.append((type(event).__name__, event.position))
                 case Retired():

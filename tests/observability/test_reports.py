@@ -25,7 +25,7 @@ def launch(iteration: int, *, num_prefill_tokens: int, num_retracted: int) -> La
         num_prefill_tokens=num_prefill_tokens, num_retracted=num_retracted, total_pages=9
     )
     empty = (b"",) * 8
-    return Launch(ScheduleBatch(iteration, *empty, stats=stats))
+    return Launch((ScheduleBatch(iteration, *empty, stats=stats),))
 
 
 TURN = SchedulerTick(

@@ -27,20 +27,19 @@ class ManualClock:
 
 
 def launch(iteration: int, *, num_running: int = 0) -> Launch:
-    return Launch(
-        ScheduleBatch(
-            iteration=iteration,
-            rows=b"",
-            query_lens=b"",
-            input_ids=b"",
-            next_ids=b"",
-            kv_lens=b"",
-            bounds=b"",
-            expects=b"",
-            sample_rows=b"",
-            stats=StepStats(num_running=num_running, num_waiting=1000 + iteration),
-        )
+    batch = ScheduleBatch(
+        iteration=iteration,
+        rows=b"",
+        query_lens=b"",
+        input_ids=b"",
+        next_ids=b"",
+        kv_lens=b"",
+        bounds=b"",
+        expects=b"",
+        sample_rows=b"",
+        stats=StepStats(num_running=num_running, num_waiting=1000 + iteration),
     )
+    return Launch((batch,))
 
 
 def result(iteration: int, *, num_tokens: int = 1) -> StepResult:

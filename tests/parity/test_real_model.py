@@ -177,7 +177,7 @@ class Drive:
             for effect in self._scheduler.step(events):
                 match effect:
                     case Launch():
-                        tickets.append(self.executor.launch(effect.batch))
+                        tickets.append(self.executor.launch(*effect.batches))
                     case StepOutput():
                         for part in effect.sequences:
                             outputs[part.child] += array_i32(part.token_ids).tolist()

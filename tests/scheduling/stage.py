@@ -91,7 +91,7 @@ class Stage:
 
     @property
     def batches(self) -> list[ScheduleBatch]:
-        return [effect.batch for effect in self.of(Launch)]
+        return [batch for effect in self.of(Launch) for batch in effect.batches]
 
 
 def ids(batch: ScheduleBatch) -> list[int]:

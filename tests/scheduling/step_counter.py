@@ -57,7 +57,7 @@ class StepCounter:
     def _play(self, *events: SchedulerEvent) -> None:
         for effect in self.scheduler.step(list(events)):
             match effect:
-                case Launch(batch=batch):
+                case Launch(batches=(batch,)):
                     self._in_flight.append(batch)
                     self.batches.append(batch)
                 case StepOutput(sequences=outputs):

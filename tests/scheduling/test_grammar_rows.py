@@ -46,7 +46,8 @@ class Play:
     def _perform(self, effect: SchedulerEffect) -> None:
         match effect:
             case Launch():
-                self._answer(self._device.run(effect.batch))
+                [batch] = effect.batches
+                self._answer(self._device.run(batch))
             case Sample() | Resync():
                 self._answer(self._device.run(effect))
             case BuildMask():
@@ -69,7 +70,8 @@ class Play:
 
 
 def sent(scheduler: Scheduler, *events: SchedulerEvent) -> list[ScheduleBatch]:
-    return [effect.batch for effect in scheduler.step([*events]) if isinstance(effect, Launch)]
+    launches = [e for e in scheduler.step([*events]) if isinstance(e, Launch)]
+    return [batch for launch in launches for batch in launch.batches]
 
 
 @pytest.mark.parametrize(("depth", "lead"), [(1, 1), (2, 2), (3, 3)])

@@ -39,7 +39,7 @@ class Turns:
         events: list[SchedulerEvent] = list(requests)
         while events:
             effects = self.scheduler.step(events)
-            launched = [effect.batch for effect in effects if isinstance(effect, Launch)]
+            launched = [effect.batches[0] for effect in effects if isinstance(effect, Launch)]
             self.batches.append(launched)
             in_flight.extend(launched)
             events = [_answer(in_flight.popleft())] if in_flight else []
@@ -108,13 +108,13 @@ def test_sequences_with_slow_masks_that_have_no_row_are_not_looked_at_in_every_t
     monkeypatch.setattr(WaitingQueue, "pop", counted)
     fast = [request(f"f{number}", [2, number], max_tokens=8) for number in range(20)]
     events: list[SchedulerEvent] = list(fast)
-    in_flight = deque(effect.batch for effect in effects if isinstance(effect, Launch))
+    in_flight = deque(effect.batches[0] for effect in effects if isinstance(effect, Launch))
     most = 0
     for _ in range(100):
         pops.clear()
         effects = scheduler.step(events)
         most = max(most, len(pops))
-        in_flight.extend(effect.batch for effect in effects if isinstance(effect, Launch))
+        in_flight.extend(effect.batches[0] for effect in effects if isinstance(effect, Launch))
         events = [_answer(in_flight.popleft())] if in_flight else []
     assert most <= 40
     living = {sequence.request_id for sequence in scheduler.state.living()}
