@@ -1,4 +1,4 @@
-"""Connects the two halves of an engine: clients and text here, and the core of engine_core.py."""
+"""Connects the two halves of an engine: the client and text side, and the engine core."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from aserve.text.prompt import PromptEncoder, PromptLimits
 
 
 class Frontend:
-    """An engine from a GenerateRequest in the gateway to its OutputChunks in a RequestStream.
+    """The whole engine: it takes GenerateRequests in its gateway and returns OutputChunks in
+    RequestStreams.
 
     `state` says whether it accepts requests. `ports` receive the core's outputs. With `codec` each
     message between actors is encoded and decoded with msgpack.
@@ -77,7 +78,9 @@ class Frontend:
         await self.join(core, text)
 
     async def join(self, core: EngineCore, text: TextSide) -> None:
-        """Returns when the engine is ready: one step has run, and the actors read their inboxes."""
+        """Connects a core and returns when the engine is ready: one step has run, and the actors
+        read their inboxes.
+        """
         supervisor = self._connect(core, text)
         await core.start(supervisor.report_death)
         supervisor.start()
@@ -116,7 +119,7 @@ class Frontend:
     def _submit(self, request: GenerateRequest) -> None:
         """NOTE: a caller that opens a request must ask `state.refusal()` first."""
         if self._running is None:
-            raise BugError(f"request {request.request_id} was sent to an engine that is not there")
+            raise BugError(f"request {request.request_id} was submitted before the engine started")
         self.metrics.received(request)
         self._running.inbox.send(request)
 

@@ -1,8 +1,8 @@
 """The stream of a call's output chunks, and the gateway that routes chunks to open streams.
 
-The HTTP server and the embeddable engine use it, on the loop's thread. `Gateway` alone writes which
-streams are open. Unread chunks of a child coalesce. Where the reader waits for a client that may
-not read, their bytes are bounded: beyond the bound the requests are cancelled.
+The HTTP server and the embeddable engine use it, on the loop's thread. Only `Gateway` writes which
+streams are open. Unread chunks of a child coalesce. If the reader waits for a client that may not
+read, their bytes are bounded: above the bound the requests are cancelled.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Gateway:
         cancel: Callable[[Cancel], None],
         max_unread_bytes: int = MAX_UNREAD_BYTES,
     ) -> None:
-        self.capacity: Capacity | None = None  # known once there is an engine
+        self.capacity: Capacity | None = None  # set once the engine has started
         self._num_sequences = 0  # of the open requests
         self._submit = submit
         self._cancel = cancel
@@ -125,7 +125,7 @@ class RequestStream:
         return self._pending.size_bytes
 
     def bound_unread(self, on_unread: Callable[[], None]) -> None:
-        """Bounds the unread bytes from now on. Beyond the bound the requests are cancelled,
+        """Bounds the unread bytes from now on. Above the bound the requests are cancelled,
         `on_unread` is called, and the next batch raises UnreadAnswer.
         """
         self._on_unread = on_unread
@@ -167,8 +167,8 @@ class RequestStream:
                 await next_turn()
         if self._is_unread:
             raise UnreadAnswer(
-                f"more than {self._max_unread_bytes} bytes of the answer were not read, and its "
-                "requests were cancelled; read faster or ask for less"
+                f"the client left more than {self._max_unread_bytes} bytes of the answer unread, "
+                "so its requests were cancelled; read faster or ask for less"
             )
 
     async def __aiter__(self) -> AsyncIterator[OutputChunk]:

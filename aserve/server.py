@@ -39,7 +39,7 @@ def ending_signals() -> tuple[signal.Signals, ...]:
 
 
 class Server:
-    """Runs the HTTP server and the engine; `address` is known once the port is bound."""
+    """Runs the HTTP server and the engine. `address` is set once the port is bound."""
 
     def __init__(self, resolved: Resolved, launcher: Launcher) -> None:
         self.address = ""

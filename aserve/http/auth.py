@@ -1,7 +1,7 @@
 """Checks API keys and identifies the caller.
 
-It decides on the matched route, never on the URL's text. Every route needs a key unless it is named
-as public, and so do unknown routes.
+The decision depends on the matched route, never on the URL's text. Every route needs a key unless
+it is listed as public, and so do unknown routes.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from aserve.config import ServerOptions
 from aserve.errors import ConfigError, InvalidRequest, Unauthorized
 from aserve.http.openai.caller import Caller
 
-# The page and the probe; they tell nothing about anybody's requests.
+# The start page and the health probe say nothing about anybody's requests.
 PUBLIC_ROUTES = frozenset({"/", "/health"})
 METRICS = "/metrics"
 CLIENT_BYTES = 12
-IPV6_NETWORK_BITS = 64  # what one customer of a provider has, so that it is one client
+IPV6_NETWORK_BITS = 64  # a provider gives one customer a /64, so a /64 is one client
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """`client` is an opaque id: a hash of the API key, or of the peer's address where the server
-    has no keys. It never is the key itself.
+    """The client behind a request. `client` is an opaque id: a hash of the API key, or of the
+    peer's address if the server has no keys.
     """
 
     client: str
@@ -40,7 +40,9 @@ IDENTITY = web.RequestKey("identity", Identity)
 
 
 class ApiKeys:
-    """The keys that clients and administrators may send. Without client keys everybody may ask."""
+    """The accepted API keys of clients and of the administrator. Without client keys the server
+    serves everybody.
+    """
 
     def __init__(
         self,
@@ -58,8 +60,8 @@ class ApiKeys:
         return bool(self._client_keys)
 
     def identify(self, request: web.Request) -> Identity:
-        """Raises Unauthorized where a key is needed, and where a wrong one is sent to a server that
-        needs one.
+        """Returns the caller's identity. Raises Unauthorized if the route needs a key and the
+        request has none or a wrong one.
         """
         resource = request.match_info.route.resource
         if resource is not None and resource.canonical in self._public:
@@ -71,7 +73,7 @@ class ApiKeys:
             return Identity(_client_of(b"peer", _network_of(request.remote or "").encode()))
         if not given:
             raise Unauthorized("No API key was given: send it as `Authorization: Bearer KEY`.")
-        # WHY: all keys are compared, so that the time does not tell which one came near.
+        # WHY: every key is compared, so that the time does not reveal which one matched.
         matches = [hmac.compare_digest(given, key) for key in self._client_keys]
         if not any(matches):
             raise Unauthorized("The API key is not correct.")
@@ -79,7 +81,7 @@ class ApiKeys:
 
 
 def read_keys(options: ServerOptions) -> ApiKeys:
-    """The keys of the options and of the key file. Raises ConfigError for what is no key."""
+    """Reads the keys of the options and of the key file. Raises ConfigError if there is none."""
     keys = _keys_in(options.api_key.split(","), "--api-key") if options.api_key else frozenset()
     if options.api_key_file is not None:
         lines = _lines_of(options.api_key_file)
@@ -93,10 +95,10 @@ def read_keys(options: ServerOptions) -> ApiKeys:
 
 
 def caller_of(request: web.Request, options: ServerOptions, max_sequences: int) -> Caller:
-    """What the border found out about a request, as its calls need it."""
+    """Builds the caller of a request from the identity that the border middleware found."""
     identity = request[IDENTITY]
     has_keys = options.api_key is not None or options.api_key_file is not None
-    # WHY: without keys one party uses the server, and its prompts may share their KV
+    # WHY: a server without keys has one user, whose prompts may share cached KV.
     is_private = has_keys and not options.shared_prefix_cache
     return Caller(
         client=identity.client,
@@ -108,9 +110,9 @@ def caller_of(request: web.Request, options: ServerOptions, max_sequences: int) 
 
 
 def _given_key(request: web.Request) -> bytes:
-    """The bytes of the bearer token as they came; empty for none, or for another scheme.
+    """Returns the bearer token's bytes unchanged, or b"" without a token or for another scheme.
 
-    NOTE: a header that comes twice is refused, because a proxy may have checked the other one.
+    NOTE: a repeated header is refused, because a proxy may have checked the other one.
     """
     given = request.headers.getall(hdrs.AUTHORIZATION, [])
     if len(given) > 1:
@@ -127,12 +129,12 @@ def _given_key(request: web.Request) -> bytes:
 def _keys_in(texts: list[str], where: str) -> frozenset[bytes]:
     keys = frozenset(text.strip().encode() for text in texts if text.strip())
     if not keys:
-        raise ConfigError(f"{where} has no key in it: give at least one, or leave the option out")
+        raise ConfigError(f"{where} contains no key: give at least one, or leave the option out")
     return keys
 
 
 def _lines_of(path: str) -> list[str]:
-    """One key per line; what begins with # is a comment."""
+    """Returns the lines of a key file without its comments, which begin with #."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -147,7 +149,7 @@ def _client_of(kind: bytes, name: bytes) -> str:
 
 
 def _network_of(address: str) -> str:
-    """An IPv4 address as it is, and of an IPv6 address the network."""
+    """Returns an IPv4 address unchanged, and the /64 network of an IPv6 address."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:

@@ -1,9 +1,13 @@
 """A client's connection below HTTP: deadlines, the limit of connections, and protocol errors.
 
-aiohttp parses and answers requests. This class adds what a public server needs: the head of the
-first request must arrive in time, and that of each later one within the same time from its first
-byte; idle connections are closed; bytes that are no HTTP are answered in JSON, without repeating
-them; and websocket frames must be masked. All state is written on the loop.
+aiohttp parses and answers requests. `Connection` adds what a public server needs:
+- The head of the first request has a deadline from the connection's start, and the head of each
+  later one has the same time from its first byte.
+- Idle connections are closed.
+- Bytes that are not HTTP get a JSON error, which does not repeat them.
+- Websocket frames must be masked.
+
+All state is written on the loop.
 """
 
 from __future__ import annotations
@@ -26,14 +30,14 @@ from aserve.http.masked_frames import MaskedFrames
 
 logger = logging.getLogger(__name__)
 
-UNREAD_BODY_S = 5.0  # for a client to send the rest of a body whose answer has gone out
-BACKLOG = 1024  # connections that the system has accepted and this process has not
-SURPLUS = 64  # connections above the bound that are still told so
+UNREAD_BODY_S = 5.0  # for the client to finish sending a body that has already been answered
+BACKLOG = 1024  # connections that the kernel has accepted and this process has not
+MAX_SURPLUS = 64  # connections above the limit that still get a 503
 SURPLUS_S = 1.0
 
 
 async def listen(runner: web.AppRunner, options: ServerOptions) -> asyncio.Server:
-    """Opens the port for what `runner` has set up."""
+    """Opens the port for the application of `runner`, which must be set up."""
     assert runner.server is not None
     limits = ConnectionLimits(
         header_timeout_s=options.header_timeout,
@@ -53,13 +57,13 @@ class ConnectionLimits:
 
 
 class Connections:
-    """Makes the connections of one server, and knows those that are open."""
+    """The protocol factory of one server, which keeps track of the open connections."""
 
     def __init__(self, server: web.Server, limits: ConnectionLimits) -> None:
         self.limits = limits
         self._server = server
         self._loop = asyncio.get_running_loop()
-        self._open: dict[Connection, None] = {}  # the oldest first
+        self._open: dict[Connection, None] = {}  # oldest first
         self._num_surplus = 0
 
     def __call__(self) -> Connection:
@@ -69,8 +73,8 @@ class Connections:
         return len(self._open)
 
     def enter(self, connection: Connection) -> bool:
-        """At the bound the oldest connection without a request makes room. Where all have one, the
-        newcomer is turned away.
+        """Adds a new connection. At the limit the oldest idle connection is closed for it. Returns
+        False if none is idle.
         """
         if len(self._open) >= self.limits.max_connections:
             idle = next((each for each in self._open if each.is_idle), None)
@@ -85,10 +89,12 @@ class Connections:
         self._open.pop(connection, None)
 
     def turn_away(self, transport: asyncio.Transport) -> None:
-        """WHY: a connection that is closed while its client still sends is reset, and the client
-        never sees the answer. So it stays open for a moment.
+        """Answers 503 and closes the connection a moment later.
+
+        WHY: a connection that is closed while its client still sends is reset, and the client never
+        sees the answer.
         """
-        if self._num_surplus >= SURPLUS:
+        if self._num_surplus >= MAX_SURPLUS:
             transport.abort()
             return
         self._num_surplus += 1
@@ -130,12 +136,12 @@ class Connection(web.RequestHandler):
         )
         self._connections = connections
         self._deadline: asyncio.TimerHandle | None = None
-        self._is_partial = False  # part of a request's head has come
+        self._is_partial = False  # part of a request's head has arrived
         self._is_surplus = False
 
     @property
     def is_idle(self) -> bool:
-        """It waits for the head of a request."""
+        """True while no request is being handled."""
         return self._waiter is not None and not self._waiter.done()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -170,8 +176,10 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """What never came to a route. The client's bytes are neither sent back nor logged."""
-        logger.debug("no HTTP request error=%s", type(exc).__name__)
+        """Answers a request that aiohttp could not parse. The client's bytes are neither sent back
+        nor logged.
+        """
+        logger.debug("invalid HTTP error=%s", type(exc).__name__)
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun, so the error cannot be sent")
         response = error_response(protocol_error(status, exc))
@@ -181,12 +189,12 @@ class Connection(web.RequestHandler):
         return response
 
     def set_parser(self, parser: Any, data_received_cb: Callable[[], None] | None = None) -> None:
-        """The connection has become a websocket."""
+        """Wraps the websocket reader that aiohttp sets when the connection is upgraded."""
         super().set_parser(cast(Any, MaskedFrames(parser)), data_received_cb)
 
     def _start_deadline(self) -> None:
         timeout_s = self._connections.limits.header_timeout_s
-        self._deadline = self._loop.call_later(timeout_s, self._end_late)
+        self._deadline = self._loop.call_later(timeout_s, self._time_out)
 
     def _end_deadline(self) -> None:
         self._is_partial = False
@@ -194,12 +202,12 @@ class Connection(web.RequestHandler):
             self._deadline.cancel()
             self._deadline = None
 
-    def _end_late(self) -> None:
-        """A client that has sent nothing at all gets no answer."""
+    def _time_out(self) -> None:
+        """Closes the connection, with a 408 if the client has sent part of a request."""
         self._deadline = None
         if self._is_partial and self.transport is not None:
             timeout_s = self._connections.limits.header_timeout_s
-            late = refused(408, f"The request's head did not arrive in {timeout_s:g} seconds.")
+            late = refused(408, f"The request's head did not arrive within {timeout_s:g} seconds.")
             self.transport.write(raw_answer(late.info, "408 Request Timeout"))
         self.force_close()
 
@@ -209,11 +217,11 @@ def protocol_error(status: int, error: BaseException | None) -> ErrorInfo:
         return BugError("internal error").info()
     if isinstance(error, LineTooLong):
         return refused(431, "The request line or a header is too long.").info
-    return refused(400, "This is not a valid HTTP request: its head cannot be parsed.").info
+    return refused(400, "The request is not valid HTTP: its head cannot be parsed.").info
 
 
 def raw_answer(info: ErrorInfo, status_line: str) -> bytes:
-    """For a connection on which there is no request to answer."""
+    """Returns a whole HTTP response as bytes, for a connection without a parsed request."""
     body = error_body(info)
     head = (
         f"HTTP/1.1 {status_line}\r\nContent-Type: application/json; charset=utf-8\r\n"

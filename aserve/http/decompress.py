@@ -1,23 +1,23 @@
 """Decompresses a request body with `Content-Encoding: gzip` or `deflate`, within bounds.
 
-The bounds are checked while the output grows: its size, and how many times larger than its input it
-gets. A few kilobytes can otherwise ask for as much work as the largest body.
+The output's size and its ratio to the input are checked while it grows. Without the ratio, a few
+kilobytes could cause as much work as the largest body.
 """
 
 from __future__ import annotations
 
 import zlib
 
-from aserve.http.errors import refused
+from aserve.http.errors import RequestFailed, refused
 
 ENCODINGS = ("gzip", "deflate")
-MAX_RATIO = 100  # text compresses 3 to 20 times
-FREE_BYTES = 1 << 20  # output for which no ratio is asked
-MAX_MEMBERS = 16  # gzip files in one body
+MAX_RATIO = 100  # ordinary text compresses 3 to 20 times
+FREE_BYTES = 1 << 20  # output up to this size may have any ratio
+MAX_MEMBERS = 16  # concatenated gzip streams in one body
 SLICE_BYTES = 1 << 18
 
-GZIP, ZLIB, RAW = 31, 15, -15  # zlib's names for its formats (`wbits`)
-ZLIB_METHOD = 8  # in the first byte, by which raw deflate streams differ
+GZIP, ZLIB, RAW = 31, 15, -15  # values of zlib's `wbits`
+ZLIB_METHOD = 8  # the low bits of a zlib stream's first byte; a raw deflate stream has others
 
 
 def decompress(data: bytes, encoding: str, *, max_size: int) -> bytes:
@@ -33,7 +33,7 @@ def decompress(data: bytes, encoding: str, *, max_size: int) -> bytes:
 def _decompress_member(
     decoder: zlib._Decompress, data: bytes, output: bytearray, max_size: int
 ) -> bytes:
-    """Appends to `output`; what stands behind the member is returned."""
+    """Appends one member's text to `output`, and returns the bytes after the member."""
     num_given = len(output) // MAX_RATIO + len(data)
     while not decoder.eof:
         try:
@@ -46,23 +46,23 @@ def _decompress_member(
         output += piece
         if len(output) > max_size:
             raise refused(
-                413, f"The request body has more than {max_size} bytes when it is decompressed."
+                413, f"The request body has more than {max_size} bytes when decompressed."
             )
         if len(output) > max(FREE_BYTES, MAX_RATIO * num_given):
             raise refused(
                 413,
-                f"The request body gets more than {MAX_RATIO} times larger when it is "
-                "decompressed. Send it without Content-Encoding.",
+                f"The request body grows more than {MAX_RATIO} times when decompressed. "
+                "Send it without Content-Encoding.",
             )
     return decoder.unused_data
 
 
 def _format_of(data: bytes, encoding: str) -> int:
-    """`deflate` means the zlib format, but some clients send the raw stream."""
+    """Returns zlib's `wbits`. `deflate` is the zlib format, but some clients send raw deflate."""
     if encoding == "gzip":
         return GZIP
     return ZLIB if data and data[0] & 0xF == ZLIB_METHOD else RAW
 
 
-def broken_body() -> Exception:
-    return refused(400, "The request body ended early or is not encoded as it says.")
+def broken_body() -> RequestFailed:
+    return refused(400, "The request body ended early or does not match its Content-Encoding.")

@@ -1,4 +1,4 @@
-"""Writes to clients with a deadline: a connection that does not read in time is closed."""
+"""Writes to clients with a deadline: if the client does not read in time, its connection closes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ CONTENT_TYPE = "application/json"
 
 
 def closer_of(request: web.Request) -> Callable[[], None]:
-    """Closes the request's connection at once. What it holds to be sent is freed with it."""
+    """Returns a function that closes the request's connection at once, which frees its send
+    buffer.
+    """
 
     def close() -> None:
         if request.transport is not None:
@@ -31,19 +33,21 @@ def closer_of(request: web.Request) -> Callable[[], None]:
 
 
 async def within(writing: Awaitable[None], request: web.Request, *, timeout_s: float) -> None:
-    """Waits until there is room for more; a client that makes none for so long is left."""
+    """Waits until the send buffer has room. After `timeout_s` the connection is closed, and
+    UnreadAnswer is raised.
+    """
     try:
         async with asyncio.timeout(timeout_s):
             await writing
     except TimeoutError:
         closer_of(request)()
-        raise UnreadAnswer(f"nothing of an answer was read in {timeout_s} seconds") from None
+        raise UnreadAnswer(f"the client read nothing for {timeout_s} seconds") from None
 
 
 async def send_json(
     request: web.Request, pieces: Iterable[bytes], *, timeout_s: float
 ) -> web.StreamResponse:
-    """A short answer in one go, a long one block by block, with a turn of the loop for each."""
+    """Sends a short answer at once, and a long one block by block, one per loop iteration."""
     blocks = iter(blocks_of(pieces))
     first = next(blocks, b"")
     second = next(blocks, None)
@@ -53,7 +57,7 @@ async def send_json(
     await response.prepare(request)
 
     async def fail(_: ErrorInfo) -> None:
-        # A half of a JSON text must not look like a whole one.
+        # An unfinished JSON text must not look like a whole one.
         closer_of(request)()
 
     request[STARTED] = StartedAnswer(response, fail)

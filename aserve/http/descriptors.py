@@ -1,4 +1,4 @@
-"""Raises the limit of open files, so that the process can hold its maximum of connections."""
+"""Raises the limit on open files, so that the process can hold its maximum of connections."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import resource
 
 logger = logging.getLogger(__name__)
 
-OTHER_FILES = 192  # the model's, the loop's, pipes to workers
+OTHER_FILES = 192  # files of the model and the loop, and pipes to workers
 
 
 def descriptors_for(max_connections: int) -> int:

@@ -1,7 +1,7 @@
-"""Converts errors to OpenAI's error bodies, also for a request whose answer has begun.
+"""Converts errors to OpenAI's error bodies, also after the answer has begun.
 
 Once the status line is sent, a failure must be reported within the answer. The handler that begins
-the answer registers how, and the border middleware calls it.
+the answer registers a StartedAnswer for this, and the border middleware calls it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from aserve.errors import AserveError, ErrorInfo
 
 @dataclass(frozen=True, slots=True)
 class StartedAnswer:
-    """`fail` tells the client and ends the answer."""
+    """An answer whose status line is sent. `fail` sends the error and ends the answer."""
 
     response: web.StreamResponse
     fail: Callable[[ErrorInfo], Awaitable[None]]
@@ -27,8 +27,8 @@ class StartedAnswer:
 STARTED = web.RequestKey("started", StartedAnswer)
 
 
-# Failures that would only happen again. 408 and 5xx are retried by clients unless told not to.
-HOPELESS_STATUSES = frozenset({408, 500})
+# Failures that a retry would repeat. OpenAI's clients retry 408 and 5xx unless told not to.
+NO_RETRY_STATUSES = frozenset({408, 500})
 
 CODES = {
     400: "bad_request",
@@ -44,7 +44,7 @@ CODES = {
 
 
 class RequestFailed(Exception):
-    """Carries what the engine said about a request up to the border."""
+    """Carries the error of one request up to the border middleware."""
 
     def __init__(self, info: ErrorInfo) -> None:
         super().__init__(info.message)
@@ -76,7 +76,7 @@ def error_response(info: ErrorInfo) -> web.Response:
         headers["Retry-After"] = str(math.ceil(info.retry_after_s))
     if info.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    if info.status in HOPELESS_STATUSES:
+    if info.status in NO_RETRY_STATUSES:
         headers["X-Should-Retry"] = "false"
     return web.Response(
         body=error_body(info),
@@ -95,10 +95,10 @@ def info_of(error: AserveError | RequestFailed) -> ErrorInfo:
 
 
 def http_error_info(error: web.HTTPException, *, where: str) -> ErrorInfo:
-    """What aiohttp itself refuses: routes, methods, sizes."""
+    """Converts the errors that aiohttp raises: unknown routes, wrong methods, large bodies."""
     message = {
         404: f"Unknown request URL: {where}. Please check the URL for typos.",
-        405: f"Not allowed method for this URL: {where}.",
+        405: f"Method not allowed for this URL: {where}.",
         413: f"The request body is too large: {error.text}",
     }.get(error.status, error.reason)
     kind = "invalid_request_error" if error.status < 500 else "server_error"

@@ -1,8 +1,8 @@
 """Checks the Host of requests and the Origin of websockets.
 
-A browser sends the name in the address as `Host`, and the page's own address as `Origin`. Without
-these checks any page could reach a server on its reader's own machine: its name can resolve to
-127.0.0.1 (DNS rebinding), and a browser opens websockets to any server without asking it.
+A browser sends the name from the URL as `Host`, and the origin of the page as `Origin`. Without
+these checks any web page could reach a server on its visitor's machine: the page's name can resolve
+to 127.0.0.1 (DNS rebinding), and browsers open websockets to any server.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 class AllowedHosts:
-    """`names` is None where any name is right.
+    """The accepted host names, or None for any, and the accepted origins.
 
-    By default a server that listens on a loopback address answers to local names alone. One that
-    listens on other addresses is meant to be reached, under names that it cannot know.
+    By default a server on a loopback address accepts only local names. A server on another address
+    cannot know its names, and accepts any.
     """
 
     def __init__(self, options: ServerOptions) -> None:
@@ -37,7 +37,9 @@ class AllowedHosts:
         self._origins = split_list(options.allowed_origins)
 
     def check_host(self, request: web.Request) -> None:
-        """WHY: a request without `Host` does not come from a browser."""
+        """Raises if the Host is not allowed. A request without one is accepted: it does not come
+        from a browser.
+        """
         host = request.headers.get(hdrs.HOST)
         if host is None or self.names is None:
             return
@@ -46,12 +48,12 @@ class AllowedHosts:
         if name not in self.names and not is_local:
             raise refused(
                 403,
-                "This server does not answer to the name in the request's Host header. "
-                "Start it with --allowed-hosts and that name.",
+                "The name in the request's Host header is not allowed. "
+                "Start the server with --allowed-hosts and that name.",
             )
 
     def check_origin(self, request: web.Request) -> None:
-        """A page may connect to the server that it came from; others must be allowed."""
+        """Raises unless the Origin is allowed or is the server itself."""
         origin = request.headers.get(hdrs.ORIGIN)
         if origin is None or ANY in self._origins or origin.lower() in self._origins:
             return
@@ -62,13 +64,13 @@ class AllowedHosts:
         if not page or page != request.host.lower():
             raise refused(
                 403,
-                "A page with this Origin may not connect to this server. "
-                "Start it with --allowed-origins and the page's origin.",
+                "Pages with this Origin are not allowed to connect. "
+                "Start the server with --allowed-origins and the page's origin.",
             )
 
 
 def split_list(text: str | None) -> frozenset[str]:
-    """Names separated by commas."""
+    """Splits names separated by commas, and lowers their case."""
     return frozenset(filter(None, (name.strip().lower() for name in (text or "").split(","))))
 
 
@@ -80,7 +82,7 @@ def is_loopback(host: str) -> bool:
 
 
 def name_of(host: str) -> str | None:
-    """Without the port; None where it is no host at all."""
+    """Returns the host without its port, or None if it is malformed."""
     try:
         return urlsplit(f"//{host}").hostname
     except ValueError:

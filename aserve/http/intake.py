@@ -1,8 +1,8 @@
 """Reads request bodies: with a deadline, within a bound of memory, and large ones off the loop.
 
-A body is received as it was sent. Compressed and large bodies are then decompressed, checked and
-decoded by one thread, in order of arrival, so that at most one of them takes the interpreter lock
-at a time. `held_bytes` is written on the loop, by the handlers that read.
+Compressed and large bodies are decompressed, checked and decoded by one thread in order of arrival,
+so that at most one of them competes for the interpreter lock. `held_bytes` is written on the loop,
+by the handlers that read.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from aserve.http.state import HttpContext
 
 T = TypeVar("T")
 
-INLINE_BYTES = 1 << 15  # up to which decoding takes the loop less time than asking a thread
-SMALL_BYTES = 1 << 16  # bodies up to this size are never refused for the memory of others
-HELD_BODIES = 16  # of the largest size: the memory for all bodies that are being read
-MIN_BYTES_PER_S = 1 << 16  # slower clients run into the deadline
+INLINE_BYTES = 1 << 15  # up to this size decoding on the loop is faster than a thread switch
+SMALL_BYTES = 1 << 16  # bodies up to this size are never refused for lack of memory
+HELD_BODIES = 16  # the memory for bodies that are being read, in bodies of the largest size
+MIN_BYTES_PER_S = 1 << 16  # slower clients miss the deadline
 RETRY_AFTER_S = 1.0
 
 
@@ -45,12 +45,14 @@ class Intake:
 
     @property
     def max_values(self) -> int:
-        """Token ids are values, so a prompt as long as the model's context must be allowed."""
+        """The limit on JSON values in a body. Token ids are values, so a prompt as long as the
+        model's context must pass.
+        """
         return MAX_VALUES + (self._state.max_model_len or 0)
 
     @contextmanager
     def holding(self) -> Iterator[Held]:
-        """The memory of one body, until its record has been made."""
+        """Counts the memory of one body until it has been decoded."""
         held = Held(self)
         try:
             yield held
@@ -58,8 +60,8 @@ class Intake:
             self.held_bytes -= held.size
 
     async def receive(self, request: web.Request, held: Held) -> bytes:
-        """The body as it was sent. The deadline moves on with what arrives, but only as far as a
-        client gets that sends MIN_BYTES_PER_S.
+        """Receives a body, still compressed. Each byte that arrives extends the deadline by
+        1 / MIN_BYTES_PER_S.
         """
         loop = asyncio.get_running_loop()
         start_s = loop.time()
@@ -79,8 +81,8 @@ class Intake:
         return b"".join(pieces)
 
     async def off_loop(self, work: Callable[[], T], *, size: int) -> T:
-        """What `work` returns or raises. It waits its turn in the thread, and is never begun for a
-        client that has gone away.
+        """Runs `work` in the thread, in order of arrival, or here if `size` is small. It is skipped
+        if the caller is cancelled before it begins.
         """
         if size <= INLINE_BYTES:
             return work()
@@ -98,6 +100,8 @@ class Intake:
 
 
 class Held:
+    """The bytes of one body that count towards `held_bytes`."""
+
     def __init__(self, intake: Intake) -> None:
         self.size = 0
         self._intake = intake

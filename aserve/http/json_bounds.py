@@ -1,12 +1,12 @@
-"""Bounds on the shape of a JSON body, checked before any object is made of it.
+"""Bounds on the shape of a JSON body, checked before it is decoded.
 
-A decoder makes one object per value, and holds the interpreter lock until the last one is made:
-5 million `[]` take seconds, during which no other thread of the process runs. This scan makes no
-objects. It counts brackets, commas and colons outside strings in slices of the body, so it gives up
-the lock many times per body, and it stops at the first bound that is passed.
+A decoder makes one object per value, and holds the interpreter lock until it is done: 5 million
+`[]` take seconds, during which no other thread of the process runs. This scan makes no objects. It
+counts brackets, commas and colons outside strings, slice by slice, so it releases the lock many
+times per body, and it stops at the first bound that is exceeded.
 
-PERF: 100 MB/s or more on a slow core, 2 ms for each slice. Small bodies with few brackets
-and commas are not scanned at all. Decoding a body at all bounds takes 30 ms of CPU.
+PERF: 100 MB/s or more on a slow core, 2 ms per slice. Small bodies with few brackets and commas are
+not scanned. Decoding a body that is just within all bounds takes 30 ms of CPU.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from aserve.errors import InvalidRequest
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
-MAX_DEPTH = 128  # arrays and objects inside one another
+MAX_DEPTH = 128  # levels of nested arrays and objects
 MAX_FIELDS = 256  # members of the outermost object
 MAX_CONTAINERS = 32_768  # arrays and objects; decoding takes 0.3 to 1.3 us for each
-MAX_MEMBERS = 65_536  # names in all objects; 0.3 us each
+MAX_MEMBERS = 65_536  # members of all objects; 0.3 us each
 MAX_VALUES = 262_144  # values of all kinds; 0.07 us each
-# Backslashes in strings; 7 ns each, during which no other thread runs. The largest body by default
-# has 1.4 million \\u escapes, if it has nothing else.
+# Backslashes in strings; 7 ns each, during which no other thread runs. A body of the default
+# maximum size that has nothing else has 1.4 million \\u escapes.
 MAX_ESCAPES = 1_500_000
-MAX_EXPONENTS = 1_024  # numbers like 1e300; 17 us each where the exponent is large
+MAX_EXPONENTS = 1_024  # numbers like 1e300; 17 us each if the exponent is large
 
 SLICE_BYTES = 1 << 18
 BACKSLASHES = re.compile(rb"\\*")
@@ -38,8 +38,8 @@ REST = bytes(set(range(256)) - set(COUNTED))
 
 
 def check_json_bounds(data: bytes, *, max_values: int = MAX_VALUES) -> None:
-    """Raises InvalidRequest with the bound that `data` passes. It need not be valid JSON: whatever
-    stands before the first error is counted as the decoder would see it.
+    """Raises InvalidRequest if `data` exceeds a bound. Invalid JSON is counted up to its first
+    error as the decoder would see it.
     """
     num_open = data.count(b"[") + data.count(b"{")
     num_marks = num_open + data.count(b",") + data.count(b":")
@@ -54,7 +54,7 @@ def check_json_bounds(data: bytes, *, max_values: int = MAX_VALUES) -> None:
 
 
 def _slice_end(data: bytes, start: int) -> int:
-    """A slice ends in no backslash, so that each escape is in one slice."""
+    """Returns the end of the slice. It never follows a backslash, so no escape is split."""
     end = min(start + SLICE_BYTES, len(data))
     if data[end - 1 : end] == b"\\":
         run = BACKSLASHES.match(data, end)
@@ -77,8 +77,8 @@ class _Scan:
         self._num_fields = 1
 
     def add(self, piece: bytes) -> None:
-        # WHY: pairs of backslashes go first, from the left, so that each one that remains escapes
-        # the character behind it.
+        # WHY: pairs of backslashes are removed first, from the left, so that each one that remains
+        # escapes the character after it.
         halved = piece.replace(b"\\\\", b"")
         plain = halved.replace(b'\\"', b"")
         self._num_escapes += (len(piece) - len(halved)) // 2 + halved.count(b"\\")
@@ -116,14 +116,14 @@ class _Scan:
         closes = (outside == ord("]")) | (outside == ord("}"))
         steps = opens.view(np.int8) - closes.view(np.int8)
         depths = self._depth + np.cumsum(steps, dtype=np.int64)
-        _check(int(depths.max()), MAX_DEPTH, "levels of arrays and objects in one another")
+        _check(int(depths.max()), MAX_DEPTH, "levels of nested arrays and objects")
         self._depth = int(depths[-1])
         self._num_fields += int(np.count_nonzero((outside == ord(",")) & (depths == 1)))
         _check(self._num_fields, MAX_FIELDS, "fields")
 
 
 def _check(count: int, limit: int, what: str) -> None:
-    """The message does not say how many there are: the scan ends where the bound is passed."""
+    """Raises above the limit. The message has no total, because the scan ends here."""
     if count > limit:
         raise InvalidRequest(
             f"The body has more than {limit} {what}. Send less in one request.",

@@ -1,7 +1,7 @@
 """Encodes long JSON in pieces, so that no iteration of the loop encodes or copies much of it.
 
 The long parts of a record are fields of type `JsonList` or `JsonEach`. The encoder writes a marker
-in the place of each, and `pieces_of` inserts their pieces there.
+for each of them, and `pieces_of` replaces the markers by the pieces.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import TypeAlias
 
 import msgspec
 
-BLOCK_BYTES = 1 << 16  # as much as the transport buffers before it says that it is full
-# WHY: JSON cannot have this byte, because inside of strings it is escaped.
+BLOCK_BYTES = 1 << 16  # asyncio's default high-water mark of a transport's buffer
+# WHY: encoded JSON never contains this byte, because strings escape it.
 MARK = b"\0"
 
 
 class JsonList:
-    """A list that is encoded item by item as they become known: it takes the bytes of its JSON, a
-    sixth of what the records would.
+    """A list whose items are encoded as they are added. The JSON takes a sixth of the records'
+    memory.
     """
 
     __slots__ = ("_parts",)
@@ -41,7 +41,7 @@ class JsonList:
 
 
 class JsonEach:
-    """A list whose items are made and encoded one after the other while it is written."""
+    """A list whose items are made and encoded one by one while it is written."""
 
     __slots__ = ("_make",)
 
@@ -61,7 +61,7 @@ Long: TypeAlias = JsonList | JsonEach
 
 
 def pieces_of(record: object) -> Iterator[bytes]:
-    """The JSON of a record whose fields may be long ones."""
+    """Yields the JSON of a record that may have `JsonList` and `JsonEach` fields."""
     longs: list[Long] = []
 
     def mark(value: object) -> msgspec.Raw:
@@ -78,7 +78,7 @@ def pieces_of(record: object) -> Iterator[bytes]:
 
 
 def blocks_of(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """The same bytes, BLOCK_BYTES at a time."""
+    """Yields the same bytes in blocks of BLOCK_BYTES; the last one may be shorter."""
     block = bytearray()
     for piece in pieces:
         start = 0

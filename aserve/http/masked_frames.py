@@ -1,7 +1,7 @@
-"""Checks that clients mask their websocket frames (RFC 6455, 5.1), which aiohttp does not.
+"""Checks that clients mask their websocket frames (RFC 6455, 5.1), because aiohttp does not.
 
-Masking keeps a page from writing bytes of its choice to a proxy that takes them for HTTP. After a
-frame without a mask the server must close with status 1002.
+Masking keeps a web page from sending bytes of its choice that a proxy would take for HTTP. After an
+unmasked frame the server must close with status 1002.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ LENGTH_BITS = 0x7F
 LENGTH_BYTES = {126: 2, 127: 8}
 MASK_BYTES = 4
 MAX_HEADER = 2 + 8 + MASK_BYTES
-# A frame with a reserved opcode, upon which aiohttp's reader closes with 1002.
+# A frame with a reserved opcode: aiohttp's reader closes with 1002 when it gets one.
 PROTOCOL_ERROR = bytes([0x83, MASK_BIT, 0, 0, 0, 0])
 
 
@@ -24,13 +24,13 @@ class FrameReader(Protocol):
 
 
 class MaskedFrames:
-    """Stands before aiohttp's reader, and follows the frames by their headers alone."""
+    """A frame reader that checks the headers of frames and passes all bytes on to `reader`."""
 
     def __init__(self, reader: FrameReader) -> None:
         self._reader = reader
-        self._held = b""  # a frame's first byte, until its mask bit has come
-        self._header = b""  # what has come of a masked frame's header
-        self._num_left = 0  # bytes that are missing of the frame's payload
+        self._held = b""  # a frame's first byte, until the byte with its mask bit arrives
+        self._header = b""  # the part of a masked frame's header that has arrived
+        self._num_left = 0  # bytes of the frame's payload that are still missing
         self._is_broken = False
 
     def feed_eof(self) -> None:
@@ -54,11 +54,13 @@ class MaskedFrames:
             if not header[1] & MASK_BIT:
                 self._is_broken = True
                 return self._reader.feed_data(data[:place] + PROTOCOL_ERROR)
-            place += self._take(header)
+            place += self._read_header(header)
         return self._reader.feed_data(data)
 
-    def _take(self, header: bytes) -> int:
-        """How many bytes are new in `header`, which may end too early or too late."""
+    def _read_header(self, header: bytes) -> int:
+        """Reads a header, which may be incomplete or followed by payload, and returns how many
+        bytes of it are new.
+        """
         num_length_bytes = LENGTH_BYTES.get(header[1] & LENGTH_BITS, 0)
         size = 2 + num_length_bytes + MASK_BYTES
         num_known = len(self._header)

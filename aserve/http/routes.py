@@ -1,7 +1,4 @@
-"""GET /health and /metrics, which answer probes and monitors in constant time.
-
-The reported phase is the supervisor's.
-"""
+"""The routes of the HTTP server, and the handlers of /health, /metrics and the start page."""
 
 from __future__ import annotations
 
@@ -33,66 +30,33 @@ from aserve.http.responses.body import ResponseBody
 from aserve.http.responses.websocket import connect
 from aserve.http.state import HttpContext, ServerState, origin_of
 
-LATE_S = 10.0  # an engine says something every second, unless its loop is stuck
-
-
-class HealthBody(msgspec.Struct, omit_defaults=True):
-    status: str
-    reason: str = ""
-
-
-def health_response(state: ServerState) -> web.Response:
-    body = health_of(state)
-    return web.Response(
-        body=msgspec.json.encode(body),
-        status=200 if body.status == "ready" else 503,
-        content_type="application/json",
-        headers={"Cache-Control": "no-store"},
-    )
-
-
-def health_of(state: ServerState) -> HealthBody:
-    """A stuck engine may go on, so its requests still wait."""
-    if state.phase != "ready":
-        return HealthBody(state.phase, state.reason)
-    age_s = state.engine_age_s()
-    if age_s > LATE_S:
-        return HealthBody("stuck", f"the engine has said nothing for {age_s:.0f} seconds")
-    return HealthBody("ready")
-
-
-def metrics_response(registry: CollectorRegistry) -> web.Response:
-    return web.Response(
-        body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
-    )
-
-
+STUCK_S = 10.0  # a running engine sends a message every second
 T = TypeVar("T", bound=msgspec.Struct)
-Answer: TypeAlias = Callable[[web.Request, HttpContext], Awaitable[web.StreamResponse]]
-AnswerBody: TypeAlias = Callable[[web.Request, HttpContext, T], Awaitable[web.StreamResponse]]
+Handler: TypeAlias = Callable[[web.Request, HttpContext], Awaitable[web.StreamResponse]]
+BodyHandler: TypeAlias = Callable[[web.Request, HttpContext, T], Awaitable[web.StreamResponse]]
 
-PAGE = (Path(__file__).parent / "static" / "index.html").read_bytes()
+START_PAGE = (Path(__file__).parent / "static" / "index.html").read_bytes()
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """`body` is what is read there, None for nothing; tests make wrong ones of every kind."""
+    """A method and path with its handler. `body` is the record of the request body, for tests."""
 
     method: str
     path: str
-    answer: Answer
+    handler: Handler
     body: type[msgspec.Struct] | None = None
 
 
-def post(path: str, kind: type[T], answer: AnswerBody[T]) -> Route:
-    async def read_and_answer(request: web.Request, context: HttpContext) -> web.StreamResponse:
-        return await answer(request, context, await read_body(request, kind))
+def post(path: str, kind: type[T], handler: BodyHandler[T]) -> Route:
+    async def read_and_handle(request: web.Request, context: HttpContext) -> web.StreamResponse:
+        return await handler(request, context, await read_body(request, kind))
 
-    return Route("POST", path, read_and_answer, kind)
+    return Route("POST", path, read_and_handle, kind)
 
 
-def get(path: str, answer: Answer) -> Route:
-    return Route("GET", path, answer)
+def get(path: str, handler: Handler) -> Route:
+    return Route("GET", path, handler)
 
 
 async def completions(
@@ -122,12 +86,43 @@ async def health(_: web.Request, context: HttpContext) -> web.Response:
     return health_response(context.state)
 
 
+class HealthBody(msgspec.Struct, omit_defaults=True):
+    status: str
+    reason: str = ""
+
+
+def health_response(state: ServerState) -> web.Response:
+    body = health_of(state)
+    return web.Response(
+        body=msgspec.json.encode(body),
+        status=200 if body.status == "ready" else 503,
+        content_type="application/json",
+        headers={"Cache-Control": "no-store"},
+    )
+
+
+def health_of(state: ServerState) -> HealthBody:
+    """Reports an engine that sends nothing as stuck. Its requests wait, because it may go on."""
+    if state.phase != "ready":
+        return HealthBody(state.phase, state.reason)
+    age_s = state.engine_age_s()
+    if age_s > STUCK_S:
+        return HealthBody("stuck", f"the engine has sent nothing for {age_s:.0f} seconds")
+    return HealthBody("ready")
+
+
 async def metrics(_: web.Request, context: HttpContext) -> web.Response:
     return metrics_response(context.registry)
 
 
+def metrics_response(registry: CollectorRegistry) -> web.Response:
+    return web.Response(
+        body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
+    )
+
+
 async def index(_: web.Request, __: HttpContext) -> web.Response:
-    return web.Response(body=PAGE, content_type="text/html", charset="utf-8")
+    return web.Response(body=START_PAGE, content_type="text/html", charset="utf-8")
 
 
 ROUTES = (

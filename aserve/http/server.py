@@ -1,7 +1,7 @@
 """The HTTP server: it opens the port, routes requests, and turns errors into answers.
 
-Requests enter the engine through the gateway alone. The server's phase is written by frontend.py
-and only read here.
+Requests enter the engine only through the gateway. frontend.py writes the server's phase, and this
+module reads it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from aserve.errors import AserveError, BugError, ConfigError, ErrorInfo
 from aserve.http.auth import IDENTITY, read_keys
 from aserve.http.body import IGNORED
 from aserve.http.connection import listen
+from aserve.http.decompress import broken_body
 from aserve.http.errors import (
     STARTED,
     RequestFailed,
@@ -37,11 +38,11 @@ from aserve.observability.loop_delay import LoopDelay
 
 logger = logging.getLogger(__name__)
 
-CLOSE_TIMEOUT_S = 1.0  # for what still runs when the caller has drained the server
+CLOSE_TIMEOUT_S = 1.0  # for handlers that still run after the server was drained
 
 
 class HttpServer:
-    """Bound first, so that /health answers while the model loads."""
+    """The port and its connections. It starts before the model loads, so that /health answers."""
 
     def __init__(self, context: HttpContext) -> None:
         self._options = context.options
@@ -53,7 +54,7 @@ class HttpServer:
         self._delay = LoopDelay(context.registry)
 
     async def start(self) -> str:
-        """The address that it answers at; port 0 takes a free one."""
+        """Opens the port and returns the server's URL. Port 0 takes a free one."""
         host, port = self._options.host, self._options.port
         await self._runner.setup()
         try:
@@ -67,7 +68,7 @@ class HttpServer:
         return f"http://{shown}:{bound[1]}"
 
     async def stop(self) -> None:
-        """Closes the port and every connection; the caller has ended the open requests."""
+        """Closes the port and every connection. The caller has ended the open requests before."""
         self._delay.stop()
         if self._listener is not None:
             self._listener.close()
@@ -76,8 +77,10 @@ class HttpServer:
 
 
 def reason_of(error: OSError) -> str:
-    """WHY: the loop puts a sentence of its own around the system's, but keeps the number, which is
-    negative where a name was not found.
+    """Returns the system's message of an error.
+
+    WHY: asyncio wraps the message in its own, but keeps the error number. The number of an unknown
+    host name is negative.
     """
     number = error.errno or 0
     return os.strerror(number).lower() if number > 0 else error.strerror or str(error)
@@ -101,13 +104,15 @@ def create_app(context: HttpContext) -> web.Application:
 
 def handler_of(route: Route, context: HttpContext) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
-        return await route.answer(request, context)
+        return await route.handler(request, context)
 
     return handle
 
 
 def border(context: HttpContext) -> Middleware:
-    """Every request gets an id and an answer; a bug shows nothing of itself but that id."""
+    """Returns the middleware that gives every request an id and an answer. The answer to a bug
+    shows only that id.
+    """
     keys = read_keys(context.options)
 
     @web.middleware
@@ -127,8 +132,7 @@ def border(context: HttpContext) -> Middleware:
                 response.headers[hdrs.ALLOW] = error.headers[hdrs.ALLOW]
             return response
         except web.RequestPayloadError:
-            broken = refused(400, "The request body ended early or is not encoded as it says.")
-            return error_response(broken.info)
+            return error_response(broken_body().info)
         except ConnectionError:
             logger.debug("client gone request=%s", request[REQUEST_ID])
             return web.Response(status=499)
@@ -141,7 +145,7 @@ def border(context: HttpContext) -> Middleware:
 
 
 def check_size(request: web.Request, max_body_size: int) -> None:
-    """Refused by its header before anything is read; a body without one is counted by aiohttp."""
+    """Refuses a large body by its Content-Length. Intake counts the bytes of a body without one."""
     size = request.content_length
     if size is not None and size > max_body_size:
         raise refused(413, f"The request body has {size} bytes, more than {max_body_size}.")
@@ -156,7 +160,7 @@ async def answer_error(request: web.Request, info: ErrorInfo) -> web.StreamRespo
 
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """The id also on errors, so that a client can say which answer it means."""
+    """Adds the headers of every answer, also of errors."""
     response.headers["X-Request-Id"] = request.get(REQUEST_ID) or uuid.uuid4().hex
     response.headers[hdrs.SERVER] = "aserve"
     ignored = request.get(IGNORED)

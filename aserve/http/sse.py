@@ -1,6 +1,6 @@
 """Writes server-sent events to a streaming client.
 
-The caller passes all events that are ready, and they go out in blocks. Every write waits, within
+The caller passes all events that are ready, and they are sent in blocks. Every write waits, up to
 the deadline, until the client has read enough of the earlier ones.
 """
 
@@ -27,7 +27,9 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class SseWriter:
-    """Written to by one handler; `start` comes first, `finish`, `fail` or `end` last."""
+    """The event stream of one request. One handler writes it: `start` first, then `send` or
+    `write`, and at last `finish`, `fail` or `end`.
+    """
 
     def __init__(self, request: web.Request, *, timeout_s: float) -> None:
         self.response = web.StreamResponse(headers=HEADERS)
@@ -35,7 +37,7 @@ class SseWriter:
         self._timeout_s = timeout_s
 
     async def start(self, fail: Callable[[ErrorInfo], Awaitable[None]] | None = None) -> None:
-        """From now on the border answers errors with `fail`, by default this writer's."""
+        """Sends the status line. From now on the border middleware reports errors with `fail`."""
         await self.response.prepare(self._request)
         self._request[STARTED] = StartedAnswer(self.response, fail or self.fail)
 
@@ -43,7 +45,7 @@ class SseWriter:
         await self.write(map(frame, payloads))
 
     async def write(self, pieces: Iterable[bytes]) -> None:
-        """The pieces of whole events, however long."""
+        """Writes pieces that together are whole events."""
         for number, block in enumerate(blocks_of(pieces), start=1):
             await self._within(self.response.write(block))
             if number % BLOCKS_PER_TURN == 0:
@@ -53,7 +55,7 @@ class SseWriter:
         await self._within(self.response.write_eof())
 
     async def keep_alive(self) -> None:
-        """For proxies that close what is silent; clients skip comments."""
+        """Writes a comment, which clients skip, because proxies close silent connections."""
         await self.write((KEEP_ALIVE,))
 
     async def finish(self, payloads: Iterable[bytes] = ()) -> None:
@@ -61,7 +63,7 @@ class SseWriter:
         await self.end()
 
     async def fail(self, info: ErrorInfo) -> None:
-        """The status line has gone out, so the error is an event."""
+        """Sends the error as the last event."""
         await self.finish([error_body(info)])
 
     async def _within(self, writing: Awaitable[None]) -> None:

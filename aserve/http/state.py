@@ -1,6 +1,6 @@
 """The server's state that handlers share, and the origin of each request: its id and its caller.
 
-The border middleware alone writes the id.
+Only the border middleware writes the id.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from aserve.messages.base import ServerPhase
 from aserve.request_stream import Gateway
 from aserve.text.defaults import NEUTRAL, GenerationDefaults
 
+RETRY_AFTER_S = 5.0
 REQUEST_ID = web.RequestKey("request_id", str)
 
 
@@ -42,19 +43,16 @@ def origin_of(request: web.Request, context: HttpContext) -> Origin:
     )
 
 
-RETRY_AFTER_S = 5.0
-
-
 @dataclass(slots=True)
 class ServerState:
-    """The server's phase, with the `reason` why it is not ready, and facts of the loaded model."""
+    """The server's phase, the reason why it is not ready, and facts about the loaded model."""
 
     phase: ServerPhase = "starting"
     reason: str = "loading the model"
     max_model_len: int | None = None
     max_sequences: int = MAX_SEQUENCES  # of one request: prompts times n
     defaults: GenerationDefaults = NEUTRAL
-    engine_age_s: Callable[[], float] = lambda: 0.0  # since it was last heard of
+    engine_age_s: Callable[[], float] = lambda: 0.0  # the time since the engine's last message
 
     def refusal(self) -> AserveError | None:
         """Returns the error for new requests, or None if the server accepts them."""
@@ -78,7 +76,9 @@ class ServerState:
 
 @dataclass(frozen=True, slots=True)
 class HttpContext:
-    """What all handlers share. Clients may give any of `model_names`; answers carry the first."""
+    """The objects and options that all handlers share. A client may use any of `model_names`; the
+    first is the default.
+    """
 
     gateway: Gateway
     state: ServerState
@@ -89,4 +89,4 @@ class HttpContext:
     tokenize_service: TokenizeService
     draw_seed: Callable[[], int] = random_seed
     keep_alive_s: float = 15.0
-    heartbeat_s: float = 60.0  # a websocket that was silent for so long must answer a ping in half
+    heartbeat_s: float = 60.0  # a silent websocket gets a ping, and half of this time to answer

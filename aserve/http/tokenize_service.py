@@ -20,11 +20,13 @@ RETRY_AFTER_S = 1.0
 
 
 class TokenizeService:
-    """WHY: one thread of its own, so that long texts delay neither the loop nor any prompt."""
+    """Runs one call after the other in its own thread, so that long texts delay neither the loop
+    nor the prompts of requests.
+    """
 
     def __init__(self) -> None:
         self._encoder: PromptEncoder | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="text-desk")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._num_waiting = 0
 
     def open(self, encoder: PromptEncoder) -> None:
@@ -35,14 +37,14 @@ class TokenizeService:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def ask(self, question: Callable[[PromptEncoder], T]) -> T:
-        """What `question` returns or raises, in order of arrival; a client that goes away before
-        its turn is not answered.
+        """Runs `question` in the thread, in order of arrival. It is skipped if the caller is
+        cancelled before it begins.
         """
         if self._encoder is None:
-            raise EngineDead("no model is loaded, so there is no tokenizer to ask")
+            raise EngineDead("no model is loaded, so there is no tokenizer")
         if self._num_waiting >= MAX_WAITING:
             raise QueueFull(
-                f"{MAX_WAITING} texts wait for the tokenizer already; try again later",
+                f"{MAX_WAITING} texts already wait for the tokenizer; try again later",
                 retry_after_s=RETRY_AFTER_S,
             )
         self._num_waiting += 1

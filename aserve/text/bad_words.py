@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from aserve.errors import InvalidRequest
 from aserve.text.tokenizer import TextTokenizer
 
-MAX_IDS = 2048  # of all words together: they travel with every step
+MAX_IDS = 2048  # token ids of all words of a request together
 
 
 def bad_word_ids(words: Iterable[str], tokenizer: TextTokenizer) -> tuple[tuple[int, ...], ...]:
-    """Each word as it stands at the beginning of a text and after a space, as vLLM does; once where
-    these end in the same tokens.
+    """Encodes each word as at the start of a text and as after a space, like vLLM. The second form
+    is left out if it ends in the tokens of the first.
     """
     found: dict[tuple[int, ...], None] = {}
     for word in words:
@@ -30,7 +30,7 @@ def bad_word_ids(words: Iterable[str], tokenizer: TextTokenizer) -> tuple[tuple[
     num_ids = sum(map(len, found))
     if num_ids > MAX_IDS:
         raise InvalidRequest(
-            f"Invalid 'bad_words': they are {num_ids} tokens in all, more than {MAX_IDS}.",
+            f"Invalid 'bad_words': they have {num_ids} tokens in total, more than {MAX_IDS}.",
             param="bad_words",
             code="array_above_max_length",
         )

@@ -18,8 +18,9 @@ FILE = "generation_config.json"
 
 
 class GenerationDefaults(Record, frozen=True):
-    """Named as in the file. `max_new_tokens` is for chats, whose clients often leave it out; None
-    is the rest of the context."""
+    """The default sampling parameters, named as in the file. `max_new_tokens` is the default of
+    max_tokens; None means the rest of the context.
+    """
 
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] = 1.0
     top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
@@ -29,7 +30,7 @@ class GenerationDefaults(Record, frozen=True):
     max_new_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
     def __str__(self) -> str:
-        """What differs from an unopinionated model's, for a log line."""
+        """The values that differ from NEUTRAL, for a log line."""
         return " ".join(
             f"{name}={value}"
             for name, value in msgspec.structs.asdict(self).items()
@@ -42,10 +43,10 @@ NEUTRAL = GenerationDefaults()
 
 def load_defaults(model_dir: Path) -> GenerationDefaults:
     path = model_dir / FILE
-    said = read_json(path)
-    known = {name: said.get(name) for name in GenerationDefaults.__struct_fields__}
+    content = read_json(path)
+    known = {name: content.get(name) for name in GenerationDefaults.__struct_fields__}
     given = {name: value for name, value in known.items() if value is not None}
     try:
         return msgspec.convert(given, GenerationDefaults)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {error}; --generation-config none does not read it") from None
+        raise ConfigError(f"{path}: {error}; --generation-config none ignores the file") from None

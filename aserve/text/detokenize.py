@@ -1,7 +1,7 @@
 """Incremental detokenization: the text does not depend on how the tokens were batched.
 
-Each stream's state is written by its own `feed` and `finish`. A character that spans tokens comes
-with its last token, so U+FFFD stands only for bytes that are not UTF-8.
+A character that spans tokens is returned with its last token, so U+FFFD means only bytes that are
+not UTF-8. Each stream's state is written by its own `feed` and `finish`.
 """
 
 from __future__ import annotations
@@ -11,19 +11,23 @@ from collections.abc import Callable, Collection
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
-MAX_WINDOW = 64  # tokens; longer than any character takes, so beyond it the bytes are truly invalid
+MAX_WINDOW = 64  # tokens: no character takes so many, so a full window has invalid bytes
 
 
 class TextStream(Protocol):
+    """Converts the tokens of one output to text."""
+
     def feed(self, token_id: int) -> str:
-        """The text that this token completes, often all of its own."""
+        """Adds a token and returns the text that it completes."""
 
     def finish(self) -> str:
-        """What an end in the middle of a character leaves."""
+        """Returns the rest of the text, which is not empty if the last character is incomplete."""
 
 
 class ByteStream:
-    """Joins the tokens' bytes and decodes them as they become whole characters: O(1) per token."""
+    """Joins the tokens' bytes, and decodes them once they are whole characters. It takes O(1) per
+    token.
+    """
 
     __slots__ = ("_decode", "_skipped", "_token_bytes")
 
@@ -42,7 +46,9 @@ class ByteStream:
 
 
 class WindowStream:
-    """For a decoder that looks at neighbours: the new text is what new tokens add to the last."""
+    """Decodes a window of the last tokens, for tokenizers whose decoder depends on neighbouring
+    tokens. The new text is what the new tokens add to the window's text.
+    """
 
     __slots__ = ("_decode", "_num_context", "_skipped", "_window")
 
@@ -50,7 +56,7 @@ class WindowStream:
         self._decode = decode
         self._skipped = skipped
         self._window: list[int] = []
-        self._num_context = 0  # tokens at the window's head whose text was given out
+        self._num_context = 0  # tokens at the window's start whose text was returned
 
     def feed(self, token_id: int) -> str:
         if token_id in self._skipped:

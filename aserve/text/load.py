@@ -25,12 +25,14 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 
 
 class _TokenizerFile(msgspec.Struct):
-    """As much of tokenizer.json as tells that it is one, before tokenizers sees it."""
+    """The part of tokenizer.json that is checked before tokenizers reads the file."""
 
     model: msgspec.Raw
 
 
 class TextSide(NamedTuple):
+    """The parts of a model that handle text."""
+
     tokenizer: TextTokenizer
     template: ChatTemplate | None = None
     defaults: GenerationDefaults = NEUTRAL
@@ -43,7 +45,7 @@ def load_text(model_dir: Path, options: ModelOptions) -> TextSide:
     template = load_template(model_dir, options.chat_template)
     if options.load_format != "dummy" or has_tokenizer(model_dir):
         return TextSide(load_tokenizer(model_dir), template, defaults)
-    logger.info("%s has no tokenizer: text is token ids as decimal numbers", model_dir)
+    logger.info("%s has no tokenizer: texts are token ids as decimal numbers", model_dir)
     return TextSide(load_numeric_tokenizer(model_dir), template or numeric_template(), defaults)
 
 
@@ -62,7 +64,7 @@ def has_tokenizer(model_dir: Path) -> bool:
 
 
 def load_numeric_tokenizer(model_dir: Path) -> TextTokenizer:
-    """For a directory that has a configuration and no tokenizer."""
+    """Makes a numeric tokenizer for a directory that has a configuration but no tokenizer."""
     path = model_dir / "config.json"
     config = read_json(path)
     vocab_size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
@@ -84,7 +86,9 @@ def _load_backend(model_dir: Path) -> Tokenizer:
 
 
 def _convert_backend(model_dir: Path) -> Tokenizer:
-    """For SentencePiece models without tokenizer.json; importing transformers takes seconds."""
+    """Converts another tokenizer format, such as SentencePiece, with transformers. PERF: its import
+    takes seconds.
+    """
     from transformers import AutoTokenizer
 
     try:
@@ -93,18 +97,20 @@ def _convert_backend(model_dir: Path) -> Tokenizer:
         raise ConfigError(f"{model_dir}: no usable tokenizer: {error}") from error
     backend = loaded.backend_tokenizer
     if not isinstance(backend, Tokenizer):
-        raise ConfigError(f"{model_dir}: its tokenizer has no fast form; save it as tokenizer.json")
+        raise ConfigError(
+            f"{model_dir}: the tokenizer is not a fast one; save it as tokenizer.json"
+        )
     return backend
 
 
-def _eos_ids(model_dir: Path, of_tokenizer: int | None = None) -> list[int]:
-    """Chat models name their ends in different files, not always in all: every one counts."""
+def _eos_ids(model_dir: Path, tokenizer_eos_id: int | None = None) -> list[int]:
+    """Returns the end tokens of all files, because chat models list them in different ones."""
     config = read_json(model_dir / "config.json")
     named = [
         read_json(model_dir / "generation_config.json").get("eos_token_id"),
         config.get("eos_token_id"),
         config.get("text_config", {}).get("eos_token_id"),
-        of_tokenizer,
+        tokenizer_eos_id,
     ]
     ids = [i for value in named for i in (value if isinstance(value, list) else [value])]
     return list(dict.fromkeys(i for i in ids if isinstance(i, int)))

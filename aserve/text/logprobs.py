@@ -11,7 +11,7 @@ from aserve.messages.base import array_f32, array_i32
 from aserve.messages.output import SequenceOutput, TokenLogprob, TopLogprob
 from aserve.text.tokenizer import TextTokenizer
 
-IMPOSSIBLE = -9999.0  # the log-probability of a banned token, which JSON cannot say; as OpenAI does
+IMPOSSIBLE = -9999.0  # OpenAI's value for minus infinity, which JSON cannot express
 
 
 class ScoredToken(NamedTuple):
@@ -25,7 +25,7 @@ class ScoredToken(NamedTuple):
 def scored_tokens(
     output: SequenceOutput, *, num_top: int | None, tokenizer: TextTokenizer
 ) -> Iterator[ScoredToken]:
-    """One for each of the output's tokens; none at all without logprobs."""
+    """Yields one entry per token of the output, or nothing without logprobs."""
     if num_top is None:
         return
     token_ids = iter(array_i32(output.token_ids).tolist())
@@ -65,7 +65,9 @@ def shown(token_bytes: bytes) -> str:
 def alternatives(
     top_ids: bytes, top_logprobs: bytes, *, num_tokens: int, num_top: int, tokenizer: TextTokenizer
 ) -> Iterator[tuple[TopLogprob, ...]]:
-    """int32 and float32 [num_tokens, num_top or more], best first -> one tuple per token."""
+    """Yields the best alternatives of each token. `top_ids` is int32 and `top_logprobs` float32,
+    both [num_tokens, at least num_top] and best first.
+    """
     ids = array_i32(top_ids).reshape(num_tokens, -1)[:, :num_top].tolist()
     finite = np.maximum(array_f32(top_logprobs).reshape(num_tokens, -1)[:, :num_top], IMPOSSIBLE)
     for own_ids, own_logprobs in zip(ids, finite.tolist(), strict=True):

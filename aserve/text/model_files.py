@@ -1,4 +1,4 @@
-"""Reads a JSON object from a model directory. Errors name the file."""
+"""Reads JSON files and the chat template from a model directory. Errors name the file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aserve.text.template import ChatTemplate
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Nothing for a file that is not there."""
+    """Returns the JSON object of a file, or an empty one if the file does not exist."""
     try:
         value = msgspec.json.decode(path.read_bytes())
     except FileNotFoundError:
@@ -25,15 +25,15 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-MARKS = ("{{", "{%", "{#")  # one of them is in every template, and in no sensible path
+MARKS = ("{{", "{%", "{#")  # every template has one of them, and no sensible path does
 SETTINGS = "tokenizer_config.json"
 FOR_CHAT = "default"
-FOR_TOOLS = "tool_use"  # transformers takes it for messages with tools
+FOR_TOOLS = "tool_use"  # transformers uses it for messages with tools
 
 
 def load_template(model_dir: Path, given: str | None = None) -> ChatTemplate | None:
-    """`given` is a file or a template itself. A template in a file of its own wins over the one in
-    the tokenizer's settings.
+    """Loads the template from `given`, which is a path or the template itself, or else from the
+    model. A separate template file has priority over tokenizer_config.json.
     """
     settings = read_json(model_dir / SETTINGS)
     special_tokens = _special_tokens(settings)
@@ -52,20 +52,20 @@ def load_template(model_dir: Path, given: str | None = None) -> ChatTemplate | N
 
 
 def _given_source(given: str) -> tuple[str, str]:
-    """The template and what to call it."""
+    """Returns the template and its name for errors."""
     if any(mark in given for mark in MARKS):
         return given, "--chat-template"
     path = Path(given).expanduser()
     if not path.is_file():
         raise ConfigError(
-            f"--chat-template {given}: there is no such file, and it is no template itself, "
-            f"which would have one of {' '.join(MARKS)}"
+            f"--chat-template {given}: there is no such file, and the text is not a template, "
+            f"which would contain one of {' '.join(MARKS)}"
         )
     return _read(path), str(path)
 
 
 def _model_sources(model_dir: Path) -> tuple[dict[str, str], str]:
-    """Templates by their names, and the file that they are in."""
+    """Returns the model's templates by name, and the file that has them."""
     own = model_dir / "chat_template.jinja"
     if own.is_file():
         more = sorted((model_dir / "additional_chat_templates").glob("*.jinja"))
@@ -73,12 +73,12 @@ def _model_sources(model_dir: Path) -> tuple[dict[str, str], str]:
     for path in (model_dir / "chat_template.json", model_dir / SETTINGS):
         found = read_json(path).get("chat_template")
         if found:
-            return _named(found, path), str(path)
+            return _by_name(found, path), str(path)
     return {}, ""
 
 
-def _named(value: object, path: Path) -> dict[str, str]:
-    """One template, or a list of named ones."""
+def _by_name(value: object, path: Path) -> dict[str, str]:
+    """Reads the field `chat_template`, which is one template or a list of named ones."""
     items = value if isinstance(value, list) else [{"name": FOR_CHAT, "template": value}]
     named: dict[str, str] = {}
     for item in items:
@@ -87,8 +87,8 @@ def _named(value: object, path: Path) -> dict[str, str]:
                 named[name] = source
             case _:
                 raise ConfigError(
-                    f"{path}: chat_template is neither a text nor a list of objects with a name "
-                    "and a template"
+                    f"{path}: chat_template must be a text or a list of objects with a name and a "
+                    "template"
                 )
     return named
 
@@ -106,7 +106,7 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def token_text(token: object) -> str | None:
-    """A special token is written as its text or as an object with its `content`."""
+    """Returns the text of a special token, which a file has as text or as {"content": text}."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None

@@ -1,7 +1,4 @@
-"""The output of one sequence: from tokens to text, ids and logprobs, cut at the same token.
-
-`feed` and `finish` write its state, and `take` that of the released output.
-"""
+"""Converts the tokens of one sequence to text, ids and logprobs that end at the same token."""
 
 from __future__ import annotations
 
@@ -16,22 +13,26 @@ from aserve.text.stop import StopMatcher
 
 class PendingToken(NamedTuple):
     token_id: int
-    start: int  # characters of text before it
+    start: int  # the number of characters before its text
     logprob: TokenLogprob | None
 
 
 class Released(NamedTuple):
+    """The output that became certain since the last call of `take`."""
+
     text: str
     token_ids: list[int]
     logprobs: tuple[TokenLogprob, ...]
 
 
 class SequenceText:
-    """Holds back text that may still become a stop string, and every token that would go with it.
+    """The output of one sequence. Text that may still become a stop string is held back, with the
+    tokens that it belongs to.
 
-    A token belongs to the answer when its text starts before the cut, so usage, logprobs and text
-    end together. Tokens of `end_ids` have no text. A stop string counts when it ends after the
-    first `min_tokens` tokens; where it is shown, nothing is held back for it.
+    A stop string cuts the text. A token belongs to the answer if its text starts before the cut, so
+    usage, logprobs and text end together. Tokens of `end_ids` have no text. A stop string counts
+    only if it ends after the first `min_tokens` tokens. With `shows_stop` it stays in the text, so
+    nothing is held back.
     """
 
     __slots__ = (
@@ -81,13 +82,13 @@ class SequenceText:
             self._extend(self._stream.feed(token_id))
 
     def finish(self) -> None:
-        """No token follows: nothing is held back any more."""
+        """Marks the end of the sequence. Nothing is held back from now on."""
         if not self._is_final:
             self._extend(self._stream.finish())
             self._is_final = True
 
     def take(self) -> Released:
-        """What became certain since the last call."""
+        """Returns the output that became certain since the last call."""
         ready = self._ready_tokens()
         self.num_kept += len(ready)
         text = self._text[: self._certain_len() - self._num_released]

@@ -1,12 +1,12 @@
-"""Keeps special tokens in a client's content plain text, so that no message opens another role's
-turn.
+"""Keeps special tokens in a client's content plain text, so that no message can begin another
+role's turn.
 
-A chat template renders to one text, in which its own special tokens must be found and a client's
-must not. So every special token's text in the client's values is broken by a mark, a private-use
-character that occurs in none of them. The rendered text is split at the marks and the pieces are
-encoded one by one: no piece has a whole special token that the template did not write. A prompt
-without marks is encoded in one piece, so ordinary prompts have the ids that transformers gives
-them.
+A chat template renders one text. The special tokens of the template must be encoded as such, and
+those of the client must not. So every special token in the client's values is broken by a mark,
+which is a private-use character that the values do not contain. The rendered text is split at the
+marks, and the pieces are encoded one by one: no piece has a whole special token from the client. A
+prompt without marks is encoded in one piece, so ordinary prompts have the same ids as in
+transformers.
 """
 
 from __future__ import annotations
@@ -19,47 +19,51 @@ from aserve.errors import InvalidRequest
 from aserve.text.tokenizer import TextTokenizer
 
 PRIVATE_USE = range(0xE000, 0xF900)
-# Texts to encode a piece after, where the tokenizer puts a space in front of a text.
+# If the tokenizer puts a space in front of a text, a piece is encoded after one of these texts.
 ANCHORS = ("\n", "x", ".", "0")
-# PERF: a regular expression holds the interpreter lock until it ends: 16 ns per character, so a
-# thread that searches a text of 8 MB at once stops all others for 130 ms.
+# PERF: a search by regular expression holds the interpreter lock until it ends. It takes 16 ns per
+# character, so a search of 8 MB at once would stop all other threads for 130 ms.
 SLICE_CHARS = 1 << 16
 
 
 class Marked(NamedTuple):
-    """A client's values, their special tokens broken by `mark`; None where there are none."""
+    """A client's values with their special tokens broken by `mark`, which is None if there are no
+    special tokens.
+    """
 
     value: Any
     mark: str | None
 
 
 class PlainContent:
+    """Breaks special tokens in the values of chats, and encodes the rendered texts."""
+
     __slots__ = ("_longest", "_pattern", "_tokenizer")
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
         texts = sorted(map(re.escape, tokenizer.special_texts), key=len, reverse=True)
         self._longest = max(map(len, tokenizer.special_texts), default=0)
-        # PERF: a lookahead finds those that overlap, too; each match is empty.
+        # WHY: a lookahead also finds tokens that overlap. Its matches are empty.
         self._pattern = re.compile(f"(?={'|'.join(texts)})") if texts else None
 
-    def broken(self, value: Any) -> Marked:
-        """`value` is JSON: every text in it, keys included, may come from the client."""
+    def break_special(self, value: Any) -> Marked:
+        """Breaks the special tokens in all texts of a JSON value, keys included."""
         if not any(map(self._has_special, texts_in(value))):
             return Marked(value, None)
         used = set().union(*map(_characters, texts_in(value)))
         mark = next((char for char in map(chr, PRIVATE_USE) if char not in used), None)
         if mark is None:
             raise InvalidRequest(
-                "the messages hold special tokens, and every private-use character; leave either "
-                "out",
+                "the messages have special tokens and every private-use character; leave out one "
+                "of both",
                 param="messages",
                 code="invalid_value",
             )
         return Marked(self._with_marks(value, mark), mark)
 
     def encode(self, text: str, mark: str, *, with_special: bool) -> list[int]:
-        """The ids of a rendered text, cut at the marks."""
+        """Encodes a rendered text piece by piece. `with_special` adds BOS and the like."""
         first, *others = text.split(mark)
         ids = self._tokenizer.encode(first, with_special=False)
         before, after = self._around(first, ids) if with_special else ([], [])
@@ -71,7 +75,9 @@ class PlainContent:
         return next(self._special_starts(text), None) is not None
 
     def _special_starts(self, text: str) -> Iterator[int]:
-        """Where special tokens begin, slice by slice; one may reach into the next slice."""
+        """Yields the starts of special tokens. It searches slice by slice; a token may extend into
+        the next slice.
+        """
         if self._pattern is None:
             return
         for start in range(0, len(text), SLICE_CHARS):
@@ -95,13 +101,13 @@ class PlainContent:
                 return value
 
     def _broken_text(self, text: str, mark: str) -> str:
-        """With a mark behind the first character of every special token."""
+        """Inserts a mark after the first character of every special token."""
         ends = [start + 1 for start in self._special_starts(text)]
         starts = [0, *ends]
         return mark.join(text[i:j] for i, j in zip(starts, [*ends, len(text)], strict=True))
 
     def _around(self, text: str, ids: list[int]) -> tuple[list[int], list[int]]:
-        """The ids that the tokenizer puts before and after a text."""
+        """Returns the special ids that the tokenizer adds before and after a text."""
         whole = self._tokenizer.encode(text, with_special=True)
         num_added = len(whole) - len(ids)
         for start in range(num_added + 1):
@@ -110,8 +116,8 @@ class PlainContent:
         return whole[:num_added], []
 
     def _encode_inside(self, piece: str) -> list[int]:
-        """The ids of a text that goes on inside a word: a space that the tokenizer would put in
-        front of it falls away.
+        """Encodes a piece that continues a word, without the space that the tokenizer would put in
+        front of a text.
         """
         ids = self._tokenizer.encode(piece, with_special=False)
         if piece.startswith(" ") or not self._spelled(ids).startswith(b" "):
@@ -133,7 +139,7 @@ def _characters(text: str) -> set[str]:
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """Every text of a JSON value, keys included."""
+    """Yields all texts of a JSON value, keys included."""
     waiting = [value]
     while waiting:
         item = waiting.pop()

@@ -1,6 +1,6 @@
-"""Encodes a request's prompt to ids and checks it, so that the result can be scheduled.
+"""Checks a request and encodes its prompt to token ids, so that it can be scheduled.
 
-It is pure, apart from the tokenizer's cache.
+It has no state except the tokenizer's cache.
 """
 
 from __future__ import annotations
@@ -32,23 +32,27 @@ from aserve.text.tokenizer import TextTokenizer
 
 T = TypeVar("T")
 
-# How much longer than the context a text may be of which the end is kept. WHY: tokens depend on
-# what stands before them, so all of it is encoded, which takes time and memory.
-CUT_FACTOR = 4
-MIN_CUT_BYTES = 1 << 20
-# How much longer than the context the JSON of a chat may be. WHY: its texts are escaped, and a
-# template may drop some of them, such as the reasoning of earlier turns.
+# A prompt that will be truncated may be this many times longer than the context. WHY a bound: all
+# of it is encoded before it is truncated, because tokens depend on the text before them.
+TRUNCATED_FACTOR = 4
+MIN_TRUNCATED_BYTES = 1 << 20
+# The JSON of a chat may be this many times longer than the context. WHY so long: its texts are
+# escaped, and a template may drop some of them, such as the reasoning of earlier turns.
 CHAT_FACTOR = 8
 
 
 class PromptLimits(Record, frozen=True):
+    """The limits of a model, and the sizes that prompts depend on."""
+
     max_model_len: int
     vocab_size: int  # of the model, which may be padded beyond the tokenizer's
-    max_new_tokens: int | None = None  # of an answer whose length was not said; None: no limit
-    page_size: int = 0  # tokens in a page whose cache key is wanted; 0 where nothing is cached
+    max_new_tokens: int | None = None  # the default of max_tokens; None means no limit
+    page_size: int = 0  # tokens per page of the prefix cache; 0 without a prefix cache
 
 
 class Prepared(Record, frozen=True):
+    """A checked request, as a message to the detokenizer and one to the scheduler."""
+
     open: OpenText
     admit: AdmitRequest
 
@@ -64,38 +68,42 @@ class PromptEncoder:
         limits: PromptLimits,
         allow_special: bool = False,
     ) -> None:
-        """`allow_special`: special tokens in the messages of a chat are control tokens."""
+        """With `allow_special`, special tokens in the messages of a chat are encoded as such."""
         self.tokenizer = tokenizer
         self._plain = None if allow_special else PlainContent(tokenizer)
         self._template = template
         self.limits = limits
 
     def prepare(self, request: GenerateRequest) -> Prepared:
-        """Raises the ClientError that the request ends with."""
+        """Checks and encodes a request. Raises the ClientError with which it ends."""
         _check_ids(request.sampling, self.limits)
         self.check_size(request)
-        prompt_ids = self.encode(request.prompt, is_cut=request.truncate_prompt_tokens is not None)
+        prompt_ids = self.encode(
+            request.prompt, is_truncated=request.truncate_prompt_tokens is not None
+        )
         if not prompt_ids:
             raise InvalidRequest(
                 "the prompt is empty: give at least one token", param="prompt", code="empty_prompt"
             )
-        prompt_ids = truncated(prompt_ids, request, self.limits)
+        prompt_ids = truncate(prompt_ids, request, self.limits)
         sampling = resolve_lengths(request, len(prompt_ids), self.limits)
         if isinstance(request.prompt, TokenPrompt):
             self.check_ids(prompt_ids, param="prompt")
         ends = end_ids(self.tokenizer, sampling)
         bad_words = bad_word_ids(sampling.bad_words, self.tokenizer)
-        _check_choice(sampling, ends, bad_words, self.limits)
+        _check_can_sample(sampling, ends, bad_words, self.limits)
         packed = pack_i32(prompt_ids)
         is_scored = sampling.prompt_logprobs is not None
-        is_told = is_scored or sampling.echo
+        needs_texts = is_scored or sampling.echo
         return Prepared(
             OpenText(
                 request_id=request.request_id,
                 prompt_len=len(prompt_ids),
                 sampling=sampling,
                 prompt_ids=packed if is_scored or sampling.return_token_ids else b"",
-                prompt_texts=prompt_texts(prompt_ids, sampling, self.tokenizer) if is_told else (),
+                prompt_texts=prompt_texts(prompt_ids, sampling, self.tokenizer)
+                if needs_texts
+                else (),
                 outputs=request.outputs,
             ),
             AdmitRequest(
@@ -114,54 +122,58 @@ class PromptEncoder:
         )
 
     def check_size(self, request: GenerateRequest) -> None:
-        """Raises the ClientError of a prompt that is too long however it would be tokenized, in no
-        time. How many bytes a chat has once a template has rendered it is for `encode` to see.
+        """Raises a ClientError if a prompt is too long in any tokenization. It does not tokenize,
+        so it is fast. The rendered text of a chat is checked by `encode`.
         """
         prompt = request.prompt
-        is_cut = request.truncate_prompt_tokens is not None
-        if isinstance(prompt, TextPrompt) and len(prompt.text) > self._max_bytes(is_cut=is_cut):
-            self._check_bytes(prompt.text, where="prompt", is_cut=is_cut)
+        is_truncated = request.truncate_prompt_tokens is not None
+        if isinstance(prompt, TextPrompt) and len(prompt.text) > self._max_bytes(
+            is_truncated=is_truncated
+        ):
+            self._check_bytes(prompt.text, where="prompt", is_truncated=is_truncated)
         if isinstance(prompt, ChatPrompt):
             self._check_chat(prompt)
-        if isinstance(prompt, TokenPrompt) and not is_cut:
+        if isinstance(prompt, TokenPrompt) and not is_truncated:
             num_ids = len(prompt.token_ids)
             if num_ids > self.limits.max_model_len:
                 resolve_lengths(request, num_ids, self.limits)
 
-    def encode(self, prompt: Prompt, *, is_cut: bool = True) -> list[int]:
-        """A text that is cut afterwards, or counted only, may be longer than the context."""
+    def encode(self, prompt: Prompt, *, is_truncated: bool = True) -> list[int]:
+        """Returns the ids of a prompt. `is_truncated` allows more of them than fit in the context,
+        because the caller truncates or only counts them.
+        """
         match prompt:
             case TextPrompt():
-                self._check_bytes(prompt.text, where="prompt", is_cut=is_cut)
+                self._check_bytes(prompt.text, where="prompt", is_truncated=is_truncated)
                 return self._encode_text(prompt.text, with_special=prompt.add_special_tokens)
             case TokenPrompt():
                 return list(prompt.token_ids)
             case ChatPrompt():
                 text, mark = self._render(prompt)
-                self._check_bytes(text, where="messages", is_cut=is_cut)
+                self._check_bytes(text, where="messages", is_truncated=is_truncated)
                 return self._encode_text(text, with_special=prompt.add_special_tokens, mark=mark)
 
     def check_ids(self, ids: Sequence[int], *, param: str) -> None:
         _check_range(ids, self.limits.vocab_size, param=param)
 
-    def _max_bytes(self, *, is_cut: bool) -> int:
+    def _max_bytes(self, *, is_truncated: bool) -> int:
         fits = self.limits.max_model_len * self.tokenizer.bytes_per_token
-        return max(CUT_FACTOR * fits, MIN_CUT_BYTES) if is_cut else fits
+        return max(TRUNCATED_FACTOR * fits, MIN_TRUNCATED_BYTES) if is_truncated else fits
 
-    def _check_bytes(self, text: str, *, where: str, is_cut: bool) -> None:
-        limit = self._max_bytes(is_cut=is_cut)
+    def _check_bytes(self, text: str, *, where: str, is_truncated: bool) -> None:
+        limit = self._max_bytes(is_truncated=is_truncated)
         check_bytes(text, limit, where=where, max_model_len=self.limits.max_model_len)
 
     def _check_chat(self, prompt: ChatPrompt) -> None:
         parts = (prompt.messages, prompt.tools, prompt.variables)
         num_bytes = sum(len(part or b"") for part in parts)
         fits = self.limits.max_model_len * self.tokenizer.bytes_per_token
-        limit = max(CHAT_FACTOR * fits, MIN_CUT_BYTES)
+        limit = max(CHAT_FACTOR * fits, MIN_TRUNCATED_BYTES)
         if num_bytes > limit:
             raise ContextTooLong(
                 f"This model's maximum context length is {self.limits.max_model_len} tokens. "
-                f"However, your messages and tools are {num_bytes} bytes of JSON, and at most "
-                f"{limit} are rendered here. Please reduce the length of the messages.",
+                f"However, your messages and tools have {num_bytes} bytes of JSON, and at most "
+                f"{limit} are allowed. Please reduce the length of the messages.",
                 param="messages",
             )
 
@@ -185,7 +197,7 @@ class PromptEncoder:
         return self.tokenizer.encode(text, with_special=with_special)
 
     def _render(self, prompt: ChatPrompt) -> tuple[str, str | None]:
-        """The prompt, and the mark that breaks special tokens in it which are text."""
+        """Returns the rendered chat and the mark that breaks the client's special tokens in it."""
         if self._template is None:
             raise InvalidRequest(
                 "this model has no chat template; use /v1/completions with a prompt instead",
@@ -200,7 +212,9 @@ class PromptEncoder:
             variables = _decode(prompt.variables, dict[str, Any], param="chat_template_kwargs")
         mark = None
         if self._plain is not None:
-            (messages, tools, variables), mark = self._plain.broken([messages, tools, variables])
+            (messages, tools, variables), mark = self._plain.break_special(
+                [messages, tools, variables]
+            )
         text = self._template.render(
             messages,
             tools=tools,
@@ -215,25 +229,25 @@ def _decode(data: bytes, kind: type[T], *, param: str) -> T:
         return msgspec.json.decode(data, type=kind)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(
-            f"'{param}' cannot be read, or is nested too deeply: {str(error)[:100]}",
+            f"'{param}' cannot be decoded or is nested too deeply: {str(error)[:100]}",
             param=param,
             code="invalid_value",
         ) from error
 
 
 def end_ids(tokenizer: TextTokenizer, sampling: SamplingParams) -> tuple[int, ...]:
-    """The ids that end an output; both text actors ask here, so that they agree.
+    """Returns the ids that end an output. Both text actors call this, so that they agree.
 
-    With a grammar eos counts always: where nothing else can follow it must end the output.
+    With a grammar `ignore_eos` has no effect: eos must end the output when the grammar is complete.
     """
     ignores_eos = sampling.ignore_eos and sampling.grammar is None
     eos_ids = () if ignores_eos else tokenizer.eos_ids
     return tuple(dict.fromkeys((*eos_ids, *sampling.stop_token_ids)))
 
 
-def truncated(ids: list[int], request: GenerateRequest, limits: PromptLimits) -> list[int]:
-    """What the client keeps of its prompt, from the end; an answer without max_tokens needs room
-    for one token.
+def truncate(ids: list[int], request: GenerateRequest, limits: PromptLimits) -> list[int]:
+    """Returns the last `truncate_prompt_tokens` ids; -1 keeps as many as leave room for the output,
+    which is one token without max_tokens.
     """
     kept = request.truncate_prompt_tokens
     if kept is None:
@@ -247,12 +261,14 @@ def truncated(ids: list[int], request: GenerateRequest, limits: PromptLimits) ->
 def resolve_lengths(
     request: GenerateRequest, prompt_len: int, limits: PromptLimits
 ) -> SamplingParams:
-    """max_tokens as a number: what was asked for, or the model's default within the context."""
+    """Sets max_tokens to the model's default if the request has none. Raises if the prompt and the
+    output do not fit in the context.
+    """
     sampling = request.sampling
     where = "messages" if isinstance(request.prompt, ChatPrompt) else "prompt"
     room = limits.max_model_len - prompt_len
     asked = sampling.max_tokens
-    max_tokens = _usual_len(sampling, room, limits) if asked is None else asked
+    max_tokens = _default_max_tokens(sampling, room, limits) if asked is None else asked
     if max_tokens > room or (asked is None and room < 1):
         raise ContextTooLong(
             _too_long(prompt_len, asked, where=where, limit=limits.max_model_len),
@@ -260,21 +276,21 @@ def resolve_lengths(
         )
     if sampling.min_tokens > max_tokens:
         raise InvalidRequest(
-            f"min_tokens is {sampling.min_tokens}, more than max_tokens, {max_tokens}",
+            f"min_tokens is {sampling.min_tokens}, more than max_tokens, which is {max_tokens}",
             param="min_tokens",
             code="integer_above_max_value",
         )
     return msgspec.structs.replace(sampling, max_tokens=max_tokens)
 
 
-def _usual_len(sampling: SamplingParams, room: int, limits: PromptLimits) -> int:
+def _default_max_tokens(sampling: SamplingParams, room: int, limits: PromptLimits) -> int:
     if limits.max_new_tokens is None:
         return room
     return min(room, max(limits.max_new_tokens, sampling.min_tokens))
 
 
 def _too_long(prompt_len: int, max_tokens: int | None, *, where: str, limit: int) -> str:
-    """Clients look for the phrase "maximum context length"."""
+    """Returns the error text. NOTE: clients search for the phrase "maximum context length"."""
     start = f"This model's maximum context length is {limit} tokens. However, "
     if max_tokens is None:
         return (
@@ -294,13 +310,13 @@ def _check_ids(sampling: SamplingParams, limits: PromptLimits) -> None:
     _check_range(sampling.allowed_token_ids, limits.vocab_size, param="allowed_token_ids")
 
 
-def _check_choice(
+def _check_can_sample(
     sampling: SamplingParams,
     ends: tuple[int, ...],
     bad_words: tuple[tuple[int, ...], ...],
     limits: PromptLimits,
 ) -> None:
-    """Something can be sampled at every moment, whatever came before it."""
+    """Raises if bad words, min_tokens and allowed_token_ids could leave no token to sample."""
     banned = {word[-1] for word in bad_words}
     if sampling.min_tokens:
         banned.update(ends)
@@ -308,8 +324,8 @@ def _check_choice(
     num_left = len({*allowed, *ends} - banned) if allowed else limits.vocab_size - len(banned)
     if num_left < 1:
         raise InvalidRequest(
-            "nothing could be sampled: the bad words, and what would end the answer before "
-            "min_tokens, leave none of the allowed tokens",
+            "nothing could be sampled: all allowed tokens are bad words, or would end the output "
+            "before min_tokens",
             param="bad_words" if bad_words else "allowed_token_ids",
             code="nothing_allowed",
         )

@@ -1,7 +1,4 @@
-"""Returns a prompt to its client: its text for `echo`, and its tokens with their scores.
-
-`feed` writes its state and gets each score once, in order.
-"""
+"""Returns a prompt to the client: its text for `echo`, and its tokens with their logprobs."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from aserve.text.tokenizer import TextTokenizer
 def prompt_texts(
     prompt_ids: list[int], sampling: SamplingParams, tokenizer: TextTokenizer
 ) -> tuple[str, ...]:
-    """What each token adds to the prompt's text."""
+    """Returns the text that each token adds to the prompt's text."""
     stream = tokenizer.stream(skip_special=sampling.skip_special_tokens)
     texts = [stream.feed(token_id) for token_id in prompt_ids]
     texts[-1] += stream.finish()
@@ -26,8 +23,11 @@ def prompt_texts(
 
 
 class PromptText:
-    """`parts` only grow, so that each child can say how many of them it has sent. An echo without
-    scores is whole from the start; else token 0 is, which nothing predicts.
+    """The prompt of one request, which becomes known in parts. All children share it, so each
+    child counts the parts that it has sent.
+
+    Without logprobs the first part is the whole prompt. With logprobs it is token 0, which nothing
+    predicts, and `feed` adds the others in order.
     """
 
     __slots__ = ("_echoed", "_ids", "_num_known", "_num_top", "_offsets", "_tokenizer", "parts")
@@ -52,16 +52,16 @@ class PromptText:
 
     @property
     def text_len(self) -> int:
-        """Characters that stand before the output."""
+        """The number of characters before the output."""
         return self._offsets[-1] if self._echoed else 0
 
     def skip(self) -> None:
-        """All of it was told before: nothing of it comes again."""
+        """Drops all parts, because they were already sent."""
         self.parts.clear()
         self._num_known = len(self._offsets) - 1
 
     def feed(self, scores: PromptLogprobs) -> None:
-        assert scores.position == self._num_known, "scores come once and in order"
+        assert scores.position == self._num_known, "logprobs arrive once and in order"
         assert self._num_top is not None
         chosen = array_f32(scores.chosen).tolist()
         tops = alternatives(
@@ -81,7 +81,7 @@ class PromptText:
         self._add(len(tokens), tokens)
 
     def since(self, num_parts: int) -> PromptPart | None:
-        """The parts from number `num_parts` on as one."""
+        """Joins the parts from number `num_parts` on. Returns None if there are none."""
         return join_parts(self.parts[num_parts:])
 
     def _add(self, num_tokens: int, tokens: tuple[PromptToken, ...]) -> None:

@@ -1,7 +1,6 @@
 """Finds stop strings: where the first one ends, and how much text could still become one.
 
-`feed` alone writes the matcher's state, one character at a time, so that the result does not depend
-on how the text was split.
+The text is matched character by character, so the result does not depend on how it was split.
 """
 
 from __future__ import annotations
@@ -19,10 +18,11 @@ class StopHit(NamedTuple):
 
 
 class StopMatcher:
-    """The stop that ends first wins, among those that end together the longest.
+    """Matches several stop strings. The one that ends first wins, and the longest of those that end
+    together.
 
-    WHY: Knuth-Morris-Pratt, since its state is exactly what must be held back: the longest suffix
-    that starts a stop.
+    WHY Knuth-Morris-Pratt: its state is the length of the longest suffix of the text that begins a
+    stop string, which is exactly the text to hold back.
     """
 
     __slots__ = ("_borders", "_matched", "_num_seen", "_stops")
@@ -31,7 +31,9 @@ class StopMatcher:
         assert all(stops), "an empty stop string would end every text at once"
         self._stops = sorted(set(stops), key=len, reverse=True)
         self._borders = [borders_of(stop) for stop in self._stops]
-        self._matched = [0] * len(self._stops)  # characters of each stop that the text ends in
+        self._matched = [0] * len(
+            self._stops
+        )  # the length of each stop's prefix that ends the text
         self._num_seen = 0
 
     @property
@@ -39,7 +41,9 @@ class StopMatcher:
         return max(self._matched, default=0)
 
     def feed(self, text: str, *, is_armed: bool = True) -> StopHit | None:
-        """Unarmed, a stop that ends in this text is passed over; one that begins here counts."""
+        """Adds text, and returns the stop string that ends in it. If `is_armed` is False, stop
+        strings that end in this text are ignored.
+        """
         for character in text:
             self._num_seen += 1
             hit = self._advance(character)
@@ -62,7 +66,9 @@ class StopMatcher:
 
 
 def borders_of(word: str) -> list[int]:
-    """For each prefix the length of its longest proper suffix that is a prefix, too."""
+    """Returns, for each prefix of `word`, the length of its longest proper suffix that is also a
+    prefix of `word`.
+    """
     borders = [0] * len(word)
     length = 0
     for i in range(1, len(word)):

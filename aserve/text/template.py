@@ -1,8 +1,7 @@
 """Renders a model's chat template to a prompt text, in a sandbox and with bounded size.
 
-Templates come with checkpoints and are written for transformers, so the environment has
-transformers' functions, filters and whitespace rules. They are untrusted programs, so it has
-nothing else.
+Templates come with checkpoints and are written for transformers, so the Jinja environment has the
+functions, filters and whitespace rules of transformers. They are untrusted, so it has nothing else.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from aserve.errors import ConfigError, InvalidRequest
 
 MAX_RENDERED_CHARS = 1 << 25
-# What aserve itself says to a template, or transformers to the one who calls it.
+# Variables that requests must not set: aserve sets them, or they are arguments of transformers'
+# apply_chat_template.
 RESERVED = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message"}
     | {"chat_template", "conversation", "tokenize", "return_dict", "return_tensors"}
@@ -29,7 +29,9 @@ RESERVED = frozenset(
 
 
 class ChatTemplate:
-    """`with_tools` is a template of its own for messages with tools; `where` names the file."""
+    """A compiled chat template. `with_tools` is used instead of `source` for messages with tools.
+    `where` names the file in errors.
+    """
 
     __slots__ = ("_plain", "_special_tokens", "_with_tools")
 
@@ -54,10 +56,10 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         max_chars: int = MAX_RENDERED_CHARS,
     ) -> str:
-        """The prompt up to the assistant's turn, with `add_generation_prompt` into it; what the
-        template refuses is a 400.
+        """Renders the prompt. `add_generation_prompt` begins the assistant's turn. Raises
+        InvalidRequest if the template fails or the prompt is too long.
 
-        `variables` are further ones that the template may look at; they have none of RESERVED.
+        `variables` are additional template variables, none of them RESERVED.
         """
         template = self._plain if tools is None else self._with_tools
         own = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
@@ -72,7 +74,7 @@ class ChatTemplate:
                     break
         except (jinja2.TemplateError, *TEMPLATE_FAULTS) as error:
             raise InvalidRequest(
-                f"the model's chat template does not take these messages: {str(error)[:200]}",
+                f"the model's chat template rejects these messages: {str(error)[:200]}",
                 param="messages",
                 code="chat_template_error",
             ) from error
@@ -90,13 +92,13 @@ def _compiled(source: str, where: str) -> jinja2.Template:
         return _environment().from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(
-            f"the chat template of {where} is wrong at line {error.lineno}: {error.message}"
+            f"the chat template of {where} has an error in line {error.lineno}: {error.message}"
         ) from error
     except jinja2.TemplateError as error:
         raise ConfigError(f"the chat template of {where} cannot be used: {error}") from error
 
 
-# What a template's own code raises over messages that it did not expect.
+# Errors that a template's code raises for messages that it does not expect.
 TEMPLATE_FAULTS = (
     TypeError,
     ValueError,
@@ -110,7 +112,7 @@ TEMPLATE_FAULTS = (
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}` marks text for training; here it stands for what it encloses."""
+    """`{% generation %}` marks text for training. Here its content is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance attribute
 
@@ -136,7 +138,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As in transformers: without jinja2's escaping of HTML characters."""
+    """The filter of transformers. Unlike Jinja's own it does not escape HTML characters."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -14,30 +14,33 @@ from tokenizers.models import BPE
 
 from aserve.errors import ContextTooLong
 
-# How many bytes of a text can become one byte of the tokens' text. NFC composes up to three
-# characters of three bytes to one of three; NFKC turns one of four bytes into one of one.
+# The largest factor by which a normalizer shrinks a text in bytes. NFC composes up to three
+# characters of three bytes to one of three bytes. NFKC turns a character of four bytes into one of
+# one byte.
 SHRINKS = {"NFC": 3, "NFKC": 4}
-# Nothing bounds what others make of a text: an unknown word of any length is one token, and white
-# space may have none. A text is refused if it is this much longer than its tokens could be.
+# The factor for tokenizers that can shrink a text without bound: to them an unknown word of any
+# length is one token, or white space is none.
 UNBOUNDED = 16
-KEEPS_TEXT = frozenset({"Prepend", "Replace"})  # as SentencePiece's marks for spaces
+KEEPS_TEXT = frozenset({"Prepend", "Replace"})  # for example SentencePiece's marks for spaces
 DROPS_TEXT = frozenset({"BertPreTokenizer", "Whitespace", "WhitespaceSplit"})
 
 
 def bytes_per_token(backend: Tokenizer) -> int:
-    """The most bytes of a text that one token can stand for."""
+    """Returns the largest number of a text's bytes that one token can stand for."""
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
     is_byte_level = "ByteLevel" in _kinds(backend.pre_tokenizer)
     longest = 1
     for token in backend.get_vocab(with_added_tokens=True):
-        # a byte-level vocabulary spells each byte as one character
+        # A byte-level vocabulary spells each byte as one character.
         size = len(token) if is_byte_level and token not in added else len(token.encode())
         longest = max(longest, size)
     return longest * _shrink(backend)
 
 
 def check_bytes(text: str, limit: int, *, where: str, max_model_len: int) -> None:
-    """`limit` is in bytes. PERF: they are counted only where the characters leave a doubt."""
+    """Raises if a text has more than `limit` bytes. PERF: the bytes are counted only if the number
+    of characters does not decide.
+    """
     if len(text) <= limit // 4:
         return
     num_bytes = len(text.encode("utf-8", "surrogatepass"))
@@ -45,14 +48,14 @@ def check_bytes(text: str, limit: int, *, where: str, max_model_len: int) -> Non
         return
     raise ContextTooLong(
         f"This model's maximum context length is {max_model_len} tokens. However, your {where} has "
-        f"{num_bytes} bytes, and at most {limit} are tokenized here. Please reduce the length of "
-        f"the {where}.",
+        f"{num_bytes} bytes, and at most {limit} are allowed. Please reduce the length of the "
+        f"{where}.",
         param=where,
     )
 
 
 def _shrink(backend: Tokenizer) -> int:
-    """How many bytes of a text become one byte of its tokens, at most."""
+    """Returns the largest factor by which the tokenizer shrinks a text before it is split."""
     takes_spaces = any(
         token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()
     )
@@ -67,7 +70,9 @@ def _shrink(backend: Tokenizer) -> int:
 
 
 def _has_all_bytes(backend: Tokenizer) -> bool:
-    """Whether no text is unknown to it: else an unknown word may be one token, or none."""
+    """Returns whether the vocabulary covers all bytes. If not, an unknown word of any length may be
+    one token or none.
+    """
     if isinstance(backend.model, BPE) and backend.model.byte_fallback:
         return True
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -80,7 +85,7 @@ def _kinds(part: Any) -> set[str]:
 
 
 def _steps(part: Any) -> list[dict[str, Any]]:
-    """The parts of a normalizer or a pre-tokenizer, which may be a sequence of them."""
+    """Returns the steps of a normalizer or pre-tokenizer, which may be a sequence."""
     if part is None:
         return []
     state: dict[str, Any] = json.loads(part.__getstate__())

@@ -1,6 +1,6 @@
-"""Tokenizers: that of a model's tokenizer.json, and one for models without: token 17 is " 17".
+"""The tokenizer of a model, and a numeric one for models without tokenizer files.
 
-The text of the latter encodes to the same ids again.
+In the numeric tokenizer token 17 is " 17", and every text encodes to the same ids again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from aserve.text.detokenize import ByteStream, TextStream, WindowStream
 from aserve.text.template import ChatTemplate
 from aserve.text.text_size import bytes_per_token
 
-UNKNOWN = 0  # the id of every word that is no token's number
+UNKNOWN = 0  # the numeric tokenizer's id for words that are not the number of a token
 
 
 def numeric_tokenizer(vocab_size: int, *, eos_ids: Iterable[int] = ()) -> TextTokenizer:
@@ -30,24 +30,24 @@ def numeric_tokenizer(vocab_size: int, *, eos_ids: Iterable[int] = ()) -> TextTo
 
 
 def numeric_template() -> ChatTemplate:
-    """The words of all messages, one after the other."""
+    """Returns a chat template that joins the contents of all messages."""
     return ChatTemplate("{% for message in messages %}{{ message.content }} {% endfor %}")
 
 
-WORD_MARK = "\u2581"  # stands for a space in pieces of SentencePiece vocabularies
+WORD_MARK = "\u2581"  # means a space in SentencePiece vocabularies
 
 
 class Spelling(enum.Enum):
-    """How a token's string in the vocabulary spells its bytes."""
+    """The way in which a vocabulary's strings spell the bytes of tokens."""
 
     BYTE_LEVEL = "each character is one byte"
     PIECES = "text with a mark for spaces, and <0xNN> for single bytes"
-    CONTEXTUAL = "only the tokenizer's own decoder knows, and it looks at the neighbours"
+    CONTEXTUAL = "the text depends on neighbouring tokens, so the tokenizer's decoder is needed"
 
 
 class TextTokenizer:
-    """`eos_ids` end an answer; `bos_id` goes before a text that the tokenizer gave none. No token
-    stands for more than `bytes_per_token` bytes of a text.
+    """A tokenizer with its end tokens. `eos_ids` end an output. `bos_id` is put before a text if
+    the tokenizer has not done so. No token stands for more than `bytes_per_token` bytes of a text.
     """
 
     __slots__ = (
@@ -77,9 +77,9 @@ class TextTokenizer:
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, *, with_special: bool) -> list[int]:
-        """`with_special` adds what the tokenizer puts around a text; a template brings its own.
+        """Encodes a text. `with_special` adds BOS and the like, which a rendered chat already has.
 
-        PERF: the batch call gives up the GIL, the plain one holds it (3.6 MB took 0.6 and 1.7 s).
+        PERF: the batch call releases the GIL, the plain one holds it (3.6 MB took 0.6 and 1.7 s).
         """
         ids = self._backend.encode_batch_fast([text], add_special_tokens=with_special)[0].ids
         if with_special and self.bos_id is not None and ids[:1] != [self.bos_id]:
@@ -91,21 +91,21 @@ class TextTokenizer:
         return "".join([*map(stream.feed, token_ids), stream.finish()])
 
     def stream(self, *, skip_special: bool = True) -> TextStream:
-        """The text of one output; special tokens that are skipped have none."""
+        """Returns a detokenizer for one output. Special tokens that are skipped have no text."""
         skipped = self.special_ids if skip_special else frozenset[int]()
         if self._spelling is Spelling.CONTEXTUAL:
             return WindowStream(self._decode_whole, skipped=skipped)
         return ByteStream(self.token_bytes, skipped=skipped)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What the id stands for, special or not; nothing for an id of the model's padding."""
+        """Returns the bytes of a token, special or not. Ids beyond the vocabulary have none."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._spell(token_id)
         return known
 
     def token(self, token_id: int) -> str:
-        """As the vocabulary spells it."""
+        """Returns the token as the vocabulary spells it."""
         return self._backend.id_to_token(token_id) or ""
 
     def _spell(self, token_id: int) -> bytes:
@@ -137,7 +137,8 @@ def spelling_of(backend: Tokenizer) -> Spelling:
     return Spelling.CONTEXTUAL
 
 
-# WHY: Strip takes the space off a text's first word; an output goes on after a prompt and keeps it.
+# WHY Strip is ignored: it removes the space before a text's first word, but an output continues a
+# prompt and keeps the space.
 PIECE_STEPS = frozenset({"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"})
 
 
@@ -149,7 +150,7 @@ def _decoder_steps(backend: Tokenizer) -> Iterable[dict[str, Any]]:
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """An added token that is not spelled in byte characters stands for itself."""
+    """Returns a token's bytes. An added token may be plain text instead of byte characters."""
     try:
         return bytes([BYTE_OF_CHARACTER[character] for character in token])
     except KeyError:
@@ -163,7 +164,9 @@ def piece_bytes(token: str) -> bytes:
 
 
 def _byte_characters() -> dict[str, int]:
-    """GPT-2's spelling: printable Latin-1 is itself, other bytes are characters from 256 on."""
+    """Returns the byte of each character in GPT-2's spelling: printable Latin-1 characters are
+    themselves, and the other bytes are the characters from 256 on.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     characters = {chr(byte): byte for byte in printable}

@@ -77,7 +77,7 @@ def test_each_structured_output_is_a_grammar_that_knows_its_field(
         ),
         (
             {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
-            "Give one of them",
+            "Send only one of them",
             "structured_outputs",
         ),
         ({"response_format": {"type": "xml"}}, "none of text", "response_format.type"),

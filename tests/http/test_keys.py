@@ -71,7 +71,7 @@ async def test_an_authorization_header_that_comes_twice_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(None, "cannot read"), (b"# none\n\n", "has no key in it"), (b"\xff\xfe", "not UTF-8")],
+    [(None, "cannot read"), (b"# none\n\n", "contains no key"), (b"\xff\xfe", "not UTF-8")],
 )
 def test_a_key_file_without_keys_does_not_leave_the_door_open(
     tmp_path: Path, content: bytes | None, said: str

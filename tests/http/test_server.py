@@ -12,7 +12,7 @@ import pytest
 
 from aserve.errors import ConfigError, EngineDead, QueueFull, ShuttingDown, StepError
 from aserve.http.openai.completions import CompletionDialect
-from aserve.http.routes import LATE_S
+from aserve.http.routes import STUCK_S
 from aserve.messages.base import ServerPhase
 from aserve.messages.requests import Cancel
 from tests.fakes.echo_engine import EchoEngine
@@ -53,13 +53,13 @@ async def test_health_and_refusals_follow_the_phase(
 async def test_an_engine_that_has_long_said_nothing_is_stuck_and_its_requests_still_wait(
     echo: EchoEngine, web: aiohttp.ClientSession
 ) -> None:
-    echo.state.engine_age_s = lambda: LATE_S + 2
+    echo.state.engine_age_s = lambda: STUCK_S + 2
     async with web.get("/health") as answer:
-        body = {"status": "stuck", "reason": "the engine has said nothing for 12 seconds"}
+        body = {"status": "stuck", "reason": "the engine has sent nothing for 12 seconds"}
         assert (answer.status, await answer.json()) == (503, body)
     async with web.post("/v1/completions", json=PROMPT) as answer:
         assert answer.status == 200
-    echo.state.engine_age_s = lambda: LATE_S - 2
+    echo.state.engine_age_s = lambda: STUCK_S - 2
     async with web.get("/health") as answer:
         assert answer.status == 200
 

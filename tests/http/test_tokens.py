@@ -112,10 +112,10 @@ class GatedEncoder(PromptEncoder):
         self.gate = threading.Event()
         self.threads: set[threading.Thread] = set()
 
-    def encode(self, prompt: Any, *, is_cut: bool = True) -> list[int]:
+    def encode(self, prompt: Any, *, is_truncated: bool = True) -> list[int]:
         self.threads.add(threading.current_thread())
         assert self.gate.wait(10)
-        return super().encode(prompt, is_cut=is_cut)
+        return super().encode(prompt, is_truncated=is_truncated)
 
 
 @pytest.fixture

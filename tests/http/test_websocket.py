@@ -19,7 +19,7 @@ from openai.types.responses import ResponsesServerEvent
 from aserve.errors import ShuttingDown
 from aserve.http.responses.body import ResponseBody
 from aserve.http.responses.events import EventMaker
-from aserve.http.responses.websocket import MAX_ASKED
+from aserve.http.responses.websocket import MAX_OPEN
 from aserve.messages.base import array_i32
 from tests.fakes.echo_engine import EchoEngine
 
@@ -270,14 +270,14 @@ async def test_a_message_that_is_too_large_closes_with_1009(size: int) -> None:
 
 async def test_more_than_may_wait_are_429_at_once(echo: EchoEngine, socket: Socket) -> None:
     echo.scheduler.is_paused = True
-    for _ in range(MAX_ASKED + 1):
+    for _ in range(MAX_OPEN + 1):
         await socket.send_json(CREATE | {"max_output_tokens": 1})
     error = await event_of(socket)
     assert (error["status"], error["error"]["code"]) == (429, "queue_full")
     echo.scheduler.is_paused = False
     echo.scheduler.resume()
-    ended = [(await answer_of(socket))[-1]["type"] for _ in range(MAX_ASKED)]
-    assert ended == ["response.incomplete"] * MAX_ASKED
+    ended = [(await answer_of(socket))[-1]["type"] for _ in range(MAX_OPEN)]
+    assert ended == ["response.incomplete"] * MAX_OPEN
 
 
 async def test_what_waits_is_bounded_in_bytes_as_well() -> None:

@@ -178,7 +178,7 @@ def test_a_lone_surrogate_beside_a_special_token_is_refused_as_elsewhere() -> No
 def test_every_private_use_character_and_a_special_token_is_refused() -> None:
     plain = PlainContent(TextTokenizer(BACKENDS["byte-level"]))
     with pytest.raises(Exception, match="private-use"):
-        plain.broken("".join(map(chr, range(0xE000, 0xF900))) + "<|end|>")
+        plain.break_special("".join(map(chr, range(0xE000, 0xF900))) + "<|end|>")
 
 
 @given(
@@ -190,10 +190,10 @@ def test_special_tokens_are_broken_alike_in_slices_of_any_length(
 ) -> None:
     plain = PlainContent(TextTokenizer(BACKENDS["byte-level"]))
     value = {"content": "".join(parts)}
-    whole = plain.broken(value)
+    whole = plain.break_special(value)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plain_content, "SLICE_CHARS", slice_chars)
-        assert plain.broken(value) == whole
+        assert plain.break_special(value) == whole
 
 
 def test_no_search_goes_through_more_than_a_slice_of_a_long_text(
@@ -212,6 +212,6 @@ def test_no_search_goes_through_more_than_a_slice_of_a_long_text(
 
     monkeypatch.setattr(plain, "_pattern", Watched())
     text = "a" * (3 * SLICE_CHARS) + "<|end|>"
-    assert plain.broken(text).value == text[:-6] + "\ue000" + text[-6:]
+    assert plain.break_special(text).value == text[:-6] + "\ue000" + text[-6:]
     assert len(searched) == 8, "four slices to find that there is one, four to find them all"
     assert max(searched) <= SLICE_CHARS + len("<|assistant|>")

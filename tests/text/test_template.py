@@ -113,5 +113,5 @@ def test_variables_of_a_request_reach_the_template_and_replace_nothing_of_its_ow
 
 def test_variables_are_as_confined_as_the_template() -> None:
     template = ChatTemplate("{{ style.append(1) }}{{ style }}")
-    with pytest.raises(InvalidRequest, match="does not take these messages"):
+    with pytest.raises(InvalidRequest, match="rejects these messages"):
         template.render([], variables={"style": []})

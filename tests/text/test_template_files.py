@@ -96,11 +96,11 @@ def test_a_given_file_that_is_not_there_is_not_taken_for_a_template(tmp_path: Pa
 def test_an_error_in_a_template_names_its_file_and_line(tmp_path: Path) -> None:
     write(tmp_path, tokenizer_config={"chat_template": "{% if %}"})
     where = tmp_path / "tokenizer_config.json"
-    assert refusal_of(tmp_path).startswith(f"the chat template of {where} is wrong at line 1: ")
+    assert refusal_of(tmp_path).startswith(f"the chat template of {where} has an error in line 1: ")
     where = tmp_path / "chat_template.jinja"
     where.write_text("fine\n{{ broken")
-    assert refusal_of(tmp_path).startswith(f"the chat template of {where} is wrong at line 2: ")
-    assert "template of --chat-template is wrong at line 1" in refusal_of(tmp_path, "{{")
+    assert refusal_of(tmp_path).startswith(f"the chat template of {where} has an error in line 2: ")
+    assert "template of --chat-template has an error in line 1" in refusal_of(tmp_path, "{{")
     where.write_text("{{ 1 | unheard_of }}")
     assert str(where) in refusal_of(tmp_path)
 
@@ -114,4 +114,4 @@ def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [7, {"default": "x"}, [{"name": "default"}], ["x"]])
 def test_a_template_of_another_form_is_refused_with_its_file(tmp_path: Path, value: object) -> None:
     write(tmp_path, tokenizer_config={"chat_template": value})
-    assert "tokenizer_config.json: chat_template is neither a text nor" in refusal_of(tmp_path)
+    assert "tokenizer_config.json: chat_template must be a text or" in refusal_of(tmp_path)

@@ -20,7 +20,7 @@ from aserve.messages.requests import (
     TokenPrompt,
 )
 from aserve.text.load import load_text
-from aserve.text.prompt import MIN_CUT_BYTES, PromptEncoder, PromptLimits
+from aserve.text.prompt import MIN_TRUNCATED_BYTES, PromptEncoder, PromptLimits
 from aserve.text.template import ChatTemplate
 from aserve.text.text_size import UNBOUNDED
 from aserve.text.tokenizer import TextTokenizer
@@ -136,7 +136,7 @@ def test_a_text_of_which_the_end_is_kept_may_be_longer_but_not_endless() -> None
     kept = made.prepare(request(TextPrompt("hello " * 1000), kept=3))
     assert kept.open.prompt_len == 3
     with pytest.raises(ContextTooLong, match="reduce the length"):
-        made.prepare(request(TextPrompt("z" * (MIN_CUT_BYTES + 1)), kept=3))
+        made.prepare(request(TextPrompt("z" * (MIN_TRUNCATED_BYTES + 1)), kept=3))
     assert len(tokenizer.given) == 1
 
 
@@ -144,7 +144,7 @@ def test_a_question_about_a_text_alone_has_the_wide_bound() -> None:
     made, _ = encoder()
     assert len(made.encode(TextPrompt("hello " * 1000))) > 16
     with pytest.raises(ContextTooLong):
-        made.encode(TextPrompt("z" * (MIN_CUT_BYTES + 1)))
+        made.encode(TextPrompt("z" * (MIN_TRUNCATED_BYTES + 1)))
 
 
 def test_the_bundled_model_has_a_narrow_bound() -> None:
@@ -164,9 +164,9 @@ def test_a_chat_of_far_too_many_bytes_is_refused_before_it_is_rendered(
         return real(template, messages, **named)
 
     monkeypatch.setattr(ChatTemplate, "render", render)
-    with pytest.raises(ContextTooLong, match=f"bytes of JSON, and at most {MIN_CUT_BYTES}"):
-        made.prepare(request(chat("a" * MIN_CUT_BYTES)))
+    with pytest.raises(ContextTooLong, match=f"bytes of JSON, and at most {MIN_TRUNCATED_BYTES}"):
+        made.prepare(request(chat("a" * MIN_TRUNCATED_BYTES)))
     assert (rendered, tokenizer.given) == ([], [])
     with pytest.raises(ContextTooLong, match="your messages has"):
-        made.prepare(request(chat("a" * (MIN_CUT_BYTES - 100))))
-    assert rendered == [MIN_CUT_BYTES - 100]
+        made.prepare(request(chat("a" * (MIN_TRUNCATED_BYTES - 100))))
+    assert rendered == [MIN_TRUNCATED_BYTES - 100]

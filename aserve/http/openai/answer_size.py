@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from aserve.errors import InvalidRequest
 from aserve.messages.requests import ChatPrompt, GenerateRequest, Prompt, TextPrompt, TokenPrompt
 
-TEMPLATE_TOKENS = 4096  # what a chat template adds of its own, generously
+TEMPLATE_TOKENS = 4096  # a generous bound on the tokens that a chat template adds
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerLimits:
-    """`max_model_len` and `max_new_tokens`, the length of an answer that doesn't say its own, are
-    known once a model is loaded.
+    """The limits that apply to a call. `max_model_len` and `max_new_tokens`, the default of
+    max_tokens, are known once a model is loaded.
     """
 
     max_logprobs: int = 1 << 20
@@ -32,8 +32,10 @@ NO_MODEL = AnswerLimits()
 def check_answer_size(
     requests: Sequence[GenerateRequest], limits: AnswerLimits, *, is_whole: bool
 ) -> None:
-    """`is_whole`: the answer holds the outputs of all requests at once. A stream goes out while the
-    tokens come, so of it the prompts alone are counted, whose scores come at once.
+    """Raises InvalidRequest if the answer could have too many log-probabilities.
+
+    `is_whole` means that the answer holds the outputs of all requests at once. Streamed outputs are
+    not counted, but prompts always are: their log-probabilities come all at once.
     """
     for_prompts = sum(num_prompt_logprobs(request, limits) for request in requests)
     for_outputs = sum(num_output_logprobs(request, limits) for request in requests if is_whole)
@@ -45,7 +47,7 @@ def check_answer_size(
     raise InvalidRequest(
         f"The answer could have {total} log-probabilities: {len(requests)} prompts x {asked.n} "
         f"choices, {for_prompts} for the tokens of prompts and {for_outputs} for those of outputs; "
-        f"this server gives {limits.max_logprobs} in one answer. {advice}.",
+        f"this server allows {limits.max_logprobs} in one answer. {advice}.",
         param="prompt_logprobs" if for_prompts > for_outputs else "logprobs",
         code="answer_too_large",
     )

@@ -1,4 +1,6 @@
-"""The records that the answers of several endpoints share: usage, logprobs and gathered choices."""
+"""The records and protocols that the answers of several endpoints share: usage and logprobs, and
+`Dialect`, which renders the JSON of one endpoint.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def _top_entry(entry: TopLogprob) -> TopEntry:
 
 
 class Tally:
-    """Usage of a call: its prompts once each, the outputs of all children."""
+    """The usage of a call. Each prompt counts once, and each output counts."""
 
     def __init__(self) -> None:
         self._last: dict[tuple[str, int], Usage] = {}
@@ -75,7 +77,7 @@ class Tally:
 
 
 class Gatherer(Protocol):
-    """A dialect's choice, as it grows."""
+    """Gathers one choice of an answer that is not streamed."""
 
     @property
     def logprob_per_token(self) -> float: ...
@@ -87,37 +89,37 @@ GathererT = TypeVar("GathererT", bound=Gatherer)
 
 
 def ids_of(data: bytes) -> list[int]:
-    """PERF: few clients ask for ids, and every chunk of every stream has some."""
+    """Converts the bytes of int32 ids to a list. PERF: called only if the client asked for ids."""
     ids: list[int] = array_i32(data).tolist()
     return ids
 
 
 def is_visible(chunk: OutputChunk, call: Call) -> bool:
-    """Whether a client would see anything of it."""
+    """Returns whether the chunk changes anything in the answer."""
     shows_ids = call.sampling.return_token_ids and bool(chunk.token_ids or chunk.prompt_ids)
     shows_text = bool(chunk.text or chunk.logprobs) or chunk.prompt is not None
     return shows_text or shows_ids or chunk.finish_reason is not None
 
 
 class Dialect(Protocol[GathererT]):
-    """How one endpoint writes its answers: events as JSON, a whole answer as pieces of it.
+    """Renders the answers of one endpoint: each event as JSON, or the whole answer in pieces.
 
-    An event's `usage` is that so far, if each one is to say it.
+    `usage` is the usage so far, or None if events do not report it.
     """
 
     call: Call
 
     def opening(self, index: int, usage: UsageBody | None) -> bytes | None:
-        """The event before a choice's first text, if there is one."""
+        """Returns the event before a choice's first text, or None if the endpoint has none."""
 
     def delta(self, index: int, chunk: OutputChunk, usage: UsageBody | None) -> bytes | None:
-        """What a chunk adds to a choice; None when a client would see nothing of it."""
+        """Returns the event of a chunk, or None if the client would see nothing of it."""
 
     def usage(self, usage: UsageBody) -> bytes:
-        """The event with usage and no choices."""
+        """Returns the event with usage and no choices."""
 
     def gather(self) -> GathererT:
-        """A choice of an answer that is not streamed, before anything came."""
+        """Returns an empty choice of an answer that is not streamed."""
 
     def whole(self, choices: list[GathererT], usage: UsageBody) -> Iterator[bytes]:
-        """The answer that is not streamed."""
+        """Yields the pieces of an answer that is not streamed."""

@@ -1,6 +1,6 @@
-"""A client's call: the requests that it makes of the engine, and the options of its answer.
+"""A client's call: its requests to the engine, and the options of its answer.
 
-It is built once from a validated body and never changed.
+A call is built once from a validated body and never changed.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from aserve.text.defaults import NEUTRAL, GenerationDefaults
 
 Number = TypeVar("Number", int, float)
 
-SEED_BITS = 53  # what a JSON number holds exactly in every client
-SMALLEST_TOP_P = 1e-6  # 0 means the likeliest token alone
-# WHY: float32 divides logits by the temperature. Below about 1e-36 the quotients of ordinary logits
-# overflow to infinity, where all tokens look alike, and long before that the noise falls below the
-# spacing of float32 at the quotient. At 1e-5 noise of 20 decides between logits that differ by
-# 2e-4, which is rounding: colder than that is greedy, as in vLLM.
+SEED_BITS = 53  # every client reads integers of this size exactly from JSON
+SMALLEST_TOP_P = 1e-6  # so small that only the likeliest token is left, which is what 0 means
+# WHY: logits are divided by the temperature in float32. Below about 1e-36 ordinary logits overflow
+# to infinity, and long before that Gumbel noise falls below the spacing of float32 at the quotient.
+# At 1e-5 even noise of 20 decides only between logits that differ by 2e-4, which is rounding error.
+# Lower temperatures are therefore greedy, as in vLLM.
 SMALLEST_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Sequence `index` is child index % num_children of prompt index // num_children.
+    """The requests of one call, one per prompt, and the options of its answer.
 
-    `sampling` is what the client asked for. The requests' own has more children than `n` if the
-    answer has only the best of them, and scores the prompt if its logprobs are to be echoed.
-    NOTE: the requests' ids end in the number of their prompt.
+    `sampling` has the client's parameters. The requests' own parameters differ from it: `n` is
+    larger with best_of, and prompt_logprobs is set if logprobs are echoed. In the answer,
+    choice `index` is child index % num_children of prompt index // num_children.
+    NOTE: a request's id ends in the number of its prompt.
     """
 
     call_id: str
@@ -69,7 +70,7 @@ def random_seed() -> int:
 
 
 def seed_source(seed: int | None) -> Callable[[], int]:
-    """Where requests without a seed get theirs."""
+    """Returns the source of seeds for requests without one."""
     if seed is None:
         return random_seed
     numbers = random.Random(seed)
@@ -78,7 +79,7 @@ def seed_source(seed: int | None) -> Callable[[], int]:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where and when a call arrived, and what stands for that which it doesn't say."""
+    """The id, time and caller of a call, and the server's defaults for it."""
 
     request_id: str
     created: int
@@ -97,17 +98,17 @@ def sampling_of(
     draw_seed: Callable[[], int],
     defaults: GenerationDefaults,
 ) -> SamplingParams:
-    top_k = _said(body.top_k, defaults.top_k)
-    temperature = _said(body.temperature, defaults.temperature)
+    top_k = _value_or(body.top_k, defaults.top_k)
+    temperature = _value_or(body.temperature, defaults.temperature)
     return SamplingParams(
         seed=draw_seed() if body.seed is None else body.seed,
         temperature=temperature if temperature >= SMALLEST_TEMPERATURE else 0.0,
-        top_p=max(_said(body.top_p, defaults.top_p), SMALLEST_TOP_P),
+        top_p=max(_value_or(body.top_p, defaults.top_p), SMALLEST_TOP_P),
         top_k=max(top_k, 0),
-        min_p=_said(body.min_p, defaults.min_p),
+        min_p=_value_or(body.min_p, defaults.min_p),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=_said(body.repetition_penalty, defaults.repetition_penalty),
+        repetition_penalty=_value_or(body.repetition_penalty, defaults.repetition_penalty),
         logit_bias=tuple((body.logit_bias or {}).items()),
         allowed_token_ids=tuple(body.allowed_token_ids or ()),
         bad_words=tuple(body.bad_words or ()),
@@ -126,7 +127,7 @@ def sampling_of(
     )
 
 
-def _said(value: Number | None, default: Number) -> Number:
+def _value_or(value: Number | None, default: Number) -> Number:
     return default if value is None else value
 
 
@@ -139,7 +140,9 @@ def build_call(
     id_prefix: str,
     best_of: int | None = None,
 ) -> Call:
-    """With `best_of`, so many sequences are made of each prompt, and compared by their logprobs."""
+    """Builds a call from a checked body. With `best_of`, that many sequences are generated for each
+    prompt and compared by their logprobs.
+    """
     run = sampling
     if sampling.echo and sampling.logprobs is not None:
         num_top = max(sampling.logprobs, sampling.prompt_logprobs or 0)
@@ -180,7 +183,7 @@ def request_of(
     request_id: str,
     caller: Caller = EMBEDDED,
 ) -> GenerateRequest:
-    """Without a caller it is a program that embeds the engine."""
+    """Builds one request. The default caller is a program that embeds the engine."""
     return GenerateRequest(
         request_id=request_id,
         prompt=prompt,

@@ -11,9 +11,9 @@ from aserve.http.long_json import JsonEach, JsonList, pieces_of
 from aserve.http.openai.answers import LogprobEntry, UsageBody, ids_of, is_visible, logprob_entries
 from aserve.http.openai.call import Call, Origin, build_call, sampling_of
 from aserve.http.openai.checks import check_body, num_logprobs
+from aserve.http.openai.choices import ChatChoice
 from aserve.http.openai.conversation import chat_prompt
-from aserve.http.openai.gathered import ChatChoice
-from aserve.http.openai.prompt_scores import check_prompt_logprobs
+from aserve.http.openai.prompt_logprobs import check_prompt_logprobs
 from aserve.http.openai.schema import ChatBody
 from aserve.messages.output import OutputChunk
 

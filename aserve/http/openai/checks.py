@@ -1,4 +1,4 @@
-"""Checks of single fields, which raise an error or do nothing."""
+"""Checks of single fields. Each raises an error or does nothing."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ def check_model(name: str, served: tuple[str, ...]) -> None:
 def check_suffix(body: CompletionBody) -> None:
     if body.suffix:
         raise InvalidRequest(
-            "Unsupported value for 'suffix': this server supports no suffix, since the model does "
-            "not fill in the middle.",
+            "Unsupported value for 'suffix': fill-in-the-middle is not supported.",
             param="suffix",
             code="unsupported_value",
         )
@@ -43,14 +42,14 @@ def check_best_of(body: CompletionBody) -> None:
     best_of = n if body.best_of is None else body.best_of
     if best_of < n:
         raise InvalidRequest(
-            f"Invalid 'best_of': it is {best_of}, less than n, {n}.",
+            f"Invalid 'best_of': {best_of} is less than n, which is {n}.",
             param="best_of",
             code="integer_below_min_value",
         )
     if best_of > n and body.stream:
         raise InvalidRequest(
-            f"Invalid 'best_of': the best {n} of {best_of} are known only when all have ended, "
-            "so they cannot be streamed.",
+            f"Invalid 'best_of': the best {n} of {best_of} cannot be streamed, because they are "
+            "known only when all have ended.",
             param="best_of",
             code="invalid_value",
         )
@@ -61,7 +60,7 @@ def num_logprobs(body: ChatBody) -> int | None:
         return body.top_logprobs or 0
     if body.top_logprobs:
         raise InvalidRequest(
-            "Invalid 'top_logprobs': it needs 'logprobs' to be true.",
+            "Invalid 'top_logprobs': it is only allowed when 'logprobs' is true.",
             param="top_logprobs",
             code="invalid_value",
         )

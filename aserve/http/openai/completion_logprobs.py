@@ -12,7 +12,9 @@ from aserve.messages.requests import SamplingParams
 
 
 class Logprobs(msgspec.Struct):
-    """Parallel lists, one entry per token; null where nothing predicts it: at a prompt's start."""
+    """Parallel lists with one entry per token. The first token of a prompt has null, because
+    nothing predicts it.
+    """
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -21,7 +23,7 @@ class Logprobs(msgspec.Struct):
 
 
 class LogprobLists(msgspec.Struct):
-    """The same of a whole choice, as it grows."""
+    """The `Logprobs` of a whole choice, kept as JSON while it grows."""
 
     tokens: JsonList
     token_logprobs: JsonList
@@ -36,12 +38,12 @@ class LogprobLists(msgspec.Struct):
         self.text_offset.extend(part.text_offset)
 
 
-def shown_scores(chunk: OutputChunk, asked: SamplingParams) -> Logprobs | None:
-    """Of the prompt's tokens where they are echoed, and of the output's."""
-    if asked.logprobs is None:
+def chunk_logprobs(chunk: OutputChunk, sampling: SamplingParams) -> Logprobs | None:
+    """Returns the logprobs of a chunk's tokens, after those of the prompt if it is echoed."""
+    if sampling.logprobs is None:
         return None
-    echoed = chunk.prompt.tokens if asked.echo and chunk.prompt is not None else ()
-    return logprobs_of([*echoed, *chunk.logprobs], num_top=asked.logprobs)
+    echoed = chunk.prompt.tokens if sampling.echo and chunk.prompt is not None else ()
+    return logprobs_of([*echoed, *chunk.logprobs], num_top=sampling.logprobs)
 
 
 def logprobs_of(entries: Sequence[TokenLogprob | PromptToken], *, num_top: int) -> Logprobs:
@@ -54,7 +56,9 @@ def logprobs_of(entries: Sequence[TokenLogprob | PromptToken], *, num_top: int) 
 
 
 def top_of(entry: TokenLogprob | PromptToken, *, num_top: int) -> dict[str, float] | None:
-    """Best first; the chosen token is there, too, at its place or at the end."""
+    """Returns the likeliest tokens, best first. The chosen token is always included, if need be at
+    the end.
+    """
     if entry.logprob is None:
         return None
     best = entry.top[:num_top]
@@ -64,7 +68,7 @@ def top_of(entry: TokenLogprob | PromptToken, *, num_top: int) -> dict[str, floa
 
 
 def spelled(token: str, token_bytes: bytes) -> str:
-    """A token that is no whole characters is shown as its bytes, as OpenAI does."""
+    """Spells a token that is not whole characters as its bytes, as OpenAI does."""
     if token.encode() == token_bytes:
         return token
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)

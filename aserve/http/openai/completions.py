@@ -11,10 +11,10 @@ from aserve.http.long_json import JsonEach, JsonList, pieces_of
 from aserve.http.openai.answers import UsageBody, ids_of, is_visible
 from aserve.http.openai.call import Call, Origin, build_call, sampling_of
 from aserve.http.openai.checks import check_best_of, check_body, check_suffix
-from aserve.http.openai.completion_logprobs import LogprobLists, Logprobs, shown_scores
-from aserve.http.openai.gathered import ScoredChoice
+from aserve.http.openai.choices import TextChoice
+from aserve.http.openai.completion_logprobs import LogprobLists, Logprobs, chunk_logprobs
 from aserve.http.openai.limits import MAX_LOGPROBS, Range, check_within
-from aserve.http.openai.prompt_scores import check_prompt_logprobs
+from aserve.http.openai.prompt_logprobs import check_prompt_logprobs
 from aserve.http.openai.schema import CompletionBody, prompts_of
 from aserve.messages.output import OutputChunk
 
@@ -88,10 +88,10 @@ class CompletionDialect:
         answer = self._answer([], usage=usage, seed=self.call.sampling.seed)
         return msgspec.json.encode(answer)
 
-    def gather(self) -> ScoredChoice:
-        return ScoredChoice(self.call.sampling)
+    def gather(self) -> TextChoice:
+        return TextChoice(self.call.sampling)
 
-    def whole(self, choices: list[ScoredChoice], usage: UsageBody) -> Iterator[bytes]:
+    def whole(self, choices: list[TextChoice], usage: UsageBody) -> Iterator[bytes]:
         bodies = JsonEach(lambda: map(self._whole_choice, range(len(choices)), choices))
         return pieces_of(self._answer(bodies, usage=usage, seed=self.call.sampling.seed))
 
@@ -101,14 +101,14 @@ class CompletionDialect:
         return CompletionChoice(
             index=index,
             text=text,
-            logprobs=shown_scores(chunk, asked),
+            logprobs=chunk_logprobs(chunk, asked),
             finish_reason=chunk.finish_reason,
             stop_reason=chunk.stop_reason,
             token_ids=ids_of(chunk.token_ids) if asked.return_token_ids else UNSET,
             prompt_token_ids=ids_of(chunk.prompt_ids) or UNSET,
         )
 
-    def _whole_choice(self, index: int, choice: ScoredChoice) -> CompletionChoice:
+    def _whole_choice(self, index: int, choice: TextChoice) -> CompletionChoice:
         asked = self.call.sampling
         return CompletionChoice(
             index=index,

@@ -1,6 +1,6 @@
-"""Converts the messages and tools of a chat body to the prompt that the template renders.
+"""Converts the messages and tools of a chat body to a ChatPrompt, which the chat template renders.
 
-Content becomes plain text; other fields are passed on unchanged.
+Content becomes plain text. Other fields are passed on unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from aserve.http.openai.schema import (
 from aserve.messages.requests import ChatPrompt
 from aserve.text.template import RESERVED
 
-# Templates know system, which newer clients call developer.
+# Newer clients say developer; templates know it as system.
 ROLES = {"developer": "system"} | {
     role: role for role in ("system", "user", "assistant", "tool", "function")
 }
@@ -42,7 +42,7 @@ def chat_prompt(body: ChatBody | TokenizeBody) -> ChatPrompt:
         raise InvalidRequest(
             "Invalid 'messages': the list is empty.", param="messages", code="empty_array"
         )
-    messages = [_plain(message, i) for i, message in enumerate(body.messages)]
+    messages = [_to_plain_text(message, i) for i, message in enumerate(body.messages)]
     return ChatPrompt(
         encoded(messages, param="messages"),
         tools_of(body),
@@ -53,25 +53,26 @@ def chat_prompt(body: ChatBody | TokenizeBody) -> ChatPrompt:
 
 
 def template_variables(given: Mapping[str, Any] | None) -> bytes | None:
-    """What the template may look at beside messages and tools, which nothing may replace."""
+    """Encodes the extra variables of the template. The reserved ones cannot be replaced."""
     if not given:
         return None
     wrong = next((name for name in given if name in RESERVED), None)
     if wrong is not None:
         raise InvalidRequest(
-            f"Invalid 'chat_template_kwargs': '{wrong}' is not for a request to say.",
+            f"Invalid 'chat_template_kwargs': '{wrong}' cannot be set by a request.",
             param=f"chat_template_kwargs.{wrong}",
             code="invalid_value",
         )
     return encoded(given, param="chat_template_kwargs")
 
 
-def _plain(message: ChatMessage, index: int) -> ChatMessage:
+def _to_plain_text(message: ChatMessage, index: int) -> ChatMessage:
+    """Checks a message, and returns it with plain text as content and objects as arguments."""
     where = f"messages[{index}]"
     role = ROLES.get(message.role)
     if role is None:
         raise InvalidRequest(
-            f"Invalid value for '{where}.role': '{message.role[:40]}' is none of "
+            f"Invalid value for '{where}.role': '{message.role[:40]}'. Supported values are "
             f"{', '.join(ROLES)}.",
             param=f"{where}.role",
             code="invalid_value",
@@ -82,7 +83,7 @@ def _plain(message: ChatMessage, index: int) -> ChatMessage:
             param=f"{where}.content",
             code="missing_required_parameter",
         )
-    calls = message.tool_calls and [_with_object(call) for call in message.tool_calls]
+    calls = message.tool_calls and [_with_parsed_arguments(call) for call in message.tool_calls]
     return msgspec.structs.replace(
         message, role=role, content=_text(message.content, where), tool_calls=calls
     )
@@ -95,7 +96,9 @@ def _text(content: str | list[ContentPart] | None, where: str) -> str:
 
 
 def texts_of(content: list[ContentPart], *, kinds: Collection[str], where: str) -> list[str]:
-    """The texts of parts that are of these kinds; `where` is the message in the body."""
+    """Returns the texts of the parts. Raises if a part is of another kind. `where` is the path of
+    the message in the body.
+    """
     texts = []
     for i, part in enumerate(content):
         if part.type not in kinds or part.text is None:
@@ -109,8 +112,10 @@ def texts_of(content: list[ContentPart], *, kinds: Collection[str], where: str) 
     return texts
 
 
-def _with_object(call: ToolCall) -> ToolCall:
-    """Templates want a call's arguments as an object; what a model once wrote may be none."""
+def _with_parsed_arguments(call: ToolCall) -> ToolCall:
+    """Parses the arguments, because templates expect an object. Invalid JSON, which a model may
+    have written, stays a string.
+    """
     arguments = call.function.arguments
     if isinstance(arguments, str):
         try:
@@ -128,7 +133,9 @@ def _check_tools(tools: list[dict[str, Any]]) -> None:
 
 
 def tools_of(body: ChatBody | TokenizeBody) -> bytes | None:
-    """The tools as they came, or nothing; a choice that names one must be able to hold."""
+    """Returns the tools as JSON, or None without tools or with tool_choice none. Raises if the
+    choice cannot be met.
+    """
     given = bytes(body.tools)
     tools = None if given == b"null" else decoded(given, list[dict[str, Any]], param="tools")
     if tools is not None:

@@ -15,7 +15,7 @@ from aserve.http.errors import RequestFailed
 from aserve.http.long_json import JsonEach, pieces_of
 from aserve.http.openai.call import Origin
 from aserve.http.openai.checks import check_model
-from aserve.http.openai.limits import MAX_SEQUENCES, check_kept, check_length, check_range
+from aserve.http.openai.limits import MAX_SEQUENCES, check_length, check_range, check_truncation
 from aserve.http.openai.schema import EmbeddingBody, prompts_of
 from aserve.http.state import HttpContext, origin_of
 from aserve.messages.base import ArrayF32, array_f32
@@ -24,7 +24,7 @@ from aserve.messages.requests import EMBED, GenerateRequest
 
 
 class Embedding(msgspec.Struct):
-    """base64 is of the little-endian float32 values."""
+    """One vector: a list of floats, or the base64 of its little-endian float32 values."""
 
     index: int
     embedding: list[float] | str
@@ -51,12 +51,12 @@ async def embeddings(
     refusal = context.state.refusal()
     if refusal is not None:
         raise refusal
-    chunks: dict[str, OutputChunk] = {}  # by request, of which each makes one
+    chunks: dict[str, OutputChunk] = {}  # the one chunk of each request
     request_stream = context.gateway.open(*requests)
     try:
         async for chunk in request_stream:
             if chunk.error is not None:
-                raise RequestFailed(_in_our_words(chunk.error))
+                raise RequestFailed(_with_our_param(chunk.error))
             chunks[chunk.request_id] = chunk
     finally:
         request_stream.cancel()
@@ -74,7 +74,7 @@ def embedding_requests(body: EmbeddingBody, origin: Origin) -> list[GenerateRequ
         if value is not None:
             check_range(value, name)
     origin.caller.check_priority(body.priority)
-    check_kept(body.truncate_prompt_tokens)
+    check_truncation(body.truncate_prompt_tokens)
     prompts = prompts_of(body.input, param="input")
     check_length(prompts, MAX_SEQUENCES, param="input")
     return [
@@ -107,13 +107,13 @@ def embedding_of(body: EmbeddingBody, index: int, vector: ArrayF32) -> Embedding
 
 
 def shortened(vector: ArrayF32, dimensions: int | None) -> ArrayF32:
-    """Its first values, of length 1 again. How many there are is the model's to say."""
+    """Returns the first `dimensions` values, scaled to length 1 again."""
     if dimensions is None:
         return vector
     if dimensions > len(vector):
         raise InvalidRequest(
-            f"Invalid 'dimensions': this model's embeddings have {len(vector)}, "
-            f"fewer than {dimensions}.",
+            f"Invalid 'dimensions': got {dimensions}, but this model's embeddings have only "
+            f"{len(vector)}.",
             param="dimensions",
             code="integer_above_max_value",
         )
@@ -122,6 +122,6 @@ def shortened(vector: ArrayF32, dimensions: int | None) -> ArrayF32:
     return first / length if length else first
 
 
-def _in_our_words(error: ErrorInfo) -> ErrorInfo:
-    """The engine calls what it is given a prompt."""
+def _with_our_param(error: ErrorInfo) -> ErrorInfo:
+    """Renames an error's field: the engine says `prompt`, this endpoint `input`."""
     return msgspec.structs.replace(error, param="input") if error.param == "prompt" else error

@@ -1,4 +1,4 @@
-"""Converts a body's response format to one `Grammar` or none. The engine compiles it later."""
+"""Converts a body's response format to a `Grammar` or None. The engine compiles it later."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from aserve.messages.requests import Grammar
 
 JsonSchema: TypeAlias = dict[str, Any]
 
-MAX_DEPTH = 64  # of objects and lists in a schema
+MAX_DEPTH = 64  # levels of nested objects and lists in a schema
 
 
 def grammar_of(
     response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None
 ) -> Grammar | None:
-    """OpenAI's way to ask, or vLLM's; both at once only if one of them asks for nothing."""
+    """Returns the grammar of OpenAI's `response_format` or of vLLM's `structured_outputs`. Raises
+    if both have one.
+    """
     by_format = None if response_format is None else _of_response_format(response_format)
     by_kind = None if structured_outputs is None else _of_structured_outputs(structured_outputs)
     if by_format is not None and by_kind is not None:
         raise InvalidRequest(
-            "Invalid 'structured_outputs': 'response_format' already says what the output must "
-            "look like. Give one of them.",
+            "Invalid 'structured_outputs': 'response_format' already constrains the output. "
+            "Send only one of them.",
             param="structured_outputs",
             code="invalid_value",
         )
@@ -32,9 +34,8 @@ def grammar_of(
 
 
 def format_grammar(kind: str, schema: JsonSchema | None, *, param: str) -> Grammar | None:
-    """`kind` is the `type` of a response_format or of a text.format, which stands at `param`.
-
-    text asks for nothing.
+    """Returns the grammar of a format with the type `kind`, or None for `text`. `param` is the
+    path of the format in the body.
     """
     match kind:
         case "text":
@@ -51,8 +52,8 @@ def format_grammar(kind: str, schema: JsonSchema | None, *, param: str) -> Gramm
             return Grammar("json_schema", _schema_text(schema, param), param=param)
         case _:
             raise InvalidRequest(
-                f"Invalid value for '{param}.type': '{kind[:40]}' is none of text, json_object, "
-                "json_schema.",
+                f"Invalid value for '{param}.type': '{kind[:40]}'. Supported values are text, "
+                "json_object and json_schema.",
                 param=f"{param}.type",
                 code="invalid_value",
             )
@@ -68,7 +69,7 @@ def _of_structured_outputs(asked: StructuredOutputs) -> Grammar:
     if len(given) != 1:
         found = f"got {' and '.join(given)}" if given else "got none"
         raise InvalidRequest(
-            "Invalid 'structured_outputs': give exactly one of "
+            "Invalid 'structured_outputs': send exactly one of "
             f"{', '.join(asked.__struct_fields__)}; {found}.",
             param="structured_outputs",
             code="invalid_value",
@@ -91,7 +92,7 @@ def _of_structured_outputs(asked: StructuredOutputs) -> Grammar:
 
 
 def _schema_text(schema: JsonSchema, param: str) -> str:
-    """The order of properties stays: outputs keep to it."""
+    """Encodes a schema. NOTE: it keeps the order of properties, which outputs follow."""
     _check_depth(schema, param)
     try:
         return msgspec.json.encode(schema).decode()
@@ -100,7 +101,9 @@ def _schema_text(schema: JsonSchema, param: str) -> str:
 
 
 def _check_depth(schema: JsonSchema, param: str) -> None:
-    """WHY: level by level, because a recursive walk of what a client sent has a depth limit too."""
+    """Raises if the schema is nested too deeply. WHY level by level: a recursive walk could exceed
+    Python's own limit.
+    """
     level: list[object] = [schema]
     for _ in range(MAX_DEPTH):
         level = [inner for outer in level for inner in _inner(outer)]
@@ -115,7 +118,7 @@ def _check_depth(schema: JsonSchema, param: str) -> None:
 
 
 def _inner(value: object) -> list[object]:
-    """The lists and objects in it."""
+    """Returns the lists and objects directly inside a value."""
     if isinstance(value, dict):
         return [item for item in value.values() if isinstance(item, dict | list)]
     if isinstance(value, list):
@@ -132,7 +135,7 @@ def _unicode(text: str, param: str) -> str:
 
 
 def _not_unicode(error: UnicodeEncodeError, param: str) -> InvalidRequest:
-    """JSON can write half of a surrogate pair, which is no character and has no UTF-8."""
+    """Makes the error of a lone surrogate, which JSON can express and UTF-8 cannot."""
     return InvalidRequest(
         f"Invalid '{param}': character {error.start} is \\u{ord(error.object[error.start]):04x}, "
         "half of a surrogate pair. Send whole characters.",

@@ -1,4 +1,4 @@
-"""Checks JSON values that only the chat template will read.
+"""Checks JSON values that only the chat template reads: tools, and arguments of tool calls.
 
 A value that passes can be encoded, decoded and rendered without an exception: its numbers, strings
 and depth are within the limits of every JSON library.
@@ -16,11 +16,11 @@ from aserve.http.body import MAX_SHOWN, wrong_field
 
 T = TypeVar("T")
 
-MAX_DEPTH = 100  # a template's own filters recurse, in Python's bounds
+MAX_DEPTH = 100  # the filters of templates recurse within Python's limit
 
 
 def decoded(data: bytes, kind: type[T], *, param: str) -> T:
-    """All of it, to plain values."""
+    """Decodes JSON to a type, or raises InvalidRequest."""
     try:
         value = msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
@@ -36,7 +36,9 @@ def decoded(data: bytes, kind: type[T], *, param: str) -> T:
 
 
 def encoded(value: object, *, param: str) -> bytes:
-    """The JSON of a program's value, which may not have one."""
+    """Encodes a value as JSON. Raises InvalidRequest if that is impossible, which can happen with
+    values from a program that embeds the engine.
+    """
     try:
         data = msgspec.json.encode(value)
     except UnicodeEncodeError:
@@ -59,7 +61,7 @@ def check_depth(value: object, *, param: str) -> None:
 
 
 def depth_of(value: object) -> int:
-    """Lists and objects within each other; what is deeper than MAX_DEPTH is not looked at."""
+    """Returns the number of levels of nested lists and objects, at most MAX_DEPTH + 1."""
     level: list[Any] = [value]
     depth = 0
     while depth <= MAX_DEPTH:
@@ -71,7 +73,7 @@ def depth_of(value: object) -> int:
 
 
 def _inside(value: object) -> Iterator[object]:
-    """What stands directly in a list, an object or a record."""
+    """Yields the values directly inside a list, an object or a record."""
     match value:
         case dict():
             yield from value.values()

@@ -1,4 +1,4 @@
-"""The ranges of the numbers and lists of a body; each is declared once."""
+"""The ranges of a body's numbers, and the largest sizes of its lists and texts."""
 
 from __future__ import annotations
 
@@ -70,19 +70,19 @@ def check_limits(body: GenerationBody) -> None:
     for word in body.bad_words or ():
         check_text(word, MAX_BAD_WORD_CHARS, param="bad_words")
     check_text(body.cache_salt or "", MAX_SALT_CHARS, param="cache_salt")
-    check_kept(body.truncate_prompt_tokens)
+    check_truncation(body.truncate_prompt_tokens)
     check_length(body.stop_token_ids or (), MAX_STOP_TOKEN_IDS, param="stop_token_ids")
     check_length(body.logit_bias or (), MAX_LOGIT_BIAS, param="logit_bias")
     for token_id, bias in (body.logit_bias or {}).items():
         check_within(bias, Range(-MAX_BIAS, MAX_BIAS), param=f"logit_bias.{token_id}")
 
 
-def check_kept(num_tokens: int | None) -> None:
-    """How many tokens of a prompt are kept; its range is checked with all others."""
+def check_truncation(num_tokens: int | None) -> None:
+    """Refuses to keep 0 tokens of a prompt. `RANGES` bounds the number otherwise."""
     if num_tokens == 0:
         raise InvalidRequest(
             "Invalid 'truncate_prompt_tokens': 0 would leave nothing of the prompt. Expected a "
-            "positive number, or -1 for what fits.",
+            "positive number, or -1 for as many as fit.",
             param="truncate_prompt_tokens",
             code="invalid_value",
         )
@@ -126,7 +126,9 @@ def check_stops(stops: list[str]) -> None:
 
 
 def check_text(text: str, high: int, *, param: str) -> None:
-    """JSON's strings are valid Unicode; those of a program that embeds the engine may not be."""
+    """Raises if a text is too long or not valid Unicode, which can happen in a program that embeds
+    the engine.
+    """
     if len(text) > high:
         raise InvalidRequest(
             f"Invalid '{param}': string too long. Expected at most {high} characters, "

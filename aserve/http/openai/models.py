@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{name}: the served model under each of its names."""
+"""GET /v1/models and /v1/models/{name}: returns the served model under each of its names."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Answers a call, streamed or whole. It is the only reader of the call's RequestStream.
+"""Answers a call, streamed or whole, in the JSON of its endpoint's Dialect.
 
-A Dialect renders the JSON of an endpoint.
+This is the only reader of the call's RequestStream.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from aiohttp import web
 from aserve.http.delivery import closer_of, send_json
 from aserve.http.errors import RequestFailed
 from aserve.http.openai.answers import Dialect, GathererT, Tally
-from aserve.http.openai.gathered import whole_answer
+from aserve.http.openai.choices import whole_answer
 from aserve.http.sse import SseWriter
 from aserve.http.state import HttpContext
 from aserve.messages.output import OutputChunk

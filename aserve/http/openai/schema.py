@@ -1,4 +1,4 @@
-"""The forms of a prompt in a body: a text, several texts, a list of ids, or lists of ids."""
+"""The bodies of OpenAI's endpoints, with the extensions of vLLM."""
 
 from __future__ import annotations
 
@@ -10,45 +10,11 @@ import msgspec
 from aserve.errors import InvalidRequest
 from aserve.messages.requests import Prompt, TextPrompt, TokenPrompt
 
-
-def prompts_of(given: TextsOrIds | None, *, param: str, with_special: bool = True) -> list[Prompt]:
-    if given is None:
-        raise InvalidRequest(
-            f"Missing required parameter: '{param}'.",
-            param=param,
-            code="missing_required_parameter",
-        )
-    items = [given] if isinstance(given, str) else given
-    if not items:
-        raise InvalidRequest(
-            f"Invalid '{param}': the list is empty.", param=param, code="empty_array"
-        )
-    kinds = set(map(type, items))  # PERF: a prompt may have hundreds of thousands of ids
-    if len(kinds) > 1:
-        raise InvalidRequest(
-            f"Invalid '{param}': a list holds texts, token ids or lists of token ids, "
-            "not a mixture.",
-            param=param,
-            code="invalid_type",
-        )
-    if kinds == {int}:
-        return [token_prompt([item for item in items if isinstance(item, int)])]
-    return [
-        TextPrompt(item, with_special) if isinstance(item, str) else token_prompt(item)
-        for item in items
-        if not isinstance(item, int)
-    ]
-
-
-def token_prompt(token_ids: Sequence[int]) -> TokenPrompt:
-    return TokenPrompt(tuple(token_ids))
-
-
-# What fits a message; which ids the model has is the tokenizer's to say.
+# The ids that fit in a message. The tokenizer checks which of them the model has.
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 
 
-# One text, texts, one list of ids, or lists of ids.
+# A prompt field: a text, a list of texts, a list of ids, or a list of lists of ids.
 TextsOrIds: TypeAlias = str | list[str | TokenId | list[TokenId]]
 
 
@@ -58,7 +24,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class JsonSchemaFormat(msgspec.Struct):
-    """`strict` changes nothing: what is generated always keeps to the schema."""
+    """A JSON schema. `strict` has no effect: the output always follows the schema."""
 
     name: str
     schema: dict[str, Any] | None = None
@@ -71,7 +37,9 @@ class ResponseFormat(msgspec.Struct):
 
 
 class StructuredOutputs(msgspec.Struct):
-    """One of them, named as vLLM does. `json` is a schema or its text, `grammar` is EBNF."""
+    """A constraint on the output, as in vLLM: exactly one field is set. `json` is a schema or its
+    text, and `grammar` is EBNF.
+    """
 
     json: dict[str, Any] | str | None = None
     regex: str | None = None
@@ -81,7 +49,9 @@ class StructuredOutputs(msgspec.Struct):
 
 
 class GenerationBody(msgspec.Struct, kw_only=True):
-    """What both endpoints take. `priority`: lower goes first. `timeout`: seconds for all of it."""
+    """The fields that all generation endpoints share. A lower `priority` runs first. `timeout` is
+    in seconds, for the whole request.
+    """
 
     model: str | None = None
     stream: bool | None = None
@@ -188,7 +158,7 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
-    """A text, or the messages of a chat."""
+    """The body of /tokenize, with either a text or the messages of a chat."""
 
     model: str | None = None
     prompt: str | None = None
@@ -204,3 +174,37 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 class DetokenizeBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     tokens: list[TokenId]
+
+
+def prompts_of(given: TextsOrIds | None, *, param: str, with_special: bool = True) -> list[Prompt]:
+    """Returns the prompts of a field. Raises if it is missing, empty or mixed."""
+    if given is None:
+        raise InvalidRequest(
+            f"Missing required parameter: '{param}'.",
+            param=param,
+            code="missing_required_parameter",
+        )
+    items = [given] if isinstance(given, str) else given
+    if not items:
+        raise InvalidRequest(
+            f"Invalid '{param}': the list is empty.", param=param, code="empty_array"
+        )
+    kinds = set(map(type, items))  # PERF: a prompt may have hundreds of thousands of ids
+    if len(kinds) > 1:
+        raise InvalidRequest(
+            f"Invalid '{param}': a list holds texts, token ids or lists of token ids, "
+            "not a mixture.",
+            param=param,
+            code="invalid_type",
+        )
+    if kinds == {int}:
+        return [token_prompt([item for item in items if isinstance(item, int)])]
+    return [
+        TextPrompt(item, with_special) if isinstance(item, str) else token_prompt(item)
+        for item in items
+        if not isinstance(item, int)
+    ]
+
+
+def token_prompt(token_ids: Sequence[int]) -> TokenPrompt:
+    return TokenPrompt(tuple(token_ids))

@@ -1,6 +1,6 @@
-"""POST /tokenize and /detokenize, with vLLM's names: the ids of a prompt, and the text of ids.
+"""POST /tokenize and /detokenize, with vLLM's field names.
 
-The ids are those that the engine would get for the same prompt.
+/tokenize returns the ids that the engine would get for the same prompt.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from aserve.http.state import HttpContext
 from aserve.messages.requests import Prompt, TextPrompt
 from aserve.text.prompt import PromptEncoder
 
-MAX_TOKENS = 1 << 20  # to text in one call
+MAX_TOKENS = 1 << 20  # token ids in one call of /detokenize
 
 
 class TokensAnswer(msgspec.Struct):
@@ -55,7 +55,7 @@ async def _ask(
 
 
 def tokens_of(body: TokenizeBody, encoder: PromptEncoder) -> bytes:
-    """`token_strs` are spelled as the vocabulary does."""
+    """Encodes a prompt. `token_strs` are the tokens as the vocabulary spells them."""
     ids = encoder.encode(_prompt_of(body))
     strs = [*map(encoder.tokenizer.token, ids)] if body.return_token_strs else None
     return msgspec.json.encode(TokensAnswer(len(ids), encoder.limits.max_model_len, ids, strs))

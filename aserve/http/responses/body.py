@@ -1,7 +1,4 @@
-"""The body of POST /v1/responses, with OpenAI's field names.
-
-The extensions for sampling are those of the other endpoints.
-"""
+"""The body of POST /v1/responses: OpenAI's fields, and the sampling fields of other endpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from aserve.http.openai.schema import ContentPart, GenerationBody, TypedObject
 Role: TypeAlias = Literal["user", "assistant", "system", "developer"]
 
 LOGPROBS = "message.output_text.logprobs"
-# All but the logprobs are about items that no response of this server has.
+# All but the logprobs concern items that this server never generates, so they have no effect.
 Includable: TypeAlias = Literal[
     "message.output_text.logprobs",
     "message.input_image.image_url",

@@ -1,6 +1,6 @@
-"""Converts a body to the call to the engine and the response that it begins.
+"""Converts the body of POST /v1/responses to a call and the initial response object.
 
-It is built once from a validated body and never changed.
+A ResponseCall is built once from a validated body and never changed.
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ MAX_METADATA = 16
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
 
-# Fields that would change the answer if this server knew them, and what to do about them.
+# Unsupported fields that would change the answer, with the advice in their error.
 UNSUPPORTED = {
     "background": "A response ends with the connection that asked for it.",
     "conversation": "Use 'previous_response_id' instead.",
-    "tools": "This server has no tools for responses yet.",
+    "tools": "This server does not support tools in responses.",
     "max_tokens": "Use 'max_output_tokens' instead.",
     "response_format": "Use 'text.format' instead.",
     "n": "A response has one output.",
-    "return_token_ids": "Ask /v1/completions for them.",
+    "return_token_ids": "Use /v1/completions instead.",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseCall:
-    """`messages` are all that it was asked with, earlier turns first, without instructions."""
+    """A call with the response that it begins. `messages` is the whole conversation, earlier turns
+    first, without instructions.
+    """
 
     call: Call
     heading: ResponseObject
@@ -52,7 +54,7 @@ class ResponseCall:
 def response_call(
     body: ResponseBody, origin: Origin, conversation: Callable[[ResponseKey], Sequence[Message]]
 ) -> ResponseCall:
-    """`conversation` gives the messages of an earlier response, or raises."""
+    """Builds the call. `conversation` returns the messages of an earlier response, or raises."""
     _check(body, origin)
     sampling = _sampling_of(body, origin)
     previous_id = body.previous_response_id
@@ -127,8 +129,8 @@ def _sampling_of(body: ResponseBody, origin: Origin) -> SamplingParams:
         return sampling
     if sampling.grammar is not None:
         raise InvalidRequest(
-            "Invalid 'structured_outputs': 'text.format' already says what the output must look "
-            "like. Give one of them.",
+            "Invalid 'structured_outputs': 'text.format' already constrains the output. "
+            "Send only one of them.",
             param="structured_outputs",
             code="invalid_value",
         )
@@ -136,7 +138,7 @@ def _sampling_of(body: ResponseBody, origin: Origin) -> SamplingParams:
 
 
 def _num_logprobs(body: ResponseBody) -> int | None:
-    """Asked for by name, or by their number."""
+    """Returns the number of top logprobs, which `include` or `top_logprobs` asks for."""
     if LOGPROBS in (body.include or ()):
         return body.top_logprobs or 0
     return body.top_logprobs or None

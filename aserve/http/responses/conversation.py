@@ -1,6 +1,5 @@
-"""The messages of a conversation: from the body's input, for the template and for clients.
-
-The caller prepends the messages of earlier responses.
+"""The messages of a conversation. They are read from a body's input or an earlier response, and
+converted to a prompt for the engine or to items for clients.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from aserve.http.responses.records import InputMessage, InputText, OutputMessage
 from aserve.messages.requests import ChatPrompt
 
 TEXT_PARTS = ("input_text", "output_text", "text")
-MAX_ITEMS = 16_384  # of a conversation: templates render every one of them in each turn
-MESSAGE_BYTES = 256  # of a message without its text, generously
+MAX_ITEMS = 16_384  # messages of a conversation: the template renders all of them in each turn
+MESSAGE_BYTES = 256  # a generous bound on the memory of a message without its text
 
 
 class Message(msgspec.Struct, frozen=True):
-    """`texts` are its parts of content."""
+    """One message. `texts` are the parts of its content."""
 
     id: str
     role: str
@@ -38,7 +37,7 @@ class Message(msgspec.Struct, frozen=True):
 
 
 def messages_of(given: str | list[InputItem] | None, response_id: str) -> tuple[Message, ...]:
-    """The input of the response with this id, which the ids of its messages come from."""
+    """Reads a body's input. The messages' ids are derived from `response_id`."""
     if given is None:
         raise _missing("input")
     if not given and not isinstance(given, str):
@@ -55,7 +54,7 @@ def answer_of(item: OutputMessage) -> Message:
 
 
 def prompt_of(instructions: str | None, messages: Iterable[Message]) -> ChatPrompt:
-    """Instructions stand in front of all that was said, whenever it was."""
+    """Returns the prompt, with the instructions before all messages."""
     shown = [ChatMessage(ROLES[message.role], message.text) for message in messages]
     if instructions is not None:
         shown.insert(0, ChatMessage("system", instructions))
@@ -63,7 +62,7 @@ def prompt_of(instructions: str | None, messages: Iterable[Message]) -> ChatProm
 
 
 def item_of(message: Message) -> InputMessage | OutputMessage:
-    """How a client reads a message that it once sent, or got."""
+    """Returns a message as an item for clients."""
     if message.role == "assistant":
         return OutputMessage(message.id, "completed", tuple(map(OutputText, message.texts)))
     return InputMessage(message.id, message.role, tuple(map(InputText, message.texts)))
@@ -72,8 +71,8 @@ def item_of(message: Message) -> InputMessage | OutputMessage:
 def _message(item: InputItem, message_id: str, *, where: str) -> Message:
     if item.type not in (None, "message"):
         raise InvalidRequest(
-            f"Unsupported value for '{where}.type': this server takes messages, "
-            f"not '{item.type[:40]}'.",
+            f"Unsupported value for '{where}.type': '{item.type[:40]}'. The only supported value "
+            "is message.",
             param=f"{where}.type",
             code="unsupported_value",
         )

@@ -1,6 +1,6 @@
 """Makes the events of one response from its chunks, for SSE, websocket and unstreamed answers.
 
-The reader of the response's RequestStream writes to it.
+Only the reader of the response's RequestStream calls the maker.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from aserve.http.responses.records import (
 from aserve.messages.base import FinishReason
 from aserve.messages.output import OutputChunk, Usage
 
-# What is told of an end; the others come with an error, or are completions.
+# The other finish reasons are `completed`, or come with an error.
 STATUSES: dict[FinishReason, Status] = {"length": "incomplete", "cancelled": "cancelled"}
 
 
 class Event(msgspec.Struct, kw_only=True):
-    """`sequence_number` and `stream_id` are stamped by the maker; the latter is what a websocket's
-    client gave its request, to tell its answers apart.
+    """An event of a response. EventMaker sets `sequence_number` and `stream_id`, which a websocket
+    client gives its request to tell the answers apart.
     """
 
     type: str
@@ -74,7 +74,9 @@ class TextEvent(Event, kw_only=True):
 
 
 class EventMaker:
-    """`response` is what a client may know of it now. `add` takes chunks until `is_done`."""
+    """Makes the events. `response` is the response object so far. `add` may be called until
+    `is_done`.
+    """
 
     def __init__(self, heading: ResponseObject, *, stream_id: str | UnsetType = UNSET) -> None:
         self.response = heading
@@ -92,7 +94,7 @@ class EventMaker:
         return self.response.status != "in_progress"
 
     def open(self) -> list[Event]:
-        """Before there is any output; what else comes first opens it, too."""
+        """Returns the opening events. The other methods begin with them if they were not sent."""
         return self._stamped(self._opening())
 
     def add(self, chunk: OutputChunk) -> list[Event]:
@@ -150,7 +152,7 @@ class EventMaker:
         )
 
     def _fail(self, info: ErrorInfo) -> Event:
-        """What there is of the output stays in the response."""
+        """Ends with an error. The output so far stays in the response."""
         self._finish("failed", error=error_of(info))
         return ResponseEvent(type="response.failed", response=self.response)
 
@@ -159,7 +161,7 @@ class EventMaker:
         self._finish(status, incomplete_details=cut)
         for item in self.response.output:
             yield from self._end_item(item)
-        # WHY: the protocol has no event of its own for a response that was cancelled.
+        # WHY incomplete: the protocol has no event for a cancelled response.
         kind = "completed" if status == "completed" else "incomplete"
         yield ResponseEvent(type=f"response.{kind}", response=self.response)
 

@@ -1,4 +1,4 @@
-"""/v1/responses over HTTP: create, read, delete and cancel a response, and list its input."""
+"""Handlers of /v1/responses: create, read, delete and cancel a response, and list its input."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def create(
 async def read(request: web.Request, context: HttpContext) -> web.StreamResponse:
     if request.query.get("stream", "false").lower() != "false":
         raise InvalidRequest(
-            "Unsupported value for 'stream': what a response has streamed is not kept.",
+            "Unsupported value for 'stream': the events of a response are not stored.",
             param="stream",
             code="unsupported_value",
         )
@@ -81,7 +81,9 @@ async def input_items(request: web.Request, context: HttpContext) -> web.StreamR
 async def _stream(
     request: web.Request, live: LiveResponse, context: HttpContext
 ) -> web.StreamResponse:
-    """The status line waits for the first events, so that a refusal has a status of its own."""
+    """Streams the answer. The status line waits for the first events, so that a refusal has its
+    own status.
+    """
     writer = SseWriter(request, timeout_s=context.options.write_timeout)
     live.close_when_unread(closer_of(request))
 
@@ -102,14 +104,14 @@ async def _send(writer: SseWriter, events: list[Event]) -> None:
 
 
 def frame_of(event: Event) -> Iterator[bytes]:
-    """An event that says its type."""
+    """Yields the pieces of a server-sent event with its type."""
     yield b"event: %b\ndata: " % event.type.encode()
     yield from pieces_of(event)
     yield b"\n\n"
 
 
 def page_of(messages: Sequence[Message], query: PageQuery) -> ItemList:
-    """PERF: only the messages of the page become items, however many there are."""
+    """Returns one page of items. PERF: only the messages of the page are converted to items."""
     places = range(len(messages)) if query.order == "asc" else range(len(messages))[::-1]
     start = 0
     if query.after is not None:

@@ -1,6 +1,6 @@
-"""Running responses, and the ended ones that are stored.
+"""The running responses, and access to the ended ones, which are stored.
 
-`Responses` writes which ones run; the client that asked for a response reads its events.
+Only `Responses` writes which responses run. The client that created a response reads its events.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ class LiveResponse:
         self._request_stream.bound_unread(close)
 
     async def events(self, *, idle_s: float | None = None) -> AsyncIterator[list[Event]]:
-        """Yields the events that are ready, or none after idle_s. Raises RequestFailed before the
-        first.
+        """Yields the events that are ready, or an empty list after `idle_s` without any. Raises
+        RequestFailed if the request fails before the first event.
         """
         async for batch in self._request_stream.batches(idle_s=idle_s):
-            chunks = [_in_our_words(chunk) for chunk in batch]
+            chunks = [_with_our_param(chunk) for chunk in batch]
             self.error = next((chunk.error for chunk in chunks if chunk.error is not None), None)
             if self.error is not None and not self._maker.is_open:
                 raise RequestFailed(self.error)
             events = self._maker.open()
             for chunk in chunks:
                 events += self._maker.add(chunk)
-            self._note_end()
+            self._report_end()
             if events or not chunks:
                 yield events
         if self._cancellation:
@@ -81,24 +81,26 @@ class LiveResponse:
         if self.is_done:
             return []
         events = self._maker.fail(info)
-        self._note_end()
+        self._report_end()
         return events
 
     def cancel(self) -> None:
-        """Cancels it. Its reader gets the last events, and unread output is dropped."""
+        """Cancels the response. Its reader gets the last events, and unread output is dropped."""
         self._cancellation = self._maker.cancel()
-        self._note_end()
+        self._report_end()
         self._request_stream.cancel()
 
-    def _note_end(self) -> None:
-        """Stores the response before its last event is sent, because the client may ask for it
-        then.
+    def _report_end(self) -> None:
+        """Calls `on_end` once the response is done. It is stored before its last event is sent,
+        because the client may then read it.
         """
         if self.is_done:
             self._on_end(self.so_far)
 
 
 class Responses:
+    """Creates, finds, cancels and deletes the responses of one server."""
+
     def __init__(self, context: HttpContext) -> None:
         self._context = context
         self._live: dict[ResponseKey, LiveResponse] = {}
@@ -165,13 +167,13 @@ class Responses:
         return response
 
     def _ended(self, ended: StoredResponse) -> None:
-        """Removes it from the running ones and stores it."""
+        """Moves a response from the running ones to the store."""
         self._live.pop(ended.key, None)
         if ended.response.store:
             self._store.put(ended)
 
 
-def _in_our_words(chunk: OutputChunk) -> OutputChunk:
+def _with_our_param(chunk: OutputChunk) -> OutputChunk:
     """Renames an error's field: the engine says `messages`, this endpoint `input`."""
     if chunk.error is None or chunk.error.param != "messages":
         return chunk
@@ -185,4 +187,4 @@ def _not_found(key: ResponseKey) -> NotFound:
     )
 
 
-RESPONSES = web.AppKey("responses", Responses)  # there is one of each server
+RESPONSES = web.AppKey("responses", Responses)

@@ -1,4 +1,4 @@
-"""The records that clients read: a response, its output and its usage, with OpenAI's names."""
+"""The records that clients get: a response, its output and its usage, with OpenAI's names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class InputText(Part, frozen=True, tag="input_text"):
 
 
 class OutputText(Part, frozen=True, tag="output_text"):
-    annotations: tuple[str, ...] = ()  # there are none in what a model writes by itself
+    annotations: tuple[str, ...] = ()  # only tools make annotations
     logprobs: tuple[LogprobEntry, ...] | JsonList = ()
 
 
@@ -77,7 +77,9 @@ class Reasoning(msgspec.Struct, frozen=True):
 
 
 class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields down to `seed` say what was asked for, and stay; `seed` is an extension."""
+    """A response. The fields down to `seed` repeat the request and never change. `seed` is an
+    extension.
+    """
 
     id: str
     created_at: int  # seconds since 1970
@@ -132,6 +134,6 @@ def usage_of(usage: Usage) -> ResponseUsage:
 
 
 def error_of(info: ErrorInfo) -> ResponseError:
-    """Clients know a closed list of codes."""
+    """Converts an error. WHY so few codes: OpenAI's clients know a closed list."""
     code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(info.status, "server_error")
     return ResponseError(code, info.message, info.type, info.param)

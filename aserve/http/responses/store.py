@@ -1,7 +1,7 @@
 """Stores ended responses in memory, so that they can be read and continued, with LRU eviction.
 
 A response is found only with its owner, so its id is useless to other clients. The store is bounded
-by count and bytes; `Responses` alone writes it.
+by count and bytes. Only `Responses` writes it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class ResponseKey(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """`messages` are what it was asked with; `conversation` is what the next turn continues.
+    """A response with the messages of its prompt. `conversation` also has its output.
 
-    Turns share the messages that they have in common, and each counts all of them: the bound on
-    bytes holds whichever of them are left.
+    Turns of one conversation share their messages, but each turn counts all of them, so the bound
+    on bytes holds whichever turns are evicted.
     """
 
     response: ResponseObject
@@ -55,7 +55,9 @@ class ResponseStore:
         self._size_bytes = 0
 
     def put(self, stored: StoredResponse) -> None:
-        """One that is larger than the whole store is not kept, and costs no other its place."""
+        """Stores a response, and evicts the least recently used ones above the bounds. A response
+        larger than the whole store is not stored.
+        """
         if stored.size_bytes > self._max_bytes:
             return
         self._stored[stored.key] = stored

@@ -46,8 +46,8 @@ from aserve.http.responses.live import RESPONSES
 from aserve.http.responses.store import ResponseKey, StoredResponse
 from aserve.http.state import HttpContext, origin_of
 
-MAX_ASKED = 32  # responses of one socket that run or wait
-CLOSE_S = 1.0  # for a client's answer to our close
+MAX_OPEN = 32  # requests of one socket that run or wait
+CLOSE_S = 1.0  # for the client to answer a close frame
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ async def connect(request: web.Request, context: HttpContext) -> web.StreamRespo
     if refusal is not None:
         raise refusal
     if not web.WebSocketResponse().can_prepare(request):
-        raise refused(426, "This is a websocket: connect with an upgrade, or POST a response.")
+        raise refused(426, "This URL is a websocket: connect with an upgrade, or use POST.")
     return await ResponseSocket(request, context).serve()
 
 
@@ -69,7 +69,9 @@ async def close_sockets(app: web.Application) -> None:
 
 
 class Envelope(msgspec.Struct):
-    """The fields of an event beside the body. `stream_id` is bounded: every answer repeats it."""
+    """The fields of a message beside the body. `stream_id` is bounded, because every event of the
+    answer repeats it.
+    """
 
     type: str = ""
     stream_id: Annotated[str, msgspec.Meta(max_length=256)] | UnsetType = UNSET
@@ -83,7 +85,7 @@ class ErrorEvent(msgspec.Struct, kw_only=True):
     stream_id: str | UnsetType = UNSET
 
 
-class Asked(NamedTuple):
+class SocketRequest(NamedTuple):
     """A received message. Its error is sent in order, after the earlier answers of its stream."""
 
     data: bytes
@@ -110,8 +112,10 @@ class ResponseSocket:
             max_msg_size=self._max_size + 1,  # aiohttp refuses what is as large as this
             compress=False,
         )
-        self._streams: dict[str | UnsetType, deque[Asked]] = {}  # the streams with open requests
-        self._num_asked = 0
+        self._streams: dict[
+            str | UnsetType, deque[SocketRequest]
+        ] = {}  # requests that wait, by stream
+        self._num_open = 0
         self._waiting_bytes = 0
         self._latest: StoredResponse | None = None
 
@@ -138,21 +142,21 @@ class ResponseSocket:
 
     async def _fail(self, info: ErrorInfo) -> None:
         with suppress(ConnectionError):
-            await self._tell(info)
+            await self._send_error(info)
         await self._socket.close(code=WSCloseCode.INTERNAL_ERROR)
 
     async def _listen(self, group: asyncio.TaskGroup, tasks: set[asyncio.Task[None]]) -> None:
         async for message in self._socket:
             if message.type not in (WSMsgType.TEXT, WSMsgType.BINARY):
-                continue  # aiohttp has closed it, with the reason
+                continue  # aiohttp has already closed the socket with a reason
             asked = await self._intake.off_loop(
-                functools.partial(asked_in, message, self._intake.max_values),
+                functools.partial(parse_message, message, self._intake.max_values),
                 size=len(message.data),
             )
             if not self._has_room(asked):
-                await self._tell(self._overflow(), asked.stream_id)
+                await self._send_error(self._overflow(), asked.stream_id)
                 continue
-            self._num_asked += 1
+            self._num_open += 1
             self._waiting_bytes += len(asked.data)
             stream = self._streams.get(asked.stream_id)
             if stream is not None:
@@ -163,14 +167,14 @@ class ResponseSocket:
             tasks.add(task)
             task.add_done_callback(tasks.discard)
 
-    def _has_room(self, asked: Asked) -> bool:
+    def _has_room(self, asked: SocketRequest) -> bool:
         size = self._waiting_bytes + len(asked.data)
-        return self._num_asked < MAX_ASKED and size <= self._max_size
+        return self._num_open < MAX_OPEN and size <= self._max_size
 
     def _overflow(self) -> ErrorInfo:
         return QueueFull(
-            f"This websocket has {self._num_asked} requests open; it takes {MAX_ASKED}, and "
-            f"{self._max_size} bytes of those that wait. Wait for a response to end."
+            f"This websocket has {self._num_open} open requests. At most {MAX_OPEN} are allowed, "
+            f"and {self._max_size} bytes of waiting ones. Wait for a response to end."
         ).info()
 
     async def _answer_stream(self, stream_id: str | UnsetType) -> None:
@@ -182,13 +186,13 @@ class ResponseSocket:
             try:
                 await self._answer(asked)
             except (AserveError, RequestFailed) as error:
-                await self._tell(info_of(error), stream_id)
-            self._num_asked -= 1
+                await self._send_error(info_of(error), stream_id)
+            self._num_open -= 1
         del self._streams[stream_id]
         if self._context.state.phase == "draining" and not self._streams:
             await self.go_away()
 
-    async def _answer(self, asked: Asked) -> None:
+    async def _answer(self, asked: SocketRequest) -> None:
         body = await self._intake.off_loop(functools.partial(body_of, asked), size=len(asked.data))
         call = response_call(
             body,
@@ -204,12 +208,14 @@ class ResponseSocket:
                     await self._send(event)
 
     def _conversation(self, key: ResponseKey) -> tuple[Message, ...]:
-        """The last response can be continued here even if it was not to be stored."""
+        """Returns the messages of an earlier response. The socket's last one is found even if it
+        was not stored.
+        """
         if self._latest is not None and self._latest.key == key:
             return self._latest.conversation
         return self._responses.conversation(key)
 
-    async def _tell(self, info: ErrorInfo, stream_id: str | UnsetType = UNSET) -> None:
+    async def _send_error(self, info: ErrorInfo, stream_id: str | UnsetType = UNSET) -> None:
         await self._send(
             ErrorEvent(status=info.status, error=error_fields(info), stream_id=stream_id)
         )
@@ -227,32 +233,32 @@ class ResponseSocket:
         await within(sending, self._request, timeout_s=self._context.options.write_timeout)
 
 
-def asked_in(message: WSMessage, max_values: int) -> Asked:
+def parse_message(message: WSMessage, max_values: int) -> SocketRequest:
     if message.type == WSMsgType.BINARY:
         wrong = "Unsupported binary message: send events as JSON text."
         error = InvalidRequest(wrong, code="unsupported_message")
-        return Asked(message.data, Envelope(), error)
+        return SocketRequest(message.data, Envelope(), error)
     data: bytes = message.data.encode()
     try:
         check_json_bounds(data, max_values=max_values)
-        return Asked(data, parse_body(data, Envelope))
+        return SocketRequest(data, parse_body(data, Envelope))
     except InvalidRequest as error:
-        return Asked(data, Envelope(), error)
+        return SocketRequest(data, Envelope(), error)
 
 
-def body_of(asked: Asked) -> ResponseBody:
+def body_of(asked: SocketRequest) -> ResponseBody:
     if asked.error is not None:
         raise asked.error
     if asked.envelope.type != "response.create":
         raise InvalidRequest(
-            f"Unsupported event type '{asked.envelope.type[:40]}': this server takes "
+            f"Unsupported event type '{asked.envelope.type[:40]}'. The only supported type is "
             "response.create.",
             param="type",
             code="unsupported_value",
         )
     if asked.envelope.generate is False:
         raise InvalidRequest(
-            "Unsupported value for 'generate': this server prepares nothing without output.",
+            "Unsupported value for 'generate': prefill without output is not supported.",
             param="generate",
             code="unsupported_value",
         )
@@ -261,4 +267,4 @@ def body_of(asked: Asked) -> ResponseBody:
     return body
 
 
-SOCKETS = web.AppKey("sockets", set[ResponseSocket])  # those that are open
+SOCKETS = web.AppKey("sockets", set[ResponseSocket])  # the open ones

@@ -1,7 +1,6 @@
 """Gathers the choices of an answer that is not streamed from its chunks.
 
-Logprobs are kept as JSON, which is encoded in small parts and takes a fraction of the memory of
-records.
+Logprobs are encoded chunk by chunk and kept as JSON, which takes a fraction of the records' memory.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from aserve.http.errors import RequestFailed
 from aserve.http.long_json import JsonList
 from aserve.http.openai.answers import Dialect, GathererT, Tally, ids_of, logprob_entries
 from aserve.http.openai.call import Call
-from aserve.http.openai.completion_logprobs import LogprobLists, shown_scores
-from aserve.http.openai.prompt_scores import prompt_scores
+from aserve.http.openai.completion_logprobs import LogprobLists, chunk_logprobs
+from aserve.http.openai.prompt_logprobs import prompt_logprobs
 from aserve.messages.base import FinishReason
 from aserve.messages.output import OutputChunk
 from aserve.messages.requests import SamplingParams
@@ -24,7 +23,7 @@ from aserve.request_stream import RequestStream
 async def whole_answer(
     request_stream: RequestStream, dialect: Dialect[GathererT]
 ) -> Iterator[bytes]:
-    """The pieces of the answer; its long parts are encoded as they come."""
+    """Reads all chunks and returns the pieces of the answer. Raises RequestFailed on an error."""
     tally = Tally()
     choices = [dialect.gather() for _ in range(dialect.call.num_sequences)]
     async for chunk in request_stream:
@@ -36,8 +35,8 @@ async def whole_answer(
 
 
 class Gathered:
-    """One choice of an answer that is not streamed, from its chunks as they come. A dialect's own
-    class keeps beside it what the dialect shows of the logprobs.
+    """One choice of an answer that is not streamed, without its logprobs, which each endpoint
+    renders in its own format.
     """
 
     __slots__ = (
@@ -61,7 +60,7 @@ class Gathered:
 
     def add(self, chunk: OutputChunk) -> None:
         if chunk.prompt is not None:
-            self._texts.append(chunk.prompt.text)  # all of it comes before the output
+            self._texts.append(chunk.prompt.text)  # the whole prompt comes before the output
         self._texts.append(chunk.text)
         self._token_ids += chunk.token_ids
         self._prompt_ids = self._prompt_ids or chunk.prompt_ids
@@ -72,7 +71,7 @@ class Gathered:
 
     @property
     def text(self) -> str:
-        """With the prompt's in front where it is echoed."""
+        """The choice's text, after the prompt's text if it is echoed."""
         return "".join(self._texts)
 
     @property
@@ -85,12 +84,12 @@ class Gathered:
 
     @property
     def logprob_per_token(self) -> float:
-        """Of nothing at all it is the worst."""
+        """The mean logprob, by which best_of ranks. A choice without tokens is the worst."""
         return self._total_logprob / self._num_scored if self._num_scored else -math.inf
 
 
 class ChatChoice(Gathered):
-    """Its logprobs, and the prompt's, as JSON."""
+    """A choice of /v1/chat/completions."""
 
     __slots__ = ("_sampling", "logprobs", "prompt_logprobs")
 
@@ -104,11 +103,11 @@ class ChatChoice(Gathered):
         super().add(chunk)
         self.logprobs.extend(logprob_entries(chunk.logprobs))
         if chunk.prompt is not None and chunk.child == 0:
-            self.prompt_logprobs.extend(prompt_scores(chunk.prompt, self._sampling))
+            self.prompt_logprobs.extend(prompt_logprobs(chunk.prompt, self._sampling))
 
 
-class ScoredChoice(Gathered):
-    """Its logprobs, and the prompt's, as JSON."""
+class TextChoice(Gathered):
+    """A choice of /v1/completions."""
 
     __slots__ = ("_sampling", "logprobs", "prompt_logprobs")
 
@@ -121,15 +120,17 @@ class ScoredChoice(Gathered):
 
     def add(self, chunk: OutputChunk) -> None:
         super().add(chunk)
-        scores = shown_scores(chunk, self._sampling)
-        if scores is not None:
-            self.logprobs.extend(scores)
+        logprobs = chunk_logprobs(chunk, self._sampling)
+        if logprobs is not None:
+            self.logprobs.extend(logprobs)
         if chunk.prompt is not None:
-            self.prompt_logprobs.extend(prompt_scores(chunk.prompt, self._sampling))
+            self.prompt_logprobs.extend(prompt_logprobs(chunk.prompt, self._sampling))
 
 
 def best_choices(choices: list[GathererT], call: Call) -> list[GathererT]:
-    """The likeliest `n` of each prompt, best first; all in their order if no more were made."""
+    """Returns the likeliest `n` choices of each prompt, best first. Without best_of they are all
+    choices in their order.
+    """
     size, n = call.num_children, call.sampling.n
     if size == n:
         return choices
