@@ -1,8 +1,7 @@
-"""How long one turn of the scheduler takes under the heaviest valid loads, in thread CPU time.
+"""`aserve bench admission` measures the scheduler's CPU time per tick under the heaviest loads.
 
-Each load arrives at once. One turn is one call of `Scheduler.step` with what the intake lets
-through: new requests and the oldest StepResult in, all effects out. The device takes no time, so
-every turn has something to do.
+All requests of a load arrive at once. A tick is one call of `Scheduler.step`. Its input is the
+oldest StepResult and as many new requests as the intake admits. The device takes no time.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from aserve.messages.step import Launch, ScheduleBatch
 from aserve.scheduling.intake import Intake
 from aserve.scheduling.scheduler import Scheduler
 
-TITLE = "scheduler, CPU time per turn"
+TITLE = "scheduler, CPU time per tick"
 VOCAB_SIZE = 32_000
 PAGE_SIZE = 16
 NUM_PAGES = 131_072
@@ -39,12 +38,12 @@ LONG_LEN = 100_000
 MEDIUM_LEN = 16_384
 SHORT_LEN = 64
 OWN_LEN = 256  # tokens of a prompt after the shared prefix
-MAX_IDLE_TURNS = 10_000
+MAX_IDLE_TICKS = 10_000
 
 NOTE = (
-    "SchedulerState.step alone, depth 2, "
+    "Scheduler.step alone, depth 2, "
     f"{MAX_ROWS} rows, {MAX_BATCHED_TOKENS} tokens per step, pages of {PAGE_SIZE}, prefix cache "
-    f"on, {MAX_TOKENS} tokens per answer; page keys come with the requests."
+    f"on, {MAX_TOKENS} tokens per answer; the page keys are computed before."
 )
 
 Prompts = Callable[[np.random.Generator], list[AdmitRequest]]
@@ -52,7 +51,9 @@ Prompts = Callable[[np.random.Generator], list[AdmitRequest]]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`is_repeated`: the same prompts were served before, so that the prefix cache has them."""
+    """A set of requests. With `is_repeated` the same prompts were served before, so they are in the
+    prefix cache.
+    """
 
     name: str
     prompts: Prompts
@@ -66,14 +67,14 @@ def run(options: AdmissionOptions, _resolved: Resolved) -> BenchResult:
         for load, seed in plan:
             found[load.name] += measure(load, seed=seed)
             done()
-    lines = {name: _summary(turns) for name, turns in found.items()}
+    lines = {name: _summary(times_ms) for name, times_ms in found.items()}
     headings = ["load", *next(iter(lines.values()))]
     rows = [[name, *(str(value) for value in line.values())] for name, line in lines.items()]
     return BenchResult({"loads": lines}, (Table(TITLE, headings, rows),), (NOTE,))
 
 
 def measure(load: Load, *, seed: int) -> list[float]:
-    """Milliseconds of CPU of each turn, from the arrival to the last end."""
+    """Returns the CPU time of each tick in ms, from the arrival of the load to its end."""
     scheduler = Scheduler(SPEC)
     requests = load.prompts(np.random.default_rng(seed))
     if load.is_repeated:
@@ -101,18 +102,18 @@ def _serve(scheduler: Scheduler, requests: Sequence[AdmitRequest]) -> list[float
                 case _:
                     pass
         num_idle = 0 if events or effects else num_idle + 1
-        if num_idle > MAX_IDLE_TURNS:
-            raise BugError(f"the scheduler did nothing for {MAX_IDLE_TURNS} turns")
+        if num_idle > MAX_IDLE_TICKS:
+            raise BugError(f"the scheduler did nothing for {MAX_IDLE_TICKS} ticks")
         events = [result_of(in_flight.popleft(), vocab_size=VOCAB_SIZE)] if in_flight else []
     return times_ms
 
 
-def _summary(turns: list[float]) -> dict[str, float]:
+def _summary(times_ms: list[float]) -> dict[str, float]:
     return {
-        "longest_ms": round(max(turns), 2),
-        "p99_ms": round(percentile(turns, 99), 2),
-        "mean_ms": round(mean(turns), 3),
-        "turns": len(turns),
+        "longest_ms": round(max(times_ms), 2),
+        "p99_ms": round(percentile(times_ms, 99), 2),
+        "mean_ms": round(mean(times_ms), 3),
+        "ticks": len(times_ms),
     }
 
 

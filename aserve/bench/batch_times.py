@@ -1,7 +1,7 @@
 """Times batches of prompts and derives TTFT, prefill and decode rates.
 
-T1 is the wall time for one new token of each of B prompts, Tn for all n. TTFT = T1, decode tok/s =
-B (n - 1) / (Tn - T1), out tok/s = B n / Tn.
+T1 is the wall time of a batch of B prompts with one output token each, and Tn with n output tokens.
+TTFT = T1, decode tok/s = B (n - 1) / (Tn - T1), out tok/s = B n / Tn.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from aserve.bench.cpu_time import Quiet
+from aserve.bench.cpu_time import ForeignCpu
 from aserve.bench.result import median, spread
 from aserve.errors import BugError
 
-# Prompts of one length and the tokens that each must get; gives how many came.
+# Generates a number of tokens for each of several prompts of one length, and returns the total.
 Generate = Callable[[Sequence[list[int]], int], Awaitable[int]]
 WARM_UP_LEN = 8
 
@@ -28,7 +28,7 @@ class Scenario:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The output lengths that a repeat times: 1 and, where there are more tokens, n."""
+        """The output lengths that each repeat times: 1 and n."""
         return (1, self.output_len) if self.output_len > 1 else (1,)
 
 
@@ -46,18 +46,18 @@ class BatchTimes:
 
     scenario: Scenario
     seconds: dict[int, list[float]] = field(default_factory=dict)
-    foreign: list[float] = field(default_factory=list)  # CPU share of others, per timed run
+    foreign: list[float] = field(default_factory=list)  # CPU share of other processes, by run
 
     async def add(self, generate: Generate, prompts: Sequence[list[int]], num_new: int) -> None:
-        quiet = Quiet()
+        foreign = ForeignCpu()
         start_s = time.perf_counter()
         num_tokens = await generate(prompts, num_new)
         took_s = time.perf_counter() - start_s
         if num_tokens != len(prompts) * num_new:
             asked = f"{len(prompts)} x {num_new}"
-            raise BugError(f"{self.scenario.name}: {num_tokens} tokens came back of {asked}")
+            raise BugError(f"{self.scenario.name}: got {num_tokens} tokens instead of {asked}")
         self.seconds.setdefault(num_new, []).append(took_s)
-        self.foreign.append(quiet.foreign_share())
+        self.foreign.append(foreign.share())
 
     def figures(self) -> dict[str, float]:
         scenario = self.scenario

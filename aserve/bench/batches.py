@@ -1,4 +1,7 @@
-"""Gives batches to several engines in turns and compares their figures; the first one is ours."""
+"""Measures the same batches on several engines alternately, and compares their figures.
+
+The first engine is aserve.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from aserve.bench.windows import TokenWindows
 TimesBy: TypeAlias = Mapping[str, Mapping[str, BatchTimes]]  # by scenario, by engine
 
 OURS = "aserve"
-NOTE = "others: the largest share of the machine's CPU time that other processes took meanwhile"
+NOTE = "others: the largest share of CPU time that other processes used during a timed run"
 RATES = ("prefill_tok_s", "decode_tok_s", "out_tok_s")
 COLUMNS = {
     "ttft_ms": "TTFT ms",
@@ -52,7 +55,7 @@ async def _add_all(
     *,
     num_new: int,
 ) -> None:
-    """Engines take turns at every timed run, so a slow moment of the machine hits all of them."""
+    """Times one run on each engine. WHY alternately: a slow moment of the machine hits all."""
     for name, generate in engines.items():
         await times[name].add(generate, prompts, num_new)
 
@@ -62,7 +65,7 @@ def _draw(windows: TokenWindows, scenario: Scenario) -> list[list[int]]:
 
 
 def batch_result(found: TimesBy, *, beside: str | None) -> BenchResult:
-    """Builds the tables; the ratios are our rates divided by those of the engine `beside`."""
+    """Builds the result. The ratios are our rates divided by those of the engine `beside`."""
     figures = {
         scenario: {name: times.figures() for name, times in by_engine.items()}
         for scenario, by_engine in found.items()
@@ -75,7 +78,7 @@ def batch_result(found: TimesBy, *, beside: str | None) -> BenchResult:
     result: dict[str, object] = {"scenarios": figures}
     if beside:
         ratios = {name: _ratio(one[OURS], one[beside]) for name, one in figures.items()}
-        rows += [_row(scenario, f"{OURS} / it", ratio) for scenario, ratio in ratios.items()]
+        rows += [_row(scenario, f"{OURS} / {beside}", ratio) for scenario, ratio in ratios.items()]
         result["ratios"] = ratios
     table = Table("batches", ("", "engine", *COLUMNS.values()), rows)
     return BenchResult(result, (table,), (NOTE,))

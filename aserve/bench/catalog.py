@@ -29,8 +29,8 @@ from aserve.host.environment import prepare_process
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """`module` has `run(options, resolved) -> BenchResult`; with `takes_engine` the command has the
-    engine's options, too.
+    """One benchmark. `module` has `run(options, resolved) -> BenchResult`. With `takes_engine` the
+    command also has the engine's options.
     """
 
     about: str
@@ -41,65 +41,65 @@ class Bench:
 
 BENCHES: Mapping[str, Bench] = {
     "admission": Bench(
-        "The longest scheduler step under the heaviest loads; the device takes no time.",
+        "The scheduler's CPU time per tick under the heaviest loads. The device takes no time.",
         AdmissionOptions,
         "aserve.bench.admission",
     ),
     "fairness": Bench(
-        "How much one client's flood delays others, with a device that only sleeps.",
+        "The delay that a flood from one client causes to others. The device only sleeps.",
         FairnessOptions,
         "aserve.bench.fairness",
     ),
     "host-step": Bench(
-        "The scheduler's time per step, with a device that takes no time.",
+        "The scheduler's time per step. The device takes no time.",
         HostStepOptions,
         "aserve.bench.host_step",
     ),
     "hostile": Bench(
-        "Delay of the event loop, /health and memory, while hostile bodies are sent.",
+        "Delay of the event loop and /health, and memory, while hostile bodies are sent.",
         HostileOptions,
         "aserve.bench.hostile",
     ),
     "kernels": Bench(
-        "How near each Triton kernel comes to the bandwidth of the device's memory.",
+        "The memory bandwidth of each Triton kernel, relative to a plain copy.",
         KernelsOptions,
         "aserve.bench.kernels",
     ),
     "offline": Bench(
-        "A load of requests through the embedded engine, alone or in turns with another engine.",
+        "Throughput of the embedded engine, alone or alternating with another engine.",
         OfflineOptions,
         "aserve.bench.offline",
         takes_engine=True,
     ),
     "one-batch": Bench(
-        "Prefill and decode of one batch by the executor, beside the machine's limits.",
+        "Prefill and decode of one batch by the executor, relative to the machine's limits.",
         OneBatchOptions,
         "aserve.bench.one_batch",
         takes_engine=True,
     ),
     "overlap-sim": Bench(
-        "How busy the host keeps a device that only sleeps.",
+        "The share of time in which the host keeps the device busy. The device only sleeps.",
         OverlapSimOptions,
         "aserve.bench.overlap_sim",
     ),
     "relay": Bench(
-        "From a step's event on the device to the token that the loop awaits.",
+        "The time from a step's event on the device to its awaited token on the loop.",
         RelayOptions,
         "aserve.bench.relay",
     ),
     "report": Bench(
-        "Draw the figures of `scaling`, or of a comparison of engines.",
+        "Draws the figures of `scaling`, or of a comparison of engines.",
         ReportOptions,
         "aserve.bench.report",
     ),
     "scaling": Bench(
-        "How cost grows: with context, prompt, rows and the size of the model.",
+        "Cost by context length, prompt length, number of rows and size of the model.",
         ScalingOptions,
         "aserve.bench.scaling",
         takes_engine=True,
     ),
     "serve": Bench(
-        "A load of streamed requests to any OpenAI-compatible server.",
+        "Latency and throughput of any OpenAI-compatible server.",
         ServeOptions,
         "aserve.bench.serve",
     ),
@@ -107,8 +107,8 @@ BENCHES: Mapping[str, Bench] = {
 
 
 def run_bench(name: str, bench: Bench, options: object, resolved: Resolved) -> None:
-    """Measures, and shows what was found. NOTE: modules of benches import torch, so the process is
-    prepared before, as a server's is.
+    """Runs a benchmark and prints its result. NOTE: benchmarks import torch, so the process must be
+    prepared first.
     """
     prepare_process(resolved.machine.threads)
     from aserve.bench.machine import read_machine

@@ -1,7 +1,7 @@
 """Draws SVG charts: lines for the curves of `scaling`, bars for a comparison of several engines.
 
-A chart has no background, and its text follows the reader's colour scheme: a style sheet within the
-SVG asks for `prefers-color-scheme`, so one file is readable on a light and on a dark page.
+A chart has no background, and its style sheet follows `prefers-color-scheme`, so one file is
+readable on light and on dark pages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Axes:
 
 
 class Panel(msgspec.Struct, frozen=True):
-    """One group of bars. `bars` has the lowest and the highest figure of each engine's rounds."""
+    """One group of bars. `bars` has the lowest and the highest figure of each engine."""
 
     title: str
     setting: str  # machine and date
@@ -35,7 +35,7 @@ class Panel(msgspec.Struct, frozen=True):
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """Figures of several engines that took turns on one machine; longer bars are better."""
+    """The figures of several engines that ran alternately on one machine; higher is better."""
 
     title: str
     panels: list[Panel]
@@ -52,8 +52,8 @@ CURVES: Mapping[str, Axes] = {
 
 WIDTH, HEIGHT = 560, 320
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 36, 48  # margins around the plot
-NUM_TICKS = 5  # about
-# Each has a contrast of 3:1 or more with white and with GitHub's dark background.
+NUM_TICKS = 5  # approximate
+# Each has a contrast of at least 3:1 with white and with GitHub's dark background.
 COLOURS = ("#2f81f7", "#d55e00", "#1a9a6c", "#c2579a", "#b7791f", "#8a63d2")
 STYLE = """
 .ink { fill: #1f2328 } .faint { fill: #656d76 } .grid { stroke: #d0d7de } .other { fill: #8c959f }

@@ -1,4 +1,4 @@
-"""Runs requests on the embedded engine, and batches on transformers, and times them alike."""
+"""Runs requests on the embedded engine and batches on transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aserve.messages.base import array_i32
 async def ask_engine(
     engine: Engine, prompt: list[int], *, max_tokens: int, temperature: float = 0.0
 ) -> Answer:
-    """Generates exactly `max_tokens` tokens; the engine's errors are raised."""
+    """Generates exactly `max_tokens` tokens and times them. Raises the engine's errors."""
     answer = Answer()
     start_s = last_s = time.perf_counter()
     chunks = engine.generate(
@@ -40,7 +40,7 @@ async def ask_engine(
 
 class TransformersEngine:
     def __init__(self, model_dir: Path, *, dtype: str, is_dummy: bool) -> None:
-        """With `is_dummy` the weights are random, made from config.json."""
+        """Loads the model. With `is_dummy` the weights are random, and only config.json is read."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
         settings: dict[str, Any] = {
@@ -56,7 +56,7 @@ class TransformersEngine:
         self._model.generation_config.eos_token_id = None
 
     def generate(self, prompts: Sequence[list[int]], max_tokens: int) -> int:
-        """Returns the number of generated tokens."""
+        """Generates greedily for all prompts as one batch, and returns the number of tokens."""
         ids = torch.tensor(prompts)
         with torch.inference_mode():
             output = self._model.generate(

@@ -1,15 +1,15 @@
-"""How a server shares its engine between one client that floods it and nine light ones.
+"""`aserve bench fairness` measures how a server shares its engine between clients.
 
-The device only sleeps; server, scheduler and text are real, and every client has an API key of its
-own. Times to the first token are counted in steps of the device. Three loads are run: the light
-clients alone, all clients behind one key (which is what a server without shares does: in order of
-arrival), and each client with its own key.
+One client floods the server, and nine light clients send one request at a time. The device only
+sleeps; server, scheduler and text are real. TTFT is counted in steps of the device. There are three
+loads: the light clients alone; all clients with one API key, which is first come, first served; and
+each client with its own key.
 
-Jain's index of x_1 ... x_n is (sum x)^2 / (n * sum x^2), where x_i is what client i was served per
+Jain's index of x_1 ... x_n is (sum x)^2 / (n * sum x^2). Here x_i is the service of client i per
 step (prompt tokens + 2 * output tokens), divided by the smaller of its demand and its fair share.
-The demand of a light client is what it was served per step when the light clients were alone; that
-of the flood is without bound. Fair shares are max-min fair: no client gets more than its demand,
-and what one leaves is divided among the others.
+The demand of a light client is its service per step in the first load. The demand of the flood is
+unbounded. Fair shares are max-min fair: no client gets more than its demand, and the rest is
+divided equally among the others.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ TITLE = "one client floods, the others are light"
 FLOOD = "flood"
 PAGE_SIZE = 16
 MAX_BATCHED_TOKENS = 2048
-WARM_STEPS = 20  # of the flood, before the light clients begin
+WARM_STEPS = 20  # steps of the flood before the light clients begin
 
 NOTE = (
-    "first token: steps of the device from sending a request to its first token, of the light "
-    "clients; index: Jain's, of served tokens divided by the smaller of demand and fair share."
+    "first token: TTFT of the light clients in steps of the device. index: Jain's index of the "
+    "service, divided by the smaller of demand and fair share."
 )
 
 
@@ -67,10 +67,10 @@ LOADS = (
 
 @dataclass(slots=True)
 class Served:
-    """Of one client, while the light ones were busy."""
+    """The service that one client got while the light clients were busy."""
 
-    num_tokens: int = 0  # weighted
-    first_steps: list[int] = dataclasses.field(default_factory=list)
+    num_tokens: int = 0  # prompt tokens + 2 * output tokens
+    first_steps: list[int] = dataclasses.field(default_factory=list)  # TTFT in steps, by request
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def _line(load: Load, measured: Measured, alone: dict[str, float]) -> dict[str, 
 
 
 def index_of(rates: dict[str, float], alone: dict[str, float]) -> float:
-    """Jain's index, with what was served in all as the capacity that is shared."""
+    """Returns Jain's index. The capacity that is shared is the total service."""
     demands = {name: alone.get(name, sum(rates.values())) for name in rates}
     shares = fair_shares(demands, sum(rates.values()))
     return jain([rates[name] / shares[name] for name in rates])
@@ -130,7 +130,9 @@ def jain(values: Sequence[float]) -> float:
 
 
 def fair_shares(demands: dict[str, float], capacity: float) -> dict[str, float]:
-    """Max-min fair: the smallest demand first, each gets at most an equal part of what is left."""
+    """Returns max-min fair shares. From the smallest demand on, each client gets at most an equal
+    part of the capacity that is left.
+    """
     shares: dict[str, float] = {}
     for name, demand in sorted(demands.items(), key=lambda item: item[1]):
         shares[name] = min(demand, capacity / (len(demands) - len(shares)))
@@ -139,7 +141,7 @@ def fair_shares(demands: dict[str, float], capacity: float) -> dict[str, float]:
 
 
 class Simulation:
-    """One load on a server of its own."""
+    """One load on a new server."""
 
     def __init__(self, options: FairnessOptions, resolved: Resolved, load: Load) -> None:
         self._options = options
@@ -171,7 +173,9 @@ class Simulation:
             await app.close()
 
     async def _run(self, session: aiohttp.ClientSession) -> Measured:
-        """The flood begins first; who ends is followed at once, so that it never ebbs."""
+        """Runs the flood until the light clients are done. The flood begins first, and each of its
+        requests is followed by another.
+        """
         options = self._options
         async with asyncio.TaskGroup() as group:
             flood = [
@@ -184,7 +188,7 @@ class Simulation:
             self._is_counting = True
             async with asyncio.TaskGroup() as light:
                 for name in self._light:
-                    light.create_task(self._be_light(session, name))
+                    light.create_task(self._send_light(session, name))
             self._is_counting = False
             num_steps = self._num_steps - start
             for task in flood:
@@ -199,14 +203,14 @@ class Simulation:
         deadline_s = time.monotonic() + 60
         while self._num_steps < number:
             if time.monotonic() > deadline_s:
-                raise BugError(f"the flood made {self._num_steps} steps in 60 s")
+                raise BugError(f"the device ran only {self._num_steps} steps in 60 s")
             await asyncio.sleep(self._options.step_ms / 1e3)
 
     async def _flood(self, session: aiohttp.ClientSession) -> None:
         while True:
             await self._ask(session, FLOOD, self._options.flood_tokens)
 
-    async def _be_light(self, session: aiohttp.ClientSession, name: str) -> None:
+    async def _send_light(self, session: aiohttp.ClientSession, name: str) -> None:
         for _ in range(self._options.light_requests):
             await self._ask(session, name, self._options.light_tokens)
 
@@ -243,7 +247,7 @@ class Simulation:
             self._served[name].first_steps.append(self._num_steps - start)
 
     def _spec(self) -> EngineSpec:
-        """KV for all rows: what is scarce is rows."""
+        """There is KV cache for all rows, so clients compete for rows only."""
         options = self._options
         max_len = 2 * options.prompt_len + max(options.flood_tokens, options.light_tokens)
         return EngineSpec(

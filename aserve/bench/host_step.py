@@ -1,8 +1,8 @@
-"""The scheduler's own time per step: from a step's result to everything that follows from it.
+"""`aserve bench host-step` measures the scheduler's time per step.
 
-What is timed is one call of `Scheduler.step` with a StepResult and the requests that came
-meanwhile, until its effects are there: the next Launch with its arrays as bytes, the StepOutput,
-what ended. The device answers at once. Must not start a loop, a thread or torch.
+It times one call of `Scheduler.step`. The input is a StepResult and the requests that have arrived,
+and the output is all effects, among them the next Launch with its arrays. The device answers at
+once. There is no event loop, no thread and no torch.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from aserve.scheduling.scheduler import Scheduler
 TITLE = "scheduler, time per step"
 VOCAB_SIZE = 32_000
 PROMPT_LEN = 64
-MAX_OUTPUT_LEN = 128  # lengths are drawn from 1 to this, so that rows end and join all the time
+MAX_OUTPUT_LEN = 128  # lengths are drawn from 1 to this, so that rows always end and join
 PAGE_SIZE = 16
 MAX_BATCHED_TOKENS = 8192
-WAITING_PART = 8  # for so many rows, one request waits
+ROWS_PER_WAITING = 8  # one request waits for every 8 rows
 
 
 NOTE = (
-    "SchedulerState.step alone: a StepResult and new requests in, all effects out; depth 2, "
+    "Scheduler.step alone: a StepResult and new requests in, all effects out; depth 2, "
     f"pages of {PAGE_SIZE}, prefix cache on, prompts of {PROMPT_LEN} random tokens."
 )
 
@@ -53,8 +53,8 @@ def run(options: HostStepOptions, _resolved: Resolved) -> BenchResult:
 
 
 def measure(options: HostStepOptions) -> dict[int, list[Measured]]:
-    """The repeats of each number of rows. Sizes alternate within a repeat, so that a slow moment of
-    the machine hits all of them.
+    """Returns the repeats by number of rows. The sizes alternate, so that a slow moment of the
+    machine hits all of them.
     """
     sizes = integers(options.rows, flag="--rows")
     found: dict[int, list[Measured]] = {num_rows: [] for num_rows in sizes}
@@ -69,10 +69,10 @@ def measure(options: HostStepOptions) -> dict[int, list[Measured]]:
 @dataclass(frozen=True, slots=True)
 class Measured:
     times_us: list[float]
-    cpu_us: list[float]  # of the same steps: what another process takes is not in it
+    cpu_us: list[float]  # CPU time of the same steps, which other processes do not affect
     num_running: list[int]
     num_joins: int
-    num_cached: int  # prompt tokens that the prefix cache had: none, or prompts repeat
+    num_cached: int  # prompt tokens in the prefix cache, which must be 0: no prompts repeat
 
     @property
     def median_us(self) -> float:
@@ -96,8 +96,8 @@ def _summary(num_rows: int, repeats: list[Measured]) -> dict[str, float]:
 
 
 class Load:
-    """So many rows that always run, and a few requests that wait: whoever ends is followed at once,
-    and sent anew to wait.
+    """A load in which all rows always run and a few requests wait. Each request that ends is
+    replaced by a new one.
     """
 
     def __init__(self, num_rows: int, *, seed: int) -> None:
@@ -112,33 +112,31 @@ class Load:
         self._num_cached = 0
 
     def measure(self, num_steps: int) -> Measured:
-        """After as many steps as it takes until the rows are at all stages of their lives."""
-        for _ in range(self._num_rows + self._num_rows // WAITING_PART + 1):
+        """Times `num_steps` steps. A warm-up first spreads the rows over all output lengths."""
+        for _ in range(self._num_rows + self._num_rows // ROWS_PER_WAITING + 1):
             self._arrive()
         for _ in range(self._num_rows * PROMPT_LEN // MAX_BATCHED_TOKENS + MAX_OUTPUT_LEN):
-            self._turn()
+            self._step()
         self._num_joins = 0
         self._num_running.clear()
         gc.collect()
-        times_us, cpu_us = zip(*(self._turn() for _ in range(num_steps)), strict=True)
+        times_us, cpu_us = zip(*(self._step() for _ in range(num_steps)), strict=True)
         return Measured(
             list(times_us), list(cpu_us), self._num_running, self._num_joins, self._num_cached
         )
 
-    def _turn(self) -> tuple[float, float]:
-        """What the device answers and what arrived meanwhile; microseconds until the effects are
-        there, by the clock and of this thread.
-        """
+    def _step(self) -> tuple[float, float]:
+        """Runs one scheduler step and returns its wall time and its CPU time in us."""
         events, self._arrivals = self._arrivals, []
         if self._in_flight:
             events.append(result_of(self._in_flight.popleft(), vocab_size=VOCAB_SIZE))
         start_ns, cpu_start_ns = time.perf_counter_ns(), time.thread_time_ns()
         effects = self._scheduler.step(events)
         took_ns, cpu_ns = time.perf_counter_ns() - start_ns, time.thread_time_ns() - cpu_start_ns
-        self._follow(effects)
+        self._perform(effects)
         return took_ns / 1e3, cpu_ns / 1e3
 
-    def _follow(self, effects: Sequence[SchedulerEffect]) -> None:
+    def _perform(self, effects: Sequence[SchedulerEffect]) -> None:
         for effect in effects:
             match effect:
                 case Launch(batches=(batch,)):
@@ -160,7 +158,7 @@ class Load:
 
 
 def _spec(num_rows: int) -> EngineSpec:
-    """Twice the pages that the rows need at most: eviction works, retraction doesn't."""
+    """There are twice as many pages as the rows need, so there is eviction but no retraction."""
     pages_per_row = (PROMPT_LEN + MAX_OUTPUT_LEN) // PAGE_SIZE + 1
     return EngineSpec(
         page_size=PAGE_SIZE,

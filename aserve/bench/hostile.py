@@ -1,8 +1,8 @@
-"""How a server fares while somebody sends it bodies that are made to hurt.
+"""`aserve bench hostile` measures how responsive a server stays while it gets hostile bodies.
 
-It starts `aserve serve` once for each number of processes. Of each body several copies go out at
-once, while a thread asks for /health again and again on a connection of its own. Afterwards the
-server is left alone, and its memory is compared with what it was before.
+It starts `aserve serve` once for each number of processes. Several copies of each body are sent at
+once, while a thread polls /health on its own connection. After a pause the server's memory is
+compared with its memory before the load.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from aserve.bench.cpu_time import living
+from aserve.bench.cpu_time import process_tree
 from aserve.bench.hostile_bodies import BODIES, HostileBody
 from aserve.bench.options import HostileOptions, integers
 from aserve.bench.result import BenchResult, Table
@@ -35,8 +35,8 @@ MAX_GROWTH_BYTES = 100 << 20
 POLL_S = 0.005
 MIB = 1 << 20
 BOUNDS = (
-    f"Bounds: delay of the loop {MAX_DELAY_S * 1e3:.0f} ms, p99 of /health "
-    f"{MAX_HEALTH_S * 1e3:.0f} ms, memory {MAX_GROWTH_BYTES // MIB} MiB more than before."
+    f"Bounds: event loop delay {MAX_DELAY_S * 1e3:.0f} ms, p99 of /health "
+    f"{MAX_HEALTH_S * 1e3:.0f} ms, memory growth {MAX_GROWTH_BYTES // MIB} MiB."
 )
 BUCKET = re.compile(
     r'^aserve_event_loop_delay_seconds_bucket\{le="([^"]+)"\} ([\d.e+]+)$', re.MULTILINE
@@ -45,7 +45,9 @@ COLUMNS = ("body", "sent_MB", "answers", "loop_delay_ms", "health_p99_ms", "heal
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """`delay_s` is the edge of the histogram's bucket that the longest delay fell into."""
+    """The measurement of one body. `delay_s` is the upper edge of the histogram bucket with the
+    longest delay.
+    """
 
     processes: int
     body: str
@@ -81,7 +83,7 @@ def run(options: HostileOptions, _: Resolved) -> BenchResult:
     memories: list[Memory] = []
     for processes in integers(options.processes, flag="--processes"):
         if processes > 2:
-            raise ConfigError(f"--processes {options.processes}: a server has 1 or 2")
+            raise ConfigError(f"--processes {options.processes}: must be 1, 2 or 1,2")
         found, memory = asyncio.run(_measure(options, processes))
         outcomes += found
         memories.append(memory)
@@ -89,7 +91,7 @@ def run(options: HostileOptions, _: Resolved) -> BenchResult:
         figures={"outcomes": outcomes, "memory": memories},
         tables=(*(_table(outcomes, memory) for memory in memories), _memory_table(memories)),
         notes=(
-            f"{options.copies} copies of each body at once; {options.settle:g} s of rest at last.",
+            f"{options.copies} copies of each body at once; {options.settle:g} s of pause at last.",
             BOUNDS,
         ),
     )
@@ -109,7 +111,7 @@ async def _measure(options: HostileOptions, processes: int) -> tuple[list[Outcom
 
 
 def _memory(pid: int) -> int:
-    return sum(map(resident_bytes, living(pid)))
+    return sum(map(resident_bytes, process_tree(pid)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,7 @@ class _Attack:
     options: HostileOptions
 
     async def warm_up(self) -> None:
-        """One honest request, so that what the first one loads is not counted."""
+        """Sends an ordinary request, so that lazy initialization is not counted."""
         body = {"prompt": "Once upon a time", "max_tokens": 8}
         async with self.web.post("/v1/completions", json=body) as answer:
             answer.raise_for_status()
@@ -149,7 +151,7 @@ class _Attack:
             return f"{answer.status} {found.get('error', {}).get('code', '')}"
 
     async def _delays(self) -> dict[float, float]:
-        """How many turns of the loop were late, by bucket."""
+        """Returns the number of event loop delays in each bucket, by its upper edge in seconds."""
         async with self.web.get("/metrics") as answer:
             found = BUCKET.findall(await answer.text())
         counts, below = {}, 0.0
@@ -161,8 +163,8 @@ class _Attack:
 
 @contextmanager
 def polled(address: str) -> Iterator[list[float]]:
-    """The seconds that each answer of /health took. It is asked in a thread, so that nothing else
-    of this process delays it.
+    """Polls /health and yields the growing list of latencies in seconds. It polls in a thread, so
+    that the rest of this process does not delay it.
     """
     seconds: list[float] = []
     is_over = threading.Event()

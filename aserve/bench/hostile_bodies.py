@@ -1,7 +1,7 @@
-"""Request bodies that are made to cost a server much more than they cost their sender.
+"""Request bodies that cost a server much more than they cost their sender.
 
-Each is a shape that can be as long as the largest body allows. A server must refuse all of them,
-soon, and stay responsive for everyone else meanwhile.
+Each body repeats an item up to the requested size. A server must refuse all of them quickly and
+stay responsive for other clients.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ PACK: dict[str, Callable[[bytes], bytes]] = {
 
 @dataclass(frozen=True, slots=True)
 class HostileBody:
-    """`code` is what the server says about a body of more than a few hundred kilobytes."""
+    """A body of repeated items. `status` and `code` are the expected error for a body of at least a
+    few hundred kilobytes.
+    """
 
     name: str
     path: str
@@ -41,7 +43,7 @@ class HostileBody:
         return headers
 
     def data(self, size: int) -> bytes:
-        """About `size` bytes of JSON, as they are sent."""
+        """Returns about `size` bytes of JSON, encoded for sending."""
         head, item, tail = self.head.encode(), self.item.encode(), self.tail.encode()
         count = (size - len(head) - len(tail)) // len(item)
         plain = head + item * count + tail

@@ -1,7 +1,5 @@
-"""What `bench kernels` measures: each kernel on inputs of the shape of a model of 8B, and the bytes
-that it must move at least once.
-
-It measures nothing, and knows no device by name.
+"""The cases of `aserve bench kernels`: each kernel with inputs in the shapes of an 8B model, and
+the number of bytes that it must move at least.
 """
 
 from __future__ import annotations
@@ -28,18 +26,20 @@ from aserve_kernels.sample import sample
 
 PAGE_SIZE = 16
 EPS = 1e-6
-# Of each row: noise, and limits as they are common.
+# The sampling parameters of each row.
 FLOATS = {"temperature": 0.7, "top_p": 0.95, "min_p": 0.0, "repetition_penalty": 1.1}
 TOP_K = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Many tokens and rows, so that no cache holds them, and a launch's own time doesn't count."""
+    """The sizes of the inputs. They must be so large that no cache holds the inputs and the launch
+    overhead is negligible.
+    """
 
-    tokens: int  # of a forward
-    rows: int  # that are sampled
-    context_len: int  # of each row that attends
+    tokens: int  # of a forward pass
+    rows: int  # of logits
+    context_len: int  # keys of each row
     hidden: int = 4096
     intermediate: int = 12_288
     heads: int = 32
@@ -54,50 +54,50 @@ class Case:
     num_bytes: int
 
 
-def make_norm(sizes: Sizes, where: torch.device) -> Case:
-    x = _draw((sizes.tokens, sizes.hidden), where)
+def make_norm(sizes: Sizes, device: torch.device) -> Case:
+    x = _draw((sizes.tokens, sizes.hidden), device)
     return Case(lambda: rms_norm(x, x[0], EPS), 2 * x.nbytes)
 
 
-def make_add_norm(sizes: Sizes, where: torch.device) -> Case:
-    x, added = (_draw((sizes.tokens, sizes.hidden), where) for _ in range(2))
+def make_add_norm(sizes: Sizes, device: torch.device) -> Case:
+    x, added = (_draw((sizes.tokens, sizes.hidden), device) for _ in range(2))
     return Case(lambda: add_rms_norm(x, added, x[0], EPS), 4 * x.nbytes)
 
 
-def make_gated_mul(sizes: Sizes, where: torch.device) -> Case:
-    joined = _draw((sizes.tokens, 2 * sizes.intermediate), where)
+def make_gated_mul(sizes: Sizes, device: torch.device) -> Case:
+    joined = _draw((sizes.tokens, 2 * sizes.intermediate), device)
     return Case(lambda: gated_mul(joined, "silu"), joined.nbytes * 3 // 2)
 
 
-def make_rope_and_store_kv(sizes: Sizes, where: torch.device) -> Case:
-    """Of a projection of q, k and v, each read and written once; q and k are normed before."""
-    num_turned = sizes.heads + sizes.kv_heads
-    heads = _draw((sizes.tokens, num_turned + sizes.kv_heads, sizes.head_dim), where)
-    cos_sin = _draw((sizes.tokens, sizes.head_dim), where)
-    weight = torch.ones((num_turned, sizes.head_dim), device=where)
-    keys = torch.zeros((sizes.tokens, sizes.kv_heads, sizes.head_dim), device=where).bfloat16()
-    pools, slots = (keys, keys.clone()), torch.randperm(sizes.tokens, device=where)
+def make_rope_and_store_kv(sizes: Sizes, device: torch.device) -> Case:
+    """A projection of q, k and v, of which q and k are normed. Each is read and written once."""
+    num_rope_heads = sizes.heads + sizes.kv_heads
+    heads = _draw((sizes.tokens, num_rope_heads + sizes.kv_heads, sizes.head_dim), device)
+    cos_sin = _draw((sizes.tokens, sizes.head_dim), device)
+    weight = torch.ones((num_rope_heads, sizes.head_dim), device=device)
+    keys = torch.zeros((sizes.tokens, sizes.kv_heads, sizes.head_dim), device=device).bfloat16()
+    pools, slots = (keys, keys.clone()), torch.randperm(sizes.tokens, device=device)
     work = partial(rope_and_store_kv, heads, slots, pools, cos_sin=cos_sin, weight=weight, eps=EPS)
     return Case(work, 2 * heads.nbytes + cos_sin.nbytes)
 
 
-def make_paged_decode(sizes: Sizes, where: torch.device) -> Case:
-    """One query for each of as many rows as give the forward's tokens, in keys and values."""
+def make_paged_decode(sizes: Sizes, device: torch.device) -> Case:
+    """One query per row. The rows have 4 * `tokens` keys together."""
     num_rows = max(1, sizes.tokens * 4 // sizes.context_len)
     num_pages = -(-sizes.context_len // PAGE_SIZE)
     shape = (2, num_rows * num_pages * PAGE_SIZE, sizes.kv_heads, sizes.head_dim)
-    kv = _draw(shape, where)
-    pages = torch.randperm(num_rows * num_pages, device=where).view(num_rows, num_pages)
-    rows = torch.arange(num_rows, device=where)
+    kv = _draw(shape, device)
+    pages = torch.randperm(num_rows * num_pages, device=device).view(num_rows, num_pages)
+    rows = torch.arange(num_rows, device=device)
     paged = PagedRows(
         page_table=pages,
         page_size=PAGE_SIZE,
         rows=rows,
         lens=torch.full_like(rows, sizes.context_len),
-        cu_query_lens=torch.arange(num_rows + 1, device=where),
+        cu_query_lens=torch.arange(num_rows + 1, device=device),
         max_len=sizes.context_len,
     )
-    q = _draw((num_rows, sizes.heads, sizes.head_dim), where)
+    q = _draw((num_rows, sizes.heads, sizes.head_dim), device)
     out, scoring = torch.empty_like(q), Scoring(scale=sizes.head_dim**-0.5)
 
     def attend() -> None:
@@ -106,38 +106,38 @@ def make_paged_decode(sizes: Sizes, where: torch.device) -> Case:
     return Case(attend, kv.nbytes + 2 * q.nbytes)
 
 
-def make_prepare_inputs(sizes: Sizes, where: torch.device) -> Case:
-    """A decode step of as many rows as there are tokens."""
-    some = torch.arange(sizes.tokens, dtype=torch.int32, device=where)
+def make_prepare_inputs(sizes: Sizes, device: torch.device) -> Case:
+    """A decode step in which each token is a row."""
+    some = torch.arange(sizes.tokens, dtype=torch.int32, device=device)
     ones = torch.ones_like(some)
     words = PackedInputs(some, ones, ones, ones, some, 0 * some, -some)
     table = some.long()
-    pool = torch.zeros(sizes.tokens * PAGE_SIZE, dtype=torch.int32, device=where)
+    pool = torch.zeros(sizes.tokens * PAGE_SIZE, dtype=torch.int32, device=device)
     tables = Tables(table, None, (table[:, None],), pool, PAGE_SIZE)
     read, written = 5 * some.nbytes + 2 * table.nbytes, 7 * table.nbytes + some.nbytes
     return Case(lambda: prepare_inputs(words, tables), read + written)
 
 
-def make_gather_rows(sizes: Sizes, where: torch.device) -> Case:
-    """Hidden states, as a drafter keeps them."""
-    table = _draw((sizes.tokens, sizes.hidden), where)
-    rows = torch.randperm(sizes.tokens, device=where)
+def make_gather_rows(sizes: Sizes, device: torch.device) -> Case:
+    """Rows of hidden states, such as a drafter reads."""
+    table = _draw((sizes.tokens, sizes.hidden), device)
+    rows = torch.randperm(sizes.tokens, device=device)
     return Case(lambda: gather_rows(table, rows), 2 * table.nbytes)
 
 
-def make_scatter_rows(sizes: Sizes, where: torch.device) -> Case:
-    table, values = (_draw((sizes.tokens, sizes.hidden), where) for _ in range(2))
-    rows = torch.randperm(sizes.tokens, device=where)
+def make_scatter_rows(sizes: Sizes, device: torch.device) -> Case:
+    table, values = (_draw((sizes.tokens, sizes.hidden), device) for _ in range(2))
+    rows = torch.randperm(sizes.tokens, device=device)
     stamps = torch.zeros_like(rows)
     work = partial(scatter_rows, table, rows, values, stamps, rows[:1])
     return Case(work, 2 * table.nbytes)
 
 
-def make_draw(sizes: Sizes, where: torch.device, *, has_noise: bool, has_limits: bool) -> Case:
-    """As a head of 16 bits leaves them."""
-    wide, rows = _logits(sizes, where)
+def make_draw(sizes: Sizes, device: torch.device, *, has_noise: bool, has_limits: bool) -> Case:
+    """Sampling from bfloat16 logits."""
+    wide, rows = _logits(sizes, device)
     logits = wide.to(torch.bfloat16)
-    ints, floats = _row_tables(sizes, where)
+    ints, floats = _row_tables(sizes, device)
 
     def draw() -> None:
         sample(logits, rows, rows, ints, floats, has_noise=has_noise, has_limits=has_limits)
@@ -145,14 +145,14 @@ def make_draw(sizes: Sizes, where: torch.device, *, has_noise: bool, has_limits:
     return Case(draw, logits.nbytes)
 
 
-def make_penalise(sizes: Sizes, where: torch.device) -> Case:
-    """Counts are written three times and read once: emptied, made, used."""
-    logits, rows = _logits(sizes, where)
+def make_penalise(sizes: Sizes, device: torch.device) -> Case:
+    """The logits, and token counts of the same size, are each read and written."""
+    logits, rows = _logits(sizes, device)
     num_pages = -(-sizes.context_len // PAGE_SIZE)
-    pages = torch.arange(sizes.rows * num_pages, device=where).view(sizes.rows, num_pages)
-    pool = torch.randint(sizes.vocab, (pages.numel() * PAGE_SIZE,), device=where).int()
+    pages = torch.arange(sizes.rows * num_pages, device=device).view(sizes.rows, num_pages)
+    pool = torch.randint(sizes.vocab, (pages.numel() * PAGE_SIZE,), device=device).int()
     lens = torch.full_like(rows, sizes.context_len)
-    tables, tokens = _row_tables(sizes, where), (pages, pool, PAGE_SIZE)
+    tables, tokens = _row_tables(sizes, device), (pages, pool, PAGE_SIZE)
 
     def work() -> None:
         penalise(logits, rows, rows, lens, tables, tokens, sizes.context_len)
@@ -160,10 +160,10 @@ def make_penalise(sizes: Sizes, where: torch.device) -> Case:
     return Case(work, 4 * logits.nbytes + pool.nbytes)
 
 
-def make_bitmask(sizes: Sizes, where: torch.device) -> Case:
-    """All tokens are banned."""
-    logits, rows = _logits(sizes, where)
-    mask = torch.zeros((len(rows), -(-sizes.vocab // 32)), dtype=torch.int32, device=where)
+def make_bitmask(sizes: Sizes, device: torch.device) -> Case:
+    """A mask that bans all tokens."""
+    logits, rows = _logits(sizes, device)
+    mask = torch.zeros((len(rows), -(-sizes.vocab // 32)), dtype=torch.int32, device=device)
     return Case(lambda: apply_bitmask(logits, mask), logits.nbytes + mask.nbytes)
 
 
@@ -184,19 +184,19 @@ CASES: Mapping[str, Callable[[Sizes, torch.device], Case]] = {
 }
 
 
-def _draw(shape: tuple[int, ...], where: torch.device) -> Tensor:
-    return torch.randn(shape, dtype=torch.bfloat16, device=where)
+def _draw(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16, device=device)
 
 
-def _logits(sizes: Sizes, where: torch.device) -> tuple[Tensor, Tensor]:
-    """And the number of each row."""
-    logits = 4 * torch.randn((sizes.rows, sizes.vocab), device=where)
-    return logits, torch.arange(sizes.rows, device=where)
+def _logits(sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns random logits and the row numbers."""
+    logits = 4 * torch.randn((sizes.rows, sizes.vocab), device=device)
+    return logits, torch.arange(sizes.rows, device=device)
 
 
-def _row_tables(sizes: Sizes, where: torch.device) -> tuple[Tensor, Tensor]:
-    ints = torch.zeros((sizes.rows, len(INT_COLUMNS)), dtype=torch.int64, device=where)
+def _row_tables(sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
+    ints = torch.zeros((sizes.rows, len(INT_COLUMNS)), dtype=torch.int64, device=device)
     ints[:, INT_COLUMNS.index("top_k")] = TOP_K
     values = [FLOATS.get(name, 0.5) for name in FLOAT_COLUMNS]
-    floats = torch.tensor([values], dtype=torch.float64, device=where)
+    floats = torch.tensor([values], dtype=torch.float64, device=device)
     return ints, floats.repeat(sizes.rows, 1)

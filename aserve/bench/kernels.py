@@ -1,7 +1,7 @@
-"""How near each Triton kernel comes to what the device's memory gives: its bytes per second beside
-those of a plain copy, measured in the same run.
+"""`aserve bench kernels` measures the memory bandwidth of each Triton kernel relative to a plain
+copy in the same run.
 
-It does not know what a kernel computes. Without a CUDA device it says so, and measures nothing.
+Without a CUDA device it reports why, and measures nothing.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from aserve.bench.result import BenchResult, Figures, Table, median, progress
 from aserve.config import Resolved
 from aserve.gpu.device.cuda.device import why_no_cuda
 
-TITLE = "kernels beside a copy"
-COLUMNS = ("kernel", "us", "GB/s", "of a copy")
+TITLE = "kernels and a plain copy"
+COLUMNS = ("kernel", "us", "GB/s", "share of copy")
 COPY_BYTES = 2 << 30
 NOTE = (
-    "GB/s: the bytes that must be read or written at least once, over the median time. sample, "
-    "limits: top-k 20 and top-p 0.95 on top of the noise, for which the logits are read twice."
+    "GB/s: the least bytes to read and write, divided by the median time. sample, limits: with "
+    "noise, top-k 20 and top-p 0.95, for which the kernel reads the logits twice."
 )
 
 
@@ -32,16 +32,16 @@ def run(options: KernelsOptions, _resolved: Resolved) -> BenchResult:
     return measure(options, torch.device("cuda"), copy_bytes=COPY_BYTES)
 
 
-def measure(options: KernelsOptions, where: torch.device, *, copy_bytes: int) -> BenchResult:
+def measure(options: KernelsOptions, device: torch.device, *, copy_bytes: int) -> BenchResult:
     from aserve.bench.kernel_cases import CASES, Sizes
 
     sizes = Sizes(options.tokens, options.rows, options.context_len)
-    copy = copy_rate(copy_bytes, where)
+    copy = copy_rate(copy_bytes, device)
     figures: dict[str, Mapping[str, float]] = {}
     with progress(TITLE, len(CASES)) as done:
         for name, make in CASES.items():
-            case = make(sizes, where)
-            time_s = median(times_s(case.work, where))
+            case = make(sizes, device)
+            time_s = median(times_s(case.work, device))
             rate = case.num_bytes / time_s
             figures[name] = {
                 "us": round(time_s * 1e6, 1),

@@ -31,21 +31,20 @@ class _Rate(msgspec.Struct):
 
 
 def read_limits(path: Path) -> MachineLimits:
-    """A JSON object of rates, each a number or {"median": number}; the largest of those that are
-    named read..._GBps, and of those that are named matmul..._GFLOPs.
+    """Reads a JSON object of rates, each a number or {"median": number}. The limits are the largest
+    rate named read..._GBps and the largest named matmul..._GFLOPs.
     """
     try:
         rates = msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
         reads, products = (_rates(rates, names) for names in (READ, MATMUL))
         return MachineLimits(max(reads), max(products))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--limits {path}: no rates of memory and matrices: {error}") from None
+        raise ConfigError(f"--limits {path}: no read and matmul rates in it: {error}") from None
 
 
 def measure_limits() -> MachineLimits:
-    """In a second or two, with torch and the threads that it has.
-
-    WHY: a processor without instructions for bfloat16 would take many seconds for its products.
+    """Measures the limits with torch in a second or two. WHY bfloat16 is optional: its products
+    take many seconds on a processor without the instructions.
     """
     values = torch.ones(READ_BYTES // 4)
     has_bf16 = read_isa().bf16_products is not None

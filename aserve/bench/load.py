@@ -1,7 +1,4 @@
-"""Draws the begin times of a load from a rate and a burstiness, and runs the load.
-
-The same seed gives the same times.
-"""
+"""Draws the arrival times of a load, and runs the load."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ from aserve.bench.streamed import Answer
 
 
 def begin_times(count: int, *, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Seconds after the start, ascending. Gaps are drawn from a gamma distribution of mean
-    1 / rate and shape `burstiness`: 1 is a Poisson process, less comes in bursts, more is even.
+    """Returns the arrival times in seconds, ascending. The gaps have a gamma distribution with mean
+    1 / rate and shape `burstiness`: 1 is a Poisson process, less is bursty, more is even.
     """
     if math.isinf(rate):
         return [0.0] * count
@@ -36,10 +33,10 @@ async def run_load(
     max_concurrency: int,
     done: Callable[[], None],
 ) -> tuple[list[Answer], float]:
-    """The answers in the order of the requests, and the seconds that all of them took. The first
-    error that is no answer is raised.
+    """Returns the answers in the order of `asks`, and the total seconds. Raises the first exception
+    of an ask.
 
-    NOTE: a request's clock starts when it is asked, not while it waits here for its turn.
+    NOTE: latencies do not include the time that a request waits here for `max_concurrency`.
     """
     gate = asyncio.Semaphore(max_concurrency)
     start_s = time.perf_counter()

@@ -1,6 +1,6 @@
-"""Describes the machine of a measurement: the processor, the versions, the date.
+"""Describes the machine of a measurement: the processor, the versions and the date.
 
-Most of it is read from Linux; on other systems those fields stay empty.
+The processor's fields are read from Linux. On other systems some stay empty.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 CPU_INFO = Path("/proc/cpuinfo")
 BF16_FLAGS = ("amx_bf16", "amx_int8", "avx512_bf16")
-FLAGS = (*BF16_FLAGS, "avx512f", "avx2")  # that decide the fast forms
+FLAGS = (*BF16_FLAGS, "avx512f", "avx2")  # instruction sets for which there are fast kernels
 PACKAGES = ("aserve", "torch", "numpy", "numba", "transformers")
 
 
@@ -45,7 +45,7 @@ def read_machine() -> Machine:
 
 
 def _capped_flags() -> set[str]:
-    """The instructions that environment variables hide from the libraries."""
+    """Returns the flags that environment variables hide from the libraries."""
     from aserve.gpu.device.cpu.weights import read_isa
 
     facts = read_isa()
@@ -54,7 +54,7 @@ def _capped_flags() -> set[str]:
 
 
 def _cpu_info() -> dict[str, str]:
-    """The fields of the first processor."""
+    """Returns the fields of the first processor."""
     if not CPU_INFO.exists():
         return {}
     first = CPU_INFO.read_text().partition("\n\n")[0]

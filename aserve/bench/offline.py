@@ -1,7 +1,7 @@
-"""A load of requests through the embedded engine, or batches in turns with another engine.
+"""`aserve bench offline` measures the embedded engine, alone or alternating with another engine.
 
-Must not know how an engine works: it gets token ids and gives tokens. A load is one repeat after
-the other and has the figures of `serve`; a preset or `--beside` measures batches.
+By default it runs a load of requests and reports the figures of `serve`. A preset or `--beside`
+measures batches instead.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ async def _measure(
 
 
 class OurEngine:
-    """The embedded engine. Written by `ask` alone: how many prompt tokens its cache had."""
+    """The embedded engine, with a count of the prompt tokens that its prefix cache had."""
 
     def __init__(self, engine: Engine) -> None:
         self.num_cached = 0
@@ -72,7 +72,7 @@ class OurEngine:
         return answer
 
     async def generate(self, prompts: Sequence[list[int]], num_new: int) -> int:
-        """All at once; the first error is raised."""
+        """Sends all prompts at once, and returns the number of tokens. Raises the first error."""
         answers = await asyncio.gather(*(self.ask(prompt, num_new) for prompt in prompts))
         return sum(answer.completion_tokens for answer in answers)
 
@@ -80,7 +80,9 @@ class OurEngine:
 async def _open_engines(
     ours: OurEngine, options: OfflineOptions, resolved: Resolved, *, thread: ThreadPoolExecutor
 ) -> dict[str, Generate]:
-    """NOTE: the other engine has one thread for all it does: torch keeps its helpers by thread."""
+    """Opens the engines. NOTE: the other engine uses one thread for everything, because torch
+    keeps a pool of worker threads for each calling thread.
+    """
     if not options.beside:
         return {OURS: ours.generate}
     loop = asyncio.get_running_loop()
@@ -101,7 +103,7 @@ async def _open_engines(
 async def _measure_load(
     ours: OurEngine, windows: TokenWindows, options: OfflineOptions
 ) -> list[dict[str, float]]:
-    """Figures of each repeat."""
+    """Returns the figures of each repeat."""
     figures = []
     with progress("requests", options.repeats * options.num_prompts) as done:
         await ours.generate([windows.ids(options.input_len)], WARM_UP_LEN)
@@ -128,13 +130,13 @@ def _load_result(figures: list[dict[str, float]]) -> BenchResult:
 
 
 def _check_context(scenarios: list[Scenario], *, max_model_len: int) -> None:
-    """Before anything is measured."""
+    """Raises if a scenario does not fit in the model's context."""
     for scenario in scenarios:
         num_tokens = scenario.input_len + scenario.output_len
         if num_tokens > max_model_len:
             raise ConfigError(
-                f"{scenario.name} takes {num_tokens} tokens, and the model's context has "
-                f"{max_model_len}: choose shorter lengths, or other ones with --scenario"
+                f"{scenario.name} needs {num_tokens} tokens, but the model's context has "
+                f"{max_model_len}: choose shorter lengths, or another --scenario"
             )
 
 

@@ -1,7 +1,7 @@
-"""One batch through the executor: its prefill, then its decode, without actors and text.
+"""`aserve bench one-batch` measures prefill and decode of one batch, without actors and text.
 
-The scheduler's values decide the steps, and their tickets are awaited directly. Must not know what
-the model is: how much of it a step reads and computes is counted, and compared with the machine.
+The scheduler plans the steps, and their tickets are awaited directly. The rates are compared with
+the machine's limits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from aserve.messages.executor import EngineSpec
 from aserve.messages.requests import AdmitRequest, SamplingParams
 
 TITLE = "one batch"
-NOTE = "The executor and the scheduler's values: no actors, no text, no HTTP; prefix cache off."
+NOTE = "The scheduler and the executor alone: no actors, no text, no HTTP; prefix cache off."
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Shape:
     output_len: int
 
     def fits(self, spec: EngineSpec) -> bool:
-        """Into the context, and all rows into the KV pool at once."""
+        """Returns whether each row fits in the context, and all rows in the KV cache."""
         num_tokens = self.input_len + self.output_len
         num_pages = -(-num_tokens // spec.page_size) * self.num_rows
         return num_tokens <= spec.max_model_len and num_pages < spec.groups[0].num_pages
@@ -43,7 +43,9 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The prefill ends when the last row has its first token; a step is what comes after."""
+    """The times of one run. The prefill ends when the last row has its first token, and the decode
+    steps follow.
+    """
 
     prefill_s: float
     decode_s: float
@@ -79,7 +81,7 @@ def run(options: OneBatchOptions, resolved: Resolved) -> BenchResult:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """`left_out` are shapes for which the model's context or the KV pool is too short."""
+    """The runs of each shape. `left_out` are shapes that do not fit in the context or KV cache."""
 
     about: str
     batches: dict[Shape, list[Measured]]
@@ -94,7 +96,7 @@ def measure(
     prompt_seed: int,
     may_leave_out: bool = False,
 ) -> Found:
-    """Shapes alternate within a repeat, so that a slow moment of the machine hits all of them."""
+    """Measures all shapes alternately, so that a slow moment of the machine hits all of them."""
     kv = dataclasses.replace(resolved.kv, no_prefix_cache=True)
     most_rows = max(shape.num_rows for shape in shapes)
     scheduler = dataclasses.replace(resolved.scheduler, max_num_seqs=most_rows)

@@ -1,6 +1,6 @@
-"""The options of the benches, one record each; the command line makes flags of their fields.
+"""The options of the benchmarks, one record each. The command line makes flags of their fields.
 
-This module imports no bench, so that `aserve bench --help` is quick.
+This module imports no benchmark, so that `aserve bench --help` is quick.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ SECRET = Limits(metavar="KEY", is_secret=True)
 
 @dataclass(frozen=True, slots=True)
 class AdmissionOptions:
-    repeats: int = option(3, "repeats; the longest step of all repeats is shown", Limits(low=1))
+    repeats: int = option(3, "repeats; the longest tick of all repeats is shown", Limits(low=1))
 
 
 @dataclass(frozen=True, slots=True)
 class FairnessOptions:
     rows: int = option(64, "sequences that run at once", Limits(low=2))
-    step_ms: float = option(10.0, "how long a step of the device takes", Limits(low=0.1))
+    step_ms: float = option(10.0, "duration of a step of the device", Limits(low=0.1))
     prompt_len: int = option(16, "tokens of a prompt", Limits(low=1))
     flood_requests: int = option(300, "open requests of the flood", Limits(low=1))
-    flood_tokens: int = option(100, "tokens of each of its answers", Limits(low=2))
+    flood_tokens: int = option(100, "tokens of each answer of the flood", Limits(low=2))
     light_clients: int = option(9, "clients that send one request at a time", Limits(low=1))
-    light_requests: int = option(4, "requests of each of them", Limits(low=1))
-    light_tokens: int = option(32, "tokens of each of their answers", Limits(low=2))
+    light_requests: int = option(4, "requests of each light client", Limits(low=1))
+    light_tokens: int = option(32, "tokens of each answer of a light client", Limits(low=2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +41,23 @@ class HostStepOptions:
 
 @dataclass(frozen=True, slots=True)
 class KernelsOptions:
-    tokens: int = option(32_768, "tokens of a forward", Limits(low=1))
+    tokens: int = option(32_768, "tokens of a forward pass", Limits(low=1))
     rows: int = option(1024, "rows of logits", Limits(low=1))
-    context_len: int = option(4096, "tokens that a row has seen", Limits(low=1))
+    context_len: int = option(4096, "tokens in the context of a row", Limits(low=1))
 
 
 @dataclass(frozen=True, slots=True)
 class RelayOptions:
     rows: int = option(8, "sequences that decode together", Limits(low=1, high=256))
-    steps: int = option(200, "counted steps of a repeat", Limits(low=1, high=900))
-    repeats: int = option(3, "repeats with an idle and with a busy loop in turns", Limits(low=1))
+    steps: int = option(200, "measured steps of a repeat", Limits(low=1, high=900))
+    repeats: int = option(3, "repeats, each with an idle and with a busy loop", Limits(low=1))
 
 
 @dataclass(frozen=True, slots=True)
 class ReportOptions:
     results: str = option(
         "scaling.json",
-        "outputs of `aserve bench scaling`; each is one line in the pictures",
+        "outputs of `aserve bench scaling`; each is one line in the charts",
         Limits(metavar="FILE,FILE,..."),
     )
     labels: str | None = option(
@@ -65,10 +65,10 @@ class ReportOptions:
     )
     comparison: str | None = option(
         None,
-        "draw this JSON file of figures of several engines as bars, instead of --results",
+        "JSON file with figures of several engines, drawn as bars instead of --results",
         Limits(metavar="FILE"),
     )
-    out: str = option(".", "directory that the pictures are written to", Limits(metavar="DIR"))
+    out: str = option(".", "directory for the charts", Limits(metavar="DIR"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class ScalingOptions:
     prefills: str = option("512,2048,8192", "lengths of prefilled prompts", LIST)
     rows: str = option("16,64,256,1024", "running requests of a host step", LIST)
     models: str | None = option(
-        None, "models that are started; default: that of --model", Limits(metavar="MODEL,...")
+        None, "models to start; default: that of --model", Limits(metavar="MODEL,...")
     )
     steps: int = option(16, "decode steps of a repeat", Limits(low=1))
     repeats: int = option(3, "repeats; their medians are shown", Limits(low=1))
@@ -87,11 +87,11 @@ class ScalingOptions:
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
     url: str = option("http://127.0.0.1:8000", "address of the server", Limits(metavar="URL"))
-    model: str | None = option(None, "name of the model there; default: the first that it lists")
+    model: str | None = option(None, "name of the model; default: the first one of the server")
     api_key: str | None = option(None, "sent as `Authorization: Bearer KEY`", SECRET)
-    endpoint: str = option("completions", "what is asked", Limits(choices=("completions", "chat")))
+    endpoint: str = option("completions", "API to call", Limits(choices=("completions", "chat")))
     tokenizer: str | None = option(
-        None, "model directory whose tokenizer makes the prompts; default: the bundled model's"
+        None, "model directory with the tokenizer for the prompts; default: the bundled model"
     )
     num_prompts: int = option(64, "requests of a repeat", Limits(low=1))
     input_len: int = option(64, "tokens of a prompt", Limits(low=1))
@@ -102,28 +102,28 @@ class ServeOptions:
         math.inf, "requests that begin per second; inf: as soon as one may", Limits(low=1e-3)
     )
     burstiness: float = option(
-        1.0, "shape of the gamma distribution between two begins; 1: Poisson", Limits(low=1e-3)
+        1.0, "shape of the gamma distribution of arrival gaps; 1: Poisson", Limits(low=1e-3)
     )
     goodput: str | None = option(
-        None, "which requests count as good", Limits(metavar="ttft:MS,tpot:MS,e2el:MS")
+        None, "latency limits of good requests", Limits(metavar="ttft:MS,tpot:MS,e2el:MS")
     )
     server_pid: int | None = option(
         None, "process of a local server, to report its CPU time", Limits(low=1)
     )
     num_warmups: int = option(16, "requests before the first repeat", Limits(low=0))
     repeats: int = option(3, "repeats, each with other prompts", Limits(low=1))
-    seed: int = option(0, "of the choice of prompts and of the begins", Limits(low=0))
+    seed: int = option(0, "seed of the prompts and arrival times", Limits(low=0))
 
 
 @dataclass(frozen=True, slots=True)
 class OfflineOptions:
     preset: str | None = option(
         None,
-        "peers: one stream, 8, 32, and a long prompt, as other engines were measured",
+        "peers: batches of 1, 8 and 32, and a long prompt, for comparisons with other engines",
         Limits(choices=("peers",)),
     )
     scenario: str | None = option(
-        None, "those of the preset that are run; default: all", Limits(metavar="NAME,NAME,...")
+        None, "scenarios of the preset to run; default: all", Limits(metavar="NAME,NAME,...")
     )
     num_prompts: int = option(32, "requests of a repeat", Limits(low=1))
     input_len: int = option(128, "tokens of a prompt", Limits(low=1))
@@ -135,16 +135,16 @@ class OfflineOptions:
     prefix_cache: bool = option(False, "keep the KV of earlier prompts, as the server does")
     beside: str | None = option(
         None,
-        "measure batches in turns with this engine, all requests of a batch at once",
+        "measure batches, alternating with this engine",
         Limits(choices=("transformers",)),
     )
     beside_dtype: str = option(
         "bfloat16",
-        "number format of the other engine's weights",
+        "dtype of the other engine's weights",
         Limits(choices=("float32", "bfloat16", "float16")),
     )
     repeats: int = option(3, "repeats, each with other prompts", Limits(low=1))
-    prompt_seed: int = option(0, "of the choice of prompts", Limits(low=0))
+    prompt_seed: int = option(0, "seed of the prompts", Limits(low=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,19 +153,19 @@ class OneBatchOptions:
     input_lens: str = option("128", "tokens of each prompt", LIST)
     output_len: int = option(32, "tokens of each answer", Limits(low=2))
     limits: str | None = option(
-        None, "the machine's rates; default: measured quickly", Limits(metavar="FILE")
+        None, "file with the machine's limits; default: measured quickly", Limits(metavar="FILE")
     )
     repeats: int = option(3, "repeats, each with other prompts", Limits(low=1))
-    prompt_seed: int = option(0, "of the choice of prompts", Limits(low=0))
+    prompt_seed: int = option(0, "seed of the prompts", Limits(low=0))
 
 
 @dataclass(frozen=True, slots=True)
 class OverlapSimOptions:
-    step_ms: str = option("0.4,2,10", "how long a step takes", Limits(metavar="MS,MS,..."))
+    step_ms: str = option("0.4,2,10", "durations of a step", Limits(metavar="MS,MS,..."))
     rows: str = option("1,64,256", "sequences that run at once", LIST)
     steps: int = option(100, "tokens of each sequence, one per step", Limits(low=2))
     no_http: bool = option(False, "leave out the runs behind the HTTP server")
-    processes: str = option("1", "processes of that server: 1, 2 or 1,2", LIST)
+    processes: str = option("1", "processes of the server: 1, 2 or 1,2", LIST)
     repeats: int = option(1, "repeats; medians and spread are shown", Limits(low=1))
 
 
@@ -178,22 +178,22 @@ class HostileOptions:
 
 
 def integers(text: str, *, flag: str) -> tuple[int, ...]:
-    """The numbers of a list such as `1,8,32`."""
+    """Parses a list such as `1,8,32`."""
     try:
         numbers = tuple(int(part) for part in text.split(","))
     except ValueError:
         numbers = ()
     if not numbers or min(numbers) < 1:
-        raise ConfigError(f"{flag} {text}: must be integers from 1 with commas between them")
+        raise ConfigError(f"{flag} {text}: must be positive integers separated by commas")
     return numbers
 
 
 def numbers(text: str, *, flag: str) -> tuple[float, ...]:
-    """The numbers of a list such as `0.4,2,10`."""
+    """Parses a list such as `0.4,2,10`."""
     try:
         found = tuple(float(part) for part in text.split(","))
     except ValueError:
         found = ()
     if not found or min(found) <= 0:
-        raise ConfigError(f"{flag} {text}: must be numbers above 0 with commas between them")
+        raise ConfigError(f"{flag} {text}: must be positive numbers separated by commas")
     return found

@@ -1,7 +1,8 @@
-"""How busy the whole host keeps a device, for devices of any speed: the device only sleeps.
+"""`aserve bench overlap-sim` measures the share of time in which the host keeps a device busy.
 
-Everything else is real: actors, text, and over HTTP the server with streaming clients in a process
-of their own. Busy is (time asleep) / (time from the first start to the last wake).
+The device only sleeps, so it can have any speed. Everything else is real: actors, text, and with
+HTTP also the server, with streaming clients in another process. Busy is (time asleep) / (time from
+the first start to the last wake).
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ MAX_BATCHED_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`depth` steps in flight; behind a server of so many `processes`, or with 0 in the embedded
-    engine.
+    """One setting. `depth` is the number of steps in flight. `processes` is the number of server
+    processes, or 0 for the embedded engine.
     """
 
     step_ms: float
@@ -64,12 +65,12 @@ class Case:
         return "busy" + where + "_depth1" * (self.depth == 1)
 
 
-Run: TypeAlias = tuple[int, Sequence[Nap]]  # the tokens that came back, and how the device slept
+Run: TypeAlias = tuple[int, Sequence[Nap]]  # the number of output tokens, and the device's steps
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """`gap_us`: from a wake to the next start; at depth 1 from a result to what follows it."""
+    """The figures of one run. `gap_us` is the median time from a wake to the next start."""
 
     busy: float
     gap_us: float
@@ -104,12 +105,12 @@ NOTE = (
 
 
 def servers_of(options: OverlapSimOptions) -> tuple[int, ...]:
-    """The numbers of processes of the servers that are measured."""
+    """Returns the numbers of server processes to measure."""
     if options.no_http:
         return ()
     counts = integers(options.processes, flag="--processes")
     if max(counts) > 2:
-        raise ConfigError(f"--processes {options.processes}: a server has 1 or 2 of them")
+        raise ConfigError(f"--processes {options.processes}: must be 1, 2 or 1,2")
     return counts
 
 
@@ -121,7 +122,7 @@ def measured(naps: Sequence[Nap]) -> Measured:
 
 
 class Simulation:
-    """One load after the other: as many streams as rows, all of one length."""
+    """Runs loads with as many streams as rows, all of the same length."""
 
     def __init__(self, resolved: Resolved, options: OverlapSimOptions) -> None:
         self._resolved = resolved
@@ -130,8 +131,10 @@ class Simulation:
         self._windows = TokenWindows(self._tokenizer, seed=0)
 
     async def naps(self, case: Case) -> Sequence[Nap]:
-        """The garbage collector is treated as the server treats it: what lives long is frozen."""
-        run_load = (self._embed, self._serve, self._serve_beside)[case.processes]
+        """Runs one load and returns the device's steps. Long-lived objects are frozen for the
+        garbage collector, as in the server.
+        """
+        run_load = (self._embed, self._serve, self._serve_two_processes)[case.processes]
         gc.collect()
         gc.freeze()
         try:
@@ -140,7 +143,7 @@ class Simulation:
             gc.unfreeze()
         if num_tokens != case.num_rows * self._num_tokens:
             asked = f"{case.num_rows} x {self._num_tokens}"
-            raise BugError(f"{case.key}: {num_tokens} tokens came back, and {asked} were asked for")
+            raise BugError(f"{case.key}: got {num_tokens} tokens instead of {asked}")
         return naps
 
     async def _embed(self, case: Case, resolved: Resolved) -> Run:
@@ -163,7 +166,7 @@ class Simulation:
         num_tokens = await self._ask_server(case, resolved, InThisProcess(lambda _: loaded))
         return num_tokens, executor.naps
 
-    async def _serve_beside(self, case: Case, resolved: Resolved) -> Run:
+    async def _serve_two_processes(self, case: Case, resolved: Resolved) -> Run:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "naps"
             settings = Settings(self._spec(case), case.step_ms / 1e3, str(path))
@@ -201,7 +204,7 @@ class Simulation:
         return msgspec.json.decode(output.splitlines()[-1], type=_Counted).total_output_tokens
 
     def _spec(self, case: Case) -> EngineSpec:
-        """Rows and pages for everybody: nobody waits, nobody is retracted."""
+        """There are rows and pages for all requests, so none waits and none is retracted."""
         max_len = 2 * PROMPT_LEN + self._num_tokens
         num_pages = 1 + case.num_rows * (max_len // PAGE_SIZE + 2)
         return EngineSpec(

@@ -1,7 +1,6 @@
-"""The CPU as a device that notes when its events happen.
+"""`aserve bench relay` measures the time from a step's event on the device to its awaited token.
 
-It knows no step. `last_event_s` is written by the executor thread, and read on the loop between two
-steps.
+The bundled model runs on the CPU, with an idle event loop and with a saturated one.
 """
 
 from __future__ import annotations
@@ -33,34 +32,14 @@ from aserve.scheduling.scheduler import Scheduler
 from aserve.text.load import load_tokenizer
 from aserve.tiny import MODEL_DIR
 
-
-class TimedCpu(CpuDevice):
-    """NOTE: an event of the CPU has happened when it is made; it would be late elsewhere."""
-
-    __slots__ = ("last_event_s",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last_event_s = 0.0  # of `time.perf_counter`
-
-    def mark(self) -> Event:
-        self.last_event_s = time.perf_counter()
-        return super().mark()
-
-    def copy_out(self, values: Tensor, host: Tensor) -> Event:
-        event = super().copy_out(values, host)
-        self.last_event_s = time.perf_counter()
-        return event
-
-
 TITLE = "from a step's event to the awaited token"
 PROMPT_LEN = 16
 PAGE_SIZE = 16
 BUSY_S = 0.5e-3  # one callback of a busy loop
 NOTE = (
-    f"idle: the loop only awaits; saturated: callbacks of {BUSY_S * 1e3:g} ms without a pause, "
-    "of which a token waits for two: the one that runs and the one before its awaiter. "
-    "Aims: 300 us at p50 of an idle loop, 2,000 us at p99 of a saturated one."
+    f"idle: the loop only awaits; saturated: callbacks of {BUSY_S * 1e3:g} ms without a pause. "
+    "A token waits for two of them: the one that runs and the one before its awaiter. "
+    "Targets: 300 us at p50 of an idle loop, 2,000 us at p99 of a saturated one."
 )
 
 
@@ -77,8 +56,8 @@ def run(options: RelayOptions, _resolved: Resolved) -> BenchResult:
 
 @dataclass(slots=True)
 class Times:
-    """`resolve_us`: from the event to the token on the loop; `step_us`: from the launch to the
-    event.
+    """The times of all steps. `resolve_us` is from the event to the token on the loop. `step_us` is
+    from the launch to the event.
     """
 
     resolve_us: list[float] = field(default_factory=list)
@@ -114,8 +93,29 @@ async def _alternate(relay: Relay, *, num_repeats: int) -> dict[str, Times]:
     return found
 
 
+class TimedCpu(CpuDevice):
+    """A CPU device that records the time of its last event. The executor thread writes it, and the
+    loop reads it between two steps. NOTE: a CPU event has completed when it is recorded.
+    """
+
+    __slots__ = ("last_event_s",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last_event_s = 0.0  # in seconds of `time.perf_counter`
+
+    def mark(self) -> Event:
+        self.last_event_s = time.perf_counter()
+        return super().mark()
+
+    def copy_out(self, values: Tensor, host: Tensor) -> Event:
+        event = super().copy_out(values, host)
+        self.last_event_s = time.perf_counter()
+        return event
+
+
 class Relay:
-    """Awaits one step at a time; what the next one is, the scheduler says."""
+    """Runs the scheduler's steps one at a time."""
 
     def __init__(self, executor: TorchExecutor, device: TimedCpu, options: RelayOptions) -> None:
         self._executor = executor
@@ -125,7 +125,7 @@ class Relay:
         self._scheduler = Scheduler(executor.spec)
 
     async def run(self, times: Times) -> None:
-        """All rows decode together; the first step, their prefill, is not counted."""
+        """Decodes all rows together. The first step, which is the prefill, is not counted."""
         counted = Times()
         events: list[SchedulerEvent] = [
             self._request(number) for number in range(self._options.rows)
@@ -148,17 +148,17 @@ class Relay:
         times.step_us.append((event_s - launched_s) * 1e6)
         result = await ticket
         if not isinstance(result, StepResult):
-            raise BugError(f"step {batch.iteration} gave {result}")
+            raise BugError(f"step {batch.iteration} failed: {result}")
         return result
 
     def _request(self, number: int) -> AdmitRequest:
-        """As many tokens as there are steps to count, and one from the prefill."""
+        """A request with one token from the prefill and one from each step to count."""
         sampling = SamplingParams(seed=0, temperature=0.0, max_tokens=self._options.steps + 1)
         return AdmitRequest(f"row-{number}", pack_i32(self._windows.ids(PROMPT_LEN)), sampling)
 
 
 class BusyLoop:
-    """While it is entered, the running loop is never idle: one callback follows the other."""
+    """Keeps the running loop busy with callbacks while the context is open."""
 
     def __init__(self) -> None:
         self.num_rounds = 0
@@ -187,7 +187,7 @@ class BusyLoop:
 
 
 def _build(device: TimedCpu, options: RelayOptions) -> TorchExecutor:
-    """The bundled model, one step in flight."""
+    """Builds an executor of the bundled model with one step in flight."""
     build_options = BuildOptions(
         model_dir=MODEL_DIR,
         page_size=PAGE_SIZE,

@@ -1,6 +1,6 @@
-"""`aserve bench report` draws pictures of figures that files hold; it measures nothing.
+"""`aserve bench report` draws charts of measurements that are stored in files.
 
-It draws one SVG for each curve of `scaling`, with one line per result, and one bar chart for a
+It draws one SVG for each curve of `scaling`, with one line per result, or one bar chart for a
 comparison of engines.
 """
 
@@ -20,7 +20,7 @@ from aserve.errors import ConfigError
 
 
 class Scaling(msgspec.Struct):
-    """The fields of the last line of `scaling` that are drawn."""
+    """The fields of the last line of `scaling` that the charts need."""
 
     curves: dict[str, Curve]
     machine: Machine
@@ -62,7 +62,7 @@ def _read_comparison(path: Path) -> Comparison:
 
 
 def _read_scaling(path: Path) -> Scaling:
-    """The file is the output of the bench, or its last line alone."""
+    """Reads the output of the benchmark, or only its last line."""
     try:
         lines = path.read_bytes().splitlines()
         return msgspec.json.decode(lines[-1], type=Scaling)
@@ -75,5 +75,7 @@ def _labels(options: ReportOptions, results: list[Scaling]) -> list[str]:
         return [f"{one.machine.cpu}, {one.machine.date[:10]}" for one in results]
     labels = options.labels.split(",")
     if len(labels) != len(results):
-        raise ConfigError(f"--labels {options.labels}: {len(labels)} for {len(results)} results")
+        raise ConfigError(
+            f"--labels {options.labels}: got {len(labels)} labels for {len(results)} results"
+        )
     return labels

@@ -27,7 +27,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least `percent` of them do not exceed; NaN of nothing."""
+    """Returns the smallest value that at least `percent` of the values do not exceed, or NaN."""
     if not values:
         return math.nan
     ordered = sorted(values)
@@ -35,18 +35,18 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def spread(values: Sequence[float]) -> float:
-    """(largest - smallest) / median: 0.1 says that the repeats agree within a tenth."""
+    """Returns (largest - smallest) / median."""
     return (max(values) - min(values)) / statistics.median(values)
 
 
-WIDE = 160  # columns of a page that is no terminal: nothing is cut
+WIDE = 160  # columns if the output is not a terminal, so that no table is cut
 
 Figures: TypeAlias = Mapping[str, object]  # what msgspec can write as JSON
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """`rows` hold texts as they are shown, one per column."""
+    """A table whose rows have one text per column."""
 
     title: str
     columns: Sequence[str]
@@ -55,7 +55,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """`notes` say what a reader must know to compare: what was measured, and what was left out."""
+    """The figures, for JSON, and their tables. `notes` explain what was measured."""
 
     figures: Figures
     tables: tuple[Table, ...]
@@ -63,7 +63,7 @@ class BenchResult:
 
 
 def show(name: str, result: BenchResult, machine: Machine) -> None:
-    """The tables, then the machine, then as the last line of stdout the JSON object."""
+    """Prints the tables, the notes and the machine, and the figures as JSON in the last line."""
     console = Console(width=None if sys.stdout.isatty() else WIDE)
     for table in result.tables:
         shown = RichTable(title=table.title, title_justify="left")
@@ -81,7 +81,7 @@ def show(name: str, result: BenchResult, machine: Machine) -> None:
 
 @contextlib.contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """What to call after each of the `total` parts."""
+    """Shows a progress bar, and yields the function to call after each of the `total` parts."""
     shown = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
     with shown:
         task = shown.add_task(what, total=total)

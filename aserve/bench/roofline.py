@@ -1,4 +1,4 @@
-"""The roofline of a model on this machine: the bytes and operations that a step needs at least."""
+"""The roofline of a model on this machine: the least bytes and operations of a step."""
 
 from __future__ import annotations
 
@@ -36,34 +36,38 @@ class Roofline:
         return (self.parameters.body + self.parameters.head) * self.weight_bits / 8e9
 
     def read_share(self, step_s: float) -> float:
-        """Of the memory's bandwidth, for one step that reads every weight once."""
+        """Returns the share of the memory bandwidth that a decode step uses. It reads every weight
+        once.
+        """
         return self._step_gb / step_s / self.limits.read_gb_per_s
 
     def matmul_share(self, num_tokens: int, prefill_s: float, *, num_rows: int) -> float:
-        """Of the matrix rate; attention is not counted, the head once per row."""
+        """Returns the share of the matrix rate that a prefill uses. Attention is not counted, and
+        the head counts once per row.
+        """
         products = self.parameters.body * num_tokens + self.parameters.head * num_rows
         return 2e-9 * products / prefill_s / self.limits.matmul_gflops
 
 
 def make_roofline(resolved: Resolved, *, limits_file: str | None) -> Roofline:
-    """Without a file the machine is measured."""
+    """Reads the limits from a file, or measures them."""
     is_dummy = resolved.model.load_format == "dummy"
     model_dir = resolve_model_dir(resolved.model_source, has_weights=not is_dummy)
     limits = read_limits(Path(limits_file)) if limits_file else measure_limits()
     loader, _ = make_loader(model_dir, resolved.model.model_impl)
-    wish = WeightRequest(
+    request = WeightRequest(
         resolved.model.dtype,
         loader.stored_dtype,
         loader.num_weights,
         resolved.model.quantization,
     )
-    weight_bits = open_device("cpu").weight_format(wish).weight_bits
+    weight_bits = open_device("cpu").weight_format(request).weight_bits
     return Roofline(count_parameters(model_dir), weight_bits, limits)
 
 
 class Parameters(msgspec.Struct, frozen=True):
-    """`head` is the product over the vocabulary, which a prompt needs at its last position only.
-    The table of input embeddings, of which a step reads a row per token, is in neither.
+    """The numbers of parameters. `head` is the LM head, which a prompt needs only at its last
+    position. Neither includes the input embeddings, because a step reads only one row per token.
     """
 
     body: int

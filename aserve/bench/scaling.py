@@ -1,7 +1,7 @@
-"""How cost grows: a decode step with the context, a prefilled token with the prompt, a host step
-with the rows, start and memory with the size of the model. `report` draws it.
+"""`aserve bench scaling` measures how cost grows: a decode step with the context, a prefill with
+the prompt, a host step with the rows, and start and memory with the size of the model.
 
-It measures nothing itself: each curve is another bench's measurement at several sizes.
+Each curve is another benchmark's measurement at several sizes. `report` draws them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def run(options: ScalingOptions, resolved: Resolved) -> BenchResult:
         for length in integers(options.contexts, flag="--contexts")
     ]
     prefills = [Shape(1, length, 2) for length in integers(options.prefills, flag="--prefills")]
-    starts = asyncio.run(_start_curves(options, resolved))  # first: one that fails costs no time
+    starts = asyncio.run(_start_curves(options, resolved))  # first, because a start may fail
     found = one_batch.measure(
         [*decodes, *prefills], resolved, repeats=options.repeats, prompt_seed=0, may_leave_out=True
     )
@@ -38,13 +38,13 @@ def run(options: ScalingOptions, resolved: Resolved) -> BenchResult:
     left_out = [shape.input_len for shape in found.left_out]
     notes = [f"{resolved.model_name}: {found.about}"]
     if left_out:
-        notes.append(f"left out, for the context or the KV pool is too short: {left_out}")
+        notes.append(f"lengths left out, because they exceed the context or KV cache: {left_out}")
     figures = {"curves": curves, "engine": found.about, "left_out": left_out}
     return BenchResult(figures, tuple(map(_table, curves, curves.values())), tuple(notes))
 
 
 def _decode_curve(shapes: list[Shape], found: Found) -> Curve:
-    """Milliseconds of a step by tokens before it."""
+    """Returns ms per step by tokens of context."""
     return {
         shape.input_len: median([one.step_s for one in found.batches[shape]]) * 1e3
         for shape in shapes
@@ -53,7 +53,7 @@ def _decode_curve(shapes: list[Shape], found: Found) -> Curve:
 
 
 def _prefill_curve(shapes: list[Shape], found: Found) -> Curve:
-    """Milliseconds per token by tokens of the prompt."""
+    """Returns ms per token by tokens of the prompt."""
     return {
         shape.input_len: median([one.prefill_s for one in found.batches[shape]])
         / shape.input_len
@@ -64,7 +64,7 @@ def _prefill_curve(shapes: list[Shape], found: Found) -> Curve:
 
 
 def _host_curve(options: ScalingOptions) -> Curve:
-    """Milliseconds of a host step by running requests."""
+    """Returns ms per host step by running requests."""
     found = host_step.measure(HostStepOptions(rows=options.rows, repeats=options.repeats))
     return {
         num_rows: median([one.median_us for one in repeats]) / 1e3
@@ -73,7 +73,7 @@ def _host_curve(options: ScalingOptions) -> Curve:
 
 
 async def _start_curves(options: ScalingOptions, resolved: Resolved) -> dict[str, Curve]:
-    """Seconds until a server is ready, and gigabytes of memory then, by millions of parameters."""
+    """Returns the seconds until a server is ready and its memory in GB, by million parameters."""
     starts: dict[float, ServerStart] = {}
     models = options.models.split(",") if options.models else [resolved.model_source]
     with progress("starts", len(models)) as done:
@@ -87,7 +87,7 @@ async def _start_curves(options: ScalingOptions, resolved: Resolved) -> dict[str
 
 
 def _flags(model: str, resolved: Resolved) -> list[str]:
-    """What decides about a model's form; all else is the server's default."""
+    """Returns the flags of `aserve serve` that describe a model."""
     given = resolved.model
     flags = ["--model", model, "--load-format", given.load_format, "--model-impl", given.model_impl]
     flags += ["--dtype", given.dtype]

@@ -1,6 +1,6 @@
-"""A load of streamed requests to any OpenAI-compatible server, measured at the client.
+"""`aserve bench serve` measures any OpenAI-compatible server with a load of streamed requests.
 
-Must not know the server's inside: what it reports came over HTTP, and its CPU time from /proc.
+All times are measured at the client. The CPU time of a local server is read from /proc.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from aserve.tiny import MODEL_DIR
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 CONNECT_S = 30.0
-# A directory without a tokenizer has token ids as words, as its server has.
+# With these options a directory without a tokenizer gets the numeric one, as in the server.
 PROMPTS = ModelOptions(load_format="dummy", generation_config="none")
 
 Body = dict[str, object]
@@ -56,7 +56,7 @@ def run(options: ServeOptions, _resolved: Resolved) -> BenchResult:
 
 
 class Run(msgspec.Struct, frozen=True):
-    """One repeat; `cpu_s` is what the server's processes took, if it is known."""
+    """One repeat. `cpu_s` is the CPU time of the server's processes, if it is known."""
 
     answers: list[Answer]
     duration_s: float
@@ -64,7 +64,7 @@ class Run(msgspec.Struct, frozen=True):
 
 
 async def _measure(options: ServeOptions) -> tuple[str, list[Run]]:
-    """The name of the model, and the repeats."""
+    """Returns the name of the model and the repeats."""
     tokenizer = load_text(Path(options.tokenizer or MODEL_DIR), PROMPTS).tokenizer
     windows = TokenWindows(tokenizer, seed=options.seed)
     total = options.num_warmups + options.repeats * options.num_prompts
@@ -88,7 +88,7 @@ async def _measure(options: ServeOptions) -> tuple[str, list[Run]]:
 
 
 class Client:
-    """Asks one server; `run` gives one repeat."""
+    """Sends the requests to one server. `run` is one repeat."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ def _body(text: str, model: str, options: ServeOptions) -> Body:
 
 
 def _settings(options: ServeOptions, model: str) -> dict[str, object]:
-    """NOTE: JSON has no infinity."""
+    """Returns the options for the JSON output, which has no infinity, without the API key."""
     settings = dataclasses.asdict(options) | {"model_id": model}
     if math.isinf(options.request_rate):
         settings["request_rate"] = "inf"

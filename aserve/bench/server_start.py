@@ -1,6 +1,6 @@
-"""`aserve serve` in a process of its own: how long until it is ready, and its memory then.
+"""Starts `aserve serve` in another process, and measures its start time and its memory.
 
-It asks the process nothing: ready is when it says its address, and memory is in /proc.
+The server is ready when it prints its address. Its memory is read from /proc.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from aserve.bench.cpu_time import living
+from aserve.bench.cpu_time import process_tree
 from aserve.errors import ConfigError
 
 READY = re.compile(r"^aserve: .* at (http://[^\s,]+)")
@@ -28,7 +28,7 @@ KIB = 1024
 
 class ServerStart(msgspec.Struct, frozen=True):
     ready_s: float  # from the start of the command
-    memory_bytes: int  # resident, when it is ready, of all its processes
+    memory_bytes: int  # resident memory of all its processes, once it is ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,12 @@ class RunningServer:
 
 async def start_server(*options: str) -> ServerStart:
     async with serving(*options) as server:
-        return ServerStart(server.ready_s, sum(map(resident_bytes, living(server.pid))))
+        return ServerStart(server.ready_s, sum(map(resident_bytes, process_tree(server.pid))))
 
 
 @contextlib.asynccontextmanager
 async def serving(*options: str) -> AsyncIterator[RunningServer]:
-    """Until it is left; what the server says meanwhile is dropped."""
+    """Runs a server while the context is open. Its further output is dropped."""
     start_s = time.perf_counter()
     command = (sys.executable, "-m", "aserve", "serve", "--port", "0", *options)
     process = await create_subprocess_exec(*command, stdout=PIPE, stderr=STDOUT)
@@ -60,7 +60,7 @@ async def serving(*options: str) -> AsyncIterator[RunningServer]:
 
 
 async def _ready(process: Process) -> str:
-    """The address that it says."""
+    """Waits until the server prints its address, and returns it."""
     assert process.stdout is not None
     lines = []
     async for line in process.stdout:
@@ -74,5 +74,5 @@ def resident_bytes(process: Path) -> int:
     status = (process / "status").read_text()
     found = re.search(r"^VmRSS:\s+(\d+) kB$", status, re.MULTILINE)
     if found is None:
-        raise ConfigError("this system does not tell a process's memory (VmRSS)")
+        raise ConfigError("this system does not report the memory of a process (VmRSS)")
     return int(found[1]) * KIB

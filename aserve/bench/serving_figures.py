@@ -1,6 +1,6 @@
 """Computes the figures of a load of streamed requests, named as in `vllm bench serve`.
 
-Units are milliseconds, tokens and requests per second.
+Latencies are in milliseconds, and throughputs in tokens or requests per second.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from aserve.bench.result import Table, mean, median, percentile
 from aserve.bench.streamed import Answer
 from aserve.errors import ConfigError
 
-GOODS = ("ttft", "tpot", "e2el")
+GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
 def serving_figures(
@@ -40,13 +40,13 @@ def serving_figures(
         **_times("e2el", [answer.e2el_s for answer in good]),
     }
     if limits_ms:
-        num_kept = sum(_keeps(answer, limits_ms) for answer in good)
-        figures["request_goodput"] = num_kept / duration_s
+        num_within = sum(_is_within(answer, limits_ms) for answer in good)
+        figures["request_goodput"] = num_within / duration_s
     return figures
 
 
 def medians_of(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of each figure over the repeats; a count stays a count."""
+    """Returns the median of each figure over the repeats. The median of integers is an integer."""
     return {name: _median([one[name] for one in runs]) for name in runs[0]}
 
 
@@ -59,7 +59,7 @@ def figures_table(title: str, figures: Mapping[str, float]) -> Table:
 
 
 def read_goodput(text: str | None) -> dict[str, float]:
-    """Milliseconds by name, out of `ttft:200,tpot:50`."""
+    """Parses limits such as `ttft:200,tpot:50` to milliseconds by name."""
     limits = {}
     for part in text.replace(",", " ").split() if text else ():
         name, _, value = part.partition(":")
@@ -67,14 +67,16 @@ def read_goodput(text: str | None) -> dict[str, float]:
             limits[name] = float(value)
         except ValueError:
             name = ""
-        if name not in GOODS:
-            known = ", ".join(GOODS)
+        if name not in GOODPUT_METRICS:
+            known = ", ".join(GOODPUT_METRICS)
             raise ConfigError(f"--goodput {part}: must be NAME:MILLISECONDS with one of {known}")
     return limits
 
 
-def _keeps(answer: Answer, limits_ms: Mapping[str, float]) -> bool:
-    """What an answer does not have (an answer of one token: no TPOT) cannot be too slow."""
+def _is_within(answer: Answer, limits_ms: Mapping[str, float]) -> bool:
+    """Returns whether the answer meets all limits. An answer of one token has no TPOT, and meets
+    its limit.
+    """
     times = {"ttft": answer.ttft_s, "tpot": answer.tpot_s, "e2el": answer.e2el_s}
     return all((times[name] or 0.0) * 1e3 <= limit for name, limit in limits_ms.items())
 

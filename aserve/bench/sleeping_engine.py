@@ -1,7 +1,7 @@
-"""A device that takes time and nothing else: a thread that sleeps as long as a real step would run.
+"""An executor whose device only sleeps, for as long as a real step would run.
 
-It sleeps without the interpreter lock, like a GPU. A step's result is there after its sleep, never
-before. It computes nothing. `naps` is written by the device's thread alone.
+It sleeps in a thread without the interpreter lock, so the host is as free as beside a GPU. A step's
+result arrives after its sleep. Only the device's thread writes `naps`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from aserve.messages.results import StepResult
 from aserve.messages.step import Resync, Sample, ScheduleBatch
 from aserve.processes.engine import main
 
-FIRST_TOKEN = 256  # ids below may be special, and have no text
+FIRST_TOKEN = 256  # lower ids may be special tokens, which have no text
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Nap:
 
 
 class SleepingExecutor:
-    """Implements core.LocalExecutor."""
+    """A LocalExecutor that samples arbitrary tokens."""
 
     def __init__(self, spec: EngineSpec, *, step_s: float) -> None:
         self.spec = spec
@@ -62,7 +62,7 @@ class SleepingExecutor:
         self._worker.start()
 
     async def warm_up(self) -> None:
-        """A sleep needs none."""
+        """Does nothing, because the device has nothing to warm up."""
 
     def launch(self, *batches: ScheduleBatch) -> StepTicket:
         [batch] = batches
@@ -71,10 +71,10 @@ class SleepingExecutor:
         return ticket
 
     def sample(self, sample: Sample) -> StepTicket:
-        raise BugError(f"step {sample.iteration} holds rows, and this load has no grammars")
+        raise BugError(f"step {sample.iteration} has held rows, but this load has no grammars")
 
     def resync(self, resync: Resync) -> None:
-        raise BugError(f"step {resync.iteration} comes after a failure, and sleeping never fails")
+        raise BugError(f"step {resync.iteration} follows a failure, but this device never fails")
 
     def close(self) -> None:
         self._is_closing.set()
@@ -92,7 +92,7 @@ class SleepingExecutor:
 
     def _ended(self, error: BaseException | None) -> None:
         if error is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended, too
+            with contextlib.suppress(RuntimeError):  # the loop may be closed
                 self._loop.call_soon_threadsafe(self._report_death, error)
 
     def _report_death(self, error: BaseException) -> None:
@@ -101,7 +101,7 @@ class SleepingExecutor:
 
 
 def _result_of(batch: ScheduleBatch, spec: EngineSpec) -> StepResult:
-    """A token for each row that samples, other ones in each step."""
+    """Returns one token for each row that samples. Each step has another token."""
     num_samples = len(array_i32(batch.sample_rows))
     token = FIRST_TOKEN + batch.iteration % (spec.vocab_size - FIRST_TOKEN)
     return StepResult(
@@ -113,7 +113,9 @@ def _result_of(batch: ScheduleBatch, spec: EngineSpec) -> StepResult:
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """As JSON on the command line; `naps_path` is where the naps are written at the end."""
+    """The settings of the engine process, which its command line has as JSON. It writes its naps to
+    `naps_path` at the end.
+    """
 
     spec: EngineSpec
     step_s: float

@@ -1,7 +1,4 @@
-"""An executor without an engine around it: started, warm, and closed at the end.
-
-It does not know what is run on it.
-"""
+"""Runs requests on a scheduler and an executor directly, without actors."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from aserve.scheduling.scheduler import Scheduler
 
 @contextlib.asynccontextmanager
 async def running(executor: LocalExecutor) -> AsyncIterator[None]:
-    """NOTE: what is still in flight when it is left runs to its end first."""
+    """Starts and warms up an executor, and closes it at the end, after the steps in flight."""
     executor.start(asyncio.get_running_loop())
     try:
         await executor.warm_up()
@@ -36,7 +33,9 @@ async def running(executor: LocalExecutor) -> AsyncIterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """In seconds of `time.perf_counter`: given to the executor, and back on the loop."""
+    """The times at which a step was launched and its result was back on the loop, in seconds of
+    `time.perf_counter`.
+    """
 
     stats: StepStats
     launched_s: float
@@ -44,7 +43,7 @@ class StepTime:
 
 
 class StepDriver:
-    """Serves one load after the other; the state that lives on is the scheduler's."""
+    """Runs one load after the other with the same scheduler."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -52,7 +51,9 @@ class StepDriver:
         self._flights: deque[tuple[StepStats, float, Ticket]] = deque()
 
     async def run(self, requests: Sequence[AdmitRequest]) -> list[StepTime]:
-        """All steps until every request has ended; a refusal and a failed step are raised."""
+        """Runs until every request has ended, and returns the times of all steps. Raises if a
+        request is refused or a step fails.
+        """
         times: list[StepTime] = []
         self._step(list(requests))
         while self._flights:
@@ -82,7 +83,7 @@ class StepDriver:
 
 
 def result_of(batch: ScheduleBatch, *, vocab_size: int) -> StepResult:
-    """One token for each row that samples."""
+    """Returns a result with one token for each row that samples."""
     num_samples = len(array_i32(batch.sample_rows))
     return StepResult(
         iteration=batch.iteration,

@@ -1,7 +1,7 @@
-"""One streamed request of an OpenAI-compatible server, and when its parts came.
+"""Sends one streamed request to an OpenAI-compatible server and times its chunks.
 
-It does not know how many others run. Times are seconds of the client's clock: TTFT until the first
-part of the answer, ITL between two parts, E2EL until the answer ended.
+Times are in seconds on the client's clock: TTFT until the first chunk of the answer, ITL between
+two chunks, E2EL until the end of the answer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 
 @dataclass(slots=True)
 class Answer:
-    """What one request got; `error` says why it is not a whole answer."""
+    """The times and token counts of one answer. `error` is not empty if the request failed."""
 
     ttft_s: float | None = None
     e2el_s: float = 0.0
@@ -28,14 +28,14 @@ class Answer:
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per token after the first; an answer of one token has none."""
+        """The time per output token after the first. An answer of one token has none."""
         if self.ttft_s is None or self.completion_tokens < 2:
             return None
         return (self.e2el_s - self.ttft_s) / (self.completion_tokens - 1)
 
 
 async def ask(session: aiohttp.ClientSession, url: str, body: Mapping[str, object]) -> Answer:
-    """Whatever goes wrong with this request is its answer."""
+    """Sends a request and returns its answer. Errors do not raise; they are in `answer.error`."""
     answer = Answer()
     start_s = time.perf_counter()
     try:
@@ -53,7 +53,7 @@ async def ask(session: aiohttp.ClientSession, url: str, body: Mapping[str, objec
 async def _post(
     session: aiohttp.ClientSession, url: str, body: Mapping[str, object]
 ) -> aiohttp.ClientResponse:
-    """Once more if the server had closed a connection that it kept alive: nothing was asked yet."""
+    """Sends a request, and repeats it once if the server had closed the kept-alive connection."""
     try:
         return await session.post(url, json=body)
     except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError):
@@ -61,8 +61,8 @@ async def _post(
 
 
 async def _read(lines: aiohttp.StreamReader, answer: Answer, *, start_s: float) -> None:
-    """A server that sends no usage has its parts counted, as if each were one token."""
-    num_parts = 0
+    """Reads the chunks. If the server sends no usage, each chunk counts as one token."""
+    num_chunks = 0
     last_s = start_s
     async for line in lines:
         if not line.startswith(b"data:") or line.startswith(b"data: [DONE]"):
@@ -72,17 +72,17 @@ async def _read(lines: aiohttp.StreamReader, answer: Answer, *, start_s: float) 
             answer.error = msgspec.json.encode(chunk.error).decode()
         if chunk.usage is not None:
             _count(chunk.usage, answer)
-        if not chunk.choices or not chunk.choices[0].is_part:
+        if not chunk.choices or not chunk.choices[0].has_token:
             continue
         now_s = time.perf_counter()
-        if num_parts:
+        if num_chunks:
             answer.itls_s.append(now_s - last_s)
         else:
             answer.ttft_s = now_s - start_s
-        num_parts, last_s = num_parts + 1, now_s
-    answer.completion_tokens = answer.completion_tokens or num_parts
+        num_chunks, last_s = num_chunks + 1, now_s
+    answer.completion_tokens = answer.completion_tokens or num_chunks
     if not answer.completion_tokens and not answer.error:
-        answer.error = "no token came back"
+        answer.error = "the answer has no token"
 
 
 class _Delta(msgspec.Struct):
@@ -96,8 +96,10 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
     @property
-    def is_part(self) -> bool:
-        """Some tokens decode to no text: a chunk that doesn't end the answer counts as well."""
+    def has_token(self) -> bool:
+        """True for a chunk with text, and for one without that does not end the answer, because
+        some tokens have no text.
+        """
         delta = self.delta or _Delta()
         return bool(self.text or delta.content or delta.reasoning_content or not self.finish_reason)
 

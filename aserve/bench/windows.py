@@ -1,7 +1,7 @@
-"""Makes prompts: windows of the token ids of real text, no two of which begin alike in a run.
+"""Makes prompts: windows of the token ids of a real text, which all begin differently.
 
-The text is source code of Python's standard library; a
-tokenizer that has no words for it (one of a model with random weights) gets random ids instead.
+The text is source code of Python's standard library. A tokenizer that does not know its words, such
+as the numeric one, gets random ids instead.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pathlib import Path
 from aserve.text.tokenizer import TextTokenizer
 
 SOURCES = ("argparse", "inspect", "tarfile", "typing")
-HEAD = 8  # ids that tell two windows apart: less than a page of a prefix cache usually holds
-MIN_DISTINCT = 256  # ids that a text has at least if the tokenizer knows it
+HEAD = 8  # the ids in which all windows differ: fewer than a page of a prefix cache usually has
+MIN_DISTINCT = 256  # a tokenizer that knows the text makes at least so many distinct ids of it
 NUM_RANDOM = 1 << 17
-DRAWS = 100  # tries to find a text that the tokenizer reads as it was cut
+DRAWS = 100  # tries to find a window whose text encodes to the same number of ids
 
 
 class TokenWindows:
-    """`seed` decides all windows. Written by `ids` alone: how those that were given begin."""
+    """Draws windows. `seed` determines all of them. Only `ids` writes the heads seen so far."""
 
     def __init__(self, tokenizer: TextTokenizer, *, seed: int) -> None:
         self._tokenizer = tokenizer
@@ -31,7 +31,7 @@ class TokenWindows:
             self._text = self._random.choices(range(tokenizer.vocab_size), k=NUM_RANDOM)
 
     def ids(self, length: int) -> list[int]:
-        """A window shorter than a head may come again; one longer than the text goes round."""
+        """Returns a window. Windows shorter than HEAD may repeat, and long ones wrap around."""
         while len(self._text) <= length:
             self._text += self._text
         while True:
@@ -43,7 +43,7 @@ class TokenWindows:
                 return window
 
     def text(self, length: int) -> str:
-        """Of exactly `length` tokens where there is such a window, else of about as many."""
+        """Returns a text of `length` tokens, or of about as many if no such window is found."""
         for _ in range(DRAWS):
             text = self._tokenizer.decode(self.ids(length))
             if len(self._tokenizer.encode(text, with_special=False)) == length:

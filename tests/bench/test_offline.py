@@ -62,7 +62,7 @@ def test_an_unknown_scenario_is_named_beside_the_known(capsys: Captured) -> None
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--preset", "peers"], "prefill takes 2049 tokens, and the model's context has 1024"),
+        (["--preset", "peers"], "prefill needs 2049 tokens, but the model's context has 1024"),
         (["--input-len", "1020", "--output-len", "5"], "1025 tokens"),
         (["--num-pages", "4", "--input-len", "100"], "pages"),
     ],
@@ -93,5 +93,5 @@ async def test_an_engine_that_gives_too_few_tokens_is_not_fast_but_wrong() -> No
         return num_new - 1
 
     times = BatchTimes(Scenario("b1", num_prompts=1, input_len=2, output_len=3))
-    with pytest.raises(BugError, match="2 tokens came back of 1 x 3"):
+    with pytest.raises(BugError, match="got 2 tokens instead of 1 x 3"):
         await times.add(lazy, [[1, 2]], 3)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 
-from aserve.bench.cpu_time import living
+from aserve.bench.cpu_time import process_tree
 
 WAIT = "print('here', flush=True)\ninput()\n"
 START_ANOTHER = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {WAIT!r}])\n"
@@ -19,7 +19,7 @@ def start(code: str, started: list[subprocess.Popen[bytes]]) -> None:
 
 
 def test_children_of_every_thread_and_theirs_belong_to_it() -> None:
-    before = list(living(os.getpid()))
+    before = list(process_tree(os.getpid()))
     started: list[subprocess.Popen[bytes]] = []
     has_started, may_end = threading.Event(), threading.Event()
 
@@ -35,7 +35,7 @@ def test_children_of_every_thread_and_theirs_belong_to_it() -> None:
     for child in started:
         assert child.stdout is not None
         assert child.stdout.readline() == b"here\n"
-    found = [process.name for process in living(os.getpid()) if process not in before]
+    found = [process.name for process in process_tree(os.getpid()) if process not in before]
     for child in started:
         child.communicate(b"\n")
     may_end.set()

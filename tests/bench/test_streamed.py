@@ -61,7 +61,7 @@ async def test_a_refusal_and_an_empty_stream_are_errors() -> None:
     async with asked(lambda: web.Response(status=429, text="queue full")) as answer:
         assert answer.error == "429: queue full"
     async with asked(events()) as answer:
-        assert answer.error == "no token came back"
+        assert answer.error == "the answer has no token"
 
 
 async def test_a_connection_that_breaks_is_the_answers_error() -> None:
