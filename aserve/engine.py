@@ -123,7 +123,7 @@ class Engine:
             raise ConfigError(f"options were given twice: resolved and {', '.join(options)}")
         self._resolved = resolved or _resolve(options)
         self._loader = loader
-        self._app = Frontend(self._resolved, codec=codec)
+        self._frontend = Frontend(self._resolved, codec=codec)
         self._draw_seed = seed_source(self._resolved.debug.seed)
         self._numbers = itertools.count(1)
         self._loop_thread: LoopThread | None = None
@@ -131,10 +131,10 @@ class Engine:
 
     async def __aenter__(self) -> Engine:
         async with contextlib.AsyncExitStack() as undo:
-            undo.push_async_callback(self._app.close)
+            undo.push_async_callback(self._frontend.close)
             loaded = await in_thread(lambda: self._loader(self._resolved), name="load")
             self._max_rows = loaded.executor.spec.max_rows
-            await self._app.start(loaded)
+            await self._frontend.start(loaded)
             undo.pop_all()
         return self
 
@@ -144,7 +144,7 @@ class Engine:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await self._app.close()
+        await self._frontend.close()
 
     def __enter__(self) -> Engine:
         with contextlib.ExitStack() as undo:
@@ -163,7 +163,7 @@ class Engine:
     ) -> None:
         thread, self._loop_thread = self._running_thread(), None
         try:
-            thread.call(self._app.close())
+            thread.call(self._frontend.close())
         finally:
             thread.close()
 
@@ -226,10 +226,10 @@ class Engine:
         return self._loop_thread
 
     async def _chunks(self, request: GenerateRequest) -> AsyncGenerator[OutputChunk, None]:
-        refusal = self._app.state.refusal()
+        refusal = self._frontend.state.refusal()
         if refusal is not None:
             raise refusal
-        request_stream = self._app.gateway.open(request)
+        request_stream = self._frontend.gateway.open(request)
         try:
             async for chunk in request_stream:
                 if chunk.error is not None:
@@ -271,7 +271,7 @@ class Engine:
             max_tokens=asked.max_tokens,
             logprobs=asked.logprobs,
             draw_seed=self._draw_seed,
-            defaults=self._app.state.defaults,
+            defaults=self._frontend.state.defaults,
         )
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=asked.prompt_logprobs)
         request_id = f"request-{next(self._numbers)}"

@@ -47,8 +47,8 @@ class Server:
         self._launcher = launcher
         self._ending = asyncio.Event()  # set by a signal, or by the death of an actor
         self._waits = Waits()
-        self._app = Frontend(resolved, on_death=self._ending.set)
-        self._http = connect_http(self._app)
+        self._frontend = Frontend(resolved, on_death=self._ending.set)
+        self._http = connect_http(self._frontend)
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -59,41 +59,41 @@ class Server:
             await self._serve()
         finally:
             await self._http.stop()
-            await self._app.close()
-        return 1 if self._app.failure else 0
+            await self._frontend.close()
+        return 1 if self._frontend.failure else 0
 
     async def _serve(self) -> None:
         logger.info("loading model=%s address=%s", self._resolved.model_source, self.address)
         try:
-            launched = await self._launcher.launch(self._app, self._waits)
+            launched = await self._launcher.launch(self._frontend, self._waits)
         except Stopped:
             return
         gc.collect()
         gc.freeze()  # PERF: later collections skip the objects that live as long as the process
         announce(self._resolved, launched, self.address)
         await self._ending.wait()
-        await self._app.drain(self._resolved.server.drain_timeout)
+        await self._frontend.drain(self._resolved.server.drain_timeout)
 
     def _signalled(self) -> None:
         """Starts to drain at the first signal. The second one ends open requests at once."""
         if self._ending.is_set():
-            self._app.end_all(ShuttingDown("the server was stopped").info())
+            self._frontend.end_all(ShuttingDown("the server was stopped").info())
         self._ending.set()
         self._waits.end()
 
 
-def connect_http(app: Frontend) -> HttpServer:
+def connect_http(frontend: Frontend) -> HttpServer:
     """Builds the HTTP server in front of an engine that may still be loading."""
-    resolved = app.resolved
+    resolved = frontend.resolved
     return HttpServer(
         HttpContext(
-            gateway=app.gateway,
-            state=app.state,
+            gateway=frontend.gateway,
+            state=frontend.state,
             options=resolved.server,
             model_names=(resolved.model_name,),
             created=int(time.time()),
-            registry=app.metrics.registry,
-            tokenize_service=app.tokenize_service,
+            registry=frontend.metrics.registry,
+            tokenize_service=frontend.tokenize_service,
             draw_seed=seed_source(resolved.debug.seed),
         )
     )

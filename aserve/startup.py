@@ -67,7 +67,7 @@ def _stop(future: asyncio.Future[T]) -> None:
 
 
 class Launcher(Protocol):
-    async def launch(self, app: Frontend, waits: Waits) -> Launched:
+    async def launch(self, frontend: Frontend, waits: Waits) -> Launched:
         """Returns when the frontend is ready. On an error it ends what it has started."""
 
 
@@ -75,9 +75,9 @@ class InThisProcess:
     def __init__(self, loader: Callable[[Resolved], Loaded] = load) -> None:
         self._loader = loader
 
-    async def launch(self, app: Frontend, waits: Waits) -> Launched:
-        loaded = await waits.until(in_thread(lambda: self._loader(app.resolved), name="load"))
-        await app.start(loaded)
+    async def launch(self, frontend: Frontend, waits: Waits) -> Launched:
+        loaded = await waits.until(in_thread(lambda: self._loader(frontend.resolved), name="load"))
+        await frontend.start(loaded)
         return Launched(loaded.executor.spec, loaded.executor.about)
 
 
@@ -87,19 +87,19 @@ class InItsOwnProcess:
     def __init__(self, command: Sequence[str] = ENGINE) -> None:
         self._command = command
 
-    async def launch(self, app: Frontend, waits: Waits) -> Launched:
-        resolved = app.resolved
+    async def launch(self, frontend: Frontend, waits: Waits) -> Launched:
+        resolved = frontend.resolved
         async with contextlib.AsyncExitStack() as undo:
             find = functools.partial(find_model, resolved)
             model_dir = await waits.until(in_thread(find, name="find"))
-            core = RemoteEngineCore(app.ports)
+            core = RemoteEngineCore(frontend.ports)
             undo.push_async_callback(core.close)
             start = Start(_without_key(resolved), str(model_dir), os.getcwd())
             await core.open(self._command, start)
             read_text = functools.partial(load_text, model_dir, resolved.model)
             text = await waits.until(in_thread(read_text, name="text"))
             ready = await waits.until(core.ready)
-            await app.join(core, text)
+            await frontend.join(core, text)
             undo.pop_all()
         return Launched(ready.spec, ready.about)
 

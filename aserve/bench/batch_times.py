@@ -54,8 +54,8 @@ class BatchTimes:
         num_tokens = await generate(prompts, num_new)
         took_s = time.perf_counter() - start_s
         if num_tokens != len(prompts) * num_new:
-            asked = f"{len(prompts)} x {num_new}"
-            raise BugError(f"{self.scenario.name}: got {num_tokens} tokens instead of {asked}")
+            expected = f"{len(prompts)} x {num_new}"
+            raise BugError(f"{self.scenario.name}: got {num_tokens} tokens instead of {expected}")
         self.seconds.setdefault(num_new, []).append(took_s)
         self.foreign.append(foreign.share())
 

@@ -14,7 +14,7 @@ from aserve.engine import Engine
 from aserve.messages.base import array_i32
 
 
-async def ask_engine(
+async def time_request(
     engine: Engine, prompt: list[int], *, max_tokens: int, temperature: float = 0.0
 ) -> Answer:
     """Generates exactly `max_tokens` tokens and times them. Raises the engine's errors."""

@@ -156,12 +156,12 @@ class Simulation:
         self._is_counting = False
 
     async def measure(self) -> Measured:
-        app = Frontend(self._resolved)
-        http = connect_http(app)
+        frontend = Frontend(self._resolved)
+        http = connect_http(frontend)
         address = await http.start()
         try:
             loaded = Loaded(self._executor, TextSide(self._tokenizer))
-            await InThisProcess(lambda _: loaded).launch(app, Waits())
+            await InThisProcess(lambda _: loaded).launch(frontend, Waits())
             connector = aiohttp.TCPConnector(limit=0)
             timeout = aiohttp.ClientTimeout(total=None)
             async with aiohttp.ClientSession(
@@ -170,7 +170,7 @@ class Simulation:
                 return await self._run(session)
         finally:
             await http.stop()
-            await app.close()
+            await frontend.close()
 
     async def _run(self, session: aiohttp.ClientSession) -> Measured:
         """Runs the flood until the light clients are done. The flood begins first, and each of its
@@ -208,13 +208,13 @@ class Simulation:
 
     async def _flood(self, session: aiohttp.ClientSession) -> None:
         while True:
-            await self._ask(session, FLOOD, self._options.flood_tokens)
+            await self._send(session, FLOOD, self._options.flood_tokens)
 
     async def _send_light(self, session: aiohttp.ClientSession, name: str) -> None:
         for _ in range(self._options.light_requests):
-            await self._ask(session, name, self._options.light_tokens)
+            await self._send(session, name, self._options.light_tokens)
 
-    async def _ask(self, session: aiohttp.ClientSession, name: str, max_tokens: int) -> None:
+    async def _send(self, session: aiohttp.ClientSession, name: str, max_tokens: int) -> None:
         key = name if self._load.has_own_keys else FLOOD
         prompt = self._windows.ids(self._options.prompt_len)
         body = {

@@ -23,33 +23,32 @@ def begin_times(count: int, *, rate: float, burstiness: float, seed: int) -> lis
     return times
 
 
-Ask = Callable[[], Awaitable[Answer]]
+Send = Callable[[], Awaitable[Answer]]
 
 
 async def run_load(
-    asks: Sequence[Ask],
+    sends: Sequence[Send],
     begins_s: Sequence[float],
     *,
     max_concurrency: int,
     done: Callable[[], None],
 ) -> tuple[list[Answer], float]:
-    """Returns the answers in the order of `asks`, and the total seconds. Raises the first exception
-    of an ask.
+    """Returns the answers in the order of `sends`, and the total seconds. Raises the first error.
 
     NOTE: latencies do not include the time that a request waits here for `max_concurrency`.
     """
     gate = asyncio.Semaphore(max_concurrency)
     start_s = time.perf_counter()
 
-    async def one(ask: Ask, begin_s: float) -> Answer:
+    async def one(send: Send, begin_s: float) -> Answer:
         wait_s = start_s + begin_s - time.perf_counter()
         if wait_s > 0:
             await asyncio.sleep(wait_s)
         async with gate:
-            answer = await ask()
+            answer = await send()
         done()
         return answer
 
-    pairs = zip(asks, begins_s, strict=True)
-    answers = await asyncio.gather(*(one(ask, begin_s) for ask, begin_s in pairs))
+    pairs = zip(sends, begins_s, strict=True)
+    answers = await asyncio.gather(*(one(send, begin_s) for send, begin_s in pairs))
     return answers, time.perf_counter() - start_s

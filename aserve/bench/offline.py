@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from aserve.bench.batch_times import PEERS, WARM_UP_LEN, Generate, Scenario
 from aserve.bench.batches import OURS, batch_result, measure_batches
-from aserve.bench.compared_engines import TransformersEngine, ask_engine
+from aserve.bench.compared_engines import TransformersEngine, time_request
 from aserve.bench.load import begin_times, run_load
 from aserve.bench.options import OfflineOptions
 from aserve.bench.result import BenchResult, progress, spread
@@ -66,14 +66,14 @@ class OurEngine:
         self.num_cached = 0
         self._engine = engine
 
-    async def ask(self, prompt: list[int], num_new: int) -> Answer:
-        answer = await ask_engine(self._engine, prompt, max_tokens=num_new)
+    async def send(self, prompt: list[int], num_new: int) -> Answer:
+        answer = await time_request(self._engine, prompt, max_tokens=num_new)
         self.num_cached += answer.cached_tokens
         return answer
 
     async def generate(self, prompts: Sequence[list[int]], num_new: int) -> int:
         """Sends all prompts at once, and returns the number of tokens. Raises the first error."""
-        answers = await asyncio.gather(*(self.ask(prompt, num_new) for prompt in prompts))
+        answers = await asyncio.gather(*(self.send(prompt, num_new) for prompt in prompts))
         return sum(answer.completion_tokens for answer in answers)
 
 
@@ -108,15 +108,15 @@ async def _measure_load(
     with progress("requests", options.repeats * options.num_prompts) as done:
         await ours.generate([windows.ids(options.input_len)], WARM_UP_LEN)
         for repeat in range(options.repeats):
-            asks = [
-                functools.partial(ours.ask, windows.ids(options.input_len), options.output_len)
+            sends = [
+                functools.partial(ours.send, windows.ids(options.input_len), options.output_len)
                 for _ in range(options.num_prompts)
             ]
             begins_s = begin_times(
                 options.num_prompts, rate=options.request_rate, burstiness=1.0, seed=repeat
             )
             answers, duration_s = await run_load(
-                asks, begins_s, max_concurrency=options.max_concurrency, done=done
+                sends, begins_s, max_concurrency=options.max_concurrency, done=done
             )
             figures.append(serving_figures(answers, duration_s=duration_s, limits_ms={}))
     return figures

@@ -142,8 +142,8 @@ class Simulation:
         finally:
             gc.unfreeze()
         if num_tokens != case.num_rows * self._num_tokens:
-            asked = f"{case.num_rows} x {self._num_tokens}"
-            raise BugError(f"{case.key}: got {num_tokens} tokens instead of {asked}")
+            expected = f"{case.num_rows} x {self._num_tokens}"
+            raise BugError(f"{case.key}: got {num_tokens} tokens instead of {expected}")
         return naps
 
     async def _embed(self, case: Case, resolved: Resolved) -> Run:
@@ -163,7 +163,7 @@ class Simulation:
 
     async def _serve(self, case: Case, resolved: Resolved) -> Run:
         executor, loaded = self._loaded(case)
-        num_tokens = await self._ask_server(case, resolved, InThisProcess(lambda _: loaded))
+        num_tokens = await self._load_server(case, resolved, InThisProcess(lambda _: loaded))
         return num_tokens, executor.naps
 
     async def _serve_two_processes(self, case: Case, resolved: Resolved) -> Run:
@@ -171,25 +171,25 @@ class Simulation:
             path = Path(folder) / "naps"
             settings = Settings(self._spec(case), case.step_ms / 1e3, str(path))
             launcher = InItsOwnProcess(command(settings))
-            num_tokens = await self._ask_server(case, resolved, launcher)
+            num_tokens = await self._load_server(case, resolved, launcher)
             return num_tokens, msgspec.json.decode(path.read_bytes(), type=list[Nap])
 
     def _loaded(self, case: Case) -> tuple[SleepingExecutor, Loaded]:
         executor = SleepingExecutor(self._spec(case), step_s=case.step_ms / 1e3)
         return executor, Loaded(executor, TextSide(self._tokenizer))
 
-    async def _ask_server(self, case: Case, resolved: Resolved, launcher: Launcher) -> int:
-        app = Frontend(resolved)
-        http = connect_http(app)
+    async def _load_server(self, case: Case, resolved: Resolved, launcher: Launcher) -> int:
+        frontend = Frontend(resolved)
+        http = connect_http(frontend)
         address = await http.start()
         try:
-            await launcher.launch(app, Waits())
-            return await self._ask_from_outside(address, num_clients=case.num_rows)
+            await launcher.launch(frontend, Waits())
+            return await self._load_from_outside(address, num_clients=case.num_rows)
         finally:
             await http.stop()
-            await app.close()
+            await frontend.close()
 
-    async def _ask_from_outside(self, address: str, *, num_clients: int) -> int:
+    async def _load_from_outside(self, address: str, *, num_clients: int) -> int:
         count = str(num_clients)
         arguments = (
             *("--url", address, "--num-prompts", count, "--max-concurrency", count),

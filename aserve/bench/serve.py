@@ -20,7 +20,7 @@ from aserve.bench.load import begin_times, run_load
 from aserve.bench.options import ServeOptions
 from aserve.bench.result import BenchResult, progress, spread
 from aserve.bench.serving_figures import figures_table, medians_of, read_goodput, serving_figures
-from aserve.bench.streamed import Answer, ask
+from aserve.bench.streamed import Answer, send_request
 from aserve.bench.windows import TokenWindows
 from aserve.config import ModelOptions, Resolved
 from aserve.errors import ConfigError
@@ -106,7 +106,7 @@ class Client:
         pid = self._options.server_pid
         cpu_s = tree_cpu_s(pid) if pid else 0.0
         answers, duration_s = await run_load(
-            [functools.partial(ask, self._session, self._url, body) for body in bodies],
+            [functools.partial(send_request, self._session, self._url, body) for body in bodies],
             begins_s,
             max_concurrency=self._options.max_concurrency,
             done=self._done,

@@ -34,7 +34,9 @@ class Answer:
         return (self.e2el_s - self.ttft_s) / (self.completion_tokens - 1)
 
 
-async def ask(session: aiohttp.ClientSession, url: str, body: Mapping[str, object]) -> Answer:
+async def send_request(
+    session: aiohttp.ClientSession, url: str, body: Mapping[str, object]
+) -> Answer:
     """Sends a request and returns its answer. Errors do not raise; they are in `answer.error`."""
     answer = Answer()
     start_s = time.perf_counter()

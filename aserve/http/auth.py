@@ -35,7 +35,7 @@ class Identity:
     is_admin: bool = False
 
 
-ANYBODY = Identity("")
+ANONYMOUS = Identity("")
 IDENTITY = web.RequestKey("identity", Identity)
 
 
@@ -65,7 +65,7 @@ class ApiKeys:
         """
         resource = request.match_info.route.resource
         if resource is not None and resource.canonical in self._public:
-            return ANYBODY
+            return ANONYMOUS
         given = _given_key(request)
         if given and self._admin_key is not None and hmac.compare_digest(given, self._admin_key):
             return Identity(_client_of(b"key", given), is_admin=True)

@@ -32,7 +32,9 @@ def closer_of(request: web.Request) -> Callable[[], None]:
     return close
 
 
-async def within(writing: Awaitable[None], request: web.Request, *, timeout_s: float) -> None:
+async def with_deadline(
+    writing: Awaitable[None], request: web.Request, *, timeout_s: float
+) -> None:
     """Waits until the send buffer has room. After `timeout_s` the connection is closed, and
     UnreadAnswer is raised.
     """
@@ -62,9 +64,9 @@ async def send_json(
 
     request[STARTED] = StartedAnswer(response, fail)
     for block in (first, second):
-        await within(response.write(block), request, timeout_s=timeout_s)
+        await with_deadline(response.write(block), request, timeout_s=timeout_s)
     for block in blocks:
         await next_turn()
-        await within(response.write(block), request, timeout_s=timeout_s)
-    await within(response.write_eof(), request, timeout_s=timeout_s)
+        await with_deadline(response.write(block), request, timeout_s=timeout_s)
+    await with_deadline(response.write_eof(), request, timeout_s=timeout_s)
     return response

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from aserve.channel import next_turn
 from aserve.errors import ErrorInfo
-from aserve.http.delivery import within
+from aserve.http.delivery import with_deadline
 from aserve.http.errors import STARTED, StartedAnswer, error_body
 from aserve.http.long_json import blocks_of
 
@@ -22,7 +22,7 @@ HEADERS = {
     "X-Accel-Buffering": "no",
 }
 DONE = b"data: [DONE]\n\n"
-BLOCKS_PER_TURN = 16
+BLOCKS_PER_ITERATION = 16
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
@@ -47,12 +47,12 @@ class SseWriter:
     async def write(self, pieces: Iterable[bytes]) -> None:
         """Writes pieces that together are whole events."""
         for number, block in enumerate(blocks_of(pieces), start=1):
-            await self._within(self.response.write(block))
-            if number % BLOCKS_PER_TURN == 0:
+            await self._with_deadline(self.response.write(block))
+            if number % BLOCKS_PER_ITERATION == 0:
                 await next_turn()
 
     async def end(self) -> None:
-        await self._within(self.response.write_eof())
+        await self._with_deadline(self.response.write_eof())
 
     async def keep_alive(self) -> None:
         """Writes a comment, which clients skip, because proxies close silent connections."""
@@ -66,8 +66,8 @@ class SseWriter:
         """Sends the error as the last event."""
         await self.finish([error_body(info)])
 
-    async def _within(self, writing: Awaitable[None]) -> None:
-        await within(writing, self._request, timeout_s=self._timeout_s)
+    async def _with_deadline(self, writing: Awaitable[None]) -> None:
+        await with_deadline(writing, self._request, timeout_s=self._timeout_s)
 
 
 def frame(payload: bytes) -> bytes:

@@ -36,8 +36,8 @@ class TokenizeService:
         self._encoder = None
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def ask(self, question: Callable[[PromptEncoder], T]) -> T:
-        """Runs `question` in the thread, in order of arrival. It is skipped if the caller is
+    async def run(self, work: Callable[[PromptEncoder], T]) -> T:
+        """Runs `work` in the thread, in order of arrival. It is skipped if the caller is
         cancelled before it begins.
         """
         if self._encoder is None:
@@ -50,6 +50,6 @@ class TokenizeService:
         self._num_waiting += 1
         try:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._thread, question, self._encoder)
+            return await loop.run_in_executor(self._thread, work, self._encoder)
         finally:
             self._num_waiting -= 1

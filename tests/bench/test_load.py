@@ -12,7 +12,7 @@ from aserve.bench.streamed import Answer
 async def test_no_more_are_open_at_once_than_may_be_and_answers_keep_their_places() -> None:
     num_open, most, finished = 0, 0, 0
 
-    async def ask(number: int) -> Answer:
+    async def send(number: int) -> Answer:
         nonlocal num_open, most
         num_open += 1
         most = max(most, num_open)
@@ -24,8 +24,8 @@ async def test_no_more_are_open_at_once_than_may_be_and_answers_keep_their_place
         nonlocal finished
         finished += 1
 
-    asks = [functools.partial(ask, number) for number in range(5)]
-    answers, duration_s = await run_load(asks, [0.0] * 5, max_concurrency=2, done=done)
+    sends = [functools.partial(send, number) for number in range(5)]
+    answers, duration_s = await run_load(sends, [0.0] * 5, max_concurrency=2, done=done)
     assert [answer.completion_tokens for answer in answers] == [0, 1, 2, 3, 4]
     assert (most, finished) == (2, 5)
     assert duration_s > 0
@@ -36,9 +36,9 @@ async def test_nobody_begins_before_their_time() -> None:
     start_s = loop.time()
     begun_s = []
 
-    async def ask() -> Answer:
+    async def send() -> Answer:
         begun_s.append(loop.time() - start_s)
         return Answer()
 
-    await run_load([ask, ask, ask], [0.0, 0.01, 0.02], max_concurrency=3, done=lambda: None)
+    await run_load([send, send, send], [0.0, 0.01, 0.02], max_concurrency=3, done=lambda: None)
     assert all(begun >= wanted for begun, wanted in zip(begun_s, [0.0, 0.01, 0.02], strict=True))

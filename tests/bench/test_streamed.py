@@ -9,7 +9,7 @@ import aiohttp
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from aserve.bench.streamed import Answer, ask
+from aserve.bench.streamed import Answer, send_request
 
 TEXT = '{"choices":[{"text":"a","finish_reason":null}]}'
 SILENT = '{"choices":[{"text":"","finish_reason":null}]}'
@@ -30,7 +30,7 @@ async def asked(answer_with: Callable[[], web.Response]) -> AsyncIterator[Answer
     app = web.Application()
     app.router.add_post("/", handle)
     async with TestServer(app) as server, aiohttp.ClientSession() as session:
-        yield await ask(session, str(server.make_url("/")), {})
+        yield await send_request(session, str(server.make_url("/")), {})
 
 
 def events(*data: str) -> Callable[[], web.Response]:
@@ -66,5 +66,5 @@ async def test_a_refusal_and_an_empty_stream_are_errors() -> None:
 
 async def test_a_connection_that_breaks_is_the_answers_error() -> None:
     async with aiohttp.ClientSession() as session:
-        answer = await ask(session, "http://127.0.0.1:1/", {})
+        answer = await send_request(session, "http://127.0.0.1:1/", {})
     assert "ClientConnectorError" in answer.error

@@ -42,10 +42,10 @@ def check_answer_size(
     total = for_prompts + for_outputs
     if total <= limits.max_logprobs:
         return
-    asked = requests[0].sampling
+    sampling = requests[0].sampling
     advice = "Ask for fewer alternatives, prompts, choices or tokens"
     raise InvalidRequest(
-        f"The answer could have {total} log-probabilities: {len(requests)} prompts x {asked.n} "
+        f"The answer could have {total} log-probabilities: {len(requests)} prompts x {sampling.n} "
         f"choices, {for_prompts} for the tokens of prompts and {for_outputs} for those of outputs; "
         f"this server allows {limits.max_logprobs} in one answer. {advice}.",
         param="prompt_logprobs" if for_prompts > for_outputs else "logprobs",
@@ -54,26 +54,26 @@ def check_answer_size(
 
 
 def num_prompt_logprobs(request: GenerateRequest, limits: AnswerLimits) -> int:
-    asked = request.sampling
-    if asked.prompt_logprobs is None:
+    sampling = request.sampling
+    if sampling.prompt_logprobs is None:
         return 0
     most = [max_prompt_len(request.prompt)]
     if limits.max_model_len is not None:
         most.append(limits.max_model_len)
     if (request.truncate_prompt_tokens or 0) > 0:
         most.append(request.truncate_prompt_tokens or 0)
-    return asked.n * min(most) * (1 + asked.prompt_logprobs)
+    return sampling.n * min(most) * (1 + sampling.prompt_logprobs)
 
 
 def num_output_logprobs(request: GenerateRequest, limits: AnswerLimits) -> int:
-    asked = request.sampling
-    if asked.logprobs is None:
+    sampling = request.sampling
+    if sampling.logprobs is None:
         return 0
-    lengths = (asked.max_tokens, limits.max_new_tokens)
+    lengths = (sampling.max_tokens, limits.max_new_tokens)
     most = [length for length in lengths if length is not None][:1]
     if limits.max_model_len is not None:
         most.append(limits.max_model_len)
-    return asked.n * min(most, default=0) * (1 + asked.logprobs)
+    return sampling.n * min(most, default=0) * (1 + sampling.logprobs)
 
 
 def max_prompt_len(prompt: Prompt) -> int:

@@ -76,7 +76,7 @@ class Tally:
         )
 
 
-class Gatherer(Protocol):
+class Choice(Protocol):
     """Gathers one choice of an answer that is not streamed."""
 
     @property
@@ -85,7 +85,7 @@ class Gatherer(Protocol):
     def add(self, chunk: OutputChunk) -> None: ...
 
 
-GathererT = TypeVar("GathererT", bound=Gatherer)
+ChoiceT = TypeVar("ChoiceT", bound=Choice)
 
 
 def ids_of(data: bytes) -> list[int]:
@@ -101,7 +101,7 @@ def is_visible(chunk: OutputChunk, call: Call) -> bool:
     return shows_text or shows_ids or chunk.finish_reason is not None
 
 
-class Dialect(Protocol[GathererT]):
+class Dialect(Protocol[ChoiceT]):
     """Renders the answers of one endpoint: each event as JSON, or the whole answer in pieces.
 
     `usage` is the usage so far, or None if events do not report it.
@@ -118,8 +118,8 @@ class Dialect(Protocol[GathererT]):
     def usage(self, usage: UsageBody) -> bytes:
         """Returns the event with usage and no choices."""
 
-    def gather(self) -> GathererT:
+    def new_choice(self) -> ChoiceT:
         """Returns an empty choice of an answer that is not streamed."""
 
-    def whole(self, choices: list[GathererT], usage: UsageBody) -> Iterator[bytes]:
+    def whole_answer(self, choices: list[ChoiceT], usage: UsageBody) -> Iterator[bytes]:
         """Yields the pieces of an answer that is not streamed."""

@@ -107,10 +107,10 @@ class ChatDialect:
     def usage(self, usage: UsageBody) -> bytes:
         return self._chunk([], usage=usage, seed=self.call.sampling.seed)
 
-    def gather(self) -> ChatChoice:
+    def new_choice(self) -> ChatChoice:
         return ChatChoice(self.call.sampling)
 
-    def whole(self, choices: list[ChatChoice], usage: UsageBody) -> Iterator[bytes]:
+    def whole_answer(self, choices: list[ChatChoice], usage: UsageBody) -> Iterator[bytes]:
         first = choices[0]
         has_scores = self.call.sampling.prompt_logprobs is not None
         answer = self._answer(

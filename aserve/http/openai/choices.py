@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from aserve.http.errors import RequestFailed
 from aserve.http.long_json import JsonList
-from aserve.http.openai.answers import Dialect, GathererT, Tally, ids_of, logprob_entries
+from aserve.http.openai.answers import ChoiceT, Dialect, Tally, ids_of, logprob_entries
 from aserve.http.openai.call import Call
 from aserve.http.openai.completion_logprobs import LogprobLists, chunk_logprobs
 from aserve.http.openai.prompt_logprobs import prompt_logprobs
@@ -20,21 +20,19 @@ from aserve.messages.requests import SamplingParams
 from aserve.request_stream import RequestStream
 
 
-async def whole_answer(
-    request_stream: RequestStream, dialect: Dialect[GathererT]
-) -> Iterator[bytes]:
+async def whole_answer(request_stream: RequestStream, dialect: Dialect[ChoiceT]) -> Iterator[bytes]:
     """Reads all chunks and returns the pieces of the answer. Raises RequestFailed on an error."""
     tally = Tally()
-    choices = [dialect.gather() for _ in range(dialect.call.num_sequences)]
+    choices = [dialect.new_choice() for _ in range(dialect.call.num_sequences)]
     async for chunk in request_stream:
         if chunk.error is not None:
             raise RequestFailed(chunk.error)
         tally.add(chunk)
         choices[dialect.call.index_of(chunk)].add(chunk)
-    return dialect.whole(best_choices(choices, dialect.call), tally.total())
+    return dialect.whole_answer(best_choices(choices, dialect.call), tally.total())
 
 
-class Gathered:
+class GatheredChoice:
     """One choice of an answer that is not streamed, without its logprobs, which each endpoint
     renders in its own format.
     """
@@ -88,7 +86,7 @@ class Gathered:
         return self._total_logprob / self._num_scored if self._num_scored else -math.inf
 
 
-class ChatChoice(Gathered):
+class ChatChoice(GatheredChoice):
     """A choice of /v1/chat/completions."""
 
     __slots__ = ("_sampling", "logprobs", "prompt_logprobs")
@@ -106,7 +104,7 @@ class ChatChoice(Gathered):
             self.prompt_logprobs.extend(prompt_logprobs(chunk.prompt, self._sampling))
 
 
-class TextChoice(Gathered):
+class TextChoice(GatheredChoice):
     """A choice of /v1/completions."""
 
     __slots__ = ("_sampling", "logprobs", "prompt_logprobs")
@@ -127,14 +125,14 @@ class TextChoice(Gathered):
             self.prompt_logprobs.extend(prompt_logprobs(chunk.prompt, self._sampling))
 
 
-def best_choices(choices: list[GathererT], call: Call) -> list[GathererT]:
+def best_choices(choices: list[ChoiceT], call: Call) -> list[ChoiceT]:
     """Returns the likeliest `n` choices of each prompt, best first. Without best_of they are all
     choices in their order.
     """
     size, n = call.num_children, call.sampling.n
     if size == n:
         return choices
-    best: list[GathererT] = []
+    best: list[ChoiceT] = []
     for start in range(0, len(choices), size):
         ranked = sorted(choices[start : start + size], key=lambda each: -each.logprob_per_token)
         best += ranked[:n]

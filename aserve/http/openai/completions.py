@@ -88,37 +88,37 @@ class CompletionDialect:
         answer = self._answer([], usage=usage, seed=self.call.sampling.seed)
         return msgspec.json.encode(answer)
 
-    def gather(self) -> TextChoice:
+    def new_choice(self) -> TextChoice:
         return TextChoice(self.call.sampling)
 
-    def whole(self, choices: list[TextChoice], usage: UsageBody) -> Iterator[bytes]:
+    def whole_answer(self, choices: list[TextChoice], usage: UsageBody) -> Iterator[bytes]:
         bodies = JsonEach(lambda: map(self._whole_choice, range(len(choices)), choices))
         return pieces_of(self._answer(bodies, usage=usage, seed=self.call.sampling.seed))
 
     def _part(self, index: int, chunk: OutputChunk) -> CompletionChoice:
-        asked = self.call.sampling
+        sampling = self.call.sampling
         text = chunk.text if chunk.prompt is None else chunk.prompt.text + chunk.text
         return CompletionChoice(
             index=index,
             text=text,
-            logprobs=chunk_logprobs(chunk, asked),
+            logprobs=chunk_logprobs(chunk, sampling),
             finish_reason=chunk.finish_reason,
             stop_reason=chunk.stop_reason,
-            token_ids=ids_of(chunk.token_ids) if asked.return_token_ids else UNSET,
+            token_ids=ids_of(chunk.token_ids) if sampling.return_token_ids else UNSET,
             prompt_token_ids=ids_of(chunk.prompt_ids) or UNSET,
         )
 
     def _whole_choice(self, index: int, choice: TextChoice) -> CompletionChoice:
-        asked = self.call.sampling
+        sampling = self.call.sampling
         return CompletionChoice(
             index=index,
             text=choice.text,
-            logprobs=None if asked.logprobs is None else choice.logprobs,
+            logprobs=None if sampling.logprobs is None else choice.logprobs,
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
-            token_ids=choice.token_ids if asked.return_token_ids else UNSET,
-            prompt_token_ids=(choice.prompt_ids or UNSET) if asked.return_token_ids else UNSET,
-            prompt_logprobs=UNSET if asked.prompt_logprobs is None else choice.prompt_logprobs,
+            token_ids=choice.token_ids if sampling.return_token_ids else UNSET,
+            prompt_token_ids=(choice.prompt_ids or UNSET) if sampling.return_token_ids else UNSET,
+            prompt_logprobs=UNSET if sampling.prompt_logprobs is None else choice.prompt_logprobs,
         )
 
     def _answer(

@@ -59,36 +59,38 @@ def format_grammar(kind: str, schema: JsonSchema | None, *, param: str) -> Gramm
             )
 
 
-def _of_response_format(asked: ResponseFormat) -> Grammar | None:
-    schema = None if asked.json_schema is None else asked.json_schema.schema
-    return format_grammar(asked.type, schema, param="response_format")
+def _of_response_format(response_format: ResponseFormat) -> Grammar | None:
+    schema = None if response_format.json_schema is None else response_format.json_schema.schema
+    return format_grammar(response_format.type, schema, param="response_format")
 
 
-def _of_structured_outputs(asked: StructuredOutputs) -> Grammar:
-    given = [name for name in asked.__struct_fields__ if getattr(asked, name) not in (None, False)]
+def _of_structured_outputs(outputs: StructuredOutputs) -> Grammar:
+    given = [
+        name for name in outputs.__struct_fields__ if getattr(outputs, name) not in (None, False)
+    ]
     if len(given) != 1:
         found = f"got {' and '.join(given)}" if given else "got none"
         raise InvalidRequest(
             "Invalid 'structured_outputs': send exactly one of "
-            f"{', '.join(asked.__struct_fields__)}; {found}.",
+            f"{', '.join(outputs.__struct_fields__)}; {found}.",
             param="structured_outputs",
             code="invalid_value",
         )
     param = f"structured_outputs.{given[0]}"
-    if asked.json_object:
+    if outputs.json_object:
         return Grammar("json_object", param=param)
-    if asked.regex is not None:
-        return Grammar("regex", _unicode(asked.regex, param), param=param)
-    if asked.grammar is not None:
-        return Grammar("ebnf", _unicode(asked.grammar, param), param=param)
-    if asked.choice is not None:
-        for choice in asked.choice:
+    if outputs.regex is not None:
+        return Grammar("regex", _unicode(outputs.regex, param), param=param)
+    if outputs.grammar is not None:
+        return Grammar("ebnf", _unicode(outputs.grammar, param), param=param)
+    if outputs.choice is not None:
+        for choice in outputs.choice:
             _unicode(choice, param)
-        return Grammar("choice", msgspec.json.encode(asked.choice).decode(), param=param)
-    if isinstance(asked.json, str):
-        return Grammar("json_schema", _unicode(asked.json, param), param=param)
-    assert asked.json is not None, "one is given"
-    return Grammar("json_schema", _schema_text(asked.json, param), param=param)
+        return Grammar("choice", msgspec.json.encode(outputs.choice).decode(), param=param)
+    if isinstance(outputs.json, str):
+        return Grammar("json_schema", _unicode(outputs.json, param), param=param)
+    assert outputs.json is not None, "one is given"
+    return Grammar("json_schema", _schema_text(outputs.json, param), param=param)
 
 
 def _schema_text(schema: JsonSchema, param: str) -> str:

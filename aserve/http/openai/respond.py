@@ -11,7 +11,7 @@ from aiohttp import web
 
 from aserve.http.delivery import closer_of, send_json
 from aserve.http.errors import RequestFailed
-from aserve.http.openai.answers import Dialect, GathererT, Tally
+from aserve.http.openai.answers import ChoiceT, Dialect, Tally
 from aserve.http.openai.choices import whole_answer
 from aserve.http.sse import SseWriter
 from aserve.http.state import HttpContext
@@ -20,7 +20,7 @@ from aserve.request_stream import RequestStream
 
 
 async def respond(
-    request: web.Request, context: HttpContext, dialect: Dialect[GathererT]
+    request: web.Request, context: HttpContext, dialect: Dialect[ChoiceT]
 ) -> web.StreamResponse:
     """Answers the call. A client that disconnects cancels this handler, and so its requests."""
     refusal = context.state.refusal()
@@ -39,7 +39,7 @@ async def respond(
 
 
 async def _stream(
-    writer: SseWriter, request_stream: RequestStream, dialect: Dialect[GathererT], *, idle_s: float
+    writer: SseWriter, request_stream: RequestStream, dialect: Dialect[ChoiceT], *, idle_s: float
 ) -> web.StreamResponse:
     """Streams the answer. The status line waits for the first chunk, so that a refusal has its own
     status. One write sends all events that are ready; while none is, a comment keeps the connection
@@ -65,7 +65,7 @@ async def _stream(
 
 
 def _events(
-    chunks: Iterable[OutputChunk], dialect: Dialect[GathererT], opened: set[int], tally: Tally
+    chunks: Iterable[OutputChunk], dialect: Dialect[ChoiceT], opened: set[int], tally: Tally
 ) -> Iterable[bytes]:
     for chunk in chunks:
         if chunk.error is not None:

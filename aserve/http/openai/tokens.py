@@ -34,15 +34,15 @@ class TextAnswer(msgspec.Struct):
 
 
 async def tokenize(_: web.Request, context: HttpContext, body: TokenizeBody) -> web.Response:
-    return await _ask(context, body.model, lambda encoder: tokens_of(body, encoder))
+    return await _run(context, body.model, lambda encoder: tokens_of(body, encoder))
 
 
 async def detokenize(_: web.Request, context: HttpContext, body: DetokenizeBody) -> web.Response:
-    return await _ask(context, body.model, lambda encoder: text_of(body, encoder))
+    return await _run(context, body.model, lambda encoder: text_of(body, encoder))
 
 
-async def _ask(
-    context: HttpContext, model: str | None, question: Callable[[PromptEncoder], bytes]
+async def _run(
+    context: HttpContext, model: str | None, work: Callable[[PromptEncoder], bytes]
 ) -> web.Response:
     if model is not None:
         check_model(model, context.model_names)
@@ -50,7 +50,7 @@ async def _ask(
     if refusal is not None:
         raise refusal
     return web.Response(
-        body=await context.tokenize_service.ask(question), content_type="application/json"
+        body=await context.tokenize_service.run(work), content_type="application/json"
     )
 
 

@@ -29,7 +29,7 @@ MAX_METADATA_VALUE = 512
 
 # Unsupported fields that would change the answer, with the advice in their error.
 UNSUPPORTED = {
-    "background": "A response ends with the connection that asked for it.",
+    "background": "A response ends with its connection.",
     "conversation": "Use 'previous_response_id' instead.",
     "tools": "This server does not support tools in responses.",
     "max_tokens": "Use 'max_output_tokens' instead.",
@@ -46,7 +46,7 @@ class ResponseCall:
     """
 
     call: Call
-    heading: ResponseObject
+    response: ResponseObject
     messages: tuple[Message, ...]
     owner: str
 
@@ -71,7 +71,7 @@ def response_call(
     )
     call = build_call(body, origin, prompts=[prompt], sampling=sampling, id_prefix="resp_")
     check_answer_size(call.requests, origin.answer_limits, is_whole=True)  # the last event has all
-    heading = ResponseObject(
+    response = ResponseObject(
         id=call.call_id,
         created_at=call.created,
         model=call.model,
@@ -88,7 +88,7 @@ def response_call(
         user=body.user,
         seed=sampling.seed,
     )
-    return ResponseCall(call, heading, messages, origin.caller.owner)
+    return ResponseCall(call, response, messages, origin.caller.owner)
 
 
 def _check(body: ResponseBody, origin: Origin) -> None:
@@ -123,8 +123,8 @@ def _sampling_of(body: ResponseBody, origin: Origin) -> SamplingParams:
         draw_seed=origin.draw_seed,
         defaults=origin.defaults,
     )
-    asked = _format_of(body)
-    grammar = format_grammar(asked.type, asked.schema, param="text.format")
+    text_format = _format_of(body)
+    grammar = format_grammar(text_format.type, text_format.schema, param="text.format")
     if grammar is None:
         return sampling
     if sampling.grammar is not None:
@@ -145,11 +145,11 @@ def _num_logprobs(body: ResponseBody) -> int | None:
 
 
 def _format_of(body: ResponseBody) -> TextFormat:
-    asked = (body.text and body.text.format) or TextFormat("text")
-    if asked.type == "json_schema" and asked.name is None:
+    text_format = (body.text and body.text.format) or TextFormat("text")
+    if text_format.type == "json_schema" and text_format.name is None:
         raise InvalidRequest(
             "Missing required parameter: 'text.format.name'.",
             param="text.format.name",
             code="missing_required_parameter",
         )
-    return asked
+    return text_format

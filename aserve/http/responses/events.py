@@ -78,12 +78,12 @@ class EventMaker:
     `is_done`.
     """
 
-    def __init__(self, heading: ResponseObject, *, stream_id: str | UnsetType = UNSET) -> None:
-        self.response = heading
+    def __init__(self, response: ResponseObject, *, stream_id: str | UnsetType = UNSET) -> None:
+        self.response = response
         self.is_open = False
         self._stream_id = stream_id
         self._num_events = 0
-        self._item_id = "msg_" + heading.id.removeprefix("resp_")
+        self._item_id = "msg_" + response.id.removeprefix("resp_")
         self._has_item = False
         self._texts: list[str] = []
         self._logprobs = JsonList()

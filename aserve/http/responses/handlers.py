@@ -32,8 +32,8 @@ async def create(
     request: web.Request, context: HttpContext, body: ResponseBody
 ) -> web.StreamResponse:
     responses = _responses(request)
-    asked = response_call(body, origin_of(request, context), responses.conversation)
-    with responses.running(asked) as live:
+    call = response_call(body, origin_of(request, context), responses.conversation)
+    with responses.running(call) as live:
         if body.stream:
             return await _stream(request, live, context)
         async for _ in live.events():

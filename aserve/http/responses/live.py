@@ -29,17 +29,17 @@ class LiveResponse:
 
     def __init__(
         self,
-        asked: ResponseCall,
+        call: ResponseCall,
         request_stream: RequestStream,
         *,
         on_end: Callable[[StoredResponse], None],
         stream_id: str | UnsetType = UNSET,
     ) -> None:
         self.error: ErrorInfo | None = None  # why it failed
-        self._asked = asked
+        self._call = call
         self._request_stream = request_stream
         self._on_end = on_end
-        self._maker = EventMaker(asked.heading, stream_id=stream_id)
+        self._maker = EventMaker(call.response, stream_id=stream_id)
         self._cancellation: list[Event] = []
 
     @property
@@ -52,7 +52,7 @@ class LiveResponse:
 
     @property
     def so_far(self) -> StoredResponse:
-        return StoredResponse(self.response, self._asked.messages, self._asked.owner)
+        return StoredResponse(self.response, self._call.messages, self._call.owner)
 
     def close_when_unread(self, close: Callable[[], None]) -> None:
         """Calls `close` when the request is cancelled because the client has not read enough."""
@@ -111,14 +111,14 @@ class Responses:
 
     @contextmanager
     def running(
-        self, asked: ResponseCall, *, stream_id: str | UnsetType = UNSET
+        self, call: ResponseCall, *, stream_id: str | UnsetType = UNSET
     ) -> Iterator[LiveResponse]:
         """Runs a response. A reader that leaves early cancels it, and it is not stored."""
         refusal = self._context.state.refusal()
         if refusal is not None:
             raise refusal
-        request_stream = self._context.gateway.open(*asked.call.requests)
-        live = LiveResponse(asked, request_stream, on_end=self._ended, stream_id=stream_id)
+        request_stream = self._context.gateway.open(*call.call.requests)
+        live = LiveResponse(call, request_stream, on_end=self._ended, stream_id=stream_id)
         key = live.so_far.key
         self._live[key] = live
         try:

@@ -24,7 +24,7 @@ from msgspec import UNSET, UnsetType
 from aserve.channel import next_turn
 from aserve.errors import AserveError, ErrorInfo, InvalidRequest, QueueFull
 from aserve.http.body import parse_body
-from aserve.http.delivery import closer_of, within
+from aserve.http.delivery import closer_of, with_deadline
 from aserve.http.errors import (
     STARTED,
     ErrorFields,
@@ -112,9 +112,8 @@ class ResponseSocket:
             max_msg_size=self._max_size + 1,  # aiohttp refuses what is as large as this
             compress=False,
         )
-        self._streams: dict[
-            str | UnsetType, deque[SocketRequest]
-        ] = {}  # requests that wait, by stream
+        # The waiting requests of each stream that has open ones.
+        self._streams: dict[str | UnsetType, deque[SocketRequest]] = {}
         self._num_open = 0
         self._waiting_bytes = 0
         self._latest: StoredResponse | None = None
@@ -149,26 +148,26 @@ class ResponseSocket:
         async for message in self._socket:
             if message.type not in (WSMsgType.TEXT, WSMsgType.BINARY):
                 continue  # aiohttp has already closed the socket with a reason
-            asked = await self._intake.off_loop(
+            request = await self._intake.off_loop(
                 functools.partial(parse_message, message, self._intake.max_values),
                 size=len(message.data),
             )
-            if not self._has_room(asked):
-                await self._send_error(self._overflow(), asked.stream_id)
+            if not self._has_room(request):
+                await self._send_error(self._overflow(), request.stream_id)
                 continue
             self._num_open += 1
-            self._waiting_bytes += len(asked.data)
-            stream = self._streams.get(asked.stream_id)
+            self._waiting_bytes += len(request.data)
+            stream = self._streams.get(request.stream_id)
             if stream is not None:
-                stream.append(asked)
+                stream.append(request)
                 continue
-            self._streams[asked.stream_id] = deque([asked])
-            task = group.create_task(self._answer_stream(asked.stream_id))
+            self._streams[request.stream_id] = deque([request])
+            task = group.create_task(self._answer_stream(request.stream_id))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
 
-    def _has_room(self, asked: SocketRequest) -> bool:
-        size = self._waiting_bytes + len(asked.data)
+    def _has_room(self, request: SocketRequest) -> bool:
+        size = self._waiting_bytes + len(request.data)
         return self._num_open < MAX_OPEN and size <= self._max_size
 
     def _overflow(self) -> ErrorInfo:
@@ -181,10 +180,10 @@ class ResponseSocket:
         """Answers the requests of a stream one after the other, until none waits."""
         stream = self._streams[stream_id]
         while stream:
-            asked = stream.popleft()
-            self._waiting_bytes -= len(asked.data)
+            request = stream.popleft()
+            self._waiting_bytes -= len(request.data)
             try:
-                await self._answer(asked)
+                await self._answer(request)
             except (AserveError, RequestFailed) as error:
                 await self._send_error(info_of(error), stream_id)
             self._num_open -= 1
@@ -192,14 +191,16 @@ class ResponseSocket:
         if self._context.state.phase == "draining" and not self._streams:
             await self.go_away()
 
-    async def _answer(self, asked: SocketRequest) -> None:
-        body = await self._intake.off_loop(functools.partial(body_of, asked), size=len(asked.data))
+    async def _answer(self, request: SocketRequest) -> None:
+        body = await self._intake.off_loop(
+            functools.partial(body_of, request), size=len(request.data)
+        )
         call = response_call(
             body,
             replace(origin_of(self._request, self._context), request_id=uuid.uuid4().hex),
             self._conversation,
         )
-        with self._responses.running(call, stream_id=asked.stream_id) as live:
+        with self._responses.running(call, stream_id=request.stream_id) as live:
             live.close_when_unread(closer_of(self._request))
             async for events in live.events():
                 if live.is_done:
@@ -230,7 +231,7 @@ class ResponseSocket:
             if len(block) == BLOCK_BYTES:
                 await next_turn()
         sending = self._socket.send_frame(bytes(data), WSMsgType.TEXT)
-        await within(sending, self._request, timeout_s=self._context.options.write_timeout)
+        await with_deadline(sending, self._request, timeout_s=self._context.options.write_timeout)
 
 
 def parse_message(message: WSMessage, max_values: int) -> SocketRequest:
@@ -246,23 +247,23 @@ def parse_message(message: WSMessage, max_values: int) -> SocketRequest:
         return SocketRequest(data, Envelope(), error)
 
 
-def body_of(asked: SocketRequest) -> ResponseBody:
-    if asked.error is not None:
-        raise asked.error
-    if asked.envelope.type != "response.create":
+def body_of(request: SocketRequest) -> ResponseBody:
+    if request.error is not None:
+        raise request.error
+    if request.envelope.type != "response.create":
         raise InvalidRequest(
-            f"Unsupported event type '{asked.envelope.type[:40]}'. The only supported type is "
+            f"Unsupported event type '{request.envelope.type[:40]}'. The only supported type is "
             "response.create.",
             param="type",
             code="unsupported_value",
         )
-    if asked.envelope.generate is False:
+    if request.envelope.generate is False:
         raise InvalidRequest(
             "Unsupported value for 'generate': prefill without output is not supported.",
             param="generate",
             code="unsupported_value",
         )
-    body = parse_body(asked.data, ResponseBody)
+    body = parse_body(request.data, ResponseBody)
     body.stream = True
     return body
 
