@@ -80,7 +80,7 @@ def test_each_structured_output_is_a_grammar_that_knows_its_field(
             "Send only one of them",
             "structured_outputs",
         ),
-        ({"response_format": {"type": "xml"}}, "none of text", "response_format.type"),
+        ({"response_format": {"type": "xml"}}, "Supported values are text", "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "schema", "response_format"),
     ],
 )

@@ -130,7 +130,7 @@ async def line(encoder: GatedEncoder, echo: EchoEngine) -> AsyncIterator[Line]:
     """As many at the desk as may be, none of them answered."""
     prompt = TextPrompt(TEXT)
     line = [
-        asyncio.ensure_future(echo.tokenize_service.ask(lambda asked: asked.encode(prompt)))
+        asyncio.ensure_future(echo.tokenize_service.run(lambda asked: asked.encode(prompt)))
         for _ in range(MAX_WAITING)
     ]
     await asyncio.sleep(0)  # each of them has begun

@@ -356,7 +356,7 @@ async def test_a_queued_stream_says_that_it_was_created_and_is_kept_alive() -> N
 
 async def test_what_a_stream_has_said_is_not_kept(client: openai.AsyncOpenAI) -> None:
     made = await ask(client)
-    with pytest.raises(openai.BadRequestError, match="not kept"):
+    with pytest.raises(openai.BadRequestError, match="not stored"):
         await client.responses.retrieve(made.id, stream=True)
 
 
