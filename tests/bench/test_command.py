@@ -34,10 +34,10 @@ def test_help_shows_every_option_of_the_bench_with_its_text(
         (["bench"], "BENCH"),
         (["bench", "nothing"], "nothing"),
         (["bench", "host-step", "--ros", "16"], "unknown option --ros; did you mean --rows?"),
-        (["bench", "host-step", "--rows", "16,x"], "--rows 16,x: must be integers from 1"),
-        (["bench", "host-step", "--rows", "0"], "--rows 0: must be integers from 1"),
+        (["bench", "host-step", "--rows", "16,x"], "--rows 16,x: must be positive integers"),
+        (["bench", "host-step", "--rows", "0"], "--rows 0: must be positive integers"),
         (["bench", "overlap-sim", "--processes", "1,3"], "--processes 1,3: must be 1, 2 or 1,2"),
-        (["bench", "overlap-sim", "--step-ms", "2,0"], "--step-ms 2,0: must be numbers above 0"),
+        (["bench", "overlap-sim", "--step-ms", "2,0"], "--step-ms 2,0: must be positive numbers"),
         (["bench", "host-step", "--steps", "0"], "--steps 0: must be an integer, 1 or more"),
     ],
 )
