@@ -89,7 +89,7 @@ async def test_who_stops_reading_cancels_the_request() -> None:
         await chunks.aclose()
         text = (await running.answer("other", max_tokens=2)).choices
         assert text
-        state = running._app
+        state = running._frontend
         assert state.gateway.num_open == 0
         ended = state.metrics.registry.get_sample_value(
             "aserve_requests_ended_total", {"outcome": "cancelled", "reason": "cancelled"}
@@ -135,7 +135,7 @@ def test_chunks_can_be_read_without_a_loop_and_left_early() -> None:
             if len(chunks) == 2:
                 break
         stream.close()  # type: ignore[attr-defined]  # it is a generator
-        assert running._app.gateway.num_open == 0
+        assert running._frontend.gateway.num_open == 0
     assert b"".join(chunk.token_ids for chunk in chunks)
 
 
@@ -178,7 +178,7 @@ def test_an_error_in_a_list_is_raised_and_leaves_the_engine_usable() -> None:
     with engine() as running:
         with pytest.raises(GenerationError, match="maximum context length"):
             running.generate_sync(["short", "long " * 200, "short"], max_tokens=2)
-        assert running._app.gateway.num_open == 0
+        assert running._frontend.gateway.num_open == 0
         assert len(running.generate_sync(["short"], max_tokens=2)) == 1
 
 
@@ -229,7 +229,7 @@ async def test_closing_ends_what_is_still_open_with_an_error() -> None:
     with pytest.raises(GenerationError) as caught:
         await answer
     assert caught.value.reason.code == "server_draining"
-    registry = running._app.metrics.registry
+    registry = running._frontend.metrics.registry
     assert registry.get_sample_value("aserve_requests_in_flight") == 0
 
 
@@ -294,7 +294,7 @@ async def test_a_wrong_prompt_is_refused_by_what_is_wrong_and_the_engine_goes_on
             assert caught.value.info().status == 400
         answer = await running.answer(PROMPT, seed=3, max_tokens=2, ignore_eos=True)
         assert list(answer.choices[0].token_ids) == expected(seed=3, max_tokens=2)
-        assert running._app.gateway.num_open == 0
+        assert running._frontend.gateway.num_open == 0
 
 
 WRONG_FIELDS: list[dict[str, Any]] = [
@@ -332,8 +332,8 @@ async def test_what_cannot_be_submitted_leaves_nothing_open(
             raise MemoryError
 
         with monkeypatch.context() as patch:
-            patch.setattr(running._app.metrics, "received", broken)
+            patch.setattr(running._frontend.metrics, "received", broken)
             with pytest.raises(MemoryError):
                 await running.answer(PROMPT)
-        assert running._app.gateway.num_open == 0
+        assert running._frontend.gateway.num_open == 0
         await running.answer(PROMPT, max_tokens=2)

@@ -135,7 +135,7 @@ async def answers_of(running: Engine) -> list[Answer | BaseException]:
 
 def nothing_is_held(running: Engine) -> bool:
     """No request, row, page or timer of anybody."""
-    supervisor = running._app._running
+    supervisor = running._frontend._running
     assert supervisor is not None
     actors = {actor.name: actor for actor in supervisor.supervisor._actors}
     scheduler, detokenizer = actors["scheduler"], actors["detokenizer"]
@@ -178,7 +178,7 @@ async def test_an_exception_ends_one_request_of_sixteen(
         else:
             assert step.is_after, "its work was not done, so it has no answer"
         assert set(ends.values()) == {1}
-        assert running._app.failure is None
+        assert running._frontend.failure is None
         later = await running.answer(PROMPT, seed=3, max_tokens=MAX_TOKENS, ignore_eos=True)
         assert list(later.choices[0].token_ids) == expected(seed=3, max_tokens=MAX_TOKENS)
         for _ in range(1000):

@@ -152,7 +152,7 @@ async def test_a_request_goes_on_in_a_second_engine_at_any_token(n: int) -> None
             request = GenerateRequest(
                 f"cut-{cut}", TokenPrompt((5, 6, 7)), sampling, outputs=outputs
             )
-            chunks = [chunk async for chunk in running._app.gateway.open(request)]
+            chunks = [chunk async for chunk in running._frontend.gateway.open(request)]
             for child, tokens in enumerate(children):
                 assert tokens_of(chunks, child) == tokens[cuts[child] :]
             usages = {chunk.child: chunk.usage.completion_tokens for chunk in chunks}

@@ -79,7 +79,7 @@ async def test_of_300_requests_nothing_is_left() -> None:
     threads_before, tasks_before = set(threading.enumerate()), asyncio.all_tasks()
     async with engine(**TIGHT) as running:
         await crowd(running, NUM_CLIENTS, seed=0)  # what is made once is made here
-        app = running._app
+        app = running._frontend
         await idle(app)
         tasks, threads = asyncio.all_tasks(), thread_names()
         objects = num_objects(app)

@@ -205,8 +205,8 @@ def test_the_embedded_engine_takes_the_same_fields_and_leaves_no_worker() -> Non
         [pick] = engine.generate_sync(["It is: "], structured_outputs={"choice": ["a b"]}, **fields)
         with pytest.raises(GenerationError, match="parenthesis"):
             engine.generate_sync(["It is: "], structured_outputs={"regex": "("})
-        assert engine._app._running is not None
-        core = engine._app._running.core
+        assert engine._frontend._running is not None
+        core = engine._frontend._running.core
         assert isinstance(core, LocalEngineCore)
         workers = list(core._library._workers._all)
     assert all(conforms(json.loads(choice.text), PERSON) for choice in answer.choices)

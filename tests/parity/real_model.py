@@ -86,7 +86,7 @@ async def all_at_once(running: Engine, asked: Sequence[Ask]) -> list[Tokens]:
 
 
 def metric(running: Engine, name: str) -> float:
-    value = running._app.metrics.registry.get_sample_value(name)
+    value = running._frontend.metrics.registry.get_sample_value(name)
     assert value is not None, name
     return value
 

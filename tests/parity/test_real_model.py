@@ -315,7 +315,7 @@ async def test_embeddings_are_those_of_transformers_beside_requests_that_generat
         cancelled.cancel()
         found.append(await running.embed(prompts[3]))
         assert await neighbour == alone
-        assert running._app.gateway.num_open == 0
+        assert running._frontend.gateway.num_open == 0
     for vector, wanted in zip(found, expected, strict=True):
         assert vector.dtype == np.float32
         assert vector.tolist() == pytest.approx(wanted.tolist(), abs=1e-5)

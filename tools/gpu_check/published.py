@@ -11,7 +11,7 @@ import functools
 import random
 
 from aserve.bench.batch_times import WARM_UP_LEN
-from aserve.bench.compared_engines import ask_engine
+from aserve.bench.compared_engines import time_request
 from aserve.bench.load import run_load
 from aserve.bench.result import median, spread
 from aserve.config import Resolved
@@ -61,10 +61,10 @@ def _times_s(requests: list[Request], resolved: Resolved, *, repeats: int) -> li
 
     async def run() -> list[float]:
         async with Engine(resolved, loader=lambda _: loaded) as engine:
-            await ask_engine(engine, requests[0][0], max_tokens=WARM_UP_LEN)
+            await time_request(engine, requests[0][0], max_tokens=WARM_UP_LEN)
             asks = [
                 functools.partial(
-                    ask_engine, engine, prompt, max_tokens=num_new, temperature=TEMPERATURE
+                    time_request, engine, prompt, max_tokens=num_new, temperature=TEMPERATURE
                 )
                 for prompt, num_new in requests
             ]
