@@ -69,7 +69,7 @@ def test_every_option_of_the_issue_is_an_option_of_serve() -> None:
         (["srve"], "srve"),
     ],
 )
-def test_what_a_user_can_mend_is_one_line_and_exit_code_2(
+def test_a_user_error_is_one_line_and_exit_code_2(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert words in complaint(capsys, *arguments)

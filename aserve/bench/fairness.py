@@ -114,18 +114,18 @@ def _line(load: Load, measured: Measured, alone: dict[str, float]) -> dict[str, 
         "first_token_max": max(steps),
         "light_per_step": round(mean([r for n, r in measured.rates.items() if n != FLOOD]), 2),
         "flood_per_step": round(measured.rates.get(FLOOD, 0.0), 2),
-        "index": round(index_of(measured.rates, alone), 3),
+        "index": round(fairness_index(measured.rates, alone), 3),
     }
 
 
-def index_of(rates: dict[str, float], alone: dict[str, float]) -> float:
+def fairness_index(rates: dict[str, float], alone: dict[str, float]) -> float:
     """Returns Jain's index. The capacity that is shared is the total service."""
     demands = {name: alone.get(name, sum(rates.values())) for name in rates}
     shares = fair_shares(demands, sum(rates.values()))
-    return jain([rates[name] / shares[name] for name in rates])
+    return jain_index([rates[name] / shares[name] for name in rates])
 
 
-def jain(values: Sequence[float]) -> float:
+def jain_index(values: Sequence[float]) -> float:
     return sum(values) ** 2 / (len(values) * sum(value * value for value in values))
 
 

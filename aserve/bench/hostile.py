@@ -59,7 +59,7 @@ class Outcome(msgspec.Struct, frozen=True):
     is_refused: bool
 
     @property
-    def over(self) -> str:
+    def exceeded(self) -> str:
         bounds = {
             "loop": self.delay_s > MAX_DELAY_S,
             "health": self.health_p99_s > MAX_HEALTH_S,
@@ -129,7 +129,7 @@ class _Attack:
     async def send(self, body: HostileBody, processes: int) -> Outcome:
         data = body.data(self.options.size)
         before = await self._delays()
-        with polled(self.address) as health_s:
+        with poll_health(self.address) as health_s:
             copies = (self._post(body, data) for _ in range(self.options.copies))
             codes = await asyncio.gather(*copies)
             after = await self._delays()
@@ -162,7 +162,7 @@ class _Attack:
 
 
 @contextmanager
-def polled(address: str) -> Iterator[list[float]]:
+def poll_health(address: str) -> Iterator[list[float]]:
     """Polls /health and yields the growing list of latencies in seconds. It polls in a thread, so
     that the rest of this process does not delay it.
     """
@@ -197,7 +197,7 @@ def _table(outcomes: list[Outcome], memory: Memory) -> Table:
             f"<= {outcome.delay_s * 1e3:.0f}",
             f"{outcome.health_p99_s * 1e3:.1f}",
             f"{outcome.health_max_s * 1e3:.1f}",
-            f"over: {outcome.over}" if outcome.over else "",
+            f"over: {outcome.exceeded}" if outcome.exceeded else "",
         )
         for outcome in outcomes
         if outcome.processes == memory.processes

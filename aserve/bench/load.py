@@ -12,7 +12,7 @@ import numpy as np
 from aserve.bench.streamed import Answer
 
 
-def begin_times(count: int, *, rate: float, burstiness: float, seed: int) -> list[float]:
+def arrival_times(count: int, *, rate: float, burstiness: float, seed: int) -> list[float]:
     """Returns the arrival times in seconds, ascending. The gaps have a gamma distribution with mean
     1 / rate and shape `burstiness`: 1 is a Poisson process, less is bursty, more is even.
     """
@@ -28,7 +28,7 @@ Send = Callable[[], Awaitable[Answer]]
 
 async def run_load(
     sends: Sequence[Send],
-    begins_s: Sequence[float],
+    arrivals_s: Sequence[float],
     *,
     max_concurrency: int,
     done: Callable[[], None],
@@ -40,8 +40,8 @@ async def run_load(
     gate = asyncio.Semaphore(max_concurrency)
     start_s = time.perf_counter()
 
-    async def one(send: Send, begin_s: float) -> Answer:
-        wait_s = start_s + begin_s - time.perf_counter()
+    async def one(send: Send, arrival_s: float) -> Answer:
+        wait_s = start_s + arrival_s - time.perf_counter()
         if wait_s > 0:
             await asyncio.sleep(wait_s)
         async with gate:
@@ -49,6 +49,6 @@ async def run_load(
         done()
         return answer
 
-    pairs = zip(sends, begins_s, strict=True)
-    answers = await asyncio.gather(*(one(send, begin_s) for send, begin_s in pairs))
+    pairs = zip(sends, arrivals_s, strict=True)
+    answers = await asyncio.gather(*(one(send, arrival_s) for send, arrival_s in pairs))
     return answers, time.perf_counter() - start_s

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from aserve.bench.batch_times import PEERS, WARM_UP_LEN, Generate, Scenario
 from aserve.bench.batches import OURS, batch_result, measure_batches
 from aserve.bench.compared_engines import TransformersEngine, time_request
-from aserve.bench.load import begin_times, run_load
+from aserve.bench.load import arrival_times, run_load
 from aserve.bench.options import OfflineOptions
 from aserve.bench.result import BenchResult, progress, spread
 from aserve.bench.serving_figures import figures_table, medians_of, serving_figures
@@ -112,11 +112,11 @@ async def _measure_load(
                 functools.partial(ours.send, windows.ids(options.input_len), options.output_len)
                 for _ in range(options.num_prompts)
             ]
-            begins_s = begin_times(
+            arrivals_s = arrival_times(
                 options.num_prompts, rate=options.request_rate, burstiness=1.0, seed=repeat
             )
             answers, duration_s = await run_load(
-                sends, begins_s, max_concurrency=options.max_concurrency, done=done
+                sends, arrivals_s, max_concurrency=options.max_concurrency, done=done
             )
             figures.append(serving_figures(answers, duration_s=duration_s, limits_ms={}))
     return figures

@@ -119,7 +119,7 @@ async def _measure(
             await driver.run(requests_of(dataclasses.replace(shape, output_len=2), windows))
         with progress(TITLE, repeats * len(shapes)) as done:
             for shape in shapes * repeats:
-                found[shape].append(measured(await driver.run(requests_of(shape, windows))))
+                found[shape].append(summarize(await driver.run(requests_of(shape, windows))))
                 done()
     return found
 
@@ -132,7 +132,7 @@ def requests_of(shape: Shape, windows: TokenWindows) -> list[AdmitRequest]:
     ]
 
 
-def measured(times: Sequence[StepTime]) -> Measured:
+def summarize(times: Sequence[StepTime]) -> Measured:
     last_prefill = max(number for number, step in enumerate(times) if step.stats.num_prefill_tokens)
     prefill_end_s = times[last_prefill].done_s
     return Measured(

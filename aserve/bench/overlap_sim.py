@@ -80,7 +80,7 @@ class Measured:
 def run(options: OverlapSimOptions, resolved: Resolved) -> BenchResult:
     cases = [
         Case(step_ms, num_rows, depth, processes)
-        for processes in (0, *servers_of(options))
+        for processes in (0, *server_processes(options))
         for depth in (2, 1)
         for step_ms in numbers(options.step_ms, flag="--step-ms")
         for num_rows in integers(options.rows, flag="--rows")
@@ -90,7 +90,7 @@ def run(options: OverlapSimOptions, resolved: Resolved) -> BenchResult:
     runs = cases * options.repeats
     with asyncio.Runner(loop_factory=new_event_loop) as runner, progress(TITLE, len(runs)) as done:
         for case in runs:
-            found[case].append(measured(runner.run(simulation.naps(case))))
+            found[case].append(summarize(runner.run(simulation.naps(case))))
             done()
     figures: dict[str, dict[str, float]] = {case.series: {} for case in cases}
     for case, repeats in found.items():
@@ -104,7 +104,7 @@ NOTE = (
 )
 
 
-def servers_of(options: OverlapSimOptions) -> tuple[int, ...]:
+def server_processes(options: OverlapSimOptions) -> tuple[int, ...]:
     """Returns the numbers of server processes to measure."""
     if options.no_http:
         return ()
@@ -114,7 +114,7 @@ def servers_of(options: OverlapSimOptions) -> tuple[int, ...]:
     return counts
 
 
-def measured(naps: Sequence[Nap]) -> Measured:
+def summarize(naps: Sequence[Nap]) -> Measured:
     asleep_s = sum(nap.wake_s - nap.start_s for nap in naps)
     gaps_s = [after.start_s - before.wake_s for before, after in itertools.pairwise(naps)]
     wall_s = naps[-1].wake_s - naps[0].start_s

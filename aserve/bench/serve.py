@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 
 from aserve.bench.cpu_time import tree_cpu_s
-from aserve.bench.load import begin_times, run_load
+from aserve.bench.load import arrival_times, run_load
 from aserve.bench.options import ServeOptions
 from aserve.bench.result import BenchResult, progress, spread
 from aserve.bench.serving_figures import figures_table, medians_of, read_goodput, serving_figures
@@ -81,7 +81,7 @@ async def _measure(options: ServeOptions) -> tuple[str, list[Run]]:
             if options.num_warmups:
                 await client.run(bodies(options.num_warmups), [0.0] * options.num_warmups)
             runs = [
-                await client.run(bodies(options.num_prompts), _begins(options, repeat))
+                await client.run(bodies(options.num_prompts), _arrival_times(options, repeat))
                 for repeat in range(options.repeats)
             ]
     return model, runs
@@ -102,12 +102,12 @@ class Client:
         self._url = options.url.rstrip("/") + PATHS[options.endpoint]
         self._done = done
 
-    async def run(self, bodies: Sequence[Body], begins_s: Sequence[float]) -> Run:
+    async def run(self, bodies: Sequence[Body], arrivals_s: Sequence[float]) -> Run:
         pid = self._options.server_pid
         cpu_s = tree_cpu_s(pid) if pid else 0.0
         answers, duration_s = await run_load(
             [functools.partial(send_request, self._session, self._url, body) for body in bodies],
-            begins_s,
+            arrivals_s,
             max_concurrency=self._options.max_concurrency,
             done=self._done,
         )
@@ -163,8 +163,8 @@ def _settings(options: ServeOptions, model: str) -> dict[str, object]:
     return {name: value for name, value in settings.items() if name not in ("api_key", "model")}
 
 
-def _begins(options: ServeOptions, repeat: int) -> list[float]:
-    return begin_times(
+def _arrival_times(options: ServeOptions, repeat: int) -> list[float]:
+    return arrival_times(
         options.num_prompts,
         rate=options.request_rate,
         burstiness=options.burstiness,

@@ -16,7 +16,7 @@ SOURCES = ("argparse", "inspect", "tarfile", "typing")
 HEAD = 8  # the ids in which all windows differ: fewer than a page of a prefix cache usually has
 MIN_DISTINCT = 256  # a tokenizer that knows the text makes at least so many distinct ids of it
 NUM_RANDOM = 1 << 17
-DRAWS = 100  # tries to find a window whose text encodes to the same number of ids
+MAX_TRIES = 100  # tries to find a window whose text encodes to the same number of ids
 
 
 class TokenWindows:
@@ -44,7 +44,7 @@ class TokenWindows:
 
     def text(self, length: int) -> str:
         """Returns a text of `length` tokens, or of about as many if no such window is found."""
-        for _ in range(DRAWS):
+        for _ in range(MAX_TRIES):
             text = self._tokenizer.decode(self.ids(length))
             if len(self._tokenizer.encode(text, with_special=False)) == length:
                 return text

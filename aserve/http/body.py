@@ -38,7 +38,7 @@ async def read_body(request: web.Request, kind: type[StructT]) -> StructT:
         )
     intake = request.app[INTAKE]
     encoding = encoding_of(request)
-    with intake.holding() as held:
+    with intake.hold() as held:
         data = await intake.receive(request, held)
 
         def decode() -> tuple[StructT, str]:

@@ -72,7 +72,7 @@ class Connections:
     def __len__(self) -> int:
         return len(self._open)
 
-    def enter(self, connection: Connection) -> bool:
+    def add(self, connection: Connection) -> bool:
         """Adds a new connection. At the limit the oldest idle connection is closed for it. Returns
         False if none is idle.
         """
@@ -85,10 +85,10 @@ class Connections:
         self._open[connection] = None
         return True
 
-    def leave(self, connection: Connection) -> None:
+    def discard(self, connection: Connection) -> None:
         self._open.pop(connection, None)
 
-    def turn_away(self, transport: asyncio.Transport) -> None:
+    def reject(self, transport: asyncio.Transport) -> None:
         """Answers 503 and closes the connection a moment later.
 
         WHY: a connection that is closed while its client still sends is reset, and the client never
@@ -145,9 +145,9 @@ class Connection(web.RequestHandler):
         return self._waiter is not None and not self._waiter.done()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if not self._connections.enter(self):
+        if not self._connections.add(self):
             self._is_surplus = True
-            self._connections.turn_away(cast(asyncio.Transport, transport))
+            self._connections.reject(cast(asyncio.Transport, transport))
             return
         super().connection_made(transport)
         self._start_deadline()
@@ -166,7 +166,7 @@ class Connection(web.RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._end_deadline()
-        self._connections.leave(self)
+        self._connections.discard(self)
         super().connection_lost(exc)
 
     def handle_error(

@@ -51,15 +51,15 @@ class Intake:
         return MAX_VALUES + (self._state.max_model_len or 0)
 
     @contextmanager
-    def holding(self) -> Iterator[Held]:
+    def hold(self) -> Iterator[HeldBody]:
         """Counts the memory of one body until it has been decoded."""
-        held = Held(self)
+        held = HeldBody(self)
         try:
             yield held
         finally:
             self.held_bytes -= held.size
 
-    async def receive(self, request: web.Request, held: Held) -> bytes:
+    async def receive(self, request: web.Request, held: HeldBody) -> bytes:
         """Receives a body, still compressed. Each byte that arrives extends the deadline by
         1 / MIN_BYTES_PER_S.
         """
@@ -99,7 +99,7 @@ class Intake:
             )
 
 
-class Held:
+class HeldBody:
     """The bytes of one body that count towards `held_bytes`."""
 
     def __init__(self, intake: Intake) -> None:

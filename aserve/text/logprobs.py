@@ -50,7 +50,7 @@ def token_logprob(
     token_bytes = tokenizer.token_bytes(scored.token_id)
     return TokenLogprob(
         token_id=scored.token_id,
-        token=shown(token_bytes),
+        token=display_text(token_bytes),
         token_bytes=token_bytes,
         logprob=scored.logprob,
         top=scored.top,
@@ -58,7 +58,7 @@ def token_logprob(
     )
 
 
-def shown(token_bytes: bytes) -> str:
+def display_text(token_bytes: bytes) -> str:
     return token_bytes.decode("utf-8", "replace")
 
 
@@ -79,4 +79,4 @@ def alternatives(
 
 def alternative(token_id: int, logprob: float, tokenizer: TextTokenizer) -> TopLogprob:
     token_bytes = tokenizer.token_bytes(token_id)
-    return TopLogprob(token_id, shown(token_bytes), token_bytes, logprob)
+    return TopLogprob(token_id, display_text(token_bytes), token_bytes, logprob)

@@ -66,7 +66,7 @@ class PlainContent:
         """Encodes a rendered text piece by piece. `with_special` adds BOS and the like."""
         first, *others = text.split(mark)
         ids = self._tokenizer.encode(first, with_special=False)
-        before, after = self._around(first, ids) if with_special else ([], [])
+        before, after = self._special_around(first, ids) if with_special else ([], [])
         for piece in others:
             ids += self._encode_inside(piece)
         return [*before, *ids, *after]
@@ -89,24 +89,24 @@ class PlainContent:
     def _with_marks(self, value: Any, mark: str) -> Any:
         match value:
             case str():
-                return self._broken_text(value, mark)
+                return self._break_text(value, mark)
             case list():
                 return [self._with_marks(item, mark) for item in value]
             case dict():
                 return {
-                    self._broken_text(key, mark): self._with_marks(item, mark)
+                    self._break_text(key, mark): self._with_marks(item, mark)
                     for key, item in value.items()
                 }
             case _:
                 return value
 
-    def _broken_text(self, text: str, mark: str) -> str:
+    def _break_text(self, text: str, mark: str) -> str:
         """Inserts a mark after the first character of every special token."""
         ends = [start + 1 for start in self._special_starts(text)]
         starts = [0, *ends]
         return mark.join(text[i:j] for i, j in zip(starts, [*ends, len(text)], strict=True))
 
-    def _around(self, text: str, ids: list[int]) -> tuple[list[int], list[int]]:
+    def _special_around(self, text: str, ids: list[int]) -> tuple[list[int], list[int]]:
         """Returns the special ids that the tokenizer adds before and after a text."""
         whole = self._tokenizer.encode(text, with_special=True)
         num_added = len(whole) - len(ids)

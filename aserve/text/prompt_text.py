@@ -8,7 +8,7 @@ from aserve.messages.base import array_f32, array_i32
 from aserve.messages.output import PromptPart, PromptToken, TopLogprob, join_parts
 from aserve.messages.requests import OpenText, SamplingParams
 from aserve.messages.results import PromptLogprobs
-from aserve.text.logprobs import alternatives, shown
+from aserve.text.logprobs import alternatives, display_text
 from aserve.text.tokenizer import TextTokenizer
 
 
@@ -100,7 +100,7 @@ class PromptText:
         token_bytes = self._tokenizer.token_bytes(token_id)
         return PromptToken(
             token_id=token_id,
-            token=shown(token_bytes),
+            token=display_text(token_bytes),
             token_bytes=token_bytes,
             text_offset=self._offsets[position],
             logprob=logprob,

@@ -43,7 +43,7 @@ def test_ticks_are_round_and_reach_the_largest_value(largest: float, values: lis
     assert ticks(largest) == pytest.approx(values)
 
 
-def test_points_lie_where_the_axes_say() -> None:
+def test_points_match_the_axes() -> None:
     root = parsed({"one": {0: 0, 100: 5, 50: 2.5}})
     line = root.find(f"{SVG}polyline")
     assert line is not None
@@ -53,7 +53,7 @@ def test_points_lie_where_the_axes_say() -> None:
     assert places == [(LEFT, bottom), middle, (right, TOP)]
 
 
-def test_each_series_has_a_line_dots_and_a_name_of_one_colour() -> None:
+def test_each_series_has_a_line_dots_and_a_label_of_one_colour() -> None:
     root = parsed({"here": {1: 1, 2: 2}, "there": {1: 3}})
     lines = root.findall(f"{SVG}polyline")
     names = [text for text in root.findall(f"{SVG}text") if text.text in ("here", "there")]
@@ -64,7 +64,7 @@ def test_each_series_has_a_line_dots_and_a_name_of_one_colour() -> None:
     assert highest > max(float(name.attrib["y"]) for name in names)
 
 
-def test_words_of_a_title_cannot_break_the_document() -> None:
+def test_a_title_cannot_break_the_svg() -> None:
     title = parsed({"one": {1: 1}}).find(f"{SVG}title")
     assert title is not None
     assert title.text == "A < B & C"

@@ -41,7 +41,7 @@ def test_help_shows_every_option_of_the_bench_with_its_text(
         (["bench", "host-step", "--steps", "0"], "--steps 0: must be an integer, 1 or more"),
     ],
 )
-def test_what_a_user_can_mend_is_one_line_and_exit_code_2(
+def test_a_user_error_is_one_line_and_exit_code_2(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2

@@ -21,7 +21,7 @@ def own_cpu_s() -> float:
     return sum(use.ru_utime + use.ru_stime for use in uses)
 
 
-def test_a_child_counts_while_it_lives_and_after_it_was_waited_for() -> None:
+def test_the_cpu_time_of_a_child_counts_while_it_runs_and_after_it_was_waited_for() -> None:
     before_s, own_before_s = tree_cpu_s(os.getpid()), own_cpu_s()
     child = subprocess.Popen(
         [sys.executable, "-c", BURN_AND_STAY], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -34,6 +34,6 @@ def test_a_child_counts_while_it_lives_and_after_it_was_waited_for() -> None:
     assert took_s == pytest.approx(own_cpu_s() - own_before_s, abs=0.1)
 
 
-def test_a_process_that_is_not_there_is_named() -> None:
+def test_the_error_of_a_missing_process_names_it() -> None:
     with pytest.raises(ConfigError, match="--server-pid 4194305"):
         tree_cpu_s(4194305)

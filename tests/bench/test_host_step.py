@@ -23,7 +23,7 @@ def test_every_step_is_full_while_rows_end_and_others_join() -> None:
     assert measured.num_cached == 0
 
 
-def test_machine_versions_and_date_stand_beside_the_figures(capsys: Captured) -> None:
+def test_the_output_has_machine_versions_and_date(capsys: Captured) -> None:
     machine = figures_of(capsys, "host-step", "--rows", "2", "--steps", "1", "--repeats", "1")[
         "machine"
     ]

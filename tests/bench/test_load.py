@@ -9,7 +9,7 @@ from aserve.bench.load import run_load
 from aserve.bench.streamed import Answer
 
 
-async def test_no_more_are_open_at_once_than_may_be_and_answers_keep_their_places() -> None:
+async def test_open_requests_are_bounded_and_answers_keep_their_order() -> None:
     num_open, most, finished = 0, 0, 0
 
     async def send(number: int) -> Answer:
@@ -31,7 +31,7 @@ async def test_no_more_are_open_at_once_than_may_be_and_answers_keep_their_place
     assert duration_s > 0
 
 
-async def test_nobody_begins_before_their_time() -> None:
+async def test_no_request_begins_before_its_arrival_time() -> None:
     loop = asyncio.get_running_loop()
     start_s = loop.time()
     begun_s = []

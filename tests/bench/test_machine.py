@@ -14,7 +14,7 @@ PROGRAM = "from aserve.bench.machine import read_machine; print(*read_machine().
 
 
 @pytest.mark.slow
-def test_figures_of_a_played_machine_name_no_instructions_that_it_hides() -> None:
+def test_a_measurement_names_no_instructions_that_the_environment_hides() -> None:
     environment = {**os.environ, "PYTHONPATH": ":".join(sys.path), **AVX2_ONLY}
     program = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(program, capture_output=True, text=True, env=environment, check=True)

@@ -35,7 +35,9 @@ def test_requests_may_begin_at_a_rate(capsys: Captured) -> None:
 
 
 @pytest.mark.slow
-def test_beside_transformers_both_engines_and_their_ratio_are_shown(capsys: Captured) -> None:
+def test_a_comparison_with_transformers_shows_both_engines_and_their_ratio(
+    capsys: Captured,
+) -> None:
     beside = ("--beside", "transformers", "--beside-dtype", "float32", "--repeats", "1")
     figures = figures_of(capsys, *LOAD, *beside)
     by_engine = figures["scenarios"]["batch"]
@@ -46,15 +48,13 @@ def test_beside_transformers_both_engines_and_their_ratio_are_shown(capsys: Capt
     assert figures["cached_tokens"] == 0
 
 
-def test_random_weights_will_do_where_there_is_no_checkpoint(
-    capsys: Captured, tmp_path: Path
-) -> None:
+def test_a_model_without_a_checkpoint_gets_random_weights(capsys: Captured, tmp_path: Path) -> None:
     shutil.copy(MODEL_DIR / "config.json", tmp_path)
     dummy = ("--model", str(tmp_path), "--load-format", "dummy", "--num-pages", "64")
     assert figures_of(capsys, *LOAD, *dummy, "--repeats", "1")["completed"] == 3
 
 
-def test_an_unknown_scenario_is_named_beside_the_known(capsys: Captured) -> None:
+def test_the_error_of_an_unknown_scenario_lists_the_known_ones(capsys: Captured) -> None:
     assert main(["bench", "offline", "--preset", "peers", "--scenario", "b2"]) == 2
     assert "--scenario b2: must be among b1, b8, b32, prefill" in capsys.readouterr().err
 
@@ -67,7 +67,9 @@ def test_an_unknown_scenario_is_named_beside_the_known(capsys: Captured) -> None
         (["--num-pages", "4", "--input-len", "100"], "pages"),
     ],
 )
-def test_what_has_no_room_is_one_line(arguments: list[str], words: str, capsys: Captured) -> None:
+def test_options_that_do_not_fit_the_model_are_one_line(
+    arguments: list[str], words: str, capsys: Captured
+) -> None:
     assert main(["bench", "offline", *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
@@ -88,7 +90,7 @@ async def test_rates_follow_from_t1_and_tn() -> None:
     }
 
 
-async def test_an_engine_that_gives_too_few_tokens_is_not_fast_but_wrong() -> None:
+async def test_an_engine_with_too_few_tokens_is_an_error() -> None:
     async def lazy(prompts: object, num_new: int) -> int:
         return num_new - 1
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from aserve.bench.limits import MachineLimits, read_limits
-from aserve.bench.one_batch import measured
+from aserve.bench.one_batch import summarize
 from aserve.bench.roofline import Parameters, Roofline, count_parameters
 from aserve.bench.step_driver import StepTime
 from aserve.cli import main
@@ -33,7 +33,7 @@ def step(launched_s: float, done_s: float, *, prefill: int = 0, cached: int = 0)
 
 
 def test_the_prefill_ends_with_the_last_chunk_and_a_step_is_what_comes_after() -> None:
-    found = measured(
+    found = summarize(
         [step(1.0, 1.5, prefill=64), step(1.1, 2.0, prefill=36, cached=3), step(1.6, 2.25),
          step(2.1, 2.5)]
     )  # fmt: skip
@@ -58,13 +58,13 @@ def test_each_batch_has_a_line_and_nothing_comes_from_a_cache(
     assert figures["limits"]["limits"] == {"read_gb_per_s": 30.0, "matmul_gflops": 300.0}
 
 
-def test_what_the_engine_refuses_is_one_line(capsys: Captured, limits: Path) -> None:
+def test_an_error_of_the_engine_is_one_line(capsys: Captured, limits: Path) -> None:
     sizes = ("--batch-sizes", "1", "--input-lens", "2000", "--limits", str(limits))
     assert main(["bench", "one-batch", *sizes]) == 2
     assert "2000" in capsys.readouterr().err
 
 
-def test_a_step_is_compared_with_the_weights_that_it_reads() -> None:
+def test_a_steps_time_is_compared_with_the_bytes_of_its_weights() -> None:
     rates = MachineLimits(read_gb_per_s=10.0, matmul_gflops=100.0)
     roofline = Roofline(Parameters(body=900_000_000, head=100_000_000), 16, rates)
     assert roofline.read_share(0.4) == pytest.approx(0.5)  # 2 GB at 10 GB/s are 0.2 s

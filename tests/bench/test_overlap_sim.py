@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from aserve.bench.overlap_sim import measured
+from aserve.bench.overlap_sim import summarize
 from aserve.bench.sleeping_engine import Nap, SleepingExecutor
 from aserve.messages.base import pack_i32
 from aserve.messages.executor import EngineSpec, GroupSpec
@@ -45,7 +45,7 @@ def decode_step(iteration: int, *rows: int) -> ScheduleBatch:
 
 def test_busy_is_the_time_asleep_from_the_first_start_to_the_last_wake() -> None:
     naps = [Nap(1, 10.0, 10.2), Nap(1, 10.3, 10.5), Nap(1, 10.5, 11.0)]
-    found = measured(naps)
+    found = summarize(naps)
     assert found.busy == pytest.approx(0.9)
     assert found.gap_us == pytest.approx(0.05e6)
     assert found.num_steps == 3

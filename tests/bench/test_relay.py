@@ -24,7 +24,7 @@ def test_the_last_line_has_both_loops_and_no_token_comes_before_its_event(
         assert figures[loop]["step_p50_us"] > 0
 
 
-async def test_a_busy_loop_goes_round_until_it_is_left() -> None:
+async def test_a_busy_loop_runs_until_its_context_ends() -> None:
     loop = asyncio.get_running_loop()
     with BusyLoop() as busy:
         rounds = loop.create_future()
@@ -38,7 +38,7 @@ async def test_a_busy_loop_goes_round_until_it_is_left() -> None:
     assert busy.num_rounds <= num_rounds + 1
 
 
-def test_a_timed_device_notes_its_last_event() -> None:
+def test_a_timed_device_records_its_last_event() -> None:
     device = TimedCpu()
     start_s = time.perf_counter()
     assert device.last_event_s == 0.0

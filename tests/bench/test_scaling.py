@@ -26,7 +26,7 @@ def result(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_every_curve_has_its_sizes_and_what_has_no_room_is_left_out(capsys: Captured) -> None:
+def test_every_curve_has_its_sizes_except_those_that_do_not_fit(capsys: Captured) -> None:
     figures = figures_of(capsys, "scaling", *SIZES, "--steps", "2", "--repeats", "1")
     curves = figures["curves"]
     assert list(curves) == list(CURVES)
@@ -38,7 +38,7 @@ def test_every_curve_has_its_sizes_and_what_has_no_room_is_left_out(capsys: Capt
     assert all(value > 0 for curve in curves.values() for value in curve.values())
 
 
-def test_a_picture_is_drawn_for_every_curve_with_a_line_for_every_result(
+def test_every_curve_is_a_chart_with_a_line_for_every_result(
     capsys: Captured, result: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "pictures"
@@ -58,7 +58,7 @@ def test_a_picture_is_drawn_for_every_curve_with_a_line_for_every_result(
         (["--labels", "a,b,c"], "--labels a,b,c: 3 for 1 results"),
     ],
 )
-def test_what_cannot_be_drawn_is_one_line(
+def test_invalid_input_of_report_is_one_line(
     arguments: list[str], words: str, capsys: Captured, result: Path
 ) -> None:
     given = [] if "--results" in arguments else ["--results", str(result)]
@@ -66,7 +66,7 @@ def test_what_cannot_be_drawn_is_one_line(
     assert words in capsys.readouterr().err
 
 
-def test_servers_are_started_first_and_with_the_context_that_was_given(capsys: Captured) -> None:
+def test_servers_are_started_first_and_with_the_given_context(capsys: Captured) -> None:
     too_long = ("--max-model-len", "100000")
     assert main(["bench", "scaling", *SIZES, *too_long]) == 2
     said = capsys.readouterr()

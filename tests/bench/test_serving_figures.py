@@ -27,7 +27,7 @@ def test_counts_and_rates_are_of_the_answers_that_are_whole() -> None:
     assert found["total_token_throughput"] == 13.0
 
 
-def test_times_are_in_milliseconds_and_tpot_leaves_the_first_token_out() -> None:
+def test_times_are_in_milliseconds_and_tpot_excludes_the_first_token() -> None:
     found = figures(FAST, SLOW)
     assert found["mean_ttft_ms"] == pytest.approx(200)
     assert found["p99_ttft_ms"] == pytest.approx(300)
@@ -36,7 +36,7 @@ def test_times_are_in_milliseconds_and_tpot_leaves_the_first_token_out() -> None
     assert found["p99_e2el_ms"] == pytest.approx(2300)
 
 
-def test_an_answer_of_one_token_has_no_time_per_further_token() -> None:
+def test_an_answer_of_one_token_has_no_tpot() -> None:
     assert figures(FAST, ONE_TOKEN)["mean_tpot_ms"] == pytest.approx(100)
 
 
@@ -48,6 +48,6 @@ def test_goodput_counts_answers_that_keep_every_limit() -> None:
 
 
 @pytest.mark.parametrize("text", ["itl:5", "ttft", "ttft:x", "ttft:5;tpot:4"])
-def test_a_goodput_that_says_nothing_is_refused(text: str) -> None:
+def test_an_invalid_goodput_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--goodput"):
         read_goodput(text)

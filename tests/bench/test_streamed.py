@@ -38,7 +38,7 @@ def events(*data: str) -> Callable[[], web.Response]:
     return lambda: web.Response(text=text, content_type="text/event-stream")
 
 
-async def test_usage_says_how_many_tokens_came_and_parts_when() -> None:
+async def test_usage_counts_the_tokens_and_chunks_have_times() -> None:
     async with asked(events(TEXT, SILENT, TEXT, END, USAGE)) as answer:
         assert (answer.prompt_tokens, answer.completion_tokens, answer.cached_tokens) == (5, 9, 4)
         assert len(answer.itls_s) == 2  # a token without text counts, the end doesn't
@@ -47,7 +47,7 @@ async def test_usage_says_how_many_tokens_came_and_parts_when() -> None:
         assert not answer.error
 
 
-async def test_without_usage_the_parts_are_counted() -> None:
+async def test_without_usage_the_chunks_are_counted() -> None:
     async with asked(events(DELTA, DELTA, DELTA)) as answer:
         assert answer.completion_tokens == 3
 
@@ -64,7 +64,7 @@ async def test_a_refusal_and_an_empty_stream_are_errors() -> None:
         assert answer.error == "the answer has no token"
 
 
-async def test_a_connection_that_breaks_is_the_answers_error() -> None:
+async def test_a_broken_connection_is_the_error_of_its_answer() -> None:
     async with aiohttp.ClientSession() as session:
         answer = await send_request(session, "http://127.0.0.1:1/", {})
     assert "ClientConnectorError" in answer.error

@@ -127,7 +127,7 @@ async def test_an_error_on_a_socket_leaves_it_open(client: openai.AsyncOpenAI) -
         assert (await final_of(connection)).type == "response.incomplete"
 
 
-async def test_of_100_sockets_half_vanish_and_the_others_get_one_end_each(
+async def test_if_50_of_100_websockets_disconnect_the_others_get_one_end_each(
     server: ServerProcess, client: openai.AsyncOpenAI
 ) -> None:
     alone = {number: (await over_http(client, number)).output_text for number in (0, 49)}

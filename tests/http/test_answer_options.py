@@ -81,7 +81,9 @@ async def test_streamed_token_ids_are_those_of_the_whole_answer(
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_nobody_gets_token_ids_who_did_not_ask(web: aiohttp.ClientSession, path: str) -> None:
+async def test_token_ids_are_returned_only_on_request(
+    web: aiohttp.ClientSession, path: str
+) -> None:
     assert "token_ids" not in json.dumps(await whole(web, path))
     assert "token_ids" not in json.dumps([chunk async for chunk in events(web, path)])
 
@@ -145,7 +147,7 @@ async def test_a_salt_is_the_namespace_of_the_cache(
     ("keep", "max_tokens", "expected"),
     [(5, 100, 5), (10_000, 1, 600), (-1, 100, MAX_MODEL_LEN - 100), (-1, None, None)],
 )
-async def test_a_long_prompt_keeps_its_end(
+async def test_a_truncated_prompt_keeps_its_end(
     web: aiohttp.ClientSession,
     echo: EchoEngine,
     path: str,

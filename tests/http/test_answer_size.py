@@ -80,7 +80,7 @@ async def test_ordinary_scores_are_given(
         await answer.read()
 
 
-async def test_the_limit_is_an_option_and_a_stream_of_outputs_does_not_count() -> None:
+async def test_the_limit_is_an_option_and_streamed_outputs_do_not_count() -> None:
     body = {"prompt": "a", "logprobs": 1, "max_tokens": 500, "n": 2}
     async with (
         EchoEngine(max_answer_logprobs=1999) as echo,

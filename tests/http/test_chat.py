@@ -89,7 +89,7 @@ BROKEN_CALL = {"id": "d", "type": "function", "function": {"name": "f", "argumen
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
-async def test_a_history_of_tool_calls_is_taken_even_where_its_arguments_are_no_json() -> None:
+async def test_tool_calls_are_accepted_even_if_their_arguments_are_not_json() -> None:
     template = "{{ (tools or []) | length }}{{ messages | tojson }}"
     messages: Any = [
         {"role": "assistant", "content": None, "tool_calls": [CALL, BROKEN_CALL]},
@@ -108,7 +108,7 @@ async def test_a_history_of_tool_calls_is_taken_even_where_its_arguments_are_no_
     assert (prompt[0], none[0], rendered[1]["tool_call_id"]) == ("1", "0", "c")
 
 
-async def test_a_model_without_a_template_refuses_chat_and_says_why() -> None:
+async def test_a_model_without_a_template_refuses_chats_with_a_reason() -> None:
     async with (
         EchoEngine(template=None) as echo,
         openai.AsyncOpenAI(base_url=f"{echo.url}/v1", api_key="any") as client,
@@ -132,7 +132,7 @@ async def test_variables_for_the_template_reach_it() -> None:
 @pytest.mark.parametrize(
     "name", ["messages", "tools", "add_generation_prompt", "chat_template", "tokenize"]
 )
-async def test_variables_cannot_replace_what_the_server_says(
+async def test_variables_cannot_replace_those_of_the_server(
     client: openai.AsyncOpenAI, name: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:

@@ -117,7 +117,7 @@ async def test_a_stop_string_ends_text_logprobs_and_usage_together(
     assert [cancel.reason for cancel in echo.scheduler.cancels] == ["stop"]
 
 
-async def test_the_length_limit_is_told_apart_from_the_end(client: openai.AsyncOpenAI) -> None:
+async def test_the_length_limit_has_its_own_finish_reason(client: openai.AsyncOpenAI) -> None:
     short = await client.completions.create(model="echo", prompt=TEXT, max_tokens=2)
     full = await client.completions.create(model="echo", prompt="hello", max_tokens=100)
     assert (short.choices[0].finish_reason, full.choices[0].finish_reason) == ("length", "stop")
@@ -129,12 +129,12 @@ async def test_without_max_tokens_sixteen_are_generated(client: openai.AsyncOpen
     assert answer.usage.completion_tokens == 16
 
 
-async def test_no_tokens_at_all_may_be_asked_for(client: openai.AsyncOpenAI) -> None:
+async def test_max_tokens_may_be_zero(client: openai.AsyncOpenAI) -> None:
     answer = await client.completions.create(model="echo", prompt=TEXT, max_tokens=0)
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("", "length")
 
 
-async def test_a_seed_is_given_back_and_one_is_drawn_where_none_was_given(
+async def test_the_seed_is_returned_and_drawn_if_none_was_given(
     client: openai.AsyncOpenAI, echo: EchoEngine
 ) -> None:
     given = await client.completions.create(model="echo", prompt="a", seed=-5)

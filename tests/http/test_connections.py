@@ -73,7 +73,7 @@ async def test_half_a_head_is_a_408_and_the_connection_ends(sent: bytes, is_firs
         assert (status, error["code"]) == (408, "request_timeout")
 
 
-async def test_bytes_one_by_one_do_not_move_the_deadline_of_a_head() -> None:
+async def test_single_bytes_do_not_extend_the_deadline_of_a_head() -> None:
     async with EchoEngine(header_timeout=SOON_S, keep_alive_timeout=LONG_S) as echo:
         client = await Client.connect(echo, b"GET /")
         ended = asyncio.create_task(client.rest())
@@ -107,7 +107,7 @@ async def test_neither_deadline_ends_a_request_that_runs() -> None:
         assert (await client.answer())[0] == 200
 
 
-async def test_at_the_bound_an_idle_connection_makes_room() -> None:
+async def test_at_the_limit_a_new_connection_replaces_an_idle_one() -> None:
     async with EchoEngine(max_connections=2) as echo:
         oldest = await Client.connect(echo, GET)
         await oldest.answer()
@@ -120,7 +120,7 @@ async def test_at_the_bound_an_idle_connection_makes_room() -> None:
         assert (await second.answer())[0] == 200
 
 
-async def test_where_every_connection_has_a_request_a_new_one_is_a_503() -> None:
+async def test_a_new_connection_is_a_503_if_none_is_idle() -> None:
     async with (
         EchoEngine(max_connections=2) as echo,
         aiohttp.ClientSession(echo.url) as web,
@@ -157,7 +157,7 @@ SECRET = b"<script>secret</script>"
         (b"GET / HTTP/1.1\r\nHost: a\r\nContent-Length: " + SECRET + b"\r\n\r\n", 400, ""),
     ],
 )
-async def test_what_is_no_http_is_answered_in_json_without_the_clients_bytes(
+async def test_invalid_http_gets_a_json_error_without_the_clients_bytes(
     sent: bytes, status: int, code: str
 ) -> None:
     async with EchoEngine() as echo:

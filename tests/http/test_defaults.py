@@ -25,7 +25,7 @@ def sampled(echo: EchoEngine) -> dict[str, float]:
     return {name: getattr(sampling, name) for name in RECOMMENDED}
 
 
-async def test_the_model_s_defaults_stand_for_what_is_not_said(
+async def test_the_models_defaults_replace_missing_fields(
     echo: EchoEngine, client: openai.AsyncOpenAI
 ) -> None:
     echo.state.defaults = DEFAULTS
@@ -49,7 +49,7 @@ async def test_the_model_s_defaults_stand_for_what_is_not_said(
         ("repetition_penalty", 1, 1.0),
     ],
 )
-async def test_what_the_client_says_wins_and_null_says_nothing(
+async def test_the_clients_fields_win_and_null_counts_as_missing(
     echo: EchoEngine, client: openai.AsyncOpenAI, name: str, value: float, expected: float
 ) -> None:
     echo.state.defaults = DEFAULTS

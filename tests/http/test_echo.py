@@ -48,7 +48,7 @@ async def test_a_prompt_is_scored_without_any_output_as_evaluation_tools_ask(
     assert [request.sampling.prompt_logprobs for request in echo.scheduler.admitted] == [1, 1]
 
 
-async def test_outputs_go_on_where_the_echo_ends(client: openai.AsyncOpenAI) -> None:
+async def test_the_output_follows_the_echo(client: openai.AsyncOpenAI) -> None:
     answer = await client.completions.create(
         model="echo", prompt=TEXT, max_tokens=9, logprobs=0, echo=True
     )

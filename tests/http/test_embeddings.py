@@ -10,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 
-from aserve.http.openai.embeddings import shortened
+from aserve.http.openai.embeddings import shorten
 from tests.fakes.echo_engine import MAX_MODEL_LEN, EchoEngine
 
 VECTOR = [value / 13 for value in (3, 4, 12)]
@@ -50,7 +50,7 @@ async def test_every_kind_of_input_is_answered_in_its_order(
 
 
 @pytest.mark.parametrize(("kept", "num_tokens"), [(2, 2), (-1, MAX_MODEL_LEN)])
-async def test_of_a_longer_input_the_last_tokens_are_embedded(
+async def test_a_truncated_input_keeps_its_last_tokens(
     client: openai.AsyncOpenAI, kept: int, num_tokens: int
 ) -> None:
     answer = await client.embeddings.create(
@@ -68,7 +68,7 @@ async def test_fewer_dimensions_have_length_one_again(client: openai.AsyncOpenAI
 
 
 def test_a_vector_of_zeros_stays_one() -> None:
-    assert shortened(np.zeros(3, np.float32), 2).tolist() == [0, 0]
+    assert shorten(np.zeros(3, np.float32), 2).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_vector_of_zeros_stays_one() -> None:
         ({"input": "a", "model": "other"}, "model", "model_not_found"),
     ],
 )
-async def test_what_cannot_be_embedded_is_refused_by_its_field(
+async def test_invalid_embedding_requests_are_refused_with_the_field(
     web: aiohttp.ClientSession, echo: EchoEngine, body: dict[str, Any], param: str, code: str
 ) -> None:
     async with web.post("/v1/embeddings", json=body) as response:

@@ -80,7 +80,7 @@ async def test_every_cut_of_the_stream_says_what_the_whole_answer_says(
         assert ids_of(events) == ids_of(whole) == ids_of(expected), runs
 
 
-async def test_an_answer_that_ends_inside_a_character_says_so_in_every_cut(
+async def test_an_answer_that_ends_inside_a_character_is_the_same_for_every_split(
     echo: EchoEngine, web: aiohttp.ClientSession
 ) -> None:
     num_tokens = NUM_TOKENS - 3  # the rocket lacks its last two bytes

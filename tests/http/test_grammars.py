@@ -84,7 +84,7 @@ def test_each_structured_output_is_a_grammar_that_knows_its_field(
         ({"response_format": {"type": "json_schema"}}, "schema", "response_format"),
     ],
 )
-def test_what_cannot_be_one_grammar_is_refused(
+def test_conflicting_or_invalid_grammars_are_refused(
     body: dict[str, Any], words: str, param: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
@@ -127,7 +127,9 @@ def test_half_of_a_surrogate_pair_is_refused(name: str, value: Any) -> None:
     assert caught.value.param == f"structured_outputs.{name}"
 
 
-async def test_what_is_too_deep_or_no_text_is_a_400_over_http(web: aiohttp.ClientSession) -> None:
+async def test_deep_values_and_lone_surrogates_are_a_400_over_http(
+    web: aiohttp.ClientSession,
+) -> None:
     deep = '{"items":' * 978 + "{}" + "}" * 978
     bodies = [
         f'{{"prompt":"a","structured_outputs":{{"json":{deep}}}}}',
@@ -139,7 +141,7 @@ async def test_what_is_too_deep_or_no_text_is_a_400_over_http(web: aiohttp.Clien
             assert (await answer.json())["error"]["type"] == "invalid_request_error"
 
 
-def test_a_format_that_asks_for_nothing_leaves_room_for_a_structured_output() -> None:
+def test_a_text_format_allows_structured_outputs() -> None:
     grammar = asked(structured_outputs={"regex": "a"}, response_format={"type": "text"})
     assert grammar is not None
     assert grammar.kind == "regex"

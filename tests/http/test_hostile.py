@@ -54,7 +54,7 @@ def body_with(place: Place, text: str) -> str:
 @pytest.mark.parametrize(
     "number", ["NaN", "Infinity", "-Infinity", "1e999", "0x1F", "01", "1.", "+1"]
 )
-async def test_what_is_no_json_number_is_a_400_wherever_it_stands(
+async def test_an_invalid_number_is_a_400_in_every_field(
     web: aiohttp.ClientSession, path: str, number: str
 ) -> None:
     for place in of_kind(path, inspect.IntType, inspect.FloatType):
@@ -104,7 +104,7 @@ async def test_an_enormous_string_in_any_field_is_answered_soon(
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("depth", [10, 200, 990, 100_000])
 @pytest.mark.parametrize("shape", ["[]", '{"a":}'])
-async def test_deep_json_is_answered_at_any_place(
+async def test_deeply_nested_json_is_answered_in_any_field(
     web: aiohttp.ClientSession, path: str, depth: int, shape: str
 ) -> None:
     opening, closing = shape[:-1], shape[-1]
@@ -128,9 +128,7 @@ async def test_a_key_that_is_not_utf8_is_a_400(
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_of_a_key_that_stands_twice_the_last_counts(
-    web: aiohttp.ClientSession, path: str
-) -> None:
+async def test_the_last_of_two_equal_members_counts(web: aiohttp.ClientSession, path: str) -> None:
     right = json.dumps(RIGHT)
     twice = f'{{"model": "nobody", {right[1:-1]}, "model": "echo"}}'
     assert await posted(web, path, twice) == await posted(web, path, right)
@@ -141,7 +139,9 @@ async def test_of_a_key_that_stands_twice_the_last_counts(
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("data", ["[]", "null", "true", "5", '"text"', "", " ", "{", "{}}", "\0"])
-async def test_what_is_no_object_is_a_400(web: aiohttp.ClientSession, path: str, data: str) -> None:
+async def test_a_body_that_is_not_an_object_is_a_400(
+    web: aiohttp.ClientSession, path: str, data: str
+) -> None:
     assert (await posted(web, path, data))[0] == 400
 
 

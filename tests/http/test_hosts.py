@@ -39,7 +39,7 @@ async def status(echo: EchoEngine, host: str, path: str = "/health") -> int:
         ("localhost@evil.example", 403),
     ],
 )
-async def test_on_a_loopback_address_only_local_names_are_answered(
+async def test_a_server_on_a_loopback_address_accepts_only_local_hosts(
     echo: EchoEngine, host: str, expected: int
 ) -> None:
     for path in ("/health", "/", "/v1/models", "/nothing"):
@@ -58,7 +58,7 @@ async def test_names_can_be_allowed() -> None:
 
 
 @pytest.mark.parametrize("listens", ["0.0.0.0", "::", "10.1.2.3", "gpu-7"])
-def test_a_server_for_others_answers_to_any_name_unless_names_are_given(listens: str) -> None:
+def test_a_public_server_accepts_any_host_unless_hosts_are_given(listens: str) -> None:
     assert AllowedHosts(ServerOptions(host=listens)).names is None
     given = AllowedHosts(ServerOptions(host=listens, allowed_hosts="gpu-7"))
     assert given.names is not None
@@ -66,7 +66,7 @@ def test_a_server_for_others_answers_to_any_name_unless_names_are_given(listens:
 
 
 @pytest.mark.parametrize("listens", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
-def test_a_loopback_address_is_one_of_its_own_names(listens: str) -> None:
+def test_a_loopback_address_is_an_allowed_host(listens: str) -> None:
     names = AllowedHosts(ServerOptions(host=listens)).names
     assert names is not None
     assert listens in names

@@ -71,7 +71,7 @@ async def test_a_body_that_is_not_encoded_as_it_says_is_a_400(
     assert (status, answer["error"]["code"]) == (400, "bad_request"), answer
 
 
-async def test_another_encoding_is_a_415_that_names_those_there_are(
+async def test_an_unsupported_encoding_is_a_415_with_the_supported_ones(
     web: aiohttp.ClientSession,
 ) -> None:
     status, answer = await posted(web, RIGHT, **{"Content-Encoding": "br"})
@@ -90,7 +90,7 @@ async def test_a_body_that_grows_too_much_is_a_413(web: aiohttp.ClientSession) -
     assert (status, f"more than {8 << 20} bytes" in answer["error"]["message"]) == (413, True)
 
 
-def test_the_bounds_end_the_work_and_not_only_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decompression_stops_at_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     bomb = gzip.compress(b"a" * (64 << 20))
     assert len(bomb) * MAX_RATIO > FREE_BYTES
     num_made, real = 0, zlib.decompressobj
@@ -166,7 +166,7 @@ async def test_a_body_that_does_not_arrive_is_a_408_and_the_connection_ends(sent
         writer.close()
 
 
-async def test_bodies_that_are_being_read_have_a_bound_of_memory_and_small_ones_pass() -> None:
+async def test_the_memory_of_bodies_is_bounded_and_small_ones_pass() -> None:
     async with EchoEngine(max_body_size=2 * SMALL_BYTES) as echo:
         intake = echo.server._app[INTAKE]
         max_held = HELD_BODIES * 2 * SMALL_BYTES

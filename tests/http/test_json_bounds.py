@@ -122,7 +122,7 @@ def test_each_bound_is_allowed_and_one_more_is_named(
     assert what in message
 
 
-def test_what_stands_in_strings_counts_nothing_however_long_it_is() -> None:
+def test_the_content_of_strings_does_not_count() -> None:
     text = json.dumps((NOISE + "1e5" + '\\"' * 3) * (SLICE_BYTES // 2))
     assert refusal(f'{{"prompt": {text}, "n": [1, 2]}}'.encode()) is None
 

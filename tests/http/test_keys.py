@@ -63,7 +63,7 @@ async def test_keys_are_compared_byte_by_byte() -> None:
         assert await status_of_raw(echo, "Bearer sésame".encode("latin-1")) == 401
 
 
-async def test_an_authorization_header_that_comes_twice_is_refused() -> None:
+async def test_a_repeated_authorization_header_is_refused() -> None:
     async with EchoEngine(api_key="sesame") as echo:
         assert await status_of_raw(echo, b"Bearer sesame", b"Bearer wrong") == 400
         assert await status_of_raw(echo, b"Bearer sesame", b"Bearer sesame") == 400
@@ -73,7 +73,7 @@ async def test_an_authorization_header_that_comes_twice_is_refused() -> None:
     ("content", "said"),
     [(None, "cannot read"), (b"# none\n\n", "contains no key"), (b"\xff\xfe", "not UTF-8")],
 )
-def test_a_key_file_without_keys_does_not_leave_the_door_open(
+def test_a_key_file_without_keys_is_an_error(
     tmp_path: Path, content: bytes | None, said: str
 ) -> None:
     file = tmp_path / "keys"
@@ -84,7 +84,7 @@ def test_a_key_file_without_keys_does_not_leave_the_door_open(
 
 
 @pytest.mark.parametrize("keys", [",", " , "])
-def test_an_option_without_a_key_does_not_leave_the_door_open(keys: str) -> None:
+def test_a_key_option_without_a_key_is_an_error(keys: str) -> None:
     with pytest.raises(ConfigError, match="contains no key"):
         read_keys(ServerOptions(api_key=keys))
 
@@ -104,7 +104,7 @@ async def test_a_request_carries_who_asks_and_never_the_key() -> None:
         assert "sesame" not in repr(first)
 
 
-async def test_without_keys_the_address_says_who_asks() -> None:
+async def test_without_keys_the_address_identifies_the_client() -> None:
     async with EchoEngine() as echo:
         clients = []
         for address in ("127.0.0.1", "127.0.0.2", "127.0.0.1"):
@@ -197,7 +197,7 @@ async def test_priority_needs_the_option_or_the_admin_key(path: str, body: dict[
         ({"prompt": ["a"] * 9}, "prompt", "9 sequences (9 prompts x 1"),
     ],
 )
-async def test_a_request_has_at_most_so_many_sequences_as_run_at_once(
+async def test_a_request_has_at_most_as_many_sequences_as_run_at_once(
     body: dict[str, object], param: str, counts: str
 ) -> None:
     async with EchoEngine() as echo, aiohttp.ClientSession(echo.url) as session:
@@ -212,6 +212,6 @@ async def test_a_request_has_at_most_so_many_sequences_as_run_at_once(
             assert answer.status == 200
 
 
-def test_a_key_that_is_given_again_is_one_more_key() -> None:
+def test_a_repeated_key_option_adds_a_key() -> None:
     given = make_parser().parse_args(["serve", "--api-key", "a,b", "--api-key", "c"])
     assert given.api_key == "a,b,c"

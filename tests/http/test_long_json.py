@@ -56,7 +56,7 @@ def test_blocks_have_all_bytes_and_a_bounded_size(lengths: list[int]) -> None:
     assert all(0 < len(block) <= BLOCK_BYTES for block in blocks)
 
 
-def test_items_are_encoded_when_their_turn_comes() -> None:
+def test_items_are_encoded_lazily() -> None:
     made: list[int] = []
 
     def make() -> Iterator[str]:
@@ -70,7 +70,7 @@ def test_items_are_encoded_when_their_turn_comes() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
-async def test_a_long_answer_leaves_turns_of_the_loop_to_others(
+async def test_a_long_answer_leaves_loop_iterations_to_others(
     path: str, echo: EchoEngine, web: aiohttp.ClientSession
 ) -> None:
     """The loop's turns are counted from the end of the generation to that of the answer."""

@@ -50,7 +50,7 @@ async def test_health_and_refusals_follow_the_phase(
         assert ("Retry-After" in answer.headers) is (phase != "dead")
 
 
-async def test_an_engine_that_has_long_said_nothing_is_stuck_and_its_requests_still_wait(
+async def test_a_silent_engine_is_stuck_and_its_requests_still_wait(
     echo: EchoEngine, web: aiohttp.ClientSession
 ) -> None:
     echo.state.engine_age_s = lambda: STUCK_S + 2
@@ -161,7 +161,7 @@ async def test_fields_without_effect_are_named_in_a_header(
         assert answer.headers["X-Ignored-Params"] == "user, store, a__b___" + "x" * 33
 
 
-async def test_the_header_of_fields_without_effect_has_a_bound(web: aiohttp.ClientSession) -> None:
+async def test_the_header_of_ignored_fields_is_bounded(web: aiohttp.ClientSession) -> None:
     body = {f"{i:x>1000}": 1 for i in range(200)}
     async with web.post("/v1/completions", json=body | {"prompt": "a"}) as answer:
         assert answer.status == 200
@@ -193,7 +193,7 @@ async def test_the_page_streams_and_loads_nothing_from_elsewhere(
     assert "v1/completions" in page
 
 
-async def test_a_full_queue_is_429_with_a_time_to_come_back(
+async def test_a_full_queue_is_a_429_with_retry_after(
     echo: EchoEngine, web: aiohttp.ClientSession
 ) -> None:
     echo.scheduler.refusal = QueueFull("512 sequences wait", retry_after_s=1.2).info()
@@ -215,7 +215,7 @@ async def test_one_refused_prompt_cancels_the_other_prompts_of_its_call(
     assert echo.gateway.num_open == 0
 
 
-async def test_a_context_that_is_too_long_tells_the_official_client(
+async def test_the_official_client_sees_that_the_context_is_too_long(
     client: openai.AsyncOpenAI,
 ) -> None:
     with pytest.raises(openai.BadRequestError, match="maximum context length is 512") as caught:
@@ -223,7 +223,7 @@ async def test_a_context_that_is_too_long_tells_the_official_client(
     assert caught.value.code == "context_length_exceeded"
 
 
-async def test_a_deadline_is_408_and_not_tried_again(
+async def test_a_timeout_is_a_408_that_clients_do_not_retry(
     echo: EchoEngine, web: aiohttp.ClientSession
 ) -> None:
     echo.scheduler.is_paused = True
@@ -267,7 +267,7 @@ async def test_a_stream_that_fails_ends_with_an_error_event_and_done(
     assert events[-1] == "data: [DONE]"
 
 
-async def test_the_official_client_raises_what_a_stream_failed_with(
+async def test_the_official_client_raises_the_error_of_a_stream(
     echo: EchoEngine, client: openai.AsyncOpenAI
 ) -> None:
     echo.scheduler.is_paused = True
@@ -282,7 +282,7 @@ async def test_the_official_client_raises_what_a_stream_failed_with(
 
 @pytest.mark.parametrize("is_streaming", [False, True])
 @pytest.mark.parametrize("num_steps", [0, 2])
-async def test_a_client_that_vanishes_cancels_what_it_asked_for(
+async def test_a_client_that_disconnects_cancels_its_requests(
     echo: EchoEngine, web: aiohttp.ClientSession, is_streaming: bool, num_steps: int
 ) -> None:
     """Queued or running, streaming or not."""
@@ -345,13 +345,13 @@ async def test_a_bug_in_the_middle_of_a_stream_ends_it_with_an_error_event(
     assert events[-1] == "data: [DONE]"
 
 
-async def test_headers_that_cannot_be_met_are_refused(web: aiohttp.ClientSession) -> None:
+async def test_unsupported_headers_are_refused(web: aiohttp.ClientSession) -> None:
     async with web.post("/v1/completions", json=PROMPT, headers={"Expect": "wonders"}) as answer:
         assert answer.status == 417
         assert answer.headers["X-Request-Id"]
 
 
-async def test_a_busy_port_is_one_clear_error(echo: EchoEngine) -> None:
+async def test_a_busy_port_is_a_clear_error(echo: EchoEngine) -> None:
     port = int(echo.url.rpartition(":")[2])
     second = EchoEngine(port=port)
     with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: "):
@@ -359,7 +359,7 @@ async def test_a_busy_port_is_one_clear_error(echo: EchoEngine) -> None:
 
 
 @pytest.mark.slow
-async def test_two_hundred_streams_at_once_leave_nothing_behind(
+async def test_two_hundred_concurrent_streams_leave_no_state(
     echo: EchoEngine, client: openai.AsyncOpenAI
 ) -> None:
     async def one(i: int) -> str:
@@ -387,7 +387,7 @@ async def test_a_body_that_is_not_encoded_as_it_says_is_a_400(web: aiohttp.Clien
         assert (answer.status, (await error_of(answer))["code"]) == (400, "bad_request")
 
 
-async def test_stopping_waits_neither_for_idle_connections_nor_for_slow_readers() -> None:
+async def test_a_stop_waits_neither_for_idle_connections_nor_for_slow_readers() -> None:
     async with EchoEngine() as echo, aiohttp.ClientSession(echo.url) as session:
         async with session.get("/health") as answer:
             assert answer.status == 200

@@ -93,7 +93,7 @@ async def test_an_empty_text_has_no_tokens(web: aiohttp.ClientSession) -> None:
         ("detokenize", {"tokens": [0] * (2**20 + 1)}, None, "body_too_complex"),
     ],
 )
-async def test_a_wrong_question_is_refused_by_its_field(
+async def test_a_wrong_body_is_refused_with_its_field(
     web: aiohttp.ClientSession, path: str, body: dict[str, Any], param: str | None, code: str
 ) -> None:
     async with web.post(f"/{path}", json=body) as answer:
@@ -142,7 +142,7 @@ async def line(encoder: GatedEncoder, echo: EchoEngine) -> AsyncIterator[Line]:
 
 
 @pytest.mark.usefixtures("line")
-async def test_a_long_text_delays_no_answer_and_the_line_behind_it_has_an_end(
+async def test_a_long_text_delays_no_answer_and_its_queue_is_bounded(
     web: aiohttp.ClientSession,
 ) -> None:
     assert (await asked(web, "/v1/completions", prompt="hello"))["choices"][0]["text"] == "hello"
@@ -151,7 +151,7 @@ async def test_a_long_text_delays_no_answer_and_the_line_behind_it_has_an_end(
         assert (await answer.json())["error"]["code"] == "queue_full"
 
 
-async def test_who_goes_away_gives_his_place_in_the_line_back(
+async def test_a_client_that_disconnects_frees_its_place_in_the_queue(
     encoder: GatedEncoder, line: Line, web: aiohttp.ClientSession
 ) -> None:
     for place in line:

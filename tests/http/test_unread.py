@@ -76,7 +76,7 @@ async def left_alone(echo: EchoEngine, watch: Watch) -> None:
 
 
 @pytest.mark.parametrize("limits", [(BOUND, NEVER_S), (1 << 40, SOON_S)], ids=["bytes", "deadline"])
-async def test_a_stream_that_nobody_reads_is_ended(limits: tuple[int, float], watch: Watch) -> None:
+async def test_a_stream_that_is_not_read_is_closed(limits: tuple[int, float], watch: Watch) -> None:
     max_unread_bytes, write_timeout = limits
     async with (
         EchoEngine(max_unread_bytes=max_unread_bytes, write_timeout=write_timeout) as echo,
@@ -91,7 +91,7 @@ async def test_a_stream_that_nobody_reads_is_ended(limits: tuple[int, float], wa
 
 
 @pytest.mark.parametrize("limits", [(BOUND, NEVER_S), (1 << 40, SOON_S)], ids=["bytes", "deadline"])
-async def test_a_websocket_that_nobody_reads_is_ended(
+async def test_a_websocket_that_is_not_read_is_closed(
     limits: tuple[int, float], watch: Watch
 ) -> None:
     max_unread_bytes, write_timeout = limits
@@ -108,7 +108,7 @@ async def test_a_websocket_that_nobody_reads_is_ended(
             assert watch.most_unread <= BOUND
 
 
-async def test_a_whole_answer_that_nobody_reads_is_cut_off(watch: Watch) -> None:
+async def test_a_whole_answer_that_is_not_read_is_cut_off(watch: Watch) -> None:
     async with EchoEngine(write_timeout=SOON_S) as echo, aiohttp.ClientSession(echo.url) as session:
         async with session.post("/v1/completions", json=LARGE) as answer:
             size = len(await answer.read())
@@ -118,7 +118,7 @@ async def test_a_whole_answer_that_nobody_reads_is_cut_off(watch: Watch) -> None
             assert len(await client.read_all()) < size
 
 
-async def test_one_that_reads_slowly_gets_all_of_it() -> None:
+async def test_a_slow_reader_gets_the_whole_answer() -> None:
     async with EchoEngine(write_timeout=5) as echo, aiohttp.ClientSession(echo.url) as session:
         body = STREAM | {"n": 20, "seed": 1}
         async with session.post("/v1/completions", json=body, read_bufsize=1024) as answer:

@@ -91,7 +91,7 @@ async def test_the_official_client_gets_its_responses_in_order(
     assert ended == ["u:one;", "u:two;", "u:three;"]
 
 
-async def test_a_socket_tells_the_same_events_as_a_stream(
+async def test_a_websocket_has_the_same_events_as_a_stream(
     client: openai.AsyncOpenAI, socket: Socket
 ) -> None:
     body: dict[str, Any] = {"top_logprobs": 2, "max_output_tokens": 7, "seed": 3, "store": False}
@@ -152,7 +152,7 @@ async def test_one_stream_waits_for_its_turn_and_another_does_not(
     assert texts.index(("left", "u:1;")) < texts.index(("left", "u:2;"))
 
 
-async def test_what_a_socket_stored_is_read_and_cancelled_over_http(
+async def test_responses_of_a_websocket_are_read_and_cancelled_over_http(
     echo: EchoEngine, client: openai.AsyncOpenAI, socket: Socket
 ) -> None:
     final = await ask(socket)
@@ -202,7 +202,7 @@ HOSTILE: list[tuple[str | bytes, str, str | None]] = [
 ]
 
 
-async def test_what_is_wrong_gets_one_error_in_its_turn_and_the_socket_stays(
+async def test_a_wrong_message_gets_one_error_in_order_and_the_websocket_stays_open(
     socket: Socket,
 ) -> None:
     for data, _, _ in HOSTILE:
@@ -229,7 +229,7 @@ BODIES = st.dictionaries(FIELDS, JSON, max_size=3)
 
 @settings(max_examples=20)
 @given(st.lists(BODIES.map(lambda body: CREATE | body) | JSON, min_size=5, max_size=5))
-def test_whatever_is_sent_gets_one_end_each(messages: list[Any]) -> None:
+def test_every_message_gets_exactly_one_end(messages: list[Any]) -> None:
     async def scenario() -> None:
         async with (
             EchoEngine() as echo,
@@ -247,7 +247,7 @@ def test_whatever_is_sent_gets_one_end_each(messages: list[Any]) -> None:
     asyncio.run(scenario())
 
 
-async def test_an_error_says_in_which_stream_it_happened(socket: Socket) -> None:
+async def test_an_error_names_its_stream(socket: Socket) -> None:
     error = await ask(socket, stream_id="left", input=[])
     assert (error["type"], error["stream_id"]) == ("error", "left")
 
@@ -280,7 +280,7 @@ async def test_more_than_may_wait_are_429_at_once(echo: EchoEngine, socket: Sock
     assert ended == ["response.incomplete"] * MAX_OPEN
 
 
-async def test_what_waits_is_bounded_in_bytes_as_well() -> None:
+async def test_waiting_requests_are_also_bounded_in_bytes() -> None:
     async with (
         EchoEngine(max_body_size=2048) as echo,
         aiohttp.ClientSession(echo.url) as session,
@@ -310,7 +310,7 @@ async def test_the_key_is_asked_for_before_the_upgrade() -> None:
             assert text_of(await ask(socket)) == "u:hello 한;"
 
 
-async def test_a_page_from_elsewhere_may_not_connect(
+async def test_a_page_with_another_origin_may_not_connect(
     echo: EchoEngine, web: aiohttp.ClientSession
 ) -> None:
     with pytest.raises(aiohttp.WSServerHandshakeError) as caught:
@@ -320,13 +320,13 @@ async def test_a_page_from_elsewhere_may_not_connect(
         assert text_of(await ask(socket)) == "u:hello 한;"
 
 
-async def test_a_plain_get_is_told_that_this_is_a_websocket(web: aiohttp.ClientSession) -> None:
+async def test_a_plain_get_of_the_websocket_is_a_426(web: aiohttp.ClientSession) -> None:
     async with web.get("/v1/responses") as answer:
         assert answer.status == 426
         assert (await answer.json())["error"]["code"] == "upgrade_required"
 
 
-async def test_a_server_that_drains_takes_no_new_socket(
+async def test_a_draining_server_accepts_no_new_websocket(
     echo: EchoEngine, web: aiohttp.ClientSession
 ) -> None:
     echo.state.phase = "draining"
@@ -339,7 +339,7 @@ async def test_a_server_that_drains_takes_no_new_socket(
 
 
 @pytest.mark.parametrize("how", ["closed", "lost"])
-async def test_a_socket_that_goes_cancels_what_it_had_running(
+async def test_a_closed_websocket_cancels_its_running_responses(
     echo: EchoEngine, web: aiohttp.ClientSession, how: str
 ) -> None:
     echo.scheduler.is_paused = True
@@ -358,7 +358,7 @@ async def test_a_socket_that_goes_cancels_what_it_had_running(
     assert echo.gateway.num_open == 0
 
 
-async def test_a_peer_that_answers_no_ping_is_given_up() -> None:
+async def test_a_client_that_answers_no_ping_is_disconnected() -> None:
     async with (
         EchoEngine(heartbeat_s=0.05) as echo,
         aiohttp.ClientSession(echo.url) as session,
@@ -373,7 +373,7 @@ async def test_a_peer_that_answers_no_ping_is_given_up() -> None:
 
 
 @pytest.mark.slow
-async def test_a_peer_that_answers_its_pings_may_be_silent() -> None:
+async def test_a_silent_client_that_answers_pings_stays_connected() -> None:
     async with (
         EchoEngine(heartbeat_s=0.5) as echo,
         aiohttp.ClientSession(echo.url) as session,
@@ -386,7 +386,7 @@ async def test_a_peer_that_answers_its_pings_may_be_silent() -> None:
         assert text_of(await ask(socket)) == "u:hello 한;"
 
 
-async def test_a_server_that_drains_ends_what_runs_refuses_what_waits_and_goes_away(
+async def test_a_draining_server_finishes_running_responses_refuses_waiting_ones_and_closes(
     echo: EchoEngine, socket: Socket
 ) -> None:
     echo.scheduler.is_paused = True
@@ -404,7 +404,7 @@ async def test_a_server_that_drains_ends_what_runs_refuses_what_waits_and_goes_a
     assert (message.type, message.data) == (WSMsgType.CLOSE, WSCloseCode.GOING_AWAY)
 
 
-async def test_a_server_that_stops_closes_sockets_that_do_nothing() -> None:
+async def test_a_stopping_server_closes_idle_websockets() -> None:
     async with EchoEngine() as echo, aiohttp.ClientSession(echo.url) as session:
         sockets = [await session.ws_connect("/v1/responses") for _ in range(3)]
         stopping = asyncio.ensure_future(echo.server.stop())
@@ -414,7 +414,7 @@ async def test_a_server_that_stops_closes_sockets_that_do_nothing() -> None:
         await stopping
 
 
-async def test_a_bug_is_one_opaque_error_and_a_close(
+async def test_a_bug_is_an_opaque_error_and_closes_the_websocket(
     socket: Socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -430,7 +430,7 @@ async def test_a_bug_is_one_opaque_error_and_a_close(
 
 
 @pytest.mark.slow
-async def test_who_does_not_read_holds_up_nobody_else(
+async def test_a_client_that_does_not_read_delays_nobody_else(
     echo: EchoEngine, web: aiohttp.ClientSession, socket: Socket
 ) -> None:
     """Its responses are more than all buffers on the way take, so that the last ones must wait."""
@@ -453,7 +453,7 @@ async def test_who_does_not_read_holds_up_nobody_else(
         ended += '"response.completed"' in await socket.receive_str()
 
 
-async def test_of_100_sockets_half_vanish_and_the_others_get_one_end_each(
+async def test_if_50_of_100_websockets_disconnect_the_others_get_one_end_each(
     echo: EchoEngine, web: aiohttp.ClientSession
 ) -> None:
     async def stay(number: int) -> list[str]:

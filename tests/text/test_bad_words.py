@@ -45,6 +45,6 @@ def test_an_empty_word_is_refused(words: list[str]) -> None:
         bad_word_ids(words, TOKENIZER)
 
 
-def test_all_words_together_have_a_bound() -> None:
+def test_the_tokens_of_all_bad_words_are_bounded() -> None:
     with pytest.raises(InvalidRequest, match=f"more than {MAX_IDS}"):
         bad_word_ids([f"{i}" + "字" * 40 for i in range(60)], TOKENIZER)

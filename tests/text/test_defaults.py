@@ -16,7 +16,7 @@ def write(directory: Path, **fields: object) -> Path:
     return directory
 
 
-def test_what_the_file_says_is_taken_and_the_rest_is_neutral(tmp_path: Path) -> None:
+def test_the_files_values_are_read_and_the_others_are_neutral(tmp_path: Path) -> None:
     directory = write(
         tmp_path, temperature=0.6, top_k=20, max_new_tokens=256, eos_token_id=[1, 2], top_p=None
     )
@@ -25,11 +25,11 @@ def test_what_the_file_says_is_taken_and_the_rest_is_neutral(tmp_path: Path) -> 
     assert str(found) == "temperature=0.6 top_k=20 max_new_tokens=256"
 
 
-def test_a_model_without_the_file_has_no_opinion(tmp_path: Path) -> None:
+def test_a_model_without_the_file_has_neutral_defaults(tmp_path: Path) -> None:
     assert load_defaults(tmp_path) == NEUTRAL
 
 
-def test_do_sample_is_not_heard(tmp_path: Path) -> None:
+def test_do_sample_is_ignored(tmp_path: Path) -> None:
     assert load_defaults(write(tmp_path, do_sample=False)) == NEUTRAL
 
 

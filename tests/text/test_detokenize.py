@@ -42,7 +42,7 @@ def test_any_token_ids_give_the_text_of_their_joined_bytes(token_ids: list[int])
     assert "".join(deltas(token_ids)) == at_once
 
 
-def test_a_character_that_never_ends_is_a_replacement_only_at_the_end() -> None:
+def test_an_incomplete_character_is_a_replacement_only_at_the_end() -> None:
     token_ids = TOKENIZER.encode("한", with_special=False)
     assert len(token_ids) == 3
     assert deltas(token_ids[:2]) == ["", "", REPLACEMENT]

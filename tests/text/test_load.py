@@ -23,7 +23,7 @@ def write(folder: Path, **files: object) -> Path:
     return folder
 
 
-def test_every_file_that_names_ends_is_heard(tmp_path: Path) -> None:
+def test_end_tokens_are_read_from_every_file(tmp_path: Path) -> None:
     folder = write(
         tmp_path,
         generation_config={"eos_token_id": [7, 8]},
@@ -33,7 +33,7 @@ def test_every_file_that_names_ends_is_heard(tmp_path: Path) -> None:
     assert load_tokenizer(folder).eos_ids == (7, 8, 9, 0)
 
 
-def test_a_directory_that_names_no_end_has_none(tmp_path: Path) -> None:
+def test_a_directory_without_end_tokens_has_none(tmp_path: Path) -> None:
     assert load_tokenizer(write(tmp_path)).eos_ids == ()
 
 
@@ -60,7 +60,7 @@ def test_a_broken_settings_file_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_directory_without_a_tokenizer_is_one_clear_error(tmp_path: Path) -> None:
+def test_a_directory_without_a_tokenizer_is_a_clear_error(tmp_path: Path) -> None:
     """Slow: transformers is asked whether it can make one."""
     with pytest.raises(ConfigError, match="no usable tokenizer"):
         load_tokenizer(tmp_path)

@@ -11,7 +11,7 @@ from aserve.text.load import has_tokenizer, load_numeric_tokenizer
 from aserve.text.tokenizer import numeric_template, numeric_tokenizer
 
 
-def test_what_comes_out_gives_the_same_ids_when_it_is_sent_in() -> None:
+def test_generated_text_encodes_to_the_same_ids() -> None:
     tokenizer = numeric_tokenizer(300)
     ids = [5, 17, 299, 0, 5]
     text = "7 8" + tokenizer.decode(ids)
@@ -38,7 +38,7 @@ def test_size_and_ends_come_from_the_configuration(tmp_path: Path) -> None:
         load_numeric_tokenizer(tmp_path)
 
 
-def test_a_folder_with_a_tokenizer_needs_no_numbers(tmp_path: Path) -> None:
+def test_a_directory_with_a_tokenizer_does_not_get_the_numeric_one(tmp_path: Path) -> None:
     assert not has_tokenizer(tmp_path)
     (tmp_path / "tokenizer.model").touch()
     assert has_tokenizer(tmp_path)

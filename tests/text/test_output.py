@@ -58,7 +58,7 @@ TOKENS = st.lists(st.integers(0, len(WORDS) - 2), max_size=25)
 
 
 @given(TOKENS, STOPS, st.sets(st.integers(0, 25)), st.integers(0, 4), st.booleans())
-def test_what_is_released_does_not_depend_on_when_it_is_taken(
+def test_the_released_output_does_not_depend_on_when_it_is_taken(
     token_ids: list[int], stops: list[str], takes: set[int], min_tokens: int, shows_stop: bool
 ) -> None:
     first, second = (
@@ -69,7 +69,7 @@ def test_what_is_released_does_not_depend_on_when_it_is_taken(
 
 
 @given(TOKENS, STOPS)
-def test_a_shown_stop_ends_the_text_that_was_given_out_at_once(
+def test_a_stop_string_that_is_shown_is_released_at_once(
     token_ids: list[int], stops: list[str]
 ) -> None:
     hidden, shown = sequence(*stops), sequence(*stops, shows_stop=True)
@@ -97,7 +97,7 @@ def test_text_tokens_and_logprobs_end_at_the_same_token(
         assert full.startswith(released.text + output.stop)
 
 
-def test_text_that_may_become_a_stop_is_held_back_with_its_tokens() -> None:
+def test_text_that_may_become_a_stop_string_is_held_back_with_its_tokens() -> None:
     """Trap 15: a stop string split over tokens never shows its beginning."""
     output = sequence("abba")
     parts = run(output, words(b"b", b"ab", b"ba"))

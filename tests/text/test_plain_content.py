@@ -101,7 +101,7 @@ def test_special_tokens_of_a_message_are_text(backend: str, content: str) -> Non
     assert len(specials(allowed, allowed.encode(chat(content)))) > len(OWN)
 
 
-def test_no_space_comes_into_a_broken_token() -> None:
+def test_a_broken_token_gets_no_space() -> None:
     encoder = encoder_of(BACKENDS["pieces with a space before each"])
     ids = encoder.encode(chat("lo<|end|>lo"))
     spelled = b"".join(encoder.tokenizer.token_bytes(i) for i in ids).decode()
@@ -117,7 +117,7 @@ def test_special_tokens_of_tools_and_variables_are_text(backend: str) -> None:
 
 
 @given(st.text(), st.sampled_from(list(BACKENDS)))
-def test_what_has_no_special_token_is_encoded_as_ever(content: str, backend: str) -> None:
+def test_a_text_without_special_tokens_is_encoded_as_usual(content: str, backend: str) -> None:
     encoder = encoder_of(BACKENDS[backend])
     rendered = f"<|user|>{content}<|end|><|assistant|>"
     expected = BACKENDS[backend].encode(rendered, add_special_tokens=False).ids
@@ -125,7 +125,7 @@ def test_what_has_no_special_token_is_encoded_as_ever(content: str, backend: str
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_the_tokenizer_puts_around_a_text_is_there_once(backend: str) -> None:
+def test_the_special_tokens_around_a_text_are_added_once(backend: str) -> None:
     framed = Tokenizer.from_str(BACKENDS[backend].to_str())
     end_id = framed.token_to_id("<|end|>")
     user_id = framed.token_to_id("<|user|>")

@@ -42,7 +42,7 @@ def prepared(
     return encoder.prepare(GenerateRequest("r", prompt, sampling, "space", 3, 1.5))
 
 
-def test_a_request_goes_on_with_its_ids_and_its_end_resolved() -> None:
+def test_a_prepared_request_has_its_ids_and_its_max_tokens() -> None:
     sampling = msgspec.structs.replace(SAMPLING, stop_token_ids=(5,))
     result = prepared(TokenPrompt((7, 8, 9)), sampling)
     assert array_i32(result.admit.prompt_ids).tolist() == [7, 8, 9]
@@ -69,13 +69,13 @@ def test_ignoring_eos_leaves_only_the_ids_that_were_asked_for() -> None:
     assert end_ids(TOKENIZER, sampling) == (5,)
 
 
-def test_with_a_grammar_eos_ends_a_language_even_if_it_is_ignored() -> None:
+def test_with_a_grammar_eos_ends_the_output_even_with_ignore_eos() -> None:
     sampling = SamplingParams(seed=1, ignore_eos=True, grammar=Grammar("regex", "a"))
     assert end_ids(TOKENIZER, sampling) == TOKENIZER.eos_ids
 
 
 @pytest.mark.parametrize("max_tokens", [0, 7])
-def test_what_just_fits_is_let_in(max_tokens: int) -> None:
+def test_a_request_that_just_fits_is_accepted(max_tokens: int) -> None:
     sampling = SamplingParams(seed=1, max_tokens=max_tokens)
     assert prepared(TokenPrompt((1, 2, 3)), sampling).admit.sampling.max_tokens == max_tokens
 
@@ -89,7 +89,7 @@ def test_what_just_fits_is_let_in(max_tokens: int) -> None:
         (4, SamplingParams(seed=1, min_tokens=5), 5),
     ],
 )
-def test_a_length_that_was_not_said_is_the_usual_one_within_the_context(
+def test_max_tokens_defaults_to_the_models_length_within_the_context(
     usual: int, sampling: SamplingParams, expected: int
 ) -> None:
     limits = msgspec.structs.replace(LIMITS, max_new_tokens=usual)
@@ -98,7 +98,7 @@ def test_a_length_that_was_not_said_is_the_usual_one_within_the_context(
     assert encoder.prepare(request).admit.sampling.max_tokens == expected
 
 
-def test_what_is_one_token_too_long_is_refused_with_the_numbers() -> None:
+def test_a_request_that_is_one_token_too_long_is_refused_with_the_numbers() -> None:
     with pytest.raises(ContextTooLong) as caught:
         prepared(TokenPrompt((1, 2, 3)), SamplingParams(seed=1, max_tokens=8))
     assert caught.value.message == (
@@ -129,7 +129,7 @@ def test_an_empty_prompt_is_refused(prompt: Prompt) -> None:
 
 
 @pytest.mark.parametrize("token_id", [-1, LIMITS.vocab_size, 2**40])
-def test_ids_that_the_model_does_not_have_are_refused_wherever_they_stand(token_id: int) -> None:
+def test_unknown_token_ids_are_refused_in_every_field(token_id: int) -> None:
     for prompt, sampling, param in (
         (TokenPrompt((1, token_id)), SAMPLING, "prompt"),
         (TextPrompt("a"), SamplingParams(seed=1, stop_token_ids=(token_id,)), "stop_token_ids"),
@@ -162,7 +162,7 @@ A, B = (TOKENIZER.encode(letter, with_special=False)[0] for letter in "AB")
         (SamplingParams(1, allowed_token_ids=(A,), min_tokens=1), None),
     ],
 )
-def test_what_would_leave_nothing_to_sample_is_refused(
+def test_a_request_that_leaves_nothing_to_sample_is_refused(
     sampling: SamplingParams, param: str | None
 ) -> None:
     if param is None:
@@ -199,7 +199,7 @@ def test_a_chat_is_rendered_and_gets_no_special_tokens_but_its_own() -> None:
     assert TOKENIZER.decode(array_i32(result.admit.prompt_ids).tolist()) == "ab1"
 
 
-def test_only_a_plain_text_gets_the_tokens_that_begin_a_text() -> None:
+def test_only_a_plain_text_gets_bos() -> None:
     tokenizer = TextTokenizer(byte_level_backend(), bos_id=0)
     text = prepared(TextPrompt("ab"), tokenizer=tokenizer)
     assert array_i32(text.admit.prompt_ids)[0] == 0
@@ -207,12 +207,12 @@ def test_only_a_plain_text_gets_the_tokens_that_begin_a_text() -> None:
     assert array_i32(of_chat.admit.prompt_ids)[0] != 0
 
 
-def test_a_model_without_a_template_says_so() -> None:
+def test_a_chat_without_a_template_is_a_clear_error() -> None:
     with pytest.raises(InvalidRequest, match="no chat template"):
         prepared(chat("ab"))
 
 
-def test_a_chat_that_is_too_long_names_the_messages() -> None:
+def test_the_error_of_a_chat_that_is_too_long_names_the_messages() -> None:
     with pytest.raises(ContextTooLong) as caught:
         prepared(chat("z" * 12), template="{{ messages[0].content }}")
     assert caught.value.param == "messages"

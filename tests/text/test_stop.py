@@ -29,7 +29,7 @@ def naive_held(text: str, stops: tuple[str, ...]) -> int:
 
 
 @given(TEXT, STOPS, st.lists(st.integers(0, 40), max_size=5))
-def test_the_first_stop_is_found_however_the_text_is_cut(
+def test_the_first_stop_is_found_for_every_split_of_the_text(
     text: str, stops: tuple[str, ...], cuts: list[int]
 ) -> None:
     matcher = StopMatcher(stops)
@@ -54,24 +54,24 @@ def test_a_stop_is_found_behind_a_false_start() -> None:
     assert StopMatcher(("aab",)).feed("aaab") == StopHit("aab", 1)
 
 
-def test_of_two_stops_that_end_together_the_longer_cuts() -> None:
+def test_the_longer_of_two_stops_that_end_together_wins() -> None:
     assert StopMatcher(("c", "bc")).feed("abcd") == StopHit("bc", 1)
 
 
-def test_a_stop_that_ends_unarmed_is_passed_and_one_that_begins_there_counts() -> None:
+def test_a_stop_string_that_ends_unarmed_is_ignored_and_one_that_begins_there_counts() -> None:
     matcher = StopMatcher(("ab",))
     assert matcher.feed("aba", is_armed=False) is None
     assert matcher.feed("b") == StopHit("ab", 2)
 
 
-def test_a_stop_may_begin_inside_one_that_was_passed() -> None:
+def test_a_stop_string_may_begin_inside_one_that_was_ignored() -> None:
     matcher = StopMatcher(("aa",))
     assert matcher.feed("aa", is_armed=False) is None
     assert matcher.feed("a") == StopHit("aa", 1)
 
 
 @given(st.text("ab", min_size=1, max_size=16))
-def test_borders_are_the_longest_ends_that_are_beginnings(word: str) -> None:
+def test_borders_are_the_longest_proper_suffixes_that_are_prefixes(word: str) -> None:
     for i, border in enumerate(borders_of(word)):
         prefix = word[: i + 1]
         assert border == max(n for n in range(i + 1) if prefix.endswith(word[:n]))

@@ -29,7 +29,7 @@ WHITESPACE = """
 
 
 @pytest.mark.slow
-def test_a_template_gives_what_transformers_gives() -> None:
+def test_a_template_renders_as_in_transformers() -> None:
     """Slow: it imports transformers."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -43,7 +43,7 @@ def test_a_template_gives_what_transformers_gives() -> None:
     assert ChatTemplate(WHITESPACE).render(MESSAGES, tools=tools) == rendered[0][0]
 
 
-def test_lines_of_blocks_leave_no_space_behind() -> None:
+def test_template_blocks_leave_no_blank_lines() -> None:
     rendered = ChatTemplate(WHITESPACE).render(MESSAGES)
     assert rendered == "<|user|><a & b>\n<|assistant|>ü\nmarked<|assistant|>"
 
@@ -56,7 +56,7 @@ def test_a_template_knows_the_date() -> None:
     assert re.fullmatch(r"\d{4}-\d\d", ChatTemplate("{{ strftime_now('%Y-%m') }}").render([]))
 
 
-def test_what_a_template_refuses_is_told_to_the_client() -> None:
+def test_the_client_gets_the_error_that_a_template_raises() -> None:
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InvalidRequest, match="roles must alternate") as caught:
         template.render(MESSAGES)
@@ -91,7 +91,7 @@ def test_a_template_cannot_leave_its_sandbox(source: str) -> None:
         ChatTemplate(source).render(MESSAGES)
 
 
-def test_a_prompt_has_a_largest_size() -> None:
+def test_the_size_of_a_prompt_is_bounded() -> None:
     template = ChatTemplate("{% for i in range(99999) %}0123456789{% endfor %}")
     with pytest.raises(InvalidRequest, match="more than 1000 characters"):
         template.render([], max_chars=1000)

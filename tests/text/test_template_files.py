@@ -47,14 +47,14 @@ def test_a_template_file_wins_over_the_settings(tmp_path: Path) -> None:
     assert rendered(folder) == "newest"
 
 
-def test_of_named_templates_one_is_for_chats_and_one_for_tools(tmp_path: Path) -> None:
+def test_named_templates_are_for_chats_and_for_tools(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     folder = write(tmp_path, tokenizer_config={"chat_template": named})
     assert found(folder).render([]) == "plain"
     assert found(folder).render([], tools=TOOLS) == "tools"
 
 
-def test_further_templates_may_lie_in_files_of_their_own(tmp_path: Path) -> None:
+def test_further_templates_may_be_separate_files(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("plain")
     assert found(tmp_path).render([], tools=TOOLS) == "plain"
     (tmp_path / "additional_chat_templates").mkdir()
@@ -75,12 +75,12 @@ def test_a_template_sees_the_special_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("named", [[], [{"name": "rag", "template": "documents"}]])
-def test_a_model_without_a_template_for_chats_has_none(tmp_path: Path, named: object) -> None:
+def test_a_model_without_a_default_template_has_none(tmp_path: Path, named: object) -> None:
     assert load_template(tmp_path) is None
     assert load_template(write(tmp_path, tokenizer_config={"chat_template": named})) is None
 
 
-def test_a_given_template_wins_as_a_file_or_as_it_is(tmp_path: Path) -> None:
+def test_a_given_template_has_priority_as_a_file_or_as_text(tmp_path: Path) -> None:
     folder = write(tmp_path, tokenizer_config={"chat_template": "own"})
     file = tmp_path / "mine.txt"
     file.write_text("from a file")
@@ -88,7 +88,7 @@ def test_a_given_template_wins_as_a_file_or_as_it_is(tmp_path: Path) -> None:
     assert rendered(folder, "inline{# nothing #}") == "inline"
 
 
-def test_a_given_file_that_is_not_there_is_not_taken_for_a_template(tmp_path: Path) -> None:
+def test_a_missing_template_file_is_not_taken_for_a_template(tmp_path: Path) -> None:
     message = refusal_of(tmp_path, "no/such.jinja")
     assert message.startswith("--chat-template no/such.jinja: there is no such file")
 
@@ -112,6 +112,8 @@ def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [7, {"default": "x"}, [{"name": "default"}], ["x"]])
-def test_a_template_of_another_form_is_refused_with_its_file(tmp_path: Path, value: object) -> None:
+def test_the_error_of_a_malformed_template_field_names_its_file(
+    tmp_path: Path, value: object
+) -> None:
     write(tmp_path, tokenizer_config={"chat_template": value})
     assert "tokenizer_config.json: chat_template must be a text or" in refusal_of(tmp_path)

@@ -52,7 +52,7 @@ TEXTS = st.one_of(
 
 @pytest.mark.parametrize("name", EXACT)
 @given(text=TEXTS)
-def test_no_text_has_fewer_tokens_than_its_bytes_by_the_bytes_of_one(name: str, text: str) -> None:
+def test_no_token_stands_for_more_than_bytes_per_token(name: str, text: str) -> None:
     tokenizer = TextTokenizer(EXACT[name])
     num_tokens = len(tokenizer.encode(text, with_special=False))
     assert len(text.encode()) <= num_tokens * tokenizer.bytes_per_token
@@ -131,7 +131,7 @@ def test_ids_that_cannot_fit_are_refused_before_anything_is_made_of_them() -> No
     made.check_size(request(TokenPrompt((1,) * 17), kept=3))
 
 
-def test_a_text_of_which_the_end_is_kept_may_be_longer_but_not_endless() -> None:
+def test_a_text_that_will_be_truncated_may_be_longer_within_a_bound() -> None:
     made, tokenizer = encoder()
     kept = made.prepare(request(TextPrompt("hello " * 1000), kept=3))
     assert kept.open.prompt_len == 3
@@ -140,7 +140,7 @@ def test_a_text_of_which_the_end_is_kept_may_be_longer_but_not_endless() -> None
     assert len(tokenizer.given) == 1
 
 
-def test_a_question_about_a_text_alone_has_the_wide_bound() -> None:
+def test_a_text_that_is_only_counted_has_the_wide_bound() -> None:
     made, _ = encoder()
     assert len(made.encode(TextPrompt("hello " * 1000))) > 16
     with pytest.raises(ContextTooLong):
@@ -152,7 +152,7 @@ def test_the_bundled_model_has_a_narrow_bound() -> None:
     assert text.tokenizer.bytes_per_token < 40
 
 
-def test_a_chat_of_far_too_many_bytes_is_refused_before_it_is_rendered(
+def test_a_chat_with_too_many_bytes_is_refused_before_it_is_rendered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made, tokenizer = encoder()

@@ -69,7 +69,7 @@ def test_special_tokens_have_bytes_but_no_text_and_added_ones_have_both() -> Non
     ("backend", "special"),
     [(byte_level_backend(), EOS), (piece_backend(), "</s>"), (word_backend(), "[SEP]")],
 )
-def test_special_tokens_have_text_where_it_is_asked_for(backend: Tokenizer, special: str) -> None:
+def test_special_tokens_have_text_on_request(backend: Tokenizer, special: str) -> None:
     tokenizer = TextTokenizer(backend)
     token_ids = tokenizer.encode(f"hello{special}", with_special=False)
     assert tokenizer.decode(token_ids).strip() == "hello"

@@ -68,9 +68,9 @@ def _times_s(requests: list[Request], resolved: Resolved, *, repeats: int) -> li
                 )
                 for prompt, num_new in requests
             ]
-            begins_s, most = [0.0] * len(asks), len(asks)
+            arrivals_s, most = [0.0] * len(asks), len(asks)
             runs = [
-                await run_load(asks, begins_s, max_concurrency=most, done=lambda: None)
+                await run_load(asks, arrivals_s, max_concurrency=most, done=lambda: None)
                 for _ in range(1 + repeats)
             ]
         return [took_s for _, took_s in runs[1:]]

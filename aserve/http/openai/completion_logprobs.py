@@ -48,7 +48,7 @@ def chunk_logprobs(chunk: OutputChunk, sampling: SamplingParams) -> Logprobs | N
 
 def logprobs_of(entries: Sequence[TokenLogprob | PromptToken], *, num_top: int) -> Logprobs:
     return Logprobs(
-        tokens=[spelled(entry.token, entry.token_bytes) for entry in entries],
+        tokens=[spell(entry.token, entry.token_bytes) for entry in entries],
         token_logprobs=[entry.logprob for entry in entries],
         top_logprobs=[top_of(entry, num_top=num_top) for entry in entries] if num_top else None,
         text_offset=[entry.text_offset for entry in entries],
@@ -62,12 +62,12 @@ def top_of(entry: TokenLogprob | PromptToken, *, num_top: int) -> dict[str, floa
     if entry.logprob is None:
         return None
     best = entry.top[:num_top]
-    top = {spelled(other.token, other.token_bytes): other.logprob for other in best}
-    top.setdefault(spelled(entry.token, entry.token_bytes), entry.logprob)
+    top = {spell(other.token, other.token_bytes): other.logprob for other in best}
+    top.setdefault(spell(entry.token, entry.token_bytes), entry.logprob)
     return top
 
 
-def spelled(token: str, token_bytes: bytes) -> str:
+def spell(token: str, token_bytes: bytes) -> str:
     """Spells a token that is not whole characters as its bytes, as OpenAI does."""
     if token.encode() == token_bytes:
         return token

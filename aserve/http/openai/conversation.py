@@ -12,7 +12,7 @@ import msgspec
 
 from aserve.errors import InvalidRequest
 from aserve.http.body import wrong_field
-from aserve.http.openai.json_values import decoded, encoded
+from aserve.http.openai.json_values import decode_json, encode_json
 from aserve.http.openai.schema import (
     ChatBody,
     ChatMessage,
@@ -44,7 +44,7 @@ def chat_prompt(body: ChatBody | TokenizeBody) -> ChatPrompt:
         )
     messages = [_to_plain_text(message, i) for i, message in enumerate(body.messages)]
     return ChatPrompt(
-        encoded(messages, param="messages"),
+        encode_json(messages, param="messages"),
         tools_of(body),
         variables=template_variables(body.chat_template_kwargs),
         add_special_tokens=bool(body.add_special_tokens),
@@ -63,7 +63,7 @@ def template_variables(given: Mapping[str, Any] | None) -> bytes | None:
             param=f"chat_template_kwargs.{wrong}",
             code="invalid_value",
         )
-    return encoded(given, param="chat_template_kwargs")
+    return encode_json(given, param="chat_template_kwargs")
 
 
 def _to_plain_text(message: ChatMessage, index: int) -> ChatMessage:
@@ -119,7 +119,7 @@ def _with_parsed_arguments(call: ToolCall) -> ToolCall:
     arguments = call.function.arguments
     if isinstance(arguments, str):
         try:
-            arguments = decoded(arguments.encode(), dict[str, Any], param="arguments")
+            arguments = decode_json(arguments.encode(), dict[str, Any], param="arguments")
         except InvalidRequest:
             return call
     return msgspec.structs.replace(call, function=FunctionCall(call.function.name, arguments))
@@ -137,7 +137,7 @@ def tools_of(body: ChatBody | TokenizeBody) -> bytes | None:
     choice cannot be met.
     """
     given = bytes(body.tools)
-    tools = None if given == b"null" else decoded(given, list[dict[str, Any]], param="tools")
+    tools = None if given == b"null" else decode_json(given, list[dict[str, Any]], param="tools")
     if tools is not None:
         _check_tools(tools)
     if tools == []:
@@ -146,7 +146,7 @@ def tools_of(body: ChatBody | TokenizeBody) -> bytes | None:
         )
     match body.tool_choice:
         case None | "auto":
-            return None if tools is None else encoded(tools, param="tools")
+            return None if tools is None else encode_json(tools, param="tools")
         case "none":
             return None
         case _ if tools is None:

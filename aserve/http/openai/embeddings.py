@@ -95,7 +95,7 @@ def embedding_requests(body: EmbeddingBody, origin: Origin) -> list[GenerateRequ
 
 def answer_of(body: EmbeddingBody, chunks: list[OutputChunk], model: str) -> EmbeddingAnswer:
     num_tokens = sum(chunk.usage.prompt_tokens for chunk in chunks)
-    vectors = [shortened(array_f32(chunk.embedding), body.dimensions) for chunk in chunks]
+    vectors = [shorten(array_f32(chunk.embedding), body.dimensions) for chunk in chunks]
     data = JsonEach(lambda: map(partial(embedding_of, body), range(len(vectors)), vectors))
     return EmbeddingAnswer(data, model, EmbeddingUsage(num_tokens, num_tokens))
 
@@ -106,7 +106,7 @@ def embedding_of(body: EmbeddingBody, index: int, vector: ArrayF32) -> Embedding
     return Embedding(index, vector.tolist())
 
 
-def shortened(vector: ArrayF32, dimensions: int | None) -> ArrayF32:
+def shorten(vector: ArrayF32, dimensions: int | None) -> ArrayF32:
     """Returns the first `dimensions` values, scaled to length 1 again."""
     if dimensions is None:
         return vector

@@ -19,7 +19,7 @@ T = TypeVar("T")
 MAX_DEPTH = 100  # the filters of templates recurse within Python's limit
 
 
-def decoded(data: bytes, kind: type[T], *, param: str) -> T:
+def decode_json(data: bytes, kind: type[T], *, param: str) -> T:
     """Decodes JSON to a type, or raises InvalidRequest."""
     try:
         value = msgspec.json.decode(data, type=kind)
@@ -35,7 +35,7 @@ def decoded(data: bytes, kind: type[T], *, param: str) -> T:
     return value
 
 
-def encoded(value: object, *, param: str) -> bytes:
+def encode_json(value: object, *, param: str) -> bytes:
     """Encodes a value as JSON. Raises InvalidRequest if that is impossible, which can happen with
     values from a program that embeds the engine.
     """

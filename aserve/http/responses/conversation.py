@@ -49,7 +49,7 @@ def messages_of(given: str | list[InputItem] | None, response_id: str) -> tuple[
     return tuple(_message(item, f"{stem}_{i}", where=f"input[{i}]") for i, item in enumerate(items))
 
 
-def answer_of(item: OutputMessage) -> Message:
+def message_of_output(item: OutputMessage) -> Message:
     return Message(item.id, item.role, tuple(part.text for part in item.content))
 
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from aserve.http.long_json import pieces_of
-from aserve.http.responses.conversation import Message, answer_of
+from aserve.http.responses.conversation import Message, message_of_output
 from aserve.http.responses.records import ResponseObject
 
 
@@ -39,7 +39,7 @@ class StoredResponse:
 
     @property
     def conversation(self) -> tuple[Message, ...]:
-        return (*self.messages, *map(answer_of, self.response.output))
+        return (*self.messages, *map(message_of_output, self.response.output))
 
     @cached_property
     def size_bytes(self) -> int:

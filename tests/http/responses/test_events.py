@@ -71,7 +71,7 @@ def kinds(events: list[dict[str, Any]]) -> list[str]:
     return [event["type"].removeprefix("response.") for event in events]
 
 
-def test_a_response_is_told_from_created_to_completed() -> None:
+def test_a_response_has_events_from_created_to_completed() -> None:
     events = told([chunk("ab", 2), chunk("", 2), chunk("c", 3, finish_reason="stop")])
     deltas = ["output_text.delta"] * 2
     assert kinds(events) == [*BEGINNING, *deltas, *END, "completed"]
@@ -89,7 +89,7 @@ def test_a_response_is_told_from_created_to_completed() -> None:
 
 
 @given(st.lists(st.integers(1, 8)))
-def test_however_chunks_are_cut_what_is_done_is_the_same(cuts: list[int]) -> None:
+def test_the_done_events_are_the_same_for_every_split_of_chunks(cuts: list[int]) -> None:
     pieces = [chunk(letter, i + 1) for i, letter in enumerate("grün 한글")]
     pieces.append(chunk("", 9, finish_reason="stop"))
     joined = []
@@ -108,7 +108,7 @@ def test_however_chunks_are_cut_what_is_done_is_the_same(cuts: list[int]) -> Non
     assert done[4]["logprobs"] == content["logprobs"] == entries
 
 
-def test_an_answer_of_nothing_has_all_events_but_deltas() -> None:
+def test_an_empty_answer_has_all_events_except_deltas() -> None:
     events = told([chunk("", 1, finish_reason="stop")])
     assert kinds(events) == [*BEGINNING, *END, "completed"]
     assert events[-1]["response"]["output"][0]["content"][0]["text"] == ""
@@ -126,7 +126,7 @@ def test_the_length_limit_makes_it_incomplete() -> None:
     ("status", "code"),
     [(408, "server_error"), (429, "rate_limit_exceeded"), (400, "invalid_prompt")],
 )
-def test_a_failure_keeps_what_was_said(status: int, code: str) -> None:
+def test_a_failed_response_keeps_its_output(status: int, code: str) -> None:
     error = msgspec.structs.replace(LATE, status=status)
     events = told([chunk("ab", 2), chunk("c", 3, finish_reason="error", error=error)])
     assert kinds(events) == [*BEGINNING, "output_text.delta", "output_text.delta", "failed"]

@@ -108,7 +108,7 @@ async def test_the_clients_own_stream_gathers_the_text(client: openai.AsyncOpenA
     assert "".join(texts) == response.output_text == "u:hello 한;"
 
 
-async def test_every_event_is_named_and_none_is_said_to_be_done(
+async def test_every_event_has_its_type_and_there_is_no_done_event(
     web: aiohttp.ClientSession,
 ) -> None:
     async with web.post("/v1/responses", json=ASK | {"stream": True}) as answer:
@@ -186,7 +186,7 @@ async def test_a_stored_response_is_read_until_it_is_deleted(client: openai.Asyn
             await gone
 
 
-async def test_what_is_not_to_be_stored_cannot_be_read_or_continued(
+async def test_a_response_that_is_not_stored_cannot_be_read_or_continued(
     client: openai.AsyncOpenAI,
 ) -> None:
     made = await ask(client, store=False)
@@ -202,7 +202,7 @@ async def test_what_is_not_to_be_stored_cannot_be_read_or_continued(
     ("options", "num_kept"),
     [({}, 2), ({"max_stored_responses": 1}, 1), ({"max_stored_bytes": 100}, 0)],
 )
-async def test_as_many_responses_are_stored_as_the_server_was_told_to_keep(
+async def test_at_most_max_stored_responses_are_stored(
     options: dict[str, Any], num_kept: int
 ) -> None:
     async with (
@@ -235,7 +235,7 @@ async def test_a_running_response_is_cancelled_by_its_id(
     assert echo.gateway.num_open == 0
 
 
-async def test_what_is_not_to_be_stored_is_cancelled_but_not_read(
+async def test_a_response_that_is_not_stored_can_be_cancelled_but_not_read(
     echo: EchoEngine, client: openai.AsyncOpenAI
 ) -> None:
     echo.scheduler.is_paused = True
@@ -321,7 +321,7 @@ async def test_a_bug_in_the_middle_of_a_stream_ends_it_with_a_failed_response(
     assert (await client.responses.retrieve(last.response.id)).status == "failed"
 
 
-async def test_a_failure_before_the_first_event_has_a_status_of_its_own(
+async def test_a_failure_before_the_first_event_has_its_own_status(
     client: openai.AsyncOpenAI,
 ) -> None:
     for body in ({}, {"stream": True}):
@@ -330,7 +330,7 @@ async def test_a_failure_before_the_first_event_has_a_status_of_its_own(
         assert caught.value.param == "input"
 
 
-async def test_a_server_that_drains_makes_no_responses_but_shows_them(
+async def test_a_draining_server_creates_no_responses_but_returns_stored_ones(
     echo: EchoEngine, client: openai.AsyncOpenAI
 ) -> None:
     made = await ask(client)
@@ -354,7 +354,7 @@ async def test_a_queued_stream_says_that_it_was_created_and_is_kept_alive() -> N
             assert b"event: response.completed" in await answer.read()
 
 
-async def test_what_a_stream_has_said_is_not_kept(client: openai.AsyncOpenAI) -> None:
+async def test_the_events_of_a_stream_are_not_stored(client: openai.AsyncOpenAI) -> None:
     made = await ask(client)
     with pytest.raises(openai.BadRequestError, match="not stored"):
         await client.responses.retrieve(made.id, stream=True)

@@ -36,7 +36,7 @@ class Counted(Sequence[Message]):
 
 
 @pytest.mark.parametrize("order", ["asc", "desc"])
-def test_a_page_looks_at_its_own_messages_alone(order: Any) -> None:
+def test_a_page_converts_only_its_own_messages(order: Any) -> None:
     messages = Counted(500_000)
     page = page_of(messages, PageQuery(limit=3, order=order))
     first = 0 if order == "asc" else 499_999

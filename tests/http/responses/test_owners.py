@@ -72,7 +72,7 @@ async def test_no_other_key_sees_or_cancels_a_response_that_runs() -> None:
             assert (answer.status, (await answer.json())["status"]) == (200, "cancelled")
 
 
-async def test_without_keys_everybody_is_the_same_owner() -> None:
+async def test_without_keys_all_clients_are_the_same_owner() -> None:
     async with EchoEngine() as echo:
         ids: list[str] = []
         for address in ("127.0.0.1", "127.0.0.2"):

@@ -32,7 +32,7 @@ def test_the_least_recently_used_goes_first() -> None:
     assert ids_in(store, "a", "b", "c") == ["a", "c"]
 
 
-def test_its_bytes_are_bounded_and_given_back() -> None:
+def test_the_bytes_of_the_store_are_bounded_and_freed() -> None:
     size = stored("a").size_bytes
     store = ResponseStore(max_count=100, max_bytes=3 * size)
     for name in "abcdefg":
@@ -44,14 +44,14 @@ def test_its_bytes_are_bounded_and_given_back() -> None:
     assert ids_in(store, *"abcdefgh") == ["e", "g", "h"]
 
 
-def test_one_that_is_too_large_drives_nobody_out() -> None:
+def test_a_response_larger_than_the_store_evicts_nothing() -> None:
     store = ResponseStore(max_count=100, max_bytes=3 * stored("a").size_bytes)
     store.put(stored("a"))
     store.put(stored("b", "x" * 10_000))
     assert ids_in(store, "a", "b") == ["a"]
 
 
-def test_without_room_for_one_nothing_is_kept() -> None:
+def test_a_store_without_room_stores_nothing() -> None:
     store = ResponseStore(max_count=0, max_bytes=1 << 20)
     store.put(stored("a"))
     assert ids_in(store, "a") == []
