@@ -33,7 +33,7 @@ from aserve.frontend import Frontend
 from aserve.host.threads import LoopThread, in_thread
 from aserve.http.openai.call import request_of, sampling_of, seed_source
 from aserve.http.openai.conversation import template_variables
-from aserve.http.openai.json_values import encoded
+from aserve.http.openai.json_values import encode_json
 from aserve.http.openai.limits import INT32, RANGES, check_limits, check_within
 from aserve.http.openai.schema import GenerationBody
 from aserve.load import Loaded, load
@@ -317,7 +317,7 @@ class _Message(msgspec.Struct):
 def _prompt_of(prompt: object, asked: SamplingFields) -> Prompt:
     """Converts the argument to a prompt. Raises InvalidRequest if it is none."""
     if isinstance(prompt, str):
-        encoded(prompt, param="prompt")
+        encode_json(prompt, param="prompt")
         return TextPrompt(prompt, add_special_tokens=asked.add_special_tokens is not False)
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
         raise InvalidRequest(
@@ -336,7 +336,7 @@ def _prompt_of(prompt: object, asked: SamplingFields) -> Prompt:
             "or give the list to generate_sync or embed_sync",
             param="prompt",
         )
-    data = encoded(messages, param="messages")
+    data = encode_json(messages, param="messages")
     try:
         msgspec.json.decode(data, type=list[_Message])
     except msgspec.ValidationError as error:
@@ -362,7 +362,7 @@ def _checked(fields: Mapping[str, object]) -> SamplingFields:
         name = ascii(wrong)[1:-1]  # a name that cannot be written may be wrong, too
         raise InvalidRequest(unknown_option(name, known).message, param=name)
     for name, value in fields.items():
-        encoded(value, param=name)
+        encode_json(value, param=name)
     try:
         checked = msgspec.convert(fields, SamplingFields)
     except msgspec.ValidationError as error:

@@ -55,7 +55,7 @@ def test_every_curve_is_a_chart_with_a_line_for_every_result(
     ("arguments", "words"),
     [
         (["--results", "missing.json"], "--results missing.json"),
-        (["--labels", "a,b,c"], "--labels a,b,c: 3 for 1 results"),
+        (["--labels", "a,b,c"], "--labels a,b,c: got 3 labels for 1 results"),
     ],
 )
 def test_invalid_input_of_report_is_one_line(

@@ -21,7 +21,7 @@ import torch
 
 from aserve.bench.batch_times import Scenario
 from aserve.bench.device_rates import copy_rate, times_s
-from aserve.bench.one_batch import Shape, measured, requests_of
+from aserve.bench.one_batch import Shape, requests_of, summarize
 from aserve.bench.result import median, percentile, spread
 from aserve.bench.step_driver import StepDriver, StepTime, running
 from aserve.bench.windows import TokenWindows
@@ -123,7 +123,7 @@ class StepBench:
         sizes = self._setting.sizes
         shape = Shape(batch, sizes.input_len, sizes.output_len)
         await self._warm_up(shape)
-        steps_s = [measured(await self._times(shape)).step_s for _ in range(sizes.repeats)]
+        steps_s = [summarize(await self._times(shape)).step_s for _ in range(sizes.repeats)]
         figures: Figures = {
             f"executor_spread_b{batch}": round(spread(steps_s), 3),
             f"replayed_share_b{batch}": round(self._watch.num_replays / sizes.num_decodes, 3),
