@@ -20,18 +20,14 @@ class PageAllocation:
     a row's page table is append-only while the sequence lives.
     """
 
-    __slots__ = ("is_inserting", "num_released", "pages", "prefix")
+    __slots__ = ("is_inserting", "num_pages", "num_released", "pages", "prefix")
 
     def __init__(self, num_groups: int) -> None:
         self.pages: list[array[int]] = [array("i") for _ in range(num_groups)]
+        self.num_pages = 0  # page indices covered, those left behind included
         self.prefix = Prefix()
         self.num_released = [0] * num_groups  # page indices below it are behind the group's window
         self.is_inserting = True
-
-    @property
-    def num_pages(self) -> int:
-        """Page indices covered, those left behind included."""
-        return len(self.pages[0])
 
     @property
     def num_shared(self) -> int:

@@ -38,6 +38,10 @@ class KvCache:
         self._windowed = tuple(g for g, group in enumerate(groups) if group.window is not None)
         self._tree = PrefixTree(groups[0].num_pages, windowed_groups=self._windowed)
 
+    @property
+    def has_windows(self) -> bool:
+        return bool(self._windowed)
+
     # -------------------------------------------------------- a sequence's way through the cache
 
     def match(self, keys: Sequence[bytes], *, most: int | None = None) -> Prefix:
@@ -56,6 +60,7 @@ class KvCache:
         if not prefix.num_pages:
             return allocation
         allocation.pages[0] = self._tree.nodes(prefix)
+        allocation.num_pages = prefix.num_pages
         self._tree.lock(prefix)
         allocation.prefix = prefix
         for group in self._windowed:
@@ -92,6 +97,7 @@ class KvCache:
             if lacking > 0:
                 self._evict(group, lacking)
             allocation.pages[group].extend(self._pools[group].take(count))
+        allocation.num_pages = num_pages
 
     def commit(self, allocation: PageAllocation, keys: Sequence[bytes], *, num_pages: int) -> None:
         """The first `num_pages` pages are whole and committed: new ones enter the tree, locked.
@@ -243,6 +249,7 @@ class KvCache:
         self._tree.unlock(allocation.prefix)
         allocation.prefix = Prefix()
         allocation.pages = [array("i") for _ in self._pools]
+        allocation.num_pages = 0
         allocation.num_released = [0] * len(self._pools)
 
     def _evict(self, group: int, count: int) -> None:

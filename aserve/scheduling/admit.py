@@ -169,7 +169,7 @@ def open_prefix(state: SchedulerState, sequence: Sequence) -> bool:
     if follow(state, sequence, num_cached=prefix.num_pages, most=most):
         return False
     sequence.allocation = state.cache.open(prefix)
-    sequence.committed_len = prefix.num_pages * page_size
+    sequence.restart(prefix.num_pages * page_size)
     return True
 
 
@@ -177,7 +177,7 @@ def undo_open(state: SchedulerState, sequence: Sequence) -> None:
     assert sequence.allocation is not None
     state.cache.close(sequence.allocation, sequence.keys, num_pages=0)
     sequence.allocation = None
-    sequence.committed_len = 0
+    sequence.restart(0)
 
 
 def _take_row(state: SchedulerState, sequence: Sequence) -> None:

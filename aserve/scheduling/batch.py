@@ -1,7 +1,8 @@
-"""From choices to one `ScheduleBatch`: everything the device is told about a step, as host values.
+"""Turns the chosen flights into one `ScheduleBatch`, which tells the device about the step in host
+values, and puts them in flight.
 
-Knows no rules of choice. Writes `SchedulerState.steps`, `SchedulerState.next_iteration`, a
-sequence's flights (sent) and what the device knows of its row (`written_pages`, `relay_iteration`).
+Writes `SchedulerState.steps`, `SchedulerState.next_iteration`, and what the device knows of a
+sequence's row: `written_pages` and `relay_iteration`.
 """
 
 from __future__ import annotations
@@ -12,82 +13,87 @@ from aserve.cache.allocation import PageAllocation, num_shared_pages
 from aserve.messages.base import pack_i32
 from aserve.messages.requests import stamp_of
 from aserve.messages.step import Launch, PageWrites, RowInit, ScheduleBatch, StepStats, VerifyPlan
-from aserve.scheduling.flights import Flight
 from aserve.scheduling.forecast import relax
-from aserve.scheduling.request import Sequence
-from aserve.scheduling.select import Chosen
+from aserve.scheduling.request import Flight, Sequence
 from aserve.scheduling.state import SchedulerState, Step
 
 
-def launch(state: SchedulerState, chosen: list[Chosen], *, admitted: list[Sequence]) -> None:
+def launch(state: SchedulerState, flights: list[Flight], *, admitted: list[Sequence]) -> None:
     """Builds the batch from the state before this step, then puts the step in flight."""
     iteration = state.next_iteration
     state.next_iteration += 1
     relax(state)
-    batch = _build(state, chosen, iteration=iteration, stats=_stats(state, chosen, admitted))
-    state.steps[iteration] = Step(iteration, {})
-    for choice in chosen:
-        _put_in_flight(state, choice, iteration)
+    batch = _build(state, flights, iteration=iteration, stats=_stats(state, flights, admitted))
+    state.steps[iteration] = Step(iteration, {flight.sequence.row: flight for flight in flights})
+    for flight in flights:
+        _send(flight)
     state.effects.append(Launch((batch,)))
 
 
 def _build(
-    state: SchedulerState, chosen: list[Chosen], *, iteration: int, stats: StepStats
+    state: SchedulerState, flights: list[Flight], *, iteration: int, stats: StepStats
 ) -> ScheduleBatch:
-    sequences = [choice.sequence for choice in chosen]
-    sampled = [choice.sequence for choice in chosen if choice.samples]
+    sequences = [flight.sequence for flight in flights]
     grown = [sequence for sequence in sequences if sequence.has_new_pages]
-    drafts = [choice.num_drafts for choice in chosen]
+    drafts = [flight.num_drafts for flight in flights]
     return ScheduleBatch(
         iteration=iteration,
         rows=pack_i32([sequence.row for sequence in sequences]),
-        query_lens=pack_i32([choice.query_len for choice in chosen]),
-        input_ids=b"".join(_input_ids(choice) for choice in chosen),
-        next_ids=pack_i32([_next_id(choice) for choice in chosen]),
+        query_lens=pack_i32([flight.query_len for flight in flights]),
+        input_ids=_input_ids(flights),
+        next_ids=pack_i32([_next_id(flight) for flight in flights]),
         kv_lens=pack_i32([sequence.scheduled_len for sequence in sequences]),
-        bounds=bytes(sequence.is_bound for sequence in sequences),
-        expects=pack_i32([_expected_iteration(choice) for choice in chosen]),
-        sample_rows=pack_i32([sequence.row for sequence in sampled if sequence.mask is None]),
-        held_rows=pack_i32([sequence.row for sequence in sampled if sequence.mask is not None]),
+        bounds=bytes([sequence.num_drafts > 0 for sequence in sequences]),
+        expects=pack_i32([_expected_iteration(flight) for flight in flights]),
+        sample_rows=pack_i32([f.sequence.row for f in flights if f.samples and not f.is_held]),
+        held_rows=pack_i32([flight.sequence.row for flight in flights if flight.is_held]),
         page_writes=tuple(_page_writes(grown, group) for group in range(len(state.spec.groups))),
         row_inits=_row_inits(grown),
         verify=VerifyPlan(pack_i32(drafts)) if any(drafts) else None,
         stats=stats,
-        shared_pages=num_shared_pages(_holdings(chosen)) if state.spec.names_shared_pages else 0,
+        shared_pages=num_shared_pages(_allocations(sequences))
+        if state.spec.names_shared_pages
+        else 0,
     )
 
 
-def _holdings(chosen: list[Chosen]) -> list[PageAllocation]:
-    return [choice.sequence.allocation for choice in chosen if choice.sequence.allocation]
+def _allocations(sequences: list[Sequence]) -> list[PageAllocation]:
+    return [sequence.allocation for sequence in sequences if sequence.allocation]
 
 
-def _input_ids(choice: Chosen) -> bytes:
-    """Known tokens as they are; the token in flight and the drafts after it as -row."""
-    sequence = choice.sequence
-    if choice.query_len == 1 and sequence.flights.num_sampling:
-        return (-sequence.row).to_bytes(4, "little", signed=True)
-    ids = np.full(choice.query_len, -sequence.row, np.int32)
-    if not sequence.flights.num_sampling:
+def _input_ids(flights: list[Flight]) -> bytes:
+    """Known tokens as they are; the token in flight and the drafts after it as -row.
+
+    PERF: rows that decode come as one array, since an array for each took 1 us.
+    """
+    parts: list[bytes] = []
+    unknown: list[int] = []
+    for flight in flights:
+        sequence = flight.sequence
+        if sequence.num_sampling:
+            unknown.extend([-sequence.row] * flight.query_len)
+            continue
         start = sequence.scheduled_len
-        known = sequence.tokens.span(start, start + choice.query_len)
-        ids[: len(known)] = known
-    return ids.tobytes()
+        known = sequence.tokens.span(start, start + flight.query_len)
+        parts += [pack_i32(unknown), known.tobytes()]
+        unknown = [-sequence.row] * (flight.query_len - len(known))
+    return b"".join([*parts, pack_i32(unknown)])
 
 
-def _next_id(choice: Chosen) -> int:
+def _next_id(flight: Flight) -> int:
     """The token after the span: the next one of the prompt for a middle chunk, else one that is
     not known yet, or never will be.
     """
-    sequence = choice.sequence
-    if choice.samples or choice.ends:
+    sequence = flight.sequence
+    if flight.samples or flight.ends:
         return -sequence.row
-    return sequence.tokens.at(sequence.scheduled_len + choice.query_len)
+    return sequence.tokens.at(sequence.scheduled_len + flight.query_len)
 
 
-def _expected_iteration(choice: Chosen) -> int:
+def _expected_iteration(flight: Flight) -> int:
     """The stamp of the step whose stash this row reads from the relay: the last that samples it."""
-    sequence = choice.sequence
-    reads_relay = sequence.flights.num_sampling > 0 or choice.num_drafts > 0
+    sequence = flight.sequence
+    reads_relay = sequence.num_sampling > 0 or flight.num_drafts > 0
     return stamp_of(sequence.relay_iteration) if reads_relay else 0
 
 
@@ -112,33 +118,24 @@ def _row_inits(sequences: list[Sequence]) -> tuple[RowInit, ...]:
     return tuple(sequence.row_init() for sequence in sequences if not sequence.written_pages)
 
 
-def _put_in_flight(state: SchedulerState, choice: Chosen, iteration: int) -> None:
-    sequence = choice.sequence
+def _send(flight: Flight) -> None:
+    sequence = flight.sequence
     assert sequence.allocation is not None
-    flight = Flight(
-        iteration=iteration,
-        query_len=choice.query_len,
-        num_drafts=choice.num_drafts,
-        samples=choice.samples,
-        is_held=choice.samples and sequence.mask is not None,
-        ends=choice.ends,
-    )
-    sequence.flights.send(flight)
-    sequence.last_iteration = iteration
+    sequence.send(flight)
+    sequence.last_iteration = flight.iteration
     sequence.written_pages = sequence.allocation.num_pages
-    if choice.samples:
-        sequence.relay_iteration = iteration
-    state.steps[iteration].rows[sequence.row] = (sequence, flight)
+    if flight.samples:
+        sequence.relay_iteration = flight.iteration
 
 
-def _stats(state: SchedulerState, chosen: list[Chosen], admitted: list[Sequence]) -> StepStats:
+def _stats(state: SchedulerState, flights: list[Flight], admitted: list[Sequence]) -> StepStats:
     new_rows = {sequence.row for sequence in admitted}
-    prefills = [choice for choice in chosen if choice.is_prefill or choice.sequence.row in new_rows]
+    prefills = [f for f in flights if f.is_prefill or f.sequence.row in new_rows]
     total = state.spec.groups[0].num_pages - 1
     return StepStats(
         num_prefill_rows=len(prefills),
-        num_prefill_tokens=sum(choice.query_len for choice in prefills),
-        num_decode_rows=len(chosen) - len(prefills),
+        num_prefill_tokens=sum(flight.query_len for flight in prefills),
+        num_decode_rows=len(flights) - len(prefills),
         num_running=len(state.running),
         num_waiting=state.num_waiting,
         num_retracted=state.num_retracted,

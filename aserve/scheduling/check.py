@@ -62,7 +62,7 @@ def _check_sequence(state: SchedulerState, sequence: Sequence) -> None:
         "owns a row while it does not run": not is_running and sequence.row != 0,
         "owns pages while it does not run": not is_running and sequence.allocation is not None,
         "waits with flights": sequence.phase is Phase.WAITING and bool(sequence.flights),
-        "samples further ahead than lead": sequence.flights.num_sampling > state.spec.lead,
+        "samples further ahead than lead": sequence.num_sampling > state.spec.lead,
         "has more outputs than max_tokens": sequence.num_outputs > sequence.max_tokens,
         "committed KV beyond its tokens": sequence.committed_len > sequence.tokens.num,
         "scheduled KV beyond what it can need": is_running
@@ -78,12 +78,15 @@ def _check_sequence(state: SchedulerState, sequence: Sequence) -> None:
 
 
 def _are_sums_right(sequence: Sequence) -> bool:
-    flights = sequence.flights
-    return (flights.query_len, flights.num_sampling, flights.num_drafts) == (
-        sum(flight.query_len for flight in flights),
-        sum(flight.samples for flight in flights),
-        sum(flight.num_drafts for flight in flights),
-    )
+    """NOTE: the lengths of a sequence that was retracted have no meaning until it waits again."""
+    num_sampling = sum(flight.samples for flight in sequence.flights)
+    num_drafts = sum(flight.num_drafts for flight in sequence.flights)
+    if (num_sampling, num_drafts) != (sequence.num_sampling, sequence.num_drafts):
+        return False
+    scheduled_len = sequence.committed_len + sum(flight.query_len for flight in sequence.flights)
+    remaining = sequence.tokens.num + num_sampling + num_drafts - scheduled_len
+    is_right = (scheduled_len, remaining) == (sequence.scheduled_len, sequence.remaining)
+    return is_right or sequence.phase is Phase.LINGERING
 
 
 def _iterations(sequence: Sequence) -> list[int]:

@@ -1,6 +1,9 @@
-"""What came back becomes fact: tokens, committed length, pages into the tree, ends. The only
-writer of `committed_len` (upwards) and of `tokens`. Results find their sequence by (iteration,
-row) as it was launched; what belongs to a sequence that has left falls away.
+"""Takes the results of a step: tokens are appended, committed lengths advance, whole pages enter
+the prefix tree, and sequences end.
+
+A result finds its flight by iteration and row, as it was launched. The result of a flight that was
+dropped, because its sequence ended or its step failed, is ignored. The only writer of a sequence's
+tokens.
 """
 
 from __future__ import annotations
@@ -9,15 +12,12 @@ from aserve.messages.base import array_i32
 from aserve.messages.output import SequenceOutput, StepOutput
 from aserve.messages.results import RowLogprobs, SampleResult, StepResult
 from aserve.scheduling.finish import finish, settle
-from aserve.scheduling.flights import Flight
 from aserve.scheduling.followers import lead, wake
 from aserve.scheduling.grammar_rows import ask_mask
 from aserve.scheduling.prompts import hand_out_prompts
-from aserve.scheduling.request import Phase, Sequence
+from aserve.scheduling.request import Flight, Phase, Sequence
 from aserve.scheduling.shares import charge_prompt
 from aserve.scheduling.state import SchedulerState
-
-Rider = tuple[Sequence, Flight]
 
 
 def commit_step(state: SchedulerState, result: StepResult) -> None:
@@ -26,26 +26,25 @@ def commit_step(state: SchedulerState, result: StepResult) -> None:
         return  # dropped by a failure before it
     if result.prompt_logprobs or result.embeddings:
         hand_out_prompts(state, result, step.rows)
-    for sequence, flight in step.rows.values():
-        if not flight.samples:
-            _commit_chunk(state, sequence, flight)
+    for flight in step.rows.values():
+        if not flight.samples and not flight.is_dropped:
+            _commit_chunk(state, flight)
     _commit_tokens(state, result, step.rows)
 
 
 def commit_samples(state: SchedulerState, result: SampleResult) -> None:
-    rows: dict[int, Rider] = {}
+    rows: dict[int, Flight] = {}
     for row in array_i32(result.rows).tolist():
-        rider = state.samples.pop((result.iteration, row), None)
-        if rider is not None:
-            rows[row] = rider
+        flight = state.samples.pop((result.iteration, row), None)
+        if flight is not None:
+            rows[row] = flight
     _commit_tokens(state, result, rows)
 
 
-def _commit_chunk(state: SchedulerState, sequence: Sequence, flight: Flight) -> None:
+def _commit_chunk(state: SchedulerState, flight: Flight) -> None:
     """A chunk whose KV is there, and of which nothing was sampled."""
-    if flight not in sequence.flights:
-        return
-    _land(state, sequence, flight, advance=flight.query_len)
+    sequence = flight.sequence
+    _land(state, flight, advance=flight.query_len)
     if flight.ends:
         finish(state, sequence, "length")
     else:
@@ -53,7 +52,7 @@ def _commit_chunk(state: SchedulerState, sequence: Sequence, flight: Flight) -> 
 
 
 def _commit_tokens(
-    state: SchedulerState, result: StepResult | SampleResult, rows: dict[int, Rider]
+    state: SchedulerState, result: StepResult | SampleResult, rows: dict[int, Flight]
 ) -> None:
     logprobs = {record.row: record for record in result.logprobs}
     tokens = array_i32(result.tokens).tolist()
@@ -64,14 +63,15 @@ def _commit_tokens(
         array_i32(result.rows).tolist(), array_i32(result.counts).tolist(), strict=True
     ):
         start, stop = stop, stop + count
-        sequence, flight = rows.get(row, (None, None))
-        if sequence is None or flight is None or flight not in sequence.flights:
+        flight = rows.get(row)
+        if flight is None or flight.is_dropped:
             continue
+        sequence = flight.sequence
         position = sequence.num_outputs
         num_kept, stop_id, is_end = _append(sequence, tokens[start:stop])
         sequence.client.serve_outputs(num_kept)
         # Of a verify window, the root and the accepted drafts have valid KV.
-        _land(state, sequence, flight, advance=flight.query_len - flight.num_drafts + count - 1)
+        _land(state, flight, advance=flight.query_len - flight.num_drafts + count - 1)
         outputs.append(
             SequenceOutput(
                 request_id=sequence.request_id,
@@ -84,8 +84,10 @@ def _commit_tokens(
         )
         if is_end:
             ended.append((sequence, stop_id))
-        else:
+            continue
+        if sequence.mask is not None:
             ask_mask(state, sequence)
+        if sequence.phase is Phase.LINGERING:
             settle(state, sequence)
     if outputs:
         state.effects.append(StepOutput(iteration=result.iteration, sequences=tuple(outputs)))
@@ -94,15 +96,15 @@ def _commit_tokens(
 
 
 def _append(sequence: Sequence, token_ids: list[int]) -> tuple[int, int | None, bool]:
-    """Appends the tokens up to an end: how many, the id that ended it, and whether it is at its
-    end.
+    """Appends the tokens up to an end. Returns how many, the id that ended it, and whether it is at
+    its end.
     """
+    tokens = sequence.tokens
     for num_kept, token_id in enumerate(token_ids, start=1):
-        sequence.tokens.append(token_id)
-        num_outputs = sequence.num_outputs
-        if token_id in sequence.end_ids and num_outputs > sequence.min_tokens:
+        tokens.append(token_id)
+        if token_id in sequence.end_ids and sequence.num_outputs > sequence.min_tokens:
             return num_kept, token_id, True
-        if num_outputs >= sequence.max_tokens:
+        if tokens.num >= sequence.max_len:
             return num_kept, None, True
     return len(token_ids), None, False
 
@@ -121,22 +123,31 @@ def _cut(logprobs: RowLogprobs, num_kept: int, *, of: int) -> RowLogprobs:
     )
 
 
-def _land(state: SchedulerState, sequence: Sequence, flight: Flight, *, advance: int) -> None:
-    """One flight is back: the committed clock advances and whole committed pages enter the tree."""
-    sequence.flights.land(flight)
+def _land(state: SchedulerState, flight: Flight, *, advance: int) -> None:
+    """One flight is back: the committed length advances, and new whole pages enter the tree."""
+    sequence = flight.sequence
     sequence.failures = 0
     if sequence.phase is not Phase.RUNNING:
+        sequence.land(flight, advance=0)
         return  # retracted: its tokens count, its pages are gone
+    assert sequence.allocation is not None
     if sequence.unpaid:
         charge_prompt(sequence, advance)
-    assert sequence.allocation is not None
     page_size = state.spec.page_size
     num_before = sequence.committed_len // page_size
-    sequence.committed_len += advance
+    sequence.land(flight, advance=advance)
+    if sequence.committed_len // page_size > num_before:
+        _commit_pages(state, sequence)
+    if state.cache.has_windows:
+        state.cache.release_behind(sequence.allocation, sequence.committed_len)
+
+
+def _commit_pages(state: SchedulerState, sequence: Sequence) -> None:
+    """The row has committed one more whole page, or several."""
+    assert sequence.allocation is not None
+    page_size = state.spec.page_size
     num_pages = min(sequence.committed_len, sequence.tokens.num) // page_size
-    if num_pages > num_before:
-        state.cache.commit(sequence.allocation, sequence.page_keys(page_size), num_pages=num_pages)
-        lead(state, sequence)
-        if sequence.followers:
-            wake(state, sequence)
-    state.cache.release_behind(sequence.allocation, sequence.committed_len)
+    state.cache.commit(sequence.allocation, sequence.page_keys(page_size), num_pages=num_pages)
+    lead(state, sequence)
+    if sequence.followers:
+        wake(state, sequence)

@@ -35,7 +35,7 @@ def finish(
     elif sequence.phase is Phase.WAITING:
         (state.waiting if sequence in state.waiting else state.slow_waiting).remove(sequence)
     state.clients.finish(sequence.client)
-    sequence.flights.drop()
+    sequence.drop_flights()
     sequence.move(Phase.ENDED)
     children = state.groups[sequence.request_id]
     del children[sequence.child]
@@ -73,7 +73,7 @@ def retract(state: SchedulerState, sequence: Sequence) -> None:
     Sample is dropped.
     """
     _give_back(state, sequence)
-    sequence.flights.drop_held()
+    sequence.drop_held()
     sequence.move(Phase.LINGERING)
     state.num_retracted += 1
     settle(state, sequence)
@@ -83,6 +83,7 @@ def settle(state: SchedulerState, sequence: Sequence) -> None:
     """A retracted sequence waits again, at its old place, once nothing of it is in flight."""
     if sequence.phase is Phase.LINGERING and not sequence.flights:
         sequence.move(Phase.WAITING)
+        sequence.restart(0)
         state.waiting.add(sequence)
 
 

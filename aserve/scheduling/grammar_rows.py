@@ -13,8 +13,7 @@ from aserve.messages.executor import EngineSpec
 from aserve.messages.results import BuildMask, MaskReady
 from aserve.messages.step import Sample
 from aserve.scheduling.finish import finish, retract
-from aserve.scheduling.flights import Flight
-from aserve.scheduling.request import Sequence
+from aserve.scheduling.request import Flight, Sequence
 from aserve.scheduling.state import SchedulerState
 
 SLOW_PART = 8  # one in so many rows
@@ -109,11 +108,11 @@ def give_samples(state: SchedulerState) -> None:
     """Samples every held row whose mask is there, one message per step; before any launch that
     may name those rows.
     """
-    by_iteration: dict[int, list[tuple[Sequence, Flight]]] = {}
+    by_iteration: dict[int, list[Flight]] = {}
     for sequence in state.masked.values():
         flight = _ready_flight(sequence)
         if flight is not None:
-            by_iteration.setdefault(flight.iteration, []).append((sequence, flight))
+            by_iteration.setdefault(flight.iteration, []).append(flight)
     for iteration, ready in sorted(by_iteration.items()):
         state.effects.append(_give_sample(state, iteration, ready))
 
@@ -129,15 +128,14 @@ def _ready_flight(sequence: Sequence) -> Flight | None:
     return first if first is not None and first.is_held else None
 
 
-def _give_sample(
-    state: SchedulerState, iteration: int, ready: list[tuple[Sequence, Flight]]
-) -> Sample:
+def _give_sample(state: SchedulerState, iteration: int, ready: list[Flight]) -> Sample:
     masks: list[bytes] = []
-    for sequence, flight in ready:
-        assert sequence.mask is not None
-        assert sequence.mask.mask is not None
+    for flight in ready:
+        mask_state = flight.sequence.mask
+        assert mask_state is not None
+        assert mask_state.mask is not None
         flight.is_held = False
-        state.samples[iteration, sequence.row] = (sequence, flight)
-        masks.append(sequence.mask.mask)
-    rows = pack_i32([sequence.row for sequence, _ in ready])
+        state.samples[iteration, flight.sequence.row] = flight
+        masks.append(mask_state.mask)
+    rows = pack_i32([flight.sequence.row for flight in ready])
     return Sample(iteration=iteration, rows=rows, masks=b"".join(masks))

@@ -8,24 +8,21 @@ from __future__ import annotations
 
 from aserve.messages.output import SequenceOutput, StepOutput
 from aserve.messages.results import PromptLogprobs, StepResult
-from aserve.scheduling.flights import Flight
-from aserve.scheduling.request import Sequence
+from aserve.scheduling.request import Flight, Sequence
 from aserve.scheduling.state import SchedulerState
 
 
-def hand_out_prompts(
-    state: SchedulerState, result: StepResult, rows: dict[int, tuple[Sequence, Flight]]
-) -> None:
+def hand_out_prompts(state: SchedulerState, result: StepResult, rows: dict[int, Flight]) -> None:
     """What belongs to prompts, of held rows too: the Sample comes later and has none of it."""
     outputs: list[SequenceOutput] = []
     for scores in result.prompt_logprobs:
-        sequence, flight = rows[scores.row]
-        if flight in sequence.flights:
-            outputs += _unseen_scores(sequence, scores)
+        flight = rows[scores.row]
+        if not flight.is_dropped:
+            outputs += _unseen_scores(flight.sequence, scores)
     for embedding in result.embeddings:
-        sequence, flight = rows[embedding.row]
-        if flight in sequence.flights:
-            outputs.append(_prompt_output(sequence, embedding=embedding.values))
+        flight = rows[embedding.row]
+        if not flight.is_dropped:
+            outputs.append(_prompt_output(flight.sequence, embedding=embedding.values))
     if outputs:
         state.effects.append(StepOutput(iteration=result.iteration, sequences=tuple(outputs)))
 

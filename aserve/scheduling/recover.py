@@ -36,8 +36,8 @@ def _named_by(state: SchedulerState, iteration: int) -> list[Sequence]:
     """
     step = state.steps.get(iteration)
     if step is not None:
-        return [sequence for sequence, _ in step.rows.values()]
-    return [sequence for (number, _), (sequence, _) in state.samples.items() if number == iteration]
+        return [flight.sequence for flight in step.rows.values()]
+    return [flight.sequence for (number, _), flight in state.samples.items() if number == iteration]
 
 
 def _drop_outstanding(state: SchedulerState) -> None:
@@ -49,7 +49,7 @@ def _drop_outstanding(state: SchedulerState) -> None:
             continue
         sequence.written_pages = 0
         sequence.relay_iteration = 0
-        sequence.flights.drop()
+        sequence.drop_flights()
         settle(state, sequence)
     state.steps.clear()
     state.samples.clear()

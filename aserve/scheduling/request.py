@@ -1,14 +1,16 @@
-"""One sequence (a child of a request), its tokens and its two clocks: what came back, and what was
-sent.
+"""One sequence (a child of a request), its tokens, and its part in the steps that are in flight.
 
-`committed_len` and `tokens` are written by commit.py alone; `flights` by those that flights.py
-names. Scheduled length, lead, bounds and held rows are derived from the flights, never kept beside
-them.
+A sequence has two clocks. `committed_len` is the KV length that came back from the device;
+`scheduled_len` is the KV length once everything in flight is back, which is exact, or an upper
+bound while drafts are in flight. A `Flight` takes the second clock ahead when it is sent, and the
+first when it lands. Only `send`, `land`, `drop_flights`, `drop_held` and `restart` write the clocks
+and the sums over flights, so that they cannot disagree; check.py counts them anew in debug mode.
 """
 
 from __future__ import annotations
 
 import hashlib
+from array import array
 from enum import Enum
 
 import msgspec
@@ -21,7 +23,6 @@ from aserve.messages.base import ArrayI32, array_i32
 from aserve.messages.requests import AdmitRequest, SamplingParams
 from aserve.messages.step import RowInit
 from aserve.scheduling.clients import Client
-from aserve.scheduling.flights import Flights
 
 
 def child_seed(seed: int, child: int) -> int:
@@ -33,23 +34,19 @@ def child_seed(seed: int, child: int) -> int:
 
 
 class TokenLog:
-    """Prompt and committed outputs of a sequence, int32; `num` tokens. All children of a request
-    share the prompt.
+    """The prompt and the committed outputs of a sequence, int32; `num` tokens. All children of a
+    request share the prompt.
     """
 
     __slots__ = ("_outputs", "_prompt", "num")
 
-    def __init__(self, prompt_ids: ArrayI32, outputs: ArrayI32) -> None:
-        self.num = len(prompt_ids) + len(outputs)
+    def __init__(self, prompt_ids: ArrayI32, outputs: bytes) -> None:
         self._prompt = prompt_ids
-        self._outputs = np.empty(len(outputs) + 64, np.int32)
-        self._outputs[: len(outputs)] = outputs
+        self._outputs = array("i", outputs)
+        self.num = len(prompt_ids) + len(self._outputs)
 
     def append(self, token_id: int) -> None:
-        place = self.num - len(self._prompt)
-        if place == len(self._outputs):
-            self._outputs = np.concatenate([self._outputs, np.empty_like(self._outputs)])
-        self._outputs[place] = token_id
+        self._outputs.append(token_id)
         self.num += 1
 
     def span(self, start: int, stop: int) -> ArrayI32:
@@ -57,15 +54,33 @@ class TokenLog:
         num_prompt, stop = len(self._prompt), min(stop, self.num)
         if stop <= num_prompt:
             return self._prompt[start:stop]
+        # NOTE: a view of the growing array itself would forbid it to grow.
+        outputs = np.asarray(self._outputs[max(start - num_prompt, 0) : stop - num_prompt])
         if start >= num_prompt:
-            return self._outputs[start - num_prompt : stop - num_prompt]
-        return np.concatenate([self._prompt[start:], self._outputs[: stop - num_prompt]])
+            return outputs
+        return np.concatenate([self._prompt[start:], outputs])
 
     def at(self, position: int) -> int:
         num_prompt = len(self._prompt)
         if position < num_prompt:
             return int(self._prompt[position])
-        return int(self._outputs[position - num_prompt])
+        return self._outputs[position - num_prompt]
+
+
+class Flight(msgspec.Struct, gc=False, eq=False):
+    """One launched step's part of a sequence. If its span reaches the last token that exists or is
+    in flight, it `samples`, or it `ends` the sequence where nothing is to be sampled.
+    """
+
+    sequence: Sequence
+    iteration: int
+    query_len: int
+    num_drafts: int
+    samples: bool
+    ends: bool
+    is_prefill: bool
+    is_held: bool  # from launch until its Sample is given
+    is_dropped: bool = False  # its result will not count
 
 
 class MaskState(msgspec.Struct, gc=False):
@@ -96,17 +111,22 @@ class Sequence:
         "leader",
         "mask",
         "max_kv_len",
+        "max_len",
         "max_tokens",
         "next_key",
+        "num_drafts",
         "num_retracted_for",
+        "num_sampling",
         "num_scored",
         "phase",
         "priority",
         "prompt_len",
         "relay_iteration",
+        "remaining",
         "request_id",
         "row",
         "sampling",
+        "scheduled_len",
         "seed",
         "tokens",
         "unpaid",
@@ -117,7 +137,7 @@ class Sequence:
         self, request: AdmitRequest, *, child: int, arrival: int, client: Client | None = None
     ) -> None:
         prompt_ids = array_i32(request.prompt_ids)
-        outputs = array_i32(request.outputs[child]) if request.outputs else array_i32(b"")
+        outputs = request.outputs[child] if request.outputs else b""
         self.request_id = request.request_id
         self.child = child
         self.client = client or Client(request.client)
@@ -130,6 +150,7 @@ class Sequence:
         self.end_ids = request.end_ids
         self.bad_word_ids = request.bad_word_ids
         self.prompt_len = len(prompt_ids)
+        self.max_len = self.prompt_len + self.max_tokens  # tokens
         # KV positions that it can ever need: the last token is sampled, but never computed
         self.max_kv_len = self.prompt_len + max(self.max_tokens - 1, 0)
         self.tokens = TokenLog(prompt_ids, outputs)
@@ -143,7 +164,13 @@ class Sequence:
         self.row = 0
         self.allocation: PageAllocation | None = None
         self.committed_len = 0
-        self.flights = Flights()
+        self.scheduled_len = 0
+        # Tokens that exist or are in flight and have no KV scheduled: 1 for a decode, more for a
+        # prefill, 0 when nothing will be sampled after the prompt.
+        self.remaining = self.tokens.num
+        self.flights: list[Flight] = []  # sent and not back, in launch order
+        self.num_sampling = 0  # flights that sample
+        self.num_drafts = 0  # drafts of all flights
         self.relay_iteration = 0  # the last launched step that samples this row; 0 after a row init
         self.last_iteration = 0  # the last step that named this row: who waited longest goes first
         # page table entries that the device has; 0: it does not know this row yet
@@ -182,28 +209,8 @@ class Sequence:
         return self.tokens.num - 1
 
     @property
-    def scheduled_len(self) -> int:
-        """KV length once everything in flight is back: exact, or a bound while drafts are in
-        flight.
-        """
-        return self.committed_len + self.flights.query_len
-
-    @property
-    def is_bound(self) -> bool:
-        return self.flights.num_drafts > 0
-
-    @property
     def is_held(self) -> bool:
         return self.mask is not None and any(flight.is_held for flight in self.flights)
-
-    @property
-    def remaining(self) -> int:
-        """Tokens that exist or are in flight and have no KV scheduled: 1 for a decode, more for
-        a prefill, 0 when nothing will be sampled after the prompt.
-        """
-        flights = self.flights
-        in_flight = flights.num_sampling + flights.num_drafts
-        return self.tokens.num + in_flight - self.committed_len - flights.query_len
 
     @property
     def has_new_pages(self) -> bool:
@@ -216,14 +223,55 @@ class Sequence:
         """Its outputs, counting one for each sampling step in flight, reach max_tokens; where that
         is 0, the whole prompt is in flight.
         """
-        has_outputs = self.num_outputs + self.flights.num_sampling >= self.max_tokens
-        return has_outputs and (self.max_tokens > 0 or not self.remaining)
+        if self.tokens.num + self.num_sampling < self.max_len:
+            return False
+        return self.max_tokens > 0 or not self.remaining
 
     @property
     def _num_prompt_logprobs(self) -> int:
         """As a RowInit says it; none are wanted again of a sequence that was retracted."""
         wanted = self.sampling.prompt_logprobs
         return -1 if wanted is None or self.num_scored >= self.prompt_len else wanted
+
+    def restart(self, committed_len: int) -> None:
+        """Nothing is in flight, and so many positions have KV."""
+        assert not self.flights
+        self.committed_len = committed_len
+        self.scheduled_len = committed_len
+        self.remaining = self.tokens.num - committed_len
+
+    def send(self, flight: Flight) -> None:
+        self.flights.append(flight)
+        self.scheduled_len += flight.query_len
+        self.remaining -= flight.query_len - flight.samples - flight.num_drafts
+        self.num_sampling += flight.samples
+        self.num_drafts += flight.num_drafts
+
+    def land(self, flight: Flight, *, advance: int) -> None:
+        """Flights come back in the order in which they were sent; `advance` positions of this one
+        have KV that counts. What it sampled was appended to the tokens.
+        """
+        first = self.flights.pop(0)
+        assert first is flight
+        self.committed_len += advance
+        self.scheduled_len += advance - flight.query_len
+        self.num_sampling -= flight.samples
+        self.num_drafts -= flight.num_drafts
+
+    def drop_flights(self) -> None:
+        for flight in self.flights:
+            flight.is_dropped = True
+        self.flights.clear()
+        self.num_sampling = 0
+        self.num_drafts = 0
+        self.restart(self.committed_len)
+
+    def drop_held(self) -> None:
+        """Drops the flights that wait for a mask: of a sequence that has just left its row."""
+        for flight in self.flights:
+            flight.is_dropped = flight.is_held
+            self.num_sampling -= flight.is_held
+        self.flights = [flight for flight in self.flights if not flight.is_held]
 
     def move(self, phase: Phase) -> None:
         check_move(self.phase, phase)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from operator import attrgetter
 
-import msgspec
-
 from aserve.messages.executor import EngineSpec
 from aserve.scheduling.admit import admit
 from aserve.scheduling.budget import (
@@ -22,27 +20,14 @@ from aserve.scheduling.budget import (
 from aserve.scheduling.finish import retract, retraction_order
 from aserve.scheduling.forecast import become_cautious
 from aserve.scheduling.make_way import make_way
-from aserve.scheduling.request import Phase, Sequence
+from aserve.scheduling.request import Flight, Phase, Sequence
 from aserve.scheduling.shares import prefill_order
 from aserve.scheduling.state import SchedulerState
 
 MOST_TIMES = 8  # the bound of prompts beside decodes, where these are few
 
 
-class Chosen(msgspec.Struct, frozen=True, gc=False):
-    """One row's part in the next step. If the span reaches the last token that exists or is in
-    flight, the row `samples`, or `ends` where nothing is to be sampled.
-    """
-
-    sequence: Sequence
-    query_len: int
-    num_drafts: int
-    samples: bool
-    is_prefill: bool
-    ends: bool
-
-
-def select(state: SchedulerState) -> tuple[list[Chosen], list[Sequence]]:
+def select(state: SchedulerState) -> tuple[list[Flight], list[Sequence]]:
     """The next step's rows, decodes first, and who was newly admitted for it. Prefills come in the
     order of priority, then of what their clients were served, then of arrival.
     """
@@ -56,7 +41,7 @@ def select(state: SchedulerState) -> tuple[list[Chosen], list[Sequence]]:
     decodes = decodes[: max_decode_rows(state.spec, len(state.running))]
     budget = state.spec.max_batched_tokens
     chosen = _fill(state, decodes, budget) if state.spec.decode.mixes_prefill else []
-    left = budget - sum(choice.query_len for choice in chosen)
+    left = budget - sum(flight.query_len for flight in chosen)
     admitted = admit(state, prefills, num_tokens=left, owed=owed) if left else []
     prefills += admitted
     prefills.sort(key=prefill_order)
@@ -78,7 +63,7 @@ def _ready_rows(
     return decodes, prefills
 
 
-def _choose_retry(state: SchedulerState) -> list[Chosen]:
+def _choose_retry(state: SchedulerState) -> list[Flight]:
     """After a failed step: the next group that still has something to run, with nothing else in
     flight.
     """
@@ -101,36 +86,47 @@ def _most_beside(state: SchedulerState, num_decodes: int, num_prefills: int) -> 
     return most * max(1, min(num_prefills // num_decodes, MOST_TIMES))
 
 
-def _fill(state: SchedulerState, rows: list[Sequence], budget: int) -> list[Chosen]:
+def _fill(state: SchedulerState, rows: list[Sequence], budget: int) -> list[Flight]:
     """Spans for rows, in order, as far as the token budget and the pages go."""
-    chosen: list[Chosen] = []
+    chosen: list[Flight] = []
     step_total: Pages | None = None
     # NOTE: with ample room, what this step leaves covers one more decode of every row.
     if not has_ample_room(state) and any(row.remaining > 1 for row in rows):
         step_total = step_need(state, state.running.values())
     for sequence in rows:
-        choice = _choose_span(state, sequence, budget, step_total=step_total)
-        if choice is not None:
-            chosen.append(choice)
-            budget -= choice.query_len
+        flight = _choose_span(state, sequence, budget, step_total=step_total)
+        if flight is not None:
+            chosen.append(flight)
+            budget -= flight.query_len
     return chosen
 
 
 def _choose_span(
     state: SchedulerState, sequence: Sequence, budget: int, *, step_total: Pages | None
-) -> Chosen | None:
+) -> Flight | None:
     """A prefill takes what budget and pages allow; a decode that lacks a page is skipped in this
     step.
     """
+    assert sequence.allocation is not None
     remaining = sequence.remaining
     query_len = min(next_query_len(state.spec, sequence), budget)
-    query_len = _cover(state, sequence, query_len, step_total=step_total)
+    num_covered = sequence.allocation.num_pages * state.spec.page_size - sequence.scheduled_len
+    if query_len > num_covered:
+        query_len = _cover(state, sequence, query_len, step_total=step_total)
     if query_len < 1:
         return None
     is_whole = query_len >= remaining
-    ends = is_whole and not sequence.max_tokens
-    samples = is_whole and not ends
-    return Chosen(sequence, query_len, max(0, query_len - remaining), samples, remaining > 1, ends)
+    samples = is_whole and sequence.max_tokens > 0
+    return Flight(
+        sequence,
+        iteration=state.next_iteration,
+        query_len=query_len,
+        num_drafts=query_len - remaining if is_whole else 0,
+        samples=samples,
+        ends=is_whole and not samples,
+        is_prefill=remaining > 1,
+        is_held=samples and sequence.mask is not None,
+    )
 
 
 def _cover(
@@ -140,8 +136,6 @@ def _cover(
     assert sequence.allocation is not None
     start = sequence.scheduled_len
     covered = sequence.allocation.num_pages * state.spec.page_size - start
-    if query_len <= covered:
-        return query_len
     if sequence.remaining > 1:
         free = max(0, spare_pages(state, sequence, step_total=step_total))
     else:
@@ -172,7 +166,9 @@ def max_decode_rows(spec: EngineSpec, num_running: int) -> int:
 
 def may_run_ahead(sequence: Sequence, *, lead: int) -> bool:
     """Whether another step may name this row now, as far as what it has in flight is concerned."""
-    return sequence.flights.num_sampling < lead and not sequence.is_at_end and not sequence.is_held
+    if sequence.num_sampling >= lead or sequence.is_at_end:
+        return False
+    return sequence.mask is None or not sequence.is_held
 
 
 def waits_for_masks(spec: EngineSpec, *, num_in_flight: int, has_held_rows: bool) -> bool:

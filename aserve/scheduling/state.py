@@ -15,16 +15,15 @@ from aserve.cache.kv_cache import KvCache
 from aserve.cache.pools import RowPool
 from aserve.messages.executor import EngineSpec, SchedulerEffect
 from aserve.scheduling.clients import Clients
-from aserve.scheduling.flights import Flight
 from aserve.scheduling.queue import WaitingQueue
-from aserve.scheduling.request import Sequence
+from aserve.scheduling.request import Flight, Sequence
 
 
 class Step(msgspec.Struct, gc=False):
-    """A launched step whose StepResult is not back: who rides in it, by row."""
+    """A launched step whose StepResult is not back, with its flights by row."""
 
     iteration: int
-    rows: dict[int, tuple[Sequence, Flight]]
+    rows: dict[int, Flight]
 
 
 class SchedulerState:
@@ -73,7 +72,7 @@ class SchedulerState:
         self.groups: dict[str, dict[int, Sequence]] = {}
         self.steps: dict[int, Step] = {}  # launched, not back: launch, commit, recover
         # by (iteration, row), Sample given, not back: held, commit
-        self.samples: dict[tuple[int, int], tuple[Sequence, Flight]] = {}
+        self.samples: dict[tuple[int, int], Flight] = {}
         # after a failed step: groups to try alone: recover, decode
         self.retries: list[list[Sequence]] = []
         self.retry_iteration = 0  # the step that tries such a group: decode
