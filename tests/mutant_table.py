@@ -34,25 +34,25 @@ MUTANTS = (
         "a page one short",
         "aserve/scheduling/select.py",
         "state.num_pages(start + query_len))",
-        "state.num_pages(start + span - 1))",
+        "state.num_pages(start + query_len - 1))",
     ),
     Mutant(
         "a middle chunk that samples",
         "aserve/scheduling/select.py",
-        "samples = is_whole and not ends",
-        "samples = not ends",
+        "samples = is_whole and sequence.max_tokens > 0",
+        "samples = sequence.max_tokens > 0",
     ),
     Mutant(
         "the last chunk's sample not counted in lead",
         "aserve/scheduling/select.py",
-        "return sequence.flights.num_sampling < lead",
-        "return sum(f.samples and f.query_len == 1 for f in sequence.flights) < lead",
+        "if sequence.num_sampling >= lead or",
+        "if sum(f.samples and f.query_len == 1 for f in sequence.flights) >= lead or",
     ),
     Mutant(
         "a relay read that expects the iteration before",
         "aserve/scheduling/batch.py",
-        "return stamp_of(sequence.relay_iteration) if reads_relay else 0",
-        "return stamp_of(sequence.relay_iteration - 1) if reads_relay else 0",
+        "return sequence.relay_stamp if reads_relay else 0",
+        "return sequence.relay_stamp - 1 if reads_relay else 0",
     ),
     Mutant(
         "a bound not corrected at commit",
@@ -63,8 +63,8 @@ MUTANTS = (
     Mutant(
         "drafts trusted after a resync",
         "aserve/scheduling/recover.py",
-        "sequence.relay_iteration = 0",
-        "sequence.relay_iteration *= 1",
+        "sequence.relay_stamp = 0",
+        "sequence.relay_stamp *= 1",
     ),
     Mutant(
         "only the failed step's rows initialised again",
@@ -100,7 +100,7 @@ MUTANTS = (
     Mutant(
         "a late result of a finished request counted for the row's new tenant",
         "aserve/scheduling/commit.py",
-        "sequence, flight = rows.get(row, (None, None))",
+        "flight = rows.get(row)",
         "sequence = state.running.get(row)\n"
         "        flight = next(iter(sequence.flights), None) if sequence else None",
     ),
@@ -121,7 +121,7 @@ MUTANTS = (
     Mutant(
         "an embedding of a sequence that has left",
         "aserve/scheduling/prompts.py",
-        "        if flight in sequence.flights:\n            outputs.append(",
+        "        if not flight.is_dropped:\n            outputs.append(",
         "        if True:\n            outputs.append(",
     ),
     Mutant(

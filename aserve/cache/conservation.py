@@ -32,8 +32,9 @@ def _check_holding(allocation: PageAllocation, tree: PrefixTree, *, number: int)
     """Its lists are alike, its prefix is in the tree, and it uses the prefix's pages or none."""
     story = f"holding {number}"
     _require(
-        len({len(pages) for pages in allocation.pages}) == 1,
-        f"{story} covers {[len(pages) for pages in allocation.pages]} pages in its groups",
+        {len(pages) for pages in allocation.pages} == {allocation.num_pages},
+        f"{story} covers {[len(pages) for pages in allocation.pages]} pages in its groups, not "
+        f"{allocation.num_pages}",
     )
     _require(
         0 not in allocation.pages[0], f"{story} lacks a page in group 0: {allocation.pages[0]}"

@@ -1,15 +1,14 @@
 """Turns the chosen flights into one `ScheduleBatch`, which tells the device about the step in host
 values, and puts them in flight.
 
-Writes `SchedulerState.steps`, `SchedulerState.next_iteration`, and what the device knows of a
-sequence's row: `written_pages` and `relay_iteration`.
+Writes `SchedulerState.steps` and `SchedulerState.next_iteration`.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from aserve.cache.allocation import PageAllocation, num_shared_pages
+from aserve.cache.allocation import num_shared_pages
 from aserve.messages.base import pack_i32
 from aserve.messages.requests import stamp_of
 from aserve.messages.step import Launch, PageWrites, RowInit, ScheduleBatch, StepStats, VerifyPlan
@@ -25,8 +24,9 @@ def launch(state: SchedulerState, flights: list[Flight], *, admitted: list[Seque
     relax(state)
     batch = _build(state, flights, iteration=iteration, stats=_stats(state, flights, admitted))
     state.steps[iteration] = Step(iteration, {flight.sequence.row: flight for flight in flights})
+    stamp = stamp_of(iteration)
     for flight in flights:
-        _send(flight)
+        flight.sequence.send(flight, stamp=stamp)
     state.effects.append(Launch((batch,)))
 
 
@@ -44,21 +44,19 @@ def _build(
         next_ids=pack_i32([_next_id(flight) for flight in flights]),
         kv_lens=pack_i32([sequence.scheduled_len for sequence in sequences]),
         bounds=bytes([sequence.num_drafts > 0 for sequence in sequences]),
-        expects=pack_i32([_expected_iteration(flight) for flight in flights]),
+        expects=pack_i32([_expected_stamp(flight) for flight in flights]),
         sample_rows=pack_i32([f.sequence.row for f in flights if f.samples and not f.is_held]),
         held_rows=pack_i32([flight.sequence.row for flight in flights if flight.is_held]),
         page_writes=tuple(_page_writes(grown, group) for group in range(len(state.spec.groups))),
         row_inits=_row_inits(grown),
         verify=VerifyPlan(pack_i32(drafts)) if any(drafts) else None,
         stats=stats,
-        shared_pages=num_shared_pages(_allocations(sequences))
-        if state.spec.names_shared_pages
-        else 0,
+        shared_pages=_shared_pages(sequences) if state.spec.names_shared_pages else 0,
     )
 
 
-def _allocations(sequences: list[Sequence]) -> list[PageAllocation]:
-    return [sequence.allocation for sequence in sequences if sequence.allocation]
+def _shared_pages(sequences: list[Sequence]) -> int:
+    return num_shared_pages([row.allocation for row in sequences if row.allocation is not None])
 
 
 def _input_ids(flights: list[Flight]) -> bytes:
@@ -90,15 +88,15 @@ def _next_id(flight: Flight) -> int:
     return sequence.tokens.at(sequence.scheduled_len + flight.query_len)
 
 
-def _expected_iteration(flight: Flight) -> int:
+def _expected_stamp(flight: Flight) -> int:
     """The stamp of the step whose stash this row reads from the relay: the last that samples it."""
     sequence = flight.sequence
     reads_relay = sequence.num_sampling > 0 or flight.num_drafts > 0
-    return stamp_of(sequence.relay_iteration) if reads_relay else 0
+    return sequence.relay_stamp if reads_relay else 0
 
 
 def _page_writes(sequences: list[Sequence], group: int) -> PageWrites:
-    """Page table entries that the device does not have; all of a row that is new to it."""
+    """Page table entries that the device does not have: all of a row that is new to it."""
     rows: list[bytes] = []
     columns: list[bytes] = []
     pages: list[bytes] = []
@@ -116,16 +114,6 @@ def _page_writes(sequences: list[Sequence], group: int) -> PageWrites:
 
 def _row_inits(sequences: list[Sequence]) -> tuple[RowInit, ...]:
     return tuple(sequence.row_init() for sequence in sequences if not sequence.written_pages)
-
-
-def _send(flight: Flight) -> None:
-    sequence = flight.sequence
-    assert sequence.allocation is not None
-    sequence.send(flight)
-    sequence.last_iteration = flight.iteration
-    sequence.written_pages = sequence.allocation.num_pages
-    if flight.samples:
-        sequence.relay_iteration = flight.iteration
 
 
 def _stats(state: SchedulerState, flights: list[Flight], admitted: list[Sequence]) -> StepStats:

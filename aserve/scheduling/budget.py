@@ -39,11 +39,11 @@ def next_query_len(spec: EngineSpec, sequence: Sequence) -> int:
     0 where a verify window has no room left within prompt + max_tokens - 1 positions: results must
     come first.
     """
-    room = sequence.max_kv_len - sequence.scheduled_len
     wanted = sequence.remaining
-    if wanted == 1 and sequence.relay_iteration and sequence.mask is None:
+    room = sequence.max_kv_len - sequence.scheduled_len
+    if wanted == 1 and sequence.relay_stamp and sequence.mask is None:
         wanted = spec.decode.max_tokens_per_step
-    return min(wanted, room)
+    return wanted if wanted < room else room
 
 
 def step_need(state: SchedulerState, sequences: Iterable[Sequence]) -> Pages:

@@ -99,10 +99,10 @@ def _append(sequence: Sequence, token_ids: list[int]) -> tuple[int, int | None, 
     """Appends the tokens up to an end. Returns how many, the id that ended it, and whether it is at
     its end.
     """
-    tokens = sequence.tokens
+    tokens, end_ids = sequence.tokens, sequence.end_ids
     for num_kept, token_id in enumerate(token_ids, start=1):
         tokens.append(token_id)
-        if token_id in sequence.end_ids and sequence.num_outputs > sequence.min_tokens:
+        if token_id in end_ids and sequence.num_outputs > sequence.min_tokens:
             return num_kept, token_id, True
         if tokens.num >= sequence.max_len:
             return num_kept, None, True

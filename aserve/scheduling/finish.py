@@ -107,5 +107,5 @@ def _give_back(state: SchedulerState, sequence: Sequence) -> None:
     sequence.row = 0
     sequence.allocation = None
     sequence.committed_len = 0
-    sequence.relay_iteration = 0
+    sequence.relay_stamp = 0
     sequence.written_pages = 0

@@ -48,7 +48,7 @@ def _drop_outstanding(state: SchedulerState) -> None:
         if not sequence.flights:
             continue
         sequence.written_pages = 0
-        sequence.relay_iteration = 0
+        sequence.relay_stamp = 0
         sequence.drop_flights()
         settle(state, sequence)
     state.steps.clear()

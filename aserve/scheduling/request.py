@@ -121,7 +121,7 @@ class Sequence:
         "phase",
         "priority",
         "prompt_len",
-        "relay_iteration",
+        "relay_stamp",
         "remaining",
         "request_id",
         "row",
@@ -171,7 +171,8 @@ class Sequence:
         self.flights: list[Flight] = []  # sent and not back, in launch order
         self.num_sampling = 0  # flights that sample
         self.num_drafts = 0  # drafts of all flights
-        self.relay_iteration = 0  # the last launched step that samples this row; 0 after a row init
+        # stamp of the last launched step that samples this row; 0 after a row init
+        self.relay_stamp = 0
         self.last_iteration = 0  # the last step that named this row: who waited longest goes first
         # page table entries that the device has; 0: it does not know this row yet
         self.written_pages = 0
@@ -240,12 +241,19 @@ class Sequence:
         self.scheduled_len = committed_len
         self.remaining = self.tokens.num - committed_len
 
-    def send(self, flight: Flight) -> None:
+    def send(self, flight: Flight, *, stamp: int) -> None:
+        """The flight's step, by whose stamp the relay will know it, is launched."""
+        assert self.allocation is not None
         self.flights.append(flight)
+        self.last_iteration = flight.iteration
+        self.written_pages = self.allocation.num_pages
         self.scheduled_len += flight.query_len
-        self.remaining -= flight.query_len - flight.samples - flight.num_drafts
-        self.num_sampling += flight.samples
-        self.num_drafts += flight.num_drafts
+        self.remaining -= flight.query_len
+        if flight.samples:
+            self.relay_stamp = stamp
+            self.num_sampling += 1
+            self.num_drafts += flight.num_drafts
+            self.remaining += 1 + flight.num_drafts
 
     def land(self, flight: Flight, *, advance: int) -> None:
         """Flights come back in the order in which they were sent; `advance` positions of this one

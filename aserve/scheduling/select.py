@@ -109,7 +109,9 @@ def _choose_span(
     """
     assert sequence.allocation is not None
     remaining = sequence.remaining
-    query_len = min(next_query_len(state.spec, sequence), budget)
+    query_len = next_query_len(state.spec, sequence)
+    if query_len > budget:
+        query_len = budget
     num_covered = sequence.allocation.num_pages * state.spec.page_size - sequence.scheduled_len
     if query_len > num_covered:
         query_len = _cover(state, sequence, query_len, step_total=step_total)
