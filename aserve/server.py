@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import signal
 import time
@@ -13,6 +12,7 @@ from rich.console import Console
 from aserve.config import Resolved
 from aserve.errors import ShuttingDown
 from aserve.frontend import Frontend
+from aserve.host.collector import set_up_collector
 from aserve.host.threads import new_event_loop
 from aserve.http.openai.call import seed_source
 from aserve.http.server import HttpServer
@@ -68,8 +68,7 @@ class Server:
             launched = await self._launcher.launch(self._frontend, self._waits)
         except Stopped:
             return
-        gc.collect()
-        gc.freeze()  # PERF: later collections skip the objects that live as long as the process
+        set_up_collector()
         announce(self._resolved, launched, self.address)
         await self._ending.wait()
         await self._frontend.drain(self._resolved.server.drain_timeout)

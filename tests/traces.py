@@ -73,7 +73,8 @@ class TraceRun:
         while self.arrivals or self.commands or self.asks or not self.scheduler.is_idle:
             assert len(self.turns) < MAX_TURNS, "the trace does not come to an end"
             events = self._next_events()
-            can_move = events or self.commands or self.asks or self.scheduler.is_idle
+            has_sources = self.commands or self.asks or self.scheduler.has_more
+            can_move = events or has_sources or self.scheduler.is_idle
             assert can_move, f"nobody moves: {self._who_waits()}"
             self.turns.append(events)
             for effect in self.scheduler.step([EVENTS.round_trip(event) for event in events]):

@@ -62,7 +62,7 @@ class SchedulerActor(Actor[SchedulerEvent]):
         super().__init__("scheduler", inbox=inbox, story=watch.trace.story)
         self._scheduler = scheduler
         self._intake = Intake()
-        self._goes_on = False  # a turn for held requests is due
+        self._goes_on = False  # a turn for what the last one left over is due
         self._ports = ports
         self._watch = watch
         self._deadlines: dict[str, asyncio.TimerHandle] = {}  # of requests that have not ended
@@ -71,7 +71,8 @@ class SchedulerActor(Actor[SchedulerEvent]):
         return super().backlog() + len(self._intake)
 
     def handle(self, events: list[SchedulerEvent]) -> None:
-        events = self._checked(self._intake.next_turn(events))
+        num_running = len(self._scheduler.state.running)
+        events = self._checked(self._intake.next_turn(events, num_running=num_running))
         effects = self._decide(events)
         for effect in effects:
             self._perform(effect)
@@ -79,7 +80,7 @@ class SchedulerActor(Actor[SchedulerEvent]):
         self._watch.trace.on_tick(tick)
         for observer in self._watch.observers:
             observer.on_tick(tick)
-        if self._intake and not self._goes_on:
+        if (self._intake or self._scheduler.has_more) and not self._goes_on:
             self._goes_on = True
             self.spawn(self._go_on())
 

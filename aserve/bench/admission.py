@@ -6,7 +6,6 @@ oldest StepResult and as many new requests as the intake admits. The device take
 
 from __future__ import annotations
 
-import gc
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from aserve.bench.step_driver import result_of
 from aserve.cache.prefix_tree import prompt_keys
 from aserve.config import Resolved
 from aserve.errors import BugError
+from aserve.host.collector import set_up_collector
 from aserve.messages.executor import EngineSpec, GroupSpec, SchedulerEvent
 from aserve.messages.output import Refused
 from aserve.messages.requests import AdmitRequest, SamplingParams
@@ -79,7 +79,7 @@ def measure(load: Load, *, seed: int) -> list[float]:
     requests = load.prompts(np.random.default_rng(seed))
     if load.is_repeated:
         _serve(scheduler, requests)
-    gc.collect()
+    set_up_collector()
     return _serve(scheduler, requests)
 
 
@@ -90,8 +90,9 @@ def _serve(scheduler: Scheduler, requests: Sequence[AdmitRequest]) -> list[float
     intake = Intake()
     num_idle = 0
     while events or in_flight or intake or not scheduler.is_idle:
+        num_running = len(scheduler.state.running)
         start_ns = time.thread_time_ns()
-        effects = scheduler.step(intake.next_turn(events))
+        effects = scheduler.step(intake.next_turn(events, num_running=num_running))
         times_ms.append((time.thread_time_ns() - start_ns) / 1e6)
         for effect in effects:
             match effect:
@@ -101,7 +102,7 @@ def _serve(scheduler: Scheduler, requests: Sequence[AdmitRequest]) -> list[float
                     raise BugError(f"the bench's own request was refused: {effect.error.message}")
                 case _:
                     pass
-        num_idle = 0 if events or effects else num_idle + 1
+        num_idle = 0 if events or effects or scheduler.has_more else num_idle + 1
         if num_idle > MAX_IDLE_TICKS:
             raise BugError(f"the scheduler did nothing for {MAX_IDLE_TICKS} ticks")
         events = [result_of(in_flight.popleft(), vocab_size=VOCAB_SIZE)] if in_flight else []

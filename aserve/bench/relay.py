@@ -133,6 +133,8 @@ class Relay:
         while (batch := self._next(events)) is not None:
             events = [await self._step(batch, counted)]
             counted = times
+        while self._scheduler.has_more:
+            self._scheduler.step([])
 
     def _next(self, events: list[SchedulerEvent]) -> ScheduleBatch | None:
         launches = [effect for effect in self._scheduler.step(events) if isinstance(effect, Launch)]

@@ -63,6 +63,8 @@ class StepDriver:
             if isinstance(result, StepFailed):
                 raise StepError(result.error.message)
             self._step([result])
+        while self._scheduler.has_more:
+            self._step([])
         return times
 
     def _step(self, events: list[SchedulerEvent]) -> None:

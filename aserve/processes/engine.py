@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import gc
 import os
 import socket
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from aserve.actors.supervisor import Supervisor
 from aserve.engine_core import EngineCorePorts, LocalEngineCore, LocalExecutor
 from aserve.errors import AserveError, ConfigError, ErrorInfo
 from aserve.grammar.frames import Vocabulary
+from aserve.host.collector import set_up_collector
 from aserve.host.environment import prepare_process, start_logging
 from aserve.host.threads import in_thread, new_event_loop
 from aserve.load import load_executor, vocabulary_of
@@ -100,8 +100,7 @@ class EngineSide:
         core = self._connect(start, executor)
         await core.start(self._supervisor.report_death)
         self._supervisor.start()
-        gc.collect()
-        gc.freeze()  # PERF: what lives as long as the process is looked at by no later collection
+        set_up_collector()
         self._link.write(Ready(executor.spec, executor.about))
         self._beat()
         await self._ended

@@ -22,11 +22,7 @@ from aserve.scheduling.request import Phase, Sequence
 from aserve.scheduling.reserve import Reserve
 from aserve.scheduling.shares import place_refusal, prefill_order
 from aserve.scheduling.state import SchedulerState
-
-MAX_LOOKS = 32  # waiting sequences that one turn looks at: about 25 us each, to their end as much
-MIN_LOOKS = 8  # the same, where many rows run
-ROWS_PER_LOOK = 10  # running rows for which a turn looks at one waiting sequence less
-PAGES_PER_LOOK = 1024  # cached pages that cost as much as one look when they are opened
+from aserve.scheduling.turn import PAGES_PER_LOOK
 
 
 def receive(state: SchedulerState, request: AdmitRequest) -> None:
@@ -47,13 +43,6 @@ def receive(state: SchedulerState, request: AdmitRequest) -> None:
         state.waiting.add(sequence)
     for sequence in children:
         _end_or_ask(state, sequence)
-
-
-def max_looks(num_running: int) -> int:
-    """Bound of the waiting sequences that one turn looks at. A turn also costs some time for every
-    running row, so it looks at fewer where more rows run.
-    """
-    return max(MIN_LOOKS, MAX_LOOKS - num_running // ROWS_PER_LOOK)
 
 
 def admit(

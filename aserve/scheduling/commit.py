@@ -1,5 +1,5 @@
-"""Takes the results of a step: tokens are appended, committed lengths advance, whole pages enter
-the prefix tree, and sequences end.
+"""Takes the results of a step: tokens are appended, committed lengths advance, and whole pages
+enter the prefix tree. Sequences whose last token came are left to `finish_ended`.
 
 A result finds its flight by iteration and row, as it was launched. The result of a flight that was
 dropped, because its sequence ended or its step failed, is ignored. The only writer of a sequence's
@@ -57,7 +57,6 @@ def _commit_tokens(
     logprobs = {record.row: record for record in result.logprobs}
     tokens = array_i32(result.tokens).tolist()
     outputs: list[SequenceOutput] = []
-    ended: list[tuple[Sequence, int | None]] = []
     stop = 0
     for row, count in zip(
         array_i32(result.rows).tolist(), array_i32(result.counts).tolist(), strict=True
@@ -83,7 +82,9 @@ def _commit_tokens(
             )
         )
         if is_end:
-            ended.append((sequence, stop_id))
+            sequence.has_ended = True
+            sequence.drop_flights()
+            state.ended.append((sequence, stop_id))
             continue
         if sequence.mask is not None:
             ask_mask(state, sequence)
@@ -91,8 +92,6 @@ def _commit_tokens(
             settle(state, sequence)
     if outputs:
         state.effects.append(StepOutput(iteration=result.iteration, sequences=tuple(outputs)))
-    for sequence, stop_id in ended:
-        finish(state, sequence, "length" if stop_id is None else "stop", stop_id=stop_id)
 
 
 def _append(sequence: Sequence, token_ids: list[int]) -> tuple[int, int | None, bool]:

@@ -53,10 +53,25 @@ def finish(
     )
 
 
+def finish_ended(state: SchedulerState, *, most: int) -> None:
+    """Finishes the sequences whose last tokens are known, in the order in which they ended.
+
+    A step may end all its rows at once, and each costs about 25 us: `most` bounds a turn's work.
+    """
+    for _ in range(min(most, len(state.ended))):
+        sequence, stop_id = state.ended.popleft()
+        if sequence.phase is not Phase.ENDED:
+            finish(state, sequence, "length" if stop_id is None else "stop", stop_id=stop_id)
+
+
 def cancel(state: SchedulerState, event: Cancel) -> None:
-    """One child or all; what is not known (any more) is ignored."""
+    """Ends one child or all. Those that are not known (any more) or have ended by themselves are
+    left alone.
+    """
     children = state.groups.get(event.request_id, {})
     for child, sequence in list(children.items()):
+        if sequence.has_ended:
+            continue
         if event.child is None or event.child == child:
             kept = event.kept if event.reason == "stop" else None
             finish(state, sequence, event.reason, kept=kept)

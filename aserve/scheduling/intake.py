@@ -1,5 +1,5 @@
 """Splits the events that came into turns of bounded work: results, masks and cancels at once, new
-requests a few per turn. Knows nothing of the board.
+requests a few per turn.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from collections import deque
 
 from aserve.messages.executor import SchedulerEvent
 from aserve.messages.requests import AdmitRequest, Cancel
-
-MAX_NEW_SEQUENCES = 32  # in one turn, about 10 us each; a larger group comes alone
+from aserve.scheduling.turn import max_received
 
 
 class Intake:
@@ -24,8 +23,11 @@ class Intake:
     def __len__(self) -> int:
         return len(self._held)
 
-    def next_turn(self, events: list[SchedulerEvent]) -> list[SchedulerEvent]:
-        """The events of one turn, of those that just came and those that are held.
+    def next_turn(
+        self, events: list[SchedulerEvent], *, num_running: int = 0
+    ) -> list[SchedulerEvent]:
+        """The events of one turn in which so many rows run, of those that just came and those that
+        are held.
 
         NOTE: a cancel never overtakes its request: it is held behind a request that is held, since
         the scheduler ignores a cancel of a request that it does not know.
@@ -39,8 +41,9 @@ class Intake:
                     self._hold(event)
                 case _:
                     turn.append(event)
-        room = MAX_NEW_SEQUENCES
-        while self._held and (room == MAX_NEW_SEQUENCES or _size(self._held[0]) <= room):
+        most = max_received(num_running)
+        room = most
+        while self._held and (room == most or _size(self._held[0]) <= room):
             room -= _size(self._held[0])
             turn.append(self._release())
         return turn

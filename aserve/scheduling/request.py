@@ -106,6 +106,7 @@ class Sequence:
         "failures",
         "flights",
         "followers",
+        "has_ended",
         "keys",
         "last_iteration",
         "leader",
@@ -180,6 +181,7 @@ class Sequence:
         # prompt tokens that its client has not been charged for; known from its first admission on
         self.unpaid = 0
         self.num_retracted_for = 0  # rows that were retracted to make way for it
+        self.has_ended = False  # its last token is known
         self.failures = 0  # consecutive failed steps that named only this row
         self.mask = MaskState() if request.sampling.grammar and self.max_tokens else None
         self.embeds = request.embeds
@@ -221,11 +223,12 @@ class Sequence:
 
     @property
     def is_at_end(self) -> bool:
-        """Its outputs, counting one for each sampling step in flight, reach max_tokens; where that
-        is 0, the whole prompt is in flight.
+        """Whether no further step may name it: its last token is known, or its outputs, counting
+        one for each sampling step in flight, reach max_tokens; where that is 0, the whole prompt is
+        in flight.
         """
         if self.tokens.num + self.num_sampling < self.max_len:
-            return False
+            return self.has_ended
         return self.max_tokens > 0 or not self.remaining
 
     @property

@@ -12,15 +12,16 @@ from typing import assert_never
 from aserve.messages.executor import EngineSpec, SchedulerEffect, SchedulerEvent
 from aserve.messages.requests import AdmitRequest, Cancel, FailRequest
 from aserve.messages.results import MaskReady, SampleResult, StepFailed, StepResult
-from aserve.scheduling.admit import max_looks, receive
+from aserve.scheduling.admit import receive
 from aserve.scheduling.batch import launch
 from aserve.scheduling.check import check
 from aserve.scheduling.commit import commit_samples, commit_step
-from aserve.scheduling.finish import cancel, fail
+from aserve.scheduling.finish import cancel, fail, finish_ended
 from aserve.scheduling.grammar_rows import awaits_masks, give_samples, receive_mask
 from aserve.scheduling.recover import fail_step
 from aserve.scheduling.select import select, waits_for_masks
 from aserve.scheduling.state import SchedulerState
+from aserve.scheduling.turn import max_finished, max_looks
 
 
 class Scheduler:
@@ -37,16 +38,24 @@ class Scheduler:
         """No living request and nothing outstanding."""
         return not self.state.groups and self.state.is_device_idle
 
+    @property
+    def has_more(self) -> bool:
+        """Whether another turn has something to do though no event comes."""
+        return bool(self.state.ended)
+
     def step(self, events: list[SchedulerEvent]) -> list[SchedulerEffect]:
+        """One turn. Its work is bounded: what is left over waits for the next, see `has_more`."""
+        state = self.state
         for event in events:
             self._handle(event)
-        give_samples(self.state)
-        self.state.looks_left = max_looks(len(self.state.running))
+        finish_ended(state, most=max_finished(state.spec))
+        give_samples(state)
+        state.looks_left = max_looks(state.spec, num_running=len(state.running))
         while self._launch_next():
-            give_samples(self.state)
+            give_samples(state)
         if self._debug_checks:
-            check(self.state)
-        return self.state.take_effects()
+            check(state)
+        return state.take_effects()
 
     def _handle(self, event: SchedulerEvent) -> None:
         match event:

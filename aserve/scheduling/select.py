@@ -17,7 +17,7 @@ from aserve.scheduling.budget import (
     spare_pages,
     step_need,
 )
-from aserve.scheduling.finish import retract, retraction_order
+from aserve.scheduling.finish import finish_ended, retract, retraction_order
 from aserve.scheduling.forecast import become_cautious
 from aserve.scheduling.make_way import make_way
 from aserve.scheduling.request import Flight, Phase, Sequence
@@ -155,6 +155,9 @@ def _retract_for_room(state: SchedulerState) -> None:
     while len(state.running) > 1 and not has_ample_room(state):
         if has_room(state, step_need(state, state.running.values())):
             return
+        if state.ended:
+            finish_ended(state, most=1)
+            continue
         retract(state, max(state.running.values(), key=retraction_order))
         become_cautious(state)
 

@@ -7,6 +7,7 @@ its writers.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
 import msgspec
@@ -33,6 +34,7 @@ class SchedulerState:
         "caution",
         "clients",
         "effects",
+        "ended",
         "groups",
         "leaders",
         "looks_left",
@@ -73,6 +75,8 @@ class SchedulerState:
         self.steps: dict[int, Step] = {}  # launched, not back: launch, commit, recover
         # by (iteration, row), Sample given, not back: held, commit
         self.samples: dict[tuple[int, int], Flight] = {}
+        # rows whose last token is known, with the token id that ended each: commit, finish
+        self.ended: deque[tuple[Sequence, int | None]] = deque()
         # after a failed step: groups to try alone: recover, decode
         self.retries: list[list[Sequence]] = []
         self.retry_iteration = 0  # the step that tries such a group: decode

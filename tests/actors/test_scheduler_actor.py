@@ -23,8 +23,8 @@ from aserve.messages.step import Resync, Sample, ScheduleBatch
 from aserve.observability.recording import Recorder
 from aserve.observability.reports import SchedulerTick
 from aserve.observability.trace import Trace
-from aserve.scheduling.intake import MAX_NEW_SEQUENCES
 from aserve.scheduling.scheduler import Scheduler
+from aserve.scheduling.turn import max_received
 from tests.fakes.executor import SPEC, FakeExecutor
 from tests.fakes.toy_device import TOY, FakeDevice, ToyMatchers, expected_outputs
 
@@ -280,5 +280,5 @@ async def test_many_requests_at_once_are_received_over_several_turns() -> None:
         await rig.until_ended(200)
     arrived = [sum(isinstance(e, AdmitRequest) for e in tick.events) for tick in rig.turns.seen]
     assert sum(arrived) == 200
-    assert max(arrived) == MAX_NEW_SEQUENCES
+    assert max(arrived) == max_received(0)
     assert sorted(end.request_id for end in rig.ends) == sorted(f"r{n}" for n in range(200))

@@ -23,6 +23,7 @@ class Parts:
         self.allocation = PageAllocation(2)
         for pool, pages in zip(self.pools, self.allocation.pages, strict=True):
             pages.extend(pool.take(3))
+        self.allocation.num_pages = 3
         self.allocation.prefix = self.insert(Prefix(), [b"a", b"b"], pages=[1, 2])
         assert self.allocation.prefix.run is not None
         self.run: Run = self.allocation.prefix.run
@@ -99,6 +100,7 @@ def test_groups_of_unequal_length_are_seen(parts: Parts) -> None:
 
 
 def test_nodes_beyond_the_pages_are_seen(parts: Parts) -> None:
+    parts.allocation.num_pages = 1
     for pages in parts.allocation.pages:
         del pages[1:]
     with pytest.raises(BugError, match="2 nodes for 1 pages"):

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 from aserve.messages.executor import SchedulerEvent
-from aserve.scheduling.intake import MAX_NEW_SEQUENCES, Intake
+from aserve.scheduling.intake import Intake
+from aserve.scheduling.turn import max_received
 from tests.scheduling.stage import cancel, request, result
 
 
@@ -12,9 +13,9 @@ def test_new_requests_are_split_over_turns_and_results_are_not_held() -> None:
     turns = [intake.next_turn([*events, *back])]
     while intake:
         turns.append(intake.next_turn([]))
-    assert turns[0] == [*back, *events[:MAX_NEW_SEQUENCES]]
+    assert turns[0] == [*back, *events[: max_received(0)]]
     assert [event for turn in turns for event in turn if event not in back] == events
-    assert max(len(turn) for turn in turns) == MAX_NEW_SEQUENCES + len(back)
+    assert max(len(turn) for turn in turns) == max_received(0) + len(back)
 
 
 def test_children_count_and_a_large_group_comes_alone() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from aserve.messages.base import array_i32
 from aserve.messages.executor import EngineSpec, GroupSpec, SchedulerEvent
+from aserve.messages.output import Retired
 from aserve.messages.requests import AdmitRequest, Grammar
 from aserve.messages.results import BuildMask, MaskReady
 from aserve.messages.step import Launch, ScheduleBatch
@@ -33,12 +34,15 @@ class Turns:
     def __init__(self, engine: EngineSpec) -> None:
         self.scheduler = Scheduler(engine)
         self.batches: list[list[ScheduleBatch]] = []  # of each turn
+        self.num_finished: list[int] = []  # in each turn
 
     def run(self, *requests: AdmitRequest) -> None:
         in_flight: deque[ScheduleBatch] = deque()
         events: list[SchedulerEvent] = list(requests)
-        while events:
+        while events or self.scheduler.has_more:
             effects = self.scheduler.step(events)
+            ended = sum(isinstance(effect, Retired) for effect in effects)
+            self.num_finished.append(ended)
             launched = [effect.batches[0] for effect in effects if isinstance(effect, Launch)]
             self.batches.append(launched)
             in_flight.extend(launched)
@@ -77,6 +81,16 @@ def test_a_turn_admits_few_sequences_and_fewer_where_many_rows_run() -> None:
     ]
     assert max(beside_many) <= 12
     assert sum(turns.num_admitted()) == 600
+
+
+def test_a_turn_finishes_few_of_the_sequences_that_end_at_once() -> None:
+    """Those that are admitted later have shorter answers, so that all come to their ends in the
+    same few steps.
+    """
+    turns = Turns(engine())
+    turns.run(*(request(f"r{n}", [n, 3], max_tokens=100 - n // 8) for n in range(256)))
+    assert sum(turns.num_finished) == 256
+    assert max(turns.num_finished) == 16
 
 
 def test_a_turn_writes_a_bounded_number_of_cached_pages_into_the_page_table() -> None:
