@@ -12,7 +12,7 @@ from rich.console import Console
 from aserve.config import Resolved
 from aserve.errors import ShuttingDown
 from aserve.frontend import Frontend
-from aserve.host.collector import set_up_collector
+from aserve.host.environment import set_up_collector
 from aserve.host.threads import new_event_loop
 from aserve.http.openai.call import seed_source
 from aserve.http.server import HttpServer

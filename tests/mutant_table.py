@@ -75,8 +75,8 @@ MUTANTS = (
     Mutant(
         "a Launch that names a held row",
         "aserve/scheduling/select.py",
-        "not sequence.is_at_end and not sequence.is_held",
-        "not sequence.is_at_end",
+        "return sequence.mask is None or not sequence.is_held",
+        "return True",
     ),
     Mutant(
         "uncommitted pages entering the tree",
@@ -182,20 +182,20 @@ MUTANTS = (
     Mutant(
         "the token inside a span given as the one after it",
         "aserve/scheduling/batch.py",
-        "sequence.tokens.at(sequence.scheduled_len + choice.query_len)",
-        "sequence.tokens.at(sequence.scheduled_len + choice.query_len - 1)",
+        "sequence.tokens.at(sequence.scheduled_len + flight.query_len)",
+        "sequence.tokens.at(sequence.scheduled_len + flight.query_len - 1)",
     ),
     Mutant(
         "statistics that count cached tokens of running rows again",
         "aserve/scheduling/batch.py",
         "num_cached_tokens=sum(sequence.committed_len for sequence in admitted)",
-        "num_cached_tokens=sum(choice.sequence.committed_len for choice in chosen)",
+        "num_cached_tokens=sum(flight.sequence.committed_len for flight in flights)",
     ),
     Mutant(
         "statistics that take a newcomer's last token for a decode",
         "aserve/scheduling/batch.py",
-        "choice.is_prefill or choice.sequence.row in new_rows",
-        "choice.is_prefill",
+        "f.is_prefill or f.sequence.row in new_rows",
+        "f.is_prefill",
     ),
     Mutant(
         "logprobs that go on behind the end of their tokens",
@@ -231,8 +231,8 @@ MUTANTS = (
     Mutant(
         "a good Sample of a step that was dropped",
         "aserve/scheduling/commit.py",
-        "rider = state.samples.pop((result.iteration, row), None)",
-        "rider = state.samples.pop((result.iteration, row))",
+        "flight = state.samples.pop((result.iteration, row), None)",
+        "flight = state.samples.pop((result.iteration, row))",
     ),
     Mutant(
         "a second windowed group without page table entries",

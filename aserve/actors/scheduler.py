@@ -27,8 +27,8 @@ from aserve.messages.step import Launch, Resync, Sample
 from aserve.observability.recording import Recorder
 from aserve.observability.reports import SchedulerObserver, SchedulerTick, Seat
 from aserve.observability.trace import Trace
-from aserve.scheduling.intake import Intake
 from aserve.scheduling.scheduler import Scheduler
+from aserve.scheduling.turn import Intake
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,13 +19,13 @@ from aserve.bench.step_driver import result_of
 from aserve.cache.prefix_tree import prompt_keys
 from aserve.config import Resolved
 from aserve.errors import BugError
-from aserve.host.collector import set_up_collector
+from aserve.host.environment import set_up_collector
 from aserve.messages.executor import EngineSpec, GroupSpec, SchedulerEvent
 from aserve.messages.output import Refused
 from aserve.messages.requests import AdmitRequest, SamplingParams
 from aserve.messages.step import Launch, ScheduleBatch
-from aserve.scheduling.intake import Intake
 from aserve.scheduling.scheduler import Scheduler
+from aserve.scheduling.turn import Intake
 
 TITLE = "scheduler, CPU time per tick"
 VOCAB_SIZE = 32_000

@@ -21,8 +21,7 @@ from aserve.actors.supervisor import Supervisor
 from aserve.engine_core import EngineCorePorts, LocalEngineCore, LocalExecutor
 from aserve.errors import AserveError, ConfigError, ErrorInfo
 from aserve.grammar.frames import Vocabulary
-from aserve.host.collector import set_up_collector
-from aserve.host.environment import prepare_process, start_logging
+from aserve.host.environment import prepare_process, set_up_collector, start_logging
 from aserve.host.threads import in_thread, new_event_loop
 from aserve.load import load_executor, vocabulary_of
 from aserve.messages.base import ServerPhase

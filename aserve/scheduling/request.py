@@ -164,14 +164,9 @@ class Sequence:
         self.phase = Phase.WAITING
         self.row = 0
         self.allocation: PageAllocation | None = None
-        self.committed_len = 0
-        self.scheduled_len = 0
-        # Tokens that exist or are in flight and have no KV scheduled: 1 for a decode, more for a
-        # prefill, 0 when nothing will be sampled after the prompt.
-        self.remaining = self.tokens.num
         self.flights: list[Flight] = []  # sent and not back, in launch order
-        self.num_sampling = 0  # flights that sample
-        self.num_drafts = 0  # drafts of all flights
+        self.num_sampling = self.num_drafts = 0  # flights that sample, and drafts of all flights
+        self.restart(0)
         # stamp of the last launched step that samples this row; 0 after a row init
         self.relay_stamp = 0
         self.last_iteration = 0  # the last step that named this row: who waited longest goes first
@@ -242,6 +237,8 @@ class Sequence:
         assert not self.flights
         self.committed_len = committed_len
         self.scheduled_len = committed_len
+        # Tokens that exist or are in flight and have no KV scheduled: 1 for a decode, more for a
+        # prefill, 0 when nothing will be sampled after the prompt.
         self.remaining = self.tokens.num - committed_len
 
     def send(self, flight: Flight, *, stamp: int) -> None:

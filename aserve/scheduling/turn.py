@@ -1,4 +1,4 @@
-"""The bounds of one turn of the scheduler, so that no load makes a turn long.
+"""One turn of the scheduler: how much it may do, and which events come in it.
 
 A turn costs about 4 us for every running row, and 15 to 50 us for every sequence that is received,
 admitted or finished in it. So the fewer rows run, the more of the others a turn may take; the rest
@@ -8,7 +8,10 @@ sequence runs for at least 32 steps.
 
 from __future__ import annotations
 
-from aserve.messages.executor import EngineSpec
+from collections import deque
+
+from aserve.messages.executor import EngineSpec, SchedulerEvent
+from aserve.messages.requests import AdmitRequest, Cancel
 
 MOST = 32  # sequences, where no row runs
 LEAST = 8  # sequences, however many rows run
@@ -34,3 +37,56 @@ def max_finished(spec: EngineSpec) -> int:
 
 def _steady(spec: EngineSpec) -> int:
     return max(LEAST, spec.max_rows // STEPS_PER_SEQUENCE)
+
+
+class Intake:
+    """Requests that wait for their turn, in order of arrival. `len` is the number of events."""
+
+    __slots__ = ("_held", "_num_held_by_id")
+
+    def __init__(self) -> None:
+        self._held: deque[AdmitRequest | Cancel] = deque()
+        self._num_held_by_id: dict[str, int] = {}  # events
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def next_turn(
+        self, events: list[SchedulerEvent], *, num_running: int = 0
+    ) -> list[SchedulerEvent]:
+        """The events of one turn in which so many rows run, of those that just came and those that
+        are held.
+
+        NOTE: a cancel never overtakes its request: it is held behind a request that is held, since
+        the scheduler ignores a cancel of a request that it does not know.
+        """
+        turn: list[SchedulerEvent] = []
+        for event in events:
+            match event:
+                case AdmitRequest():
+                    self._hold(event)
+                case Cancel() if event.request_id in self._num_held_by_id:
+                    self._hold(event)
+                case _:
+                    turn.append(event)
+        most = max_received(num_running)
+        room = most
+        while self._held and (room == most or _size(self._held[0]) <= room):
+            room -= _size(self._held[0])
+            turn.append(self._release())
+        return turn
+
+    def _hold(self, event: AdmitRequest | Cancel) -> None:
+        self._held.append(event)
+        self._num_held_by_id[event.request_id] = self._num_held_by_id.get(event.request_id, 0) + 1
+
+    def _release(self) -> AdmitRequest | Cancel:
+        event = self._held.popleft()
+        self._num_held_by_id[event.request_id] -= 1
+        if not self._num_held_by_id[event.request_id]:
+            del self._num_held_by_id[event.request_id]
+        return event
+
+
+def _size(event: AdmitRequest | Cancel) -> int:
+    return event.sampling.n if isinstance(event, AdmitRequest) else 0

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 from aserve.messages.executor import SchedulerEvent
-from aserve.scheduling.intake import Intake
-from aserve.scheduling.turn import max_received
+from aserve.scheduling.turn import Intake, max_received
 from tests.scheduling.stage import cancel, request, result
 
 
