@@ -18,8 +18,8 @@ import numpy as np
 from aserve.scheduling.request import Sequence
 from aserve.scheduling.state import SchedulerState
 
-AHEAD_PER_RETRACTION = 16  # tokens
-STEPS_PER_TOKEN = 8  # without a retraction, until caution falls by one token
+AHEAD_PER_RETRACTION = 8  # tokens
+STEPS_PER_TOKEN = 4  # without a retraction, until caution falls by one token
 MAX_AHEAD = 512  # tokens
 
 
