@@ -38,10 +38,14 @@ from aserve.startup import InItsOwnProcess, InThisProcess, Launcher, Waits
 from aserve.text.load import TextSide, load_tokenizer
 from aserve.tiny import MODEL_DIR
 
-TITLE = "how busy the device is"
+TITLE = "share of time in which the device is busy"
 PROMPT_LEN = 16
 PAGE_SIZE = 16
 MAX_BATCHED_TOKENS = 8192
+NOTE = (
+    "busy is (time asleep) / (first start to last wake); gap is from a wake to the next start. "
+    "http: streaming clients in another process on the same machine."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +100,6 @@ def run(options: OverlapSimOptions, resolved: Resolved) -> BenchResult:
     for case, repeats in found.items():
         figures[case.series][case.key] = round(median([one.busy for one in repeats]), 4)
     return BenchResult({**figures, "details": _details(found)}, (_table(found),), (NOTE,))
-
-
-NOTE = (
-    "busy is (time asleep) / (first start to last wake); gap is from a wake to the next start. "
-    "http: streaming clients in another process on the same machine."
-)
 
 
 def server_processes(options: OverlapSimOptions) -> tuple[int, ...]:

@@ -11,6 +11,11 @@ import msgspec
 from aserve.errors import ConfigError
 from aserve.text.template import ChatTemplate
 
+MARKS = ("{{", "{%", "{#")  # every template has one of them, and no sensible path does
+SETTINGS = "tokenizer_config.json"
+FOR_CHAT = "default"
+FOR_TOOLS = "tool_use"  # transformers uses it for messages with tools
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """Returns the JSON object of a file, or an empty one if the file does not exist."""
@@ -23,12 +28,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: expected a JSON object, got {type(value).__name__}")
     return value
-
-
-MARKS = ("{{", "{%", "{#")  # every template has one of them, and no sensible path does
-SETTINGS = "tokenizer_config.json"
-FOR_CHAT = "default"
-FOR_TOOLS = "tool_use"  # transformers uses it for messages with tools
 
 
 def load_template(model_dir: Path, given: str | None = None) -> ChatTemplate | None:

@@ -26,6 +26,17 @@ RESERVED = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message"}
     | {"chat_template", "conversation", "tokenize", "return_dict", "return_tensors"}
 )
+# Errors that a template's code raises for messages that it does not expect.
+TEMPLATE_FAULTS = (
+    TypeError,
+    ValueError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+)
 
 
 class ChatTemplate:
@@ -96,19 +107,6 @@ def _compiled(source: str, where: str) -> jinja2.Template:
         ) from error
     except jinja2.TemplateError as error:
         raise ConfigError(f"the chat template of {where} cannot be used: {error}") from error
-
-
-# Errors that a template's code raises for messages that it does not expect.
-TEMPLATE_FAULTS = (
-    TypeError,
-    ValueError,
-    KeyError,
-    IndexError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-    MemoryError,
-)
 
 
 class GenerationBlock(Extension):

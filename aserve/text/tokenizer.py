@@ -1,6 +1,6 @@
 """The tokenizer of a model, and a numeric one for models without tokenizer files.
 
-In the numeric tokenizer token 17 is " 17", and every text encodes to the same ids again.
+In the numeric tokenizer token 17 is " 17", and decoded text encodes to the same ids again.
 """
 
 from __future__ import annotations
@@ -16,25 +16,8 @@ from aserve.text.detokenize import ByteStream, TextStream, WindowStream
 from aserve.text.template import ChatTemplate
 from aserve.text.text_size import bytes_per_token
 
-UNKNOWN = 0  # the numeric tokenizer's id for words that are not the number of a token
-
-
-def numeric_tokenizer(vocab_size: int, *, eos_ids: Iterable[int] = ()) -> TextTokenizer:
-    vocab = {f"{WORD_MARK}{token_id}": token_id for token_id in range(vocab_size)}
-    backend = Tokenizer(models.WordLevel(vocab, unk_token=f"{WORD_MARK}{UNKNOWN}"))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
-    )
-    backend.decoder = decoders.Metaspace()
-    return TextTokenizer(backend, eos_ids=eos_ids)
-
-
-def numeric_template() -> ChatTemplate:
-    """Returns a chat template that joins the contents of all messages."""
-    return ChatTemplate("{% for message in messages %}{{ message.content }} {% endfor %}")
-
-
 WORD_MARK = "\u2581"  # means a space in SentencePiece vocabularies
+UNKNOWN = 0  # the numeric tokenizer's id for words that are not the number of a token
 
 
 class Spelling(enum.Enum):
@@ -174,3 +157,18 @@ def _byte_characters() -> dict[str, int]:
 
 
 BYTE_OF_CHARACTER = _byte_characters()
+
+
+def numeric_tokenizer(vocab_size: int, *, eos_ids: Iterable[int] = ()) -> TextTokenizer:
+    vocab = {f"{WORD_MARK}{token_id}": token_id for token_id in range(vocab_size)}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token=f"{WORD_MARK}{UNKNOWN}"))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
+    )
+    backend.decoder = decoders.Metaspace()
+    return TextTokenizer(backend, eos_ids=eos_ids)
+
+
+def numeric_template() -> ChatTemplate:
+    """Returns a chat template that joins the contents of all messages."""
+    return ChatTemplate("{% for message in messages %}{{ message.content }} {% endfor %}")

@@ -127,7 +127,7 @@ def encoder(echo: EchoEngine) -> GatedEncoder:
 
 @pytest.fixture
 async def line(encoder: GatedEncoder, echo: EchoEngine) -> AsyncIterator[Line]:
-    """As many at the desk as may be, none of them answered."""
+    """As many calls as may wait, none of them answered."""
     prompt = TextPrompt(TEXT)
     line = [
         asyncio.ensure_future(echo.tokenize_service.run(lambda asked: asked.encode(prompt)))
