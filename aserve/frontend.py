@@ -117,7 +117,7 @@ class Frontend:
         await self.gateway.drained()
 
     def _submit(self, request: GenerateRequest) -> None:
-        """NOTE: a caller that opens a request must ask `state.refusal()` first."""
+        """Sends a request to the tokenizer. NOTE: callers must check `state.refusal()` first."""
         if self._running is None:
             raise BugError(f"request {request.request_id} was submitted before the engine started")
         self.metrics.received(request)

@@ -1,6 +1,6 @@
-"""Lists the benches by name and runs one of them.
+"""Lists the benchmarks by name and runs one of them.
 
-This module must import quickly, so a bench's own imports happen when it runs.
+This module must import quickly, so the imports of a benchmark happen when it runs.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ PROMPT_LEN = 64
 MAX_OUTPUT_LEN = 128  # lengths are drawn from 1 to this, so that rows always end and join
 PAGE_SIZE = 16
 MAX_BATCHED_TOKENS = 8192
-ROWS_PER_WAITING = 8  # one request waits for every 8 rows
+ROWS_PER_WAITING = 8  # rows for each waiting request
 
 
 NOTE = (

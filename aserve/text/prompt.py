@@ -46,7 +46,7 @@ class PromptLimits(Record, frozen=True):
 
     max_model_len: int
     vocab_size: int  # of the model, which may be padded beyond the tokenizer's
-    max_new_tokens: int | None = None  # the default of max_tokens; None means no limit
+    max_new_tokens: int | None = None  # the default of max_tokens; None: the rest of the context
     page_size: int = 0  # tokens per page of the prefix cache; 0 without a prefix cache
 
 

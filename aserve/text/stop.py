@@ -31,9 +31,8 @@ class StopMatcher:
         assert all(stops), "an empty stop string would end every text at once"
         self._stops = sorted(set(stops), key=len, reverse=True)
         self._borders = [borders_of(stop) for stop in self._stops]
-        self._matched = [0] * len(
-            self._stops
-        )  # the length of each stop's prefix that ends the text
+        # The length of the longest prefix of each stop with which the text ends.
+        self._matched = [0] * len(self._stops)
         self._num_seen = 0
 
     @property

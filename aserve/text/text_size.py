@@ -1,4 +1,4 @@
-"""A lower bound of a text's token count from its bytes, to refuse long texts without encoding them.
+"""Bounds the tokens of a text by its bytes, so that long texts are refused without encoding them.
 
 A token stands for a bounded number of bytes, so a text with more bytes than `max_model_len` such
 tokens is too long. Encoding it first would take seconds and gigabytes.
