@@ -10,7 +10,7 @@ A client without living sequences is idle. When it comes back, its counter is li
 counter of the active clients, so that nobody saves up service by being idle. A counter above that
 is a debt, and it is kept. When all clients are idle, all counters start from 0 again.
 
-Knows nothing of queues, rows or pages. Written by admit.py, commit.py and leave.py.
+admit.py, commit.py and finish.py call the methods that write the counters.
 """
 
 from __future__ import annotations

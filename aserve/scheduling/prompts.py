@@ -1,7 +1,7 @@
-"""What a step found out about prompts, on its way out: scores of their tokens, and embeddings.
+"""Hands out what a step computed for prompts: the logprobs of their tokens, and embeddings.
 
-Each score is handed out once and in order, however often its position is computed. Knows nothing of
-tokens that are sampled. The only writer of `Sequence.num_scored`.
+Each logprob is handed out once and in order, however often its position is computed. The only
+writer of `Sequence.num_scored`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from aserve.scheduling.state import SchedulerState
 
 
 def hand_out_prompts(state: SchedulerState, result: StepResult, rows: dict[int, Flight]) -> None:
-    """What belongs to prompts, of held rows too: the Sample comes later and has none of it."""
+    """NOTE: held rows are included: their Sample comes later and has no results of prompts."""
     outputs: list[SequenceOutput] = []
     for scores in result.prompt_logprobs:
         flight = rows[scores.row]

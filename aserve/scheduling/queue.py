@@ -1,4 +1,4 @@
-"""The waiting sequences, in the order in which they are admitted. Knows nothing of rows or pages.
+"""The waiting sequences, in the order in which they are admitted.
 
 Lower priority numbers come first. Within a priority comes the client that was served least (see
 clients.py), and within a client the arrival order: a retracted sequence keeps its place.
@@ -134,7 +134,7 @@ class WaitingQueue:
         heapq.heapify(self._heap)
 
     def _order(self, line: _Line) -> Order:
-        """Of its first sequence; there is one as long as the line is."""
+        """The order of its first sequence. A line has at least one."""
         while line.arrivals[0] not in self._sequences:
             line.queued.discard(heapq.heappop(line.arrivals))
         return (line.priority, line.client.key, line.arrivals[0])

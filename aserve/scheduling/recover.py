@@ -1,6 +1,24 @@
-"""After a failed step: everything outstanding is dropped, rows are told to the device anew, and
-halves are tried alone until the guilty row is found. Knows nothing of why a step failed. Writes
-`SchedulerState.retries` (in) and `SchedulerState.resync_at`.
+"""Finds the row that makes a step fail, so that one bad request does not end the others.
+
+How recovery works:
+
+- A step that failed says nothing about which of its rows was at fault. Later steps were launched
+  before the failure was known, and their inputs come from tokens that were never sampled. So the
+  executor fails every step up to a `Resync`, and the scheduler drops all flights and sends one.
+- Dropping flights loses nothing that counted: tokens become facts only when a result is committed,
+  in launch order. Committed KV stays valid, because a failed step writes only behind it. Each row
+  that a dropped step named is new to the device again: its next launch carries its sampling state
+  and its whole page table, and it reads nothing from the relay.
+- The rows of the failed step are suspects. They are split in two groups, and each group is run
+  alone, with nothing else in flight (`select._choose_retry`). A group that fails is split again, so
+  that one guilty row among n is found in about log2(n) failures. The rows of a group that succeeds
+  go on as all others do.
+- A step that named one row only and failed is held against that row. The second such failure in a
+  row ends its request: one may have been an accident of the device.
+- Rows that were retracted meanwhile count as well. Any result of a row resets its failures.
+
+Recovery always ends: each failure halves a group or adds to the count of a single row. Written
+here: `SchedulerState.retries` (in) and `SchedulerState.resync_at`.
 """
 
 from __future__ import annotations
@@ -16,8 +34,8 @@ MAX_LONE_FAILURES = 2
 
 
 def fail_step(state: SchedulerState, failed: StepFailed) -> None:
-    """Failures that come after the one that was acted on, of steps before the resync, are old
-    news.
+    """Drops what is in flight and begins to look for the guilty row. A failure of a step before the
+    last resync was acted on already, and is ignored.
     """
     if failed.iteration < state.resync_at:
         return
@@ -31,9 +49,7 @@ def fail_step(state: SchedulerState, failed: StepFailed) -> None:
 
 
 def _named_by(state: SchedulerState, iteration: int) -> list[Sequence]:
-    """Who rode in the failed step; for a failed Sample (its step is back already) who was
-    sampled.
-    """
+    """The rows of the failed step; for a failed Sample, whose step is back already, its rows."""
     step = state.steps.get(iteration)
     if step is not None:
         return [flight.sequence for flight in step.rows.values()]
