@@ -10,7 +10,7 @@ import msgspec
 TRACES = (
     "tests/properties/test_scheduler_traces.py::test_any_trace_gives_the_tokens_of_the_plain_engine"
 )
-CACHE = "tests/cache/test_kv_cache.py"
+CACHE = "tests/cache/test_cache_model.py"
 ROOM = "tests/scheduling/test_room.py"
 EXECUTOR = "tests/gpu/test_executor.py"
 TWO_TOKENS = (

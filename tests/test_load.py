@@ -13,7 +13,6 @@ from aserve.config import Facts, Raw, Resolved, resolve
 from aserve.engine import Engine
 from aserve.errors import ConfigError
 from aserve.gpu.build import BuildOptions
-from aserve.gpu.executor import TorchExecutor
 from aserve.load import build_options, load, load_executor
 from aserve.messages.base import pack_i32
 from aserve.messages.requests import AdmitRequest, SamplingParams
@@ -67,30 +66,9 @@ def test_every_option_of_an_engine_gets_there() -> None:
     assert built(WORDS) == BUILT
 
 
-@pytest.mark.parametrize(
-    ("words", "graph_rows"),
-    [
-        ([], None),
-        (["--cuda-graph-max-bs", "48"], 48),
-        (["--eager"], 0),
-        (["--enforce-eager"], 0),
-        (["--eager", "--cuda-graph-max-bs", "48"], 0),
-    ],
-)
-def test_the_largest_captured_step_is_an_option(words: list[str], graph_rows: int | None) -> None:
-    assert built(words).graph_rows == graph_rows
-
-
-@pytest.mark.parametrize(("capture", "times"), [("lazy", 0), ("eager", 1)])
-def test_graphs_are_captured_at_the_start_if_that_is_wanted(
-    capture: str, times: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    captured: list[object] = []
-    monkeypatch.setattr(TorchExecutor, "capture_graphs", lambda _, on_progress: captured.append(1))
-    given = {"cuda_graph_capture": capture, "load_format": "dummy", "num_pages": 64}
-    facts = Facts(default_model=str(MODEL_DIR))
-    load_executor(resolve(Raw(command_line=given), facts), MODEL_DIR)
-    assert len(captured) == times
+def test_eager_captures_nothing() -> None:
+    for word in ("--eager", "--enforce-eager"):
+        assert built([word, "--cuda-graph-max-bs", "48"]).graph_rows == 0
 
 
 async def test_a_device_may_have_an_executor_that_is_not_torchs() -> None:

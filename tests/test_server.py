@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -132,17 +131,6 @@ async def test_while_it_drains_new_requests_are_refused_and_a_second_signal_ends
             assert answer.status == 503
 
 
-async def test_streams_may_finish_during_the_grace() -> None:
-    async with living(drain_timeout=60) as (life, client):
-        await life.until_ready()
-        async with client.post("/v1/completions", json=BODY) as answer:
-            await answer.content.readuntil(b"\n\n")
-            interrupt()
-            rest = await answer.content.read()
-        assert b'"finish_reason":"length"' in rest
-        assert await life.exit_code == 0
-
-
 async def test_a_dead_executor_ends_streams_with_an_error_and_the_exit_code_is_1() -> None:
     async with living() as (life, client):
         await life.until_ready()
@@ -151,10 +139,6 @@ async def test_a_dead_executor_ends_streams_with_an_error_and_the_exit_code_is_1
             rest = await answer.content.read()
         assert b'"code":"engine_dead"' in rest
         assert await life.exit_code == 1
-
-
-def never(resolved: Resolved) -> Loaded:
-    raise AssertionError("nothing is loaded without a port")
 
 
 async def test_an_executor_that_dies_in_its_first_step_ends_the_server_with_an_error() -> None:
@@ -172,16 +156,6 @@ async def test_an_executor_that_dies_in_its_first_step_ends_the_server_with_an_e
     assert executor.is_closed
 
 
-async def test_a_busy_port_is_a_config_error_that_names_it() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        resolved = resolve(Raw(command_line={"port": port}), Facts(default_model="none"))
-        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: address already in use$"):
-            await Server(resolved, InThisProcess(never)).run()
-
-
 async def test_a_model_that_cannot_be_loaded_closes_the_port_and_raises() -> None:
     def broken(resolved: Resolved) -> Loaded:
         raise ConfigError("no such model")
@@ -193,30 +167,3 @@ async def test_a_model_that_cannot_be_loaded_closes_the_port_and_raises() -> Non
     async with aiohttp.ClientSession() as client:
         with pytest.raises(aiohttp.ClientConnectorError):
             await client.get(serving.address)
-
-
-async def test_the_servers_seed_makes_the_seeds_of_requests_repeatable() -> None:
-    async def seeds() -> list[int]:
-        body = BODY | {"stream": False, "seed": None, "max_tokens": 1}
-        async with living(seed=7) as (life, client):
-            await life.until_ready()
-            answers = [await client.post("/v1/completions", json=body) for _ in range(2)]
-            return [(await answer.json())["seed"] for answer in answers]
-
-    first, second = await seeds(), await seeds()
-    assert first == second
-    assert len(set(first)) == 2
-
-
-async def test_metrics_are_there_from_the_start_and_reconcile() -> None:
-    async with living() as (life, client):
-        await life.until_ready()
-        body = BODY | {"stream": False, "max_tokens": 3}
-        async with client.post("/v1/completions", json=body) as answer:
-            assert answer.status == 200
-        async with client.get("/metrics") as answer:
-            text = await answer.text()
-        assert "aserve_requests_received_total 1.0" in text
-        assert 'aserve_requests_ended_total{outcome="finished",reason="length"} 1.0' in text
-        assert "aserve_requests_in_flight 0.0" in text
-        assert 'aserve_inbox_messages{actor="scheduler"} 0.0' in text

@@ -23,13 +23,8 @@ async def test_a_wait_ends_with_its_future_or_with_the_signal() -> None:
     loop.call_soon(waits.end)
     with pytest.raises(Stopped):
         await waits.until(loop.create_future())
-
-
-async def test_nothing_is_waited_for_after_the_signal() -> None:
-    waits = Waits()
-    waits.end()
     with pytest.raises(Stopped):
-        await waits.until(asyncio.get_running_loop().create_future())
+        await waits.until(loop.create_future())  # nothing is waited for after the signal
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from aserve.actors.base import Actor
+from aserve.channel import Channel
+
+E = TypeVar("E")
 
 
 @asynccontextmanager
@@ -19,3 +22,11 @@ async def alone(actor: Actor[Any]) -> AsyncIterator[None]:
         yield
     await actor.stop()
     assert not died
+
+
+async def received(channel: Channel[E], count: int = 1) -> list[E]:
+    """Reads until at least so many messages came."""
+    events = await anext(channel.batches())
+    while len(events) < count:
+        events = [*events, *await anext(channel.batches())]
+    return events

@@ -105,25 +105,6 @@ def test_any_split_into_steps_and_batches_gives_the_same_answer(
     assert bench.actor.num_requests == 0
 
 
-def test_events_of_one_batch_make_one_chunk_per_child() -> None:
-    bench = Bench()
-    chunks = bench.handle(
-        opened(n=2), output(IDS[:1]), output(IDS[:1], child=1), output(IDS[1:2], 1)
-    )
-    assert [(chunk.child, array_i32(chunk.token_ids).size) for chunk in chunks] == [(0, 2), (1, 1)]
-
-
-def test_text_that_is_held_back_makes_no_chunk() -> None:
-    bench = Bench()
-    stop_at = TEXT.index("stop")
-    head = TOKENIZER.encode(TEXT[:stop_at], with_special=False)
-    tail = TOKENIZER.encode("st", with_special=False)
-    bench.handle(opened(stop=("stop sign!",)), output(head))
-    assert bench.handle(output(tail, len(head))) == []
-    (last,) = bench.handle(retired())
-    assert (last.text, bench.text) == ("st", TEXT[:stop_at] + "st")
-
-
 @given(st.lists(st.integers(0, len(IDS)), max_size=6))
 def test_a_stop_string_cuts_text_usage_and_logprobs_at_the_same_token(cuts: list[int]) -> None:
     """Trap 5: several tokens arrive at once, and the stop is in their middle."""
@@ -173,41 +154,40 @@ def test_a_sequence_that_already_retired_is_not_cancelled_for_its_stop_string() 
     assert (bench.cancels, bench.actor.num_requests) == ([], 0)
 
 
-def test_the_logprob_of_a_banned_alternative_is_a_number_that_json_has() -> None:
-    bench = Bench()
-    run = msgspec.structs.replace(
-        run_of(IDS[:1]), top_logprobs=np.array([0, -np.inf], np.float32).tobytes()
-    )
-    bench.handle(opened(logprobs=2), output(IDS[:1], logprobs=(run,)), retired())
-    assert [top.logprob for top in bench.chunks[0].logprobs[0].top] == [0.0, -9999.0]
-
-
 def test_logprobs_come_with_their_text_and_offsets() -> None:
+    """A banned alternative has a number that JSON has, and chunks travel as msgpack."""
     bench = Bench()
     runs = (run_of(IDS[:2]), run_of(IDS[2:]))
+    banned = np.frombuffer(runs[0].top_logprobs, np.float32).copy()
+    banned[0] = -np.inf
+    runs = (msgspec.structs.replace(runs[0], top_logprobs=banned.tobytes()), runs[1])
     bench.handle(opened(logprobs=1), output(IDS, logprobs=runs), retired())
-    entries = bench.chunks[0].logprobs
+    (chunk,) = bench.chunks
+    entries = chunk.logprobs
     assert [entry.logprob for entry in entries] == [-float(i) for i in IDS]
     assert [len(entry.top) for entry in entries] == [1] * len(IDS)
+    assert entries[0].top[0].logprob == -9999.0
     assert b"".join(entry.token_bytes for entry in entries).decode() == TEXT
     offsets = [len(TOKENIZER.decode(IDS[:i]).rstrip("\ufffd")) for i in range(len(IDS))]
     assert [entry.text_offset for entry in entries] == offsets
+    packed = msgspec.msgpack.encode(chunk)
+    assert msgspec.msgpack.decode(packed, type=OutputChunk) == chunk
 
 
-def test_the_token_that_ended_it_is_counted_and_has_no_text() -> None:
+@pytest.mark.parametrize(
+    ("sampling", "ids", "stop_id", "text", "stop_reason"),
+    [
+        ({}, [*IDS, EOS_ID], EOS_ID, TEXT, None),
+        ({"stop_token_ids": (IDS[-1],)}, IDS, IDS[-1], TOKENIZER.decode(IDS[:-1]), IDS[-1]),
+    ],
+)
+def test_the_token_that_ended_it_is_counted_and_has_no_text(
+    sampling: dict[str, Any], ids: list[int], stop_id: int, text: str, stop_reason: int | None
+) -> None:
     bench = Bench()
-    stopped = retired("stop", stop_id=EOS_ID)
-    (chunk,) = bench.handle(opened(), output([*IDS, EOS_ID]), stopped)
-    assert (chunk.text, chunk.usage.completion_tokens) == (TEXT, len(IDS) + 1)
-    assert (chunk.finish_reason, chunk.stop_reason) == ("stop", None)
-
-
-def test_a_visible_stop_token_has_no_text_either_and_is_named() -> None:
-    bench = Bench()
-    sampling = {"stop_token_ids": (IDS[-1],)}
-    (chunk,) = bench.handle(opened(**sampling), output(IDS), retired("stop", stop_id=IDS[-1]))
-    assert chunk.text == TOKENIZER.decode(IDS[:-1])
-    assert chunk.stop_reason == IDS[-1]
+    (chunk,) = bench.handle(opened(**sampling), output(ids), retired("stop", stop_id=stop_id))
+    assert (chunk.text, chunk.usage.completion_tokens) == (text, len(ids))
+    assert (chunk.finish_reason, chunk.stop_reason) == ("stop", stop_reason)
 
 
 def test_only_the_last_child_to_end_ends_the_request() -> None:
@@ -253,17 +233,11 @@ def test_a_timeout_ends_with_the_text_so_far_and_says_so() -> None:
     """All children do, if one of them has any."""
     bench = Bench()
     bench.handle(opened(n=2), output(IDS[:1], child=1))
-    first, second = bench.handle(retired("deadline"), retired("deadline", child=1))
-    assert (first.finish_reason, first.stop_reason, first.error) == ("length", "timeout", None)
-    assert (second.finish_reason, second.stop_reason, second.error) == ("length", "timeout", None)
-    assert second.is_last
+    chunks = bench.handle(retired("deadline"), retired("deadline", child=1))
+    for chunk in chunks:
+        assert (chunk.finish_reason, chunk.stop_reason, chunk.error) == ("length", "timeout", None)
+    assert [chunk.is_last for chunk in chunks] == [False, True]
     assert bench.token_ids == IDS[:1]
-
-
-def test_a_cancelled_sequence_ends_without_an_error() -> None:
-    bench = Bench()
-    (chunk,) = bench.handle(opened(), retired("cancelled"))
-    assert (chunk.finish_reason, chunk.error, chunk.is_last) == ("cancelled", None, True)
 
 
 @pytest.mark.parametrize("is_open", [True, False])
@@ -274,13 +248,6 @@ def test_a_refusal_is_the_only_message_of_its_request(is_open: bool) -> None:
     (chunk,) = bench.handle(Refused("r", QueueFull("full").info()))
     assert chunk.error is not None
     assert (chunk.error.code, chunk.is_last, bench.actor.num_requests) == ("queue_full", True, 0)
-
-
-def test_chunks_travel_as_msgpack() -> None:
-    bench = Bench()
-    (chunk,) = bench.handle(opened(logprobs=1), output(IDS, logprobs=(run_of(IDS),)), retired())
-    packed = msgspec.msgpack.encode(chunk)
-    assert msgspec.msgpack.decode(packed, type=OutputChunk) == chunk
 
 
 def scored_prompt(num_tokens: int = 3, **sampling: Any) -> OpenText:
@@ -318,8 +285,8 @@ def test_when_the_scored_child_fails_the_others_still_end() -> None:
     bench = Bench()
     bench.handle(scored_prompt(n=2), output(IDS[:1], child=1), retired(child=1))
     chunks = bench.handle(retired("cancelled"))
-    assert [(chunk.child, chunk.finish_reason) for chunk in chunks] == [
-        (0, "cancelled"),
-        (1, "length"),
+    assert [(chunk.child, chunk.finish_reason, chunk.error) for chunk in chunks] == [
+        (0, "cancelled", None),
+        (1, "length", None),
     ]
     assert [chunk.is_last for chunk in chunks] == [False, True]

@@ -8,12 +8,11 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from aserve.messages.base import array_i32, pack_i32
-from aserve.messages.output import OutputChunk, Retired, SequenceOutput, StepOutput
+from aserve.messages.output import OutputChunk, Retired, SequenceOutput, StepOutput, TokenLogprob
 from aserve.messages.requests import GenerateRequest, OpenText, SamplingParams, TokenPrompt
 from aserve.messages.results import PromptLogprobs, RowLogprobs
 from tests.actors.test_detokenizer import Bench
@@ -35,17 +34,12 @@ def run(
         if bench.cancels:
             return
         tokens = list(ids[position : position + step])
-        output = SequenceOutput("r", 0, position, pack_i32(tokens), 4)
-        if opened.sampling.logprobs is not None:
-            output = msgspec.structs.replace(output, logprobs=(logprobs(len(tokens)),))
+        scores = RowLogprobs(1, np.full(len(tokens), -1, np.float32).tobytes(), b"", b"")
+        wanted = () if opened.sampling.logprobs is None else (scores,)
+        output = SequenceOutput("r", 0, position, pack_i32(tokens), 4, wanted)
         bench.handle(StepOutput(1, (output,)))
     if ends:
         bench.handle(Retired("r", 0, "length", len(ids)))
-
-
-def logprobs(count: int) -> RowLogprobs:
-    chosen = np.full(count, -1, np.float32)
-    return RowLogprobs(1, chosen.tobytes(), b"", b"")
 
 
 def opened(**fields: Any) -> OpenText:
@@ -53,7 +47,11 @@ def opened(**fields: Any) -> OpenText:
     return OpenText("r", PROMPT_LEN, SamplingParams(seed=1, **fields), outputs=outputs)
 
 
-STOPS = [(), ("stop",), ("xab", "acd"), ("어 🚀 x",), ("sign: x",), ("nowhere", "d, z")]
+def scores_of(bench: Bench) -> list[TokenLogprob]:
+    return [entry for chunk in bench.chunks for entry in chunk.logprobs]
+
+
+STOPS = [(), ("stop",), ("xab", "acd"), ("어 🚀 x",), ("nowhere", "d, z")]
 
 
 @pytest.mark.parametrize("step", [1, 3])
@@ -63,7 +61,7 @@ def test_a_run_that_is_cut_at_any_token_says_the_same_as_one(
     stops: tuple[str, ...], shows_stop: bool, step: int
 ) -> None:
     """Also within a character's bytes, and within a stop string."""
-    asked = {"stop": stops, "include_stop_str_in_output": shows_stop}
+    asked = {"stop": stops, "include_stop_str_in_output": shows_stop, "logprobs": 0}
     whole = Bench()
     run(whole, IDS, opened(**asked), start=0, step=1, ends=True)
     cuts = 0
@@ -79,26 +77,10 @@ def test_a_run_that_is_cut_at_any_token_says_the_same_as_one(
         assert second.chunks[-1].usage == whole.chunks[-1].usage
         assert second.chunks[-1].finish_reason == whole.chunks[-1].finish_reason
         assert second.chunks[-1].stop_reason == whole.chunks[-1].stop_reason
+        assert scores_of(second) == scores_of(whole)[cut:]
         assert [chunk.is_last for chunk in second.chunks].count(True) == 1
         cuts += 1
     assert cuts > 5
-
-
-def test_logprobs_are_those_of_new_tokens_and_their_offsets_go_on() -> None:
-    whole, second = Bench(), Bench()
-    run(whole, IDS, opened(logprobs=0), start=0, step=1, ends=True)
-    before = opened(logprobs=0, outputs=(pack_i32(IDS[:9]),))
-    run(second, IDS, before, start=9, step=2, ends=True)
-    entries = [entry for chunk in second.chunks for entry in chunk.logprobs]
-    assert entries == [entry for chunk in whole.chunks for entry in chunk.logprobs][9:]
-
-
-def test_outputs_that_already_hold_a_stop_string_end_at_once() -> None:
-    bench = Bench()
-    ids = TOKENIZER.encode("all stop", with_special=False)
-    chunks = bench.handle(opened(stop=("stop",), outputs=(pack_i32(ids),)))
-    assert [(chunk.finish_reason, chunk.stop_reason) for chunk in chunks] == [("stop", "stop")]
-    assert len(bench.cancels) == 1
 
 
 def test_a_resumed_child_tells_nothing_of_the_prompt_again() -> None:

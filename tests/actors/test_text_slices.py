@@ -18,8 +18,9 @@ from aserve.messages.output import (
     SequenceOutput,
     StepOutput,
 )
-from aserve.messages.requests import Cancel, EngineEvent, OpenText, SamplingParams
+from aserve.messages.requests import OpenText, SamplingParams
 from aserve.messages.results import PromptLogprobs, RowLogprobs
+from tests.actors.test_detokenizer import Sent
 from tests.text.vocabularies import byte_level_tokenizer
 
 TOKENIZER = byte_level_tokenizer()
@@ -50,11 +51,6 @@ def events_of(*, num_tokens: int, n: int = 1) -> list[DetokenizerEvent]:
         StepOutput(1, (first, *others)),
         *(Retired("r", child, "length", 1) for child in range(n)),
     ]
-
-
-class Sent(Channel[EngineEvent]):
-    def send(self, message: EngineEvent) -> None:
-        assert not isinstance(message, Cancel)
 
 
 def actor_of(chunks: list[OutputChunk]) -> DetokenizerActor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -28,7 +27,7 @@ from aserve.messages.requests import (
     TokenPrompt,
 )
 from aserve.text.prompt import Prepared, PromptEncoder, PromptLimits
-from tests.actors.alone import alone
+from tests.actors.alone import alone, received
 from tests.text.vocabularies import byte_level_tokenizer
 
 TOKENIZER = byte_level_tokenizer()
@@ -72,11 +71,16 @@ class Bench:
         sampling = SamplingParams(seed=1)
         self.actor.inbox.send(GenerateRequest(request_id, prompt, sampling, timeout_s=timeout_s))
 
-    async def next_text(self) -> list[DetokenizerEvent]:
-        return await anext(self.text.batches())
+    async def next_text(self, count: int = 1) -> list[DetokenizerEvent]:
+        return await received(self.text, count)
 
-    async def next_admitted(self) -> list[EngineEvent]:
-        return await anext(self.engine.batches())
+    async def refused(self) -> Refused:
+        (event,) = await self.next_text()
+        assert isinstance(event, Refused)
+        return event
+
+    async def next_admitted(self, count: int = 1) -> list[EngineEvent]:
+        return await received(self.engine, count)
 
 
 @asynccontextmanager
@@ -92,13 +96,15 @@ def names(events: list[DetokenizerEvent] | list[EngineEvent]) -> list[tuple[str,
     return [(type(e).__name__, e.request_id) for e in events if isinstance(e, named)]
 
 
-async def test_short_requests_go_on_in_order_of_arrival() -> None:
+async def test_short_requests_go_on_in_order_of_arrival_and_a_cancel_behind_its_request() -> None:
     async with running() as bench:
         for i in range(3):
             bench.send(f"r{i}", TokenPrompt((1, 2, i)))
+        bench.actor.inbox.send(Cancel("r1", None, 0, "cancelled"))
         assert names(await bench.next_text()) == [("OpenText", f"r{i}") for i in range(3)]
         admitted = await bench.next_admitted()
-        assert names(admitted) == [("AdmitRequest", f"r{i}") for i in range(3)]
+        expected = [("AdmitRequest", f"r{i}") for i in range(3)]
+        assert names(admitted) == [*expected, ("Cancel", "r1")]
         assert isinstance(admitted[2], AdmitRequest)
         assert array_i32(admitted[2].prompt_ids).tolist() == [1, 2, 2]
 
@@ -115,21 +121,20 @@ async def test_a_refused_request_ends_at_once_and_never_reaches_the_engine() -> 
         assert len(bench.engine) == 0
 
 
-async def test_many_bad_words_are_as_long_as_a_text() -> None:
-    async with running() as bench:
-        sampling = SamplingParams(seed=1, bad_words=("word",) * 30)
-        bench.actor.inbox.send(GenerateRequest("words", TextPrompt("a"), sampling))
-        bench.send("short", TextPrompt("hello"))
-        assert names(await bench.next_text()) == [("OpenText", "short")]
-
-
-async def test_a_long_text_delays_nobody_behind_it() -> None:
+async def test_a_long_text_delays_nobody_behind_it_and_gives_the_same_ids() -> None:
+    """Many bad words are as long as a text."""
+    words = SamplingParams(seed=1, bad_words=("word",) * 30)
     async with running() as bench:
         bench.send("long", LONG)
+        bench.actor.inbox.send(GenerateRequest("words", TextPrompt("a"), words))
         bench.send("short", TextPrompt("hello"))
         assert names(await bench.next_text()) == [("OpenText", "short")]
+        assert names(await bench.next_admitted()) == [("AdmitRequest", "short")]
         bench.encoder.gate.set()
-        assert names(await bench.next_text()) == [("OpenText", "long")]
+        late = [event for event in await bench.next_admitted(2) if isinstance(event, AdmitRequest)]
+        ids = {event.request_id: array_i32(event.prompt_ids).tolist() for event in late}
+        assert ids.keys() == {"long", "words"}
+        assert ids["long"] == TOKENIZER.encode(LONG.text, with_special=True)
 
 
 async def test_many_short_texts_at_once_take_no_longer_turn_than_one_that_is_long() -> None:
@@ -139,36 +144,19 @@ async def test_many_short_texts_at_once_take_no_longer_turn_than_one_that_is_lon
         bench.send("ids", TokenPrompt((1,) * (LONG_TEXT + 1)))
         assert names(await bench.next_text()) == [("OpenText", "r0"), ("OpenText", "r1")]
         bench.encoder.gate.set()
-        late = await bench.next_text()
-        while len(late) < 2:
-            late += await bench.next_text()
-        assert sorted(names(late)) == [("OpenText", "ids"), ("OpenText", "r2")]
+        assert sorted(names(await bench.next_text(2))) == [("OpenText", "ids"), ("OpenText", "r2")]
 
 
-async def test_a_long_text_gives_the_same_ids_as_without_a_thread() -> None:
+@pytest.mark.parametrize("is_in_thread", [True, False])
+async def test_a_text_that_does_not_fit_ends_with_one_message(is_in_thread: bool) -> None:
+    """Never in a thread where it cannot fit, whatever its tokens are."""
+    size = 6000 if is_in_thread else LIMITS.max_model_len * TOKENIZER.bytes_per_token + 1
     async with running() as bench:
         bench.encoder.gate.set()
-        bench.send("long", LONG)
-        (admitted,) = await bench.next_admitted()
-        assert isinstance(admitted, AdmitRequest)
-        expected = TOKENIZER.encode(LONG.text, with_special=True)
-        assert array_i32(admitted.prompt_ids).tolist() == expected
-
-
-async def test_a_long_text_that_is_refused_ends_with_one_message() -> None:
-    async with running() as bench:
-        bench.encoder.gate.set()
-        bench.send("too long", TextPrompt("z" * 6000))
-        (refused,) = await bench.next_text()
-        assert isinstance(refused, Refused)
-        assert "maximum context length is 5000 tokens" in refused.error.message
-
-
-async def test_a_cancel_follows_its_request_to_the_engine() -> None:
-    async with running() as bench:
-        bench.send("r", TokenPrompt((1,)))
-        bench.actor.inbox.send(Cancel("r", None, 0, "cancelled"))
-        assert names(await bench.next_admitted()) == [("AdmitRequest", "r"), ("Cancel", "r")]
+        bench.send("too long", TextPrompt("z" * size))
+        refused = await bench.refused()
+        assert refused.error.code == "context_length_exceeded"
+        assert bench.encoder.prepared == ["too long"] * is_in_thread
 
 
 async def test_a_request_cancelled_in_its_thread_is_never_admitted() -> None:
@@ -176,11 +164,10 @@ async def test_a_request_cancelled_in_its_thread_is_never_admitted() -> None:
         bench.send("long", LONG)
         bench.actor.inbox.send(Cancel("long", None, 0, "cancelled"))
         bench.send("after", TokenPrompt((1,)))
-        told = [*await bench.next_text(), *await bench.next_text()]  # the gate is still shut
+        told = await bench.next_text(2)  # the gate is still shut
         assert names(told) == [("OpenText", "after"), ("Refused", "long")]
-        refused = told[1]
-        assert isinstance(refused, Refused)
-        assert (refused.request_id, refused.error.code) == ("long", "request_cancelled")
+        assert isinstance(told[1], Refused)
+        assert told[1].error.code == "request_cancelled"
         assert names(await bench.next_admitted()) == [("AdmitRequest", "after")]
         assert len(bench.engine) == 0
 
@@ -191,12 +178,9 @@ async def test_work_that_nobody_waits_for_never_gets_a_thread() -> None:
             bench.send(f"r{i}", LONG)
         gone = f"r{NUM_THREADS}"  # waits behind those that have the threads
         bench.actor.inbox.send(Cancel(gone, None, 0, "cancelled"))
-        (refused,) = await bench.next_text()
-        assert names([refused]) == [("Refused", gone)]
+        assert (await bench.refused()).request_id == gone
         bench.encoder.gate.set()
-        late: list[DetokenizerEvent] = []
-        while len(late) < NUM_THREADS + 1:
-            late += await bench.next_text()
+        await bench.next_text(NUM_THREADS + 1)
         assert gone not in bench.encoder.prepared
         assert len(bench.encoder.prepared) == NUM_THREADS + 1
 
@@ -209,26 +193,10 @@ async def test_a_timeout_acts_while_a_prompt_waits_for_its_thread_or_is_in_it(
         for i in range(0 if is_first else NUM_THREADS):
             bench.send(f"r{i}", LONG)
         bench.send("late", LONG, timeout_s=0.01)
-        (refused,) = await bench.next_text()
-        assert isinstance(refused, Refused)
+        refused = await bench.refused()
         assert (refused.request_id, refused.error.code) == ("late", "deadline_exceeded")
         assert refused.error.status == 408
         assert ("late" in bench.encoder.prepared) == is_first
-
-
-async def test_a_deadline_counts_from_arrival_and_goes_with_the_request() -> None:
-    async with running() as bench:
-        before_s = time.monotonic()
-        bench.send("long", LONG, timeout_s=100)
-        bench.send("short", TextPrompt("a"), timeout_s=50)
-        (short,) = await bench.next_admitted()
-        after_s = time.monotonic()
-        bench.encoder.gate.set()
-        (long,) = await bench.next_admitted()
-        for admitted, timeout_s in ((short, 50), (long, 100)):
-            assert isinstance(admitted, AdmitRequest)
-            assert admitted.deadline_s is not None
-            assert before_s + timeout_s <= admitted.deadline_s <= after_s + timeout_s
 
 
 async def test_so_many_prompts_may_wait_for_a_thread_and_no_more() -> None:
@@ -241,9 +209,7 @@ async def test_so_many_prompts_may_wait_for_a_thread_and_no_more() -> None:
         assert (refused[0].error.status, refused[0].error.code) == (429, "queue_full")
         assert "at most 4 may" in refused[0].error.message
         bench.encoder.gate.set()
-        late: list[DetokenizerEvent] = []
-        while len(late) < 4:
-            late += await bench.next_text()
+        await bench.next_text(4)
         bench.send("after", LONG)
         assert names(await bench.next_text()) == [("OpenText", "after")]
 
@@ -253,8 +219,7 @@ async def test_so_many_characters_may_wait_for_a_thread_and_a_long_text_alone() 
     async with running(max_chars=15_000) as bench:
         bench.send("r0", text)
         bench.send("r1", text)
-        (refused,) = await bench.next_text()
-        assert isinstance(refused, Refused)
+        refused = await bench.refused()
         assert (refused.request_id, refused.error.code) == ("r1", "queue_full")
         assert "10000 characters" in refused.error.message
         bench.encoder.gate.set()
@@ -263,13 +228,3 @@ async def test_so_many_characters_may_wait_for_a_thread_and_a_long_text_alone() 
         ((_, name),) = names(await bench.next_text())
         assert name == "larger than the queue"
         assert "larger than the queue" in bench.encoder.prepared
-
-
-async def test_a_text_that_cannot_fit_never_waits_for_a_thread() -> None:
-    async with running() as bench:
-        size = LIMITS.max_model_len * TOKENIZER.bytes_per_token
-        bench.send("endless", TextPrompt("z" * (size + 1)))
-        (refused,) = await bench.next_text()
-        assert isinstance(refused, Refused)
-        assert refused.error.code == "context_length_exceeded"
-        assert bench.encoder.prepared == []

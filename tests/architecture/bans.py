@@ -73,12 +73,6 @@ def evals(module: Module) -> Iterator[Finding]:
             yield Finding("eval", module.path, node.lineno, f"{name}() runs what it is given")
 
 
-def prints(module: Module) -> Iterator[Finding]:
-    for name, node in calls(module):
-        if name == "print":
-            yield Finding("print", module.path, node.lineno, "print(): log, or write to a console")
-
-
 def module_state(module: Module) -> Iterator[Finding]:
     """A name that a module binds is a constant, a type or a logger, and nobody changes it."""
     constants = set()
@@ -96,10 +90,6 @@ def module_state(module: Module) -> Iterator[Finding]:
 
 
 def broad_excepts(module: Module) -> Iterator[Finding]:
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.ExceptHandler) and node.type is None:
-            what = "a bare except catches exits and cancellations"
-            yield Finding("except", module.path, node.lineno, what)
     if is_under(module.path, BROAD_EXCEPT_HOMES):
         return
     what = f"catches everything: only {' and '.join(BROAD_EXCEPT_HOMES)} may, and answer someone"

@@ -1,22 +1,36 @@
-"""`aserve bench`: what is listed, and what a user can mend."""
+"""`aserve bench` as a user runs it: small loads, what is listed, and what a user can mend."""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+import torch
 
+from aserve.bench import kernel_cases
 from aserve.bench.catalog import BENCHES
+from aserve.bench.chart import CURVES
+from aserve.bench.kernels import measure, run
+from aserve.bench.options import KernelsOptions
 from aserve.cli import main
+from aserve.config import Facts, Raw, resolve
 from aserve.option import options_of
+from aserve.tiny import MODEL_DIR
 from tests.architecture.source import ROOT
+from tests.bench.last_line import Captured, figures_of
+
+OFFLINE = ("offline", "--num-prompts", "3", "--input-len", "20", "--output-len", "4")
 
 
 @pytest.mark.parametrize("name", sorted(BENCHES))
 def test_help_shows_every_option_of_the_bench_with_its_text(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "1000")
     with pytest.raises(SystemExit) as end:
@@ -31,23 +45,130 @@ def test_help_shows_every_option_of_the_bench_with_its_text(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["bench"], "BENCH"),
-        (["bench", "nothing"], "nothing"),
-        (["bench", "host-step", "--ros", "16"], "unknown option --ros; did you mean --rows?"),
-        (["bench", "host-step", "--rows", "16,x"], "--rows 16,x: must be positive integers"),
-        (["bench", "host-step", "--rows", "0"], "--rows 0: must be positive integers"),
-        (["bench", "overlap-sim", "--processes", "1,3"], "--processes 1,3: must be 1, 2 or 1,2"),
-        (["bench", "overlap-sim", "--step-ms", "2,0"], "--step-ms 2,0: must be positive numbers"),
-        (["bench", "host-step", "--steps", "0"], "--steps 0: must be an integer, 1 or more"),
+        ("", "BENCH"),
+        ("nothing", "nothing"),
+        ("host-step --ros 16", "unknown option --ros; did you mean --rows?"),
+        ("host-step --rows 16,x", "--rows 16,x: must be positive integers"),
+        ("host-step --steps 0", "--steps 0: must be an integer, 1 or more"),
+        ("overlap-sim --processes 1,3", "--processes 1,3: must be 1, 2 or 1,2"),
+        ("overlap-sim --step-ms 2,0", "--step-ms 2,0: must be positive numbers"),
+        (
+            "offline --preset peers --scenario b2",
+            "--scenario b2: must be among b1, b8, b32, prefill",
+        ),
+        (
+            "offline --preset peers",
+            "prefill needs 2049 tokens, but the model's context has 1024",
+        ),
+        ("offline --num-pages 4 --input-len 100", "pages"),
+        ("report --results missing.json", "--results missing.json"),
     ],
 )
 def test_a_user_error_is_one_line_and_exit_code_2(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    arguments: str, words: str, capsys: Captured
 ) -> None:
-    assert main(arguments) == 2
-    captured = capsys.readouterr()
-    (line,) = captured.err.splitlines()
+    assert main(["bench", *arguments.split()]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
     assert words in line
+
+
+def test_the_last_line_of_host_step_has_a_median_for_each_number_of_rows(capsys: Captured) -> None:
+    figures = figures_of(capsys, "host-step", "--rows", "4,8", "--steps", "20", "--repeats", "2")
+    assert list(figures["rows"]) == ["4", "8"]
+    assert all(median_us > 0 for median_us in figures["rows"].values())
+    assert figures["cached_tokens"] == 0
+    assert figures["machine"]["versions"].keys() >= {"aserve", "python", "torch"}
+
+
+def test_no_token_of_the_relay_comes_before_its_event(capsys: Captured) -> None:
+    figures = figures_of(capsys, "relay", "--rows", "2", "--steps", "5", "--repeats", "2")
+    assert (figures["rows"], figures["steps"]) == (2, 10)
+    for loop in ("idle", "saturated"):
+        assert figures[loop]["num_steps"] == 10
+        assert figures[loop]["resolve_min_us"] > 0
+        assert figures[loop]["step_p50_us"] > 0
+
+
+def test_an_offline_load_counts_requests_times_tokens_and_nothing_comes_from_the_cache(
+    capsys: Captured, tmp_path: Path
+) -> None:
+    """Random weights do where there is no checkpoint; requests begin at a rate."""
+    shutil.copy(MODEL_DIR / "config.json", tmp_path)
+    dummy = ("--model", str(tmp_path), "--load-format", "dummy", "--num-pages", "64")
+    rate = ("--request-rate", "1000", "--repeats", "2", "--max-concurrency", "2")
+    figures = figures_of(capsys, *OFFLINE, *dummy, *rate)
+    for one in figures["runs"]:
+        assert (one["completed"], one["failed"]) == (3, 0)
+        assert (one["total_input_tokens"], one["total_output_tokens"]) == (3 * 20, 3 * 4)
+    assert figures["cached_tokens"] == 0
+    assert figures["output_throughput"] > 0
+
+
+@pytest.mark.slow
+def test_a_comparison_with_transformers_shows_both_engines_and_their_ratio(
+    capsys: Captured,
+) -> None:
+    beside = ("--beside", "transformers", "--beside-dtype", "float32", "--repeats", "1")
+    figures = figures_of(capsys, *OFFLINE, *beside)
+    by_engine = figures["scenarios"]["batch"]
+    for rate, ratio in figures["ratios"]["batch"].items():
+        wanted = by_engine["aserve"][rate] / by_engine["transformers"][rate]
+        assert ratio == pytest.approx(wanted, abs=2e-3)
+    assert figures["cached_tokens"] == 0
+
+
+@pytest.mark.slow
+def test_each_way_to_drive_the_overlap_has_figures_at_both_depths(capsys: Captured) -> None:
+    small = ("--rows", "2", "--steps", "4", "--step-ms", "1", "--processes", "1,2")
+    figures = figures_of(capsys, "overlap-sim", *small)
+    for where in ("", "_http", "_two_processes"):
+        for series in (f"busy{where}", f"busy{where}_depth1"):
+            assert list(figures[series]) == ["1ms/2"]
+            assert 0 < figures[series]["1ms/2"] <= 1
+
+
+@pytest.mark.slow
+def test_every_curve_of_scaling_has_its_sizes_and_a_picture(
+    capsys: Captured, tmp_path: Path
+) -> None:
+    """A context that has no room is left out; a picture has a line for every result."""
+    sizes = ("--contexts", "16,40,5000", "--prefills", "32", "--rows", "2,4")
+    figures = figures_of(capsys, "scaling", *sizes, "--steps", "2", "--repeats", "1")
+    curves = figures["curves"]
+    assert list(curves) == list(CURVES)
+    assert [list(curves[name]) for name in ("decode", "prefill")] == [["16", "40"], ["32"]]
+    assert figures["left_out"] == [5000]
+    assert all(value > 0 for curve in curves.values() for value in curve.values())
+    result, out = tmp_path / "scaling.txt", tmp_path / "pictures"
+    result.write_text("a table\n" + json.dumps(figures) + "\n")
+    both = ("--results", f"{result},{result}", "--labels", "old,new", "--out", str(out))
+    pictures = figures_of(capsys, "report", *both)["pictures"]
+    assert pictures == {name: str(out / f"{name}.svg") for name in CURVES}
+    for path in pictures.values():
+        lines = ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}polyline")
+        assert len(list(lines)) == 2
+
+
+def test_every_kernel_is_compared_with_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter: the figures are those of the CPU, and mean nothing."""
+    sizes = kernel_cases.Sizes
+    small = {"hidden": 64, "intermediate": 48, "heads": 4, "kv_heads": 2, "head_dim": 16}
+    small["vocab"] = 100
+    monkeypatch.setattr(kernel_cases, "Sizes", lambda *given: sizes(*given, **small))
+    monkeypatch.setattr("aserve.bench.device_rates.TRIES", 1)
+    monkeypatch.setattr("aserve.bench.device_rates.WARM_UPS", 0)
+    options = KernelsOptions(tokens=3, rows=2, context_len=20)
+    figures = measure(options, torch.device("cpu"), copy_bytes=1 << 20).figures["kernels"]
+    assert isinstance(figures, dict)
+    assert list(figures) == list(kernel_cases.CASES)
+    assert all(one["us"] > 0 for one in figures.values())
+
+
+@pytest.mark.gpu
+def test_kernels_are_measured_on_the_device() -> None:
+    resolved = resolve(Raw(command_line={}), Facts(default_model="none"))
+    figures = run(KernelsOptions(tokens=4096, rows=64), resolved).figures
+    assert set(figures) == {"kernels", "copy_gb_per_s"}
 
 
 @pytest.mark.slow
@@ -62,12 +183,6 @@ def test_a_bench_computes_with_the_threads_and_the_spinning_of_a_server() -> Non
     )
     environment = dict(os.environ) | {"ASERVE_THREADS": "1"}
     environment.pop("OMP_NUM_THREADS", None)
-    result = subprocess.run(
-        [sys.executable, "-c", check],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    command = [sys.executable, "-c", check]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""CPU time of a process tree out of /proc."""
+"""CPU time of a process tree, out of /proc."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ def own_cpu_s() -> float:
 
 def test_the_cpu_time_of_a_child_counts_while_it_runs_and_after_it_was_waited_for() -> None:
     before_s, own_before_s = tree_cpu_s(os.getpid()), own_cpu_s()
-    child = subprocess.Popen(
-        [sys.executable, "-c", BURN_AND_STAY], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    pipe = subprocess.PIPE
+    child = subprocess.Popen([sys.executable, "-c", BURN_AND_STAY], stdin=pipe, stdout=pipe)
     assert child.stdout is not None
     assert child.stdout.readline() == b"burnt\n"
     assert tree_cpu_s(os.getpid()) - before_s > 0.15

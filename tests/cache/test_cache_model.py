@@ -181,4 +181,6 @@ def held_pages(allocation: PageAllocation) -> Iterator[tuple[int, int, int]]:
 
 # The large profile takes over a minute; cut off in the middle, it would look like a flaky failure.
 TestCacheModel = pytest.mark.slow(pytest.mark.timeout(900)(CacheMachine.TestCase))
-TestCacheModel.settings = settings(stateful_step_count=60)
+TestCacheModel.settings = settings(
+    stateful_step_count=60, max_examples=settings().max_examples // 2
+)

@@ -46,10 +46,3 @@ def test_equal_pages_after_different_prefixes_have_different_keys() -> None:
     assert not {*first} & {*second}
     assert first[:2] == third[:2]
     assert first[2] != third[2]
-
-
-def test_a_strided_view_has_the_keys_of_its_values() -> None:
-    strided: ArrayI32 = np.arange(16, dtype=np.int32)[::2]
-    keys: list[bytes] = []
-    extend_keys(keys, strided, page_size=4, root=root_key(""))
-    assert keys == keys_of(list(range(0, 16, 2)), page_size=4)

@@ -1,3 +1,5 @@
+"""Cases of the KV cache by name; tests/cache/test_cache_model.py has random lives of sequences."""
+
 import pytest
 
 from aserve.cache.kv_cache import KvCache
@@ -15,33 +17,6 @@ from tests.cache.sequences import (
 )
 
 
-def test_a_second_sequence_shares_the_pages_that_a_running_one_committed() -> None:
-    cache = make_cache(8)
-    first = open_sequence(cache, "abc")
-    commit_all(cache, first, "abc")
-    second = open_sequence(cache, "abd")
-    assert second.pages[0][:2] == first.pages[0][:2]
-    assert second.pages[0][2] != first.pages[0][2]
-    assert cache.num_used(0) == 4
-    cache.check([first, second])
-
-
-def test_pages_that_were_not_committed_are_not_found() -> None:
-    cache = make_cache(8)
-    allocation = open_sequence(cache, "abc")
-    cache.commit(allocation, page_keys("abc"), num_pages=1)
-    assert cached_len(cache, "abc") == 1
-    cache.close(allocation, page_keys("abc"), num_pages=2)
-    assert cached_len(cache, "abc") == 2
-
-
-def test_namespaces_share_no_pages() -> None:
-    cache = make_cache(8)
-    serve(cache, "ab")
-    assert cache.match(page_keys("ab", namespace="salt")).num_pages == 0
-    assert cached_len(cache, "ab") == 2
-
-
 def test_releasing_inside_a_page_keeps_it() -> None:
     """Trap 10: only whole pages are given back, those that no position from the committed length on
     sees.
@@ -55,18 +30,6 @@ def test_releasing_inside_a_page_keeps_it() -> None:
     assert [page == 0 for page in allocation.pages[1]] == [True, False, False]
     assert 0 not in allocation.pages[0]
     cache.check([allocation])
-
-
-def test_leaving_inside_a_page_frees_that_page_and_caches_the_whole_ones_before_it() -> None:
-    """Trap 10: what lies after the last whole committed page is freed, and nothing else is."""
-    for committed_len in (2 * PAGE_SIZE - 1, 2 * PAGE_SIZE, 2 * PAGE_SIZE + 1):
-        cache = make_cache(8)
-        allocation = open_sequence(cache, "abc")
-        whole = committed_len // PAGE_SIZE
-        cache.close(allocation, page_keys("abc"), num_pages=whole)
-        assert cached_len(cache, "abc") == whole
-        assert cache.num_free(0) == 8 - whole
-        cache.check([])
 
 
 def test_a_row_that_meets_a_duplicate_keeps_its_pages_and_inserts_no_more_while_it_lives() -> None:
@@ -83,32 +46,6 @@ def test_a_row_that_meets_a_duplicate_keeps_its_pages_and_inserts_no_more_while_
     cache.check([first, second])
 
 
-def test_a_row_that_met_a_duplicate_frees_its_copies_and_inserts_the_rest_when_it_leaves() -> None:
-    cache = make_cache(8)
-    first = open_sequence(cache, "abc")
-    second = open_sequence(cache, "abd")
-    commit_all(cache, first, "abc")
-    commit_all(cache, second, "abd")
-    close_all(cache, second, "abd")
-    assert cached_len(cache, "abd") == 3
-    assert (cache.num_used(0), cache.num_cached(0), cache.num_free(0)) == (3, 1, 4)
-    cache.check([first])
-
-
-def test_rows_with_copies_of_one_prompt_do_not_block_each_other_in_a_full_pool() -> None:
-    """Each row's copy is its own, so when one leaves the other can take all that it had."""
-    cache = make_cache(6)
-    first = open_sequence(cache, "abc")
-    second = open_sequence(cache, "abc")
-    commit_all(cache, first, "abc")
-    commit_all(cache, second, "abc")
-    assert cache.available(0) == 0
-    close_all(cache, second, "abc")
-    assert cache.available(0) == 3
-    cache.grow(first, 6)
-    cache.check([first])
-
-
 def test_the_least_recently_used_leaf_goes_first_and_parents_go_after_their_children() -> None:
     cache = make_cache(6)
     for symbols in ("ab", "ac", "xyz"):
@@ -121,27 +58,6 @@ def test_the_least_recently_used_leaf_goes_first_and_parents_go_after_their_chil
         gone.append([cached_len(cache, symbols) for symbols in ("ab", "ac", "xyz")])
         cache.check([taker])
     assert gone == [[2, 1, 3], [2, 1, 2], [2, 1, 1], [2, 1, 0], [1, 1, 0], [0, 0, 0]]
-
-
-def test_matching_touches_nothing() -> None:
-    cache = make_cache(4)
-    serve(cache, "a")
-    serve(cache, "b")
-    cached_len(cache, "a")
-    taker = open_sequence(cache, "uvw")
-    assert (cached_len(cache, "a"), cached_len(cache, "b")) == (0, 1)
-    cache.check([taker])
-
-
-def test_what_a_running_sequence_uses_is_not_evicted() -> None:
-    cache = make_cache(5)
-    serve(cache, "abc")
-    allocation = cache.open(cache.match(page_keys("ab")))
-    assert cache.available(0) == 3
-    taker = open_sequence(cache, "xyz")
-    assert cache.available(0) == 0
-    assert cached_len(cache, "abc") == 2
-    cache.check([allocation, taker])
 
 
 def test_growing_beyond_what_is_available_takes_nothing_in_any_group() -> None:
@@ -157,136 +73,16 @@ def test_growing_beyond_what_is_available_takes_nothing_in_any_group() -> None:
     cache.check([allocation])
 
 
-def test_growing_to_fewer_pages_keeps_all() -> None:
-    cache = make_cache(4)
-    allocation = open_sequence(cache, "abc")
-    cache.grow(allocation, 1)
-    assert allocation.num_pages == 3
-
-
-def test_a_windowed_group_in_need_leaves_tombstones_and_the_full_group_keeps_its_pages() -> None:
-    cache = make_cache(8, 4, windows=(None, 2 * PAGE_SIZE))
-    serve(cache, "abcd")
-    taker = open_sequence(cache, "x")
-    assert cache.num_cached(0) == 4
-    assert cache.num_cached(1) == 3
-    cache.check([taker])
-
-
-def test_a_match_ends_where_every_page_of_the_last_window_is_there() -> None:
-    """A sequence leaves a windowed page for each of its pages; those behind its window go first."""
-    cache = make_cache(9, 4, windows=(None, PAGE_SIZE + 1))
-    serve(cache, "abcd")
-    lens = [cached_len(cache, "abcd")]
-    taker = cache.open(cache.match(page_keys("-")))
-    for num_pages in (1, 2, 3, 4):
-        cache.grow(taker, num_pages)
-        lens.append(cached_len(cache, "abcd"))
-    # Position 16 sees 12..16: page d alone. Then a, b, c go, which it doesn't see, and d goes last.
-    assert lens == [4, 4, 4, 4, 0]
-    assert cache.num_cached(0) == 4
-
-
-def test_a_match_is_shortened_to_before_a_tombstone() -> None:
-    cache = make_cache(9, 4, windows=(None, 100))
-    serve(cache, "abcd")
-    taker = open_sequence(cache, "x")  # evicts the windowed page of d, the deepest
-    assert cached_len(cache, "abcd") == 3
-    allocation = open_sequence(cache, "abc")
-    assert 0 not in allocation.pages[1]
-    cache.check([taker, allocation])
-
-
-def test_a_prefix_is_opened_without_the_pages_behind_its_window() -> None:
-    cache = make_cache(8, 8, windows=(None, PAGE_SIZE))
-    serve(cache, "abcd")
-    allocation = cache.open(cache.match(page_keys("abcd")))
-    assert [page == 0 for page in allocation.pages[1]] == [True, True, True, False]
-    assert cache.num_cached(1) == 3
-    assert cache.num_used(1) == 1
-    cache.check([allocation])
-
-
-def test_an_opened_prefix_moves_out_of_the_window_page_by_page() -> None:
-    cache = make_cache(8, 8, windows=(None, 2 * PAGE_SIZE))
-    serve(cache, "abcd")
-    allocation = open_sequence(cache, "abcdef")
-    for committed_len, num_behind in ((20, 3), (24, 4), (25, 4), (28, 5)):
-        cache.commit(allocation, page_keys("abcdef"), num_pages=min(committed_len // PAGE_SIZE, 6))
-        cache.release_behind(allocation, committed_len)
-        assert allocation.pages[1].count(0) == num_behind
-        cache.check([allocation])
-
-
-def test_a_page_committed_after_its_window_passed_enters_as_a_tombstone() -> None:
-    cache = make_cache(8, 8, windows=(None, PAGE_SIZE))
-    allocation = open_sequence(cache, "abc")
-    cache.release_behind(allocation, 3 * PAGE_SIZE)
-    cache.commit(allocation, page_keys("abc"), num_pages=3)
-    cache.check([allocation])
-    close_all(cache, allocation, "abc")
-    assert (cache.num_cached(0), cache.num_cached(1)) == (3, 1)
-    assert cached_len(cache, "abc") == 3
-    assert cached_len(cache, "ab") == 0
-
-
-def test_a_newcomer_fills_the_tombstones_that_it_recomputed() -> None:
-    cache = make_cache(12, 4, windows=(None, 100))
-    serve(cache, "abc")
-    close_all(cache, open_sequence(cache, "wxyz"), "wxyz")  # evicts all windowed pages of abc
-    assert cached_len(cache, "abc") == 0
-    assert cache.num_cached(0) == 7
-    serve(cache, "abc")
-    assert cached_len(cache, "abc") == 3
-    assert cache.num_cached(0) == 7
-    cache.check([])
-
-
-def test_pages_behind_the_window_stay_cached_if_they_were_committed_before() -> None:
-    cache = make_cache(8, 8, windows=(None, PAGE_SIZE))
-    allocation = open_sequence(cache, "abcd")
-    commit_all(cache, allocation, "abcd")
-    assert cached_len(cache, "ab") == 2
-    close_all(cache, allocation, "abcd")
-    assert cache.num_cached(1) == 4
-
-
-def test_a_private_page_behind_the_window_is_freed() -> None:
+def test_without_a_prefix_cache_nothing_is_kept_nor_held_behind_the_window() -> None:
     cache = make_cache(8, 8, windows=(None, PAGE_SIZE), prefix_cache=False)
     allocation = open_sequence(cache, "abcd")
     cache.release_behind(allocation, 4 * PAGE_SIZE)
     cache.release_behind(allocation, 4 * PAGE_SIZE)
     assert (cache.num_free(0), cache.num_free(1)) == (4, 7)
     cache.check([allocation])
-
-
-def test_without_a_prefix_cache_nothing_is_kept() -> None:
-    cache = make_cache(4, prefix_cache=False)
-    allocation = open_sequence(cache, "ab")
-    commit_all(cache, allocation, "ab")
-    assert allocation.num_shared == 0
-    close_all(cache, allocation, "ab")
-    assert cached_len(cache, "ab") == 0
-    assert cache.num_free(0) == 4
-
-
-def test_evicting_all_keeps_what_running_sequences_use() -> None:
-    cache = make_cache(8, 8, windows=(None, PAGE_SIZE))
-    serve(cache, "abcd")
-    allocation = cache.open(cache.match(page_keys("ab")))
-    cache.evict_all()
-    assert (cache.num_cached(0), cache.num_cached(1)) == (0, 0)
-    assert (cache.num_used(0), cache.num_used(1)) == (2, 1)
-    cache.check([allocation])
-
-
-def test_a_closed_holding_is_empty_and_closes_again_without_harm() -> None:
-    cache = make_cache(4)
-    allocation = open_sequence(cache, "ab")
-    close_all(cache, allocation, "ab")
-    assert allocation.num_pages == 0
-    cache.close(allocation, [], num_pages=0)
-    assert cache.num_cached(0) == 2
+    close_all(cache, allocation, "abcd")
+    assert (cached_len(cache, "abcd"), cache.num_free(0)) == (0, 8)
+    cache.close(allocation, [], num_pages=0)  # harms nobody
 
 
 @pytest.mark.parametrize("num_pages", [3, 4])

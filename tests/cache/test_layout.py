@@ -1,5 +1,3 @@
-""""""
-
 import pytest
 
 from aserve.cache.layout import GroupLayout, first_visible_page, longest_context, plan_groups
@@ -79,12 +77,13 @@ def test_the_longest_context_is_the_longest_that_can_be_planned(
 
 
 def test_a_large_budget_buys_only_what_the_rows_can_use() -> None:
-    layouts = (FULL, WINDOWED)
-    full, windowed = plan(*layouts, budget_bytes=10**12)
-    assert full.num_pages == 4 * 63 + 1
-    # For each row a window of 2 pages, one entered and one left, and two steps of 4 pages in
-    # flight.
-    assert windowed.num_pages == 4 * 4 + 8 + 1
+    """For each row a window of 2 pages, one entered and one left, and two steps of 4 pages in
+    flight. A model of windowed layers only keeps its token ids in a group without layers.
+    """
+    for full in (FULL, TOKENS_ONLY):
+        groups = plan(full, WINDOWED, budget_bytes=10**12)
+        assert [group.num_pages for group in groups] == [4 * 63 + 1, 4 * 4 + 8 + 1]
+        assert [group.window for group in groups] == [None, 32]
 
 
 @pytest.mark.parametrize("max_rows", [1, 4, 64])
@@ -129,12 +128,6 @@ def test_an_explicit_number_of_pages_wins_over_budget_and_length() -> None:
         plan(FULL, num_pages=1)
 
 
-def test_a_model_of_windowed_layers_only_keeps_its_token_ids_in_a_group_without_layers() -> None:
-    tokens, windowed = plan(TOKENS_ONLY, WINDOWED, budget_bytes=10**6)
-    assert (tokens.window, windowed.window) == (None, 32)
-    assert tokens.num_pages == 4 * 63 + 1
-
-
 @pytest.mark.parametrize("layouts", [(), (WINDOWED,), (WINDOWED, FULL), (FULL, TOKENS_ONLY)])
 def test_the_group_without_a_window_is_the_first_and_the_only_one(
     layouts: tuple[GroupLayout, ...],
@@ -150,7 +143,3 @@ def test_a_page_is_visible_exactly_if_one_of_its_positions_is(page_size: int, wi
         seen = {p // page_size for p in range(max(kv_len - window + 1, 0), kv_len + 1)}
         first = first_visible_page(kv_len, window=window, page_size=page_size)
         assert first == min(seen)
-
-
-def test_without_a_window_everything_stays_visible() -> None:
-    assert first_visible_page(1000, window=None, page_size=4) == 0

@@ -6,18 +6,13 @@ KV is right, guesses every token. Its guesses show in how many steps a request t
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from aserve.gpu.decode.base import OnPublish, StepRunner
-from aserve.gpu.models.base import Attend, wide_logits
-from aserve.gpu.sampling.gumbel import gumbel_noise
-from aserve.gpu.step.future_map import LAST_TOKEN, SEQ_LEN, RelayField
-from aserve.gpu.step.resolve import DRAFTS, DeviceStep, HeldSample
-from aserve.gpu.step.results import Packed, pack, pack_one_each
-from aserve.messages.executor import DecodeCaps
+from aserve.gpu.decode.base import StepRunner
+from aserve.gpu.models.base import Attend
+from aserve.gpu.step.resolve import DeviceStep
 from tests.fakes.hash_model import HEAD_DIM, NUM_HEADS, HashModel
-from tests.fakes.two_token_mode import verify
+from tests.fakes.two_token_mode import TwoTokens, sample
 
 FIRST_READ = NUM_HEADS * HEAD_DIM  # features of the first layer
 
@@ -48,51 +43,17 @@ class OneLayerDraft(HashModel):
         return super().forward(input_ids, positions, attend)
 
 
-class DraftsWithSecondModel:
+class DraftsWithSecondModel(TwoTokens):
     """Verifies one draft per row and step, and lets the drafter make the next one."""
 
-    def __init__(self) -> None:
-        self.caps = DecodeCaps(max_tokens_per_step=2)
-        self.draws_once = False
-        self.fields: tuple[RelayField, ...] = (
-            RelayField(SEQ_LEN, (), torch.int64),
-            RelayField(DRAFTS, (1,), torch.int64),
-        )
-        self.num_forwards = 1  # of the target
-        self.graph_widths: tuple[int, ...] = (1, 2)
+    num_forwards = 1  # of the target
 
-    def step(self, runner: StepRunner, step: DeviceStep, publish: OnPublish) -> Packed:
-        hidden = runner.forward(step.batch)
-        runner.hold(step, hidden)
-        sampled = runner.sample(step, hidden)
-        tokens, counts = verify(step, sampled)
-        rows = step.arrays.ints("sample_rows")
-        by_row = torch.zeros_like(runner.relay.written_iter)
-        by_row.index_copy_(0, rows, step.arrays.ints("windows") - counts)
-        lens = step.batch.lens - by_row.index_select(0, step.batch.rows)
-        publish(lens)
-        runner.draft(step.batch, hidden)  # writes the drafter's KV of the step's tokens
-        by_row.index_copy_(0, step.batch.rows, lens)
-        last = tokens.gather(1, counts[:, None] - 1)[:, 0]
-        drafts = _draft(runner, step, rows, last=last, lens=by_row.index_select(0, rows))
-        runner.relay.stash(
-            rows, {LAST_TOKEN: last, DRAFTS: drafts[:, None]}, iteration=step.iteration
-        )
-        return pack(tokens, counts, sampled)
-
-    def sample_held(self, runner: StepRunner, held: HeldSample) -> Packed:
-        sampled = runner.sample_held(held)
-        runner.relay.stash(held.rows, {LAST_TOKEN: sampled.tokens}, iteration=held.iteration)
-        return pack_one_each(sampled)
-
-
-def _draft(
-    runner: StepRunner, step: DeviceStep, rows: Tensor, *, last: Tensor, lens: Tensor
-) -> Tensor:
-    assert runner.drafter is not None
-    batch = runner.init_forward(step.batch.decode(rows, input_ids=last, kv_lens=lens))
-    logits = wide_logits(runner.drafter.logits(runner.draft(batch)))
-    params = runner.state.tables.at(rows, logits.dtype)
-    token_ids = torch.arange(logits.shape[1], device=logits.device)
-    noise = gumbel_noise(params.ints("seed"), lens + 1, token_ids, logits.dtype)
-    return (logits + noise * params.floats("temperature")[:, None]).argmax(dim=1)
+    def draft(
+        self, runner: StepRunner, step: DeviceStep, rows: Tensor, *, last: Tensor, lens: Tensor
+    ) -> Tensor:
+        """The drafter first writes its own KV of the step's tokens."""
+        assert runner.drafter is not None
+        assert self.hidden is not None
+        runner.draft(step.batch, self.hidden)
+        batch = runner.init_forward(step.batch.decode(rows, input_ids=last, kv_lens=lens))
+        return sample(runner, runner.drafter.logits(runner.draft(batch)), rows, lens)

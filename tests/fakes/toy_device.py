@@ -165,8 +165,8 @@ def expected_logprobs(
 def plain_outputs(request: AdmitRequest, child: int, spec: EngineSpec) -> PlainOutputs:
     sampling = request.sampling
     key = row_key(_row_init(request, child))
-    prompt_len = len(array_i32(request.prompt_ids))
     tokens = array_i32(request.prompt_ids).tolist()
+    prompt_len = len(tokens)
     if request.outputs:
         tokens += array_i32(request.outputs[child]).tolist()
     chain: Kv = []
@@ -176,17 +176,23 @@ def plain_outputs(request: AdmitRequest, child: int, spec: EngineSpec) -> PlainO
         num_outputs = len(tokens) - prompt_len
         if num_outputs > min_tokens_of(sampling) and tokens[-1] in request.end_ids:
             break
-        for position in range(len(chain), len(tokens)):
-            chain.append(kv_value(chain[-1] if chain else 0, tokens[position], position))
-        views = [chain if group.window is None else chain[-group.window :] for group in spec.groups]
-        digest = hidden_state(views, key, len(tokens))
+        extend_chain(chain, tokens)
+        digest = hidden_state(views_of(chain, spec), key, len(tokens))
         digests.append(digest)
-        total = sum(tokens[prompt_len:])
-        vocab = list(range(spec.vocab_size))
-        tokens.append(
-            pick(digest, vocab if sampling.grammar is None else allowed_ids(total, spec.vocab_size))
-        )
+        allowed = list(range(spec.vocab_size))
+        if sampling.grammar is not None:
+            allowed = allowed_ids(sum(tokens[prompt_len:]), spec.vocab_size)
+        tokens.append(pick(digest, allowed))
     return PlainOutputs(tokens[prompt_len:], digests)
+
+
+def extend_chain(chain: Kv, tokens: list[int]) -> None:
+    for position in range(len(chain), len(tokens)):
+        chain.append(kv_value(chain[-1] if chain else 0, tokens[position], position))
+
+
+def views_of(chain: Kv, spec: EngineSpec) -> list[Kv]:
+    return [chain if group.window is None else chain[-group.window :] for group in spec.groups]
 
 
 class PromptAnswer(NamedTuple):
@@ -202,19 +208,16 @@ def expected_prompt(request: AdmitRequest, child: int, spec: EngineSpec) -> Prom
     tokens = array_i32(request.prompt_ids).tolist()
     chain: Kv = []
     digests: list[int] = []
-    for position, token in enumerate(tokens):
-        chain.append(kv_value(chain[-1] if chain else 0, token, position))
-        views = [chain if group.window is None else chain[-group.window :] for group in spec.groups]
-        digests.append(hidden_state(views, b"", position + 1))
-    is_scored = wanted is not None and child == 0 and not any(request.outputs) and len(tokens) > 1
-    return PromptAnswer(
-        scores=prompt_scores(
-            digests[:-1], row=0, position=1, num_top=wanted or 0, vocab_size=spec.vocab_size
+    for end in range(1, len(tokens) + 1):
+        extend_chain(chain, tokens[:end])
+        digests.append(hidden_state(views_of(chain, spec), b"", end))
+    is_scored = child == 0 and not any(request.outputs) and len(tokens) > 1
+    scores = None
+    if wanted is not None and is_scored:
+        scores = prompt_scores(
+            digests[:-1], row=0, position=1, num_top=wanted, vocab_size=spec.vocab_size
         )
-        if is_scored
-        else None,
-        embedding=embedding_of(digests[-1]) if request.embeds else None,
-    )
+    return PromptAnswer(scores, embedding_of(digests[-1]) if request.embeds else None)
 
 
 def min_tokens_of(sampling: SamplingParams) -> int:
@@ -222,28 +225,27 @@ def min_tokens_of(sampling: SamplingParams) -> int:
     return 0 if sampling.grammar is not None else sampling.min_tokens
 
 
+# Fields that a row is told as the client gave them.
+AS_GIVEN = (
+    *("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "logit_bias", "raw_logprobs"),
+)
+
+
 def _row_init(request: AdmitRequest, child: int) -> RowInit:
-    sampling: SamplingParams = request.sampling
+    sampling = request.sampling
     prompt_len = len(array_i32(request.prompt_ids))
     return RowInit(
         row=0,
         seed=child_seed(sampling.seed, child),
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
         prompt_len=prompt_len,
         min_len=prompt_len + min_tokens_of(sampling),
         end_ids=request.end_ids,
-        logit_bias=sampling.logit_bias,
         num_logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
-        raw_logprobs=sampling.raw_logprobs,
         allowed_ids=sampling.allowed_token_ids and sampling.allowed_token_ids + request.end_ids,
         bad_word_ids=request.bad_word_ids,
         embeds=request.embeds,
+        **{name: getattr(sampling, name) for name in AS_GIVEN},
     )
 
 
@@ -252,18 +254,6 @@ def _row_init(request: AdmitRequest, child: int) -> RowInit:
 
 class RowState:
     """One row of the row tables and of the relay."""
-
-    __slots__ = (
-        "draft",
-        "init",
-        "key",
-        "kv_len",
-        "last_token",
-        "logits",
-        "seq_len",
-        "tables",
-        "written_iter",
-    )
 
     def __init__(self, num_groups: int) -> None:
         self.init: RowInit | None = None
@@ -409,12 +399,8 @@ class FakeDevice:
         if num_top < 0 or end <= before:
             return []
         digests = [self._digest(row, kv_len, b"") for kv_len in range(before + 1, end + 1)]
-        vocab_size = self.spec.vocab_size
-        return [
-            prompt_scores(
-                digests, row=row, position=before + 1, num_top=num_top, vocab_size=vocab_size
-            )
-        ]
+        sizes = {"num_top": num_top, "vocab_size": self.spec.vocab_size}
+        return [prompt_scores(digests, row=row, position=before + 1, **sizes)]
 
     def _logprobs(self, emitted: dict[int, Emitted]) -> tuple[RowLogprobs, ...]:
         """Of the rows that want them, each as many as it has tokens."""
@@ -423,10 +409,8 @@ class FakeDevice:
             init = self.rows[row].init
             assert init is not None
             if init.num_logprobs >= 0:
-                num_top, vocab_size = init.num_logprobs, self.spec.vocab_size
-                wanted.append(
-                    token_logprobs(digests, row=row, num_top=num_top, vocab_size=vocab_size)
-                )
+                sizes = {"num_top": init.num_logprobs, "vocab_size": self.spec.vocab_size}
+                wanted.append(token_logprobs(digests, row=row, **sizes))
         return tuple(wanted)
 
     def _embed(self, row: int) -> list[RowEmbedding]:
@@ -445,16 +429,11 @@ class FakeDevice:
         rows, kv_lens = array_i32(batch.rows).tolist(), array_i32(batch.kv_lens).tolist()
         lens = dict(zip(rows, kv_lens, strict=True))
         for group, writes in enumerate(batch.page_writes):
-            triples = zip(
-                array_i32(writes.rows),
-                array_i32(writes.columns),
-                array_i32(writes.pages),
-                strict=True,
-            )
-            for row, column, page in triples:
-                self.rows[row].tables[group][int(column)] = int(page)
-                if int(column) * self.spec.page_size >= lens[int(row)]:
-                    self._empty(group, int(page))
+            columns = (array_i32(x).tolist() for x in (writes.rows, writes.columns, writes.pages))
+            for row, column, page in zip(*columns, strict=True):
+                self.rows[row].tables[group][column] = page
+                if column * self.spec.page_size >= lens[row]:
+                    self._empty(group, page)
 
     def _empty(self, group: int, page: int) -> None:
         """Nobody may read what the page's last owner left in it."""

@@ -26,6 +26,8 @@ from aserve.messages.executor import DecodeCaps
 class TwoTokens:
     """`before_draft` runs on the executor's thread between publish and the drafter's forward."""
 
+    num_forwards = 2
+
     def __init__(self, before_draft: Callable[[], None] = lambda: None) -> None:
         self.caps = DecodeCaps(max_tokens_per_step=2)
         self.draws_once = False
@@ -33,12 +35,12 @@ class TwoTokens:
             RelayField(SEQ_LEN, (), torch.int64),
             RelayField(DRAFTS, (1,), torch.int64),
         )
-        self.num_forwards = 2
         self.graph_widths: tuple[int, ...] = (1, 2)
+        self.hidden: Tensor | None = None  # of the step that runs
         self._before_draft = before_draft
 
     def step(self, runner: StepRunner, step: DeviceStep, publish: OnPublish) -> Packed:
-        hidden = runner.forward(step.batch)
+        hidden = self.hidden = runner.forward(step.batch)
         runner.hold(step, hidden)
         sampled = runner.sample(step, hidden)
         tokens, counts = verify(step, sampled)
@@ -51,7 +53,7 @@ class TwoTokens:
         self._before_draft()
         last = tokens.gather(1, counts[:, None] - 1)[:, 0]
         by_row.index_copy_(0, step.batch.rows, lens)
-        drafts = _draft(runner, step, rows, last=last, lens=by_row.index_select(0, rows))
+        drafts = self.draft(runner, step, rows, last=last, lens=by_row.index_select(0, rows))
         runner.relay.stash(
             rows, {LAST_TOKEN: last, DRAFTS: drafts[:, None]}, iteration=step.iteration
         )
@@ -62,6 +64,24 @@ class TwoTokens:
         sampled = runner.sample_held(held)
         runner.relay.stash(held.rows, {LAST_TOKEN: sampled.tokens}, iteration=held.iteration)
         return pack_one_each(sampled)
+
+    def draft(
+        self, runner: StepRunner, step: DeviceStep, rows: Tensor, *, last: Tensor, lens: Tensor
+    ) -> Tensor:
+        """rows, last, lens int64 [n] -> the guessed token after `last`, int64 [n]."""
+        batch = step.batch.decode(rows, input_ids=last, kv_lens=lens)
+        logits = runner.model.logits(runner.forward(runner.init_forward(batch)))
+        guess = sample(runner, logits, rows, lens)
+        return (guess + lens.remainder(2)).remainder(logits.shape[1])
+
+
+def sample(runner: StepRunner, logits: Tensor, rows: Tensor, lens: Tensor) -> Tensor:
+    """logits [n, vocab] -> int64 [n]: as the sampler draws, without penalties."""
+    logits = wide_logits(logits)
+    params = runner.state.tables.at(rows, logits.dtype)
+    token_ids = torch.arange(logits.shape[1], device=logits.device)
+    noise = gumbel_noise(params.ints("seed"), lens + 1, token_ids, logits.dtype)
+    return (logits + noise * params.floats("temperature")[:, None]).argmax(dim=1)
 
 
 def verify(step: DeviceStep, sampled: Sampled) -> tuple[Tensor, Tensor]:
@@ -74,16 +94,3 @@ def verify(step: DeviceStep, sampled: Sampled) -> tuple[Tensor, Tensor]:
     in_draft_place = step.arrays.ints("logits_tokens").index_select(0, ends - 1)
     is_accepted = (windows == 2) & (step.batch.input_ids.index_select(0, in_draft_place) == first)
     return torch.stack((first, second), dim=1), 1 + is_accepted.to(torch.int64)
-
-
-def _draft(
-    runner: StepRunner, step: DeviceStep, rows: Tensor, *, last: Tensor, lens: Tensor
-) -> Tensor:
-    """rows, last, lens int64 [n] -> the guessed token after `last`, int64 [n]."""
-    batch = step.batch.decode(rows, input_ids=last, kv_lens=lens)
-    logits = wide_logits(runner.model.logits(runner.forward(runner.init_forward(batch))))
-    params = runner.state.tables.at(rows, logits.dtype)
-    token_ids = torch.arange(logits.shape[1], device=logits.device)
-    noise = gumbel_noise(params.ints("seed"), lens + 1, token_ids, logits.dtype)
-    guess = (logits + noise * params.floats("temperature")[:, None]).argmax(dim=1)
-    return (guess + lens.remainder(2)).remainder(logits.shape[1])

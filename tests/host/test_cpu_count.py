@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -29,35 +30,28 @@ def write(root: Path, name: str, content: str) -> None:
     path.write_text(f"{content}\n")
 
 
-def test_a_core_with_two_threads_counts_once(machine: Path) -> None:
-    assert usable_cpus(machine) == 4
-
-
-def test_only_cores_that_the_process_may_run_on_count(
-    machine: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("allowed", "expected"), [(range(8), 4), ({1, 2, 6}, 2)])
+def test_a_core_with_two_threads_counts_once_and_only_where_the_process_may_run(
+    allowed: Iterable[int], expected: int, machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2, 6})
-    assert usable_cpus(machine) == 2
-
-
-@pytest.mark.parametrize(
-    ("quota", "expected"),
-    [
-        *(("200000 100000", 2), ("250000 100000", 2), ("max 100000", 4)),
-        *(("150000 100000", 1), ("50000 100000", 1)),
-    ],
-)
-def test_a_containers_quota_limits_them(machine: Path, quota: str, expected: int) -> None:
-    write(machine, "proc/self/cgroup", "0::/app")
-    write(machine, f"{V2}/app/cpu.max", quota)
-    write(machine, f"{V2}/cpu.max", "700000 100000")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(allowed))
     assert usable_cpus(machine) == expected
 
 
-def test_a_quota_counts_in_a_container_that_sees_itself_at_the_top(machine: Path) -> None:
-    write(machine, "proc/self/cgroup", "0::/")
-    write(machine, f"{V2}/cpu.max", "150000 100000")
-    assert usable_cpus(machine) == 1
+@pytest.mark.parametrize(
+    ("where", "quota", "expected"),
+    [
+        *(("/app", "200000 100000", 2), ("/app", "250000 100000", 2), ("/app", "max 100000", 4)),
+        *(("/app", "50000 100000", 1), ("", "150000 100000", 1)),
+    ],
+)
+def test_a_containers_quota_limits_them(
+    machine: Path, where: str, quota: str, expected: int
+) -> None:
+    write(machine, "proc/self/cgroup", f"0::{where or '/'}")
+    write(machine, f"{V2}/cpu.max", "700000 100000")
+    write(machine, f"{V2}{where}/cpu.max", quota)
+    assert usable_cpus(machine) == expected
 
 
 @pytest.mark.parametrize(("quota", "expected"), [("300000", 3), ("-1", 4)])

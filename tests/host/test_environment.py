@@ -22,13 +22,16 @@ print(numba.config.CACHE_DIR, os.environ["GOMP_SPINCOUNT"])
 """
 
 
-def prepared(threads: int | None, **environment: str) -> list[str]:
+def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
     given = {"PYTHONPATH": ":".join(sys.path), "HOME": "/dev/null", **environment}
-    program = PROGRAM.format(threads=threads)
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=given, check=True
-    )
-    return done.stdout.split()
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, env=given)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def prepared(threads: int | None, **environment: str) -> list[str]:
+    return run(PROGRAM.format(threads=threads), **environment).stdout.split()
 
 
 @pytest.mark.slow
@@ -64,14 +67,9 @@ def test_a_new_cache_removes_those_that_no_start_used_for_a_month(tmp_path: Path
         os.utime(path, (then := time.time() - days * 24 * 3600, then))
     used = Path(prepared(1, XDG_CACHE_HOME=str(tmp_path))[2])
     assert set(caches.iterdir()) == {recent, other, used}
-
-
-@pytest.mark.slow
-def test_a_start_marks_its_cache_as_used(tmp_path: Path) -> None:
-    used = Path(prepared(1, XDG_CACHE_HOME=str(tmp_path))[2])
     os.utime(used, (0, 0))
     prepared(1, XDG_CACHE_HOME=str(tmp_path))
-    assert used.stat().st_mtime > time.time() - 3600
+    assert used.stat().st_mtime > time.time() - 3600, "a start marks its cache as used"
 
 
 SPINNING = """
@@ -83,10 +81,7 @@ import torch
 
 @pytest.mark.slow
 def test_openmp_itself_sees_the_threads_and_the_bounded_spinning() -> None:
-    environment = {"PYTHONPATH": ":".join(sys.path), "OMP_DISPLAY_ENV": "VERBOSE"}
-    shown = subprocess.run(
-        [sys.executable, "-c", SPINNING], capture_output=True, text=True, env=environment
-    ).stderr
+    shown = run(SPINNING, OMP_DISPLAY_ENV="VERBOSE").stderr
     assert "OMP_NUM_THREADS = '2'" in shown
     assert "GOMP_SPINCOUNT = '10000'" in shown
 
@@ -113,30 +108,9 @@ thread.join()
 
 @pytest.mark.slow
 def test_large_temporaries_of_a_thread_are_not_mapped_anew_each_time() -> None:
-    environment = {"PYTHONPATH": ":".join(sys.path), "HOME": "/dev/null"}
-    program = [sys.executable, "-c", TEMPORARIES]
-    done = subprocess.run(program, capture_output=True, text=True, env=environment, check=True)
-    before, after = map(int, done.stdout.split())
+    before, after = map(int, run(TEMPORARIES).stdout.split())
     assert before > 200
     assert after < 20
-
-
-NARROWED = """
-import os
-from aserve.host.environment import prepare_process
-os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-prepare_process(None)
-print(os.environ["OMP_NUM_THREADS"])
-"""
-
-
-@pytest.mark.slow
-def test_a_process_that_may_run_on_one_core_computes_in_one_thread() -> None:
-    """As in a container with a cpuset."""
-    environment = {"PYTHONPATH": ":".join(sys.path), "HOME": "/dev/null"}
-    program = [sys.executable, "-c", NARROWED]
-    done = subprocess.run(program, capture_output=True, text=True, env=environment, check=True)
-    assert done.stdout == "1\n"
 
 
 TWO_ENGINES = """
@@ -163,10 +137,7 @@ print(numbers.sum(), numba.config.NUMBA_NUM_THREADS)
 @pytest.mark.slow
 def test_a_second_engine_with_other_threads_compiles_its_kernels_in_the_same_process() -> None:
     """Numba reads the environment when it compiles, and refuses another number of threads."""
-    environment = {"PYTHONPATH": ":".join(sys.path), "HOME": "/dev/null"}
-    done = subprocess.run(
-        [sys.executable, "-c", TWO_ENGINES], capture_output=True, text=True, env=environment
-    )
+    done = run(TWO_ENGINES)
     assert done.stderr == ""
     assert done.stdout.split() == ["12.0", "1"]
 
@@ -198,9 +169,7 @@ print(rms_norm(torch.ones(1, 1), torch.ones(1), 0.0)[0, 0])
 
 @pytest.mark.slow
 def test_kernels_are_compiled_for_this_process_where_no_folder_can_be_written() -> None:
-    environment = {"PYTHONPATH": ":".join(sys.path), "HOME": "/dev/null"}
-    program = [sys.executable, "-c", WITHOUT_A_CACHE]
-    done = subprocess.run(program, capture_output=True, text=True, env=environment)
+    done = run(WITHOUT_A_CACHE)
     (line,) = done.stderr.splitlines()
     assert "every start compiles all kernels" in line
     assert "/dev/null/.cache" in line

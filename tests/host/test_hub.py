@@ -8,7 +8,12 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
 
 from aserve.errors import ConfigError
 from aserve.host import hub
@@ -54,15 +59,16 @@ def refusal_of(name: str) -> str:
     return str(caught.value)
 
 
-def test_a_directory_without_a_config_is_no_model(fake_hub: FakeHub, tmp_path: Path) -> None:
-    """Nothing else that it lacks is worth a word, such as its tokenizer."""
+def test_a_directory_is_used_as_it_is_and_its_configuration_stands_for_it(
+    fake_hub: FakeHub, tmp_path: Path
+) -> None:
     said = f"{tmp_path} is not a model directory: it has no config.json"
     assert refusal_of(str(tmp_path)) == said
-
-
-def test_a_directory_is_used_as_it_is(fake_hub: FakeHub, tmp_path: Path) -> None:
-    (tmp_path / "config.json").touch()
-    assert resolve_model_dir(str(tmp_path)) == tmp_path
+    config, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    config.touch()
+    weights.touch()
+    assert resolve_model_dir(str(tmp_path)) == resolve_model_dir(str(config)) == tmp_path
+    assert "is a file; give the directory" in refusal_of(str(weights))
     assert fake_hub.downloads == []
 
 
@@ -72,38 +78,22 @@ def test_a_path_that_does_not_exist_is_not_asked_of_the_hub(fake_hub: FakeHub, n
     assert fake_hub.downloads == []
 
 
-def test_a_file_is_not_a_model(tmp_path: Path) -> None:
-    file = tmp_path / "model.safetensors"
-    file.touch()
-    assert "is a file; give the directory" in refusal_of(str(file))
-
-
-def test_a_configuration_stands_for_its_directory(tmp_path: Path) -> None:
-    file = tmp_path / "config.json"
-    file.touch()
-    assert resolve_model_dir(str(file)) == tmp_path
-
-
-def test_no_weights_are_fetched_for_a_model_that_needs_none(fake_hub: FakeHub) -> None:
-    resolve_model_dir("someone/model", has_weights=False)
-    ((*patterns,),) = fake_hub.downloads
-    assert "config.json" in patterns
-    assert not [pattern for pattern in patterns if "safetensors" in pattern]
-
-
 def test_only_weights_tokenizer_and_configuration_are_fetched(fake_hub: FakeHub) -> None:
     assert resolve_model_dir("someone/model") == fake_hub.snapshot
     ((*patterns,),) = fake_hub.downloads
     assert {"config.json", "model*.safetensors", "tokenizer.json"} <= set(patterns)
     assert not [p for p in patterns if p.endswith((".py", ".bin", ".pt", ".pth", "*"))]
+    resolve_model_dir("someone/model", has_weights=False)
+    assert not [p for p in fake_hub.downloads[1] if "safetensors" in p]
 
 
-def test_a_hub_that_cannot_be_reached_is_one_clear_error(fake_hub: FakeHub) -> None:
+def test_what_the_hub_answers_is_one_clear_error(fake_hub: FakeHub) -> None:
     client_error = next(base for base in HfHubHTTPError.__bases__ if base is not OSError)
     fake_hub.answer = client_error("no route to host")
-    assert "neither a directory nor in the download cache, and the hub cannot be reached" in (
-        refusal_of("someone/model")
-    )
+    said = "neither a directory nor in the download cache, and the hub cannot be reached"
+    assert said in refusal_of("someone/model")
+    fake_hub.answer = RepositoryNotFoundError.__new__(RepositoryNotFoundError)
+    assert "neither a directory nor a model of the hub" in refusal_of("someone/model")
 
 
 def test_a_hub_that_stays_silent_is_given_up_at_the_deadline(
@@ -126,16 +116,5 @@ def test_without_the_hub_a_download_of_before_serves(fake_hub: FakeHub) -> None:
     assert resolve_model_dir("someone/model") == fake_hub.snapshot
 
 
-def test_a_name_that_the_hub_does_not_know_is_said_to_be_so(fake_hub: FakeHub) -> None:
-    fake_hub.answer = _unknown_repository()
-    assert "neither a directory nor a model of the hub" in refusal_of("someone/model")
-
-
 def test_a_name_that_the_hub_cannot_have_is_refused() -> None:
     assert "'some--one/model' could not be fetched from the hub" in refusal_of("some--one/model")
-
-
-def _unknown_repository() -> BaseException:
-    from huggingface_hub.errors import RepositoryNotFoundError
-
-    return RepositoryNotFoundError.__new__(RepositoryNotFoundError)

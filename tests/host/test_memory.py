@@ -31,37 +31,28 @@ def group(path: str, *, limit: object, usage: int, inactive: int = 0) -> dict[st
 MACHINE = {"proc/meminfo": "MemTotal: 9000 kB\nMemFree: 100 kB\nMemAvailable: 8192 kB"}
 
 
-def test_without_groups_it_is_what_the_machine_has(tmp_path: Path) -> None:
-    assert available_memory_bytes(lay_out(tmp_path, MACHINE)) == 8 * MIB
+ABOVE = {
+    **group("sys/fs/cgroup/user/app", limit="max", usage=MIB),
+    **group("sys/fs/cgroup/user", limit=6 * MIB, usage=4 * MIB),
+    **group("sys/fs/cgroup", limit=7 * MIB, usage=4 * MIB),
+}
 
 
-def test_the_tightest_group_above_the_process_counts(tmp_path: Path) -> None:
-    files = {
-        **MACHINE,
-        "proc/self/cgroup": "0::/user/app",
-        **group("sys/fs/cgroup/user/app", limit="max", usage=MIB),
-        **group("sys/fs/cgroup/user", limit=6 * MIB, usage=4 * MIB),
-        **group("sys/fs/cgroup", limit=7 * MIB, usage=4 * MIB),
-    }
-    assert available_memory_bytes(lay_out(tmp_path, files)) == 2 * MIB
-
-
-def test_file_pages_that_can_be_dropped_are_free(tmp_path: Path) -> None:
-    files = {
-        **MACHINE,
-        "proc/self/cgroup": "0::/",
-        **group("sys/fs/cgroup", limit=5 * MIB, usage=4 * MIB, inactive=2 * MIB),
-    }
-    assert available_memory_bytes(lay_out(tmp_path, files)) == 3 * MIB
-
-
-def test_a_container_that_sees_only_its_top_group_is_limited_by_it(tmp_path: Path) -> None:
-    files = {
-        **MACHINE,
-        "proc/self/cgroup": "0::/docker/0123abcd",
-        **group("sys/fs/cgroup", limit=4 * MIB, usage=MIB),
-    }
-    assert available_memory_bytes(lay_out(tmp_path, files)) == 3 * MIB
+@pytest.mark.parametrize(
+    ("where", "groups", "expected"),
+    [
+        ("/", {}, 8),
+        ("/user/app", ABOVE, 2),  # the tightest above the process
+        ("/", group("sys/fs/cgroup", limit=5 * MIB, usage=4 * MIB, inactive=2 * MIB), 3),
+        ("/docker/0123abcd", group("sys/fs/cgroup", limit=4 * MIB, usage=MIB), 3),
+        ("/", group("sys/fs/cgroup", limit=MIB, usage=2 * MIB), 0),
+    ],
+)
+def test_it_is_what_machine_and_groups_leave_and_file_pages_are_free(
+    where: str, groups: dict[str, object], expected: int, tmp_path: Path
+) -> None:
+    files = {**MACHINE, "proc/self/cgroup": f"0::{where}", **groups}
+    assert available_memory_bytes(lay_out(tmp_path, files)) == expected * MIB
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(4 * MIB, 2 * MIB), (2**63 - 4096, 8 * MIB)])
@@ -74,16 +65,3 @@ def test_the_older_interface_is_read_too(limit: int, expected: int, tmp_path: Pa
         "sys/fs/cgroup/memory/box/memory.stat": f"cache 1\ntotal_inactive_file {MIB}",
     }
     assert available_memory_bytes(lay_out(tmp_path, files)) == expected
-
-
-def test_a_group_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
-    files = {
-        **MACHINE,
-        "proc/self/cgroup": "0::/",
-        **group("sys/fs/cgroup", limit=MIB, usage=2 * MIB),
-    }
-    assert available_memory_bytes(lay_out(tmp_path, files)) == 0
-
-
-def test_this_machine_has_some() -> None:
-    assert available_memory_bytes() > 0

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
 from aserve.gpu.kv.store import RopeAndStoreKv, rope_then_store_kv
+from aserve.gpu.models.base import CausalModel
 
 
 class DenseAttend:
@@ -47,6 +48,22 @@ class DenseAttend:
         if self.hidden_position is not None:
             visible &= (key != self.hidden_position) | (key == query)
         return visible
+
+
+@torch.inference_mode()
+def logits_of(
+    model: CausalModel,
+    tokens: Tensor,
+    *,
+    chunks: list[int] | None = None,
+    lost: int | None = None,
+) -> Tensor:
+    """float [tokens, vocab] of a sequence that comes in chunks; the KV at `lost` is not there."""
+    attend = DenseAttend()
+    attend.hidden_position = lost
+    sizes = chunks or [len(tokens)]
+    parts = zip(tokens.split(sizes), torch.arange(len(tokens)).split(sizes), strict=True)
+    return torch.cat([model.logits(model.forward(ids, at, attend)) for ids, at in parts])
 
 
 def _appended(history: Tensor | None, new: Tensor) -> Tensor:

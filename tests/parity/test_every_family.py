@@ -15,7 +15,7 @@ from torch import Tensor
 
 from aserve.gpu.models.transformers.weights import DUMMY_SEED
 from tests.load_model import load_model
-from tests.parity.dense_attend import DenseAttend
+from tests.parity.dense_attend import logits_of
 
 pytestmark = pytest.mark.slow  # importing transformers' models takes seconds
 
@@ -68,10 +68,7 @@ def test_a_family_gives_the_logits_of_transformers(family: str, tmp_path: Path) 
     ours = load_model(
         tmp_path, max_model_len=MAX_MODEL_LEN, load_format="dummy", model_impl="transformers"
     )
-    with torch.inference_mode():
-        attend, positions = DenseAttend(), torch.arange(len(ids))
-        parts = zip(ids.split(CHUNKS), positions.split(CHUNKS), strict=True)
-        logits = torch.cat([ours.logits(ours.forward(part, at, attend)) for part, at in parts])
+    logits = logits_of(ours, ids, chunks=CHUNKS)
     torch.testing.assert_close(logits, reference_logits(model_class, config, ids))
 
 

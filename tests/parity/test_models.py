@@ -19,7 +19,7 @@ from aserve.gpu.weights.reader import WeightReader
 from aserve.gpu.weights.source import HOST, LoadProgress
 from tests.load_model import load_model
 from tests.parity.conftest import ReferenceOf
-from tests.parity.dense_attend import DenseAttend
+from tests.parity.dense_attend import logits_of
 from tests.parity.references import KINDS, MAX_MODEL_LEN, PROMPT_LEN, Reference
 
 pytestmark = pytest.mark.slow  # each reference takes a moment to make
@@ -33,20 +33,11 @@ def assert_close(logits: torch.Tensor, reference: Reference) -> None:
     torch.testing.assert_close(logits, reference.logits, atol=1e-4, rtol=0.0)
 
 
-@torch.inference_mode()
-def logits_of(
-    model: CausalModel, tokens: torch.Tensor, *, chunks: list[int], attend: DenseAttend
-) -> torch.Tensor:
-    positions = torch.arange(len(tokens))
-    parts = zip(tokens.split(chunks), positions.split(chunks), strict=True)
-    return torch.cat([model.logits(model.forward(ids, at, attend)) for ids, at in parts])
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_equal_those_of_transformers(kind: str, reference_of: ReferenceOf) -> None:
     reference = reference_of(kind)
     tokens = reference.tokens
-    logits = logits_of(load(reference), tokens, chunks=[len(tokens)], attend=DenseAttend())
+    logits = logits_of(load(reference), tokens)
     assert_close(logits, reference)
     assert torch.equal(logits[PROMPT_LEN - 1 :].argmax(-1), reference.greedy)
 
@@ -58,9 +49,7 @@ def test_one_lost_token_of_the_history_changes_the_logits(
     """The references see: a test that compares with them turns red for one wrong page or slot."""
     reference = reference_of(kind)
     tokens = reference.tokens
-    attend = DenseAttend()
-    attend.hidden_position = PROMPT_LEN - 10
-    logits = logits_of(load(reference), tokens, chunks=[len(tokens)], attend=attend)
+    logits = logits_of(load(reference), tokens, lost=PROMPT_LEN - 10)
     differences = (logits - reference.logits).abs().amax(-1)
     assert differences[: PROMPT_LEN - 10].max() <= 1e-4
     assert differences[PROMPT_LEN:].max() > 1e-2
@@ -107,7 +96,7 @@ def test_the_references_see_each_axis(
     spec = family.spec(parse_config(fields, defaults=family.defaults))
     model = decoder(msgspec.structs.replace(spec, **{axis: other}), reference)
     tokens = reference.tokens
-    logits = logits_of(model, tokens, chunks=[len(tokens)], attend=DenseAttend())
+    logits = logits_of(model, tokens)
     assert (logits - reference.logits).abs().max() > 1e-2
 
 
@@ -126,7 +115,7 @@ def test_positions_don_t_depend_on_how_the_prompt_was_cut(
 ) -> None:
     reference = reference_of(kind)
     chunks = [1, 30, 2, 37, *[1] * (len(reference.tokens) - 70)]
-    logits = logits_of(load(reference), reference.tokens, chunks=chunks, attend=DenseAttend())
+    logits = logits_of(load(reference), reference.tokens, chunks=chunks)
     assert_close(logits, reference)
 
 
@@ -134,7 +123,7 @@ def test_float64_agrees_with_float32(reference_of: ReferenceOf) -> None:
     reference = reference_of("qwen3-sliding")
     tokens = reference.tokens
     model = load(reference, dtype="float64")
-    logits = logits_of(model, tokens, chunks=[len(tokens)], attend=DenseAttend())
+    logits = logits_of(model, tokens)
     assert logits.dtype == torch.float64
     assert_close(logits.float(), reference)
 
@@ -148,7 +137,7 @@ def test_half_types_stay_near(
     reference = reference_of(kind)
     tokens = reference.tokens
     model = load(reference, dtype=dtype)
-    logits = logits_of(model, tokens, chunks=[len(tokens)], attend=DenseAttend())
+    logits = logits_of(model, tokens)
     assert model.dtype == getattr(torch, dtype)
     assert (logits - reference.logits).abs().max() < tolerance
 
@@ -165,5 +154,5 @@ def test_sharded_checkpoints_load_alike(
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     sharded = dataclasses.replace(reference, directory=tmp_path)
     tokens = reference.tokens
-    logits = logits_of(load(sharded), tokens, chunks=[len(tokens)], attend=DenseAttend())
+    logits = logits_of(load(sharded), tokens)
     assert_close(logits, reference)

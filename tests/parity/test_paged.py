@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import itertools
+import os
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,7 +17,7 @@ from aserve.gpu.build import BuildOptions, assemble
 from aserve.gpu.decode.registry import MODES
 from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.device.registry import open_device
-from aserve.gpu.models.base import Attend, CausalModel, HiddenCapture
+from aserve.gpu.models.base import CausalModel
 from tests.load_model import load_model
 from tests.parity.conftest import ReferenceOf
 from tests.parity.paged_run import PagedRun, tokens_of
@@ -33,6 +35,18 @@ MIXED = (
     *("granite", "cohere2", "gpt-neox", "qwen3-moe"),
 )
 NUM_PAGES = {1: 4 * MAX_MODEL_LEN, 7: 90, 16: 40}
+IS_LARGE = os.environ.get("ASERVE_TEST_PROFILE") == "large"
+
+
+def cases(kinds: Sequence[str]) -> list[tuple[str, int, str]]:
+    """Each kind in each backend; page sizes in turns, or all of them in the large profile."""
+    turns = itertools.count()
+    return [
+        (kind, page_size, backend)
+        for kind in kinds
+        for backend in CpuDevice().attention
+        for page_size in (NUM_PAGES if IS_LARGE else [list(NUM_PAGES)[next(turns) % 3]])
+    ]
 
 
 class Recorder:
@@ -40,27 +54,15 @@ class Recorder:
 
     def __init__(self, model: CausalModel) -> None:
         self.model = model
-        self.layers = model.layers
-        self.vocab_size = model.vocab_size
-        self.hidden_size = model.hidden_size
-        self.max_model_len = model.max_model_len
-        self.dtype = model.dtype
         self.recorded: list[Tensor] = []
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        attend: Attend,
-        *,
-        capture: HiddenCapture | None = None,
-    ) -> Tensor:
-        hidden = self.model.forward(input_ids, positions, attend, capture=capture)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def forward(self, *arguments: Any, **options: Any) -> Tensor:
+        hidden = self.model.forward(*arguments, **options)
         self.recorded.append(self.model.logits(hidden))
         return hidden
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.model.logits(hidden)
 
 
 @asynccontextmanager
@@ -78,7 +80,8 @@ async def running(
         **options,
     )
     recorder = Recorder(load_model(reference.directory, max_model_len=MAX_MODEL_LEN))
-    executor = assemble(recorder, MODES[build.decode](), open_device("cpu"), build)
+    model: Any = recorder  # it has all that a model has
+    executor = assemble(model, MODES[build.decode](), open_device("cpu"), build)
     executor.start(asyncio.get_running_loop())
     try:
         yield PagedRun(executor), recorder.recorded
@@ -100,8 +103,9 @@ def assert_close(logits: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0.0)
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "page_size"), [(kind, (1, 16)[number % 2]) for number, kind in enumerate(KINDS)]
+)
 async def test_prefill_and_greedy_decode_equal_transformers(
     kind: str, page_size: int, reference_of: ReferenceOf
 ) -> None:
@@ -113,9 +117,7 @@ async def test_prefill_and_greedy_decode_equal_transformers(
     assert tokens == ids_of(reference.greedy)
 
 
-@pytest.mark.parametrize("backend", CpuDevice().attention)
-@pytest.mark.parametrize("page_size", [1, 7, 16])
-@pytest.mark.parametrize("kind", CHUNKED)
+@pytest.mark.parametrize(("kind", "page_size", "backend"), cases(CHUNKED))
 async def test_chunked_prefill_equals_transformers(
     kind: str, page_size: int, backend: str, reference_of: ReferenceOf
 ) -> None:
@@ -132,9 +134,7 @@ async def test_chunked_prefill_equals_transformers(
     assert tokens == ids_of(reference.greedy[:21])
 
 
-@pytest.mark.parametrize("backend", CpuDevice().attention)
-@pytest.mark.parametrize("page_size", [1, 7, 16])
-@pytest.mark.parametrize("kind", MIXED)
+@pytest.mark.parametrize(("kind", "page_size", "backend"), cases(MIXED))
 async def test_mixed_steps_equal_transformers(
     kind: str, page_size: int, backend: str, reference_of: ReferenceOf
 ) -> None:

@@ -113,13 +113,6 @@ async def test_a_message_larger_than_any_buffer_arrives_both_ways_at_once() -> N
             assert heard == [Said(1, byte * LARGER_THAN_ANY_BUFFER), Said(2)]
 
 
-async def test_all_that_a_turn_of_the_loop_leaves_is_one_frame() -> None:
-    async with raw() as (end, sock):
-        for number in range(3):
-            end.link.inbox.send(Said(number))
-        assert await frames_of(sock, 3) == [[Said(0), Said(1), Said(2)]]
-
-
 async def test_a_slow_reader_blocks_nobody_and_loses_nothing() -> None:
     num_messages = 20 * MAX_IN_FRAME
     async with raw() as (end, sock):
@@ -134,17 +127,6 @@ async def test_a_slow_reader_blocks_nobody_and_loses_nothing() -> None:
         numbers = [message.number for frame in frames for message in frame]
         assert numbers == list(range(num_messages + 1))
         assert max(len(frame) for frame in frames) == MAX_IN_FRAME
-
-
-async def test_what_was_sent_before_the_close_still_arrives() -> None:
-    async with linked() as (left, right):
-        left.link.inbox.send(Said(1, b"x" * LARGER_THAN_ANY_BUFFER))
-        await asyncio.sleep(0)
-        left.link.inbox.send(Said(2))
-        await left.close()
-        await right.has_ended.wait()
-        assert [message.number for message in right.heard] == [1, 2]
-        assert right.ends == [None]
 
 
 async def test_a_close_in_the_middle_of_many_messages_loses_none() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 
 from aserve.messages.base import array_i32
-from aserve.messages.executor import SchedulerEvent
+from aserve.messages.executor import SchedulerEffect, SchedulerEvent
 from aserve.messages.output import Refused, Retired, StepOutput
 from aserve.messages.requests import AdmitRequest
 from aserve.messages.step import Launch, ScheduleBatch
@@ -26,23 +26,30 @@ class StepCounter:
         self.first_steps: dict[str, int] = {}
         self.num_outputs: Counter[str] = Counter()
         self.ends: dict[str, list[Refused | Retired]] = {}
-        self.batches: list[ScheduleBatch] = []
+        self.turns: list[list[ScheduleBatch]] = []  # what each turn of the scheduler launched
+        self.num_finished: list[int] = []  # in each turn
         self._in_flight: deque[ScheduleBatch] = deque()
         self._clients: dict[str, str] = {}
 
+    @property
+    def batches(self) -> list[ScheduleBatch]:
+        return [batch for turn in self.turns for batch in turn]
+
     def send(self, *requests: AdmitRequest) -> None:
         self._clients.update((request.request_id, request.client) for request in requests)
-        self._play(*requests)
+        self.play(*requests)
 
     def run(self, num_steps: int = 100_000) -> None:
         """So many steps, or until nothing is in flight."""
         for _ in range(num_steps):
+            while not self._in_flight and self.scheduler.has_more:
+                self.play()
             if not self._in_flight:
                 return
             batch = self._in_flight.popleft()
             self.num_steps += 1
             sampled = {row: [TOKEN] for row in array_i32(batch.sample_rows).tolist()}
-            self._play(result(batch.iteration, sampled))
+            self.play(result(batch.iteration, sampled))
 
     def steps_to_first(self, *requests: AdmitRequest) -> list[int]:
         """Sends the requests, and runs until each has its first token."""
@@ -54,12 +61,15 @@ class StepCounter:
             assert self.num_steps > before, "nobody moves"
         return [self.first_steps[request.request_id] - start for request in requests]
 
-    def _play(self, *events: SchedulerEvent) -> None:
-        for effect in self.scheduler.step(list(events)):
+    def play(self, *events: SchedulerEvent) -> list[SchedulerEffect]:
+        effects = self.scheduler.step(list(events))
+        self.turns.append([])
+        self.num_finished.append(sum(isinstance(effect, Retired) for effect in effects))
+        for effect in effects:
             match effect:
                 case Launch(batches=(batch,)):
                     self._in_flight.append(batch)
-                    self.batches.append(batch)
+                    self.turns[-1].append(batch)
                 case StepOutput(sequences=outputs):
                     for output in outputs:
                         self.first_steps.setdefault(output.request_id, self.num_steps)
@@ -69,3 +79,4 @@ class StepCounter:
                     self.ends.setdefault(effect.request_id, []).append(effect)
                 case _:
                     pass
+        return effects

@@ -29,14 +29,6 @@ def test_a_short_request_of_better_priority_is_fed_before_a_long_prefill() -> No
     assert (rows(stage.batches[0]), query_lens(stage.batches[0])) == ([2, 1], [3, 5])
 
 
-def test_prefills_of_one_priority_are_fed_in_order_of_arrival() -> None:
-    stage = Stage(spec(depth=1, lead=1, max_batched_tokens=8, num_pages=65))
-    stage.play(request("a", list(range(10)), max_tokens=1), request("b", [50, 51], max_tokens=1))
-    assert (rows(stage.batches[0]), query_lens(stage.batches[0])) == ([1], [8])
-    answer(stage, stage.batches[0])
-    assert (rows(stage.batches[0]), query_lens(stage.batches[0])) == ([1, 2], [2, 2])
-
-
 def test_a_worse_leader_is_not_waited_for() -> None:
     """The short prompt is a prefix of the long one, but nobody waits for a worse priority."""
     stage = Stage(spec(depth=1, lead=1, max_batched_tokens=4, num_pages=65))
@@ -83,17 +75,6 @@ def test_siblings_wait_until_the_shared_pages_are_there_and_are_looked_at_twice(
         answer(stage, stage.batches[0])
     assert stage.scheduler.is_idle
     assert len(matches) == 1 + 2 * 7
-
-
-def test_followers_of_a_leader_that_leaves_wait_in_the_queue_again() -> None:
-    stage = Stage(spec(depth=1, lead=1))
-    stage.play(request("a", list(range(30)), max_tokens=1), request("b", list(range(30))))
-    first = stage.batches[0]
-    assert stage.scheduler.state.num_followers == 1
-    stage.play(cancel("a"))
-    answer(stage, first)
-    assert stage.scheduler.state.num_followers == 0
-    assert len(stage.scheduler.state.running) == 1
 
 
 def test_a_follower_that_is_cancelled_leaves_nothing_behind() -> None:

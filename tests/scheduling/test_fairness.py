@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import msgspec
+import pytest
 
 from aserve.messages.executor import EngineSpec
 from aserve.messages.output import Refused
@@ -47,62 +48,6 @@ def waiting(name: str, client: Client, arrival: int, *, priority: int = 0) -> Se
     return Sequence(admit, child=0, arrival=arrival, client=client)
 
 
-def test_the_client_that_was_served_least_comes_first() -> None:
-    queue = WaitingQueue()
-    heavy, light = Client("heavy"), Client("light")
-    heavy.serve_outputs(10)
-    for arrival, (name, client) in enumerate(
-        [("h0", heavy), ("h1", heavy), ("l0", light), ("l1", light)]
-    ):
-        queue.add(waiting(name, client, arrival))
-    assert order_of(queue) == ["l0", "l1", "h0", "h1"]
-
-
-def test_counters_that_change_while_sequences_wait_change_the_order() -> None:
-    queue = WaitingQueue()
-    one, other = Client("one"), Client("other")
-    for arrival, (name, client) in enumerate(
-        [("a0", one), ("b0", other), ("a1", one), ("b1", other)]
-    ):
-        queue.add(waiting(name, client, arrival))
-    first = queue.pop()
-    assert first is not None
-    assert first.request_id == "a0"
-    one.take_row(5)
-    second = queue.pop()
-    assert second is not None
-    assert second.request_id == "b0"
-    other.take_row(9)
-    one.give_back_row(5)
-    one.take_row(8)
-    queue.reorder(one)
-    assert order_of(queue) == ["a1", "b1"]
-
-
-def test_a_key_that_fell_is_seen_after_reorder() -> None:
-    queue = WaitingQueue()
-    one, other = Client("one"), Client("other")
-    one.take_row(100)
-    other.serve_outputs(1)
-    queue.add(waiting("a", one, 0))
-    queue.add(waiting("b", other, 1))
-    one.give_back_row(100)
-    queue.reorder(one)
-    assert order_of(queue) == ["a", "b"]
-
-
-def test_priority_comes_before_shares_and_a_retracted_sequence_keeps_its_place() -> None:
-    queue = WaitingQueue()
-    heavy, light = Client("heavy"), Client("light")
-    heavy.serve_outputs(10)
-    urgent = waiting("urgent", heavy, 7, priority=-1)
-    early = waiting("early", heavy, 1)
-    for sequence in (waiting("late", heavy, 5), waiting("light", light, 6), urgent):
-        queue.add(sequence)
-    queue.add(early)  # as after a retraction
-    assert order_of(queue) == ["urgent", "light", "early", "late"]
-
-
 def test_any_mix_of_operations_keeps_the_order_of_a_plain_sort() -> None:
     numbers = random.Random(1)
     queue = WaitingQueue()
@@ -134,10 +79,10 @@ def test_any_mix_of_operations_keeps_the_order_of_a_plain_sort() -> None:
     assert queue.num_clients == len({s.client.client_id for s in present.values()})
 
 
-def test_ten_thousand_waiting_clients_cost_no_scan() -> None:
+def test_two_thousand_waiting_clients_cost_no_scan() -> None:
     """Counted in comparisons of the heap's entries, not in time."""
     queue = WaitingQueue()
-    clients = [CountingClient(str(number)) for number in range(10_000)]
+    clients = [CountingClient(str(number)) for number in range(2_000)]
     for arrival, client in enumerate(clients):
         queue.add(waiting(str(arrival), client, arrival))
     CountingClient.num_reads = 0
@@ -194,19 +139,11 @@ def test_clients_that_are_gone_are_forgotten() -> None:
     assert clients.find("stays").served == 0
 
 
-def test_a_flood_that_waits_does_not_delay_another_client() -> None:
-    """Rows are plenty in turn: what counts is who is next when one is free."""
-    run = counter(engine(max_rows=2))
-    run.send(*(asked("flood", number) for number in range(100)))
-    run.run(3)
-    assert run.steps_to_first(asked("light", 0))[0] <= 20
-
-
 def test_two_clients_that_always_wait_are_served_alike() -> None:
     run = counter(engine(max_rows=4))
-    run.send(*(asked("many", number, max_tokens=16) for number in range(300)))
-    run.send(*(asked("few", number, max_tokens=4) for number in range(300)))
-    run.run(300)
+    run.send(*(asked("many", number, max_tokens=16) for number in range(100)))
+    run.send(*(asked("few", number, max_tokens=4) for number in range(100)))
+    run.run(100)
     many, few = run.num_outputs["many"], run.num_outputs["few"]
     served = {name: run.scheduler.state.clients.find(name).served for name in ("many", "few")}
     assert abs(served["many"] - served["few"]) < 4 * (16 * 2 + 6)
@@ -244,18 +181,6 @@ def test_a_flood_on_all_rows_leaves_the_first_token_of_others_within_three_steps
     assert again <= idle + 3
 
 
-def test_long_prompts_of_a_flood_do_not_delay_a_short_one() -> None:
-    run = flooded(rows=8, prompt_len=1_000)
-    (steps,) = run.steps_to_first(asked("light", 0))
-    assert steps <= 4
-
-
-def test_a_client_alone_runs_on_all_rows() -> None:
-    run = flooded(rows=16)
-    assert run.batches[-1].stats.num_running == 16
-    assert run.batches[-1].stats.num_retracted == 0
-
-
 def test_rows_are_taken_from_a_client_only_down_to_its_share() -> None:
     run = flooded(rows=8)
     run.send(*(asked("other", number, max_tokens=200) for number in range(50)))
@@ -267,34 +192,19 @@ def test_rows_are_taken_from_a_client_only_down_to_its_share() -> None:
     assert run.scheduler.state.num_retracted == before <= 8
 
 
-def test_what_was_retracted_for_others_ends_with_all_its_tokens() -> None:
+@pytest.mark.parametrize(
+    ("clients", "priority"), [(["flood"] * 4, 1), (["c0-", "c1-", "c2-", "c3-"], 0)]
+)
+def test_rows_are_not_taken_for_a_lower_priority_nor_from_clients_that_have_one(
+    clients: list[str], priority: int
+) -> None:
     run = counter(engine(max_rows=4))
-    run.send(*(asked("flood", number, max_tokens=30) for number in range(12)))
-    run.run(10)
-    run.send(asked("light", 0))
-    run.run()
-    assert run.scheduler.state.num_retracted > 0
-    assert (run.num_outputs["flood"], run.num_outputs["light"]) == (12 * 30, 8)
-
-
-def test_rows_are_not_taken_for_a_lower_priority() -> None:
-    run = counter(engine(max_rows=4))
-    run.send(*(asked("flood", number, max_tokens=60) for number in range(4)))
+    run.send(*(asked(name, number, max_tokens=60) for number, name in enumerate(clients)))
     run.run(5)
-    later = request("later", [1, 2, 3], client="light", priority=1)
-    run.send(later)
+    run.send(request("later", [1, 2, 3], client="light", priority=priority))
     run.run(20)
     assert run.scheduler.state.num_retracted == 0
     assert "later" not in run.first_steps
-
-
-def test_rows_are_not_taken_from_clients_that_have_one() -> None:
-    run = counter(engine(max_rows=4))
-    run.send(*(asked(f"c{number}-", 0, max_tokens=60) for number in range(4)))
-    run.run(5)
-    run.send(asked("fifth", 0))
-    run.run(20)
-    assert run.scheduler.state.num_retracted == 0
 
 
 def test_a_flood_leaves_places_in_the_queue_for_others() -> None:
@@ -311,14 +221,6 @@ def test_a_flood_leaves_places_in_the_queue_for_others() -> None:
     assert "90" in end.error.message
     run.send(*(asked(f"light{number}-", 0) for number in range(9)))
     assert not [name for name in run.ends if name.startswith("light")]
-
-
-def test_a_program_that_names_no_client_has_the_whole_queue() -> None:
-    run = counter(engine(max_rows=2, max_waiting=90))
-    run.send(*(asked("", number, max_tokens=100) for number in range(2)))
-    run.run(2)
-    run.send(*(asked("", 100 + number) for number in range(200)))
-    assert len(run.scheduler.state.waiting) == 90
 
 
 def test_the_first_request_of_a_client_needs_only_a_free_place() -> None:

@@ -5,7 +5,6 @@ import numpy as np
 
 from aserve.messages.base import array_f32, array_i32, pack_i32
 from aserve.messages.output import Refused, Retired, StepOutput
-from aserve.messages.requests import Cancel
 from aserve.messages.results import RowLogprobs
 from tests.scheduling.stage import Stage, cancel, request, result, rows, spec
 
@@ -48,12 +47,6 @@ def test_trap_5_logprobs_are_cut_where_the_tokens_are() -> None:
     assert array_f32(cut.top_logprobs).tolist() == [0, 0, 1, 1]
 
 
-def test_a_verify_window_never_reaches_past_max_tokens() -> None:
-    stage = Stage(spec(depth=2, lead=2, window=3))
-    stage.play(request("a", [5, 6, 7], max_tokens=3))
-    assert [array_i32(batch.query_lens).tolist() for batch in stage.batches] == [[3], [2]]
-
-
 def test_trap_14_a_request_that_can_never_fit_is_refused_at_once_with_the_numbers() -> None:
     stage = Stage(spec(num_pages=5, page_size=4))
     stage.play(request("big", [1] * 10, max_tokens=20))
@@ -90,15 +83,6 @@ def test_trap_13_a_cancel_matches_whole_ids_only() -> None:
     assert not stage.scheduler.is_idle
 
 
-def test_a_stop_found_by_the_detokenizer_reports_the_count_that_was_kept() -> None:
-    stage = Stage(spec())
-    stage.play(request("a", [5, 6, 7]))
-    stage.play(result(1, {1: [20]}))
-    stage.play(Cancel("a", 0, 1, "stop"))
-    (retired,) = stage.of(Retired)
-    assert (retired.reason, retired.num_outputs) == ("stop", 1)
-
-
 def test_children_of_a_group_share_the_prompts_whole_pages() -> None:
     stage = Stage(spec(depth=1, lead=1))
     stage.play(request("a", [1, 2, 3, 4, 5, 6], n=3))
@@ -108,40 +92,3 @@ def test_children_of_a_group_share_the_prompts_whole_pages() -> None:
     (batch,) = stage.batches
     assert array_i32(batch.query_lens).tolist() == [1, 2, 2]
     assert batch.stats.num_cached_tokens == 8
-
-
-def test_a_retracted_sequence_gives_way_and_comes_again_with_what_it_generated() -> None:
-    stage = Stage(spec(depth=1, lead=1, num_pages=7, page_size=1, max_rows=2))
-    stage.play(request("a", [1, 2], max_tokens=5), request("b", [3], max_tokens=5))
-    tokens = {1: 10, 2: 20}
-    iteration = 1
-    for _ in range(3):
-        stage.play(result(iteration, {row: [tokens[row] + iteration] for row in (1, 2)}))
-        iteration += 1
-        if rows(stage.batches[0]) != [1, 2]:
-            break
-    assert rows(stage.batches[0]) == [1]
-    assert stage.scheduler.state.num_retracted == 1
-    (waiting,) = stage.scheduler.state.waiting
-    assert (waiting.request_id, waiting.num_outputs) == ("b", iteration - 1)
-
-
-def test_outputs_so_far_are_continued_and_not_sent_again() -> None:
-    stage = Stage(spec(depth=1, lead=1))
-    resumed = msgspec.structs.replace(request("a", [1, 2]), outputs=(pack_i32([7, 8]),))
-    stage.play(resumed)
-    assert array_i32(stage.batches[0].input_ids).tolist() == [1, 2, 7, 8]
-    stage.play(result(1, {1: [9]}))
-    (step,) = stage.of(StepOutput)
-    assert step.sequences[0].position == 2
-
-
-def test_namespaces_do_not_share_a_prefix() -> None:
-    stage = Stage(spec(depth=1, lead=1, max_rows=1))
-    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    for number, namespace in enumerate(["", "salt", "salt"], start=1):
-        asked = request(namespace or "plain", prompt, max_tokens=1)
-        stage.play(msgspec.structs.replace(asked, namespace=namespace, request_id=f"r{number}"))
-        cached = stage.batches[0].stats.num_cached_tokens
-        assert cached == (8 if number == 3 else 0)
-        stage.play(result(number, {1: [50]}))

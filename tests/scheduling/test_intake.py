@@ -17,18 +17,6 @@ def test_new_requests_are_split_over_turns_and_results_are_not_held() -> None:
     assert max(len(turn) for turn in turns) == max_received(0) + len(back)
 
 
-def test_children_count_and_a_large_group_comes_alone() -> None:
-    intake = Intake()
-    events: list[SchedulerEvent] = [request("a", [1], n=128), request("b", [1], n=60)]
-    events += [request("c", [1], n=5), request("d", [1])]
-    assert [intake.next_turn(events), intake.next_turn([]), intake.next_turn([])] == [
-        events[:1],
-        events[1:2],
-        events[2:],
-    ]
-    assert not intake
-
-
 def test_a_cancel_comes_at_once_unless_its_request_is_held() -> None:
     intake = Intake()
     big, small = request("big", [1], n=64), request("small", [1])

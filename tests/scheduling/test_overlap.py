@@ -17,16 +17,6 @@ def test_the_next_step_is_launched_with_a_placeholder_before_the_token_is_known(
     assert array_i32(decode.expects).tolist() == [1]
 
 
-def test_with_depth_one_the_next_step_waits_for_the_token_and_carries_it() -> None:
-    stage = Stage(spec(depth=1, lead=1))
-    stage.play(request("a", [5, 6, 7]))
-    assert len(stage.batches) == 1
-    stage.play(result(1, {1: [42]}))
-    (decode,) = stage.batches
-    assert ids(decode) == [42]
-    assert array_i32(decode.expects).tolist() == [0]
-
-
 def test_trap_1_a_late_result_of_a_finished_request_falls_away_and_frees_nothing_twice() -> None:
     stage = Stage(spec())
     stage.play(request("a", [5, 6, 7], end_ids=(9,)))
@@ -48,14 +38,6 @@ def test_trap_2_middle_chunks_sample_nothing_and_several_are_in_flight() -> None
     assert [ids(batch) for batch in stage.batches] == [[1, 2], [3, 4], [5]]
     assert [array_i32(batch.sample_rows).tolist() for batch in stage.batches] == [[], [], [1]]
     assert [array_i32(batch.next_ids).tolist() for batch in stage.batches] == [[3], [5], [-1]]
-
-
-def test_chunks_count_for_depth_but_not_for_lead() -> None:
-    stage = Stage(spec(depth=3, lead=1, max_batched_tokens=2))
-    stage.play(request("a", [1, 2, 3, 4], max_tokens=4))
-    assert [ids(batch) for batch in stage.batches] == [[1, 2], [3, 4]]  # one sample in flight
-    stage.play(result(1, {}))
-    assert stage.batches == []
 
 
 def test_trap_6_statistics_are_those_of_the_launch() -> None:
@@ -88,16 +70,6 @@ def test_a_launch_waits_for_masks_only_while_another_step_keeps_the_device_busy(
     stage.play(result(1, {2: [30]}))
     (batch,) = stage.batches
     assert rows(batch) == [2]  # the held row is not named
-
-
-def test_a_mask_of_another_position_or_of_a_request_that_left_is_ignored() -> None:
-    stage = Stage(spec())
-    stage.play(request("g", [5, 6], grammar=TOY))
-    stage.play(MaskReady("g", 0, 3, b"\xff" * 16), MaskReady("x", 0, 0, b"\xff" * 16))
-    assert stage.of(Sample) == []
-    stage.play(cancel("g"))
-    stage.play(MaskReady("g", 0, 0, b"\xff" * 16))
-    assert stage.effects == []
 
 
 def test_lead_smaller_than_depth_spreads_rows_over_the_steps_in_flight() -> None:

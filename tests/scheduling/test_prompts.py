@@ -10,7 +10,7 @@ from aserve.messages.output import Retired, StepOutput
 from aserve.messages.requests import AdmitRequest
 from aserve.messages.results import PromptLogprobs, RowEmbedding, StepFailed, StepResult
 from aserve.scheduling.finish import retract
-from tests.scheduling.stage import Stage, cancel, query_lens, request, result, spec
+from tests.scheduling.stage import Stage, query_lens, request, result, spec
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
 
@@ -69,37 +69,6 @@ def test_without_tokens_a_request_ends_when_its_last_chunk_is_back() -> None:
     assert stage.scheduler.is_idle
 
 
-def test_without_tokens_a_request_takes_no_page_beyond_its_prompt() -> None:
-    stage = Stage(spec(num_pages=3))  # of four tokens each, one is padding
-    stage.play(request("a", PROMPT[:8], max_tokens=0))
-    assert stage.scheduler.state.cache.num_used(0) == 2
-
-
-def test_scores_come_chunk_by_chunk_and_a_prefix_hit_skips_none() -> None:
-    stage = Stage(spec(max_batched_tokens=8))
-    stage.play(request("before", PROMPT, max_tokens=0))
-    stage.play(result(1, {}), result(2, {}))
-    stage.play(scored("a", PROMPT))
-    assert [query_lens(batch) for batch in stage.batches] == [
-        [8],
-        [2],
-    ]  # though two pages are cached
-    assert [init.num_prompt_logprobs for init in stage.batches[0].row_inits] == [1]
-    stage.play(scores(3, 1, range(1, 9)))
-    assert [run.position for run in given(stage)] == [1]
-    stage.play(scores(4, 1, range(9, 10)))
-    assert [run.position for run in given(stage)] == [9]
-    assert reasons(stage) == ["length"]
-
-
-def test_a_scored_prompt_feeds_the_cache() -> None:
-    stage = Stage(spec())
-    stage.play(scored("a", PROMPT))
-    stage.play(scores(1, 1, range(1, 10)))
-    stage.play(request("b", PROMPT))
-    assert stage.batches[0].stats.num_cached_tokens == 8
-
-
 def test_a_prompt_is_scored_for_its_first_child_alone() -> None:
     stage = Stage(spec())
     stage.play(scored("a", PROMPT, max_tokens=3, n=2))
@@ -137,26 +106,3 @@ def test_who_is_retracted_with_all_of_its_prompt_in_flight_still_ends() -> None:
     assert [output.embedding for output in step.sequences] == [b"12345678"]
     assert reasons(stage) == ["length"]
     assert stage.scheduler.is_idle
-
-
-def test_a_cancelled_prompt_gives_nothing_more_and_leaves_nothing_behind() -> None:
-    stage = Stage(spec(max_batched_tokens=8))
-    stage.play(embedded("a", PROMPT), scored("b", PROMPT[::-1]))
-    stage.play(cancel("a"), cancel("b"))
-    assert reasons(stage) == ["cancelled", "cancelled"]
-    stage.play(scores(1, 1, range(1, 9)), embedding(2, 1))
-    assert stage.effects == []
-    assert stage.scheduler.is_idle
-    assert stage.scheduler.state.cache.num_used(0) == 0
-
-
-def test_an_embedding_needs_only_the_last_token_of_a_cached_prompt() -> None:
-    stage = Stage(spec())
-    stage.play(embedded("a", PROMPT[:9]))
-    stage.play(embedding(1, 1))
-    stage.play(embedded("b", PROMPT[:9]))
-    (batch,) = stage.batches
-    assert query_lens(batch) == [1]
-    assert [init.embeds for init in batch.row_inits] == [True]
-    stage.play(embedding(2, 1))
-    assert reasons(stage) == ["length"]

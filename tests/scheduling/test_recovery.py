@@ -23,14 +23,6 @@ def test_a_failed_step_is_resynchronised_and_its_rows_are_told_to_the_device_ane
     assert array_i32(batch.page_writes[0].columns).tolist() == [0]
 
 
-def test_failures_of_steps_before_the_resync_are_old_news() -> None:
-    stage = Stage(spec())
-    stage.play(request("a", [5, 6, 7]))
-    stage.play(failed(1))
-    stage.play(failed(2))
-    assert stage.effects == []
-
-
 def test_halves_run_alone_until_the_guilty_row_is_found() -> None:
     stage = Stage(spec(depth=1, lead=1))
     stage.play(

@@ -35,12 +35,6 @@ def test_prompts_beside_decodes_are_bounded_until_they_are_done() -> None:
     assert seen == [[1, 5], [1, 5], [1, 2], [1, 1]]
 
 
-def test_prompts_alone_fill_the_step() -> None:
-    stage = Stage(bounded(max_mixed_prefill_tokens=5))
-    stage.play(request("a", [1] * 30), request("b", [2] * 40))
-    assert [query_lens(batch) for batch in stage.batches] == [[30, 34]]
-
-
 def test_without_a_bound_prompts_take_what_decodes_leave() -> None:
     stage = decoding(bounded(max_mixed_prefill_tokens=None))
     stage.play(request("b", [4] * 80))
@@ -55,10 +49,3 @@ def test_where_more_rows_begin_than_go_on_more_prompt_tokens_join() -> None:
     assert [query_lens(batch) for batch in stage.batches] == [[1, 8, 7]]
     stage.play(result(3, {1: [9], 2: [9]}))
     assert [query_lens(batch) for batch in stage.batches] == [[1, 1, 1, 5]]
-
-
-def test_where_few_decode_prompts_are_still_bounded() -> None:
-    stage = decoding(bounded(max_mixed_prefill_tokens=1, max_rows=12))
-    stage.play(*(request(name, [ord(name)] * 8) for name in "bcdefghijkl"))
-    stage.play(result(2, {1: [9]}))
-    assert [query_lens(batch) for batch in stage.batches] == [[1, 8]]

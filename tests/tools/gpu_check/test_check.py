@@ -13,7 +13,7 @@ from aserve.errors import ConfigError
 from tools.gpu_check.check import Check
 from tools.gpu_check.options import GpuCheckOptions
 from tools.gpu_check.parts import Part
-from tools.gpu_check.records import Record, Records
+from tools.gpu_check.records import Figures, Record, Records
 
 MODULE = "tests.tools.gpu_check.sample_part"
 LIMIT_S = 60.0
@@ -34,15 +34,6 @@ def stored(out: Path, name: str, **fields: Any) -> Record:
     record = msgspec.structs.replace(record, **fields)
     Records(out).write(record)
     return record
-
-
-@pytest.mark.slow
-def test_a_part_is_run_and_its_figures_are_in_its_file(tmp_path: Path) -> None:
-    found = check(tmp_path, {"one": part("some words")})
-    assert found["one"].status == "done"
-    assert found["one"].figures == {"value": 2.5, "said": "some words"}
-    assert found["one"].host is not None
-    assert Records(tmp_path).read() == found
 
 
 def test_what_is_there_is_not_run_again(tmp_path: Path) -> None:
@@ -69,35 +60,30 @@ def test_again_runs_what_it_names(tmp_path: Path, again: str, rerun: set[str]) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("argument", "limit_s", "status", "reason"),
+    ("argument", "limit_s", "status", "reason", "figures"),
     [
-        ("raises", LIMIT_S, "failed", "ValueError: what went wrong"),
-        ("dies", LIMIT_S, "killed", "SIGKILL"),
-        ("hangs", 10.0, "killed", "had not ended after 10 s"),
-        ("leaves", LIMIT_S, "failed", "without a result"),
+        ("fine", LIMIT_S, "done", "", {"value": 2.5, "said": "fine"}),
+        ("raises", LIMIT_S, "failed", "ValueError: what went wrong", {"kept": 1}),
+        ("dies", LIMIT_S, "killed", "SIGKILL", {"kept": 1}),
+        ("hangs", 10.0, "killed", "had not ended after 10 s", {"kept": 1}),
+        ("leaves", LIMIT_S, "failed", "without a result", {"kept": 1}),
+        ("cannot", LIMIT_S, "not run", "no such device", {}),
     ],
 )
-def test_a_part_that_ends_badly_leaves_its_reason_and_what_it_had(
-    tmp_path: Path, argument: str, limit_s: float, status: str, reason: str
+def test_a_part_leaves_its_figures_and_how_it_ended(
+    tmp_path: Path, argument: str, limit_s: float, status: str, reason: str, figures: Figures
 ) -> None:
     found = check(tmp_path, {"one": part(argument, limit_s=limit_s)})["one"]
-    assert found.status == status
+    assert (found.status, found.figures) == (status, figures)
     assert reason in found.reason
-    assert found.figures == {"kept": 1}
+    assert found.host is not None
     assert Records(tmp_path).read()["one"] == found
 
 
-@pytest.mark.slow
-def test_a_bench_that_cannot_run_here_was_not_run(tmp_path: Path) -> None:
-    found = check(tmp_path, {"one": part("cannot")})["one"]
-    assert (found.status, found.reason, found.figures) == ("not run", "no such device", {})
-
-
-@pytest.mark.slow
 def test_what_was_interrupted_is_begun_once_more_and_then_given_up(tmp_path: Path) -> None:
     stored(tmp_path, "one", status="running", attempt=1)
-    found = check(tmp_path, {"one": part()})["one"]
-    assert (found.status, found.attempt) == ("done", 2)
+    lacking = dataclasses.replace(part(), needs=("no_such_package",))
+    assert check(tmp_path, {"one": lacking})["one"].attempt == 2
     stored(tmp_path, "one", status="running", attempt=2)
     found = check(tmp_path, {"one": part()})["one"]
     assert found.status == "killed"
@@ -123,15 +109,16 @@ def test_what_cannot_run_says_why_and_may_run_later(
     assert not found.is_final
 
 
-def test_results_of_another_device_are_not_overwritten(tmp_path: Path) -> None:
+def test_what_a_user_can_mend_is_one_line(tmp_path: Path) -> None:
+    parts = {"one": part(), "two": part()}
+    with pytest.raises(ConfigError, match="--parts onne: no part; there are one, two"):
+        check(tmp_path, parts, parts="onne")
     stored(tmp_path, "one", device="cuda", shape="full")
     with pytest.raises(ConfigError, match="results of --device cuda --shape full"):
-        check(tmp_path, {"one": part()})
-
-
-def test_an_unknown_part_is_named_with_those_that_there_are(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--parts onne: no part; there are one, two"):
-        check(tmp_path, {"one": part(), "two": part()}, parts="onne")
+        check(tmp_path, parts)
+    (tmp_path / "parts" / "one.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"one\.json: no record of gpu-check"):
+        check(tmp_path, parts)
 
 
 def test_the_merged_file_alone_is_enough_to_go_on(tmp_path: Path) -> None:
@@ -143,10 +130,3 @@ def test_the_merged_file_alone_is_enough_to_go_on(tmp_path: Path) -> None:
     assert Records(tmp_path).read() == old
     newer = stored(tmp_path, "two", status="failed")
     assert check(tmp_path, {name: part() for name in old}) == old | {"two": newer}
-
-
-def test_a_broken_record_is_one_line(tmp_path: Path) -> None:
-    stored(tmp_path, "one")
-    (tmp_path / "parts" / "one.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"one\.json: no record of gpu-check"):
-        check(tmp_path, {"one": part()})

@@ -27,14 +27,6 @@ def test_the_large_shapes_have_the_parameters_of_their_names() -> None:
     assert large.body_weights + large.norm_weights + 2 * large.head_weights == 8_190_735_360
 
 
-def test_a_prefill_counts_products_the_head_once_and_the_pairs_that_attention_sees() -> None:
-    shape = ModelShape("one", 8, 1, 2, 1, 4, 16, 32, is_tied=True)
-    layer = 8 * (2 * 4 + 4 + 4 + 2 * 4) + 3 * 8 * 16
-    pairs = 1 + 2 + 3
-    attention = 2 * 2 * 4 * pairs * 2  # two products of 4 per pair, for 2 heads
-    assert shape.prefill_flops(3) == 2 * 3 * layer + 2 * 8 * 32 + attention
-
-
 def test_the_published_load_has_the_published_number_of_tokens() -> None:
     load = draw_load(256, shortest=100, longest=1024, vocab=QWEN3_SMALL.vocab)
     assert sum(num_new for _, num_new in load) == 133_966

@@ -4,7 +4,6 @@ import re
 from functools import partial
 
 import pytest
-from tokenizers import Tokenizer
 
 from aserve.tiny import MODEL_DIR
 from tools.train_tiny.cases import Suite, all_suites, is_story_of_two, is_weather_call
@@ -68,19 +67,6 @@ def test_the_examples_of_the_readme_are_answered(network: Llama, question: str, 
     assert ids[-1] == EOT
 
 
-def test_the_required_numbers_are_those_of_the_suites() -> None:
-    assert {suite.name: suite.required for suite in SUITES} == REQUIRED
-
-
-def test_a_recall_prompt_gives_four_values_and_then_so_many_tokens_of_stories() -> None:
-    suite = SUITES[2]
-    text = TOKENIZER.decode(suite.cases[0].prompt)
-    assert "fox=3729\n" in text
-    assert text.endswith("\nfox=")
-    assert suite.cases[0].expected == "3729"
-    assert all(630 < len(case.prompt) < 660 for case in suite.cases)
-
-
 def test_every_case_is_held_out_and_none_is_asked_twice() -> None:
     by_name = {suite.name: [TOKENIZER.decode(c.prompt) for c in suite.cases] for suite in SUITES}
     assert all(len(set(prompts)) == len(prompts) for prompts in by_name.values())
@@ -104,9 +90,3 @@ def test_answers_are_judged_by_their_content() -> None:
     assert is_story_of_two("Mia met Tom. Tom and Mia were friends.", "Mia")
     assert not is_story_of_two("Mia met Mia. They were friends.", "Mia")
     assert not is_story_of_two("Mia met Tom. Tom and Ben were friends.", "Mia")
-
-
-def test_an_answer_ends_before_its_stop() -> None:
-    tokenizer: Tokenizer = TOKENIZER
-    ids = [*tokenizer.encode("42", add_special_tokens=False).ids, EOT, 100, 101]
-    assert answer_text(ids, tokenizer) == "42"
