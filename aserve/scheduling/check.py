@@ -1,7 +1,5 @@
-"""What must hold after every step, as assertions with a story: run with debug checks, on in all
-tests.
-
-Reads the board, changes nothing.
+"""Asserts the scheduler's invariants, and tells the story of the sequence that breaks one. It runs
+after every turn with debug checks, which all tests turn on.
 """
 
 from __future__ import annotations
@@ -15,7 +13,9 @@ from aserve.scheduling.state import SchedulerState
 
 
 def check(state: SchedulerState) -> None:
-    """Every row and page has one owner; clocks agree; nobody is in two places."""
+    """Raises a BugError unless each row and page has one owner, lengths agree with the flights, and
+    no sequence is in two places.
+    """
     _check_rows(state)
     state.cache.check(
         sequence.allocation for sequence in state.running.values() if sequence.allocation

@@ -1,8 +1,46 @@
-"""The scheduler as a value machine: events in, effects out, nothing else. The same events give the
-same effects.
+"""The scheduler: a state machine that takes events and returns effects.
 
-Knows no clock, no asyncio, no torch. This file is the table of contents: what an event means stands
-in the module that its branch calls.
+How it works:
+
+- `Scheduler.step` is one turn. Events are what came since the last one: new requests, cancels,
+  results of steps, token masks, failures. Effects are what must happen now: launches, outputs for
+  the detokenizer, the last message of a sequence. The scheduler does nothing else. It reads no
+  clock, waits for nothing and never sees a tensor, so the same events give the same effects, and a
+  recorded run can be replayed (`actors/replay.py`).
+
+- A request becomes one sequence per alternative (`n`). A sequence waits in the queue; it runs, with
+  a row and KV pages, from its admission until it ends; or it is retracted, gives back row and
+  pages, lingers until nothing of it is in flight, and waits again. `request.MOVES` is the whole
+  machine.
+
+- A turn has two halves. First the events are handled, each by the module that its kind names below.
+  Then steps are launched as long as fewer than `depth` are in flight: `select` chooses the rows and
+  how many tokens each of them computes, and `launch` turns that into one `ScheduleBatch`. Prefill,
+  chunk, decode and verify window are the same thing with different numbers of tokens.
+
+- Steps overlap. A step is launched before the tokens of the step before it are known. Its batch
+  names such a token by its row (as -row), and the device puts it in. The scheduler therefore counts
+  every sequence twice: what has come back (`committed_len`), and what will have come back once all
+  flights have landed (`scheduled_len`). A row may sample in at most `lead` steps ahead. With
+  `depth` = `lead` = 1 every result is awaited; (2, 2) hides the host behind the device; `depth` >
+  `lead` is a pipeline, whose rows are spread over the steps in flight.
+
+- A row that ends by a stop id was launched once too often. That result is ignored, because its
+  flight was dropped. Its row and pages can be given to the next sequence at once: whatever writes
+  them is launched later, on the same stream.
+
+- A row with a grammar is launched without its mask and then held: the step computes its logits, and
+  a `Sample` effect follows as soon as the mask is there. A row is never launched again before that.
+
+- Pages never run out in the middle of a step. A sequence is admitted only if its whole prefill and
+  one more step of every running row fit, and rows are retracted before a launch that would need
+  more.
+
+- A turn is bounded (`turn.py`): what is left over is done in the next one, which `has_more` asks
+  for.
+
+Invariants: each row and each page has one owner, each sequence ends with exactly one `Retired`, and
+neither `depth` nor `lead` is exceeded. `check.py` asserts them after every turn of the tests.
 """
 
 from __future__ import annotations

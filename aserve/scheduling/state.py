@@ -1,8 +1,5 @@
-"""The scheduler's whole state, as data: who waits, who runs, what is in flight, what is to be
-retried.
-
-Knows no rules: admit, decode, launch, commit, leave and recover hold those, and each field names
-its writers.
+"""The scheduler's whole state as data: the sequences that wait and run, the steps in flight, and
+the groups of rows to try again. The comment at each field names the modules that write it.
 """
 
 from __future__ import annotations
@@ -59,31 +56,31 @@ class SchedulerState:
         self.cache = KvCache(spec.groups, page_size=spec.page_size, prefix_cache=spec.prefix_cache)
         self.rows = RowPool(spec.max_rows)
         self.effects: list[SchedulerEffect] = []  # of the current call of SchedulerState.step
-        self.waiting = WaitingQueue()  # admit, leave
-        # Sequences with slow masks for which there is no row: grammar_rows, admit
+        self.waiting = WaitingQueue()  # admit, finish, followers
+        # sequences with slow masks for which there is no row: grammar_rows, admit
         self.slow_waiting = WaitingQueue()
         self.looks_left = 0  # waiting sequences that this turn may still look at: scheduler, admit
-        self.clients = Clients()  # admit, commit, leave
+        self.clients = Clients()  # admit, commit, finish
         # by the key of the page that a running row commits next; followers of such rows wait
         # outside the queue: followers
         self.leaders: dict[bytes, Sequence] = {}
         self.num_followers = 0
-        self.running: dict[int, Sequence] = {}  # by row, in order of admission: admit, leave
+        self.running: dict[int, Sequence] = {}  # by row, in order of admission: admit, finish
         self.masked: dict[int, Sequence] = {}  # those of `running` with a host-side sampler
-        # living children by request id: admit, leave
+        # living children by request id: admit, finish
         self.groups: dict[str, dict[int, Sequence]] = {}
-        self.steps: dict[int, Step] = {}  # launched, not back: launch, commit, recover
-        # by (iteration, row), Sample given, not back: held, commit
+        self.steps: dict[int, Step] = {}  # launched, not back: batch, commit, recover
+        # by (iteration, row), Sample given, not back: grammar_rows, commit, recover
         self.samples: dict[tuple[int, int], Flight] = {}
         # rows whose last token is known, with the token id that ended each: commit, finish
         self.ended: deque[tuple[Sequence, int | None]] = deque()
-        # after a failed step: groups to try alone: recover, decode
+        # after a failed step: groups to try alone: recover, select
         self.retries: list[list[Sequence]] = []
-        self.retry_iteration = 0  # the step that tries such a group: decode
-        self.resync_at = 1  # failures of steps before this one are old news: recover
-        self.next_iteration = 1  # launch
+        self.retry_iteration = 0  # the step that tries such a group: select
+        self.resync_at = 1  # failures of steps before this one were acted on: recover
+        self.next_iteration = 1  # batch
         self.arrivals = 0  # admit
-        self.num_retracted = 0  # leave
+        self.num_retracted = 0  # finish
         # how far ahead pages are kept free, in steps until it is forgotten: forecast
         self.caution = 0
 
