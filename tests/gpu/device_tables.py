@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from aserve.gpu.kv.layer_groups import group_layers
+from aserve.gpu.kv.layer_groups import LayerSpec, group_layers
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.sampling.params import RowTables
 from aserve.gpu.sampling.plan import RowParams
@@ -32,16 +32,30 @@ PAGE_SIZE = 4
 FIELDS = (RelayField(SEQ_LEN, (), torch.int64), RelayField(DRAFTS, (2,), torch.int64))
 
 
+def make_pools(
+    layers: tuple[LayerSpec, ...],
+    num_pages: int,
+    *,
+    table_shape: tuple[int, int],
+    page_size: int = PAGE_SIZE,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device = CPU,
+) -> KvPools:
+    """Each layer group has `num_pages` pages."""
+    groups = group_layers(layers)
+    return KvPools(
+        groups,
+        tuple(GroupSpec(group.name, num_pages, group.window) for group in groups),
+        page_size=page_size,
+        table_shape=table_shape,
+        dtype=dtype,
+        device=device,
+    )
+
+
 def make_tables(*, num_pages: int = 20) -> DeviceState:
     """One layer group, with the relay fields of a mode that verifies two drafts."""
-    pools = KvPools(
-        group_layers(HashModel().layers),
-        (GroupSpec("full", num_pages),),
-        page_size=PAGE_SIZE,
-        table_shape=(MAX_ROWS + 1, num_pages),
-        dtype=torch.float64,
-        device=CPU,
-    )
+    pools = make_pools(HashModel().layers, num_pages, table_shape=(MAX_ROWS + 1, num_pages))
     tables = RowTables(max_rows=MAX_ROWS, device=CPU)
     return DeviceState(pools, tables, FutureMap(FIELDS, max_rows=MAX_ROWS, device=CPU))
 
@@ -67,14 +81,7 @@ def bring(batch: ScheduleBatch, state: DeviceState, by: Resolve = resolve) -> De
 
 def paged() -> KvPools:
     """Two groups, the second with a window of 6; row r has the pages 3 r and 3 r + 1 of each."""
-    made = KvPools(
-        group_layers(HashModel(window=6).layers),
-        (GroupSpec("full", 20), GroupSpec("window-6", 20, 6)),
-        page_size=PAGE_SIZE,
-        table_shape=(MAX_ROWS, 4),
-        dtype=torch.float64,
-        device=CPU,
-    )
+    made = make_pools(HashModel(window=6).layers, 20, table_shape=(MAX_ROWS, 4))
     for table in made.page_tables:
         table[1:, 0] = torch.arange(3, 18, 3)
         table[1:, 1] = torch.arange(4, 19, 3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,8 +15,7 @@ from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec, group_layers
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.step.forward_batch import DeviceBatch, ForwardBatch
-from aserve.messages.executor import GroupSpec
-from tests.gpu.device_tables import CPU, device_batch
+from tests.gpu.device_tables import device_batch, make_pools
 
 MAX_LEN = 400
 
@@ -53,16 +52,12 @@ class Layout:
     def pools(self, num_rows: int) -> KvPools:
         """Pools whose slots are NaN, except page 0."""
         num_columns = MAX_LEN // self.page_size + 1
-        num_pages = num_columns * num_rows + 2
-        groups = group_layers((self.layer,))
-        specs = tuple(GroupSpec(group.name, num_pages, group.window) for group in groups)
-        pools = KvPools(
-            groups,
-            specs,
-            page_size=self.page_size,
+        pools = make_pools(
+            (self.layer,),
+            num_columns * num_rows + 2,
             table_shape=(num_rows + 1, num_columns),
+            page_size=self.page_size,
             dtype=self.kv_dtype or self.dtype,
-            device=CPU,
         )
         kv = pools.layers[self.layer.index]
         for tensor in (kv.keys, kv.values):
@@ -152,7 +147,7 @@ def assert_attends(
 ) -> None:
     """Compares the built backend with the reference."""
     query_lens, kv_lens = SHAPES[shape]
-    batch = device_batch(query_lens, kv_lens)
+    batch = replace(device_batch(query_lens, kv_lens), is_exact=True)
     pools = layout.pools(len(query_lens))
     fill(pools, layout, batch)
     if not whole_pages:

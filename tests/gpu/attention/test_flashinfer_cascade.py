@@ -10,21 +10,19 @@ import pytest
 import torch
 
 from aserve.gpu.attention.base import AttentionBackend, AttentionSite, Capabilities
-from aserve.gpu.attention.flashinfer import cascade, wrappers
+from aserve.gpu.attention.flashinfer import cascade
 from aserve.gpu.attention.flashinfer.backend import FlashInfer
 from aserve.gpu.attention.flashinfer.cascade import MIN_SAVED_BYTES, is_worthwhile
 from aserve.gpu.attention.reference import TorchReference
 from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec, group_layers
-from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.step.forward_batch import ForwardBatch
-from aserve.messages.executor import GroupSpec
 from tests.fakes.flashinfer import LISTED_IN_TORCH, FakeFlashInfer
 from tests.fakes.graph_device import GraphDevice
 from tests.fakes.hash_model import HashModel
 from tests.gpu.attention.backend_parity import HEAD_DIM, HEADS, layer
 from tests.gpu.attention.test_flashinfer import register
-from tests.gpu.device_tables import CPU, device_batch
+from tests.gpu.device_tables import device_batch, make_pools
 from tests.gpu.drive import make_executor, request, serve
 from tests.gpu.plain_engine import plain_outputs
 
@@ -39,8 +37,7 @@ STEPS = {
 
 
 @pytest.fixture(autouse=True)
-def _always_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wrappers, "FLOAT_BYTES", 16)
+def _always_pays(monkeypatch: pytest.MonkeyPatch, small_workspace: None) -> None:
     monkeypatch.setattr(cascade, "MIN_SAVED_BYTES", 1)
 
 
@@ -48,15 +45,8 @@ def make_site(
     layers: tuple[LayerSpec, ...], page_size: int, *, dtype: torch.dtype = torch.float64
 ) -> AttentionSite:
     """Four rows with scattered pages, which share the pages of row 1 for the first 32 tokens."""
-    groups = group_layers(layers)
-    pools = KvPools(
-        groups,
-        tuple(GroupSpec(group.name, 4 * COLUMNS + 1, group.window) for group in groups),
-        page_size=page_size,
-        table_shape=(5, COLUMNS),
-        dtype=dtype,
-        device=CPU,
-    )
+    shape = (5, COLUMNS)
+    pools = make_pools(layers, 4 * COLUMNS + 1, table_shape=shape, page_size=page_size, dtype=dtype)
     generator = torch.Generator().manual_seed(0)
     for kv in pools.layers.values():
         for pool in (kv.keys, kv.values):
@@ -64,7 +54,7 @@ def make_site(
     for table in pools.page_tables:
         table[1:] = 1 + torch.randperm(4 * COLUMNS, generator=generator).view(4, COLUMNS)
         table[2:, : SHARED_LEN // page_size] = table[1, : SHARED_LEN // page_size]
-    return AttentionSite(pools, groups, torch.float64, CpuDevice())
+    return AttentionSite(pools, group_layers(layers), torch.float64, CpuDevice())
 
 
 def forward(site: AttentionSite, query_lens: list[int], kv_lens: list[int]) -> ForwardBatch:
@@ -89,15 +79,13 @@ def assert_parity(
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("page_size", "softcap"), [(1, None), (16, 2.0)])
 def test_two_levels_equal_the_reference_beside_layers_with_a_window(
     page_size: int, softcap: float | None, heads: tuple[int, int], step: str
 ) -> None:
-    windows = (None, 6, None)
     layers = tuple(
         msgspec.structs.replace(layer(heads=heads, window=window, softcap=softcap), index=i)
-        for i, window in enumerate(windows)
+        for i, window in enumerate((None, 6, None))
     )
     site = make_site(layers, page_size)
     package = FakeFlashInfer()
@@ -121,9 +109,14 @@ def test_plans_in_flight_keep_their_arrays_while_others_are_made() -> None:
     assert_parity(backend, site, batch, plan)
 
 
-def test_kv_in_eight_bits_is_read_as_without_sharing() -> None:
+@pytest.mark.parametrize(
+    ("window", "dtype"), [(None, torch.float8_e4m3fn), (6, torch.float64)], ids=str
+)
+def test_kv_in_eight_bits_and_layers_with_windows_alone_are_read_as_without_sharing(
+    window: int | None, dtype: torch.dtype
+) -> None:
     """KV in fp8 has scales, which cascade attention does not pass."""
-    site = make_site((layer(),), 16, dtype=torch.float8_e4m3fn)
+    site = make_site((layer(window=window),), 16, dtype=dtype)
     package = FakeFlashInfer()
     backend = FlashInfer(package, site)
     assert not backend.static_plans.is_better_eager(4, 2)
@@ -132,22 +125,15 @@ def test_kv_in_eight_bits_is_read_as_without_sharing() -> None:
     assert len(package.plans) == 1
 
 
-def test_layers_with_windows_alone_have_nothing_to_share() -> None:
-    site = make_site((layer(window=6),), 16)
-    assert not FlashInfer(FakeFlashInfer(), site).static_plans.is_better_eager(4, 2)
-
-
 def test_it_is_worthwhile_from_a_minimum_of_saved_kv_bytes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cascade, "MIN_SAVED_BYTES", MIN_SAVED_BYTES)
     per_token = 4096.0  # 8 KV heads of 128 in 16 bits
     assert is_worthwhile(65, 1024, bytes_per_token=per_token)
-    assert not is_worthwhile(64, 1024, bytes_per_token=per_token)
-    assert not is_worthwhile(65, 1023, bytes_per_token=per_token)
+    for num_rows, shared_tokens in ((64, 1024), (65, 1023), (1, 1 << 20), (65, 0)):
+        assert not is_worthwhile(num_rows, shared_tokens, bytes_per_token=per_token)
     assert not is_worthwhile(65, 1024, bytes_per_token=per_token / 2)
-    assert not is_worthwhile(1, 1 << 20, bytes_per_token=per_token)
-    assert not is_worthwhile(65, 0, bytes_per_token=per_token)
 
 
 def test_some_of_the_rows_share_as_much_and_padding_or_a_drafters_forward_nothing() -> None:

@@ -1,4 +1,5 @@
-"""A captured forward is replanned in one call where the package allows it, else by its plan."""
+"""Captured forwards over the fake FlashInfer: replanned in one call where the package allows it, or
+else by their plan."""
 
 from __future__ import annotations
 
@@ -7,29 +8,76 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from aserve.gpu.attention.base import StaticShape
-from aserve.gpu.attention.flashinfer import wrappers
+from aserve.gpu.attention.base import AttentionBackend, StaticShape
+from aserve.gpu.attention.flashinfer.backend import FlashInfer
 from aserve.gpu.attention.flashinfer.plan import find_planner_call
-from tests.fakes.flashinfer import FakeFlashInfer
-from tests.gpu.attention.backend_parity import HEADS, Layout, layer
-from tests.gpu.attention.test_flashinfer import Replays
+from aserve.gpu.attention.reference import TorchReference
+from aserve.gpu.device.base import GraphBreak
+from aserve.gpu.kv.layer_groups import AttentionInputs
+from aserve.gpu.step.forward_batch import ForwardBatch
+from aserve.messages.base import ArrayI32
+from tests.fakes.flashinfer import LISTED_IN_TORCH, FakeFlashInfer
+from tests.gpu.attention.backend_parity import HEAD_DIM, HEADS, Layout, fill, layer, random
+from tests.gpu.attention.test_flashinfer import PLAIN, MarkedDevice, site_of
+from tests.gpu.device_tables import device_batch
+from tools.gpu_check.recorded_graphs import record
+
+pytestmark = pytest.mark.usefixtures("small_workspace")
 
 LENGTHS = ([0, 3, 7, 20], [30, 1], [5], [9, 9, 9, 36])
 
 
-@pytest.fixture(autouse=True)
-def _small_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wrappers, "FLOAT_BYTES", 16)
+class Replays:
+    """A captured forward of one shape and one layer, with fixed buffers."""
 
+    def __init__(self, layout: Layout, shape: StaticShape, package: FakeFlashInfer) -> None:
+        self.layout, self.shape = layout, shape
+        self.pools = layout.pools(shape.num_rows)
+        site = site_of(layout, self.pools)
+        self.backend = FlashInfer(package, site, ops=LISTED_IN_TORCH)
+        self.plan = self.backend.static_plans.make(shape)
+        self.batch = device_batch([shape.width] * shape.num_rows, [0] * shape.num_rows)
+        self.batch.rows.zero_()
+        heads = layout.layer.num_heads + 2 * layout.layer.num_kv_heads
+        num_tokens = shape.num_rows * shape.width
+        self.qkv = torch.zeros((num_tokens, heads, HEAD_DIM), dtype=layout.dtype)
+        self.captured = record(self._body)
 
-def assert_right(replays: Replays) -> None:
-    for kv_lens in LENGTHS:
-        replays.set(kv_lens)
-        torch.testing.assert_close(replays.replay(), replays.expected(), rtol=1e-12, atol=1e-12)
+    def set(self, kv_lens: list[int]) -> None:
+        """Rows 1, 2, ..., then padding; the pages and histories of `fill`."""
+        given = device_batch([self.shape.width] * len(kv_lens), kv_lens)
+        fill(self.pools, self.layout, given)
+        self.batch.rows.zero_()[: len(kv_lens)] = given.rows
+        self.batch.kv_lens.zero_()[: len(kv_lens)] = given.kv_lens
+        self.batch.len_bounds_cpu[:] = self.host_lens()
+        self.qkv.copy_(random(torch.Generator().manual_seed(len(kv_lens)), *self.qkv.shape))
+
+    def host_lens(self) -> ArrayI32:
+        return self.batch.kv_lens.numpy().astype(np.int32) + self.shape.width
+
+    def replay(self) -> Tensor:
+        self.backend.static_plans.refresh(self.plan, self.host_lens())
+        return self.captured.replay(lambda _: None).clone()
+
+    def expected(self) -> Tensor:
+        return self._attend(TorchReference(self.pools), None)
+
+    def assert_right(self) -> None:
+        for kv_lens in LENGTHS:
+            self.set(kv_lens)
+            torch.testing.assert_close(self.replay(), self.expected(), rtol=1e-12, atol=1e-12)
+
+    def _body(self, _graph_break: GraphBreak) -> Tensor:
+        return self._attend(self.backend, self.plan)
+
+    def _attend(self, backend: AttentionBackend, plan: object) -> Tensor:
+        batch = ForwardBatch.init_new(self.batch, self.pools)
+        return backend.bind(batch, plan)(self.layout.layer, AttentionInputs(self.qkv))
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -37,14 +85,52 @@ def assert_right(replays: Replays) -> None:
 def test_a_refresh_is_one_call_of_the_compiled_planner(
     heads: tuple[int, int], window: int | None
 ) -> None:
-    """The planner of wrappers with tensor cores also takes lengths."""
+    """Fewer rows than were captured are padded; nothing but buffers changes between replays. The
+    planner of wrappers with tensor cores also takes lengths."""
     package = FakeFlashInfer()
-    replays = Replays(
-        Layout(layer(heads=heads, window=window), page_size=4), StaticShape(4, 1, 40), package
-    )
+    layout = Layout(layer(heads=heads, window=window), page_size=4)
+    replays = Replays(layout, StaticShape(4, 1, 40), package)
     before = len(package.plans), package.num_plans
-    assert_right(replays)
+    replays.assert_right()
     assert (len(package.plans), package.num_plans) == (before[0], before[1] + len(LENGTHS))
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_captured_rows_may_have_several_queries(window: int | None) -> None:
+    layout = Layout(layer(window=window), page_size=4)
+    Replays(layout, StaticShape(4, 3, 40), FakeFlashInfer()).assert_right()
+
+
+def test_wrappers_of_a_captured_forward_share_what_is_on_the_device_only() -> None:
+    package = FakeFlashInfer()
+    replays = Replays(Layout(layer(), page_size=4), StaticShape(2, 1, 40), package)
+    for _ in range(2):
+        replays.replay()
+    assert len({id(wrapper.planned) for wrapper in package.wrappers}) == 3
+    for name in ("starts", "pages", "last_lens"):
+        assert len({getattr(wrapper.static, name).data_ptr() for wrapper in package.wrappers}) == 1
+    assert len({id(wrapper.int_workspace) for wrapper in package.wrappers}) == 1
+    assert all(len(plan.pages) == 0 for plan in package.plans)  # nothing to copy: it writes them
+
+
+def test_a_refresh_writes_host_memory_again_only_after_its_event() -> None:
+    device = MarkedDevice()
+    backend = FlashInfer(FakeFlashInfer(), site_of(PLAIN, PLAIN.pools(2), device))
+    plan = backend.static_plans.make(StaticShape(2, 1, 40))
+    last = device.num_marks - 1
+    del device.waited[:]
+    waited = []
+    for length in (3, 3, 4):
+        backend.static_plans.refresh(plan, np.array([length, 1], np.int32))
+        waited.append([*device.waited])
+    assert waited == [[], [], [last]]
+
+
+def test_forwards_of_one_shape_share_a_plan() -> None:
+    plans = FlashInfer(FakeFlashInfer(), site_of(PLAIN, PLAIN.pools(1))).static_plans
+    shape, other = StaticShape(2, 1, 40), StaticShape(4, 1, 40)
+    assert plans.make(shape) is plans.make(shape)
+    assert plans.make(other) is not plans.make(shape)
 
 
 class Hidden(FakeFlashInfer):
@@ -79,7 +165,7 @@ def test_another_release_plans_as_it_likes_and_is_said_to_take_longer(
     package = kind()
     replays = Replays(Layout(layer(), page_size=4), StaticShape(4, 1, 40), package)
     before = len(package.plans)
-    assert_right(replays)
+    replays.assert_right()
     assert len(package.plans) == before + len(LENGTHS)
     assert caplog.text.count("cannot be replanned in one call") == 1
 
@@ -140,19 +226,10 @@ def test_what_depends_on_the_numbers_needs_the_whole_plan(more: Callable[[Tensor
     assert module.plan == arrays._plan
 
 
-def test_a_plan_without_a_planner_is_needed_whole() -> None:
+def test_a_plan_that_is_not_one_call_of_a_planner_is_needed_whole() -> None:
     arrays = Arrays()
+    module = arrays.wrapper._cached_module
+    assert arrays.call(lambda: [module.plan(arrays.numbers, more) for more in (1, 2)]) is None
     assert arrays.call(lambda: None) is None
     del arrays.wrapper._cached_module
     assert arrays.call(lambda: None) is None
-
-
-def test_two_different_calls_of_a_planner_are_needed_both() -> None:
-    arrays = Arrays()
-    module = arrays.wrapper._cached_module
-
-    def plan() -> None:
-        module.plan(arrays.numbers, 1)
-        module.plan(arrays.numbers, 2)
-
-    assert arrays.call(plan) is None

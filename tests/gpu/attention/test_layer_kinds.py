@@ -20,25 +20,18 @@ from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.layers.rope import RopeInputs, Rotary, apply_rope
 from aserve.gpu.layers.rope_scaling import DefaultRope
 from aserve.gpu.step.forward_batch import ForwardBatch, ForwardOverrides
-from aserve.messages.executor import GroupSpec
 from tests.gpu.attention.backend_parity import layer, random
-from tests.gpu.device_tables import CPU, device_batch
+from tests.gpu.device_tables import CPU, device_batch, make_pools
 
 PAGE_SIZE = 4
 LEN = 7  # tokens of the one row
+LATENT = LayerSpec(0, num_heads=4, num_kv_heads=1, head_dim=8, scale=0.3, value_dim=6)
+ROTARY = Rotary(DefaultRope(100.0), 8, max_model_len=16, dtype=torch.float64, device=CPU)
 
 
 def pools_of(*layers: LayerSpec, dtype: torch.dtype = torch.float64) -> KvPools:
     """Row 1 has the pages 5, 3, 1 in every group."""
-    groups = group_layers(layers)
-    pools = KvPools(
-        groups,
-        tuple(GroupSpec(group.name, 6, group.window) for group in groups),
-        page_size=PAGE_SIZE,
-        table_shape=(2, 3),
-        dtype=dtype,
-        device=CPU,
-    )
+    pools = make_pools(layers, 6, table_shape=(2, 3), page_size=PAGE_SIZE, dtype=dtype)
     for table in pools.page_tables:
         table[1] = torch.tensor([5, 3, 1])
     for kv in pools.layers.values():
@@ -62,26 +55,24 @@ def causal(num_queries: int, num_keys: int) -> Tensor:
 
 def test_a_layer_with_a_latent_cache_stores_one_vector_as_key_and_value() -> None:
     """As MLA does: the first elements of the key are the value."""
-    spec = LayerSpec(0, num_heads=4, num_kv_heads=1, head_dim=8, scale=0.3, value_dim=6)
-    pools = pools_of(spec)
+    pools = pools_of(LATENT)
     stored_bytes = pools.size_bytes - pools.token_pool.nbytes
     assert stored_bytes == 6 * PAGE_SIZE * 8 * 8  # no second pool for values
-    layout = group_layers((spec,))[0].layout(dtype_bytes=8)
+    layout = group_layers((LATENT,))[0].layout(dtype_bytes=8)
     assert layout.bytes_per_page(PAGE_SIZE) * 6 == pools.size_bytes
     heads = random(torch.Generator().manual_seed(0), LEN, 5, 8)
     backend = TorchReference(pools)
     outputs = []
     for start, stop in ((0, 4), (4, LEN)):  # a chunk, then one behind it
         batch = ForwardBatch.init_new(device_batch([stop - start], [start]), pools)
-        outputs.append(backend.bind(batch, None)(spec, AttentionInputs(heads[start:stop])))
+        outputs.append(backend.bind(batch, None)(LATENT, AttentionInputs(heads[start:stop])))
     q, latents = heads.split((4, 1), dim=1)
     expected = dense(q, latents, latents[..., :6], causal(LEN, LEN), scale=0.3)
     torch.testing.assert_close(torch.cat(outputs), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_clearing_and_moving_latents_touches_each_byte_once() -> None:
-    spec = LayerSpec(0, num_heads=4, num_kv_heads=1, head_dim=8, scale=0.3, value_dim=6)
-    pools = pools_of(spec)
+    pools = pools_of(LATENT)
     keys = pools.layers[0].keys
     keys.copy_(torch.arange(keys.numel(), dtype=keys.dtype).view(keys.shape))
     before = keys.clone()
@@ -99,25 +90,24 @@ def test_a_layer_that_stores_nothing_reads_the_kv_of_another(name: str) -> None:
     groups = group_layers((storing, frozen))
     pools = pools_of(storing, frozen)
     assert groups[0].layout(8).num_layers == 1
-    site = AttentionSite(pools, groups, torch.float64, CpuDevice())
-    backend = BACKENDS[name]().build(site)
+    backend = BACKENDS[name]().build(AttentionSite(pools, groups, torch.float64, CpuDevice()))
     batch = ForwardBatch.init_new(device_batch([LEN], [0]), pools)
     attend = backend.bind(batch, backend.plan(batch))
     generator = torch.Generator().manual_seed(1)
     heads, queries = random(generator, LEN, 8, 8), random(generator, LEN, 4, 8)
-    pools.layers[0].keys.zero_()
-    pools.layers[0].values.zero_()
+    kv = pools.layers[0]
+    kv.keys.zero_()
+    kv.values.zero_()
     attend(storing, AttentionInputs(heads))
-    stored = pools.layers[0].keys.clone(), pools.layers[0].values.clone()
-    rotary = Rotary(DefaultRope(100.0), 8, max_model_len=16, dtype=torch.float64, device=CPU)
-    rope = RopeInputs(rotary.at(batch.rope_positions))
+    stored = kv.keys.clone(), kv.values.clone()
+    rope = RopeInputs(ROTARY.at(batch.rope_positions))
     got = attend(frozen, AttentionInputs(queries, rope))
     _, keys, values = heads.split((4, 2, 2), dim=1)
     q = apply_rope(queries, rope)
     expected = dense(q, keys, values, causal(LEN, LEN), scale=storing.scale)
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
-    assert torch.equal(pools.layers[0].keys, stored[0])
-    assert torch.equal(pools.layers[0].values, stored[1])
+    assert torch.equal(kv.keys, stored[0])
+    assert torch.equal(kv.values, stored[1])
 
 
 @pytest.mark.parametrize("kv_layer", [7, 1, 2])
@@ -130,17 +120,14 @@ def test_the_kv_that_a_layer_reads_must_be_stored_in_its_group(kv_layer: int) ->
 
 
 def seen_by(mask: Mask, window: int | None) -> Tensor:
-    """bool [LEN, LEN], element by element; blocks have 3 positions."""
-    rows = []
-    for q in range(LEN):
-        for k in range(LEN):
-            admitted = {
-                Mask.CAUSAL: k <= q,
-                Mask.BLOCK_CAUSAL: k // 3 <= q // 3,
-                Mask.NONE: True,
-            }[mask]
-            rows.append(admitted and (window is None or abs(q - k) < window))
-    return torch.tensor(rows).view(LEN, LEN)
+    """bool [LEN, LEN]; blocks have 3 positions."""
+    q, k = torch.arange(LEN)[:, None], torch.arange(LEN)
+    admitted = {
+        Mask.CAUSAL: k <= q,
+        Mask.BLOCK_CAUSAL: k // 3 <= q // 3,
+        Mask.NONE: k >= 0,
+    }[mask]
+    return admitted & ((q - k).abs() < (window or LEN))
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -173,9 +160,8 @@ def test_a_backend_is_refused_for_layers_that_it_lacks(
     name: str, changes: dict[str, object], message: str
 ) -> None:
     spec = msgspec.structs.replace(layer(), **changes)
-    site = AttentionSite(
-        pools_of(spec, dtype=torch.float32), group_layers((spec,)), torch.float32, CpuDevice()
-    )
+    pools = pools_of(spec, dtype=torch.float32)
+    site = AttentionSite(pools, group_layers((spec,)), torch.float32, CpuDevice())
     with pytest.raises(ConfigError, match=message):
         build_attention(name, site, order=())
     chosen = build_attention("auto", site, order=(name, "torch-ref"))
@@ -189,36 +175,27 @@ PATH = [0, 2, 4]  # the accepted one
 PREFIX = 6
 
 
-def tree_mask() -> Tensor:
-    mask = torch.zeros(5, 5, dtype=torch.bool)
-    for token, ancestors in enumerate(TREE):
-        mask[token, ancestors] = True
-    return mask
+TREE_MASK = torch.tensor([[token in ancestors for token in range(5)] for ancestors in TREE])
 
 
 def test_a_draft_tree_is_verified_in_one_forward_and_its_accepted_path_compacted() -> None:
     """Each path of the tree gets what it gets as a sequence of its own. After compaction, the next
     token reads the accepted path as if the rejected tokens had never been."""
-    windowed = msgspec.structs.replace(layer(window=9), index=1)
-    specs = (layer(), windowed)
+    specs = (layer(), msgspec.structs.replace(layer(window=9), index=1))
     generator = torch.Generator().manual_seed(3)
-    prefix = random(generator, PREFIX, 8, 8)
-    drafts = random(generator, 5, 8, 8)
-    after = random(generator, 1, 8, 8)
-    rotary = Rotary(DefaultRope(100.0), 8, max_model_len=16, dtype=torch.float64, device=CPU)
+    prefix, drafts, after = (random(generator, num, 8, 8) for num in (PREFIX, 5, 1))
 
     def attend(
         pools: KvPools, heads: Tensor, kv_len: int, overrides: ForwardOverrides
     ) -> list[Tensor]:
-        batch = device_batch([len(heads)], [kv_len])
-        made = ForwardBatch.init_new(batch, pools, overrides)
+        made = ForwardBatch.init_new(device_batch([len(heads)], [kv_len]), pools, overrides)
         pools.token_pool.index_copy_(0, made.slots[0], made.cache_positions.to(torch.int32) + 100)
         run = TorchReference(pools).bind(made, None)
-        inputs = AttentionInputs(heads, RopeInputs(rotary.at(made.rope_positions)))
+        inputs = AttentionInputs(heads, RopeInputs(ROTARY.at(made.rope_positions)))
         return [run(spec, inputs) for spec in specs]
 
     plain = ForwardOverrides()
-    tree = ForwardOverrides(rope_positions=PREFIX + torch.tensor(DEPTHS), tree_mask=tree_mask())
+    tree = ForwardOverrides(rope_positions=PREFIX + torch.tensor(DEPTHS), tree_mask=TREE_MASK)
     pools = pools_of(*specs)
     attend(pools, prefix, 0, plain)
     in_tree = attend(pools, drafts, PREFIX, tree)
@@ -246,7 +223,7 @@ def test_a_draft_tree_is_verified_in_one_forward_and_its_accepted_path_compacted
 
 def test_a_tree_mask_stays_with_its_rows_when_a_batch_is_padded_or_split() -> None:
     pools = pools_of(layer())
-    overrides = ForwardOverrides(tree_mask=tree_mask(), rope_positions=torch.tensor(DEPTHS))
+    overrides = ForwardOverrides(tree_mask=TREE_MASK, rope_positions=torch.tensor(DEPTHS))
     made = ForwardBatch.init_new(device_batch([5], [PREFIX]), pools, overrides)
     run = TorchReference(pools)
     prefix = ForwardBatch.init_new(device_batch([PREFIX], [0]), pools)
@@ -261,7 +238,7 @@ def test_a_tree_mask_stays_with_its_rows_when_a_batch_is_padded_or_split() -> No
     assert torch.equal(got[:5], expected)
     first, rest = padded.split(1)
     assert first.tree_mask is not None
-    assert torch.equal(first.tree_mask, tree_mask())
+    assert torch.equal(first.tree_mask, TREE_MASK)
     assert rest.rope_positions.tolist() == [0, 0]
 
 
@@ -270,7 +247,7 @@ def test_a_backend_without_tree_masks_refuses_them(name: str) -> None:
     pools = pools_of(layer(), dtype=torch.float32)
     site = AttentionSite(pools, group_layers((layer(),)), torch.float32, CpuDevice())
     backend = build_attention(name, site, order=()).backend
-    overrides = ForwardOverrides(tree_mask=tree_mask())
+    overrides = ForwardOverrides(tree_mask=TREE_MASK)
     made = ForwardBatch.init_new(device_batch([5], [0]), pools, overrides)
     with pytest.raises(BugError, match="supports no tree masks"):
         backend.bind(made, backend.plan(made))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from aserve.config import MachineOptions
-from aserve.errors import ConfigError
+from aserve.errors import BugError, ConfigError
 from aserve.gpu.attention import registry
 from aserve.gpu.attention.base import (
     AttentionKind,
@@ -20,10 +22,10 @@ from aserve.gpu.attention.reference import TorchReference
 from aserve.gpu.attention.registry import BACKENDS, build_attention
 from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.kv.layer_groups import group_layers
+from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.option import options_of
-from tests.fakes.hash_model import HashModel
 from tests.gpu.attention.backend_parity import Layout, layer
-from tests.gpu.drive import make_executor
+from tests.gpu.device_tables import device_batch
 
 CPU_ORDER = CpuDevice().attention
 
@@ -34,14 +36,15 @@ def site(**changes: object) -> AttentionSite:
     return AttentionSite(layout.pools(1), group_layers((layout.layer,)), layout.dtype, CpuDevice())
 
 
-def kind(capabilities: Capabilities) -> AttentionKind:
-    return AttentionKind(capabilities, lambda site: TorchReference(site.pools))
+def kind(**capabilities: Any) -> AttentionKind:
+    return AttentionKind(Capabilities(**capabilities), lambda site: TorchReference(site.pools))
 
 
-def register(monkeypatch: pytest.MonkeyPatch, **kinds: AttentionKind) -> None:
-    """Replaces the registered backends."""
-    found = {name: (lambda kind=kind: kind) for name, kind in kinds.items()}
-    monkeypatch.setattr(registry, "BACKENDS", found)
+def failing(error: Exception) -> Callable[..., Any]:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
 
 
 @pytest.mark.parametrize(
@@ -66,97 +69,62 @@ def test_only_deterministic_backends_are_chosen_where_that_is_required() -> None
         build_attention("torch-ref", fixed, order=CPU_ORDER)
 
 
-def test_backends_that_were_passed_over_are_logged_with_the_reason(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    found = build_attention("auto", site(dtype=torch.float64), order=CPU_ORDER)
-    found.warn()
-    assert found.why == "auto, without paged-cpu"
-    assert "paged-cpu does not support dtype float64 (has bfloat16, float32)" in caplog.text
-
-
-def test_the_first_choice_needs_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    found = build_attention("auto", site(), order=CPU_ORDER)
-    found.warn()
-    assert found.why == "auto"
-    assert "because" not in caplog.text
-
-
 @pytest.mark.parametrize(
-    "error",
+    ("load", "reason"),
     [
-        ModuleNotFoundError("No module named 'numba'", name="numba"),
-        AttributeError("module 'cutlass' has no attribute 'torch'"),
+        (lambda: kind(head_dims=frozenset({4})), "does not support head_dim 8 (has 4)"),
+        (failing(ModuleNotFoundError("No module named 'numba'")), "cannot be imported: No module"),
+        (failing(AttributeError("'cutlass' has no attribute 'torch'")), "cannot be imported: 'cut"),
+        (
+            lambda: AttentionKind(Capabilities(), failing(AttentionUnavailable("has no nvcc"))),
+            "has no nvcc",
+        ),
     ],
 )
-def test_a_backend_whose_package_cannot_be_imported_is_passed_over_with_a_warning(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_an_unusable_backend_is_passed_over_with_a_warning_if_there_is_another(
+    load: Callable[[], AttentionKind],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def missing() -> AttentionKind:
-        raise error
-
-    monkeypatch.setattr(registry, "BACKENDS", {**BACKENDS, "paged-cpu": missing})
-    found = build_attention("auto", site(), order=CPU_ORDER)
-    found.warn()
-    assert found.name == "paged-sdpa"
-    assert f"paged-cpu cannot be imported: {error}" in caplog.text
-
-
-def test_a_backend_that_cannot_be_built_is_passed_over_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(site: AttentionSite) -> TorchReference:
-        raise AttentionUnavailable("cannot be compiled: no nvcc")
-
-    register(monkeypatch, fast=AttentionKind(Capabilities(), fail), plain=kind(Capabilities()))
+    monkeypatch.setattr(registry, "BACKENDS", {"fast": load, "plain": kind})
+    first = build_attention("auto", site(), order=("plain", "fast"))
+    first.warn()
+    assert (first.name, first.why, caplog.text) == ("plain", "auto", "")
     found = build_attention("auto", site(), order=("fast", "plain"))
     found.warn()
-    assert found.name == "plain"
-    assert "fast cannot be compiled: no nvcc" in caplog.text
+    assert (found.name, found.why) == ("plain", "auto, without fast")
+    assert f"fast {reason}" in caplog.text
+    with pytest.raises(ConfigError) as caught:
+        build_attention("auto", site(), order=("fast",))
+    assert f"fast {reason}" in caught.value.message
 
 
 @pytest.mark.parametrize(
     ("capabilities", "changes", "words"),
     [
-        (Capabilities(devices=frozenset({"cuda"})), {}, "device cpu (has cuda)"),
-        (Capabilities(dtypes=frozenset({torch.float16})), {}, "dtype float32 (has float16)"),
-        (Capabilities(head_dims=frozenset({64, 128})), {}, "head_dim 8 (has 64, 128)"),
-        (Capabilities(page_sizes=frozenset({1})), {}, "page size 16 (has 1)"),
-        (Capabilities(windows=False), {"layer": layer(window=4)}, "sliding windows"),
-        (Capabilities(softcaps=False), {"layer": layer(softcap=4.0)}, "soft caps"),
+        ({"devices": frozenset({"cuda"})}, {}, "device cpu (has cuda)"),
+        ({"dtypes": frozenset({torch.float16})}, {}, "dtype float32 (has float16)"),
+        ({}, {"kv_dtype": torch.float16}, "KV of float16 (has float32)"),
+        ({"head_dims": frozenset({64, 128})}, {}, "head_dim 8 (has 64, 128)"),
+        ({"page_sizes": frozenset({1})}, {}, "page size 16 (has 1)"),
+        ({"windows": False}, {"layer": layer(window=4)}, "sliding windows"),
+        ({"softcaps": False}, {"layer": layer(softcap=4.0)}, "soft caps"),
     ],
 )
 def test_a_named_backend_that_is_unusable_is_refused_with_value_and_limit(
     monkeypatch: pytest.MonkeyPatch,
-    capabilities: Capabilities,
+    capabilities: dict[str, Any],
     changes: dict[str, object],
     words: str,
 ) -> None:
-    register(monkeypatch, narrow=kind(capabilities), wide=kind(Capabilities()))
+    wide = kind(kv_dtypes=frozenset({torch.float16}))
+    kinds = {"narrow": lambda: kind(**capabilities), "wide": lambda: wide}
+    monkeypatch.setattr(registry, "BACKENDS", kinds)
     with pytest.raises(ConfigError) as caught:
         build_attention("narrow", site(**changes), order=("narrow", "wide"))
     assert f"narrow does not support {words}. Use one of: auto, wide" in caught.value.message
     assert caught.value.param == "attention_backend"
-
-
-def test_kv_of_another_dtype_needs_a_backend_that_declares_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    half = dataclasses.replace(site(dtype=torch.float16), dtype=torch.float32)
-    able = Capabilities(kv_dtypes=frozenset({torch.float16}))
-    register(monkeypatch, own=kind(Capabilities()), casts=kind(able))
-    assert build_attention("casts", half, order=()).name == "casts"
-    with pytest.raises(ConfigError, match=r"own does not support KV of float16 \(has float32\)"):
-        build_attention("own", half, order=())
-
-
-def test_if_no_backend_is_usable_the_error_names_all_reasons(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    small = Capabilities(head_dims=frozenset({4}))
-    register(monkeypatch, first=kind(small), second=kind(small))
-    with pytest.raises(ConfigError, match=r"no .* first .* head_dim 8 .*; second .* Leave out"):
-        build_attention("auto", site(), order=("first", "second"))
 
 
 def test_an_unknown_name_is_refused_with_those_that_are_known() -> None:
@@ -169,7 +137,9 @@ def test_the_option_offers_what_is_registered() -> None:
     assert options["attention_backend"].limits.choices == ("auto", *BACKENDS)
 
 
-def test_the_engine_says_which_backend_it_took_and_why() -> None:
-    model = HashModel()
-    assert "attention torch-ref (as asked)" in make_executor(model, attention="torch-ref").about
-    assert "attention paged-sdpa (auto, without paged-cpu)" in make_executor(model).about
+@pytest.mark.parametrize("name", ["paged-cpu", "paged-sdpa", "triton"])
+def test_a_plan_of_another_backend_is_refused(name: str) -> None:
+    made = site()
+    batch = ForwardBatch.init_new(device_batch([1], [0]), made.pools)
+    with pytest.raises(BugError, match="plan of another backend"):
+        BACKENDS[name]().build(made).bind(batch, None)

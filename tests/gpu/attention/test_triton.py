@@ -1,4 +1,5 @@
-"""The Triton backend in the interpreter against the reference, on all shapes of a step."""
+"""The Triton backend in the interpreter against the reference, on every kind of step. Its kernels
+have tests of their own, for all lengths."""
 
 from __future__ import annotations
 
@@ -6,11 +7,9 @@ import msgspec
 import pytest
 import torch
 
-from aserve.errors import BugError
 from aserve.gpu.kv.layer_groups import AttentionInputs
 from aserve.gpu.step.forward_batch import ForwardBatch
 from tests.gpu.attention.backend_parity import (
-    SHAPES,
     Layout,
     assert_parity,
     attended,
@@ -20,63 +19,50 @@ from tests.gpu.attention.backend_parity import (
 )
 from tests.gpu.device_tables import device_batch
 
+PLAIN = Layout(layer(), dtype=torch.float32)
+SCALED = msgspec.structs.replace(layer(window=40), kv_scales=(0.5, 2.0))
+LAYOUTS = {
+    "a cap": Layout(layer(heads=(6, 1), softcap=2.0), 1, torch.float32),
+    "a window of one": Layout(layer(heads=(6, 1), window=1), 24, torch.float32),
+    "a window of a page and a cap": Layout(layer(window=16, softcap=2.0), 24, torch.float32),
+    "a window of several tiles": Layout(layer(heads=(6, 1), window=290), 1, torch.float32),
+    "bfloat16": Layout(layer(), dtype=torch.bfloat16),
+    "KV in bfloat16": Layout(SCALED, dtype=torch.float32, kv_dtype=torch.bfloat16),
+    "KV in eight bits": Layout(SCALED, dtype=torch.float32, kv_dtype=torch.float8_e4m3fn),
+}
 
-@pytest.mark.parametrize("shape", SHAPES)
+
+@pytest.mark.parametrize("shape", ["no row", "one decode", "chunk", "verify windows", "mixed"])
 def test_every_shape_equals_the_reference(shape: str) -> None:
-    assert_parity("triton", Layout(layer(), dtype=torch.float32), shape)
+    assert_parity("triton", PLAIN, shape)
 
 
-@pytest.mark.parametrize("page_size", [1, 24])
-@pytest.mark.parametrize(("window", "softcap"), [(None, 2.0), (1, None), (16, 2.0), (290, None)])
-def test_every_kind_of_layer_equals_the_reference(
-    window: int | None, softcap: float | None, page_size: int
-) -> None:
-    spec = layer(heads=(6, 1), window=window, softcap=softcap)
-    assert_parity("triton", Layout(spec, page_size, torch.float32), "mixed")
-
-
-def test_half_types_equal_the_reference() -> None:
-    assert_parity("triton", Layout(layer(), dtype=torch.bfloat16), "mixed")
-
-
-@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
-def test_kv_in_another_format_equals_the_reference(kv_dtype: torch.dtype) -> None:
-    spec = msgspec.structs.replace(layer(window=40), kv_scales=(0.5, 2.0))
-    assert_parity("triton", Layout(spec, dtype=torch.float32, kv_dtype=kv_dtype), "mixed")
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_every_kind_of_layer_equals_the_reference(layout: Layout) -> None:
+    assert_parity("triton", layout, "mixed")
 
 
 def test_padding_rows_and_later_lengths_need_no_other_plan() -> None:
     """The plan of a captured forward holds for every step of its shape, because lengths, pages and
     slots are read on the device."""
-    layout = Layout(layer(), dtype=torch.float32)
-    pools = layout.pools(3)
-    later = device_batch([1, 1, 1], [9, 150, 40])
-    fill(pools, layout, later)
-    backend = built("triton", layout, pools)
+    pools = PLAIN.pools(3)
+    later = device_batch([1, 1, 1], [9, 70, 40])
+    fill(pools, PLAIN, later)
+    backend = built("triton", PLAIN, pools)
     captured = ForwardBatch.init_new(device_batch([1, 1], [0, 0]), pools).padded(4)
-    plan = backend.plan(captured)
     step = ForwardBatch.init_new(later, pools).padded(4)
-    got = attended(backend, layout, step, plan)
-    assert torch.equal(got, attended(backend, layout, step))
-    alone = attended(backend, layout, ForwardBatch.init_new(later, pools))
+    got = attended(backend, PLAIN, step, backend.plan(captured))
+    assert torch.equal(got, attended(backend, PLAIN, step))
+    alone = attended(backend, PLAIN, ForwardBatch.init_new(later, pools))
     assert torch.equal(got[:3], alone)
 
 
 def test_a_query_of_any_strides_is_read_as_it_is() -> None:
-    layout = Layout(layer(), dtype=torch.float32)
-    pools = layout.pools(1)
+    pools = PLAIN.pools(1)
     batch = ForwardBatch.init_new(device_batch([3], [0]), pools)
-    backend = built("triton", layout, pools)
+    backend = built("triton", PLAIN, pools)
     heads = torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(0))
     attend = backend.bind(batch, backend.plan(batch))
-    expected = attend(layout.layer, AttentionInputs(heads))
+    expected = attend(PLAIN.layer, AttentionInputs(heads))
     apart = heads.transpose(1, 2).contiguous().transpose(1, 2)
-    assert torch.equal(attend(layout.layer, AttentionInputs(apart)), expected)
-
-
-def test_a_plan_of_another_backend_is_refused() -> None:
-    layout = Layout(layer(), dtype=torch.float32)
-    pools = layout.pools(1)
-    made = ForwardBatch.init_new(device_batch([1], [0]), pools)
-    with pytest.raises(BugError, match="plan of another backend"):
-        built("triton", layout, pools).bind(made, None)
+    assert torch.equal(attend(PLAIN.layer, AttentionInputs(apart)), expected)
