@@ -2,29 +2,41 @@
 
 This finds errors that Triton's interpreter does not. It is a program of its own, so that kernels
 are defined without the interpreter. The wrappers run unchanged, but each launch compiles its kernel
-instead.
+instead, once for each specialisation: other dtypes and constants, and pointers and integers that
+are multiples of 16 or not. A specialisation that warm-up has not launched would be compiled while
+requests wait, so steps of all sizes must launch the same ones.
 """
 
 from __future__ import annotations
 
+import re
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction, KernelParam, mangle_type
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from aserve_kernels.bitmask import apply_bitmask
+from aserve.gpu.cudagraph.warmup import padding_batch
+from aserve.gpu.device.cuda.ops import triton_resolve
+from aserve.gpu.sampling.plan import RowParams
+from aserve.gpu.step.plan import plan_step
+from aserve.gpu.step.resolve import DeviceState, DeviceStep
+from aserve.gpu.transfer.staging import HostArrays
+from aserve_kernels import bitmask
 from aserve_kernels.gated_mul import KINDS, gated_mul
 from aserve_kernels.invariant_linear import WIDE_FROM, invariant_linear
 from aserve_kernels.kv_indices import kv_indices
 from aserve_kernels.kv_indptr import KvIndptr, kv_indptr
-from aserve_kernels.paged_rows import Scoring
+from aserve_kernels.paged_decode import paged_decode
+from aserve_kernels.paged_extend import paged_extend
+from aserve_kernels.paged_rows import PagedRows, Scoring
 from aserve_kernels.paged_tiles import KvSplits
 from aserve_kernels.penalties import penalise
 from aserve_kernels.prepare_inputs import PackedInputs, Tables, prepare_inputs
@@ -33,185 +45,197 @@ from aserve_kernels.rms_norm import add_rms_norm, rms_norm
 from aserve_kernels.rope_and_store_kv import rope_and_store_kv
 from aserve_kernels.row_columns import FLOAT_COLUMNS, INT_COLUMNS
 from aserve_kernels.sample import sample
+from tests.gpu.device_tables import make_tables, to_device
 from tests.kernels import paged_case
 
 AMPERE, HOPPER = 80, 90
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+# Kernels whose loop over tiles must be software-pipelined with asynchronous copies (cp.async).
+PIPELINED = ("_attend_splits", "_attend_blocks", "_multiply")
+# Rows, and tokens of each row.
+STEPS = [(1, 1), (1, 2), (2, 1), (3, 1), (4, 1), (5, 3), (16, 1), (3, 16), (17, 5), (32, 1)]
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, VOCAB = 6, 2, 64, 5000
 
 
-def call_norms() -> None:
-    x = torch.zeros((2, 300), dtype=torch.bfloat16)
-    rms_norm(x, x[0], 1e-6)
-    add_rms_norm(x, x, x[0], 1e-6, 0.5)
+class Compiler:
+    """Replaces the launch of a kernel by its compilation; `kinds` has the specialisations of each
+    kernel."""
+
+    def __init__(self, capability: int) -> None:
+        self.kinds: dict[str, set[str]] = defaultdict(set)
+        self._target = GPUTarget("cuda", capability, 32)
+        self._backend = make_backend(self._target)
+
+    def compile(self, calls: Iterable[Callable[[], None]]) -> None:
+        JITFunction.run = lambda kernel, *args, grid, warmup, **kwargs: self.run(
+            kernel, *args, **kwargs
+        )
+        for call in calls:
+            call()
+
+    def run(self, kernel: JITFunction, *args: object, **kwargs: object) -> None:
+        bind = create_function_from_signature(kernel.signature, kernel.params, self._backend)
+        bound, specialisation, given = bind(*args, **kwargs)
+        name, kind = f"{kernel.fn.__module__}.{kernel.__name__}", f"{specialisation} {given}"
+        if kind in self.kinds[name]:
+            return
+        self.kinds[name].add(kind)
+        options, *parts = kernel._pack_args(self._backend, kwargs, bound, specialisation, given)
+        source = ASTSource(kernel, *parts)
+        made = triton.compile(source, target=self._target, options=vars(options))
+        if name.endswith(PIPELINED):
+            assert "cp.async" in made.asm["ptx"], f"{name} has no asynchronous copies"
 
 
-def call_gated_mul() -> None:
-    for kind in KINDS:
-        gated_mul(torch.zeros((2, 600), dtype=torch.bfloat16), kind)
+def zeros(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
 
 
-def call_rope_and_store_kv(dtype: torch.dtype = torch.bfloat16) -> None:
+def launch_step(num_rows: int, width: int, state: DeviceState) -> None:
+    """Launches the kernels of one step, from its packed inputs to its tokens."""
+    batch = padding_batch(width, num_groups=1, num_rows=num_rows)
+    plan = plan_step(batch, RowParams(0), vocab_size=VOCAB, slice_len=1000)
+    host = HostArrays()
+    plan.stage(host)
+    sections = to_device(host)
+    step = triton_resolve(plan, sections, state)
+    launch_attention(step, state)
+    hidden = zeros(num_rows * width, 128)
+    rms_norm(hidden, hidden[0], 1e-6)
+    add_rms_norm(hidden, hidden, hidden[0], 1e-6)
+    gated_mul(hidden, "silu")
+    rows = step.batch.token_rows
+    rows = rows if width == 1 else rows.index_select(0, sections.ints("logits_tokens") * 0)
+    ints, floats = state.tables.int_table, state.tables.float_table
+    logits = zeros(num_rows, VOCAB, dtype=torch.float32)
+    tokens, _ = sample(logits, rows, rows + 1, ints, floats, has_noise=True, has_limits=True)
+    written, iteration = state.relay.written_iter, sections.ints("iteration")
+    table, rows = state.relay.table("last_token"), sections.ints("sample_rows")
+    scatter_rows(table, rows, tokens, written, iteration)
+
+
+def launch_attention(step: DeviceStep, state: DeviceState) -> None:
+    """Both attention kernels, and those that write FlashInfer's page indices."""
+    placed = step.batch
+    num_tokens = len(placed.cache_positions)
+    heads = zeros(num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM)
+    pool = zeros(64, NUM_KV_HEADS, HEAD_DIM)
+    cos_sin = zeros(num_tokens, HEAD_DIM)
+    q = rope_and_store_kv(heads, placed.slots[0], (pool, pool), cos_sin=cos_sin)
+    table, rows = state.pools.page_tables[0], placed.rows
+    paged = PagedRows(table, 4, rows, placed.lens, placed.cu_query_lens, max_len=80)
+    for attention in (paged_decode, paged_extend):
+        attention(q, pool, pool, paged, Scoring(0.1), out=torch.empty_like(q), splits=KvSplits())
+    firsts = zeros(len(rows), dtype=torch.int32)
+    out = KvIndptr(firsts, zeros(len(rows) + 1, dtype=torch.int32), torch.zeros_like(firsts))
+    kv_indptr(placed.lens, placed.cu_query_lens, window=40, page_size=4, out=out)
+    indices = torch.zeros_like(firsts)
+    kv_indices(table, rows, first_columns=firsts, indptr=out.indptr, out=indices)
+
+
+def call_rope_and_store_kv(dtype: torch.dtype) -> None:
     """RoPE on part of a head; on whole heads, with QK norm; none, as where the model applies it."""
-    heads = torch.zeros((2, 7, 128), dtype=torch.bfloat16)
-    slots, pool = torch.tensor([1, 2]), torch.zeros((4, 2, 128)).to(dtype)
+    heads, slots = zeros(2, 7, 128), torch.tensor([1, 2])
+    pools = (zeros(4, 2, 128, dtype=dtype), zeros(4, 2, 128, dtype=dtype))
     for cos_sin, weight in ((heads[:, 0, :64], None), (heads[:, 0], torch.zeros((5, 128)))):
-        rope_and_store_kv(heads, slots, (pool, pool), cos_sin=cos_sin, weight=weight)
-    rope_and_store_kv(heads, slots, (pool, pool), cos_sin=None)
+        rope_and_store_kv(heads, slots, pools, cos_sin=cos_sin, weight=weight)
+    rope_and_store_kv(heads, slots, pools, cos_sin=None)
 
 
-def call_invariant_linear(num_outs: int = 300) -> None:
-    x = torch.zeros((2, 128), dtype=torch.bfloat16)
-    invariant_linear(x, x.new_zeros((num_outs, 128)), x.new_zeros(num_outs))
+def call_invariant_linear(num_outs: int) -> None:
+    invariant_linear(zeros(2, 128), zeros(num_outs, 128), zeros(num_outs))
 
 
-DECODE_AND_CHUNK = paged_case.Case(
-    ((1, 70), (40, 90)), heads=(16, 4), head_dim=128, dtype=torch.bfloat16
-)
-
-
-def call_paged(case: paged_case.Case = DECODE_AND_CHUNK) -> None:
+def call_paged(**changes: object) -> None:
+    rows = ((1, 70), (40, 90))
+    case = paged_case.Case(rows, heads=(16, 4), head_dim=128, dtype=BF16)
+    case = replace(case, **changes)  # type: ignore[arg-type]  # fields by name
     paged_case.run(paged_case.OPS, paged_case.make_inputs(case), case)
 
 
 def row_tables() -> tuple[Tensor, Tensor]:
-    ints = torch.zeros((4, len(INT_COLUMNS)), dtype=torch.int64)
+    ints = zeros(4, len(INT_COLUMNS), dtype=torch.int64)
     return ints, torch.ones((4, len(FLOAT_COLUMNS)), dtype=torch.float64)
 
 
-def call_sample(
-    vocab_size: int = 9000,
-    *,
-    dtype: torch.dtype = torch.float32,
-    has_noise: bool = True,
-    has_limits: bool = True,
-) -> None:
-    logits, rows = torch.zeros((2, vocab_size), dtype=dtype), torch.tensor([1, 3])
-    sample(logits, rows, rows, *row_tables(), has_noise=has_noise, has_limits=has_limits)
+def call_sample(vocab_size: int, dtype: torch.dtype, *, has_noise: bool) -> None:
+    logits, rows = zeros(2, vocab_size, dtype=dtype), torch.tensor([1, 3])
+    sample(logits, rows, rows, *row_tables(), has_noise=has_noise, has_limits=False)
 
 
-def call_prepare_inputs(num: int = 3) -> None:
-    some, table = torch.zeros(num, dtype=torch.int32), torch.zeros((4, 8), dtype=torch.int64)
+def call_prepare_inputs(num: int) -> None:
+    some, table = zeros(num, dtype=torch.int32), zeros(4, 8, dtype=torch.int64)
     words = PackedInputs(some, some, some, some, some, some, some)
-    for seq_lens in (None, table[:, 0]):
-        pools = (table, table)
-        prepare_inputs(words, Tables(table[:, 0], seq_lens, pools, some, page_size=16))
+    prepare_inputs(words, Tables(table[:, 0], table[:, 0], (table, table), some, page_size=16))
 
 
-def call_relay_rows() -> None:
+def call_gather_rows(table: Tensor) -> None:
     rows = torch.tensor([1, 2])
-    for table in (torch.zeros(4, dtype=torch.int64), torch.zeros((4, 3), dtype=torch.bfloat16)):
-        gather_rows(table, rows)
-        scatter_rows(table, rows, table[:2], rows, rows)
+    gather_rows(table, rows)
+    scatter_rows(table, rows, table[:2], rows, rows)
 
 
 def call_penalise() -> None:
-    logits, rows = torch.zeros((2, 9000)), torch.tensor([1, 3])
-    of_tokens = (torch.zeros((4, 8), dtype=torch.int64), torch.zeros(64, dtype=torch.int32), 16)
+    logits, rows = zeros(2, 9000, dtype=torch.float32), torch.tensor([1, 3])
+    of_tokens = (zeros(4, 8, dtype=torch.int64), zeros(64, dtype=torch.int32), 16)
     penalise(logits, rows, rows, rows, row_tables(), of_tokens, 100)
 
 
-def call_bitmask() -> None:
-    apply_bitmask(torch.zeros((2, 9000)), torch.zeros((2, 282), dtype=torch.int32))
+def call_kv_indptr() -> None:
+    lens, firsts = torch.tensor([1, 3, 5]), zeros(2, dtype=torch.int32)
+    out = KvIndptr(firsts, zeros(3, dtype=torch.int32), firsts)
+    kv_indptr(lens[:2], lens, window=None, page_size=16, out=out)
 
 
-def call_gather_pages() -> None:
-    starts = torch.tensor([0, 1, 3], dtype=torch.int32)
-    table = torch.zeros((4, 600), dtype=torch.int64)
-    kv_indices(table, table[0, :2], first_columns=starts[:2], indptr=starts, out=starts.clone())
+# Kernels with matrix products, which differ most between architectures.
+PRODUCTS: tuple[Callable[[], None], ...] = (
+    call_paged,
+    lambda: call_invariant_linear(300),
+)
+# Kernels and variants that no step in STEPS launches.
+OTHERS: tuple[Callable[[], None], ...] = (
+    *PRODUCTS,
+    lambda: call_paged(splits=KvSplits(fixed_split=1024)),
+    lambda: call_paged(head_dim=256, scoring=Scoring(0.1, window=30, softcap=50.0)),
+    lambda: call_paged(kv_dtype=FP8),
+    lambda: call_invariant_linear(WIDE_FROM),
+    *((lambda kind=kind: gated_mul(zeros(2, 600), kind)) for kind in KINDS),  # type: ignore[misc]
+    lambda: call_rope_and_store_kv(BF16),
+    lambda: call_rope_and_store_kv(FP8),
+    lambda: call_sample(9000, BF16, has_noise=False),
+    lambda: call_sample(1, torch.float32, has_noise=True),
+    lambda: call_prepare_inputs(1),
+    lambda: call_prepare_inputs(3),
+    lambda: call_gather_rows(zeros(4, dtype=torch.int64)),
+    lambda: call_gather_rows(zeros(4, 3)),
+    call_penalise,
+    lambda: bitmask.apply_bitmask(torch.zeros((2, 9000)), zeros(2, 282, dtype=torch.int32)),
+    call_kv_indptr,
+)
 
 
-def call_page_starts() -> None:
-    lens = torch.tensor([1, 3, 5], dtype=torch.int64)
-    firsts, starts = torch.zeros(2, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
-    for window in (None, 40):
-        out = KvIndptr(firsts, starts, firsts)
-        kv_indptr(lens[:2], lens, window=window, page_size=16, out=out)
+def launched_kernels() -> set[str]:
+    """Those that the wrappers launch, by the syntax of a launch."""
+    return {
+        f"aserve_kernels.{file.stem}.{name}"
+        for file in Path(bitmask.__file__).parent.glob("*.py")
+        for name in re.findall(r"^ +(_\w+)\[", file.read_text(), re.MULTILINE)
+    }
 
 
-CALLS: Mapping[str, Callable[[], None]] = {
-    "norms": call_norms,
-    "gated_mul": call_gated_mul,
-    "rope_and_store_kv": call_rope_and_store_kv,
-    "kv_indices": call_gather_pages,
-    "kv_indptr": call_page_starts,
-    "invariant_linear": call_invariant_linear,
-    "paged": call_paged,
-    "sample": call_sample,
-    "penalise": call_penalise,
-    "relay_rows": call_relay_rows,
-    "prepare_inputs": call_prepare_inputs,
-    "bitmask": call_bitmask,
-}
-# Variants of these kernels are compiled for one architecture only.
-HOPPER_CALLS: Mapping[str, Callable[[], None]] = {
-    "invariant_linear, many outputs": lambda: call_invariant_linear(WIDE_FROM),
-    "paged, fixed splits": lambda: call_paged(
-        replace(DECODE_AND_CHUNK, splits=KvSplits(fixed_split=1024))
-    ),
-    "paged, window and cap": lambda: call_paged(
-        replace(DECODE_AND_CHUNK, head_dim=256, scoring=Scoring(0.1, window=30, softcap=50.0))
-    ),
-    "sample, greedy": lambda: call_sample(has_noise=False, has_limits=False),
-    "sample of bfloat16": lambda: call_sample(dtype=torch.bfloat16),
-    "sample, noise": lambda: call_sample(1, has_limits=False),
-    "prepare_inputs of one token": lambda: call_prepare_inputs(1),
-    "rope_and_store_kv to 8 bits": lambda: call_rope_and_store_kv(torch.float8_e4m3fn),
-    "paged of 8 bits": lambda: call_paged(replace(DECODE_AND_CHUNK, kv_dtype=torch.float8_e4m3fn)),
-}
-
-
-# Kernels whose loop over tiles must be software-pipelined with asynchronous copies (cp.async).
-PIPELINED = frozenset({"_attend_splits", "_attend_blocks", "_multiply"})
-ALIGNED = 16  # the divisor of addresses and integers that Triton specialises for
-
-
-class Compiler:
-    """Replaces the launch of a kernel by its compilation, and counts in `num_compiled`."""
-
-    def __init__(self, capability: int) -> None:
-        self.num_compiled = 0
-        self._target = GPUTarget("cuda", capability, 32)
-
-    def run(self, kernel: JITFunction, *args: object, **kwargs: object) -> None:
-        options = {name: kwargs[name] for name in ("num_warps", "num_stages") if name in kwargs}
-        values = dict(zip(kernel.arg_names, args, strict=False))
-        values |= {name: value for name, value in kwargs.items() if name in kernel.arg_names}
-        # As in a launch, an integer of 1 is specialised as a constant.
-        types = {name: mangle_type(value, specialize=True) for name, value in values.items()}
-        types |= {p.name: "constexpr" for p in kernel.params if p.is_constexpr}
-        constants = {name: values[name] for name, kind in types.items() if kind == "constexpr"}
-        attributes = {
-            (index,): [["tt.divisibility", ALIGNED]]
-            for index, param in enumerate(kernel.params)
-            if param.name not in constants and _is_aligned(values[param.name], param)
-        }
-        source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=attributes)
-        made = triton.compile(source, target=self._target, options=options)
-        name = kernel.fn.__name__
-        assert name not in PIPELINED or "cp.async" in made.asm["ptx"], (
-            f"{name} has no asynchronous copies"
-        )
-        self.num_compiled += 1
-
-
-def _is_aligned(value: object, param: KernelParam) -> bool:
-    """Whether a launch would specialise for alignment; device memory is always aligned."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value % ALIGNED == 0 and not param.do_not_specialize
-    return isinstance(value, Tensor)
-
-
-def compile_all(capability: int, calls: Mapping[str, Callable[[], None]]) -> None:
-    compiler = Compiler(capability)
-    JITFunction.run = lambda kernel, *args, grid, warmup, **kwargs: compiler.run(
-        kernel, *args, **kwargs
-    )
-    for name, call in calls.items():
-        before, start = compiler.num_compiled, time.perf_counter()
-        call()
-        assert compiler.num_compiled > before, f"{name} launches nothing"
-        sys.stdout.write(f"sm_{capability} {name}: {time.perf_counter() - start:.1f} s\n")
+def main() -> None:
+    """Prints each kernel and the number of specialisations that the steps launch of it."""
+    Compiler(AMPERE).compile(PRODUCTS)
+    hopper, state = Compiler(HOPPER), make_tables()
+    hopper.compile(lambda step=step: launch_step(*step, state) for step in STEPS)  # type: ignore[misc]
+    for name, kinds in sorted(hopper.kinds.items()):
+        sys.stdout.write(f"{name} {len(kinds)}\n")
+        if len(kinds) > 1:
+            sys.stderr.write("\n".join((name, *sorted(kinds), "")))
+    hopper.compile(OTHERS)
+    if missing := launched_kernels() - hopper.kinds.keys():
+        sys.exit(f"never launched here: {sorted(missing)}")
 
 
 if __name__ == "__main__":
-    compile_all(AMPERE, CALLS)
-    compile_all(HOPPER, {**CALLS, **HOPPER_CALLS})
+    main()

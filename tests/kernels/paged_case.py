@@ -13,7 +13,6 @@ from aserve_kernels.paged_extend import paged_extend, paged_extend_ref
 from aserve_kernels.paged_rows import PagedRows, Scoring
 from aserve_kernels.paged_tiles import KvSplits
 
-CPU = torch.device("cpu")
 SCORING = Scoring(0.3)
 CUT = KvSplits()
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -71,7 +70,7 @@ class Inputs:
         return Inputs(self.q[queries], self.keys, self.values, paged)
 
 
-def make_inputs(case: Case, device: torch.device = CPU) -> Inputs:
+def make_inputs(case: Case) -> Inputs:
     """Random inputs with scattered pages. Page 0 is NaN, and so are slots beyond a row's length or
     outside its window."""
     generator = torch.Generator().manual_seed(0)
@@ -84,52 +83,34 @@ def make_inputs(case: Case, device: torch.device = CPU) -> Inputs:
     num_slots = (1 + len(pages)) * case.page_size
     is_seen = torch.zeros(num_slots, dtype=torch.bool)
     for row, (query_len, kv_len) in enumerate(case.rows, start=1):
-        low = (
-            0
-            if case.scoring.window is None
-            else max(0, kv_len - query_len + 1 - case.scoring.window)
-        )
-        positions = torch.arange(low, kv_len)
+        window = case.scoring.window or kv_len
+        positions = torch.arange(max(0, kv_len - query_len + 1 - window), kv_len)
         pages_of_row = table[row][positions // case.page_size]
         is_seen[pages_of_row * case.page_size + positions % case.page_size] = True
     pool = torch.randn(2, num_slots, case.heads[1], case.head_dim, generator=generator)
     pool[:, ~is_seen] = torch.nan
-    keys, values = pool.to(case.kv_dtype or case.dtype).to(device)
+    keys, values = pool.to(case.kv_dtype or case.dtype)
     # The queries are a view of the joined QKV projection, as in a model.
-    joined = torch.randn(
-        int(query_lens.sum()), case.heads[0] + 2, case.head_dim, generator=generator
-    ).to(device, case.dtype)
-    paged = PagedRows(
-        table.to(device),
-        case.page_size,
-        torch.arange(1, len(lens) + 1).to(device),
-        lens.to(device),
-        torch.nn.functional.pad(query_lens.cumsum(0), (1, 0)).to(device),
-        case.max_len or longest,
-    )
+    sizes = int(query_lens.sum()), case.heads[0] + 2, case.head_dim
+    joined = torch.randn(sizes, generator=generator).to(case.dtype)
+    cu_query_lens = torch.nn.functional.pad(query_lens.cumsum(0), (1, 0))
+    rows, max_len = torch.arange(1, len(lens) + 1), case.max_len or longest
+    paged = PagedRows(table, case.page_size, rows, lens, cu_query_lens, max_len)
     return Inputs(joined[:, : case.heads[0]], keys, values, paged)
 
 
 def run(ops: tuple[Op, ...], given: Inputs, case: Case) -> Tensor:
     """Runs the kernels on an output of NaN."""
-    out = torch.full(given.q.shape, torch.nan, dtype=given.q.dtype, device=given.q.device)
+    out = torch.full(given.q.shape, torch.nan, dtype=given.q.dtype)
+    tensors = (given.q, given.keys, given.values)
     for op in ops:
-        op(
-            given.q,
-            given.keys,
-            given.values,
-            given.paged,
-            case.scoring,
-            out=out,
-            splits=case.splits,
-        )
+        op(*tensors, given.paged, case.scoring, out=out, splits=case.splits)
     return out
 
 
-def assert_equals_reference(case: Case, device: torch.device = CPU) -> None:
-    given = make_inputs(case, device)
+def assert_equals_reference(case: Case) -> None:
+    given = make_inputs(case)
     wide = Inputs(given.q.float(), given.keys, given.values, given.paged)
+    got, expected = run(OPS, given, case).float(), run(REFERENCES, wide, case)
     tolerance = TOLERANCES[case.dtype]
-    torch.testing.assert_close(
-        run(OPS, given, case).float(), run(REFERENCES, wide, case), rtol=tolerance, atol=tolerance
-    )
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)

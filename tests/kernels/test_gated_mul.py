@@ -14,7 +14,7 @@ def test_every_activation_of_the_models_has_a_kernel() -> None:
     assert set(KINDS) == set(ACTIVATIONS)
 
 
-@pytest.mark.parametrize("shape", [(0, 8), (1, 1), (1, BLOCK), (2, BLOCK + 1), (65, 7)], ids=str)
+@pytest.mark.parametrize("shape", [(0, 8), (1, 1), (1, BLOCK), (2, BLOCK + 1)], ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("activation", KINDS)
 def test_every_shape_equals_the_reference(

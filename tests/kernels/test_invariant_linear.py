@@ -14,7 +14,7 @@ from aserve_kernels.invariant_linear import (
 from tests.kernels.tolerance import TOLERANCES, assert_close, draw
 
 # (tokens, inputs, outputs)
-SHAPES = [(0, 8, 8), (1, 1, 1), (1, 100, 33), (64, 64, 32), (65, 128, 100), (530, 16, 40)]
+SHAPES = [(0, 8, 8), (1, 100, 33), (64, 64, 32), (65, 128, 100)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -17,10 +17,8 @@ SHAPES = {
     "a page's last slot": ((1, 16),),
     "a page's first slot": ((1, 17),),
     "decodes of all lengths": ((1, 1), (1, 31), (1, 64), (1, 65), (1, 200), (1, 3)),
-    "a prompt": ((23, 23),),
     "a whole tile": ((64, 64),),
     "a tile and one": ((65, 65),),
-    "a chunk": ((7, 137),),
     "chunks that end in one block": ((3, 40), (2, 2), (33, 33), (70, 100)),
     "decodes beside chunks": ((1, 70), (40, 40), (1, 1), (5, 90), (1, 129)),
 }
@@ -33,38 +31,35 @@ def test_every_shape_equals_the_reference(rows: tuple[tuple[int, int], ...]) -> 
     assert_equals_reference(Case(rows))
 
 
-@pytest.mark.parametrize("page_size", [1, 24, 32, 64])
+@pytest.mark.parametrize("page_size", [1, 24, 64])
 def test_pages_of_every_size_equal_the_reference(page_size: int) -> None:
     assert_equals_reference(Case(MIXED, page_size=page_size))
 
 
-@pytest.mark.parametrize("head_dim", [8, 64, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [8, 64, 96, 256])
 def test_heads_of_every_width_equal_the_reference(head_dim: int) -> None:
     assert_equals_reference(Case(((1, 70), (5, 69)), head_dim=head_dim, scoring=Scoring(0.1)))
 
 
-@pytest.mark.parametrize("heads", [(2, 2), (8, 2), (8, 1), (7, 1), (40, 2)])
+@pytest.mark.parametrize("heads", [(2, 2), (7, 1), (40, 2)])
 def test_grouped_queries_of_every_size_equal_the_reference(heads: tuple[int, int]) -> None:
-    assert_equals_reference(Case(MIXED, heads=heads))
+    assert_equals_reference(Case(((1, 70), (1, 1), (5, 90)), heads=heads))
 
 
 @pytest.mark.parametrize(
-    ("window", "softcap"), [(1, None), (5, 2.0), (16, None), (64, None), (65, 2.0), (100, None)]
+    ("window", "softcap"), [(1, None), (5, 2.0), (64, None), (65, 2.0), (100, None), (None, 1.5)]
 )
-def test_windows_and_caps_equal_the_reference(window: int, softcap: float | None) -> None:
-    scoring = Scoring(0.3, window=window, softcap=softcap)
+def test_windows_and_caps_equal_the_reference(window: int | None, softcap: float | None) -> None:
+    scoring = Scoring(0.3 if window else 3.0, window=window, softcap=softcap)
     assert_equals_reference(Case(((1, 70), (1, 129), (70, 200)), scoring=scoring))
-
-
-def test_capped_scores_equal_the_reference() -> None:
-    assert_equals_reference(Case(MIXED, scoring=Scoring(3.0, softcap=1.5)))
 
 
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_dtype_equals_the_reference(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
     scoring = Scoring(0.3, window=100, key_scale=0.5, value_scale=2.0)
-    assert_equals_reference(Case(MIXED, dtype=dtype, kv_dtype=kv_dtype, scoring=scoring))
+    rows = ((1, 70), (40, 40), (1, 129))
+    assert_equals_reference(Case(rows, dtype=dtype, kv_dtype=kv_dtype, scoring=scoring))
 
 
 @pytest.mark.parametrize("window", [None, 150])
@@ -76,25 +71,21 @@ def test_every_dtype_equals_the_reference(dtype: torch.dtype, kv_dtype: torch.dt
 def test_however_keys_are_split_they_are_all_attended_to(
     splits: KvSplits, window: int | None
 ) -> None:
-    rows = ((1, 65), (1, 300), (1, 1), (20, 150))
-    assert_equals_reference(
-        Case(rows, splits=splits, scoring=Scoring(0.3, window=window), max_len=640)
-    )
+    rows, scoring = ((1, 65), (1, 300), (20, 150)), Scoring(0.3, window=window)
+    assert_equals_reference(Case(rows, splits=splits, scoring=scoring, max_len=640))
 
 
 @pytest.mark.parametrize("window", [None, 100])
 def test_a_row_is_bitwise_the_same_alone_and_among_others(window: int | None) -> None:
     """Its parts depend on its own length, while the grid depends on how many rows there are."""
-    rows = ((1, 300), (1, 5), (30, 90), (1, 129), (2, 280))
+    rows = ((1, 300), (1, 5), (30, 90), (2, 180))
     scoring = Scoring(0.3, window=window)
     together = Case(rows, scoring=scoring, splits=KvSplits(min_split=64), max_len=300)
     given = make_inputs(together)
     every = run(OPS, given, together)
     starts = given.paged.cu_query_lens.tolist()
-    for row, (query_len, _) in enumerate(rows):
-        part = slice(starts[row], starts[row + 1])
-        alone = given.alone(row, part)
-        assert torch.equal(run(OPS, alone, together), every[part]), (row, query_len)
+    for row, part in enumerate(itertools.starmap(slice, itertools.pairwise(starts))):
+        assert torch.equal(run(OPS, given.alone(row, part), together), every[part]), row
 
 
 @pytest.mark.usefixtures("sums_in_one_order")
@@ -103,19 +94,11 @@ def test_with_fixed_parts_a_query_is_bitwise_the_same_in_any_step(
     dtype: torch.dtype, window: int | None
 ) -> None:
     """Each token of a prompt, in chunks that end anywhere, and the last ones by themselves."""
-    kv_len = 150
-    prompt = Case(
-        ((kv_len, kv_len), (1, 40)),
-        dtype=dtype,
-        scoring=Scoring(0.3, window=window),
-        splits=KvSplits(fixed_split=64),
-        max_len=320,
-    )
+    scoring, splits = Scoring(0.3, window=window), KvSplits(fixed_split=64)
+    prompt = Case(((150, 150), (1, 40)), dtype=dtype, scoring=scoring, splits=splits, max_len=320)
     given = make_inputs(prompt)
-    expected = run(OPS, given, prompt)[:kv_len]
-    ends = [1, 64, 130, 149, 150]
     chunks = [
         run(OPS, given.alone(0, slice(start, end), end), prompt)
-        for start, end in itertools.pairwise([0, *ends])
+        for start, end in itertools.pairwise([0, 1, 64, 130, 149, 150])
     ]
-    assert torch.equal(torch.cat(chunks), expected)
+    assert torch.equal(torch.cat(chunks), run(OPS, given, prompt)[:150])

@@ -72,11 +72,10 @@ QUERY_LENS = {
 
 
 @pytest.mark.parametrize("kind", QUERY_LENS)
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("num_groups", [1, 2])
-@pytest.mark.parametrize("is_bounded", [False, True])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("num_groups", "is_bounded"), [(1, False), (2, True)])
 def test_every_step_has_the_inputs_of_the_reference(
-    is_bounded: bool, num_groups: int, page_size: int, kind: str
+    num_groups: int, page_size: int, kind: str, *, is_bounded: bool
 ) -> None:
     packed = pack_step(QUERY_LENS[kind])
     tables = make_tables(page_size=page_size, num_groups=num_groups, is_bounded=is_bounded)
@@ -85,11 +84,3 @@ def test_every_step_has_the_inputs_of_the_reference(
     for mine, theirs in zip(tensors(got), tensors(expected), strict=True):
         assert torch.equal(mine, theirs)
     assert torch.equal(tables.token_pool, other.token_pool)
-
-
-@pytest.mark.parametrize("kind", QUERY_LENS)
-def test_all_inputs_begin_where_a_kernel_that_is_compiled_reads_them(kind: str) -> None:
-    """Triton has one kernel for pointers that are multiples of 16, and another one for the rest."""
-    tables = make_tables(page_size=16, num_groups=2, is_bounded=False)
-    made = tensors(prepare_inputs(pack_step(QUERY_LENS[kind]), tables))
-    assert {each.data_ptr() % 16 for each in made} == {0}

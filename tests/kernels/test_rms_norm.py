@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
 from aserve.gpu.layers.norm import RmsNorm
 from aserve.gpu.layers.norm import add_rms_norm as add_rms_norm_layer
@@ -11,7 +14,7 @@ from aserve_kernels.reference import rms_norm_ref
 from aserve_kernels.rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm
 from tests.kernels.tolerance import TOLERANCES, assert_close, draw
 
-SHAPES = [(0, 8), (1, 1), (1, 1024), (3, 100), (2, 4097), (17, 16)]
+SHAPES = [(0, 8), (1, 1), (3, 100), (2, 4097)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -41,9 +44,10 @@ def test_a_residual_sum_is_rounded_and_then_normed(
         assert_close(normed, expected[1])
 
 
-def test_large_half_precision_values_do_not_overflow() -> None:
+@pytest.mark.parametrize("norm", [rms_norm, lambda x, weight, eps: RmsNorm(weight, eps=eps)(x)])
+def test_large_half_precision_values_do_not_overflow(norm: Callable[..., Tensor]) -> None:
     x = torch.full((1, 64), 6e4, dtype=torch.float16)
-    normed = rms_norm(x, torch.ones(64, dtype=torch.float16), 1e-5)
+    normed = norm(x, torch.ones(64, dtype=torch.float16), 1e-5)
     torch.testing.assert_close(normed, torch.ones_like(normed))
 
 
@@ -56,6 +60,7 @@ def test_a_residual_sum_is_rounded_before_it_is_normed() -> None:
     """256 + 1 is 256 in bfloat16: the next sublayer gets the norm of what the stream holds."""
     hidden, added = torch.tensor([[[256.0, 2.0]], [[2.0, 0.0]]], dtype=torch.bfloat16)
     weight = torch.ones(2)
-    total, normed = add_rms_norm(hidden, added, weight, 1e-6, 0.5)
-    assert torch.equal(total, hidden)
-    assert torch.equal(normed, rms_norm(hidden, weight, 1e-6))
+    in_torch = add_rms_norm_layer(weight, eps=1e-6, scale=0.5)(hidden, added)
+    for total, normed in (add_rms_norm(hidden, added, weight, 1e-6, 0.5), in_torch):
+        assert torch.equal(total, hidden)
+        assert torch.equal(normed, rms_norm(hidden, weight, 1e-6))

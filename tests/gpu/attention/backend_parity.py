@@ -11,6 +11,7 @@ from torch import Tensor
 from aserve.gpu.attention.base import AttentionBackend, AttentionSite
 from aserve.gpu.attention.reference import TorchReference
 from aserve.gpu.attention.registry import BACKENDS
+from aserve.gpu.device.base import Device
 from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec, group_layers
 from aserve.gpu.kv.pools import KvPools
@@ -159,3 +160,62 @@ def assert_attends(
     tolerance = TOLERANCES[layout.dtype]
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
     assert bool(got.isfinite().all())
+
+
+def scattered_site(
+    layers: tuple[LayerSpec, ...],
+    table_shape: tuple[int, int],
+    *,
+    page_size: int,
+    dtype: torch.dtype = torch.float64,
+    kv_dtype: torch.dtype | None = None,
+    device: Device | None = None,
+    num_shared: int = 0,
+) -> AttentionSite:
+    """Rows with as many scattered pages as their table has columns, full of random KV; they share
+    the first `num_shared`."""
+    device = device or CpuDevice()
+    num_rows, columns = table_shape
+    pools = make_pools(
+        layers,
+        num_rows * columns + 1,
+        table_shape=(num_rows + 1, columns),
+        page_size=page_size,
+        dtype=kv_dtype or dtype,
+        device=device.torch_device,
+    )
+    generator = torch.Generator().manual_seed(0)
+    for kv in pools.layers.values():
+        for pool in (kv.keys, kv.values):
+            pool.copy_(torch.randn(pool.shape, generator=generator).to(pool.device, pool.dtype))
+    for table in pools.page_tables:
+        pages = 1 + torch.randperm(num_rows * columns, generator=generator)
+        table[1:] = pages.view(table_shape).to(table.device)
+        table[2:, :num_shared] = table[1, :num_shared].clone()
+    return AttentionSite(pools, group_layers(layers), dtype, device)
+
+
+def exact_batch(
+    pools: KvPools, query_lens: list[int], kv_lens: list[int], *, num_shared: int = 0
+) -> ForwardBatch:
+    """The host knows its exact lengths, as without speculation."""
+    batch = device_batch(query_lens, kv_lens, device=pools.device)
+    return ForwardBatch.init_new(replace(batch, is_exact=True, shared_pages=num_shared), pools)
+
+
+def draw_heads(site: AttentionSite, spec: LayerSpec, num_tokens: int) -> Tensor:
+    sizes = (num_tokens, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+    return random(torch.Generator().manual_seed(1), *sizes).to(site.pools.device, site.dtype)
+
+
+def assert_site_parity(
+    backend: AttentionBackend, site: AttentionSite, batch: ForwardBatch, plan: object = None
+) -> None:
+    """Compares all layers with the reference. `plan` replaces a plan made for this batch."""
+    ours = backend.bind(batch, plan or backend.plan(batch))
+    theirs = TorchReference(site.pools).bind(batch, None)
+    tolerance = TOLERANCES.get(site.dtype, 3e-2)
+    for spec in site.layers:
+        inputs = AttentionInputs(draw_heads(site, spec, batch.num_tokens))
+        got, expected = ours(spec, inputs), theirs(spec, inputs)
+        torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)

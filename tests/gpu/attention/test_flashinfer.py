@@ -3,7 +3,6 @@ plans were given, so that a wrong array gives a wrong result."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from typing import Any
 
@@ -48,6 +47,7 @@ from tests.gpu.attention.backend_parity import (
     SHAPES,
     Layout,
     assert_attends,
+    exact_batch,
     fill,
     layer,
     random,
@@ -66,12 +66,6 @@ PLAIN = Layout(layer())
 def site_of(layout: Layout, pools: KvPools, device: Device | None = None) -> AttentionSite:
     groups = group_layers((layout.layer,))
     return AttentionSite(pools, groups, layout.dtype, device or CpuDevice())
-
-
-def exact(pools: KvPools, query_lens: list[int], kv_lens: list[int]) -> ForwardBatch:
-    """A batch whose exact lengths the host knows, as without speculation."""
-    batch = dataclasses.replace(device_batch(query_lens, kv_lens), is_exact=True)
-    return ForwardBatch.init_new(batch, pools)
 
 
 def register(
@@ -118,7 +112,7 @@ def test_kv_in_eight_bits_is_read_with_its_layers_scales(
     spec = msgspec.structs.replace(layer(), kv_scales=(0.5, 4.0))
     pools = make_pools((spec,), 9, table_shape=(3, 4), dtype=torch.float8_e4m3fn)
     pools.page_tables[0][1:] = torch.arange(1, 9).view(2, 4)
-    made = exact(pools, query_lens, kv_lens)
+    made = exact_batch(pools, query_lens, kv_lens)
     qkv = random(torch.Generator().manual_seed(3), made.num_tokens, 8, HEAD_DIM)
     package = FakeFlashInfer()
     backend = FlashInfer(package, site_of(Layout(spec), pools))
@@ -136,7 +130,7 @@ def test_pages_before_the_window_are_not_listed() -> None:
     fill(pools, layout, device_batch([1, 2], [30, 17]))
     module = FakeFlashInfer()
     backend = FlashInfer(module, site_of(layout, pools))
-    made = exact(pools, [1, 2], [30, 17])
+    made = exact_batch(pools, [1, 2], [30, 17])
     backend.bind(made, backend.plan(made))
     table = pools.page_tables[1]
     # The token at 30 sees 26 to 30, those at 17 and 18 see 13 to 18.
@@ -163,7 +157,7 @@ def test_decodes_and_prompts_have_wrappers_of_their_own(
     pools = layout.pools(2)
     module = FakeFlashInfer()
     backend = FlashInfer(module, site_of(layout, pools))
-    backend.plan(exact(pools, query_lens, [3] * len(query_lens)))
+    backend.plan(exact_batch(pools, query_lens, [3] * len(query_lens)))
     (made,) = module.wrappers
     assert isinstance(made, wrapper)
     assert made.backend == ("auto" if query_lens == [70] else "fa2")
@@ -197,7 +191,7 @@ def test_memory_of_a_plan_is_written_again_only_after_its_event() -> None:
     backend = FlashInfer(FakeFlashInfer(), site_of(PLAIN, pools, device))
     waited = []
     for _ in range(5):
-        backend.plan(exact(pools, [1], [3]))
+        backend.plan(exact_batch(pools, [1], [3]))
         waited.append([*device.waited])
     assert waited == [[], [], [], [0], [0, 1]]
 
@@ -214,7 +208,7 @@ def test_plans_of_another_backend_are_refused() -> None:
     pools = PLAIN.pools(1)
     backend = FlashInfer(FakeFlashInfer(), site_of(PLAIN, pools))
     with pytest.raises(BugError, match="plan of another backend"):
-        backend.bind(exact(pools, [1], [0]), None)
+        backend.bind(exact_batch(pools, [1], [0]), None)
     with pytest.raises(BugError, match="of another backend"):
         backend.static_plans.refresh(None, np.array([1], np.int32))
 
@@ -283,7 +277,7 @@ def test_queries_that_lie_beside_keys_are_read_where_they_are(
 
     monkeypatch.setattr(FakeDecode, "run", running)
     backend = FlashInfer(FakeFlashInfer(), site_of(PLAIN, pools))
-    made = exact(pools, [1, 1], [3, 4])
+    made = exact_batch(pools, [1, 1], [3, 4])
     heads = torch.zeros((2, 8, HEAD_DIM), dtype=PLAIN.dtype)
     backend.bind(made, backend.plan(made))(PLAIN.layer, AttentionInputs(heads))
     assert read == [heads.data_ptr()]

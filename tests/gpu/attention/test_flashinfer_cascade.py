@@ -3,30 +3,30 @@ where it is worthwhile, and an engine gives the same tokens with it."""
 
 from __future__ import annotations
 
-import dataclasses
-
 import msgspec
 import pytest
 import torch
 
-from aserve.gpu.attention.base import AttentionBackend, AttentionSite, Capabilities
+from aserve.gpu.attention.base import AttentionSite, Capabilities
 from aserve.gpu.attention.flashinfer import cascade
 from aserve.gpu.attention.flashinfer.backend import FlashInfer
 from aserve.gpu.attention.flashinfer.cascade import MIN_SAVED_BYTES, is_worthwhile
-from aserve.gpu.attention.reference import TorchReference
-from aserve.gpu.device.cpu.device import CpuDevice
-from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec, group_layers
+from aserve.gpu.kv.layer_groups import LayerSpec
 from aserve.gpu.step.forward_batch import ForwardBatch
 from tests.fakes.flashinfer import LISTED_IN_TORCH, FakeFlashInfer
 from tests.fakes.graph_device import GraphDevice
 from tests.fakes.hash_model import HashModel
-from tests.gpu.attention.backend_parity import HEAD_DIM, HEADS, layer
+from tests.gpu.attention.backend_parity import (
+    HEADS,
+    assert_site_parity,
+    exact_batch,
+    layer,
+    scattered_site,
+)
 from tests.gpu.attention.test_flashinfer import register
-from tests.gpu.device_tables import device_batch, make_pools
 from tests.gpu.drive import make_executor, request, serve
 from tests.gpu.plain_engine import plain_outputs
 
-COLUMNS = 70  # of page tables
 SHARED_LEN = 32
 # (spans, KV lengths before them), of which the first 32 tokens are shared
 STEPS = {
@@ -42,39 +42,16 @@ def _always_pays(monkeypatch: pytest.MonkeyPatch, small_workspace: None) -> None
 
 
 def make_site(
-    layers: tuple[LayerSpec, ...], page_size: int, *, dtype: torch.dtype = torch.float64
+    layers: tuple[LayerSpec, ...], page_size: int, **dtypes: torch.dtype
 ) -> AttentionSite:
-    """Four rows with scattered pages, which share the pages of row 1 for the first 32 tokens."""
-    shape = (5, COLUMNS)
-    pools = make_pools(layers, 4 * COLUMNS + 1, table_shape=shape, page_size=page_size, dtype=dtype)
-    generator = torch.Generator().manual_seed(0)
-    for kv in pools.layers.values():
-        for pool in (kv.keys, kv.values):
-            pool.copy_(torch.randn(pool.shape, generator=generator).to(dtype))
-    for table in pools.page_tables:
-        table[1:] = 1 + torch.randperm(4 * COLUMNS, generator=generator).view(4, COLUMNS)
-        table[2:, : SHARED_LEN // page_size] = table[1, : SHARED_LEN // page_size]
-    return AttentionSite(pools, group_layers(layers), torch.float64, CpuDevice())
+    """Four rows, which share the pages of the first 32 tokens."""
+    num_shared = SHARED_LEN // page_size
+    return scattered_site(layers, (4, 70), page_size=page_size, num_shared=num_shared, **dtypes)
 
 
 def forward(site: AttentionSite, query_lens: list[int], kv_lens: list[int]) -> ForwardBatch:
-    batch = device_batch(query_lens, kv_lens)
     num_shared = SHARED_LEN // site.pools.page_size
-    batch = dataclasses.replace(batch, is_exact=True, shared_pages=num_shared)
-    return ForwardBatch.init_new(batch, site.pools)
-
-
-def assert_parity(
-    backend: AttentionBackend, site: AttentionSite, batch: ForwardBatch, plan: object
-) -> None:
-    ours = backend.bind(batch, plan)
-    theirs = TorchReference(site.pools).bind(batch, None)
-    generator = torch.Generator().manual_seed(1)
-    for spec in site.layers:
-        size = (batch.num_tokens, spec.num_heads + 2 * spec.num_kv_heads, HEAD_DIM)
-        heads = torch.randn(size, generator=generator, dtype=torch.float64)
-        got, expected = ours(spec, AttentionInputs(heads)), theirs(spec, AttentionInputs(heads))
-        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    return exact_batch(site.pools, query_lens, kv_lens, num_shared=num_shared)
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -91,7 +68,7 @@ def test_two_levels_equal_the_reference_beside_layers_with_a_window(
     package = FakeFlashInfer()
     backend = FlashInfer(package, site)
     batch = forward(site, *STEPS[step])
-    assert_parity(backend, site, batch, backend.plan(batch))
+    assert_site_parity(backend, site, batch)
     shared, own, windowed = package.plans  # both layers without a window have one plan
     assert shared.pages.tolist() == site.pools.page_tables[0][1, : SHARED_LEN // page_size].tolist()
     assert [plan.causal for plan in (shared, own)] == [False, True]
@@ -106,7 +83,7 @@ def test_plans_in_flight_keep_their_arrays_while_others_are_made() -> None:
     plan = backend.plan(batch)
     for step in ("decodes", "chunks"):
         backend.plan(forward(site, *STEPS[step]))
-    assert_parity(backend, site, batch, plan)
+    assert_site_parity(backend, site, batch, plan)
 
 
 @pytest.mark.parametrize(
@@ -116,12 +93,12 @@ def test_kv_in_eight_bits_and_layers_with_windows_alone_are_read_as_without_shar
     window: int | None, dtype: torch.dtype
 ) -> None:
     """KV in fp8 has scales, which cascade attention does not pass."""
-    site = make_site((layer(window=window),), 16, dtype=dtype)
+    site = make_site((layer(window=window),), 16, kv_dtype=dtype)
     package = FakeFlashInfer()
     backend = FlashInfer(package, site)
     assert not backend.static_plans.is_better_eager(4, 2)
     batch = forward(site, *STEPS["decodes"])
-    assert_parity(backend, site, batch, backend.plan(batch))
+    assert_site_parity(backend, site, batch)
     assert len(package.plans) == 1
 
 

@@ -21,11 +21,17 @@ from aserve.gpu.attention.reference import TorchReference
 from aserve.gpu.attention.registry import BACKENDS
 from aserve.gpu.device.base import Device
 from aserve.gpu.device.cuda.device import open_cuda
-from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec, group_layers
+from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
 from aserve.gpu.step.forward_batch import ForwardBatch
 from tests.fakes.flashinfer import LISTED_IN_TORCH, FakeFlashInfer
-from tests.gpu.attention.backend_parity import SHAPES
-from tests.gpu.device_tables import device_batch, make_pools
+from tests.gpu.attention.backend_parity import (
+    SHAPES,
+    assert_site_parity,
+    draw_heads,
+    exact_batch,
+    scattered_site,
+)
+from tests.gpu.device_tables import device_batch
 from tools.gpu_check.recorded_graphs import RecordingCpu
 
 MAX_LEN = 400
@@ -69,26 +75,20 @@ def cases(on_cpu: Kind, **on_cuda: Kind) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("place", "kind", "page_size"), params)
 
 
-def make_site(place: str, kind: Kind, page_size: int) -> tuple[Device, AttentionSite]:
-    """Every row has all pages that it may need, scattered, with random KV."""
+def make_site(
+    place: str, kind: Kind, page_size: int, *, num_shared: int = 0
+) -> tuple[Device, AttentionSite]:
     device = RecordingCpu() if place == "cpu" else open_cuda("a test asks for it")
-    columns = MAX_LEN // page_size + 1
-    pools = make_pools(
+    site = scattered_site(
         kind.layers(),
-        columns * MAX_ROWS + 1,
-        table_shape=(MAX_ROWS + 1, columns),
+        (MAX_ROWS, MAX_LEN // page_size + 1),
         page_size=page_size,
-        dtype=kind.kv_dtype or kind.dtype,
-        device=device.torch_device,
+        dtype=kind.dtype,
+        kv_dtype=kind.kv_dtype,
+        device=device,
+        num_shared=num_shared,
     )
-    generator = torch.Generator().manual_seed(0)
-    for kv in pools.layers.values():
-        for pool in (kv.keys, kv.values):
-            pool.copy_(torch.randn(pool.shape, generator=generator).to(pool.device, pool.dtype))
-    for table in pools.page_tables:
-        pages = 1 + torch.randperm(columns * MAX_ROWS, generator=generator)
-        table[1:] = pages.view(MAX_ROWS, columns).to(table.device)
-    return device, AttentionSite(pools, group_layers(kind.layers()), kind.dtype, device)
+    return device, site
 
 
 def build(place: str, site: AttentionSite) -> FlashInfer:
@@ -117,7 +117,7 @@ def test_every_shape_equals_the_reference(place: str, kind: Kind, page_size: int
     shapes = SHAPES.values() if place == "cuda" else [SHAPES["mixed"], SHAPES["one decode"]]
     with device.stream():
         for query_lens, kv_lens in shapes:
-            assert_parity(backend, site, query_lens, kv_lens)
+            assert_site_parity(backend, site, exact_batch(site.pools, query_lens, kv_lens))
 
 
 @cases(Kind(64, torch.float16, (None, 37), softcap=20.0), bfloat16=PLAIN)
@@ -125,15 +125,14 @@ def test_rows_that_share_their_first_pages_equal_the_reference(
     monkeypatch: pytest.MonkeyPatch, place: str, kind: Kind, page_size: int
 ) -> None:
     monkeypatch.setattr(cascade, "MIN_SAVED_BYTES", 1)
-    device, site = make_site(place, kind, page_size)
     num_shared = 128 // page_size
-    for table in site.pools.page_tables:
-        table[2:, :num_shared] = table[1, :num_shared].clone()
+    device, site = make_site(place, kind, page_size, num_shared=num_shared)
     backend = build(place, site)
     assert backend.static_plans.is_better_eager(2, num_shared)
     with device.stream():
         for query_lens, kv_lens in ([1] * 4, [128, 150, 192, 390]), ([1, 60, 7], [300, 128, 130]):
-            assert_parity(backend, site, query_lens, kv_lens, shared_pages=num_shared)
+            batch = exact_batch(site.pools, query_lens, kv_lens, num_shared=num_shared)
+            assert_site_parity(backend, site, batch)
 
 
 @cases(WINDOW_AND_CAP, bfloat16=PLAIN, kv_of_eight_bits=EIGHT_BITS, window_and_cap=WINDOW_AND_CAP)
@@ -148,7 +147,7 @@ def test_captured_decodes_are_planned_in_one_call_and_equal_the_reference(
         len_bounds_cpu=np.full(MAX_ROWS, MAX_LEN, np.int32),
     )
     (spec,) = site.layers
-    heads = draw_heads(spec, MAX_ROWS, site)
+    heads = draw_heads(site, spec, MAX_ROWS)
 
     def attend(by: AttentionBackend, plan: object) -> Tensor:
         return by.bind(ForwardBatch.init_new(captured, pools), plan)(spec, AttentionInputs(heads))
@@ -164,28 +163,3 @@ def test_captured_decodes_are_planned_in_one_call_and_equal_the_reference(
             expected = attend(TorchReference(pools), None)
             torch.testing.assert_close(got, expected, rtol=3e-2, atol=3e-2)
     assert "one call" not in caplog.text
-
-
-def draw_heads(spec: LayerSpec, num_tokens: int, site: AttentionSite) -> Tensor:
-    sizes = (num_tokens, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
-    drawn = torch.randn(sizes, generator=torch.Generator().manual_seed(1))
-    return drawn.to(site.pools.device, site.dtype)
-
-
-def assert_parity(
-    backend: AttentionBackend,
-    site: AttentionSite,
-    query_lens: list[int],
-    kv_lens: list[int],
-    *,
-    shared_pages: int = 0,
-) -> None:
-    batch = device_batch(query_lens, kv_lens, device=site.pools.device)
-    batch = dataclasses.replace(batch, is_exact=True, shared_pages=shared_pages)
-    made = ForwardBatch.init_new(batch, site.pools)
-    ours = backend.bind(made, backend.plan(made))
-    theirs = TorchReference(site.pools).bind(made, None)
-    for spec in site.layers:
-        inputs = AttentionInputs(draw_heads(spec, made.num_tokens, site))
-        got, expected = ours(spec, inputs), theirs(spec, inputs)
-        torch.testing.assert_close(got, expected, rtol=3e-2, atol=3e-2)

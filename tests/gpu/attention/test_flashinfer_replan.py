@@ -190,40 +190,31 @@ class Arrays:
 
 
 @pytest.mark.parametrize(
-    "more",
+    ("more", "may_repeat"),
     [
-        lambda numbers: (),
-        lambda numbers: (7, True, "fa2", None),
-        lambda numbers: (torch.empty(0), torch.arange(4)),  # made anew, and the same
+        (lambda numbers: {}, True),
+        (lambda numbers: {"size": 7, "is_static": True, "backend": "fa2", "mask": None}, True),
+        (lambda numbers: {"empty": torch.empty(0), "range": torch.arange(4)}, True),  # made anew
+        (lambda numbers: {"most": int(numbers.max())}, False),
+        (lambda numbers: {"lens": numbers + 1}, False),
+        (lambda numbers: {"lens": numbers.tolist()}, False),
+        (lambda numbers: {"kind": 1 if numbers[0] == 1 else True}, False),
+        (lambda numbers: {"on_device": numbers.to("meta")}, False),  # nobody waits for its values
+        (lambda numbers: {f"number{numbers[0]}": 1}, False),
     ],
 )
-def test_what_does_not_depend_on_the_numbers_may_stay(more: Callable[[Tensor], Any]) -> None:
+def test_a_call_is_repeated_if_only_arrays_depend_on_the_numbers(
+    more: Callable[[Tensor], Any], *, may_repeat: bool
+) -> None:
     arrays = Arrays()
     module = arrays.wrapper._cached_module
-    call = arrays.call(lambda: module.plan(arrays.numbers, *more(arrays.numbers), named=1))
-    assert call is not None
-    arrays.numbers.fill_(9)
-    call()
-    assert arrays.seen == [[0] * 3, [1] * 3, [2] * 3, [9] * 3]
+    call = arrays.call(lambda: module.plan(arrays.numbers, 1, **more(arrays.numbers)))
+    assert (call is not None) == may_repeat
     assert module.plan == arrays._plan
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        lambda numbers: {"most": int(numbers.max())},
-        lambda numbers: {"lens": numbers + 1},
-        lambda numbers: {"lens": numbers.tolist()},
-        lambda numbers: {"kind": 1 if numbers[0] == 1 else True},
-        lambda numbers: {"on_device": numbers.to("meta")},  # whose values nobody waits for
-        lambda numbers: {f"number{numbers[0]}": 1},
-    ],
-)
-def test_what_depends_on_the_numbers_needs_the_whole_plan(more: Callable[[Tensor], Any]) -> None:
-    arrays = Arrays()
-    module = arrays.wrapper._cached_module
-    assert arrays.call(lambda: module.plan(arrays.numbers, **more(arrays.numbers))) is None
-    assert module.plan == arrays._plan
+    if call is not None:
+        arrays.numbers.fill_(9)
+        call()
+        assert arrays.seen == [[0] * 3, [1] * 3, [2] * 3, [9] * 3]
 
 
 def test_a_plan_that_is_not_one_call_of_a_planner_is_needed_whole() -> None:

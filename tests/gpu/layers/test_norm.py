@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aserve.gpu.layers.norm import RmsNorm, add_rms_norm
+from aserve.gpu.layers.norm import RmsNorm
 
 TOLERANCES = {
     torch.float64: 1e-12,
@@ -31,12 +31,6 @@ def test_the_norm_is_weight_times_x_over_its_root_mean_square(
     torch.testing.assert_close(normed.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-def test_large_half_precision_values_do_not_overflow() -> None:
-    x = torch.full((1, 64), 6e4, dtype=torch.float16)
-    normed = RmsNorm(torch.ones(64, dtype=torch.float16), eps=1e-5)(x)
-    torch.testing.assert_close(normed, torch.ones_like(normed))
-
-
 def test_a_weight_wider_than_its_input_is_not_rounded_before_it_multiplies() -> None:
     """1.001 is 1.0 in bfloat16; times 256 or so the difference shows."""
     x = torch.tensor([[3.0, -4.0, 250.0, 256.0]], dtype=torch.bfloat16)
@@ -46,11 +40,3 @@ def test_a_weight_wider_than_its_input_is_not_rounded_before_it_multiplies() -> 
     wide = x.float() / x.float().square().mean(-1, keepdim=True).sqrt()
     assert torch.equal(normed, (wide * weight).to(torch.bfloat16))
     assert not torch.equal(normed, RmsNorm(weight.to(torch.bfloat16), eps=1e-6)(x))
-
-
-def test_a_residual_sum_is_rounded_before_it_is_normed() -> None:
-    """256 + 1 is 256 in bfloat16: the next sublayer gets the norm of what the stream holds."""
-    hidden, added = torch.tensor([[[256.0, 2.0]], [[2.0, 0.0]]], dtype=torch.bfloat16)
-    total, normed = add_rms_norm(torch.ones(2), eps=1e-6, scale=0.5)(hidden, added)
-    assert torch.equal(total, hidden)
-    assert torch.equal(normed, RmsNorm(torch.ones(2), eps=1e-6)(hidden))

@@ -10,7 +10,6 @@ import pytest
 from aserve.errors import ConfigError
 from aserve.gpu.layers.rope_scaling import (
     DefaultRope,
-    DynamicRope,
     LinearRope,
     Llama3Rope,
     LongRope,
@@ -37,6 +36,9 @@ LLAMA3 = {
 }
 
 
+LONGROPE = {"type": "longrope", "short_factor": [1] * 4, "long_factor": [2] * 4}
+
+
 def parse(**changes: object) -> ModelConfig:
     return parse_file({**PLAIN, **changes})
 
@@ -46,22 +48,15 @@ def parse_file(values: dict[str, Any], **defaults: object) -> ModelConfig:
 
 
 def test_both_dialects_say_the_same() -> None:
-    older = parse(
-        rope_theta=5e5, rope_scaling={**LLAMA3, "rope_type": "llama3"}, torch_dtype="bfloat16"
-    )
+    old = {**LLAMA3, "rope_type": "llama3"}
+    older = parse(rope_theta=5e5, rope_scaling=old, torch_dtype="bfloat16")
     oldest = parse(
         rope_theta=5e5, rope_scaling={**LLAMA3, "type": "llama3"}, torch_dtype="bfloat16"
     )
-    newer = parse(
-        rope_parameters={**LLAMA3, "rope_type": "llama3", "rope_theta": 5e5}, dtype="bfloat16"
-    )
+    newer = parse(rope_parameters={**old, "rope_theta": 5e5}, dtype="bfloat16")
     assert older == oldest == newer
     assert newer.rope == Llama3Rope(5e5, 8.0, 16, 1.0, 4.0)
     assert newer.dtype == "bfloat16"
-
-
-def test_null_counts_as_absent() -> None:
-    assert parse(rope_scaling=None, head_dim=None, dtype=None, attention_bias=None) == parse()
 
 
 def test_a_nested_text_config_is_read_over_what_stands_beside_it() -> None:
@@ -147,9 +142,24 @@ def test_a_familys_defaults_count_where_a_name_is_absent_not_where_it_is_null() 
     assert not parse_file({**PLAIN, "tie_word_embeddings": False}, **defaults).tie_word_embeddings
 
 
-def test_the_activation_has_two_names_and_the_newer_counts() -> None:
-    assert parse(hidden_act="gelu").activation == "gelu"
-    assert parse(hidden_act="gelu", hidden_activation="silu").activation == "silu"
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"rope_scaling": None, "head_dim": None, "dtype": None, "attention_bias": None}, {}),
+        ({"hidden_act": "gelu", "hidden_activation": "silu"}, {"hidden_act": "silu"}),
+        ({"hidden_activation": "gelu"}, {"hidden_act": "gelu"}),
+        (
+            {"head_dim": 16, "rope_parameters": {"partial_rotary_factor": 0.75}},
+            {"head_dim": 16, "partial_rotary_factor": 0.75},
+        ),
+        ({"rope_scaling": {**LONGROPE, "type": "su"}}, {"rope_scaling": LONGROPE}),
+    ],
+)
+def test_what_may_be_said_in_two_ways_means_the_same(
+    changes: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    """Null counts as absent."""
+    assert parse(**changes) == parse(**expected)
 
 
 def test_kinds_of_layers_have_their_own_positions_in_both_dialects() -> None:
@@ -170,23 +180,13 @@ def test_all_layers_have_the_same_positions_unless_the_file_says_otherwise() -> 
     assert config.rope == config.sliding_rope == LinearRope(5e5, 2.0)
 
 
-def test_a_part_of_a_head_may_turn_in_both_dialects() -> None:
-    older = parse(head_dim=16, partial_rotary_factor=0.75)
-    newer = parse(head_dim=16, rope_parameters={"partial_rotary_factor": 0.75})
-    assert older.rotary_dim == newer.rotary_dim == 12
+def test_a_part_of_a_head_may_turn() -> None:
+    assert parse(head_dim=16, partial_rotary_factor=0.75).rotary_dim == 12
     assert parse(head_dim=16).rotary_dim == 16
 
 
-@pytest.mark.parametrize("name", ["longrope", "su"])
-def test_longrope_has_two_names(name: str) -> None:
-    rope = {"type": name, "short_factor": [1] * 3, "long_factor": [2] * 3}
-    config = parse(partial_rotary_factor=0.75, rope_scaling=rope)
-    assert isinstance(config.rope, LongRope)
-
-
 def test_an_original_length_beside_the_rotary_section_counts() -> None:
-    rope = {"type": "longrope", "short_factor": [1] * 4, "long_factor": [2] * 4}
-    config = parse(rope_scaling=rope, original_max_position_embeddings=16)
+    config = parse(rope_scaling=LONGROPE, original_max_position_embeddings=16)
     assert isinstance(config.rope, LongRope)
     assert config.rope.original_len == 16
 
@@ -210,11 +210,6 @@ def test_a_context_reaches_as_far_as_the_positions_do(
     assert config.context_len(longest) == longest
     with pytest.raises(ConfigError, match=f"positions for 1 to {longest} tokens"):
         config.context_len(longest + 1)
-
-
-def test_dynamic_positions_stretch_from_the_length_of_the_file() -> None:
-    config = parse(rope_scaling={"type": "dynamic", "factor": 4})
-    assert config.rope == DynamicRope(10_000.0, 4.0, 64)
 
 
 def test_yarn_works_out_its_temperature() -> None:

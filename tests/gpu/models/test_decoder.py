@@ -26,30 +26,6 @@ def model(tmp_path: Path) -> CausalModel:
     return load_model(write_checkpoint(tmp_path, llama_weights()))
 
 
-def test_the_facts_of_a_model_are_those_of_its_config(model: CausalModel) -> None:
-    assert (model.vocab_size, model.hidden_size, model.max_model_len) == (24, 8, 16)
-    assert model.dtype == torch.float32
-    assert model.layers == tuple(
-        LayerSpec(index=index, num_heads=2, num_kv_heads=1, head_dim=4, scale=0.5)
-        for index in range(2)
-    )
-
-
-def test_windows_reach_the_layers_of_the_family_that_has_them(tmp_path: Path) -> None:
-    windows: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 3, "head_dim": 4}
-    windows["layer_types"] = ["full_attention", "sliding_attention"]
-    weights = llama_weights()
-    llama = load_model(write_checkpoint(tmp_path / "llama", weights, **windows))
-    assert [layer.window for layer in llama.layers] == [None, None]
-    for index in range(2):
-        prefix = f"model.layers.{index}.self_attn"
-        weights |= {f"{prefix}.{name}_norm.weight": torch.ones(4) for name in "qk"}
-    directory = write_checkpoint(
-        tmp_path / "qwen3", weights, architectures=["Qwen3ForCausalLM"], **windows
-    )
-    assert [layer.window for layer in load_model(directory).layers] == [None, 3]
-
-
 def test_a_capture_holds_what_was_asked_for_and_changes_nothing(model: CausalModel) -> None:
     capture = HiddenCapture(layer_ids=(1, 0), wants_before_norm=True)
     hidden = model.forward(IDS, POSITIONS, DenseAttend(), capture=capture)
@@ -60,16 +36,13 @@ def test_a_capture_holds_what_was_asked_for_and_changes_nothing(model: CausalMod
     assert capture.before_norm is not None
     assert torch.equal(capture.before_norm, last)
     assert not torch.equal(capture.before_norm, hidden)
+    one_layer = HiddenCapture(layer_ids=(1,))
+    model.forward(IDS, POSITIONS, DenseAttend(), capture=one_layer)
+    assert len(one_layer.layers) == 1
+    assert one_layer.before_norm is None
 
 
-def test_a_capture_keeps_nothing_that_was_not_asked_for(model: CausalModel) -> None:
-    capture = HiddenCapture(layer_ids=(1,))
-    model.forward(IDS, POSITIONS, DenseAttend(), capture=capture)
-    assert len(capture.layers) == 1
-    assert capture.before_norm is None
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_logits_are_of_the_models_dtype(dtype: str, tmp_path: Path) -> None:
     model = load_model(write_checkpoint(tmp_path, llama_weights()), dtype=dtype)
     hidden = model.forward(IDS, POSITIONS, DenseAttend())

@@ -107,13 +107,8 @@ def test_phi_3_turns_a_part_of_each_head() -> None:
 
 
 def test_granite_has_multipliers_of_its_own() -> None:
-    spec = spec_of(
-        "Granite",
-        attention_multiplier=0.0078125,
-        embedding_multiplier=12.0,
-        logits_scaling=16.0,
-        residual_multiplier=0.22,
-    )
+    scales = {"attention_multiplier": 0.0078125, "embedding_multiplier": 12.0}
+    spec = spec_of("Granite", **scales, logits_scaling=16.0, residual_multiplier=0.22)
     assert (spec.attention_scale, spec.embedding_scale.factor) == (0.0078125, 12.0)
     assert (spec.residual_scale, spec.logit_divisor) == (0.22, 16.0)
 
@@ -126,13 +121,8 @@ def test_olmo_2_norms_after_its_sublayers_and_all_heads_together() -> None:
 
 
 def test_a_family_that_turns_whole_heads_refuses_parts(tmp_path: Path) -> None:
-    directory = write_checkpoint(
-        tmp_path,
-        llama_weights(),
-        head_dim=8,
-        partial_rotary_factor=0.5,
-        architectures=["LlamaForCausalLM"],
-    )
+    parts = {"head_dim": 8, "partial_rotary_factor": 0.5}
+    directory = write_checkpoint(tmp_path, llama_weights(), **parts)
     with pytest.raises(ConfigError, match="rotates 4 of 8 elements of a head; Llama"):
         load_model(directory)
 

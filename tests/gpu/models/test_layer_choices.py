@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -14,8 +15,7 @@ from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.device.cpu.fused_decoder import make_compiled_forward
 from aserve.gpu.device.cpu.kernel_linear import prepare_tiled
-from aserve.gpu.kv.layer_groups import LayerSpec, group_layers
-from aserve.gpu.kv.pools import KvPools
+from aserve.gpu.kv.layer_groups import LayerSpec
 from aserve.gpu.models.base import Attend
 from aserve.gpu.models.config.fields import Fields
 from aserve.gpu.models.config.model import parse_config
@@ -28,7 +28,7 @@ from aserve.gpu.step.resolve import DeviceState
 from aserve.gpu.weights.dummy import DummyWeights
 from aserve.gpu.weights.inventory import Inventory
 from aserve.gpu.weights.source import HOST, LoadProgress, Target, WeightSource
-from aserve.messages.executor import GroupSpec
+from tests.gpu.device_tables import CPU, make_pools
 from tests.gpu.weights.checkpoints import CONFIG
 from tests.parity.dense_attend import DenseAttend
 
@@ -41,16 +41,11 @@ class TopOneExperts:
 
     def __init__(self, index: int, spec: DecoderSpec, weights: WeightSource, /) -> None:
         hidden, prefix = spec.config.hidden_size, f"model.layers.{index}.mlp"
-        self._router = weights.linear(
-            {f"{prefix}.gate": NUM_EXPERTS}, in_features=hidden, bias=False
-        )
-        name = f"{prefix}.experts"
-        self._up = weights.stacked(
-            name, {"up_proj": EXPERT_SIZE}, count=NUM_EXPERTS, in_features=hidden
-        )
-        self._down = weights.stacked(
-            name, {"down_proj": hidden}, count=NUM_EXPERTS, in_features=EXPERT_SIZE
-        )
+        gate = {f"{prefix}.gate": NUM_EXPERTS}
+        self._router = weights.linear(gate, in_features=hidden, bias=False)
+        stacked = partial(weights.stacked, f"{prefix}.experts", count=NUM_EXPERTS)
+        self._up = stacked({"up_proj": EXPERT_SIZE}, in_features=hidden)
+        self._down = stacked({"down_proj": hidden}, in_features=EXPERT_SIZE)
 
     def __call__(self, x: Tensor, /) -> Tensor:
         best = self._router(x).argmax(dim=1)
@@ -98,11 +93,8 @@ def test_each_layer_has_the_mlp_that_the_spec_names_for_it() -> None:
 
 def test_the_inventory_lists_the_weights_of_every_kind_of_layer() -> None:
     inventory = Inventory(torch.float32)
-    Decoder(
-        spec_of(mixers=(ScaleMixer, Attention), mlps=(gated_mlp, TopOneExperts)),
-        inventory,
-        max_model_len=1,
-    )
+    spec = spec_of(mixers=(ScaleMixer, Attention), mlps=(gated_mlp, TopOneExperts))
+    Decoder(spec, inventory, max_model_len=1)
     assert inventory.shapes["model.layers.1.mlp.experts.3.down_proj.weight"] == (8, EXPERT_SIZE)
     assert "model.layers.0.mlp.experts.3.down_proj.weight" not in inventory.shapes
     assert "model.layers.1.mlp.gate_proj.weight" not in inventory.shapes
@@ -120,28 +112,17 @@ def test_only_layers_that_keep_kv_have_a_place_in_the_cache() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mixers", "mlps"), [((Attention, ScaleMixer), ()), ((), (TopOneExperts, gated_mlp))]
-)
-def test_a_fused_step_leaves_other_layers_to_the_decoder(
-    mixers: tuple[MakeMixer, ...], mlps: tuple[MakeMlp, ...]
-) -> None:
+def test_a_fused_step_leaves_other_layers_to_the_decoder() -> None:
     ops = CpuDevice().ops(torch.float32, is_deterministic=False)
     tiled = Target(prepare=prepare_tiled, elementwise=ops.elementwise)
-    plain, mixed = build(spec_of(), tiled), build(spec_of(mixers=mixers, mlps=mlps), tiled)
+    plain = build(spec_of(), tiled)
     assert make_compiled_forward(plain, state_of(plain)) is not None
-    assert make_compiled_forward(mixed, state_of(mixed)) is None
+    for spec in (spec_of(mixers=(Attention, ScaleMixer)), spec_of(mlps=(TopOneExperts, gated_mlp))):
+        mixed = build(spec, tiled)
+        assert make_compiled_forward(mixed, state_of(mixed)) is None
 
 
 def state_of(model: Decoder) -> DeviceState:
-    groups, device = group_layers(model.layers), torch.device("cpu")
-    pools = KvPools(
-        groups,
-        tuple(GroupSpec(group.name, 8, group.window) for group in groups),
-        page_size=4,
-        table_shape=(3, 5),
-        dtype=model.dtype,
-        device=device,
-    )
-    tables = RowTables(max_rows=2, device=device)
-    return DeviceState(pools, tables, FutureMap((), max_rows=2, device=device))
+    pools = make_pools(model.layers, 8, table_shape=(3, 5), dtype=model.dtype)
+    relay = FutureMap((), max_rows=2, device=CPU)
+    return DeviceState(pools, RowTables(max_rows=2, device=CPU), relay)

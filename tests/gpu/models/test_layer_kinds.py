@@ -18,35 +18,43 @@ from aserve.gpu.models.config.layer_types import (
     switched_windows,
 )
 
-SWITCHED = {"use_sliding_window": True, "sliding_window": 8}
+ON = {"use_sliding_window": True}
+SWITCHED = {**ON, "sliding_window": 8}
+NONE_FULL = {**SWITCHED, "max_window_layers": 0}
+
+
+def every(period: int) -> Callable[[Fields], Windows]:
+    """Each last layer of a period has no window."""
+    return lambda given: periodic_windows(given, period)
 
 
 def fields(**values: object) -> Fields:
     return Fields({"num_hidden_layers": 4, **values}, source="config.json")
 
 
-def test_one_window_is_that_of_every_layer() -> None:
-    assert one_window(fields(sliding_window=8)) == (8,) * 4
-    assert one_window(fields(sliding_window=None)) == (None,) * 4
-
-
-def test_switched_windows_follow_the_layer_types_or_a_number() -> None:
-    assert switched_windows(fields(**SWITCHED, max_window_layers=3)) == (None, None, None, 8)
-    assert switched_windows(fields(**SWITCHED, max_window_layers=9)) == (None,) * 4
-    kinds = [SLIDING, FULL] * 2
-    named = fields(**SWITCHED, layer_types=kinds, max_window_layers=0)
-    assert switched_windows(named) == (8, None, 8, None)
-
-
-def test_windows_that_are_not_switched_on_are_none() -> None:
-    assert switched_windows(fields(sliding_window=8, layer_types=[SLIDING] * 4)) == (None,) * 4
-
-
-def test_periodic_windows_leave_each_last_layer_of_a_period_whole() -> None:
-    assert periodic_windows(fields(sliding_window=8), 2) == (8, None, 8, None)
-    assert periodic_windows(fields(sliding_window=8), 3) == (8, 8, None, 8)
-    named = fields(sliding_window=8, layer_types=[FULL, FULL, SLIDING, FULL])
-    assert periodic_windows(named, 2) == (None, None, 8, None)
+@pytest.mark.parametrize(
+    ("read", "values", "windows"),
+    [
+        (one_window, {"sliding_window": 8}, (8,) * 4),
+        (one_window, {"sliding_window": None}, (None,) * 4),
+        # The layer types count, or else a number of layers without a window.
+        (switched_windows, {**SWITCHED, "max_window_layers": 3}, (None, None, None, 8)),
+        (switched_windows, {**SWITCHED, "max_window_layers": 9}, (None,) * 4),
+        (switched_windows, {**NONE_FULL, "layer_types": [SLIDING, FULL] * 2}, (8, None, 8, None)),
+        (switched_windows, {"sliding_window": 8, "layer_types": [SLIDING] * 4}, (None,) * 4),
+        (every(2), {"sliding_window": 8}, (8, None, 8, None)),
+        (every(3), {"sliding_window": 8}, (8, 8, None, 8)),
+        (
+            every(2),
+            {"sliding_window": 8, "layer_types": [FULL] * 3 + [SLIDING]},
+            (None,) * 3 + (8,),
+        ),
+    ],
+)
+def test_windows_are_those_of_the_configuration(
+    read: Callable[[Fields], Windows], values: dict[str, Any], windows: Windows
+) -> None:
+    assert read(fields(**values)) == windows
 
 
 @pytest.mark.parametrize(
@@ -54,19 +62,11 @@ def test_periodic_windows_leave_each_last_layer_of_a_period_whole() -> None:
     [
         (one_window, {"sliding_window": 0}, "sliding_window is 0; expected an integer"),
         (switched_windows, SWITCHED, "max_window_layers is missing"),
+        (switched_windows, {**ON, "max_window_layers": 0}, "sliding_window is missing"),
+        (switched_windows, {**NONE_FULL, "layer_types": [FULL]}, "expected a list of 4 strings"),
         (
             switched_windows,
-            {"use_sliding_window": True, "max_window_layers": 0},
-            "sliding_window is missing",
-        ),
-        (
-            switched_windows,
-            {**SWITCHED, "max_window_layers": 0, "layer_types": [FULL]},
-            "expected a list of 4 strings",
-        ),
-        (
-            switched_windows,
-            {**SWITCHED, "max_window_layers": 0, "layer_types": ["mamba"] * 4},
+            {**NONE_FULL, "layer_types": ["mamba"] * 4},
             "expected full_attention or sliding_attention for each layer",
         ),
     ],

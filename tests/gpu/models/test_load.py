@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -41,74 +42,58 @@ def refusal_of(directory: Path) -> str:
     return str(caught.value)
 
 
-def test_shards_and_a_single_file_give_the_same_model(tmp_path: Path) -> None:
+def test_shards_nested_configs_and_stored_rotary_tables_give_the_same_model(tmp_path: Path) -> None:
     weights = llama_weights()
-    single = write_checkpoint(tmp_path / "single", weights)
     names = sorted(weights)
     shards = {
         f"model-0000{part}-of-00003.safetensors": {name: weights[name] for name in names[part::3]}
         for part in range(3)
     }
-    sharded = write_sharded(tmp_path / "sharded", shards)
-    assert torch.equal(logits_of(load_model(single)), logits_of(load_model(sharded)))
-
-
-def test_missing_weights_are_named(tmp_path: Path) -> None:
-    weights = llama_weights()
-    del weights["model.layers.1.self_attn.k_proj.weight"]
-    message = refusal_of(write_checkpoint(tmp_path, weights))
-    assert "missing: model.layers.1.self_attn.k_proj.weight" in message
-
-
-def test_an_untied_model_without_a_head_is_refused(tmp_path: Path) -> None:
-    weights = llama_weights()
-    del weights["lm_head.weight"]
-    assert "missing: lm_head.weight" in refusal_of(write_checkpoint(tmp_path, weights))
-
-
-def test_unexpected_weights_are_named(tmp_path: Path) -> None:
-    extra = {"model.layers.0.self_attn.q_proj.bias": torch.zeros(8)}
-    message = refusal_of(write_checkpoint(tmp_path, {**llama_weights(), **extra}))
-    assert "unexpected: model.layers.0.self_attn.q_proj.bias" in message
-
-
-def test_more_layers_than_the_config_has_are_unexpected(tmp_path: Path) -> None:
-    message = refusal_of(write_checkpoint(tmp_path, llama_weights(num_layers=3)))
-    assert "unexpected: model.layers.2." in message
-    assert "and 4 more" in message
-
-
-def test_weights_of_another_shape_are_named_with_both_shapes(tmp_path: Path) -> None:
-    weights = {**llama_weights(), "model.layers.0.mlp.down_proj.weight": torch.zeros(12, 8)}
-    message = refusal_of(write_checkpoint(tmp_path, weights))
-    assert "model.layers.0.mlp.down_proj.weight is 12x8 instead of 8x12" in message
-
-
-def test_quantized_values_are_refused_by_name(tmp_path: Path) -> None:
-    weights = {**llama_weights(), "lm_head.weight": torch.zeros(24, 8, dtype=torch.int8)}
-    assert "lm_head.weight is I8" in refusal_of(write_checkpoint(tmp_path, weights))
-
-
-def test_one_error_names_everything_that_does_not_fit(tmp_path: Path) -> None:
-    weights = llama_weights()
-    weights["stranger"] = weights.pop("model.norm.weight")
-    message = refusal_of(write_checkpoint(tmp_path, weights))
-    assert "missing: model.norm.weight; unexpected: stranger" in message
-
-
-def test_a_nested_text_config_loads_as_a_flat_one_does(tmp_path: Path) -> None:
-    flat = write_checkpoint(tmp_path / "flat", llama_weights())
     sizes = {"hidden_size": 8, "num_hidden_layers": 2}
     outer = {"hidden_size": 640, "num_hidden_layers": 99}
-    nested = write_checkpoint(tmp_path / "nested", llama_weights(), **outer, text_config=sizes)
-    assert torch.equal(logits_of(load_model(flat)), logits_of(load_model(nested)))
-
-
-def test_rotary_tables_in_the_checkpoint_are_ignored(tmp_path: Path) -> None:
-    plain = write_checkpoint(tmp_path / "plain", llama_weights())
     table = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.full((2,), 99.0)}
-    old = write_checkpoint(tmp_path / "old", {**llama_weights(), **table})
-    assert torch.equal(logits_of(load_model(plain)), logits_of(load_model(old)))
+    expected = logits_of(load_model(write_checkpoint(tmp_path / "plain", weights)))
+    for directory in (
+        write_sharded(tmp_path / "sharded", shards),
+        write_checkpoint(tmp_path / "nested", weights, **outer, text_config=sizes),
+        write_checkpoint(tmp_path / "old", {**weights, **table}),
+    ):
+        assert torch.equal(logits_of(load_model(directory)), expected)
+
+
+MISFITS: dict[str, tuple[dict[str, Tensor | None], str]] = {
+    "a layer's weight": (
+        {"model.layers.1.self_attn.k_proj.weight": None},
+        "missing: model.layers.1.self_attn.k_proj.weight",
+    ),
+    "the head of an untied model": ({"lm_head.weight": None}, "missing: lm_head.weight"),
+    "more than the model has": (
+        {"model.layers.0.self_attn.q_proj.bias": torch.zeros(8)},
+        "unexpected: model.layers.0.self_attn.q_proj.bias",
+    ),
+    "more layers": (
+        {f"model.layers.2.{number}": torch.zeros(1) for number in range(9)},
+        "model.layers.2.4 and 4 more",
+    ),
+    "another shape": (
+        {"model.layers.0.mlp.down_proj.weight": torch.zeros(12, 8)},
+        "model.layers.0.mlp.down_proj.weight is 12x8 instead of 8x12",
+    ),
+    "quantized": ({"lm_head.weight": torch.zeros(24, 8).to(torch.int8)}, "lm_head.weight is I8"),
+    "a name for another": (
+        {"model.norm.weight": None, "stranger": torch.zeros(8)},
+        "missing: model.norm.weight; unexpected: stranger",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "complaint"), MISFITS.values(), ids=MISFITS)
+def test_weights_that_do_not_fit_are_named_in_one_error(
+    changes: dict[str, Tensor | None], complaint: str, tmp_path: Path
+) -> None:
+    weights = {**llama_weights(), **changes}
+    kept = {name: weight for name, weight in weights.items() if weight is not None}
+    assert complaint in refusal_of(write_checkpoint(tmp_path, kept))
 
 
 def test_scales_of_kv_are_read_where_a_checkpoint_has_them(tmp_path: Path) -> None:
@@ -121,19 +106,22 @@ def test_scales_of_kv_are_read_where_a_checkpoint_has_them(tmp_path: Path) -> No
     assert [layer.kv_scales for layer in model.layers] == [(0.5, 0.25), (1.0, 2.0)]
 
 
+def noting(seen: list[Tensor]) -> Target:
+    """Keeps the weights of all linear layers in `seen`."""
+
+    def noted(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
+        seen.append(linear.weight)
+        return prepare(linear, device, dtype=dtype)
+
+    return Target(prepare=noted)
+
+
 def test_a_tied_head_is_the_embeddings_and_costs_nothing(tmp_path: Path) -> None:
     weights = llama_weights()
     del weights["lm_head.weight"]
     seen: list[Tensor] = []
-
-    def noting(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
-        prepared = prepare(linear, device, dtype=dtype)
-        assert isinstance(prepared, Linear)
-        seen.append(prepared.weight)
-        return prepared
-
     directory = write_checkpoint(tmp_path, weights, tie_word_embeddings=True)
-    model = load_model(directory, target=Target(prepare=noting))
+    model = load_model(directory, target=noting(seen))
     assert torch.equal(seen[-1], weights["model.embed_tokens.weight"])
     untied = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}
     twin = load_model(write_checkpoint(tmp_path / "untied", untied))
@@ -165,15 +153,9 @@ def test_the_model_does_not_depend_on_its_files_after_the_load(tmp_path: Path) -
 
 def test_joined_rows_keep_the_order_of_their_parts(tmp_path: Path) -> None:
     weights = llama_weights()
-    seen: dict[int, Tensor] = {}
-
-    def noting(linear: Linear, device: torch.device, /, *, dtype: torch.dtype) -> LinearOp:
-        seen[len(seen)] = linear.weight
-        return prepare(linear, device, dtype=dtype)
-
-    load_model(write_checkpoint(tmp_path, weights), target=Target(prepare=noting))
-    prefix = "model.layers.0.self_attn"
-    parts = [weights[f"{prefix}.{name}_proj.weight"] for name in "qkv"]
+    seen: list[Tensor] = []
+    load_model(write_checkpoint(tmp_path, weights), target=noting(seen))
+    parts = [weights[f"model.layers.0.self_attn.{name}_proj.weight"] for name in "qkv"]
     assert torch.equal(seen[0], torch.cat(parts))
     assert len(seen) == 2 * 4 + 1, "qkv, o, gate-up and down of each layer, and the head"
 
@@ -190,29 +172,29 @@ def test_a_device_may_replace_every_linear_layer(tmp_path: Path) -> None:
     assert torch.equal(doubled, 2 * plain)
 
 
-def test_progress_only_grows_and_ends_at_the_total(tmp_path: Path) -> None:
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_progress_only_grows_and_ends_at_the_total(load_format: str, tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, llama_weights(dtype=torch.bfloat16))
     calls: list[tuple[int, int]] = []
-    load_model(directory, on_progress=lambda done, total: calls.append((done, total)))
+    load_model(directory, load_format=load_format, on_progress=lambda *call: calls.append(call))
     done = [call[0] for call in calls]
     assert len({total for _, total in calls}) == 1
     assert done == sorted(set(done))
     assert done[-1] == calls[-1][1] == sum(w.numel() * 4 for w in llama_weights().values())
 
 
-def test_a_model_larger_than_memory_is_refused_before_a_value_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_a_model_larger_than_memory_is_refused_before_a_value_is_made(
+    load_format: str, tmp_path: Path
+) -> None:
     directory = write_checkpoint(tmp_path, llama_weights())
-    calls: list[int] = []
     needed = _total_bytes(directory)
-    load_model(directory, target=Target(memory_bytes=needed))
-    with pytest.raises(
-        ConfigError, match=r"weights need 0\.000 GiB as float32, but only 0\.000 GiB"
-    ):
-        load_model(
-            directory,
-            target=Target(memory_bytes=needed - 1),
-            on_progress=lambda done, _: calls.append(done),
-        )
+    load = partial(load_model, directory, load_format=load_format)
+    load(target=Target(memory_bytes=needed))
+    calls: list[int] = []
+    target = Target(memory_bytes=needed - 1)
+    with pytest.raises(ConfigError, match=r"weights need 0\.000 GiB as float32, but only 0\.000"):
+        load(target=target, on_progress=lambda done, _: calls.append(done))
     assert calls == []
 
 

@@ -24,18 +24,6 @@ def refusal_of(directory: Path) -> str:
     return str(caught.value)
 
 
-def test_headers_tell_names_shapes_and_types(tmp_path: Path) -> None:
-    with Checkpoint(
-        write_sharded(tmp_path, {"1.safetensors": A, "2.safetensors": B})
-    ) as checkpoint:
-        found = {n: (t.file_name, t.shape, t.dtype) for n, t in checkpoint.tensors.items()}
-        assert found == {
-            "a": ("1.safetensors", (2, 3), "F32"),
-            "b": ("2.safetensors", (4,), "BF16"),
-        }
-        assert torch.equal(checkpoint.read("b"), B["b"])
-
-
 def test_files_are_opened_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,21 @@ if __name__ == "__main__":
     triple(numbers)
     assert numbers.tolist() == [3, 3]
 """
+# Tests that pass with the plain functions that stand for compiled ones, within seconds.
+REPOSITORY, FOLDER = Path(__file__).parents[3], "tests/kernels/cpu"
+CHUNK = "test_chunk_attention.py::test_every_chunk_equals_the_reference"
+HEADS = "test_paged_attention.py::test_heads_of_every_width_equal_the_reference"
+PRODUCT = "test_gemm.py::test_every_shape_equals_the_reference"
+PLAIN = (
+    *("test_intrinsics.py", "test_int8_linear.py"),
+    *(f"{PRODUCT}[torch.float32-34-1-2]", f"{PRODUCT}[torch.bfloat16-34-1-2]"),
+    *(f"{HEADS}[1-torch.float32-1]", f"{HEADS}[32-torch.bfloat16-1]"),
+    f"{CHUNK}[queries that fill no product-1]",
+    "test_draw.py::test_the_first_of_equal_logits_is_taken",
+    "test_rms_norm.py::test_every_shape_equals_the_reference",
+    "test_rope_and_store_kv.py::test_normed_heads_are_rounded_where_torch_rounds_them",
+    "test_rope_and_store_kv.py::test_tokens_of_one_slot_disturb_no_other",
+)
 FLOATS = types.Array(types.float32, 1, "C")
 
 
@@ -59,6 +75,18 @@ def test_a_call_compiles_nothing() -> None:
     compile_ahead(_double, FLOATS)
     with pytest.raises(TypeError, match="No matching definition"):
         _double(np.ones(2, np.float64))
+
+
+@pytest.mark.slow
+def test_the_kernels_run_without_a_compiler() -> None:
+    """NUMBA_DISABLE_JIT=1 is how one steps through them."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += [f"{FOLDER}/{test}" for test in PLAIN]
+    environment = os.environ | {"NUMBA_DISABLE_JIT": "1"}
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
 
 
 def test_processes_that_start_together_compile_a_kernel_once(tmp_path: Path) -> None:

@@ -44,14 +44,8 @@ def reason_against(model: Any) -> str:
 
 
 def test_windows_scales_and_caps_are_those_that_the_layers_use() -> None:
-    found = probed(
-        "Gemma2",
-        sliding_window=5,
-        layer_types=MIXED,
-        query_pre_attn_scalar=25,
-        attn_logit_softcapping=7.0,
-        head_dim=12,
-    )
+    scores = {"query_pre_attn_scalar": 25, "attn_logit_softcapping": 7.0}
+    found = probed("Gemma2", sliding_window=5, layer_types=MIXED, head_dim=12, **scores)
     full, sliding = found.specs.values()
     assert (full.index, full.window, sliding.index, sliding.window) == (0, None, 1, 5)
     assert (full.num_heads, full.num_kv_heads, full.head_dim) == (4, 2, 12)

@@ -1,10 +1,12 @@
-"""The CSR row pointers of a step's pages, for rows of all lengths, with and without a window."""
+"""The CSR form of a step's pages, row pointers and page indices, for rows of all lengths."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from aserve_kernels.kv_indices import BLOCK as INDEX_BLOCK
+from aserve_kernels.kv_indices import kv_indices, kv_indices_ref
 from aserve_kernels.kv_indptr import BLOCK, KvIndptr, kv_indptr, kv_indptr_ref
 
 SHAPES = {
@@ -16,11 +18,12 @@ SHAPES = {
     "a block": ([*range(1, BLOCK + 1)], [1] * BLOCK),
     "two blocks and one": ([3 * i + 1 for i in range(2 * BLOCK + 1)], [1] * (2 * BLOCK + 1)),
 }
+COLUMNS = 2 * INDEX_BLOCK + 3
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("window", [None, 1, 5, 64])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("page_size", [1, 16])
 def test_every_row_has_the_pages_that_its_queries_see(
     page_size: int, window: int | None, shape: str
 ) -> None:
@@ -41,3 +44,32 @@ def test_every_row_has_the_pages_that_its_queries_see(
         assert out.indptr.tolist() == starts
         assert out.first_columns.tolist() == firsts
         assert out.last_page_lens.tolist() == [(kv_len - 1) % page_size + 1 for kv_len in lens]
+
+
+@pytest.mark.parametrize(
+    ("counts", "firsts"),
+    [
+        ([], []),
+        ([1], [0]),
+        ([3, 1, 2], [0, 0, 0]),
+        ([2, 5], [7, 3]),
+        ([INDEX_BLOCK - 1, INDEX_BLOCK, INDEX_BLOCK + 1], [0, 1, 2]),
+        ([COLUMNS, 1, 2 * INDEX_BLOCK], [0, COLUMNS - 1, 3]),
+    ],
+)
+def test_the_pages_of_each_row_follow_those_of_the_row_before(
+    counts: list[int], firsts: list[int]
+) -> None:
+    table = torch.randperm(6 * COLUMNS).view(6, COLUMNS)
+    rows = torch.tensor([4, 0, 2][: len(counts)], dtype=torch.int64)
+    starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).int()
+    total = int(starts[-1])
+    expected = [
+        table[int(row), first : first + count]
+        for row, first, count in zip(rows, firsts, counts, strict=True)
+    ]
+    for gather in (kv_indices, kv_indices_ref):
+        out = torch.full((total + 5,), -1, dtype=torch.int32)
+        given = torch.tensor(firsts, dtype=torch.int32)
+        gather(table, rows, first_columns=given, indptr=starts, out=out)
+        assert out.tolist() == [page for part in expected for page in part.tolist()] + [-1] * 5

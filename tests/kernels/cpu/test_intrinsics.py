@@ -1,0 +1,78 @@
+"""Small functions of compiled code, where the tests of kernels do not show all of them.
+test_precompile.py runs the plain functions that stand for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from numba import njit
+
+from aserve_kernels.cpu.bf16 import Float32s, Floats, narrow, widen
+from aserve_kernels.cpu.memory import array_at
+from aserve_kernels.cpu.simd import LANES, load, maximum, reduce_max, store
+
+VALUES = torch.tensor(
+    [0.0, -0.0, 1.0, -2.5, 1 + 2**-8, 1 + 3 * 2**-8, 3e38, -3.4e38, 1e-40, torch.inf, -torch.inf]
+)
+
+
+@njit()
+def narrowed(source: Float32s, target: Floats) -> None:
+    narrow(source, target)
+
+
+@njit()
+def widened(source: Floats, target: Float32s) -> None:
+    widen(source, target)
+
+
+def test_narrowing_rounds_as_torch_does_and_widening_is_exact() -> None:
+    bits, values = np.empty(len(VALUES), np.uint16), np.empty(len(VALUES), np.float32)
+    narrowed(VALUES.numpy(), bits)
+    assert (bits == VALUES.to(torch.bfloat16).view(torch.uint16).numpy()).all()
+    widened(bits, values)
+    assert (values == VALUES.to(torch.bfloat16).float().numpy()).all()
+
+
+def test_a_narrowed_nan_stays_one() -> None:
+    """Its low bits alone may say that it is one: cut off, they would leave an infinity."""
+    values = np.array([0x7F800001, 0xFFFFFFFF], np.uint32).view(np.float32)
+    bits = np.empty(2, np.uint16)
+    narrowed(values, bits)
+    assert torch.from_numpy(bits).view(torch.bfloat16).isnan().all()
+
+
+@njit()
+def compared(a: Float32s, b: Float32s, target: Float32s) -> None:
+    """target[:16] = the greater of a and b, lane by lane; target[16] = the greatest of all."""
+    lanes = maximum(load(a, 0), load(b, 0))
+    store(lanes, target, 0)
+    target[LANES] = reduce_max(lanes)
+
+
+@pytest.mark.parametrize("largest_at", range(LANES))
+def test_the_maximum_is_found_in_every_lane(largest_at: int) -> None:
+    a = np.full(LANES, -np.inf, np.float32)
+    b = np.linspace(-3, 3, LANES, dtype=np.float32)
+    a[largest_at] = 4
+    target = np.zeros(LANES + 1, np.float32)
+    compared(a, b, target)
+    assert target.tolist() == [*np.maximum(a, b).tolist(), 4]
+
+
+@njit()
+def doubled(address: int, like: np.ndarray) -> float:
+    table = array_at(address, (2, 3), like)
+    table[1, 2] *= 2
+    return table[1, 2]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.uint16])
+def test_what_stands_at_an_address_is_read_and_written(dtype: npt.DTypeLike) -> None:
+    numbers: npt.NDArray[Any] = np.arange(1, 8, dtype=dtype)
+    assert doubled(numbers[1:].ctypes.data, np.empty(0, dtype)) == 14
+    assert numbers.tolist() == [1, 2, 3, 4, 5, 6, 14]
