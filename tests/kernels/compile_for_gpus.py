@@ -14,6 +14,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -66,7 +67,7 @@ class Compiler:
         self._target = GPUTarget("cuda", capability, 32)
         self._backend = make_backend(self._target)
 
-    def compile(self, calls: Iterable[Callable[[], None]]) -> None:
+    def compile(self, calls: Iterable[Callable[[], object]]) -> None:
         JITFunction.run = lambda kernel, *args, grid, warmup, **kwargs: self.run(
             kernel, *args, **kwargs
         )
@@ -188,18 +189,18 @@ def call_kv_indptr() -> None:
 
 
 # Kernels with matrix products, which differ most between architectures.
-PRODUCTS: tuple[Callable[[], None], ...] = (
+PRODUCTS: tuple[Callable[[], object], ...] = (
     call_paged,
     lambda: call_invariant_linear(300),
 )
 # Kernels and variants that no step in STEPS launches.
-OTHERS: tuple[Callable[[], None], ...] = (
+OTHERS: tuple[Callable[[], object], ...] = (
     *PRODUCTS,
     lambda: call_paged(splits=KvSplits(fixed_split=1024)),
     lambda: call_paged(head_dim=256, scoring=Scoring(0.1, window=30, softcap=50.0)),
     lambda: call_paged(kv_dtype=FP8),
     lambda: call_invariant_linear(WIDE_FROM),
-    *((lambda kind=kind: gated_mul(zeros(2, 600), kind)) for kind in KINDS),  # type: ignore[misc]
+    *(partial(gated_mul, zeros(2, 600), kind) for kind in KINDS),
     lambda: call_rope_and_store_kv(BF16),
     lambda: call_rope_and_store_kv(FP8),
     lambda: call_sample(9000, BF16, has_noise=False),
@@ -227,7 +228,7 @@ def main() -> None:
     """Prints each kernel and the number of specialisations that the steps launch of it."""
     Compiler(AMPERE).compile(PRODUCTS)
     hopper, state = Compiler(HOPPER), make_tables()
-    hopper.compile(lambda step=step: launch_step(*step, state) for step in STEPS)  # type: ignore[misc]
+    hopper.compile(partial(launch_step, *step, state) for step in STEPS)
     for name, kinds in sorted(hopper.kinds.items()):
         sys.stdout.write(f"{name} {len(kinds)}\n")
         if len(kinds) > 1:

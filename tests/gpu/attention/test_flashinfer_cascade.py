@@ -42,11 +42,13 @@ def _always_pays(monkeypatch: pytest.MonkeyPatch, small_workspace: None) -> None
 
 
 def make_site(
-    layers: tuple[LayerSpec, ...], page_size: int, **dtypes: torch.dtype
+    layers: tuple[LayerSpec, ...], page_size: int, kv_dtype: torch.dtype | None = None
 ) -> AttentionSite:
     """Four rows, which share the pages of the first 32 tokens."""
     num_shared = SHARED_LEN // page_size
-    return scattered_site(layers, (4, 70), page_size=page_size, num_shared=num_shared, **dtypes)
+    return scattered_site(
+        layers, (4, 70), page_size=page_size, kv_dtype=kv_dtype, num_shared=num_shared
+    )
 
 
 def forward(site: AttentionSite, query_lens: list[int], kv_lens: list[int]) -> ForwardBatch:
@@ -93,7 +95,7 @@ def test_kv_in_eight_bits_and_layers_with_windows_alone_are_read_as_without_shar
     window: int | None, dtype: torch.dtype
 ) -> None:
     """KV in fp8 has scales, which cascade attention does not pass."""
-    site = make_site((layer(window=window),), 16, kv_dtype=dtype)
+    site = make_site((layer(window=window),), 16, dtype)
     package = FakeFlashInfer()
     backend = FlashInfer(package, site)
     assert not backend.static_plans.is_better_eager(4, 2)

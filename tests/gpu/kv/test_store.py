@@ -173,7 +173,7 @@ def test_the_device_stores_what_torch_stores(
     assert got.dtype == dtype
     tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
-    step = max(tolerance, STEPS.get(pool_dtype, 0.0))
+    step = max(tolerance, STEPS.get(pool_dtype or dtype, 0.0))
     torch.testing.assert_close(pools[0].float(), pools[1].float(), rtol=step, atol=step)
 
 
