@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 
-import openai
 import pytest
+from openai import AsyncOpenAI
 
 from tests.e2e.server_process import ServerProcess
+
+# float64: an answer may not depend on who else is in the batch, and rounding would.
+OPTIONS = ("--dtype", "float64", "--debug-checks", "--processes", "2", "--grammar-timeout", "3")
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[ServerProcess]:
-    # float64: an answer may not depend on who else is in the batch, and rounding would.
-    with ServerProcess("--debug-checks", "--dtype", "float64") as process:
+    with ServerProcess(*OPTIONS, "--num-pages", "2000") as process:
         assert process.address, process.text
         yield process
 
 
 @pytest.fixture
-async def client(server: ServerProcess) -> AsyncIterator[openai.AsyncOpenAI]:
-    """Of the module's server, or of the one for all."""
-    async with openai.AsyncOpenAI(
-        base_url=f"{server.address}/v1", api_key="any", max_retries=0, timeout=60
-    ) as opened:
+async def client(server: ServerProcess) -> AsyncIterator[AsyncOpenAI]:
+    async with server.client() as opened:
         yield opened

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from openai import AsyncOpenAI
+
 REPOSITORY = Path(__file__).parents[2]
 START_S = 60.0  # far more than it takes, for a machine that does something else, too
 
@@ -28,16 +30,22 @@ def environment() -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
-class ServerProcess:
-    """Started on entering, ready (or ended) when that returns, unless nobody `waits`; killed on
-    leaving if need be.
-    """
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments),
+        cwd=REPOSITORY,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+    )
 
-    def __init__(
-        self, *options: str, arguments: list[str] | None = None, waits: bool = True
-    ) -> None:
+
+class ServerProcess:
+    """Started on entering, ready (or ended) when that returns; killed on leaving if need be."""
+
+    def __init__(self, *options: str, arguments: list[str] | None = None) -> None:
         self._arguments = arguments or command("serve", "--port", "0", *options)
-        self._waits = waits
         self.address = ""
 
     def __enter__(self) -> ServerProcess:
@@ -50,7 +58,7 @@ class ServerProcess:
             text=True,
         )
         self.lines: list[str] = []
-        for line in self._output if self._waits else ():
+        for line in self._output:
             self.lines.append(line)
             bound = re.search(r"http://[\d.]+:\d+", line)
             if bound is not None and line.startswith("aserve: "):
@@ -67,6 +75,11 @@ class ServerProcess:
         self.process.kill()
         self.process.wait()
         self._output.close()
+
+    def client(self) -> AsyncOpenAI:
+        return AsyncOpenAI(
+            base_url=f"{self.address}/v1", api_key="any", max_retries=0, timeout=START_S
+        )
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """An open answer; read it line by line while it streams."""
@@ -107,6 +120,11 @@ class ServerProcess:
             if b"aserve.processes.engine" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 return int(pid)
         return self.process.pid
+
+    def metric(self, name: str) -> float:
+        """The sum over all labels of the metrics whose line begins so."""
+        lines = self.get("/metrics").decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
     def memory_bytes(self) -> int:
         """Of all its processes, but for those of grammars."""

@@ -7,8 +7,8 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator
 
-import aiohttp
 import pytest
+from aiohttp import ClientSession
 
 from aserve.frontend import Frontend
 from aserve.http.server import HttpServer
@@ -43,7 +43,7 @@ class Stuck:
 
 
 @contextlib.asynccontextmanager
-async def served(loader: Disturbed) -> AsyncIterator[tuple[Frontend, aiohttp.ClientSession]]:
+async def served(loader: Disturbed) -> AsyncIterator[tuple[Frontend, ClientSession]]:
     """An App behind HTTP without Serving, which would end the process with the engine."""
     resolved = options(port=0, served_model_name="m")
     app = Frontend(resolved, codec=True)
@@ -61,7 +61,7 @@ async def served(loader: Disturbed) -> AsyncIterator[tuple[Frontend, aiohttp.Cli
     address = await server.start()
     try:
         await app.start(await asyncio.to_thread(loader, resolved))
-        async with aiohttp.ClientSession(address) as client:
+        async with ClientSession(address) as client:
             yield app, client
     finally:
         await server.stop()
@@ -98,11 +98,11 @@ async def test_a_dead_executor_thread_is_seen_at_once() -> None:
         assert "the device is gone" in str(app.failure)
 
 
-async def health(client: aiohttp.ClientSession) -> tuple[int, str]:
+async def health(client: ClientSession) -> tuple[int, str]:
     async with client.get("/health") as answer:
         return answer.status, (await answer.json())["status"]
 
 
-async def read(client: aiohttp.ClientSession) -> bytes:
+async def read(client: ClientSession) -> bytes:
     async with client.post("/v1/completions", json=BODY) as answer:
         return await answer.read()

@@ -14,13 +14,14 @@ from aserve.cli import make_parser
 from tests.architecture.source import ROOT
 from tests.e2e.server_process import ServerProcess
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE = re.compile(r"```python\n(.*?)```(?:\n```text\n(.*?)```)?", re.DOTALL)
 ADDRESS = "http://127.0.0.1:8000"
 SHELL = re.compile(r"```sh\n(.*?)```", re.DOTALL)
 BORDER = "\x1e"  # printed after each example
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("page", "num_examples"), [("README", 2), ("docs/api", 12), ("docs/models", 1)]
 )
@@ -34,19 +35,10 @@ def test_every_example_of_a_page_prints_what_stands_under_it(
     program = program.replace(ADDRESS, server.address).replace(
         ADDRESS.replace("http", "ws"), server.address.replace("http", "ws")
     )
-    run = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    run = run_python("-c", program)
     assert run.returncode == 0, run.stderr
     printed = run.stdout.split(BORDER)
-    for (code, expected), got in zip(
-        examples, printed, strict=False
-    ):  # after the last border stands nothing
+    for (code, expected), got in zip(examples, printed[:-1], strict=True):
         assert got.split() == expected.split(), code
 
 
@@ -56,7 +48,6 @@ def readme_commands() -> list[list[str]]:
     return [shlex.split(command) for command in re.split(r"\n(?=aserve |curl )", blocks)]
 
 
-@pytest.mark.slow
 def test_the_curl_command_of_the_readme_is_answered(server: ServerProcess) -> None:
     curl, *_ = readme_commands()
     assert curl[0] == "curl"
@@ -67,7 +58,6 @@ def test_the_curl_command_of_the_readme_is_answered(server: ServerProcess) -> No
     assert answer["choices"][0]["message"]["content"].endswith("27 plus 15 is 42.")
 
 
-@pytest.mark.slow
 def test_the_command_lines_of_the_readme_are_accepted() -> None:
     _, generate, *others = readme_commands()
     assert [command[:2] for command in others] == [["aserve", "chat"], ["aserve", "serve"]]
@@ -75,13 +65,12 @@ def test_the_command_lines_of_the_readme_are_accepted() -> None:
         _, unknown = make_parser().parse_known_args(command[1:])
         assert unknown == []
     assert generate[:2] == ["aserve", "generate"]
-    run = subprocess.run(
-        [sys.executable, "-m", *generate],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    run = run_python("-m", *generate)
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith(" Mia lived in the park.")
+    assert run.stderr == "", "the answer alone"
+
+
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)

@@ -39,22 +39,3 @@ async def test_the_model_s_own_defaults_hold_unless_they_are_switched_off(
     assert len(told.choices[0].token_ids) == num_tokens
     assert (told.choices == greedy.choices) is (source == "model")
     assert len(said.choices[0].token_ids) == 7
-
-
-async def test_a_given_template_makes_the_prompt_with_the_request_s_variables(
-    tmp_path: Path,
-) -> None:
-    write_config(tmp_path)
-    (tmp_path / "mine.jinja").write_text("{{ messages[0].content }} {{ extra }}")
-    engine = Engine(
-        model=tmp_path,
-        load_format="dummy",
-        num_pages=20,
-        chat_template=tmp_path / "mine.jinja",
-    )
-    chat = [{"role": "user", "content": "3 1"}]
-    fields = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
-    async with engine:
-        told = await engine.answer(chat, chat_template_kwargs={"extra": 20}, **fields)
-        expected = await engine.answer([3, 1, 20], **fields)
-    assert told.choices == expected.choices

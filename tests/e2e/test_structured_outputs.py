@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import threading
-from collections.abc import Iterator
 from typing import Any
 
-import aiohttp
 import openai
 import pytest
+from openai import AsyncOpenAI
 
 from aserve.engine import Engine, GenerationError
 from aserve.engine_core import LocalEngineCore
@@ -28,17 +26,11 @@ FORMAT: Any = {
 }
 # Small to compile; every letter of an output multiplies the ways to read it.
 EXPLODING = "(((((a?){50}){50}){50}){50}){50}"
+# Ways to read an output of it grow with the cube of its length.
+AMBIGUOUS = "root ::= s\ns ::= s s | [a-z ]"
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    options = ("--dtype", "float64", "--grammar-timeout", "3", "--debug-checks")
-    with ServerProcess(*options) as process:
-        assert process.address, process.text
-        yield process
-
-
-async def complete(client: openai.AsyncOpenAI, **wanted: Any) -> Any:
+async def complete(client: AsyncOpenAI, **wanted: Any) -> Any:
     """One completion that keeps to one of `structured_outputs`; other fields as they are."""
     fields = {"max_tokens": 40, "temperature": 1.0, "seed": 3} | wanted.pop("fields", {})
     extra = {"structured_outputs": wanted} | fields.pop("extra_body", {})
@@ -49,7 +41,7 @@ async def complete(client: openai.AsyncOpenAI, **wanted: Any) -> Any:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_a_json_schema_is_kept_to_streamed_or_not(
-    client: openai.AsyncOpenAI, temperature: float
+    client: AsyncOpenAI, temperature: float
 ) -> None:
     asked: Any = {"model": MODEL, "messages": QUESTION, "response_format": FORMAT}
     asked |= {"temperature": temperature, "seed": 5, "max_tokens": 200}
@@ -57,63 +49,20 @@ async def test_a_json_schema_is_kept_to_streamed_or_not(
     stream = await client.chat.completions.create(**asked, stream=True)
     deltas = [chunk.choices[0].delta.content or "" async for chunk in stream]
     assert whole.finish_reason == "stop"
-    assert whole.message.content is not None
     assert conforms(json.loads(whole.message.content), PERSON)
     assert len(deltas) > 3
     assert "".join(deltas) == whole.message.content
 
 
-async def test_a_json_object_is_an_object(client: openai.AsyncOpenAI) -> None:
-    answer = await client.chat.completions.create(
-        model=MODEL,
-        messages=QUESTION,
-        response_format={"type": "json_object"},
-        max_tokens=100,
-        temperature=0,
-    )
-    content = answer.choices[0].message.content
-    assert content is not None
-    assert isinstance(json.loads(content), dict)
-
-
-async def test_regex_choice_and_grammar_are_kept_to_by_every_choice(
-    client: openai.AsyncOpenAI,
-) -> None:
-    hot = {"n": 4, "temperature": 2.0}
-    numbers = await complete(client, regex=r"\d{3}-\d{2}", fields=hot)
-    colours = await complete(client, choice=["red", "dark blue"], fields=hot)
-    pairs = await complete(client, grammar='root ::= "(" root? ")"', fields=hot)
-    assert all(re.fullmatch(r"\d{3}-\d{2}", choice.text) for choice in numbers.choices)
-    assert {choice.text for choice in colours.choices} <= {"red", "dark blue"}
-    for choice in pairs.choices:
-        half = len(choice.text) // 2
-        assert choice.finish_reason == "length" or choice.text == "(" * half + ")" * half
-
-
-async def test_a_stop_string_cuts_a_structured_output(client: openai.AsyncOpenAI) -> None:
+async def test_a_stop_string_cuts_a_structured_output(client: AsyncOpenAI) -> None:
     whole = (await complete(client, regex="[a-z]{3},[a-z]{3}")).choices[0]
     cut = (await complete(client, regex="[a-z]{3},[a-z]{3}", fields={"stop": ","})).choices[0]
     assert whole.text.startswith(f"{cut.text},")
-    assert cut.finish_reason == "stop"
-    assert cut.stop_reason == ","
-
-
-async def test_logprobs_are_of_what_may_come_or_of_the_model_itself(
-    client: openai.AsyncOpenAI,
-) -> None:
-    asked: dict[str, Any] = {"logprobs": 2}
-    masked = await complete(client, choice=["Zebra"], fields=asked)
-    raw = await complete(
-        client, choice=["Zebra"], fields=asked | {"extra_body": {"logprobs_mode": "raw_logprobs"}}
-    )
-    assert masked.choices[0].text == raw.choices[0].text == "Zebra"
-    first = masked.choices[0].logprobs.token_logprobs[0]
-    unmasked = raw.choices[0].logprobs.token_logprobs[0]
-    assert unmasked < first <= 0
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", ",")
 
 
 async def test_a_bad_schema_is_a_400_while_a_stream_goes_on_undisturbed(
-    client: openai.AsyncOpenAI,
+    client: AsyncOpenAI,
 ) -> None:
     free: Any = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 60, "seed": 1}
     free |= {"extra_body": {"ignore_eos": True}}
@@ -122,23 +71,17 @@ async def test_a_bad_schema_is_a_400_while_a_stream_goes_on_undisturbed(
     bad: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "thing"}}}
     async for chunk in await client.completions.create(**free, stream=True):
         if not text:
-            with pytest.raises(openai.BadRequestError) as caught:
+            with pytest.raises(openai.BadRequestError, match='Unsupported type "thing"') as caught:
                 await client.chat.completions.create(
                     model=MODEL, messages=QUESTION, response_format=bad
                 )
             assert (caught.value.code, caught.value.param) == ("invalid_grammar", "response_format")
-            assert 'Unsupported type "thing"' in caught.value.message
         text += chunk.choices[0].text
     assert text == alone
 
 
-async def test_two_forms_at_once_are_refused(client: openai.AsyncOpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="exactly one of"):
-        await complete(client, regex="a", choice=["b"])
-
-
 async def test_an_exploding_grammar_is_a_400_and_delays_no_other(
-    client: openai.AsyncOpenAI, server: ServerProcess
+    client: AsyncOpenAI, server: ServerProcess
 ) -> None:
     order: list[str] = []
 
@@ -154,29 +97,17 @@ async def test_an_exploding_grammar_is_a_400_and_delays_no_other(
     order.clear()
     await asyncio.gather(ask(EXPLODING), *(ask(f"[x-z]{{{i}}}") for i in range(1, 4)))
     assert order == ["answered"] * 3 + ["grammar_timeout"]
-    async with aiohttp.ClientSession(server.address) as web, web.get("/metrics") as page:
-        metrics = await page.text()
-    assert 'aserve_grammar_compiles_total{outcome="grammar_timeout"} 1.0' in metrics
+    name = 'aserve_grammar_compiles_total{outcome="grammar_timeout"}'
+    assert server.metric(name) == 1, "counts come from the engine's process"
 
 
-# Ways to read an output of it grow with the cube of its length.
-AMBIGUOUS = "root ::= s\ns ::= s s | [a-z ]"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("processes", ["1", "2"])
-async def test_an_ambiguous_grammar_ends_its_own_request_and_no_other_waits_for_it(
-    processes: str,
-) -> None:
+async def test_an_ambiguous_grammar_ends_its_own_request_and_no_other_waits_for_it() -> None:
     """Its 64 children would take minutes of processor time: others are answered meanwhile, whole,
     each within the client's timeout, and its end says what it took.
     """
-    options = ("--processes", processes, "--grammar-mask-time", "1")
-    with ServerProcess(*options) as process:
-        async with openai.AsyncOpenAI(
-            base_url=f"{process.address}/v1", api_key="any", max_retries=0, timeout=120
-        ) as client:
+    limits = ("--grammar-mask-time", "0.5", "--grammar-timeout", "60")
+    with ServerProcess("--processes", "2", *limits) as process:
+        async with process.client() as client:
             await complete(client, regex="[a-z]{10}[0-9]{5}")  # it is compiled
             fields: dict[str, Any] = {"n": 64, "max_tokens": 900}
             fields["extra_body"] = {"ignore_eos": True}
@@ -185,14 +116,13 @@ async def test_an_ambiguous_grammar_ends_its_own_request_and_no_other_waits_for_
             while not hostile.done() or not num_answered:
                 pair = await asyncio.gather(
                     complete(client, regex="[a-z]{10}[0-9]{5}", fields={"seed": num_answered}),
-                    client.completions.create(model=MODEL, prompt="a", max_tokens=20),
+                    client.completions.create(model=MODEL, prompt="a", max_tokens=20, seed=1),
                 )
                 assert all(answer.choices[0].text for answer in pair)
                 num_answered += 1
-            with pytest.raises(openai.BadRequestError) as caught:
+            with pytest.raises(openai.BadRequestError, match=r"the limit is 0\.5 s") as caught:
                 await hostile
         assert caught.value.code == "grammar_too_complex"
-        assert "the limit is 1 s" in caught.value.message
         code, _ = process.end()
         assert code == 0, process.text
 
@@ -213,4 +143,6 @@ def test_the_embedded_engine_takes_the_same_fields_and_leaves_no_worker() -> Non
     assert [choice.text for choice in pick.choices] == ["a b", "a b"]
     assert workers
     assert all(worker._process.returncode is not None for worker in workers)
-    assert set(threading.enumerate()) <= before
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)  # the one that closed the executor has only just said so
+        assert not thread.is_alive()

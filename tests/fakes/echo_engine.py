@@ -7,11 +7,14 @@ played. It goes one step per turn of the loop, or stands still while `is_paused`
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
 
+import aiohttp
 import numpy as np
+import openai
 from prometheus_client import CollectorRegistry
 
 from aserve.actors.base import Actor
@@ -192,7 +195,7 @@ class EchoScheduler(Actor[EngineEvent]):
 
 
 class EchoEngine:
-    """Starts a server on a free port; `url` is where it answers."""
+    """Starts a server on a free port; `url` is where it answers, `web` and `client` ask it."""
 
     def __init__(
         self,
@@ -264,13 +267,32 @@ class EchoEngine:
     def actors(self) -> list[Actor[Any]]:
         return [self.tokenizer_actor, self.scheduler, self.detokenizer]
 
+    @functools.cached_property
+    def client(self) -> openai.AsyncOpenAI:
+        # No certificates are read, which takes longer than most tests.
+        plain = openai.DefaultAsyncHttpxClient(verify=False)
+        url = f"{self.url}/v1"
+        return openai.AsyncOpenAI(
+            base_url=url, api_key="any", max_retries=0, timeout=10, http_client=plain
+        )
+
     async def __aenter__(self) -> EchoEngine:
         for actor in self.actors:
             actor.start(lambda _, error: self.died.append(error))
         self.url = await self.server.start()
+        self.web = aiohttp.ClientSession(self.url, timeout=aiohttp.ClientTimeout(total=30))
         return self
 
+    async def ask_from(self, address: str) -> None:
+        """From now on `web` connects from that address of this machine."""
+        await self.web.close()
+        connector = aiohttp.TCPConnector(local_addr=(address, 0))
+        self.web = aiohttp.ClientSession(self.url, connector=connector)
+
     async def __aexit__(self, *_: object) -> None:
+        if "client" in self.__dict__:
+            await self.client.close()
+        await self.web.close()
         await self.server.stop()
         self.tokenize_service.close()
         for actor in self.actors:

@@ -41,42 +41,30 @@ def test_a_choice_is_taken_letter_by_letter(choice: str) -> None:
     assert not accepts(grammar, f"{choice}!")
 
 
-@pytest.mark.parametrize(
-    ("text", "is_in"),
-    [("{}", True), ('{"a": [1, {"b": null}]}', True), ("[]", False), ("1", False), ("{", False)],
-)
-def test_a_json_object_is_any_object_and_nothing_else(text: str, is_in: bool) -> None:
-    assert accepts(Grammar("json_object"), text) is is_in
-
-
-def test_a_schema_without_more_keywords_allows_only_what_it_names() -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    grammar = Grammar("json_schema", json.dumps(schema))
-    assert accepts(grammar, '{"a": -3}')
-    assert accepts(grammar, '{\n "a": 3\n}')
-    for other in ("{}", '{"a": "3"}', '{"a": 3, "b": 4}'):
-        assert not accepts(grammar, other)
+ONE_FIELD = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
 @pytest.mark.parametrize(
-    "grammar", [Grammar("json_object"), Grammar("json_schema", '{"items": {"type": "integer"}}')]
+    ("grammar", "taken", "refused"),
+    [
+        (Grammar("json_object"), ["{}", '{"a": [1, {"b": null}]}'], ["[]", "1", "{"]),
+        (
+            Grammar("json_schema", json.dumps(ONE_FIELD)),
+            ['{"a": -3}', '{\n "a": 3\n}'],
+            ["{}", '{"a": "3"}', '{"a": 3, "b": 4}'],
+        ),
+        # JSON never goes on with blanks for ever.
+        (Grammar("json_object"), ['{"a":  1}'], ['{"a":   1}']),
+        (Grammar("json_schema", '{"items": {"type": "integer"}}'), ["[  1]"], ["[   1]"]),
+        (Grammar("regex", r"\d{2}-[a-f]+"), ["12-beef"], ["12-beef ", " 12-beef"]),
+        (Grammar("regex", "^a|bc$"), ["bc"], ["bc "]),
+        (Grammar("ebnf", 'root ::= pair+\npair ::= "a" pair? "b"'), ["aabbab"], ["aab"]),
+    ],
 )
-def test_json_never_goes_on_with_blanks_for_ever(grammar: Grammar) -> None:
-    start, end = ('{"a":', "}") if grammar.kind == "json_object" else ("[", "]")
-    assert accepts(grammar, f"{start}  1{end}")
-    assert not accepts(grammar, f"{start}   1{end}")
-
-
-@pytest.mark.parametrize(("source", "text"), [(r"\d{2}-[a-f]+", "12-beef"), ("^a|bc$", "bc")])
-def test_a_regex_is_about_the_whole_output(source: str, text: str) -> None:
-    assert accepts(Grammar("regex", source), text)
-    assert not accepts(Grammar("regex", source), f"{text} ")
-
-
-def test_ebnf_starts_at_root() -> None:
-    grammar = Grammar("ebnf", 'root ::= pair+\npair ::= "a" pair? "b"')
-    assert accepts(grammar, "aabbab")
-    assert not accepts(grammar, "aab")
+def test_a_grammar_takes_its_texts_and_no_others(
+    grammar: Grammar, taken: list[str], refused: list[str]
+) -> None:
+    assert [text for text in (*taken, *refused) if accepts(grammar, text)] == taken
 
 
 @pytest.mark.parametrize(
@@ -128,7 +116,7 @@ def test_a_language_that_the_vocabulary_cannot_spell_is_refused() -> None:
         (Grammar("json_object"), False),
         (Grammar("regex", "[a-z]{1,40}"), False),
         (Grammar("ebnf", "root ::= s\ns ::= s s | [a-z ]"), True),
-        (Grammar("regex", "(.?){500}a{500}"), True),
+        (Grammar("regex", "(.?){60}a{60}"), True),
     ],
 )
 def test_a_grammar_whose_masks_take_long_is_known_before_its_first_mask(

@@ -24,17 +24,12 @@ def drained(queue: FairQueue[str]) -> Iterator[str]:
         yield item
 
 
-def test_owners_are_served_in_turn() -> None:
+def test_owners_are_served_in_turn_and_who_was_served_last_comes_last() -> None:
     queue = filled("a1", "a2", "a3", "b1", "c1", "b2")
-    assert list(drained(queue)) == ["a1", "b1", "c1", "a2", "b2", "a3"]
-    assert len(queue) == 0
-
-
-def test_who_was_served_last_comes_after_who_asked_meanwhile() -> None:
-    queue = filled("a1", "a2")
     assert queue.pop() == "a1"
-    queue.push("b", "b1")
-    assert list(drained(queue)) == ["b1", "a2"]
+    queue.push("d", "d1")
+    assert list(drained(queue)) == ["b1", "c1", "d1", "a2", "b2", "a3"]
+    assert len(queue) == 0
 
 
 def test_an_owner_that_may_not_be_served_keeps_its_place() -> None:

@@ -34,7 +34,7 @@ HUGE = "|".join(f"(.*x{i}.*)" for i in range(3000))
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Rig]:
     """Workers that are ready, for tests that leave them so."""
-    with rig(timeout_s=2.5, memory_bytes=24 * MIB) as made:
+    with rig(timeout_s=1.5, memory_bytes=24 * MIB) as made:
         yield made
 
 
@@ -61,20 +61,14 @@ async def code_of(made: Rig, grammar: Grammar) -> str:
 async def test_the_same_grammar_asked_for_at_once_and_later_is_compiled_once(shared: Rig) -> None:
     before = shared.count("compiles", outcome="ok")
     asked = [shared.library.compiled(Grammar("regex", "once+")) for _ in range(5)]
+    gone = asyncio.ensure_future(shared.library.compiled(Grammar("regex", "once+")))
+    await asyncio.sleep(0)
+    gone.cancel()  # that takes the grammar from nobody
     compiled = await asyncio.gather(*asked)
     compiled.append(await shared.library.compiled(Grammar("regex", "once+")))
     assert all(one is compiled[0] for one in compiled)
     assert shared.count("compiles", outcome="ok") == before + 1
     assert shared.count("cache_hits") >= 5
-
-
-async def test_one_waiter_that_goes_takes_the_grammar_from_nobody(shared: Rig) -> None:
-    grammar = Grammar("regex", "stay+")
-    first = asyncio.ensure_future(shared.library.compiled(grammar))
-    second = asyncio.ensure_future(shared.library.compiled(grammar))
-    await asyncio.sleep(0)
-    first.cancel()
-    assert await second is not None
 
 
 async def test_an_exploding_grammar_ends_at_its_limit_and_delays_no_other(shared: Rig) -> None:
@@ -111,7 +105,7 @@ async def test_a_grammar_that_takes_too_much_memory_is_refused(shared: Rig) -> N
 async def test_what_is_too_large_or_too_deep_is_refused_before_any_work() -> None:
     deep = '{"items":' * 70 + "{}" + "}" * 70
     text = '{"const": "' + "[" * 200 + '"}'
-    with rig() as made:
+    with rig(num_workers=1) as made:
         long = Grammar("regex", "a" * (library.MAX_SOURCE + 1))
         assert await code_of(made, long) == "string_above_max_length"
         assert await code_of(made, Grammar("json_schema", deep)) == "schema_too_deep"
@@ -131,14 +125,6 @@ async def test_more_grammars_than_may_wait_are_refused_for_now(
     await shared.library.compiled(Grammar("regex", "second"))
 
 
-async def test_a_worker_that_was_killed_is_replaced(shared: Rig) -> None:
-    await shared.library.compiled(Grammar("regex", "alive"))
-    for worker in list(shared.library._workers._all):
-        worker._process.kill()
-        worker._process.wait()
-    await shared.library.compiled(Grammar("regex", "again"))
-
-
 def oom_score(pid: int) -> int:
     return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
 
@@ -150,34 +136,32 @@ async def fork_at_work(made: Rig) -> int:
     return forks[0]
 
 
-@pytest.mark.parametrize("is_fork", [True, False])
-async def test_a_process_that_is_killed_for_memory_refuses_its_grammar_and_says_so(
-    is_fork: bool,
+@pytest.mark.parametrize(
+    ("number", "is_fork"),
+    [(signal.SIGKILL, True), (signal.SIGKILL, False), (signal.SIGTERM, False)],
+    ids=["fork", "worker", "otherwise"],
+)
+async def test_a_worker_that_ends_fails_its_grammar_alone_and_says_why(
+    number: signal.Signals, is_fork: bool
 ) -> None:
-    """The system kills the one that compiles, or the worker that it was forked from."""
-    with rig(num_workers=1) as made:
+    """The system kills the one that compiles for its memory, or the worker that it was forked from;
+    another end is a bug."""
+    with rig(timeout_s=2.0, num_workers=1) as made:
         asked = asyncio.ensure_future(made.library.compiled(Grammar("regex", EXPLODING)))
         fork = await fork_at_work(made)
         async with asyncio.timeout(10):
             while oom_score(fork) != 1000:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         (worker,) = made.library._workers._all
-        os.kill(fork if is_fork else worker._process.pid, signal.SIGKILL)
-        with pytest.raises(InvalidRequest, match="memory runs out") as caught:
-            await asked
-        assert caught.value.error_code == "grammar_out_of_memory"
+        os.kill(fork if is_fork else worker._process.pid, number)
+        if number == signal.SIGKILL:
+            with pytest.raises(InvalidRequest, match="memory runs out") as caught:
+                await asked
+            assert caught.value.error_code == "grammar_out_of_memory"
+        else:
+            with pytest.raises(BugError, match="exit code -15"):
+                await asked
         await made.library.compiled(Grammar("regex", "after"))
-
-
-async def test_a_worker_that_ends_otherwise_fails_its_grammar_alone() -> None:
-    with rig() as made:
-        asked = asyncio.ensure_future(made.library.compiled(Grammar("regex", EXPLODING)))
-        await fork_at_work(made)
-        (worker,) = made.library._workers._all
-        worker._process.terminate()
-        with pytest.raises(BugError, match="exit code -15"):
-            await asked
-        await made.library.compiled(Grammar("regex", "lucky"))
 
 
 async def test_a_grammar_that_nobody_waits_for_is_not_compiled_on() -> None:
@@ -198,9 +182,8 @@ async def test_a_grammar_that_nobody_waits_for_is_not_compiled_on() -> None:
 
 
 async def test_a_clients_exploding_grammars_delay_no_other_client() -> None:
-    """Ten of them would take ten times the time limit."""
     with rig(timeout_s=100.0, num_workers=1) as made:
-        sources = [EXPLODING.replace("50", str(count), 1) for count in range(50, 60)]
+        sources = [EXPLODING.replace("50", str(count), 1) for count in range(50, 54)]
         flood = [
             asyncio.ensure_future(made.library.compiled(Grammar("regex", source), client="flood"))
             for source in sources
@@ -214,31 +197,26 @@ async def test_a_clients_exploding_grammars_delay_no_other_client() -> None:
         await asyncio.wait(flood)
 
 
-async def test_a_client_may_not_fill_the_queue_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_may_not_fill_the_queue_of_all(
+    monkeypatch: pytest.MonkeyPatch, shared: Rig
+) -> None:
     monkeypatch.setattr(library, "MAX_OF_CLIENT", 2)
-    with rig(num_workers=1) as made:
-        asked = [
-            asyncio.ensure_future(made.library.compiled(Grammar("regex", name), client="a"))
-            for name in "xy"
-        ]
-        await asyncio.sleep(0)
-        with pytest.raises(QueueFull, match="2 grammars of this client"):
-            await made.library.compiled(Grammar("regex", "z"), client="a")
-        await made.library.compiled(Grammar("regex", "z"), client="b")
-        await asyncio.gather(*asked)
+    compiled = shared.library.compiled
+    asked = [asyncio.ensure_future(compiled(Grammar("regex", n), client="a")) for n in "xy"]
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull, match="2 grammars of this client"):
+        await compiled(Grammar("regex", "z"), client="a")
+    await compiled(Grammar("regex", "z"), client="b")
+    await asyncio.gather(*asked)
 
 
 async def test_a_schema_with_five_hundred_texts_compiles_within_the_default_limits() -> None:
     options = GrammarOptions()
     names = [f"field_{i}" for i in range(500)]
     schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
-    grammars = [
-        Grammar("json_schema", json.dumps(wanted))
-        for wanted in (schema, schema | {"required": names})
-    ]
     with rig(timeout_s=options.grammar_timeout, memory_bytes=options.grammar_memory) as made:
-        for grammar in grammars:
-            usable = await made.library.compiled(grammar)
+        for wanted in (schema, schema | {"required": names}):
+            usable = await made.library.compiled(Grammar("json_schema", json.dumps(wanted)))
             assert usable.memory_size_bytes < 16 * MIB
 
 
@@ -246,16 +224,14 @@ async def test_closing_ends_what_is_being_compiled_and_every_process_and_thread(
     before = set(threading.enumerate())
     with rig() as made:
         asked = asyncio.ensure_future(made.library.compiled(Grammar("regex", EXPLODING)))
-        async with asyncio.timeout(30):
-            while not (forks := forks_of(made)):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        fork = await fork_at_work(made)
         began_s = time.monotonic()
         made.library.close()
         assert time.monotonic() - began_s < 10, "the grammar's own limit is 20 seconds"
         with pytest.raises(AserveError):
             await asked
     async with asyncio.timeout(10):  # the kernel takes a killed process away in its own time
-        while any(state_of(fork) not in ("gone", "Z", "X") for fork in forks):  # noqa: ASYNC110
+        while state_of(fork) not in ("gone", "Z", "X"):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert set(threading.enumerate()) <= before
 

@@ -61,36 +61,24 @@ def test_the_mask_follows_the_outputs_token_by_token() -> None:
     assert play.allowed(C) == [END, OTHER_END]
 
 
-def test_outputs_that_came_before_are_taken_at_once() -> None:
-    assert Play("(abc)+").allowed(AB, C, A) == [B]
-
-
 def test_ids_without_text_and_padding_are_never_allowed() -> None:
     assert Play(".*").allowed() == [A, B, C, AB, END, OTHER_END]
+    assert Play("(abc)+").allowed(AB, C, A) == [B], "several outputs are taken at once"
 
 
-def test_before_min_tokens_no_end_is_allowed_where_something_can_follow() -> None:
-    play = Play("a*", min_tokens=2)
-    assert play.allowed() == [A]
-    assert play.allowed(A) == [A]
-    assert play.allowed(A) == [A, END, OTHER_END]
+def test_before_min_tokens_an_end_is_allowed_only_where_nothing_can_follow() -> None:
+    play = Play("a{0,3}", min_tokens=2)
+    assert [play.allowed(), play.allowed(A), play.allowed(A)] == [[A], [A], [A, END, OTHER_END]]
+    assert Play("a", min_tokens=5).allowed(A) == [END, OTHER_END]
 
 
-def test_the_end_of_the_language_ends_it_even_before_min_tokens() -> None:
-    play = Play("a", min_tokens=5)
-    assert play.allowed(A) == [END, OTHER_END]
-
-
-def test_with_ignore_eos_only_the_clients_own_end_may_come_before_the_last() -> None:
-    play = Play("a{0,2}", ignore_eos=True, stop_token_ids=(OTHER_END,))
-    assert play.allowed() == [A, OTHER_END]
-    assert play.allowed(A, A) == [OTHER_END]
-
-
-def test_the_end_of_the_language_ends_it_even_with_ignore_eos() -> None:
-    play = Play("a{0,2}", ignore_eos=True)
-    assert play.allowed() == [A]
-    assert play.allowed(A, A) == [END, OTHER_END]
+@pytest.mark.parametrize(("stops", "ends"), [((OTHER_END,), [OTHER_END]), ((), [END, OTHER_END])])
+def test_with_ignore_eos_only_the_clients_own_end_may_come_before_the_last(
+    stops: tuple[int, ...], ends: list[int]
+) -> None:
+    play = Play("a{0,2}", ignore_eos=True, stop_token_ids=stops)
+    assert play.allowed() == [A, *stops]
+    assert play.allowed(A, A) == ends
 
 
 def test_a_text_token_as_a_stop_is_allowed_only_where_the_language_can_end() -> None:

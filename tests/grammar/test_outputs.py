@@ -27,7 +27,7 @@ from tests.gpu.drive import Served, request, serve
 from tests.grammar.languages import SIXTEEN, Language, regex, schema
 from tests.grammar.libraries import vocabulary
 
-AHEAD = [(1, 1), (2, 1), (2, 2), (3, 2), (3, 3)]
+AHEAD = [(2, 1), (2, 2), (3, 3)]
 TEMPERATURES = (0.0, 0.7, 1.0, 2.0)
 
 
@@ -97,9 +97,9 @@ def assert_in_language(served: Served, key: tuple[str, int], language: Language)
 
 
 def sixteen_at_once(**sampling: Any) -> list[AdmitRequest]:
-    """One after the other at each temperature, beside one that is free."""
+    """At several temperatures, two choices of some, beside one that is free."""
     constrained = [
-        ask(f"r{i}", language, temperature=TEMPERATURES[i % 4], **sampling)
+        ask(f"r{i}", language, temperature=TEMPERATURES[i % 4], n=1 + (i % 5 == 0), **sampling)
         for i, language in enumerate(SIXTEEN)
     ]
     return [*constrained, ask("free", None, temperature=1.0, max_tokens=30)]
@@ -117,24 +117,13 @@ def test_sixteen_languages_in_one_batch_are_kept_to_however_far_it_runs_ahead(
     depth: int, lead: int
 ) -> None:
     served = run(sixteen_at_once(), depth=depth, lead=lead, chaos=depth * 10 + lead)
-    for i, language in enumerate(SIXTEEN):
-        assert_in_language(served, (f"r{i}", 0), language)
+    for name, child in served.outputs:
+        if name != "free":
+            assert_in_language(served, (name, child), SIXTEEN[int(name[1:])])
     assert served.outputs == plain().outputs
     assert served.reasons == plain().reasons
     num_ended = sum(reasons == ["stop"] for reasons in served.reasons.values())
     assert num_ended > len(SIXTEEN) // 2, "most come to an end"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("temperature", TEMPERATURES)
-def test_every_language_is_kept_to_at_every_temperature(temperature: float) -> None:
-    requests = [
-        ask(f"r{i}", language, temperature=temperature, n=2) for i, language in enumerate(SIXTEEN)
-    ]
-    served = run(requests, depth=2, lead=2, chaos=5, max_rows=40, num_pages=900)
-    for i, language in enumerate(SIXTEEN):
-        for child in range(2):
-            assert_in_language(served, (f"r{i}", child), language)
 
 
 @pytest.mark.slow
@@ -165,12 +154,11 @@ def test_a_prefix_hit_and_several_choices_change_no_token() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_tokens", [1, 3])
-def test_an_output_that_is_cut_is_the_beginning_of_the_whole_one(max_tokens: int) -> None:
+def test_an_output_that_is_cut_is_the_beginning_of_the_whole_one() -> None:
     whole = plain().outputs
-    cut = run(sixteen_at_once(max_tokens=max_tokens), depth=2, lead=2).outputs
+    cut = run(sixteen_at_once(max_tokens=3), depth=2, lead=2).outputs
     for i in range(len(SIXTEEN)):
-        assert cut[f"r{i}", 0] == whole[f"r{i}", 0][:max_tokens]
+        assert cut[f"r{i}", 0] == whole[f"r{i}", 0][:3]
 
 
 def test_ends_come_when_they_may_and_at_the_end_of_the_language_always() -> None:
@@ -218,7 +206,7 @@ REGEXES = st.lists(st.tuples(ATOMS, COUNTS).map("".join), min_size=1, max_size=4
 
 
 @pytest.mark.slow
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(
     st.lists(SCHEMAS, min_size=1, max_size=4),
     st.lists(REGEXES, min_size=1, max_size=4),

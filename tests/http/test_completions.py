@@ -1,28 +1,26 @@
-"""POST /v1/completions through the official client; the engine answers with the prompt."""
+"""POST /v1/completions: the engine answers with the prompt, and scores its token i as -i."""
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
 
-import aiohttp
-import openai
 import pytest
 from openai.types import Completion
 
 from aserve.http.openai.completion_logprobs import top_of
 from aserve.messages.output import TokenLogprob, TopLogprob
 from tests.fakes.echo_engine import EchoEngine
+from tests.http.asking import ask, complete
 
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 TEXT = "hello 한국어 🚀 stop sign <mark>"
+FOREIGN = "hello 한국어"
 
 
-async def streamed(client: openai.AsyncOpenAI, **body: Any) -> list[Completion]:
-    stream = await client.completions.create(
-        model="echo", stream=True, stream_options={"include_usage": True}, **body
-    )
+async def streamed(echo: EchoEngine, /, **body: Any) -> list[Completion]:
+    options = {"include_usage": True}
+    stream = await complete(echo, **body, stream=True, stream_options=options)
     return [chunk async for chunk in stream]
 
 
@@ -52,10 +50,10 @@ BODIES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("body", BODIES)
 async def test_streamed_and_whole_answers_are_the_same(
-    client: openai.AsyncOpenAI, body: dict[str, Any]
+    echo: EchoEngine, body: dict[str, Any]
 ) -> None:
-    whole = await client.completions.create(model="echo", **body)
-    chunks = await streamed(client, **body)
+    whole = await complete(echo, **body)
+    chunks = await streamed(echo, **body)
     assert len(whole.choices) == body.get("n", 1) * (
         len(body["prompt"]) if isinstance(body["prompt"], list) else 1
     )
@@ -68,88 +66,55 @@ async def test_streamed_and_whole_answers_are_the_same(
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-async def test_every_kind_of_prompt_is_answered_in_its_order(client: openai.AsyncOpenAI) -> None:
-    texts = await client.completions.create(model="echo", prompt=["one", "two", "three"])
+async def test_every_kind_of_prompt_is_answered_in_its_order(echo: EchoEngine) -> None:
+    texts = await complete(echo, ["one", "two", "three"])
     assert [choice.text for choice in texts.choices] == ["one", "two", "three"]
     token_ids = [[ord(c) - 32 for c in word] for word in ("HI", "YOU")]
-    lists = await client.completions.create(model="echo", prompt=token_ids)
-    single = await client.completions.create(model="echo", prompt=token_ids[1])
+    lists = await complete(echo, token_ids)
+    single = await complete(echo, token_ids[1])
     assert single.choices[0].text == lists.choices[1].text
-    assert lists.usage is not None
     assert lists.usage.prompt_tokens == 5
 
 
-async def test_children_share_one_prompt_in_the_usage(client: openai.AsyncOpenAI) -> None:
-    answer = await client.completions.create(model="echo", prompt=[40, 41, 42], n=4, max_tokens=2)
-    assert answer.usage is not None
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 8)
-    assert answer.usage.total_tokens == 11
-    details = answer.usage.prompt_tokens_details
-    assert details is not None
-    assert details.cached_tokens == 3
+async def test_children_share_one_prompt_in_the_usage(echo: EchoEngine) -> None:
+    answer = await complete(echo, [40, 41, 42], n=4, max_tokens=2)
+    usage = answer.model_dump()["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (3, 8)
+    assert (usage["total_tokens"], usage["prompt_tokens_details"]["cached_tokens"]) == (11, 3)
 
 
-async def test_text_offsets_point_at_their_tokens(client: openai.AsyncOpenAI) -> None:
-    answer = await client.completions.create(model="echo", prompt=TEXT, max_tokens=100, logprobs=0)
-    (choice,) = answer.choices
-    assert choice.logprobs is not None
-    tokens, offsets = choice.logprobs.tokens, choice.logprobs.text_offset
-    assert tokens is not None
-    assert offsets is not None
-    for token, offset in zip(tokens, offsets, strict=True):
-        is_partial = token.startswith("bytes:") or token == "<|eos|>"
-        assert is_partial or choice.text[offset:].startswith(token)
-    assert choice.logprobs.top_logprobs is None
-
-
-async def test_a_stop_string_ends_text_logprobs_and_usage_together(
-    client: openai.AsyncOpenAI, echo: EchoEngine
-) -> None:
-    answer = await client.completions.create(
-        model="echo", prompt=TEXT, max_tokens=100, logprobs=0, stop=["stop"]
-    )
+async def test_a_stop_string_ends_text_logprobs_and_usage_together(echo: EchoEngine) -> None:
+    answer = await complete(echo, TEXT, max_tokens=100, logprobs=0, stop=["stop"])
     (choice,) = answer.choices
     assert (choice.text, choice.finish_reason) == ("hello 한국어 🚀 ", "stop")
     assert choice.model_dump()["stop_reason"] == "stop"
-    assert choice.logprobs is not None
-    assert answer.usage is not None
-    assert len(choice.logprobs.tokens or []) == answer.usage.completion_tokens
+    assert len(choice.logprobs.tokens) == answer.usage.completion_tokens
     assert [cancel.reason for cancel in echo.scheduler.cancels] == ["stop"]
 
 
-async def test_the_length_limit_has_its_own_finish_reason(client: openai.AsyncOpenAI) -> None:
-    short = await client.completions.create(model="echo", prompt=TEXT, max_tokens=2)
-    full = await client.completions.create(model="echo", prompt="hello", max_tokens=100)
-    assert (short.choices[0].finish_reason, full.choices[0].finish_reason) == ("length", "stop")
-
-
-async def test_without_max_tokens_sixteen_are_generated(client: openai.AsyncOpenAI) -> None:
-    answer = await client.completions.create(model="echo", prompt="z " * 40)
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens == 16
-
-
-async def test_max_tokens_may_be_zero(client: openai.AsyncOpenAI) -> None:
-    answer = await client.completions.create(model="echo", prompt=TEXT, max_tokens=0)
-    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("", "length")
-
-
-async def test_the_seed_is_returned_and_drawn_if_none_was_given(
-    client: openai.AsyncOpenAI, echo: EchoEngine
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "count", "reason"),
+    [("z " * 40, None, 16, "length"), (TEXT, 0, 0, "length"), ("a", 100, 2, "stop")],
+)
+async def test_an_answer_ends_at_its_length_or_its_end(
+    echo: EchoEngine, prompt: str, max_tokens: int | None, count: int, reason: str
 ) -> None:
-    given = await client.completions.create(model="echo", prompt="a", seed=-5)
+    answer = await complete(echo, prompt, max_tokens=max_tokens)
+    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (count, reason)
+
+
+async def test_the_seed_is_returned_and_drawn_if_none_was_given(echo: EchoEngine) -> None:
+    given = await complete(echo, "a", seed=-5)
     assert given.model_dump()["seed"] == -5
-    drawn = [await streamed(client, prompt="a") for _ in range(2)]
+    drawn = [await streamed(echo, prompt="a") for _ in range(2)]
     seeds = {chunks[-1].model_dump()["seed"] for chunks in drawn}
     assert len(seeds) == 2
     assert seeds == {request.sampling.seed for request in echo.scheduler.admitted[1:]}
 
 
-async def test_sampling_fields_reach_the_engine(
-    client: openai.AsyncOpenAI, echo: EchoEngine
-) -> None:
+async def test_sampling_fields_reach_the_engine(echo: EchoEngine) -> None:
     started_s = time.monotonic()
-    await client.completions.create(
+    await echo.client.completions.create(
         model="parrot",
         prompt="a",
         temperature=0,
@@ -175,12 +140,8 @@ async def test_sampling_fields_reach_the_engine(
     )
     (admitted,) = echo.scheduler.admitted
     sampling = admitted.sampling
-    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (
-        0,
-        0.5,
-        0,
-        0.1,
-    )
+    found = [sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p]
+    assert found == [0, 0.5, 0, 0.1]
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (1, -1)
     assert (sampling.repetition_penalty, sampling.min_tokens) == (1.5, 2)
     assert (sampling.logit_bias, sampling.stop) == (((7, -100.0),), ("x",))
@@ -190,25 +151,21 @@ async def test_sampling_fields_reach_the_engine(
     assert 0 < admitted.deadline_s - started_s - 2.5 < 60
 
 
-async def test_top_p_zero_means_the_likeliest_token_and_not_none(
-    client: openai.AsyncOpenAI, echo: EchoEngine
-) -> None:
-    await client.completions.create(model="echo", prompt="a", top_p=0)
+async def test_top_p_zero_means_the_likeliest_token_and_not_none(echo: EchoEngine) -> None:
+    await complete(echo, "a", top_p=0)
     assert 0 < echo.scheduler.admitted[0].sampling.top_p < 1e-3
 
 
 @pytest.mark.parametrize("reports_usage", [False, True])
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 async def test_usage_is_null_in_every_chunk_but_the_last_and_absent_where_not_asked_for(
-    web: aiohttp.ClientSession, path: str, reports_usage: bool
+    echo: EchoEngine, path: str, reports_usage: bool
 ) -> None:
     body: dict[str, Any] = {"prompt": TEXT, "stream": True}
     body["messages"] = [{"role": "user", "content": TEXT}]
     if reports_usage:
         body["stream_options"] = {"include_usage": True}
-    async with web.post(f"/v1/{path}", json=body) as answer:
-        lines = (await answer.text()).removesuffix("data: [DONE]\n\n").split("\n\n")[:-1]
-    chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+    chunks = (await ask(echo, f"/v1/{path}", body)).chunks
     if reports_usage:
         *chunks, last = chunks
         assert last["choices"] == []
@@ -223,3 +180,102 @@ def test_the_chosen_token_is_among_the_alternatives_even_where_it_is_not_one_of_
     entry = TokenLogprob(2, "\ufffd", b"\xed", -5.0, (best,))
     assert top_of(entry, num_top=1) == {"a": -0.1, "bytes:\\xed": -5.0}
     assert top_of(TokenLogprob(1, "a", b"a", -0.1, (best,)), num_top=1) == {"a": -0.1}
+
+
+async def test_an_echo_stands_before_each_choice_of_each_prompt(echo: EchoEngine) -> None:
+    answer = await complete(echo, [FOREIGN, "b"], n=2, max_tokens=2, echo=True)
+    plain = await complete(echo, [FOREIGN, "b"], n=2, max_tokens=2)
+    assert [choice.text for choice in answer.choices] == [
+        prompt + choice.text
+        for prompt, choice in zip([FOREIGN, FOREIGN, "b", "b"], plain.choices, strict=True)
+    ]
+    assert all(choice.logprobs is None for choice in answer.choices)
+    assert answer.usage == plain.usage
+
+
+def assert_offsets_point_at_their_tokens(choice: Any) -> None:
+    logprobs = choice.logprobs
+    assert logprobs.text_offset == sorted(logprobs.text_offset)
+    for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
+        is_partial = token.startswith("bytes:") or token == "<|eos|>"
+        assert is_partial or choice.text[offset:].startswith(token)
+
+
+async def test_a_prompt_is_scored_without_any_output_as_evaluation_tools_ask(
+    echo: EchoEngine,
+) -> None:
+    ids = echo.tokenizer.encode(FOREIGN, with_special=False)
+    answer: Any = await complete(echo, [ids, ids[:1]], max_tokens=0, logprobs=1, echo=True)
+    scored, single = answer.choices
+    assert (scored.text, scored.finish_reason) == (FOREIGN, "length")
+    assert scored.logprobs.token_logprobs == [None, *(-float(i) for i in range(1, len(ids)))]
+    assert scored.logprobs.top_logprobs[0] is None
+    assert all(scored.logprobs.top_logprobs[1:])
+    assert len(scored.logprobs.tokens) == len(ids)
+    assert_offsets_point_at_their_tokens(scored)
+    assert single.logprobs.token_logprobs == [None]
+    assert [request.sampling.prompt_logprobs for request in echo.scheduler.admitted] == [1, 1]
+
+
+@pytest.mark.parametrize("is_echoed", [False, True])
+async def test_offsets_go_on_where_the_echo_ends(echo: EchoEngine, is_echoed: bool) -> None:
+    answer: Any = await complete(echo, FOREIGN, max_tokens=100, logprobs=0, echo=is_echoed)
+    (choice,) = answer.choices
+    assert choice.text == FOREIGN * (1 + is_echoed)
+    assert_offsets_point_at_their_tokens(choice)
+    assert choice.logprobs.top_logprobs is None
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_streamed_echo_comes_before_any_output(echo: EchoEngine, n: int) -> None:
+    """The first child is scored in two runs, while its siblings are ahead of it."""
+    stream = await complete(echo, FOREIGN, max_tokens=3, n=n, logprobs=0, echo=True, stream=True)
+    parts: dict[int, list[Any]] = {}
+    async for event in stream:
+        for choice in event.choices:
+            parts.setdefault(choice.index, []).extend(choice.logprobs.token_logprobs or [])
+    num_tokens = len([None, *parts[0]]) - 1
+    prompt_len = num_tokens - 3
+    for index in range(n):
+        assert parts[index][:prompt_len] == [None, *(-float(i) for i in range(1, prompt_len))]
+        assert len(parts[index]) == num_tokens
+
+
+async def test_prompt_logprobs_have_the_shape_that_other_servers_gave_them(
+    echo: EchoEngine,
+) -> None:
+    extra = {"prompt_logprobs": 2}
+    ids = [64, 65, 66]
+    text = await complete(echo, ids, n=2, extra_body=extra)
+    for choice in text.choices:
+        assert choice.logprobs is None
+        first, second, third = choice.model_dump()["prompt_logprobs"]
+        assert first is None
+        token = echo.tokenizer.decode([65])
+        assert second["65"] == {"logprob": -1.0, "rank": 1, "decoded_token": token}
+        assert [score["rank"] for score in third.values()] == [2, 1, 2]
+        assert [int(token_id) for token_id in third] == [ids[2], 0, 1]
+    chat = await echo.client.chat.completions.create(
+        model="echo", messages=[{"role": "user", "content": "a"}], extra_body=extra
+    )
+    scores = chat.model_dump()["prompt_logprobs"]
+    assert [score is None for score in scores] == [True] + [False] * (len(scores) - 1)
+    plain = await complete(echo, ids)
+    assert "prompt_logprobs" not in plain.choices[0].model_dump()
+
+
+async def test_an_echo_and_prompt_logprobs_each_get_the_alternatives_that_they_asked_for(
+    echo: EchoEngine,
+) -> None:
+    asked: dict[str, Any] = {"max_tokens": 0, "logprobs": 1, "echo": True}
+    answer = await complete(echo, FOREIGN, **asked, extra_body={"prompt_logprobs": 3})
+    choice = answer.choices[0].model_dump()
+    assert echo.scheduler.admitted[0].sampling.prompt_logprobs == 3
+    assert {len(scores) for scores in choice["prompt_logprobs"][1:]} == {4}
+    assert {len(top) for top in choice["logprobs"]["top_logprobs"][1:]} == {2}
+
+
+async def test_a_truncated_prompt_is_echoed_as_the_model_saw_it(echo: EchoEngine) -> None:
+    asked: dict[str, Any] = {"max_tokens": 0, "echo": True}
+    answer = await complete(echo, "abcdef", **asked, extra_body={"truncate_prompt_tokens": 2})
+    assert answer.choices[0].text == "ef"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 from typing import Any
 
-import aiohttp
 import numpy as np
 import openai
 import pytest
 
 from aserve.http.openai.embeddings import shorten
 from tests.fakes.echo_engine import MAX_MODEL_LEN, EchoEngine
+from tests.http.asking import ask
 
 VECTOR = [value / 13 for value in (3, 4, 12)]
 OPPOSITE = [-value for value in VECTOR]
@@ -19,9 +19,11 @@ OPPOSITE = [-value for value in VECTOR]
 
 @pytest.mark.parametrize("encoding", ["float", "base64", openai.NOT_GIVEN])
 async def test_both_encodings_give_the_client_the_same_vector(
-    client: openai.AsyncOpenAI, encoding: Any
+    echo: EchoEngine, encoding: Any
 ) -> None:
-    answer = await client.embeddings.create(model="echo", input="text", encoding_format=encoding)
+    answer = await echo.client.embeddings.create(
+        model="echo", input="text", encoding_format=encoding
+    )
     (entry,) = answer.data
     embedding: Any = entry.embedding
     if isinstance(embedding, str):
@@ -39,9 +41,9 @@ async def test_both_encodings_give_the_client_the_same_vector(
     ],
 )
 async def test_every_kind_of_input_is_answered_in_its_order(
-    client: openai.AsyncOpenAI, given: Any, vectors: list[list[float]], num_tokens: int
+    echo: EchoEngine, given: Any, vectors: list[list[float]], num_tokens: int
 ) -> None:
-    answer = await client.embeddings.create(model="parrot", input=given)
+    answer = await echo.client.embeddings.create(model="parrot", input=given)
     assert [entry.index for entry in answer.data] == list(range(len(vectors)))
     for entry, vector in zip(answer.data, vectors, strict=True):
         assert entry.embedding == pytest.approx(vector)
@@ -51,19 +53,17 @@ async def test_every_kind_of_input_is_answered_in_its_order(
 
 @pytest.mark.parametrize(("kept", "num_tokens"), [(2, 2), (-1, MAX_MODEL_LEN)])
 async def test_a_truncated_input_keeps_its_last_tokens(
-    client: openai.AsyncOpenAI, kept: int, num_tokens: int
+    echo: EchoEngine, kept: int, num_tokens: int
 ) -> None:
-    answer = await client.embeddings.create(
-        model="echo",
-        input=[1, *[5] * MAX_MODEL_LEN],
-        extra_body={"truncate_prompt_tokens": kept},
+    answer = await echo.client.embeddings.create(
+        model="echo", input=[1, *[5] * MAX_MODEL_LEN], extra_body={"truncate_prompt_tokens": kept}
     )
     assert answer.data[0].embedding == pytest.approx(VECTOR)
     assert answer.usage.prompt_tokens == num_tokens
 
 
-async def test_fewer_dimensions_have_length_one_again(client: openai.AsyncOpenAI) -> None:
-    answer = await client.embeddings.create(model="echo", input="text", dimensions=2)
+async def test_fewer_dimensions_have_length_one_again(echo: EchoEngine) -> None:
+    answer = await echo.client.embeddings.create(model="echo", input="text", dimensions=2)
     assert answer.data[0].embedding == pytest.approx([0.6, 0.8])
 
 
@@ -90,10 +90,9 @@ def test_a_vector_of_zeros_stays_one() -> None:
     ],
 )
 async def test_invalid_embedding_requests_are_refused_with_the_field(
-    web: aiohttp.ClientSession, echo: EchoEngine, body: dict[str, Any], param: str, code: str
+    echo: EchoEngine, body: dict[str, Any], param: str, code: str
 ) -> None:
-    async with web.post("/v1/embeddings", json=body) as response:
-        error = (await response.json())["error"]
-    assert response.status == (404 if param == "model" else 400)
-    assert (error["param"], error["code"]) == (param, code)
+    answer = await ask(echo, "/v1/embeddings", body)
+    assert answer.status == (404 if param == "model" else 400)
+    assert (answer.error["param"], answer.error["code"]) == (param, code)
     assert echo.gateway.num_open == 0

@@ -6,7 +6,6 @@ import asyncio
 import json
 from typing import Any, NoReturn
 
-import aiohttp
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -23,11 +22,15 @@ from aserve.http.responses.body import ResponseBody
 from aserve.http.responses.call import ResponseCall, response_call
 from aserve.http.responses.store import ResponseKey
 from tests.fakes.echo_engine import EchoEngine
+from tests.http.asking import ask
 from tests.http.body_fields import BODIES, RIGHT, Place, alternatives, places
 
 ORIGIN = Origin("id", 0, ("echo",))
-JSON_HEADERS = {"Content-Type": "application/json"}
-MESSAGES = [{"role": "user", "content": "a"}]
+RIGHT_BODIES: dict[str, dict[str, Any]] = {
+    "completions": {"prompt": "a"},
+    "chat": {"messages": [{"role": "user", "content": "a"}]},
+    "responses": {"input": "a"},
+}
 
 
 def asked(path: str, data: bytes) -> Call | ResponseCall:
@@ -51,77 +54,66 @@ def refusal_of(path: str, data: bytes) -> ErrorInfo | None:
     return None
 
 
+# Each is put into a right body; a field that must be there is taken out by None.
 COMPLETION_ERRORS: list[tuple[dict[str, Any], str, str | None]] = [
-    ({}, "missing_required_parameter", "prompt"),
+    ({"prompt": None}, "missing_required_parameter", "prompt"),
     ({"prompt": []}, "empty_array", "prompt"),
     ({"prompt": ["a", 1]}, "invalid_type", "prompt"),
     ({"prompt": ["a", [1]]}, "invalid_type", "prompt"),
     ({"prompt": [[1], ["a"]]}, "invalid_type", "prompt[1][0]"),
     ({"prompt": ["a"] * 5, "n": 128}, "too_many_sequences", "n"),
-    ({"prompt": "a", "model": "gpt"}, "model_not_found", "model"),
-    ({"prompt": "a", "n": 0}, "integer_below_min_value", "n"),
-    ({"prompt": "a", "n": 129}, "integer_above_max_value", "n"),
-    ({"prompt": "a", "temperature": 2.1}, "decimal_above_max_value", "temperature"),
-    ({"prompt": "a", "temperature": -0.1}, "decimal_below_min_value", "temperature"),
-    ({"prompt": "a", "top_p": 1.1}, "decimal_above_max_value", "top_p"),
-    ({"prompt": "a", "max_tokens": -1}, "integer_below_min_value", "max_tokens"),
-    ({"prompt": "a", "max_tokens": 2**31}, "integer_above_max_value", "max_tokens"),
-    ({"prompt": "a", "seed": 2**63}, "integer_above_max_value", "seed"),
-    ({"prompt": "a", "timeout": 0}, "decimal_below_min_value", "timeout"),
-    ({"prompt": "a", "logprobs": 21}, "integer_above_max_value", "logprobs"),
-    ({"prompt": "a", "logit_bias": {"5": 101}}, "decimal_above_max_value", "logit_bias.5"),
-    ({"prompt": "a", "logit_bias": {"x": 1}}, "invalid_type", "logit_bias"),
-    ({"prompt": "a", "stop": ["a"] * 5}, "array_above_max_length", "stop"),
-    ({"prompt": "a", "stop": ["a", ""]}, "string_below_min_length", "stop"),
-    ({"prompt": "a", "stop": "x" * 2000}, "string_above_max_length", "stop"),
-    ({"prompt": "a", "stop_token_ids": [1] * 200}, "array_above_max_length", "stop_token_ids"),
-    ({"prompt": "a", "stream_options": {}}, "invalid_value", "stream_options"),
-    ({"prompt": "a", "prompt_logprobs": 1, "stream": True}, "invalid_value", "prompt_logprobs"),
-    ({"prompt": "a", "prompt_logprobs": 21}, "integer_above_max_value", "prompt_logprobs"),
-    ({"prompt": "a", "suffix": "b"}, "unsupported_value", "suffix"),
-    ({"prompt": "a", "best_of": 2, "n": 3}, "integer_below_min_value", "best_of"),
-    ({"prompt": "a", "best_of": 129}, "integer_above_max_value", "best_of"),
-    ({"prompt": "a", "best_of": 2, "stream": True}, "invalid_value", "best_of"),
+    ({"model": "gpt"}, "model_not_found", "model"),
+    ({"n": 0}, "integer_below_min_value", "n"),
+    ({"n": 129}, "integer_above_max_value", "n"),
+    ({"temperature": 2.1}, "decimal_above_max_value", "temperature"),
+    ({"temperature": -0.1}, "decimal_below_min_value", "temperature"),
+    ({"top_p": 1.1}, "decimal_above_max_value", "top_p"),
+    ({"max_tokens": -1}, "integer_below_min_value", "max_tokens"),
+    ({"max_tokens": 2**31}, "integer_above_max_value", "max_tokens"),
+    ({"seed": 2**63}, "integer_above_max_value", "seed"),
+    ({"timeout": 0}, "decimal_below_min_value", "timeout"),
+    ({"logprobs": 21}, "integer_above_max_value", "logprobs"),
+    ({"logit_bias": {"5": 101}}, "decimal_above_max_value", "logit_bias.5"),
+    ({"logit_bias": {"x": 1}}, "invalid_type", "logit_bias"),
+    ({"stop": ["a"] * 5}, "array_above_max_length", "stop"),
+    ({"stop": ["a", ""]}, "string_below_min_length", "stop"),
+    ({"stop": "x" * 2000}, "string_above_max_length", "stop"),
+    ({"stop_token_ids": [1] * 200}, "array_above_max_length", "stop_token_ids"),
+    ({"stream_options": {}}, "invalid_value", "stream_options"),
+    ({"prompt_logprobs": 1, "stream": True}, "invalid_value", "prompt_logprobs"),
+    ({"prompt_logprobs": 21}, "integer_above_max_value", "prompt_logprobs"),
+    ({"suffix": "b"}, "unsupported_value", "suffix"),
+    ({"best_of": 2, "n": 3}, "integer_below_min_value", "best_of"),
+    ({"best_of": 129}, "integer_above_max_value", "best_of"),
+    ({"best_of": 2, "stream": True}, "invalid_value", "best_of"),
     ({"prompt": ["a"] * 5, "best_of": 128}, "too_many_sequences", "n"),
-    ({"prompt": "a", "truncate_prompt_tokens": 0}, "invalid_value", "truncate_prompt_tokens"),
-    (
-        {"prompt": "a", "truncate_prompt_tokens": -2},
-        "integer_below_min_value",
-        "truncate_prompt_tokens",
-    ),
-    ({"prompt": "a", "allowed_token_ids": []}, "empty_array", "allowed_token_ids"),
-    (
-        {"prompt": "a", "allowed_token_ids": [1] * 1025},
-        "array_above_max_length",
-        "allowed_token_ids",
-    ),
-    ({"prompt": "a", "bad_words": ["x"] * 129}, "array_above_max_length", "bad_words"),
-    ({"prompt": "a", "bad_words": ["x" * 129]}, "string_above_max_length", "bad_words"),
-    ({"prompt": "a", "cache_salt": "x" * 129}, "string_above_max_length", "cache_salt"),
+    ({"truncate_prompt_tokens": 0}, "invalid_value", "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": -2}, "integer_below_min_value", "truncate_prompt_tokens"),
+    ({"allowed_token_ids": []}, "empty_array", "allowed_token_ids"),
+    ({"allowed_token_ids": [1] * 1025}, "array_above_max_length", "allowed_token_ids"),
+    ({"bad_words": ["x"] * 129}, "array_above_max_length", "bad_words"),
+    ({"bad_words": ["x" * 129]}, "string_above_max_length", "bad_words"),
+    ({"cache_salt": "x" * 129}, "string_above_max_length", "cache_salt"),
 ]
 CHAT_ERRORS: list[tuple[dict[str, Any], str, str | None]] = [
-    ({}, "missing_required_parameter", "messages"),
+    ({"messages": None}, "missing_required_parameter", "messages"),
     ({"messages": []}, "empty_array", "messages"),
     ({"messages": [{"content": "a"}]}, "missing_required_parameter", "messages[0].role"),
     ({"messages": [{"role": "king", "content": "a"}]}, "invalid_value", "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "missing_required_parameter", "messages[0].content"),
     ({"messages": [{"role": "user", "content": 5}]}, "invalid_type", "messages[0].content"),
-    ({"messages": MESSAGES, "top_logprobs": 2}, "invalid_value", "top_logprobs"),
-    ({"messages": MESSAGES, "top_logprobs": 21}, "integer_above_max_value", "top_logprobs"),
-    ({"messages": MESSAGES, "logprobs": 2}, "invalid_type", "logprobs"),
-    ({"messages": MESSAGES, "tools": []}, "empty_array", "tools"),
-    ({"messages": MESSAGES, "tools": [{}]}, "missing_required_parameter", "tools[0].type"),
-    ({"messages": MESSAGES, "tool_choice": "required"}, "invalid_value", "tool_choice"),
-    (
-        {"messages": MESSAGES, "response_format": {"type": "xml"}},
-        "invalid_value",
-        "response_format.type",
-    ),
+    ({"top_logprobs": 2}, "invalid_value", "top_logprobs"),
+    ({"top_logprobs": 21}, "integer_above_max_value", "top_logprobs"),
+    ({"logprobs": 2}, "invalid_type", "logprobs"),
+    ({"tools": []}, "empty_array", "tools"),
+    ({"tools": [{}]}, "missing_required_parameter", "tools[0].type"),
+    ({"tool_choice": "required"}, "invalid_value", "tool_choice"),
+    ({"response_format": {"type": "xml"}}, "invalid_value", "response_format.type"),
 ]
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
 CALL = {"type": "function_call_output", "call_id": "c", "output": "sunny"}
 RESPONSE_ERRORS: list[tuple[dict[str, Any], str, str | None]] = [
-    ({}, "missing_required_parameter", "input"),
+    ({"input": None}, "missing_required_parameter", "input"),
     ({"input": []}, "empty_array", "input"),
     ({"input": [{"content": "a"}]}, "missing_required_parameter", "input[0].role"),
     ({"input": [{"role": "user"}]}, "missing_required_parameter", "input[0].content"),
@@ -132,58 +124,50 @@ RESPONSE_ERRORS: list[tuple[dict[str, Any], str, str | None]] = [
         "unsupported_content_type",
         "input[0].content[1]",
     ),
-    ({"input": "a", "max_output_tokens": 0}, "integer_below_min_value", "max_output_tokens"),
-    ({"input": "a", "max_tokens": 5}, "unsupported_parameter", "max_tokens"),
-    ({"input": "a", "top_logprobs": 21}, "integer_above_max_value", "top_logprobs"),
-    ({"input": "a", "include": ["all"]}, "invalid_type", "include[0]"),
-    ({"input": "a", "background": True}, "unsupported_parameter", "background"),
-    ({"input": "a", "conversation": "conv_1"}, "unsupported_parameter", "conversation"),
-    ({"input": "a", "tools": [{"type": "web_search"}]}, "unsupported_parameter", "tools"),
-    ({"input": "a", "truncation": "auto"}, "invalid_type", "truncation"),
-    ({"input": "a", "text": {"format": {"type": "xml"}}}, "invalid_value", "text.format.type"),
+    ({"max_output_tokens": 0}, "integer_below_min_value", "max_output_tokens"),
+    ({"max_tokens": 5}, "unsupported_parameter", "max_tokens"),
+    ({"top_logprobs": 21}, "integer_above_max_value", "top_logprobs"),
+    ({"include": ["all"]}, "invalid_type", "include[0]"),
+    ({"background": True}, "unsupported_parameter", "background"),
+    ({"conversation": "conv_1"}, "unsupported_parameter", "conversation"),
+    ({"tools": [{"type": "web_search"}]}, "unsupported_parameter", "tools"),
+    ({"truncation": "auto"}, "invalid_type", "truncation"),
+    ({"text": {"format": {"type": "xml"}}}, "invalid_value", "text.format.type"),
     (
-        {"input": "a", "text": {"format": {"type": "json_schema", "name": "n"}}},
+        {"text": {"format": {"type": "json_schema", "name": "n"}}},
         "missing_required_parameter",
         "text.format",
     ),
     (
-        {"input": "a", "text": {"format": {"type": "json_schema", "schema": {}}}},
+        {"text": {"format": {"type": "json_schema", "schema": {}}}},
         "missing_required_parameter",
         "text.format.name",
     ),
     (
-        {
-            "input": "a",
-            "text": {"format": {"type": "json_object"}},
-            "structured_outputs": {"regex": "a"},
-        },
+        {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}},
         "invalid_value",
         "structured_outputs",
     ),
-    (
-        {"input": "a", "response_format": {"type": "text"}},
-        "unsupported_parameter",
-        "response_format",
-    ),
-    ({"input": "a", "return_token_ids": True}, "unsupported_parameter", "return_token_ids"),
-    ({"input": "a", "metadata": {"a": 1}}, "invalid_type", "metadata[...]"),
-    ({"input": "a", "metadata": {"k" * 65: "v"}}, "string_above_max_length", "metadata"),
-    (
-        {"input": "a", "metadata": {str(i): "" for i in range(17)}},
-        "array_above_max_length",
-        "metadata",
-    ),
+    ({"response_format": {"type": "text"}}, "unsupported_parameter", "response_format"),
+    ({"return_token_ids": True}, "unsupported_parameter", "return_token_ids"),
+    ({"metadata": {"a": 1}}, "invalid_type", "metadata[...]"),
+    ({"metadata": {"k" * 65: "v"}}, "string_above_max_length", "metadata"),
+    ({"metadata": {str(i): "" for i in range(17)}}, "array_above_max_length", "metadata"),
 ]
-TABLE = [("completions", *row) for row in COMPLETION_ERRORS]
-TABLE += [("chat", *row) for row in CHAT_ERRORS]
-TABLE += [("responses", *row) for row in RESPONSE_ERRORS]
+TABLE = [
+    (path, *row)
+    for path, rows in zip(
+        RIGHT_BODIES, (COMPLETION_ERRORS, CHAT_ERRORS, RESPONSE_ERRORS), strict=True
+    )
+    for row in rows
+]
 
 
 @pytest.mark.parametrize(("path", "body", "code", "param"), TABLE)
 def test_a_wrong_body_is_refused_with_its_code_and_field(
     path: str, body: dict[str, Any], code: str, param: str | None
 ) -> None:
-    info = refusal_of(path, msgspec.json.encode(body))
+    info = refusal_of(path, msgspec.json.encode(RIGHT_BODIES[path] | body))
     assert info is not None
     assert (info.code, info.param) == (code, param)
     assert info.status == (404 if code == "model_not_found" else 400)
@@ -192,16 +176,15 @@ def test_a_wrong_body_is_refused_with_its_code_and_field(
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_a_wrong_type_at_any_place_of_any_body_is_a_400_that_names_it(
-    web: aiohttp.ClientSession, path: str
+    echo: EchoEngine, path: str
 ) -> None:
     """Generated from the types, so that a new field or a new route is in it by itself."""
     for place in places(BODIES[path]):
         for value in place.wrong_values():
             data = json.dumps(place.wrap(value))
-            async with web.post(path, data=data, headers=JSON_HEADERS) as answer:
-                error = (await answer.json())["error"]
-                assert (answer.status, error["code"]) == (400, "invalid_type"), data[:200]
-                assert error["param"] == place.path, data[:200]
+            answer = await ask(echo, path, data)
+            assert (answer.status, answer.error["code"]) == (400, "invalid_type"), data[:200]
+            assert answer.error["param"] == place.path, data[:200]
 
 
 def is_numeric(place: Place) -> bool:
@@ -214,15 +197,15 @@ HUGE = [10**400, -(10**400), 2**63, -(2**63) - 1, 1e308, -1e308]
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_a_huge_number_at_any_place_is_a_400_that_names_its_field(
-    web: aiohttp.ClientSession, path: str
+    echo: EchoEngine, path: str
 ) -> None:
     for place in filter(is_numeric, places(BODIES[path])):
         for number in HUGE:
             data = json.dumps(RIGHT | place.wrap(number))
-            async with web.post(path, data=data, headers=JSON_HEADERS) as answer:
-                assert answer.status == 400, data[:200]
-                param = (await answer.json())["error"]["param"]
-                assert place.path.startswith(param.partition(".")[0]), (param, data[:200])
+            answer = await ask(echo, path, data)
+            assert answer.status == 400, data[:200]
+            param = answer.error["param"]
+            assert place.path.startswith(param.partition(".")[0]), (param, data[:200])
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
@@ -273,15 +256,10 @@ def test_malformed_json_is_a_400_that_says_where(data: bytes, place: str) -> Non
 @given(st.lists(ANY_BODY, min_size=5, max_size=5))
 def test_any_json_gets_a_reply_over_http(bodies: list[Any]) -> None:
     async def scenario() -> None:
-        async with (
-            EchoEngine() as echo,
-            aiohttp.ClientSession(echo.url, timeout=aiohttp.ClientTimeout(total=10)) as session,
-        ):
+        async with EchoEngine() as echo, asyncio.timeout(60):
             for body in bodies:
-                data = msgspec.json.encode(body)
                 for path in BODIES:
-                    async with session.post(path, data=data, headers=JSON_HEADERS) as answer:
-                        assert answer.status < 500
-                        await answer.read()
+                    answer = await ask(echo, path, msgspec.json.encode(body))
+                    assert answer.status < 500
 
     asyncio.run(scenario())

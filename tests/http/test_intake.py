@@ -10,7 +10,6 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-import aiohttp
 import pytest
 
 from aserve.http import body as body_module
@@ -18,9 +17,9 @@ from aserve.http.decompress import FREE_BYTES, MAX_MEMBERS, MAX_RATIO, decompres
 from aserve.http.errors import RequestFailed
 from aserve.http.intake import HELD_BODIES, INLINE_BYTES, INTAKE, SMALL_BYTES
 from tests.fakes.echo_engine import EchoEngine
+from tests.http.asking import Answer, ask
 
 RIGHT = json.dumps({"prompt": "hello", "max_tokens": 3}).encode()
-HEADERS = {"Content-Type": "application/json"}
 
 
 def raw_deflate(data: bytes) -> bytes:
@@ -28,11 +27,8 @@ def raw_deflate(data: bytes) -> bytes:
     return packer.compress(data) + packer.flush()
 
 
-async def posted(
-    web: aiohttp.ClientSession, data: bytes, **headers: str
-) -> tuple[int, dict[str, Any]]:
-    async with web.post("/v1/completions", data=data, headers=HEADERS | headers) as answer:
-        return answer.status, await answer.json()
+async def posted(echo: EchoEngine, data: bytes, encoding: str = "identity") -> Answer:
+    return await ask(echo, "/v1/completions", data, headers={"Content-Encoding": encoding})
 
 
 @pytest.mark.parametrize(
@@ -47,10 +43,10 @@ async def posted(
     ],
 )
 async def test_compressed_bodies_are_read(
-    web: aiohttp.ClientSession, encoding: str, pack: Callable[[bytes], bytes]
+    echo: EchoEngine, encoding: str, pack: Callable[[bytes], bytes]
 ) -> None:
-    status, answer = await posted(web, pack(RIGHT), **{"Content-Encoding": encoding})
-    assert status == 200, answer
+    answer = await posted(echo, pack(RIGHT), encoding)
+    assert answer.status == 200, answer.text
 
 
 @pytest.mark.parametrize(
@@ -65,29 +61,27 @@ async def test_compressed_bodies_are_read(
     ids=("plain", "cut", "empty", "deflate cut", "too many members"),
 )
 async def test_a_body_that_is_not_encoded_as_it_says_is_a_400(
-    web: aiohttp.ClientSession, encoding: str, data: bytes
+    echo: EchoEngine, encoding: str, data: bytes
 ) -> None:
-    status, answer = await posted(web, data, **{"Content-Encoding": encoding})
-    assert (status, answer["error"]["code"]) == (400, "bad_request"), answer
+    answer = await posted(echo, data, encoding)
+    assert (answer.status, answer.error["code"]) == (400, "bad_request"), answer
 
 
-async def test_an_unsupported_encoding_is_a_415_with_the_supported_ones(
-    web: aiohttp.ClientSession,
-) -> None:
-    status, answer = await posted(web, RIGHT, **{"Content-Encoding": "br"})
-    assert (status, "gzip or deflate" in answer["error"]["message"]) == (415, True)
+async def test_an_unsupported_encoding_is_a_415_with_the_supported_ones(echo: EchoEngine) -> None:
+    answer = await posted(echo, RIGHT, "br")
+    assert (answer.status, "gzip or deflate" in answer.error["message"]) == (415, True)
 
 
-async def test_a_body_that_grows_too_much_is_a_413(web: aiohttp.ClientSession) -> None:
-    """15 MB in 15 KB; and in more bytes, so that it passes the size, not the ratio."""
+async def test_a_body_that_grows_too_much_is_a_413(echo: EchoEngine) -> None:
+    """7 MB in 7 KB; and in more bytes, so that it passes the size, not the ratio."""
     plain = b'{"prompt": "' + b"a" * (7 << 20) + b'"}'
-    status, answer = await posted(web, gzip.compress(plain), **{"Content-Encoding": "gzip"})
-    assert (status, answer["error"]["code"]) == (413, "request_too_large")
-    assert f"{MAX_RATIO} times" in answer["error"]["message"]
+    answer = await posted(echo, gzip.compress(plain), "gzip")
+    assert (answer.status, answer.error["code"]) == (413, "request_too_large")
+    assert f"{MAX_RATIO} times" in answer.error["message"]
     text = ("%x" * 9 % tuple(range(9))).encode()
     large = b"".join(text + str(i).encode() for i in range(600_000))
-    status, answer = await posted(web, gzip.compress(large), **{"Content-Encoding": "gzip"})
-    assert (status, f"more than {8 << 20} bytes" in answer["error"]["message"]) == (413, True)
+    answer = await posted(echo, gzip.compress(large, compresslevel=1), "gzip")
+    assert (answer.status, f"more than {8 << 20} bytes" in answer.error["message"]) == (413, True)
 
 
 def test_decompression_stops_at_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +116,7 @@ async def test_a_text_that_compresses_well_is_read_to_the_end() -> None:
 
 
 async def test_large_and_compressed_bodies_are_decoded_off_the_loop(
-    web: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+    echo: EchoEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = []
     parse = body_module.parse_body
@@ -133,9 +127,9 @@ async def test_large_and_compressed_bodies_are_decoded_off_the_loop(
 
     monkeypatch.setattr(body_module, "parse_body", watched)
     large = json.dumps({"prompt": "hello", "max_tokens": 3, "user": "x" * INLINE_BYTES}).encode()
-    assert (await posted(web, RIGHT))[0] == 200
-    assert (await posted(web, large))[0] == 200
-    assert (await posted(web, gzip.compress(RIGHT), **{"Content-Encoding": "gzip"}))[0] == 200
+    assert (await posted(echo, RIGHT)).status == 200
+    assert (await posted(echo, large)).status == 200
+    assert (await posted(echo, gzip.compress(RIGHT), "gzip")).status == 200
     on_loop = {size: is_on_loop for size, is_on_loop in threads if size == len(large)}
     assert on_loop == {len(large): False}
     assert [each for size, each in threads if size == len(RIGHT)] == [True, True, False, False]
@@ -159,7 +153,9 @@ async def test_a_body_that_does_not_arrive_is_a_408_and_the_connection_ends(sent
         reader, writer = await connected(echo)
         writer.write(head(1000) + sent)
         async with asyncio.timeout(10):
-            answer = await reader.read()  # to the end: the server closes
+            answer = await reader.readuntil(b"}}")
+            writer.write_eof()
+            assert await reader.read() == b"", "the server closes"
         assert answer.startswith(b"HTTP/1.1 408 "), answer
         assert b"request_timeout" in answer
         assert f"{len(sent)} bytes".encode() in answer
@@ -180,8 +176,7 @@ async def test_the_memory_of_bodies_is_bounded_and_small_ones_pass() -> None:
             done, waiting = await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
         assert [task.result() for task in done] == [b"HTTP/1.1 429 Too Many Requests\r\n"]
         assert intake.held_bytes <= max_held
-        async with aiohttp.ClientSession(echo.url) as web:
-            assert (await posted(web, RIGHT))[0] == 200
+        assert (await posted(echo, RIGHT)).status == 200
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)

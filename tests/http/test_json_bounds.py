@@ -52,7 +52,7 @@ def depth(value: object) -> int:
     return 1 + max(map(depth, inner), default=0)
 
 
-@settings(max_examples=100)
+@settings(max_examples=30)
 @given(value=JSON, slice_bytes=st.integers(1, 40), is_ascii=st.booleans())
 def test_the_scan_counts_as_the_decoder_does_in_slices_of_any_size(
     value: object, slice_bytes: int, is_ascii: bool
@@ -72,7 +72,7 @@ def test_the_scan_counts_as_the_decoder_does_in_slices_of_any_size(
     assert scan._num_exponents == 0
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(value=JSON, limit=st.integers(1, 12))
 def test_the_bound_of_depth_is_exact(value: object, limit: int) -> None:
     data = json.dumps({"a": value, "b": [0] * 200}).encode()  # enough marks to be scanned

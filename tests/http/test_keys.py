@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
-import aiohttp
 import pytest
 
 from aserve.cli import make_parser
 from aserve.config import ServerOptions
 from aserve.errors import ConfigError
 from aserve.http.auth import read_keys
+from aserve.messages.requests import AdmitRequest
 from tests.fakes.echo_engine import EchoEngine
+from tests.http.asking import ask, bearer
 
 KEYS = "sesame,open"
+# Of every route that asks the engine, the least.
+BODY: dict[str, Any] = {"prompt": "a", "input": "a", "messages": [{"role": "user", "content": "a"}]}
 
 
-async def error_of(answer: aiohttp.ClientResponse) -> dict[str, str | None]:
-    body: dict[str, dict[str, str | None]] = await answer.json()
-    return body["error"]
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
+async def admitted(echo: EchoEngine, key: str, **fields: Any) -> AdmitRequest:
+    answer = await ask(echo, "/v1/completions", {"prompt": "a"} | fields, headers=bearer(key))
+    assert answer.status == 200, answer.text
+    return echo.scheduler.admitted[-1]
 
 
 async def status_of_raw(echo: EchoEngine, *authorizations: bytes) -> int:
@@ -42,31 +43,30 @@ async def status_of_raw(echo: EchoEngine, *authorizations: bytes) -> int:
 async def test_each_of_several_keys_opens_and_others_do_not(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# for the team\n  third \n\nfourth\n")
-    async with (
-        EchoEngine(api_key=KEYS, api_key_file=str(file), admin_api_key="root") as echo,
-        aiohttp.ClientSession(echo.url) as session,
-    ):
+    options = {"api_key": KEYS, "api_key_file": str(file), "admin_api_key": "root"}
+    async with EchoEngine(**options) as echo:
         for key in ("sesame", "open", "third", "fourth", "root"):
-            async with session.get("/v1/models", headers=bearer(key)) as answer:
-                assert answer.status == 200, key
+            assert (await ask(echo, "/v1/models", headers=bearer(key))).status == 200, key
         for key in (KEYS, "# for the team", "sesam", "sesamee", "", ","):
-            async with session.get("/v1/models", headers=bearer(key)) as answer:
-                assert answer.status == 401, key
+            assert (await ask(echo, "/v1/models", headers=bearer(key))).status == 401, key
 
 
-async def test_keys_are_compared_byte_by_byte() -> None:
-    async with EchoEngine(api_key="se?ame") as echo:
-        assert await status_of_raw(echo, b"Bearer se?ame") == 200
-        assert await status_of_raw(echo, b"Bearer se\xffame") == 401
-    async with EchoEngine(api_key="sésame") as echo:
-        assert await status_of_raw(echo, "Bearer sésame".encode()) == 200
-        assert await status_of_raw(echo, "Bearer sésame".encode("latin-1")) == 401
-
-
-async def test_a_repeated_authorization_header_is_refused() -> None:
-    async with EchoEngine(api_key="sesame") as echo:
-        assert await status_of_raw(echo, b"Bearer sesame", b"Bearer wrong") == 400
-        assert await status_of_raw(echo, b"Bearer sesame", b"Bearer sesame") == 400
+@pytest.mark.parametrize(
+    ("key", "sent", "status"),
+    [
+        ("se?ame", [b"se?ame"], 200),
+        ("se?ame", [b"se\xffame"], 401),
+        ("sésame", ["sésame".encode()], 200),
+        ("sésame", ["sésame".encode("latin-1")], 401),
+        ("sesame", [b"sesame", b"wrong"], 400),
+        ("sesame", [b"sesame", b"sesame"], 400),
+    ],
+)
+async def test_a_key_is_compared_byte_by_byte_and_comes_once(
+    key: str, sent: list[bytes], status: int
+) -> None:
+    async with EchoEngine(api_key=key) as echo:
+        assert await status_of_raw(echo, *(b"Bearer " + each for each in sent)) == status
 
 
 @pytest.mark.parametrize(
@@ -90,16 +90,8 @@ def test_a_key_option_without_a_key_is_an_error(keys: str) -> None:
 
 
 async def test_a_request_carries_who_asks_and_never_the_key() -> None:
-    async with (
-        EchoEngine(api_key=KEYS) as echo,
-        aiohttp.ClientSession(echo.url) as session,
-    ):
-        for key in ("sesame", "open", "sesame"):
-            async with session.post(
-                "/v1/completions", json={"prompt": "a"}, headers=bearer(key)
-            ) as answer:
-                assert answer.status == 200
-        first, second, third = echo.scheduler.admitted
+    async with EchoEngine(api_key=KEYS) as echo:
+        first, second, third = [await admitted(echo, k) for k in ("sesame", "open", "sesame")]
         assert first.client == third.client != second.client
         assert "sesame" not in repr(first)
 
@@ -108,85 +100,64 @@ async def test_without_keys_the_address_identifies_the_client() -> None:
     async with EchoEngine() as echo:
         clients = []
         for address in ("127.0.0.1", "127.0.0.2", "127.0.0.1"):
-            connector = aiohttp.TCPConnector(local_addr=(address, 0))
-            async with (
-                aiohttp.ClientSession(echo.url, connector=connector) as session,
-                session.post("/v1/completions", json={"prompt": "a"}) as answer,
-            ):
-                assert answer.status == 200
-            clients.append(echo.scheduler.admitted[-1].client)
+            await echo.ask_from(address)
+            clients.append((await admitted(echo, "any")).client)
         assert clients[0] == clients[2] != clients[1]
-        assert {admitted.namespace for admitted in echo.scheduler.admitted} == {""}
+        assert {request.namespace for request in echo.scheduler.admitted} == {""}
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
-async def test_prefixes_are_cached_per_key_unless_they_are_to_be_shared(path: str) -> None:
-    async def namespaces(*, is_shared: bool) -> list[str]:
-        async with (
-            EchoEngine(api_key=KEYS, shared_prefix_cache=is_shared) as echo,
-            aiohttp.ClientSession(echo.url) as session,
-        ):
-            for key in ("sesame", "open", "sesame"):
-                body = {"prompt": "a", "input": "a"}
-                async with session.post(path, json=body, headers=bearer(key)) as answer:
-                    assert answer.status == 200
-            return [admitted.namespace for admitted in echo.scheduler.admitted]
-
-    one, other, again = await namespaces(is_shared=False)
-    assert one == again != other
-    assert await namespaces(is_shared=True) == ["", "", ""]
+@pytest.mark.parametrize("is_shared", [False, True])
+async def test_prefixes_are_cached_per_key_unless_they_are_to_be_shared(
+    path: str, is_shared: bool
+) -> None:
+    async with EchoEngine(api_key=KEYS, shared_prefix_cache=is_shared) as echo:
+        for key in ("sesame", "open", "sesame"):
+            assert (await ask(echo, path, BODY, headers=bearer(key))).status == 200
+        one, other, again = [request.namespace for request in echo.scheduler.admitted]
+    assert one == again
+    assert (one == other == "") is is_shared
 
 
 async def test_a_salt_leads_into_no_other_clients_namespace() -> None:
-    async with (
-        EchoEngine(api_key=KEYS) as echo,
-        aiohttp.ClientSession(echo.url) as session,
-    ):
-
-        async def namespace(key: str, salt: str | None) -> str:
-            body = {"prompt": "a", "cache_salt": salt}
-            async with session.post("/v1/completions", json=body, headers=bearer(key)) as answer:
-                assert answer.status == 200
-            return echo.scheduler.admitted[-1].namespace
-
-        plain = await namespace("sesame", None)
-        salted = await namespace("sesame", "salt")
-        tried = [await namespace("open", salt) for salt in (plain, salted, f"../{plain}", "salt")]
+    async with EchoEngine(api_key=KEYS) as echo:
+        plain = (await admitted(echo, "sesame")).namespace
+        salted = (await admitted(echo, "sesame", cache_salt="salt")).namespace
+        tried = [
+            (await admitted(echo, "open", cache_salt=salt)).namespace
+            for salt in (plain, salted, f"../{plain}", "salt")
+        ]
         assert len({plain, salted, *tried}) == 6
 
 
+PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings"]
+
+
 @pytest.mark.parametrize(
-    ("path", "body"),
+    ("options", "key", "priority", "is_allowed"),
     [
-        ("/v1/completions", {"prompt": "a"}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
-        ("/v1/responses", {"input": "a"}),
-        ("/v1/embeddings", {"input": "a"}),
+        ({"api_key": "sesame", "admin_api_key": "root"}, "sesame", -1, False),
+        ({"api_key": "sesame", "admin_api_key": "root"}, "sesame", 1, False),
+        ({"api_key": "sesame", "admin_api_key": "root"}, "sesame", 0, True),
+        ({"api_key": "sesame", "admin_api_key": "root"}, "root", -7, True),
+        ({"admin_api_key": "root"}, "any", -1, False),
+        ({"admin_api_key": "root"}, "root", -1, True),
+        ({"enable_priority_scheduling": True}, "any", -1, True),
     ],
 )
-async def test_priority_needs_the_option_or_the_admin_key(path: str, body: dict[str, str]) -> None:
-    async def status(echo: EchoEngine, priority: int, key: str) -> int:
-        async with (
-            aiohttp.ClientSession(echo.url) as session,
-            session.post(path, json={**body, "priority": priority}, headers=bearer(key)) as answer,
-        ):
-            if answer.status == 400:
-                error = await error_of(answer)
+async def test_priority_needs_the_option_or_the_admin_key(
+    options: dict[str, Any], key: str, priority: int, is_allowed: bool
+) -> None:
+    async with EchoEngine(**options) as echo:
+        for path in PATHS:
+            answer = await ask(echo, path, BODY | {"priority": priority}, headers=bearer(key))
+            assert answer.status == (200 if is_allowed else 400), path
+            if is_allowed:
+                assert echo.scheduler.admitted[-1].priority == priority
+            else:
+                error = answer.error
                 assert (error["code"], error["param"]) == ("priority_not_allowed", "priority")
-                assert str(priority) in str(error["message"])
-            return answer.status
-
-    async with EchoEngine(api_key="sesame", admin_api_key="root") as echo:
-        assert await status(echo, -1, "sesame") == 400
-        assert await status(echo, 1, "sesame") == 400
-        assert await status(echo, 0, "sesame") == 200
-        assert await status(echo, -7, "root") == 200
-        assert echo.scheduler.admitted[-1].priority == -7
-    async with EchoEngine(admin_api_key="root") as echo:
-        assert await status(echo, -1, "any") == 400
-        assert await status(echo, -1, "root") == 200
-    async with EchoEngine(enable_priority_scheduling=True) as echo:
-        assert await status(echo, -1, "any") == 200
+                assert str(priority) in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -195,21 +166,21 @@ async def test_priority_needs_the_option_or_the_admin_key(path: str, body: dict[
         ({"prompt": ["a"] * 4, "n": 3}, "n", "12 sequences (4 prompts x 3"),
         ({"prompt": "a", "best_of": 9}, "n", "9 sequences (1 prompts x 9"),
         ({"prompt": ["a"] * 9}, "prompt", "9 sequences (9 prompts x 1"),
+        ({"prompt": ["a"] * 4, "n": 2}, None, ""),
     ],
 )
 async def test_a_request_has_at_most_as_many_sequences_as_run_at_once(
-    body: dict[str, object], param: str, counts: str
+    echo: EchoEngine, body: dict[str, Any], param: str, counts: str
 ) -> None:
-    async with EchoEngine() as echo, aiohttp.ClientSession(echo.url) as session:
-        echo.state.max_sequences = 8
-        async with session.post("/v1/completions", json=body) as answer:
-            assert answer.status == 400
-            error = await error_of(answer)
-        assert (error["code"], error["param"]) == ("too_many_sequences", param)
-        assert counts in str(error["message"])
-        assert "at most 8" in str(error["message"])
-        async with session.post("/v1/completions", json={"prompt": ["a"] * 4, "n": 2}) as answer:
-            assert answer.status == 200
+    echo.state.max_sequences = 8
+    answer = await ask(echo, "/v1/completions", body)
+    if param is None:
+        assert answer.status == 200
+        return
+    assert answer.status == 400
+    assert (answer.error["code"], answer.error["param"]) == ("too_many_sequences", param)
+    assert counts in answer.error["message"]
+    assert "at most 8" in answer.error["message"]
 
 
 def test_a_repeated_key_option_adds_a_key() -> None:

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
 from hypothesis import given
@@ -70,9 +69,7 @@ def test_items_are_encoded_lazily() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
-async def test_a_long_answer_leaves_loop_iterations_to_others(
-    path: str, echo: EchoEngine, web: aiohttp.ClientSession
-) -> None:
+async def test_a_long_answer_leaves_loop_iterations_to_others(echo: EchoEngine, path: str) -> None:
     """The loop's turns are counted from the end of the generation to that of the answer."""
     turns = 0
 
@@ -84,23 +81,16 @@ async def test_a_long_answer_leaves_loop_iterations_to_others(
 
     answered = asyncio.Event()
     text = "abcdefghij" * 20
+    messages = [{"role": "user", "content": text}]
+    all_of_it: dict[str, Any] = {"n": 20, "max_tokens": 200}
     asked: dict[str, dict[str, Any]] = {
-        "/v1/completions": {"prompt": text, "logprobs": 20, "n": 20, "max_tokens": 200},
-        "/v1/chat/completions": {
-            "messages": [{"role": "user", "content": text}],
-            "logprobs": True,
-            "top_logprobs": 20,
-            "n": 20,
-            "max_tokens": 200,
-        },
-        "/v1/responses": {
-            "input": text,
-            "top_logprobs": 20,
-            "include": ["message.output_text.logprobs"],
-        },
+        "/v1/completions": {"prompt": text, "logprobs": 20} | all_of_it,
+        "/v1/chat/completions": {"messages": messages, "logprobs": True, "top_logprobs": 20}
+        | all_of_it,
+        "/v1/responses": {"input": text, "top_logprobs": 20},
     }
     turn()
-    async with web.post(path, json=asked[path]) as answer:
+    async with echo.web.post(path, json=asked[path]) as answer:
         data = await answer.read()
         answered.set()
         assert answer.status == 200, data

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import itertools
-import os
 import struct
+from collections.abc import AsyncIterator
 
 import pytest
 from hypothesis import given
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 
 from aserve.http.masked_frames import PROTOCOL_ERROR, MaskedFrames
 from tests.fakes.echo_engine import EchoEngine
+from tests.http.unread_client import UnreadClient
 
 MASK = b"\1\2\3\4"
 
@@ -84,41 +84,21 @@ def test_from_the_first_unmasked_frame_on_the_reader_gets_an_error_alone(
     assert fed(cut(right + wrong, places)) == right + PROTOCOL_ERROR
 
 
-async def upgraded(echo: EchoEngine) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(echo.url.rpartition(":")[2]))
-    key = base64.b64encode(os.urandom(16)).decode()
-    head = (
-        "GET /v1/responses HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\n"
-        "Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
-        f"Sec-WebSocket-Key: {key}\r\n\r\n"
-    )
-    writer.write(head.encode())
-    answer = await reader.readuntil(b"\r\n\r\n")
-    assert b" 101 " in answer
-    return reader, writer
+@pytest.fixture
+async def peer(echo: EchoEngine) -> AsyncIterator[UnreadClient]:
+    async with UnreadClient(echo.url) as client, asyncio.timeout(10):
+        await client.open_websocket("/v1/responses")
+        yield client
 
 
 @pytest.mark.parametrize("opcode", [1, 2, 8, 9, 10])
 @pytest.mark.parametrize("is_cut", [False, True])
 async def test_an_unmasked_frame_closes_the_websocket_with_1002(
-    echo: EchoEngine, opcode: int, is_cut: bool
+    peer: UnreadClient, opcode: int, is_cut: bool
 ) -> None:
-    reader, writer = await upgraded(echo)
     payload = b"\x03\xe8" if opcode == 8 else b"{}"
     sent = frame(payload, mask=None, opcode=opcode)
     for piece in [sent[:1], sent[1:]] if is_cut else [sent]:
-        writer.write(piece)
-        await writer.drain()
+        await peer.send(piece)
         await asyncio.sleep(0.01)
-    async with asyncio.timeout(10):
-        assert await reader.readexactly(4) == b"\x88\x02" + struct.pack("!H", 1002)
-    writer.close()
-
-
-async def test_a_masked_frame_is_answered(echo: EchoEngine) -> None:
-    reader, writer = await upgraded(echo)
-    writer.write(frame(b'{"type": "nothing"}'))
-    async with asyncio.timeout(10):
-        head = await reader.readexactly(2)
-    assert head[0] == 0x81
-    writer.close()
+    assert await peer.read_all() == b"\x88\x02" + struct.pack("!H", 1002)

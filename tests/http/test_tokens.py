@@ -7,7 +7,6 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, TypeAlias
 
-import aiohttp
 import pytest
 
 from aserve.http.tokenize_service import MAX_WAITING
@@ -15,6 +14,7 @@ from aserve.messages.requests import TextPrompt
 from aserve.text.prompt import PromptEncoder
 from aserve.text.tokenizer import TextTokenizer
 from tests.fakes.echo_engine import MAX_MODEL_LEN, EchoEngine
+from tests.http.asking import ask, told
 from tests.text.vocabularies import byte_level_backend
 
 Line: TypeAlias = Sequence[asyncio.Future[list[int]]]
@@ -22,45 +22,33 @@ TEXT = "hello 한국어 🚀 stop <|eos|><mark>"
 MESSAGES = [{"role": "user", "content": TEXT}]
 
 
-async def asked(web: aiohttp.ClientSession, path: str, **body: Any) -> dict[str, Any]:
-    async with web.post(path, json=body) as answer:
-        assert answer.status == 200, await answer.text()
-        result: dict[str, Any] = await answer.json()
-        return result
-
-
 @pytest.mark.parametrize("version", ["", "/v1"])
-async def test_a_text_goes_to_tokens_and_back(web: aiohttp.ClientSession, version: str) -> None:
-    answer = await asked(web, f"{version}/tokenize", prompt=TEXT)
+async def test_a_text_goes_to_tokens_and_back(echo: EchoEngine, version: str) -> None:
+    answer = await told(echo, f"{version}/tokenize", {"prompt": TEXT})
     assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), MAX_MODEL_LEN)
     assert answer["token_strs"] is None
-    back = await asked(web, f"{version}/detokenize", tokens=answer["tokens"])
+    back = await told(echo, f"{version}/detokenize", {"tokens": answer["tokens"]})
     assert back == {"prompt": TEXT}
 
 
-async def test_the_tokens_of_a_prompt_are_those_that_the_engine_gets(
-    web: aiohttp.ClientSession,
-) -> None:
+async def test_the_tokens_of_a_prompt_are_those_that_the_engine_gets(echo: EchoEngine) -> None:
     for path, prompt in (
         ("completions", {"prompt": TEXT}),
         ("chat/completions", {"messages": MESSAGES}),
         ("chat/completions", {"messages": MESSAGES, "add_special_tokens": True}),
         ("completions", {"prompt": TEXT, "add_special_tokens": False}),
     ):
-        given = await asked(web, f"/v1/{path}", return_token_ids=True, max_tokens=1, **prompt)
+        given = await told(echo, f"/v1/{path}", prompt, return_token_ids=True, max_tokens=1)
         owner = given if path.startswith("chat") else given["choices"][0]
-        assert (await asked(web, "/tokenize", **prompt))["tokens"] == owner["prompt_token_ids"]
+        assert (await told(echo, "/tokenize", prompt))["tokens"] == owner["prompt_token_ids"]
 
 
 async def test_special_tokens_and_the_assistants_turn_are_added_as_asked() -> None:
     tokenizer = TextTokenizer(byte_level_backend(), bos_id=0)
     template = "{{ messages[0].content }}{% if add_generation_prompt %}>{% endif %}"
-    async with (
-        EchoEngine(tokenizer=tokenizer, template=template) as echo,
-        aiohttp.ClientSession(echo.url) as web,
-    ):
+    async with EchoEngine(tokenizer=tokenizer, template=template) as echo:
         results = [
-            (await asked(web, "/tokenize", return_token_strs=True, **body))["token_strs"]
+            (await told(echo, "/tokenize", body, return_token_strs=True))["token_strs"]
             for body in (
                 {"prompt": "A"},
                 {"prompt": "A", "add_special_tokens": False},
@@ -73,11 +61,6 @@ async def test_special_tokens_and_the_assistants_turn_are_added_as_asked() -> No
             )
         ]
     assert results == [["<|eos|>", "A"], ["A"], ["A", ">"], ["<|eos|>", "A"]]
-
-
-async def test_an_empty_text_has_no_tokens(web: aiohttp.ClientSession) -> None:
-    assert (await asked(web, "/tokenize", prompt=""))["tokens"] == []
-    assert await asked(web, "/detokenize", tokens=[]) == {"prompt": ""}
 
 
 @pytest.mark.parametrize(
@@ -94,12 +77,11 @@ async def test_an_empty_text_has_no_tokens(web: aiohttp.ClientSession) -> None:
     ],
 )
 async def test_a_wrong_body_is_refused_with_its_field(
-    web: aiohttp.ClientSession, path: str, body: dict[str, Any], param: str | None, code: str
+    echo: EchoEngine, path: str, body: dict[str, Any], param: str | None, code: str
 ) -> None:
-    async with web.post(f"/{path}", json=body) as answer:
-        error = (await answer.json())["error"]
-        assert (error["param"], error["code"]) == (param, code)
-        assert answer.status == (404 if code == "model_not_found" else 400)
+    answer = await ask(echo, f"/{path}", body)
+    assert (answer.error["param"], answer.error["code"]) == (param, code)
+    assert answer.status == (404 if code == "model_not_found" else 400)
 
 
 class GatedEncoder(PromptEncoder):
@@ -143,19 +125,19 @@ async def line(encoder: GatedEncoder, echo: EchoEngine) -> AsyncIterator[Line]:
 
 @pytest.mark.usefixtures("line")
 async def test_a_long_text_delays_no_answer_and_its_queue_is_bounded(
-    web: aiohttp.ClientSession,
+    echo: EchoEngine,
 ) -> None:
-    assert (await asked(web, "/v1/completions", prompt="hello"))["choices"][0]["text"] == "hello"
-    async with web.post("/detokenize", json={"tokens": [5]}) as answer:
-        assert (answer.status, answer.headers["Retry-After"]) == (429, "1")
-        assert (await answer.json())["error"]["code"] == "queue_full"
+    assert (await told(echo, "/v1/completions", {"prompt": "hello"}))["usage"]["completion_tokens"]
+    answer = await ask(echo, "/detokenize", {"tokens": [5]})
+    assert (answer.status, answer.headers["Retry-After"]) == (429, "1")
+    assert answer.error["code"] == "queue_full"
 
 
 async def test_a_client_that_disconnects_frees_its_place_in_the_queue(
-    encoder: GatedEncoder, line: Line, web: aiohttp.ClientSession
+    echo: EchoEngine, encoder: GatedEncoder, line: Line
 ) -> None:
     for place in line:
         place.cancel()
     await asyncio.wait(line)
     encoder.gate.set()
-    assert (await asked(web, "/tokenize", prompt=TEXT))["count"] > 0
+    assert (await told(echo, "/tokenize", {"prompt": TEXT}))["count"] > 0

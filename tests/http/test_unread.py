@@ -1,14 +1,14 @@
-"""Clients that do not read their answers: what waits for them is bounded, then they are left."""
+"""Clients that don't read their answers, or go away: what waits is bounded, and nothing is left."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-import aiohttp
 import pytest
-from aiohttp import web
+from aiohttp.web import Request
 
 from aserve.http import delivery
 from aserve.http.openai import respond
@@ -16,10 +16,11 @@ from aserve.http.responses import handlers, websocket
 from aserve.messages.output import OutputChunk
 from aserve.request_stream import RequestStream
 from tests.fakes.echo_engine import EchoEngine
+from tests.http.asking import ask
 from tests.http.unread_client import UnreadClient
 
 TEXT = "abcdefghijklmnopqrstuvwxyz0123456789" * 6
-LARGE = {"prompt": TEXT, "logprobs": 20, "max_tokens": 240, "n": 96}
+LARGE = {"prompt": TEXT, "logprobs": 20, "max_tokens": 240, "n": 64}
 STREAM = LARGE | {"stream": True}
 CREATE = {
     "type": "response.create",
@@ -49,7 +50,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
         put(request_stream, chunk)
         seen.most_unread = max(seen.most_unread, request_stream.unread_bytes)
 
-    def noticed(request: web.Request) -> Callable[[], None]:
+    def noticed(request: Request) -> Callable[[], None]:
         close = closer(request)
 
         def close_and_tell() -> None:
@@ -109,9 +110,8 @@ async def test_a_websocket_that_is_not_read_is_closed(
 
 
 async def test_a_whole_answer_that_is_not_read_is_cut_off(watch: Watch) -> None:
-    async with EchoEngine(write_timeout=SOON_S) as echo, aiohttp.ClientSession(echo.url) as session:
-        async with session.post("/v1/completions", json=LARGE) as answer:
-            size = len(await answer.read())
+    async with EchoEngine(write_timeout=SOON_S) as echo:
+        size = len((await ask(echo, "/v1/completions", LARGE)).text)
         async with UnreadClient(echo.url) as client:
             await client.post("/v1/completions", LARGE)
             await left_alone(echo, watch)
@@ -119,9 +119,9 @@ async def test_a_whole_answer_that_is_not_read_is_cut_off(watch: Watch) -> None:
 
 
 async def test_a_slow_reader_gets_the_whole_answer() -> None:
-    async with EchoEngine(write_timeout=5) as echo, aiohttp.ClientSession(echo.url) as session:
+    async with EchoEngine(write_timeout=5) as echo:
         body = STREAM | {"n": 20, "seed": 1}
-        async with session.post("/v1/completions", json=body, read_bufsize=1024) as answer:
+        async with echo.web.post("/v1/completions", json=body, read_bufsize=1024) as answer:
             slowly = b""
             while data := await answer.content.read(1 << 16):
                 slowly += data
@@ -129,3 +129,82 @@ async def test_a_slow_reader_gets_the_whole_answer() -> None:
         assert slowly.endswith(b"data: [DONE]\n\n")
         assert slowly.count(b'"finish_reason":"') == 20
         assert echo.scheduler.cancels == []
+
+
+LONG = "abcdefghij" * 20_000  # tokenized in a thread
+SCORED = {"prompt": "ab" * 100, "logprobs": 20, "max_tokens": 250, "n": 60}
+
+
+async def a_turn(delay_s: float = 0) -> None:
+    turn = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_later(delay_s, turn.set_result, None)
+    await turn
+
+
+def nothing_is_left(echo: EchoEngine) -> bool:
+    return (
+        echo.gateway.num_open == 0
+        and not echo.scheduler.live
+        and echo.detokenizer.num_requests == 0
+        and not echo.tokenizer_actor._preparing
+    )
+
+
+async def all_is_over(echo: EchoEngine) -> None:
+    """The server notices by itself that the client has gone."""
+    async with asyncio.timeout(20):
+        server = echo.server._runner.server
+        assert server is not None
+        while not nothing_is_left(echo) or server.connections:
+            await a_turn(0.01)
+    cancels = echo.scheduler.cancels
+    assert len({cancel.request_id for cancel in cancels}) == len(cancels), "one cancel each"
+    assert {(cancel.child, cancel.reason) for cancel in cancels} <= {(None, "cancelled")}
+
+
+async def test_while_its_body_comes() -> None:
+    async with EchoEngine() as echo:
+        async with UnreadClient(echo.url) as client:
+            await client.send(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+                b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+            )
+        await all_is_over(echo)
+        assert echo.scheduler.admitted == []
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+async def test_while_its_prompt_is_tokenized(is_streaming: bool) -> None:
+    async with EchoEngine() as echo:
+        async with UnreadClient(echo.url) as client:
+            await client.post("/v1/completions", {"prompt": LONG, "stream": is_streaming})
+            async with asyncio.timeout(20):
+                while not echo.gateway.num_open:
+                    await a_turn()
+        await all_is_over(echo)
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+@pytest.mark.parametrize("num_steps", [0, 3])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+async def test_while_it_waits_or_runs(path: str, is_streaming: bool, num_steps: int) -> None:
+    body = {"input": "hello"} if path == "/v1/responses" else SCORED
+    async with EchoEngine() as echo:
+        echo.scheduler.is_paused = True
+        async with UnreadClient(echo.url) as client:
+            await client.post(path, body | {"stream": is_streaming})
+            await echo.until(lambda: bool(echo.scheduler.live))
+            for _ in range(num_steps):
+                echo.scheduler.step()
+        await all_is_over(echo)
+        assert len(echo.scheduler.cancels) == 1
+
+
+@pytest.mark.parametrize("more", [{}, {"stream": True}], ids=["whole", "streamed"])
+async def test_while_its_answer_is_written(more: dict[str, Any]) -> None:
+    async with EchoEngine() as echo:
+        async with UnreadClient(echo.url) as client:
+            await client.post("/v1/completions", SCORED | more)
+            await echo.until(lambda: bool(echo.scheduler.admitted))
+            await echo.until(lambda: not echo.scheduler.live)
+        await all_is_over(echo)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
 import msgspec
-import openai
 import pydantic
 import pytest
 from aiohttp import WSCloseCode, WSMsgType
@@ -20,8 +20,8 @@ from aserve.errors import ShuttingDown
 from aserve.http.responses.body import ResponseBody
 from aserve.http.responses.events import EventMaker
 from aserve.http.responses.websocket import MAX_OPEN
-from aserve.messages.base import array_i32
 from tests.fakes.echo_engine import EchoEngine
+from tests.http.asking import prompts
 
 CLIENT_EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponsesServerEvent)
 CREATE: dict[str, Any] = {"type": "response.create", "model": "echo", "input": "hello 한"}
@@ -29,8 +29,8 @@ FINAL = {"response.completed", "response.incomplete", "response.failed", "error"
 
 
 @pytest.fixture
-async def socket(web: aiohttp.ClientSession) -> AsyncIterator[Socket]:
-    async with web.ws_connect("/v1/responses") as opened:
+async def socket(echo: EchoEngine) -> AsyncIterator[Socket]:
+    async with echo.web.ws_connect("/v1/responses") as opened:
         yield opened
 
 
@@ -64,9 +64,11 @@ def text_of(final: dict[str, Any]) -> str:
     return text
 
 
-def prompts(echo: EchoEngine) -> list[str]:
-    ids = [array_i32(request.prompt_ids).tolist() for request in echo.scheduler.admitted]
-    return [echo.tokenizer.decode(each) for each in ids]
+async def close_code(socket: Socket) -> int:
+    message = await socket.receive()
+    assert message.type == WSMsgType.CLOSE
+    code: int = message.data
+    return code
 
 
 async def num_admitted(echo: EchoEngine, count: int) -> None:
@@ -76,56 +78,12 @@ async def num_admitted(echo: EchoEngine, count: int) -> None:
 # ------------------------------------------------------------ answers
 
 
-async def test_the_official_client_gets_its_responses_in_order(
-    client: openai.AsyncOpenAI,
-) -> None:
-    async with client.responses.connect() as connection:
-        for text in ("one", "two", "three"):
-            await connection.response.create(model="echo", input=text)
-        ended: list[str] = []
-        async for event in connection:
-            if event.type == "response.completed":
-                ended.append(event.response.output_text)
-                if len(ended) == 3:
-                    break
-    assert ended == ["u:one;", "u:two;", "u:three;"]
-
-
-async def test_a_websocket_has_the_same_events_as_a_stream(
-    client: openai.AsyncOpenAI, socket: Socket
-) -> None:
-    body: dict[str, Any] = {"top_logprobs": 2, "max_output_tokens": 7, "seed": 3, "store": False}
-    stream = await client.responses.create(
-        model="echo", input="hello 한", stream=True, extra_body=body
-    )
-    streamed = [without_ids(event.to_dict()) async for event in stream]
-    await socket.send_json(CREATE | body)
-    told = [without_ids(event) for event in await answer_of(socket)]
-    assert deltas_joined(told) == deltas_joined(streamed)
-
-
-def without_ids(value: Any) -> Any:
-    if isinstance(value, dict):
-        ids = {"id", "item_id", "created_at"}
-        return {name: without_ids(each) for name, each in value.items() if name not in ids}
-    return [without_ids(each) for each in value] if isinstance(value, list) else value
-
-
-def deltas_joined(events: list[Any]) -> list[Any]:
-    """How many there are depends on who was faster; then numbers mean nothing either."""
-    kind = "response.output_text.delta"
-    deltas = [event for event in events if event["type"] == kind]
-    others = [{**event, "sequence_number": 0} for event in events if event["type"] != kind]
-    text = "".join(event["delta"] for event in deltas)
-    return [*others, text, [entry for event in deltas for entry in event["logprobs"]]]
-
-
 async def test_the_latest_response_is_continued_though_it_is_not_stored(
-    echo: EchoEngine, web: aiohttp.ClientSession, socket: Socket
+    echo: EchoEngine, socket: Socket
 ) -> None:
     first = await ask(socket, input="a", store=False)
     previous = {"previous_response_id": first["response"]["id"], "store": False}
-    async with web.ws_connect("/v1/responses") as other:
+    async with echo.web.ws_connect("/v1/responses") as other:
         refused = await ask(other, input="b", **previous)
     assert (refused["status"], refused["error"]["code"]) == (400, "previous_response_not_found")
     assert text_of(await ask(socket, input="b", **previous)) == "u:a;a:u:a;;u:b;"
@@ -153,16 +111,18 @@ async def test_one_stream_waits_for_its_turn_and_another_does_not(
 
 
 async def test_responses_of_a_websocket_are_read_and_cancelled_over_http(
-    echo: EchoEngine, client: openai.AsyncOpenAI, socket: Socket
+    echo: EchoEngine, socket: Socket
 ) -> None:
     final = await ask(socket)
-    assert (await client.responses.retrieve(final["response"]["id"])).output_text == "u:hello 한;"
+    assert (
+        await echo.client.responses.retrieve(final["response"]["id"])
+    ).output_text == "u:hello 한;"
     echo.scheduler.is_paused = True
     await socket.send_json(CREATE)
     await num_admitted(echo, 2)
     echo.scheduler.step()
     created = await event_of(socket)
-    await client.responses.cancel(created["response"]["id"])
+    await echo.client.responses.cancel(created["response"]["id"])
     last = (await answer_of(socket))[-1]
     assert (last["type"], last["response"]["status"]) == ("response.incomplete", "cancelled")
 
@@ -170,7 +130,7 @@ async def test_responses_of_a_websocket_are_read_and_cancelled_over_http(
 # ------------------------------------------------------------ errors
 
 
-HOSTILE: list[tuple[str | bytes, str, str | None]] = [
+NOT_READ: list[tuple[str | bytes, str, str | None]] = [
     (b'{"type": "response.create"}', "unsupported_message", None),
     ("", "invalid_json", None),
     ("{", "invalid_json", None),
@@ -180,26 +140,18 @@ HOSTILE: list[tuple[str | bytes, str, str | None]] = [
     ("{}", "unsupported_value", "type"),
     ('{"type": 5}', "invalid_type", "type"),
     ('{"type": "response.cancel"}', "unsupported_value", "type"),
-    ('{"type": "response.create"}', "missing_required_parameter", "input"),
-    ('{"type": "response.create", "input": 1}', "invalid_type", "input"),
-    ('{"type": "response.create", "input": "a", "model": "b"}', "model_not_found", "model"),
-    (
-        '{"type": "response.create", "input": "a", "background": true}',
-        "unsupported_parameter",
-        "background",
-    ),
-    (
-        '{"type": "response.create", "input": "a", "generate": false}',
-        "unsupported_value",
-        "generate",
-    ),
-    ('{"type": "response.create", "stream_id": "%s"}' % ("x" * 300), "invalid_type", "stream_id"),
-    (
-        '{"type": "response.create", "input": "%s"}' % ("x" * 600),
-        "context_length_exceeded",
-        "input",
-    ),
 ]
+WRONG_FIELDS: list[tuple[dict[str, Any], str, str | None]] = [
+    ({"input": None}, "missing_required_parameter", "input"),
+    ({"input": 1}, "invalid_type", "input"),
+    ({"model": "b"}, "model_not_found", "model"),
+    ({"background": True}, "unsupported_parameter", "background"),
+    ({"generate": False}, "unsupported_value", "generate"),
+    ({"stream_id": "x" * 300}, "invalid_type", "stream_id"),
+    ({"input": "x" * 600}, "context_length_exceeded", "input"),
+]
+HOSTILE = [*NOT_READ]
+HOSTILE += [(json.dumps(CREATE | fields), code, param) for fields, code, param in WRONG_FIELDS]
 
 
 async def test_a_wrong_message_gets_one_error_in_order_and_the_websocket_stays_open(
@@ -227,15 +179,11 @@ FIELDS = st.sampled_from(sorted(ResponseBody.__struct_encode_fields__))
 BODIES = st.dictionaries(FIELDS, JSON, max_size=3)
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(st.lists(BODIES.map(lambda body: CREATE | body) | JSON, min_size=5, max_size=5))
 def test_every_message_gets_exactly_one_end(messages: list[Any]) -> None:
     async def scenario() -> None:
-        async with (
-            EchoEngine() as echo,
-            aiohttp.ClientSession(echo.url) as session,
-            session.ws_connect("/v1/responses") as socket,
-        ):
+        async with EchoEngine() as echo, echo.web.ws_connect("/v1/responses") as socket:
             for message in messages:
                 await socket.send_str(msgspec.json.encode(message).decode())
             await socket.send_json(CREATE | {"input": "the last"})
@@ -247,23 +195,16 @@ def test_every_message_gets_exactly_one_end(messages: list[Any]) -> None:
     asyncio.run(scenario())
 
 
-async def test_an_error_names_its_stream(socket: Socket) -> None:
-    error = await ask(socket, stream_id="left", input=[])
-    assert (error["type"], error["stream_id"]) == ("error", "left")
-
-
 @pytest.mark.parametrize("size", [2048, 2049])
 async def test_a_message_that_is_too_large_closes_with_1009(size: int) -> None:
     async with (
         EchoEngine(max_body_size=2048) as echo,
-        aiohttp.ClientSession(echo.url) as session,
-        session.ws_connect("/v1/responses") as socket,
+        echo.web.ws_connect("/v1/responses") as socket,
     ):
         data = msgspec.json.encode(CREATE | {"max_output_tokens": 1}).decode()
         await socket.send_str(data + " " * (size - len(data.encode())))
         if size > 2048:
-            message = await socket.receive()
-            assert (message.type, message.data) == (WSMsgType.CLOSE, WSCloseCode.MESSAGE_TOO_BIG)
+            assert await close_code(socket) == WSCloseCode.MESSAGE_TOO_BIG
         else:
             assert (await answer_of(socket))[-1]["type"] == "response.incomplete"
 
@@ -283,8 +224,7 @@ async def test_more_than_may_wait_are_429_at_once(echo: EchoEngine, socket: Sock
 async def test_waiting_requests_are_also_bounded_in_bytes() -> None:
     async with (
         EchoEngine(max_body_size=2048) as echo,
-        aiohttp.ClientSession(echo.url) as session,
-        session.ws_connect("/v1/responses") as socket,
+        echo.web.ws_connect("/v1/responses") as socket,
     ):
         echo.scheduler.is_paused = True
         for count in range(4):
@@ -300,90 +240,65 @@ async def test_waiting_requests_are_also_bounded_in_bytes() -> None:
 # ------------------------------------------------------------ who may connect
 
 
-async def test_the_key_is_asked_for_before_the_upgrade() -> None:
-    async with EchoEngine(api_key="sesame") as echo, aiohttp.ClientSession(echo.url) as session:
-        with pytest.raises(aiohttp.WSServerHandshakeError) as caught:
-            await session.ws_connect("/v1/responses")
-        assert caught.value.status == 401
-        headers = {"Authorization": "Bearer sesame"}
-        async with session.ws_connect("/v1/responses", headers=headers) as socket:
+async def handshake_status(echo: EchoEngine, **headers: str) -> int:
+    try:
+        async with echo.web.ws_connect("/v1/responses", headers=headers) as socket:
             assert text_of(await ask(socket)) == "u:hello 한;"
+    except aiohttp.WSServerHandshakeError as error:
+        return error.status
+    return 101
 
 
-async def test_a_page_with_another_origin_may_not_connect(
-    echo: EchoEngine, web: aiohttp.ClientSession
-) -> None:
-    with pytest.raises(aiohttp.WSServerHandshakeError) as caught:
-        await web.ws_connect("/v1/responses", origin="http://evil.example")
-    assert caught.value.status == 403
-    async with web.ws_connect("/v1/responses", origin=echo.url) as socket:
-        assert text_of(await ask(socket)) == "u:hello 한;"
+async def test_the_key_is_asked_for_before_the_upgrade() -> None:
+    async with EchoEngine(api_key="sesame") as echo:
+        assert await handshake_status(echo) == 401
+        assert await handshake_status(echo, Authorization="Bearer sesame") == 101
 
 
-async def test_a_plain_get_of_the_websocket_is_a_426(web: aiohttp.ClientSession) -> None:
-    async with web.get("/v1/responses") as answer:
+async def test_a_plain_get_of_the_websocket_is_a_426(echo: EchoEngine) -> None:
+    async with echo.web.get("/v1/responses") as answer:
         assert answer.status == 426
         assert (await answer.json())["error"]["code"] == "upgrade_required"
 
 
-async def test_a_draining_server_accepts_no_new_websocket(
-    echo: EchoEngine, web: aiohttp.ClientSession
-) -> None:
+async def test_a_draining_server_accepts_no_new_websocket(echo: EchoEngine) -> None:
     echo.state.phase = "draining"
-    with pytest.raises(aiohttp.WSServerHandshakeError) as caught:
-        await web.ws_connect("/v1/responses")
-    assert caught.value.status == 503
+    assert await handshake_status(echo) == 503
 
 
 # ------------------------------------------------------------ ends
 
 
-@pytest.mark.parametrize("how", ["closed", "lost"])
-async def test_a_closed_websocket_cancels_its_running_responses(
-    echo: EchoEngine, web: aiohttp.ClientSession, how: str
-) -> None:
+async def test_a_socket_that_is_lost_cancels_what_it_had_running(echo: EchoEngine) -> None:
     echo.scheduler.is_paused = True
-    socket = await web.ws_connect("/v1/responses")
+    socket = await echo.web.ws_connect("/v1/responses")
     for stream in ("left", "left", "right"):
         await socket.send_json(CREATE | {"stream_id": stream})
     await num_admitted(echo, 2)
     echo.scheduler.step()
     await event_of(socket)
-    if how == "closed":
-        await socket.close()
-    else:
-        socket._response.connection.transport.abort()  # type: ignore[union-attr]  # it is open
+    socket._response.connection.transport.abort()  # type: ignore[union-attr]  # it is open
     await echo.until(lambda: not echo.scheduler.live)
     assert len(echo.scheduler.cancels) == len(echo.scheduler.admitted) == 2
     assert echo.gateway.num_open == 0
 
 
-async def test_a_client_that_answers_no_ping_is_disconnected() -> None:
-    async with (
-        EchoEngine(heartbeat_s=0.05) as echo,
-        aiohttp.ClientSession(echo.url) as session,
-        session.ws_connect("/v1/responses", autoping=False) as socket,
-    ):
+async def test_a_peer_that_answers_no_ping_is_given_up_and_one_that_does_may_be_silent() -> None:
+    async with EchoEngine(heartbeat_s=0.2) as echo:
         echo.scheduler.is_paused = True
-        await socket.send_json(CREATE)
-        await num_admitted(echo, 1)
-        assert (await socket.receive()).type == WSMsgType.PING
-        await echo.until(lambda: bool(echo.scheduler.cancels))
-        assert echo.gateway.num_open == 0
-
-
-@pytest.mark.slow
-async def test_a_silent_client_that_answers_pings_stays_connected() -> None:
-    async with (
-        EchoEngine(heartbeat_s=0.5) as echo,
-        aiohttp.ClientSession(echo.url) as session,
-        session.ws_connect("/v1/responses", autoping=False) as socket,
-    ):
-        for _ in range(2):
-            ping = await socket.receive()
-            assert ping.type == WSMsgType.PING
-            await socket.pong(ping.data)
-        assert text_of(await ask(socket)) == "u:hello 한;"
+        async with (
+            echo.web.ws_connect("/v1/responses", autoping=False) as silent,
+            echo.web.ws_connect("/v1/responses") as reading,
+        ):
+            await silent.send_json(CREATE)
+            await num_admitted(echo, 1)
+            assert (await silent.receive()).type == WSMsgType.PING
+            waiting = asyncio.ensure_future(answer_of(reading))  # it answers pings meanwhile
+            await echo.until(lambda: bool(echo.scheduler.cancels))
+            assert echo.gateway.num_open == 0
+            echo.scheduler.is_paused = False
+            await reading.send_json(CREATE)
+            assert text_of((await waiting)[-1]) == "u:hello 한;"
 
 
 async def test_a_draining_server_finishes_running_responses_refuses_waiting_ones_and_closes(
@@ -400,18 +315,7 @@ async def test_a_draining_server_finishes_running_responses_refuses_waiting_ones
     ends = [(await answer_of(socket))[-1] for _ in range(3)]
     assert [end["type"] for end in ends] == ["response.failed", "response.failed", "error"]
     assert (ends[2]["stream_id"], ends[2]["error"]["code"]) == ("right", "server_draining")
-    message = await socket.receive()
-    assert (message.type, message.data) == (WSMsgType.CLOSE, WSCloseCode.GOING_AWAY)
-
-
-async def test_a_stopping_server_closes_idle_websockets() -> None:
-    async with EchoEngine() as echo, aiohttp.ClientSession(echo.url) as session:
-        sockets = [await session.ws_connect("/v1/responses") for _ in range(3)]
-        stopping = asyncio.ensure_future(echo.server.stop())
-        for socket in sockets:
-            message = await socket.receive()
-            assert (message.type, message.data) == (WSMsgType.CLOSE, WSCloseCode.GOING_AWAY)
-        await stopping
+    assert await close_code(socket) == WSCloseCode.GOING_AWAY
 
 
 async def test_a_bug_is_an_opaque_error_and_closes_the_websocket(
@@ -425,13 +329,12 @@ async def test_a_bug_is_an_opaque_error_and_closes_the_websocket(
     error = await event_of(socket)
     assert (error["type"], error["status"]) == ("error", 500)
     assert "secret" not in error["error"]["message"]
-    message = await socket.receive()
-    assert (message.type, message.data) == (WSMsgType.CLOSE, WSCloseCode.INTERNAL_ERROR)
+    assert await close_code(socket) == WSCloseCode.INTERNAL_ERROR
 
 
 @pytest.mark.slow
 async def test_a_client_that_does_not_read_delays_nobody_else(
-    echo: EchoEngine, web: aiohttp.ClientSession, socket: Socket
+    echo: EchoEngine, socket: Socket
 ) -> None:
     """Its responses are more than all buffers on the way take, so that the last ones must wait."""
     count = 20
@@ -441,23 +344,18 @@ async def test_a_client_that_does_not_read_delays_nobody_else(
     def num_begun() -> int:
         return sum(request.sampling.logprobs == 20 for request in echo.scheduler.admitted)
 
-    async with web.ws_connect("/v1/responses") as other:
+    async with echo.web.ws_connect("/v1/responses") as other:
         begun, num_still = 0, 0
-        while num_still < 60:  # far more answers than one of the others takes
+        while num_still < 30:  # far more answers than one of the others takes
             assert text_of(await ask(other)) == "u:hello 한;"
             num_still = num_still + 1 if num_begun() == begun else 0
             begun = num_begun()
     assert begun < count
-    ended = 0
-    while ended < count:
-        ended += '"response.completed"' in await socket.receive_str()
 
 
-async def test_if_50_of_100_websockets_disconnect_the_others_get_one_end_each(
-    echo: EchoEngine, web: aiohttp.ClientSession
-) -> None:
+async def test_of_40_sockets_half_vanish_and_the_others_get_one_end_each(echo: EchoEngine) -> None:
     async def stay(number: int) -> list[str]:
-        async with web.ws_connect("/v1/responses") as socket:
+        async with echo.web.ws_connect("/v1/responses") as socket:
             await socket.send_json(CREATE | {"input": f"stays {number}"})
             answer = await answer_of(socket)
             assert text_of(answer[-1]) == f"u:stays {number};"
@@ -467,13 +365,13 @@ async def test_if_50_of_100_websockets_disconnect_the_others_get_one_end_each(
             return [event["type"] for event in answer if event["type"] in FINAL]
 
     async def vanish(number: int) -> None:
-        socket = await web.ws_connect("/v1/responses")
+        socket = await echo.web.ws_connect("/v1/responses")
         await socket.send_json(CREATE | {"input": f"vanishes {number} " + "x" * 300})
         for _ in range(number % 5):
             await event_of(socket)
         await socket.close()
 
-    ends = await asyncio.gather(*map(stay, range(50)), *map(vanish, range(50)))
-    assert ends[:50] == [["response.completed"]] * 50
+    ends = await asyncio.gather(*map(stay, range(20)), *map(vanish, range(20)))
+    assert ends[:20] == [["response.completed"]] * 20
     await echo.until(lambda: not echo.scheduler.live and not echo.gateway.num_open)
     assert echo.detokenizer.num_requests == 0

@@ -51,7 +51,7 @@ class UnreadClient:
         )
         head = b""
         while not head.endswith(b"\r\n\r\n"):
-            head += await asyncio.get_running_loop().sock_recv(self._socket, 1)
+            head += await self.read(1)
         assert b" 101 " in head.splitlines()[0], head
 
     async def send_event(self, event: dict[str, Any]) -> None:
@@ -63,12 +63,15 @@ class UnreadClient:
     async def send(self, data: bytes) -> None:
         await asyncio.get_running_loop().sock_sendall(self._socket, data)
 
+    async def read(self, max_bytes: int) -> bytes:
+        return await asyncio.get_running_loop().sock_recv(self._socket, max_bytes)
+
     async def read_all(self) -> bytes:
         """What had come until the server closed the connection."""
         received = bytearray()
         while True:
             try:
-                data = await asyncio.get_running_loop().sock_recv(self._socket, 1 << 20)
+                data = await self.read(1 << 20)
             except ConnectionResetError:
                 return bytes(received)
             if not data:

@@ -1,4 +1,4 @@
-"""Received = finished + refused + failed + cancelled + in flight, at any time."""
+"""Requests received = finished + refused + failed + cancelled + in flight; a turn's sums."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aserve.errors import EngineDead, ErrorInfo, QueueFull, StepError
+from aserve.errors import AserveError, EngineDead, QueueFull, StepError
 from aserve.messages.base import FinishReason, pack_i32
 from aserve.messages.output import OutputChunk, Usage
 from aserve.messages.requests import GenerateRequest, SamplingParams, TokenPrompt
+from aserve.messages.results import StepFailed, StepResult
+from aserve.messages.step import Launch, ScheduleBatch, StepStats
 from aserve.observability.metrics import Metrics
-from aserve.observability.reports import TurnReport
-
-OUTCOMES = ("finished", "refused", "failed", "cancelled")
+from aserve.observability.reports import LaunchedSteps, SchedulerTick, Seat, TurnReport, report_of
 
 
 class ManualClock:
@@ -40,10 +40,10 @@ def chunk(request_id: str, *, tokens: int, total: int, reason: FinishReason | No
     )
 
 
-def failure(request_id: str, error: ErrorInfo) -> OutputChunk:
-    reason: FinishReason = "error"
+def failure(request_id: str, error: AserveError) -> OutputChunk:
+    info = error.info()
     return OutputChunk(
-        request_id, 0, "", b"", Usage(), finish_reason=reason, error=error, is_last=True
+        request_id, 0, "", b"", Usage(), finish_reason="error", error=info, is_last=True
     )
 
 
@@ -51,17 +51,9 @@ def value(metrics: Metrics, name: str, **labels: str) -> float:
     return metrics.registry.get_sample_value(name, labels) or 0.0
 
 
-def ended(metrics: Metrics, outcome: str) -> float:
-    return sum(
-        sample.value
-        for family in metrics.registry.collect()
-        for sample in family.samples
-        if sample.name == "aserve_requests_ended_total" and sample.labels["outcome"] == outcome
-    )
-
-
 def reconciles(metrics: Metrics) -> bool:
-    done = sum(ended(metrics, outcome) for outcome in OUTCOMES)
+    samples = [sample for family in metrics.registry.collect() for sample in family.samples]
+    done = sum(each.value for each in samples if each.name == "aserve_requests_ended_total")
     in_flight = value(metrics, "aserve_requests_in_flight")
     return value(metrics, "aserve_requests_received_total") == done + in_flight
 
@@ -86,12 +78,11 @@ def test_every_received_request_is_counted_in_exactly_one_place(
             metrics.heard(TurnReport(seated=(name,)))
         elif action == "token":
             metrics.delivered(chunk(name, tokens=1, total=1, reason=None))
-        elif action == "stop":
-            metrics.delivered(chunk(name, tokens=0, total=1, reason="stop"))
-        elif action == "cancel":
-            metrics.delivered(chunk(name, tokens=0, total=1, reason="cancelled"))
+        elif action in ("stop", "cancel"):
+            reason: FinishReason = "stop" if action == "stop" else "cancelled"
+            metrics.delivered(chunk(name, tokens=0, total=1, reason=reason))
         elif action in ("refuse", "fail"):
-            error = QueueFull("full").info() if action == "refuse" else StepError("step").info()
+            error = QueueFull("full") if action == "refuse" else StepError("step")
             metrics.delivered(failure(name, error))
         elif action == "die":
             metrics.all_ended(EngineDead.code)
@@ -104,7 +95,7 @@ def test_a_request_is_refused_before_it_ran_and_failed_after() -> None:
         metrics.received(request(name))
     metrics.heard(TurnReport(seated=("running",)))
     for name, error in (("queued", QueueFull("full")), ("running", StepError("step"))):
-        metrics.delivered(failure(name, error.info()))
+        metrics.delivered(failure(name, error))
     labels = {"outcome": "refused", "reason": "queue_full"}
     assert value(metrics, "aserve_requests_ended_total", **labels) == 1
     labels = {"outcome": "failed", "reason": "step_failed"}
@@ -135,3 +126,54 @@ def test_times_and_tokens_are_counted_from_the_requests_own_ends() -> None:
         "aserve_generation_tokens_total": 4,
     }
     assert {name: value(metrics, name) for name in sums} == pytest.approx(sums)
+
+
+def launch(iteration: int, *, num_prefill_tokens: int, num_retracted: int) -> Launch:
+    stats = StepStats(
+        num_prefill_tokens=num_prefill_tokens, num_retracted=num_retracted, total_pages=9
+    )
+    empty = (b"",) * 8
+    return Launch((ScheduleBatch(iteration, *empty, stats=stats),))
+
+
+TURN = SchedulerTick(
+    events=[
+        StepResult(1, b"", b"", b""),
+        StepFailed(2, StepError("no").info()),
+        StepResult(3, b"", b"", b""),
+    ],
+    effects=[
+        launch(4, num_prefill_tokens=5, num_retracted=0),
+        launch(5, num_prefill_tokens=2, num_retracted=1),
+    ],
+    seats=(Seat("a", 0, 1, 4), Seat("b", 1, 2, 5)),
+    num_running=2,
+    num_waiting=3,
+    used_pages=4,
+)
+REPORT = TurnReport(("a", "b"), 2, 1, LaunchedSteps(2, 5, 7, 1, 9), 2, 3, 4)
+
+
+def test_a_turn_is_reported_as_its_sums() -> None:
+    assert report_of(TURN) == REPORT
+    assert report_of(SchedulerTick(events=[], effects=[])) == TurnReport()
+
+
+def test_metrics_show_what_was_reported() -> None:
+    metrics = Metrics()
+    for report in (REPORT, TurnReport(num_finished=1, num_running=1)):
+        metrics.heard(report)
+    expected = {
+        "aserve_steps_launched_total": 2,
+        "aserve_steps_finished_total": 3,
+        "aserve_steps_failed_total": 1,
+        "aserve_forward_iteration": 5,
+        "aserve_prefill_tokens_total": 7,
+        "aserve_retractions_total": 1,
+        "aserve_kv_pages_total": 9,
+        "aserve_sequences_running": 1,
+        "aserve_sequences_waiting": 0,
+        "aserve_kv_pages_used": 0,
+    }
+    found = {name: metrics.registry.get_sample_value(name) for name in expected}
+    assert found == expected

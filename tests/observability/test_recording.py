@@ -12,7 +12,7 @@ import pytest
 
 from aserve.errors import ConfigError
 from aserve.messages.base import pack_i32
-from aserve.messages.executor import EngineSpec, GroupSpec, SchedulerEvent
+from aserve.messages.executor import EngineSpec, GroupSpec
 from aserve.messages.output import Retired
 from aserve.messages.requests import AdmitRequest, Cancel, SamplingParams
 from aserve.observability.recording import Recorder, digest_of, read_recording
@@ -30,18 +30,18 @@ CANCEL = Cancel("a", None, 0, "cancelled")
 RETIRED = Retired("a", 0, "cancelled", 0)
 
 
-def recorded(path: Path) -> None:
+def recorded(path: Path) -> Path:
     recorder = Recorder(path, spec=SPEC)
     recorder.begin([ADMIT])
     recorder.finish([])
     recorder.begin([CANCEL])
     recorder.finish([RETIRED])
     recorder.close()
+    return path
 
 
 def test_what_was_recorded_is_read_back(tmp_path: Path) -> None:
-    recorded(tmp_path / "r")
-    recording = read_recording(tmp_path / "r")
+    recording = read_recording(recorded(tmp_path / "r"))
     assert recording.spec == SPEC
     assert [tick.events for tick in recording.turns] == [[ADMIT], [CANCEL]]
     assert [tick.digest for tick in recording.turns] == [digest_of([]), digest_of([RETIRED])]
@@ -55,14 +55,12 @@ def test_the_events_of_a_turn_that_crashed_are_in_the_file(tmp_path: Path) -> No
     recorder.close()
 
 
-@pytest.mark.parametrize("num_cut", [1, 3, 5, 20])
+@pytest.mark.parametrize("num_cut", [1, 20])
 def test_a_file_that_was_cut_off_is_read_up_to_the_cut(tmp_path: Path, num_cut: int) -> None:
-    recorded(tmp_path / "r")
-    data = (tmp_path / "r").read_bytes()
-    (tmp_path / "r").write_bytes(data[:-num_cut])
-    expected: list[list[SchedulerEvent]] = [[ADMIT], [CANCEL]]
-    turns = read_recording(tmp_path / "r").turns
-    assert [tick.events for tick in turns] == expected
+    path = recorded(tmp_path / "r")
+    path.write_bytes(path.read_bytes()[:-num_cut])
+    turns = read_recording(path).turns
+    assert [tick.events for tick in turns] == [[ADMIT], [CANCEL]]
     assert turns[-1].digest is None
 
 
@@ -74,15 +72,17 @@ def test_what_is_no_recording_is_one_clear_error(tmp_path: Path, data: bytes | N
         read_recording(tmp_path / "r")
 
 
-def test_a_recording_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot record to"):
-        Recorder(tmp_path / "missing" / "r", spec=SPEC)
-
-
-def test_a_disk_that_is_full_at_the_start_is_one_clear_error() -> None:
-    """Linux gives /dev/full to whoever wants to see a write fail."""
-    with pytest.raises(ConfigError, match="cannot record to /dev/full: No space left on device"):
-        Recorder(Path("/dev/full"), spec=SPEC)
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/no/such/folder/r", "cannot record to"),
+        # Linux gives /dev/full to whoever wants to see a write fail.
+        ("/dev/full", "cannot record to /dev/full: No space left on device"),
+    ],
+)
+def test_a_recording_that_cannot_be_written_is_one_clear_error(path: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Recorder(Path(path), spec=SPEC)
 
 
 def test_a_disk_that_fills_up_ends_the_recording_with_one_warning_and_nothing_else(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from aserve.errors import ErrorInfo
@@ -27,19 +28,8 @@ class ManualClock:
 
 
 def launch(iteration: int, *, num_running: int = 0) -> Launch:
-    batch = ScheduleBatch(
-        iteration=iteration,
-        rows=b"",
-        query_lens=b"",
-        input_ids=b"",
-        next_ids=b"",
-        kv_lens=b"",
-        bounds=b"",
-        expects=b"",
-        sample_rows=b"",
-        stats=StepStats(num_running=num_running, num_waiting=1000 + iteration),
-    )
-    return Launch((batch,))
+    stats = StepStats(num_running=num_running, num_waiting=1000 + iteration)
+    return Launch((ScheduleBatch(iteration, *(b"",) * 8, stats=stats),))
 
 
 def result(iteration: int, *, num_tokens: int = 1) -> StepResult:
@@ -47,53 +37,48 @@ def result(iteration: int, *, num_tokens: int = 1) -> StepResult:
     return StepResult(iteration, rows=b"", counts=b"", tokens=tokens)
 
 
-def tick(*, events: list[SchedulerEvent], effects: list[SchedulerEffect]) -> SchedulerTick:
-    return SchedulerTick(events=events, effects=effects)
+def tick(
+    *, events: Sequence[SchedulerEvent] = (), effects: Sequence[SchedulerEffect] = ()
+) -> SchedulerTick:
+    return SchedulerTick(events=list(events), effects=list(effects))
 
 
 def iterations(lines: list[str]) -> list[int]:
     return [int(re.search(r"iteration=(\d+)", line)[1]) for line in lines]  # type: ignore[index]  # always there
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+@pytest.fixture(autouse=True)
+def shows_info(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="aserve.observability.step_log")
 
 
-@given(st.data())
-def test_numbers_are_1_2_3_in_launch_order_under_any_delay(data: st.DataObject) -> None:
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_numbers_are_1_2_3_in_launch_order_under_any_delay(
+    data: st.DataObject, caplog: pytest.LogCaptureFixture
+) -> None:
     """Results may come late, in one list with others, or swapped: lines never are."""
     count = data.draw(st.integers(1, 12))
     order = data.draw(st.permutations(range(1, count + 1)))
     cuts = data.draw(st.lists(st.integers(1, 3), min_size=count, max_size=count))
-    clock, handler = ManualClock(), Lines()
-    logger = logging.getLogger("aserve.observability.step_log")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        log = StepLog(interval_s=0, clock=clock)
-        for iteration in range(1, count + 1):
-            log.on_tick(tick(events=[], effects=[launch(iteration)]))
-        for cut in cuts:
-            events: list[SchedulerEvent] = [result(number) for number in order[:cut]]
-            order = order[cut:]
-            clock.now_s += 0.5
-            log.on_tick(tick(events=events, effects=[]))
-    finally:
-        logger.removeHandler(handler)
-    assert iterations(handler.lines) == list(range(1, count + 1))
+    caplog.clear()
+    clock = ManualClock()
+    log = StepLog(interval_s=0, clock=clock)
+    for iteration in range(1, count + 1):
+        log.on_tick(tick(effects=[launch(iteration)]))
+    for cut in cuts:
+        events: list[SchedulerEvent] = [result(number) for number in order[:cut]]
+        order = order[cut:]
+        clock.now_s += 0.5
+        log.on_tick(tick(events=events))
+    assert iterations(caplog.messages) == list(range(1, count + 1))
 
 
 def test_trap_6_a_line_says_what_its_step_was_launched_with(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO, logger="aserve.observability.step_log")
     log = StepLog(interval_s=0, clock=ManualClock())
-    log.on_tick(tick(events=[], effects=[launch(1, num_running=5), launch(2, num_running=9)]))
+    log.on_tick(tick(effects=[launch(1, num_running=5), launch(2, num_running=9)]))
     log.on_tick(tick(events=[result(1)], effects=[launch(3, num_running=11)]))
     assert "iteration=1 " in caplog.messages[0]
     assert "running=5 waiting=1001 " in caplog.messages[0]
@@ -102,35 +87,32 @@ def test_trap_6_a_line_says_what_its_step_was_launched_with(
 def test_lines_keep_their_distance_and_count_all_tokens_between(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO, logger="aserve.observability.step_log")
     clock = ManualClock()
     log = StepLog(interval_s=5, clock=clock)
     for iteration in range(1, 21):
-        log.on_tick(tick(events=[], effects=[launch(iteration)]))
+        log.on_tick(tick(effects=[launch(iteration)]))
         clock.now_s += 1
         late = SampleResult(iteration, rows=b"", counts=b"", tokens=pack_i32([1]))
-        log.on_tick(tick(events=[result(iteration, num_tokens=3), late], effects=[]))
+        log.on_tick(tick(events=[result(iteration, num_tokens=3), late]))
     assert iterations(caplog.messages) == [1, 6, 11, 16]
     assert "tok_s=4" in caplog.messages[1]
 
 
 def test_idle_time_does_not_lower_the_rate(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="aserve.observability.step_log")
     clock = ManualClock()
     log = StepLog(interval_s=5, clock=clock)
     for iteration in (1, 2):
-        log.on_tick(tick(events=[], effects=[launch(iteration)]))
+        log.on_tick(tick(effects=[launch(iteration)]))
         clock.now_s += 1
-        log.on_tick(tick(events=[result(iteration, num_tokens=10)], effects=[]))
+        log.on_tick(tick(events=[result(iteration, num_tokens=10)]))
         clock.now_s += 3600
     assert ["tok_s=10" in line for line in caplog.messages] == [True, True]
 
 
 def test_a_failed_step_always_has_its_line(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="aserve.observability.step_log")
     log = StepLog(interval_s=3600, clock=ManualClock())
-    log.on_tick(tick(events=[], effects=[launch(1), launch(2)]))
+    log.on_tick(tick(effects=[launch(1), launch(2)]))
     error = ErrorInfo(message="out of luck", type="server_error", code="step_failed", status=500)
-    log.on_tick(tick(events=[result(1), StepFailed(2, error)], effects=[]))
+    log.on_tick(tick(events=[result(1), StepFailed(2, error)]))
     assert iterations(caplog.messages) == [1, 2]
     assert "failed='out of luck'" in caplog.messages[1]

@@ -42,17 +42,6 @@ def test_any_token_ids_give_the_text_of_their_joined_bytes(token_ids: list[int])
     assert "".join(deltas(token_ids)) == at_once
 
 
-def test_an_incomplete_character_is_a_replacement_only_at_the_end() -> None:
-    token_ids = TOKENIZER.encode("한", with_special=False)
-    assert len(token_ids) == 3
-    assert deltas(token_ids[:2]) == ["", "", REPLACEMENT]
-
-
-def test_a_special_token_inside_a_character_does_not_break_it() -> None:
-    first, *rest = TOKENIZER.encode("한", with_special=False)
-    assert "".join(deltas([first, *TOKENIZER.special_ids, *rest])) == "한"
-
-
 def test_each_token_is_looked_at_once() -> None:
     seen: list[int] = []
 

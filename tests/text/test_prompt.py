@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
 
 from aserve.cache.prefix_tree import extend_keys, root_key
-from aserve.errors import ContextTooLong, InvalidRequest
+from aserve.errors import AserveError, ContextTooLong, InvalidRequest
 from aserve.messages.base import array_i32
 from aserve.messages.requests import (
     ChatPrompt,
@@ -22,7 +24,7 @@ from aserve.text.bad_words import bad_word_ids
 from aserve.text.prompt import Prepared, PromptEncoder, PromptLimits, end_ids
 from aserve.text.template import ChatTemplate
 from aserve.text.tokenizer import TextTokenizer
-from tests.text.vocabularies import byte_level_backend, byte_level_tokenizer
+from tests.text.vocabularies import byte_level_tokenizer
 
 TOKENIZER = byte_level_tokenizer()
 LIMITS = PromptLimits(max_model_len=10, vocab_size=TOKENIZER.vocab_size + 4)
@@ -64,14 +66,11 @@ def test_a_request_carries_the_cache_keys_of_its_whole_pages() -> None:
     assert prepared(TokenPrompt((7, 8, 9, 10, 11))).admit.page_keys == b""  # nothing is cached
 
 
-def test_ignoring_eos_leaves_only_the_ids_that_were_asked_for() -> None:
-    sampling = SamplingParams(seed=1, stop_token_ids=(5, 5), ignore_eos=True)
-    assert end_ids(TOKENIZER, sampling) == (5,)
-
-
-def test_with_a_grammar_eos_ends_the_output_even_with_ignore_eos() -> None:
-    sampling = SamplingParams(seed=1, ignore_eos=True, grammar=Grammar("regex", "a"))
-    assert end_ids(TOKENIZER, sampling) == TOKENIZER.eos_ids
+def test_ignored_ends_leave_those_that_were_asked_for_or_that_a_language_needs() -> None:
+    asked = SamplingParams(seed=1, stop_token_ids=(5, 5), ignore_eos=True)
+    assert end_ids(TOKENIZER, asked) == (5,)
+    language = SamplingParams(seed=1, ignore_eos=True, grammar=Grammar("regex", "a"))
+    assert end_ids(TOKENIZER, language) == TOKENIZER.eos_ids
 
 
 @pytest.mark.parametrize("max_tokens", [0, 7])
@@ -109,62 +108,67 @@ def test_a_request_that_is_one_token_too_long_is_refused_with_the_numbers() -> N
     assert caught.value.info().code == "context_length_exceeded"
 
 
-def test_a_prompt_that_fills_the_context_leaves_no_room_for_an_answer() -> None:
-    with pytest.raises(ContextTooLong, match="maximum context length is 10 tokens"):
-        prepared(TokenPrompt((1,) * 10))
-    scored = SamplingParams(seed=1, max_tokens=0)
-    assert prepared(TokenPrompt((1,) * 10), scored).open.prompt_len == 10
+SCORED = SamplingParams(seed=1, max_tokens=0)
 
 
-def test_min_tokens_beyond_the_end_are_refused() -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        prepared(TokenPrompt((1, 2, 3)), SamplingParams(seed=1, min_tokens=8))
-    assert caught.value.param == "min_tokens"
+def test_a_prompt_that_fills_the_context_may_only_be_scored() -> None:
+    assert prepared(TokenPrompt((1,) * 10), SCORED).open.prompt_len == 10
 
 
-@pytest.mark.parametrize("prompt", [TextPrompt(""), TokenPrompt(())])
-def test_an_empty_prompt_is_refused(prompt: Prompt) -> None:
-    with pytest.raises(InvalidRequest, match="empty"):
-        prepared(prompt)
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "said", "param"),
+    [
+        (TokenPrompt((1,) * 10), SAMPLING, "maximum context length is 10 tokens", "prompt"),
+        # Looking at each id first would take seconds that others wait for.
+        (TokenPrompt((-1,) * 11), SAMPLING, "maximum context length", "prompt"),
+        (TokenPrompt((1, 2, 3)), SamplingParams(seed=1, min_tokens=8), "min_tokens", "min_tokens"),
+        (TextPrompt(""), SAMPLING, "empty", "prompt"),
+        (TokenPrompt(()), SAMPLING, "empty", "prompt"),
+        (TextPrompt("a\ud800"), SAMPLING, "Unicode", "prompt"),
+    ],
+)
+def test_what_cannot_be_a_prompt_is_refused(
+    prompt: Prompt, sampling: SamplingParams, said: str, param: str
+) -> None:
+    with pytest.raises(AserveError, match=said) as caught:
+        prepared(prompt, sampling)
+    assert caught.value.param == param
 
 
 @pytest.mark.parametrize("token_id", [-1, LIMITS.vocab_size, 2**40])
 def test_unknown_token_ids_are_refused_in_every_field(token_id: int) -> None:
-    for prompt, sampling, param in (
-        (TokenPrompt((1, token_id)), SAMPLING, "prompt"),
-        (TextPrompt("a"), SamplingParams(seed=1, stop_token_ids=(token_id,)), "stop_token_ids"),
-        (TextPrompt("a"), SamplingParams(seed=1, logit_bias=((token_id, 1.0),)), "logit_bias"),
-        (
-            TextPrompt("a"),
-            SamplingParams(seed=1, allowed_token_ids=(token_id,)),
-            "allowed_token_ids",
-        ),
-    ):
+    asked = {
+        "stop_token_ids": SamplingParams(seed=1, stop_token_ids=(token_id,)),
+        "logit_bias": SamplingParams(seed=1, logit_bias=((token_id, 1.0),)),
+        "allowed_token_ids": SamplingParams(seed=1, allowed_token_ids=(token_id,)),
+        "prompt": SAMPLING,
+    }
+    for param, sampling in asked.items():
+        prompt = TokenPrompt((1, token_id)) if param == "prompt" else TextPrompt("a")
         with pytest.raises(InvalidRequest, match="out of range") as caught:
             prepared(prompt, sampling)
         assert caught.value.param == param
 
 
 A, B = (TOKENIZER.encode(letter, with_special=False)[0] for letter in "AB")
+ONLY_A = {"allowed_token_ids": (A,)}
 
 
 @pytest.mark.parametrize(
-    ("sampling", "param"),
+    ("fields", "param"),
     [
-        (SamplingParams(1, allowed_token_ids=(A,), bad_words=("A",), ignore_eos=True), "bad_words"),
-        (
-            SamplingParams(1, allowed_token_ids=(A,), bad_words=("BA", "A"), min_tokens=1),
-            "bad_words",
-        ),
-        (SamplingParams(1, allowed_token_ids=TOKENIZER.eos_ids, min_tokens=1), "allowed_token_ids"),
-        (SamplingParams(1, allowed_token_ids=(A,), bad_words=("A",)), None),
-        (SamplingParams(1, allowed_token_ids=(A, B), bad_words=("A",), min_tokens=1), None),
-        (SamplingParams(1, allowed_token_ids=(A,), min_tokens=1), None),
+        (ONLY_A | {"bad_words": ("A",), "ignore_eos": True}, "bad_words"),
+        (ONLY_A | {"bad_words": ("BA", "A"), "min_tokens": 1}, "bad_words"),
+        ({"allowed_token_ids": TOKENIZER.eos_ids, "min_tokens": 1}, "allowed_token_ids"),
+        (ONLY_A | {"bad_words": ("A",)}, None),
+        ({"allowed_token_ids": (A, B), "bad_words": ("A",), "min_tokens": 1}, None),
+        (ONLY_A | {"min_tokens": 1}, None),
     ],
 )
 def test_a_request_that_leaves_nothing_to_sample_is_refused(
-    sampling: SamplingParams, param: str | None
+    fields: dict[str, Any], param: str | None
 ) -> None:
+    sampling = SamplingParams(1, **fields)
     if param is None:
         prepared(TextPrompt("a"), sampling)
         return
@@ -178,17 +182,6 @@ def test_bad_words_reach_the_scheduler_as_ids() -> None:
     assert admit.bad_word_ids == bad_word_ids(("stop", "A"), TOKENIZER)
 
 
-def test_a_prompt_of_far_too_many_ids_is_refused_by_its_length() -> None:
-    """Looking at each id first would take seconds that others wait for."""
-    with pytest.raises(ContextTooLong):
-        prepared(TokenPrompt((-1,) * 11))
-
-
-def test_half_a_surrogate_pair_is_a_client_error() -> None:
-    with pytest.raises(InvalidRequest, match="Unicode"):
-        prepared(TextPrompt("a\ud800"))
-
-
 def chat(content: str) -> ChatPrompt:
     return ChatPrompt(msgspec.json.encode([{"role": "user", "content": content}]), b"[{}]")
 
@@ -197,14 +190,6 @@ def test_a_chat_is_rendered_and_gets_no_special_tokens_but_its_own() -> None:
     template = "{{ messages[0].content }}{{ tools | length }}"
     result = prepared(chat("ab"), template=template)
     assert TOKENIZER.decode(array_i32(result.admit.prompt_ids).tolist()) == "ab1"
-
-
-def test_only_a_plain_text_gets_bos() -> None:
-    tokenizer = TextTokenizer(byte_level_backend(), bos_id=0)
-    text = prepared(TextPrompt("ab"), tokenizer=tokenizer)
-    assert array_i32(text.admit.prompt_ids)[0] == 0
-    of_chat = prepared(chat("ab"), template="{{ messages[0].content }}", tokenizer=tokenizer)
-    assert array_i32(of_chat.admit.prompt_ids)[0] != 0
 
 
 def test_a_chat_without_a_template_is_a_clear_error() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -35,25 +34,9 @@ def test_a_template_renders_as_in_transformers() -> None:
 
     tools: list[Any] = [{"type": "function", "function": {"name": "<ü>", "b": 1, "a": None}}]
     rendered: Any = render_jinja_template(
-        conversations=[MESSAGES],
-        tools=tools,
-        chat_template=WHITESPACE,
-        add_generation_prompt=True,
+        conversations=[MESSAGES], tools=tools, chat_template=WHITESPACE, add_generation_prompt=True
     )
     assert ChatTemplate(WHITESPACE).render(MESSAGES, tools=tools) == rendered[0][0]
-
-
-def test_template_blocks_leave_no_blank_lines() -> None:
-    rendered = ChatTemplate(WHITESPACE).render(MESSAGES)
-    assert rendered == "<|user|><a & b>\n<|assistant|>ü\nmarked<|assistant|>"
-
-
-def test_json_keeps_html_and_foreign_characters() -> None:
-    assert ChatTemplate("{{ tools | tojson }}").render([], tools=[{"n": "<ü>"}]) == '[{"n": "<ü>"}]'
-
-
-def test_a_template_knows_the_date() -> None:
-    assert re.fullmatch(r"\d{4}-\d\d", ChatTemplate("{{ strftime_now('%Y-%m') }}").render([]))
 
 
 def test_the_client_gets_the_error_that_a_template_raises() -> None:
@@ -70,23 +53,13 @@ def test_the_client_gets_the_error_that_a_template_raises() -> None:
         "{{ messages[0].content + 1 }}",
         "{{ 1 // 0 }}",
         "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
-    ],
-)
-def test_a_template_that_fails_over_messages_is_a_client_error(source: str) -> None:
-    with pytest.raises(InvalidRequest):
-        ChatTemplate(source).render(MESSAGES)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
         "{{ ''.__class__.__mro__ }}",
         "{{ messages.append({}) }}",
         "{{ cycler.__init__.__globals__ }}",
         "{% for i in range(10 ** 9) %}{% endfor %}",
     ],
 )
-def test_a_template_cannot_leave_its_sandbox(source: str) -> None:
+def test_a_template_that_fails_or_leaves_its_sandbox_is_a_client_error(source: str) -> None:
     with pytest.raises(InvalidRequest):
         ChatTemplate(source).render(MESSAGES)
 

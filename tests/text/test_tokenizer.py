@@ -21,19 +21,26 @@ UNICODE = st.text(
 )
 
 
-def test_vocabularies_are_told_apart_by_their_decoder() -> None:
-    backends = (byte_level_backend(), piece_backend(), word_backend())
-    assert [spelling_of(backend) for backend in backends] == [
-        Spelling.BYTE_LEVEL,
-        Spelling.PIECES,
-        Spelling.CONTEXTUAL,
-    ]
-
-
-def test_a_decoder_with_an_unknown_replacement_is_left_to_the_tokenizer_itself() -> None:
+def unknown_backend() -> Tokenizer:
+    """Its decoder has a replacement that no vocabulary is known for."""
     backend = Tokenizer(models.BPE())
     backend.decoder = decoders.Sequence([decoders.Replace("_", " "), decoders.Fuse()])
-    assert spelling_of(backend) is Spelling.CONTEXTUAL
+    return backend
+
+
+@pytest.mark.parametrize(
+    ("backend", "spelling"),
+    [
+        (byte_level_backend(), Spelling.BYTE_LEVEL),
+        (piece_backend(), Spelling.PIECES),
+        (word_backend(), Spelling.CONTEXTUAL),
+        (unknown_backend(), Spelling.CONTEXTUAL),
+    ],
+)
+def test_vocabularies_are_told_apart_by_their_decoder(
+    backend: Tokenizer, spelling: Spelling
+) -> None:
+    assert spelling_of(backend) is spelling
 
 
 @given(UNICODE)

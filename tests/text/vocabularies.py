@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from aserve.text.tokenizer import TextTokenizer
@@ -31,6 +33,7 @@ def byte_level_backend(*, vocab_size: int = 320) -> Tokenizer:
     return backend
 
 
+@functools.cache
 def byte_level_tokenizer() -> TextTokenizer:
     backend = byte_level_backend()
     eos_id = backend.token_to_id(EOS)

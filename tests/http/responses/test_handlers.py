@@ -4,40 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
 
-import aiohttp
 import openai
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
 from aserve.errors import StepError
 from aserve.http.responses.events import Event, EventMaker
-from aserve.messages.base import array_i32
 from aserve.messages.output import OutputChunk
 from aserve.messages.requests import Grammar
-from aserve.text.defaults import GenerationDefaults
 from tests.fakes.echo_engine import EchoEngine
+from tests.http.asking import prompts
 
+T = TypeVar("T")
 ASK: dict[str, Any] = {"model": "echo", "input": "hello 한", "temperature": 0}
 
 
-async def streamed(client: openai.AsyncOpenAI, **body: Any) -> list[ResponseStreamEvent]:
-    stream = await client.responses.create(**(ASK | body), stream=True)
+async def streamed(echo: EchoEngine, **body: Any) -> list[ResponseStreamEvent]:
+    stream = await echo.client.responses.create(**(ASK | body), stream=True)
     return [event async for event in stream]
 
 
-async def ask(client: openai.AsyncOpenAI, **body: Any) -> Response:
-    response: Response = await client.responses.create(**(ASK | body))
+async def ask(echo: EchoEngine, **body: Any) -> Response:
+    response: Response = await echo.client.responses.create(**(ASK | body))
     return response
 
 
-async def readable(client: openai.AsyncOpenAI, *ids: str) -> set[str]:
+async def readable(echo: EchoEngine, *ids: str) -> set[str]:
     """Which of these responses are stored."""
     found = set()
     for response_id in ids:
         with contextlib.suppress(openai.NotFoundError):
-            found.add((await client.responses.retrieve(response_id)).id)
+            found.add((await echo.client.responses.retrieve(response_id)).id)
     return found
 
 
@@ -50,20 +50,21 @@ def parts_of_item(item: Any) -> Any:
     return item.content
 
 
-def prompts(echo: EchoEngine) -> list[str]:
-    ids = [array_i32(request.prompt_ids).tolist() for request in echo.scheduler.admitted]
-    return [echo.tokenizer.decode(each) for each in ids]
-
-
-async def first_step(echo: EchoEngine, post: asyncio.Future[Any]) -> None:
-    """The engine stands still after it."""
-    await echo.until(lambda: bool(echo.scheduler.live) or post.done())
+@contextlib.asynccontextmanager
+async def paused(
+    echo: EchoEngine, asked: Coroutine[Any, Any, T]
+) -> AsyncIterator[tuple[asyncio.Task[T], str]]:
+    """A request that the engine did one step of, and the id of its response."""
+    echo.scheduler.is_paused = True
+    task = asyncio.create_task(asked)
+    await echo.until(lambda: bool(echo.scheduler.live) or task.done())
     echo.scheduler.step()
+    yield task, "resp_" + echo.scheduler.admitted[0].request_id.removesuffix("-0")
+    await echo.until(lambda: not echo.scheduler.live)
+    assert echo.gateway.num_open == 0
 
 
-async def test_a_whole_answer_is_the_response_of_the_last_event(
-    client: openai.AsyncOpenAI,
-) -> None:
+async def test_a_whole_answer_is_the_response_of_the_last_event(echo: EchoEngine) -> None:
     body: dict[str, Any] = {
         "max_output_tokens": 6,
         "include": ["message.output_text.logprobs"],
@@ -72,8 +73,8 @@ async def test_a_whole_answer_is_the_response_of_the_last_event(
         "store": False,
         "extra_body": {"seed": 5},
     }
-    whole = await ask(client, **body)
-    events = await streamed(client, **body)
+    whole = await ask(echo, **body)
+    events = await streamed(echo, **body)
     last = events[-1]
     assert last.type == "response.incomplete"
     assert last.response.output_text == whole.output_text
@@ -87,31 +88,8 @@ async def test_a_whole_answer_is_the_response_of_the_last_event(
     assert [len(entry.top_logprobs) for entry in content.logprobs] == [2] * 6
 
 
-async def test_logprobs_are_asked_for_by_name_or_by_number(client: openai.AsyncOpenAI) -> None:
-    named = await ask(client, include=["message.output_text.logprobs"])
-    counted = await ask(client, top_logprobs=1)
-    plain = await ask(client)
-    tops = [
-        [len(entry.top_logprobs) for entry in parts_of(each)[0].logprobs]
-        for each in (named, counted, plain)
-    ]
-    length = len(tops[0])
-    assert tops == [[0] * length, [1] * length, []]
-
-
-async def test_the_clients_own_stream_gathers_the_text(client: openai.AsyncOpenAI) -> None:
-    async with client.responses.stream(model="echo", input="hello 한") as stream:
-        texts = [
-            event.delta async for event in stream if event.type == "response.output_text.delta"
-        ]
-        response = await stream.get_final_response()
-    assert "".join(texts) == response.output_text == "u:hello 한;"
-
-
-async def test_every_event_has_its_type_and_there_is_no_done_event(
-    web: aiohttp.ClientSession,
-) -> None:
-    async with web.post("/v1/responses", json=ASK | {"stream": True}) as answer:
+async def test_every_event_has_its_type_and_there_is_no_done_event(echo: EchoEngine) -> None:
+    async with echo.web.post("/v1/responses", json=ASK | {"stream": True}) as answer:
         frames = (await answer.text()).removesuffix("\n\n").split("\n\n")
     for frame in frames:
         name, data = frame.split("\n")
@@ -119,38 +97,21 @@ async def test_every_event_has_its_type_and_there_is_no_done_event(
     assert frames[-1].startswith("event: response.completed")
 
 
-async def test_messages_come_as_texts_parts_and_earlier_outputs(
-    echo: EchoEngine, client: openai.AsyncOpenAI
-) -> None:
-    first = await ask(client)
+async def test_messages_come_as_texts_parts_and_earlier_outputs(echo: EchoEngine) -> None:
+    first = await ask(echo)
     parts = [{"type": "input_text", "text": "ab"}, {"type": "input_text", "text": "cd"}]
     given: list[Any] = [
         {"role": "developer", "content": "d"},
         first.output[0].model_dump(),
         {"type": "message", "role": "user", "content": parts},
     ]
-    await ask(client, input=given, instructions="i", max_output_tokens=1)
+    await ask(echo, input=given, instructions="i", max_output_tokens=1)
     assert prompts(echo)[-1] == "s:i;s:d;a:u:hello 한;;u:abcd;"
 
 
-async def test_the_templates_variables_reach_it_and_defaults_are_shown() -> None:
-    async with (
-        EchoEngine(template="{{ mood }}{{ messages | length }}") as echo,
-        openai.AsyncOpenAI(base_url=f"{echo.url}/v1", api_key="any") as client,
-    ):
-        echo.state.defaults = GenerationDefaults(temperature=0.5, top_p=0.25)
-        made: Response = await client.responses.create(
-            model="echo", input="a", extra_body={"chat_template_kwargs": {"mood": "glad"}}
-        )
-    assert prompts(echo) == ["glad1"]
-    assert (made.temperature, made.top_p) == (0.5, 0.25)
-
-
-async def test_the_format_of_the_text_is_a_grammar_and_is_shown(
-    echo: EchoEngine, client: openai.AsyncOpenAI
-) -> None:
+async def test_the_format_of_the_text_is_a_grammar_and_is_shown(echo: EchoEngine) -> None:
     asked: Any = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
-    made = await ask(client, text={"format": asked})
+    made = await ask(echo, text={"format": asked})
     (request,) = echo.scheduler.admitted
     assert request.sampling.grammar == Grammar("json_schema", '{"type":"object"}', "text.format")
     assert made.text is not None
@@ -159,43 +120,28 @@ async def test_the_format_of_the_text_is_a_grammar_and_is_shown(
 
 
 async def test_a_response_continues_the_whole_conversation_but_not_its_instructions(
-    echo: EchoEngine, client: openai.AsyncOpenAI
+    echo: EchoEngine,
 ) -> None:
-    first = await ask(client, input="a", instructions="x", max_output_tokens=4)
-    second = await ask(client, input="b", previous_response_id=first.id, max_output_tokens=1)
-    third = await ask(client, input="c", previous_response_id=second.id, instructions="y")
+    first = await ask(echo, input="a", instructions="x", max_output_tokens=4)
+    second = await ask(echo, input="b", previous_response_id=first.id, max_output_tokens=1)
+    third = await ask(echo, input="c", previous_response_id=second.id, instructions="y")
     assert prompts(echo) == ["s:x;u:a;", "u:a;a:s:x;;u:b;", "s:y;u:a;a:s:x;;u:b;a:u;u:c;"]
     assert third.previous_response_id == second.id
-    items = [item async for item in client.responses.input_items.list(third.id, limit=2)]
+    items = [item async for item in echo.client.responses.input_items.list(third.id, limit=2)]
     texts = [parts_of_item(item)[0].text for item in items]
     assert texts == ["c", "u", "b", "s:x;", "a"]
-    page = await client.responses.input_items.list(third.id, order="asc", limit=2)
+    page = await echo.client.responses.input_items.list(third.id, order="asc", limit=2)
     assert (page.has_more, [item.id for item in page.data]) == (True, [items[-1].id, items[-2].id])
 
 
-async def test_a_stored_response_is_read_until_it_is_deleted(client: openai.AsyncOpenAI) -> None:
-    made = await ask(client)
-    assert await client.responses.retrieve(made.id) == made
-    await client.responses.delete(made.id)
-    for gone in (
-        client.responses.retrieve(made.id),
-        client.responses.delete(made.id),
-        client.responses.cancel(made.id),
-    ):
+async def test_a_stored_response_is_read_until_it_is_deleted(echo: EchoEngine) -> None:
+    made = await ask(echo)
+    responses = echo.client.responses
+    assert await responses.retrieve(made.id) == made
+    await responses.delete(made.id)
+    for again in (responses.retrieve, responses.delete, responses.cancel):
         with pytest.raises(openai.NotFoundError, match=made.id):
-            await gone
-
-
-async def test_a_response_that_is_not_stored_cannot_be_read_or_continued(
-    client: openai.AsyncOpenAI,
-) -> None:
-    made = await ask(client, store=False)
-    with pytest.raises(openai.NotFoundError):
-        await client.responses.retrieve(made.id)
-    with pytest.raises(openai.BadRequestError) as caught:
-        await ask(client, previous_response_id=made.id)
-    assert caught.value.code == "previous_response_not_found"
-    assert caught.value.param == "previous_response_id"
+            await again(made.id)
 
 
 @pytest.mark.parametrize(
@@ -205,105 +151,67 @@ async def test_a_response_that_is_not_stored_cannot_be_read_or_continued(
 async def test_at_most_max_stored_responses_are_stored(
     options: dict[str, Any], num_kept: int
 ) -> None:
-    async with (
-        EchoEngine(**options) as echo,
-        openai.AsyncOpenAI(base_url=f"{echo.url}/v1", api_key="any") as client,
-    ):
-        first, second = await ask(client), await ask(client)
-        assert len(await readable(client, first.id, second.id)) == num_kept
+    async with EchoEngine(**options) as echo:
+        first, second = await ask(echo), await ask(echo)
+        assert len(await readable(echo, first.id, second.id)) == num_kept
 
 
 @pytest.mark.parametrize("is_streaming", [False, True])
 async def test_a_running_response_is_cancelled_by_its_id(
-    echo: EchoEngine, client: openai.AsyncOpenAI, is_streaming: bool
+    echo: EchoEngine, is_streaming: bool
 ) -> None:
-    echo.scheduler.is_paused = True
-    answer = asyncio.ensure_future(streamed(client) if is_streaming else ask(client))
-    await first_step(echo, answer)
-    response_id = "resp_" + echo.scheduler.admitted[0].request_id.removesuffix("-0")
-    assert (await client.responses.retrieve(response_id)).status == "in_progress"
-    with pytest.raises(openai.NotFoundError):
-        await client.responses.cancel(response_id[:-1])
-    cancelled = await client.responses.cancel(response_id)
-    assert cancelled.status == "cancelled"
-    given: Any = await answer
-    last = given[-1].response if is_streaming else given
-    assert last == cancelled
-    assert await client.responses.retrieve(response_id) == cancelled
-    assert await client.responses.cancel(response_id) == cancelled
-    await echo.until(lambda: not echo.scheduler.live)
-    assert echo.gateway.num_open == 0
+    asked: Any = streamed(echo) if is_streaming else ask(echo)
+    async with paused(echo, asked) as (answer, response_id):
+        assert (await echo.client.responses.retrieve(response_id)).status == "in_progress"
+        with pytest.raises(openai.NotFoundError):
+            await echo.client.responses.cancel(response_id[:-1])
+        cancelled = await echo.client.responses.cancel(response_id)
+        assert cancelled.status == "cancelled"
+        given: Any = await answer
+        assert (given[-1].response if is_streaming else given) == cancelled
+        assert await echo.client.responses.retrieve(response_id) == cancelled
+        assert await echo.client.responses.cancel(response_id) == cancelled
 
 
-async def test_a_response_that_is_not_stored_can_be_cancelled_but_not_read(
-    echo: EchoEngine, client: openai.AsyncOpenAI
+async def test_what_is_not_to_be_stored_is_cancelled_but_not_read_or_continued(
+    echo: EchoEngine,
 ) -> None:
-    echo.scheduler.is_paused = True
-    answer = asyncio.ensure_future(ask(client, store=False))
-    await first_step(echo, answer)
-    response_id = "resp_" + echo.scheduler.admitted[0].request_id.removesuffix("-0")
-    with pytest.raises(openai.NotFoundError):
-        await client.responses.retrieve(response_id)
-    assert (await client.responses.cancel(response_id)).status == "cancelled"
-    assert (await answer).status == "cancelled"
-    with pytest.raises(openai.NotFoundError):
-        await client.responses.retrieve(response_id)
+    async with paused(echo, ask(echo, store=False)) as (answer, response_id):
+        assert not await readable(echo, response_id)
+        assert (await echo.client.responses.cancel(response_id)).status == "cancelled"
+        assert (await answer).status == "cancelled"
+        assert not await readable(echo, response_id)
+    with pytest.raises(openai.BadRequestError) as caught:
+        await ask(echo, previous_response_id=response_id)
+    assert caught.value.code == "previous_response_not_found"
+    assert caught.value.param == "previous_response_id"
 
 
-async def test_a_finished_response_cannot_be_cancelled(client: openai.AsyncOpenAI) -> None:
-    made = await ask(client)
+async def test_a_finished_response_cannot_be_cancelled(echo: EchoEngine) -> None:
+    made = await ask(echo)
     with pytest.raises(openai.BadRequestError, match="it is completed"):
-        await client.responses.cancel(made.id)
+        await echo.client.responses.cancel(made.id)
 
 
 @pytest.mark.parametrize("is_streaming", [False, True])
-async def test_a_client_that_vanishes_leaves_nothing(
-    echo: EchoEngine, web: aiohttp.ClientSession, is_streaming: bool
+async def test_a_failed_step_is_a_failed_response_or_the_status_of_an_error(
+    echo: EchoEngine, is_streaming: bool
 ) -> None:
-    echo.scheduler.is_paused = True
-    post = asyncio.ensure_future(web.post("/v1/responses", json=ASK | {"stream": is_streaming}))
-    await first_step(echo, post)
-    if is_streaming:
-        (await post).close()
-    else:
-        post.cancel()
-    await echo.until(lambda: bool(echo.scheduler.cancels))
-    assert (echo.gateway.num_open, echo.scheduler.live) == (0, {})
-    response_id = "resp_" + echo.scheduler.admitted[0].request_id.removesuffix("-0")
-    async with web.get(f"/v1/responses/{response_id}") as answer:
-        assert answer.status == 404
-
-
-async def test_a_stream_that_fails_ends_with_a_failed_response(
-    echo: EchoEngine, client: openai.AsyncOpenAI
-) -> None:
-    echo.scheduler.is_paused = True
-    stream = asyncio.ensure_future(streamed(client))
-    await first_step(echo, stream)
-    await echo.until(lambda: len(echo.detokenizer.inbox) == 0)
-    echo.scheduler.fail(StepError("it broke").info())
-    events = await stream
-    last = events[-1]
-    assert last.type == "response.failed"
-    assert last.response.error is not None
-    assert last.response.error.message == "it broke"
-    assert (await client.responses.retrieve(last.response.id)).status == "failed"
-
-
-async def test_a_whole_answer_that_fails_has_its_status(
-    echo: EchoEngine, client: openai.AsyncOpenAI
-) -> None:
-    echo.scheduler.is_paused = True
-    answer = asyncio.ensure_future(ask(client))
-    await first_step(echo, answer)
-    await echo.until(lambda: len(echo.detokenizer.inbox) == 0)
-    echo.scheduler.fail(StepError("it broke").info())
-    with pytest.raises(openai.InternalServerError, match="it broke"):
-        await answer
+    asked: Any = streamed(echo) if is_streaming else ask(echo)
+    async with paused(echo, asked) as (answer, response_id):
+        await echo.until(lambda: len(echo.detokenizer.inbox) == 0)
+        echo.scheduler.fail(StepError("it broke").info())
+        if is_streaming:
+            last = (await answer)[-1]
+            assert (last.type, last.response.error.message) == ("response.failed", "it broke")
+            assert (await echo.client.responses.retrieve(response_id)).status == "failed"
+        else:
+            with pytest.raises(openai.InternalServerError, match="it broke"):
+                await answer
 
 
 async def test_a_bug_in_the_middle_of_a_stream_ends_it_with_a_failed_response(
-    client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+    echo: EchoEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add = EventMaker.add
     calls = iter(range(5))
@@ -314,65 +222,41 @@ async def test_a_bug_in_the_middle_of_a_stream_ends_it_with_a_failed_response(
         return add(maker, chunk)
 
     monkeypatch.setattr(EventMaker, "add", fail)
-    last = (await streamed(client))[-1]
+    last = (await streamed(echo))[-1]
     assert last.type == "response.failed"
     assert last.response.error is not None
     assert "secret" not in last.response.error.message
-    assert (await client.responses.retrieve(last.response.id)).status == "failed"
+    assert (await echo.client.responses.retrieve(last.response.id)).status == "failed"
 
 
-async def test_a_failure_before_the_first_event_has_its_own_status(
-    client: openai.AsyncOpenAI,
-) -> None:
+async def test_a_failure_before_the_first_event_has_its_own_status(echo: EchoEngine) -> None:
     for body in ({}, {"stream": True}):
         with pytest.raises(openai.BadRequestError, match="maximum context length") as caught:
-            await client.responses.create(**(ASK | {"input": "x" * 600} | body))
+            await echo.client.responses.create(**(ASK | {"input": "x" * 600} | body))
         assert caught.value.param == "input"
 
 
 async def test_a_draining_server_creates_no_responses_but_returns_stored_ones(
-    echo: EchoEngine, client: openai.AsyncOpenAI
+    echo: EchoEngine,
 ) -> None:
-    made = await ask(client)
+    made = await ask(echo)
     echo.state.phase = "draining"
     for is_streaming in (False, True):
         with pytest.raises(openai.InternalServerError) as caught:
-            await ask(client, stream=is_streaming)
+            await ask(echo, stream=is_streaming)
         assert (caught.value.status_code, caught.value.code) == (503, "server_draining")
-    assert await client.responses.retrieve(made.id) == made
+    assert await echo.client.responses.retrieve(made.id) == made
 
 
-async def test_a_queued_stream_says_that_it_was_created_and_is_kept_alive() -> None:
-    async with EchoEngine(keep_alive_s=0.01) as echo, aiohttp.ClientSession(echo.url) as session:
-        echo.scheduler.is_paused = True
-        async with session.post("/v1/responses", json=ASK | {"stream": True}) as answer:
-            frames = [await answer.content.readuntil(b"\n\n") for _ in range(3)]
-            assert frames[0].startswith(b"event: response.created")
-            assert frames[2] == b": keep-alive\n\n"
-            echo.scheduler.is_paused = False
-            echo.scheduler.resume()
-            assert b"event: response.completed" in await answer.read()
-
-
-async def test_the_events_of_a_stream_are_not_stored(client: openai.AsyncOpenAI) -> None:
-    made = await ask(client)
+async def test_the_events_of_a_stream_are_not_stored(echo: EchoEngine) -> None:
+    made = await ask(echo)
     with pytest.raises(openai.BadRequestError, match="not stored"):
-        await client.responses.retrieve(made.id, stream=True)
+        await echo.client.responses.retrieve(made.id, stream=True)
 
 
-@pytest.mark.parametrize(
-    ("query", "param"),
-    [
-        ({"limit": "0"}, "limit"),
-        ({"limit": "x"}, "limit"),
-        ({"order": "up"}, "order"),
-        ({"after": "msg_0"}, "after"),
-    ],
-)
-async def test_a_wrong_page_is_refused_by_name(
-    client: openai.AsyncOpenAI, web: aiohttp.ClientSession, query: dict[str, str], param: str
-) -> None:
-    made = await ask(client)
-    async with web.get(f"/v1/responses/{made.id}/input_items", params=query) as answer:
+@pytest.mark.parametrize("query", ["limit=0", "limit=x", "order=up", "after=msg_0"])
+async def test_a_wrong_page_is_refused_by_name(echo: EchoEngine, query: str) -> None:
+    made = await ask(echo)
+    async with echo.web.get(f"/v1/responses/{made.id}/input_items?{query}") as answer:
         assert answer.status == 400
-        assert (await answer.json())["error"]["param"] == param
+        assert (await answer.json())["error"]["param"] == query.partition("=")[0]

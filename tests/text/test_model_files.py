@@ -1,0 +1,202 @@
+"""A model directory's files, as checkpoints of different ages have them, and what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aserve.errors import ConfigError
+from aserve.text.defaults import NEUTRAL, GenerationDefaults, load_defaults
+from aserve.text.load import load_tokenizer
+from aserve.text.model_files import load_template
+from aserve.tiny import MODEL_DIR
+from tests.text.vocabularies import EOS, byte_level_backend
+
+TOOLS: list[dict[str, Any]] = [{"type": "function"}]
+
+
+def write(folder: Path, **files: object) -> Path:
+    """`tokenizer_config={...}` becomes tokenizer_config.json."""
+    for name, value in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(value))
+    return folder
+
+
+def rendered(folder: Path, given: str | None = None, **variables: Any) -> str:
+    template = load_template(folder, given)
+    assert template is not None
+    return template.render([], **variables)
+
+
+def refusal_of(folder: Path, given: str | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_template(folder, given)
+    return caught.value.message
+
+
+def test_a_template_file_wins_over_the_settings(tmp_path: Path) -> None:
+    folder = write(tmp_path, tokenizer_config={"chat_template": "old"})
+    assert rendered(folder) == "old"
+    write(tmp_path, chat_template={"chat_template": "newer"})
+    assert rendered(folder) == "newer"
+    (folder / "chat_template.jinja").write_text("newest")
+    assert rendered(folder) == "newest"
+
+
+def test_named_templates_are_for_chats_and_for_tools(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    write(tmp_path, tokenizer_config={"chat_template": named})
+    assert (rendered(tmp_path), rendered(tmp_path, tools=TOOLS)) == ("plain", "tools")
+    (tmp_path / "chat_template.jinja").write_text("newer")
+    assert (rendered(tmp_path), rendered(tmp_path, tools=TOOLS)) == ("newer", "newer")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("in a file")
+    assert (rendered(tmp_path), rendered(tmp_path, tools=TOOLS)) == ("newer", "in a file")
+
+
+def test_a_template_sees_the_special_tokens(tmp_path: Path) -> None:
+    settings = {
+        "chat_template": "{{ bos_token }}{{ eos_token }}{{ pad_token }}",
+        "bos_token": "<s>",
+        "eos_token": {"content": "</s>"},
+        "pad_token": None,
+    }
+    assert rendered(write(tmp_path, tokenizer_config=settings)) == "<s></s>"
+    assert rendered(tmp_path, "[{{ eos_token }}]") == "[</s>]"
+
+
+@pytest.mark.parametrize("named", [[], [{"name": "rag", "template": "documents"}]])
+def test_a_model_without_a_default_template_has_none(tmp_path: Path, named: object) -> None:
+    assert load_template(tmp_path) is None
+    assert load_template(write(tmp_path, tokenizer_config={"chat_template": named})) is None
+
+
+def test_a_given_template_has_priority_as_a_file_or_as_text(tmp_path: Path) -> None:
+    folder = write(tmp_path, tokenizer_config={"chat_template": "own"})
+    file = tmp_path / "mine.txt"
+    file.write_text("from a file")
+    assert rendered(folder, str(file)) == "from a file"
+    assert rendered(folder, "inline{# nothing #}") == "inline"
+
+
+def test_an_error_in_a_template_names_its_file_and_line(tmp_path: Path) -> None:
+    write(tmp_path, tokenizer_config={"chat_template": "{% if %}"})
+    where = tmp_path / "tokenizer_config.json"
+    assert refusal_of(tmp_path).startswith(f"the chat template of {where} has an error in line 1: ")
+    where = tmp_path / "chat_template.jinja"
+    where.write_text("fine\n{{ broken")
+    assert refusal_of(tmp_path).startswith(f"the chat template of {where} has an error in line 2: ")
+    assert "template of --chat-template has an error in line 1" in refusal_of(tmp_path, "{{")
+    assert refusal_of(tmp_path, "no/such.jinja").startswith("--chat-template no/such.jinja: there")
+    where.write_bytes(b"\xff\xfe")
+    assert refusal_of(tmp_path).startswith(f"the chat template {where} cannot be read: ")
+
+
+@pytest.mark.parametrize("value", [7, {"default": "x"}, [{"name": "default"}], ["x"]])
+def test_the_error_of_a_malformed_template_field_names_its_file(
+    tmp_path: Path, value: object
+) -> None:
+    write(tmp_path, tokenizer_config={"chat_template": value})
+    assert "tokenizer_config.json: chat_template must be a text or" in refusal_of(tmp_path)
+
+
+def with_tokenizer(folder: Path, **files: object) -> Path:
+    byte_level_backend().save(str(folder / "tokenizer.json"))
+    return write(folder, **files)
+
+
+def test_end_tokens_are_read_from_every_file(tmp_path: Path) -> None:
+    assert load_tokenizer(with_tokenizer(tmp_path)).eos_ids == ()
+    folder = with_tokenizer(
+        tmp_path,
+        generation_config={"eos_token_id": [7, 8]},
+        config={"eos_token_id": 8, "text_config": {"eos_token_id": 9}},
+        tokenizer_config={"eos_token": {"content": EOS}},
+    )
+    assert load_tokenizer(folder).eos_ids == (7, 8, 9, 0)
+
+
+@pytest.mark.parametrize("has_bos", [True, False])
+def test_bos_is_added_when_the_settings_say_so(tmp_path: Path, has_bos: bool) -> None:
+    folder = with_tokenizer(tmp_path, tokenizer_config={"bos_token": EOS, "add_bos_token": has_bos})
+    assert (load_tokenizer(folder).encode("ab", with_special=True)[0] == 0) is has_bos
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
+def test_a_broken_file_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    (with_tokenizer(tmp_path) / "generation_config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match=r"generation_config\.json: expected a JSON object"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_directory_without_a_tokenizer_is_a_clear_error(tmp_path: Path) -> None:
+    """Slow: transformers is asked whether it can make one."""
+    with pytest.raises(ConfigError, match="no usable tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.slow
+def test_the_bundled_model_reads_text_and_chats_as_transformers_does() -> None:
+    """Slow: it imports transformers."""
+    from transformers import AutoTokenizer
+
+    reference: Any = AutoTokenizer.from_pretrained(str(MODEL_DIR))
+    tokenizer = load_tokenizer(MODEL_DIR)
+    template = load_template(MODEL_DIR)
+    assert template is not None
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "What is 27 plus 15? größer 日本 🚀"},
+    ]
+    prompt = template.render(messages)
+    assert prompt == reference.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
+    for text, with_special in (("Once upon a time 1234", True), (prompt, False)):
+        token_ids = tokenizer.encode(text, with_special=with_special)
+        assert token_ids == reference.encode(text, add_special_tokens=with_special)
+        assert tokenizer.decode(token_ids) == reference.decode(token_ids, skip_special_tokens=True)
+    assert tokenizer.token_bytes(tokenizer.eos_ids[0]).decode() == reference.eos_token
+
+
+def test_the_files_values_are_read_and_the_others_are_neutral(tmp_path: Path) -> None:
+    said = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 256, "top_p": None}
+    directory = write(tmp_path, generation_config=said | {"eos_token_id": [1, 2]})
+    found = load_defaults(directory)
+    assert found == GenerationDefaults(temperature=0.6, top_k=20, max_new_tokens=256)
+    assert str(found) == "temperature=0.6 top_k=20 max_new_tokens=256"
+
+
+def test_without_the_file_or_with_do_sample_alone_a_model_has_no_opinion(tmp_path: Path) -> None:
+    assert load_defaults(tmp_path) == NEUTRAL
+    assert load_defaults(write(tmp_path, generation_config={"do_sample": False})) == NEUTRAL
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", "hot"),
+        ("top_p", 1.5),
+        ("top_k", 2.5),
+        ("min_p", True),
+        ("repetition_penalty", 0),
+        ("max_new_tokens", 0),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_file_and_the_way_around(
+    tmp_path: Path, name: str, value: object
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_defaults(write(tmp_path, generation_config={name: value}))
+    message = caught.value.message
+    assert "generation_config.json: " in message
+    assert f"`$.{name}`" in message
+    assert "--generation-config none" in message
