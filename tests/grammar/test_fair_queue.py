@@ -24,7 +24,7 @@ def drained(queue: FairQueue[str]) -> Iterator[str]:
         yield item
 
 
-def test_owners_are_served_in_turn_and_who_was_served_last_comes_last() -> None:
+def test_owners_are_served_in_turn_and_the_last_served_comes_last() -> None:
     queue = filled("a1", "a2", "a3", "b1", "c1", "b2")
     assert queue.pop() == "a1"
     queue.push("d", "d1")

@@ -39,7 +39,7 @@ def text_of(choice: dict[str, Any]) -> str:
 
 
 @BOTH
-async def test_token_ids_are_those_of_the_engine_whole_and_streamed(
+async def test_token_ids_whole_and_streamed_are_those_of_the_engine(
     echo: EchoEngine, path: str
 ) -> None:
     fields = {"return_token_ids": True, "n": 2, "stop": "stop"}

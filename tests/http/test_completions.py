@@ -218,7 +218,7 @@ async def test_a_prompt_is_scored_without_any_output_as_evaluation_tools_ask(
 
 
 @pytest.mark.parametrize("is_echoed", [False, True])
-async def test_offsets_go_on_where_the_echo_ends(echo: EchoEngine, is_echoed: bool) -> None:
+async def test_text_offsets_continue_after_the_echo(echo: EchoEngine, is_echoed: bool) -> None:
     answer: Any = await complete(echo, FOREIGN, max_tokens=100, logprobs=0, echo=is_echoed)
     (choice,) = answer.choices
     assert choice.text == FOREIGN * (1 + is_echoed)

@@ -44,7 +44,7 @@ SCHEMA_FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": S
         ("json_object", True, "json_object", ""),
     ],
 )
-def test_each_form_is_a_grammar_that_knows_its_field(
+def test_each_output_format_is_a_grammar_that_names_its_field(
     name: str, value: object, kind: Any, source: str
 ) -> None:
     if name == "response_format":
@@ -54,7 +54,7 @@ def test_each_form_is_a_grammar_that_knows_its_field(
         assert grammar == Grammar(kind, source, param=f"structured_outputs.{name}")
 
 
-def test_a_text_is_asked_for_without_a_grammar() -> None:
+def test_a_text_format_needs_no_grammar() -> None:
     assert asked() is None
     assert asked(response_format={"type": "text"}) is None
 
@@ -120,7 +120,7 @@ def test_half_of_a_surrogate_pair_is_refused(name: str, value: Any) -> None:
     assert caught.value.param == f"structured_outputs.{name}"
 
 
-async def test_half_of_a_surrogate_pair_is_a_400_over_http(echo: EchoEngine) -> None:
+async def test_a_lone_surrogate_in_a_regex_is_a_400_over_http(echo: EchoEngine) -> None:
     body = '{"prompt":"a","structured_outputs":{"regex":"\\ud800"}}'
     answer = await ask(echo, "/v1/completions", body)
     assert (answer.status, answer.error["type"]) == (400, "invalid_request_error")

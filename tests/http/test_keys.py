@@ -62,7 +62,7 @@ async def test_each_of_several_keys_opens_and_others_do_not(tmp_path: Path) -> N
         ("sesame", [b"sesame", b"sesame"], 400),
     ],
 )
-async def test_a_key_is_compared_byte_by_byte_and_comes_once(
+async def test_a_key_is_compared_byte_by_byte_and_may_not_be_repeated(
     key: str, sent: list[bytes], status: int
 ) -> None:
     async with EchoEngine(api_key=key) as echo:

@@ -269,7 +269,7 @@ async def test_a_draining_server_accepts_no_new_websocket(echo: EchoEngine) -> N
 # ------------------------------------------------------------ ends
 
 
-async def test_a_socket_that_is_lost_cancels_what_it_had_running(echo: EchoEngine) -> None:
+async def test_a_lost_websocket_cancels_its_running_responses(echo: EchoEngine) -> None:
     echo.scheduler.is_paused = True
     socket = await echo.web.ws_connect("/v1/responses")
     for stream in ("left", "left", "right"):
@@ -283,7 +283,7 @@ async def test_a_socket_that_is_lost_cancels_what_it_had_running(echo: EchoEngin
     assert echo.gateway.num_open == 0
 
 
-async def test_a_peer_that_answers_no_ping_is_given_up_and_one_that_does_may_be_silent() -> None:
+async def test_a_client_that_answers_no_ping_is_disconnected_and_a_silent_one_stays() -> None:
     async with EchoEngine(heartbeat_s=0.2) as echo:
         echo.scheduler.is_paused = True
         async with (
@@ -353,7 +353,9 @@ async def test_a_client_that_does_not_read_delays_nobody_else(
     assert begun < count
 
 
-async def test_of_40_sockets_half_vanish_and_the_others_get_one_end_each(echo: EchoEngine) -> None:
+async def test_if_20_of_40_websockets_disconnect_the_others_get_one_end_each(
+    echo: EchoEngine,
+) -> None:
     async def stay(number: int) -> list[str]:
         async with echo.web.ws_connect("/v1/responses") as socket:
             await socket.send_json(CREATE | {"input": f"stays {number}"})

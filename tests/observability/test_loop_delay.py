@@ -32,7 +32,7 @@ async def test_late_timers_are_counted_and_the_longest_delay_stays() -> None:
 COUNT = "aserve_event_loop_delay_seconds_count"
 
 
-async def test_it_goes_on_by_itself() -> None:
+async def test_the_delay_is_measured_repeatedly() -> None:
     registry = CollectorRegistry()
     delay = LoopDelay(registry)
     delay.start(asyncio.get_running_loop())

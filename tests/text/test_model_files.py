@@ -126,7 +126,7 @@ def test_bos_is_added_when_the_settings_say_so(tmp_path: Path, has_bos: bool) ->
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
-def test_a_broken_file_is_named(tmp_path: Path, content: str) -> None:
+def test_an_invalid_file_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         load_tokenizer(tmp_path)
@@ -174,7 +174,7 @@ def test_the_files_values_are_read_and_the_others_are_neutral(tmp_path: Path) ->
     assert str(found) == "temperature=0.6 top_k=20 max_new_tokens=256"
 
 
-def test_without_the_file_or_with_do_sample_alone_a_model_has_no_opinion(tmp_path: Path) -> None:
+def test_without_the_file_or_with_do_sample_alone_the_defaults_are_neutral(tmp_path: Path) -> None:
     assert load_defaults(tmp_path) == NEUTRAL
     assert load_defaults(write(tmp_path, generation_config={"do_sample": False})) == NEUTRAL
 

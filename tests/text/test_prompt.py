@@ -66,7 +66,7 @@ def test_a_request_carries_the_cache_keys_of_its_whole_pages() -> None:
     assert prepared(TokenPrompt((7, 8, 9, 10, 11))).admit.page_keys == b""  # nothing is cached
 
 
-def test_ignored_ends_leave_those_that_were_asked_for_or_that_a_language_needs() -> None:
+def test_ignore_eos_keeps_stop_token_ids_and_the_end_of_a_grammar() -> None:
     asked = SamplingParams(seed=1, stop_token_ids=(5, 5), ignore_eos=True)
     assert end_ids(TOKENIZER, asked) == (5,)
     language = SamplingParams(seed=1, ignore_eos=True, grammar=Grammar("regex", "a"))
@@ -127,7 +127,7 @@ def test_a_prompt_that_fills_the_context_may_only_be_scored() -> None:
         (TextPrompt("a\ud800"), SAMPLING, "Unicode", "prompt"),
     ],
 )
-def test_what_cannot_be_a_prompt_is_refused(
+def test_invalid_prompts_are_refused(
     prompt: Prompt, sampling: SamplingParams, said: str, param: str
 ) -> None:
     with pytest.raises(AserveError, match=said) as caught:

@@ -109,7 +109,7 @@ def test_the_done_events_are_the_same_for_every_split_of_chunks(cuts: list[int])
     assert done[4]["logprobs"] == content["logprobs"] == entries
 
 
-def test_an_answer_of_nothing_at_its_length_limit_has_all_events_but_deltas() -> None:
+def test_an_empty_answer_at_its_length_limit_has_all_events_except_deltas() -> None:
     events = told([chunk("", 1, finish_reason="length")])
     assert kinds(events) == [*BEGINNING, *END, "incomplete"]
     response = events[-1]["response"]

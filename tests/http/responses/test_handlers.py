@@ -173,7 +173,7 @@ async def test_a_running_response_is_cancelled_by_its_id(
         assert await echo.client.responses.cancel(response_id) == cancelled
 
 
-async def test_what_is_not_to_be_stored_is_cancelled_but_not_read_or_continued(
+async def test_a_response_that_is_not_stored_can_be_cancelled_but_not_read_or_continued(
     echo: EchoEngine,
 ) -> None:
     async with paused(echo, ask(echo, store=False)) as (answer, response_id):
@@ -194,7 +194,7 @@ async def test_a_finished_response_cannot_be_cancelled(echo: EchoEngine) -> None
 
 
 @pytest.mark.parametrize("is_streaming", [False, True])
-async def test_a_failed_step_is_a_failed_response_or_the_status_of_an_error(
+async def test_a_failed_step_is_a_failed_response_or_an_error_status(
     echo: EchoEngine, is_streaming: bool
 ) -> None:
     asked: Any = streamed(echo) if is_streaming else ask(echo)
