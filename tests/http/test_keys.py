@@ -43,7 +43,7 @@ async def status_of_raw(echo: EchoEngine, *authorizations: bytes) -> int:
 async def test_each_of_several_keys_opens_and_others_do_not(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# for the team\n  third \n\nfourth\n")
-    options = {"api_key": KEYS, "api_key_file": str(file), "admin_api_key": "root"}
+    options: dict[str, Any] = {"api_key": KEYS, "api_key_file": str(file), "admin_api_key": "root"}
     async with EchoEngine(**options) as echo:
         for key in ("sesame", "open", "third", "fourth", "root"):
             assert (await ask(echo, "/v1/models", headers=bearer(key))).status == 200, key
