@@ -161,20 +161,6 @@ def test_an_output_that_is_cut_is_the_beginning_of_the_whole_one() -> None:
         assert cut[f"r{i}", 0] == whole[f"r{i}", 0][:3]
 
 
-def test_ends_come_when_they_may_and_at_the_end_of_the_language_always() -> None:
-    letters = regex("[a-e]{1,12}")
-    requests = [
-        ask("late", letters, temperature=1.0, min_tokens=4),
-        ask("ignoring", letters, temperature=1.0, ignore_eos=True),
-        ask("short", regex("[a-e]{2}"), temperature=1.0, min_tokens=30, ignore_eos=True),
-    ]
-    served = run(requests, depth=2, lead=2)
-    assert served.reasons == {(one.request_id, 0): ["stop"] for one in requests}
-    assert len(served.outputs["late", 0]) > 4
-    assert len(text_of(served.outputs["ignoring", 0])) == 12
-    assert len(text_of(served.outputs["short", 0])) == 2
-
-
 LEAVES = st.sampled_from(
     [
         {"type": "integer", "minimum": -5, "maximum": 300},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aserve.errors import AserveError, EngineDead, QueueFull, StepError
@@ -64,6 +64,7 @@ ACTION = st.tuples(
 )
 
 
+@settings(max_examples=40)
 @given(st.lists(ACTION, max_size=30))
 def test_every_received_request_is_counted_in_exactly_one_place(
     actions: list[tuple[str, int]],

@@ -52,7 +52,7 @@ def shows_info(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="aserve.observability.step_log")
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_numbers_are_1_2_3_in_launch_order_under_any_delay(
     data: st.DataObject, caplog: pytest.LogCaptureFixture
