@@ -39,8 +39,8 @@ MUTANTS = (
     Mutant(
         "a middle chunk that samples",
         "aserve/scheduling/select.py",
-        "samples = is_whole and sequence.max_tokens > 0",
-        "samples = sequence.max_tokens > 0",
+        "if is_whole and sequence.max_tokens else 0",
+        "if sequence.max_tokens else 0",
     ),
     Mutant(
         "the last chunk's sample not counted in lead",
@@ -57,8 +57,8 @@ MUTANTS = (
     Mutant(
         "a bound not corrected at commit",
         "aserve/scheduling/commit.py",
-        "advance=flight.query_len - flight.num_drafts + count - 1)",
-        "advance=flight.query_len)",
+        "advance=flight.max_advance - flight.max_outputs + count)",
+        "advance=flight.max_advance)",
     ),
     Mutant(
         "drafts trusted after a resync",
@@ -81,7 +81,7 @@ MUTANTS = (
     Mutant(
         "uncommitted pages entering the tree",
         "aserve/scheduling/commit.py",
-        "num_pages = min(sequence.committed_len, sequence.tokens.num) // page_size",
+        "num_pages = sequence.cacheable_len // page_size",
         "num_pages = sequence.tokens.num // page_size",
     ),
     Mutant(
@@ -182,8 +182,8 @@ MUTANTS = (
     Mutant(
         "the token inside a span given as the one after it",
         "aserve/scheduling/batch.py",
-        "sequence.tokens.at(sequence.scheduled_len + flight.query_len)",
-        "sequence.tokens.at(sequence.scheduled_len + flight.query_len - 1)",
+        "end = sequence.scheduled_len + flight.query_len",
+        "end = sequence.scheduled_len + flight.query_len - 1",
     ),
     Mutant(
         "statistics that count cached tokens of running rows again",

@@ -19,10 +19,11 @@ from aserve.messages.base import CancelReason
 from aserve.messages.executor import EngineSpec, SchedulerEffect, SchedulerEvent
 from aserve.messages.output import Refused, Retired, StepOutput
 from aserve.messages.requests import AdmitRequest, Cancel
-from aserve.messages.results import BuildMask, MaskReady
-from aserve.messages.step import Launch, Resync, Sample, ScheduleBatch
+from aserve.messages.results import BuildMask, KvFailed, KvReady, MaskReady
+from aserve.messages.step import Launch, ReceiveKv, Resync, Sample, ScheduleBatch
 from aserve.observability.recording import Recorder
 from aserve.scheduling.check import describe
+from aserve.scheduling.request import child_seed
 from aserve.scheduling.scheduler import Scheduler
 from tests.fakes.toy_device import ToyMatchers
 from tests.faults import Faults
@@ -43,6 +44,7 @@ class Trace(msgspec.Struct, frozen=True):
     cancel_rate: float = 0.0
     fail_rate: float = 0.0
     mask_fail_rate: float = 0.0
+    transfer_fail_rate: float = 0.0
     events_per_turn: int = 1
 
 
@@ -54,9 +56,16 @@ class TraceRun:
         self.chaos = random.Random(trace.seed)
         self.scheduler = WatchedState(trace.spec, debug_checks=True)
         self.device = Faults(trace.spec, chaos=self.chaos, rate=trace.fail_rate).device
+        self.device.whole_prompts = {
+            child_seed(request.sampling.seed, child)
+            for request in trace.requests
+            if not request.is_causal
+            for child in range(request.sampling.n)
+        }
         self.matchers = ToyMatchers(trace.spec.vocab_size)
         self.commands: deque[ScheduleBatch | Sample | Resync] = deque()
         self.asks: deque[BuildMask] = deque()
+        self.transfers: list[ReceiveKv] = []
         self.arrivals = deque(trace.requests)
         self.arrived: set[str] = set()
         self.stories = {
@@ -70,16 +79,20 @@ class TraceRun:
         self.num_launched = 0
 
     def run(self) -> None:
-        while self.arrivals or self.commands or self.asks or not self.scheduler.is_idle:
+        while self._has_events() or not self.scheduler.is_idle:
             assert len(self.turns) < MAX_TURNS, "the trace does not come to an end"
             events = self._next_events()
-            has_sources = self.commands or self.asks or self.scheduler.has_more
-            can_move = events or has_sources or self.scheduler.is_idle
+            can_move = (
+                events or self._has_events() or self.scheduler.has_more or self.scheduler.is_idle
+            )
             assert can_move, f"nobody moves: {self._who_waits()}"
             self.turns.append(events)
             for effect in self.scheduler.step([EVENTS.round_trip(event) for event in events]):
                 self._perform(EFFECTS.round_trip(effect))
         self._check_end()
+
+    def _has_events(self) -> bool:
+        return bool(self.arrivals or self.commands or self.asks or self.transfers)
 
     def save(self, path: Path) -> None:
         """Writes the events so far as a recording; the last turn, in which it broke, included."""
@@ -104,10 +117,15 @@ class TraceRun:
     def _next_event(self) -> SchedulerEvent | None:
         if self.chaos.random() < self.trace.cancel_rate:
             return self._cancel_somebody()
-        sources = [source for source in (self.arrivals, self.commands, self.asks) if source]
+        queues = (self.arrivals, self.commands, self.asks, self.transfers)
+        sources = [source for source in queues if source]
         if not sources:
             return None
         source = self.chaos.choice(sources)
+        if source is self.transfers:
+            source = self.chaos.choice(sources)  # a transfer takes long
+        if source is self.transfers:
+            return self._transfer()
         if source is self.arrivals:
             self.arrived.add(self.arrivals[0].request_id)
             return self.arrivals.popleft()
@@ -124,9 +142,17 @@ class TraceRun:
         story.failed_mask = FailedMask(ask.position, error)
         return MaskReady(ask.request_id, ask.child, ask.position, mask=b"", error=error)
 
+    def _transfer(self) -> KvReady | KvFailed:
+        """Transfers end in any order."""
+        transfer = self.transfers.pop(self.chaos.randrange(len(self.transfers)))
+        fails = self.chaos.random() < self.trace.transfer_fail_rate
+        story = self.stories[transfer.request_id, transfer.child]
+        return self.device.receive_kv(transfer, story.request, fails=fails)
+
     def _cancel_somebody(self) -> SchedulerEvent:
         """Known, finished, refused or never seen: a cancel may name anything at any moment."""
-        request_id, child = self.chaos.choice([*self.stories, ("nobody", 0)])
+        awaiting = [(transfer.request_id, transfer.child) for transfer in self.transfers]
+        request_id, child = self.chaos.choice([*self.stories, *awaiting * 4, ("nobody", 0)])
         if (request_id, child) == ("nobody", 0):
             return Cancel(request_id, None, 0, "cancelled")
         named = None if self.chaos.random() < 0.3 else child
@@ -149,6 +175,8 @@ class TraceRun:
                 self.commands.append(effect)
             case BuildMask():
                 self.asks.append(effect)
+            case ReceiveKv():
+                self.transfers.append(effect)
             case StepOutput():
                 for output in effect.sequences:
                     self.stories[output.request_id, output.child].take(output)

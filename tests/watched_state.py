@@ -32,7 +32,11 @@ class WatchedState(Scheduler):
         if has_launched:
             self.num_watched += 1
             running = self.state.running.values()
-            admitted = [row for row in running if row.allocation is not before.get(row)]
+            admitted = [
+                row
+                for row in running
+                if row.allocation is not before.get(row) and row.phase is Phase.RUNNING
+            ]
             launch = self.state.effects[-1]
             assert isinstance(launch, Launch)
             [batch] = launch.batches
@@ -54,7 +58,8 @@ class WatchedState(Scheduler):
             for other in before:
                 has_many = num_rows[row.client] > share or num_left[row.client] > 0
                 makes_way = row.client is not other.client and has_many
-                assert other in retracted or makes_way or _goes_before(row, other), (
+                is_bound = other.phase is Phase.AWAITING_KV
+                assert other in retracted or makes_way or is_bound or _goes_before(row, other), (
                     f"{row.request_id}/{row.child} stepped back, not "
                     f"{other.request_id}/{other.child}"
                 )
@@ -70,19 +75,22 @@ class WatchedState(Scheduler):
         prefill_spans = [
             query_len
             for sequence, query_len, kv_len in zip(sequences, query_lens, kv_lens, strict=True)
-            if sequence in admitted or sequence.tokens.num - kv_len > 1
+            if sequence in admitted or sequence.tokens.num - kv_len > state.spec.decode.root_len
         ]
         pages = {
             page
-            for row in state.running.values()
-            if row.allocation is not None
-            for page in row.allocation.pages[0]
+            for allocation in [
+                *(row.allocation for row in state.running.values()),
+                *(transfer.allocation for transfer in state.transfers.values()),
+            ]
+            if allocation is not None
+            for page in allocation.pages[0]
         }
         return StepStats(
             num_prefill_rows=len(prefill_spans),
             num_prefill_tokens=sum(prefill_spans),
             num_decode_rows=len(sequences) - len(prefill_spans),
-            num_running=phases.count(Phase.RUNNING),
+            num_running=phases.count(Phase.RUNNING) + phases.count(Phase.AWAITING_KV),
             num_waiting=phases.count(Phase.WAITING),
             num_retracted=self.num_retracted,
             num_cached_tokens=sum(_num_cached(row) for row in admitted) * state.spec.page_size,

@@ -14,7 +14,9 @@ from aserve.messages.requests import AdmitRequest
 INT64_MAX = 2**63 - 1
 
 
-def check_request(request: AdmitRequest, spec: EngineSpec, *, has_masks: bool) -> None:
+def check_request(
+    request: AdmitRequest, spec: EngineSpec, *, has_masks: bool, has_transfers: bool = False
+) -> None:
     """Raises a BugError for what the text side promises never to send."""
     sampling = request.sampling
     max_tokens = sampling.max_tokens
@@ -30,6 +32,10 @@ def check_request(request: AdmitRequest, spec: EngineSpec, *, has_masks: bool) -
         raise BugError(f"n is {sampling.n}, and the seed {sampling.seed}")
     if sampling.grammar is not None and not has_masks:
         raise BugError("a request with a grammar came to an engine that fills no masks")
+    if sampling.grammar is not None and not spec.decode.root_len:
+        raise BugError("a request with a grammar came to a decode mode that takes no masks")
+    if request.awaits_kv and (not has_transfers or not max_tokens):
+        raise BugError("a request that awaits KV came to an engine that gets none, or for no token")
     if request.outputs and len(request.outputs) != sampling.n:
         raise BugError(f"there are outputs of {len(request.outputs)} of {sampling.n} children")
     for outputs in request.outputs:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import assert_never
+from typing import TypeAlias, assert_never
 
 from aserve.actors.admission import check_request
 from aserve.actors.base import Actor
@@ -23,22 +23,27 @@ from aserve.messages.executor import Executor, SchedulerEffect, SchedulerEvent, 
 from aserve.messages.output import DetokenizerEvent, Refused, Retired, StepOutput
 from aserve.messages.requests import AdmitRequest, Cancel
 from aserve.messages.results import BuildMask
-from aserve.messages.step import Launch, Resync, Sample
+from aserve.messages.step import Launch, ReceiveKv, Resync, Sample
 from aserve.observability.recording import Recorder
 from aserve.observability.reports import SchedulerObserver, SchedulerTick, Seat
 from aserve.observability.trace import Trace
 from aserve.scheduling.scheduler import Scheduler
 from aserve.scheduling.turn import Intake
 
+KvEvent: TypeAlias = ReceiveKv | Retired | Refused  # of the KV transfers of other engines
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerPorts:
-    """The receivers of effects. Without `masks` no request may have a grammar."""
+    """The receivers of effects. Without `masks` no request may have a grammar, and without `kv`
+    none may await its KV.
+    """
 
     executor: Executor
     tickets: Channel[Ticket]
     text: Sink[DetokenizerEvent]
     masks: Channel[MaskEvent] | None = None
+    kv: Sink[KvEvent] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +120,12 @@ class SchedulerActor(Actor[SchedulerEvent]):
         return passed
 
     def _check(self, request: AdmitRequest, passed: list[SchedulerEvent]) -> None:
-        check_request(request, self._scheduler.state.spec, has_masks=self._ports.masks is not None)
+        check_request(
+            request,
+            self._scheduler.state.spec,
+            has_masks=self._ports.masks is not None,
+            has_transfers=self._ports.kv is not None,
+        )
         self._set_deadline(request)
         passed.append(request)
 
@@ -149,6 +159,12 @@ class SchedulerActor(Actor[SchedulerEvent]):
                 self._clear_deadline(effect.request_id)
                 if ports.masks is not None:
                     ports.masks.send(effect)
+                if ports.kv is not None:
+                    ports.kv.send(effect)
+            case ReceiveKv():
+                if ports.kv is None:
+                    raise BugError(f"no transfers for request {effect.request_id}")
+                ports.kv.send(effect)
             case BuildMask():
                 if ports.masks is None:
                     raise BugError(f"no matcher for grammar request {effect.request_id}")

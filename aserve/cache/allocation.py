@@ -20,7 +20,7 @@ class PageAllocation:
     a row's page table is append-only while the sequence lives.
     """
 
-    __slots__ = ("is_inserting", "num_pages", "num_released", "pages", "prefix")
+    __slots__ = ("is_inserting", "num_holds", "num_pages", "num_released", "pages", "prefix")
 
     def __init__(self, num_groups: int) -> None:
         self.pages: list[array[int]] = [array("i") for _ in range(num_groups)]
@@ -28,6 +28,7 @@ class PageAllocation:
         self.prefix = Prefix()
         self.num_released = [0] * num_groups  # page indices below it are behind the group's window
         self.is_inserting = True
+        self.num_holds = 0  # transfers that use its pages: these outlive the sequence
 
     @property
     def num_shared(self) -> int:

@@ -24,7 +24,16 @@ from aserve.messages.executor import GroupSpec
 class KvCache:
     """Every page of every group is free, in the tree, or private to one holding."""
 
-    __slots__ = ("_has_prefix_cache", "_page_size", "_pools", "_tree", "_windowed", "_windows")
+    __slots__ = (
+        "_closed",
+        "_has_prefix_cache",
+        "_page_size",
+        "_pools",
+        "_tree",
+        "_windowed",
+        "_windows",
+        "has_windows",
+    )
 
     def __init__(
         self, groups: tuple[GroupSpec, ...], *, page_size: int, prefix_cache: bool
@@ -37,10 +46,8 @@ class KvCache:
         self._windows = tuple(group.window for group in groups)
         self._windowed = tuple(g for g, group in enumerate(groups) if group.window is not None)
         self._tree = PrefixTree(groups[0].num_pages, windowed_groups=self._windowed)
-
-    @property
-    def has_windows(self) -> bool:
-        return bool(self._windowed)
+        self.has_windows = bool(self._windowed)
+        self._closed: list[PageAllocation] = []  # whose pages a transfer still uses
 
     # -------------------------------------------------------- a sequence's way through the cache
 
@@ -54,10 +61,18 @@ class KvCache:
         nodes = np.asarray(self._tree.nodes(prefix))
         return self._tree.cut(prefix, self._usable_len(nodes))
 
-    def open(self, prefix: Prefix) -> PageAllocation:
-        """Must follow its match before anything else happens to this cache."""
+    def open(self, prefix: Prefix, *, skipped_len: int = 0) -> PageAllocation:
+        """Must follow its match before anything else happens to this cache.
+
+        Without a prefix the KV of the first `skipped_len` positions may come from elsewhere. The
+        holding must then grow beyond them at once, and has no pages that no later position sees.
+        """
         allocation = PageAllocation(len(self._pools))
         if not prefix.num_pages:
+            for group in self._windowed:
+                first = self._first_visible(group, skipped_len)
+                allocation.pages[group].frombytes(bytes(4 * first))
+                allocation.num_released[group] = first
             return allocation
         allocation.pages[0] = self._tree.nodes(prefix)
         allocation.num_pages = prefix.num_pages
@@ -74,8 +89,7 @@ class KvCache:
 
     def missing(self, allocation: PageAllocation, num_pages: int) -> tuple[int, ...]:
         """For each group, the pages to take so that the holding covers `num_pages` page indices."""
-        count = max(num_pages - allocation.num_pages, 0)
-        return (count,) * len(self._pools)
+        return tuple(max(num_pages - len(pages), 0) for pages in allocation.pages)
 
     def available(self, group: int) -> int:
         """What growing could get now: free pages and evictable ones."""
@@ -137,7 +151,8 @@ class KvCache:
 
     def close(self, allocation: PageAllocation, keys: Sequence[bytes], *, num_pages: int) -> None:
         """The sequence leaves: its first `num_pages` pages, whole and committed, go to the tree or,
-        where that has them already, are freed with the rest. The holding is empty afterwards.
+        where that has them already, are freed with the rest. The holding is empty afterwards, or
+        after its last `release`.
         """
         if self._has_prefix_cache:
             self._require_whole(allocation, keys, num_pages)
@@ -147,7 +162,22 @@ class KvCache:
                     self._exchange(allocation, found)
                 if num_pages > allocation.num_shared:
                     self._insert(allocation, keys, num_pages=num_pages)
-        self._let_go(allocation)
+        if allocation.num_holds:
+            self._closed.append(allocation)
+        else:
+            self._let_go(allocation)
+
+    def hold(self, allocation: PageAllocation) -> None:
+        """A transfer begins to use the pages. They stay where they are until its `release`, even if
+        the holding is closed.
+        """
+        allocation.num_holds += 1
+
+    def release(self, allocation: PageAllocation) -> None:
+        allocation.num_holds -= 1
+        if not allocation.num_holds and allocation in self._closed:
+            self._closed.remove(allocation)
+            self._let_go(allocation)
 
     def evict_all(self) -> None:
         """Drops every unlocked page of the tree."""
@@ -171,7 +201,8 @@ class KvCache:
         """Raises a BugError with a page's story unless every page is owned exactly once;
         `allocations` are all open ones. It walks over everything: for tests and debug mode.
         """
-        check_conservation(self._pools, self._tree, allocations=list(allocations))
+        held = [*allocations, *self._closed]
+        check_conservation(self._pools, self._tree, allocations=held)
 
     # -------------------------------------------------------- inside
 

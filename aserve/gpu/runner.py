@@ -189,7 +189,7 @@ class ModelRunner:
             """Selects the tokens that need logits. PERF: mostly these are all, in order."""
             return values if len(tokens) == len(hidden) else values.index_select(0, tokens)
 
-        rows, positions, last = map(of_logits, (batch.token_rows, batch.cache_positions, hidden))
+        rows, positions, last = map(of_logits, (batch.token_rows, batch.token_positions, hidden))
         sampled = self._sample_slices(
             step.plan.logits,
             arrays,

@@ -10,20 +10,32 @@ from aserve.messages.output import Refused, Retired, StepOutput
 from aserve.messages.requests import AdmitRequest, Cancel, FailRequest
 from aserve.messages.results import (
     BuildMask,
+    KvFailed,
+    KvReady,
     MaskReady,
     SampleResult,
     SeqLens,
     StepFailed,
     StepResult,
 )
-from aserve.messages.step import Launch, Resync, Sample, ScheduleBatch
+from aserve.messages.step import DraftTree, Launch, ReceiveKv, Resync, Sample, ScheduleBatch
 
 SchedulerEvent: TypeAlias = (
-    AdmitRequest | Cancel | StepResult | SampleResult | StepFailed | MaskReady | FailRequest
+    AdmitRequest
+    | Cancel
+    | StepResult
+    | SampleResult
+    | StepFailed
+    | MaskReady
+    | KvReady
+    | KvFailed
+    | FailRequest
 )
 
 
-SchedulerEffect: TypeAlias = Launch | Sample | Resync | StepOutput | Retired | Refused | BuildMask
+SchedulerEffect: TypeAlias = (
+    Launch | Sample | Resync | StepOutput | Retired | Refused | BuildMask | ReceiveKv
+)
 
 
 class GroupSpec(Record, frozen=True):
@@ -38,10 +50,21 @@ class GroupSpec(Record, frozen=True):
 
 
 class DecodeCaps(Record, frozen=True):
-    """What a decode mode can do, as data."""
+    """What a decode mode can do, as data.
 
-    max_tokens_per_step: int = 1  # a decode's span at most: 1 + drafts
+    A decode computes `root_len` known tokens without KV and then tokens that only the device knows.
+    With `root_len` 1 these are the last sampled token and its drafts. With 0 they are a block of
+    new tokens, as in a diffusion model, which begins anew where a row reads nothing from the relay.
+    Such a mode takes no host-side masks.
+    """
+
+    min_tokens_per_step: int = 1  # 0: a step may give a row nothing, as a denoising pass does
+    max_tokens_per_step: int = 1  # also the most tokens that a decode computes
+    root_len: int = 1
     mixes_prefill: bool = True
+    tree: DraftTree | None = None  # of max_tokens_per_step - 1 drafts; None: a chain
+    # tokens behind a position on which its KV depends, as in a drafter whose inputs are shifted
+    key_lookahead: int = 0
 
 
 class EngineSpec(Record, frozen=True):

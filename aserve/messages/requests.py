@@ -157,6 +157,10 @@ class AdmitRequest(Message, frozen=True):
     # computes those that are not here
     page_keys: bytes = b""
     client: str = ""
+    awaits_kv: bool = False  # a transfer brings the KV of its tokens: see ReceiveKv
+    # Each token of the prompt sees only those before it. Without this, the prompt is computed in
+    # one step, and its KV is of use to no other sequence.
+    is_causal: bool = True
 
 
 class Cancel(Message, frozen=True):

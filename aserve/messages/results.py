@@ -69,6 +69,25 @@ class StepFailed(Message, frozen=True):
     error: ErrorInfo
 
 
+class KvReady(Message, frozen=True):
+    """Answers ReceiveKv: the KV is in the sequence's pages. `token_ids` is the token that was
+    sampled behind it. It may be empty, and then the last token is computed here.
+    """
+
+    request_id: str
+    child: int
+    token_ids: bytes  # int32
+    logprobs: tuple[RowLogprobs, ...] = ()  # of that token, of whatever row
+
+
+class KvFailed(Message, frozen=True):
+    """Answers ReceiveKv: the KV did not come, and nothing writes to the pages any more."""
+
+    request_id: str
+    child: int
+    error: ErrorInfo
+
+
 class SeqLens(Record, frozen=True):
     """Published lengths of a step: KV length of each named row after it."""
 

@@ -43,12 +43,30 @@ class PageWrites(Record, frozen=True):
     pages: bytes = b""  # int32
 
 
+class DraftTree(Record, frozen=True):
+    """The tree that a row's drafts form behind its last known token, the root. Draft i, counted
+    from 1, follows draft parents[i - 1], or the root for 0. A parent comes before its children, so
+    that the first drafts of a tree are a tree as well.
+    """
+
+    parents: tuple[int, ...]
+
+    def depth(self, num_drafts: int) -> int:
+        """Drafts on the longest path through the first `num_drafts` of them."""
+        depths = [0]
+        for parent in self.parents[:num_drafts]:
+            depths.append(depths[parent] + 1)
+        return max(depths)
+
+
 class VerifyPlan(Record, frozen=True):
     """Present when rows carry drafts: the last num_drafts[i] tokens of row i's span come from
-    the relay's drafts.
+    the relay's drafts. A span of drafts alone is a block of new tokens (see DecodeCaps). Drafts are
+    a chain, or a tree of which the step moves the KV of the accepted path to the path's positions.
     """
 
     num_drafts: bytes  # int32 [rows]
+    tree: DraftTree | None = None
 
 
 class StepStats(Record, frozen=True):
@@ -113,6 +131,18 @@ class Sample(Message, frozen=True):
     iteration: int
     rows: bytes  # int32 [rows]
     masks: bytes
+
+
+class ReceiveKv(Message, frozen=True):
+    """Asks for a transfer of the KV of a sequence's first `num_tokens` tokens into its pages.
+    Nobody else uses these until KvReady or KvFailed comes, even if the sequence ends before that.
+    """
+
+    request_id: str
+    child: int
+    num_tokens: int
+    # int32 [pages] for each layer group, 0 for a page that no later token sees
+    pages: tuple[bytes, ...]
 
 
 class Resync(Message, frozen=True):

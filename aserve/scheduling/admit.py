@@ -10,18 +10,20 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Collection
 
+from aserve.cache.prefix_tree import Prefix
 from aserve.errors import ErrorInfo, NeverFits, QueueFull
 from aserve.messages.output import Refused
 from aserve.messages.requests import AdmitRequest
-from aserve.scheduling.budget import fits_alone, most_pages
+from aserve.scheduling.budget import fits_alone, has_room, min_query_len, most_pages
+from aserve.scheduling.clients import place_refusal
 from aserve.scheduling.finish import finish
 from aserve.scheduling.followers import follow, lead
 from aserve.scheduling.forecast import fits_ahead
 from aserve.scheduling.grammar_rows import ask_mask, has_slow_room, return_slow
 from aserve.scheduling.request import Phase, Sequence
 from aserve.scheduling.reserve import Reserve
-from aserve.scheduling.shares import place_refusal, prefill_order
 from aserve.scheduling.state import SchedulerState
+from aserve.scheduling.transfers import await_kv
 from aserve.scheduling.turn import PAGES_PER_LOOK
 
 
@@ -29,7 +31,13 @@ def receive(state: SchedulerState, request: AdmitRequest) -> None:
     """Queues every child of a request, or refuses the request with the numbers."""
     client = state.clients.find(request.client)
     children = [
-        Sequence(request, child=child, arrival=state.arrivals + child, client=client)
+        Sequence(
+            request,
+            child=child,
+            arrival=state.arrivals + child,
+            client=client,
+            caps=state.spec.decode,
+        )
         for child in range(request.sampling.n)
     ]
     refusal = _refusal(state, children)
@@ -53,7 +61,7 @@ def admit(
     owed: Collection[Sequence] = (),
 ) -> list[Sequence]:
     """Gives rows and cached prefixes to waiting sequences, in their order, while there is room and
-    `num_tokens` of the step can feed them after the prefills that go before them; who was let in.
+    `num_tokens` of the step can feed them after the prefills that go before them; the new prefills.
     Those that are `owed` a place need not fit the forecast of pages.
 
     A sequence that runs alone always has room: that was tested when it came. The work of a turn is
@@ -79,20 +87,29 @@ def admit(
             break
         if not open_prefix(state, sequence):
             continue
-        has_room = not state.running or (
+        has_room = not sequence.awaits_kv or _has_pages(state, sequence)
+        has_room &= not state.running or (
             reserve.has_room_beside(sequence) and (sequence in owed or fits_ahead(state, sequence))
         )
         if not has_room:
             undo_open(state, sequence)
             state.waiting.add(sequence)
             break
-        reserve.add(sequence)
         _take_row(state, sequence)
-        line.add(sequence)
-        admitted.append(sequence)
+        reserve.add(sequence)
+        if not sequence.awaits_kv:
+            line.add(sequence)
+            admitted.append(sequence)
         assert sequence.allocation is not None
         state.looks_left -= sequence.allocation.num_pages // PAGES_PER_LOOK
     return admitted
+
+
+def prefill_order(sequence: Sequence) -> tuple[int, int, int]:
+    """The client that was served least computes its prompts first, so that the long prompts of one
+    do not delay the short ones of another.
+    """
+    return (sequence.priority, sequence.client.served, sequence.arrival)
 
 
 class _PrefillLine:
@@ -121,6 +138,12 @@ def _refusal(state: SchedulerState, children: list[Sequence]) -> ErrorInfo | Non
             f"(prompt {first.prompt_len} + max_tokens {first.max_tokens}), but the engine has "
             f"{usable}. Ask for fewer tokens, or start the server with more --num-pages."
         ).info()
+    if min_query_len(first) > state.spec.max_batched_tokens:
+        return NeverFits(
+            f"This model computes a prompt in one step, and the prompt's {first.prompt_len} tokens "
+            f"are more than the {state.spec.max_batched_tokens} of a step. Shorten the prompt, or "
+            f"start the server with a larger --max-num-batched-tokens."
+        ).info()
     most = state.spec.max_waiting + state.spec.max_rows
     if len(children) > most:
         return NeverFits(
@@ -134,7 +157,9 @@ def _refusal(state: SchedulerState, children: list[Sequence]) -> ErrorInfo | Non
             f"sequences, and this request adds {len(children)}. Try again later.",
             retry_after_s=1.0,
         ).info()
-    return place_refusal(state, first.client, len(children))
+    num_free = state.spec.max_waiting + state.rows.num_free - len(state.waiting) - len(children)
+    num_places = state.spec.max_waiting
+    return place_refusal(first.client, len(children), num_free=num_free, num_places=num_places)
 
 
 def _end_or_ask(state: SchedulerState, sequence: Sequence) -> None:
@@ -150,7 +175,14 @@ def _end_or_ask(state: SchedulerState, sequence: Sequence) -> None:
 
 
 def open_prefix(state: SchedulerState, sequence: Sequence) -> bool:
-    """Locks the cached prefix, unless a running row is about to commit the page behind it."""
+    """Locks the cached prefix, unless a running row is about to commit the page behind it. One that
+    awaits its KV gets all of it.
+    """
+    if sequence.awaits_kv:
+        # The transfer may leave the last token to be computed here.
+        skipped_len = sequence.tokens.num - 1
+        sequence.allocation = state.cache.open(Prefix(), skipped_len=skipped_len)
+        return True
     page_size = state.spec.page_size
     keys = sequence.page_keys(page_size) if state.spec.prefix_cache else sequence.keys
     most = min(sequence.max_cached_len // page_size, len(keys))
@@ -172,7 +204,7 @@ def undo_open(state: SchedulerState, sequence: Sequence) -> None:
 def _take_row(state: SchedulerState, sequence: Sequence) -> None:
     """NOTE: the caller has taken the sequence out of the queue."""
     sequence.row = state.rows.take()
-    sequence.move(Phase.RUNNING)
+    sequence.move(Phase.AWAITING_KV if sequence.awaits_kv else Phase.RUNNING)
     if sequence.cached_len < 0:
         sequence.cached_len = min(sequence.committed_len, sequence.prompt_len)
         sequence.unpaid = sequence.tokens.num - sequence.committed_len
@@ -181,3 +213,13 @@ def _take_row(state: SchedulerState, sequence: Sequence) -> None:
     lead(state, sequence)
     if sequence.mask is not None:
         state.masked[sequence.row] = sequence
+    if sequence.awaits_kv:
+        await_kv(state, sequence)
+
+
+def _has_pages(state: SchedulerState, sequence: Sequence) -> bool:
+    """Whether all pages of its tokens are there now."""
+    assert sequence.allocation is not None
+    return has_room(
+        state, state.cache.missing(sequence.allocation, state.num_pages(sequence.tokens.num))
+    )

@@ -43,13 +43,13 @@ def _build(
         input_ids=_input_ids(flights),
         next_ids=pack_i32([_next_id(flight) for flight in flights]),
         kv_lens=pack_i32([sequence.scheduled_len for sequence in sequences]),
-        bounds=bytes([sequence.num_drafts > 0 for sequence in sequences]),
+        bounds=bytes([sequence.num_uncertain > 0 for sequence in sequences]),
         expects=pack_i32([_expected_stamp(flight) for flight in flights]),
         sample_rows=pack_i32([f.sequence.row for f in flights if f.samples and not f.is_held]),
         held_rows=pack_i32([flight.sequence.row for flight in flights if flight.is_held]),
         page_writes=tuple(_page_writes(grown, group) for group in range(len(state.spec.groups))),
         row_inits=_row_inits(grown),
-        verify=VerifyPlan(pack_i32(drafts)) if any(drafts) else None,
+        verify=VerifyPlan(pack_i32(drafts), state.spec.decode.tree) if any(drafts) else None,
         stats=stats,
         shared_pages=_shared_pages(sequences) if state.spec.names_shared_pages else 0,
     )
@@ -79,13 +79,12 @@ def _input_ids(flights: list[Flight]) -> bytes:
 
 
 def _next_id(flight: Flight) -> int:
-    """The token after the span: the next one of the prompt for a middle chunk, else one that is
-    not known yet, or never will be.
+    """The token after the span: the next one of the prompt for a middle chunk, else -row for one
+    that is not known yet, or never will be.
     """
     sequence = flight.sequence
-    if flight.samples or flight.ends:
-        return -sequence.row
-    return sequence.tokens.at(sequence.scheduled_len + flight.query_len)
+    end = sequence.scheduled_len + flight.query_len
+    return sequence.tokens.at(end) if end < sequence.tokens.num else -sequence.row
 
 
 def _expected_stamp(flight: Flight) -> int:

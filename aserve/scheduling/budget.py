@@ -27,6 +27,9 @@ def most_pages(state: SchedulerState, num_positions: int) -> Pages:
 def fits_alone(state: SchedulerState, sequence: Sequence) -> bool:
     """The test at admission to the queue: what fails it could never finish."""
     needed = most_pages(state, sequence.max_kv_len)
+    if min_query_len(sequence) > 1:
+        whole = state.num_pages(sequence.prompt_len)
+        needed = tuple(max(whole, pages) for pages in needed)
     return all(
         need < group.num_pages for need, group in zip(needed, state.spec.groups, strict=True)
     )
@@ -36,14 +39,22 @@ def next_query_len(spec: EngineSpec, sequence: Sequence) -> int:
     """Tokens that the row would like to have in its next step: the rest of a prefill, or a decode
     with its drafts.
 
-    0 where a verify window has no room left within prompt + max_tokens - 1 positions: results must
+    0 where a verify window or a block has no room left within `max_kv_len` positions: results must
     come first.
     """
     wanted = sequence.remaining
     room = sequence.max_kv_len - sequence.scheduled_len
-    if wanted == 1 and sequence.relay_stamp and sequence.mask is None:
+    root_len = spec.decode.root_len
+    if wanted == root_len and (sequence.relay_stamp or not root_len) and sequence.mask is None:
         wanted = spec.decode.max_tokens_per_step
     return wanted if wanted < room else room
+
+
+def min_query_len(sequence: Sequence) -> int:
+    """Tokens that the row must compute in its next step at least: a prompt that is not causal is
+    not cut into chunks.
+    """
+    return 1 if sequence.is_causal else max(1, sequence.prompt_len - sequence.scheduled_len)
 
 
 def step_need(state: SchedulerState, sequences: Iterable[Sequence]) -> Pages:
@@ -56,10 +67,10 @@ def step_need(state: SchedulerState, sequences: Iterable[Sequence]) -> Pages:
     for sequence in sequences:
         query_len = max(1, next_query_len(state.spec, sequence))
         most: int | None = 0 if sequence.flights else None
-        if sequence.remaining > 1:
+        if sequence.remaining > state.spec.decode.root_len:
             query_len = min(query_len, max(1, tokens_left))
             tokens_left -= query_len
-            most = 0 if sequence.flights else 1
+            most = 0 if sequence.flights else max(1, state.num_pages(min_query_len(sequence)))
         covered = min(sequence.scheduled_len + query_len, sequence.max_kv_len)
         count = _num_missing(state, sequence, covered)
         if count:
@@ -77,7 +88,8 @@ def prefill_need(state: SchedulerState, sequence: Sequence) -> Pages:
     count = _num_missing(state, sequence, covered)
     if not count:
         return (0,) * len(state.spec.groups)
-    return tuple(min(count, pages) for pages in most_pages(state, covered))
+    least = state.num_pages(min_query_len(sequence))
+    return tuple(min(count, max(least, pages)) for pages in most_pages(state, covered))
 
 
 def _num_missing(state: SchedulerState, sequence: Sequence, num_positions: int) -> int:

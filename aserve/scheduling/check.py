@@ -11,6 +11,8 @@ from aserve.scheduling.clients import PROMPT_WEIGHT, Client
 from aserve.scheduling.request import Phase, Sequence
 from aserve.scheduling.state import SchedulerState
 
+OWNERS = (Phase.AWAITING_KV, Phase.RUNNING)  # the phases that own a row and pages
+
 
 def check(state: SchedulerState) -> None:
     """Raises a BugError unless each row and page has one owner, lengths agree with the flights, and
@@ -34,7 +36,7 @@ def _check_rows(state: SchedulerState) -> None:
             f"{state.spec.max_rows}"
         )
     for row, sequence in state.running.items():
-        if sequence.row != row or sequence.phase is not Phase.RUNNING:
+        if sequence.row != row or sequence.phase not in OWNERS:
             raise BugError(f"row {row} names {describe(sequence)}")
 
 
@@ -57,7 +59,7 @@ def _check_clients(state: SchedulerState) -> None:
 
 
 def _check_sequence(state: SchedulerState, sequence: Sequence) -> None:
-    is_running = sequence.phase is Phase.RUNNING
+    is_running = sequence.phase in OWNERS
     problems = {
         "owns a row while it does not run": not is_running and sequence.row != 0,
         "owns pages while it does not run": not is_running and sequence.allocation is not None,
@@ -79,12 +81,14 @@ def _check_sequence(state: SchedulerState, sequence: Sequence) -> None:
 
 def _are_sums_right(sequence: Sequence) -> bool:
     """NOTE: the lengths of a sequence that was retracted have no meaning until it waits again."""
-    num_sampling = sum(flight.samples for flight in sequence.flights)
-    num_drafts = sum(flight.num_drafts for flight in sequence.flights)
-    if (num_sampling, num_drafts) != (sequence.num_sampling, sequence.num_drafts):
+    flights = sequence.flights
+    num_sampling = sum(flight.samples for flight in flights)
+    max_outputs = sum(flight.max_outputs for flight in flights)
+    num_uncertain = max_outputs - sum(flight.min_outputs for flight in flights)
+    if (num_sampling, num_uncertain) != (sequence.num_sampling, sequence.num_uncertain):
         return False
-    scheduled_len = sequence.committed_len + sum(flight.query_len for flight in sequence.flights)
-    remaining = sequence.tokens.num + num_sampling + num_drafts - scheduled_len
+    scheduled_len = sequence.committed_len + sum(flight.max_advance for flight in flights)
+    remaining = sequence.tokens.num + max_outputs - scheduled_len
     is_right = (scheduled_len, remaining) == (sequence.scheduled_len, sequence.remaining)
     return is_right or sequence.phase is Phase.LINGERING
 

@@ -17,8 +17,11 @@ from __future__ import annotations
 
 import heapq
 
+from aserve.errors import ErrorInfo, QueueFull
+
 PROMPT_WEIGHT = 1
 OUTPUT_WEIGHT = 2
+PLACES_PER_FREE_ONE = 8  # places in the queue that one client may hold for each that is free
 
 
 class Client:
@@ -128,3 +131,24 @@ class Clients:
             client = self._by_id.get(client_id)
             if client is not None and not client.num_living and client.served <= least:
                 del self._by_id[client_id]
+
+
+def place_refusal(
+    client: Client, num_new: int, *, num_free: int, num_places: int
+) -> ErrorInfo | None:
+    """Says why a client may not have so many more sequences in the queue of `num_places`, though
+    `num_free` would remain free; None if it may.
+
+    A client may hold 8 times as many places as remain free (the dynamic threshold of Choudhury and
+    Hahne, 1998): 8/9 of an otherwise empty queue. So a flood leaves places for others, and each
+    further flood leaves some again. Nobody is refused the first request, and a program that embeds
+    the engine, which names no client, has the whole queue.
+    """
+    num_held = client.num_waiting
+    if not client.client_id or not num_held or num_held + num_new <= PLACES_PER_FREE_ONE * num_free:
+        return None
+    return QueueFull(
+        f"Your other requests already hold {num_held} of the queue's {num_places} places, and it "
+        "keeps some free for other clients. Try again later.",
+        retry_after_s=1.0,
+    ).info()

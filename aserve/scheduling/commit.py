@@ -16,11 +16,11 @@ from aserve.scheduling.followers import lead, wake
 from aserve.scheduling.grammar_rows import ask_mask
 from aserve.scheduling.prompts import hand_out_prompts
 from aserve.scheduling.request import Flight, Phase, Sequence
-from aserve.scheduling.shares import charge_prompt
 from aserve.scheduling.state import SchedulerState
 
 
 def commit_step(state: SchedulerState, result: StepResult) -> None:
+    state.landed = result.iteration
     step = state.steps.pop(result.iteration, None)
     if step is None:
         return  # dropped by a failure before it
@@ -29,7 +29,7 @@ def commit_step(state: SchedulerState, result: StepResult) -> None:
     for flight in step.rows.values():
         if not flight.samples and not flight.is_dropped:
             _commit_chunk(state, flight)
-    _commit_tokens(state, result, step.rows)
+    commit_tokens(state, result, step.rows)
 
 
 def commit_samples(state: SchedulerState, result: SampleResult) -> None:
@@ -38,20 +38,20 @@ def commit_samples(state: SchedulerState, result: SampleResult) -> None:
         flight = state.samples.pop((result.iteration, row), None)
         if flight is not None:
             rows[row] = flight
-    _commit_tokens(state, result, rows)
+    commit_tokens(state, result, rows)
 
 
 def _commit_chunk(state: SchedulerState, flight: Flight) -> None:
     """A chunk whose KV is there, and of which nothing was sampled."""
     sequence = flight.sequence
-    _land(state, flight, advance=flight.query_len)
+    _land(state, flight, advance=flight.max_advance)
     if flight.ends:
         finish(state, sequence, "length")
     else:
         settle(state, sequence)
 
 
-def _commit_tokens(
+def commit_tokens(
     state: SchedulerState, result: StepResult | SampleResult, rows: dict[int, Flight]
 ) -> None:
     logprobs = {record.row: record for record in result.logprobs}
@@ -69,18 +69,18 @@ def _commit_tokens(
         position = sequence.num_outputs
         num_kept, stop_id, is_end = _append(sequence, tokens[start:stop])
         sequence.client.serve_outputs(num_kept)
-        # Of a verify window, the root and the accepted drafts have valid KV.
-        _land(state, flight, advance=flight.query_len - flight.num_drafts + count - 1)
-        outputs.append(
-            SequenceOutput(
-                request_id=sequence.request_id,
-                child=sequence.child,
-                position=position,
-                token_ids=result.tokens[start * 4 : (start + num_kept) * 4],
-                cached_len=sequence.cached_len,
-                logprobs=(_cut(logprobs[row], num_kept, of=count),) if row in logprobs else (),
+        _land(state, flight, advance=flight.max_advance - flight.max_outputs + count)
+        if count:
+            outputs.append(
+                SequenceOutput(
+                    request_id=sequence.request_id,
+                    child=sequence.child,
+                    position=position,
+                    token_ids=result.tokens[start * 4 : (start + num_kept) * 4],
+                    cached_len=sequence.cached_len,
+                    logprobs=(_cut(logprobs[row], num_kept, of=count),) if row in logprobs else (),
+                )
             )
-        )
         if is_end:
             sequence.has_ended = True
             sequence.drop_flights()
@@ -131,11 +131,11 @@ def _land(state: SchedulerState, flight: Flight, *, advance: int) -> None:
         return  # retracted: its tokens count, its pages are gone
     assert sequence.allocation is not None
     if sequence.unpaid:
-        charge_prompt(sequence, advance)
+        _charge_prompt(sequence, advance)
     page_size = state.spec.page_size
-    num_before = sequence.committed_len // page_size
+    num_before = (sequence.committed_len - sequence.key_lookahead) // page_size  # at least
     sequence.land(flight, advance=advance)
-    if sequence.committed_len // page_size > num_before:
+    if sequence.cacheable_len // page_size > num_before:
         _commit_pages(state, sequence)
     if state.cache.has_windows:
         state.cache.release_behind(sequence.allocation, sequence.committed_len)
@@ -145,8 +145,15 @@ def _commit_pages(state: SchedulerState, sequence: Sequence) -> None:
     """The row has committed one more whole page, or several."""
     assert sequence.allocation is not None
     page_size = state.spec.page_size
-    num_pages = min(sequence.committed_len, sequence.tokens.num) // page_size
+    num_pages = sequence.cacheable_len // page_size
     state.cache.commit(sequence.allocation, sequence.page_keys(page_size), num_pages=num_pages)
     lead(state, sequence)
     if sequence.followers:
         wake(state, sequence)
+
+
+def _charge_prompt(sequence: Sequence, num_computed: int) -> None:
+    """A prompt token is charged once, however often it is computed again after a retraction."""
+    num_charged = min(sequence.unpaid, num_computed)
+    sequence.unpaid -= num_charged
+    sequence.client.serve_prompt(num_charged)

@@ -28,7 +28,7 @@ def finish(
     """Ends a sequence in any phase; Retired is its last message. Results that are still in
     flight will fall away.
     """
-    if sequence.phase is Phase.RUNNING:
+    if sequence.row:
         _give_back(state, sequence)
     elif sequence.leader is not None:
         unfollow(state, sequence)
@@ -110,8 +110,8 @@ def retraction_order(sequence: Sequence) -> tuple[int, int, int]:
 def _give_back(state: SchedulerState, sequence: Sequence) -> None:
     assert sequence.allocation is not None
     keys = sequence.page_keys(state.spec.page_size)
-    committed = min(sequence.committed_len, sequence.tokens.num)
-    state.cache.close(sequence.allocation, keys, num_pages=committed // state.spec.page_size)
+    num_pages = sequence.cacheable_len // state.spec.page_size
+    state.cache.close(sequence.allocation, keys, num_pages=num_pages)
     state.rows.give_back(sequence.row)
     del state.running[sequence.row]
     state.masked.pop(sequence.row, None)

@@ -18,7 +18,7 @@ def lead(state: SchedulerState, row: Sequence) -> None:
     if not state.spec.prefix_cache:
         return
     _resign(state, row)
-    index = row.committed_len // state.spec.page_size
+    index = row.cacheable_len // state.spec.page_size
     if index < len(row.keys):
         row.next_key = row.keys[index]
         state.leaders.setdefault(row.next_key, row)
@@ -42,7 +42,7 @@ def follow(state: SchedulerState, sequence: Sequence, *, num_cached: int, most: 
 
 def wake(state: SchedulerState, leader: Sequence) -> None:
     """After a commit: followers whose shared pages are all there wait in the queue again."""
-    num_pages = leader.committed_len // state.spec.page_size
+    num_pages = leader.cacheable_len // state.spec.page_size
     ready = [follower for follower, needs in leader.followers.items() if needs <= num_pages]
     for follower in ready:
         unfollow(state, follower)

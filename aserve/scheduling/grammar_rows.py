@@ -101,7 +101,8 @@ def _mark_slow(state: SchedulerState, request_id: str) -> None:
             child.mask.is_slow = True
     rows = sorted(_slow_rows(state), key=lambda sequence: sequence.arrival)
     for sequence in rows[max_slow_rows(state.spec) :]:
-        retract(state, sequence)
+        if not sequence.awaits_kv:
+            retract(state, sequence)
 
 
 def give_samples(state: SchedulerState) -> None:

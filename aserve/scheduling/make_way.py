@@ -143,7 +143,7 @@ class _Way:
     def _row_above_share(self, sequence: Sequence) -> Sequence | None:
         rows = [
             row
-            for row in self._state.running.values()
+            for row in self._state.retractable()
             if row.client.num_rows > self._share and row.priority >= sequence.priority
         ]
         return max(rows, key=lambda row: (row.client.num_rows, retraction_order(row)), default=None)
@@ -169,7 +169,7 @@ class _Way:
         done = {sequence.client}
         rows = [
             row
-            for row in self._state.running.values()
+            for row in self._state.retractable()
             if row.priority >= sequence.priority and row not in beside
         ]
         rows.sort(key=lambda row: (self._pages[row.client], retraction_order(row)), reverse=True)

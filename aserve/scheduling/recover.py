@@ -37,6 +37,7 @@ def fail_step(state: SchedulerState, failed: StepFailed) -> None:
     """Drops what is in flight and begins to look for the guilty row. A failure of a step before the
     last resync was acted on already, and is ignored.
     """
+    state.landed = max(state.landed, failed.iteration)
     if failed.iteration < state.resync_at:
         return
     named = _named_by(state, failed.iteration)
@@ -61,7 +62,7 @@ def _drop_outstanding(state: SchedulerState) -> None:
     has no drafts.
     """
     for sequence in list(state.living()):
-        if not sequence.flights:
+        if not sequence.flights or sequence.phase is Phase.AWAITING_KV:
             continue
         sequence.written_pages = 0
         sequence.relay_stamp = 0

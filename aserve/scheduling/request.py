@@ -2,9 +2,10 @@
 
 A sequence has two clocks. `committed_len` is the KV length that came back from the device;
 `scheduled_len` is the KV length once everything in flight is back, which is exact, or an upper
-bound while drafts are in flight. A `Flight` takes the second clock ahead when it is sent, and the
-first when it lands. Only `send`, `land`, `drop_flights`, `drop_held` and `restart` write the clocks
-and the sums over flights, so that they cannot disagree; check.py counts them anew in debug mode.
+bound while it is not certain how many tokens come back. A `Flight` takes the second clock ahead
+when it is sent, and the first when it lands. Only `send`, `land`, `drop_flights`, `drop_held` and
+`restart` write the clocks and the sums over flights, so that they cannot disagree; check.py counts
+them anew in debug mode.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from aserve.cache.allocation import PageAllocation
 from aserve.cache.prefix_tree import PageKeys, root_key
 from aserve.errors import BugError
 from aserve.messages.base import ArrayI32, array_i32
+from aserve.messages.executor import DecodeCaps
 from aserve.messages.requests import AdmitRequest, SamplingParams
 from aserve.messages.step import RowInit
 from aserve.scheduling.clients import Client
@@ -70,12 +72,19 @@ class TokenLog:
 class Flight(msgspec.Struct, gc=False, eq=False):
     """One launched step's part of a sequence. If its span reaches the last token that exists or is
     in flight, it `samples`, or it `ends` the sequence where nothing is to be sampled.
+
+    It brings `min_outputs` to `max_outputs` new tokens, and none where it does not sample. With
+    `max_outputs` the KV of `max_advance` more positions counts, and of one less for each token that
+    it brings less.
     """
 
     sequence: Sequence
     iteration: int
     query_len: int
     num_drafts: int
+    max_advance: int
+    min_outputs: int
+    max_outputs: int
     samples: bool
     ends: bool
     is_prefill: bool
@@ -92,10 +101,14 @@ class MaskState(msgspec.Struct, gc=False):
     is_slow: bool = False  # its masks take long
 
 
+ONE_TOKEN = DecodeCaps()
+
+
 class Sequence:
     __slots__ = (
         "allocation",
         "arrival",
+        "awaits_kv",
         "bad_word_ids",
         "cached_len",
         "child",
@@ -107,6 +120,8 @@ class Sequence:
         "flights",
         "followers",
         "has_ended",
+        "is_causal",
+        "key_lookahead",
         "keys",
         "last_iteration",
         "leader",
@@ -115,10 +130,10 @@ class Sequence:
         "max_len",
         "max_tokens",
         "next_key",
-        "num_drafts",
         "num_retracted_for",
         "num_sampling",
         "num_scored",
+        "num_uncertain",
         "phase",
         "priority",
         "prompt_len",
@@ -135,7 +150,13 @@ class Sequence:
     )
 
     def __init__(
-        self, request: AdmitRequest, *, child: int, arrival: int, client: Client | None = None
+        self,
+        request: AdmitRequest,
+        *,
+        child: int,
+        arrival: int,
+        client: Client | None = None,
+        caps: DecodeCaps = ONE_TOKEN,
     ) -> None:
         prompt_ids = array_i32(request.prompt_ids)
         outputs = request.outputs[child] if request.outputs else b""
@@ -152,10 +173,16 @@ class Sequence:
         self.bad_word_ids = request.bad_word_ids
         self.prompt_len = len(prompt_ids)
         self.max_len = self.prompt_len + self.max_tokens  # tokens
-        # KV positions that it can ever need: the last token is sampled, but never computed
-        self.max_kv_len = self.prompt_len + max(self.max_tokens - 1, 0)
+        # KV positions that it can ever need: with a root the last token is sampled, but never
+        # computed
+        self.max_kv_len = self.prompt_len + max(self.max_tokens - caps.root_len, 0)
         self.tokens = TokenLog(prompt_ids, outputs)
-        self.keys = PageKeys(request.page_keys, root=root_key(request.namespace))
+        self.is_causal = request.is_causal
+        self.key_lookahead = caps.key_lookahead
+        has_keys = request.is_causal and not caps.key_lookahead
+        self.keys = PageKeys(
+            request.page_keys if has_keys else b"", root=root_key(request.namespace)
+        )
         # Waiting sequences that need pages which this one is about to commit, each with their
         # number, and whom this one waits for: followers.py
         self.followers: dict[Sequence, int] = {}
@@ -165,26 +192,26 @@ class Sequence:
         self.row = 0
         self.allocation: PageAllocation | None = None
         self.flights: list[Flight] = []  # sent and not back, in launch order
-        self.num_sampling = self.num_drafts = 0  # flights that sample, and drafts of all flights
+        # flights that sample, and the tokens that these may bring or not
+        self.num_sampling = self.num_uncertain = 0
         self.restart(0)
-        # stamp of the last launched step that samples this row; 0 after a row init
-        self.relay_stamp = 0
-        self.last_iteration = 0  # the last step that named this row: who waited longest goes first
+        # the stamp of the last launched step that samples this row, 0 after a row init, and the
+        # last step that named this row: who waited longest goes first
+        self.relay_stamp = self.last_iteration = 0
         # page table entries that the device has; 0: it does not know this row yet
         self.written_pages = 0
         self.cached_len = -1  # prompt tokens from the prefix cache at first admission
         # prompt tokens that its client has not been charged for; known from its first admission on
         self.unpaid = 0
-        self.num_retracted_for = 0  # rows that were retracted to make way for it
+        # rows that were retracted to make way for it, and consecutive failed steps that named only
+        # this row
+        self.num_retracted_for = self.failures = 0
         self.has_ended = False  # its last token is known
-        self.failures = 0  # consecutive failed steps that named only this row
         self.mask = MaskState() if request.sampling.grammar and self.max_tokens else None
         self.embeds = request.embeds
-        # Prompt tokens whose logprobs were handed out or are not wanted, token 0 being one of them.
-        # All children have the same prompt, and who has outputs already was given the scores first.
-        is_scored = request.sampling.prompt_logprobs is not None
-        wants_scores = is_scored and child == 0 and not len(outputs)
-        self.num_scored = 1 if wants_scores else self.prompt_len
+        self.awaits_kv = request.awaits_kv  # until the KV is there
+        # prompt tokens whose logprobs were handed out or are not wanted, token 0 being one of them
+        self.num_scored = 1 if _wants_scores(request, child) else self.prompt_len
 
     @property
     def min_tokens(self) -> int:
@@ -202,9 +229,17 @@ class Sequence:
         """Positions that a prefix hit may cover: what is wanted of a position is made by computing
         it, the next token at the end, and before that the prompt's scores.
         """
+        if not self.is_causal:
+            return 0
         if self.num_scored < self.prompt_len:
             return self.num_scored - 1
         return self.tokens.num - 1
+
+    @property
+    def cacheable_len(self) -> int:
+        """Positions whose KV is there and depends only on the tokens that pages' keys cover."""
+        num_known = self.tokens.num - self.key_lookahead
+        return max(0, min(self.committed_len, num_known)) if self.is_causal else 0
 
     @property
     def is_held(self) -> bool:
@@ -237,8 +272,8 @@ class Sequence:
         assert not self.flights
         self.committed_len = committed_len
         self.scheduled_len = committed_len
-        # Tokens that exist or are in flight and have no KV scheduled: 1 for a decode, more for a
-        # prefill, 0 when nothing will be sampled after the prompt.
+        # Tokens that exist or are in flight and have no KV scheduled: `DecodeCaps.root_len` for a
+        # decode, more for a prefill, 0 when nothing will be sampled after the prompt.
         self.remaining = self.tokens.num - committed_len
 
     def send(self, flight: Flight, *, stamp: int) -> None:
@@ -247,13 +282,13 @@ class Sequence:
         self.flights.append(flight)
         self.last_iteration = flight.iteration
         self.written_pages = self.allocation.num_pages
-        self.scheduled_len += flight.query_len
-        self.remaining -= flight.query_len
+        self.scheduled_len += flight.max_advance
+        self.remaining -= flight.max_advance
         if flight.samples:
             self.relay_stamp = stamp
             self.num_sampling += 1
-            self.num_drafts += flight.num_drafts
-            self.remaining += 1 + flight.num_drafts
+            self.num_uncertain += flight.max_outputs - flight.min_outputs
+            self.remaining += flight.max_outputs
 
     def land(self, flight: Flight, *, advance: int) -> None:
         """Flights come back in the order in which they were sent; `advance` positions of this one
@@ -262,23 +297,25 @@ class Sequence:
         first = self.flights.pop(0)
         assert first is flight
         self.committed_len += advance
-        self.scheduled_len += advance - flight.query_len
+        self.scheduled_len += advance - flight.max_advance
         self.num_sampling -= flight.samples
-        self.num_drafts -= flight.num_drafts
+        self.num_uncertain -= flight.max_outputs - flight.min_outputs
 
     def drop_flights(self) -> None:
         for flight in self.flights:
             flight.is_dropped = True
         self.flights.clear()
         self.num_sampling = 0
-        self.num_drafts = 0
+        self.num_uncertain = 0
         self.restart(self.committed_len)
 
     def drop_held(self) -> None:
         """Drops the flights that wait for a mask: of a sequence that has just left its row."""
         for flight in self.flights:
             flight.is_dropped = flight.is_held
-            self.num_sampling -= flight.is_held
+            if flight.is_held:
+                self.num_sampling -= 1
+                self.num_uncertain -= flight.max_outputs - flight.min_outputs
         self.flights = [flight for flight in self.flights if not flight.is_held]
 
     def move(self, phase: Phase) -> None:
@@ -286,9 +323,15 @@ class Sequence:
         self.phase = phase
 
     def page_keys(self, page_size: int) -> PageKeys:
-        """Chain keys of every whole page of known tokens."""
-        for page in range(len(self.keys), self.tokens.num // page_size):
-            self.keys.append(self.tokens.span(page * page_size, (page + 1) * page_size))
+        """Chain keys of every whole page of known tokens, as far as others may use it. The key of a
+        page covers `key_lookahead` tokens more than the page.
+        """
+        if not self.is_causal:
+            return self.keys
+        ahead = self.key_lookahead
+        for page in range(len(self.keys), (self.tokens.num - ahead) // page_size):
+            start = page * page_size + ahead if page else 0
+            self.keys.append(self.tokens.span(start, (page + 1) * page_size + ahead))
         return self.keys
 
     def row_init(self) -> RowInit:
@@ -316,15 +359,25 @@ class Sequence:
         )
 
 
+def _wants_scores(request: AdmitRequest, child: int) -> bool:
+    """All children have the same prompt. One that was computed elsewhere was scored there, and who
+    has outputs already was given the scores first.
+    """
+    is_scored = request.sampling.prompt_logprobs is not None and not request.awaits_kv
+    return is_scored and child == 0 and not any(request.outputs[:1])
+
+
 class Phase(Enum):
     WAITING = "waiting"  # owns nothing; in the waiting queue
+    AWAITING_KV = "awaiting KV"  # owns a row and pages, which a transfer fills
     RUNNING = "running"  # owns a row and pages
     LINGERING = "lingering"  # retracted: owns nothing, but results of it are still in flight
     ENDED = "ended"  # owns nothing; Retired was sent
 
 
 MOVES: dict[Phase, frozenset[Phase]] = {
-    Phase.WAITING: frozenset({Phase.RUNNING, Phase.ENDED}),
+    Phase.WAITING: frozenset({Phase.AWAITING_KV, Phase.RUNNING, Phase.ENDED}),
+    Phase.AWAITING_KV: frozenset({Phase.RUNNING, Phase.ENDED}),
     Phase.RUNNING: frozenset({Phase.WAITING, Phase.LINGERING, Phase.ENDED}),
     Phase.LINGERING: frozenset({Phase.WAITING, Phase.ENDED}),
     Phase.ENDED: frozenset(),

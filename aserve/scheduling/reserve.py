@@ -29,7 +29,7 @@ class Reserve:
         per_row = 1 + state.num_pages(state.spec.decode.max_tokens_per_step)
         self._pages: Pages = (len(state.running) * per_row,) * len(state.spec.groups)
         for row in state.running.values():
-            if row.remaining > 1:
+            if row.remaining > state.spec.decode.root_len:
                 self.add(row)
 
     def has_room_beside(self, sequence: Sequence) -> bool:

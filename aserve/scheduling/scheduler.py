@@ -49,7 +49,14 @@ from typing import assert_never
 
 from aserve.messages.executor import EngineSpec, SchedulerEffect, SchedulerEvent
 from aserve.messages.requests import AdmitRequest, Cancel, FailRequest
-from aserve.messages.results import MaskReady, SampleResult, StepFailed, StepResult
+from aserve.messages.results import (
+    KvFailed,
+    KvReady,
+    MaskReady,
+    SampleResult,
+    StepFailed,
+    StepResult,
+)
 from aserve.scheduling.admit import receive
 from aserve.scheduling.batch import launch
 from aserve.scheduling.check import check
@@ -59,6 +66,7 @@ from aserve.scheduling.grammar_rows import awaits_masks, give_samples, receive_m
 from aserve.scheduling.recover import fail_step
 from aserve.scheduling.select import select, waits_for_masks
 from aserve.scheduling.state import SchedulerState
+from aserve.scheduling.transfers import begin_transfers, end_transfer
 from aserve.scheduling.turn import max_finished, max_looks
 
 
@@ -91,6 +99,7 @@ class Scheduler:
         state.looks_left = max_looks(state.spec, num_running=len(state.running))
         while self._launch_next():
             give_samples(state)
+        begin_transfers(state)
         if self._debug_checks:
             check(state)
         return state.take_effects()
@@ -109,6 +118,8 @@ class Scheduler:
                 fail_step(self.state, event)
             case MaskReady():
                 receive_mask(self.state, event)
+            case KvReady() | KvFailed():
+                end_transfer(self.state, event)
             case FailRequest():
                 fail(self.state, event)
             case _:

@@ -8,11 +8,12 @@ from __future__ import annotations
 from operator import attrgetter
 
 from aserve.messages.executor import EngineSpec
-from aserve.scheduling.admit import admit
+from aserve.scheduling.admit import admit, prefill_order
 from aserve.scheduling.budget import (
     Pages,
     has_ample_room,
     has_room,
+    min_query_len,
     next_query_len,
     spare_pages,
     step_need,
@@ -21,7 +22,6 @@ from aserve.scheduling.finish import finish_ended, retract, retraction_order
 from aserve.scheduling.forecast import become_cautious
 from aserve.scheduling.make_way import make_way
 from aserve.scheduling.request import Flight, Phase, Sequence
-from aserve.scheduling.shares import prefill_order
 from aserve.scheduling.state import SchedulerState
 
 MOST_TIMES = 8  # the bound of prompts beside decodes, where these are few
@@ -46,6 +46,8 @@ def select(state: SchedulerState) -> tuple[list[Flight], list[Sequence]]:
     prefills += admitted
     prefills.sort(key=prefill_order)
     most = _most_beside(state, len(chosen), len(prefills)) if chosen else left
+    if prefills and min_query_len(prefills[0]) > min(left, most):
+        chosen, left, most = [], budget, budget  # decodes wait: it is not cut into chunks
     chosen += _fill(state, prefills, min(left, most))
     return chosen or _fill(state, decodes, budget), admitted
 
@@ -56,9 +58,10 @@ def _ready_rows(
     """Decodes, who waited longest first; then prefills, which the caller sorts."""
     decodes: list[Sequence] = []
     prefills: list[Sequence] = []
+    root_len = state.spec.decode.root_len
     for row in rows:
         if may_run_ahead(row, lead=state.spec.lead):
-            (decodes if row.remaining == 1 else prefills).append(row)
+            (prefills if row.remaining > root_len else decodes).append(row)
     decodes.sort(key=attrgetter("last_iteration"))
     return decodes, prefills
 
@@ -91,7 +94,8 @@ def _fill(state: SchedulerState, rows: list[Sequence], budget: int) -> list[Flig
     chosen: list[Flight] = []
     step_total: Pages | None = None
     # NOTE: with ample room, what this step leaves covers one more decode of every row.
-    if not has_ample_room(state) and any(row.remaining > 1 for row in rows):
+    root_len = state.spec.decode.root_len
+    if not has_ample_room(state) and any(row.remaining > root_len for row in rows):
         step_total = step_need(state, state.running.values())
     for sequence in rows:
         flight = _choose_span(state, sequence, budget, step_total=step_total)
@@ -115,18 +119,26 @@ def _choose_span(
     num_covered = sequence.allocation.num_pages * state.spec.page_size - sequence.scheduled_len
     if query_len > num_covered:
         query_len = _cover(state, sequence, query_len, step_total=step_total)
-    if query_len < 1:
+    if query_len < min_query_len(sequence):
         return None
+    caps = state.spec.decode
     is_whole = query_len >= remaining
-    samples = is_whole and sequence.max_tokens > 0
+    num_drafts = num_accepted = query_len - remaining if is_whole else 0
+    if num_drafts and caps.tree is not None:
+        num_accepted = caps.tree.depth(num_drafts)
+    max_outputs = num_accepted + caps.root_len if is_whole and sequence.max_tokens else 0
+    samples = max_outputs > 0
     return Flight(
         sequence,
         iteration=state.next_iteration,
         query_len=query_len,
-        num_drafts=query_len - remaining if is_whole else 0,
+        num_drafts=num_drafts,
+        max_advance=query_len - num_drafts + num_accepted,
+        min_outputs=min(caps.min_tokens_per_step, max_outputs),
+        max_outputs=max_outputs,
         samples=samples,
-        ends=is_whole and not samples,
-        is_prefill=remaining > 1,
+        ends=is_whole and not sequence.max_tokens,
+        is_prefill=remaining > caps.root_len,
         is_held=samples and sequence.mask is not None,
     )
 
@@ -138,12 +150,12 @@ def _cover(
     assert sequence.allocation is not None
     start = sequence.scheduled_len
     covered = sequence.allocation.num_pages * state.spec.page_size - start
-    if sequence.remaining > 1:
+    if sequence.remaining > state.spec.decode.root_len:
         free = max(0, spare_pages(state, sequence, step_total=step_total))
     else:
         free = min(state.cache.available(group) for group in range(len(state.spec.groups)))
     query_len = min(query_len, covered + free * state.spec.page_size)
-    if query_len > 0:
+    if query_len >= min_query_len(sequence):
         state.cache.grow(sequence.allocation, state.num_pages(start + query_len))
     return query_len
 
@@ -158,7 +170,10 @@ def _retract_for_room(state: SchedulerState) -> None:
         if state.ended:
             finish_ended(state, most=1)
             continue
-        retract(state, max(state.running.values(), key=retraction_order))
+        rows = state.retractable()
+        if len(rows) < 2:
+            return
+        retract(state, max(rows, key=retraction_order))
         become_cautious(state)
 
 
@@ -171,7 +186,7 @@ def max_decode_rows(spec: EngineSpec, num_running: int) -> int:
 
 def may_run_ahead(sequence: Sequence, *, lead: int) -> bool:
     """Whether another step may name this row now, as far as what it has in flight is concerned."""
-    if sequence.num_sampling >= lead or sequence.is_at_end:
+    if sequence.num_sampling >= lead or sequence.is_at_end or sequence.awaits_kv:
         return False
     return sequence.mask is None or not sequence.is_held
 

@@ -9,12 +9,14 @@ from collections.abc import Iterator
 
 import msgspec
 
+from aserve.cache.allocation import PageAllocation
 from aserve.cache.kv_cache import KvCache
 from aserve.cache.pools import RowPool
+from aserve.messages.base import ChildKey
 from aserve.messages.executor import EngineSpec, SchedulerEffect
 from aserve.scheduling.clients import Clients
 from aserve.scheduling.queue import WaitingQueue
-from aserve.scheduling.request import Flight, Sequence
+from aserve.scheduling.request import Flight, Phase, Sequence
 
 
 class Step(msgspec.Struct, gc=False):
@@ -22,6 +24,14 @@ class Step(msgspec.Struct, gc=False):
 
     iteration: int
     rows: dict[int, Flight]
+
+
+class Transfer(msgspec.Struct, gc=False):
+    """The KV of a sequence on its way to these pages, which steps up to `after` may still write."""
+
+    flight: Flight
+    allocation: PageAllocation
+    after: int  # iteration
 
 
 class SchedulerState:
@@ -33,6 +43,7 @@ class SchedulerState:
         "effects",
         "ended",
         "groups",
+        "landed",
         "leaders",
         "looks_left",
         "masked",
@@ -48,6 +59,8 @@ class SchedulerState:
         "slow_waiting",
         "spec",
         "steps",
+        "transfers",
+        "unsent",
         "waiting",
     )
 
@@ -79,6 +92,9 @@ class SchedulerState:
         self.retry_iteration = 0  # the step that tries such a group: select
         self.resync_at = 1  # failures of steps before this one were acted on: recover
         self.next_iteration = 1  # batch
+        self.landed = 0  # all steps up to this one are back: commit, recover
+        self.unsent: list[Transfer] = []  # in the order of `after`: transfers
+        self.transfers: dict[ChildKey, Transfer] = {}  # that have begun: transfers
         self.arrivals = 0  # admit
         self.num_retracted = 0  # finish
         # how far ahead pages are kept free, in steps until it is forgotten: forecast
@@ -96,6 +112,10 @@ class SchedulerState:
     @property
     def num_waiting(self) -> int:
         return len(self.waiting) + len(self.slow_waiting) + self.num_followers
+
+    def retractable(self) -> list[Sequence]:
+        """Running rows whose pages no transfer writes."""
+        return [row for row in self.running.values() if row.phase is Phase.RUNNING]
 
     def living(self) -> Iterator[Sequence]:
         for children in self.groups.values():

@@ -6,11 +6,12 @@ import asyncio
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from aserve.actors.masks import MaskActor
 from aserve.actors.replay import ReplayDiffers, replay
-from aserve.actors.scheduler import Pump, SchedulerActor, SchedulerPorts, SchedulerWatch
+from aserve.actors.scheduler import KvEvent, Pump, SchedulerActor, SchedulerPorts, SchedulerWatch
 from aserve.channel import Channel, Codec
 from aserve.errors import BugError
 from aserve.grammar.matching import Constraint
@@ -19,7 +20,7 @@ from aserve.messages.executor import SchedulerEvent
 from aserve.messages.output import DetokenizerEvent, Refused, Retired, StepOutput
 from aserve.messages.requests import AdmitRequest, Cancel, Grammar, SamplingParams
 from aserve.messages.results import StepFailed, StepResult
-from aserve.messages.step import Resync, Sample, ScheduleBatch
+from aserve.messages.step import ReceiveKv, Resync, Sample, ScheduleBatch
 from aserve.observability.recording import Recorder
 from aserve.observability.reports import SchedulerTick
 from aserve.observability.trace import Trace
@@ -46,6 +47,7 @@ class Rig:
         *,
         recorder: Recorder | None = None,
         has_masks: bool = False,
+        transfers: Channel[KvEvent] | None = None,
     ) -> None:
         self.executor = executor or FakeExecutor()
         self.events: Channel[SchedulerEvent] = Channel(codec=Codec(SchedulerEvent))
@@ -58,7 +60,7 @@ class Rig:
         self.ends: list[Retired | Refused] = []
         self.masks = MaskActor(scheduler=self.events)
         masks = self.masks.inbox if has_masks else None
-        ports = SchedulerPorts(self.executor, self.pump.inbox, self.text, masks)
+        ports = SchedulerPorts(self.executor, self.pump.inbox, self.text, masks, transfers)
         self.actor = SchedulerActor(
             Scheduler(self.executor.spec, debug_checks=True),
             ports,
@@ -131,6 +133,30 @@ async def test_a_grammar_without_a_mask_worker_is_a_bug_not_a_hang() -> None:
         rig.events.send(admit(grammar=TOY))
         await rig.until_ended(1)
     (refused,) = rig.ends
+    assert isinstance(refused, Refused)
+    assert refused.error.code == "bug"
+    assert rig.deaths == []
+
+
+async def test_kv_that_another_engine_computed_is_asked_for_and_decoded_from() -> None:
+    transfers: Channel[KvEvent] = Channel(codec=Codec(KvEvent))
+    asked = msgspec.structs.replace(admit(), awaits_kv=True)
+    async with Rig(transfers=transfers) as rig:
+        rig.events.send(asked)
+        [transfer] = await anext(aiter(transfers.batches()))
+        assert isinstance(transfer, ReceiveKv)
+        rig.events.send(rig.executor.device.receive_kv(transfer, asked, fails=False))
+        await rig.until_ended(1)
+        [end] = await anext(aiter(transfers.batches()))
+    assert rig.tokens["a", 0] == expected_outputs(asked, 0, SPEC)
+    assert [end] == rig.ends
+
+
+async def test_a_request_that_awaits_kv_is_refused_by_an_engine_that_gets_none() -> None:
+    async with Rig() as rig:
+        rig.events.send(msgspec.structs.replace(admit(), awaits_kv=True))
+        await rig.until_ended(1)
+    [refused] = rig.ends
     assert isinstance(refused, Refused)
     assert refused.error.code == "bug"
     assert rig.deaths == []

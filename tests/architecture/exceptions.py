@@ -36,7 +36,6 @@ EXCEPTIONS: tuple[Allowed, ...] = (
     Allowed("small", "aserve/http/openai/models.py", 2, "still to be merged"),
     Allowed("small", "aserve/messages/base.py", 6, "still to be merged"),
     Allowed("small", "aserve/processes/protocol.py", 2, "still to be merged"),
-    Allowed("small", "aserve/scheduling/shares.py", 5, "still to be merged"),
     Allowed("small", "aserve/text/bad_words.py", 4, "still to be merged"),
 )
 

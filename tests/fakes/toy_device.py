@@ -10,6 +10,7 @@ one request, no pages, no batch.
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
@@ -19,10 +20,12 @@ import numpy as np
 
 from aserve.errors import StepError
 from aserve.messages.base import array_i32, pack_i32
-from aserve.messages.executor import EngineSpec
+from aserve.messages.executor import EngineSpec, GroupSpec
 from aserve.messages.requests import AdmitRequest, Grammar, SamplingParams, stamp_of
 from aserve.messages.results import (
     BuildMask,
+    KvFailed,
+    KvReady,
     MaskReady,
     PromptLogprobs,
     RowEmbedding,
@@ -31,10 +34,11 @@ from aserve.messages.results import (
     StepFailed,
     StepResult,
 )
-from aserve.messages.step import Resync, RowInit, Sample, ScheduleBatch
+from aserve.messages.step import DraftTree, ReceiveKv, Resync, RowInit, Sample, ScheduleBatch
 from aserve.scheduling.request import child_seed
 
 POISON = -7  # what the device puts where nobody may read
+TRANSFER_ERROR = StepError("the transfer failed").info()
 Kv = list[int]
 R = TypeVar("R")
 
@@ -44,6 +48,11 @@ def kv_value(previous: int, token: int, position: int) -> int:
     ever.
     """
     return zlib.crc32(b"%d/%d/%d" % (previous, token, position))
+
+
+def first_value(prompt: list[int], *, is_causal: bool) -> int:
+    """The chain begins with it: a hash of the whole prompt, where tokens see those behind them."""
+    return 0 if is_causal else zlib.crc32(np.asarray(prompt, np.int32).tobytes())
 
 
 def row_key(init: RowInit) -> bytes:
@@ -140,6 +149,13 @@ def ids_of_mask(mask: bytes, vocab_size: int) -> list[int]:
 # ------------------------------------------------------------------------------- the plain engine
 
 
+def first_read(spec: EngineSpec, group: GroupSpec, kv_len: int) -> int:
+    """The first position that the token at position `kv_len` depends on. The last token before it
+    is computed anew and sees a whole window, but for a block, whose own queries see less behind it.
+    """
+    return 0 if group.window is None else max(0, kv_len - group.window + 1 - spec.decode.root_len)
+
+
 class PlainOutputs(NamedTuple):
     """`tokens` are all outputs; `digests` those of the tokens that the engine itself sampled."""
 
@@ -169,6 +185,7 @@ def plain_outputs(request: AdmitRequest, child: int, spec: EngineSpec) -> PlainO
     prompt_len = len(tokens)
     if request.outputs:
         tokens += array_i32(request.outputs[child]).tolist()
+    start = first_value(tokens[:prompt_len], is_causal=request.is_causal)
     chain: Kv = []
     digests: list[int] = []
     assert sampling.max_tokens is not None
@@ -176,8 +193,9 @@ def plain_outputs(request: AdmitRequest, child: int, spec: EngineSpec) -> PlainO
         num_outputs = len(tokens) - prompt_len
         if num_outputs > min_tokens_of(sampling) and tokens[-1] in request.end_ids:
             break
-        extend_chain(chain, tokens)
-        digest = hidden_state(views_of(chain, spec), key, len(tokens))
+        extend_chain(chain, tokens, start=start)
+        views = [chain[first_read(spec, group, len(chain)) :] for group in spec.groups]
+        digest = hidden_state(views, key, len(tokens))
         digests.append(digest)
         allowed = list(range(spec.vocab_size))
         if sampling.grammar is not None:
@@ -186,9 +204,9 @@ def plain_outputs(request: AdmitRequest, child: int, spec: EngineSpec) -> PlainO
     return PlainOutputs(tokens[prompt_len:], digests)
 
 
-def extend_chain(chain: Kv, tokens: list[int]) -> None:
+def extend_chain(chain: Kv, tokens: list[int], *, start: int) -> None:
     for position in range(len(chain), len(tokens)):
-        chain.append(kv_value(chain[-1] if chain else 0, tokens[position], position))
+        chain.append(kv_value(chain[-1] if chain else start, tokens[position], position))
 
 
 def views_of(chain: Kv, spec: EngineSpec) -> list[Kv]:
@@ -206,14 +224,15 @@ def expected_prompt(request: AdmitRequest, child: int, spec: EngineSpec) -> Prom
     """All scores in one run, as if the row were 0."""
     wanted = request.sampling.prompt_logprobs
     tokens = array_i32(request.prompt_ids).tolist()
+    start = first_value(tokens, is_causal=request.is_causal)
     chain: Kv = []
     digests: list[int] = []
     for end in range(1, len(tokens) + 1):
-        extend_chain(chain, tokens[:end])
+        extend_chain(chain, tokens[:end], start=start)
         digests.append(hidden_state(views_of(chain, spec), b"", end))
     is_scored = child == 0 and not any(request.outputs) and len(tokens) > 1
     scores = None
-    if wanted is not None and is_scored:
+    if wanted is not None and is_scored and not request.awaits_kv:
         scores = prompt_scores(
             digests[:-1], row=0, position=1, num_top=wanted, vocab_size=spec.vocab_size
         )
@@ -299,6 +318,12 @@ class FakeDevice:
         self.spec = spec
         self.kv: list[Kv] = [[POISON] * (g.num_pages * spec.page_size) for g in spec.groups]
         self.rows = [RowState(len(spec.groups)) for _ in range(spec.max_rows + 1)]
+        # By slot of the first group: its token, and the token behind it, on which the KV of a
+        # drafter with shifted inputs depends.
+        num_slots = spec.groups[0].num_pages * spec.page_size
+        self.token_pool = [POISON] * num_slots
+        self.next_pool = [POISON] * num_slots
+        self.whole_prompts: set[int] = set()  # seeds of requests that are not causal
         self.is_failed = False
         self.was_unsound = False  # a result since the last Resync was no good
         self.num_ignored = 0  # results that came after a failure and before its Resync
@@ -325,6 +350,41 @@ class FakeDevice:
                 assert command.iteration == self.last_iteration + 1, "iterations count launches"
                 self.last_iteration = command.iteration
                 return self._run_step(command)
+
+    def receive_kv(
+        self, transfer: ReceiveKv, request: AdmitRequest, *, fails: bool
+    ) -> KvReady | KvFailed:
+        """Runs a transfer: writes the KV as another engine has computed it. One that fails leaves
+        anything in the pages.
+        """
+        spec, child = self.spec, transfer.child
+        tokens = array_i32(request.prompt_ids).tolist()
+        outputs = array_i32(request.outputs[child]).tolist() if request.outputs else []
+        value = 0
+        known = plain_outputs(request, child, spec).tokens[: len(outputs) + 1]
+        for position, (token, behind) in enumerate(itertools.pairwise([*tokens, *known])):
+            slot = int(array_i32(transfer.pages[0])[position // spec.page_size]) * spec.page_size
+            slot += position % spec.page_size
+            self.token_pool[slot], self.next_pool[slot] = token, behind
+            value = kv_value(value, token, position)
+            for group, pages in enumerate(transfer.pages):
+                page = int(array_i32(pages)[position // spec.page_size])
+                if page:
+                    slot = page * spec.page_size + position % spec.page_size
+                    self.kv[group][slot] = ~value if fails else value
+        assert transfer.num_tokens == position + 1
+        if fails:
+            return KvFailed(request.request_id, child, TRANSFER_ERROR)
+        plain = plain_outputs(request, child, spec)
+        if not spec.decode.root_len or transfer.num_tokens % 3 == 0:
+            return KvReady(request.request_id, child, b"")  # the last token is computed here
+        logprobs = expected_logprobs(request, plain.digests[:1], spec)
+        return KvReady(
+            request_id=request.request_id,
+            child=child,
+            token_ids=pack_i32(plain.tokens[len(outputs) : len(outputs) + 1]),
+            logprobs=() if logprobs is None else (logprobs,),
+        )
 
     def _fails_already(self) -> bool:
         if self.was_unsound and self._notices():
@@ -370,18 +430,30 @@ class FakeDevice:
             query_len = int(array_i32(batch.query_lens)[index])
             num_drafts = drafts[index] if drafts else 0
             kv_len = self._read_length(batch, index, row)
+            if num_drafts == query_len:
+                start += query_len
+                emitted[row] = self._denoise(batch, index, kv_len)
+                continue
             tokens = self._resolve(batch, index, ids[start : start + query_len], num_drafts)
             start += query_len
-            self._write_kv(row, tokens, kv_len)
             state = self.rows[row]
             state.kv_len = kv_len + query_len
+            if num_drafts and batch.verify and batch.verify.tree:
+                emitted[row] = self._verify_tree(row, tokens, kv_len, batch.verify.tree)
+                self._stash(batch.iteration, row, [tokens[0], *emitted[row].tokens][-1])
+                continue
+            self._check_next_tokens(row, kv_len, tokens[0])
+            self._write_kv(row, tokens, kv_len)
+            self._note_tokens(row, kv_len, tokens, int(array_i32(batch.next_ids)[index]))
             scores += self._score(row, kv_len)
             embeddings += self._embed(row)
             if row in held:
                 state.logits = (self._digest(row, kv_len + query_len), kv_len + query_len)
             elif row in samples:
                 emitted[row] = self._verify(row, tokens, kv_len, num_drafts)
-                self._stash(batch.iteration, row, emitted[row].tokens)
+                known = [*tokens[: len(tokens) - num_drafts], *emitted[row].tokens]
+                self._note_tokens(row, kv_len, known[:-1], known[-1])
+                self._stash(batch.iteration, row, known[-1])
         _check_covered(ids, start)
         return StepResult(
             batch.iteration,
@@ -390,6 +462,20 @@ class FakeDevice:
             prompt_logprobs=tuple(scores),
             embeddings=tuple(embeddings),
         )
+
+    def _note_tokens(self, row: int, kv_len: int, tokens: list[int], next_token: int) -> None:
+        for index, token in enumerate(tokens):
+            slot = self._slot(row, 0, kv_len + index)
+            self.token_pool[slot] = token
+            self.next_pool[slot] = [*tokens, next_token][index + 1]
+
+    def _check_next_tokens(self, row: int, kv_len: int, next_token: int) -> None:
+        if not self.spec.decode.key_lookahead:
+            return
+        slots = [self._slot(row, 0, position) for position in range(kv_len)]
+        expected = [*(self.token_pool[slot] for slot in slots[1:]), next_token][: len(slots)]
+        if [self.next_pool[slot] for slot in slots] != expected:
+            raise DeviceBug(f"row {row} reads KV that was computed before another token")
 
     def _score(self, row: int, before: int) -> list[PromptLogprobs]:
         """Of the positions from `before` on, as far as the prompt has a token after them."""
@@ -482,9 +568,13 @@ class FakeDevice:
             )
 
     def _write_kv(self, row: int, tokens: list[int], kv_len: int) -> None:
+        init = self.rows[row].init
+        assert init is not None
+        is_causal = init.seed not in self.whole_prompts
+        start = first_value(tokens[: init.prompt_len], is_causal=is_causal)
         for position, token in enumerate(tokens, start=kv_len):
             for group, kv in enumerate(self.kv):
-                previous = self._read_kv(row, group, position - 1) if position else 0
+                previous = self._read_kv(row, group, position - 1) if position else start
                 slot = self._slot(row, group, position)
                 kv[slot] = kv_value(previous, token, position)
                 self._written.append((group, slot))
@@ -505,6 +595,8 @@ class FakeDevice:
         views = []
         for group, spec in enumerate(self.spec.groups):
             start = 0 if spec.window is None else max(0, kv_len - spec.window)
+            if key is None:
+                start = first_read(self.spec, spec, kv_len)
             views.append([self._read_kv(row, group, position) for position in range(start, kv_len)])
         return hidden_state(views, self.rows[row].key if key is None else key, kv_len)
 
@@ -521,19 +613,91 @@ class FakeDevice:
                 break
             digests.append(self._digest(row, root_len + depth + 1))
             emitted.append(pick(digests[-1], vocab))
-        if self.spec.decode.max_tokens_per_step > 1:
+        if self._num_given(row, 1) == 0:
+            emitted, digests = [], []
+        if self._publishes:
             self.rows[row].seq_len = root_len + len(emitted) - 1
         return Emitted(emitted, digests)
 
-    def _stash(self, iteration: int, row: int, emitted: list[int]) -> None:
+    def _verify_tree(self, row: int, drafts: list[int], kv_len: int, tree: DraftTree) -> Emitted:
+        """The tokens along the path of drafts that were sampled. The KV of each draft on it is
+        moved behind that of its parent. Drafts differ, so that mostly one of the first is right.
+        """
+        vocab_size = self.spec.vocab_size
+        tokens = [
+            drafts[0],
+            *((token - index) % vocab_size for index, token in enumerate(drafts[1:])),
+        ]
+        depths = [0]
+        self._write_kv(row, tokens[:1], kv_len)
+        for node, parent in enumerate(tree.parents[: len(tokens) - 1], start=1):
+            depths.append(depths[parent] + 1)
+            for group, kv in enumerate(self.kv):
+                slot = self._slot(row, group, kv_len + node)
+                previous = self._read_kv(row, group, kv_len + parent)
+                kv[slot] = kv_value(previous, tokens[node], kv_len + depths[node])
+                self._written.append((group, slot))
+        emitted = Emitted([], [])
+        last: int | None = 0 if self._num_given(row, 1) else None
+        while last is not None:
+            for group, kv in enumerate(self.kv):
+                target = self._slot(row, group, kv_len + depths[last])
+                kv[target] = self._read_kv(row, group, kv_len + last)
+            emitted.digests.append(self._digest(row, kv_len + depths[last] + 1))
+            emitted.tokens.append(pick(emitted.digests[-1], list(range(vocab_size))))
+            children = [
+                child
+                for child, parent in enumerate(tree.parents[: len(tokens) - 1], start=1)
+                if parent == last and tokens[child] == emitted.tokens[-1]
+            ]
+            last = children[0] if children else None
+        self.rows[row].seq_len = kv_len + len(emitted.tokens)
+        return emitted
+
+    def _denoise(self, batch: ScheduleBatch, index: int, kv_len: int) -> Emitted:
+        """A pass over a block of new tokens: the row gets some of the first ones, or none, and the
+        KV of the others is of no use.
+        """
+        row = int(array_i32(batch.rows)[index])
+        if array_i32(batch.expects)[index]:
+            self._expect(batch, index, row)
+        emitted = Emitted([], [])
+        end = kv_len + int(array_i32(batch.query_lens)[index])
+        for position in range(kv_len, end):
+            emitted.digests.append(self._digest(row, position))
+            emitted.tokens.append(pick(emitted.digests[-1], list(range(self.spec.vocab_size))))
+            self._write_kv(row, emitted.tokens[-1:], position)
+        num_given = self._num_given(row, end - kv_len)
+        for position in range(kv_len + num_given, end):
+            for group, kv in enumerate(self.kv):
+                kv[self._slot(row, group, position)] = POISON
+        state = self.rows[row]
+        state.seq_len = kv_len + num_given
+        state.written_iter = stamp_of(batch.iteration)
+        return Emitted(emitted.tokens[:num_given], emitted.digests[:num_given])
+
+    def _num_given(self, row: int, most: int) -> int:
+        """The number of new tokens that this step gives the row: any that the mode allows."""
+        caps = self.spec.decode
+        least = min(caps.min_tokens_per_step, most)
+        chance = zlib.crc32(b"%d/%d" % (self.last_iteration, row))
+        return least + chance % (most - least + 1)
+
+    @property
+    def _publishes(self) -> bool:
+        """Whether the host does not know how many tokens a step gives."""
+        caps = self.spec.decode
+        return caps.max_tokens_per_step > 1 or caps.min_tokens_per_step < 1
+
+    def _stash(self, iteration: int, row: int, last_token: int) -> None:
         """The next draft is right about every other time: what the device itself would sample,
         or something else.
         """
         state = self.rows[row]
-        state.last_token = emitted[-1]
+        state.last_token = last_token
         state.written_iter = stamp_of(iteration)
         if self.spec.decode.max_tokens_per_step > 1:
-            state.draft = self._guess(row, emitted[-1])
+            state.draft = self._guess(row, last_token)
 
     def _guess(self, row: int, token: int) -> int:
         state = self.rows[row]
@@ -541,7 +705,7 @@ class FakeDevice:
         for group, spec in enumerate(self.spec.groups):
             start = 0 if spec.window is None else max(0, state.seq_len + 1 - spec.window)
             view = [self._read_kv(row, group, position) for position in range(start, state.seq_len)]
-            previous = self._read_kv(row, group, state.seq_len - 1)
+            previous = self._read_kv(row, group, state.seq_len - 1) if state.seq_len else 0
             views.append([*view, kv_value(previous, token, state.seq_len)])
         digest = hidden_state(views, state.key, state.seq_len + 1)
         wrong = (digest >> 8) & 1
@@ -566,9 +730,10 @@ class FakeDevice:
             )
             self.rows[row].logits = (POISON, POISON)
             emitted[row] = Emitted([pick(digest, allowed)], [digest])
-            if self.spec.decode.max_tokens_per_step > 1:
+            if self._publishes:
                 self.rows[row].seq_len = position
-            self._stash(sample.iteration, row, emitted[row].tokens)
+            self.next_pool[self._slot(row, 0, position - 1)] = emitted[row].tokens[0]
+            self._stash(sample.iteration, row, emitted[row].tokens[-1])
         logprobs = self._logprobs(emitted)
         result = SampleResult(sample.iteration, *_pack_tokens(emitted), logprobs=logprobs)
         return self._judge(sample, result)

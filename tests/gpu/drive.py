@@ -27,7 +27,7 @@ from aserve.messages.executor import Executor, SchedulerEffect, SchedulerEvent, 
 from aserve.messages.output import Refused, Retired, SequenceOutput, StepOutput
 from aserve.messages.requests import AdmitRequest, Cancel, SamplingParams
 from aserve.messages.results import BuildMask, MaskReady, PromptLogprobs
-from aserve.messages.step import Launch, Resync, Sample, ScheduleBatch
+from aserve.messages.step import Launch, ReceiveKv, Resync, Sample, ScheduleBatch
 from aserve.scheduling.scheduler import Scheduler
 from tests.fakes.toy_device import ToyMatchers
 
@@ -168,6 +168,8 @@ class _Drive:
                 self.executor.resync(effect)
             case BuildMask():
                 self.asks.append(effect)
+            case ReceiveKv():
+                raise AssertionError(f"{effect.request_id} awaits KV, and nobody sends it")
             case StepOutput():
                 for output in effect.sequences:
                     self._note(output)

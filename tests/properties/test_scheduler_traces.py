@@ -16,6 +16,7 @@ from aserve.actors.replay import replay
 from aserve.messages.base import pack_i32
 from aserve.messages.executor import DecodeCaps, EngineSpec, GroupSpec
 from aserve.messages.requests import AdmitRequest, SamplingParams
+from aserve.messages.step import DraftTree
 from tests.fakes.toy_device import TOY
 from tests.stories import POISON_SEED
 from tests.traces import Trace, TraceRun
@@ -32,7 +33,7 @@ BASES = [[(7 * i * i + 3 * i + base) % VOCAB for i in range(40)] for base in ran
 
 
 @st.composite
-def requests(draw: st.DrawFn, number: int, *, poison: bool) -> AdmitRequest:
+def requests(draw: st.DrawFn, number: int, *, poison: bool, has_masks: bool) -> AdmitRequest:
     prompt_len = draw(st.integers(1, 22))
     prompt = list(draw(st.sampled_from(BASES))[:prompt_len])
     if draw(st.booleans()):
@@ -45,7 +46,8 @@ def requests(draw: st.DrawFn, number: int, *, poison: bool) -> AdmitRequest:
         pack_i32([draw(st.integers(1, VOCAB - 1)) for _ in range(min(num_before, max_tokens))])
         for _ in range(n)
     )
-    has_grammar = draw(st.sampled_from([False, False, True]))
+    has_grammar = has_masks and draw(st.sampled_from([False, False, True]))
+    is_causal = draw(st.sampled_from([True, True, False]))
     seed = POISON_SEED if poison else number  # a row is known by its parameters
     return AdmitRequest(
         request_id=f"r{number}",
@@ -61,6 +63,8 @@ def requests(draw: st.DrawFn, number: int, *, poison: bool) -> AdmitRequest:
             prompt_logprobs=draw(st.sampled_from([None, None, 0, 2])),
         ),
         embeds=embeds,
+        awaits_kv=max_tokens > 0 and is_causal and draw(st.sampled_from([False, False, True])),
+        is_causal=is_causal,
         end_ids=draw(st.sampled_from([(), (0,), (0, 4)])),
         bad_word_ids=draw(st.sampled_from([(), ((1, 2), (3,))])),
         priority=draw(st.integers(0, 2)),
@@ -82,6 +86,9 @@ def specs(draw: st.DrawFn) -> EngineSpec:
         window = draw(st.integers(2, 9))
         num_pages = -(-window // page_size) + draw(st.integers(3, 12))
         groups.append(GroupSpec(f"window {number}", num_pages, window))
+    tree = draw(st.none() | st.tuples(st.just(0), *(st.integers(0, i) for i in range(1, 4))))
+    most = draw(st.sampled_from([1, 1, 2, 3])) if tree is None else 1 + len(tree)
+    root_len = draw(st.sampled_from([1, 1, 1, 0])) if tree is None else 1
     return EngineSpec(
         page_size=page_size,
         groups=tuple(groups),
@@ -94,8 +101,12 @@ def specs(draw: st.DrawFn) -> EngineSpec:
         max_waiting=draw(st.sampled_from([2, 64])),
         prefix_cache=draw(st.booleans()),
         decode=DecodeCaps(
-            max_tokens_per_step=draw(st.sampled_from([1, 1, 2, 3])),
+            min_tokens_per_step=draw(st.sampled_from([1, 1, 0])),
+            max_tokens_per_step=most,
+            root_len=root_len,
             mixes_prefill=draw(st.booleans()),
+            tree=None if tree is None else DraftTree(tree),
+            key_lookahead=draw(st.sampled_from([0, 0, 1])) if tree is None and root_len else 0,
         ),
         names_shared_pages=draw(st.booleans()),
         max_mixed_prefill_tokens=draw(st.sampled_from([None, 1, 4])),
@@ -106,15 +117,19 @@ def specs(draw: st.DrawFn) -> EngineSpec:
 def traces(draw: st.DrawFn) -> Trace:
     num_requests = draw(st.integers(1, 7))
     poisoned = draw(st.sampled_from([-1, -1, -1, 0, 1]))
+    spec = draw(specs())
+    has_masks = spec.decode.root_len > 0
     return Trace(
-        spec=draw(specs()),
+        spec=spec,
         requests=tuple(
-            draw(requests(number, poison=number == poisoned)) for number in range(num_requests)
+            draw(requests(number, poison=number == poisoned, has_masks=has_masks))
+            for number in range(num_requests)
         ),
         seed=draw(st.integers(0, 2**32)),
         cancel_rate=draw(st.sampled_from([0.0, 0.0, 0.03, 0.15])),
         fail_rate=draw(st.sampled_from([0.0, 0.0, 0.1, 0.3])),
         mask_fail_rate=draw(st.sampled_from([0.0, 0.0, 0.0, 0.1])),
+        transfer_fail_rate=draw(st.sampled_from([0.0, 0.0, 0.2])),
         events_per_turn=draw(st.sampled_from([1, 1, 3, 6])),
     )
 

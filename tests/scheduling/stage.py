@@ -54,6 +54,7 @@ def request(
     grammar: Grammar | None = None,
     priority: int = 0,
     client: str = "",
+    awaits_kv: bool = False,
 ) -> AdmitRequest:
     return AdmitRequest(
         request_id=name,
@@ -62,6 +63,7 @@ def request(
         end_ids=end_ids,
         priority=priority,
         client=client,
+        awaits_kv=awaits_kv,
     )
 
 

@@ -206,6 +206,12 @@ class ForwardBatch:
         return self.cache_positions if self.rope_override is None else self.rope_override
 
     @property
+    def token_positions(self) -> Tensor:
+        """int64 [tokens], each token's position in its sequence. In a draft tree that is not its
+        position in the row's KV."""
+        return self.cache_positions if self.tree_mask is None else self.rope_positions
+
+    @property
     def plan(self) -> object:
         """The recorded attention plan. Valid only if `needs_attention_plan()` is False."""
         if self.marker.record is None:

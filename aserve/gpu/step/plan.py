@@ -161,7 +161,7 @@ def plan_step(
         logits=plan_logits(
             rows[sampled],
             ends[sampled],
-            1 + num_drafts[sampled],
+            np.minimum(1 + num_drafts, query_lens)[sampled],
             row_params,
             max_len=int((kv_lens + query_lens).max(initial=0)),
             vocab_size=vocab_size,

@@ -1,0 +1,96 @@
+"""Sequences whose KV is computed elsewhere, as in prefill/decode disaggregation.
+
+Such a sequence is admitted like any other, with all its pages and a row, and then awaits its KV
+(`Phase.AWAITING_KV`). The transfer is a flight of the sequence: it brings the KV of the tokens that
+are known, and the token that was sampled behind them. When it is back, the sequence decodes as if
+its tokens had been computed here. If it is retracted later, they are.
+
+A transfer is not ordered with the device's steps. So it begins when the steps that were launched
+before the pages were taken are back, since a former owner of a page may have been in them. And the
+pages are held until the transfer ends: a sequence that ends first leaves them to it. The sequence
+cannot be retracted meanwhile.
+
+WHY a row: everything that counts pages (reserve, forecast, retraction, shares of clients) counts
+rows. The price is that a row is idle during the transfer.
+
+Writes `SchedulerState.transfers` and `SchedulerState.unsent`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from aserve.messages.base import pack_i32
+from aserve.messages.results import KvFailed, KvReady, SampleResult
+from aserve.messages.step import ReceiveKv
+from aserve.scheduling.commit import commit_tokens
+from aserve.scheduling.finish import finish
+from aserve.scheduling.request import Flight, Phase, Sequence
+from aserve.scheduling.state import SchedulerState, Transfer
+
+
+def await_kv(state: SchedulerState, sequence: Sequence) -> None:
+    """Takes all pages for a sequence that was admitted and has room for them."""
+    assert sequence.allocation is not None
+    num_tokens = sequence.tokens.num
+    state.cache.grow(sequence.allocation, state.num_pages(num_tokens))
+    root_len = state.spec.decode.root_len
+    flight = Flight(
+        sequence,
+        iteration=0,
+        query_len=num_tokens,
+        num_drafts=0,
+        max_advance=num_tokens,
+        min_outputs=0,
+        max_outputs=root_len,
+        samples=root_len > 0,
+        ends=False,
+        is_prefill=True,
+        is_held=False,
+    )
+    sequence.send(flight, stamp=0)
+    sequence.written_pages = 0  # the device knows nothing of it
+    state.unsent.append(Transfer(flight, sequence.allocation, state.next_iteration - 1))
+
+
+def begin_transfers(state: SchedulerState) -> None:
+    """Asks for the KV of every sequence whose pages no step in flight can write any more."""
+    while state.unsent and state.unsent[0].after <= state.landed:
+        transfer = state.unsent.pop(0)
+        sequence = transfer.flight.sequence
+        if sequence.phase is not Phase.AWAITING_KV:
+            continue
+        state.cache.hold(transfer.allocation)
+        state.transfers[sequence.request_id, sequence.child] = transfer
+        state.effects.append(
+            ReceiveKv(
+                request_id=sequence.request_id,
+                child=sequence.child,
+                num_tokens=sequence.tokens.num,
+                pages=tuple(pages.tobytes() for pages in transfer.allocation.pages),
+            )
+        )
+
+
+def end_transfer(state: SchedulerState, event: KvReady | KvFailed) -> None:
+    transfer = state.transfers.pop((event.request_id, event.child), None)
+    if transfer is None:
+        return
+    state.cache.release(transfer.allocation)
+    sequence = transfer.flight.sequence
+    if sequence.phase is not Phase.AWAITING_KV:
+        return
+    if isinstance(event, KvFailed):
+        finish(state, sequence, "error", error=event.error)
+        return
+    sequence.move(Phase.RUNNING)
+    sequence.awaits_kv = False
+    row = sequence.row
+    brought = SampleResult(
+        iteration=0,
+        rows=pack_i32([row]),
+        counts=pack_i32([len(event.token_ids) // 4]),
+        tokens=event.token_ids,
+        logprobs=tuple(msgspec.structs.replace(record, row=row) for record in event.logprobs),
+    )
+    commit_tokens(state, brought, {row: transfer.flight})

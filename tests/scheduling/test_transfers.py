@@ -1,0 +1,155 @@
+"""Sequences whose KV comes from elsewhere: they await it with a row and pages, and each of them
+ends with one last message and no page lost, whatever happens meanwhile.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from aserve.errors import StepError
+from aserve.messages.base import CancelReason, array_i32, pack_i32
+from aserve.messages.output import Retired, StepOutput
+from aserve.messages.requests import Cancel, FailRequest
+from aserve.messages.results import KvFailed, KvReady, StepFailed
+from aserve.messages.step import ReceiveKv, Resync
+from tests.scheduling.stage import Stage, ids, request, result, rows, spec
+
+PROMPT = [5, 6, 7, 8, 9]
+ERROR = StepError("the other engine is gone").info()
+
+
+def ready(name: str = "a", token: int = 42) -> KvReady:
+    return KvReady(name, 0, pack_i32([token]))
+
+
+def num_free(stage: Stage) -> int:
+    """Pages that somebody could get."""
+    return stage.scheduler.state.cache.available(0)
+
+
+def awaiting(num_pages: int = 33) -> Stage:
+    stage = Stage(spec(num_pages=num_pages))
+    stage.play(request("a", PROMPT, awaits_kv=True))
+    return stage
+
+
+def test_a_sequence_decodes_from_kv_that_was_computed_elsewhere() -> None:
+    stage = awaiting()
+    [transfer] = stage.effects
+    assert isinstance(transfer, ReceiveKv)
+    assert (transfer.request_id, transfer.num_tokens) == ("a", 5)
+    [pages] = transfer.pages
+    assert len(array_i32(pages)) == 2
+    stage.play(ready())
+    [output] = stage.of(StepOutput)
+    assert array_i32(output.sequences[0].token_ids).tolist() == [42]
+    decode = stage.batches[0]
+    assert (ids(decode), array_i32(decode.kv_lens).tolist()) == ([42], [5])
+    assert array_i32(decode.expects).tolist() == [0]
+    assert [init.row for init in decode.row_inits] == rows(decode) == [1]
+    assert decode.page_writes[0].pages == pages
+
+
+def test_without_a_token_the_last_one_is_computed_here() -> None:
+    stage = awaiting()
+    stage.play(KvReady("a", 0, b""))
+    assert stage.of(StepOutput) == []
+    assert (ids(stage.batches[0]), array_i32(stage.batches[0].kv_lens).tolist()) == ([9], [4])
+
+
+def test_a_token_that_ends_the_sequence_is_its_only_one() -> None:
+    stage = Stage(spec())
+    stage.play(request("a", PROMPT, end_ids=(42,), awaits_kv=True))
+    stage.play(ready())
+    assert [effect.stop_id for effect in stage.of(Retired)] == [42]
+    assert stage.batches == []
+    assert num_free(stage) == 32
+
+
+def test_kv_that_came_is_cached_for_others() -> None:
+    stage = awaiting()
+    stage.play(ready())
+    stage.play(result(1, {1: [50]}), request("b", [*PROMPT[:4], 1]))
+    [batch] = stage.batches
+    assert array_i32(batch.kv_lens).tolist()[rows(batch).index(2)] == 4
+
+
+def test_a_transfer_begins_when_no_step_can_write_its_pages() -> None:
+    stage = Stage(spec())
+    stage.play(request("b", [1, 2, 3]))
+    assert [batch.iteration for batch in stage.batches] == [1, 2]
+    stage.play(request("a", PROMPT, awaits_kv=True))
+    assert stage.of(ReceiveKv) == []
+    stage.play(result(1, {1: [50]}))
+    assert stage.of(ReceiveKv) == []
+    stage.play(result(2, {1: [51]}))
+    assert len(stage.of(ReceiveKv)) == 1
+
+
+@pytest.mark.parametrize("reason", ["cancelled", "deadline", "shutdown", "stop"])
+@pytest.mark.parametrize("last", [ready(), KvFailed("a", 0, ERROR)])
+def test_an_end_leaves_the_pages_to_the_transfer(
+    reason: CancelReason, last: KvReady | KvFailed
+) -> None:
+    stage = awaiting()
+    before = num_free(stage)
+    stage.play(Cancel("a", None, 0, reason))
+    [end] = stage.effects
+    assert isinstance(end, Retired)
+    assert end.reason == reason
+    assert stage.scheduler.state.rows.num_free == 4
+    assert num_free(stage) == before == 30
+    stage.play(last)
+    assert stage.effects == []
+    assert num_free(stage) == 32
+
+
+def test_an_end_before_the_transfer_began_gives_the_pages_back_at_once() -> None:
+    stage = Stage(spec(depth=3))
+    stage.play(request("b", [1, 2, 3]))
+    stage.play(request("a", PROMPT, awaits_kv=True))
+    assert stage.scheduler.state.rows.num_free == 2
+    free = num_free(stage)
+    stage.play(FailRequest("a", ERROR))
+    assert [end.error for end in stage.of(Retired)] == [ERROR]
+    assert num_free(stage) == free + 2
+    stage.play(result(1, {1: [50]}))
+    stage.play(result(2, {1: [51]}))
+    assert stage.of(ReceiveKv) == []
+
+
+def test_a_transfer_that_fails_ends_its_sequence() -> None:
+    stage = awaiting()
+    stage.play(KvFailed("a", 0, ERROR))
+    [end] = stage.effects
+    assert isinstance(end, Retired)
+    assert (end.reason, end.error) == ("error", ERROR)
+    assert num_free(stage) == 32
+    stage.play(ready())
+    assert stage.effects == []
+
+
+def test_a_failed_step_of_others_leaves_a_transfer_alone() -> None:
+    stage = awaiting()
+    stage.play(request("b", [1, 2, 3]))
+    stage.play(StepFailed(1, ERROR))
+    assert len(stage.of(Resync)) == 1
+    stage.play(ready())
+    stage.play(result(3, {2: [50]}))
+    mine = [batch for batch in stage.batches if 1 in rows(batch)]
+    assert array_i32(mine[0].kv_lens).tolist()[rows(mine[0]).index(1)] == 5
+
+
+def test_a_row_that_awaits_kv_is_not_retracted() -> None:
+    """The other row lacks a page and waits, though it came first."""
+    stage = Stage(spec(num_pages=5, depth=1, lead=1))
+    stage.play(request("b", [1, 2, 3], max_tokens=12))
+    stage.play(result(1, {1: [50]}), request("a", PROMPT, max_tokens=3, awaits_kv=True))
+    for iteration in range(2, 7):
+        assert len(stage.batches) == 1
+        stage.play(result(iteration, {1: [50 + iteration]}))
+    assert stage.batches == []
+    assert stage.scheduler.state.num_retracted == 0
+    stage.play(ready())
+    assert stage.scheduler.state.num_retracted == 1
+    assert len(stage.batches) == 1
