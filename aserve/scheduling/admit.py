@@ -1,5 +1,4 @@
-"""From a request to waiting sequences, and from waiting to a row. Knows nothing of steps in flight
-but their pages.
+"""Turns requests into waiting sequences, and gives waiting sequences rows and cached prefixes.
 
 Writes `SchedulerState.waiting` (in), `SchedulerState.running` (in), `SchedulerState.groups` (in)
 and `SchedulerState.arrivals`.
@@ -61,8 +60,8 @@ def admit(
     owed: Collection[Sequence] = (),
 ) -> list[Sequence]:
     """Gives rows and cached prefixes to waiting sequences, in their order, while there is room and
-    `num_tokens` of the step can feed them after the prefills that go before them; the new prefills.
-    Those that are `owed` a place need not fit the forecast of pages.
+    `num_tokens` of the step suffice for them after the prefills that go before them. Returns the
+    new prefills. Those that are `owed` a place need not fit the forecast of pages.
 
     A sequence that runs alone always has room: that was tested when it came. The work of a turn is
     bounded by `looks_left`, and every sequence that is looked at is admitted or waits outside the
@@ -163,7 +162,9 @@ def _refusal(state: SchedulerState, children: list[Sequence]) -> ErrorInfo | Non
 
 
 def _end_or_ask(state: SchedulerState, sequence: Sequence) -> None:
-    """What came with outputs that already reached an end ends here; else its first mask is due."""
+    """Finishes a sequence whose earlier outputs reached an end already, and asks for the first mask
+    of any other.
+    """
     last = sequence.tokens.at(sequence.tokens.num - 1)
     ended_before = sequence.num_outputs > sequence.min_tokens and last in sequence.end_ids
     if ended_before:

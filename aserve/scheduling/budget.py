@@ -1,4 +1,4 @@
-"""What rows need of the page pools. Knows nothing of when they run; changes nothing."""
+"""Counts the pages that rows need. Nothing here changes the state."""
 
 from __future__ import annotations
 

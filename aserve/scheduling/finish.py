@@ -1,8 +1,8 @@
-"""How a sequence leaves its row: it ends (for any reason), or it is retracted and comes again.
+"""Takes sequences off their rows: a sequence ends, or it is retracted and waits again.
 
-Row and pages are given back at once: whatever reuses them is launched later on the same stream.
-Committed whole pages enter the prefix tree. Knows nothing of why; writes `SchedulerState.running`,
-`SchedulerState.groups` and the phase.
+Row and pages are given back at once, because a step that reuses them is launched later on the same
+stream; pages that a transfer still writes are held (transfers.py). Committed whole pages enter the
+prefix tree. Writes `SchedulerState.running`, `SchedulerState.groups` and the phase.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def finish(
     error: ErrorInfo | None = None,
     kept: int | None = None,
 ) -> None:
-    """Ends a sequence in any phase; Retired is its last message. Results that are still in
-    flight will fall away.
+    """Ends a sequence in any phase; Retired is its last message. Results that are still in flight
+    will be ignored.
     """
     if sequence.row:
         _give_back(state, sequence)
@@ -84,8 +84,8 @@ def fail(state: SchedulerState, event: FailRequest) -> None:
 
 
 def retract(state: SchedulerState, sequence: Sequence) -> None:
-    """Steps back with what it generated. Results in flight are kept; a held flight without its
-    Sample is dropped.
+    """Takes the row of a sequence, which keeps what it generated. Results in flight still count; a
+    held flight without its Sample is dropped.
     """
     _give_back(state, sequence)
     sequence.drop_held()

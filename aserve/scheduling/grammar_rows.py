@@ -1,9 +1,7 @@
-"""Rows with a host-side sampler: masks are asked for, arrive, and release the Sample of a held
-flight.
+"""Asks for the token masks of rows with a grammar, and samples a held row when its mask is there.
 
-The matcher lives in a worker; it advances by the outputs that each BuildMask carries, once per
-emitted token. Knows nothing of grammars. Writes `Sequence.mask`, `Flight.is_held` (to False) and
-`SchedulerState.samples`.
+The matcher lives in a worker, and advances by the outputs that each BuildMask carries, once per
+token. Writes `Sequence.mask`, `Flight.is_held` (to False) and `SchedulerState.samples`.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ def ask_mask(state: SchedulerState, sequence: Sequence) -> None:
 
 
 def receive_mask(state: SchedulerState, ready: MaskReady) -> None:
-    """Keyed by request, because rows get new tenants; what nobody waits for any more falls away."""
+    """Gives a mask to the sequence that waits for it. One that nobody waits for is ignored."""
     sequence = state.groups.get(ready.request_id, {}).get(ready.child)
     if sequence is None or sequence.mask is None or sequence.mask.asked != ready.position:
         return

@@ -1,6 +1,6 @@
-"""So many tokens for this row: chooses the rows and spans of one step. Prefill, chunk, decode
-and verify window are one thing with different numbers. Takes pages for what it chose and
-retracts before they run out; launches nothing.
+"""Chooses the rows of the next step, and how many tokens of each it computes. Prefills, chunks,
+decodes and verify windows differ in these numbers only. Pages are taken for what is chosen, and
+rows are retracted before the pages run out.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from aserve.scheduling.make_way import make_way
 from aserve.scheduling.request import Flight, Phase, Sequence
 from aserve.scheduling.state import SchedulerState
 
-MOST_TIMES = 8  # the bound of prompts beside decodes, where these are few
+MOST_TIMES = 8  # factor by which the prefill-token cap of a mixed step grows at most
 
 
 def select(state: SchedulerState) -> tuple[list[Flight], list[Sequence]]:
-    """The next step's rows, decodes first, and who was newly admitted for it. Prefills come in the
-    order of priority, then of what their clients were served, then of arrival.
+    """Returns the flights of the next step, decodes first, and the prefills that were admitted for
+    it. Prefills come in the order of priority, then of what their clients were served, then of
+    arrival.
     """
     _retract_for_room(state)
     owed = make_way(state)
@@ -55,7 +56,9 @@ def select(state: SchedulerState) -> tuple[list[Flight], list[Sequence]]:
 def _ready_rows(
     state: SchedulerState, rows: list[Sequence]
 ) -> tuple[list[Sequence], list[Sequence]]:
-    """Decodes, who waited longest first; then prefills, which the caller sorts."""
+    """Returns the decodes, those that waited longest first, and the prefills, which the caller
+    sorts.
+    """
     decodes: list[Sequence] = []
     prefills: list[Sequence] = []
     root_len = state.spec.decode.root_len
@@ -67,8 +70,8 @@ def _ready_rows(
 
 
 def _choose_retry(state: SchedulerState) -> list[Flight]:
-    """After a failed step: the next group that still has something to run, with nothing else in
-    flight.
+    """After a failed step, chooses the next group that still has something to run. It runs with
+    nothing else in flight.
     """
     while state.retries and state.is_device_idle:
         group = [sequence for sequence in state.retries.pop(0) if sequence.phase is Phase.RUNNING]
@@ -81,8 +84,9 @@ def _choose_retry(state: SchedulerState) -> list[Flight]:
 
 
 def _most_beside(state: SchedulerState, num_decodes: int, num_prefills: int) -> int:
-    """Tokens of prompts beside decodes, who all wait for them; where more rows wait to begin than
-    go on, more times the bound."""
+    """The prefill-token cap of a mixed step, whose decodes all wait for the prefills. It grows when
+    prefills outnumber decodes.
+    """
     most = state.spec.max_mixed_prefill_tokens
     if most is None:
         return state.spec.max_batched_tokens
@@ -90,7 +94,7 @@ def _most_beside(state: SchedulerState, num_decodes: int, num_prefills: int) -> 
 
 
 def _fill(state: SchedulerState, rows: list[Sequence], budget: int) -> list[Flight]:
-    """Spans for rows, in order, as far as the token budget and the pages go."""
+    """Chooses flights for rows, in their order, as far as the token budget and the pages go."""
     chosen: list[Flight] = []
     step_total: Pages | None = None
     # NOTE: with ample room, what this step leaves covers one more decode of every row.
@@ -146,7 +150,9 @@ def _choose_span(
 def _cover(
     state: SchedulerState, sequence: Sequence, query_len: int, *, step_total: Pages | None
 ) -> int:
-    """Takes the pages that the span lacks, as far as the row may; the part of it that has pages."""
+    """Takes the pages that the span lacks, as far as the row may. Returns how much of the span has
+    pages.
+    """
     assert sequence.allocation is not None
     start = sequence.scheduled_len
     covered = sequence.allocation.num_pages * state.spec.page_size - start
@@ -161,7 +167,7 @@ def _cover(
 
 
 def _retract_for_room(state: SchedulerState) -> None:
-    """Rows step back while free pages are fewer than one more step of all rows needs; never the
+    """Retracts rows while fewer pages are free than one more step of all rows needs, but never the
     last row.
     """
     while len(state.running) > 1 and not has_ample_room(state):
@@ -178,14 +184,14 @@ def _retract_for_room(state: SchedulerState) -> None:
 
 
 def max_decode_rows(spec: EngineSpec, num_running: int) -> int:
-    """Decode rows of one step at most: with lead < depth (a pipeline) the rows are spread over
-    the steps in flight.
+    """The maximum number of decode rows in one step. With lead < depth (a pipeline) the rows are
+    spread over the steps in flight.
     """
     return -(-num_running * spec.lead // spec.depth)
 
 
 def may_run_ahead(sequence: Sequence, *, lead: int) -> bool:
-    """Whether another step may name this row now, as far as what it has in flight is concerned."""
+    """Whether another step may compute this row now, as far as its flights allow it."""
     if sequence.num_sampling >= lead or sequence.is_at_end or sequence.awaits_kv:
         return False
     return sequence.mask is None or not sequence.is_held
