@@ -1,11 +1,14 @@
 """`aserve bench admission` measures the scheduler's CPU time per tick under the heaviest loads.
 
-All requests of a load arrive at once. A tick is one call of `Scheduler.step`. Its input is the
-oldest StepResult and as many new requests as the intake admits. The device takes no time.
+All requests of a load arrive at once. A tick is one call of `SchedulerActor.handle`: the oldest
+StepResult and new requests in, all effects performed, observers told. The device takes no time.
+Every repeat runs the same ticks, and a tick's time is the median of its repeats, so that what other
+processes do to the machine counts less.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,19 +16,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from aserve.actors.scheduler import SchedulerActor, SchedulerPorts, SchedulerWatch
 from aserve.bench.options import AdmissionOptions
-from aserve.bench.result import BenchResult, Table, mean, percentile, progress
+from aserve.bench.result import BenchResult, Table, mean, median, percentile, progress
 from aserve.bench.step_driver import result_of
 from aserve.cache.prefix_tree import prompt_keys
+from aserve.channel import Channel
 from aserve.config import Resolved
 from aserve.errors import BugError
+from aserve.gpu.step.ticket import StepTicket
 from aserve.host.environment import set_up_collector
-from aserve.messages.executor import EngineSpec, GroupSpec, SchedulerEvent
-from aserve.messages.output import Refused
+from aserve.messages.executor import EngineSpec, GroupSpec, SchedulerEvent, Ticket
+from aserve.messages.output import DetokenizerEvent, Refused
 from aserve.messages.requests import AdmitRequest, SamplingParams
-from aserve.messages.step import Launch, ScheduleBatch
+from aserve.messages.step import Resync, Sample, ScheduleBatch
+from aserve.observability.reports import TickReporter
+from aserve.observability.step_log import StepLog
+from aserve.observability.trace import Trace
 from aserve.scheduling.scheduler import Scheduler
-from aserve.scheduling.turn import Intake
 
 TITLE = "scheduler, CPU time per tick"
 VOCAB_SIZE = 32_000
@@ -41,9 +49,9 @@ OWN_LEN = 256  # tokens of a prompt after the shared prefix
 MAX_IDLE_TICKS = 10_000
 
 NOTE = (
-    "Scheduler.step alone, depth 2, "
-    f"{MAX_ROWS} rows, {MAX_BATCHED_TOKENS} tokens per step, pages of {PAGE_SIZE}, prefix cache "
-    f"on, {MAX_TOKENS} tokens per answer; the page keys are computed before."
+    f"SchedulerActor.handle, depth 2, {MAX_ROWS} rows, {MAX_BATCHED_TOKENS} tokens per step, pages "
+    f"of {PAGE_SIZE}, prefix cache on, {MAX_TOKENS} tokens per answer; the page keys are computed "
+    "before. Each tick is the median of its repeats."
 )
 
 Prompts = Callable[[np.random.Generator], list[AdmitRequest]]
@@ -61,52 +69,90 @@ class Load:
 
 
 def run(options: AdmissionOptions, _resolved: Resolved) -> BenchResult:
-    found: dict[str, list[float]] = {load.name: [] for load in LOADS}
-    plan = [(load, seed) for seed in range(options.repeats) for load in LOADS]
-    with progress(TITLE, len(plan)) as done:
-        for load, seed in plan:
-            found[load.name] += measure(load, seed=seed)
-            done()
-    lines = {name: _summary(times_ms) for name, times_ms in found.items()}
+    repeats: dict[str, list[list[float]]] = {load.name: [] for load in LOADS}
+    with progress(TITLE, options.repeats * len(LOADS)) as done:
+        for _ in range(options.repeats):
+            for load in LOADS:
+                repeats[load.name].append(asyncio.run(measure(load)))
+                done()
+    lines = {name: _summary(_medians(times)) for name, times in repeats.items()}
     headings = ["load", *next(iter(lines.values()))]
     rows = [[name, *(str(value) for value in line.values())] for name, line in lines.items()]
     return BenchResult({"loads": lines}, (Table(TITLE, headings, rows),), (NOTE,))
 
 
-def measure(load: Load, *, seed: int) -> list[float]:
+async def measure(load: Load) -> list[float]:
     """Returns the CPU time of each tick in ms, from the arrival of the load to its end."""
-    scheduler = Scheduler(SPEC)
-    requests = load.prompts(np.random.default_rng(seed))
+    engine = _Engine()
+    requests = load.prompts(np.random.default_rng(0))
     if load.is_repeated:
-        _serve(scheduler, requests)
+        engine.serve(requests)
     set_up_collector()
-    return _serve(scheduler, requests)
+    try:
+        return engine.serve(requests)
+    finally:
+        await engine.actor.stop()
 
 
-def _serve(scheduler: Scheduler, requests: Sequence[AdmitRequest]) -> list[float]:
-    times_ms: list[float] = []
-    in_flight: deque[ScheduleBatch] = deque()
-    events: list[SchedulerEvent] = list(requests)
-    intake = Intake()
-    num_idle = 0
-    while events or in_flight or intake or not scheduler.is_idle:
-        num_running = len(scheduler.state.running)
-        start_ns = time.thread_time_ns()
-        effects = scheduler.step(intake.next_turn(events, num_running=num_running))
-        times_ms.append((time.thread_time_ns() - start_ns) / 1e6)
-        for effect in effects:
-            match effect:
-                case Launch(batches=(batch,)):
-                    in_flight.append(batch)
-                case Refused():
-                    raise BugError(f"the bench's own request was refused: {effect.error.message}")
-                case _:
-                    pass
-        num_idle = 0 if events or effects or scheduler.has_more else num_idle + 1
-        if num_idle > MAX_IDLE_TICKS:
-            raise BugError(f"the scheduler did nothing for {MAX_IDLE_TICKS} ticks")
-        events = [result_of(in_flight.popleft(), vocab_size=VOCAB_SIZE)] if in_flight else []
-    return times_ms
+class _Engine:
+    """The scheduler actor, whose neighbours are channels that nobody reads in between."""
+
+    def __init__(self) -> None:
+        self._device = _Device()
+        self._scheduler = Scheduler(SPEC)
+        self._text: Channel[DetokenizerEvent] = Channel()
+        self._tickets: Channel[Ticket] = Channel()
+        reporter = TickReporter(lambda _: None)
+        self.actor = SchedulerActor(
+            self._scheduler,
+            SchedulerPorts(self._device, self._tickets, self._text),
+            watch=SchedulerWatch(Trace(), (reporter, StepLog())),
+            inbox=Channel(),
+        )
+
+    def serve(self, requests: Sequence[AdmitRequest]) -> list[float]:
+        """NOTE: it never awaits, so that the ticks which the actor adds by itself do not run."""
+        times_ms: list[float] = []
+        in_flight = self._device.in_flight
+        events: list[SchedulerEvent] = list(requests)
+        num_idle = 0
+        while events or in_flight or self.actor.backlog() or not self._scheduler.is_idle:
+            start_ns = time.thread_time_ns()
+            self.actor.handle(events)
+            times_ms.append((time.thread_time_ns() - start_ns) / 1e6)
+            self._tickets.take()
+            answers = self._text.take()
+            for answer in answers:
+                if isinstance(answer, Refused):
+                    raise BugError(f"the bench's own request was refused: {answer.error.message}")
+            num_idle = 0 if events or answers or in_flight else num_idle + 1
+            if num_idle > MAX_IDLE_TICKS:
+                raise BugError(f"the scheduler did nothing for {MAX_IDLE_TICKS} ticks")
+            events = [result_of(in_flight.popleft(), vocab_size=VOCAB_SIZE)] if in_flight else []
+        return times_ms
+
+
+class _Device:
+    """An Executor that keeps the batches."""
+
+    def __init__(self) -> None:
+        self.spec = SPEC
+        self.in_flight: deque[ScheduleBatch] = deque()
+
+    def launch(self, *batches: ScheduleBatch) -> Ticket:
+        self.in_flight.extend(batches)
+        return StepTicket(batches[0].iteration, asyncio.get_running_loop())
+
+    def sample(self, sample: Sample) -> Ticket:
+        raise BugError(f"step {sample.iteration} has held rows, but this load has no grammars")
+
+    def resync(self, resync: Resync) -> None:
+        raise BugError(f"step {resync.iteration} follows a failure, but this device never fails")
+
+
+def _medians(repeats: list[list[float]]) -> list[float]:
+    """Returns the median of each tick over the repeats."""
+    return [median(list(times_ms)) for times_ms in zip(*repeats, strict=True)]
 
 
 def _summary(times_ms: list[float]) -> dict[str, float]:
