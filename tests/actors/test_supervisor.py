@@ -93,14 +93,6 @@ async def test_a_drain_lets_open_requests_finish() -> None:
     assert rig.gateway.errors == []
 
 
-async def test_what_is_open_after_the_grace_ends_with_an_error_that_invites_a_retry() -> None:
-    rig = Rig()
-    await rig.supervisor.drain(0.001)
-    (error,) = rig.gateway.errors
-    assert (error.status, error.code) == (503, "server_draining")
-    assert error.retry_after_s
-
-
 async def test_a_death_during_a_drain_stays_dead_and_ends_it() -> None:
     rig = Rig()
     drain = asyncio.ensure_future(rig.supervisor.drain(60))

@@ -15,11 +15,6 @@ from aserve.messages.base import ArrayI32
 EMPTY = Prefix()
 
 
-def tree_of(*, num_nodes: int = 32) -> PrefixTree:
-    """Group 1 has a window."""
-    return PrefixTree(num_nodes, windowed_groups=(1,))
-
-
 def insert(tree: PrefixTree, prefix: Prefix, keys: str, *, first: int) -> Prefix:
     """One node per letter, with the pages first, first + 1, ... in both groups."""
     pages = array("i", range(first, first + len(keys)))
@@ -35,7 +30,7 @@ def keys(letters: str) -> list[bytes]:
 
 
 def test_mistakes_in_locking_and_inserting_raise() -> None:
-    tree = tree_of()
+    tree = PrefixTree(32, windowed_groups=(1,))
     prefix = insert(tree, EMPTY, "ab", first=1)
     with pytest.raises(BugError, match="there already"):
         insert(tree, tree.cut(prefix, 1), "b", first=8)

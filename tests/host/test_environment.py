@@ -1,4 +1,6 @@
-"""What is set before torch is imported: seen from a process that has not imported it."""
+"""What is set before torch is imported, seen from a process that has not imported it; and whether
+there is a GPU, as far as the driver alone can tell.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
+
+from aserve.host import environment
+from aserve.host.environment import may_have_cuda, num_devices
 
 PROGRAM = """
 import os, sys
@@ -174,3 +179,18 @@ def test_kernels_are_compiled_for_this_process_where_no_folder_can_be_written() 
     assert "every start compiles all kernels" in line
     assert "/dev/null/.cache" in line
     assert done.stdout == "tensor(1.)\n"
+
+
+def test_a_machine_without_the_driver_has_no_devices() -> None:
+    assert num_devices("libno-such-driver.so.1") == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "num_found", "expected"),
+    [("auto", 1, True), ("auto", 0, False), ("cpu", 1, False), ("cuda", 0, True)],
+)
+def test_what_the_user_says_comes_before_what_is_found(
+    option: str, num_found: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "num_devices", lambda library: num_found)
+    assert may_have_cuda(option) is expected

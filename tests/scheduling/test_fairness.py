@@ -36,13 +36,6 @@ def asked(client: str, number: int, *, prompt_len: int = 6, max_tokens: int = 8)
     return request(f"{client}{number}", prompt, max_tokens=max_tokens, client=client)
 
 
-def order_of(queue: WaitingQueue) -> list[str]:
-    names = []
-    while (sequence := queue.pop()) is not None:
-        names.append(sequence.request_id)
-    return names
-
-
 def waiting(name: str, client: Client, arrival: int, *, priority: int = 0) -> Sequence:
     admit = request(name, [1], priority=priority)
     return Sequence(admit, child=0, arrival=arrival, client=client)

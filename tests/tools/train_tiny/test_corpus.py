@@ -18,14 +18,13 @@ from tools.train_tiny.tokenizer import load_tokenizer
 SAMPLES = 300
 
 
-def texts(kind: str, split: Split, *, count: int = SAMPLES, room: int = 500) -> list[str]:
-    draw = Draw(Random(f"tests/{kind}"), split, room)
-    return [KINDS[kind](draw).text for _ in range(count)]
-
-
 @pytest.fixture(scope="module")
 def training_text() -> str:
-    return "\n\n".join(text for kind in KINDS for text in texts(kind, Split.TRAIN))
+    texts = []
+    for kind, document in KINDS.items():
+        draw = Draw(Random(f"tests/{kind}"), Split.TRAIN, 500)
+        texts += [document(draw).text for _ in range(SAMPLES)]
+    return "\n\n".join(texts)
 
 
 @pytest.mark.parametrize(
