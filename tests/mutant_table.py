@@ -419,21 +419,21 @@ MUTANTS = (
         "aserve/gpu/step/results.py",
         "(plan.expects != 0) & (stamps != plan.expects)",
         "(plan.expects != 0) & (stamps == 0)",
-        f"{RELAY}::test_a_stale_relay_read_fails_its_step",
+        f"{RELAY}::test_a_wrong_relay_read_fails_its_step",
     ),
     Mutant(
         "the former tenant's relay kept",
         "aserve/gpu/step/future_map.py",
         "        self.written_iter.index_fill_(0, rows, NEVER)\n",
         "        pass\n",
-        f"{RELAY}::test_a_relay_read_of_the_rows_former_tenant_fails_its_step",
+        f"{RELAY}::test_a_wrong_relay_read_fails_its_step",
     ),
     Mutant(
         "id 0 taken for a placeholder",
         "aserve/gpu/step/future_map.py",
         "torch.where(ids < 0, tokens, ids)",
         "torch.where(ids <= 0, tokens, ids)",
-        f"{RELAY}::test_id_0_stands_for_itself_whatever_padding_wrote_into_row_0",
+        f"{RELAY}::test_ids_of_no_row_stand_for_themselves_whatever_padding_wrote_into_row_0",
     ),
     Mutant(
         "a relay that is read in place",
@@ -482,7 +482,7 @@ MUTANTS = (
         "aserve/gpu/step/resolve.py",
         "batch.slots[0], input_ids.to(torch.int32))",
         "batch.slots[0], input_ids.to(torch.int32) * 0)",
-        f"{RESOLVE}::test_resolved_ids_lie_beside_the_kv_of_their_row_and_nowhere_else",
+        f"{RESOLVE}::test_each_kind_of_step_resolves_to_known_ids_at_their_positions",
     ),
     Mutant(
         "lengths that a late failure takes back",

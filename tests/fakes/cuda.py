@@ -29,7 +29,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 from aserve.gpu.device.cuda.runtime import CudaEvent, CudaStream, Memory
 from tests.fakes.gated_model import TIMEOUT_S
@@ -297,13 +296,13 @@ class FakeCuda:
     # ------------------------------------------------------------ operators
 
     def dispatch(self, op: Any, args: Any, kwargs: Any) -> Any:
-        inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        inputs = list(tensors_in((args, kwargs)))
         with self.lock:
             self._collect()
             if op is torch.ops.aten.copy_.default:
                 return self._copy(args[0], args[1], is_async=_is_async(args, kwargs))
             outputs = op(*args, **kwargs)
-            made = [leaf for leaf in tree_flatten(outputs)[0] if isinstance(leaf, Tensor)]
+            made = list(tensors_in(outputs))
             if not any(tensor.is_meta for tensor in (*inputs, *made)):
                 return outputs
             self.check_alive()
@@ -336,13 +335,12 @@ class FakeCuda:
         writes += [self._allocate(tensor, str(op)) for tensor in new]
         if op.overloadpacket.__name__ in EMPTY:
             return
-        twins = tree_map(self._on_cpu, arguments)
+        twins = self._on_cpu(arguments)
         targets = [self._twin(tensor) for tensor in new]
         places = [place for place, tensor in enumerate(made) if any(tensor is t for t in new)]
 
         def run() -> None:
-            results = tree_flatten(op(*twins[0], **twins[1]))[0]
-            real = [leaf for leaf in results if isinstance(leaf, Tensor)]
+            real = list(tensors_in(op(*twins[0], **twins[1])))
             for target, place in zip(targets, places, strict=True):
                 target.copy_(real[place])
 
@@ -450,10 +448,19 @@ class FakeCuda:
         place = tensor.storage_offset(), tensor.size(), tensor.stride()
         return torch.empty(0, dtype=tensor.dtype).set_(self._block(tensor).values, *place)
 
-    def _on_cpu(self, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return self._twin(leaf) if leaf.is_meta else leaf
-        return CPU if leaf == META and isinstance(leaf, torch.device) else leaf
+    def _on_cpu(self, value: Any) -> Any:
+        """Operators take tensors, and lists of tensors."""
+        match value:
+            case Tensor():
+                return self._twin(value) if value.is_meta else value
+            case torch.device():
+                return CPU if value == META else value
+            case list() | tuple():
+                return [self._on_cpu(item) for item in value]
+            case dict():
+                return {key: self._on_cpu(item) for key, item in value.items()}
+            case _:
+                return value
 
 
 class _Thread(threading.local):
@@ -468,6 +475,14 @@ class _Dispatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._cuda.dispatch(func, args, kwargs or {})
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)
 
 
 def join(clock: Clock, other: Clock) -> None:
@@ -492,5 +507,5 @@ def _written(op: Any, arguments: Any) -> list[Tensor]:
         if spec.alias_info is None or not spec.alias_info.is_write:
             continue
         given = args[place] if place < len(args) else kwargs.get(spec.name)
-        found += [leaf for leaf in tree_flatten(given)[0] if isinstance(leaf, Tensor)]
+        found += tensors_in(given)
     return found

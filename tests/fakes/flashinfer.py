@@ -11,7 +11,6 @@ memory of the wrapper to the device, where a captured kernel finds its work.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -157,12 +156,12 @@ def _run_rows(q: Tensor, keys: Tensor, values: Tensor, plan: Recorded, *, out: T
     if cu_query_lens is None:
         cu_query_lens = torch.arange(len(plan.last_lens) + 1, device="cpu")
     assert len(q) == int(cu_query_lens[-1])
-    for row in range(len(plan.last_lens)):
+    for row, last_len in enumerate(plan.last_lens.tolist()):
         part = slice(int(cu_query_lens[row]), int(cu_query_lens[row + 1]))
-        own = plan.pages[int(plan.starts[row]) : int(plan.starts[row + 1])].long()
-        kv_len = (len(own) - 1) * plan.page_size + int(plan.last_lens[row])
-        k, v = (pool[own].flatten(0, 1)[:kv_len].to(q.dtype) for pool in (keys, values))
-        out[part], sums[part] = _attend(q[part], k, v, plan)
+        pages = plan.pages[int(plan.starts[row]) : int(plan.starts[row + 1])].long()
+        kv_len = (len(pages) - 1) * plan.page_size + last_len
+        k, v = keys[pages], values[pages]
+        out[part], sums[part] = _attend(q[part], k, v, plan, kv_len=kv_len)
     return sums
 
 
@@ -178,44 +177,35 @@ def _run_static(
 ) -> None:
     """Nothing but operators on tensors whose shapes no value decides: it may be captured. `work`:
     the starts as they were planned."""
-    num_rows, width = len(static.last_lens), static.width
-    arange = functools.partial(torch.arange, device=q.device)
-    counts = work.diff()
-    numbers = torch.minimum(arange(len(static.pages)), counts[:, None] - 1)
-    pages = static.pages[static.starts[:-1, None] + numbers].long()
-    kv_lens = (counts - 1) * plan.page_size + static.last_lens
-    k, v = (pool[pages].flatten(1, 2).to(q.dtype) for pool in (keys, values))
-    groups = plan.num_heads // plan.num_kv_heads
-    k, v = (heads.repeat_interleave(groups, dim=2) for heads in (k, v))
-    positions = (kv_lens - width)[:, None] + arange(width)
-    distance = positions[:, :, None] - arange(k.shape[1])
-    is_seen = distance >= 0
-    if plan.window_left >= 0:
-        is_seen = is_seen & (distance <= plan.window_left)
-    v = torch.where(is_seen.any(dim=1)[:, :, None, None], v, 0.0)
-    scores = torch.einsum("rqhd,rkhd->rhqk", q.view(num_rows, width, *q.shape[1:]), k)
-    if plan.softcap > 0:
-        scores = plan.softcap * torch.tanh(scores / plan.softcap)
-    scores = torch.where(is_seen[:, None], scores, -torch.inf)
-    mixed = torch.einsum("rhqk,rkhd->rqhd", scores.softmax(dim=-1), v)
-    out.copy_(mixed.flatten(0, 1))
+    num_pages = work.diff()
+    kv_lens = (num_pages - 1) * plan.page_size + static.last_lens
+    columns = torch.arange(len(static.pages), device=q.device)
+    for row in range(len(static.last_lens)):
+        part = slice(row * static.width, (row + 1) * static.width)
+        numbers = torch.minimum(columns, num_pages[row] - 1)
+        pages = static.pages[static.starts[row] + numbers].long()
+        k, v = keys[pages], values[pages]
+        out[part], _ = _attend(q[part], k, v, plan, kv_len=kv_lens[row])
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, plan: Recorded) -> tuple[Tensor, Tensor]:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, plan: Recorded, *, kv_len: int | Tensor
+) -> tuple[Tensor, Tensor]:
+    """q: [queries, heads, head_dim]. k, v: [pages, page_size, kv_heads, head_dim], of whose tokens
+    `kv_len` are there."""
     groups = plan.num_heads // plan.num_kv_heads
-    k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    k, v = (x.flatten(0, 1).to(q.dtype).repeat_interleave(groups, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k)
     if plan.softcap > 0:
         scores = plan.softcap * torch.tanh(scores / plan.softcap)
-    arange = functools.partial(torch.arange, device=q.device)
-    distance = arange(len(k) - len(q), len(k))[:, None] - arange(len(k))
-    is_seen = distance >= 0
+    queries, tokens = (torch.arange(len(x), device=q.device) for x in (q, k))
+    distance = (kv_len - len(q) + queries)[:, None] - tokens
+    is_seen = distance >= 0 if plan.causal else (tokens < kv_len).expand_as(distance)
     if plan.window_left >= 0:
-        is_seen &= distance <= plan.window_left
-    if plan.causal:
-        scores = scores.masked_fill(~is_seen, -torch.inf)
-    mixed = torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v)
-    return mixed, scores.logsumexp(dim=-1).T
+        is_seen = is_seen & (distance <= plan.window_left)
+    scores = torch.where(is_seen, scores, -torch.inf)
+    v = torch.where(is_seen.any(dim=0)[:, None, None], v, 0.0)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v), scores.logsumexp(dim=-1).T
 
 
 @dataclass

@@ -5,14 +5,18 @@ It checks nothing. Pages are given out in an order in which neighbours in a row 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 
 from aserve.gpu.cudagraph.warmup import NOISY
-from aserve.messages.base import pack_i32
+from aserve.gpu.executor import TorchExecutor
+from aserve.messages.base import array_i32, pack_i32
 from aserve.messages.executor import EngineSpec
+from aserve.messages.results import SampleResult, StepResult
 from aserve.messages.step import PageWrites, RowInit, ScheduleBatch
 
 Spans = Mapping[int, Sequence[int]]  # row -> its ids of this step, -row for the last sampled one
@@ -21,6 +25,20 @@ Spans = Mapping[int, Sequence[int]]  # row -> its ids of this step, -row for the
 def greedy(row: int, **changes: Any) -> RowInit:
     init = msgspec.structs.replace(NOISY, row=row, temperature=0.0, prompt_len=1)
     return msgspec.structs.replace(init, **changes)
+
+
+@asynccontextmanager
+async def running(executor: TorchExecutor) -> AsyncIterator[BatchBuilder]:
+    executor.start(asyncio.get_running_loop())
+    try:
+        yield BatchBuilder(executor.spec)
+    finally:
+        executor.close()
+
+
+def tokens_of(outcome: object) -> list[int]:
+    assert isinstance(outcome, StepResult | SampleResult), outcome
+    return array_i32(outcome.tokens).tolist()
 
 
 class BatchBuilder:

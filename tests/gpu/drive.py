@@ -73,6 +73,12 @@ def make_executor(
     return assemble(model, mode, device, build, drafter=drafter)
 
 
+def captured(executor: TorchExecutor) -> TorchExecutor:
+    """The executor, once it has captured all graphs that there may be."""
+    executor.capture_graphs(lambda _done, _total: None)
+    return executor
+
+
 def request(
     name: str,
     prompt: list[int],

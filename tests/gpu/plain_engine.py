@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ from aserve.gpu.models.base import CausalModel
 from aserve.messages.base import array_i32
 from aserve.messages.requests import AdmitRequest
 from aserve.scheduling.request import Sequence
+from tests.fakes.hash_model import HashModel
 from tests.fakes.toy_device import allowed_ids, min_tokens_of
 from tests.gpu.naive_sampler import Floats, naive_logits, naive_token
 from tests.parity.dense_attend import DenseAttend
@@ -44,6 +46,18 @@ class PlainRun(NamedTuple):
 def plain_outputs(model: CausalModel, request: AdmitRequest, child: int = 0) -> list[int]:
     """What the sequence generates, up to its end."""
     return plain_run(model, request, child).tokens
+
+
+def plain_tokens(
+    requests: Iterable[AdmitRequest], model: CausalModel | None = None
+) -> dict[tuple[str, int], list[int]]:
+    """What each sequence of the requests generates, as `Served.outputs` has it."""
+    model = model or HashModel()
+    return {
+        (each.request_id, child): plain_outputs(model, each, child)
+        for each in requests
+        for child in range(each.sampling.n)
+    }
 
 
 def plain_run(model: CausalModel, request: AdmitRequest, child: int = 0) -> PlainRun:

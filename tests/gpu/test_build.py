@@ -20,27 +20,17 @@ def spec_of(*, max_model_len: int | None = None, num_pages: int | None = None) -
     return assemble(HashModel(max_model_len=4096), Autoregressive(), CpuDevice(), given).spec
 
 
-@pytest.fixture
-def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aserve.gpu.device.cpu.device.MAX_KV_BYTES", 1 << 19)
-
-
-def test_a_context_without_memory_is_shortened_and_the_log_says_so(
-    small_memory: None, caplog: pytest.LogCaptureFixture
+def test_a_context_without_memory_is_shortened_unless_someone_asked_for_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr("aserve.gpu.device.cpu.device.MAX_KV_BYTES", 1 << 19)
     with caplog.at_level(logging.WARNING):
         spec = spec_of()
     num_tokens = (spec.groups[0].num_pages - 1) * spec.page_size
     assert 0 < spec.max_model_len == num_tokens < 4096
     assert f"the context is {num_tokens} tokens instead of the model's 4096" in caplog.text
-
-
-def test_a_context_that_was_asked_for_is_not_shortened(small_memory: None) -> None:
     with pytest.raises(ConfigError, match="max_model_len 4096"):
         spec_of(max_model_len=4096)
-
-
-def test_an_explicit_number_of_pages_leaves_the_context_as_it_is(small_memory: None) -> None:
     assert spec_of(num_pages=8).max_model_len == 4096
 
 
@@ -49,6 +39,5 @@ def test_prompts_beside_decodes_are_bounded_as_asked_or_as_suits_the_model(
     given: int | None,
 ) -> None:
     options = BuildOptions(MODEL_DIR, num_pages=8, max_mixed_prefill_tokens=given)
-    assert build_executor(options).spec.max_mixed_prefill_tokens == (
-        given or SMALL_MIXED_PREFILL_TOKENS
-    )
+    expected = given or SMALL_MIXED_PREFILL_TOKENS
+    assert build_executor(options).spec.max_mixed_prefill_tokens == expected

@@ -1,9 +1,11 @@
-"""A second model with KV pools of its own over the same page tables, and published lengths for
-attention that plans on the host.
+"""Drafts, also of a second model with KV pools of its own over the same page tables, and published
+lengths for attention that plans on the host.
 """
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,13 +19,14 @@ from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.messages.base import array_i32
-from aserve.messages.requests import AdmitRequest
 from tests.fakes.draft_mode import DraftsWithSecondModel, OneLayerDraft, ShallowTarget
+from tests.fakes.gated_model import TIMEOUT_S
 from tests.fakes.hash_model import HEAD_DIM, VOCAB, FlakyModel, HashModel
 from tests.fakes.late_device import LateDevice
 from tests.fakes.two_token_mode import TwoTokens
+from tests.gpu.batch_builder import running, tokens_of
 from tests.gpu.drive import Served, make_executor, request, serve
-from tests.gpu.plain_engine import plain_outputs
+from tests.gpu.plain_engine import plain_tokens
 
 PROMPT = [(5 * i * i + 3 * i) % VOCAB for i in range(15)]
 WARM: dict[str, Any] = {"temperature": 1.0, "seed": 5}
@@ -34,10 +37,6 @@ ASKED = [
 ]
 
 
-def expected(model: HashModel, asked: list[AdmitRequest] = ASKED) -> dict[tuple[str, int], Any]:
-    return {(each.request_id, 0): plain_outputs(model, each) for each in asked}
-
-
 def with_drafter(**options: Any) -> tuple[TorchExecutor, OneLayerDraft]:
     drafter = OneLayerDraft()
     executor = make_executor(
@@ -46,42 +45,37 @@ def with_drafter(**options: Any) -> tuple[TorchExecutor, OneLayerDraft]:
     return executor, drafter
 
 
-def num_drafts(served: Served) -> int:
-    return sum(int(array_i32(b.verify.num_drafts).sum()) for b in served.batches if b.verify)
-
-
-@pytest.mark.parametrize(("depth", "lead"), [(1, 1), (2, 2)])
-def test_a_draft_of_one_layer_guesses_every_token_from_its_own_kv(depth: int, lead: int) -> None:
-    executor, drafter = with_drafter(depth=depth, lead=lead)
-    served = serve(executor, ASKED, chaos=depth)
-    assert served.outputs == expected(ShallowTarget())
+def test_a_draft_of_one_layer_guesses_every_token_from_its_own_kv() -> None:
+    executor, drafter = with_drafter(depth=2, lead=2)
+    served = serve(executor, ASKED, chaos=2)
+    assert served.outputs == plain_tokens(ASKED, ShallowTarget())
     assert drafter.hidden_shapes
     assert all(tokens == rows for tokens, rows, _ in drafter.hidden_shapes)
 
 
-def test_every_draft_is_accepted_where_the_drafters_kv_is_right() -> None:
-    executor, _ = with_drafter(depth=1, lead=1)
-    served = serve(executor, [ASKED[0]])
-    num_decodes = len(served.batches) - 1
-    assert 24 - 1 - num_decodes == num_drafts(served) > 0
+def num_drafts(served: Served) -> int:
+    return sum(int(array_i32(b.verify.num_drafts).sum()) for b in served.batches if b.verify)
+
+
+@pytest.mark.parametrize("drafts_are_right", [True, False])
+def test_a_draft_saves_a_step_where_it_is_right(drafts_are_right: bool) -> None:
+    """All drafts of the second model are right, and some of those that are wrong on purpose."""
+    if drafts_are_right:
+        executor, _ = with_drafter(depth=1, lead=1)
+    else:
+        executor = make_executor(ShallowTarget(), mode=TwoTokens(), depth=1, lead=1)
+    served = serve(executor, ASKED[:1])
+    assert served.outputs == plain_tokens(ASKED[:1], ShallowTarget())
+    num_accepted = 24 - 1 - len(served.batches[1:])  # a decode gives one more than it accepts
+    assert 0 < num_accepted <= num_drafts(served)
+    assert (num_accepted == num_drafts(served)) == drafts_are_right
 
 
 def test_the_drafters_kv_survives_a_small_pool_and_chunks() -> None:
     executor, _ = with_drafter(num_pages=13, max_batched_tokens=5)
     served = serve(executor, ASKED)
-    assert served.outputs == expected(ShallowTarget())
+    assert served.outputs == plain_tokens(ASKED, ShallowTarget())
     assert served.num_retracted > 0
-
-
-def test_the_drafters_pools_share_page_tables_and_hold_its_own_layers() -> None:
-    executor, drafter = with_drafter()
-    state = executor._runner.state
-    assert state.draft_pools is not None
-    assert state.draft_pools.page_tables is state.pools.page_tables
-    assert state.draft_pools.token_pool is state.pools.token_pool
-    assert set(state.draft_pools.layers) == {layer.index for layer in drafter.layers}
-    own, other = state.draft_pools.layers[0], state.pools.layers[0]
-    assert own.keys.data_ptr() != other.keys.data_ptr()
 
 
 class FixedKv(CpuDevice):
@@ -152,7 +146,7 @@ def test_attention_that_plans_on_the_host_gets_published_lengths(
         device.is_done.set()
     executor, _ = with_drafter(attention="host-lens", device=device)
     served = serve(executor, ASKED)
-    assert served.outputs == expected(ShallowTarget())
+    assert served.outputs == plain_tokens(ASKED, ShallowTarget())
     assert any(any(batch.bounds) for batch in served.batches)
     assert made[-1].num_plans == len(served.batches)
     assert made[-1].num_inexact == 0
@@ -165,7 +159,7 @@ def test_published_lengths_of_before_a_failed_step_are_not_used_after_it(
     mode, model = DraftsWithSecondModel(), FlakyModel({5, 11})
     executor = make_executor(model, mode=mode, drafter=OneLayerDraft(), attention="host-lens")
     served = serve(executor, ASKED)
-    assert served.outputs == expected(HashModel())
+    assert served.outputs == plain_tokens(ASKED)
     assert served.num_resyncs > 0
     assert made[-1].num_inexact == 0
 
@@ -191,3 +185,22 @@ def test_attention_has_a_plan_for_each_forward_of_each_step_in_flight(
     monkeypatch.setattr(registry, "BACKENDS", {"noting": lambda: kind})
     make_executor(HashModel(), mode=TwoTokens(), attention="noting", depth=3, lead=3)
     assert sites[-1].num_plans == (3 + 1) * 2
+
+
+async def test_published_lengths_arrive_before_the_draft_is_made() -> None:
+    """The mode waits for the test before it drafts; the test goes on when it has the lengths."""
+    may_draft = threading.Event()
+
+    def wait() -> None:
+        assert may_draft.wait(TIMEOUT_S)
+
+    executor = make_executor(HashModel(), mode=TwoTokens(before_draft=wait))
+    async with running(executor) as builder:
+        try:
+            ticket = executor.launch(builder.batch({1: PROMPT}, sampling=[1]))
+            lens = await asyncio.wait_for(ticket.seq_lens, TIMEOUT_S)
+            assert not may_draft.is_set()
+            assert (array_i32(lens.rows).tolist(), array_i32(lens.lens).tolist()) == ([1], [15])
+        finally:
+            may_draft.set()
+        assert len(tokens_of(await asyncio.wait_for(ticket.outcome, TIMEOUT_S))) == 1

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-
-import msgspec
 import numpy as np
 import pytest
 import torch
 
 import aserve.gpu.device.cpu.device
-from aserve.gpu.decode.base import DecodeMode
-from aserve.messages.base import array_f32, array_i32, pack_i32
+from aserve.messages.base import array_f32, array_i32
 from aserve.messages.results import RowLogprobs, SampleResult, StepResult
-from aserve.messages.step import RowInit, Sample, ScheduleBatch, VerifyPlan
+from aserve.messages.step import RowInit, Sample
 from tests.fakes.hash_model import VOCAB, HashModel
-from tests.fakes.two_token_mode import TwoTokens
-from tests.gpu.batch_builder import BatchBuilder, greedy
+from tests.gpu.batch_builder import greedy, running, tokens_of
 from tests.gpu.drive import make_executor
 from tests.gpu.naive_sampler import Floats, naive_logits, naive_token
 from tests.parity.dense_attend import DenseAttend
@@ -45,93 +40,39 @@ def _logits(history: list[int]) -> Floats:
     return np.asarray(model.logits(model.forward(ids, positions, DenseAttend())[-1:])[0].numpy())
 
 
-async def results_of(*batches: ScheduleBatch, mode: DecodeMode | None = None) -> list[StepResult]:
-    executor = make_executor(HashModel(), mode=mode)
-    executor.start(asyncio.get_running_loop())
-    try:
-        outcomes = [await ticket for ticket in [executor.launch(batch) for batch in batches]]
-    finally:
-        executor.close()
-    return [outcome for outcome in outcomes if isinstance(outcome, StepResult)]
-
-
-def assert_naive(record: RowLogprobs, place: int, *, token: int, expected: Floats) -> None:
-    """One token of a row's record."""
-    assert array_f32(record.chosen)[place] == pytest.approx(expected[token], abs=1e-5)
-    num_tokens = len(array_f32(record.chosen))
-    top_ids = array_i32(record.top_ids).reshape(num_tokens, -1)[place]
+def assert_naive(record: RowLogprobs, *, token: int, expected: Floats) -> None:
+    assert array_f32(record.chosen).tolist() == pytest.approx([expected[token]], abs=1e-5)
+    top_ids = array_i32(record.top_ids)
     best = np.argsort(-expected, kind="stable")[: len(top_ids)]
     assert top_ids.tolist() == best.tolist()
-    top = array_f32(record.top_logprobs).reshape(num_tokens, -1)[place]
-    assert top.tolist() == pytest.approx(expected[best].tolist(), abs=1e-5)
+    assert array_f32(record.top_logprobs).tolist() == pytest.approx(expected[best], abs=1e-5)
 
 
+@pytest.mark.parametrize("is_held", [False, True])
 @pytest.mark.parametrize("rows_per_slice", [1, 3, 100])
-async def test_each_row_gets_its_logprobs_however_the_logits_are_sliced(
-    rows_per_slice: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(aserve.gpu.device.cpu.device, "LOGITS_ELEMENTS", rows_per_slice * VOCAB)
-    histories = {init.row: [*HISTORY, init.row] for init in INITS}
-    builder = BatchBuilder(make_executor(HashModel()).spec)
-    [result] = await results_of(builder.batch(histories, sampling=histories, inits=INITS))
-    tokens = array_i32(result.tokens).tolist()
-    assert [record.row for record in result.logprobs] == [1, 3, 4, 5]
-    for record in result.logprobs:
-        init = INITS[record.row - 1]
-        expected = naive_logprobs(histories[record.row], init)
-        assert_naive(record, 0, token=tokens[record.row - 1], expected=expected)
-        assert len(array_i32(record.top_ids)) == init.num_logprobs
-
-
-@pytest.mark.parametrize("rows_per_slice", [1, 3, 100])
-async def test_held_rows_are_sampled_alike_however_their_logits_are_sliced(
-    rows_per_slice: int, monkeypatch: pytest.MonkeyPatch
+async def test_each_row_gets_its_token_and_logprobs_however_the_logits_are_sliced(
+    rows_per_slice: int, is_held: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(aserve.gpu.device.cpu.device, "LOGITS_ELEMENTS", rows_per_slice * VOCAB)
     histories = {init.row: [*HISTORY, init.row] for init in INITS}
     executor = make_executor(HashModel())
-    builder = BatchBuilder(executor.spec)
-    step = builder.batch(histories, sampling=[], held=histories, inits=INITS)
-    executor.start(asyncio.get_running_loop())
-    try:
-        executor.launch(step)
-        result = await executor.sample(Sample(1, step.rows, b"\xff" * 8 * len(INITS)))
-    finally:
-        executor.close()
-    assert isinstance(result, SampleResult)
-    tokens = array_i32(result.tokens).tolist()
+    async with running(executor) as builder:
+        if is_held:
+            step = builder.batch(histories, sampling=[], held=histories, inits=INITS)
+            executor.launch(step)
+            outcome = await executor.sample(Sample(1, step.rows, b"\xff" * 8 * len(INITS)))
+        else:
+            step = builder.batch(histories, sampling=histories, inits=INITS)
+            outcome = await executor.launch(step)
+    assert isinstance(outcome, StepResult | SampleResult)
+    tokens = tokens_of(outcome)
     for init, token in zip(INITS, tokens, strict=True):
-        processed = naive_logits(_logits(histories[init.row]), histories[init.row], init)
-        assert token == naive_token(processed, len(histories[init.row]), init)
-    assert [record.row for record in result.logprobs] == [1, 3, 4, 5]
-    for record in result.logprobs:
-        expected = naive_logprobs(histories[record.row], INITS[record.row - 1])
-        assert_naive(record, 0, token=tokens[record.row - 1], expected=expected)
-
-
-async def test_an_accepted_draft_has_logprobs_and_a_rejected_one_has_none() -> None:
-    """Row 1's draft of an even position is the model's own token; the other's is not."""
-    mode = TwoTokens()
-    builder = BatchBuilder(make_executor(HashModel(), mode=mode).spec)
-    prompts = {1: HISTORY[:8], 3: HISTORY}  # the drafts stand at positions 9 and 10
-    inits = [greedy(row, num_logprobs=2) for row in prompts]
-    first = builder.batch(prompts, sampling=prompts, inits=inits)
-    query_lens = {row: [-row, -row] for row in prompts}
-    window = builder.batch(query_lens, sampling=prompts)
-    verify = _verifying(window)
-    prefill, result = await results_of(first, verify, mode=mode)
-    assert array_i32(result.counts).tolist() == [2, 1]
-    tokens = array_i32(result.tokens).tolist()
-    first_tokens = dict(zip((1, 3), array_i32(prefill.tokens).tolist(), strict=True))
-    by_row = {1: tokens[:2], 3: tokens[2:]}
-    for record, init in zip(result.logprobs, inits, strict=True):
-        history = [*prompts[record.row], first_tokens[record.row]]
-        assert len(array_f32(record.chosen)) == len(by_row[record.row])
-        for place, token in enumerate(by_row[record.row]):
-            expected = naive_logprobs([*history, *by_row[record.row][:place]], init)
-            assert_naive(record, place, token=token, expected=expected)
-
-
-def _verifying(window: ScheduleBatch) -> ScheduleBatch:
-    """The last token of each row's span is a draft."""
-    return msgspec.structs.replace(window, verify=VerifyPlan(pack_i32([1, 1])))
+        history = histories[init.row]
+        processed = naive_logits(_logits(history), history, init)
+        assert token == naive_token(processed, len(history), init)
+    assert [record.row for record in outcome.logprobs] == [1, 3, 4, 5]
+    for record in outcome.logprobs:
+        init = INITS[record.row - 1]
+        expected = naive_logprobs(histories[record.row], init)
+        assert_naive(record, token=tokens[record.row - 1], expected=expected)
+        assert len(array_i32(record.top_ids)) == init.num_logprobs

@@ -97,7 +97,7 @@ class StepGraph:
 class StepGraphs:
     """Graphs by shape. All read their step from the beginning of one buffer."""
 
-    __slots__ = ("_graphs", "_parts", "_pending", "_planned_for", "_plans", "_refused", "_words")
+    __slots__ = ("_graphs", "_parts", "_pending", "_plans", "_refused", "_words")
 
     def __init__(self, parts: GraphParts) -> None:
         self._parts = parts
@@ -105,7 +105,6 @@ class StepGraphs:
         self._pending: dict[StepShape, None] = {}  # shapes to capture, in order
         self._refused: set[str] = set()  # kinds of sampling that cannot be captured
         self._plans: dict[StepShape, object] = {}  # attention's static plans
-        self._planned_for: tuple[int, StepShape] | None = None
         shapes = parts.table.largest_first()
         staged = (parts.runner.stage(self._padding(shape)) for shape in shapes)
         num_words = max((arrays.num_words for arrays in staged), default=0)
@@ -145,19 +144,11 @@ class StepGraphs:
             self._pending[padded] = None
         return graph
 
-    def plan_ahead(self, graph: StepGraph, plan: StepPlan) -> None:
-        """Lets attention plan on the host for this replay, unless it has done so already. `plan` is
-        padded.
-        """
-        planner = self._parts.attention.static_plans
-        step = plan.iteration, graph.shape
-        if planner is not None and self._planned_for != step:
-            planner.refresh(self._plans[graph.shape], plan.kv_lens + plan.query_lens)
-            self._planned_for = step
-
     def replay(self, graph: StepGraph, plan: StepPlan, publish: OnPublish) -> Packed:
         """Replays a graph whose words have been staged. `plan` is padded. The result is a copy."""
-        self.plan_ahead(graph, plan)
+        planner = self._parts.attention.static_plans
+        if planner is not None:
+            planner.refresh(self._plans[graph.shape], plan.kv_lens + plan.query_lens)
         words = graph.captured.replay(lambda lens: publish(lens.clone()))
         return Packed(words.clone(), graph.layout)
 

@@ -1,6 +1,4 @@
-"""Tests here run in three places: on the CPU, on the CUDA device with a runtime that is played,
-and, marked `gpu`, on CUDA itself.
-"""
+"""Tests here run on a CUDA device with a simulated runtime and, marked `gpu`, on CUDA itself."""
 
 from __future__ import annotations
 
@@ -8,14 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.gpu.cuda.places import CpuPlace, CudaPlace, PlayedPlace
+from tests.gpu.cuda.places import CudaPlace, FakePlace, Place
 
 
-@pytest.fixture(
-    params=[CpuPlace, PlayedPlace, pytest.param(CudaPlace, marks=pytest.mark.gpu)],
-    ids=["cpu", "played", "cuda"],
-)
-def place(request: pytest.FixtureRequest) -> Iterator[CpuPlace | PlayedPlace | CudaPlace]:
+@pytest.fixture(params=[FakePlace, pytest.param(CudaPlace, marks=pytest.mark.gpu)])
+def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     made = request.param()
     yield made
     made.assert_sound()

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from aserve.gpu.decode.base import DecodeMode
-from aserve.gpu.device.base import Device
 from aserve.gpu.device.cuda.device import CudaDevice, open_cuda
 from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.models.base import CausalModel
 from tests.fakes.cuda import FakeCuda
-from tests.fakes.graph_device import GraphDevice
 from tests.fakes.hash_model import HashModel
 from tests.gpu.drive import make_executor
-from tools.gpu_check.watch import Watch, watched
+from tools.gpu_check.watch import watched
 
 MakeModel = Callable[[torch.device], CausalModel]
 
@@ -30,56 +28,29 @@ def hash_model(where: torch.device) -> CausalModel:
     return HashModel(device=where)
 
 
-class Place(Protocol):
+class Place:
     """`watch` counts what is replayed on the device."""
 
-    device: Device
-    watch: Watch
-
-    def executor(
-        self, make_model: MakeModel = ..., *, mode: DecodeMode | None = None, **options: Any
-    ) -> TorchExecutor: ...
-
-    def loading(self) -> contextlib.AbstractContextManager[object]:
-        """Before an executor is started: there the host may wait for the device."""
-
-    def no_waits(self) -> contextlib.AbstractContextManager[None]:
-        """Within it, an operator that makes the host wait for the device is an error."""
-
-    def assert_sound(self) -> None:
-        """After the test: nothing was done that would be a race or a wait on a GPU."""
-
-
-class _Real:
-    """A device that computes values where it is asked to."""
-
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: CudaDevice) -> None:
         self.device, self.watch = watched(device)
 
     def executor(
         self, make_model: MakeModel = hash_model, *, mode: DecodeMode | None = None, **options: Any
     ) -> TorchExecutor:
         model = make_model(self.device.torch_device)
-        return make_executor(
-            model, mode=mode, device=self.device, **{"attention": "torch-ref", **options}
-        )
+        options = {"attention": "torch-ref", **options}
+        return make_executor(model, mode=mode, device=self.device, **options)
 
-    def loading(self) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext()
-
-
-class CpuPlace(_Real):
-    def __init__(self) -> None:
-        super().__init__(GraphDevice())
-
-    def no_waits(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def no_waits(self) -> Iterator[None]:
+        """Within it, an operator that makes the host wait for the device is an error."""
+        yield
 
     def assert_sound(self) -> None:
-        """There is nothing that could be out of order."""
+        """After the test: nothing was done that would be a race or a wait on a GPU."""
 
 
-class CudaPlace(_Real):
+class CudaPlace(Place):
     def __init__(self) -> None:
         super().__init__(open_cuda("a test asks for it"))
 
@@ -96,27 +67,19 @@ class CudaPlace(_Real):
         torch.cuda.synchronize()
 
 
-class PlayedPlace:
+class FakePlace(Place):
     """It finds waits by itself, in every step."""
 
-    def __init__(self) -> None:
-        self.cuda = FakeCuda(seed=1)
+    def __init__(self, seed: int | None = 1) -> None:
+        self.cuda = FakeCuda(seed)
         with self.cuda:
-            self.device, self.watch = watched(CudaDevice(self.cuda))
+            super().__init__(CudaDevice(self.cuda))
 
     def executor(
         self, make_model: MakeModel = hash_model, *, mode: DecodeMode | None = None, **options: Any
     ) -> TorchExecutor:
         with self.cuda:
-            model = make_model(self.device.torch_device)
-            options = {"attention": "torch-ref", **options}
-            return make_executor(model, mode=mode, device=self.device, **options)
-
-    def loading(self) -> contextlib.AbstractContextManager[object]:
-        return self.cuda
-
-    def no_waits(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+            return super().executor(make_model, mode=mode, **options)
 
     def assert_sound(self) -> None:
         self.cuda.assert_sound()

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 import torch
 from torch import Tensor
 
 from aserve.gpu.device.base import Device, Event
-from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.models.base import Attend, HiddenCapture
-from aserve.gpu.step.ticket import StepTicket
-from aserve.messages.base import array_i32
-from aserve.messages.results import StepResult
-from tests.fakes.gated_model import TIMEOUT_S
 from tests.fakes.hash_model import HashModel
-from tests.gpu.batch_builder import BatchBuilder
+from tests.gpu.batch_builder import running, tokens_of
 from tests.gpu.cuda.places import CudaPlace, Place
+from tests.gpu.device.cuda.test_device import all_is_asked
 from tests.gpu.drive import request
 from tests.gpu.plain_engine import plain_outputs
 
@@ -95,36 +89,15 @@ class Slow(HashModel):
 
 async def test_steps_are_asked_for_while_the_first_one_runs(place: Place) -> None:
     """In the second row: the first one brings memory and kernels to the device."""
-    loop = asyncio.get_running_loop()
     executor = place.executor(lambda where: Slow(device=where), graph_rows=0)
-    executor.start(loop)
     expected = plain_outputs(HashModel(), request("plain", PROMPT))[:NUM_STEPS]
-    builder = BatchBuilder(executor.spec)
-    try:
+    async with running(executor) as builder:
         for row in (2, 3):
             batches = [builder.batch({row: PROMPT}, sampling=[row])]
             batches += [builder.batch({row: [-row]}, sampling=[row]) for _ in range(NUM_STEPS - 1)]
             tickets = [executor.launch(batch) for batch in batches]
-            has_first = await all_are_asked(executor, tickets[0])
-            outcomes = [await ticket for ticket in tickets]
-            results = [outcome for outcome in outcomes if isinstance(outcome, StepResult)]
-            tokens = [int(token) for result in results for token in array_i32(result.tokens)]
+            await all_is_asked(executor)
+            has_first = tickets[0].outcome.done()
+            tokens = [token for ticket in tickets for token in tokens_of(await ticket)]
             assert tokens == expected
-    finally:
-        executor.close()
     assert not (has_first and isinstance(place, CudaPlace))
-
-
-async def all_are_asked(executor: TorchExecutor, first: StepTicket) -> bool:
-    """Waits until the executor's thread has asked the device for all that was launched; whether the
-    first result was there by then.
-    """
-    loop = asyncio.get_running_loop()
-    has_first: asyncio.Future[bool] = loop.create_future()
-
-    def say_so() -> None:
-        loop.call_soon_threadsafe(lambda: has_first.set_result(first.outcome.done()))
-
-    executor._inbox.put(say_so)
-    async with asyncio.timeout(TIMEOUT_S):
-        return await has_first

@@ -14,34 +14,30 @@ from aserve.gpu.device.ops import TORCH_OPS
 from tests.fakes.cuda import FakeCuda
 
 KERNELS = {"elementwise", "rope_and_store_kv", "sample_ops"}
-COMPILED = KERNELS | {"fused_step"}
+HALVES_AND_FLOAT32 = [torch.float32, torch.bfloat16, torch.float16]
 TRITON = KERNELS | {"row_ops", "resolve"}
 
 
-def own(device: Device, dtype: torch.dtype, *, is_deterministic: bool = False) -> set[str]:
+def own(device: Device, dtype: torch.dtype, *, is_deterministic: bool) -> set[str]:
     """The names of the operators that are not torch's."""
     ops = device.ops(dtype, is_deterministic=is_deterministic)
     names = [field.name for field in dataclasses.fields(ops)]
     return {name for name in names if getattr(ops, name) is not getattr(TORCH_OPS, name)}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_cpu_has_kernels_between_products(dtype: torch.dtype) -> None:
-    assert own(CpuDevice(), dtype) == COMPILED
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_other_dtypes_stay_in_torch_on_a_cpu(dtype: torch.dtype) -> None:
-    assert own(CpuDevice(), dtype) == set()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_kernel_of_a_cpu_keeps_a_tokens_bits(dtype: torch.dtype) -> None:
-    assert own(CpuDevice(), dtype, is_deterministic=True) == {"elementwise"}
-
-
-@pytest.mark.parametrize("is_deterministic", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_gpu_has_a_kernel_for_each(dtype: torch.dtype, is_deterministic: bool) -> None:
-    device = CudaDevice(FakeCuda())
-    assert own(device, dtype, is_deterministic=is_deterministic) == TRITON
+@pytest.mark.parametrize(
+    ("device", "dtypes", "is_deterministic", "names"),
+    [
+        (CpuDevice(), [torch.float32, torch.bfloat16], False, KERNELS | {"fused_step"}),
+        (CpuDevice(), [torch.float64, torch.float16], False, set()),
+        # The other kernels of the CPU do not keep a token's bits.
+        (CpuDevice(), [torch.float32, torch.bfloat16], True, {"elementwise"}),
+        (CudaDevice(FakeCuda()), HALVES_AND_FLOAT32, False, TRITON),
+        (CudaDevice(FakeCuda()), HALVES_AND_FLOAT32, True, TRITON),
+    ],
+)
+def test_a_device_has_kernels_for_its_dtypes(
+    device: Device, dtypes: list[torch.dtype], is_deterministic: bool, names: set[str]
+) -> None:
+    for dtype in dtypes:
+        assert own(device, dtype, is_deterministic=is_deterministic) == names

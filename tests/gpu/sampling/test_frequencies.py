@@ -21,10 +21,8 @@ LOGITS = torch.tensor([2.0, 1.5, 1.5, 1.0, 0.6, 0.2, 0.0, -0.3, -1.0, -2.0, -3.0
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "cold": {"temperature": 0.6},
-    "top-k": {"top_k": 4},
     "top-k cuts between equals": {"top_k": 2},
     "top-k of more than there are": {"top_k": 500},
-    "top-p": {"top_p": 0.7},
     "min-p": {"min_p": 0.2},
     "top-p of what top-k leaves": {"top_k": 6, "top_p": 0.72},
     "all three": {"top_k": 8, "top_p": 0.9, "min_p": 0.15, "temperature": 1.3},
@@ -55,20 +53,18 @@ def chi_square_bound(freedom: int) -> float:
     return float(freedom * (1 - part + 4 * math.sqrt(part)) ** 3)
 
 
-@pytest.mark.slow
 def test_a_token_of_probability_one_in_a_million_is_drawn_at_that_rate() -> None:
-    """20 of 2e7 draws are expected: in the float32 that rows are served in."""
+    """10 of 1e7 draws are expected: in the float32 that rows are served in."""
     scores = torch.tensor([[math.log(1e-6), math.log1p(-1e-6)]])
-    num_slices, size = 40, 500_000
-    token_ids = torch.arange(2)
+    size = 500_000
     seeds, temperature = torch.full((size,), 99), torch.ones(1)
     num_rare = 0
-    for number in range(num_slices):
+    for number in range(20):
         positions = torch.arange(number * size, (number + 1) * size)
-        noise = gumbel_noise(seeds, positions, token_ids, torch.float32)
+        noise = gumbel_noise(seeds, positions, torch.arange(2), torch.float32)
         _, noisy = add_noise(scores, noise, temperature)
         num_rare += int((noisy[:, 0] > noisy[:, 1]).sum())
-    assert 7 <= num_rare <= 37  # Poisson of mean 20: outside once in 2,000
+    assert 2 <= num_rare <= 22  # Poisson of mean 10: outside once in 1,000
 
 
 def test_noise_is_that_of_its_seed_position_and_token_whatever_the_shape() -> None:
@@ -82,20 +78,3 @@ def test_noise_is_that_of_its_seed_position_and_token_whatever_the_shape() -> No
         torch.tensor(seeds[2:3]), torch.tensor(positions[2:3]), torch.tensor([7]), torch.float64
     )
     assert float(some) == float(noise[2, 7])
-
-
-@pytest.mark.parametrize("varied", ["seeds", "positions", "token ids"])
-def test_noise_of_neighbours_is_gumbel_and_independent(varied: str) -> None:
-    count = torch.arange(20_000)
-    one = torch.ones_like(count)
-    seeds = count if varied == "seeds" else one
-    positions = count if varied == "positions" else one
-    if varied == "token ids":
-        noise = gumbel_noise(one[:1], one[:1], count, torch.float64)[0]
-    else:
-        noise = gumbel_noise(seeds, positions, one[:1], torch.float64)[:, 0]
-    assert noise.mean().item() == pytest.approx(0.57722, abs=0.04)
-    assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.08)
-    for lag in (1, 2, 3):
-        pair = torch.stack((noise[lag:], noise[:-lag]))
-        assert abs(torch.corrcoef(pair)[0, 1].item()) < 0.03

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.device.cuda.ops import triton_sample_ops
-from aserve.gpu.sampling.ops import PLAIN_OPS, SHAPED_OPS, SampleOps
+from aserve.gpu.sampling.ops import PLAIN_OPS, SampleOps
 from aserve.gpu.sampling.sampler import Sampled
 from aserve_kernels import sample as kernel
 from aserve_kernels import token_set
@@ -74,8 +74,7 @@ def test_the_kernels_draw_the_tokens_of_torch(step: str, is_masked: bool) -> Non
 
 
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("is_masked", [False, True])
-def test_halves_are_widened_only_where_something_is_added(step: str, is_masked: bool) -> None:
+def test_halves_are_widened_only_where_something_is_added(step: str) -> None:
     ops, drawn_from = triton_sample_ops(torch.bfloat16), []
 
     def draw(logits: Tensor, *given: Any) -> Any:
@@ -84,22 +83,12 @@ def test_halves_are_widened_only_where_something_is_added(step: str, is_masked: 
 
     seeing = dataclasses.replace(ops, draw=draw)
     half, params = (torch.bfloat16,), STEPS[step]
-    got = run(seeing, params, is_masked=is_masked, dtypes=half)
-    expected = run(PLAIN_OPS, params, is_masked=is_masked, dtypes=(*half, torch.float32))
-    assert drawn_from == [torch.float32 if step in ("penalised", "all") else torch.bfloat16]
-    assert torch.equal(got.tokens, expected.tokens)
-    torch.testing.assert_close(got.top_logprobs, expected.top_logprobs)
-
-
-def test_torch_draws_of_halves_what_it_draws_of_them_as_float32() -> None:
-    params, half = STEPS["limited"], (torch.bfloat16,)
-    got = run(PLAIN_OPS, params, is_masked=False, dtypes=half)
+    got = run(seeing, params, is_masked=False, dtypes=half)
+    in_torch = run(PLAIN_OPS, params, is_masked=False, dtypes=half)
     expected = run(PLAIN_OPS, params, is_masked=False, dtypes=(*half, torch.float32))
-    assert torch.equal(got.tokens, expected.tokens)
-
-
-def test_logits_in_float64_stay_in_torch() -> None:
-    assert triton_sample_ops(torch.float64) is SHAPED_OPS
+    assert drawn_from == [torch.float32 if step in ("penalised", "all") else torch.bfloat16]
+    assert got.tokens.tolist() == in_torch.tokens.tolist() == expected.tokens.tolist()
+    torch.testing.assert_close(got.top_logprobs, expected.top_logprobs)
 
 
 def test_common_limits_are_settled_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,11 +101,11 @@ def test_common_limits_are_settled_without_a_search(monkeypatch: pytest.MonkeyPa
         return search(*args)
 
     monkeypatch.setattr(token_set, "_last_member", counted)
-    rows = [Row(temperature=0.7, top_k=20, top_p=0.8), Row(temperature=0.8, top_p=0.95)] * 8
+    rows = [Row(temperature=0.7, top_k=20, top_p=0.8), Row(temperature=0.8, top_p=0.95)] * 4
     logits = draw_logits(len(rows), 700)
     indices, *tables = make_tables(rows)
     kernel.sample(logits, indices, indices, *tables, has_noise=True, has_limits=True)
-    assert len(searches) <= 2
+    assert len(searches) <= 1
 
 
 def assert_draws(logits: Tensor, rows: list[Row]) -> None:
@@ -160,8 +149,7 @@ def test_ranking_reads_no_split_that_is_below_all_candidates(
         assert sizes.count(kernel.TILE) == num_splits * SPLIT // kernel.TILE
 
 
-@pytest.mark.parametrize("row", [Row(top_k=5), Row(top_k=20, top_p=0.5), Row(min_p=0.5)], ids=str)
-def test_a_set_is_searched_for_among_few(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_set_is_searched_for_among_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a flat row's thousands of tokens, of which noise mostly lifts others."""
     monkeypatch.setattr(kernel, "SPLIT", SPLIT)
     lengths: list[int] = []
@@ -172,6 +160,7 @@ def test_a_set_is_searched_for_among_few(row: Row, monkeypatch: pytest.MonkeyPat
         return search(*given)
 
     monkeypatch.setattr(kernel, "search", measured)
-    assert_draws(draw_logits(1, 4 * SPLIT, spread=1.0).repeat(6, 1), [row] * 6)
+    rows = [Row(top_k=5), Row(top_k=20, top_p=0.5), Row(min_p=0.5)] * 2
+    assert_draws(draw_logits(1, 4 * SPLIT, spread=1.0).repeat(len(rows), 1), rows)
     assert lengths
     assert max(lengths) < SPLIT

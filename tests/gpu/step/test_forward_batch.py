@@ -58,66 +58,29 @@ def test_padding_rows_are_row_0_with_one_token_in_slot_0() -> None:
     assert (made.query_lens_cpu.tolist(), made.len_bounds_cpu.tolist()) == ([1] * 4, [6, 3, 1, 1])
 
 
-def test_building_twice_from_one_batch_gives_equal_tensors_and_changes_nothing() -> None:
+def test_building_changes_nothing_and_what_it_made_belongs_to_one_forward() -> None:
+    """A forward that changes its own lengths, positions or slots changes nobody else's."""
     batch, shared = device_batch([1, 3, 2], [5, 0, 1]), paged()
     before = contents(batch), [table.tolist() for table in shared.page_tables]
-    first, second = (ForwardBatch.init_new(batch, shared) for _ in range(2))
-    assert contents(first) == contents(second)
-    assert before == (contents(batch), [table.tolist() for table in shared.page_tables])
-
-
-def test_what_one_build_writes_into_its_tensors_the_next_does_not_see() -> None:
-    """A forward that changes its own lengths, positions or slots changes nobody else's."""
-    batch, shared = device_batch([2], [1]), paged()
     first = ForwardBatch.init_new(batch, shared)
     expected = contents(first)
     for tensor in (first.lens, first.cache_positions, first.cu_query_lens, *first.slots):
         tensor.fill_(0)
     assert contents(ForwardBatch.init_new(batch, shared)) == expected
+    assert before == (contents(batch), [table.tolist() for table in shared.page_tables])
 
 
-def test_nothing_of_a_batch_can_be_bound_anew() -> None:
-    batch = device_batch([1], [0])
-    made = ForwardBatch.init_new(batch, paged())
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        made.lens = made.lens + 1  # type: ignore[misc]  # what the test is about
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        batch.kv_lens = made.lens  # type: ignore[misc]  # what the test is about
-
-
-def test_overrides_are_gone_in_the_second_build() -> None:
-    batch, shared = device_batch([1, 2], [4, 0]), paged()
+def test_hidden_states_are_kept_for_the_forward_that_asked_and_no_other() -> None:
+    model, pools = HashModel(window=6), paged()
+    backend = PagedSdpa(pools, (None, 6))
     capture = HiddenCapture(wants_before_norm=True)
-    overrides = ForwardOverrides(capture=capture, kv_lens_cpu=np.array([4, 0], np.int32))
-    first = ForwardBatch.init_new(batch, shared, overrides)
-    assert first.capture is capture
-    assert first.lens_cpu is not None
-    assert first.lens_cpu.tolist() == [5, 2]
-    second = ForwardBatch.init_new(batch, shared)
-    assert (second.capture, second.lens_cpu) == (None, None)
-
-
-def test_overrides_are_gone_after_a_forward_that_raised() -> None:
-    batch, shared = device_batch([1], [4]), paged()
-    overrides = ForwardOverrides(capture=HiddenCapture(wants_before_norm=True))
-
-    def failing_forward() -> None:
-        made = ForwardBatch.init_new(batch, shared, overrides)
-        raise ArithmeticError(made.capture)
-
-    with pytest.raises(ArithmeticError):
-        failing_forward()
-    assert ForwardBatch.init_new(batch, shared).capture is None
-
-
-def test_a_captured_forward_keeps_its_hidden_states_and_the_next_keeps_none() -> None:
-    model, shared = HashModel(window=6), paged()
-    backend = PagedSdpa(shared, (None, 6))
-    capture = HiddenCapture(wants_before_norm=True)
-    made = ForwardBatch.init_new(device_batch([3], [0]), shared, ForwardOverrides(capture=capture))
-    attend = backend.bind(made, backend.plan(made))
-    hidden = model.forward(made.input_ids, made.cache_positions, attend, capture=made.capture)
-    assert capture.before_norm is hidden
+    kept: list[torch.Tensor | None] = []
+    for overrides in (ForwardOverrides(capture=capture), ForwardOverrides()):
+        made = ForwardBatch.init_new(device_batch([3], [0]), pools, overrides)
+        attend = backend.bind(made, backend.plan(made))
+        hidden = model.forward(made.input_ids, made.cache_positions, attend, capture=made.capture)
+        kept.append(hidden)
+    assert capture.before_norm is kept[0]
 
 
 # ---------------------------------------------------------------- the attention plan's marker
@@ -135,9 +98,13 @@ def test_a_fresh_batch_needs_a_plan_and_a_marked_one_does_not() -> None:
 
 def test_a_batch_reshaped_after_a_replannable_plan_is_planned_again() -> None:
     made = forward([1, 1], [3, 4])
-    made.mark_attention_planned("plan", replan_equivalent=True)
-    assert made.padded(4).needs_attention_plan()
+    made.mark_attention_planned("first", replan_equivalent=True)
     assert not made.padded(2).needs_attention_plan()
+    padded = made.padded(4)
+    assert padded.needs_attention_plan()
+    padded.mark_attention_planned("second", replan_equivalent=True)
+    assert not padded.needs_attention_plan()
+    assert (made.plan, padded.plan) == ("first", "second")
 
 
 @pytest.mark.parametrize("query_lens", [[2, 1], [4], [1, 1, 2]])
@@ -153,30 +120,15 @@ def test_rows_and_tokens_each_make_another_shape(query_lens: list[int]) -> None:
     assert not same.needs_attention_plan()
 
 
-def test_a_batch_reshaped_after_another_plan_keeps_it() -> None:
-    made = forward([1, 1], [3, 4])
-    made.mark_attention_planned("plan")
-    padded = made.padded(4)
-    assert not padded.needs_attention_plan()
-    assert padded.plan == "plan"
-
-
-def test_a_batch_reshaped_after_another_plan_raises_in_debug_mode() -> None:
-    made = forward([1, 1], [3, 4], is_debug=True)
-    made.mark_attention_planned("plan")
-    assert not made.needs_attention_plan()
+def test_a_batch_reshaped_after_another_plan_keeps_it_and_raises_in_debug_mode() -> None:
+    made, debugged = (forward([1, 1], [3, 4], is_debug=is_debug) for is_debug in (False, True))
+    for each in (made, debugged):
+        each.mark_attention_planned("plan")
+        assert not each.needs_attention_plan()
+    assert not made.padded(4).needs_attention_plan()
+    assert made.padded(4).plan == "plan"
     with pytest.raises(BugError, match="planned for 2 rows and 2 tokens, has 4 and 4"):
-        made.padded(4).needs_attention_plan()
-
-
-def test_marking_again_records_the_new_shape() -> None:
-    made = forward([1, 1], [3, 4])
-    made.mark_attention_planned("first", replan_equivalent=True)
-    padded = made.padded(4)
-    padded.mark_attention_planned("second", replan_equivalent=True)
-    assert not padded.needs_attention_plan()
-    assert padded.plan == "second"
-    assert made.plan == "first"
+        debugged.padded(4).needs_attention_plan()
 
 
 def test_a_split_batchs_children_start_unplanned() -> None:

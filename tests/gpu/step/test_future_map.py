@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-
-import msgspec
 import pytest
 import torch
 from hypothesis import settings
@@ -13,14 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from aserve.errors import BugError
-from aserve.gpu.device.cuda.ops import triton_row_ops
-from aserve.gpu.executor import TorchExecutor
-from aserve.gpu.step.future_map import LAST_TOKEN, PLAIN_ROWS, SEQ_LEN, FutureMap, RelayField
-from aserve.messages.base import pack_i32
+from aserve.gpu.step.future_map import LAST_TOKEN, SEQ_LEN, FutureMap, RelayField
 from aserve.messages.results import StepFailed, StepResult
-from aserve.messages.step import ScheduleBatch
+from aserve.messages.step import RowInit
 from tests.fakes.hash_model import HashModel
-from tests.gpu.batch_builder import BatchBuilder, greedy
+from tests.gpu.batch_builder import greedy, running
 from tests.gpu.drive import make_executor
 
 MAX_ROWS = 6
@@ -32,11 +25,9 @@ ROWS = st.lists(st.integers(1, MAX_ROWS), min_size=1, unique=True)
 class RelayAgainstDictionary(RuleBasedStateMachine):
     """Rows join, sample, finish, are aborted or retracted, and get new tenants, in any order."""
 
-    ops = PLAIN_ROWS
-
     @initialize()
     def make(self) -> None:
-        self.relay = FutureMap(FIELDS, max_rows=MAX_ROWS, device=CPU, ops=self.ops)
+        self.relay = FutureMap(FIELDS, max_rows=MAX_ROWS, device=CPU)
         self.tokens: dict[int, int] = {}
         self.lens: dict[int, int] = {}
         self.pairs: dict[int, list[float]] = {}
@@ -82,38 +73,16 @@ class RelayAgainstDictionary(RuleBasedStateMachine):
         assert self.relay.written_iter.tolist() == [0, *(self.stamps.get(r, 0) for r in rows)]
 
 
-RelayAgainstDictionary.TestCase.settings = settings(max_examples=60, stateful_step_count=20)
+RelayAgainstDictionary.TestCase.settings = settings(max_examples=40, stateful_step_count=15)
 TestRelay = RelayAgainstDictionary.TestCase
 
 
-class TritonAgainstDictionary(RelayAgainstDictionary):
-    """Triton's kernels, in the interpreter."""
-
-    ops = triton_row_ops(torch.float32)
-
-
-TritonAgainstDictionary.TestCase.settings = settings(max_examples=15, stateful_step_count=10)
-TestTritonRelay = TritonAgainstDictionary.TestCase
-
-
-def test_a_model_in_float64_has_its_relay_in_torch() -> None:
-    assert triton_row_ops(torch.float64) is PLAIN_ROWS
-
-
-def test_ids_larger_than_max_rows_stand_for_themselves() -> None:
+def test_ids_of_no_row_stand_for_themselves_whatever_padding_wrote_into_row_0() -> None:
     relay = FutureMap((), max_rows=3, device=CPU)
-    relay.stash(
-        torch.tensor([1, 2, 3]), {LAST_TOKEN: torch.tensor([7, 8, 9])}, iteration=torch.tensor([1])
-    )
+    rows, tokens = torch.tensor([0, 1, 2, 3, 0]), torch.tensor([5, 7, 8, 9, 6])
+    relay.stash(rows, {LAST_TOKEN: tokens}, iteration=torch.tensor([1]))
     ids = torch.tensor([0, 3, 4, 150_000, -3, 2**31 - 1])
     assert relay.resolve(ids).tolist() == [0, 3, 4, 150_000, 9, 2**31 - 1]
-
-
-def test_id_0_stands_for_itself_whatever_padding_wrote_into_row_0() -> None:
-    relay = FutureMap((), max_rows=3, device=CPU)
-    rows, tokens = torch.tensor([0, 1, 0]), torch.tensor([7, 8, 9])
-    relay.stash(rows, {LAST_TOKEN: tokens}, iteration=torch.tensor([1]))
-    assert relay.resolve(torch.tensor([0, -1])).tolist() == [0, 8]
 
 
 def test_what_was_read_does_not_change_with_the_next_stash() -> None:
@@ -133,60 +102,38 @@ def test_a_field_that_two_declare_is_refused() -> None:
 # ---------------------------------------------------------------- stamps, in a real step
 
 
-@pytest.fixture
-async def executor() -> AsyncIterator[TorchExecutor]:
+async def outcome_of(*steps: Step, expects: int) -> object:
+    """The outcome of the last step, which expects the relay of that iteration."""
     executor = make_executor(HashModel())
-    executor.start(asyncio.get_running_loop())
-    yield executor
-    executor.close()
+    async with running(executor) as builder:
+        for query_lens, sampling, inits in steps[:-1]:
+            executor.launch(builder.batch(query_lens, sampling=sampling, inits=inits))
+        query_lens, sampling, _ = steps[-1]
+        builder.sampled_in[2] = expects
+        return await executor.launch(builder.batch(query_lens, sampling=sampling))
 
 
-def expecting(batch: ScheduleBatch, iteration: int) -> ScheduleBatch:
-    return msgspec.structs.replace(batch, expects=pack_i32([iteration]))
+Step = tuple[dict[int, list[int]], list[int], list[RowInit]]  # rows, which sample, new tenants
+FIRST: Step = ({2: [5, 6]}, [2], [])
+NEXT: Step = ({2: [-2]}, [2], [])
 
 
-async def assert_fails(executor: TorchExecutor, batch: ScheduleBatch, *, says: str) -> None:
-    outcome = await executor.launch(batch)
+@pytest.mark.parametrize(
+    ("steps", "written"),
+    [
+        pytest.param([FIRST, NEXT], 2, id="a later step has written"),
+        pytest.param([({2: [5, 6]}, [], [])], 0, id="the row has never sampled"),
+        pytest.param([FIRST, ({2: [9]}, [], [greedy(2)])], 0, id="a former tenant has written"),
+    ],
+)
+async def test_a_wrong_relay_read_fails_its_step(steps: list[Step], written: int) -> None:
+    outcome = await outcome_of(*steps, NEXT, expects=1)
     assert isinstance(outcome, StepFailed)
     assert outcome.error.code == "bug"
+    says = f"row 2 reads the relay of step 1, but step {written} wrote it"
     assert says in outcome.error.message
 
 
-async def test_a_stale_relay_read_fails_its_step(executor: TorchExecutor) -> None:
-    builder = BatchBuilder(executor.spec)
-    executor.launch(builder.batch({2: [5, 6]}, sampling=[2]))
-    executor.launch(builder.batch({2: [-2]}, sampling=[2]))
-    stale = expecting(builder.batch({2: [-2]}, sampling=[2]), 1)
-    await assert_fails(executor, stale, says="row 2 reads the relay of step 1, but step 2 wrote it")
-
-
-async def test_a_relay_read_of_a_row_that_never_sampled_fails_its_step(
-    executor: TorchExecutor,
-) -> None:
-    builder = BatchBuilder(executor.spec)
-    executor.launch(builder.batch({2: [5, 6]}, sampling=[]))
-    builder.sampled_in[2] = 1
-    missing = builder.batch({2: [-2]}, sampling=[2])
-    await assert_fails(
-        executor, missing, says="row 2 reads the relay of step 1, but step 0 wrote it"
-    )
-
-
-async def test_a_relay_read_of_the_rows_former_tenant_fails_its_step(
-    executor: TorchExecutor,
-) -> None:
-    builder = BatchBuilder(executor.spec)
-    executor.launch(builder.batch({2: [5, 6]}, sampling=[2]))
-    executor.launch(builder.batch({2: [9]}, sampling=[], inits=[greedy(2)]))
-    builder.sampled_in[2] = 1
-    reused = builder.batch({2: [-2]}, sampling=[2])
-    await assert_fails(
-        executor, reused, says="row 2 reads the relay of step 1, but step 0 wrote it"
-    )
-
-
-async def test_the_right_relay_read_is_no_failure(executor: TorchExecutor) -> None:
-    builder = BatchBuilder(executor.spec)
-    executor.launch(builder.batch({2: [5, 6]}, sampling=[2]))
-    executor.launch(builder.batch({3: [5]}, sampling=[3]))
-    assert isinstance(await executor.launch(builder.batch({2: [-2]}, sampling=[2])), StepResult)
+async def test_the_right_relay_read_is_no_failure() -> None:
+    outcome = await outcome_of(FIRST, ({3: [5]}, [3], []), NEXT, expects=1)
+    assert isinstance(outcome, StepResult)

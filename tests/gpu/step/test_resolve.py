@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 
@@ -96,63 +97,33 @@ def batch_of(case: Case) -> ScheduleBatch:
     )
 
 
-WAYS = {"torch": resolve, "triton": triton_resolve}
-
-
-@pytest.mark.parametrize("by", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("by", [resolve, triton_resolve], ids=["torch", "triton"])
 @pytest.mark.parametrize("name", CASES)
 def test_each_kind_of_step_resolves_to_known_ids_at_their_positions(name: str, by: Resolve) -> None:
-    case, state = CASES[name], tables_in_use()
-    batch = bring(batch_of(case), state, by).batch
-    assert batch.input_ids.tolist() == case.ids
-    assert batch.cache_positions.tolist() == case.positions
-    assert batch.token_rows.tolist() == [
-        row
-        for row, query_len in zip(case.rows, case.query_lens, strict=True)
-        for _ in range(query_len)
-    ]
-
-
-@pytest.mark.parametrize("by", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("idle", "padding")])
-def test_resolved_ids_lie_beside_the_kv_of_their_row_and_nowhere_else(
-    name: str, by: Resolve
-) -> None:
+    """The ids lie beside the KV of their row as well, and nowhere else but in page 0."""
     case, state = CASES[name], tables_in_use()
     state.pools.token_pool.fill_(-1)
-    bring(batch_of(case), state, by)
-    rows = [
-        row
-        for row, query_len in zip(case.rows, case.query_lens, strict=True)
-        for _ in range(query_len)
-    ]
+    step = bring(batch_of(case), state, by)
+    batch = step.batch
+    rows = np.repeat(case.rows, case.query_lens).tolist()
+    assert batch.input_ids.tolist() == case.ids
+    assert batch.cache_positions.tolist() == case.positions
+    assert batch.token_rows.tolist() == rows
+    resolved = resolved_batch(
+        step.plan, step.arrays, input_ids=batch.input_ids, kv_lens=batch.kv_lens
+    )
+    expected = ForwardBatch.init_new(resolved, state.pools)
+    for field_ in ("token_rows", "cache_positions", "slots", "lens", "cu_query_lens"):
+        got, wanted = (getattr(each, field_) for each in (batch, expected))
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
     written = {
         3 * row * PAGE_SIZE + position: token
         for row, position, token in zip(rows, case.positions, case.ids, strict=True)
+        if row != 0
     }
-    pool = state.pools.token_pool.tolist()
-    assert {slot: token for slot, token in enumerate(pool) if token != -1} == written
-
-
-@pytest.mark.parametrize("by", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("case", CASES)
-def test_a_resolved_step_knows_where_its_tokens_lie(case: str, by: Resolve) -> None:
-    state = tables_in_use()
-    step = bring(batch_of(CASES[case]), state, by)
-    ids, kv_lens = step.batch.input_ids, step.batch.kv_lens
-    resolved = resolved_batch(step.plan, step.arrays, input_ids=ids, kv_lens=kv_lens)
-    expected = ForwardBatch.init_new(resolved, state.pools)
-    for name in ("token_rows", "cache_positions", "slots", "lens", "cu_query_lens"):
-        got, wanted = (getattr(each, name) for each in (step.batch, expected))
-        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("by", WAYS.values(), ids=WAYS)
-def test_padding_writes_to_page_0_only(by: Resolve) -> None:
-    state = tables_in_use()
-    state.pools.token_pool.fill_(-1)
-    bring(batch_of(CASES["padding"]), state, by)
-    assert (state.pools.token_pool[PAGE_SIZE:] == -1).all()
+    pool = enumerate(state.pools.token_pool.tolist())
+    found = {slot: token for slot, token in pool if slot >= PAGE_SIZE and token != -1}
+    assert found == written
 
 
 def test_resolving_changes_no_relay_field() -> None:

@@ -27,26 +27,21 @@ def ticket() -> StepTicket:
     return StepTicket(3, asyncio.get_running_loop())
 
 
-async def test_each_row_gets_its_own_tokens() -> None:
+async def test_each_row_gets_its_own_tokens_and_one_that_was_not_sampled_is_a_bug() -> None:
     step = ticket()
     step.complete(RESULT)
     assert [await step[row] for row in (1, 2, 4)] == [(12,), (13, 14, 15), (10, 11)]
-
-
-async def test_a_row_that_was_not_sampled_is_a_bug() -> None:
-    step = ticket()
-    step.complete(RESULT)
     with pytest.raises(BugError, match="samples no row 3"):
         await step[3]
 
 
+async def wait(step: StepTicket) -> object:
+    return await step
+
+
 async def test_a_ticket_can_be_awaited_by_many_and_one_that_leaves_takes_nobody_along() -> None:
     step = ticket()
-
-    async def wait() -> object:
-        return await step
-
-    waiters = [asyncio.ensure_future(wait()) for _ in range(3)]
+    waiters = [asyncio.ensure_future(wait(step)) for _ in range(3)]
     await asyncio.sleep(0)
     waiters[0].cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -58,23 +53,11 @@ async def test_a_ticket_can_be_awaited_by_many_and_one_that_leaves_takes_nobody_
 async def test_an_awaiter_wakes_in_the_turn_after_the_result() -> None:
     """A loop that is never idle takes long for each turn."""
     step = ticket()
-
-    async def wait() -> object:
-        return await step
-
-    waiter = asyncio.ensure_future(wait())
+    waiter = asyncio.ensure_future(wait(step))
     await asyncio.sleep(0)
     step.complete(RESULT)
     await asyncio.sleep(0)
     assert waiter.done()
-
-
-async def test_lengths_come_before_the_result_and_stay() -> None:
-    step = ticket()
-    step.publish(lambda: LENS)
-    assert await step.seq_lens == LENS
-    step.complete(RESULT)
-    assert await step.seq_lens == LENS
 
 
 async def test_a_failure_is_a_value_of_the_ticket_and_an_error_of_its_parts() -> None:
@@ -90,6 +73,7 @@ async def test_a_failure_is_a_value_of_the_ticket_and_an_error_of_its_parts() ->
 async def test_lengths_that_were_published_survive_a_late_failure() -> None:
     step = ticket()
     step.publish(lambda: LENS)
+    assert await step.seq_lens == LENS
     step.complete(FAILED)
     assert await step.seq_lens == LENS
 
@@ -102,6 +86,6 @@ async def test_a_ticket_that_nobody_awaits_says_nothing() -> None:
         rows, lens = step[1], step.seq_lens
         step.complete(outcome)
         del step, rows, lens
-        gc.collect()
+    gc.collect()
     await asyncio.sleep(0)
     assert complaints == []

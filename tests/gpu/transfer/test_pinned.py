@@ -6,31 +6,6 @@ from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.transfer.pinned import MAX_PREFIXES, MIN_WORDS, POISON, PinnedSlots
 
 
-def test_a_slot_is_used_again_only_after_it_was_given_back() -> None:
-    slots = PinnedSlots(CpuDevice())
-    first = slots.take(10)
-    second = slots.take(10)
-    assert second is not first
-    slots.give_back(first)
-    assert slots.take(10) is first
-    assert slots.take(10) not in (first, second)
-
-
-def test_a_free_slot_that_is_too_small_is_not_used() -> None:
-    slots = PinnedSlots(CpuDevice())
-    slots.give_back(slots.take(10))
-    large = slots.take(MIN_WORDS + 1)
-    assert len(large.words) > MIN_WORDS
-    slots.give_back(large)
-    assert slots.take(10) is large
-
-
-def test_words_and_buffer_are_the_same_memory() -> None:
-    slot = PinnedSlots(CpuDevice()).take(3)
-    slot.words[:3] = [7, -1, 2**31 - 1]
-    assert slot.prefix(3).tolist() == [7, -1, 2**31 - 1]
-
-
 def test_a_front_of_the_same_length_is_made_once_and_not_kept_for_ever() -> None:
     slot = PinnedSlots(CpuDevice()).take(MIN_WORDS)
     first = slot.prefix(7)

@@ -22,21 +22,23 @@ print(format_.about)
 """
 
 
-def seen(environment: dict[str, str]) -> str:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("environment", "seen"),
+    [
+        (
+            AVX2_ONLY,
+            """None False torch.float32 16
+float32 with weights stored as float16 (auto: no instructions for bfloat16)
+""",
+        ),
+        ({"ONEDNN_MAX_CPU_ISA": "AVX2"}, "None "),  # a user caps it alone
+    ],
+)
+def test_nothing_is_chosen_that_the_libraries_may_not_use(
+    environment: dict[str, str], seen: str
+) -> None:
     given = {**os.environ, "PYTHONPATH": ":".join(sys.path), **environment}
     program = [sys.executable, "-c", PROGRAM]
-    return subprocess.run(program, capture_output=True, text=True, env=given, check=True).stdout
-
-
-@pytest.mark.slow
-def test_a_machine_with_avx2_alone_stores_float16_and_multiplies_float32() -> None:
-    assert seen(AVX2_ONLY).splitlines() == [
-        "None False torch.float32 16",
-        "float32 with weights stored as float16 (auto: no instructions for bfloat16)",
-    ]
-
-
-@pytest.mark.slow
-def test_no_product_of_bfloat16_is_chosen_that_onednn_may_not_use() -> None:
-    """A user who caps it alone."""
-    assert seen({"ONEDNN_MAX_CPU_ISA": "AVX2"}).startswith("None ")
+    done = subprocess.run(program, capture_output=True, text=True, env=given, check=True)
+    assert done.stdout.startswith(seen)

@@ -54,8 +54,10 @@ assert before and compiled() <= before, compiled() - before
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("num_threads", "intermediate_size"), [(1, None), (2, 1 << 15)])
+@pytest.mark.parametrize(
+    ("dtype", "num_threads", "intermediate_size"),
+    [("float32", 1, None), ("bfloat16", 2, 1 << 15)],
+)
 def test_an_engine_compiles_no_kernel_that_the_list_has_not(
     dtype: str, num_threads: int, intermediate_size: int | None, tmp_path: Path
 ) -> None:
@@ -69,22 +71,18 @@ def test_an_engine_compiles_no_kernel_that_the_list_has_not(
     assert done.returncode == 0, done.stderr
 
 
-def test_only_kernels_whose_instructions_are_there_are_compiled() -> None:
-    names = {variant.kernel for variant in all_kernels(AVX2)}
-    assert not names & {"decoder_forward", "packed_linear", "chunk_attention"}
-    assert {variant.dtype for variant in all_kernels(AVX2)} == {"float32"}
-    assert "chunk_attention" not in {
-        variant.kernel for variant in all_kernels(replace(AVX512, bf16_products=AMX))
-    }
-
-
-def test_everything_that_a_model_runs_is_among_all_kernels() -> None:
-    every = all_kernels(AVX512)
+def test_the_kernels_of_a_machine_are_those_of_its_instructions_and_all_that_models_run() -> None:
+    every, on_avx2 = all_kernels(AVX512), all_kernels(AVX2)
     assert len(every) == len(set(every))
     assert {variant.kernel for variant in every} == set(build.COMPILERS)
     for dtype in (torch.float32, torch.bfloat16):
         for num_threads in (1, 2, 8):
             assert set(kernels_of(dtype, AVX512, num_threads=num_threads)) <= set(every)
+    only_on_avx512 = {"decoder_forward", "packed_linear", "chunk_attention"}
+    assert not only_on_avx512 & {variant.kernel for variant in on_avx2}
+    assert {variant.dtype for variant in on_avx2} == {"float32"}
+    on_amx = all_kernels(replace(AVX512, bf16_products=AMX))
+    assert "chunk_attention" not in {variant.kernel for variant in on_amx}
 
 
 def test_an_engine_starts_although_the_workers_cannot(

@@ -26,7 +26,3 @@ def test_a_pool_is_zero_and_not_resident_before_it_is_written(dtype: torch.dtype
     assert resident_bytes() - before < 8 * MIB
     pool[1, :4] = 1
     assert (pool.dtype, pool[:, :8].sum().item()) == (dtype, 4)
-
-
-def test_a_pool_without_layers_is_empty() -> None:
-    assert CpuDevice().zeros((0, 16), torch.float32).shape == (0, 16)

@@ -19,81 +19,61 @@ from aserve.gpu.device.cpu.weights import (
     read_isa,
 )
 from aserve.gpu.layers.linear import Linear, Prepare, prepare
-from aserve.gpu.weights.format import WeightFormat, WeightRequest
+from aserve.gpu.weights.format import WeightRequest
 
 CPU = torch.device("cpu")
 LARGE = SMALL_BYTES  # weights, of four bytes each
 AMX = CpuIsa(bf16_products="AMX", has_onednn=True, has_fbgemm=True, has_numba=True, has_avx512=True)
+NO_BF16 = replace(AMX, bf16_products=None)
 AVX2 = replace(AMX, bf16_products=None, has_avx512=False)
 OTHER = replace(AVX2, has_fbgemm=False)
 BARE = replace(OTHER, has_onednn=False, has_numba=False)
-HERE = read_isa()
+
+
+TINY, SMALL = TINY_BYTES // 4, SMALL_BYTES // 4  # weights: the most that count as such
 
 
 @pytest.mark.parametrize(
-    ("isa", "dtype", "format_", "weight_bits"),
+    ("name", "num_weights", "isa", "dtype", "format_"),
     [
-        (AMX, torch.bfloat16, prepare_packed, 16),
-        (AVX2, torch.float32, prepare_fp16_stored, 16),
-        (OTHER, torch.float32, prepare_packed, 32),
-        (BARE, torch.float32, prepare, 32),
+        # A large model gets the fewest bytes that the machine multiplies fast.
+        ("auto", LARGE, AMX, torch.bfloat16, prepare_packed),
+        ("auto", LARGE, AVX2, torch.float32, prepare_fp16_stored),
+        ("auto", LARGE, OTHER, torch.float32, prepare_packed),
+        ("auto", LARGE, BARE, torch.float32, prepare),
+        # A tiny model answers alike on every machine.
+        ("auto", TINY, AMX, torch.float32, prepare_tiled),
+        ("auto", TINY, AVX2, torch.float32, prepare_packed),
+        # A small model is in bfloat16 where that is multiplied fast.
+        ("auto", TINY + 1, AMX, torch.bfloat16, prepare_tiled),
+        ("auto", SMALL, AMX, torch.bfloat16, prepare_tiled),
+        ("auto", SMALL, NO_BF16, torch.float32, prepare_tiled),
+        ("auto", SMALL, AVX2, torch.float32, prepare_packed),
+        ("auto", SMALL, BARE, torch.float32, prepare),
+        # Nothing is packed for products that the machine lacks.
+        ("bfloat16", SMALL, AMX, torch.bfloat16, prepare_tiled),
+        ("bfloat16", LARGE, AVX2, torch.bfloat16, prepare),
+        ("bfloat16", LARGE, OTHER, torch.bfloat16, prepare),
+        ("bfloat16", LARGE, BARE, torch.bfloat16, prepare),
     ],
 )
-def test_auto_takes_the_fewest_bytes_that_the_machine_multiplies_fast(
-    isa: CpuIsa, dtype: torch.dtype, format_: Prepare, weight_bits: int
+def test_a_format_suits_the_machine_and_the_size_of_the_model(
+    name: str, num_weights: int, isa: CpuIsa, dtype: torch.dtype, format_: Prepare
 ) -> None:
-    chosen = choose_cpu_format(WeightRequest("auto", "bfloat16", LARGE), isa)
+    chosen = choose_cpu_format(WeightRequest(name, "bfloat16", num_weights), isa)
     assert (chosen.dtype, chosen.prepare) == (dtype, format_)
-    assert chosen.weight_bits == weight_bits
-    assert "auto: " in chosen.about
-
-
-def test_a_tiny_model_answers_alike_on_every_machine() -> None:
-    request = WeightRequest("auto", "bfloat16", TINY_BYTES // 4)
-    assert {choose_cpu_format(request, isa).dtype for isa in (AMX, AVX2, OTHER, BARE)} == {
-        torch.float32
-    }
-
-
-def test_a_small_model_is_in_bfloat16_where_that_is_multiplied_fast() -> None:
-    for num_weights in (TINY_BYTES // 4 + 1, SMALL_BYTES // 4):
-        request = WeightRequest("auto", "bfloat16", num_weights)
-        assert choose_cpu_format(request, AMX).dtype == torch.bfloat16
-        assert {choose_cpu_format(request, isa).dtype for isa in (AVX2, OTHER, BARE)} == {
-            torch.float32
-        }
-        assert choose_cpu_format(request, AVX2).prepare is prepare_packed
+    assert ("auto: " in chosen.about) == (name == "auto")
 
 
 @pytest.mark.parametrize("name", ["auto", "bfloat16"])
 def test_a_small_model_computes_in_one_thread_a_large_one_in_all(name: str) -> None:
-    small = choose_cpu_format(WeightRequest(name, "bfloat16", SMALL_BYTES // 4), AMX)
-    large = choose_cpu_format(WeightRequest(name, "bfloat16", SMALL_BYTES // 4 + 1), AMX)
-    assert (small.max_threads, large.max_threads) == (1, None)
-    assert (small.max_mixed_prefill_tokens, large.max_mixed_prefill_tokens) == (
-        SMALL_MIXED_PREFILL_TOKENS,
-        None,
+    small, large = (
+        choose_cpu_format(WeightRequest(name, "bfloat16", num_weights), AMX)
+        for num_weights in (SMALL, SMALL + 1)
     )
-
-
-def test_a_small_model_has_products_of_its_own_where_vectors_are_wide() -> None:
-    def format_(name: str, isa: CpuIsa) -> WeightFormat:
-        return choose_cpu_format(WeightRequest(name, None, SMALL_BYTES // 4), isa)
-
-    no_bf16 = replace(AMX, bf16_products=None)
-    ours = [format_("auto", AMX), format_("bfloat16", AMX), format_("auto", no_bf16)]
-    others = [format_("auto", AVX2), format_("bfloat16", no_bf16), format_("float64", AMX)]
-    assert {chosen.prepare for chosen in ours} == {prepare_tiled}
-    assert prepare_tiled not in {chosen.prepare for chosen in others}
-
-
-@pytest.mark.parametrize("num_tokens", [0, 1, 3, 40])
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_of_our_own_equal_the_plain_product(
-    dtype: torch.dtype, has_bias: bool, num_tokens: int
-) -> None:
-    _assert_near(prepare_tiled, dtype, has_bias=has_bias, num_tokens=num_tokens)
+    assert (small.max_threads, large.max_threads) == (1, None)
+    assert small.max_mixed_prefill_tokens == SMALL_MIXED_PREFILL_TOKENS
+    assert large.max_mixed_prefill_tokens is None
 
 
 @pytest.mark.parametrize("isa", [AMX, AVX2, OTHER, BARE])
@@ -102,11 +82,6 @@ def test_a_dtype_that_is_named_is_honoured_exactly(name: str, isa: CpuIsa) -> No
     chosen = choose_cpu_format(WeightRequest(name, "bfloat16", LARGE), isa)
     assert (chosen.dtype, chosen.about) == (getattr(torch, name), name)
     assert chosen.prepare is not prepare_fp16_stored
-
-
-@pytest.mark.parametrize("isa", [AVX2, OTHER, BARE])
-def test_nothing_is_packed_for_products_that_the_machine_lacks(isa: CpuIsa) -> None:
-    assert choose_cpu_format(WeightRequest("bfloat16", None, LARGE), isa).prepare is prepare
 
 
 def test_an_unknown_dtype_is_refused() -> None:
@@ -129,15 +104,6 @@ def test_weights_of_a_byte_are_refused_where_nothing_multiplies_them() -> None:
         choose_cpu_format(WeightRequest("auto", None, LARGE, "int8"), BARE)
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 3, 40])
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_of_a_byte_equal_the_plain_product_where_they_are_exact(
-    dtype: torch.dtype, has_bias: bool, num_tokens: int
-) -> None:
-    _assert_near(prepare_int8, dtype, has_bias=has_bias, num_tokens=num_tokens)
-
-
 def test_a_weight_of_a_byte_is_off_by_half_a_step_at_most() -> None:
     """A step is the 127th part of its output's largest weight; an output of zeros stays one."""
     weight = torch.randn((5000, 16), generator=torch.Generator().manual_seed(3))
@@ -147,24 +113,31 @@ def test_a_weight_of_a_byte_is_off_by_half_a_step_at_most() -> None:
     assert ((rounded - weight).abs() <= step * 0.5001).all()
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 3, 40])
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("name", ["float32", "float64", "bfloat16", "float16", "auto"])
-def test_the_forms_of_this_machine_equal_the_plain_product(
-    name: str, has_bias: bool, num_tokens: int
+def form_of_this_machine(name: str) -> tuple[Prepare, torch.dtype]:
+    chosen = choose_cpu_format(WeightRequest(name, None, LARGE), read_isa())
+    return chosen.prepare, chosen.dtype
+
+
+FORMS = {
+    "ours in float32": (prepare_tiled, torch.float32),
+    "ours in bfloat16": (prepare_tiled, torch.bfloat16),
+    "int8 in float32": (prepare_int8, torch.float32),
+    "int8 in bfloat16": (prepare_int8, torch.bfloat16),
+    "stored as float16": (prepare_fp16_stored, torch.float32),
+    **{
+        f"here for {name}": form_of_this_machine(name)
+        for name in ("float32", "float64", "bfloat16", "float16", "auto")
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "has_bias"), [(0, False), (1, True), (3, False), (40, True)]
+)
+@pytest.mark.parametrize(("format_", "dtype"), FORMS.values(), ids=FORMS)
+def test_each_form_gives_the_plain_product(
+    format_: Prepare, dtype: torch.dtype, has_bias: bool, num_tokens: int
 ) -> None:
-    chosen = choose_cpu_format(WeightRequest(name, None, LARGE), HERE)
-    _assert_near(chosen.prepare, chosen.dtype, has_bias=has_bias, num_tokens=num_tokens)
-
-
-@pytest.mark.parametrize("num_tokens", [0, 1, 3, 40])
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_weights_stored_as_float16_equal_the_plain_product(has_bias: bool, num_tokens: int) -> None:
-    """On every machine, also on those that choose another form."""
-    _assert_near(prepare_fp16_stored, torch.float32, has_bias=has_bias, num_tokens=num_tokens)
-
-
-def _assert_near(format_: Prepare, dtype: torch.dtype, *, has_bias: bool, num_tokens: int) -> None:
     """On weights that all forms hold exactly; the tolerance is that of the sums."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randint(-63, 64, (50, 24), generator=generator) / 64

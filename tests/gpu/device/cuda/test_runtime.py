@@ -1,4 +1,4 @@
-"""What torch.cuda is taken to do, where there is CUDA: the played runtime does the same."""
+"""What torch.cuda is taken to do, where there is CUDA: the simulated runtime does the same."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def test_a_wait_for_an_event_leaves_the_interpreter_to_others(cuda: TorchCuda) -
         event = device.mark()
     waits = threading.Thread(target=event.synchronize)
     waits.start()
-    cos_sin = 0
+    num_rounds = 0
     while waits.is_alive():
-        cos_sin += 1
+        num_rounds += 1
     waits.join(TIMEOUT_S)
-    assert cos_sin > 10_000
+    assert num_rounds > 10_000
 
 
 def test_growth_is_what_a_run_takes_at_most_and_memory_is_free_again_after_it(
