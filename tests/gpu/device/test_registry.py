@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from aserve.errors import ConfigError
 from aserve.gpu.build import BuildOptions, build_executor
 from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.device.cuda.device import why_no_cuda
-from aserve.gpu.device.ops import DeviceOps, FusedStep
+from aserve.gpu.device.ops import DeviceOps
 from aserve.gpu.device.registry import DEVICES, OpenDevice, open_device
-from aserve.gpu.layers.linear import Linear, LinearOp, prepare
-from aserve.gpu.layers.norm import Norm, RmsNorm
+from aserve.gpu.layers.linear import prepare
+from aserve.gpu.layers.norm import RmsNorm
 from aserve.gpu.layers.ops import Elementwise
-from aserve.gpu.models.base import CausalModel
-from aserve.gpu.step.forward_batch import ForwardBatch
-from aserve.gpu.step.plan import StepPlan
-from aserve.gpu.step.resolve import DeviceState
-from aserve.gpu.step.results import Packed
 from aserve.gpu.weights.format import WeightFormat, WeightRequest
 from aserve.tiny import MODEL_DIR
 from tests.parity.paged_run import PagedRun, tokens_of
@@ -44,53 +39,22 @@ def test_cuda_where_there_is_none_says_what_is_wrong(monkeypatch: pytest.MonkeyP
         open_device("cuda")
 
 
-class StandInStep:
-    """A fused step that is asked about every step and takes none."""
-
-    def __init__(self, calls: list[str]) -> None:
-        self._calls = calls
-
-    def can_run(self, batch: ForwardBatch) -> bool:
-        self._calls.append("can_run")
-        return False
-
-    def run(self, batch: ForwardBatch) -> Tensor:
-        raise NotImplementedError
-
-    def can_step(self, plan: StepPlan) -> bool:
-        self._calls.append("can_step")
-        return False
-
-    def step(self, plan: StepPlan) -> Packed:
-        raise NotImplementedError
-
-
 class StandIn(CpuDevice):
-    """A device that no file of aserve names. It notes what the engine asks of it."""
+    """A device that no file of aserve names. It has a fused step that takes no step."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
         self.about = f"a stand-in ({why})"
-        self.calls: list[str] = []
+        self.prepare = Mock(wraps=prepare)
+        self.norm = Mock(wraps=RmsNorm)
+        self.fused_step = Mock(can_run=Mock(return_value=False), can_step=Mock(return_value=False))
 
     def weight_format(self, request: WeightRequest) -> WeightFormat:
-        def prepare_noted(
-            linear: Linear, device: torch.device, /, *, dtype: torch.dtype
-        ) -> LinearOp:
-            self.calls.append("prepare")
-            return prepare(linear, device, dtype=dtype)
-
-        return WeightFormat(torch.float64, prepare_noted, "the format of the stand-in")
+        return WeightFormat(torch.float64, self.prepare, "the format of the stand-in")
 
     def ops(self, dtype: torch.dtype, *, is_deterministic: bool) -> DeviceOps:
-        def make_norm(weight: Tensor, /, *, eps: float) -> Norm:
-            self.calls.append("norm")
-            return RmsNorm(weight, eps=eps)
-
-        def fused_step(_model: CausalModel, _state: DeviceState) -> FusedStep:
-            return StandInStep(self.calls)
-
-        return DeviceOps(elementwise=Elementwise(norm=make_norm), fused_step=fused_step)
+        elementwise = Elementwise(norm=self.norm)
+        return DeviceOps(elementwise=elementwise, fused_step=lambda *_given: self.fused_step)
 
 
 async def tokens_on(device: str, devices: Mapping[str, OpenDevice]) -> list[dict[int, int]]:
@@ -115,7 +79,9 @@ async def test_a_device_is_registered_from_outside_by_one_row() -> None:
 
     devices = {"stand-in": open_stand_in, **DEVICES}
     assert await tokens_on("stand-in", devices) == await tokens_on("cpu", devices)
-    assert {*opened[0].calls} == {"prepare", "norm", "can_run", "can_step"}
+    fused = opened[0].fused_step
+    for asked in (opened[0].prepare, opened[0].norm, fused.can_run, fused.can_step):
+        assert asked.called
     assert open_device("auto", devices).about == "a stand-in (auto)"
     with pytest.raises(ConfigError, match="supported: auto, cpu, cuda, stand-in"):
         open_device("tpu", devices)

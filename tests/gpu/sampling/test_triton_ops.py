@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -91,21 +92,27 @@ def test_halves_are_widened_only_where_something_is_added(step: str) -> None:
     torch.testing.assert_close(got.top_logprobs, expected.top_logprobs)
 
 
+def watched(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, size_of: Callable[..., int]
+) -> list[int]:
+    """The size of each call of a function of the kernel."""
+    sizes: list[int] = []
+    real = getattr(owner, name)
+
+    def noted(*given: Any) -> Any:
+        sizes.append(size_of(*given))
+        return real(*given)
+
+    monkeypatch.setattr(owner, name, noted)
+    return sizes
+
+
 def test_common_limits_are_settled_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search is exact but slow; what it is asked for is counted."""
-    searches = []
-    search = token_set._last_member
-
-    def counted(*args: object) -> object:
-        searches.append(args)
-        return search(*args)
-
-    monkeypatch.setattr(token_set, "_last_member", counted)
-    rows = [Row(temperature=0.7, top_k=20, top_p=0.8), Row(temperature=0.8, top_p=0.95)] * 4
-    logits = draw_logits(len(rows), 700)
-    indices, *tables = make_tables(rows)
-    kernel.sample(logits, indices, indices, *tables, has_noise=True, has_limits=True)
-    assert len(searches) <= 1
+    searches = watched(monkeypatch, token_set, "_last_member", lambda *_given: 1)
+    rows = [Row(temperature=0.7, top_k=20, top_p=0.8), Row(temperature=0.8, top_p=0.95)] * 8
+    assert_draws(draw_logits(len(rows), 700), rows)
+    assert len(searches) <= 2
 
 
 def assert_draws(logits: Tensor, rows: list[Row]) -> None:
@@ -115,26 +122,18 @@ def assert_draws(logits: Tensor, rows: list[Row]) -> None:
     assert torch.equal(got, kernel.sample_ref(*given, has_noise=True, has_limits=True)[0])
 
 
-def scaled_columns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of each reading of logits in a row, how many at once."""
-    sizes: list[int] = []
-    scaled = token_set.load_scaled
-
-    def counted(logits: Any, columns: Any, *given: Any) -> Any:
-        sizes.append(columns.numel.value if hasattr(columns, "numel") else 1)
-        return scaled(logits, columns, *given)
-
-    monkeypatch.setattr(kernel, "load_scaled", counted)
-    return sizes
-
-
 def test_ranking_reads_no_split_that_is_below_all_candidates(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two of the four splits hold something. Rows without limits need no ranking at all; those of
     which the best token was drawn have it ranked among the equals of its split."""
     monkeypatch.setattr(kernel, "SPLIT", SPLIT)
-    sizes = scaled_columns(monkeypatch)
+    sizes = watched(
+        monkeypatch,
+        kernel,
+        "load_scaled",
+        lambda _logits, columns, *_given: columns.numel.value if hasattr(columns, "numel") else 1,
+    )
     logits = draw_logits(1, 4 * SPLIT)
     logits[:, : 2 * SPLIT] -= 100.0
     peaked = Row(temperature=0.01, top_p=0.9)
@@ -152,14 +151,7 @@ def test_ranking_reads_no_split_that_is_below_all_candidates(
 def test_a_set_is_searched_for_among_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a flat row's thousands of tokens, of which noise mostly lifts others."""
     monkeypatch.setattr(kernel, "SPLIT", SPLIT)
-    lengths: list[int] = []
-    search = token_set.search
-
-    def measured(*given: Any) -> Any:
-        lengths.append(int(given[2]))
-        return search(*given)
-
-    monkeypatch.setattr(kernel, "search", measured)
+    lengths = watched(monkeypatch, kernel, "search", lambda *given: int(given[2]))
     rows = [Row(top_k=5), Row(top_k=20, top_p=0.5), Row(min_p=0.5)] * 2
     assert_draws(draw_logits(1, 4 * SPLIT, spread=1.0).repeat(len(rows), 1), rows)
     assert lengths
