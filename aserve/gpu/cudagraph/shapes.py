@@ -107,7 +107,8 @@ def padding_plan(shape: StepShape, spec: EngineSpec, *, slice_len: int) -> StepP
     drafts = pack_i32([shape.width - 1] * shape.num_rows)
     batch = padding_batch(shape.width, num_groups=len(spec.groups), num_rows=shape.num_rows)
     if shape.width > 1:
-        batch = msgspec.structs.replace(batch, verify=VerifyPlan(drafts))
+        verify = VerifyPlan(drafts, spec.decode.tree)
+        batch = msgspec.structs.replace(batch, verify=verify)
     plan = plan_step(batch, RowParams(0), vocab_size=spec.vocab_size, slice_len=slice_len)
     slices = (
         dataclasses.replace(

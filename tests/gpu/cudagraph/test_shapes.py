@@ -20,7 +20,8 @@ from aserve.gpu.cudagraph.shapes import (
 from aserve.gpu.sampling.plan import RowParams
 from aserve.gpu.step.plan import StepPlan, plan_step
 from aserve.messages.base import pack_i32
-from aserve.messages.step import PageWrites, RowInit, ScheduleBatch, VerifyPlan
+from aserve.messages.executor import DecodeCaps
+from aserve.messages.step import DraftTree, PageWrites, RowInit, ScheduleBatch, VerifyPlan
 from tests.fakes.hash_model import VOCAB, HashModel
 from tests.gpu.batch_builder import greedy
 from tests.gpu.drive import make_executor
@@ -85,6 +86,7 @@ def test_steps_whose_rows_are_alike_have_a_shape(plan: StepPlan, shape: StepShap
         step(greedy(1), greedy(2), query_lens=(1, 2)),
         step(greedy(1), query_lens=(2,)),
         step(greedy(1), greedy(2), query_lens=(2, 1), verify=VerifyPlan(pack_i32([1, 0]))),
+        step(greedy(1), query_lens=(2,), verify=VerifyPlan(pack_i32([2]))),
         step(greedy(1), greedy(2), sample_rows=pack_i32([2])),
         step(greedy(1), greedy(2), sample_rows=pack_i32([1]), held_rows=pack_i32([2])),
         step(greedy(1), greedy(2, presence_penalty=0.5)),
@@ -122,6 +124,22 @@ def test_a_shape_gets_the_least_graph_with_room_or_none() -> None:
     assert table.padded(StepShape(2, 2, GREEDY)) is None
     assert table.padded(StepShape(2, 1, FILTER)) is None
     assert [shape.num_rows for shape in table.largest_first()] == [4, 4, 2, 2, 1, 1]
+
+
+def test_a_capture_of_a_verify_window_has_the_tree_of_its_drafts() -> None:
+    tree = DraftTree((0, 0, 1))
+    caps = DecodeCaps(max_tokens_per_step=4, tree=tree)
+    engine = msgspec.structs.replace(make_executor(HashModel()).spec, decode=caps)
+    plan = padding_plan(StepShape(2, 4, NOISE), engine, slice_len=8)
+    assert plan.batch.verify == VerifyPlan(pack_i32([3, 3]), tree)
+
+
+def test_every_token_of_a_block_needs_logits() -> None:
+    """A verify window has one token more than drafts, and a block has none more."""
+    verify = VerifyPlan(pack_i32([2, 3]))
+    plan = step(greedy(1), greedy(2), query_lens=(3, 3), verify=verify)
+    assert plan.logits.windows.tolist() == [3, 3]
+    assert plan.logits.tokens.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_capture_knows_of_the_host_what_holds_for_every_step_of_its_shape() -> None:
