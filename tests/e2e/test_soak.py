@@ -79,18 +79,18 @@ async def test_of_300_requests_nothing_is_left() -> None:
     threads_before, tasks_before = set(threading.enumerate()), asyncio.all_tasks()
     async with engine(**TIGHT) as running:
         await crowd(running, NUM_CLIENTS, seed=0)  # what is made once is made here
-        app = running._frontend
-        await idle(app)
+        frontend = running._frontend
+        await idle(frontend)
         tasks, threads = asyncio.all_tasks(), thread_names()
-        objects = num_objects(app)
+        objects = num_objects(frontend)
         outcomes = await crowd(running, NUM_REQUESTS, seed=1)
-        await idle(app)
+        await idle(frontend)
         assert outcomes.total() == NUM_REQUESTS
         assert set(outcomes) == {"finished", "left", "deadline_exceeded"}
         assert min(outcomes.values()) >= 10
         assert asyncio.all_tasks() == tasks
         assert thread_names() == threads
-        assert num_objects(app) - objects < GROWTH
+        assert num_objects(frontend) - objects < GROWTH
     assert asyncio.all_tasks() == tasks_before
     for thread in set(threading.enumerate()) - threads_before:
         thread.join(5)  # the one that closed the executor has only just said so
@@ -108,11 +108,11 @@ async def crowd(running: Engine, num_requests: int, *, seed: int) -> Counter[str
     return sum((client.outcomes for client in clients), Counter())
 
 
-async def idle(app: Frontend) -> None:
+async def idle(frontend: Frontend) -> None:
     """Returns once nothing is owned by anybody; then every row and page is where it was."""
-    assert app.gateway.num_open == 0
-    assert app._running is not None
-    detokenizer, _, masks, scheduler, _, tokenizer = app._running.supervisor._actors
+    assert frontend.gateway.num_open == 0
+    assert frontend._running is not None
+    detokenizer, _, masks, scheduler, _, tokenizer = frontend._running.supervisor._actors
     assert isinstance(detokenizer, DetokenizerActor)
     assert isinstance(masks, MaskActor)
     assert isinstance(scheduler, SchedulerActor)
@@ -136,8 +136,8 @@ def thread_names() -> list[str]:
     return sorted(name for name in names if not name.startswith("tokenize"))
 
 
-def num_objects(app: Frontend) -> int:
+def num_objects(frontend: Frontend) -> int:
     """Without the stories of past requests, which are kept on purpose, up to a number."""
-    app._trace._stories.clear()
+    frontend._trace._stories.clear()
     gc.collect()
     return len(gc.get_objects())

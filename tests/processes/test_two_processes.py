@@ -43,13 +43,13 @@ def command(kind: str) -> tuple[str, ...]:
 
 
 class Rig:
-    """An app whose engine is a fake one in another process."""
+    """A frontend whose engine is a fake one in another process."""
 
     def __init__(self) -> None:
         self.died = asyncio.Event()
-        self.app = Frontend(options(), on_death=self.died.set)
+        self.frontend = Frontend(options(), on_death=self.died.set)
         self.has_beaten = asyncio.Event()
-        self.core = RemoteEngineCore(dataclasses.replace(self.app.ports, report=self._report))
+        self.core = RemoteEngineCore(dataclasses.replace(self.frontend.ports, report=self._report))
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
@@ -61,16 +61,18 @@ class Rig:
 
     async def ask(self, name: str, *, max_tokens: int = 40) -> list[OutputChunk]:
         sampling = SamplingParams(seed=1, max_tokens=max_tokens, ignore_eos=True)
-        request_stream = self.app.gateway.open(GenerateRequest(name, TokenPrompt((1, 2)), sampling))
+        request_stream = self.frontend.gateway.open(
+            GenerateRequest(name, TokenPrompt((1, 2)), sampling)
+        )
         return [chunk async for chunk in request_stream]
 
     def _report(self, report: EngineReport) -> None:
-        self.app.metrics.heard(report)
+        self.frontend.metrics.heard(report)
         if isinstance(report, Beat):
             self.has_beaten.set()
 
     def metric(self, name: str, **labels: str) -> float | None:
-        return self.app.metrics.registry.get_sample_value(name, labels)
+        return self.frontend.metrics.registry.get_sample_value(name, labels)
 
 
 @asynccontextmanager
@@ -80,10 +82,10 @@ async def running(kind: str = "good") -> AsyncIterator[Rig]:
         try:
             await rig.open(kind)
             await rig.core.ready
-            await rig.app.join(rig.core, TEXT)
+            await rig.frontend.join(rig.core, TEXT)
             yield rig
         finally:
-            await rig.app.close()
+            await rig.frontend.close()
             await rig.core.close()
     assert rig.process.returncode is not None
 
@@ -103,7 +105,7 @@ async def test_requests_are_answered_and_metrics_come_across() -> None:
         rig.has_beaten.clear()
         await rig.has_beaten.wait()
         assert rig.metric("aserve_inbox_messages", actor="scheduler") == 0
-        assert rig.app.state.engine_age_s() < 50
+        assert rig.frontend.state.engine_age_s() < 50
     assert rig.process.returncode == 0
 
 
@@ -119,8 +121,8 @@ async def test_a_killed_engine_ends_every_request_with_one_error_and_says_by_wha
             assert chunk.error is not None
             assert (chunk.error.status, chunk.error.code) == (503, "engine_dead")
         assert rig.died.is_set()
-        assert rig.app.state.phase == "dead"
-        assert "was ended by SIGKILL" in rig.app.state.reason
+        assert rig.frontend.state.phase == "dead"
+        assert "was ended by SIGKILL" in rig.frontend.state.reason
 
 
 async def test_an_engine_whose_device_dies_says_of_what() -> None:
@@ -128,8 +130,8 @@ async def test_an_engine_whose_device_dies_says_of_what() -> None:
         *_, last = await rig.ask("a")
         assert last.error is not None
         assert last.error.code == "engine_dead"
-        assert rig.app.state.reason.startswith("executor died")
-        assert "the device is gone" in rig.app.state.reason
+        assert rig.frontend.state.reason.startswith("executor died")
+        assert "the device is gone" in rig.frontend.state.reason
         assert rig.process.wait(10) == 1
 
 
