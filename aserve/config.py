@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from aserve.errors import ConfigError
+from aserve.gpu.attention.registry import BACKENDS
 from aserve.option import (
     ENV_PREFIX,
     Limits,
@@ -177,7 +178,7 @@ class MachineOptions:
     attention_backend: str = option(
         "auto",
         "attention backend; auto: the fastest one of the device that supports the model",
-        Limits(choices=("auto", "flashinfer", "paged-cpu", "paged-sdpa", "torch-ref", "triton")),
+        Limits(choices=("auto", *BACKENDS)),
     )
     deterministic: bool = option(
         False,

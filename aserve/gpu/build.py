@@ -18,7 +18,7 @@ import torch
 from aserve.cache.layout import GroupLayout, longest_context, plan_groups
 from aserve.errors import ConfigError
 from aserve.gpu.attention.base import AttentionSite
-from aserve.gpu.attention.registry import Attention, build_attention
+from aserve.gpu.attention.select import Attention, build_attention
 from aserve.gpu.cudagraph.graphs import GraphParts, StepGraphs
 from aserve.gpu.cudagraph.shapes import FILTER, GREEDY, NOISE, ShapeTable, row_counts
 from aserve.gpu.cudagraph.warmup import names_the_option, run_largest_steps

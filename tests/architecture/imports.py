@@ -66,7 +66,7 @@ REACH = {
     "aserve.bench": ANYTHING,
     "aserve.tiny": ANYTHING,
     "aserve.errors": BORDER,
-    "aserve.config": BORDER,
+    "aserve.config": Reach(aserve=(*FIRST, "aserve.gpu.attention.registry"), packages=PLAIN),
     "aserve.option": BORDER,
     "aserve.messages": BORDER,
     "aserve.channel": BORDER,

@@ -1,151 +1,37 @@
-"""The attention backends by name, and the choice of one. A new backend is one file in this folder
-and one entry here.
+"""The attention backends by name. A new one is a file in this folder and a row in `BACKENDS`.
 
-An entry imports its file only when it is called, because some backends need packages that a machine
-may not have.
+NOTE: `--attention-backend` takes its choices from here, so this file imports neither torch nor a
+backend. A row imports its backend when it is called, because some need packages that a machine may
+not have.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import importlib
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
 
-from aserve.errors import ConfigError
-from aserve.gpu.attention.base import (
-    AttentionBackend,
-    AttentionKind,
-    AttentionSite,
-    AttentionUnavailable,
-    Capabilities,
-)
-
-
-def _flashinfer() -> AttentionKind:
-    import flashinfer  # noqa: F401  # only GPU machines have it; its absence is an ImportError here
-
-    from aserve.gpu.attention.flashinfer.backend import KIND
-
-    return KIND
-
-
-def _paged_cpu() -> AttentionKind:
-    from aserve.gpu.attention.cpu import KIND
-
-    return KIND
-
-
-def _paged_sdpa() -> AttentionKind:
-    from aserve.gpu.attention.sdpa import KIND
-
-    return KIND
-
-
-def _torch_ref() -> AttentionKind:
-    from aserve.gpu.attention.reference import KIND
-
-    return KIND
-
-
-def _triton() -> AttentionKind:
-    from aserve.gpu.attention.triton import KIND
-
-    return KIND
-
-
-BACKENDS: Mapping[str, Callable[[], AttentionKind]] = {
-    "flashinfer": _flashinfer,
-    "paged-cpu": _paged_cpu,
-    "paged-sdpa": _paged_sdpa,
-    "torch-ref": _torch_ref,
-    "triton": _triton,
-}
-
+if TYPE_CHECKING:
+    from aserve.gpu.attention.base import AttentionKind
 
 AUTO = "auto"
 
-# A missing package, a missing shared library, or two packages of incompatible versions.
-IMPORT_ERRORS = (ImportError, OSError, RuntimeError, AttributeError, TypeError)
 
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """The backend that was built, and the reasons why earlier ones of the order were not."""
-
-    name: str
-    capabilities: Capabilities
-    backend: AttentionBackend
-    is_auto: bool
-    passed_over: Mapping[str, str]  # reason by name
-
-    @property
-    def why(self) -> str:
-        """Why this backend was chosen, for the start-up line."""
-        if not self.is_auto:
-            return "as asked"
-        return f"auto, without {', '.join(self.passed_over)}" if self.passed_over else "auto"
-
-    def warn(self) -> None:
-        for other, reason in self.passed_over.items():
-            logger.warning("attention uses %s, because %s %s", self.name, other, reason)
+def _kind_in(module: str, *, package: str | None = None) -> AttentionKind:
+    """Imports a backend. Raises ImportError if `package`, which it will need, is missing."""
+    if package is not None:
+        importlib.import_module(package)
+    kind: AttentionKind = importlib.import_module(module).KIND
+    return kind
 
 
-def build_attention(requested: str, site: AttentionSite, *, order: Sequence[str]) -> Attention:
-    """Builds the requested backend, or for `auto` the first one that supports the model. `order`
-    lists the device's backends, fastest first. Raises ConfigError if none can be built.
-    """
-    is_auto = requested == AUTO
-    names = tuple(order) if is_auto else (requested,)
-    reasons: dict[str, str] = {}
-    for name in names:
-        try:
-            kind = _load(name)
-            backend = _build(kind, site)
-        except AttentionUnavailable as error:
-            reasons[name] = str(error)
-            continue
-        return Attention(name, kind.capabilities, backend, is_auto, reasons)
-    why = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
-    if is_auto:
-        message = (
-            f"no attention backend supports this model with these options: {why}. "
-            "Leave out an option that they lack"
-        )
-    else:
-        usable = ", ".join((AUTO, *_usable(site, besides=names)))
-        message = (
-            f"--attention-backend {requested} cannot be used here: {why}. Use one of: {usable}"
-        )
-    raise ConfigError(message, param="attention_backend")
-
-
-def _load(name: str) -> AttentionKind:
-    if name not in BACKENDS:
-        known = ", ".join((AUTO, *BACKENDS))
-        raise ConfigError(
-            f"attention backend {name!r} is not known; known: {known}", param="attention_backend"
-        )
-    try:
-        return BACKENDS[name]()
-    except IMPORT_ERRORS as error:
-        raise AttentionUnavailable(f"cannot be imported: {error}") from None
-
-
-def _build(kind: AttentionKind, site: AttentionSite) -> AttentionBackend:
-    if refusals := [*kind.capabilities.refusals(site)]:
-        raise AttentionUnavailable(f"does not support {', '.join(refusals)}")
-    return kind.build(site)
-
-
-def _usable(site: AttentionSite, *, besides: Sequence[str]) -> list[str]:
-    names: list[str] = []
-    for name in BACKENDS.keys() - set(besides):
-        try:
-            kind = _load(name)
-        except AttentionUnavailable:
-            continue
-        if not any(kind.capabilities.refusals(site)):
-            names.append(name)
-    return sorted(names)
+BACKENDS: Mapping[str, Callable[[], AttentionKind]] = {
+    "flashinfer": partial(
+        _kind_in, "aserve.gpu.attention.flashinfer.backend", package="flashinfer"
+    ),
+    "paged-cpu": partial(_kind_in, "aserve.gpu.attention.cpu"),
+    "paged-sdpa": partial(_kind_in, "aserve.gpu.attention.sdpa"),
+    "torch-ref": partial(_kind_in, "aserve.gpu.attention.reference"),
+    "triton": partial(_kind_in, "aserve.gpu.attention.triton"),
+}

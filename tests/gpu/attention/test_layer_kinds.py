@@ -13,7 +13,8 @@ from torch import Tensor
 from aserve.errors import BugError, ConfigError
 from aserve.gpu.attention.base import AttentionSite
 from aserve.gpu.attention.reference import TorchReference
-from aserve.gpu.attention.registry import BACKENDS, build_attention
+from aserve.gpu.attention.registry import BACKENDS
+from aserve.gpu.attention.select import build_attention
 from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec, Mask, group_layers
 from aserve.gpu.kv.pools import KvPools

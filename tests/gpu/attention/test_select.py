@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from aserve.config import MachineOptions
 from aserve.errors import BugError, ConfigError
 from aserve.gpu.attention import registry
 from aserve.gpu.attention.base import (
@@ -19,11 +18,11 @@ from aserve.gpu.attention.base import (
     Capabilities,
 )
 from aserve.gpu.attention.reference import TorchReference
-from aserve.gpu.attention.registry import BACKENDS, build_attention
+from aserve.gpu.attention.registry import BACKENDS
+from aserve.gpu.attention.select import build_attention
 from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.kv.layer_groups import group_layers
 from aserve.gpu.step.forward_batch import ForwardBatch
-from aserve.option import options_of
 from tests.gpu.attention.backend_parity import Layout, layer
 from tests.gpu.device_tables import device_batch
 
@@ -130,11 +129,6 @@ def test_a_named_backend_that_is_unusable_is_refused_with_value_and_limit(
 def test_an_unknown_name_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(ConfigError, match=r"'paged' is not known; known: auto, .*torch-ref"):
         build_attention("paged", site(), order=CPU_ORDER)
-
-
-def test_the_option_offers_what_is_registered() -> None:
-    options = {option.name: option for option in options_of(MachineOptions)}
-    assert options["attention_backend"].limits.choices == ("auto", *BACKENDS)
 
 
 @pytest.mark.parametrize("name", ["paged-cpu", "paged-sdpa", "triton"])
