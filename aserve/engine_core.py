@@ -21,7 +21,7 @@ from aserve.actors.supervisor import Supervised
 from aserve.channel import Channel, Codec, Sink
 from aserve.config import Resolved
 from aserve.errors import AserveError, EngineDead
-from aserve.grammar.frames import Vocabulary
+from aserve.grammar.compile import Vocabulary
 from aserve.grammar.library import GrammarLibrary
 from aserve.grammar.mask_budget import MaskBudget, MaskLimits
 from aserve.grammar.matching import constrain

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 from aserve.actors.detokenizer import DetokenizerActor
 from aserve.actors.supervisor import Failure, Supervisor
-from aserve.actors.tokenize_queue import TokenizeQueue
-from aserve.actors.tokenizer import TokenizerActor
-from aserve.capacity import Capacity
+from aserve.actors.tokenizer import TokenizeQueue, TokenizerActor
 from aserve.channel import Channel, Codec
 from aserve.config import Resolved
 from aserve.engine_core import EngineCore, EngineCorePorts, LocalEngineCore
@@ -25,7 +23,7 @@ from aserve.messages.output import DetokenizerEvent, OutputChunk
 from aserve.messages.requests import Cancel, GenerateRequest, TokenizerEvent
 from aserve.observability.metrics import Metrics
 from aserve.observability.trace import Trace
-from aserve.request_stream import Gateway
+from aserve.request_stream import Capacity, Gateway
 from aserve.text.load import TextSide
 from aserve.text.prompt import PromptEncoder, PromptLimits
 

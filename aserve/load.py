@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from aserve.config import Resolved
 from aserve.engine_core import LocalExecutor
-from aserve.grammar.frames import Vocabulary
+from aserve.grammar.compile import Vocabulary
 from aserve.progress import shown_progress
 from aserve.text.load import TextSide, load_text
 from aserve.text.tokenizer import TextTokenizer

@@ -12,9 +12,9 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
-from aserve.capacity import Capacity
 from aserve.channel import next_turn
-from aserve.errors import ErrorInfo
+from aserve.errors import ErrorInfo, InvalidRequest, QueueFull
+from aserve.messages.base import num_values
 from aserve.messages.output import OutputChunk, failed_chunk
 from aserve.messages.requests import Cancel, GenerateRequest
 from aserve.unread import MAX_UNREAD_BYTES, Unread, UnreadAnswer
@@ -102,6 +102,36 @@ class Gateway:
             self._is_drained.set()
 
 
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The numbers of sequences that may run and wait.
+
+    WHY: the engine itself refuses requests beyond its queue, fairly among clients. An engine that
+    has stopped answering refuses nothing, so the frontend has a slightly higher limit of its own.
+    """
+
+    max_rows: int
+    max_waiting: int
+
+    def check(self, num_sequences: int, *, num_open: int) -> None:
+        """Raises InvalidRequest for a call that can never be admitted, else QueueFull."""
+        most = self.max_rows + self.max_waiting
+        if num_sequences > most:
+            raise InvalidRequest(
+                f"This call makes {num_sequences} sequences (prompts times n), but the server runs "
+                f"at most {self.max_rows} at once and lets {self.max_waiting} wait, so it could "
+                "never be admitted. Send fewer prompts in a call, or a smaller n.",
+                param="n",
+                code="too_many_sequences",
+            )
+        if num_open + num_sequences > most + self.max_waiting // 4:
+            raise QueueFull(
+                f"The server holds {num_open} sequences, of which at most {self.max_rows} run at "
+                f"once, and this call adds {num_sequences}. Try again later.",
+                retry_after_s=1.0,
+            )
+
+
 class RequestStream:
     """The output chunks of one call, for one reader."""
 
@@ -133,7 +163,7 @@ class RequestStream:
     def put(self, chunk: OutputChunk) -> None:
         """Adds a chunk. Only the gateway calls it."""
         self._pending.put(chunk)
-        self._kept[chunk.request_id] += len(chunk.token_ids) // 4
+        self._kept[chunk.request_id] += num_values(chunk.token_ids)
         if chunk.is_last:
             del self._kept[chunk.request_id]
         if self._on_unread is not None and self.unread_bytes > self._max_unread_bytes:

@@ -21,7 +21,7 @@ from aserve.host.environment import may_have_cuda
 from aserve.host.threads import in_thread
 from aserve.load import Loaded, find_model, load
 from aserve.messages.executor import EngineSpec
-from aserve.processes.protocol import Start
+from aserve.processes.link import Start
 from aserve.processes.remote import ENGINE, RemoteEngineCore
 from aserve.text.load import load_text
 

@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aserve.capacity import Capacity
 from aserve.errors import EngineDead, InvalidRequest, QueueFull
 from aserve.messages.base import pack_i32
 from aserve.messages.output import OutputChunk, TokenLogprob, TopLogprob, Usage
 from aserve.messages.requests import Cancel, GenerateRequest, SamplingParams, TextPrompt
-from aserve.request_stream import Gateway
+from aserve.request_stream import Capacity, Gateway
 from aserve.unread import BATCH_BYTES, UnreadAnswer, size_of
 
 

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 import msgspec
 
 from aserve.channel import Channel, next_turn
+from aserve.messages.base import VALUE_BYTES, num_values
 from aserve.messages.output import DetokenizerEvent, SequenceOutput, StepOutput
 from aserve.messages.requests import OpenText
 from aserve.messages.results import PromptLogprobs
@@ -65,7 +66,7 @@ def _size_of(output: SequenceOutput, children_of: Callable[[str], int]) -> int:
     scores = output.prompt_logprobs
     if scores is not None:
         size += (len(scores.chosen) + len(scores.top_ids)) * children_of(output.request_id)
-    return size // 4
+    return size // VALUE_BYTES
 
 
 def _parts_of(
@@ -87,7 +88,7 @@ def _cut(output: SequenceOutput, num_children: int) -> Iterator[SequenceOutput]:
     if scores is None:
         yield output
         return
-    num_tokens = len(scores.chosen) // 4
+    num_tokens = num_values(scores.chosen)
     width = (1 + len(scores.top_ids) // len(scores.chosen)) * num_children
     step = max(1, MAX_SCORES // width)
     for start in range(0, num_tokens, step):

@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from aserve.errors import AserveError, Cancelled, ClientError, InvalidRequest, QueueFull
 from aserve.grammar.cache import GrammarCache
+from aserve.grammar.compile import Vocabulary
 from aserve.grammar.fair_queue import FairQueue
-from aserve.grammar.frames import Vocabulary
 from aserve.grammar.workers import CompileJob, CompileLimits, Usable, Workers
 from aserve.messages.requests import Grammar
 from aserve.observability.reports import GrammarCompiled, GrammarKnown, GrammarReport

@@ -13,7 +13,7 @@ import numpy as np
 
 from aserve.errors import BugError, ClientError, InvalidRequest
 from aserve.grammar.library import GrammarLibrary
-from aserve.messages.base import ArrayI32, array_i32
+from aserve.messages.base import MASK_BITS, ArrayI32, array_i32, num_mask_words
 from aserve.messages.requests import AdmitRequest
 from aserve.messages.results import BuildMask, MaskReady
 
@@ -150,6 +150,6 @@ def _new_matcher(rules: Rules) -> GrammarMatcher:
 
 def _bits(token_ids: Sequence[int], vocab_size: int) -> ArrayI32:
     """int32 [ceil(vocab / 32)], with the bits of `token_ids` set."""
-    is_set = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
+    is_set = np.zeros(num_mask_words(vocab_size) * MASK_BITS, np.bool_)
     is_set[token_ids] = True
     return np.packbits(is_set, bitorder="little").view(np.int32)

@@ -16,7 +16,8 @@ from typing import TypeVar
 
 from aserve.errors import BugError, CapacityError, InvalidRequest, ShuttingDown
 from aserve.frames import receive, send
-from aserve.grammar.frames import KILLED, Done, Failed, Job, Ready, Reply, Setup
+from aserve.grammar.compile import Done, Failed
+from aserve.grammar.worker import KILLED, Job, Ready, Reply, Setup
 from aserve.messages.requests import Grammar
 
 T = TypeVar("T")

@@ -14,13 +14,38 @@ import warnings
 from pathlib import Path
 from typing import IO
 
+import msgspec
+
 from aserve.frames import receive, send
-from aserve.grammar.compile import Compiler
-from aserve.grammar.frames import KILLED, Failed, Job, Ready, Reply, Setup
+from aserve.grammar.compile import Compiler, Done, Failed, Vocabulary
 from aserve.messages.requests import Grammar
 
 STARTUP_S = 120.0  # imports take seconds, on a busy machine many
 OUT_OF_MEMORY = 3  # exit code of a fork
+# The message for a worker that the kernel killed while it compiled.
+KILLED = (
+    "compiling it was ended by the system, which does that when memory runs out. Make it simpler, "
+    "or give the server more memory"
+)
+
+
+class Setup(msgspec.Struct, frozen=True):
+    vocabulary: Vocabulary
+    timeout_s: float  # for one grammar
+    memory_bytes: int  # for one grammar, beyond what the worker has when it is ready
+    idle_s: float  # a worker that gets no job for so long ends
+
+
+class Ready(msgspec.Struct, frozen=True):
+    pass
+
+
+class Job(msgspec.Struct, frozen=True):
+    grammar: Grammar
+
+
+class Reply(msgspec.Struct, frozen=True):
+    result: Done | Failed
 
 
 def main() -> None:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aserve.errors import Cancelled, ShuttingDown
-from aserve.grammar.compile import Compiler
-from aserve.grammar.frames import Setup, Vocabulary
+from aserve.grammar.compile import Compiler, Vocabulary
 from aserve.grammar.process import CompileProcess
+from aserve.grammar.worker import Setup
 from aserve.messages.requests import Grammar
 
 if TYPE_CHECKING:

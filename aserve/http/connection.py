@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ from aiohttp.http_exceptions import LineTooLong
 
 from aserve.config import ServerOptions
 from aserve.errors import BugError, ErrorInfo
-from aserve.http.descriptors import descriptors_for
 from aserve.http.errors import error_body, error_response, refused
 from aserve.http.masked_frames import MaskedFrames
 
@@ -34,6 +34,7 @@ UNREAD_BODY_S = 5.0  # for the client to finish sending a body that has already 
 BACKLOG = 1024  # connections that the kernel has accepted and this process has not
 MAX_SURPLUS = 64  # connections above the limit that still get a 503
 SURPLUS_S = 1.0
+OTHER_FILES = 192  # files of the model and the loop, and pipes to workers
 
 
 async def listen(runner: web.AppRunner, options: ServerOptions) -> asyncio.Server:
@@ -47,6 +48,29 @@ async def listen(runner: web.AppRunner, options: ServerOptions) -> asyncio.Serve
     return await asyncio.get_running_loop().create_server(
         Connections(runner.server, limits), options.host, options.port, backlog=BACKLOG
     )
+
+
+def descriptors_for(max_connections: int) -> int:
+    """Raises the soft limit as far as the hard one allows, and returns how many connections fit.
+
+    WHY: a process without free descriptors can accept no connection, not even to refuse it.
+    """
+    wanted = max_connections + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return max_connections
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
+    if allowed >= wanted:
+        return max_connections
+    fitting = max(1, allowed - OTHER_FILES)
+    logger.warning(
+        "open_files=%s leave room for max_connections=%s instead of %s",
+        allowed,
+        fitting,
+        max_connections,
+    )
+    return fitting
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,10 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from aserve.http.body import read_body
-from aserve.http.openai import tokens
+from aserve.http.openai import models, tokens
 from aserve.http.openai.chat import ChatDialect, chat_call
 from aserve.http.openai.completions import CompletionDialect, completion_call
 from aserve.http.openai.embeddings import embeddings
-from aserve.http.openai.models import model_list, one_model
 from aserve.http.openai.respond import respond
 from aserve.http.openai.schema import (
     ChatBody,
@@ -71,15 +70,6 @@ async def chat_completions(
 ) -> web.StreamResponse:
     call = chat_call(body, origin_of(request, context))
     return await respond(request, context, ChatDialect(call))
-
-
-async def models(_: web.Request, context: HttpContext) -> web.Response:
-    return web.Response(body=model_list(context), content_type="application/json")
-
-
-async def model(request: web.Request, context: HttpContext) -> web.Response:
-    body = one_model(context, request.match_info["name"])
-    return web.Response(body=body, content_type="application/json")
 
 
 async def health(_: web.Request, context: HttpContext) -> web.Response:
@@ -139,8 +129,8 @@ ROUTES = (
     Route("DELETE", "/v1/responses/{id}", responses.delete),
     Route("POST", "/v1/responses/{id}/cancel", responses.cancel),
     get("/v1/responses/{id}/input_items", responses.input_items),
-    get("/v1/models", models),
-    get("/v1/models/{name:.+}", model),  # a name may have slashes
+    get("/v1/models", models.list_models),
+    get("/v1/models/{name:.+}", models.read_model),  # a name may have slashes
     get("/health", health),
     get("/metrics", metrics),
     get("/", index),

@@ -29,6 +29,10 @@ ArrayI32: TypeAlias = npt.NDArray[np.int32]
 ArrayF32: TypeAlias = npt.NDArray[np.float32]
 
 
+VALUE_BYTES = 4  # of an int32 or float32
+MASK_BITS = 32  # token ids in each int32 word of a grammar mask
+
+
 def pack_i32(values: ArrayI32 | list[int] | tuple[int, ...]) -> bytes:
     return np.asarray(values, dtype=np.int32).tobytes()
 
@@ -40,6 +44,16 @@ def array_i32(data: bytes) -> ArrayI32:
 
 def array_f32(data: bytes) -> ArrayF32:
     return np.frombuffer(data, dtype=np.float32)
+
+
+def num_values(data: bytes) -> int:
+    """Returns the length of an int32 or float32 array."""
+    return len(data) // VALUE_BYTES
+
+
+def num_mask_words(vocab_size: int) -> int:
+    """Returns the length of a grammar mask, which is an int32 array with one bit per token id."""
+    return -(-vocab_size // MASK_BITS)
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, gc=False):

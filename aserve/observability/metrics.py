@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias, assert_never
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from aserve.messages.base import num_values
 from aserve.messages.output import OutputChunk
 from aserve.messages.requests import GenerateRequest
 from aserve.observability.reports import (
@@ -96,7 +97,7 @@ class Metrics:
             return
         now = self._clock()
         if chunk.token_ids:
-            self._token_times(state, now, num_tokens=len(chunk.token_ids) // 4)
+            self._token_times(state, now, num_tokens=num_values(chunk.token_ids))
         before = state.completion_tokens.get(chunk.child, 0)
         if chunk.usage.completion_tokens > before:
             self._requests.generation_tokens.inc(chunk.usage.completion_tokens - before)

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from aserve.messages.base import num_values
 from aserve.messages.results import SampleResult, StepFailed, StepResult
 from aserve.messages.step import Launch, ScheduleBatch
 from aserve.observability.reports import SchedulerTick
@@ -56,10 +57,10 @@ class StepLog:
         for event in tick.events:
             match event:
                 case StepResult():
-                    self._num_sampled += len(event.tokens) // 4
+                    self._num_sampled += num_values(event.tokens)
                     self._finish(event.iteration, now)
                 case SampleResult():
-                    self._num_sampled += len(event.tokens) // 4
+                    self._num_sampled += num_values(event.tokens)
                 case StepFailed():
                     self._finish(event.iteration, now, failure=event.error.message)
                 case _:

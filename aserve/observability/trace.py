@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
+from aserve.messages.base import num_values
 from aserve.messages.executor import SchedulerEffect, SchedulerEvent
 from aserve.messages.output import OutputChunk, Refused, Retired, StepOutput
 from aserve.messages.requests import AdmitRequest, Cancel, FailRequest
@@ -71,7 +72,7 @@ class Trace:
     def _heard(self, event: SchedulerEvent) -> None:
         match event:
             case AdmitRequest():
-                self.note(event.request_id, f"admit asked, {len(event.prompt_ids) // 4} tokens")
+                self.note(event.request_id, f"admit asked, {num_values(event.prompt_ids)} tokens")
             case Cancel():
                 who = "all children" if event.child is None else f"child {event.child}"
                 self.note(event.request_id, f"cancel of {who}: {event.reason}, kept {event.kept}")
@@ -101,7 +102,7 @@ class Trace:
         match effect:
             case StepOutput():
                 for output in effect.sequences:
-                    num_tokens = output.position + len(output.token_ids) // 4
+                    num_tokens = output.position + num_values(output.token_ids)
                     outputs = self._story_of(output.request_id).outputs
                     outputs[output.child] = (num_tokens, effect.iteration)
             case Retired():

@@ -20,7 +20,7 @@ from aserve.actors.base import unexpected
 from aserve.actors.supervisor import Supervisor
 from aserve.engine_core import EngineCorePorts, LocalEngineCore, LocalExecutor
 from aserve.errors import AserveError, ConfigError, ErrorInfo
-from aserve.grammar.frames import Vocabulary
+from aserve.grammar.compile import Vocabulary
 from aserve.host.environment import prepare_process, set_up_collector, start_logging
 from aserve.host.threads import in_thread, new_event_loop
 from aserve.load import load_executor, vocabulary_of
@@ -29,8 +29,7 @@ from aserve.messages.output import Refused, Retired
 from aserve.messages.requests import AdmitRequest, Cancel
 from aserve.observability.reports import Beat
 from aserve.observability.trace import Trace
-from aserve.processes.link import Link
-from aserve.processes.protocol import Died, LoadFailed, Ready, Start, ToEngine, ToFrontend
+from aserve.processes.link import Died, Link, LoadFailed, Ready, Start, ToEngine, ToFrontend
 from aserve.program import end_process
 from aserve.text.load import load_text
 

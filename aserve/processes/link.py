@@ -1,4 +1,7 @@
-"""One end of the socket between frontend and engine: an actor that sends what its inbox receives.
+"""The socket between frontend and engine: its messages, and `Link`, the actor at each end of it.
+
+The frontend sends Start first, and the engine answers Ready or LoadFailed. Then the actors' own
+messages follow.
 
 All messages that one iteration of the loop leaves in the inbox travel in one frame and one write. A
 peer that reads slowly lets the inbox grow but blocks nobody; admission bounds the number of
@@ -13,12 +16,51 @@ import logging
 import socket
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import msgspec
 
 from aserve.actors.base import Actor
+from aserve.config import Resolved
 from aserve.frames import FrameSplitter, framed
+from aserve.messages.base import Message
+from aserve.messages.executor import EngineSpec
+from aserve.messages.output import DetokenizerEvent
+from aserve.messages.requests import EngineEvent
+from aserve.observability.reports import EngineReport
+
+
+class Start(Message, frozen=True):
+    """Asks the engine to load. Relative paths, as that of --record, start at `directory`."""
+
+    resolved: Resolved
+    model_dir: str
+    directory: str
+
+
+class Ready(Message, frozen=True):
+    """The engine has loaded; `about` describes what it chose for this machine."""
+
+    spec: EngineSpec
+    about: str
+
+
+class LoadFailed(Message, frozen=True):
+    """The engine could not load; with `is_config` the user can correct the cause."""
+
+    message: str
+    is_config: bool
+
+
+class Died(Message, frozen=True):
+    """The last message of an engine that failed: the actor that died, and the reason."""
+
+    name: str
+    reason: str
+
+
+ToEngine: TypeAlias = Start | EngineEvent
+ToFrontend: TypeAlias = Ready | LoadFailed | Died | EngineReport | DetokenizerEvent
 
 In = TypeVar("In")
 Out = TypeVar("Out")

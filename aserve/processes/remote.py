@@ -26,8 +26,7 @@ from aserve.messages.executor import EngineSpec
 from aserve.messages.output import Refused, Retired, StepOutput
 from aserve.messages.requests import AdmitRequest, Cancel, EngineEvent, OpenText
 from aserve.observability.reports import Beat, GrammarCompiled, GrammarKnown, TurnReport
-from aserve.processes.link import Link
-from aserve.processes.protocol import Died, LoadFailed, Ready, Start, ToEngine, ToFrontend
+from aserve.processes.link import Died, Link, LoadFailed, Ready, Start, ToEngine, ToFrontend
 
 ENGINE = (sys.executable, "-m", "aserve.processes.engine")
 ROOT = Path(__file__).parents[2]  # where `aserve` lies: nothing of the user's is imported instead

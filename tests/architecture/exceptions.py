@@ -27,17 +27,7 @@ class Allowed:
         return self.rule, self.path, self.where
 
 
-EXCEPTIONS: tuple[Allowed, ...] = (
-    Allowed("small", "aserve/actors/tokenize_queue.py", 13, "still to be merged"),
-    Allowed("small", "aserve/capacity.py", 13, "still to be merged"),
-    Allowed("small", "aserve/grammar/frames.py", 1, "still to be merged"),
-    Allowed("small", "aserve/http/descriptors.py", 8, "still to be merged"),
-    Allowed("small", "aserve/http/openai/caller.py", 4, "still to be merged"),
-    Allowed("small", "aserve/http/openai/models.py", 2, "still to be merged"),
-    Allowed("small", "aserve/messages/base.py", 6, "still to be merged"),
-    Allowed("small", "aserve/processes/protocol.py", 2, "still to be merged"),
-    Allowed("small", "aserve/text/bad_words.py", 4, "still to be merged"),
-)
+EXCEPTIONS: tuple[Allowed, ...] = ()
 
 
 def unexcused(

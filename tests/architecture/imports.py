@@ -72,11 +72,8 @@ REACH = {
     "aserve.channel": BORDER,
     "aserve.frames": BORDER,
     "aserve.host": Reach(aserve=FIRST, packages=("uvloop", "huggingface_hub")),
-    "aserve.request_stream": Reach(
-        aserve=(*FIRST, "aserve.capacity", "aserve.unread"), packages=PLAIN
-    ),
+    "aserve.request_stream": Reach(aserve=(*FIRST, "aserve.unread"), packages=PLAIN),
     "aserve.unread": BORDER,
-    "aserve.capacity": BORDER,
     "aserve.heap": Reach(aserve=(), packages=()),
     "aserve.observability": BORDER,
     "aserve.cache": Reach(aserve=FIRST, packages=PLAIN, not_stdlib=IMPURE),

@@ -10,7 +10,7 @@ from aserve.engine_core import LocalExecutor
 from aserve.errors import ConfigError, StepError
 from aserve.messages.step import ScheduleBatch
 from aserve.processes.engine import main
-from aserve.processes.protocol import Start
+from aserve.processes.link import Start
 from tests.fakes.executor import FakeExecutor, FakeTicket
 
 LOST_STEP = 5

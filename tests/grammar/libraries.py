@@ -9,7 +9,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from aserve.grammar.frames import Vocabulary
+from aserve.grammar.compile import Vocabulary
 from aserve.grammar.library import GrammarLibrary
 from aserve.grammar.workers import CompileLimits
 from aserve.observability.metrics import GrammarMetrics

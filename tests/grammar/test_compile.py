@@ -8,8 +8,7 @@ import json
 import pytest
 import xgrammar
 
-from aserve.grammar.compile import Compiler
-from aserve.grammar.frames import Done, Failed, Vocabulary
+from aserve.grammar.compile import Compiler, Done, Failed, Vocabulary
 from aserve.messages.requests import Grammar
 from tests.grammar.libraries import vocabulary
 

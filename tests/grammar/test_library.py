@@ -18,8 +18,8 @@ import pytest
 from aserve.config import GrammarOptions
 from aserve.errors import AserveError, BugError, InvalidRequest, QueueFull
 from aserve.grammar import library
-from aserve.grammar.frames import Setup
 from aserve.grammar.process import CompileProcess
+from aserve.grammar.worker import Setup
 from aserve.grammar.workers import USABLE_S
 from aserve.messages.requests import Grammar
 from tests.grammar.libraries import MIB, Rig, rig, vocabulary

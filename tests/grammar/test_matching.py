@@ -9,8 +9,7 @@ import pytest
 import xgrammar
 
 from aserve.errors import BugError, InvalidRequest
-from aserve.grammar.compile import Compiler
-from aserve.grammar.frames import Done, Vocabulary
+from aserve.grammar.compile import Compiler, Done, Vocabulary
 from aserve.grammar.library import GrammarLibrary
 from aserve.grammar.matching import Rules, SequenceMatcher, constrain
 from aserve.messages.base import pack_i32

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aserve.gpu.build import BuildOptions, build_executor
-from aserve.grammar.compile import Compiler
-from aserve.grammar.frames import Done
+from aserve.grammar.compile import Compiler, Done
 from aserve.grammar.matching import Rules, SequenceMatcher
 from aserve.messages.requests import AdmitRequest, Grammar
 from aserve.messages.results import BuildMask, MaskReady

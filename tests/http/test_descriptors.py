@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from aserve.http.descriptors import OTHER_FILES, descriptors_for
+from aserve.http.connection import OTHER_FILES, descriptors_for
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from aserve.frontend import Frontend
 from aserve.messages.output import OutputChunk
 from aserve.messages.requests import GenerateRequest, SamplingParams, TokenPrompt
 from aserve.observability.reports import Beat, EngineReport
-from aserve.processes.protocol import Start
+from aserve.processes.link import Start
 from aserve.processes.remote import RemoteEngineCore
 from aserve.server import Server
 from aserve.startup import InItsOwnProcess

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aserve.errors import InvalidRequest
-from aserve.text.bad_words import MAX_IDS, bad_word_ids
+from aserve.text.prompt import MAX_BAD_WORD_IDS, bad_word_ids
 from aserve.text.tokenizer import TextTokenizer
 from tests.text.vocabularies import byte_level_tokenizer, piece_backend
 
@@ -46,5 +46,5 @@ def test_an_empty_word_is_refused(words: list[str]) -> None:
 
 
 def test_the_tokens_of_all_bad_words_are_bounded() -> None:
-    with pytest.raises(InvalidRequest, match=f"more than {MAX_IDS}"):
+    with pytest.raises(InvalidRequest, match=f"more than {MAX_BAD_WORD_IDS}"):
         bad_word_ids([f"{i}" + "字" * 40 for i in range(60)], TOKENIZER)

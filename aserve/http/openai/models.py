@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+from aiohttp import web
 
 from aserve.http.openai.checks import check_model
 from aserve.http.state import HttpContext
@@ -23,15 +24,21 @@ class ModelList(msgspec.Struct):
     object: str = "list"
 
 
-def model_list(context: HttpContext) -> bytes:
-    return msgspec.json.encode(ModelList([model_of(context, name) for name in context.model_names]))
+async def list_models(_: web.Request, context: HttpContext) -> web.Response:
+    models = [_model(context, name) for name in context.model_names]
+    return _response(ModelList(models))
 
 
-def one_model(context: HttpContext, name: str) -> bytes:
+async def read_model(request: web.Request, context: HttpContext) -> web.Response:
+    name = request.match_info["name"]
     check_model(name, context.model_names)
-    return msgspec.json.encode(model_of(context, name))
+    return _response(_model(context, name))
 
 
-def model_of(context: HttpContext, name: str) -> ModelBody:
+def _model(context: HttpContext, name: str) -> ModelBody:
     root = context.model_names[0]
     return ModelBody(name, context.created, root, context.state.max_model_len)
+
+
+def _response(body: ModelBody | ModelList) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
