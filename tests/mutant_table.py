@@ -516,8 +516,8 @@ MUTANTS = (
     Mutant(
         "a request that ends with its first child",
         "aserve/actors/detokenizer.py",
-        "all(each.is_answered for each in request.children)",
-        "any(each.is_answered for each in request.children)",
+        "all(each.is_finished for each in request.children)",
+        "any(each.is_finished for each in request.children)",
         f"{DETOKENIZER}::test_only_the_last_child_to_end_ends_the_request",
     ),
     Mutant(

@@ -1,11 +1,11 @@
-"""An actor: one inbox, one task that reads it, and what it spawned; the only place with tasks.
+"""The base of all actors: an inbox, the task that reads it, and the tasks that the actor spawns.
 
-Must not know what a message means, nor who else exists: a death is reported to whoever started the
-actor. The beat is written by the actor's own loop, and read when one has died: who was stuck then?
+Only actors have tasks. An actor reports its death to whoever started it. Its own loop writes its
+heartbeat, which is logged when any actor has died, to show which one was stuck.
 
 The rule about exceptions: work that belongs to one request runs in `attempt` or `spawn_for`.
-Whatever it raises ends that request with one final message, and the actor goes on with the others.
-An exception anywhere else means that the actor itself is broken, and ends the engine.
+Whatever it raises ends that request with one final message, and the actor continues with the
+others. An exception anywhere else means that the actor itself is broken, and ends the engine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 DeathReport: TypeAlias = Callable[[str, BaseException], None]
-Story: TypeAlias = Callable[[str], str]  # what happened to a request, for the log
+Story: TypeAlias = Callable[[str], str]  # returns the past events of a request, for the log
 
 # These end the task or the process, whatever was being worked on. NOTE: a panic of a Rust library
 # is a BaseException as well, but belongs to the request that caused it.
@@ -36,7 +36,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The progress of an actor's loop. An idle actor does not beat: age counts beside a backlog."""
+    """The progress of an actor's loop. An idle actor does not beat, so a high age is bad only
+    together with a backlog.
+    """
 
     num_beats: int
     age_s: float
@@ -47,9 +49,9 @@ class Heartbeat:
 
 
 class Actor(Generic[T]):
-    """Subclasses write `handle`, which runs to its end in one turn of the loop and may not block.
-
-    What has to wait goes into `spawn`; an actor that awaits between two messages overrides `run`.
+    """A subclass implements `handle`, which runs within one iteration of the event loop and may not
+    block. Work that must wait goes into `spawn`. An actor that awaits between two messages
+    overrides `run`.
     """
 
     def __init__(
@@ -60,8 +62,8 @@ class Actor(Generic[T]):
         inbox: Channel[T] | None = None,
         story: Story | None = None,
     ) -> None:
-        """`inbox` is given where neighbours write to each other: one of them must come first.
-        `story` is what the log says about a request whose work raised.
+        """`inbox` is given where two actors write to each other, because one is made first. `story`
+        returns what the log says about a request whose work raised.
         """
         self.name = name
         self._story = story
@@ -72,19 +74,19 @@ class Actor(Generic[T]):
         self._beat_at_s = time.monotonic()
 
     def handle(self, events: list[T]) -> None:
-        """All messages that came since the last call, in arrival order."""
+        """Handles all messages that came since the last call, in order of arrival."""
         raise NotImplementedError(f"{type(self).__name__} has neither a handle nor its own run")
 
     def end_request(self, request_id: str, error: ErrorInfo) -> None:
         """Sends the final message of a request whose work raised, and forgets the request. Actors
-        that use `attempt` or `spawn_for` write it; it may be called for an unknown request.
+        that use `attempt` or `spawn_for` implement it. The request may be unknown.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot end a request")
 
     def attempt(
         self, request_id: str, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs
     ) -> None:
-        """Does one request's part of a batch: what it raises ends that request alone."""
+        """Runs the work of one request. If it raises, only that request ends."""
         try:
             work(*args, **kwargs)
         except ENDS:
@@ -93,7 +95,7 @@ class Actor(Generic[T]):
             self._fail(request_id, error)
 
     def spawn_for(self, request_id: str, work: Coroutine[None, None, None]) -> None:
-        """`spawn` for one request's work: what it raises ends that request alone."""
+        """Like `spawn`, for the work of one request. If it raises, only that request ends."""
         self._run_beside(work, functools.partial(self._ended_for, request_id))
 
     async def run(self) -> None:
@@ -102,19 +104,19 @@ class Actor(Generic[T]):
             self.handle(events)
 
     def start(self, on_death: DeathReport) -> None:
-        """`on_death(name, error)` is called at most once, as soon as one of the tasks failed."""
+        """Calls `on_death(name, error)` at most once, as soon as one of the tasks fails."""
         self._on_death = on_death
         self.spawn(self.run())
 
     def spawn(self, work: Coroutine[None, None, None]) -> None:
-        """Runs beside the loop, ends with the actor at the latest; its exception kills it."""
+        """Runs the work in a task beside the loop. Its exception ends the actor."""
         self._run_beside(work, self._ended)
 
     async def stop(self) -> None:
-        """Ends every task of the actor, whatever it waits for.
+        """Cancels every task of the actor.
 
-        NOTE: the inbox stays open, because actors stop one after the other: what a neighbour still
-        sends goes nowhere, and does not kill the neighbour.
+        NOTE: the inbox stays open, because actors stop one after the other. A message that another
+        actor still sends is lost, and does not end that actor.
         """
         self._on_death = None
         tasks = list(self._tasks)
@@ -149,19 +151,20 @@ class Actor(Generic[T]):
             self._fail(request_id, error)
 
     def _fail(self, request_id: str, error: BaseException) -> None:
-        """The client hears what it can act on; what was not expected is told to the log only.
+        """Ends the request. The client gets an error that it can act on; an unexpected one goes to
+        the log only.
 
-        WHY: an exception of the final message itself is logged and no more, because the other
-        requests of the batch go on, and nothing else can be said to this one.
+        WHY: an exception of `end_request` itself is only logged, because the other requests of the
+        batch continue.
         """
-        info = self._explained(request_id, error)
+        info = self._client_error(request_id, error)
         try:
             self.end_request(request_id, info)
         except Exception:
             logger.critical("actor=%s request_id=%s could not be ended", self.name, request_id)
             logger.exception("actor=%s request_id=%s", self.name, request_id)
 
-    def _explained(self, request_id: str, error: BaseException) -> ErrorInfo:
+    def _client_error(self, request_id: str, error: BaseException) -> ErrorInfo:
         if isinstance(error, AserveError) and not isinstance(error, BugError):
             return error.info()
         story = self._story(request_id) if self._story else f"request {request_id}"

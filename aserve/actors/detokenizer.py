@@ -1,7 +1,7 @@
-"""The detokenizer actor: tokens to the chunks that clients read; text ends in this one place.
+"""The detokenizer actor: it turns output tokens into the chunks that clients get.
 
-Must not know scheduling, the device or HTTP. The text of every live sequence is written here alone:
-it finds stop strings, cuts text, usage and logprobs at the same token, and sends each final chunk.
+It alone writes the text of open requests. It finds stop strings, cuts text, usage and logprobs at
+the same token, and sends each final chunk.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ class Ending(NamedTuple):
 
 
 class Child:
-    """One sequence of a request; `ending` is set by whatever ends it first."""
+    """One sequence of a request. The first cause that ends it sets `ending`."""
 
     __slots__ = (
         "cached_len",
         "embedding",
         "ending",
+        "has_started",
         "index",
-        "is_answered",
-        "is_begun",
+        "is_finished",
         "is_retired",
         "num_prompt_parts",
-        "tells_prompt",
+        "sends_prompt",
         "text",
     )
 
@@ -62,18 +62,18 @@ class Child:
         self.cached_len = 0
         self.embedding = b""
         self.ending: Ending | None = None
-        self.num_prompt_parts = 0  # what it has said of the prompt
-        self.is_begun = False  # its first chunk is out
-        self.is_answered = False  # and its final one
-        self.is_retired = False  # the scheduler has let go of it
-        self.tells_prompt = True
+        self.num_prompt_parts = 0  # parts of the prompt that it has sent
+        self.has_started = False  # its first chunk was sent
+        self.is_finished = False  # its last chunk was sent
+        self.is_retired = False  # the scheduler has sent its Retired
+        self.sends_prompt = True  # False where an earlier engine has sent the prompt
 
     def resume(self, token_ids: list[int]) -> None:
-        """An earlier text side sent what these outputs made certain; their logprobs are not known
-        here. It was done with the prompt before it said anything of them.
+        """Continues after outputs of an earlier engine, whose client got all text that they made
+        certain, and the prompt before it. Their logprobs are not known here.
         """
-        self.is_begun = bool(token_ids)
-        self.tells_prompt = not token_ids
+        self.has_started = bool(token_ids)
+        self.sends_prompt = not token_ids
         for token_id in token_ids:
             self.text.take()
             self.text.feed(token_id)
@@ -84,16 +84,16 @@ class Child:
 
 
 class TextRequest:
-    """`prompt` where it goes back to the client: the scores that child 0 gets are for all."""
+    """A request with at least one child that has not retired."""
 
     __slots__ = ("children", "is_over", "opened", "prompt", "retired")
 
     def __init__(self, opened: OpenText) -> None:
         self.opened = opened
         self.children: list[Child] = []
-        self.prompt: PromptText | None = None
-        self.is_over = False  # its client has the final message
-        self.retired: set[int] = set()  # children that the scheduler has let go of
+        self.prompt: PromptText | None = None  # set if the prompt is echoed or scored
+        self.is_over = False  # its last chunk was sent
+        self.retired: set[int] = set()  # indices of children
 
     @property
     def is_retired(self) -> bool:
@@ -101,17 +101,17 @@ class TextRequest:
 
     @property
     def awaits_prompt(self) -> bool:
-        """No child says anything of its output before all of the prompt."""
+        """Whether chunks of outputs must wait, because the whole prompt comes before them."""
         if self.prompt is None or self.prompt.is_whole:
             return False
         return self.children[0].ending is None
 
 
 class DetokenizerActor(Actor[DetokenizerEvent]):
-    """All events of one inbox batch make one chunk per child at most.
+    """Sends at most one chunk per child for all events of one inbox batch.
 
-    A request whose work raised is cancelled, and what the engine still says of it is passed over
-    until all of its children have retired.
+    A request whose work raised is cancelled, and later messages about it are ignored until all its
+    children have retired.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
         self._deliver = deliver
         self._engine = engine
         self._requests: dict[str, TextRequest] = {}
-        self._failed: dict[str, TextRequest] = {}  # ended here, and not yet retired
+        self._failed: dict[str, TextRequest] = {}  # ended here, but not all children have retired
 
     @property
     def num_requests(self) -> int:
@@ -169,7 +169,7 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
             self._forget_retired(event)
 
     def end_request(self, request_id: str, error: ErrorInfo) -> None:
-        """The engine need not go on for a client that hears no more."""
+        """Cancels the request in the engine and sends its last chunk, if that was not sent."""
         request = self._requests.pop(request_id, None)
         is_over = request is not None and request.is_over
         if request is not None:
@@ -187,12 +187,12 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
             request.prompt = PromptText(event, self._tokenizer)
         for child, outputs in zip(request.children, event.outputs, strict=bool(event.outputs)):
             child.resume(array_i32(outputs).tolist())
-        if request.prompt is not None and not request.children[0].tells_prompt:
+        if request.prompt is not None and not request.children[0].sends_prompt:
             request.prompt.skip()
 
     def _due(self, request_id: str, index: int) -> dict[ChildKey, None]:
-        """Whose chunks may be due after an event of this child: what the prompt's scores make
-        known is for all children.
+        """Returns the children that may send a chunk after an event of this child: all of them if
+        the prompt is echoed or scored, because its scores come with child 0.
         """
         request = self._requests.get(request_id)
         if request is None:
@@ -213,8 +213,8 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
         )
 
     def _feed(self, output: SequenceOutput) -> None:
-        """Tokens after a stop string fall away: they were in flight when it was found."""
-        request = self._living(output.request_id)
+        """Adds tokens to the text. Tokens after a stop string are dropped: they were in flight."""
+        request = self._open_request(output.request_id)
         if request is None:
             return
         child = request.children[output.child]
@@ -237,7 +237,7 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
                 return
 
     def _retire(self, event: Retired) -> None:
-        request = self._living(event.request_id)
+        request = self._open_request(event.request_id)
         if request is None:
             return
         child = request.children[event.child]
@@ -255,31 +255,31 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
             self._requests.pop(event.request_id, None)
             self._deliver(failed_chunk(event.request_id, event.error))
 
-    def _living(self, request_id: str) -> TextRequest | None:
-        """None for a request that ended here, and of which the engine has not heard yet."""
+    def _open_request(self, request_id: str) -> TextRequest | None:
+        """Returns None for a request that ended here before the engine knew."""
         request = self._requests.get(request_id)
         if request is None and request_id not in self._failed:
-            raise BugError(f"the engine speaks of request {request_id}, which is not open")
+            raise BugError(f"a message names request {request_id}, which is not open")
         return request
 
     def _send(self, request_id: str, index: int) -> None:
         request = self._requests.get(request_id)
-        if request is None or request.children[index].is_answered:
+        if request is None or request.children[index].is_finished:
             return
         child = request.children[index]
         prompt = None
-        if request.prompt is not None and child.tells_prompt:
+        if request.prompt is not None and child.sends_prompt:
             prompt = request.prompt.since(child.num_prompt_parts)
             child.num_prompt_parts = len(request.prompt.parts)
         released = NOTHING if request.awaits_prompt else child.text.take()
         ending = None if request.awaits_prompt else child.ending
         if ending is None and not released.text and not released.token_ids and prompt is None:
             return
-        child.is_answered = ending is not None
+        child.is_finished = ending is not None
         if ending is not None and child.text.stop is not None and not child.is_retired:
             self._engine.send(Cancel(request_id, index, child.text.num_kept, "stop"))
-        is_shown = request.opened.sampling.return_token_ids and not child.is_begun
-        child.is_begun = True
+        shows_ids = request.opened.sampling.return_token_ids and not child.has_started
+        child.has_started = True
         chunk = OutputChunk(
             request_id=request_id,
             child=index,
@@ -290,8 +290,8 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
             finish_reason=ending and ending.reason,
             stop_reason=ending and ending.stop_reason,
             error=ending and ending.error,
-            is_last=ending is not None and all(each.is_answered for each in request.children),
-            prompt_ids=request.opened.prompt_ids if is_shown else b"",
+            is_last=ending is not None and all(each.is_finished for each in request.children),
+            prompt_ids=request.opened.prompt_ids if shows_ids else b"",
             prompt=prompt,
             embedding=child.embedding,
         )
@@ -299,7 +299,7 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
         request.is_over = chunk.is_last
 
     def _forget_retired(self, event: Retired) -> None:
-        """Also of a request that ended here before the scheduler let go of it."""
+        """Forgets the request, open or failed, once all its children have retired."""
         for requests in (self._requests, self._failed):
             request = requests.get(event.request_id)
             if request is not None:
@@ -309,13 +309,13 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
 
 
 def resumed_children(opened: OpenText) -> dict[ChildKey, None]:
-    """Those that begin with outputs: a stop string in them ends the child at once."""
+    """Returns the children that begin with outputs, in which a stop string may end them at once."""
     return {(opened.request_id, i): None for i, outputs in enumerate(opened.outputs) if outputs}
 
 
 def ending_of(event: Retired, request: TextRequest) -> Ending:
-    """A timeout is an error only where no child has any output: else it cuts the answer, as
-    max_tokens does.
+    """Returns how a retired child ends. A timeout is an error only if no child has any output. Else
+    it cuts the output, as max_tokens does.
     """
     match event.reason:
         case "stop":

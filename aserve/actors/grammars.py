@@ -1,6 +1,6 @@
-"""The grammar actor: a request with a grammar waits here until it is compiled, others pass at once.
+"""The grammar actor: it holds back a request until its grammar is compiled. Others pass at once.
 
-Must not know how grammars are compiled, steps or rows. Which requests wait is written here alone.
+It alone writes which requests wait.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from aserve.messages.executor import SchedulerEvent
 from aserve.messages.output import DetokenizerEvent, Refused
 from aserve.messages.requests import AdmitRequest, Cancel, EngineEvent
 
-# Takes its time, and raises the AserveError of a grammar that is no good.
+# Waits for the grammar of a request. Raises the AserveError of an invalid one.
 Constrain: TypeAlias = Callable[[AdmitRequest], Awaitable[Constraint]]
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarPorts:
-    """Where requests go: to the scheduler, and before it their matchers to `masks`, or to `text`
-    with what is wrong.
+    """The receivers. A request goes to `scheduler` after its matchers have gone to `masks`; the
+    error of one that is refused goes to `text`.
     """
 
     scheduler: Channel[SchedulerEvent]
@@ -36,8 +36,8 @@ class GrammarPorts:
 
 
 class GrammarActor(Actor[EngineEvent]):
-    """The engine's entrance. What passes does so in order of arrival, and a cancel follows its
-    request: the scheduler never meets a request whose cancel it has already dropped.
+    """The first actor of the engine core. Requests that need not wait keep their order, and a
+    cancel never overtakes its request: the scheduler would ignore it.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class GrammarActor(Actor[EngineEvent]):
                     assert_never(event)
 
     def end_request(self, request_id: str, error: ErrorInfo) -> None:
-        """The scheduler has not heard of it."""
+        """Refuses the request, which the scheduler does not know yet."""
         self._waiting.pop(request_id, None)
         self._ports.text.send(Refused(request_id, error))
 
     async def _wait(self, request: AdmitRequest, waiting: _Wait) -> None:
-        """What it raises ends the request; so does a cancel, which takes its grammar out of the
-        queue at once.
+        """Waits for the grammar and passes the request on. An exception ends the request. A cancel
+        raises Cancelled, and removes the grammar from the queue at once.
         """
         left_s = None if request.deadline_s is None else request.deadline_s - time.monotonic()
         try:

@@ -1,22 +1,26 @@
-"""The mask actor: keeps a matcher for each living sequence with a grammar, and has masks filled.
+"""The mask actor: keeps a matcher for each running sequence with a grammar, and has masks filled.
 
-Must not know grammars, steps or rows. Which sequences have a matcher is written here alone; the
-matchers themselves by the thread of their lane.
-
-Theory of operation. Filling a mask usually takes microseconds, but an ambiguous grammar of 30
-characters slows its matcher down with each token, up to seconds per token. Hence:
-- There are two lanes. A request is served in the fast lane until its masks took SLOW_S more than
-  they may; then it goes on in the slow lane, whose thread has a low priority. So an ordinary
-  request never waits for more than one fill of a request that is becoming slow.
-- A lane serves its requests in turn, whatever number of children they have.
-- The fast lane's masks are delivered together when nothing else waits there, and at the latest
-  SLICE_S after the first: one Sample for 64 rows is much cheaper than 64. The slow lane delivers
-  each mask at once.
-- Processor time is charged to the request and its client. Over the limit, the request ends as a
-  whole with an error for the client. A fill cannot be interrupted; while one runs, its time is
-  looked at every WATCH_S, and the lane leaves its thread behind when the limit is reached.
-- The scheduler is told which masks are of a slow request: such requests get few rows (held.py).
+The actor alone writes which sequences have a matcher. The thread of a worker writes the matchers.
 """
+
+# Theory of operation
+#
+# Filling a mask usually takes microseconds, but an ambiguous grammar of 30 characters slows its
+# matcher down with each token, up to seconds per token. Hence:
+#
+# - There are two workers, each with one thread. A request starts with the fast worker. When its
+#   masks have taken SLOW_S more than their allowance, it continues with the slow worker, whose
+#   thread has a low priority. So an ordinary request never waits for more than one fill of a
+#   request that is becoming slow.
+# - A worker serves its requests by round robin, whatever number of children they have.
+# - The masks of the fast worker are delivered together when no other work waits there, and at the
+#   latest SLICE_S after the first: one Sample for 64 rows is much cheaper than 64. The slow worker
+#   delivers each mask at once.
+# - Processor time is charged to the request and its client. A request over its limit ends as a
+#   whole with an error for the client. A fill cannot be interrupted, so the time of a running one
+#   is checked every WATCH_S, and the worker abandons its thread when the limit is reached.
+# - The scheduler is told which masks belong to a slow request: such requests get few rows
+#   (scheduling/grammar_rows.py).
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ from typing import TypeAlias, assert_never
 import msgspec
 
 from aserve.actors.base import Actor
-from aserve.actors.mask_lane import Filled, MaskLane, MaskWork, ThreadClock, thread_seconds
+from aserve.actors.mask_worker import Filled, MaskWork, MaskWorker, ThreadClock, thread_seconds
 from aserve.channel import Channel
 from aserve.errors import AserveError, BugError, ErrorInfo
 from aserve.grammar.mask_budget import MaskBudget, MaskLimits, RequestEffort
@@ -45,17 +49,15 @@ MaskEvent: TypeAlias = Constraint | BuildMask | Retired | Refused
 SLICE_S = 0.002
 WATCH_S = 0.1
 SLOW_NICENESS = 10
-# Instead of a mask that was given up: what is told to the client is that the time is over.
-LEFT = BugError("the mask was given up")
+# The outcome of a fill that was abandoned. The client gets the error of the exceeded limit instead.
+ABANDONED = BugError("the mask was abandoned")
 
 
 @dataclass(slots=True)
 class _Request:
-    """`is_over`: it has ended with an error, and its children's Retired are still to come."""
-
-    matchers: dict[int, Matcher]  # by child, of those that live
+    matchers: dict[int, Matcher]  # by child, of those that still run
     effort: RequestEffort
-    is_over: bool = False
+    is_over: bool = False  # it has ended with an error, and Retired of its children will follow
 
 
 class MaskActor(Actor[MaskEvent]):
@@ -72,11 +74,11 @@ class MaskActor(Actor[MaskEvent]):
         self._scheduler = scheduler
         self._budget = budget or MaskBudget(MaskLimits())
         self._requests: dict[str, _Request] = {}
-        self._fast = MaskLane("masks", on_filled=self._fast_filled, clock=clock)
-        self._slow = MaskLane(
+        self._fast = MaskWorker("masks", on_filled=self._fast_filled, clock=clock)
+        self._slow = MaskWorker(
             "slow masks", on_filled=self._slow_filled, niceness=SLOW_NICENESS, clock=clock
         )
-        self._watching: dict[MaskLane, asyncio.TimerHandle] = {}
+        self._watching: dict[MaskWorker, asyncio.TimerHandle] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def run(self) -> None:
@@ -106,7 +108,7 @@ class MaskActor(Actor[MaskEvent]):
                     assert_never(event)
 
     def end_request(self, request_id: str, error: ErrorInfo) -> None:
-        """The scheduler ends all its children; those of them that ask meanwhile get no answer."""
+        """The scheduler ends all children. Until then their BuildMask messages are ignored."""
         request = self._requests.get(request_id)
         if request is not None:
             request.is_over = True
@@ -127,13 +129,13 @@ class MaskActor(Actor[MaskEvent]):
         if request.is_over:
             return
         self._budget.check_client(request.effort)
-        lane = self._slow if request.effort.is_slow else self._fast
-        lane.submit(MaskWork(request.matchers[ask.child], ask, request.effort))
-        if lane not in self._watching:
-            self._watch_later(lane)
+        worker = self._slow if request.effort.is_slow else self._fast
+        worker.submit(MaskWork(request.matchers[ask.child], ask, request.effort))
+        if worker not in self._watching:
+            self._watch_later(worker)
 
     def _retire(self, event: Retired) -> None:
-        """Most sequences that end have no matcher."""
+        """Most sequences have no grammar, and so no matcher."""
         request = self._requests.get(event.request_id)
         if request is None:
             return
@@ -146,31 +148,32 @@ class MaskActor(Actor[MaskEvent]):
             self._drop(request_id)
 
     def _drop(self, request_id: str) -> None:
-        for lane in (self._fast, self._slow):
-            lane.drop(request_id)
+        for worker in (self._fast, self._slow):
+            worker.drop(request_id)
 
     def _fast_filled(self, is_all: bool) -> None:
-        """On the lane's thread, as the next one."""
+        """Called in the worker's thread."""
         self._call(partial(self._deliver, self._fast) if is_all else self._deliver_soon)
 
     def _slow_filled(self, is_all: bool) -> None:
+        """Called in the worker's thread."""
         self._call(partial(self._deliver, self._slow))
 
     def _call(self, call: Callable[[], None]) -> None:
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
             self._loop.call_soon_threadsafe(call)
 
     def _deliver_soon(self) -> None:
         assert self._loop is not None
         self._loop.call_later(SLICE_S, self._deliver, self._fast)
 
-    def _deliver(self, lane: MaskLane) -> None:
-        for filled in lane.take():
+    def _deliver(self, worker: MaskWorker) -> None:
+        for filled in worker.take():
             self.attempt(filled.work.ask.request_id, self._send, filled)
 
     def _send(self, filled: Filled) -> None:
-        """Whoever asked pays for it, also if the request has ended meanwhile."""
+        """Charges the time, even if the request has ended meanwhile, and delivers the mask."""
         effort = filled.work.effort
         over = self._charged(effort, filled.seconds)
         request = self._requests.get(filled.work.ask.request_id)
@@ -192,17 +195,19 @@ class MaskActor(Actor[MaskEvent]):
             return error
         return None
 
-    def _watch_later(self, lane: MaskLane) -> None:
+    def _watch_later(self, worker: MaskWorker) -> None:
         assert self._loop is not None
-        self._watching[lane] = self._loop.call_later(WATCH_S, self._watch, lane)
+        self._watching[worker] = self._loop.call_later(WATCH_S, self._watch, worker)
 
-    def _watch(self, lane: MaskLane) -> None:
-        """While the lane works: ends a request whose fill alone takes it over its limit."""
-        del self._watching[lane]
-        if (running := lane.running()) is not None:
+    def _watch(self, worker: MaskWorker) -> None:
+        """Ends a request whose unfinished fill takes it over its limit. It repeats until the worker
+        is idle.
+        """
+        del self._watching[worker]
+        if (running := worker.running()) is not None:
             work, seconds = running
             if self._budget.is_over(work.effort, seconds):
-                lane.abandon(work)
-                self.attempt(work.ask.request_id, self._send, Filled(work, LEFT, seconds))
-        if not lane.is_idle:
-            self._watch_later(lane)
+                worker.abandon(work)
+                self.attempt(work.ask.request_id, self._send, Filled(work, ABANDONED, seconds))
+        if not worker.is_idle:
+            self._watch_later(worker)

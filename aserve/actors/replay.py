@@ -1,6 +1,6 @@
-"""Replays a recording through the value machine, and checks that it decides as it did then.
+"""Replays a recording through the scheduler, and checks that it returns the same effects.
 
-Must not need a device, a model or a clock: the recording holds all that the scheduler ever saw.
+It needs neither device nor model nor clock, because a recording holds all events of the scheduler.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from aserve.scheduling.scheduler import Scheduler
 
 
 class ReplayDiffers(BugError):
-    """The same events gave other effects than those recorded."""
+    """The effects differ from those in the recording."""
 
 
 def replay(path: Path) -> Iterator[str]:
-    """One line per thing that the scheduler did. Raises what it raised, and ReplayDiffers."""
+    """Yields one line per effect. Raises ReplayDiffers, or what the scheduler raises."""
     recording = read_recording(path)
     scheduler = Scheduler(recording.spec, debug_checks=True)
     yield f"spec {recording.spec}"
@@ -35,7 +35,7 @@ def replay(path: Path) -> Iterator[str]:
 
 
 def _compare(number: int, tick: RecordedTurn, effects: list[SchedulerEffect]) -> None:
-    """A turn without a digest is the recording's last: the scheduler did not survive it."""
+    """The last tick has no digest if the scheduler raised in it."""
     if tick.digest is not None and tick.digest != digest_of(effects):
         raise ReplayDiffers(f"turn {number} gave other effects than when it was recorded")
 

@@ -1,7 +1,7 @@
-"""The scheduler actor: gives events to the value machine and performs the effects, in order.
+"""The scheduler actor: it passes events to the scheduler and performs the effects in order.
 
-Must not decide anything: what runs is in aserve.scheduling. Owns the deadline timers of requests,
-and tells observers about each turn once everything in it was performed.
+All decisions are in aserve.scheduling. This actor alone owns the deadline timers of requests. It
+tells the observers about each tick after all its effects were performed.
 
 A request that could make a decision raise is refused before the state machine sees it. An exception
 inside a decision leaves the state half changed, so it ends the engine.
@@ -48,7 +48,7 @@ class SchedulerPorts:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerWatch:
-    """The observers: `recorder` sees events before the scheduler does, the others whole ticks."""
+    """The observers. `recorder` gets events before the scheduler; the others get whole ticks."""
 
     trace: Trace
     observers: tuple[SchedulerObserver, ...] = ()
@@ -67,7 +67,7 @@ class SchedulerActor(Actor[SchedulerEvent]):
         super().__init__("scheduler", inbox=inbox, story=watch.trace.story)
         self._scheduler = scheduler
         self._intake = Intake()
-        self._goes_on = False  # a turn for what the last one left over is due
+        self._goes_on = False  # a task will run the next tick, for work that this one left over
         self._ports = ports
         self._watch = watch
         self._deadlines: dict[str, asyncio.TimerHandle] = {}  # of requests that have not ended
@@ -90,7 +90,7 @@ class SchedulerActor(Actor[SchedulerEvent]):
             self.spawn(self._go_on())
 
     def end_request(self, request_id: str, error: ErrorInfo) -> None:
-        """The request failed its check: the state machine does not know it."""
+        """Refuses a request that failed its check. The state machine does not know it."""
         self._clear_deadline(request_id)
         refused = Refused(request_id, error)
         self._ports.text.send(refused)
@@ -104,13 +104,13 @@ class SchedulerActor(Actor[SchedulerEvent]):
         await super().stop()
 
     async def _go_on(self) -> None:
-        """The next turn, after the loop has served others."""
+        """Runs the next tick in a later iteration of the loop, so that other tasks run between."""
         self._goes_on = False
         self.beat()
         self.handle(self.inbox.take())
 
     def _checked(self, events: list[SchedulerEvent]) -> list[SchedulerEvent]:
-        """Without the requests that failed their check, each of which has its final message."""
+        """Removes the requests that fail their check, and sends their final messages."""
         passed: list[SchedulerEvent] = []
         for event in events:
             if isinstance(event, AdmitRequest):
@@ -173,7 +173,7 @@ class SchedulerActor(Actor[SchedulerEvent]):
                 assert_never(effect)
 
     def _set_deadline(self, request: AdmitRequest) -> None:
-        """The last message of the request clears it."""
+        """Starts the timer. The last message of the request stops it."""
         deadline_s = request.deadline_s
         if deadline_s is None:
             return
@@ -183,7 +183,7 @@ class SchedulerActor(Actor[SchedulerEvent]):
         self._deadlines[request.request_id] = timer
 
     def _clear_deadline(self, request_id: str) -> None:
-        """At the last Retired of a request; its other children still have the deadline."""
+        """Stops the timer of a request at the last Retired of its children."""
         if request_id in self._scheduler.state.groups:
             return
         timer = self._deadlines.pop(request_id, None)
@@ -211,17 +211,19 @@ class SchedulerActor(Actor[SchedulerEvent]):
 
 
 def _named(events: list[SchedulerEvent]) -> set[str]:
-    """Requests that the events name; results name rows only."""
+    """Returns the ids of requests that the events name. Results name only rows."""
     return {event.request_id for event in events if isinstance(event, AdmitRequest | Cancel)}
 
 
 class Pump(Actor[Ticket]):
+    """Awaits the tickets of steps, in order, and sends their results to the scheduler."""
+
     def __init__(self, *, results: Channel[SchedulerEvent]) -> None:
         super().__init__("pump")
         self._results = results
 
     async def run(self) -> None:
-        """An await has no deadline here: a step may take as long as it takes (see supervisor)."""
+        """NOTE: the await has no deadline, because a step may take any time (see supervisor.py)."""
         async for tickets in self.inbox.batches():
             for ticket in tickets:
                 result = await ticket

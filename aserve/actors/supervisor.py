@@ -1,7 +1,7 @@
-"""The supervisor: starts the actors, hears of deaths, and brings everything to an end in order.
+"""The supervisor: it starts the actors, handles the death of one, and stops them in order.
 
-Must not know what the actors do, and never infers life from tokens: a long step is not a death, and
-only an exception that ended an actor's task or the executor's thread is one. Writes `failure`.
+It never infers a death from missing tokens, because a step may take long. Only an exception that
+ends a task of an actor, or the executor's thread, is a death. It alone writes `failure`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Supervised(Protocol):
-    """An actor, whatever it reads."""
+    """An actor, whatever the type of its messages."""
 
     @property
     def name(self) -> str: ...
@@ -35,7 +35,7 @@ class Supervised(Protocol):
 
 
 class OpenRequests(Protocol):
-    """The gateway, as far as ends go."""
+    """The part of the gateway that ends requests."""
 
     def end_all(self, error: ErrorInfo) -> None: ...
 
@@ -52,7 +52,7 @@ class Failure:
 
 
 class Supervisor:
-    """`report(phase, reason)` tells /health."""
+    """Starts and stops actors. `report(phase, reason)` updates what /health answers."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Supervisor:
             actor.start(self.report_death)
 
     def report_death(self, name: str, error: BaseException) -> None:
-        """Ends every open request; the first death is the cause, later ones follow from it."""
+        """Ends every open request. Only the first death counts: later ones follow from it."""
         if self.failure is not None:
             return
         self.failure = Failure(name, error)
@@ -82,7 +82,7 @@ class Supervisor:
         self._requests.end_all(EngineDead(f"the engine died ({name}); restart it").info())
 
     async def drain(self, grace_s: float) -> None:
-        """No new requests; what is open may finish within `grace_s`, then ends with an error."""
+        """Refuses new requests. Open ones may finish within `grace_s`, then end with an error."""
         if self.failure is None:
             self._report("draining", "the server is shutting down")
         try:
@@ -93,6 +93,6 @@ class Supervisor:
             self._requests.end_all(error.info())
 
     async def stop(self) -> None:
-        """In reverse order of the start."""
+        """Stops the actors in reverse order of their start."""
         for actor in reversed(self._actors):
             await actor.stop()

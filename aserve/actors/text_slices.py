@@ -1,8 +1,8 @@
-"""Log-probabilities in slices: what the detokenizer spells in one turn of the loop is bounded.
+"""Splits logprobs into slices, which bounds the work of the detokenizer per loop iteration.
 
-Must not know text. A prompt's scores come for a whole step, and there may be 8,192 tokens with 20
-alternatives each in one: a third of a second. They are cut between tokens, so that what follows
-cannot tell a slice from the result of a smaller step.
+A step may bring the scores of 8,192 prompt tokens with 20 alternatives each, whose text takes a
+third of a second. They are split between tokens, so that a slice looks like the result of a
+smaller step.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from aserve.messages.output import DetokenizerEvent, SequenceOutput, StepOutput
 from aserve.messages.requests import OpenText
 from aserve.messages.results import PromptLogprobs
 
-MAX_SCORES = 4096  # about 5 ms of spelling
+MAX_SCORES = 4096  # alternatives included; their text takes about 5 ms
 
 
 def slices(
     events: Sequence[DetokenizerEvent], num_children: Callable[[str], int]
 ) -> Iterator[list[DetokenizerEvent]]:
-    """The same events in order, in lists of at most MAX_SCORES, or one token. `num_children` is of
-    a request that is open, each of whose children repeats the prompt's scores.
+    """Yields the same events in order, in lists of at most MAX_SCORES scores or one token.
+
+    `num_children` returns that number for an open request; each child repeats the prompt's scores.
     """
     opened = {event.request_id: event.sampling.n for event in events if isinstance(event, OpenText)}
 
@@ -47,7 +48,7 @@ def slices(
 async def sliced(
     inbox: Channel[DetokenizerEvent], num_children: Callable[[str], int]
 ) -> AsyncIterator[list[DetokenizerEvent]]:
-    """The inbox's batches in slices, with a turn of the loop for each."""
+    """Yields the batches of the inbox in slices, one per loop iteration."""
     async for events in inbox.batches():
         for number, part in enumerate(slices(events, num_children)):
             if number:
@@ -72,7 +73,7 @@ def _size_of(output: SequenceOutput, children_of: Callable[[str], int]) -> int:
 def _parts_of(
     events: Sequence[DetokenizerEvent], children_of: Callable[[str], int]
 ) -> Iterator[DetokenizerEvent]:
-    """PERF: a step that fits stays as it is, and nearly all do."""
+    """PERF: a step that fits is not copied, and nearly all fit."""
     for event in events:
         if not isinstance(event, StepOutput) or num_scores(event, children_of) <= MAX_SCORES:
             yield event
@@ -83,7 +84,7 @@ def _parts_of(
 
 
 def _cut(output: SequenceOutput, num_children: int) -> Iterator[SequenceOutput]:
-    """What belongs to the prompt comes first; the last part has the rest of the output."""
+    """Splits the prompt's scores. The last part has the rest of the output."""
     scores = output.prompt_logprobs
     if scores is None:
         yield output

@@ -1,7 +1,6 @@
-"""The tokenizer actor: prompts to ids; the first step of every request.
+"""The tokenizer actor: it encodes prompts, which is the first step of every request.
 
-Must not know scheduling, the device, HTTP or grammars. Which requests are being prepared beside the
-loop is written here alone.
+It alone writes which requests are being prepared in threads.
 """
 
 from __future__ import annotations
@@ -30,20 +29,19 @@ from aserve.messages.requests import (
 )
 from aserve.text.prompt import Prepared, PromptEncoder
 
-LONG_TEXT = 2_000  # characters or ids, about 1 ms of work: beyond it a thread goes on
-WORD_SIZE = 100  # what a bad word takes, in the same measure
+LONG_TEXT = 2_000  # characters or ids, about 1 ms of work; longer ones go to a thread
+WORD_SIZE = 100  # the work for one bad word, in the same unit
 NUM_THREADS = 2
 RETRY_AFTER_S = 1.0
 
 
 class TokenizerActor(Actor[TokenizerEvent]):
-    """Requests are answered in order of arrival, but for prompts that are longer than a turn of the
-    loop may last, alone or together with those before them in the same batch.
+    """Encodes short prompts on the loop, in order of arrival. A prompt that is longer than
+    LONG_TEXT, alone or together with those before it in its batch, is encoded in a thread.
 
-    A request ends here with Refused, or goes on as OpenText to the detokenizer, then AdmitRequest
-    to the engine. Cancels pass through after their request, so that they cannot overtake it. A
-    request whose client leaves or whose timeout ends while it waits for a thread ends at once, and
-    never gets the thread.
+    A request ends here with Refused, or continues as OpenText to the detokenizer and then as
+    AdmitRequest to the engine. A cancel follows its request and cannot overtake it. If the client
+    leaves, or the timeout ends, while a request waits for a thread, it ends at once.
     """
 
     def __init__(
@@ -62,7 +60,7 @@ class TokenizerActor(Actor[TokenizerEvent]):
         self._engine = engine
         self._queue = queue or TokenizeQueue()
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
-        # requests in preparation beside the loop; the future is set when the client leaves
+        # requests that are prepared in threads; the future completes when the client leaves
         self._preparing: dict[str, asyncio.Future[None]] = {}
         self._num_chars = 0  # of their prompts
 
@@ -100,10 +98,10 @@ class TokenizerActor(Actor[TokenizerEvent]):
         gone = asyncio.get_running_loop().create_future()
         self._preparing[request.request_id] = gone
         self._num_chars += size
-        work = self._prepare_beside(request, size, gone=gone, deadline_s=deadline_s)
+        work = self._prepare_in_thread(request, size, gone=gone, deadline_s=deadline_s)
         self.spawn_for(request.request_id, work)
 
-    async def _prepare_beside(
+    async def _prepare_in_thread(
         self,
         request: GenerateRequest,
         size: int,
@@ -111,14 +109,14 @@ class TokenizerActor(Actor[TokenizerEvent]):
         gone: asyncio.Future[None],
         deadline_s: float | None,
     ) -> None:
-        """NOTE: work that waits for a thread is dropped when nobody wants it any more; what runs in
-        one goes on to its end, and its result falls away.
+        """NOTE: on a cancel or timeout, work that waits for a thread is dropped. Work that runs
+        continues to its end, and its result is ignored.
         """
         loop = asyncio.get_running_loop()
         work: asyncio.Future[Prepared] = loop.create_future()
         try:
             work = loop.run_in_executor(self._threads, self._encoder.prepare, request)
-            work.add_done_callback(_look_at)
+            work.add_done_callback(_retrieve)
             await asyncio.wait(
                 (work, gone), timeout=_left_s(deadline_s), return_when=asyncio.FIRST_COMPLETED
             )
@@ -157,7 +155,7 @@ class TokenizeQueue:
     max_chars: int = 64 << 20  # characters and token ids of all their prompts
 
     def check(self, size: int, *, num_waiting: int, num_chars: int) -> None:
-        """Raises QueueFull. A prompt that is alone may have any size; its length has its own limit."""
+        """Raises QueueFull. A prompt that comes alone may have any size here."""
         if num_waiting >= self.max_requests:
             raise QueueFull(
                 f"{num_waiting} prompts wait to be tokenized, and at most {self.max_requests} may. "
@@ -180,8 +178,8 @@ def _left_s(deadline_s: float | None) -> float | None:
     return None if deadline_s is None else max(deadline_s - time.monotonic(), 0)
 
 
-def _look_at(work: asyncio.Future[Prepared]) -> None:
-    """An error that nobody waits for any more is no news for the log."""
+def _retrieve(work: asyncio.Future[Prepared]) -> None:
+    """Retrieves the exception, because asyncio logs one that nobody has retrieved."""
     if not work.cancelled():
         work.exception()
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aserve.errors import BugError
-from aserve.gpu.attention import registry
+from aserve.gpu.attention import registry, select
 from aserve.gpu.attention.base import (
     AttentionKind,
     AttentionSite,
@@ -260,7 +260,7 @@ def test_a_newer_version_is_taken(version: str) -> None:
 
 def test_a_machine_without_it_says_so() -> None:
     with pytest.raises(AttentionUnavailable, match="cannot be imported: No module named"):
-        registry._load("flashinfer")
+        select._load("flashinfer")
 
 
 def test_queries_that_lie_beside_keys_are_read_where_they_are(

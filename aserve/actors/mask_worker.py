@@ -1,8 +1,8 @@
-"""A lane of mask work: a thread that fills masks, serving requests in turn.
+"""A worker that fills grammar masks in a thread of its own, with round robin over requests.
 
-A fill is one call into xgrammar, which cannot be interrupted. A lane that is stuck in one therefore
-gets a new thread; the old one is left behind at the lowest priority and ends with its call.
-What both sides share is written under the lock; it must not know budgets.
+A fill is one call into xgrammar, which cannot be interrupted. A worker that is stuck in one gets a
+new thread. The old thread is abandoned: it gets the lowest priority, and ends with its call. Shared
+state is written under the lock.
 """
 
 from __future__ import annotations
@@ -21,18 +21,15 @@ from aserve.grammar.mask_budget import RequestEffort
 from aserve.grammar.matching import Matcher
 from aserve.messages.results import BuildMask, MaskReady
 
-LOWEST = 19  # of Linux's priorities, which there belong to threads
-# Processor seconds of a thread, by its ident.
-ThreadClock: TypeAlias = Callable[[int], float]
+LOWEST_PRIORITY = 19  # a nice value, which Linux has for each thread
+ThreadClock: TypeAlias = Callable[[int], float]  # processor seconds of a thread, by its ident
 
 
 @dataclass(frozen=True, slots=True)
 class MaskWork:
-    """`effort` is what the mask is charged to, even if its request has gone meanwhile."""
-
     matcher: Matcher
     ask: BuildMask
-    effort: RequestEffort
+    effort: RequestEffort  # the account to charge, even if the request has ended meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +45,22 @@ def thread_seconds(ident: int) -> float:
     return time.clock_gettime(time.pthread_getcpuclockid(ident))
 
 
-class _Seat:
-    """One thread of a lane, and what it is at."""
+class _Thread:
+    """The state of one thread of a worker: its ids and its current work."""
 
-    __slots__ = ("began_s", "ident", "is_left", "native_id", "work")
+    __slots__ = ("began_s", "ident", "is_abandoned", "native_id", "work")
 
     def __init__(self) -> None:
         self.ident = 0
         self.native_id = 0
         self.work: MaskWork | None = None
         self.began_s = 0.0
-        self.is_left = False
+        self.is_abandoned = False
 
 
-class MaskLane:
-    """`on_filled` is called by the lane's thread when masks are there to be taken: as soon as the
-    first one is (`is_all` False), and when nothing else waits (True).
+class MaskWorker:
+    """Calls `on_filled(is_all)` in its thread when masks can be taken: with False after the first
+    mask, and with True when no other work waits.
     """
 
     def __init__(
@@ -81,13 +78,13 @@ class MaskLane:
         self._changed = threading.Condition()
         self._queue: FairQueue[MaskWork] = FairQueue()
         self._filled: list[Filled] = []
-        self._seat: _Seat | None = None
+        self._thread: _Thread | None = None
         self._is_closed = False
 
     def submit(self, work: MaskWork) -> None:
         with self._changed:
             self._queue.push(work.ask.request_id, work)
-            if self._seat is None:
+            if self._thread is None:
                 self._start()
             self._changed.notify()
 
@@ -97,62 +94,61 @@ class MaskLane:
             return filled
 
     def drop(self, request_id: str) -> None:
-        """Drops the masks that the request still waits for."""
+        """Drops the work of a request that has not begun."""
         with self._changed:
             self._queue.drop(request_id)
 
     @property
     def is_idle(self) -> bool:
         with self._changed:
-            return not self._queue and (self._seat is None or self._seat.work is None)
+            return not self._queue and (self._thread is None or self._thread.work is None)
 
     def running(self) -> tuple[MaskWork, float] | None:
-        """The mask that is being filled, and the processor time it took so far."""
+        """Returns the work in progress and the processor time that it has taken so far."""
         with self._changed:
-            seat = self._seat
-            if seat is None or seat.work is None:
+            thread = self._thread
+            if thread is None or thread.work is None:
                 return None
-            return seat.work, self._clock(seat.ident) - seat.began_s
+            return thread.work, self._clock(thread.ident) - thread.began_s
 
     def abandon(self, work: MaskWork) -> None:
-        """Gives up a mask that is being filled, if it still is."""
+        """Abandons the thread that does this work, if it still does, and starts another one."""
         with self._changed:
-            seat = self._seat
-            if seat is None or seat.work is not work:
+            thread = self._thread
+            if thread is None or thread.work is not work:
                 return
-            seat.is_left = True
-            _lower(seat.native_id, LOWEST)
+            thread.is_abandoned = True
+            _lower(thread.native_id, LOWEST_PRIORITY)
             self._start()
 
     def close(self) -> None:
-        """Its thread ends after the current fill, and does not keep the process from ending."""
+        """Ends the thread after the current fill. The process may end before."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def _start(self) -> None:
-        self._seat = _Seat()
-        thread = threading.Thread(target=self._run, args=(self._seat,), daemon=True)
-        thread.name = self._name
-        thread.start()
+        self._thread = _Thread()
+        target, args = self._run, (self._thread,)
+        threading.Thread(target=target, args=args, name=self._name, daemon=True).start()
 
-    def _run(self, seat: _Seat) -> None:
-        seat.ident = threading.get_ident()
-        seat.native_id = threading.get_native_id()
-        _lower(seat.native_id, self._niceness)
-        while (work := self._next(seat)) is not None:
+    def _run(self, thread: _Thread) -> None:
+        thread.ident = threading.get_ident()
+        thread.native_id = threading.get_native_id()
+        _lower(thread.native_id, self._niceness)
+        while (work := self._next(thread)) is not None:
             outcome = _fill(work)
             with self._changed:
-                seconds = self._clock(seat.ident) - seat.began_s
-                seat.work = None
-                if seat.is_left or self._is_closed:
+                seconds = self._clock(thread.ident) - thread.began_s
+                thread.work = None
+                if thread.is_abandoned or self._is_closed:
                     return
                 self._filled.append(Filled(work, outcome, seconds))
                 is_all, is_first = not self._queue, len(self._filled) == 1
             if is_all or is_first:
                 self._on_filled(is_all)
 
-    def _next(self, seat: _Seat) -> MaskWork | None:
+    def _next(self, thread: _Thread) -> MaskWork | None:
         with self._changed:
             while not self._queue and not self._is_closed:
                 self._changed.wait()
@@ -160,14 +156,16 @@ class MaskLane:
                 return None
             work = self._queue.pop()
             assert work is not None
-            seat.work = work
-            seat.began_s = self._clock(seat.ident)
+            thread.work = work
+            thread.began_s = self._clock(thread.ident)
             return work
 
 
-class _Outcome:
-    """WHY: not an `except`, because whatever the matcher raises becomes a value here; the actor
-    raises it again where it ends that request.
+class _Captured:
+    """The result or exception of a fill, as a value. The actor raises it again, which ends the
+    request.
+
+    WHY: it is a context manager because `except BaseException` belongs to the loop of an actor.
     """
 
     __slots__ = ("value",)
@@ -175,7 +173,7 @@ class _Outcome:
     def __init__(self) -> None:
         self.value: MaskReady | BaseException = RuntimeError("the matcher has not answered")
 
-    def __enter__(self) -> _Outcome:
+    def __enter__(self) -> _Captured:
         return self
 
     def __exit__(
@@ -190,7 +188,7 @@ class _Outcome:
 
 
 def _fill(work: MaskWork) -> MaskReady | BaseException:
-    with _Outcome() as outcome:
+    with _Captured() as outcome:
         outcome.value = work.matcher.fill(work.ask)
     return outcome.value
 
