@@ -1,6 +1,6 @@
-"""What one sequence holds of the KV pool.
+"""The pages of the KV cache that one sequence holds.
 
-Knows nothing of requests, tokens or rows. Written by kv_cache.py only; others read it.
+kv_cache.py alone writes a PageAllocation; others read it.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from aserve.cache.prefix_tree import Prefix
 
 
 class PageAllocation:
-    """`pages[g][i]` is the page of page index i in group g, 0 where a window has left it behind.
+    """`pages[g][i]` is the page of group g at page index i, or 0 if it has left the group's window.
 
-    The first `num_shared` page indices are in the tree, which knows them as `prefix`: their pages
-    are shared, and locked by this holding. The others are private. Lists only grow at their end, so
-    a row's page table is append-only while the sequence lives.
+    The first `num_shared` pages are the nodes of `prefix` in the prefix tree. They are shared, and
+    this allocation locks them. The others are private. The lists only grow at their end, so the
+    page table of a row is append-only while its sequence runs.
     """
 
     __slots__ = ("is_inserting", "num_holds", "num_pages", "num_released", "pages", "prefix")
 
     def __init__(self, num_groups: int) -> None:
         self.pages: list[array[int]] = [array("i") for _ in range(num_groups)]
-        self.num_pages = 0  # page indices covered, those left behind included
+        self.num_pages = 0  # page indices, with those that have left a window
         self.prefix = Prefix()
-        self.num_released = [0] * num_groups  # page indices below it are behind the group's window
-        self.is_inserting = True
+        self.num_released = [0] * num_groups  # page indices below it have left the group's window
+        self.is_inserting = True  # its committed pages enter the tree
         self.num_holds = 0  # transfers that use its pages: these outlive the sequence
 
     @property
@@ -36,24 +36,24 @@ class PageAllocation:
 
 
 def num_shared_pages(allocations: Sequence[PageAllocation]) -> int:
-    """The leading page indices at which all of them have one page in group 0; 0 for one alone.
+    """Returns how many leading pages of group 0 all allocations share, 0 for a single one.
 
-    Such a page is in the tree: whole, committed, and written by nobody any more. A page names its
-    whole prefix, so where two holdings have the same one, all before it are the same.
+    A shared page is in the tree: it is full and committed, and is not written any more. Each node
+    has one prefix, so if two allocations share a page, they share all pages before it.
     """
     if len(allocations) < 2:
         return 0
     first = allocations[0]
     num_shared = first.num_shared
     for allocation in allocations[1:]:
-        num_shared = _num_alike(first, allocation, most=num_shared)
+        num_shared = _num_common(first, allocation, most=num_shared)
         if not num_shared:
             break
     return num_shared
 
 
-def _num_alike(one: PageAllocation, other: PageAllocation, *, most: int) -> int:
-    """PERF: mostly there is nothing in common, or as much as with the row before."""
+def _num_common(one: PageAllocation, other: PageAllocation, *, most: int) -> int:
+    """PERF: most pairs share nothing, or `most` pages, which is checked before the bisection."""
     most = min(most, other.num_shared)
     left, right = one.pages[0], other.pages[0]
     if not most or left[0] != right[0]:

@@ -1,6 +1,6 @@
-"""The proof that no page is lost or owned twice, from what pools, tree and holdings say.
+"""Checks that every page is free, in the tree, or in one allocation, and that all counts agree.
 
-Knows nothing of how pages move; changes nothing and keeps no state.
+It changes nothing and keeps no state.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def check_conservation(
     pools: Sequence[PagePool], tree: PrefixTree, *, allocations: Sequence[PageAllocation]
 ) -> None:
     for number, allocation in enumerate(allocations):
-        _check_holding(allocation, tree, number=number)
+        _check_allocation(allocation, tree, number=number)
     _check_runs(tree)
     _check_users(tree, allocations=allocations)
     _check_order(tree)
@@ -28,9 +28,9 @@ def check_conservation(
         _check_locks(group, tree, allocations=allocations)
 
 
-def _check_holding(allocation: PageAllocation, tree: PrefixTree, *, number: int) -> None:
-    """Its lists are alike, its prefix is in the tree, and it uses the prefix's pages or none."""
-    story = f"holding {number}"
+def _check_allocation(allocation: PageAllocation, tree: PrefixTree, *, number: int) -> None:
+    """Its lists have equal lengths, and its shared pages are those of its prefix in the tree."""
+    story = f"allocation {number}"
     _require(
         {len(pages) for pages in allocation.pages} == {allocation.num_pages},
         f"{story} covers {[len(pages) for pages in allocation.pages]} pages in its groups, not "
@@ -72,7 +72,7 @@ def _check_runs(tree: PrefixTree) -> None:
 
 
 def _check_users(tree: PrefixTree, *, allocations: Sequence[PageAllocation]) -> None:
-    """A run is used by holdings and, from where they begin, by its children that are in use."""
+    """The users of a run are allocations, and child runs that have users themselves."""
     users: defaultdict[int, Counter[int]] = defaultdict(Counter)
     for allocation in allocations:
         if allocation.num_shared:
@@ -89,7 +89,7 @@ def _check_users(tree: PrefixTree, *, allocations: Sequence[PageAllocation]) -> 
 
 
 def _check_order(tree: PrefixTree) -> None:
-    """What is not locked is evictable, and every node comes after its descendants."""
+    """Exactly the unlocked nodes are evictable, and a node comes after its descendants."""
     places = {node: place for place, node in enumerate(tree.order.in_order())}
     _require(len(places) == len(tree.order), "group 0 counts its evictable pages wrongly")
     for run in tree:
@@ -103,11 +103,11 @@ def _check_order(tree: PrefixTree) -> None:
         chain = [places[node] for node in _upwards(run) if node in places]
         _require(chain == sorted(chain), f"{where} would be evicted after its parent")
     num_nodes = sum(len(run.pages) - (run.locked_end - run.start) for run in tree)
-    _require(num_nodes == len(places), "evicted pages wait for eviction in group 0")
+    _require(num_nodes == len(places), "evictable pages of group 0 belong to no node")
 
 
 def _upwards(run: Run | None) -> Iterator[int]:
-    """The nodes from a run's last one to the root."""
+    """Yields the nodes from the last one of a run to the root."""
     end = 0 if run is None else run.end
     while run is not None:
         yield from reversed(run.span(run.start, end))
@@ -117,7 +117,7 @@ def _upwards(run: Run | None) -> Iterator[int]:
 def _check_owners(
     group: int, pool: PagePool, *, tree: PrefixTree, allocations: Sequence[PageAllocation]
 ) -> None:
-    """Pages 1..num_pages - 1 have one owner each, and nothing else has any."""
+    """Each of the pages 1..num_pages - 1 has one owner, and no other page has one."""
     owners: defaultdict[int, list[str]] = defaultdict(list)
     for page in pool.free_pages():
         owners[page].append("free")
@@ -130,7 +130,7 @@ def _check_owners(
         num_shared = allocation.num_shared
         for index, page in enumerate(allocation.pages[group][num_shared:], num_shared):
             if page:
-                owners[page].append(f"holding {number}, page index {index}")
+                owners[page].append(f"allocation {number}, page index {index}")
     for page in sorted({*owners, *range(1, pool.num_pages)}):
         _require(
             len(owners[page]) == 1 and 0 < page < pool.num_pages,
@@ -139,7 +139,7 @@ def _check_owners(
 
 
 def _check_locks(group: int, tree: PrefixTree, *, allocations: Sequence[PageAllocation]) -> None:
-    """A windowed page has a lock for each holding that uses it, and is evictable if it has none."""
+    """A windowed page has one lock per allocation that uses it, and is evictable without any."""
     users: Counter[int] = Counter()
     for allocation in allocations:
         pages = allocation.pages[group][: allocation.num_shared]
@@ -153,14 +153,14 @@ def _check_locks(group: int, tree: PrefixTree, *, allocations: Sequence[PageAllo
             where = f"node {node}, page {page} of group {group}"
             _require(
                 not page or locks == users[node],
-                f"{where}: {locks} locks, but {users[node]} holdings use it",
+                f"{where}: {locks} locks, but {users[node]} allocations use it",
             )
             _require(
                 (node in unlocked) == (page != 0 and not locks),
                 f"{where}: {locks} locks, but evictable is {node in unlocked}",
             )
             unlocked.discard(node)
-    _require(not unlocked, f"group {group}: {len(unlocked)} evicted prefixes wait for eviction")
+    _require(not unlocked, f"group {group}: {len(unlocked)} evictable pages belong to no node")
 
 
 def _require(condition: bool, story: str) -> None:

@@ -1,6 +1,7 @@
-"""The pages of one layer group that may be evicted, in the order in which they became evictable.
+"""The evictable pages of one layer group, in the order in which they became evictable (LRU).
 
-Every operation takes an array of pages and costs a few numpy calls. Written by radix.py only.
+Each operation takes an array of pages and costs a few numpy calls. prefix_tree.py and
+windowed_pages.py write it.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ import numpy as np
 
 from aserve.messages.base import ArrayI32
 
-NOWHERE = -1
+NOWHERE = -1  # the place of a page that is not in the queue
 
 
 class EvictionOrder:
-    """A queue of pages from which any page can be taken out.
+    """A queue of pages from which any page can be removed.
 
-    `_entries[_head:_tail]` is the queue; an entry counts if `_places` of its page points at it, so
-    that a page is taken out by forgetting its place. Where the entries reach the end of their
-    array, those that count move to its start.
-    PERF: moving costs about 1 ms for 100,000 pages, once per so many pages that were added.
+    `_entries[_head:_tail]` is the queue. An entry is valid if `_places` of its page points at it,
+    so a page is removed by resetting its place. When the queue reaches the end of the array, the
+    valid entries move to its start.
+    PERF: the move takes about 1 ms for 100,000 pages, and occurs once per 100,000 added pages.
     """
 
     __slots__ = ("_entries", "_head", "_num", "_places", "_tail")
@@ -40,11 +41,11 @@ class EvictionOrder:
         return bool(self._places[page] != NOWHERE)
 
     def in_order(self) -> list[int]:
-        """Oldest first."""
+        """Returns the pages, oldest first."""
         return [int(page) for page in self._valid_entries()]
 
     def add(self, pages: Sequence[int] | ArrayI32) -> None:
-        """Puts pages that are not here behind all others."""
+        """Appends pages that are not in the queue."""
         count = len(pages)
         if self._tail + count > len(self._entries):
             self._move_to_start()
@@ -55,12 +56,12 @@ class EvictionOrder:
         self._num += count
 
     def remove(self, pages: Sequence[int] | ArrayI32) -> None:
-        """Takes out pages that are here."""
+        """Removes pages that are in the queue."""
         self._places[np.asarray(pages, np.int32)] = NOWHERE
         self._num -= len(pages)
 
     def take(self, count: int) -> array[int]:
-        """Takes out the oldest pages, oldest first; there must be so many."""
+        """Removes and returns the `count` oldest pages. There must be that many."""
         assert count <= self._num
         taken: array[int] = array("i")
         while len(taken) < count:

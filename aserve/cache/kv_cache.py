@@ -1,7 +1,7 @@
-"""KV pages as scheduling sees them: match a prefix; open, grow, commit and close a holding.
+"""The KV cache as the scheduler sees it: it matches prefixes, and allocates and caches pages.
 
-Knows nothing of requests, rows, steps or devices: lengths are committed ones, given by the caller.
-Only this file writes holdings, page pools and the tree.
+All lengths are committed ones, which the caller gives. This file alone writes allocations, page
+pools and the prefix tree.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from aserve.messages.executor import GroupSpec
 
 
 class KvCache:
-    """Every page of every group is free, in the tree, or private to one holding."""
+    """Every page of every group is free, in the prefix tree, or private to one allocation."""
 
     __slots__ = (
         "_closed",
@@ -49,11 +49,11 @@ class KvCache:
         self.has_windows = bool(self._windowed)
         self._closed: list[PageAllocation] = []  # whose pages a transfer still uses
 
-    # -------------------------------------------------------- a sequence's way through the cache
+    # -------------------------------------------------------- the life of an allocation
 
     def match(self, keys: Sequence[bytes], *, most: int | None = None) -> Prefix:
-        """The longest prefix from which a sequence can go on: all its pages in the groups without a
-        window, and in the others those that its next position sees. Locks and touches nothing.
+        """Returns the longest cached prefix of at most `most` pages that a sequence can use: of a
+        windowed group it needs only the pages that its next position sees. Changes nothing.
         """
         prefix = self._tree.find(keys, stop=most)
         if not self._windowed or not prefix.num_pages:
@@ -62,10 +62,11 @@ class KvCache:
         return self._tree.cut(prefix, self._usable_len(nodes))
 
     def open(self, prefix: Prefix, *, skipped_len: int = 0) -> PageAllocation:
-        """Must follow its match before anything else happens to this cache.
+        """Makes an allocation that starts with `prefix`, and locks its pages. The cache must not
+        have changed since `match` returned the prefix.
 
         Without a prefix the KV of the first `skipped_len` positions may come from elsewhere. The
-        holding must then grow beyond them at once, and has no pages that no later position sees.
+        allocation must then grow beyond them at once, and has no pages that no later position sees.
         """
         allocation = PageAllocation(len(self._pools))
         if not prefix.num_pages:
@@ -88,23 +89,25 @@ class KvCache:
         return allocation
 
     def missing(self, allocation: PageAllocation, num_pages: int) -> tuple[int, ...]:
-        """For each group, the pages to take so that the holding covers `num_pages` page indices."""
+        """Returns for each group how many pages `grow` would take."""
         return tuple(max(num_pages - len(pages), 0) for pages in allocation.pages)
 
     def available(self, group: int) -> int:
-        """What growing could get now: free pages and evictable ones."""
+        """Returns the number of pages that `grow` could take now: free and evictable ones."""
         return self._pools[group].num_free + self.num_cached(group)
 
     def grow(self, allocation: PageAllocation, num_pages: int) -> None:
-        """Covers at least `num_pages` page indices, evicting what it must; all or nothing."""
+        """Extends the allocation to `num_pages` pages, and evicts pages if needed. Raises BugError,
+        and changes nothing, if not enough pages are available.
+        """
         if num_pages <= allocation.num_pages:
             return
         missing = self.missing(allocation, num_pages)
         for group, count in enumerate(missing):
             if count > self.available(group):
                 raise BugError(
-                    f"group {self._pools[group].name!r}: a holding of {allocation.num_pages} pages "
-                    f"was to grow to {num_pages}, but {self.available(group)} pages are available"
+                    f"group {self._pools[group].name!r}: an allocation of {allocation.num_pages} "
+                    f"pages cannot grow to {num_pages}: {self.available(group)} pages are available"
                 )
         for group, count in enumerate(missing):
             lacking = count - self._pools[group].num_free
@@ -114,11 +117,12 @@ class KvCache:
         allocation.num_pages = num_pages
 
     def commit(self, allocation: PageAllocation, keys: Sequence[bytes], *, num_pages: int) -> None:
-        """The first `num_pages` pages are whole and committed: new ones enter the tree, locked.
+        """Inserts the pages before `num_pages`, which are full and committed, into the tree. They
+        stay locked.
 
-        WHY the first duplicate ends it: two rows that each hold pages below the other's would lock
-        both copies of a prompt, and a full pool would wait for ever. A row keeps its own copies
-        until it closes.
+        WHY it stops for good at the first duplicate: two rows, each with nodes below the other's,
+        would lock both copies of a prompt, and a full pool would never become free. A row keeps
+        its own copies until it closes.
         """
         if not (self._has_prefix_cache and allocation.is_inserting):
             return
@@ -126,16 +130,16 @@ class KvCache:
         num_shared = allocation.num_shared
         if num_shared >= num_pages:
             return
-        # NOTE: where the first key is new, so are all after it: a key names what is before it.
+        # NOTE: if the first key is new, all later ones are: a key is a digest of its whole prefix.
         if self._tree.get(keys[num_shared]) is not None:
             allocation.is_inserting = False
             return
         self._insert(allocation, keys, num_pages=num_pages)
 
     def release_behind(self, allocation: PageAllocation, committed_len: int) -> None:
-        """Lets go of pages that no position from `committed_len` on sees.
+        """Releases the pages of windowed groups that no position from `committed_len` on sees.
 
-        Comes after commit, which caches them.
+        Call it after `commit`, which caches them.
         """
         for group in self._windowed:
             pages, first = allocation.pages[group], allocation.num_released[group]
@@ -150,22 +154,22 @@ class KvCache:
             allocation.num_released[group] = visible
 
     def close(self, allocation: PageAllocation, keys: Sequence[bytes], *, num_pages: int) -> None:
-        """The sequence leaves: its first `num_pages` pages, whole and committed, go to the tree or,
-        where that has them already, are freed with the rest. The holding is empty afterwards, or
-        after its last `release`.
+        """Ends the allocation. The pages before `num_pages`, which are full and committed, enter
+        the tree unless it has them already. The others are freed, and the allocation is empty, at
+        once or after its last `release`.
         """
         if self._has_prefix_cache:
             self._require_whole(allocation, keys, num_pages)
             if num_pages > allocation.num_shared:
                 found = self._tree.find(keys, start=allocation.num_shared, stop=num_pages)
                 if found.num_pages > allocation.num_shared:
-                    self._exchange(allocation, found)
+                    self._replace(allocation, found)
                 if num_pages > allocation.num_shared:
                     self._insert(allocation, keys, num_pages=num_pages)
         if allocation.num_holds:
             self._closed.append(allocation)
         else:
-            self._let_go(allocation)
+            self._free(allocation)
 
     def hold(self, allocation: PageAllocation) -> None:
         """A transfer begins to use the pages. They stay where they are until its `release`, even if
@@ -177,47 +181,47 @@ class KvCache:
         allocation.num_holds -= 1
         if not allocation.num_holds and allocation in self._closed:
             self._closed.remove(allocation)
-            self._let_go(allocation)
+            self._free(allocation)
 
     def evict_all(self) -> None:
         """Drops every unlocked page of the tree."""
         for group in range(len(self._pools)):
             self._evict(group, self.num_cached(group))
 
-    # -------------------------------------------------------- accounts
+    # -------------------------------------------------------- counts
 
     def num_free(self, group: int) -> int:
         return self._pools[group].num_free
 
     def num_cached(self, group: int) -> int:
-        """Pages that only the tree holds: they stay until somebody needs the room."""
+        """Returns the number of evictable pages, which no sequence uses."""
         return len(self._tree.windowed[group].order if group else self._tree.order)
 
     def num_used(self, group: int) -> int:
-        """Pages that some sequence holds, shared or private."""
+        """Returns the number of pages that sequences use, shared or private."""
         return self._pools[group].num_pages - 1 - self.available(group)
 
     def check(self, allocations: Iterable[PageAllocation]) -> None:
-        """Raises a BugError with a page's story unless every page is owned exactly once;
-        `allocations` are all open ones. It walks over everything: for tests and debug mode.
+        """Raises BugError unless every page has exactly one owner. `allocations` are all open ones.
+        It visits every page, so it is for tests and --debug-checks.
         """
         held = [*allocations, *self._closed]
         check_conservation(self._pools, self._tree, allocations=held)
 
-    # -------------------------------------------------------- inside
+    # -------------------------------------------------------- helpers
 
     def _first_visible(self, group: int, kv_len: int) -> int:
         return first_visible_page(kv_len, window=self._windows[group], page_size=self._page_size)
 
     def _usable_len(self, nodes: ArrayI32) -> int:
-        """A prefix that sees a tombstone ends before it: any end after that sees it, too."""
+        """Shortens a prefix until its end sees no tombstone in a windowed group."""
         usable = len(nodes)
         while (gap := self._last_gap(nodes[:usable])) is not None:
             usable = gap
         return usable
 
     def _last_gap(self, nodes: ArrayI32) -> int | None:
-        """The last tombstone among the pages that the position after these whole pages sees."""
+        """Returns the last tombstone that the position after these pages sees."""
         for group in self._windowed:
             first = self._first_visible(group, len(nodes) * self._page_size)
             gaps = np.flatnonzero(self._tree.windowed[group].pages[nodes[first:]] == 0)
@@ -230,32 +234,32 @@ class KvCache:
     ) -> None:
         if num_pages > min(len(keys), allocation.num_pages):
             raise BugError(
-                f"{num_pages} pages were to be cached, but {len(keys)} have keys "
-                f"and the holding covers {allocation.num_pages}"
+                f"{num_pages} pages cannot be cached: {len(keys)} have keys, the allocation has "
+                f"{allocation.num_pages}"
             )
 
     def _insert(self, allocation: PageAllocation, keys: Sequence[bytes], *, num_pages: int) -> None:
-        """The holding's first private pages become nodes, locked by the holding."""
-        query_len = slice(allocation.num_shared, num_pages)
-        pages = [group_pages[query_len] for group_pages in allocation.pages]
-        allocation.prefix = self._tree.insert(allocation.prefix, keys[query_len], pages=pages)
+        """Makes nodes of the first private pages. The allocation locks them."""
+        added = slice(allocation.num_shared, num_pages)
+        pages = [group_pages[added] for group_pages in allocation.pages]
+        allocation.prefix = self._tree.insert(allocation.prefix, keys[added], pages=pages)
 
-    def _exchange(self, allocation: PageAllocation, prefix: Prefix) -> None:
-        """The holding's first private pages are in the tree already, as the end of `prefix`: its
-        own pages are freed for those, or fill tombstones. Only a leaving sequence does this, since
-        its page table changes.
+    def _replace(self, allocation: PageAllocation, prefix: Prefix) -> None:
+        """Replaces the first private pages by those that the tree has for the same tokens, at the
+        end of `prefix`. The replaced pages are freed, or fill tombstones. It changes the page
+        table, so only `close` may do it.
         """
-        query_len = slice(allocation.num_shared, prefix.num_pages)
-        nodes = self._tree.nodes(prefix)[query_len]
+        replaced = slice(allocation.num_shared, prefix.num_pages)
+        nodes = self._tree.nodes(prefix)[replaced]
         for group in self._windowed:
-            self._exchange_windowed(allocation, group, nodes)
-        self._pools[0].give_back(allocation.pages[0][query_len])
-        allocation.pages[0][query_len] = nodes
+            self._replace_windowed(allocation, group, nodes)
+        self._pools[0].give_back(allocation.pages[0][replaced])
+        allocation.pages[0][replaced] = nodes
         self._tree.lock(prefix)
         self._tree.unlock(allocation.prefix)
         allocation.prefix = prefix
 
-    def _exchange_windowed(self, allocation: PageAllocation, group: int, nodes: array[int]) -> None:
+    def _replace_windowed(self, allocation: PageAllocation, group: int, nodes: array[int]) -> None:
         windowed, pages = self._tree.windowed[group], allocation.pages[group]
         start = allocation.num_shared
         for index in range(max(start, allocation.num_released[group]), start + len(nodes)):
@@ -268,8 +272,8 @@ class KvCache:
             windowed.lock(np.array([node], np.int32))
             pages[index] = page
 
-    def _let_go(self, allocation: PageAllocation) -> None:
-        """NOTE: deepest first, see PrefixTree."""
+    def _free(self, allocation: PageAllocation) -> None:
+        """NOTE: the deepest nodes are unlocked first (see PrefixTree)."""
         num_shared = allocation.num_shared
         for group, pages in enumerate(allocation.pages):
             first = allocation.num_released[group]

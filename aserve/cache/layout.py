@@ -1,7 +1,4 @@
-"""Bytes of KV pages, and how many pages each layer group gets of a memory budget.
-
-Knows nothing of tensors, devices or what lies in a page; keeps no state.
-"""
+"""Sizes of KV pages in bytes, and the number of pages that each layer group gets."""
 
 from __future__ import annotations
 
@@ -14,14 +11,14 @@ from aserve.errors import BugError, ConfigError
 from aserve.messages.executor import GroupSpec
 
 _TOKEN_ID_BYTES = 4  # int32
-# Two steps in flight may each take a full token budget. More in flight than that only waits a step
-# for its pages.
+# Two steps in flight may each take a full token budget. At a larger depth a step may have to wait
+# for pages.
 _STEPS_IN_FLIGHT = 2
 
 
 class GroupLayout(msgspec.Struct, frozen=True):
-    """Layers that share a page table. The one without a window comes first, and token ids lie
-    beside its slots; it may have no layers at all.
+    """A layer group: layers that share a page table. The group without a window comes first, also
+    if it has no layers, because the token ids of the sequences lie beside its slots.
     """
 
     name: str
@@ -35,12 +32,12 @@ class GroupLayout(msgspec.Struct, frozen=True):
 
     @property
     def bytes_per_token(self) -> int:
-        """Keys and values of all layers of the model itself."""
+        """Bytes of keys and values per token in all layers, without those of a drafter."""
         num_vectors = (1 if self.is_latent else 2) * self.num_kv_heads
         return self.num_layers * num_vectors * self.head_dim * self.dtype_bytes
 
     def bytes_per_page(self, page_size: int) -> int:
-        """Keys and values of all its layers, and token ids if the group has them."""
+        """Bytes of a page: keys and values of all layers, and token ids in the first group."""
         token_ids = _TOKEN_ID_BYTES if self.window is None else 0
         return page_size * (self.bytes_per_token + self.draft_bytes_per_token + token_ids)
 
@@ -55,9 +52,10 @@ def plan_groups(
     max_batched_tokens: int,
     num_pages: int | None,
 ) -> tuple[GroupSpec, ...]:
-    """Pages of each group, page 0 included: enough for one request of max_model_len, then as many
-    as the budget pays for and max_rows such requests can use. An explicit `num_pages` is that of
-    the full group, whatever it costs.
+    """Returns each group's number of pages, page 0 included: enough for one request of
+    max_model_len, then as many as fit into the budget, up to what max_rows such requests can use.
+    A given `num_pages` is that of the group without a window, whatever the budget. Raises
+    ConfigError if one request does not fit.
     """
     if not layouts or layouts[0].window is not None or None in [x.window for x in layouts[1:]]:
         raise BugError(f"the first layer group, and no other, must be without a window: {layouts}")
@@ -81,8 +79,7 @@ def plan_groups(
     else:
         costs = [layout.bytes_per_page(page_size) for layout in layouts]
         counts = _share(needs, costs, budget_bytes=budget_bytes, max_model_len=max_model_len)
-    # A page of a windowed group always stands beside one of the full group: more could never be
-    # used.
+    # For each page of a windowed group a row holds one of the full group, so more would be unused.
     return tuple(
         GroupSpec(name=layout.name, num_pages=min(count, counts[0]), window=layout.window)
         for layout, count in zip(layouts, counts, strict=True)
@@ -97,7 +94,9 @@ def longest_context(
     max_model_len: int,
     max_batched_tokens: int,
 ) -> int:
-    """In whole pages where it is less than max_model_len; 0 if not even one page has room."""
+    """Returns the longest context whose pages fit into the budget, at most max_model_len. If it is
+    less, it is a multiple of the page size; it is 0 if not even one page fits.
+    """
 
     def is_too_long(num_pages: int) -> bool:
         return budget_bytes < sum(
@@ -117,7 +116,7 @@ def longest_context(
 
 
 class _Need(msgspec.Struct, frozen=True):
-    """Pages of a group, page 0 included: for one request, and the most that all rows can use."""
+    """Pages of a group, page 0 included: for one request, and for all rows together."""
 
     least: int
     most: int
@@ -134,8 +133,7 @@ def _need(
     whole = -(-max_model_len // page_size)
     if layout.window is None:
         return _Need(least=whole + 1, most=max_rows * whole + 1)
-    # A row holds its window, the page that it enters, the page that it leaves, and its spans in
-    # flight.
+    # A row holds its window, a page at each end that is partly inside, and its tokens in flight.
     per_row = -(-layout.window // page_size) + 2
     alone = per_row + -(-max_batched_tokens // page_size)
     together = max_rows * per_row + -(-_STEPS_IN_FLIGHT * max_batched_tokens // page_size)
@@ -145,7 +143,9 @@ def _need(
 def _share(
     needs: Sequence[_Need], costs: Sequence[int], *, budget_bytes: int, max_model_len: int
 ) -> list[int]:
-    """Windowed groups get what they can use, but leave the full group half of what is to spare."""
+    """Gives each group its least. Of the rest, windowed groups get what they can use, but at most
+    half if the full group can use the other half.
+    """
     floor = sum(need.least * cost for need, cost in zip(needs, costs, strict=True))
     spare = budget_bytes - floor
     if spare < 0:
@@ -155,20 +155,20 @@ def _share(
             f"{budget_bytes} bytes: choose a smaller --max-model-len or give more memory",
             param="max_model_len",
         )
-    wishes = [(need.most - need.least) * cost for need, cost in zip(needs, costs, strict=True)]
-    windowed_wish = sum(wishes[1:])
-    windowed = min(windowed_wish, max(spare // 2, spare - wishes[0]))
+    wanted = [(need.most - need.least) * cost for need, cost in zip(needs, costs, strict=True)]
+    windowed_wanted = sum(wanted[1:])
+    windowed = min(windowed_wanted, max(spare // 2, spare - wanted[0]))
     counts = [need.least for need in needs]
     for group in range(1, len(needs)):
-        if windowed_wish:
+        if windowed_wanted:
             extra = needs[group].most - needs[group].least
-            counts[group] += extra * windowed // windowed_wish
-    counts[0] += min(spare - windowed, wishes[0]) // costs[0]
+            counts[group] += extra * windowed // windowed_wanted
+    counts[0] += min(spare - windowed, wanted[0]) // costs[0]
     return counts
 
 
 def first_visible_page(kv_len: int, *, window: int | None, page_size: int) -> int:
-    """The first page index that the query at position `kv_len`, or any later one, sees."""
+    """Returns the first page index that the query at position `kv_len` sees."""
     if window is None:
         return 0
     return max(kv_len - window + 1, 0) // page_size

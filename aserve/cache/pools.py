@@ -1,7 +1,4 @@
-"""The free pages of one layer group.
-
-Knows nothing of who holds a page or why. Written by kv_cache.py only.
-"""
+"""The free pages of one layer group, and the free rows. kv_cache.py alone writes a PagePool."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ FEW = 16  # pages up to which a Python loop is faster than numpy
 
 
 class PagePool:
-    """Pages 1..num_pages - 1; page 0 is padding and is never given out. The page freed last is
+    """Pages 1..num_pages - 1. Page 0 is padding and is never taken. The page that was freed last is
     taken first.
     """
 
@@ -82,9 +79,10 @@ def _are_distinct(values: np.ndarray[tuple[int], np.dtype[np.int32]]) -> bool:
 
 
 class RowPool:
-    """Rows 1..max_rows; row 0 is padding and is never given out.
+    """Rows 1..max_rows. Row 0 is padding and is never taken.
 
-    The lowest free row is taken first: the rows in use stay dense, and a trace replays exactly.
+    The lowest free row is taken first, so the rows in use stay dense, and a recording replays
+    exactly.
     """
 
     __slots__ = ("_free", "_is_free", "max_rows")

@@ -1,21 +1,21 @@
-"""The prefix tree: whole pages of committed tokens that later sequences may share.
+"""The prefix tree: full pages of committed tokens that later sequences can share.
 
-A node is one page of tokens and is named by its page in group 0; its key names the whole prefix
-(keys.py). Nodes that were inserted one behind the other form a run, as in a compressed radix tree,
-except that a run is never split: a sequence that leaves a run in its middle starts a new run there.
-So a prefix is a run and a length, and finding, locking and unlocking one cost about the same for 10
-pages and for 10,000. Knows nothing of tokens, free pages or sequences. Written by kv_cache.py only.
+A node is one page of tokens and is named by its page in group 0. Its key is a digest of the whole
+prefix. Nodes that were inserted one behind the other form a run, as in a compressed radix tree. A
+run is never split: a sequence that leaves a run in its middle starts a new run there. A prefix is
+a run and a length. kv_cache.py alone writes the tree.
 
-How the tree stays O(1) in the length of a prefix:
+The cost of finding, locking and unlocking a prefix hardly depends on its length:
 
-- A key that is in the tree implies that the keys of all shorter prefixes are, because only leaves
-  are evicted. So the longest prefix is found by bisection over the keys of a sequence.
-- A lock on a prefix is one entry in `Run.users` (a length, and how many use the run up to it). What
-  is locked of a run is the longest such length. A run in use counts as one user of its parent.
-- Only the nodes between the longest length before and after a change enter or leave the order of
-  eviction, as one slice.
+- If a key is in the tree, so are the keys of all shorter prefixes, because only leaves are evicted.
+  So the longest prefix is found by bisection over the keys of a sequence.
+- A lock on a prefix is one entry in `Run.users`: a length, and how many use the run up to it. The
+  locked part of a run ends at the longest such length. A run in use counts as one user of its
+  parent.
+- When a lock changes, only the nodes between the old and the new end of the locked part enter or
+  leave the eviction order, as one slice.
 
-Groups with a window count locks per page (windowed_pages.py).
+Windowed groups count locks per page (windowed_pages.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from aserve.messages.base import ArrayI32, array_i32
 
 
 class Run:
-    """Nodes one behind the other, from page index `start` on. Written by PrefixTree only."""
+    """Consecutive nodes, from page index `start` on. PrefixTree alone writes it."""
 
     __slots__ = ("keys", "locked_end", "pages", "parent", "start", "users")
 
@@ -44,7 +44,9 @@ class Run:
         self.start = start
         self.pages: array[int] = array("i")  # of group 0, one per node
         self.keys: list[bytes] = []
-        self.users: dict[int, int] = {}  # how many use the nodes before each page index
+        self.users: dict[
+            int, int
+        ] = {}  # number of users by the page index at which their prefix ends
         self.locked_end = start  # nodes before this page index are locked
 
     @property
@@ -52,24 +54,23 @@ class Run:
         return self.start + len(self.pages)
 
     def span(self, start: int, end: int) -> array[int]:
-        """The nodes of page indices start..end - 1."""
+        """Returns the nodes of page indices start..end - 1."""
         return self.pages[start - self.start : end - self.start]
 
 
 class Prefix(msgspec.Struct, frozen=True):
-    """The first `num_pages` nodes on the way to `run`. It holds nothing until it is opened."""
+    """The first `num_pages` nodes on the path to `run`. A Prefix by itself locks nothing."""
 
     run: Run | None = None
     num_pages: int = 0
 
 
 class PrefixTree:
-    """Runs by key; in group 0 the order of eviction.
+    """The runs by key, and the eviction order of their nodes.
 
-    NOTE: a child run is unlocked before its parent and a run from its end, so a node stands behind
-    all its descendants in the order, and the front of the order is always the last node of its run
-    and a leaf. Hence evictable pages are counted by a length, and the oldest is found without a
-    search.
+    NOTE: a child run is unlocked before its parent, and a run from its end. So a node comes after
+    all its descendants in the eviction order, and the first node is always a leaf at the end of its
+    run. Hence every prefix of the order can be evicted.
     """
 
     __slots__ = ("_run_of", "_runs", "order", "windowed")
@@ -84,14 +85,14 @@ class PrefixTree:
         return len(self._runs)
 
     def __iter__(self) -> Iterator[Run]:
-        """Every run that has a node."""
+        """Iterates over the runs that have a node."""
         return iter({id(run): run for run in self._runs.values()}.values())
 
     def get(self, key: bytes) -> Run | None:
         return self._runs.get(key)
 
     def find(self, keys: Sequence[bytes], *, start: int = 0, stop: int | None = None) -> Prefix:
-        """The longest prefix of `keys[:stop]` that is here; the first `start` are known to be."""
+        """Returns the longest cached prefix of `keys[:stop]`. The first `start` must be cached."""
         low, high = start, len(keys) if stop is None else stop
         if low == high or keys[low] not in self._runs:
             high = low
@@ -104,7 +105,7 @@ class PrefixTree:
         return Prefix(self._runs[keys[low - 1]], low) if low else Prefix()
 
     def cut(self, prefix: Prefix, num_pages: int) -> Prefix:
-        """The first pages of a prefix."""
+        """Returns the first `num_pages` pages of a prefix."""
         run = prefix.run
         while run is not None and run.start >= num_pages:
             run = run.parent
@@ -115,7 +116,7 @@ class PrefixTree:
         run, end = prefix.run, prefix.num_pages
         while run is not None:
             if end > run.end:
-                raise BugError(f"a prefix of {end} pages was opened, but its page is gone")
+                raise BugError(f"a prefix of {end} pages was used after its last page was evicted")
             parts.append(run.span(run.start, end))
             end, run = run.start, run.parent
         nodes: array[int] = array("i")
@@ -150,8 +151,8 @@ class PrefixTree:
     def insert(
         self, prefix: Prefix, keys: Sequence[bytes], *, pages: Sequence[array[int]]
     ) -> Prefix:
-        """Nodes behind a locked prefix, with their pages of each group. The lock moves to the
-        longer prefix, which is returned; windowed pages are locked once.
+        """Appends nodes to a locked prefix, with their pages of each group. The lock moves to the
+        longer prefix, which is returned. Windowed pages are locked once.
         """
         if keys[0] in self._runs:
             raise BugError(f"prefix {keys[0].hex()} entered the tree, but it is there already")
@@ -159,7 +160,7 @@ class PrefixTree:
         if run is not None and run.end == start:
             _drop_user(run, start)
         else:
-            # WHY no lock on the parent: the holder's own is the new run's from now on.
+            # WHY the parent gets no new lock: that of the caller now counts for the new run.
             run = Run(run, start)
         run.pages.extend(pages[0])
         run.keys.extend(keys)
@@ -174,13 +175,13 @@ class PrefixTree:
         return Prefix(run, run.end)
 
     def evict(self, count: int) -> dict[int, array[int]]:
-        """Removes the oldest nodes; returns the freed pages of each group."""
+        """Removes the `count` oldest nodes and returns their pages by group."""
         freed: dict[int, array[int]] = {group: array("i") for group in self.windowed}
         freed[0] = self.order.take(count)
         for node in freed[0]:
             run = self._run_of[node]
             if run is None or run.pages[-1] != node or run.locked_end >= run.end:
-                raise BugError(f"node {node} was evicted, but it is no unlocked end of a run")
+                raise BugError(f"node {node} was evicted, but is not the unlocked end of a run")
             run.pages.pop()
             del self._runs[run.keys.pop()]
             self._run_of[node] = None
@@ -201,22 +202,22 @@ def _drop_user(run: Run, end: int) -> None:
         del run.users[end]
 
 
-KEY_BYTES = 16  # 2^64 pages until two of them are likely to share a key
+KEY_BYTES = 16  # two of 2^64 pages would probably have the same key
 
 
 def root_key(namespace: str) -> bytes:
-    """The key before the first page: requests of different namespaces (salt, adapter, weights)
-    share nothing.
+    """Returns the key before the first page, so that requests of different namespaces share no
+    pages.
     """
     return blake2b(namespace.encode(), digest_size=KEY_BYTES).digest()
 
 
 def extend_keys(keys: list[bytes], tokens: ArrayI32, *, page_size: int, root: bytes) -> None:
-    """Appends the keys of those whole pages of `tokens` that have none yet.
+    """Appends the keys of those full pages of `tokens` that have none yet.
 
-    `tokens` is int32 [sequence length], from position 0 on; `keys` are those of its first pages.
+    `tokens` is int32 [sequence length]; `keys` are those of its first pages.
     """
-    # NOTE: the same tokens in another width would get other keys, which is a cache that never hits.
+    # NOTE: the same tokens with another dtype would get other keys, and the cache would never hit.
     assert tokens.dtype == np.int32
     parent = keys[-1] if keys else root
     for start in range(len(keys) * page_size, len(tokens) - page_size + 1, page_size):
@@ -226,9 +227,9 @@ def extend_keys(keys: list[bytes], tokens: ArrayI32, *, page_size: int, root: by
 
 
 def prompt_keys(prompt_ids: bytes, *, page_size: int, namespace: str) -> bytes:
-    """The keys of a prompt's whole pages, one after the other, as an AdmitRequest carries them.
+    """Returns the concatenated keys of a prompt's full pages, as AdmitRequest carries them.
 
-    PERF: about 1 us per page, so the tokenizer makes them beside the loop where a prompt is long.
+    PERF: it takes about 1 us per page; for a long prompt the tokenizer calls it in a thread.
     """
     keys: list[bytes] = []
     extend_keys(keys, array_i32(prompt_ids), page_size=page_size, root=root_key(namespace))
@@ -236,8 +237,8 @@ def prompt_keys(prompt_ids: bytes, *, page_size: int, namespace: str) -> bytes:
 
 
 class PageKeys(Sequence[bytes]):
-    """The keys of a sequence's whole pages. Those of the prompt are shared by all children of a
-    request and stay in the bytes in which they came.
+    """The keys of a sequence's full pages. All children of a request share the keys of the prompt,
+    as the bytes in which they arrived.
     """
 
     __slots__ = ("_num_prompt", "_own", "_prompt", "_root")
@@ -258,7 +259,6 @@ class PageKeys(Sequence[bytes]):
     def __getitem__(self, index: slice) -> list[bytes]: ...
 
     def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
-        """One key, or those of a range of pages."""
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
         if index >= self._num_prompt:
@@ -266,12 +266,12 @@ class PageKeys(Sequence[bytes]):
         return self._prompt[index * KEY_BYTES : (index + 1) * KEY_BYTES]
 
     def append(self, page_tokens: ArrayI32) -> None:
-        """The key of the next page, from its tokens."""
+        """Appends the key of the next page, whose tokens are `page_tokens`."""
         parent = self[len(self) - 1] if len(self) else self._root
         self._own.append(blake2b(page_tokens.tobytes(), digest_size=KEY_BYTES, key=parent).digest())
 
-    def num_alike(self, other: PageKeys, *, start: int, stop: int) -> int:
-        """How many of the first `stop` keys are those of `other`; the first `start` are."""
+    def num_common(self, other: PageKeys, *, start: int, stop: int) -> int:
+        """Returns how many of the first `stop` keys both have. The first `start` must be equal."""
         low, high = start, min(stop, len(self), len(other))
         while low < high:
             middle = (low + high + 1) // 2

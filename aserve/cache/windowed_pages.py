@@ -1,7 +1,8 @@
 """The pages of the prefix tree's nodes in one layer group with a window.
 
-A sequence locks only the pages that it sees there, so locks are counted per page, and a node
-without a page is a tombstone: evicted, or never entered. Written by radix.py and kv_cache.py only.
+A sequence locks only the pages that it sees, so locks are counted per page. A node without a page
+is a tombstone: the page was evicted, or the node never had one. prefix_tree.py and kv_cache.py
+write it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from aserve.messages.base import ArrayI32
 
 
 class WindowedPages:
-    """The pages that nodes have in a group with a window; `locks` counts who uses each."""
+    """`pages[node]` is the page of a node, and `locks[node]` is the number of its users."""
 
     __slots__ = ("locks", "order", "pages")
 
@@ -26,7 +27,7 @@ class WindowedPages:
     def lock(self, nodes: ArrayI32) -> None:
         if not self.pages[nodes].all():
             raise BugError(
-                f"nodes {nodes.tolist()} were locked in a windowed group, a page is gone"
+                f"nodes {nodes.tolist()} were locked in a windowed group, but one has no page"
             )
         fresh = nodes[self.locks[nodes] == 0]
         self.locks[nodes] += 1
@@ -40,24 +41,24 @@ class WindowedPages:
         self.order.add(nodes[left == 0])
 
     def fill(self, node: int, page: int) -> None:
-        """Puts `page` in place of a tombstone, locked once."""
+        """Replaces a tombstone by `page`, which is locked once."""
         if self.pages[node]:
             raise BugError(f"page {page} was to fill node {node}, which has {self.pages[node]}")
         self.pages[node] = page
         self.locks[node] = 1
 
     def drop(self, node: int) -> int:
-        """The page that the node had; 0 for none."""
+        """Removes the node and returns its page, or 0 if it had none."""
         page = int(self.pages[node])
         if page and self.locks[node]:
-            raise BugError(f"node {node} was evicted, its windowed page {page} is locked")
+            raise BugError(f"node {node} was evicted, but its windowed page {page} is locked")
         if node in self.order:
             self.order.remove([node])
         self.pages[node] = 0
         return page
 
     def evict(self, count: int) -> list[int]:
-        """Gives up the oldest pages, which leaves tombstones."""
+        """Evicts the oldest pages and returns them. Their nodes become tombstones."""
         nodes = self.order.take(count)
         pages: list[int] = self.pages[nodes].tolist()
         self.pages[nodes] = 0

@@ -33,7 +33,7 @@ def follow(state: SchedulerState, sequence: Sequence, *, num_cached: int, most: 
     leader = state.leaders.get(sequence.keys[num_cached])
     if leader is None or leader.priority > sequence.priority:
         return False
-    num_alike = sequence.keys.num_alike(leader.keys, start=num_cached + 1, stop=most)
+    num_alike = sequence.keys.num_common(leader.keys, start=num_cached + 1, stop=most)
     leader.followers[sequence] = num_alike
     sequence.leader = leader
     state.num_followers += 1

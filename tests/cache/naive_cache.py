@@ -23,7 +23,7 @@ class Entry:
 
 
 @dataclass
-class NaiveHolding:
+class NaiveAllocation:
     name: int
     path: Path
     num_nodes: int = 0
@@ -60,8 +60,8 @@ class NaiveCache:
                 return num_pages
         return 0
 
-    def open(self, name: int, path: Path, num_pages: int) -> NaiveHolding:
-        allocation = NaiveHolding(name, path, num_nodes=num_pages)
+    def open(self, name: int, path: Path, num_pages: int) -> NaiveAllocation:
+        allocation = NaiveAllocation(name, path, num_nodes=num_pages)
         allocation.held = [
             [g in self.seen_in(num_pages, index) for index in range(num_pages)] for g in self.groups
         ]
@@ -71,14 +71,16 @@ class NaiveCache:
                     self.entries[path[: index + 2]].users[group].add(name)
         return allocation
 
-    def grow(self, allocation: NaiveHolding, num_pages: int, others: list[NaiveHolding]) -> None:
+    def grow(
+        self, allocation: NaiveAllocation, num_pages: int, others: list[NaiveAllocation]
+    ) -> None:
         count = num_pages - allocation.num_pages
         for group in self.groups:
             while self.num_free(group, [allocation, *others]) < count:
                 self.evict(group)
             allocation.held[group] += [True] * count
 
-    def commit(self, allocation: NaiveHolding, num_pages: int) -> None:
+    def commit(self, allocation: NaiveAllocation, num_pages: int) -> None:
         while allocation.is_inserting and allocation.num_nodes < num_pages:
             path = allocation.path[: allocation.num_nodes + 2]
             if path in self.entries:
@@ -86,7 +88,7 @@ class NaiveCache:
             else:
                 self.insert(allocation, path)
 
-    def release_behind(self, allocation: NaiveHolding, committed_len: int) -> None:
+    def release_behind(self, allocation: NaiveAllocation, committed_len: int) -> None:
         for group, window in enumerate(self.windows):
             for index in range(allocation.num_pages):
                 last_position = (index + 1) * self.page_size - 1
@@ -96,7 +98,7 @@ class NaiveCache:
                     if index < allocation.num_nodes:
                         self.end_use(allocation, group, index)
 
-    def close(self, allocation: NaiveHolding, num_pages: int) -> None:
+    def close(self, allocation: NaiveAllocation, num_pages: int) -> None:
         while allocation.num_nodes < num_pages:
             path = allocation.path[: allocation.num_nodes + 2]
             if path not in self.entries:
@@ -130,7 +132,7 @@ class NaiveCache:
             if window is None or last_position > next_position - window
         ]
 
-    def num_free(self, group: int, allocations: list[NaiveHolding]) -> int:
+    def num_free(self, group: int, allocations: list[NaiveAllocation]) -> int:
         cached = sum(entry.is_there[group] for entry in self.entries.values())
         private = sum(
             sum(allocation.held[group][allocation.num_nodes :]) for allocation in allocations
@@ -144,13 +146,13 @@ class NaiveCache:
 
     # ---------------------------------------------------------------- inside
 
-    def insert(self, allocation: NaiveHolding, path: Path) -> None:
+    def insert(self, allocation: NaiveAllocation, path: Path) -> None:
         held = [allocation.held[group][allocation.num_nodes] for group in self.groups]
         users: list[set[int]] = [{allocation.name} if is_held else set() for is_held in held]
         self.entries[path] = Entry(held, users, [0] * len(held))
         allocation.num_nodes += 1
 
-    def end_use(self, allocation: NaiveHolding, group: int, index: int) -> None:
+    def end_use(self, allocation: NaiveAllocation, group: int, index: int) -> None:
         self.clock += 1
         entry = self.entries[allocation.path[: index + 2]]
         entry.users[group].remove(allocation.name)

@@ -1,4 +1,4 @@
-"""What several holdings have in common, on a real cache."""
+"""What several allocations have in common, on a real cache."""
 
 from __future__ import annotations
 

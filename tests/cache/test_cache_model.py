@@ -16,7 +16,7 @@ from aserve.cache.allocation import PageAllocation
 from aserve.cache.kv_cache import KvCache
 from aserve.errors import BugError
 from aserve.messages.executor import GroupSpec
-from tests.cache.naive_cache import NaiveCache, NaiveHolding, Path
+from tests.cache.naive_cache import NaiveAllocation, NaiveCache, Path
 from tests.cache.sequences import page_keys
 
 LONGEST = 5  # page indices of a sequence at most
@@ -25,10 +25,10 @@ SEQUENCES = ("aaaaa", "aaaab", "aaabb", "aabbb", "baaaa")  # few, so that they o
 
 @dataclass
 class Life:
-    """One sequence: its holding, the naive one, its keys, and how far its KV is committed."""
+    """One sequence: its allocation, the naive one, its keys, and how far its KV is committed."""
 
     allocation: PageAllocation
-    naive: NaiveHolding
+    naive: NaiveAllocation
     keys: list[bytes]
     committed_len: int
 
@@ -147,7 +147,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.cache.num_used(group) + self.cache.available(group) == total
 
     @invariant()
-    def holdings_are_the_naive_ones_and_their_pages_hold_their_own_kv(self) -> None:
+    def allocations_are_the_naive_ones_and_their_pages_hold_their_own_kv(self) -> None:
         for life in self.lives:
             assert life.allocation.num_shared == life.naive.num_nodes
             assert life.allocation.is_inserting == life.naive.is_inserting
