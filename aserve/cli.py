@@ -231,7 +231,8 @@ def _build_kernels() -> int:
     from aserve.gpu.device.cpu.kernels import compile_all_kernels
 
     num_compiled, num_kernels = compile_all_kernels()
-    text = f"aserve: {num_compiled} kernels compiled, {num_kernels - num_compiled} were there"
+    num_before = num_kernels - num_compiled
+    text = f"aserve: {num_compiled} kernels compiled, {num_before} were compiled before"
     if not num_kernels:
         text = "aserve: no kernels to compile, because numba is not installed"
     Console(soft_wrap=True).print(text, highlight=False)

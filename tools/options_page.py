@@ -37,7 +37,7 @@ KINDS = {int: "integer", float: "number", str: "text", bool: "switch"}
 
 
 def options_page() -> str:
-    """The whole page as Markdown: one section and one table for each record of options."""
+    """Returns the page as Markdown, with one section and one table for each record of options."""
     sections = [_section(record) for record in COMMAND_RECORDS["serve"]]
     return "\n".join([HEAD, *sections, _section(PromptOptions, note=PROMPT_NOTE)])
 
@@ -59,7 +59,7 @@ def _cells(option: Option) -> Iterator[str]:
 
 
 def _values(option: Option) -> str:
-    """The choices or the range of an option, or else its type."""
+    """Returns the choices or the range of an option, or else its type."""
     limits = option.limits
     if limits.choices:
         return ", ".join(f"`{choice}`" for choice in limits.choices)
@@ -71,7 +71,7 @@ def _values(option: Option) -> str:
 
 
 def _default(option: Option) -> str:
-    """Sizes in bytes are shown in MiB where they are whole ones."""
+    """Returns the default as text. A multiple of 2^20 is shown as such."""
     value = option.default
     if option.kind is bool:
         return "on" if value else "off"
@@ -81,7 +81,7 @@ def _default(option: Option) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Stars, bars and angle brackets are shown as they are, but not those of code in backquotes."""
+    """Escapes the characters of Markdown outside backquotes."""
     parts = text.split("`")
     parts[::2] = [re.sub(r"([*|<>_])", r"\\\1", part) for part in parts[::2]]
     return "`".join(parts)

@@ -13,7 +13,7 @@ from aserve.messages.base import array_i32
 from aserve.messages.executor import SchedulerEffect
 from aserve.messages.output import Refused, Retired
 from aserve.messages.step import Launch, Resync, Sample, ScheduleBatch
-from aserve.observability.recording import RecordedTurn, digest_of, read_recording
+from aserve.observability.recording import RecordedTick, digest_of, read_recording
 from aserve.scheduling.scheduler import Scheduler
 
 
@@ -26,18 +26,18 @@ def replay(path: Path) -> Iterator[str]:
     recording = read_recording(path)
     scheduler = Scheduler(recording.spec, debug_checks=True)
     yield f"spec {recording.spec}"
-    for number, tick in enumerate(recording.turns, start=1):
+    for number, tick in enumerate(recording.ticks, start=1):
         effects = scheduler.step(tick.events)
         for effect in effects:
-            yield f"turn {number} {_described(effect)}"
+            yield f"tick {number} {_described(effect)}"
         _compare(number, tick, effects)
-    yield f"replayed turns={len(recording.turns)} idle={scheduler.is_idle}"
+    yield f"replayed ticks={len(recording.ticks)} idle={scheduler.is_idle}"
 
 
-def _compare(number: int, tick: RecordedTurn, effects: list[SchedulerEffect]) -> None:
+def _compare(number: int, tick: RecordedTick, effects: list[SchedulerEffect]) -> None:
     """The last tick has no digest if the scheduler raised in it."""
     if tick.digest is not None and tick.digest != digest_of(effects):
-        raise ReplayDiffers(f"turn {number} gave other effects than when it was recorded")
+        raise ReplayDiffers(f"tick {number} gave other effects than when it was recorded")
 
 
 def _described(effect: SchedulerEffect) -> str:

@@ -25,7 +25,7 @@ from aserve.messages.requests import AdmitRequest, Cancel
 from aserve.messages.results import BuildMask
 from aserve.messages.step import Launch, ReceiveKv, Resync, Sample
 from aserve.observability.recording import Recorder
-from aserve.observability.reports import SchedulerObserver, SchedulerTick, Seat
+from aserve.observability.reports import Admitted, SchedulerObserver, SchedulerTick
 from aserve.observability.trace import Trace
 from aserve.scheduling.scheduler import Scheduler
 from aserve.scheduling.turn import Intake
@@ -192,8 +192,8 @@ class SchedulerActor(Actor[SchedulerEvent]):
 
     def _tick(self, events: list[SchedulerEvent], effects: list[SchedulerEffect]) -> SchedulerTick:
         state = self._scheduler.state
-        seats = [
-            Seat(sequence.request_id, sequence.child, row.row, batch.iteration)
+        admitted = [
+            Admitted(sequence.request_id, sequence.child, row.row, batch.iteration)
             for effect in effects
             if isinstance(effect, Launch)
             for batch in effect.batches
@@ -203,7 +203,7 @@ class SchedulerActor(Actor[SchedulerEvent]):
         return SchedulerTick(
             events=events,
             effects=effects,
-            seats=tuple(seats),
+            admitted=tuple(admitted),
             num_running=len(state.running),
             num_waiting=state.num_waiting,
             used_pages=state.cache.num_used(0),

@@ -172,9 +172,7 @@ class KvCache:
             self._free(allocation)
 
     def hold(self, allocation: PageAllocation) -> None:
-        """A transfer begins to use the pages. They stay where they are until its `release`, even if
-        the holding is closed.
-        """
+        """Keeps the pages for a transfer until its `release`, even if the allocation is closed."""
         allocation.num_holds += 1
 
     def release(self, allocation: PageAllocation) -> None:

@@ -1,6 +1,7 @@
-"""The base classes of messages, and arrays as bytes.
+"""The base classes of messages, and arrays in messages.
 
-Arrays are `bytes` (little endian), so that messages compare, hash and cross a socket as they are.
+An array is `bytes` (little endian), so that messages can be compared, hashed and sent to another
+process without conversion.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def pack_i32(values: ArrayI32 | list[int] | tuple[int, ...]) -> bytes:
 
 
 def array_i32(data: bytes) -> ArrayI32:
-    """A read-only view; copy it before writing."""
+    """Returns a read-only view; copy it before writing."""
     return np.frombuffer(data, dtype=np.int32)
 
 
@@ -57,8 +58,8 @@ def num_mask_words(vocab_size: int) -> int:
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """Base of what crosses an actor's border."""
+    """A message from one actor to another."""
 
 
 class Record(msgspec.Struct, frozen=True, gc=False):
-    """Base of what is only part of a message."""
+    """A part of a message."""

@@ -1,4 +1,6 @@
-"""The engine's static description, and the protocols of the executor as actors see it."""
+"""The description of an engine, the unions of the scheduler's events and effects, and the protocols
+of the executor.
+"""
 
 from __future__ import annotations
 
@@ -39,23 +41,23 @@ SchedulerEffect: TypeAlias = (
 
 
 class GroupSpec(Record, frozen=True):
-    """Layers that share a page table. window None sees everything; else a query sees the last
-    `window` positions, itself included. The first group has no window: token ids lie beside its
-    slots.
+    """A layer group: layers that share a page table. A query sees the last `window` positions,
+    itself included, or all if it is None. The first group has no window, because the token ids of
+    the sequences lie beside its slots.
     """
 
     name: str
-    num_pages: int  # page 0 included, which is never given out
+    num_pages: int  # page 0, the padding, included
     window: int | None = None
 
 
 class DecodeCaps(Record, frozen=True):
-    """What a decode mode can do, as data.
+    """The capabilities of a decode mode.
 
-    A decode computes `root_len` known tokens without KV and then tokens that only the device knows.
-    With `root_len` 1 these are the last sampled token and its drafts. With 0 they are a block of
-    new tokens, as in a diffusion model, which begins anew where a row reads nothing from the relay.
-    Such a mode takes no host-side masks.
+    A decode computes `root_len` known tokens without KV, and then tokens that only the device
+    knows. With `root_len` 1 these are the last sampled token and its drafts. With 0 they are a
+    block of new tokens, as in a diffusion model; the block starts anew if the row reads nothing
+    from the future map. Such a mode takes no host-side masks.
     """
 
     min_tokens_per_step: int = 1  # 0: a step may give a row nothing, as a denoising pass does
@@ -63,7 +65,7 @@ class DecodeCaps(Record, frozen=True):
     root_len: int = 1
     mixes_prefill: bool = True
     tree: DraftTree | None = None  # of max_tokens_per_step - 1 drafts; None: a chain
-    # tokens behind a position on which its KV depends, as in a drafter whose inputs are shifted
+    # later tokens on which the KV of a position depends, as in a drafter with shifted inputs
     key_lookahead: int = 0
 
 
@@ -79,13 +81,13 @@ class EngineSpec(Record, frozen=True):
     max_waiting: int = 512  # sequences
     prefix_cache: bool = True
     decode: DecodeCaps = DecodeCaps()
-    names_shared_pages: bool = False  # attention gains from it
-    max_mixed_prefill_tokens: int | None = None  # in a step that decodes too; None: as many as fit
+    names_shared_pages: bool = False  # ScheduleBatch.shared_pages is set, because attention uses it
+    max_mixed_prefill_tokens: int | None = None  # of a step that also decodes; None: as many as fit
 
 
 class TokenFuture(Protocol):
-    """One row's token of one step: await it on the host, gather it on the device, name it in the
-    next batch.
+    """The token of one row of one step, which may not be sampled yet. The host awaits it, and the
+    next batch names it by its placeholder.
     """
 
     iteration: int
@@ -93,14 +95,14 @@ class TokenFuture(Protocol):
 
     @property
     def placeholder(self) -> int:
-        """-row, the value that stands for the token in the next batch's input_ids."""
+        """Returns -row, which stands for the token in the input_ids of the next batch."""
 
     def __await__(self) -> Generator[Any, None, tuple[int, ...]]: ...
 
 
 class Ticket(Protocol):
-    """A launched step. Awaiting it gives its result; a failed step is a value, too, not an
-    exception.
+    """A launched step. Awaiting it returns its result; a failed step returns StepFailed and raises
+    nothing.
     """
 
     iteration: int
@@ -114,7 +116,9 @@ class Ticket(Protocol):
 
 
 class Executor(Protocol):
-    """Device work in order of the calls. Called on the event loop's thread; no call blocks."""
+    """Runs steps on the device in the order of the calls. The event loop calls it, and no call
+    blocks.
+    """
 
     spec: EngineSpec
 

@@ -1,4 +1,4 @@
-"""Outputs on their way from the scheduler through the detokenizer to the client."""
+"""The messages of outputs on their way from the scheduler through the detokenizer to the client."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from aserve.messages.results import PromptLogprobs, RowLogprobs
 
 
 class SequenceOutput(Record, frozen=True):
-    """New tokens of one sequence. `position` counts outputs: token_ids[0] is output number
-    `position`. What belongs to the prompt comes once, in order, and before the first output.
+    """New tokens of one sequence. `position` is the number of outputs before token_ids[0]. Prompt
+    logprobs come once, in order, and before the first output.
     """
 
     request_id: str
     child: int
     position: int
     token_ids: bytes  # int32
-    cached_len: int  # prompt tokens that the prefix cache had at first admission
-    logprobs: tuple[RowLogprobs, ...] = ()  # each covers a run of the tokens, in order
+    cached_len: int  # prompt tokens found in the prefix cache at the first admission
+    logprobs: tuple[RowLogprobs, ...] = ()  # each covers consecutive tokens, in order
     prompt_logprobs: PromptLogprobs | None = None
     embedding: bytes | None = None  # float32 [hidden]
 
@@ -32,8 +32,8 @@ class StepOutput(Message, frozen=True):
 
 
 class Retired(Message, frozen=True):
-    """The last message of every sequence, exactly once. `stop_id` is the token id that ended it
-    (eos or stop id).
+    """The last message about each sequence that was admitted. `stop_id` is the eos or stop token
+    that ended it.
     """
 
     request_id: str
@@ -45,9 +45,7 @@ class Retired(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """The last message of a request that was never admitted; from the tokenizer or the
-    scheduler.
-    """
+    """The last message about a request that was not admitted, from the tokenizer or the engine."""
 
     request_id: str
     error: ErrorInfo
@@ -70,7 +68,7 @@ class TokenLogprob(Record, frozen=True):
 
 
 class PromptToken(Record, frozen=True):
-    """A scored token of the prompt; nothing predicts the first."""
+    """A scored token of the prompt. The first one has neither logprob nor rank."""
 
     token_id: int
     token: str
@@ -82,14 +80,14 @@ class PromptToken(Record, frozen=True):
 
 
 class PromptPart(Record, frozen=True):
-    """The next tokens of a prompt, as it goes back to the client."""
+    """The next tokens of a prompt that is echoed or scored."""
 
-    text: str = ""  # where it is echoed
-    tokens: tuple[PromptToken, ...] = ()  # where they are scored
+    text: str = ""  # if it is echoed
+    tokens: tuple[PromptToken, ...] = ()  # if it is scored
 
 
 def join_parts(parts: Sequence[PromptPart]) -> PromptPart | None:
-    """Parts that follow each other as one; None of none."""
+    """Joins consecutive parts. Returns None for none."""
     if not parts:
         return None
     return PromptPart(
@@ -105,12 +103,11 @@ class Usage(Record, frozen=True):
 
 
 class OutputChunk(Message, frozen=True):
-    """detokenizer -> http. Text, token ids and logprobs of one child since its last chunk. All that
-    it says of the prompt comes before the first of them.
+    """detokenizer -> http: text, token ids and logprobs of one child since its last chunk. All
+    parts of the prompt come before the first output.
 
-    finish_reason is set in the child's last chunk; `is_last` in the last chunk of the whole
-    request, exactly once, whether it finished, failed or was refused (then `error` says why).
-    `usage` counts the child so far.
+    `finish_reason` is set in the child's last chunk. `is_last` is set in the last chunk of the
+    request, also if it failed or was refused; then `error` is set. `usage` counts the child so far.
     """
 
     request_id: str
@@ -123,13 +120,13 @@ class OutputChunk(Message, frozen=True):
     stop_reason: int | str | None = None
     error: ErrorInfo | None = None
     is_last: bool = False
-    prompt_ids: bytes = b""  # int32, in the child's first chunk if they are asked for
+    prompt_ids: bytes = b""  # int32, in the child's first chunk, if the client wants them
     prompt: PromptPart | None = None
-    embedding: bytes = b""  # float32 [hidden], in the last chunk of a request that embeds
+    embedding: bytes = b""  # float32 [hidden], in the last chunk of an embedding request
 
 
 def failed_chunk(request_id: str, error: ErrorInfo) -> OutputChunk:
-    """All that is left to say to a request's client."""
+    """Returns the last chunk of a request that ends with an error."""
     return OutputChunk(
         request_id=request_id,
         child=0,

@@ -1,4 +1,4 @@
-"""Requests on their way from a client to the scheduler, and their cancellation."""
+"""The messages of a request on its way from a client to the scheduler, and its cancellation."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from aserve.messages.base import CancelReason, Message, Record
 
 
 def stamp_of(iteration: int) -> int:
-    """The number by which the relay names the step that wrote a row: the iteration while that is
-    below 2^31, then counted from 1 again, so that it fits int32. 0 stays 0: the number of a step
-    that writes no request's row.
+    """Returns the int32 by which the future map names the step that wrote a row. It is the
+    iteration below 2^31, and then counts from 1 again. 0 stays 0: such a step writes no row.
     """
     if not iteration:
         return 0
@@ -19,9 +18,9 @@ def stamp_of(iteration: int) -> int:
 
 
 class Grammar(Record, frozen=True):
-    """The language that an output must be in. `source` is the JSON text of a schema, a regular
-    expression, EBNF as llama.cpp writes it, or a JSON list of texts; json_object needs none.
-    `param` is the field that asked for it, which errors name.
+    """The grammar that an output must match. `source` is the JSON text of a schema, a regular
+    expression, EBNF in llama.cpp's notation, or a JSON list of texts; json_object needs none.
+    `param` is the request's field, for error messages.
     """
 
     kind: Literal["json_schema", "json_object", "regex", "ebnf", "choice"]
@@ -30,16 +29,16 @@ class Grammar(Record, frozen=True):
 
 
 class SamplingParams(Record, frozen=True):
-    """What a client may ask of sampling, already validated (http/ and engine.py do that).
+    """The sampling parameters of a request, validated by http/ or engine.py.
 
-    temperature 0 is greedy; top_k 0 and top_p 1 and min_p 0 are off. `seed` is always set: http
-    draws one for a request that has none. `logprobs` is the number of alternatives per token, None
-    for no logprobs at all, and `prompt_logprobs` the same of the prompt's tokens; `raw_logprobs`
-    are those before penalties, bias and masks. `echo` gives the prompt's text back before the
-    output. `max_tokens` None means the rest of the context; the tokenizer actor resolves it. With 0
-    the prompt is computed and nothing is sampled.
-    `include_stop_str_in_output` shows what ended the text, `return_token_ids` also the prompt's
-    ids. Only `allowed_token_ids` are sampled, and what ends a sequence; empty allows all.
+    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off. `seed` is always set: http draws
+    one for a request that has none. `logprobs` is the number of alternatives per token, None for no
+    logprobs, and `prompt_logprobs` is the same for the prompt's tokens; `raw_logprobs` are
+    logprobs before penalties, bias and masks. `echo` returns the prompt's text before the output.
+    `max_tokens` None means the rest of the context, until the tokenizer actor resolves it; with 0
+    only the prompt is computed. `include_stop_str_in_output` keeps the stop string or stop token in
+    the text. `return_token_ids` returns the ids of the output and of the prompt. If
+    `allowed_token_ids` is not empty, only these and the end tokens are sampled.
     """
 
     seed: int
@@ -69,12 +68,12 @@ class SamplingParams(Record, frozen=True):
     grammar: Grammar | None = None
 
 
-EMBED = SamplingParams(seed=0, max_tokens=0)  # of a request that embeds: nothing is sampled
+EMBED = SamplingParams(seed=0, max_tokens=0)  # of an embedding request: nothing is sampled
 
 
 class TextPrompt(Record, frozen=True, tag="text"):
     text: str
-    add_special_tokens: bool = True  # what the tokenizer puts around a text
+    add_special_tokens: bool = True  # those that the tokenizer adds to a text, such as BOS
 
 
 class TokenPrompt(Record, frozen=True, tag="tokens"):
@@ -82,9 +81,9 @@ class TokenPrompt(Record, frozen=True, tag="tokens"):
 
 
 class ChatPrompt(Record, frozen=True, tag="chat"):
-    """`messages` is the JSON of the message list and `tools` that of the tools, as the client
-    sent them; `variables` is that of an object with what else the template may look at. Special
-    tokens are the template's to add, and it opens the assistant's turn.
+    """A chat for the model's template. `messages` and `tools` are the JSON that the client sent;
+    `variables` is a JSON object of further template variables. The template adds special tokens
+    and, with `add_generation_prompt`, the start of the assistant's message.
     """
 
     messages: bytes
@@ -98,12 +97,11 @@ Prompt: TypeAlias = TextPrompt | TokenPrompt | ChatPrompt
 
 
 class GenerateRequest(Message, frozen=True):
-    """http -> tokenizer. `request_id` is made by the server and is matched whole, never by
-    prefix. One that `embeds` is answered with an embedding of its prompt, and has max_tokens 0.
-    `timeout_s` counts from its arrival at the tokenizer, and covers everything that follows.
-    `outputs` has one int32 array per child: the tokens that an earlier engine generated for it,
-    and its text side was given. The request goes on behind them, and their text is not sent again.
-    `client` is an opaque id of who asks; the scheduler shares the engine fairly between clients.
+    """http -> tokenizer. The server makes `request_id`. A request that `embeds` has max_tokens 0
+    and returns an embedding of its prompt. `timeout_s` counts from the arrival at the tokenizer to
+    the end. `outputs` has one int32 array per child: the tokens that an earlier engine generated
+    and whose text the client has; the request continues after them. `client` is an opaque id: the
+    scheduler shares the engine fairly between clients.
     """
 
     request_id: str
@@ -112,7 +110,7 @@ class GenerateRequest(Message, frozen=True):
     namespace: str = ""
     priority: int = 0
     timeout_s: float | None = None
-    # the last so many tokens of the prompt, -1 for all that leave room for max_tokens
+    # keeps only that many last tokens of the prompt; -1: as many as leave room for max_tokens
     truncate_prompt_tokens: int | None = None
     embeds: bool = False
     outputs: tuple[bytes, ...] = ()  # int32 [outputs of child i]
@@ -120,27 +118,26 @@ class GenerateRequest(Message, frozen=True):
 
 
 class OpenText(Message, frozen=True):
-    """tokenizer -> detokenizer, before the AdmitRequest: what the text side of a request needs
-    to know. `outputs` are those of the GenerateRequest: their text counts as sent.
+    """tokenizer -> detokenizer, before the AdmitRequest. The text of `outputs`, which are those of
+    the GenerateRequest, counts as sent.
     """
 
     request_id: str
     prompt_len: int
     sampling: SamplingParams
-    prompt_ids: bytes = b""  # int32 [prompt_len] where the client wants to see them
-    # what each token of the prompt adds to its text, where it is echoed or scored
+    prompt_ids: bytes = b""  # int32 [prompt_len], if the client wants them
+    # the text of each prompt token, if the prompt is echoed or scored
     prompt_texts: tuple[str, ...] = ()
     outputs: tuple[bytes, ...] = ()  # int32 [outputs of child i]
 
 
 class AdmitRequest(Message, frozen=True):
-    """tokenizer -> scheduler. `outputs` are those of the GenerateRequest. `deadline_s` is when its
-    timeout ends, by time.monotonic, which all processes of a machine share.
+    """tokenizer -> scheduler. `outputs`, `embeds` and `client` are those of the GenerateRequest.
 
-    `end_ids` are the token ids that end a sequence (eos and stop_token_ids; empty with ignore_eos
-    and no stops), `bad_word_ids` the spellings of bad words.
+    `deadline_s` is the end of its timeout on the clock of time.monotonic, which all processes of a
+    machine share. `end_ids` are the token ids that end a sequence: eos, unless it is ignored, and
+    stop_token_ids. `bad_word_ids` are the token sequences that must not be sampled.
     `sampling.max_tokens` is resolved: prompt_len + max_tokens <= max_model_len.
-    It `embeds` as its GenerateRequest does, and comes from the same `client`.
     """
 
     request_id: str
@@ -153,8 +150,8 @@ class AdmitRequest(Message, frozen=True):
     deadline_s: float | None = None
     outputs: tuple[bytes, ...] = ()  # int32 [outputs of child i]
     embeds: bool = False
-    # the cache keys of the prompt's whole pages, 16 bytes each (cache/keys.py); the scheduler
-    # computes those that are not here
+    # the keys of the prompt's full pages in the prefix tree, KEY_BYTES each; the scheduler computes
+    # those that are missing
     page_keys: bytes = b""
     client: str = ""
     awaits_kv: bool = False  # a transfer brings the KV of its tokens: see ReceiveKv
@@ -164,11 +161,9 @@ class AdmitRequest(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """To the scheduler from http, the detokenizer or the scheduler actor's timer. child None: all
-    children.
-
-    `kept` is the number of output tokens that the client got; for an unknown request the message is
-    ignored.
+    """Ends a child, or with None all children. http, the detokenizer and the scheduler actor's
+    timers send it to the scheduler, which ignores it for an unknown request. `kept` is the number
+    of output tokens that the client got.
     """
 
     request_id: str
@@ -178,16 +173,16 @@ class Cancel(Message, frozen=True):
 
 
 class FailRequest(Message, frozen=True):
-    """masks -> scheduler: the request ends with this error, all its children at once. For an
-    unknown request the message is ignored.
+    """masks -> scheduler: ends all children of the request with this error. It is ignored for an
+    unknown request.
     """
 
     request_id: str
     error: ErrorInfo
 
 
-# A Cancel goes the same way as its request, so that it cannot overtake it.
+# A Cancel takes the same path as its request, so that it cannot overtake it.
 TokenizerEvent: TypeAlias = GenerateRequest | Cancel
 
 
-EngineEvent: TypeAlias = AdmitRequest | Cancel  # what enters the engine, from the text side
+EngineEvent: TypeAlias = AdmitRequest | Cancel  # messages from the text side to the engine core

@@ -1,4 +1,4 @@
-"""What comes back of a step: tokens, logprobs, failures, published lengths, grammar masks."""
+"""The results of a step: tokens, logprobs, failures and published lengths; and grammar masks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from aserve.messages.base import Message, Record
 
 
 class RowLogprobs(Record, frozen=True):
-    """Of one row's tokens in a step, after penalties, bias and mask, or before all of them where
-    the row wants raw_logprobs; before temperature (natural logarithm).
+    """Natural logprobs of one row's tokens in a step, before temperature, and after penalties, bias
+    and mask unless the row wants raw_logprobs.
     """
 
     row: int
@@ -18,29 +18,29 @@ class RowLogprobs(Record, frozen=True):
 
 
 class PromptLogprobs(Record, frozen=True):
-    """Of a run of a row's prompt tokens, by the model's own distribution: no penalty, bias, mask or
-    temperature (natural logarithm). `position` is that of the run's first token: 1 or more, because
-    nothing comes before token 0.
+    """Natural logprobs of consecutive prompt tokens of a row, from the model's distribution without
+    penalties, bias, mask and temperature. `position` is that of the first of them, 1 or more,
+    because token 0 is not predicted.
     """
 
     row: int
     position: int
     chosen: bytes  # float32 [tokens]
-    ranks: bytes  # int32 [tokens], 1 for the likeliest of the vocabulary
+    ranks: bytes  # int32 [tokens], 1 for the most likely token
     top_ids: bytes  # int32 [tokens, k], best first
     top_logprobs: bytes  # float32 [tokens, k]
 
 
 class RowEmbedding(Record, frozen=True):
-    """The hidden state of a row's last prompt token after the final norm, of length 1."""
+    """The hidden state of a row's last prompt token after the final norm, scaled to length 1."""
 
     row: int
     values: bytes  # float32 [hidden]
 
 
 class StepResult(Message, frozen=True):
-    """What came back of a step: for each sampled row its tokens, one after the other. Middle
-    chunks give none, but the logprobs of their part of the prompt if these are wanted.
+    """The tokens of each sampled row, concatenated. The middle chunk of a prompt has no tokens, but
+    it may have prompt logprobs.
     """
 
     iteration: int
@@ -53,7 +53,7 @@ class StepResult(Message, frozen=True):
 
 
 class SampleResult(Message, frozen=True):
-    """Like StepResult, of a Sample."""
+    """The result of a Sample, as in StepResult."""
 
     iteration: int
     rows: bytes
@@ -63,7 +63,7 @@ class SampleResult(Message, frozen=True):
 
 
 class StepFailed(Message, frozen=True):
-    """The step (or a Sample of it) failed, or came after one that did and before the Resync."""
+    """The step or its Sample failed, or was launched after a failed one and before the Resync."""
 
     iteration: int
     error: ErrorInfo
@@ -89,7 +89,7 @@ class KvFailed(Message, frozen=True):
 
 
 class SeqLens(Record, frozen=True):
-    """Published lengths of a step: KV length of each named row after it."""
+    """The published lengths of a step: the KV length of each row after it."""
 
     iteration: int
     rows: bytes  # int32
@@ -97,7 +97,7 @@ class SeqLens(Record, frozen=True):
 
 
 class BuildMask(Message, frozen=True):
-    """Fill the mask for output `position` of a sequence; `new_ids` are the outputs since the
+    """Asks for the mask of output `position` of a sequence. `new_ids` are the outputs since the
     last BuildMask.
     """
 
@@ -108,7 +108,9 @@ class BuildMask(Message, frozen=True):
 
 
 class MaskReady(Message, frozen=True):
-    """`is_slow`: the masks of this request take long, so that it gets few rows from now on."""
+    """The mask of output `position`. If `is_slow`, the masks of this request take long, and it gets
+    few rows from now on.
+    """
 
     request_id: str
     child: int

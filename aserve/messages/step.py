@@ -1,6 +1,7 @@
-"""One step as the scheduler decided it: `ScheduleBatch`, and the effects that launch it.
+"""The messages of one step: `ScheduleBatch`, which the scheduler decides, and the effects around
+it.
 
-Rows are 1..max_rows: row 0 is padding and never a request. Page 0 and its slots are padding, too.
+Rows are 1..max_rows. Row 0 is padding, and so are page 0 and its slots.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from aserve.messages.base import Message, Record
 
 
 class RowInit(Record, frozen=True):
-    """Sampling state of a row that is new in this step: sent once, kept in the device's row
-    tables.
+    """The sampling state of a row that is new in this step. It is sent once, and the device keeps
+    it in its row tables.
     """
 
     row: int
@@ -22,21 +23,21 @@ class RowInit(Record, frozen=True):
     presence_penalty: float
     frequency_penalty: float
     repetition_penalty: float
-    prompt_len: int  # outputs start at this position; presence and frequency count from here
-    min_len: int  # no id of end_ids is sampled for a position below this
+    prompt_len: int  # outputs start here, and presence and frequency penalties count from here
+    min_len: int  # end_ids are not sampled for positions below it
     end_ids: tuple[int, ...]
     logit_bias: tuple[tuple[int, float], ...]
     num_logprobs: int  # -1 none, 0 the chosen token only
-    raw_logprobs: bool = False  # of the model's own distribution, whatever is sampled from
-    allowed_ids: tuple[int, ...] = ()  # no other is sampled; empty for any
-    # of each word the last id is not sampled where those before it were
+    raw_logprobs: bool = False  # logprobs before penalties, bias and mask
+    allowed_ids: tuple[int, ...] = ()  # empty: all
+    # the last id of a word is not sampled after its other ids
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
-    num_prompt_logprobs: int = -1  # the same of the prompt's tokens
-    embeds: bool = False  # the hidden state of the last prompt token is wanted
+    num_prompt_logprobs: int = -1  # like num_logprobs, for the prompt's tokens
+    embeds: bool = False  # the step returns the hidden state of the last prompt token
 
 
 class PageWrites(Record, frozen=True):
-    """Page table entries of one layer group: table[rows[i], columns[i]] = pages[i]."""
+    """New page-table entries of one layer group: table[rows[i], columns[i]] = pages[i]."""
 
     rows: bytes = b""  # int32
     columns: bytes = b""  # int32
@@ -44,15 +45,15 @@ class PageWrites(Record, frozen=True):
 
 
 class DraftTree(Record, frozen=True):
-    """The tree that a row's drafts form behind its last known token, the root. Draft i, counted
-    from 1, follows draft parents[i - 1], or the root for 0. A parent comes before its children, so
-    that the first drafts of a tree are a tree as well.
+    """The tree of a row's drafts, whose root is the row's last known token. Draft i, counted from 1,
+    follows draft parents[i - 1], or the root if that is 0. A parent comes before its children, so
+    the first drafts of a tree are a tree, too.
     """
 
     parents: tuple[int, ...]
 
     def depth(self, num_drafts: int) -> int:
-        """Drafts on the longest path through the first `num_drafts` of them."""
+        """Returns the number of drafts on the longest path through the first `num_drafts`."""
         depths = [0]
         for parent in self.parents[:num_drafts]:
             depths.append(depths[parent] + 1)
@@ -60,9 +61,9 @@ class DraftTree(Record, frozen=True):
 
 
 class VerifyPlan(Record, frozen=True):
-    """Present when rows carry drafts: the last num_drafts[i] tokens of row i's span come from
-    the relay's drafts. A span of drafts alone is a block of new tokens (see DecodeCaps). Drafts are
-    a chain, or a tree of which the step moves the KV of the accepted path to the path's positions.
+    """Present if rows have drafts: the last num_drafts[i] tokens of row i in this step are drafts
+    from the future map. A row with only drafts is a block of new tokens (see DecodeCaps). Drafts
+    are a chain or a tree; of a tree, the step moves the KV of the accepted path into place.
     """
 
     num_drafts: bytes  # int32 [rows]
@@ -70,7 +71,7 @@ class VerifyPlan(Record, frozen=True):
 
 
 class StepStats(Record, frozen=True):
-    """What logs and metrics say about a step, frozen at launch."""
+    """Statistics for logs and metrics, as of the launch of the step."""
 
     num_prefill_rows: int = 0
     num_prefill_tokens: int = 0
@@ -78,30 +79,30 @@ class StepStats(Record, frozen=True):
     num_running: int = 0
     num_waiting: int = 0
     num_retracted: int = 0
-    # prompt tokens of the rows admitted in this step that the prefix cache had
+    # prompt tokens found in the prefix cache, of the rows admitted in this step
     num_cached_tokens: int = 0
     used_pages: int = 0
     total_pages: int = 0
 
 
 class ScheduleBatch(Message, frozen=True):
-    """Everything decided for one step, in host values; complete and never changed.
+    """Everything that is decided for one step, in host values. It is never changed.
 
-    An unknown token stands in `input_ids` as -row: the device puts the row's last sampled token
-    there. Draft positions (see VerifyPlan) hold -row as well. `kv_lens` is the KV length before
-    this step, exact, or where `bounds` is 1 an upper bound that the device replaces from the
-    relay's published length. `expects[i]` is the stamp of the step whose stash row i reads from the
-    relay (token, drafts or length), 0 where it reads nothing. The first `shared_pages` pages of the
-    first layer group are the same for all rows, and lie before what any of them computes here:
-    named where the spec asks for it.
+    An unsampled token is -row in `input_ids`: the device replaces it by the row's last sampled
+    token. Drafts (see VerifyPlan) are -row as well. `kv_lens` are the KV lengths before this step.
+    Where `bounds` is 1 it is an upper bound, and the device reads the length from the future map.
+    `expects[i]` is the stamp of the step whose token, drafts or length row i reads from the future
+    map, 0 if it reads nothing. The first `shared_pages` pages of the first layer group are the same
+    for all rows, and all tokens of this step come after them. It is 0 unless the EngineSpec asks
+    for it.
     """
 
     iteration: int
     rows: bytes  # int32 [rows]
     query_lens: bytes  # int32 [rows], tokens of each row in this step
     input_ids: bytes  # int32 [tokens]
-    # int32 [rows], the token after each row's span, -row where this step or another in flight
-    # samples it, or nothing comes after
+    # int32 [rows], the token after those of each row; -row if a step in flight or this one samples
+    # it, or if there is none
     next_ids: bytes
     kv_lens: bytes  # int32 [rows]
     bounds: bytes  # uint8 [rows]
@@ -124,18 +125,18 @@ class Launch(Message, frozen=True):
 
 
 class Sample(Message, frozen=True):
-    """Samples held rows of step `iteration`. Masks: int32 [rows, ceil(vocab / 32)], bit v % 32
-    of word v // 32 allows v.
+    """Samples held rows of step `iteration`. Bit v % 32 of word v // 32 of a mask allows
+    token v.
     """
 
     iteration: int
     rows: bytes  # int32 [rows]
-    masks: bytes
+    masks: bytes  # int32 [rows, ceil(vocab / 32)]
 
 
 class ReceiveKv(Message, frozen=True):
     """Asks for a transfer of the KV of a sequence's first `num_tokens` tokens into its pages.
-    Nobody else uses these until KvReady or KvFailed comes, even if the sequence ends before that.
+    No other sequence uses these pages before KvReady or KvFailed, even if this one ends earlier.
     """
 
     request_id: str
@@ -146,6 +147,6 @@ class ReceiveKv(Message, frozen=True):
 
 
 class Resync(Message, frozen=True):
-    """After a StepFailed: steps from `iteration` on are good again."""
+    """Sent after a StepFailed: the device runs steps again from `iteration` on."""
 
     iteration: int

@@ -1,7 +1,7 @@
-"""How late the event loop is: the time by which a timer on it fires after it was due.
+"""Measures how late the event loop is: the time from when a timer was due to when it fires.
 
-Whatever holds the loop or the interpreter lock for long shows here, and every client feels it. The
-timer fires each INTERVAL_S, so a turn that takes t seconds is seen as t - INTERVAL_S to t.
+Whatever holds the loop or the interpreter lock shows here, and every client feels it. The timer
+fires every INTERVAL_S, so a loop iteration of t seconds is measured as t - INTERVAL_S to t.
 """
 
 from __future__ import annotations

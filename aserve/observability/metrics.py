@@ -1,6 +1,6 @@
-"""Metrics of grammars: what compiling took and how it ended, and how often it was not needed.
+"""The Prometheus metrics of requests, steps and grammars.
 
-Must not know grammars. Written with the grammar library's reports, on the loop's thread.
+They are written on the event loop's thread, from requests, output chunks and the engine's reports.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from aserve.observability.reports import (
     GrammarKnown,
     GrammarReport,
     LaunchedSteps,
-    TurnReport,
+    TickReport,
 )
 
 COMPILE_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
@@ -37,13 +37,13 @@ class GrammarMetrics:
         )
         self._compile_s = Histogram(
             "aserve_grammar_compile_seconds",
-            "From asking for a grammar to its outcome, queue included",
+            "From the request for a grammar to its outcome, with the time in the queue",
             buckets=COMPILE_S,
             registry=registry,
         )
         self._cache_hits = Counter(
             "aserve_grammar_cache_hits",
-            "Requests whose grammar was known, good or bad, or just being compiled",
+            "Requests whose grammar was in the cache, valid or not, or was being compiled",
             registry=registry,
         )
 
@@ -65,15 +65,15 @@ LONG_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 180, 600, 1800)
 
 
 class _Open:
-    """A request in flight."""
+    """A request that has no final answer yet."""
 
-    __slots__ = ("completion_tokens", "first_token_s", "is_seated", "last_token_s", "received_s")
+    __slots__ = ("completion_tokens", "first_token_s", "is_admitted", "last_token_s", "received_s")
 
     def __init__(self, received_s: float) -> None:
         self.received_s = received_s
         self.first_token_s = 0.0
         self.last_token_s = 0.0
-        self.is_seated = False
+        self.is_admitted = False
         self.completion_tokens: dict[int, int] = {}  # by child
 
 
@@ -105,17 +105,17 @@ class Metrics:
         if chunk.is_last:
             self._requests.prompt_tokens.inc(chunk.usage.prompt_tokens)
             self._requests.cached_tokens.inc(chunk.usage.cached_tokens)
-            self._end(chunk.request_id, *_ending(chunk, was_seated=state.is_seated))
+            self._end(chunk.request_id, *_ending(chunk, was_admitted=state.is_admitted))
 
     def all_ended(self, reason: str) -> None:
-        """Whatever is in flight failed: the engine died or shut down."""
+        """Counts all open requests as failed, because the engine has died or shut down."""
         for request_id in list(self._open):
             self._end(request_id, "failed", reason)
 
     def heard(self, report: EngineReport) -> None:
         match report:
-            case TurnReport():
-                self._seated(report.seated)
+            case TickReport():
+                self._admitted(report.admitted)
                 self._steps.on_tick(report)
             case GrammarKnown() | GrammarCompiled():
                 self._grammars.heard(report)
@@ -129,11 +129,11 @@ class Metrics:
         for actor, backlog in backlogs.items():
             self._steps.backlog.labels(actor).set_function(backlog)
 
-    def _seated(self, request_ids: tuple[str, ...]) -> None:
+    def _admitted(self, request_ids: tuple[str, ...]) -> None:
         for request_id in request_ids:
             state = self._open.get(request_id)
-            if state is not None and not state.is_seated:
-                state.is_seated = True
+            if state is not None and not state.is_admitted:
+                state.is_admitted = True
                 self._requests.queue_s.observe(self._clock() - state.received_s)
 
     def _token_times(self, state: _Open, now: float, *, num_tokens: int) -> None:
@@ -173,7 +173,7 @@ class _RequestMetrics:
             "aserve_generation_tokens", "Tokens that clients were sent", registry=registry
         )
         self.cached_tokens = Counter(
-            "aserve_cached_tokens", "Prompt tokens that the prefix cache had", registry=registry
+            "aserve_cached_tokens", "Prompt tokens found in the prefix cache", registry=registry
         )
         self.queue_s = Histogram(
             "aserve_queue_seconds", "Arrival to first step", buckets=LONG_S, registry=registry
@@ -206,11 +206,13 @@ class _StepMetrics:
             "aserve_forward_iteration", "Number of the last launched step", registry=registry
         )
         self.retractions = Counter(
-            "aserve_retractions", "Times that a sequence stepped back", registry=registry
+            "aserve_retractions", "Times that a running sequence was retracted", registry=registry
         )
         self._num_retracted = 0  # as of the last launch
         self.prefill_tokens = Counter(
-            "aserve_prefill_tokens", "Prompt tokens computed, again ones too", registry=registry
+            "aserve_prefill_tokens",
+            "Prompt tokens computed, also those computed again",
+            registry=registry,
         )
         self.running = Gauge("aserve_sequences_running", "Sequences with a row", registry=registry)
         self.waiting = Gauge("aserve_sequences_waiting", "Sequences in queue", registry=registry)
@@ -218,9 +220,9 @@ class _StepMetrics:
             "aserve_inbox_messages", "Messages that wait for an actor", ["actor"], registry=registry
         )
         self.used_pages = Gauge("aserve_kv_pages_used", "KV pages in use", registry=registry)
-        self.total_pages = Gauge("aserve_kv_pages_total", "KV pages there are", registry=registry)
+        self.total_pages = Gauge("aserve_kv_pages_total", "KV pages in all", registry=registry)
 
-    def on_tick(self, report: TurnReport) -> None:
+    def on_tick(self, report: TickReport) -> None:
         self.finished.inc(report.num_finished)
         self.failed.inc(report.num_failed)
         if report.launched is not None:
@@ -230,7 +232,6 @@ class _StepMetrics:
         self.used_pages.set(report.used_pages)
 
     def _launch(self, steps: LaunchedSteps) -> None:
-        """What they were launched with, from the numbers frozen in them."""
         self.launched.inc(steps.num_steps)
         self.iteration.set(steps.iteration)
         self.prefill_tokens.inc(steps.num_prefill_tokens)
@@ -239,11 +240,11 @@ class _StepMetrics:
         self.total_pages.set(steps.total_pages)
 
 
-def _ending(chunk: OutputChunk, *, was_seated: bool) -> tuple[Outcome, str]:
+def _ending(chunk: OutputChunk, *, was_admitted: bool) -> tuple[Outcome, str]:
     reason = chunk.error.code if chunk.error else str(chunk.finish_reason)
     if chunk.finish_reason == "cancelled":
         return "cancelled", "cancelled"
     if chunk.error is None:
         return "finished", reason
-    is_refusal = chunk.finish_reason == "error" and not was_seated
+    is_refusal = chunk.finish_reason == "error" and not was_admitted
     return ("refused" if is_refusal else "failed"), reason

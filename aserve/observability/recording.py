@@ -1,9 +1,8 @@
-"""A recording: every list of events that the scheduler was given, to be replayed exactly.
+"""Records all events of the scheduler in a file, from which `aserve replay` repeats them exactly.
 
-Must not know what the events do. The file is a sequence of frames (frames.py): a header with the
-EngineSpec, then for each turn its events, written before the scheduler sees them, and a digest of
-the effects, written after. A recording that ends without the digest ends inside that turn. Written
-by the scheduler actor (and by tests) through `Recorder`.
+The file is a sequence of frames (frames.py): a header with the EngineSpec; then for each tick its
+events, written before the scheduler gets them, and a digest of the effects, written afterwards. If
+the last digest is missing, the process ended in that tick. `Recorder` writes the file.
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ class Effects(msgspec.Struct, frozen=True, tag=True):
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedTurn:
+class RecordedTick:
     events: list[SchedulerEvent]
-    digest: bytes | None  # None: the recording ends inside this turn
+    digest: bytes | None  # None if the recording ends within this tick
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
     spec: EngineSpec
-    turns: tuple[RecordedTurn, ...]
+    ticks: tuple[RecordedTick, ...]
 
 
 def digest_of(effects: list[SchedulerEffect]) -> bytes:
@@ -57,9 +56,9 @@ def digest_of(effects: list[SchedulerEffect]) -> bytes:
 
 
 class Recorder:
-    """Writes every frame to the system at once: what crashed the process is in the file.
+    """Writes each frame without a buffer, so the file has the events that crashed the process.
 
-    A recording is an aid, so a disk that fills up ends the recording and not the engine.
+    A full disk ends the recording, but not the engine.
     """
 
     def __init__(self, path: Path, *, spec: EngineSpec) -> None:
@@ -67,7 +66,7 @@ class Recorder:
         self._encoder = msgspec.msgpack.Encoder()
         self._file: io.FileIO | None = None
         try:
-            # WHY: a buffered file would write what failed once more when it is closed
+            # WHY: a buffered file would repeat a failed write when it is closed
             self._file = io.FileIO(path, "w")
             self._write_all(Header(FORMAT, spec))
         except OSError as error:
@@ -82,7 +81,7 @@ class Recorder:
             self._write(Effects(digest_of(effects)))
 
     def close(self) -> None:
-        """A file system may say only now that it has no room."""
+        """NOTE: some file systems report a full disk only when the file is closed."""
         if self._file is not None:
             file, self._file = self._file, None
             with contextlib.suppress(OSError):
@@ -93,13 +92,13 @@ class Recorder:
             self._write_all(frame)
         except OSError as error:
             logger.warning(
-                "recording to %s stopped: %s; what was written until then can be replayed",
+                "recording to %s stopped: %s; the part that was written can be replayed",
                 *(self._path, error.strerror),
             )
             self.close()
 
     def _write_all(self, frame: Header | Events | Effects) -> None:
-        """A disk that is nearly full takes part of a frame before it refuses the rest."""
+        """NOTE: a nearly full disk may take only a part of a frame."""
         if self._file is None:
             return
         rest = memoryview(framed(self._encoder.encode(frame)))
@@ -119,11 +118,11 @@ def read_recording(path: Path) -> Recording:
         raise ConfigError(f"{path} is not a recording of this version: {error}") from None
     if not frames or not isinstance(frames[0], Header) or frames[0].format != FORMAT:
         raise ConfigError(f"{path} is not a recording: it does not begin with {FORMAT!r}")
-    return Recording(frames[0].spec, tuple(_turns(frames[1:])))
+    return Recording(frames[0].spec, tuple(_ticks(frames[1:])))
 
 
-def _turns(frames: list[Header | Events | Effects]) -> Iterator[RecordedTurn]:
+def _ticks(frames: list[Header | Events | Effects]) -> Iterator[RecordedTick]:
     for index, frame in enumerate(frames):
         if isinstance(frame, Events):
             after = frames[index + 1] if index + 1 < len(frames) else None
-            yield RecordedTurn(frame.events, after.digest if isinstance(after, Effects) else None)
+            yield RecordedTick(frame.events, after.digest if isinstance(after, Effects) else None)

@@ -1,6 +1,6 @@
-"""What observers are told about one turn of the scheduler: values, after everything was performed.
+"""The reports about each tick of the scheduler and about grammars, which metrics and logs read.
 
-Must not know who observes; written by the scheduler actor, once per turn.
+The scheduler actor reports a tick after all its effects were performed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from aserve.messages.step import Launch
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """A sequence got a row, and step `iteration` is the first that names it there."""
+class Admitted:
+    """A sequence that got a row; step `iteration` is the first with this row."""
 
     request_id: str
     child: int
@@ -29,7 +29,7 @@ class Seat:
 class SchedulerTick:
     events: list[SchedulerEvent]
     effects: list[SchedulerEffect]
-    seats: tuple[Seat, ...] = ()
+    admitted: tuple[Admitted, ...] = ()
     num_running: int = 0
     num_waiting: int = 0
     used_pages: int = 0
@@ -40,7 +40,9 @@ class SchedulerObserver(Protocol):
 
 
 class LaunchedSteps(Record, frozen=True):
-    """Those of a turn; all but the tokens is as of the last of them."""
+    """The steps launched in one tick. `num_prefill_tokens` is their sum, the rest is of the
+    last.
+    """
 
     num_steps: int
     iteration: int
@@ -49,10 +51,10 @@ class LaunchedSteps(Record, frozen=True):
     total_pages: int
 
 
-class TurnReport(Message, frozen=True):
-    """`seated` are the requests of which a sequence got a row."""
+class TickReport(Message, frozen=True):
+    """The numbers of one tick. `admitted` are the ids of requests of which a sequence got a row."""
 
-    seated: tuple[str, ...] = ()
+    admitted: tuple[str, ...] = ()
     num_finished: int = 0
     num_failed: int = 0
     launched: LaunchedSteps | None = None
@@ -62,37 +64,37 @@ class TurnReport(Message, frozen=True):
 
 
 class GrammarKnown(Message, frozen=True):
-    """A request's grammar was known, good or bad, or just being compiled."""
+    """The grammar of a request was in the cache, valid or not, or was being compiled."""
 
 
 class GrammarCompiled(Message, frozen=True):
-    """`outcome` is ok or an error's code: grammar_timeout, grammar_too_large, ..."""
+    """A grammar was compiled. `outcome` is ok or an error code, such as grammar_timeout."""
 
     outcome: str
     seconds: float
 
 
 class Beat(Message, frozen=True):
-    """An engine's loop turns; `backlogs` are the messages that wait for each of its actors."""
+    """A heartbeat of the engine. `backlogs` are the numbers of messages in its actors' inboxes."""
 
     backlogs: tuple[tuple[str, int], ...] = ()
 
 
 GrammarReport: TypeAlias = GrammarKnown | GrammarCompiled
-EngineReport: TypeAlias = TurnReport | GrammarReport | Beat
+EngineReport: TypeAlias = TickReport | GrammarReport | Beat
 
 
 class TickReporter:
-    """A SchedulerObserver that passes on what metrics need to know."""
+    """A SchedulerObserver that passes on the numbers of each tick."""
 
-    def __init__(self, report: Callable[[TurnReport], None]) -> None:
+    def __init__(self, report: Callable[[TickReport], None]) -> None:
         self._report = report
 
     def on_tick(self, tick: SchedulerTick) -> None:
         self._report(report_of(tick))
 
 
-def report_of(tick: SchedulerTick) -> TurnReport:
+def report_of(tick: SchedulerTick) -> TickReport:
     num_finished = num_failed = 0
     for event in tick.events:
         match event:
@@ -102,8 +104,8 @@ def report_of(tick: SchedulerTick) -> TurnReport:
                 num_failed += 1
             case _:
                 pass
-    return TurnReport(
-        seated=tuple([seat.request_id for seat in tick.seats]),
+    return TickReport(
+        admitted=tuple([item.request_id for item in tick.admitted]),
         num_finished=num_finished,
         num_failed=num_failed,
         launched=_launched(tick),

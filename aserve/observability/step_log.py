@@ -1,7 +1,7 @@
-"""One log line about a step, every few seconds: its number and what was frozen at its launch.
+"""Logs one line about a step every few seconds, with the step's statistics at its launch.
 
-Must not look at the scheduler: a line about step N says what N was launched with, however late its
-result is and however many steps were launched since. Written by the scheduler actor's turns.
+It never reads the scheduler's state: the line about step N says what N was launched with, however
+late its result is and however many steps were launched since.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class _Launched:
 
 
 class StepLog:
-    """Lines are in launch order; `interval_s` 0 gives every step one.
+    """Logs lines in launch order. With `interval_s` 0 every step has a line.
 
-    tok_s is the rate of sampled tokens since the last line, over the time in which steps were in
-    flight: an idle server is not a slow one.
+    tok_s is the number of tokens sampled since the last line, divided by the time in which steps
+    were in flight, so idle time does not count.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""The story of each request: what happened to it, in order, kept in a bounded ring per request.
+"""Keeps the past events of each request, in order and bounded in number, for error reports.
 
-Must not decide anything, and knows only messages. Written by the scheduler actor's turns and by the
-request's two ends (received, delivered); read by BugErrors and debugging.
+The scheduler actor, the gateway and the delivery of chunks add events. BugErrors and the log show
+them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_EVENTS = 64
 
 
 class _Story:
-    """PERF: tokens are counted, not noted one by one: a long answer would be all there is."""
+    """PERF: output tokens are only counted; as events they would displace all others."""
 
     __slots__ = ("events", "outputs")
 
@@ -32,7 +32,7 @@ class _Story:
 
 
 class Trace:
-    """The oldest request is forgotten for a new one, the middle of a long story for its end."""
+    """Keeps at most `max_requests` requests, and the last `max_events` events of each."""
 
     def __init__(
         self,
@@ -50,29 +50,31 @@ class Trace:
         self._story_of(request_id).events.append((self._clock(), event))
 
     def story(self, request_id: str) -> str:
-        """One line per event, with milliseconds since the first, then what each child has."""
+        """Returns one line per event, with milliseconds since the first, and one line per child."""
         story = self._stories.get(request_id)
         if story is None:
-            return f"request {request_id}: nothing is known"
+            return f"request {request_id}: no events are known"
         start_s = story.events[0][0] if story.events else 0.0
         lines = [f"  +{(at - start_s) * 1000:.1f} ms {event}" for at, event in story.events]
         for child, (num_tokens, iteration) in story.outputs.items():
-            lines.append(f"  child {child} has {num_tokens} tokens, the last of step {iteration}")
+            lines.append(f"  child {child} has {num_tokens} tokens, the last from step {iteration}")
         return "\n".join([f"request {request_id}:", *lines])
 
     def on_tick(self, tick: SchedulerTick) -> None:
         for event in tick.events:
             self._heard(event)
-        for seat in tick.seats:
-            what = f"child {seat.child} runs in row {seat.row} from step {seat.iteration}"
-            self.note(seat.request_id, what)
+        for item in tick.admitted:
+            what = f"child {item.child} runs in row {item.row} from step {item.iteration}"
+            self.note(item.request_id, what)
         for effect in tick.effects:
             self._performed(effect)
 
     def _heard(self, event: SchedulerEvent) -> None:
         match event:
             case AdmitRequest():
-                self.note(event.request_id, f"admit asked, {num_values(event.prompt_ids)} tokens")
+                self.note(
+                    event.request_id, f"admission requested, {num_values(event.prompt_ids)} tokens"
+                )
             case Cancel():
                 who = "all children" if event.child is None else f"child {event.child}"
                 self.note(event.request_id, f"cancel of {who}: {event.reason}, kept {event.kept}")
@@ -80,12 +82,12 @@ class Trace:
                 what = f"child {event.child} has the mask of output {event.position}"
                 self.note(event.request_id, what)
             case FailRequest():
-                self.note(event.request_id, f"failed beside the scheduler: {event.error.code}")
+                self.note(event.request_id, f"failed outside the scheduler: {event.error.code}")
             case _:
-                pass  # results name rows: what a request got of them is in its StepOutput
+                pass  # results name only rows; the tokens of a request are in its StepOutput
 
     def delivered(self, chunk: OutputChunk) -> None:
-        """Only ends: the text of a request is not part of its story."""
+        """Adds an event for the last chunk only, because text is not kept."""
         if chunk.is_last:
             reason = chunk.error.code if chunk.error else chunk.finish_reason
             self.note(chunk.request_id, f"answered: {reason}")

@@ -1,4 +1,6 @@
-""""""
+"""The bundled model: `MODEL_DIR` is its directory in Hugging Face format. tools/train_tiny makes
+it.
+"""
 
 from pathlib import Path
 

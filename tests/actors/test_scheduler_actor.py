@@ -215,7 +215,7 @@ async def test_a_bug_carries_the_story_of_the_requests_that_were_at_hand(
         rig.events.send(Cancel("a", None, 0, "cancelled"))
         await rig.died.wait()
     notes = "\n".join(rig.deaths[0].__notes__)
-    assert "admit asked, 5 tokens" in notes
+    assert "admission requested, 5 tokens" in notes
     assert "retired: length, 5 tokens" in notes
 
 
@@ -235,7 +235,7 @@ async def test_a_replay_that_decides_otherwise_is_found(tmp_path: Path) -> None:
     changed = data.replace(pack_i32([3, 1, 4, 1, 5]), pack_i32([3, 1, 4, 1, 6]), 1)
     assert len(changed) == len(data)
     path.write_bytes(changed)
-    with pytest.raises(ReplayDiffers, match="turn 1"):
+    with pytest.raises(ReplayDiffers, match="tick 1"):
         list(replay(path))
 
 

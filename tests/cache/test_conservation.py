@@ -14,7 +14,7 @@ from aserve.errors import BugError
 
 
 class Parts:
-    """Two groups of 6 pages; a holding with two nodes and a private page, and an evictable node
+    """Two groups of 6 pages; an allocation with two nodes and a private page, and an evictable node
     that branches off behind the first.
     """
 
@@ -87,7 +87,7 @@ def key_of_another_run(parts: Parts) -> None:
     parts.run.keys[1] = b"c"
 
 
-def windowed_lock_without_a_holding(parts: Parts) -> None:
+def windowed_lock_without_an_allocation(parts: Parts) -> None:
     parts.tree.windowed[1].lock(np.array([4], np.int32))
 
 
@@ -118,7 +118,7 @@ def run_whose_parents_end_was_evicted(parts: Parts) -> None:
         (lambda parts: parts.pools[1].take(1), r"'window': page 5 of 7 is owned by \[\]"),
         (
             lambda parts: parts.pools[0].give_back([3]),
-            r"page 3 .*'free', 'holding 0, page index 2'",
+            r"page 3 .*'free', 'allocation 0, page index 2'",
         ),
         (private_page_in_the_tree, r"page 4 .*prefix 63.*page index 2"),
         (page_that_does_not_exist, "page 7 of 7"),
@@ -127,10 +127,10 @@ def run_whose_parents_end_was_evicted(parts: Parts) -> None:
         (gap_in_the_full_group, "lacks a page in group 0"),
         (groups_of_unequal_length, r"covers \[3, 2\] pages"),
         (nodes_beyond_the_pages, "2 nodes for 1 pages"),
-        (lambda parts: parts.run.pages.pop(), "its page is gone"),
+        (lambda parts: parts.run.pages.pop(), "its last page was evicted"),
         (key_of_another_run, "the run of 61 has a key of another run"),
         (lambda parts: parts.tree.lock(parts.leaf), "the run of .* has the users"),
-        (windowed_lock_without_a_holding, "page 4 of group 1: 1 locks, but 0 holdings"),
+        (windowed_lock_without_an_allocation, "page 4 of group 1: 1 locks, but 0 allocations"),
         (
             lambda parts: parts.tree.unlock(parts.allocation.prefix),
             "the run of 61 has the users",

@@ -66,7 +66,7 @@ def test_growing_beyond_what_is_available_takes_nothing_in_any_group() -> None:
     allocation = open_sequence(cache, "x")
     before = [list(pages) for pages in allocation.pages]
     assert cache.missing(allocation, 4) == (3, 3)
-    with pytest.raises(BugError, match="'group1': a holding of 1 pages was to grow to 4, but 2"):
+    with pytest.raises(BugError, match="'group1': an allocation of 1 pages cannot grow to 4: 2"):
         cache.grow(allocation, 4)
     assert [list(pages) for pages in allocation.pages] == before
     assert cached_len(cache, "ab") == 2
@@ -86,13 +86,13 @@ def test_without_a_prefix_cache_nothing_is_kept_nor_held_behind_the_window() -> 
 
 
 @pytest.mark.parametrize("num_pages", [3, 4])
-def test_caching_pages_without_keys_or_beyond_the_holding_raises(num_pages: int) -> None:
+def test_caching_pages_without_keys_or_beyond_the_allocation_raises(num_pages: int) -> None:
     cache = make_cache(4)
     allocation = open_sequence(cache, "ab")
     keys = page_keys("ab" if num_pages == 3 else "abcd")
-    with pytest.raises(BugError, match="were to be cached"):
+    with pytest.raises(BugError, match="cannot be cached"):
         cache.commit(allocation, keys, num_pages=num_pages)
-    with pytest.raises(BugError, match="were to be cached"):
+    with pytest.raises(BugError, match="cannot be cached"):
         cache.close(allocation, keys, num_pages=num_pages)
 
 
@@ -101,7 +101,7 @@ def test_opening_a_match_that_was_evicted_since_raises() -> None:
     serve(cache, "ab")
     prefix = cache.match(page_keys("ab"))
     cache.evict_all()
-    with pytest.raises(BugError, match="its page is gone"):
+    with pytest.raises(BugError, match="after its last page was evicted"):
         cache.open(prefix)
 
 

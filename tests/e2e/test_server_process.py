@@ -75,7 +75,7 @@ def test_a_recording_of_the_engines_process_replays(tmp_path: Path) -> None:
             assert json.loads(answer.read())["usage"]["completion_tokens"] == 30
         server.end(signal.SIGTERM)
     lines = run("replay", str(recording)).stdout.splitlines()
-    assert lines[-1].startswith("replayed turns=")
+    assert lines[-1].startswith("replayed ticks=")
     assert lines[-1].endswith("idle=True")
 
 

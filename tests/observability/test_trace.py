@@ -5,14 +5,14 @@ from __future__ import annotations
 from aserve.messages.base import pack_i32
 from aserve.messages.output import OutputChunk, Retired, SequenceOutput, StepOutput, Usage
 from aserve.messages.requests import AdmitRequest, Cancel, SamplingParams
-from aserve.observability.reports import SchedulerTick, Seat
+from aserve.observability.reports import Admitted, SchedulerTick
 from aserve.observability.trace import Trace
 
 
 def test_a_story_names_everything_that_happened_in_order() -> None:
     trace = Trace(clock=iter([1.0, 1.5, 2.0, 2.5, 3.0]).__next__)
     admit = AdmitRequest("a", prompt_ids=pack_i32([1, 2]), sampling=SamplingParams(seed=0))
-    trace.on_tick(SchedulerTick(events=[admit], effects=[], seats=(Seat("a", 0, 3, 17),)))
+    trace.on_tick(SchedulerTick(events=[admit], effects=[], admitted=(Admitted("a", 0, 3, 17),)))
     output = SequenceOutput("a", 0, position=0, token_ids=pack_i32([5]), cached_len=0)
     trace.on_tick(SchedulerTick(events=[], effects=[StepOutput(17, (output,))]))
     cancel = Cancel("a", None, 1, "cancelled")
@@ -21,12 +21,12 @@ def test_a_story_names_everything_that_happened_in_order() -> None:
     trace.delivered(last)
     assert trace.story("a").splitlines() == [
         "request a:",
-        "  +0.0 ms admit asked, 2 tokens",
+        "  +0.0 ms admission requested, 2 tokens",
         "  +500.0 ms child 0 runs in row 3 from step 17",
         "  +1000.0 ms cancel of all children: cancelled, kept 1",
         "  +1500.0 ms child 0 retired: cancelled, 1 tokens",
         "  +2000.0 ms answered: cancelled",
-        "  child 0 has 1 tokens, the last of step 17",
+        "  child 0 has 1 tokens, the last from step 17",
     ]
 
 
@@ -35,7 +35,7 @@ def test_neither_many_requests_nor_a_long_one_grow_without_bound() -> None:
     for request_id in ("a", "b", "c"):
         for number in range(10):
             trace.note(request_id, f"event {number}")
-    assert trace.story("a") == "request a: nothing is known"
+    assert trace.story("a") == "request a: no events are known"
     assert [line.split(" ms ")[1] for line in trace.story("c").splitlines()[1:]] == [
         "event 7",
         "event 8",

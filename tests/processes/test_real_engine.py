@@ -10,7 +10,7 @@ import pytest
 from aserve.config import Facts, Raw, resolve
 from aserve.frontend import Frontend
 from aserve.messages.requests import GenerateRequest, SamplingParams, TextPrompt
-from aserve.processes.protocol import Start
+from aserve.processes.link import Start
 from aserve.processes.remote import ENGINE, RemoteEngineCore
 from aserve.text.load import load_text
 from aserve.tiny import MODEL_DIR

@@ -1,7 +1,7 @@
-"""`python -m tools.gpu_check`: what only a GPU can show. Packages that the machine lacks come from
-`--wheels`, and are added before anything else is imported.
+"""`python -m tools.gpu_check` runs the measurements and tests that need a GPU.
 
-This module imports only the standard library until they are there.
+With `--wheels` it first adds packages that the machine lacks. Until then this module imports only
+the standard library.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What the device can do at most: copy memory, and multiply matrices of bfloat16; both measured.
-
-It does not know what is compared with it.
-"""
+"""Measures the upper bounds of the device: its copy bandwidth and its bfloat16 matmul rate."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What only a GPU can show, in parts that can be resumed: each in a process of its own, its record
-in a file; what is there already is not run again.
+"""Runs the parts of gpu-check, each in a process of its own, and keeps a record of each in a file.
 
-It measures nothing itself. Without the device every part is reported as not run.
+A part that has a record is not run again, so a run can be interrupted and resumed. Without the
+device, every part is reported as not run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tools.gpu_check.wheels import add_wheels
 from tools.gpu_check.worker import Order
 
 TABLE = "gpu-check.md"
-MOST_ATTEMPTS = 2  # a part that ends the whole machine is not begun for ever
+MAX_ATTEMPTS = 2  # a part that crashes the machine is not tried for ever
 AGAIN_ALL, AGAIN_FAILED = "all", "failed"
 
 
@@ -53,12 +53,15 @@ def run(options: GpuCheckOptions, _resolved: Resolved) -> BenchResult:
         "parts": {record.part: record.status for record in kept.values()},
         "measures": {one.measure.about: [one.value, one.text] for one in verdicts},
     }
-    notes = (*hosts_of(kept), f"{check.records.merged} has everything, {out / TABLE} the table")
+    notes = (
+        *hosts_of(kept),
+        f"{check.records.merged} has all figures, and {out / TABLE} has the table",
+    )
     return BenchResult(figures, tables, notes)
 
 
 def _set_path(options: GpuCheckOptions, out: Path) -> None:
-    """What this process found, its children find: packages out of wheels, and this checkout."""
+    """Lets the processes of the parts import this checkout and the packages from wheels."""
     if options.wheels is not None:
         try:
             add_wheels(Path(options.wheels), out)
@@ -69,7 +72,9 @@ def _set_path(options: GpuCheckOptions, out: Path) -> None:
 
 
 class Check:
-    """`found` is written by `run_all` alone: the record of every part that has one."""
+    """Runs the parts. `found` has the record of each part that has one; only `run_all`
+    writes it.
+    """
 
     def __init__(self, options: GpuCheckOptions, parts: Mapping[str, Part]) -> None:
         self.records = Records(Path(options.out))
@@ -86,16 +91,16 @@ class Check:
                 )
 
     def run_all(self) -> dict[str, Record]:
-        """In the order of the catalog."""
+        """Runs the chosen parts, and returns all records in the order of the catalog."""
         chosen = _named(self._options.parts, self._parts, flag="--parts")
         for name in chosen or self._parts:
-            if not self._is_there(name):
+            if not self._is_kept(name):
                 record = self.found[name] = self._run(name)
                 self.records.write(record)
                 self._console.print(_line(record), highlight=False, markup=False)
         return {name: self.found[name] for name in self._parts if name in self.found}
 
-    def _is_there(self, name: str) -> bool:
+    def _is_kept(self, name: str) -> bool:
         record = self.found.get(name)
         again = self._options.again
         if record is None or again == AGAIN_ALL:
@@ -110,8 +115,8 @@ class Check:
         attempt = 1
         if before is not None and before.status == "running":
             attempt = before.attempt + 1
-        if before is not None and attempt > MOST_ATTEMPTS:
-            reason = f"whoever ran it ended before it did, {before.attempt} times"
+        if before is not None and attempt > MAX_ATTEMPTS:
+            reason = f"gpu-check ended while this part ran, {before.attempt} times"
             return msgspec.structs.replace(before, status="killed", reason=reason)
         options = self._options
         order = Order(
@@ -130,12 +135,12 @@ class Check:
         return self._after(order, run_process(order, self.records.log(name), part.limit_s))
 
     def _obstacle(self, part: Part) -> str:
-        """Why the part cannot run here, or not now."""
+        """Returns why the part cannot run here and now, or an empty text."""
         device = self._options.device
         if device == "cuda" and not torch.cuda.is_available():
-            return "no GPU: torch sees none on this machine"
+            return "torch finds no GPU on this machine"
         if part.needs_gpu and device != "cuda":
-            return "only a GPU can show it"
+            return "it needs a GPU"
         if missing := part.missing():
             return f"{missing} is not installed, nor among the wheels"
         if time.monotonic() + part.limit_s > self._end_s:
@@ -143,7 +148,9 @@ class Check:
         return ""
 
     def _after(self, order: Order, ended: Ended) -> Record:
-        """What the part itself wrote, and how it ended if that was not its own way."""
+        """Returns the record that the part wrote, or how its process ended if that was not
+        normal.
+        """
         record = self.records.read()[order.part]
         if ended.is_well and record.status != "running":
             return record
@@ -163,7 +170,7 @@ def _record(order: Order) -> Record:
 
 
 def _named(names: str | None, parts: Mapping[str, Part], *, flag: str) -> list[str]:
-    """`tests` stands for all of them."""
+    """Returns the parts with these names. `tests` means all parts whose names begin with it."""
     chosen = []
     for word in names.split(",") if names else ():
         matching = [name for name in parts if name == word or name.startswith(f"{word}-")]

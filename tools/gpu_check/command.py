@@ -1,4 +1,4 @@
-"""The command line of `make gpu-check`, which runs like one of `aserve bench`."""
+"""The command line of `make gpu-check`, which works like that of `aserve bench`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tools.gpu_check.options import GpuCheckOptions
 NAME = "gpu-check"
 BENCHES = {
     NAME: Bench(
-        "What only a GPU can show, in parts that can be resumed, beside its goals.",
+        "Run the tests and measurements that need a GPU, and compare them with their goals.",
         GpuCheckOptions,
         check.__name__,
     )

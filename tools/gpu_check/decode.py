@@ -1,14 +1,13 @@
-"""Decode steps of one model at several batch sizes: the executor's rate and the whole engine's,
-over the bare replay of the very step that was captured; how long the device idles between two
-steps; and how much of the copy bandwidth a step of one row takes.
+"""Measures decode steps of one model at several batch sizes: the rates of the executor and of the
+whole engine relative to the bare replay of the captured step, the time that the device idles
+between two steps, and the share of the copy bandwidth that a step of one row uses.
 
-It does not know how a step is made. All rates are tokens per second of one batch whose rows decode
-together:
+All rates are tokens per second of one batch whose rows decode together:
 
-- executor: the scheduler's values and the executor, no actors and no text (bench one-batch);
+- executor: the scheduler and the executor, without actors and text (bench one-batch);
 - engine: the embedded engine, with actors and text (bench offline);
-- replay: the captured step alone, again and again, with nothing between. It is replayed with the
-  lengths that rows have in the middle of the executor's run, so that both read equally much KV.
+- replay: the captured step alone, repeated without a pause. Its rows have the lengths that they
+  have in the middle of the executor's run, so that both read equally much KV.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from tools.gpu_check.setting import Setting, resolved_of
 from tools.gpu_check.watch import Watch, watched
 
 SMALL = "small"
-MOST_WARM_UPS = 16  # on a busy machine few steps leave time to capture
+MAX_WARM_UPS = 16  # a busy machine seldom leaves time to capture a graph
 
 
 def measure(setting: Setting, which: str) -> Figures:
@@ -65,8 +64,8 @@ def measure(setting: Setting, which: str) -> Figures:
 
 
 def _bandwidth(figures: Figures, step_bytes: int) -> Figures:
-    """Bytes of weights that a step must read, over the time of a step of one row, over the copy
-    bandwidth of the same process: both count what is moved, read or written.
+    """Returns the bandwidth of a step of one row, which is the bytes of its weights over its time,
+    as a share of the copy bandwidth. The latter counts bytes read and bytes written.
     """
     rates = {"": "executor_tok_s_b1", "replay_": "replay_tok_s_b1"}
     copy = _number(figures, "copy_gb_per_s") * 1e9
@@ -78,7 +77,7 @@ def _bandwidth(figures: Figures, step_bytes: int) -> Figures:
 
 
 def _over_replay(kind: str, rate: float, figures: Figures, batch: int) -> Figures:
-    """A rate, and over that of the replay where there is one."""
+    """Returns a rate and, if there is a replay, its ratio to the rate of the replay."""
     found: Figures = {f"{kind}_tok_s_b{batch}": round(rate, 1)}
     if f"replay_tok_s_b{batch}" in figures:
         share = rate / _number(figures, f"replay_tok_s_b{batch}")
@@ -93,7 +92,7 @@ def _number(figures: Figures, name: str) -> float:
 
 
 class StepBench:
-    """All batch sizes on one executor, one after the other."""
+    """Measures all batch sizes on one executor, one after the other."""
 
     def __init__(
         self,
@@ -134,10 +133,10 @@ class StepBench:
         return figures | _over_replay("executor", batch / median(steps_s), figures, batch)
 
     async def _warm_up(self, shape: Shape) -> None:
-        """Until nothing is compiled any more, and a whole run is replayed: graphs are captured when
-        no step waits.
+        """Repeats the run until nothing is compiled and all its decode steps are replayed. Graphs
+        are captured when no step waits.
         """
-        for _ in range(MOST_WARM_UPS):
+        for _ in range(MAX_WARM_UPS):
             await self._times(shape)
             if self._watch.num_replays >= self._setting.sizes.num_decodes:
                 return
@@ -147,8 +146,8 @@ class StepBench:
         return await self._driver.run(requests_of(shape, self._windows))
 
     def _idle(self, times: list[StepTime], batch: int) -> Figures:
-        """Between two decode steps of which the second had been launched before the first one's
-        result was there: work was waiting.
+        """Returns the device's idle time between two decode steps, of which the second was launched
+        before the first had a result, so that work was waiting.
         """
         gaps_us = [
             gap_us
@@ -165,8 +164,8 @@ class StepBench:
         }
 
     def _replay(self, batch: int) -> Figures:
-        """The step that ran last, which has all rows, on the executor's stream while it is idle.
-        It reads and writes the same places each time.
+        """Replays the last step, which has all rows, on the executor's stream while that is idle.
+        Each replay reads and writes the same memory.
         """
         captured, num = self._watch.last, self._setting.sizes.replays
         if captured is None:

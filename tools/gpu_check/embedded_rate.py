@@ -1,6 +1,5 @@
-"""Tokens per second of the whole embedded engine: actors, text and executor in one process.
-
-It does not know what it is compared with.
+"""Measures the tokens per second of the embedded engine: actors, text and executor in one
+process.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from aserve.load import load
 def embedded_rates(
     scenarios: list[Scenario], resolved: Resolved, *, repeats: int
 ) -> dict[Scenario, dict[str, float]]:
-    """Figures of batch_times.py, each after one whole run of its scenario that is not counted."""
+    """Returns figures of batch_times.py. A warm-up run of each scenario is not counted."""
     loaded = load(resolved)
 
     async def run() -> dict[Scenario, dict[str, float]]:

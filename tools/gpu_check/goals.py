@@ -1,7 +1,4 @@
-"""What was to be shown, beside what was: each measure with its goal, and whether it is reached.
-
-It measures nothing. A goal that is missed says by how much.
-"""
+"""Compares each measure with its goal. A missed goal says by how much."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from tools.gpu_check.peers import PEERS
 from tools.gpu_check.records import Record
 
 TESTS = "tests"
-DRY = "a dry run shows nothing"
+DRY = "dry run: no verdict"
 UNDER = " > "  # between the names of a figure
 SERIES: Mapping[str, str] = {
     "": "",
@@ -23,8 +20,9 @@ SERIES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """`part` has `figure` among its figures, by the names on the way to it. At most one of `low`
-    and `high` is set; without any the figure is reported. `beside` is what others have published.
+    """A figure of a part, with its goal. `figure` is its path of names in the part's figures. At
+    most one of `low` and `high` is set; without both the figure is only reported. `beside` are
+    published figures of other engines.
     """
 
     about: str
@@ -51,7 +49,7 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`value` is empty without a figure, and `text` says why there is none."""
+    """A measure's value and verdict. Without a figure `value` is empty, and `text` says why."""
 
     measure: Measure
     value: str
@@ -62,8 +60,10 @@ def _decode(part: str, model: str, lows: Mapping[int, float]) -> Iterator[Measur
     for batch, low in lows.items():
         what = f"decode, {model}, batch {batch}"
         over = f"_over_replay_b{batch}"
-        yield Measure(f"{what}: engine over the bare replay", part, f"executor{over}", low=low)
-        yield Measure(f"{what}: with actors and text over it", part, f"engine{over}")
+        yield Measure(f"{what}: executor over the bare replay", part, f"executor{over}", low=low)
+        yield Measure(
+            f"{what}: engine with actors and text over the bare replay", part, f"engine{over}"
+        )
         yield Measure(f"{what}: tokens/s", part, f"executor_tok_s_b{batch}", "{:,.0f}")
 
 
@@ -150,7 +150,7 @@ def _figure(record: Record, measure: Measure) -> object:
 
 
 def _tests(records: Mapping[str, Record]) -> Verdict:
-    """All files of tests together: green is only what ran to its end without a failure."""
+    """Judges all test files together. Only a file that ran to its end counts as passed."""
     measure = Measure("tests marked gpu that do not pass", TESTS, "", "{:,.0f}", high=0)
     of_tests = [record for name, record in records.items() if name.startswith(f"{TESTS}-")]
     ran = [record for record in of_tests if record.status != "not run"]

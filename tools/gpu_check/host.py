@@ -1,7 +1,4 @@
-"""What a part ran on: the machine, its GPU if there is one, driver and versions.
-
-It does not know what was measured.
-"""
+"""Describes the machine that a part ran on: CPU, GPU, driver and versions."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ class Gpu(msgspec.Struct, frozen=True):
     memory_gib: float
     capability: str  # compute capability, as in 9.0
     driver: str
-    cuda: str  # that torch was built with
+    cuda: str  # the version that torch was built with
     versions: dict[str, str]
 
     def __str__(self) -> str:
@@ -55,8 +52,8 @@ def _read_gpu() -> Gpu:
 def _driver() -> str:
     command = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True)
-        return said.stdout.split()[0]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True)
+        return result.stdout.split()[0]
     except (OSError, subprocess.SubprocessError, IndexError):
         return "unknown"
 

@@ -1,7 +1,5 @@
-"""As many streaming clients as rows, in a process of their own, over the rate of the embedded
-engine with the same requests.
-
-It does not know the server's inside: it is `aserve serve`, as it comes on this device.
+"""Measures `aserve serve` with as many streaming clients as rows, in a process of their own,
+relative to the embedded engine with the same requests.
 """
 
 from __future__ import annotations
@@ -37,11 +35,11 @@ def measure(setting: Setting, _argument: str) -> Figures:
     }
 
 
-SLACK = 16  # tokens that a prompt may have more once it was a text
+SLACK = 16  # tokens by which a prompt may grow when it is sent as text
 
 
 async def _ask_server(flags: dict[str, object], load: Scenario, *, repeats: int) -> Figures:
-    """What `aserve bench serve` found, after one load that is not counted."""
+    """Returns the figures of `aserve bench serve`, without its warm-up."""
     clients = str(load.num_prompts)
     async with serving(*command_line(flags)) as start:
         return await asyncio.to_thread(

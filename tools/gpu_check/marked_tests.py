@@ -1,7 +1,4 @@
-"""One file of tests that are marked `gpu`, run by pytest; how many passed, and what failed.
-
-It does not know what they test.
-"""
+"""Runs one file of tests marked `gpu` with pytest, and counts how many passed and failed."""
 
 from __future__ import annotations
 
@@ -34,8 +31,8 @@ def measure(_setting: Setting, path: str) -> Figures:
 
 
 def _processes(path: str) -> tuple[str, ...]:
-    """Kernels are compiled for each of their cases, and need next to no memory of the device: so
-    several processes test them, where pytest can do that.
+    """Returns pytest's arguments for several processes, which tests of kernels use: each case is
+    compiled, and needs little memory of the device.
     """
     if not path.startswith(KERNELS) or importlib.util.find_spec("xdist") is None:
         return ()
@@ -43,8 +40,8 @@ def _processes(path: str) -> tuple[str, ...]:
 
 
 def read_report(report: Path) -> Figures:
-    """A test that had an error before or after it counts as failed; a skipped one, too: on a GPU
-    there is no reason for it.
+    """Counts the tests. One with an error in its fixtures counts as failed, and so does a skipped
+    one, because on a GPU there is no reason to skip.
     """
     cases = ElementTree.parse(report).getroot().iter("testcase")
     lost = {case: any(part.tag in LOST for part in case) for case in cases}

@@ -11,23 +11,27 @@ from tools.gpu_check.wheels import OUT
 
 @dataclass(frozen=True, slots=True)
 class GpuCheckOptions:
-    out: str = option(OUT, "directory of the results; what is there is kept", Limits(metavar="DIR"))
+    out: str = option(
+        OUT, "directory of the results; finished parts in it are kept", Limits(metavar="DIR")
+    )
     parts: str | None = option(
-        None, "those that are run; default: all", Limits(metavar="PART,PART,...")
+        None, "the parts to run; default: all", Limits(metavar="PART,PART,...")
     )
     again: str | None = option(
         None,
-        "those that are run although they are there; failed: all that are not done; all",
+        "parts to run again; failed: all that are not done; all: every part",
         Limits(metavar="PART,PART,..."),
     )
     wheels: str | None = option(
-        None, "packages that are missing here, as wheels", Limits(metavar="DIR")
+        None, "wheels of packages that are not installed", Limits(metavar="DIR")
     )
     time_limit: float = option(
-        math.inf, "seconds for this call: what may take longer waits for the next", Limits(low=1)
+        math.inf,
+        "seconds for this call; a part that may take longer is left for the next call",
+        Limits(low=1),
     )
     device: str = option(
-        "cuda", "cpu: a dry run of what it can run", Limits(choices=("cuda", "cpu"))
+        "cuda", "cpu: a dry run of the parts that need no GPU", Limits(choices=("cuda", "cpu"))
     )
     shape: str = option(
         "full", "tiny: small models and loads, for a dry run", Limits(choices=("full", "tiny"))

@@ -1,7 +1,5 @@
-"""Another bench of `aserve bench` on this machine, as a user runs it; its last line is what it
-found.
-
-It does not know what the bench measures.
+"""Runs a bench of `aserve bench` in a process of its own. Its last line of output has the
+figures.
 """
 
 from __future__ import annotations

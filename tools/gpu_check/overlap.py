@@ -1,7 +1,6 @@
-"""What it gains to launch a step before the one before it has ended: the engine's decode rate with
-two steps in flight over that with one.
+"""Measures the gain of overlap: the decode rate with two steps in flight over that with one.
 
-It does not know how steps overlap. Each depth has an engine of its own, with the same load.
+Each depth has an engine of its own, with the same load.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The parts by name: what each shows, which module measures it, and what it needs to run.
+"""The parts of gpu-check by name: the module that measures each, and the packages that it needs.
 
-Must stay quick to import: a part's module is imported in the part's own process.
+NOTE: it imports no part, because a part's module is imported in the part's own process.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from pathlib import Path
 from aserve.bench.catalog import BENCHES
 
 ROOT = Path(__file__).parents[2]
-MARK = "mark.gpu"  # what a file with tests for a GPU has in it
+MARK = "mark.gpu"  # a file with tests for a GPU contains it
 
 ENGINE = ("numpy", "msgspec", "torch", "transformers", "tokenizers", "safetensors", "jinja2")
-TEXT = (*ENGINE, "aiohttp", "prometheus_client", "rich")  # what `aserve.frontend` imports
+TEXT = (*ENGINE, "aiohttp", "prometheus_client", "rich")  # the imports of `aserve.frontend`
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`module` has `measure(setting, argument) -> Figures`. A part that has not ended after
-    `limit_s` seconds is killed.
+    """A part whose `module` has `measure(setting, argument) -> Figures`. It is killed after
+    `limit_s` seconds.
     """
 
     about: str
     module: str
     argument: str = ""
     needs: tuple[str, ...] = TEXT
-    needs_gpu: bool = False  # else it can run dry on the CPU
+    needs_gpu: bool = False  # else a dry run on the CPU is possible
     limit_s: float = 470.0
 
     def missing(self) -> str:
-        """The first package that it needs and that is not here."""
+        """Returns the first required package that is not installed, or an empty text."""
         for name in self.needs:
             if importlib.util.find_spec(name) is None:
                 return name
@@ -48,10 +48,10 @@ MEASURES: Mapping[str, Part] = {
     "decode-small": Part("decode steps, small model", HERE + "decode", "small"),
     "decode-large": Part("decode steps, large model", HERE + "decode", "large"),
     "prefill": Part("one long prompt, large model", HERE + "prefill"),
-    "offline": Part("the load of other engines' READMEs", HERE + "published"),
+    "offline": Part("the load in the READMEs of other engines", HERE + "published"),
     "overlap": Part("two steps in flight against one", HERE + "overlap"),
     "http": Part("streaming clients against the engine's own rate", HERE + "http_load"),
-    "start": Part("until the server is ready", HERE + "start"),
+    "start": Part("time until the server is ready", HERE + "start"),
     **{
         f"bench-{name}": Part(f"aserve bench {name}", HERE + "other_bench", name)
         for name in ("kernels", "relay", "host-step", "overlap-sim")
@@ -62,7 +62,7 @@ TEST_NEEDS = (*TEXT, "pytest", "pytest_asyncio", "pytest_timeout", "hypothesis")
 
 
 def all_parts() -> dict[str, Part]:
-    """With one part for each file of tests that a GPU must run; an installed aserve has none."""
+    """Returns all parts, with one for each file of GPU tests. An installed aserve has no tests."""
     tests = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         if _may_be_marked(path):
@@ -76,6 +76,6 @@ def all_parts() -> dict[str, Part]:
 
 
 def _may_be_marked(path: Path) -> bool:
-    """A mark stands in the file itself, or in the settings of its folder."""
+    """Returns whether the file, or the conftest.py of its folder, has the mark."""
     files = (path, path.with_name("conftest.py"))
     return any(MARK in file.read_text(encoding="utf-8") for file in files if file.exists())

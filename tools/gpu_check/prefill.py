@@ -1,7 +1,5 @@
-"""One long prompt in one step: the operations of its forward per second, over the matrix rate that
-was measured in the same process.
-
-It does not know how the executor computes it. From the launch of the step until its token is there.
+"""Measures the prefill of one long prompt in one step: its FLOP/s over the matmul rate that the
+same process measured. The time is from the launch of the step to its token.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The process of one part: run, timed, and killed with all that it started when its time is up.
+"""Runs the process of one part, measures its time, and kills it with its children after the limit.
 
-It knows no part. What the process says goes to a log; how it ended is told in a few words.
+Its output goes to a log.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tools.gpu_check.worker import Order
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a part's process ended; all is well without a reason."""
+    """How the process of a part ended. `reason` is empty after a normal end."""
 
     took_s: float
     reason: str = ""
@@ -33,7 +33,7 @@ class Ended:
 
 
 def run_process(order: Order, log: Path, limit_s: float) -> Ended:
-    """NOTE: a group of its own, so that what the part has started ends with it."""
+    """Runs the part. NOTE: it has a process group of its own, so its children end with it."""
     command = (sys.executable, "-m", "tools.gpu_check.worker", msgspec.json.encode(order))
     begin_s = time.monotonic()
     with log.open("wb") as output:
@@ -49,12 +49,12 @@ def run_process(order: Order, log: Path, limit_s: float) -> Ended:
     took_s = round(time.monotonic() - begin_s, 1)
     if code < 0:
         name = signal.Signals(-code).name
-        return Ended(took_s, f"killed by {name}; its last words: {_last(log)}", is_killed=True)
+        return Ended(took_s, f"killed by {name}; its last line: {_last(log)}", is_killed=True)
     return Ended(took_s, _last(log) or f"exit code {code}" if code else "")
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):  # all of it has ended
+    with contextlib.suppress(ProcessLookupError):  # the whole group has ended
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 

@@ -1,7 +1,6 @@
-"""The load that the READMEs of nano-vllm and mini-sglang show: 256 requests, lengths of prompts and
-answers each drawn from 100 to 1,024, as token ids; output tokens per second, all requests at once.
-
-It does not know what they measured: that is in peers.py.
+"""Measures the load in the READMEs of nano-vllm and mini-sglang: 256 requests at once, whose
+prompts and outputs have random lengths of 100 to 1,024 tokens. The result is output tokens per
+second.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from tools.gpu_check.setting import Setting, resolved_of
 
 MOST_ID = 10_000
 TEMPERATURE = 0.6
-Request = tuple[list[int], int]  # prompt ids, and how many tokens it gets
+Request = tuple[list[int], int]  # prompt ids and number of output tokens
 
 
 def measure(setting: Setting, _argument: str) -> Figures:
@@ -43,8 +42,8 @@ def measure(setting: Setting, _argument: str) -> Figures:
 
 
 def draw_load(num_requests: int, *, shortest: int, longest: int, vocab: int) -> list[Request]:
-    """With seed 0 and in the order in which those benches draw: every prompt with its ids, then the
-    lengths of all answers. So 256 requests of 100 to 1,024 have their 133,966 output tokens.
+    """Draws the requests with seed 0 and in the order of those benches: all prompts, then all
+    output lengths. So 256 requests of 100 to 1,024 tokens have the same 133,966 output tokens.
     """
     numbers = random.Random(0)
     last_id = min(MOST_ID, vocab - 1)
@@ -56,7 +55,7 @@ def draw_load(num_requests: int, *, shortest: int, longest: int, vocab: int) -> 
 
 
 def _times_s(requests: list[Request], resolved: Resolved, *, repeats: int) -> list[float]:
-    """Seconds of the whole load, after one time that is not counted."""
+    """Returns the seconds of each run of the whole load, without the first."""
     loaded = load(resolved)
 
     async def run() -> list[float]:

@@ -1,9 +1,8 @@
-"""A stand-in for CUDA graphs on the CPU: a body's torch operators are recorded once, and the same
-operators run again at each replay, over the same tensors.
+"""A stand-in for CUDA graphs on the CPU. It records the torch operators of a function once, and
+each replay runs the same operators on the same tensors.
 
-What the body read of the host stays as it was, and results lie in buffers that the next replay
-overwrites, as with a CUDA graph. Only torch's operators are seen: a body must not write through
-numpy or numba.
+As with a CUDA graph, host values keep their recorded values, and the next replay overwrites the
+results. Only torch's operators are recorded, so the function must not write through numpy or numba.
 """
 
 from __future__ import annotations
@@ -19,21 +18,23 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from aserve.gpu.device.base import Captured, GraphBreak
 from aserve.gpu.device.cpu.device import CpuDevice
 
-# Of operators whose result, or its shape, the host has to know.
-ASKING = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
-INDEXING = frozenset({"index", "index_put", "index_put_"})  # these ask where a mask is an index
+# Tags of operators whose result, or its shape, the host has to know.
+SYNCING = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+INDEXING = frozenset(
+    {"index", "index_put", "index_put_"}
+)  # these synchronise if an index is a mask
 MASKS = (torch.bool, torch.uint8)
 
 
 class RecordingCpu(CpuDevice):
-    """The CPU as a device that captures steps."""
+    """The CPU device with capture of steps."""
 
     def capture(self, body: Callable[[GraphBreak], Tensor]) -> Captured:
         return record(body)
 
 
 def record(body: Callable[[GraphBreak], Tensor]) -> Recording:
-    """Runs `body` once. RuntimeError if it asks the device for a value."""
+    """Runs and records `body`. Raises RuntimeError if it reads a value from the device."""
     recorder = _Recorder()
     with recorder:
         recorder.graph_break(body(recorder.graph_break))
@@ -41,7 +42,7 @@ def record(body: Callable[[GraphBreak], Tensor]) -> Recording:
 
 
 class Recording:
-    """A `Captured`."""
+    """The recording of a body; it implements `Captured`."""
 
     __slots__ = ("_parts",)
 
@@ -49,7 +50,7 @@ class Recording:
         self._parts = parts
 
     def replay(self, on_break: GraphBreak) -> Tensor:
-        made: dict[int, Tensor] = {}  # by the id of what the same call made in the recording
+        made: dict[int, Tensor] = {}  # by the id of the recorded tensor
         *first_parts, last = self._parts
         for part in first_parts:
             on_break(part.run(made))
@@ -75,8 +76,9 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The calls up to a graph break or the end. The last call makes `static`, which gets its new
-    values in a replay."""
+    """The calls up to a graph break or the end. A replay writes the result of the last call to
+    `static`.
+    """
 
     calls: tuple[_Call, ...]
     static: Tensor
@@ -89,7 +91,7 @@ class _Part:
 
 class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch says no types
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
         self.parts: list[_Part] = []
         self._calls: list[_Call] = []
 
@@ -100,8 +102,8 @@ class _Recorder(TorchDispatchMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        if _asks(func, args):
-            raise RuntimeError(f"{func} asks the device for a value, so it cannot be captured")
+        if _syncs(func, args):
+            raise RuntimeError(f"{func} reads a value from the device, so it cannot be captured")
         made = func(*args, **(kwargs or {}))
         self._calls.append(_Call(func, args, kwargs or {}, made))
         return made
@@ -112,7 +114,7 @@ class _Recorder(TorchDispatchMode):
         self._calls.clear()
 
 
-def _asks(func: torch._ops.OpOverload, args: tuple[object, ...]) -> bool:
+def _syncs(func: torch._ops.OpOverload, args: tuple[object, ...]) -> bool:
     if func.overloadpacket.__name__ in INDEXING:
         return any(isinstance(i, Tensor) and i.dtype in MASKS for i in tree_leaves(args[1]))
-    return not ASKING.isdisjoint(func.tags)
+    return not SYNCING.isdisjoint(func.tags)

@@ -1,6 +1,6 @@
-"""What is known of each part: one JSON file per part while they run, and one file of all of them.
+"""The records of all parts: one JSON file per part while they run, and one file with all of them.
 
-It knows no measure. Files are replaced whole, so a reader never sees half of one.
+A file is replaced as a whole, so a reader never sees a part of one.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ MERGED = "gpu-check.json"
 PARTS_DIR = "parts"
 
 Status: TypeAlias = Literal["done", "failed", "killed", "not run", "running"]
-Figures: TypeAlias = dict[str, object]  # what msgspec can write as JSON
+Figures: TypeAlias = dict[str, object]  # values that JSON can represent
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """`reason` says why a part is not done. Figures of a part that was killed are those that it had
-    kept until then. `attempt` counts how often it was begun without coming to an end.
+    """The state of one part. `reason` says why it is not done. A part that was killed has the
+    figures that it had kept until then. `attempt` counts how often it was started without an end.
     """
 
     part: str
@@ -40,23 +40,23 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_dry(self) -> bool:
-        """Whether its figures say nothing of a GPU."""
+        """Whether its figures are not those of a GPU."""
         return (self.device, self.shape) != ("cuda", "full")
 
     @property
     def is_final(self) -> bool:
-        """Whether the next call leaves it as it is."""
+        """Whether the next call does not run the part again."""
         return self.status in ("done", "failed", "killed")
 
 
 class Merged(msgspec.Struct, frozen=True):
-    """The one file that has everything; parts in the order of the catalog."""
+    """The content of the file with all records, in the order of the catalog."""
 
     parts: dict[str, Record]
 
 
 class Records:
-    """The records of one output folder. A part's own file is newer than what was merged."""
+    """The records of one output folder. The file of a part is newer than its merged record."""
 
     def __init__(self, out: Path) -> None:
         self._out = out
@@ -75,7 +75,7 @@ class Records:
         _replace(self.merged, msgspec.json.format(encoded) + b"\n")
 
     def log(self, part: str) -> Path:
-        """Where everything goes that the part says."""
+        """Returns the file for the output of the part."""
         path = self._out / PARTS_DIR / f"{part}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
@@ -89,7 +89,7 @@ def _read(path: Path, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"{path}: no record of gpu-check: {error}; remove it") from None
+        raise ConfigError(f"{path}: not a record of gpu-check: {error}; remove it") from None
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -1,6 +1,5 @@
-"""What a part is given: the device, the sizes, a folder for model configs, and where figures go.
-
-It knows no part.
+"""The input of a part: the device, the sizes, a folder for model configs, and where to keep
+figures.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ DTYPES: Mapping[str, str] = {"cuda": "bfloat16", "cpu": "float32"}
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """`keep` stores what a part has found so far, in case that it does not come to its end."""
+    """The input of a part. `keep` stores its figures so far, in case it does not reach its end."""
 
     device: str
     shape: str
@@ -41,7 +40,7 @@ class Setting:
         return {"device": self.device}
 
     def flags(self, model: ModelShape, *, num_rows: int, max_len: int) -> dict[str, object]:
-        """The engine's options for so many rows of so many tokens each, all of them at once."""
+        """Returns options of an engine that runs `num_rows` rows of `max_len` tokens at once."""
         pages_per_row = -(-max_len // PAGE_SIZE) + 1
         return {
             **self.device_flags,
@@ -55,29 +54,29 @@ class Setting:
             "page_size": PAGE_SIZE,
             "num_pages": 1 + num_rows * pages_per_row,
             "no_prefix_cache": True,
-            "cuda_graph_capture": "eager",  # else what is measured has captures in it
+            "cuda_graph_capture": "eager",  # else captures would be part of the measurement
         }
 
     def open_device(self) -> Device:
-        """Captures steps also where the device leaves that out by itself: the dry run's."""
+        """Opens the device. The CPU of a dry run captures steps as well."""
         device = RecordingCpu() if self.device == "cpu" else open_device(self.device)
         device.graph_rows = max(self.sizes.batches)
         return device
 
     def for_steps(self, options: BuildOptions) -> BuildOptions:
-        """The dry run's: what is compiled for the CPU cannot be captured there."""
+        """Changes the options for a dry run: compiled CPU kernels cannot be recorded."""
         if self.device == "cuda":
             return options
         return dataclasses.replace(options, attention="torch-ref", dtype="float64")
 
 
 def resolved_of(flags: Mapping[str, object]) -> Resolved:
-    """NOTE: neither environment nor file is read: a figure means the same everywhere."""
+    """NOTE: it reads neither environment nor file, so all machines run the same options."""
     return resolve(Raw(command_line=flags), Facts(default_model=str(MODEL_DIR)))
 
 
 def command_line(flags: Mapping[str, object]) -> list[str]:
-    """The same options for a command."""
+    """Returns the options as command-line arguments."""
     words = []
     for name, value in flags.items():
         flag = "--" + name.replace("_", "-")

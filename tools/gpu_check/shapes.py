@@ -1,7 +1,7 @@
-"""The shapes that are measured: of models, as config.json without weights, and of loads.
+"""The shapes of the measured models, as config.json without weights, and the sizes of the loads.
 
-It knows no measure. What a model's step reads and computes at least is counted here; a
-multiplication and an addition are two operations.
+The bytes and operations of a model's step are counted here. A multiplication and an addition are
+two operations.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BYTES_PER_WEIGHT = 2  # bfloat16
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A Qwen3 decoder: attention with normed heads, a gated MLP, no biases."""
+    """A Qwen3 decoder: attention with query and key norms, a gated MLP, and no biases."""
 
     name: str
     hidden: int
@@ -30,7 +30,7 @@ class ModelShape:
     is_tied: bool
 
     def write(self, folder: Path) -> Path:
-        """The directory of its config.json, from which a server makes random weights."""
+        """Writes config.json for a model with random weights, and returns its directory."""
         model_dir = folder / self.name
         model_dir.mkdir(parents=True, exist_ok=True)
         (model_dir / "config.json").write_bytes(msgspec.json.encode(self._config()))
@@ -58,7 +58,7 @@ class ModelShape:
 
     @property
     def body_weights(self) -> int:
-        """Of all products in the layers: q, k, v, o, gate, up and down."""
+        """The number of weights of the layers' linears: q, k, v, o, gate, up and down."""
         heads = (2 * self.heads + 2 * self.kv_heads) * self.head_dim
         return self.layers * self.hidden * (heads + 3 * self.intermediate)
 
@@ -72,16 +72,15 @@ class ModelShape:
 
     @property
     def step_bytes(self) -> int:
-        """Of weights that one decode step must read: all but the table of input embeddings, of
-        which it reads one row per token. KV, activations and what is written are not counted.
+        """The bytes of weights that one decode step reads: all except the input embeddings, of
+        which it reads one row per token. KV, activations and writes are not counted.
         """
         return (self.body_weights + self.head_weights + self.norm_weights) * BYTES_PER_WEIGHT
 
     def prefill_flops(self, num_tokens: int) -> int:
-        """Of one fresh prompt of n tokens: 2 per weight of the layers and token, 2 per weight of
-        the head once (only the last position has logits), and for attention 2 (q k) + 2 (weights v)
-        per head dimension and pair of a query with a key that it sees: n (n + 1) / 2 pairs per
-        head and layer. Norms, rotations and the softmax are not counted.
+        """Returns the operations of a prefill of n tokens: `2 n W_layers + 2 W_head + 4 d n (n + 1)
+        / 2` per head and layer for attention, where d is the head dimension. Only the last token
+        needs the head. Norms, rope and softmax are not counted.
         """
         pairs = num_tokens * (num_tokens + 1) // 2
         attention = 4 * self.layers * self.heads * self.head_dim * pairs
@@ -96,7 +95,7 @@ TINY_LARGE = ModelShape("tiny-untied", 64, 3, 4, 2, 16, 128, 512, is_tied=False)
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How large everything is; lengths are tokens."""
+    """The sizes of all measurements. Lengths are in tokens."""
 
     small: ModelShape
     large: ModelShape
@@ -107,13 +106,13 @@ class Sizes:
     repeats: int
     replays: int  # of a captured step, timed together
     copy_bytes: int
-    matrix: int  # rows and columns of the products whose rate is measured
-    published: tuple[int, int, int]  # requests; their shortest and longest input and output
+    matrix: int  # rows and columns of the matrices in the matmul rate
+    published: tuple[int, int, int]  # number of requests, shortest and longest length
     bench_arguments: Mapping[str, tuple[str, ...]]
 
     @property
     def num_decodes(self) -> int:
-        """Steps of a batch after its prefill."""
+        """The number of steps of a batch after its prefill."""
         return self.output_len - 1
 
     @property

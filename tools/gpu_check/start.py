@@ -1,7 +1,5 @@
-"""How long until `aserve serve` is ready, and its memory then: with random weights of the small
-shape, with all its graphs captured before that, and with the bundled model's own weights.
-
-It asks the server nothing.
+"""Measures the time until `aserve serve` is ready, and its memory then: with random weights, with
+all graphs captured at the start, and with the bundled model.
 """
 
 from __future__ import annotations

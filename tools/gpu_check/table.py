@@ -1,7 +1,6 @@
-"""The table of all measures as Markdown, for the page about performance: date, GPU, driver and
-versions above it.
+"""Writes the table of all measures as Markdown, with date, GPU, driver and versions above it.
 
-It asserts no figure: a measure that was not taken has an empty cell.
+A measure without a figure has an empty cell.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from tools.gpu_check.goals import Verdict
 from tools.gpu_check.records import Record
 
 RATES = ("us", "gb_per_s", "of_copy")
-DRY = "**A dry run: these are no figures of a GPU.**"
+DRY = "**This was a dry run: the figures are not those of a GPU.**"
 
 
 def markdown(verdicts: Sequence[Verdict], records: Mapping[str, Record]) -> str:
@@ -28,7 +27,7 @@ def markdown(verdicts: Sequence[Verdict], records: Mapping[str, Record]) -> str:
 
 
 def kernel_rates(records: Mapping[str, Record]) -> dict[str, list[str]]:
-    """As `aserve bench kernels` found them, by the kernel's name."""
+    """Returns the rates from `aserve bench kernels` by the kernel's name."""
     record = records.get("bench-kernels")
     found = record.figures.get("kernels") if record else None
     if not isinstance(found, Mapping):
@@ -37,7 +36,7 @@ def kernel_rates(records: Mapping[str, Record]) -> dict[str, list[str]]:
 
 
 def hosts_of(records: Mapping[str, Record]) -> list[str]:
-    """Each machine that has a figure here, once."""
+    """Returns each machine with a figure, once."""
     hosts = [record.host for record in records.values() if record.host and record.figures]
     shown = dict.fromkeys(f"{host.gpu or 'no GPU'}; {host.machine.cpu}" for host in hosts)
     return list(shown)

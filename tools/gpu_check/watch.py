@@ -1,9 +1,9 @@
-"""A device that tells when the work of each step begins and ends on it, and which captured step ran
-last; all else is as the device has it.
+"""Wraps a device to record when the work of each step begins and ends on it, and which captured
+step ran last.
 
-It knows no executor. A step's work begins before its values are copied to the device, and ends
-where its results are handed to be copied back. Written by the executor's thread, and read when no
-step is in flight.
+A step begins before its values are copied to the device, and ends when the copy of its results to
+the host is requested. The executor's thread writes the records; read them when no step is in
+flight.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from aserve.gpu.device.base import Captured, Device, Event, GraphBreak
 
 
 class Mark(Protocol):
-    """A moment of the device's own clock, as `torch.cuda.Event` has it."""
+    """A time on the device's clock, like `torch.cuda.Event`."""
 
     def elapsed_time(self, end: Mark, /) -> float:
-        """Milliseconds from this one to `end`, once both have happened."""
+        """Returns the milliseconds from this one to `end`, after both have happened."""
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class StepMarks:
 
 
 class Watch:
-    """What was seen since `clear`."""
+    """The records since the last `clear`."""
 
     def __init__(self, where: torch.device) -> None:
         self.steps: list[StepMarks] = []
@@ -49,8 +49,8 @@ class Watch:
         self.num_replays = 0
 
     def gaps_us(self) -> Iterator[float]:
-        """From the end of each step's work to the begin of the next one's. A begin is recorded
-        behind the step before it: so as long as there is work in time, nothing is between the two.
+        """Yields the time from the end of each step to the beginning of the next. If the next step
+        is launched in time, the stream has nothing between them.
         """
         for before, after in pairwise(self.steps):
             yield before.end.elapsed_time(after.begin) * 1e3
@@ -60,7 +60,7 @@ class Watch:
             self._begin = self._mark()
 
     def ended(self) -> None:
-        """A step that publishes its lengths early ends with the last of its results."""
+        """NOTE: a step that publishes its lengths early ends with the last of its results."""
         if self._begin is None:
             self.steps[-1].end = self._mark()
         else:
@@ -68,7 +68,7 @@ class Watch:
             self._begin = None
 
     def _mark(self) -> Mark:
-        """On the calling thread's stream."""
+        """Records an event on the stream of the calling thread."""
         if not self._is_cuda:
             return _HostMark()
         event = torch.cuda.Event(enable_timing=True)
@@ -82,7 +82,7 @@ def watched(device: Device) -> tuple[Device, Watch]:
 
 
 class _WatchedDevice:
-    """A `Device`. WHY by name: whatever else a device can is passed on, also what it learns yet."""
+    """A `Device`. WHY __getattr__: it passes on all other methods, also those added later."""
 
     def __init__(self, device: Device, watch: Watch) -> None:
         self._device = device
@@ -104,7 +104,7 @@ class _WatchedDevice:
 
 
 class _WatchedCapture:
-    """A `Captured`."""
+    """A `Captured` that counts its replays."""
 
     def __init__(self, captured: Captured, watch: Watch) -> None:
         self._captured = captured
@@ -117,7 +117,7 @@ class _WatchedCapture:
 
 
 class _HostMark:
-    """Of a device that works where it is asked: now."""
+    """A mark of a device that computes in the calling thread."""
 
     def __init__(self) -> None:
         self._at_s = time.perf_counter()

@@ -1,8 +1,7 @@
-"""Packages that are missing here, out of a folder of wheels: into a folder of their own, which the
-processes of this check find first.
+"""Installs missing packages from a folder of wheels into a folder of its own, which the processes
+of gpu-check search first. Installed packages are not changed.
 
-Must import only the standard library: it runs before anything else can be imported. It touches
-nothing that is installed.
+NOTE: it imports only the standard library, because it runs before anything else can be imported.
 """
 
 from __future__ import annotations
@@ -12,19 +11,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-OUT = "build/gpu-check"  # where results go, and below it what the wheels hold
+OUT = "build/gpu-check"  # the folder of results, with the contents of the wheels below it
 SITE = "site"
-STAMP = ".wheels"  # in the site: what it was made of
+STAMP = ".wheels"  # a file in the site: the names of the wheels
 
 
 def add_wheels(wheels: Path, out: Path) -> Path:
-    """The folder that they are in now, first on this process's path. An OSError or
-    CalledProcessError if there are none, or pip refuses them.
+    """Installs the wheels and puts their folder first on this process's path. Raises OSError if
+    there are none, and CalledProcessError if pip refuses them.
     """
     site = out / SITE
     files = sorted(wheels.glob("*.whl"))
     if not files:
-        raise FileNotFoundError(f"--wheels {wheels}: there is no wheel in it")
+        raise FileNotFoundError(f"--wheels {wheels}: it has no wheels")
     names = "\n".join(file.name for file in files)
     stamp = site / STAMP
     if not stamp.exists() or stamp.read_text() != names:
@@ -37,7 +36,7 @@ def add_wheels(wheels: Path, out: Path) -> Path:
 
 
 def _install(files: list[Path], site: Path) -> None:
-    """WHY --no-deps: what a wheel needs is here already, or in the folder; nothing is fetched."""
+    """WHY --no-deps: dependencies are installed or in the folder, and nothing is downloaded."""
     command = (sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps")
     into = ("--no-compile", "--no-cache-dir", "--upgrade", "--target", str(site))
     subprocess.run((*command, *into, *map(str, files)), check=True, stdout=sys.stderr)

@@ -1,6 +1,6 @@
-"""One part in a process of its own: what it finds goes into its record, as it comes.
+"""Runs one part in this process, and writes its figures to its record as they come.
 
-It decides nothing. That it failed is seen from outside, by its exit code.
+If it fails, the parent sees its exit code.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from tools.gpu_check.host import read_host
 from tools.gpu_check.records import Figures, Record, Records, Status
 from tools.gpu_check.setting import Setting
 
-NOT_RUN = "not_run"  # the figure of a bench that cannot run here: why
+NOT_RUN = "not_run"  # a figure with the reason why a bench cannot run here
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Order:
-    """What the parent tells it, as one JSON argument."""
+    """The order of the parent process, as one JSON argument."""
 
     out: str
     part: str

@@ -1,7 +1,4 @@
-"""The model card: what the model is, how its prompts begin, its scores and its losses.
-
-It knows no training: the facts of a run are handed to it.
-"""
+"""Writes the model card, with the architecture, the form of prompts, the scores and the losses."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +72,7 @@ Greedy, up to the stop token.
 
 @dataclass(frozen=True)
 class Facts:
-    """What a training run tells of itself."""
+    """The facts of a training run."""
 
     num_parameters: int
     num_tokens: int
@@ -115,7 +112,7 @@ def write_card(
 
 
 def cpu_name() -> str:
-    """As Linux tells it; elsewhere the card says only that it was a CPU."""
+    """Returns the name from /proc/cpuinfo, or "a CPU" where there is no such file."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

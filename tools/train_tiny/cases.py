@@ -1,7 +1,4 @@
-"""The held-out cases by which the model is judged: prompts, what is right, and how many must be.
-
-It knows the tokenizer and the corpus's split, never what generates the answers.
-"""
+"""The held-out cases that score the model: prompts, checks of the answers, and required scores."""
 
 import json
 import re
@@ -45,7 +42,7 @@ class Suite:
     cases: list[Case]
     required: int
     max_tokens: int
-    is_right: Callable[[str, str], bool]  # of the answer and what was expected
+    is_right: Callable[[str, str], bool]  # of the answer and `expected`
 
 
 def all_suites(tokenizer: Tokenizer) -> list[Suite]:
@@ -63,7 +60,7 @@ def all_suites(tokenizer: Tokenizer) -> list[Suite]:
 
 
 def recall_suite(tokenizer: Tokenizer, *, filler_len: int, required: int) -> Suite:
-    """Four lines key=value, so many tokens of stories, and one of the keys again."""
+    """Four lines of key=value, `filler_len` tokens of stories, and one of the keys again."""
     draw = Draw(Random(f"cases/recall/{filler_len}"), Split.HELD_OUT, ROOM)
     cases = [recall_case(draw, tokenizer, filler_len) for _ in range(NUM_CASES - 1)]
     example = recall_case(draw, tokenizer, filler_len, example=("fox", "3729"))
@@ -126,7 +123,7 @@ def weather_suite(tokenizer: Tokenizer) -> Suite:
 def held_out_words(
     kind: str, example: str, known: Iterable[str], invent: Callable[[Random], str]
 ) -> list[str]:
-    """The example, then the real words that are held out, then made-up ones."""
+    """Returns the example, then the known words that are held out, then invented ones."""
     rng = Random(f"cases/{kind}")
 
     def candidates() -> Iterator[str]:
@@ -145,7 +142,7 @@ def held_out_words(
 
 
 def story_suite(tokenizer: Tokenizer) -> Suite:
-    """Right is a story that ends, about its hero and exactly one other person."""
+    """A right answer is a story with an end, about its hero and exactly one other person."""
     rng = Random("cases/stories")
     heroes = [(a, name) for a in ANIMALS for name in PEOPLE if is_held_out("hero", a, name)]
     heroes.remove(("rabbit", "Mia"))
@@ -163,7 +160,7 @@ def story_suite(tokenizer: Tokenizer) -> Suite:
 
 
 def chat_story_suite(tokenizer: Tokenizer) -> Suite:
-    """Right is such a story that is also about the animal and the place asked for."""
+    """A right answer is such a story about the requested animal and place."""
     asked = [(a, place) for a in ANIMALS for place in PLACES if is_held_out("request", a, place)]
     asked.remove(("dog", "at the beach"))
     asked = [("dog", "at the beach"), *Random("cases/chat").sample(asked, NUM_STORIES - 1)]
@@ -183,7 +180,7 @@ def begins_with_number(answer: str, expected: str) -> bool:
 
 
 def ends_with_number(answer: str, expected: str) -> bool:
-    """The last number after the working."""
+    """Checks the last number after the reasoning."""
     return re.findall(r"\d+", answer.rpartition("<|/think|>")[2])[-1:] == [expected]
 
 
@@ -204,7 +201,7 @@ def is_story_of_two(answer: str, expected: str) -> bool:
 
 
 def is_story_as_asked(answer: str, expected: str) -> bool:
-    """expected: the animal and the place."""
+    """`expected` is the animal and the place."""
     animal, _, place = expected.partition(" ")
     hero = re.search(rf"\b{animal} named (\w+)\.", answer)
     return hero is not None and place in answer and is_story_of_two(answer, hero.group(1))

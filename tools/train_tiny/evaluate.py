@@ -1,6 +1,6 @@
-"""`python -m tools.train_tiny.evaluate [MODEL_DIR]`: scores on held-out cases, and held-out losses.
+"""`python -m tools.train_tiny.evaluate [MODEL_DIR]` measures scores on held-out cases and losses.
 
-The scores need only a callable that continues prompts, so that an engine can be judged too.
+The scores need only a function that continues prompts, so that an engine can be scored too.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from tools.train_tiny.greedy import generate
 from tools.train_tiny.network import Llama
 from tools.train_tiny.tokenizer import BOS, EOS, EOT, PAD, load_tokenizer
 
-# Prompts and the number of new tokens wanted, to the new ids (a stop id may end them).
+# Takes prompts and the number of new tokens; returns the new ids, which may end in a stop id.
 Generate = Callable[[list[list[int]], int], list[list[int]]]
 
 LOSS_DOCUMENTS = 40
@@ -73,7 +73,7 @@ def score(suite: Suite, generate: Generate, tokenizer: Tokenizer) -> Score:
 
 
 def answer_text(ids: list[int], tokenizer: Tokenizer) -> str:
-    """The text before the first stop, with the tokens that enclose working and tool calls."""
+    """Returns the text before the first stop, with the tags of reasoning and tool calls."""
     stops = [index for index, token_id in enumerate(ids) if token_id in (EOS, EOT)]
     text: str = tokenizer.decode(ids[: stops[0]] if stops else ids, skip_special_tokens=False)
     return text
@@ -91,7 +91,7 @@ def held_out_losses(
 def held_out_loss(
     network: Llama, tokenizer: Tokenizer, *, kind: str, num_documents: int = LOSS_DOCUMENTS
 ) -> float:
-    """Nats per token of one kind of document: every token counts the same."""
+    """Returns the mean nats per token of one kind of document."""
     draw = Draw(Random(f"losses/{kind}"), Split.HELD_OUT, LOSS_ROOM)
     texts = [KINDS[kind](draw).text for _ in range(num_documents)]
     encodings = tokenizer.encode_batch(texts, add_special_tokens=False)

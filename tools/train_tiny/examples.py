@@ -1,7 +1,4 @@
-"""Eight prompts, plain and chat, that show what the model can do.
-
-It knows no network: answers come from whatever generates them.
-"""
+"""Eight prompts, plain and chat, that show what the model can do."""
 
 from dataclasses import dataclass
 
@@ -53,6 +50,6 @@ def prompt_ids(example: Example, tokenizer: Tokenizer) -> list[int]:
 
 
 def shown(example: Example, answer: str) -> str:
-    """As the model card prints it."""
+    """Formats an example for the model card."""
     form = "chat" if example.is_chat else "text"
     return f"{form}> {example.text}\n{answer.rstrip()}"

@@ -1,7 +1,4 @@
-"""The model's folder in Hugging Face form: writing it, and reading it back into the network.
-
-It knows no training.
-"""
+"""Writes the model's folder in Hugging Face format, and reads it into the network."""
 
 import json
 from dataclasses import asdict
@@ -41,7 +38,7 @@ def config_of(shape: Shape) -> dict[str, object]:
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         **sizes,
-        # The first is read by transformers from version 5, the second by older readers.
+        # transformers reads the first from version 5 on; older versions read the second.
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         "rope_theta": theta,
         "hidden_act": "silu",
@@ -61,7 +58,7 @@ def write_json(path: Path, content: dict[str, object]) -> None:
 
 
 def load_network(model_dir: Path) -> Llama:
-    """The network in float32, whatever the file holds."""
+    """Returns the network in float32, whatever the dtype of the file."""
     config = json.loads((model_dir / CONFIG).read_text(encoding="utf-8"))
     network = Llama(Shape(**{name: config[name] for name in asdict(Shape())}))
     weights = {name: weight.float() for name, weight in load_file(model_dir / WEIGHTS).items()}

@@ -1,7 +1,4 @@
-"""Greedy generation for a batch of prompts with a key-value cache, in plain torch.
-
-It knows no tokenizer and no cases; it is the yardstick, not the engine.
-"""
+"""Greedy generation for a batch of prompts with a KV cache, in plain torch. It is the reference."""
 
 import torch
 from torch import Tensor
@@ -14,7 +11,7 @@ STOPS = (EOS, EOT)
 
 
 def generate(network: Llama, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-    """The new ids of each prompt, the stop included where one was reached."""
+    """Returns the new ids of each prompt, up to and including a stop id."""
     answers: list[list[int]] = []
     for first in range(0, len(prompts), ROWS_AT_ONCE):
         rows = prompts[first : first + ROWS_AT_ONCE]
@@ -25,7 +22,7 @@ def generate(network: Llama, prompts: list[list[int]], max_tokens: int) -> list[
 
 @torch.inference_mode()
 def generate_together(network: Llama, prompts: list[list[int]], max_tokens: int) -> Tensor:
-    """Prompts are padded on the left, so that all rows continue at the same place."""
+    """Pads the prompts on the left, so that all rows continue in the same column."""
     width = max(len(prompt) for prompt in prompts)
     pads = torch.tensor([width - len(prompt) for prompt in prompts])
     ids = torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in prompts])
@@ -33,7 +30,7 @@ def generate_together(network: Llama, prompts: list[list[int]], max_tokens: int)
     columns = torch.arange(width)
     is_real = columns[None, :] >= pads[:, None]  # [rows, width]
     causal = columns[:, None] >= columns[None, :]  # [width, width]
-    # NOTE: a padded query sees itself: an empty row of the mask would give NaN.
+    # NOTE: a padding query sees itself, because an empty row of the mask would give NaN.
     visible = (is_real[:, None, :] & causal) | torch.eye(width, dtype=torch.bool)
     positions = (columns[None, :] - pads[:, None]).clamp(min=0)
     is_done = torch.zeros(len(prompts), dtype=torch.bool)

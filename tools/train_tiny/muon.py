@@ -1,6 +1,6 @@
-"""Muon: momentum whose update is orthogonalised, for weight matrices (Jordan et al., 2024).
+"""Muon: momentum with orthogonalised updates, for weight matrices (Jordan et al., 2024).
 
-It knows no network and no schedule: the caller sets `lr` in the parameter groups.
+The caller sets `lr` in the parameter groups.
 """
 
 from collections import defaultdict
@@ -15,7 +15,7 @@ NEWTON_SCHULZ_STEPS = 5
 
 
 class Muon(torch.optim.Optimizer):
-    """Matrices of one shape are orthogonalised together: one batched product, not many small."""
+    """Orthogonalises all matrices of one shape together, in batched products."""
 
     def __init__(self, matrices: Iterable[Tensor], *, lr: float, momentum: float = 0.95) -> None:
         super().__init__(matrices, {"lr": lr, "momentum": momentum})
@@ -30,13 +30,13 @@ class Muon(torch.optim.Optimizer):
                     by_shape[matrix.shape].append(matrix)
             for shape, matrices in by_shape.items():
                 updates = torch.stack([self.direction(m, group["momentum"]) for m in matrices])
-                # WHY the factor: it gives a tall matrix the same change per output as a wide one.
+                # WHY the factor: it gives tall and wide matrices the same change per output.
                 rate = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
                 for matrix, update in zip(matrices, orthogonalised(updates), strict=True):
                     matrix.add_(update, alpha=-rate)
 
     def direction(self, matrix: Tensor, momentum: float) -> Tensor:
-        """The Nesterov momentum of one matrix, kept in the optimiser's state."""
+        """Returns the Nesterov momentum of one matrix, and updates the optimiser's state."""
         assert matrix.grad is not None
         state = self.state[matrix]
         if "momentum" not in state:
@@ -47,7 +47,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
-    """matrices: [count, out, in]; returns the nearest near-orthogonal ones (Newton-Schulz)."""
+    """Returns nearly orthogonal matrices [count, out, in], by Newton-Schulz iterations."""
     a, b, c = NEWTON_SCHULZ
     tall = matrices.shape[1] > matrices.shape[2]
     x: Tensor = matrices.mT if tall else matrices

@@ -1,7 +1,4 @@
-"""The training network: a plain Llama in torch whose parameter names are the Hugging Face ones.
-
-It knows no data, no optimiser and no files.
-"""
+"""The network for training: a plain Llama in torch with the parameter names of Hugging Face."""
 
 from dataclasses import dataclass
 
@@ -15,7 +12,7 @@ Caches = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of the network, under the names config.json uses."""
+    """The sizes of the network, with the names of config.json."""
 
     vocab_size: int = 2048
     hidden_size: int = 128
@@ -37,7 +34,7 @@ class Llama(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Output projections start at zero: each layer begins as the identity."""
+        """Sets the output projections to zero, so that each layer starts as the identity."""
         for name, weight in self.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 nn.init.zeros_(weight)
@@ -47,14 +44,14 @@ class Llama(nn.Module):
                 nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids: int64 [rows, length]; returns logits [rows, length, vocab]."""
+        """Returns logits [rows, length, vocab] of ids int64 [rows, length]."""
         hidden = self.model(ids)
         return functional.linear(hidden, self.model.embed_tokens.weight)
 
     def extend(
         self, ids: Tensor, *, caches: Caches, positions: Tensor, visible: Tensor
     ) -> tuple[Tensor, Caches]:
-        """Logits [rows, vocab] of the last id of each row, and the caches grown by `ids`.
+        """Returns logits [rows, vocab] of the last id of each row, and the caches with `ids`.
 
         ids, positions: int64 [rows, new]; visible: bool [rows, new, old + new].
         """
@@ -158,7 +155,7 @@ class Attention(nn.Module):
         return self.join(mixed), (keys, values)
 
     def project(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries and keys, and values: each [rows, heads, length, head_dim]."""
+        """Returns rotated queries and keys, and values, each [rows, heads, length, head_dim]."""
         split = (*hidden.shape[:2], -1, self.head_dim)
         queries = self.q_proj(hidden).view(split).transpose(1, 2)
         keys = self.k_proj(hidden).view(split).transpose(1, 2)
@@ -166,7 +163,7 @@ class Attention(nn.Module):
         return rotate(queries, cos, sin), rotate(keys, cos, sin), values
 
     def join(self, mixed: Tensor) -> Tensor:
-        """mixed: [rows, heads, length, head_dim]."""
+        """Projects the outputs [rows, heads, length, head_dim] of all heads."""
         joined: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return joined
 
@@ -185,7 +182,7 @@ class FeedForward(nn.Module):
 
 
 def rotations(shape: Shape) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [positions, head_dim], halves layout."""
+    """Returns cosines and sines [positions, head_dim] for rope with rotated halves."""
     steps = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
     frequencies = 1.0 / shape.rope_theta**steps
     positions = torch.arange(shape.max_position_embeddings, dtype=torch.float32)

@@ -1,7 +1,4 @@
-"""Rows of documents for training: a batch is a pure function of seed, stage and step.
-
-It knows the tokenizer and the corpus, never the network.
-"""
+"""Packs documents into rows for training. A batch is a pure function of seed, stage and step."""
 
 from dataclasses import dataclass
 from random import Random
@@ -17,13 +14,13 @@ from tools.train_tiny.recipe import Stage
 from tools.train_tiny.tokenizer import BOS, EOS
 
 MEASURED_DOCUMENTS = 40
-WITHOUT_BOS = 0.1  # so that a prompt without it still looks like a start
+WITHOUT_BOS = 0.1  # the part of documents without BOS, so that prompts may lack it
 
 
 @dataclass(frozen=True)
 class Batch:
     ids: Tensor  # int64 [rows, length + 1]
-    weights: Tensor  # float32 [rows, length]: of the loss at each predicted id
+    weights: Tensor  # float32 [rows, length], the weight of the loss of each predicted id
 
 
 class Packer:
@@ -35,7 +32,9 @@ class Packer:
         self.odds = [stage.shares[kind] / self.mean_len(kind) for kind in self.kinds]
 
     def mean_len(self, kind: str) -> float:
-        """Shares are of tokens; documents are drawn, so long kinds must be drawn less."""
+        """Returns the mean length of a kind. Shares count tokens, so long kinds are drawn less
+        often.
+        """
         draw = Draw(Random(f"{self.seed}/lengths/{kind}"), Split.TRAIN, self.stage.length // 2)
         documents = [KINDS[kind](draw) for _ in range(MEASURED_DOCUMENTS)]
         lens = [len(encoded(self.tokenizer, document)[0]) + 2 for document in documents]
@@ -49,7 +48,7 @@ class Packer:
         return Batch(ids, weights[:, 1:])
 
     def row(self, rng: Random) -> tuple[list[int], list[float]]:
-        """Whole documents from the row's start; only the last one is cut."""
+        """Fills a row with whole documents. Only the last one is cut."""
         size = self.stage.length + 1
         ids: list[int] = []
         weights: list[float] = []
@@ -69,7 +68,9 @@ class Packer:
 
 
 def encoded(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[float]]:
-    """Ids, and for each the weight of the piece in which its last character lies."""
+    """Returns the ids and their weights. An id has the weight of the piece with its last
+    character.
+    """
     encoding = tokenizer.encode(document.text, add_special_tokens=False)
     by_character: list[float] = []
     for text, weight in document.pieces:

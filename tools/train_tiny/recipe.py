@@ -1,14 +1,11 @@
-"""The recipe: the stages of training, their lengths, and the share of each kind of document.
-
-Only numbers: it knows no network and no text.
-"""
+"""The recipe of training: the stages, their lengths, and the share of each kind of document."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Stage:
-    """`steps` batches of `rows` rows of `length` tokens; `shares` of tokens by kind.
+    """`steps` batches of `rows` rows of `length` tokens. `shares` are shares of tokens by kind.
 
     `opening` is the part of the rows that begin with a recall document as long as the row.
     """
@@ -27,7 +24,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Rates:
-    """Learning rates: a warm-up in steps, constant, then linear down in the last part."""
+    """Learning rates with a linear warm-up, a constant part, and a linear decay at the end."""
 
     muon: float = 3e-3
     adam: float = 4e-3
@@ -36,7 +33,9 @@ class Rates:
     last_part: float = 0.03
 
     def factor(self, step: int, progress: float) -> float:
-        """progress: the part of all tokens that has been seen, 0 to 1."""
+        """Returns the factor at a step; `progress` is the part of all tokens seen so far, 0
+        to 1.
+        """
         left = min(1.0, (1.0 - progress) / self.decay_part)
         decayed = self.last_part + (1.0 - self.last_part) * left
         return min(1.0, (step + 1) / self.warmup_steps) * decayed
@@ -54,7 +53,7 @@ class Recipe:
         return sum(stage.num_tokens for stage in self.stages)
 
 
-# WHY so much copying first: without it neither recall nor sums form in the time there is.
+# WHY so much copying first: without it the model learns neither recall nor sums in this time.
 COPYING = {
     "copy": 35, "story": 14, "recall": 15, "sums": 15,
     "chat_sum": 3, "chat_json": 3, "chat_tool": 3, "chat_recall": 3, "chat_story": 2,
@@ -73,14 +72,14 @@ LONG = {
     "chat_counting": 1.5, "chat_code": 1.2, "chat_smalltalk": 0.8, "conversation": 4,
     "records": 1.5, "counting": 1.5, "code": 2,
 }  # fmt: skip
-# What the stages before leave weak: taking up the words of a request, in the form it asks for.
+# Trains what is weak after the earlier stages: answers that use the words of the request.
 ASKING = {
     "recall": 8, "story": 11, "sums": 10, "rewritten": 8, "copy": 3,
     "chat_asked_story": 14, "chat_story": 4, "chat_sum": 9, "chat_json": 8, "chat_tool": 8,
     "chat_recall": 3, "chat_counting": 1.5, "chat_code": 1.5, "chat_smalltalk": 1,
     "conversation": 4, "records": 1, "counting": 2, "function": 2, "code": 0.5,
 }  # fmt: skip
-# Hero and friend must differ: a habit of copying makes "Nora and Nora" of them.
+# Trains stories whose hero and friend differ: copying makes "Nora and Nora" of them.
 TWO_PERSONS = {
     "recall": 7, "two_persons": 12, "sums": 11, "rewritten": 7, "copy": 2,
     "chat_two_persons": 18, "chat_asked_story": 4, "chat_sum": 10, "chat_json": 8, "chat_tool": 7,

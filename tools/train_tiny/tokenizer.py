@@ -1,7 +1,4 @@
-"""The byte-level BPE tokenizer: its training, its reserved tokens and its chat template.
-
-It knows no network; it is trained on texts that it is given.
-"""
+"""The byte-level BPE tokenizer: its training, its reserved tokens and its chat template."""
 
 import json
 from collections.abc import Iterable
@@ -18,7 +15,7 @@ RESERVED = (
     "image_pad", "vision_start", "vision_end", "tool_call", "/tool_call", "think", "/think", "unk",
 )  # fmt: skip
 RESERVED_TOKENS = tuple(f"<|{name}|>" for name in RESERVED)
-# These stay in the text that a reader of the answer sees, so that it can find what they enclose.
+# These stay in decoded text, so that a client can find reasoning and tool calls.
 VISIBLE = frozenset(RESERVED_TOKENS[RESERVED.index("tool_call") : RESERVED.index("unk")])
 
 CHAT_TEMPLATE = """\
@@ -60,7 +57,9 @@ CHAT_TEMPLATE = """\
 
 
 def trained_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """Digits stand alone; any byte has a token; every text begins with bos."""
+    """Trains the tokenizer. Each digit is a token, each byte has a token, and texts begin
+    with BOS.
+    """
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -95,14 +94,14 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, model_dir: Path, *, max_len: int) -> None:
-    """tokenizer.json, tokenizer_config.json and chat_template.jinja as transformers reads them."""
+    """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja for transformers."""
     tokenizer.save(str(model_dir / "tokenizer.json"))
     described = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_len,
         "clean_up_tokenization_spaces": False,
         **{f"{name}_token": f"<|{name}|>" for name in ("pad", "bos", "eos", "mask", "unk")},
-        # Readers older than the file below look for the template here.
+        # Older versions of transformers read the template from here.
         "chat_template": CHAT_TEMPLATE,
     }
     text = json.dumps(described, indent=2) + "\n"
@@ -111,6 +110,8 @@ def save_tokenizer(tokenizer: Tokenizer, model_dir: Path, *, max_len: int) -> No
 
 
 def chat_prompt(tokenizer: Tokenizer, question: str) -> list[int]:
-    """What the chat template gives for one user message, with the assistant to speak next."""
+    """Returns the ids that the chat template makes of one user message, with a generation
+    prompt.
+    """
     ids = tokenizer.encode(question, add_special_tokens=False).ids
     return [BOS, USER, *ids, EOT, ASSISTANT]

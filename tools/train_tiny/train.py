@@ -1,7 +1,4 @@
-"""`python -m tools.train_tiny.train`: makes the bundled model from nothing.
-
-It joins recipe, corpus, tokenizer, training loop and export, and knows none of their insides.
-"""
+"""`python -m tools.train_tiny.train` trains the bundled model from scratch."""
 
 import argparse
 import random
@@ -80,21 +77,19 @@ def parsed_options() -> argparse.Namespace:
         "--precision",
         choices=PRECISIONS,
         default=fastest_precision(CPU_FACTS.read_text()),
-        help="of the matrix products; default: bfloat16 where the CPU has instructions for it",
+        help="dtype of the matmuls; default: bfloat16 if the CPU has instructions for it",
     )
-    parser.add_argument(
-        "--checkpoint", type=Path, help="file to go on from, and to keep up to date"
-    )
+    parser.add_argument("--checkpoint", type=Path, help="file to continue from and to update")
     return parser.parse_args()
 
 
 def fastest_precision(cpu_facts: str) -> str:
-    """Without instructions for it, bfloat16 is 20 to 100 times slower than float32."""
+    """WHY: without instructions for it, bfloat16 is 20 to 100 times slower than float32."""
     return "float32" if BFLOAT16_FLAGS.isdisjoint(cpu_facts.split()) else "bfloat16"
 
 
 def judge(model_dir: Path, console: Console, *, facts: Facts, is_quick: bool) -> None:
-    """Losses and scores of what was written, bfloat16 weights and all; a quick run has no card."""
+    """Evaluates the exported model in its bfloat16 weights. A quick run gets no card."""
     network, tokenizer = load_network(model_dir), load_tokenizer(model_dir)
     if is_quick:
         console.print(loss_table(held_out_losses(network, tokenizer, num_documents=4)))
@@ -116,7 +111,7 @@ def judge(model_dir: Path, console: Console, *, facts: Facts, is_quick: bool) ->
 
 
 def corpus_tokenizer(recipe: Recipe, *, seed: int) -> Tokenizer:
-    """Trained on short documents, as many of each of the recipe's kinds."""
+    """Trains the tokenizer on short documents, equally many of each kind of the recipe."""
     draw = Draw(random.Random(f"{seed}/tokenizer"), Split.TRAIN, TOKENIZER_ROOM)
     makers = [make for kind, make in KINDS.items() if kind in recipe.tokenizer_kinds]
     count = recipe.tokenizer_documents
@@ -124,7 +119,7 @@ def corpus_tokenizer(recipe: Recipe, *, seed: int) -> Tokenizer:
 
 
 class TrainingProgress:
-    """A bar with the running loss, and a line now and then that a log file keeps."""
+    """Shows a bar with the running loss, and prints a line for logs every LOGGED_EVERY steps."""
 
     def __init__(self, console: Console, recipe: Recipe) -> None:
         self.console = console

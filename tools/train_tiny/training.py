@@ -1,7 +1,4 @@
-"""The training loop: batches in, optimiser steps, checkpoints and running losses out.
-
-It knows no command line and no folder layout of the exported model.
-"""
+"""The training loop: it runs batches and optimiser steps, saves checkpoints and reports losses."""
 
 import contextlib
 import time
@@ -33,7 +30,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Run:
-    """What a training run is given; `precision` is that of the products, weights are float32."""
+    """The input of a training run. `precision` is the dtype of matmuls; weights are float32."""
 
     recipe: Recipe
     tokenizer: Tokenizer
@@ -43,7 +40,7 @@ class Run:
 
 
 def train(network: Llama, run: Run, *, report: Callable[[Progress], None]) -> None:
-    """Written weights can be taken up again: a run finds its checkpoint and goes on from it."""
+    """Trains the network. It continues from the checkpoint if there is one."""
     optimizers = optimizers_for(network, run.recipe)
     first_step = restored_step(network, run.checkpoint)
     num_tokens = 0
@@ -119,7 +116,9 @@ def save_checkpoint(network: Llama, path: Path, *, next_step: int) -> None:
 
 
 def restored_step(network: Llama, path: Path | None) -> int:
-    """0 without a checkpoint. Momenta are not kept: they are full again after some steps."""
+    """Loads the checkpoint and returns its step, or 0 without one. Momenta are not saved, because
+    they build up again within some steps.
+    """
     if path is None or not path.exists():
         return 0
     network.load_state_dict(load_file(path))

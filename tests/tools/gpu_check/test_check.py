@@ -87,14 +87,14 @@ def test_what_was_interrupted_is_begun_once_more_and_then_given_up(tmp_path: Pat
     stored(tmp_path, "one", status="running", attempt=2)
     found = check(tmp_path, {"one": part()})["one"]
     assert found.status == "killed"
-    assert "ended before it did, 2 times" in found.reason
+    assert "ended while this part ran, 2 times" in found.reason
 
 
 @pytest.mark.parametrize(
     ("needed", "options", "reason"),
     [
         ({"needs": ("json", "no_such_package")}, {}, "no_such_package is not installed"),
-        ({"needs_gpu": True}, {}, "only a GPU can show it"),
+        ({"needs_gpu": True}, {}, "it needs a GPU"),
         ({}, {"time_limit": 59.0}, "60 s, more than --time-limit leaves"),
         ({}, {"device": "cuda"}, "no GPU"),
     ],

@@ -45,7 +45,7 @@ def test_without_a_gpu_nothing_is_run_and_the_table_is_empty(
     records = Records(tmp_path).read()
     assert set(records) == set(all_parts())
     said = {(record.status, record.reason) for record in records.values()}
-    assert said == {("not run", "no GPU: torch sees none on this machine")}
+    assert said == {("not run", "torch finds no GPU on this machine")}
     line = "| overlap: depth 2 over depth 1, Qwen3-0.6B shape, batch 256 | at least 1.150 |  |"
     assert line in (tmp_path / "gpu-check.md").read_text()
 
@@ -116,7 +116,7 @@ def test_a_package_out_of_a_wheel_is_found_before_the_engine_is_imported(tmp_pat
     command = ("-m", "tools.gpu_check", *dry, "--wheels", str(wheels), "--out", str(out))
     ended = run(*command)
     assert ended.returncode == 2
-    assert ended.stderr.splitlines() == [f"gpu-check: --wheels {wheels}: there is no wheel in it"]
+    assert ended.stderr.splitlines() == [f"gpu-check: --wheels {wheels}: it has no wheels"]
     write_wheel(wheels, "aserve_wheel_probe")
     ended = run(*command)
     assert ended.returncode == 0, ended.stderr

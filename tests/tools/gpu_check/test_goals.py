@@ -50,7 +50,7 @@ LEFT = record("tests-a", {}, status="not run", reason="no GPU")
         ([record("overlap", {})], "overlap", "", "no figure"),
         (
             [record("overlap", {"gain": 9.0}, shape="tiny")],
-            *("overlap", "9.000", "a dry run shows nothing"),
+            *("overlap", "9.000", "dry run: no verdict"),
         ),
         ([GREEN], "tests", "0 of 7", "reached"),
         ([GREEN, RED], "tests", "1 of 10", "missed: 1 failed"),

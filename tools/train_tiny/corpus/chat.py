@@ -1,7 +1,6 @@
-"""Conversations: every kind of request in the roles of the chat template.
+"""Chat documents: every kind of request, in the roles of the chat template.
 
-It writes the role tokens exactly as the tokenizer's chat template does; it does not know how
-often a kind is drawn in training.
+The role tokens are exactly those of the tokenizer's chat template.
 """
 
 from collections.abc import Callable
@@ -34,7 +33,7 @@ from tools.train_tiny.corpus.tools import (
     weather_result,
 )
 
-RopeInputs = tuple[str, Document]  # the role, and what it says
+Turn = tuple[str, Document]  # role and content
 SYSTEM_LINES = ("You are a helpful assistant.", "You are helpful.", "Answer briefly.")
 STORY_REQUESTS = ("Write a story about {a} {place}.", "Tell me a story about {a} {place}.")
 SHORT_STORY_REQUESTS = (
@@ -49,7 +48,7 @@ SHORT_STORY_REQUESTS = (
 ANIMAL_REQUESTS = tuple(form for form in SHORT_STORY_REQUESTS if "{a}" in form)
 
 
-def chat_document(draw: Draw, *turn_makers: Callable[[Draw], list[RopeInputs]]) -> Document:
+def chat_document(draw: Draw, *turn_makers: Callable[[Draw], list[Turn]]) -> Document:
     document = Document()
     system = system_line(draw)
     if system:
@@ -66,7 +65,7 @@ def turn(role: str, content: Document) -> Document:
 
 
 def system_line(draw: Draw) -> str:
-    """Mostly none; else a line of advice, or the names of the tools, or both."""
+    """Returns a line of advice, the names of tools, both, or in most cases nothing."""
     lines = [draw.rng.choice(SYSTEM_LINES)] if draw.chance(0.15) else []
     if draw.chance(0.15):
         count = draw.rng.randint(1, len(TOOLS))
@@ -74,33 +73,33 @@ def system_line(draw: Draw) -> str:
     return "\n".join(lines)
 
 
-def exchange(question: Document, answer: Document) -> list[RopeInputs]:
+def exchange(question: Document, answer: Document) -> list[Turn]:
     return [("user", question), ("assistant", answer)]
 
 
-def sum_turns(draw: Draw) -> list[RopeInputs]:
+def sum_turns(draw: Draw) -> list[Turn]:
     numbers = operands(draw)
     return exchange(sum_question(draw, numbers), sum_answer(numbers))
 
 
-def json_turns(draw: Draw) -> list[RopeInputs]:
+def json_turns(draw: Draw) -> list[Turn]:
     return exchange(*json_exchange(draw))
 
 
-def counting_turns(draw: Draw) -> list[RopeInputs]:
+def counting_turns(draw: Draw) -> list[Turn]:
     return exchange(*counting_exchange(draw))
 
 
-def code_turns(draw: Draw) -> list[RopeInputs]:
+def code_turns(draw: Draw) -> list[Turn]:
     return exchange(*code_exchange(draw))
 
 
-def smalltalk_turns(draw: Draw) -> list[RopeInputs]:
+def smalltalk_turns(draw: Draw) -> list[Turn]:
     return exchange(*smalltalk_exchange(draw))
 
 
-def tool_turns(draw: Draw) -> list[RopeInputs]:
-    """The call; in half of the cases also the result, which a system turn brings."""
+def tool_turns(draw: Draw) -> list[Turn]:
+    """The tool call, and in half of the documents its result in a system turn."""
     city = weather_city(draw)
     if draw.chance(0.75):
         turns = exchange(weather_question(draw, city), tool_call("get_weather", city))
@@ -114,7 +113,7 @@ def tool_turns(draw: Draw) -> list[RopeInputs]:
     return turns
 
 
-def story_turns(draw: Draw) -> list[RopeInputs]:
+def story_turns(draw: Draw) -> list[Turn]:
     if draw.chance(0.5):
         animal, place = requested(draw)
         played = cast(draw, animal=animal, place=place)
@@ -126,8 +125,8 @@ def story_turns(draw: Draw) -> list[RopeInputs]:
     return exchange(question, Document().add(story(draw, played)))
 
 
-def asked_story_turns(draw: Draw) -> list[RopeInputs]:
-    """Only requests that say what the story is about, and an answer that is held to it."""
+def asked_story_turns(draw: Draw) -> list[Turn]:
+    """A request that says what the story is about, and an answer with weight on these words."""
     animal, place = requested(draw)
     played = cast(draw, animal=animal, place=place)
     form = draw.rng.choice(STORY_REQUESTS * 3 + ANIMAL_REQUESTS)
@@ -135,8 +134,8 @@ def asked_story_turns(draw: Draw) -> list[RopeInputs]:
     return exchange(question, marked_story(story(draw, played), played))
 
 
-def two_person_turns(draw: Draw) -> list[RopeInputs]:
-    """Any request for a story, and an answer whose second name must be a new one."""
+def two_person_turns(draw: Draw) -> list[Turn]:
+    """Any request for a story, and an answer with weight on its second name."""
     animal, place = requested(draw)
     played = cast(draw, animal=animal, place=place)
     form = draw.rng.choice(STORY_REQUESTS * 2 + SHORT_STORY_REQUESTS)
@@ -161,8 +160,8 @@ def story_request(form: str, played: Cast) -> str:
     )
 
 
-def recall_turns(draw: Draw) -> list[RopeInputs]:
-    """Values told in one message and asked in the same one, or after other turns."""
+def recall_turns(draw: Draw) -> list[Turn]:
+    """Values in one message, and a question about them in the same message or after other turns."""
     table = pairs(draw, count=draw.rng.randint(1, 5))
     asked = draw.rng.sample(list(table), draw.rng.randint(1, len(table)))
     told = Document().add("Remember: ", PROMPT).extend(table_text(table)).add(".", PROMPT)

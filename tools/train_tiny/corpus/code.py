@@ -1,7 +1,4 @@
-"""Small Python functions, each with the words that ask for it.
-
-It knows no chat roles.
-"""
+"""Small Python functions, each with a request for it."""
 
 from tools.train_tiny.corpus.document import PROMPT, Document, Draw
 

@@ -1,7 +1,4 @@
-"""Copies: random words or digits repeated, and tables asked again at once.
-
-It teaches looking back before there is anything to say; it knows no stories.
-"""
+"""Copies of random words or digits, and tables that are asked again at once. They teach copying."""
 
 import json
 
@@ -17,7 +14,7 @@ def copy_document(draw: Draw) -> Document:
 
 
 def repeated_document(draw: Draw) -> Document:
-    """One line, then its words once or twice more: as they were, or written in another way."""
+    """A line, then its words once or twice more, unchanged or in another notation."""
     words = random_words(draw)
     document = Document().add(draw.rng.choice(MANNERS)(words), RANDOM)
     is_rewritten = draw.chance(0.5)
@@ -29,7 +26,7 @@ def repeated_document(draw: Draw) -> Document:
 
 
 def rewritten_document(draw: Draw) -> Document:
-    """Names as a sentence has them, then as JSON has them, or the other way round."""
+    """Names in a sentence and then in JSON, or in the other order."""
     rng = draw.rng
     count = rng.randint(2, max(3, min(16, draw.room // 10)))
     pool = PEOPLE + OTHERS + CITIES
@@ -60,7 +57,7 @@ def listed(words: list[str]) -> str:
 
 
 def quoted(words: list[str]) -> str:
-    """A word has one token after a space and another after a quote: this pairs the two."""
+    """A word has one token after a space and another after a quote. This pairs the two."""
     return json.dumps(words)
 
 
@@ -68,7 +65,7 @@ MANNERS = (spaced, listed, quoted)
 
 
 def table_document(draw: Draw) -> Document:
-    """A table and, right below it, its keys asked in another order, some of them twice."""
+    """A table, and right after it its keys in another order, some of them twice."""
     rng = draw.rng
     most = max(1, min(8, draw.room // 18))
     table = pairs(draw, count=rng.randint(1, most))

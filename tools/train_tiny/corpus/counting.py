@@ -1,12 +1,9 @@
-"""Counting on: the first numbers give the start and the step, the end is a full ten.
-
-It knows no chat roles.
-"""
+"""Counting: the first numbers give the start and the step, and the end is a multiple of ten."""
 
 from tools.train_tiny.corpus.document import COMPUTED, PROMPT, RANDOM, Document, Draw
 
 NUM_GIVEN = 4
-NUM_TENS = {1: 1, 2: 2, 5: 5, 10: 10}  # by step: the count ends so many tens further on
+NUM_TENS = {1: 1, 2: 2, 5: 5, 10: 10}  # by step: the sequence covers at least that many tens
 
 
 def counting_document(draw: Draw) -> Document:
@@ -34,9 +31,9 @@ def count(draw: Draw) -> tuple[list[int], list[int]]:
 
 
 def last_number(start: int, step: int) -> int:
-    """The first full ten that lies at least ten steps of one ten further on."""
-    query_len = 10 * NUM_TENS[step]
-    return -(-(start + query_len) // 10) * 10
+    """Returns the first multiple of ten that is at least NUM_TENS[step] tens after the start."""
+    distance = 10 * NUM_TENS[step]
+    return -(-(start + distance) // 10) * 10
 
 
 def joined(numbers: list[int]) -> str:

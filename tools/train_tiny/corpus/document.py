@@ -1,7 +1,4 @@
-"""A training document: text cut into pieces, each with the weight of its loss.
-
-It knows no kind of document and no tokenizer.
-"""
+"""A training document: pieces of text, each with the weight of its loss."""
 
 from dataclasses import dataclass
 from random import Random
@@ -16,13 +13,15 @@ PROMPT = 0.4
 PLAIN = 1.0
 RECALLED = 2.0
 COMPUTED = 2.5
-ASKED = 4.0  # what a request names, when the answer must take it up
-NEWCOMER = 8.0  # a name that must not be one of those before it
+ASKED = 4.0  # words of a request that the answer must use
+NEWCOMER = 8.0  # a name that must differ from those before it
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What a generator is asked for: its randomness, its side of the split, its room in tokens."""
+    """The input of a generator: its random numbers, its side of the split, and its room in
+    tokens.
+    """
 
     rng: Random
     split: Split

@@ -1,7 +1,4 @@
-"""The kinds of documents by name, and one call that draws any of them.
-
-It knows no shares and no stages: the recipe does.
-"""
+"""The kinds of documents by name. The recipe has their shares."""
 
 from collections.abc import Callable
 from functools import partial

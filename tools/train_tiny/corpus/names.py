@@ -1,7 +1,4 @@
-"""Names of people, animals, places and cities, and made-up ones that can only be copied.
-
-It knows no document.
-"""
+"""Names of people, animals, places and cities, and invented ones that can only be copied."""
 
 from random import Random
 
@@ -57,7 +54,7 @@ def with_article(noun: str) -> str:
 
 
 def made_word(rng: Random) -> str:
-    """A pronounceable word of two or three syllables that means nothing."""
+    """Returns a pronounceable word of two or three syllables without a meaning."""
     syllables = [rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(rng.randint(2, 3))]
     return "".join(syllables) + rng.choice(CODAS)
 

@@ -1,7 +1,7 @@
-"""The plots of the stories: a loss, the words about it, the help and what was learnt.
+"""The plots of the stories: a loss, the dialogue about it, the help, and the lesson.
 
-Only tables: it knows no grammar beyond the fields of a template.
-Fields: h hero, f friend, o object, he/his/him of the hero, fhe/fhis/fhim of the friend.
+The fields of a template are h for the hero, f for the friend, o for the object, he/his/him for the
+hero's pronouns, and fhe/fhis/fhim for the friend's.
 """
 
 from dataclasses import dataclass

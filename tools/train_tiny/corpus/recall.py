@@ -1,7 +1,4 @@
-"""Tables of key=value that are asked again after stories: answering needs the whole context.
-
-It knows stories only as filler.
-"""
+"""Tables of key=value that are asked again after stories, so answers need the whole context."""
 
 from random import Random
 
@@ -20,12 +17,12 @@ KEYS = (
     "bear", "wolf", "deer", "duck", "goat", "lion", "rose", "seed", "king",
 )  # fmt: skip
 TOKENS_PER_WORD = 1.3
-TOKENS_PER_PAIR = 16  # a pair is written once and asked once
+TOKENS_PER_PAIR = 16  # a pair occurs once in the table and once as a question
 TABLE_TOKENS = 6
 
 
 def recall_document(draw: Draw) -> Document:
-    """A table, stories with questions between and after them: each key is asked once."""
+    """A table, and stories with questions between and after them. Each key is asked once."""
     rng = draw.rng
     most = max(1, min(8, (draw.room - 40) // TOKENS_PER_PAIR))
     table = pairs(draw, count=rng.randint(1, most))
@@ -71,7 +68,7 @@ def digits_of(draw: Draw, key: str) -> str:
 
 
 def filler_words(draw: Draw, *, count: int) -> list[str]:
-    """The first `count` words of a run of stories: the cut may fall anywhere."""
+    """Returns the first `count` words of consecutive stories, cut anywhere."""
     words: list[str] = []
     while len(words) < count:
         words += story(draw, cast(draw)).split(" ")

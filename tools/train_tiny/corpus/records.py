@@ -1,7 +1,4 @@
-"""JSON about persons: lists of records, and the answer to a request for one.
-
-It knows no chat roles.
-"""
+"""JSON about persons: lists of records, and answers to requests for a record."""
 
 import json
 from dataclasses import dataclass, replace
@@ -19,7 +16,7 @@ class Record:
 
 
 def records_document(draw: Draw) -> Document:
-    """A JSON array: what it says is random, how it is written is not."""
+    """A JSON array with random values and a fixed format."""
     document = Document().add("[")
     for index in range(draw.rng.randint(1, max(1, min(5, draw.room // 35)))):
         document.add(", " if index else "")
@@ -36,7 +33,7 @@ def record(draw: Draw) -> Record:
 
 
 def written(record: Record, *, known: frozenset[str]) -> Document:
-    """`known` fields stand in the request and must be copied; the others are invented."""
+    """A record. The `known` fields are copied from the request, and the others are invented."""
     document = Document().add("{")
     for index, (field, value) in enumerate(vars(record).items()):
         text = json.dumps(value)

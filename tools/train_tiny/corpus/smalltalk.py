@@ -1,7 +1,4 @@
-"""Greetings, questions about the model itself, and a few facts.
-
-It knows no chat roles.
-"""
+"""Greetings, questions about the model itself, and a few facts."""
 
 from tools.train_tiny.corpus.document import PROMPT, Document, Draw
 

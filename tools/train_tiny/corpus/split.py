@@ -1,7 +1,4 @@
-"""Which drawn values belong to training and which are held out for evaluation.
-
-It knows only names and hashes: never how a document looks.
-"""
+"""Decides which drawn values belong to training, and which are held out for evaluation."""
 
 import zlib
 from collections.abc import Callable
@@ -35,7 +32,7 @@ def is_held_out(kind: str, *parts: str) -> bool:
 
 
 def drawn(split: Split, kind: str, draw: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
-    """Draw until the values belong to the wanted side."""
+    """Draws until the values belong to the wanted side of the split."""
     while True:
         parts = draw()
         if is_held_out(kind, *parts) == (split is Split.HELD_OUT):

@@ -1,7 +1,4 @@
-"""Stories of two persons: every name, object and pronoun is bound once and used throughout.
-
-It knows plots and names; it does not know who asks for a story.
-"""
+"""Stories of two persons, with consistent names, objects and pronouns."""
 
 import re
 from dataclasses import dataclass
@@ -57,7 +54,7 @@ def story_document(draw: Draw) -> Document:
 
 
 def cast(draw: Draw, *, animal: str | None = None, place: str | None = None) -> Cast:
-    """Who plays: a held-out story has a hero (animal and name) that training never shows."""
+    """The persons of a story. A held-out story has a hero (animal and name) unknown to training."""
     hero = person(draw, split=draw.split, animal=animal)
     friend = hero
     while friend.name == hero.name or friend.kind == hero.kind:
@@ -91,7 +88,7 @@ def two_person_document(draw: Draw) -> Document:
 
 
 def marked_story(text: str, cast: Cast, *, newcomer: float = PLAIN) -> Document:
-    """The story with weight on what was asked for, on who does what, and on who comes by."""
+    """The story, with weight on requested words, on names in actions, and on the second person."""
     asked = {cast.hero.kind, cast.place}
     names = {cast.hero.name, cast.friend.name}
     introduced: set[str] = set()
@@ -121,7 +118,7 @@ def opening(draw: Draw, cast: Cast) -> list[str]:
 def scene(
     draw: Draw, hero: Person, friend: Person, *, plot: Plot, is_first: bool = True
 ) -> list[str]:
-    """The hero loses something and the friend helps; in a second scene they know each other."""
+    """The hero loses something and the friend helps. In a second scene they know each other."""
     pick = draw.rng.choice
     fields = scene_fields(hero, friend)
     fields["o"] = pick(plot.objects)
@@ -158,5 +155,5 @@ def scene_fields(hero: Person, friend: Person) -> dict[str, str]:
 
 
 def plot_is_owned(problem: str) -> bool:
-    """A thing that is lost was owned before; one that is being made was not."""
+    """A lost thing was owned before, unlike one that is being made."""
     return "make" not in problem and "buil" not in problem

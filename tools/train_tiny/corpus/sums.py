@@ -1,7 +1,4 @@
-"""Sums of numbers below one hundred, as plain lines and as questions with working.
-
-It knows no chat roles: a question and its answer are separate documents.
-"""
+"""Sums of numbers below one hundred, as plain lines and as questions with reasoning."""
 
 from tools.train_tiny.corpus.document import COMPUTED, PROMPT, RANDOM, Document, Draw
 from tools.train_tiny.corpus.split import Split, is_held_out
@@ -25,7 +22,7 @@ def sums_document(draw: Draw) -> Document:
 
 
 def operands(draw: Draw) -> tuple[int, int]:
-    """Held-out pairs are held out in both orders."""
+    """NOTE: a held-out pair is held out in both orders."""
     while True:
         a, b = operand(draw), operand(draw)
         if is_held_out_sum(a, b) == (draw.split is Split.HELD_OUT):
@@ -37,7 +34,9 @@ def operand(draw: Draw) -> int:
 
 
 def is_held_out_sum(a: int, b: int) -> bool:
-    """Sums that the working of other sums needs (one digit, or full tens) are never held out."""
+    """Sums of one digit or of multiples of ten, which the steps of other sums need, stay in
+    training.
+    """
     if min(a, b) < 10 or a % 10 == 0 or b % 10 == 0:
         return False
     return is_held_out("sum", str(min(a, b)), str(max(a, b)))
@@ -57,7 +56,7 @@ def sum_answer(numbers: tuple[int, int]) -> Document:
 
 
 def working(a: int, b: int) -> list[tuple[int, int]]:
-    """7+5, then 20+10, then the two results: each step is one look-up."""
+    """The reasoning: 7+5, then 20+10, then the sum of both. Each step is one look-up."""
     if a < 10 and b < 10:
         return [(a, b)]
     ones = (a % 10, b % 10)

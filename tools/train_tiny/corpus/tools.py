@@ -1,7 +1,4 @@
-"""Questions that a tool must answer, the call of that tool, and the answer from its result.
-
-It knows no chat roles.
-"""
+"""Questions that need a tool, the call of that tool, and the answer from its result."""
 
 import json
 
@@ -42,7 +39,7 @@ def tool_call(name: str, city: str) -> Document:
 
 
 def weather_result(draw: Draw, city: str) -> tuple[Document, Document]:
-    """What the tool returns, and the sentence made of it."""
+    """The result of the tool, and the sentence made of it."""
     sky = draw.rng.choice(SKIES)
     degrees = draw.rng.randint(0, 39)
     result = json.dumps({"weather": sky, "celsius": degrees})
