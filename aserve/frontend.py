@@ -57,7 +57,7 @@ class Frontend:
         self._on_death = on_death
         self._trace = Trace()
         self._text: Channel[DetokenizerEvent] = Channel(codec=self._codec_of(DetokenizerEvent))
-        self.ports = EngineCorePorts(self._text, self.metrics.heard, self._trace)
+        self.ports = EngineCorePorts(self._text, self.metrics.on_report, self._trace)
         self._running: _Running | None = None
         self._heap = HeapTrimmer()
         self._is_closed = False

@@ -73,7 +73,7 @@ def token_info(vocabulary: Vocabulary) -> TokenizerInfo:
         from xgrammar import TokenizerInfo, VocabType
     except ImportError:
         raise InvalidRequest(
-            "This server cannot make outputs keep to a grammar: xgrammar is not installed there.",
+            "This server cannot constrain outputs by a grammar: xgrammar is not installed there.",
             code="grammar_unavailable",
         ) from None
 
@@ -144,7 +144,7 @@ class Compiler:
             ids = np.setdiff1d(np.flatnonzero(bits), matcher.stop_token_ids)
             if not len(ids):
                 if number == 0 and not matcher.is_completed():
-                    raise GrammarError("no text of this model's tokens is in the language")
+                    raise GrammarError("no text of this model's tokens matches it")
                 break
             matcher.accept_token(int(ids[number * TRIAL_STEP % len(ids)]))
             excess_s += max(0.0, time.thread_time() - began_s - ALLOWANCE_S)
@@ -201,4 +201,4 @@ def _check_schema(source: str) -> None:
     if not isinstance(schema, dict):
         raise GrammarError("a schema is a JSON object")
     if place := ignored_keyword(schema):
-        raise GrammarError(f"{place} is not supported: outputs could not be made to keep to it")
+        raise GrammarError(f"{place} is not supported, so outputs might not match the schema")

@@ -27,12 +27,12 @@ from aserve.observability.reports import GrammarCompiled, GrammarKnown, GrammarR
 
 MAX_SOURCE = 200_000  # characters
 MAX_DEPTH = 64  # of brackets in a schema
-MAX_COMING = 64  # grammars that are being compiled or wait for it
-MAX_OF_CLIENT = 32  # and those of one client
+MAX_PENDING = 64  # grammars that are being compiled or wait for it
+MAX_PER_CLIENT = 32  # the same for one client
 STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[{]|[\]}]', re.DOTALL)
 
 
-class _Coming:
+class _Pending:
     """A grammar that is being compiled or waits for a worker, with the number of its waiters."""
 
     __slots__ = ("began_s", "client", "future", "is_running", "job", "num_waiting")
@@ -62,8 +62,8 @@ class GrammarLibrary:
         self._clock = clock
         self._num_workers = limits.num_workers
         self._cache: GrammarCache[Usable] = GrammarCache(cache_bytes, clock=clock)
-        self._coming: dict[Grammar, _Coming] = {}
-        self._queue: FairQueue[_Coming] = FairQueue()  # those that do not run, by client
+        self._pending: dict[Grammar, _Pending] = {}
+        self._queue: FairQueue[_Pending] = FairQueue()  # those that do not run, by client
         self._running: Counter[str] = Counter()  # by client
         self._workers = Workers(vocabulary, limits, clock=clock)
         self._threads = ThreadPoolExecutor(limits.num_workers + 1, thread_name_prefix="grammar")
@@ -74,21 +74,21 @@ class GrammarLibrary:
         When the last waiter is cancelled, the compilation is given up.
         """
         known = self._cache.get(grammar)
-        coming = self._coming.get(grammar)
-        if known is not None or coming is not None:
+        pending = self._pending.get(grammar)
+        if known is not None or pending is not None:
             self._report(GrammarKnown())
         if isinstance(known, ClientError):
             raise known
         if known is not None:
             return known
-        coming = coming or self._begin(grammar, client)
-        coming.num_waiting += 1
+        pending = pending or self._begin(grammar, client)
+        pending.num_waiting += 1
         try:
-            return await asyncio.shield(coming.future)
+            return await asyncio.shield(pending.future)
         finally:
-            coming.num_waiting -= 1
-            if not coming.num_waiting and not coming.future.done():
-                self._give_up(coming)
+            pending.num_waiting -= 1
+            if not pending.num_waiting and not pending.future.done():
+                self._give_up(pending)
 
     def close(self) -> None:
         """Ends all processes and threads. It blocks while this process compiles an accepted
@@ -97,32 +97,32 @@ class GrammarLibrary:
         self._workers.close()
         self._threads.shutdown(cancel_futures=True)
 
-    def _begin(self, grammar: Grammar, client: str) -> _Coming:
+    def _begin(self, grammar: Grammar, client: str) -> _Pending:
         check_size(grammar)
         self._check_room(client)
-        coming = _Coming(CompileJob(grammar), client=client, began_s=self._clock())
-        self._coming[grammar] = coming
-        self._queue.push(client, coming)
+        pending = _Pending(CompileJob(grammar), client=client, began_s=self._clock())
+        self._pending[grammar] = pending
+        self._queue.push(client, pending)
         self._run_more()
-        return coming
+        return pending
 
     def _check_room(self, client: str) -> None:
-        num_own = sum(coming.client == client for coming in self._coming.values())
-        if num_own >= MAX_OF_CLIENT:
+        num_own = sum(pending.client == client for pending in self._pending.values())
+        if num_own >= MAX_PER_CLIENT:
             what = f"{num_own} grammars of this client wait to be compiled, the most of one client"
-        elif len(self._coming) >= MAX_COMING:
-            what = f"{len(self._coming)} grammars wait to be compiled, the most in all"
+        elif len(self._pending) >= MAX_PENDING:
+            what = f"{len(self._pending)} grammars wait to be compiled, the most in all"
         else:
             return
         raise QueueFull(f"{what}. Try again later.", retry_after_s=1.0)
 
     def _run_more(self) -> None:
-        while (coming := self._queue.pop(self._may_run)) is not None:
-            coming.is_running = True
-            self._running[coming.client] += 1
+        while (pending := self._queue.pop(self._may_run)) is not None:
+            pending.is_running = True
+            self._running[pending.client] += 1
             loop = asyncio.get_running_loop()
-            work = loop.run_in_executor(self._threads, self._workers.compile, coming.job)
-            work.add_done_callback(functools.partial(self._came, coming))
+            work = loop.run_in_executor(self._threads, self._workers.compile, pending.job)
+            work.add_done_callback(functools.partial(self._on_compiled, pending))
 
     def _may_run(self, client: str) -> bool:
         """Returns whether a worker is free, or the spare one is and the client has none."""
@@ -130,35 +130,35 @@ class GrammarLibrary:
         is_spare = total == self._num_workers and not self._running[client]
         return total < self._num_workers or is_spare
 
-    def _give_up(self, coming: _Coming) -> None:
-        del self._coming[coming.job.grammar]
-        coming.future.cancel()
-        if coming.is_running:
-            self._workers.cancel(coming.job)
+    def _give_up(self, pending: _Pending) -> None:
+        del self._pending[pending.job.grammar]
+        pending.future.cancel()
+        if pending.is_running:
+            self._workers.cancel(pending.job)
         else:
-            self._queue.remove(coming.client, coming)
+            self._queue.remove(pending.client, pending)
 
-    def _came(self, coming: _Coming, work: asyncio.Future[Usable]) -> None:
-        self._running[coming.client] -= 1
+    def _on_compiled(self, pending: _Pending, work: asyncio.Future[Usable]) -> None:
+        self._running[pending.client] -= 1
         self._running += Counter()  # forgets those at 0
         error = Cancelled("the server ends") if work.cancelled() else work.exception()
-        if not coming.future.done():
-            self._settle(coming, error or work.result())
+        if not pending.future.done():
+            self._settle(pending, error or work.result())
         self._run_more()
 
-    def _settle(self, coming: _Coming, outcome: Usable | BaseException) -> None:
-        grammar = coming.job.grammar
-        del self._coming[grammar]
+    def _settle(self, pending: _Pending, outcome: Usable | BaseException) -> None:
+        grammar = pending.job.grammar
+        del self._pending[grammar]
         if isinstance(outcome, Usable):
             self._cache.keep(grammar, outcome)
-            coming.future.set_result(outcome)
-            self._report(GrammarCompiled("ok", self._clock() - coming.began_s))
+            pending.future.set_result(outcome)
+            self._report(GrammarCompiled("ok", self._clock() - pending.began_s))
             return
         if isinstance(outcome, ClientError):
             self._cache.keep_failure(grammar, outcome)
-        coming.future.set_exception(outcome)
+        pending.future.set_exception(outcome)
         code = outcome.error_code if isinstance(outcome, AserveError) else "internal_error"
-        self._report(GrammarCompiled(code, self._clock() - coming.began_s))
+        self._report(GrammarCompiled(code, self._clock() - pending.began_s))
 
 
 def check_size(grammar: Grammar) -> None:

@@ -65,8 +65,10 @@ class Rules:
         self._every_end = _bits(self.end_ids, vocab_size)
         self._eos = _bits(eos_ids if sampling.ignore_eos else [], vocab_size)
 
-    def put_off(self, mask: ArrayI32, position: int) -> ArrayI32:
-        """Clears the end tokens in `mask` (int32 [words]) of `position`, if a token remains."""
+    def without_end_tokens(self, mask: ArrayI32, position: int) -> ArrayI32:
+        """Returns `mask`, int32 [words], without the end tokens that are not allowed at `position`,
+        unless no other token remains.
+        """
         left = mask & ~(self._every_end if position < self._min_tokens else self._eos)
         return left if left.any() else mask
 
@@ -98,7 +100,7 @@ class SequenceMatcher:
         for token_id in new_ids.tolist():
             if not matcher.accept_token(token_id):
                 raise BugError(
-                    f"output {self._num_seen}, token {token_id}, is not in the grammar's language"
+                    f"output {self._num_seen}, token {token_id}, does not match the grammar"
                 )
             self._num_seen += 1
 
@@ -113,11 +115,11 @@ class SequenceMatcher:
         if not mask.any():
             raise InvalidRequest(
                 f"Invalid '{param}': after {position} tokens none of the model's tokens "
-                "goes on in its language. Is one that it needs among the stop_token_ids?",
+                "continues a match. Is one that the grammar needs among the stop_token_ids?",
                 param=param,
                 code="grammar_dead_end",
             )
-        return self._rules.put_off(mask, position)
+        return self._rules.without_end_tokens(mask, position)
 
 
 async def constrain(library: GrammarLibrary, request: AdmitRequest) -> Constraint:

@@ -1,7 +1,8 @@
 """A compile worker, `python -m aserve.grammar.worker`, with jobs on stdin and replies on stdout.
 
-A grammar may take any time and memory, so each one compiles in a fork of this process, which the
-kernel ends at its limits. The next grammar gets a fresh fork at once.
+The server sends one Setup, which the worker answers with Ready; then each Job is answered by one
+Reply. A grammar may take any time and memory, so each one compiles in a fork of this process, which
+the kernel ends at its limits. The next grammar gets a fresh fork at once.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def _serve(grammar: Grammar, replies: IO[bytes], *, compiler: Compiler, setup: S
         os._exit(0)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if code != 0:
-        send(replies, Reply(_broken_limit(code, setup)))
+        send(replies, Reply(_exceeded_limit(code, setup)))
 
 
 def _limit_memory(memory_bytes: int) -> None:
@@ -106,7 +107,7 @@ def _limit_memory(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
-def _broken_limit(code: int, setup: Setup) -> Failed:
+def _exceeded_limit(code: int, setup: Setup) -> Failed:
     if code == -signal.SIGALRM:
         return Failed(
             "grammar_timeout",

@@ -47,7 +47,7 @@ class GrammarMetrics:
             registry=registry,
         )
 
-    def heard(self, report: GrammarReport) -> None:
+    def on_report(self, report: GrammarReport) -> None:
         match report:
             case GrammarKnown():
                 self._cache_hits.inc()
@@ -112,13 +112,13 @@ class Metrics:
         for request_id in list(self._open):
             self._end(request_id, "failed", reason)
 
-    def heard(self, report: EngineReport) -> None:
+    def on_report(self, report: EngineReport) -> None:
         match report:
             case TickReport():
                 self._admitted(report.admitted)
                 self._steps.on_tick(report)
             case GrammarKnown() | GrammarCompiled():
-                self._grammars.heard(report)
+                self._grammars.on_report(report)
             case Beat():
                 for actor, backlog in report.backlogs:
                     self._steps.backlog.labels(actor).set(backlog)

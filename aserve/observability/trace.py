@@ -62,14 +62,14 @@ class Trace:
 
     def on_tick(self, tick: SchedulerTick) -> None:
         for event in tick.events:
-            self._heard(event)
+            self._note_event(event)
         for item in tick.admitted:
             what = f"child {item.child} runs in row {item.row} from step {item.iteration}"
             self.note(item.request_id, what)
         for effect in tick.effects:
-            self._performed(effect)
+            self._note_effect(effect)
 
-    def _heard(self, event: SchedulerEvent) -> None:
+    def _note_event(self, event: SchedulerEvent) -> None:
         match event:
             case AdmitRequest():
                 self.note(
@@ -100,7 +100,7 @@ class Trace:
                 self._stories.popitem(last=False)
         return story
 
-    def _performed(self, effect: SchedulerEffect) -> None:
+    def _note_effect(self, effect: SchedulerEffect) -> None:
         match effect:
             case StepOutput():
                 for output in effect.sequences:

@@ -67,12 +67,12 @@ class EngineSide:
         self._link = Link[ToEngine, ToFrontend](
             "frontend",
             kind=ToEngine,
-            deliver=self._heard,
+            deliver=self._on_message,
             on_end=lambda _: self._end(),
-            on_unsendable=self._end_without_words,
+            on_unsendable=self._send_plain_error,
         )
         self._core: LocalEngineCore | None = None
-        self._supervisor = Supervisor((self._link,), requests=Elsewhere(), report=self._report)
+        self._supervisor = Supervisor((self._link,), requests=NoOpenRequests(), report=self._report)
 
     async def run(self, sock: socket.socket) -> int:
         code = 0
@@ -112,7 +112,7 @@ class EngineSide:
             vocabulary=functools.partial(_vocabulary, start, executor.spec.vocab_size),
         )
         actors = (self._link, *core.actors)
-        self._supervisor = Supervisor(actors, requests=Elsewhere(), report=self._report)
+        self._supervisor = Supervisor(actors, requests=NoOpenRequests(), report=self._report)
         return core
 
     async def _close(self) -> None:
@@ -122,7 +122,7 @@ class EngineSide:
             await self._core.close()
         await self._link.close(timeout_s=FLUSH_S)
 
-    def _heard(self, message: ToEngine) -> None:
+    def _on_message(self, message: ToEngine) -> None:
         match message:
             case AdmitRequest() | Cancel():
                 assert self._core is not None, "requests come after Ready"
@@ -132,7 +132,7 @@ class EngineSide:
             case _:
                 assert_never(message)
 
-    def _end_without_words(self, message: ToFrontend) -> None:
+    def _send_plain_error(self, message: ToFrontend) -> None:
         """Sends the end of a request with a plain error when its own error cannot be encoded."""
         if isinstance(message, Retired | Refused) and message.error is not None:
             error = unexpected(message.request_id).info()
@@ -157,8 +157,8 @@ class EngineSide:
             self._ended.set_result(None)
 
 
-class Elsewhere:
-    """Open requests belong to the frontend, which ends them when it hears of a death."""
+class NoOpenRequests:
+    """The engine process has no open requests: the frontend ends them when it hears of a death."""
 
     def end_all(self, error: ErrorInfo) -> None:
         pass

@@ -49,8 +49,8 @@ class RemoteEngineCore:
         self._link = Link[ToFrontend, ToEngine](
             "engine",
             kind=ToFrontend,
-            deliver=self._heard,
-            on_end=self._link_ended,
+            deliver=self._on_message,
+            on_end=self._on_link_end,
             on_unsendable=self._refuse,
         )
         self.inbox = self._link.inbox
@@ -92,7 +92,7 @@ class RemoteEngineCore:
     def age_s(self) -> float:
         return time.monotonic() - self._heard_at_s
 
-    def _heard(self, message: ToFrontend) -> None:
+    def _on_message(self, message: ToFrontend) -> None:
         match message:
             case StepOutput() | Retired() | Refused() | OpenText():
                 self._ports.text.send(message)
@@ -110,7 +110,7 @@ class RemoteEngineCore:
                 kind = ConfigError if message.is_config else EngineDead
                 self._settle(kind(message.message))
             case Died():
-                self._died(message.name, EngineDead(message.reason))
+                self._report_death(message.name, EngineDead(message.reason))
             case _:
                 assert_never(message)
 
@@ -135,18 +135,20 @@ class RemoteEngineCore:
             case _:
                 assert_never(message)
 
-    def _link_ended(self, error: Exception | None) -> None:
+    def _on_link_end(self, error: Exception | None) -> None:
         if not self._is_closing:
-            self._link.spawn(self._say_how_it_ended(error))
+            self._link.spawn(self._report_exit(error))
 
-    async def _say_how_it_ended(self, error: Exception | None) -> None:
+    async def _report_exit(self, error: Exception | None) -> None:
         assert self._process is not None
         code = await _exit_code(self._process, timeout_s=DEATH_S)
         how = "closed its socket" if code is None else _described(code)
         because = f" ({error})" if error and not isinstance(error, OSError) else ""
-        self._died("engine", EngineDead(f"the engine's process {how}{because}; its log says why"))
+        self._report_death(
+            "engine", EngineDead(f"the engine's process {how}{because}; its log says why")
+        )
 
-    def _died(self, name: str, error: AserveError) -> None:
+    def _report_death(self, name: str, error: AserveError) -> None:
         """Fails `ready` while the engine loads, else tells the supervisor, which counts the first
         death.
         """

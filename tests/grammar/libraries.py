@@ -42,7 +42,7 @@ class Rig:
             vocabulary,
             CompileLimits(timeout_s, memory_bytes, num_workers),
             cache_bytes=cache_bytes,
-            report=GrammarMetrics(self.registry).heard,
+            report=GrammarMetrics(self.registry).on_report,
             clock=lambda: self.now_s,
         )
 

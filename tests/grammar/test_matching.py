@@ -96,7 +96,7 @@ def test_a_language_that_needs_a_stop_token_ends_in_an_error_that_says_so() -> N
 
 @pytest.mark.parametrize("wrong", [C, END, 39])
 def test_trap_4_an_output_outside_the_language_is_an_error_of_its_own(wrong: int) -> None:
-    what = f"output 1, token {wrong}, is not in the grammar's language"
+    what = f"output 1, token {wrong}, does not match the grammar"
     with pytest.raises(BugError, match=what):
         Play("ab").ask(A, wrong)
 

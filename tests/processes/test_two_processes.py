@@ -67,7 +67,7 @@ class Rig:
         return [chunk async for chunk in request_stream]
 
     def _report(self, report: EngineReport) -> None:
-        self.frontend.metrics.heard(report)
+        self.frontend.metrics.on_report(report)
         if isinstance(report, Beat):
             self.has_beaten.set()
 
