@@ -40,16 +40,16 @@ class Sink(Protocol[In]):
     def send(self, message: In) -> None: ...
 
 
-async def next_turn() -> None:
+async def yield_to_loop() -> None:
     """Returns in the next iteration of the loop, so that long work can be done in pieces.
 
     NOTE: it must not be used to wait for something.
     """
     loop = asyncio.get_running_loop()
-    turn: asyncio.Future[None] = loop.create_future()
-    handle = loop.call_soon(turn.set_result, None)
+    resumed: asyncio.Future[None] = loop.create_future()
+    handle = loop.call_soon(resumed.set_result, None)
     try:
-        await turn
+        await resumed
     finally:
         handle.cancel()
 

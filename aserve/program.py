@@ -1,6 +1,7 @@
-"""What surrounds a command as a process: its standard streams at the start, and its end.
+"""Runs a command as a process: it opens the standard streams first, and ends the process
+afterwards.
 
-It knows no command, and it imports none before the standard streams are open.
+NOTE: no command is imported before the standard streams are open.
 """
 
 from __future__ import annotations

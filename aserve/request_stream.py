@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
-from aserve.channel import next_turn
+from aserve.channel import yield_to_loop
 from aserve.errors import ErrorInfo, InvalidRequest, QueueFull
 from aserve.messages.base import num_values
 from aserve.messages.output import OutputChunk, failed_chunk
@@ -194,7 +194,7 @@ class RequestStream:
             if batch or self._kept:
                 yield batch
             if self._pending:
-                await next_turn()
+                await yield_to_loop()
         if self._is_unread:
             raise UnreadAnswer(
                 f"the client left more than {self._max_unread_bytes} bytes of the answer unread, "

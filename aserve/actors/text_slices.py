@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 import msgspec
 
-from aserve.channel import Channel, next_turn
+from aserve.channel import Channel, yield_to_loop
 from aserve.messages.base import VALUE_BYTES, num_values
 from aserve.messages.output import DetokenizerEvent, SequenceOutput, StepOutput
 from aserve.messages.requests import OpenText
@@ -52,7 +52,7 @@ async def sliced(
     async for events in inbox.batches():
         for number, part in enumerate(slices(events, num_children)):
             if number:
-                await next_turn()
+                await yield_to_loop()
             yield part
 
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from aiohttp import web
 
-from aserve.channel import next_turn
+from aserve.channel import yield_to_loop
 from aserve.errors import ErrorInfo
 from aserve.http.errors import STARTED, StartedAnswer
 from aserve.http.long_json import blocks_of
@@ -66,7 +66,7 @@ async def send_json(
     for block in (first, second):
         await with_deadline(response.write(block), request, timeout_s=timeout_s)
     for block in blocks:
-        await next_turn()
+        await yield_to_loop()
         await with_deadline(response.write(block), request, timeout_s=timeout_s)
     await with_deadline(response.write_eof(), request, timeout_s=timeout_s)
     return response

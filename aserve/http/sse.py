@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from aiohttp import web
 
-from aserve.channel import next_turn
+from aserve.channel import yield_to_loop
 from aserve.errors import ErrorInfo
 from aserve.http.delivery import with_deadline
 from aserve.http.errors import STARTED, StartedAnswer, error_body
@@ -49,7 +49,7 @@ class SseWriter:
         for number, block in enumerate(blocks_of(pieces), start=1):
             await self._with_deadline(self.response.write(block))
             if number % BLOCKS_PER_ITERATION == 0:
-                await next_turn()
+                await yield_to_loop()
 
     async def end(self) -> None:
         await self._with_deadline(self.response.write_eof())

@@ -24,57 +24,11 @@ from aserve.observability.reports import (
     TickReport,
 )
 
-COMPILE_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
-
-
-class GrammarMetrics:
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._compiles = Counter(
-            "aserve_grammar_compiles",
-            "Grammars that were compiled, by outcome",
-            ["outcome"],
-            registry=registry,
-        )
-        self._compile_s = Histogram(
-            "aserve_grammar_compile_seconds",
-            "From the request for a grammar to its outcome, with the time in the queue",
-            buckets=COMPILE_S,
-            registry=registry,
-        )
-        self._cache_hits = Counter(
-            "aserve_grammar_cache_hits",
-            "Requests whose grammar was in the cache, valid or not, or was being compiled",
-            registry=registry,
-        )
-
-    def on_report(self, report: GrammarReport) -> None:
-        match report:
-            case GrammarKnown():
-                self._cache_hits.inc()
-            case GrammarCompiled():
-                self._compiles.labels(report.outcome).inc()
-                self._compile_s.observe(report.seconds)
-            case _:
-                assert_never(report)
-
-
 Outcome: TypeAlias = Literal["finished", "refused", "failed", "cancelled"]
 
 SHORT_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 LONG_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 180, 600, 1800)
-
-
-class _Open:
-    """A request that has no final answer yet."""
-
-    __slots__ = ("completion_tokens", "first_token_s", "is_admitted", "last_token_s", "received_s")
-
-    def __init__(self, received_s: float) -> None:
-        self.received_s = received_s
-        self.first_token_s = 0.0
-        self.last_token_s = 0.0
-        self.is_admitted = False
-        self.completion_tokens: dict[int, int] = {}  # by child
+COMPILE_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 
 
 class Metrics:
@@ -150,6 +104,29 @@ class Metrics:
         self._requests.ended.labels(outcome, reason).inc()
         self._requests.in_flight.dec()
         self._requests.e2e_s.observe(self._clock() - state.received_s)
+
+
+class _Open:
+    """A request that has no final answer yet."""
+
+    __slots__ = ("completion_tokens", "first_token_s", "is_admitted", "last_token_s", "received_s")
+
+    def __init__(self, received_s: float) -> None:
+        self.received_s = received_s
+        self.first_token_s = 0.0
+        self.last_token_s = 0.0
+        self.is_admitted = False
+        self.completion_tokens: dict[int, int] = {}  # by child
+
+
+def _ending(chunk: OutputChunk, *, was_admitted: bool) -> tuple[Outcome, str]:
+    reason = chunk.error.code if chunk.error else str(chunk.finish_reason)
+    if chunk.finish_reason == "cancelled":
+        return "cancelled", "cancelled"
+    if chunk.error is None:
+        return "finished", reason
+    is_refusal = chunk.finish_reason == "error" and not was_admitted
+    return ("refused" if is_refusal else "failed"), reason
 
 
 class _RequestMetrics:
@@ -240,11 +217,32 @@ class _StepMetrics:
         self.total_pages.set(steps.total_pages)
 
 
-def _ending(chunk: OutputChunk, *, was_admitted: bool) -> tuple[Outcome, str]:
-    reason = chunk.error.code if chunk.error else str(chunk.finish_reason)
-    if chunk.finish_reason == "cancelled":
-        return "cancelled", "cancelled"
-    if chunk.error is None:
-        return "finished", reason
-    is_refusal = chunk.finish_reason == "error" and not was_admitted
-    return ("refused" if is_refusal else "failed"), reason
+class GrammarMetrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._compiles = Counter(
+            "aserve_grammar_compiles",
+            "Grammars that were compiled, by outcome",
+            ["outcome"],
+            registry=registry,
+        )
+        self._compile_s = Histogram(
+            "aserve_grammar_compile_seconds",
+            "From the request for a grammar to its outcome, with the time in the queue",
+            buckets=COMPILE_S,
+            registry=registry,
+        )
+        self._cache_hits = Counter(
+            "aserve_grammar_cache_hits",
+            "Requests whose grammar was in the cache, valid or not, or was being compiled",
+            registry=registry,
+        )
+
+    def on_report(self, report: GrammarReport) -> None:
+        match report:
+            case GrammarKnown():
+                self._cache_hits.inc()
+            case GrammarCompiled():
+                self._compiles.labels(report.outcome).inc()
+                self._compile_s.observe(report.seconds)
+            case _:
+                assert_never(report)

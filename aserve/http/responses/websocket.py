@@ -21,7 +21,7 @@ import msgspec
 from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
 from msgspec import UNSET, UnsetType
 
-from aserve.channel import next_turn
+from aserve.channel import yield_to_loop
 from aserve.errors import AserveError, ErrorInfo, InvalidRequest, QueueFull
 from aserve.http.body import parse_body
 from aserve.http.delivery import closer_of, with_deadline
@@ -229,7 +229,7 @@ class ResponseSocket:
         for block in blocks_of(pieces_of(event)):
             data += block
             if len(block) == BLOCK_BYTES:
-                await next_turn()
+                await yield_to_loop()
         sending = self._socket.send_frame(bytes(data), WSMsgType.TEXT)
         await with_deadline(sending, self._request, timeout_s=self._context.options.write_timeout)
 
