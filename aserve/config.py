@@ -53,7 +53,7 @@ class ModelOptions:
     )
     dtype: str = option(
         "auto",
-        "number format of weights and KV; auto: the fastest one on this machine",
+        "dtype of weights and KV; auto: the fastest one on this machine",
         Limits(choices=("auto", "float32", "float64", "bfloat16", "float16")),
     )
     quantization: str | None = option(
@@ -89,7 +89,7 @@ class ModelOptions:
 class KvOptions:
     kv_cache_dtype: str = option(
         "auto",
-        "number format of KV; auto: that of the model; fp8 takes half the bytes of a half type",
+        "dtype of KV; auto: that of the model; fp8 takes half the bytes of float16",
         Limits(choices=("auto", "float32", "bfloat16", "float16", "fp8")),
     )
     page_size: int = option(16, "tokens in a page of KV", Limits(low=1, high=64))
@@ -101,8 +101,8 @@ class KvOptions:
     )
     gpu_memory_utilization: float = option(
         0.9,
-        "part of a GPU's memory that may be used in all; KV gets what the model and the largest "
-        "step leave of it",
+        "part of a GPU's memory that aserve may use; KV gets what the model and the largest step "
+        "leave of it",
         Limits(low=0.01, high=1),
     )
     no_prefix_cache: bool = option(False, "do not keep the KV of earlier prompts for reuse")
@@ -122,9 +122,9 @@ class SchedulerOptions:
     )
     max_mixed_prefill_tokens: int | None = option(
         None,
-        "prefill tokens in a step that decodes too; up to 8 times as many when prefills outnumber "
-        "decodes; fewer: steadier streams, more steps; default: no cap, but 60 for a small model "
-        "on a CPU",
+        "prefill tokens in a step that also decodes; up to 8 times as many when prefills outnumber "
+        "decodes; a lower cap gives steadier streams and more steps; default: no cap, but 60 for a "
+        "small model on a CPU",
         Limits(low=1, high=1 << 20, former="mixed_prompt_tokens"),
     )
     max_queue: int = option(512, "sequences that may wait; more are answered 429", Limits(low=1))
@@ -334,9 +334,11 @@ class PromptOptions:
     """Options of `generate` and `chat`."""
 
     max_tokens: int = option(256, "tokens of an answer at most", Limits(low=1))
-    temperature: float = option(0.0, "0 takes the likeliest token", Limits(low=0, high=2))
-    top_p: float = option(1.0, "sample from the likeliest tokens of this mass", Limits(0, 1))
-    top_k: int = option(0, "sample from that many likeliest tokens; 0: from all", Limits(low=0))
+    temperature: float = option(0.0, "0: greedy", Limits(low=0, high=2))
+    top_p: float = option(
+        1.0, "sample from the most likely tokens with this total probability", Limits(0, 1)
+    )
+    top_k: int = option(0, "sample from that many most likely tokens; 0: from all", Limits(low=0))
     system: str | None = option(None, "system message of a chat", Limits(metavar="TEXT"))
 
 
@@ -352,7 +354,7 @@ class Raw:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Facts that are known before anything is loaded."""
+    """Facts that are known before anything is loaded: the bundled model and its name."""
 
     default_model: str
     default_name: str = "aserve-tiny"
@@ -360,7 +362,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """All options, valid on their own and together."""
+    """All options, checked one by one and together."""
 
     model_source: str
     model_name: str
@@ -376,7 +378,9 @@ class Resolved:
 
 
 def resolve(raw: Raw, facts: Facts) -> Resolved:
-    """Defaults < file < environment < command line; ConfigError names what is wrong and where."""
+    """Merges the sources: the command line wins over the environment, that over the file, and that
+    over the defaults. Raises ConfigError with the option, its value and its source.
+    """
     values = _merged(raw)
     scheduler = _build(SchedulerOptions, values)
     depth = scheduler.overlap_depth
@@ -451,7 +455,7 @@ ALL_RECORDS: tuple[type, ...] = (
 
 
 def _merged(raw: Raw) -> dict[str, object]:
-    """The given values by field name, parsed; an option that was not given is absent."""
+    """Returns the parsed values of the given options by field name."""
     options = tuple(options_of(*ALL_RECORDS))
     in_file = [option for option in options if option.name != "config"]
     file_keys = {name.replace("_", "-"): option for option in in_file for name in option.names}

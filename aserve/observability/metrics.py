@@ -35,13 +35,13 @@ class Metrics:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = CollectorRegistry()
         self._clock = clock
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, _OpenRequest] = {}
         self._requests = _RequestMetrics(self.registry)
         self._steps = _StepMetrics(self.registry)
         self._grammars = GrammarMetrics(self.registry)
 
     def received(self, request: GenerateRequest) -> None:
-        self._open[request.request_id] = _Open(self._clock())
+        self._open[request.request_id] = _OpenRequest(self._clock())
         self._requests.received.inc()
         self._requests.in_flight.inc()
 
@@ -90,7 +90,7 @@ class Metrics:
                 state.is_admitted = True
                 self._requests.queue_s.observe(self._clock() - state.received_s)
 
-    def _token_times(self, state: _Open, now: float, *, num_tokens: int) -> None:
+    def _token_times(self, state: _OpenRequest, now: float, *, num_tokens: int) -> None:
         if not state.first_token_s:
             state.first_token_s = now
             self._requests.ttft_s.observe(now - state.received_s)
@@ -106,7 +106,7 @@ class Metrics:
         self._requests.e2e_s.observe(self._clock() - state.received_s)
 
 
-class _Open:
+class _OpenRequest:
     """A request that has no final answer yet."""
 
     __slots__ = ("completion_tokens", "first_token_s", "is_admitted", "last_token_s", "received_s")
