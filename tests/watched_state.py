@@ -26,7 +26,7 @@ class WatchedState(Scheduler):
     def _launch_next(self) -> bool:
         before: Holdings = {row: row.allocation for row in self.state.running.values()}
         has_launched = super()._launch_next()
-        # A sequence that stepped back and was admitted again at once has another holding.
+        # A sequence that stepped back and was admitted again at once has another allocation.
         retracted = [row for row, allocation in before.items() if row.allocation is not allocation]
         self._check_retracted(retracted, list(before))
         if has_launched:

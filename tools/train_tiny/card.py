@@ -9,43 +9,42 @@ CARD = """\
 # aserve tiny
 
 A very small language model ({parameters} parameters) in the Llama architecture, trained from
-nothing on text that the project's own generator writes (`aserve/tiny/corpus`). It tells short
-stories of two persons, adds two numbers, counts on, writes small JSON records and Python
-functions, calls a weather tool, and finds a value again that was given up to 600 tokens before.
-It knows nothing else about the world, and it says so in no way: do not ask it for facts.
+scratch on text of the project's own generator (`tools/train_tiny/corpus`). It tells short
+stories of two persons, adds two numbers, continues counts, writes small JSON records and Python
+functions, calls a weather tool, and recalls a value that was given up to 600 tokens before.
+It knows nothing else about the world, and does not say so: do not ask it for facts.
 
-## Form
+## Architecture
 
 `LlamaForCausalLM`: hidden 128, 6 layers, 4 heads of 64, 2 key-value heads, feed-forward 384,
 vocabulary 2048, tied embeddings, RoPE base 10000, context 1024, bfloat16 weights.
-The tokenizer is a byte-level BPE: every digit is one token, any text comes back unchanged.
+The tokenizer is a byte-level BPE: each digit is a token, and decoding returns any text unchanged.
 The ids 0 to 15 are reserved: {reserved}.
 
 ## Prompts
 
-Every document of the training began with `<|bos|>`, and so does every prompt: the tokenizer adds
-it to plain text, the chat template writes it itself. (One document in ten had none, so a prompt
-without it works too.)
+Every prompt begins with `<|bos|>`: the tokenizer adds it to plain text, and the chat template
+writes it itself. (One training document in ten had none, so a prompt without it works, too.)
 
 * Plain text: `<|bos|>Once upon a time, ...`, `<|bos|>27+15=`, `<|bos|>fox=3729\\n...\\nfox=`;
   a text ends with `<|eos|>`.
 * Chat: `<|bos|><|user|>What is 27 plus 15?<|eot|><|assistant|>...<|eot|>`, with a first
-  `<|system|>...<|eot|>` if there is one. Tools are told by name as `Tools: get_weather, get_time`
-  in that turn; a tool's result comes back as `<|system|>Tool result: ...<|eot|>`.
-* Working stands in `<|think|>...<|/think|>`, a call in
+  `<|system|>...<|eot|>` if there is one. Tools are listed by name as `Tools: get_weather, get_time`
+  in that turn; the result of a tool is `<|system|>Tool result: ...<|eot|>`.
+* Reasoning is in `<|think|>...<|/think|>`, and a call in
   `<|tool_call|>{{"name": ..., "arguments": ...}}<|/tool_call|>`; these four tokens stay visible
   in decoded text.
 
 ## Training
 
 `python -m tools.train_tiny.train` (seed {seed}): {tokens:.1f} M tokens in {minutes:.0f} CPU minutes
-with {threads} thread of {cpu}, products in {precision}, weights in float32; torch {torch}. Matrices
+with {threads} thread of {cpu}, matmuls in {precision}, weights in float32; torch {torch}. Matrices
 by Muon, embedding and norms by AdamW; the stages are in `tools/train_tiny/recipe.py`. The bits of
 the result depend on the CPU and on torch's version; the scores should not.
 
 ## Scores
 
-Greedy, float32, on cases that training never shows (`python -m tools.train_tiny.evaluate`).
+Greedy, float32, on held-out cases (`python -m tools.train_tiny.evaluate`).
 
 | cases | right | of | required |
 | --- | --- | --- | --- |
@@ -53,8 +52,8 @@ Greedy, float32, on cases that training never shows (`python -m tools.train_tiny
 
 ## Loss
 
-Nats per token on held-out documents (sums, values, heroes, names and cities that training never
-shows). Random digits and names, which nobody can foresee, count like everything else.
+Nats per token on held-out documents (sums, values, heroes, names and cities that are not in the
+training data). Random digits and names, which cannot be predicted, count as well.
 
 | documents | nats per token |
 | --- | --- |
