@@ -45,9 +45,9 @@ class PageWrites(Record, frozen=True):
 
 
 class DraftTree(Record, frozen=True):
-    """The tree of a row's drafts, whose root is the row's last known token. Draft i, counted from 1,
-    follows draft parents[i - 1], or the root if that is 0. A parent comes before its children, so
-    the first drafts of a tree are a tree, too.
+    """The tree of a row's drafts, whose root is the row's last known token. Draft i, counted from
+    1, follows draft parents[i - 1], or the root if that is 0. A parent comes before its children,
+    so the first drafts of a tree are a tree, too.
     """
 
     parents: tuple[int, ...]

@@ -44,34 +44,34 @@ class Stuck:
 
 @contextlib.asynccontextmanager
 async def served(loader: Disturbed) -> AsyncIterator[tuple[Frontend, ClientSession]]:
-    """An App behind HTTP without Serving, which would end the process with the engine."""
+    """A frontend behind HTTP without a Server, which would end the process with the engine."""
     resolved = options(port=0, served_model_name="m")
-    app = Frontend(resolved, codec=True)
+    frontend = Frontend(resolved, codec=True)
     server = HttpServer(
         HttpContext(
-            gateway=app.gateway,
-            state=app.state,
+            gateway=frontend.gateway,
+            state=frontend.state,
             options=resolved.server,
             model_names=("m",),
             created=0,
-            registry=app.metrics.registry,
-            tokenize_service=app.tokenize_service,
+            registry=frontend.metrics.registry,
+            tokenize_service=frontend.tokenize_service,
         )
     )
     address = await server.start()
     try:
-        await app.start(await asyncio.to_thread(loader, resolved))
+        await frontend.start(await asyncio.to_thread(loader, resolved))
         async with ClientSession(address) as client:
-            yield app, client
+            yield frontend, client
     finally:
         await server.stop()
-        await app.close()
+        await frontend.close()
 
 
 async def test_a_step_that_takes_long_is_no_death() -> None:
     """Trap 12: /health and new requests are as ever while the device is busy."""
     stuck = Stuck()
-    async with served(Disturbed(before=stuck)) as (app, client):
+    async with served(Disturbed(before=stuck)) as (frontend, client):
         stream = asyncio.ensure_future(read(client))
         await asyncio.to_thread(stuck.is_in_step.wait)
         for _ in range(3):
@@ -81,12 +81,12 @@ async def test_a_step_that_takes_long_is_no_death() -> None:
         stuck.may_go_on.set()
         assert b'"finish_reason":"length"' in await stream
         assert b'"finish_reason":"length"' in await other
-        assert app.failure is None
+        assert frontend.failure is None
 
 
 async def test_a_dead_executor_thread_is_seen_at_once() -> None:
     """Trap 12: nobody waits for tokens that can never come, and /health says what happened."""
-    async with served(Disturbed(before=Dying())) as (app, client):
+    async with served(Disturbed(before=Dying())) as (frontend, client):
         answers = await asyncio.gather(*(read(client) for _ in range(5)))
         for answer in answers:
             assert b'"code":"engine_dead"' in answer
@@ -94,8 +94,8 @@ async def test_a_dead_executor_thread_is_seen_at_once() -> None:
         assert await health(client) == (503, "dead")
         async with client.post("/v1/completions", json=BODY) as refused:
             assert refused.status == 503
-        assert app.gateway.num_open == 0
-        assert "the device is gone" in str(app.failure)
+        assert frontend.gateway.num_open == 0
+        assert "the device is gone" in str(frontend.failure)
 
 
 async def health(client: ClientSession) -> tuple[int, str]:

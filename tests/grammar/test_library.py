@@ -116,7 +116,7 @@ async def test_what_is_too_large_or_too_deep_is_refused_before_any_work() -> Non
 async def test_more_grammars_than_may_wait_are_refused_for_now(
     monkeypatch: pytest.MonkeyPatch, shared: Rig
 ) -> None:
-    monkeypatch.setattr(library, "MAX_COMING", 1)
+    monkeypatch.setattr(library, "MAX_PENDING", 1)
     first = asyncio.ensure_future(shared.library.compiled(Grammar("regex", "first")))
     await asyncio.sleep(0)
     with pytest.raises(QueueFull):
@@ -174,7 +174,7 @@ async def test_a_grammar_that_nobody_waits_for_is_not_compiled_on() -> None:
         queued.cancel()
         asked.cancel()
         await asyncio.wait([asked, queued])
-        assert made.library._coming == {}
+        assert made.library._pending == {}
         await made.library.compiled(Grammar("regex", "next"))
         assert made.library._workers._all == {worker}
         assert worker.is_alive
@@ -200,7 +200,7 @@ async def test_a_clients_exploding_grammars_delay_no_other_client() -> None:
 async def test_a_client_may_not_fill_the_queue_of_all(
     monkeypatch: pytest.MonkeyPatch, shared: Rig
 ) -> None:
-    monkeypatch.setattr(library, "MAX_OF_CLIENT", 2)
+    monkeypatch.setattr(library, "MAX_PER_CLIENT", 2)
     compiled = shared.library.compiled
     asked = [asyncio.ensure_future(compiled(Grammar("regex", n), client="a")) for n in "xy"]
     await asyncio.sleep(0)

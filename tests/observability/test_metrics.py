@@ -13,7 +13,13 @@ from aserve.messages.requests import GenerateRequest, SamplingParams, TokenPromp
 from aserve.messages.results import StepFailed, StepResult
 from aserve.messages.step import Launch, ScheduleBatch, StepStats
 from aserve.observability.metrics import Metrics
-from aserve.observability.reports import LaunchedSteps, SchedulerTick, Seat, TurnReport, report_of
+from aserve.observability.reports import (
+    Admitted,
+    LaunchedSteps,
+    SchedulerTick,
+    TickReport,
+    report_of,
+)
 
 
 class ManualClock:
@@ -76,7 +82,7 @@ def test_every_received_request_is_counted_in_exactly_one_place(
             known.add(name)
             metrics.received(request(name))
         elif action == "seat":
-            metrics.heard(TurnReport(seated=(name,)))
+            metrics.on_report(TickReport(admitted=(name,)))
         elif action == "token":
             metrics.delivered(chunk(name, tokens=1, total=1, reason=None))
         elif action in ("stop", "cancel"):
@@ -94,7 +100,7 @@ def test_a_request_is_refused_before_it_ran_and_failed_after() -> None:
     metrics = Metrics()
     for name in ("queued", "running"):
         metrics.received(request(name))
-    metrics.heard(TurnReport(seated=("running",)))
+    metrics.on_report(TickReport(admitted=("running",)))
     for name, error in (("queued", QueueFull("full")), ("running", StepError("step"))):
         metrics.delivered(failure(name, error))
     labels = {"outcome": "refused", "reason": "queue_full"}
@@ -108,8 +114,8 @@ def test_times_and_tokens_are_counted_from_the_requests_own_ends() -> None:
     metrics = Metrics(clock=clock)
     metrics.received(request("a"))
     clock.now_s += 2
-    metrics.heard(TurnReport(seated=("a", "a")))
-    metrics.heard(TurnReport(seated=("a",)))  # again
+    metrics.on_report(TickReport(admitted=("a", "a")))
+    metrics.on_report(TickReport(admitted=("a",)))  # again
     clock.now_s += 1
     metrics.delivered(chunk("a", tokens=1, total=1, reason=None))
     clock.now_s += 4
@@ -147,23 +153,23 @@ TURN = SchedulerTick(
         launch(4, num_prefill_tokens=5, num_retracted=0),
         launch(5, num_prefill_tokens=2, num_retracted=1),
     ],
-    seats=(Seat("a", 0, 1, 4), Seat("b", 1, 2, 5)),
+    admitted=(Admitted("a", 0, 1, 4), Admitted("b", 1, 2, 5)),
     num_running=2,
     num_waiting=3,
     used_pages=4,
 )
-REPORT = TurnReport(("a", "b"), 2, 1, LaunchedSteps(2, 5, 7, 1, 9), 2, 3, 4)
+REPORT = TickReport(("a", "b"), 2, 1, LaunchedSteps(2, 5, 7, 1, 9), 2, 3, 4)
 
 
 def test_a_turn_is_reported_as_its_sums() -> None:
     assert report_of(TURN) == REPORT
-    assert report_of(SchedulerTick(events=[], effects=[])) == TurnReport()
+    assert report_of(SchedulerTick(events=[], effects=[])) == TickReport()
 
 
 def test_metrics_show_what_was_reported() -> None:
     metrics = Metrics()
-    for report in (REPORT, TurnReport(num_finished=1, num_running=1)):
-        metrics.heard(report)
+    for report in (REPORT, TickReport(num_finished=1, num_running=1)):
+        metrics.on_report(report)
     expected = {
         "aserve_steps_launched_total": 2,
         "aserve_steps_finished_total": 3,

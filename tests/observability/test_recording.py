@@ -43,14 +43,14 @@ def recorded(path: Path) -> Path:
 def test_what_was_recorded_is_read_back(tmp_path: Path) -> None:
     recording = read_recording(recorded(tmp_path / "r"))
     assert recording.spec == SPEC
-    assert [tick.events for tick in recording.turns] == [[ADMIT], [CANCEL]]
-    assert [tick.digest for tick in recording.turns] == [digest_of([]), digest_of([RETIRED])]
+    assert [tick.events for tick in recording.ticks] == [[ADMIT], [CANCEL]]
+    assert [tick.digest for tick in recording.ticks] == [digest_of([]), digest_of([RETIRED])]
 
 
 def test_the_events_of_a_turn_that_crashed_are_in_the_file(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "r", spec=SPEC)
     recorder.begin([ADMIT])  # then the process dies: no finish, no close
-    (tick,) = read_recording(tmp_path / "r").turns
+    (tick,) = read_recording(tmp_path / "r").ticks
     assert (tick.events, tick.digest) == ([ADMIT], None)
     recorder.close()
 
@@ -59,7 +59,7 @@ def test_the_events_of_a_turn_that_crashed_are_in_the_file(tmp_path: Path) -> No
 def test_a_file_that_was_cut_off_is_read_up_to_the_cut(tmp_path: Path, num_cut: int) -> None:
     path = recorded(tmp_path / "r")
     path.write_bytes(path.read_bytes()[:-num_cut])
-    turns = read_recording(path).turns
+    turns = read_recording(path).ticks
     assert [tick.events for tick in turns] == [[ADMIT], [CANCEL]]
     assert turns[-1].digest is None
 
@@ -101,7 +101,7 @@ def test_a_disk_that_fills_up_ends_the_recording_with_one_warning_and_nothing_el
     assert record.levelname == "WARNING"
     assert str(tmp_path / "r") in record.getMessage()
     assert "File too large" in record.getMessage()
-    assert [tick.events for tick in read_recording(tmp_path / "r").turns] == [[ADMIT]]
+    assert [tick.events for tick in read_recording(tmp_path / "r").ticks] == [[ADMIT]]
 
 
 @contextlib.contextmanager
