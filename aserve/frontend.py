@@ -6,9 +6,10 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from aserve.actors.admission import TokenizeQueue
 from aserve.actors.detokenizer import DetokenizerActor
 from aserve.actors.supervisor import Failure, Supervisor
-from aserve.actors.tokenizer import TokenizeQueue, TokenizerActor
+from aserve.actors.tokenizer import TokenizerActor
 from aserve.channel import Channel, Codec
 from aserve.config import Resolved
 from aserve.engine_core import EngineCore, EngineCorePorts, LocalEngineCore

@@ -1,4 +1,4 @@
-"""Checks a request before the scheduler's state machine sees it.
+"""Checks a request before the scheduler's state machine sees it, and bounds the tokenizer's queue.
 
 WHY: a decision that raises leaves the state half changed, so it ends the engine. These checks find
 whatever could raise because of one request, while nothing has changed yet.
@@ -6,12 +6,15 @@ whatever could raise because of one request, while nothing has changed yet.
 
 from __future__ import annotations
 
-from aserve.errors import BugError
+from dataclasses import dataclass
+
+from aserve.errors import BugError, QueueFull
 from aserve.messages.base import array_i32
 from aserve.messages.executor import EngineSpec
 from aserve.messages.requests import AdmitRequest
 
 INT64_MAX = 2**63 - 1
+RETRY_AFTER_S = 1.0
 
 
 def check_request(
@@ -50,3 +53,26 @@ def _check_ids(data: bytes, spec: EngineSpec, *, what: str) -> int:
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= spec.vocab_size):
         raise BugError(f"the {what} has token ids outside 0..{spec.vocab_size - 1}")
     return len(ids)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeQueue:
+    """The bound on prompts that wait for a thread, or are in one."""
+
+    max_requests: int = 512
+    max_chars: int = 64 << 20  # characters and token ids of all their prompts
+
+    def check(self, size: int, *, num_waiting: int, num_chars: int) -> None:
+        """Raises QueueFull. A prompt that comes alone may have any size here."""
+        if num_waiting >= self.max_requests:
+            raise QueueFull(
+                f"{num_waiting} prompts wait to be tokenized, and at most {self.max_requests} may. "
+                "Try again later.",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        if num_waiting and num_chars + size > self.max_chars:
+            raise QueueFull(
+                f"Prompts of {num_chars} characters wait to be tokenized, this one has {size}, and "
+                f"at most {self.max_chars} may wait. Try again later.",
+                retry_after_s=RETRY_AFTER_S,
+            )

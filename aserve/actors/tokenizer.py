@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import assert_never
 
 import msgspec
 
+from aserve.actors.admission import TokenizeQueue
 from aserve.actors.base import Actor, Story
 from aserve.channel import Channel, Codec, Sink
-from aserve.errors import Cancelled, DeadlineExceeded, ErrorInfo, QueueFull
+from aserve.errors import Cancelled, DeadlineExceeded, ErrorInfo
 from aserve.messages.output import DetokenizerEvent, Refused
 from aserve.messages.requests import (
     Cancel,
@@ -32,7 +32,6 @@ from aserve.text.prompt import Prepared, PromptEncoder
 LONG_TEXT = 2_000  # characters or ids, about 1 ms of work; longer ones go to a thread
 WORD_SIZE = 100  # the work for one bad word, in the same unit
 NUM_THREADS = 2
-RETRY_AFTER_S = 1.0
 
 
 class TokenizerActor(Actor[TokenizerEvent]):
@@ -145,29 +144,6 @@ class TokenizerActor(Actor[TokenizerEvent]):
             self._engine.send(cancel)
         elif not gone.done():
             gone.set_result(None)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizeQueue:
-    """The bound on prompts that wait for a thread, or are in one."""
-
-    max_requests: int = 512
-    max_chars: int = 64 << 20  # characters and token ids of all their prompts
-
-    def check(self, size: int, *, num_waiting: int, num_chars: int) -> None:
-        """Raises QueueFull. A prompt that comes alone may have any size here."""
-        if num_waiting >= self.max_requests:
-            raise QueueFull(
-                f"{num_waiting} prompts wait to be tokenized, and at most {self.max_requests} may. "
-                "Try again later.",
-                retry_after_s=RETRY_AFTER_S,
-            )
-        if num_waiting and num_chars + size > self.max_chars:
-            raise QueueFull(
-                f"Prompts of {num_chars} characters wait to be tokenized, this one has {size}, and "
-                f"at most {self.max_chars} may wait. Try again later.",
-                retry_after_s=RETRY_AFTER_S,
-            )
 
 
 def _deadline_of(request: GenerateRequest) -> float | None:

@@ -16,7 +16,7 @@ from aiohttp import hdrs, web
 
 from aserve.config import ServerOptions
 from aserve.errors import ConfigError, InvalidRequest, Unauthorized
-from aserve.http.openai.call import Caller
+from aserve.http.openai.limits import Caller
 
 # The start page and the health probe say nothing about anybody's requests.
 PUBLIC_ROUTES = frozenset({"/", "/health"})

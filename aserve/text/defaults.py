@@ -1,20 +1,26 @@
-"""Reads the default sampling parameters from a model's generation_config.json.
+"""Sampling parameters that depend on the model: its defaults, and the token ids of bad words.
 
-As in vLLM, `do_sample` is ignored: greedy sampling is temperature 0.
+The defaults come from generation_config.json. As in vLLM, `do_sample` is ignored: greedy sampling
+is temperature 0.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from aserve.errors import ConfigError
+from aserve.errors import ConfigError, InvalidRequest
 from aserve.messages.base import Record
 from aserve.text.model_files import read_json
 
+if TYPE_CHECKING:
+    from aserve.text.tokenizer import TextTokenizer
+
 FILE = "generation_config.json"
+MAX_BAD_WORD_IDS = 2048  # token ids of all words of a request together
 
 
 class GenerationDefaults(Record, frozen=True):
@@ -50,3 +56,35 @@ def load_defaults(model_dir: Path) -> GenerationDefaults:
         return msgspec.convert(given, GenerationDefaults)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {error}; --generation-config none ignores the file") from None
+
+
+def bad_word_ids(words: Iterable[str], tokenizer: TextTokenizer) -> tuple[tuple[int, ...], ...]:
+    """Encodes each word as at the start of a text and as after a space, like vLLM. The second form
+    is left out if it ends in the tokens of the first.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        plain = _word_ids(word.lstrip(), tokenizer)
+        if not plain:
+            raise InvalidRequest(
+                "Invalid 'bad_words': a word is empty.",
+                param="bad_words",
+                code="string_below_min_length",
+            )
+        found[plain] = None
+        spaced = _word_ids(f" {word.lstrip()}", tokenizer)
+        if spaced[-len(plain) :] != plain:
+            found[spaced] = None
+    num_ids = sum(map(len, found))
+    if num_ids > MAX_BAD_WORD_IDS:
+        raise InvalidRequest(
+            f"Invalid 'bad_words': they have {num_ids} tokens in total, more than "
+            f"{MAX_BAD_WORD_IDS}.",
+            param="bad_words",
+            code="array_above_max_length",
+        )
+    return tuple(found)
+
+
+def _word_ids(text: str, tokenizer: TextTokenizer) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(text, with_special=False))

@@ -5,7 +5,7 @@ It has no state except the tokenizer's cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,6 +23,7 @@ from aserve.messages.requests import (
     TextPrompt,
     TokenPrompt,
 )
+from aserve.text.defaults import bad_word_ids
 from aserve.text.plain_content import PlainContent
 from aserve.text.prompt_text import prompt_texts
 from aserve.text.template import ChatTemplate
@@ -38,7 +39,6 @@ MIN_TRUNCATED_BYTES = 1 << 20
 # The JSON of a chat may be this many times longer than the context. WHY so long: its texts are
 # escaped, and a template may drop some of them, such as the reasoning of earlier turns.
 CHAT_FACTOR = 8
-MAX_BAD_WORD_IDS = 2048  # token ids of all words of a request together
 
 
 class PromptLimits(Record, frozen=True):
@@ -243,38 +243,6 @@ def end_ids(tokenizer: TextTokenizer, sampling: SamplingParams) -> tuple[int, ..
     ignores_eos = sampling.ignore_eos and sampling.grammar is None
     eos_ids = () if ignores_eos else tokenizer.eos_ids
     return tuple(dict.fromkeys((*eos_ids, *sampling.stop_token_ids)))
-
-
-def bad_word_ids(words: Iterable[str], tokenizer: TextTokenizer) -> tuple[tuple[int, ...], ...]:
-    """Encodes each word as at the start of a text and as after a space, like vLLM. The second form
-    is left out if it ends in the tokens of the first.
-    """
-    found: dict[tuple[int, ...], None] = {}
-    for word in words:
-        plain = _word_ids(word.lstrip(), tokenizer)
-        if not plain:
-            raise InvalidRequest(
-                "Invalid 'bad_words': a word is empty.",
-                param="bad_words",
-                code="string_below_min_length",
-            )
-        found[plain] = None
-        spaced = _word_ids(f" {word.lstrip()}", tokenizer)
-        if spaced[-len(plain) :] != plain:
-            found[spaced] = None
-    num_ids = sum(map(len, found))
-    if num_ids > MAX_BAD_WORD_IDS:
-        raise InvalidRequest(
-            f"Invalid 'bad_words': they have {num_ids} tokens in total, more than "
-            f"{MAX_BAD_WORD_IDS}.",
-            param="bad_words",
-            code="array_above_max_length",
-        )
-    return tuple(found)
-
-
-def _word_ids(text: str, tokenizer: TextTokenizer) -> tuple[int, ...]:
-    return tuple(tokenizer.encode(text, with_special=False))
 
 
 def truncate(ids: list[int], request: GenerateRequest, limits: PromptLimits) -> list[int]:

@@ -17,8 +17,8 @@ from openai.types import Completion
 from openai.types.responses import Response
 from websockets.exceptions import ConnectionClosed
 
+from aserve.text.defaults import bad_word_ids
 from aserve.text.load import load_tokenizer
-from aserve.text.prompt import bad_word_ids
 from aserve.tiny import MODEL_DIR
 from tests.e2e.conftest import OPTIONS
 from tests.e2e.server_process import ServerProcess

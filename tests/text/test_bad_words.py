@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aserve.errors import InvalidRequest
-from aserve.text.prompt import MAX_BAD_WORD_IDS, bad_word_ids
+from aserve.text.defaults import MAX_BAD_WORD_IDS, bad_word_ids
 from aserve.text.tokenizer import TextTokenizer
 from tests.text.vocabularies import byte_level_tokenizer, piece_backend
 

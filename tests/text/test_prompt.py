@@ -20,7 +20,8 @@ from aserve.messages.requests import (
     TextPrompt,
     TokenPrompt,
 )
-from aserve.text.prompt import Prepared, PromptEncoder, PromptLimits, bad_word_ids, end_ids
+from aserve.text.defaults import bad_word_ids
+from aserve.text.prompt import Prepared, PromptEncoder, PromptLimits, end_ids
 from aserve.text.template import ChatTemplate
 from aserve.text.tokenizer import TextTokenizer
 from tests.text.vocabularies import byte_level_tokenizer
