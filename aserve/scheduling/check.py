@@ -84,7 +84,7 @@ def _are_sums_right(sequence: Sequence) -> bool:
     flights = sequence.flights
     num_sampling = sum(flight.samples for flight in flights)
     max_outputs = sum(flight.max_outputs for flight in flights)
-    num_uncertain = max_outputs - sum(flight.min_outputs for flight in flights)
+    num_uncertain = sum(flight.num_uncertain for flight in flights)
     if (num_sampling, num_uncertain) != (sequence.num_sampling, sequence.num_uncertain):
         return False
     scheduled_len = sequence.committed_len + sum(flight.max_advance for flight in flights)

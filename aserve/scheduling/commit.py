@@ -135,7 +135,7 @@ def _land(state: SchedulerState, flight: Flight, *, advance: int) -> None:
     page_size = state.spec.page_size
     num_before = (sequence.committed_len - sequence.key_lookahead) // page_size  # at least
     sequence.land(flight, advance=advance)
-    if sequence.cacheable_len // page_size > num_before:
+    if sequence.committed_len // page_size > num_before:
         _commit_pages(state, sequence)
     if state.cache.has_windows:
         state.cache.release_behind(sequence.allocation, sequence.committed_len)

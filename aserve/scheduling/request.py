@@ -73,9 +73,9 @@ class Flight(msgspec.Struct, gc=False, eq=False):
     """One launched step's part of a sequence. If its span reaches the last token that exists or is
     in flight, it `samples`, or it `ends` the sequence where nothing is to be sampled.
 
-    It brings `min_outputs` to `max_outputs` new tokens, and none where it does not sample. With
-    `max_outputs` the KV of `max_advance` more positions counts, and of one less for each token that
-    it brings less.
+    It brings up to `max_outputs` new tokens, of which the last `num_uncertain` may not come, and
+    none where it does not sample. With `max_outputs` the KV of `max_advance` more positions counts,
+    and of one less for each token that it brings less.
     """
 
     sequence: Sequence
@@ -83,8 +83,8 @@ class Flight(msgspec.Struct, gc=False, eq=False):
     query_len: int
     num_drafts: int
     max_advance: int
-    min_outputs: int
     max_outputs: int
+    num_uncertain: int
     samples: bool
     ends: bool
     is_prefill: bool
@@ -287,7 +287,7 @@ class Sequence:
         if flight.samples:
             self.relay_stamp = stamp
             self.num_sampling += 1
-            self.num_uncertain += flight.max_outputs - flight.min_outputs
+            self.num_uncertain += flight.num_uncertain
             self.remaining += flight.max_outputs
 
     def land(self, flight: Flight, *, advance: int) -> None:
@@ -299,7 +299,7 @@ class Sequence:
         self.committed_len += advance
         self.scheduled_len += advance - flight.max_advance
         self.num_sampling -= flight.samples
-        self.num_uncertain -= flight.max_outputs - flight.min_outputs
+        self.num_uncertain -= flight.num_uncertain
 
     def drop_flights(self) -> None:
         for flight in self.flights:
@@ -315,7 +315,7 @@ class Sequence:
             flight.is_dropped = flight.is_held
             if flight.is_held:
                 self.num_sampling -= 1
-                self.num_uncertain -= flight.max_outputs - flight.min_outputs
+                self.num_uncertain -= flight.num_uncertain
         self.flights = [flight for flight in self.flights if not flight.is_held]
 
     def move(self, phase: Phase) -> None:

@@ -123,7 +123,7 @@ def _choose_span(
     num_covered = sequence.allocation.num_pages * state.spec.page_size - sequence.scheduled_len
     if query_len > num_covered:
         query_len = _cover(state, sequence, query_len, step_total=step_total)
-    if query_len < min_query_len(sequence):
+    if query_len < 1 or (query_len < remaining and query_len < min_query_len(sequence)):
         return None
     caps = state.spec.decode
     is_whole = query_len >= remaining
@@ -138,8 +138,8 @@ def _choose_span(
         query_len=query_len,
         num_drafts=num_drafts,
         max_advance=query_len - num_drafts + num_accepted,
-        min_outputs=min(caps.min_tokens_per_step, max_outputs),
         max_outputs=max_outputs,
+        num_uncertain=max(0, max_outputs - caps.min_tokens_per_step),
         samples=samples,
         ends=is_whole and not sequence.max_tokens,
         is_prefill=remaining > caps.root_len,

@@ -102,9 +102,10 @@ def _with_tree(step: DeviceStep) -> ForwardBatch:
 def _accepted(step: DeviceStep, sampled: Tensor) -> list[tuple[int, ...]]:
     """For each sampled row the path of nodes, from its root on, that were sampled."""
     ids = step.batch.input_ids.index_select(0, step.arrays.ints("logits_tokens")).tolist()
-    tokens, paths, start = sampled.tolist(), [], 0
+    tokens, start = sampled.tolist(), 0
+    paths: list[tuple[int, ...]] = []
     for window in step.plan.logits.windows.tolist():
-        path = (0,)
+        path: tuple[int, ...] = (0,)
         for node in range(1, window):
             follows = TREE.parents[node - 1] == path[-1]
             if follows and ids[start + node] == tokens[start + path[-1]]:
