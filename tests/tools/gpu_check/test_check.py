@@ -117,7 +117,7 @@ def test_what_a_user_can_mend_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="results of --device cuda --shape full"):
         check(tmp_path, parts)
     (tmp_path / "parts" / "one.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"one\.json: no record of gpu-check"):
+    with pytest.raises(ConfigError, match=r"one\.json: not a record of gpu-check"):
         check(tmp_path, parts)
 
 
