@@ -145,11 +145,13 @@ class SchedulerOptions:
 
 @dataclass(frozen=True, slots=True)
 class GrammarOptions:
-    """Options of structured output. A worker process is started when a grammar comes and no worker
-    is idle, and ends after some idle minutes.
+    """Options of structured output. A server has a worker process from its start. More are started
+    when a grammar comes and no worker is idle, and end after some idle minutes.
     """
 
-    grammar_workers: int = option(2, "grammars that compile at once", Limits(low=1, high=64))
+    grammar_workers: int = option(
+        2, "grammars that compile at once; 0: no structured output", Limits(low=0, high=64)
+    )
     grammar_timeout: float = option(
         10.0, "seconds that compiling one grammar may take", Limits(low=0.01, high=3600)
     )

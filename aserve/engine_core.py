@@ -121,6 +121,12 @@ class LocalEngineCore:
         executor.died.add_done_callback(functools.partial(_report_death, on_death))
         await _warmed_up(executor)
 
+    def start_grammar_worker(self) -> None:
+        """Starts it in a thread. Without one the first grammar waits for seconds, or says why it
+        cannot be compiled.
+        """
+        in_thread(self._library.start_worker, name="grammar worker")
+
     async def close(self) -> None:
         await in_thread(self._library.close, name="close")
         await self._close_executor()

@@ -67,14 +67,16 @@ class Frontend:
     def failure(self) -> Failure | None:
         return self._running.supervisor.failure if self._running else None
 
-    async def start(self, loaded: Loaded) -> None:
-        """Starts a core in this process and joins it."""
+    async def start(self, loaded: Loaded, *, is_server: bool = False) -> None:
+        """Starts a core in this process and joins it. A server starts a grammar worker."""
         executor, text = loaded.executor, loaded.text
         vocabulary = functools.partial(vocabulary_of, text.tokenizer, executor.spec.vocab_size)
         core = LocalEngineCore(
             executor, self.resolved, ports=self.ports, vocabulary=vocabulary, codec=self._codec
         )
         await self.join(core, text)
+        if is_server:
+            core.start_grammar_worker()
 
     async def join(self, core: EngineCore, text: TextSide) -> None:
         """Connects a core and returns when the engine is ready: one step has run, and the actors

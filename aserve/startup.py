@@ -77,7 +77,7 @@ class InThisProcess:
 
     async def launch(self, frontend: Frontend, waits: Waits) -> Launched:
         loaded = await waits.until(in_thread(lambda: self._loader(frontend.resolved), name="load"))
-        await frontend.start(loaded)
+        await frontend.start(loaded, is_server=True)
         return Launched(loaded.executor.spec, loaded.executor.about)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import re
 import time
 from collections import Counter
@@ -30,6 +31,9 @@ MAX_DEPTH = 64  # of brackets in a schema
 MAX_PENDING = 64  # grammars that are being compiled or wait for it
 MAX_PER_CLIENT = 32  # the same for one client
 STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[{]|[\]}]', re.DOTALL)
+
+
+logger = logging.getLogger(__name__)
 
 
 class _Pending:
@@ -68,11 +72,29 @@ class GrammarLibrary:
         self._workers = Workers(vocabulary, limits, clock=clock)
         self._threads = ThreadPoolExecutor(limits.num_workers + 1, thread_name_prefix="grammar")
 
+    def start_worker(self) -> None:
+        """Starts a worker that stays, so that the first grammar does not wait for its imports. It
+        blocks for seconds, in any thread.
+        """
+        if not self._num_workers:
+            return
+        try:
+            self._workers.start_one()
+        except AserveError as error:
+            logger.info("no grammar worker was started: %s", error)
+
     async def compiled(self, grammar: Grammar, *, client: str = "") -> Usable:
         """Returns the compiled grammar. Raises the ClientError of an invalid one, or QueueFull.
 
         When the last waiter is cancelled, the compilation is given up.
         """
+        if not self._num_workers:
+            raise InvalidRequest(
+                f"Unsupported value for '{grammar.param}': this server has no structured output, "
+                "because it was started with --grammar-workers 0.",
+                param=grammar.param,
+                code="unsupported_value",
+            )
         known = self._cache.get(grammar)
         pending = self._pending.get(grammar)
         if known is not None or pending is not None:

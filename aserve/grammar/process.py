@@ -50,16 +50,24 @@ class CompileProcess:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
+    @property
+    def stays(self) -> bool:
+        """Whether it never ends for having no job."""
+        return not self._setup.idle_s
+
+    def get_ready(self) -> None:
+        """Waits for the worker's imports, which take seconds."""
+        if self._is_ready:
+            return
+        if self._ask(self._setup, Ready) is None:
+            raise CapacityError(f"a grammar worker ended at its start: {self._ended()}")
+        self._is_ready = True
+
     def try_out(self, grammar: Grammar) -> Done:
         """Lets the worker compile a grammar. Raises the ClientError of one that is invalid or over
         a limit.
-
-        The first call also waits for the worker's imports, which take seconds.
         """
-        if not self._is_ready:
-            if self._ask(self._setup, Ready) is None:
-                raise CapacityError(f"a grammar worker ended at its start: {self._ended()}")
-            self._is_ready = True
+        self.get_ready()
         reply = self._ask(Job(grammar), Reply)
         if reply is None:
             result = self._failure()

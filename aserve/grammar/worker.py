@@ -34,7 +34,7 @@ class Setup(msgspec.Struct, frozen=True):
     vocabulary: Vocabulary
     timeout_s: float  # for one grammar
     memory_bytes: int  # for one grammar, beyond what the worker has when it is ready
-    idle_s: float  # a worker that gets no job for so long ends
+    idle_s: float  # a worker that gets no job for so long ends; 0: it stays
 
 
 class Ready(msgspec.Struct, frozen=True):

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from aserve.errors import Cancelled, ShuttingDown
 from aserve.grammar.compile import Compiler, Vocabulary
 from aserve.grammar.process import CompileProcess
@@ -67,10 +69,20 @@ class Workers:
         self._limits = limits
         self._clock = clock
         self._lock = threading.Lock()
+        self._vocabulary_lock = threading.Lock()  # held for seconds, while libraries are imported
         self._known: tuple[Setup, Compiler] | None = None
         self._all: set[CompileProcess] = set()
         self._idle: dict[CompileProcess, float] = {}  # since when, the latest last
         self._is_closed = False
+
+    def start_one(self) -> None:
+        """Starts a worker that stays, and returns once it is ready."""
+        setup, _ = self._vocabulary()
+        worker = self._take(msgspec.structs.replace(setup, idle_s=0))
+        try:
+            worker.get_ready()
+        finally:
+            self._put_back(worker)
 
     def compile(self, job: CompileJob) -> Usable:
         """Blocks until the grammar is compiled. Raises the AserveError that it failed with."""
@@ -81,7 +93,9 @@ class Workers:
                 raise Cancelled("nobody waits for this grammar any more")
             done = worker.try_out(job.grammar)
         finally:
-            self._put_back(job, worker)
+            with self._lock:
+                job.worker = None
+            self._put_back(worker)
         return Usable(compiler.compile(job.grammar), done.is_slow)
 
     def cancel(self, job: CompileJob) -> None:
@@ -100,7 +114,7 @@ class Workers:
             worker.close()
 
     def _vocabulary(self) -> tuple[Setup, Compiler]:
-        with self._lock:
+        with self._vocabulary_lock:
             if self._known is None:
                 vocabulary = self._make_vocabulary()
                 limits = self._limits
@@ -114,16 +128,16 @@ class Workers:
                 raise ShuttingDown("the server compiles no more grammars")
             while self._idle:
                 idle, since_s = self._idle.popitem()
-                if idle.is_alive and self._clock() - since_s < USABLE_S:
+                is_fresh = idle.stays or self._clock() - since_s < USABLE_S
+                if idle.is_alive and is_fresh:
                     return idle
                 self._end(idle)
             worker = CompileProcess(setup)
             self._all.add(worker)
             return worker
 
-    def _put_back(self, job: CompileJob, worker: CompileProcess) -> None:
+    def _put_back(self, worker: CompileProcess) -> None:
         with self._lock:
-            job.worker = None
             if worker.is_alive:
                 self._idle[worker] = self._clock()
             else:

@@ -100,6 +100,7 @@ class EngineSide:
         self._supervisor.start()
         set_up_collector()
         self._link.write(Ready(executor.spec, executor.about))
+        core.start_grammar_worker()
         self._beat()
         await self._ended
 

@@ -258,6 +258,22 @@ async def test_a_worker_that_was_idle_for_long_is_not_given_a_job_that_may_meet_
         assert not first.is_alive
 
 
+async def test_a_worker_that_was_started_early_gets_the_first_grammar_however_late() -> None:
+    with rig(num_workers=1) as made:
+        await asyncio.to_thread(made.library.start_worker)
+        (early,) = made.library._workers._all
+        made.now_s += 2 * USABLE_S
+        await made.library.compiled(Grammar("regex", "first"))
+        assert made.library._workers._all == {early}
+
+
+async def test_without_workers_there_is_no_structured_output() -> None:
+    with rig(num_workers=0) as made:
+        made.library.start_worker()
+        assert await code_of(made, Grammar("regex", "a")) == "unsupported_value"
+        assert made.library._workers._all == set()
+
+
 def test_a_worker_that_gets_no_job_ends_by_itself() -> None:
     worker = CompileProcess(Setup(vocabulary(), 20.0, 256 * MIB, idle_s=0.1))
     worker.try_out(Grammar("regex", "once"))
