@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from aserve.errors import BugError, QueueFull
 from aserve.messages.base import array_i32
 from aserve.messages.executor import EngineSpec
-from aserve.messages.requests import AdmitRequest
+from aserve.messages.requests import AdmitRequest, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 
 INT64_MAX = 2**63 - 1
 RETRY_AFTER_S = 1.0
@@ -76,3 +76,14 @@ class TokenizeQueue:
                 f"at most {self.max_chars} may wait. Try again later.",
                 retry_after_s=RETRY_AFTER_S,
             )
+
+
+def prompt_size(prompt: Prompt) -> int:
+    match prompt:
+        case TextPrompt():
+            return len(prompt.text)
+        case TokenPrompt():
+            return len(prompt.token_ids)
+        case ChatPrompt():
+            parts = (prompt.messages, prompt.tools, prompt.variables)
+            return sum(len(part or b"") for part in parts)

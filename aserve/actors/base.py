@@ -22,6 +22,7 @@ from aserve.channel import Channel, Codec
 from aserve.errors import AserveError, BugError, ErrorInfo
 
 P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T")
 
 DeathReport: TypeAlias = Callable[[str, BaseException], None]
@@ -84,15 +85,18 @@ class Actor(Generic[T]):
         raise NotImplementedError(f"{type(self).__name__} cannot end a request")
 
     def attempt(
-        self, request_id: str, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs
-    ) -> None:
-        """Runs the work of one request. If it raises, only that request ends."""
+        self, request_id: str, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> R | None:
+        """Runs the work of one request and returns its result. If it raises, only that request
+        ends, and the result is None.
+        """
         try:
-            work(*args, **kwargs)
+            return work(*args, **kwargs)
         except ENDS:
             raise
         except BaseException as error:
             self._fail(request_id, error)
+            return None
 
     def spawn_for(self, request_id: str, work: Coroutine[None, None, None]) -> None:
         """Like `spawn`, for the work of one request. If it raises, only that request ends."""

@@ -3,8 +3,9 @@
 All decisions are in aserve.scheduling. This actor alone owns the deadline timers of requests. It
 tells the observers about each tick after all its effects were performed.
 
-A request that could make a decision raise is refused before the state machine sees it. An exception
-inside a decision leaves the state half changed, so it ends the engine.
+A request is checked, and considered by the scheduler, before anything changes: what that raises
+ends this request alone. An exception in any other decision leaves the state half changed, so it
+ends the engine.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from aserve.messages.step import Launch, ReceiveKv, Resync, Sample
 from aserve.observability.recording import Recorder
 from aserve.observability.reports import Admitted, SchedulerObserver, SchedulerTick
 from aserve.observability.trace import Trace
+from aserve.scheduling.admit import consider, receive
 from aserve.scheduling.scheduler import Scheduler
 from aserve.scheduling.turn import Intake
 
@@ -90,7 +92,7 @@ class SchedulerActor(Actor[SchedulerEvent]):
             self.spawn(self._go_on())
 
     def end_request(self, request_id: str, error: ErrorInfo) -> None:
-        """Refuses a request that failed its check. The state machine does not know it."""
+        """Refuses a request that the scheduler has not received."""
         self._clear_deadline(request_id)
         refused = Refused(request_id, error)
         self._ports.text.send(refused)
@@ -111,15 +113,14 @@ class SchedulerActor(Actor[SchedulerEvent]):
 
     def _checked(self, events: list[SchedulerEvent]) -> list[SchedulerEvent]:
         """Removes the requests that fail their check, and sends their final messages."""
-        passed: list[SchedulerEvent] = []
-        for event in events:
-            if isinstance(event, AdmitRequest):
-                self.attempt(event.request_id, self._check, event, passed)
-            else:
-                passed.append(event)
-        return passed
+        return [
+            event
+            for event in events
+            if not isinstance(event, AdmitRequest)
+            or self.attempt(event.request_id, self._check, event)
+        ]
 
-    def _check(self, request: AdmitRequest, passed: list[SchedulerEvent]) -> None:
+    def _check(self, request: AdmitRequest) -> bool:
         check_request(
             request,
             self._scheduler.state.spec,
@@ -127,14 +128,16 @@ class SchedulerActor(Actor[SchedulerEvent]):
             has_transfers=self._ports.kv is not None,
         )
         self._set_deadline(request)
-        passed.append(request)
+        return True
 
     def _decide(self, events: list[SchedulerEvent]) -> list[SchedulerEffect]:
         recorder = self._watch.recorder
         if recorder is not None:
             recorder.begin(events)
         try:
-            effects = self._scheduler.step(events)
+            for event in events:
+                self._handle_one(event)
+            effects = self._scheduler.end_turn()
         except (BugError, AssertionError) as error:
             for request_id in sorted(_named(events)):
                 error.add_note(self._watch.trace.story(request_id))
@@ -142,6 +145,15 @@ class SchedulerActor(Actor[SchedulerEvent]):
         if recorder is not None:
             recorder.finish(effects)
         return effects
+
+    def _handle_one(self, event: SchedulerEvent) -> None:
+        if not isinstance(event, AdmitRequest):
+            self._scheduler.handle(event)
+            return
+        state = self._scheduler.state
+        arrival = self.attempt(event.request_id, consider, state, event)
+        if arrival is not None:
+            receive(state, arrival)
 
     def _perform(self, effect: SchedulerEffect) -> None:
         ports = self._ports
@@ -207,6 +219,7 @@ class SchedulerActor(Actor[SchedulerEvent]):
             num_running=len(state.running),
             num_waiting=state.num_waiting,
             used_pages=state.cache.num_used(0),
+            num_waiting_clients=state.waiting.num_clients,
         )
 
 

@@ -7,25 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import assert_never
 
 import msgspec
 
-from aserve.actors.admission import TokenizeQueue
+from aserve.actors.admission import TokenizeQueue, prompt_size
 from aserve.actors.base import Actor, Story
+from aserve.actors.fair_threads import FairThreads
 from aserve.channel import Channel, Codec, Sink
 from aserve.errors import Cancelled, DeadlineExceeded, ErrorInfo
 from aserve.messages.output import DetokenizerEvent, Refused
 from aserve.messages.requests import (
     Cancel,
-    ChatPrompt,
     EngineEvent,
     GenerateRequest,
-    Prompt,
-    TextPrompt,
     TokenizerEvent,
-    TokenPrompt,
 )
 from aserve.text.prompt import Prepared, PromptEncoder
 
@@ -58,7 +54,7 @@ class TokenizerActor(Actor[TokenizerEvent]):
         self._detokenizer = detokenizer
         self._engine = engine
         self._queue = queue or TokenizeQueue()
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
+        self._threads: FairThreads[Prepared] = FairThreads(NUM_THREADS)
         # requests that are prepared in threads; the future completes when the client leaves
         self._preparing: dict[str, asyncio.Future[None]] = {}
         self._num_chars = 0  # of their prompts
@@ -86,7 +82,7 @@ class TokenizerActor(Actor[TokenizerEvent]):
 
     async def stop(self) -> None:
         await super().stop()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     def _prepare_now(self, request: GenerateRequest, deadline_s: float | None) -> None:
         self._pass_on(self._encoder.prepare(request), deadline_s)
@@ -114,8 +110,7 @@ class TokenizerActor(Actor[TokenizerEvent]):
         loop = asyncio.get_running_loop()
         work: asyncio.Future[Prepared] = loop.create_future()
         try:
-            work = loop.run_in_executor(self._threads, self._encoder.prepare, request)
-            work.add_done_callback(_retrieve)
+            work = self._threads.run(request.client, self._encoder.prepare, request)
             await asyncio.wait(
                 (work, gone), timeout=_left_s(deadline_s), return_when=asyncio.FIRST_COMPLETED
             )
@@ -152,20 +147,3 @@ def _deadline_of(request: GenerateRequest) -> float | None:
 
 def _left_s(deadline_s: float | None) -> float | None:
     return None if deadline_s is None else max(deadline_s - time.monotonic(), 0)
-
-
-def _retrieve(work: asyncio.Future[Prepared]) -> None:
-    """Retrieves the exception, because asyncio logs one that nobody has retrieved."""
-    if not work.cancelled():
-        work.exception()
-
-
-def prompt_size(prompt: Prompt) -> int:
-    match prompt:
-        case TextPrompt():
-            return len(prompt.text)
-        case TokenPrompt():
-            return len(prompt.token_ids)
-        case ChatPrompt():
-            parts = (prompt.messages, prompt.tools, prompt.variables)
-            return sum(len(part or b"") for part in parts)

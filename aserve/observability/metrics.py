@@ -193,6 +193,9 @@ class _StepMetrics:
         )
         self.running = Gauge("aserve_sequences_running", "Sequences with a row", registry=registry)
         self.waiting = Gauge("aserve_sequences_waiting", "Sequences in queue", registry=registry)
+        self.waiting_clients = Gauge(
+            "aserve_clients_waiting", "Clients with sequences in queue", registry=registry
+        )
         self.backlog = Gauge(
             "aserve_inbox_messages", "Messages that wait for an actor", ["actor"], registry=registry
         )
@@ -206,6 +209,7 @@ class _StepMetrics:
             self._launch(report.launched)
         self.running.set(report.num_running)
         self.waiting.set(report.num_waiting)
+        self.waiting_clients.set(report.num_waiting_clients)
         self.used_pages.set(report.used_pages)
 
     def _launch(self, steps: LaunchedSteps) -> None:

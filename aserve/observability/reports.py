@@ -33,6 +33,7 @@ class SchedulerTick:
     num_running: int = 0
     num_waiting: int = 0
     used_pages: int = 0
+    num_waiting_clients: int = 0
 
 
 class SchedulerObserver(Protocol):
@@ -61,6 +62,7 @@ class TickReport(Message, frozen=True):
     num_running: int = 0
     num_waiting: int = 0
     used_pages: int = 0
+    num_waiting_clients: int = 0
 
 
 class GrammarKnown(Message, frozen=True):
@@ -112,6 +114,7 @@ def report_of(tick: SchedulerTick) -> TickReport:
         num_running=tick.num_running,
         num_waiting=tick.num_waiting,
         used_pages=tick.used_pages,
+        num_waiting_clients=tick.num_waiting_clients,
     )
 
 

@@ -26,8 +26,8 @@ from aserve.scheduling.transfers import await_kv
 from aserve.scheduling.turn import PAGES_PER_LOOK
 
 
-def receive(state: SchedulerState, request: AdmitRequest) -> None:
-    """Queues every child of a request, or refuses the request with the numbers."""
+def consider(state: SchedulerState, request: AdmitRequest) -> list[Sequence] | Refused:
+    """The sequences of a request, or its refusal with the numbers. It changes nothing."""
     client = state.clients.find(request.client)
     children = [
         Sequence(
@@ -40,15 +40,21 @@ def receive(state: SchedulerState, request: AdmitRequest) -> None:
         for child in range(request.sampling.n)
     ]
     refusal = _refusal(state, children)
-    if refusal is not None:
-        state.effects.append(Refused(request_id=request.request_id, error=refusal))
+    return children if refusal is None else Refused(request.request_id, refusal)
+
+
+def receive(state: SchedulerState, arrival: list[Sequence] | Refused) -> None:
+    """Queues what `consider` returned, before any other event is handled."""
+    if isinstance(arrival, Refused):
+        state.effects.append(arrival)
         return
-    state.arrivals += len(children)
-    state.clients.join(client, len(children))
-    state.groups[request.request_id] = {sequence.child: sequence for sequence in children}
-    for sequence in children:
+    first = arrival[0]
+    state.arrivals += len(arrival)
+    state.clients.join(first.client, len(arrival))
+    state.groups[first.request_id] = {sequence.child: sequence for sequence in arrival}
+    for sequence in arrival:
         state.waiting.add(sequence)
-    for sequence in children:
+    for sequence in arrival:
         _end_or_ask(state, sequence)
 
 

@@ -57,7 +57,7 @@ from aserve.messages.results import (
     StepFailed,
     StepResult,
 )
-from aserve.scheduling.admit import receive
+from aserve.scheduling.admit import consider, receive
 from aserve.scheduling.batch import launch
 from aserve.scheduling.check import check
 from aserve.scheduling.commit import commit_samples, commit_step
@@ -91,9 +91,13 @@ class Scheduler:
 
     def step(self, events: list[SchedulerEvent]) -> list[SchedulerEffect]:
         """One turn. Its work is bounded: what is left over waits for the next, see `has_more`."""
-        state = self.state
         for event in events:
-            self._handle(event)
+            self.handle(event)
+        return self.end_turn()
+
+    def end_turn(self) -> list[SchedulerEffect]:
+        """Launches what can run after the turn's events, and returns the effects of all of them."""
+        state = self.state
         finish_ended(state, most=max_finished(state.spec))
         give_samples(state)
         state.looks_left = max_looks(state.spec, num_running=len(state.running))
@@ -104,10 +108,10 @@ class Scheduler:
             check(state)
         return state.take_effects()
 
-    def _handle(self, event: SchedulerEvent) -> None:
+    def handle(self, event: SchedulerEvent) -> None:
         match event:
             case AdmitRequest():
-                receive(self.state, event)
+                receive(self.state, consider(self.state, event))
             case Cancel():
                 cancel(self.state, event)
             case StepResult():

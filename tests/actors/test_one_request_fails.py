@@ -20,6 +20,8 @@ from aserve.frontend import Frontend
 from aserve.messages.output import OutputChunk, Refused, Retired, SequenceOutput
 from aserve.messages.requests import AdmitRequest, GenerateRequest, OpenText
 from aserve.request_stream import Gateway, RequestStream
+from aserve.scheduling import admit
+from aserve.scheduling.request import Sequence
 from aserve.text.prompt import Prepared, PromptEncoder
 from tests.test_engine import Loader, engine, expected
 
@@ -29,7 +31,16 @@ GUILTY_ID = f"request-{GUILTY + 1}"
 PROMPT = [5, 6, 7]
 MAX_TOKENS = 5
 
-NAMED = (GenerateRequest, OpenText, SequenceOutput, Retired, Refused, OutputChunk, AdmitRequest)
+NAMED = (
+    GenerateRequest,
+    OpenText,
+    SequenceOutput,
+    Retired,
+    Refused,
+    OutputChunk,
+    AdmitRequest,
+    Sequence,
+)
 
 
 class Step(NamedTuple):
@@ -61,6 +72,7 @@ STEPS = [
     *(Step(Gateway, "deliver", after, only_once=True) for after in BOTH),
     *(Step(RequestStream, "put", after, only_once=True) for after in BOTH),
     *(Step(scheduler_module, "check_request", after) for after in BOTH),
+    *(Step(admit, name, after) for name in ("Sequence", "fits_alone") for after in BOTH),
     Step(SchedulerActor, "_set_deadline", is_after=False),
 ]
 

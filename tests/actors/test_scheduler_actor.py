@@ -205,13 +205,13 @@ async def test_a_deadline_holds_until_the_last_child_has_ended() -> None:
 async def test_a_bug_carries_the_story_of_the_requests_that_were_at_hand(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def broken(scheduler: Scheduler, events: list[SchedulerEvent]) -> None:
+    def broken(scheduler: Scheduler, event: SchedulerEvent) -> None:
         raise BugError("an invariant does not hold")
 
     async with Rig() as rig:
         rig.events.send(admit())
         await rig.until_ended(1)
-        monkeypatch.setattr(Scheduler, "step", broken)
+        monkeypatch.setattr(Scheduler, "handle", broken)
         rig.events.send(Cancel("a", None, 0, "cancelled"))
         await rig.died.wait()
     notes = "\n".join(rig.deaths[0].__notes__)

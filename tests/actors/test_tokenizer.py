@@ -66,9 +66,12 @@ class Bench:
             codec=Codec(TokenizerEvent),
         )
 
-    def send(self, request_id: str, prompt: Prompt, *, timeout_s: float | None = None) -> None:
+    def send(
+        self, request_id: str, prompt: Prompt, *, timeout_s: float | None = None, client: str = ""
+    ) -> None:
         sampling = SamplingParams(seed=1)
-        self.actor.inbox.send(GenerateRequest(request_id, prompt, sampling, timeout_s=timeout_s))
+        request = GenerateRequest(request_id, prompt, sampling, timeout_s=timeout_s, client=client)
+        self.actor.inbox.send(request)
 
     async def next_text(self, count: int = 1) -> list[DetokenizerEvent]:
         return await received(self.text, count)
@@ -182,6 +185,22 @@ async def test_work_that_nobody_waits_for_never_gets_a_thread() -> None:
         await bench.next_text(NUM_THREADS + 1)
         assert gone not in bench.encoder.prepared
         assert len(bench.encoder.prepared) == NUM_THREADS + 1
+
+
+async def test_clients_get_threads_in_turn() -> None:
+    async with running() as bench:
+        for i in range(NUM_THREADS + 1):
+            bench.send(f"flood{i}", LONG, client="mallory")
+        bench.send("other", LONG, client="alice")
+        bench.send("short", TextPrompt("a"))
+        assert names(await bench.next_text()) == [("OpenText", "short")]  # the others wait
+        bench.encoder.gate.set()
+        late: list[DetokenizerEvent] = []
+        while len(late) < NUM_THREADS + 2:
+            late += await bench.next_text()
+        order = [each for each in bench.encoder.prepared if each != "short"]
+        assert order.index("other") == NUM_THREADS
+        assert order[-1] == f"flood{NUM_THREADS}"
 
 
 @pytest.mark.parametrize("is_first", [True, False])

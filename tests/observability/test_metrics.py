@@ -157,8 +157,9 @@ TURN = SchedulerTick(
     num_running=2,
     num_waiting=3,
     used_pages=4,
+    num_waiting_clients=2,
 )
-REPORT = TickReport(("a", "b"), 2, 1, LaunchedSteps(2, 5, 7, 1, 9), 2, 3, 4)
+REPORT = TickReport(("a", "b"), 2, 1, LaunchedSteps(2, 5, 7, 1, 9), 2, 3, 4, 2)
 
 
 def test_a_turn_is_reported_as_its_sums() -> None:
@@ -168,7 +169,7 @@ def test_a_turn_is_reported_as_its_sums() -> None:
 
 def test_metrics_show_what_was_reported() -> None:
     metrics = Metrics()
-    for report in (REPORT, TickReport(num_finished=1, num_running=1)):
+    for report in (REPORT, TickReport(num_finished=1, num_running=1, num_waiting_clients=5)):
         metrics.on_report(report)
     expected = {
         "aserve_steps_launched_total": 2,
@@ -180,6 +181,7 @@ def test_metrics_show_what_was_reported() -> None:
         "aserve_kv_pages_total": 9,
         "aserve_sequences_running": 1,
         "aserve_sequences_waiting": 0,
+        "aserve_clients_waiting": 5,
         "aserve_kv_pages_used": 0,
     }
     found = {name: metrics.registry.get_sample_value(name) for name in expected}
