@@ -68,7 +68,7 @@ class Intake:
         pieces = []
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
-                while piece := await request.content.readany():
+                while piece := await _next_piece(request):
                     held.add(len(piece))
                     pieces.append(piece)
                     deadline.reschedule(start_s + self._timeout_s + held.size / MIN_BYTES_PER_S)
@@ -97,6 +97,13 @@ class Intake:
                 f"{self._max_held}. Try again later.",
                 retry_after_s=RETRY_AFTER_S,
             )
+
+
+async def _next_piece(request: web.Request) -> bytes:
+    """NOTE: aiohttp raises a RuntimeError if the client has gone before the first read."""
+    if request.transport is None:
+        raise ConnectionResetError("the client closed the connection before its body was read")
+    return await request.content.readany()
 
 
 class HeldBody:

@@ -50,7 +50,7 @@ class HttpServer:
         self._runner = web.AppRunner(
             self._app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_TIMEOUT_S
         )
-        self._listener: asyncio.Server | None = None
+        self._listeners: list[asyncio.Server] = []
         self._delay = LoopDelay(context.registry)
 
     async def start(self) -> str:
@@ -58,20 +58,20 @@ class HttpServer:
         host, port = self._options.host, self._options.port
         await self._runner.setup()
         try:
-            self._listener = await listen(self._runner, self._options)
+            self._listeners = await listen(self._runner, self._options)
         except OSError as error:
             await self.stop()
             raise ConfigError(f"cannot listen on {host}:{port}: {reason_of(error)}") from error
         self._delay.start(asyncio.get_running_loop())
-        bound = self._listener.sockets[0].getsockname()
+        bound = self._listeners[0].sockets[0].getsockname()
         shown = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
         return f"http://{shown}:{bound[1]}"
 
     async def stop(self) -> None:
         """Closes the port and every connection. The caller has ended the open requests before."""
         self._delay.stop()
-        if self._listener is not None:
-            self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         await self._runner.cleanup()
         self._app[INTAKE].close()
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from aserve.host.threads import new_event_loop
+from aserve.http.connection import ConnectionLimits, Connections, open_port
 from tests.fakes.echo_engine import EchoEngine
 
 SOON_S = 0.05
@@ -70,6 +75,53 @@ async def test_half_a_head_is_a_408_and_the_connection_ends(sent: bytes, is_firs
         client.writer.write(sent)
         status, error = answer_in(await client.rest())
         assert (status, error["code"]) == (408, "request_timeout")
+
+
+class Written(asyncio.Transport):
+    """A transport that keeps what is written to it, until it is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data = b""
+        self.closed = asyncio.Event()
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.data += data
+
+    def is_closing(self) -> bool:
+        return self.closed.is_set()
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+async def test_half_a_head_that_comes_at_once_with_its_connection_is_a_408() -> None:
+    """Before the task that waits for heads has begun."""
+    async with EchoEngine(header_timeout=SOON_S) as echo:
+        server = echo.server._runner.server
+        assert server is not None
+        limits = ConnectionLimits(SOON_S, keep_alive_s=LONG_S, max_connections=1)
+        connection, transport = Connections(server, limits)(), Written()
+        connection.connection_made(transport)
+        connection.data_received(GET[:20])
+        async with asyncio.timeout(END_S):
+            await transport.closed.wait()
+        connection.connection_lost(None)
+    assert answer_in(transport.data)[0] == 408
+
+
+async def test_a_body_that_comes_before_its_handler_has_begun_is_no_head() -> None:
+    async with EchoEngine() as echo:
+        server = echo.server._runner.server
+        assert server is not None
+        limits = ConnectionLimits(SOON_S, keep_alive_s=LONG_S, max_connections=1)
+        connection, transport = Connections(server, limits)(), Written()
+        connection.connection_made(transport)
+        head = GET.replace(b"GET", b"POST")[:-2] + b"Content-Length: 9\r\n\r\n"
+        for data in (head, b"12345"):
+            connection.data_received(data)
+        assert connection._deadline is None
+        connection.connection_lost(None)
 
 
 async def test_single_bytes_do_not_extend_the_deadline_of_a_head() -> None:
@@ -164,6 +216,40 @@ async def test_invalid_http_gets_a_json_error_without_the_clients_bytes(
         assert found == status
         assert error["type"] == "invalid_request_error"
         assert error["code"] == (code or error["code"])
+
+
+@pytest.mark.parametrize("make_loop", [new_event_loop, asyncio.new_event_loop])
+def test_a_flood_of_connections_is_accepted_in_few_iterations_of_the_loop(
+    make_loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    num_clients = 200
+    made: list[asyncio.BaseTransport] = []
+
+    class Made(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            made.append(transport)
+
+    async def num_iterations() -> int:
+        servers = await open_port(Made, "127.0.0.1", 0)
+        with contextlib.ExitStack() as clients:
+            for server in servers:
+                clients.callback(server.close)
+            for _ in range(num_clients):
+                client = clients.enter_context(socket.socket())
+                client.setblocking(False)
+                with contextlib.suppress(BlockingIOError):
+                    client.connect(servers[0].sockets[0].getsockname())
+            number = 0
+            while len(made) < num_clients and number < 10 * num_clients:
+                await asyncio.sleep(0)
+                number += 1
+            for transport in made:
+                transport.close()
+        return number
+
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        assert runner.run(num_iterations()) < num_clients / 4
+    assert len(made) == num_clients
 
 
 async def test_all_connections_end_when_the_server_stops() -> None:

@@ -8,9 +8,10 @@ import json
 import threading
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from aiohttp.web import Request
 
 from aserve.http import body as body_module
 from aserve.http.decompress import FREE_BYTES, MAX_MEMBERS, MAX_RATIO, decompress
@@ -185,3 +186,12 @@ async def test_the_memory_of_bodies_is_bounded_and_small_ones_pass() -> None:
             await reader.read()  # until the server has given the request up
             writer.close()
     assert intake.held_bytes == 0
+
+
+async def test_a_client_that_has_gone_before_its_body_is_read_is_no_bug(echo: EchoEngine) -> None:
+    class Gone:
+        transport = None
+
+    intake = echo.server._app[INTAKE]
+    with intake.hold() as held, pytest.raises(ConnectionResetError):
+        await intake.receive(cast(Request, Gone()), held)

@@ -33,11 +33,11 @@ class UnreadClient:
     ) -> None:
         self._socket.close()
 
-    async def post(self, path: str, body: dict[str, Any]) -> None:
+    async def post(self, path: str, body: dict[str, Any], *, key: str = "any") -> None:
         data = json.dumps(body).encode()
         head = (
             f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(data)}\r\n\r\n"
+            f"Authorization: Bearer {key}\r\nContent-Length: {len(data)}\r\n\r\n"
         )
         await self.send(head.encode() + data)
 

@@ -8,6 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from aserve.errors import InvalidRequest
+from aserve.http.openai.call import Origin
+from aserve.http.responses.body import InputItem, ResponseBody
+from aserve.http.responses.call import response_call
 from aserve.http.responses.conversation import MAX_ITEMS, Message
 from aserve.http.responses.handlers import PageQuery, page_of
 from aserve.http.responses.records import OutputMessage, OutputText
@@ -174,3 +178,12 @@ async def test_more_items_than_the_bound_are_refused(echo: EchoEngine) -> None:
     answer = await ask(echo, "/v1/responses", {"input": items})
     assert (answer.status, answer.error["param"]) == (400, "input")
     assert str(MAX_ITEMS) in answer.error["message"]
+
+
+def test_the_items_of_earlier_responses_count() -> None:
+    earlier = (Message("msg", "user", ("a",)),) * MAX_ITEMS
+    body = ResponseBody(
+        input=[InputItem(role="user", content="a")], previous_response_id="resp_earlier"
+    )
+    with pytest.raises(InvalidRequest, match=str(MAX_ITEMS)):
+        response_call(body, Origin("request", 0, ("echo",)), lambda _: earlier)
