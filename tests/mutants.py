@@ -65,7 +65,7 @@ def main(names: list[str]) -> int:
 
 
 def _copy_tree(folder: Path) -> Path:
-    for name in ("aserve", "kernels", "tests"):
+    for name in ("aserve", "kernels", "tests", "tools"):
         ignore = shutil.ignore_patterns("__pycache__", "*.safetensors")
         shutil.copytree(ROOT / name, folder / name, ignore=ignore)
     shutil.copy(ROOT / "pyproject.toml", folder)

@@ -126,6 +126,7 @@ class Graph:
 
     def end(self) -> None:
         assert self._stream is not None
+        assert self._stream.graph is self, "another graph is being captured"
         self._stream.graph = None
 
     def abandon(self) -> None:

@@ -6,6 +6,20 @@ from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.transfer.pinned import MAX_PREFIXES, MIN_WORDS, POISON, PinnedSlots
 
 
+def test_a_slot_is_used_again_only_after_it_was_given_back_and_if_it_is_large_enough() -> None:
+    slots = PinnedSlots(CpuDevice())
+    first = slots.take(10)
+    second = slots.take(10)
+    assert second is not first
+    slots.give_back(first)
+    assert slots.take(10) is first
+    slots.give_back(second)
+    large = slots.take(MIN_WORDS + 1)
+    assert len(large.words) > MIN_WORDS
+    slots.give_back(large)
+    assert slots.take(10) is large
+
+
 def test_a_front_of_the_same_length_is_made_once_and_not_kept_for_ever() -> None:
     slot = PinnedSlots(CpuDevice()).take(MIN_WORDS)
     first = slot.prefix(7)
