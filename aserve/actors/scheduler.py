@@ -30,7 +30,7 @@ from aserve.observability.reports import Admitted, SchedulerObserver, SchedulerT
 from aserve.observability.trace import Trace
 from aserve.scheduling.admit import consider, receive
 from aserve.scheduling.scheduler import Scheduler
-from aserve.scheduling.turn import Intake
+from aserve.scheduling.tick import Intake
 
 KvEvent: TypeAlias = ReceiveKv | Retired | Refused  # of the KV transfers of other engines
 
@@ -79,7 +79,7 @@ class SchedulerActor(Actor[SchedulerEvent]):
 
     def handle(self, events: list[SchedulerEvent]) -> None:
         num_running = len(self._scheduler.state.running)
-        events = self._checked(self._intake.next_turn(events, num_running=num_running))
+        events = self._checked(self._intake.next_tick(events, num_running=num_running))
         effects = self._decide(events)
         for effect in effects:
             self._perform(effect)
@@ -137,7 +137,7 @@ class SchedulerActor(Actor[SchedulerEvent]):
         try:
             for event in events:
                 self._handle_one(event)
-            effects = self._scheduler.end_turn()
+            effects = self._scheduler.end_tick()
         except (BugError, AssertionError) as error:
             for request_id in sorted(_named(events)):
                 error.add_note(self._watch.trace.story(request_id))

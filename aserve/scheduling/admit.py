@@ -22,8 +22,8 @@ from aserve.scheduling.grammar_rows import ask_mask, has_slow_room, return_slow
 from aserve.scheduling.request import Phase, Sequence
 from aserve.scheduling.reserve import Reserve
 from aserve.scheduling.state import SchedulerState
+from aserve.scheduling.tick import PAGES_PER_LOOK
 from aserve.scheduling.transfers import await_kv
-from aserve.scheduling.turn import PAGES_PER_LOOK
 
 
 def consider(state: SchedulerState, request: AdmitRequest) -> list[Sequence] | Refused:
@@ -69,7 +69,7 @@ def admit(
     `num_tokens` of the step suffice for them after the prefills that go before them. Returns the
     new prefills. Those that are `owed` a place need not fit the forecast of pages.
 
-    A sequence that runs alone always has room: that was tested when it came. The work of a turn is
+    A sequence that runs alone always has room: that was tested when it came. The work of a tick is
     bounded by `looks_left`, and every sequence that is looked at is admitted or waits outside the
     queue afterwards, but for the one that has no room.
     """

@@ -1,5 +1,5 @@
 """Asserts the scheduler's invariants, and tells the story of the sequence that breaks one. It runs
-after every turn with debug checks, which all tests turn on.
+after every tick with debug checks, which all tests turn on.
 """
 
 from __future__ import annotations

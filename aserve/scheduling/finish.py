@@ -56,7 +56,7 @@ def finish(
 def finish_ended(state: SchedulerState, *, most: int) -> None:
     """Finishes the sequences whose last tokens are known, in the order in which they ended.
 
-    A step may end all its rows at once, and each costs about 25 us: `most` bounds a turn's work.
+    A step may end all its rows at once, and each costs about 25 us: `most` bounds a tick's work.
     """
     for _ in range(min(most, len(state.ended))):
         sequence, stop_id = state.ended.popleft()

@@ -2,7 +2,7 @@
 
 How it works:
 
-- `Scheduler.step` is one turn. Events are what came since the last one: new requests, cancels,
+- `Scheduler.step` is one tick. Events are what came since the last one: new requests, cancels,
   results of steps, token masks, failures. Effects are what must happen now: launches, outputs for
   the detokenizer, the last message of a sequence. The scheduler does nothing else. It reads no
   clock, waits for nothing and never sees a tensor, so the same events give the same effects, and a
@@ -13,7 +13,7 @@ How it works:
   pages, lingers until nothing of it is in flight, and waits again. `request.MOVES` is the whole
   machine.
 
-- A turn has two halves. First the events are handled, each by the module that its kind names below.
+- A tick has two halves. First the events are handled, each by the module that its kind names below.
   Then steps are launched as long as fewer than `depth` are in flight: `select` chooses the rows and
   how many tokens each of them computes, and `launch` turns that into one `ScheduleBatch`. Prefill,
   chunk, decode and verify window are the same thing with different numbers of tokens.
@@ -36,11 +36,11 @@ How it works:
   one more step of every running row fit, and rows are retracted before a launch that would need
   more.
 
-- A turn is bounded (`turn.py`): what is left over is done in the next one, which `has_more` asks
+- A tick is bounded (`tick.py`): what is left over is done in the next one, which `has_more` asks
   for.
 
 Invariants: each row and each page has one owner, each sequence ends with exactly one `Retired`, and
-neither `depth` nor `lead` is exceeded. `check.py` asserts them after every turn of the tests.
+neither `depth` nor `lead` is exceeded. `check.py` asserts them after every tick of the tests.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ from aserve.scheduling.grammar_rows import awaits_masks, give_samples, receive_m
 from aserve.scheduling.recover import fail_step
 from aserve.scheduling.select import select, waits_for_masks
 from aserve.scheduling.state import SchedulerState
+from aserve.scheduling.tick import max_finished, max_looks
 from aserve.scheduling.transfers import begin_transfers, end_transfer
-from aserve.scheduling.turn import max_finished, max_looks
 
 
 class Scheduler:
@@ -86,17 +86,17 @@ class Scheduler:
 
     @property
     def has_more(self) -> bool:
-        """Whether another turn has something to do though no event comes."""
+        """Whether another tick has something to do though no event comes."""
         return bool(self.state.ended)
 
     def step(self, events: list[SchedulerEvent]) -> list[SchedulerEffect]:
-        """One turn. Its work is bounded: what is left over waits for the next, see `has_more`."""
+        """One tick. Its work is bounded: what is left over waits for the next, see `has_more`."""
         for event in events:
             self.handle(event)
-        return self.end_turn()
+        return self.end_tick()
 
-    def end_turn(self) -> list[SchedulerEffect]:
-        """Launches what can run after the turn's events, and returns the effects of all of them."""
+    def end_tick(self) -> list[SchedulerEffect]:
+        """Launches what can run after the tick's events, and returns the effects of all of them."""
         state = self.state
         finish_ended(state, most=max_finished(state.spec))
         give_samples(state)

@@ -72,7 +72,7 @@ class SchedulerState:
         self.waiting = WaitingQueue()  # admit, finish, followers
         # sequences with slow masks for which there is no row: grammar_rows, admit
         self.slow_waiting = WaitingQueue()
-        self.looks_left = 0  # waiting sequences that this turn may still look at: scheduler, admit
+        self.looks_left = 0  # waiting sequences that this tick may still look at: scheduler, admit
         self.clients = Clients()  # admit, commit, finish
         # by the key of the page that a running row commits next; followers of such rows wait
         # outside the queue: followers

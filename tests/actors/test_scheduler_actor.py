@@ -25,7 +25,7 @@ from aserve.observability.recording import Recorder
 from aserve.observability.reports import SchedulerTick
 from aserve.observability.trace import Trace
 from aserve.scheduling.scheduler import Scheduler
-from aserve.scheduling.turn import max_received
+from aserve.scheduling.tick import max_received
 from tests.fakes.executor import SPEC, FakeExecutor, FakeTicket
 from tests.fakes.toy_device import TOY, FakeDevice, ToyMatchers, expected_outputs
 

@@ -27,7 +27,7 @@ CORE = (
     *(f"aserve/{name}.py" for name in ("channel", "engine_core", "frontend", "request_stream")),
     *(f"aserve/actors/{name}.py" for name in ("base", "detokenizer", "scheduler", "tokenizer")),
     *(f"aserve/scheduling/{name}.py" for name in ("admit", "batch", "budget", "commit", "finish")),
-    *(f"aserve/scheduling/{name}.py" for name in ("queue", "recover", "request", "turn")),
+    *(f"aserve/scheduling/{name}.py" for name in ("queue", "recover", "request", "tick")),
     *(f"aserve/scheduling/{name}.py" for name in ("scheduler", "select", "state")),
     *(f"aserve/cache/{name}.py" for name in ("allocation", "kv_cache", "pools")),
     "aserve/cache/prefix_tree.py",

@@ -1,8 +1,8 @@
-"""One turn of the scheduler: how much it may do, and which events come in it.
+"""One tick of the scheduler: how much it may do, and which events come in it.
 
-A turn costs about 4 us for every running row, and 15 to 50 us for every sequence that is received,
-admitted or finished in it. So the fewer rows run, the more of the others a turn may take; the rest
-waits for the next turn. What remains where many rows run is enough for a steady load in which each
+A tick costs about 4 us for every running row, and 15 to 50 us for every sequence that is received,
+admitted or finished in it. So the fewer rows run, the more of the others a tick may take; the rest
+waits for the next tick. What remains where many rows run is enough for a steady load in which each
 sequence runs for at least 32 steps.
 """
 
@@ -21,17 +21,17 @@ PAGES_PER_LOOK = 1024  # cached pages that cost as much as one look when they ar
 
 
 def max_received(num_running: int) -> int:
-    """New sequences that enter the queue in one turn; a larger group of one request comes alone."""
+    """New sequences that enter the queue in one tick; a larger group of one request comes alone."""
     return max(LEAST, MOST - num_running // ROWS_PER_SEQUENCE)
 
 
 def max_looks(spec: EngineSpec, *, num_running: int) -> int:
-    """Waiting sequences that one turn looks at, to admit them."""
+    """Waiting sequences that one tick looks at, to admit them."""
     return max(_steady(spec), MOST - num_running // ROWS_PER_SEQUENCE)
 
 
 def max_finished(spec: EngineSpec) -> int:
-    """Sequences of those whose last token came that one turn finishes."""
+    """Sequences of those whose last token came that one tick finishes."""
     return 2 * _steady(spec)
 
 
@@ -51,16 +51,16 @@ class Intake:
     def __len__(self) -> int:
         return len(self._held)
 
-    def next_turn(
+    def next_tick(
         self, events: list[SchedulerEvent], *, num_running: int = 0
     ) -> list[SchedulerEvent]:
-        """The events of one turn in which so many rows run, of those that just came and those that
+        """The events of one tick in which so many rows run, of those that just came and those that
         are held.
 
         NOTE: a cancel never overtakes its request: it is held behind a request that is held, since
         the scheduler ignores a cancel of a request that it does not know.
         """
-        turn: list[SchedulerEvent] = []
+        tick: list[SchedulerEvent] = []
         for event in events:
             match event:
                 case AdmitRequest():
@@ -68,13 +68,13 @@ class Intake:
                 case Cancel() if event.request_id in self._num_held_by_id:
                     self._hold(event)
                 case _:
-                    turn.append(event)
+                    tick.append(event)
         most = max_received(num_running)
         room = most
         while self._held and (room == most or _size(self._held[0]) <= room):
             room -= _size(self._held[0])
-            turn.append(self._release())
-        return turn
+            tick.append(self._release())
+        return tick
 
     def _hold(self, event: AdmitRequest | Cancel) -> None:
         self._held.append(event)
