@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from aserve.actors.tokenizer import LONG_TEXT, NUM_THREADS, TokenizeQueue, TokenizerActor
+from aserve.actors.admission import TokenizeQueue
+from aserve.actors.tokenizer import LONG_TEXT, NUM_THREADS, TokenizerActor
 from aserve.channel import Channel, Codec
 from aserve.messages.base import array_i32
 from aserve.messages.output import DetokenizerEvent, Refused
