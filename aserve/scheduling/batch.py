@@ -84,7 +84,8 @@ def _next_id(flight: Flight) -> int:
     """
     sequence = flight.sequence
     end = sequence.scheduled_len + flight.query_len
-    return sequence.tokens.at(end) if end < sequence.tokens.num else -sequence.row
+    has_next = not flight.samples and end < sequence.tokens.num
+    return sequence.tokens.at(end) if has_next else -sequence.row
 
 
 def _expected_stamp(flight: Flight) -> int:

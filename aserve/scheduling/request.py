@@ -179,10 +179,8 @@ class Sequence:
         self.tokens = TokenLog(prompt_ids, outputs)
         self.is_causal = request.is_causal
         self.key_lookahead = caps.key_lookahead
-        has_keys = request.is_causal and not caps.key_lookahead
-        self.keys = PageKeys(
-            request.page_keys if has_keys else b"", root=root_key(request.namespace)
-        )
+        keys = request.page_keys if request.is_causal and not caps.key_lookahead else b""
+        self.keys = PageKeys(keys, root=root_key(request.namespace))
         # Waiting sequences that need pages which this one is about to commit, each with their
         # number, and whom this one waits for: followers.py
         self.followers: dict[Sequence, int] = {}

@@ -131,7 +131,7 @@ def _choose_span(
     if num_drafts and caps.tree is not None:
         num_accepted = caps.tree.depth(num_drafts)
     max_outputs = num_accepted + caps.root_len if is_whole and sequence.max_tokens else 0
-    samples = max_outputs > 0
+    samples, least = max_outputs > 0, caps.min_tokens_per_step
     return Flight(
         sequence,
         iteration=state.next_iteration,
@@ -139,7 +139,7 @@ def _choose_span(
         num_drafts=num_drafts,
         max_advance=query_len - num_drafts + num_accepted,
         max_outputs=max_outputs,
-        num_uncertain=max(0, max_outputs - caps.min_tokens_per_step),
+        num_uncertain=max_outputs - least if max_outputs > least else 0,
         samples=samples,
         ends=is_whole and not sequence.max_tokens,
         is_prefill=remaining > caps.root_len,
