@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """Where None is allowed, it lets the engine choose."""
+    """The settings of the engine. A None lets the engine choose."""
 
     model_dir: Path
     load_format: str = "auto"

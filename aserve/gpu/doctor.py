@@ -38,7 +38,7 @@ class CudaDevice:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What the machine and the installation have. A limit of None means that there is none."""
+    """The facts about machine and installation. A limit of None means that there is none."""
 
     versions: dict[str, str | None]  # None: not installed
     python: str

@@ -365,7 +365,7 @@ class TorchExecutor:
 
 
 def _complete_with_lens(ticket: StepTicket, outcome: Outcome, plan: StepPlan) -> None:
-    """For modes without SEQ_LEN: the host has known the lengths from the start."""
+    """Publishes the lengths in modes without SEQ_LEN, where the host has always known them."""
     ticket.publish(lambda: seq_lens(plan, plan.kv_lens + plan.query_lens))
     ticket.complete(outcome)
 

@@ -1,4 +1,4 @@
-"""What each client was served, in tokens: the counters that make admission fair.
+"""Counts the tokens that each client was served, which makes admission fair.
 
 The scheduler keeps a virtual token counter per client, as in "Fairness in Serving Large Language
 Models" (Sheng et al., OSDI 2024). A computed prompt token counts 1 and an output token counts 2,

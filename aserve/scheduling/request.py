@@ -261,7 +261,7 @@ class Sequence:
 
     @property
     def _num_prompt_logprobs(self) -> int:
-        """As a RowInit says it; none are wanted again of a sequence that was retracted."""
+        """The value for a RowInit. A sequence that was retracted does not want them again."""
         wanted = self.sampling.prompt_logprobs
         return -1 if wanted is None or self.num_scored >= self.prompt_len else wanted
 

@@ -30,7 +30,7 @@ class PagedRows:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How scores are computed: `s = scale * q k^T`, then `softcap * tanh(s / softcap)`."""
+    """The parameters of the scores: `s = scale * q k^T`, then `softcap * tanh(s / softcap)`."""
 
     scale: float
     window: int | None = None  # a query sees the last `window` positions, its own included

@@ -1,5 +1,5 @@
-"""What the Triton attention kernels share: tile sizes, how keys are split, and the online softmax
-over tiles of paged keys.
+"""The parts that the Triton attention kernels share: tile sizes, the split of keys, and the online
+softmax over tiles of paged keys.
 """
 
 # Theory of operation
@@ -69,7 +69,7 @@ class Chip:
 
 @dataclass(frozen=True, slots=True)
 class KvSplits:
-    """How a row's keys are split among programs, whose states are then merged in order.
+    """The split of a row's keys among programs, whose states are then merged in order.
 
     Without `fixed_split`, a row has at most `max_splits` splits of at least `min_split` keys, by
     its own length. With it, splits are at absolute multiples of `fixed_split` keys, which must be a

@@ -21,7 +21,7 @@ from tools.gpu_check.worker import Order
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How the process of a part ended. `reason` is empty after a normal end."""
+    """The end of a part's process. `reason` is empty after a normal end."""
 
     took_s: float
     reason: str = ""

@@ -59,7 +59,7 @@ T = TypeVar("T", int, str)
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend supports. None means any value."""
+    """The features that a backend supports. None means any value."""
 
     devices: frozenset[str] | None = None  # types of torch devices
     dtypes: frozenset[torch.dtype] | None = None  # of q
@@ -107,7 +107,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSite:
-    """What a backend is built for."""
+    """The pools, layers and limits that a backend is built for."""
 
     pools: KvPools
     groups: tuple[LayerGroup, ...]

@@ -85,7 +85,7 @@ def visible(
     mask: Mask = Mask.CAUSAL,
     block_len: int = 1,
 ) -> Tensor:
-    """Which keys the mask and the window admit for each query.
+    """Returns the keys that the mask and the window admit for each query.
 
     positions int64 [..., queries], kv_positions int64 [keys] -> bool [..., queries, keys].
     """

@@ -1,4 +1,4 @@
-"""What attention and the KV pools know about the layers of a model.
+"""The facts about a model's layers that attention and the KV pools use.
 
 A `LayerSpec` holds the static facts of one layer, by which pools are laid out and a backend is
 chosen. `AttentionInputs` are the tensors that the layer passes to attention in one forward. Layers
@@ -19,7 +19,7 @@ from aserve.gpu.layers.rope import RopeInputs
 
 
 class Mask(Enum):
-    """Which keys a query at position p sees, before windows and tree masks."""
+    """The keys that a query at position p sees, before windows and tree masks."""
 
     CAUSAL = "causal"  # those at positions <= p
     BLOCK_CAUSAL = "block-causal"  # those of its own block of `block_len` positions and before
@@ -63,7 +63,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """What one layer passes to attention for the tokens of one forward.
+    """The inputs that one layer passes to attention for the tokens of one forward.
 
     `heads` holds the query heads, then the heads to be stored: keys and values, latents, or none
     (`LayerSpec.num_stored_heads`). It may have any strides, so that it can be a view of the joined

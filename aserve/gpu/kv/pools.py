@@ -66,7 +66,7 @@ Zeros: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class KvOps:
-    """How a device allocates pools and how it writes into them."""
+    """The operators by which a device allocates pools and writes into them."""
 
     zeros: Zeros | None = None  # None: torch.zeros
     store: RopeAndStoreKv = rope_then_store_kv

@@ -1,4 +1,4 @@
-"""How keys and values are stored: in the model's dtype, in another one, or in fp8 with a scale.
+"""Stores keys and values in the model's dtype, in another one, or in fp8 with a scale.
 
 An fp8 element stands for `element * scale`. The scale is one number per layer for keys and one for
 values.

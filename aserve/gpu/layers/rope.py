@@ -60,8 +60,9 @@ class Rotary:
 
 @dataclass(frozen=True, slots=True)
 class RopeInputs:
-    """What is applied to a layer's query and key heads before attention: the head norms, if the
-    layer has them, then the rotation."""
+    """The inputs of the rotation of query and key heads before attention, which follows the head
+    norms if the layer has them.
+    """
 
     cos_sin: Tensor  # [tokens, rotary_dim], in the model's dtype: cosines, then sines
     norms: HeadNorms | None = None

@@ -48,8 +48,9 @@ class DraftModel(Protocol):
     def forward(
         self, input_ids: Tensor, positions: Tensor, attend: Attend, *, hidden: Tensor | None = None
     ) -> Tensor:
-        """As `CausalModel.forward`. `hidden`: the target's hidden states [tokens, hidden], given to
-        a drafter that reads them."""
+        """Does what `CausalModel.forward` does. A drafter that reads them is given `hidden`, the
+        target's hidden states [tokens, hidden].
+        """
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, draft hidden] -> [n, vocab]."""

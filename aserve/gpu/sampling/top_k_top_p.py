@@ -100,8 +100,9 @@ def _is_member(scaled: Tensor, probs: Tensor, candidates: Tensor, limits: Limits
 
 
 def choose_sorted(scaled: Tensor, noisy: Tensor, probs: Tensor, limits: Limits) -> Tensor:
-    """As `choose`, by a stable sort. It serves rows for which all tries failed, and all rows where
-    a capture forbids to look at values."""
+    """Does what `choose` does by a stable sort. It serves rows for which all tries failed, and all
+    rows where a capture forbids to look at values.
+    """
     order = scaled.argsort(dim=1, descending=True, stable=True)
     ranked = probs.gather(1, order)
     mass = ranked.cumsum(dim=1) - ranked

@@ -136,7 +136,7 @@ class ForwardBatch:
         lens: Tensor,
         cu_query_lens: Tensor,
     ) -> ForwardBatch:
-        """For a device whose kernel has already computed what `init_new` computes."""
+        """Builds the batch from tensors that a device's kernel computed in place of `init_new`."""
         made = cls(
             iteration=batch.iteration,
             rows=batch.rows,

@@ -83,12 +83,12 @@ def pack(tokens: Tensor, counts: Tensor, sampled: Sampled) -> Packed:
 
 
 def pack_one_each(sampled: Sampled) -> Packed:
-    """For a step in which every sampled row gets one token."""
+    """Packs the result of a step in which every sampled row gets one token."""
     return pack(sampled.tokens[:, None], torch.ones_like(sampled.tokens), sampled)
 
 
 def pack_nothing(device: torch.device) -> Packed:
-    """For a step that gives no tokens at all, such as a middle stage of a pipeline."""
+    """Packs the result of a step without tokens, such as that of a middle stage of a pipeline."""
     return Packed(
         torch.empty(0, dtype=torch.int32, device=device),
         Layout(0, 0, 0, num_scored=0, num_top=0, num_prompt_words=0),
@@ -137,7 +137,7 @@ def read_step(
 def read_sample(
     words: ArrayI32, layout: Layout, logits: LogitsPlan, iteration: int
 ) -> SampleResult | AserveError:
-    """As `read_step`, for held rows. Their step has already answered for their prompts."""
+    """Does what `read_step` does for held rows, whose step has already answered for prompts."""
     read = read_step(words, layout, logits, None, iteration)
     if isinstance(read, AserveError):
         return read
@@ -180,8 +180,9 @@ class _Scores:
     top_logprobs: np.ndarray[tuple[int, int], np.dtype[np.float32]]
 
     def by_row(self, logits: LogitsPlan, counts: ArrayI32) -> Iterator[RowLogprobs]:
-        """For each row, the emitted tokens of its window with as many alternatives as it asked
-        for."""
+        """Yields the logprobs of each row's emitted tokens, with as many alternatives as it asked
+        for.
+        """
         start = 0
         for index in np.flatnonzero(logits.num_logprobs[: len(counts)] >= 0):
             part = slice(start, start + int(counts[index]))

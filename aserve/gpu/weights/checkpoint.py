@@ -77,7 +77,7 @@ class Checkpoint:
             return file.get_tensor(name)
 
     def read_part(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        """As `read`, of the elements tensor[part] alone: the rest is not read."""
+        """Reads the elements tensor[part] alone."""
         with self._explained(name) as file:
             return file.get_slice(name)[part]
 

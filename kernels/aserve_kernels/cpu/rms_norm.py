@@ -26,7 +26,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def compile_rms_norm(dtype: torch.dtype) -> None:
-    """For this dtype."""
+    """Compiles the kernels of this dtype."""
     rows = types.Array(types.uint16 if dtype == torch.bfloat16 else types.float32, 2, "C")
     compile_ahead(_norm, rows, types.Array(types.float32, 1, "C"), types.float64, rows)
 

@@ -26,7 +26,7 @@ Planner = TypeVar("Planner")
 
 @dataclass(frozen=True, slots=True)
 class FlashPlan:
-    """What `bind` needs of one forward. Layers whose kind has no wrapper use cascade attention."""
+    """The inputs of `bind` for one forward. Layer kinds without a wrapper use cascade attention."""
 
     pages: Mapping[int, PageIndices]  # by layer group, written when the forward begins
     wrappers: Mapping[LayerKind, Wrapper]

@@ -132,7 +132,7 @@ def triton_resolver(dtype: torch.dtype) -> Resolve:
 
 
 def triton_resolve(plan: StepPlan, arrays: DeviceArrays, state: DeviceState) -> DeviceStep:
-    """As `resolve`, in one kernel; a plan with drafts goes to `resolve` itself."""
+    """Does what `resolve` does in one kernel. A plan with drafts goes to `resolve` itself."""
     if plan.num_drafts.any():
         return resolve(plan, arrays, state)
     ints, relay, pools = arrays.narrow_ints, state.relay, state.pools
