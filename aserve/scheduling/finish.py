@@ -53,15 +53,16 @@ def finish(
     )
 
 
-def finish_ended(state: SchedulerState, *, most: int) -> None:
-    """Finishes the sequences whose last tokens are known, in the order in which they ended.
-
-    A step may end all its rows at once, and each costs about 25 us: `most` bounds a tick's work.
+def finish_ended(state: SchedulerState, *, most: int) -> int:
+    """Finishes the sequences whose last tokens are known, in the order in which they ended, and
+    returns how many. A step may end all its rows at once: `most` bounds a tick's work.
     """
-    for _ in range(min(most, len(state.ended))):
+    num_finished = min(most, len(state.ended))
+    for _ in range(num_finished):
         sequence, stop_id = state.ended.popleft()
         if sequence.phase is not Phase.ENDED:
             finish(state, sequence, "length" if stop_id is None else "stop", stop_id=stop_id)
+    return num_finished
 
 
 def cancel(state: SchedulerState, event: Cancel) -> None:

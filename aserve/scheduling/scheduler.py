@@ -36,8 +36,7 @@ How it works:
   one more step of every running row fit, and rows are retracted before a launch that would need
   more.
 
-- A tick is bounded (`tick.py`): what is left over is done in the next one, which `has_more` asks
-  for.
+- A tick is bounded (`tick.py`): what is left over is done in the next one (`has_more`).
 
 Invariants: each row and each page has one owner, each sequence ends with exactly one `Retired`, and
 neither `depth` nor `lead` is exceeded. `check.py` asserts them after every tick of the tests.
@@ -98,9 +97,9 @@ class Scheduler:
     def end_tick(self) -> list[SchedulerEffect]:
         """Launches what can run after the tick's events, and returns the effects of all of them."""
         state = self.state
-        finish_ended(state, most=max_finished(state.spec))
+        done, running = finish_ended(state, most=max_finished(state.spec)), len(state.running)
         give_samples(state)
-        state.looks_left = max_looks(state.spec, num_running=len(state.running))
+        state.looks_left = max_looks(state.spec, num_running=running, num_finished=done)
         while self._launch_next():
             give_samples(state)
         begin_transfers(state)

@@ -25,9 +25,9 @@ def max_received(num_running: int) -> int:
     return max(LEAST, MOST - num_running // ROWS_PER_SEQUENCE)
 
 
-def max_looks(spec: EngineSpec, *, num_running: int) -> int:
-    """Waiting sequences that one tick looks at, to admit them."""
-    return max(_steady(spec), MOST - num_running // ROWS_PER_SEQUENCE)
+def max_looks(spec: EngineSpec, *, num_running: int, num_finished: int) -> int:
+    """Waiting sequences that one tick looks at, to admit them, after it has finished others."""
+    return max(_steady(spec), MOST - num_running // ROWS_PER_SEQUENCE - num_finished)
 
 
 def max_finished(spec: EngineSpec) -> int:
