@@ -37,7 +37,7 @@ UNUSED_S = 30 * 24 * 3600  # a kernel cache that was not used for so long is rem
 # 0.1 us each. By default the middle generation holds up to 7,000 objects, and the oldest is looked
 # at after each tenth collection of that, which adds 1 to 5 ms to a turn of the loop while thousands
 # of requests wait. A request leaves next to nothing that reference counts do not free.
-COLLECTOR_THRESHOLDS = (700, 5, 100)  # new objects, then collections of the generation before
+COLLECTOR_THRESHOLDS = (500, 1, 500)  # new objects, then collections of the generation before
 
 logger = logging.getLogger(__name__)
 

@@ -71,9 +71,8 @@ def cancel(state: SchedulerState, event: Cancel) -> None:
     """
     children = state.groups.get(event.request_id, {})
     for child, sequence in list(children.items()):
-        if sequence.has_ended:
-            continue
-        if event.child is None or event.child == child:
+        is_named = event.child is None or event.child == child
+        if is_named and not sequence.has_ended:
             kept = event.kept if event.reason == "stop" else None
             finish(state, sequence, event.reason, kept=kept)
 

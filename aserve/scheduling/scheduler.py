@@ -8,10 +8,9 @@ How it works:
   clock, waits for nothing and never sees a tensor, so the same events give the same effects, and a
   recorded run can be replayed (`actors/replay.py`).
 
-- A request becomes one sequence per alternative (`n`). A sequence waits in the queue; it runs, with
-  a row and KV pages, from its admission until it ends; or it is retracted, gives back row and
-  pages, lingers until nothing of it is in flight, and waits again. `request.MOVES` is the whole
-  machine.
+- A request becomes `n` sequences. A sequence waits in the queue; it runs, with a row and KV pages,
+  from its admission until it ends; or it is retracted, gives back row and pages, lingers until
+  nothing of it is in flight, and waits again. `request.MOVES` is the whole machine.
 
 - A tick has two halves. First the events are handled, each by the module that its kind names below.
   Then steps are launched as long as fewer than `depth` are in flight: `select` chooses the rows and
@@ -32,14 +31,13 @@ How it works:
 - A row with a grammar is launched without its mask and then held: the step computes its logits, and
   a `Sample` effect follows as soon as the mask is there. A row is never launched again before that.
 
-- Pages never run out in the middle of a step. A sequence is admitted only if its whole prefill and
-  one more step of every running row fit, and rows are retracted before a launch that would need
-  more.
+- Pages never run out in a step. A sequence is admitted only if its whole prefill and one more step
+  of every running row fit, and rows are retracted before a launch that would need more.
 
 - A tick is bounded (`tick.py`): what is left over is done in the next one (`has_more`).
 
-Invariants: each row and each page has one owner, each sequence ends with exactly one `Retired`, and
-neither `depth` nor `lead` is exceeded. `check.py` asserts them after every tick of the tests.
+`check.py` asserts the invariants: each row and page has one owner, lengths agree with the flights,
+and neither `depth` nor `lead` is exceeded.
 """
 
 from __future__ import annotations
@@ -89,7 +87,6 @@ class Scheduler:
         return bool(self.state.ended)
 
     def step(self, events: list[SchedulerEvent]) -> list[SchedulerEffect]:
-        """One tick. Its work is bounded: what is left over waits for the next, see `has_more`."""
         for event in events:
             self.handle(event)
         return self.end_tick()
