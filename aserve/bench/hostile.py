@@ -121,10 +121,13 @@ class _Attack:
     options: HostileOptions
 
     async def warm_up(self) -> None:
-        """Sends an ordinary request, so that lazy initialization is not counted."""
+        """Sends ordinary requests, so that lazy initialization is not counted, nor the grammar
+        worker, which starts beside the server.
+        """
         body = {"prompt": "Once upon a time", "max_tokens": 8}
-        async with self.web.post("/v1/completions", json=body) as answer:
-            answer.raise_for_status()
+        for more in ({}, {"structured_outputs": {"regex": "[a-z]{8}"}}):
+            async with self.web.post("/v1/completions", json=body | more) as answer:
+                answer.raise_for_status()
 
     async def send(self, body: HostileBody, processes: int) -> Outcome:
         data = body.data(self.options.size)
