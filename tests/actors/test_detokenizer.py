@@ -105,6 +105,17 @@ def test_any_split_into_steps_and_batches_gives_the_same_answer(
     assert bench.actor.num_requests == 0
 
 
+def test_text_that_is_held_back_makes_no_chunk_and_comes_at_the_end() -> None:
+    bench = Bench()
+    stop_at = TEXT.index("stop")
+    head = TOKENIZER.encode(TEXT[:stop_at], with_special=False)
+    tail = TOKENIZER.encode("st", with_special=False)
+    bench.handle(opened(stop=("stop sign!",)), output(head))
+    assert bench.handle(output(tail, len(head))) == []
+    (last,) = bench.handle(retired())
+    assert (last.text, bench.text) == ("st", TEXT[:stop_at] + "st")
+
+
 @given(st.lists(st.integers(0, len(IDS)), max_size=6))
 def test_a_stop_string_cuts_text_usage_and_logprobs_at_the_same_token(cuts: list[int]) -> None:
     """Trap 5: several tokens arrive at once, and the stop is in their middle."""
