@@ -3,9 +3,11 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 
+import numpy as np
 import pytest
 
 from aserve.cache.eviction import EvictionOrder
+from aserve.cache.windowed_pages import WindowedPages
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -33,3 +35,14 @@ def test_random_operations_agree_with_an_ordered_dictionary(seed: int) -> None:
         assert order.in_order() == list(naive)
         assert len(order) == len(naive)
         assert all((page in order) == (page in naive) for page in range(1, num_pages))
+
+
+def test_a_windowed_page_that_is_in_use_cannot_be_evicted() -> None:
+    windowed = WindowedPages(4)
+    nodes = np.array([1, 2], np.int32)
+    windowed.fill(1, 11)
+    windowed.fill(2, 12)
+    windowed.unlock(nodes)
+    assert windowed.order.in_order() == [1, 2]
+    windowed.lock(nodes[:1])
+    assert windowed.order.in_order() == [2]
