@@ -94,9 +94,9 @@ class Scheduler:
     def end_tick(self) -> list[SchedulerEffect]:
         """Launches what can run after the tick's events, and returns the effects of all of them."""
         state = self.state
-        done, running = finish_ended(state, most=max_finished(state.spec)), len(state.running)
+        num_finished = finish_ended(state, most=max_finished(state.spec))
         give_samples(state)
-        state.looks_left = max_looks(state.spec, num_running=running, num_finished=done)
+        state.looks_left = max_looks(state, num_finished=num_finished)
         while self._launch_next():
             give_samples(state)
         begin_transfers(state)

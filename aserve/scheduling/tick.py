@@ -12,6 +12,7 @@ from collections import deque
 
 from aserve.messages.executor import EngineSpec, SchedulerEvent
 from aserve.messages.requests import AdmitRequest, Cancel
+from aserve.scheduling.state import SchedulerState
 
 MOST = 32  # sequences, where no row runs
 LEAST = 8  # sequences, however many rows run
@@ -25,9 +26,9 @@ def max_received(num_running: int) -> int:
     return max(LEAST, MOST - num_running // ROWS_PER_SEQUENCE)
 
 
-def max_looks(spec: EngineSpec, *, num_running: int, num_finished: int) -> int:
+def max_looks(state: SchedulerState, *, num_finished: int) -> int:
     """Waiting sequences that one tick looks at, to admit them, after it has finished others."""
-    return max(_steady(spec), MOST - num_running // ROWS_PER_SEQUENCE - num_finished)
+    return max(_steady(state.spec), MOST - len(state.running) // ROWS_PER_SEQUENCE - num_finished)
 
 
 def max_finished(spec: EngineSpec) -> int:
@@ -69,8 +70,7 @@ class Intake:
                     self._hold(event)
                 case _:
                     tick.append(event)
-        most = max_received(num_running)
-        room = most
+        room = most = max_received(num_running)
         while self._held and (room == most or _size(self._held[0]) <= room):
             room -= _size(self._held[0])
             tick.append(self._release())

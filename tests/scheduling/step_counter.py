@@ -26,14 +26,14 @@ class StepCounter:
         self.first_steps: dict[str, int] = {}
         self.num_outputs: Counter[str] = Counter()
         self.ends: dict[str, list[Refused | Retired]] = {}
-        self.turns: list[list[ScheduleBatch]] = []  # what each turn of the scheduler launched
+        self.ticks: list[list[ScheduleBatch]] = []  # what each turn of the scheduler launched
         self.num_finished: list[int] = []  # in each turn
         self._in_flight: deque[ScheduleBatch] = deque()
         self._clients: dict[str, str] = {}
 
     @property
     def batches(self) -> list[ScheduleBatch]:
-        return [batch for turn in self.turns for batch in turn]
+        return [batch for turn in self.ticks for batch in turn]
 
     def send(self, *requests: AdmitRequest) -> None:
         self._clients.update((request.request_id, request.client) for request in requests)
@@ -63,13 +63,13 @@ class StepCounter:
 
     def play(self, *events: SchedulerEvent) -> list[SchedulerEffect]:
         effects = self.scheduler.step(list(events))
-        self.turns.append([])
+        self.ticks.append([])
         self.num_finished.append(sum(isinstance(effect, Retired) for effect in effects))
         for effect in effects:
             match effect:
                 case Launch(batches=(batch,)):
                     self._in_flight.append(batch)
-                    self.turns[-1].append(batch)
+                    self.ticks[-1].append(batch)
                 case StepOutput(sequences=outputs):
                     for output in outputs:
                         self.first_steps.setdefault(output.request_id, self.num_steps)

@@ -1,4 +1,4 @@
-"""One turn of the scheduler does a bounded amount of work, whatever waits. Counted, not timed."""
+"""One tick of the scheduler does a bounded amount of work, whatever waits. Counted, not timed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import msgspec
 import pytest
 
 from aserve.messages.base import array_i32
-from aserve.messages.executor import EngineSpec, GroupSpec
+from aserve.messages.executor import EngineSpec, GroupSpec, SchedulerEvent
 from aserve.messages.requests import AdmitRequest, Grammar
 from aserve.messages.results import BuildMask, MaskReady
 from aserve.scheduling.queue import WaitingQueue
 from aserve.scheduling.scheduler import Scheduler
-from tests.scheduling.stage import request, spec
+from aserve.scheduling.tick import Intake, max_received
+from tests.scheduling.stage import cancel, request, result, spec
 from tests.scheduling.step_counter import StepCounter
 
 
@@ -31,8 +32,8 @@ def counter(spec: EngineSpec) -> StepCounter:
 
 
 def num_admitted(run: StepCounter) -> list[int]:
-    """In each turn."""
-    return [sum(len(batch.row_inits) for batch in turn) for turn in run.turns]
+    """In each tick."""
+    return [sum(len(batch.row_inits) for batch in tick) for tick in run.ticks]
 
 
 def many(count: int, *, max_tokens: int = 60) -> list[AdmitRequest]:
@@ -42,21 +43,21 @@ def many(count: int, *, max_tokens: int = 60) -> list[AdmitRequest]:
     ]
 
 
-def test_a_turn_admits_few_sequences_and_fewer_where_many_rows_run() -> None:
+def test_a_tick_admits_few_sequences_and_fewer_where_many_rows_run() -> None:
     run = counter(engine())
     run.send(*many(600))
     run.run()
     assert max(num_admitted(run)) <= 32
     beside_many = [
         count
-        for count, turn in zip(num_admitted(run), run.turns, strict=True)
-        if turn and turn[-1].stats.num_running >= 250
+        for count, tick in zip(num_admitted(run), run.ticks, strict=True)
+        if tick and tick[-1].stats.num_running >= 250
     ]
     assert max(beside_many) <= 12
     assert sum(num_admitted(run)) == 600
 
 
-def test_a_turn_finishes_few_of_the_sequences_that_end_at_once() -> None:
+def test_a_tick_finishes_few_of_the_sequences_that_end_at_once() -> None:
     """Those that are admitted later have shorter answers, so that all come to their ends in the
     same few steps.
     """
@@ -67,19 +68,19 @@ def test_a_turn_finishes_few_of_the_sequences_that_end_at_once() -> None:
     assert max(run.num_finished) == 16
 
 
-def test_a_turn_writes_a_bounded_number_of_cached_pages_into_the_page_table() -> None:
+def test_a_tick_writes_a_bounded_number_of_cached_pages_into_the_page_table() -> None:
     """60 children of one prompt of 2,000 pages, which the first child has computed."""
     run = counter(engine(page_size=1))
     run.send(request("r", [number % 97 for number in range(2_001)], n=60, max_tokens=4))
     run.run()
     writes = [
-        sum(len(array_i32(batch.page_writes[0].pages)) for batch in turn) for turn in run.turns
+        sum(len(array_i32(batch.page_writes[0].pages)) for batch in tick) for tick in run.ticks
     ]
     assert max(writes) <= 32 * 1024 + 2_100
     assert sum(num_admitted(run)) == 60
 
 
-def test_sequences_with_slow_masks_that_have_no_row_are_not_looked_at_in_every_turn(
+def test_sequences_with_slow_masks_that_have_no_row_are_not_looked_at_in_every_tick(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """500 wait for the rows of slow sequences, of which there are 32, and others go on."""
@@ -109,3 +110,38 @@ def test_sequences_with_slow_masks_that_have_no_row_are_not_looked_at_in_every_t
     assert most <= 40
     living = {sequence.request_id for sequence in run.scheduler.state.living()}
     assert not living & {each.request_id for each in fast}, "the others were served"
+
+
+def test_new_requests_are_split_over_ticks_and_results_are_not_held() -> None:
+    intake = Intake()
+    events: list[SchedulerEvent] = [request(f"r{number}", [1]) for number in range(150)]
+    back = [result(number, {}) for number in range(3)]
+    ticks = [intake.next_tick([*events, *back])]
+    while intake:
+        ticks.append(intake.next_tick([]))
+    assert ticks[0] == [*back, *events[: max_received(0)]]
+    assert [event for tick in ticks for event in tick if event not in back] == events
+    assert max(len(tick) for tick in ticks) == max_received(0) + len(back)
+
+
+def test_children_count_and_a_large_group_comes_alone() -> None:
+    intake = Intake()
+    events: list[SchedulerEvent] = [request("a", [1], n=128), request("b", [1], n=60)]
+    events += [request("c", [1], n=5), request("d", [1])]
+    assert [intake.next_tick(events), intake.next_tick([]), intake.next_tick([])] == [
+        events[:1],
+        events[1:2],
+        events[2:],
+    ]
+    assert not intake
+
+
+def test_a_cancel_comes_at_once_unless_its_request_is_held() -> None:
+    intake = Intake()
+    big, small = request("big", [1], n=64), request("small", [1])
+    assert intake.next_tick([big, small, cancel("small"), cancel("big"), cancel("x")]) == [
+        cancel("x"),
+        big,
+    ]
+    assert intake.next_tick([]) == [small, cancel("small"), cancel("big")]
+    assert intake.next_tick([cancel("small")]) == [cancel("small")]
