@@ -220,8 +220,9 @@ class ServerOptions:
     port: int = option(8000, "port to listen on; 0: any free one", Limits(low=0, high=65535))
     api_key: str | None = option(
         None,
-        "clients must send `Authorization: Bearer KEY`; several keys with commas between them, or "
-        "the option again; `ps` shows them to every user of the machine, unlike --api-key-file",
+        "clients must send `Authorization: Bearer KEY` or `X-Api-Key: KEY`; several keys with "
+        "commas between them, or the option again; `ps` shows them to every user of the machine, "
+        "unlike --api-key-file",
         Limits(metavar="KEY", is_secret=True, is_list=True),
     )
     api_key_file: str | None = option(
@@ -229,7 +230,8 @@ class ServerOptions:
     )
     admin_api_key: str | None = option(
         None,
-        "a key whose requests may also set `priority`",
+        "the key of the admin routes, which only exist with this option; its requests may also set "
+        "`priority`",
         Limits(metavar="KEY", is_secret=True),
     )
     enable_priority_scheduling: bool = option(

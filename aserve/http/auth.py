@@ -1,7 +1,8 @@
 """Checks API keys and identifies the caller.
 
 The decision depends on the matched route, never on the URL's text. Every route needs a key unless
-it is listed as public, and so do unknown routes.
+it is public, and so do unknown routes. A key comes as `Authorization: Bearer KEY` or, as
+Anthropic's clients send it, as `X-Api-Key: KEY`. Only digests of keys are kept and compared.
 """
 
 from __future__ import annotations
@@ -9,18 +10,17 @@ from __future__ import annotations
 import hmac
 import ipaddress
 from dataclasses import dataclass
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from pathlib import Path
 
 from aiohttp import hdrs, web
 
 from aserve.config import ServerOptions
 from aserve.errors import ConfigError, InvalidRequest, Unauthorized
+from aserve.http.errors import refused
 from aserve.http.openai.limits import Caller
 
-# The start page and the health probe say nothing about anybody's requests.
-PUBLIC_ROUTES = frozenset({"/", "/health"})
-METRICS = "/metrics"
+API_KEY = "X-Api-Key"
 CLIENT_BYTES = 12
 IPV6_NETWORK_BITS = 64  # a provider gives one customer a /64, so a /64 is one client
 
@@ -39,45 +39,52 @@ ANONYMOUS = Identity("")
 IDENTITY = web.RequestKey("identity", Identity)
 
 
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may use a route: everybody, the administrator alone, or else every client."""
+
+    is_public: bool = False
+    is_admin: bool = False
+
+
 class ApiKeys:
     """The accepted API keys of clients and of the administrator. Without client keys the server
-    serves everybody.
+    serves everybody, except on admin routes.
     """
 
-    def __init__(
-        self,
-        client_keys: frozenset[bytes],
-        *,
-        admin_key: bytes | None = None,
-        has_public_metrics: bool = False,
-    ) -> None:
-        self._client_keys = tuple(sorted(client_keys))
-        self._admin_key = admin_key
-        self._public = PUBLIC_ROUTES | ({METRICS} if has_public_metrics else set())
+    def __init__(self, client_keys: frozenset[bytes], *, admin_key: bytes | None = None) -> None:
+        self._clients = tuple(digest_of(key) for key in client_keys)
+        self._admins = (digest_of(admin_key),) if admin_key else ()
 
-    @property
-    def are_required(self) -> bool:
-        return bool(self._client_keys)
-
-    def identify(self, request: web.Request) -> Identity:
+    def identify(self, request: web.Request, access: Access) -> Identity:
         """Returns the caller's identity. Raises Unauthorized if the route needs a key and the
-        request has none or a wrong one.
+        request has none or a wrong one, and answers 403 to a client on an admin route.
         """
-        resource = request.match_info.route.resource
-        if resource is not None and resource.canonical in self._public:
+        if access.is_public:
             return ANONYMOUS
         given = _given_key(request)
-        if given and self._admin_key is not None and hmac.compare_digest(given, self._admin_key):
+        if given and is_one_of(self._admins, given):
             return Identity(_client_of(b"key", given), is_admin=True)
-        if not self.are_required:
-            return Identity(_client_of(b"peer", _network_of(request.remote or "").encode()))
-        if not given:
-            raise Unauthorized("No API key was given: send it as `Authorization: Bearer KEY`.")
-        # WHY: every key is compared, so that the time does not reveal which one matched.
-        matches = [hmac.compare_digest(given, key) for key in self._client_keys]
-        if not any(matches):
-            raise Unauthorized("The API key is not correct.")
-        return Identity(_client_of(b"key", given))
+        is_client = is_one_of(self._clients, given)
+        if (self._clients or access.is_admin) and not is_client:
+            what = "is not correct" if given else "was not given"
+            raise Unauthorized(f"The API key {what}: send it as `Authorization: Bearer KEY`.")
+        if access.is_admin:
+            raise refused(403, "This route needs the administrator's API key.")
+        if is_client:
+            return Identity(_client_of(b"key", given))
+        return Identity(_client_of(b"peer", _network_of(request.remote or "").encode()))
+
+
+def digest_of(key: bytes) -> bytes:
+    return sha256(key).digest()
+
+
+def is_one_of(digests: tuple[bytes, ...], given: bytes) -> bool:
+    """Compares a key with all digests, in a time that does not reveal which one matched."""
+    digest = digest_of(given)
+    matches = [hmac.compare_digest(digest, each) for each in digests]
+    return any(matches)
 
 
 def read_keys(options: ServerOptions) -> ApiKeys:
@@ -87,11 +94,7 @@ def read_keys(options: ServerOptions) -> ApiKeys:
         lines = _lines_of(options.api_key_file)
         keys |= _keys_in(lines, f"--api-key-file {options.api_key_file}")
     admin = options.admin_api_key
-    return ApiKeys(
-        keys,
-        admin_key=admin.strip().encode() if admin else None,
-        has_public_metrics=options.public_metrics,
-    )
+    return ApiKeys(keys, admin_key=admin.strip().encode() if admin else None)
 
 
 def caller_of(request: web.Request, options: ServerOptions, max_sequences: int) -> Caller:
@@ -110,20 +113,30 @@ def caller_of(request: web.Request, options: ServerOptions, max_sequences: int) 
 
 
 def _given_key(request: web.Request) -> bytes:
-    """Returns the bearer token's bytes unchanged, or b"" without a token or for another scheme.
+    """Returns the key's bytes unchanged, or b"" without a key or for another scheme.
 
-    NOTE: a repeated header is refused, because a proxy may have checked the other one.
+    NOTE: two different keys are refused, and so is a repeated header, because a proxy may have
+    checked the other one.
     """
-    given = request.headers.getall(hdrs.AUTHORIZATION, [])
-    if len(given) > 1:
+    scheme, _, token = _single(request, hdrs.AUTHORIZATION).partition(" ")
+    bearer = token.strip() if scheme.lower() == "bearer" else ""
+    plain = _single(request, API_KEY).strip()
+    if bearer and plain and bearer != plain:
         raise InvalidRequest(
-            f"The Authorization header was sent {len(given)} times: send it once.",
+            "The Authorization and X-Api-Key headers have different keys: send one of them.",
             code="duplicate_header",
         )
-    scheme, _, token = given[0].partition(" ") if given else ("", "", "")
-    if scheme.lower() != "bearer":
-        return b""
-    return token.strip().encode("utf-8", "surrogateescape")
+    return (bearer or plain).encode("utf-8", "surrogateescape")
+
+
+def _single(request: web.Request, name: str) -> str:
+    given = request.headers.getall(name, [])
+    if len(given) > 1:
+        raise InvalidRequest(
+            f"The {name} header was sent {len(given)} times: send it once.",
+            code="duplicate_header",
+        )
+    return given[0] if given else ""
 
 
 def _keys_in(texts: list[str], where: str) -> frozenset[bytes]:

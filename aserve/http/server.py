@@ -15,7 +15,7 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
 from aserve.errors import AserveError, BugError, ConfigError, ErrorInfo
-from aserve.http.auth import IDENTITY, read_keys
+from aserve.http.auth import IDENTITY, Access, read_keys
 from aserve.http.body import IGNORED
 from aserve.http.connection import listen
 from aserve.http.decompress import broken_body
@@ -32,12 +32,15 @@ from aserve.http.hosts import HOSTS, AllowedHosts
 from aserve.http.intake import INTAKE, Intake
 from aserve.http.responses.live import RESPONSES, Responses
 from aserve.http.responses.websocket import SOCKETS, close_sockets
-from aserve.http.routes import ROUTES, Route
+from aserve.http.route import Route, access_of
+from aserve.http.routes import ROUTES
 from aserve.http.state import REQUEST_ID, HttpContext
 from aserve.observability.loop_delay import LoopDelay
 
 logger = logging.getLogger(__name__)
 
+UNKNOWN_ROUTE = Access()
+ACCESS = web.AppKey("access", dict[web.AbstractRoute, Access])
 CLOSE_TIMEOUT_S = 1.0  # for handlers that still run after the server was drained
 
 
@@ -87,17 +90,19 @@ def reason_of(error: OSError) -> str:
 
 
 def create_app(context: HttpContext) -> web.Application:
-    app = web.Application(
-        middlewares=[border(context)], client_max_size=context.options.max_body_size
-    )
+    options = context.options
+    routes = [route for route in ROUTES if options.admin_api_key or not route.admin]
+    app = web.Application(middlewares=[border(context)], client_max_size=options.max_body_size)
     app[RESPONSES] = Responses(context)
     app[INTAKE] = Intake(context)
-    app[HOSTS] = AllowedHosts(context.options)
+    app[HOSTS] = AllowedHosts(options)
     app[SOCKETS] = set()
     app.on_shutdown.append(close_sockets)
-    app.add_routes(
-        [web.route(route.method, route.path, handler_of(route, context)) for route in ROUTES]
+    added = app.add_routes(
+        [web.route(route.method, route.path, handler_of(route, context)) for route in routes]
     )
+    access = [access_of(route, options) for route in routes]
+    app[ACCESS] = dict(zip(added, access, strict=True))
     app.on_response_prepare.append(_add_headers)
     return app
 
@@ -120,7 +125,8 @@ def border(context: HttpContext) -> Middleware:
         request[REQUEST_ID] = uuid.uuid4().hex
         try:
             request.app[HOSTS].check_host(request)
-            request[IDENTITY] = keys.identify(request)
+            access = request.app[ACCESS].get(request.match_info.route, UNKNOWN_ROUTE)
+            request[IDENTITY] = keys.identify(request, access)
             check_size(request, context.options.max_body_size)
             return await handler(request)
         except (AserveError, RequestFailed) as error:

@@ -51,6 +51,7 @@ CORE = (
 MIN_STATEMENTS = 25
 OWN_FILES = (
     *("*/__init__.py", "*/__main__.py", "*/registry.py", "aserve/bench/catalog.py"),
+    "aserve/http/routes.py",
     *("aserve/gpu/models/families/*", "aserve/gpu/layers/*", "aserve/gpu/sampling/*"),
     "kernels/aserve_kernels/*",
 )

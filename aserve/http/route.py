@@ -1,0 +1,52 @@
+"""One route of the HTTP server: its method and path, its handler, and who may use it.
+
+A route needs an API key if the server has any. A public one never does, and an admin one needs the
+administrator's key, and does not exist on a server without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from aserve.config import ServerOptions
+from aserve.http.auth import Access
+from aserve.http.body import read_body
+from aserve.http.state import HttpContext
+
+METRICS = "/metrics"
+T = TypeVar("T", bound=msgspec.Struct)
+Handler: TypeAlias = Callable[[web.Request, HttpContext], Awaitable[web.StreamResponse]]
+BodyHandler: TypeAlias = Callable[[web.Request, HttpContext, T], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """`body` is the record of the request body, for the description of the API and for tests."""
+
+    method: str
+    path: str
+    handler: Handler
+    body: type[msgspec.Struct] | None = None
+    admin: bool = False
+    public: bool = False
+
+
+def post(path: str, kind: type[T], handler: BodyHandler[T], *, admin: bool = False) -> Route:
+    async def read_and_handle(request: web.Request, context: HttpContext) -> web.StreamResponse:
+        return await handler(request, context, await read_body(request, kind))
+
+    return Route("POST", path, read_and_handle, kind, admin=admin)
+
+
+def get(path: str, handler: Handler, *, admin: bool = False, public: bool = False) -> Route:
+    return Route("GET", path, handler, admin=admin, public=public)
+
+
+def access_of(route: Route, options: ServerOptions) -> Access:
+    is_public = route.public or (route.path == METRICS and options.public_metrics)
+    return Access(is_public=is_public, is_admin=route.admin)
