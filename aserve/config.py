@@ -413,6 +413,20 @@ def resolve(raw: Raw, facts: Facts) -> Resolved:
     )
 
 
+def shown_settings(resolved: Resolved) -> dict[str, object]:
+    """Returns the values of a server's options for its clients: no secrets, and no paths but the
+    model's.
+    """
+    parts = (resolved.model, resolved.kv, resolved.scheduler, resolved.grammar, resolved.machine)
+    parts += (resolved.graphs, resolved.server, resolved.debug)
+    return {
+        option.name: getattr(part, option.name)
+        for part in parts
+        for option in options_of(type(part))
+        if not option.limits.is_secret and option.limits.metavar != "FILE"
+    }
+
+
 def read_raw(command_line: Mapping[str, object]) -> Raw:
     """Reads the environment and the --config file that it or the command line names."""
     environment = {

@@ -86,6 +86,7 @@ class Frontend:
         await core.start(supervisor.report_death)
         supervisor.start()
         self._heap.start()
+        self.state.spec = core.spec
         self.state.max_model_len = core.spec.max_model_len
         self.gateway.capacity = Capacity(core.spec.max_rows, core.spec.max_waiting)
         asked = self.resolved.server.max_sequences_per_request

@@ -9,7 +9,7 @@ import time
 
 from rich.console import Console
 
-from aserve.config import Resolved
+from aserve.config import Resolved, shown_settings
 from aserve.errors import ShuttingDown
 from aserve.frontend import Frontend
 from aserve.host.environment import set_up_collector
@@ -93,6 +93,7 @@ def connect_http(frontend: Frontend) -> HttpServer:
             created=int(time.time()),
             registry=frontend.metrics.registry,
             tokenize_service=frontend.tokenize_service,
+            settings=shown_settings(resolved),
             draw_seed=seed_source(resolved.debug.seed),
         )
     )

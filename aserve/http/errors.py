@@ -1,4 +1,4 @@
-"""Converts errors to OpenAI's error bodies, also after the answer has begun.
+"""Converts errors to the error bodies of the endpoint's API, also after the answer has begun.
 
 Once the status line is sent, a failure must be reported within the answer. The handler that begins
 the answer registers a StartedAnswer for this, and the border middleware calls it.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import msgspec
 from aiohttp import web
@@ -25,6 +26,12 @@ class StartedAnswer:
 
 
 STARTED = web.RequestKey("started", StartedAnswer)
+
+# Renders an error in the JSON of one API.
+ErrorFormat: TypeAlias = Callable[[ErrorInfo], bytes]
+ERROR_FORMATS = web.AppKey("error_formats", dict[str, ErrorFormat])  # by the path of the route
+# A handler sets this if the body decides to which API its request belongs.
+ERROR_FORMAT: web.RequestKey[ErrorFormat] = web.RequestKey("error_format")
 
 
 # Failures that a retry would repeat. OpenAI's clients retry 408 and 5xx unless told not to.
@@ -70,7 +77,16 @@ def error_fields(info: ErrorInfo) -> ErrorFields:
     return ErrorFields(info.message, info.type, info.param, info.code)
 
 
-def error_response(info: ErrorInfo) -> web.Response:
+def error_format_of(request: web.Request) -> ErrorFormat:
+    """Returns the error format of the matched route, or OpenAI's for a URL without a route."""
+    chosen = request.get(ERROR_FORMAT)
+    resource = request.match_info.route.resource
+    path = "" if resource is None else resource.canonical
+    return chosen or request.app[ERROR_FORMATS].get(path, error_body)
+
+
+def error_response(info: ErrorInfo, render: ErrorFormat | None = None) -> web.Response:
+    """`render` is the error format; the default is OpenAI's."""
     headers = {}
     if info.retry_after_s is not None:
         headers["Retry-After"] = str(math.ceil(info.retry_after_s))
@@ -79,7 +95,7 @@ def error_response(info: ErrorInfo) -> web.Response:
     if info.status in NO_RETRY_STATUSES:
         headers["X-Should-Retry"] = "false"
     return web.Response(
-        body=error_body(info),
+        body=(render or error_body)(info),
         status=info.status,
         content_type="application/json",
         headers=headers,

@@ -16,6 +16,7 @@ from aiohttp import web
 from aserve.config import ServerOptions
 from aserve.http.auth import Access
 from aserve.http.body import read_body
+from aserve.http.errors import ErrorFormat, error_body
 from aserve.http.state import HttpContext
 
 METRICS = "/metrics"
@@ -26,7 +27,9 @@ BodyHandler: TypeAlias = Callable[[web.Request, HttpContext, T], Awaitable[web.S
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """`body` is the record of the request body, for the description of the API and for tests."""
+    """`body` is the record of the request body, for the description of the API and for tests.
+    `errors` renders errors as the clients of this endpoint expect them.
+    """
 
     method: str
     path: str
@@ -34,13 +37,21 @@ class Route:
     body: type[msgspec.Struct] | None = None
     admin: bool = False
     public: bool = False
+    errors: ErrorFormat = error_body
 
 
-def post(path: str, kind: type[T], handler: BodyHandler[T], *, admin: bool = False) -> Route:
+def post(
+    path: str,
+    kind: type[T],
+    handler: BodyHandler[T],
+    *,
+    admin: bool = False,
+    errors: ErrorFormat = error_body,
+) -> Route:
     async def read_and_handle(request: web.Request, context: HttpContext) -> web.StreamResponse:
         return await handler(request, context, await read_body(request, kind))
 
-    return Route("POST", path, read_and_handle, kind, admin=admin)
+    return Route("POST", path, read_and_handle, kind, admin=admin, errors=errors)
 
 
 def get(path: str, handler: Handler, *, admin: bool = False, public: bool = False) -> Route:

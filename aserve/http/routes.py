@@ -5,6 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from aserve.http import probes
+from aserve.http.control import info, render
 from aserve.http.openai import models, tokens
 from aserve.http.openai.chat import ChatDialect, chat_call
 from aserve.http.openai.completions import CompletionDialect, completion_call
@@ -55,6 +56,8 @@ ROUTES = (
     get("/v1/models", models.list_models),
     get("/v1/models/{name:.+}", models.read_model),  # a name may have slashes
     get("/health", probes.health, public=True),
+    *info.ROUTES,
+    *render.ROUTES,
     get("/metrics", probes.metrics),
     get("/", probes.index, public=True),
 )

@@ -20,9 +20,11 @@ from aserve.http.body import IGNORED
 from aserve.http.connection import listen
 from aserve.http.decompress import broken_body
 from aserve.http.errors import (
+    ERROR_FORMATS,
     STARTED,
     RequestFailed,
     StartedAnswer,
+    error_format_of,
     error_response,
     http_error_info,
     info_of,
@@ -93,6 +95,7 @@ def create_app(context: HttpContext) -> web.Application:
     options = context.options
     routes = [route for route in ROUTES if options.admin_api_key or not route.admin]
     app = web.Application(middlewares=[border(context)], client_max_size=options.max_body_size)
+    app[ERROR_FORMATS] = {route.path: route.errors for route in routes}
     app[RESPONSES] = Responses(context)
     app[INTAKE] = Intake(context)
     app[HOSTS] = AllowedHosts(options)
@@ -138,7 +141,7 @@ def border(context: HttpContext) -> Middleware:
                 response.headers[hdrs.ALLOW] = error.headers[hdrs.ALLOW]
             return response
         except web.RequestPayloadError:
-            return error_response(broken_body().info)
+            return await answer_error(request, broken_body().info)
         except ConnectionError:
             logger.debug("client gone request=%s", request[REQUEST_ID])
             return web.Response(status=499)
@@ -160,7 +163,7 @@ def check_size(request: web.Request, max_body_size: int) -> None:
 async def answer_error(request: web.Request, info: ErrorInfo) -> web.StreamResponse:
     started: StartedAnswer | None = request.get(STARTED)
     if started is None:
-        return error_response(info)
+        return error_response(info, error_format_of(request))
     await started.fail(info)
     return started.response
 

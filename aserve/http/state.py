@@ -6,8 +6,8 @@ Only the border middleware writes the id.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
@@ -20,6 +20,7 @@ from aserve.http.openai.call import Origin, random_seed
 from aserve.http.openai.limits import MAX_SEQUENCES
 from aserve.http.tokenize_service import TokenizeService
 from aserve.messages.base import ServerPhase
+from aserve.messages.executor import EngineSpec
 from aserve.request_stream import Gateway
 from aserve.text.defaults import NEUTRAL, GenerationDefaults
 
@@ -50,6 +51,7 @@ class ServerState:
     phase: ServerPhase = "starting"
     reason: str = "loading the model"
     max_model_len: int | None = None
+    spec: EngineSpec | None = None  # once the engine has started
     max_sequences: int = MAX_SEQUENCES  # of one request: prompts times n
     defaults: GenerationDefaults = NEUTRAL
     engine_age_s: Callable[[], float] = lambda: 0.0  # the time since the engine's last message
@@ -87,6 +89,7 @@ class HttpContext:
     created: int  # seconds since 1970
     registry: CollectorRegistry
     tokenize_service: TokenizeService
+    settings: Mapping[str, object] = field(default_factory=dict)  # the options without secrets
     draw_seed: Callable[[], int] = random_seed
     keep_alive_s: float = 15.0
     heartbeat_s: float = 60.0  # a silent websocket gets a ping, and half of this time to answer

@@ -153,6 +153,11 @@ class PromptEncoder:
                 self._check_bytes(text, where="messages", is_truncated=is_truncated)
                 return self._encode_text(text, with_special=prompt.add_special_tokens, mark=mark)
 
+    def render(self, prompt: ChatPrompt) -> str:
+        """Returns the text of a chat's prompt."""
+        text, mark = self._render(prompt)
+        return text if mark is None else text.replace(mark, "")
+
     def check_ids(self, ids: Sequence[int], *, param: str) -> None:
         _check_range(ids, self.limits.vocab_size, param=param)
 

@@ -1,0 +1,74 @@
+"""What a server tells about itself and its model, and the prompt that a chat becomes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from aserve.config import Facts, Raw, resolve, shown_settings
+from aserve.http.control.info import version
+from aserve.text.load import load_tokenizer
+from aserve.tiny import MODEL_DIR
+from tests.fakes.echo_engine import MAX_MODEL_LEN, EchoEngine
+from tests.http.asking import ask, told
+
+MESSAGES = [{"role": "user", "content": "hi <|eot|> there"}]
+
+
+async def test_each_description_names_what_clients_look_for(echo: EchoEngine) -> None:
+    expected: dict[str, dict[str, Any]] = {
+        "/version": {"version": version()},
+        "/ping": {"status": "ready"},
+        "/server_info": {"served_model_name": "echo", "max_model_len": MAX_MODEL_LEN},
+        "/get_server_info": {"served_model_name": "echo"},
+        "/model_info": {"model_path": "echo", "is_generation": True},
+        "/get_model_info": {"tokenizer_path": "echo"},
+        "/tokenizer_info": {"vocab_size": echo.tokenizer.vocab_size, "bos_token": None},
+    }
+    for path, fields in expected.items():
+        answer = await ask(echo, path)
+        assert answer.status == 200, path
+        assert answer.json | fields == answer.json, path
+    limits = (await ask(echo, "/server_info")).json["limits"]
+    assert limits["temperature"] == [0, 2]
+    assert (await ask(echo, "/favicon.ico")).headers["Content-Type"] == "image/svg+xml"
+
+
+def test_settings_show_neither_keys_nor_files() -> None:
+    given = {"api_key": "sesame", "admin_api_key": "root", "record": "/tmp/events", "port": 1}
+    shown = shown_settings(resolve(Raw(command_line=given), Facts("bundled")))
+    assert shown["port"] == 1
+    assert not {"api_key", "admin_api_key", "record", "api_key_file"} & set(shown)
+    assert "sesame" not in repr(shown)
+
+
+@pytest.mark.parametrize("path", ["/render", "/v1/chat/completions/render"])
+async def test_a_rendered_chat_is_the_prompt_that_the_engine_gets(path: str) -> None:
+    """A special token in a message stays text, in the shown prompt and in its ids."""
+    tokenizer = load_tokenizer(MODEL_DIR)
+    template = "<|user|>{{ messages[0].content }}<|assistant|>"
+    async with EchoEngine(tokenizer=tokenizer, template=template) as echo:
+        body: dict[str, Any] = {"messages": MESSAGES}
+        rendered = await told(echo, path, body)
+        text = "<|user|>hi <|eot|> there<|assistant|>"
+        assert (rendered["prompt"], rendered["count"]) == (text, len(rendered["token_ids"]))
+        answer = await told(echo, "/v1/chat/completions", body, return_token_ids=True, max_tokens=1)
+        assert rendered["token_ids"] == answer["prompt_token_ids"]
+        assert await told(echo, "/apply-template", body) == {"prompt": text}
+        assert tokenizer.encode(text, with_special=False) != rendered["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "code"),
+    [
+        ("/render", {"prompt": "a"}, "unsupported_parameter"),
+        ("/render", {}, "missing_required_parameter"),
+        ("/apply-template", {"messages": []}, "empty_array"),
+        ("/v1/chat/completions/render", {"messages": MESSAGES, "n": 0}, "integer_below_min_value"),
+    ],
+)
+async def test_a_chat_that_cannot_be_rendered_is_refused(
+    echo: EchoEngine, path: str, body: dict[str, Any], code: str
+) -> None:
+    assert (await ask(echo, path, body)).error["code"] == code
