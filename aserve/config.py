@@ -417,8 +417,10 @@ def shown_settings(resolved: Resolved) -> dict[str, object]:
     """Returns the values of a server's options for its clients: no secrets, and no paths but the
     model's.
     """
-    parts = (resolved.model, resolved.kv, resolved.scheduler, resolved.grammar, resolved.machine)
-    parts += (resolved.graphs, resolved.server, resolved.debug)
+    parts = (
+        *(resolved.model, resolved.kv, resolved.scheduler, resolved.grammar),
+        *(resolved.machine, resolved.graphs, resolved.server, resolved.debug),
+    )
     return {
         option.name: getattr(part, option.name)
         for part in parts

@@ -12,6 +12,7 @@ import pytest
 
 from aserve.bench.chart import Comparison
 from aserve.cli import make_parser
+from aserve.http.routes import ROUTES
 from tests.architecture.source import ROOT
 from tests.bench.last_line import Captured, figures_of
 from tools.options_page import PAGE, options_page
@@ -58,6 +59,13 @@ def test_every_file_that_is_named_is_there(page: Path) -> None:
     lost = [path for path in named if not any((ROOT / home / path).exists() for home in FOLDERS)]
     lost += [path for path in LINK.findall(text) if not (page.parent / path).exists()]
     assert lost == []
+
+
+def test_the_table_of_endpoints_has_every_route() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    listed = re.findall(r"^\| `([A-Z]+) (/\S*)` \|", page, re.MULTILINE)
+    served = [(route.method, re.sub(r":[^}]*}", "}", route.path)) for route in ROUTES]
+    assert sorted(listed) == sorted(served)
 
 
 def test_the_page_of_options_is_generated_from_the_options() -> None:
