@@ -310,7 +310,15 @@ class ServerOptions:
         Limits(choices=("auto", "1", "2")),
     )
     drain_timeout: float = option(
-        4.0, "seconds that open streams get to finish after SIGTERM", Limits(low=0, high=86400)
+        30.0,
+        "seconds that open requests get to finish after SIGTERM; a second signal ends them at once",
+        Limits(low=0, high=86400),
+    )
+    watchdog_timeout: float = option(
+        300.0,
+        "seconds without the end of a running step, after which /livez and /health report the "
+        "engine as stuck",
+        Limits(low=0.1, high=86400),
     )
 
 

@@ -23,6 +23,7 @@ from aserve.messages.base import ServerPhase
 from aserve.messages.output import DetokenizerEvent, OutputChunk
 from aserve.messages.requests import Cancel, GenerateRequest, TokenizerEvent
 from aserve.observability.metrics import Metrics
+from aserve.observability.reports import EngineReport
 from aserve.observability.trace import Trace
 from aserve.request_stream import Capacity, Gateway
 from aserve.text.load import TextSide
@@ -58,7 +59,7 @@ class Frontend:
         self._on_death = on_death
         self._trace = Trace()
         self._text: Channel[DetokenizerEvent] = Channel(codec=self._codec_of(DetokenizerEvent))
-        self.ports = EngineCorePorts(self._text, self.metrics.on_report, self._trace)
+        self.ports = EngineCorePorts(self._text, self._on_report, self._trace)
         self._running: _Running | None = None
         self._heap = HeapTrimmer()
         self._is_closed = False
@@ -133,6 +134,10 @@ class Frontend:
         self.metrics.delivered(chunk)
         self._trace.delivered(chunk)
         self.gateway.deliver(chunk)
+
+    def _on_report(self, report: EngineReport) -> None:
+        self.metrics.on_report(report)
+        self.state.watch.on_report(report)
 
     def _report(self, phase: ServerPhase, reason: str) -> None:
         self.state.phase = phase

@@ -6,7 +6,8 @@ All of it blocks, so it runs in a thread. torch is imported there, so that the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from aserve.config import Resolved
 from aserve.engine_core import LocalExecutor
 from aserve.grammar.compile import Vocabulary
-from aserve.progress import shown_progress
+from aserve.progress import OnProgress, OnStage, ignore_stage, shown_progress
 from aserve.text.load import TextSide, load_text
 from aserve.text.tokenizer import TextTokenizer
 
@@ -38,11 +39,17 @@ LoadExecutor: TypeAlias = Callable[[Resolved, Path], LocalExecutor]
 EXECUTORS: Mapping[str, LoadExecutor] = {}
 
 
-def load(resolved: Resolved, executors: Mapping[str, LoadExecutor] = EXECUTORS) -> Loaded:
+def load(
+    resolved: Resolved,
+    on_stage: OnStage = ignore_stage,
+    *,
+    executors: Mapping[str, LoadExecutor] = EXECUTORS,
+) -> Loaded:
     """Loads the model. It blocks for as long as that takes, so run it in a thread."""
     model_dir = find_model(resolved)
     text = load_text(model_dir, resolved.model)
-    return Loaded(load_executor(resolved, model_dir, executors), text)
+    executor = load_executor(resolved, model_dir, on_stage=on_stage, executors=executors)
+    return Loaded(executor, text)
 
 
 def find_model(resolved: Resolved) -> Path:
@@ -54,22 +61,42 @@ def find_model(resolved: Resolved) -> Path:
 
 
 def load_executor(
-    resolved: Resolved, model_dir: Path, executors: Mapping[str, LoadExecutor] = EXECUTORS
+    resolved: Resolved,
+    model_dir: Path,
+    *,
+    on_stage: OnStage = ignore_stage,
+    executors: Mapping[str, LoadExecutor] = EXECUTORS,
 ) -> LocalExecutor:
     """Loads the executor for `--device`. It takes as long as loading the weights takes."""
-    load_named = executors.get(resolved.machine.device, load_torch_executor)
-    return load_named(resolved, model_dir)
+    load_named = executors.get(resolved.machine.device)
+    if load_named is not None:
+        return load_named(resolved, model_dir)
+    return load_torch_executor(resolved, model_dir, on_stage)
 
 
-def load_torch_executor(resolved: Resolved, model_dir: Path) -> TorchExecutor:
+def load_torch_executor(resolved: Resolved, model_dir: Path, on_stage: OnStage) -> TorchExecutor:
+    on_stage("kernels", 0, 0)  # torch is imported, and the CPU's kernels are compiled, if need be
     from aserve.gpu.build import build_executor
 
-    with shown_progress("loading weights") as on_progress:
+    with _progress_of("weights", "loading weights", on_stage) as on_progress:
         executor = build_executor(build_options(resolved, model_dir), on_progress=on_progress)
     if resolved.graphs.cuda_graph_capture == "eager":
-        with shown_progress("capturing graphs") as on_progress:
+        with _progress_of("graphs", "capturing graphs", on_stage) as on_progress:
             executor.capture_graphs(on_progress)
+    on_stage("warm-up", 0, 0)
     return executor
+
+
+@contextlib.contextmanager
+def _progress_of(stage: str, shown: str, on_stage: OnStage) -> Iterator[OnProgress]:
+    """Shows the progress of a stage and passes it on."""
+    with shown_progress(shown) as show:
+
+        def on_progress(done: int, total: int) -> None:
+            show(done, total)
+            on_stage(stage, done, total)
+
+        yield on_progress
 
 
 def build_options(resolved: Resolved, model_dir: Path) -> BuildOptions:

@@ -13,10 +13,15 @@ from rich.console import Console
 from rich.progress import Progress
 
 OnProgress: TypeAlias = Callable[[int, int], None]  # how much is done, and how much there is
+OnStage: TypeAlias = Callable[[str, int, int], None]  # a stage of the start, with its progress
 
 PROGRESS_S = 5.0
 
 logger = logging.getLogger(__name__)
+
+
+def ignore_stage(_stage: str, _done: int, _total: int) -> None:
+    pass
 
 
 @contextlib.contextmanager

@@ -71,7 +71,10 @@ class Server:
         set_up_collector()
         announce(self._resolved, launched, self.address)
         await self._ending.wait()
-        await self._frontend.drain(self._resolved.server.drain_timeout)
+        timeout_s = self._resolved.server.drain_timeout
+        num_open = self._frontend.gateway.num_open
+        logger.info("draining open_requests=%s timeout_s=%s", num_open, timeout_s)
+        await self._frontend.drain(timeout_s)
 
     def _signalled(self) -> None:
         """Starts to drain at the first signal. The second one ends open requests at once."""

@@ -21,8 +21,10 @@ from aserve.host.environment import may_have_cuda
 from aserve.host.threads import in_thread
 from aserve.load import Loaded, find_model, load
 from aserve.messages.executor import EngineSpec
+from aserve.observability.engine_watch import StageReporter
 from aserve.processes.link import Start
 from aserve.processes.remote import ENGINE, RemoteEngineCore
+from aserve.progress import OnStage
 from aserve.text.load import load_text
 
 T = TypeVar("T")
@@ -72,11 +74,14 @@ class Launcher(Protocol):
 
 
 class InThisProcess:
-    def __init__(self, loader: Callable[[Resolved], Loaded] = load) -> None:
+    def __init__(self, loader: Callable[[Resolved, OnStage], Loaded] = load) -> None:
         self._loader = loader
 
     async def launch(self, frontend: Frontend, waits: Waits) -> Launched:
-        loaded = await waits.until(in_thread(lambda: self._loader(frontend.resolved), name="load"))
+        loop = asyncio.get_running_loop()
+        on_stage = StageReporter(frontend.ports.report, call=loop.call_soon_threadsafe)
+        work = functools.partial(self._loader, frontend.resolved, on_stage)
+        loaded = await waits.until(in_thread(work, name="load"))
         await frontend.start(loaded, is_server=True)
         return Launched(loaded.executor.spec, loaded.executor.about)
 

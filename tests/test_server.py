@@ -16,6 +16,7 @@ import pytest
 from aserve.config import Facts, Raw, Resolved, resolve
 from aserve.errors import ConfigError, EngineDead
 from aserve.load import Loaded
+from aserve.progress import OnStage
 from aserve.server import Server
 from aserve.startup import InThisProcess
 from aserve.text.load import TextSide
@@ -56,7 +57,8 @@ class Life:
         assert b'"text"' in await answer.content.readuntil(b"\n\n")
         return answer
 
-    def _load(self, resolved: Resolved) -> Loaded:
+    def _load(self, resolved: Resolved, on_stage: OnStage) -> Loaded:
+        on_stage("weights", 10, 40)
         self._loop.call_soon_threadsafe(self.is_loading.set)
         self.may_load.wait()
         return Loaded(self.executor, TextSide(byte_level_tokenizer()))
@@ -88,6 +90,9 @@ async def test_the_port_is_open_while_the_model_loads_and_says_so() -> None:
     async with living() as (life, client):
         status, body = await health(client)
         assert (status, body["status"]) == (503, "starting")
+        async with client.get("/startupz") as answer:
+            body = await answer.json()
+            assert (answer.status, body["stage"], body["percent"]) == (503, "weights", 25)
         async with client.post("/v1/completions", json=BODY) as answer:
             assert answer.status == 503
         await life.until_ready()
@@ -98,6 +103,20 @@ async def test_a_signal_ends_a_server_that_is_still_loading_with_0() -> None:
     async with living() as (life, _):
         interrupt()
         assert await asyncio.wait_for(asyncio.shield(life.exit_code), 1) == 0
+
+
+async def test_a_step_that_is_lost_makes_the_server_stuck_until_it_comes_back() -> None:
+    async with living(watchdog_timeout=0.1) as (life, client):
+        await life.until_ready()
+        async with await life.stuck_stream(client):
+            assert (await health(client))[0] == 200
+            await asyncio.sleep(0.15)
+            status, body = await health(client)
+            assert (status, body["status"]) == (503, "stuck")
+            life.executor.is_manual = False
+            while (await health(client))[0] != 200:
+                life.executor.run_next()
+                await asyncio.sleep(0)
 
 
 async def test_a_stream_that_outlives_the_grace_ends_with_an_error_event_and_exit_code_0() -> None:
@@ -152,12 +171,12 @@ async def test_an_executor_that_dies_in_its_first_step_ends_the_server_with_an_e
     loaded = Loaded(executor, TextSide(byte_level_tokenizer()))
     async with asyncio.timeout(5):
         with pytest.raises(EngineDead, match="no such device"):
-            await Server(resolved, InThisProcess(lambda _: loaded)).run()
+            await Server(resolved, InThisProcess(lambda *_: loaded)).run()
     assert executor.is_closed
 
 
 async def test_a_model_that_cannot_be_loaded_closes_the_port_and_raises() -> None:
-    def broken(resolved: Resolved) -> Loaded:
+    def broken(*_: object) -> Loaded:
         raise ConfigError("no such model")
 
     resolved = resolve(Raw(command_line={"port": 0}), Facts(default_model="none"))

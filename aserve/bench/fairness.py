@@ -161,7 +161,7 @@ class Simulation:
         address = await http.start()
         try:
             loaded = Loaded(self._executor, TextSide(self._tokenizer))
-            await InThisProcess(lambda _: loaded).launch(frontend, Waits())
+            await InThisProcess(lambda *_: loaded).launch(frontend, Waits())
             connector = aiohttp.TCPConnector(limit=0)
             timeout = aiohttp.ClientTimeout(total=None)
             async with aiohttp.ClientSession(

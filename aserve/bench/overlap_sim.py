@@ -161,7 +161,7 @@ class Simulation:
 
     async def _serve(self, case: Case, resolved: Resolved) -> Run:
         executor, loaded = self._loaded(case)
-        num_tokens = await self._load_server(case, resolved, InThisProcess(lambda _: loaded))
+        num_tokens = await self._load_server(case, resolved, InThisProcess(lambda *_: loaded))
         return num_tokens, executor.naps
 
     async def _serve_two_processes(self, case: Case, resolved: Resolved) -> Run:

@@ -129,7 +129,7 @@ def command(settings: Settings) -> tuple[str, ...]:
 
 def run(settings: Settings) -> int:
     executor = SleepingExecutor(settings.spec, step_s=settings.step_s)
-    code = main(lambda _: executor)
+    code = main(lambda *_: executor)
     Path(settings.naps_path).write_bytes(msgspec.json.encode(executor.naps))
     return code
 

@@ -58,6 +58,9 @@ ROUTES = (
     get("/health", probes.health, public=True),
     *info.ROUTES,
     *render.ROUTES,
+    get("/livez", probes.livez, public=True),
+    get("/readyz", probes.health, public=True),
+    get("/startupz", probes.startupz, public=True),
     get("/metrics", probes.metrics),
     get("/", probes.index, public=True),
 )

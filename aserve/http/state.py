@@ -21,6 +21,7 @@ from aserve.http.openai.limits import MAX_SEQUENCES
 from aserve.http.tokenize_service import TokenizeService
 from aserve.messages.base import ServerPhase
 from aserve.messages.executor import EngineSpec
+from aserve.observability.engine_watch import EngineWatch
 from aserve.request_stream import Gateway
 from aserve.text.defaults import NEUTRAL, GenerationDefaults
 
@@ -55,6 +56,7 @@ class ServerState:
     max_sequences: int = MAX_SEQUENCES  # of one request: prompts times n
     defaults: GenerationDefaults = NEUTRAL
     engine_age_s: Callable[[], float] = lambda: 0.0  # the time since the engine's last message
+    watch: EngineWatch = field(default_factory=EngineWatch)
 
     def refusal(self) -> AserveError | None:
         """Returns the error for new requests, or None if the server accepts them."""

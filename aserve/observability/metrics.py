@@ -21,6 +21,7 @@ from aserve.observability.reports import (
     GrammarKnown,
     GrammarReport,
     LaunchedSteps,
+    StartupStage,
     TickReport,
 )
 
@@ -76,6 +77,8 @@ class Metrics:
             case Beat():
                 for actor, backlog in report.backlogs:
                     self._steps.backlog.labels(actor).set(backlog)
+            case StartupStage():
+                pass
             case _:
                 assert_never(report)
 

@@ -82,8 +82,19 @@ class Beat(Message, frozen=True):
     backlogs: tuple[tuple[str, int], ...] = ()
 
 
+class StartupStage(Message, frozen=True):
+    """How far the start is. `done` of `total` are bytes of weights or numbers of graphs, and 0 of 0
+    in a stage without a measure. The stages in their order: config, kernels, weights, graphs
+    (with --cuda-graph-capture eager), warm-up.
+    """
+
+    stage: str
+    done: int = 0
+    total: int = 0
+
+
 GrammarReport: TypeAlias = GrammarKnown | GrammarCompiled
-EngineReport: TypeAlias = TickReport | GrammarReport | Beat
+EngineReport: TypeAlias = TickReport | GrammarReport | Beat | StartupStage
 
 
 class TickReporter:

@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import assert_never
+from typing import TypeAlias, assert_never
 
 import msgspec
 
@@ -27,21 +27,25 @@ from aserve.load import load_executor, vocabulary_of
 from aserve.messages.base import ServerPhase
 from aserve.messages.output import Refused, Retired
 from aserve.messages.requests import AdmitRequest, Cancel
+from aserve.observability.engine_watch import StageReporter
 from aserve.observability.reports import Beat
 from aserve.observability.trace import Trace
 from aserve.processes.link import Died, Link, LoadFailed, Ready, Start, ToEngine, ToFrontend
 from aserve.program import end_process
+from aserve.progress import OnStage
 from aserve.text.load import load_text
+
+Loader: TypeAlias = Callable[[Start, OnStage], LocalExecutor]
 
 BEAT_S = 1.0
 FLUSH_S = 1.0  # for the last messages to a frontend that still reads
 
 
-def load_from(start: Start) -> LocalExecutor:
-    return load_executor(start.resolved, Path(start.model_dir))
+def load_from(start: Start, on_stage: OnStage) -> LocalExecutor:
+    return load_executor(start.resolved, Path(start.model_dir), on_stage=on_stage)
 
 
-def main(loader: Callable[[Start], LocalExecutor] = load_from) -> int:
+def main(loader: Loader = load_from) -> int:
     """Returns the exit code: 0 when the frontend has gone, 1 for a failure."""
     sock = socket.socket(fileno=os.dup(0))
     with open(os.devnull, "rb") as nothing:
@@ -50,14 +54,14 @@ def main(loader: Callable[[Start], LocalExecutor] = load_from) -> int:
         return runner.run(_run(sock, loader))
 
 
-async def _run(sock: socket.socket, loader: Callable[[Start], LocalExecutor]) -> int:
+async def _run(sock: socket.socket, loader: Loader) -> int:
     return await EngineSide(loader).run(sock)
 
 
 class EngineSide:
     """The life of the engine process: it starts, loads, serves and ends."""
 
-    def __init__(self, loader: Callable[[Start], LocalExecutor]) -> None:
+    def __init__(self, loader: Loader) -> None:
         loop = asyncio.get_running_loop()
         self._loader = loader
         self._start: asyncio.Future[Start] = loop.create_future()
@@ -94,7 +98,9 @@ class EngineSide:
         os.chdir(start.directory)
         start_logging(start.resolved.debug.log_level or "info")
         prepare_process(start.resolved.machine.threads)
-        executor = await in_thread(lambda: self._loader(start), name="load")
+        loop = asyncio.get_running_loop()
+        on_stage = StageReporter(self._link.write, call=loop.call_soon_threadsafe)
+        executor = await in_thread(lambda: self._loader(start, on_stage), name="load")
         core = self._connect(start, executor)
         await core.start(self._supervisor.report_death)
         self._supervisor.start()

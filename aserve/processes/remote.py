@@ -25,7 +25,13 @@ from aserve.host.threads import SWITCH_INTERVAL_S, in_thread
 from aserve.messages.executor import EngineSpec
 from aserve.messages.output import Refused, Retired, StepOutput
 from aserve.messages.requests import AdmitRequest, Cancel, EngineEvent, OpenText
-from aserve.observability.reports import Beat, GrammarCompiled, GrammarKnown, TickReport
+from aserve.observability.reports import (
+    Beat,
+    GrammarCompiled,
+    GrammarKnown,
+    StartupStage,
+    TickReport,
+)
 from aserve.processes.link import Died, Link, LoadFailed, Ready, Start, ToEngine, ToFrontend
 
 ENGINE = (sys.executable, "-m", "aserve.processes.engine")
@@ -96,7 +102,7 @@ class RemoteEngineCore:
         match message:
             case StepOutput() | Retired() | Refused() | OpenText():
                 self._ports.text.send(message)
-            case TickReport() | GrammarKnown() | GrammarCompiled():
+            case TickReport() | GrammarKnown() | GrammarCompiled() | StartupStage():
                 self._ports.report(message)
             case Beat():
                 self._heard_at_s = time.monotonic()

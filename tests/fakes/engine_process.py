@@ -11,6 +11,7 @@ from aserve.errors import ConfigError, StepError
 from aserve.messages.step import ScheduleBatch
 from aserve.processes.engine import main
 from aserve.processes.link import Start
+from aserve.progress import OnStage
 from tests.fakes.executor import FakeExecutor, FakeTicket
 
 LOST_STEP = 5
@@ -38,7 +39,8 @@ class Sleeper(FakeExecutor):
 KINDS = {"good": FakeExecutor, "mortal": Mortal, "stillborn": Stillborn, "sleeper": Sleeper}
 
 
-def load(start: Start) -> LocalExecutor:
+def load(start: Start, on_stage: OnStage) -> LocalExecutor:
+    on_stage("weights", 3, 4)
     kind = sys.argv[1]
     if kind == "wrong":
         raise ConfigError(f"{start.model_dir} is no model")

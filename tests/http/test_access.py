@@ -21,7 +21,7 @@ WRONG = ({}, *(bearer(key) for key in ("wrong", "", "se cre", "se cret,other")))
 WRONG += ({"Authorization": "Basic se cret"}, {"Authorization": "se cret"}, {"X-Api-Key": "wrong"})
 CLIENT = (bearer("se cret"), {"X-Api-Key": "other"}, bearer("other") | {"X-Api-Key": "other"})
 ADMIN = (bearer("root"), {"X-Api-Key": "root"})
-PUBLIC_PATHS = {"/", "/health", "/ping", "/favicon.ico"}
+PUBLIC_PATHS = {"/", "/health", "/livez", "/readyz", "/startupz", "/ping", "/favicon.ico"}
 
 
 async def secret(_: web.Request, __: HttpContext) -> web.Response:

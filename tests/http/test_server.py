@@ -12,11 +12,10 @@ import pytest
 
 from aserve.errors import EngineDead, QueueFull, ShuttingDown, StepError
 from aserve.http.openai.completions import CompletionDialect
-from aserve.http.probes import STUCK_S
 from aserve.messages.base import ServerPhase
 from aserve.messages.requests import Cancel
 from tests.fakes.echo_engine import EchoEngine
-from tests.http.asking import ask, complete, told
+from tests.http.asking import ask, complete
 
 COMPLETIONS = "/v1/completions"
 MESSAGES = [{"role": "user", "content": "a"}]
@@ -25,28 +24,12 @@ STREAM = PROMPT | {"stream": True, "stream_options": {"include_usage": True}}
 
 
 @pytest.mark.parametrize("phase", ["starting", "draining", "dead"])
-async def test_health_and_refusals_follow_the_phase(echo: EchoEngine, phase: ServerPhase) -> None:
-    health = await ask(echo, "/health")
-    assert (health.status, health.json) == (200, {"status": "ready"})
+async def test_refusals_follow_the_phase(echo: EchoEngine, phase: ServerPhase) -> None:
     echo.state.phase, echo.state.reason = phase, "because"
-    health = await ask(echo, "/health")
-    assert (health.status, health.json) == (503, {"status": phase, "reason": "because"})
     refused = await ask(echo, COMPLETIONS, PROMPT)
     code = "engine_dead" if phase == "dead" else f"server_{phase}"
     assert (refused.status, refused.error["code"]) == (503, code)
     assert ("Retry-After" in refused.headers) is (phase != "dead")
-
-
-async def test_a_silent_engine_is_stuck_and_its_requests_still_wait(
-    echo: EchoEngine,
-) -> None:
-    echo.state.engine_age_s = lambda: STUCK_S + 2
-    health = await ask(echo, "/health")
-    body = {"status": "stuck", "reason": "the engine has sent nothing for 12 seconds"}
-    assert (health.status, health.json) == (503, body)
-    await told(echo, COMPLETIONS, PROMPT)
-    echo.state.engine_age_s = lambda: STUCK_S - 2
-    assert (await ask(echo, "/health")).status == 200
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,10 @@ from aserve.config import Facts, Raw, Resolved, resolve
 from aserve.errors import ConfigError, EngineDead
 from aserve.frames import framed
 from aserve.frontend import Frontend
+from aserve.http.probes import liveness_of
 from aserve.messages.output import OutputChunk
 from aserve.messages.requests import GenerateRequest, SamplingParams, TokenPrompt
-from aserve.observability.reports import Beat, EngineReport
+from aserve.observability.reports import Beat, EngineReport, StartupStage
 from aserve.processes.link import Start
 from aserve.processes.remote import RemoteEngineCore
 from aserve.server import Server
@@ -67,7 +68,7 @@ class Rig:
         return [chunk async for chunk in request_stream]
 
     def _report(self, report: EngineReport) -> None:
-        self.frontend.metrics.on_report(report)
+        self.frontend.ports.report(report)
         if isinstance(report, Beat):
             self.has_beaten.set()
 
@@ -101,11 +102,16 @@ async def test_requests_are_answered_and_metrics_come_across() -> None:
         assert launched is not None
         assert launched >= 40
         assert rig.metric("aserve_queue_seconds_count") == 12
+        rig.process.send_signal(signal.SIGSTOP)
         rig.core._heard_at_s -= 100
         rig.has_beaten.clear()
+        assert liveness_of(rig.frontend.state, 300).status == "stuck"
+        rig.process.send_signal(signal.SIGCONT)
         await rig.has_beaten.wait()
         assert rig.metric("aserve_inbox_messages", actor="scheduler") == 0
-        assert rig.frontend.state.engine_age_s() < 50
+        assert liveness_of(rig.frontend.state, 300).status == "alive"
+        assert rig.frontend.state.watch.stage == StartupStage("weights", 3, 4)
+        assert rig.frontend.state.watch.step_age_s() == 0
     assert rig.process.returncode == 0
 
 
