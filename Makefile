@@ -9,7 +9,7 @@ INSTALL := $(PY) -m pip install --constraint constraints.txt
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all gpu-check lint style format mutants lock clean
+.PHONY: help setup serve test test-all test-page gpu-check lint style format mutants lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -60,6 +60,10 @@ test: style ## what CI does: lint, type checks, tests
 
 test-all: lint ## the same with the large profiles and a fresh seed, which ASERVE_TEST_SEED=N repeats
 	ASERVE_TEST_PROFILE=large $(PYTEST) --timeout=3600 $(ARGS)
+
+# Not in `test`: it needs a browser, which pip does not bring.
+test-page: setup ## the web page in Chromium; CHROMIUM=file of the browser, ARGS=folder for screenshots
+	@$(PY) -m tests.page.in_browser $(ARGS)
 
 # Not with setup: on such a machine torch is there already, and what is missing comes from WHEELS.
 gpu-check: ## what only a GPU can show, resumable; WHEELS=dir has packages that are missing

@@ -1,12 +1,10 @@
-"""The handlers of the health probes and /metrics, and of the start page.
+"""The handlers of the health probes and /metrics.
 
 A probe reads what the server knows already and asks the engine nothing, so it takes the same short
 time under any load. It waits for the event loop, so its answer shows that the loop turns.
 """
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import msgspec
 from aiohttp import web
@@ -17,7 +15,6 @@ from aserve.observability.engine_watch import percent_of
 
 GOOD = frozenset({"ready", "alive", "started"})
 STUCK_S = 10.0  # a running engine sends a message every second
-START_PAGE = (Path(__file__).parent / "static" / "index.html").read_bytes()
 
 
 async def health(_: web.Request, context: HttpContext) -> web.Response:
@@ -114,7 +111,3 @@ def metrics_response(registry: CollectorRegistry) -> web.Response:
     return web.Response(
         body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
     )
-
-
-async def index(_: web.Request, __: HttpContext) -> web.Response:
-    return web.Response(body=START_PAGE, content_type="text/html", charset="utf-8")

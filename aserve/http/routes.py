@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from aserve.http import probes
+from aserve.http import page, probes
 from aserve.http.control import info, render
 from aserve.http.openai import models, tokens
 from aserve.http.openai.chat import ChatDialect, chat_call
@@ -62,5 +62,5 @@ ROUTES = (
     get("/readyz", probes.health, public=True),
     get("/startupz", probes.startupz, public=True),
     get("/metrics", probes.metrics),
-    get("/", probes.index, public=True),
+    *page.ROUTES,
 )

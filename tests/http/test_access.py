@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -21,7 +22,16 @@ WRONG = ({}, *(bearer(key) for key in ("wrong", "", "se cre", "se cret,other")))
 WRONG += ({"Authorization": "Basic se cret"}, {"Authorization": "se cret"}, {"X-Api-Key": "wrong"})
 CLIENT = (bearer("se cret"), {"X-Api-Key": "other"}, bearer("other") | {"X-Api-Key": "other"})
 ADMIN = (bearer("root"), {"X-Api-Key": "root"})
-PUBLIC_PATHS = {"/", "/health", "/livez", "/readyz", "/startupz", "/ping", "/favicon.ico"}
+PUBLIC_PATHS = {
+    "/",
+    "/ui/{name}",
+    "/health",
+    "/livez",
+    "/readyz",
+    "/startupz",
+    "/ping",
+    "/favicon.ico",
+}
 
 
 async def secret(_: web.Request, __: HttpContext) -> web.Response:
@@ -39,7 +49,7 @@ async def locked(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EchoEngine]:
 
 
 async def status(echo: EchoEngine, route: Route, headers: Mapping[str, str]) -> int:
-    path = route.path.replace("{id}", "resp_1").replace("{name:.+}", "none")
+    path = re.sub(r"{id[^}]*}", "resp_1", re.sub(r"{name[^}]*}", "none", route.path))
     body = b"?" if route.method == "POST" else None
     answer = await ask(echo, path, body, method=route.method, headers=headers)
     if answer.status == 401:

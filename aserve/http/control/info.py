@@ -14,12 +14,6 @@ from aserve.http.route import get
 from aserve.http.state import HttpContext
 from aserve.text.prompt import PromptEncoder
 
-ICON = (
-    b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16">'
-    b'<rect width="16" height="16" rx="3" fill="#2a6"/>'
-    b'<path d="M4 4l4 4-4 4M9 12h4" fill="none" stroke="#fff" stroke-width="2"/></svg>'
-)
-
 
 def version() -> str:
     try:
@@ -109,13 +103,8 @@ def tokenizer_fields(encoder: PromptEncoder) -> dict[str, Any]:
     }
 
 
-async def icon(_: web.Request, __: HttpContext) -> web.Response:
-    return web.Response(body=ICON, content_type="image/svg+xml")
-
-
 ROUTES = (
     get("/ping", health, public=True),
-    get("/favicon.ico", icon, public=True),
     get("/version", read_version),
     get("/server_info", server_info),
     get("/get_server_info", server_info),

@@ -1,0 +1,133 @@
+// The modules of the page that need no browser. Run by test_page.py: node --test tests/page
+
+import assert from "node:assert/strict"
+import { test } from "node:test"
+
+import { Answer, describe, forkAt } from "../../aserve/http/static/answer.js"
+import { inline, parse } from "../../aserve/http/static/markdown.js"
+import { quantile, rate, readMetrics, total } from "../../aserve/http/static/prometheus.js"
+import { chatBody, continuedBody, SettingError } from "../../aserve/http/static/request.js"
+import { EventParser } from "../../aserve/http/static/sse.js"
+import { Chats, DEFAULTS, titleOf } from "../../aserve/http/static/store.js"
+
+const choice = (delta, more = {}) => ({ choices: [{ index: 0, delta, ...more }] })
+const delta = (body) => choice(body)
+
+test("events are the same at every cut, with any line end and comments between", () => {
+  for (const end of ["\n", "\r\n", "\r"]) {
+    const text = ['data: {"a": 1}', "", ": ping", "id: 3", "data: two", "data: lines", "", "data:tight", "", ""].join(end) + (end === "\r" ? "x" : "")
+    for (let cut = 0; cut <= text.length; cut += 1) {
+      const parser = new EventParser()
+      assert.deepEqual([...parser.push(text.slice(0, cut)), ...parser.push(text.slice(cut))], ['{"a": 1}', "two\nlines", "tight"], `${JSON.stringify(end)} at ${cut}`)
+    }
+  }
+})
+
+test("an answer joins text, reasoning, tool calls and tokens, and tells its times", () => {
+  const times = [0, 100, 300]
+  const answer = new Answer(() => times.shift() ?? 300)
+  answer.add(delta({ role: "assistant", content: "" }))
+  answer.add(delta({ reasoning_content: "Hm" }))
+  answer.add(choice({ content: "Hi" }, { logprobs: { content: [{ token: "Hi", logprob: -0.1, bytes: [72, 105], top_logprobs: [] }] } }))
+  answer.add(delta({ tool_calls: [{ index: 1, id: "b", function: { name: "g", arguments: "" } }] }))
+  answer.add(delta({ tool_calls: [{ index: 0, id: "a", function: { name: "f", arguments: '{"x"' } }] }))
+  answer.add(delta({ tool_calls: [{ index: 0, function: { arguments: ": 1}" } }] }))
+  answer.add(choice({}, { finish_reason: "tool_calls" }))
+  answer.add({ choices: [], usage: { prompt_tokens: 7, completion_tokens: 5 }, seed: 0 })
+  assert.equal(answer.message.reasoning_content, "Hm")
+  assert.deepEqual(answer.message.tool_calls.map((call) => call.function), [
+    { name: "f", arguments: '{"x": 1}' },
+    { name: "g", arguments: "" },
+  ])
+  assert.equal(answer.figures.ttftMs, 100)
+  assert.equal(answer.figures.rate, 20)
+  assert.equal(describe(answer.figures, answer.finishReason, answer.seed), "5 tokens · 20 tok/s · first after 100 ms · tool calls · seed 0")
+})
+
+test("a fork joins bytes before it decodes them", () => {
+  const bytes = [...new TextEncoder().encode("é")]
+  const tokens = [{ text: "a", bytes: [97] }, { text: "\ufffd", bytes: [bytes[0]] }, { text: "z", bytes: [122] }]
+  assert.equal(forkAt(tokens, 2, { text: "\ufffd", bytes: [bytes[1]] }), "aé")
+})
+
+const plain = (parts) => parts.map((part) => part.text ?? plain(part.inline)).join("")
+
+test("markdown is read in blocks", () => {
+  const text = "# Title\n\npara *one*\nline\n\n- a\n  - b\n- c\n\n3. x\n\n> q\n\n|h|i|\n|-|-|\n|1|2|\n\n---\n```py\nx = `1`\n"
+  const blocks = parse(text)
+  assert.deepEqual(blocks.map((block) => block.type), ["heading", "paragraph", "list", "list", "quote", "table", "rule", "code"])
+  assert.equal(blocks[2].items.length, 2)
+  assert.equal(blocks[2].items[0][1].type, "list")
+  assert.equal(blocks[3].start, 3)
+  assert.equal(blocks[5].rows.length, 1)
+  assert.deepEqual(blocks[7], { type: "code", language: "py", text: "x = `1`\n" })
+})
+
+test("inline markdown is emphasis, code and safe links only", () => {
+  const cases = [
+    ["a **b *c*** d", ["text", "strong", "text"]],
+    ["snake_case_name and 2 * 3 * 4", ["text"]],
+    ["`a*b*` \\*c\\*", ["codespan", "text", "text", "text", "text"]],
+    ["[x](https://e.org/a) [y](javascript:alert(1))", ["link", "text"]],
+    ["<img src=x onerror=alert(1)>", ["text"]],
+    ["unclosed **bold", ["text"]],
+  ]
+  for (const [text, types] of cases) assert.deepEqual(inline(text).map((part) => part.type), types, text)
+})
+
+test("no text makes markdown slow or lose a word", () => {
+  const bad = ["*".repeat(4000), "[".repeat(4000), "`".repeat(3999), "> ".repeat(2000), "- ".repeat(2000), "**a ".repeat(2000), "_a".repeat(3000), "|".repeat(4000) + "\n|-|\n"]
+  for (const text of bad) {
+    const began = performance.now()
+    parse(text)
+    assert.ok(performance.now() - began < 2000, text.slice(0, 20))
+  }
+  assert.equal(plain(parse("one *two three\n\nfour **five").flatMap((block) => block.inline)), "one *two threefour **five")
+})
+
+test("metrics are read, and quantiles are of what came between two readings", () => {
+  const reading = (counts) => readMetrics(`# HELP x\nrunning{a="b\\"}"} 2\nrunning{a="c"} 3\n${counts.map((count, at) => `t_bucket{le="${["0.1", "0.2", "+Inf"][at]}"} ${count}`).join("\n")}\n`)
+  const [before, after] = [reading([5, 5, 5]), reading([5, 15, 15])]
+  assert.equal(total(after, "running"), 5)
+  assert.ok(Math.abs(quantile(before, after, "t", 0.5) - 0.15) < 1e-9)
+  assert.equal(quantile(after, after, "t", 0.5), null)
+  assert.equal(rate(readMetrics("n 10\n"), readMetrics("n 4\n"), "n", 2), 2)
+})
+
+test("a request has what was set, and a wrong setting is named", () => {
+  const settings = { ...DEFAULTS, temperature: "0.5", system: "Be brief.", stop: "\\n\nEND", tools: '[{"type": "function"}]', schema: '{"type": "object"}', logprobs: true }
+  const body = chatBody(settings, [{ role: "user", content: "hi", shown: { failure: null } }])
+  assert.deepEqual(body.messages, [{ role: "system", content: "Be brief." }, { role: "user", content: "hi" }])
+  assert.equal(body.temperature, 0.5)
+  assert.equal("top_p" in body, false)
+  assert.deepEqual(body.stop, ["\n", "END"])
+  assert.equal(body.response_format.json_schema.schema.type, "object")
+  assert.equal(continuedBody(settings, [], "On").messages.at(-1).content, "On")
+  for (const [name, value] of [["top_p", "much"], ["tools", "{}"], ["schema", "[1"], ["extra", "3"]]) {
+    assert.throws(() => chatBody({ ...DEFAULTS, [name]: value }, []), (error) => error instanceof SettingError && error.field === name)
+  }
+})
+
+test("chats are kept, and the oldest go where there is no room", () => {
+  const kept = {}
+  let room = Infinity
+  globalThis.localStorage = {
+    getItem: (name) => kept[name] ?? null,
+    setItem(name, value) {
+      if (value.length > room) throw new Error("quota")
+      kept[name] = value
+    },
+  }
+  const chats = new Chats()
+  for (const text of ["old", "new"]) chats.add([{ role: "user", content: text.repeat(100) }], text)
+  assert.equal(chats.save(), null)
+  room = kept["aserve.chats"].length - 1
+  assert.match(chats.save(), /the 1 oldest/)
+  assert.deepEqual(new Chats().all.map((chat) => chat.title), ["new"])
+  const other = new Chats()
+  assert.equal(other.import(chats.exported()), 1)
+  assert.throws(() => other.import('{"chats": [{"messages": [{}]}]}'), /no chats/)
+  kept["aserve.chats"] = "not JSON"
+  assert.deepEqual(new Chats().all, [])
+  assert.equal(titleOf([{ role: "user", content: "a ".repeat(60) }]).length, 48)
+})
