@@ -273,13 +273,13 @@ class ServerOptions:
         None,
         "names, separated by commas, that requests may have as Host; *: any; default: local names "
         "if --host is a loopback address, else any",
-        Limits(metavar="NAMES"),
+        Limits(metavar="NAMES", is_list=True),
     )
     allowed_origins: str | None = option(
         None,
-        "origins, separated by commas, whose pages may open a websocket; *: any; default: the "
-        "server's own",
-        Limits(metavar="ORIGINS"),
+        "origins, separated by commas, whose pages may use the API (CORS) and open a websocket; "
+        "*: any; default: the server's own",
+        Limits(metavar="ORIGINS", is_list=True),
     )
     max_answer_logprobs: int = option(
         1 << 20,

@@ -52,10 +52,18 @@ class AllowedHosts:
                 "Start the server with --allowed-hosts and that name.",
             )
 
+    @property
+    def has_origins(self) -> bool:
+        return bool(self._origins)
+
+    def allows_origin(self, origin: str) -> bool:
+        """Returns whether --allowed-origins allows it."""
+        return ANY in self._origins or origin.lower() in self._origins
+
     def check_origin(self, request: web.Request) -> None:
         """Raises unless the Origin is allowed or is the server itself."""
         origin = request.headers.get(hdrs.ORIGIN)
-        if origin is None or ANY in self._origins or origin.lower() in self._origins:
+        if origin is None or self.allows_origin(origin):
             return
         try:
             page = urlsplit(origin).netloc.lower()

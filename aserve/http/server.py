@@ -18,6 +18,7 @@ from aserve.errors import AserveError, BugError, ConfigError, ErrorInfo
 from aserve.http.auth import IDENTITY, Access, read_keys
 from aserve.http.body import IGNORED
 from aserve.http.connection import listen
+from aserve.http.cors import add_cors_headers, is_preflight, preflight_response
 from aserve.http.decompress import broken_body
 from aserve.http.errors import (
     ERROR_FORMATS,
@@ -42,7 +43,8 @@ from aserve.observability.loop_delay import LoopDelay
 logger = logging.getLogger(__name__)
 
 UNKNOWN_ROUTE = Access()
-ACCESS = web.AppKey("access", dict[web.AbstractRoute, Access])
+# By handler, because the HEAD route that aiohttp adds to each GET route has the same one.
+ACCESS = web.AppKey("access", dict[Handler, Access])
 CLOSE_TIMEOUT_S = 1.0  # for handlers that still run after the server was drained
 
 
@@ -101,11 +103,9 @@ def create_app(context: HttpContext) -> web.Application:
     app[HOSTS] = AllowedHosts(options)
     app[SOCKETS] = set()
     app.on_shutdown.append(close_sockets)
-    added = app.add_routes(
-        [web.route(route.method, route.path, handler_of(route, context)) for route in routes]
-    )
-    access = [access_of(route, options) for route in routes]
-    app[ACCESS] = dict(zip(added, access, strict=True))
+    handlers = {handler_of(route, context): route for route in routes}
+    app.add_routes([web.route(route.method, route.path, h) for h, route in handlers.items()])
+    app[ACCESS] = {handler: access_of(route, options) for handler, route in handlers.items()}
     app.on_response_prepare.append(_add_headers)
     return app
 
@@ -128,7 +128,9 @@ def border(context: HttpContext) -> Middleware:
         request[REQUEST_ID] = uuid.uuid4().hex
         try:
             request.app[HOSTS].check_host(request)
-            access = request.app[ACCESS].get(request.match_info.route, UNKNOWN_ROUTE)
+            if is_preflight(request):
+                return preflight_response(request)
+            access = request.app[ACCESS].get(request.match_info.handler, UNKNOWN_ROUTE)
             request[IDENTITY] = keys.identify(request, access)
             check_size(request, context.options.max_body_size)
             return await handler(request)
@@ -172,6 +174,7 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
     """Adds the headers of every answer, also of errors."""
     response.headers["X-Request-Id"] = request.get(REQUEST_ID) or uuid.uuid4().hex
     response.headers[hdrs.SERVER] = "aserve"
+    add_cors_headers(request, response)
     ignored = request.get(IGNORED)
     if ignored:
         response.headers["X-Ignored-Params"] = ignored
