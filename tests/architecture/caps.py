@@ -53,6 +53,7 @@ OWN_FILES = (
     *("*/__init__.py", "*/__main__.py", "*/registry.py", "aserve/bench/catalog.py"),
     "aserve/http/routes.py",
     *("aserve/gpu/models/families/*", "aserve/gpu/layers/*", "aserve/gpu/sampling/*"),
+    "aserve/parsers/families/*",
     "kernels/aserve_kernels/*",
 )
 

@@ -82,12 +82,13 @@ REACH = {
         aserve=(*FIRST, "aserve.cache.prefix_tree"),
         packages=(*PLAIN, "tokenizers", "transformers", "jinja2"),
     ),
+    "aserve.parsers": Reach(aserve=FIRST, packages=PLAIN, not_stdlib=IMPURE),
     "aserve.grammar": Reach(aserve=FIRST, packages=(*PLAIN, "xgrammar")),
     "aserve.actors": Reach(
         aserve=(*FIRST, "aserve.scheduling", "aserve.text", "aserve.grammar"), packages=PLAIN
     ),
     "aserve.http": Reach(
-        aserve=(*FIRST, "aserve.request_stream", "aserve.unread", "aserve.text"),
+        aserve=(*FIRST, "aserve.request_stream", "aserve.unread", "aserve.text", "aserve.parsers"),
         packages=(*PLAIN, "aiohttp"),
     ),
     "aserve.gpu": Reach(

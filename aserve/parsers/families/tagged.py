@@ -1,0 +1,39 @@
+"""Calls as JSON objects between two tags: Hermes, Qwen 2.5 and 3, and the bundled model.
+
+<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from aserve.parsers.base import ToolFamily
+from aserve.parsers.calls import read_calls
+from aserve.parsers.events import ToolSpec
+from aserve.parsers.json_calls import json_call
+from aserve.parsers.reader import Parsing, Reader
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedCalls:
+    """A parser of calls between the tags `begin` and `end`."""
+
+    begin: str
+    end: str
+
+    def __call__(self, reader: Reader, tool_specs: Sequence[ToolSpec]) -> Parsing[None]:
+        return read_calls(reader, self._call, begins=(self.begin,), ends=(self.end,))
+
+    def _call(self, reader: Reader, _: str) -> Parsing[None]:
+        yield from json_call(reader)
+        if (yield from reader.expect(self.end, self.begin)) == self.begin:
+            reader.unread(self.begin)
+
+
+def tagged(begin: str, end: str) -> ToolFamily:
+    return ToolFamily(TaggedCalls(begin, end), markers=(begin, end), begins=(begin,))
+
+
+HERMES = tagged("<tool_call>", "</tool_call>")
+ASERVE_TINY = tagged("<|tool_call|>", "<|/tool_call|>")
