@@ -95,6 +95,7 @@ def connect_http(frontend: Frontend) -> HttpServer:
             model_names=(resolved.model_name,),
             created=int(time.time()),
             registry=frontend.metrics.registry,
+            recent=frontend.metrics.recent,
             tokenize_service=frontend.tokenize_service,
             settings=shown_settings(resolved),
             draw_seed=seed_source(resolved.debug.seed),

@@ -1,16 +1,19 @@
 """The web page of the server: a chat, completions, a comparison and a live view.
 
 Its files are read once. Nothing in them comes from outside, and the policy that each answer carries
-forbids it to a browser. They need no key: what they show, they ask of the API.
+forbids it to a browser. The files need no key: what they show, they ask of the API.
 """
 
 from __future__ import annotations
 
+import math
 import mimetypes
 from pathlib import Path
 
+import msgspec
 from aiohttp import web
 
+from aserve.errors import InvalidRequest
 from aserve.http.route import get
 from aserve.http.state import HttpContext
 
@@ -24,6 +27,29 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
+
+
+async def live(request: web.Request, context: HttpContext) -> web.Response:
+    """Returns the last requests and steps for the live view: their lengths and times, and nothing
+    of their text. With `since`, a `now_s` of an earlier answer, it leaves out what had ended by
+    then.
+    """
+    given = request.query.get("since", "0")
+    try:
+        since_s = float(given)
+    except ValueError:
+        since_s = math.nan
+    if not math.isfinite(since_s):
+        raise InvalidRequest(
+            f"Invalid 'since': a number of seconds is expected, got '{given[:40]}'.",
+            param="since",
+            code="invalid_value",
+        )
+    return web.Response(
+        body=msgspec.json.encode(context.recent.snapshot(since_s)),
+        content_type="application/json",
+        headers={"Cache-Control": "no-store"},
+    )
 
 
 async def index(_: web.Request, __: HttpContext) -> web.Response:
@@ -51,6 +77,7 @@ def _file(name: str) -> web.Response:
 
 
 ROUTES = (
+    get("/live", live),
     get("/", index, public=True),
     get("/ui/{name}", page_file, public=True),
     get("/favicon.ico", icon, public=True),

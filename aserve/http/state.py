@@ -22,6 +22,7 @@ from aserve.http.tokenize_service import TokenizeService
 from aserve.messages.base import ServerPhase
 from aserve.messages.executor import EngineSpec
 from aserve.observability.engine_watch import EngineWatch
+from aserve.observability.recent import Recent
 from aserve.request_stream import Gateway
 from aserve.text.defaults import NEUTRAL, GenerationDefaults
 
@@ -91,6 +92,7 @@ class HttpContext:
     created: int  # seconds since 1970
     registry: CollectorRegistry
     tokenize_service: TokenizeService
+    recent: Recent = field(default_factory=Recent)
     settings: Mapping[str, object] = field(default_factory=dict)  # the options without secrets
     draw_seed: Callable[[], int] = random_seed
     keep_alive_s: float = 15.0

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from aserve.messages.base import num_values
 from aserve.messages.output import OutputChunk
 from aserve.messages.requests import GenerateRequest
+from aserve.observability.recent import Recent, RequestRecord, StepRecord
 from aserve.observability.reports import (
     Beat,
     EngineReport,
@@ -36,13 +37,14 @@ class Metrics:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = CollectorRegistry()
         self._clock = clock
-        self._open: dict[str, _OpenRequest] = {}
+        self.recent = Recent(clock=clock)
+        self._open = self.recent.open
         self._requests = _RequestMetrics(self.registry)
         self._steps = _StepMetrics(self.registry)
         self._grammars = GrammarMetrics(self.registry)
 
     def received(self, request: GenerateRequest) -> None:
-        self._open[request.request_id] = _OpenRequest(self._clock())
+        self.recent.receive(request.request_id, request.sampling.n)
         self._requests.received.inc()
         self._requests.in_flight.inc()
 
@@ -53,14 +55,11 @@ class Metrics:
         now = self._clock()
         if chunk.token_ids:
             self._token_times(state, now, num_tokens=num_values(chunk.token_ids))
-        before = state.completion_tokens.get(chunk.child, 0)
-        if chunk.usage.completion_tokens > before:
-            self._requests.generation_tokens.inc(chunk.usage.completion_tokens - before)
-            state.completion_tokens[chunk.child] = chunk.usage.completion_tokens
+        self._requests.generation_tokens.inc(state.use(chunk.child, chunk.usage))
         if chunk.is_last:
             self._requests.prompt_tokens.inc(chunk.usage.prompt_tokens)
             self._requests.cached_tokens.inc(chunk.usage.cached_tokens)
-            self._end(chunk.request_id, *_ending(chunk, was_admitted=state.is_admitted))
+            self._end(chunk.request_id, *_ending(chunk, was_admitted=state.admitted_s > 0))
 
     def all_ended(self, reason: str) -> None:
         """Counts all open requests as failed, because the engine has died or shut down."""
@@ -72,6 +71,7 @@ class Metrics:
             case TickReport():
                 self._admitted(report.admitted)
                 self._steps.on_tick(report)
+                self._note_step(report)
             case GrammarKnown() | GrammarCompiled():
                 self._grammars.on_report(report)
             case Beat():
@@ -89,11 +89,27 @@ class Metrics:
     def _admitted(self, request_ids: tuple[str, ...]) -> None:
         for request_id in request_ids:
             state = self._open.get(request_id)
-            if state is not None and not state.is_admitted:
-                state.is_admitted = True
-                self._requests.queue_s.observe(self._clock() - state.received_s)
+            if state is not None and not state.admitted_s:
+                state.admitted_s = self._clock()
+                self._requests.queue_s.observe(state.admitted_s - state.received_s)
 
-    def _token_times(self, state: _OpenRequest, now: float, *, num_tokens: int) -> None:
+    def _note_step(self, report: TickReport) -> None:
+        steps = report.launched
+        if steps is not None:
+            self.recent.add_step(
+                StepRecord(
+                    self._clock(),
+                    steps.iteration,
+                    steps.num_prefill_tokens,
+                    report.num_running,
+                    report.num_waiting,
+                    report.used_pages,
+                    steps.total_pages,
+                    steps.num_retracted,
+                )
+            )
+
+    def _token_times(self, state: RequestRecord, now: float, *, num_tokens: int) -> None:
         if not state.first_token_s:
             state.first_token_s = now
             self._requests.ttft_s.observe(now - state.received_s)
@@ -103,23 +119,10 @@ class Metrics:
         state.last_token_s = now
 
     def _end(self, request_id: str, outcome: Outcome, reason: str) -> None:
-        state = self._open.pop(request_id)
+        state = self.recent.end(request_id, outcome, reason)
         self._requests.ended.labels(outcome, reason).inc()
         self._requests.in_flight.dec()
-        self._requests.e2e_s.observe(self._clock() - state.received_s)
-
-
-class _OpenRequest:
-    """A request that has no final answer yet."""
-
-    __slots__ = ("completion_tokens", "first_token_s", "is_admitted", "last_token_s", "received_s")
-
-    def __init__(self, received_s: float) -> None:
-        self.received_s = received_s
-        self.first_token_s = 0.0
-        self.last_token_s = 0.0
-        self.is_admitted = False
-        self.completion_tokens: dict[int, int] = {}  # by child
+        self._requests.e2e_s.observe(state.ended_s - state.received_s)
 
 
 def _ending(chunk: OutputChunk, *, was_admitted: bool) -> tuple[Outcome, str]:

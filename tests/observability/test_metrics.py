@@ -186,3 +186,30 @@ def test_metrics_show_what_was_reported() -> None:
     }
     found = {name: metrics.registry.get_sample_value(name) for name in expected}
     assert found == expected
+
+
+def test_recent_requests_and_steps_have_their_times() -> None:
+    clock = ManualClock()
+    metrics = Metrics(clock=clock)
+    metrics.received(request("a"))
+    clock.now_s += 1
+    metrics.on_report(TickReport(("a",), launched=LaunchedSteps(1, 7, 2, 0, 9), num_running=1))
+    clock.now_s += 1
+    metrics.delivered(chunk("a", tokens=1, total=1, reason=None))
+    metrics.received(request("b"))
+    clock.now_s += 1
+    metrics.delivered(chunk("a", tokens=2, total=3, reason="length"))
+    seen = metrics.recent.snapshot()
+    done, waiting = seen.requests
+    assert (done.received_s, done.admitted_s, done.first_token_s, done.ended_s) == (
+        100,
+        101,
+        102,
+        103,
+    )
+    assert (done.outcome, done.completion_tokens, done.cached_tokens) == ("finished", {0: 3}, 1)
+    assert (waiting.request_id, waiting.ended_s) == ("b", 0)
+    assert [(step.iteration, step.num_running) for step in seen.steps] == [(7, 1)]
+    later = metrics.recent.snapshot(since_s=103.5)
+    assert [record.request_id for record in later.requests] == ["b"]
+    assert not later.steps

@@ -144,6 +144,7 @@ const steps = {
     const load = page.evaluate(() => Promise.all(Array.from({ length: 6 }, () => fetch("v1/completions", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ prompt: "Once", max_tokens: 400, ignore_eos: true }) }))))
     await page.waitForFunction(() => Number(document.querySelector(".chart .key b").textContent.replace(/\D/g, "")) > 0)
     await load
+    assert.match(await page.locator(".timeline canvas").getAttribute("aria-label"), /^[1-9]\d* requests and [1-9]\d* ticks/)
     if (pictures) await page.screenshot({ path: `${pictures}/page-live.png` })
   },
   async "every view fits from 360 to 2560 pixels, in both schemes, and works by keyboard"() {

@@ -8,6 +8,7 @@ import { inline, parse } from "../../aserve/http/static/markdown.js"
 import { quantile, rate, readMetrics, total } from "../../aserve/http/static/prometheus.js"
 import { chatBody, continuedBody, SettingError } from "../../aserve/http/static/request.js"
 import { EventParser } from "../../aserve/http/static/sse.js"
+import { lanes, phases, stepColumns, tell, traceEvents } from "../../aserve/http/static/timeline.js"
 import { Chats, DEFAULTS, titleOf } from "../../aserve/http/static/store.js"
 
 const choice = (delta, more = {}) => ({ choices: [{ index: 0, delta, ...more }] })
@@ -130,4 +131,25 @@ test("chats are kept, and the oldest go where there is no room", () => {
   kept["aserve.chats"] = "not JSON"
   assert.deepEqual(new Chats().all, [])
   assert.equal(titleOf([{ role: "user", content: "a ".repeat(60) }]).length, 48)
+})
+
+test("bars have the phases that happened, lanes do not overlap, and a trace has both", () => {
+  const at = (received_s, admitted_s, first_token_s, ended_s) => ({ request_id: `r${received_s}`, received_s, admitted_s, first_token_s, ended_s, outcome: ended_s ? "finished" : "", prompt_tokens: 3, cached_tokens: 1, completion_tokens: { 0: 2, 1: 5 } })
+  const requests = [at(1, 2, 3, 5), at(2, 0, 0, 0), at(5, 5, 6, 7), at(3, 0, 0, 4)]
+  assert.deepEqual(phases(requests[0], 9), [["queued", 1, 2], ["prefill", 2, 3], ["decode", 3, 5]])
+  assert.deepEqual(phases(requests[1], 9), [["queued", 2, 9]])
+  assert.deepEqual(phases(requests[3], 9), [["queued", 3, 4]])
+  assert.deepEqual(lanes(requests, 9).map(([request, lane]) => [request.received_s, lane]), [[1, 0], [2, 1], [3, 2], [5, 0]])
+  assert.equal(tell(requests[1], 9), "r2 · running · queued 7000 ms · 3 prompt tokens (1 cached), 7 generated")
+  const { traceEvents: events } = traceEvents({ requests, steps: [{ at_s: 4, num_running: 2 }], now_s: 9 })
+  assert.deepEqual(events.map((event) => event.ph).sort().join(""), "C" + "X".repeat(7))
+  assert.ok(events.every((event) => Number.isInteger(event.ts) && (event.ph === "C" || event.dur > 0)))
+})
+
+test("steps fill their pixels until the next one, or for half a second", () => {
+  const step = (at_s, num_running, num_prefill_tokens = 0) => ({ at_s, num_running, num_prefill_tokens })
+  const x = (at) => (at - 10) * 10 // ten pixels a second
+  const { running, prefill } = stepColumns([step(10, 1, 7), step(10.05, 3, 2), step(10.2, 0), step(10.3, 2)], 11, x)
+  assert.deepEqual(running, [3, 3, 0, 2, 2, 2, 2, 2, 0, 0])
+  assert.deepEqual(prefill, [9, 0, 0, 0, 0, 0, 0, 0, 0, 0])
 })

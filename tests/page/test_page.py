@@ -55,3 +55,16 @@ def test_whatever_a_file_names_is_there() -> None:
         text = FILES[module].decode()
         assert set(re.findall(r'from "\./([\w.]+)"', text)) <= set(FILES), module
         assert set(re.findall(r'byId\("([\w-]+)"\)', text)) <= ids, module
+
+
+async def test_the_live_view_reads_the_last_requests() -> None:
+    async with EchoEngine() as echo:
+        body = {"prompt": "abc", "max_tokens": 3, "n": 2}
+        async with echo.web.post("/v1/completions", json=body) as response:
+            assert response.status == 200
+        async with echo.web.get("/live") as response:
+            seen = await response.json()
+        assert seen == {"now_s": seen["now_s"], "requests": [], "steps": []}, "the echo counts none"
+        for given in ("x", "nan", "1e999", ""):
+            async with echo.web.get("/live", params={"since": given}) as response:
+                assert response.status == 400, given

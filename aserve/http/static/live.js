@@ -1,8 +1,9 @@
-// The live view: what the server does now, read from /metrics once a second while it is shown.
+// The live view: what the server does now, read from /metrics and /live once a second while it is shown.
 
 import { get } from "./api.js"
 import { byId, h } from "./dom.js"
 import { quantile, rate, readMetrics, total } from "./prometheus.js"
+import { Timeline } from "./timeline.js"
 
 const PERIOD_MS = 1000
 const KEPT = 120 // readings: two minutes
@@ -45,7 +46,8 @@ export class LiveView {
   constructor() {
     this.charts = CHARTS.map(([title, unit, lines]) => new Chart(title, unit, lines))
     this.failure = h("p", { class: "failure", role: "alert", hidden: true })
-    byId("live").replaceChildren(this.failure, ...this.charts.map((chart) => chart.node))
+    this.timeline = new Timeline()
+    byId("live").replaceChildren(this.failure, this.timeline.node, ...this.charts.map((chart) => chart.node))
   }
 
   show() {
@@ -61,7 +63,9 @@ export class LiveView {
   async #read() {
     if (document.hidden) return
     try {
-      const metrics = readMetrics(await (await get("metrics")).text())
+      const [text, recent] = await Promise.all([get("metrics"), get(`live?since=${this.timeline.since}`)])
+      const metrics = readMetrics(await text.text())
+      this.timeline.add(await recent.json())
       const now = { metrics, at: performance.now() }
       const before = this.#before
       this.#before = now
@@ -135,4 +139,4 @@ function path(values, most) {
     .join("")
 }
 
-const shown = (value) => (value >= 100 ? Math.round(value).toLocaleString("en") : value.toFixed(value >= 10 || value === 0 ? 0 : 1))
+const shown = (value) => (value >= 100 ? Math.round(value).toLocaleString("en") : value.toFixed(value >= 10 || Number.isInteger(value) ? 0 : 1))
