@@ -11,7 +11,6 @@ import contextlib
 import importlib
 import os
 import platform
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,8 +35,9 @@ from aserve.config import (
     resolve,
 )
 from aserve.errors import AserveError, ConfigError
+from aserve.foreign_flags import add_foreign_flags
 from aserve.host.environment import installed_version, prepare_process, start_logging
-from aserve.option import Option, build_options, options_of, unknown_option
+from aserve.option import Option, build_options, grouped, options_of, unknown_option
 from aserve.tiny import MODEL_DIR
 
 if TYPE_CHECKING:
@@ -264,7 +264,8 @@ def _unexpected(word: str, arguments: Sequence[str], benches: Mapping[str, Bench
     records = COMMAND_RECORDS.get(arguments[0], ())
     if arguments[0] == "bench":
         records = _records_of_bench(benches[arguments[1]])
-    return unknown_option(word.partition("=")[0], [item.flag for item in options_of(*records)])
+    known = [flag for item in options_of(*records) for flag in item.flags]
+    return unknown_option(word.partition("=")[0], known)
 
 
 def _records_of_bench(bench: Bench) -> tuple[type, ...]:
@@ -298,7 +299,9 @@ def make_parser(benches: Mapping[str, Bench] = BENCHES) -> Parser:
             name, help=about, description=about, epilog=epilog, allow_abbrev=False
         )
         for record in records:
-            _add_group(added, record)
+            _add_groups(added, record)
+        if records:
+            add_foreign_flags(added, {flag for item in options_of(*records) for flag in item.flags})
         return added
 
     for added in (command("serve", "Start the HTTP server."), command("chat", "Chat here.")):
@@ -331,28 +334,31 @@ def _add_benches(parser: Parser, benches: Mapping[str, Bench]) -> None:
             name, help=bench.about, description=bench.about, allow_abbrev=False
         )
         for record in _records_of_bench(bench):
-            _add_group(added, record)
+            _add_groups(added, record)
 
 
-def _add_group(parser: Parser, record: type) -> None:
-    title = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", record.__name__).lower()
-    group = parser.add_argument_group(title)
-    for option in options_of(record):
-        if option.kind is bool:
-            flags = [option.flag, *([f"--{option.limits.also}"] if option.limits.also else [])]
-            group.add_argument(
-                *flags, dest=option.name, action="store_const", const="true",
-                default=argparse.SUPPRESS, help=option.about,
-            )  # fmt: skip
-        else:
-            group.add_argument(
-                option.flag, dest=option.name, metavar=_metavar(option),
-                action=_Join if option.limits.is_list else "store",
-                default=argparse.SUPPRESS, help=_help(option),
-            )  # fmt: skip
-        if option.limits.former:
-            flag = "--" + option.limits.former.replace("_", "-")
-            group.add_argument(flag, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+def _add_groups(parser: Parser, record: type) -> None:
+    for title, options in grouped(record).items():
+        group = parser.add_argument_group(title)
+        for option in options:
+            _add_option(group, option)
+
+
+def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
+    if option.kind is bool:
+        group.add_argument(
+            *option.flags, dest=option.name, action="store_const", const="true",
+            default=argparse.SUPPRESS, help=option.about,
+        )  # fmt: skip
+    else:
+        group.add_argument(
+            *option.flags, dest=option.name, metavar=_metavar(option),
+            action=_Join if option.limits.is_list else "store",
+            default=argparse.SUPPRESS, help=_help(option),
+        )  # fmt: skip
+    if option.limits.former:
+        flag = "--" + option.limits.former.replace("_", "-")
+        group.add_argument(flag, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 class _Join(argparse.Action):

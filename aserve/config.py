@@ -29,6 +29,7 @@ from aserve.option import (
 
 T = TypeVar("T")
 
+ACCESS, CLIENT_LIMITS = "Access", "Limits of clients"  # headings in --help
 TEST_PREFIX = "ASERVE_TEST_"  # read by the test suite, never an option
 
 
@@ -38,7 +39,7 @@ class ModelOptions:
         None,
         "a model directory in Hugging Face format, its config.json, or a hub id; "
         "default: the bundled model",
-        Limits(metavar="MODEL"),
+        Limits(metavar="MODEL", aliases=("model-path",)),
     )
     load_format: str = option(
         "auto",
@@ -54,7 +55,10 @@ class ModelOptions:
     dtype: str = option(
         "auto",
         "dtype of weights and KV; auto: the fastest one on this machine",
-        Limits(choices=("auto", "float32", "float64", "bfloat16", "float16")),
+        Limits(
+            choices=("auto", "float32", "float64", "bfloat16", "float16"),
+            value_aliases={"half": "float16", "float": "float32"},
+        ),
     )
     quantization: str | None = option(
         None,
@@ -62,13 +66,15 @@ class ModelOptions:
         Limits(choices=("int8",)),
     )
     max_model_len: int | None = option(
-        None, "longest prompt + output in tokens; default: the model's", Limits(low=1)
+        None,
+        "longest prompt + output in tokens; default: the model's",
+        Limits(low=1, aliases=("context-length",)),
     )
     generation_config: str = option(
         "model",
         "source of the default sampling parameters of requests: the model's "
         "generation_config.json, or none",
-        Limits(choices=("model", "none")),
+        Limits(choices=("model", "none"), value_aliases={"auto": "model", "vllm": "none"}),
     )
     chat_template: str | None = option(
         None,
@@ -90,22 +96,31 @@ class KvOptions:
     kv_cache_dtype: str = option(
         "auto",
         "dtype of KV; auto: that of the model; fp8 takes half the bytes of float16",
-        Limits(choices=("auto", "float32", "bfloat16", "float16", "fp8")),
+        Limits(
+            choices=("auto", "float32", "bfloat16", "float16", "fp8"),
+            value_aliases={"fp8_e4m3": "fp8"},
+        ),
     )
-    page_size: int = option(16, "tokens in a page of KV", Limits(low=1, high=64))
+    page_size: int = option(
+        16, "tokens in a page of KV", Limits(low=1, high=64, aliases=("block-size",))
+    )
     num_pages: int | None = option(
         None,
         "pages of KV; default: on a GPU what --gpu-memory-utilization leaves, else a quarter of "
         "free memory, at most 4 GiB",
-        Limits(low=2),
+        Limits(low=2, aliases=("num-gpu-blocks-override",)),
     )
     gpu_memory_utilization: float = option(
         0.9,
         "part of a GPU's memory that aserve may use; KV gets what the model and the largest step "
         "leave of it",
-        Limits(low=0.01, high=1),
+        Limits(low=0.01, high=1, aliases=("mem-fraction-static",)),
     )
-    no_prefix_cache: bool = option(False, "do not keep the KV of earlier prompts for reuse")
+    no_prefix_cache: bool = option(
+        False,
+        "do not keep the KV of earlier prompts for reuse",
+        Limits(aliases=("disable-radix-cache", "no-enable-prefix-caching")),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +128,12 @@ class SchedulerOptions:
     max_num_seqs: int | None = option(
         None,
         "sequences that run at once; default: 256 on a GPU, else 64",
-        Limits(low=1, high=65536),
+        Limits(low=1, high=65536, aliases=("max-running-requests",)),
     )
     max_num_batched_tokens: int | None = option(
         None,
         "tokens in one step; longer prompts run in chunks; default: 8192 on a GPU, else 2048",
-        Limits(low=1, high=1 << 20),
+        Limits(low=1, high=1 << 20, aliases=("chunked-prefill-size",)),
     )
     max_mixed_prefill_tokens: int | None = option(
         None,
@@ -127,7 +142,11 @@ class SchedulerOptions:
         "small model on a CPU",
         Limits(low=1, high=1 << 20, former="mixed_prompt_tokens"),
     )
-    max_queue: int = option(512, "sequences that may wait; more are answered 429", Limits(low=1))
+    max_queue: int = option(
+        512,
+        "sequences that may wait; more are answered 429",
+        Limits(low=1, aliases=("max-queued-requests", "max-num-queued-reqs")),
+    )
     max_prompt_queue: int = option(
         64 << 20,
         "characters and token ids of prompts that may wait to be tokenized; more are answered 429",
@@ -185,6 +204,7 @@ class MachineOptions:
     deterministic: bool = option(
         False,
         "a request gets the same bits alone, in a batch, in chunks or computed again (slower)",
+        Limits(aliases=("enable-deterministic-inference",)),
     )
     threads: int | None = option(
         None,
@@ -199,12 +219,12 @@ class GraphOptions:
     eager: bool = option(
         False,
         "run each step operator by operator, without CUDA graphs",
-        Limits(also="enforce-eager"),
+        Limits(aliases=("enforce-eager", "disable-cuda-graph")),
     )
     cuda_graph_max_bs: int | None = option(
         None,
         "sequences in the largest decode step that is a CUDA graph; default: 256",
-        Limits(low=1, high=4096),
+        Limits(low=1, high=4096, aliases=("max-cudagraph-capture-size",)),
     )
     cuda_graph_capture: str = option(
         "lazy",
@@ -223,85 +243,98 @@ class ServerOptions:
         "clients must send `Authorization: Bearer KEY` or `X-Api-Key: KEY`; several keys with "
         "commas between them, or the option again; `ps` shows them to every user of the machine, "
         "unlike --api-key-file",
-        Limits(metavar="KEY", is_secret=True, is_list=True),
+        Limits(metavar="KEY", is_secret=True, is_list=True, group=ACCESS),
     )
     api_key_file: str | None = option(
-        None, "file of keys that clients may send, one per line", Limits(metavar="FILE")
+        None,
+        "file of keys that clients may send, one per line",
+        Limits(metavar="FILE", group=ACCESS),
     )
     admin_api_key: str | None = option(
         None,
         "the key of the admin routes, which only exist with this option; its requests may also set "
         "`priority`",
-        Limits(metavar="KEY", is_secret=True),
+        Limits(metavar="KEY", is_secret=True, group=ACCESS),
     )
     enable_priority_scheduling: bool = option(
-        False, "requests of any client may set `priority`; without it they get a 400"
+        False,
+        "requests of any client may set `priority`; without it they get a 400",
+        Limits(group=ACCESS),
     )
     shared_prefix_cache: bool = option(
         False,
         "requests of different API keys share cached prefixes; `cached_tokens` then tells a client "
         "which prompts others have sent",
+        Limits(group=ACCESS),
     )
     max_sequences_per_request: int | None = option(
         None,
         "prompts times n of one request at most; default: --max-num-seqs",
-        Limits(low=1, high=65536),
+        Limits(low=1, high=65536, group=CLIENT_LIMITS),
     )
-    public_metrics: bool = option(False, "with --api-key: /metrics needs no key")
+    public_metrics: bool = option(
+        False, "with --api-key: /metrics needs no key", Limits(group=ACCESS)
+    )
     max_body_size: int = option(
-        8 << 20, "largest request body in bytes, also when decompressed", Limits(low=1024)
+        8 << 20,
+        "largest request body in bytes, also when decompressed",
+        Limits(low=1024, group=CLIENT_LIMITS),
     )
     max_connections: int = option(
         4096,
         "open connections; above it idle ones are closed, and if there are none, new ones get 503",
-        Limits(low=1, high=1 << 20),
+        Limits(low=1, high=1 << 20, group=CLIENT_LIMITS),
     )
     header_timeout: float = option(
-        20.0, "seconds for a request's line and headers to arrive", Limits(low=0.01, high=3600)
+        20.0,
+        "seconds for a request's line and headers to arrive",
+        Limits(low=0.01, high=3600, group=CLIENT_LIMITS),
     )
     body_timeout: float = option(
         30.0,
         "seconds for a request's body to arrive, and one more for each 64 KiB of it",
-        Limits(low=0.01, high=3600),
+        Limits(low=0.01, high=3600, group=CLIENT_LIMITS),
     )
     keep_alive_timeout: float = option(
         75.0,
         "seconds that a connection may stay open without a request",
-        Limits(low=0.01, high=86400),
+        Limits(low=0.01, high=86400, group=CLIENT_LIMITS),
     )
     allowed_hosts: str | None = option(
         None,
         "names, separated by commas, that requests may have as Host; *: any; default: local names "
         "if --host is a loopback address, else any",
-        Limits(metavar="NAMES", is_list=True),
+        Limits(metavar="NAMES", is_list=True, group=ACCESS),
     )
     allowed_origins: str | None = option(
         None,
         "origins, separated by commas, whose pages may use the API (CORS) and open a websocket; "
         "*: any; default: the server's own",
-        Limits(metavar="ORIGINS", is_list=True),
+        Limits(metavar="ORIGINS", is_list=True, group=ACCESS),
     )
     max_answer_logprobs: int = option(
         1 << 20,
         "log-probabilities in one answer at most: prompts x n x tokens x (1 + alternatives)",
-        Limits(low=1024),
+        Limits(low=1024, group=CLIENT_LIMITS),
     )
     write_timeout: float = option(
         60.0,
         "seconds that a client may read nothing of its answer, before its connection is closed",
-        Limits(low=0.1, high=86400),
+        Limits(low=0.1, high=86400, group=CLIENT_LIMITS),
     )
     max_unread_bytes: int = option(
         16 << 20,
         "memory for what one client has not yet read of its answer; beyond it the connection is "
         "closed",
-        Limits(low=1 << 16),
+        Limits(low=1 << 16, group=CLIENT_LIMITS),
     )
     max_stored_responses: int = option(
-        4096, "responses kept for previous_response_id; 0 keeps none", Limits(low=0)
+        4096,
+        "responses kept for previous_response_id; 0 keeps none",
+        Limits(low=0, group=CLIENT_LIMITS),
     )
     max_stored_bytes: int = option(
-        256 << 20, "memory for the responses that are kept", Limits(low=0)
+        256 << 20, "memory for the responses that are kept", Limits(low=0, group=CLIENT_LIMITS)
     )
     processes: str = option(
         "auto",
@@ -312,7 +345,7 @@ class ServerOptions:
     drain_timeout: float = option(
         30.0,
         "seconds that open requests get to finish after SIGTERM; a second signal ends them at once",
-        Limits(low=0, high=86400),
+        Limits(low=0, high=86400, aliases=("shutdown-timeout",)),
     )
     watchdog_timeout: float = option(
         300.0,
@@ -326,7 +359,9 @@ class ServerOptions:
 class DebugOptions:
     debug_checks: bool = option(False, "check the engine's invariants in every step (slower)")
     seed: int | None = option(
-        None, "seed of the generator that draws the seeds of requests without one", Limits(low=0)
+        None,
+        "seed of the generator that draws the seeds of requests without one",
+        Limits(low=0, aliases=("random-seed",)),
     )
     record: str | None = option(
         None, "write every scheduler event to FILE, for `aserve replay`", Limits(metavar="FILE")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from types import UnionType
@@ -16,6 +17,7 @@ T = TypeVar("T")
 
 ENV_PREFIX = "ASERVE_"
 TRUE_WORDS = frozenset({"1", "true", "yes", "on"})
+TITLES = {"Kv": "KV cache", "Graph": "CUDA graphs", "Prompt": "Prompts"}
 FALSE_WORDS = frozenset({"0", "false", "no", "off"})
 
 
@@ -29,7 +31,9 @@ class Limits:
     metavar: str = ""
     is_secret: bool = False
     is_list: bool = False  # texts with commas between them; the command line may give it again
-    also: str = ""  # another name of a switch, on the command line
+    aliases: tuple[str, ...] = ()  # on the command line: the spellings of vLLM and SGLang
+    value_aliases: Mapping[str, str] = field(default_factory=dict)  # other words for its values
+    group: str = ""  # the heading in --help, if it is not that of the record
     former: str = ""  # field name in the last release; still accepted, but shown nowhere
 
 
@@ -62,6 +66,11 @@ class Option:
         return f"--{self.key}"
 
     @property
+    def flags(self) -> tuple[str, ...]:
+        """The flag, then its aliases."""
+        return (self.flag, *[f"--{alias}" for alias in self.limits.aliases])
+
+    @property
     def variable(self) -> str:
         return ENV_PREFIX + self.name.upper()
 
@@ -79,9 +88,24 @@ def options_of(*records: type) -> Iterator[Option]:
             )
 
 
+def grouped(record: type) -> Mapping[str, list[Option]]:
+    """Returns the options of a record under their headings, in order."""
+    groups: dict[str, list[Option]] = {}
+    for option in options_of(record):
+        groups.setdefault(option.limits.group or title_of(record), []).append(option)
+    return groups
+
+
+def title_of(record: type) -> str:
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", record.__name__.removesuffix("Options"))
+    return TITLES.get(words, words)
+
+
 def parse_value(option: Option, value: object, *, where: str) -> object:
     """Converts `value` (a text, or a value of TOML) to the option's type. Raises ConfigError."""
     shown = where if option.limits.is_secret else f"{where} {value}"
+    if isinstance(value, str):
+        value = option.limits.value_aliases.get(value, value)
     try:
         parsed = _converted(option.kind, value)
     except (TypeError, ValueError):

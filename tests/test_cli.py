@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from aserve.cli import COMMAND_RECORDS, main, make_parser
-from aserve.config import Resolved
+from aserve.config import ALL_RECORDS, Facts, Raw, Resolved, resolve, shown_settings
 from aserve.errors import InvalidRequest
+from aserve.foreign_flags import FOREIGN_FLAGS, ForeignFlag
 from aserve.messages.output import OutputChunk, Usage
 from aserve.option import options_of
 
+FACTS = Facts(default_model="none")
 REPOSITORY = Path(__file__).parents[1]
 
 
@@ -48,6 +50,7 @@ def test_help_shows_every_option_of_the_command_with_its_text(
     ("arguments", "words"),
     [
         (["serve", "--prot", "1"], "unknown option --prot; did you mean --port?"),
+        (["serve", "--max-runing-requests", "1"], "did you mean --max-running-requests?"),
         (["serve", "--page-size", "99"], "--page-size 99: must be an integer from 1 to 64"),
         (["serve", "--page-size"], "--page-size"),
         (["serve", "a", "b"], "unexpected argument 'b'"),
@@ -65,6 +68,80 @@ def test_a_user_error_is_one_line_and_exit_code_2(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert words in complaint(capsys, *arguments)
+
+
+def settings(*words: str) -> dict[str, Any]:
+    """What `aserve serve` makes of these words."""
+    given = vars(make_parser().parse_args(["serve", *words]))
+    return shown_settings(
+        resolve(Raw(command_line={k: v for k, v in given.items() if k != "command"}), FACTS)
+    )
+
+
+@pytest.mark.parametrize(
+    ("typed", "ours"),
+    [
+        # vLLM's spelling
+        (
+            (
+                "org/m --dtype half --max-model-len 99 --gpu-memory-utilization 0.5 "
+                "--enforce-eager --max-num-seqs 7 "
+                "--max-num-batched-tokens 512 --no-enable-prefix-caching --seed 3 "
+                "--block-size 32 --generation-config vllm --scheduling-policy priority -tp 1 "
+                "--tensor-parallel-size=1 --enable-chunked-prefill --trust-remote-code "
+                "--disable-log-requests --shutdown-timeout 9 --kv-cache-dtype fp8_e4m3"
+            ),
+            (
+                "--model org/m --dtype float16 --max-model-len 99 --gpu-memory-utilization 0.5 "
+                "--eager --max-num-seqs 7 --max-num-batched-tokens 512 --no-prefix-cache --seed 3 "
+                "--page-size 32 --generation-config none --enable-priority-scheduling "
+                "--drain-timeout 9 --kv-cache-dtype fp8"
+            ),
+        ),
+        # SGLang's
+        (
+            (
+                "--model-path org/m --context-length 99 --mem-fraction-static 0.5 "
+                "--disable-cuda-graph --max-running-requests 7 "
+                "--chunked-prefill-size 512 --disable-radix-cache "
+                "--random-seed 3 --sampling-defaults openai --schedule-policy fcfs --tp-size 1 "
+                "--tp 1 --max-queued-requests 5 --enable-metrics --enable-deterministic-inference"
+            ),
+            (
+                "--model org/m --max-model-len 99 --gpu-memory-utilization 0.5 --eager "
+                "--max-num-seqs 7 --max-num-batched-tokens 512 --no-prefix-cache --seed 3 "
+                "--generation-config none --max-queue 5 --deterministic"
+            ),
+        ),
+    ],
+)
+def test_a_command_line_of_vllm_or_sglang_means_the_same_here(typed: str, ours: str) -> None:
+    assert settings(*typed.split()) == settings(*ours.split())
+
+
+@pytest.mark.parametrize("foreign", FOREIGN_FLAGS, ids=lambda foreign: foreign.names[0])
+def test_a_flag_for_what_aserve_cannot_do_says_what_is_possible(
+    foreign: ForeignFlag, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every accepted value is, in every spelling, and no other; and none is known as an option."""
+    names = {option.name for option in options_of(*ALL_RECORDS)}
+    for flag in foreign.flags:
+        if not foreign.takes_value:
+            assert settings(flag) == settings()
+            continue
+        for value, sets in foreign.values.items():
+            shown = settings(flag, value)
+            assert {name: str(shown[name]).lower() for name in sets} == sets
+        line = complaint(capsys, "serve", flag, "17")
+        assert line.startswith(f"aserve: error: {flag} 17: ")
+        assert foreign.about in line
+    assert not {name.replace("-", "_") for name in foreign.names} & names
+
+
+def test_no_spelling_stands_for_two_options() -> None:
+    flags = [flag for option in options_of(*ALL_RECORDS) for flag in option.flags]
+    flags += [flag for foreign in FOREIGN_FLAGS for flag in foreign.flags]
+    assert len(flags) == len(set(flags))
 
 
 def test_former_names_are_taken_and_not_shown(capsys: pytest.CaptureFixture[str]) -> None:

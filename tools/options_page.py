@@ -12,7 +12,8 @@ from pathlib import Path
 
 from aserve.cli import COMMAND_RECORDS
 from aserve.config import PromptOptions
-from aserve.option import Option, options_of
+from aserve.foreign_flags import foreign_rows
+from aserve.option import Option, grouped
 
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 HEAD = """\
@@ -33,25 +34,34 @@ end the start with one line that says what is wrong.
 """
 PROMPT_NOTE = "Only `aserve generate` and `aserve chat` have these.\n"
 COLUMNS = "| option | values | default | meaning |\n|---|---|---|---|\n"
+FOREIGN = """\
+## Flags of vLLM and SGLang
+
+Spellings with the same meaning as an option stand beside it above; they work on the command line.
+There these are accepted, too, with the values in the second column and no others:
+
+| flag | values | why |
+|---|---|---|
+"""
 KINDS = {int: "integer", float: "number", str: "text", bool: "switch"}
 
 
 def options_page() -> str:
-    """Returns the page as Markdown, with one section and one table for each record of options."""
-    sections = [_section(record) for record in COMMAND_RECORDS["serve"]]
-    return "\n".join([HEAD, *sections, _section(PromptOptions, note=PROMPT_NOTE)])
+    """Returns the page as Markdown, with one section and one table for each group of options."""
+    records = COMMAND_RECORDS["serve"]
+    sections = [_section(*group) for record in records for group in grouped(record).items()]
+    prompts = [_section(*group, note=PROMPT_NOTE) for group in grouped(PromptOptions).items()]
+    foreign = "".join(f"| {' | '.join(map(_escaped, row))} |\n" for row in foreign_rows())
+    return "\n".join([HEAD, *sections, *prompts, FOREIGN + foreign])
 
 
-def _section(record: type, *, note: str = "") -> str:
-    words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", record.__name__.removesuffix("Options"))
-    title = {"Kv": "KV cache", "Graph": "CUDA graphs", "Prompt": "Prompts"}.get(words, words)
-    rows = "".join(f"| {' | '.join(_cells(option))} |\n" for option in options_of(record))
+def _section(title: str, options: list[Option], *, note: str = "") -> str:
+    rows = "".join(f"| {' | '.join(_cells(option))} |\n" for option in options)
     return "\n".join(filter(None, [f"## {title}\n", note, COLUMNS + rows]))
 
 
 def _cells(option: Option) -> Iterator[str]:
-    flags = [option.flag, *([f"--{option.limits.also}"] if option.limits.also else [])]
-    yield ", ".join(f"`{flag}`" for flag in flags)
+    yield ", ".join(f"`{flag}`" for flag in option.flags)
     yield _values(option)
     yield "" if option.default is None else f"`{_default(option)}`"
     former = f" (formerly `--{option.limits.former.replace('_', '-')}`)"
@@ -62,7 +72,8 @@ def _values(option: Option) -> str:
     """Returns the choices or the range of an option, or else its type."""
     limits = option.limits
     if limits.choices:
-        return ", ".join(f"`{choice}`" for choice in limits.choices)
+        also = [f"`{word}` (= `{value}`)" for word, value in limits.value_aliases.items()]
+        return ", ".join([*[f"`{choice}`" for choice in limits.choices], *also])
     if math.isinf(limits.low) or option.kind is bool:
         return limits.metavar.lower() or KINDS[option.kind]
     if math.isinf(limits.high):

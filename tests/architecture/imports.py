@@ -68,6 +68,7 @@ REACH = {
     "aserve.errors": BORDER,
     "aserve.config": Reach(aserve=(*FIRST, "aserve.gpu.attention.registry"), packages=PLAIN),
     "aserve.option": BORDER,
+    "aserve.foreign_flags": BORDER,
     "aserve.messages": BORDER,
     "aserve.channel": BORDER,
     "aserve.frames": BORDER,

@@ -1,0 +1,134 @@
+"""Flags of vLLM and SGLang for which aserve has no option of the same meaning.
+
+Their commands can be typed from memory: a flag that asks for what aserve does anyway is accepted,
+one that sets an option of aserve by another kind of value sets it, and one that asks for something
+else ends the start with what is possible. Flags that mean the same as one of aserve's options are
+that option's aliases, in config.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from aserve.errors import ConfigError
+
+Settings = Mapping[str, str]  # by the name of aserve's option
+NOTHING: Settings = {}
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignFlag:
+    """`values` are the accepted ones, with the options that each sets; a switch has none. An empty
+    `values` of a flag that `takes_value` accepts no value at all.
+    """
+
+    names: tuple[str, ...]
+    about: str
+    values: Mapping[str, Settings] = field(default_factory=dict)
+    takes_value: bool = True
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The spellings; a short name such as `tp` has one dash or two."""
+        short = [f"-{name}" for name in self.names if len(name) == 2]
+        return (*[f"--{name}" for name in self.names], *short)
+
+
+def switch(name: str, about: str) -> ForeignFlag:
+    """Makes a switch that is accepted without an effect."""
+    return ForeignFlag((name,), about, takes_value=False)
+
+
+ONE = {"1": NOTHING}
+ONE_DEVICE = "aserve runs a model on one device"
+NO_SPECULATION = "aserve has no speculative decoding"
+FOREIGN_FLAGS = (
+    ForeignFlag(("tensor-parallel-size", "tp-size", "tp"), ONE_DEVICE, ONE),
+    ForeignFlag(("pipeline-parallel-size", "pp-size", "pp"), ONE_DEVICE, ONE),
+    ForeignFlag(
+        ("data-parallel-size", "dp-size", "dp"), "start one server for each replica instead", ONE
+    ),
+    ForeignFlag(("expert-parallel-size", "ep-size", "ep"), ONE_DEVICE, ONE),
+    ForeignFlag(("nnodes",), ONE_DEVICE, ONE),
+    ForeignFlag(
+        ("tokenizer", "tokenizer-path"), "the tokenizer is that of the model's directory; use MODEL"
+    ),
+    ForeignFlag(
+        ("scheduling-policy", "schedule-policy"),
+        "clients take turns, and each is served first come, first served; priority also allows "
+        "the field `priority`",
+        {"fcfs": NOTHING, "priority": {"enable_priority_scheduling": "true"}},
+    ),
+    ForeignFlag(
+        ("sampling-defaults",),
+        "see --generation-config",
+        {"model": {"generation_config": "model"}, "openai": {"generation_config": "none"}},
+    ),
+    ForeignFlag(("stream-interval",), "each token is sent as soon as it is there", ONE),
+    ForeignFlag(("cpu-offload-gb", "swap-space"), "weights stay on the device", {"0": NOTHING}),
+    ForeignFlag(("speculative-config",), NO_SPECULATION),
+    ForeignFlag(("speculative-algorithm",), NO_SPECULATION),
+    switch("enable-prefix-caching", "prefixes are cached unless --no-prefix-cache is given"),
+    switch("enable-chunked-prefill", "long prompts always run in chunks"),
+    switch("enable-mixed-chunk", "chunks of prompts always run beside decodes"),
+    switch("async-scheduling", "see --overlap-depth"),
+    switch("enable-metrics", "/metrics is always served"),
+    switch("enable-cache-report", "usage always counts cached tokens"),
+    switch("enable-prompt-tokens-details", "usage always counts cached tokens"),
+    switch("enable-auto-tool-choice", "tool calls need no switch"),
+    switch("disable-log-requests", "prompts are never logged"),
+    switch("trust-remote-code", "aserve never runs code from a model's directory"),
+)
+
+
+def add_foreign_flags(parser: argparse.ArgumentParser, taken: set[str]) -> None:
+    """Adds the flags that are not in `taken`, hidden from --help."""
+    for foreign in FOREIGN_FLAGS:
+        flags = [flag for flag in foreign.flags if flag not in taken]
+        parser.add_argument(
+            *flags,
+            action=_Accept,
+            nargs=None if foreign.takes_value else 0,
+            const=foreign,
+            dest=foreign.names[0].replace("-", "_"),
+            default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )
+
+
+class _Accept(argparse.Action):
+    """Sets the options for which the value stands, or raises ConfigError."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        foreign = self.const
+        assert isinstance(foreign, ForeignFlag)
+        if not foreign.takes_value:
+            return
+        settings = foreign.values.get(str(values))
+        if settings is None:
+            raise ConfigError(f"{option_string} {values}: {_possible(foreign)}")
+        for name, value in settings.items():
+            setattr(namespace, name, value)
+
+
+def _possible(foreign: ForeignFlag) -> str:
+    if not foreign.values:
+        return f"not supported: {foreign.about}"
+    words = " or ".join(foreign.values)
+    return f"only {words} is possible: {foreign.about}"
+
+
+def foreign_rows() -> Iterator[tuple[str, str, str]]:
+    """Yields flags, accepted values and meaning, for the page of options."""
+    for foreign in FOREIGN_FLAGS:
+        flags = ", ".join(f"`{flag}`" for flag in foreign.flags)
+        values = ", ".join(f"`{value}`" for value in foreign.values)
+        yield flags, values or ("none" if foreign.takes_value else "switch"), foreign.about
