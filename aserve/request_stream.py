@@ -24,6 +24,7 @@ from aserve.unread import MAX_UNREAD_BYTES, Unread, UnreadAnswer
 class _Opened:
     request_stream: RequestStream
     num_sequences: int
+    client: str
 
 
 class Gateway:
@@ -64,7 +65,9 @@ class Gateway:
         )
         for request in requests:
             assert request.request_id not in self._open, "request ids are made by the server"
-            self._open[request.request_id] = _Opened(request_stream, request.sampling.n)
+            self._open[request.request_id] = _Opened(
+                request_stream, request.sampling.n, request.client
+            )
             self._num_sequences += request.sampling.n
         self._is_drained.clear()
         with contextlib.ExitStack() as undo:
@@ -87,6 +90,15 @@ class Gateway:
         """Ends every open request with this error."""
         for request_id in list(self._open):
             self.deliver(failed_chunk(request_id, error))
+
+    def clients(self) -> dict[str, str]:
+        """Returns the client of each open request by the request's id."""
+        return {request_id: opened.client for request_id, opened in self._open.items()}
+
+    def abort(self, request_id: str, error: ErrorInfo) -> None:
+        """Ends an open request with this error, here at once and then in the engine."""
+        self.deliver(failed_chunk(request_id, error))
+        self._cancel(Cancel(request_id, None, 0, "cancelled"))
 
     async def drained(self) -> None:
         """Waits until no request is open; the caller sets the deadline."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from aserve.http import page, probes
+from aserve.http import abort, page, probes
 from aserve.http.control import info, render
+from aserve.http.generate import llama_cpp, sglang, tgi
 from aserve.http.openai import models, tokens
 from aserve.http.openai.chat import ChatDialect, chat_call
 from aserve.http.openai.completions import CompletionDialect, completion_call
@@ -61,6 +62,10 @@ ROUTES = (
     get("/livez", probes.livez, public=True),
     get("/readyz", probes.health, public=True),
     get("/startupz", probes.startupz, public=True),
+    *sglang.ROUTES,
+    *tgi.ROUTES,
+    *llama_cpp.ROUTES,
+    *abort.ROUTES,
     get("/metrics", probes.metrics),
     *page.ROUTES,
 )

@@ -15,6 +15,7 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
 from aserve.errors import AserveError, BugError, ConfigError, ErrorInfo
+from aserve.http.abort import ABORTS, Aborts
 from aserve.http.auth import IDENTITY, Access, read_keys
 from aserve.http.body import IGNORED
 from aserve.http.connection import listen
@@ -100,6 +101,7 @@ def create_app(context: HttpContext) -> web.Application:
     app[ERROR_FORMATS] = {route.path: route.errors for route in routes}
     app[RESPONSES] = Responses(context)
     app[INTAKE] = Intake(context)
+    app[ABORTS] = Aborts(context.gateway)
     app[HOSTS] = AllowedHosts(options)
     app[SOCKETS] = set()
     app.on_shutdown.append(close_sockets)

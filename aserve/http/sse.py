@@ -16,8 +16,8 @@ from aserve.http.delivery import with_deadline
 from aserve.http.errors import STARTED, StartedAnswer, error_body
 from aserve.http.long_json import blocks_of
 
+EVENT_STREAM = "text/event-stream; charset=utf-8"
 HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
@@ -31,8 +31,10 @@ class SseWriter:
     `write`, and at last `finish`, `fail` or `end`.
     """
 
-    def __init__(self, request: web.Request, *, timeout_s: float) -> None:
-        self.response = web.StreamResponse(headers=HEADERS)
+    def __init__(
+        self, request: web.Request, *, timeout_s: float, content_type: str = EVENT_STREAM
+    ) -> None:
+        self.response = web.StreamResponse(headers=HEADERS | {"Content-Type": content_type})
         self._request = request
         self._timeout_s = timeout_s
 

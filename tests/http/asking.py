@@ -23,8 +23,13 @@ class Answer(NamedTuple):
 
     @property
     def error(self) -> dict[str, Any]:
-        assert set(self.json) == {"error"}, self.text
-        error: dict[str, Any] = self.json["error"]
+        """The error in OpenAI's fields, of whichever API the envelope is."""
+        body = self.json
+        error: dict[str, Any] = body["error"]
+        if isinstance(error, str):
+            assert set(body) - {"error_type"} == {"error", "code", "param"}, self.text
+            return {"message": error, "param": body["param"], "code": body["code"]}
+        assert set(body) == {"error"} or body["type"] == "error", self.text
         assert set(error) == {"message", "type", "param", "code"}
         return error
 

@@ -22,6 +22,18 @@ RIGHT: dict[str, Any] = {
     "stream": True,
 }
 
+# What single routes need beside it, because the name means something else to another route.
+OWN: dict[str, dict[str, Any]] = {
+    "/generate": {"text": "a"},
+    "/generate_stream": {"inputs": "a"},
+    "/abort_request": {"rid": "a"},
+}
+
+
+def right_body(path: str) -> dict[str, Any]:
+    return RIGHT | OWN.get(path, {})
+
+
 # One value of each kind that JSON has, by the types that take it.
 SAMPLES: dict[str, Any] = {
     "null": None,
@@ -39,6 +51,7 @@ TAKES: dict[type[inspect.Type], set[str]] = {
     inspect.FloatType: {"int", "float"},
     inspect.StrType: {"str"},
     inspect.ListType: {"array"},
+    inspect.TupleType: {"array"},
     inspect.DictType: {"object"},
     inspect.StructType: {"object"},
     inspect.LiteralType: set(),

@@ -23,7 +23,7 @@ from aserve.http.responses.call import ResponseCall, response_call
 from aserve.http.responses.store import ResponseKey
 from tests.fakes.echo_engine import EchoEngine
 from tests.http.asking import ask
-from tests.http.body_fields import BODIES, RIGHT, Place, alternatives, places
+from tests.http.body_fields import BODIES, Place, alternatives, places, right_body
 
 ORIGIN = Origin("id", 0, ("echo",))
 RIGHT_BODIES: dict[str, dict[str, Any]] = {
@@ -201,7 +201,7 @@ async def test_a_huge_number_at_any_place_is_a_400_that_names_its_field(
 ) -> None:
     for place in filter(is_numeric, places(BODIES[path])):
         for number in HUGE:
-            data = json.dumps(RIGHT | place.wrap(number))
+            data = json.dumps(right_body(path) | place.wrap(number))
             answer = await ask(echo, path, data)
             assert answer.status == 400, data[:200]
             param = answer.error["param"]

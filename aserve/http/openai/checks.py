@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import msgspec
+
 from aserve.errors import InvalidRequest, NotFound
 from aserve.http.openai.limits import check_limits
 from aserve.http.openai.schema import ChatBody, CompletionBody, GenerationBody
@@ -65,3 +69,30 @@ def num_logprobs(body: ChatBody) -> int | None:
             code="invalid_value",
         )
     return None
+
+
+def check_unsupported(
+    body: msgspec.Struct, neutral: Mapping[str, tuple[object, ...]], *, where: str = ""
+) -> None:
+    """Raises if a field of `neutral` has a value other than None and those that mean no effect."""
+    for name, values in neutral.items():
+        value = getattr(body, name)
+        if value is not None and value not in values:
+            raise InvalidRequest(
+                f"Unsupported parameter: '{where}{name}'. This server has no such feature, and "
+                "leaving it out would change the output.",
+                param=f"{where}{name}",
+                code="unsupported_parameter",
+            )
+
+
+def check_only_one(given: Mapping[str, object]) -> str | None:
+    """Returns the name of the constraint that is given, or None. Raises if there are several."""
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise InvalidRequest(
+            f"Only one of {', '.join(given)} can be set; got {' and '.join(names)}.",
+            param=names[1],
+            code="invalid_value",
+        )
+    return names[0] if names else None

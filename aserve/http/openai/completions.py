@@ -21,7 +21,10 @@ from aserve.messages.output import OutputChunk
 DEFAULT_MAX_TOKENS = 16
 
 
-def completion_call(body: CompletionBody, origin: Origin) -> Call:
+def completion_call(
+    body: CompletionBody, origin: Origin, *, default_max_tokens: int | None = DEFAULT_MAX_TOKENS
+) -> Call:
+    """Builds the call. A `default_max_tokens` of None means the rest of the context."""
     check_body(body, origin.model_names)
     check_suffix(body)
     check_best_of(body)
@@ -30,7 +33,7 @@ def completion_call(body: CompletionBody, origin: Origin) -> Call:
     prompts = prompts_of(body.prompt, param="prompt", with_special=with_special)
     if body.logprobs is not None:
         check_within(body.logprobs, Range(0, MAX_LOGPROBS), param="logprobs")
-    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    max_tokens = default_max_tokens if body.max_tokens is None else body.max_tokens
     sampling = sampling_of(
         body,
         max_tokens=max_tokens,

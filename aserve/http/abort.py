@@ -1,0 +1,85 @@
+"""Ends running requests by id: by the client's own id (`rid`), or by the X-Request-Id of an answer.
+
+An id is matched exactly, and only among the requests of the same client: an id of one client never
+means a request of another. The administrator may end any request. `Aborts` alone writes which `rid`
+stands for which requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+from aiohttp import web
+
+from aserve.errors import Cancelled, InvalidRequest
+from aserve.http.auth import IDENTITY, Identity
+from aserve.http.errors import refused
+from aserve.http.route import post
+from aserve.http.state import HttpContext
+from aserve.messages.requests import GenerateRequest
+from aserve.request_stream import Gateway
+
+ABORTED = "request_aborted"
+MAX_MESSAGE_CHARS = 200
+
+
+class AbortBody(msgspec.Struct, kw_only=True):
+    rid: str | None = None
+    abort_all: bool | None = None
+    abort_message: str | None = None
+
+
+class AbortedAnswer(msgspec.Struct):
+    num_aborted: int
+
+
+class Aborts:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._named: dict[str, list[GenerateRequest]] = {}  # by the client's id
+
+    @contextmanager
+    def named(self, rids: Iterable[str], requests: Iterable[GenerateRequest]) -> Iterator[None]:
+        """Knows the requests by these ids while they run."""
+        pairs = list(zip(rids, requests, strict=True))
+        for rid, request in pairs:
+            self._named.setdefault(rid, []).append(request)
+        try:
+            yield
+        finally:
+            for rid, request in pairs:
+                self._named[rid].remove(request)
+                if not self._named[rid]:
+                    del self._named[rid]
+
+    def abort(self, identity: Identity, rid: str | None, message: str) -> int:
+        """Ends the requests with this id, or all with None, and returns their number."""
+        given = self._named.get(rid or "", ())
+        meant = {request.request_id for request in given}
+        num_aborted = 0
+        for request_id, client in self._gateway.clients().items():
+            is_meant = rid is None or request_id in meant or request_id.rpartition("-")[0] == rid
+            if is_meant and (identity.is_admin or client == identity.client):
+                self._gateway.abort(request_id, Cancelled(message, code=ABORTED).info())
+                num_aborted += 1
+        return num_aborted
+
+
+async def abort_request(request: web.Request, _: HttpContext, body: AbortBody) -> web.Response:
+    identity = request[IDENTITY]
+    if body.abort_all and not identity.is_admin:
+        raise refused(403, "To abort the requests of all clients, send the admin API key.")
+    if not body.abort_all and not body.rid:
+        raise InvalidRequest(
+            "Missing required parameter: 'rid'.", param="rid", code="missing_required_parameter"
+        )
+    message = (body.abort_message or "The request was aborted.")[:MAX_MESSAGE_CHARS]
+    rid = None if body.abort_all else body.rid
+    answer = AbortedAnswer(request.app[ABORTS].abort(identity, rid, message))
+    return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
+
+
+ABORTS = web.AppKey("aborts", Aborts)
+ROUTES = (post("/abort_request", AbortBody, abort_request),)
