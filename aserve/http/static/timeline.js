@@ -66,7 +66,7 @@ export function stepColumns(steps, now, x) {
     const until = Math.min(steps[at + 1]?.at_s ?? now, step.at_s + 0.5)
     const from = Math.max(0, Math.floor(x(step.at_s)))
     if (from < width) prefill[from] += step.num_prefill_tokens
-    for (let column = from; column < Math.min(width, Math.max(from + 1, x(until))); column += 1) {
+    for (let column = from; column < Math.min(width, Math.max(from + 1, Math.round(x(until)))); column += 1) {
       running[column] = Math.max(running[column], step.num_running)
     }
   })
