@@ -36,6 +36,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(INSTALL) --upgrade pip
 	$(INSTALL) $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') torch
 	$(INSTALL) --no-build-isolation --editable . --group dev
+	$(PY) -m compileall -q aserve kernels
 	$(PY) -m aserve kernels build
 	@printf '%s\n' '$(CURDIR)' '$(PYTHON)' > $@
 

@@ -36,7 +36,12 @@ from aserve.config import (
 )
 from aserve.errors import AserveError, ConfigError
 from aserve.foreign_flags import add_foreign_flags
-from aserve.host.environment import installed_version, prepare_process, start_logging
+from aserve.host.environment import (
+    collect_rarely,
+    installed_version,
+    prepare_process,
+    start_logging,
+)
 from aserve.option import Option, build_options, grouped, options_of, unknown_option
 from aserve.tiny import MODEL_DIR
 
@@ -117,6 +122,7 @@ def _resolved(given: dict[str, object], *, log_level: str) -> Resolved:
 
 
 def _serve(resolved: Resolved) -> int:
+    collect_rarely()
     from aserve.server import serve
 
     return serve(resolved)

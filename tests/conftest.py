@@ -2,14 +2,17 @@
 interpreter.
 """
 
+import gc
 import os
 import secrets
 
 import hypothesis
 import pytest
 
-from aserve.host.environment import kernel_cache
+from aserve.host.environment import collect_rarely, kernel_cache
 from tests.collected import note_collected
+
+collect_rarely()  # the imports of all test modules leave hardly any garbage
 
 # torch reads this when it is first imported, so a test without torch need not import it.
 # One thread: the tests' tensors are tiny, and sums don't depend on the number of cores.
@@ -77,6 +80,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group(path))
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: (*LONGEST, item.location[0]).index(item.location[0]))
+
+
+def pytest_collection_finish() -> None:
+    """Modules and test items stay, so that no collection of garbage need look at them."""
+    gc.freeze()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from aserve.cli import COMMAND_RECORDS, main, make_parser
 from aserve.config import ALL_RECORDS, Facts, Raw, Resolved, resolve, shown_settings
 from aserve.errors import InvalidRequest
 from aserve.foreign_flags import FOREIGN_FLAGS, ForeignFlag
+from aserve.host.environment import STARTUP_THRESHOLD
 from aserve.messages.output import OutputChunk, Usage
 from aserve.option import options_of
 
@@ -68,6 +70,20 @@ def test_a_user_error_is_one_line_and_exit_code_2(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert words in complaint(capsys, *arguments)
+
+
+def test_imports_of_a_server_are_not_slowed_down_by_collections_of_garbage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    thresholds: list[int] = []
+    monkeypatch.setattr("aserve.server.serve", lambda _: thresholds.append(gc.get_threshold()[0]))
+    before = gc.get_threshold()
+    gc.set_threshold(700)
+    try:
+        main(["serve"])
+    finally:
+        gc.set_threshold(*before)
+    assert thresholds == [STARTUP_THRESHOLD]
 
 
 def settings(*words: str) -> dict[str, Any]:

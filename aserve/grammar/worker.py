@@ -19,6 +19,7 @@ import msgspec
 
 from aserve.frames import receive, send
 from aserve.grammar.compile import Compiler, Done, Failed, Vocabulary
+from aserve.host.environment import collect_rarely
 from aserve.messages.requests import Grammar
 
 STARTUP_S = 120.0  # imports take seconds, on a busy machine many
@@ -57,6 +58,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
     jobs, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # so that output of a library is not taken for a reply
+    collect_rarely()
     setup = receive(jobs, Setup)
     if setup is None:
         return

@@ -21,7 +21,12 @@ from aserve.actors.supervisor import Supervisor
 from aserve.engine_core import EngineCorePorts, LocalEngineCore, LocalExecutor
 from aserve.errors import AserveError, ConfigError, ErrorInfo
 from aserve.grammar.compile import Vocabulary
-from aserve.host.environment import prepare_process, set_up_collector, start_logging
+from aserve.host.environment import (
+    collect_rarely,
+    prepare_process,
+    set_up_collector,
+    start_logging,
+)
 from aserve.host.threads import in_thread, new_event_loop
 from aserve.load import load_executor, vocabulary_of
 from aserve.messages.base import ServerPhase
@@ -47,6 +52,7 @@ def load_from(start: Start, on_stage: OnStage) -> LocalExecutor:
 
 def main(loader: Loader = load_from) -> int:
     """Returns the exit code: 0 when the frontend has gone, 1 for a failure."""
+    collect_rarely()
     sock = socket.socket(fileno=os.dup(0))
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
