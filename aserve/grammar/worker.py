@@ -7,6 +7,7 @@ the kernel ends at its limits. The next grammar gets a fresh fork at once.
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
@@ -19,7 +20,6 @@ import msgspec
 
 from aserve.frames import receive, send
 from aserve.grammar.compile import Compiler, Done, Failed, Vocabulary
-from aserve.host.environment import collect_rarely
 from aserve.messages.requests import Grammar
 
 STARTUP_S = 120.0  # imports take seconds, on a busy machine many
@@ -58,7 +58,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
     jobs, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # so that output of a library is not taken for a reply
-    collect_rarely()
+    gc.disable()  # what is imported stays, and a fork ends with its grammar
     setup = receive(jobs, Setup)
     if setup is None:
         return

@@ -83,7 +83,7 @@ async def test_an_exploding_grammar_ends_at_its_limit_and_delays_no_other(shared
             order.append(source)
 
     number = itertools.count()
-    while len(shared.library._workers._all) < 2:
+    while sum(worker._is_ready for worker in shared.library._workers._all) < 2:
         await asyncio.gather(*(ask(f"warm{next(number)}") for _ in range(2)))
     order.clear()
     await asyncio.gather(ask(EXPLODING), *(ask(f"plain{i}") for i in range(2)))
