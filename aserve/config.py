@@ -238,6 +238,20 @@ class GraphOptions:
 class ServerOptions:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0: any free one", Limits(low=0, high=65535))
+    uds: str | None = option(
+        None, "listen on this Unix socket instead of a port", Limits(metavar="FILE")
+    )
+    ssl_certfile: str | None = option(
+        None, "serve HTTPS with this certificate (PEM, with its chain)", Limits(metavar="FILE")
+    )
+    ssl_keyfile: str | None = option(
+        None, "the certificate's private key, if --ssl-certfile lacks it", Limits(metavar="FILE")
+    )
+    ssl_ca_certs: str | None = option(
+        None,
+        "clients need a certificate that one of these authorities has signed",
+        Limits(metavar="FILE"),
+    )
     api_key: str | None = option(
         None,
         "clients must send `Authorization: Bearer KEY` or `X-Api-Key: KEY`; several keys with "

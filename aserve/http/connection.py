@@ -16,6 +16,7 @@ import asyncio
 import logging
 import resource
 import socket
+import ssl
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from aiohttp import hdrs, web
 from aiohttp.http_exceptions import LineTooLong
 
 from aserve.config import ServerOptions
-from aserve.errors import BugError, ErrorInfo
+from aserve.errors import BugError, ConfigError, ErrorInfo
 from aserve.http.errors import error_body, error_response, refused
 from aserve.http.masked_frames import MaskedFrames
 
@@ -40,18 +41,55 @@ OTHER_FILES = 256  # files of the model and the loop, listening sockets, and pip
 
 
 async def listen(runner: web.AppRunner, options: ServerOptions) -> list[asyncio.Server]:
-    """Opens the port for the application of `runner`, which must be set up."""
+    """Opens the port or the Unix socket for the application of `runner`, which must be set up."""
     assert runner.server is not None
     limits = ConnectionLimits(
         header_timeout_s=options.header_timeout,
         keep_alive_s=options.keep_alive_timeout,
         max_connections=descriptors_for(options.max_connections),
     )
-    return await open_port(Connections(runner.server, limits), options.host, options.port)
+    connections = Connections(runner.server, limits)
+    tls = tls_context(options)
+    if options.uds is not None:
+        loop = asyncio.get_running_loop()
+        return [await loop.create_unix_server(connections, options.uds, backlog=BACKLOG, ssl=tls)]
+    return await open_port(connections, options.host, options.port, tls=tls)
+
+
+def address_of(listener: asyncio.Server, options: ServerOptions) -> str:
+    """Returns the URL of a listening socket, or the path of a Unix socket as `unix:PATH`."""
+    if options.uds is not None:
+        return f"unix:{options.uds}"
+    host, port = listener.sockets[0].getsockname()[:2]
+    scheme = "https" if options.ssl_certfile else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def tls_context(options: ServerOptions) -> ssl.SSLContext | None:
+    """Returns None without a certificate. Raises ConfigError for files that do not work."""
+    if options.ssl_certfile is None:
+        if options.ssl_keyfile is not None or options.ssl_ca_certs is not None:
+            raise ConfigError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+        if options.ssl_ca_certs is not None:
+            context.load_verify_locations(options.ssl_ca_certs)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except OSError as error:  # also SSLError, which it is the base of
+        files = [options.ssl_certfile, options.ssl_keyfile, options.ssl_ca_certs]
+        named = ", ".join([name for name in files if name is not None])
+        raise ConfigError(f"cannot use the TLS files {named}: {error.strerror}") from None
+    return context
 
 
 async def open_port(
-    make_protocol: Callable[[], asyncio.Protocol], host: str, port: int
+    make_protocol: Callable[[], asyncio.Protocol],
+    host: str,
+    port: int,
+    *,
+    tls: ssl.SSLContext | None = None,
 ) -> list[asyncio.Server]:
     """Opens a port. All of the servers that it returns accept from one queue of the kernel.
 
@@ -60,14 +98,15 @@ async def open_port(
     that others opened before it: 300 of them delayed it by 180 steps.
     """
     loop = asyncio.get_running_loop()
-    first = await loop.create_server(make_protocol, host, port, backlog=BACKLOG)
+    first = await loop.create_server(make_protocol, host, port, backlog=BACKLOG, ssl=tls)
     copies = [
         socket.fromfd(sock.fileno(), sock.family, sock.type)
         for sock in first.sockets
         for _ in range(ACCEPTS - 1)
     ]
     others = [
-        await loop.create_server(make_protocol, sock=sock, backlog=BACKLOG) for sock in copies
+        await loop.create_server(make_protocol, sock=sock, backlog=BACKLOG, ssl=tls)
+        for sock in copies
     ]
     return [first, *others]
 

@@ -7,6 +7,7 @@ module reads it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import uuid
@@ -18,7 +19,7 @@ from aserve.errors import AserveError, BugError, ConfigError, ErrorInfo
 from aserve.http.abort import ABORTS, Aborts
 from aserve.http.auth import IDENTITY, Access, read_keys
 from aserve.http.body import IGNORED
-from aserve.http.connection import listen
+from aserve.http.connection import address_of, listen
 from aserve.http.cors import add_cors_headers, is_preflight, preflight_response
 from aserve.http.decompress import broken_body
 from aserve.http.errors import (
@@ -69,17 +70,19 @@ class HttpServer:
             self._listeners = await listen(self._runner, self._options)
         except OSError as error:
             await self.stop()
-            raise ConfigError(f"cannot listen on {host}:{port}: {reason_of(error)}") from error
+            where = self._options.uds or f"{host}:{port}"
+            raise ConfigError(f"cannot listen on {where}: {reason_of(error)}") from error
         self._delay.start(asyncio.get_running_loop())
-        bound = self._listeners[0].sockets[0].getsockname()
-        shown = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
-        return f"http://{shown}:{bound[1]}"
+        return address_of(self._listeners[0], self._options)
 
     async def stop(self) -> None:
         """Closes the port and every connection. The caller has ended the open requests before."""
         self._delay.stop()
         for listener in self._listeners:
             listener.close()
+        if self._listeners and self._options.uds is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._options.uds)
         await self._runner.cleanup()
         self._app[INTAKE].close()
 

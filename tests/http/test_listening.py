@@ -1,0 +1,83 @@
+"""What a server listens on: HTTPS, with certificates of clients or without, and a Unix socket."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from aserve.config import ServerOptions
+from aserve.errors import ConfigError
+from aserve.http.connection import tls_context
+from tests.fakes.echo_engine import EchoEngine
+
+# Self-signed for localhost, until 2126; it is its own authority.
+CERTIFICATE, KEY = (str(Path(__file__).parent / "tls" / name) for name in ("cert.pem", "key.pem"))
+TLS: dict[str, Any] = {"ssl_certfile": CERTIFICATE, "ssl_keyfile": KEY}
+
+
+async def answered(url: str, connector: aiohttp.BaseConnector) -> str:
+    async with aiohttp.ClientSession(connector=connector) as client:
+        body = {"prompt": "hello"}
+        async with client.post(f"{url}/v1/completions", json=body) as answer:
+            text: str = (await answer.json())["choices"][0]["text"]
+            return text
+
+
+def trusting(*, has_certificate: bool = False) -> aiohttp.TCPConnector:
+    context = ssl.create_default_context(cafile=CERTIFICATE)
+    if has_certificate:
+        context.load_cert_chain(CERTIFICATE, KEY)
+    return aiohttp.TCPConnector(ssl=context)
+
+
+async def test_a_certificate_makes_the_port_https() -> None:
+    async with EchoEngine(**TLS) as echo:
+        assert echo.url.startswith("https://127.0.0.1:")
+        assert await answered(echo.url, trusting()) == "hello"
+        with pytest.raises(aiohttp.ClientError):
+            await answered(echo.url.replace("https", "http"), trusting())
+
+
+async def test_with_authorities_a_client_needs_a_certificate() -> None:
+    async with EchoEngine(**TLS, ssl_ca_certs=CERTIFICATE) as echo:
+        assert await answered(echo.url, trusting(has_certificate=True)) == "hello"
+        with pytest.raises(aiohttp.ClientError):
+            await answered(echo.url, trusting())
+
+
+async def test_a_unix_socket_is_served_replaced_when_stale_and_removed(tmp_path: Path) -> None:
+    path = tmp_path / "aserve.sock"
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
+    assert path.exists()
+    echo = EchoEngine(uds=str(path))
+    try:
+        assert await echo.server.start() == f"unix:{path}"
+        async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path))) as client:
+            async with client.get("http://localhost/health") as answer:
+                assert answer.status == 200
+            async with client.get("http://evil.example/health") as answer:
+                assert answer.status == 403
+    finally:
+        await echo.server.stop()
+        echo.tokenize_service.close()
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"ssl_keyfile": KEY}, "need --ssl-certfile"),
+        ({"ssl_certfile": "missing.pem"}, "missing.pem: No such file"),
+        ({"ssl_certfile": CERTIFICATE}, "cert.pem"),
+        (TLS | {"ssl_ca_certs": KEY}, "key.pem"),
+    ],
+)
+def test_files_that_do_not_work_are_named(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        tls_context(ServerOptions(**options))
