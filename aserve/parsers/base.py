@@ -24,24 +24,6 @@ class OutputParser(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ReasoningFamily:
-    """The tags around reasoning, the first of each being those that a grammar uses.
-
-    With `is_implied` the model thinks although its prompt opens no tag. With `ends_at_calls` a tool
-    call ends the reasoning, too. `markers` are the special tokens that must stay in the text.
-    """
-
-    opens: tuple[str, ...]
-    closes: tuple[str, ...]
-    is_implied: bool = False
-    ends_at_calls: bool = False
-
-    @property
-    def markers(self) -> tuple[str, ...]:
-        return self.opens + self.closes
-
-
-@dataclass(frozen=True, slots=True)
 class ToolFamily:
     """How a family of models writes calls.
 
@@ -54,6 +36,27 @@ class ToolFamily:
     markers: tuple[str, ...] = ()
     begins: tuple[str, ...] = ()
     has_reasoning: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFamily:
+    """The tags around reasoning, the first of each being those that a grammar uses.
+
+    With `is_implied` the model thinks although its prompt opens no tag. With `ends_at_calls` a tool
+    call ends the reasoning, too. With `parsed_by`, that family reads the reasoning with the calls.
+    `markers` are the special tokens that must stay in the text.
+    """
+
+    opens: tuple[str, ...]
+    closes: tuple[str, ...]
+    is_implied: bool = False
+    ends_at_calls: bool = False
+    parsed_by: ToolFamily | None = None
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        own = self.opens + self.closes
+        return own if self.parsed_by is None else self.parsed_by.markers
 
 
 class StreamParser:

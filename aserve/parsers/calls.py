@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 
 from aserve.parsers.events import Content, ToolArguments, ToolCallStart
-from aserve.parsers.reader import CallError, Markers, Parsing, Reader
+from aserve.parsers.reader import AnswerEnded, CallError, Markers, Parsing, Reader
 from aserve.parsers.writer import Write
+
+NAME = re.compile(r"[\w.:/-]+")
 
 
 def read_calls(
@@ -15,16 +18,24 @@ def read_calls(
     call: Callable[[Reader, str], Parsing[None]],
     *,
     begins: Sequence[str],
-    ends: Sequence[str],
+    ends: Sequence[str] = (),
+    unmarked: Sequence[str] = (),
 ) -> Parsing[None]:
     """Emits content, and calls `call` behind each of `begins`. A call that fails is malformed up to
     one of `ends`, or to the next begin. Whitespace beside a call is not content.
+
+    The `unmarked` ones among `begins` may begin other text, too: if that is no call, it is content.
     """
     begin_markers, all_markers = Markers(begins), Markers((*begins, *ends))
-    while found := (yield from reader.until(begin_markers, reader.events.to(Content), trims=True)):
+    content = reader.events.to(Content)
+    while found := (yield from reader.until(begin_markers, content, trims=True)):
+        num_calls = reader.events.num_calls
         try:
             yield from call(reader, found)
         except CallError as error:
+            if found in unmarked and reader.events.num_calls == num_calls:
+                content(reader.release())
+                continue
             yield from _skip_malformed(reader, reader.fail(error), all_markers, begins)
         yield from reader.skip_space()
 
@@ -37,6 +48,23 @@ def _skip_malformed(
         reader.unread(found)
     else:
         write(found)
+
+
+def run(reader: Reader, pattern: re.Pattern[str]) -> Parsing[str]:
+    """Reads the characters that match a pattern, which is one set of characters, once or more."""
+    pieces: list[str] = []
+    while (yield from reader.peek()) and (piece := reader.match(pattern)):
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+def name_of_call(reader: Reader) -> Parsing[str]:
+    """Reads a name that stands for itself, without quotes."""
+    yield from reader.skip_space()
+    name = yield from run(reader, NAME)
+    if not name:
+        raise CallError("the name is missing") if (yield from reader.peek()) else AnswerEnded
+    return name
 
 
 class CallWriter:

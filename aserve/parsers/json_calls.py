@@ -131,11 +131,7 @@ def _unicode_escape(reader: Reader) -> Parsing[str]:
     code = yield from _four_digits(reader)
     if not 0xD800 <= code < 0xDC00:
         return REPLACEMENT if 0xDC00 <= code < 0xE000 else chr(code)
-    try:
-        yield from reader.expect("\\u", space=0)
-    except AnswerEnded:
-        raise
-    except CallError:
+    if not (yield from reader.accept("\\u", is_inside=True)):
         return REPLACEMENT
     low = yield from _four_digits(reader)
     if 0xDC00 <= low < 0xE000:

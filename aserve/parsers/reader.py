@@ -123,32 +123,32 @@ class Reader:
                 return
             yield
 
-    def accept(self, *texts: str, space: int = 0) -> Parsing[str]:
+    def accept(self, *texts: str, space: int = 0, is_inside: bool = False) -> Parsing[str]:
         """Consumes and returns the longest of `texts` that comes next, or "" if none does. Up to
-        `space` characters of whitespace before it are consumed with it.
+        `space` characters of whitespace before it are consumed with it. With `is_inside`, an
+        answer that ends where one of them may have begun raises AnswerEnded.
         """
         longest = max(map(len, texts)) + space
         while True:
             coming = self._text[self._place : self._place + longest]
             begin = min(len(coming) - len(coming.lstrip()), space)
             tail = coming[begin:]
-            if not self._may_become(tail, texts):
-                found = max((text for text in texts if tail.startswith(text)), key=len, default="")
-                self._take(self._place + (begin + len(found) if found else 0))
-                return found
+            may_grow = any(text.startswith(tail) and len(text) > len(tail) for text in texts)
+            if not may_grow or self._is_ended:
+                break
             yield
+        found = max((text for text in texts if tail.startswith(text)), key=len, default="")
+        if not found and may_grow and is_inside:
+            raise AnswerEnded
+        self._take(self._place + (begin + len(found) if found else 0))
+        return found
 
     def expect(self, *texts: str, space: int = MAX_SPACE) -> Parsing[str]:
         """Like `accept`, but raises CallError if none of `texts` comes next."""
-        found = yield from self.accept(*texts, space=space)
-        if found:
-            return found
-        yield from self.peek()
-        longest = max(map(len, texts)) + space
-        left = self._text[self._place : self._place + longest].lstrip()
-        if any(text.startswith(left) for text in texts):
-            raise AnswerEnded
-        raise CallError(f"{' or '.join(texts)} is missing")
+        found = yield from self.accept(*texts, space=space, is_inside=True)
+        if not found:
+            raise CallError(f"{' or '.join(texts)} is missing")
+        return found
 
     def char(self) -> Parsing[str]:
         """Consumes and returns the next character."""
@@ -161,23 +161,33 @@ class Reader:
         found = pattern.match(self._text, self._place)
         return "" if found is None else self._take(found.end())
 
-    def until(self, markers: Markers, write: Write, *, trims: bool = False) -> Parsing[str]:
+    def until(
+        self, markers: Markers, write: Write, *, trims: bool = False, is_inside: bool = False
+    ) -> Parsing[str]:
         """Writes the text before the next marker, and consumes and returns the marker, or "" at the
-        end of the answer. With `trims`, whitespace before the marker is not written, but held with
-        the marker.
+        end of the answer.
+
+        With `trims`, whitespace before the marker is not written, but held with the marker. With
+        `is_inside` the marker is needed: the end of the answer raises AnswerEnded, and the begin of
+        a marker before it is dropped.
         """
         while True:
             found = markers.search(self._text, self._place)
-            end = len(self._text) if self._is_ended else markers.partial(self._text, self._place)
-            end = found.start() if found else end
-            if trims and (found or not self._is_ended):
+            is_all = self._is_ended and not is_inside
+            if found is not None:
+                end = found.start()
+            else:
+                end = len(self._text) if is_all else markers.partial(self._text, self._place)
+            if trims and (found or not is_all):
                 end -= min(self._num_spaces_before(end), MAX_SPACE)
             write(self._take(end))
             if found is not None:
                 if trims:
                     self.hold()
-                self._take(found.end())
-                return found[0]
+                self._take(found.start())
+                return self._take(found.end())
+            if self._is_ended and is_inside:
+                raise AnswerEnded
             if self._is_ended:
                 return ""
             yield
@@ -209,6 +219,8 @@ class Reader:
         """Gives back a marker that was just consumed."""
         assert self._text.endswith(marker, 0, self._place), "only what was consumed last"
         self._place -= len(marker)
+        if self._held is not None:
+            self._held.pop()
 
     def _take(self, end: int) -> str:
         text = self._text[self._place : end]
@@ -223,8 +235,3 @@ class Reader:
     def _num_spaces_before(self, end: int) -> int:
         text = self._text[self._place : end]
         return len(text) - len(text.rstrip())
-
-    def _may_become(self, tail: str, texts: Iterable[str]) -> bool:
-        """Returns whether more text may make one of `texts` of what is here."""
-        longer = any(text.startswith(tail) and len(text) > len(tail) for text in texts)
-        return longer and not self._is_ended

@@ -12,29 +12,95 @@ from aserve.parsers.base import (
     parse_answer,
 )
 from aserve.parsers.events import Content, Malformed, ParsedEvent, Reasoning, ToolSpec, joined
+from aserve.parsers.families.harmony import GPT_OSS, HARMONY
+from aserve.parsers.families.llama import LLAMA3
+from aserve.parsers.families.mistral import MISTRAL
+from aserve.parsers.families.pythonic import PYTHONIC
+from aserve.parsers.families.sectioned import DEEPSEEK, DEEPSEEK_TOKENS, KIMI_K2
 from aserve.parsers.families.tagged import ASERVE_TINY, HERMES
+from aserve.parsers.families.xml import GLM45, QWEN3_CODER
 from aserve.parsers.reader import Reader
 
 THINK = ReasoningFamily(("<think>",), ("</think>",))
+IMPLIED = ReasoningFamily(("<think>",), ("</think>",), is_implied=True)
+ENDED_BY_CALLS = ReasoningFamily(("<think>",), ("</think>",), ends_at_calls=True)
+GRANITE = ReasoningFamily(
+    ("Here is my thought process:", "Here's my thought process:"),
+    ("Here is my response:", "Here's my response:"),
+)
 REASONING_PARSERS: dict[str, ReasoningFamily] = {
-    "deepseek_r1": ReasoningFamily(("<think>",), ("</think>",), is_implied=True),
-    "qwen3": THINK,
     "aserve_tiny": ReasoningFamily(("<|think|>",), ("<|/think|>",)),
+    "deepseek_r1": IMPLIED,
+    "deepseek_v3": THINK,
+    "glm45": ENDED_BY_CALLS,
+    "gpt_oss": GPT_OSS,
+    "granite": GRANITE,
+    "kimi": ReasoningFamily(("◁think▷",), ("◁/think▷",)),
+    "kimi_k2": ENDED_BY_CALLS,
+    "mistral": ReasoningFamily(("[THINK]",), ("[/THINK]",)),
+    "qwen3": THINK,
+    "qwen3_thinking": IMPLIED,
 }
 TOOL_PARSERS: dict[str, ToolFamily] = {
-    "hermes": HERMES,
-    "qwen25": HERMES,
     "aserve_tiny": ASERVE_TINY,
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v31": DEEPSEEK,
+    "glm45": GLM45,
+    "gpt_oss": HARMONY,
+    "hermes": HERMES,
+    "kimi_k2": KIMI_K2,
+    "llama3_json": LLAMA3,
+    "mistral": MISTRAL,
+    "pythonic": PYTHONIC,
+    "qwen3_coder": QWEN3_CODER,
 }
-# The names of the parsers for a template that contains all of the texts; the first row that fits.
-TOOLS_OF_TEMPLATES: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("<|/tool_call|>",), "aserve_tiny"),
-    (("<tool_call>",), "hermes"),
+# Other names that vLLM and SGLang give to the same parsers, with `_` for `-`.
+ALIASES = {
+    "deepseekv3": "deepseek_v3",
+    "deepseekv31": "deepseek_v31",
+    "glm": "glm45",
+    "glm47": "glm45",
+    "llama3": "llama3_json",
+    "llama4_json": "llama3_json",
+    "llama4_pythonic": "pythonic",
+    "openai": "gpt_oss",
+    "openai_gptoss": "gpt_oss",
+    "qwen": "hermes",
+    "qwen25": "hermes",
+    "qwen3_xml": "qwen3_coder",
+}
+# Which parsers a template's models need: the first row of which it contains all texts. The parts of
+# a row are the texts, the reasoning parser and the tool parser.
+TEMPLATES: tuple[tuple[tuple[str, ...], str | None, str | None], ...] = (
+    (("<|/tool_call|>",), "aserve_tiny", "aserve_tiny"),
+    (("<|channel|>", "<|message|>"), "gpt_oss", "gpt_oss"),
+    (("<|tool_calls_section_begin|>", "<think>"), "kimi_k2", "kimi_k2"),
+    (("<|tool_calls_section_begin|>",), None, "kimi_k2"),
+    ((DEEPSEEK_TOKENS.begin, "```json", "<think>"), "deepseek_r1", "deepseek_v3"),
+    ((DEEPSEEK_TOKENS.begin, "```json"), None, "deepseek_v3"),
+    ((DEEPSEEK_TOKENS.begin,), "deepseek_v3", "deepseek_v31"),
+    (("<arg_key>", "<think>"), "glm45", "glm45"),
+    (("<arg_key>",), None, "glm45"),
+    (("<function=", "<think>"), "qwen3", "qwen3_coder"),
+    (("<function=",), None, "qwen3_coder"),
+    (("[TOOL_CALLS]", "[THINK]"), "mistral", "mistral"),
+    (("[TOOL_CALLS]",), None, "mistral"),
+    (("<tool_call>", "<think>"), "qwen3", "hermes"),
+    (("<tool_call>",), None, "hermes"),
+    (("<|python_start|>",), None, "pythonic"),
+    (("[func_name1(",), None, "pythonic"),
+    (("<|python_tag|>",), None, "llama3_json"),
+    (("<|start_header_id|>", '"parameters"'), None, "llama3_json"),
+    (("◁think▷",), "kimi", None),
+    (("Here is my thought process:",), "granite", None),
+    (("<think>",), "qwen3", None),
 )
-REASONING_OF_TEMPLATES: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("<|/tool_call|>",), "aserve_tiny"),
-    (("<think>",), "qwen3"),
-)
+
+
+def parser_name(given: str) -> str:
+    """Returns the name in REASONING_PARSERS or TOOL_PARSERS for a name that a user gives."""
+    name = given.replace("-", "_")
+    return ALIASES.get(name, name)
 
 
 def make_parser(
@@ -47,11 +113,17 @@ def make_parser(
     """Makes the parser of one answer. None leaves reasoning or calls in the content.
     `starts_in_reasoning` is what `opens_reasoning` says of the prompt.
     """
+    thinking = None if reasoning is None else REASONING_PARSERS[parser_name(reasoning)]
+    calling = None if tools is None else TOOL_PARSERS[parser_name(tools)]
+    if calling is None and thinking is not None:
+        calling = thinking.parsed_by
+    if calling is not None and calling.has_reasoning:
+        thinking = None
     reader = Reader()
     parsing = parse_answer(
         reader,
-        None if reasoning is None else REASONING_PARSERS[reasoning],
-        None if tools is None else TOOL_PARSERS[tools],
+        thinking,
+        calling,
         tool_specs=tool_specs,
         starts_in_reasoning=starts_in_reasoning,
     )
@@ -60,10 +132,10 @@ def make_parser(
 
 def families_of(chat_template: str) -> tuple[str | None, str | None]:
     """Returns the names of the reasoning parser and of the tool parser for a template's models."""
-    return (
-        _first_row(chat_template, REASONING_OF_TEMPLATES),
-        _first_row(chat_template, TOOLS_OF_TEMPLATES),
-    )
+    for texts, reasoning, tools in TEMPLATES:
+        if all(text in chat_template for text in texts):
+            return reasoning, tools
+    return None, None
 
 
 def opens_reasoning(prompt_tail: str, reasoning: str | None) -> bool:
@@ -72,7 +144,7 @@ def opens_reasoning(prompt_tail: str, reasoning: str | None) -> bool:
     """
     if reasoning is None:
         return False
-    family = REASONING_PARSERS[reasoning]
+    family = REASONING_PARSERS[parser_name(reasoning)]
     tail = prompt_tail.rstrip()
     return tail.endswith(family.opens) or (family.is_implied and not tail.endswith(family.closes))
 
@@ -81,9 +153,9 @@ def kept_tokens(reasoning: str | None, tools: str | None) -> frozenset[str]:
     """Returns the special tokens that the detokenizer must not drop from the parsers' text."""
     kept: set[str] = set()
     if reasoning is not None:
-        kept.update(REASONING_PARSERS[reasoning].markers)
+        kept.update(REASONING_PARSERS[parser_name(reasoning)].markers)
     if tools is not None:
-        kept.update(TOOL_PARSERS[tools].markers)
+        kept.update(TOOL_PARSERS[parser_name(tools)].markers)
     return frozenset(kept)
 
 
@@ -101,7 +173,3 @@ def separate_reasoning(
     events = [*parser.push(text), *parser.finish()]
     thought = "".join(event.text for event in events if isinstance(event, Reasoning))
     return thought, "".join(e.text for e in events if isinstance(e, Content | Malformed))
-
-
-def _first_row(template: str, rows: tuple[tuple[tuple[str, ...], str], ...]) -> str | None:
-    return next((name for texts, name in rows if all(text in template for text in texts)), None)

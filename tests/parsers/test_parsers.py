@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from aserve.parsers.events import ParsedEvent, joined
 from aserve.parsers.registry import make_parser
+from tests.parsers.family_transcripts import FAMILIES
 from tests.parsers.tagged_transcripts import REASONING, TAGGED
 from tests.parsers.transcripts import Transcript, story_of
 
-ALL = (*TAGGED, *REASONING)
+ALL = (*TAGGED, *REASONING, *FAMILIES)
 EVERY = pytest.mark.parametrize("row", ALL, ids=[f"{r.tools}: {r.name}" for r in ALL])
 LONG = 400  # of a longer text, some of the cuts are tried
 
