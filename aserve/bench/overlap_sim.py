@@ -226,6 +226,7 @@ def _resolved_for(case: Case, resolved: Resolved) -> Resolved:
     return dataclasses.replace(
         resolved,
         scheduler=dataclasses.replace(resolved.scheduler, max_num_seqs=case.num_rows),
+        grammar=dataclasses.replace(resolved.grammar, grammar_workers=0),  # their imports compete
         debug=dataclasses.replace(resolved.debug, log_level=resolved.debug.log_level or "warning"),
         server=dataclasses.replace(
             resolved.server, host="127.0.0.1", port=0, api_key=None, api_key_file=None

@@ -42,10 +42,15 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 class ServerProcess:
-    """Started on entering, ready (or ended) when that returns; killed on leaving if need be."""
+    """Started on entering, ready (or ended) when that returns; killed on leaving if need be.
+
+    It compiles grammars only where the options have `--grammar-workers`: the imports of a worker
+    take three seconds of processor time.
+    """
 
     def __init__(self, *options: str, arguments: list[str] | None = None) -> None:
-        self._arguments = arguments or command("serve", "--port", "0", *options)
+        defaults = ("--port", "0", "--grammar-workers", "0")
+        self._arguments = arguments or command("serve", *defaults, *options)
         self.address = ""
 
     def __enter__(self) -> ServerProcess:

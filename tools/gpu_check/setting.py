@@ -37,7 +37,10 @@ class Setting:
 
     @property
     def device_flags(self) -> dict[str, object]:
-        return {"device": self.device}
+        """Returns the options of every engine. There is no structured output, because the imports
+        of a grammar worker would compete with what is measured.
+        """
+        return {"device": self.device, "grammar_workers": 0}
 
     def flags(self, model: ModelShape, *, num_rows: int, max_len: int) -> dict[str, object]:
         """Returns options of an engine that runs `num_rows` rows of `max_len` tokens at once."""
