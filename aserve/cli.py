@@ -25,6 +25,7 @@ from aserve.config import (
     GrammarOptions,
     GraphOptions,
     KvOptions,
+    LoraOptions,
     MachineOptions,
     ModelOptions,
     PromptOptions,
@@ -54,7 +55,7 @@ ENGINE_RECORDS = (
     *(ModelOptions, KvOptions, SchedulerOptions, MachineOptions, GraphOptions, DebugOptions),
 )
 COMMAND_RECORDS: Mapping[str, tuple[type, ...]] = {
-    "serve": (*ENGINE_RECORDS, GrammarOptions, ServerOptions),
+    "serve": (*ENGINE_RECORDS, GrammarOptions, LoraOptions, ServerOptions),
     "chat": (*ENGINE_RECORDS, PromptOptions),
     "generate": (*ENGINE_RECORDS, PromptOptions),
 }
@@ -360,6 +361,7 @@ def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
         group.add_argument(
             *option.flags, dest=option.name, metavar=_metavar(option),
             action=_Join if option.limits.is_list else "store",
+            nargs="+" if option.limits.takes_many else None,
             default=argparse.SUPPRESS, help=_help(option),
         )  # fmt: skip
     if option.limits.former:
@@ -368,7 +370,7 @@ def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
 
 
 class _Join(argparse.Action):
-    """Joins the values of an option that is given several times with commas."""
+    """Joins the values of an option with commas."""
 
     def __call__(
         self,
@@ -378,7 +380,8 @@ class _Join(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         before = getattr(namespace, self.dest, None)
-        setattr(namespace, self.dest, values if before is None else f"{before},{values}")
+        given = values if isinstance(values, list) else [values]
+        setattr(namespace, self.dest, ",".join([*([before] if before else []), *map(str, given)]))
 
 
 def _metavar(option: Option) -> str:

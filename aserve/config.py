@@ -191,6 +191,32 @@ class GrammarOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class LoraOptions:
+    enable_lora: bool = option(
+        False,
+        "requests may name a LoRA adapter as `model`; adapters come by --lora-modules, and by "
+        "/v1/load_lora_adapter with the admin API key",
+    )
+    lora_modules: str | None = option(
+        None,
+        "adapters in PEFT's format to load at the start, with spaces or commas between them; "
+        "implies --enable-lora",
+        Limits(metavar="NAME=PATH", is_list=True, takes_many=True, aliases=("lora-paths",)),
+    )
+    max_loras: int = option(
+        8,
+        "adapters that may be loaded, and so be mixed in a batch",
+        Limits(low=1, high=1024, aliases=("max-loras-per-batch", "max-loaded-loras")),
+    )
+    max_lora_rank: int = option(16, "largest rank of an adapter", Limits(low=1, high=1024))
+
+    @property
+    def max_slots(self) -> int:
+        """The adapters that have room on the device; 0 without LoRA."""
+        return self.max_loras if self.enable_lora or self.lora_modules else 0
+
+
+@dataclass(frozen=True, slots=True)
 class MachineOptions:
     device: str = option(
         "auto",
@@ -431,6 +457,7 @@ class Resolved:
     kv: KvOptions
     scheduler: SchedulerOptions
     grammar: GrammarOptions
+    lora: LoraOptions
     machine: MachineOptions
     graphs: GraphOptions
     server: ServerOptions
@@ -462,6 +489,7 @@ def resolve(raw: Raw, facts: Facts) -> Resolved:
         kv=_build(KvOptions, values),
         scheduler=scheduler,
         grammar=_build(GrammarOptions, values),
+        lora=_build(LoraOptions, values),
         machine=_build(MachineOptions, values),
         graphs=_build(GraphOptions, values),
         server=_build(ServerOptions, values),
@@ -523,6 +551,7 @@ ALL_RECORDS: tuple[type, ...] = (
     KvOptions,
     SchedulerOptions,
     GrammarOptions,
+    LoraOptions,
     MachineOptions,
     GraphOptions,
     ServerOptions,

@@ -20,7 +20,7 @@ from aserve.actors.scheduler import Pump, SchedulerActor, SchedulerPorts, Schedu
 from aserve.actors.supervisor import Supervised
 from aserve.channel import Channel, Codec, Sink
 from aserve.config import Resolved
-from aserve.errors import AserveError, EngineDead
+from aserve.errors import AserveError, EngineDead, ErrorInfo
 from aserve.grammar.compile import Vocabulary
 from aserve.grammar.library import GrammarLibrary
 from aserve.grammar.mask_budget import MaskBudget, MaskLimits
@@ -29,7 +29,7 @@ from aserve.grammar.workers import CompileLimits
 from aserve.host.threads import in_thread
 from aserve.messages.executor import EngineSpec, Executor, SchedulerEvent
 from aserve.messages.output import DetokenizerEvent
-from aserve.messages.requests import EngineEvent
+from aserve.messages.requests import EngineEvent, LoadLora
 from aserve.observability.recording import Recorder
 from aserve.observability.reports import EngineReport, TickReporter
 from aserve.observability.step_log import StepLog
@@ -50,6 +50,8 @@ class LocalExecutor(Executor, Protocol):
     def start(self, loop: asyncio.AbstractEventLoop) -> None: ...
 
     async def warm_up(self) -> None: ...
+
+    async def load_lora(self, load: LoadLora) -> ErrorInfo | None: ...
 
     def close(self) -> None: ...
 
@@ -72,6 +74,9 @@ class EngineCore(Protocol):
 
     async def start(self, on_death: DeathReport) -> None:
         """Returns when the engine is ready, except for the actors, which the caller starts."""
+
+    async def load_lora(self, load: LoadLora) -> ErrorInfo | None:
+        """Returns None when the adapter is in its slot, or else the reason why it cannot be."""
 
     async def close(self) -> None:
         """Call it after the actors have stopped."""
@@ -126,6 +131,9 @@ class LocalEngineCore:
         cannot be compiled.
         """
         in_thread(self._library.start_worker, name="grammar worker")
+
+    async def load_lora(self, load: LoadLora) -> ErrorInfo | None:
+        return await self._executor.load_lora(load)
 
     async def close(self) -> None:
         await in_thread(self._library.close, name="close")

@@ -16,6 +16,7 @@ from aserve.engine_core import EngineCore, EngineCorePorts, LocalEngineCore
 from aserve.errors import BugError, ErrorInfo
 from aserve.heap import HeapTrimmer
 from aserve.host.environment import prepare_process
+from aserve.http.lora.registry import LoraRegistry
 from aserve.http.state import ServerState
 from aserve.http.tokenize_service import TokenizeService
 from aserve.load import Loaded, vocabulary_of
@@ -54,6 +55,7 @@ class Frontend:
             cancel=self._cancel,
             max_unread_bytes=resolved.server.max_unread_bytes,
         )
+        self.loras = LoraRegistry(resolved.lora, slots_in_use=self.gateway.lora_slots)
         self.tokenize_service = TokenizeService()
         self._codec = codec
         self._on_death = on_death
@@ -94,6 +96,7 @@ class Frontend:
         self.state.max_sequences = asked or core.spec.max_rows
         self.state.engine_age_s = core.age_s
         self.state.defaults = text.defaults
+        await self.loras.open(core.load_lora)
         self._report("ready", "")
 
     async def drain(self, grace_s: float) -> None:

@@ -34,6 +34,7 @@ class Limits:
     aliases: tuple[str, ...] = ()  # on the command line: the spellings of vLLM and SGLang
     value_aliases: Mapping[str, str] = field(default_factory=dict)  # other words for its values
     group: str = ""  # the heading in --help, if it is not that of the record
+    takes_many: bool = False  # a list of which the command line takes several items at once
     former: str = ""  # field name in the last release; still accepted, but shown nowhere
 
 

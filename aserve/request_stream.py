@@ -25,6 +25,7 @@ class _Opened:
     request_stream: RequestStream
     num_sequences: int
     client: str
+    lora_slot: int
 
 
 class Gateway:
@@ -50,6 +51,10 @@ class Gateway:
     def num_open(self) -> int:
         return len(self._open)
 
+    def lora_slots(self) -> set[int]:
+        """The adapter slots of the open requests."""
+        return {opened.lora_slot for opened in self._open.values()}
+
     def open(self, *requests: GenerateRequest) -> RequestStream:
         """Submits the requests of one call and returns the stream of their chunks. A reader that
         stops early must cancel it.
@@ -65,10 +70,10 @@ class Gateway:
         )
         for request in requests:
             assert request.request_id not in self._open, "request ids are made by the server"
-            self._open[request.request_id] = _Opened(
-                request_stream, request.sampling.n, request.client
-            )
-            self._num_sequences += request.sampling.n
+            num_sequences, client = request.sampling.n, request.client
+            opened = _Opened(request_stream, num_sequences, client, request.lora_slot)
+            self._open[request.request_id] = opened
+            self._num_sequences += opened.num_sequences
         self._is_drained.clear()
         with contextlib.ExitStack() as undo:
             undo.callback(request_stream.cancel)

@@ -97,6 +97,7 @@ def connect_http(frontend: Frontend) -> HttpServer:
             registry=frontend.metrics.registry,
             recent=frontend.metrics.recent,
             tokenize_service=frontend.tokenize_service,
+            loras=frontend.loras,
             settings=shown_settings(resolved),
             draw_seed=seed_source(resolved.debug.seed),
         )

@@ -31,8 +31,10 @@ from aserve.gpu.executor import ExecutorParts, TorchExecutor
 from aserve.gpu.kv.layer_groups import LayerGroup, group_layers
 from aserve.gpu.kv.pools import KvOps, KvPools
 from aserve.gpu.kv.store import kv_dtype_name, kv_dtype_of
+from aserve.gpu.lora.tables import LoraTables
 from aserve.gpu.models.base import CausalModel, DraftModel, LoadPlan
 from aserve.gpu.models.load import make_loader
+from aserve.gpu.models.registry import Code
 from aserve.gpu.runner import Drafter, ModelRunner, RunnerParts
 from aserve.gpu.sampling.params import RowTables
 from aserve.gpu.step.future_map import SEQ_LEN, FutureMap
@@ -75,6 +77,8 @@ class BuildOptions:
     decode: str = "autoregressive"
     graph_rows: int | None = None  # rows of the largest captured step; 0 captures none
     deterministic: bool = False  # logits of a token do not depend on the rest of the batch
+    max_loras: int = 0  # LoRA adapters on the device at once; 0: none, and linear layers are plain
+    max_lora_rank: int = 16
     threads: int | None = None  # of torch; None: as many as the model benefits from
 
 
@@ -115,6 +119,13 @@ def build_on(
     is_dummy = options.load_format == "dummy"
     ops = device.ops(form.dtype, is_deterministic=options.deterministic)
     target = Target(device.torch_device, device.free_bytes(), form.prepare, ops.elementwise)
+    loras = None
+    if options.max_loras:
+        _refuse_adapters(code)
+        loras = LoraTables(
+            max_loras=options.max_loras, max_rank=options.max_lora_rank, ops=ops.lora
+        )
+        target = dataclasses.replace(target, wrap=loras.wrap)
     with names_the_option("the model does not fit; free memory of the device"):
         model = loader.load(
             LoadPlan(form.dtype, options.max_model_len, is_dummy, target, on_progress)
@@ -124,7 +135,16 @@ def build_on(
     mode = MODES[options.decode]()
     max_mixed_prefill_tokens = options.max_mixed_prefill_tokens or form.max_mixed_prefill_tokens
     options = dataclasses.replace(options, max_mixed_prefill_tokens=max_mixed_prefill_tokens)
-    return assemble(model, mode, device, options, about=about)
+    return assemble(model, mode, device, options, about=about, loras=loras)
+
+
+def _refuse_adapters(code: Code) -> None:
+    if code.name != "native":
+        raise ConfigError(
+            f"--enable-lora needs a model with native code; this one has {code.name} code "
+            f"({code.why})",
+            param="enable_lora",
+        )
 
 
 def assemble(
@@ -135,11 +155,12 @@ def assemble(
     *,
     about: str | None = None,
     drafter: DraftModel | None = None,
+    loras: LoraTables | None = None,
 ) -> TorchExecutor:
     """Builds an executor around loaded models. `about` describes the weights if there is more to
-    say than their dtype."""
+    say than their dtype. `loras` are those that the model was built with."""
     ops = device.ops(model.dtype, is_deterministic=options.deterministic)
-    parts = _Parts(model, group_layers(model.layers), mode, device, ops, options, drafter)
+    parts = _Parts(model, group_layers(model.layers), mode, device, ops, options, drafter, loras)
     num_pages, budget_bytes = options.num_pages, 0
     if num_pages is None:
         run_largest = functools.partial(_run_largest, parts)
@@ -185,6 +206,7 @@ class _Parts:
     ops: DeviceOps
     options: BuildOptions
     drafter: DraftModel | None = None
+    loras: LoraTables | None = None
 
     @property
     def draft_groups(self) -> tuple[LayerGroup, ...]:
@@ -254,6 +276,7 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
             fused_step=fused_step,
             resolve=parts.ops.resolve,
             drafter=drafter,
+            loras=parts.loras,
         )
     )
     spec = msgspec.structs.replace(spec, names_shared_pages=attention.capabilities.shared_pages)

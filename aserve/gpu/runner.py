@@ -8,7 +8,6 @@ rows) is written on the executor's stream only.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,13 +17,14 @@ from aserve.errors import BugError
 from aserve.gpu.attention.base import AttentionBackend
 from aserve.gpu.decode.base import DecodeMode, OnPublish
 from aserve.gpu.device.ops import FusedStep
+from aserve.gpu.lora.tables import LoraTables
 from aserve.gpu.models.base import CausalModel, DraftModel
 from aserve.gpu.sampling.ops import PLAIN_OPS, SampleOps
 from aserve.gpu.sampling.params import LogitsRows
-from aserve.gpu.sampling.sampler import Sampled, Sampler, Staged
+from aserve.gpu.sampling.sampler import Sampled, Sampler
 from aserve.gpu.step.forward_batch import NO_OVERRIDES, DeviceBatch, ForwardBatch, ForwardOverrides
 from aserve.gpu.step.future_map import SEQ_LEN, FutureMap
-from aserve.gpu.step.plan import LogitsPlan, StepPlan
+from aserve.gpu.step.plan import StepPlan
 from aserve.gpu.step.prompts import score_prompts
 from aserve.gpu.step.resolve import (
     DeviceState,
@@ -36,6 +36,7 @@ from aserve.gpu.step.resolve import (
     stage_tables,
 )
 from aserve.gpu.step.results import Packed
+from aserve.gpu.step.slices import sample_slices
 from aserve.gpu.transfer.staging import DeviceArrays, HostArrays
 from aserve.messages.step import ScheduleBatch
 
@@ -61,6 +62,7 @@ class RunnerParts:
     fused_step: FusedStep | None = None  # used for the forwards and steps that it supports
     resolve: Resolve = resolve
     drafter: Drafter | None = None
+    loras: LoraTables | None = None  # of the target model
 
 
 class ModelRunner:
@@ -71,6 +73,7 @@ class ModelRunner:
         "_parts",
         "_sampler",
         "drafter",
+        "loras",
         "model",
         "relay",
         "state",
@@ -80,6 +83,7 @@ class ModelRunner:
         self._parts = parts
         self.model = parts.model
         self.drafter: DraftModel | None = None if parts.drafter is None else parts.drafter.model
+        self.loras = parts.loras
         self.state = parts.state
         self.relay: FutureMap = parts.state.relay
         self._sampler = Sampler(parts.state.tables, parts.state.pools, parts.sample_ops)
@@ -159,6 +163,8 @@ class ModelRunner:
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Runs the target model -> hidden states [tokens, hidden], valid until the next forward."""
+        if self.loras is not None:
+            self.loras.bind(self.state.tables, batch.token_rows)
         fused_step = self._parts.fused_step
         if fused_step is not None and fused_step.can_run(batch):
             return fused_step.run(batch)
@@ -190,7 +196,8 @@ class ModelRunner:
             return values if len(tokens) == len(hidden) else values.index_select(0, tokens)
 
         rows, positions, last = map(of_logits, (batch.token_rows, batch.token_positions, hidden))
-        sampled = self._sample_slices(
+        sampled = sample_slices(
+            self._sampler,
             step.plan.logits,
             arrays,
             LogitsRows(rows, positions + 1),
@@ -218,48 +225,10 @@ class ModelRunner:
     def sample_held(self, held: HeldSample) -> Sampled:
         assert self._held_logits is not None  # the executor checked that the rows are held
         logits, lens = self._held_logits, self._held_lens.index_select(0, held.rows)
-        return self._sample_slices(
+        return sample_slices(
+            self._sampler,
             held.logits,
             held.arrays,
             LogitsRows(held.rows, lens, held.mask),
             lambda part: logits.index_select(0, held.rows[part]),
         )
-
-    def _sample_slices(
-        self,
-        plan: LogitsPlan,
-        arrays: DeviceArrays,
-        rows: LogitsRows,
-        logits_of: Callable[[slice], Tensor],
-    ) -> Sampled:
-        """`logits_of` computes one slice's logits; only these are in memory at a time."""
-        parts: list[Sampled] = []
-        start = 0
-        for number, slice_plan in enumerate(plan.slices):
-            part = slice(start, start + slice_plan.num)
-            staged = Staged(slice_plan, arrays, f"slice{number}")
-            parts.append(self._sampler.sample(logits_of(part), rows.at(part), staged))
-            start = part.stop
-        return _joined(parts, rows.rows)
-
-
-def _joined(parts: list[Sampled], like: Tensor) -> Sampled:
-    """Concatenates slices. `num_top` becomes that of the slice with the most alternatives."""
-    if len(parts) == 1:
-        return parts[0]
-    if not parts:
-        nothing, empty = like.new_zeros(0), torch.zeros(0, device=like.device)
-        table = nothing.view(0, 0)
-        return Sampled(nothing, nothing.to(torch.bool), empty, table, table.float())
-    width = max(part.top_ids.shape[1] for part in parts)
-    return Sampled(
-        tokens=torch.cat([part.tokens for part in parts]),
-        is_valid=torch.cat([part.is_valid for part in parts]),
-        chosen=torch.cat([part.chosen for part in parts]),
-        top_ids=torch.cat([_widen(part.top_ids, width) for part in parts]),
-        top_logprobs=torch.cat([_widen(part.top_logprobs, width) for part in parts]),
-    )
-
-
-def _widen(table: Tensor, width: int) -> Tensor:
-    return torch.nn.functional.pad(table, (0, width - table.shape[1]))

@@ -7,6 +7,7 @@ from aiohttp import web
 from aserve.http import abort, page, probes
 from aserve.http.control import info, render
 from aserve.http.generate import llama_cpp, sglang, tgi
+from aserve.http.lora import handlers as lora
 from aserve.http.openai import models, tokens
 from aserve.http.openai.chat import ChatDialect, chat_call
 from aserve.http.openai.completions import CompletionDialect, completion_call
@@ -66,6 +67,7 @@ ROUTES = (
     *tgi.ROUTES,
     *llama_cpp.ROUTES,
     *abort.ROUTES,
+    *lora.ROUTES,
     get("/metrics", probes.metrics),
     *page.ROUTES,
 )

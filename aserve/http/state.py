@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from aserve.config import ServerOptions
 from aserve.errors import AserveError, EngineDead, ShuttingDown
 from aserve.http.auth import caller_of
+from aserve.http.lora.registry import LoraRegistry
 from aserve.http.openai.answer_size import AnswerLimits
 from aserve.http.openai.call import Origin, random_seed
 from aserve.http.openai.limits import MAX_SEQUENCES
@@ -34,7 +35,7 @@ def origin_of(request: web.Request, context: HttpContext) -> Origin:
     return Origin(
         request_id=request[REQUEST_ID],
         created=int(time.time()),
-        model_names=context.model_names,
+        model_names=context.served_names,
         draw_seed=context.draw_seed,
         defaults=context.state.defaults,
         answer_limits=AnswerLimits(
@@ -42,6 +43,7 @@ def origin_of(request: web.Request, context: HttpContext) -> Origin:
             context.state.max_model_len,
             context.state.defaults.max_new_tokens,
         ),
+        with_lora=context.loras.apply,
         caller=caller_of(request, context.options, context.state.max_sequences),
     )
 
@@ -81,8 +83,8 @@ class ServerState:
 
 @dataclass(frozen=True, slots=True)
 class HttpContext:
-    """The objects and options that all handlers share. A client may use any of `model_names`; the
-    first is the default.
+    """The objects and options that all handlers share. `model_names` are the names of the base
+    model, of which the first is the default.
     """
 
     gateway: Gateway
@@ -93,7 +95,13 @@ class HttpContext:
     registry: CollectorRegistry
     tokenize_service: TokenizeService
     recent: Recent = field(default_factory=Recent)
+    loras: LoraRegistry = field(default_factory=LoraRegistry)
     settings: Mapping[str, object] = field(default_factory=dict)  # the options without secrets
     draw_seed: Callable[[], int] = random_seed
     keep_alive_s: float = 15.0
     heartbeat_s: float = 60.0  # a silent websocket gets a ping, and half of this time to answer
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The names that a client may give as `model`."""
+        return (*self.model_names, *self.loras.names)

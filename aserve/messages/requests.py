@@ -115,6 +115,7 @@ class GenerateRequest(Message, frozen=True):
     embeds: bool = False
     outputs: tuple[bytes, ...] = ()  # int32 [outputs of child i]
     client: str = ""
+    lora_slot: int = 0  # of its adapter on the device, 0 for none; `namespace` names the adapter
 
 
 class OpenText(Message, frozen=True):
@@ -154,10 +155,21 @@ class AdmitRequest(Message, frozen=True):
     # those that are missing
     page_keys: bytes = b""
     client: str = ""
+    lora_slot: int = 0  # as in the GenerateRequest
     awaits_kv: bool = False  # a transfer brings the KV of its tokens: see ReceiveKv
     # Each token of the prompt sees only those before it. Without this, the prompt is computed in
     # one step, and its KV is of use to no other sequence.
     is_causal: bool = True
+
+
+class LoadLora(Message, frozen=True):
+    """http -> executor: puts the adapter in the directory `path` in a slot of the device. `lora_id`
+    is never used again, and no request that still runs has the slot.
+    """
+
+    lora_id: int
+    slot: int
+    path: str
 
 
 class Cancel(Message, frozen=True):

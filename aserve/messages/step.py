@@ -33,6 +33,7 @@ class RowInit(Record, frozen=True):
     # the last id of a word is not sampled after its other ids
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     num_prompt_logprobs: int = -1  # like num_logprobs, for the prompt's tokens
+    lora_slot: int = 0  # the row's adapter on the device; 0: none
     embeds: bool = False  # the step returns the hidden state of the last prompt token
 
 

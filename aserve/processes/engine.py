@@ -31,11 +31,20 @@ from aserve.host.threads import in_thread, new_event_loop
 from aserve.load import load_executor, vocabulary_of
 from aserve.messages.base import ServerPhase
 from aserve.messages.output import Refused, Retired
-from aserve.messages.requests import AdmitRequest, Cancel
+from aserve.messages.requests import AdmitRequest, Cancel, LoadLora
 from aserve.observability.engine_watch import StageReporter
 from aserve.observability.reports import Beat
 from aserve.observability.trace import Trace
-from aserve.processes.link import Died, Link, LoadFailed, Ready, Start, ToEngine, ToFrontend
+from aserve.processes.link import (
+    Died,
+    Link,
+    LoadFailed,
+    LoraLoaded,
+    Ready,
+    Start,
+    ToEngine,
+    ToFrontend,
+)
 from aserve.program import end_process
 from aserve.progress import OnStage
 from aserve.text.load import load_text
@@ -82,6 +91,7 @@ class EngineSide:
             on_unsendable=self._send_plain_error,
         )
         self._core: LocalEngineCore | None = None
+        self._load_turn = asyncio.Lock()
         self._supervisor = Supervisor((self._link,), requests=NoOpenRequests(), report=self._report)
 
     async def run(self, sock: socket.socket) -> int:
@@ -140,10 +150,21 @@ class EngineSide:
             case AdmitRequest() | Cancel():
                 assert self._core is not None, "requests come after Ready"
                 self._core.inbox.send(message)
+            case LoadLora():
+                self._link.spawn(self._load_lora(message))
             case Start():
                 self._start.set_result(message)
             case _:
                 assert_never(message)
+
+    async def _load_lora(self, load: LoadLora) -> None:
+        """NOTE: loads keep their order. The frontend may have given up on one, and used its slot
+        for the next one.
+        """
+        assert self._core is not None, "adapters come after Ready"
+        async with self._load_turn:
+            error = await self._core.load_lora(load)
+        self._link.inbox.send(LoraLoaded(load.lora_id, error))
 
     def _send_plain_error(self, message: ToFrontend) -> None:
         """Sends the end of a request with a plain error when its own error cannot be encoded."""

@@ -22,11 +22,12 @@ import msgspec
 
 from aserve.actors.base import Actor
 from aserve.config import Resolved
+from aserve.errors import ErrorInfo
 from aserve.frames import FrameSplitter, framed
 from aserve.messages.base import Message
 from aserve.messages.executor import EngineSpec
 from aserve.messages.output import DetokenizerEvent
-from aserve.messages.requests import EngineEvent
+from aserve.messages.requests import EngineEvent, LoadLora
 from aserve.observability.reports import EngineReport
 
 
@@ -59,8 +60,15 @@ class Died(Message, frozen=True):
     reason: str
 
 
-ToEngine: TypeAlias = Start | EngineEvent
-ToFrontend: TypeAlias = Ready | LoadFailed | Died | EngineReport | DetokenizerEvent
+class LoraLoaded(Message, frozen=True):
+    """The answer to a LoadLora, with the error if there was one."""
+
+    lora_id: int
+    error: ErrorInfo | None
+
+
+ToEngine: TypeAlias = Start | LoadLora | EngineEvent
+ToFrontend: TypeAlias = Ready | LoadFailed | Died | LoraLoaded | EngineReport | DetokenizerEvent
 
 In = TypeVar("In")
 Out = TypeVar("Out")

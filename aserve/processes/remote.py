@@ -20,11 +20,11 @@ from aserve.actors.base import DeathReport, unexpected
 from aserve.actors.supervisor import Supervised
 from aserve.channel import Sink
 from aserve.engine_core import EngineCorePorts
-from aserve.errors import AserveError, ConfigError, EngineDead
+from aserve.errors import AserveError, ConfigError, EngineDead, ErrorInfo, InvalidRequest
 from aserve.host.threads import SWITCH_INTERVAL_S, in_thread
 from aserve.messages.executor import EngineSpec
 from aserve.messages.output import Refused, Retired, StepOutput
-from aserve.messages.requests import AdmitRequest, Cancel, EngineEvent, OpenText
+from aserve.messages.requests import AdmitRequest, Cancel, EngineEvent, LoadLora, OpenText
 from aserve.observability.reports import (
     Beat,
     GrammarCompiled,
@@ -32,7 +32,16 @@ from aserve.observability.reports import (
     StartupStage,
     TickReport,
 )
-from aserve.processes.link import Died, Link, LoadFailed, Ready, Start, ToEngine, ToFrontend
+from aserve.processes.link import (
+    Died,
+    Link,
+    LoadFailed,
+    LoraLoaded,
+    Ready,
+    Start,
+    ToEngine,
+    ToFrontend,
+)
 
 ENGINE = (sys.executable, "-m", "aserve.processes.engine")
 ROOT = Path(__file__).parents[2]  # where `aserve` lies: nothing of the user's is imported instead
@@ -63,6 +72,7 @@ class RemoteEngineCore:
         self.actors = (self._link,)
         self._process: subprocess.Popen[bytes] | None = None
         self._on_death: DeathReport | None = None
+        self._loads: dict[int, asyncio.Future[ErrorInfo | None]] = {}  # by lora_id
         self._is_up = False
         self._is_closing = False
         self._heard_at_s = time.monotonic()
@@ -80,6 +90,12 @@ class RemoteEngineCore:
         self._on_death = on_death
         if self._process is not None and self._process.poll() is not None:
             raise EngineDead("the engine's process ended as soon as it was ready; its log says why")
+
+    async def load_lora(self, load: LoadLora) -> ErrorInfo | None:
+        answer: asyncio.Future[ErrorInfo | None] = asyncio.get_running_loop().create_future()
+        self._loads[load.lora_id] = answer
+        self._link.inbox.send(load)
+        return await answer
 
     async def close(self) -> None:
         """Ends a loaded engine in order, within END_S; kills one that has not loaded yet."""
@@ -107,6 +123,8 @@ class RemoteEngineCore:
             case Beat():
                 self._heard_at_s = time.monotonic()
                 self._ports.report(message)
+            case LoraLoaded():
+                self._answer_load(message.lora_id, message.error)
             case Ready():
                 self.spec = message.spec
                 self._is_up = True
@@ -128,6 +146,11 @@ class RemoteEngineCore:
         else:
             self.ready.set_exception(outcome)
 
+    def _answer_load(self, lora_id: int, error: ErrorInfo | None) -> None:
+        answer = self._loads.pop(lora_id)
+        if not answer.done():  # the client may have gone
+            answer.set_result(error)
+
     def _refuse(self, message: ToEngine) -> None:
         """Ends a request whose message cannot be encoded. A Cancel can always be encoded."""
         match message:
@@ -136,6 +159,9 @@ class RemoteEngineCore:
                 self._ports.text.send(Refused(message.request_id, error))
             case Start():
                 self._settle(EngineDead("the options cannot be sent to the engine's process"))
+            case LoadLora():
+                error = InvalidRequest("the adapter's path cannot be sent to the engine").info()
+                self._answer_load(message.lora_id, error)
             case Cancel():
                 pass
             case _:
@@ -159,6 +185,8 @@ class RemoteEngineCore:
         death.
         """
         self._settle(error)
+        for lora_id in list(self._loads):
+            self._answer_load(lora_id, error.info())
         if self._on_death is not None:
             self._on_death(name, error)
 

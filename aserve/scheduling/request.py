@@ -125,6 +125,7 @@ class Sequence:
         "keys",
         "last_iteration",
         "leader",
+        "lora_slot",
         "mask",
         "max_kv_len",
         "max_len",
@@ -206,7 +207,7 @@ class Sequence:
         self.num_retracted_for = self.failures = 0
         self.has_ended = False  # its last token is known
         self.mask = MaskState() if request.sampling.grammar and self.max_tokens else None
-        self.embeds = request.embeds
+        self.embeds, self.lora_slot = request.embeds, request.lora_slot
         self.awaits_kv = request.awaits_kv  # until the KV is there
         # prompt tokens whose logprobs were handed out or are not wanted, token 0 being one of them
         self.num_scored = 1 if _wants_scores(request, child) else self.prompt_len
@@ -353,6 +354,7 @@ class Sequence:
             allowed_ids=sampling.allowed_token_ids and sampling.allowed_token_ids + self.end_ids,
             bad_word_ids=self.bad_word_ids,
             num_prompt_logprobs=self._num_prompt_logprobs,
+            lora_slot=self.lora_slot,
             embeds=self.embeds,
         )
 

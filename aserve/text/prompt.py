@@ -113,6 +113,7 @@ class PromptEncoder:
                 end_ids=ends,
                 bad_word_ids=bad_words,
                 namespace=request.namespace,
+                lora_slot=request.lora_slot,
                 priority=request.priority,
                 outputs=request.outputs,
                 embeds=request.embeds,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 
 from aserve.channel import Codec
+from aserve.errors import ErrorInfo
 from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.step.ticket import StepTicket
 from aserve.messages.executor import SchedulerEffect
+from aserve.messages.requests import LoadLora
 from aserve.messages.results import StepResult
 from aserve.messages.step import Launch, Resync, Sample, ScheduleBatch
 from tests.fakes.hash_model import HashModel
@@ -36,6 +38,10 @@ class OneBusyRank:
     async def warm_up(self) -> None:
         for rank in self.ranks:
             await rank.warm_up()
+
+    async def load_lora(self, load: LoadLora) -> ErrorInfo | None:
+        errors = [await rank.load_lora(load) for rank in self.ranks]
+        return errors[0]
 
     def close(self) -> None:
         for rank in self.ranks:

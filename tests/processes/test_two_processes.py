@@ -22,7 +22,7 @@ from aserve.frames import framed
 from aserve.frontend import Frontend
 from aserve.http.probes import liveness_of
 from aserve.messages.output import OutputChunk
-from aserve.messages.requests import GenerateRequest, SamplingParams, TokenPrompt
+from aserve.messages.requests import GenerateRequest, LoadLora, SamplingParams, TokenPrompt
 from aserve.observability.reports import Beat, EngineReport, StartupStage
 from aserve.processes.link import Start
 from aserve.processes.remote import RemoteEngineCore
@@ -129,6 +129,24 @@ async def test_a_killed_engine_ends_every_request_with_one_error_and_says_by_wha
         assert rig.died.is_set()
         assert rig.frontend.state.phase == "dead"
         assert "was ended by SIGKILL" in rig.frontend.state.reason
+
+
+async def test_an_adapter_is_loaded_in_the_engines_process_or_the_reason_comes_back() -> None:
+    """An engine that dies meanwhile is an answer, too."""
+    async with running() as rig:
+        assert await rig.core.load_lora(LoadLora(1, 1, "there")) is None
+        error = await rig.core.load_lora(LoadLora(2, 1, "broken"))
+        assert error is not None
+        assert (error.status, error.message) == (400, "no adapter")
+        rig.process.send_signal(signal.SIGSTOP)
+        given_up = asyncio.ensure_future(rig.core.load_lora(LoadLora(3, 1, "there")))
+        asked = asyncio.ensure_future(rig.core.load_lora(LoadLora(4, 1, "there")))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        rig.process.kill()
+        error = await asked
+        assert error is not None
+        assert error.code == "engine_dead"
 
 
 async def test_an_engine_whose_device_dies_says_of_what() -> None:

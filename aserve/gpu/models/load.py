@@ -48,12 +48,12 @@ class NativeLoader:
         if plan.is_dummy:
             target.check_room(size_bytes, dtype)
             dummy = DummyWeights(target, dtype=dtype, progress=progress)
-            return build(config, dummy, max_model_len=context_len)
+            return build(config, target.wrap(dummy), max_model_len=context_len)
         with Checkpoint(self.model_dir, target.device) as checkpoint:
             check_fit(inventory, checkpoint)
             target.check_room(size_bytes, dtype)
             reader = WeightReader(checkpoint, target, dtype=dtype, progress=progress)
-            return build(config, reader, max_model_len=context_len)
+            return build(config, target.wrap(reader), max_model_len=context_len)
 
     def _inventory(self, dtype: torch.dtype, shard: Shard = WHOLE) -> Inventory:
         """The names and shapes of the model's weights."""

@@ -21,7 +21,7 @@ UINT64_MASK = (1 << 64) - 1
 
 
 class RowTables:
-    """`int_table` int64 [max_rows + 1, 3] and `float_table` float64 [max_rows + 1, 6]. Row 0, the
+    """`int_table` int64 [max_rows + 1, 4] and `float_table` float64 [max_rows + 1, 6]. Row 0, the
     padding row, is greedy."""
 
     __slots__ = ("float_table", "int_table")
@@ -35,7 +35,7 @@ class RowTables:
         )
 
     def write(self, rows: Tensor, *, ints: Tensor, floats: Tensor) -> None:
-        """rows int64 [n], ints [n * 3], floats [n * 6]."""
+        """rows int64 [n], ints [n * 4], floats [n * 6]."""
         self.int_table.index_copy_(0, rows, ints.view(-1, len(INT_COLUMNS)))
         self.float_table.index_copy_(0, rows, floats.view(-1, len(FLOAT_COLUMNS)))
 
@@ -64,7 +64,7 @@ class RowColumns:
 
 def init_columns(inits: Sequence[RowInit]) -> tuple[ArrayI64, ArrayF64]:
     """The host arrays for `RowTables.write`. Seeds are taken modulo 2^64."""
-    ints = [(_as_int64(init.seed), init.top_k, init.prompt_len) for init in inits]
+    ints = [(_as_int64(init.seed), init.top_k, init.prompt_len, init.lora_slot) for init in inits]
     floats = [
         (
             init.temperature,

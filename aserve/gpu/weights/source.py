@@ -131,6 +131,13 @@ def expert_parts(name: str, parts: Mapping[str, int], expert: int) -> dict[str, 
     return {f"{name}.{expert}.{part}": rows for part, rows in parts.items()}
 
 
+WrapSource: TypeAlias = Callable[[WeightSource], WeightSource]
+
+
+def unwrapped(source: WeightSource) -> WeightSource:
+    return source
+
+
 CPU = torch.device("cpu")
 GIB = 1 << 30
 
@@ -144,6 +151,7 @@ class Target:
     prepare: Prepare = prepare
     elementwise: Elementwise = PLAIN
     shard: Shard = WHOLE
+    wrap: WrapSource = unwrapped  # adds something to every layer, such as LoRA adapters
 
     def check_room(self, size_bytes: int, dtype: torch.dtype) -> None:
         """Refuses weights that are larger than the free memory, before any is read."""

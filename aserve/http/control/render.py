@@ -58,7 +58,7 @@ async def _run(context: HttpContext, work: Callable[[PromptEncoder], bytes]) -> 
 
 def _prompt_of(body: TokenizeBody, context: HttpContext) -> ChatPrompt:
     if body.model is not None:
-        check_model(body.model, context.model_names)
+        check_model(body.model, context.served_names)
     if body.prompt is not None:
         raise InvalidRequest(
             "Unsupported parameter: 'prompt'. A text is its own prompt; give 'messages'.",

@@ -9,7 +9,7 @@ import random
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
@@ -22,6 +22,7 @@ from aserve.messages.requests import GenerateRequest, Prompt, SamplingParams
 from aserve.text.defaults import NEUTRAL, GenerationDefaults
 
 Number = TypeVar("Number", int, float)
+Requests: TypeAlias = tuple[GenerateRequest, ...]
 
 SEED_BITS = 53  # every client reads integers of this size exactly from JSON
 SMALLEST_TOP_P = 1e-6  # so small that only the likeliest token is left, which is what 0 means
@@ -87,6 +88,8 @@ class Origin:
     defaults: GenerationDefaults = NEUTRAL
     answer_limits: AnswerLimits = NO_MODEL
     caller: Caller = EMBEDDED
+    # the requests with the adapter that `model` names, if it is the name of one
+    with_lora: Callable[[str | None, Requests], Requests] = lambda _, requests: requests
 
 
 def sampling_of(
@@ -166,7 +169,7 @@ def build_call(
         call_id=f"{id_prefix}{origin.request_id}",
         model=body.model or origin.model_names[0],
         created=origin.created,
-        requests=requests,
+        requests=origin.with_lora(body.model, requests),
         sampling=sampling,
         is_streaming=bool(body.stream),
         reports_usage=bool(options.include_usage),

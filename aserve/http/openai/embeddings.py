@@ -47,7 +47,8 @@ async def embeddings(
     request: web.Request, context: HttpContext, body: EmbeddingBody
 ) -> web.StreamResponse:
     """Answers the call. A client that disconnects cancels this handler, and so its requests."""
-    requests = embedding_requests(body, origin_of(request, context))
+    origin = origin_of(request, context)
+    requests = origin.with_lora(body.model, tuple(embedding_requests(body, origin)))
     refusal = context.state.refusal()
     if refusal is not None:
         raise refusal

@@ -196,10 +196,11 @@ class Caller:
 
     def namespace_of(self, cache_salt: str | None) -> str:
         """Returns the prefix-cache namespace for a salt. NOTE: a client's namespace has a fixed
-        length and no slash, so no salt can lead into another client's namespace.
+        length and no slash, so no salt can lead into another client's namespace, or into that of a
+        LoRA adapter.
         """
         salt = cache_salt or ""
-        return f"{self.namespace}/{salt}" if self.namespace else salt
+        return f"{self.namespace}/{salt}" if self.namespace or salt else ""
 
 
 EMBEDDED = Caller()  # a program that embeds the engine

@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{name}: returns the served model under each of its names."""
+"""GET /v1/models and /v1/models/{name}: returns the served model and its LoRA adapters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ModelBody(msgspec.Struct):
     max_model_len: int | None
     object: str = "model"
     owned_by: str = "aserve"
-    parent: None = None
+    parent: str | None = None
 
 
 class ModelList(msgspec.Struct):
@@ -25,18 +25,22 @@ class ModelList(msgspec.Struct):
 
 
 async def list_models(_: web.Request, context: HttpContext) -> web.Response:
-    models = [_model(context, name) for name in context.model_names]
+    models = [_model(context, name) for name in context.served_names]
     return _response(ModelList(models))
 
 
 async def read_model(request: web.Request, context: HttpContext) -> web.Response:
     name = request.match_info["name"]
-    check_model(name, context.model_names)
+    check_model(name, context.served_names)
     return _response(_model(context, name))
 
 
 def _model(context: HttpContext, name: str) -> ModelBody:
-    root = context.model_names[0]
+    """A LoRA adapter's root is its path and its parent is the base model, as in vLLM."""
+    root, lora = context.model_names[0], context.loras.find(name)
+    if lora is not None:
+        max_len = context.state.max_model_len
+        return ModelBody(name, lora.created, lora.path, max_len, parent=root)
     return ModelBody(name, context.created, root, context.state.max_model_len)
 
 

@@ -45,7 +45,7 @@ async def _run(
     context: HttpContext, model: str | None, work: Callable[[PromptEncoder], bytes]
 ) -> web.Response:
     if model is not None:
-        check_model(model, context.model_names)
+        check_model(model, context.served_names)
     refusal = context.state.refusal()
     if refusal is not None:
         raise refusal

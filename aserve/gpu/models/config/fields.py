@@ -21,6 +21,10 @@ class Fields:
         self._values = values
         self.source = source  # for messages: "path/config.json" or "path/config.json: rope_scaling"
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._values)
+
     def has(self, name: str) -> bool:
         return self._values.get(name) is not None
 

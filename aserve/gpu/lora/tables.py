@@ -1,0 +1,178 @@
+"""The adapters on the device, by slot, and the linear layers that add them.
+
+The tables are allocated while the model is built, so that captured graphs find them where they are.
+They are written on the executor's stream only, between two steps: a step that is in flight has the
+adapters of its launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aserve.errors import ConfigError
+from aserve.gpu.layers.linear import LinearOp
+from aserve.gpu.lora.adapter import LoraAdapter, read_adapter
+from aserve.gpu.sampling.params import RowTables
+from aserve.gpu.weights.checkpoint import listed
+from aserve.gpu.weights.source import WeightSource
+from aserve_kernels.lora import LoraStack, add_lora_ref
+from aserve_kernels.row_columns import INT_COLUMNS
+
+LORA_SLOT = INT_COLUMNS.index("lora_slot")
+
+# Adds each token's adapter to y [tokens, out] in place: see aserve_kernels.lora.add_lora_ref.
+AddLora: TypeAlias = Callable[[Tensor, Tensor, Tensor, LoraStack], None]
+
+
+def may_have_any(_slots: Tensor) -> bool:
+    """The answer of devices on which looking would make the host wait."""
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class LoraOps:
+    """`has_any` says whether a token of a forward has an adapter; slots int64 [tokens]. Without one
+    nothing is added."""
+
+    add: AddLora = add_lora_ref
+    has_any: Callable[[Tensor], bool] = may_have_any
+
+
+TORCH_LORA = LoraOps()
+
+
+class LoraTables:
+    """`token_slots`, int64 [tokens], are the slots of the current forward's tokens, or None if none
+    of them has an adapter. The runner writes them through `bind` before each forward."""
+
+    __slots__ = ("_layers", "max_loras", "max_rank", "ops", "token_slots")
+
+    def __init__(self, *, max_loras: int, max_rank: int, ops: LoraOps = TORCH_LORA) -> None:
+        self.max_loras = max_loras
+        self.max_rank = max_rank
+        self.ops = ops
+        self.token_slots: Tensor | None = None
+        self._layers: list[tuple[tuple[str, ...], LoraStack]] = []  # with the names of their parts
+
+    def wrap(self, source: WeightSource) -> WeightSource:
+        """The source of a model whose linear layers add adapters."""
+        return _LoraSource(source, self)
+
+    def add_layer(
+        self, parts: Mapping[str, int], in_features: int, like: WeightSource
+    ) -> LoraStack:
+        """Allocates the stacks of one layer. `parts` maps the names of the joined layers to their
+        numbers of rows."""
+        num_slots, num_out = 1 + self.max_loras, sum(parts.values())
+        sizes = list(parts.values())
+        zeros = partial(torch.zeros, dtype=like.dtype, device=like.device)
+        stack = LoraStack(
+            a=zeros((num_slots, len(parts), self.max_rank, in_features)),
+            b=zeros((num_slots, self.max_rank, num_out)),
+            ranks=np.zeros((num_slots, len(parts)), np.int64),
+            part_of=torch.from_numpy(np.repeat(np.arange(len(parts), dtype=np.int32), sizes)).to(
+                like.device
+            ),
+            bounds=np.cumsum([0, *sizes], dtype=np.int64),
+        )
+        self._layers.append((tuple(parts), stack))
+        return stack
+
+    def bind(self, tables: RowTables, token_rows: Tensor) -> None:
+        """Looks up the slots of a forward's tokens; token_rows int64 [tokens]."""
+        slots = tables.int_table[:, LORA_SLOT].index_select(0, token_rows)
+        self.token_slots = slots if self.ops.has_any(slots) else None
+
+    def read(self, directory: Path) -> LoraAdapter:
+        """Reads an adapter and checks that each of its modules fits a layer. It changes nothing, so
+        any thread may call it."""
+        adapter = read_adapter(directory, max_rank=self.max_rank)
+        sizes = {
+            name: (int(rows), stack.a.shape[3])
+            for names, stack in self._layers
+            for name, rows in zip(names, np.diff(stack.bounds), strict=True)
+        }
+        if unknown := adapter.modules.keys() - sizes.keys():
+            raise ConfigError(f"{directory}: this model takes no adapters for {listed(unknown)}")
+        for name, module in adapter.modules.items():
+            shape = (len(module.b), module.a.shape[1])
+            if shape != sizes[name]:
+                raise ConfigError(
+                    f"{directory}: {name} is for a weight of {shape[0]} x {shape[1]}, but the "
+                    f"model's has {sizes[name][0]} x {sizes[name][1]}"
+                )
+        return adapter
+
+    def write(self, slot: int, adapter: LoraAdapter) -> None:
+        """Replaces the adapter of a slot. Call it on the executor's stream."""
+        for names, stack in self._layers:
+            stack.a[slot].zero_()
+            stack.b[slot].zero_()
+            for part, name in enumerate(names):
+                module = adapter.modules.get(name)
+                rank = 0 if module is None else len(module.a)
+                stack.ranks[slot, part] = rank
+                if module is not None:
+                    columns = slice(int(stack.bounds[part]), int(stack.bounds[part + 1]))
+                    stack.a[slot, part, :rank].copy_(module.a)
+                    stack.b[slot, :rank, columns].copy_(module.b.t())
+
+
+class LoraLinear:
+    """A linear layer with the adapters of the current forward's tokens: y = W x + B A x."""
+
+    __slots__ = ("base", "stack", "tables")
+
+    def __init__(self, base: LinearOp, stack: LoraStack, tables: LoraTables) -> None:
+        self.base = base
+        self.stack = stack
+        self.tables = tables
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        y = self.base(x)
+        slots = self.tables.token_slots
+        if slots is not None:
+            self.tables.ops.add(y, x, slots, self.stack)
+        return y
+
+
+class _LoraSource:
+    """A `WeightSource` whose linear layers add adapters, except the LM head, which sees only some
+    of a forward's tokens."""
+
+    __slots__ = ("_source", "_tables", "device", "dtype", "elementwise")
+
+    def __init__(self, source: WeightSource, tables: LoraTables) -> None:
+        self._source = source
+        self._tables = tables
+        self.device = source.device
+        self.dtype = source.dtype
+        self.elementwise = source.elementwise
+
+    def linear(self, parts: Mapping[str, int], *, in_features: int, bias: bool) -> LinearOp:
+        base = self._source.linear(parts, in_features=in_features, bias=bias)
+        if "lm_head" in parts:
+            return base
+        return LoraLinear(base, self._tables.add_layer(parts, in_features, self), self._tables)
+
+    def tensor(self, name: str, shape: tuple[int, ...], *, offset: float = 0.0) -> Tensor:
+        return self._source.tensor(name, shape, offset=offset)
+
+    def number(self, names: tuple[str, ...], *, default: float) -> float:
+        return self._source.number(names, default=default)
+
+    def stacked(
+        self, name: str, parts: Mapping[str, int], *, count: int, in_features: int
+    ) -> Tensor:
+        return self._source.stacked(name, parts, count=count, in_features=in_features)
+
+    def tied_linear(self, name: str, weight: Tensor) -> LinearOp:
+        return self._source.tied_linear(name, weight)

@@ -1,0 +1,99 @@
+"""Rows with different adapters in one batch get the tokens of models with the adapters merged in.
+
+The models are float64, in which a batch's shape does not change which token is the largest.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from aserve.gpu.lora.tables import LoraTables
+from aserve.gpu.models.base import CausalModel
+from aserve.gpu.weights.source import Target
+from aserve.messages.requests import AdmitRequest
+from aserve.tiny import MODEL_DIR
+from tests.fakes.lora_adapters import RECIPES, write_adapter, write_merged
+from tests.gpu.drive import Served, make_executor, request, serve
+from tests.gpu.plain_engine import plain_run
+from tests.load_model import load_model
+
+PREFIX = [11, 40, 300, 7, 9, 512, 77, 1033, 61]
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return [write_adapter(folder / str(recipe.seed), recipe) for recipe in RECIPES]
+
+
+@pytest.fixture(scope="module")
+def merged(adapters: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[CausalModel]:
+    """By slot: the plain model, then one for each adapter."""
+    folder = tmp_path_factory.mktemp("merged")
+    directories = [
+        write_merged(folder / str(recipe.seed), adapter, recipe)
+        for adapter, recipe in zip(adapters, RECIPES, strict=True)
+    ]
+    return [load_model(directory, dtype="float64") for directory in (MODEL_DIR, *directories)]
+
+
+@pytest.fixture(scope="module")
+def adapted(adapters: list[Path]) -> tuple[CausalModel, LoraTables]:
+    tables = LoraTables(max_loras=len(RECIPES), max_rank=16)
+    model = load_model(MODEL_DIR, dtype="float64", target=Target(wrap=tables.wrap))
+    for slot, adapter in enumerate(adapters, 1):
+        tables.write(slot, tables.read(adapter))
+    return model, tables
+
+
+def of_slot(slot: int, base: AdmitRequest) -> AdmitRequest:
+    return msgspec.structs.replace(base, lora_slot=slot, namespace=f"lora-{slot}" if slot else "")
+
+
+def mixed_requests() -> list[AdmitRequest]:
+    """Two rounds over all adapters and none: greedy with logprobs, then sampled. The prompts of all
+    have a common prefix, and the second round finds the first one's pages."""
+    rounds: tuple[dict[str, Any], ...] = (
+        {"logprobs": 2},
+        {"temperature": 0.8, "n": 2, "logprobs": 2},
+    )
+    return [
+        of_slot(slot, request(f"{number}-{slot}", PREFIX * 2 + [20 + slot], max_tokens=9, **fields))
+        for number, fields in enumerate(rounds)
+        for slot in range(len(RECIPES) + 1)
+    ]
+
+
+def assert_as_merged(
+    served: Served, requests: list[AdmitRequest], merged: list[CausalModel]
+) -> None:
+    for each in requests:
+        for child in range(each.sampling.n):
+            expected = plain_run(merged[each.lora_slot], each, child)
+            key = (each.request_id, child)
+            assert served.outputs[key] == expected.tokens
+            assert served.logprobs[key] == pytest.approx(expected.logprobs, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_batched_tokens": 7, "depth": 1, "lead": 1}, {"num_pages": 20, "max_rows": 9}],
+    ids=["overlap", "chunks", "retraction"],
+)
+def test_a_mixed_batch_gives_the_tokens_of_merged_models(
+    options: dict[str, Any],
+    adapted: tuple[CausalModel, LoraTables],
+    merged: list[CausalModel],
+) -> None:
+    model, tables = adapted
+    requests = mixed_requests()
+    executor = make_executor(model, loras=tables, **{"max_rows": 16, "num_pages": 200, **options})
+    served = serve(executor, requests, chaos=3)
+    assert_as_merged(served, requests, merged)
+    assert len({tuple(served.outputs[f"0-{slot}", 0]) for slot in range(9)}) == 9
+    assert served.num_cached >= 9 * 16 or "num_pages" in options
+    assert served.num_retracted or "num_pages" not in options
