@@ -26,6 +26,7 @@ from aserve.option import (
     parse_value,
     unknown_option,
 )
+from aserve.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 
 T = TypeVar("T")
 
@@ -80,6 +81,18 @@ class ModelOptions:
         None,
         "a chat template instead of the model's: a file, or the template itself",
         Limits(metavar="FILE"),
+    )
+    tool_call_parser: str = option(
+        "auto",
+        "the parser of tool calls; auto: the one that fits the chat template; none: calls stay in "
+        f"the content; others: {', '.join(TOOL_PARSERS)}",
+        Limits(metavar="NAME"),
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "the parser of reasoning; auto: the one that fits the chat template; none: reasoning stays "
+        f"in the content; others: {', '.join(REASONING_PARSERS)}",
+        Limits(metavar="NAME"),
     )
     allow_special_tokens_in_content: bool = option(
         False,

@@ -96,6 +96,7 @@ class Frontend:
         self.state.max_sequences = asked or core.spec.max_rows
         self.state.engine_age_s = core.age_s
         self.state.defaults = text.defaults
+        self.state.parsers = text.parsers
         await self.loras.open(core.load_lora)
         self._report("ready", "")
 

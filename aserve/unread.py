@@ -118,6 +118,7 @@ def merge(chunks: list[OutputChunk]) -> OutputChunk:
         text="".join(chunk.text for chunk in chunks),
         token_ids=b"".join(chunk.token_ids for chunk in chunks),
         prompt_ids=chunks[0].prompt_ids,
+        prompt_tail=chunks[0].prompt_tail,
         logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs),
         prompt=join_parts([chunk.prompt for chunk in chunks if chunk.prompt is not None]),
     )

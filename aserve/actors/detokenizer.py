@@ -205,7 +205,9 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
         sampling = opened.sampling
         shows_stop = sampling.include_stop_str_in_output
         return SequenceText(
-            self._tokenizer.stream(skip_special=sampling.skip_special_tokens),
+            self._tokenizer.stream(
+                skip_special=sampling.skip_special_tokens, kept=sampling.kept_special_tokens
+            ),
             stops=sampling.stop,
             end_ids=() if shows_stop else end_ids(self._tokenizer, sampling),
             min_tokens=sampling.min_tokens,
@@ -278,7 +280,8 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
         child.is_finished = ending is not None
         if ending is not None and child.text.stop is not None and not child.is_retired:
             self._engine.send(Cancel(request_id, index, child.text.num_kept, "stop"))
-        shows_ids = request.opened.sampling.return_token_ids and not child.has_started
+        is_first = not child.has_started
+        shows_ids = request.opened.sampling.return_token_ids and is_first
         child.has_started = True
         chunk = OutputChunk(
             request_id=request_id,
@@ -292,6 +295,7 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
             error=ending and ending.error,
             is_last=ending is not None and all(each.is_finished for each in request.children),
             prompt_ids=request.opened.prompt_ids if shows_ids else b"",
+            prompt_tail=request.opened.prompt_tail if is_first else "",
             prompt=prompt,
             embedding=child.embedding,
         )

@@ -9,7 +9,7 @@ from aserve.http.control import info, render
 from aserve.http.generate import llama_cpp, sglang, tgi
 from aserve.http.lora import handlers as lora
 from aserve.http.openai import models, tokens
-from aserve.http.openai.chat import ChatDialect, chat_call
+from aserve.http.openai.chat import chat_dialect
 from aserve.http.openai.completions import CompletionDialect, completion_call
 from aserve.http.openai.embeddings import embeddings
 from aserve.http.openai.respond import respond
@@ -21,9 +21,8 @@ from aserve.http.openai.schema import (
     TokenizeBody,
 )
 from aserve.http.responses import handlers as responses
-from aserve.http.responses.body import ResponseBody
 from aserve.http.responses.websocket import connect
-from aserve.http.route import Route, get, post
+from aserve.http.route import get, post
 from aserve.http.state import HttpContext, origin_of
 
 
@@ -37,8 +36,7 @@ async def completions(
 async def chat_completions(
     request: web.Request, context: HttpContext, body: ChatBody
 ) -> web.StreamResponse:
-    call = chat_call(body, origin_of(request, context))
-    return await respond(request, context, ChatDialect(call))
+    return await respond(request, context, chat_dialect(body, origin_of(request, context)))
 
 
 ROUTES = (
@@ -49,12 +47,8 @@ ROUTES = (
     post("/v1/tokenize", TokenizeBody, tokens.tokenize),
     post("/detokenize", DetokenizeBody, tokens.detokenize),
     post("/v1/detokenize", DetokenizeBody, tokens.detokenize),
-    post("/v1/responses", ResponseBody, responses.create),
+    *responses.ROUTES,
     get("/v1/responses", connect),
-    get("/v1/responses/{id:resp_[^/]*}", responses.read),
-    Route("DELETE", "/v1/responses/{id:resp_[^/]*}", responses.delete),
-    Route("POST", "/v1/responses/{id:resp_[^/]*}/cancel", responses.cancel),
-    get("/v1/responses/{id:resp_[^/]*}/input_items", responses.input_items),
     get("/v1/models", models.list_models),
     get("/v1/models/{name:.+}", models.read_model),  # a name may have slashes
     get("/health", probes.health, public=True),

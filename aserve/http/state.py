@@ -24,6 +24,7 @@ from aserve.messages.base import ServerPhase
 from aserve.messages.executor import EngineSpec
 from aserve.observability.engine_watch import EngineWatch
 from aserve.observability.recent import Recent
+from aserve.parsers.registry import NO_PARSERS, ParserNames
 from aserve.request_stream import Gateway
 from aserve.text.defaults import NEUTRAL, GenerationDefaults
 
@@ -38,6 +39,7 @@ def origin_of(request: web.Request, context: HttpContext) -> Origin:
         model_names=context.served_names,
         draw_seed=context.draw_seed,
         defaults=context.state.defaults,
+        parsers=context.state.parsers,
         answer_limits=AnswerLimits(
             context.options.max_answer_logprobs,
             context.state.max_model_len,
@@ -58,6 +60,7 @@ class ServerState:
     spec: EngineSpec | None = None  # once the engine has started
     max_sequences: int = MAX_SEQUENCES  # of one request: prompts times n
     defaults: GenerationDefaults = NEUTRAL
+    parsers: ParserNames = NO_PARSERS
     engine_age_s: Callable[[], float] = lambda: 0.0  # the time since the engine's last message
     watch: EngineWatch = field(default_factory=EngineWatch)
 

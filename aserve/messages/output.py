@@ -122,6 +122,7 @@ class OutputChunk(Message, frozen=True):
     is_last: bool = False
     prompt_ids: bytes = b""  # int32, in the child's first chunk, if the client wants them
     prompt: PromptPart | None = None
+    prompt_tail: str = ""  # in the child's first chunk: the end of a chat's prompt
     embedding: bytes = b""  # float32 [hidden], in the last chunk of an embedding request
 
 

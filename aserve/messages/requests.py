@@ -37,7 +37,8 @@ class SamplingParams(Record, frozen=True):
     logprobs before penalties, bias and masks. `echo` returns the prompt's text before the output.
     `max_tokens` None means the rest of the context, until the tokenizer actor resolves it; with 0
     only the prompt is computed. `include_stop_str_in_output` keeps the stop string or stop token in
-    the text. `return_token_ids` returns the ids of the output and of the prompt. If
+    the text. `kept_special_tokens` are not skipped with the others, because a parser of
+    the output reads them. `return_token_ids` returns the ids of the output and of the prompt. If
     `allowed_token_ids` is not empty, only these and the end tokens are sampled.
     """
 
@@ -59,6 +60,7 @@ class SamplingParams(Record, frozen=True):
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    kept_special_tokens: tuple[str, ...] = ()
     return_token_ids: bool = False
     logprobs: int | None = None
     raw_logprobs: bool = False
@@ -83,7 +85,9 @@ class TokenPrompt(Record, frozen=True, tag="tokens"):
 class ChatPrompt(Record, frozen=True, tag="chat"):
     """A chat for the model's template. `messages` and `tools` are the JSON that the client sent;
     `variables` is a JSON object of further template variables. The template adds special tokens
-    and, with `add_generation_prompt`, the start of the assistant's message.
+    and, with `add_generation_prompt`, the start of the assistant's message. With
+    `continue_final_message` the prompt ends with the content of the last message, and the output
+    continues it.
     """
 
     messages: bytes
@@ -91,6 +95,7 @@ class ChatPrompt(Record, frozen=True, tag="chat"):
     variables: bytes | None = None
     add_special_tokens: bool = False
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
 
 Prompt: TypeAlias = TextPrompt | TokenPrompt | ChatPrompt
@@ -130,6 +135,7 @@ class OpenText(Message, frozen=True):
     # the text of each prompt token, if the prompt is echoed or scored
     prompt_texts: tuple[str, ...] = ()
     outputs: tuple[bytes, ...] = ()  # int32 [outputs of child i]
+    prompt_tail: str = ""  # the end of a chat's prompt, for the parsers of outputs
 
 
 class AdmitRequest(Message, frozen=True):

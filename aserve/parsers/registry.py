@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from aserve.parsers.base import (
     OutputParser,
@@ -95,6 +96,16 @@ TEMPLATES: tuple[tuple[tuple[str, ...], str | None, str | None], ...] = (
     (("Here is my thought process:",), "granite", None),
     (("<think>",), "qwen3", None),
 )
+
+
+class ParserNames(NamedTuple):
+    """The parsers of a server's outputs. None leaves reasoning or calls in the content."""
+
+    reasoning: str | None = None
+    tools: str | None = None
+
+
+NO_PARSERS = ParserNames()
 
 
 def parser_name(given: str) -> str:

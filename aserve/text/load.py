@@ -6,6 +6,7 @@ It reads files, so it runs in a thread or before the loop is busy.
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +15,14 @@ from tokenizers import Tokenizer
 
 from aserve.config import ModelOptions
 from aserve.errors import ConfigError
+from aserve.parsers.registry import (
+    NO_PARSERS,
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    ParserNames,
+    families_of,
+    parser_name,
+)
 from aserve.text.defaults import NEUTRAL, GenerationDefaults, load_defaults
 from aserve.text.model_files import load_template, read_json, token_text
 from aserve.text.template import ChatTemplate
@@ -36,6 +45,7 @@ class TextSide(NamedTuple):
     tokenizer: TextTokenizer
     template: ChatTemplate | None = None
     defaults: GenerationDefaults = NEUTRAL
+    parsers: ParserNames = NO_PARSERS
 
 
 def load_text(model_dir: Path, options: ModelOptions) -> TextSide:
@@ -43,10 +53,32 @@ def load_text(model_dir: Path, options: ModelOptions) -> TextSide:
     if defaults != NEUTRAL:
         logger.info("defaults of %s: %s", model_dir, defaults)
     template = load_template(model_dir, options.chat_template)
+    parsers = choose_parsers(template, options)
+    logger.info("parsers of %s: reasoning=%s tools=%s", model_dir, *parsers)
     if options.load_format != "dummy" or has_tokenizer(model_dir):
-        return TextSide(load_tokenizer(model_dir), template, defaults)
+        return TextSide(load_tokenizer(model_dir), template, defaults, parsers)
     logger.info("%s has no tokenizer: texts are token ids as decimal numbers", model_dir)
     return TextSide(load_numeric_tokenizer(model_dir), template or numeric_template(), defaults)
+
+
+def choose_parsers(template: ChatTemplate | None, options: ModelOptions) -> ParserNames:
+    """Returns the parsers that the options name; `auto` takes those that fit the template."""
+    reasoning, tools = (None, None) if template is None else families_of(template.source)
+    return ParserNames(
+        _parser_of(options.reasoning_parser, reasoning, REASONING_PARSERS, "--reasoning-parser"),
+        _parser_of(options.tool_call_parser, tools, TOOL_PARSERS, "--tool-call-parser"),
+    )
+
+
+def _parser_of(given: str, fitting: str | None, known: Collection[str], option: str) -> str | None:
+    if given in ("auto", "none"):
+        return fitting if given == "auto" else None
+    name = parser_name(given)
+    if name not in known:
+        raise ConfigError(
+            f"{option} is {given!r}; expected auto, none or one of {', '.join(known)}"
+        )
+    return name
 
 
 def load_tokenizer(model_dir: Path) -> TextTokenizer:

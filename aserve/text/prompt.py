@@ -6,7 +6,6 @@ It has no state except the tokenizer's cache.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
 
 import msgspec
 
@@ -23,14 +22,13 @@ from aserve.messages.requests import (
     TextPrompt,
     TokenPrompt,
 )
+from aserve.text.chat_prompt import render_chat
 from aserve.text.defaults import bad_word_ids
 from aserve.text.plain_content import PlainContent
 from aserve.text.prompt_text import prompt_texts
 from aserve.text.template import ChatTemplate
 from aserve.text.text_size import check_bytes
 from aserve.text.tokenizer import TextTokenizer
-
-T = TypeVar("T")
 
 # A prompt that will be truncated may be this many times longer than the context. WHY a bound: all
 # of it is encoded before it is truncated, because tokens depend on the text before them.
@@ -39,6 +37,7 @@ MIN_TRUNCATED_BYTES = 1 << 20
 # The JSON of a chat may be this many times longer than the context. WHY so long: its texts are
 # escaped, and a template may drop some of them, such as the reasoning of earlier turns.
 CHAT_FACTOR = 8
+TAIL_TOKENS = 32  # of a prompt that output parsers see
 
 
 class PromptLimits(Record, frozen=True):
@@ -105,6 +104,7 @@ class PromptEncoder:
                 if needs_texts
                 else (),
                 outputs=request.outputs,
+                prompt_tail=self._tail_of(request.prompt, prompt_ids),
             ),
             AdmitRequest(
                 request_id=request.request_id,
@@ -150,13 +150,13 @@ class PromptEncoder:
             case TokenPrompt():
                 return list(prompt.token_ids)
             case ChatPrompt():
-                text, mark = self._render(prompt)
+                text, mark = render_chat(prompt, self._template, self._plain)
                 self._check_bytes(text, where="messages", is_truncated=is_truncated)
                 return self._encode_text(text, with_special=prompt.add_special_tokens, mark=mark)
 
     def render(self, prompt: ChatPrompt) -> str:
         """Returns the text of a chat's prompt."""
-        text, mark = self._render(prompt)
+        text, mark = render_chat(prompt, self._template, self._plain)
         return text if mark is None else text.replace(mark, "")
 
     def check_ids(self, ids: Sequence[int], *, param: str) -> None:
@@ -183,6 +183,14 @@ class PromptEncoder:
                 param="messages",
             )
 
+    def _tail_of(self, prompt: Prompt, prompt_ids: list[int]) -> str:
+        """Returns the end of a chat's prompt, which tells whether the template has opened the
+        model's reasoning.
+        """
+        is_chat = isinstance(prompt, ChatPrompt)
+        tail_ids = prompt_ids[-TAIL_TOKENS:] if is_chat else []
+        return self.tokenizer.decode(tail_ids, skip_special=False)
+
     def _page_keys(self, prompt_ids: bytes, *, namespace: str) -> bytes:
         page_size = self.limits.page_size
         if not page_size:
@@ -201,44 +209,6 @@ class PromptEncoder:
         if self._plain is not None and mark is not None:
             return self._plain.encode(text, mark, with_special=with_special)
         return self.tokenizer.encode(text, with_special=with_special)
-
-    def _render(self, prompt: ChatPrompt) -> tuple[str, str | None]:
-        """Returns the rendered chat and the mark that breaks the client's special tokens in it."""
-        if self._template is None:
-            raise InvalidRequest(
-                "this model has no chat template; use /v1/completions with a prompt instead",
-                param="messages",
-                code="no_chat_template",
-            )
-        messages = _decode(prompt.messages, list[dict[str, Any]], param="messages")
-        tools, variables = None, None
-        if prompt.tools is not None:
-            tools = _decode(prompt.tools, list[dict[str, Any]], param="tools")
-        if prompt.variables is not None:
-            variables = _decode(prompt.variables, dict[str, Any], param="chat_template_kwargs")
-        mark = None
-        if self._plain is not None:
-            (messages, tools, variables), mark = self._plain.break_special(
-                [messages, tools, variables]
-            )
-        text = self._template.render(
-            messages,
-            tools=tools,
-            variables=variables,
-            add_generation_prompt=prompt.add_generation_prompt,
-        )
-        return text, mark
-
-
-def _decode(data: bytes, kind: type[T], *, param: str) -> T:
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(
-            f"'{param}' cannot be decoded or is nested too deeply: {str(error)[:100]}",
-            param=param,
-            code="invalid_value",
-        ) from error
 
 
 def end_ids(tokenizer: TextTokenizer, sampling: SamplingParams) -> tuple[int, ...]:

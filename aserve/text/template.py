@@ -40,11 +40,11 @@ TEMPLATE_FAULTS = (
 
 
 class ChatTemplate:
-    """A compiled chat template. `with_tools` is used instead of `source` for messages with tools.
-    `where` names the file in errors.
+    """A compiled chat template. `with_tools` is used instead of `source` for messages with tools,
+    so it is the `source` that shows how the model writes calls. `where` names the file in errors.
     """
 
-    __slots__ = ("_plain", "_special_tokens", "_with_tools")
+    __slots__ = ("_plain", "_special_tokens", "_with_tools", "source")
 
     def __init__(
         self,
@@ -54,6 +54,7 @@ class ChatTemplate:
         where: str = "the model",
         special_tokens: dict[str, str] | None = None,
     ) -> None:
+        self.source = source if with_tools is None else with_tools
         self._plain = _compiled(source, where)
         self._with_tools = self._plain if with_tools is None else _compiled(with_tools, where)
         self._special_tokens = special_tokens or {}

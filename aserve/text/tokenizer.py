@@ -73,9 +73,12 @@ class TextTokenizer:
         stream = self.stream(skip_special=skip_special)
         return "".join([*map(stream.feed, token_ids), stream.finish()])
 
-    def stream(self, *, skip_special: bool = True) -> TextStream:
-        """Returns a detokenizer for one output. Special tokens that are skipped have no text."""
+    def stream(self, *, skip_special: bool = True, kept: Iterable[str] = ()) -> TextStream:
+        """Returns a detokenizer for one output. With `skip_special` only those special tokens have
+        a text that are `kept`.
+        """
         skipped = self.special_ids if skip_special else frozenset[int]()
+        skipped = skipped.difference(map(self._backend.token_to_id, kept))
         if self._spelling is Spelling.CONTEXTUAL:
             return WindowStream(self._decode_whole, skipped=skipped)
         return ByteStream(self.token_bytes, skipped=skipped)

@@ -66,7 +66,10 @@ REACH = {
     "aserve.bench": ANYTHING,
     "aserve.tiny": ANYTHING,
     "aserve.errors": BORDER,
-    "aserve.config": Reach(aserve=(*FIRST, "aserve.gpu.attention.registry"), packages=PLAIN),
+    "aserve.config": Reach(
+        aserve=(*FIRST, "aserve.gpu.attention.registry", "aserve.parsers.registry"),
+        packages=PLAIN,
+    ),
     "aserve.option": BORDER,
     "aserve.foreign_flags": BORDER,
     "aserve.messages": BORDER,
@@ -80,7 +83,7 @@ REACH = {
     "aserve.cache": Reach(aserve=FIRST, packages=PLAIN, not_stdlib=IMPURE),
     "aserve.scheduling": Reach(aserve=(*FIRST, "aserve.cache"), packages=PLAIN, not_stdlib=IMPURE),
     "aserve.text": Reach(
-        aserve=(*FIRST, "aserve.cache.prefix_tree"),
+        aserve=(*FIRST, "aserve.cache.prefix_tree", "aserve.parsers.registry"),
         packages=(*PLAIN, "tokenizers", "transformers", "jinja2"),
     ),
     "aserve.parsers": Reach(aserve=FIRST, packages=PLAIN, not_stdlib=IMPURE),

@@ -91,7 +91,7 @@ FORBIDDEN: dict[tuple[Rule, str], dict[str, str]] = {
         "with contextlib.suppress(Exception): x()": "catches everything",
     },
     (bans.tasks, PLAIN): {
-        "asyncio.create_task(x())": "only aserve/actors/base.py starts tasks",
+        "asyncio.create_task(x())": "only aserve/actors/base.py",
         "asyncio.get_running_loop().create_task(x())": "starts tasks",
     },
     (bans.polling, PLAIN): {

@@ -37,6 +37,7 @@ from aserve.messages.output import (
 )
 from aserve.messages.requests import AdmitRequest, Cancel, EngineEvent, TokenizerEvent
 from aserve.messages.results import PromptLogprobs, RowLogprobs
+from aserve.parsers.registry import NO_PARSERS, ParserNames
 from aserve.request_stream import Gateway
 from aserve.text.prompt import PromptEncoder, PromptLimits
 from aserve.text.template import ChatTemplate
@@ -202,6 +203,7 @@ class EchoEngine:
         *,
         tokenizer: TextTokenizer | None = None,
         template: str | None = TEMPLATE,
+        parsers: ParserNames = NO_PARSERS,
         keep_alive_s: float = 15.0,
         heartbeat_s: float = 60.0,
         **options: Any,
@@ -236,7 +238,7 @@ class EchoEngine:
             cancel=inbox.send,
             max_unread_bytes=server_options.max_unread_bytes,
         )
-        self.state = ServerState("ready", "", MAX_MODEL_LEN)
+        self.state = ServerState("ready", "", MAX_MODEL_LEN, parsers=parsers)
         self.server = HttpServer(
             HttpContext(
                 gateway=self.gateway,

@@ -15,7 +15,7 @@ from msgspec import inspect
 from aserve.errors import AserveError, ErrorInfo, InvalidRequest
 from aserve.http.body import MAX_SHOWN, parse_body
 from aserve.http.openai.call import Call, Origin
-from aserve.http.openai.chat import chat_call
+from aserve.http.openai.chat import chat_dialect
 from aserve.http.openai.completions import completion_call
 from aserve.http.openai.schema import ChatBody, CompletionBody
 from aserve.http.responses.body import ResponseBody
@@ -38,7 +38,7 @@ def asked(path: str, data: bytes) -> Call | ResponseCall:
         return response_call(parse_body(data, ResponseBody), ORIGIN, not_stored)
     if path == "completions":
         return completion_call(parse_body(data, CompletionBody), ORIGIN)
-    return chat_call(parse_body(data, ChatBody), ORIGIN)
+    return chat_dialect(parse_body(data, ChatBody), ORIGIN).call
 
 
 def not_stored(_: ResponseKey) -> NoReturn:
@@ -94,7 +94,16 @@ COMPLETION_ERRORS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"bad_words": ["x"] * 129}, "array_above_max_length", "bad_words"),
     ({"bad_words": ["x" * 129]}, "string_above_max_length", "bad_words"),
     ({"cache_salt": "x" * 129}, "string_above_max_length", "cache_salt"),
+    ({"stop_regex": "a+"}, "unsupported_parameter", "stop_regex"),
+    ({"use_beam_search": True}, "unsupported_parameter", "use_beam_search"),
+    ({"guided_json": {}, "guided_regex": "a"}, "invalid_value", "guided_json"),
 ]
+
+
+def tool(name: str, parameters: Any = None) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
 CHAT_ERRORS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"messages": None}, "missing_required_parameter", "messages"),
     ({"messages": []}, "empty_array", "messages"),
@@ -107,18 +116,61 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"logprobs": 2}, "invalid_type", "logprobs"),
     ({"tools": []}, "empty_array", "tools"),
     ({"tools": [{}]}, "missing_required_parameter", "tools[0].type"),
+    (
+        {"tools": [{"type": "custom", "function": {"name": "f"}}]},
+        "unsupported_value",
+        "tools[0].type",
+    ),
+    ({"tools": [tool("f g")]}, "invalid_value", "tools[0].function.name"),
+    ({"tools": [tool("f"), tool("f")]}, "invalid_value", "tools[1].function.name"),
+    (
+        {"tools": [tool("f", {"type": "array"})]},
+        "invalid_function_parameters",
+        "tools[0].function.parameters",
+    ),
+    ({"tools": [tool("f")] * 513}, "array_above_max_length", "tools"),
+    ({"tools": [tool("f", 5)]}, "invalid_type", "tools[0].function.parameters"),
     ({"tool_choice": "required"}, "invalid_value", "tool_choice"),
+    ({"tools": [tool("f")], "tool_choice": "sometimes"}, "invalid_value", "tool_choice"),
+    ({"tools": [tool("f")], "tool_choice": tool("g")}, "invalid_value", "tool_choice"),
+    (
+        {"tools": [tool("f")], "tool_choice": {"type": "allowed_tools"}},
+        "invalid_value",
+        "tool_choice",
+    ),
+    ({"tools": [tool("f")], "functions": [{"name": "f"}]}, "invalid_value", "functions"),
+    ({"functions": [{"name": ""}]}, "invalid_value", "functions[0].function.name"),
+    ({"functions": [{"name": "f"}], "function_call": "all"}, "invalid_value", "function_call"),
+    ({"continue_final_message": True}, "invalid_value", "continue_final_message"),
+    (
+        {"continue_final_message": True, "add_generation_prompt": True},
+        "invalid_value",
+        "continue_final_message",
+    ),
+    ({"max_thinking_tokens": 5}, "unsupported_parameter", "max_thinking_tokens"),
+    ({"reasoning_effort": "huge"}, "invalid_type", "reasoning_effort"),
     ({"response_format": {"type": "xml"}}, "invalid_value", "response_format.type"),
 ]
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
-CALL = {"type": "function_call_output", "call_id": "c", "output": "sunny"}
+COMPUTER = {"type": "computer_call_output", "call_id": "c", "output": "sunny"}
+FUNCTION = {"type": "function", "name": "f"}
 RESPONSE_ERRORS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"input": None}, "missing_required_parameter", "input"),
     ({"input": []}, "empty_array", "input"),
     ({"input": [{"content": "a"}]}, "missing_required_parameter", "input[0].role"),
     ({"input": [{"role": "user"}]}, "missing_required_parameter", "input[0].content"),
     ({"input": [{"role": "king", "content": "a"}]}, "invalid_type", "input[0].role"),
-    ({"input": [CALL]}, "unsupported_value", "input[0].type"),
+    ({"input": [COMPUTER]}, "unsupported_value", "input[0].type"),
+    (
+        {"input": [{"type": "function_call_output", "output": "a"}]},
+        "missing_required_parameter",
+        "input[0].call_id",
+    ),
+    (
+        {"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]},
+        "missing_required_parameter",
+        "input[0].name",
+    ),
     (
         {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}, IMAGE]}]},
         "unsupported_content_type",
@@ -128,10 +180,22 @@ RESPONSE_ERRORS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"max_tokens": 5}, "unsupported_parameter", "max_tokens"),
     ({"top_logprobs": 21}, "integer_above_max_value", "top_logprobs"),
     ({"include": ["all"]}, "invalid_type", "include[0]"),
-    ({"background": True}, "unsupported_parameter", "background"),
+    ({"background": True, "stream": True}, "unsupported_parameter", "background"),
+    ({"background": True, "store": False}, "unsupported_parameter", "background"),
     ({"conversation": "conv_1"}, "unsupported_parameter", "conversation"),
-    ({"tools": [{"type": "web_search"}]}, "unsupported_parameter", "tools"),
-    ({"truncation": "auto"}, "invalid_type", "truncation"),
+    ({"tools": [{"type": "web_search"}]}, "unsupported_value", "tools[0].type"),
+    ({"tools": [{"type": "function"}]}, "missing_required_parameter", "tools[0].name"),
+    (
+        {"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "g"}},
+        "invalid_value",
+        "tool_choice",
+    ),
+    (
+        {"tools": [FUNCTION], "tool_choice": {"type": "mcp"}},
+        "unsupported_parameter",
+        "tool_choice",
+    ),
+    ({"truncation": "middle"}, "invalid_type", "truncation"),
     ({"text": {"format": {"type": "xml"}}}, "invalid_value", "text.format.type"),
     (
         {"text": {"format": {"type": "json_schema", "name": "n"}}},

@@ -9,7 +9,7 @@ import pytest
 
 from aserve.errors import InvalidRequest
 from aserve.http.openai.grammars import format_grammar, grammar_of
-from aserve.http.openai.schema import ResponseFormat, StructuredOutputs
+from aserve.http.openai.schema import GenerationBody
 from aserve.messages.requests import Grammar
 from tests.fakes.echo_engine import EchoEngine
 from tests.http.asking import ask, complete
@@ -18,14 +18,8 @@ SCHEMA: dict[str, Any] = {"type": "object", "properties": {"b": {}, "a": {"type"
 SCHEMA_TEXT = '{"type":"object","properties":{"b":{},"a":{"type":"integer"}}}'
 
 
-class Asked(msgspec.Struct):
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-
-
 def asked(**body: Any) -> Grammar | None:
-    parsed = msgspec.json.decode(msgspec.json.encode(body), type=Asked)
-    return grammar_of(parsed.response_format, parsed.structured_outputs)
+    return grammar_of(msgspec.json.decode(msgspec.json.encode(body), type=GenerationBody))
 
 
 SCHEMA_FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
@@ -52,6 +46,26 @@ def test_each_output_format_is_a_grammar_that_names_its_field(
     else:
         grammar = asked(structured_outputs={name: value}, response_format={"type": "text"})
         assert grammar == Grammar(kind, source, param=f"structured_outputs.{name}")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind", "source"),
+    [
+        ("guided_json", SCHEMA, "json_schema", SCHEMA_TEXT),
+        ("guided_regex", "a+", "regex", "a+"),
+        ("guided_choice", ["a"], "choice", '["a"]'),
+        ("guided_grammar", 'root ::= "a"', "ebnf", 'root ::= "a"'),
+        ("guided_json_object", True, "json_object", ""),
+        ("regex", "a+", "regex", "a+"),
+        ("ebnf", 'root ::= "a"', "ebnf", 'root ::= "a"'),
+        ("grammar", 'root ::= "a"', "ebnf", 'root ::= "a"'),
+        ("json_schema", '{"a": 1 }', "json_schema", '{"a": 1 }'),
+    ],
+)
+def test_other_names_of_a_constraint_mean_the_same(
+    name: str, value: object, kind: Any, source: str
+) -> None:
+    assert asked(**{name: value}) == Grammar(kind, source, param=name)
 
 
 def test_a_text_format_needs_no_grammar() -> None:
@@ -116,7 +130,7 @@ def test_a_schema_that_is_nested_too_deep_is_refused_with_the_limit(depth: int) 
 def test_half_of_a_surrogate_pair_is_refused(name: str, value: Any) -> None:
     """Also as the embedded engine gets it, which no decoder has looked at."""
     with pytest.raises(InvalidRequest, match="surrogate pair") as caught:
-        grammar_of(None, msgspec.convert({name: value}, StructuredOutputs))
+        grammar_of(msgspec.convert({"structured_outputs": {name: value}}, GenerationBody))
     assert caught.value.param == f"structured_outputs.{name}"
 
 

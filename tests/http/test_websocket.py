@@ -18,7 +18,7 @@ from openai.types.responses import ResponsesServerEvent
 
 from aserve.errors import ShuttingDown
 from aserve.http.responses.body import ResponseBody
-from aserve.http.responses.events import EventMaker
+from aserve.http.responses.event_maker import EventMaker
 from aserve.http.responses.websocket import MAX_OPEN
 from tests.fakes.echo_engine import EchoEngine
 from tests.http.asking import prompts

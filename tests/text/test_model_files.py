@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from aserve.config import ModelOptions
 from aserve.errors import ConfigError
+from aserve.parsers.registry import ParserNames
 from aserve.text.defaults import NEUTRAL, GenerationDefaults, load_defaults
-from aserve.text.load import load_tokenizer
+from aserve.text.load import load_text, load_tokenizer
 from aserve.text.model_files import load_template
 from aserve.tiny import MODEL_DIR
 from tests.text.vocabularies import EOS, byte_level_backend
@@ -200,3 +202,25 @@ def test_a_wrong_value_is_named_with_its_file_and_the_way_around(
     assert "generation_config.json: " in message
     assert f"`$.{name}`" in message
     assert "--generation-config none" in message
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, ParserNames("aserve_tiny", "aserve_tiny")),
+        ({"tool_call_parser": "none"}, ParserNames("aserve_tiny", None)),
+        (
+            {"tool_call_parser": "qwen25", "reasoning_parser": "deepseek-r1"},
+            ParserNames("deepseek_r1", "hermes"),
+        ),
+    ],
+)
+def test_the_parsers_are_those_that_fit_the_template_or_are_named(
+    given: dict[str, Any], expected: ParserNames
+) -> None:
+    assert load_text(MODEL_DIR, ModelOptions(**given)).parsers == expected
+
+
+def test_an_unknown_parser_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="--tool-call-parser is 'hermos'"):
+        load_text(MODEL_DIR, ModelOptions(tool_call_parser="hermos"))

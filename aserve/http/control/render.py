@@ -8,9 +8,9 @@ import msgspec
 from aiohttp import web
 
 from aserve.errors import InvalidRequest
-from aserve.http.openai.chat import chat_call
+from aserve.http.openai.chat import chat_dialect
+from aserve.http.openai.chat_plan import prompt_of_body
 from aserve.http.openai.checks import check_model
-from aserve.http.openai.conversation import chat_prompt
 from aserve.http.openai.schema import ChatBody, TokenizeBody
 from aserve.http.route import post
 from aserve.http.state import HttpContext, origin_of
@@ -36,7 +36,7 @@ async def render(_: web.Request, context: HttpContext, body: TokenizeBody) -> we
 
 async def render_chat(request: web.Request, context: HttpContext, body: ChatBody) -> web.Response:
     """Checks a whole body of /v1/chat/completions and renders its prompt."""
-    prompt = chat_call(body, origin_of(request, context)).requests[0].prompt
+    prompt = chat_dialect(body, origin_of(request, context)).call.requests[0].prompt
     return await _run(context, lambda encoder: rendered(prompt, encoder))
 
 
@@ -65,7 +65,7 @@ def _prompt_of(body: TokenizeBody, context: HttpContext) -> ChatPrompt:
             param="prompt",
             code="unsupported_parameter",
         )
-    return chat_prompt(body)
+    return prompt_of_body(body)
 
 
 def rendered(prompt: Prompt, encoder: PromptEncoder) -> bytes:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol, TypeVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from aserve.http.openai.call import Call
 from aserve.messages.base import array_i32
@@ -18,11 +19,16 @@ class PromptDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
 class UsageBody(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
 
 
 class TopEntry(msgspec.Struct):
@@ -112,13 +118,13 @@ class Dialect(Protocol[ChoiceT]):
     def opening(self, index: int, usage: UsageBody | None) -> bytes | None:
         """Returns the event before a choice's first text, or None if the endpoint has none."""
 
-    def delta(self, index: int, chunk: OutputChunk, usage: UsageBody | None) -> bytes | None:
-        """Returns the event of a chunk, or None if the client would see nothing of it."""
+    def deltas(self, index: int, chunk: OutputChunk, usage: UsageBody | None) -> Iterable[bytes]:
+        """Yields the events of a chunk, none if the client would see nothing of it."""
 
     def usage(self, usage: UsageBody) -> bytes:
         """Returns the event with usage and no choices."""
 
-    def new_choice(self) -> ChoiceT:
+    def new_choice(self, index: int) -> ChoiceT:
         """Returns an empty choice of an answer that is not streamed."""
 
     def whole_answer(self, choices: list[ChoiceT], usage: UsageBody) -> Iterator[bytes]:

@@ -19,6 +19,7 @@ from aserve.http.openai.limits import EMBEDDED, Caller, stops_of
 from aserve.http.openai.schema import GenerationBody, StreamOptions
 from aserve.messages.output import OutputChunk
 from aserve.messages.requests import GenerateRequest, Prompt, SamplingParams
+from aserve.parsers.registry import NO_PARSERS, ParserNames
 from aserve.text.defaults import NEUTRAL, GenerationDefaults
 
 Number = TypeVar("Number", int, float)
@@ -86,6 +87,7 @@ class Origin:
     model_names: tuple[str, ...]
     draw_seed: Callable[[], int] = random_seed
     defaults: GenerationDefaults = NEUTRAL
+    parsers: ParserNames = NO_PARSERS
     answer_limits: AnswerLimits = NO_MODEL
     caller: Caller = EMBEDDED
     # the requests with the adapter that `model` names, if it is the name of one
@@ -125,7 +127,7 @@ def sampling_of(
         logprobs=logprobs,
         raw_logprobs=body.logprobs_mode == "raw_logprobs",
         n=body.n or 1,
-        grammar=grammar_of(body.response_format, body.structured_outputs),
+        grammar=grammar_of(body),
     )
 
 

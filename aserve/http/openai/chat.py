@@ -8,19 +8,37 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from aserve.http.long_json import JsonEach, JsonList, pieces_of
-from aserve.http.openai.answers import LogprobEntry, UsageBody, ids_of, is_visible, logprob_entries
+from aserve.http.openai.answers import (
+    CompletionDetails,
+    LogprobEntry,
+    UsageBody,
+    ids_of,
+    is_visible,
+    logprob_entries,
+)
 from aserve.http.openai.call import Call, Origin, build_call, sampling_of
+from aserve.http.openai.chat_plan import ChatPlan, plan_of_body
+from aserve.http.openai.chat_records import (
+    ChatAnswer,
+    ChatLogprobs,
+    Delta,
+    DeltaChoice,
+    MessageChoice,
+    deltas_of,
+    message_of,
+)
 from aserve.http.openai.checks import check_body, num_logprobs
 from aserve.http.openai.choices import ChatChoice
-from aserve.http.openai.conversation import chat_prompt
+from aserve.http.openai.parsed import ParsedChoice
 from aserve.http.openai.prompt_logprobs import check_prompt_logprobs
 from aserve.http.openai.schema import ChatBody
+from aserve.messages.base import FinishReason
 from aserve.messages.output import OutputChunk
 
 
-def chat_call(body: ChatBody, origin: Origin) -> Call:
+def chat_dialect(body: ChatBody, origin: Origin) -> ChatDialect:
+    """Checks a body, and returns its call with the rendering of the answer."""
     check_body(body, origin.model_names)
-    prompt = chat_prompt(body)
     check_prompt_logprobs(body)
     max_tokens = body.max_completion_tokens
     sampling = sampling_of(
@@ -30,85 +48,56 @@ def chat_call(body: ChatBody, origin: Origin) -> Call:
         draw_seed=origin.draw_seed,
         defaults=origin.defaults,
     )
-    sampling = msgspec.structs.replace(sampling, prompt_logprobs=body.prompt_logprobs)
-    return build_call(body, origin, prompts=[prompt], sampling=sampling, id_prefix="chatcmpl-")
-
-
-class ChatLogprobs(msgspec.Struct):
-    content: list[LogprobEntry] | JsonList
-    refusal: None = None
-
-
-class Delta(msgspec.Struct):
-    role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-
-
-class DeltaChoice(msgspec.Struct):
-    index: int
-    delta: Delta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-
-
-class AssistantMessage(msgspec.Struct):
-    content: str
-    role: str = "assistant"
-    refusal: None = None
-
-
-class MessageChoice(msgspec.Struct):
-    index: int
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
-
-
-class ChatAnswer(msgspec.Struct, kw_only=True):
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[DeltaChoice] | JsonEach
-    usage: UsageBody | UnsetType | None = UNSET
-    seed: int | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: JsonList | UnsetType = UNSET
+    plan = plan_of_body(body, origin.parsers, sampling.grammar)
+    sampling = msgspec.structs.replace(
+        plan.constrained(sampling), prompt_logprobs=body.prompt_logprobs
+    )
+    prompts = [plan.prompt]
+    call = build_call(body, origin, prompts=prompts, sampling=sampling, id_prefix="chatcmpl-")
+    return ChatDialect(call, plan)
 
 
 class ChatDialect:
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, plan: ChatPlan) -> None:
         self.call = call
+        self._plan = plan
+        self._parsed = [
+            ParsedChoice(plan.parse, f"{call.call_id}/{i}") for i in range(call.num_sequences)
+        ]
 
     def opening(self, index: int, usage: UsageBody | None) -> bytes | None:
-        return self._chunk([DeltaChoice(index, Delta(role="assistant", content=""))], usage=usage)
+        first = Delta(role="assistant", content=self._plan.prefix)
+        return self._chunk([DeltaChoice(index, first)], usage=usage)
 
-    def delta(self, index: int, chunk: OutputChunk, usage: UsageBody | None) -> bytes | None:
-        if not is_visible(chunk, self.call):
-            return None
-        choice = DeltaChoice(
-            index,
-            Delta(content=chunk.text or UNSET),
-            self._logprobs(logprob_entries(chunk.logprobs)),
-            token_ids=self._shown(chunk.token_ids),
-        )
+    def deltas(self, index: int, chunk: OutputChunk, usage: UsageBody | None) -> Iterator[bytes]:
+        """Yields an event for each delta. The first has the chunk's logprobs and ids, and the last
+        one the end of the choice.
+        """
+        parsed = self._parsed[index]
+        events = parsed.add(chunk)
+        deltas = [*deltas_of(events, has_functions=self._plan.has_functions)]
+        if not deltas and not is_visible(msgspec.structs.replace(chunk, text=""), self.call):
+            return
+        choices = [DeltaChoice(index, delta) for delta in deltas or [Delta()]]
+        choices[0].logprobs = self._logprobs(logprob_entries(chunk.logprobs))
+        choices[0].token_ids = self._shown(chunk.token_ids)
+        seed: int | UnsetType = UNSET
+        if chunk.finish_reason is not None:
+            choices[-1].finish_reason = self._reason(parsed, chunk.finish_reason)
+            choices[-1].stop_reason = chunk.stop_reason
+            seed = self.call.sampling.seed
         prompt_ids = ids_of(chunk.prompt_ids)
-        if chunk.finish_reason is None:
-            return self._chunk([choice], usage=usage, prompt_ids=prompt_ids)
-        choice.finish_reason = chunk.finish_reason
-        choice.stop_reason = chunk.stop_reason
-        seed = self.call.sampling.seed
-        return self._chunk([choice], usage=usage, seed=seed, prompt_ids=prompt_ids)
+        for number, choice in enumerate(choices, start=1):
+            is_last = number == len(choices)
+            shown_seed = seed if is_last else UNSET
+            yield self._chunk([choice], usage=usage, seed=shown_seed, prompt_ids=prompt_ids)
+            prompt_ids = []
 
     def usage(self, usage: UsageBody) -> bytes:
         return self._chunk([], usage=usage, seed=self.call.sampling.seed)
 
-    def new_choice(self) -> ChatChoice:
-        return ChatChoice(self.call.sampling)
+    def new_choice(self, index: int) -> ChatChoice:
+        return ChatChoice(self.call.sampling, self._parsed[index])
 
     def whole_answer(self, choices: list[ChatChoice], usage: UsageBody) -> Iterator[bytes]:
         first = choices[0]
@@ -124,14 +113,19 @@ class ChatDialect:
         return pieces_of(answer)
 
     def _message(self, index: int, choice: ChatChoice) -> MessageChoice:
+        plan = self._plan
         return MessageChoice(
             index,
-            AssistantMessage(choice.text),
+            message_of(choice.message, prefix=plan.prefix, has_functions=plan.has_functions),
             self._logprobs(choice.logprobs),
-            choice.finish_reason,
+            self._reason(self._parsed[index], choice.finish_reason),
             choice.stop_reason,
             choice.token_ids if self.call.sampling.return_token_ids else UNSET,
         )
+
+    def _reason(self, parsed: ParsedChoice, reason: FinishReason | None) -> str | None:
+        found = parsed.finish_reason(reason)
+        return "function_call" if found == "tool_calls" and self._plan.has_functions else found
 
     def _chunk(
         self,
@@ -155,6 +149,10 @@ class ChatDialect:
         seed: int | UnsetType,
         prompt_ids: list[int] | None,
     ) -> ChatAnswer:
+        thinks = self._plan.parse.reasoning is not None
+        if thinks and isinstance(usage, UsageBody):
+            num_tokens = sum(parsed.num_reasoning_tokens for parsed in self._parsed)
+            usage.completion_tokens_details = CompletionDetails(num_tokens)
         return ChatAnswer(
             id=self.call.call_id,
             object=kind,

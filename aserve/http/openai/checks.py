@@ -10,10 +10,16 @@ from aserve.errors import InvalidRequest, NotFound
 from aserve.http.openai.limits import check_limits
 from aserve.http.openai.schema import ChatBody, CompletionBody, GenerationBody
 
+# Fields of other servers that would change the output, so they are refused, not ignored.
+UNSUPPORTED = ("stop_regex", "custom_logit_processor", "logits_processors", "use_beam_search")
+
 
 def check_body(body: GenerationBody, model_names: tuple[str, ...]) -> None:
     if body.model is not None:
         check_model(body.model, model_names)
+    for name in UNSUPPORTED:
+        if getattr(body, name):
+            raise unsupported(name, "This server does not have it.")
     check_limits(body)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest(
@@ -30,6 +36,12 @@ def check_model(name: str, served: tuple[str, ...]) -> None:
             param="model",
             code="model_not_found",
         )
+
+
+def unsupported(name: str, advice: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"Unsupported parameter: '{name}'. {advice}", param=name, code="unsupported_parameter"
+    )
 
 
 def check_suffix(body: CompletionBody) -> None:

@@ -13,6 +13,7 @@ from aserve.http.long_json import JsonList
 from aserve.http.openai.answers import ChoiceT, Dialect, Tally, ids_of, logprob_entries
 from aserve.http.openai.call import Call
 from aserve.http.openai.completion_logprobs import LogprobLists, chunk_logprobs
+from aserve.http.openai.parsed import ParsedChoice, ParsedMessage
 from aserve.http.openai.prompt_logprobs import prompt_logprobs
 from aserve.messages.base import FinishReason
 from aserve.messages.output import OutputChunk
@@ -23,7 +24,7 @@ from aserve.request_stream import RequestStream
 async def whole_answer(request_stream: RequestStream, dialect: Dialect[ChoiceT]) -> Iterator[bytes]:
     """Reads all chunks and returns the pieces of the answer. Raises RequestFailed on an error."""
     tally = Tally()
-    choices = [dialect.new_choice() for _ in range(dialect.call.num_sequences)]
+    choices = [dialect.new_choice(i) for i in range(dialect.call.num_sequences)]
     async for chunk in request_stream:
         if chunk.error is not None:
             raise RequestFailed(chunk.error)
@@ -33,14 +34,13 @@ async def whole_answer(request_stream: RequestStream, dialect: Dialect[ChoiceT])
 
 
 class GatheredChoice:
-    """One choice of an answer that is not streamed, without its logprobs, which each endpoint
-    renders in its own format.
+    """One choice of an answer that is not streamed, without its text and logprobs, which each
+    endpoint renders in its own format.
     """
 
     __slots__ = (
         "_num_scored",
         "_prompt_ids",
-        "_texts",
         "_token_ids",
         "_total_logprob",
         "finish_reason",
@@ -48,7 +48,6 @@ class GatheredChoice:
     )
 
     def __init__(self) -> None:
-        self._texts: list[str] = []
         self._token_ids = bytearray()
         self._prompt_ids = b""
         self._total_logprob = 0.0
@@ -57,20 +56,12 @@ class GatheredChoice:
         self.stop_reason: int | str | None = None
 
     def add(self, chunk: OutputChunk) -> None:
-        if chunk.prompt is not None:
-            self._texts.append(chunk.prompt.text)  # the whole prompt comes before the output
-        self._texts.append(chunk.text)
         self._token_ids += chunk.token_ids
         self._prompt_ids = self._prompt_ids or chunk.prompt_ids
         self._total_logprob += sum(entry.logprob for entry in chunk.logprobs)
         self._num_scored += len(chunk.logprobs)
         self.finish_reason = chunk.finish_reason
         self.stop_reason = chunk.stop_reason
-
-    @property
-    def text(self) -> str:
-        """The choice's text, after the prompt's text if it is echoed."""
-        return "".join(self._texts)
 
     @property
     def token_ids(self) -> list[int]:
@@ -89,16 +80,19 @@ class GatheredChoice:
 class ChatChoice(GatheredChoice):
     """A choice of /v1/chat/completions."""
 
-    __slots__ = ("_sampling", "logprobs", "prompt_logprobs")
+    __slots__ = ("_parsed", "_sampling", "logprobs", "message", "prompt_logprobs")
 
-    def __init__(self, sampling: SamplingParams) -> None:
+    def __init__(self, sampling: SamplingParams, parsed: ParsedChoice) -> None:
         super().__init__()
         self._sampling = sampling
+        self._parsed = parsed
+        self.message = ParsedMessage()
         self.logprobs = JsonList()
         self.prompt_logprobs = JsonList()
 
     def add(self, chunk: OutputChunk) -> None:
         super().add(chunk)
+        self.message.add(self._parsed.add(chunk))
         self.logprobs.extend(logprob_entries(chunk.logprobs))
         if chunk.prompt is not None and chunk.child == 0:
             self.prompt_logprobs.extend(prompt_logprobs(chunk.prompt, self._sampling))
@@ -107,17 +101,26 @@ class ChatChoice(GatheredChoice):
 class TextChoice(GatheredChoice):
     """A choice of /v1/completions."""
 
-    __slots__ = ("_sampling", "logprobs", "prompt_logprobs")
+    __slots__ = ("_sampling", "_texts", "logprobs", "prompt_logprobs")
 
     def __init__(self, sampling: SamplingParams) -> None:
         super().__init__()
         self._sampling = sampling
+        self._texts: list[str] = []
         top = JsonList() if sampling.logprobs else None
         self.logprobs = LogprobLists(JsonList(), JsonList(), top, JsonList())
         self.prompt_logprobs = JsonList()
 
+    @property
+    def text(self) -> str:
+        """The choice's text, after the prompt's text if it is echoed."""
+        return "".join(self._texts)
+
     def add(self, chunk: OutputChunk) -> None:
         super().add(chunk)
+        if chunk.prompt is not None:
+            self._texts.append(chunk.prompt.text)  # the whole prompt comes before the output
+        self._texts.append(chunk.text)
         logprobs = chunk_logprobs(chunk, self._sampling)
         if logprobs is not None:
             self.logprobs.extend(logprobs)

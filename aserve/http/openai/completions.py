@@ -77,21 +77,21 @@ class CompletionDialect:
     def opening(self, index: int, usage: UsageBody | None) -> bytes | None:
         return None
 
-    def delta(self, index: int, chunk: OutputChunk, usage: UsageBody | None) -> bytes | None:
+    def deltas(self, index: int, chunk: OutputChunk, usage: UsageBody | None) -> Iterator[bytes]:
         if not is_visible(chunk, self.call):
-            return None
+            return
         answer = self._answer(
             [self._part(index, chunk)],
             usage=usage if self.call.reports_usage else UNSET,
             seed=UNSET if chunk.finish_reason is None else self.call.sampling.seed,
         )
-        return msgspec.json.encode(answer)
+        yield msgspec.json.encode(answer)
 
     def usage(self, usage: UsageBody) -> bytes:
         answer = self._answer([], usage=usage, seed=self.call.sampling.seed)
         return msgspec.json.encode(answer)
 
-    def new_choice(self) -> TextChoice:
+    def new_choice(self, index: int) -> TextChoice:
         return TextChoice(self.call.sampling)
 
     def whole_answer(self, choices: list[TextChoice], usage: UsageBody) -> Iterator[bytes]:

@@ -1,54 +1,128 @@
-"""Converts the messages and tools of a chat body to a ChatPrompt, which the chat template renders.
+"""Converts the messages and tools of a chat to a ChatPrompt, which the chat template renders.
 
-Content becomes plain text. Other fields are passed on unchanged.
+Content becomes plain text, and arguments of tool calls become objects.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from aserve.errors import InvalidRequest
-from aserve.http.body import wrong_field
 from aserve.http.openai.json_values import decode_json, encode_json
 from aserve.http.openai.schema import (
     ChatBody,
     ChatMessage,
     ContentPart,
+    Effort,
     FunctionCall,
     TokenizeBody,
-    Tool,
     ToolCall,
 )
+from aserve.http.openai.tools import NO_TOOLS, ToolUse
 from aserve.messages.requests import ChatPrompt
 from aserve.text.template import RESERVED
 
 # Newer clients say developer; templates know it as system.
-ROLES = {"developer": "system"} | {
-    role: role for role in ("system", "user", "assistant", "tool", "function")
-}
+ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "assistant", "tool")}
 
 
-def chat_prompt(body: ChatBody | TokenizeBody) -> ChatPrompt:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningOptions:
+    """What a client wants of the reasoning. `is_enabled` and `effort` are for the chat template;
+    None leaves them to it. Without `is_separate` the reasoning stays in the content. Without
+    `is_shown` it is left out, and without `is_streamed` a stream has it in one piece.
+    """
+
+    is_enabled: bool | None = None
+    effort: Effort | None = None
+    is_separate: bool = True
+    is_shown: bool = True
+    is_streamed: bool = True
+
+    def variables(self) -> dict[str, Any]:
+        """Returns the variables by which templates switch reasoning. WHY three: gpt-oss reads the
+        effort, Qwen and GLM `enable_thinking`, and DeepSeek `thinking`.
+        """
+        found: dict[str, Any] = {} if self.effort is None else {"reasoning_effort": self.effort}
+        is_enabled = self.is_enabled
+        if is_enabled is None and self.effort is not None:
+            is_enabled = self.effort != "none"
+        if is_enabled is not None:
+            found |= {"enable_thinking": is_enabled, "thinking": is_enabled}
+        return found
+
+
+BY_TEMPLATE = ReasoningOptions()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """A chat whose next message is asked for, in one form for all endpoints.
+
+    With `continues_last` the output continues the last message, which is the assistant's.
+    """
+
+    messages: Sequence[ChatMessage]
+    tool_use: ToolUse = NO_TOOLS
+    variables: Mapping[str, Any] | None = None  # of the template
+    reasoning: ReasoningOptions = BY_TEMPLATE
+    add_special_tokens: bool = False
+    add_generation_prompt: bool = True
+    continues_last: bool = False
+
+
+def chat_of(body: ChatBody | TokenizeBody, tool_use: ToolUse, reasoning: ReasoningOptions) -> Chat:
+    """Returns the chat of a body of OpenAI's API."""
     if body.messages is None:
         raise InvalidRequest(
             "Missing required parameter: 'messages'.",
             param="messages",
             code="missing_required_parameter",
         )
-    if not body.messages:
+    continues_last = bool(body.continue_final_message)
+    if continues_last and body.add_generation_prompt:
+        raise InvalidRequest(
+            "Invalid 'continue_final_message': it excludes 'add_generation_prompt', which begins "
+            "another message.",
+            param="continue_final_message",
+            code="invalid_value",
+        )
+    return Chat(
+        messages=body.messages,
+        tool_use=tool_use,
+        variables=body.chat_template_kwargs,
+        reasoning=reasoning,
+        add_special_tokens=bool(body.add_special_tokens),
+        add_generation_prompt=body.add_generation_prompt is not False and not continues_last,
+        continues_last=continues_last,
+    )
+
+
+def prompt_of(chat: Chat) -> ChatPrompt:
+    if not chat.messages:
         raise InvalidRequest(
             "Invalid 'messages': the list is empty.", param="messages", code="empty_array"
         )
-    messages = [_to_plain_text(message, i) for i, message in enumerate(body.messages)]
+    messages = [_to_plain_text(message, i) for i, message in enumerate(chat.messages)]
+    if chat.continues_last and messages[-1].role != "assistant":
+        raise InvalidRequest(
+            "Invalid 'continue_final_message': the last message must be the assistant's, but its "
+            f"role is {messages[-1].role}.",
+            param="continue_final_message",
+            code="invalid_value",
+        )
+    tools = chat.tool_use.definitions
     return ChatPrompt(
         encode_json(messages, param="messages"),
-        tools_of(body),
-        variables=template_variables(body.chat_template_kwargs),
-        add_special_tokens=bool(body.add_special_tokens),
-        add_generation_prompt=body.add_generation_prompt is not False,
+        encode_json(tools, param="tools") if tools else None,
+        variables=template_variables(chat.reasoning.variables() | dict(chat.variables or {})),
+        add_special_tokens=chat.add_special_tokens,
+        add_generation_prompt=chat.add_generation_prompt,
+        continue_final_message=chat.continues_last,
     )
 
 
@@ -69,6 +143,7 @@ def template_variables(given: Mapping[str, Any] | None) -> bytes | None:
 def _to_plain_text(message: ChatMessage, index: int) -> ChatMessage:
     """Checks a message, and returns it with plain text as content and objects as arguments."""
     where = f"messages[{index}]"
+    message = _with_tools(message)
     role = ROLES.get(message.role)
     if role is None:
         raise InvalidRequest(
@@ -84,12 +159,28 @@ def _to_plain_text(message: ChatMessage, index: int) -> ChatMessage:
             code="missing_required_parameter",
         )
     calls = message.tool_calls and [_with_parsed_arguments(call) for call in message.tool_calls]
-    return msgspec.structs.replace(
-        message, role=role, content=_text(message.content, where), tool_calls=calls
+    return ChatMessage(
+        role,
+        text_of(message.content, where=where),
+        name=message.name,
+        tool_calls=calls,
+        tool_call_id=message.tool_call_id,
+        reasoning_content=message.reasoning_content or message.reasoning,
     )
 
 
-def _text(content: str | list[ContentPart] | None, where: str) -> str:
+def _with_tools(message: ChatMessage) -> ChatMessage:
+    """Converts the older form of calls and results. A call has no id there, so its name serves."""
+    if message.role == "function":
+        return msgspec.structs.replace(message, role="tool", tool_call_id=f"call_{message.name}")
+    call = message.function_call
+    if call is None:
+        return message
+    calls = [ToolCall(call, f"call_{call.name}")]
+    return msgspec.structs.replace(message, tool_calls=calls, function_call=None)
+
+
+def text_of(content: str | list[ContentPart] | None, *, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(texts_of(content, kinds=("text",), where=where))
@@ -123,41 +214,3 @@ def _with_parsed_arguments(call: ToolCall) -> ToolCall:
         except InvalidRequest:
             return call
     return msgspec.structs.replace(call, function=FunctionCall(call.function.name, arguments))
-
-
-def _check_tools(tools: list[dict[str, Any]]) -> None:
-    try:
-        msgspec.convert(tools, list[Tool])
-    except msgspec.ValidationError as error:
-        raise wrong_field(str(error), "tools") from None
-
-
-def tools_of(body: ChatBody | TokenizeBody) -> bytes | None:
-    """Returns the tools as JSON, or None without tools or with tool_choice none. Raises if the
-    choice cannot be met.
-    """
-    given = bytes(body.tools)
-    tools = None if given == b"null" else decode_json(given, list[dict[str, Any]], param="tools")
-    if tools is not None:
-        _check_tools(tools)
-    if tools == []:
-        raise InvalidRequest(
-            "Invalid 'tools': the list is empty.", param="tools", code="empty_array"
-        )
-    match body.tool_choice:
-        case None | "auto":
-            return None if tools is None else encode_json(tools, param="tools")
-        case "none":
-            return None
-        case _ if tools is None:
-            raise InvalidRequest(
-                "Invalid 'tool_choice': it is only allowed when 'tools' are given.",
-                param="tool_choice",
-                code="invalid_value",
-            )
-        case _:
-            raise InvalidRequest(
-                "Unsupported value for 'tool_choice': this server supports auto and none.",
-                param="tool_choice",
-                code="unsupported_value",
-            )

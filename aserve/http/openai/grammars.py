@@ -7,30 +7,57 @@ from typing import Any, TypeAlias
 import msgspec
 
 from aserve.errors import InvalidRequest
-from aserve.http.openai.schema import ResponseFormat, StructuredOutputs
+from aserve.http.openai.schema import GenerationBody, ResponseFormat, StructuredOutputs
 from aserve.messages.requests import Grammar
 
 JsonSchema: TypeAlias = dict[str, Any]
 
 MAX_DEPTH = 64  # levels of nested objects and lists in a schema
+CONSTRAINTS = ("structured_outputs", "response_format")
 
 
-def grammar_of(
-    response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None
-) -> Grammar | None:
-    """Returns the grammar of OpenAI's `response_format` or of vLLM's `structured_outputs`. Raises
-    if both have one.
+# Fields of the body that are other names of fields of `structured_outputs`.
+ALIASES = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "guided_json_object": "json_object",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "grammar": "grammar",
+}
+
+
+def grammar_of(body: GenerationBody) -> Grammar | None:
+    """Returns the grammar of the one field that constrains the output: OpenAI's `response_format`,
+    vLLM's `structured_outputs`, or another name of one of its fields.
     """
-    by_format = None if response_format is None else _of_response_format(response_format)
-    by_kind = None if structured_outputs is None else _of_structured_outputs(structured_outputs)
-    if by_format is not None and by_kind is not None:
+    given = [name for name in ALIASES if getattr(body, name) not in (None, False)]
+    given += [name for name in CONSTRAINTS if getattr(body, name) is not None]
+    grammars = {name: _of_field(body, name) for name in given}
+    found = {name: grammar for name, grammar in grammars.items() if grammar is not None}
+    if len(found) > 1:
+        name, *_, other = found
         raise InvalidRequest(
-            "Invalid 'structured_outputs': 'response_format' already constrains the output. "
-            "Send only one of them.",
-            param="structured_outputs",
+            f"Invalid '{name}': '{other}' already constrains the output. Send only one of them.",
+            param=name,
             code="invalid_value",
         )
-    return by_format or by_kind
+    return next(iter(found.values()), None)
+
+
+def _of_field(body: GenerationBody, name: str) -> Grammar | None:
+    match name:
+        case "response_format":
+            assert body.response_format is not None
+            return _of_response_format(body.response_format)
+        case "structured_outputs":
+            assert body.structured_outputs is not None
+            return _of_structured_outputs(body.structured_outputs)
+        case _:
+            return _of_constraint(ALIASES[name], getattr(body, name), param=name)
 
 
 def format_grammar(kind: str, schema: JsonSchema | None, *, param: str) -> Grammar | None:
@@ -76,21 +103,27 @@ def _of_structured_outputs(outputs: StructuredOutputs) -> Grammar:
             param="structured_outputs",
             code="invalid_value",
         )
-    param = f"structured_outputs.{given[0]}"
-    if outputs.json_object:
-        return Grammar("json_object", param=param)
-    if outputs.regex is not None:
-        return Grammar("regex", _unicode(outputs.regex, param), param=param)
-    if outputs.grammar is not None:
-        return Grammar("ebnf", _unicode(outputs.grammar, param), param=param)
-    if outputs.choice is not None:
-        for choice in outputs.choice:
-            _unicode(choice, param)
-        return Grammar("choice", msgspec.json.encode(outputs.choice).decode(), param=param)
-    if isinstance(outputs.json, str):
-        return Grammar("json_schema", _unicode(outputs.json, param), param=param)
-    assert outputs.json is not None, "one is given"
-    return Grammar("json_schema", _schema_text(outputs.json, param), param=param)
+    (name,) = given
+    return _of_constraint(name, getattr(outputs, name), param=f"structured_outputs.{name}")
+
+
+def _of_constraint(kind: str, value: Any, *, param: str) -> Grammar:
+    """Returns the grammar of a field of `structured_outputs`, whose types are checked."""
+    match kind:
+        case "json_object":
+            return Grammar("json_object", param=param)
+        case "regex":
+            return Grammar("regex", _unicode(value, param), param=param)
+        case "grammar":
+            return Grammar("ebnf", _unicode(value, param), param=param)
+        case "choice":
+            for choice in value:
+                _unicode(choice, param)
+            return Grammar("choice", msgspec.json.encode(value).decode(), param=param)
+        case _ if isinstance(value, str):
+            return Grammar("json_schema", _unicode(value, param), param=param)
+        case _:
+            return Grammar("json_schema", _schema_text(value, param), param=param)
 
 
 def _schema_text(schema: JsonSchema, param: str) -> str:

@@ -51,6 +51,9 @@ RANGES = {
     "timeout": Range(0.001, 86_400),
     "top_logprobs": Range(0, MAX_LOGPROBS),
     "prompt_logprobs": Range(0, MAX_LOGPROBS),
+    "thinking_token_budget": Range(-1, INT32),
+    "max_thinking_tokens": Range(-1, INT32),
+    "reasoning_budget": Range(-1, INT32),
 }
 
 

@@ -78,6 +78,4 @@ def _events(
             opening = dialect.opening(index, usage)
             if opening is not None:
                 yield opening
-        delta = dialect.delta(index, chunk, usage)
-        if delta is not None:
-            yield delta
+        yield from dialect.deltas(index, chunk, usage)

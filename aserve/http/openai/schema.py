@@ -50,7 +50,9 @@ class StructuredOutputs(msgspec.Struct):
 
 class GenerationBody(msgspec.Struct, kw_only=True):
     """The fields that all generation endpoints share. A lower `priority` runs first. `timeout` is
-    in seconds, for the whole request.
+    in seconds, for the whole request. The fields from `guided_json` to `json_schema` are other
+    names of fields of `structured_outputs`: those of older versions of vLLM, of SGLang and of
+    llama.cpp. The fields from `stop_regex` on would change the output, but are not supported.
     """
 
     model: str | None = None
@@ -80,9 +82,22 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_json_object: bool | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
+    json_schema: dict[str, Any] | str | None = None
     seed: int | None = None
     priority: int | None = None
     timeout: float | None = None
+    stop_regex: str | list[str] | None = None
+    custom_logit_processor: str | None = None
+    logits_processors: list[Any] | None = None
+    use_beam_search: bool | None = None
 
 
 class CompletionBody(GenerationBody, kw_only=True):
@@ -112,16 +127,24 @@ class ToolCall(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct, omit_defaults=True):
+    """A message. `function_call` is the older form of `tool_calls`, and `reasoning` another name
+    of `reasoning_content`.
+    """
+
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    function_call: FunctionCall | None = None
 
 
 class FunctionSpec(msgspec.Struct):
     name: str
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Tool(msgspec.Struct):
@@ -129,21 +152,65 @@ class Tool(msgspec.Struct):
     function: FunctionSpec
 
 
-class TypedObject(msgspec.Struct):
+class FunctionName(msgspec.Struct):
+    name: str
+
+
+class NamedTool(msgspec.Struct):
+    function: FunctionName
+    type: str = "function"
+
+
+class AllowedTools(msgspec.Struct):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class ToolChoiceObject(msgspec.Struct):
+    """A choice of one function, or of the tools that may be called."""
+
     type: str
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+
+
+class Thinking(msgspec.Struct):
+    """The switch of DeepSeek's and Zhipu's APIs for reasoning."""
+
+    type: Literal["enabled", "disabled"]
+
+
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ChatBody(GenerationBody, kw_only=True):
+    """`functions` and `function_call` are the older forms of `tools` and `tool_choice`. A positive
+    number of reasoning tokens (vLLM's, SGLang's and llama.cpp's name for it) is not supported.
+    """
+
     messages: list[ChatMessage] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    echo: bool | None = None
     prompt_logprobs: int | None = None
     tools: msgspec.Raw = msgspec.Raw(b"null")
-    tool_choice: str | TypedObject | None = None
+    tool_choice: str | ToolChoiceObject | None = None
+    parallel_tool_calls: bool | None = None
+    functions: msgspec.Raw = msgspec.Raw(b"null")
+    function_call: str | FunctionName | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
+    thinking: Thinking | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
+    thinking_token_budget: int | None = None
+    max_thinking_tokens: int | None = None
+    reasoning_budget: int | None = None
 
 
 class EmbeddingBody(msgspec.Struct, kw_only=True):
@@ -164,9 +231,11 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     tools: msgspec.Raw = msgspec.Raw(b"null")
-    tool_choice: str | TypedObject | None = None
+    tool_choice: str | ToolChoiceObject | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 

@@ -11,8 +11,8 @@ import msgspec
 from aiohttp import web
 
 from aserve.errors import InvalidRequest
+from aserve.http.openai.chat_plan import prompt_of_body
 from aserve.http.openai.checks import check_model
-from aserve.http.openai.conversation import chat_prompt
 from aserve.http.openai.limits import check_length
 from aserve.http.openai.schema import DetokenizeBody, TokenizeBody
 from aserve.http.state import HttpContext
@@ -70,7 +70,7 @@ def text_of(body: DetokenizeBody, encoder: PromptEncoder) -> bytes:
 
 def _prompt_of(body: TokenizeBody) -> Prompt:
     if body.prompt is None:
-        return chat_prompt(body)
+        return prompt_of_body(body)
     if body.messages is not None:
         raise InvalidRequest(
             "Invalid 'messages': give either 'prompt' or 'messages', not both.",

@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from aserve.http.openai.schema import ContentPart, GenerationBody, TypedObject
+from aserve.http.openai.schema import ContentPart, Effort, GenerationBody
 
 Role: TypeAlias = Literal["user", "assistant", "system", "developer"]
 
@@ -25,11 +25,18 @@ Includable: TypeAlias = Literal[
 
 
 class InputItem(msgspec.Struct):
-    """A message of the input, or the output item of an earlier response."""
+    """An item of the input: a message, a function call and its output, or reasoning. `type` says
+    which of the fields it has; without one it is a message.
+    """
 
     type: str | None = None
     role: Role | None = None
     content: str | list[ContentPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[ContentPart] | None = None
+    summary: list[ContentPart] | None = None
 
 
 class TextFormat(msgspec.Struct, omit_defaults=True):
@@ -44,6 +51,35 @@ class TextConfig(msgspec.Struct, omit_defaults=True):
     format: TextFormat | None = None
 
 
+class ResponseTool(msgspec.Struct):
+    """A function that the model may call."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class AllowedTool(msgspec.Struct):
+    type: str
+    name: str
+
+
+class ResponseToolChoice(msgspec.Struct, omit_defaults=True):
+    """A choice of one function, or of the tools that may be called."""
+
+    type: str
+    name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[AllowedTool] | None = None
+
+
+class ReasoningConfig(msgspec.Struct):
+    effort: Effort | None = None
+    summary: str | None = None
+
+
 class ResponseBody(GenerationBody, kw_only=True):
     input: str | list[InputItem] | None = None
     instructions: str | None = None
@@ -53,9 +89,11 @@ class ResponseBody(GenerationBody, kw_only=True):
     top_logprobs: int | None = None
     include: list[Includable] | None = None
     text: TextConfig | None = None
-    truncation: Literal["disabled"] | None = None
-    tools: list[TypedObject] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: str | ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningConfig | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None

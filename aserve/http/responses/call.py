@@ -13,15 +13,23 @@ import msgspec
 from aserve.errors import InvalidRequest
 from aserve.http.openai.answer_size import check_answer_size
 from aserve.http.openai.call import Call, Origin, build_call, sampling_of
-from aserve.http.openai.checks import check_body
-from aserve.http.openai.conversation import template_variables
+from aserve.http.openai.chat_plan import ChatPlan, plan_chat
+from aserve.http.openai.checks import check_body, unsupported
 from aserve.http.openai.grammars import format_grammar
 from aserve.http.openai.limits import check_length
-from aserve.http.responses.body import LOGPROBS, ResponseBody, TextConfig, TextFormat
-from aserve.http.responses.conversation import MAX_ITEMS, Message, messages_of, prompt_of
+from aserve.http.openai.parsed import ParsePlan
+from aserve.http.responses.body import (
+    LOGPROBS,
+    ReasoningConfig,
+    ResponseBody,
+    TextConfig,
+    TextFormat,
+)
+from aserve.http.responses.conversation import MAX_ITEMS, Item, chat_messages, items_of
 from aserve.http.responses.records import ResponseObject
 from aserve.http.responses.store import ResponseKey
-from aserve.messages.requests import SamplingParams
+from aserve.http.responses.tools import bans_calls, chat_of
+from aserve.messages.requests import ChatPrompt, Grammar, SamplingParams
 
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64
@@ -29,9 +37,7 @@ MAX_METADATA_VALUE = 512
 
 # Unsupported fields that would change the answer, with the advice in their error.
 UNSUPPORTED = {
-    "background": "A response ends with its connection.",
     "conversation": "Use 'previous_response_id' instead.",
-    "tools": "This server does not support tools in responses.",
     "max_tokens": "Use 'max_output_tokens' instead.",
     "response_format": "Use 'text.format' instead.",
     "n": "A response has one output.",
@@ -41,35 +47,29 @@ UNSUPPORTED = {
 
 @dataclass(frozen=True, slots=True)
 class ResponseCall:
-    """A call with the response that it begins. `messages` is the whole conversation, earlier turns
+    """A call with the response that it begins. `items` is the whole conversation, earlier turns
     first, without instructions.
     """
 
     call: Call
     response: ResponseObject
-    messages: tuple[Message, ...]
+    items: tuple[Item, ...]
     owner: str
+    parse: ParsePlan
 
 
 def response_call(
-    body: ResponseBody, origin: Origin, conversation: Callable[[ResponseKey], Sequence[Message]]
+    body: ResponseBody, origin: Origin, conversation: Callable[[ResponseKey], Sequence[Item]]
 ) -> ResponseCall:
-    """Builds the call. `conversation` returns the messages of an earlier response, or raises."""
+    """Builds the call. `conversation` returns the items of an earlier response, or raises."""
     _check(body, origin)
     sampling = _sampling_of(body, origin)
-    previous_id = body.previous_response_id
-    earlier: Sequence[Message] = ()
-    if previous_id is not None:
-        earlier = conversation(ResponseKey(origin.caller.owner, previous_id))
-    response_id = f"resp_{origin.request_id}"
-    if isinstance(body.input, list):
-        check_length(range(len(earlier) + len(body.input)), MAX_ITEMS, param="input")
-    messages = (*earlier, *messages_of(body.input, response_id))
-    prompt = msgspec.structs.replace(
-        prompt_of(body.instructions, messages),
-        variables=template_variables(body.chat_template_kwargs),
-    )
-    call = build_call(body, origin, prompts=[prompt], sampling=sampling, id_prefix="resp_")
+    items = _items_of(body, origin, conversation)
+    plan = _plan_of(body, origin, items, sampling.grammar)
+    sampling = plan.constrained(sampling)
+    if body.truncation == "auto" and body.truncate_prompt_tokens is None:
+        body = msgspec.structs.replace(body, truncate_prompt_tokens=-1)
+    call = build_call(body, origin, prompts=[plan.prompt], sampling=sampling, id_prefix="resp_")
     check_answer_size(call.requests, origin.answer_limits, is_whole=True)  # the last event has all
     response = ResponseObject(
         id=call.call_id,
@@ -77,28 +77,59 @@ def response_call(
         model=call.model,
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
-        previous_response_id=previous_id,
+        previous_response_id=body.previous_response_id,
         store=body.store is not False,
         temperature=sampling.temperature,
         top_p=sampling.top_p if body.top_p is None else body.top_p,
         top_logprobs=body.top_logprobs or 0,
         text=TextConfig(_format_of(body)),
         tool_choice=body.tool_choice or "auto",
+        tools=tuple(body.tools or ()),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        truncation=body.truncation or "disabled",
+        background=bool(body.background),
+        reasoning=body.reasoning or ReasoningConfig(),
         metadata=body.metadata or {},
         user=body.user,
         seed=sampling.seed,
+        status="queued" if body.background else "in_progress",
     )
-    return ResponseCall(call, response, messages, origin.caller.owner)
+    return ResponseCall(call, response, items, origin.caller.owner, plan.parse)
+
+
+def prompt_of(
+    body: ResponseBody, origin: Origin, conversation: Callable[[ResponseKey], Sequence[Item]]
+) -> ChatPrompt:
+    """Returns the prompt of a response that is not created."""
+    _check(body, origin)
+    return _plan_of(body, origin, _items_of(body, origin, conversation), None).prompt
+
+
+def _items_of(
+    body: ResponseBody, origin: Origin, conversation: Callable[[ResponseKey], Sequence[Item]]
+) -> tuple[Item, ...]:
+    """Returns the items of the earlier response and those of the input."""
+    earlier: Sequence[Item] = ()
+    if body.previous_response_id is not None:
+        earlier = conversation(ResponseKey(origin.caller.owner, body.previous_response_id))
+    if isinstance(body.input, list):
+        check_length(range(len(earlier) + len(body.input)), MAX_ITEMS, param="input")
+    return (*earlier, *items_of(body.input, f"resp_{origin.request_id}"))
+
+
+def _plan_of(
+    body: ResponseBody, origin: Origin, items: Sequence[Item], grammar: Grammar | None
+) -> ChatPlan:
+    chat = chat_of(body, chat_messages(body.instructions, items))
+    return plan_chat(chat, origin.parsers, grammar=grammar, bans_calls=bans_calls(body))
 
 
 def _check(body: ResponseBody, origin: Origin) -> None:
     for name, advice in UNSUPPORTED.items():
         if getattr(body, name):
-            raise InvalidRequest(
-                f"Unsupported parameter: '{name}'. {advice}",
-                param=name,
-                code="unsupported_parameter",
-            )
+            raise unsupported(name, advice)
+    if body.background and (body.stream or body.store is False):
+        raise unsupported("background", "It needs 'store', and cannot be combined with 'stream'.")
     check_body(body, origin.model_names)
     _check_metadata(body.metadata or {})
 

@@ -1,23 +1,34 @@
-"""The messages of a conversation. They are read from a body's input or an earlier response, and
-converted to a prompt for the engine or to items for clients.
+"""The items of a conversation. They are read from a body's input or an earlier response, and
+converted to the messages of a chat or to items for clients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 import msgspec
 
 from aserve.errors import InvalidRequest
-from aserve.http.openai.conversation import ROLES, texts_of
-from aserve.http.openai.schema import ChatMessage
+from aserve.http.openai.conversation import texts_of
+from aserve.http.openai.schema import ChatMessage, ContentPart, FunctionCall, ToolCall
 from aserve.http.responses.body import InputItem
-from aserve.http.responses.records import InputMessage, InputText, OutputMessage, OutputText
-from aserve.messages.requests import ChatPrompt
+from aserve.http.responses.records import (
+    FunctionCallItem,
+    FunctionOutputItem,
+    InputMessage,
+    InputText,
+    OutputItem,
+    OutputMessage,
+    OutputText,
+    ReasoningItem,
+    ReasoningText,
+)
 
 TEXT_PARTS = ("input_text", "output_text", "text")
-MAX_ITEMS = 16_384  # messages of a conversation: the template renders all of them in each turn
-MESSAGE_BYTES = 256  # a generous bound on the memory of a message without its text
+REASONING_PARTS = ("reasoning_text", "summary_text", "text")
+MAX_ITEMS = 16_384  # items of a conversation: the template renders all of them in each turn
+ITEM_BYTES = 256  # a generous bound on the memory of an item without its text
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -31,13 +42,48 @@ class Message(msgspec.Struct, frozen=True):
     def text(self) -> str:
         return "".join(self.texts)
 
+
+class Call(msgspec.Struct, frozen=True):
+    """A function call of the model. `arguments` is JSON."""
+
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+
     @property
-    def size_bytes(self) -> int:
-        return MESSAGE_BYTES + sum(len(text.encode()) for text in self.texts)
+    def texts(self) -> tuple[str, ...]:
+        return (self.name, self.arguments)
 
 
-def messages_of(given: str | list[InputItem] | None, response_id: str) -> tuple[Message, ...]:
-    """Reads a body's input. The messages' ids are derived from `response_id`."""
+class CallOutput(msgspec.Struct, frozen=True):
+    """The output of a function that the model called."""
+
+    id: str
+    call_id: str
+    texts: tuple[str, ...]
+
+
+class Thought(msgspec.Struct, frozen=True):
+    """Reasoning of the model."""
+
+    id: str
+    texts: tuple[str, ...]
+
+
+Item: TypeAlias = Message | Call | CallOutput | Thought
+ClientItem: TypeAlias = (
+    InputMessage | OutputMessage | FunctionCallItem | FunctionOutputItem | ReasoningItem
+)
+
+
+def size_of(item: Item) -> int:
+    """Returns a generous bound on the memory of an item."""
+    return ITEM_BYTES + sum(len(text.encode()) for text in item.texts)
+
+
+def items_of(given: str | list[InputItem] | None, response_id: str) -> tuple[Item, ...]:
+    """Reads a body's input. The items' ids are derived from `response_id`."""
     if given is None:
         raise _missing("input")
     if not given and not isinstance(given, str):
@@ -45,45 +91,120 @@ def messages_of(given: str | list[InputItem] | None, response_id: str) -> tuple[
             "Invalid 'input': the list is empty.", param="input", code="empty_array"
         )
     items = [InputItem(role="user", content=given)] if isinstance(given, str) else given
-    stem = response_id.replace("resp_", "msg_")
-    return tuple(_message(item, f"{stem}_{i}", where=f"input[{i}]") for i, item in enumerate(items))
+    stem = response_id.removeprefix("resp_")
+    return tuple(_item(item, f"{stem}_{i}", where=f"input[{i}]") for i, item in enumerate(items))
 
 
-def message_of_output(item: OutputMessage) -> Message:
-    return Message(item.id, item.role, tuple(part.text for part in item.content))
+def item_of_output(item: OutputItem) -> Item:
+    match item:
+        case OutputMessage():
+            return Message(item.id, item.role, tuple(part.text for part in item.content))
+        case FunctionCallItem():
+            return Call(item.id, item.call_id, item.name, item.arguments)
+        case ReasoningItem():
+            return Thought(item.id, tuple(part.text for part in item.content))
 
 
-def prompt_of(instructions: str | None, messages: Iterable[Message]) -> ChatPrompt:
-    """Returns the prompt, with the instructions before all messages."""
-    shown = [ChatMessage(ROLES[message.role], message.text) for message in messages]
-    if instructions is not None:
-        shown.insert(0, ChatMessage("system", instructions))
-    return ChatPrompt(msgspec.json.encode(shown))
+def item_for_client(item: Item) -> ClientItem:
+    match item:
+        case Message(role="assistant"):
+            return OutputMessage(item.id, "completed", tuple(map(OutputText, item.texts)))
+        case Message():
+            return InputMessage(item.id, item.role, tuple(map(InputText, item.texts)))
+        case Call():
+            return FunctionCallItem(item.id, "completed", item.call_id, item.name, item.arguments)
+        case CallOutput():
+            return FunctionOutputItem(item.id, item.call_id, "".join(item.texts))
+        case Thought():
+            return ReasoningItem(item.id, "completed", tuple(map(ReasoningText, item.texts)))
 
 
-def item_of(message: Message) -> InputMessage | OutputMessage:
-    """Returns a message as an item for clients."""
-    if message.role == "assistant":
-        return OutputMessage(message.id, "completed", tuple(map(OutputText, message.texts)))
-    return InputMessage(message.id, message.role, tuple(map(InputText, message.texts)))
+def chat_messages(instructions: str | None, items: Iterable[Item]) -> list[ChatMessage]:
+    """Returns the messages of a chat, with the instructions before all others. Reasoning, text and
+    calls of the assistant that follow each other are one message.
+    """
+    messages = [] if instructions is None else [ChatMessage("system", instructions)]
+    for item in items:
+        match item:
+            case Message(role="assistant"):
+                _assistant_of(messages, has_content=True).content = item.text
+            case Message():
+                messages.append(ChatMessage(item.role, item.text))
+            case Call():
+                message = _assistant_of(messages)
+                call = ToolCall(FunctionCall(item.name, item.arguments), item.call_id)
+                message.tool_calls = [*(message.tool_calls or ()), call]
+            case CallOutput():
+                text = "".join(item.texts)
+                messages.append(ChatMessage("tool", text, tool_call_id=item.call_id))
+            case Thought():
+                message = _assistant_of(messages, has_content=True)
+                message.reasoning_content = "".join(item.texts)
+    for message in messages:
+        message.content = message.content or ""
+    return messages
+
+
+def _assistant_of(messages: list[ChatMessage], *, has_content: bool = False) -> ChatMessage:
+    """Returns the assistant's message that an item belongs to, which is a new one if the last
+    message has ended. `has_content`: the item comes before the calls of a message.
+    """
+    last = messages[-1] if messages else None
+    is_open = last is not None and last.role == "assistant"
+    if last is None or not is_open or (has_content and (last.content or last.tool_calls)):
+        last = ChatMessage("assistant")
+        messages.append(last)
+    return last
+
+
+def _item(item: InputItem, stem: str, *, where: str) -> Item:
+    match item.type:
+        case None | "message":
+            return _message(item, f"msg_{stem}", where=where)
+        case "function_call":
+            return Call(
+                f"fc_{stem}",
+                _given(item.call_id, f"{where}.call_id"),
+                _given(item.name, f"{where}.name"),
+                _given(item.arguments, f"{where}.arguments"),
+            )
+        case "function_call_output":
+            if item.output is None:
+                raise _missing(f"{where}.output")
+            texts = _texts(item.output, TEXT_PARTS, where=where)
+            return CallOutput(f"fco_{stem}", _given(item.call_id, f"{where}.call_id"), texts)
+        case "reasoning":
+            parts = item.content or item.summary or []
+            return Thought(f"rs_{stem}", _texts(parts, REASONING_PARTS, where=where))
+        case _:
+            raise InvalidRequest(
+                f"Unsupported value for '{where}.type': '{item.type[:40]}'. Supported values are "
+                "message, function_call, function_call_output and reasoning.",
+                param=f"{where}.type",
+                code="unsupported_value",
+            )
 
 
 def _message(item: InputItem, message_id: str, *, where: str) -> Message:
-    if item.type not in (None, "message"):
-        raise InvalidRequest(
-            f"Unsupported value for '{where}.type': '{item.type[:40]}'. The only supported value "
-            "is message.",
-            param=f"{where}.type",
-            code="unsupported_value",
-        )
     if item.role is None:
         raise _missing(f"{where}.role")
     if item.content is None:
         raise _missing(f"{where}.content")
-    if isinstance(item.content, str):
-        return Message(message_id, item.role, (item.content,))
-    texts = texts_of(item.content, kinds=TEXT_PARTS, where=where)
-    return Message(message_id, item.role, tuple(texts))
+    return Message(message_id, item.role, _texts(item.content, TEXT_PARTS, where=where))
+
+
+def _texts(
+    content: str | list[ContentPart], kinds: Sequence[str], *, where: str
+) -> tuple[str, ...]:
+    if isinstance(content, str):
+        return (content,)
+    return tuple(texts_of(content, kinds=kinds, where=where))
+
+
+def _given(value: str | None, param: str) -> str:
+    if value is None:
+        raise _missing(param)
+    return value
 
 
 def _missing(param: str) -> InvalidRequest:

@@ -1,4 +1,4 @@
-"""Handlers of /v1/responses: create, read, delete and cancel a response, and list its input."""
+"""Handlers of /v1/responses: create, read, delete and cancel a response, and show its input."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from aserve.http.errors import RequestFailed
 from aserve.http.long_json import pieces_of
 from aserve.http.openai.limits import Range, check_within
 from aserve.http.responses.body import ResponseBody
-from aserve.http.responses.call import response_call
-from aserve.http.responses.conversation import Message, item_of
+from aserve.http.responses.call import prompt_of, response_call
+from aserve.http.responses.conversation import Item, item_for_client
 from aserve.http.responses.events import Event
 from aserve.http.responses.live import RESPONSES, LiveResponse, Responses
-from aserve.http.responses.records import DeletedResponse, ItemList
+from aserve.http.responses.records import DeletedResponse, InputTokens, ItemList
 from aserve.http.responses.store import ResponseKey
+from aserve.http.route import Route, get, post
 from aserve.http.sse import SseWriter
 from aserve.http.state import HttpContext, origin_of
 
@@ -33,6 +34,8 @@ async def create(
 ) -> web.StreamResponse:
     responses = _responses(request)
     call = response_call(body, origin_of(request, context), responses.conversation)
+    if body.background:
+        return await _json(request, responses.run_in_background(call), context)
     with responses.running(call) as live:
         if body.stream:
             return await _stream(request, live, context)
@@ -41,6 +44,18 @@ async def create(
     if live.error is not None:
         raise RequestFailed(live.error)
     return await _json(request, live.response, context)
+
+
+async def input_tokens(
+    request: web.Request, context: HttpContext, body: ResponseBody
+) -> web.StreamResponse:
+    """Counts the tokens of the prompt that a body would have."""
+    prompt = prompt_of(body, origin_of(request, context), _responses(request).conversation)
+    refusal = context.state.refusal()
+    if refusal is not None:
+        raise refusal
+    count = await context.tokenize_service.run(lambda encoder: len(encoder.encode(prompt)))
+    return await _json(request, InputTokens(count), context)
 
 
 async def read(request: web.Request, context: HttpContext) -> web.StreamResponse:
@@ -74,8 +89,8 @@ class PageQuery(msgspec.Struct):
 async def input_items(request: web.Request, context: HttpContext) -> web.StreamResponse:
     query = parse_query(request, PageQuery)
     check_within(query.limit, PAGE_SIZES, param="limit")
-    messages = _responses(request).get(_key_of(request, context)).messages
-    return await _json(request, page_of(messages, query), context)
+    items = _responses(request).get(_key_of(request, context)).items
+    return await _json(request, page_of(items, query), context)
 
 
 async def _stream(
@@ -110,12 +125,12 @@ def frame_of(event: Event) -> Iterator[bytes]:
     yield b"\n\n"
 
 
-def page_of(messages: Sequence[Message], query: PageQuery) -> ItemList:
-    """Returns one page of items. PERF: only the messages of the page are converted to items."""
-    places = range(len(messages)) if query.order == "asc" else range(len(messages))[::-1]
+def page_of(items: Sequence[Item], query: PageQuery) -> ItemList:
+    """Returns one page of items. PERF: only those of the page are converted for the client."""
+    places = range(len(items)) if query.order == "asc" else range(len(items))[::-1]
     start = 0
     if query.after is not None:
-        found = (number for number, place in enumerate(places) if messages[place].id == query.after)
+        found = (number for number, place in enumerate(places) if items[place].id == query.after)
         after = next(found, None)
         if after is None:
             raise InvalidRequest(
@@ -124,7 +139,7 @@ def page_of(messages: Sequence[Message], query: PageQuery) -> ItemList:
                 code="invalid_value",
             )
         start = after + 1
-    page = [item_of(messages[place]) for place in places[start : start + query.limit]]
+    page = [item_for_client(items[place]) for place in places[start : start + query.limit]]
     return ItemList(
         page,
         first_id=page[0].id if page else None,
@@ -145,3 +160,13 @@ async def _json(
     request: web.Request, record: msgspec.Struct, context: HttpContext
 ) -> web.StreamResponse:
     return await send_json(request, pieces_of(record), timeout_s=context.options.write_timeout)
+
+
+ROUTES = (
+    post("/v1/responses", ResponseBody, create),
+    post("/v1/responses/input_tokens", ResponseBody, input_tokens),
+    get("/v1/responses/{id:resp_[^/]*}", read),
+    Route("DELETE", "/v1/responses/{id:resp_[^/]*}", delete),
+    Route("POST", "/v1/responses/{id:resp_[^/]*}/cancel", cancel),
+    get("/v1/responses/{id:resp_[^/]*}/input_items", input_items),
+)

@@ -1,10 +1,12 @@
 """The running responses, and access to the ended ones, which are stored.
 
-Only `Responses` writes which responses run. The client that created a response reads its events.
+Only `Responses` writes which responses run. The client that created a response reads its events; a
+response in the background is read by a task of its own.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 
@@ -15,8 +17,9 @@ from msgspec import UNSET, UnsetType
 from aserve.errors import ErrorInfo, InvalidRequest, NotFound
 from aserve.http.errors import RequestFailed
 from aserve.http.responses.call import ResponseCall
-from aserve.http.responses.conversation import Message
-from aserve.http.responses.events import Event, EventMaker
+from aserve.http.responses.conversation import Item
+from aserve.http.responses.event_maker import EventMaker
+from aserve.http.responses.events import Event
 from aserve.http.responses.records import ResponseObject
 from aserve.http.responses.store import ResponseKey, ResponseStore, StoredResponse
 from aserve.http.state import HttpContext
@@ -39,7 +42,7 @@ class LiveResponse:
         self._call = call
         self._request_stream = request_stream
         self._on_end = on_end
-        self._maker = EventMaker(call.response, stream_id=stream_id)
+        self._maker = EventMaker(call.response, parse=call.parse, stream_id=stream_id)
         self._cancellation: list[Event] = []
 
     @property
@@ -52,7 +55,7 @@ class LiveResponse:
 
     @property
     def so_far(self) -> StoredResponse:
-        return StoredResponse(self.response, self._call.messages, self._call.owner)
+        return StoredResponse(self.response, self._call.items, self._call.owner)
 
     def close_when_unread(self, close: Callable[[], None]) -> None:
         """Calls `close` when the request is cancelled because the client has not read enough."""
@@ -90,6 +93,10 @@ class LiveResponse:
         self._report_end()
         self._request_stream.cancel()
 
+    def close(self) -> None:
+        """Cancels the request unless it has ended, and drops what is unread."""
+        self._request_stream.cancel()
+
     def _report_end(self) -> None:
         """Calls `on_end` once the response is done. It is stored before its last event is sent,
         because the client may then read it.
@@ -104,6 +111,7 @@ class Responses:
     def __init__(self, context: HttpContext) -> None:
         self._context = context
         self._live: dict[ResponseKey, LiveResponse] = {}
+        self._background: set[asyncio.Task[None]] = set()  # readers without a client
         self._store = ResponseStore(
             max_count=context.options.max_stored_responses,
             max_bytes=context.options.max_stored_bytes,
@@ -114,21 +122,50 @@ class Responses:
         self, call: ResponseCall, *, stream_id: str | UnsetType = UNSET
     ) -> Iterator[LiveResponse]:
         """Runs a response. A reader that leaves early cancels it, and it is not stored."""
+        live = self._begin(call, stream_id)
+        try:
+            yield live
+        finally:
+            self._leave(live)
+
+    def run_in_background(self, call: ResponseCall) -> ResponseObject:
+        """Starts a response that runs to its end whether its client waits or not."""
+        live = self._begin(call, UNSET)
+        task = asyncio.create_task(self._read_all(live))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return live.response
+
+    async def close(self) -> None:
+        """Ends the responses in the background. The server stops."""
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+
+    async def _read_all(self, live: LiveResponse) -> None:
+        try:
+            async for _ in live.events():
+                pass
+        except RequestFailed as failed:
+            live.fail(failed.info)
+        finally:
+            self._leave(live)
+
+    def _begin(self, call: ResponseCall, stream_id: str | UnsetType) -> LiveResponse:
         refusal = self._context.state.refusal()
         if refusal is not None:
             raise refusal
         request_stream = self._context.gateway.open(*call.call.requests)
         live = LiveResponse(call, request_stream, on_end=self._ended, stream_id=stream_id)
-        key = live.so_far.key
-        self._live[key] = live
-        try:
-            yield live
-        finally:
-            self._live.pop(key, None)
-            request_stream.cancel()
+        self._live[live.so_far.key] = live
+        return live
 
-    def conversation(self, key: ResponseKey) -> tuple[Message, ...]:
-        """Returns the messages up to the end of that response. Raises InvalidRequest if unknown."""
+    def _leave(self, live: LiveResponse) -> None:
+        self._live.pop(live.so_far.key, None)
+        live.close()
+
+    def conversation(self, key: ResponseKey) -> tuple[Item, ...]:
+        """Returns the items up to the end of that response. Raises InvalidRequest if unknown."""
         stored = self._store.get(key)
         if stored is None:
             raise InvalidRequest(

@@ -9,10 +9,17 @@ import msgspec
 from aserve.errors import ErrorInfo
 from aserve.http.long_json import JsonList
 from aserve.http.openai.answers import LogprobEntry
-from aserve.http.responses.body import TextConfig
+from aserve.http.responses.body import (
+    ReasoningConfig,
+    ResponseTool,
+    ResponseToolChoice,
+    TextConfig,
+)
 from aserve.messages.output import Usage
 
-Status: TypeAlias = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+Status: TypeAlias = Literal[
+    "queued", "in_progress", "completed", "incomplete", "failed", "cancelled"
+]
 ItemStatus: TypeAlias = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -43,6 +50,37 @@ class OutputMessage(msgspec.Struct, frozen=True, tag="message", tag_field="type"
     role: str = "assistant"
 
 
+class ReasoningText(Part, frozen=True, tag="reasoning_text"):
+    pass
+
+
+class ReasoningItem(msgspec.Struct, frozen=True, tag="reasoning", tag_field="type"):
+    """The model's reasoning as it is; it is never summarised."""
+
+    id: str
+    status: ItemStatus
+    content: tuple[ReasoningText, ...] = ()
+    summary: tuple[str, ...] = ()
+
+
+class FunctionCallItem(msgspec.Struct, frozen=True, tag="function_call", tag_field="type"):
+    id: str
+    status: ItemStatus
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionOutputItem(msgspec.Struct, frozen=True, tag="function_call_output", tag_field="type"):
+    id: str
+    call_id: str
+    output: str
+    status: ItemStatus = "completed"
+
+
+OutputItem: TypeAlias = OutputMessage | ReasoningItem | FunctionCallItem
+
+
 class InputTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
     cache_write_tokens: int = 0
@@ -71,11 +109,6 @@ class IncompleteDetails(msgspec.Struct, frozen=True):
     reason: Literal["max_output_tokens"]
 
 
-class Reasoning(msgspec.Struct, frozen=True):
-    effort: None = None
-    summary: None = None
-
-
 class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
     """A response. The fields down to `seed` repeat the request and never change. `seed` is an
     extension.
@@ -93,20 +126,25 @@ class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float
     top_logprobs: int
     text: TextConfig
-    tool_choice: str
+    tool_choice: str | ResponseToolChoice
     metadata: dict[str, str]
     user: str | None
-    tools: tuple[str, ...] = ()
+    tools: tuple[ResponseTool, ...] = ()
     parallel_tool_calls: bool = True
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["auto", "disabled"] = "disabled"
     background: bool = False
-    reasoning: Reasoning = Reasoning()
+    reasoning: ReasoningConfig = msgspec.field(default_factory=ReasoningConfig)
     seed: int
     status: Status = "in_progress"
-    output: tuple[OutputMessage, ...] = ()
+    output: tuple[OutputItem, ...] = ()
     usage: ResponseUsage | None = None
     incomplete_details: IncompleteDetails | None = None
     error: ResponseError | None = None
+
+
+class InputTokens(msgspec.Struct, frozen=True):
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
 
 
 class DeletedResponse(msgspec.Struct, frozen=True):
@@ -116,19 +154,19 @@ class DeletedResponse(msgspec.Struct, frozen=True):
 
 
 class ItemList(msgspec.Struct, frozen=True):
-    data: list[InputMessage | OutputMessage]
+    data: list[InputMessage | OutputItem | FunctionOutputItem]
     first_id: str | None
     last_id: str | None
     has_more: bool
     object: Literal["list"] = "list"
 
 
-def usage_of(usage: Usage) -> ResponseUsage:
+def usage_of(usage: Usage, *, num_reasoning_tokens: int) -> ResponseUsage:
     return ResponseUsage(
         input_tokens=usage.prompt_tokens,
         input_tokens_details=InputTokensDetails(usage.cached_tokens),
         output_tokens=usage.completion_tokens,
-        output_tokens_details=OutputTokensDetails(),
+        output_tokens_details=OutputTokensDetails(num_reasoning_tokens),
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
     )
 

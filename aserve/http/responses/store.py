@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from aserve.http.long_json import pieces_of
-from aserve.http.responses.conversation import Message, message_of_output
+from aserve.http.responses.conversation import Item, item_of_output, size_of
 from aserve.http.responses.records import ResponseObject
 
 
@@ -23,14 +23,14 @@ class ResponseKey(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response with the messages of its prompt. `conversation` also has its output.
+    """A response with the items of its prompt. `conversation` also has its output.
 
-    Turns of one conversation share their messages, but each turn counts all of them, so the bound
+    Turns of one conversation share their items, but each turn counts all of them, so the bound
     on bytes holds whichever turns are evicted.
     """
 
     response: ResponseObject
-    messages: tuple[Message, ...]
+    items: tuple[Item, ...]
     owner: str = ""
 
     @property
@@ -38,13 +38,13 @@ class StoredResponse:
         return ResponseKey(self.owner, self.response.id)
 
     @property
-    def conversation(self) -> tuple[Message, ...]:
-        return (*self.messages, *map(message_of_output, self.response.output))
+    def conversation(self) -> tuple[Item, ...]:
+        return (*self.items, *map(item_of_output, self.response.output))
 
     @cached_property
     def size_bytes(self) -> int:
         size = sum(map(len, pieces_of(self.response)))
-        return size + sum(message.size_bytes for message in self.messages)
+        return size + sum(map(size_of, self.items))
 
 
 class ResponseStore:

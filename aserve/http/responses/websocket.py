@@ -38,9 +38,10 @@ from aserve.http.hosts import HOSTS
 from aserve.http.intake import INTAKE
 from aserve.http.json_bounds import check_json_bounds
 from aserve.http.long_json import BLOCK_BYTES, blocks_of, pieces_of
+from aserve.http.openai.checks import unsupported
 from aserve.http.responses.body import ResponseBody
 from aserve.http.responses.call import response_call
-from aserve.http.responses.conversation import Message
+from aserve.http.responses.conversation import Item
 from aserve.http.responses.events import Event
 from aserve.http.responses.live import RESPONSES
 from aserve.http.responses.store import ResponseKey, StoredResponse
@@ -64,7 +65,10 @@ async def connect(request: web.Request, context: HttpContext) -> web.StreamRespo
 
 
 async def close_sockets(app: web.Application) -> None:
-    """Closes all websockets when the server stops; their responses have ended before."""
+    """Closes all websockets and the readers of responses in the background, when the server stops;
+    the responses have ended before.
+    """
+    await app[RESPONSES].close()
     await asyncio.gather(*(socket.go_away() for socket in app[SOCKETS]))
 
 
@@ -208,8 +212,8 @@ class ResponseSocket:
                 for event in events:
                     await self._send(event)
 
-    def _conversation(self, key: ResponseKey) -> tuple[Message, ...]:
-        """Returns the messages of an earlier response. The socket's last one is found even if it
+    def _conversation(self, key: ResponseKey) -> tuple[Item, ...]:
+        """Returns the items of an earlier response. The socket's last one is found even if it
         was not stored.
         """
         if self._latest is not None and self._latest.key == key:
@@ -264,6 +268,8 @@ def body_of(request: SocketRequest) -> ResponseBody:
             code="unsupported_value",
         )
     body = parse_body(request.data, ResponseBody)
+    if body.background:
+        raise unsupported("background", "A response of a websocket ends with it.")
     body.stream = True
     return body
 

@@ -14,8 +14,10 @@ from openai.types.responses import Response, ResponseStreamEvent
 
 from aserve.errors import ErrorInfo
 from aserve.http.long_json import pieces_of
+from aserve.http.openai.parsed import ParsePlan
 from aserve.http.responses.body import TextConfig, TextFormat
-from aserve.http.responses.events import Event, EventMaker
+from aserve.http.responses.event_maker import EventMaker
+from aserve.http.responses.events import Event
 from aserve.http.responses.records import ResponseObject
 from aserve.messages.output import OutputChunk, TokenLogprob, TopLogprob, Usage
 from aserve.unread import merge
@@ -107,6 +109,65 @@ def test_the_done_events_are_the_same_for_every_split_of_chunks(cuts: list[int])
     assert (done[4]["text"], content["text"]) == ("grün 한글", "grün 한글")
     entries = [entry for event in deltas for entry in event["logprobs"]]
     assert done[4]["logprobs"] == content["logprobs"] == entries
+
+
+OUTPUT = (
+    "<|think|>so<|/think|>Wait.<|tool_call|>"
+    '{"name": "f", "arguments": {"a": 1}}<|/tool_call|>'
+    '<|tool_call|>{"name": "g", "arguments": {}}<|/tool_call|>'
+)
+PARSE = ParsePlan(reasoning="aserve_tiny", tools="aserve_tiny")
+ITEM = ["output_item.added"]
+PART = [*ITEM, "content_part.added"]
+CALL_END = ["function_call_arguments.done", "output_item.done"]
+
+
+@settings(max_examples=25)
+@given(st.lists(st.integers(1, 12)))
+def test_reasoning_text_and_calls_are_items_whatever_the_chunks(cuts: list[int]) -> None:
+    text, pieces = OUTPUT, []
+    while text:
+        size = cuts.pop() if cuts else 9
+        pieces.append(text[:size])
+        text = text[size:]
+    maker = EventMaker(HEADING, parse=PARSE)
+    chunks = [chunk(piece, i + 1) for i, piece in enumerate(pieces)]
+    chunks.append(chunk("", 99, finish_reason="stop"))
+    events = as_json([event for each in chunks for event in maker.add(each)])
+    done = [event for event in events if not event["type"].endswith(".delta")]
+    assert kinds(done) == [
+        *BEGINNING[:2],
+        *PART,
+        *("reasoning_text.done", "content_part.done", "output_item.done"),
+        *(*PART, *END),
+        *(*ITEM, *CALL_END),
+        *(*ITEM, *CALL_END),
+        "completed",
+    ]
+    reasoning, message, *calls = done[-1]["response"]["output"]
+    assert (reasoning["type"], reasoning["content"][0]["text"]) == ("reasoning", "so")
+    assert message["content"][0]["text"] == "Wait."
+    assert [(call["name"], call["arguments"]) for call in calls] == [("f", '{"a": 1}'), ("g", "{}")]
+    assert len({item["id"] for item in (reasoning, message, *calls)}) == 4
+    assert len({call["call_id"] for call in calls}) == 2
+    items = [event["item"] for event in done if event["type"].endswith("item.done")]
+    assert items == [reasoning, message, *calls]
+    for index, text in enumerate(["so", "Wait.", '{"a": 1}', "{}"]):
+        deltas = [e["delta"] for e in events if "delta" in e and e["output_index"] == index]
+        assert "".join(deltas) == text
+
+
+def test_a_response_that_ends_inside_a_call_is_incomplete_there() -> None:
+    maker = EventMaker(HEADING, parse=PARSE)
+    cut = OUTPUT.index(" 1}")
+    last: list[Any] = maker.add(chunk(OUTPUT[:cut], 9, finish_reason="length"))
+    assert [item.status for item in maker.response.output] == [
+        "completed",
+        "completed",
+        "incomplete",
+    ]
+    assert last[-1].type == "response.incomplete"
+    assert last[-2].item.arguments == '{"a":'
 
 
 def test_an_empty_answer_at_its_length_limit_has_all_events_except_deltas() -> None:

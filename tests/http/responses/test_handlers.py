@@ -7,18 +7,24 @@ import contextlib
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
+import msgspec
 import openai
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
 from aserve.errors import StepError
-from aserve.http.responses.events import Event, EventMaker
+from aserve.http.responses.event_maker import EventMaker
+from aserve.http.responses.events import Event
 from aserve.messages.output import OutputChunk
 from aserve.messages.requests import Grammar
+from aserve.parsers.registry import ParserNames
+from aserve.text.load import load_tokenizer
+from aserve.tiny import MODEL_DIR
 from tests.fakes.echo_engine import EchoEngine
 from tests.http.asking import prompts
 
 T = TypeVar("T")
+TINY = load_tokenizer(MODEL_DIR)
 ASK: dict[str, Any] = {"model": "echo", "input": "hello 한", "temperature": 0}
 
 
@@ -260,3 +266,120 @@ async def test_a_wrong_page_is_refused_by_name(echo: EchoEngine, query: str) -> 
     async with echo.web.get(f"/v1/responses/{made.id}/input_items?{query}") as answer:
         assert answer.status == 400
         assert (await answer.json())["error"]["param"] == query.partition("=")[0]
+
+
+TOOL: Any = {
+    "type": "function",
+    "name": "f",
+    "description": None,
+    "parameters": {"type": "object"},
+    "strict": None,
+}
+
+
+def call(arguments: str) -> str:
+    return f'<|tool_call|>{{"name": "f", "arguments": {arguments}}}<|/tool_call|>'
+
+
+@contextlib.asynccontextmanager
+async def tool_engine(template: str) -> AsyncIterator[EchoEngine]:
+    parsers = ParserNames("aserve_tiny", "aserve_tiny")
+    async with EchoEngine(tokenizer=TINY, template=template, parsers=parsers) as echo:
+        yield echo
+
+
+async def test_calls_their_outputs_and_reasoning_are_one_turn_of_the_chat() -> None:
+    """Whether they come by the id of the earlier response or as items of the input."""
+    async with tool_engine("{{ messages[-1].content }}") as echo:
+        asked = "<|think|>so<|/think|>Wait." + call('{"a": 1}')
+        first = await ask(echo, input=asked, tools=[TOOL])
+        assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
+        made: Any = first.output[-1]
+        output = {"type": "function_call_output", "call_id": made.call_id, "output": "4"}
+        second = await ask(echo, input=[output], previous_response_id=first.id, tools=[TOOL])
+        given = [item.model_dump(exclude_none=True) for item in first.output]
+        items: Any = [{"role": "user", "content": asked}, *given, output]
+        listed = [item async for item in echo.client.responses.input_items.list(second.id)]
+        kept = {item.type: item.model_dump() for item in listed}
+        assert (kept["function_call"]["call_id"], kept["function_call_output"]["output"]) == (
+            made.call_id,
+            "4",
+        )
+    async with tool_engine("{{ messages | tojson }}{{ tools | tojson }}") as echo:
+        count = await echo.client.responses.input_tokens.count(
+            model="echo", input=items, tools=[TOOL]
+        )
+        await ask(echo, input=items, tools=[TOOL], max_output_tokens=1)
+        (prompt,) = prompts(echo)
+    messages, tools = msgspec.json.decode(f"[{prompt.replace('][', '],[')}]")
+    user, assistant, result = messages
+    assert user["content"] == asked
+    assert (assistant["content"], assistant["reasoning_content"]) == ("Wait.", "so")
+    assert assistant["tool_calls"] == [
+        {"function": {"name": "f", "arguments": {"a": 1}}, "id": made.call_id, "type": "function"}
+    ]
+    assert (result["role"], result["tool_call_id"], result["content"]) == (
+        "tool",
+        made.call_id,
+        "4",
+    )
+    function = {"name": "f", "parameters": {"type": "object"}}
+    assert tools == [{"type": "function", "function": function}]
+    assert count.input_tokens == len(TINY.encode(prompt, with_special=False))
+    assert [tool.to_dict() for tool in first.tools] == [TOOL]
+
+
+async def test_a_response_in_the_background_is_polled_and_outlives_its_client(
+    echo: EchoEngine,
+) -> None:
+    echo.scheduler.is_paused = True
+    made = await ask(echo, background=True)
+    assert (made.status, made.background) == ("queued", True)
+    await echo.until(lambda: bool(echo.scheduler.live))
+    echo.scheduler.step()
+    await echo.until(lambda: len(echo.detokenizer.inbox) == 0)
+    echo.scheduler.is_paused = False
+    echo.scheduler.resume()
+    await echo.until(lambda: not echo.scheduler.live and echo.gateway.num_open == 0)
+    done = await polled(echo, made.id)
+    assert (done.status, done.output_text) == ("completed", "u:hello 한;")
+
+
+async def polled(echo: EchoEngine, response_id: str) -> Response:
+    async with asyncio.timeout(5):
+        while True:
+            response = await echo.client.responses.retrieve(response_id)
+            if response.status not in ("queued", "in_progress"):
+                return response
+
+
+async def test_a_response_in_the_background_is_cancelled_by_its_id(echo: EchoEngine) -> None:
+    echo.scheduler.is_paused = True
+    made = await ask(echo, background=True)
+    await echo.until(lambda: bool(echo.scheduler.live))
+    assert (await echo.client.responses.cancel(made.id)).status == "cancelled"
+    await echo.until(lambda: not echo.scheduler.live)
+    assert (await echo.client.responses.retrieve(made.id)).status == "cancelled"
+
+
+async def test_a_refusal_in_the_background_is_a_failed_response(echo: EchoEngine) -> None:
+    made = await ask(echo, background=True, input="x" * 600)
+    done = await polled(echo, made.id)
+    assert done.error is not None
+    assert (done.status, done.error.code) == ("failed", "invalid_prompt")
+
+
+async def test_the_end_of_the_server_ends_what_runs_in_the_background() -> None:
+    async with EchoEngine() as echo:
+        echo.scheduler.is_paused = True
+        await ask(echo, background=True)
+        await echo.until(lambda: bool(echo.scheduler.live))
+    assert echo.gateway.num_open == 0
+
+
+async def test_truncation_auto_keeps_the_end_of_a_long_prompt(echo: EchoEngine) -> None:
+    made = await ask(echo, input="x" * 600 + "end", truncation="auto", max_output_tokens=16)
+    assert made.truncation == "auto"
+    (prompt,) = prompts(echo)
+    assert prompt.endswith("xend;")
+    assert len(prompt) == 512 - 16

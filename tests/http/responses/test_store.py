@@ -65,11 +65,11 @@ def test_a_response_larger_than_the_store_evicts_nothing() -> None:
 def test_the_answer_is_part_of_what_the_next_turn_continues() -> None:
     item = OutputMessage("msg_1", "completed", (OutputText("b"),))
     response = msgspec.structs.replace(HEADING, output=(item,))
-    turn = StoredResponse(response, stored("a").messages)
-    assert [(each.role, each.text) for each in turn.conversation] == [
-        ("user", "a"),
-        ("assistant", "b"),
-    ]
+    turn = StoredResponse(response, stored("a").items)
+    assert turn.conversation == (
+        *stored("a").items,
+        Message("msg_1", "assistant", ("b",)),
+    )
 
 
 ASK = {"type": "response.create", "input": "a secret", "max_output_tokens": 2}

@@ -1,0 +1,161 @@
+"""Plans a chat for all endpoints that have one: its prompt, the constraints of its output, and how
+the output is parsed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from aserve.errors import InvalidRequest
+from aserve.http.openai.checks import unsupported
+from aserve.http.openai.conversation import (
+    Chat,
+    ReasoningOptions,
+    chat_of,
+    prompt_of,
+    text_of,
+)
+from aserve.http.openai.parsed import ParsePlan
+from aserve.http.openai.schema import ChatBody, TokenizeBody
+from aserve.http.openai.tools import (
+    ToolChoice,
+    ToolUse,
+    choose_tools,
+    read_choice,
+    read_function_choice,
+    read_functions,
+    read_tools,
+)
+from aserve.messages.requests import ChatPrompt, Grammar, SamplingParams
+from aserve.parsers.registry import TOOL_PARSERS, ParserNames, kept_tokens
+
+# Limits of reasoning tokens, under the names of vLLM, SGLang and llama.cpp.
+BUDGETS = ("thinking_token_budget", "max_thinking_tokens", "reasoning_budget")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPlan:
+    """The prompt of a chat, and what becomes of its output. `grammar` is that of the tool calls, or
+    else the one that the client gave. The output must not contain `banned_words`. In the answer
+    `prefix` comes before the content, and with `has_functions` a call has the older form.
+    """
+
+    prompt: ChatPrompt
+    parse: ParsePlan
+    grammar: Grammar | None = None
+    banned_words: tuple[str, ...] = ()
+    prefix: str = ""
+    has_functions: bool = False
+
+    def constrained(self, sampling: SamplingParams) -> SamplingParams:
+        """Returns the parameters with the constraints, and with the special tokens that the parser
+        reads.
+        """
+        kept = kept_tokens(self.parse.reasoning, self.parse.tools)
+        return msgspec.structs.replace(
+            sampling,
+            grammar=self.grammar,
+            bad_words=(*sampling.bad_words, *self.banned_words),
+            kept_special_tokens=tuple(sorted(kept)),
+        )
+
+
+def plan_chat(
+    chat: Chat, parsers: ParserNames, *, grammar: Grammar | None = None, bans_calls: bool = False
+) -> ChatPlan:
+    """Plans a chat. `grammar` is the form that the client wants of the content. With `bans_calls`
+    the model cannot begin a tool call.
+    """
+    tools = chat.tool_use
+    must_call = tools.mode == "required"
+    is_free = grammar is None and not must_call
+    names = parsers if tools.specs else parsers._replace(tools=None)
+    reasoning = chat.reasoning
+    if must_call:
+        grammar = _grammar_of(tools, parsers.tools)
+    has_content_grammar = not is_free and not must_call
+    return ChatPlan(
+        prompt_of(chat),
+        ParsePlan(
+            # A grammar begins with the output, which then has no reasoning.
+            reasoning=names.reasoning if reasoning.is_separate and is_free else None,
+            tools=None if has_content_grammar else names.tools,
+            tool_specs=tools.specs,
+            is_parallel=tools.is_parallel,
+            shows_reasoning=reasoning.is_shown,
+            streams_reasoning=reasoning.is_streamed,
+        ),
+        grammar,
+        _call_markers(parsers.tools) if bans_calls else (),
+    )
+
+
+def plan_of_body(body: ChatBody, parsers: ParserNames, grammar: Grammar | None) -> ChatPlan:
+    """Plans the chat of a body of OpenAI's API."""
+    tools, choice = _tools_of(body)
+    chat = chat_of(body, tools, _reasoning_of(body))
+    plan = plan_chat(chat, parsers, grammar=grammar, bans_calls=choice.mode == "none")
+    last = chat.messages[-1]
+    has_echo = body.echo and last.role == "assistant"
+    return replace(
+        plan,
+        prefix=text_of(last.content, where="messages") if has_echo else "",
+        has_functions=bytes(body.functions) != b"null",
+    )
+
+
+def prompt_of_body(body: TokenizeBody) -> ChatPrompt:
+    tools = choose_tools(read_tools(body.tools), read_choice(body.tool_choice))
+    return prompt_of(chat_of(body, tools, ReasoningOptions(effort=body.reasoning_effort)))
+
+
+def _tools_of(body: ChatBody) -> tuple[ToolUse, ToolChoice]:
+    functions = read_functions(body.functions)
+    if functions and bytes(body.tools) != b"null":
+        raise InvalidRequest(
+            "Invalid 'functions': 'tools' are given, too. Send only one of them.",
+            param="functions",
+            code="invalid_value",
+        )
+    if functions or body.function_call is not None:
+        choice = read_function_choice(body.function_call)
+        return choose_tools(functions, choice, is_parallel=False, param="functions"), choice
+    choice = read_choice(body.tool_choice)
+    is_parallel = body.parallel_tool_calls is not False
+    return choose_tools(read_tools(body.tools), choice, is_parallel=is_parallel), choice
+
+
+def _reasoning_of(body: ChatBody) -> ReasoningOptions:
+    is_enabled = None if body.thinking is None else body.thinking.type == "enabled"
+    for name in BUDGETS:
+        budget = getattr(body, name)
+        if budget == 0:
+            is_enabled = False
+        elif budget is not None and budget > 0:
+            raise unsupported(name, "Only 0, which switches reasoning off, is supported.")
+    return ReasoningOptions(
+        is_enabled=is_enabled,
+        effort=body.reasoning_effort,
+        is_separate=body.separate_reasoning is not False,
+        is_shown=body.include_reasoning is not False,
+        is_streamed=body.stream_reasoning is not False,
+    )
+
+
+def _grammar_of(tools: ToolUse, parser: str | None) -> Grammar:
+    """Returns the grammar of the calls that must come, or of those of strict tools."""
+    raise InvalidRequest(
+        "Unsupported value for 'tool_choice': this server cannot make the model call a tool.",
+        param="tool_choice",
+        code="unsupported_value",
+    )
+
+
+def _call_markers(parser: str | None) -> tuple[str, ...]:
+    """Returns the special tokens with which calls begin."""
+    if parser is None:
+        return ()
+    family = TOOL_PARSERS[parser]
+    return tuple(text for text in family.begins if text in family.markers)
