@@ -97,16 +97,20 @@ def read_keys(options: ServerOptions) -> ApiKeys:
     return ApiKeys(keys, admin_key=admin.strip().encode() if admin else None)
 
 
+def has_keys(options: ServerOptions) -> bool:
+    """Returns whether clients need a key."""
+    return options.api_key is not None or options.api_key_file is not None
+
+
 def caller_of(request: web.Request, options: ServerOptions, max_sequences: int) -> Caller:
     """Builds the caller of a request from the identity that the border middleware found."""
     identity = request[IDENTITY]
-    has_keys = options.api_key is not None or options.api_key_file is not None
     # WHY: a server without keys has one user, whose prompts may share cached KV.
-    is_private = has_keys and not options.shared_prefix_cache
+    is_private = has_keys(options) and not options.shared_prefix_cache
     return Caller(
         client=identity.client,
         namespace=identity.client if is_private else "",
-        owner=identity.client if has_keys else "",
+        owner=identity.client if has_keys(options) else "",
         may_set_priority=options.enable_priority_scheduling or identity.is_admin,
         max_sequences=max_sequences,
     )

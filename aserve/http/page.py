@@ -53,22 +53,22 @@ async def live(request: web.Request, context: HttpContext) -> web.Response:
 
 
 async def index(_: web.Request, __: HttpContext) -> web.Response:
-    return _file("index.html")
+    return file_response("index.html")
 
 
 async def icon(_: web.Request, __: HttpContext) -> web.Response:
     """Browsers ask for /favicon.ico before they have read the page."""
-    return _file("icon.svg")
+    return file_response("icon.svg")
 
 
 async def page_file(request: web.Request, _: HttpContext) -> web.Response:
     name = request.match_info["name"]
     if name not in FILES:
         raise web.HTTPNotFound
-    return _file(name)
+    return file_response(name)
 
 
-def _file(name: str) -> web.Response:
+def file_response(name: str) -> web.Response:
     content_type = TYPES.get(Path(name).suffix) or mimetypes.guess_type(name)[0]
     response = web.Response(body=FILES[name], content_type=content_type, headers=HEADERS)
     if response.content_type != "image/svg+xml":

@@ -6,6 +6,7 @@ administrator's key, and does not exist on a server without one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
@@ -48,6 +49,7 @@ def post(
     admin: bool = False,
     errors: ErrorFormat = error_body,
 ) -> Route:
+    @functools.wraps(handler)
     async def read_and_handle(request: web.Request, context: HttpContext) -> web.StreamResponse:
         return await handler(request, context, await read_body(request, kind))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from aserve.http import abort, page, probes
+from aserve.http import abort, openapi, page, probes
 from aserve.http.control import info, render
 from aserve.http.generate import llama_cpp, sglang, tgi
 from aserve.http.lora import handlers as lora
@@ -63,5 +63,6 @@ ROUTES = (
     *abort.ROUTES,
     *lora.ROUTES,
     get("/metrics", probes.metrics),
+    *openapi.ROUTES,
     *page.ROUTES,
 )

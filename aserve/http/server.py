@@ -17,9 +17,10 @@ from aiohttp.typedefs import Handler, Middleware
 
 from aserve.errors import AserveError, BugError, ConfigError, ErrorInfo
 from aserve.http.abort import ABORTS, Aborts
-from aserve.http.auth import IDENTITY, Access, read_keys
+from aserve.http.auth import IDENTITY, Access, has_keys, read_keys
 from aserve.http.body import IGNORED
 from aserve.http.connection import address_of, listen
+from aserve.http.control.info import version
 from aserve.http.cors import add_cors_headers, is_preflight, preflight_response
 from aserve.http.decompress import broken_body
 from aserve.http.errors import (
@@ -35,6 +36,7 @@ from aserve.http.errors import (
 )
 from aserve.http.hosts import HOSTS, AllowedHosts
 from aserve.http.intake import INTAKE, Intake
+from aserve.http.openapi import DESCRIPTION, ApiDescription
 from aserve.http.responses.live import RESPONSES, Responses
 from aserve.http.responses.websocket import SOCKETS, close_sockets
 from aserve.http.route import Route, access_of
@@ -106,6 +108,7 @@ def create_app(context: HttpContext) -> web.Application:
     app[INTAKE] = Intake(context)
     app[ABORTS] = Aborts(context.gateway)
     app[HOSTS] = AllowedHosts(options)
+    app[DESCRIPTION] = ApiDescription(routes, version=version(), has_keys=has_keys(options))
     app[SOCKETS] = set()
     app.on_shutdown.append(close_sockets)
     handlers = {handler_of(route, context): route for route in routes}

@@ -24,6 +24,8 @@ WRONG += ({"Authorization": "Basic se cret"}, {"Authorization": "se cret"}, {"X-
 CLIENT = (bearer("se cret"), {"X-Api-Key": "other"}, bearer("other") | {"X-Api-Key": "other"})
 ADMIN = (bearer("root"), {"X-Api-Key": "root"})
 PUBLIC_PATHS = {
+    "/openapi.json",
+    "/docs",
     "/",
     "/ui/{name}",
     "/health",

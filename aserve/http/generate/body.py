@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from aserve.http.openai.schema import TokenId
+from aserve.http.openai.schema import TokenId, null_value
 
 Single: TypeAlias = int | bool | str
 
@@ -93,10 +93,10 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     priority: int | None = None
     extra_key: str | None = None
-    input_embeds: msgspec.Raw = msgspec.Raw(b"null")
-    image_data: msgspec.Raw = msgspec.Raw(b"null")
-    audio_data: msgspec.Raw = msgspec.Raw(b"null")
-    video_data: msgspec.Raw = msgspec.Raw(b"null")
+    input_embeds: msgspec.Raw = msgspec.field(default_factory=null_value)
+    image_data: msgspec.Raw = msgspec.field(default_factory=null_value)
+    audio_data: msgspec.Raw = msgspec.field(default_factory=null_value)
+    video_data: msgspec.Raw = msgspec.field(default_factory=null_value)
     lora_path: str | list[str | None] | None = None
     custom_logit_processor: str | list[str | None] | None = None
     return_hidden_states: bool | list[bool] | None = None

@@ -18,6 +18,13 @@ TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 TextsOrIds: TypeAlias = str | list[str | TokenId | list[TokenId]]
 
 
+def null_value() -> msgspec.Raw:
+    """Returns the default of a field that is decoded later. JSON schemas leave out the default of a
+    factory, and cannot express a Raw.
+    """
+    return msgspec.Raw(b"null")
+
+
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -197,10 +204,10 @@ class ChatBody(GenerationBody, kw_only=True):
     continue_final_message: bool | None = None
     echo: bool | None = None
     prompt_logprobs: int | None = None
-    tools: msgspec.Raw = msgspec.Raw(b"null")
+    tools: msgspec.Raw = msgspec.field(default_factory=null_value)
     tool_choice: str | ToolChoiceObject | None = None
     parallel_tool_calls: bool | None = None
-    functions: msgspec.Raw = msgspec.Raw(b"null")
+    functions: msgspec.Raw = msgspec.field(default_factory=null_value)
     function_call: str | FunctionName | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
@@ -230,7 +237,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
-    tools: msgspec.Raw = msgspec.Raw(b"null")
+    tools: msgspec.Raw = msgspec.field(default_factory=null_value)
     tool_choice: str | ToolChoiceObject | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None

@@ -1,0 +1,108 @@
+"""The description of the API is whole and true: every route, every reference, working examples."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from aserve.http.openapi import PLACE, describe, example_of
+from aserve.http.page import FILES
+from aserve.http.route import Route
+from aserve.http.routes import ROUTES
+from tests.fakes.echo_engine import EchoEngine
+from tests.http.asking import ask
+
+BODIES = [route for route in ROUTES if route.body is not None]
+
+
+def document() -> Any:
+    return msgspec.to_builtins(describe(ROUTES, "1", has_keys=True))
+
+
+def references(part: Any) -> Iterator[str]:
+    if isinstance(part, dict):
+        if isinstance(part.get("$ref"), str):
+            yield part["$ref"]
+        for inner in part.values():
+            yield from references(inner)
+    elif isinstance(part, list):
+        for inner in part:
+            yield from references(inner)
+
+
+def target(root: Any, reference: str) -> Any:
+    for name in reference.removeprefix("#/").split("/"):
+        root = root[name]
+    return root
+
+
+def test_every_route_is_described_once_with_its_body_its_errors_and_its_key() -> None:
+    api = document()
+    described = {
+        (method.upper(), path): operation
+        for path, methods in api["paths"].items()
+        for method, operation in methods.items()
+    }
+    served = {(route.method, PLACE.sub(r"{\1}", route.path)): route for route in ROUTES}
+    assert described.keys() == served.keys()
+    names = [operation["operationId"] for operation in described.values()]
+    assert len(names) == len(set(names))
+    for place, operation in described.items():
+        route = served[place]
+        assert ("requestBody" in operation) is (route.body is not None)
+        assert (operation["security"] == [{}]) is route.public
+        assert {each["name"] for each in operation.get("parameters", [])} == set(
+            re.findall(r"{(\w+)}", place[1])
+        )
+        assert operation["responses"]["200"]["description"]
+        if route.body is not None:
+            media = operation["requestBody"]["content"]["application/json"]
+            properties = target(api, media["schema"]["$ref"])["properties"]
+            assert tuple(properties) == route.body.__struct_encode_fields__
+
+
+def test_every_reference_leads_to_something() -> None:
+    api = document()
+    found = set(references(api))
+    assert len(found) > 5
+    assert all(target(api, reference) for reference in found)
+
+
+@pytest.mark.parametrize("route", BODIES, ids=lambda route: route.path)
+async def test_every_example_decodes_and_every_clients_one_is_answered(
+    echo: EchoEngine, route: Route
+) -> None:
+    assert route.body is not None
+    example = example_of(route.body)
+    msgspec.convert(example, route.body)
+    if not route.admin:
+        answer = await ask(echo, route.path, example)
+        assert answer.status == 200, answer.text
+
+
+async def test_the_document_is_served_without_a_key_and_made_once() -> None:
+    async with EchoEngine(api_key="secret") as echo:
+        first = await ask(echo, "/openapi.json")
+        assert first.status == 200
+        assert first.json["paths"]["/v1/models"]["get"]["security"] != [{}]
+        assert (await ask(echo, "/openapi.json")).text == first.text
+    async with EchoEngine() as echo:
+        open_api = (await ask(echo, "/openapi.json")).json
+        assert "security" not in open_api["paths"]["/v1/models"]["get"]
+        assert not any(
+            "admin" in each["tags"] for p in open_api["paths"].values() for each in p.values()
+        )
+
+
+async def test_the_page_of_the_api_loads_nothing_from_elsewhere(echo: EchoEngine) -> None:
+    answer = await ask(echo, "/docs")
+    assert answer.headers["Content-Security-Policy"].startswith("default-src 'self'")
+    for name in ("docs.html", "docs.css", "docs.js"):
+        text = FILES[name].decode()
+        assert not re.search(r"https?://|//[a-z]+\.|style=|onclick=\"", text), name
+    for used in re.findall(r'(?:href|src)="(ui/[^"]+)"', answer.text):
+        assert (await ask(echo, f"/{used}")).status == 200
