@@ -25,9 +25,10 @@ if CACHE is not None:
 
 # What takes longest starts first, so that no process ends long after the others.
 LONGEST = (
+    "tests/e2e/test_attacks.py",
     "tests/parity/test_avx2_machine.py",
     "tests/parity/test_real_model.py",
-    "tests/tools/gpu_check/test_command.py",
+    "tests/grammar/test_library.py",
 )
 # Files whose tests share nothing that takes time to make: they are handed out one by one.
 ONE_BY_ONE = frozenset(

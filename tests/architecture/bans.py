@@ -7,7 +7,7 @@ import tokenize
 from collections.abc import Iterator
 
 from tests.architecture.imports import imports
-from tests.architecture.source import FUNCTIONS, Finding, Module, calls, dotted, is_under
+from tests.architecture.source import FUNCTIONS, Finding, Module, dotted, is_under
 
 TASK_HOMES = ("aserve/actors/base.py", "aserve/http/responses/live.py")
 BROAD_EXCEPT_HOMES = (
@@ -15,6 +15,7 @@ BROAD_EXCEPT_HOMES = (
     "aserve/gpu/executor.py",  # a failing step is a value, whatever it raised
 )
 ENVIRONMENT_HOMES = ("aserve/config.py",)
+ENVIRONMENT_CALLS = ("os.environ", "os.getenv", "os.putenv")
 DEVICE = ("aserve/gpu/",)
 PURE = ("aserve/scheduling/", "aserve/cache/")
 # A drafter is named by its own file and a registry line; tiny/ and bench/ train and measure it.
@@ -47,7 +48,7 @@ def host_syncs(module: Module) -> Iterator[Finding]:
     """`.item()`, `.cpu()`, `.tolist()` make the device's thread wait."""
     if not is_under(module.path, DEVICE):
         return
-    for name, node in calls(module):
+    for name, node in module.calls:
         method = name.rpartition(".")[2]
         if "." in name and method in ("item", "cpu", "tolist"):
             yield Finding("sync", module.path, node.lineno, f".{method}() waits for the device")
@@ -57,7 +58,7 @@ def pickles(module: Module) -> Iterator[Finding]:
     for item in imports(module):
         if item.target.partition(".")[0] in PICKLES:
             yield Finding("pickle", module.path, item.line, f"{item.target}: use msgspec")
-    for name, node in calls(module):
+    for name, node in module.calls:
         options = {option.arg: option.value for option in node.keywords}
         if name.rpartition(".")[2] in PICKLING_CALLS:
             yield Finding("pickle", module.path, node.lineno, f"{name} pickles: send tensors")
@@ -68,7 +69,7 @@ def pickles(module: Module) -> Iterator[Finding]:
 
 
 def evals(module: Module) -> Iterator[Finding]:
-    for name, node in calls(module):
+    for name, node in module.calls:
         if name in ("eval", "exec", "__import__"):
             yield Finding("eval", module.path, node.lineno, f"{name}() runs what it is given")
 
@@ -81,7 +82,7 @@ def module_state(module: Module) -> Iterator[Finding]:
         if not _may_bind(name, value):
             what = f"{name} is module state: make it an ALL_CAPS constant or pass it as an argument"
             yield Finding("state", module.path, line, what)
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Global):
             what = f"global {', '.join(node.names)}"
             yield Finding("state", module.path, node.lineno, what)
@@ -93,10 +94,10 @@ def broad_excepts(module: Module) -> Iterator[Finding]:
     if is_under(module.path, BROAD_EXCEPT_HOMES):
         return
     what = f"catches everything: only {' and '.join(BROAD_EXCEPT_HOMES)} may, and answer someone"
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.ExceptHandler) and node.type is not None and _is_broad(node.type):
             yield Finding("except", module.path, node.lineno, what)
-    for name, node in calls(module):
+    for name, node in module.calls:
         if name.endswith("suppress") and any(_is_broad(item) for item in node.args):
             yield Finding("except", module.path, node.lineno, what)
 
@@ -105,7 +106,7 @@ def tasks(module: Module) -> Iterator[Finding]:
     """A task belongs to its actor (or to an `asyncio.TaskGroup`, whose own create_task is free)."""
     if is_under(module.path, TASK_HOMES):
         return
-    for name, node in calls(module):
+    for name, node in module.calls:
         owner, _, method = name.rpartition(".")
         is_loop = owner in ("", "asyncio") or "loop" in owner
         if method == "ensure_future" or (method == "create_task" and is_loop):
@@ -114,7 +115,7 @@ def tasks(module: Module) -> Iterator[Finding]:
 
 
 def polling(module: Module) -> Iterator[Finding]:
-    for name, node in calls(module):
+    for name, node in module.calls:
         if name == "time.sleep":
             yield Finding("sleep", module.path, node.lineno, "time.sleep blocks: wait for an event")
         if name == "asyncio.sleep" and node.args and _is_constant(node.args[0], 0):
@@ -129,11 +130,11 @@ def environment(module: Module) -> Iterator[Finding]:
     if is_under(module.path, ENVIRONMENT_HOMES):
         return
     what = f"the environment is read in {', '.join(ENVIRONMENT_HOMES)} alone"
-    for node in ast.walk(module.tree):
-        if dotted(node) in ("os.environ", "os.getenv", "os.putenv"):
-            yield Finding("environment", module.path, getattr(node, "lineno", 1), what)
+    for node in module.nodes:
+        if isinstance(node, ast.Attribute) and dotted(node) in ENVIRONMENT_CALLS:
+            yield Finding("environment", module.path, node.lineno, what)
     for item in imports(module):
-        if item.target in ("os.environ", "os.getenv", "os.putenv"):
+        if item.target in ENVIRONMENT_CALLS:
             yield Finding("environment", module.path, item.line, what)
 
 
@@ -141,7 +142,7 @@ def impurities(module: Module) -> Iterator[Finding]:
     """What an import table cannot see: files and numpy's own randomness."""
     if not is_under(module.path, PURE):
         return
-    for name, node in calls(module):
+    for name, node in module.calls:
         is_random = name.startswith(("np.random.", "numpy.random."))
         if name in ("open", "input") or is_random:
             what = f"{name}(): decisions have no I/O and no chance"
@@ -149,6 +150,8 @@ def impurities(module: Module) -> Iterator[Finding]:
 
 
 def type_ignores(module: Module) -> Iterator[Finding]:
+    if not IGNORE.search(module.source):
+        return
     for token in tokenize.generate_tokens(io.StringIO(module.source).readline):
         if token.type != tokenize.COMMENT or not IGNORE.match(token.string):
             continue
@@ -161,7 +164,7 @@ def drafter_names(module: Module) -> Iterator[Finding]:
     """Ask what, not who: no drafter's name in an identifier or a comparison."""
     if is_under(module.path, DRAFTER_HOMES):
         return
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         for name in _identifiers(node):
             if DRAFTERS & set(name.lower().split("_")):
                 what = f"'{name}' names a drafter: ask its capabilities"
@@ -170,7 +173,8 @@ def drafter_names(module: Module) -> Iterator[Finding]:
 
 def skips(module: Module) -> Iterator[Finding]:
     """For tests: nothing is skipped on the CPU; what needs CUDA is marked `gpu`."""
-    uses = [(dotted(node), getattr(node, "lineno", 1)) for node in ast.walk(module.tree)]
+    attributes = (node for node in module.nodes if isinstance(node, ast.Attribute))
+    uses = [(dotted(node), node.lineno) for node in attributes]
     uses += [(item.target, item.line) for item in imports(module)]
     for name, line in uses:
         if name.startswith("pytest.") and name.rpartition(".")[2] in SKIPS:

@@ -130,7 +130,7 @@ def small_files(module: Module) -> Iterator[Finding]:
     """Statements of a file, the fields of its records included."""
     if any(fnmatch(module.path, glob) for glob in OWN_FILES):
         return
-    nodes = ast.walk(module.tree)
+    nodes = module.nodes
     size = sum(isinstance(node, ast.stmt) and not _is_docstring(node) for node in nodes)
     if size < MIN_STATEMENTS:
         what = f"the file has {size} statements: merge it with what it belongs to"

@@ -19,15 +19,24 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """`path` is relative to the repository's root, with forward slashes."""
+    """`path` is relative to the repository's root, with forward slashes.
+
+    `nodes` are all nodes of the tree, and `calls` have the dotted name that each call is made by:
+    nearly every rule looks at them.
+    """
 
     path: str
     source: str
     tree: ast.Module
+    nodes: tuple[ast.AST, ...]
+    calls: tuple[tuple[str, ast.Call], ...]
 
     @classmethod
     def parse(cls, path: str, source: str) -> "Module":
-        return cls(path, source, ast.parse(source, filename=path))
+        tree = ast.parse(source, filename=path)
+        nodes = tuple(ast.walk(tree))
+        calls = tuple((dotted(node.func), node) for node in nodes if isinstance(node, ast.Call))
+        return cls(path, source, tree, nodes, calls)
 
     @property
     def name(self) -> str:
@@ -45,7 +54,7 @@ class Module:
 
     def _docstring_lines(self) -> set[int]:
         lines: set[int] = set()
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             first = node.body[0] if isinstance(node, DOCUMENTED) and node.body else None
             if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
                 lines.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
@@ -91,12 +100,6 @@ def dotted(node: ast.AST) -> str:
             return f"{dotted(func)}()"
         case _:
             return ""
-
-
-def calls(module: Module) -> Iterator[tuple[str, ast.Call]]:
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Call):
-            yield dotted(node.func), node
 
 
 def named(

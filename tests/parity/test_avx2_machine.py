@@ -19,7 +19,6 @@ TESTS = (
     *("tests/parity/test_forms.py", "tests/gpu/layers/test_compiled.py"),
     f"{PAGED}::test_every_shape_equals_the_reference",
     f"{PAGED}::test_every_kind_of_layer_equals_the_reference",
-    f"{PAGED}::test_rows_with_many_queries_may_use_another_kernel",
     *("tests/gpu/attention/test_chunked_prefill.py", "tests/gpu/device/cpu/test_weights.py"),
 )
 
