@@ -37,6 +37,7 @@ from aserve.config import (
 )
 from aserve.errors import AserveError, ConfigError
 from aserve.foreign_flags import add_foreign_flags
+from aserve.health import ask_health
 from aserve.host.environment import (
     collect_rarely,
     installed_version,
@@ -58,6 +59,7 @@ COMMAND_RECORDS: Mapping[str, tuple[type, ...]] = {
     "serve": (*ENGINE_RECORDS, GrammarOptions, LoraOptions, ServerOptions),
     "chat": (*ENGINE_RECORDS, PromptOptions),
     "generate": (*ENGINE_RECORDS, PromptOptions),
+    "health": (ServerOptions,),
 }
 ARGUMENTS = frozenset({"command", "text", "file", "bench", "task"})  # positional, not options
 
@@ -108,6 +110,8 @@ def _run(arguments: list[str], benches: Mapping[str, Bench]) -> int:
             return _build_kernels()
         case "doctor":
             return _doctor()
+        case "health":
+            return _health(_resolved(given, log_level="warning"))
         case "version":
             return _version()
         case _:
@@ -256,6 +260,12 @@ def _doctor() -> int:
     return 0
 
 
+def _health(resolved: Resolved) -> int:
+    is_ready, status = ask_health(resolved.server)
+    Console(soft_wrap=True).print(f"aserve: {status}", markup=False, highlight=False)
+    return 0 if is_ready else 1
+
+
 def _version() -> int:
     python, torch = platform.python_version(), installed_version("torch") or "not installed"
     line = (
@@ -328,6 +338,7 @@ def make_parser(benches: Mapping[str, Bench] = BENCHES) -> Parser:
         "task", choices=["build"], help="compile what is missing, on all cores; it takes a minute"
     )
     command("doctor", "Show what the machine has, and what would make aserve faster on it.")
+    command("health", "Ask the server of this machine whether it is ready: 0 if it is, else 1.")
     command("version", "Show the versions of aserve, Python and torch.")
     return parser
 

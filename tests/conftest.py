@@ -9,7 +9,8 @@ import secrets
 import hypothesis
 import pytest
 
-from aserve.host.environment import collect_rarely, kernel_cache
+from aserve.host.environment import collect_rarely
+from aserve.host.kernel_cache import kernel_cache
 from tests.collected import note_collected
 
 collect_rarely()  # the imports of all test modules leave hardly any garbage

@@ -12,7 +12,8 @@ import torch
 from aserve.config import cache_home
 from aserve.gpu.device.cpu.kernels import count_kernels
 from aserve.gpu.device.cpu.weights import read_isa
-from aserve.host.environment import installed_version, kernel_cache, may_have_cuda
+from aserve.host.environment import installed_version, may_have_cuda
+from aserve.host.kernel_cache import kernel_cache
 from aserve.host.limits import (
     available_memory_bytes,
     cpu_quota,

@@ -5,21 +5,14 @@ It imports neither torch nor numba, because the variables that it sets are read 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
-import hashlib
 import importlib.metadata
-import importlib.util
 import logging
-import os
-import shutil
 import sys
-import tempfile
-import time
-from pathlib import Path
 
-from aserve.config import cache_home, set_environment
+from aserve.config import set_environment
+from aserve.host.kernel_cache import kernel_cache
 from aserve.host.limits import usable_cpus
 
 # PERF: OpenMP's threads spin while they wait for each other. By default they spin so long that they
@@ -30,8 +23,6 @@ SPINNING = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
 # Parameters of mallopt (malloc.h of glibc).
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 KEPT_BYTES = (1 << 31) - 1
-
-UNUSED_S = 30 * 24 * 3600  # a kernel cache that was not used for so long is removed
 
 # PERF: a collection of Python's cyclic garbage looks at every object of its generation, at about
 # 0.1 us each. By default the middle generation holds up to 7,000 objects, and the oldest is looked
@@ -97,54 +88,6 @@ def keep_freed_memory() -> None:
     """
     _set_malloc(M_MMAP_MAX, 0)
     _set_malloc(M_TRIM_THRESHOLD, KEPT_BYTES)
-
-
-def kernel_cache() -> Path | None:
-    """Returns the folder for compiled kernels, or None where no folder can be written.
-
-    WHY: there is a folder for each state of the kernels' sources, because numba checks only the
-    file of a cached function, not the files of the functions that it calls.
-
-    NOTE: numba unpickles what it finds there, so only this user may write it.
-    """
-    path = cache_home() / "aserve" / f"kernels-{_digest_of_kernels()}"
-    try:
-        is_new = not path.exists()
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            os.utime(path)  # the modification time is that of the last start that used it
-        if is_new:
-            _remove_unused(path.parent)
-        return path
-    except OSError as error:
-        return _temporary_cache(error)
-
-
-def _temporary_cache(refusal: OSError) -> Path | None:
-    try:
-        return Path(tempfile.mkdtemp(prefix="aserve-"))
-    except OSError:
-        logger.warning(
-            "every start compiles all kernels, because neither %s (%s) nor a temporary folder can "
-            "be written; set XDG_CACHE_HOME to a folder that can",
-            *(cache_home(), refusal.strerror),
-        )
-        return None
-
-
-def _remove_unused(caches: Path) -> None:
-    """Removes old caches of other sources. Another process may remove the same ones meanwhile."""
-    for path in caches.glob("kernels-*"):
-        with contextlib.suppress(FileNotFoundError):
-            if path.stat().st_mtime < time.time() - UNUSED_S:
-                shutil.rmtree(path, ignore_errors=True)
-
-
-def _digest_of_kernels() -> str:
-    package = importlib.util.find_spec("aserve_kernels")
-    folders = (package.submodule_search_locations or ()) if package is not None else ()
-    sources = sorted(path for folder in folders for path in Path(folder).glob("cpu/*.py"))
-    return hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
 
 def _set_malloc(name: int, value: int) -> None:

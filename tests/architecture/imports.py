@@ -78,6 +78,7 @@ REACH = {
     "aserve.host": Reach(aserve=FIRST, packages=("uvloop", "huggingface_hub")),
     "aserve.request_stream": Reach(aserve=(*FIRST, "aserve.unread"), packages=PLAIN),
     "aserve.unread": BORDER,
+    "aserve.health": BORDER,
     "aserve.heap": Reach(aserve=(), packages=()),
     "aserve.observability": BORDER,
     "aserve.cache": Reach(aserve=FIRST, packages=PLAIN, not_stdlib=IMPURE),
