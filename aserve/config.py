@@ -328,6 +328,11 @@ class ServerOptions:
     public_metrics: bool = option(
         False, "with --api-key: /metrics needs no key", Limits(group=ACCESS)
     )
+    metrics_compat: str | None = option(
+        None,
+        "/metrics also has the names that dashboards for vLLM or SGLang read",
+        Limits(choices=("vllm", "sglang")),
+    )
     max_body_size: int = option(
         8 << 20,
         "largest request body in bytes, also when decompressed",

@@ -17,6 +17,7 @@ from aserve.host.threads import new_event_loop
 from aserve.http.openai.call import seed_source
 from aserve.http.server import HttpServer
 from aserve.http.state import HttpContext
+from aserve.observability.compat_metrics import with_compat
 from aserve.startup import Launched, Launcher, Stopped, Waits, launcher_of
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,9 @@ class Server:
 def connect_http(frontend: Frontend) -> HttpServer:
     """Builds the HTTP server in front of an engine that may still be loading."""
     resolved = frontend.resolved
+    registry = with_compat(
+        frontend.metrics.registry, resolved.server.metrics_compat, model_name=resolved.model_name
+    )
     return HttpServer(
         HttpContext(
             gateway=frontend.gateway,
@@ -94,7 +98,7 @@ def connect_http(frontend: Frontend) -> HttpServer:
             options=resolved.server,
             model_names=(resolved.model_name,),
             created=int(time.time()),
-            registry=frontend.metrics.registry,
+            registry=registry,
             recent=frontend.metrics.recent,
             tokenize_service=frontend.tokenize_service,
             loras=frontend.loras,

@@ -206,7 +206,7 @@ class _StepMetrics:
             "aserve_inbox_messages", "Messages that wait for an actor", ["actor"], registry=registry
         )
         self.used_pages = Gauge("aserve_kv_pages_used", "KV pages in use", registry=registry)
-        self.total_pages = Gauge("aserve_kv_pages_total", "KV pages in all", registry=registry)
+        self.total_pages = Gauge("aserve_kv_pages", "KV pages in all", registry=registry)
 
     def on_tick(self, report: TickReport) -> None:
         self.finished.inc(report.num_finished)

@@ -178,7 +178,7 @@ def test_metrics_show_what_was_reported() -> None:
         "aserve_forward_iteration": 5,
         "aserve_prefill_tokens_total": 7,
         "aserve_retractions_total": 1,
-        "aserve_kv_pages_total": 9,
+        "aserve_kv_pages": 9,
         "aserve_sequences_running": 1,
         "aserve_sequences_waiting": 0,
         "aserve_clients_waiting": 5,
