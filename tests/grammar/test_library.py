@@ -38,6 +38,20 @@ def shared() -> Iterator[Rig]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def single() -> Iterator[Rig]:
+    """One worker, for tests that leave it ready, or let the next one start."""
+    with rig(timeout_s=100.0, num_workers=1) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def mortal() -> Iterator[Rig]:
+    """One worker that may be killed; what it has forked then ends by itself, soon."""
+    with rig(timeout_s=2.0, num_workers=1) as made:
+        yield made
+
+
 def forks_of(made: Rig) -> list[int]:
     """Processes that compile now, of workers that live."""
     leaders = [worker._process.pid for worker in made.library._workers._all]
@@ -102,7 +116,7 @@ async def test_a_grammar_that_takes_too_much_memory_is_refused(shared: Rig) -> N
     await shared.library.compiled(Grammar("regex", "after"))
 
 
-async def test_what_is_too_large_or_too_deep_is_refused_before_any_work() -> None:
+async def test_what_is_too_large_or_too_deep_is_refused_before_any_work(single: Rig) -> None:
     deep = '{"items":' * 70 + "{}" + "}" * 70
     text = '{"const": "' + "[" * 200 + '"}'
     with rig(num_workers=1) as made:
@@ -110,7 +124,7 @@ async def test_what_is_too_large_or_too_deep_is_refused_before_any_work() -> Non
         assert await code_of(made, long) == "string_above_max_length"
         assert await code_of(made, Grammar("json_schema", deep)) == "schema_too_deep"
         assert made.library._workers._all == set()
-        await made.library.compiled(Grammar("json_schema", text))  # a text has no depth
+    await single.library.compiled(Grammar("json_schema", text))  # a text has no depth
 
 
 async def test_more_grammars_than_may_wait_are_refused_for_now(
@@ -142,59 +156,60 @@ async def fork_at_work(made: Rig) -> int:
     ids=["fork", "worker", "otherwise"],
 )
 async def test_a_worker_that_ends_fails_its_grammar_alone_and_says_why(
-    number: signal.Signals, is_fork: bool
+    mortal: Rig, number: signal.Signals, is_fork: bool
 ) -> None:
     """The system kills the one that compiles for its memory, or the worker that it was forked from;
     another end is a bug."""
-    with rig(timeout_s=2.0, num_workers=1) as made:
-        asked = asyncio.ensure_future(made.library.compiled(Grammar("regex", EXPLODING)))
-        fork = await fork_at_work(made)
-        async with asyncio.timeout(10):
-            while oom_score(fork) != 1000:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        (worker,) = made.library._workers._all
-        os.kill(fork if is_fork else worker._process.pid, number)
-        if number == signal.SIGKILL:
-            with pytest.raises(InvalidRequest, match="memory runs out") as caught:
-                await asked
-            assert caught.value.error_code == "grammar_out_of_memory"
-        else:
-            with pytest.raises(BugError, match="exit code -15"):
-                await asked
-        await made.library.compiled(Grammar("regex", "after"))
+    own = EXPLODING.replace("50", str(40 + number + is_fork), 1)  # a failure is remembered
+    grammar = Grammar("regex", own)
+    asked = asyncio.ensure_future(mortal.library.compiled(grammar))
+    fork = await fork_at_work(mortal)
+    async with asyncio.timeout(10):
+        while oom_score(fork) != 1000:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    (worker,) = mortal.library._workers._all
+    os.kill(fork if is_fork else worker._process.pid, number)
+    if number == signal.SIGKILL:
+        with pytest.raises(InvalidRequest, match="memory runs out") as caught:
+            await asked
+        assert caught.value.error_code == "grammar_out_of_memory"
+    else:
+        with pytest.raises(BugError, match="exit code -15"):
+            await asked
+    await mortal.library.compiled(Grammar("regex", f"after{number.name}{is_fork}"))
 
 
-async def test_a_grammar_that_nobody_waits_for_is_not_compiled_on() -> None:
+async def test_a_grammar_that_nobody_waits_for_is_not_compiled_on(single: Rig) -> None:
     """Its worker is not lost with it, and what waits behind it goes on."""
-    with rig(num_workers=1) as made:
-        asked = asyncio.ensure_future(made.library.compiled(Grammar("regex", EXPLODING)))
-        queued = asyncio.ensure_future(made.library.compiled(Grammar("regex", "queued")))
-        await fork_at_work(made)
-        (worker,) = made.library._workers._all
-        queued.cancel()
-        asked.cancel()
-        await asyncio.wait([asked, queued])
-        assert made.library._pending == {}
-        await made.library.compiled(Grammar("regex", "next"))
-        assert made.library._workers._all == {worker}
-        assert worker.is_alive
-        assert made.count("compiles", outcome="ok") == 1, "only the last one was compiled"
+    library, num_before = single.library, single.count("compiles", outcome="ok")
+    asked = asyncio.ensure_future(library.compiled(Grammar("regex", EXPLODING)))
+    queued = asyncio.ensure_future(library.compiled(Grammar("regex", "queued")))
+    await fork_at_work(single)
+    (worker,) = library._workers._all
+    queued.cancel()
+    asked.cancel()
+    await asyncio.wait([asked, queued])
+    assert library._pending == {}
+    await library.compiled(Grammar("regex", "next"))
+    assert library._workers._all == {worker}
+    assert worker.is_alive
+    num_compiled = single.count("compiles", outcome="ok") - num_before
+    assert num_compiled == 1, "only the last one was compiled"
 
 
-async def test_a_clients_exploding_grammars_delay_no_other_client() -> None:
-    with rig(timeout_s=100.0, num_workers=1) as made:
-        sources = [EXPLODING.replace("50", str(count), 1) for count in range(50, 54)]
-        flood = [
-            asyncio.ensure_future(made.library.compiled(Grammar("regex", source), client="flood"))
-            for source in sources
-        ]
-        await fork_at_work(made)
-        for number in range(3):
-            await made.library.compiled(Grammar("regex", f"honest{number}"), client="other")
-        assert not any(each.done() for each in flood), "in order of arrival all were first"
-        for each in flood:
-            each.cancel()
-        await asyncio.wait(flood)
+async def test_a_clients_exploding_grammars_delay_no_other_client(single: Rig) -> None:
+    sources = [EXPLODING.replace("50", str(count), 1) for count in range(51, 55)]
+    flood = [
+        asyncio.ensure_future(single.library.compiled(Grammar("regex", source), client="flood"))
+        for source in sources
+    ]
+    await fork_at_work(single)
+    for number in range(3):
+        await single.library.compiled(Grammar("regex", f"honest{number}"), client="other")
+    assert not any(each.done() for each in flood), "in order of arrival all were first"
+    for each in flood:
+        each.cancel()
+    await asyncio.wait(flood)
 
 
 async def test_a_client_may_not_fill_the_queue_of_all(
