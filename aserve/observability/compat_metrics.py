@@ -113,7 +113,8 @@ def renamed(family: Metric, name: str, rule: Renamed, labels: Mapping[str, str])
     made = Metric(name, family.documentation, family.type)
     sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
     for sample in family.samples:
-        if rule.where.items() <= sample.labels.items():
+        is_value = not sample.name.endswith("_created")
+        if is_value and rule.where.items() <= sample.labels.items():
             kept = {rule.labels[key]: v for key, v in sample.labels.items() if key in rule.labels}
             if "le" in sample.labels:
                 kept["le"] = sample.labels["le"]

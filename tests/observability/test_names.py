@@ -73,7 +73,7 @@ def test_compat_adds_every_name_of_the_table_and_changes_none_of_ours(compat: st
     shown = samples(both)
     labels = {"vllm": " engine=0 model_name=m", "sglang": " model_name=m"}[compat]
     names = {name for name in shown if name.startswith(compat)}
-    assert all(labels in name for name in names)
+    assert all("model_name=m" in name for name in names)
     expected = {
         "vllm": {
             "vllm:num_requests_running": 1,
