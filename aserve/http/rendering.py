@@ -19,10 +19,12 @@ from aserve.http.delivery import closer_of, send_json
 from aserve.http.errors import RequestFailed
 from aserve.http.openai.answers import ids_of
 from aserve.http.openai.call import Call
+from aserve.http.openai.parsed import ParsedChoice, ParsePlan
 from aserve.http.sse import SseWriter
 from aserve.http.state import HttpContext
 from aserve.messages.base import FinishReason
 from aserve.messages.output import OutputChunk, PromptToken, TokenLogprob, Usage
+from aserve.parsers.events import ParsedEvent, joined
 from aserve.request_stream import RequestStream
 
 
@@ -33,7 +35,7 @@ class Output:
 
     __slots__ = (
         *("_texts", "_token_ids", "finish_reason", "first_s", "last_s", "logprobs"),
-        *("prompt", "start_s", "stop_reason", "text_len", "usage"),
+        *("prompt", "prompt_tail", "start_s", "stop_reason", "text_len", "usage"),
     )
 
     def __init__(self) -> None:
@@ -42,6 +44,7 @@ class Output:
         self.text_len = 0  # characters
         self.logprobs: list[TokenLogprob] = []
         self.prompt: list[PromptToken] = []
+        self.prompt_tail = ""
         self.usage = Usage()
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -55,6 +58,7 @@ class Output:
         self.text_len += len(chunk.text)
         self._token_ids += chunk.token_ids
         self.logprobs += chunk.logprobs
+        self.prompt_tail = self.prompt_tail or chunk.prompt_tail
         if chunk.prompt is not None:
             self.prompt += chunk.prompt.tokens
         if chunk.error is None:
@@ -69,6 +73,25 @@ class Output:
     @property
     def token_ids(self) -> list[int]:
         return ids_of(bytes(self._token_ids))
+
+
+def parsed_whole(plan: ParsePlan, call: Call, output: Output) -> list[ParsedEvent]:
+    """Returns the events of a whole output. The parser makes the same of it as of its parts."""
+    whole = OutputChunk(
+        request_id=call.requests[0].request_id,
+        child=0,
+        text=output.text,
+        token_ids=b"",
+        usage=output.usage,
+        finish_reason=output.finish_reason,
+        prompt_tail=output.prompt_tail,
+    )
+    return joined(ParsedChoice(plan, choice_id_of(call)).add(whole))
+
+
+def choice_id_of(call: Call) -> str:
+    """Returns the id from which the ids of tool calls are derived, of a call with one choice."""
+    return f"{call.call_id}/0"
 
 
 class Rendering(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from aserve.http import abort, openapi, page, probes
+from aserve.http.anthropic import messages as anthropic
 from aserve.http.control import info, render
 from aserve.http.generate import llama_cpp, sglang, tgi
 from aserve.http.lora import handlers as lora
@@ -62,6 +63,7 @@ ROUTES = (
     *llama_cpp.ROUTES,
     *abort.ROUTES,
     *lora.ROUTES,
+    *anthropic.ROUTES,
     get("/metrics", probes.metrics),
     *openapi.ROUTES,
     *page.ROUTES,

@@ -27,6 +27,7 @@ OWN: dict[str, dict[str, Any]] = {
     "/generate": {"text": "a"},
     "/generate_stream": {"inputs": "a"},
     "/abort_request": {"rid": "a"},
+    "/v1/messages": {"max_tokens": 5},
 }
 
 
