@@ -9,6 +9,8 @@ from aserve.http.anthropic import messages as anthropic
 from aserve.http.control import info, render
 from aserve.http.generate import llama_cpp, sglang, tgi
 from aserve.http.lora import handlers as lora
+from aserve.http.ollama import chat as ollama
+from aserve.http.ollama import models as ollama_models
 from aserve.http.openai import models, tokens
 from aserve.http.openai.chat import chat_dialect
 from aserve.http.openai.completions import CompletionDialect, completion_call
@@ -64,6 +66,8 @@ ROUTES = (
     *abort.ROUTES,
     *lora.ROUTES,
     *anthropic.ROUTES,
+    *ollama.ROUTES,
+    *ollama_models.ROUTES,
     get("/metrics", probes.metrics),
     *openapi.ROUTES,
     *page.ROUTES,

@@ -11,9 +11,12 @@ from aserve.errors import InvalidRequest
 from aserve.http.openai.chat_plan import ChatPlan, plan_chat
 from aserve.http.openai.conversation import Chat, ReasoningOptions
 from aserve.http.openai.grammars import format_grammar
+from aserve.http.openai.limits import INT32, Range, check_within
 from aserve.http.openai.schema import ChatMessage, Effort, FunctionCall, ToolCall
 from aserve.http.openai.tools import ToolChoice, ToolDefinition, choose_tools
 from aserve.parsers.registry import ParserNames
+
+BUDGET = Range(1, INT32)
 
 
 class Block(msgspec.Struct, kw_only=True):
@@ -237,6 +240,8 @@ def _reasoning_of(thinking: ThinkingParam | None, effort: Effort | None) -> Reas
     """Reasoning is off and not shown unless the client asks for it, as in Anthropic's API: other
     clients expect that the first block is the text.
     """
+    if thinking is not None and thinking.budget_tokens is not None:
+        check_within(thinking.budget_tokens, BUDGET, param="thinking.budget_tokens")
     kind = "disabled" if thinking is None else thinking.type
     is_enabled = None if kind == "adaptive" else kind == "enabled"
     return ReasoningOptions(is_enabled=is_enabled, effort=effort, is_shown=kind != "disabled")

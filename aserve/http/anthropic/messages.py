@@ -16,6 +16,7 @@ from aserve.http.anthropic.body import MessagesBody, PromptBody, plan_of
 from aserve.http.openai.call import Call, Origin, build_call, sampling_of
 from aserve.http.openai.chat_plan import ChatPlan
 from aserve.http.openai.checks import check_body, check_model, check_unsupported
+from aserve.http.openai.json_values import object_in
 from aserve.http.openai.parsed import ParsedChoice
 from aserve.http.openai.schema import GenerationBody
 from aserve.http.rendering import Output, answer, choice_id_of, field_names, parsed_whole
@@ -270,13 +271,6 @@ def blocks_of(events: Iterable[ParsedEvent]) -> list[dict[str, Any]]:
 
 def tool_use(start: ToolCallStart, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"type": "tool_use", "id": start.call_id, "name": start.name, "input": arguments}
-
-
-def object_in(text: str) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except (ValueError, RecursionError):
-        return {}
 
 
 ROUTES = (

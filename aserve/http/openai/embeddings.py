@@ -49,10 +49,17 @@ async def embeddings(
     """Answers the call. A client that disconnects cancels this handler, and so its requests."""
     origin = origin_of(request, context)
     requests = origin.with_lora(body.model, tuple(embedding_requests(body, origin)))
+    in_order = await embed(context, embedding_requests(body, origin_of(request, context)))
+    model = body.model or context.model_names[0]
+    answer = answer_of(body, in_order, model)
+    return await send_json(request, pieces_of(answer), timeout_s=context.options.write_timeout)
+
+async def embed(context: HttpContext, requests: list[GenerateRequest]) -> list[OutputChunk]:
+    """Returns the one chunk of each request, in their order."""
     refusal = context.state.refusal()
     if refusal is not None:
         raise refusal
-    chunks: dict[str, OutputChunk] = {}  # the one chunk of each request
+    chunks: dict[str, OutputChunk] = {}
     request_stream = context.gateway.open(*requests)
     try:
         async for chunk in request_stream:
@@ -61,10 +68,7 @@ async def embeddings(
             chunks[chunk.request_id] = chunk
     finally:
         request_stream.cancel()
-    in_order = [chunks[each.request_id] for each in requests]
-    model = body.model or context.model_names[0]
-    answer = answer_of(body, in_order, model)
-    return await send_json(request, pieces_of(answer), timeout_s=context.options.write_timeout)
+    return [chunks[each.request_id] for each in requests]
 
 
 def embedding_requests(body: EmbeddingBody, origin: Origin) -> list[GenerateRequest]:

@@ -35,6 +35,14 @@ def decode_json(data: bytes, kind: type[T], *, param: str) -> T:
     return value
 
 
+def object_in(text: str) -> dict[str, Any]:
+    """Returns the object in a JSON text that a model has written. It is empty if there is none."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (ValueError, RecursionError):
+        return {}
+
+
 def encode_json(value: object, *, param: str) -> bytes:
     """Encodes a value as JSON. Raises InvalidRequest if that is impossible, which can happen with
     values from a program that embeds the engine.
