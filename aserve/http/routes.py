@@ -6,7 +6,7 @@ from aiohttp import web
 
 from aserve.http import abort, openapi, page, probes
 from aserve.http.anthropic import messages as anthropic
-from aserve.http.control import info, render
+from aserve.http.control import admin, info, render
 from aserve.http.generate import llama_cpp, sglang, tgi
 from aserve.http.lora import handlers as lora
 from aserve.http.ollama import chat as ollama
@@ -56,6 +56,7 @@ ROUTES = (
     get("/v1/models/{name:.+}", models.read_model),  # a name may have slashes
     get("/health", probes.health, public=True),
     *info.ROUTES,
+    *admin.ROUTES,
     *render.ROUTES,
     get("/livez", probes.livez, public=True),
     get("/readyz", probes.health, public=True),

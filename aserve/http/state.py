@@ -47,6 +47,12 @@ def origin_of(request: web.Request, context: HttpContext) -> Origin:
         ),
         with_lora=context.loras.apply,
         caller=caller_of(request, context.options, context.state.max_sequences),
+        caller=caller_of(
+            request,
+            context.options,
+            max_sequences=context.state.max_sequences,
+            cache_epoch=context.state.cache_epoch,
+        ),
     )
 
 
@@ -58,6 +64,8 @@ class ServerState:
     reason: str = "loading the model"
     max_model_len: int | None = None
     spec: EngineSpec | None = None  # once the engine has started
+    is_paused: bool = False  # by the administrator
+    cache_epoch: str = ""  # changes when the prefix cache is flushed
     max_sequences: int = MAX_SEQUENCES  # of one request: prompts times n
     defaults: GenerationDefaults = NEUTRAL
     parsers: ParserNames = NO_PARSERS
@@ -67,6 +75,12 @@ class ServerState:
     def refusal(self) -> AserveError | None:
         """Returns the error for new requests, or None if the server accepts them."""
         match self.phase:
+            case "ready" if self.is_paused:
+                return ShuttingDown(
+                    "the server is paused by its administrator",
+                    code="server_paused",
+                    retry_after_s=RETRY_AFTER_S,
+                )
             case "ready":
                 return None
             case "starting":

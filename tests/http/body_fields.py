@@ -11,7 +11,9 @@ from msgspec import inspect
 
 from aserve.http.routes import ROUTES
 
-BODIES = {route.path: route.body for route in ROUTES if route.body is not None}
+BODIES = {route.path: route.body for route in ROUTES if route.body is not None and not route.admin}
+# One path for each record: routes with the same record read their bodies in the same way.
+PATHS = {body: path for path, body in reversed(BODIES.items())}.values()
 
 # Makes every body right but for what a test puts into it: other routes' fields fall away.
 RIGHT: dict[str, Any] = {
@@ -27,6 +29,7 @@ OWN: dict[str, dict[str, Any]] = {
     "/generate": {"text": "a"},
     "/generate_stream": {"inputs": "a"},
     "/abort_request": {"rid": "a"},
+    "/api/show": {"name": "echo"},
     "/v1/messages": {"max_tokens": 5},
 }
 

@@ -23,7 +23,7 @@ from aserve.http.responses.call import ResponseCall, response_call
 from aserve.http.responses.store import ResponseKey
 from tests.fakes.echo_engine import EchoEngine
 from tests.http.asking import ask
-from tests.http.body_fields import BODIES, Place, alternatives, places, right_body
+from tests.http.body_fields import BODIES, PATHS, Place, alternatives, places, right_body
 
 ORIGIN = Origin("id", 0, ("echo",))
 RIGHT_BODIES: dict[str, dict[str, Any]] = {
@@ -238,7 +238,7 @@ def test_a_wrong_body_is_refused_with_its_code_and_field(
     assert info.type == "invalid_request_error"
 
 
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("path", PATHS)
 async def test_a_wrong_type_at_any_place_of_any_body_is_a_400_that_names_it(
     echo: EchoEngine, path: str
 ) -> None:
@@ -259,7 +259,7 @@ def is_numeric(place: Place) -> bool:
 HUGE = [10**400, -(10**400), 2**63, -(2**63) - 1, 1e308, -1e308]
 
 
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("path", PATHS)
 async def test_a_huge_number_at_any_place_is_a_400_that_names_its_field(
     echo: EchoEngine, path: str
 ) -> None:

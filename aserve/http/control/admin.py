@@ -1,0 +1,74 @@
+"""The administrator's endpoints, which exist only on a server with an admin key.
+
+Flushing the prefix cache changes the namespace of all later requests, so that none of them finds a
+page of an earlier one. The old pages are evicted when their room is needed. WHY: so the engine need
+not be idle, and no message to it has to be awaited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from typing import Literal
+
+import msgspec
+from aiohttp import web
+
+from aserve.http.abort import ABORTS
+from aserve.http.auth import IDENTITY
+from aserve.http.control.info import json_response
+from aserve.http.openai.limits import check_range
+from aserve.http.route import Route, get, post
+from aserve.http.state import HttpContext
+
+EPOCH_BYTES = 8
+
+
+class PauseBody(msgspec.Struct, kw_only=True):
+    """`abort` ends the running requests; `wait` waits for them, at most `timeout` seconds."""
+
+    mode: Literal["abort", "wait"] = "abort"
+    timeout: float = 60.0
+
+
+class PauseAnswer(msgspec.Struct):
+    is_paused: bool
+    num_running: int  # requests
+
+
+async def flush_cache(_: web.Request, context: HttpContext) -> web.Response:
+    context.state.cache_epoch = secrets.token_hex(EPOCH_BYTES)
+    return json_response({"success": True, "message": "The prefix cache is flushed."})
+
+
+async def pause(request: web.Request, context: HttpContext, body: PauseBody) -> web.Response:
+    """Refuses new requests until /continue_generation."""
+    check_range(body.timeout, "timeout")
+    context.state.is_paused = True
+    gateway = context.gateway
+    if body.mode == "abort":
+        request.app[ABORTS].abort(request[IDENTITY], None, "The server was paused.")
+    else:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(body.timeout):
+                await gateway.drained()
+    return json_response(PauseAnswer(is_paused=True, num_running=gateway.num_open))
+
+
+async def resume(request: web.Request, context: HttpContext) -> web.Response:
+    context.state.is_paused = False
+    return await read_pause(request, context)
+
+
+async def read_pause(_: web.Request, context: HttpContext) -> web.Response:
+    return json_response(PauseAnswer(context.state.is_paused, context.gateway.num_open))
+
+
+ROUTES = (
+    get("/flush_cache", flush_cache, admin=True),
+    Route("POST", "/flush_cache", flush_cache, admin=True),
+    post("/pause_generation", PauseBody, pause, admin=True),
+    Route("POST", "/continue_generation", resume, admin=True),
+    get("/is_paused", read_pause, admin=True),
+)

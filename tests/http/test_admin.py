@@ -1,0 +1,92 @@
+"""The administrator's endpoints: a flushed prefix cache, and a server that pauses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from tests.fakes.echo_engine import EchoEngine
+from tests.http.asking import Answer, ask, bearer
+
+PROMPT = {"prompt": "abc", "max_tokens": 50}
+ROOT = bearer("root")
+
+
+@pytest.fixture
+async def echo() -> AsyncIterator[EchoEngine]:
+    async with EchoEngine(admin_api_key="root", keep_alive_s=0.05) as engine:
+        yield engine
+
+
+async def administered(echo: EchoEngine, path: str, body: Any = b"{}") -> dict[str, Any]:
+    answer = await ask(echo, path, body, headers=ROOT)
+    assert answer.status == 200, answer.text
+    found: dict[str, Any] = answer.json
+    return found
+
+
+@pytest.mark.parametrize("keys", [{}, {"api_key": "ann"}])
+async def test_a_flush_separates_earlier_from_later_prompts_also_those_with_a_salt(
+    keys: dict[str, str],
+) -> None:
+    async with EchoEngine(admin_api_key="root", **keys) as echo:
+        bodies: list[dict[str, Any]] = [PROMPT, PROMPT | {"cache_salt": "x"}]
+        for _ in range(2):
+            for body in bodies:
+                await ask(echo, "/v1/completions", body, headers=bearer("ann"))
+            await administered(echo, "/flush_cache")
+        namespaces = [request.namespace for request in echo.scheduler.admitted]
+        assert len(set(namespaces)) == 4
+        # A salt cannot name a later epoch, because nobody knows its name before.
+        assert not {namespaces[2], namespaces[3]} & {"", "x"}
+
+
+async def started(echo: EchoEngine) -> asyncio.Task[Answer]:
+    echo.scheduler.is_paused = True
+    task = asyncio.ensure_future(ask(echo, "/v1/completions", PROMPT))
+    await echo.until(lambda: bool(echo.scheduler.live))
+    return task
+
+
+async def test_a_paused_server_ends_what_runs_and_refuses_until_it_continues(
+    echo: EchoEngine,
+) -> None:
+    running = await started(echo)
+    paused = await administered(echo, "/pause_generation", {"mode": "abort"})
+    assert paused == {"is_paused": True, "num_running": 0}
+    assert (await running).error["code"] == "request_aborted"
+    for path, body in (
+        ("/v1/completions", PROMPT),
+        ("/generate", {"text": "a"}),
+        ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}),
+        ("/api/chat", {"messages": [{"role": "user", "content": "a"}]}),
+    ):
+        refused = await ask(echo, path, body)
+        assert (refused.status, refused.error["code"]) == (503, "server_paused"), path
+        assert refused.headers["Retry-After"] == "5"
+    echo.scheduler.is_paused = False
+    resumed = await administered(echo, "/continue_generation")
+    assert resumed == {"is_paused": False, "num_running": 0}
+    assert (await ask(echo, "/v1/completions", PROMPT)).status == 200
+
+
+async def test_a_pause_may_wait_for_what_runs_but_not_longer_than_its_timeout(
+    echo: EchoEngine,
+) -> None:
+    running = await started(echo)
+    waiting = {"mode": "wait", "timeout": 0.01}
+    assert (await administered(echo, "/pause_generation", waiting))["num_running"] == 1
+    pause = asyncio.ensure_future(administered(echo, "/pause_generation", {"mode": "wait"}))
+    echo.scheduler.is_paused = False
+    echo.scheduler.resume()
+    assert (await running).status == 200
+    assert (await pause)["num_running"] == 0
+
+
+@pytest.mark.parametrize("body", [{"mode": "retract"}, {"timeout": -1}, {"timeout": 1e300}])
+async def test_a_pause_that_is_not_known_is_refused(echo: EchoEngine, body: dict[str, Any]) -> None:
+    assert (await ask(echo, "/pause_generation", body, headers=ROOT)).status == 400
+    assert not (await ask(echo, "/is_paused", headers=ROOT)).json["is_paused"]
