@@ -101,8 +101,7 @@ def has_keys(options: ServerOptions) -> bool:
     """Returns whether clients need a key."""
     return options.api_key is not None or options.api_key_file is not None
 
-def caller_of(request: web.Request, options: ServerOptions, max_sequences: int) -> Caller:
-    """Builds the caller of a request from the identity that the border middleware found."""
+
 def caller_of(
     request: web.Request, options: ServerOptions, *, max_sequences: int, cache_epoch: str = ""
 ) -> Caller:
@@ -114,10 +113,8 @@ def caller_of(
     is_private = has_keys(options) and not options.shared_prefix_cache
     return Caller(
         client=identity.client,
-        namespace=identity.client if is_private else "",
-        owner=identity.client if has_keys(options) else "",
         namespace=cache_epoch + (identity.client if is_private else ""),
-        owner=identity.client if has_keys else "",
+        owner=identity.client if has_keys(options) else "",
         may_set_priority=options.enable_priority_scheduling or identity.is_admin,
         max_sequences=max_sequences,
     )

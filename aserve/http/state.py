@@ -46,7 +46,6 @@ def origin_of(request: web.Request, context: HttpContext) -> Origin:
             context.state.defaults.max_new_tokens,
         ),
         with_lora=context.loras.apply,
-        caller=caller_of(request, context.options, context.state.max_sequences),
         caller=caller_of(
             request,
             context.options,

@@ -29,7 +29,6 @@ OWN: dict[str, dict[str, Any]] = {
     "/generate": {"text": "a"},
     "/generate_stream": {"inputs": "a"},
     "/abort_request": {"rid": "a"},
-    "/api/show": {"name": "echo"},
     "/v1/messages": {"max_tokens": 5},
 }
 

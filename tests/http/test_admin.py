@@ -30,7 +30,7 @@ async def administered(echo: EchoEngine, path: str, body: Any = b"{}") -> dict[s
 
 @pytest.mark.parametrize("keys", [{}, {"api_key": "ann"}])
 async def test_a_flush_separates_earlier_from_later_prompts_also_those_with_a_salt(
-    keys: dict[str, str],
+    keys: dict[str, Any],
 ) -> None:
     async with EchoEngine(admin_api_key="root", **keys) as echo:
         bodies: list[dict[str, Any]] = [PROMPT, PROMPT | {"cache_salt": "x"}]

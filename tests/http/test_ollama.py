@@ -165,7 +165,6 @@ async def test_each_option_reaches_the_engine(
     [
         ("/api/chat", {"model": "other"}, 404, "model"),
         ("/api/show", {"model": "other:latest"}, 404, "model"),
-        ("/api/show", {}, 400, "model"),
         ("/api/chat", {"format": "xml"}, 400, "format"),
         ("/api/chat", {"options": {"mirostat": 1}}, 400, "options.mirostat"),
         ("/api/chat", {"options": {"temperature": 3}}, 400, "options.temperature"),

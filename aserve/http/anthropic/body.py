@@ -12,7 +12,7 @@ from aserve.http.openai.chat_plan import ChatPlan, plan_chat
 from aserve.http.openai.conversation import Chat, ReasoningOptions
 from aserve.http.openai.grammars import format_grammar
 from aserve.http.openai.limits import INT32, Range, check_within
-from aserve.http.openai.schema import ChatMessage, Effort, FunctionCall, ToolCall
+from aserve.http.openai.schema import ChatMessage, Effort, FunctionCall, ToolCall, null_value
 from aserve.http.openai.tools import ToolChoice, ToolDefinition, choose_tools
 from aserve.parsers.registry import ParserNames
 
@@ -86,7 +86,7 @@ class PromptBody(msgspec.Struct, kw_only=True):
     output_config: OutputConfig | None = None
     output_format: FormatParam | None = None
     mcp_servers: list[Any] | None = None
-    container: msgspec.Raw = msgspec.Raw(b"null")
+    container: msgspec.Raw = msgspec.field(default_factory=null_value)
 
 
 class MessagesBody(PromptBody, kw_only=True):

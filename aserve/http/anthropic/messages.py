@@ -104,7 +104,7 @@ async def count_tokens(
     request: web.Request, context: HttpContext, body: PromptBody
 ) -> web.Response:
     if body.model is not None:
-        check_model(body.model, context.model_names)
+        check_model(body.model, context.served_names)
     refusal = context.state.refusal()
     if refusal is not None:
         raise refusal

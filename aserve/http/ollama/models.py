@@ -10,12 +10,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from aserve.errors import InvalidRequest
 from aserve.http.control.info import json_response, read_version
 from aserve.http.ollama.body import LATEST, check_keep_alive, plain_name
 from aserve.http.ollama.chat import NANOSECONDS, ollama_error
 from aserve.http.openai.checks import check_model
-from aserve.http.openai.embeddings import embed, embedding_requests, shorten
+from aserve.http.openai.embeddings import embed, shorten
 from aserve.http.openai.schema import EmbeddingBody
 from aserve.http.route import Route, post
 from aserve.http.state import HttpContext, origin_of
@@ -32,7 +31,7 @@ NO_DETAILS = {
 
 
 class ShowBody(msgspec.Struct, kw_only=True):
-    """`name` is the older form of `model`."""
+    """`name` is the older form of `model`. The default is the server's first model."""
 
     model: str | None = None
     name: str | None = None
@@ -60,13 +59,8 @@ async def ps(_: web.Request, context: HttpContext) -> web.Response:
 
 async def show(_: web.Request, context: HttpContext, body: ShowBody) -> web.Response:
     name = plain_name(body.model or body.name)
-    if name is None:
-        raise InvalidRequest(
-            "Missing required parameter: 'model'.",
-            param="model",
-            code="missing_required_parameter",
-        )
-    check_model(name, context.model_names)
+    if name is not None:
+        check_model(name, context.served_names)
     state = context.state
     capabilities = ["completion"]
     if state.parsers.tools is not None:
@@ -100,7 +94,7 @@ async def embeddings(
         dimensions=body.dimensions,
         truncate_prompt_tokens=None if body.truncate is False else -1,
     )
-    chunks = await embed(context, embedding_requests(embedding, origin_of(request, context)))
+    chunks = await embed(context, embedding, origin_of(request, context))
     vectors = [shorten(array_f32(chunk.embedding), body.dimensions) for chunk in chunks]
     return json_response(
         {
@@ -114,7 +108,7 @@ async def embeddings(
 
 
 def _models(context: HttpContext) -> Iterator[dict[str, Any]]:
-    for name in context.model_names:
+    for name in context.served_names:
         tagged = name if ":" in name else name + LATEST
         yield {
             "name": tagged,

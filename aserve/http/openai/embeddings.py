@@ -47,15 +47,15 @@ async def embeddings(
     request: web.Request, context: HttpContext, body: EmbeddingBody
 ) -> web.StreamResponse:
     """Answers the call. A client that disconnects cancels this handler, and so its requests."""
-    origin = origin_of(request, context)
-    requests = origin.with_lora(body.model, tuple(embedding_requests(body, origin)))
-    in_order = await embed(context, embedding_requests(body, origin_of(request, context)))
+    in_order = await embed(context, body, origin_of(request, context))
     model = body.model or context.model_names[0]
     answer = answer_of(body, in_order, model)
     return await send_json(request, pieces_of(answer), timeout_s=context.options.write_timeout)
 
-async def embed(context: HttpContext, requests: list[GenerateRequest]) -> list[OutputChunk]:
-    """Returns the one chunk of each request, in their order."""
+
+async def embed(context: HttpContext, body: EmbeddingBody, origin: Origin) -> list[OutputChunk]:
+    """Returns the one chunk of each prompt, in their order."""
+    requests = origin.with_lora(body.model, tuple(embedding_requests(body, origin)))
     refusal = context.state.refusal()
     if refusal is not None:
         raise refusal
