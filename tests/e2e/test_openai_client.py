@@ -304,3 +304,100 @@ async def test_a_grammar_wins_where_bans_would_leave_it_nothing(client: AsyncOpe
     assert (await story(client, allowed_token_ids=[300], **choices))["text"] in ("yes", "no")
     texts = {(await story(client, bad_words=[word], **choices))["text"] for word in ("yes", "no")}
     assert texts == {"yes", "no"}
+
+
+class GetWeather(pydantic.BaseModel):
+    """Tells the weather in a city."""
+
+    city: str
+
+
+WEATHER_TOOL = openai.pydantic_function_tool(GetWeather, name="get_weather")
+RESPONSE_TOOL: Any = {"type": "function", **WEATHER_TOOL["function"]}
+QUESTION: Any = {"role": "user", "content": "What is the weather in Rome?"}
+RESULT = '{"weather": "sunny", "celsius": 21}'
+SAID = "It is sunny in Rome and 21 degrees."
+SUM: Any = {"role": "user", "content": "What is 27 plus 15?"}
+THOUGHT = "7+5=12 20+10=30 30+12=42"
+
+
+async def test_a_tool_is_called_and_its_result_is_told(client: AsyncOpenAI) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "tools": [WEATHER_TOOL], "temperature": 0}
+    asked = await client.chat.completions.create(messages=[QUESTION], **fields)
+    (choice,) = asked.choices
+    (call,) = choice.message.tool_calls or ()
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    assert call.type == "function"
+    assert GetWeather.model_validate_json(call.function.arguments) == GetWeather(city="Rome")
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": RESULT}
+    messages = [QUESTION, choice.message.model_dump(exclude_none=True), result]
+    told = await client.chat.completions.create(messages=messages, **fields)
+    assert (told.choices[0].message.content, told.choices[0].finish_reason) == (SAID, "stop")
+
+
+async def test_the_helper_for_streams_reads_calls_and_reasoning(client: AsyncOpenAI) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "temperature": 0}
+    async with client.chat.completions.stream(
+        messages=[QUESTION], tools=[WEATHER_TOOL], **fields
+    ) as stream:
+        kinds = [event.type async for event in stream]
+        message = (await stream.get_final_completion()).choices[0].message
+    assert kinds.count("tool_calls.function.arguments.done") == 1
+    (call,) = message.tool_calls or ()
+    assert call.function.parsed_arguments == GetWeather(city="Rome")
+    chunks = await client.chat.completions.create(messages=[SUM], stream=True, **fields)
+    deltas = [chunk.choices[0].delta.model_dump() async for chunk in chunks]
+    for name in ("reasoning_content", "reasoning"):
+        assert "".join(delta.get(name) or "" for delta in deltas) == THOUGHT
+    assert "".join(delta.get("content") or "" for delta in deltas) == "27 plus 15 is 42."
+
+
+async def test_responses_call_a_tool_over_http_a_stream_and_a_websocket(
+    client: AsyncOpenAI,
+) -> None:
+    """The result of the tool comes as an item of the next request on the same socket."""
+    asked: dict[str, Any] = {"input": QUESTION["content"], "tools": [RESPONSE_TOOL]}
+    fields: dict[str, Any] = {"model": MODEL, "temperature": 0}
+    whole = await client.responses.create(**asked, **fields)
+    async with client.responses.stream(**asked, **fields) as stream:
+        streamed = [event async for event in stream]
+        final = await stream.get_final_response()
+    async with client.responses.connect() as connection:
+        await connection.send({"type": "response.create", **asked, **fields})
+        told = await response_events(connection)
+        call = told[-1].response.output[0]
+        output = {"type": "function_call_output", "call_id": call.call_id, "output": RESULT}
+        follow_up = {"input": [output], "previous_response_id": told[-1].response.id}
+        await connection.send({"type": "response.create", **asked, **fields, **follow_up})
+        answer = (await response_events(connection))[-1].response
+    for items in (whole.output, final.output, told[-1].response.output):
+        (item,) = items
+        assert (item.type, item.name, item.arguments) == (
+            "function_call",
+            "get_weather",
+            '{"city": "Rome"}',
+        )
+    assert list(dict.fromkeys(e.type for e in streamed)) == list(
+        dict.fromkeys(e.type for e in told)
+    )
+    assert answer.output_text == SAID
+
+
+async def test_reasoning_is_an_item_of_a_response_and_part_of_the_next_turn(
+    client: AsyncOpenAI,
+) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "temperature": 0}
+    first = await client.responses.create(input=SUM["content"], background=True, **fields)
+    assert first.status == "queued"
+    async with asyncio.timeout(SETTLE_S):
+        while first.status in ("queued", "in_progress"):
+            first = await client.responses.retrieve(first.id)
+    reasoning, message = first.output
+    assert reasoning.type == "reasoning"
+    assert [part.text for part in reasoning.content or ()] == [THOUGHT]
+    assert message.type == "message"
+    assert first.output_text == "27 plus 15 is 42."
+    items: Any = [SUM, *(item.model_dump(exclude_none=True) for item in first.output), QUESTION]
+    by_items = await client.responses.create(input=items, **fields)
+    by_id = await client.responses.create(input=[QUESTION], previous_response_id=first.id, **fields)
+    assert by_items.output_text == by_id.output_text
