@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from aserve.config import Resolved
 from aserve.engine_core import LocalExecutor
 from aserve.grammar.compile import Vocabulary
+from aserve.parsers.registry import every_marker
 from aserve.progress import OnProgress, OnStage, ignore_stage, shown_progress
 from aserve.text.load import TextSide, load_text
 from aserve.text.tokenizer import TextTokenizer
@@ -132,13 +133,17 @@ def build_options(resolved: Resolved, model_dir: Path) -> BuildOptions:
 
 
 def vocabulary_of(tokenizer: TextTokenizer, vocab_size: int) -> Vocabulary:
-    """Builds the vocabulary for grammars, in which special tokens have no bytes.
+    """Builds the vocabulary for grammars. Special tokens have no bytes, so that no grammar allows
+    them, except those that mark calls and reasoning.
 
     It takes a while for a large vocabulary.
     """
+    markers = {marker.encode() for marker in every_marker()}
+    hidden = {i for i in tokenizer.special_ids if tokenizer.token_bytes(i) not in markers}
+    hidden.update(tokenizer.eos_ids)
     ids = range(min(tokenizer.vocab_size, vocab_size))
     return Vocabulary(
-        tuple(b"" if i in tokenizer.special_ids else tokenizer.token_bytes(i) for i in ids),
+        tuple(b"" if i in hidden else tokenizer.token_bytes(i) for i in ids),
         vocab_size=vocab_size,
         end_ids=tokenizer.eos_ids,
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -13,9 +15,10 @@ from aserve.config import Facts, Raw, Resolved, resolve
 from aserve.engine import Engine
 from aserve.errors import ConfigError
 from aserve.gpu.build import BuildOptions
-from aserve.load import build_options, load, load_executor
+from aserve.load import build_options, load, load_executor, vocabulary_of
 from aserve.messages.base import pack_i32
 from aserve.messages.requests import AdmitRequest, SamplingParams
+from aserve.text.tokenizer import TextTokenizer
 from aserve.tiny import MODEL_DIR
 from tests.fakes.executor import SPEC, FakeExecutor
 from tests.fakes.toy_device import expected_outputs
@@ -92,3 +95,15 @@ def test_a_device_that_no_registry_names_is_refused_with_the_known_ones() -> Non
     resolved = resolve(Raw(command_line={"device": "tpu"}), Facts(default_model=str(MODEL_DIR)))
     with pytest.raises(ConfigError, match="'tpu' is not supported; supported: auto, cpu, cuda"):
         load_executor(resolved, MODEL_DIR)
+
+
+def test_a_grammar_may_use_the_special_tokens_of_calls_but_no_others() -> None:
+    texts = ["a", "<pad>", "[TOOL_CALLS]", "<|call|>", "</s>"]
+    tokenizer = SimpleNamespace(
+        vocab_size=5,
+        special_ids={1, 2, 3, 4},
+        eos_ids=(3, 4),  # the end of a call in harmony ends an answer, too
+        token_bytes=lambda token_id: texts[token_id].encode(),
+    )
+    vocabulary = vocabulary_of(cast(TextTokenizer, tokenizer), 8)
+    assert vocabulary.tokens == (b"a", b"", b"[TOOL_CALLS]", b"", b"")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import re
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from aserve.errors import InvalidRequest
 from aserve.grammar.mask_budget import ALLOWANCE_S, SLOW_S
-from aserve.grammar.schema import ignored_keyword
+from aserve.grammar.schema import ignored_keyword, schema_formats
 from aserve.messages.base import num_mask_words
 from aserve.messages.requests import Grammar
 
@@ -127,6 +127,8 @@ class Compiler:
                 return compiler.compile_grammar(grammar.source)
             case "choice":
                 return compiler.compile_grammar(choice_ebnf(grammar.source))
+            case "structural_tag":
+                return compiler.compile_structural_tag(bounded_tag(grammar.source))
 
     def _match_some(self, compiled: CompiledGrammar) -> float:
         """Matches TRIAL_TOKENS tokens, so that a grammar whose matcher explodes does so here.
@@ -193,12 +195,30 @@ def _escaped(text: str) -> str:
     )
 
 
+def bounded_tag(source: str) -> str:
+    """Checks the schemas of a structural tag, and bounds the whitespace in each."""
+    tag = _decoded(source, "structural tag")
+    for schema_format in schema_formats(tag):
+        _refuse_ignored(schema_format["json_schema"])
+        if schema_format["type"] == "json_schema":
+            schema_format.setdefault("max_whitespace_cnt", MAX_WHITESPACE)
+    return msgspec.json.encode(tag).decode()
+
+
 def _check_schema(source: str) -> None:
+    _refuse_ignored(_decoded(source, "schema"))
+
+
+def _decoded(source: str, what: str) -> dict[str, Any]:
     try:
-        schema = msgspec.json.decode(source)
+        decoded = msgspec.json.decode(source)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise GrammarError(f"the schema is not valid JSON: {error}") from None
-    if not isinstance(schema, dict):
-        raise GrammarError("a schema is a JSON object")
+        raise GrammarError(f"the {what} is not valid JSON: {error}") from None
+    if not isinstance(decoded, dict):
+        raise GrammarError(f"a {what} is a JSON object")
+    return decoded
+
+
+def _refuse_ignored(schema: object) -> None:
     if place := ignored_keyword(schema):
         raise GrammarError(f"{place} is not supported, so outputs might not match the schema")

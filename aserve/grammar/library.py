@@ -192,7 +192,8 @@ def check_size(grammar: Grammar) -> None:
             param=grammar.param,
             code="string_above_max_length",
         )
-    depth = nesting(grammar.source) if grammar.kind == "json_schema" else 0
+    is_json = grammar.kind in ("json_schema", "structural_tag")
+    depth = nesting(grammar.source) if is_json else 0
     if depth > MAX_DEPTH:
         raise InvalidRequest(
             f"Invalid '{grammar.param}': the schema is nested {depth} levels deep, "

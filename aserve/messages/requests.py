@@ -19,11 +19,12 @@ def stamp_of(iteration: int) -> int:
 
 class Grammar(Record, frozen=True):
     """The grammar that an output must match. `source` is the JSON text of a schema, a regular
-    expression, EBNF in llama.cpp's notation, or a JSON list of texts; json_object needs none.
+    expression, EBNF in llama.cpp's notation, a JSON list of texts, or the JSON of one of
+    xgrammar's structural tags; json_object needs none.
     `param` is the request's field, for error messages.
     """
 
-    kind: Literal["json_schema", "json_object", "regex", "ebnf", "choice"]
+    kind: Literal["json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag"]
     source: str = ""
     param: str = "structured_outputs"
 

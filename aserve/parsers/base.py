@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Literal, Protocol
 
 from aserve.parsers.events import Content, ParsedEvent, Reasoning, ToolSpec
 from aserve.parsers.reader import MAX_SPACE, Markers, Parsing, Reader
-
-# A format of xgrammar's structural tags, as JSON.
-Format: TypeAlias = dict[str, Any]
 
 
 class OutputParser(Protocol):
@@ -24,6 +21,25 @@ class OutputParser(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class CallSyntax:
+    """How a grammar writes calls: `begin` with `{name}` in it, the arguments in a style of
+    xgrammar's, and `end`; calls are joined by `separator` and stand in a `section`.
+
+    In free text, a call follows wherever `trigger` stands. Where a number belongs to a call, it is
+    written before `behind_number`. A call that `is_last` ends the answer.
+    """
+
+    begin: str
+    end: str
+    trigger: str
+    style: Literal["json", "qwen_xml", "glm_xml", "python"] = "json"
+    separator: str = ""
+    section: tuple[str, str] = ("", "")
+    behind_number: str = ""
+    is_last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ToolFamily:
     """How a family of models writes calls.
 
@@ -33,6 +49,7 @@ class ToolFamily:
     """
 
     parse: Callable[[Reader, Sequence[ToolSpec]], Parsing[None]]
+    syntax: CallSyntax
     markers: tuple[str, ...] = ()
     begins: tuple[str, ...] = ()
     has_reasoning: bool = False
@@ -43,14 +60,17 @@ class ReasoningFamily:
     """The tags around reasoning, the first of each being those that a grammar uses.
 
     With `is_implied` the model thinks although its prompt opens no tag. With `ends_at_calls` a tool
-    call ends the reasoning, too. With `parsed_by`, that family reads the reasoning with the calls.
-    `markers` are the special tokens that must stay in the text.
+    call ends the reasoning, too. `before_call` and `before_content` are what a grammar writes
+    between the end of reasoning and what follows. With `parsed_by`, that family reads the reasoning
+    with the calls. `markers` are the special tokens that must stay in the text.
     """
 
     opens: tuple[str, ...]
     closes: tuple[str, ...]
     is_implied: bool = False
     ends_at_calls: bool = False
+    before_call: str = ""
+    before_content: str = ""
     parsed_by: ToolFamily | None = None
 
     @property

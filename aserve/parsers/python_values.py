@@ -18,7 +18,7 @@ CONSTANTS |= {"true": "true", "false": "false", "null": "null"}
 QUOTES = ("'", '"', "'''", '"""')
 PLAIN = re.compile(r"[^\\'\"]+")
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0"}
-ESCAPES |= {"\n": "", "\\": "\\", "'": "'", '"': '"'}
+ESCAPES |= {"\n": "", "/": "/", "\\": "\\", "'": "'", '"': '"'}
 HEX_ESCAPES = {"x": 2, "u": 4, "U": 8}
 
 

@@ -15,9 +15,9 @@ from aserve.parsers.base import (
 from aserve.parsers.events import Content, Malformed, ParsedEvent, Reasoning, ToolSpec, joined
 from aserve.parsers.families.harmony import GPT_OSS, HARMONY
 from aserve.parsers.families.llama import LLAMA3
-from aserve.parsers.families.mistral import MISTRAL
+from aserve.parsers.families.mistral import MISTRAL, MISTRAL_V11
 from aserve.parsers.families.pythonic import PYTHONIC
-from aserve.parsers.families.sectioned import DEEPSEEK, DEEPSEEK_TOKENS, KIMI_K2
+from aserve.parsers.families.sectioned import DEEPSEEK_TOKENS, DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2
 from aserve.parsers.families.tagged import ASERVE_TINY, HERMES
 from aserve.parsers.families.xml import GLM45, QWEN3_CODER
 from aserve.parsers.reader import Reader
@@ -44,14 +44,15 @@ REASONING_PARSERS: dict[str, ReasoningFamily] = {
 }
 TOOL_PARSERS: dict[str, ToolFamily] = {
     "aserve_tiny": ASERVE_TINY,
-    "deepseek_v3": DEEPSEEK,
-    "deepseek_v31": DEEPSEEK,
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v31": DEEPSEEK_V31,
     "glm45": GLM45,
     "gpt_oss": HARMONY,
     "hermes": HERMES,
     "kimi_k2": KIMI_K2,
     "llama3_json": LLAMA3,
     "mistral": MISTRAL,
+    "mistral_v11": MISTRAL_V11,
     "pythonic": PYTHONIC,
     "qwen3_coder": QWEN3_CODER,
 }
@@ -84,7 +85,8 @@ TEMPLATES: tuple[tuple[tuple[str, ...], str | None, str | None], ...] = (
     (("<arg_key>",), None, "glm45"),
     (("<function=", "<think>"), "qwen3", "qwen3_coder"),
     (("<function=",), None, "qwen3_coder"),
-    (("[TOOL_CALLS]", "[THINK]"), "mistral", "mistral"),
+    (("[TOOL_CALLS]", "[ARGS]", "[THINK]"), "mistral", "mistral_v11"),
+    (("[TOOL_CALLS]", "[ARGS]"), None, "mistral_v11"),
     (("[TOOL_CALLS]",), None, "mistral"),
     (("<tool_call>", "<think>"), "qwen3", "hermes"),
     (("<tool_call>",), None, "hermes"),
@@ -168,6 +170,13 @@ def kept_tokens(reasoning: str | None, tools: str | None) -> frozenset[str]:
     if tools is not None:
         kept.update(TOOL_PARSERS[parser_name(tools)].markers)
     return frozenset(kept)
+
+
+def every_marker() -> frozenset[str]:
+    """Returns the special tokens that some parser reads."""
+    of_reasoning = (kept_tokens(name, None) for name in REASONING_PARSERS)
+    of_calls = (kept_tokens(None, name) for name in TOOL_PARSERS)
+    return frozenset[str]().union(*of_reasoning, *of_calls)
 
 
 def parse_function_call(text: str, tools: str, tool_specs: Sequence[ToolSpec]) -> list[ParsedEvent]:

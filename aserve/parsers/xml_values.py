@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -53,11 +53,11 @@ class XmlArguments:
         """
         properties = self._schema.get("properties")
         schema = properties.get(key) if isinstance(properties, dict) else None
-        types = types_of(schema, self._schema)
+        kind = kind_of(schema, self._schema)
         self._call.write(f"{', ' if self._num_keys else ''}{json.dumps(key, ensure_ascii=False)}: ")
         self._num_keys += 1
-        is_string = types == {"string"}
-        value = _StringValue(self._call) if is_string else _AnyValue(self._call, types)
+        is_text = kind.types == {"string"} and not kind.choices
+        value: _Value = _StringValue(self._call) if is_text else _AnyValue(self._call, kind)
         while True:
             end = yield from reader.until(ends, value.add, is_inside=True)
             follower = end.strip()
@@ -89,11 +89,11 @@ class _StringValue:
 
 
 class _AnyValue:
-    __slots__ = ("_call", "_pieces", "_size", "_types")
+    __slots__ = ("_call", "_kind", "_pieces", "_size")
 
-    def __init__(self, call: CallWriter, types: frozenset[str]) -> None:
+    def __init__(self, call: CallWriter, kind: ValueKind) -> None:
         self._call = call
-        self._types = types
+        self._kind = kind
         self._pieces: list[str] = []
         self._size = 0
 
@@ -104,46 +104,52 @@ class _AnyValue:
             raise CallError(f"a value of more than {MAX_VALUE} characters that is not a string")
 
     def finish(self) -> None:
-        self._call.write(json_of("".join(self._pieces), self._types))
+        self._call.write(json_of("".join(self._pieces), self._kind))
 
 
-def json_of(text: str, types: frozenset[str]) -> str:
-    """Returns the JSON of a value of one of `types`; any type where there are none."""
+class ValueKind(NamedTuple):
+    """The types and the texts that a schema allows for a value; empty if it does not say."""
+
+    types: frozenset[str]
+    choices: frozenset[str]
+
+
+def json_of(text: str, kind: ValueKind) -> str:
+    """Returns the JSON of a value. Whitespace around it counts only in a text of free choice."""
+    if text.strip() in kind.choices:
+        return quoted(text.strip())
     source = PYTHON.get(text.strip(), text.strip())
     try:
         value = msgspec.json.decode(source)
     except (msgspec.DecodeError, RecursionError):
         return quoted(text)
-    kinds = {TYPES[type(value)]} | ({"number"} if isinstance(value, int) else set())
-    if "string" in types and not kinds & types:
+    found = {TYPES[type(value)]} | ({"number"} if isinstance(value, int) else set())
+    if "string" in kind.types and not found & kind.types:
         return quoted(text)
     return source
 
 
-def types_of(schema: object, root: JsonSchema) -> frozenset[str]:
-    """Returns the types that a schema allows; none if it does not say. Schemas come from clients,
-    so a keyword may have any value.
-    """
+def kind_of(schema: object, root: JsonSchema) -> ValueKind:
+    """Reads a schema, which comes from a client, so that any keyword may have any value."""
     types: set[str] = set()
+    choices: set[str] = set()
     pending = [schema]
     for _ in range(MAX_SCHEMAS):
         current = pending.pop() if pending else None
         if isinstance(current, dict):
-            types.update(_own_types(current))
-            pending += (
-                _items(current, "anyOf") + _items(current, "oneOf") + _referred(current, root)
-            )
-    return frozenset(types)
+            values = [*_items(current, "enum"), *([current["const"]] if "const" in current else [])]
+            choices.update(value for value in values if isinstance(value, str))
+            types.update(_named_types(current) or {TYPES[type(value)] for value in values})
+            pending += [*_items(current, "anyOf"), *_items(current, "oneOf")]
+            pending += _referred(current, root)
+    return ValueKind(frozenset(types), frozenset(choices))
 
 
-def _own_types(schema: JsonSchema) -> set[str]:
+def _named_types(schema: JsonSchema) -> set[str]:
     named = schema.get("type")
     if isinstance(named, str):
         return {named}
-    values = [*_items(schema, "enum"), *([schema["const"]] if "const" in schema else [])]
-    return {name for name in _items(schema, "type") if isinstance(name, str)} | {
-        TYPES[type(value)] for value in values
-    }
+    return {name for name in _items(schema, "type") if isinstance(name, str)}
 
 
 def _referred(schema: JsonSchema, root: JsonSchema) -> list[object]:

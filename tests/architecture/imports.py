@@ -87,7 +87,9 @@ REACH = {
         aserve=(*FIRST, "aserve.cache.prefix_tree", "aserve.parsers.registry"),
         packages=(*PLAIN, "tokenizers", "transformers", "jinja2"),
     ),
-    "aserve.parsers": Reach(aserve=FIRST, packages=PLAIN, not_stdlib=IMPURE),
+    "aserve.parsers": Reach(
+        aserve=(*FIRST, "aserve.grammar.schema"), packages=PLAIN, not_stdlib=IMPURE
+    ),
     "aserve.grammar": Reach(aserve=FIRST, packages=(*PLAIN, "xgrammar")),
     "aserve.actors": Reach(
         aserve=(*FIRST, "aserve.scheduling", "aserve.text", "aserve.grammar"), packages=PLAIN

@@ -40,6 +40,8 @@ def test_a_choice_is_taken_letter_by_letter(choice: str) -> None:
     assert not accepts(grammar, f"{choice}!")
 
 
+ANY_OBJECT = {"type": "json_schema", "json_schema": {"type": "object"}}
+ONE_TAG = {"type": "tag", "begin": "<f>", "content": ANY_OBJECT, "end": "</f>"}
 ONE_FIELD = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
@@ -57,6 +59,11 @@ ONE_FIELD = {"type": "object", "properties": {"a": {"type": "integer"}}, "requir
         (Grammar("json_schema", '{"items": {"type": "integer"}}'), ["[  1]"], ["[   1]"]),
         (Grammar("regex", r"\d{2}-[a-f]+"), ["12-beef"], ["12-beef ", " 12-beef"]),
         (Grammar("regex", "^a|bc$"), ["bc"], ["bc "]),
+        (
+            Grammar("structural_tag", json.dumps({"format": ONE_TAG})),
+            ["<f>{}</f>", '<f>{"a":  1}</f>'],
+            ["<f>[]</f>", '<f>{"a":   1}</f>', "<f>{}", "a<f>{}</f>"],
+        ),
         (Grammar("ebnf", 'root ::= pair+\npair ::= "a" pair? "b"'), ["aabbab"], ["aab"]),
     ],
 )
@@ -78,6 +85,20 @@ def test_a_grammar_takes_its_texts_and_no_others(
         (Grammar("json_schema", '{"type": "text"}'), 'Unsupported type "text"'),
         (Grammar("json_schema", '{"uniqueItems": true}'), "#/uniqueItems is not supported"),
         (Grammar("choice", "[]"), "empty"),
+        (Grammar("structural_tag", "<f>"), "structural tag is not valid JSON"),
+        (Grammar("structural_tag", '["a"]'), "a structural tag is a JSON object"),
+        (Grammar("structural_tag", '{"format": {"type": "page"}}'), "page"),
+        (
+            Grammar("structural_tag", json.dumps({"format": ONE_TAG}).replace("object", "text")),
+            "Unsupported type",
+        ),
+        (
+            Grammar(
+                "structural_tag",
+                json.dumps({"format": ONE_TAG}).replace('{"type": "object"}', '{"not": {}}'),
+            ),
+            "#/not is not supported",
+        ),
         (Grammar("choice", "[1]"), "not a list of texts"),
     ],
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from aserve.grammar.schema import ignored_keyword
+from aserve.grammar.schema import ignored_keyword, without_ignored
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,7 @@ def test_an_ignored_keyword_is_found_wherever_a_schema_may_stand(
     schema: dict[str, Any], place: str
 ) -> None:
     assert ignored_keyword(schema) == place
+    assert ignored_keyword(without_ignored(schema)) is None
 
 
 @pytest.mark.parametrize(
@@ -36,3 +37,5 @@ def test_an_ignored_keyword_is_found_wherever_a_schema_may_stand(
 )
 def test_properties_and_data_of_that_name_are_no_keywords(schema: dict[str, Any]) -> None:
     assert ignored_keyword(schema) is None
+    kept = {key: value for key, value in schema.items() if key != "uniqueItems"}
+    assert without_ignored(schema) == kept

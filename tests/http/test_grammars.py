@@ -25,11 +25,32 @@ def asked(**body: Any) -> Grammar | None:
 SCHEMA_FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
 
 
+TAG = '{"type":"structural_tag","format":{"a":1}}'
+LEGACY_TAG = (
+    '{"type":"structural_tag","format":{"type":"triggered_tags","triggers":["<f"],"tags":'
+    '[{"type":"tag","begin":"<f>","content":{"type":"json_schema","json_schema":'
+    f'{SCHEMA_TEXT},"style":"json"}},"end":"</f>"}}]}}}}'
+)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "kind", "source"),
     [
         ("response_format", {"type": "json_object"}, "json_object", ""),
         ("response_format", SCHEMA_FORMAT, "json_schema", SCHEMA_TEXT),
+        ("response_format", {"type": "structural_tag", "format": {"a": 1}}, "structural_tag", TAG),
+        (
+            "response_format",
+            {
+                "type": "structural_tag",
+                "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}],
+                "triggers": ["<f"],
+            },
+            "structural_tag",
+            LEGACY_TAG,
+        ),
+        ("structural_tag", {"type": "structural_tag", "format": {"a": 1}}, "structural_tag", TAG),
+        ("structural_tag", "{ }", "structural_tag", "{ }"),
         ("json", SCHEMA, "json_schema", SCHEMA_TEXT),
         ("json", '{"a": 1 }', "json_schema", '{"a": 1 }'),
         ("regex", "a+", "regex", "a+"),
@@ -89,6 +110,7 @@ def test_a_text_format_needs_no_grammar() -> None:
         ),
         ({"response_format": {"type": "xml"}}, "Supported values are text", "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "schema", "response_format"),
+        ({"response_format": {"type": "structural_tag"}}, "needs a format", "response_format"),
     ],
 )
 def test_conflicting_or_invalid_grammars_are_refused(

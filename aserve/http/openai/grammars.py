@@ -9,6 +9,7 @@ import msgspec
 from aserve.errors import InvalidRequest
 from aserve.http.openai.schema import GenerationBody, ResponseFormat, StructuredOutputs
 from aserve.messages.requests import Grammar
+from aserve.parsers.structural_tag import schema_format, tag_format
 
 JsonSchema: TypeAlias = dict[str, Any]
 
@@ -80,15 +81,37 @@ def format_grammar(kind: str, schema: JsonSchema | None, *, param: str) -> Gramm
         case _:
             raise InvalidRequest(
                 f"Invalid value for '{param}.type': '{kind[:40]}'. Supported values are text, "
-                "json_object and json_schema.",
+                "json_object, json_schema and, in a chat or completion, structural_tag.",
                 param=f"{param}.type",
                 code="invalid_value",
             )
 
 
 def _of_response_format(response_format: ResponseFormat) -> Grammar | None:
+    if response_format.type == "structural_tag":
+        return _structural_tag(response_format)
     schema = None if response_format.json_schema is None else response_format.json_schema.schema
     return format_grammar(response_format.type, schema, param="response_format")
+
+
+def _structural_tag(given: ResponseFormat) -> Grammar:
+    """Returns the grammar of a tag in xgrammar's form, or in the older one of begins and ends."""
+    tag = given.format
+    if tag is None and given.structures is not None and given.triggers is not None:
+        structures = [
+            tag_format(item.begin, schema_format(item.schema), item.end)
+            for item in given.structures
+        ]
+        tag = {"type": "triggered_tags", "triggers": given.triggers, "tags": structures}
+    if tag is None:
+        raise InvalidRequest(
+            "Missing required parameter: 'response_format' of type structural_tag needs a format, "
+            "or structures and triggers.",
+            param="response_format",
+            code="missing_required_parameter",
+        )
+    source = _schema_text({"type": "structural_tag", "format": tag}, "response_format")
+    return Grammar("structural_tag", source, param="response_format")
 
 
 def _of_structured_outputs(outputs: StructuredOutputs) -> Grammar:
@@ -120,10 +143,12 @@ def _of_constraint(kind: str, value: Any, *, param: str) -> Grammar:
             for choice in value:
                 _unicode(choice, param)
             return Grammar("choice", msgspec.json.encode(value).decode(), param=param)
-        case _ if isinstance(value, str):
-            return Grammar("json_schema", _unicode(value, param), param=param)
         case _:
-            return Grammar("json_schema", _schema_text(value, param), param=param)
+            source = (
+                _unicode(value, param) if isinstance(value, str) else _schema_text(value, param)
+            )
+            is_tag = kind == "structural_tag"
+            return Grammar("structural_tag" if is_tag else "json_schema", source, param=param)
 
 
 def _schema_text(schema: JsonSchema, param: str) -> str:

@@ -38,14 +38,27 @@ class JsonSchemaFormat(msgspec.Struct):
     strict: bool | None = None
 
 
+class LegacyTag(msgspec.Struct):
+    """A schema between two texts: a part of the older form of a structural tag."""
+
+    begin: str
+    end: str
+    schema: dict[str, Any] = {}
+
+
 class ResponseFormat(msgspec.Struct):
+    """The type structural_tag has a `format`, or the older `structures` with their `triggers`."""
+
     type: str
     json_schema: JsonSchemaFormat | None = None
+    format: dict[str, Any] | None = None
+    structures: list[LegacyTag] | None = None
+    triggers: list[str] | None = None
 
 
 class StructuredOutputs(msgspec.Struct):
     """A constraint on the output, as in vLLM: exactly one field is set. `json` is a schema or its
-    text, and `grammar` is EBNF.
+    text, `grammar` is EBNF, and `structural_tag` is a tag or its text.
     """
 
     json: dict[str, Any] | str | None = None
@@ -53,6 +66,7 @@ class StructuredOutputs(msgspec.Struct):
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: dict[str, Any] | str | None = None
 
 
 class GenerationBody(msgspec.Struct, kw_only=True):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from aserve.parsers.base import ReasoningFamily, ToolFamily
+from aserve.parsers.base import CallSyntax, ReasoningFamily, ToolFamily
 from aserve.parsers.calls import CallWriter, read_calls
 from aserve.parsers.events import Content, Reasoning, ToolSpec
 from aserve.parsers.json_calls import arguments
@@ -58,7 +58,23 @@ def _call(reader: Reader, name: str) -> Parsing[str]:
     return (yield from reader.expect(*ENDS, START, CHANNEL))
 
 
-HARMONY = ToolFamily(
-    parse, markers=(START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS), begins=(), has_reasoning=True
+SYNTAX = CallSyntax(
+    f"{CHANNEL}commentary{TO}{{name}} {CONSTRAIN}json{MESSAGE}",
+    "",
+    trigger=f"{CHANNEL}commentary{TO}",
+    is_last=True,
 )
-GPT_OSS = ReasoningFamily((f"{CHANNEL}analysis{MESSAGE}",), (END,), parsed_by=HARMONY)
+HARMONY = ToolFamily(
+    parse,
+    SYNTAX,
+    markers=(START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS),
+    begins=(),
+    has_reasoning=True,
+)
+GPT_OSS = ReasoningFamily(
+    (f"{CHANNEL}analysis{MESSAGE}",),
+    (END,),
+    before_call=f"{START}assistant",
+    before_content=f"{CHANNEL}final{MESSAGE}",
+    parsed_by=HARMONY,
+)

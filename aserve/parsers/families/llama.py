@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Sequence
 
-from aserve.parsers.base import ToolFamily
+from aserve.parsers.base import CallSyntax, ToolFamily
 from aserve.parsers.calls import read_calls
 from aserve.parsers.events import ToolSpec
 from aserve.parsers.json_calls import json_call
@@ -31,4 +31,5 @@ def _call(reader: Reader, found: str, *, names: Collection[str]) -> Parsing[None
     yield from reader.accept(";", space=1)
 
 
-LLAMA3 = ToolFamily(parse, markers=(TAG,), begins=(TAG,))
+SYNTAX = CallSyntax('{"name": "{name}", "parameters": ', "}", trigger='{"name": ', separator="; ")
+LLAMA3 = ToolFamily(parse, SYNTAX, markers=(TAG,), begins=(TAG,))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from aserve.parsers.base import ToolFamily
+from aserve.parsers.base import CallSyntax, ToolFamily
 from aserve.parsers.calls import CallWriter, name_of_call, read_calls
 from aserve.parsers.events import ToolSpec
 from aserve.parsers.json_calls import arguments, json_call
@@ -51,4 +51,14 @@ def _named_call(reader: Reader) -> Parsing[None]:
     call.finish()
 
 
-MISTRAL = ToolFamily(parse, markers=(CALLS, CALL_ID, ARGS), begins=(CALLS,))
+MARKERS = (CALLS, CALL_ID, ARGS)
+LISTED = CallSyntax(
+    '{"name": "{name}", "arguments": ',
+    "}",
+    trigger=CALLS,
+    separator=", ",
+    section=(f"{CALLS}[", "]"),
+)
+NAMED = CallSyntax(f"{CALLS}{{name}}{ARGS}", "", trigger=CALLS)
+MISTRAL = ToolFamily(parse, LISTED, markers=MARKERS, begins=(CALLS,))
+MISTRAL_V11 = ToolFamily(parse, NAMED, markers=MARKERS, begins=(CALLS,))

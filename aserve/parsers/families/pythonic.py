@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Collection, Sequence
 
-from aserve.parsers.base import ToolFamily
+from aserve.parsers.base import CallSyntax, ToolFamily
 from aserve.parsers.calls import CallWriter, name_of_call, read_calls, run
 from aserve.parsers.events import ToolSpec
 from aserve.parsers.python_values import python_value
@@ -66,4 +66,5 @@ def _keyword(reader: Reader) -> Parsing[str]:
     return key
 
 
-PYTHONIC = ToolFamily(parse, markers=(START, END), begins=(START,))
+SYNTAX = CallSyntax("{name}(", ")", trigger="[", style="python", separator=", ", section=("[", "]"))
+PYTHONIC = ToolFamily(parse, SYNTAX, markers=(START, END), begins=(START,))

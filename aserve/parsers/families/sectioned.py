@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from aserve.parsers.base import ToolFamily
+from aserve.parsers.base import CallSyntax, ToolFamily
 from aserve.parsers.calls import CallWriter, name_of_call, read_calls, run
 from aserve.parsers.events import ToolSpec
 from aserve.parsers.json_calls import arguments
@@ -77,11 +77,6 @@ def _kimi_head(reader: Reader) -> Parsing[CallWriter]:
     return CallWriter(reader, found["name"], call_id if found["number"] else None)
 
 
-def sectioned(tokens: SectionTokens, head: Callable[[Reader], Parsing[CallWriter]]) -> ToolFamily:
-    begins = (tokens.begin, tokens.call)
-    return ToolFamily(SectionedCalls(tokens, head), markers=tokens.all, begins=begins)
-
-
 def _deepseek_token(words: str) -> str:
     """Writes a token with DeepSeek's fullwidth bars and low lines."""
     return "<\uff5c" + words.replace(" ", "\u2581") + "\uff5c>"
@@ -101,5 +96,36 @@ KIMI_TOKENS = SectionTokens(
     call_end="<|tool_call_end|>",
     end="<|tool_calls_section_end|>",
 )
-DEEPSEEK = sectioned(DEEPSEEK_TOKENS, _deepseek_head)
-KIMI_K2 = sectioned(KIMI_TOKENS, _kimi_head)
+
+
+def _deepseek(begin: str, end: str) -> ToolFamily:
+    """`begin` and `end` are around the arguments, in the version's form."""
+    tokens = DEEPSEEK_TOKENS
+    return ToolFamily(
+        SectionedCalls(tokens, _deepseek_head),
+        CallSyntax(
+            f"{tokens.call}{begin}",
+            f"{end}{tokens.call_end}",
+            trigger=tokens.begin,
+            separator="\n",
+            section=(tokens.begin, tokens.end),
+        ),
+        markers=tokens.all,
+        begins=(tokens.begin, tokens.call),
+    )
+
+
+DEEPSEEK_V3 = _deepseek(f"function{DEEPSEEK_TOKENS.separator}{{name}}\n```json\n", "\n```")
+DEEPSEEK_V31 = _deepseek(f"{{name}}{DEEPSEEK_TOKENS.separator}", "")
+KIMI_K2 = ToolFamily(
+    SectionedCalls(KIMI_TOKENS, _kimi_head),
+    CallSyntax(
+        f"{KIMI_TOKENS.call}functions.{{name}}:",
+        KIMI_TOKENS.call_end,
+        trigger=KIMI_TOKENS.begin,
+        section=(KIMI_TOKENS.begin, KIMI_TOKENS.end),
+        behind_number=KIMI_TOKENS.separator,
+    ),
+    markers=KIMI_TOKENS.all,
+    begins=(KIMI_TOKENS.begin, KIMI_TOKENS.call),
+)

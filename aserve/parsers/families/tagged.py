@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from aserve.parsers.base import ToolFamily
+from aserve.parsers.base import CallSyntax, ToolFamily
 from aserve.parsers.calls import read_calls
 from aserve.parsers.events import ToolSpec
 from aserve.parsers.json_calls import json_call
@@ -31,9 +31,16 @@ class TaggedCalls:
             reader.unread(self.begin)
 
 
-def tagged(begin: str, end: str) -> ToolFamily:
-    return ToolFamily(TaggedCalls(begin, end), markers=(begin, end), begins=(begin,))
+def tagged(begin: str, end: str, *, space: str) -> ToolFamily:
+    """`space` is what a model writes between the tags and the object, and between calls."""
+    syntax = CallSyntax(
+        f'{begin}{space}{{"name": "{{name}}", "arguments": ',
+        f"}}{space}{end}",
+        trigger=begin,
+        separator=space,
+    )
+    return ToolFamily(TaggedCalls(begin, end), syntax, markers=(begin, end), begins=(begin,))
 
 
-HERMES = tagged("<tool_call>", "</tool_call>")
-ASERVE_TINY = tagged("<|tool_call|>", "<|/tool_call|>")
+HERMES = tagged("<tool_call>", "</tool_call>", space="\n")
+ASERVE_TINY = tagged("<|tool_call|>", "<|/tool_call|>", space="")

@@ -12,7 +12,7 @@ import functools
 import re
 from collections.abc import Sequence
 
-from aserve.parsers.base import ToolFamily
+from aserve.parsers.base import CallSyntax, ToolFamily
 from aserve.parsers.calls import CallWriter, name_of_call, read_calls, run
 from aserve.parsers.events import ToolSpec
 from aserve.parsers.reader import CallError, Markers, Parsing, Reader
@@ -76,5 +76,16 @@ def _glm_call(reader: Reader, _: str, *, tool_specs: Sequence[ToolSpec]) -> Pars
     arguments.finish()
 
 
-QWEN3_CODER = ToolFamily(parse_qwen, markers=(BEGIN, END), begins=(BEGIN,))
-GLM45 = ToolFamily(parse_glm, markers=(BEGIN, END, KEY, KEY_END, VALUE, VALUE_END), begins=(BEGIN,))
+QWEN_SYNTAX = CallSyntax(
+    f"{BEGIN}\n{FUNCTION}{{name}}>\n",
+    f"\n{FUNCTION_END}\n{END}",
+    trigger=BEGIN,
+    style="qwen_xml",
+    separator="\n",
+)
+GLM_SYNTAX = CallSyntax(
+    f"{BEGIN}{{name}}\n", f"\n{END}", trigger=BEGIN, style="glm_xml", separator="\n"
+)
+GLM_MARKERS = (BEGIN, END, KEY, KEY_END, VALUE, VALUE_END)
+QWEN3_CODER = ToolFamily(parse_qwen, QWEN_SYNTAX, markers=(BEGIN, END), begins=(BEGIN,))
+GLM45 = ToolFamily(parse_glm, GLM_SYNTAX, markers=GLM_MARKERS, begins=(BEGIN,))
