@@ -42,8 +42,8 @@ from aserve.host.environment import (
     collect_rarely,
     installed_version,
     prepare_process,
-    start_logging,
 )
+from aserve.host.logs import start_logging
 from aserve.option import Option, build_options, grouped, options_of, unknown_option
 from aserve.tiny import MODEL_DIR
 
@@ -122,7 +122,7 @@ def _run(arguments: list[str], benches: Mapping[str, Bench]) -> int:
 def _resolved(given: dict[str, object], *, log_level: str) -> Resolved:
     facts = Facts(default_model=str(MODEL_DIR))
     resolved = resolve(read_raw(given), facts)
-    start_logging(resolved.debug.log_level or log_level)
+    start_logging(resolved.debug.log_level or log_level, resolved.debug.log_format)
     return resolved
 
 

@@ -328,6 +328,9 @@ class ServerOptions:
     public_metrics: bool = option(
         False, "with --api-key: /metrics needs no key", Limits(group=ACCESS)
     )
+    access_log: bool = option(
+        False, "log a line for each request: id, route, status, client and times; no content"
+    )
     metrics_compat: str | None = option(
         None,
         "/metrics also has the names that dashboards for vLLM or SGLang read",
@@ -427,7 +430,12 @@ class DebugOptions:
     log_level: str | None = option(
         None,
         "lowest level that is logged; default: info for serve, else warning",
-        Limits(choices=("debug", "info", "warning", "error")),
+        Limits(choices=("debug", "info", "warning", "error"), aliases=("uvicorn-log-level",)),
+    )
+    log_format: str = option(
+        "text",
+        "json writes one object per line, with the values of a message as fields",
+        Limits(choices=("text", "json")),
     )
     config: str | None = option(
         None, "read options from a TOML file, named as here", Limits(metavar="FILE")

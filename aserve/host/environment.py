@@ -1,4 +1,4 @@
-"""Prepares the process for its machine: thread counts, heap, kernel cache and logging.
+"""Prepares the process for its machine: thread counts, heap and kernel cache.
 
 It imports neither torch nor numba, because the variables that it sets are read by them at import.
 """
@@ -126,11 +126,3 @@ def installed_version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
-
-
-def start_logging(level: str) -> None:
-    """Logs to stderr from `level` on, which is debug, info, warning or error."""
-    logging.basicConfig(level=level.upper(), format=LOG_FORMAT, stream=sys.stderr)

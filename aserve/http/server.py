@@ -17,6 +17,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from aserve.errors import AserveError, BugError, ConfigError, ErrorInfo
 from aserve.http.abort import ABORTS, Aborts
+from aserve.http.access_log import log_access
 from aserve.http.auth import IDENTITY, Access, has_keys, read_keys
 from aserve.http.body import IGNORED
 from aserve.http.connection import address_of, listen
@@ -102,7 +103,10 @@ def reason_of(error: OSError) -> str:
 def create_app(context: HttpContext) -> web.Application:
     options = context.options
     routes = [route for route in ROUTES if options.admin_api_key or not route.admin]
-    app = web.Application(middlewares=[border(context)], client_max_size=options.max_body_size)
+    app = web.Application(client_max_size=options.max_body_size)
+    if options.access_log:
+        log_access(app)
+    app.middlewares.append(border(context))
     app[ERROR_FORMATS] = {route.path: route.errors for route in routes}
     app[RESPONSES] = Responses(context)
     app[INTAKE] = Intake(context)

@@ -25,8 +25,8 @@ from aserve.host.environment import (
     collect_rarely,
     prepare_process,
     set_up_collector,
-    start_logging,
 )
+from aserve.host.logs import start_logging
 from aserve.host.threads import in_thread, new_event_loop
 from aserve.load import load_executor, vocabulary_of
 from aserve.messages.base import ServerPhase
@@ -112,7 +112,8 @@ class EngineSide:
         """Loads and serves until it is cancelled."""
         start = await self._start
         os.chdir(start.directory)
-        start_logging(start.resolved.debug.log_level or "info")
+        debug = start.resolved.debug
+        start_logging(debug.log_level or "info", debug.log_format)
         prepare_process(start.resolved.machine.threads)
         loop = asyncio.get_running_loop()
         on_stage = StageReporter(self._link.write, call=loop.call_soon_threadsafe)

@@ -1,0 +1,53 @@
+"""The log: lines of text, or one JSON object per line, on stderr.
+
+Messages have the form `event key=%s`. The text format fills them in; the JSON format also has each
+key as a field, with its value as a number where it is one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+from datetime import UTC, datetime
+
+TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+PLACEHOLDER = re.compile(r"(?:(\w+)=)?%(?:%|[-+ #0-9.]*[a-zA-Z])")
+
+
+def start_logging(level: str, log_format: str = "text") -> None:
+    """Logs from `level` on, which is debug, info, warning or error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        JsonFormatter() if log_format == "json" else logging.Formatter(TEXT_FORMAT)
+    )
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+class JsonFormatter(logging.Formatter):
+    """Formats a record as a JSON object on one line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry = fields_of(record) | {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry)
+
+
+def fields_of(record: logging.LogRecord) -> dict[str, object]:
+    """Returns the values of a message's keys: `{"status": 200}` for `status=%d` and 200."""
+    fields: dict[str, object] = {}
+    values = iter(record.args if isinstance(record.args, tuple) else ())
+    for found in PLACEHOLDER.finditer(str(record.msg)):
+        if found[0].endswith("%%"):
+            continue
+        value = next(values, None)
+        if found[1]:
+            fields[found[1]] = value if isinstance(value, int | float) else str(value)
+    return fields
