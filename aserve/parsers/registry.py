@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from aserve.parsers.base import (
     OutputParser,
@@ -100,11 +100,18 @@ TEMPLATES: tuple[tuple[tuple[str, ...], str | None, str | None], ...] = (
 )
 
 
+def _no_prompt(_: Mapping[str, Any]) -> str:
+    return ""
+
+
 class ParserNames(NamedTuple):
-    """The parsers of a server's outputs. None leaves reasoning or calls in the content."""
+    """The parsers of a server's outputs. None leaves reasoning or calls in the content.
+    `prompt_end` returns the end of a prompt that is rendered with some variables of the template.
+    """
 
     reasoning: str | None = None
     tools: str | None = None
+    prompt_end: Callable[[Mapping[str, Any]], str] = _no_prompt
 
 
 NO_PARSERS = ParserNames()

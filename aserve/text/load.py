@@ -5,16 +5,17 @@ It reads files, so it runs in a thread or before the loop is busy.
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from tokenizers import Tokenizer
 
 from aserve.config import ModelOptions
-from aserve.errors import ConfigError
+from aserve.errors import ConfigError, InvalidRequest
 from aserve.parsers.registry import (
     NO_PARSERS,
     REASONING_PARSERS,
@@ -54,7 +55,7 @@ def load_text(model_dir: Path, options: ModelOptions) -> TextSide:
         logger.info("defaults of %s: %s", model_dir, defaults)
     template = load_template(model_dir, options.chat_template)
     parsers = choose_parsers(template, options)
-    logger.info("parsers of %s: reasoning=%s tools=%s", model_dir, *parsers)
+    logger.info("parsers of %s: reasoning=%s tools=%s", model_dir, parsers.reasoning, parsers.tools)
     if options.load_format != "dummy" or has_tokenizer(model_dir):
         return TextSide(load_tokenizer(model_dir), template, defaults, parsers)
     logger.info("%s has no tokenizer: texts are token ids as decimal numbers", model_dir)
@@ -67,7 +68,18 @@ def choose_parsers(template: ChatTemplate | None, options: ModelOptions) -> Pars
     return ParserNames(
         _parser_of(options.reasoning_parser, reasoning, REASONING_PARSERS, "--reasoning-parser"),
         _parser_of(options.tool_call_parser, tools, TOOL_PARSERS, "--tool-call-parser"),
+        functools.partial(_prompt_end, template),
     )
+
+
+def _prompt_end(template: ChatTemplate | None, variables: Mapping[str, Any]) -> str:
+    """Returns the end of the prompt of a short chat, or nothing if the template rejects it."""
+    if template is None:
+        return ""
+    try:
+        return template.render([{"role": "user", "content": "."}], variables=variables)
+    except InvalidRequest:
+        return ""
 
 
 def _parser_of(given: str, fitting: str | None, known: Collection[str], option: str) -> str | None:

@@ -325,7 +325,8 @@ async def test_a_tool_is_called_and_its_result_is_told(client: AsyncOpenAI) -> N
     fields: dict[str, Any] = {"model": MODEL, "tools": [WEATHER_TOOL], "temperature": 0}
     asked = await client.chat.completions.create(messages=[QUESTION], **fields)
     (choice,) = asked.choices
-    (call,) = choice.message.tool_calls or ()
+    (call,) = choice.message.tool_calls or [None]
+    assert call is not None
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
     assert call.type == "function"
     assert GetWeather.model_validate_json(call.function.arguments) == GetWeather(city="Rome")
@@ -333,6 +334,39 @@ async def test_a_tool_is_called_and_its_result_is_told(client: AsyncOpenAI) -> N
     messages = [QUESTION, choice.message.model_dump(exclude_none=True), result]
     told = await client.chat.completions.create(messages=messages, **fields)
     assert (told.choices[0].message.content, told.choices[0].finish_reason) == (SAID, "stop")
+
+
+class GetTime(pydantic.BaseModel):
+    zone: Literal["UTC", "CET"]
+
+
+async def test_calls_are_forced_by_a_grammar_at_any_temperature(client: AsyncOpenAI) -> None:
+    """Also several calls in one message, and one of a named tool, which the model does not know."""
+    tools = [WEATHER_TOOL, openai.pydantic_function_tool(GetTime, name="tell_time")]
+    types: dict[str, type[pydantic.BaseModel]] = {"get_weather": GetWeather, "tell_time": GetTime}
+    named: Any = {"type": "function", "function": {"name": "tell_time"}}
+    nums_calls = set()
+    for seed, choice in enumerate(["required"] * 6 + [named] * 2):
+        answer = await client.chat.completions.create(
+            model=MODEL,
+            messages=[QUESTION],
+            tools=tools,
+            tool_choice=choice,
+            temperature=1.2,
+            max_tokens=300,
+            seed=seed,
+        )
+        calls: Any = answer.choices[0].message.tool_calls or ()
+        if answer.choices[0].finish_reason == "length":
+            continue
+        assert answer.choices[0].finish_reason == "tool_calls"
+        for call in calls:
+            types[call.function.name].model_validate_json(call.function.arguments)
+        if choice is named:
+            assert [call.function.name for call in calls] == ["tell_time"]
+        else:
+            nums_calls.add(len(calls))
+    assert nums_calls >= {1}
 
 
 async def test_the_helper_for_streams_reads_calls_and_reasoning(client: AsyncOpenAI) -> None:
@@ -343,7 +377,8 @@ async def test_the_helper_for_streams_reads_calls_and_reasoning(client: AsyncOpe
         kinds = [event.type async for event in stream]
         message = (await stream.get_final_completion()).choices[0].message
     assert kinds.count("tool_calls.function.arguments.done") == 1
-    (call,) = message.tool_calls or ()
+    calls: Any = message.tool_calls
+    (call,) = calls
     assert call.function.parsed_arguments == GetWeather(city="Rome")
     chunks = await client.chat.completions.create(messages=[SUM], stream=True, **fields)
     deltas = [chunk.choices[0].delta.model_dump() async for chunk in chunks]
@@ -363,15 +398,15 @@ async def test_responses_call_a_tool_over_http_a_stream_and_a_websocket(
         streamed = [event async for event in stream]
         final = await stream.get_final_response()
     async with client.responses.connect() as connection:
-        await connection.send({"type": "response.create", **asked, **fields})
+        await send(connection, max_output_tokens=100, **asked, **fields)
         told = await response_events(connection)
         call = told[-1].response.output[0]
         output = {"type": "function_call_output", "call_id": call.call_id, "output": RESULT}
         follow_up = {"input": [output], "previous_response_id": told[-1].response.id}
-        await connection.send({"type": "response.create", **asked, **fields, **follow_up})
+        await send(connection, max_output_tokens=100, **fields, **(asked | follow_up))
         answer = (await response_events(connection))[-1].response
-    for items in (whole.output, final.output, told[-1].response.output):
-        (item,) = items
+    outputs: list[Any] = [whole.output, final.output, told[-1].response.output]
+    for (item,) in outputs:
         assert (item.type, item.name, item.arguments) == (
             "function_call",
             "get_weather",
@@ -393,9 +428,9 @@ async def test_reasoning_is_an_item_of_a_response_and_part_of_the_next_turn(
         while first.status in ("queued", "in_progress"):
             first = await client.responses.retrieve(first.id)
     reasoning, message = first.output
+    assert message.type == "message"
     assert reasoning.type == "reasoning"
     assert [part.text for part in reasoning.content or ()] == [THOUGHT]
-    assert message.type == "message"
     assert first.output_text == "27 plus 15 is 42."
     items: Any = [SUM, *(item.model_dump(exclude_none=True) for item in first.output), QUESTION]
     by_items = await client.responses.create(input=items, **fields)

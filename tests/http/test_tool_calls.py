@@ -19,7 +19,7 @@ from aserve.text.load import load_tokenizer
 from aserve.text.tokenizer import TextTokenizer
 from aserve.tiny import MODEL_DIR
 from tests.fakes.echo_engine import EchoEngine
-from tests.http.asking import ask, told
+from tests.http.asking import ask, prompts, told
 
 TOKENIZER = load_tokenizer(MODEL_DIR)
 PARSERS = ParserNames("aserve_tiny", "aserve_tiny")
@@ -166,6 +166,71 @@ async def test_calls_come_out_as_far_as_the_request_allows(
     whole = shown(await message_of(echo, output, **fields))
     assert (whole["content"], [name for name, _ in whole["calls"]]) == (content, calls)
     assert joined(await deltas_of(echo, output, **fields)) == whole
+
+
+NAMED_G: dict[str, Any] = {"type": "function", "function": {"name": "g"}}
+REQUIRED = {"mode": "required"}
+ALLOWED: dict[str, Any] = {"mode": "auto", "tools": [NAMED_G]}
+STRICT: dict[str, Any] = {"type": "function", "function": {"name": "f", "strict": True}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "in_grammar", "in_prompt"),
+    [
+        ({}, None, "fg"),
+        ({"tools": [STRICT, G]}, "fg", "fg"),
+        ({"tool_choice": "required"}, "fg", "fg"),
+        ({"tool_choice": NAMED_G}, "g", "fg"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": ALLOWED}}, None, "g"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": ALLOWED | REQUIRED}},
+            "g",
+            "g",
+        ),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "fg", "fg"),
+        ({"tool_choice": "none"}, None, ""),
+    ],
+)
+async def test_a_choice_is_a_grammar_of_the_calls_that_may_come(
+    fields: dict[str, Any], in_grammar: str | None, in_prompt: str
+) -> None:
+    template = "{{ (tools or []) | map(attribute='function.name') | join }}"
+    async with EchoEngine(
+        tokenizer=TOKENIZER, template="<|user|>" + template, parsers=PARSERS
+    ) as echo:
+        await message_of(echo, "a", **fields)
+        (request,) = echo.scheduler.admitted
+        assert prompts(echo) == [in_prompt]
+    grammar = request.sampling.grammar
+    assert (grammar is None) == (in_grammar is None)
+    if grammar is not None and in_grammar is not None:
+        assert grammar.kind == "structural_tag"
+        named = [name for name in "fg" if f'\\"{name}\\"' in grammar.source]
+        assert named == [*in_grammar]
+
+
+async def test_a_choice_that_no_parser_can_force_is_refused() -> None:
+    async with EchoEngine(tokenizer=TOKENIZER, template=TEMPLATE) as echo:
+        body = body_of("a", tool_choice="required")
+        answer = await ask(echo, "/v1/chat/completions", body)
+    assert (answer.status, answer.error["code"]) == (400, "unsupported_value")
+    assert answer.error["param"] == "tool_choice"
+
+
+@pytest.mark.parametrize(
+    ("end", "effort", "has_reasoning"),
+    [("<|think|>", None, True), ("", "low", True), ("", None, False), ("", "none", False)],
+)
+async def test_reasoning_comes_before_a_grammar_if_the_prompt_or_the_client_asks_for_it(
+    end: str, effort: str | None, has_reasoning: bool
+) -> None:
+    parsers = PARSERS._replace(prompt_end=lambda _: end)
+    for fields in ({"tool_choice": "required"}, {"structured_outputs": {"regex": "a+"}}):
+        async with EchoEngine(tokenizer=TOKENIZER, template=TEMPLATE, parsers=parsers) as echo:
+            await message_of(echo, "a", reasoning_effort=effort, **fields)
+            (request,) = echo.scheduler.admitted
+        assert request.sampling.grammar is not None
+        assert ("<|/think|>" in request.sampling.grammar.source) == has_reasoning
 
 
 async def test_tool_choice_none_forbids_the_tokens_of_calls(echo: EchoEngine) -> None:

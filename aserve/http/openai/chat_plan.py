@@ -29,7 +29,8 @@ from aserve.http.openai.tools import (
     read_tools,
 )
 from aserve.messages.requests import ChatPrompt, Grammar, SamplingParams
-from aserve.parsers.registry import TOOL_PARSERS, ParserNames, kept_tokens
+from aserve.parsers.registry import TOOL_PARSERS, ParserNames, kept_tokens, opens_reasoning
+from aserve.parsers.tool_grammar import answer_grammar, tool_grammar
 
 # Limits of reasoning tokens, under the names of vLLM, SGLang and llama.cpp.
 BUDGETS = ("thinking_token_budget", "max_thinking_tokens", "reasoning_budget")
@@ -68,24 +69,31 @@ def plan_chat(
     """Plans a chat. `grammar` is the form that the client wants of the content. With `bans_calls`
     the model cannot begin a tool call.
     """
-    tools = chat.tool_use
-    must_call = tools.mode == "required"
-    is_free = grammar is None and not must_call
-    names = parsers if tools.specs else parsers._replace(tools=None)
-    reasoning = chat.reasoning
-    if must_call:
-        grammar = _grammar_of(tools, parsers.tools)
-    has_content_grammar = not is_free and not must_call
+    tools, reasoning = chat.tool_use, chat.reasoning
+    family = parsers.reasoning if reasoning.is_separate else None
+    starts_inside = opens_reasoning(parsers.prompt_end(chat.template_variables()), family)
+    # WHY: behind a grammar a model that has not begun to think would rarely do so by itself.
+    thinks = family if starts_inside or reasoning.is_asked else None
+    calls = parsers.tools if tools.specs and (grammar is None or tools.mode == "required") else None
+    is_free = False
+    if tools.mode == "required":
+        grammar = _call_grammar(tools, parsers.tools, thinks, starts_inside=starts_inside)
+    elif grammar is not None and thinks is not None:
+        grammar = answer_grammar(grammar, thinks, starts_in_reasoning=starts_inside)
+    elif grammar is None:
+        is_free, thinks = True, family
+        if calls is not None:
+            grammar = _call_grammar(tools, calls, family, starts_inside=starts_inside)
     return ChatPlan(
         prompt_of(chat),
         ParsePlan(
-            # A grammar begins with the output, which then has no reasoning.
-            reasoning=names.reasoning if reasoning.is_separate and is_free else None,
-            tools=None if has_content_grammar else names.tools,
+            reasoning=thinks,
+            tools=calls,
             tool_specs=tools.specs,
             is_parallel=tools.is_parallel,
             shows_reasoning=reasoning.is_shown,
             streams_reasoning=reasoning.is_streamed,
+            starts_inside=None if is_free else starts_inside,
         ),
         grammar,
         _call_markers(parsers.tools) if bans_calls else (),
@@ -144,12 +152,24 @@ def _reasoning_of(body: ChatBody) -> ReasoningOptions:
     )
 
 
-def _grammar_of(tools: ToolUse, parser: str | None) -> Grammar:
-    """Returns the grammar of the calls that must come, or of those of strict tools."""
-    raise InvalidRequest(
-        "Unsupported value for 'tool_choice': this server cannot make the model call a tool.",
-        param="tool_choice",
-        code="unsupported_value",
+def _call_grammar(
+    tools: ToolUse, parser: str | None, reasoning: str | None, *, starts_inside: bool
+) -> Grammar | None:
+    """Returns the grammar of calls that must come or, if a tool is strict, of those that may."""
+    if parser is None:
+        raise InvalidRequest(
+            "Unsupported value for 'tool_choice': this server cannot make the model call a tool, "
+            "because no tool-call parser fits its chat template; see --tool-call-parser.",
+            param="tool_choice",
+            code="unsupported_value",
+        )
+    return tool_grammar(
+        parser,
+        tools.specs,
+        tools.mode,
+        parallel=tools.is_parallel,
+        reasoning=reasoning,
+        starts_in_reasoning=starts_inside,
     )
 
 

@@ -43,6 +43,11 @@ class ReasoningOptions:
     is_shown: bool = True
     is_streamed: bool = True
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether the client asks for reasoning."""
+        return bool(self.is_enabled) or self.effort not in (None, "none")
+
     def variables(self) -> dict[str, Any]:
         """Returns the variables by which templates switch reasoning. WHY three: gpt-oss reads the
         effort, Qwen and GLM `enable_thinking`, and DeepSeek `thinking`.
@@ -73,6 +78,10 @@ class Chat:
     add_special_tokens: bool = False
     add_generation_prompt: bool = True
     continues_last: bool = False
+
+    def template_variables(self) -> dict[str, Any]:
+        """Returns the variables of the template; those that the client names win."""
+        return self.reasoning.variables() | dict(self.variables or {})
 
 
 def chat_of(body: ChatBody | TokenizeBody, tool_use: ToolUse, reasoning: ReasoningOptions) -> Chat:
@@ -119,7 +128,7 @@ def prompt_of(chat: Chat) -> ChatPrompt:
     return ChatPrompt(
         encode_json(messages, param="messages"),
         encode_json(tools, param="tools") if tools else None,
-        variables=template_variables(chat.reasoning.variables() | dict(chat.variables or {})),
+        variables=template_variables(chat.template_variables()),
         add_special_tokens=chat.add_special_tokens,
         add_generation_prompt=chat.add_generation_prompt,
         continue_final_message=chat.continues_last,

@@ -37,8 +37,8 @@ class ParsePlan:
     that part of the output stays content.
 
     Without `is_parallel` only the first tool call counts. Reasoning is left out unless
-    `shows_reasoning`, and comes as one event unless `streams_reasoning`. With `begins_reasoning`
-    the output may begin inside of the reasoning, if the end of the prompt says so.
+    `shows_reasoning`, and comes as one event unless `streams_reasoning`. `starts_inside` says
+    whether the output begins inside of the reasoning; None leaves it to the end of the prompt.
     """
 
     reasoning: str | None = None
@@ -47,7 +47,7 @@ class ParsePlan:
     is_parallel: bool = True
     shows_reasoning: bool = True
     streams_reasoning: bool = True
-    begins_reasoning: bool = True
+    starts_inside: bool | None = None
 
 
 PLAIN = ParsePlan()  # all of the output is content
@@ -100,7 +100,11 @@ class ParsedChoice:
 
     def _open(self, prompt_tail: str) -> OutputParser:
         plan = self._plan
-        self._is_thinking = plan.begins_reasoning and opens_reasoning(prompt_tail, plan.reasoning)
+        self._is_thinking = (
+            opens_reasoning(prompt_tail, plan.reasoning)
+            if plan.starts_inside is None
+            else plan.starts_inside and plan.reasoning is not None
+        )
         return make_parser(
             plan.reasoning,
             plan.tools,
