@@ -341,6 +341,18 @@ class ServerOptions:
         "largest request body in bytes, also when decompressed",
         Limits(low=1024, group=CLIENT_LIMITS),
     )
+    files_dir: str | None = option(
+        None,
+        "folder of /v1/files and /v1/batches, which only exist with this option; batches run while "
+        "the engine has nothing else to do, and go on after a restart",
+        Limits(metavar="DIR"),
+    )
+    files_size: int = option(
+        8 << 30, "most bytes of files in --files-dir", Limits(low=1024, group=CLIENT_LIMITS)
+    )
+    max_file_size: int = option(
+        200 << 20, "largest file of /v1/files in bytes", Limits(low=1024, group=CLIENT_LIMITS)
+    )
     max_connections: int = option(
         4096,
         "open connections; above it idle ones are closed, and if there are none, new ones get 503",

@@ -6,6 +6,7 @@ from aiohttp import web
 
 from aserve.http import abort, openapi, page, probes
 from aserve.http.anthropic import messages as anthropic
+from aserve.http.batches import handlers as batches
 from aserve.http.control import admin, info, render
 from aserve.http.generate import llama_cpp, sglang, tgi
 from aserve.http.lora import handlers as lora
@@ -71,5 +72,6 @@ ROUTES = (
     *ollama_models.ROUTES,
     get("/metrics", probes.metrics),
     *openapi.ROUTES,
+    *batches.ROUTES,
     *page.ROUTES,
 )

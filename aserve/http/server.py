@@ -19,6 +19,7 @@ from aserve.errors import AserveError, BugError, ConfigError, ErrorInfo
 from aserve.http.abort import ABORTS, Aborts
 from aserve.http.access_log import log_access
 from aserve.http.auth import IDENTITY, Access, has_keys, read_keys
+from aserve.http.batches import handlers as batches
 from aserve.http.body import IGNORED
 from aserve.http.connection import address_of, listen
 from aserve.http.control.info import version
@@ -115,6 +116,7 @@ def create_app(context: HttpContext) -> web.Application:
     app[DESCRIPTION] = ApiDescription(routes, version=version(), has_keys=has_keys(options))
     app[SOCKETS] = set()
     app.on_shutdown.append(close_sockets)
+    batches.set_up(app, context)
     handlers = {handler_of(route, context): route for route in routes}
     app.add_routes([web.route(route.method, route.path, h) for h, route in handlers.items()])
     app[ACCESS] = {handler: access_of(route, options) for handler, route in handlers.items()}
@@ -168,9 +170,11 @@ def border(context: HttpContext) -> Middleware:
 
 
 def check_size(request: web.Request, max_body_size: int) -> None:
-    """Refuses a large body by its Content-Length. Intake counts the bytes of a body without one."""
-    size = request.content_length
-    if size is not None and size > max_body_size:
+    """Refuses a large body by its Content-Length. Intake counts bytes of a body without one, and
+    the route that takes forms those of a form.
+    """
+    size = request.content_length or 0
+    if size > max_body_size and request.content_type != "multipart/form-data":
         raise refused(413, f"The request body has {size} bytes, more than {max_body_size}.")
 
 

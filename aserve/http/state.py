@@ -18,7 +18,7 @@ from aserve.http.auth import caller_of
 from aserve.http.lora.registry import LoraRegistry
 from aserve.http.openai.answer_size import AnswerLimits
 from aserve.http.openai.call import Origin, random_seed
-from aserve.http.openai.limits import MAX_SEQUENCES
+from aserve.http.openai.limits import MAX_SEQUENCES, Caller
 from aserve.http.tokenize_service import TokenizeService
 from aserve.messages.base import ServerPhase
 from aserve.messages.executor import EngineSpec
@@ -33,8 +33,21 @@ REQUEST_ID = web.RequestKey("request_id", str)
 
 
 def origin_of(request: web.Request, context: HttpContext) -> Origin:
+    return origin_for(caller_for(request, context), request[REQUEST_ID], context)
+
+
+def caller_for(request: web.Request, context: HttpContext) -> Caller:
+    return caller_of(
+        request,
+        context.options,
+        max_sequences=context.state.max_sequences,
+        cache_epoch=context.state.cache_epoch,
+    )
+
+
+def origin_for(caller: Caller, request_id: str, context: HttpContext) -> Origin:
     return Origin(
-        request_id=request[REQUEST_ID],
+        request_id=request_id,
         created=int(time.time()),
         model_names=context.served_names,
         draw_seed=context.draw_seed,
@@ -46,12 +59,7 @@ def origin_of(request: web.Request, context: HttpContext) -> Origin:
             context.state.defaults.max_new_tokens,
         ),
         with_lora=context.loras.apply,
-        caller=caller_of(
-            request,
-            context.options,
-            max_sequences=context.state.max_sequences,
-            cache_epoch=context.state.cache_epoch,
-        ),
+        caller=caller,
     )
 
 

@@ -95,9 +95,13 @@ REACH = {
         aserve=(*FIRST, "aserve.scheduling", "aserve.text", "aserve.grammar"), packages=PLAIN
     ),
     "aserve.http": Reach(
-        aserve=(*FIRST, "aserve.request_stream", "aserve.unread", "aserve.text", "aserve.parsers"),
+        aserve=(
+            *(*FIRST, "aserve.request_stream", "aserve.unread", "aserve.text", "aserve.parsers"),
+            "aserve.batches",
+        ),
         packages=(*PLAIN, "aiohttp"),
     ),
+    "aserve.batches": Reach(aserve=(*FIRST, "aserve.actors.base"), packages=PLAIN),
     "aserve.gpu": Reach(
         aserve=(*FIRST, "aserve.cache.layout", "aserve.host", "aserve.progress", "aserve_kernels"),
         packages=DEVICE,

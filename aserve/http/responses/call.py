@@ -131,10 +131,10 @@ def _check(body: ResponseBody, origin: Origin) -> None:
     if body.background and (body.stream or body.store is False):
         raise unsupported("background", "It needs 'store', and cannot be combined with 'stream'.")
     check_body(body, origin.model_names)
-    _check_metadata(body.metadata or {})
+    check_metadata(body.metadata or {})
 
 
-def _check_metadata(metadata: dict[str, str]) -> None:
+def check_metadata(metadata: dict[str, str]) -> None:
     check_length(metadata, MAX_METADATA, param="metadata")
     for key, value in metadata.items():
         if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:

@@ -1,0 +1,111 @@
+"""Answers one line of a batch as its endpoint would answer it, by the same code, at the lowest
+priority.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias, TypeVar
+
+import msgspec
+
+from aserve.batches.lines import LineAnswer
+from aserve.batches.records import BatchLine
+from aserve.errors import AserveError, InvalidRequest
+from aserve.http.body import parse_body
+from aserve.http.errors import RequestFailed, error_body, info_of
+from aserve.http.json_bounds import check_json_bounds
+from aserve.http.long_json import pieces_of
+from aserve.http.openai.answers import ChoiceT, Dialect
+from aserve.http.openai.call import Origin
+from aserve.http.openai.chat import chat_dialect
+from aserve.http.openai.choices import whole_answer
+from aserve.http.openai.completions import CompletionDialect, completion_call
+from aserve.http.openai.embeddings import answer_of, embed
+from aserve.http.openai.limits import Caller
+from aserve.http.openai.schema import ChatBody, CompletionBody, EmbeddingBody
+from aserve.http.state import HttpContext, origin_for
+
+RETRY_S = 5.0  # after an answer that says the engine is full, or not there
+AGAIN = frozenset({429, 503})  # statuses after which a line is tried again
+LOWEST_PRIORITY = 2**31 - 1
+
+BodyT = TypeVar("BodyT", ChatBody, CompletionBody)
+Answer: TypeAlias = Callable[[HttpContext, Origin, bytes], Awaitable[bytes]]
+
+
+async def _chat(context: HttpContext, origin: Origin, data: bytes) -> bytes:
+    body = parse_body(data, ChatBody, where="body")
+    body.priority = LOWEST_PRIORITY
+    return await _generated(context, chat_dialect(_unstreamed(body), origin))
+
+
+async def _completion(context: HttpContext, origin: Origin, data: bytes) -> bytes:
+    body = parse_body(data, CompletionBody, where="body")
+    body.priority = LOWEST_PRIORITY
+    return await _generated(context, CompletionDialect(completion_call(_unstreamed(body), origin)))
+
+
+async def _embedding(context: HttpContext, origin: Origin, data: bytes) -> bytes:
+    body = parse_body(data, EmbeddingBody, where="body")
+    body.priority = LOWEST_PRIORITY
+    in_order = await embed(context, body, origin)
+    model = body.model or context.model_names[0]
+    return b"".join(pieces_of(answer_of(body, in_order, model)))
+
+
+ENDPOINTS: dict[str, Answer] = {
+    "/v1/chat/completions": _chat,
+    "/v1/completions": _completion,
+    "/v1/embeddings": _embedding,
+}
+
+
+class HttpLineWork:
+    """Answers the lines of batches by the code that answers requests."""
+
+    def __init__(self, context: HttpContext) -> None:
+        self.max_line = context.options.max_body_size
+        self._context = context
+
+    def parse(self, data: bytes) -> BatchLine:
+        check_json_bounds(data)
+        return parse_body(data, BatchLine)
+
+    def num_rows(self) -> int:
+        spec = self._context.state.spec
+        return 0 if spec is None else spec.max_rows
+
+    def num_open(self) -> int:
+        return self._context.gateway.num_open
+
+    async def answer(self, line: BatchLine, request_id: str, caller: bytes) -> LineAnswer:
+        state = self._context.state
+        origin = origin_for(msgspec.json.decode(caller, type=Caller), request_id, self._context)
+        try:
+            if (refusal := state.refusal()) is not None:
+                raise refusal
+            body = await ENDPOINTS[line.url](self._context, origin, bytes(line.body))
+        except (AserveError, RequestFailed) as error:
+            info = info_of(error)
+            again_s = (info.retry_after_s or RETRY_S) if info.status in AGAIN else None
+            return LineAnswer(info.status, error_body(info), again_s)
+        return LineAnswer(200, body)
+
+
+async def _generated(context: HttpContext, dialect: Dialect[ChoiceT]) -> bytes:
+    request_stream = context.gateway.open(*dialect.call.requests)
+    try:
+        return b"".join(await whole_answer(request_stream, dialect))
+    finally:
+        request_stream.cancel()
+
+
+def _unstreamed(body: BodyT) -> BodyT:
+    if body.stream:
+        raise InvalidRequest(
+            "Unsupported value for 'body.stream': a line of a batch is answered whole.",
+            param="body.stream",
+            code="unsupported_value",
+        )
+    return body

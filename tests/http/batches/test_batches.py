@@ -1,0 +1,265 @@
+"""Batches by OpenAI's client: their life, restarts in the middle of it, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+from openai.types import Batch
+
+from aserve.errors import QueueFull
+from aserve.http.batches import handlers, lines
+from tests.fakes.echo_engine import EchoEngine
+from tests.fakes.executor import SPEC
+
+COMPLETIONS: Any = "/v1/completions"
+
+
+def line(custom_id: str, body: Any, url: str = COMPLETIONS, method: str = "POST") -> bytes:
+    return json.dumps({"custom_id": custom_id, "method": method, "url": url, "body": body}).encode()
+
+
+def prompts(number: int) -> bytes:
+    return b"\n".join(line(f"c{i}", {"prompt": f"p{i}", "max_tokens": 9}) for i in range(number))
+
+
+async def create(
+    client: openai.AsyncOpenAI, content: bytes, endpoint: Any = COMPLETIONS, **more: Any
+) -> Batch:
+    file = await client.files.create(file=("in.jsonl", content), purpose="batch")
+    return await client.batches.create(
+        input_file_id=file.id, endpoint=endpoint, completion_window="24h", **more
+    )
+
+
+async def ended(client: openai.AsyncOpenAI, batch: Batch) -> Batch:
+    async with asyncio.timeout(20):
+        while batch.status in ("validating", "in_progress", "finalizing", "cancelling"):
+            await asyncio.sleep(0.01)
+            batch = await client.batches.retrieve(batch.id)
+    return batch
+
+
+async def results(client: openai.AsyncOpenAI, file_id: str | None) -> list[dict[str, Any]]:
+    assert file_id is not None
+    content = await client.files.content(file_id)
+    return [json.loads(each) for each in content.text.splitlines()]
+
+
+async def test_a_batch_is_answered_line_by_line(tmp_path: Path) -> None:
+    content = b"\n\n".join(
+        [
+            line("b", {"prompt": "xy", "max_tokens": 2}),
+            line("a", {"prompt": "z", "temperature": 9}),
+            line("s", {"prompt": "z", "stream": True}),
+            line("n", {"prompt": "zz", "model": "none"}),
+            line("l", {"prompt": "q", "priority": -5, "n": 2}),
+        ]
+    )
+    async with EchoEngine(files_dir=str(tmp_path)) as echo:
+        batch = await create(echo.client, content, metadata={"for": "us"})
+        assert (batch.status, batch.metadata) == ("validating", {"for": "us"})
+        batch = await ended(echo.client, batch)
+        counts = batch.request_counts
+        assert batch.status == "completed"
+        assert counts is not None
+        assert (counts.total, counts.completed, counts.failed) == (5, 2, 3)
+        assert batch.created_at <= (batch.in_progress_at or 0) <= (batch.completed_at or 0)
+        good = await results(echo.client, batch.output_file_id)
+        assert [each["custom_id"] for each in good] == ["b", "l"]
+        assert good[0]["response"]["body"]["choices"][0]["text"] == "xy"
+        assert len(good[1]["response"]["body"]["choices"]) == 2
+        bad = await results(echo.client, batch.error_file_id)
+        statuses = {each["custom_id"]: each["response"]["status_code"] for each in bad}
+        assert statuses == {"a": 400, "s": 400, "n": 404}
+        assert bad[0]["response"]["body"]["error"]["param"] == "temperature"
+        assert {each.priority for each in echo.scheduler.admitted} == {lines.LOWEST_PRIORITY}
+        listed = [each.id async for each in echo.client.batches.list(limit=1)]
+        assert listed == [batch.id]
+        names = [file.purpose async for file in echo.client.files.list(order="asc", limit=2)]
+        assert names == ["batch", "batch_output", "batch_output"]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "member"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, "choices"),
+        ("/v1/embeddings", {"input": "hi"}, "data"),
+    ],
+)
+async def test_other_endpoints(tmp_path: Path, endpoint: Any, body: Any, member: str) -> None:
+    async with EchoEngine(files_dir=str(tmp_path)) as echo:
+        batch = await ended(
+            echo.client, await create(echo.client, line("x", body, endpoint), endpoint)
+        )
+        (only,) = await results(echo.client, batch.output_file_id)
+        assert only["response"]["body"][member]
+
+
+async def test_a_batch_goes_on_after_a_restart(tmp_path: Path) -> None:
+    async with EchoEngine(files_dir=str(tmp_path)) as echo:
+        batch = await create(echo.client, prompts(6))
+        await echo.until(lambda: len(echo.scheduler.admitted) >= 3)
+        echo.scheduler.is_paused = True
+    answered = len(echo.scheduler.admitted)
+    async with EchoEngine(files_dir=str(tmp_path)) as echo:
+        batch = await ended(echo.client, batch)
+        assert batch.status == "completed"
+        again = len(echo.scheduler.admitted)
+        assert 6 <= answered + again <= 7, "only the line that was under way is answered anew"
+        good = await results(echo.client, batch.output_file_id)
+        assert [each["custom_id"] for each in good] == [f"c{i}" for i in range(6)]
+
+
+async def test_a_cancelled_batch_keeps_what_it_has(tmp_path: Path) -> None:
+    async with EchoEngine(files_dir=str(tmp_path)) as echo:
+        batch = await create(echo.client, prompts(400))
+        await echo.until(lambda: len(echo.scheduler.admitted) >= 3)
+        echo.scheduler.is_paused = True
+        with pytest.raises(openai.BadRequestError, match="is open"):
+            await echo.client.files.delete(batch.input_file_id)
+        assert (await echo.client.batches.cancel(batch.id)).status == "cancelling"
+        batch = await ended(echo.client, batch)
+        assert batch.status == "cancelled"
+        kept = await results(echo.client, batch.output_file_id)
+        assert 2 <= len(kept) < 400
+        assert (await echo.client.batches.cancel(batch.id)).status == "cancelled"
+        assert (await echo.client.files.delete(batch.input_file_id)).deleted
+        assert not echo.scheduler.live, "the line under way was cancelled in the engine"
+
+
+async def test_a_batch_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(handlers.WINDOWS, "24h", 1)
+    async with EchoEngine(files_dir=str(tmp_path)) as echo:
+        echo.scheduler.is_paused = True
+        batch = await ended(echo.client, await create(echo.client, prompts(2)))
+        assert (batch.status, batch.output_file_id) == ("expired", None)
+
+
+async def test_a_line_waits_for_an_engine_that_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "RETRY_S", 0.01)
+    async with EchoEngine(files_dir=str(tmp_path)) as echo:
+        echo.scheduler.refusal = QueueFull("full").info()
+        batch = await create(echo.client, prompts(1))
+        await echo.until(lambda: len(echo.scheduler.admitted) >= 3)
+        echo.scheduler.refusal = None
+        assert (await ended(echo.client, batch)).output_file_id
+
+
+async def test_a_failure_of_ours_fails_the_batch_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    async with EchoEngine(files_dir=str(tmp_path)) as echo:
+        with monkeypatch.context() as patch:
+            patch.setattr(lines, "completion_call", broken)
+            batch = await ended(echo.client, await create(echo.client, prompts(2)))
+        assert batch.status == "failed"
+        assert batch.errors is not None
+        assert "broken" not in str(batch.errors)
+        assert (await ended(echo.client, await create(echo.client, prompts(2)))).output_file_id
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "number"),
+    [
+        (b"", "empty_file", None),
+        (b"\n \n", "empty_file", None),
+        (line("a", {}) + b"\n{", "invalid_line", 2),
+        (b"\xff", "invalid_line", 1),
+        (b"[" * 500, "invalid_line", 1),
+        (b'{"custom_id": "a"}', "invalid_line", 1),
+        (line("a", {}, "/v1/embeddings"), "invalid_url", 1),
+        (line("a", {}, method="GET"), "invalid_url", 1),
+        (line("a", {}) + b"\n\n" + line("a", {}), "duplicate_custom_id", 3),
+        (line("a", {"prompt": "x" * 5000}) + b"\n" + line("b", {}), "line_too_long", 1),
+    ],
+)
+async def test_a_wrong_file_fails_the_batch(
+    tmp_path: Path, content: bytes, code: str, number: int | None
+) -> None:
+    async with EchoEngine(files_dir=str(tmp_path), max_body_size=4096) as echo:
+        batch = await ended(echo.client, await create(echo.client, content))
+        assert batch.status == "failed"
+        assert batch.errors is not None
+        (error,) = batch.errors.data or []
+        assert (error.code, error.line) == (code, number)
+        assert not echo.scheduler.admitted
+
+
+async def test_files_are_their_owners(tmp_path: Path) -> None:
+    async with EchoEngine(files_dir=str(tmp_path), api_key="one,two") as echo:
+        one, two = (echo.client.with_options(api_key=key) for key in ("one", "two"))
+        batch = await ended(one, await create(one, prompts(1)))
+        assert [each.id async for each in two.batches.list()] == []
+        assert [each.id async for each in two.files.list()] == []
+        for refused in (
+            two.batches.retrieve(batch.id),
+            two.batches.cancel(batch.id),
+            two.files.content(batch.input_file_id),
+            two.files.delete(batch.input_file_id),
+            two.batches.create(
+                input_file_id=batch.input_file_id, endpoint=COMPLETIONS, completion_window="24h"
+            ),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                await refused
+        assert (await one.files.content(batch.input_file_id)).content == prompts(1)
+
+
+async def test_uploads_are_bounded_and_leave_nothing(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "files_dir": str(tmp_path),
+        "max_file_size": 4000,
+        "files_size": 9000,
+    }
+    async with EchoEngine(**options, max_body_size=1024) as echo:
+        client = echo.client.with_options(max_retries=0)
+        big = ("a.jsonl", b"x" * 3900)
+        kept = await client.files.create(file=big, purpose="batch")
+        with pytest.raises(openai.APIStatusError, match="--max-file-size"):
+            await client.files.create(file=("b", b"x" * 4001), purpose="batch")
+        other = await client.files.create(file=big, purpose="batch")
+        with pytest.raises(openai.RateLimitError, match="--files-size"):
+            await client.files.create(file=big, purpose="batch")
+        await client.files.delete(other.id)
+        for form in ({"purpose": "batch"}, {"file": b"x"}, {"purpose": "x" * 99, "file": b"x"}):
+            async with echo.web.post("/v1/files", data=form) as response:
+                assert response.status in (400, 413, 415), form
+        headers = {"Content-Type": "multipart/form-data; boundary=b"}
+        for body in (b"--b\r\n", b"junk", b"--b\r\nContent-Disposition: x\r\n\r\ny\r\n--b--"):
+            async with echo.web.post("/v1/files", data=body, headers=headers) as response:
+                assert response.status == 400, body
+        assert [path.name for path in (tmp_path / "contents").iterdir()] == [kept.id]
+        (tmp_path / "contents" / "left-by-a-crash").touch()
+    async with EchoEngine(**options) as echo:
+        assert [path.name for path in (tmp_path / "contents").iterdir()] == [kept.id]
+
+
+async def test_without_a_folder_there_are_no_files() -> None:
+    async with EchoEngine() as echo:
+        with pytest.raises(openai.NotFoundError, match="--files-dir"):
+            await echo.client.files.list()
+
+
+async def test_lines_under_way_leave_rows_free(tmp_path: Path) -> None:
+    async with EchoEngine(files_dir=str(tmp_path)) as echo:
+        echo.state.spec = msgspec.structs.replace(SPEC, max_rows=8)
+        echo.scheduler.is_paused = True
+        batch = await create(echo.client, prompts(20))
+        await echo.until(lambda: len(echo.scheduler.live) == 6)
+        other = asyncio.ensure_future(echo.client.completions.create(model="echo", prompt="z"))
+        await echo.until(lambda: len(echo.scheduler.live) == 7)
+        echo.scheduler.is_paused = False
+        echo.scheduler.resume()
+        await other
+        assert (await ended(echo.client, batch)).status == "completed"
