@@ -30,6 +30,7 @@ OWN: dict[str, dict[str, Any]] = {
     "/generate_stream": {"inputs": "a"},
     "/abort_request": {"rid": "a"},
     "/v1/messages": {"max_tokens": 5},
+    "/v1/batches": {"input_file_id": "a", "endpoint": "a", "completion_window": "a"},
 }
 
 

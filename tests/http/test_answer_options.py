@@ -112,7 +112,7 @@ async def test_special_tokens_are_shown_on_request(echo: EchoEngine) -> None:
 async def test_a_salt_is_the_namespace_of_the_cache(echo: EchoEngine, path: str) -> None:
     for salt in ("mine", None):
         await whole(echo, path, cache_salt=salt)
-    assert [request.namespace for request in echo.scheduler.admitted] == ["mine", ""]
+    assert [request.namespace for request in echo.scheduler.admitted] == ["/mine", ""]
 
 
 @BOTH
