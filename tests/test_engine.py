@@ -58,7 +58,7 @@ def nothing_left() -> Iterator[None]:
     yield
     left = [thread for thread in threading.enumerate() if thread not in before]
     for thread in left:
-        thread.join(1)
+        thread.join(10)
     assert [thread.name for thread in left if thread.is_alive()] == []
 
 

@@ -105,7 +105,7 @@ def test_a_hub_that_stays_silent_is_given_up_at_the_deadline(
     started_s = time.monotonic()
     try:
         assert "the hub cannot be reached" in refusal_of("someone/model")
-        assert time.monotonic() - started_s < 4
+        assert time.monotonic() - started_s < 30
     finally:
         fake_hub.answer.set()
 
