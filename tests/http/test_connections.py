@@ -37,9 +37,13 @@ class Client:
         return client
 
     async def rest(self) -> bytes:
-        """Everything until the server closes the connection."""
+        """Everything until the server closes the connection, or resets it because more was sent."""
+        received = b""
         async with asyncio.timeout(END_S):
-            return await self._reader.read()
+            with contextlib.suppress(ConnectionResetError):
+                while data := await self._reader.read(1 << 16):
+                    received += data
+        return received
 
     async def answer(self) -> tuple[int, Any]:
         """Status and body of one answer."""

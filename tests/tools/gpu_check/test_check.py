@@ -65,7 +65,7 @@ def test_again_runs_what_it_names(tmp_path: Path, again: str, rerun: set[str]) -
         ("fine", LIMIT_S, "done", "", {"value": 2.5, "said": "fine"}),
         ("raises", LIMIT_S, "failed", "ValueError: what went wrong", {"kept": 1}),
         ("dies", LIMIT_S, "killed", "SIGKILL", {"kept": 1}),
-        ("hangs", 5.0, "killed", "had not ended after 5 s", {"kept": 1}),
+        ("hangs", 10.0, "killed", "had not ended after 10 s", {"kept": 1}),
         ("leaves", LIMIT_S, "failed", "without a result", {"kept": 1}),
         ("cannot", LIMIT_S, "not run", "no such device", {}),
     ],
