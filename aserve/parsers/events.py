@@ -9,24 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
-from aserve.messages.base import Record
+import msgspec
 
 JsonSchema: TypeAlias = dict[str, Any]
 
 
-class Content(Record, frozen=True):
+class Content(msgspec.Struct, frozen=True, gc=False):
     """Text for the reader of the answer."""
 
     text: str
 
 
-class Reasoning(Record, frozen=True):
+class Reasoning(msgspec.Struct, frozen=True, gc=False):
     """Text that the model thinks before it answers, without its tags."""
 
     text: str
 
 
-class ToolCallStart(Record, frozen=True):
+class ToolCallStart(msgspec.Struct, frozen=True, gc=False):
     """A call begins. `call_id` is the model's own id; with None the server makes one."""
 
     index: int
@@ -34,14 +34,14 @@ class ToolCallStart(Record, frozen=True):
     call_id: str | None = None
 
 
-class ToolArguments(Record, frozen=True):
+class ToolArguments(msgspec.Struct, frozen=True, gc=False):
     """A fragment of the JSON text of the arguments of call `index`, which are an object."""
 
     index: int
     text: str
 
 
-class Malformed(Record, frozen=True):
+class Malformed(msgspec.Struct, frozen=True, gc=False):
     """Text of a call that cannot be read. It is shown as content, and logged as a warning.
 
     `reason` is empty in the later fragments of one malformed call.
@@ -54,7 +54,7 @@ class Malformed(Record, frozen=True):
 ParsedEvent: TypeAlias = Content | Reasoning | ToolCallStart | ToolArguments | Malformed
 
 
-class ToolSpec(Record, frozen=True):
+class ToolSpec(msgspec.Struct, frozen=True, gc=False):
     """A tool of the request. `parameters` is the JSON schema of its arguments; None allows any."""
 
     name: str
