@@ -18,6 +18,8 @@ TWO_TOKENS = (
 )
 RELAY = "tests/gpu/step/test_future_map.py"
 RESOLVE = "tests/gpu/step/test_resolve.py"
+PARSERS = "tests/parsers/test_parsers.py"
+TOOL_GRAMMARS = "tests/parsers/test_tool_grammar.py"
 DETOKENIZER = "tests/actors/test_detokenizer.py"
 
 
@@ -652,5 +654,82 @@ MUTANTS = (
         "self.attempt(event.request_id, consider, state, event)",
         "consider(state, event)",
         "tests/actors/test_one_request_fails.py",
+    ),
+    Mutant(
+        "a marker that is cut in two",
+        "aserve/parsers/reader.py",
+        "            if text[place] in self._first_chars:\n",
+        "            if False:\n",
+        PARSERS,
+    ),
+    Mutant(
+        "whitespace before a call that is content",
+        "aserve/parsers/reader.py",
+        "end -= min(self._num_spaces_before(end), MAX_SPACE)",
+        "end -= 0",
+        PARSERS,
+    ),
+    Mutant(
+        "text of a malformed call that is lost",
+        "aserve/parsers/reader.py",
+        "        write(self.release())\n",
+        "        self.release()\n",
+        PARSERS,
+    ),
+    Mutant(
+        "half of a surrogate pair in arguments",
+        "aserve/parsers/json_calls.py",
+        "        return REPLACEMENT if 0xDC00 <= code < 0xE000 else chr(code)",
+        "        return chr(code)",
+        PARSERS,
+    ),
+    Mutant(
+        "arguments before the name that are lost",
+        "aserve/parsers/calls.py",
+        '        self.write("".join(waiting))',
+        "        pass",
+        PARSERS,
+    ),
+    Mutant(
+        "JSON with a trailing comma",
+        "aserve/parsers/json_scan.py",
+        '_State.KEY if self._stack[-1] == "}" else _State.VALUE',
+        '_State.FIRST_KEY if self._stack[-1] == "}" else _State.VALUE',
+        PARSERS,
+    ),
+    Mutant(
+        "an object in prose that is taken for a call",
+        "aserve/parsers/families/llama.py",
+        "known=None if found == TAG else names",
+        "known=None",
+        PARSERS,
+    ),
+    Mutant(
+        "an end tag in a value that ends it",
+        "aserve/parsers/xml_values.py",
+        "            if follower:\n",
+        "            if True:\n",
+        PARSERS,
+    ),
+    Mutant(
+        "a grammar that lets text come before a required call",
+        "aserve/parsers/tool_grammar.py",
+        "answer = _section(syntax, [_call(syntax, spec) for spec in named], ",
+        "answer = _triggered(syntax, named, ",
+        TOOL_GRAMMARS,
+    ),
+    Mutant(
+        "a grammar of every tool for a named one",
+        "aserve/parsers/tool_grammar.py",
+        'if choice in ("required", spec.name)]',
+        "]",
+        TOOL_GRAMMARS,
+    ),
+    Mutant(
+        "a grammar of parallel calls where one is wanted",
+        "aserve/parsers/tool_grammar.py",
+        "is_single = not parallel or syntax.is_last",
+        "is_single = syntax.is_last",
+        TOOL_GRAMMARS,
     ),
 )

@@ -45,6 +45,13 @@ class _State(enum.Enum):
     INVALID = enum.auto()
 
 
+ENDED = (_State.DONE, _State.INVALID)
+BETWEEN_TOKENS = (
+    *(_State.VALUE, _State.FIRST_ITEM, _State.FIRST_KEY),
+    *(_State.KEY, _State.COLON, _State.NEXT),
+)
+
+
 class JsonScanner:
     """Follows one JSON value. `feed` is called with its text, piece by piece."""
 
@@ -70,13 +77,11 @@ class JsonScanner:
         is done, or invalid from there on.
         """
         place = start
-        while place < len(text) and self._state not in (_State.DONE, _State.INVALID):
+        while place < len(text) and self._state not in ENDED:
             if self._state is _State.STRING:
                 found = PLAIN.match(text, place)
-            elif self._is_between_tokens():
-                found = SPACE.match(text, place)
             else:
-                found = None
+                found = SPACE.match(text, place) if self._state in BETWEEN_TOKENS else None
             place = place if found is None else found.end()
             if place < len(text):
                 place += self._step(text[place])
@@ -86,9 +91,6 @@ class JsonScanner:
         """The text has ended. A number is done only then or with a character behind it."""
         if self._state is _State.NUMBER and not self._stack and self._number in NUMBER_ENDS:
             self._state = _State.DONE
-
-    def _is_between_tokens(self) -> bool:
-        return self._state not in (_State.ESCAPE, _State.HEX, _State.NUMBER, _State.LITERAL)
 
     def _step(self, char: str) -> int:
         """Takes one character, and returns 1, or 0 if the character is not part of the value or

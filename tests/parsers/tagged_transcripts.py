@@ -64,7 +64,9 @@ TAGGED: tuple[Transcript, ...] = (
     arguments(
         "in a string", r'"{\"city\": \"Rome \\\"x\\\" \\u00e9\"}"', r'{"city": "Rome \"x\" \u00e9"}'
     ),
-    arguments("in an escaped string", r'"\u007b\"a\": \"\ud83d\ude00\ud83d\"}"', '{"a": "😀�"}'),
+    arguments(
+        "in an escaped string", r'"\u007b\"a\": \"\ude00\ud83d\ude00\ud83d\"}"', '{"a": "�😀�"}'
+    ),
     arguments("in an empty string", '" "', "{}"),
     hermes(
         "no arguments key",
