@@ -66,9 +66,7 @@ def tool_grammar(
         is_single = is_single or choice != "required"
         answer = _section(syntax, [_call(syntax, spec) for spec in named], is_single=is_single)
     if reasoning is not None:
-        family = REASONING_PARSERS[parser_name(reasoning)]
-        then = text_format(family.before_call) if family.before_call else None
-        answer = _behind_reasoning(family, answer, then=then, is_inside=starts_in_reasoning)
+        answer = _thoughtful(answer, reasoning, is_inside=starts_in_reasoning)
     return _grammar(answer, "tool_choice")
 
 
@@ -76,13 +74,43 @@ def answer_grammar(grammar: Grammar, reasoning: str, *, starts_in_reasoning: boo
     """Returns the grammar of an answer whose content matches `grammar` and whose reasoning, before
     it, is free.
     """
-    family = REASONING_PARSERS[parser_name(reasoning)]
-    content = _format_of(grammar)
-    if family.before_content:
-        content = sequence(text_format(family.before_content), content)
-    then = text_format(family.before_call) if family.before_call else None
-    answer = _behind_reasoning(family, content, then=then, is_inside=starts_in_reasoning)
+    content = _content_of(grammar, reasoning)
+    answer = _thoughtful(content, reasoning, is_inside=starts_in_reasoning)
     return _grammar(answer, grammar.param)
+
+
+def calls_or_answer_grammar(
+    grammar: Grammar,
+    tools: str,
+    tool_specs: Sequence[ToolSpec],
+    *,
+    parallel: bool = True,
+    reasoning: str | None = None,
+    starts_in_reasoning: bool = False,
+) -> Grammar:
+    """Returns the grammar of an answer that is either tool calls or content that matches `grammar`,
+    behind reasoning if there is a parser of it.
+    """
+    syntax = TOOL_PARSERS[parser_name(tools)].syntax
+    calls = [_call(syntax, spec) for spec in tool_specs]
+    section = _section(syntax, calls, is_single=not parallel or syntax.is_last)
+    answer = one_of([section, _content_of(grammar, reasoning)])
+    if reasoning is not None:
+        answer = _thoughtful(answer, reasoning, is_inside=starts_in_reasoning)
+    return _grammar(answer, grammar.param)
+
+
+def _content_of(grammar: Grammar, reasoning: str | None) -> Format:
+    """Returns the format of content, behind the header that some families write before it."""
+    content = _format_of(grammar)
+    header = "" if reasoning is None else REASONING_PARSERS[parser_name(reasoning)].before_content
+    return sequence(text_format(header), content) if header else content
+
+
+def _thoughtful(answer: Format, reasoning: str, *, is_inside: bool) -> Format:
+    family = REASONING_PARSERS[parser_name(reasoning)]
+    then = text_format(family.before_call) if family.before_call else None
+    return _behind_reasoning(family, answer, then=then, is_inside=is_inside)
 
 
 def _grammar(answer: Format, param: str) -> Grammar:

@@ -188,6 +188,7 @@ STRICT: dict[str, Any] = {"type": "function", "function": {"name": "f", "strict"
             "g",
         ),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "fg", "fg"),
+        ({"response_format": {"type": "json_object"}}, "fg", "fg"),
         ({"tool_choice": "none"}, None, ""),
     ],
 )
@@ -250,7 +251,7 @@ async def test_tool_choice_none_forbids_the_tokens_of_calls(echo: EchoEngine) ->
         ({"include_reasoning": False}, "", "hello"),
         ({"separate_reasoning": False}, "", f"{THINK}hello"),
         ({"stream_reasoning": False}, "so", "hello"),
-        ({"structured_outputs": {"regex": ".*"}}, "", f"{THINK}hello"),
+        ({"structured_outputs": {"regex": ".*"}, "tools": None}, "", f"{THINK}hello"),
     ],
 )
 async def test_reasoning_is_shown_as_the_request_says(
@@ -260,6 +261,8 @@ async def test_reasoning_is_shown_as_the_request_says(
     assert (whole["reasoning"], whole["content"]) == (reasoning, content)
     deltas = await deltas_of(echo, f"{THINK}hello", **fields)
     assert joined(deltas) == whole
+    kinds = [name for delta in deltas[1:] for name in delta["delta"]]
+    assert kinds == sorted(kinds, key=lambda name: name == "content")
     pieces = [delta for delta in deltas if "reasoning" in delta["delta"]]
     assert len(pieces) <= (1 if fields == {"stream_reasoning": False} else len(reasoning))
 

@@ -17,7 +17,7 @@ from aserve.messages.base import num_mask_words
 from aserve.messages.requests import Grammar
 from aserve.parsers.events import ToolSpec
 from aserve.parsers.registry import TOOL_PARSERS, make_parser
-from aserve.parsers.tool_grammar import answer_grammar, tool_grammar
+from aserve.parsers.tool_grammar import answer_grammar, calls_or_answer_grammar, tool_grammar
 from tests.grammar.languages import conforms
 from tests.parsers.family_transcripts import FAMILIES
 from tests.parsers.tagged_transcripts import TAGGED
@@ -224,6 +224,23 @@ def test_the_content_behind_reasoning_matches_the_grammar(
     assert not is_allowed(free, f"{thought}{header}{differs}")
     assert not is_allowed(begun, f"{header}{fits}")
     assert read(None, f"{thought}{header}{fits}", reasoning) == [("think", "Hm."), ("say", fits)]
+
+
+@FAMILY
+def test_an_answer_is_calls_or_content_of_its_own_grammar(tools: str) -> None:
+    """The calls are those that a grammar of required calls allows."""
+    schema = Grammar("json_schema", '{"type":"object","properties":{"a":{"type":"integer"}}}')
+    either = calls_or_answer_grammar(schema, tools, TOOLS)
+    for seed in range(3):
+        assert is_allowed(either, walk(required(tools), seed))
+    assert is_allowed(either, '{"a": 1}')
+    assert not is_allowed(either, '{"a": "x"}')
+    assert not is_allowed(either, "hello")
+    behind = calls_or_answer_grammar(
+        schema, tools, TOOLS, reasoning="qwen3", starts_in_reasoning=True
+    )
+    assert is_allowed(behind, 'Hm.</think>{"a": 1}')
+    assert not is_allowed(behind, '{"a": 1}')
 
 
 def test_the_recorded_calls_in_the_form_of_a_family_are_allowed() -> None:

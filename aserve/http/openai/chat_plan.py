@@ -30,7 +30,7 @@ from aserve.http.openai.tools import (
 )
 from aserve.messages.requests import ChatPrompt, Grammar, SamplingParams
 from aserve.parsers.registry import TOOL_PARSERS, ParserNames, kept_tokens, opens_reasoning
-from aserve.parsers.tool_grammar import answer_grammar, tool_grammar
+from aserve.parsers.tool_grammar import answer_grammar, calls_or_answer_grammar, tool_grammar
 
 # Limits of reasoning tokens, under the names of vLLM, SGLang and llama.cpp.
 BUDGETS = ("thinking_token_budget", "max_thinking_tokens", "reasoning_budget")
@@ -74,10 +74,19 @@ def plan_chat(
     starts_inside = opens_reasoning(parsers.prompt_end(chat.template_variables()), family)
     # WHY: behind a grammar a model that has not begun to think would rarely do so by itself.
     thinks = family if starts_inside or reasoning.is_asked else None
-    calls = parsers.tools if tools.specs and (grammar is None or tools.mode == "required") else None
+    calls = parsers.tools if tools.specs else None
     is_free = False
     if tools.mode == "required":
         grammar = _call_grammar(tools, parsers.tools, thinks, starts_inside=starts_inside)
+    elif grammar is not None and calls is not None:
+        grammar = calls_or_answer_grammar(
+            grammar,
+            calls,
+            tools.specs,
+            parallel=tools.is_parallel,
+            reasoning=thinks,
+            starts_in_reasoning=starts_inside,
+        )
     elif grammar is not None and thinks is not None:
         grammar = answer_grammar(grammar, thinks, starts_in_reasoning=starts_inside)
     elif grammar is None:
