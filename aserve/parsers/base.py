@@ -45,7 +45,7 @@ class ToolFamily:
 
     `parse` reads the text after the reasoning; with `has_reasoning` it reads the reasoning itself.
     `begins` are the texts that calls begin with, and `markers` all special tokens that must stay in
-    the text.
+    the text. `call_id_len` is the length of a call's id where chat templates accept no other.
     """
 
     parse: Callable[[Reader, Sequence[ToolSpec]], Parsing[None]]
@@ -53,6 +53,7 @@ class ToolFamily:
     markers: tuple[str, ...] = ()
     begins: tuple[str, ...] = ()
     has_reasoning: bool = False
+    call_id_len: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

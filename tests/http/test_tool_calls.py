@@ -132,6 +132,17 @@ async def test_each_part_of_an_output_has_its_place_wherever_a_stream_is_cut(
         assert all(len(kind) <= 1 for kind in kinds), kinds
 
 
+async def test_ids_have_the_form_that_the_templates_of_a_family_accept() -> None:
+    """Mistral's templates raise for ids that are not nine letters and digits."""
+    output = '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]'
+    parsers = ParserNames(None, "mistral")
+    async with EchoEngine(tokenizer=TOKENIZER, template=TEMPLATE, parsers=parsers) as echo:
+        choice = await message_of(echo, output)
+    ids = [call["id"] for call in choice["message"]["tool_calls"]]
+    assert [(len(each), each.isalnum()) for each in ids] == [(9, True)] * 2
+    assert len(set(ids)) == 2
+
+
 async def test_a_call_that_is_cut_by_max_tokens_keeps_its_arguments(echo: EchoEngine) -> None:
     output = call("f", '{"city": "Rome"}')
     num_tokens = len(TOKENIZER.encode(output, with_special=False)) - 3

@@ -24,7 +24,7 @@ from aserve.parsers.events import (
     ToolCallStart,
     ToolSpec,
 )
-from aserve.parsers.registry import make_parser, opens_reasoning
+from aserve.parsers.registry import TOOL_PARSERS, make_parser, opens_reasoning
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,10 @@ class ParsedChoice:
 
     def _call_id(self, index: int) -> str:
         name = f"{self._choice_id}/{index}".encode()
-        return f"call_{hashlib.blake2s(name, digest_size=ID_BYTES).hexdigest()}"
+        digest = hashlib.blake2s(name, digest_size=ID_BYTES).hexdigest()
+        family = TOOL_PARSERS.get(self._plan.tools or "")
+        length = None if family is None else family.call_id_len
+        return f"call_{digest}" if length is None else digest[:length]
 
 
 class GatheredCall(msgspec.Struct):

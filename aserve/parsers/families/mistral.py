@@ -60,5 +60,5 @@ LISTED = CallSyntax(
     section=(f"{CALLS}[", "]"),
 )
 NAMED = CallSyntax(f"{CALLS}{{name}}{ARGS}", "", trigger=CALLS)
-MISTRAL = ToolFamily(parse, LISTED, markers=MARKERS, begins=(CALLS,))
-MISTRAL_V11 = ToolFamily(parse, NAMED, markers=MARKERS, begins=(CALLS,))
+MISTRAL = ToolFamily(parse, LISTED, markers=MARKERS, begins=(CALLS,), call_id_len=9)
+MISTRAL_V11 = ToolFamily(parse, NAMED, markers=MARKERS, begins=(CALLS,), call_id_len=9)
