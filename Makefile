@@ -9,7 +9,7 @@ INSTALL := $(PY) -m pip install --constraint constraints.txt
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all test-page gpu-check lint style format mutants lock clean
+.PHONY: help setup serve test test-all test-page test-clients gpu-check lint style format mutants lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -66,6 +66,10 @@ test-all: lint ## the same with the large profiles and a fresh seed, which ASERV
 test-page: setup ## the web page in Chromium; CHROMIUM=file of the browser, ARGS=folder for screenshots
 	@$(PY) -m tests.page.in_browser $(ARGS)
 
+# Not in `test`: it installs the clients, each in an environment of its own.
+test-clients: setup ## clients of other APIs (Anthropic, Ollama, Hugging Face) against a server; ARGS=names
+	@$(PY) -m tests.clients.run $(ARGS)
+
 # Not with setup: on such a machine torch is there already, and what is missing comes from WHEELS.
 gpu-check: ## what only a GPU can show, resumable; WHEELS=dir has packages that are missing
 	@$(if $(wildcard $(STAMP)),$(PY),$(PYTHON)) -m tools.gpu_check $(if $(WHEELS),--wheels '$(WHEELS)') $(ARGS)
@@ -99,5 +103,5 @@ lock: ## write constraints.txt anew: the newest versions that fit its torch and 
 	rm -rf $(LOCK_VENV)
 
 clean: ## remove .venv, caches and build output
-	rm -rf $(VENV) $(LOCK_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(LOCK_VENV) .venv-clients .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find aserve kernels tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -28,6 +28,7 @@ RIGHT: dict[str, Any] = {
 OWN: dict[str, dict[str, Any]] = {
     "/generate": {"text": "a"},
     "/generate_stream": {"inputs": "a"},
+    "/": {"inputs": "a"},
     "/abort_request": {"rid": "a"},
     "/v1/messages": {"max_tokens": 5},
     "/v1/batches": {"input_file_id": "a", "endpoint": "a", "completion_window": "a"},

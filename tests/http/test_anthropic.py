@@ -129,7 +129,7 @@ async def test_a_stream_adds_up_to_the_whole_message_wherever_it_is_cut(
     echo: EchoEngine, max_tokens: int
 ) -> None:
     """Every two cuts are tried. With 20 tokens the output ends within the call."""
-    text = f"<think>s</think>é{CALL}"
+    text = f"<think>so</think>née{CALL}"
     fields: dict[str, Any] = {"tools": TOOLS, "thinking": THINKING, "max_tokens": max_tokens}
     whole = await message_of(echo, text, **fields)
     num_tokens = min(len(echo.tokenizer.encode(text, with_special=False)) + 1, max_tokens)

@@ -77,6 +77,10 @@ class TgiBody(msgspec.Struct, kw_only=True):
     model: str | None = None
 
 
+class TgiStreamBody(TgiBody, kw_only=True):
+    stream: bool | None = None
+
+
 class GenerateBody(msgspec.Struct, kw_only=True):
     """The fields of both APIs. A list in the place of one value has an item for each prompt."""
 

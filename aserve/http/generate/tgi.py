@@ -13,7 +13,7 @@ from aiohttp import web
 
 from aserve.errors import ErrorInfo, InvalidRequest
 from aserve.http.control.info import json_response, version
-from aserve.http.generate.body import TgiBody, TgiGrammar, TgiParameters
+from aserve.http.generate.body import TgiBody, TgiGrammar, TgiParameters, TgiStreamBody
 from aserve.http.openai.call import Call, Origin
 from aserve.http.openai.checks import check_unsupported
 from aserve.http.openai.completions import completion_call
@@ -72,6 +72,13 @@ async def generate_stream(
     request: web.Request, context: HttpContext, body: TgiBody
 ) -> web.StreamResponse:
     return await tgi_answer(request, context, body, is_streaming=True)
+
+
+async def generate_either(
+    request: web.Request, context: HttpContext, body: TgiStreamBody
+) -> web.StreamResponse:
+    """Answers Hugging Face's client, which sends both kinds of requests to the server's root."""
+    return await tgi_answer(request, context, body, is_streaming=bool(body.stream))
 
 
 async def tgi_answer(
@@ -291,6 +298,7 @@ async def info(_: web.Request, context: HttpContext) -> web.Response:
 
 
 ROUTES = (
+    post("/", TgiStreamBody, generate_either, errors=tgi_error),
     post("/generate_stream", TgiBody, generate_stream, errors=tgi_error),
     get("/info", info),
 )

@@ -119,7 +119,7 @@ async def test_llama_cpp_answers_with_its_counts_and_reason(echo: EchoEngine) ->
 
 WHOLE_AND_STREAMED: dict[str, tuple[str, dict[str, Any], str]] = {
     "sglang": ("/generate", {"text": "é한", "sampling_params": GREEDY}, "/generate"),
-    "tgi": ("/generate", {"inputs": "é한", "parameters": {"details": True}}, "/generate_stream"),
+    "tgi": ("/", {"inputs": "é한", "parameters": {"details": True}}, "/generate_stream"),
     "llama": ("/completion", {"prompt": "é한", "return_tokens": True}, "/completion"),
 }
 
