@@ -40,27 +40,27 @@ MUTANTS = (
     ),
     Mutant(
         "a middle chunk that samples",
-        "aserve/scheduling/select.py",
-        "if is_whole and sequence.max_tokens else 0",
-        "if sequence.max_tokens else 0",
+        "aserve/scheduling/flights.py",
+        "has_outputs = is_whole & (table.max_tokens[rows] > 0)",
+        "has_outputs = table.max_tokens[rows] > 0",
     ),
     Mutant(
         "the last chunk's sample not counted in lead",
         "aserve/scheduling/select.py",
-        "if sequence.num_sampling >= lead or",
-        "if sum(f.samples and f.query_len == 1 for f in sequence.flights) >= lead or",
+        "is_ready = (num_sampling < state.spec.lead)",
+        "is_ready = (num_sampling - (table.committed_len[rows] == 0) < state.spec.lead)",
     ),
     Mutant(
         "a relay read that expects the iteration before",
-        "aserve/scheduling/batch.py",
-        "return sequence.relay_stamp if reads_relay else 0",
-        "return sequence.relay_stamp - 1 if reads_relay else 0",
+        "aserve/scheduling/input_ids.py",
+        "np.where(reads_relay, table.relay_stamp[step.rows], 0)",
+        "np.where(reads_relay, table.relay_stamp[step.rows] - 1, 0)",
     ),
     Mutant(
         "a bound not corrected at commit",
         "aserve/scheduling/commit.py",
-        "advance=flight.max_advance - flight.max_outputs + count)",
-        "advance=flight.max_advance)",
+        "advance = step.max_advance[here] - step.max_outputs[here] + counts[is_here]",
+        "advance = step.max_advance[here]",
     ),
     Mutant(
         "drafts trusted after a resync",
@@ -76,13 +76,13 @@ MUTANTS = (
     ),
     Mutant(
         "a Launch that names a held row",
-        "aserve/scheduling/select.py",
-        "return sequence.mask is None or not sequence.is_held",
-        "return True",
+        "aserve/scheduling/batch.py",
+        "        sequences[index].is_blocked = True\n",
+        "",
     ),
     Mutant(
         "uncommitted pages entering the tree",
-        "aserve/scheduling/commit.py",
+        "aserve/scheduling/advance.py",
         "num_pages = sequence.cacheable_len // page_size",
         "num_pages = sequence.tokens.num // page_size",
     ),
@@ -102,9 +102,32 @@ MUTANTS = (
     Mutant(
         "a late result of a finished request counted for the row's new tenant",
         "aserve/scheduling/commit.py",
-        "flight = rows.get(row)",
-        "sequence = state.running.get(row)\n"
-        "        flight = next(iter(sequence.flights), None) if sequence else None",
+        "is_here = table.first_iteration[rows] <= step.iteration",
+        "is_here = table.first_iteration[rows] > 0",
+    ),
+    Mutant(
+        "a result of a dropped flight counted for the sequence that still has its row",
+        "aserve/scheduling/request.py",
+        "self.first_iteration = self.last_iteration + 1",
+        "self.first_iteration += 0",
+    ),
+    Mutant(
+        "an end id that ends nothing",
+        "aserve/scheduling/ends.py",
+        "is_near[owners[state.end_ids[tokens]]] = True",
+        "is_near[owners[state.end_ids[tokens] & (tokens < 0)]] = True",
+    ),
+    Mutant(
+        "a draft that is counted behind the end of its sequence",
+        "aserve/scheduling/commit.py",
+        "        state.table.num_tokens[sequence.row] = sequence.tokens.num",
+        "        pass",
+    ),
+    Mutant(
+        "a page that the columns do not know",
+        "aserve/scheduling/select.py",
+        "        state.table.num_pages[sequence.row] = sequence.allocation.num_pages\n",
+        "",
     ),
     Mutant(
         "a prefix hit that skips positions whose scores are wanted",
@@ -123,13 +146,13 @@ MUTANTS = (
     Mutant(
         "an embedding of a sequence that has left",
         "aserve/scheduling/prompts.py",
-        "        if not flight.is_dropped:\n            outputs.append(",
+        "        if not step.is_dropped(index):\n            outputs.append(",
         "        if True:\n            outputs.append(",
     ),
     Mutant(
         "decodes in order of admission, not of who waited longest",
         "aserve/scheduling/select.py",
-        '    decodes.sort(key=attrgetter("last_iteration"))\n',
+        '    decodes = decodes[table.last_iteration[decodes].argsort(kind="stable")]\n',
         "",
         f"{ROOM}::test_the_row_that_waited_longest_decodes_first_so_that_none_starves",
     ),
@@ -150,8 +173,8 @@ MUTANTS = (
     Mutant(
         "pages of the step that is filled counted twice",
         "aserve/scheduling/select.py",
-        "step_total = step_need(state, state.running.values())\n",
-        "need = step_need(state, state.running.values())\n"
+        "step_total = step_need(state, state.running_rows())\n",
+        "need = step_need(state, state.running_rows())\n"
         "        step_total = tuple(2 * pages for pages in need)\n",
         f"{ROOM}::test_a_prefill_leaves_the_other_rows_the_pages_of_their_next_step",
     ),
@@ -183,27 +206,27 @@ MUTANTS = (
     ),
     Mutant(
         "the token inside a span given as the one after it",
-        "aserve/scheduling/batch.py",
-        "end = sequence.scheduled_len + flight.query_len",
-        "end = sequence.scheduled_len + flight.query_len - 1",
+        "aserve/scheduling/input_ids.py",
+        "ends = table.scheduled_len[step.rows] + step.query_lens",
+        "ends = table.scheduled_len[step.rows] + step.query_lens - 1",
     ),
     Mutant(
         "statistics that count cached tokens of running rows again",
         "aserve/scheduling/batch.py",
         "num_cached_tokens=sum(sequence.committed_len for sequence in admitted)",
-        "num_cached_tokens=sum(flight.sequence.committed_len for flight in flights)",
+        "num_cached_tokens=sum(sequence.committed_len for sequence in step.sequences)",
     ),
     Mutant(
         "statistics that take a newcomer's last token for a decode",
         "aserve/scheduling/batch.py",
-        "f.is_prefill or f.sequence.row in new_rows",
-        "f.is_prefill",
+        "        is_prefill |= is_new[step.rows]\n",
+        "",
     ),
     Mutant(
         "logprobs that go on behind the end of their tokens",
         "aserve/scheduling/commit.py",
-        "_cut(logprobs[row], num_kept, of=count)",
-        "logprobs[row]",
+        "cut_logprobs(logprobs[row], num_kept, of=stop - start)",
+        "(logprobs[row],)",
     ),
     Mutant(
         "logprobs of held rows lost",
@@ -233,8 +256,8 @@ MUTANTS = (
     Mutant(
         "a good Sample of a step that was dropped",
         "aserve/scheduling/commit.py",
-        "flight = state.samples.pop((result.iteration, row), None)",
-        "flight = state.samples.pop((result.iteration, row))",
+        "state.samples.pop((result.iteration, row), None)",
+        "state.samples.pop((result.iteration, row))",
     ),
     Mutant(
         "a second windowed group without page table entries",

@@ -20,6 +20,7 @@ from aserve.actors.base import Actor
 from aserve.actors.masks import MaskEvent
 from aserve.channel import Channel, Sink
 from aserve.errors import BugError, ErrorInfo
+from aserve.host.environment import paused_collector
 from aserve.messages.executor import Executor, SchedulerEffect, SchedulerEvent, Ticket
 from aserve.messages.output import DetokenizerEvent, Refused, Retired, StepOutput
 from aserve.messages.requests import AdmitRequest, Cancel
@@ -79,14 +80,15 @@ class SchedulerActor(Actor[SchedulerEvent]):
 
     def handle(self, events: list[SchedulerEvent]) -> None:
         num_running = len(self._scheduler.state.running)
-        events = self._checked(self._intake.next_tick(events, num_running=num_running))
-        effects = self._decide(events)
-        for effect in effects:
-            self._perform(effect)
-        tick = self._tick(events, effects)
-        self._watch.trace.on_tick(tick)
-        for observer in self._watch.observers:
-            observer.on_tick(tick)
+        with paused_collector():
+            events = self._checked(self._intake.next_tick(events, num_running=num_running))
+            effects = self._decide(events)
+            for effect in effects:
+                self._perform(effect)
+            tick = self._tick(events, effects)
+            self._watch.trace.on_tick(tick)
+            for observer in self._watch.observers:
+                observer.on_tick(tick)
         if (self._intake or self._scheduler.has_more) and not self._goes_on:
             self._goes_on = True
             self.spawn(self._go_on())

@@ -90,7 +90,7 @@ class KvCache:
 
     def missing(self, allocation: PageAllocation, num_pages: int) -> tuple[int, ...]:
         """Returns for each group how many pages `grow` would take."""
-        return tuple(max(num_pages - len(pages), 0) for pages in allocation.pages)
+        return tuple([max(num_pages - len(pages), 0) for pages in allocation.pages])
 
     def available(self, group: int) -> int:
         """Returns the number of pages that `grow` could take now: free and evictable ones."""
@@ -104,7 +104,7 @@ class KvCache:
             return
         missing = self.missing(allocation, num_pages)
         for group, count in enumerate(missing):
-            if count > self.available(group):
+            if count > self._pools[group].num_free and count > self.available(group):
                 raise BugError(
                     f"group {self._pools[group].name!r}: an allocation of {allocation.num_pages} "
                     f"pages cannot grow to {num_pages}: {self.available(group)} pages are available"

@@ -39,6 +39,10 @@ class PagePool:
             raise BugError(
                 f"group {self.name!r}: {count} pages were asked for, but {len(self._free)} are free"
             )
+        if count == 1:
+            page = self._free.pop()
+            self._is_free[page] = 0
+            return array("i", [page])
         rest = len(self._free) - count
         taken = self._free[rest:]
         del self._free[rest:]

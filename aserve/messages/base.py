@@ -34,7 +34,7 @@ VALUE_BYTES = 4  # of an int32 or float32
 MASK_BITS = 32  # token ids in each int32 word of a grammar mask
 
 
-def pack_i32(values: ArrayI32 | list[int] | tuple[int, ...]) -> bytes:
+def pack_i32(values: ArrayI32 | npt.NDArray[np.int64] | list[int] | tuple[int, ...]) -> bytes:
     return np.asarray(values, dtype=np.int32).tobytes()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from typing import TypeAlias
 
 from aserve.messages.base import num_values
 from aserve.messages.executor import SchedulerEffect, SchedulerEvent
@@ -19,20 +20,19 @@ from aserve.observability.reports import SchedulerTick
 
 MAX_REQUESTS = 1024
 MAX_EVENTS = 64
+MAX_STEPS = 64  # whose outputs are kept
 
 
-class _Story:
-    """PERF: output tokens are only counted; as events they would displace all others."""
-
-    __slots__ = ("events", "outputs")
-
-    def __init__(self, max_events: int) -> None:
-        self.events: deque[tuple[float, str]] = deque(maxlen=max_events)
-        self.outputs: dict[int, tuple[int, int]] = {}  # by child: tokens, last iteration
+Story: TypeAlias = deque[tuple[float, str]]  # time and event
 
 
 class Trace:
-    """Keeps at most `max_requests` requests, and the last `max_events` events of each."""
+    """Keeps at most `max_requests` requests, and the last `max_events` events of each.
+
+    Output tokens are no events, since they would displace all others. PERF: the last steps' outputs
+    are kept as they are, and looked through when a story is told; a note for each took 0.2 ms of a
+    step of 256 rows.
+    """
 
     def __init__(
         self,
@@ -44,21 +44,31 @@ class Trace:
         self._clock = clock
         self._max_requests = max_requests
         self._max_events = max_events
-        self._stories: OrderedDict[str, _Story] = OrderedDict()
+        self._stories: OrderedDict[str, Story] = OrderedDict()
+        self._outputs: deque[StepOutput] = deque(maxlen=MAX_STEPS)
 
     def note(self, request_id: str, event: str) -> None:
-        self._story_of(request_id).events.append((self._clock(), event))
+        self._story_of(request_id).append((self._clock(), event))
 
     def story(self, request_id: str) -> str:
         """Returns one line per event, with milliseconds since the first, and one line per child."""
         story = self._stories.get(request_id)
         if story is None:
             return f"request {request_id}: no events are known"
-        start_s = story.events[0][0] if story.events else 0.0
-        lines = [f"  +{(at - start_s) * 1000:.1f} ms {event}" for at, event in story.events]
-        for child, (num_tokens, iteration) in story.outputs.items():
+        start_s = story[0][0] if story else 0.0
+        lines = [f"  +{(at - start_s) * 1000:.1f} ms {event}" for at, event in story]
+        for child, (num_tokens, iteration) in self._last_outputs(request_id).items():
             lines.append(f"  child {child} has {num_tokens} tokens, the last from step {iteration}")
         return "\n".join([f"request {request_id}:", *lines])
+
+    def _last_outputs(self, request_id: str) -> dict[int, tuple[int, int]]:
+        """Returns the number of tokens of each child that had some lately, and their step."""
+        return {
+            output.child: (output.position + num_values(output.token_ids), step.iteration)
+            for step in self._outputs
+            for output in step.sequences
+            if output.request_id == request_id
+        }
 
     def on_tick(self, tick: SchedulerTick) -> None:
         for event in tick.events:
@@ -92,10 +102,10 @@ class Trace:
             reason = chunk.error.code if chunk.error else chunk.finish_reason
             self.note(chunk.request_id, f"answered: {reason}")
 
-    def _story_of(self, request_id: str) -> _Story:
+    def _story_of(self, request_id: str) -> Story:
         story = self._stories.get(request_id)
         if story is None:
-            story = self._stories[request_id] = _Story(self._max_events)
+            story = self._stories[request_id] = deque(maxlen=self._max_events)
             if len(self._stories) > self._max_requests:
                 self._stories.popitem(last=False)
         return story
@@ -103,10 +113,7 @@ class Trace:
     def _note_effect(self, effect: SchedulerEffect) -> None:
         match effect:
             case StepOutput():
-                for output in effect.sequences:
-                    num_tokens = output.position + num_values(output.token_ids)
-                    outputs = self._story_of(output.request_id).outputs
-                    outputs[output.child] = (num_tokens, effect.iteration)
+                self._outputs.append(effect)
             case Retired():
                 what = f"child {effect.child} retired: {effect.reason}, {effect.num_outputs} tokens"
                 self.note(effect.request_id, what)

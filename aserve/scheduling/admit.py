@@ -15,7 +15,7 @@ from aserve.messages.output import Refused
 from aserve.messages.requests import AdmitRequest
 from aserve.scheduling.budget import fits_alone, has_room, min_query_len, most_pages
 from aserve.scheduling.clients import place_refusal
-from aserve.scheduling.finish import finish
+from aserve.scheduling.finish import finish_at_end
 from aserve.scheduling.followers import follow, lead
 from aserve.scheduling.forecast import fits_ahead
 from aserve.scheduling.grammar_rows import ask_mask, has_slow_room, return_slow
@@ -171,12 +171,8 @@ def _end_or_ask(state: SchedulerState, sequence: Sequence) -> None:
     """Finishes a sequence whose earlier outputs reached an end already, and asks for the first mask
     of any other.
     """
-    last = sequence.tokens.at(sequence.tokens.num - 1)
-    ended_before = sequence.num_outputs > sequence.min_tokens and last in sequence.end_ids
-    if ended_before:
-        finish(state, sequence, "stop", stop_id=last)
-    elif sequence.is_at_end:
-        finish(state, sequence, "length")
+    if sequence.is_at_end:
+        finish_at_end(state, sequence)
     else:
         ask_mask(state, sequence)
 
@@ -210,13 +206,17 @@ def undo_open(state: SchedulerState, sequence: Sequence) -> None:
 
 def _take_row(state: SchedulerState, sequence: Sequence) -> None:
     """NOTE: the caller has taken the sequence out of the queue."""
-    sequence.row = state.rows.take()
     sequence.move(Phase.AWAITING_KV if sequence.awaits_kv else Phase.RUNNING)
     if sequence.cached_len < 0:
         sequence.cached_len = min(sequence.committed_len, sequence.prompt_len)
         sequence.unpaid = sequence.tokens.num - sequence.committed_len
     sequence.client.take_row(sequence.unpaid)
+    sequence.first_iteration = state.next_iteration
+    sequence.take_row(state.table, state.rows.take(), page_size=state.spec.page_size)
     state.running[sequence.row] = sequence
+    for token_id in sequence.end_ids:
+        if 0 <= token_id < state.spec.vocab_size:  # the others are never sampled
+            state.end_ids[token_id] = True
     lead(state, sequence)
     if sequence.mask is not None:
         state.masked[sequence.row] = sequence

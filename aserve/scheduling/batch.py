@@ -1,5 +1,5 @@
-"""Turns the chosen flights into one `ScheduleBatch`, which tells the device about the step in host
-values, and puts them in flight.
+"""Turns the chosen spans into one `ScheduleBatch`, which tells the device about the step in host
+values, and puts the step in flight.
 
 Writes `SchedulerState.steps` and `SchedulerState.next_iteration`.
 """
@@ -7,92 +7,69 @@ Writes `SchedulerState.steps` and `SchedulerState.next_iteration`.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from aserve.cache.allocation import num_shared_pages
 from aserve.messages.base import pack_i32
 from aserve.messages.requests import stamp_of
 from aserve.messages.step import Launch, PageWrites, RowInit, ScheduleBatch, StepStats, VerifyPlan
+from aserve.scheduling.flights import Step, plan_step, send
 from aserve.scheduling.forecast import relax
-from aserve.scheduling.request import Flight, Sequence
-from aserve.scheduling.state import SchedulerState, Step
+from aserve.scheduling.input_ids import expected_stamps, input_ids, next_ids
+from aserve.scheduling.request import Sequence
+from aserve.scheduling.rows import Column
+from aserve.scheduling.state import SchedulerState
 
 
-def launch(state: SchedulerState, flights: list[Flight], *, admitted: list[Sequence]) -> None:
+def launch(
+    state: SchedulerState, rows: Column, query_lens: Column, *, admitted: list[Sequence]
+) -> None:
     """Builds the batch from the state before this step, then puts the step in flight."""
-    iteration = state.next_iteration
+    table, iteration = state.table, state.next_iteration
     state.next_iteration += 1
     relax(state)
-    batch = _build(state, flights, iteration=iteration, stats=_stats(state, flights, admitted))
-    state.steps[iteration] = Step(iteration, {flight.sequence.row: flight for flight in flights})
-    stamp = stamp_of(iteration)
-    for flight in flights:
-        flight.sequence.send(flight, stamp=stamp)
+    sequences = [state.running[row] for row in rows.tolist()]
+    step = plan_step(table, sequences, query_lens, iteration=iteration, caps=state.spec.decode)
+    is_held = step.samples & (table.has_mask[rows] > 0)
+    batch = _build(state, step, is_held=is_held, stats=_stats(state, step, admitted))
+    state.steps[iteration] = step
+    send(table, step, stamp=stamp_of(iteration))
+    for index in is_held.nonzero()[0].tolist():
+        sequences[index].is_blocked = True
+        state.held[sequences[index].row] = step
     state.effects.append(Launch((batch,)))
 
 
 def _build(
-    state: SchedulerState, flights: list[Flight], *, iteration: int, stats: StepStats
+    state: SchedulerState, step: Step, *, is_held: npt.NDArray[np.bool_], stats: StepStats
 ) -> ScheduleBatch:
-    sequences = [flight.sequence for flight in flights]
-    grown = [sequence for sequence in sequences if sequence.has_new_pages]
-    drafts = [flight.num_drafts for flight in flights]
+    table, rows = state.table, step.rows
+    is_grown = table.written_pages[rows] != table.num_pages[rows]
+    grown = [step.sequences[index] for index in is_grown.nonzero()[0].tolist()]
+    has_drafts = step.num_drafts.any()
     return ScheduleBatch(
-        iteration=iteration,
-        rows=pack_i32([sequence.row for sequence in sequences]),
-        query_lens=pack_i32([flight.query_len for flight in flights]),
-        input_ids=_input_ids(flights),
-        next_ids=pack_i32([_next_id(flight) for flight in flights]),
-        kv_lens=pack_i32([sequence.scheduled_len for sequence in sequences]),
-        bounds=bytes([sequence.num_uncertain > 0 for sequence in sequences]),
-        expects=pack_i32([_expected_stamp(flight) for flight in flights]),
-        sample_rows=pack_i32([f.sequence.row for f in flights if f.samples and not f.is_held]),
-        held_rows=pack_i32([flight.sequence.row for flight in flights if flight.is_held]),
+        iteration=step.iteration,
+        rows=pack_i32(rows),
+        query_lens=pack_i32(step.query_lens),
+        input_ids=pack_i32(input_ids(table, step)),
+        next_ids=pack_i32(next_ids(table, step)),
+        kv_lens=pack_i32(table.scheduled_len[rows]),
+        bounds=(table.num_uncertain[rows] > 0).tobytes(),
+        expects=pack_i32(expected_stamps(table, step)),
+        sample_rows=pack_i32(rows[step.samples & ~is_held]),
+        held_rows=pack_i32(rows[is_held]),
         page_writes=tuple(_page_writes(grown, group) for group in range(len(state.spec.groups))),
         row_inits=_row_inits(grown),
-        verify=VerifyPlan(pack_i32(drafts), state.spec.decode.tree) if any(drafts) else None,
+        verify=VerifyPlan(pack_i32(step.num_drafts), state.spec.decode.tree)
+        if has_drafts
+        else None,
         stats=stats,
-        shared_pages=_shared_pages(sequences) if state.spec.names_shared_pages else 0,
+        shared_pages=_shared_pages(step.sequences) if state.spec.names_shared_pages else 0,
     )
 
 
 def _shared_pages(sequences: list[Sequence]) -> int:
     return num_shared_pages([row.allocation for row in sequences if row.allocation is not None])
-
-
-def _input_ids(flights: list[Flight]) -> bytes:
-    """Known tokens as they are; the token in flight and the drafts after it as -row.
-
-    PERF: rows that decode come as one array, since an array for each took 1 us.
-    """
-    parts: list[bytes] = []
-    unknown: list[int] = []
-    for flight in flights:
-        sequence = flight.sequence
-        if sequence.num_sampling:
-            unknown.extend([-sequence.row] * flight.query_len)
-            continue
-        start = sequence.scheduled_len
-        known = sequence.tokens.span(start, start + flight.query_len)
-        parts += [pack_i32(unknown), known.tobytes()]
-        unknown = [-sequence.row] * (flight.query_len - len(known))
-    return b"".join([*parts, pack_i32(unknown)])
-
-
-def _next_id(flight: Flight) -> int:
-    """The token after the span: the next one of the prompt for a middle chunk, else -row for one
-    that is not known yet, or never will be.
-    """
-    sequence = flight.sequence
-    end = sequence.scheduled_len + flight.query_len
-    has_next = not flight.samples and end < sequence.tokens.num
-    return sequence.tokens.at(end) if has_next else -sequence.row
-
-
-def _expected_stamp(flight: Flight) -> int:
-    """The stamp of the step whose stash this row reads from the relay: the last that samples it."""
-    sequence = flight.sequence
-    reads_relay = sequence.num_sampling > 0 or flight.num_drafts > 0
-    return sequence.relay_stamp if reads_relay else 0
 
 
 def _page_writes(sequences: list[Sequence], group: int) -> PageWrites:
@@ -116,14 +93,18 @@ def _row_inits(sequences: list[Sequence]) -> tuple[RowInit, ...]:
     return tuple(sequence.row_init() for sequence in sequences if not sequence.written_pages)
 
 
-def _stats(state: SchedulerState, flights: list[Flight], admitted: list[Sequence]) -> StepStats:
-    new_rows = {sequence.row for sequence in admitted}
-    prefills = [f for f in flights if f.is_prefill or f.sequence.row in new_rows]
+def _stats(state: SchedulerState, step: Step, admitted: list[Sequence]) -> StepStats:
+    is_prefill = state.table.remaining[step.rows] > state.spec.decode.root_len
+    if admitted:
+        is_new = np.zeros(state.spec.max_rows + 1, np.bool_)
+        is_new[[sequence.row for sequence in admitted]] = True
+        is_prefill |= is_new[step.rows]
+    num_prefill_rows = int(is_prefill.sum())
     total = state.spec.groups[0].num_pages - 1
     return StepStats(
-        num_prefill_rows=len(prefills),
-        num_prefill_tokens=sum(flight.query_len for flight in prefills),
-        num_decode_rows=len(flights) - len(prefills),
+        num_prefill_rows=num_prefill_rows,
+        num_prefill_tokens=int(step.query_lens[is_prefill].sum()),
+        num_decode_rows=len(step.rows) - num_prefill_rows,
         num_running=len(state.running),
         num_waiting=state.num_waiting,
         num_retracted=state.num_retracted,

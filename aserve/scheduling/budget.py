@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from operator import add
 
-from aserve.messages.executor import EngineSpec
+import numpy as np
+
 from aserve.scheduling.request import Sequence
+from aserve.scheduling.rows import Column
 from aserve.scheduling.state import SchedulerState
 
 Pages = tuple[int, ...]  # one number per layer group
@@ -18,6 +19,8 @@ def most_pages(state: SchedulerState, num_positions: int) -> Pages:
     A windowed group holds the window, the page that it enters and the page that it leaves.
     """
     whole = state.num_pages(num_positions)
+    if not state.cache.has_windows:
+        return (whole,) * len(state.spec.groups)
     return tuple(
         whole if group.window is None else min(whole, state.num_pages(group.window) + 2)
         for group in state.spec.groups
@@ -35,19 +38,23 @@ def fits_alone(state: SchedulerState, sequence: Sequence) -> bool:
     )
 
 
-def next_query_len(spec: EngineSpec, sequence: Sequence) -> int:
-    """Tokens that the row would like to have in its next step: the rest of a prefill, or a decode
+def next_query_lens(state: SchedulerState, rows: Column) -> Column:
+    """Tokens that each row would like to have in its next step: the rest of a prefill, or a decode
     with its drafts.
 
     0 where a verify window or a block has no room left within `max_kv_len` positions: results must
     come first.
     """
-    wanted = sequence.remaining
-    room = sequence.max_kv_len - sequence.scheduled_len
-    root_len = spec.decode.root_len
-    if wanted == root_len and (sequence.relay_stamp or not root_len) and sequence.mask is None:
-        wanted = spec.decode.max_tokens_per_step
-    return wanted if wanted < room else room
+    table, caps = state.table, state.spec.decode
+    wanted = table.remaining[rows]
+    room = table.max_kv_len[rows] - table.scheduled_len[rows]
+    if caps.max_tokens_per_step > caps.root_len:
+        may_draft = (wanted == caps.root_len) & (table.has_mask[rows] == 0)
+        if caps.root_len:
+            may_draft &= table.relay_stamp[rows] != 0
+        wanted[may_draft] = caps.max_tokens_per_step
+    query_lens: Column = np.minimum(wanted, room)
+    return query_lens
 
 
 def min_query_len(sequence: Sequence) -> int:
@@ -57,53 +64,73 @@ def min_query_len(sequence: Sequence) -> int:
     return 1 if sequence.is_causal else max(1, sequence.prompt_len - sequence.scheduled_len)
 
 
-def step_need(state: SchedulerState, sequences: Iterable[Sequence]) -> Pages:
+def min_query_lens(state: SchedulerState, rows: Column) -> Column:
+    """`min_query_len` of each row."""
+    left: Column = state.table.whole_len[rows] - state.table.scheduled_len[rows]
+    return left.clip(min=1)
+
+
+def step_need(state: SchedulerState, rows: Column) -> Pages:
     """Pages that one more step of these rows takes from the pools, prefills sharing the step's
     token budget. In a windowed group a prefill gets by with one page, since its chunks shrink to
     that, and a row with something in flight can wait: what comes back frees pages.
     """
-    tokens_left = state.spec.max_batched_tokens
-    total: Pages = (0,) * len(state.spec.groups)
-    for sequence in sequences:
-        query_len = max(1, next_query_len(state.spec, sequence))
-        most: int | None = 0 if sequence.flights else None
-        if sequence.remaining > state.spec.decode.root_len:
-            query_len = min(query_len, max(1, tokens_left))
-            tokens_left -= query_len
-            most = 0 if sequence.flights else max(1, state.num_pages(min_query_len(sequence)))
-        covered = min(sequence.scheduled_len + query_len, sequence.max_kv_len)
-        count = _num_missing(state, sequence, covered)
-        if count:
-            total = add_pages(total, _by_group(state, count, most=most))
-    return total
+    table = state.table
+    query_lens = np.maximum(1, next_query_lens(state, rows))
+    is_prefill = table.remaining[rows] > state.spec.decode.root_len
+    num_tokens = np.where(is_prefill, query_lens, 0)
+    tokens_left = state.spec.max_batched_tokens - (np.cumsum(num_tokens) - num_tokens)
+    query_lens = np.where(
+        is_prefill, np.minimum(query_lens, np.maximum(1, tokens_left)), query_lens
+    )
+    covered = np.minimum(table.scheduled_len[rows] + query_lens, table.max_kv_len[rows])
+    missing = _num_missing(state, rows, covered)
+    least = -(-min_query_lens(state, rows) // state.spec.page_size)
+    most = np.where(is_prefill, np.minimum(missing, least), missing)
+    most[table.num_flights[rows] > 0] = 0
+    return tuple(
+        int((missing if group.window is None else most).sum()) for group in state.spec.groups
+    )
 
 
 def prefill_need(state: SchedulerState, sequence: Sequence) -> Pages:
-    """Pages that a running row still takes for its whole prefill and one more step.
+    """Pages that a sequence, whose prefix was opened, still takes for its whole prefill and one
+    more step.
 
     NOTE: never less than step_need says, else a row could be admitted that the next step retracts.
     """
+    assert sequence.allocation is not None
     ahead = sequence.scheduled_len + sequence.remaining + state.spec.decode.max_tokens_per_step
     covered = min(ahead, sequence.max_kv_len)
-    count = _num_missing(state, sequence, covered)
-    if not count:
-        return (0,) * len(state.spec.groups)
+    count = max(0, state.num_pages(covered) - sequence.allocation.num_pages)
+    if not state.cache.has_windows:
+        return (count,) * len(state.spec.groups)
     least = state.num_pages(min_query_len(sequence))
     return tuple(min(count, max(least, pages)) for pages in most_pages(state, covered))
 
 
-def _num_missing(state: SchedulerState, sequence: Sequence, num_positions: int) -> int:
-    """Page indices that the row lacks to cover so many positions."""
-    assert sequence.allocation is not None
-    return max(0, state.num_pages(num_positions) - sequence.allocation.num_pages)
+def prefill_needs(state: SchedulerState, rows: Column) -> Pages:
+    """The sum of `prefill_need` of these rows."""
+    if not len(rows):
+        return (0,) * len(state.spec.groups)
+    table = state.table
+    ahead = table.scheduled_len[rows] + table.remaining[rows]
+    ahead += state.spec.decode.max_tokens_per_step
+    missing = _num_missing(state, rows, np.minimum(ahead, table.max_kv_len[rows]))
+    least = -(-min_query_lens(state, rows) // state.spec.page_size)
+    total: list[int] = []
+    for group in state.spec.groups:
+        most = missing
+        if group.window is not None:
+            most = np.minimum(missing, np.maximum(least, state.num_pages(group.window) + 2))
+        total.append(int(most.sum()))
+    return tuple(total)
 
 
-def _by_group(state: SchedulerState, count: int, *, most: int | None) -> Pages:
-    """So many pages in every group; `most` bounds the windowed ones."""
-    return tuple(
-        count if most is None or group.window is None else min(count, most)
-        for group in state.spec.groups
-    )
+def _num_missing(state: SchedulerState, rows: Column, num_positions: Column) -> Column:
+    """Page indices that each row lacks to cover so many positions."""
+    missing: Column = -(-num_positions // state.spec.page_size) - state.table.num_pages[rows]
+    return missing.clip(min=0)
 
 
 def spare_pages(state: SchedulerState, sequence: Sequence, *, step_total: Pages | None) -> int:
@@ -112,7 +139,7 @@ def spare_pages(state: SchedulerState, sequence: Sequence, *, step_total: Pages 
     """
     if step_total is None:
         return state.num_pages(state.spec.max_batched_tokens) + 1
-    own = step_need(state, [sequence])
+    own = step_need(state, np.array([sequence.row]))
     return min(
         state.cache.available(group) - max(0, total - mine)
         for group, (total, mine) in enumerate(zip(step_total, own, strict=True))

@@ -4,10 +4,11 @@ after every tick with debug checks, which all tests turn on.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 from aserve.errors import BugError
 from aserve.scheduling.clients import PROMPT_WEIGHT, Client
+from aserve.scheduling.flights import Step
 from aserve.scheduling.request import Phase, Sequence
 from aserve.scheduling.state import SchedulerState
 
@@ -22,8 +23,9 @@ def check(state: SchedulerState) -> None:
     state.cache.check(
         sequence.allocation for sequence in state.running.values() if sequence.allocation
     )
+    flights = _flights(state)
     for sequence in state.living():
-        _check_sequence(state, sequence)
+        _check_sequence(state, sequence, flights[sequence])
     _check_clients(state)
     if len(state.steps) > state.spec.depth:
         raise BugError(f"{len(state.steps)} steps are in flight, depth is {state.spec.depth}")
@@ -58,12 +60,14 @@ def _check_clients(state: SchedulerState) -> None:
             raise BugError(f"client {client.client_id!r} is counted wrongly: {counted}")
 
 
-def _check_sequence(state: SchedulerState, sequence: Sequence) -> None:
+def _check_sequence(
+    state: SchedulerState, sequence: Sequence, flights: list[tuple[Step, int]]
+) -> None:
     is_running = sequence.phase in OWNERS
     problems = {
         "owns a row while it does not run": not is_running and sequence.row != 0,
         "owns pages while it does not run": not is_running and sequence.allocation is not None,
-        "waits with flights": sequence.phase is Phase.WAITING and bool(sequence.flights),
+        "waits with flights": sequence.phase is Phase.WAITING and sequence.num_flights > 0,
         "samples further ahead than lead": sequence.num_sampling > state.spec.lead,
         "has more outputs than max_tokens": sequence.num_outputs > sequence.max_tokens,
         "committed KV beyond its tokens": sequence.committed_len > sequence.tokens.num,
@@ -71,30 +75,56 @@ def _check_sequence(state: SchedulerState, sequence: Sequence) -> None:
         and sequence.scheduled_len > sequence.max_kv_len,
         "has outputs before its prompt's scores": sequence.num_scored < sequence.prompt_len
         and sequence.num_outputs > 0,
-        "counts its flights wrongly": not _are_sums_right(sequence),
-        "has flights out of order": _iterations(sequence) != sorted(_iterations(sequence)),
+        "counts its flights wrongly": not _are_sums_right(sequence, flights),
+        "has wrong copies in the columns": is_running and not _are_copies_right(state, sequence),
     }
     found = [problem for problem, holds in problems.items() if holds]
     if found:
         raise BugError(f"{describe(sequence)}: {'; '.join(found)}")
 
 
-def _are_sums_right(sequence: Sequence) -> bool:
+def _flights(state: SchedulerState) -> defaultdict[Sequence, list[tuple[Step, int]]]:
+    """The flights of each sequence, counted anew: the step of each, and its place there. A flight
+    that samples with a mask is in flight as long as it is held or its Sample is.
+    """
+    found: defaultdict[Sequence, list[tuple[Step, int]]] = defaultdict(list)
+    for step in state.steps.values():
+        for index, sequence in enumerate(step.sequences):
+            is_masked = sequence.mask is not None and step.max_outputs[index] > 0
+            if sequence.first_iteration <= step.iteration and not is_masked:
+                found[sequence].append((step, index))
+    waiting = [*state.held.items(), *((row, step) for (_, row), step in state.samples.items())]
+    for row, step in waiting:
+        index = step.index_of(row)
+        sequence = step.sequences[index]
+        if sequence.first_iteration <= step.iteration:
+            found[sequence].append((step, index))
+    for transfer in [*state.unsent, *state.transfers.values()]:
+        found[transfer.sequence].append((transfer.step, 0))
+    return found
+
+
+def _are_sums_right(sequence: Sequence, flights: list[tuple[Step, int]]) -> bool:
     """NOTE: the lengths of a sequence that was retracted have no meaning until it waits again."""
-    flights = sequence.flights
-    num_sampling = sum(flight.samples for flight in flights)
-    max_outputs = sum(flight.max_outputs for flight in flights)
-    num_uncertain = sum(flight.num_uncertain for flight in flights)
-    if (num_sampling, num_uncertain) != (sequence.num_sampling, sequence.num_uncertain):
+    num_sampling = sum(step.max_outputs[index] > 0 for step, index in flights)
+    max_outputs = sum(step.max_outputs[index] for step, index in flights)
+    num_uncertain = sum(step.num_uncertain[index] for step, index in flights)
+    sums = (sequence.num_flights, sequence.num_sampling, sequence.num_uncertain)
+    if (len(flights), num_sampling, num_uncertain) != sums:
         return False
-    scheduled_len = sequence.committed_len + sum(flight.max_advance for flight in flights)
+    scheduled_len = sequence.committed_len + sum(step.max_advance[i] for step, i in flights)
     remaining = sequence.tokens.num + max_outputs - scheduled_len
     is_right = (scheduled_len, remaining) == (sequence.scheduled_len, sequence.remaining)
     return is_right or sequence.phase is Phase.LINGERING
 
 
-def _iterations(sequence: Sequence) -> list[int]:
-    return [flight.iteration for flight in sequence.flights]
+def _are_copies_right(state: SchedulerState, sequence: Sequence) -> bool:
+    assert sequence.allocation is not None
+    table, row, num_tokens = state.table, sequence.row, sequence.tokens.num
+    last_id = sequence.tokens.at(num_tokens - 1)
+    copies = (table.num_tokens[row], table.num_pages[row])
+    is_right = copies == (num_tokens, sequence.allocation.num_pages)
+    return is_right and (sequence.has_ended or table.last_id[row] == last_id)
 
 
 def describe(sequence: Sequence) -> str:
@@ -103,5 +133,5 @@ def describe(sequence: Sequence) -> str:
         f"{sequence.request_id}/{sequence.child} phase={sequence.phase.value} row={sequence.row} "
         f"prompt={sequence.prompt_len} outputs={sequence.num_outputs} "
         f"committed={sequence.committed_len} scheduled={sequence.scheduled_len} "
-        f"flights={_iterations(sequence)}"
+        f"flights={sequence.num_flights} last={sequence.last_iteration}"
     )

@@ -11,6 +11,7 @@ from aserve.errors import ErrorInfo
 from aserve.messages.base import FinishReason
 from aserve.messages.output import Retired
 from aserve.messages.requests import Cancel, FailRequest
+from aserve.scheduling.flights import land_without_row
 from aserve.scheduling.followers import abandon, unfollow
 from aserve.scheduling.request import Phase, Sequence
 from aserve.scheduling.state import SchedulerState
@@ -35,7 +36,6 @@ def finish(
     elif sequence.phase is Phase.WAITING:
         (state.waiting if sequence in state.waiting else state.slow_waiting).remove(sequence)
     state.clients.finish(sequence.client)
-    sequence.drop_flights()
     sequence.move(Phase.ENDED)
     children = state.groups[sequence.request_id]
     del children[sequence.child]
@@ -59,10 +59,15 @@ def finish_ended(state: SchedulerState, *, most: int) -> int:
     """
     num_finished = min(most, len(state.ended))
     for _ in range(num_finished):
-        sequence, stop_id = state.ended.popleft()
+        sequence = state.ended.popleft()
         if sequence.phase is not Phase.ENDED:
-            finish(state, sequence, "length" if stop_id is None else "stop", stop_id=stop_id)
+            finish_at_end(state, sequence)
     return num_finished
+
+
+def finish_at_end(state: SchedulerState, sequence: Sequence) -> None:
+    stop_id = sequence.stop_id
+    finish(state, sequence, "length" if stop_id is None else "stop", stop_id=stop_id)
 
 
 def cancel(state: SchedulerState, event: Cancel) -> None:
@@ -87,8 +92,10 @@ def retract(state: SchedulerState, sequence: Sequence) -> None:
     """Takes the row of a sequence, which keeps what it generated. Results in flight still count; a
     held flight without its Sample is dropped.
     """
+    held, row = state.held.get(sequence.row), sequence.row
     _give_back(state, sequence)
-    sequence.drop_held()
+    if held is not None:
+        land_without_row(held, held.index_of(row))
     sequence.move(Phase.LINGERING)
     state.num_retracted += 1
     settle(state, sequence)
@@ -96,7 +103,7 @@ def retract(state: SchedulerState, sequence: Sequence) -> None:
 
 def settle(state: SchedulerState, sequence: Sequence) -> None:
     """A retracted sequence waits again, at its old place, once nothing of it is in flight."""
-    if sequence.phase is Phase.LINGERING and not sequence.flights:
+    if sequence.phase is Phase.LINGERING and not sequence.num_flights:
         sequence.move(Phase.WAITING)
         sequence.restart(0)
         state.waiting.add(sequence)
@@ -115,12 +122,10 @@ def _give_back(state: SchedulerState, sequence: Sequence) -> None:
     state.rows.give_back(sequence.row)
     del state.running[sequence.row]
     state.masked.pop(sequence.row, None)
+    if state.held.pop(sequence.row, None) is not None:
+        sequence.is_blocked = False
     sequence.client.give_back_row(sequence.unpaid)
     state.waiting.reorder(sequence.client)
     state.slow_waiting.reorder(sequence.client)
     abandon(state, sequence)
-    sequence.row = 0
-    sequence.allocation = None
-    sequence.committed_len = 0
-    sequence.relay_stamp = 0
-    sequence.written_pages = 0
+    sequence.leave_row(state.table)

@@ -1,7 +1,7 @@
 """Asks for the token masks of rows with a grammar, and samples a held row when its mask is there.
 
 The matcher lives in a worker, and advances by the outputs that each BuildMask carries, once per
-token. Writes `Sequence.mask`, `Flight.is_held` (to False) and `SchedulerState.samples`.
+token. Writes `Sequence.mask`, `SchedulerState.samples` and `SchedulerState.held` (out).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from aserve.messages.executor import EngineSpec
 from aserve.messages.results import BuildMask, MaskReady
 from aserve.messages.step import Sample
 from aserve.scheduling.finish import finish, retract
-from aserve.scheduling.request import Flight, Sequence
+from aserve.scheduling.request import Sequence
 from aserve.scheduling.state import SchedulerState
 
 SLOW_PART = 8  # one in so many rows
@@ -77,9 +77,13 @@ def max_slow_rows(spec: EngineSpec) -> int:
     return max(1, spec.max_rows // SLOW_PART)
 
 
-def awaits_masks(state: SchedulerState) -> bool:
-    """Whether a row is held whose mask is likely to come soon."""
-    return any(row.is_held and not _is_slow(row) for row in state.masked.values())
+def waits_for_masks(state: SchedulerState) -> bool:
+    """A launch waits for held rows' masks that are likely to come soon, while another step keeps
+    the device busy, never longer.
+    """
+    if state.spec.lead != state.spec.depth or not state.steps:
+        return False
+    return any(not _is_slow(state.masked[row]) for row in state.held)
 
 
 def _is_slow(sequence: Sequence) -> bool:
@@ -107,34 +111,22 @@ def give_samples(state: SchedulerState) -> None:
     """Samples every held row whose mask is there, one message per step; before any launch that
     may name those rows.
     """
-    by_iteration: dict[int, list[Flight]] = {}
-    for sequence in state.masked.values():
-        flight = _ready_flight(sequence)
-        if flight is not None:
-            by_iteration.setdefault(flight.iteration, []).append(flight)
-    for iteration, ready in sorted(by_iteration.items()):
-        state.effects.append(_give_sample(state, iteration, ready))
+    ready: dict[int, list[int]] = {}
+    for row, step in state.held.items():
+        sequence = state.masked[row]
+        if sequence.mask and sequence.mask.mask is not None and sequence.num_sampling == 1:
+            ready.setdefault(step.iteration, []).append(row)
+    for iteration, rows in sorted(ready.items()):
+        state.effects.append(_give_sample(state, iteration, rows))
 
 
-def _ready_flight(sequence: Sequence) -> Flight | None:
-    """The held flight whose output is the next one to be known, when the mask of that output is
-    there.
-    """
-    mask_state = sequence.mask
-    if mask_state is None or mask_state.mask is None:
-        return None
-    first = next((flight for flight in sequence.flights if flight.samples), None)
-    return first if first is not None and first.is_held else None
-
-
-def _give_sample(state: SchedulerState, iteration: int, ready: list[Flight]) -> Sample:
+def _give_sample(state: SchedulerState, iteration: int, rows: list[int]) -> Sample:
     masks: list[bytes] = []
-    for flight in ready:
-        mask_state = flight.sequence.mask
-        assert mask_state is not None
-        assert mask_state.mask is not None
-        flight.is_held = False
-        state.samples[iteration, flight.sequence.row] = flight
-        masks.append(mask_state.mask)
-    rows = pack_i32([flight.sequence.row for flight in ready])
-    return Sample(iteration=iteration, rows=rows, masks=b"".join(masks))
+    for row in rows:
+        sequence = state.masked[row]
+        assert sequence.mask is not None
+        assert sequence.mask.mask is not None
+        sequence.is_blocked = False
+        state.samples[iteration, row] = state.held.pop(row)
+        masks.append(sequence.mask.mask)
+    return Sample(iteration=iteration, rows=pack_i32(rows), masks=b"".join(masks))

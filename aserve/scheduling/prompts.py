@@ -8,21 +8,22 @@ from __future__ import annotations
 
 from aserve.messages.output import SequenceOutput, StepOutput
 from aserve.messages.results import PromptLogprobs, StepResult
-from aserve.scheduling.request import Flight, Sequence
+from aserve.scheduling.flights import Step
+from aserve.scheduling.request import Sequence
 from aserve.scheduling.state import SchedulerState
 
 
-def hand_out_prompts(state: SchedulerState, result: StepResult, rows: dict[int, Flight]) -> None:
+def hand_out_prompts(state: SchedulerState, result: StepResult, step: Step) -> None:
     """NOTE: held rows are included: their Sample comes later and has no results of prompts."""
     outputs: list[SequenceOutput] = []
     for scores in result.prompt_logprobs:
-        flight = rows[scores.row]
-        if not flight.is_dropped:
-            outputs += _unseen_scores(flight.sequence, scores)
+        index = step.index_of(scores.row)
+        if not step.is_dropped(index):
+            outputs += _unseen_scores(step.sequences[index], scores)
     for embedding in result.embeddings:
-        flight = rows[embedding.row]
-        if not flight.is_dropped:
-            outputs.append(_prompt_output(flight.sequence, embedding=embedding.values))
+        index = step.index_of(embedding.row)
+        if not step.is_dropped(index):
+            outputs.append(_prompt_output(step.sequences[index], embedding=embedding.values))
     if outputs:
         state.effects.append(StepOutput(iteration=result.iteration, sequences=tuple(outputs)))
 

@@ -27,6 +27,7 @@ from aserve.errors import ErrorInfo, StepError
 from aserve.messages.results import StepFailed
 from aserve.messages.step import Resync
 from aserve.scheduling.finish import finish, settle
+from aserve.scheduling.flights import drop_flights
 from aserve.scheduling.request import Phase, Sequence
 from aserve.scheduling.state import SchedulerState
 
@@ -53,8 +54,12 @@ def _named_by(state: SchedulerState, iteration: int) -> list[Sequence]:
     """The rows of the failed step; for a failed Sample, whose step is back already, its rows."""
     step = state.steps.get(iteration)
     if step is not None:
-        return [flight.sequence for flight in step.rows.values()]
-    return [flight.sequence for (number, _), flight in state.samples.items() if number == iteration]
+        return list(step.sequences)
+    return [
+        step.sequences[step.index_of(row)]
+        for (number, row), step in state.samples.items()
+        if number == iteration
+    ]
 
 
 def _drop_outstanding(state: SchedulerState) -> None:
@@ -62,12 +67,15 @@ def _drop_outstanding(state: SchedulerState) -> None:
     has no drafts.
     """
     for sequence in list(state.living()):
-        if not sequence.flights or sequence.phase is Phase.AWAITING_KV:
+        if not sequence.num_flights or sequence.phase is Phase.AWAITING_KV:
             continue
         sequence.written_pages = 0
         sequence.relay_stamp = 0
-        sequence.drop_flights()
+        drop_flights(sequence)
         settle(state, sequence)
+    for row in state.held:
+        state.running[row].is_blocked = False
+    state.held.clear()
     state.steps.clear()
     state.samples.clear()
 

@@ -1,11 +1,6 @@
-"""One sequence (a child of a request), its tokens, and its part in the steps that are in flight.
+"""One sequence (a child of a request): its tokens, its phase, and what it holds.
 
-A sequence has two clocks. `committed_len` is the KV length that came back from the device;
-`scheduled_len` is the KV length once everything in flight is back, which is exact, or an upper
-bound while it is not certain how many tokens come back. A `Flight` takes the second clock ahead
-when it is sent, and the first when it lands. Only `send`, `land`, `drop_flights`, `drop_held` and
-`restart` write the clocks and the sums over flights, so that they cannot disagree; check.py counts
-them anew in debug mode.
+Its lengths and counts stand in the columns of rows.py while it has a row.
 """
 
 from __future__ import annotations
@@ -15,16 +10,16 @@ from array import array
 from enum import Enum
 
 import msgspec
-import numpy as np
 
 from aserve.cache.allocation import PageAllocation
-from aserve.cache.prefix_tree import PageKeys, root_key
+from aserve.cache.prefix_tree import PageKeys
 from aserve.errors import BugError
 from aserve.messages.base import ArrayI32, array_i32
 from aserve.messages.executor import DecodeCaps
 from aserve.messages.requests import AdmitRequest, SamplingParams
 from aserve.messages.step import RowInit
 from aserve.scheduling.clients import Client
+from aserve.scheduling.rows import NUM_CELLS, Cell, Cells, RowTable
 
 
 def child_seed(seed: int, child: int) -> int:
@@ -40,56 +35,33 @@ class TokenLog:
     request share the prompt.
     """
 
-    __slots__ = ("_outputs", "_prompt", "num")
+    __slots__ = ("_prompt", "outputs")
 
     def __init__(self, prompt_ids: ArrayI32, outputs: bytes) -> None:
         self._prompt = prompt_ids
-        self._outputs = array("i", outputs)
-        self.num = len(prompt_ids) + len(self._outputs)
+        self.outputs = array("i", outputs)
 
-    def append(self, token_id: int) -> None:
-        self._outputs.append(token_id)
-        self.num += 1
+    @property
+    def num(self) -> int:
+        return len(self._prompt) + len(self.outputs)
 
     def span(self, start: int, stop: int) -> ArrayI32:
         """tokens[start:stop], cut at what is known."""
-        num_prompt, stop = len(self._prompt), min(stop, self.num)
-        if stop <= num_prompt:
-            return self._prompt[start:stop]
-        # NOTE: a view of the growing array itself would forbid it to grow.
-        outputs = np.asarray(self._outputs[max(start - num_prompt, 0) : stop - num_prompt])
+        return array_i32(self.packed(start, stop))
+
+    def packed(self, start: int, stop: int) -> bytes:
+        """The same tokens as the bytes of an array."""
+        num_prompt = len(self._prompt)
         if start >= num_prompt:
-            return outputs
-        return np.concatenate([self._prompt[start:], outputs])
+            return self.outputs[start - num_prompt : stop - num_prompt].tobytes()
+        known = self._prompt[start:stop].tobytes()
+        return known + self.outputs[: max(stop - num_prompt, 0)].tobytes()
 
     def at(self, position: int) -> int:
         num_prompt = len(self._prompt)
         if position < num_prompt:
             return int(self._prompt[position])
-        return self._outputs[position - num_prompt]
-
-
-class Flight(msgspec.Struct, gc=False, eq=False):
-    """One launched step's part of a sequence. If its span reaches the last token that exists or is
-    in flight, it `samples`, or it `ends` the sequence where nothing is to be sampled.
-
-    It brings up to `max_outputs` new tokens, of which the last `num_uncertain` may not come, and
-    none where it does not sample. With `max_outputs` the KV of `max_advance` more positions counts,
-    and of one less for each token that it brings less.
-    """
-
-    sequence: Sequence
-    iteration: int
-    query_len: int
-    num_drafts: int
-    max_advance: int
-    max_outputs: int
-    num_uncertain: int
-    samples: bool
-    ends: bool
-    is_prefill: bool
-    is_held: bool  # from launch until its Sample is given
-    is_dropped: bool = False  # its result will not count
+        return self.outputs[position - num_prompt]
 
 
 class MaskState(msgspec.Struct, gc=False):
@@ -102,28 +74,40 @@ class MaskState(msgspec.Struct, gc=False):
 
 
 ONE_TOKEN = DecodeCaps()
+NO_CELLS = bytes(8 * NUM_CELLS)
 
 
 class Sequence:
+    committed_len = Cell()
+    scheduled_len = Cell()
+    remaining = Cell()
+    num_flights = Cell()
+    num_sampling = Cell()
+    num_uncertain = Cell()
+    first_iteration = Cell()
+    last_iteration = Cell()
+    relay_stamp = Cell()
+    written_pages = Cell()
+    is_blocked = Cell()
+    unpaid = Cell()
+    failures = Cell()
+
     __slots__ = (
         "allocation",
         "arrival",
         "awaits_kv",
         "bad_word_ids",
         "cached_len",
+        "cells",
         "child",
         "client",
-        "committed_len",
         "embeds",
         "end_ids",
-        "failures",
-        "flights",
         "followers",
         "has_ended",
         "is_causal",
         "key_lookahead",
         "keys",
-        "last_iteration",
         "leader",
         "lora_slot",
         "mask",
@@ -132,22 +116,15 @@ class Sequence:
         "max_tokens",
         "next_key",
         "num_retracted_for",
-        "num_sampling",
         "num_scored",
-        "num_uncertain",
         "phase",
         "priority",
         "prompt_len",
-        "relay_stamp",
-        "remaining",
         "request_id",
         "row",
         "sampling",
-        "scheduled_len",
         "seed",
         "tokens",
-        "unpaid",
-        "written_pages",
     )
 
     def __init__(
@@ -181,7 +158,7 @@ class Sequence:
         self.is_causal = request.is_causal
         self.key_lookahead = caps.key_lookahead
         keys = request.page_keys if request.is_causal and not caps.key_lookahead else b""
-        self.keys = PageKeys(keys, root=root_key(request.namespace))
+        self.keys = PageKeys(keys, namespace=request.namespace)
         # Waiting sequences that need pages which this one is about to commit, each with their
         # number, and whom this one waits for: followers.py
         self.followers: dict[Sequence, int] = {}
@@ -190,21 +167,10 @@ class Sequence:
         self.phase = Phase.WAITING
         self.row = 0
         self.allocation: PageAllocation | None = None
-        self.flights: list[Flight] = []  # sent and not back, in launch order
-        # flights that sample, and the tokens that these may bring or not
-        self.num_sampling = self.num_uncertain = 0
+        self.cells: Cells = array("q", NO_CELLS)
         self.restart(0)
-        # the stamp of the last launched step that samples this row, 0 after a row init, and the
-        # last step that named this row: who waited longest goes first
-        self.relay_stamp = self.last_iteration = 0
-        # page table entries that the device has; 0: it does not know this row yet
-        self.written_pages = 0
         self.cached_len = -1  # prompt tokens from the prefix cache at first admission
-        # prompt tokens that its client has not been charged for; known from its first admission on
-        self.unpaid = 0
-        # rows that were retracted to make way for it, and consecutive failed steps that named only
-        # this row
-        self.num_retracted_for = self.failures = 0
+        self.num_retracted_for = 0  # rows that were retracted to make way for it
         self.has_ended = False  # its last token is known
         self.mask = MaskState() if request.sampling.grammar and self.max_tokens else None
         self.embeds, self.lora_slot = request.embeds, request.lora_slot
@@ -221,7 +187,20 @@ class Sequence:
 
     @property
     def num_outputs(self) -> int:
-        return self.tokens.num - self.prompt_len
+        return len(self.tokens.outputs)
+
+    @property
+    def stop_id(self) -> int | None:
+        """Its last output, if that is an id that ends it."""
+        outputs = self.tokens.outputs
+        return (
+            outputs[-1] if len(outputs) > self.min_tokens and outputs[-1] in self.end_ids else None
+        )
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether its last output is known."""
+        return 0 < self.max_tokens <= self.num_outputs or self.stop_id is not None
 
     @property
     def max_cached_len(self) -> int:
@@ -241,81 +220,41 @@ class Sequence:
         return max(0, min(self.committed_len, num_known)) if self.is_causal else 0
 
     @property
-    def is_held(self) -> bool:
-        return self.mask is not None and any(flight.is_held for flight in self.flights)
-
-    @property
-    def has_new_pages(self) -> bool:
-        """The device does not have its whole page table."""
-        assert self.allocation is not None
-        return self.written_pages != self.allocation.num_pages
-
-    @property
-    def is_at_end(self) -> bool:
-        """Whether no further step may name it: its last token is known, or its outputs, counting
-        one for each sampling step in flight, reach max_tokens; where that is 0, the whole prompt is
-        in flight.
-        """
-        if self.tokens.num + self.num_sampling < self.max_len:
-            return self.has_ended
-        return self.max_tokens > 0 or not self.remaining
-
-    @property
     def _num_prompt_logprobs(self) -> int:
         """The value for a RowInit. A sequence that was retracted does not want them again."""
         wanted = self.sampling.prompt_logprobs
         return -1 if wanted is None or self.num_scored >= self.prompt_len else wanted
 
+    def take_row(self, table: RowTable, row: int, *, page_size: int) -> None:
+        assert self.allocation is not None
+        copies = (
+            self.tokens.num,
+            self.tokens.at(self.tokens.num - 1),
+            self.allocation.num_pages,
+            self.cached_len // page_size,
+            self.max_len,
+            self.max_kv_len,
+            self.max_tokens,
+            0 if self.is_causal else self.prompt_len,
+            self.mask is not None,
+        )
+        self.cells, self.row = table.enter(row, self.cells, copies=copies), row
+
+    def leave_row(self, table: RowTable) -> None:
+        """It keeps nothing on the device."""
+        self.cells, self.row = table.leave(self.row, self.cells), 0
+        self.allocation = None
+        self.committed_len = 0
+        self.relay_stamp = 0
+        self.written_pages = 0
+
     def restart(self, committed_len: int) -> None:
         """Nothing is in flight, and so many positions have KV."""
-        assert not self.flights
+        assert not self.num_flights
         self.committed_len = committed_len
         self.scheduled_len = committed_len
-        # Tokens that exist or are in flight and have no KV scheduled: `DecodeCaps.root_len` for a
-        # decode, more for a prefill, 0 when nothing will be sampled after the prompt.
         self.remaining = self.tokens.num - committed_len
-
-    def send(self, flight: Flight, *, stamp: int) -> None:
-        """The flight's step, by whose stamp the relay will know it, is launched."""
-        assert self.allocation is not None
-        self.flights.append(flight)
-        self.last_iteration = flight.iteration
-        self.written_pages = self.allocation.num_pages
-        self.scheduled_len += flight.max_advance
-        self.remaining -= flight.max_advance
-        if flight.samples:
-            self.relay_stamp = stamp
-            self.num_sampling += 1
-            self.num_uncertain += flight.num_uncertain
-            self.remaining += flight.max_outputs
-
-    def land(self, flight: Flight, *, advance: int) -> None:
-        """Flights come back in the order in which they were sent; `advance` positions of this one
-        have KV that counts. What it sampled was appended to the tokens.
-        """
-        first = self.flights.pop(0)
-        assert first is flight
-        self.committed_len += advance
-        self.scheduled_len += advance - flight.max_advance
-        self.num_sampling -= flight.samples
-        self.num_uncertain -= flight.num_uncertain
-
-    def drop_flights(self) -> None:
-        for flight in self.flights:
-            flight.is_dropped = True
-        self.flights.clear()
-        self.num_sampling = 0
-        self.num_uncertain = 0
-        self.restart(self.committed_len)
-
-    def drop_held(self) -> None:
-        """Drops the flights that wait for a mask: of a sequence that has just left its row."""
-        for flight in self.flights:
-            flight.is_dropped = flight.is_held
-            if flight.is_held:
-                self.num_sampling -= 1
-                self.num_uncertain -= flight.num_uncertain
-        self.flights = [flight for flight in self.flights if not flight.is_held]
+        self.first_iteration = self.last_iteration + 1
 
     def move(self, phase: Phase) -> None:
         check_move(self.phase, phase)
@@ -330,7 +269,7 @@ class Sequence:
         ahead = self.key_lookahead
         for page in range(len(self.keys), (self.tokens.num - ahead) // page_size):
             start = page * page_size + ahead if page else 0
-            self.keys.append(self.tokens.span(start, (page + 1) * page_size + ahead))
+            self.keys.append(self.tokens.packed(start, (page + 1) * page_size + ahead))
         return self.keys
 
     def row_init(self) -> RowInit:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from operator import sub
 
-from aserve.scheduling.budget import Pages, add_pages, prefill_need
+from aserve.scheduling.budget import Pages, add_pages, prefill_need, prefill_needs
 from aserve.scheduling.request import Sequence
 from aserve.scheduling.state import SchedulerState
 
@@ -16,8 +16,8 @@ from aserve.scheduling.state import SchedulerState
 class Reserve:
     """The reserved pages of one call of `admit`.
 
-    PERF: at first it is an upper bound, which counts every decode alike. The exact number, 3 us for
-    each running row, is only counted where the bound leaves no room.
+    PERF: at first it is an upper bound, which counts every decode alike. The exact number is only
+    counted where the bound leaves no room.
     """
 
     __slots__ = ("_is_exact", "_pages", "_promised", "_state")
@@ -28,9 +28,9 @@ class Reserve:
         self._promised: Pages = (0,) * len(state.spec.groups)
         per_row = 1 + state.num_pages(state.spec.decode.max_tokens_per_step)
         self._pages: Pages = (len(state.running) * per_row,) * len(state.spec.groups)
-        for row in state.running.values():
-            if row.remaining > state.spec.decode.root_len:
-                self.add(row)
+        rows = state.running_rows()
+        prefills = rows[state.table.remaining[rows] > state.spec.decode.root_len]
+        self._pages = add_pages(self._pages, prefill_needs(state, prefills))
 
     def has_room_beside(self, sequence: Sequence) -> bool:
         """Whether the prefill of the sequence, whose prefix was opened, fits beside the others."""
@@ -71,6 +71,5 @@ class Reserve:
 
     def _count(self) -> None:
         self._is_exact = True
-        self._pages = self._promised
-        for row in self._state.running.values():
-            self.add(row)
+        running = prefill_needs(self._state, self._state.running_rows())
+        self._pages = add_pages(self._promised, running)

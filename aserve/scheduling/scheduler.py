@@ -59,9 +59,9 @@ from aserve.scheduling.batch import launch
 from aserve.scheduling.check import check
 from aserve.scheduling.commit import commit_samples, commit_step
 from aserve.scheduling.finish import cancel, fail, finish_ended
-from aserve.scheduling.grammar_rows import awaits_masks, give_samples, receive_mask
+from aserve.scheduling.grammar_rows import give_samples, receive_mask, waits_for_masks
 from aserve.scheduling.recover import fail_step
-from aserve.scheduling.select import select, waits_for_masks
+from aserve.scheduling.select import select
 from aserve.scheduling.state import SchedulerState
 from aserve.scheduling.tick import max_finished, max_looks
 from aserve.scheduling.transfers import begin_transfers, end_transfer
@@ -132,11 +132,10 @@ class Scheduler:
         state = self.state
         if len(state.steps) >= state.spec.depth:
             return False
-        has_held_rows = awaits_masks(state)
-        if waits_for_masks(state.spec, num_in_flight=len(state.steps), has_held_rows=has_held_rows):
+        if waits_for_masks(state):
             return False
         chosen, admitted = select(state)
-        if not chosen:
+        if not len(chosen.rows):
             return False
-        launch(state, chosen, admitted=admitted)
+        launch(state, chosen.rows, chosen.query_lens, admitted=admitted)
         return True

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 
 import msgspec
+import numpy as np
 
 from aserve.cache.allocation import PageAllocation
 from aserve.cache.kv_cache import KvCache
@@ -15,21 +16,19 @@ from aserve.cache.pools import RowPool
 from aserve.messages.base import ChildKey
 from aserve.messages.executor import EngineSpec, SchedulerEffect
 from aserve.scheduling.clients import Clients
+from aserve.scheduling.flights import Step
 from aserve.scheduling.queue import WaitingQueue
-from aserve.scheduling.request import Flight, Phase, Sequence
-
-
-class Step(msgspec.Struct, gc=False):
-    """A launched step whose StepResult is not back, with its flights by row."""
-
-    iteration: int
-    rows: dict[int, Flight]
+from aserve.scheduling.request import Phase, Sequence
+from aserve.scheduling.rows import Column, RowTable
 
 
 class Transfer(msgspec.Struct, gc=False):
-    """The KV of a sequence on its way to these pages, which steps up to `after` may still write."""
+    """The KV of a sequence on its way to these pages, which steps up to `after` may still write.
+    `step` has its flight.
+    """
 
-    flight: Flight
+    sequence: Sequence
+    step: Step
     allocation: PageAllocation
     after: int  # iteration
 
@@ -41,8 +40,10 @@ class SchedulerState:
         "caution",
         "clients",
         "effects",
+        "end_ids",
         "ended",
         "groups",
+        "held",
         "landed",
         "leaders",
         "looks_left",
@@ -59,6 +60,7 @@ class SchedulerState:
         "slow_waiting",
         "spec",
         "steps",
+        "table",
         "transfers",
         "unsent",
         "waiting",
@@ -68,6 +70,7 @@ class SchedulerState:
         self.spec = spec
         self.cache = KvCache(spec.groups, page_size=spec.page_size, prefix_cache=spec.prefix_cache)
         self.rows = RowPool(spec.max_rows)
+        self.table = RowTable(spec.max_rows)
         self.effects: list[SchedulerEffect] = []  # of the current call of SchedulerState.step
         self.waiting = WaitingQueue()  # admit, finish, followers
         # sequences with slow masks for which there is no row: grammar_rows, admit
@@ -79,14 +82,17 @@ class SchedulerState:
         self.leaders: dict[bytes, Sequence] = {}
         self.num_followers = 0
         self.running: dict[int, Sequence] = {}  # by row, in order of admission: admit, finish
+        # by token id, whether it ends a sequence that has run: admit
+        self.end_ids = np.zeros(spec.vocab_size, np.bool_)
         self.masked: dict[int, Sequence] = {}  # those of `running` with a host-side sampler
         # living children by request id: admit, finish
         self.groups: dict[str, dict[int, Sequence]] = {}
-        self.steps: dict[int, Step] = {}  # launched, not back: batch, commit, recover
+        self.steps: dict[int, Step] = {}  # launched, StepResult not back: batch, commit, recover
+        # by row, the step whose logits wait for its mask: batch, grammar_rows, finish, recover
+        self.held: dict[int, Step] = {}
         # by (iteration, row), Sample given, not back: grammar_rows, commit, recover
-        self.samples: dict[tuple[int, int], Flight] = {}
-        # rows whose last token is known, with the token id that ended each: commit, finish
-        self.ended: deque[tuple[Sequence, int | None]] = deque()
+        self.samples: dict[tuple[int, int], Step] = {}
+        self.ended: deque[Sequence] = deque()  # rows whose last token is known: commit, finish
         # after a failed step: groups to try alone: recover, select
         self.retries: list[list[Sequence]] = []
         self.retry_iteration = 0  # the step that tries such a group: select
@@ -112,6 +118,10 @@ class SchedulerState:
     @property
     def num_waiting(self) -> int:
         return len(self.waiting) + len(self.slow_waiting) + self.num_followers
+
+    def running_rows(self) -> Column:
+        """In order of admission."""
+        return np.fromiter(self.running, np.int64, len(self.running))
 
     def retractable(self) -> list[Sequence]:
         """Running rows whose pages no transfer writes."""

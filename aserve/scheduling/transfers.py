@@ -25,39 +25,36 @@ from aserve.messages.results import KvFailed, KvReady, SampleResult
 from aserve.messages.step import ReceiveKv
 from aserve.scheduling.commit import commit_tokens
 from aserve.scheduling.finish import finish
-from aserve.scheduling.request import Flight, Phase, Sequence
+from aserve.scheduling.flights import plan_step, send
+from aserve.scheduling.request import Phase, Sequence
 from aserve.scheduling.state import SchedulerState, Transfer
 
 
 def await_kv(state: SchedulerState, sequence: Sequence) -> None:
     """Takes all pages for a sequence that was admitted and has room for them."""
     assert sequence.allocation is not None
-    num_tokens = sequence.tokens.num
-    state.cache.grow(sequence.allocation, state.num_pages(num_tokens))
-    root_len = state.spec.decode.root_len
-    flight = Flight(
-        sequence,
-        iteration=0,
-        query_len=num_tokens,
-        num_drafts=0,
-        max_advance=num_tokens,
-        max_outputs=root_len,
-        num_uncertain=root_len,
-        samples=root_len > 0,
-        ends=False,
-        is_prefill=True,
-        is_held=False,
+    state.cache.grow(sequence.allocation, state.num_pages(sequence.tokens.num))
+    table, caps = state.table, state.spec.decode
+    table.num_pages[sequence.row] = sequence.allocation.num_pages
+    step = plan_step(
+        table,
+        [sequence],
+        table.remaining[[sequence.row]],
+        iteration=state.next_iteration,
+        caps=caps,
     )
-    sequence.send(flight, stamp=0)
+    send(table, step, stamp=0)
     sequence.written_pages = 0  # the device knows nothing of it
-    state.unsent.append(Transfer(flight, sequence.allocation, state.next_iteration - 1))
+    sequence.is_blocked = True
+    transfer = Transfer(sequence, step, sequence.allocation, after=state.next_iteration - 1)
+    state.unsent.append(transfer)
 
 
 def begin_transfers(state: SchedulerState) -> None:
     """Asks for the KV of every sequence whose pages no step in flight can write any more."""
     while state.unsent and state.unsent[0].after <= state.landed:
         transfer = state.unsent.pop(0)
-        sequence = transfer.flight.sequence
+        sequence = transfer.sequence
         if sequence.phase is not Phase.AWAITING_KV:
             continue
         state.cache.hold(transfer.allocation)
@@ -77,14 +74,14 @@ def end_transfer(state: SchedulerState, event: KvReady | KvFailed) -> None:
     if transfer is None:
         return
     state.cache.release(transfer.allocation)
-    sequence = transfer.flight.sequence
+    sequence = transfer.sequence
     if sequence.phase is not Phase.AWAITING_KV:
         return
     if isinstance(event, KvFailed):
         finish(state, sequence, "error", error=event.error)
         return
     sequence.move(Phase.RUNNING)
-    sequence.awaits_kv = False
+    sequence.awaits_kv = sequence.is_blocked = False
     row = sequence.row
     brought = SampleResult(
         iteration=0,
@@ -93,4 +90,4 @@ def end_transfer(state: SchedulerState, event: KvReady | KvFailed) -> None:
         tokens=event.token_ids,
         logprobs=tuple(msgspec.structs.replace(record, row=row) for record in event.logprobs),
     )
-    commit_tokens(state, brought, {row: transfer.flight})
+    commit_tokens(state, brought, transfer.step)

@@ -92,7 +92,8 @@ REACH = {
     ),
     "aserve.grammar": Reach(aserve=FIRST, packages=(*PLAIN, "xgrammar")),
     "aserve.actors": Reach(
-        aserve=(*FIRST, "aserve.scheduling", "aserve.text", "aserve.grammar"), packages=PLAIN
+        aserve=(*FIRST, "aserve.scheduling", "aserve.text", "aserve.grammar", "aserve.host"),
+        packages=PLAIN,
     ),
     "aserve.http": Reach(
         aserve=(

@@ -4,6 +4,8 @@ there is a GPU, as far as the driver alone can tell.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import shutil
 import subprocess
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from aserve.host import environment
-from aserve.host.environment import may_have_cuda, num_devices
+from aserve.host.environment import may_have_cuda, num_devices, paused_collector
 
 PROGRAM = """
 import os, sys
@@ -194,3 +196,14 @@ def test_what_the_user_says_comes_before_what_is_found(
 ) -> None:
     monkeypatch.setattr(environment, "num_devices", lambda library: num_found)
     assert may_have_cuda(option) is expected
+
+
+def test_a_pause_of_the_collector_ends_with_its_block_also_where_that_raises() -> None:
+    assert gc.isenabled()
+    with contextlib.suppress(ValueError), paused_collector():
+        assert not gc.isenabled()
+        with paused_collector():
+            pass
+        assert not gc.isenabled(), "the outer pause goes on"
+        raise ValueError("inside")
+    assert gc.isenabled()

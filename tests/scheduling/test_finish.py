@@ -92,3 +92,13 @@ def test_children_of_a_group_share_the_prompts_whole_pages() -> None:
     (batch,) = stage.batches
     assert array_i32(batch.query_lens).tolist() == [1, 2, 2]
     assert batch.stats.num_cached_tokens == 8
+
+
+def test_an_end_id_outside_of_the_vocabulary_ends_nothing_and_harms_nobody() -> None:
+    stage = Stage(spec(depth=1, lead=1))
+    stage.play(request("a", [1], max_tokens=3, end_ids=(-1, 100, 2**31, 7)))
+    stage.play(result(1, {1: [99]}))
+    assert stage.of(Retired) == []
+    stage.play(result(2, {1: [7]}))
+    [retired] = stage.of(Retired)
+    assert (retired.reason, retired.stop_id, retired.num_outputs) == ("stop", 7, 2)

@@ -1,0 +1,48 @@
+"""Advances the committed lengths of rows whose results came: clients pay for their prompts, whole
+pages enter the prefix tree, and pages behind a window are released.
+"""
+
+from __future__ import annotations
+
+from aserve.scheduling.flights import Step, land
+from aserve.scheduling.followers import lead, wake
+from aserve.scheduling.request import Sequence
+from aserve.scheduling.rows import Column
+from aserve.scheduling.state import SchedulerState
+
+
+def advance_rows(state: SchedulerState, step: Step, indices: Column, *, advance: Column) -> None:
+    """These flights are back, and their sequences have their rows: the committed lengths advance,
+    and new whole pages enter the tree.
+    """
+    table, rows, page_size = state.table, step.rows[indices], state.spec.page_size
+    for place in table.unpaid[rows].nonzero()[0].tolist():
+        _charge_prompt(step.sequences[int(indices[place])], int(advance[place]))
+    num_before = (table.committed_len[rows] - state.spec.decode.key_lookahead) // page_size
+    land(table, step, indices, advance=advance)
+    has_new_pages = table.committed_len[rows] // page_size > num_before  # at most
+    for place in has_new_pages.nonzero()[0].tolist():
+        _commit_pages(state, step.sequences[int(indices[place])])
+    if state.cache.has_windows:
+        for index in indices.tolist():
+            sequence = step.sequences[index]
+            assert sequence.allocation is not None
+            state.cache.release_behind(sequence.allocation, sequence.committed_len)
+
+
+def _commit_pages(state: SchedulerState, sequence: Sequence) -> None:
+    """The row has committed one more whole page, or several."""
+    assert sequence.allocation is not None
+    page_size = state.spec.page_size
+    num_pages = sequence.cacheable_len // page_size
+    state.cache.commit(sequence.allocation, sequence.page_keys(page_size), num_pages=num_pages)
+    lead(state, sequence)
+    if sequence.followers:
+        wake(state, sequence)
+
+
+def _charge_prompt(sequence: Sequence, num_computed: int) -> None:
+    """A prompt token is charged once, however often it is computed again after a retraction."""
+    num_charged = min(sequence.unpaid, num_computed)
+    sequence.unpaid -= num_charged
+    sequence.client.serve_prompt(num_charged)

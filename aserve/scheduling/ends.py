@@ -1,0 +1,48 @@
+"""The ends of sequences among the new tokens of a step: where one may be, and what it keeps."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from aserve.messages.base import ArrayI32
+from aserve.messages.results import RowLogprobs
+from aserve.scheduling.request import Sequence
+from aserve.scheduling.state import SchedulerState
+
+
+def may_end(
+    state: SchedulerState, rows: ArrayI32, counts: ArrayI32, tokens: ArrayI32
+) -> npt.NDArray[np.bool_]:
+    """Whether so many new tokens may end the sequence of each row, by its length or by an end id,
+    which may be that of another sequence.
+    """
+    table = state.table
+    is_near: npt.NDArray[np.bool_] = table.num_tokens[rows] + counts >= table.max_len[rows]
+    owners = np.arange(len(rows)).repeat(counts)
+    is_near[owners[state.end_ids[tokens]]] = True
+    return is_near
+
+
+def count_kept(sequence: Sequence, token_ids: list[int]) -> int:
+    """The number of tokens up to an end."""
+    for num_outputs, token_id in enumerate(token_ids, start=sequence.num_outputs + 1):
+        is_stop = token_id in sequence.end_ids and num_outputs > sequence.min_tokens
+        if is_stop or num_outputs >= sequence.max_tokens:
+            return num_outputs - sequence.num_outputs
+    return len(token_ids)
+
+
+def cut_logprobs(logprobs: RowLogprobs, num_kept: int, *, of: int) -> tuple[RowLogprobs]:
+    """Tokens and logprobs end at the same place, also inside an accepted run."""
+    if num_kept == of:
+        return (logprobs,)
+    chosen_bytes = len(logprobs.chosen) // of * num_kept
+    top_bytes = len(logprobs.top_ids) // of * num_kept
+    cut = RowLogprobs(
+        row=logprobs.row,
+        chosen=logprobs.chosen[:chosen_bytes],
+        top_ids=logprobs.top_ids[:top_bytes],
+        top_logprobs=logprobs.top_logprobs[:top_bytes],
+    )
+    return (cut,)

@@ -1,0 +1,151 @@
+"""The flights of a step: what they will bring, and how the clocks of their sequences follow them.
+
+Only the functions of this file, and `restart` of a sequence, write the clocks and the sums over
+flights, so that these cannot disagree. check.py counts them anew in debug mode.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from aserve.messages.base import ArrayI32
+from aserve.messages.executor import DecodeCaps
+from aserve.scheduling.request import Phase, Sequence
+from aserve.scheduling.rows import Column, RowTable
+
+
+class Spans(NamedTuple):
+    """The rows of a step, and how many tokens of each it computes."""
+
+    rows: Column
+    query_lens: Column
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_lens.sum())
+
+    def join(self, more: Spans) -> Spans:
+        rows = np.concatenate([self.rows, more.rows])
+        return Spans(rows, np.concatenate([self.query_lens, more.query_lens]))
+
+
+NOTHING = Spans(np.empty(0, np.int64), np.empty(0, np.int64))
+
+
+class Step(msgspec.Struct, gc=False, eq=False):
+    """A launched step. Its columns have one value for each flight, which is the part of a sequence
+    in the step.
+
+    If the span of a flight reaches the last token that exists or is in flight, it samples, and
+    brings up to `max_outputs` new tokens, of which the last `num_uncertain` may not come. With
+    `max_outputs` the KV of `max_advance` more positions counts, and of one less for each token that
+    it brings less.
+    """
+
+    iteration: int
+    sequences: list[Sequence]
+    rows: Column
+    query_lens: Column
+    num_drafts: Column
+    max_advance: Column
+    max_outputs: Column
+    num_uncertain: Column
+    samples: npt.NDArray[np.bool_]
+
+    def indices_of(self, rows: ArrayI32) -> Column:
+        """The places of these rows in the columns."""
+        places = np.zeros(np.maximum.reduce(self.rows) + 1, np.int64)
+        places[self.rows] = np.arange(len(self.rows))
+        indices: Column = places[rows]
+        return indices
+
+    def index_of(self, row: int) -> int:
+        return int(self.indices_of(np.array([row], np.int32))[0])
+
+    def is_dropped(self, index: int) -> bool:
+        """Whether the result of this flight does not count, because its sequence has ended or a
+        step failed.
+        """
+        sequence = self.sequences[index]
+        return sequence.phase is Phase.ENDED or sequence.first_iteration > self.iteration
+
+
+def rows_of(sequences: list[Sequence]) -> Column:
+    return np.array([sequence.row for sequence in sequences], np.int64)
+
+
+def plan_step(
+    table: RowTable,
+    sequences: list[Sequence],
+    query_lens: Column,
+    *,
+    iteration: int,
+    caps: DecodeCaps,
+) -> Step:
+    """What the flights of these spans bring. Tokens beyond the known ones are drafts."""
+    rows = rows_of(sequences)
+    remaining = table.remaining[rows]
+    is_whole = query_lens >= remaining
+    num_drafts = num_accepted = np.where(is_whole, query_lens - remaining, 0)
+    if caps.tree is not None:
+        num_accepted = np.array([caps.tree.depth(count) for count in num_drafts.tolist()], np.int64)
+    has_outputs = is_whole & (table.max_tokens[rows] > 0)
+    max_outputs = np.where(has_outputs, num_accepted + caps.root_len, 0)
+    return Step(
+        iteration,
+        sequences,
+        rows,
+        query_lens,
+        num_drafts,
+        max_advance=query_lens - num_drafts + num_accepted,
+        max_outputs=max_outputs,
+        num_uncertain=np.maximum(max_outputs - caps.min_tokens_per_step, 0),
+        samples=max_outputs > 0,
+    )
+
+
+def send(table: RowTable, step: Step, *, stamp: int) -> None:
+    """The step, by whose stamp the relay will know it, is launched."""
+    rows, samples = step.rows, step.samples
+    table.num_flights[rows] += 1
+    table.last_iteration[rows] = step.iteration
+    table.written_pages[rows] = table.num_pages[rows]
+    table.scheduled_len[rows] += step.max_advance
+    table.remaining[rows] += step.max_outputs - step.max_advance
+    table.relay_stamp[rows[samples]] = stamp
+    table.num_sampling[rows] += samples
+    table.num_uncertain[rows] += step.num_uncertain
+
+
+def land(table: RowTable, step: Step, indices: Column, *, advance: Column) -> None:
+    """These flights, whose sequences still have their rows, are back: so many positions of each
+    have KV that counts. What they sampled was appended to the tokens.
+    """
+    rows = step.rows[indices]
+    table.num_flights[rows] -= 1
+    table.committed_len[rows] += advance
+    table.scheduled_len[rows] += advance - step.max_advance[indices]
+    table.num_sampling[rows] -= step.samples[indices]
+    table.num_uncertain[rows] -= step.num_uncertain[indices]
+    table.failures[rows] = 0
+
+
+def land_without_row(step: Step, index: int) -> None:
+    """This flight of a retracted sequence is back: its tokens count, but its pages are gone."""
+    sequence = step.sequences[index]
+    sequence.num_flights -= 1
+    sequence.num_sampling -= bool(step.max_outputs[index])
+    sequence.num_uncertain -= int(step.num_uncertain[index])
+    sequence.failures = 0
+
+
+def drop_flights(sequence: Sequence) -> None:
+    """Their results will not count."""
+    sequence.num_flights = 0
+    sequence.num_sampling = 0
+    sequence.num_uncertain = 0
+    sequence.restart(sequence.committed_len)

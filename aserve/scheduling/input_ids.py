@@ -1,0 +1,44 @@
+"""The tokens of a step as its batch names them, and where those come from that are not known yet.
+
+Everything here reads the columns as they were before the step was sent.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from aserve.scheduling.flights import Step
+from aserve.scheduling.rows import Column, RowTable
+
+
+def input_ids(table: RowTable, step: Step) -> Column:
+    """Known tokens as they are; the token in flight and the drafts after it as -row."""
+    rows, starts = step.rows, table.scheduled_len[step.rows]
+    offsets = step.query_lens.cumsum() - step.query_lens
+    num_known = np.where(table.num_sampling[rows] > 0, 0, table.num_tokens[rows] - starts)
+    ids = (-rows).repeat(step.query_lens)
+    is_last = num_known == 1
+    ids[offsets[is_last]] = table.last_id[rows[is_last]]
+    for index in (num_known > 1).nonzero()[0].tolist():
+        start, offset = int(starts[index]), int(offsets[index])
+        known = step.sequences[index].tokens.span(start, start + int(step.query_lens[index]))
+        ids[offset : offset + len(known)] = known
+    return ids
+
+
+def next_ids(table: RowTable, step: Step) -> Column:
+    """The token after each span: the next one of the prompt for a middle chunk, else -row for one
+    that is not known yet, or never will be.
+    """
+    ends = table.scheduled_len[step.rows] + step.query_lens
+    has_next = ~step.samples & (ends < table.num_tokens[step.rows])
+    ids = -step.rows
+    for index in has_next.nonzero()[0].tolist():
+        ids[index] = step.sequences[index].tokens.at(int(ends[index]))
+    return ids
+
+
+def expected_stamps(table: RowTable, step: Step) -> Column:
+    """The stamp of the step whose stash each row reads from the relay: the last that samples it."""
+    reads_relay = (table.num_sampling[step.rows] > 0) | (step.num_drafts > 0)
+    return np.where(reads_relay, table.relay_stamp[step.rows], 0)

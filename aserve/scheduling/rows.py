@@ -1,0 +1,100 @@
+"""The lengths and counts of the running sequences as columns: an array for each, a value per row.
+
+A tick does the same thing to most rows, so choosing, launching and committing a step are numpy
+operations on whole columns. A `Sequence` reads and writes its own values by `Cell`. While it has a
+row, they stand in the columns; while it has none, they stand in an array of its own.
+
+A sequence has two clocks. `committed_len` is the KV length that came back from the device;
+`scheduled_len` is the KV length once everything in flight is back, which is exact, or an upper
+bound while it is not certain how many tokens come back. A flight takes the second clock ahead when
+it is sent, and the first when it lands (flights.py).
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Column: TypeAlias = npt.NDArray[np.int64]
+Cells: TypeAlias = "array[int] | memoryview[int]"
+
+NEVER = np.iinfo(np.int64).max  # the first iteration of a row without a sequence
+
+
+class RowTable:
+    """The columns, by row. Row 0 is padding. flights.py writes the lengths and the counts of
+    flights, commit.py writes `num_tokens` and `last_id`, and select.py writes `num_pages`.
+    """
+
+    committed_len: Column
+    scheduled_len: Column
+    # tokens that exist or are in flight and have no KV scheduled: `DecodeCaps.root_len` for a
+    # decode, more for a prefill, 0 when nothing will be sampled after the prompt
+    remaining: Column
+    num_flights: Column  # steps in flight that name it
+    num_sampling: Column  # those of them that sample it
+    num_uncertain: Column  # tokens that these may bring or not
+    first_iteration: Column  # results of earlier steps do not count for it
+    last_iteration: Column  # the last step that named it: the row that waited longest goes first
+    relay_stamp: Column  # of the last launched step that samples this row, 0 after a row init
+    written_pages: Column  # page table entries that the device has; 0: it does not know the row yet
+    # 1 if no further step may name it now: its last token is known, or it awaits a mask or its KV
+    is_blocked: Column
+    # prompt tokens that its client has not been charged for; known from its first admission on
+    unpaid: Column
+    failures: Column  # consecutive failed steps that named only this row
+
+    # Copies of what the sequence, its tokens and its pages say, to compute whole columns with.
+    num_tokens: Column
+    last_id: Column  # the last token
+    num_pages: Column
+    cached_pages: Column  # of the prompt, at its first admission
+    max_len: Column
+    max_kv_len: Column
+    max_tokens: Column
+    whole_len: Column  # tokens up to which a prompt is not cut into chunks
+    has_mask: Column
+
+    def __init__(self, max_rows: int) -> None:
+        self._values = np.zeros((len(NAMES), max_rows + 1), np.int64)
+        for name, column in zip(NAMES, self._values, strict=True):
+            setattr(self, name, column)
+        self.first_iteration[:] = NEVER
+
+    def enter(self, row: int, cells: Cells, *, copies: tuple[int, ...]) -> Cells:
+        """A sequence got this row. Returns its place in the columns, which is its cells from now
+        on.
+        """
+        values = self._values[:, row]
+        values[:] = (*cells, *copies)
+        return values.data
+
+    def leave(self, row: int, cells: Cells) -> Cells:
+        """A sequence gives back this row. Returns its cells from now on, which are its own."""
+        own = array("q", cells[:NUM_CELLS])
+        self.first_iteration[row] = NEVER
+        return own
+
+
+NAMES = tuple(RowTable.__annotations__)
+NUM_CELLS = NAMES.index("num_tokens")
+
+
+class HasCells(Protocol):
+    cells: Cells
+
+
+class Cell:
+    """An int of a sequence that stands in the column of this name while the sequence has a row."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._index = NAMES.index(name)
+
+    def __get__(self, sequence: HasCells, owner: type) -> int:
+        return sequence.cells[self._index]
+
+    def __set__(self, sequence: HasCells, value: int) -> None:
+        sequence.cells[self._index] = value
