@@ -15,6 +15,7 @@ from aserve.bench.options import (
     HostileOptions,
     HostStepOptions,
     KernelsOptions,
+    LoraBenchOptions,
     OfflineOptions,
     OneBatchOptions,
     OverlapSimOptions,
@@ -64,6 +65,12 @@ BENCHES: Mapping[str, Bench] = {
         "The memory bandwidth of each Triton kernel, relative to a plain copy.",
         KernelsOptions,
         "aserve.bench.kernels",
+    ),
+    "lora": Bench(
+        "Decode steps of rows with different LoRA adapters, relative to rows without.",
+        LoraBenchOptions,
+        "aserve.bench.lora",
+        takes_engine=True,
     ),
     "offline": Bench(
         "Throughput of the embedded engine, alone or alternating with another engine.",

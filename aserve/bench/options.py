@@ -47,6 +47,16 @@ class KernelsOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class LoraBenchOptions:
+    rows: str = option("8,32", "sequences that decode together, one measurement each", LIST)
+    adapters: int = option(8, "LoRA adapters in each batch", Limits(low=1))
+    rank: int = option(16, "rank of each adapter", Limits(low=1))
+    input_len: int = option(16, "tokens of each prompt", Limits(low=1))
+    output_len: int = option(48, "tokens of each answer", Limits(low=3))
+    repeats: int = option(5, "repeats with adapters and without, in turns", Limits(low=1))
+
+
+@dataclass(frozen=True, slots=True)
 class RelayOptions:
     rows: int = option(8, "sequences that decode together", Limits(low=1, high=256))
     steps: int = option(200, "measured steps of a repeat", Limits(low=1, high=900))

@@ -123,7 +123,7 @@ def build_on(
     if options.max_loras:
         _refuse_adapters(code)
         loras = LoraTables(
-            max_loras=options.max_loras, max_rank=options.max_lora_rank, ops=ops.lora
+            max_loras=options.max_loras, max_rank=options.max_lora_rank, ops=ops.lora_ops()
         )
         target = dataclasses.replace(target, wrap=loras.wrap)
     with names_the_option("the model does not fit; free memory of the device"):

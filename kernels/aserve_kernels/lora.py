@@ -48,5 +48,5 @@ def add_lora_ref(y: Tensor, x: Tensor, slots: Tensor, stack: LoraStack) -> None:
     h = torch.where(is_own[:, :, None, None], h, 0)
     for part in range(num_parts):
         columns = slice(int(stack.bounds[part]), int(stack.bounds[part + 1]))
-        weight = stack.b[:, :, columns].reshape(num_slots * rank, -1)
-        y[:, columns] += h[:, :, part].reshape(len(x), -1) @ weight
+        weight = stack.b[:, :, columns].flatten(0, 1)
+        y[:, columns] += h[:, :, part].flatten(1) @ weight

@@ -41,6 +41,7 @@ from aserve_kernels.paged_rows import PagedRows, Scoring
 from aserve_kernels.paged_tiles import KvSplits
 from aserve_kernels.penalties import penalise
 from aserve_kernels.prepare_inputs import PackedInputs, Tables, prepare_inputs
+from aserve_kernels.punica import add_lora
 from aserve_kernels.relay_rows import gather_rows, scatter_rows
 from aserve_kernels.rms_norm import add_rms_norm, rms_norm
 from aserve_kernels.rope_and_store_kv import rope_and_store_kv
@@ -48,6 +49,7 @@ from aserve_kernels.row_columns import FLOAT_COLUMNS, INT_COLUMNS
 from aserve_kernels.sample import sample
 from tests.gpu.device_tables import make_tables, to_device
 from tests.kernels import paged_case
+from tests.kernels.lora_case import Shape, draw_case
 
 AMPERE, HOPPER = 80, 90
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -188,6 +190,13 @@ def call_kv_indptr() -> None:
     kv_indptr(lens[:2], lens, window=None, page_size=16, out=out)
 
 
+def call_add_lora() -> None:
+    """As the attention and the MLP of a model have it, at ranks that are powers of two or not."""
+    for shape, num_tokens in (((9, 16, 128, (96, 32, 32)), 4), ((9, 12, 96, (128,)), 1)):
+        case = draw_case(Shape(*shape), num_tokens, BF16)
+        add_lora(case.y, case.x, case.slots, case.stack)
+
+
 # Kernels with matrix products, which differ most between architectures.
 PRODUCTS: tuple[Callable[[], object], ...] = (
     call_paged,
@@ -212,6 +221,7 @@ OTHERS: tuple[Callable[[], object], ...] = (
     call_penalise,
     lambda: bitmask.apply_bitmask(torch.zeros((2, 9000)), zeros(2, 282, dtype=torch.int32)),
     call_kv_indptr,
+    call_add_lora,
 )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from aserve.gpu.kv.store import RopeAndStoreKv, rope_then_store_kv
 from aserve.gpu.layers.ops import PLAIN, Elementwise
-from aserve.gpu.lora.tables import TORCH_LORA, LoraOps
+from aserve.gpu.lora.tables import LoraOps, MakeLoraOps
 from aserve.gpu.models.base import CausalModel
 from aserve.gpu.sampling.ops import PLAIN_OPS, SampleOps
 from aserve.gpu.step.forward_batch import ForwardBatch
@@ -59,7 +59,7 @@ class DeviceOps:
     row_ops: RowOps = PLAIN_ROWS  # gathers and scatters rows of the relay
     resolve: Resolve = resolve  # turns a step's staged words into the model's inputs
     sample_ops: SampleOps = PLAIN_OPS
-    lora: LoraOps = TORCH_LORA
+    lora_ops: MakeLoraOps = LoraOps  # of engines with --enable-lora
     fused_step: MakeFusedStep = no_fused_step
 
 

@@ -46,7 +46,7 @@ class LoraOps:
     has_any: Callable[[Tensor], bool] = may_have_any
 
 
-TORCH_LORA = LoraOps()
+MakeLoraOps: TypeAlias = Callable[[], LoraOps]  # may compile them
 
 
 class LoraTables:
@@ -55,10 +55,10 @@ class LoraTables:
 
     __slots__ = ("_layers", "max_loras", "max_rank", "ops", "token_slots")
 
-    def __init__(self, *, max_loras: int, max_rank: int, ops: LoraOps = TORCH_LORA) -> None:
+    def __init__(self, *, max_loras: int, max_rank: int, ops: LoraOps | None = None) -> None:
         self.max_loras = max_loras
         self.max_rank = max_rank
-        self.ops = ops
+        self.ops = ops or LoraOps()
         self.token_slots: Tensor | None = None
         self._layers: list[tuple[tuple[str, ...], LoraStack]] = []  # with the names of their parts
 

@@ -33,6 +33,7 @@ from aserve_kernels.cpu.decoder_forward import compile_decoder_forward
 from aserve_kernels.cpu.draw import compile_draw
 from aserve_kernels.cpu.gemm import compile_packed_linear
 from aserve_kernels.cpu.int8_linear import compile_int8_linear
+from aserve_kernels.cpu.lora import compile_lora
 from aserve_kernels.cpu.paged_attention import compile_paged_attention
 from aserve_kernels.cpu.rms_norm import compile_rms_norm
 from aserve_kernels.cpu.rope_and_store_kv import compile_rope_and_store_kv
@@ -46,6 +47,7 @@ COMPILERS: Mapping[str, Callable[[torch.dtype, int], None]] = {
     "chunk_attention": lambda _, num_threads: compile_chunk_attention(num_threads),
     "packed_linear": lambda dtype, _: compile_packed_linear(dtype),
     "rope_and_store_kv": lambda dtype, _: compile_rope_and_store_kv(dtype),
+    "lora": compile_lora,
     "int8_linear": lambda dtype, _: compile_int8_linear(dtype),
     "rms_norm": lambda dtype, _: compile_rms_norm(dtype),
     "draw": lambda _, __: compile_draw(),

@@ -28,6 +28,7 @@ from aserve_kernels.cpu.draw import draw_row
 from aserve_kernels.cpu.exp2 import LOG2_E, power_of_two
 from aserve_kernels.cpu.gemm import multiply
 from aserve_kernels.cpu.host_rows import Int64s, QueryRows
+from aserve_kernels.cpu.lora import add_to_wide
 from aserve_kernels.cpu.memory import array_at
 from aserve_kernels.cpu.paged_attention import attend_share
 from aserve_kernels.cpu.precompile import FASTMATH, NO_REFCOUNT, cached_njit, compile_ahead
@@ -78,6 +79,17 @@ LAYER: Any = np.dtype(
     align=True,
 )
 
+# The record of a linear layer's adapters: sizes, then the addresses of a LoraStack's arrays.
+LORA: Any = np.dtype(
+    [
+        *[(name, np.int64) for name in ("slots", "parts", "rank")],
+        *[(name, np.int64) for name in ("a", "b", "ranks", "bounds")],
+    ],
+    align=True,
+)
+LORA_LAYERS = ("qkv", "out", "gate_up", "down")  # the order of a layer's records
+NO_LORAS = np.empty(0, LORA)
+
 
 @dataclass(frozen=True, slots=True)
 class Tables:
@@ -86,23 +98,31 @@ class Tables:
     model: Records  # [1] MODEL
     layers: Records  # [layers] LAYER
     dtype: torch.dtype  # of weights and KV
+    loras: Records  # [layers * 4] LORA, or none if no token has an adapter
 
 
-def decoder_forward(input_ids: Tensor, queries: QueryRows, tables: Tables) -> Tensor:
+def decoder_forward(input_ids: Tensor, queries: QueryRows, slots: Int64s, tables: Tables) -> Tensor:
     """Returns the hidden states after the final norm [tokens, hidden], in the model's dtype.
 
-    input_ids int64 [tokens]; `queries` has every token once. Writes the tokens' KV slots, and their
+    input_ids int64 [tokens]; `queries` has every token once; slots [tokens] are those of adapters.
+    Writes the tokens' KV slots, and their
     ids to the token pool.
     """
     out = torch.empty((len(input_ids), int(tables.model["hidden"][0])), dtype=tables.dtype)
     row_inputs = (queries.rows, queries.lens, queries.starts, queries.query_lens)
     outputs = (as_array(out), np.empty(0, np.int32))
-    _step(input_ids.numpy(), *row_inputs, NO_ROWS, 0, tables.model, tables.layers, *outputs)
+    records = (tables.model, tables.layers, tables.loras)
+    _step(input_ids.numpy(), *row_inputs, slots, NO_ROWS, 0, *records, *outputs)
     return out
 
 
 def decoder_step(
-    input_ids: Int64s, queries: QueryRows, sampled: Int64s, iteration: int, tables: Tables
+    input_ids: Int64s,
+    queries: QueryRows,
+    slots: Int64s,
+    sampled: Int64s,
+    iteration: int,
+    tables: Tables,
 ) -> Tensor:
     """Runs the forward, and samples one token for each of the rows `sampled` (row indices).
 
@@ -114,27 +134,28 @@ def decoder_step(
     hidden = torch.empty((len(input_ids), int(tables.model["hidden"][0])), dtype=tables.dtype)
     row_inputs = (queries.rows, queries.lens, queries.starts, queries.query_lens)
     outputs = (as_array(hidden), words.numpy())
-    _step(input_ids, *row_inputs, sampled, iteration, tables.model, tables.layers, *outputs)
+    records = (tables.model, tables.layers, tables.loras)
+    _step(input_ids, *row_inputs, slots, sampled, iteration, *records, *outputs)
     return words
 
 
 def compile_decoder_forward(dtype: torch.dtype) -> None:
     floats = types.uint16 if dtype == torch.bfloat16 else types.float32
     column = types.Array(types.int64, 1, "C")
-    records = (types.Array(from_dtype(kind), 1, "C") for kind in (MODEL, LAYER))
+    records = (types.Array(from_dtype(kind), 1, "C") for kind in (MODEL, LAYER, LORA))
     outputs = (types.Array(floats, 2, "C"), types.Array(types.int32, 1, "C"))
-    compile_ahead(_step, *[column] * 6, types.int64, *records, *outputs)
+    compile_ahead(_step, *[column] * 7, types.int64, *records, *outputs)
 
 
 @cached_njit(nogil=True)
 def _step(
     ids: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
-    sampled: Int64s, iteration: int, models: Records, layers: Records,
-    out: Floats, words: Int32s,
+    slots: Int64s, sampled: Int64s, iteration: int, models: Records, layers: Records,
+    loras: Records, out: Floats, words: Int32s,
 ) -> None:  # fmt: skip
     model = models[0]
     token_ids = _resolve(ids, rows, lens, starts, query_lens, model)
-    _forward(token_ids, rows, lens, starts, query_lens, model, layers, out)
+    _forward(token_ids, rows, lens, starts, query_lens, slots, model, layers, loras, out)
     for first in range(0, sampled.shape[0], MAX_LOGITS_ROWS):
         indices = sampled[first : first + MAX_LOGITS_ROWS]
         _sample_rows(
@@ -207,8 +228,8 @@ def _cap_logits(logits: Float32s, like: Floats, divisor: np.float32, cap: np.flo
 
 @njit(inline="always")
 def _forward(
-    ids: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
-    model: Any, layers: Records, out: Floats,
+    ids: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s, slots: Int64s,
+    model: Any, layers: Records, loras: Records, out: Floats,
 ) -> None:  # fmt: skip
     num_tokens = ids.shape[0]
     # Buffers of all layers. `x` is the input of the next matrix product, and finally the result.
@@ -224,13 +245,17 @@ def _forward(
         layer = layers[index]
         flat_heads = heads.reshape((num_tokens, num_heads * model.head_dim))
         _multiply(x, layer.qkv, layer.qkv_bias, flat_heads)
+        _add_lora(x, slots, loras, 4 * index, flat_heads)
         _attend(model, layer, rows, lens, starts, query_lens, heads, attended)
         flat = attended.reshape((num_tokens, model.heads * model.head_dim))
         _multiply(flat, layer.out, layer.out_bias, added)
+        _add_lora(flat, slots, loras, 4 * index + 1, added)
         _add_norm(model, added, layer.after_attention, layer.before_mlp, hidden, x)
         _multiply(x, layer.gate_up, layer.gate_up_bias, gate_up)
+        _add_lora(x, slots, loras, 4 * index + 2, gate_up)
         _gate(gate_up, model.activation, gated)
         _multiply(gated, layer.down, layer.down_bias, added)
+        _add_lora(gated, slots, loras, 4 * index + 3, added)
         _add_norm(model, added, layer.after_mlp, layer.before_next, hidden, x)
 
 
@@ -249,6 +274,20 @@ def _multiply(x: Floats, packed: int, bias: int, out: Float32s) -> None:
     num_out = out.shape[1]
     size = -(-num_out // 32) * 32 * x.shape[1]
     multiply(x, array_at(packed, (size,), x), array_at(bias, (num_out,), out), out)
+
+
+@njit(nogil=True)
+def _add_lora(x: Floats, slots: Int64s, loras: Records, index: int, out: Float32s) -> None:
+    """Adds each token's adapter of one linear layer to its product, out [tokens, out]."""
+    if loras.shape[0] == 0:
+        return
+    lora = loras[index]
+    num_in, num_out = x.shape[1], out.shape[1]
+    a = array_at(lora.a, (lora.slots, lora.parts, lora.rank, num_in), x)
+    b = array_at(lora.b, (lora.slots, lora.rank, num_out), x)
+    ranks = array_at(lora.ranks, (lora.slots, lora.parts), slots)
+    bounds = array_at(lora.bounds, (lora.parts + 1,), slots)
+    add_to_wide(x, slots, a, b, ranks, bounds, out)
 
 
 @njit(inline="always")

@@ -13,7 +13,7 @@ from aserve.gpu.device.cuda.device import CudaDevice
 from aserve.gpu.device.ops import TORCH_OPS
 from tests.fakes.cuda import FakeCuda
 
-KERNELS = {"elementwise", "rope_and_store_kv", "sample_ops"}
+KERNELS = {"elementwise", "rope_and_store_kv", "sample_ops", "lora_ops"}
 HALVES_AND_FLOAT32 = [torch.float32, torch.bfloat16, torch.float16]
 TRITON = KERNELS | {"row_ops", "resolve"}
 
@@ -31,7 +31,7 @@ def own(device: Device, dtype: torch.dtype, *, is_deterministic: bool) -> set[st
         (CpuDevice(), [torch.float32, torch.bfloat16], False, KERNELS | {"fused_step"}),
         (CpuDevice(), [torch.float64, torch.float16], False, set()),
         # The other kernels of the CPU do not keep a token's bits.
-        (CpuDevice(), [torch.float32, torch.bfloat16], True, {"elementwise"}),
+        (CpuDevice(), [torch.float32, torch.bfloat16], True, {"elementwise", "lora_ops"}),
         (CudaDevice(FakeCuda()), HALVES_AND_FLOAT32, False, TRITON),
         (CudaDevice(FakeCuda()), HALVES_AND_FLOAT32, True, TRITON),
     ],

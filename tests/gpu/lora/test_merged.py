@@ -16,8 +16,9 @@ from aserve.gpu.models.base import CausalModel
 from aserve.gpu.weights.source import Target
 from aserve.messages.requests import AdmitRequest
 from aserve.tiny import MODEL_DIR
+from tests.fakes.graph_device import GraphDevice
 from tests.fakes.lora_adapters import RECIPES, write_adapter, write_merged
-from tests.gpu.drive import Served, make_executor, request, serve
+from tests.gpu.drive import Served, captured, make_executor, request, serve
 from tests.gpu.plain_engine import plain_run
 from tests.load_model import load_model
 
@@ -97,3 +98,21 @@ def test_a_mixed_batch_gives_the_tokens_of_merged_models(
     assert len({tuple(served.outputs[f"0-{slot}", 0]) for slot in range(9)}) == 9
     assert served.num_cached >= 9 * 16 or "num_pages" in options
     assert served.num_retracted or "num_pages" not in options
+
+
+def test_a_captured_step_adds_the_adapters_of_each_replay(
+    adapted: tuple[CausalModel, LoraTables], merged: list[CausalModel]
+) -> None:
+    """A graph is captured with rows that have none."""
+    model, tables = adapted
+    device = GraphDevice()
+    plain = [
+        of_slot(slot, request(f"r{slot}", [*PREFIX, 20 + slot], max_tokens=9)) for slot in range(9)
+    ]
+    options: dict[str, Any] = {"max_rows": 16, "num_pages": 200, "debug_checks": False}
+    executor = captured(make_executor(model, loras=tables, device=device, **options))
+    served = serve(executor, plain)
+    for each in plain:
+        expected = plain_run(merged[each.lora_slot], each)
+        assert served.outputs[each.request_id, 0] == expected.tokens
+    assert device.num_replays > 5

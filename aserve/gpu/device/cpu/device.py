@@ -12,13 +12,14 @@ import math
 import mmap
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from aserve.gpu.device.base import Captured, Event, GraphBreak
 from aserve.gpu.device.cpu.kernels import KERNEL_DTYPES, compile_kernels_of
-from aserve.gpu.device.cpu.linear import PER_TOKEN
+from aserve.gpu.device.cpu.linear import PER_TOKEN, lora_per_token
 from aserve.gpu.device.cpu.weights import choose_cpu_format, read_isa
 from aserve.gpu.device.ops import TORCH_OPS, DeviceOps
 from aserve.gpu.weights.format import WeightFormat, WeightRequest
@@ -88,22 +89,19 @@ class CpuDevice:
     def ops(self, dtype: torch.dtype, *, is_deterministic: bool) -> DeviceOps:
         has_kernels = dtype in KERNEL_DTYPES and importlib.util.find_spec("numba") is not None
         if is_deterministic:
-            return DeviceOps(elementwise=PER_TOKEN)
+            return DeviceOps(elementwise=PER_TOKEN, lora_ops=lora_per_token)
         if not has_kernels:
             return TORCH_OPS
+        from aserve.gpu.device.cpu import ops as cpu_ops
         from aserve.gpu.device.cpu.fused_decoder import make_compiled_forward
-        from aserve.gpu.device.cpu.ops import (
-            compiled_elementwise,
-            compiled_sample_ops,
-            compiled_store,
-        )
 
         compile_kernels_of(dtype)
 
         return DeviceOps(
-            elementwise=compiled_elementwise(dtype),
-            rope_and_store_kv=compiled_store(dtype),
-            sample_ops=compiled_sample_ops(),
+            elementwise=cpu_ops.compiled_elementwise(dtype),
+            rope_and_store_kv=cpu_ops.compiled_store(dtype),
+            sample_ops=cpu_ops.compiled_sample_ops(),
+            lora_ops=partial(cpu_ops.compiled_lora, dtype),
             fused_step=make_compiled_forward,
         )
 

@@ -9,6 +9,7 @@ records, which hold addresses of weights, pools and tables, and sizes.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
@@ -18,6 +19,7 @@ from aserve.gpu.device.cpu.ops import CompiledNorm
 from aserve.gpu.layers.linear import LinearOp
 from aserve.gpu.layers.mlp import GatedMlp
 from aserve.gpu.layers.norm import AddNorm, Norm, RmsNorm, SumAndNorm
+from aserve.gpu.lora.tables import LoraLinear
 from aserve.gpu.models.base import CausalModel
 from aserve.gpu.models.decoder import Attention, Block, Decoder
 from aserve.gpu.step.forward_batch import ForwardBatch
@@ -30,7 +32,9 @@ from aserve_kernels.cpu.decoder_forward import (
     GELU,
     GELU_TANH,
     LAYER,
+    LORA,
     MODEL,
+    NO_LORAS,
     SILU,
     Records,
     Tables,
@@ -38,7 +42,7 @@ from aserve_kernels.cpu.decoder_forward import (
     decoder_forward,
     decoder_step,
 )
-from aserve_kernels.cpu.host_rows import NO_WINDOW, QueryRows
+from aserve_kernels.cpu.host_rows import NO_WINDOW, Int64s, QueryRows
 from aserve_kernels.cpu.online_softmax import fold_log2
 from aserve_kernels.row_columns import FLOAT_COLUMNS, INT_COLUMNS
 
@@ -49,7 +53,7 @@ FEW_TOKENS = 256  # per row; above this, torch's attention within a prompt is fa
 class CompiledForward:
     """A `FusedStep`."""
 
-    __slots__ = ("_decoder", "_kept", "_state", "_tables")
+    __slots__ = ("_adapted", "_decoder", "_kept", "_plain", "_state")
 
     def __init__(self, decoder: Decoder, state: DeviceState) -> None:
         self._decoder = decoder
@@ -58,7 +62,8 @@ class CompiledForward:
         layers = np.zeros(len(decoder.blocks), LAYER)
         for index, block in enumerate(decoder.blocks):
             self._describe_layer(layers[index : index + 1], block)
-        self._tables = Tables(self._describe_model(), layers, decoder.dtype)
+        self._plain = Tables(self._describe_model(), layers, decoder.dtype, NO_LORAS)
+        self._adapted = replace(self._plain, loras=_describe_loras(decoder))
 
     def can_run(self, batch: ForwardBatch) -> bool:
         is_plain = batch.capture is None and batch.rope_override is None and batch.tree_mask is None
@@ -71,7 +76,8 @@ class CompiledForward:
             batch.cu_query_lens.numpy()[:-1],
             batch.query_lens_cpu.astype(np.int64),
         )
-        return decoder_forward(batch.input_ids, own, self._tables)
+        slots = self._slots_of(batch.rows.numpy(), own.query_lens)
+        return decoder_forward(batch.input_ids, own, slots, self._tables_for(slots))
 
     def can_step(self, plan: StepPlan) -> bool:
         """Whether each sampled row needs one token and at most noise: no filters, penalties, masks,
@@ -93,9 +99,19 @@ class CompiledForward:
         )
         sampled = np.searchsorted(own.starts + query_lens, plan.logits.tokens, side="right")
         ids = plan.input_ids.astype(np.int64)
-        words = decoder_step(ids, own, sampled, stamp_of(plan.iteration), self._tables)
+        slots = self._slots_of(own.rows, query_lens)
+        tables = self._tables_for(slots)
+        words = decoder_step(ids, own, slots, sampled, stamp_of(plan.iteration), tables)
         num = len(sampled)
         return Packed(words, Layout(num, 1, num, num_scored=0, num_top=0, num_prompt_words=0))
+
+    def _slots_of(self, rows: Int64s, query_lens: Int64s) -> Int64s:
+        """The adapter slot of each token, [tokens]."""
+        slots = self._state.tables.int_table.numpy()[rows, INT_COLUMNS.index("lora_slot")]
+        return np.repeat(slots, query_lens)
+
+    def _tables_for(self, slots: Int64s) -> Tables:
+        return self._adapted if slots.any() else self._plain
 
     def _describe_model(self) -> Records:
         decoder, pools = self._decoder, self._state.pools
@@ -175,6 +191,30 @@ class CompiledForward:
         return self._norm(norm.norm)
 
 
+def _describe_loras(decoder: Decoder) -> Records:
+    """The records of all layers' adapters, in the order of LORA_LAYERS."""
+    stacks = [
+        product.stack
+        for block in decoder.blocks
+        for product in _products(block)
+        if isinstance(product, LoraLinear)
+    ]
+    records = np.zeros(len(stacks), LORA)
+    for index, stack in enumerate(stacks):
+        slots, parts, rank, _ = stack.a.shape
+        values = {
+            "slots": slots,
+            "parts": parts,
+            "rank": rank,
+            "a": stack.a.data_ptr(),
+            "b": stack.b.data_ptr(),
+            "ranks": stack.ranks.ctypes.data,
+            "bounds": stack.bounds.ctypes.data,
+        }
+        _record(records[index : index + 1], values)
+    return records
+
+
 def make_compiled_forward(model: CausalModel, state: DeviceState) -> CompiledForward | None:
     if not isinstance(model, Decoder) or state.pools.dtype != model.dtype:
         return None
@@ -188,12 +228,25 @@ def _is_covered(block: Block) -> bool:
     attention, mlp = block.mixer, block.mlp
     if not isinstance(attention, Attention) or not isinstance(mlp, GatedMlp):
         return False
-    products = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
-    are_tiled = all(isinstance(product, TiledLinear) for product in products)
+    are_tiled = all(isinstance(_plain(product), TiledLinear) for product in _products(block))
     return are_tiled and attention.joint_norm is None
 
 
+def _products(block: Block) -> tuple[LinearOp, LinearOp, LinearOp, LinearOp]:
+    """The linear layers, in the order of LORA_LAYERS."""
+    attention, mlp = block.mixer, block.mlp
+    assert isinstance(attention, Attention)
+    assert isinstance(mlp, GatedMlp)
+    return attention.qkv, attention.out, mlp.gate_up, mlp.down
+
+
+def _plain(product: LinearOp) -> LinearOp:
+    """The layer without its adapters."""
+    return product.base if isinstance(product, LoraLinear) else product
+
+
 def _product(name: str, product: LinearOp) -> dict[str, int]:
+    product = _plain(product)
     assert isinstance(product, TiledLinear)
     return {name: product.packed.ctypes.data, f"{name}_bias": product.bias.ctypes.data}
 

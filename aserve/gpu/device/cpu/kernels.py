@@ -28,6 +28,7 @@ def all_kernels(isa: CpuIsa) -> list[KernelVariant]:
     for dtype in dtypes:
         for num_threads in (1, 2):
             variants |= dict.fromkeys(kernels_of(dtype, isa, num_threads=num_threads))
+            variants |= dict.fromkeys(_variants(["lora"], dtype, num_threads=num_threads))
         variants |= dict.fromkeys(_variants(["int8_linear"], dtype))
     return list(variants)
 

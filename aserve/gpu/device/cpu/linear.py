@@ -14,6 +14,8 @@ from torch import Tensor
 from aserve.gpu.layers.linear import Linear, LinearOp, Prepare
 from aserve.gpu.layers.mlp import Activation, GatedActivation
 from aserve.gpu.layers.ops import Elementwise
+from aserve.gpu.lora.tables import LoraOps
+from aserve_kernels.lora import LoraStack, add_lora_ref
 
 # PERF: oneDNN packs for an expected number of tokens, and this one serves all of them. Float32
 # linears of Qwen3-0.6B, ms per step at 1, 8 and 32 tokens: packed for 32 tokens 55, 74, 153; packed
@@ -91,3 +93,14 @@ def _gated_per_token(activation: str) -> Activation:
 # The elementwise operators of --deterministic. Norms and sums round alike in torch's vector loops
 # and scalar tails; exp, tanh and erf do not, so activations run per token.
 PER_TOKEN = Elementwise(gated=_gated_per_token)
+
+
+def lora_per_token() -> LoraOps:
+    """The adapters of --deterministic."""
+    return LoraOps(_add_lora_per_token)
+
+
+def _add_lora_per_token(y: Tensor, x: Tensor, slots: Tensor, stack: LoraStack) -> None:
+    for token in range(len(x)):
+        own = slice(token, token + 1)
+        add_lora_ref(y[own], x[own].clone(), slots[own], stack)

@@ -14,13 +14,16 @@ from aserve.gpu.kv.store import RopeAndStoreKv, Scales, rope_then_store_kv
 from aserve.gpu.layers.norm import AddNorm, RmsNorm
 from aserve.gpu.layers.ops import Elementwise
 from aserve.gpu.layers.rope import RopeInputs
+from aserve.gpu.lora.tables import LoraOps
 from aserve.gpu.sampling.draw import draw_tokens
 from aserve.gpu.sampling.ops import SampleOps
 from aserve.gpu.sampling.params import LogitsRows, RowTables
 from aserve.gpu.sampling.plan import SamplePlan
 from aserve_kernels.cpu.draw import compile_draw, draw
+from aserve_kernels.cpu.lora import add_lora, compile_lora
 from aserve_kernels.cpu.rms_norm import compile_rms_norm, rms_norm
 from aserve_kernels.cpu.rope_and_store_kv import compile_rope_and_store_kv, rope_and_store_kv
+from aserve_kernels.lora import LoraStack, add_lora_ref
 
 
 def compiled_store(dtype: torch.dtype) -> RopeAndStoreKv:
@@ -100,3 +103,22 @@ def _draw(
         return draw_tokens(logits, rows, tables, plan)
     params = tables.at(rows.rows, logits.dtype)
     return draw(logits, params.ints("seed"), rows.lens, params.floats("temperature"))
+
+
+# PERF: from this number of tokens on, dense products over all slots are faster than the kernel.
+MANY_TOKENS = 128
+
+
+def compiled_lora(dtype: torch.dtype) -> LoraOps:
+    """dtype: float32 or bfloat16."""
+    compile_lora(dtype, torch.get_num_threads())
+    return LoraOps(_add_lora, _has_any)
+
+
+def _add_lora(y: Tensor, x: Tensor, slots: Tensor, stack: LoraStack) -> None:
+    add = add_lora_ref if len(x) >= MANY_TOKENS else add_lora
+    add(y, x, slots, stack)
+
+
+def _has_any(slots: Tensor) -> bool:
+    return bool(slots.numpy().any())

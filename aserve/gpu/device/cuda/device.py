@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -131,6 +132,7 @@ class CudaDevice:
         """The Triton kernels. All of them are deterministic: they compute each token by itself."""
         from aserve.gpu.device.cuda.ops import (
             triton_elementwise,
+            triton_lora,
             triton_resolver,
             triton_row_ops,
             triton_sample_ops,
@@ -143,6 +145,7 @@ class CudaDevice:
             row_ops=triton_row_ops(dtype),
             resolve=triton_resolver(dtype),
             sample_ops=triton_sample_ops(dtype),
+            lora_ops=partial(triton_lora, dtype, is_deterministic=is_deterministic),
         )
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

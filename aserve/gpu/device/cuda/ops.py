@@ -18,6 +18,7 @@ from aserve.gpu.layers.mlp import Activation
 from aserve.gpu.layers.norm import Norm, SumAndNorm
 from aserve.gpu.layers.ops import PLAIN, Elementwise
 from aserve.gpu.layers.rope import RopeInputs
+from aserve.gpu.lora.tables import LoraOps
 from aserve.gpu.sampling.ops import SHAPED_OPS, SampleOps
 from aserve.gpu.sampling.params import LogitsRows, RowTables
 from aserve.gpu.sampling.plan import SamplePlan
@@ -30,7 +31,9 @@ from aserve_kernels import penalties
 from aserve_kernels.bitmask import apply_bitmask
 from aserve_kernels.gated_mul import gated_mul
 from aserve_kernels.invariant_linear import invariant_linear
+from aserve_kernels.lora import LoraStack, add_lora_ref
 from aserve_kernels.prepare_inputs import PackedInputs, Tables, prepare_inputs
+from aserve_kernels.punica import add_lora
 from aserve_kernels.relay_rows import gather_rows, scatter_rows
 from aserve_kernels.rms_norm import add_rms_norm, rms_norm
 from aserve_kernels.rope_and_store_kv import rope_and_store_kv
@@ -173,3 +176,19 @@ def _scatter(
     table: Tensor, rows: Tensor, values: Tensor, stamps: Tensor, iteration: Tensor
 ) -> None:
     scatter_rows(table, rows, values.contiguous(), stamps, iteration)
+
+
+# From this number of tokens on, dense products over all slots, on tensor cores, take their place.
+MANY_TOKENS = 256
+
+
+def triton_lora(dtype: torch.dtype, *, is_deterministic: bool) -> LoraOps:
+    """In float64 and for many tokens the dense reference runs, except with --deterministic."""
+    if dtype == torch.float64:
+        return LoraOps()
+    return LoraOps(add_lora if is_deterministic else _add_lora)
+
+
+def _add_lora(y: Tensor, x: Tensor, slots: Tensor, stack: LoraStack) -> None:
+    add = add_lora_ref if len(x) >= MANY_TOKENS else add_lora
+    add(y, x, slots, stack)
