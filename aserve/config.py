@@ -450,7 +450,7 @@ class DebugOptions:
         Limits(choices=("text", "json")),
     )
     config: str | None = option(
-        None, "read options from a TOML file, named as here", Limits(metavar="FILE")
+        None, "read options from a TOML or YAML file, named as here", Limits(metavar="FILE")
     )
 
 
@@ -563,7 +563,7 @@ def read_raw(command_line: Mapping[str, object]) -> Raw:
     if not path:
         return Raw(environment=environment, command_line=command_line)
     return Raw(
-        file=_read_toml(Path(str(path))),
+        file=_read_file(Path(str(path))),
         file_name=str(path),
         environment=environment,
         command_line=command_line,
@@ -603,6 +603,7 @@ def _merged(raw: Raw) -> dict[str, object]:
     options = tuple(options_of(*ALL_RECORDS))
     in_file = [option for option in options if option.name != "config"]
     file_keys = {name.replace("_", "-"): option for option in in_file for name in option.names}
+    file_keys |= {alias: option for option in in_file for alias in option.limits.aliases}
     variables = {ENV_PREFIX + name.upper(): option for option in options for name in option.names}
     flags = {name: option for option in options for name in option.names}
     values: dict[str, object] = {}
@@ -612,6 +613,8 @@ def _merged(raw: Raw) -> dict[str, object]:
             hint = unknown_option(key, [option.key for option in in_file])
             raise ConfigError(f"{raw.file_name}: {hint.message}")
         _check_former(found, [name.replace("-", "_") for name in raw.file], where=raw.file_name)
+        if found.name in values:
+            raise ConfigError(f"{raw.file_name} sets {found.key} twice, the second time as {key}")
         values[found.name] = parse_value(found, value, where=f"{raw.file_name}: {key} =")
     for variable, text in raw.environment.items():
         found = variables.get(variable)
@@ -653,10 +656,29 @@ def _build(record: type[T], values: Mapping[str, object]) -> T:
     return record(**given)
 
 
-def _read_toml(path: Path) -> Mapping[str, object]:
+def _read_file(path: Path) -> Mapping[str, object]:
+    """Reads TOML, or YAML by the file's name. In YAML a list stands for texts with commas."""
+    is_yaml = path.suffix in (".yaml", ".yml")
     try:
-        return MappingProxyType(tomllib.loads(path.read_text(encoding="utf-8")))
+        text = path.read_text(encoding="utf-8")
+        return MappingProxyType(_parse_yaml(text) if is_yaml else tomllib.loads(text))
     except OSError as error:
         raise ConfigError(f"cannot read --config {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is not valid TOML: {error}") from None
+    except ValueError as error:  # of TOML, YAML and UTF-8
+        kind = "YAML" if is_yaml else "TOML"
+        raise ConfigError(f"--config {path} is not valid {kind}: {error}") from None
+
+
+def _parse_yaml(text: str) -> dict[str, object]:
+    import yaml  # only for those who use it
+
+    try:
+        parsed = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    if not isinstance(parsed, dict):
+        raise ValueError("it has no options")
+    return {
+        str(key): ",".join(map(str, value)) if isinstance(value, list) else value
+        for key, value in parsed.items()
+    }

@@ -155,6 +155,38 @@ def test_the_file_may_come_from_the_environment_and_is_parsed_as_toml(
     assert result.model_name == "m"
 
 
+def test_a_yaml_file_has_the_same_options_also_in_other_spellings(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(
+        "# as for vLLM\nport: 9\nmax_num_seqs: 7\ncontext-length: 99\nenforce-eager: true\n"
+        "allowed-origins: [https://a.example, https://b.example]\n"
+    )
+    result = resolve(read_raw({"config": str(path)}), FACTS)
+    assert (result.server.port, result.scheduler.max_num_seqs) == (9, 7)
+    assert (result.model.max_model_len, result.graphs.eager) == (99, True)
+    assert result.server.allowed_origins == "https://a.example,https://b.example"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("port: [", "not valid YAML"),
+        ("- port", "has no options"),
+        ("port: many", "a.yaml: port = many: must be an integer"),
+        ("prot: 1", "did you mean port?"),
+        ("context-length: 9\nmax-model-len: 8", "sets max-model-len twice"),
+        ("!!python/object/apply:os.getcwd []", "not valid YAML"),
+    ],
+)
+def test_a_bad_yaml_file_is_one_error(tmp_path: Path, content: str, words: str) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        resolve(read_raw({"config": str(path)}), FACTS)
+    assert words in caught.value.message
+    assert "\n" not in caught.value.message
+
+
 @pytest.mark.parametrize("content", [None, "port = ", "port = [1]", "[kv]\npage-size = 1"])
 def test_a_bad_file_is_one_error_with_its_name(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "a.toml"

@@ -26,7 +26,8 @@ Each option can be given in three ways, and the first one that is present wins:
 
 1. on the command line: `--max-num-seqs 32`,
 2. as an environment variable: `ASERVE_MAX_NUM_SEQS=32`,
-3. as a line of a TOML file that `--config FILE` names: `max-num-seqs = 32`.
+3. as a line of a TOML or YAML file that `--config FILE` names: `max-num-seqs = 32` or
+   `max-num-seqs: 32`.
 
 `aserve.engine.Engine` takes them as keyword arguments: `Engine(max_num_seqs=32)`. A switch takes
 `true` or `false` in a variable or a file. An option that does not exist and a value out of range

@@ -68,7 +68,7 @@ REACH = {
     "aserve.errors": BORDER,
     "aserve.config": Reach(
         aserve=(*FIRST, "aserve.gpu.attention.registry", "aserve.parsers.registry"),
-        packages=PLAIN,
+        packages=(*PLAIN, "yaml"),
     ),
     "aserve.option": BORDER,
     "aserve.foreign_flags": BORDER,
