@@ -293,6 +293,11 @@ async def test_an_output_begins_inside_the_reasoning_that_the_prompt_has_opened(
     assert (whole["reasoning"], whole["content"]) == ("so", "hello<|think|>")
 
 
+async def test_the_parsers_are_told_by_the_server(echo: EchoEngine) -> None:
+    info = (await ask(echo, "/server_info")).json
+    assert (info["reasoning_parser"], info["tool_call_parser"]) == PARSERS[:2]
+
+
 async def test_functions_are_the_older_form_of_tools(echo: EchoEngine) -> None:
     fields: dict[str, Any] = {"tools": None, "functions": [{"name": "f"}], "function_call": "auto"}
     output = call("f", '{"a": 1}')

@@ -54,6 +54,8 @@ async def server_info(_: web.Request, context: HttpContext) -> web.Response:
             "served_model_name": model,
             "max_model_len": state.max_model_len,
             "context_length": state.max_model_len,
+            "reasoning_parser": state.parsers.reasoning,
+            "tool_call_parser": state.parsers.tools,
             **sizes,
             "limits": {name: [limit.low, limit.high] for name, limit in RANGES.items()},
             "internal_states": [sizes],

@@ -135,9 +135,7 @@ class ParsedChoice:
                 if reason:
                     logger.warning("malformed tool call choice=%s: %s", self._choice_id, reason)
                 return [Content(text)] if text else []
-            case ToolCallStart(index) | ToolArguments(index) if (
-                index and not self._plan.is_parallel
-            ):
+            case ToolCallStart(index) | ToolArguments(index) if self._is_surplus(index):
                 return []
             case ToolCallStart(index, _, call_id):
                 self.has_calls = True
