@@ -76,41 +76,59 @@ def arguments(reader: Reader, call: CallWriter) -> Parsing[None]:
 
 
 def _quoted_arguments(reader: Reader, call: CallWriter) -> Parsing[None]:
+    """Reads the arguments in a string.
+
+    NOTE: the characters behind the first invalid one are given back, because how many of them are
+    here depends on the cuts of the text.
+    """
     scanner = JsonScanner()
     is_begun = False
     yield from reader.char()
-    while piece := (yield from _string_piece(reader)):
-        piece = piece if is_begun else piece.lstrip()
-        if piece and not is_begun and piece[0] != "{":
-            raise CallError("the arguments are not an object")
-        is_begun = is_begun or bool(piece)
-        end = scanner.feed(piece)
-        call.write(piece[:end])
-        if piece[end:].strip():
-            raise CallError("the arguments are not valid JSON")
+    while True:
+        yield from reader.peek()
+        plain = reader.match(PLAIN)
+        piece = plain or (yield from _escape_or_end(reader))
+        if not piece:
+            break
+        start = 0 if is_begun else _num_spaces(piece)
+        is_begun = is_begun or piece[start:].startswith("{")
+        end = scanner.feed(piece, start) if is_begun else start
+        call.write(piece[start:end])
+        if scanner.is_done:
+            end += _num_spaces(piece[end:])
+        if end < len(piece):
+            reader.unread(plain[end:])
+            raise CallError("the arguments are not a JSON object")
+    if is_begun and not scanner.is_done:
+        raise CallError("the arguments are not a JSON object")
     if not is_begun:
         call.write("{}")
-    elif not scanner.is_done:
-        raise CallError("the arguments are not valid JSON")
+
+
+def _num_spaces(text: str) -> int:
+    return len(text) - len(text.lstrip())
 
 
 def json_text(reader: Reader) -> Parsing[str]:
     """Reads a JSON string of bounded size, and returns what it means."""
     yield from reader.expect('"')
     pieces: list[str] = []
-    size = 0
-    while piece := (yield from _string_piece(reader)):
+    room = MAX_STRING
+    while True:
+        yield from reader.peek()
+        plain = reader.match(PLAIN)
+        reader.unread(plain[room:])
+        piece = plain[:room] or (yield from _escape_or_end(reader))
+        if not piece:
+            return "".join(pieces)
         pieces.append(piece)
-        size += len(piece)
-        if size > MAX_STRING:
-            raise CallError(f"a name of more than {MAX_STRING} characters")
-    return "".join(pieces)
+        room -= len(piece)
+        if room <= 0:
+            raise CallError(f"a name of {MAX_STRING} characters or more")
 
 
-def _string_piece(reader: Reader) -> Parsing[str]:
-    """Returns the meaning of the next characters of a string, or "" at its end."""
-    if (yield from reader.peek()) and (plain := reader.match(PLAIN)):
-        return plain
+def _escape_or_end(reader: Reader) -> Parsing[str]:
+    """Returns the meaning of an escape in a string, or "" at the string's end."""
     char = yield from reader.char()
     if char == '"':
         return ""

@@ -215,21 +215,26 @@ class Reader:
                 raise AnswerEnded
             yield
 
-    def unread(self, marker: str) -> None:
-        """Gives back a marker that was just consumed."""
-        assert self._text.endswith(marker, 0, self._place), "only what was consumed last"
-        self._place -= len(marker)
+    def unread(self, text: str) -> None:
+        """Gives back text, which is the end of what was just consumed."""
+        assert self._text.endswith(text, 0, self._place), "only what was consumed last"
+        self._place -= len(text)
         if self._held is not None:
-            self._held.pop()
+            self._held[-1] = self._held[-1].removesuffix(text)
+            self._num_held -= len(text)
 
     def _take(self, end: int) -> str:
+        """Consumes text. NOTE: too much of it fails at a place that does not depend on the cuts."""
         text = self._text[self._place : end]
-        self._place = end
+        is_too_much = False
         if self._held is not None:
+            is_too_much = len(text) > MAX_HELD - self._num_held
+            text = text[: MAX_HELD - self._num_held]
             self._held.append(text)
             self._num_held += len(text)
-            if self._num_held > MAX_HELD:
-                raise CallError(f"more than {MAX_HELD} characters before the call can begin")
+        self._place += len(text)
+        if is_too_much:
+            raise CallError(f"more than {MAX_HELD} characters before the call can begin")
         return text
 
     def _num_spaces_before(self, end: int) -> int:

@@ -133,7 +133,7 @@ def _section(syntax: CallSyntax, calls: Sequence[Format], *, is_single: bool) ->
 
 
 def _call(syntax: CallSyntax, spec: ToolSpec) -> Format:
-    schema = spec.parameters or ANY_ARGUMENTS
+    schema = ANY_ARGUMENTS | (spec.parameters or {})
     schema = schema if spec.strict else without_ignored(schema)
     name = json.dumps(spec.name)[1:-1]
     if syntax.style == "python":

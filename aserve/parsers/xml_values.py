@@ -14,9 +14,9 @@ import msgspec
 
 from aserve.parsers.calls import CallWriter
 from aserve.parsers.events import JsonSchema, ToolSpec
-from aserve.parsers.reader import MAX_SPACE, CallError, Markers, Parsing, Reader
+from aserve.parsers.reader import MAX_SPACE, Markers, Parsing, Reader
 
-MAX_VALUE = 1 << 16  # characters of a value that is not a string
+MAX_VALUE = 1 << 16  # characters of a value that is not a string by its schema
 MAX_SCHEMAS = 64  # that are looked at to find the types of a value
 PYTHON = {"True": "true", "False": "false", "None": "null"}
 TYPES: dict[type, str] = {
@@ -89,22 +89,32 @@ class _StringValue:
 
 
 class _AnyValue:
-    __slots__ = ("_call", "_kind", "_pieces", "_size")
+    """Collects a value until its end. One that is longer than MAX_VALUE is a string."""
+
+    __slots__ = ("_call", "_kind", "_pieces", "_size", "_string")
 
     def __init__(self, call: CallWriter, kind: ValueKind) -> None:
         self._call = call
         self._kind = kind
         self._pieces: list[str] = []
         self._size = 0
+        self._string: _StringValue | None = None
 
     def add(self, text: str) -> None:
+        if self._string is not None:
+            self._string.add(text)
+            return
         self._pieces.append(text)
         self._size += len(text)
         if self._size > MAX_VALUE:
-            raise CallError(f"a value of more than {MAX_VALUE} characters that is not a string")
+            self._string = _StringValue(self._call)
+            self._string.add("".join(self._pieces))
 
     def finish(self) -> None:
-        self._call.write(json_of("".join(self._pieces), self._kind))
+        if self._string is not None:
+            self._string.finish()
+        else:
+            self._call.write(json_of("".join(self._pieces), self._kind))
 
 
 class ValueKind(NamedTuple):

@@ -197,6 +197,7 @@ QWEN = (
     parameter("an unknown number", "other", "1.5", "1.5"),
     parameter("an unknown text", "other", "x y", '"x y"'),
     parameter("no text", "city", "", '""'),
+    parameter("a long text", "other", "12345 " * 11_000, '"' + "12345 " * 11_000 + '"'),
     qwen(
         "prose about the tag",
         "Write <tool_call> first.",

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aserve.parsers.events import ParsedEvent, joined
-from aserve.parsers.registry import make_parser
+from aserve.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, kept_tokens, make_parser
 from tests.parsers.family_transcripts import FAMILIES
 from tests.parsers.tagged_transcripts import REASONING, TAGGED
 from tests.parsers.transcripts import Transcript, story_of
@@ -92,6 +92,67 @@ def test_spliced_answers_are_read_the_same_for_every_cut(data: st.DataObject) ->
     whole = parsed(row, [text])
     assert parsed(row, pieces) == whole
     assert parsed(row, text) == whole
+
+
+FRAGMENTS = (
+    *(
+        '{"name": "get_time"',
+        '"arguments": ',
+        '{"city": "Rome"}',
+        "{",
+        "}",
+        "[",
+        "]",
+        "(",
+        ")",
+        ",",
+    ),
+    *(
+        '"',
+        "'",
+        "\\",
+        "\\u",
+        "d83d",
+        "\\ude00",
+        ": ",
+        "null",
+        "nul",
+        "1",
+        "-",
+        "get_time",
+        "functions.",
+    ),
+    *(
+        "city=",
+        "\n",
+        " ",
+        "a",
+        "é",
+        "<",
+        "</",
+        "<|",
+        "```json",
+        "to=",
+        "<function=",
+        "<parameter=city>",
+    ),
+    *("</parameter>", "</function>", "assistant", "analysis"),
+)
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_any_text_is_read_the_same_for_every_cut(data: st.DataObject) -> None:
+    """Special tokens and fragments of calls in any order."""
+    tools = data.draw(st.sampled_from([None, *TOOL_PARSERS]))
+    reasoning = data.draw(st.sampled_from([None, *REASONING_PARSERS]))
+    fragments = sorted(kept_tokens(reasoning, tools)) * 3 + list(FRAGMENTS)
+    text = "".join(data.draw(st.lists(st.sampled_from(fragments), max_size=30)))
+    row = Transcript("any", text, [], tools, reasoning, inside=data.draw(st.booleans()))
+    whole = parsed(row, [text])
+    assert parsed(row, text) == whole
+    cut = data.draw(st.integers(0, len(text)))
+    assert parsed(row, [text[:cut], text[cut:]]) == whole
 
 
 def test_the_arguments_of_the_tables_are_json() -> None:

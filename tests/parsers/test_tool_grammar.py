@@ -269,6 +269,19 @@ def test_the_recorded_calls_in_the_form_of_a_family_are_allowed() -> None:
         assert is_allowed(grammar, text), name
 
 
+@FAMILY
+def test_arguments_are_an_object_although_the_schema_does_not_say_so(tools: str) -> None:
+    spec = ToolSpec(
+        "get_time", {"properties": {"exact": {"type": "boolean"}}, "required": ["exact"]}
+    )
+    grammar = tool_grammar(tools, (spec,), "required", parallel=False)
+    assert grammar is not None
+    for seed in range(3):
+        [(kind, _, arguments, *_)] = read(tools, walk(grammar, seed))
+        assert kind == "call"
+        assert isinstance(json.loads(arguments)["exact"], bool)
+
+
 UNIQUE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
 
 
