@@ -34,7 +34,7 @@ class Output:
     """
 
     __slots__ = (
-        *("_texts", "_token_ids", "finish_reason", "first_s", "last_s", "logprobs"),
+        *("_texts", "_token_ids", "error", "finish_reason", "first_s", "last_s", "logprobs"),
         *("prompt", "prompt_tail", "start_s", "stop_reason", "text_len", "usage"),
     )
 
@@ -46,6 +46,7 @@ class Output:
         self.prompt: list[PromptToken] = []
         self.prompt_tail = ""
         self.usage = Usage()
+        self.error: ErrorInfo | None = None  # why it ended, if its answer goes on
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.start_s = self.first_s = self.last_s = time.monotonic()
@@ -61,6 +62,7 @@ class Output:
         self.prompt_tail = self.prompt_tail or chunk.prompt_tail
         if chunk.prompt is not None:
             self.prompt += chunk.prompt.tokens
+        self.error = chunk.error
         if chunk.error is None:
             self.usage = chunk.usage
         self.finish_reason = chunk.finish_reason

@@ -27,6 +27,8 @@ RIGHT: dict[str, Any] = {
 # What single routes need beside it, because the name means something else to another route.
 OWN: dict[str, dict[str, Any]] = {
     "/generate": {"text": "a"},
+    "/parse_function_call": {"text": "a"},
+    "/separate_reasoning": {"text": "a"},
     "/generate_stream": {"inputs": "a"},
     "/": {"inputs": "a"},
     "/abort_request": {"rid": "a"},

@@ -47,7 +47,8 @@ async def test_an_id_is_matched_exactly_and_within_one_client(paused: EchoEngine
             assert await aborted(paused, {"rid": rid}) == 0
     assert await aborted(paused, {"rid": "job-1", "abort_message": "enough"}) == 1
     answer = await own
-    assert answer.json["meta_info"]["finish_reason"]["type"] == "abort"
+    reason = {"type": "abort", "message": "enough"}
+    assert answer.json["meta_info"]["finish_reason"] == reason
     assert not other.done()
     await paused.until(lambda: len(paused.scheduler.live) == 1)
     assert await aborted(paused, {"rid": "job-1"}) == 0

@@ -229,6 +229,14 @@ def test_tools_are_given_to_the_template_in_its_form(
     assert (plan.prompt.tools and json.loads(plan.prompt.tools)) == tools
 
 
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "f"}])
+def test_a_call_that_must_come_is_constrained_by_a_grammar(choice: dict[str, Any]) -> None:
+    given = body_of("a", tools=TOOLS, tool_choice=choice)
+    plan = plan_of(parse_body(msgspec.json.encode(given), MessagesBody), PARSERS)
+    assert plan.grammar is not None
+    assert plan.grammar.kind == "structural_tag"
+
+
 async def test_the_assistants_last_message_is_continued(echo: EchoEngine) -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I am"}]
     message = await told(echo, "/v1/messages", {"max_tokens": 50, "messages": messages})

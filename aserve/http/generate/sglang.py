@@ -322,7 +322,9 @@ class SglangRendering:
             case "length":
                 return {"type": "length", "length": output.usage.completion_tokens}
             case reason:
-                return {"type": "abort", "message": f"The request was ended: {reason}."}
+                ended = f"The request was ended: {reason}."
+                message = ended if output.error is None else output.error.message
+                return {"type": "abort", "message": message}
 
     def _add_logprobs(self, meta: MetaInfo, output: Output) -> None:
         sampling = self.call.sampling
