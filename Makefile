@@ -9,10 +9,10 @@ INSTALL := $(PY) -m pip install --constraint constraints.txt
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all test-page test-clients gpu-check lint style format mutants lock clean
+.PHONY: help setup serve test test-all test-page test-clients gpu-check image-check lint style format mutants lock clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo "  ARGS='...'          more arguments for serve, test and gpu-check"
 	@echo "  PYTHON=python3.12   the Python that makes .venv (3.11 to 3.13)"
@@ -69,6 +69,10 @@ test-page: setup ## the web page in Chromium; CHROMIUM=file of the browser, ARGS
 # Not in `test`: it installs the clients, each in an environment of its own.
 test-clients: setup ## clients of other APIs (Anthropic, Ollama, Hugging Face) against a server; ARGS=names
 	@$(PY) -m tests.clients.run $(ARGS)
+
+# Not in `test`: it takes a quarter of an hour, root, buildah and debootstrap.
+image-check: setup ## build the CPU image without Docker and try it; docker/check.sh lists its variables
+	@docker/check.sh
 
 # Not with setup: on such a machine torch is there already, and what is missing comes from WHEELS.
 gpu-check: ## what only a GPU can show, resumable; WHEELS=dir has packages that are missing

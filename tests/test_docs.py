@@ -22,9 +22,14 @@ FIGURES = ROOT / "docs" / "figures"
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 CODE_PATH = re.compile(r"`((?:[\w-]+/)+(?:[\w-]+\.py)?|[\w-]+\.py)`")
 LINK = re.compile(r"\]\((?!http)([^)#]+)\)")
-# Options of mypy, transformers, `make gpu-check` and the script that trains the bundled model.
+# Options of mypy, transformers, Docker, `make gpu-check` and the bundled model's training script.
 FOREIGN = frozenset(
     {
+        "--build-arg",
+        "--ipc",
+        "--read-only",
+        "--secret",
+        "--target",
         "--depth",
         "--lead",
         "--mixed-prompt-tokens",
