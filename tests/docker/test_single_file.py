@@ -64,7 +64,7 @@ def test_a_cache_that_cannot_be_written_is_an_error(file: Path) -> None:
 
 
 def entered(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, ROOT / "docker/entry.py", *arguments]
+    command = [sys.executable, str(ROOT / "docker/entry.py"), *arguments]
     environment = os.environ | {"PYTHONPATH": ":".join(sys.path)}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
