@@ -14,16 +14,19 @@ from aserve.messages.executor import EngineSpec, SchedulerEvent
 from aserve.messages.requests import AdmitRequest, Cancel
 from aserve.scheduling.state import SchedulerState
 
-MOST = 16  # sequences, where no row runs
-LEAST = 8  # sequences, however many rows run
-ROWS_PER_SEQUENCE = 32  # running rows that cost as much as one sequence
+MOST = 12  # sequences, where no row runs
+LEAST = 8  # sequences that are admitted and finished, however many rows run
+LEAST_RECEIVED = 4  # the next tick, which comes at once, receives more
+ROWS_PER_SEQUENCE = 24  # running rows that cost as much as one sequence
 STEPS_PER_SEQUENCE = 32
+BURST = 512  # new requests that a tick only takes in
+CROWDED = 128  # running rows beside whose results no request is received
 PAGES_PER_LOOK = 1024  # cached pages that cost as much as one look when they are opened
 
 
 def max_received(num_running: int) -> int:
     """New sequences that enter the queue in one tick; a larger group of one request comes alone."""
-    return max(LEAST, MOST - num_running // ROWS_PER_SEQUENCE)
+    return max(LEAST_RECEIVED, MOST - num_running // ROWS_PER_SEQUENCE)
 
 
 def max_looks(state: SchedulerState, *, num_finished: int) -> int:
@@ -43,11 +46,12 @@ def _steady(spec: EngineSpec) -> int:
 class Intake:
     """Requests that wait for their turn, in order of arrival. `len` is the number of events."""
 
-    __slots__ = ("_held", "_held_ids")
+    __slots__ = ("_held", "_held_ids", "_is_postponed")
 
     def __init__(self) -> None:
         self._held: deque[AdmitRequest | Cancel] = deque()
         self._held_ids: set[str] = set()  # of requests
+        self._is_postponed = False  # the last tick received none, though some were held
 
     def __len__(self) -> int:
         return len(self._held)
@@ -67,6 +71,8 @@ class Intake:
         tick: list[SchedulerEvent] = []
         if len(requests) < len(events):
             tick = self._hold_cancels(events)
+        if self._postpones(len(requests), has_results=bool(tick) and num_running >= CROWDED):
+            return tick
         room = most = max_received(num_running)
         while self._held and (room == most or _size(self._held[0]) <= room):
             event = self._held.popleft()
@@ -75,6 +81,14 @@ class Intake:
             if isinstance(event, AdmitRequest):
                 self._held_ids.discard(event.request_id)
         return tick
+
+    def _postpones(self, num_new: int, *, has_results: bool) -> bool:
+        """Whether the requests are received in the next tick, which comes at once, because this one
+        has enough to do. It never happens twice in a row.
+        """
+        is_full = num_new > BURST or (has_results and len(self._held) > 0)
+        self._is_postponed = is_full and not self._is_postponed
+        return self._is_postponed
 
     def _hold_cancels(self, events: list[SchedulerEvent]) -> list[SchedulerEvent]:
         """Holds the cancels of requests that are held, and returns the others."""
