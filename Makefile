@@ -67,7 +67,7 @@ test-page: setup ## the web page in Chromium; CHROMIUM=file of the browser, ARGS
 	@$(PY) -m tests.page.in_browser $(ARGS)
 
 # Not in `test`: it installs the clients, each in an environment of its own.
-test-clients: setup ## clients of other APIs (Anthropic, Ollama, Hugging Face) against a server; ARGS=names
+test-clients: setup ## clients that nobody here wrote (LangChain, Anthropic, Ollama, ...) against a server; ARGS=names
 	@$(PY) -m tests.clients.run $(ARGS)
 
 # Not in `test`: it takes a quarter of an hour, root, buildah and debootstrap.

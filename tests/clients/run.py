@@ -22,6 +22,11 @@ CLIENTS: dict[str, tuple[str, ...]] = {
     "anthropic_sdk": ("anthropic",),
     "ollama_client": ("ollama",),
     "hugging_face_client": ("huggingface_hub",),
+    "langchain_openai_client": ("langchain-openai",),
+    "instructor_client": ("instructor",),
+    "litellm_client": ("litellm", "mcp"),
+    "pydantic_ai_client": ("pydantic-ai-slim[openai]",),
+    "agents_sdk": ("openai-agents",),
 }
 
 
