@@ -122,6 +122,7 @@ MUTANTS = (
         "aserve/scheduling/commit.py",
         "        state.table.num_tokens[sequence.row] = sequence.tokens.num",
         "        pass",
+        "tests/scheduling/test_tick.py",
     ),
     Mutant(
         "a page that the columns do not know",

@@ -9,12 +9,13 @@ import pytest
 
 from aserve.messages.base import array_i32
 from aserve.messages.executor import EngineSpec, GroupSpec, SchedulerEvent
+from aserve.messages.output import Retired
 from aserve.messages.requests import AdmitRequest, Grammar
 from aserve.messages.results import BuildMask, MaskReady
 from aserve.scheduling.queue import WaitingQueue
 from aserve.scheduling.scheduler import Scheduler
 from aserve.scheduling.tick import Intake, max_received
-from tests.scheduling.stage import cancel, request, result, spec
+from tests.scheduling.stage import Stage, cancel, query_lens, request, result, rows, spec
 from tests.scheduling.step_counter import StepCounter
 
 
@@ -66,6 +67,19 @@ def test_a_tick_finishes_few_of_the_sequences_that_end_at_once() -> None:
     run.run()
     assert sum(run.num_finished) == 256
     assert max(run.num_finished) == 8
+
+
+def test_tokens_behind_an_end_do_not_count_while_the_sequence_waits_to_be_finished() -> None:
+    """12 end in one step, by a token with another one behind it, and a tick finishes 8 of them."""
+    engine = spec(depth=1, lead=1, num_pages=99, max_rows=12, window=3)
+    stage = Stage(msgspec.structs.replace(engine, max_waiting=12))
+    stage.play(*(request(f"r{n}", [n, 3], end_ids=(9,)) for n in range(12)))
+    stage.play(result(1, {row: [5] for row in rows(stage.batches[0])}))
+    assert query_lens(stage.batches[0]) == [3] * 12
+    stage.play(result(2, {row: [6, 9, 7] for row in rows(stage.batches[0])}))
+    assert [retired.num_outputs for retired in stage.of(Retired)] == [3] * 8
+    stage.play()
+    assert [retired.num_outputs for retired in stage.of(Retired)] == [3] * 4
 
 
 def test_a_tick_writes_a_bounded_number_of_cached_pages_into_the_page_table() -> None:
