@@ -47,11 +47,11 @@ class WatchedState(Scheduler):
     def _check_retracted(self, retracted: list[Sequence], before: list[Sequence]) -> None:
         """Lowest priority first, then fewest outputs, then latest; and never the last row. A client
         above its share of rows, or with many pages, may have to step back for another one's waiting
-        sequence, but not with its only row.
+        sequence, but not with its only row, unless a sequence of its own gets one in this launch.
         """
         share = max(1, self.state.spec.max_rows // max(1, self.state.clients.num_active))
         num_rows = Counter(row.client for row in before)
-        num_left = num_rows - Counter(row.client for row in retracted)
+        num_left = Counter(row.client for row in self.state.running.values())
         self.num_retracted += len(retracted)
         assert not retracted or len(retracted) < len(before), "the last row stepped back"
         for row in retracted:
