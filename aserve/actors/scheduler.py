@@ -79,9 +79,11 @@ class SchedulerActor(Actor[SchedulerEvent]):
         return super().backlog() + len(self._intake)
 
     def handle(self, events: list[SchedulerEvent]) -> None:
-        num_running = len(self._scheduler.state.running)
+        state = self._scheduler.state
+        num_running, may_launch = len(state.running), len(state.steps) < state.spec.depth
         with paused_collector():
-            events = self._checked(self._intake.next_tick(events, num_running=num_running))
+            events = self._intake.next_tick(events, num_running=num_running, may_launch=may_launch)
+            events = self._checked(events)
             effects = self._decide(events)
             for effect in effects:
                 self._perform(effect)

@@ -19,6 +19,7 @@ LEAST = 8  # sequences that are admitted and finished, however many rows run
 LEAST_RECEIVED = 4  # the next tick, which comes at once, receives more
 ROWS_PER_SEQUENCE = 24  # running rows that cost as much as one sequence
 STEPS_PER_SEQUENCE = 32
+MOST_WITHOUT_LAUNCH = 32  # sequences that a tick receives if it can launch nothing
 BURST = 512  # new requests that a tick only takes in
 CROWDED = 128  # running rows beside whose results no request is received
 PAGES_PER_LOOK = 1024  # cached pages that cost as much as one look when they are opened
@@ -57,10 +58,10 @@ class Intake:
         return len(self._held)
 
     def next_tick(
-        self, events: list[SchedulerEvent], *, num_running: int = 0
+        self, events: list[SchedulerEvent], *, num_running: int = 0, may_launch: bool = True
     ) -> list[SchedulerEvent]:
         """The events of one tick in which so many rows run, of those that just came and those that
-        are held.
+        are held. Without `may_launch` nothing is launched unless one of the events allows it.
 
         NOTE: a cancel never overtakes its request: it is held behind a request that is held, since
         the scheduler ignores a cancel of a request that it does not know.
@@ -73,7 +74,8 @@ class Intake:
             tick = self._hold_cancels(events)
         if self._postpones(len(requests), has_results=bool(tick) and num_running >= CROWDED):
             return tick
-        room = most = max_received(num_running)
+        may_launch = may_launch or bool(tick)
+        room = most = max_received(num_running) if may_launch else MOST_WITHOUT_LAUNCH
         while self._held and (room == most or _size(self._held[0]) <= room):
             event = self._held.popleft()
             room -= _size(event)

@@ -181,3 +181,10 @@ def test_requests_wait_once_for_the_tick_that_takes_the_results_of_many_rows() -
     assert received(intake.next_tick([answer], num_running=128)) == 0
     assert received(intake.next_tick([], num_running=128)) == max_received(128)
     assert received(intake.next_tick([answer], num_running=127)) == max_received(127)
+
+
+def test_a_tick_that_can_launch_nothing_receives_more() -> None:
+    intake, answer = Intake(), result(1, {})
+    assert received(intake.next_tick([*many(100)], may_launch=False)) == 32
+    assert received(intake.next_tick([], may_launch=True)) == max_received(0)
+    assert received(intake.next_tick([answer], may_launch=False)) == max_received(0)
