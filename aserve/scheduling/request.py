@@ -168,7 +168,7 @@ class Sequence:
         self.row = 0
         self.allocation: PageAllocation | None = None
         self.cells: Cells = array("q", NO_CELLS)
-        self.restart(0)
+        self.remaining = self.tokens.num
         self.cached_len = -1  # prompt tokens from the prefix cache at first admission
         self.num_retracted_for = 0  # rows that were retracted to make way for it
         self.has_ended = False  # its last token is known

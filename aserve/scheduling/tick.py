@@ -3,7 +3,7 @@
 A tick costs about 3 us for every running row, and 20 to 40 us for every sequence that is received,
 admitted or finished in it. So the fewer rows run, the more of the others a tick may take; the rest
 waits for the next tick. What remains where many rows run is enough for a steady load in which each
-sequence runs for at least 32 steps.
+sequence runs for at least 40 steps.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from aserve.messages.executor import EngineSpec, SchedulerEvent
 from aserve.messages.requests import AdmitRequest, Cancel
 from aserve.scheduling.state import SchedulerState
 
-MOST = 12  # sequences, where no row runs
-LEAST = 8  # sequences that are admitted and finished, however many rows run
+MOST = 10  # sequences, where no row runs
+LEAST = 6  # sequences that are admitted and finished, however many rows run
 LEAST_RECEIVED = 4  # the next tick, which comes at once, receives more
 ROWS_PER_SEQUENCE = 24  # running rows that cost as much as one sequence
-STEPS_PER_SEQUENCE = 32
+STEPS_PER_SEQUENCE = 40
 MOST_WITHOUT_LAUNCH = 32  # sequences that a tick receives if it can launch nothing
 BURST = 512  # new requests that a tick only takes in
 CROWDED = 128  # running rows beside whose results no request is received

@@ -66,15 +66,15 @@ def test_siblings_wait_until_the_shared_pages_are_there_and_are_looked_at_twice(
 
     monkeypatch.setattr(KvCache, "match", counted)
     stage = Stage(msgspec.structs.replace(spec(depth=1, lead=1), max_rows=8))
-    stage.play(request("r", list(range(41)), n=8, max_tokens=1))
+    stage.play(request("r", list(range(41)), n=6, max_tokens=1))
     state = stage.scheduler.state
-    assert (len(state.running), len(state.waiting), state.num_followers) == (1, 0, 7)
+    assert (len(state.running), len(state.waiting), state.num_followers) == (1, 0, 5)
     answer(stage, stage.batches[0])
-    assert len(rows(stage.batches[0])) == 7
+    assert len(rows(stage.batches[0])) == 5
     while stage.batches:
         answer(stage, stage.batches[0])
     assert stage.scheduler.is_idle
-    assert len(matches) == 1 + 2 * 7
+    assert len(matches) == 1 + 2 * 5
 
 
 def test_a_follower_that_is_cancelled_leaves_nothing_behind() -> None:
