@@ -302,8 +302,9 @@ def _wants_scores(request: AdmitRequest, child: int) -> bool:
     """All children have the same prompt. One that was computed elsewhere was scored there, and who
     has outputs already was given the scores first.
     """
-    is_scored = request.sampling.prompt_logprobs is not None and not request.awaits_kv
-    return is_scored and child == 0 and not any(request.outputs[:1])
+    if child or request.sampling.prompt_logprobs is None:
+        return False
+    return not request.awaits_kv and not any(request.outputs[:1])
 
 
 class Phase(Enum):
