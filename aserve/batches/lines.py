@@ -25,7 +25,7 @@ class LineAnswer(msgspec.Struct):
 
 
 class LineWork(Protocol):
-    """What the HTTP server does for batches."""
+    """The work that the HTTP server does for batches."""
 
     max_line: int  # bytes
 

@@ -40,7 +40,7 @@ class Deleted(msgspec.Struct):
 
 
 class LineError(msgspec.Struct):
-    """What is wrong with a line of the input file. Lines count from 1."""
+    """An error of a line of the input file. Lines count from 1."""
 
     code: str
     message: str

@@ -15,6 +15,7 @@ from aiohttp import web
 
 from aserve.errors import Cancelled, InvalidRequest
 from aserve.http.auth import IDENTITY, Identity
+from aserve.http.delivery import json_response
 from aserve.http.errors import refused
 from aserve.http.route import post
 from aserve.http.state import HttpContext
@@ -78,7 +79,7 @@ async def abort_request(request: web.Request, _: HttpContext, body: AbortBody) -
     message = (body.abort_message or "The request was aborted.")[:MAX_MESSAGE_CHARS]
     rid = None if body.abort_all else body.rid
     answer = AbortedAnswer(request.app[ABORTS].abort(identity, rid, message))
-    return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
+    return json_response(answer)
 
 
 ABORTS = web.AppKey("aborts", Aborts)

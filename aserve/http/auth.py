@@ -41,7 +41,7 @@ IDENTITY = web.RequestKey("identity", Identity)
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may use a route: everybody, the administrator alone, or else every client."""
+    """The callers that may use a route: everybody, the administrator alone, or all clients."""
 
     is_public: bool = False
     is_admin: bool = False

@@ -118,6 +118,16 @@ class Rendering(Protocol):
         """Returns the pieces of an answer that is not streamed."""
 
 
+def one_or_list(values: Iterable[msgspec.Struct], *, is_list: bool) -> Iterator[bytes]:
+    """Yields the JSON of the values as a list, or that of the only one."""
+    for index, value in enumerate(values):
+        if is_list:
+            yield b"," if index else b"["
+        yield msgspec.json.encode(value)
+    if is_list:
+        yield b"]"
+
+
 async def answer(
     request: web.Request, context: HttpContext, rendering: Rendering
 ) -> web.StreamResponse:

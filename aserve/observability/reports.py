@@ -83,8 +83,8 @@ class Beat(Message, frozen=True):
 
 
 class StartupStage(Message, frozen=True):
-    """How far the start is. `done` of `total` are bytes of weights or numbers of graphs, and 0 of 0
-    in a stage without a measure. The stages in their order: config, kernels, weights, graphs
+    """The progress of the start. `done` of `total` are bytes of weights or numbers of graphs, and
+    0 of 0 in a stage without a measure. The stages in their order: config, kernels, weights, graphs
     (with --cuda-graph-capture eager), warm-up.
     """
 

@@ -22,8 +22,8 @@ class OutputParser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """How a grammar writes calls: `begin` with `{name}` in it, the arguments in a style of
-    xgrammar's, and `end`; calls are joined by `separator` and stand in a `section`.
+    """The form in which a grammar writes calls: `begin` with `{name}` in it, the arguments in a
+    style of xgrammar, and `end`; calls are joined by `separator` and stand in a `section`.
 
     In free text, a call follows wherever `trigger` stands. Where a number belongs to a call, it is
     written before `behind_number`. A call that `is_last` ends the answer.
@@ -41,7 +41,7 @@ class CallSyntax:
 
 @dataclass(frozen=True, slots=True)
 class ToolFamily:
-    """How a family of models writes calls.
+    """The form in which a family of models writes calls.
 
     `parse` reads the text after the reasoning; with `has_reasoning` it reads the reasoning itself.
     `begins` are the texts that calls begin with, and `markers` all special tokens that must stay in

@@ -105,8 +105,8 @@ def commit_tokens(state: SchedulerState, result: StepResult | SampleResult, step
 
 
 def _settle(state: SchedulerState, step: Step, index: int) -> None:
-    """What follows from the new tokens of a sequence that has a mask or no row, or that may be at
-    its end.
+    """Ends a sequence at its last token, else asks for the mask of its next one. Called for those
+    that have a mask or no row, or that may be at their end.
     """
     sequence = step.sequences[index]
     if sequence.phase is Phase.LINGERING:

@@ -86,7 +86,7 @@ def plan_step(
     iteration: int,
     caps: DecodeCaps,
 ) -> Step:
-    """What the flights of these spans bring. Tokens beyond the known ones are drafts."""
+    """Computes what the flights of these spans bring. Tokens beyond the known ones are drafts."""
     rows = rows_of(sequences)
     remaining = table.remaining[rows]
     is_whole = query_lens >= remaining

@@ -70,9 +70,9 @@ def _ready_rows(state: SchedulerState) -> tuple[Column, list[Sequence]]:
 
 
 def _ready(state: SchedulerState, rows: Column) -> Column:
-    """Those of the rows that another step may compute now, as far as their flights allow it. None
-    may whose outputs reach max_tokens, counting one for each sampling step in flight; where that is
-    0, whose whole prompt is in flight.
+    """Returns the rows that another step may compute now, as far as their flights allow it. A row
+    is left out if its outputs reach max_tokens, counting one for each sampling step in flight; or,
+    where max_tokens is 0, if its whole prompt is in flight.
     """
     table = state.table
     num_sampling = table.num_sampling[rows]

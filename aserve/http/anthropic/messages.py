@@ -13,6 +13,7 @@ from aiohttp import web
 
 from aserve.errors import ErrorInfo
 from aserve.http.anthropic.body import MessagesBody, PromptBody, plan_of
+from aserve.http.delivery import json_response
 from aserve.http.openai.call import Call, Origin, build_call, sampling_of
 from aserve.http.openai.chat_plan import ChatPlan
 from aserve.http.openai.checks import check_body, check_model, check_unsupported
@@ -111,9 +112,7 @@ async def count_tokens(
     _check_unsupported(body)
     prompt = plan_of(body, origin_of(request, context).parsers).prompt
     count = await context.tokenize_service.run(lambda encoder: len(encoder.encode(prompt)))
-    return web.Response(
-        body=msgspec.json.encode(TokenCount(count)), content_type="application/json"
-    )
+    return json_response(TokenCount(count))
 
 
 def _check_unsupported(body: PromptBody) -> None:

@@ -23,6 +23,7 @@ from aserve.batches.store import Owned, Store, new_id
 from aserve.errors import InvalidRequest, NotFound
 from aserve.http.batches.lines import ENDPOINTS, HttpLineWork
 from aserve.http.body import parse_query
+from aserve.http.delivery import json_response
 from aserve.http.errors import refused
 from aserve.http.intake import MIN_BYTES_PER_S
 from aserve.http.openai.limits import Range, check_within
@@ -71,10 +72,6 @@ def _store(request: web.Request) -> Store:
     return store
 
 
-def _json(body: object) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
-
-
 async def upload(request: web.Request, context: HttpContext) -> web.Response:
     store = _store(request)
     if request.content_type != "multipart/form-data":
@@ -90,7 +87,7 @@ async def upload(request: web.Request, context: HttpContext) -> web.Response:
     finally:
         if not is_added:
             await store.call(store.discard, record.id)
-    return _json(record)
+    return json_response(record)
 
 
 def _name_of(fields: dict[str, str]) -> str:
@@ -187,12 +184,12 @@ async def _page(
     page = Page(data=shown, has_more=has_more)
     if shown:
         page.first_id, page.last_id = shown[0].id, shown[-1].id
-    return _json(page)
+    return json_response(page)
 
 
 async def read_file(request: web.Request, context: HttpContext) -> web.Response:
     store, owner = _store(request), caller_for(request, context).owner
-    return _json(await store.call(store.find, FileObject, request.match_info["id"], owner))
+    return json_response(await store.call(store.find, FileObject, request.match_info["id"], owner))
 
 
 async def file_content(request: web.Request, context: HttpContext) -> web.StreamResponse:
@@ -205,7 +202,7 @@ async def file_content(request: web.Request, context: HttpContext) -> web.Stream
 async def delete_file(request: web.Request, context: HttpContext) -> web.Response:
     store, owner = _store(request), caller_for(request, context).owner
     await store.call(store.delete_file, request.match_info["id"], owner)
-    return _json(Deleted(request.match_info["id"], "file"))
+    return json_response(Deleted(request.match_info["id"], "file"))
 
 
 async def create_batch(request: web.Request, context: HttpContext, body: BatchBody) -> web.Response:
@@ -228,7 +225,7 @@ async def create_batch(request: web.Request, context: HttpContext, body: BatchBo
     lowest = dataclasses.replace(caller, may_set_priority=True)
     owned = Owned(batch, caller.owner, msgspec.json.encode(lowest))
     await store.call(store.add_batch, owned, MAX_OPEN)
-    answer = _json(batch)
+    answer = json_response(batch)
     request.app[RUNNER].inbox.send(owned)
     return answer
 
@@ -247,14 +244,14 @@ async def read_batch(request: web.Request, context: HttpContext) -> web.Response
     store, owner = _store(request), caller_for(request, context).owner
     batch_id = request.match_info["id"]
     batch = request.app[RUNNER].open_batch(batch_id, owner)
-    return _json(batch or await store.call(store.find, BatchObject, batch_id, owner))
+    return json_response(batch or await store.call(store.find, BatchObject, batch_id, owner))
 
 
 async def cancel_batch(request: web.Request, context: HttpContext) -> web.Response:
     store, owner = _store(request), caller_for(request, context).owner
     batch_id = request.match_info["id"]
     batch = await request.app[RUNNER].cancel(batch_id, owner)
-    return _json(batch or await store.call(store.find, BatchObject, batch_id, owner))
+    return json_response(batch or await store.call(store.find, BatchObject, batch_id, owner))
 
 
 ROUTES = (

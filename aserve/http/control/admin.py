@@ -17,7 +17,7 @@ from aiohttp import web
 
 from aserve.http.abort import ABORTS
 from aserve.http.auth import IDENTITY
-from aserve.http.control.info import json_response
+from aserve.http.delivery import json_response
 from aserve.http.openai.limits import check_range
 from aserve.http.route import Route, get, post
 from aserve.http.state import HttpContext

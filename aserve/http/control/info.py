@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from aserve.http.delivery import json_response
 from aserve.http.openai.limits import RANGES
 from aserve.http.probes import health
 from aserve.http.route import get
@@ -20,10 +21,6 @@ def version() -> str:
         return metadata.version("aserve")
     except metadata.PackageNotFoundError:  # a source tree that is not installed
         return "0"
-
-
-def json_response(body: object) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
 
 
 async def read_version(_: web.Request, __: HttpContext) -> web.Response:

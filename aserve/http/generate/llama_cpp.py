@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -11,7 +12,8 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from aserve.errors import ErrorInfo
-from aserve.http.control.info import json_response, version
+from aserve.http.control.info import version
+from aserve.http.delivery import json_response
 from aserve.http.errors import error_body
 from aserve.http.openai.answers import ids_of
 from aserve.http.openai.call import Call, Origin
@@ -19,7 +21,7 @@ from aserve.http.openai.checks import check_only_one, check_unsupported
 from aserve.http.openai.completions import completion_call
 from aserve.http.openai.limits import INT32, Range, check_within
 from aserve.http.openai.schema import CompletionBody, StructuredOutputs, TextsOrIds, TokenId
-from aserve.http.rendering import Output, answer, field_names
+from aserve.http.rendering import Output, answer, field_names, one_or_list
 from aserve.http.route import get, post
 from aserve.http.sse import EVENT_STREAM, KEEP_ALIVE, frame
 from aserve.http.state import HttpContext, origin_of
@@ -189,13 +191,7 @@ class LlamaRendering:
         return (frame(error_body(info)),)
 
     def whole(self, outputs: list[Output]) -> Iterable[bytes]:
-        if not self._is_list:
-            yield msgspec.json.encode(self._whole(0, outputs[0]))
-            return
-        for index, output in enumerate(outputs):
-            yield b"," if index else b"["
-            yield msgspec.json.encode(self._whole(index, output))
-        yield b"]"
+        return one_or_list(map(self._whole, count(), outputs), is_list=self._is_list)
 
     def _whole(self, index: int, output: Output) -> Part:
         part = self._last(index, output.text, output)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import count
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,7 +26,7 @@ from aserve.http.openai.checks import check_only_one, check_unsupported
 from aserve.http.openai.completions import completion_call
 from aserve.http.openai.limits import INT32, MAX_LOGPROBS, Range, check_within
 from aserve.http.openai.schema import CompletionBody, StructuredOutputs, TextsOrIds
-from aserve.http.rendering import Output, answer, field_names
+from aserve.http.rendering import Output, answer, field_names, one_or_list
 from aserve.http.route import post
 from aserve.http.sse import DONE, EVENT_STREAM, KEEP_ALIVE, frame
 from aserve.http.state import HttpContext, origin_of
@@ -288,13 +289,7 @@ class SglangRendering:
         return frame(error_body(info)), DONE
 
     def whole(self, outputs: list[Output]) -> Iterable[bytes]:
-        if not self._is_list:
-            yield msgspec.json.encode(self._generated(0, outputs[0]))
-            return
-        for index, output in enumerate(outputs):
-            yield b"," if index else b"["
-            yield msgspec.json.encode(self._generated(index, output))
-        yield b"]"
+        return one_or_list(map(self._generated, count(), outputs), is_list=self._is_list)
 
     def _generated(self, index: int, output: Output) -> Generated:
         usage = output.usage

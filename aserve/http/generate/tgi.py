@@ -12,7 +12,8 @@ import msgspec
 from aiohttp import web
 
 from aserve.errors import ErrorInfo, InvalidRequest
-from aserve.http.control.info import json_response, version
+from aserve.http.control.info import version
+from aserve.http.delivery import json_response
 from aserve.http.generate.body import TgiBody, TgiGrammar, TgiParameters, TgiStreamBody
 from aserve.http.openai.call import Call, Origin
 from aserve.http.openai.checks import check_unsupported

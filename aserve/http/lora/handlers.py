@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
+from aserve.http.delivery import json_response
 from aserve.http.errors import refused
 from aserve.http.lora.registry import LoraRegistry
 from aserve.http.openai.checks import check_model
@@ -76,7 +77,7 @@ async def _load(context: HttpContext, body: LoadLoraBody) -> None:
 
 def _listed(loras: LoraRegistry) -> web.Response:
     body = LoadedLoras({each.name: each.path for each in loras.served})
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+    return json_response(body)
 
 
 ROUTES = (

@@ -11,6 +11,7 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from aserve.errors import ErrorInfo
+from aserve.http.delivery import json_response
 from aserve.http.ollama.body import (
     ChatBody,
     GenerateBody,
@@ -114,7 +115,7 @@ def _loaded(body: OllamaBody, origin: Origin, empty: dict[str, Any]) -> web.Resp
     check_body(generation, origin.model_names)
     model = generation.model or origin.model_names[0]
     part = Part(model=model, created_at=now(), done=True, done_reason="load", **empty)
-    return web.Response(body=msgspec.json.encode(part), content_type="application/json")
+    return json_response(part)
 
 
 def now() -> str:

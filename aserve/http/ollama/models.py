@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from aserve.http.control.info import json_response, read_version
+from aserve.http.control.info import read_version
+from aserve.http.delivery import json_response
 from aserve.http.ollama.body import LATEST, check_keep_alive, plain_name
 from aserve.http.ollama.chat import NANOSECONDS, ollama_error
 from aserve.http.openai.checks import check_model

@@ -32,7 +32,7 @@ ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "as
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningOptions:
-    """What a client wants of the reasoning. `is_enabled` and `effort` are for the chat template;
+    """A client's wishes about reasoning. `is_enabled` and `effort` are for the chat template;
     None leaves them to it. Without `is_separate` the reasoning stays in the content. Without
     `is_shown` it is left out, and without `is_streamed` a stream has it in one piece.
     """

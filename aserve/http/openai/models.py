@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
+from aserve.http.delivery import json_response
 from aserve.http.openai.checks import check_model
 from aserve.http.state import HttpContext
 
@@ -26,13 +27,13 @@ class ModelList(msgspec.Struct):
 
 async def list_models(_: web.Request, context: HttpContext) -> web.Response:
     models = [_model(context, name) for name in context.served_names]
-    return _response(ModelList(models))
+    return json_response(ModelList(models))
 
 
 async def read_model(request: web.Request, context: HttpContext) -> web.Response:
     name = request.match_info["name"]
     check_model(name, context.served_names)
-    return _response(_model(context, name))
+    return json_response(_model(context, name))
 
 
 def _model(context: HttpContext, name: str) -> ModelBody:
@@ -42,7 +43,3 @@ def _model(context: HttpContext, name: str) -> ModelBody:
         max_len = context.state.max_model_len
         return ModelBody(name, lora.created, lora.path, max_len, parent=root)
     return ModelBody(name, context.created, root, context.state.max_model_len)
-
-
-def _response(body: ModelBody | ModelList) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json")

@@ -33,7 +33,7 @@ ID_BYTES = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsePlan:
-    """How the outputs of a call are parsed, by the names of families of parsers. Without a family
+    """The names of the parsers that read the outputs of a call, and their options. Without a name
     that part of the output stays content.
 
     Without `is_parallel` only the first tool call counts. Reasoning is left out unless

@@ -158,14 +158,18 @@ def _specs_of(definitions: Sequence[ToolDefinition], param: str) -> list[ToolSpe
     return list(specs.values())
 
 
-def _spec_of(tool: Tool, where: str) -> ToolSpec:
-    if tool.type != "function":
+def check_tool_type(kind: str, where: str) -> None:
+    if kind != "function":
         raise InvalidRequest(
-            f"Unsupported value for '{where}.type': '{tool.type[:40]}'. The only supported value "
+            f"Unsupported value for '{where}.type': '{kind[:40]}'. The only supported value "
             "is function.",
             param=f"{where}.type",
             code="unsupported_value",
         )
+
+
+def _spec_of(tool: Tool, where: str) -> ToolSpec:
+    check_tool_type(tool.type, where)
     function = tool.function
     if not NAME.fullmatch(function.name):
         raise InvalidRequest(

@@ -16,6 +16,7 @@ from aserve.http.openai.tools import (
     ToolChoice,
     ToolUse,
     allowed_choice,
+    check_tool_type,
     choose_tools,
     read_choice,
 )
@@ -57,13 +58,7 @@ def _choice_of(given: str | ResponseToolChoice | None) -> ToolChoice:
 
 def _definition(tool: ResponseTool, where: str) -> dict[str, Any]:
     """Converts a tool to the form of a chat, which templates expect."""
-    if tool.type != "function":
-        raise InvalidRequest(
-            f"Unsupported value for '{where}.type': '{tool.type[:40]}'. The only supported value "
-            "is function.",
-            param=f"{where}.type",
-            code="unsupported_value",
-        )
+    check_tool_type(tool.type, where)
     if tool.name is None:
         raise InvalidRequest(
             f"Missing required parameter: '{where}.name'.",
