@@ -28,7 +28,8 @@ def kernel_cache() -> Path | None:
     """Returns the folder for compiled kernels, or None where no folder can be written.
 
     WHY: there is a folder for each state of the kernels' sources, because numba checks only the
-    file of a cached function, not the files of the functions that it calls.
+    file of a cached function, not the files of the functions that it calls; and for each place of
+    theirs, because numba finds a function by its path, so marks of another place would be wrong.
 
     NOTE: numba unpickles what it finds there, so only this user may write it.
     """
@@ -103,4 +104,5 @@ def _kernel_package() -> Path | None:
 
 def _digest_of_kernels(package: Path | None) -> str:
     sources = sorted(package.glob("cpu/*.py")) if package is not None else []
-    return hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    contents = [str(package).encode(), *(path.read_bytes() for path in sources)]
+    return hashlib.sha256(b"\0".join(contents)).hexdigest()[:16]

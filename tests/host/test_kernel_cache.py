@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from aserve.host import kernel_cache as kernel_cache_module
 from aserve.host.kernel_cache import link_compiled_kernels
 
 # A kernel in a package as it is installed. It prints whether numba compiled it or had it.
@@ -64,3 +65,18 @@ def test_an_installation_without_compiled_kernels_leaves_the_cache_empty(tmp_pat
     cache.mkdir()
     link_compiled_kernels(install(tmp_path), cache)
     assert list(cache.iterdir()) == []
+
+
+def test_each_place_of_the_sources_has_a_cache_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the marks of one checkout would say that the kernels of another are compiled."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    caches = []
+    for name in ("one", "two", "one"):
+        package = tmp_path / name / "aserve_kernels"
+        if not package.exists():
+            install(tmp_path / name)
+        monkeypatch.setattr(kernel_cache_module, "_kernel_package", lambda found=package: found)
+        caches.append(kernel_cache_module.kernel_cache())
+    assert caches[0] == caches[2] != caches[1]
