@@ -31,7 +31,7 @@ from aserve.observability.reports import Admitted, SchedulerObserver, SchedulerT
 from aserve.observability.trace import Trace
 from aserve.scheduling.admit import consider, receive
 from aserve.scheduling.scheduler import Scheduler
-from aserve.scheduling.tick import Intake
+from aserve.scheduling.tick import Arrivals
 
 KvEvent: TypeAlias = ReceiveKv | Retired | Refused  # of the KV transfers of other engines
 
@@ -69,20 +69,22 @@ class SchedulerActor(Actor[SchedulerEvent]):
     ) -> None:
         super().__init__("scheduler", inbox=inbox, story=watch.trace.story)
         self._scheduler = scheduler
-        self._intake = Intake()
+        self._arrivals = Arrivals()
         self._goes_on = False  # a task will run the next tick, for work that this one left over
         self._ports = ports
         self._watch = watch
         self._deadlines: dict[str, asyncio.TimerHandle] = {}  # of requests that have not ended
 
     def backlog(self) -> int:
-        return super().backlog() + len(self._intake)
+        return super().backlog() + len(self._arrivals)
 
     def handle(self, events: list[SchedulerEvent]) -> None:
         state = self._scheduler.state
         num_running, may_launch = len(state.running), len(state.steps) < state.spec.depth
         with paused_collector():
-            events = self._intake.next_tick(events, num_running=num_running, may_launch=may_launch)
+            events = self._arrivals.next_tick(
+                events, num_running=num_running, may_launch=may_launch
+            )
             events = self._checked(events)
             effects = self._decide(events)
             for effect in effects:
@@ -91,7 +93,7 @@ class SchedulerActor(Actor[SchedulerEvent]):
             self._watch.trace.on_tick(tick)
             for observer in self._watch.observers:
                 observer.on_tick(tick)
-        if (self._intake or self._scheduler.has_more) and not self._goes_on:
+        if (self._arrivals or self._scheduler.has_more) and not self._goes_on:
             self._goes_on = True
             self.spawn(self._go_on())
 

@@ -1,5 +1,5 @@
-"""Advances the committed lengths of rows whose results came: clients pay for their prompts, whole
-pages enter the prefix tree, and pages behind a window are released.
+"""Advances the committed lengths of rows whose results came. On the way clients are charged for
+their prompts, whole pages enter the prefix tree, and pages behind a window are released.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from aserve.scheduling.state import SchedulerState
 
 
 def advance_rows(state: SchedulerState, step: Step, indices: Column, *, advance: Column) -> None:
-    """These flights are back, and their sequences have their rows: the committed lengths advance,
-    and new whole pages enter the tree.
-    """
+    """Commits `advance` positions of each of these flights, whose sequences have their rows."""
     table, rows, page_size = state.table, step.rows[indices], state.spec.page_size
     for place in table.unpaid[rows].nonzero()[0].tolist():
         _charge_prompt(step.sequences[int(indices[place])], int(advance[place]))
@@ -31,7 +29,7 @@ def advance_rows(state: SchedulerState, step: Step, indices: Column, *, advance:
 
 
 def _commit_pages(state: SchedulerState, sequence: Sequence) -> None:
-    """The row has committed one more whole page, or several."""
+    """Enters the whole pages of a sequence into the prefix tree, and wakes who waited for them."""
     assert sequence.allocation is not None
     page_size = state.spec.page_size
     num_pages = sequence.cacheable_len // page_size
@@ -42,7 +40,9 @@ def _commit_pages(state: SchedulerState, sequence: Sequence) -> None:
 
 
 def _charge_prompt(sequence: Sequence, num_computed: int) -> None:
-    """A prompt token is charged once, however often it is computed again after a retraction."""
+    """Charges the client for prompt tokens, each once: a retracted prompt is computed again without
+    charge.
+    """
     num_charged = min(sequence.unpaid, num_computed)
     sequence.unpaid -= num_charged
     sequence.client.serve_prompt(num_charged)

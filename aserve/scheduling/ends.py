@@ -1,4 +1,4 @@
-"""The ends of sequences among the new tokens of a step: where one may be, and what it keeps."""
+"""Finds the sequences that end with the new tokens of a step, and how many tokens they keep."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from aserve.scheduling.state import SchedulerState
 def may_end(
     state: SchedulerState, rows: ArrayI32, counts: ArrayI32, tokens: ArrayI32
 ) -> npt.NDArray[np.bool_]:
-    """Whether so many new tokens may end the sequence of each row, by its length or by an end id,
-    which may be that of another sequence.
+    """Returns whether the sequence of each row may end with its `counts` new tokens. It is a quick
+    test: an id that ends any sequence counts for all of them.
     """
     table = state.table
     is_near: npt.NDArray[np.bool_] = table.num_tokens[rows] + counts >= table.max_len[rows]
@@ -25,7 +25,7 @@ def may_end(
 
 
 def count_kept(sequence: Sequence, token_ids: list[int]) -> int:
-    """The number of tokens up to an end."""
+    """Returns how many of the new tokens the sequence keeps: those up to its end, or all."""
     for num_outputs, token_id in enumerate(token_ids, start=sequence.num_outputs + 1):
         is_stop = token_id in sequence.end_ids and num_outputs > sequence.min_tokens
         if is_stop or num_outputs >= sequence.max_tokens:
@@ -34,7 +34,7 @@ def count_kept(sequence: Sequence, token_ids: list[int]) -> int:
 
 
 def cut_logprobs(logprobs: RowLogprobs, num_kept: int, *, of: int) -> tuple[RowLogprobs]:
-    """Tokens and logprobs end at the same place, also inside an accepted run."""
+    """Returns the logprobs of the first `num_kept` of `of` tokens."""
     if num_kept == of:
         return (logprobs,)
     chosen_bytes = len(logprobs.chosen) // of * num_kept

@@ -1,4 +1,5 @@
-"""The flights of a step: what they will bring, and how the clocks of their sequences follow them.
+"""The flights of a step: how many tokens they bring, and how they move the two clocks of their
+sequences (rows.py explains the clocks).
 
 Only the functions of this file, and `restart` of a sequence, write the clocks and the sums over
 flights, so that these cannot disagree. check.py counts them anew in debug mode.
@@ -19,7 +20,7 @@ from aserve.scheduling.rows import Column, RowTable
 
 
 class Spans(NamedTuple):
-    """The rows of a step, and how many tokens of each it computes."""
+    """The rows of a step, and the number of tokens that it computes for each."""
 
     rows: Column
     query_lens: Column
@@ -57,7 +58,7 @@ class Step(msgspec.Struct, gc=False, eq=False):
     samples: npt.NDArray[np.bool_]
 
     def indices_of(self, rows: ArrayI32) -> Column:
-        """The places of these rows in the columns."""
+        """Returns the indices of these rows in the columns."""
         places = np.zeros(np.maximum.reduce(self.rows) + 1, np.int64)
         places[self.rows] = np.arange(len(self.rows))
         indices: Column = places[rows]
@@ -86,7 +87,9 @@ def plan_step(
     iteration: int,
     caps: DecodeCaps,
 ) -> Step:
-    """Computes what the flights of these spans bring. Tokens beyond the known ones are drafts."""
+    """Returns the step that computes `query_lens` tokens of each sequence. Tokens beyond the known
+    ones are drafts.
+    """
     rows = rows_of(sequences)
     remaining = table.remaining[rows]
     is_whole = query_lens >= remaining
@@ -109,7 +112,7 @@ def plan_step(
 
 
 def send(table: RowTable, step: Step, *, stamp: int) -> None:
-    """The step, by whose stamp the relay will know it, is launched."""
+    """Records the launch of a step. The relay marks what the step stashes with `stamp`."""
     rows, samples = step.rows, step.samples
     table.num_flights[rows] += 1
     table.last_iteration[rows] = step.iteration
@@ -122,8 +125,8 @@ def send(table: RowTable, step: Step, *, stamp: int) -> None:
 
 
 def land(table: RowTable, step: Step, indices: Column, *, advance: Column) -> None:
-    """These flights, whose sequences still have their rows, are back: so many positions of each
-    have KV that counts. What they sampled was appended to the tokens.
+    """Records the return of flights whose sequences still have their rows. `advance` is the number
+    of positions whose KV each flight commits. The caller has appended the sampled tokens.
     """
     rows = step.rows[indices]
     table.num_flights[rows] -= 1
@@ -135,7 +138,9 @@ def land(table: RowTable, step: Step, indices: Column, *, advance: Column) -> No
 
 
 def land_without_row(step: Step, index: int) -> None:
-    """This flight of a retracted sequence is back: its tokens count, but its pages are gone."""
+    """Records the return of a flight whose sequence was retracted after the launch: its tokens
+    count, but its pages are gone.
+    """
     sequence = step.sequences[index]
     sequence.num_flights -= 1
     sequence.num_sampling -= bool(step.max_outputs[index])
@@ -144,7 +149,7 @@ def land_without_row(step: Step, index: int) -> None:
 
 
 def drop_flights(sequence: Sequence) -> None:
-    """Their results will not count."""
+    """Forgets the flights of a sequence, so that their results do not count."""
     sequence.num_flights = 0
     sequence.num_sampling = 0
     sequence.num_uncertain = 0

@@ -1,4 +1,4 @@
-"""The tokens of a step as its batch names them, and where those come from that are not known yet.
+"""The token ids of a step's batch. A token that is not known yet is named by its row.
 
 Everything here reads the columns as they were before the step was sent.
 """
@@ -12,7 +12,9 @@ from aserve.scheduling.rows import Column, RowTable
 
 
 def input_ids(table: RowTable, step: Step) -> Column:
-    """Known tokens as they are; the token in flight and the drafts after it as -row."""
+    """Returns the id of each token of the step: its own if it is known, and -row for a token in
+    flight and for drafts.
+    """
     rows, starts = step.rows, table.scheduled_len[step.rows]
     offsets = step.query_lens.cumsum() - step.query_lens
     num_known = np.where(table.num_sampling[rows] > 0, 0, table.num_tokens[rows] - starts)
@@ -27,8 +29,8 @@ def input_ids(table: RowTable, step: Step) -> Column:
 
 
 def next_ids(table: RowTable, step: Step) -> Column:
-    """The token after each span: the next one of the prompt for a middle chunk, else -row for one
-    that is not known yet, or never will be.
+    """Returns the id of the token after each span. After a middle chunk that is the next token of
+    the prompt; else it is -row, because the token is not known yet, or never will be.
     """
     ends = table.scheduled_len[step.rows] + step.query_lens
     has_next = ~step.samples & (ends < table.num_tokens[step.rows])
@@ -39,6 +41,8 @@ def next_ids(table: RowTable, step: Step) -> Column:
 
 
 def expected_stamps(table: RowTable, step: Step) -> Column:
-    """The stamp of the step whose stash each row reads from the relay: the last that samples it."""
+    """Returns the stamp of the step whose stash each row reads from the relay, which is the last
+    step that samples the row, or 0 if it reads nothing.
+    """
     reads_relay = (table.num_sampling[step.rows] > 0) | (step.num_drafts > 0)
     return np.where(reads_relay, table.relay_stamp[step.rows], 0)

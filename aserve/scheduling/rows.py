@@ -1,4 +1,5 @@
-"""The lengths and counts of the running sequences as columns: an array for each, a value per row.
+"""The lengths and counts of the running sequences as columns, which are arrays with a value per
+row.
 
 A tick does the same thing to most rows, so choosing, launching and committing a step are numpy
 operations on whole columns. A `Sequence` reads and writes its own values by `Cell`. While it has a
@@ -65,15 +66,15 @@ class RowTable:
         self.first_iteration[:] = NEVER
 
     def enter(self, row: int, cells: Cells, *, copies: tuple[int, ...]) -> Cells:
-        """A sequence got this row. Returns its place in the columns, which is its cells from now
-        on.
+        """Moves the values of a sequence into the columns. Returns a view of them, which is where
+        the sequence keeps its cells from now on.
         """
         values = self._values[:, row]
         values[:] = (*cells, *copies)
         return values.data
 
     def leave(self, row: int, cells: Cells) -> Cells:
-        """A sequence gives back this row. Returns its cells from now on, which are its own."""
+        """Moves the values of a sequence out of the columns, into an array of its own."""
         own = array("q", cells[:NUM_CELLS])
         self.first_iteration[row] = NEVER
         return own

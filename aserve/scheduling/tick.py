@@ -1,9 +1,9 @@
 """One tick of the scheduler: how much it may do, and which events come in it.
 
 A tick costs about 3 us for every running row, and 20 to 40 us for every sequence that is received,
-admitted or finished in it. So the fewer rows run, the more of the others a tick may take; the rest
-waits for the next tick. What remains where many rows run is enough for a steady load in which each
-sequence runs for at least 40 steps.
+admitted or finished in it. So a tick receives, admits and finishes more sequences when few rows
+run, and leaves the others to the next tick. The lower bounds suffice for a steady load in which
+each sequence runs for at least 40 steps.
 """
 
 from __future__ import annotations
@@ -14,45 +14,51 @@ from aserve.messages.executor import EngineSpec, SchedulerEvent
 from aserve.messages.requests import AdmitRequest, Cancel
 from aserve.scheduling.state import SchedulerState
 
-MOST = 10  # sequences, where no row runs
-LEAST = 6  # sequences that are admitted and finished, however many rows run
-LEAST_RECEIVED = 4  # the next tick, which comes at once, receives more
+MAX_SEQUENCES = 10  # received, admitted or finished per tick while no row runs
+MIN_SEQUENCES = 6  # admitted or finished per tick, however many rows run
+MIN_RECEIVED = 4  # received per tick, however many rows run; the next tick comes at once
 ROWS_PER_SEQUENCE = 24  # running rows that cost as much as one sequence
-STEPS_PER_SEQUENCE = 40
-MOST_WITHOUT_LAUNCH = 32  # sequences that a tick receives if it can launch nothing
-BURST = 512  # new requests that a tick only takes in
-CROWDED = 128  # running rows beside whose results no request is received
+STEPS_PER_SEQUENCE = 40  # the shortest mean life for which MIN_SEQUENCES of a tick suffice
+MAX_WITHOUT_LAUNCH = 32  # sequences that a tick receives if it cannot launch a step
+BURST = 512  # a tick in which more requests than this arrive only stores them
+CROWDED = 128  # with this many rows, a tick that commits results receives no requests
 PAGES_PER_LOOK = 1024  # cached pages that cost as much as one look when they are opened
 
 
 def max_received(num_running: int) -> int:
-    """New sequences that enter the queue in one tick; a larger group of one request comes alone."""
-    return max(LEAST_RECEIVED, MOST - num_running // ROWS_PER_SEQUENCE)
+    """Returns how many new sequences enter the queue in one tick. A request with more children
+    than that enters alone.
+    """
+    return max(MIN_RECEIVED, MAX_SEQUENCES - num_running // ROWS_PER_SEQUENCE)
 
 
 def max_looks(state: SchedulerState, *, num_finished: int) -> int:
-    """Waiting sequences that one tick looks at, to admit them, after it has finished others."""
-    return max(_steady(state.spec), MOST - len(state.running) // ROWS_PER_SEQUENCE - num_finished)
+    """Returns how many waiting sequences a tick tries to admit after it has finished others."""
+    return max(
+        _steady(state.spec), MAX_SEQUENCES - len(state.running) // ROWS_PER_SEQUENCE - num_finished
+    )
 
 
 def max_finished(spec: EngineSpec) -> int:
-    """Sequences of those whose last token came that one tick finishes."""
+    """Returns how many sequences whose last token has come a tick finishes."""
     return _steady(spec)
 
 
 def _steady(spec: EngineSpec) -> int:
-    return max(LEAST, spec.max_rows // STEPS_PER_SEQUENCE)
+    return max(MIN_SEQUENCES, spec.max_rows // STEPS_PER_SEQUENCE)
 
 
-class Intake:
-    """Requests that wait for their turn, in order of arrival. `len` is the number of events."""
+class Arrivals:
+    """Requests that have arrived and are received in a later tick, in order of arrival, each with
+    its cancel. `len` is the number of these events.
+    """
 
     __slots__ = ("_held", "_held_ids", "_is_postponed")
 
     def __init__(self) -> None:
         self._held: deque[AdmitRequest | Cancel] = deque()
         self._held_ids: set[str] = set()  # of requests
-        self._is_postponed = False  # the last tick received none, though some were held
+        self._is_postponed = False  # the last tick received none, although some waited
 
     def __len__(self) -> int:
         return len(self._held)
@@ -60,8 +66,8 @@ class Intake:
     def next_tick(
         self, events: list[SchedulerEvent], *, num_running: int = 0, may_launch: bool = True
     ) -> list[SchedulerEvent]:
-        """The events of one tick in which so many rows run, of those that just came and those that
-        are held. Without `may_launch` nothing is launched unless one of the events allows it.
+        """Returns the events of one tick, out of those that just came and those that are held.
+        Without `may_launch` the tick launches no step unless one of the new events allows it.
 
         NOTE: a cancel never overtakes its request: it is held behind a request that is held, since
         the scheduler ignores a cancel of a request that it does not know.
@@ -75,7 +81,7 @@ class Intake:
         if self._postpones(len(requests), has_results=bool(tick) and num_running >= CROWDED):
             return tick
         may_launch = may_launch or bool(tick)
-        room = most = max_received(num_running) if may_launch else MOST_WITHOUT_LAUNCH
+        room = most = max_received(num_running) if may_launch else MAX_WITHOUT_LAUNCH
         while self._held and (room == most or _size(self._held[0]) <= room):
             event = self._held.popleft()
             room -= _size(event)
@@ -85,8 +91,8 @@ class Intake:
         return tick
 
     def _postpones(self, num_new: int, *, has_results: bool) -> bool:
-        """Whether the requests are received in the next tick, which comes at once, because this one
-        has enough to do. It never happens twice in a row.
+        """Returns whether this tick has enough to do without receiving requests. Then the next
+        tick, which comes at once, receives them. It never happens in two ticks in a row.
         """
         is_full = num_new > BURST or (has_results and len(self._held) > 0)
         self._is_postponed = is_full and not self._is_postponed

@@ -14,7 +14,7 @@ from aserve.messages.requests import AdmitRequest, Grammar
 from aserve.messages.results import BuildMask, MaskReady
 from aserve.scheduling.queue import WaitingQueue
 from aserve.scheduling.scheduler import Scheduler
-from aserve.scheduling.tick import Intake, max_received
+from aserve.scheduling.tick import Arrivals, max_received
 from tests.scheduling.stage import Stage, cancel, query_lens, request, result, rows, spec
 from tests.scheduling.step_counter import StepCounter
 
@@ -127,38 +127,38 @@ def test_sequences_with_slow_masks_that_have_no_row_are_not_looked_at_in_every_t
 
 
 def test_new_requests_are_split_over_ticks_and_results_are_not_held() -> None:
-    intake = Intake()
+    arrivals = Arrivals()
     events: list[SchedulerEvent] = [request(f"r{number}", [1]) for number in range(150)]
     back = [result(number, {}) for number in range(3)]
-    ticks = [intake.next_tick([*events, *back])]
-    while intake:
-        ticks.append(intake.next_tick([]))
+    ticks = [arrivals.next_tick([*events, *back])]
+    while arrivals:
+        ticks.append(arrivals.next_tick([]))
     assert ticks[0] == [*back, *events[: max_received(0)]]
     assert [event for tick in ticks for event in tick if event not in back] == events
     assert max(len(tick) for tick in ticks) == max_received(0) + len(back)
 
 
 def test_children_count_and_a_large_group_comes_alone() -> None:
-    intake = Intake()
+    arrivals = Arrivals()
     events: list[SchedulerEvent] = [request("a", [1], n=128), request("b", [1], n=60)]
     events += [request("c", [1], n=5), request("d", [1])]
-    assert [intake.next_tick(events), intake.next_tick([]), intake.next_tick([])] == [
+    assert [arrivals.next_tick(events), arrivals.next_tick([]), arrivals.next_tick([])] == [
         events[:1],
         events[1:2],
         events[2:],
     ]
-    assert not intake
+    assert not arrivals
 
 
 def test_a_cancel_comes_at_once_unless_its_request_is_held() -> None:
-    intake = Intake()
+    arrivals = Arrivals()
     big, small = request("big", [1], n=64), request("small", [1])
-    assert intake.next_tick([big, small, cancel("small"), cancel("big"), cancel("x")]) == [
+    assert arrivals.next_tick([big, small, cancel("small"), cancel("big"), cancel("x")]) == [
         cancel("x"),
         big,
     ]
-    assert intake.next_tick([]) == [small, cancel("small"), cancel("big")]
-    assert intake.next_tick([cancel("small")]) == [cancel("small")]
+    assert arrivals.next_tick([]) == [small, cancel("small"), cancel("big")]
+    assert arrivals.next_tick([cancel("small")]) == [cancel("small")]
 
 
 def received(tick: list[SchedulerEvent]) -> int:
@@ -166,25 +166,25 @@ def received(tick: list[SchedulerEvent]) -> int:
 
 
 def test_a_tick_that_takes_in_a_burst_receives_none_of_it_and_the_next_does() -> None:
-    intake = Intake()
-    assert received(intake.next_tick([*many(513)])) == 0
-    assert received(intake.next_tick([*many(513)])) == max_received(0), "not twice in a row"
-    assert received(Intake().next_tick([*many(512)])) == max_received(0)
+    arrivals = Arrivals()
+    assert received(arrivals.next_tick([*many(513)])) == 0
+    assert received(arrivals.next_tick([*many(513)])) == max_received(0), "not twice in a row"
+    assert received(Arrivals().next_tick([*many(512)])) == max_received(0)
 
 
 def test_requests_wait_once_for_the_tick_that_takes_the_results_of_many_rows() -> None:
-    intake, answer = Intake(), result(1, {})
-    first = intake.next_tick([*many(30), answer], num_running=128)
+    arrivals, answer = Arrivals(), result(1, {})
+    first = arrivals.next_tick([*many(30), answer], num_running=128)
     assert first == [answer]
-    second = intake.next_tick([answer], num_running=128)
+    second = arrivals.next_tick([answer], num_running=128)
     assert (second[0], received(second)) == (answer, max_received(128))
-    assert received(intake.next_tick([answer], num_running=128)) == 0
-    assert received(intake.next_tick([], num_running=128)) == max_received(128)
-    assert received(intake.next_tick([answer], num_running=127)) == max_received(127)
+    assert received(arrivals.next_tick([answer], num_running=128)) == 0
+    assert received(arrivals.next_tick([], num_running=128)) == max_received(128)
+    assert received(arrivals.next_tick([answer], num_running=127)) == max_received(127)
 
 
 def test_a_tick_that_can_launch_nothing_receives_more() -> None:
-    intake, answer = Intake(), result(1, {})
-    assert received(intake.next_tick([*many(100)], may_launch=False)) == 32
-    assert received(intake.next_tick([], may_launch=True)) == max_received(0)
-    assert received(intake.next_tick([answer], may_launch=False)) == max_received(0)
+    arrivals, answer = Arrivals(), result(1, {})
+    assert received(arrivals.next_tick([*many(100)], may_launch=False)) == 32
+    assert received(arrivals.next_tick([], may_launch=True)) == max_received(0)
+    assert received(arrivals.next_tick([answer], may_launch=False)) == max_received(0)
