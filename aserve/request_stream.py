@@ -52,7 +52,7 @@ class Gateway:
         return len(self._open)
 
     def lora_slots(self) -> set[int]:
-        """The adapter slots of the open requests."""
+        """Returns the adapter slots of the open requests."""
         return {opened.lora_slot for opened in self._open.values()}
 
     def open(self, *requests: GenerateRequest) -> RequestStream:

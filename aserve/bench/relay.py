@@ -154,7 +154,7 @@ class Relay:
         return result
 
     def _request(self, number: int) -> AdmitRequest:
-        """A request with one token from the prefill and one from each step to count."""
+        """Returns a request with one token from the prefill and one from each step to count."""
         sampling = SamplingParams(seed=0, temperature=0.0, max_tokens=self._options.steps + 1)
         return AdmitRequest(f"row-{number}", pack_i32(self._windows.ids(PROMPT_LEN)), sampling)
 

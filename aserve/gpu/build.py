@@ -236,7 +236,7 @@ def _run_largest(parts: _Parts) -> None:
 
 
 def _shapes(parts: _Parts, made: _Made) -> ShapeTable:
-    """The shapes of the steps that may be captured."""
+    """Returns the shapes of the steps that may be captured."""
     device, graph_rows = parts.device, parts.options.graph_rows
     by_shape = parts.ops.sample_ops.filters_by_shape
     can_capture = bool(device.graph_rows) and made.attention.capabilities.can_capture
@@ -345,7 +345,7 @@ def _plan_spec(
 
 
 def _layout(parts: _Parts, group: LayerGroup, kv_dtype: torch.dtype) -> GroupLayout:
-    """The group's layout, with the drafter's layers of the same window."""
+    """Returns the group's layout, with the drafter's layers of the same window."""
     layout = group.layout(kv_dtype.itemsize)
     if parts.drafter is None:
         return layout
@@ -359,7 +359,7 @@ def _layout(parts: _Parts, group: LayerGroup, kv_dtype: torch.dtype) -> GroupLay
 
 
 def _context_with_room(parts: _Parts, layouts: Sequence[GroupLayout], budget_bytes: int) -> int:
-    """The model's context length, or what one request has KV memory for if that is less."""
+    """Returns the model's context length, or what one request has KV memory for if that is less."""
     max_model_len = parts.model.max_model_len
     room = longest_context(
         layouts,

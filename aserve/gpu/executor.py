@@ -184,8 +184,9 @@ class TorchExecutor:
                 job()
 
     def _next(self) -> Job | None:
-        """The next job. Graphs are captured while there is none, so a new job waits for at most one
-        capture."""
+        """Returns the next job. Graphs are captured while there is none, so a new job waits for at
+        most one capture.
+        """
         while self._graphs.has_pending and self._inbox.empty():
             self._capture()
         return self._inbox.get()
@@ -376,7 +377,7 @@ def _complete_with_lens(ticket: StepTicket, outcome: Outcome, plan: StepPlan) ->
 
 
 def _held_ends(plan: StepPlan) -> dict[int, int]:
-    """An upper bound of each held row's KV length after the step, by row."""
+    """Returns an upper bound of each held row's KV length after the step, by row."""
     if not len(plan.held_rows):
         return {}
     held = np.isin(plan.rows, plan.held_rows)

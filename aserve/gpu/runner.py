@@ -92,7 +92,7 @@ class ModelRunner:
         self._held_logits: Tensor | None = None  # [max_rows + 1, vocab], once a row is held
 
     def stage(self, plan: StepPlan) -> HostArrays:
-        """The host values that `apply` and `step` read."""
+        """Returns the host values that `apply` and `step` read."""
         arrays = HostArrays()
         if self.fused_step_for(plan) is None:
             plan.stage(arrays)
@@ -132,7 +132,7 @@ class ModelRunner:
         return packed.with_checks(stamps, lens)
 
     def fused_step_for(self, plan: StepPlan) -> FusedStep | None:
-        """The fused step that runs this whole step from its plan alone, or None."""
+        """Returns the fused step that runs this whole step from its plan alone, or None."""
         fused_step = self._parts.fused_step
         if fused_step is None or self._parts.is_debug or not self._parts.mode.draws_once:
             return None

@@ -88,7 +88,9 @@ class JsonScanner:
         return place
 
     def end(self) -> None:
-        """The text has ended. A number is done only then or with a character behind it."""
+        """Says that the text has ended. A number is done only then or with a character behind
+        it.
+        """
         if self._state is _State.NUMBER and not self._stack and self._number in NUMBER_ENDS:
             self._state = _State.DONE
 

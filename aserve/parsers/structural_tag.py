@@ -52,7 +52,7 @@ def tag_format(begin: str, content: Format, end: str) -> Format:
 
 
 def tags_format(tags: Sequence[Format], *, separator: str, is_single: bool) -> Format:
-    """One of the tags, or one and more with a separator."""
+    """Returns the format of one tag, or of several with a separator."""
     return {
         "type": "tags_with_separator",
         "tags": list(tags),

@@ -27,7 +27,7 @@ from aserve.scheduling.transfers import await_kv
 
 
 def consider(state: SchedulerState, request: AdmitRequest) -> list[Sequence] | Refused:
-    """The sequences of a request, or its refusal with the numbers. It changes nothing."""
+    """Returns the sequences of a request, or its refusal with the numbers. It changes nothing."""
     client = state.clients.find(request.client)
     children = [
         Sequence(
@@ -225,7 +225,7 @@ def _take_row(state: SchedulerState, sequence: Sequence) -> None:
 
 
 def _has_pages(state: SchedulerState, sequence: Sequence) -> bool:
-    """Whether all pages of its tokens are there now."""
+    """Returns whether all pages of its tokens are there now."""
     assert sequence.allocation is not None
     return has_room(
         state, state.cache.missing(sequence.allocation, state.num_pages(sequence.tokens.num))

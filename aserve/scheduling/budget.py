@@ -28,7 +28,9 @@ def most_pages(state: SchedulerState, num_positions: int) -> Pages:
 
 
 def fits_alone(state: SchedulerState, sequence: Sequence) -> bool:
-    """The test at admission to the queue: what fails it could never finish."""
+    """Returns whether the sequence could finish if it ran alone: the test at admission to the
+    queue.
+    """
     needed = most_pages(state, sequence.max_kv_len)
     if min_query_len(sequence) > 1:
         whole = state.num_pages(sequence.prompt_len)
@@ -39,11 +41,9 @@ def fits_alone(state: SchedulerState, sequence: Sequence) -> bool:
 
 
 def next_query_lens(state: SchedulerState, rows: Column) -> Column:
-    """Tokens that each row would like to have in its next step: the rest of a prefill, or a decode
-    with its drafts.
-
-    0 where a verify window or a block has no room left within `max_kv_len` positions: results must
-    come first.
+    """Returns how many tokens each row would like to have in its next step: the rest of a prefill,
+    or a decode with its drafts. It is 0 where a verify window or a block has no room left within
+    `max_kv_len` positions, so that results must come first.
     """
     table, caps = state.table, state.spec.decode
     wanted = table.remaining[rows]
@@ -58,14 +58,14 @@ def next_query_lens(state: SchedulerState, rows: Column) -> Column:
 
 
 def min_query_len(sequence: Sequence) -> int:
-    """Tokens that the row must compute in its next step at least: a prompt that is not causal is
-    not cut into chunks.
+    """Returns how many tokens the row must compute in its next step at least: a prompt that is not
+    causal is not cut into chunks.
     """
     return 1 if sequence.is_causal else max(1, sequence.prompt_len - sequence.scheduled_len)
 
 
 def min_query_lens(state: SchedulerState, rows: Column) -> Column:
-    """`min_query_len` of each row."""
+    """Returns `min_query_len` of each row."""
     left: Column = state.table.whole_len[rows] - state.table.scheduled_len[rows]
     return left.clip(min=1)
 
@@ -110,7 +110,7 @@ def prefill_need(state: SchedulerState, sequence: Sequence) -> Pages:
 
 
 def prefill_needs(state: SchedulerState, rows: Column) -> Pages:
-    """The sum of `prefill_need` of these rows."""
+    """Returns the sum of `prefill_need` of these rows."""
     if not len(rows):
         return (0,) * len(state.spec.groups)
     table = state.table
@@ -151,8 +151,8 @@ def has_room(state: SchedulerState, need: Pages) -> bool:
 
 
 def has_ample_room(state: SchedulerState) -> bool:
-    """Whether there are more pages than a step of any rows could take, beside those of one more
-    decode of every row. Mostly there are, and then nobody has to count.
+    """Returns whether there are more pages than a step of any rows could take, beside those of one
+    more decode of every row. Mostly there are, and then nobody has to count.
     """
     per_row = 1 + state.num_pages(state.spec.decode.max_tokens_per_step)
     most = len(state.running) * per_row + state.num_pages(state.spec.max_batched_tokens)

@@ -43,7 +43,7 @@ def _check_rows(state: SchedulerState) -> None:
 
 
 def _check_clients(state: SchedulerState) -> None:
-    """Each client has as many living sequences, rows and unpaid prompt tokens as it is said to."""
+    """Checks the numbers of living sequences, rows and unpaid prompt tokens of each client."""
     living: Counter[Client] = Counter()
     running: Counter[Client] = Counter()
     unpaid: Counter[Client] = Counter()
@@ -128,7 +128,7 @@ def _are_copies_right(state: SchedulerState, sequence: Sequence) -> bool:
 
 
 def describe(sequence: Sequence) -> str:
-    """A sequence's story in one line, for BugErrors."""
+    """Returns a sequence's story in one line, for BugErrors."""
     return (
         f"{sequence.request_id}/{sequence.child} phase={sequence.phase.value} row={sequence.row} "
         f"prompt={sequence.prompt_len} outputs={sequence.num_outputs} "

@@ -46,12 +46,12 @@ class Client:
         return self.served + self.pending
 
     def take_row(self, num_prompt_tokens: int) -> None:
-        """One of its sequences was admitted, and has so many prompt tokens to pay for."""
+        """Counts an admitted sequence, which has prompt tokens to pay for."""
         self.num_rows += 1
         self.pending += PROMPT_WEIGHT * num_prompt_tokens
 
     def give_back_row(self, num_prompt_tokens: int) -> None:
-        """One of its sequences left its row before so many prompt tokens were computed."""
+        """Counts a sequence that left its row before all of its prompt was computed."""
         self.num_rows -= 1
         self.pending -= PROMPT_WEIGHT * num_prompt_tokens
 
@@ -82,11 +82,13 @@ class Clients:
         return len(self._by_id)
 
     def find(self, client_id: str) -> Client:
-        """The client of this name, or a new one, which is known from its first `join` on."""
+        """Returns the client of this name, or a new one, which is known from its first `join`
+        on.
+        """
         return self._by_id.get(client_id) or Client(client_id)
 
     def join(self, client: Client, num_sequences: int) -> None:
-        """So many sequences of this client begin to wait."""
+        """Counts sequences of this client that begin to wait."""
         was_idle = not client.num_living
         if was_idle:
             client.served = max(client.served, self._least_served())
@@ -98,7 +100,7 @@ class Clients:
             self._forget_debts()
 
     def finish(self, client: Client) -> None:
-        """One sequence of this client ended."""
+        """Counts a sequence of this client that ended."""
         client.num_living -= 1
         if client.num_living:
             return
@@ -111,7 +113,7 @@ class Clients:
             heapq.heappush(self._idle, (client.served, client.client_id))
 
     def _least_served(self) -> int:
-        """The least counter of the active clients; 0 if there is none."""
+        """Returns the least counter of the active clients; 0 if there is none."""
         while self._active:
             served, client_id = self._active[0]
             client = self._by_id.get(client_id)

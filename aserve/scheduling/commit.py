@@ -42,7 +42,7 @@ def commit_samples(state: SchedulerState, result: SampleResult) -> None:
 
 
 def _commit_chunks(state: SchedulerState, step: Step) -> None:
-    """The KV of chunks, of which nothing was sampled, is there."""
+    """Commits the KV of chunks that sampled nothing."""
     if step.samples.all():
         return
     chunks = (~step.samples).nonzero()[0]

@@ -83,7 +83,7 @@ def cancel(state: SchedulerState, event: Cancel) -> None:
 
 
 def fail(state: SchedulerState, event: FailRequest) -> None:
-    """All children; what is not known (any more) is ignored."""
+    """Ends all children with the error. A request that is not known (any more) is ignored."""
     for sequence in list(state.groups.get(event.request_id, {}).values()):
         finish(state, sequence, "error", error=event.error)
 

@@ -68,8 +68,8 @@ class Step(msgspec.Struct, gc=False, eq=False):
         return int(self.indices_of(np.array([row], np.int32))[0])
 
     def is_dropped(self, index: int) -> bool:
-        """Whether the result of this flight does not count, because its sequence has ended or a
-        step failed.
+        """Returns whether the result of this flight does not count, because its sequence has ended
+        or a step failed.
         """
         sequence = self.sequences[index]
         return sequence.phase is Phase.ENDED or sequence.first_iteration > self.iteration

@@ -25,8 +25,8 @@ def lead(state: SchedulerState, row: Sequence) -> None:
 
 
 def follow(state: SchedulerState, sequence: Sequence, *, num_cached: int, most: int) -> bool:
-    """Whether the sequence, which has so many of its first `most` pages in the cache, now waits for
-    a running row to compute the next one.
+    """Makes the sequence wait for a running row that is about to compute its next page, if there
+    is one, and returns whether it does. `num_cached` of its first `most` pages are in the cache.
     """
     if num_cached >= most:
         return False

@@ -35,9 +35,9 @@ def relax(state: SchedulerState) -> None:
 
 
 def fits_ahead(state: SchedulerState, sequence: Sequence) -> bool:
-    """Whether the sequence, whose prefix was opened, and all running rows have pages for as many
-    tokens ahead as caution asks for. Only the first layer group is counted: windowed groups do not
-    grow. Without caution the answer is yes.
+    """Returns whether the sequence, whose prefix was opened, and all running rows have pages for as
+    many tokens ahead as caution asks for. Only the first layer group is counted: windowed groups do
+    not grow. Without caution the answer is yes.
     """
     if not state.caution:
         return True
@@ -46,7 +46,9 @@ def fits_ahead(state: SchedulerState, sequence: Sequence) -> bool:
 
 
 def _most_pages(state: SchedulerState, sequence: Sequence, num_ahead: int) -> int:
-    """The largest number of pages, beside those that are held now, that is needed at any moment."""
+    """Returns the largest number of pages, beside those that are held now, that is needed at any
+    moment.
+    """
     assert sequence.allocation is not None
     table, rows = state.table, state.running_rows()
     page_size, depth = state.spec.page_size, state.spec.depth

@@ -53,7 +53,7 @@ def receive_mask(state: SchedulerState, ready: MaskReady) -> None:
 
 
 def has_slow_room(state: SchedulerState, sequence: Sequence) -> bool:
-    """Whether one more row may be given to this sequence, as far as slow masks limit it."""
+    """Returns whether one more row may be given to this sequence, as far as slow masks limit it."""
     if sequence.mask is None or not sequence.mask.is_slow:
         return True
     return len(_slow_rows(state)) < max_slow_rows(state.spec)
@@ -95,8 +95,8 @@ def _slow_rows(state: SchedulerState) -> list[Sequence]:
 
 
 def _mark_slow(state: SchedulerState, request_id: str) -> None:
-    """All children of the request. Rows beyond the bound are retracted, the latest first; what
-    their matchers have seen stays valid.
+    """Marks all children of the request as slow. Rows beyond the bound are retracted, the latest
+    first; what their matchers have seen stays valid.
     """
     for child in state.groups[request_id].values():
         if child.mask is not None:

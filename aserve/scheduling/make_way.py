@@ -90,7 +90,9 @@ class _Way:
         self.owed: set[Sequence] = set()
 
     def has_plenty(self) -> bool:
-        """Whether the next sequence has a row and room without a closer look. It gets the row."""
+        """Returns whether the next sequence has a row and room without a closer look. It gets the
+        row.
+        """
         has_plenty = self._num_free > 0 and self._has_ample_room and not self._state.caution
         self._num_free -= has_plenty
         return has_plenty
@@ -99,8 +101,8 @@ class _Way:
         return self._num_free > 0 or client.num_rows + self._num_promised[client] < self._share
 
     def make(self, sequence: Sequence) -> bool:
-        """Whether there is a row and room for the sequence, whose prefix was opened. Nobody is
-        retracted where that would not suffice.
+        """Returns whether there is a row and room for the sequence, whose prefix was opened. Nobody
+        is retracted where that would not suffice.
         """
         rows = self._rows_for(sequence)
         # NOTE: the last running row is never retracted: it could not come back before the other.
@@ -121,7 +123,7 @@ class _Way:
         return True
 
     def _rows_for(self, sequence: Sequence) -> list[Sequence] | None:
-        """The rows to retract for this sequence; None if it cannot be admitted by that."""
+        """Returns the rows to retract for this sequence; None if it cannot be admitted by that."""
         reserve = self._accounts()
         num_lacking = reserve.lacking_beside(sequence)
         if self._num_free and num_lacking <= 0:

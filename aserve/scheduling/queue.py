@@ -134,7 +134,7 @@ class WaitingQueue:
         heapq.heapify(self._heap)
 
     def _order(self, line: _Line) -> Order:
-        """The order of its first sequence. A line has at least one."""
+        """Returns the order of its first sequence. A line has at least one."""
         while line.arrivals[0] not in self._sequences:
             line.queued.discard(heapq.heappop(line.arrivals))
         return (line.priority, line.client.key, line.arrivals[0])

@@ -51,7 +51,9 @@ def fail_step(state: SchedulerState, failed: StepFailed) -> None:
 
 
 def _named_by(state: SchedulerState, iteration: int) -> list[Sequence]:
-    """The rows of the failed step; for a failed Sample, whose step is back already, its rows."""
+    """Returns the rows of the failed step; for a failed Sample, whose step is back already, its
+    rows.
+    """
     step = state.steps.get(iteration)
     if step is not None:
         return list(step.sequences)

@@ -23,7 +23,9 @@ from aserve.scheduling.rows import NUM_CELLS, Cell, Cells, RowTable
 
 
 def child_seed(seed: int, child: int) -> int:
-    """The seed of one child of a group: a hash of both; the first child keeps the request's own."""
+    """Returns the seed of one child of a group: a hash of both; the first child keeps the request's
+    own.
+    """
     if child == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}/{child}".encode(), digest_size=8).digest()
@@ -50,7 +52,7 @@ class TokenLog:
         return array_i32(self.packed(start, stop))
 
     def packed(self, start: int, stop: int) -> bytes:
-        """The same tokens as the bytes of an array."""
+        """Returns the same tokens as the bytes of an array."""
         num_prompt = len(self._prompt)
         if start >= num_prompt:
             return self.outputs[start - num_prompt : stop - num_prompt].tobytes()

@@ -33,7 +33,9 @@ class Reserve:
         self._pages = add_pages(self._pages, prefill_needs(state, prefills))
 
     def has_room_beside(self, sequence: Sequence) -> bool:
-        """Whether the prefill of the sequence, whose prefix was opened, fits beside the others."""
+        """Returns whether the prefill of the sequence, whose prefix was opened, fits beside the
+        others.
+        """
         return self.lacking_beside(sequence) <= 0
 
     def lacking_beside(self, sequence: Sequence) -> int:
@@ -46,13 +48,13 @@ class Reserve:
         return self._lacking(need)
 
     def promise(self, sequence: Sequence) -> None:
-        """The sequence, which does not run yet, will be admitted."""
+        """Counts a sequence that will be admitted, and does not run yet."""
         need = prefill_need(self._state, sequence)
         self._promised = add_pages(self._promised, need)
         self._pages = add_pages(self._pages, need)
 
     def add(self, sequence: Sequence) -> None:
-        """The sequence runs now, or is about to."""
+        """Counts a sequence that runs now, or is about to."""
         self._pages = add_pages(self._pages, prefill_need(self._state, sequence))
 
     def num_reserved(self, row: Sequence) -> int:
@@ -60,7 +62,7 @@ class Reserve:
         return prefill_need(self._state, row)[0] if self._is_exact else 0
 
     def remove(self, row: Sequence) -> None:
-        """The row, which still has its pages, is about to be retracted."""
+        """Stops counting a row that is about to be retracted, and still has its pages."""
         if self._is_exact:
             need = prefill_need(self._state, row)
             self._pages = tuple(map(sub, self._pages, need))

@@ -97,8 +97,8 @@ def _choose_retry(state: SchedulerState) -> Spans:
 
 
 def _most_beside(state: SchedulerState, num_decodes: int, num_prefills: int) -> int:
-    """The prefill-token cap of a mixed step, whose decodes all wait for the prefills. It grows when
-    prefills outnumber decodes.
+    """Returns the prefill-token cap of a mixed step, whose decodes all wait for the prefills. It
+    grows when prefills outnumber decodes.
     """
     most = state.spec.max_mixed_prefill_tokens
     if most is None:
@@ -174,7 +174,7 @@ def _retract_for_room(state: SchedulerState) -> None:
 
 
 def max_decode_rows(spec: EngineSpec, num_running: int) -> int:
-    """The maximum number of decode rows in one step. With lead < depth (a pipeline) the rows are
-    spread over the steps in flight.
+    """Returns the maximum number of decode rows in one step. With lead < depth (a pipeline) the
+    rows are spread over the steps in flight.
     """
     return -(-num_running * spec.lead // spec.depth)

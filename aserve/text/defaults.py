@@ -36,7 +36,7 @@ class GenerationDefaults(Record, frozen=True):
     max_new_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
     def __str__(self) -> str:
-        """The values that differ from NEUTRAL, for a log line."""
+        """Returns the values that differ from NEUTRAL, for a log line."""
         return " ".join(
             f"{name}={value}"
             for name, value in msgspec.structs.asdict(self).items()

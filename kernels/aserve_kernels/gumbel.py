@@ -29,14 +29,14 @@ def mix(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def gumbel_start(seed: tl.tensor, position: tl.tensor) -> tl.tensor:
-    """The start of a row's noise: seed and position int64 -> uint64."""
+    """Returns the start of a row's noise: seed and position int64 -> uint64."""
     seed, position = seed.to(tl.uint64, bitcast=True), position.to(tl.uint64, bitcast=True)
     return mix(mix(seed) + position * POSITION_FACTOR)
 
 
 @triton.jit
 def gumbel(start: tl.tensor, token_ids: tl.tensor) -> tl.tensor:
-    """The noise of these tokens: token_ids int32 [block] -> float32 [block].
+    """Returns the noise of these tokens: token_ids int32 [block] -> float32 [block].
 
     Triton has no log1p. log1p(x) is log(w) * x / (w - 1) with w = 1 + x: the rounding error of w
     is the same in both factors, and cancels (Kahan; Goldberg 1991, theorem 4).

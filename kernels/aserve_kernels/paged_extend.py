@@ -153,7 +153,7 @@ def _attend_blocks(
 def _row_of(
     block: tl.tensor, cu_query_lens: tl.tensor, num_rows: int, QUERIES: tl.constexpr
 ) -> tl.tensor:
-    """The row that `block` belongs to: the last one whose first block is not above it."""
+    """Returns the row that `block` belongs to: the last one whose first block is not above it."""
     low = 0
     high = num_rows
     while high - low > 1:

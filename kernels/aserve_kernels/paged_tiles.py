@@ -83,7 +83,7 @@ class KvSplits:
     fixed_split: int | None = None
 
     def most(self, max_len: int, window: int | None) -> int:
-        """The most splits that a decode row of at most `max_len` tokens may have."""
+        """Returns the most splits that a decode row of at most `max_len` tokens may have."""
         split = self.fixed_split or self.min_split
         num_splits = -(-max_len // split)
         if window is not None:
@@ -102,20 +102,21 @@ class Tiles:
 
 
 def fixed_split(max_len: int) -> int:
-    """The `fixed_split` for contexts of up to `max_len` tokens: a power of two, so that tiles
-    divide it, that gives at most MAX_SPLITS splits."""
+    """Returns the `fixed_split` for contexts of up to `max_len` tokens: a power of two, so that
+    tiles divide it, that gives at most MAX_SPLITS splits.
+    """
     return max(MIN_FIXED_SPLIT, 1 << (-(-max_len // MAX_SPLITS) - 1).bit_length())
 
 
 def decode_tiles(group_size: int, head_dim: int, dtype: torch.dtype, splits: KvSplits) -> Tiles:
-    """The tiles for one query of `group_size` query heads."""
+    """Returns the tiles for one query of `group_size` query heads."""
     if splits.fixed_split is not None:
         return extend_tiles(group_size, head_dim, dtype, splits)
     return _tiles(padded(group_size), head_dim, dtype, splits.chip)
 
 
 def extend_tiles(group_size: int, head_dim: int, dtype: torch.dtype, splits: KvSplits) -> Tiles:
-    """The tiles for several queries of `group_size` query heads each."""
+    """Returns the tiles for several queries of `group_size` query heads each."""
     block_m = 64 if splits.fixed_split is not None or head_dim > 128 else 128
     return _tiles(max(block_m, padded(group_size)), head_dim, dtype, splits.chip)
 
@@ -135,7 +136,7 @@ def _tiles(block_m: int, head_dim: int, dtype: torch.dtype, chip: Chip) -> Tiles
 
 
 def padded(size: int) -> int:
-    """The next power of two that is a side of a tensor-core product."""
+    """Returns the next power of two that is a side of a tensor-core product."""
     return max(MIN_DOT, 1 << (size - 1).bit_length())
 
 

@@ -55,7 +55,9 @@ def add_rms_norm_ref(
 
 
 def _shape(size: int) -> tuple[int, int]:
-    """The block size that holds a token, and the warps: each thread has 16 bytes of bfloat16."""
+    """Returns the block size that holds a token, and the warps: each thread has 16 bytes of
+    bfloat16.
+    """
     block = triton.next_power_of_2(size)
     return block, min(16, max(1, block // 256))
 

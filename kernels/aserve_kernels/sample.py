@@ -173,7 +173,9 @@ def sample_ref(
 def _temperature(
     floats: tl.tensor, row: tl.tensor, float_stride: int
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The requested temperature, and the divisor of the logits: 1 where the row is greedy."""
+    """Returns the requested temperature, and the divisor of the logits: 1 where the row is
+    greedy.
+    """
     requested = tl.load(floats + row * float_stride + TEMPERATURE).to(tl.float32)
     return requested, tl.where(requested > 0, requested, 1.0)
 

@@ -25,5 +25,7 @@ MAX_U = 1 - 2.0**-24
 
 
 def as_int64(word: int) -> int:
-    """The int64 with the bits of this uint64, as torch needs it; int64 arithmetic wraps alike."""
+    """Returns the int64 with the bits of this uint64, as torch needs it; int64 arithmetic wraps
+    alike.
+    """
     return word - (1 << 64) if word >> 63 else word

@@ -38,7 +38,7 @@ class AttentionBackend(Protocol):
         """Prepares what all layers of one forward share."""
 
     def bind(self, batch: ForwardBatch, plan: object) -> Attend:
-        """The attention function that the model calls in each layer."""
+        """Returns the attention function that the model calls in each layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +171,9 @@ class StaticPlans(Protocol):
     """
 
     def is_better_eager(self, num_rows: int, shared_pages: int) -> bool:
-        """Whether a step should run eagerly although a graph could replay it, because attention has
-        a faster algorithm for it that is not captured."""
+        """Returns whether a step should run eagerly although a graph could replay it, because
+        attention has a faster algorithm for it that is not captured.
+        """
 
     def make(self, shape: StaticShape) -> object:
         """A plan that `bind` accepts for forwards of this shape, refreshed for rows of `width`

@@ -110,7 +110,7 @@ class ChunkedPrefill:
 
 
 def choose_chunked_prefill(pools: KvPools, num_workers: int) -> ChunkedPrefill:
-    """The fastest prefill kernel of this processor and KV dtype.
+    """Returns the fastest prefill kernel of this processor and KV dtype.
 
     PERF: without matrix instructions, torch's fused kernel converts bfloat16 to float32 before it
     multiplies; `chunk_attention` uses the processor's bfloat16 dot products. CPU time of one thread

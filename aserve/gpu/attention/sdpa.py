@@ -118,7 +118,8 @@ class PagedSdpa:
         )
 
     def _read_pages(self, table: Tensor, rows: Tensor, is_seen: Tensor) -> Tensor:
-        """The pages to gather, int64 [rows * pages]. Pages that no query sees are read as page 0.
+        """Returns the pages to gather, int64 [rows * pages]. Pages that no query sees are read as
+        page 0.
 
         WHY: the table may still name pages that left the window and were given to another row. A
         NaN in them would pass through the mask.

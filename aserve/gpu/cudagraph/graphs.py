@@ -81,7 +81,7 @@ class StepGraph:
     words: Tensor  # int32 [n], the buffer from which the graph reads its step
 
     def padded(self, plan: StepPlan) -> StepPlan:
-        """The plan of a step for which `find` returned this graph, padded to its shape."""
+        """Returns the plan of a step for which `find` returned this graph, padded to its shape."""
         return padded_plan(plan, self.shape)
 
     def room_for(self, arrays: HostArrays) -> Tensor:
@@ -125,8 +125,8 @@ class StepGraphs:
         return len(self._pending)
 
     def find(self, plan: StepPlan) -> StepGraph | None:
-        """The graph for a step, or None if it must run eagerly. A missing graph that could be
-        captured is requested.
+        """Returns the graph for a step, or None if it must run eagerly. A missing graph that could
+        be captured is requested.
 
         WHY a replay is not always faster: cascade attention is not captured, and reads a shared
         prefix once. That can save more than the launches cost, which are hidden as long as the

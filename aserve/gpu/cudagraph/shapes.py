@@ -37,7 +37,7 @@ class StepShape:
 
 
 def shape_of(plan: StepPlan) -> StepShape | None:
-    """The unpadded shape of a step, or None if it cannot be replayed."""
+    """Returns the unpadded shape of a step, or None if it cannot be replayed."""
     num_rows = len(plan.rows)
     logits = plan.logits
     if not num_rows or len(logits.rows) != num_rows or plan.prompts is not None:
@@ -56,7 +56,7 @@ def shape_of(plan: StepPlan) -> StepShape | None:
 
 
 def row_counts(max_rows: int) -> tuple[int, ...]:
-    """The row counts to capture: 1, 2, 4, multiples of 8, and `max_rows`. None for 0."""
+    """Returns the row counts to capture: 1, 2, 4, multiples of 8, and `max_rows`. None for 0."""
     counts = {*FEW, *range(STRIDE, max_rows, STRIDE), max_rows}
     return tuple(sorted(count for count in counts if 0 < count <= max_rows))
 
@@ -70,7 +70,7 @@ class ShapeTable:
     samplings: tuple[str, ...]
 
     def padded(self, shape: StepShape) -> StepShape | None:
-        """The smallest shape of the table with at least as many rows, or None."""
+        """Returns the smallest shape of the table with at least as many rows, or None."""
         index = bisect.bisect_left(self.counts, shape.num_rows)
         is_known = shape.width in self.widths and shape.sampling in self.samplings
         if index == len(self.counts) or not is_known:
@@ -88,7 +88,7 @@ class ShapeTable:
 
 
 def padded_plan(plan: StepPlan, shape: StepShape) -> StepPlan:
-    """The plan with the shape's number of rows, and as many page writes in each group."""
+    """Returns the plan with the shape's number of rows, and as many page writes in each group."""
     writes = tuple(_padded(part, shape.num_rows) for part in plan.batch.page_writes)
     batch = msgspec.structs.replace(plan.batch, page_writes=writes)
     return dataclasses.replace(plan.padded(shape.num_rows), batch=batch)
@@ -103,7 +103,7 @@ def _padded(writes: PageWrites, num: int) -> PageWrites:
 
 
 def padding_plan(shape: StepShape, spec: EngineSpec, *, slice_len: int) -> StepPlan:
-    """A step of padding rows, whose host values are the largest that this shape allows."""
+    """Returns a step of padding rows, whose host values are the largest that this shape allows."""
     drafts = pack_i32([shape.width - 1] * shape.num_rows)
     batch = padding_batch(shape.width, num_groups=len(spec.groups), num_rows=shape.num_rows)
     if shape.width > 1:

@@ -108,7 +108,7 @@ def _staged(device: Device, arrays: HostArrays) -> DeviceArrays:
 
 
 def _batch(params: RowInit, query_lens: list[int], spec: EngineSpec) -> ScheduleBatch:
-    """A batch of new rows, numbered from 1, without pages."""
+    """Returns a batch of new rows, numbered from 1, without pages."""
     num_rows, num_tokens = len(query_lens), sum(query_lens)
     rows = pack_i32([*range(1, num_rows + 1)])
     return ScheduleBatch(

@@ -32,7 +32,7 @@ class StepRunner(Protocol):
     def init_forward(
         self, batch: DeviceBatch, overrides: ForwardOverrides = NO_OVERRIDES
     ) -> ForwardBatch:
-        """The inputs of one more forward within the step."""
+        """Returns the inputs of one more forward within the step."""
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Runs the target model -> hidden states [tokens, hidden], valid until its next forward."""

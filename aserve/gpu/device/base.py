@@ -84,24 +84,28 @@ class Device(Protocol):
         then `values` must not be written; the caller need not keep it alive."""
 
     def weight_format(self, request: WeightRequest) -> WeightFormat:
-        """The best format for a model's weights. A dtype that the user named is honoured."""
+        """Returns the best format for a model's weights. A dtype that the user named is
+        honoured.
+        """
 
     def ops(self, dtype: torch.dtype, *, is_deterministic: bool) -> DeviceOps:
-        """The fastest operators for a dtype; this may compile them. If `is_deterministic`, a
-        token's result has the same bits in whatever step it is computed."""
+        """Returns the fastest operators for a dtype; this may compile them. If `is_deterministic`,
+        a token's result has the same bits in whatever step it is computed.
+        """
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A large zeroed pool. Pages that are never written need not be resident."""
+        """Returns a large zeroed pool. Pages that are never written need not be resident."""
 
     def free_bytes(self) -> int:
-        """The memory that this process may still allocate."""
+        """Returns the memory that this process may still allocate."""
 
     def kv_bytes(self, run_largest: Callable[[], None], *, share: float) -> int:
-        """The size of the KV cache that fits beside the loaded model and the peak memory of
+        """Returns the size of the KV cache that fits beside the loaded model and the peak memory of
         `run_largest`, which runs the largest steps. `share` is the part of the device's own memory
-        that the process may use in all."""
+        that the process may use in all.
+        """
 
 
 def slice_len_of(device: Device, *, vocab_size: int) -> int:
-    """The number of tokens whose logits are computed at a time."""
+    """Returns the number of tokens whose logits are computed at a time."""
     return max(1, device.logits_elements // vocab_size)

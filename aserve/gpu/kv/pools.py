@@ -55,7 +55,7 @@ class LayerKv:
         return store_latents(heads, slots, self.keys, self.scales[0])
 
     def read(self, pick: Callable[[Tensor], Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The keys and values that `pick` selects from a pool, converted to `dtype`."""
+        """Returns the keys and values that `pick` selects from a pool, converted to `dtype`."""
         pools = zip((self.keys, self.values), self.scales, strict=True)
         keys, values = (from_kv_dtype(pick(pool), dtype, scale) for pool, scale in pools)
         return keys, values
@@ -202,20 +202,21 @@ class KvPools:
         self.token_pool.index_copy_(0, to_slots[0], ids)
 
     def slots(self, group: int, rows: Tensor, positions: Tensor) -> Tensor:
-        """The slots of these positions. All tensors are int64 [n]."""
+        """Returns the slots of these positions. All tensors are int64 [n]."""
         columns = torch.div(positions, self.page_size, rounding_mode="floor")
         pages = self.page_tables[group][rows, columns]
         return pages.mul_(self.page_size).add_(positions.remainder(self.page_size))
 
     def token_ids(self, rows: Tensor, *, max_len: int) -> Tensor:
-        """The tokens of rows, int64 [n], as int64 [n, >= max_len]. Values beyond a row's length are
-        arbitrary."""
+        """Returns the tokens of rows, int64 [n], as int64 [n, >= max_len]. Values beyond a row's
+        length are arbitrary.
+        """
         pages = self.page_tables[0][rows, : -(-max_len // self.page_size)]
         ids = self.token_pool.view(-1, self.page_size).index_select(0, pages.flatten())
         return ids.view(len(rows), -1).to(torch.int64)
 
     def _pools_of(self, group: int) -> tuple[Tensor, ...]:
-        """The allocations of one group: keys and values, or latents alone."""
+        """Returns the allocations of one group: keys and values, or latents alone."""
         keys, values = self._keys[group], self._values[group]
         return (keys,) if values.data_ptr() == keys.data_ptr() and keys.numel() else (keys, values)
 
@@ -224,7 +225,7 @@ class KvPools:
 
 
 def _shared(groups: tuple[LayerGroup, ...], layers: dict[int, LayerKv]) -> dict[int, LayerKv]:
-    """The KV of layers that read another layer's, by layer index."""
+    """Returns the KV of layers that read another layer's, by layer index."""
     shared: dict[int, LayerKv] = {}
     for number, group in enumerate(groups):
         for layer in group.layers:

@@ -87,8 +87,9 @@ Rope: TypeAlias = DefaultRope | LinearRope | DynamicRope | YarnRope | Llama3Rope
 def inverse_frequencies(
     rope: Rope, rotary_dim: int, *, max_model_len: int, dtype: torch.dtype
 ) -> Tensor:
-    """The frequencies [rotary_dim / 2] in radians per position, on the CPU. `dtype` is float32 or
-    float64; `rotary_dim` is the number of elements of a head that are rotated."""
+    """Returns the frequencies [rotary_dim / 2] in radians per position, on the CPU. `dtype` is
+    float32 or float64; `rotary_dim` is the number of elements of a head that are rotated.
+    """
     match rope:
         case DefaultRope():
             return _base_frequencies(rope.theta, rotary_dim, dtype=dtype)
@@ -111,7 +112,9 @@ def inverse_frequencies(
 
 
 def attention_factor(rope: Rope) -> float:
-    """The factor of cosines and sines, by which YaRN and LongRoPE scale the attention scores."""
+    """Returns the factor of cosines and sines, by which YaRN and LongRoPE scale the attention
+    scores.
+    """
     match rope:
         case YarnRope() | LongRope():
             return rope.attention_factor
@@ -137,7 +140,9 @@ def _ntk_theta(rope: DynamicRope, rotary_dim: int, max_model_len: int) -> float:
 
 def _yarn(rope: YarnRope, rotary_dim: int, *, dtype: torch.dtype) -> Tensor:
     def index_of(num_rotations: float) -> float:
-        """The (fractional) index i whose frequency makes that many rotations in original_len."""
+        """Returns the (fractional) index i whose frequency makes that many rotations in
+        original_len.
+        """
         wavelength = rope.original_len / (num_rotations * 2 * math.pi)
         return rotary_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 

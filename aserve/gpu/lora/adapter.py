@@ -123,8 +123,9 @@ def _module(config: Fields, name: str, pair: Mapping[str, Tensor], max_rank: int
 
 
 def _pattern_value(config: Fields, field: str, name: str) -> float | None:
-    """The value of the first key that is the module's name, or the end of it after a dot. PEFT's
-    keys are regular expressions; those that are not plain names are refused."""
+    """Returns the value of the first key that is the module's name, or the end of it after a dot.
+    PEFT's keys are regular expressions; those that are not plain names are refused.
+    """
     patterns = config.section(field)
     for key in patterns.names:
         plain = key.replace("\\.", ".").removeprefix("^").removesuffix("$")

@@ -33,7 +33,7 @@ AddLora: TypeAlias = Callable[[Tensor, Tensor, Tensor, LoraStack], None]
 
 
 def may_have_any(_slots: Tensor) -> bool:
-    """The answer of devices on which looking would make the host wait."""
+    """Returns the answer of devices on which looking would make the host wait."""
     return True
 
 
@@ -63,7 +63,7 @@ class LoraTables:
         self._layers: list[tuple[tuple[str, ...], LoraStack]] = []  # with the names of their parts
 
     def wrap(self, source: WeightSource) -> WeightSource:
-        """The source of a model whose linear layers add adapters."""
+        """Returns the source of a model whose linear layers add adapters."""
         return _LoraSource(source, self)
 
     def add_layer(

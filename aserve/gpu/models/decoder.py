@@ -260,8 +260,9 @@ def _rope(config: ModelConfig, window: int | None) -> Rope:
 
 
 def _entry_norm(spec: DecoderSpec, index: int) -> str | None:
-    """The name of the norm before the attention of layer `index`. After the last layer this is the
-    model's final norm."""
+    """Returns the name of the norm before the attention of layer `index`. After the last layer this
+    is the model's final norm.
+    """
     if index == len(spec.windows):
         return "model.norm"
     name = spec.norms.before_attention

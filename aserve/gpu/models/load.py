@@ -56,7 +56,7 @@ class NativeLoader:
             return build(config, target.wrap(reader), max_model_len=context_len)
 
     def _inventory(self, dtype: torch.dtype, shard: Shard = WHOLE) -> Inventory:
-        """The names and shapes of the model's weights."""
+        """Returns the names and shapes of the model's weights."""
         inventory = Inventory(dtype, shard)
         # This model never runs, so its rotary tables may be short.
         self.family.build(self.config, inventory, max_model_len=1)

@@ -40,7 +40,7 @@ class RowTables:
         self.float_table.index_copy_(0, rows, floats.view(-1, len(FLOAT_COLUMNS)))
 
     def at(self, rows: Tensor, dtype: torch.dtype) -> RowColumns:
-        """The parameters of `rows`, int64 [n], which may repeat."""
+        """Returns the parameters of `rows`, int64 [n], which may repeat."""
         return RowColumns(
             self.int_table.index_select(0, rows), self.float_table.index_select(0, rows).to(dtype)
         )
@@ -63,7 +63,7 @@ class RowColumns:
 
 
 def init_columns(inits: Sequence[RowInit]) -> tuple[ArrayI64, ArrayF64]:
-    """The host arrays for `RowTables.write`. Seeds are taken modulo 2^64."""
+    """Returns the host arrays for `RowTables.write`. Seeds are taken modulo 2^64."""
     ints = [(_as_int64(init.seed), init.top_k, init.prompt_len, init.lora_slot) for init in inits]
     floats = [
         (

@@ -120,12 +120,13 @@ class RowParams:
         return self._num_prompt_logprobs[rows]
 
     def scored_lens(self, rows: ArrayI32) -> ArrayI32:
-        """The number of prompt positions that score the token after them: all but the last, or
-        none."""
+        """Returns the number of prompt positions that score the token after them: all but the last,
+        or none.
+        """
         return self._scored_lens[rows]
 
     def embedded_lens(self, rows: ArrayI32) -> ArrayI32:
-        """The KV length at which a row's embedding is taken; -1 where none is wanted."""
+        """Returns the KV length at which a row's embedding is taken; -1 where none is wanted."""
         return self._embedded_lens[rows]
 
     def _biases(self, rows: ArrayI32, biased: ArrayI32) -> LogitBiases:

@@ -88,7 +88,7 @@ def choose(scaled: Tensor, noisy: Tensor, probs: Tensor, limits: Limits) -> Tens
 
 
 def _is_member(scaled: Tensor, probs: Tensor, candidates: Tensor, limits: Limits) -> Tensor:
-    """Whether each row's candidate, int64 [n], passes the filters: bool [n]."""
+    """Returns whether each row's candidate, int64 [n], passes the filters: bool [n]."""
     column = candidates[:, None]
     value = scaled.gather(1, column)
     ids = torch.arange(scaled.shape[1], device=scaled.device)

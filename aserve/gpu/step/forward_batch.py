@@ -160,7 +160,7 @@ class ForwardBatch:
         return made
 
     def overridden(self, overrides: ForwardOverrides, *, is_debug: bool = False) -> ForwardBatch:
-        """This forward with other settings. The attention plan's record comes along."""
+        """Returns this forward with other settings. The attention plan's record comes along."""
         if overrides is NO_OVERRIDES and is_debug == self.is_debug:
             return self
         lens_cpu = self.lens_cpu
@@ -177,7 +177,9 @@ class ForwardBatch:
         )
 
     def decode(self, rows: Tensor, *, input_ids: Tensor, kv_lens: Tensor) -> DeviceBatch:
-        """The next token of some of these rows, int64 [n] each: a drafter's next forward."""
+        """Returns the next token of some of these rows, int64 [n] each: a drafter's next
+        forward.
+        """
         num_rows = len(rows)
         bound = int(self.len_bounds_cpu.max(initial=0)) + 1
         return DeviceBatch(
@@ -224,7 +226,7 @@ class ForwardBatch:
         self.marker.record = PlanRecord(plan, self.num_rows, self.num_tokens, replan_equivalent)
 
     def needs_attention_plan(self) -> bool:
-        """Whether attention must plan this forward. Ask after padding."""
+        """Returns whether attention must plan this forward. Ask after padding."""
         record = self.marker.record
         if record is None:
             return True
@@ -239,8 +241,9 @@ class ForwardBatch:
         return record.replan_equivalent
 
     def padded(self, num_rows: int) -> ForwardBatch:
-        """This forward with padding rows of one token, up to `num_rows` rows. The attention plan's
-        record comes along."""
+        """Returns this forward with padding rows of one token, up to `num_rows` rows. The attention
+        plan's record comes along.
+        """
         more = num_rows - self.num_rows
         if more == 0:
             return self
@@ -271,7 +274,9 @@ class ForwardBatch:
         )
 
     def split(self, num_rows: int) -> tuple[ForwardBatch, ForwardBatch]:
-        """The first rows and the rest as two forwards. Neither has an attention plan yet."""
+        """Returns the first rows and the rest as two forwards. Neither has an attention plan
+        yet.
+        """
         num_tokens = int(self.query_lens_cpu[:num_rows].sum())
         return (
             self._part(slice(0, num_rows), slice(0, num_tokens)),

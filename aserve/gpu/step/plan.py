@@ -66,8 +66,8 @@ class StepPlan:
         return self.batch.iteration
 
     def padded(self, num_rows: int) -> StepPlan:
-        """This plan with padding rows (row 0, KV length 0) up to `num_rows` rows. All rows of the
-        step must have the same number of tokens, and all must be sampled.
+        """Returns this plan with padding rows (row 0, KV length 0) up to `num_rows` rows. All rows
+        of the step must have the same number of tokens, and all must be sampled.
         """
         more = num_rows - len(self.rows)
         if not more:
@@ -99,7 +99,7 @@ class StepPlan:
         )
 
     def with_exact_lens(self, kv_lens: ArrayI32) -> StepPlan:
-        """This plan once the host knows the lengths that were bounds, [rows]."""
+        """Returns this plan once the host knows the lengths that were bounds, [rows]."""
         return dataclasses.replace(
             self,
             kv_lens=kv_lens,
@@ -207,7 +207,7 @@ def _longer(values: ArrayI32, more: int, value: int = 0) -> ArrayI32:
 
 
 def _indices_of(rows: ArrayI32, named: ArrayI32) -> ArrayI32:
-    """The indices of `named` in `rows`; both have the same order.
+    """Returns the indices of `named` in `rows`; both have the same order.
 
     PERF: most steps name all rows or none.
     """

@@ -83,7 +83,7 @@ def plan_prompts(
 
 
 def _ranges(starts: ArrayI32, counts: ArrayI32) -> ArrayI32:
-    """The ranges start, start + 1, ..., one after the other."""
+    """Returns the ranges start, start + 1, ..., one after the other."""
     before = np.cumsum(counts, dtype=np.int32) - counts
     ranges: ArrayI32 = np.arange(counts.sum(), dtype=np.int32) + np.repeat(starts - before, counts)
     return ranges

@@ -30,7 +30,7 @@ class PinnedSlot:
         self.words: ArrayI32 = buffer.numpy()
 
     def prefix(self, num_words: int) -> Tensor:
-        """The first `num_words` words, int32 [num_words].
+        """Returns the first `num_words` words, int32 [num_words].
 
         PERF: the views are kept, which saves one torch call per step when lengths repeat.
         """
@@ -57,7 +57,9 @@ class PinnedSlots:
         self._free: queue.SimpleQueue[PinnedSlot] = queue.SimpleQueue()
 
     def take(self, num_words: int) -> PinnedSlot:
-        """A slot of at least `num_words` words. A free slot that is too small is discarded."""
+        """Returns a slot of at least `num_words` words. A free slot that is too small is
+        discarded.
+        """
         try:
             slot = self._free.get_nowait()
         except queue.Empty:

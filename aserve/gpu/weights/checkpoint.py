@@ -71,8 +71,9 @@ class Checkpoint:
         self._stack.close()
 
     def read(self, name: str) -> Tensor:
-        """The tensor in the checkpoint's dtype. On the CPU it may share memory with the file: copy
-        it before the checkpoint closes."""
+        """Returns the tensor in the checkpoint's dtype. On the CPU it may share memory with the
+        file: copy it before the checkpoint closes.
+        """
         with self._explained(name) as file:
             return file.get_tensor(name)
 
@@ -83,7 +84,7 @@ class Checkpoint:
 
     @contextmanager
     def _explained(self, name: str) -> Iterator[_File]:
-        """The file of a tensor; an error while it is read names the file and the tensor."""
+        """Returns the file of a tensor; an error while it is read names the file and the tensor."""
         stored = self.tensors[name]
         try:
             yield self._files[stored.file_name]
@@ -138,7 +139,7 @@ class _File(Protocol):
 
 
 def listed(names: Iterable[str]) -> str:
-    """The first five names, and how many more there are."""
+    """Returns the first five names, and how many more there are."""
     ordered = sorted(names)
     more = f" and {len(ordered) - 5} more" if len(ordered) > 5 else ""
     return ", ".join(ordered[:5]) + more

@@ -88,7 +88,9 @@ class WeightReader:
         return self._target.prepare(Linear(weight), self.device, dtype=self.dtype)
 
     def _read_rows(self, shapes: Shapes) -> Tensor:
-        """The tensors' rows, joined. They are copied, because the files may change later."""
+        """Returns the tensors' rows, joined. They are copied, because the files may change
+        later.
+        """
         return torch.cat([self._read(name, shape) for name, shape in shapes.items()])
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:

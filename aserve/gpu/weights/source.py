@@ -42,23 +42,28 @@ class WeightSource(Protocol):
         """The scalar under the first of `names` that the checkpoint has, or else `default`."""
 
     def linear(self, parts: Mapping[str, int], *, in_features: int, bias: bool) -> LinearOp:
-        """One linear layer whose rows are those of several checkpoint layers, joined. `parts` maps
-        their names (without ".weight") to their numbers of rows."""
+        """Returns one linear layer whose rows are those of several checkpoint layers, joined.
+        `parts` maps their names (without ".weight") to their numbers of rows.
+        """
 
     def stacked(
         self, name: str, parts: Mapping[str, int], *, count: int, in_features: int
     ) -> Tensor:
-        """The weights of `count` experts, [count, rows, in_features]. The checkpoint has one tensor
-        for each expert and part, `{name}.{expert}.{part}.weight`; an expert's rows are those of its
-        `parts`, joined as in `linear`."""
+        """Returns the weights of `count` experts, [count, rows, in_features]. The checkpoint has
+        one tensor for each expert and part, `{name}.{expert}.{part}.weight`; an expert's rows are
+        those of its `parts`, joined as in `linear`.
+        """
 
     def tied_linear(self, name: str, weight: Tensor) -> LinearOp:
-        """A linear layer with the weight of another layer. The checkpoint may hold a copy of the
-        weight under `name` as well."""
+        """Returns a linear layer with the weight of another layer. The checkpoint may hold a copy
+        of the weight under `name` as well.
+        """
 
 
 def kv_scales(weights: WeightSource, layer: int) -> Scales:
-    """The scales of an 8-bit KV cache, for keys and values; 1 where the checkpoint has none."""
+    """Returns the scales of an 8-bit KV cache, for keys and values; 1 where the checkpoint has
+    none.
+    """
     prefix = f"model.layers.{layer}.self_attn"
     key_scale, value_scale = (
         weights.number(
@@ -109,12 +114,14 @@ class Shard:
     axes: Mapping[str, int] = field(default_factory=dict)
 
     def whole_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The checkpoint's shape of a tensor of which this rank holds `shape`."""
+        """Returns the checkpoint's shape of a tensor of which this rank holds `shape`."""
         axis = self._axis(name)
         return tuple(n * self.num_ranks if i == axis else n for i, n in enumerate(shape))
 
     def part(self, name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """The index of this rank's part in the checkpoint's tensor; `shape` is that of the part."""
+        """Returns the index of this rank's part in the checkpoint's tensor; `shape` is that of the
+        part.
+        """
         axis = self._axis(name)
         ranks = (self.rank if i == axis else 0 for i in range(len(shape)))
         return tuple(slice(rank * n, (rank + 1) * n) for rank, n in zip(ranks, shape, strict=True))
@@ -127,7 +134,7 @@ WHOLE = Shard()
 
 
 def expert_parts(name: str, parts: Mapping[str, int], expert: int) -> dict[str, int]:
-    """The checkpoint's layers of one expert, with their numbers of rows."""
+    """Returns the checkpoint's layers of one expert, with their numbers of rows."""
     return {f"{name}.{expert}.{part}": rows for part, rows in parts.items()}
 
 

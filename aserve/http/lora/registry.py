@@ -86,7 +86,7 @@ class LoraRegistry:
     def apply(
         self, model: str | None, requests: tuple[GenerateRequest, ...]
     ) -> tuple[GenerateRequest, ...]:
-        """The requests with the adapter that `model` names, if it names one."""
+        """Returns the requests with the adapter that `model` names, if it names one."""
         lora = self._served.get(model or "")
         return requests if lora is None else tuple(map(lora.applied_to, requests))
 

@@ -21,7 +21,7 @@ Floats: TypeAlias = Float32s | np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
 
 
 def as_array(tensor: Tensor) -> Floats:
-    """A view of a float32 or bfloat16 tensor on the CPU."""
+    """Returns a view of a float32 or bfloat16 tensor on the CPU."""
     if tensor.dtype == torch.bfloat16:
         bits: Floats = tensor.view(torch.uint16).numpy()
         return bits
@@ -46,7 +46,7 @@ def narrow(source: Float32s, target: Floats, /) -> None:
 
 
 def rounded(value: np.float32, like: Floats, /) -> np.float32:
-    """The value rounded to the dtype of `like`."""
+    """Returns the value rounded to the dtype of `like`."""
     through = np.empty(1, like.dtype)
     narrow(np.full(1, value, np.float32), through)
     back = np.empty(1, np.float32)

@@ -85,7 +85,7 @@ def draw_row(
 
 @njit(nogil=True)
 def _argmax(logits: Float32s) -> tuple[int, bool]:
-    """The token id of the first largest logit, and whether the row is valid."""
+    """Returns the token id of the first largest logit, and whether the row is valid."""
     min_key, max_key = INFINITY_KEY, MINUS_INFINITY_KEY
     for i in range(logits.shape[0]):
         key = _key(logits[i])

@@ -95,7 +95,9 @@ def _empty_shrunk(num_tokens: int, a: Floats) -> Float32s:
 
 @njit(nogil=True)
 def _sort_by_slot(slots: Int64s, num_slots: int) -> tuple[Int64s, Int64s]:
-    """The tokens in the order of their slots, and where those of each slot start, [slots + 1]."""
+    """Returns the tokens in the order of their slots, and where those of each slot start, [slots +
+    1].
+    """
     starts = np.zeros(num_slots + 1, np.int64)
     for token in range(slots.shape[0]):
         starts[slots[token] + 1] += 1

@@ -172,8 +172,9 @@ def _width(keys: Floats) -> int:
 
 @njit(inline="always")
 def _tile_size(width: int) -> int:
-    """The keys of a tile. PERF: a tile of keys and one of values stay in the L1 cache, beside the
-    queries."""
+    """Returns the keys of a tile. PERF: a tile of keys and one of values stay in the L1 cache,
+    beside the queries.
+    """
     return max(LANES, min(TILE, TILE_FLOATS // width // LANES * LANES))
 
 

@@ -55,7 +55,7 @@ def fma(a: Lanes, b: Lanes, c: Lanes) -> Lanes:
 
 
 def maximum(a: Lanes, b: Lanes) -> Lanes:
-    """The maximum of each pair of lanes; the lane of b if one is NaN."""
+    """Returns the maximum of each pair of lanes; the lane of b if one is NaN."""
     return np.where(a > b, a, b)
 
 

@@ -130,7 +130,9 @@ class FlashStaticPlans:
         *,
         shape: StaticShape,
     ) -> Replan:
-        """A call that plans `wrapper` from the numbers that are in the slot's arrays by then."""
+        """Returns a call that plans `wrapper` from the numbers that are in the slot's arrays by
+        then.
+        """
         query_lens, is_decode = _query_lens(shape), shape.width == 1
 
         def fill(lens: ArrayI32) -> PlanArrays:

@@ -169,8 +169,9 @@ class Wrappers:
     def make_static(
         self, kind: LayerKind, pages: PageIndices, *, cu_query_lens: Tensor, is_decode: bool
     ) -> Wrapper:
-        """A wrapper for captured forwards, whose kernels read `pages` and cu_query_lens, int32
-        [rows + 1], at fixed addresses."""
+        """Returns a wrapper for captured forwards, whose kernels read `pages` and cu_query_lens,
+        int32 [rows + 1], at fixed addresses.
+        """
         csr = pages.csr
         if is_decode:
             wrapper = self._package.BatchDecodeWithPagedKVCacheWrapper(

@@ -117,6 +117,7 @@ class CpuDevice:
         return available_memory_bytes()
 
     def kv_bytes(self, _run_largest: Callable[[], None], *, share: float) -> int:
-        """A quarter of the free memory, at most 4 GiB: other processes need the host's memory as
-        well. Pools become resident only as they are written."""
+        """Returns a quarter of the free memory, at most 4 GiB: other processes need the host's
+        memory as well. Pools become resident only as they are written.
+        """
         return min(self.free_bytes() // KV_PART, MAX_KV_BYTES)

@@ -106,7 +106,7 @@ class CompiledForward:
         return Packed(words, Layout(num, 1, num, num_scored=0, num_top=0, num_prompt_words=0))
 
     def _slots_of(self, rows: Int64s, query_lens: Int64s) -> Int64s:
-        """The adapter slot of each token, [tokens]."""
+        """Returns the adapter slot of each token, [tokens]."""
         slots = self._state.tables.int_table.numpy()[rows, INT_COLUMNS.index("lora_slot")]
         return np.repeat(slots, query_lens)
 
@@ -192,7 +192,7 @@ class CompiledForward:
 
 
 def _describe_loras(decoder: Decoder) -> Records:
-    """The records of all layers' adapters, in the order of LORA_LAYERS."""
+    """Returns the records of all layers' adapters, in the order of LORA_LAYERS."""
     stacks = [
         product.stack
         for block in decoder.blocks
@@ -233,7 +233,7 @@ def _is_covered(block: Block) -> bool:
 
 
 def _products(block: Block) -> tuple[LinearOp, LinearOp, LinearOp, LinearOp]:
-    """The linear layers, in the order of LORA_LAYERS."""
+    """Returns the linear layers, in the order of LORA_LAYERS."""
     attention, mlp = block.mixer, block.mlp
     assert isinstance(attention, Attention)
     assert isinstance(mlp, GatedMlp)
@@ -241,7 +241,7 @@ def _products(block: Block) -> tuple[LinearOp, LinearOp, LinearOp, LinearOp]:
 
 
 def _plain(product: LinearOp) -> LinearOp:
-    """The layer without its adapters."""
+    """Returns the layer without its adapters."""
     return product.base if isinstance(product, LoraLinear) else product
 
 

@@ -63,7 +63,7 @@ class CudaDevice:
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """The forward stream. It waits for the stream on which the model was loaded."""
+        """Returns the forward stream. It waits for the stream on which the model was loaded."""
         self._forwards.wait_stream(self._runtime.current_stream())
         with self._runtime.on(self._forwards):
             yield
@@ -129,7 +129,9 @@ class CudaDevice:
         return WeightFormat(half, prepare, f"{dtype_name(half)} (auto: the device has it)")
 
     def ops(self, dtype: torch.dtype, *, is_deterministic: bool) -> DeviceOps:
-        """The Triton kernels. All of them are deterministic: they compute each token by itself."""
+        """Returns the Triton kernels. All of them are deterministic: they compute each token by
+        itself.
+        """
         from aserve.gpu.device.cuda.ops import (
             triton_elementwise,
             triton_lora,
@@ -155,8 +157,9 @@ class CudaDevice:
         return self._runtime.memory().free
 
     def kv_bytes(self, run_largest: Callable[[], None], *, share: float) -> int:
-        """The device's memory times `share`, less all memory in use (by other processes too) and
-        less the peak of the largest step."""
+        """Returns the device's memory times `share`, less all memory in use (by other processes
+        too) and less the peak of the largest step.
+        """
         step_bytes = self._runtime.growth(run_largest)
         memory = self._runtime.memory()
         left = int(memory.total * share) - (memory.total - memory.free) - step_bytes

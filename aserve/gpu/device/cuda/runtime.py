@@ -60,7 +60,7 @@ class CudaRuntime(Protocol):
     has_bfloat16: bool
 
     def current_stream(self) -> CudaStream:
-        """The calling thread's current stream."""
+        """Returns the calling thread's current stream."""
 
     def new_stream(self) -> CudaStream: ...
 
@@ -78,10 +78,12 @@ class CudaRuntime(Protocol):
         """Keeps the tensor's memory from reuse until the work that `stream` has now is done."""
 
     def memory(self) -> Memory:
-        """The device's memory. Memory that torch's allocator caches but does not use is free."""
+        """Returns the device's memory. Memory that torch's allocator caches but does not use is
+        free.
+        """
 
     def growth(self, run: Callable[[], None]) -> int:
-        """The peak of allocated bytes during `run`, less what was allocated before."""
+        """Returns the peak of allocated bytes during `run`, less what was allocated before."""
 
     def synchronize(self) -> None:
         """Blocks until the device has done all its work."""

@@ -75,7 +75,7 @@ class Fields:
         return tuple(values)
 
     def section(self, name: str) -> Fields:
-        """The fields of a nested object, which is empty where it is absent."""
+        """Returns the fields of a nested object, which is empty where it is absent."""
         return Fields(self._mapping(name), source=f"{self.source}: {name}")
 
     def merged_with(self, name: str) -> Fields:

@@ -44,8 +44,9 @@ class ModelConfig:
     fields: Fields = field(compare=False, repr=False)  # the whole file, for a family's own fields
 
     def context_len(self, asked: int | None) -> int:
-        """The engine's max_model_len. `asked` is the user's option; it must not exceed the longest
-        context of the rotary positions."""
+        """Returns the engine's max_model_len. `asked` is the user's option; it must not exceed the
+        longest context of the rotary positions.
+        """
         if asked is None:
             return self.max_position_embeddings
         longest = longest_context(self.rope, self.max_position_embeddings)

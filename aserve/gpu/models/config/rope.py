@@ -29,7 +29,7 @@ PARTIAL = "partial_rotary_factor"
 
 
 def rotary_part(fields: Fields) -> float:
-    """The fraction of each head that rope rotates, in (0, 1]."""
+    """Returns the fraction of each head that rope rotates, in (0, 1]."""
     section = _section(fields)
     holder = section if section.has(PARTIAL) else fields
     part = holder.number(PARTIAL, default=1.0)
@@ -39,7 +39,9 @@ def rotary_part(fields: Fields) -> float:
 
 
 def parse_rope(fields: Fields, kind: str, *, rotary_dim: int, max_position_embeddings: int) -> Rope:
-    """The rope of one layer type (`kind`), which has parameters of its own in some files."""
+    """Returns the rope of one layer type (`kind`), which has parameters of its own in some
+    files.
+    """
     section = _section(fields)
     is_nested = any(section.has(name) for name in LAYER_KINDS)
     has_own_theta = kind == SLIDING and fields.has(LOCAL_THETA)
@@ -68,7 +70,7 @@ def parse_rope(fields: Fields, kind: str, *, rotary_dim: int, max_position_embed
 
 
 def longest_context(rope: Rope, max_position_embeddings: int) -> int:
-    """The number of positions for which the frequencies are made."""
+    """Returns the number of positions for which the frequencies are made."""
     match rope:
         case LinearRope(factor=factor) | DynamicRope(factor=factor):
             return int(max_position_embeddings * factor)
@@ -94,7 +96,9 @@ def _theta(fields: Fields, rope: Fields, *, beside: str) -> float:
 
 
 def _original_len(fields: Fields, rope: Fields, *, default: int) -> int:
-    """The length of the original training. A field beside the rope section wins over one in it."""
+    """Returns the length of the original training. A field beside the rope section wins over one in
+    it.
+    """
     name = "original_max_position_embeddings"
     return fields.integer(name, default=rope.integer(name, default=default, minimum=2))
 
@@ -115,7 +119,7 @@ def _yarn(rope: Fields, theta: float, trained_len: int, *, max_position_embeddin
 
 
 def _yarn_attention(rope: Fields, factor: float) -> float:
-    """The factor on cos and sin: 0.1 * mscale * ln(factor) + 1 (YaRN, 2023)."""
+    """Returns the factor on cos and sin: 0.1 * mscale * ln(factor) + 1 (YaRN, 2023)."""
 
     def temperature(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

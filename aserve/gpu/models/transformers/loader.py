@@ -123,7 +123,7 @@ def _context_len(model_dir: Path, config: PreTrainedConfig, asked: int | None) -
 
 
 def _stretch(config: PreTrainedConfig) -> float:
-    """The factor by which rope scaling extends max_position_embeddings."""
+    """Returns the factor by which rope scaling extends max_position_embeddings."""
     rope = getattr(config, "rope_parameters", None) or {}
     return float(rope["factor"]) if rope.get("rope_type") in ("linear", "dynamic") else 1.0
 

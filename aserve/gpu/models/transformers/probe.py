@@ -185,7 +185,7 @@ def _number(name: str, value: object) -> float:
 
 
 def _window(mask: UnmadeMask, *, max_model_len: int) -> int | None:
-    """The window of a mask: how many positions a query sees, itself included; None: all.
+    """Returns the window of a mask: how many positions a query sees, itself included; None: all.
 
     The mask's rule is evaluated at sample positions up to the last one.
     """
