@@ -45,6 +45,14 @@ def narrow(source: Float32s, target: Floats, /) -> None:
         target[:] = source
 
 
+def widened(value: np.float32 | np.uint16, /) -> np.float32:
+    """Returns an element of an array of this kind as float32."""
+    target = np.empty(1, np.float32)
+    widen(np.array([value]), target)
+    result: np.float32 = target[0]
+    return result
+
+
 def rounded(value: np.float32, like: Floats, /) -> np.float32:
     """Returns the value rounded to the dtype of `like`."""
     through = np.empty(1, like.dtype)
@@ -102,6 +110,13 @@ def _narrow(source: types.Array, target: types.Array) -> Callable[[Float32s, Flo
             target[i] = source[i]
 
     return copy
+
+
+@overload(widened, inline="always", strict=False)
+def _widened(value: types.Number) -> Callable[[np.float32 | np.uint16], np.float32]:
+    if value == types.uint16:
+        return lambda value: _from_bits(np.uint16(value))
+    return lambda value: np.float32(value)
 
 
 @overload(rounded, strict=False)

@@ -12,7 +12,7 @@ import torch
 from numba import njit, prange, types
 from torch import Tensor
 
-from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, widen
+from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, widen, widened
 from aserve_kernels.cpu.host_rows import Int64s
 from aserve_kernels.cpu.precompile import FASTMATH, NO_REFCOUNT, cached_njit, compile_ahead
 from aserve_kernels.lora import LoraStack
@@ -126,57 +126,44 @@ def _narrow_used(source: Float32s, slots: Int64s, target: Floats, first: int, la
             narrow(source[token, first:last], target[token, first:last])
 
 
-@njit(nogil=True, fastmath=FASTMATH)
+@njit(nogil=True)
 def _shrink(
     x: Float32s, order: Int64s, starts: Int64s, a: Floats, ranks: Int64s, h: Float32s,
     worker: int, num_workers: int,
 ) -> None:  # fmt: skip
     """h[t, p, r] = x[t] . a[slot of t, p, r], for the worker's share of the blocks of BLOCK ranks.
-    Ranks up to the end of a block are written, too."""
-    num_parts, num_in = a.shape[1], x.shape[1]
-    rows = np.empty((BLOCK, num_in), np.float32)
+    Ranks up to the end of a block are written, too; those that no adapter has are zeros."""
     for slot in range(1, a.shape[0]):
         if starts[slot] == starts[slot + 1]:
             continue
-        for part in range(num_parts):
+        for part in range(a.shape[1]):
             for r in range(worker * BLOCK, ranks[slot, part], num_workers * BLOCK):
-                _widen_block(a[slot, part], r, 0, num_in, rows)
                 for index in range(starts[slot], starts[slot + 1]):
                     token = order[index]
-                    _dot_block(x[token], rows, h[token, part, r : r + BLOCK])
-
-
-@njit(nogil=True)
-def _widen_block(source: Floats, first: int, start: int, stop: int, rows: Float32s) -> None:
-    """rows[i] = source[first + i, start:stop]. Rows beyond the end of `source` are zeros."""
-    for i in range(BLOCK):
-        row = rows[i]
-        if first + i < source.shape[0]:
-            widen(source[first + i, start:stop], row[: stop - start])
-        else:
-            row[:] = np.float32(0)
+                    _dot_block(x[token], a[slot, part], r, h[token, part])
 
 
 @njit(nogil=True, fastmath=FASTMATH, **NO_REFCOUNT)
-def _dot_block(x: Float32s, rows: Float32s, h: Float32s) -> None:
+def _dot_block(x: Float32s, a: Floats, r: int, h: Float32s) -> None:
     """PERF: one load of x serves BLOCK products."""
-    row0, row1, row2, row3 = rows[0], rows[1], rows[2], rows[3]
+    last = a.shape[0] - 1
+    row0, row1, row2, row3 = a[r], a[min(r + 1, last)], a[min(r + 2, last)], a[min(r + 3, last)]
     sum0 = sum1 = sum2 = sum3 = np.float32(0)
     for i in range(x.shape[0]):
-        sum0 += x[i] * row0[i]
-        sum1 += x[i] * row1[i]
-        sum2 += x[i] * row2[i]
-        sum3 += x[i] * row3[i]
-    h[0], h[1], h[2], h[3] = sum0, sum1, sum2, sum3
+        sum0 += x[i] * widened(row0[i])
+        sum1 += x[i] * widened(row1[i])
+        sum2 += x[i] * widened(row2[i])
+        sum3 += x[i] * widened(row3[i])
+    h[r], h[r + 1], h[r + 2], h[r + 3] = sum0, sum1, sum2, sum3
+    h[last + 1 :] = np.float32(0)
 
 
-@njit(nogil=True, fastmath=FASTMATH)
+@njit(nogil=True)
 def _expand(
     h: Float32s, order: Int64s, starts: Int64s, b: Floats, ranks: Int64s, bounds: Int64s,
     y: Float32s, first: int, last: int,
 ) -> None:  # fmt: skip
     """y[t, o] += sum_r h[t, part of o, r] * b[slot of t, r, o] for first <= o < last."""
-    rows = np.empty((BLOCK, last - first), np.float32)
     for slot in range(1, b.shape[0]):
         if starts[slot] == starts[slot + 1]:
             continue
@@ -185,16 +172,20 @@ def _expand(
             if start >= stop:
                 continue
             for r in range(0, ranks[slot, part], BLOCK):
-                _widen_block(b[slot], r, start, stop, rows)
                 for index in range(starts[slot], starts[slot + 1]):
                     token = order[index]
-                    _add_block(h[token, part, r : r + BLOCK], rows, y[token, start:stop])
+                    _add_block(h[token, part], b[slot], r, y[token, start:stop], start)
 
 
 @njit(nogil=True, fastmath=FASTMATH, **NO_REFCOUNT)
-def _add_block(h: Float32s, rows: Float32s, y: Float32s) -> None:
+def _add_block(h: Float32s, b: Floats, r: int, y: Float32s, start: int) -> None:
     """PERF: one load and store of y serve BLOCK products."""
-    row0, row1, row2, row3 = rows[0], rows[1], rows[2], rows[3]
-    scale0, scale1, scale2, scale3 = h[0], h[1], h[2], h[3]
+    last, stop = b.shape[0] - 1, start + y.shape[0]
+    row0, row1 = b[r, start:stop], b[min(r + 1, last), start:stop]
+    row2, row3 = b[min(r + 2, last), start:stop], b[min(r + 3, last), start:stop]
+    h0, h1, h2, h3 = h[r], h[r + 1], h[r + 2], h[r + 3]
     for i in range(y.shape[0]):
-        y[i] += scale0 * row0[i] + scale1 * row1[i] + (scale2 * row2[i] + scale3 * row3[i])
+        y[i] += (
+            h0 * widened(row0[i]) + h1 * widened(row1[i])
+            + (h2 * widened(row2[i]) + h3 * widened(row3[i]))
+        )  # fmt: skip
