@@ -415,6 +415,12 @@ class ServerOptions:
         "auto: 2 on a CUDA device",
         Limits(choices=("auto", "1", "2")),
     )
+    max_engine_restarts: int = option(
+        5,
+        "with an engine in a process of its own: restarts within a minute after which its next "
+        "death ends the server; 0: the first death does",
+        Limits(low=0, high=1 << 20),
+    )
     drain_timeout: float = option(
         30.0,
         "seconds that open requests get to finish after SIGTERM; a second signal ends them at once",

@@ -97,7 +97,9 @@ class InItsOwnProcess:
         async with contextlib.AsyncExitStack() as undo:
             find = functools.partial(find_model, resolved)
             model_dir = await waits.until(in_thread(find, name="find"))
-            core = RemoteEngineCore(frontend.ports)
+            core = RemoteEngineCore(
+                frontend.ports, max_restarts=resolved.server.max_engine_restarts
+            )
             undo.push_async_callback(core.close)
             start = Start(_without_key(resolved), str(model_dir), os.getcwd())
             await core.open(self._command, start)

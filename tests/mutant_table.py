@@ -139,8 +139,8 @@ MUTANTS = (
     Mutant(
         "a score given twice after a retraction",
         "aserve/scheduling/prompts.py",
-        "_behind(scores, num_seen, of=num_tokens)",
-        "_behind(scores, 0, of=num_tokens)",
+        "scores_from(scores, sequence.num_scored)",
+        "scores_from(scores, 0)",
         "tests/scheduling/test_prompts.py::"
         "test_after_a_retraction_a_prompt_is_scored_from_where_its_scores_end",
     ),

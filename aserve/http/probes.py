@@ -69,6 +69,8 @@ def health_response(state: ServerState, watchdog_s: float) -> web.Response:
 def health_of(state: ServerState, watchdog_s: float) -> HealthBody:
     if state.phase != "ready":
         return HealthBody(state.phase, state.reason)
+    if state.watch.down_reason:
+        return HealthBody("restarting", f"the engine is restarting: {state.watch.down_reason}")
     return stuck_of(state, watchdog_s) or HealthBody("ready")
 
 

@@ -157,6 +157,7 @@ class AdmitRequest(Message, frozen=True):
     priority: int = 0
     deadline_s: float | None = None
     outputs: tuple[bytes, ...] = ()  # int32 [outputs of child i]
+    is_resumed: bool = False  # an earlier engine let it in, so it is not refused for a full queue
     embeds: bool = False
     # the keys of the prompt's full pages in the prefix tree, KEY_BYTES each; the scheduler computes
     # those that are missing

@@ -8,7 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from aserve.observability.reports import EngineReport, StartupStage, TickReport
+from aserve.observability.reports import (
+    EngineDown,
+    EngineReport,
+    EngineUp,
+    StartupStage,
+    TickReport,
+)
 
 
 class EngineWatch:
@@ -16,6 +22,7 @@ class EngineWatch:
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.stage = StartupStage("config")
+        self.down_reason = ""  # why the engine has died, while it is started again
         self._clock = clock
         self._created_at_s = clock()
         self._num_in_flight = 0  # steps without a result
@@ -27,6 +34,11 @@ class EngineWatch:
                 self.stage = report
             case TickReport():
                 self._count(report)
+            case EngineDown():
+                self.down_reason = report.reason
+                self._num_in_flight = 0
+            case EngineUp():
+                self.down_reason = ""
             case _:
                 pass
 

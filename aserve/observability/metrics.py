@@ -17,7 +17,9 @@ from aserve.messages.requests import GenerateRequest
 from aserve.observability.recent import Recent, RequestRecord, StepRecord
 from aserve.observability.reports import (
     Beat,
+    EngineDown,
     EngineReport,
+    EngineUp,
     GrammarCompiled,
     GrammarKnown,
     GrammarReport,
@@ -77,7 +79,9 @@ class Metrics:
             case Beat():
                 for actor, backlog in report.backlogs:
                     self._steps.backlog.labels(actor).set(backlog)
-            case StartupStage():
+            case EngineDown():
+                self._steps.on_engine_down()
+            case StartupStage() | EngineUp():
                 pass
             case _:
                 assert_never(report)
@@ -207,6 +211,11 @@ class _StepMetrics:
         )
         self.used_pages = Gauge("aserve_kv_pages_used", "KV pages in use", registry=registry)
         self.total_pages = Gauge("aserve_kv_pages", "KV pages in all", registry=registry)
+        self.engine_restarts = Counter(
+            "aserve_engine_restarts",
+            "Times that the engine process died and was started again",
+            registry=registry,
+        )
 
     def on_tick(self, report: TickReport) -> None:
         self.finished.inc(report.num_finished)
@@ -217,6 +226,13 @@ class _StepMetrics:
         self.waiting.set(report.num_waiting)
         self.waiting_clients.set(report.num_waiting_clients)
         self.used_pages.set(report.used_pages)
+
+    def on_engine_down(self) -> None:
+        """The next engine begins with nothing, and counts from 0."""
+        self.engine_restarts.inc()
+        for gauge in (self.running, self.waiting, self.waiting_clients, self.used_pages):
+            gauge.set(0)
+        self._num_retracted = 0
 
     def _launch(self, steps: LaunchedSteps) -> None:
         self.launched.inc(steps.num_steps)

@@ -93,8 +93,18 @@ class StartupStage(Message, frozen=True):
     total: int = 0
 
 
+class EngineDown(Message, frozen=True):
+    """The engine process has died and is started again."""
+
+    reason: str
+
+
+class EngineUp(Message, frozen=True):
+    """An engine process that was started again goes on with the open requests."""
+
+
 GrammarReport: TypeAlias = GrammarKnown | GrammarCompiled
-EngineReport: TypeAlias = TickReport | GrammarReport | Beat | StartupStage
+EngineReport: TypeAlias = TickReport | GrammarReport | Beat | StartupStage | EngineDown | EngineUp
 
 
 class TickReporter:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import socket
 from collections import deque
@@ -82,7 +83,7 @@ logger = logging.getLogger(__name__)
 
 
 class Link(Actor[Out], Generic[In, Out]):
-    """Calls `deliver` for each message of the peer, in order, and `on_end` once after the last one,
+    """Calls `deliver` for each message of a peer, in order, and `on_end` once after its last one,
     with the error if there was one. It reads from `open` on, and writes from `start` on.
     """
 
@@ -99,11 +100,24 @@ class Link(Actor[Out], Generic[In, Out]):
         self._on_unsendable = on_unsendable
         self._unsent: deque[Out] = deque()  # taken from the inbox, and waiting for the socket
         self._encoder = msgspec.msgpack.Encoder()
-        self._wire = _Wire(msgspec.msgpack.Decoder(list[kind]), deliver, on_end)
+        decoder = msgspec.msgpack.Decoder(list[kind])
+        self._new_wire = functools.partial(_Wire, decoder, deliver, on_end)
+        self._wire = self._new_wire()
 
     async def open(self, sock: socket.socket) -> None:
+        """Connects to a peer. After the end of one peer it may be called again, for another."""
+        self._wire = self._new_wire()
         loop = asyncio.get_running_loop()
         await loop.create_unix_connection(lambda: self._wire, sock=sock)
+
+    @property
+    def is_open(self) -> bool:
+        return self._wire.is_open
+
+    def discard(self) -> None:
+        """Drops the messages that still wait for a peer which has ended."""
+        self.inbox.take()
+        self._unsent.clear()
 
     async def run(self) -> None:
         """Waits for a slow peer without a deadline; the supervisor judges whether it is alive."""
@@ -136,7 +150,8 @@ class Link(Actor[Out], Generic[In, Out]):
 
     def _write_next(self) -> None:
         count = min(len(self._unsent), MAX_IN_FRAME)
-        self.write(*(self._unsent.popleft() for _ in range(count)))
+        if count:  # not after `discard`
+            self.write(*(self._unsent.popleft() for _ in range(count)))
 
     def _is_sendable(self, message: Out) -> bool:
         try:
@@ -163,6 +178,10 @@ class _Wire(asyncio.Protocol):
         self._splitter = FrameSplitter()
         self._transport: asyncio.WriteTransport | None = None
         self._has_ended = asyncio.Event()
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None
 
     def write(self, data: bytes) -> None:
         """Drops the data when the peer has gone, which `on_end` has reported."""
@@ -201,4 +220,5 @@ class _Wire(asyncio.Protocol):
             logger.warning("the other process ended within a message")
         self._transport = None
         self._has_ended.set()
+        self.is_writable.set()  # what is written from now on is dropped
         self._on_end(error)

@@ -39,7 +39,7 @@ def consider(state: SchedulerState, request: AdmitRequest) -> list[Sequence] | R
         )
         for child in range(request.sampling.n)
     ]
-    refusal = _refusal(state, children)
+    refusal = _refusal(state, children, is_resumed=request.is_resumed)
     return children if refusal is None else Refused(request.request_id, refusal)
 
 
@@ -133,7 +133,9 @@ class _PrefillLine:
         insort(self._line, (prefill_order(sequence), sequence.remaining))
 
 
-def _refusal(state: SchedulerState, children: list[Sequence]) -> ErrorInfo | None:
+def _refusal(
+    state: SchedulerState, children: list[Sequence], *, is_resumed: bool
+) -> ErrorInfo | None:
     first = children[0]
     if not fits_alone(state, first):
         needed = most_pages(state, first.max_kv_len)[0]
@@ -156,6 +158,8 @@ def _refusal(state: SchedulerState, children: list[Sequence]) -> ErrorInfo | Non
             f"{most}: {state.spec.max_rows} that run and {state.spec.max_waiting} that wait. Ask "
             f"for fewer, or start the server with a larger --max-queue."
         ).info()
+    if is_resumed:
+        return None
     if state.num_waiting + len(children) > state.spec.max_waiting + state.rows.num_free:
         return QueueFull(
             f"The queue holds {state.num_waiting} of at most {state.spec.max_waiting} waiting "

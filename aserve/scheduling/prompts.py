@@ -6,6 +6,7 @@ writer of `Sequence.num_scored`.
 
 from __future__ import annotations
 
+from aserve.messages.base import num_values
 from aserve.messages.output import SequenceOutput, StepOutput
 from aserve.messages.results import PromptLogprobs, StepResult
 from aserve.scheduling.flights import Step
@@ -30,13 +31,12 @@ def hand_out_prompts(state: SchedulerState, result: StepResult, step: Step) -> N
 
 def _unseen_scores(sequence: Sequence, scores: PromptLogprobs) -> list[SequenceOutput]:
     """A sequence that was retracted begins again at the start of a page, before its last score."""
-    num_tokens = len(scores.chosen) // 4
-    num_seen = sequence.num_scored - scores.position
-    assert num_seen >= 0, "scores come in order"
-    if num_seen >= num_tokens:
+    assert sequence.num_scored >= scores.position, "scores come in order"
+    unseen = scores_from(scores, sequence.num_scored)
+    if unseen is None:
         return []
-    sequence.num_scored += num_tokens - num_seen
-    return [_prompt_output(sequence, scores=_behind(scores, num_seen, of=num_tokens))]
+    sequence.num_scored += num_values(unseen.chosen)
+    return [_prompt_output(sequence, scores=unseen)]
 
 
 def _prompt_output(
@@ -53,12 +53,18 @@ def _prompt_output(
     )
 
 
-def _behind(scores: PromptLogprobs, num_seen: int, *, of: int) -> PromptLogprobs:
+def scores_from(scores: PromptLogprobs, position: int) -> PromptLogprobs | None:
+    """Returns the scores of the tokens from `position` on, or None if there are none."""
+    num_tokens, num_seen = num_values(scores.chosen), max(position - scores.position, 0)
+    if num_seen >= num_tokens:
+        return None
+    if not num_seen:
+        return scores
     return PromptLogprobs(
         row=scores.row,
         position=scores.position + num_seen,
-        chosen=scores.chosen[len(scores.chosen) // of * num_seen :],
-        ranks=scores.ranks[len(scores.ranks) // of * num_seen :],
-        top_ids=scores.top_ids[len(scores.top_ids) // of * num_seen :],
-        top_logprobs=scores.top_logprobs[len(scores.top_logprobs) // of * num_seen :],
+        chosen=scores.chosen[len(scores.chosen) // num_tokens * num_seen :],
+        ranks=scores.ranks[len(scores.ranks) // num_tokens * num_seen :],
+        top_ids=scores.top_ids[len(scores.top_ids) // num_tokens * num_seen :],
+        top_logprobs=scores.top_logprobs[len(scores.top_logprobs) // num_tokens * num_seen :],
     )

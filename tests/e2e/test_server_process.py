@@ -56,8 +56,10 @@ def test_a_signal_of_the_terminal_drains_both_processes(number: signal.Signals) 
     assert "Traceback" not in server.text
 
 
-def test_a_killed_engine_ends_the_stream_with_an_error_and_the_server_with_1() -> None:
-    with ServerProcess("--processes", "2") as server:
+def test_a_killed_engine_without_restarts_ends_the_stream_with_an_error_and_the_server_with_1() -> (
+    None
+):
+    with ServerProcess("--processes", "2", "--max-engine-restarts", "0") as server:
         with server.post("/v1/completions", LONG | {"stream": True}) as answer:
             assert answer.readline().startswith(b"data: ")
             os.kill(server.engine_pid, signal.SIGKILL)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Callable
 
 from aserve.engine_core import LocalExecutor
-from aserve.errors import ConfigError, StepError
+from aserve.errors import ConfigError, ErrorInfo, InvalidRequest, StepError
+from aserve.messages.requests import LoadLora
 from aserve.messages.step import ScheduleBatch
 from aserve.processes.engine import main
 from aserve.processes.link import Start
@@ -15,6 +17,7 @@ from aserve.progress import OnStage
 from tests.fakes.executor import FakeExecutor, FakeTicket
 
 LOST_STEP = 5
+STEP_S = 0.003
 
 
 class Mortal(FakeExecutor):
@@ -36,7 +39,40 @@ class Sleeper(FakeExecutor):
         await asyncio.Event().wait()
 
 
-KINDS = {"good": FakeExecutor, "mortal": Mortal, "stillborn": Stillborn, "sleeper": Sleeper}
+class Steady(FakeExecutor):
+    """Each step takes a while, so that an answer has a middle."""
+
+    def _schedule(self) -> None:
+        self._was_given.set()
+        asyncio.get_running_loop().call_later(STEP_S, self.run_next)
+
+
+def is_there(path: str) -> bool:
+    return os.path.exists(path)
+
+
+class Filed(FakeExecutor):
+    """Loads each adapter whose path exists, and dies of a row whose adapter it has not loaded."""
+
+    async def load_lora(self, load: LoadLora) -> ErrorInfo | None:
+        self.loras.append(load)
+        return None if is_there(load.path) else InvalidRequest("no such adapter").info()
+
+    def launch(self, *batches: ScheduleBatch) -> FakeTicket:
+        slots = {init.lora_slot for init in batches[0].row_inits}
+        assert slots <= {0, *(load.slot for load in self.loras)}
+        return super().launch(*batches)
+
+
+KINDS: dict[str, Callable[[], LocalExecutor]] = {
+    "good": FakeExecutor,
+    "steady": Steady,
+    "relapsing": Steady,
+    "filed": Filed,
+    "mortal": Mortal,
+    "stillborn": Stillborn,
+    "sleeper": Sleeper,
+}
 
 
 def load(start: Start, on_stage: OnStage) -> LocalExecutor:
@@ -44,7 +80,8 @@ def load(start: Start, on_stage: OnStage) -> LocalExecutor:
     kind = sys.argv[1]
     if kind == "wrong":
         raise ConfigError(f"{start.model_dir} is no model")
-    if kind == "crash":
+    is_second = (start.resolved.debug.record or "").endswith(".1")
+    if kind == "crash" or (kind == "relapsing" and is_second):
         os._exit(7)
     return KINDS[kind]()
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,7 +24,7 @@ from aserve.frontend import Frontend
 from aserve.http.probes import liveness_of
 from aserve.messages.output import OutputChunk
 from aserve.messages.requests import GenerateRequest, LoadLora, SamplingParams, TokenPrompt
-from aserve.observability.reports import Beat, EngineReport, StartupStage
+from aserve.observability.reports import Beat, EngineReport, EngineUp, StartupStage
 from aserve.processes.link import Start
 from aserve.processes.remote import RemoteEngineCore
 from aserve.server import Server
@@ -35,8 +36,8 @@ from tests.text.vocabularies import byte_level_tokenizer
 TEXT = TextSide(byte_level_tokenizer())
 
 
-def options() -> Resolved:
-    return resolve(Raw(command_line={}), Facts(default_model="none"))
+def options(**given: object) -> Resolved:
+    return resolve(Raw(command_line=given), Facts(default_model="none"))
 
 
 def command(kind: str) -> tuple[str, ...]:
@@ -46,11 +47,14 @@ def command(kind: str) -> tuple[str, ...]:
 class Rig:
     """A frontend whose engine is a fake one in another process."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_restarts: int = 0, **given: object) -> None:
         self.died = asyncio.Event()
-        self.frontend = Frontend(options(), on_death=self.died.set)
+        self._resolved = options(**given)
+        self.frontend = Frontend(self._resolved, on_death=self.died.set)
         self.has_beaten = asyncio.Event()
-        self.core = RemoteEngineCore(dataclasses.replace(self.frontend.ports, report=self._report))
+        self.has_restarted = asyncio.Event()
+        ports = dataclasses.replace(self.frontend.ports, report=self._report)
+        self.core = RemoteEngineCore(ports, max_restarts=max_restarts)
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
@@ -58,28 +62,31 @@ class Rig:
         return self.core._process
 
     async def open(self, kind: str) -> None:
-        await self.core.open(command(kind), Start(options(), "nowhere", "/"))
+        await self.core.open(command(kind), Start(self._resolved, "nowhere", "/"))
 
-    async def ask(self, name: str, *, max_tokens: int = 40) -> list[OutputChunk]:
-        sampling = SamplingParams(seed=1, max_tokens=max_tokens, ignore_eos=True)
-        request_stream = self.frontend.gateway.open(
-            GenerateRequest(name, TokenPrompt((1, 2)), sampling)
-        )
-        return [chunk async for chunk in request_stream]
+    async def ask(self, name: str, *, lora_slot: int = 0, **fields: Any) -> list[OutputChunk]:
+        sampling = SamplingParams(**{"seed": 1, "max_tokens": 40, "ignore_eos": True} | fields)
+        request = GenerateRequest(name, TokenPrompt((1, 2)), sampling, lora_slot=lora_slot)
+        return [chunk async for chunk in self.frontend.gateway.open(request)]
 
     def _report(self, report: EngineReport) -> None:
         self.frontend.ports.report(report)
-        if isinstance(report, Beat):
-            self.has_beaten.set()
+        match report:
+            case Beat():
+                self.has_beaten.set()
+            case EngineUp():
+                self.has_restarted.set()
+            case _:
+                pass
 
     def metric(self, name: str, **labels: str) -> float | None:
         return self.frontend.metrics.registry.get_sample_value(name, labels)
 
 
 @asynccontextmanager
-async def running(kind: str = "good") -> AsyncIterator[Rig]:
-    rig = Rig()
-    async with asyncio.timeout(30):
+async def running(kind: str = "good", *, max_s: float = 30, **given: Any) -> AsyncIterator[Rig]:
+    rig = Rig(**given)
+    async with asyncio.timeout(max_s):
         try:
             await rig.open(kind)
             await rig.core.ready

@@ -64,6 +64,9 @@ def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
     (refused,) = stage.of(Refused)
     assert (refused.error.status, refused.error.code) == (429, "queue_full")
     assert refused.error.retry_after_s
+    again = msgspec.structs.replace(request("late", [1], n=2), is_resumed=True)
+    stage.play(again)
+    assert stage.of(Refused) == [], "an earlier engine let it in"
 
 
 def test_a_cancel_frees_row_and_pages_in_the_same_step_and_answers_once() -> None:

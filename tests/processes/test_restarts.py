@@ -1,0 +1,174 @@
+"""An engine process that is killed: another one goes on, and no client sees a difference."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aserve.http.probes import health_of, liveness_of
+from aserve.messages.base import array_i32, pack_i32
+from aserve.messages.output import OutputChunk
+from aserve.messages.requests import AdmitRequest, LoadLora, SamplingParams
+from aserve.processes.child import FIRST_DELAY_S, LONGEST_DELAY_S, WINDOW_S, Restarts
+from tests.fakes.executor import SPEC
+from tests.fakes.toy_device import expected_outputs
+from tests.processes.test_two_processes import Rig, running
+
+NUM_STREAMS = 64
+IS_LARGE = os.environ.get("ASERVE_TEST_PROFILE") == "large"
+NUM_KILLS = 100 if IS_LARGE else 2
+
+
+def tokens_of(chunks: list[OutputChunk]) -> dict[int, list[int]]:
+    assert [chunk.is_last for chunk in chunks].count(True) == 1
+    children = sorted({chunk.child for chunk in chunks})
+    return {
+        child: array_i32(
+            b"".join(chunk.token_ids for chunk in chunks if chunk.child == child)
+        ).tolist()
+        for child in children
+    }
+
+
+def expected(**fields: Any) -> dict[int, list[int]]:
+    sampling = SamplingParams(**{"max_tokens": 40, "ignore_eos": True} | fields)
+    request = AdmitRequest("any", pack_i32([1, 2]), sampling)
+    return {child: expected_outputs(request, child, SPEC) for child in range(sampling.n)}
+
+
+async def until_tokens(rig: Rig, count: float) -> None:
+    """Waits until the clients of all time have so many tokens."""
+    while (rig.metric("aserve_generation_tokens_total") or 0) < count:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200 if IS_LARGE else 120)
+async def test_kills_at_random_moments_change_no_token_of_64_streams() -> None:
+    rng = random.Random(int(os.environ.get("ASERVE_TEST_SEED", "0")))
+    fields = [{"seed": i, "n": 2 if i % 8 == 0 else 1} for i in range(NUM_STREAMS)]
+    num_tokens = sum(40 * each["n"] for each in fields)
+    num_kills = num_rounds = 0
+    async with running("steady", max_s=1200, max_restarts=10_000) as rig:
+        while num_kills < NUM_KILLS:
+            asked = [rig.ask(f"{num_rounds}-{i}", **each) for i, each in enumerate(fields)]
+            answers = asyncio.gather(*asked)
+            moments = sorted(rng.randrange(num_tokens) for _ in range(2))
+            for moment in moments:
+                await until_tokens(rig, num_rounds * num_tokens + moment)
+                rig.has_restarted.clear()
+                rig.process.kill()
+                await rig.has_restarted.wait()
+                num_kills += 1
+            for each, chunks in zip(fields, await answers, strict=True):
+                assert tokens_of(chunks) == expected(**each)
+            num_rounds += 1
+        assert rig.metric("aserve_engine_restarts_total") == num_kills
+        num_requests = num_rounds * NUM_STREAMS
+        assert rig.metric("aserve_requests_received_total") == num_requests
+        labels = {"outcome": "finished", "reason": "length"}
+        assert rig.metric("aserve_requests_ended_total", **labels) == num_requests
+        assert rig.metric("aserve_requests_in_flight") == 0
+        assert rig.metric("aserve_generation_tokens_total") == num_rounds * num_tokens
+        assert len(rig.core._journal) == 0
+
+
+@pytest.mark.slow
+async def test_while_the_engine_is_away_the_server_lives_and_requests_wait_or_leave() -> None:
+    async with running("steady", max_restarts=1) as rig:
+        state = rig.frontend.state
+        first = asyncio.ensure_future(rig.ask("first"))
+        await until_tokens(rig, 5)
+        rig.process.kill()
+        while not state.watch.down_reason:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert health_of(state, 300).status == "restarting"
+        assert "SIGKILL" in health_of(state, 300).reason
+        assert liveness_of(state, 300).status == "alive"
+        assert state.refusal() is None
+        error = await rig.core.load_lora(LoadLora(1, 1, "there"))
+        assert error is not None
+        assert (error.status, error.code) == (503, "engine_dead")
+        second = asyncio.ensure_future(rig.ask("second", seed=7))
+        leaving = asyncio.ensure_future(rig.ask("leaving"))
+        while len(rig.core._journal) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        rig.frontend.gateway.abort("leaving", error)
+        assert (await leaving)[-1].error == error
+        assert tokens_of(await first) == expected(seed=1)
+        assert tokens_of(await second) == expected(seed=7)
+        assert health_of(state, 300).status == "ready"
+        assert len(rig.core._journal) == 0
+
+
+@pytest.mark.slow
+async def test_a_request_that_kills_each_engine_ends_with_an_error_and_the_server_goes_on() -> None:
+    async with running("mortal", max_restarts=5) as rig:
+        *_, last = await rig.ask("poison")
+        assert last.error is not None
+        assert (last.error.status, last.error.code) == (500, "request_kills_engine")
+        assert "request poison was ended" in last.error.message
+        assert tokens_of(await rig.ask("small", max_tokens=2)) == expected(seed=1, max_tokens=2)
+        assert rig.metric("aserve_engine_restarts_total") == 3
+
+
+@pytest.mark.slow
+async def test_an_engine_that_dies_too_often_ends_the_server_and_says_why() -> None:
+    async with running("mortal", max_restarts=1) as rig:
+        *_, last = await rig.ask("a")
+        assert last.error is not None
+        assert (last.error.status, last.error.code) == (503, "engine_dead")
+        await rig.died.wait()
+        assert "the device is gone" in rig.frontend.state.reason
+        assert "more than 1 times" in rig.frontend.state.reason
+        assert rig.metric("aserve_requests_in_flight") == 0
+
+
+@pytest.mark.slow
+async def test_adapters_are_loaded_again_and_a_lost_one_ends_only_its_own_requests(
+    tmp_path: Path,
+) -> None:
+    paths = [tmp_path / name for name in ("kept", "lost")]
+    async with running("filed", max_restarts=1) as rig:
+        for slot, path in enumerate(paths, start=1):
+            path.touch()
+            assert await rig.core.load_lora(LoadLora(slot, slot, str(path))) is None
+        paths[1].unlink()
+        rig.process.kill()
+        await rig.has_restarted.wait()
+        (*_, kept), (*_, lost) = await asyncio.gather(
+            rig.ask("a", lora_slot=1), rig.ask("b", lora_slot=2)
+        )
+        assert kept.finish_reason == "length"
+        assert lost.error is not None
+        assert lost.error.message == "no such adapter"
+
+
+@pytest.mark.slow
+async def test_an_engine_that_dies_while_it_starts_again_is_started_once_more(
+    tmp_path: Path,
+) -> None:
+    """And each writes a recording of its own."""
+    recording = tmp_path / "recording"
+    async with running("relapsing", max_restarts=2, record=str(recording)) as rig:
+        asked = asyncio.ensure_future(rig.ask("a"))
+        await until_tokens(rig, 3)
+        rig.process.kill()
+        assert tokens_of(await asked) == expected(seed=1)
+        assert rig.metric("aserve_engine_restarts_total") == 2
+    assert sorted(os.listdir(tmp_path)) == ["recording", "recording.2"]
+
+
+def test_restarts_wait_ever_longer_and_end_with_too_many_within_a_minute() -> None:
+    restarts = Restarts(12)
+    delays_s = [restarts.delay_s(now_s=i) for i in range(12)]
+    assert delays_s[:4] == [0, FIRST_DELAY_S, 2 * FIRST_DELAY_S, 4 * FIRST_DELAY_S]
+    assert delays_s[-1] == LONGEST_DELAY_S
+    assert restarts.delay_s(now_s=12) is None
+    assert restarts.delay_s(now_s=1.5 + WINDOW_S) == LONGEST_DELAY_S, "the first two are forgotten"
+    assert Restarts(0).delay_s(now_s=0) is None
