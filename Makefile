@@ -61,6 +61,7 @@ test: style ## what CI does: lint, type checks, tests
 
 test-all: lint ## the same with the large profiles and a fresh seed, which ASERVE_TEST_SEED=N repeats
 	ASERVE_TEST_PROFILE=large $(PYTEST) --timeout=3600 $(ARGS)
+	$(PY) -m tests.clients.run schemathesis_client
 
 # Not in `test`: it needs a browser, which pip does not bring.
 test-page: setup ## the web page in Chromium; CHROMIUM=file of the browser, ARGS=folder for screenshots

@@ -31,6 +31,7 @@ from aserve.config import (
     PromptOptions,
     Resolved,
     SchedulerOptions,
+    SelftestOptions,
     ServerOptions,
     read_raw,
     resolve,
@@ -60,8 +61,11 @@ COMMAND_RECORDS: Mapping[str, tuple[type, ...]] = {
     "chat": (*ENGINE_RECORDS, PromptOptions),
     "generate": (*ENGINE_RECORDS, PromptOptions),
     "health": (ServerOptions,),
+    "verify": ENGINE_RECORDS,
 }
-ARGUMENTS = frozenset({"command", "text", "file", "bench", "task"})  # positional, not options
+ARGUMENTS = frozenset(
+    {"command", "text", "file", "bench", "task", "adapter"}
+)  # positional, not options
 
 EPILOG = (
     "Each option can be set as ASERVE_NAME in the environment and as `name = value` in the file of "
@@ -104,6 +108,10 @@ def _run(arguments: list[str], benches: Mapping[str, Bench]) -> int:
             return _generate(_resolved(given, log_level="warning"), known.text)
         case "replay":
             return _replay(Path(known.file))
+        case "verify":
+            return _verify(known.file, known.adapter, given)
+        case "selftest":
+            return _selftest(given)
         case "bench":
             return _bench(known.bench, benches[known.bench], given)
         case "kernels":
@@ -224,6 +232,25 @@ def _replay(path: Path) -> int:
     return 0
 
 
+def _verify(file: str, adapter: str | None, given: dict[str, object]) -> int:
+    from aserve.receipts.record import read_receipt
+    from aserve.verify import options_of_receipt, verify
+
+    receipt = read_receipt(Path(file).read_bytes())
+    resolved = _resolved(options_of_receipt(receipt, given), log_level="warning")
+    verdict = verify(resolved, receipt, adapter_dir=None if adapter is None else Path(adapter))
+    console = Console(soft_wrap=True)
+    for line in verdict.lines:
+        console.print(line, markup=False, highlight=False)
+    return verdict.code
+
+
+def _selftest(given: Mapping[str, object]) -> int:
+    from aserve.selftest.run import selftest
+
+    return selftest(build_options(SelftestOptions, given), Console())
+
+
 def _bench(name: str, bench: Bench, given: Mapping[str, object]) -> int:
     """Runs a bench. Its own options come from the command line alone, the engine's from all
     sources.
@@ -331,6 +358,13 @@ def make_parser(benches: Mapping[str, Bench] = BENCHES) -> Parser:
     )
     replay = command("replay", "Replay what --record wrote.")
     replay.add_argument("file", metavar="FILE", help="a recording of the scheduler's events")
+    check = command("verify", "Compute the tokens of a receipt again: 0 if they are the same.")
+    check.add_argument("file", metavar="FILE", help="a receipt, or an answer that has one")
+    check.add_argument(
+        "--adapter", metavar="DIR", help="the LoRA adapter, where the receipt is of one"
+    )
+    ask = command("selftest", "Check the API of any server; the exit code is how many checks fail.")
+    _add_groups(ask, SelftestOptions)
     measure = command("bench", "Measure; the last line of the output is one JSON object.")
     _add_benches(measure, benches)
     kernels = command("kernels", "Compile the CPU's kernels ahead of the first start.")

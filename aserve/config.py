@@ -474,6 +474,21 @@ class PromptOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class SelftestOptions:
+    """Options of `selftest`, which the command line alone sets."""
+
+    against: str = option("http://127.0.0.1:8000", "address of the server", Limits(metavar="URL"))
+    model: str | None = option(None, "name of the model; default: the first that is listed")
+    api_key: str | None = option(
+        None, "API key of the server", Limits(metavar="KEY", is_secret=True)
+    )
+    only: str | None = option(None, "run the checks of one feature, or the one of this name")
+    output: str | None = option(
+        None, "write the results to this file as JSON, too", Limits(metavar="FILE")
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Raw:
     """The options as the user gave them; a later field overrides an earlier one."""
 

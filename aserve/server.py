@@ -17,7 +17,9 @@ from aserve.host.threads import new_event_loop
 from aserve.http.openai.call import seed_source
 from aserve.http.server import HttpServer
 from aserve.http.state import HttpContext
+from aserve.load import find_model
 from aserve.observability.compat_metrics import with_compat
+from aserve.receipts.facts import FactFinder
 from aserve.startup import Launched, Launcher, Stopped, Waits, launcher_of
 
 logger = logging.getLogger(__name__)
@@ -103,6 +105,7 @@ def connect_http(frontend: Frontend) -> HttpServer:
             tokenize_service=frontend.tokenize_service,
             loras=frontend.loras,
             settings=shown_settings(resolved),
+            receipts=FactFinder(lambda: find_model(resolved), shown_settings(resolved)),
             draw_seed=seed_source(resolved.debug.seed),
         )
     )

@@ -87,14 +87,22 @@ def build_executor(
     *,
     on_progress: OnProgress = ignore_progress,
     devices: Mapping[str, OpenDevice] = DEVICES,
+    mode: DecodeMode | None = None,
 ) -> TorchExecutor:
-    return build_on(open_device(options.device, devices), options, on_progress=on_progress)
+    device = open_device(options.device, devices)
+    return build_on(device, options, on_progress=on_progress, mode=mode)
 
 
 def build_on(
-    device: Device, options: BuildOptions, *, on_progress: OnProgress = ignore_progress
+    device: Device,
+    options: BuildOptions,
+    *,
+    on_progress: OnProgress = ignore_progress,
+    mode: DecodeMode | None = None,
 ) -> TorchExecutor:
-    """Loads the model on the calling thread, and calls `on_progress(bytes loaded, total bytes)`."""
+    """Loads the model on the calling thread, and calls `on_progress(bytes loaded, total bytes)`.
+    `mode` is used in place of the one that the options name.
+    """
     loader, code = make_loader(
         options.model_dir, options.model_impl, free_bytes=device.free_bytes()
     )
@@ -132,7 +140,7 @@ def build_on(
         )
     random = "random weights, " if is_dummy else ""
     about = f"{code.name} code ({code.why}), {random}{form.about}"
-    mode = MODES[options.decode]()
+    mode = mode or MODES[options.decode]()
     max_mixed_prefill_tokens = options.max_mixed_prefill_tokens or form.max_mixed_prefill_tokens
     options = dataclasses.replace(options, max_mixed_prefill_tokens=max_mixed_prefill_tokens)
     return assemble(model, mode, device, options, about=about, loras=loras)
@@ -341,6 +349,7 @@ def _plan_spec(
         prefix_cache=options.prefix_cache,
         decode=parts.mode.caps,
         max_mixed_prefill_tokens=options.max_mixed_prefill_tokens,
+        dtype=dtype_name(parts.model.dtype),
     )
 
 

@@ -1,7 +1,7 @@
 """Describes the API as an OpenAPI document, and serves it with a page that lists and tries it.
 
-The document is made from the routes and from the records of their bodies, so it says what the
-server accepts. Answers are described by their kind alone.
+The document is made from the routes and from the records of their bodies and answers, so it says
+what the server accepts and what it answers. Events of streams are described by their kind alone.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import msgspec
 from aiohttp import web
 from msgspec import inspect as types
 
+from aserve.http.answer_schemas import schemas_of_answers
 from aserve.http.errors import ErrorBody, error_body
 from aserve.http.page import file_response
 from aserve.http.route import Route, get
@@ -24,6 +25,8 @@ from aserve.http.state import HttpContext
 Json: TypeAlias = dict[str, Any]
 
 SCHEMAS = "#/components/schemas/{name}"
+# WHY: a record may be in bodies and in answers, and only in answers it has all its fields.
+ANSWER_NAME = "answer.{name}"
 PLACE = re.compile(r"{(\w+)(:[^{}]*)?}")  # of a path, with the pattern that it must match
 # An example has the first of these contents that its body knows, and the first of each setting.
 CONTENTS: Mapping[str, Any] = {
@@ -72,12 +75,15 @@ def describe(routes: Sequence[Route], version: str, *, has_keys: bool) -> Json:
     records: list[type[msgspec.Struct]] = list(dict.fromkeys([*bodies, ErrorBody]))
     schemas, components = msgspec.json.schema_components(records, ref_template=SCHEMAS)
     schema_of = dict(zip(records, schemas, strict=True))
+    answers, answer_components = schemas_of_answers(SCHEMAS.format(name=ANSWER_NAME))
+    components |= {ANSWER_NAME.format(name=name): s for name, s in answer_components.items()}
     paths: dict[str, Json] = {}
     for route in routes:
         operation = _operation(route, schema_of)
+        operation["responses"] = _responses(route, answers)
         if has_keys or route.admin:
             operation["security"] = NO_KEY if route.public else CLIENT_KEY
-        paths.setdefault(PLACE.sub(r"{\1}", route.path), {})[route.method.lower()] = operation
+        paths.setdefault(_plain_path(route), {})[route.method.lower()] = operation
     return {
         "openapi": "3.1.0",
         "info": {"title": "aserve", "version": version, "summary": "An LLM inference server"},
@@ -100,7 +106,6 @@ def _operation(route: Route, schema_of: Mapping[type[msgspec.Struct], Json]) -> 
         "operationId": re.sub(r"\W+", "_", f"{route.method.lower()}{route.path}").strip("_"),
         "summary": words,
         "tags": [_tag(route)],
-        "responses": _responses(route),
     }
     if handler.__doc__:
         operation["description"] = inspect.cleandoc(handler.__doc__)
@@ -111,6 +116,10 @@ def _operation(route: Route, schema_of: Mapping[type[msgspec.Struct], Json]) -> 
         media = {"schema": schema_of[route.body], "example": example_of(route.body)}
         operation["requestBody"] = {"required": True, "content": {"application/json": media}}
     return operation
+
+
+def _plain_path(route: Route) -> str:
+    return PLACE.sub(r"{\1}", route.path)
 
 
 def _tag(route: Route) -> str:
@@ -124,15 +133,18 @@ def _parameter(name: str, pattern: str) -> Json:
     return {"name": name, "in": "path", "required": True, "schema": schema}
 
 
-def _responses(route: Route) -> Json:
+def _responses(route: Route, answers: Mapping[str, Json]) -> Json:
     success: Json = {"description": "The answer."}
-    if route.body is not None and route.errors is error_body:
-        success["content"] = {"application/json": {}}
-        if "stream" in route.body.__struct_fields__:
+    place = f"{route.method} {_plain_path(route)}"
+    if place in answers:
+        success["content"] = {"application/json": {"schema": answers[place]}}
+        if route.body is not None and "stream" in route.body.__struct_fields__:
             success["content"]["text/event-stream"] = {}
     responses = {"200": success}
     if route.errors is error_body:
         responses |= {code: {"$ref": f"#/components/responses/{code}"} for code in ("4XX", "5XX")}
+    else:
+        responses |= {code: {"description": "An error."} for code in ("4XX", "5XX")}
     return responses
 
 

@@ -24,6 +24,7 @@ from aserve.http.openai.schema import (
     EmbeddingBody,
     TokenizeBody,
 )
+from aserve.http.receipts import with_receipt
 from aserve.http.responses import handlers as responses
 from aserve.http.responses.websocket import connect
 from aserve.http.route import get, post
@@ -33,14 +34,15 @@ from aserve.http.state import HttpContext, origin_of
 async def completions(
     request: web.Request, context: HttpContext, body: CompletionBody
 ) -> web.StreamResponse:
-    call = completion_call(body, origin_of(request, context))
-    return await respond(request, context, CompletionDialect(call))
+    dialect = CompletionDialect(completion_call(body, origin_of(request, context)))
+    return await respond(request, context, await with_receipt(dialect, body, context))
 
 
 async def chat_completions(
     request: web.Request, context: HttpContext, body: ChatBody
 ) -> web.StreamResponse:
-    return await respond(request, context, chat_dialect(body, origin_of(request, context)))
+    dialect = chat_dialect(body, origin_of(request, context))
+    return await respond(request, context, await with_receipt(dialect, body, context))
 
 
 ROUTES = (

@@ -25,6 +25,7 @@ from aserve.messages.executor import EngineSpec
 from aserve.observability.engine_watch import EngineWatch
 from aserve.observability.recent import Recent
 from aserve.parsers.registry import NO_PARSERS, ParserNames
+from aserve.receipts.facts import FactFinder
 from aserve.request_stream import Gateway
 from aserve.text.defaults import NEUTRAL, GenerationDefaults
 
@@ -122,6 +123,7 @@ class HttpContext:
     loras: LoraRegistry = field(default_factory=LoraRegistry)
     settings: Mapping[str, object] = field(default_factory=dict)  # the options without secrets
     draw_seed: Callable[[], int] = random_seed
+    receipts: FactFinder | None = None
     keep_alive_s: float = 15.0
     heartbeat_s: float = 60.0  # a silent websocket gets a ping, and half of this time to answer
 

@@ -83,6 +83,7 @@ class EngineSpec(Record, frozen=True):
     decode: DecodeCaps = DecodeCaps()
     names_shared_pages: bool = False  # ScheduleBatch.shared_pages is set, because attention uses it
     max_mixed_prefill_tokens: int | None = None  # of a step that also decodes; None: as many as fit
+    dtype: str = ""  # of the model's activations
 
 
 class TokenFuture(Protocol):

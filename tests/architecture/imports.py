@@ -98,10 +98,13 @@ REACH = {
     "aserve.http": Reach(
         aserve=(
             *(*FIRST, "aserve.request_stream", "aserve.unread", "aserve.text", "aserve.parsers"),
-            "aserve.batches",
+            *("aserve.batches", "aserve.receipts"),
         ),
         packages=(*PLAIN, "aiohttp"),
     ),
+    "aserve.receipts": Reach(aserve=(*FIRST, "aserve.host.threads"), packages=PLAIN),
+    "aserve.verify": ANYTHING,
+    "aserve.selftest": Reach(aserve=FIRST, packages=(*PLAIN, "aiohttp", "rich")),
     "aserve.batches": Reach(aserve=(*FIRST, "aserve.actors.base"), packages=PLAIN),
     "aserve.gpu": Reach(
         aserve=(*FIRST, "aserve.cache.layout", "aserve.host", "aserve.progress", "aserve_kernels"),

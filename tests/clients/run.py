@@ -40,6 +40,7 @@ CLIENTS: dict[str, tuple[str, ...]] = {
     "openai_node.mjs": ("openai",),
     "ai_sdk.mjs": ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "zod"),
     "promptfoo.mjs": ("promptfoo",),
+    "schemathesis_client.py": ("schemathesis",),
 }
 
 

@@ -9,13 +9,16 @@ from typing import Any
 import msgspec
 import pytest
 
+from aserve.http.answer_schemas import ANSWERS, described
 from aserve.http.batches import handlers as batches
 from aserve.http.openapi import PLACE, describe, example_of
 from aserve.http.page import FILES
 from aserve.http.route import Route
 from aserve.http.routes import ROUTES
 from tests.fakes.echo_engine import EchoEngine
+from tests.fakes.executor import FakeExecutor
 from tests.http.asking import ask
+from tests.http.whole_server import whole_server
 
 BODIES = [route for route in ROUTES if route.body is not None]
 
@@ -83,6 +86,44 @@ async def test_every_example_decodes_and_every_clients_one_is_answered(
     if not route.admin:
         answer = await ask(echo, route.path, example)
         assert answer.status == (404 if route in batches.ROUTES else 200), answer.text
+        record = ANSWERS.get(f"POST {route.path}")
+        if record is not None and route not in batches.ROUTES:
+            msgspec.json.decode(answer.text, type=described(record))
+
+
+RICH: dict[str, Any] = {"n": 2, "seed": 3, "max_tokens": 4}
+RICH_ASKS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {**RICH, "logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1},
+    "/v1/completions": {**RICH, "logprobs": 2, "prompt_logprobs": 1},
+    "/v1/responses": {"include": ["message.output_text.logprobs"], "top_logprobs": 1},
+    "/v1/embeddings": {"encoding_format": "base64"},
+    "/tokenize": {"return_token_strs": True},
+}
+
+
+@pytest.mark.parametrize("path", RICH_ASKS)
+async def test_an_answer_with_everything_fits_its_description(path: str) -> None:
+    route = next(route for route in BODIES if route.path == path)
+    assert route.body is not None
+    async with whole_server(FakeExecutor()) as server:
+        body = example_of(route.body) | RICH_ASKS[path]
+        async with server.client.post(path, json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            data = await answer.read()
+    msgspec.json.decode(data, type=described(ANSWERS[f"POST {path}"]))
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/echo", "/health"])
+async def test_what_is_read_fits_its_description(echo: EchoEngine, path: str) -> None:
+    answer = await ask(echo, path)
+    place = path.replace("models/echo", "models/{name}")
+    msgspec.json.decode(answer.text, type=described(ANSWERS[f"GET {place}"]))
+
+
+def test_every_described_answer_is_one_of_a_route() -> None:
+    api = document()
+    places = {f"{m.upper()} {path}" for path, methods in api["paths"].items() for m in methods}
+    assert set(ANSWERS) <= places
 
 
 async def test_the_document_is_served_without_a_key_and_made_once() -> None:

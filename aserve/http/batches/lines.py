@@ -24,6 +24,7 @@ from aserve.http.openai.completions import CompletionDialect, completion_call
 from aserve.http.openai.embeddings import answer_of, embed
 from aserve.http.openai.limits import Caller
 from aserve.http.openai.schema import ChatBody, CompletionBody, EmbeddingBody
+from aserve.http.receipts import with_receipt
 from aserve.http.state import HttpContext, origin_for
 
 RETRY_S = 5.0  # after an answer that says the engine is full, or not there
@@ -37,13 +38,15 @@ Answer: TypeAlias = Callable[[HttpContext, Origin, bytes], Awaitable[bytes]]
 async def _chat(context: HttpContext, origin: Origin, data: bytes) -> bytes:
     body = parse_body(data, ChatBody, where="body")
     body.priority = LOWEST_PRIORITY
-    return await _generated(context, chat_dialect(_unstreamed(body), origin))
+    dialect = chat_dialect(_unstreamed(body), origin)
+    return await _generated(context, await with_receipt(dialect, body, context))
 
 
 async def _completion(context: HttpContext, origin: Origin, data: bytes) -> bytes:
     body = parse_body(data, CompletionBody, where="body")
     body.priority = LOWEST_PRIORITY
-    return await _generated(context, CompletionDialect(completion_call(_unstreamed(body), origin)))
+    dialect = CompletionDialect(completion_call(_unstreamed(body), origin))
+    return await _generated(context, await with_receipt(dialect, body, context))
 
 
 async def _embedding(context: HttpContext, origin: Origin, data: bytes) -> bytes:

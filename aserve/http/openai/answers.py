@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from aserve.http.openai.call import Call
-from aserve.messages.base import array_i32
+from aserve.messages.base import FinishReason, array_i32
 from aserve.messages.output import OutputChunk, TokenLogprob, TopLogprob, Usage
 
 
@@ -83,10 +83,20 @@ class Tally:
 
 
 class Choice(Protocol):
-    """Gathers one choice of an answer that is not streamed."""
+    """Gathers one choice of an answer that is not streamed. It has token ids if the call returns
+    them.
+    """
+
+    finish_reason: FinishReason | None
 
     @property
     def logprob_per_token(self) -> float: ...
+
+    @property
+    def token_ids(self) -> list[int]: ...
+
+    @property
+    def prompt_ids(self) -> list[int]: ...
 
     def add(self, chunk: OutputChunk) -> None: ...
 

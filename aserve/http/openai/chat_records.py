@@ -11,6 +11,7 @@ from aserve.http.long_json import JsonEach, JsonList
 from aserve.http.openai.answers import LogprobEntry, UsageBody
 from aserve.http.openai.parsed import ParsedMessage
 from aserve.parsers.events import Content, ParsedEvent, Reasoning, ToolArguments, ToolCallStart
+from aserve.receipts.record import Receipt
 
 
 class ChatLogprobs(msgspec.Struct):
@@ -92,6 +93,7 @@ class ChatAnswer(msgspec.Struct, kw_only=True):
     seed: int | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: JsonList | UnsetType = UNSET
+    receipt: Receipt | UnsetType = UNSET  # added by http/receipts.py
 
 
 def deltas_of(events: Iterable[ParsedEvent], *, has_functions: bool) -> Iterator[Delta]:

@@ -17,6 +17,7 @@ from aserve.http.openai.limits import MAX_LOGPROBS, Range, check_within
 from aserve.http.openai.prompt_logprobs import check_prompt_logprobs
 from aserve.http.openai.schema import CompletionBody, prompts_of
 from aserve.messages.output import OutputChunk
+from aserve.receipts.record import Receipt
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -68,6 +69,7 @@ class CompletionAnswer(msgspec.Struct, kw_only=True):
     choices: list[CompletionChoice] | JsonEach
     usage: UsageBody | UnsetType | None = UNSET
     seed: int | UnsetType = UNSET
+    receipt: Receipt | UnsetType = UNSET  # added by http/receipts.py
 
 
 class CompletionDialect:

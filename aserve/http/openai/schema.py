@@ -122,6 +122,8 @@ class GenerationBody(msgspec.Struct, kw_only=True):
 
 
 class CompletionBody(GenerationBody, kw_only=True):
+    """A `receipt` says what the answer was computed from, and implies return_token_ids."""
+
     prompt: TextsOrIds | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -129,6 +131,10 @@ class CompletionBody(GenerationBody, kw_only=True):
     add_special_tokens: bool | None = None
     echo: bool | None = None
     suffix: str | None = None
+    receipt: bool | None = None
+
+    def __post_init__(self) -> None:
+        self.return_token_ids = self.return_token_ids or self.receipt
 
 
 class ContentPart(msgspec.Struct):
@@ -206,7 +212,8 @@ Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh",
 
 class ChatBody(GenerationBody, kw_only=True):
     """`functions` and `function_call` are the older forms of `tools` and `tool_choice`. A positive
-    number of reasoning tokens (vLLM's, SGLang's and llama.cpp's name for it) is not supported.
+    number of reasoning tokens (vLLM's, SGLang's and llama.cpp's name for it) is not supported. A
+    `receipt` says what the answer was computed from, and implies return_token_ids.
     """
 
     messages: list[ChatMessage] | None = None
@@ -232,6 +239,10 @@ class ChatBody(GenerationBody, kw_only=True):
     thinking_token_budget: int | None = None
     max_thinking_tokens: int | None = None
     reasoning_budget: int | None = None
+    receipt: bool | None = None
+
+    def __post_init__(self) -> None:
+        self.return_token_ids = self.return_token_ids or self.receipt
 
 
 class EmbeddingBody(msgspec.Struct, kw_only=True):
