@@ -22,8 +22,9 @@ from aserve.host.threads import in_thread
 from aserve.load import Loaded, find_model, load
 from aserve.messages.executor import EngineSpec
 from aserve.observability.engine_watch import StageReporter
+from aserve.processes.engine_process import ENGINE, EngineProcess
 from aserve.processes.link import Start
-from aserve.processes.remote import ENGINE, RemoteEngineCore
+from aserve.processes.remote import RemoteEngineCore
 from aserve.progress import OnStage
 from aserve.text.load import load_text
 
@@ -97,12 +98,13 @@ class InItsOwnProcess:
         async with contextlib.AsyncExitStack() as undo:
             find = functools.partial(find_model, resolved)
             model_dir = await waits.until(in_thread(find, name="find"))
+            start = Start(_without_keys(resolved), str(model_dir), os.getcwd())
+            most = resolved.server.max_engine_restarts
             core = RemoteEngineCore(
-                frontend.ports, max_restarts=resolved.server.max_engine_restarts
+                frontend.ports, EngineProcess(self._command, start, max_restarts=most)
             )
             undo.push_async_callback(core.close)
-            start = Start(_without_key(resolved), str(model_dir), os.getcwd())
-            await core.open(self._command, start)
+            await core.open()
             read_text = functools.partial(load_text, model_dir, resolved.model)
             text = await waits.until(in_thread(read_text, name="text"))
             ready = await waits.until(core.ready)
@@ -111,7 +113,7 @@ class InItsOwnProcess:
         return Launched(ready.spec, ready.about)
 
 
-def _without_key(resolved: Resolved) -> Resolved:
+def _without_keys(resolved: Resolved) -> Resolved:
     """Removes the API keys, which the engine process does not need."""
     server = dataclasses.replace(
         resolved.server, api_key=None, api_key_file=None, admin_api_key=None

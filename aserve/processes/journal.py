@@ -89,6 +89,14 @@ class Journal:
         """Whether a suspect waits for its trial."""
         return bool(self._suspects)
 
+    def requests(self) -> list[AdmitRequest]:
+        return [entry.admit for entry in self._open.values()]
+
+    def is_waiting(self, request_id: str) -> bool:
+        """Whether the request is open, and no engine has it."""
+        entry = self._open.get(request_id)
+        return entry is not None and not entry.is_sent
+
     def admit(self, request: AdmitRequest, *, is_sent: bool) -> None:
         """Notes a request, which the engine of now gets at once or a later one by `resume`."""
         entry = self._open[request.request_id] = _Entry(request)

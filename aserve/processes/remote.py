@@ -1,30 +1,24 @@
 """The frontend's view of an engine that runs in a process of its own.
 
-It starts the process, reports whether the engine is ready or has failed, and ends it. If the
-process dies, another one is started and continues every open request where it stopped, from the
-journal. Requests that come meanwhile wait in the journal, too.
+It reports whether the engine is ready or has failed. If the engine's process dies, another one
+continues every open request where it stopped, from the journal. Requests that come meanwhile wait
+in the journal, too.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from typing import TypeGuard, assert_never
-
-import msgspec
 
 from aserve.actors.base import DeathReport, unexpected
 from aserve.actors.supervisor import Supervised
 from aserve.channel import Sink
 from aserve.engine_core import EngineCorePorts
 from aserve.errors import AserveError, ConfigError, EngineDead, ErrorInfo, InvalidRequest
-from aserve.host.threads import SWITCH_INTERVAL_S, in_thread
+from aserve.host.threads import SWITCH_INTERVAL_S
 from aserve.messages.executor import EngineSpec
 from aserve.messages.output import Refused, Retired, StepOutput
 from aserve.messages.requests import AdmitRequest, Cancel, EngineEvent, LoadLora, OpenText
@@ -37,7 +31,7 @@ from aserve.observability.reports import (
     StartupStage,
     TickReport,
 )
-from aserve.processes.child import Restarts, describe, exit_code, spawn
+from aserve.processes.engine_process import EngineProcess
 from aserve.processes.journal import Journal
 from aserve.processes.link import (
     Died,
@@ -50,10 +44,7 @@ from aserve.processes.link import (
     ToFrontend,
 )
 
-ENGINE = (sys.executable, "-m", "aserve.processes.engine")
 FLUSH_S = 1.0  # for the last messages to an engine that is to end
-END_S = 5.0  # for its step, its memory and its exit; afterwards it is killed
-DEATH_S = 1.0  # from a socket's end to the exit code; afterwards the process is killed
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +60,7 @@ class RemoteEngineCore:
     inbox: Sink[EngineEvent]
     actors: tuple[Supervised, ...]
 
-    def __init__(self, ports: EngineCorePorts, *, max_restarts: int = 0) -> None:
+    def __init__(self, ports: EngineCorePorts, process: EngineProcess) -> None:
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._ports = ports
         self._link = Link[ToFrontend, ToEngine](
@@ -82,11 +73,7 @@ class RemoteEngineCore:
         self.inbox = self
         self.actors = (self._link,)
         self._journal = Journal()
-        self._restarts = Restarts(max_restarts)
-        self._num_starts = 0
-        self._command: Sequence[str] = ()
-        self._start: Start | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process = process
         self._last_words: Died | None = None
         self._on_death: DeathReport | None = None
         self._loras: dict[int, LoadLora] = {}  # by slot: what the engine has loaded
@@ -94,12 +81,16 @@ class RemoteEngineCore:
         self._loads: dict[int, tuple[LoadLora, asyncio.Future[ErrorInfo | None]]] = {}  # by lora_id
         self._is_up = False  # an engine is ready, and gets messages
         self._is_closing = False
+        self._is_buried = asyncio.Event()  # the last engine's process has ended
         self._heard_at_s = time.monotonic()
 
-    async def open(self, command: Sequence[str], start: Start) -> None:
+    async def open(self) -> None:
+        """Starts an engine. `ready` completes once it has loaded."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)  # as in the engine: long texts have threads
-        self._command, self._start = command, start
-        await self._start_process()
+        self._is_buried.clear()
+        sock, start = self._process.spawn()
+        await self._link.open(sock)
+        self._link.write(start)
 
     async def start(self, on_death: DeathReport) -> None:
         """Call it after `ready`."""
@@ -112,6 +103,8 @@ class RemoteEngineCore:
         match message:
             case AdmitRequest():
                 self._journal.admit(message, is_sent=self._is_up)
+                if not self._is_up:
+                    self._set_deadline(message)
             case Cancel():
                 for retired in self._journal.cancel(message):
                     self._ports.text.send(retired)
@@ -126,16 +119,13 @@ class RemoteEngineCore:
         return await self._load(load)
 
     async def close(self) -> None:
-        """Ends a loaded engine in order, within END_S; kills one that has not loaded yet."""
-        process = self._process
-        if process is None or self._is_closing:
+        """Ends a loaded engine in order, and kills one that has not loaded yet."""
+        if self._is_closing:
             return
         self._is_closing, was_up = True, self._is_up
         await self._link.stop()
         await self._link.close(timeout_s=FLUSH_S)
-        if not was_up:
-            process.kill()
-        await _ended(process, timeout_s=END_S)
+        await self._process.close(was_up=was_up)
 
     def age_s(self) -> float:
         """An engine that is being restarted sends nothing, and is not stuck."""
@@ -144,15 +134,6 @@ class RemoteEngineCore:
     @property
     def _is_restarting(self) -> bool:
         return self._on_death is not None and not self._is_up
-
-    async def _start_process(self) -> None:
-        assert self._start is not None
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = spawn(self._command, theirs)
-        await self._link.open(ours)
-        self._link.write(_numbered(self._start, self._num_starts))
-        self._num_starts += 1
 
     def _on_message(self, message: ToFrontend) -> None:
         match message:
@@ -229,9 +210,7 @@ class RemoteEngineCore:
         """Waits for the end of the process, and answers all who wait for it. It restarts an engine
         that was up; one that was starting has somebody who waits for `ready`.
         """
-        assert self._process is not None
-        code = await _ended(self._process, timeout_s=DEATH_S)
-        how = "closed its socket" if code is None else describe(code)
+        how = await self._process.bury()
         because = f" ({error})" if error and not isinstance(error, OSError) else ""
         died = Died("engine", f"the engine's process {how}{because}; its log says why")
         died, self._last_words = self._last_words or died, None
@@ -239,16 +218,19 @@ class RemoteEngineCore:
         self._settle(dead)
         for lora_id in list(self._loads):
             self._answer_load(lora_id, dead.info())
+        self._is_buried.set()
         if was_up and self._on_death is not None:
             await self._restart(died)
 
     async def _restart(self, died: Died) -> None:
         """Starts engines until one is up, or too many have died."""
         since_s = time.monotonic()
-        while (delay_s := self._restarts.delay_s(time.monotonic())) is not None:
+        while (delay_s := self._process.restart_delay_s()) is not None:
             self._ports.report(EngineDown(died.reason))
             for ended in self._journal.lose():
                 self._ports.text.send(ended)
+            for request in self._journal.requests():
+                self._set_deadline(request)
             logger.error(
                 "engine died, restarting cause=%r open_requests=%s delay_s=%s",
                 *(died.reason, len(self._journal), delay_s),
@@ -258,25 +240,24 @@ class RemoteEngineCore:
                 await self._start_again()
             except AserveError as error:
                 died = Died("engine", error.message)
+                await self._is_buried.wait()
                 continue
             took_s = time.monotonic() - since_s
             logger.info("engine restarted requests=%s took_s=%.3f", len(self._journal), took_s)
             return
         assert self._on_death is not None
-        most = self._restarts.most
-        often = f" (it died more than {most} times within a minute)" if most else ""
-        self._on_death(died.name, EngineDead(died.reason + often))
+        self._on_death(died.name, EngineDead(died.reason + self._process.limit))
 
     async def _start_again(self) -> None:
         """Starts a process, which loads the adapters of the former one, and sends it the open
         requests. Raises AserveError if it dies before that.
         """
         self.ready = asyncio.get_running_loop().create_future()
-        await self._start_process()
+        await self.open()
         await self.ready
         for load in list(self._loras.values()):
-            error = await self._load(load)
-            if error is not None:
+            error = await self._load(load) if self._link.is_open else None
+            if error is not None and self._link.is_open:
                 logger.error("adapter lost path=%s cause=%r", load.path, error.message)
                 del self._loras[load.slot]
                 self._lost_slots[load.slot] = error
@@ -285,6 +266,17 @@ class RemoteEngineCore:
         self._ports.report(EngineUp())
         self._is_up = True
         self._send_again(self._journal.resume())
+
+    def _set_deadline(self, request: AdmitRequest) -> None:
+        """Ends the request at the end of its timeout if no engine, which would, has it then."""
+        if request.deadline_s is not None:
+            left_s = request.deadline_s - time.monotonic()
+            loop = asyncio.get_running_loop()
+            loop.call_later(max(left_s, 0), self._expire, request.request_id)
+
+    def _expire(self, request_id: str) -> None:
+        if self._journal.is_waiting(request_id):
+            self.send(Cancel(request_id, None, 0, "deadline"))
 
     def _send_again(self, messages: list[EngineEvent]) -> None:
         while messages:
@@ -317,21 +309,3 @@ class RemoteEngineCore:
 
 def _has_adapter(message: EngineEvent) -> TypeGuard[AdmitRequest]:
     return isinstance(message, AdmitRequest) and message.lora_slot > 0
-
-
-async def _ended(process: subprocess.Popen[bytes], *, timeout_s: float) -> int | None:
-    """Waits for the end of a process, and kills it after `timeout_s`; then it returns None."""
-    code = await exit_code(process, timeout_s=timeout_s)
-    if code is None:
-        process.kill()
-        await in_thread(process.wait, name="wait")
-    return code
-
-
-def _numbered(start: Start, num_starts: int) -> Start:
-    """Returns the Start of an engine. What --record has written of a dead one is kept."""
-    debug = start.resolved.debug
-    if not num_starts or debug.record is None:
-        return start
-    debug = dataclasses.replace(debug, record=f"{debug.record}.{num_starts}")
-    return msgspec.structs.replace(start, resolved=dataclasses.replace(start.resolved, debug=debug))

@@ -52,9 +52,14 @@ def is_there(path: str) -> bool:
 
 
 class Filed(FakeExecutor):
-    """Loads each adapter whose path exists, and dies of a row whose adapter it has not loaded."""
+    """Loads each adapter whose path exists, and dies of a row whose adapter it has not loaded, and
+    once of an adapter beside which a file PATH.fatal is.
+    """
 
     async def load_lora(self, load: LoadLora) -> ErrorInfo | None:
+        if is_there(load.path + ".fatal"):
+            os.unlink(load.path + ".fatal")
+            os._exit(9)
         self.loras.append(load)
         return None if is_there(load.path) else InvalidRequest("no such adapter").info()
 
@@ -68,6 +73,7 @@ KINDS: dict[str, Callable[[], LocalExecutor]] = {
     "good": FakeExecutor,
     "steady": Steady,
     "relapsing": Steady,
+    "refusing": Steady,
     "filed": Filed,
     "mortal": Mortal,
     "stillborn": Stillborn,
@@ -78,9 +84,9 @@ KINDS: dict[str, Callable[[], LocalExecutor]] = {
 def load(start: Start, on_stage: OnStage) -> LocalExecutor:
     on_stage("weights", 3, 4)
     kind = sys.argv[1]
-    if kind == "wrong":
-        raise ConfigError(f"{start.model_dir} is no model")
     is_second = (start.resolved.debug.record or "").endswith(".1")
+    if kind == "wrong" or (kind == "refusing" and is_second):
+        raise ConfigError(f"{start.model_dir} is no model")
     if kind == "crash" or (kind == "relapsing" and is_second):
         os._exit(7)
     return KINDS[kind]()

@@ -10,8 +10,9 @@ import pytest
 from aserve.config import Facts, Raw, resolve
 from aserve.frontend import Frontend
 from aserve.messages.requests import GenerateRequest, SamplingParams, TextPrompt
+from aserve.processes.engine_process import ENGINE, EngineProcess
 from aserve.processes.link import Start
-from aserve.processes.remote import ENGINE, RemoteEngineCore
+from aserve.processes.remote import RemoteEngineCore
 from aserve.text.load import load_text
 from aserve.tiny import MODEL_DIR
 
@@ -27,7 +28,8 @@ async def test_the_engine_of_a_device_answers_over_its_socket(device: str) -> No
     given = {"device": device, "debug_checks": True}
     resolved = resolve(Raw(command_line=given), Facts(default_model=str(MODEL_DIR)))
     app = Frontend(resolved, on_death=lambda: None)
-    core = RemoteEngineCore(app.ports)
+    process = EngineProcess(ENGINE, Start(resolved, str(MODEL_DIR), os.getcwd()))
+    core = RemoteEngineCore(app.ports, process)
 
     async def tokens_of(name: str) -> bytes:
         request = GenerateRequest(name, TextPrompt("Once upon a time"), PLAIN)
@@ -35,7 +37,7 @@ async def test_the_engine_of_a_device_answers_over_its_socket(device: str) -> No
 
     async with asyncio.timeout(START_S):
         try:
-            await core.open(ENGINE, Start(resolved, str(MODEL_DIR), os.getcwd()))
+            await core.open()
             ready = await core.ready
             assert device in ready.about
             await app.join(core, load_text(MODEL_DIR, resolved.model))
@@ -46,5 +48,5 @@ async def test_the_engine_of_a_device_answers_over_its_socket(device: str) -> No
     assert len(answers[0]) == 4 * NUM_TOKENS
     assert answers == [answers[0]] * 3
     assert app.state.phase != "dead"
-    assert core._process is not None
-    assert core._process.returncode == 0
+    assert process.process is not None
+    assert process.process.returncode == 0

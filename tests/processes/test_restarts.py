@@ -14,7 +14,7 @@ from aserve.http.probes import health_of, liveness_of
 from aserve.messages.base import array_i32, pack_i32
 from aserve.messages.output import OutputChunk
 from aserve.messages.requests import AdmitRequest, LoadLora, SamplingParams
-from aserve.processes.child import FIRST_DELAY_S, LONGEST_DELAY_S, WINDOW_S, Restarts
+from aserve.processes.engine_process import FIRST_DELAY_S, LONGEST_DELAY_S, WINDOW_S, Restarts
 from tests.fakes.executor import SPEC
 from tests.fakes.toy_device import expected_outputs
 from tests.processes.test_two_processes import Rig, running
@@ -98,6 +98,10 @@ async def test_while_the_engine_is_away_the_server_lives_and_requests_wait_or_le
         leaving = asyncio.ensure_future(rig.ask("leaving"))
         while len(rig.core._journal) < 3:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
+        *_, late = await rig.ask("late", timeout_s=0.001)
+        assert late.error is not None
+        assert late.error.code == "deadline_exceeded"
+        assert health_of(state, 300).status == "restarting", "no engine was needed for that"
         rig.frontend.gateway.abort("leaving", error)
         assert (await leaving)[-1].error == error
         assert tokens_of(await first) == expected(seed=1)
@@ -133,12 +137,14 @@ async def test_an_engine_that_dies_too_often_ends_the_server_and_says_why() -> N
 async def test_adapters_are_loaded_again_and_a_lost_one_ends_only_its_own_requests(
     tmp_path: Path,
 ) -> None:
+    """The first engine that tries it dies of it, which says nothing about the adapter."""
     paths = [tmp_path / name for name in ("kept", "lost")]
-    async with running("filed", max_restarts=1) as rig:
+    async with running("filed", max_restarts=2) as rig:
         for slot, path in enumerate(paths, start=1):
             path.touch()
             assert await rig.core.load_lora(LoadLora(slot, slot, str(path))) is None
         paths[1].unlink()
+        (tmp_path / "kept.fatal").touch()
         rig.process.kill()
         await rig.has_restarted.wait()
         (*_, kept), (*_, lost) = await asyncio.gather(
@@ -147,15 +153,17 @@ async def test_adapters_are_loaded_again_and_a_lost_one_ends_only_its_own_reques
         assert kept.finish_reason == "length"
         assert lost.error is not None
         assert lost.error.message == "no such adapter"
+        assert rig.metric("aserve_engine_restarts_total") == 2
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["relapsing", "refusing"])
 async def test_an_engine_that_dies_while_it_starts_again_is_started_once_more(
-    tmp_path: Path,
+    kind: str, tmp_path: Path
 ) -> None:
     """And each writes a recording of its own."""
     recording = tmp_path / "recording"
-    async with running("relapsing", max_restarts=2, record=str(recording)) as rig:
+    async with running(kind, max_restarts=2, record=str(recording)) as rig:
         asked = asyncio.ensure_future(rig.ask("a"))
         await until_tokens(rig, 3)
         rig.process.kill()

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ from aserve.http.probes import liveness_of
 from aserve.messages.output import OutputChunk
 from aserve.messages.requests import GenerateRequest, LoadLora, SamplingParams, TokenPrompt
 from aserve.observability.reports import Beat, EngineReport, EngineUp, StartupStage
+from aserve.processes.engine_process import EngineProcess
 from aserve.processes.link import Start
 from aserve.processes.remote import RemoteEngineCore
 from aserve.server import Server
@@ -47,26 +48,30 @@ def command(kind: str) -> tuple[str, ...]:
 class Rig:
     """A frontend whose engine is a fake one in another process."""
 
-    def __init__(self, *, max_restarts: int = 0, **given: object) -> None:
+    def __init__(self, kind: str = "good", *, max_restarts: int = 0, **given: object) -> None:
         self.died = asyncio.Event()
         self._resolved = options(**given)
         self.frontend = Frontend(self._resolved, on_death=self.died.set)
         self.has_beaten = asyncio.Event()
         self.has_restarted = asyncio.Event()
         ports = dataclasses.replace(self.frontend.ports, report=self._report)
-        self.core = RemoteEngineCore(ports, max_restarts=max_restarts)
+        self.engine = EngineProcess(
+            command(kind), Start(self._resolved, "nowhere", "/"), max_restarts=max_restarts
+        )
+        self.core = RemoteEngineCore(ports, self.engine)
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
-        assert self.core._process is not None
-        return self.core._process
+        assert self.engine.process is not None
+        return self.engine.process
 
-    async def open(self, kind: str) -> None:
-        await self.core.open(command(kind), Start(self._resolved, "nowhere", "/"))
-
-    async def ask(self, name: str, *, lora_slot: int = 0, **fields: Any) -> list[OutputChunk]:
+    async def ask(
+        self, name: str, *, lora_slot: int = 0, timeout_s: float | None = None, **fields: Any
+    ) -> list[OutputChunk]:
         sampling = SamplingParams(**{"seed": 1, "max_tokens": 40, "ignore_eos": True} | fields)
-        request = GenerateRequest(name, TokenPrompt((1, 2)), sampling, lora_slot=lora_slot)
+        request = GenerateRequest(
+            name, TokenPrompt((1, 2)), sampling, lora_slot=lora_slot, timeout_s=timeout_s
+        )
         return [chunk async for chunk in self.frontend.gateway.open(request)]
 
     def _report(self, report: EngineReport) -> None:
@@ -85,10 +90,10 @@ class Rig:
 
 @asynccontextmanager
 async def running(kind: str = "good", *, max_s: float = 30, **given: Any) -> AsyncIterator[Rig]:
-    rig = Rig(**given)
+    rig = Rig(kind, **given)
     async with asyncio.timeout(max_s):
         try:
-            await rig.open(kind)
+            await rig.core.open()
             await rig.core.ready
             await rig.frontend.join(rig.core, TEXT)
             yield rig
@@ -177,9 +182,9 @@ async def test_an_engine_whose_device_dies_says_of_what() -> None:
 async def test_an_engine_that_does_not_come_up_says_why(
     kind: str, error: type[Exception], message: str
 ) -> None:
-    rig = Rig()
+    rig = Rig(kind)
     async with asyncio.timeout(30):
-        await rig.open(kind)
+        await rig.core.open()
         with pytest.raises(error, match=message):
             await rig.core.ready
         await rig.core.close()
@@ -187,8 +192,8 @@ async def test_an_engine_that_does_not_come_up_says_why(
 
 
 async def test_an_engine_that_still_loads_is_killed_at_once() -> None:
-    rig = Rig()
-    await rig.open("sleeper")
+    rig = Rig("sleeper")
+    await rig.core.open()
     async with asyncio.timeout(30):
         await rig.core.close()
     assert rig.process.returncode == -signal.SIGKILL
@@ -197,15 +202,15 @@ async def test_an_engine_that_still_loads_is_killed_at_once() -> None:
 async def test_a_signal_while_the_engine_loads_ends_the_server_with_0(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Seen(RemoteEngineCore):
-        async def open(self, command: Sequence[str], start: Start) -> None:
-            await super().open(command, start)
-            cores.append(self)
+    class Seen(EngineProcess):
+        def spawn(self) -> tuple[socket.socket, Start]:
+            started.append(self)
             is_open.set()
+            return super().spawn()
 
-    cores: list[RemoteEngineCore] = []
+    started: list[EngineProcess] = []
     is_open = asyncio.Event()
-    monkeypatch.setattr(startup, "RemoteEngineCore", Seen)
+    monkeypatch.setattr(startup, "EngineProcess", Seen)
     resolved = resolve(Raw(command_line={"port": 0}), Facts(default_model=str(MODEL_DIR)))
     serving = Server(resolved, InItsOwnProcess(command("sleeper")))
     exit_code = asyncio.ensure_future(serving.run())
@@ -213,9 +218,9 @@ async def test_a_signal_while_the_engine_loads_ends_the_server_with_0(
         await is_open.wait()
         os.kill(os.getpid(), signal.SIGTERM)
         assert await exit_code == 0
-    (core,) = cores
-    assert core._process is not None
-    assert core._process.returncode == -signal.SIGKILL
+    (engine,) = started
+    assert engine.process is not None
+    assert engine.process.returncode == -signal.SIGKILL
 
 
 async def test_signals_to_both_processes_are_the_frontends_to_answer() -> None:
