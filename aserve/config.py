@@ -331,6 +331,12 @@ class ServerOptions:
     access_log: bool = option(
         False, "log a line for each request: id, route, status, client and times; no content"
     )
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "send a span of each request to this OpenTelemetry collector, for example "
+        "http://localhost:4318/v1/traces; needs `aserve[otel]`; spans have no prompts or answers",
+        Limits(metavar="URL", is_secret=True),
+    )
     metrics_compat: str | None = option(
         None,
         "/metrics also has the names that dashboards for vLLM or SGLang read",

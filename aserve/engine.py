@@ -58,7 +58,9 @@ PromptLike: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 LONG_LIST = 32  # prompts: more get a progress bar on a terminal
 # Fields of the HTTP body that are not for sampling.
-NOT_SAMPLING = frozenset({"model", "stream", "stream_options", "return_token_ids"})
+NOT_SAMPLING = frozenset(
+    {"model", "stream", "stream_options", "return_token_ids", "include_timings"}
+)
 
 
 class SamplingFields(GenerationBody, kw_only=True):

@@ -16,6 +16,7 @@ from typing import Protocol
 from aserve.actors.base import DeathReport
 from aserve.actors.grammars import GrammarActor, GrammarPorts
 from aserve.actors.masks import MaskActor
+from aserve.actors.request_states import RequestStates
 from aserve.actors.scheduler import Pump, SchedulerActor, SchedulerPorts, SchedulerWatch
 from aserve.actors.supervisor import Supervised
 from aserve.channel import Channel, Codec, Sink
@@ -104,9 +105,11 @@ class LocalEngineCore:
         events: Channel[SchedulerEvent] = Channel(codec=Codec(SchedulerEvent) if codec else None)
         pump = Pump(results=events)
         masks = MaskActor(scheduler=events, budget=_mask_budget(resolved))
-        observers = (TickReporter(ports.report), StepLog())
+        machine = Scheduler(self.spec, debug_checks=debug.debug_checks)
+        states = RequestStates(machine.state, ports.report)
+        observers = (states, TickReporter(ports.report), StepLog())
         scheduler = SchedulerActor(
-            Scheduler(self.spec, debug_checks=debug.debug_checks),
+            machine,
             SchedulerPorts(executor, pump.inbox, ports.text, masks.inbox),
             watch=SchedulerWatch(ports.trace, observers, self._recorder),
             inbox=events,

@@ -13,6 +13,8 @@ An error can travel in a message as a value, `ErrorInfo`.
     │   └── Cancelled             499  the client went away
     ├── CapacityError      429/503  would be fine later; carries Retry-After
     │   ├── QueueFull             429
+    │   ├── QueueTimeout          429  the request's `max_queue_ms` ran out, or will
+    │   ├── DeadlineUnreachable   429  the request's `deadline_ms` will run out
     │   └── ShuttingDown          503
     ├── EngineError        5xx  the engine failed while it worked on the request
     │   ├── StepError             500
@@ -28,8 +30,19 @@ from typing import ClassVar
 import msgspec
 
 
+class ExpectedWait(msgspec.Struct, frozen=True, gc=False):
+    """The place of a request in the queue, from 1 on, and the wait that is expected there. The wait
+    is None as long as too little was measured.
+    """
+
+    queue_position: int
+    expected_wait_ms: int | None
+
+
 class ErrorInfo(msgspec.Struct, frozen=True, gc=False):
-    """An error as a value, in the fields that OpenAI's error body has."""
+    """An error as a value, in the fields that OpenAI's error body has, and with the wait that made
+    the server refuse a request.
+    """
 
     message: str
     type: str
@@ -37,6 +50,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, gc=False):
     status: int
     param: str | None = None
     retry_after_s: float | None = None
+    wait: ExpectedWait | None = None
 
 
 class AserveError(Exception):
@@ -53,12 +67,14 @@ class AserveError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: float | None = None,
+        wait: ExpectedWait | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
         self.error_code = code or self.code
         self.retry_after_s = retry_after_s
+        self.wait = wait
 
     def info(self) -> ErrorInfo:
         """NOTE: a message may quote a client, and a lone surrogate could not be sent to it."""
@@ -69,6 +85,7 @@ class AserveError(Exception):
             status=self.status,
             param=self.param,
             retry_after_s=self.retry_after_s,
+            wait=self.wait,
         )
 
 
@@ -122,6 +139,18 @@ class QueueFull(CapacityError):
     status = 429
     type = "rate_limit_error"
     code = "queue_full"
+
+
+class QueueTimeout(CapacityError):
+    status = 429
+    type = "rate_limit_error"
+    code = "queue_timeout"
+
+
+class DeadlineUnreachable(CapacityError):
+    status = 429
+    type = "rate_limit_error"
+    code = "deadline_unreachable"
 
 
 class ShuttingDown(CapacityError):

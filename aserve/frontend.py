@@ -26,7 +26,7 @@ from aserve.messages.requests import Cancel, GenerateRequest, TokenizerEvent
 from aserve.observability.metrics import Metrics
 from aserve.observability.reports import EngineReport
 from aserve.observability.trace import Trace
-from aserve.request_stream import Capacity, Gateway
+from aserve.request_stream import Gateway
 from aserve.text.load import TextSide
 from aserve.text.prompt import PromptEncoder, PromptLimits
 
@@ -89,9 +89,8 @@ class Frontend:
         await core.start(supervisor.report_death)
         supervisor.start()
         self._heap.start()
-        self.state.spec = core.spec
+        self.state.settings.open(core.spec, core.inbox.send, self.gateway)
         self.state.max_model_len = core.spec.max_model_len
-        self.gateway.capacity = Capacity(core.spec.max_rows, core.spec.max_waiting)
         asked = self.resolved.server.max_sequences_per_request
         self.state.max_sequences = asked or core.spec.max_rows
         self.state.engine_age_s = core.age_s
@@ -135,7 +134,7 @@ class Frontend:
             self._running.inbox.send(cancel)
 
     def _deliver(self, chunk: OutputChunk) -> None:
-        self.metrics.delivered(chunk)
+        chunk = self.metrics.delivered(chunk)
         self._trace.delivered(chunk)
         self.gateway.deliver(chunk)
 

@@ -13,12 +13,13 @@ from aserve.config import Resolved, shown_settings
 from aserve.errors import ShuttingDown
 from aserve.frontend import Frontend
 from aserve.host.environment import set_up_collector
-from aserve.host.threads import new_event_loop
+from aserve.host.threads import in_thread, new_event_loop
 from aserve.http.openai.call import seed_source
 from aserve.http.server import HttpServer
 from aserve.http.state import HttpContext
 from aserve.load import find_model
 from aserve.observability.compat_metrics import with_compat
+from aserve.observability.tracing import Tracing, open_tracing
 from aserve.receipts.facts import FactFinder
 from aserve.startup import Launched, Launcher, Stopped, Waits, launcher_of
 
@@ -51,6 +52,7 @@ class Server:
         self._ending = asyncio.Event()  # set by a signal, or by the death of an actor
         self._waits = Waits()
         self._frontend = Frontend(resolved, on_death=self._ending.set)
+        self._tracing = connect_tracing(self._frontend)
         self._http = connect_http(self._frontend)
 
     async def run(self) -> int:
@@ -63,6 +65,8 @@ class Server:
         finally:
             await self._http.stop()
             await self._frontend.close()
+            if self._tracing is not None:
+                await in_thread(self._tracing.flush, name="flush")
         return 1 if self._frontend.failure else 0
 
     async def _serve(self) -> None:
@@ -102,6 +106,7 @@ def connect_http(frontend: Frontend) -> HttpServer:
             created=int(time.time()),
             registry=registry,
             recent=frontend.metrics.recent,
+            latency=frontend.metrics.latency,
             tokenize_service=frontend.tokenize_service,
             loras=frontend.loras,
             settings=shown_settings(resolved),
@@ -109,6 +114,16 @@ def connect_http(frontend: Frontend) -> HttpServer:
             draw_seed=seed_source(resolved.debug.seed),
         )
     )
+
+
+def connect_tracing(frontend: Frontend) -> Tracing | None:
+    """Lets a span be made of each request, if the option asks for it."""
+    endpoint = frontend.resolved.server.otlp_traces_endpoint
+    if endpoint is None:
+        return None
+    tracing = open_tracing(endpoint, model_name=frontend.resolved.model_name)
+    frontend.metrics.latency.on_end = tracing.record
+    return tracing
 
 
 def announce(resolved: Resolved, launched: Launched, address: str) -> None:

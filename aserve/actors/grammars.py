@@ -6,19 +6,19 @@ It alone writes which requests wait.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeAlias, assert_never
 
 from aserve.actors.base import Actor
+from aserve.actors.deadlines import deadlines_of
 from aserve.actors.masks import MaskEvent
 from aserve.channel import Channel, Codec, Sink
-from aserve.errors import Cancelled, DeadlineExceeded, ErrorInfo
+from aserve.errors import Cancelled, ErrorInfo
 from aserve.grammar.matching import Constraint
 from aserve.messages.executor import SchedulerEvent
 from aserve.messages.output import DetokenizerEvent, Refused
-from aserve.messages.requests import AdmitRequest, Cancel, EngineEvent
+from aserve.messages.requests import AdmitRequest, Cancel, ChangeSettings, EngineEvent
 
 # Waits for the grammar of a request. Raises the AserveError of an invalid one.
 Constrain: TypeAlias = Callable[[AdmitRequest], Awaitable[Constraint]]
@@ -56,7 +56,7 @@ class GrammarActor(Actor[EngineEvent]):
                     self.spawn_for(event.request_id, self._wait(event, waiting))
                 case Cancel() if event.request_id in self._waiting:
                     self._waiting[event.request_id].cancel()
-                case AdmitRequest() | Cancel():
+                case AdmitRequest() | Cancel() | ChangeSettings():
                     self._ports.scheduler.send(event)
                 case _:
                     assert_never(event)
@@ -70,16 +70,15 @@ class GrammarActor(Actor[EngineEvent]):
         """Waits for the grammar and passes the request on. An exception ends the request. A cancel
         raises Cancelled, and removes the grammar from the queue at once.
         """
-        left_s = None if request.deadline_s is None else request.deadline_s - time.monotonic()
+        deadlines = deadlines_of(request)
         try:
-            async with asyncio.timeout(left_s) as waiting.timeout:
+            async with asyncio.timeout(deadlines.left_s()) as waiting.timeout:
                 if waiting.is_cancelled:  # before this task began
                     waiting.cancel()
                 constraint = await self._constrain(request)
         except TimeoutError:
             if not waiting.is_cancelled:
-                late = "the request's timeout ran out before its first step"
-                raise DeadlineExceeded(late) from None
+                raise deadlines.error("its first step") from None
         if waiting.is_cancelled:
             raise Cancelled("the client went away before its grammar was compiled")
         del self._waiting[request.request_id]

@@ -1,7 +1,7 @@
 """The scheduler actor: it passes events to the scheduler and performs the effects in order.
 
-All decisions are in aserve.scheduling. This actor alone owns the deadline timers of requests. It
-tells the observers about each tick after all its effects were performed.
+All decisions are in aserve.scheduling. This actor tells the observers about each tick after all
+its effects were performed.
 
 A request is checked, and considered by the scheduler, before anything changes: what that raises
 ends this request alone. An exception in any other decision leaves the state half changed, so it
@@ -10,13 +10,12 @@ ends the engine.
 
 from __future__ import annotations
 
-import asyncio
-import time
 from dataclasses import dataclass
 from typing import TypeAlias, assert_never
 
 from aserve.actors.admission import check_request
 from aserve.actors.base import Actor
+from aserve.actors.deadlines import RequestTimers
 from aserve.actors.masks import MaskEvent
 from aserve.channel import Channel, Sink
 from aserve.errors import BugError, ErrorInfo
@@ -73,7 +72,9 @@ class SchedulerActor(Actor[SchedulerEvent]):
         self._goes_on = False  # a task will run the next tick, for work that this one left over
         self._ports = ports
         self._watch = watch
-        self._deadlines: dict[str, asyncio.TimerHandle] = {}  # of requests that have not ended
+        self._timers = RequestTimers(scheduler.state, inbox.send)
+        ours: tuple[SchedulerObserver, ...] = (self._timers, watch.trace)
+        self._observers = (*ours, *watch.observers)
 
     def backlog(self) -> int:
         return super().backlog() + len(self._arrivals)
@@ -90,8 +91,7 @@ class SchedulerActor(Actor[SchedulerEvent]):
             for effect in effects:
                 self._perform(effect)
             tick = self._tick(events, effects)
-            self._watch.trace.on_tick(tick)
-            for observer in self._watch.observers:
+            for observer in self._observers:
                 observer.on_tick(tick)
         if (self._arrivals or self._scheduler.has_more) and not self._goes_on:
             self._goes_on = True
@@ -99,16 +99,14 @@ class SchedulerActor(Actor[SchedulerEvent]):
 
     def end_request(self, request_id: str, error: ErrorInfo) -> None:
         """Refuses a request that the scheduler has not received."""
-        self._clear_deadline(request_id)
+        self._timers.clear(request_id)
         refused = Refused(request_id, error)
         self._ports.text.send(refused)
         if self._ports.masks is not None:
             self._ports.masks.send(refused)
 
     async def stop(self) -> None:
-        for timer in self._deadlines.values():
-            timer.cancel()
-        self._deadlines.clear()
+        self._timers.close()
         await super().stop()
 
     async def _go_on(self) -> None:
@@ -119,22 +117,23 @@ class SchedulerActor(Actor[SchedulerEvent]):
 
     def _checked(self, events: list[SchedulerEvent]) -> list[SchedulerEvent]:
         """Removes the requests that fail their check, and sends their final messages."""
-        return [
-            event
-            for event in events
-            if not isinstance(event, AdmitRequest)
-            or self.attempt(event.request_id, self._check, event)
-        ]
+        checked: list[SchedulerEvent] = []
+        for event in events:
+            if isinstance(event, AdmitRequest):
+                self.attempt(event.request_id, self._check, event, checked)
+            else:
+                checked.append(event)
+        return checked
 
-    def _check(self, request: AdmitRequest) -> bool:
+    def _check(self, request: AdmitRequest, checked: list[SchedulerEvent]) -> None:
         check_request(
             request,
             self._scheduler.state.spec,
             has_masks=self._ports.masks is not None,
             has_transfers=self._ports.kv is not None,
         )
-        self._set_deadline(request)
-        return True
+        self._timers.start(request, checked)
+        checked.append(request)
 
     def _decide(self, events: list[SchedulerEvent]) -> list[SchedulerEffect]:
         recorder = self._watch.recorder
@@ -173,8 +172,7 @@ class SchedulerActor(Actor[SchedulerEvent]):
             case StepOutput():
                 ports.text.send(effect)
             case Retired() | Refused():
-                ports.text.send(effect)
-                self._clear_deadline(effect.request_id)
+                ports.text.send(self._timers.forecast.explained(effect))
                 if ports.masks is not None:
                     ports.masks.send(effect)
                 if ports.kv is not None:
@@ -189,24 +187,6 @@ class SchedulerActor(Actor[SchedulerEvent]):
                 ports.masks.send(effect)
             case _:
                 assert_never(effect)
-
-    def _set_deadline(self, request: AdmitRequest) -> None:
-        """Starts the timer. The last message of the request stops it."""
-        deadline_s = request.deadline_s
-        if deadline_s is None:
-            return
-        cancel = Cancel(request.request_id, None, 0, "deadline")
-        left_s = max(deadline_s - time.monotonic(), 0)
-        timer = asyncio.get_running_loop().call_later(left_s, self.inbox.send, cancel)
-        self._deadlines[request.request_id] = timer
-
-    def _clear_deadline(self, request_id: str) -> None:
-        """Stops the timer of a request at the last Retired of its children."""
-        if request_id in self._scheduler.state.groups:
-            return
-        timer = self._deadlines.pop(request_id, None)
-        if timer is not None:
-            timer.cancel()
 
     def _tick(self, events: list[SchedulerEvent], effects: list[SchedulerEffect]) -> SchedulerTick:
         state = self._scheduler.state

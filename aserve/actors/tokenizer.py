@@ -6,16 +6,14 @@ It alone writes which requests are being prepared in threads.
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import assert_never
-
-import msgspec
 
 from aserve.actors.admission import TokenizeQueue, prompt_size
 from aserve.actors.base import Actor, Story
+from aserve.actors.deadlines import Deadlines, deadlines_from_now
 from aserve.actors.fair_threads import FairThreads
 from aserve.channel import Channel, Codec, Sink
-from aserve.errors import Cancelled, DeadlineExceeded, ErrorInfo
+from aserve.errors import Cancelled, ErrorInfo
 from aserve.messages.output import DetokenizerEvent, Refused
 from aserve.messages.requests import (
     Cancel,
@@ -64,14 +62,14 @@ class TokenizerActor(Actor[TokenizerEvent]):
         for event in events:
             match event:
                 case GenerateRequest():
-                    deadline_s = _deadline_of(event)
+                    deadlines = deadlines_from_now(event)
                     size = prompt_size(event.prompt) + WORD_SIZE * len(event.sampling.bad_words)
                     if size > room:
                         work = self._prepare_later
-                        self.attempt(event.request_id, work, event, size, deadline_s)
+                        self.attempt(event.request_id, work, event, size, deadlines)
                     else:
                         room -= size
-                        self.attempt(event.request_id, self._prepare_now, event, deadline_s)
+                        self.attempt(event.request_id, self._prepare_now, event, deadlines)
                 case Cancel():
                     self.attempt(event.request_id, self._cancel, event)
                 case _:
@@ -84,16 +82,16 @@ class TokenizerActor(Actor[TokenizerEvent]):
         await super().stop()
         self._threads.close()
 
-    def _prepare_now(self, request: GenerateRequest, deadline_s: float | None) -> None:
-        self._pass_on(self._encoder.prepare(request), deadline_s)
+    def _prepare_now(self, request: GenerateRequest, deadlines: Deadlines) -> None:
+        self._pass_on(self._encoder.prepare(request), deadlines)
 
-    def _prepare_later(self, request: GenerateRequest, size: int, deadline_s: float | None) -> None:
+    def _prepare_later(self, request: GenerateRequest, size: int, deadlines: Deadlines) -> None:
         self._encoder.check_size(request)
         self._queue.check(size, num_waiting=len(self._preparing), num_chars=self._num_chars)
         gone = asyncio.get_running_loop().create_future()
         self._preparing[request.request_id] = gone
         self._num_chars += size
-        work = self._prepare_in_thread(request, size, gone=gone, deadline_s=deadline_s)
+        work = self._prepare_in_thread(request, size, gone=gone, deadlines=deadlines)
         self.spawn_for(request.request_id, work)
 
     async def _prepare_in_thread(
@@ -102,7 +100,7 @@ class TokenizerActor(Actor[TokenizerEvent]):
         size: int,
         *,
         gone: asyncio.Future[None],
-        deadline_s: float | None,
+        deadlines: Deadlines,
     ) -> None:
         """NOTE: on a cancel or timeout, work that waits for a thread is dropped. Work that runs
         continues to its end, and its result is ignored.
@@ -112,7 +110,7 @@ class TokenizerActor(Actor[TokenizerEvent]):
         try:
             work = self._threads.run(request.client, self._encoder.prepare, request)
             await asyncio.wait(
-                (work, gone), timeout=_left_s(deadline_s), return_when=asyncio.FIRST_COMPLETED
+                (work, gone), timeout=deadlines.left_s(), return_when=asyncio.FIRST_COMPLETED
             )
             is_done = work.done()
         finally:
@@ -122,16 +120,12 @@ class TokenizerActor(Actor[TokenizerEvent]):
         if gone.done():
             raise Cancelled("the client went away before its request was prepared")
         if not is_done:
-            raise DeadlineExceeded(
-                f"the request's timeout of {request.timeout_s} s ran out before its prompt was "
-                "tokenized",
-                param="timeout",
-            )
-        self._pass_on(work.result(), deadline_s)
+            raise deadlines.error("its prompt was tokenized")
+        self._pass_on(work.result(), deadlines)
 
-    def _pass_on(self, prepared: Prepared, deadline_s: float | None) -> None:
+    def _pass_on(self, prepared: Prepared, deadlines: Deadlines) -> None:
         self._detokenizer.send(prepared.open)
-        self._engine.send(msgspec.structs.replace(prepared.admit, deadline_s=deadline_s))
+        self._engine.send(deadlines.set_in(prepared.admit))
 
     def _cancel(self, cancel: Cancel) -> None:
         gone = self._preparing.get(cancel.request_id)
@@ -139,11 +133,3 @@ class TokenizerActor(Actor[TokenizerEvent]):
             self._engine.send(cancel)
         elif not gone.done():
             gone.set_result(None)
-
-
-def _deadline_of(request: GenerateRequest) -> float | None:
-    return None if request.timeout_s is None else time.monotonic() + request.timeout_s
-
-
-def _left_s(deadline_s: float | None) -> float | None:
-    return None if deadline_s is None else max(deadline_s - time.monotonic(), 0)

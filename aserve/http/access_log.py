@@ -8,45 +8,72 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from aserve.http.auth import IDENTITY
-from aserve.http.state import REQUEST_ID
+from aserve.http.state import REQUEST_ID, STARTED_AT, HttpContext
 
 QUIET = frozenset({"/health", "/livez", "/readyz", "/startupz", "/ping", "/metrics"})
 CLIENT_GONE = 499
-LINE = "request id=%s method=%s route=%s status=%d client=%s first_byte_ms=%.1f duration_ms=%.1f"
-STARTED_AT = web.RequestKey("started_at", float)
+LINE = (
+    "request id=%s method=%s route=%s status=%d client=%s first_byte_ms=%.1f duration_ms=%.1f "
+    "times=%s"
+)
 FIRST_BYTE_AT = web.RequestKey("first_byte_at", float)
 
 logger = logging.getLogger(__name__)
 
 
-def log_access(app: web.Application) -> None:
-    """Makes an application log its requests. Call it before the middleware that answers errors."""
-    app.middlewares.append(_logged)
+def log_access(app: web.Application, context: HttpContext) -> None:
+    """Makes an application tell the times of its requests, and with the option log the requests.
+    Call it before the middleware that answers errors.
+    """
+    app.on_response_prepare.append(timing_header(context))
+    if not context.options.access_log:
+        return
+
+    @web.middleware
+    async def logged(request: web.Request, handler: Handler) -> web.StreamResponse:
+        status = CLIENT_GONE  # unless there is an answer
+        try:
+            response = await handler(request)
+            status = response.status
+            return response
+        finally:
+            _log(request, status, _times_of(request, context) or "-")
+
+    app.middlewares.append(logged)
     app.on_response_prepare.append(_note_first_byte)
 
 
-@web.middleware
-async def _logged(request: web.Request, handler: Handler) -> web.StreamResponse:
-    request[STARTED_AT] = time.monotonic()
-    status = CLIENT_GONE  # unless there is an answer
-    try:
-        response = await handler(request)
-        status = response.status
-        return response
-    finally:
-        _log(request, status)
+def timing_header(
+    context: HttpContext,
+) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
+    """Returns what adds the Server-Timing header to answers that are not streamed, if they are
+    timed. A stream begins before its times are known.
+    """
+
+    async def add(request: web.Request, response: web.StreamResponse) -> None:
+        times = _times_of(request, context)
+        if times:
+            response.headers["Server-Timing"] = times
+
+    return add
+
+
+def _times_of(request: web.Request, context: HttpContext) -> str | None:
+    """Returns the times of the request's first prompt."""
+    return context.latency.server_timing(f"{request.get(REQUEST_ID)}-0")
 
 
 async def _note_first_byte(request: web.Request, _: web.StreamResponse) -> None:
     request[FIRST_BYTE_AT] = time.monotonic()
 
 
-def _log(request: web.Request, status: int) -> None:
+def _log(request: web.Request, status: int, times: str) -> None:
     resource = request.match_info.route.resource
     route = resource.canonical if resource is not None else "unknown"
     if route in QUIET and status < 500:
@@ -62,4 +89,5 @@ def _log(request: web.Request, status: int) -> None:
         identity.client if identity is not None else "",
         1000 * (request.get(FIRST_BYTE_AT, now) - started_at),
         1000 * (now - started_at),
+        times.replace(" ", ""),
     )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import resource
 import socket
 import ssl
@@ -63,6 +64,16 @@ def address_of(listener: asyncio.Server, options: ServerOptions) -> str:
     host, port = listener.sockets[0].getsockname()[:2]
     scheme = "https" if options.ssl_certfile else "http"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def reason_of(error: OSError) -> str:
+    """Returns the system's message of an error.
+
+    WHY: asyncio wraps the message in its own, but keeps the error number. The number of an unknown
+    host name is negative.
+    """
+    number = error.errno or 0
+    return os.strerror(number).lower() if number > 0 else error.strerror or str(error)
 
 
 def tls_context(options: ServerOptions) -> ssl.SSLContext | None:

@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET, UnsetType
 
 from aserve.errors import AserveError, ErrorInfo
 
@@ -43,6 +44,7 @@ CODES = {
     404: "unknown_url",
     405: "method_not_allowed",
     408: "request_timeout",
+    409: "version_conflict",
     413: "request_too_large",
     415: "unsupported_media_type",
     426: "upgrade_required",
@@ -63,6 +65,8 @@ class ErrorFields(msgspec.Struct):
     type: str
     param: str | None
     code: str
+    queue_position: int | UnsetType = UNSET
+    expected_wait_ms: int | UnsetType | None = UNSET
 
 
 class ErrorBody(msgspec.Struct):
@@ -74,7 +78,11 @@ def error_body(info: ErrorInfo) -> bytes:
 
 
 def error_fields(info: ErrorInfo) -> ErrorFields:
-    return ErrorFields(info.message, info.type, info.param, info.code)
+    fields = ErrorFields(info.message, info.type, info.param, info.code)
+    if info.wait is not None:
+        fields.queue_position = info.wait.queue_position
+        fields.expected_wait_ms = info.wait.expected_wait_ms
+    return fields
 
 
 def error_format_of(request: web.Request) -> ErrorFormat:
@@ -90,6 +98,7 @@ def error_response(info: ErrorInfo, render: ErrorFormat | None = None) -> web.Re
     headers = {}
     if info.retry_after_s is not None:
         headers["Retry-After"] = str(math.ceil(info.retry_after_s))
+        headers["Retry-After-Ms"] = str(math.ceil(1000 * info.retry_after_s))
     if info.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if info.status in NO_RETRY_STATUSES:

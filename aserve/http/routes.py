@@ -7,7 +7,7 @@ from aiohttp import web
 from aserve.http import abort, openapi, page, probes
 from aserve.http.anthropic import messages as anthropic
 from aserve.http.batches import handlers as batches
-from aserve.http.control import admin, info, parsing, render
+from aserve.http.control import admin, info, parsing, render, settings
 from aserve.http.generate import llama_cpp, sglang, tgi
 from aserve.http.lora import handlers as lora
 from aserve.http.ollama import chat as ollama
@@ -60,6 +60,7 @@ ROUTES = (
     get("/health", probes.health, public=True),
     *info.ROUTES,
     *admin.ROUTES,
+    *settings.ROUTES,
     *render.ROUTES,
     *parsing.ROUTES,
     get("/livez", probes.livez, public=True),

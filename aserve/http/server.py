@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 import uuid
 
 from aiohttp import hdrs, web
@@ -21,7 +22,7 @@ from aserve.http.access_log import log_access
 from aserve.http.auth import IDENTITY, Access, has_keys, read_keys
 from aserve.http.batches import handlers as batches
 from aserve.http.body import IGNORED
-from aserve.http.connection import address_of, listen
+from aserve.http.connection import address_of, listen, reason_of
 from aserve.http.control.info import version
 from aserve.http.cors import add_cors_headers, is_preflight, preflight_response
 from aserve.http.decompress import broken_body
@@ -34,16 +35,15 @@ from aserve.http.errors import (
     error_response,
     http_error_info,
     info_of,
-    refused,
 )
 from aserve.http.hosts import HOSTS, AllowedHosts
-from aserve.http.intake import INTAKE, Intake
+from aserve.http.intake import INTAKE, Intake, check_size
 from aserve.http.openapi import DESCRIPTION, ApiDescription
 from aserve.http.responses.live import RESPONSES, Responses
 from aserve.http.responses.websocket import SOCKETS, close_sockets
 from aserve.http.route import Route, access_of
 from aserve.http.routes import ROUTES
-from aserve.http.state import REQUEST_ID, HttpContext
+from aserve.http.state import REQUEST_ID, STARTED_AT, HttpContext
 from aserve.observability.loop_delay import LoopDelay
 
 logger = logging.getLogger(__name__)
@@ -91,22 +91,11 @@ class HttpServer:
         self._app[INTAKE].close()
 
 
-def reason_of(error: OSError) -> str:
-    """Returns the system's message of an error.
-
-    WHY: asyncio wraps the message in its own, but keeps the error number. The number of an unknown
-    host name is negative.
-    """
-    number = error.errno or 0
-    return os.strerror(number).lower() if number > 0 else error.strerror or str(error)
-
-
 def create_app(context: HttpContext) -> web.Application:
     options = context.options
     routes = [route for route in ROUTES if options.admin_api_key or not route.admin]
     app = web.Application(client_max_size=options.max_body_size)
-    if options.access_log:
-        log_access(app)
+    log_access(app, context)
     app.middlewares.append(border(context))
     app[ERROR_FORMATS] = {route.path: route.errors for route in routes}
     app[RESPONSES] = Responses(context)
@@ -140,6 +129,7 @@ def border(context: HttpContext) -> Middleware:
     @web.middleware
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         request[REQUEST_ID] = uuid.uuid4().hex
+        request[STARTED_AT] = time.monotonic()
         try:
             request.app[HOSTS].check_host(request)
             if is_preflight(request):
@@ -167,15 +157,6 @@ def border(context: HttpContext) -> Middleware:
             return await answer_error(request, bug.info())
 
     return answer
-
-
-def check_size(request: web.Request, max_body_size: int) -> None:
-    """Refuses a large body by its Content-Length. Intake counts bytes of a body without one, and
-    the route that takes forms those of a form.
-    """
-    size = request.content_length or 0
-    if size > max_body_size and request.content_type != "multipart/form-data":
-        raise refused(413, f"The request body has {size} bytes, more than {max_body_size}.")
 
 
 async def answer_error(request: web.Request, info: ErrorInfo) -> web.StreamResponse:

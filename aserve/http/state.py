@@ -1,6 +1,6 @@
 """The server's state that handlers share, and the origin of each request: its id and its caller.
 
-Only the border middleware writes the id.
+Only the border middleware writes the id and the time.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from prometheus_client import CollectorRegistry
 from aserve.config import ServerOptions
 from aserve.errors import AserveError, EngineDead, ShuttingDown
 from aserve.http.auth import caller_of
+from aserve.http.live_settings import LiveSettings
 from aserve.http.lora.registry import LoraRegistry
 from aserve.http.openai.answer_size import AnswerLimits
-from aserve.http.openai.call import Origin, random_seed
+from aserve.http.openai.call import Origin, Requests, random_seed
 from aserve.http.openai.limits import MAX_SEQUENCES, Caller
+from aserve.http.time_limits import NO_LIMITS, TimeLimits, limits_in_headers
 from aserve.http.tokenize_service import TokenizeService
 from aserve.messages.base import ServerPhase
 from aserve.messages.executor import EngineSpec
 from aserve.observability.engine_watch import EngineWatch
+from aserve.observability.latency import Latency
 from aserve.observability.recent import Recent
 from aserve.parsers.registry import NO_PARSERS, ParserNames
 from aserve.receipts.facts import FactFinder
@@ -31,10 +34,13 @@ from aserve.text.defaults import NEUTRAL, GenerationDefaults
 
 RETRY_AFTER_S = 5.0
 REQUEST_ID = web.RequestKey("request_id", str)
+STARTED_AT = web.RequestKey("started_at", float)
 
 
 def origin_of(request: web.Request, context: HttpContext) -> Origin:
-    return origin_for(caller_for(request, context), request[REQUEST_ID], context)
+    is_traced = context.latency.on_end is not None
+    limits = limits_in_headers(request.headers, started_s=request[STARTED_AT], is_traced=is_traced)
+    return origin_for(caller_for(request, context), request[REQUEST_ID], context, limits)
 
 
 def caller_for(request: web.Request, context: HttpContext) -> Caller:
@@ -46,7 +52,12 @@ def caller_for(request: web.Request, context: HttpContext) -> Caller:
     )
 
 
-def origin_for(caller: Caller, request_id: str, context: HttpContext) -> Origin:
+def origin_for(
+    caller: Caller, request_id: str, context: HttpContext, limits: TimeLimits = NO_LIMITS
+) -> Origin:
+    def completed(model: str | None, requests: Requests) -> Requests:
+        return tuple(map(limits.apply, context.loras.apply(model, requests)))
+
     return Origin(
         request_id=request_id,
         created=int(time.time()),
@@ -59,7 +70,7 @@ def origin_for(caller: Caller, request_id: str, context: HttpContext) -> Origin:
             context.state.max_model_len,
             context.state.defaults.max_new_tokens,
         ),
-        with_lora=context.loras.apply,
+        completed=completed,
         caller=caller,
     )
 
@@ -71,14 +82,19 @@ class ServerState:
     phase: ServerPhase = "starting"
     reason: str = "loading the model"
     max_model_len: int | None = None
-    spec: EngineSpec | None = None  # once the engine has started
     is_paused: bool = False  # by the administrator
     cache_epoch: str = ""  # changes when the prefix cache is flushed
     max_sequences: int = MAX_SEQUENCES  # of one request: prompts times n
     defaults: GenerationDefaults = NEUTRAL
     parsers: ParserNames = NO_PARSERS
     engine_age_s: Callable[[], float] = lambda: 0.0  # the time since the engine's last message
+    settings: LiveSettings = field(default_factory=LiveSettings)
     watch: EngineWatch = field(default_factory=EngineWatch)
+
+    @property
+    def spec(self) -> EngineSpec | None:
+        """Returns the sizes of the engine, once it has started."""
+        return self.settings.spec
 
     def refusal(self) -> AserveError | None:
         """Returns the error for new requests, or None if the server accepts them."""
@@ -120,6 +136,7 @@ class HttpContext:
     registry: CollectorRegistry
     tokenize_service: TokenizeService
     recent: Recent = field(default_factory=Recent)
+    latency: Latency = field(default_factory=Latency)
     loras: LoraRegistry = field(default_factory=LoraRegistry)
     settings: Mapping[str, object] = field(default_factory=dict)  # the options without secrets
     draw_seed: Callable[[], int] = random_seed

@@ -7,9 +7,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Generator
 from typing import Any, Protocol, TypeAlias
 
+import msgspec
+
 from aserve.messages.base import Record
 from aserve.messages.output import Refused, Retired, StepOutput
-from aserve.messages.requests import AdmitRequest, Cancel, FailRequest
+from aserve.messages.requests import AdmitRequest, Cancel, ChangeSettings, FailRequest
 from aserve.messages.results import (
     BuildMask,
     KvFailed,
@@ -32,6 +34,7 @@ SchedulerEvent: TypeAlias = (
     | KvReady
     | KvFailed
     | FailRequest
+    | ChangeSettings
 )
 
 
@@ -84,6 +87,14 @@ class EngineSpec(Record, frozen=True):
     names_shared_pages: bool = False  # ScheduleBatch.shared_pages is set, because attention uses it
     max_mixed_prefill_tokens: int | None = None  # of a step that also decodes; None: as many as fit
     dtype: str = ""  # of the model's activations
+
+    def changed(self, change: ChangeSettings, *, least_tokens: int = 1) -> EngineSpec:
+        return msgspec.structs.replace(
+            self,
+            max_waiting=change.max_waiting,
+            max_batched_tokens=max(change.max_batched_tokens, least_tokens),
+            max_mixed_prefill_tokens=change.max_mixed_prefill_tokens,
+        )
 
 
 class TokenFuture(Protocol):

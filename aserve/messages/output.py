@@ -124,6 +124,7 @@ class OutputChunk(Message, frozen=True):
     prompt: PromptPart | None = None
     prompt_tail: str = ""  # in the child's first chunk: the end of a chat's prompt
     embedding: bytes = b""  # float32 [hidden], in the last chunk of an embedding request
+    timings: bytes = b""  # JSON, in the last chunk of a request that is timed
 
 
 def failed_chunk(request_id: str, error: ErrorInfo) -> OutputChunk:

@@ -105,9 +105,10 @@ Prompt: TypeAlias = TextPrompt | TokenPrompt | ChatPrompt
 class GenerateRequest(Message, frozen=True):
     """http -> tokenizer. The server makes `request_id`. A request that `embeds` has max_tokens 0
     and returns an embedding of its prompt. `timeout_s` counts from the arrival at the tokenizer to
-    the end. `outputs` has one int32 array per child: the tokens that an earlier engine generated
-    and whose text the client has; the request continues after them. `client` is an opaque id: the
-    scheduler shares the engine fairly between clients.
+    the end, and `max_queue_s` to the launch of its first step. `outputs` has one int32 array per
+    child: the tokens that an earlier engine generated and whose text the client has; the request
+    continues after them. `client` is an opaque id: the scheduler shares the engine fairly between
+    clients.
     """
 
     request_id: str
@@ -116,6 +117,9 @@ class GenerateRequest(Message, frozen=True):
     namespace: str = ""
     priority: int = 0
     timeout_s: float | None = None
+    max_queue_s: float | None = None
+    started_s: float | None = None  # when it began on time.monotonic, if it is to be timed
+    traceparent: str = ""  # W3C Trace Context
     # keeps only that many last tokens of the prompt; -1: as many as leave room for max_tokens
     truncate_prompt_tokens: int | None = None
     embeds: bool = False
@@ -143,9 +147,10 @@ class AdmitRequest(Message, frozen=True):
     """tokenizer -> scheduler. `outputs`, `embeds` and `client` are those of the GenerateRequest.
 
     `deadline_s` is the end of its timeout on the clock of time.monotonic, which all processes of a
-    machine share. `end_ids` are the token ids that end a sequence: eos, unless it is ignored, and
-    stop_token_ids. `bad_word_ids` are the token sequences that must not be sampled.
-    `sampling.max_tokens` is resolved: prompt_len + max_tokens <= max_model_len.
+    machine share, and `queue_deadline_s` is the end of its longest wait. `end_ids` are the token
+    ids that end a sequence: eos, unless it is ignored, and stop_token_ids. `bad_word_ids` are the
+    token sequences that must not be sampled. `sampling.max_tokens` is resolved: prompt_len +
+    max_tokens <= max_model_len.
     """
 
     request_id: str
@@ -156,6 +161,8 @@ class AdmitRequest(Message, frozen=True):
     namespace: str = ""
     priority: int = 0
     deadline_s: float | None = None
+    queue_deadline_s: float | None = None
+    tokenized_s: float | None = None  # on the same clock, if it is timed
     outputs: tuple[bytes, ...] = ()  # int32 [outputs of child i]
     is_resumed: bool = False  # an earlier engine let it in, so it is not refused for a full queue
     embeds: bool = False
@@ -178,6 +185,17 @@ class LoadLora(Message, frozen=True):
     lora_id: int
     slot: int
     path: str
+
+
+class ChangeSettings(Message, frozen=True):
+    """http -> scheduler: these fields of the EngineSpec have new values from the next tick on, and
+    the engine's log has a new level.
+    """
+
+    max_waiting: int
+    max_batched_tokens: int
+    max_mixed_prefill_tokens: int | None
+    log_level: str
 
 
 class Cancel(Message, frozen=True):
@@ -205,4 +223,6 @@ class FailRequest(Message, frozen=True):
 TokenizerEvent: TypeAlias = GenerateRequest | Cancel
 
 
-EngineEvent: TypeAlias = AdmitRequest | Cancel  # messages from the text side to the engine core
+RequestEvent: TypeAlias = AdmitRequest | Cancel
+# messages from the text side to the engine core
+EngineEvent: TypeAlias = RequestEvent | ChangeSettings

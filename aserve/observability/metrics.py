@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from aserve.messages.base import num_values
 from aserve.messages.output import OutputChunk
 from aserve.messages.requests import GenerateRequest
+from aserve.observability.latency import Latency
 from aserve.observability.recent import Recent, RequestRecord, StepRecord
 from aserve.observability.reports import (
     Beat,
@@ -24,6 +25,7 @@ from aserve.observability.reports import (
     GrammarKnown,
     GrammarReport,
     LaunchedSteps,
+    RequestState,
     StartupStage,
     TickReport,
 )
@@ -40,6 +42,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._clock = clock
         self.recent = Recent(clock=clock)
+        self.latency = Latency(clock=clock)
         self._open = self.recent.open
         self._requests = _RequestMetrics(self.registry)
         self._steps = _StepMetrics(self.registry)
@@ -47,10 +50,16 @@ class Metrics:
 
     def received(self, request: GenerateRequest) -> None:
         self.recent.receive(request.request_id, request.sampling.n)
+        self.latency.submitted(request)
         self._requests.received.inc()
         self._requests.in_flight.inc()
 
-    def delivered(self, chunk: OutputChunk) -> None:
+    def delivered(self, chunk: OutputChunk) -> OutputChunk:
+        """Returns the chunk, with its timings if it is the last one of a request that is timed."""
+        self._count(chunk)
+        return self.latency.annotated(chunk)
+
+    def _count(self, chunk: OutputChunk) -> None:
         state = self._open.get(chunk.request_id)
         if state is None:
             return
@@ -65,6 +74,7 @@ class Metrics:
 
     def all_ended(self, reason: str) -> None:
         """Counts all open requests as failed, because the engine has died or shut down."""
+        self.latency.end_all()
         for request_id in list(self._open):
             self._end(request_id, "failed", reason)
 
@@ -81,6 +91,8 @@ class Metrics:
                     self._steps.backlog.labels(actor).set(backlog)
             case EngineDown():
                 self._steps.on_engine_down()
+            case RequestState():
+                self.latency.on_state(report)
             case StartupStage() | EngineUp():
                 pass
             case _:

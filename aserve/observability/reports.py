@@ -65,6 +65,17 @@ class TickReport(Message, frozen=True):
     num_waiting_clients: int = 0
 
 
+class RequestState(Message, frozen=True):
+    """A timed request entered a state (see latency.py), or got `num_chunks` prefill chunks in it.
+    Times are those of time.monotonic.
+    """
+
+    request_id: str
+    state: str
+    at_s: float
+    num_chunks: int = 0
+
+
 class GrammarKnown(Message, frozen=True):
     """The grammar of a request was in the cache, valid or not, or was being compiled."""
 
@@ -104,7 +115,9 @@ class EngineUp(Message, frozen=True):
 
 
 GrammarReport: TypeAlias = GrammarKnown | GrammarCompiled
-EngineReport: TypeAlias = TickReport | GrammarReport | Beat | StartupStage | EngineDown | EngineUp
+EngineReport: TypeAlias = (
+    TickReport | GrammarReport | Beat | StartupStage | EngineDown | EngineUp | RequestState
+)
 
 
 class TickReporter:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from aserve.host.threads import in_thread, new_event_loop
 from aserve.load import load_executor, vocabulary_of
 from aserve.messages.base import ServerPhase
 from aserve.messages.output import Refused, Retired
-from aserve.messages.requests import AdmitRequest, Cancel, LoadLora
+from aserve.messages.requests import AdmitRequest, Cancel, ChangeSettings, LoadLora
 from aserve.observability.engine_watch import StageReporter
 from aserve.observability.reports import Beat
 from aserve.observability.trace import Trace
@@ -148,8 +149,10 @@ class EngineSide:
 
     def _on_message(self, message: ToEngine) -> None:
         match message:
-            case AdmitRequest() | Cancel():
+            case AdmitRequest() | Cancel() | ChangeSettings():
                 assert self._core is not None, "requests come after Ready"
+                if isinstance(message, ChangeSettings):
+                    logging.getLogger().setLevel(message.log_level.upper())
                 self._core.inbox.send(message)
             case LoadLora():
                 self._link.spawn(self._load_lora(message))

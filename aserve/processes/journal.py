@@ -26,7 +26,7 @@ import msgspec
 from aserve.errors import StepError
 from aserve.messages.base import VALUE_BYTES, num_values
 from aserve.messages.output import Refused, Retired, SequenceOutput, StepOutput
-from aserve.messages.requests import AdmitRequest, Cancel, EngineEvent
+from aserve.messages.requests import AdmitRequest, Cancel, RequestEvent
 from aserve.scheduling.prompts import scores_from
 
 MIN_PROGRESS = 8  # tokens
@@ -64,7 +64,7 @@ class _Entry:
         self.is_sent = False
         self.num_new = 0
 
-    def messages(self) -> list[EngineEvent]:
+    def messages(self) -> list[RequestEvent]:
         """Returns the messages that continue the request in the engine of now."""
         self.is_sent = True
         outputs = tuple(bytes(child.outputs) for child in self.children)
@@ -143,11 +143,11 @@ class Journal:
         self._on_trial = ""
         return ended
 
-    def resume(self) -> list[EngineEvent]:
+    def resume(self) -> list[RequestEvent]:
         """Returns the messages that continue the open requests in a new engine, in the order of
         their arrival, except for suspects: only the first one continues.
         """
-        messages: list[EngineEvent] = []
+        messages: list[RequestEvent] = []
         for request_id, entry in self._open.items():
             if entry.num_deaths < SUSPECT_DEATHS:
                 messages += entry.messages()
@@ -155,7 +155,7 @@ class Journal:
                 self._suspects.append(request_id)
         return messages + self.next_trial()
 
-    def next_trial(self) -> list[EngineEvent]:
+    def next_trial(self) -> list[RequestEvent]:
         """Returns the messages that continue the next suspect, if none is on trial."""
         while self._suspects and not self._on_trial:
             entry = self._open.get(self._suspects.popleft())

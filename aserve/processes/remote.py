@@ -21,13 +21,22 @@ from aserve.errors import AserveError, ConfigError, EngineDead, ErrorInfo, Inval
 from aserve.host.threads import SWITCH_INTERVAL_S
 from aserve.messages.executor import EngineSpec
 from aserve.messages.output import Refused, Retired, StepOutput
-from aserve.messages.requests import AdmitRequest, Cancel, EngineEvent, LoadLora, OpenText
+from aserve.messages.requests import (
+    AdmitRequest,
+    Cancel,
+    ChangeSettings,
+    EngineEvent,
+    LoadLora,
+    OpenText,
+    RequestEvent,
+)
 from aserve.observability.reports import (
     Beat,
     EngineDown,
     EngineUp,
     GrammarCompiled,
     GrammarKnown,
+    RequestState,
     StartupStage,
     TickReport,
 )
@@ -77,6 +86,7 @@ class RemoteEngineCore:
         self._last_words: Died | None = None
         self._on_death: DeathReport | None = None
         self._loras: dict[int, LoadLora] = {}  # by slot: what the engine has loaded
+        self._settings: ChangeSettings | None = None  # the last change
         self._lost_slots: dict[int, ErrorInfo] = {}  # whose adapter could not be loaded again
         self._loads: dict[int, tuple[LoadLora, asyncio.Future[ErrorInfo | None]]] = {}  # by lora_id
         self._is_up = False  # an engine is ready, and gets messages
@@ -108,6 +118,8 @@ class RemoteEngineCore:
             case Cancel():
                 for retired in self._journal.cancel(message):
                     self._ports.text.send(retired)
+            case ChangeSettings():
+                self._settings = message
             case _:
                 assert_never(message)
         if self._is_up:
@@ -141,7 +153,9 @@ class RemoteEngineCore:
                 self._pass_on(message)
             case OpenText():
                 self._ports.text.send(message)
-            case TickReport() | GrammarKnown() | GrammarCompiled() | StartupStage():
+            case (
+                TickReport() | GrammarKnown() | GrammarCompiled() | StartupStage() | RequestState()
+            ):
                 self._ports.report(message)
             case EngineDown() | EngineUp():
                 self._ports.report(message)
@@ -179,7 +193,7 @@ class RemoteEngineCore:
             self.ready.set_exception(outcome)
 
     def _refuse(self, message: ToEngine) -> None:
-        """Ends a request whose message cannot be encoded. A Cancel can always be encoded."""
+        """Ends a request whose message cannot be encoded. The others can always be encoded."""
         match message:
             case AdmitRequest():
                 self._end(message.request_id, unexpected(message.request_id).info())
@@ -188,7 +202,7 @@ class RemoteEngineCore:
             case LoadLora():
                 error = InvalidRequest("the adapter's path cannot be sent to the engine").info()
                 self._answer_load(message.lora_id, error)
-            case Cancel():
+            case Cancel() | ChangeSettings():
                 pass
             case _:
                 assert_never(message)
@@ -266,6 +280,8 @@ class RemoteEngineCore:
         self._ports.report(EngineUp())
         self._is_up = True
         self._send_again(self._journal.resume())
+        if self._settings is not None:  # after the requests that were admitted before the change
+            self._submit(self._settings)
 
     def _set_deadline(self, request: AdmitRequest) -> None:
         """Ends the request at the end of its timeout if no engine, which would, has it then."""
@@ -278,7 +294,7 @@ class RemoteEngineCore:
         if self._journal.is_waiting(request_id):
             self.send(Cancel(request_id, None, 0, "deadline"))
 
-    def _send_again(self, messages: list[EngineEvent]) -> None:
+    def _send_again(self, messages: list[RequestEvent]) -> None:
         while messages:
             for message in messages:
                 self._submit(message)
@@ -286,11 +302,10 @@ class RemoteEngineCore:
 
     def _submit(self, message: EngineEvent) -> None:
         """Sends a message to the engine, or ends a request whose adapter got lost in a restart."""
-        error = self._lost_slots.get(message.lora_slot) if _has_adapter(message) else None
-        if error is None:
-            self._link.inbox.send(message)
+        if _has_adapter(message) and message.lora_slot in self._lost_slots:
+            self._end(message.request_id, self._lost_slots[message.lora_slot])
         else:
-            self._end(message.request_id, error)
+            self._link.inbox.send(message)
 
     async def _load(self, load: LoadLora) -> ErrorInfo | None:
         answer: asyncio.Future[ErrorInfo | None] = asyncio.get_running_loop().create_future()

@@ -45,7 +45,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from aserve.messages.executor import EngineSpec, SchedulerEffect, SchedulerEvent
-from aserve.messages.requests import AdmitRequest, Cancel, FailRequest
+from aserve.messages.requests import AdmitRequest, Cancel, ChangeSettings, FailRequest
 from aserve.messages.results import (
     KvFailed,
     KvReady,
@@ -122,6 +122,8 @@ class Scheduler:
                 end_transfer(self.state, event)
             case FailRequest():
                 fail(self.state, event)
+            case ChangeSettings():
+                self.state.change_settings(event)
             case _:
                 assert_never(event)
 

@@ -15,6 +15,7 @@ from aserve.cache.kv_cache import KvCache
 from aserve.cache.pools import RowPool
 from aserve.messages.base import ChildKey
 from aserve.messages.executor import EngineSpec, SchedulerEffect
+from aserve.messages.requests import ChangeSettings
 from aserve.scheduling.clients import Clients
 from aserve.scheduling.flights import Step
 from aserve.scheduling.queue import WaitingQueue
@@ -133,6 +134,11 @@ class SchedulerState:
 
     def num_pages(self, num_positions: int) -> int:
         return -(-num_positions // self.spec.page_size)
+
+    def change_settings(self, event: ChangeSettings) -> None:
+        """NOTE: a step must still take every living prompt that is computed whole."""
+        whole = [each.prompt_len for each in self.living() if not each.is_causal]
+        self.spec = self.spec.changed(event, least_tokens=max(whole, default=1))
 
     def take_effects(self) -> list[SchedulerEffect]:
         effects, self.effects = self.effects, []

@@ -13,6 +13,7 @@ import pytest
 
 from aserve.actors import scheduler as scheduler_module
 from aserve.actors import tokenizer as tokenizer_module
+from aserve.actors.deadlines import RequestTimers
 from aserve.actors.detokenizer import DetokenizerActor
 from aserve.actors.scheduler import SchedulerActor
 from aserve.engine import Answer, Engine, GenerationError
@@ -73,7 +74,7 @@ STEPS = [
     *(Step(RequestStream, "put", after, only_once=True) for after in BOTH),
     *(Step(scheduler_module, "check_request", after) for after in BOTH),
     *(Step(admit, name, after) for name in ("Sequence", "fits_alone") for after in BOTH),
-    Step(SchedulerActor, "_set_deadline", is_after=False),
+    Step(RequestTimers, "start", is_after=False),
 ]
 
 
@@ -149,7 +150,7 @@ def nothing_is_held(running: Engine) -> bool:
     return (
         not state.groups
         and not state.running
-        and not scheduler._deadlines
+        and not len(scheduler._timers)
         and not scheduler.inbox
         and detokenizer.num_requests == 0
         and state.cache.num_used(0) == 0

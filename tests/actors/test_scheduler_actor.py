@@ -109,13 +109,14 @@ def admit(
     *,
     max_tokens: int = 5,
     timeout_s: float | None = None,
+    max_queue_s: float | None = None,
     n: int = 1,
     grammar: Grammar | None = None,
 ) -> AdmitRequest:
     sampling = SamplingParams(seed=1, max_tokens=max_tokens, n=n, grammar=grammar)
     prompt = pack_i32([3, 1, 4, 1, 5])
-    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-    return AdmitRequest(request_id, prompt, sampling, deadline_s=deadline_s)
+    ends = [None if each is None else time.monotonic() + each for each in (timeout_s, max_queue_s)]
+    return AdmitRequest(request_id, prompt, sampling, deadline_s=ends[0], queue_deadline_s=ends[1])
 
 
 async def test_held_rows_are_sampled_after_their_mask_and_before_they_are_launched_again() -> None:
@@ -184,12 +185,38 @@ async def test_no_timer_is_left_of_a_request_that_ended_before_its_deadline(end:
 
     loop.call_later = noting  # type: ignore[method-assign,assignment]  # to see the timers
     async with Rig(FakeExecutor(is_manual=end == "cancelled")) as rig:
-        rig.events.send(admit(timeout_s=60, n=600 if end == "refused" else 1))
+        rig.events.send(admit(timeout_s=60, max_queue_s=50, n=600 if end == "refused" else 1))
         if end == "cancelled":
             rig.events.send(Cancel("a", None, 0, "cancelled"))
         await rig.until_ended(1)
         assert all(timer.cancelled() for timer in timers)
-        assert len(timers) == 1
+        assert len(timers) == 2
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_only_a_request_that_still_waits_is_refused_after_its_longest_wait(
+    waits: bool,
+) -> None:
+    async with Rig(FakeExecutor(is_manual=True)) as rig:
+        if waits:
+            rig.events.send(admit("running", n=SPEC.max_rows))
+            await rig.executor.until_given(1)
+        rig.events.send(admit("b", max_queue_s=0.02, timeout_s=0.2))
+        async with asyncio.timeout(10):
+            await rig.until_ended(1)
+        if waits:
+            rig.events.send(Cancel("running", None, 0, "cancelled"))
+            await rig.until_ended(1 + SPEC.max_rows)
+    (end,) = [end for end in rig.ends if end.request_id == "b"]
+    assert isinstance(end, Retired)
+    if not waits:
+        assert (end.reason, end.error) == ("deadline", None)
+        return
+    assert end.error is not None
+    assert (end.reason, end.num_outputs, end.error.code) == ("error", 0, "queue_timeout")
+    assert (end.error.status, end.error.param) == (429, "max_queue_ms")
+    assert end.error.wait is not None
+    assert not [item for tick in rig.turns.seen for item in tick.admitted if item.request_id == "b"]
 
 
 async def test_a_deadline_holds_until_the_last_child_has_ended() -> None:

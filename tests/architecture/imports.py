@@ -81,6 +81,7 @@ REACH = {
     "aserve.health": BORDER,
     "aserve.heap": Reach(aserve=(), packages=()),
     "aserve.observability": BORDER,
+    "aserve.observability.tracing": Reach(aserve=FIRST, packages=(*PLAIN, "opentelemetry")),
     "aserve.cache": Reach(aserve=FIRST, packages=PLAIN, not_stdlib=IMPURE),
     "aserve.scheduling": Reach(aserve=(*FIRST, "aserve.cache"), packages=PLAIN, not_stdlib=IMPURE),
     "aserve.text": Reach(

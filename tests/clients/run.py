@@ -33,6 +33,10 @@ CLIENTS: dict[str, tuple[str, ...]] = {
     "litellm_client.py": ("litellm", "mcp"),
     "pydantic_ai_client.py": ("pydantic-ai-slim[openai]",),
     "agents_sdk.py": ("openai-agents",),
+    "otel_sdk.py": (
+        *("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http", "msgspec", "numpy"),
+        *("prometheus-client",),
+    ),
     "lm_eval_client.py": ("lm-eval[api]",),
     "inspect_client.py": ("inspect-ai", "openai"),
     "vllm_bench_client.py": ("--no-deps", "vllm"),  # for a program that needs none of them

@@ -26,6 +26,7 @@ class WholeServer:
 
     def __init__(self, frontend: Frontend, client: aiohttp.ClientSession) -> None:
         self.client = client
+        self.latency = frontend.metrics.latency
         self._registry = frontend.metrics.registry
 
     def metric(self, name: str, **labels: str) -> float:

@@ -34,6 +34,7 @@ from aserve.messages.requests import (
     EngineEvent,
     GenerateRequest,
     LoadLora,
+    RequestEvent,
     SamplingParams,
     TokenPrompt,
 )
@@ -76,7 +77,7 @@ class VanishingCore:
     def send(self, message: EngineEvent) -> None:
         if isinstance(message, AdmitRequest):
             self._journal.admit(message, is_sent=True)
-        else:
+        elif isinstance(message, Cancel):
             assert self._journal.cancel(message) == []
         self._core.inbox.send(message)
 
@@ -128,7 +129,7 @@ class VanishingCore:
             self._starting = asyncio.ensure_future(self._start())
         self._send(self._journal.next_trial())
 
-    def _send(self, messages: list[EngineEvent]) -> None:
+    def _send(self, messages: list[RequestEvent]) -> None:
         for message in messages:
             self._core.inbox.send(message)
 
@@ -213,7 +214,7 @@ def opened(*requests: AdmitRequest) -> Journal:
     return journal
 
 
-def names_of(messages: Iterable[EngineEvent | Retired | Refused]) -> list[str]:
+def names_of(messages: Iterable[RequestEvent | Retired | Refused]) -> list[str]:
     return [message.request_id for message in messages]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from aserve.http.live_settings import SettingsBody
 from aserve.http.probes import health_of, liveness_of
 from aserve.messages.base import array_i32, pack_i32
 from aserve.messages.output import OutputChunk
@@ -108,6 +109,22 @@ async def test_while_the_engine_is_away_the_server_lives_and_requests_wait_or_le
         assert tokens_of(await second) == expected(seed=7)
         assert health_of(state, 300).status == "ready"
         assert len(rig.core._journal) == 0
+
+
+@pytest.mark.slow
+async def test_an_engine_that_is_started_again_has_the_changed_settings() -> None:
+    """The first request is refused as too large for the queue, before and after the death."""
+    async with running("steady", max_restarts=1) as rig:
+        settings = rig.frontend.state.settings
+        settings.change(SettingsBody(max_queue=1, max_num_batched_tokens=8))
+        wide = {"n": SPEC.max_rows + 2}
+        rig.frontend.gateway.capacity = None  # so that the engine itself refuses
+        for _ in range(2):
+            error = (await rig.ask("wide", **wide))[-1].error
+            assert error is not None
+            assert error.code == "exceeds_kv_capacity"
+            rig.process.kill()
+            await rig.has_restarted.wait()
 
 
 @pytest.mark.slow

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -101,6 +103,20 @@ async def running(kind: str = "good", *, max_s: float = 30, **given: Any) -> Asy
             await rig.frontend.close()
             await rig.core.close()
     assert rig.process.returncode is not None
+
+
+async def test_a_timed_request_is_told_the_states_that_it_had_in_the_other_process() -> None:
+    async with running() as rig:
+        sampling = SamplingParams(seed=1, max_tokens=40, ignore_eos=True)
+        started_s = time.monotonic()
+        timed = GenerateRequest("r-0", TokenPrompt((1, 2)), sampling, started_s=started_s)
+        *_, last = [chunk async for chunk in rig.frontend.gateway.open(timed)]
+        took_ms = 1000 * (time.monotonic() - started_s)
+        timings = json.loads(last.timings)
+        assert {"receive", "tokenize", "prefill", "decode"} <= set(timings["states"])
+        assert sum(timings["states"].values()) == pytest.approx(timings["total_ms"])
+        assert 0 < timings["total_ms"] <= took_ms
+        assert (timings["predicted_n"], timings["prefill_chunks"]) == (40, 1)
 
 
 async def test_requests_are_answered_and_metrics_come_across() -> None:

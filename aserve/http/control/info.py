@@ -54,6 +54,7 @@ async def server_info(_: web.Request, context: HttpContext) -> web.Response:
             "reasoning_parser": state.parsers.reasoning,
             "tool_call_parser": state.parsers.tools,
             **sizes,
+            "settings": None if spec is None else state.settings.now,
             "limits": {name: [limit.low, limit.high] for name, limit in RANGES.items()},
             "internal_states": [sizes],
         }

@@ -96,6 +96,8 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
     priority: int | None = None
+    deadline_ms: float | None = None
+    max_queue_ms: float | None = None
     extra_key: str | None = None
     input_embeds: msgspec.Raw = msgspec.field(default_factory=null_value)
     image_data: msgspec.Raw = msgspec.field(default_factory=null_value)

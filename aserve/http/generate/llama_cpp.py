@@ -67,6 +67,8 @@ class LlamaBody(msgspec.Struct, kw_only=True):
     logit_bias: list[tuple[TokenId, float | bool]] | dict[TokenId, float] | None = None
     ignore_eos: bool | None = None
     seed: int | None = None
+    deadline_ms: float | None = None
+    max_queue_ms: float | None = None
     n_probs: int | None = None
     json_schema: dict[str, Any] | None = None
     grammar: str | None = None
@@ -118,6 +120,8 @@ def _completion_body(body: LlamaBody) -> CompletionBody:
         ignore_eos=body.ignore_eos,
         seed=None if body.seed == -1 else body.seed,
         logprobs=body.n_probs or None,
+        deadline_ms=body.deadline_ms,
+        max_queue_ms=body.max_queue_ms,
         return_token_ids=True,
     )
     if constraint is not None:

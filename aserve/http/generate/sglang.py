@@ -177,6 +177,8 @@ def _completion_body(body: GenerateBody, sampling: SglangSampling) -> Completion
         prompt_logprobs=num_top if scores_prompt else None,
         structured_outputs=_constraint_of(sampling),
         priority=body.priority,
+        deadline_ms=body.deadline_ms,
+        max_queue_ms=body.max_queue_ms,
         cache_salt=body.extra_key,
         return_token_ids=True,
     )

@@ -29,6 +29,7 @@ class UsageBody(msgspec.Struct):
     total_tokens: int
     prompt_tokens_details: PromptDetails
     completion_tokens_details: CompletionDetails | UnsetType = UNSET
+    timings: msgspec.Raw | UnsetType = UNSET
 
 
 class TopEntry(msgspec.Struct):
@@ -58,13 +59,18 @@ def _top_entry(entry: TopLogprob) -> TopEntry:
 
 
 class Tally:
-    """The usage of a call. Each prompt counts once, and each output counts."""
+    """The usage of a call. Each prompt counts once, and each output counts. The timings are those
+    of the first prompt.
+    """
 
     def __init__(self) -> None:
+        self._timings = b""
         self._last: dict[tuple[str, int], Usage] = {}
 
     def add(self, chunk: OutputChunk) -> None:
         self._last[chunk.request_id, chunk.child] = chunk.usage
+        if chunk.timings and chunk.request_id.endswith("-0"):
+            self._timings = chunk.timings
 
     def total(self) -> UsageBody:
         prompts: dict[str, Usage] = {}
@@ -79,6 +85,7 @@ class Tally:
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
             prompt_tokens_details=PromptDetails(cached_tokens),
+            timings=msgspec.Raw(self._timings) if self._timings else UNSET,
         )
 
 

@@ -17,6 +17,7 @@ from aserve.http.openai.answer_size import NO_MODEL, AnswerLimits, check_answer_
 from aserve.http.openai.grammars import grammar_of
 from aserve.http.openai.limits import EMBEDDED, Caller, stops_of
 from aserve.http.openai.schema import GenerationBody, StreamOptions
+from aserve.http.time_limits import limits_in_body
 from aserve.messages.output import OutputChunk
 from aserve.messages.requests import GenerateRequest, Prompt, SamplingParams
 from aserve.parsers.registry import NO_PARSERS, ParserNames
@@ -90,8 +91,9 @@ class Origin:
     parsers: ParserNames = NO_PARSERS
     answer_limits: AnswerLimits = NO_MODEL
     caller: Caller = EMBEDDED
-    # the requests with the adapter that `model` names, if it is the name of one
-    with_lora: Callable[[str | None, Requests], Requests] = lambda _, requests: requests
+    # the requests with the adapter that `model` names, if it is the name of one, and with the
+    # time limits of the headers
+    completed: Callable[[str | None, Requests], Requests] = lambda _, requests: requests
 
 
 def sampling_of(
@@ -171,10 +173,10 @@ def build_call(
         call_id=f"{id_prefix}{origin.request_id}",
         model=body.model or origin.model_names[0],
         created=origin.created,
-        requests=origin.with_lora(body.model, requests),
+        requests=origin.completed(body.model, requests),
         sampling=sampling,
         is_streaming=bool(body.stream),
-        reports_usage=bool(options.include_usage),
+        reports_usage=bool(options.include_usage or options.include_timings),
         reports_each_usage=bool(options.include_usage and options.continuous_usage_stats),
     )
 
@@ -188,13 +190,13 @@ def request_of(
     caller: Caller = EMBEDDED,
 ) -> GenerateRequest:
     """Builds one request. The default caller is a program that embeds the engine."""
-    return GenerateRequest(
+    request = GenerateRequest(
         request_id=request_id,
         prompt=prompt,
         sampling=sampling,
         namespace=caller.namespace_of(body.cache_salt),
         priority=body.priority or 0,
-        timeout_s=body.timeout,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         client=caller.client,
     )
+    return limits_in_body(body).apply(request)

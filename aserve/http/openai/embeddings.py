@@ -55,7 +55,7 @@ async def embeddings(
 
 async def embed(context: HttpContext, body: EmbeddingBody, origin: Origin) -> list[OutputChunk]:
     """Returns the one chunk of each prompt, in their order."""
-    requests = origin.with_lora(body.model, tuple(embedding_requests(body, origin)))
+    requests = origin.completed(body.model, tuple(embedding_requests(body, origin)))
     refusal = context.state.refusal()
     if refusal is not None:
         raise refusal

@@ -28,6 +28,7 @@ def null_value() -> msgspec.Raw:
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_timings: bool | None = None
 
 
 class JsonSchemaFormat(msgspec.Struct):
@@ -71,9 +72,11 @@ class StructuredOutputs(msgspec.Struct):
 
 class GenerationBody(msgspec.Struct, kw_only=True):
     """The fields that all generation endpoints share. A lower `priority` runs first. `timeout` is
-    in seconds, for the whole request. The fields from `guided_json` to `json_schema` are other
-    names of fields of `structured_outputs`: those of older versions of vLLM, of SGLang and of
-    llama.cpp. The fields from `stop_regex` on would change the output, but are not supported.
+    in seconds, for the whole request, and so is `deadline_ms` in milliseconds; `max_queue_ms` is
+    for the time before its first step, and `include_timings` explains its times. The fields from
+    `guided_json` to `json_schema` are other names of fields of `structured_outputs`: those of older
+    versions of vLLM, of SGLang and of llama.cpp. The fields from `stop_regex` on would change the
+    output, but are not supported.
     """
 
     model: str | None = None
@@ -115,6 +118,9 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     seed: int | None = None
     priority: int | None = None
     timeout: float | None = None
+    deadline_ms: float | None = None
+    max_queue_ms: float | None = None
+    include_timings: bool | None = None
     stop_regex: str | list[str] | None = None
     custom_logit_processor: str | None = None
     logits_processors: list[Any] | None = None

@@ -253,7 +253,7 @@ async def test_without_a_folder_there_are_no_files() -> None:
 
 async def test_lines_under_way_leave_rows_free(tmp_path: Path) -> None:
     async with EchoEngine(files_dir=str(tmp_path)) as echo:
-        echo.state.spec = msgspec.structs.replace(SPEC, max_rows=8)
+        echo.state.settings.spec = msgspec.structs.replace(SPEC, max_rows=8)
         echo.scheduler.is_paused = True
         batch = await create(echo.client, prompts(20))
         await echo.until(lambda: len(echo.scheduler.live) == 6)

@@ -1,0 +1,142 @@
+"""The administrator changes a running server: all of a change or nothing, and in known versions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aserve.actors.replay import replay
+from aserve.messages.step import ScheduleBatch
+from tests.fakes.executor import SPEC, FakeExecutor
+from tests.http.asking import bearer
+from tests.http.whole_server import WholeServer, whole_server
+
+ROOT = bearer("root")
+START = {
+    "version": 1,
+    "max_queue": SPEC.max_waiting,
+    "max_num_batched_tokens": SPEC.max_batched_tokens,
+    "max_mixed_prefill_tokens": None,
+    "log_level": "warning",
+}
+PROMPT = {"prompt": "a" * 40, "max_tokens": 2}
+
+
+@pytest.fixture(autouse=True)
+def _same_log_level() -> Iterator[None]:
+    level = logging.getLogger().level
+    yield
+    logging.getLogger().setLevel(level)
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[WholeServer]:
+    record = str(tmp_path / "r")
+    async with whole_server(FakeExecutor(), admin_api_key="root", record=record) as server:
+        yield server
+
+
+async def settings(
+    server: WholeServer, body: dict[str, Any] | None = None, **headers: str
+) -> tuple[int, dict[str, Any]]:
+    method = "GET" if body is None else "PATCH"
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    async with server.client.request(
+        method, "/settings", json=body, headers=ROOT | named
+    ) as answer:
+        found: dict[str, Any] = await answer.json()
+        if answer.status == 200:
+            assert answer.headers["ETag"] == f'"{found["version"]}"'
+    return answer.status, found
+
+
+async def test_a_change_makes_the_next_version_and_the_scheduler_follows_it(
+    tmp_path: Path,
+) -> None:
+    executor, path = FakeExecutor(), tmp_path / "r"
+    async with whole_server(executor, admin_api_key="root", record=str(path)) as server:
+        assert await settings(server) == (200, START)
+        async with server.client.post("/v1/completions", json=PROMPT) as answer:
+            assert answer.status == 200
+        num_before = len(executor.commands)
+        change = {"max_num_batched_tokens": 8, "max_queue": 7, "log_level": "error"}
+        changed = START | change | {"version": 2}
+        assert await settings(server, change) == (200, changed)
+        assert await settings(server) == (200, changed)
+        async with server.client.get("/server_info") as answer:
+            info = await answer.json()
+        assert (info["settings"], info["max_queued_requests"]) == (changed, 7)
+        assert logging.getLogger().level == logging.ERROR
+        other = PROMPT | {"prompt": "b" * 40}  # of which nothing is cached
+        async with server.client.post("/v1/completions", json=other) as answer:
+            assert answer.status == 200
+        after = executor.commands[num_before:]
+    sizes = [
+        [batch.stats.num_prefill_tokens for batch in each if isinstance(batch, ScheduleBatch)]
+        for each in (executor.commands[:num_before], after)
+    ]
+    assert max(sizes[0]) == SPEC.max_batched_tokens
+    assert max(sizes[1]) == 8
+    assert sum(sizes[1]) == 40
+    assert any("replayed" in line for line in replay(path))
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status", "param"),
+    [
+        ({"max_queue": 0}, {}, 400, "max_queue"),
+        (
+            {"max_num_batched_tokens": SPEC.max_batched_tokens + 1},
+            {},
+            400,
+            "max_num_batched_tokens",
+        ),
+        ({"max_queue": 9, "max_mixed_prefill_tokens": 0}, {}, 400, "max_mixed_prefill_tokens"),
+        ({"max_queue": "many"}, {}, 400, "max_queue"),
+        ({"max_queue": None}, {}, 400, "max_queue"),
+        ({"log_level": "loud"}, {}, 400, "log_level"),
+        ({"max_queue": 9, "page_size": 8}, {}, 400, None),
+        ({"max_queue": 9, "version": 2}, {}, 409, None),
+        ({"max_queue": 9}, {"If_Match": '"7"'}, 409, None),
+        ({"max_queue": 9}, {"If_Match": "seven"}, 400, "If-Match"),
+        ({"max_queue": 9, "version": 1}, {"If_Match": '"2"'}, 400, "version"),
+    ],
+)
+async def test_a_change_that_is_refused_changes_nothing_and_says_why(
+    server: WholeServer,
+    body: dict[str, Any],
+    headers: dict[str, str],
+    status: int,
+    param: str | None,
+) -> None:
+    found, error = await settings(server, body, **headers)
+    assert (found, error["error"]["param"]) == (status, param), error
+    if status == 400 and param in set(START) - {"version"} and isinstance(body[param], int):
+        bound = 1 if body[param] < 1 else SPEC.max_batched_tokens
+        assert f" {bound}" in error["error"]["message"]
+    assert await settings(server) == (200, START)
+
+
+async def test_of_two_changes_of_one_version_the_second_is_a_conflict(server: WholeServer) -> None:
+    assert (await settings(server, {"max_queue": 9, "version": 1}))[0] == 200
+    status, error = await settings(server, {"max_queue": 10, "version": 1})
+    assert (status, error["error"]["code"]) == (409, "version_conflict")
+    status, found = await settings(server, {"max_mixed_prefill_tokens": 6}, If_Match='"2"')
+    assert (status, found["version"], found["max_queue"]) == (200, 3, 9)
+    status, found = await settings(server, {"max_mixed_prefill_tokens": None}, If_Match="*")
+    assert (found["version"], found["max_mixed_prefill_tokens"]) == (4, None)
+
+
+async def test_only_the_administrator_has_settings(server: WholeServer) -> None:
+    for method in ("GET", "PATCH"):
+        async with server.client.request(method, "/settings", json={}) as answer:
+            assert answer.status == 401
+    async with (
+        whole_server(FakeExecutor()) as plain,
+        plain.client.get("/settings", headers=ROOT) as answer,
+    ):
+        assert answer.status == 404

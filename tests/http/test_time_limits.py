@@ -1,0 +1,153 @@
+"""What a client says about its time, and what it is told when the server has too little of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from aserve.messages.requests import GenerateRequest
+from aserve.messages.step import ScheduleBatch
+from aserve.request_stream import RequestStream
+from tests.fakes.echo_engine import EchoEngine
+from tests.fakes.executor import SPEC, FakeExecutor
+from tests.http.asking import ask, bearer
+from tests.http.whole_server import WholeServer, whole_server
+
+MESSAGES = [{"role": "user", "content": "a"}]
+LONG = {"prompt": "abc", "max_tokens": 40, "ignore_eos": True}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a"},
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/responses": {"input": "a"},
+    "/generate": {"text": "a", "sampling_params": {"max_new_tokens": 4}},
+    "/completion": {"prompt": "a", "n_predict": 4},
+}
+
+
+async def until(server: WholeServer, name: str, least: int) -> None:
+    for _ in range(2000):
+        if server.metric(name) >= least:
+            return
+        await asyncio.sleep(0.002)
+    raise AssertionError(f"{name} is {server.metric(name)}, less than {least}")
+
+
+@contextlib.asynccontextmanager
+async def full_server(**options: Any) -> AsyncIterator[tuple[WholeServer, FakeExecutor]]:
+    """All its rows run, and nothing moves unless the test runs a step."""
+    executor = FakeExecutor(is_manual=True)
+    async with whole_server(executor, **options) as server:
+        headers = bearer("flood")
+        flood = [
+            asyncio.ensure_future(server.client.post("/v1/completions", json=LONG, headers=headers))
+            for _ in range(SPEC.max_rows)
+        ]
+        await until(server, "aserve_sequences_running", SPEC.max_rows)
+        yield server, executor
+        await dropped(flood)
+
+
+async def dropped(tasks: list[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.mark.parametrize("is_header", [False, True])
+async def test_a_wait_that_is_too_long_is_a_429_with_the_place_in_the_queue(
+    is_header: bool,
+) -> None:
+    async with full_server() as (server, executor):
+        for path, body in BODIES.items():
+            limit = {"max_queue_ms": 30}
+            headers = {"X-Max-Queue-Ms": "30"} if is_header else {}
+            asked = body if is_header else body | limit
+            async with server.client.post(path, json=asked, headers=headers) as answer:
+                found = await answer.json()
+            assert (answer.status, found["error"]["code"]) == (429, "queue_timeout"), path
+            assert found["error"]["queue_position"] >= 1
+            assert found["error"]["expected_wait_ms"] is None, "nothing was measured"
+            assert (answer.headers["Retry-After"], answer.headers["Retry-After-Ms"]) == (
+                "1",
+                "1000",
+            )
+        assert all(len(batch.rows) == 4 * SPEC.max_rows for batch in batches(executor)[-1:])
+        assert server.metric("aserve_requests_ended_total", outcome="refused") == len(BODIES)
+
+
+def batches(executor: FakeExecutor) -> list[ScheduleBatch]:
+    return [command for command in executor.commands if isinstance(command, ScheduleBatch)]
+
+
+@pytest.mark.parametrize(
+    ("limits", "headers", "timeout_s", "max_queue_s"),
+    [
+        ({}, {}, None, None),
+        ({"deadline_ms": 2500, "max_queue_ms": 40}, {}, 2.5, 0.04),
+        ({"deadline_ms": 2500, "timeout": 2}, {}, 2.0, None),
+        ({}, {"X-Deadline-Ms": "700.5", "X-Max-Queue-Ms": "9"}, 0.7005, 0.009),
+        ({"timeout": 1}, {"x-deadline-ms": "3000", "x-max-queue-ms": "9"}, 1.0, 0.009),
+        ({"max_queue_ms": 5}, {"x-max-queue-ms": "9"}, None, 0.005),
+    ],
+)
+async def test_the_shortest_of_all_times_counts(
+    echo: EchoEngine,
+    limits: dict[str, float],
+    headers: dict[str, str],
+    timeout_s: float | None,
+    max_queue_s: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened: list[GenerateRequest] = []
+    submit = echo.gateway.open
+
+    def noted(*requests: GenerateRequest) -> RequestStream:
+        opened.extend(requests)
+        return submit(*requests)
+
+    monkeypatch.setattr(echo.gateway, "open", noted)
+    await ask(echo, "/v1/completions", {"prompt": "a"} | limits, headers=headers)
+    assert (opened[0].timeout_s, opened[0].max_queue_s) == (timeout_s, max_queue_s)
+
+
+@pytest.mark.parametrize("value", ["soon", "nan", "0", "-5", "1e300", ""])
+async def test_a_header_that_is_no_time_is_a_400(echo: EchoEngine, value: str) -> None:
+    for name in ("X-Deadline-Ms", "X-Max-Queue-Ms"):
+        answer = await ask(echo, "/v1/completions", {"prompt": "a"}, headers={name: value})
+        assert (answer.status, answer.error["param"]) == (400, name)
+
+
+async def test_a_flood_of_one_key_delays_the_first_token_of_another_by_its_steps_in_flight() -> (
+    None
+):
+    """The flood holds every row, and more of it waits. The light client's prompt is in the next
+    step that is launched, and the flood's waiting requests stay behind it.
+    """
+    async with full_server(api_key="flood,light") as (server, executor):
+        flood = [
+            asyncio.ensure_future(
+                server.client.post("/v1/completions", json=LONG, headers=bearer("flood"))
+            )
+            for _ in range(8)
+        ]
+        await until(server, "aserve_sequences_waiting", len(flood))
+        light = asyncio.ensure_future(
+            server.client.post(
+                "/v1/completions", json=LONG | {"stream": True}, headers=bearer("light")
+            )
+        )
+        await until(server, "aserve_sequences_waiting", len(flood) + 1)
+        num_steps = 0
+        while not light.done() and num_steps < 20:
+            executor.run_next()
+            num_steps += 1
+            await asyncio.sleep(0.02)
+        assert num_steps <= SPEC.depth + 1
+        assert light.result().status == 200
+        assert server.metric("aserve_sequences_waiting") >= len(flood)
+        light.result().close()
+        await dropped(flood)
