@@ -26,6 +26,7 @@ LINK = re.compile(r"\]\((?!http)([^)#]+)\)")
 FOREIGN = frozenset(
     {
         "--build-arg",
+        "--builtin-schema",
         "--ipc",
         "--read-only",
         "--secret",

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from aserve.errors import BugError
 from aserve.messages.base import array_i32
-from aserve.messages.executor import SchedulerEffect
+from aserve.messages.executor import SchedulerEffect, SchedulerEvent
 from aserve.messages.output import Refused, Retired
+from aserve.messages.requests import AdmitRequest
 from aserve.messages.step import Launch, Resync, Sample, ScheduleBatch
 from aserve.observability.recording import RecordedTick, digest_of, read_recording
 from aserve.scheduling.scheduler import Scheduler
@@ -27,11 +28,17 @@ def replay(path: Path) -> Iterator[str]:
     scheduler = Scheduler(recording.spec, debug_checks=True)
     yield f"spec {recording.spec}"
     for number, tick in enumerate(recording.ticks, start=1):
-        effects = scheduler.step(tick.events)
+        effects = scheduler.step([event for event in tick.events if not _is_skipped(event, tick)])
+        for request_id in tick.skipped:
+            yield f"tick {number} skipped request={request_id}, which raised an exception"
         for effect in effects:
             yield f"tick {number} {_described(effect)}"
         _compare(number, tick, effects)
     yield f"replayed ticks={len(recording.ticks)} idle={scheduler.is_idle}"
+
+
+def _is_skipped(event: SchedulerEvent, tick: RecordedTick) -> bool:
+    return isinstance(event, AdmitRequest) and event.request_id in tick.skipped
 
 
 def _compare(number: int, tick: RecordedTick, effects: list[SchedulerEffect]) -> None:

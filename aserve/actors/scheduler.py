@@ -159,6 +159,8 @@ class SchedulerActor(Actor[SchedulerEvent]):
         arrival = self.attempt(event.request_id, consider, state, event)
         if arrival is not None:
             receive(state, arrival)
+        elif self._watch.recorder is not None:
+            self._watch.recorder.skip(event.request_id)
 
     def _perform(self, effect: SchedulerEffect) -> None:
         ports = self._ports
@@ -199,13 +201,13 @@ class SchedulerActor(Actor[SchedulerEvent]):
             if (sequence := state.running.get(row.row)) is not None
         ]
         return SchedulerTick(
-            events=events,
-            effects=effects,
-            admitted=tuple(admitted),
+            *(events, effects, tuple(admitted)),
             num_running=len(state.running),
             num_waiting=state.num_waiting,
             used_pages=state.cache.num_used(0),
+            cached_pages=state.cache.num_cached(0),
             num_waiting_clients=state.waiting.num_clients,
+            began_s=self._beat_at_s,
         )
 
 

@@ -47,6 +47,7 @@ class Metrics:
         self._requests = _RequestMetrics(self.registry)
         self._steps = _StepMetrics(self.registry)
         self._grammars = GrammarMetrics(self.registry)
+        self._host_s = self._device_s = 0.0  # of the ticks since the last that launched steps
 
     def received(self, request: GenerateRequest) -> None:
         self.recent.receive(request.request_id, request.sampling.n)
@@ -105,25 +106,36 @@ class Metrics:
     def _admitted(self, request_ids: tuple[str, ...]) -> None:
         for request_id in request_ids:
             state = self._open.get(request_id)
-            if state is not None and not state.admitted_s:
+            if state is None:
+                continue
+            state.num_admissions += 1
+            if not state.admitted_s:
                 state.admitted_s = self._clock()
                 self._requests.queue_s.observe(state.admitted_s - state.received_s)
 
     def _note_step(self, report: TickReport) -> None:
+        self._host_s += report.host_s
+        self._device_s += report.device_s
         steps = report.launched
-        if steps is not None:
-            self.recent.add_step(
-                StepRecord(
-                    self._clock(),
-                    steps.iteration,
-                    steps.num_prefill_tokens,
-                    report.num_running,
-                    report.num_waiting,
-                    report.used_pages,
-                    steps.total_pages,
-                    steps.num_retracted,
-                )
+        if steps is None:
+            return
+        self.recent.add_step(
+            StepRecord(
+                self._clock(),
+                steps.iteration,
+                steps.num_prefill_tokens,
+                report.num_running,
+                report.num_waiting,
+                report.used_pages,
+                steps.total_pages,
+                steps.num_retracted,
+                steps.num_prefill_rows,
+                steps.num_decode_rows,
+                self._host_s * 1000,
+                self._device_s * 1000,
             )
+        )
+        self._host_s = self._device_s = 0.0
 
     def _token_times(self, state: RequestRecord, now: float, *, num_tokens: int) -> None:
         if not state.first_token_s:
@@ -222,6 +234,9 @@ class _StepMetrics:
             "aserve_inbox_messages", "Messages that wait for an actor", ["actor"], registry=registry
         )
         self.used_pages = Gauge("aserve_kv_pages_used", "KV pages in use", registry=registry)
+        self.cached_pages = Gauge(
+            "aserve_kv_pages_cached", "KV pages of the prefix cache alone", registry=registry
+        )
         self.total_pages = Gauge("aserve_kv_pages", "KV pages in all", registry=registry)
         self.engine_restarts = Counter(
             "aserve_engine_restarts",
@@ -238,6 +253,7 @@ class _StepMetrics:
         self.waiting.set(report.num_waiting)
         self.waiting_clients.set(report.num_waiting_clients)
         self.used_pages.set(report.used_pages)
+        self.cached_pages.set(report.cached_pages)
 
     def on_engine_down(self) -> None:
         """The next engine begins with nothing, and counts from 0."""

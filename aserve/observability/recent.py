@@ -26,6 +26,7 @@ class RequestRecord(msgspec.Struct):
     request_id: str
     received_s: float
     num_sequences: int = 1
+    num_admissions: int = 0  # of its sequences; one that was retracted is admitted again
     admitted_s: float = 0.0
     first_token_s: float = 0.0
     last_token_s: float = 0.0
@@ -46,7 +47,9 @@ class RequestRecord(msgspec.Struct):
 
 
 class StepRecord(msgspec.Struct, frozen=True, gc=False):
-    """The state after a tick that launched steps; the tokens of the prompts are those of all."""
+    """The state after a tick that launched steps (see LaunchedSteps). `host_ms` and `device_ms` are
+    the times of all ticks since the last record (see TickReport).
+    """
 
     at_s: float
     iteration: int
@@ -56,6 +59,10 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
     used_pages: int
     total_pages: int
     num_retracted: int  # since the start
+    num_prefill_rows: int = 0
+    num_decode_rows: int = 0
+    host_ms: float = 0.0
+    device_ms: float = 0.0
 
 
 class Snapshot(msgspec.Struct, frozen=True):

@@ -37,12 +37,14 @@ class Events(msgspec.Struct, frozen=True, tag=True):
 
 class Effects(msgspec.Struct, frozen=True, tag=True):
     digest: bytes
+    skipped: tuple[str, ...] = ()  # requests that the scheduler could not consider
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedTick:
     events: list[SchedulerEvent]
     digest: bytes | None  # None if the recording ends within this tick
+    skipped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class Recorder:
         self._path = path
         self._encoder = msgspec.msgpack.Encoder()
         self._file: io.FileIO | None = None
+        self._skipped: list[str] = []
         try:
             # WHY: a buffered file would repeat a failed write when it is closed
             self._file = io.FileIO(path, "w")
@@ -74,11 +77,16 @@ class Recorder:
             raise ConfigError(f"cannot record to {path}: {error.strerror}") from None
 
     def begin(self, events: list[SchedulerEvent]) -> None:
+        self._skipped.clear()
         self._write(Events(events))
+
+    def skip(self, request_id: str) -> None:
+        """Notes a request of this tick that raised an exception, which ended this request alone."""
+        self._skipped.append(request_id)
 
     def finish(self, effects: list[SchedulerEffect]) -> None:
         if self._file is not None:
-            self._write(Effects(digest_of(effects)))
+            self._write(Effects(digest_of(effects), tuple(self._skipped)))
 
     def close(self) -> None:
         """NOTE: some file systems report a full disk only when the file is closed."""
@@ -125,4 +133,7 @@ def _ticks(frames: list[Header | Events | Effects]) -> Iterator[RecordedTick]:
     for index, frame in enumerate(frames):
         if isinstance(frame, Events):
             after = frames[index + 1] if index + 1 < len(frames) else None
-            yield RecordedTick(frame.events, after.digest if isinstance(after, Effects) else None)
+            if isinstance(after, Effects):
+                yield RecordedTick(frame.events, after.digest, after.skipped)
+            else:
+                yield RecordedTick(frame.events, None)

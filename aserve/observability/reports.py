@@ -5,6 +5,7 @@ The scheduler actor reports a tick after all its effects were performed.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -33,7 +34,9 @@ class SchedulerTick:
     num_running: int = 0
     num_waiting: int = 0
     used_pages: int = 0
+    cached_pages: int = 0  # which no sequence uses
     num_waiting_clients: int = 0
+    began_s: float = 0.0  # on the clock of time.monotonic, 0 if it is not known
 
 
 class SchedulerObserver(Protocol):
@@ -41,8 +44,8 @@ class SchedulerObserver(Protocol):
 
 
 class LaunchedSteps(Record, frozen=True):
-    """The steps launched in one tick. `num_prefill_tokens` is their sum, the rest is of the
-    last.
+    """The steps launched in one tick. `num_prefill_tokens` is their sum, the numbers of rows are
+    the largest of one step, and the rest is of the last.
     """
 
     num_steps: int
@@ -50,10 +53,16 @@ class LaunchedSteps(Record, frozen=True):
     num_prefill_tokens: int
     num_retracted: int
     total_pages: int
+    num_prefill_rows: int = 0
+    num_decode_rows: int = 0
 
 
 class TickReport(Message, frozen=True):
-    """The numbers of one tick. `admitted` are the ids of requests of which a sequence got a row."""
+    """The numbers of one tick. `admitted` are the ids of requests of which a sequence got a row.
+
+    `host_s` is how long the tick took the scheduler. `device_s` is the time of the steps that came
+    back in it: of each, from its launch or from the end of the step before it, whichever was later.
+    """
 
     admitted: tuple[str, ...] = ()
     num_finished: int = 0
@@ -63,6 +72,9 @@ class TickReport(Message, frozen=True):
     num_waiting: int = 0
     used_pages: int = 0
     num_waiting_clients: int = 0
+    cached_pages: int = 0
+    host_s: float = 0.0
+    device_s: float = 0.0
 
 
 class RequestState(Message, frozen=True):
@@ -121,16 +133,34 @@ EngineReport: TypeAlias = (
 
 
 class TickReporter:
-    """A SchedulerObserver that passes on the numbers of each tick."""
+    """A SchedulerObserver that passes on the numbers of each tick, and measures its steps."""
 
-    def __init__(self, report: Callable[[TickReport], None]) -> None:
+    def __init__(
+        self, report: Callable[[TickReport], None], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._report = report
+        self._clock = clock
+        self._launched_at_s: dict[int, float] = {}  # of steps in flight, by iteration
+        self._ended_at_s = 0.0  # of the last step that came back
 
     def on_tick(self, tick: SchedulerTick) -> None:
-        self._report(report_of(tick))
+        now = self._clock()
+        device_s = sum([self._device_s(event, now) for event in tick.events])
+        for effect in tick.effects:
+            if isinstance(effect, Launch):
+                self._launched_at_s[effect.batches[0].iteration] = now
+        host_s = now - tick.began_s if tick.began_s else 0.0
+        self._report(report_of(tick, host_s=host_s, device_s=device_s))
+
+    def _device_s(self, event: SchedulerEvent, now: float) -> float:
+        if not isinstance(event, StepResult | StepFailed):
+            return 0.0
+        launched_at_s = self._launched_at_s.pop(event.iteration, now)
+        began_s, self._ended_at_s = max(launched_at_s, self._ended_at_s), now
+        return now - began_s
 
 
-def report_of(tick: SchedulerTick) -> TickReport:
+def report_of(tick: SchedulerTick, *, host_s: float = 0.0, device_s: float = 0.0) -> TickReport:
     num_finished = num_failed = 0
     for event in tick.events:
         match event:
@@ -148,7 +178,10 @@ def report_of(tick: SchedulerTick) -> TickReport:
         num_running=tick.num_running,
         num_waiting=tick.num_waiting,
         used_pages=tick.used_pages,
+        cached_pages=tick.cached_pages,
         num_waiting_clients=tick.num_waiting_clients,
+        host_s=host_s,
+        device_s=device_s,
     )
 
 
@@ -157,12 +190,13 @@ def _launched(tick: SchedulerTick) -> LaunchedSteps | None:
     if not launches:
         return None
     last = launches[-1][0]
+    stats = [batch.stats for batches in launches for batch in batches]
     return LaunchedSteps(
         num_steps=len(launches),
         iteration=last.iteration,
-        num_prefill_tokens=sum(
-            [batch.stats.num_prefill_tokens for batches in launches for batch in batches]
-        ),
+        num_prefill_tokens=sum([step.num_prefill_tokens for step in stats]),
         num_retracted=last.stats.num_retracted,
         total_pages=last.stats.total_pages,
+        num_prefill_rows=max([step.num_prefill_rows for step in stats]),
+        num_decode_rows=max([step.num_decode_rows for step in stats]),
     )

@@ -1,23 +1,14 @@
-"""Renders a model's chat template to a prompt text, in a sandbox and with bounded size.
-
-Templates come with checkpoints and are written for transformers, so the Jinja environment has the
-functions, filters and whitespace rules of transformers. They are untrusted, so it has nothing else.
-"""
+"""Renders a model's chat template to a prompt text, in a sandbox and bounded in time and size."""
 
 from __future__ import annotations
 
-import datetime
-import json
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from aserve.errors import ConfigError, InvalidRequest
+from aserve.text.template_environment import TemplateEnvironment, limited
 
 MAX_RENDERED_CHARS = 1 << 25
 # Variables that requests must not set: aserve sets them, or they are arguments of transformers'
@@ -79,7 +70,7 @@ class ChatTemplate:
         pieces: list[str] = []
         room = max_chars
         try:
-            for piece in template.generate(seen):
+            for piece in template.generate(limited(seen)):
                 pieces.append(piece)
                 room -= len(piece)
                 if room < 0:
@@ -101,51 +92,10 @@ class ChatTemplate:
 
 def _compiled(source: str, where: str) -> jinja2.Template:
     try:
-        return _environment().from_string(source)
+        return TemplateEnvironment().from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(
             f"the chat template of {where} has an error in line {error.lineno}: {error.message}"
         ) from error
     except jinja2.TemplateError as error:
         raise ConfigError(f"the chat template of {where} cannot be used: {error}") from error
-
-
-class GenerationBlock(Extension):
-    """`{% generation %}` marks text for training. Here its content is rendered unchanged."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance attribute
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """The filter of transformers. Unlike Jinja's own it does not escape HTML characters."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.datetime.now().strftime(pattern)

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from aserve.actors import scheduler as scheduler_module
 from aserve.actors.masks import MaskActor
 from aserve.actors.replay import ReplayDiffers, replay
 from aserve.actors.scheduler import KvEvent, Pump, SchedulerActor, SchedulerPorts, SchedulerWatch
@@ -24,7 +25,10 @@ from aserve.messages.step import ReceiveKv, Resync, Sample, ScheduleBatch
 from aserve.observability.recording import Recorder
 from aserve.observability.reports import SchedulerTick
 from aserve.observability.trace import Trace
+from aserve.scheduling import admit as admit_module
+from aserve.scheduling.request import Sequence
 from aserve.scheduling.scheduler import Scheduler
+from aserve.scheduling.state import SchedulerState
 from aserve.scheduling.tick import max_received
 from tests.fakes.executor import SPEC, FakeExecutor, FakeTicket
 from tests.fakes.toy_device import TOY, FakeDevice, ToyMatchers, expected_outputs
@@ -264,6 +268,28 @@ async def test_a_replay_that_decides_otherwise_is_found(tmp_path: Path) -> None:
     path.write_bytes(changed)
     with pytest.raises(ReplayDiffers, match="tick 1"):
         list(replay(path))
+
+
+async def test_a_replay_passes_over_a_request_that_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def consider(state: SchedulerState, request: AdmitRequest) -> list[Sequence] | Refused:
+        if request.request_id == "b":
+            raise ValueError("not to be considered")
+        return admit_module.consider(state, request)
+
+    monkeypatch.setattr(scheduler_module, "consider", consider)
+    recorder = Recorder(tmp_path / "r", spec=SPEC)
+    async with Rig(recorder=recorder) as rig:
+        for name in "abc":
+            rig.events.send(admit(name))
+        await rig.until_ended(3)
+    recorder.close()
+    lines = list(replay(tmp_path / "r"))
+    assert [line for line in lines if "skipped" in line] == [
+        "tick 1 skipped request=b, which raised an exception"
+    ]
+    assert sum(" retired " in line for line in lines) == 2
 
 
 async def test_many_requests_at_once_are_received_over_several_turns() -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from aserve.errors import AserveError, EngineDead, QueueFull, StepError
 from aserve.messages.base import FinishReason, pack_i32
+from aserve.messages.executor import SchedulerEffect, SchedulerEvent
 from aserve.messages.output import OutputChunk, Usage
 from aserve.messages.requests import GenerateRequest, SamplingParams, TokenPrompt
 from aserve.messages.results import StepFailed, StepResult
@@ -18,6 +19,7 @@ from aserve.observability.reports import (
     LaunchedSteps,
     SchedulerTick,
     TickReport,
+    TickReporter,
     report_of,
 )
 
@@ -137,7 +139,11 @@ def test_times_and_tokens_are_counted_from_the_requests_own_ends() -> None:
 
 def launch(iteration: int, *, num_prefill_tokens: int, num_retracted: int) -> Launch:
     stats = StepStats(
-        num_prefill_tokens=num_prefill_tokens, num_retracted=num_retracted, total_pages=9
+        num_prefill_rows=1,
+        num_prefill_tokens=num_prefill_tokens,
+        num_decode_rows=iteration,
+        num_retracted=num_retracted,
+        total_pages=9,
     )
     empty = (b"",) * 8
     return Launch((ScheduleBatch(iteration, *empty, stats=stats),))
@@ -158,8 +164,9 @@ TURN = SchedulerTick(
     num_waiting=3,
     used_pages=4,
     num_waiting_clients=2,
+    cached_pages=6,
 )
-REPORT = TickReport(("a", "b"), 2, 1, LaunchedSteps(2, 5, 7, 1, 9), 2, 3, 4, 2)
+REPORT = TickReport(("a", "b"), 2, 1, LaunchedSteps(2, 5, 7, 1, 9, 1, 5), 2, 3, 4, 2, 6)
 
 
 def test_a_turn_is_reported_as_its_sums() -> None:
@@ -167,9 +174,33 @@ def test_a_turn_is_reported_as_its_sums() -> None:
     assert report_of(SchedulerTick(events=[], effects=[])) == TickReport()
 
 
+def test_a_step_takes_from_its_launch_or_from_the_end_of_the_one_before() -> None:
+    """Overlapped steps share no time, and a failed step takes some, too."""
+    clock, reports = ManualClock(), list[TickReport]()
+    reporter = TickReporter(reports.append, clock=clock)
+    launches: list[SchedulerEffect] = [
+        launch(i, num_prefill_tokens=0, num_retracted=0) for i in (1, 2, 3)
+    ]
+    back = StepResult(1, b"", b"", b"")
+    ticks: list[tuple[float, list[SchedulerEvent], list[SchedulerEffect]]] = [
+        (101, [], launches[:2]),  # 1 and 2
+        (103, [back], []),
+        (104, [StepFailed(2, StepError("no").info())], []),
+        (110, [], launches[2:]),
+        (112, [StepResult(3, b"", b"", b"")], []),
+    ]
+    for clock.now_s, events, effects in ticks:
+        reporter.on_tick(SchedulerTick(events, effects, began_s=clock.now_s - 0.5))
+    assert [report.device_s for report in reports] == [0, 2, 1, 0, 2]
+    assert {report.host_s for report in reports} == {0.5}
+
+
 def test_metrics_show_what_was_reported() -> None:
     metrics = Metrics()
-    for report in (REPORT, TickReport(num_finished=1, num_running=1, num_waiting_clients=5)):
+    for report in (
+        REPORT,
+        TickReport(num_finished=1, num_running=1, num_waiting_clients=5, cached_pages=3),
+    ):
         metrics.on_report(report)
     expected = {
         "aserve_steps_launched_total": 2,
@@ -183,6 +214,7 @@ def test_metrics_show_what_was_reported() -> None:
         "aserve_sequences_waiting": 0,
         "aserve_clients_waiting": 5,
         "aserve_kv_pages_used": 0,
+        "aserve_kv_pages_cached": 3,
     }
     found = {name: metrics.registry.get_sample_value(name) for name in expected}
     assert found == expected
@@ -193,7 +225,9 @@ def test_recent_requests_and_steps_have_their_times() -> None:
     metrics = Metrics(clock=clock)
     metrics.received(request("a"))
     clock.now_s += 1
-    metrics.on_report(TickReport(("a",), launched=LaunchedSteps(1, 7, 2, 0, 9), num_running=1))
+    launched = LaunchedSteps(1, 7, 2, 0, 9, num_decode_rows=1)
+    for ids, steps in (((), None), (("a",), launched), (("a",), None)):
+        metrics.on_report(TickReport(ids, launched=steps, num_running=1, host_s=1, device_s=2))
     clock.now_s += 1
     metrics.delivered(chunk("a", tokens=1, total=1, reason=None))
     metrics.received(request("b"))
@@ -209,7 +243,10 @@ def test_recent_requests_and_steps_have_their_times() -> None:
     )
     assert (done.outcome, done.completion_tokens, done.cached_tokens) == ("finished", {0: 3}, 1)
     assert (waiting.request_id, waiting.ended_s) == ("b", 0)
-    assert [(step.iteration, step.num_running) for step in seen.steps] == [(7, 1)]
+    assert done.num_admissions == 2, "it was retracted once"
+    assert [
+        (step.iteration, step.num_decode_rows, step.host_ms, step.device_ms) for step in seen.steps
+    ] == [(7, 1, 2000, 4000)], "with the times of the tick that launched nothing"
     later = metrics.recent.snapshot(since_s=103.5)
     assert [record.request_id for record in later.requests] == ["b"]
     assert not later.steps

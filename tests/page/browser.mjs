@@ -28,6 +28,16 @@ async function ask(page, text) {
   await settled(page)
 }
 
+/** A picture of what is shown, at three widths and in both schemes. */
+async function shoot(page, name) {
+  for (const [width, colorScheme] of [[360, "light"], [1280, "light"], [1280, "dark"], [2560, "dark"]]) {
+    await page.setViewportSize({ width, height: width === 360 ? 740 : 900 })
+    await page.emulateMedia({ colorScheme })
+    await page.waitForTimeout(1200) // the next reading
+    await page.screenshot({ path: `${pictures}/page-${name}-${width}-${colorScheme}.png` })
+  }
+}
+
 const settled = (page) => page.waitForFunction(() => document.querySelector("#send").textContent === "Send" && !document.querySelector(".caret"))
 const last = (page) => page.locator(".message.assistant").last()
 
@@ -43,7 +53,7 @@ const steps = {
     await page.reload()
     assert.match(await last(page).locator(".text").innerText(), /\b42\b/, "chats outlive a reload")
     assert.equal(await page.locator("[name=temperature]").inputValue(), "0")
-    return page
+    if (pictures) await shoot(page, "chat")
   },
   async "a message is edited, an answer regenerated, a new chat begun and deleted"() {
     const page = await open()
@@ -81,6 +91,10 @@ const steps = {
     await page.check("[name=logprobs]")
     await ask(page, "Tell me a story about a rabbit.")
     const before = await last(page).locator(".text").innerText()
+    await last(page).locator(".token").nth(3).hover()
+    await page.locator("#popover:not([hidden])").waitFor()
+    await page.mouse.move(5, 5)
+    await page.locator("#popover[hidden]").waitFor({ state: "attached" })
     await last(page).locator(".token").nth(8).click()
     const alternatives = page.locator("#popover .alternative")
     assert.equal(await alternatives.count(), 5)
@@ -141,11 +155,37 @@ const steps = {
   async "the live view follows a load"() {
     const page = await open()
     await page.click("#tab-live")
-    const load = page.evaluate(() => Promise.all(Array.from({ length: 6 }, () => fetch("v1/completions", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ prompt: "Once", max_tokens: 400, ignore_eos: true }) }))))
+    const seen = []
+    await page.exposeFunction("tellPages", (label) => seen.push(label))
+    await page.evaluate(() => new MutationObserver(([{ target }]) => window.tellPages(target.ariaLabel)).observe(document.querySelector(".pages canvas"), { attributeFilter: ["aria-label"] }))
+    // The browser has six connections to a server, and the view needs some.
+    const load = page.evaluate(() => Promise.all(Array.from({ length: 4 }, () => fetch("v1/completions", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ prompt: "Once", n: 2, max_tokens: 900, ignore_eos: true }) }))))
     await page.waitForFunction(() => Number(document.querySelector(".chart .key b").textContent.replace(/\D/g, "")) > 0)
+    if (pictures) await shoot(page, "live")
     await load
     assert.match(await page.locator(".timeline canvas").getAttribute("aria-label"), /^[1-9]\d* requests and [1-9]\d* ticks/)
-    if (pictures) await page.screenshot({ path: `${pictures}/page-live.png` })
+    await page.waitForFunction(() => /requests? 0, .*free [1-9]/.test(document.querySelector(".pages canvas").ariaLabel))
+    assert.ok(seen.some((label) => /[1-4] requests? [1-9]/.test(label)), seen.join("\n"))
+  },
+  async "a model that takes pictures gets them, and another one shows no way to add any"() {
+    const page = await open()
+    assert.equal(await page.locator("#attach").isVisible(), false)
+    await page.route("**/model_info", (route) => route.fulfill({ json: { has_image_understanding: true } }))
+    let sent = null
+    await page.route("**/v1/chat/completions", (route) => {
+      sent = route.request().postDataJSON().messages
+      return route.fulfill({ contentType: "text/event-stream", body: 'data: {"choices": [{"index": 0, "delta": {"content": "a dot"}, "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n' })
+    })
+    await page.reload()
+    await page.locator("#attach").waitFor()
+    const dot = Buffer.from("R0lGODlhAQABAIAAAP8AAP///ywAAAAAAQABAAACAkQBADs=", "base64")
+    await page.setInputFiles("#picture-file", { name: "dot.gif", mimeType: "image/gif", buffer: dot })
+    await page.locator("#pictures img").waitFor()
+    await ask(page, "What is this?")
+    assert.deepEqual(sent[0].content.map((part) => part.type), ["image_url", "text"])
+    assert.equal(sent[0].content[0].image_url.url, `data:image/gif;base64,${dot.toString("base64")}`)
+    assert.equal(await page.locator(".message.user img.picture").count(), 1)
+    assert.equal(await page.locator("#pictures").isVisible(), false)
   },
   async "every view fits from 360 to 2560 pixels, in both schemes, and works by keyboard"() {
     for (const [width, colorScheme] of [[360, "dark"], [768, "light"], [2560, "dark"]]) {

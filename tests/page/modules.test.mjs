@@ -8,7 +8,9 @@ import { inline, parse } from "../../aserve/http/static/markdown.js"
 import { quantile, rate, readMetrics, total } from "../../aserve/http/static/prometheus.js"
 import { chatBody, continuedBody, SettingError } from "../../aserve/http/static/request.js"
 import { EventParser } from "../../aserve/http/static/sse.js"
-import { lanes, phases, stepColumns, tell, traceEvents } from "../../aserve/http/static/timeline.js"
+import { imagesOf, messageContent, textOf } from "../../aserve/http/static/pictures.js"
+import { cellsOf, ownersOf } from "../../aserve/http/static/pages.js"
+import { lanes, phases, stepColumns, tell, tellStep, traceEvents } from "../../aserve/http/static/timeline.js"
 import { Chats, DEFAULTS, titleOf } from "../../aserve/http/static/store.js"
 
 const choice = (delta, more = {}) => ({ choices: [{ index: 0, delta, ...more }] })
@@ -134,22 +136,52 @@ test("chats are kept, and the oldest go where there is no room", () => {
 })
 
 test("bars have the phases that happened, lanes do not overlap, and a trace has both", () => {
-  const at = (received_s, admitted_s, first_token_s, ended_s) => ({ request_id: `r${received_s}`, received_s, admitted_s, first_token_s, ended_s, outcome: ended_s ? "finished" : "", prompt_tokens: 3, cached_tokens: 1, completion_tokens: { 0: 2, 1: 5 } })
+  const at = (received_s, admitted_s, first_token_s, ended_s) => ({ request_id: `r${received_s}`, received_s, admitted_s, first_token_s, ended_s, outcome: ended_s ? "finished" : "", prompt_tokens: 3, cached_tokens: 1, completion_tokens: { 0: 2, 1: 5 }, num_sequences: 2, num_admissions: 4 })
   const requests = [at(1, 2, 3, 5), at(2, 0, 0, 0), at(5, 5, 6, 7), at(3, 0, 0, 4)]
   assert.deepEqual(phases(requests[0], 9), [["queued", 1, 2], ["prefill", 2, 3], ["decode", 3, 5]])
   assert.deepEqual(phases(requests[1], 9), [["queued", 2, 9]])
   assert.deepEqual(phases(requests[3], 9), [["queued", 3, 4]])
   assert.deepEqual(lanes(requests, 9).map(([request, lane]) => [request.received_s, lane]), [[1, 0], [2, 1], [3, 2], [5, 0]])
-  assert.equal(tell(requests[1], 9), "r2 · running · queued 7000 ms · 3 prompt tokens (1 cached), 7 generated")
+  assert.equal(tell(requests[1], 9), "r2 · running · queued 7000 ms, retracted 2 times · 3 prompt tokens (1 cached), 7 generated")
   const { traceEvents: events } = traceEvents({ requests, steps: [{ at_s: 4, num_running: 2 }], now_s: 9 })
   assert.deepEqual(events.map((event) => event.ph).sort().join(""), "C" + "X".repeat(7))
   assert.ok(events.every((event) => Number.isInteger(event.ts) && (event.ph === "C" || event.dur > 0)))
 })
 
-test("steps fill their pixels until the next one, or for half a second", () => {
-  const step = (at_s, num_running, num_prefill_tokens = 0) => ({ at_s, num_running, num_prefill_tokens })
+test("steps fill their pixels until the next one, or for half a second, and their times lie before them", () => {
+  const step = (at_s, num_decode_rows, device_ms = 0) => ({ at_s, num_decode_rows, num_prefill_rows: num_decode_rows && 1, device_ms, host_ms: 25 })
   const x = (at) => (at - 10) * 10 // ten pixels a second
-  const { running, prefill } = stepColumns([step(10, 1, 7), step(10.05, 3, 2), step(10.2, 0), step(10.3, 2)], 11, x)
-  assert.deepEqual(running, [3, 3, 0, 2, 2, 2, 2, 2, 0, 0])
-  assert.deepEqual(prefill, [9, 0, 0, 0, 0, 0, 0, 0, 0, 0])
+  const columns = stepColumns([step(10, 1), step(10.05, 3), step(10.2, 0), step(10.3, 2, 250), step(10.8, 0, 500)], 11, x)
+  assert.deepEqual(columns.decode, [3, 3, 0, 2, 2, 2, 2, 2, 0, 0])
+  assert.deepEqual(columns.prefill, [1, 1, 0, 1, 1, 1, 1, 1, 0, 0])
+  const rounded = (shares) => shares.map((share) => Math.round(share * 100))
+  assert.deepEqual(rounded(columns.device), [50, 100, 100, 100, 100, 100, 100, 100, 0, 0])
+  assert.deepEqual(rounded(columns.host), [25, 25, 25, 0, 0, 0, 0, 25, 0, 0])
+  const told = tellStep({ iteration: 7, num_decode_rows: 3, num_prefill_rows: 1, num_prefill_tokens: 64, device_ms: 2, host_ms: 0.26, num_running: 4, num_waiting: 0 })
+  assert.equal(told, "step 7 · 3 decode rows, 1 prefill rows with 64 tokens · device 2.0 ms, host 0.3 ms · 4 running, 0 waiting")
+})
+
+test("every page has one owner, whatever the requests tell, and every owner a square", () => {
+  const request = (prompt_tokens, cached_tokens, completion_tokens, more) => ({ request_id: "r", admitted_s: 1, ended_s: 0, prompt_tokens, cached_tokens, completion_tokens, ...more })
+  const requests = [request(33, 16, { 0: 15 }), request(16, 0, { 0: 1, 1: 33 }), request(99, 0, {}, { ended_s: 2 }), request(0, 0, {}), request(64, 0, { 0: 1 }, { admitted_s: 0 })]
+  const pagesOf = (owners) => owners.map(({ kind, pages }) => [kind, pages])
+  const rest = [["shared", 1], ["cached", 30], ["free", 62]]
+  assert.deepEqual(pagesOf(ownersOf(requests, { pages: 100, used: 8, cached: 30 }, 16)), [["request", 2], ["request", 5], ...rest])
+  assert.deepEqual(pagesOf(ownersOf(requests, { pages: 100, used: 3, cached: 0 }, 16)), [["request", 2], ["request", 1], ["shared", 0], ["cached", 0], ["free", 97]])
+  assert.deepEqual(cellsOf([{ pages: 2 }, { pages: 0 }, { pages: 1 }]).cells.map((owner) => owner.pages), [2, 2, 1])
+  const large = cellsOf([{ pages: 1 }, { pages: 998 }, { pages: 1 }], 100)
+  assert.equal(large.perCell, 10)
+  assert.deepEqual(new Set(large.cells.map((owner) => owner.pages)), new Set([1, 998]))
+  assert.ok(large.cells.length >= 100 && large.cells.length <= 103)
+})
+
+test("a message with pictures has parts, and gives its text and safe pictures back", () => {
+  const url = "data:image/png;base64,AA=="
+  assert.equal(messageContent("hi", []), "hi")
+  const content = messageContent("hi", [url])
+  assert.deepEqual(content.map((part) => part.type), ["image_url", "text"])
+  assert.equal(textOf(content), "hi")
+  assert.deepEqual(imagesOf([...content, { type: "image_url", image_url: { url: "https://e.org/a.png" } }]), [url])
+  assert.deepEqual([textOf("plain"), imagesOf("plain"), textOf(null)], ["plain", [], ""])
+  assert.equal(titleOf([{ role: "user", content }]), "hi")
 })

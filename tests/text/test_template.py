@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from aserve.errors import ConfigError, InvalidRequest
+from aserve.text import template_environment
 from aserve.text.template import ChatTemplate
 
 MESSAGES: list[dict[str, Any]] = [
@@ -62,6 +63,33 @@ def test_the_client_gets_the_error_that_a_template_raises() -> None:
 def test_a_template_that_fails_or_leaves_its_sandbox_is_a_client_error(source: str) -> None:
     with pytest.raises(InvalidRequest):
         ChatTemplate(source).render(MESSAGES)
+
+
+MANY = "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}"
+TWICE = "{% macro twice(n) %}{{ twice(n + 1) if n < 60 }}{{ twice(n + 1) if n < 60 }}{% endmacro %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (MANY + "{% endfor %}" * 3, "more than 0 seconds"),
+        (TWICE + "{{ twice(0) }}", "more than 0 seconds"),
+        (MANY + "{% set DEADLINE = 9 %}" + "{% endfor %}" * 3, "more than 0 seconds"),
+        ("{% set a = 'a' * 10 ** 9 %}", "items"),
+        ("{% set a = 10 ** 9 * [1, 2] %}", "items"),
+        ("{% set a = 10 ** (10 ** 9) %}", "bits"),
+        ("{% set a = 'a' * 9 %}{{ a }}", ""),
+    ],
+)
+def test_a_template_that_only_computes_ends(
+    monkeypatch: pytest.MonkeyPatch, source: str, said: str
+) -> None:
+    monkeypatch.setattr(template_environment, "MAX_RENDER_S", 0.05)
+    if not said:
+        assert ChatTemplate(source).render([]) == "a" * 9
+        return
+    with pytest.raises(InvalidRequest, match=said):
+        ChatTemplate(source).render([])
 
 
 def test_the_size_of_a_prompt_is_bounded() -> None:

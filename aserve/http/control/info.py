@@ -2,18 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
+from aserve.batches.lines import MAX_LINES
+from aserve.http import json_bounds
+from aserve.http.batches.handlers import MAX_FIELD, MAX_OPEN, MAX_PAGE
+from aserve.http.decompress import MAX_RATIO
 from aserve.http.delivery import json_response
-from aserve.http.openai.limits import RANGES
+from aserve.http.intake import MIN_BYTES_PER_S
+from aserve.http.openai import json_values, limits
+from aserve.http.openai.grammars import MAX_DEPTH as MAX_SCHEMA_DEPTH
+from aserve.http.openai.tools import MAX_TOOLS
 from aserve.http.probes import health
+from aserve.http.responses import call, conversation, websocket
 from aserve.http.route import get
 from aserve.http.state import HttpContext
 from aserve.text.prompt import PromptEncoder
+from aserve.text.template import MAX_RENDERED_CHARS
+from aserve.text.template_environment import MAX_RENDER_S
+
+# The limits of requests have the names of the fields that they bound.
+ITEMS = {
+    "stop": limits.MAX_STOPS,
+    "stop_token_ids": limits.MAX_STOP_TOKEN_IDS,
+    "logit_bias": limits.MAX_LOGIT_BIAS,
+    "allowed_token_ids": limits.MAX_ALLOWED_TOKEN_IDS,
+    "bad_words": limits.MAX_BAD_WORDS,
+    "tools": MAX_TOOLS,
+    "metadata": call.MAX_METADATA,
+    "conversation": conversation.MAX_ITEMS,
+}
+CHARACTERS = {
+    "stop": limits.MAX_STOP_CHARS,
+    "bad_words": limits.MAX_BAD_WORD_CHARS,
+    "cache_salt": limits.MAX_SALT_CHARS,
+    "metadata_key": call.MAX_METADATA_KEY,
+    "metadata_value": call.MAX_METADATA_VALUE,
+    "prompt": MAX_RENDERED_CHARS,
+}
+DEPTH = {
+    "body": json_bounds.MAX_DEPTH,
+    "template_values": json_values.MAX_DEPTH,
+    "json_schema": MAX_SCHEMA_DEPTH,
+}
 
 
 def version() -> str:
@@ -55,10 +91,53 @@ async def server_info(_: web.Request, context: HttpContext) -> web.Response:
             "tool_call_parser": state.parsers.tools,
             **sizes,
             "settings": None if spec is None else state.settings.now,
-            "limits": {name: [limit.low, limit.high] for name, limit in RANGES.items()},
+            "limits": limits_of(context),
             "internal_states": [sizes],
         }
     )
+
+
+def limits_of(context: HttpContext) -> dict[str, Mapping[str, object]]:
+    """Returns the limits by kind. A number has its lowest and highest value."""
+    options = context.options
+    numbers = {name: [limit.low, limit.high] for name, limit in limits.RANGES.items()}
+    return {
+        "numbers": numbers | {"logit_bias": [-limits.MAX_BIAS, limits.MAX_BIAS]},
+        "items": ITEMS,
+        "characters": CHARACTERS,
+        "depth": DEPTH,
+        "body": {
+            "bytes": options.max_body_size,
+            "compression_ratio": MAX_RATIO,
+            "fields": json_bounds.MAX_FIELDS,
+            "arrays_and_objects": json_bounds.MAX_CONTAINERS,
+            "members": json_bounds.MAX_MEMBERS,
+            "values": json_bounds.MAX_VALUES + (context.state.max_model_len or 0),
+            "escapes": json_bounds.MAX_ESCAPES,
+            "exponents": json_bounds.MAX_EXPONENTS,
+        },
+        "files": {
+            "file_bytes": options.max_file_size,
+            "bytes": options.files_size,
+            "field_bytes": MAX_FIELD,
+            "lines": MAX_LINES,
+            "open_batches": MAX_OPEN,
+            "page": MAX_PAGE,
+        },
+        "requests": {
+            "sequences": context.state.max_sequences,
+            "connections": options.max_connections,
+            "websocket_requests": websocket.MAX_OPEN,
+            "unread_bytes": options.max_unread_bytes,
+        },
+        "seconds": {
+            "header": options.header_timeout,
+            "body": options.body_timeout,
+            "body_per_byte": 1 / MIN_BYTES_PER_S,
+            "keep_alive": options.keep_alive_timeout,
+            "template": MAX_RENDER_S,
+        },
+    }
 
 
 async def model_info(_: web.Request, context: HttpContext) -> web.Response:

@@ -5,6 +5,7 @@ import { stream } from "./api.js"
 import { autosize, byId, h, perFrame } from "./dom.js"
 import { drawAnswer, messageView, showAlternatives } from "./message.js"
 import { parse, render } from "./markdown.js"
+import { imageNodes, imagesOf, messageContent, Pictures, textOf } from "./pictures.js"
 import { chatBody, continuedBody, SettingError } from "./request.js"
 import { Chats, titleOf } from "./store.js"
 
@@ -19,6 +20,7 @@ export class ChatView {
     this.messages = byId("messages")
     this.input = byId("input")
     this.fit = autosize(this.input)
+    this.pictures = new Pictures(this.input)
     this.#chat = this.#chats.all[0] ?? this.#chats.add()
     byId("composer").addEventListener("submit", (event) => {
       event.preventDefault()
@@ -108,7 +110,7 @@ export class ChatView {
     if (message.role === "assistant") return this.#answerNode(message, index)
     const view = messageView(message.role, message.role === "user" ? [["Edit", () => this.#edit(index)]] : [])
     if (message.role === "tool") view.body.append(h("p", { class: "hint" }, "result of the tool"), h("pre", {}, message.content))
-    else view.body.append(h("div", { class: "text" }, render(parse(message.content))))
+    else view.body.append(h("div", { class: "text" }, render(parse(textOf(message.content)))), ...imageNodes(imagesOf(message.content)))
     return view.node
   }
 
@@ -134,17 +136,20 @@ export class ChatView {
     }
     // NOTE: a fork continues plain text; in reasoning and tool calls there are tokens that text cannot express.
     const isPlain = !answer.reasoning && !answer.toolCalls.length
-    const onToken = isPlain && answer.tokens.length ? (at, node) => this.#offer(index, answer.tokens, at, node) : null
+    const onToken = isPlain && answer.tokens.length ? (at, node, { isHover = false } = {}) => this.#offer(index, answer.tokens, at, { node, isHover }) : null
     drawAnswer(view, answer, { onToken })
     if (shown.failure) view.body.append(h("p", { class: "failure", role: "alert" }, shown.failure))
   }
 
-  #offer(index, tokens, at, node) {
-    showAlternatives(byId("popover"), node, tokens[at], (chosen) => this.#answer(index, forkAt(tokens, at, chosen), tokens.slice(0, at).concat({ ...chosen, top: tokens[at].top })))
+  #offer(index, tokens, at, { node, isHover }) {
+    const onChoose = (chosen) => this.#answer(index, forkAt(tokens, at, chosen), tokens.slice(0, at).concat({ ...chosen, top: tokens[at].top }))
+    showAlternatives(byId("popover"), node, tokens[at], { isHover, onChoose })
   }
 
   #edit(index) {
-    this.input.value = this.#chat.messages[index].content
+    const { content } = this.#chat.messages[index]
+    this.input.value = textOf(content)
+    this.pictures.set(imagesOf(content))
     this.fit()
     this.#cut(index)
     this.input.focus()
@@ -162,11 +167,11 @@ export class ChatView {
     if (!text) return
     this.input.value = ""
     this.fit()
-    this.send(text)
+    this.send(messageContent(text, this.pictures.take()))
   }
 
-  send(text) {
-    this.#chat.messages.push({ role: "user", content: text })
+  send(content) {
+    this.#chat.messages.push({ role: "user", content })
     this.#answer(this.#chat.messages.length)
   }
 

@@ -2,6 +2,7 @@
 
 import { get } from "./api.js"
 import { byId, h } from "./dom.js"
+import { PageMap } from "./pages.js"
 import { quantile, rate, readMetrics, total } from "./prometheus.js"
 import { Timeline } from "./timeline.js"
 
@@ -19,19 +20,18 @@ const CHARTS = [
     ["running", (_, after) => total(after, "aserve_sequences_running")],
     ["waiting", (_, after) => total(after, "aserve_sequences_waiting")],
   ]],
-  ["KV pages in use", "", [
-    ["used", (_, after) => total(after, "aserve_kv_pages_used")],
-  ]],
   ["Steps per second", "/s", [
     ["steps", (before, after, s) => rate(before, after, "aserve_steps_launched_total", s)],
     ["retractions", (before, after, s) => rate(before, after, "aserve_retractions_total", s)],
   ]],
   ["Time to first token", "ms", [
     ["median", (before, after) => ms(quantile(before, after, "aserve_time_to_first_token_seconds", 0.5))],
+    ["p90", (before, after) => ms(quantile(before, after, "aserve_time_to_first_token_seconds", 0.9))],
     ["p99", (before, after) => ms(quantile(before, after, "aserve_time_to_first_token_seconds", 0.99))],
   ]],
   ["Time between tokens", "ms", [
     ["median", (before, after) => ms(quantile(before, after, "aserve_inter_token_latency_seconds", 0.5))],
+    ["p90", (before, after) => ms(quantile(before, after, "aserve_inter_token_latency_seconds", 0.9))],
     ["p99", (before, after) => ms(quantile(before, after, "aserve_inter_token_latency_seconds", 0.99))],
   ]],
   ["Event loop delay", "ms", [
@@ -42,12 +42,14 @@ const CHARTS = [
 export class LiveView {
   #before = null
   #timer = null
+  #pageSize = null // tokens; known once the engine has started
 
   constructor() {
     this.charts = CHARTS.map(([title, unit, lines]) => new Chart(title, unit, lines))
     this.failure = h("p", { class: "failure", role: "alert", hidden: true })
     this.timeline = new Timeline()
-    byId("live").replaceChildren(this.failure, this.timeline.node, ...this.charts.map((chart) => chart.node))
+    this.pages = new PageMap()
+    byId("live").replaceChildren(this.failure, this.timeline.node, this.pages.node, ...this.charts.map((chart) => chart.node))
   }
 
   show() {
@@ -66,6 +68,7 @@ export class LiveView {
       const [text, recent] = await Promise.all([get("metrics"), get(`live?since=${this.timeline.since}`)])
       const metrics = readMetrics(await text.text())
       this.timeline.add(await recent.json())
+      await this.#showPages(metrics)
       const now = { metrics, at: performance.now() }
       const before = this.#before
       this.#before = now
@@ -75,6 +78,12 @@ export class LiveView {
       this.failure.hidden = false
       this.failure.textContent = error.message
     }
+  }
+
+  async #showPages(metrics) {
+    this.#pageSize ??= (await (await get("server_info")).json()).page_size ?? null
+    const [pages, used, cached] = ["", "_used", "_cached"].map((name) => total(metrics, `aserve_kv_pages${name}`))
+    if (this.#pageSize) this.pages.show(this.timeline.running, { pages, used, cached }, this.#pageSize)
   }
 
   #add(before, now) {

@@ -12,8 +12,9 @@ const HEALTH_MS = 5000
 
 const settings = settingsPanel(byId("settings"))
 const live = new LiveView()
+const chat = new ChatView(settings)
 const views = {
-  chat: new ChatView(settings),
+  chat,
   complete: new CompleteView(settings),
   compare: new CompareView(settings),
   live,
@@ -58,8 +59,11 @@ function drawer(button, panel, isOpen) {
 
 const isWide = matchMedia("(min-width: 900px)")
 const showChats = drawer(byId("show-chats"), byId("chats"), isWide.matches)
-drawer(byId("show-settings"), byId("settings"), matchMedia("(min-width: 1280px)").matches)
-isWide.addEventListener("change", () => showChats(isWide.matches))
+const showSettings = drawer(byId("show-settings"), byId("settings"), matchMedia("(min-width: 1280px)").matches)
+isWide.addEventListener("change", () => {
+  showChats(isWide.matches)
+  if (!isWide.matches) showSettings(false)
+})
 byId("chat-list").addEventListener("click", () => isWide.matches || showChats(false))
 
 addEventListener("keydown", (event) => {
@@ -69,6 +73,9 @@ addEventListener("keydown", (event) => {
 })
 addEventListener("pointerdown", (event) => {
   if (!byId("popover").contains(event.target)) byId("popover").hidden = true
+})
+byId("popover").addEventListener("pointerleave", ({ currentTarget: popover }) => {
+  if (popover.dataset.hover) popover.hidden = true
 })
 
 /** The model's name beside a dot; while the server starts, what it does. */
@@ -89,6 +96,7 @@ async function readModels() {
   try {
     const models = (await (await get("v1/models")).json()).data.map((model) => model.id)
     settings.setModels(models)
+    chat.pictures.allow(Boolean((await (await get("model_info")).json()).has_image_understanding))
     return models[0]
   } catch (error) {
     return error.message // a key is missing, say; asked again with the next reading

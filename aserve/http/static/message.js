@@ -1,8 +1,10 @@
 // Shows one message of a conversation: text as Markdown, reasoning, tool calls, tokens, and figures.
 
 import { describe } from "./answer.js"
-import { h } from "./dom.js"
+import { byId, h } from "./dom.js"
 import { parse, render } from "./markdown.js"
+
+const HOVER_MS = 250
 
 /** The article of a message. `actions` are [label, handler] pairs. */
 export function messageView(role, actions = []) {
@@ -57,9 +59,25 @@ function tokensView({ tokens, content }, onToken) {
     const node = h("button", { class: isEnd ? "token end" : "token", title: percent(token.logprob) }, token.text)
     node.style.setProperty("--surprise", surprise.toFixed(3))
     node.addEventListener("click", () => onToken(index, node))
+    onHover(node, () => onToken(index, node, { isHover: true }))
     view.append(node)
   })
   return view
+}
+
+/** Calls `show` when a mouse rests on a node, and hides what it showed when the mouse rests elsewhere. */
+function onHover(node, show) {
+  let timer = null
+  node.addEventListener("pointerenter", ({ pointerType }) => {
+    if (pointerType === "mouse") timer = setTimeout(show, HOVER_MS)
+  })
+  node.addEventListener("pointerleave", () => {
+    clearTimeout(timer)
+    timer = setTimeout(() => {
+      const popover = byId("popover")
+      if (popover.dataset.hover && !popover.matches(":hover") && !node.matches(":hover")) popover.hidden = true
+    }, HOVER_MS)
+  })
 }
 
 export function percent(logprob) {
@@ -68,8 +86,8 @@ export function percent(logprob) {
   return value >= 10 ? `${value.toFixed(0)} %` : `${value.toPrecision(2)} %`
 }
 
-/** The alternatives of a token beside it. Choosing one calls `onChoose(alternative)`. */
-export function showAlternatives(popover, anchor, token, onChoose) {
+/** The alternatives of a token beside it. Choosing one calls `onChoose(alternative)`. A popover that a mouse opened takes no focus. */
+export function showAlternatives(popover, anchor, token, { isHover, onChoose }) {
   const rows = token.top.map((each) =>
     h(
       "button",
@@ -84,10 +102,11 @@ export function showAlternatives(popover, anchor, token, onChoose) {
   )
   popover.replaceChildren(h("p", { class: "hint" }, "Choose another token, and the answer goes on from there."), ...rows)
   popover.hidden = false
+  popover.dataset.hover = isHover ? "1" : ""
   const box = anchor.getBoundingClientRect()
   const left = Math.min(box.left, innerWidth - popover.offsetWidth - 8)
   const below = box.bottom + 6 + popover.offsetHeight < innerHeight
   popover.style.left = `${Math.max(8, left)}px`
   popover.style.top = `${below ? box.bottom + 6 : Math.max(8, box.top - popover.offsetHeight - 6)}px`
-  rows[0]?.focus()
+  if (!isHover) rows[0]?.focus()
 }

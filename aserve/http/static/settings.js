@@ -26,7 +26,7 @@ const GROUPS = {
     ["stop", "Stop strings", "lines", "one per line"],
   ],
   Output: [
-    ["logprobs", "Token probabilities", "switch", "shades each token; choose one for its alternatives"],
+    ["logprobs", "Token probabilities", "switch", "shades each token; point at one for its alternatives"],
     ["schema", "JSON schema", "code", "the answer will follow it"],
     ["tools", "Tools", "code", "a JSON list, as the API takes it"],
     ["extra", "More parameters", "code", "a JSON object, added to the request"],

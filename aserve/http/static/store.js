@@ -1,5 +1,7 @@
 // The chats and settings of this browser, in localStorage. Nothing of them is kept on the server.
 
+import { textOf } from "./pictures.js"
+
 const CHATS = "aserve.chats"
 const SETTINGS = "aserve.settings"
 
@@ -92,7 +94,7 @@ function isChat(value) {
 
 /** The first words of the first message. */
 export function titleOf(messages) {
-  const text = messages.find((message) => message.role === "user")?.content ?? ""
+  const text = textOf(messages.find((message) => message.role === "user")?.content)
   const words = text.trim().replace(/\s+/g, " ")
   return words.length > 48 ? `${words.slice(0, 47)}…` : words || "New chat"
 }

@@ -1,10 +1,12 @@
-// The requests of the last minute as bars over time, and the steps under them.
+// The requests of the last minute as bars over time, and under them the rows of the steps and how busy device and host were.
 
 import { h, perFrame } from "./dom.js"
 
 const SPAN_S = 60
 const LANE = 11 // pixels, with the gap
-const STEPS = 64 // pixels under the bars
+const ROWS = 56 // pixels of the rows of steps, under the bars
+const BUSY = 40 // pixels of the share of time in which device and host worked, under those
+const GAP = 14
 
 /** The phases of a request, each from one of its times to the next that is known. */
 export function phases(request, now) {
@@ -43,7 +45,10 @@ export function traceEvents({ requests, steps, now_s: now }) {
   )
   const counters = steps.map((step) => ({
     name: "step", ph: "C", pid: 1, ts: us(step.at_s),
-    args: { running: step.num_running, waiting: step.num_waiting, prefill_tokens: step.num_prefill_tokens, used_pages: step.used_pages },
+    args: {
+      running: step.num_running, waiting: step.num_waiting, decode_rows: step.num_decode_rows, prefill_rows: step.num_prefill_rows,
+      prefill_tokens: step.num_prefill_tokens, used_pages: step.used_pages, device_ms: step.device_ms, host_ms: step.host_ms,
+    },
   }))
   return { traceEvents: [...bars, ...counters] }
 }
@@ -53,24 +58,43 @@ const outputs = (request) => Object.values(request.completion_tokens).reduce((su
 /** What a pointer shows over a bar. */
 export function tell(request, now) {
   const spans = phases(request, now).map(([name, from, to]) => `${name} ${Math.round((to - from) * 1000)} ms`)
+  const again = Math.max(0, request.num_admissions - request.num_sequences)
+  if (again) spans.push(`retracted ${again === 1 ? "once" : `${again} times`}`)
   const counts = `${request.prompt_tokens} prompt tokens (${request.cached_tokens} cached), ${outputs(request)} generated`
   return `${request.request_id.slice(0, 8)} · ${request.outcome || "running"} · ${spans.join(", ")} · ${counts}`
 }
 
-/** The most running rows, and the prompt tokens, of each pixel column. Without a step for half a second nothing runs. */
+/** What a pointer shows over the steps: the batch that a tick launched, and its times. */
+export function tellStep(step) {
+  const prefill = step.num_prefill_rows ? `, ${step.num_prefill_rows} prefill rows with ${step.num_prefill_tokens} tokens` : ""
+  const times = `device ${step.device_ms.toFixed(1)} ms, host ${step.host_ms.toFixed(1)} ms`
+  return `step ${step.iteration} · ${step.num_decode_rows} decode rows${prefill} · ${times} · ${step.num_running} running, ${step.num_waiting} waiting`
+}
+
+/** For each pixel column the most rows of a step, and the share of its time in which device and host worked.
+ *
+ * A step holds its rows until the next one, or for half a second; its times lie before the tick that tells them. */
 export function stepColumns(steps, now, x) {
   const width = Math.ceil(x(now))
-  const running = Array(width).fill(0)
-  const prefill = Array(width).fill(0)
+  const columns = Object.fromEntries(["decode", "prefill", "device", "host"].map((name) => [name, Array(width).fill(0)]))
   steps.forEach((step, at) => {
     const until = Math.min(steps[at + 1]?.at_s ?? now, step.at_s + 0.5)
     const from = Math.max(0, Math.floor(x(step.at_s)))
-    if (from < width) prefill[from] += step.num_prefill_tokens
     for (let column = from; column < Math.min(width, Math.max(from + 1, Math.round(x(until)))); column += 1) {
-      running[column] = Math.max(running[column], step.num_running)
+      columns.decode[column] = Math.max(columns.decode[column], step.num_decode_rows)
+      columns.prefill[column] = Math.max(columns.prefill[column], step.num_prefill_rows)
     }
+    spread(columns.device, x(step.at_s - step.device_ms / 1000), x(step.at_s))
+    spread(columns.host, x(step.at_s - step.host_ms / 1000), x(step.at_s))
   })
-  return { running, prefill }
+  return columns
+}
+
+/** Adds to each column how much of it lies between two places. */
+function spread(columns, from, to) {
+  for (let column = Math.max(0, Math.floor(from)); column < Math.min(columns.length, to); column += 1) {
+    columns[column] = Math.min(1, columns[column] + Math.min(to, column + 1) - Math.max(from, column))
+  }
 }
 
 export class Timeline {
@@ -78,11 +102,13 @@ export class Timeline {
   #steps = []
   #now = 0
   #placed = []
+  #stepsTop = 0
+  #secondsAt = () => 0
 
   constructor() {
     this.canvas = h("canvas", { role: "img", "aria-label": "Requests over the last minute" })
-    this.told = h("p", { class: "hint" }, "Each bar is a request: queued, prefill, decode. Point at one.")
-    const legend = ["queued", "prefill", "decode", "failed"].map((name) => h("span", {}, h("i", { class: `swatch ${name}` }), name))
+    this.told = h("p", { class: "hint" }, "Each bar is a request. Below are the rows of the steps, and how busy the device and the scheduler's host were. Point at something.")
+    const legend = ["queued", "prefill", "decode", "failed", "device", "host"].map((name) => h("span", {}, h("i", { class: `swatch ${name}` }), name))
     const save = h("button", { class: "quiet small", onclick: () => this.#save() }, "Save for Perfetto")
     this.node = h("figure", { class: "chart timeline" }, h("figcaption", {}, "Requests and steps of the last minute", save), this.canvas, h("p", { class: "legend" }, ...legend), this.told)
     this.draw = perFrame(() => this.#draw())
@@ -102,6 +128,10 @@ export class Timeline {
     this.draw()
   }
 
+  get running() {
+    return [...this.#requests.values()].filter((request) => !request.ended_s)
+  }
+
   get since() {
     return this.#now
   }
@@ -111,14 +141,16 @@ export class Timeline {
     const colour = (name) => style.getPropertyValue(name).trim()
     const placed = lanes(this.#requests.values(), this.#now)
     const rows = Math.max(6, ...placed.map(([, lane]) => lane + 1))
-    const [width, height] = [this.canvas.clientWidth, rows * LANE + STEPS + 8]
+    const [width, height] = [this.canvas.clientWidth, rows * LANE + ROWS + BUSY + 2 * GAP]
     const scale = devicePixelRatio
     Object.assign(this.canvas, { width: width * scale, height: height * scale })
     this.canvas.style.height = `${height}px`
     const pen = this.canvas.getContext("2d")
     pen.scale(scale, scale)
     const x = (at) => width * (1 - (this.#now - at) / SPAN_S)
-    const colours = { queued: `rgb(${colour("--glow")})`, prefill: colour("--soft"), decode: colour("--accent") }
+    const colours = { queued: `rgb(${colour("--glow")})`, prefill: colour("--soft"), decode: colour("--accent"), line: colour("--line"), host: colour("--ink") }
+    this.#stepsTop = rows * LANE + GAP / 2
+    this.#secondsAt = (px) => this.#now - SPAN_S * (1 - px / width)
     this.#placed = placed.map(([request, lane]) => {
       const top = lane * LANE + 2
       for (const [name, from, to] of phases(request, this.#now)) {
@@ -127,27 +159,41 @@ export class Timeline {
       }
       return { request, top, from: x(request.received_s), to: x(request.ended_s || this.#now) }
     })
-    this.#drawSteps(pen, x, rows * LANE + 8, colours)
+    this.#drawSteps(pen, x, colours)
   }
 
-  /** Running rows as a filled line, the tokens of prompts as strokes over it; one column per pixel. */
-  #drawSteps(pen, x, top, colours) {
-    const columns = stepColumns(this.#steps, this.#now, x)
-    const base = top + STEPS - 10
-    const draw = (values, colour) => {
-      const most = Math.max(1, ...values)
+  /** Decode rows with the prefill rows on them, and below the busy shares of the device, as an area, and of the host, as a line. */
+  #drawSteps(pen, x, colours) {
+    const { decode, prefill, device, host } = stepColumns(this.#steps, this.#now, x)
+    const base = this.#stepsTop + ROWS
+    const most = Math.max(1, ...decode.map((rows, at) => rows + prefill[at]))
+    const scale = (ROWS - 4) / most
+    const bars = (values, colour, bottom) => {
       pen.fillStyle = colour
-      values.forEach((value, at) => value && pen.fillRect(at, base, 1, (-(STEPS - 12) * value) / most))
+      values.forEach((value, at) => value && pen.fillRect(at, bottom(at), 1, -value))
     }
-    pen.globalAlpha = 0.35
-    draw(columns.running, colours.decode)
+    bars(decode.map((rows) => rows * scale), colours.decode, () => base)
+    bars(prefill.map((rows) => rows * scale), colours.prefill, (at) => base - decode[at] * scale)
+    const floor = base + GAP + BUSY
+    pen.fillStyle = colours.line
+    pen.fillRect(0, base, this.canvas.clientWidth, 1)
+    pen.fillRect(0, floor, this.canvas.clientWidth, 1)
+    pen.globalAlpha = 0.45
+    bars(device.map((share) => share * BUSY), colours.decode, () => floor)
     pen.globalAlpha = 1
-    draw(columns.prefill, colours.queued)
+    bars(host.map((share) => share * BUSY), colours.host, () => floor)
+    pen.fillStyle = colours.prefill
+    pen.font = "11px system-ui"
+    pen.fillText(`rows of a step, most ${most}`, 4, this.#stepsTop + 10)
+    pen.fillText("busy: device and host, of the time", 4, base + GAP + 8)
   }
 
   #point({ offsetX, offsetY }) {
     const hit = this.#placed.find(({ top, from, to }) => offsetY >= top && offsetY < top + LANE && offsetX >= from && offsetX <= Math.max(to, from + 3))
+    const at = this.#secondsAt(offsetX)
+    const step = offsetY > this.#stepsTop && this.#steps.findLast((each) => each.at_s <= at && each.at_s > at - 0.5)
     if (hit) this.told.textContent = tell(hit.request, this.#now)
+    else if (step) this.told.textContent = tellStep(step)
   }
 
   #save() {
