@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from aserve.channel import yield_to_loop
-from aserve.errors import ErrorInfo, InvalidRequest, QueueFull
+from aserve.errors import ErrorInfo, ExpectedWait, InvalidRequest, QueueFull
 from aserve.messages.base import num_values
 from aserve.messages.output import OutputChunk, failed_chunk
 from aserve.messages.requests import Cancel, GenerateRequest
@@ -146,6 +146,7 @@ class Capacity:
                 f"The server holds {num_open} sequences, of which at most {self.max_rows} run at "
                 f"once, and this call adds {num_sequences}. Try again later.",
                 retry_after_s=1.0,
+                wait=ExpectedWait(num_open - self.max_rows + 1, None),
             )
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aserve.errors import EngineDead, InvalidRequest, QueueFull
+from aserve.errors import EngineDead, ExpectedWait, InvalidRequest, QueueFull
 from aserve.messages.base import pack_i32
 from aserve.messages.output import OutputChunk, TokenLogprob, TopLogprob, Usage
 from aserve.messages.requests import Cancel, GenerateRequest, SamplingParams, TextPrompt
@@ -220,6 +220,7 @@ async def test_an_engine_that_never_answers_is_given_no_more_than_it_could_hold(
     with pytest.raises(QueueFull, match="holds 24 sequences") as caught:
         bench.gateway.open(group("late", 1))
     assert caught.value.status == 429
+    assert caught.value.info().wait == ExpectedWait(24 - 4 + 1, None)
     assert (bench.gateway.num_open, len(bench.submitted)) == (6, 6)
     bench.gateway.deliver(chunk("r3", "", is_last=True))
     bench.gateway.open(group("later", 4))

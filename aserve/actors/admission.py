@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aserve.errors import BugError, QueueFull
+from aserve.errors import BugError, ExpectedWait, QueueFull
 from aserve.messages.base import array_i32
 from aserve.messages.executor import EngineSpec
 from aserve.messages.requests import AdmitRequest, ChatPrompt, Prompt, TextPrompt, TokenPrompt
@@ -69,12 +69,14 @@ class TokenizeQueue:
                 f"{num_waiting} prompts wait to be tokenized, and at most {self.max_requests} may. "
                 "Try again later.",
                 retry_after_s=RETRY_AFTER_S,
+                wait=ExpectedWait(num_waiting + 1, None),
             )
         if num_waiting and num_chars + size > self.max_chars:
             raise QueueFull(
                 f"Prompts of {num_chars} characters wait to be tokenized, this one has {size}, and "
                 f"at most {self.max_chars} may wait. Try again later.",
                 retry_after_s=RETRY_AFTER_S,
+                wait=ExpectedWait(num_waiting + 1, None),
             )
 
 

@@ -14,7 +14,7 @@ from aiohttp import hdrs, web
 
 from aserve.http.hosts import HOSTS
 
-EXPOSED = "X-Request-Id, X-Ignored-Params, Retry-After"
+EXPOSED = "X-Request-Id, X-Ignored-Params, Retry-After, Retry-After-Ms, Server-Timing"
 PREFLIGHT_AGE_S = 600
 HEADER_NAMES = re.compile(r"[A-Za-z0-9-]+(\s*,\s*[A-Za-z0-9-]+)*")
 MAX_HEADER_CHARS = 4096

@@ -11,6 +11,7 @@ import pytest
 from aserve.actors.admission import TokenizeQueue
 from aserve.actors.tokenizer import LONG_TEXT, NUM_THREADS, TokenizerActor
 from aserve.channel import Channel, Codec
+from aserve.errors import ExpectedWait
 from aserve.messages.base import array_i32
 from aserve.messages.output import DetokenizerEvent, Refused
 from aserve.messages.requests import (
@@ -227,6 +228,7 @@ async def test_so_many_prompts_may_wait_for_a_thread_and_no_more() -> None:
         assert isinstance(refused[0], Refused)
         assert (refused[0].error.status, refused[0].error.code) == (429, "queue_full")
         assert "at most 4 may" in refused[0].error.message
+        assert refused[0].error.wait == ExpectedWait(5, None)
         bench.encoder.gate.set()
         await bench.next_text(4)
         bench.send("after", LONG)
