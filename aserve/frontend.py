@@ -22,7 +22,7 @@ from aserve.http.tokenize_service import TokenizeService
 from aserve.load import Loaded, vocabulary_of
 from aserve.messages.base import ServerPhase
 from aserve.messages.output import DetokenizerEvent, OutputChunk
-from aserve.messages.requests import Cancel, GenerateRequest, TokenizerEvent
+from aserve.messages.requests import Amend, Cancel, GenerateRequest, TokenizerEvent
 from aserve.observability.metrics import Metrics
 from aserve.observability.reports import EngineReport
 from aserve.observability.trace import Trace
@@ -129,9 +129,9 @@ class Frontend:
         self.metrics.received(request)
         self._running.inbox.send(request)
 
-    def _cancel(self, cancel: Cancel) -> None:
+    def _cancel(self, message: Cancel | Amend) -> None:
         if self._running is not None:
-            self._running.inbox.send(cancel)
+            self._running.inbox.send(message)
 
     def _deliver(self, chunk: OutputChunk) -> None:
         chunk = self.metrics.delivered(chunk)
@@ -152,6 +152,7 @@ class Frontend:
         detokenizer = DetokenizerActor(
             text.tokenizer,
             deliver=self._deliver,
+            answer=self.gateway.amendments.receive,
             engine=core.inbox,
             inbox=self._text,
             story=self._trace.story,

@@ -10,22 +10,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from aserve.amendments import Amendments, amended
 from aserve.channel import yield_to_loop
 from aserve.errors import ErrorInfo, ExpectedWait, InvalidRequest, QueueFull
 from aserve.messages.base import num_values
 from aserve.messages.output import OutputChunk, failed_chunk
-from aserve.messages.requests import Cancel, GenerateRequest
+from aserve.messages.requests import Amend, Cancel, GenerateRequest
 from aserve.unread import MAX_UNREAD_BYTES, Unread, UnreadAnswer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Opened:
+    """`request` is kept as it is after changes. `outputs` are the tokens that each child has sent,
+    int32.
+    """
+
     request_stream: RequestStream
-    num_sequences: int
-    client: str
-    lora_slot: int
+    request: GenerateRequest
+    outputs: dict[int, bytearray] = field(default_factory=dict)
 
 
 class Gateway:
@@ -35,7 +39,7 @@ class Gateway:
         self,
         *,
         submit: Callable[[GenerateRequest], None],
-        cancel: Callable[[Cancel], None],
+        cancel: Callable[[Cancel | Amend], None],
         max_unread_bytes: int = MAX_UNREAD_BYTES,
     ) -> None:
         self.capacity: Capacity | None = None  # set once the engine has started
@@ -44,6 +48,7 @@ class Gateway:
         self._cancel = cancel
         self._max_unread_bytes = max_unread_bytes
         self._open: dict[str, _Opened] = {}
+        self.amendments = Amendments(send=cancel, on_change=self._note_change)
         self._is_drained = asyncio.Event()
         self._is_drained.set()
 
@@ -53,7 +58,7 @@ class Gateway:
 
     def lora_slots(self) -> set[int]:
         """Returns the adapter slots of the open requests."""
-        return {opened.lora_slot for opened in self._open.values()}
+        return {request.lora_slot for request in self.requests.values()}
 
     def open(self, *requests: GenerateRequest) -> RequestStream:
         """Submits the requests of one call and returns the stream of their chunks. A reader that
@@ -70,10 +75,8 @@ class Gateway:
         )
         for request in requests:
             assert request.request_id not in self._open, "request ids are made by the server"
-            num_sequences, client = request.sampling.n, request.client
-            opened = _Opened(request_stream, num_sequences, client, request.lora_slot)
-            self._open[request.request_id] = opened
-            self._num_sequences += opened.num_sequences
+            self._open[request.request_id] = _Opened(request_stream, request)
+            self._num_sequences += request.sampling.n
         self._is_drained.clear()
         with contextlib.ExitStack() as undo:
             undo.callback(request_stream.cancel)
@@ -87,6 +90,7 @@ class Gateway:
         opened = self._open.get(chunk.request_id)
         if opened is None:
             return
+        opened.outputs.setdefault(chunk.child, bytearray()).extend(chunk.token_ids)
         if chunk.is_last:
             self._close(chunk.request_id)
         opened.request_stream.put(chunk)
@@ -96,9 +100,14 @@ class Gateway:
         for request_id in list(self._open):
             self.deliver(failed_chunk(request_id, error))
 
-    def clients(self) -> dict[str, str]:
-        """Returns the client of each open request by the request's id."""
-        return {request_id: opened.client for request_id, opened in self._open.items()}
+    @property
+    def requests(self) -> dict[str, GenerateRequest]:
+        """The open requests by their ids, as they are after changes."""
+        return {request_id: opened.request for request_id, opened in self._open.items()}
+
+    def outputs_of(self, request_id: str, child: int) -> bytes:
+        """Returns the tokens that a child of an open request has sent, int32."""
+        return bytes(self._open[request_id].outputs.get(child, b""))
 
     def abort(self, request_id: str, error: ErrorInfo) -> None:
         """Ends an open request with this error, here at once and then in the engine."""
@@ -113,8 +122,13 @@ class Gateway:
         self._close(request_id)
         self._cancel(Cancel(request_id, None, kept, "cancelled"))
 
+    def _note_change(self, change: Amend) -> None:
+        opened = self._open.get(change.request_id)
+        if opened is not None:
+            opened.request = amended(opened.request, change)
+
     def _close(self, request_id: str) -> None:
-        self._num_sequences -= self._open.pop(request_id).num_sequences
+        self._num_sequences -= self._open.pop(request_id).request.sampling.n
         if not self._open:
             self._is_drained.set()
 

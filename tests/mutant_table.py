@@ -19,6 +19,7 @@ TWO_TOKENS = (
 RELAY = "tests/gpu/step/test_future_map.py"
 RESOLVE = "tests/gpu/step/test_resolve.py"
 PARSERS = "tests/parsers/test_parsers.py"
+REASONING = "tests/scheduling/test_reasoning.py"
 TOOL_GRAMMARS = "tests/parsers/test_tool_grammar.py"
 DETOKENIZER = "tests/actors/test_detokenizer.py"
 
@@ -59,7 +60,7 @@ MUTANTS = (
     Mutant(
         "a bound not corrected at commit",
         "aserve/scheduling/commit.py",
-        "advance = step.max_advance[here] - step.max_outputs[here] + counts[is_here]",
+        "advance = step.max_advance[here] - step.max_outputs[here] + num_kept[is_here]",
         "advance = step.max_advance[here]",
     ),
     Mutant(
@@ -120,8 +121,8 @@ MUTANTS = (
     Mutant(
         "a draft that is counted behind the end of its sequence",
         "aserve/scheduling/commit.py",
-        "        state.table.num_tokens[sequence.row] = sequence.tokens.num",
-        "        pass",
+        "table.num_tokens[rows[is_here]] += num_kept[is_here]",
+        "table.num_tokens[rows[is_here]] += counts[is_here]",
         "tests/scheduling/test_tick.py",
     ),
     Mutant(
@@ -226,7 +227,7 @@ MUTANTS = (
     Mutant(
         "logprobs that go on behind the end of their tokens",
         "aserve/scheduling/commit.py",
-        "cut_logprobs(logprobs[row], num_kept, of=stop - start)",
+        "cut_logprobs(logprobs[row], kept, of=stop - start)",
         "(logprobs[row],)",
     ),
     Mutant(
@@ -552,6 +553,58 @@ MUTANTS = (
         "        child.text.finish()\n",
         "",
         DETOKENIZER,
+    ),
+    Mutant(
+        "reasoning that ends a token late",
+        "aserve/scheduling/reasoning.py",
+        "self.num_read - self._start >= self.max_tokens",
+        "self.num_read - self._start > self.max_tokens",
+        f"{REASONING}::test_the_limit_drops_what_is_in_flight_and_the_tag_is_computed_as_a_chunk",
+    ),
+    Mutant(
+        "a forced tag behind a part of it",
+        "aserve/scheduling/reasoning.py",
+        "next(tag[n:] for n in range(len(tag) - 1, -1, -1) if self._ends_with(tag[:n]))",
+        "tag",
+        REASONING,
+    ),
+    Mutant(
+        "KV counted of tokens behind the limit of reasoning",
+        "aserve/scheduling/commit.py",
+        "step.max_outputs[here] + num_kept[is_here]",
+        "step.max_outputs[here] + counts[is_here]",
+    ),
+    Mutant(
+        "a forced token that reads the relay",
+        "aserve/scheduling/forced.py",
+        "    sequence.written_pages = 0\n",
+        "",
+    ),
+    Mutant(
+        "a mask asked for before the forced tokens",
+        "aserve/scheduling/amend.py",
+        "        ask_mask(state, sequence)\n",
+        "",
+    ),
+    Mutant(
+        "flights beyond a lowered max_tokens",
+        "aserve/scheduling/amend.py",
+        "if sequence.scheduled_len > sequence.max_kv_len and not sequence.is_at_end:",
+        "if False:",
+    ),
+    Mutant(
+        "a place in the queue at the old priority",
+        "aserve/scheduling/queue.py",
+        "return sequence is not None and sequence.priority == line.priority",
+        "return sequence is not None",
+        "tests/scheduling/test_amend.py",
+    ),
+    Mutant(
+        "a stop string forgotten when others are added",
+        "aserve/text/stop.py",
+        "[known.get(stop, 0) for stop in self._stops]",
+        "[0 for _ in self._stops]",
+        "tests/text/test_stop.py",
     ),
     Mutant(
         "a stop string lost behind a false start",

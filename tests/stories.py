@@ -11,13 +11,15 @@ from aserve.errors import ErrorInfo
 from aserve.messages.base import array_i32
 from aserve.messages.executor import EngineSpec
 from aserve.messages.output import Retired, SequenceOutput
-from aserve.messages.requests import AdmitRequest, Cancel
+from aserve.messages.requests import AdmitRequest, Amend, Cancel
 from aserve.messages.results import PromptLogprobs, RowLogprobs
 from tests.fakes.toy_device import (
     TRANSFER_ERROR,
     PlainOutputs,
+    as_changed,
     expected_logprobs,
     expected_prompt,
+    forced_ids,
     min_tokens_of,
     plain_outputs,
 )
@@ -41,11 +43,13 @@ class Story:
             array_i32(request.outputs[child]).tolist() if request.outputs else []
         )
         self.tokens: list[int] = []
+        self.num_sampled = 0  # of them
         self.logprobs: list[RowLogprobs] = []
         self.scores: list[PromptLogprobs] = []
         self.embeddings: list[bytes] = []
         self.ends: list[Retired] = []
         self.cancels: list[Cancel] = []
+        self.changes: list[tuple[int, Amend]] = []  # with the number of outputs before each
         self.failed_mask: FailedMask | None = None
 
     @property
@@ -59,8 +63,12 @@ class Story:
         assert output.position == position, "an output is lost or doubled"
         token_ids = array_i32(output.token_ids).tolist()
         num_scored = sum(len(run.chosen) // 4 for run in output.logprobs)
-        wants_logprobs = self.request.sampling.logprobs is not None
+        outputs = self.before + self.tokens
+        request = as_changed(self.request, self.changes, len(outputs))
+        is_forced = bool(token_ids) and bool(forced_ids(request, outputs))
+        wants_logprobs = self.request.sampling.logprobs is not None and not is_forced
         assert num_scored == (len(token_ids) if wants_logprobs else 0)
+        self.num_sampled += 0 if is_forced else len(token_ids)
         self.tokens += token_ids
         self.logprobs += output.logprobs
         if output.prompt_logprobs is not None:
@@ -71,7 +79,7 @@ class Story:
     def check(self) -> None:
         name = f"{self.request.request_id}/{self.child}"
         assert len(self.ends) == 1, f"{name} ended {self.ends}"
-        plain = plain_outputs(self.request, self.child, self.spec)
+        plain = plain_outputs(self.request, self.child, self.spec, self.changes)
         got = self.before + self.tokens
         assert got == plain.tokens[: len(got)], f"{name}: {got} is not {plain.tokens}"
         self._check_end(self.ends[0], plain, got)
@@ -111,7 +119,7 @@ class Story:
 
     def _check_logprobs(self, plain: PlainOutputs) -> None:
         """A run for each output, one after the other."""
-        digests = plain.digests[: len(self.tokens)]
+        digests = plain.digests[: self.num_sampled]
         expected = expected_logprobs(self.request, digests, self.spec)
         if expected is None:
             assert not self.logprobs

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from aserve.errors import EngineDead, ExpectedWait, InvalidRequest, QueueFull
 from aserve.messages.base import pack_i32
 from aserve.messages.output import OutputChunk, TokenLogprob, TopLogprob, Usage
-from aserve.messages.requests import Cancel, GenerateRequest, SamplingParams, TextPrompt
+from aserve.messages.requests import Amend, Cancel, GenerateRequest, SamplingParams, TextPrompt
 from aserve.request_stream import Capacity, Gateway
 from aserve.unread import BATCH_BYTES, UnreadAnswer, size_of
 
@@ -22,7 +22,7 @@ from aserve.unread import BATCH_BYTES, UnreadAnswer, size_of
 class Bench:
     def __init__(self, *, max_unread_bytes: int = 16 << 20) -> None:
         self.submitted: list[GenerateRequest] = []
-        self.cancels: list[Cancel] = []
+        self.cancels: list[Cancel | Amend] = []
         self.gateway = Gateway(
             submit=self.submitted.append,
             cancel=self.cancels.append,

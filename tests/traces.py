@@ -17,8 +17,8 @@ from aserve.channel import Codec
 from aserve.errors import AserveError, StepError
 from aserve.messages.base import CancelReason
 from aserve.messages.executor import EngineSpec, SchedulerEffect, SchedulerEvent
-from aserve.messages.output import Refused, Retired, StepOutput
-from aserve.messages.requests import AdmitRequest, Cancel
+from aserve.messages.output import Amended, Refused, Retired, StepOutput
+from aserve.messages.requests import AdmitRequest, Amend, Cancel
 from aserve.messages.results import BuildMask, KvFailed, KvReady, MaskReady
 from aserve.messages.step import Launch, ReceiveKv, Resync, Sample, ScheduleBatch
 from aserve.observability.recording import Recorder
@@ -42,6 +42,7 @@ class Trace(msgspec.Struct, frozen=True):
     requests: tuple[AdmitRequest, ...]
     seed: int  # of the order of events
     cancel_rate: float = 0.0
+    amend_rate: float = 0.0
     fail_rate: float = 0.0
     mask_fail_rate: float = 0.0
     transfer_fail_rate: float = 0.0
@@ -55,6 +56,8 @@ class TraceRun:
         self.trace = trace
         self.chaos = random.Random(trace.seed)
         self.scheduler = WatchedState(trace.spec, debug_checks=True)
+        self.scheduler.changes = []
+        self.scheduler.failed_masks = []
         self.device = Faults(trace.spec, chaos=self.chaos, rate=trace.fail_rate).device
         self.device.whole_prompts = {
             child_seed(request.sampling.seed, child)
@@ -67,7 +70,7 @@ class TraceRun:
         self.asks: deque[BuildMask] = deque()
         self.transfers: list[ReceiveKv] = []
         self.arrivals = deque(trace.requests)
-        self.arrived: set[str] = set()
+        self.arrived: dict[str, None] = {}
         self.stories = {
             (request.request_id, child): Story(request, child, trace.spec)
             for request in trace.requests
@@ -77,6 +80,7 @@ class TraceRun:
         self.refused: dict[str, Refused] = {}
         self.turns: list[list[SchedulerEvent]] = []
         self.num_launched = 0
+        self.num_asked = self.num_answered = 0  # changes
 
     def run(self) -> None:
         while self._has_events() or not self.scheduler.is_idle:
@@ -87,7 +91,16 @@ class TraceRun:
             )
             assert can_move, f"nobody moves: {self._who_waits()}"
             self.turns.append(events)
-            for effect in self.scheduler.step([EVENTS.round_trip(event) for event in events]):
+            effects = self.scheduler.step([EVENTS.round_trip(event) for event in events])
+            for key, num_outputs, change in self.scheduler.changes:
+                self.stories[key].changes.append((num_outputs, change))
+            for mask in self.scheduler.failed_masks:
+                assert mask.error is not None
+                story = self.stories[mask.request_id, mask.child]
+                story.failed_mask = FailedMask(mask.position, mask.error)
+            self.scheduler.changes.clear()
+            self.scheduler.failed_masks.clear()
+            for effect in effects:
                 self._perform(EFFECTS.round_trip(effect))
         self._check_end()
 
@@ -117,6 +130,8 @@ class TraceRun:
     def _next_event(self) -> SchedulerEvent | None:
         if self.chaos.random() < self.trace.cancel_rate:
             return self._cancel_somebody()
+        if self.chaos.random() < self.trace.amend_rate:
+            return self._amend_somebody()
         queues = (self.arrivals, self.commands, self.asks, self.transfers)
         sources = [source for source in queues if source]
         if not sources:
@@ -127,7 +142,7 @@ class TraceRun:
         if source is self.transfers:
             return self._transfer()
         if source is self.arrivals:
-            self.arrived.add(self.arrivals[0].request_id)
+            self.arrived[self.arrivals[0].request_id] = None
             return self.arrivals.popleft()
         if source is self.asks:
             return self._answer(self.asks.popleft())
@@ -138,8 +153,6 @@ class TraceRun:
         if self.chaos.random() >= self.trace.mask_fail_rate:
             return ready
         error = StepError(f"the toy grammar broke at output {ask.position}").info()
-        story = self.stories[ask.request_id, ask.child]
-        story.failed_mask = FailedMask(ask.position, error)
         return MaskReady(ask.request_id, ask.child, ask.position, mask=b"", error=error)
 
     def _transfer(self) -> KvReady | KvFailed:
@@ -164,6 +177,18 @@ class TraceRun:
                 story.cancels.append(cancel)
         return cancel
 
+    def _amend_somebody(self) -> Amend:
+        """Of a request in any state, or of nobody; the same change may be made again."""
+        kind = self.chaos.randrange(4)
+        self.num_asked += 1
+        return Amend(
+            self.chaos.choice([*self.arrived, "nobody"]),
+            self.num_asked,
+            ends_reasoning=kind == 0,
+            max_tokens=self.chaos.randint(1, 24) if kind == 1 else None,
+            priority=self.chaos.randint(0, 2) if kind == 2 else None,
+        )
+
     def _perform(self, effect: SchedulerEffect) -> None:
         match effect:
             case Launch():
@@ -180,6 +205,8 @@ class TraceRun:
             case StepOutput():
                 for output in effect.sequences:
                     self.stories[output.request_id, output.child].take(output)
+            case Amended():
+                self.num_answered += 1
             case Retired():
                 self.stories[effect.request_id, effect.child].ends.append(effect)
             case Refused():
@@ -194,6 +221,7 @@ class TraceRun:
             else:
                 story.check()
         assert self.scheduler.num_watched == self.num_launched, "a launch was not looked at"
+        assert self.num_asked == self.num_answered
         state = self.scheduler.state
         assert state.rows.num_free == self.trace.spec.max_rows
         state.cache.check([])

@@ -7,7 +7,11 @@ from __future__ import annotations
 from collections import Counter
 
 from aserve.cache.allocation import PageAllocation
-from aserve.messages.base import array_i32
+from aserve.messages.base import ChildKey, array_i32
+from aserve.messages.executor import SchedulerEvent
+from aserve.messages.output import Amended
+from aserve.messages.requests import Amend
+from aserve.messages.results import MaskReady
 from aserve.messages.step import Launch, ScheduleBatch, StepStats
 from aserve.scheduling.request import Phase, Sequence
 from aserve.scheduling.scheduler import Scheduler
@@ -20,8 +24,32 @@ class WatchedState(Scheduler):
     sees that it watches at all.
     """
 
+    changes: list[tuple[ChildKey, int, Amend]]
+    failed_masks: list[MaskReady]
     num_retracted = 0
     num_watched = 0
+
+    def handle(self, event: SchedulerEvent) -> None:
+        """Notes how many outputs each child had when it was changed, and each failed mask for which
+        a sequence waited.
+        """
+        if isinstance(event, MaskReady) and event.error is not None:
+            waiting = self.state.groups.get(event.request_id, {}).get(event.child)
+            if waiting is not None and waiting.mask and waiting.mask.asked == event.position:
+                self.failed_masks.append(event)
+        if not isinstance(event, Amend):
+            super().handle(event)
+            return
+        children = self.state.groups.get(event.request_id, {})
+        num_outputs = {child: sequence.num_outputs for child, sequence in children.items()}
+        super().handle(event)
+        answer = self.state.effects[-1]
+        assert isinstance(answer, Amended)
+        if answer.error is None:
+            self.changes += [
+                ((event.request_id, each.child), num_outputs[each.child], event)
+                for each in answer.sequences
+            ]
 
     def _launch_next(self) -> bool:
         before: Holdings = {row: row.allocation for row in self.state.running.values()}

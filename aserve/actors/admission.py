@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aserve.errors import BugError, ExpectedWait, QueueFull
+from aserve.errors import BugError, CapacityError, ExpectedWait, QueueFull
 from aserve.messages.base import array_i32
 from aserve.messages.executor import EngineSpec
 from aserve.messages.requests import AdmitRequest, ChatPrompt, Prompt, TextPrompt, TokenPrompt
@@ -78,6 +78,16 @@ class TokenizeQueue:
                 retry_after_s=RETRY_AFTER_S,
                 wait=ExpectedWait(num_waiting + 1, None),
             )
+
+
+def too_early() -> CapacityError:
+    """The answer to an Amend of a request that has not reached the scheduler."""
+    return CapacityError(
+        "The request is still being prepared: its prompt is tokenized, or its grammar compiled. "
+        "Try again later.",
+        code="request_not_queued",
+        retry_after_s=RETRY_AFTER_S,
+    )
 
 
 def prompt_size(prompt: Prompt) -> int:

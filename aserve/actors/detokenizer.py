@@ -7,14 +7,16 @@ the same token, and sends each final chunk.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, assert_never
+from typing import assert_never
 
 from aserve.actors.base import Actor, Story
+from aserve.actors.text_request import Child, Ending, TextRequest, ending_of, resumed_children
 from aserve.actors.text_slices import sliced
 from aserve.channel import Channel, Sink
-from aserve.errors import BugError, DeadlineExceeded, ErrorInfo, ShuttingDown, StepError
-from aserve.messages.base import ChildKey, FinishReason, array_i32, pack_i32
+from aserve.errors import BugError, ErrorInfo
+from aserve.messages.base import ChildKey, array_i32, pack_i32
 from aserve.messages.output import (
+    Amended,
     DetokenizerEvent,
     OutputChunk,
     Refused,
@@ -34,79 +36,6 @@ from aserve.text.tokenizer import TextTokenizer
 NOTHING = Released("", [], ())
 
 
-class Ending(NamedTuple):
-    reason: FinishReason
-    stop_reason: int | str | None = None
-    error: ErrorInfo | None = None
-
-
-class Child:
-    """One sequence of a request. The first cause that ends it sets `ending`."""
-
-    __slots__ = (
-        "cached_len",
-        "embedding",
-        "ending",
-        "has_started",
-        "index",
-        "is_finished",
-        "is_retired",
-        "num_prompt_parts",
-        "sends_prompt",
-        "text",
-    )
-
-    def __init__(self, index: int, text: SequenceText) -> None:
-        self.index = index
-        self.text = text
-        self.cached_len = 0
-        self.embedding = b""
-        self.ending: Ending | None = None
-        self.num_prompt_parts = 0  # parts of the prompt that it has sent
-        self.has_started = False  # its first chunk was sent
-        self.is_finished = False  # its last chunk was sent
-        self.is_retired = False  # the scheduler has sent its Retired
-        self.sends_prompt = True  # False where an earlier engine has sent the prompt
-
-    def resume(self, token_ids: list[int]) -> None:
-        """Continues after outputs of an earlier engine, whose client got all text that they made
-        certain, and the prompt before it. Their logprobs are not known here.
-        """
-        self.has_started = bool(token_ids)
-        self.sends_prompt = not token_ids
-        for token_id in token_ids:
-            self.text.take()
-            self.text.feed(token_id)
-            if self.text.stop is not None:
-                self.ending = Ending("stop", self.text.stop)
-                return
-        self.text.take()
-
-
-class TextRequest:
-    """A request with at least one child that has not retired."""
-
-    __slots__ = ("children", "is_over", "opened", "prompt", "retired")
-
-    def __init__(self, opened: OpenText) -> None:
-        self.opened = opened
-        self.children: list[Child] = []
-        self.prompt: PromptText | None = None  # set if the prompt is echoed or scored
-        self.is_over = False  # its last chunk was sent
-        self.retired: set[int] = set()  # indices of children
-
-    @property
-    def is_retired(self) -> bool:
-        return len(self.retired) == self.opened.sampling.n
-
-    @property
-    def awaits_prompt(self) -> bool:
-        """Whether chunks of outputs must wait, because the whole prompt comes before them."""
-        if self.prompt is None or self.prompt.is_whole:
-            return False
-        return self.children[0].ending is None
-
-
 class DetokenizerActor(Actor[DetokenizerEvent]):
     """Sends at most one chunk per child for all events of one inbox batch.
 
@@ -119,6 +48,7 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
         tokenizer: TextTokenizer,
         *,
         deliver: Callable[[OutputChunk], None],
+        answer: Callable[[Amended], None],
         engine: Sink[EngineEvent],
         inbox: Channel[DetokenizerEvent],
         story: Story | None = None,
@@ -126,6 +56,7 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
         super().__init__("detokenizer", inbox=inbox, story=story)
         self._tokenizer = tokenizer
         self._deliver = deliver
+        self._answer = answer
         self._engine = engine
         self._requests: dict[str, TextRequest] = {}
         self._failed: dict[str, TextRequest] = {}  # ended here, but not all children have retired
@@ -161,6 +92,8 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
                     retired.append(event)
                 case Refused():
                     self.attempt(event.request_id, self._refuse, event)
+                case Amended():
+                    self.attempt(event.amend.request_id, self._amend, event)
                 case _:
                     assert_never(event)
         for request_id, index in touched:
@@ -186,7 +119,7 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
         if event.prompt_texts:
             request.prompt = PromptText(event, self._tokenizer)
         for child, outputs in zip(request.children, event.outputs, strict=bool(event.outputs)):
-            child.resume(array_i32(outputs).tolist())
+            child.resume(array_i32(outputs).tolist(), is_sent=not event.sends_outputs)
         if request.prompt is not None and not request.children[0].sends_prompt:
             request.prompt.skip()
 
@@ -257,6 +190,14 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
             self._requests.pop(event.request_id, None)
             self._deliver(failed_chunk(event.request_id, event.error))
 
+    def _amend(self, event: Amended) -> None:
+        """Adds stop strings, which count from here on, and passes the answer on."""
+        request = self._requests.get(event.amend.request_id)
+        if request is not None and event.error is None:
+            for state in event.sequences:
+                request.children[state.child].text.add_stops(event.amend.stop)
+        self._answer(event)
+
     def _open_request(self, request_id: str) -> TextRequest | None:
         """Returns None for a request that ended here before the engine knew."""
         request = self._requests.get(request_id)
@@ -310,31 +251,3 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
                 request.retired.add(event.child)
                 if request.is_retired:
                     del requests[event.request_id]
-
-
-def resumed_children(opened: OpenText) -> dict[ChildKey, None]:
-    """Returns the children that begin with outputs, in which a stop string may end them at once."""
-    return {(opened.request_id, i): None for i, outputs in enumerate(opened.outputs) if outputs}
-
-
-def ending_of(event: Retired, request: TextRequest) -> Ending:
-    """Returns how a retired child ends. A timeout is an error only if no child has any output. Else
-    it cuts the output, as max_tokens does.
-    """
-    match event.reason:
-        case "stop":
-            is_asked = event.stop_id in request.opened.sampling.stop_token_ids
-            return Ending("stop", event.stop_id if is_asked else None)
-        case "length" | "cancelled":
-            return Ending(event.reason)
-        case "deadline" if any(child.text.num_tokens for child in request.children):
-            return Ending("length", "timeout")
-        case "deadline":
-            late = DeadlineExceeded("the request's timeout ran out", param="timeout")
-            return Ending("deadline", error=late.info())
-        case "shutdown":
-            return Ending("shutdown", error=ShuttingDown("the server is shutting down").info())
-        case "error":
-            return Ending("error", error=event.error or StepError("the request failed").info())
-        case _:
-            assert_never(event.reason)

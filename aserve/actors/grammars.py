@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeAlias, assert_never
 
+from aserve.actors.admission import too_early
 from aserve.actors.base import Actor
 from aserve.actors.deadlines import deadlines_of
 from aserve.actors.masks import MaskEvent
@@ -17,8 +18,8 @@ from aserve.channel import Channel, Codec, Sink
 from aserve.errors import Cancelled, ErrorInfo
 from aserve.grammar.matching import Constraint
 from aserve.messages.executor import SchedulerEvent
-from aserve.messages.output import DetokenizerEvent, Refused
-from aserve.messages.requests import AdmitRequest, Cancel, ChangeSettings, EngineEvent
+from aserve.messages.output import Amended, DetokenizerEvent, Refused
+from aserve.messages.requests import AdmitRequest, Amend, Cancel, ChangeSettings, EngineEvent
 
 # Waits for the grammar of a request. Raises the AserveError of an invalid one.
 Constrain: TypeAlias = Callable[[AdmitRequest], Awaitable[Constraint]]
@@ -56,7 +57,9 @@ class GrammarActor(Actor[EngineEvent]):
                     self.spawn_for(event.request_id, self._wait(event, waiting))
                 case Cancel() if event.request_id in self._waiting:
                     self._waiting[event.request_id].cancel()
-                case AdmitRequest() | Cancel() | ChangeSettings():
+                case Amend() if event.request_id in self._waiting:
+                    self._ports.text.send(Amended(event, error=too_early().info()))
+                case AdmitRequest() | Cancel() | Amend() | ChangeSettings():
                     self._ports.scheduler.send(event)
                 case _:
                     assert_never(event)

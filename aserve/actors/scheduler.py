@@ -21,7 +21,7 @@ from aserve.channel import Channel, Sink
 from aserve.errors import BugError, ErrorInfo
 from aserve.host.environment import paused_collector
 from aserve.messages.executor import Executor, SchedulerEffect, SchedulerEvent, Ticket
-from aserve.messages.output import DetokenizerEvent, Refused, Retired, StepOutput
+from aserve.messages.output import Amended, DetokenizerEvent, Refused, Retired, StepOutput
 from aserve.messages.requests import AdmitRequest, Cancel
 from aserve.messages.results import BuildMask
 from aserve.messages.step import Launch, ReceiveKv, Resync, Sample
@@ -171,7 +171,7 @@ class SchedulerActor(Actor[SchedulerEvent]):
                 ports.tickets.send(ports.executor.sample(effect))
             case Resync():
                 ports.executor.resync(effect)
-            case StepOutput():
+            case StepOutput() | Amended():
                 ports.text.send(effect)
             case Retired() | Refused():
                 ports.text.send(self._timers.forecast.explained(effect))

@@ -8,14 +8,15 @@ from __future__ import annotations
 import asyncio
 from typing import assert_never
 
-from aserve.actors.admission import TokenizeQueue, prompt_size
+from aserve.actors.admission import TokenizeQueue, prompt_size, too_early
 from aserve.actors.base import Actor, Story
 from aserve.actors.deadlines import Deadlines, deadlines_from_now
 from aserve.actors.fair_threads import FairThreads
 from aserve.channel import Channel, Codec, Sink
 from aserve.errors import Cancelled, ErrorInfo
-from aserve.messages.output import DetokenizerEvent, Refused
+from aserve.messages.output import Amended, DetokenizerEvent, Refused
 from aserve.messages.requests import (
+    Amend,
     Cancel,
     EngineEvent,
     GenerateRequest,
@@ -72,6 +73,10 @@ class TokenizerActor(Actor[TokenizerEvent]):
                         self.attempt(event.request_id, self._prepare_now, event, deadlines)
                 case Cancel():
                     self.attempt(event.request_id, self._cancel, event)
+                case Amend() if event.request_id in self._preparing:
+                    self._detokenizer.send(Amended(event, error=too_early().info()))
+                case Amend():
+                    self._engine.send(event)
                 case _:
                     assert_never(event)
 

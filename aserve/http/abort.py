@@ -1,4 +1,5 @@
-"""Ends running requests by id: by the client's own id (`rid`), or by the X-Request-Id of an answer.
+"""Finds running requests by id, and ends them: by the client's own id (`rid`), by the X-Request-Id
+of an answer, or by the answer's own id.
 
 An id is matched exactly, and only among the requests of the same client: an id of one client never
 means a request of another. The administrator may end any request. `Aborts` alone writes which `rid`
@@ -7,6 +8,7 @@ stands for which requests.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -23,6 +25,7 @@ from aserve.messages.requests import GenerateRequest
 from aserve.request_stream import Gateway
 
 ABORTED = "request_aborted"
+PREFIX = re.compile("^(chatcmpl-|cmpl-|resp_|msg_)")  # of the id of an answer
 MAX_MESSAGE_CHARS = 200
 
 
@@ -55,17 +58,24 @@ class Aborts:
                 if not self._named[rid]:
                     del self._named[rid]
 
-    def abort(self, identity: Identity, rid: str | None, message: str) -> int:
-        """Ends the requests with this id, or all with None, and returns their number."""
+    def find(self, identity: Identity, rid: str | None) -> list[str]:
+        """Returns the ids of the engine's requests that this id means, or of all with None."""
         given = self._named.get(rid or "", ())
         meant = {request.request_id for request in given}
-        num_aborted = 0
-        for request_id, client in self._gateway.clients().items():
-            is_meant = rid is None or request_id in meant or request_id.rpartition("-")[0] == rid
-            if is_meant and (identity.is_admin or client == identity.client):
-                self._gateway.abort(request_id, Cancelled(message, code=ABORTED).info())
-                num_aborted += 1
-        return num_aborted
+        call_id = None if rid is None else PREFIX.sub("", rid)
+        return [
+            request_id
+            for request_id, request in self._gateway.requests.items()
+            if (rid is None or request_id in meant or request_id.rpartition("-")[0] == call_id)
+            and (identity.is_admin or request.client == identity.client)
+        ]
+
+    def abort(self, identity: Identity, rid: str | None, message: str) -> int:
+        """Ends the requests with this id, or all with None, and returns their number."""
+        request_ids = self.find(identity, rid)
+        for request_id in request_ids:
+            self._gateway.abort(request_id, Cancelled(message, code=ABORTED).info())
+        return len(request_ids)
 
 
 async def abort_request(request: web.Request, _: HttpContext, body: AbortBody) -> web.Response:

@@ -35,6 +35,7 @@ from aserve.http.responses.records import (
     ItemList,
     ResponseObject,
 )
+from aserve.http.running import RunningList, RunningRequest
 
 Record = type[msgspec.Struct]
 
@@ -65,6 +66,9 @@ ANSWERS: Mapping[str, Record] = {
     "POST /v1/files": FileObject,
     "GET /v1/files/{id}": FileObject,
     "POST /abort_request": AbortedAnswer,
+    "GET /v1/requests": RunningList,
+    "GET /v1/requests/{id}": RunningRequest,
+    "POST /v1/requests/{id}": RunningRequest,
     "POST /render": Rendered,
     "POST /v1/chat/completions/render": Rendered,
     "POST /apply-template": TemplateAnswer,

@@ -17,8 +17,9 @@ from aiohttp import web
 from aserve.config import ServerOptions
 from aserve.http.auth import Access
 from aserve.http.body import read_body
+from aserve.http.calls import RunningCall
 from aserve.http.errors import ErrorFormat, error_body
-from aserve.http.state import HttpContext
+from aserve.http.state import REQUEST_ID, HttpContext
 
 METRICS = "/metrics"
 T = TypeVar("T", bound=msgspec.Struct)
@@ -51,7 +52,9 @@ def post(
 ) -> Route:
     @functools.wraps(handler)
     async def read_and_handle(request: web.Request, context: HttpContext) -> web.StreamResponse:
-        return await handler(request, context, await read_body(request, kind))
+        body = await read_body(request, kind)
+        with context.calls.running(request[REQUEST_ID], RunningCall(handler, body)):
+            return await handler(request, context, body)
 
     return Route("POST", path, read_and_handle, kind, admin=admin, errors=errors)
 

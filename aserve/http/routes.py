@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from aserve.http import abort, openapi, page, probes
+from aserve.http import abort, fork, openapi, page, probes, running
 from aserve.http.anthropic import messages as anthropic
 from aserve.http.batches import handlers as batches
 from aserve.http.control import admin, info, parsing, render, settings
@@ -70,6 +70,8 @@ ROUTES = (
     *tgi.ROUTES,
     *llama_cpp.ROUTES,
     *abort.ROUTES,
+    *running.ROUTES,
+    *fork.ROUTES,
     *lora.ROUTES,
     *anthropic.ROUTES,
     *ollama.ROUTES,

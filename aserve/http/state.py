@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from aserve.config import ServerOptions
 from aserve.errors import AserveError, EngineDead, ShuttingDown
 from aserve.http.auth import caller_of
+from aserve.http.calls import BEGINNING, RunningCalls, begin_with
 from aserve.http.live_settings import LiveSettings
 from aserve.http.lora.registry import LoraRegistry
 from aserve.http.openai.answer_size import AnswerLimits
@@ -40,7 +41,8 @@ STARTED_AT = web.RequestKey("started_at", float)
 def origin_of(request: web.Request, context: HttpContext) -> Origin:
     is_traced = context.latency.on_end is not None
     limits = limits_in_headers(request.headers, started_s=request[STARTED_AT], is_traced=is_traced)
-    return origin_for(caller_for(request, context), request[REQUEST_ID], context, limits)
+    origin = origin_for(caller_for(request, context), request[REQUEST_ID], context, limits)
+    return begin_with(request.get(BEGINNING, b""), origin)
 
 
 def caller_for(request: web.Request, context: HttpContext) -> Caller:
@@ -138,6 +140,7 @@ class HttpContext:
     recent: Recent = field(default_factory=Recent)
     latency: Latency = field(default_factory=Latency)
     loras: LoraRegistry = field(default_factory=LoraRegistry)
+    calls: RunningCalls = field(default_factory=RunningCalls)
     settings: Mapping[str, object] = field(default_factory=dict)  # the options without secrets
     draw_seed: Callable[[], int] = random_seed
     receipts: FactFinder | None = None

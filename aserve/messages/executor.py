@@ -10,8 +10,8 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 
 from aserve.messages.base import Record
-from aserve.messages.output import Refused, Retired, StepOutput
-from aserve.messages.requests import AdmitRequest, Cancel, ChangeSettings, FailRequest
+from aserve.messages.output import Amended, Refused, Retired, StepOutput
+from aserve.messages.requests import AdmitRequest, Amend, Cancel, ChangeSettings, FailRequest
 from aserve.messages.results import (
     BuildMask,
     KvFailed,
@@ -27,6 +27,7 @@ from aserve.messages.step import DraftTree, Launch, ReceiveKv, Resync, Sample, S
 SchedulerEvent: TypeAlias = (
     AdmitRequest
     | Cancel
+    | Amend
     | StepResult
     | SampleResult
     | StepFailed
@@ -39,7 +40,7 @@ SchedulerEvent: TypeAlias = (
 
 
 SchedulerEffect: TypeAlias = (
-    Launch | Sample | Resync | StepOutput | Retired | Refused | BuildMask | ReceiveKv
+    Launch | Sample | Resync | StepOutput | Retired | Refused | Amended | BuildMask | ReceiveKv
 )
 
 

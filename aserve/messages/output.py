@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from aserve.errors import ErrorInfo
 from aserve.messages.base import FinishReason, Message, Record
-from aserve.messages.requests import OpenText
+from aserve.messages.requests import Amend, OpenText
 from aserve.messages.results import PromptLogprobs, RowLogprobs
 
 
@@ -49,6 +49,31 @@ class Refused(Message, frozen=True):
 
     request_id: str
     error: ErrorInfo
+
+
+class SequenceState(Record, frozen=True):
+    """`phase` is that of the scheduler. `num_ahead` are the sequences that are admitted before this
+    one, if it waits.
+    """
+
+    child: int
+    phase: str
+    prompt_len: int
+    num_outputs: int
+    max_tokens: int
+    priority: int
+    num_ahead: int | None = None
+
+
+class Amended(Message, frozen=True):
+    """The answer to an Amend, in order with the outputs of the request. `sequences` are the
+    children that had not ended before; none if the request is not known (any more). With an error
+    nothing was changed.
+    """
+
+    amend: Amend
+    sequences: tuple[SequenceState, ...] = ()
+    error: ErrorInfo | None = None
 
 
 class TopLogprob(Record, frozen=True):
@@ -141,4 +166,4 @@ def failed_chunk(request_id: str, error: ErrorInfo) -> OutputChunk:
     )
 
 
-DetokenizerEvent: TypeAlias = OpenText | StepOutput | Retired | Refused
+DetokenizerEvent: TypeAlias = OpenText | StepOutput | Retired | Refused | Amended

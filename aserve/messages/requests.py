@@ -29,6 +29,16 @@ class Grammar(Record, frozen=True):
     param: str = "structured_outputs"
 
 
+class ReasoningParams(Record, frozen=True):
+    """The reasoning of a chat's output. `parser` and `tool_parser` name the families whose tags
+    begin and end it; at `max_tokens` reasoning tokens its end is forced, with None never.
+    """
+
+    parser: str
+    tool_parser: str | None = None
+    max_tokens: int | None = None
+
+
 class SamplingParams(Record, frozen=True):
     """The sampling parameters of a request, validated by http/ or engine.py.
 
@@ -69,6 +79,7 @@ class SamplingParams(Record, frozen=True):
     echo: bool = False
     n: int = 1
     grammar: Grammar | None = None
+    reasoning: ReasoningParams | None = None
 
 
 EMBED = SamplingParams(seed=0, max_tokens=0)  # of an embedding request: nothing is sampled
@@ -106,9 +117,9 @@ class GenerateRequest(Message, frozen=True):
     """http -> tokenizer. The server makes `request_id`. A request that `embeds` has max_tokens 0
     and returns an embedding of its prompt. `timeout_s` counts from the arrival at the tokenizer to
     the end, and `max_queue_s` to the launch of its first step. `outputs` has one int32 array per
-    child: the tokens that an earlier engine generated and whose text the client has; the request
-    continues after them. `client` is an opaque id: the scheduler shares the engine fairly between
-    clients.
+    child: the first tokens of its output, which are known; the request continues after them. Their
+    text counts as sent, unless the request `sends_outputs`. `client` is an opaque id: the scheduler
+    shares the engine fairly between clients.
     """
 
     request_id: str
@@ -124,13 +135,14 @@ class GenerateRequest(Message, frozen=True):
     truncate_prompt_tokens: int | None = None
     embeds: bool = False
     outputs: tuple[bytes, ...] = ()  # int32 [outputs of child i]
+    sends_outputs: bool = False
     client: str = ""
     lora_slot: int = 0  # of its adapter on the device, 0 for none; `namespace` names the adapter
 
 
 class OpenText(Message, frozen=True):
-    """tokenizer -> detokenizer, before the AdmitRequest. The text of `outputs`, which are those of
-    the GenerateRequest, counts as sent.
+    """tokenizer -> detokenizer, before the AdmitRequest. `outputs` and `sends_outputs` are those of
+    the GenerateRequest.
     """
 
     request_id: str
@@ -140,7 +152,19 @@ class OpenText(Message, frozen=True):
     # the text of each prompt token, if the prompt is echoed or scored
     prompt_texts: tuple[str, ...] = ()
     outputs: tuple[bytes, ...] = ()  # int32 [outputs of child i]
+    sends_outputs: bool = False
     prompt_tail: str = ""  # the end of a chat's prompt, for the parsers of outputs
+
+
+class ReasoningIds(Record, frozen=True):
+    """ReasoningParams as token ids. Each tag is a sequence of ids, and the first of `closes` is the
+    one that is forced. With `is_open` the output begins inside of the reasoning.
+    """
+
+    opens: tuple[tuple[int, ...], ...]
+    closes: tuple[tuple[int, ...], ...]
+    is_open: bool = False
+    max_tokens: int | None = None
 
 
 class AdmitRequest(Message, frozen=True):
@@ -175,6 +199,7 @@ class AdmitRequest(Message, frozen=True):
     # Each token of the prompt sees only those before it. Without this, the prompt is computed in
     # one step, and its KV is of use to no other sequence.
     is_causal: bool = True
+    reasoning: ReasoningIds | None = None
 
 
 class LoadLora(Message, frozen=True):
@@ -210,6 +235,23 @@ class Cancel(Message, frozen=True):
     reason: CancelReason
 
 
+class Amend(Message, frozen=True):
+    """http -> scheduler: changes the children of a request that wait or run. It follows the path of
+    its request. Fields that are not set change nothing, and an Amend without any asks for the
+    state. `stop` are further stop strings, for the detokenizer.
+
+    The scheduler answers each Amend with an Amended. It may be sent twice: it sets values, and
+    reasoning that has ended does not end again.
+    """
+
+    request_id: str
+    number: int  # of the answer, unique in the frontend
+    ends_reasoning: bool = False
+    max_tokens: int | None = None
+    priority: int | None = None
+    stop: tuple[str, ...] = ()
+
+
 class FailRequest(Message, frozen=True):
     """masks -> scheduler: ends all children of the request with this error. It is ignored for an
     unknown request.
@@ -219,10 +261,10 @@ class FailRequest(Message, frozen=True):
     error: ErrorInfo
 
 
-# A Cancel takes the same path as its request, so that it cannot overtake it.
-TokenizerEvent: TypeAlias = GenerateRequest | Cancel
+# A Cancel or Amend takes the same path as its request, so that it cannot overtake it.
+TokenizerEvent: TypeAlias = GenerateRequest | Cancel | Amend
 
 
 RequestEvent: TypeAlias = AdmitRequest | Cancel
 # messages from the text side to the engine core
-EngineEvent: TypeAlias = RequestEvent | ChangeSettings
+EngineEvent: TypeAlias = RequestEvent | Amend | ChangeSettings

@@ -169,6 +169,14 @@ def opens_reasoning(prompt_tail: str, reasoning: str | None) -> bool:
     return tail.endswith(family.opens) or (family.is_implied and not tail.endswith(family.closes))
 
 
+def reasoning_tags(reasoning: str, tools: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the texts that begin reasoning and those that end it."""
+    family = REASONING_PARSERS[parser_name(reasoning)]
+    calling = TOOL_PARSERS.get(parser_name(tools)) if tools is not None else None
+    calls = calling.begins if calling is not None and family.ends_at_calls else ()
+    return family.opens, family.closes + calls
+
+
 def kept_tokens(reasoning: str | None, tools: str | None) -> frozenset[str]:
     """Returns the special tokens that the detokenizer must not drop from the parsers' text."""
     kept: set[str] = set()

@@ -32,7 +32,7 @@ from aserve.host.threads import in_thread, new_event_loop
 from aserve.load import load_executor, vocabulary_of
 from aserve.messages.base import ServerPhase
 from aserve.messages.output import Refused, Retired
-from aserve.messages.requests import AdmitRequest, Cancel, ChangeSettings, LoadLora
+from aserve.messages.requests import AdmitRequest, Amend, Cancel, ChangeSettings, LoadLora
 from aserve.observability.engine_watch import StageReporter
 from aserve.observability.reports import Beat
 from aserve.observability.trace import Trace
@@ -149,7 +149,7 @@ class EngineSide:
 
     def _on_message(self, message: ToEngine) -> None:
         match message:
-            case AdmitRequest() | Cancel() | ChangeSettings():
+            case AdmitRequest() | Cancel() | Amend() | ChangeSettings():
                 assert self._core is not None, "requests come after Ready"
                 if isinstance(message, ChangeSettings):
                     logging.getLogger().setLevel(message.log_level.upper())

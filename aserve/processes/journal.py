@@ -23,16 +23,17 @@ from typing import TypeAlias, assert_never
 
 import msgspec
 
+from aserve.amendments import amended_admit
 from aserve.errors import StepError
 from aserve.messages.base import VALUE_BYTES, num_values
-from aserve.messages.output import Refused, Retired, SequenceOutput, StepOutput
+from aserve.messages.output import Amended, Refused, Retired, SequenceOutput, StepOutput
 from aserve.messages.requests import AdmitRequest, Cancel, RequestEvent
 from aserve.scheduling.prompts import scores_from
 
 MIN_PROGRESS = 8  # tokens
 SUSPECT_DEATHS = 2
 
-FromEngine: TypeAlias = StepOutput | Retired | Refused
+FromEngine: TypeAlias = StepOutput | Retired | Refused | Amended
 
 
 class _Child:
@@ -67,7 +68,9 @@ class _Entry:
     def messages(self) -> list[RequestEvent]:
         """Returns the messages that continue the request in the engine of now."""
         self.is_sent = True
-        outputs = tuple(bytes(child.outputs) for child in self.children)
+        max_tokens = self.admit.sampling.max_tokens or 0  # may be lowered after a child has ended
+        most = VALUE_BYTES * max_tokens
+        outputs = tuple(bytes(child.outputs[:most]) for child in self.children)
         admit = msgspec.structs.replace(self.admit, outputs=outputs, is_resumed=True)
         request_id = admit.request_id
         ended = [index for index, child in enumerate(self.children) if child.is_retired]
@@ -110,6 +113,11 @@ class Journal:
         entry.cancels.append(cancel)
         return [] if entry.is_sent else self._finish_cancels(entry)
 
+    def waits(self, request_id: str) -> bool:
+        """Whether the request is open, and no engine has it."""
+        entry = self._open.get(request_id)
+        return entry is not None and not entry.is_sent
+
     def end(self, refused: Refused) -> None:
         """The request gets its final message elsewhere."""
         self._forget(refused.request_id)
@@ -123,6 +131,9 @@ class Journal:
                 return message if self._retire(message.request_id, message.child) else None
             case Refused():
                 return message if self._forget(message.request_id) else None
+            case Amended():
+                self._change(message)
+                return message
             case _:
                 assert_never(message)
 
@@ -193,6 +204,11 @@ class Journal:
         if scores is output.prompt_logprobs and child.cached_len == output.cached_len:
             return output
         return msgspec.structs.replace(output, cached_len=child.cached_len, prompt_logprobs=scores)
+
+    def _change(self, answer: Amended) -> None:
+        entry = self._open.get(answer.amend.request_id)
+        if entry is not None and answer.sequences and answer.error is None:
+            entry.admit = amended_admit(entry.admit, answer.amend)
 
     def _retire(self, request_id: str, child: int) -> bool:
         """Returns whether the child had not ended before."""

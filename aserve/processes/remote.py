@@ -13,6 +13,7 @@ import sys
 import time
 from typing import TypeGuard, assert_never
 
+from aserve.actors.admission import too_early
 from aserve.actors.base import DeathReport, unexpected
 from aserve.actors.supervisor import Supervised
 from aserve.channel import Sink
@@ -20,9 +21,10 @@ from aserve.engine_core import EngineCorePorts
 from aserve.errors import AserveError, ConfigError, EngineDead, ErrorInfo, InvalidRequest
 from aserve.host.threads import SWITCH_INTERVAL_S
 from aserve.messages.executor import EngineSpec
-from aserve.messages.output import Refused, Retired, StepOutput
+from aserve.messages.output import Amended, Refused, Retired, StepOutput
 from aserve.messages.requests import (
     AdmitRequest,
+    Amend,
     Cancel,
     ChangeSettings,
     EngineEvent,
@@ -41,7 +43,7 @@ from aserve.observability.reports import (
     TickReport,
 )
 from aserve.processes.engine_process import EngineProcess
-from aserve.processes.journal import Journal
+from aserve.processes.journal import FromEngine, Journal
 from aserve.processes.link import (
     Died,
     Link,
@@ -120,6 +122,11 @@ class RemoteEngineCore:
                     self._ports.text.send(retired)
             case ChangeSettings():
                 self._settings = message
+            case Amend() if self._journal.waits(message.request_id):
+                self._ports.text.send(Amended(message, error=too_early().info()))
+                return
+            case Amend():
+                pass
             case _:
                 assert_never(message)
         if self._is_up:
@@ -149,7 +156,7 @@ class RemoteEngineCore:
 
     def _on_message(self, message: ToFrontend) -> None:
         match message:
-            case StepOutput() | Retired() | Refused():
+            case StepOutput() | Retired() | Refused() | Amended():
                 self._pass_on(message)
             case OpenText():
                 self._ports.text.send(message)
@@ -177,7 +184,7 @@ class RemoteEngineCore:
             case _:
                 assert_never(message)
 
-    def _pass_on(self, message: StepOutput | Retired | Refused) -> None:
+    def _pass_on(self, message: FromEngine) -> None:
         news = self._journal.receive(message)
         if news is not None:
             self._ports.text.send(news)
@@ -202,7 +209,7 @@ class RemoteEngineCore:
             case LoadLora():
                 error = InvalidRequest("the adapter's path cannot be sent to the engine").info()
                 self._answer_load(message.lora_id, error)
-            case Cancel() | ChangeSettings():
+            case Cancel() | Amend() | ChangeSettings():
                 pass
             case _:
                 assert_never(message)

@@ -17,6 +17,7 @@ from aserve.scheduling.budget import fits_alone, has_room, min_query_len, most_p
 from aserve.scheduling.clients import place_refusal
 from aserve.scheduling.finish import finish_at_end
 from aserve.scheduling.followers import follow, lead
+from aserve.scheduling.forced import end_reasoning
 from aserve.scheduling.forecast import fits_ahead
 from aserve.scheduling.grammar_rows import ask_mask, has_slow_room, return_slow
 from aserve.scheduling.request import Phase, Sequence
@@ -175,6 +176,7 @@ def _end_or_ask(state: SchedulerState, sequence: Sequence) -> None:
     """Finishes a sequence whose earlier outputs reached an end already, and asks for the first mask
     of any other.
     """
+    end_reasoning(state, sequence)
     if sequence.is_at_end:
         finish_at_end(state, sequence)
     else:

@@ -27,11 +27,11 @@ def most_pages(state: SchedulerState, num_positions: int) -> Pages:
     )
 
 
-def fits_alone(state: SchedulerState, sequence: Sequence) -> bool:
+def fits_alone(state: SchedulerState, sequence: Sequence, *, max_kv_len: int | None = None) -> bool:
     """Returns whether the sequence could finish if it ran alone: the test at admission to the
     queue.
     """
-    needed = most_pages(state, sequence.max_kv_len)
+    needed = most_pages(state, sequence.max_kv_len if max_kv_len is None else max_kv_len)
     if min_query_len(sequence) > 1:
         whole = state.num_pages(sequence.prompt_len)
         needed = tuple(max(whole, pages) for pages in needed)

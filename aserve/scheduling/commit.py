@@ -15,6 +15,7 @@ from aserve.scheduling.advance import advance_rows
 from aserve.scheduling.ends import count_kept, cut_logprobs, may_end
 from aserve.scheduling.finish import finish, settle
 from aserve.scheduling.flights import Step, drop_flights, land_without_row
+from aserve.scheduling.forced import end_reasoning
 from aserve.scheduling.grammar_rows import ask_mask
 from aserve.scheduling.prompts import hand_out_prompts
 from aserve.scheduling.request import Phase
@@ -69,53 +70,58 @@ def commit_tokens(state: SchedulerState, result: StepResult | SampleResult, step
     indices = step.indices_of(rows)
     is_here = table.first_iteration[rows] <= step.iteration
     is_plain = is_here & ~may_end(state, rows, counts, tokens) & (table.has_mask[rows] == 0)
-    columns = [column.tolist() for column in (indices, rows, stops - counts, stops, is_plain)]
+    starts, num_kept = stops - counts, counts.copy()
+    columns = [column.tolist() for column in (indices, rows, starts, stops, is_plain)]
     token_ids = tokens.tolist()
     new: list[SequenceOutput] = []
-    for index, row, start, stop, plain in zip(*columns, strict=True):
+    for place, (index, row, start, stop, plain) in enumerate(zip(*columns, strict=True)):
         if start == stop or (not plain and step.is_dropped(index)):
             continue
         sequence = step.sequences[index]
-        num_kept = stop - start if plain else count_kept(sequence, token_ids[start:stop])
+        kept = stop - start if plain else count_kept(sequence, token_ids[start:stop])
+        num_kept[place] = kept
+        if not kept:
+            continue
         outputs = sequence.tokens.outputs
         position = len(outputs)
-        outputs.extend(token_ids[start : start + num_kept])
-        sequence.client.serve_outputs(num_kept)
+        outputs.extend(token_ids[start : start + kept])
+        sequence.client.serve_outputs(kept)
         new.append(
             SequenceOutput(
                 sequence.request_id,
                 sequence.child,
                 position,
-                result.tokens[start * 4 : (start + num_kept) * 4],
+                result.tokens[start * 4 : (start + kept) * 4],
                 sequence.cached_len,
-                cut_logprobs(logprobs[row], num_kept, of=stop - start) if row in logprobs else (),
+                cut_logprobs(logprobs[row], kept, of=stop - start) if row in logprobs else (),
             )
         )
-    has_tokens = is_here & (counts > 0)
-    table.num_tokens[rows[is_here]] += counts[is_here]
-    table.last_id[rows[has_tokens]] = tokens[stops[has_tokens] - 1]
+    if new:
+        state.effects.append(StepOutput(iteration=result.iteration, sequences=tuple(new)))
+    has_tokens = is_here & (num_kept > 0)
+    table.num_tokens[rows[is_here]] += num_kept[is_here]
+    table.last_id[rows[has_tokens]] = tokens[(starts + num_kept)[has_tokens] - 1]
     here = indices[is_here]
-    advance = step.max_advance[here] - step.max_outputs[here] + counts[is_here]
+    advance = step.max_advance[here] - step.max_outputs[here] + num_kept[is_here]
     advance_rows(state, step, here, advance=advance)
     for index in indices[~is_plain].tolist():
         if not step.is_dropped(index):
             _settle(state, step, index)
-    if new:
-        state.effects.append(StepOutput(iteration=result.iteration, sequences=tuple(new)))
 
 
 def _settle(state: SchedulerState, step: Step, index: int) -> None:
-    """Ends a sequence at its last token, else asks for the mask of its next one. Called for those
-    that have a mask or no row, or that may be at their end.
+    """Ends a sequence at its last token, else its reasoning at the limit, and asks for the mask of
+    its next token. Called for those that have a mask or no row, or that may be at such an end.
     """
     sequence = step.sequences[index]
     if sequence.phase is Phase.LINGERING:
         land_without_row(step, index)
+    if not sequence.is_at_end:
+        end_reasoning(state, sequence)
     if sequence.is_at_end:
         sequence.has_ended = True
         drop_flights(sequence)
         sequence.is_blocked = True
-        state.table.num_tokens[sequence.row] = sequence.tokens.num  # without those behind its end
         state.ended.append(sequence)
         return
     if sequence.mask is not None:

@@ -1,4 +1,6 @@
-"""Finds the sequences that end with the new tokens of a step, and how many tokens they keep."""
+"""Finds the sequences that end with the new tokens of a step, and how many tokens they keep. The
+limit of reasoning is such an end, behind which other tokens follow.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,23 @@ def may_end(
     """
     table = state.table
     is_near: npt.NDArray[np.bool_] = table.num_tokens[rows] + counts >= table.max_len[rows]
+    is_near |= table.is_limited[rows] > 0
     owners = np.arange(len(rows)).repeat(counts)
     is_near[owners[state.end_ids[tokens]]] = True
     return is_near
 
 
 def count_kept(sequence: Sequence, token_ids: list[int]) -> int:
-    """Returns how many of the new tokens the sequence keeps: those up to its end, or all."""
+    """Returns how many of the new tokens the sequence keeps: those up to its end or the limit of
+    its reasoning, or all.
+    """
+    num_kept = _num_to_end(sequence, token_ids)
+    if sequence.reasoning is None or not sequence.reasoning.is_limited:
+        return num_kept
+    return sequence.reasoning.read_to_limit(token_ids[:num_kept])
+
+
+def _num_to_end(sequence: Sequence, token_ids: list[int]) -> int:
     for num_outputs, token_id in enumerate(token_ids, start=sequence.num_outputs + 1):
         is_stop = token_id in sequence.end_ids and num_outputs > sequence.min_tokens
         if is_stop or num_outputs >= sequence.max_tokens:

@@ -133,8 +133,13 @@ class WaitingQueue:
         ]
         heapq.heapify(self._heap)
 
+    def _is_in(self, line: _Line, arrival: int) -> bool:
+        """NOTE: a sequence whose priority was changed is in the queue, but in another line."""
+        sequence = self._sequences.get(arrival)
+        return sequence is not None and sequence.priority == line.priority
+
     def _order(self, line: _Line) -> Order:
         """Returns the order of its first sequence. A line has at least one."""
-        while line.arrivals[0] not in self._sequences:
+        while not self._is_in(line, line.arrivals[0]):
             line.queued.discard(heapq.heappop(line.arrivals))
         return (line.priority, line.client.key, line.arrivals[0])

@@ -9,17 +9,17 @@ import hashlib
 from array import array
 from enum import Enum
 
-import msgspec
-
 from aserve.cache.allocation import PageAllocation
 from aserve.cache.prefix_tree import PageKeys
 from aserve.errors import BugError
-from aserve.messages.base import ArrayI32, array_i32
+from aserve.messages.base import array_i32
 from aserve.messages.executor import DecodeCaps
 from aserve.messages.requests import AdmitRequest, SamplingParams
 from aserve.messages.step import RowInit
 from aserve.scheduling.clients import Client
+from aserve.scheduling.reasoning import Reasoning
 from aserve.scheduling.rows import NUM_CELLS, Cell, Cells, RowTable
+from aserve.scheduling.token_log import MaskState, TokenLog
 
 
 def child_seed(seed: int, child: int) -> int:
@@ -30,49 +30,6 @@ def child_seed(seed: int, child: int) -> int:
         return seed
     digest = hashlib.blake2b(f"{seed}/{child}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
-
-
-class TokenLog:
-    """The prompt and the committed outputs of a sequence, int32; `num` tokens. All children of a
-    request share the prompt.
-    """
-
-    __slots__ = ("_prompt", "outputs")
-
-    def __init__(self, prompt_ids: ArrayI32, outputs: bytes) -> None:
-        self._prompt = prompt_ids
-        self.outputs = array("i", outputs)
-
-    @property
-    def num(self) -> int:
-        return len(self._prompt) + len(self.outputs)
-
-    def span(self, start: int, stop: int) -> ArrayI32:
-        """tokens[start:stop], cut at what is known."""
-        return array_i32(self.packed(start, stop))
-
-    def packed(self, start: int, stop: int) -> bytes:
-        """Returns the same tokens as the bytes of an array."""
-        num_prompt = len(self._prompt)
-        if start >= num_prompt:
-            return self.outputs[start - num_prompt : stop - num_prompt].tobytes()
-        known = self._prompt[start:stop].tobytes()
-        return known + self.outputs[: max(stop - num_prompt, 0)].tobytes()
-
-    def at(self, position: int) -> int:
-        num_prompt = len(self._prompt)
-        if position < num_prompt:
-            return int(self._prompt[position])
-        return self.outputs[position - num_prompt]
-
-
-class MaskState(msgspec.Struct, gc=False):
-    """The mask of the next output, for a sequence with a host-side sampler."""
-
-    asked: int = -1  # the output position of the last BuildMask
-    num_sent: int = 0  # outputs that BuildMasks have carried
-    mask: bytes | None = None  # of output position `asked`, once it is there
-    is_slow: bool = False  # its masks take long
 
 
 ONE_TOKEN = DecodeCaps()
@@ -122,6 +79,7 @@ class Sequence:
         "phase",
         "priority",
         "prompt_len",
+        "reasoning",
         "request_id",
         "row",
         "sampling",
@@ -147,15 +105,11 @@ class Sequence:
         self.priority = request.priority
         self.sampling: SamplingParams = request.sampling
         assert request.sampling.max_tokens is not None  # the tokenizer actor resolves it
-        self.max_tokens: int = request.sampling.max_tokens
         self.seed = child_seed(request.sampling.seed, child)
         self.end_ids = request.end_ids
         self.bad_word_ids = request.bad_word_ids
         self.prompt_len = len(prompt_ids)
-        self.max_len = self.prompt_len + self.max_tokens  # tokens
-        # KV positions that it can ever need: with a root the last token is sampled, but never
-        # computed
-        self.max_kv_len = self.prompt_len + max(self.max_tokens - caps.root_len, 0)
+        self.set_max_tokens(request.sampling.max_tokens, root_len=caps.root_len)
         self.tokens = TokenLog(prompt_ids, outputs)
         self.is_causal = request.is_causal
         self.key_lookahead = caps.key_lookahead
@@ -175,10 +129,20 @@ class Sequence:
         self.num_retracted_for = 0  # rows that were retracted to make way for it
         self.has_ended = False  # its last token is known
         self.mask = MaskState() if request.sampling.grammar and self.max_tokens else None
+        tags = request.reasoning
+        self.reasoning = None if tags is None or not self.max_tokens else Reasoning(tags)
         self.embeds, self.lora_slot = request.embeds, request.lora_slot
         self.awaits_kv = request.awaits_kv  # until the KV is there
         # prompt tokens whose logprobs were handed out or are not wanted, token 0 being one of them
         self.num_scored = 1 if _wants_scores(request, child) else self.prompt_len
+
+    def set_max_tokens(self, max_tokens: int, *, root_len: int) -> None:
+        """`max_len` are tokens, and `max_kv_len` the KV positions that it can ever need: with a
+        root the last token is sampled, but never computed.
+        """
+        self.max_tokens = max_tokens
+        self.max_len = self.prompt_len + max_tokens
+        self.max_kv_len = self.prompt_len + max(max_tokens - root_len, 0)
 
     @property
     def min_tokens(self) -> int:
@@ -239,6 +203,7 @@ class Sequence:
             self.max_tokens,
             0 if self.is_causal else self.prompt_len,
             self.mask is not None,
+            self.reasoning is not None and self.reasoning.is_limited,
         )
         self.cells, self.row = table.enter(row, self.cells, copies=copies), row
 

@@ -58,6 +58,7 @@ class RowTable:
     max_tokens: Column
     whole_len: Column  # tokens up to which a prompt is not cut into chunks
     has_mask: Column
+    is_limited: Column  # its reasoning has a limit and has not ended
 
     def __init__(self, max_rows: int) -> None:
         self._values = np.zeros((len(NAMES), max_rows + 1), np.int64)

@@ -45,7 +45,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from aserve.messages.executor import EngineSpec, SchedulerEffect, SchedulerEvent
-from aserve.messages.requests import AdmitRequest, Cancel, ChangeSettings, FailRequest
+from aserve.messages.requests import AdmitRequest, Amend, Cancel, ChangeSettings, FailRequest
 from aserve.messages.results import (
     KvFailed,
     KvReady,
@@ -55,6 +55,7 @@ from aserve.messages.results import (
     StepResult,
 )
 from aserve.scheduling.admit import consider, receive
+from aserve.scheduling.amend import amend
 from aserve.scheduling.batch import launch
 from aserve.scheduling.check import check
 from aserve.scheduling.commit import commit_samples, commit_step
@@ -110,6 +111,8 @@ class Scheduler:
                 receive(self.state, consider(self.state, event))
             case Cancel():
                 cancel(self.state, event)
+            case Amend():
+                amend(self.state, event)
             case StepResult():
                 commit_step(self.state, event)
             case SampleResult():

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 
 from aserve.messages.executor import EngineSpec, SchedulerEvent
-from aserve.messages.requests import AdmitRequest, Cancel
+from aserve.messages.requests import AdmitRequest, Amend, Cancel
 from aserve.scheduling.state import SchedulerState
 
 MAX_SEQUENCES = 10  # received, admitted or finished per tick while no row runs
@@ -50,13 +50,13 @@ def _steady(spec: EngineSpec) -> int:
 
 class Arrivals:
     """Requests that have arrived and are received in a later tick, in order of arrival, each with
-    its cancel. `len` is the number of these events.
+    its cancel and changes. `len` is the number of these events.
     """
 
     __slots__ = ("_held", "_held_ids", "_is_postponed")
 
     def __init__(self) -> None:
-        self._held: deque[AdmitRequest | Cancel] = deque()
+        self._held: deque[AdmitRequest | Cancel | Amend] = deque()
         self._held_ids: set[str] = set()  # of requests
         self._is_postponed = False  # the last tick received none, although some waited
 
@@ -105,12 +105,12 @@ class Arrivals:
             match event:
                 case AdmitRequest():
                     pass
-                case Cancel() if event.request_id in self._held_ids:
+                case Cancel() | Amend() if event.request_id in self._held_ids:
                     self._held.append(event)
                 case _:
                     tick.append(event)
         return tick
 
 
-def _size(event: AdmitRequest | Cancel) -> int:
+def _size(event: AdmitRequest | Cancel | Amend) -> int:
     return event.sampling.n if isinstance(event, AdmitRequest) else 0

@@ -1,4 +1,5 @@
-"""Sampling parameters that depend on the model: its defaults, and the token ids of bad words.
+"""Sampling parameters that depend on the model: its defaults, and the token ids of bad words and of
+the tags around reasoning.
 
 The defaults come from generation_config.json. As in vLLM, `do_sample` is ignored: greedy sampling
 is temperature 0.
@@ -14,6 +15,8 @@ import msgspec
 
 from aserve.errors import ConfigError, InvalidRequest
 from aserve.messages.base import Record
+from aserve.messages.requests import ReasoningIds, ReasoningParams
+from aserve.parsers.registry import opens_reasoning, reasoning_tags
 from aserve.text.model_files import read_json
 
 if TYPE_CHECKING:
@@ -84,6 +87,20 @@ def bad_word_ids(words: Iterable[str], tokenizer: TextTokenizer) -> tuple[tuple[
             code="array_above_max_length",
         )
     return tuple(found)
+
+
+def reasoning_ids(
+    params: ReasoningParams | None, prompt_tail: str, tokenizer: TextTokenizer
+) -> ReasoningIds | None:
+    """Encodes the tags. `prompt_tail` is the end of the prompt's text, which may open reasoning."""
+    if params is None:
+        return None
+    opens, closes = (
+        tuple(_word_ids(tag, tokenizer) for tag in tags)
+        for tags in reasoning_tags(params.parser, params.tool_parser)
+    )
+    is_open = opens_reasoning(prompt_tail, params.parser)
+    return ReasoningIds(opens, closes, is_open, params.max_tokens)
 
 
 def _word_ids(text: str, tokenizer: TextTokenizer) -> tuple[int, ...]:

@@ -81,6 +81,13 @@ class SequenceText:
         if token_id not in self._end_ids:
             self._extend(self._stream.feed(token_id))
 
+    def add_stops(self, stops: tuple[str, ...]) -> None:
+        """Adds stop strings, which count if they begin in the text from here on."""
+        if stops and self._matcher is None:
+            self._matcher = StopMatcher(stops, num_seen=self.text_len)
+        elif self._matcher is not None:
+            self._matcher.add(stops)
+
     def finish(self) -> None:
         """Marks the end of the sequence. Nothing is held back from now on."""
         if not self._is_final:

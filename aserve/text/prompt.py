@@ -23,7 +23,7 @@ from aserve.messages.requests import (
     TokenPrompt,
 )
 from aserve.text.chat_prompt import render_chat
-from aserve.text.defaults import bad_word_ids
+from aserve.text.defaults import bad_word_ids, reasoning_ids
 from aserve.text.plain_content import PlainContent
 from aserve.text.prompt_text import prompt_texts
 from aserve.text.template import ChatTemplate
@@ -92,6 +92,7 @@ class PromptEncoder:
         bad_words = bad_word_ids(sampling.bad_words, self.tokenizer)
         _check_can_sample(sampling, ends, bad_words, self.limits)
         packed = pack_i32(prompt_ids)
+        tail = self._tail_of(request, prompt_ids)
         is_scored = sampling.prompt_logprobs is not None
         needs_texts = is_scored or sampling.echo
         return Prepared(
@@ -104,7 +105,8 @@ class PromptEncoder:
                 if needs_texts
                 else (),
                 outputs=request.outputs,
-                prompt_tail=self._tail_of(request.prompt, prompt_ids),
+                sends_outputs=request.sends_outputs,
+                prompt_tail=tail,
             ),
             AdmitRequest(
                 request_id=request.request_id,
@@ -119,6 +121,7 @@ class PromptEncoder:
                 embeds=request.embeds,
                 page_keys=self._page_keys(packed, namespace=request.namespace),
                 client=request.client,
+                reasoning=reasoning_ids(sampling.reasoning, tail, self.tokenizer),
             ),
         )
 
@@ -183,11 +186,11 @@ class PromptEncoder:
                 param="messages",
             )
 
-    def _tail_of(self, prompt: Prompt, prompt_ids: list[int]) -> str:
+    def _tail_of(self, request: GenerateRequest, prompt_ids: list[int]) -> str:
         """Returns the end of a chat's prompt, which tells whether the template has opened the
-        model's reasoning.
+        model's reasoning. The ids of such a prompt are a chat, too.
         """
-        is_chat = isinstance(prompt, ChatPrompt)
+        is_chat = isinstance(request.prompt, ChatPrompt) or request.sampling.reasoning is not None
         tail_ids = prompt_ids[-TAIL_TOKENS:] if is_chat else []
         return self.tokenizer.decode(tail_ids, skip_special=False)
 

@@ -27,17 +27,26 @@ class StopMatcher:
 
     __slots__ = ("_borders", "_matched", "_num_seen", "_stops")
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
-        assert all(stops), "an empty stop string would end every text at once"
-        self._stops = sorted(set(stops), key=len, reverse=True)
-        self._borders = [borders_of(stop) for stop in self._stops]
+    def __init__(self, stops: tuple[str, ...], *, num_seen: int = 0) -> None:
+        """`num_seen` characters of the text came before."""
+        self._stops: list[str] = []
+        self._borders: list[list[int]] = []
         # The length of the longest prefix of each stop with which the text ends.
-        self._matched = [0] * len(self._stops)
-        self._num_seen = 0
+        self._matched: list[int] = []
+        self._num_seen = num_seen
+        self.add(stops)
 
     @property
     def num_held(self) -> int:
         return max(self._matched, default=0)
+
+    def add(self, stops: tuple[str, ...]) -> None:
+        """Adds stop strings. The text so far does not begin one of them."""
+        assert all(stops), "an empty stop string would end every text at once"
+        known = dict(zip(self._stops, self._matched, strict=True))
+        self._stops = sorted({*known, *stops}, key=len, reverse=True)
+        self._borders = [borders_of(stop) for stop in self._stops]
+        self._matched = [known.get(stop, 0) for stop in self._stops]
 
     def feed(self, text: str, *, is_armed: bool = True) -> StopHit | None:
         """Adds text, and returns the stop string that ends in it. If `is_armed` is False, stop

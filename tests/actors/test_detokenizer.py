@@ -53,7 +53,11 @@ class Bench:
         engine = Sent()
         self.cancels = engine.messages
         self.actor = DetokenizerActor(
-            TOKENIZER, deliver=self.chunks.append, engine=engine, inbox=Channel()
+            TOKENIZER,
+            deliver=self.chunks.append,
+            answer=lambda _: None,
+            engine=engine,
+            inbox=Channel(),
         )
 
     def handle(self, *events: DetokenizerEvent) -> list[OutputChunk]:

@@ -54,7 +54,13 @@ def events_of(*, num_tokens: int, n: int = 1) -> list[DetokenizerEvent]:
 
 
 def actor_of(chunks: list[OutputChunk]) -> DetokenizerActor:
-    return DetokenizerActor(TOKENIZER, deliver=chunks.append, engine=Sent(), inbox=Channel())
+    return DetokenizerActor(
+        TOKENIZER,
+        deliver=chunks.append,
+        answer=lambda _: None,
+        engine=Sent(),
+        inbox=Channel(),
+    )
 
 
 @pytest.mark.parametrize(("num_tokens", "n"), [(2, 1), (3, 2), (1000, 1), (700, 3), (50, 128)])

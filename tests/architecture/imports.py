@@ -76,7 +76,10 @@ REACH = {
     "aserve.channel": BORDER,
     "aserve.frames": BORDER,
     "aserve.host": Reach(aserve=FIRST, packages=("uvloop", "huggingface_hub")),
-    "aserve.request_stream": Reach(aserve=(*FIRST, "aserve.unread"), packages=PLAIN),
+    "aserve.amendments": BORDER,
+    "aserve.request_stream": Reach(
+        aserve=(*FIRST, "aserve.unread", "aserve.amendments"), packages=PLAIN
+    ),
     "aserve.unread": BORDER,
     "aserve.health": BORDER,
     "aserve.heap": Reach(aserve=(), packages=()),
@@ -99,7 +102,7 @@ REACH = {
     "aserve.http": Reach(
         aserve=(
             *(*FIRST, "aserve.request_stream", "aserve.unread", "aserve.text", "aserve.parsers"),
-            *("aserve.batches", "aserve.receipts"),
+            *("aserve.batches", "aserve.receipts", "aserve.amendments"),
         ),
         packages=(*PLAIN, "aiohttp"),
     ),

@@ -20,22 +20,25 @@ from prometheus_client import CollectorRegistry
 from aserve.actors.base import Actor
 from aserve.actors.detokenizer import DetokenizerActor
 from aserve.actors.tokenizer import TokenizerActor
+from aserve.amendments import amended_admit
 from aserve.channel import Channel, Codec
 from aserve.config import ServerOptions
-from aserve.errors import ErrorInfo
+from aserve.errors import ErrorInfo, InvalidRequest
 from aserve.http.server import HttpServer
 from aserve.http.state import HttpContext, ServerState
 from aserve.http.tokenize_service import TokenizeService
 from aserve.messages.base import FinishReason, array_i32, pack_i32
 from aserve.messages.output import (
+    Amended,
     DetokenizerEvent,
     OutputChunk,
     Refused,
     Retired,
     SequenceOutput,
+    SequenceState,
     StepOutput,
 )
-from aserve.messages.requests import AdmitRequest, Cancel, EngineEvent, TokenizerEvent
+from aserve.messages.requests import AdmitRequest, Amend, Cancel, EngineEvent, TokenizerEvent
 from aserve.messages.results import PromptLogprobs, RowLogprobs
 from aserve.parsers.registry import NO_PARSERS, ParserNames
 from aserve.request_stream import Gateway
@@ -56,7 +59,7 @@ class Sequence:
         self.request = request
         self.child = child
         self.tokens = ids[child:] + ids[:child] + list(request.end_ids[:1])
-        self.num_done = 0
+        self.num_done = len(request.outputs[child]) // 4 if request.outputs else 0
         self.logprob = logprob  # of each token
         self.runs = itertools.chain(runs, itertools.repeat(1))  # tokens of each step
         # Its scores come in two runs before anything else, while its siblings go on.
@@ -142,6 +145,8 @@ class EchoScheduler(Actor[EngineEvent]):
                 self._admit(event)
             elif isinstance(event, Cancel):
                 self._cancel(event)
+            elif isinstance(event, Amend):
+                self._amend(event)
         self.changed.set()
         self.resume()
 
@@ -168,6 +173,20 @@ class EchoScheduler(Actor[EngineEvent]):
         for key in list(self.live):
             if key[0] == cancel.request_id and cancel.child in (None, key[1]):
                 self._retire(key, cancel.reason)
+
+    def _amend(self, event: Amend) -> None:
+        """Reasoning cannot be ended here, and only 2,000 tokens are allowed."""
+        found = [each for key, each in self.live.items() if key[0] == event.request_id]
+        if event.ends_reasoning or (event.max_tokens or 0) > 2000:
+            error = InvalidRequest("no", param="max_tokens", code="refused_here").info()
+            self.detokenizer.send(Amended(event, error=error))
+            return
+        states: list[SequenceState] = []
+        for each in found:
+            each.request = request = amended_admit(each.request, event)
+            sizes = (len(request.prompt_ids) // 4, each.num_done, request.sampling.max_tokens or 0)
+            states.append(SequenceState(each.child, "running", *sizes, request.priority))
+        self.detokenizer.send(Amended(event, tuple(states)))
 
     def _retire(
         self, key: tuple[str, int], reason: FinishReason, error: ErrorInfo | None = None
@@ -214,6 +233,7 @@ class EchoEngine:
         self.detokenizer = DetokenizerActor(
             self.tokenizer,
             deliver=self._deliver,
+            answer=lambda answer: self.gateway.amendments.receive(answer),
             engine=self.scheduler.inbox,
             inbox=Channel(codec=Codec(DetokenizerEvent)),
         )

@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
+from aserve.amendments import amended_admit
 from aserve.errors import StepError
 from aserve.messages.base import array_i32, pack_i32
 from aserve.messages.executor import EngineSpec, GroupSpec
-from aserve.messages.requests import AdmitRequest, Grammar, SamplingParams, stamp_of
+from aserve.messages.requests import AdmitRequest, Amend, Grammar, SamplingParams, stamp_of
 from aserve.messages.results import (
     BuildMask,
     KvFailed,
@@ -156,6 +157,38 @@ def first_read(spec: EngineSpec, group: GroupSpec, kv_len: int) -> int:
     return 0 if group.window is None else max(0, kv_len - group.window + 1 - spec.decode.root_len)
 
 
+def forced_ids(request: AdmitRequest, outputs: list[int]) -> list[int]:
+    """What the limit of reasoning forces behind these outputs: what its closing tag lacks."""
+    ids = request.reasoning
+    if ids is None or ids.max_tokens is None:
+        return []
+    start = 0 if ids.is_open else _first_end(outputs[:16], ids.opens, 0)
+    if start is None or _first_end(outputs, ids.closes, start) is not None:
+        return []
+    if len(outputs) - start < ids.max_tokens:
+        return []
+    tag = list(ids.closes[0])
+    there = max(n for n in range(len(tag)) if outputs[max(start, len(outputs) - n) :] == tag[:n])
+    return tag[there:]
+
+
+def _first_end(outputs: list[int], tags: tuple[tuple[int, ...], ...], start: int) -> int | None:
+    ends = range(start + 1, len(outputs) + 1)
+    found = [e for e in ends for tag in tags if tuple(outputs[max(start, e - len(tag)) : e]) == tag]
+    return min(found, default=None)
+
+
+Changes = Iterable[tuple[int, Amend]]  # each with the outputs that were there when it was made
+
+
+def as_changed(request: AdmitRequest, changes: Changes, num_outputs: int) -> AdmitRequest:
+    """The request as it is with so many outputs."""
+    for position, change in changes:
+        if position <= num_outputs:
+            request = amended_admit(request, change)
+    return request
+
+
 class PlainOutputs(NamedTuple):
     """`tokens` are all outputs; `digests` those of the tokens that the engine itself sampled."""
 
@@ -178,7 +211,9 @@ def expected_logprobs(
     return token_logprobs(digests, row=0, num_top=num_top, vocab_size=spec.vocab_size)
 
 
-def plain_outputs(request: AdmitRequest, child: int, spec: EngineSpec) -> PlainOutputs:
+def plain_outputs(
+    request: AdmitRequest, child: int, spec: EngineSpec, changes: Changes = ()
+) -> PlainOutputs:
     sampling = request.sampling
     key = row_key(_row_init(request, child))
     tokens = array_i32(request.prompt_ids).tolist()
@@ -188,11 +223,19 @@ def plain_outputs(request: AdmitRequest, child: int, spec: EngineSpec) -> PlainO
     start = first_value(tokens[:prompt_len], is_causal=request.is_causal)
     chain: Kv = []
     digests: list[int] = []
-    assert sampling.max_tokens is not None
-    while len(tokens) - prompt_len < sampling.max_tokens:
+    while True:
         num_outputs = len(tokens) - prompt_len
+        now = as_changed(request, changes, num_outputs)
+        max_tokens = now.sampling.max_tokens
+        assert max_tokens is not None
+        if num_outputs >= max_tokens:
+            break
         if num_outputs > min_tokens_of(sampling) and tokens[-1] in request.end_ids:
             break
+        forced = forced_ids(now, tokens[prompt_len:])
+        if forced:
+            tokens += forced[: max_tokens - num_outputs]
+            continue
         extend_chain(chain, tokens, start=start)
         views = [chain[first_read(spec, group, len(chain)) :] for group in spec.groups]
         digest = hidden_state(views, key, len(tokens))

@@ -26,7 +26,7 @@ from aserve.gpu.models.base import CausalModel, DraftModel
 from aserve.messages.base import ArrayF32, array_f32, array_i32, pack_i32
 from aserve.messages.executor import Executor, SchedulerEffect, SchedulerEvent, Ticket
 from aserve.messages.output import Refused, Retired, SequenceOutput, StepOutput
-from aserve.messages.requests import AdmitRequest, Cancel, SamplingParams
+from aserve.messages.requests import AdmitRequest, Cancel, ReasoningIds, SamplingParams
 from aserve.messages.results import BuildMask, MaskReady, PromptLogprobs
 from aserve.messages.step import Launch, ReceiveKv, Resync, Sample, ScheduleBatch
 from aserve.scheduling.scheduler import Scheduler
@@ -88,13 +88,20 @@ def request(
     end_ids: tuple[int, ...] = (),
     bad_word_ids: tuple[tuple[int, ...], ...] = (),
     embeds: bool = False,
+    reasoning: ReasoningIds | None = None,
     **sampling: Any,
 ) -> AdmitRequest:
     """Greedy, 8 tokens, if `sampling` does not say otherwise; none when it `embeds`."""
     num_tokens = 0 if embeds else 8
     params = SamplingParams(**{"seed": 0, "temperature": 0.0, "max_tokens": num_tokens, **sampling})
     return AdmitRequest(
-        name, pack_i32(prompt), params, end_ids=end_ids, bad_word_ids=bad_word_ids, embeds=embeds
+        name,
+        pack_i32(prompt),
+        params,
+        end_ids=end_ids,
+        bad_word_ids=bad_word_ids,
+        embeds=embeds,
+        reasoning=reasoning,
     )
 
 

@@ -13,7 +13,7 @@ from aserve.messages.base import array_i32
 from aserve.messages.requests import AdmitRequest
 from aserve.scheduling.request import Sequence
 from tests.fakes.hash_model import HashModel
-from tests.fakes.toy_device import allowed_ids, min_tokens_of
+from tests.fakes.toy_device import allowed_ids, forced_ids, min_tokens_of
 from tests.gpu.naive_sampler import Floats, naive_logits, naive_token
 from tests.parity.dense_attend import DenseAttend
 
@@ -37,7 +37,7 @@ def _hidden(model: CausalModel, request: AdmitRequest) -> torch.Tensor:
 
 
 class PlainRun(NamedTuple):
-    """Outputs up to the end, and the logprob of each before temperature."""
+    """Outputs up to the end, and the logprob before temperature of each that was sampled."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -71,6 +71,10 @@ def plain_run(model: CausalModel, request: AdmitRequest, child: int = 0) -> Plai
     while (num_outputs := len(tokens) - init.prompt_len) < sampling.max_tokens:
         if num_outputs > min_tokens_of(sampling) and tokens[-1] in request.end_ids:
             break
+        forced = forced_ids(request, tokens[init.prompt_len :])
+        if forced:
+            tokens += forced[: sampling.max_tokens - num_outputs]
+            continue
         ids, positions = torch.tensor(tokens[known:]), torch.arange(known, len(tokens))
         known = len(tokens)
         logits = model.logits(model.forward(ids, positions, attend)[-1:])[0].double().numpy()

@@ -19,7 +19,7 @@ from aserve.errors import StepError
 from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.gpu.device.base import Device
 from aserve.gpu.executor import TorchExecutor
-from aserve.messages.requests import AdmitRequest
+from aserve.messages.requests import AdmitRequest, ReasoningIds
 from aserve.messages.results import BuildMask, MaskReady
 from tests.fakes.graph_device import GraphDevice
 from tests.fakes.hash_model import VOCAB, FlakyModel, HashModel
@@ -34,6 +34,10 @@ PACES = [(depth, lead) for depth in range(1, 5) for lead in range(1, depth + 1)]
 STEM = [(11 * i * i + 5 * i + 3) % VOCAB for i in range(40)]  # what prompts share
 
 
+LIMITS = [
+    ReasoningIds(((7,),), ((1, 4, 9), (2,)), is_open=True, max_tokens=3),
+    ReasoningIds(((5,), (11,)), ((6,),), max_tokens=1),
+]
 EXTRAS: dict[str, st.SearchStrategy[Any]] = {
     "presence_penalty": st.sampled_from([0.0, 0.5]),
     "frequency_penalty": st.sampled_from([0.0, -0.7]),
@@ -90,6 +94,7 @@ def requests(draw: st.DrawFn, number: int, *, is_plain: bool) -> AdmitRequest:
         f"r{number}",
         prompt,
         embeds=embeds,
+        reasoning=draw(st.sampled_from([None, None, *LIMITS])),
         end_ids=draw(st.sampled_from([(), (3, 8)])),
         seed=draw(st.integers(-(2**63), 2**63)),
         temperature=draw(st.sampled_from([0.0, 0.8, 1.0])),
@@ -172,7 +177,10 @@ def assert_plain(trace: Trace, served: Served) -> None:
             assert served.reasons[key] == [reason]
             if asked.sampling.logprobs is not None:
                 found = served.logprobs.get(key, [])
-                assert found == pytest.approx(logprobs[:num_outputs], abs=1e-4)
+                num_forced = len(expected) - len(logprobs)
+                assert num_forced == 0 or asked.reasoning is not None
+                assert found == pytest.approx(logprobs[: len(found)], abs=1e-4)
+                assert num_outputs - num_forced <= len(found) <= num_outputs
             if reason != "error":
                 assert_prompt(plain, asked, child, served)
 

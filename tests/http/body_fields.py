@@ -9,9 +9,18 @@ from typing import Any, TypeAlias
 import msgspec
 from msgspec import inspect
 
+from aserve.http.route import Route
 from aserve.http.routes import ROUTES
 
-BODIES = {route.path: route.body for route in ROUTES if route.body is not None and not route.admin}
+
+def path_of(route: Route) -> str:
+    """A path of the route."""
+    return route.path.replace("{id}", "x")
+
+
+BODIES = {
+    path_of(route): route.body for route in ROUTES if route.body is not None and not route.admin
+}
 # One path for each record: routes with the same record read their bodies in the same way.
 PATHS = {body: path for path, body in reversed(BODIES.items())}.values()
 
@@ -33,6 +42,8 @@ OWN: dict[str, dict[str, Any]] = {
     "/": {"inputs": "a"},
     "/abort_request": {"rid": "a"},
     "/v1/messages": {"max_tokens": 5},
+    "/v1/requests/x": {"max_tokens": 5},
+    "/v1/requests/x/fork": {"token": 0},
     "/v1/batches": {"input_file_id": "a", "endpoint": "a", "completion_window": "a"},
 }
 

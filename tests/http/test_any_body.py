@@ -16,7 +16,7 @@ from msgspec import inspect
 from aserve.http.route import Route
 from aserve.http.routes import ROUTES
 from tests.fakes.executor import FakeExecutor
-from tests.http.body_fields import right_body
+from tests.http.body_fields import path_of, right_body
 from tests.http.whole_server import whole_server
 
 NUM_BODIES = 3_000 if os.environ.get("ASERVE_TEST_PROFILE") == "large" else 50
@@ -77,7 +77,7 @@ def bodies(route: Route) -> st.SearchStrategy[Any]:
     assert route.body is not None
     record = inspect.type_info(route.body)
     assert isinstance(record, inspect.StructType)
-    known = {name: value for name, value in right_body(route.path).items() if name != "stream"}
+    known = {name: value for name, value in right_body(path_of(route)).items() if name != "stream"}
     complete = records(record, 3).map(lambda body: known | {"max_tokens": 4} | body)
     return complete | records(record, 3) | ANY
 
@@ -92,7 +92,7 @@ def test_any_body_is_answered_and_leaves_the_pools_full(route: Route) -> None:
     )
     @given(st.lists(bodies(route), min_size=BATCH, max_size=BATCH))
     def every_batch(batch: list[Any]) -> None:
-        asyncio.run(ask_all(route.path, batch))
+        asyncio.run(ask_all(path_of(route), batch))
 
     every_batch()
 

@@ -147,7 +147,9 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str, str | None]] = [
         "invalid_value",
         "continue_final_message",
     ),
-    ({"max_thinking_tokens": 5}, "unsupported_parameter", "max_thinking_tokens"),
+    ({"max_thinking_tokens": 5}, "unsupported_value", "thinking_token_budget"),
+    ({"thinking_budget": 5, "reasoning_budget": 6}, "invalid_value", "thinking_budget"),
+    ({"reasoning": {"max_tokens": -2}}, "integer_below_min_value", "reasoning.max_tokens"),
     ({"reasoning_effort": "huge"}, "invalid_type", "reasoning_effort"),
     ({"response_format": {"type": "xml"}}, "invalid_value", "response_format.type"),
 ]

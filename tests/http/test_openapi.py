@@ -85,9 +85,10 @@ async def test_every_example_decodes_and_every_clients_one_is_answered(
     msgspec.convert(example, route.body)
     if not route.admin:
         answer = await ask(echo, route.path, example)
-        assert answer.status == (404 if route in batches.ROUTES else 200), answer.text
+        names_another = "{id}" in route.path or route in batches.ROUTES
+        assert answer.status == (404 if names_another else 200), answer.text
         record = ANSWERS.get(f"POST {route.path}")
-        if record is not None and route not in batches.ROUTES:
+        if record is not None and not names_another:
             msgspec.json.decode(answer.text, type=described(record))
 
 

@@ -377,3 +377,42 @@ async def test_if_20_of_40_websockets_disconnect_the_others_get_one_end_each(
     assert ends[:20] == [["response.completed"]] * 20
     await echo.until(lambda: not echo.scheduler.live and not echo.gateway.num_open)
     assert echo.detokenizer.num_requests == 0
+
+
+# ------------------------------------------------------------ changes
+
+
+async def test_a_running_response_is_changed_and_forked(echo: EchoEngine, socket: Socket) -> None:
+    """A change is answered at once, amid the stream; a fork is a response of its own."""
+    echo.scheduler.is_paused = True
+    await socket.send_json(CREATE | {"input": "one two stop three", "seed": 4})
+    await num_admitted(echo, 1)
+    [(request_id, _)] = echo.scheduler.live
+    for _ in range(4):
+        echo.scheduler.step()
+    await echo.until(lambda: len(echo.gateway.outputs_of(request_id, 0)) == 16)
+    response_id = (await event_of(socket))["response"]["id"]
+    about = {"response_id": response_id, "stream_id": "x"}
+    events: list[dict[str, Any]] = []
+    for change in ({}, {"max_tokens": 10**6}, {"stop": ["stop"]}):
+        await socket.send_json({"type": "response.amend"} | about | change)
+    while "response.amended" not in [event["type"] for event in events]:
+        events.append(msgspec.json.decode(await socket.receive_str()))
+    await socket.send_json({"type": "response.fork", "token": 3, "token_id": 65, "seed": 5} | about)
+    await num_admitted(echo, 2)
+    known, fork = echo.gateway.outputs_of(request_id, 0), echo.scheduler.admitted[1]
+    assert (fork.outputs, fork.sampling.seed) == ((known[:12] + b"A\0\0\0",), 5)
+    assert fork.sampling.stop == ("stop",)
+    echo.scheduler.is_paused = False
+    echo.scheduler.resume()
+    while sum(event["type"] == "response.completed" for event in events) < 2:
+        events.append(msgspec.json.decode(await socket.receive_str()))
+    [amended] = [event for event in events if event["type"] == "response.amended"]
+    [choice] = amended["request"]["choices"]
+    assert (amended["stream_id"], choice["completion_tokens"]) == ("x", 4)
+    codes = {event["error"]["code"] for event in events if event["type"] == "error"}
+    assert codes == {"missing_required_parameter", "refused_here"}
+    texts = [text_of(event) for event in events if event["type"] == "response.completed"]
+    assert sorted(texts) == ["u:oae two ", "u:one two "], "the echo goes on from its place"
+    await socket.send_json({"type": "response.fork", "token": 1} | about)
+    assert (await answer_of(socket))[-1]["error"]["code"] == "request_not_found"

@@ -21,19 +21,24 @@ from aserve.frontend import Frontend
 from aserve.grammar.compile import Vocabulary
 from aserve.messages.base import array_i32, pack_i32
 from aserve.messages.output import (
+    Amended,
     DetokenizerEvent,
     OutputChunk,
     Refused,
     Retired,
     SequenceOutput,
+    SequenceState,
     StepOutput,
 )
 from aserve.messages.requests import (
     AdmitRequest,
+    Amend,
     Cancel,
     EngineEvent,
     GenerateRequest,
     LoadLora,
+    ReasoningIds,
+    ReasoningParams,
     RequestEvent,
     SamplingParams,
     TokenPrompt,
@@ -46,6 +51,7 @@ from tests.text.vocabularies import byte_level_tokenizer
 
 TEXT = TextSide(byte_level_tokenizer())
 LONG = tuple(range(5, 43))  # more than one chunk of the prefill
+LIMIT = ReasoningParams("qwen3_thinking", None, 4)  # the output begins inside of its reasoning
 ASKS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "sampled": ((5, 6, 7), {"seed": 3}),
     "greedy": ((9, 8), {"seed": 1, "temperature": 0.0, "max_tokens": 9}),
@@ -53,6 +59,7 @@ ASKS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "scored": (LONG, {"seed": 5, "logprobs": 2, "prompt_logprobs": 1, "max_tokens": 5}),
     "echoed": (LONG, {"seed": 6, "prompt_logprobs": 0, "echo": True, "max_tokens": 0}),
     "stopped": ((5, 6, 7), {"seed": 3, "stop": ("<stop>",), "n": 2}),
+    "limited": ((5, 6, 7), {"seed": 9, "max_tokens": 24, "reasoning": LIMIT}),
     "ended": ((1, 2, 3), {"seed": 8, "ignore_eos": False, "return_token_ids": True}),
 }
 
@@ -267,3 +274,28 @@ def test_who_makes_progress_in_each_engine_is_never_suspected() -> None:
         [again] = journal.resume()
         assert isinstance(again, AdmitRequest)
         assert len(again.outputs[0]) == 4 * (start + module.MIN_PROGRESS)
+
+
+def test_a_changed_request_goes_on_as_it_was_changed() -> None:
+    """A child that had ended may have more outputs than max_tokens is now."""
+    journal = Journal()
+    sampling = SamplingParams(seed=1, max_tokens=9, n=2)
+    reasoning = ReasoningIds(((1,),), ((2,),))
+    journal.admit(AdmitRequest("r", pack_i32([5]), sampling, reasoning=reasoning), is_sent=True)
+    outputs = [SequenceOutput("r", 0, 0, pack_i32([7] * 8), 0), SequenceOutput("r", 1, 0, b"", 0)]
+    journal.receive(StepOutput(1, tuple(outputs)))
+    journal.receive(Retired("r", 0, "stop", 8))
+    states = (SequenceState(1, "running", 1, 0, 4, 2),)
+    refused = Amend("r", 1, max_tokens=99)
+    journal.receive(Amended(refused, states, ErrorInfo("no", "t", "c", 400)))
+    journal.receive(Amended(Amend("r", 2, ends_reasoning=True, max_tokens=4, priority=2), states))
+    journal.receive(Amended(Amend("other", 3, max_tokens=1), states))
+    assert not journal.waits("r")
+    journal.lose()
+    assert journal.waits("r")
+    admit = journal.resume()[0]
+    assert isinstance(admit, AdmitRequest)
+    assert (admit.sampling.max_tokens, admit.priority) == (4, 2)
+    assert admit.reasoning == msgspec.structs.replace(reasoning, max_tokens=0)
+    assert admit.outputs == (pack_i32([7] * 4), b"")
+    assert not journal.waits("r")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from aserve.actors.replay import replay
 from aserve.messages.base import pack_i32
 from aserve.messages.executor import DecodeCaps, EngineSpec, GroupSpec
-from aserve.messages.requests import AdmitRequest, SamplingParams
+from aserve.messages.requests import AdmitRequest, ReasoningIds, SamplingParams
 from aserve.messages.step import DraftTree
 from tests.fakes.toy_device import TOY
 from tests.stories import POISON_SEED
@@ -30,6 +30,13 @@ FAILED_TRACE = Path(__file__).parent / "failed.trace"
 VOCAB = 11
 PACES = [(depth, lead) for depth in range(1, 5) for lead in range(1, depth + 1)]
 BASES = [[(7 * i * i + 3 * i + base) % VOCAB for i in range(40)] for base in range(3)]
+
+
+# Tags of a small vocabulary, so that outputs begin and end them by chance.
+tags = st.sampled_from([((5,),), ((6, 6),), ((2,), (7, 8)), ((3, 9, 3),)])
+reasoning_ids = st.builds(
+    ReasoningIds, tags, tags, is_open=st.booleans(), max_tokens=st.none() | st.integers(0, 6)
+)
 
 
 @st.composite
@@ -71,6 +78,7 @@ def requests(draw: st.DrawFn, number: int, *, poison: bool, has_masks: bool) -> 
         client=draw(st.sampled_from(["", "", "a", "b"])),
         namespace=draw(st.sampled_from(["", "", "salt"])),
         outputs=outputs if num_before and not poison and not has_grammar else (),
+        reasoning=draw(st.none() | reasoning_ids),
     )
 
 
@@ -127,6 +135,7 @@ def traces(draw: st.DrawFn) -> Trace:
         ),
         seed=draw(st.integers(0, 2**32)),
         cancel_rate=draw(st.sampled_from([0.0, 0.0, 0.03, 0.15])),
+        amend_rate=draw(st.sampled_from([0.0, 0.0, 0.05, 0.2])),
         fail_rate=draw(st.sampled_from([0.0, 0.0, 0.1, 0.3])),
         mask_fail_rate=draw(st.sampled_from([0.0, 0.0, 0.0, 0.1])),
         transfer_fail_rate=draw(st.sampled_from([0.0, 0.0, 0.2])),

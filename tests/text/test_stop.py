@@ -51,6 +51,20 @@ def test_exactly_the_longest_beginning_of_a_stop_is_held_back(
         assert matcher.num_held == naive_held(text[: i + 1], stops)
 
 
+@given(TEXT, STOPS, STOPS, st.integers(0, 40))
+def test_stops_that_are_added_later_count_where_they_begin_later(
+    text: str, stops: tuple[str, ...], added: tuple[str, ...], start: int
+) -> None:
+    before, after = text[:start], text[start:]
+    matcher = StopMatcher(stops)
+    if matcher.feed(before) is None:
+        matcher.add(added)
+        late = StopMatcher(added, num_seen=len(before)).feed(after)
+        both = [hit for hit in (naive_hit(text, stops), late) if hit is not None]
+        expected = min(both, key=lambda hit: (hit.end, hit.start), default=None)
+        assert matcher.feed(after) == expected
+
+
 @pytest.mark.parametrize(
     ("stop", "unarmed", "armed", "start"), [("ab", "aba", "b", 2), ("aa", "aa", "a", 1)]
 )

@@ -58,7 +58,7 @@ class ToolChoiceParam(msgspec.Struct, kw_only=True):
 
 
 class ThinkingParam(msgspec.Struct, kw_only=True):
-    """`budget_tokens` is a target for the model, not a limit, so it has no effect here."""
+    """At `budget_tokens` the reasoning ends, as it does by itself before."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
@@ -117,7 +117,9 @@ def plan_of(body: PromptBody, parsers: ParserNames) -> ChatPlan:
     chat = Chat(
         messages=messages_of(body),
         tool_use=tools,
-        reasoning=_reasoning_of(body.thinking, config.effort),
+        reasoning=_reasoning_of(
+            body.thinking, config.effort, has_limit=parsers.reasoning is not None
+        ),
         add_generation_prompt=not continues_last,
         continues_last=continues_last,
     )
@@ -236,12 +238,20 @@ def _choice_of(given: ToolChoiceParam | None) -> ToolChoice:
             return ToolChoice("required", (name,), is_one=True)
 
 
-def _reasoning_of(thinking: ThinkingParam | None, effort: Effort | None) -> ReasoningOptions:
+def _reasoning_of(
+    thinking: ThinkingParam | None, effort: Effort | None, *, has_limit: bool
+) -> ReasoningOptions:
     """Reasoning is off and not shown unless the client asks for it, as in Anthropic's API: other
-    clients expect that the first block is the text.
+    clients expect that the first block is the text. Anthropic's clients must send a limit, so one
+    that cannot be kept, because no reasoning parser fits the model, has no effect.
     """
     if thinking is not None and thinking.budget_tokens is not None:
         check_within(thinking.budget_tokens, BUDGET, param="thinking.budget_tokens")
     kind = "disabled" if thinking is None else thinking.type
     is_enabled = None if kind == "adaptive" else kind == "enabled"
-    return ReasoningOptions(is_enabled=is_enabled, effort=effort, is_shown=kind != "disabled")
+    return ReasoningOptions(
+        is_enabled=is_enabled,
+        effort=effort,
+        max_tokens=None if thinking is None or not has_limit else thinking.budget_tokens,
+        is_shown=kind != "disabled",
+    )

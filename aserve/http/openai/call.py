@@ -92,7 +92,7 @@ class Origin:
     answer_limits: AnswerLimits = NO_MODEL
     caller: Caller = EMBEDDED
     # the requests with the adapter that `model` names, if it is the name of one, and with the
-    # time limits of the headers
+    # time limits of the headers, and the outputs with which a fork begins
     completed: Callable[[str | None, Requests], Requests] = lambda _, requests: requests
 
 

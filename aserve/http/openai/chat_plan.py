@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from aserve.errors import InvalidRequest
-from aserve.http.openai.checks import unsupported
 from aserve.http.openai.conversation import (
     Chat,
     ReasoningOptions,
@@ -18,7 +17,8 @@ from aserve.http.openai.conversation import (
     text_of,
 )
 from aserve.http.openai.parsed import ParsePlan
-from aserve.http.openai.schema import ChatBody, TokenizeBody
+from aserve.http.openai.reasoning import BUDGETS, reasoning_budget, reasoning_params
+from aserve.http.openai.schema import ChatBody, Reasoning, TokenizeBody
 from aserve.http.openai.tools import (
     ToolChoice,
     ToolUse,
@@ -28,12 +28,9 @@ from aserve.http.openai.tools import (
     read_functions,
     read_tools,
 )
-from aserve.messages.requests import ChatPrompt, Grammar, SamplingParams
+from aserve.messages.requests import ChatPrompt, Grammar, ReasoningParams, SamplingParams
 from aserve.parsers.registry import TOOL_PARSERS, ParserNames, kept_tokens, opens_reasoning
 from aserve.parsers.tool_grammar import answer_grammar, calls_or_answer_grammar, tool_grammar
-
-# Limits of reasoning tokens, under the names of vLLM, SGLang and llama.cpp.
-BUDGETS = ("thinking_token_budget", "max_thinking_tokens", "reasoning_budget")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +43,7 @@ class ChatPlan:
     prompt: ChatPrompt
     parse: ParsePlan
     grammar: Grammar | None = None
+    reasoning: ReasoningParams | None = None
     banned_words: tuple[str, ...] = ()
     prefix: str = ""
     has_functions: bool = False
@@ -58,6 +56,7 @@ class ChatPlan:
         return msgspec.structs.replace(
             sampling,
             grammar=self.grammar,
+            reasoning=self.reasoning,
             bad_words=(*sampling.bad_words, *self.banned_words),
             kept_special_tokens=tuple(sorted(kept)),
         )
@@ -105,6 +104,7 @@ def plan_chat(
             starts_inside=None if is_free else starts_inside,
         ),
         grammar,
+        reasoning_params(reasoning, parsers, tools=calls, may_reason=is_free or thinks is not None),
         _call_markers(parsers.tools) if bans_calls else (),
     )
 
@@ -145,18 +145,21 @@ def _tools_of(body: ChatBody) -> tuple[ToolUse, ToolChoice]:
 
 
 def _reasoning_of(body: ChatBody) -> ReasoningOptions:
-    is_enabled = None if body.thinking is None else body.thinking.type == "enabled"
-    for name in BUDGETS:
-        budget = getattr(body, name)
-        if budget == 0:
-            is_enabled = False
-        elif budget is not None and budget > 0:
-            raise unsupported(name, "Only 0, which switches reasoning off, is supported.")
+    given, thinking = body.reasoning or Reasoning(), body.thinking
+    budget = reasoning_budget(
+        {
+            **{name: getattr(body, name) for name in BUDGETS},
+            "thinking.budget_tokens": None if thinking is None else thinking.budget_tokens,
+            "reasoning.max_tokens": given.max_tokens,
+        }
+    )
+    is_enabled = given.enabled if thinking is None else thinking.type == "enabled"
     return ReasoningOptions(
-        is_enabled=is_enabled,
-        effort=body.reasoning_effort,
+        is_enabled=False if budget == 0 else is_enabled,
+        effort=body.reasoning_effort or given.effort,
+        max_tokens=budget or None,
         is_separate=body.separate_reasoning is not False,
-        is_shown=body.include_reasoning is not False,
+        is_shown=body.include_reasoning is not False and not given.exclude,
         is_streamed=body.stream_reasoning is not False,
     )
 

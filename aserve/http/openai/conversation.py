@@ -33,12 +33,14 @@ ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "as
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningOptions:
     """A client's wishes about reasoning. `is_enabled` and `effort` are for the chat template;
-    None leaves them to it. Without `is_separate` the reasoning stays in the content. Without
-    `is_shown` it is left out, and without `is_streamed` a stream has it in one piece.
+    None leaves them to it. `max_tokens` is the limit of reasoning tokens. Without `is_separate` the
+    reasoning stays in the content. Without `is_shown` it is left out, and without `is_streamed` a
+    stream has it in one piece.
     """
 
     is_enabled: bool | None = None
     effort: Effort | None = None
+    max_tokens: int | None = None
     is_separate: bool = True
     is_shown: bool = True
     is_streamed: bool = True

@@ -58,6 +58,7 @@ RANGES = {
     "thinking_token_budget": Range(-1, INT32),
     "max_thinking_tokens": Range(-1, INT32),
     "reasoning_budget": Range(-1, INT32),
+    "thinking_budget": Range(-1, INT32),
 }
 
 

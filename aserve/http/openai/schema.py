@@ -208,18 +208,29 @@ class ToolChoiceObject(msgspec.Struct):
 
 
 class Thinking(msgspec.Struct):
-    """The switch of DeepSeek's and Zhipu's APIs for reasoning."""
+    """The switch of DeepSeek's and Zhipu's APIs for reasoning, with Anthropic's limit of tokens."""
 
     type: Literal["enabled", "disabled"]
+    budget_tokens: int | None = None
 
 
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
+class Reasoning(msgspec.Struct):
+    """OpenRouter's switch for reasoning, with a limit of tokens. `exclude` leaves it out."""
+
+    enabled: bool | None = None
+    effort: Effort | None = None
+    max_tokens: int | None = None
+    exclude: bool | None = None
+
+
 class ChatBody(GenerationBody, kw_only=True):
-    """`functions` and `function_call` are the older forms of `tools` and `tool_choice`. A positive
-    number of reasoning tokens (vLLM's, SGLang's and llama.cpp's name for it) is not supported. A
-    `receipt` says what the answer was computed from, and implies return_token_ids.
+    """`functions` and `function_call` are the older forms of `tools` and `tool_choice`. The fields
+    from `thinking_token_budget` to `thinking_budget` are the names that vLLM, SGLang, llama.cpp and
+    Qwen's API have for the limit of reasoning tokens. A `receipt` says what the answer was computed
+    from, and implies return_token_ids.
     """
 
     messages: list[ChatMessage] | None = None
@@ -239,12 +250,14 @@ class ChatBody(GenerationBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
     thinking: Thinking | None = None
+    reasoning: Reasoning | None = None
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
     thinking_token_budget: int | None = None
     max_thinking_tokens: int | None = None
     reasoning_budget: int | None = None
+    thinking_budget: int | None = None
     receipt: bool | None = None
 
     def __post_init__(self) -> None:

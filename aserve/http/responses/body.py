@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, TypeAlias
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from aserve.http.openai.schema import ContentPart, Effort, GenerationBody
 
@@ -76,8 +77,11 @@ class ResponseToolChoice(msgspec.Struct, omit_defaults=True):
 
 
 class ReasoningConfig(msgspec.Struct):
+    """OpenAI's fields, and OpenRouter's limit of reasoning tokens."""
+
     effort: Effort | None = None
     summary: str | None = None
+    max_tokens: int | UnsetType | None = UNSET
 
 
 class ResponseBody(GenerationBody, kw_only=True):
@@ -94,6 +98,7 @@ class ResponseBody(GenerationBody, kw_only=True):
     tool_choice: str | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None
+    thinking_token_budget: int | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from aserve.errors import InvalidRequest
 from aserve.http.openai.checks import unsupported
 from aserve.http.openai.conversation import Chat, ReasoningOptions
 from aserve.http.openai.limits import check_length
+from aserve.http.openai.reasoning import reasoning_budget
 from aserve.http.openai.schema import ChatMessage
 from aserve.http.openai.tools import (
     MAX_TOOLS,
@@ -20,16 +22,31 @@ from aserve.http.openai.tools import (
     choose_tools,
     read_choice,
 )
-from aserve.http.responses.body import ResponseBody, ResponseTool, ResponseToolChoice
+from aserve.http.responses.body import (
+    ReasoningConfig,
+    ResponseBody,
+    ResponseTool,
+    ResponseToolChoice,
+)
 
 
 def chat_of(body: ResponseBody, messages: list[ChatMessage]) -> Chat:
-    config = body.reasoning
+    config = body.reasoning or ReasoningConfig()
+    budget = reasoning_budget(
+        {
+            "thinking_token_budget": body.thinking_token_budget,
+            "reasoning.max_tokens": None if config.max_tokens is UNSET else config.max_tokens,
+        }
+    )
     return Chat(
         messages=messages,
         tool_use=_tools_of(body),
         variables=body.chat_template_kwargs,
-        reasoning=ReasoningOptions(effort=None if config is None else config.effort),
+        reasoning=ReasoningOptions(
+            is_enabled=False if budget == 0 else None,
+            effort=config.effort,
+            max_tokens=budget or None,
+        ),
     )
 
 

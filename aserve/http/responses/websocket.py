@@ -2,8 +2,10 @@
 
 A client sends `response.create` with the body of POST /v1/responses, and gets the events of that
 route, each as a text message. Requests with the same `stream_id` form a stream and are answered in
-order; streams run side by side. Requests without one share a stream. A socket's state is written by
-its own tasks, on the loop.
+order; streams run side by side. Requests without one share a stream. `response.fork`, with a
+`response_id` and the body of POST /v1/requests/{id}/fork, is a request, too. `response.amend`, with
+the body of POST /v1/requests/{id}, is answered at once. A socket's state is written by its own
+tasks, on the loop.
 """
 
 from __future__ import annotations
@@ -13,9 +15,10 @@ import functools
 import logging
 import uuid
 from collections import deque
+from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import replace
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
@@ -24,6 +27,7 @@ from msgspec import UNSET, UnsetType
 from aserve.channel import yield_to_loop
 from aserve.errors import AserveError, ErrorInfo, InvalidRequest, QueueFull
 from aserve.http.body import parse_body
+from aserve.http.calls import begin_with
 from aserve.http.delivery import closer_of, with_deadline
 from aserve.http.errors import (
     STARTED,
@@ -34,17 +38,20 @@ from aserve.http.errors import (
     info_of,
     refused,
 )
+from aserve.http.fork import ForkBody, forked_body, kept_outputs
 from aserve.http.hosts import HOSTS
 from aserve.http.intake import INTAKE
 from aserve.http.json_bounds import check_json_bounds
 from aserve.http.long_json import BLOCK_BYTES, blocks_of, pieces_of
+from aserve.http.openai.call import Origin
 from aserve.http.openai.checks import unsupported
 from aserve.http.responses.body import ResponseBody
 from aserve.http.responses.call import response_call
 from aserve.http.responses.conversation import Item
 from aserve.http.responses.events import Event
-from aserve.http.responses.live import RESPONSES
+from aserve.http.responses.live import RESPONSES, LiveResponse
 from aserve.http.responses.store import ResponseKey, StoredResponse
+from aserve.http.running import AmendBody, RunningRequest, amend_request, change_of, found_ids
 from aserve.http.state import HttpContext, origin_of
 
 MAX_OPEN = 32  # requests of one socket that run or wait
@@ -80,6 +87,20 @@ class Envelope(msgspec.Struct):
     type: str = ""
     stream_id: Annotated[str, msgspec.Meta(max_length=256)] | UnsetType = UNSET
     generate: bool | None = None
+
+
+class AmendEvent(AmendBody, kw_only=True):
+    response_id: str
+
+
+class ForkEvent(ForkBody, kw_only=True):
+    response_id: str
+
+
+class AmendedEvent(msgspec.Struct, kw_only=True):
+    type: str = "response.amended"
+    request: RunningRequest
+    stream_id: str | UnsetType = UNSET
 
 
 class ErrorEvent(msgspec.Struct, kw_only=True):
@@ -121,6 +142,7 @@ class ResponseSocket:
         self._num_open = 0
         self._waiting_bytes = 0
         self._latest: StoredResponse | None = None
+        self._bodies: dict[str, ResponseBody] = {}  # of the running responses, by their ids
 
     async def serve(self) -> web.WebSocketResponse:
         """Serves until one side closes, and then cancels the running responses."""
@@ -160,15 +182,35 @@ class ResponseSocket:
                 await self._send_error(self._overflow(), request.stream_id)
                 continue
             self._num_open += 1
+            if request.envelope.type == "response.amend":
+                self._spawn(self._amend(request), group, tasks)
+                continue
             self._waiting_bytes += len(request.data)
             stream = self._streams.get(request.stream_id)
             if stream is not None:
                 stream.append(request)
                 continue
             self._streams[request.stream_id] = deque([request])
-            task = group.create_task(self._answer_stream(request.stream_id))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+            self._spawn(self._answer_stream(request.stream_id), group, tasks)
+
+    @staticmethod
+    def _spawn(
+        work: Coroutine[Any, Any, None], group: asyncio.TaskGroup, tasks: set[asyncio.Task[None]]
+    ) -> None:
+        task = group.create_task(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    async def _amend(self, request: SocketRequest) -> None:
+        """Changes a running response of this client, also of another socket."""
+        try:
+            body = parse_body(request.data, AmendEvent)
+            change = change_of(body, self._request, self._context)
+            state = await amend_request(self._request, self._context, body.response_id, change)
+            await self._send(AmendedEvent(request=state, stream_id=request.stream_id))
+        except (AserveError, RequestFailed) as error:
+            await self._send_error(info_of(error), request.stream_id)
+        self._num_open -= 1
 
     def _has_room(self, request: SocketRequest) -> bool:
         size = self._waiting_bytes + len(request.data)
@@ -196,21 +238,37 @@ class ResponseSocket:
             await self.go_away()
 
     async def _answer(self, request: SocketRequest) -> None:
-        body = await self._intake.off_loop(
-            functools.partial(body_of, request), size=len(request.data)
-        )
-        call = response_call(
-            body,
-            replace(origin_of(self._request, self._context), request_id=uuid.uuid4().hex),
-            self._conversation,
-        )
-        with self._responses.running(call, stream_id=request.stream_id) as live:
-            live.close_when_unread(closer_of(self._request))
-            async for events in live.events():
-                if live.is_done:
-                    self._latest = live.so_far
-                for event in events:
-                    await self._send(event)
+        body, origin = await self._begin(request)
+        call = response_call(body, origin, self._conversation)
+        self._bodies[call.response.id] = body
+        try:
+            with self._responses.running(call, stream_id=request.stream_id) as live:
+                await self._send_all(live)
+        finally:
+            del self._bodies[call.response.id]
+
+    async def _send_all(self, live: LiveResponse) -> None:
+        live.close_when_unread(closer_of(self._request))
+        async for events in live.events():
+            if live.is_done:
+                self._latest = live.so_far
+            for event in events:
+                await self._send(event)
+
+    async def _begin(self, request: SocketRequest) -> tuple[ResponseBody, Origin]:
+        """Returns the body of a new response or of a fork, and its origin."""
+        origin = replace(origin_of(self._request, self._context), request_id=uuid.uuid4().hex)
+        if request.envelope.type != "response.fork":
+            work = functools.partial(body_of, request)
+            return await self._intake.off_loop(work, size=len(request.data)), origin
+        changes = parse_body(request.data, ForkEvent)
+        [request_id] = found_ids(self._request, changes.response_id)
+        body = self._bodies.get(changes.response_id)
+        if body is None:
+            raise refused(409, "Only a response that runs on this websocket can be forked here.")
+        original = self._context.gateway.requests[request_id]
+        kept = await kept_outputs(changes, original, self._context)
+        return forked_body(body, changes, original), begin_with(kept, origin)
 
     def _conversation(self, key: ResponseKey) -> tuple[Item, ...]:
         """Returns the items of an earlier response. The socket's last one is found even if it
@@ -225,7 +283,7 @@ class ResponseSocket:
             ErrorEvent(status=info.status, error=error_fields(info), stream_id=stream_id)
         )
 
-    async def _send(self, event: Event | ErrorEvent) -> None:
+    async def _send(self, event: Event | ErrorEvent | AmendedEvent) -> None:
         """Waits until the client has read enough that the event fits its send buffer. A client that
         does not read within the write timeout loses its connection.
         """
@@ -256,8 +314,8 @@ def body_of(request: SocketRequest) -> ResponseBody:
         raise request.error
     if request.envelope.type != "response.create":
         raise InvalidRequest(
-            f"Unsupported event type '{request.envelope.type[:40]}'. The only supported type is "
-            "response.create.",
+            f"Unsupported event type '{request.envelope.type[:40]}'. Supported types are "
+            "response.create, response.fork and response.amend.",
             param="type",
             code="unsupported_value",
         )

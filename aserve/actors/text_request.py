@@ -1,0 +1,122 @@
+"""The detokenizer's state of an open request: the text of each child, and how it ends.
+
+Only the detokenizer actor writes it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, assert_never
+
+from aserve.errors import DeadlineExceeded, ErrorInfo, ShuttingDown, StepError
+from aserve.messages.base import ChildKey, FinishReason
+from aserve.messages.output import Retired
+from aserve.messages.requests import OpenText
+from aserve.text.output import SequenceText
+from aserve.text.prompt_text import PromptText
+
+
+class Ending(NamedTuple):
+    reason: FinishReason
+    stop_reason: int | str | None = None
+    error: ErrorInfo | None = None
+
+
+class Child:
+    """One sequence of a request. The first cause that ends it sets `ending`."""
+
+    __slots__ = (
+        "cached_len",
+        "embedding",
+        "ending",
+        "has_started",
+        "index",
+        "is_finished",
+        "is_retired",
+        "num_prompt_parts",
+        "sends_prompt",
+        "text",
+    )
+
+    def __init__(self, index: int, text: SequenceText) -> None:
+        self.index = index
+        self.text = text
+        self.cached_len = 0
+        self.embedding = b""
+        self.ending: Ending | None = None
+        self.num_prompt_parts = 0  # parts of the prompt that it has sent
+        self.has_started = False  # its first chunk was sent
+        self.is_finished = False  # its last chunk was sent
+        self.is_retired = False  # the scheduler has sent its Retired
+        self.sends_prompt = True  # False where an earlier engine has sent the prompt
+
+    def resume(self, token_ids: list[int], *, is_sent: bool) -> None:
+        """Continues after known outputs, whose logprobs are not known here. With `is_sent` the
+        client got all text that they made certain, and the prompt before it.
+        """
+        if is_sent:
+            self.has_started = bool(token_ids)
+            self.sends_prompt = not token_ids
+        for token_id in token_ids:
+            if is_sent:
+                self.text.take()
+            self.text.feed(token_id)
+            if self.text.stop is not None:
+                self.ending = Ending("stop", self.text.stop)
+                return
+        if is_sent:
+            self.text.take()
+
+
+class TextRequest:
+    """A request with at least one child that has not retired."""
+
+    __slots__ = ("children", "is_over", "opened", "prompt", "retired")
+
+    def __init__(self, opened: OpenText) -> None:
+        self.opened = opened
+        self.children: list[Child] = []
+        self.prompt: PromptText | None = None  # set if the prompt is echoed or scored
+        self.is_over = False  # its last chunk was sent
+        self.retired: set[int] = set()  # indices of children
+
+    @property
+    def is_retired(self) -> bool:
+        return len(self.retired) == self.opened.sampling.n
+
+    @property
+    def awaits_prompt(self) -> bool:
+        """Whether chunks of outputs must wait, because the whole prompt comes before them."""
+        if self.prompt is None or self.prompt.is_whole:
+            return False
+        return self.children[0].ending is None
+
+
+def resumed_children(opened: OpenText) -> dict[ChildKey, None]:
+    """Returns the children that begin with outputs, in which a stop string may end them at once.
+    Outputs that are to be sent go out with the next one: until then the request may be refused.
+    """
+    outputs = () if opened.sends_outputs else opened.outputs
+    return {(opened.request_id, i): None for i, known in enumerate(outputs) if known}
+
+
+def ending_of(event: Retired, request: TextRequest) -> Ending:
+    """Returns how a retired child ends. A timeout is an error only if no child has any output. Else
+    it cuts the output, as max_tokens does.
+    """
+    match event.reason:
+        case "stop":
+            is_asked = event.stop_id in request.opened.sampling.stop_token_ids
+            return Ending("stop", event.stop_id if is_asked else None)
+        case "length" | "cancelled":
+            return Ending(event.reason)
+        case "deadline" if any(child.text.num_tokens for child in request.children):
+            return Ending("length", "timeout")
+        case "deadline":
+            late = DeadlineExceeded("the request's timeout ran out", param="timeout")
+            return Ending("deadline", error=late.info())
+        case "shutdown":
+            return Ending("shutdown", error=ShuttingDown("the server is shutting down").info())
+        case "error":
+            return Ending("error", error=event.error or StepError("the request failed").info())
+        case _:
+            assert_never(event.reason)

@@ -1,0 +1,56 @@
+"""The calls that run: the handler and the body of each, so that a fork can make the call again, and
+the outputs with which a call begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from aserve.http.openai.call import Origin, Requests
+
+# The outputs, int32, with which each choice of this call begins.
+BEGINNING = web.RequestKey("beginning", bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class RunningCall:
+    handler: Callable[[web.Request, Any, Any], Awaitable[web.StreamResponse]]
+    body: msgspec.Struct
+
+
+class RunningCalls:
+    """By the id of their HTTP requests. `running` alone writes it."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, RunningCall] = {}
+
+    @contextmanager
+    def running(self, request_id: str, call: RunningCall) -> Iterator[None]:
+        """Knows the call while it runs."""
+        self._running[request_id] = call
+        try:
+            yield
+        finally:
+            self._running.pop(request_id, None)
+
+    def find(self, request_id: str) -> RunningCall | None:
+        return self._running.get(request_id)
+
+
+def begin_with(outputs: bytes, origin: Origin) -> Origin:
+    """Returns the origin of a call whose choices begin with these outputs."""
+    return origin if not outputs else replace(origin, completed=partial(_begin, outputs, origin))
+
+
+def _begin(outputs: bytes, origin: Origin, model: str | None, requests: Requests) -> Requests:
+    return tuple(
+        msgspec.structs.replace(each, outputs=(outputs,) * each.sampling.n, sends_outputs=True)
+        for each in origin.completed(model, requests)
+    )
