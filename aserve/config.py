@@ -415,6 +415,16 @@ class ServerOptions:
     max_stored_bytes: int = option(
         256 << 20, "memory for the responses that are kept", Limits(low=0, group=CLIENT_LIMITS)
     )
+    resume_ttl: float = option(
+        60.0,
+        "seconds that a resumable stream is kept, and goes on, without a reader; 0 keeps none",
+        Limits(low=0, high=86400, group=CLIENT_LIMITS),
+    )
+    max_resume_bytes: int = option(
+        256 << 20,
+        "memory for the events of resumable streams; beyond it old events are forgotten",
+        Limits(low=1 << 16, group=CLIENT_LIMITS),
+    )
     processes: str = option(
         "auto",
         "1: clients and engine in one process; 2: the engine in a process of its own; "

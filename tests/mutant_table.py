@@ -749,7 +749,7 @@ MUTANTS = (
     Mutant(
         "a conversation that grows without a bound",
         "aserve/http/responses/call.py",
-        "range(len(earlier) + len(body.input))",
+        "range(num_earlier + len(body.input))",
         "range(len(body.input))",
         "tests/http/responses/test_store.py",
     ),

@@ -29,7 +29,10 @@ from aserve.http.openai.models import ModelBody, ModelList
 from aserve.http.openai.prompt_logprobs import PromptLogprobs
 from aserve.http.openai.tokens import TextAnswer, TokensAnswer
 from aserve.http.probes import HealthBody
+from aserve.http.responses.compact import CompactedResponse
 from aserve.http.responses.records import (
+    ConversationObject,
+    DeletedConversation,
     DeletedResponse,
     InputTokens,
     ItemList,
@@ -58,6 +61,14 @@ ANSWERS: Mapping[str, Record] = {
     "DELETE /v1/responses/{id}": DeletedResponse,
     "POST /v1/responses/{id}/cancel": ResponseObject,
     "GET /v1/responses/{id}/input_items": ItemList,
+    "POST /v1/responses/compact": CompactedResponse,
+    "POST /v1/conversations": ConversationObject,
+    "GET /v1/conversations/{id}": ConversationObject,
+    "POST /v1/conversations/{id}": ConversationObject,
+    "DELETE /v1/conversations/{id}": DeletedConversation,
+    "GET /v1/conversations/{id}/items": ItemList,
+    "POST /v1/conversations/{id}/items": ItemList,
+    "DELETE /v1/conversations/{id}/items/{item}": ConversationObject,
     "POST /v1/messages": MessageObject,
     "POST /v1/messages/count_tokens": TokenCount,
     "POST /v1/batches": BatchObject,
@@ -85,6 +96,7 @@ FIELDS: Mapping[tuple[Record, str], Any] = {
     (CompletionChoice, "prompt_logprobs"): SCORES,
     (EmbeddingAnswer, "data"): list[Embedding],
     (ItemList, "data"): list[dict[str, Any]],  # messages of both kinds have the same tag
+    (CompactedResponse, "output"): list[dict[str, Any]],
 }
 
 

@@ -18,6 +18,12 @@ from aserve.unread import UnreadAnswer
 logger = logging.getLogger(__name__)
 
 CONTENT_TYPE = "application/json"
+STREAM_HEADERS = {
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+# The response that a stream is written to instead of one to the request's connection.
+INSTEAD = web.RequestKey("instead", web.StreamResponse)
 
 
 def closer_of(request: web.Request) -> Callable[[], None]:
@@ -45,6 +51,13 @@ async def with_deadline(
     except TimeoutError:
         closer_of(request)()
         raise UnreadAnswer(f"the client read nothing for {timeout_s} seconds") from None
+
+
+def stream_response(request: web.Request, content_type: str) -> web.StreamResponse:
+    """Returns the response that a stream of events is written to."""
+    headers = STREAM_HEADERS | {"Content-Type": content_type}
+    response: web.StreamResponse = request.get(INSTEAD, web.StreamResponse(headers=headers))
+    return response
 
 
 def json_response(body: object) -> web.Response:

@@ -45,6 +45,7 @@ CODES = {
     405: "method_not_allowed",
     408: "request_timeout",
     409: "version_conflict",
+    410: "events_gone",
     413: "request_too_large",
     415: "unsupported_media_type",
     426: "upgrade_required",

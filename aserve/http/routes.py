@@ -25,10 +25,13 @@ from aserve.http.openai.schema import (
     TokenizeBody,
 )
 from aserve.http.receipts import with_receipt
+from aserve.http.responses import compact
+from aserve.http.responses import conversation_handlers as conversations
 from aserve.http.responses import handlers as responses
 from aserve.http.responses.websocket import connect
 from aserve.http.route import get, post
 from aserve.http.state import HttpContext, origin_of
+from aserve.http.streams import handlers as streams
 
 
 async def completions(
@@ -46,14 +49,17 @@ async def chat_completions(
 
 
 ROUTES = (
-    post("/v1/completions", CompletionBody, completions),
-    post("/v1/chat/completions", ChatBody, chat_completions),
+    post("/v1/completions", CompletionBody, streams.resumable("cmpl-", completions)),
+    post("/v1/chat/completions", ChatBody, streams.resumable("chatcmpl-", chat_completions)),
     post("/v1/embeddings", EmbeddingBody, embeddings),
     post("/tokenize", TokenizeBody, tokens.tokenize),
     post("/v1/tokenize", TokenizeBody, tokens.tokenize),
     post("/detokenize", DetokenizeBody, tokens.detokenize),
     post("/v1/detokenize", DetokenizeBody, tokens.detokenize),
+    *streams.ROUTES,
     *responses.ROUTES,
+    *compact.ROUTES,
+    *conversations.ROUTES,
     get("/v1/responses", connect),
     get("/v1/models", models.list_models),
     get("/v1/models/{name:.+}", models.read_model),  # a name may have slashes

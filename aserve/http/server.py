@@ -39,11 +39,11 @@ from aserve.http.errors import (
 from aserve.http.hosts import HOSTS, AllowedHosts
 from aserve.http.intake import INTAKE, Intake, check_size
 from aserve.http.openapi import DESCRIPTION, ApiDescription
-from aserve.http.responses.live import RESPONSES, Responses
-from aserve.http.responses.websocket import SOCKETS, close_sockets
+from aserve.http.responses import websocket
 from aserve.http.route import Route, access_of
 from aserve.http.routes import ROUTES
 from aserve.http.state import REQUEST_ID, STARTED_AT, HttpContext
+from aserve.http.streams import handlers as streams
 from aserve.observability.loop_delay import LoopDelay
 
 logger = logging.getLogger(__name__)
@@ -98,14 +98,12 @@ def create_app(context: HttpContext) -> web.Application:
     log_access(app, context)
     app.middlewares.append(border(context))
     app[ERROR_FORMATS] = {route.path: route.errors for route in routes}
-    app[RESPONSES] = Responses(context)
     app[INTAKE] = Intake(context)
     app[ABORTS] = Aborts(context.gateway)
     app[HOSTS] = AllowedHosts(options)
     app[DESCRIPTION] = ApiDescription(routes, version=version(), has_keys=has_keys(options))
-    app[SOCKETS] = set()
-    app.on_shutdown.append(close_sockets)
-    batches.set_up(app, context)
+    for part in (websocket, streams, batches):
+        part.set_up(app, context)
     handlers = {handler_of(route, context): route for route in routes}
     app.add_routes([web.route(route.method, route.path, h) for h, route in handlers.items()])
     app[ACCESS] = {handler: access_of(route, options) for handler, route in handlers.items()}

@@ -12,15 +12,11 @@ from aiohttp import web
 
 from aserve.channel import yield_to_loop
 from aserve.errors import ErrorInfo
-from aserve.http.delivery import with_deadline
+from aserve.http.delivery import stream_response, with_deadline
 from aserve.http.errors import STARTED, StartedAnswer, error_body
 from aserve.http.long_json import blocks_of
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
-HEADERS = {
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",
-}
 DONE = b"data: [DONE]\n\n"
 BLOCKS_PER_ITERATION = 16
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -34,7 +30,7 @@ class SseWriter:
     def __init__(
         self, request: web.Request, *, timeout_s: float, content_type: str = EVENT_STREAM
     ) -> None:
-        self.response = web.StreamResponse(headers=HEADERS | {"Content-Type": content_type})
+        self.response = stream_response(request, content_type)
         self._request = request
         self._timeout_s = timeout_s
 

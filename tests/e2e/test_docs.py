@@ -23,7 +23,7 @@ BORDER = "\x1e"  # printed after each example
 
 
 @pytest.mark.parametrize(
-    ("page", "num_examples"), [("README", 2), ("docs/api", 15), ("docs/models", 1)]
+    ("page", "num_examples"), [("README", 2), ("docs/api", 18), ("docs/models", 1)]
 )
 def test_every_example_of_a_page_prints_what_stands_under_it(
     server: ServerProcess, page: str, num_examples: int

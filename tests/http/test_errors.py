@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from aserve.errors import AserveError, ErrorInfo, InvalidRequest
+from aserve.errors import AserveError, ErrorInfo
 from aserve.http.body import MAX_SHOWN, parse_body
 from aserve.http.openai.call import Call, Origin
 from aserve.http.openai.chat import chat_dialect
@@ -20,8 +20,8 @@ from aserve.http.openai.completions import completion_call
 from aserve.http.openai.schema import ChatBody, CompletionBody
 from aserve.http.responses.body import ResponseBody
 from aserve.http.responses.call import ResponseCall, response_call
-from aserve.http.responses.store import ResponseKey
 from tests.fakes.echo_engine import EchoEngine
+from tests.fakes.history import FakeHistory
 from tests.http.asking import ask
 from tests.http.body_fields import BODIES, PATHS, Place, alternatives, places, right_body
 
@@ -35,14 +35,10 @@ RIGHT_BODIES: dict[str, dict[str, Any]] = {
 
 def asked(path: str, data: bytes) -> Call | ResponseCall:
     if path == "responses":
-        return response_call(parse_body(data, ResponseBody), ORIGIN, not_stored)
+        return response_call(parse_body(data, ResponseBody), ORIGIN, FakeHistory())
     if path == "completions":
         return completion_call(parse_body(data, CompletionBody), ORIGIN)
     return chat_dialect(parse_body(data, ChatBody), ORIGIN).call
-
-
-def not_stored(_: ResponseKey) -> NoReturn:
-    raise InvalidRequest("not found", param="previous_response_id")
 
 
 def refusal_of(path: str, data: bytes) -> ErrorInfo | None:
@@ -182,9 +178,12 @@ RESPONSE_ERRORS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"max_tokens": 5}, "unsupported_parameter", "max_tokens"),
     ({"top_logprobs": 21}, "integer_above_max_value", "top_logprobs"),
     ({"include": ["all"]}, "invalid_type", "include[0]"),
-    ({"background": True, "stream": True}, "unsupported_parameter", "background"),
     ({"background": True, "store": False}, "unsupported_parameter", "background"),
-    ({"conversation": "conv_1"}, "unsupported_parameter", "conversation"),
+    (
+        {"conversation": "conv_1", "previous_response_id": "resp_1"},
+        "mutually_exclusive_parameters",
+        "conversation",
+    ),
     ({"tools": [{"type": "web_search"}]}, "unsupported_value", "tools[0].type"),
     ({"tools": [{"type": "function"}]}, "missing_required_parameter", "tools[0].name"),
     (

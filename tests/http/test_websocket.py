@@ -91,6 +91,41 @@ async def test_the_latest_response_is_continued_though_it_is_not_stored(
     assert forgotten["error"]["param"] == "previous_response_id"
 
 
+async def test_another_socket_reads_a_resumable_response_from_any_event_on(
+    echo: EchoEngine, socket: Socket
+) -> None:
+    await socket.send_json(CREATE | {"resumable": True, "stream_id": "left"})
+    events = await answer_of(socket)
+    subscribe = {"type": "response.subscribe", "response_id": events[0]["response"]["id"]}
+    async with echo.web.ws_connect("/v1/responses") as other:
+        for number in range(len(events) - 1):
+            after = {"starting_after": number, "stream_id": "left"}
+            await other.send_json(subscribe | after)
+            assert await answer_of(other) == events[number + 1 :]
+        await other.send_json(subscribe | {"response_id": "resp_none"})
+        assert (await event_of(other))["error"]["code"] == "stream_not_found"
+    assert {event["stream_id"] for event in events} == {"left"}
+
+
+async def test_a_resumable_response_goes_on_without_its_socket(
+    echo: EchoEngine, socket: Socket
+) -> None:
+    echo.scheduler.is_paused = True
+    await socket.send_json(CREATE | {"resumable": True})
+    await num_admitted(echo, 1)
+    echo.scheduler.step()
+    begun = [await event_of(socket) for _ in range(5)]
+    await socket.close()
+    echo.scheduler.is_paused = False
+    echo.scheduler.resume()
+    after = {"response_id": begun[0]["response"]["id"], "starting_after": 4}
+    async with echo.web.ws_connect("/v1/responses") as other:
+        await other.send_json({"type": "response.subscribe"} | after)
+        rest = await answer_of(other)
+    assert [event["sequence_number"] for event in begun + rest] == [*range(len(begun + rest))]
+    assert text_of(rest[-1]) == "u:hello 한;"
+
+
 async def test_one_stream_waits_for_its_turn_and_another_does_not(
     echo: EchoEngine, socket: Socket
 ) -> None:

@@ -33,10 +33,15 @@ class UnreadClient:
     ) -> None:
         self._socket.close()
 
-    async def post(self, path: str, body: dict[str, Any], *, key: str = "any") -> None:
+    async def post(
+        self, path: str, body: dict[str, Any], *, key: str = "any", close: bool = False
+    ) -> None:
+        """`close`: the server closes the connection after the answer."""
         data = json.dumps(body).encode()
+        connection = "close" if close else "keep-alive"
         head = (
             f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            f"Connection: {connection}\r\n"
             f"Authorization: Bearer {key}\r\nContent-Length: {len(data)}\r\n\r\n"
         )
         await self.send(head.encode() + data)

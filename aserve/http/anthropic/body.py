@@ -93,6 +93,7 @@ class MessagesBody(PromptBody, kw_only=True):
     max_tokens: int
     stop_sequences: list[str] | None = None
     stream: bool | None = None
+    resumable: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None

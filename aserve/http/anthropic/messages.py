@@ -24,6 +24,7 @@ from aserve.http.rendering import Output, answer, choice_id_of, field_names, par
 from aserve.http.route import post
 from aserve.http.sse import EVENT_STREAM
 from aserve.http.state import HttpContext, origin_of
+from aserve.http.streams.handlers import resumable
 from aserve.messages.output import OutputChunk, Usage
 from aserve.parsers.events import Content, ParsedEvent, Reasoning, ToolArguments, ToolCallStart
 
@@ -273,6 +274,6 @@ def tool_use(start: ToolCallStart, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 ROUTES = (
-    post("/v1/messages", MessagesBody, create, errors=anthropic_error),
+    post("/v1/messages", MessagesBody, resumable("msg_", create), errors=anthropic_error),
     post("/v1/messages/count_tokens", PromptBody, count_tokens, errors=anthropic_error),
 )

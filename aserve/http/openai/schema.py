@@ -82,6 +82,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    resumable: bool | None = None
     n: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None

@@ -26,8 +26,8 @@ Includable: TypeAlias = Literal[
 
 
 class InputItem(msgspec.Struct):
-    """An item of the input: a message, a function call and its output, or reasoning. `type` says
-    which of the fields it has; without one it is a message.
+    """An item of the input: a message, a function call and its output, reasoning, or a summary of
+    /v1/responses/compact. `type` says which of the fields it has; without one it is a message.
     """
 
     type: str | None = None
@@ -38,6 +38,7 @@ class InputItem(msgspec.Struct):
     arguments: str | None = None
     output: str | list[ContentPart] | None = None
     summary: list[ContentPart] | None = None
+    encrypted_content: str | None = None
 
 
 class TextFormat(msgspec.Struct, omit_defaults=True):
@@ -84,6 +85,10 @@ class ReasoningConfig(msgspec.Struct):
     max_tokens: int | UnsetType | None = UNSET
 
 
+class ConversationRef(msgspec.Struct, frozen=True):
+    id: str
+
+
 class ResponseBody(GenerationBody, kw_only=True):
     input: str | list[InputItem] | None = None
     instructions: str | None = None
@@ -103,4 +108,4 @@ class ResponseBody(GenerationBody, kw_only=True):
     user: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     background: bool | None = None
-    conversation: str | dict[str, Any] | None = None
+    conversation: str | ConversationRef | None = None

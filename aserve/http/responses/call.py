@@ -5,8 +5,9 @@ A ResponseCall is built once from a validated body and never changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
@@ -20,6 +21,7 @@ from aserve.http.openai.limits import check_length
 from aserve.http.openai.parsed import ParsePlan
 from aserve.http.responses.body import (
     LOGPROBS,
+    ConversationRef,
     ReasoningConfig,
     ResponseBody,
     TextConfig,
@@ -37,7 +39,6 @@ MAX_METADATA_VALUE = 512
 
 # Unsupported fields that would change the answer, with the advice in their error.
 UNSUPPORTED = {
-    "conversation": "Use 'previous_response_id' instead.",
     "max_tokens": "Use 'max_output_tokens' instead.",
     "response_format": "Use 'text.format' instead.",
     "n": "A response has one output.",
@@ -54,17 +55,25 @@ class ResponseCall:
     call: Call
     response: ResponseObject
     items: tuple[Item, ...]
+    num_earlier: int  # the items of the response or conversation that it continues
     owner: str
     parse: ParsePlan
 
 
-def response_call(
-    body: ResponseBody, origin: Origin, conversation: Callable[[ResponseKey], Sequence[Item]]
-) -> ResponseCall:
-    """Builds the call. `conversation` returns the items of an earlier response, or raises."""
+class History(Protocol):
+    """Finds the items that a response continues, or raises."""
+
+    def response_items(self, key: ResponseKey) -> Sequence[Item]:
+        """Returns the items up to the end of an earlier response."""
+
+    def conversation_items(self, key: ResponseKey) -> Sequence[Item]: ...
+
+
+def response_call(body: ResponseBody, origin: Origin, history: History) -> ResponseCall:
     _check(body, origin)
     sampling = _sampling_of(body, origin)
-    items = _items_of(body, origin, conversation)
+    earlier = _earlier_items(body, origin, history)
+    items = (*earlier, *_new_items(body, origin, len(earlier)))
     plan = _plan_of(body, origin, items, sampling.grammar)
     sampling = plan.constrained(sampling)
     if body.truncation == "auto" and body.truncate_prompt_tokens is None:
@@ -78,6 +87,7 @@ def response_call(
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
         previous_response_id=body.previous_response_id,
+        conversation=_conversation_of(body),
         store=body.store is not False,
         temperature=sampling.temperature,
         top_p=sampling.top_p if body.top_p is None else body.top_p,
@@ -94,27 +104,42 @@ def response_call(
         seed=sampling.seed,
         status="queued" if body.background else "in_progress",
     )
-    return ResponseCall(call, response, items, origin.caller.owner, plan.parse)
+    return ResponseCall(call, response, items, len(earlier), origin.caller.owner, plan.parse)
 
 
-def prompt_of(
-    body: ResponseBody, origin: Origin, conversation: Callable[[ResponseKey], Sequence[Item]]
-) -> ChatPrompt:
+def prompt_of(body: ResponseBody, origin: Origin, history: History) -> ChatPrompt:
     """Returns the prompt of a response that is not created."""
     _check(body, origin)
-    return _plan_of(body, origin, _items_of(body, origin, conversation), None).prompt
+    earlier = _earlier_items(body, origin, history)
+    items = (*earlier, *_new_items(body, origin, len(earlier)))
+    return _plan_of(body, origin, items, None).prompt
 
 
-def _items_of(
-    body: ResponseBody, origin: Origin, conversation: Callable[[ResponseKey], Sequence[Item]]
-) -> tuple[Item, ...]:
-    """Returns the items of the earlier response and those of the input."""
-    earlier: Sequence[Item] = ()
-    if body.previous_response_id is not None:
-        earlier = conversation(ResponseKey(origin.caller.owner, body.previous_response_id))
+def _earlier_items(body: ResponseBody, origin: Origin, history: History) -> Sequence[Item]:
+    """Returns the items of the response or conversation that the body continues."""
+    continued, previous_id = _conversation_of(body), body.previous_response_id
+    if continued is not None and previous_id is not None:
+        raise InvalidRequest(
+            "Invalid 'conversation': it cannot be combined with 'previous_response_id'.",
+            param="conversation",
+            code="mutually_exclusive_parameters",
+        )
+    if continued is not None:
+        return history.conversation_items(ResponseKey(origin.caller.owner, continued.id))
+    if previous_id is not None:
+        return history.response_items(ResponseKey(origin.caller.owner, previous_id))
+    return ()
+
+
+def _new_items(body: ResponseBody, origin: Origin, num_earlier: int) -> tuple[Item, ...]:
     if isinstance(body.input, list):
-        check_length(range(len(earlier) + len(body.input)), MAX_ITEMS, param="input")
-    return (*earlier, *items_of(body.input, f"resp_{origin.request_id}"))
+        check_length(range(num_earlier + len(body.input)), MAX_ITEMS, param="input")
+    return items_of(body.input, f"resp_{origin.request_id}")
+
+
+def _conversation_of(body: ResponseBody) -> ConversationRef | None:
+    given = body.conversation
+    return ConversationRef(given) if isinstance(given, str) else given
 
 
 def _plan_of(
@@ -128,8 +153,8 @@ def _check(body: ResponseBody, origin: Origin) -> None:
     for name, advice in UNSUPPORTED.items():
         if getattr(body, name):
             raise unsupported(name, advice)
-    if body.background and (body.stream or body.store is False):
-        raise unsupported("background", "It needs 'store', and cannot be combined with 'stream'.")
+    if body.background and body.store is False:
+        raise unsupported("background", "It needs 'store'.")
     check_body(body, origin.model_names)
     check_metadata(body.metadata or {})
 

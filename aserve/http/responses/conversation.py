@@ -4,6 +4,7 @@ converted to the messages of a chat or to items for clients.
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
@@ -14,6 +15,7 @@ from aserve.http.openai.conversation import texts_of
 from aserve.http.openai.schema import ChatMessage, ContentPart, FunctionCall, ToolCall
 from aserve.http.responses.body import InputItem
 from aserve.http.responses.records import (
+    CompactionItem,
     FunctionCallItem,
     FunctionOutputItem,
     InputMessage,
@@ -27,6 +29,7 @@ from aserve.http.responses.records import (
 
 TEXT_PARTS = ("input_text", "output_text", "text")
 REASONING_PARTS = ("reasoning_text", "summary_text", "text")
+SUMMARY = "Summary of the conversation so far: "
 MAX_ITEMS = 16_384  # items of a conversation: the template renders all of them in each turn
 ITEM_BYTES = 256  # a generous bound on the memory of an item without its text
 
@@ -71,9 +74,21 @@ class Thought(msgspec.Struct, frozen=True):
     texts: tuple[str, ...]
 
 
-Item: TypeAlias = Message | Call | CallOutput | Thought
+class Compaction(msgspec.Struct, frozen=True):
+    """The model's summary of a conversation."""
+
+    id: str
+    texts: tuple[str, ...]
+
+
+Item: TypeAlias = Message | Call | CallOutput | Thought | Compaction
 ClientItem: TypeAlias = (
-    InputMessage | OutputMessage | FunctionCallItem | FunctionOutputItem | ReasoningItem
+    InputMessage
+    | OutputMessage
+    | FunctionCallItem
+    | FunctionOutputItem
+    | ReasoningItem
+    | CompactionItem
 )
 
 
@@ -82,17 +97,19 @@ def size_of(item: Item) -> int:
     return ITEM_BYTES + sum(len(text.encode()) for text in item.texts)
 
 
-def items_of(given: str | list[InputItem] | None, response_id: str) -> tuple[Item, ...]:
+def items_of(
+    given: str | list[InputItem] | None, response_id: str, *, param: str = "input"
+) -> tuple[Item, ...]:
     """Reads a body's input. The items' ids are derived from `response_id`."""
     if given is None:
-        raise _missing("input")
+        raise _missing(param)
     if not given and not isinstance(given, str):
         raise InvalidRequest(
-            "Invalid 'input': the list is empty.", param="input", code="empty_array"
+            f"Invalid '{param}': the list is empty.", param=param, code="empty_array"
         )
     items = [InputItem(role="user", content=given)] if isinstance(given, str) else given
     stem = response_id.removeprefix("resp_")
-    return tuple(_item(item, f"{stem}_{i}", where=f"input[{i}]") for i, item in enumerate(items))
+    return tuple(_item(item, f"{stem}_{i}", where=f"{param}[{i}]") for i, item in enumerate(items))
 
 
 def item_of_output(item: OutputItem) -> Item:
@@ -117,6 +134,8 @@ def item_for_client(item: Item) -> ClientItem:
             return FunctionOutputItem(item.id, item.call_id, "".join(item.texts))
         case Thought():
             return ReasoningItem(item.id, "completed", tuple(map(ReasoningText, item.texts)))
+        case Compaction():
+            return CompactionItem(item.id, b64encode("".join(item.texts).encode()).decode())
 
 
 def chat_messages(instructions: str | None, items: Iterable[Item]) -> list[ChatMessage]:
@@ -140,6 +159,9 @@ def chat_messages(instructions: str | None, items: Iterable[Item]) -> list[ChatM
             case Thought():
                 message = _assistant_of(messages, has_content=True)
                 message.reasoning_content = "".join(item.texts)
+            case Compaction():
+                text = SUMMARY + "".join(item.texts)
+                messages.append(ChatMessage("assistant", text))
     for message in messages:
         message.content = message.content or ""
     return messages
@@ -176,10 +198,12 @@ def _item(item: InputItem, stem: str, *, where: str) -> Item:
         case "reasoning":
             parts = item.content or item.summary or []
             return Thought(f"rs_{stem}", _texts(parts, REASONING_PARTS, where=where))
+        case "compaction":
+            return Compaction(f"cmp_{stem}", (_summary(item, f"{where}.encrypted_content"),))
         case _:
             raise InvalidRequest(
                 f"Unsupported value for '{where}.type': '{item.type[:40]}'. Supported values are "
-                "message, function_call, function_call_output and reasoning.",
+                "message, function_call, function_call_output, reasoning and compaction.",
                 param=f"{where}.type",
                 code="unsupported_value",
             )
@@ -191,6 +215,17 @@ def _message(item: InputItem, message_id: str, *, where: str) -> Message:
     if item.content is None:
         raise _missing(f"{where}.content")
     return Message(message_id, item.role, _texts(item.content, TEXT_PARTS, where=where))
+
+
+def _summary(item: InputItem, param: str) -> str:
+    try:
+        return b64decode(_given(item.encrypted_content, param), validate=True).decode()
+    except ValueError:  # also binascii.Error and UnicodeDecodeError, which it is the base of
+        raise InvalidRequest(
+            f"Invalid '{param}': it is not of this server's /v1/responses/compact.",
+            param=param,
+            code="invalid_value",
+        ) from None
 
 
 def _texts(

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from aserve.errors import ErrorInfo
 from aserve.http.openai.answers import LogprobEntry, logprob_entries
@@ -41,16 +40,9 @@ class EventMaker:
     text of a message; those of tokens whose text the parser holds back wait for it.
     """
 
-    def __init__(
-        self,
-        response: ResponseObject,
-        *,
-        parse: ParsePlan = PLAIN,
-        stream_id: str | UnsetType = UNSET,
-    ) -> None:
+    def __init__(self, response: ResponseObject, *, parse: ParsePlan = PLAIN) -> None:
         self.response = response
         self.is_open = False
-        self._stream_id = stream_id
         self._num_events = 0
         self._stem = response.id.removeprefix("resp_")
         self._parsed = ParsedChoice(parse, response.id)
@@ -80,7 +72,6 @@ class EventMaker:
         stamped = list(events)
         for event in stamped:
             event.sequence_number = self._num_events
-            event.stream_id = self._stream_id
             self._num_events += 1
         return stamped
 

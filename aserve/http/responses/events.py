@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from aserve.http.long_json import JsonList
+from aserve.http.long_json import JsonList, pieces_of
 from aserve.http.openai.answers import LogprobEntry
 from aserve.http.responses.records import OutputItem, OutputText, ReasoningText, ResponseObject
 
 
 class Event(msgspec.Struct, kw_only=True):
-    """An event of a response. EventMaker sets `sequence_number` and `stream_id`, which a websocket
-    client gives its request to tell the answers apart.
-    """
+    """An event of a response. EventMaker sets `sequence_number`."""
 
     type: str
     sequence_number: int = 0
-    stream_id: str | UnsetType = UNSET
 
 
 class ResponseEvent(Event, kw_only=True):
@@ -59,3 +58,10 @@ class ArgumentsEvent(Event, kw_only=True):
     output_index: int
     name: str
     arguments: str
+
+
+def frame_of(event: Event) -> Iterator[bytes]:
+    """Yields the pieces of a server-sent event with its type."""
+    yield b"event: %b\ndata: " % event.type.encode()
+    yield from pieces_of(event)
+    yield b"\n\n"

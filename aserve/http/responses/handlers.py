@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Literal
 
@@ -18,13 +18,15 @@ from aserve.http.openai.limits import Range, check_within
 from aserve.http.responses.body import ResponseBody
 from aserve.http.responses.call import prompt_of, response_call
 from aserve.http.responses.conversation import Item, item_for_client
-from aserve.http.responses.events import Event
+from aserve.http.responses.events import Event, frame_of
 from aserve.http.responses.live import RESPONSES, LiveResponse, Responses
 from aserve.http.responses.records import DeletedResponse, InputTokens, ItemList
 from aserve.http.responses.store import ResponseKey
 from aserve.http.route import Route, get, post
 from aserve.http.sse import SseWriter
 from aserve.http.state import HttpContext, origin_of
+from aserve.http.streams.handlers import StreamQuery, read_stream, run_or_resume
+from aserve.http.streams.kept import STREAMS, StreamKey
 
 PAGE_SIZES = Range(1, 100)
 
@@ -32,10 +34,12 @@ PAGE_SIZES = Range(1, 100)
 async def create(
     request: web.Request, context: HttpContext, body: ResponseBody
 ) -> web.StreamResponse:
-    responses = _responses(request)
-    call = response_call(body, origin_of(request, context), responses.conversation)
+    responses = responses_of(request)
+    if body.resumable or (body.background and body.stream):
+        return await run_or_resume(request, context, body, lambda: _run(request, context, body))
+    call = response_call(body, origin_of(request, context), responses)
     if body.background:
-        return await _json(request, responses.run_in_background(call), context)
+        return await send_record(request, responses.run_in_background(call), context)
     with responses.running(call) as live:
         if body.stream:
             return await _stream(request, live, context)
@@ -43,41 +47,61 @@ async def create(
             pass
     if live.error is not None:
         raise RequestFailed(live.error)
-    return await _json(request, live.response, context)
+    return await send_record(request, live.response, context)
+
+
+def _run(request: web.Request, context: HttpContext, body: ResponseBody) -> str:
+    """Starts a response that does not depend on its client, and returns its id."""
+    responses = responses_of(request)
+    call = response_call(body, origin_of(request, context), responses)
+    return responses.run_with_log(call, request.app[STREAMS]).response.id
 
 
 async def input_tokens(
     request: web.Request, context: HttpContext, body: ResponseBody
 ) -> web.StreamResponse:
     """Counts the tokens of the prompt that a body would have."""
-    prompt = prompt_of(body, origin_of(request, context), _responses(request).conversation)
+    prompt = prompt_of(body, origin_of(request, context), responses_of(request))
     refusal = context.state.refusal()
     if refusal is not None:
         raise refusal
     count = await context.tokenize_service.run(lambda encoder: len(encoder.encode(prompt)))
-    return await _json(request, InputTokens(count), context)
+    return await send_record(request, InputTokens(count), context)
+
+
+class ReadQuery(StreamQuery):
+    stream: bool = False
 
 
 async def read(request: web.Request, context: HttpContext) -> web.StreamResponse:
-    if request.query.get("stream", "false").lower() != "false":
+    """Returns a response, or with `stream` its events after number `starting_after`."""
+    query = parse_query(request, ReadQuery)
+    key = key_of(request, context)
+    if query.stream and StreamKey(*key) in request.app[STREAMS]:
+        return await read_stream(request, context, key.response_id, query.start)
+    response = responses_of(request).get(key).response
+    if query.stream:
         raise InvalidRequest(
-            "Unsupported value for 'stream': the events of a response are not stored.",
+            "Unsupported value for 'stream': the events of this response are not stored. They are "
+            "for --resume-ttl seconds if it is created with 'stream' and 'background', or with "
+            "'stream' and 'resumable'.",
             param="stream",
             code="unsupported_value",
         )
-    return await _json(
-        request, _responses(request).get(_key_of(request, context)).response, context
-    )
+    return await send_record(request, response, context)
 
 
 async def delete(request: web.Request, context: HttpContext) -> web.StreamResponse:
-    key = _key_of(request, context)
-    _responses(request).delete(key)
-    return await _json(request, DeletedResponse(key.response_id), context)
+    key = key_of(request, context)
+    responses_of(request).delete(key)
+    request.app[STREAMS].discard(StreamKey(*key))
+    return await send_record(request, DeletedResponse(key.response_id), context)
 
 
 async def cancel(request: web.Request, context: HttpContext) -> web.StreamResponse:
-    return await _json(request, _responses(request).cancel(_key_of(request, context)), context)
+    return await send_record(
+        request, responses_of(request).cancel(key_of(request, context)), context
+    )
 
 
 class PageQuery(msgspec.Struct):
@@ -89,8 +113,8 @@ class PageQuery(msgspec.Struct):
 async def input_items(request: web.Request, context: HttpContext) -> web.StreamResponse:
     query = parse_query(request, PageQuery)
     check_within(query.limit, PAGE_SIZES, param="limit")
-    items = _responses(request).get(_key_of(request, context)).items
-    return await _json(request, page_of(items, query), context)
+    items = responses_of(request).get(key_of(request, context)).items
+    return await send_record(request, page_of(items, query), context)
 
 
 async def _stream(
@@ -118,13 +142,6 @@ async def _send(writer: SseWriter, events: list[Event]) -> None:
     await writer.write(chain.from_iterable(map(frame_of, events)))
 
 
-def frame_of(event: Event) -> Iterator[bytes]:
-    """Yields the pieces of a server-sent event with its type."""
-    yield b"event: %b\ndata: " % event.type.encode()
-    yield from pieces_of(event)
-    yield b"\n\n"
-
-
 def page_of(items: Sequence[Item], query: PageQuery) -> ItemList:
     """Returns one page of items. PERF: only those of the page are converted for the client."""
     places = range(len(items)) if query.order == "asc" else range(len(items))[::-1]
@@ -134,7 +151,7 @@ def page_of(items: Sequence[Item], query: PageQuery) -> ItemList:
         after = next(found, None)
         if after is None:
             raise InvalidRequest(
-                f"Invalid 'after': the input has no item '{query.after[:80]}'.",
+                f"Invalid 'after': the list has no item '{query.after[:80]}'.",
                 param="after",
                 code="invalid_value",
             )
@@ -148,15 +165,15 @@ def page_of(items: Sequence[Item], query: PageQuery) -> ItemList:
     )
 
 
-def _responses(request: web.Request) -> Responses:
+def responses_of(request: web.Request) -> Responses:
     return request.app[RESPONSES]
 
 
-def _key_of(request: web.Request, context: HttpContext) -> ResponseKey:
+def key_of(request: web.Request, context: HttpContext) -> ResponseKey:
     return ResponseKey(origin_of(request, context).caller.owner, request.match_info["id"])
 
 
-async def _json(
+async def send_record(
     request: web.Request, record: msgspec.Struct, context: HttpContext
 ) -> web.StreamResponse:
     return await send_json(request, pieces_of(record), timeout_s=context.options.write_timeout)

@@ -12,17 +12,18 @@ from contextlib import contextmanager
 
 import msgspec
 from aiohttp import web
-from msgspec import UNSET, UnsetType
 
 from aserve.errors import ErrorInfo, InvalidRequest, NotFound
 from aserve.http.errors import RequestFailed
 from aserve.http.responses.call import ResponseCall
 from aserve.http.responses.conversation import Item
+from aserve.http.responses.conversations import Conversations
 from aserve.http.responses.event_maker import EventMaker
-from aserve.http.responses.events import Event
+from aserve.http.responses.events import Event, frame_of
 from aserve.http.responses.records import ResponseObject
 from aserve.http.responses.store import ResponseKey, ResponseStore, StoredResponse
 from aserve.http.state import HttpContext
+from aserve.http.streams.kept import StreamKey, Streams
 from aserve.messages.output import OutputChunk
 from aserve.request_stream import RequestStream
 
@@ -36,13 +37,12 @@ class LiveResponse:
         request_stream: RequestStream,
         *,
         on_end: Callable[[StoredResponse], None],
-        stream_id: str | UnsetType = UNSET,
     ) -> None:
         self.error: ErrorInfo | None = None  # why it failed
         self._call = call
         self._request_stream = request_stream
         self._on_end = on_end
-        self._maker = EventMaker(call.response, parse=call.parse, stream_id=stream_id)
+        self._maker = EventMaker(call.response, parse=call.parse)
         self._cancellation: list[Event] = []
 
     @property
@@ -55,7 +55,8 @@ class LiveResponse:
 
     @property
     def so_far(self) -> StoredResponse:
-        return StoredResponse(self.response, self._call.items, self._call.owner)
+        call = self._call
+        return StoredResponse(self.response, call.items, call.owner, call.num_earlier)
 
     def close_when_unread(self, close: Callable[[], None]) -> None:
         """Calls `close` when the request is cancelled because the client has not read enough."""
@@ -116,13 +117,12 @@ class Responses:
             max_count=context.options.max_stored_responses,
             max_bytes=context.options.max_stored_bytes,
         )
+        self.conversations = Conversations(self._store)
 
     @contextmanager
-    def running(
-        self, call: ResponseCall, *, stream_id: str | UnsetType = UNSET
-    ) -> Iterator[LiveResponse]:
+    def running(self, call: ResponseCall) -> Iterator[LiveResponse]:
         """Runs a response. A reader that leaves early cancels it, and it is not stored."""
-        live = self._begin(call, stream_id)
+        live = self._begin(call)
         try:
             yield live
         finally:
@@ -130,11 +130,37 @@ class Responses:
 
     def run_in_background(self, call: ResponseCall) -> ResponseObject:
         """Starts a response that runs to its end whether its client waits or not."""
-        live = self._begin(call, UNSET)
+        live = self._begin(call)
         task = asyncio.create_task(self._read_all(live))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return live.response
+
+    def run_with_log(self, call: ResponseCall, streams: Streams) -> LiveResponse:
+        """Starts a response whose events go to an event log, from which clients read them."""
+        streams.check_enabled()
+        live = self._begin(call)
+        key = StreamKey(*live.so_far.key)
+        log = streams.new_log(key, is_background=live.response.background)
+
+        def write(events: list[Event]) -> None:
+            log.extend(b"".join(frame_of(event)) for event in events)
+
+        async def produce() -> None:
+            try:
+                async for events in live.events():
+                    write(events)
+            finally:
+                self._leave(live)
+
+        async def fail(info: ErrorInfo) -> None:
+            if log.next:
+                write(live.fail(info))
+            else:
+                log.refuse(info)
+
+        streams.run(key, produce, fail)
+        return live
 
     async def close(self) -> None:
         """Ends the responses in the background. The server stops."""
@@ -151,12 +177,12 @@ class Responses:
         finally:
             self._leave(live)
 
-    def _begin(self, call: ResponseCall, stream_id: str | UnsetType) -> LiveResponse:
+    def _begin(self, call: ResponseCall) -> LiveResponse:
         refusal = self._context.state.refusal()
         if refusal is not None:
             raise refusal
         request_stream = self._context.gateway.open(*call.call.requests)
-        live = LiveResponse(call, request_stream, on_end=self._ended, stream_id=stream_id)
+        live = LiveResponse(call, request_stream, on_end=self._ended)
         self._live[live.so_far.key] = live
         return live
 
@@ -164,7 +190,10 @@ class Responses:
         self._live.pop(live.so_far.key, None)
         live.close()
 
-    def conversation(self, key: ResponseKey) -> tuple[Item, ...]:
+    def conversation_items(self, key: ResponseKey) -> tuple[Item, ...]:
+        return self.conversations.get(key).items
+
+    def response_items(self, key: ResponseKey) -> tuple[Item, ...]:
         """Returns the items up to the end of that response. Raises InvalidRequest if unknown."""
         stored = self._store.get(key)
         if stored is None:
@@ -208,6 +237,7 @@ class Responses:
         self._live.pop(ended.key, None)
         if ended.response.store:
             self._store.put(ended)
+        self.conversations.extend(ended)
 
 
 def _with_our_param(chunk: OutputChunk) -> OutputChunk:

@@ -10,6 +10,7 @@ from aserve.errors import ErrorInfo
 from aserve.http.long_json import JsonList
 from aserve.http.openai.answers import LogprobEntry
 from aserve.http.responses.body import (
+    ConversationRef,
     ReasoningConfig,
     ResponseTool,
     ResponseToolChoice,
@@ -78,6 +79,11 @@ class FunctionOutputItem(msgspec.Struct, frozen=True, tag="function_call_output"
     status: ItemStatus = "completed"
 
 
+class CompactionItem(msgspec.Struct, frozen=True, tag="compaction", tag_field="type"):
+    id: str
+    encrypted_content: str
+
+
 OutputItem: TypeAlias = OutputMessage | ReasoningItem | FunctionCallItem
 
 
@@ -121,6 +127,7 @@ class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
     instructions: str | None
     max_output_tokens: int | None
     previous_response_id: str | None
+    conversation: ConversationRef | None = None
     store: bool
     temperature: float
     top_p: float
@@ -153,8 +160,21 @@ class DeletedResponse(msgspec.Struct, frozen=True):
     deleted: bool = True
 
 
+class ConversationObject(msgspec.Struct, frozen=True):
+    id: str
+    created_at: int  # seconds since 1970
+    metadata: dict[str, str]
+    object: Literal["conversation"] = "conversation"
+
+
+class DeletedConversation(msgspec.Struct, frozen=True):
+    id: str
+    object: Literal["conversation.deleted"] = "conversation.deleted"
+    deleted: bool = True
+
+
 class ItemList(msgspec.Struct, frozen=True):
-    data: list[InputMessage | OutputItem | FunctionOutputItem]
+    data: list[InputMessage | OutputItem | FunctionOutputItem | CompactionItem]
     first_id: str | None
     last_id: str | None
     has_more: bool

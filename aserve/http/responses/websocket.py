@@ -2,10 +2,12 @@
 
 A client sends `response.create` with the body of POST /v1/responses, and gets the events of that
 route, each as a text message. Requests with the same `stream_id` form a stream and are answered in
-order; streams run side by side. Requests without one share a stream. `response.fork`, with a
-`response_id` and the body of POST /v1/requests/{id}/fork, is a request, too. `response.amend`, with
-the body of POST /v1/requests/{id}, is answered at once. A socket's state is written by its own
-tasks, on the loop.
+order; streams run side by side. Requests without one share a stream. These are requests, too:
+- `response.subscribe` reads the events of a resumable response after number `starting_after`, also
+  of one that another connection created;
+- `response.fork` has a `response_id` and the body of POST /v1/requests/{id}/fork.
+`response.amend`, with the body of POST /v1/requests/{id}, is answered at once. A socket's state is
+written by its own tasks, on the loop.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import functools
 import logging
 import uuid
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated, Any, NamedTuple
@@ -46,14 +48,17 @@ from aserve.http.long_json import BLOCK_BYTES, blocks_of, pieces_of
 from aserve.http.openai.call import Origin
 from aserve.http.openai.checks import unsupported
 from aserve.http.responses.body import ResponseBody
-from aserve.http.responses.call import response_call
+from aserve.http.responses.call import ResponseCall, response_call
 from aserve.http.responses.conversation import Item
-from aserve.http.responses.events import Event
-from aserve.http.responses.live import RESPONSES, LiveResponse
+from aserve.http.responses.live import RESPONSES, Responses
 from aserve.http.responses.store import ResponseKey, StoredResponse
 from aserve.http.running import AmendBody, RunningRequest, amend_request, change_of, found_ids
 from aserve.http.state import HttpContext, origin_of
+from aserve.http.streams.event_log import data_of
+from aserve.http.streams.handlers import StreamQuery, key_of
+from aserve.http.streams.kept import STREAMS, StreamKey
 
+SUBSCRIBE = "response.subscribe"
 MAX_OPEN = 32  # requests of one socket that run or wait
 CLOSE_S = 1.0  # for the client to answer a close frame
 
@@ -69,6 +74,12 @@ async def connect(request: web.Request, context: HttpContext) -> web.StreamRespo
     if not web.WebSocketResponse().can_prepare(request):
         raise refused(426, "This URL is a websocket: connect with an upgrade, or use POST.")
     return await ResponseSocket(request, context).serve()
+
+
+def set_up(app: web.Application, context: HttpContext) -> None:
+    app[RESPONSES] = Responses(context)
+    app[SOCKETS] = set()
+    app.on_shutdown.append(close_sockets)
 
 
 async def close_sockets(app: web.Application) -> None:
@@ -100,14 +111,16 @@ class ForkEvent(ForkBody, kw_only=True):
 class AmendedEvent(msgspec.Struct, kw_only=True):
     type: str = "response.amended"
     request: RunningRequest
-    stream_id: str | UnsetType = UNSET
 
 
 class ErrorEvent(msgspec.Struct, kw_only=True):
     type: str = "error"
     status: int
     error: ErrorFields
-    stream_id: str | UnsetType = UNSET
+
+
+class Subscription(StreamQuery, kw_only=True):
+    response_id: str
 
 
 class SocketRequest(NamedTuple):
@@ -207,7 +220,7 @@ class ResponseSocket:
             body = parse_body(request.data, AmendEvent)
             change = change_of(body, self._request, self._context)
             state = await amend_request(self._request, self._context, body.response_id, change)
-            await self._send(AmendedEvent(request=state, stream_id=request.stream_id))
+            await self._send(pieces_of(AmendedEvent(request=state)), request.stream_id)
         except (AserveError, RequestFailed) as error:
             await self._send_error(info_of(error), request.stream_id)
         self._num_open -= 1
@@ -238,22 +251,32 @@ class ResponseSocket:
             await self.go_away()
 
     async def _answer(self, request: SocketRequest) -> None:
+        if request.error is None and request.envelope.type == SUBSCRIBE:
+            await self._subscribe(request)
+            return
         body, origin = await self._begin(request)
-        call = response_call(body, origin, self._conversation)
+        call = response_call(body, origin, self)
         self._bodies[call.response.id] = body
         try:
-            with self._responses.running(call, stream_id=request.stream_id) as live:
-                await self._send_all(live)
+            await self._run(call, request.stream_id, is_resumable=bool(body.resumable))
         finally:
             del self._bodies[call.response.id]
 
-    async def _send_all(self, live: LiveResponse) -> None:
-        live.close_when_unread(closer_of(self._request))
-        async for events in live.events():
-            if live.is_done:
-                self._latest = live.so_far
-            for event in events:
-                await self._send(event)
+    async def _run(
+        self, call: ResponseCall, stream_id: str | UnsetType, *, is_resumable: bool
+    ) -> None:
+        if is_resumable:
+            live = self._responses.run_with_log(call, self._request.app[STREAMS])
+            await self._read(StreamKey(*live.so_far.key), 0, stream_id)
+            self._latest = live.so_far
+            return
+        with self._responses.running(call) as live:
+            live.close_when_unread(closer_of(self._request))
+            async for events in live.events():
+                if live.is_done:
+                    self._latest = live.so_far
+                for event in events:
+                    await self._send(pieces_of(event), stream_id)
 
     async def _begin(self, request: SocketRequest) -> tuple[ResponseBody, Origin]:
         """Returns the body of a new response or of a fork, and its origin."""
@@ -270,28 +293,46 @@ class ResponseSocket:
         kept = await kept_outputs(changes, original, self._context)
         return forked_body(body, changes, original), begin_with(kept, origin)
 
-    def _conversation(self, key: ResponseKey) -> tuple[Item, ...]:
+    async def _subscribe(self, request: SocketRequest) -> None:
+        subscription = parse_body(request.data, Subscription)
+        key = key_of(self._request, self._context, subscription.response_id)
+        await self._read(key, subscription.start, request.stream_id)
+
+    async def _read(self, key: StreamKey, start: int, stream_id: str | UnsetType) -> None:
+        """Sends the events of a resumable response from number `start` on."""
+        with self._request.app[STREAMS].reading(key) as log:
+            log.check(start)
+            async for events in log.batches(start):
+                for event in events:
+                    await self._send((data_of(event),), stream_id)
+
+    def conversation_items(self, key: ResponseKey) -> tuple[Item, ...]:
+        return self._responses.conversation_items(key)
+
+    def response_items(self, key: ResponseKey) -> tuple[Item, ...]:
         """Returns the items of an earlier response. The socket's last one is found even if it
         was not stored.
         """
         if self._latest is not None and self._latest.key == key:
             return self._latest.conversation
-        return self._responses.conversation(key)
+        return self._responses.response_items(key)
 
     async def _send_error(self, info: ErrorInfo, stream_id: str | UnsetType = UNSET) -> None:
-        await self._send(
-            ErrorEvent(status=info.status, error=error_fields(info), stream_id=stream_id)
-        )
+        event = ErrorEvent(status=info.status, error=error_fields(info))
+        await self._send(pieces_of(event), stream_id)
 
-    async def _send(self, event: Event | ErrorEvent | AmendedEvent) -> None:
-        """Waits until the client has read enough that the event fits its send buffer. A client that
+    async def _send(self, pieces: Iterable[bytes], stream_id: str | UnsetType) -> None:
+        """Sends the JSON of an event, with the `stream_id` by which the client tells answers apart.
+        Waits until the client has read enough that the event fits its send buffer. A client that
         does not read within the write timeout loses its connection.
         """
         data = bytearray()
-        for block in blocks_of(pieces_of(event)):
+        for block in blocks_of(pieces):
             data += block
             if len(block) == BLOCK_BYTES:
                 await yield_to_loop()
+        if stream_id is not UNSET:
+            data[:1] = b'{"stream_id":%b,' % msgspec.json.encode(stream_id)
         sending = self._socket.send_frame(bytes(data), WSMsgType.TEXT)
         await with_deadline(sending, self._request, timeout_s=self._context.options.write_timeout)
 
@@ -315,7 +356,7 @@ def body_of(request: SocketRequest) -> ResponseBody:
     if request.envelope.type != "response.create":
         raise InvalidRequest(
             f"Unsupported event type '{request.envelope.type[:40]}'. Supported types are "
-            "response.create, response.fork and response.amend.",
+            f"response.create, {SUBSCRIBE}, response.fork and response.amend.",
             param="type",
             code="unsupported_value",
         )

@@ -204,8 +204,3 @@ def test_a_response_that_is_cancelled_ends_with_what_it_has(has_begun: bool) -> 
     assert maker.is_done
     assert maker.response.status == "cancelled"
     Response.model_validate_json(b"".join(pieces_of(maker.response)), strict=True)
-
-
-def test_a_stream_of_a_websocket_is_named_in_every_event() -> None:
-    events = EventMaker(HEADING, stream_id="left").add(chunk("a", 1, finish_reason="stop"))
-    assert {event.stream_id for event in events} == {"left"}

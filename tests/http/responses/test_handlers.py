@@ -254,10 +254,38 @@ async def test_a_draining_server_creates_no_responses_but_returns_stored_ones(
     assert await echo.client.responses.retrieve(made.id) == made
 
 
-async def test_the_events_of_a_stream_are_not_stored(echo: EchoEngine) -> None:
+async def test_the_events_of_a_background_stream_are_read_from_any_number_on(
+    echo: EchoEngine,
+) -> None:
+    events = await streamed(echo, background=True)
+    last: Any = events[-1]
+    response = last.response
+    for number in (None, 0, 3, len(events) - 1):
+        query: Any = {} if number is None else {"starting_after": number}
+        stream = await echo.client.responses.retrieve(response.id, stream=True, **query)
+        assert [event async for event in stream] == events[0 if number is None else number + 1 :]
+    assert await echo.client.responses.retrieve(response.id) == response
+    await echo.client.responses.delete(response.id)
+    with pytest.raises(openai.NotFoundError):
+        await echo.client.responses.retrieve(response.id, stream=True)
     made = await ask(echo)
     with pytest.raises(openai.BadRequestError, match="not stored"):
         await echo.client.responses.retrieve(made.id, stream=True)
+
+
+async def test_a_background_stream_goes_on_without_its_client_and_can_be_cancelled() -> None:
+    async with (
+        EchoEngine(resume_ttl=0.05) as echo,
+        paused(echo, streamed(echo, background=True)) as (asked, response_id),
+    ):
+        await echo.until(lambda: bool(echo.scheduler.live))
+        asked.cancel()
+        await asyncio.sleep(0.1)
+        assert echo.scheduler.live
+        cancelled = await echo.client.responses.cancel(response_id)
+        stream = await echo.client.responses.retrieve(response_id, stream=True)
+        last = [event async for event in stream][-1]
+        assert (last.type, cancelled.status) == ("response.incomplete", "cancelled")
 
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=x", "order=up", "after=msg_0"])

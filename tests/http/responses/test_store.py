@@ -17,6 +17,7 @@ from aserve.http.responses.handlers import PageQuery, page_of
 from aserve.http.responses.records import OutputMessage, OutputText
 from aserve.http.responses.store import ResponseKey, ResponseStore, StoredResponse
 from tests.fakes.echo_engine import EchoEngine
+from tests.fakes.history import FakeHistory
 from tests.http.asking import ask, bearer
 from tests.http.responses.test_events import HEADING
 
@@ -58,8 +59,18 @@ def test_the_bytes_of_the_store_are_bounded_and_freed() -> None:
 def test_a_response_larger_than_the_store_evicts_nothing() -> None:
     store = ResponseStore(max_count=100, max_bytes=3 * stored("a").size_bytes)
     store.put(stored("a"))
-    store.put(stored("b", "x" * 10_000))
+    assert not store.put(stored("b", "x" * 10_000))
+    assert not store.put(stored("a", "x" * 10_000))
     assert ids_in(store, "a", "b") == ["a"]
+
+
+def test_a_record_that_replaces_another_frees_its_bytes() -> None:
+    store = ResponseStore(max_count=100, max_bytes=3 * stored("a").size_bytes)
+    for name in "aabaab":
+        assert store.put(stored(name))
+    assert ids_in(store, *"ab") == ["a", "b"]
+    assert store.put(stored("c"))
+    assert ids_in(store, *"abc") == ["a", "b", "c"]
 
 
 def test_the_answer_is_part_of_what_the_next_turn_continues() -> None:
@@ -186,4 +197,4 @@ def test_the_items_of_earlier_responses_count() -> None:
         input=[InputItem(role="user", content="a")], previous_response_id="resp_earlier"
     )
     with pytest.raises(InvalidRequest, match=str(MAX_ITEMS)):
-        response_call(body, Origin("request", 0, ("echo",)), lambda _: earlier)
+        response_call(body, Origin("request", 0, ("echo",)), FakeHistory(*earlier))
