@@ -320,14 +320,14 @@ MUTANTS = (
         "aserve/cache/windowed_pages.py",
         "        self.order.remove(fresh)\n",
         "        self.order.remove(fresh[:0])\n",
-        "tests/cache/test_eviction.py",  # the random model goes on for ever
+        "tests/cache/test_pools.py",  # the random model goes on for ever
     ),
     Mutant(
         "pages evicted in the order in which they came, not in which they were left",
         "aserve/cache/eviction.py",
         "valid: ArrayI32 = entries[self._places[entries] == places]",
         "valid: ArrayI32 = np.sort(entries[self._places[entries] == places])",
-        "tests/cache/test_eviction.py",
+        "tests/cache/test_pools.py",
     ),
     Mutant(
         "the padding page given out",
@@ -348,14 +348,14 @@ MUTANTS = (
         "aserve/cache/prefix_tree.py",
         "blake2b(namespace.encode(), digest_size=KEY_BYTES)",
         "blake2b(b'', digest_size=KEY_BYTES)",
-        "tests/cache/test_keys.py",
+        "tests/cache/test_prefix_tree.py",
     ),
     Mutant(
         "a page's key that does not name the pages before it",
         "aserve/cache/prefix_tree.py",
         "parent = blake2b(page_tokens, digest_size=KEY_BYTES, key=parent).digest()",
         "parent = blake2b(page_tokens, digest_size=KEY_BYTES, key=root).digest()",
-        "tests/cache/test_keys.py",
+        "tests/cache/test_prefix_tree.py",
     ),
     Mutant(
         "a row that comes back free and taken",
@@ -369,7 +369,7 @@ MUTANTS = (
         "aserve/cache/allocation.py",
         "if left[most - 1] == right[most - 1]:",
         "if left[0] == right[0]:",
-        "tests/cache/test_allocation.py",
+        "tests/cache/test_kv_cache.py",
     ),
     Mutant(
         "a result read from a slot that was given back",
@@ -383,7 +383,8 @@ MUTANTS = (
         "aserve/gpu/executor.py",
         "        self._staged.append(slot)\n",
         "        self._staging._free.put(slot)\n",
-        f"{EXECUTOR}::test_buffers_are_reused_only_after_their_steps_event",
+        "tests/gpu/device/cuda/test_device.py::"
+        "test_steps_that_run_far_behind_give_the_plain_engines_tokens",
     ),
     Mutant(
         "held rows that outlive a resync",
@@ -474,7 +475,7 @@ MUTANTS = (
         "aserve/gpu/step/future_map.py",
         "    stamps.index_copy_(0, rows, iteration.expand(len(rows)))\n",
         "",
-        f"{RELAY}::test_the_right_relay_read_is_no_failure",
+        f"{RELAY}::TestRelay",
     ),
     Mutant(
         "a bound taken for a length",

@@ -134,7 +134,7 @@ def small_files(module: Module) -> Iterator[Finding]:
     size = sum(isinstance(node, ast.stmt) and not _is_docstring(node) for node in nodes)
     if size < MIN_STATEMENTS:
         what = f"the file has {size} statements: merge it with what it belongs to"
-        yield Finding("small", module.path, 1, what, size=MIN_STATEMENTS - size)
+        yield Finding("small", module.path, 1, what)
 
 
 def _matches(path: str, globs: tuple[str, ...]) -> bool:
@@ -152,7 +152,7 @@ def _over(
         units = {"methods": "public methods", "nesting": "levels of nesting"}
         unit = units.get(rule, "parameters" if rule == "parameters" else "statements")
         what = f"{where or 'the file'} has {size} {unit}, at most {cap} are allowed"
-        yield Finding(rule, module.path, line, what, where, size)
+        yield Finding(rule, module.path, line, what)
 
 
 def _capped_functions(module: Module) -> Iterator[tuple[str, Function]]:

@@ -63,14 +63,10 @@ class Module:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`where` is a function, a class, or "" for the file; `size` is what a cap measures."""
-
     rule: str
     path: str
     line: int
     what: str
-    where: str = ""
-    size: int = 1
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line}: [{self.rule}] {self.what}"

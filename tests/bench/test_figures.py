@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import json
+import math
+import os
+import resource
+import statistics
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from aserve.bench import overlap_sim
 from aserve.bench.batch_times import BatchTimes, Scenario
+from aserve.bench.cpu_time import tree_cpu_s
 from aserve.bench.limits import MachineLimits, read_limits
+from aserve.bench.load import arrival_times, run_load
 from aserve.bench.one_batch import summarize
 from aserve.bench.roofline import Parameters, Roofline, count_parameters
 from aserve.bench.serving_figures import read_goodput, serving_figures
-from aserve.bench.sleeping_engine import Nap
 from aserve.bench.step_driver import StepTime
 from aserve.bench.streamed import Answer
 from aserve.errors import BugError, ConfigError
 from aserve.messages.step import StepStats
 from aserve.tiny import MODEL_DIR
-from tests.bench.last_line import Captured, figures_of
 
 RATES = {"read_weights_2thr_GBps": {"median": 30.0}, "read_1thr_GBps": 16, "matmul_GFLOPs": 300.0}
 
@@ -36,20 +44,10 @@ def test_the_prefill_ends_with_the_last_chunk_and_a_step_is_what_comes_after() -
     assert found.num_cached == 3
 
 
-@pytest.mark.slow
-def test_each_batch_has_a_line_and_nothing_comes_from_a_cache(
-    capsys: Captured, tmp_path: Path
-) -> None:
+def test_limits_of_the_machine_are_read_or_refused(tmp_path: Path) -> None:
     limits = tmp_path / "limits.json"
     limits.write_text(json.dumps(RATES))
-    sizes = ("--batch-sizes", "1,3", "--input-lens", "20,33", "--output-len", "4")
-    figures = figures_of(capsys, "one-batch", *sizes, "--repeats", "1", "--limits", str(limits))
-    lines = figures["batches"]
-    shapes = [(line["rows"], line["input_len"]) for line in lines]
-    assert shapes == [(1, 20), (1, 33), (3, 20), (3, 33)]
-    assert all(line["decode_tok_s"] > 0 for line in lines)
-    assert figures["cached_tokens"] == 0
-    assert figures["limits"]["limits"] == {"read_gb_per_s": 30.0, "matmul_gflops": 300.0}
+    assert read_limits(limits) == MachineLimits(read_gb_per_s=30.0, matmul_gflops=300.0)
     limits.write_text('{"read_GBps": 3}')
     with pytest.raises(ConfigError, match="--limits"):
         read_limits(limits)
@@ -68,13 +66,6 @@ def test_a_steps_time_is_compared_with_the_bytes_of_its_weights() -> None:
 def test_a_tied_head_is_counted_and_the_table_of_inputs_is_not() -> None:
     layer = 128 * (256 + 128 + 128 + 256) + 3 * 128 * 384 + 2 * 128
     assert count_parameters(MODEL_DIR) == Parameters(body=6 * layer + 128, head=2048 * 128)
-
-
-def test_busy_is_the_time_asleep_from_the_first_start_to_the_last_wake() -> None:
-    found = overlap_sim.summarize([Nap(1, 10.0, 10.2), Nap(1, 10.3, 10.5), Nap(1, 10.5, 11.0)])
-    assert found.busy == pytest.approx(0.9)
-    assert found.gap_us == pytest.approx(0.05e6)
-    assert found.num_steps == 3
 
 
 async def test_rates_follow_from_t1_and_tn() -> None:
@@ -142,3 +133,66 @@ def test_goodput_counts_answers_that_keep_every_limit() -> None:
 def test_an_invalid_goodput_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--goodput"):
         read_goodput(text)
+
+
+def test_without_a_rate_everything_begins_at_once() -> None:
+    assert arrival_times(3, rate=math.inf, burstiness=1.0, seed=0) == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 4.0])
+def test_the_gaps_have_the_mean_of_the_rate_and_the_scatter_of_the_shape(burstiness: float) -> None:
+    times = arrival_times(20_000, rate=50.0, burstiness=burstiness, seed=3)
+    assert times == arrival_times(20_000, rate=50.0, burstiness=burstiness, seed=3)
+    gaps = [float(gap) for gap in np.diff([0.0, *times])]
+    assert min(gaps) >= 0
+    assert statistics.fmean(gaps) == pytest.approx(1 / 50, rel=0.05)
+    variation = statistics.stdev(gaps) / statistics.fmean(gaps)
+    assert variation == pytest.approx(1 / math.sqrt(burstiness), rel=0.05)
+
+
+async def test_open_requests_are_bounded_begin_in_time_and_answers_keep_their_order() -> None:
+    loop = asyncio.get_running_loop()
+    start_s = loop.time()
+    begin_s = [0.0, 0.0, 0.0, 0.01, 0.02]
+    begun_s = [0.0] * 5
+    num_open, most, finished = 0, 0, 0
+
+    async def send(number: int) -> Answer:
+        nonlocal num_open, most
+        begun_s[number] = loop.time() - start_s
+        num_open += 1
+        most = max(most, num_open)
+        await asyncio.sleep(0.001 * (5 - number))
+        num_open -= 1
+        return Answer(completion_tokens=number)
+
+    def done() -> None:
+        nonlocal finished
+        finished += 1
+
+    sends = [functools.partial(send, number) for number in range(5)]
+    answers, _ = await run_load(sends, begin_s, max_concurrency=2, done=done)
+    assert [answer.completion_tokens for answer in answers] == [0, 1, 2, 3, 4]
+    assert (most, finished) == (2, 5)
+    assert all(begun >= wanted for begun, wanted in zip(begun_s, begin_s, strict=True))
+
+
+BURN = "import time\nwhile time.process_time() < 0.2: pass\n"
+BURN_AND_STAY = BURN + "print('burnt', flush=True)\ninput()\n"
+
+
+def own_cpu_s() -> float:
+    uses = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(use.ru_utime + use.ru_stime for use in uses)
+
+
+def test_the_cpu_time_of_a_child_counts_while_it_runs_and_after_it_was_waited_for() -> None:
+    before_s, own_before_s = tree_cpu_s(os.getpid()), own_cpu_s()
+    pipe = subprocess.PIPE
+    child = subprocess.Popen([sys.executable, "-c", BURN_AND_STAY], stdin=pipe, stdout=pipe)
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"burnt\n"
+    assert tree_cpu_s(os.getpid()) - before_s > 0.15
+    child.communicate(b"\n")
+    took_s = tree_cpu_s(os.getpid()) - before_s
+    assert took_s == pytest.approx(own_cpu_s() - own_before_s, abs=0.1)

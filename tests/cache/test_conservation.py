@@ -1,7 +1,6 @@
 """Each test breaks one thing and wants the check to tell its story."""
 
 from array import array
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -50,103 +49,86 @@ def test_what_is_right_passes() -> None:
     parts.check()
 
 
-def private_page_in_the_tree(parts: Parts) -> None:
-    parts.allocation.pages[0][2] = 4
-    parts.pools[0].give_back([3])
-
-
-def page_that_does_not_exist(parts: Parts) -> None:
-    parts.allocation.pages[1][2] = 7
-    parts.pools[1].give_back([3])
-
-
-def shared_page_that_is_not_the_trees(parts: Parts) -> None:
-    parts.allocation.pages[0][1] = 3
-
-
-def windowed_page_that_is_not_the_trees(parts: Parts) -> None:
-    parts.allocation.pages[1][1] = 3
-
-
-def gap_in_the_full_group(parts: Parts) -> None:
-    parts.allocation.pages[0][2] = 0
-    parts.pools[0].give_back([3])
-
-
-def groups_of_unequal_length(parts: Parts) -> None:
-    parts.pools[1].give_back([parts.allocation.pages[1].pop()])
-
-
-def nodes_beyond_the_pages(parts: Parts) -> None:
-    parts.allocation.num_pages = 1
-    for pages in parts.allocation.pages:
-        del pages[1:]
-
-
-def key_of_another_run(parts: Parts) -> None:
-    parts.run.keys[1] = b"c"
-
-
-def windowed_lock_without_an_allocation(parts: Parts) -> None:
-    parts.tree.windowed[1].lock(np.array([4], np.int32))
-
-
-def locked_length_that_is_no_users(parts: Parts) -> None:
-    parts.run.locked_end = 1
-
-
-def tombstone_that_waits_for_eviction(parts: Parts) -> None:
-    parts.tree.windowed[1].pages[4] = 0
-    parts.pools[1].give_back([4])
-
-
-def parent_that_would_be_evicted_first(parts: Parts) -> None:
-    parts.tree.unlock(parts.allocation.prefix)
-    parts.allocation.prefix = Prefix()
-    parts.tree.order.remove([4])
-    parts.tree.order.add([4])
-
-
-def run_whose_parents_end_was_evicted(parts: Parts) -> None:
-    assert parts.leaf.run is not None
-    parts.leaf.run.start = parts.leaf.run.locked_end = 3
+def spoil(parts: Parts, how: str) -> None:
+    """`how` says what is wrong then."""
+    full, windowed = parts.pools
+    own, own_windowed = parts.allocation.pages
+    match how:
+        case "a page that nobody owns":
+            windowed.take(1)
+        case "a free page that is held":
+            full.give_back([3])
+        case "a private page in the tree":
+            own[2] = 4
+            full.give_back([3])
+        case "a page that does not exist":
+            own_windowed[2] = 7
+            windowed.give_back([3])
+        case "a shared page that is not the tree's":
+            own[1] = 3
+        case "a windowed page that is not the tree's":
+            own_windowed[1] = 3
+        case "a gap in the full group":
+            own[2] = 0
+            full.give_back([3])
+        case "groups of unequal length":
+            windowed.give_back([own_windowed.pop()])
+        case "nodes beyond the pages":
+            parts.allocation.num_pages = 1
+            del own[1:], own_windowed[1:]
+        case "a run without its last page":
+            parts.run.pages.pop()
+        case "a key of another run":
+            parts.run.keys[1] = b"c"
+        case "a lock too many":
+            parts.tree.lock(parts.leaf)
+        case "a windowed lock without an allocation":
+            parts.tree.windowed[1].lock(np.array([4], np.int32))
+        case "a user without a lock":
+            parts.tree.unlock(parts.allocation.prefix)
+        case "a locked length that is no user's":
+            parts.run.locked_end = 1
+        case "a locked node that waits for eviction":
+            parts.tree.order.add([2])
+        case "a tombstone that waits for eviction":
+            parts.tree.windowed[1].pages[4] = 0
+            windowed.give_back([4])
+        case "a parent that would be evicted first":
+            parts.tree.unlock(parts.allocation.prefix)
+            parts.allocation.prefix = Prefix()
+            parts.tree.order.remove([4])
+            parts.tree.order.add([4])
+        case "a run whose parent's end was evicted":
+            assert parts.leaf.run is not None
+            parts.leaf.run.start = parts.leaf.run.locked_end = 3
 
 
 @pytest.mark.parametrize(
-    ("spoil", "story"),
+    ("how", "story"),
     [
-        (lambda parts: parts.pools[1].take(1), r"'window': page 5 of 7 is owned by \[\]"),
-        (
-            lambda parts: parts.pools[0].give_back([3]),
-            r"page 3 .*'free', 'allocation 0, page index 2'",
-        ),
-        (private_page_in_the_tree, r"page 4 .*prefix 63.*page index 2"),
-        (page_that_does_not_exist, "page 7 of 7"),
-        (shared_page_that_is_not_the_trees, "index 1: page 3 in group 0, the tree has 2"),
-        (windowed_page_that_is_not_the_trees, "index 1: page 3 in group 1, the tree has 2"),
-        (gap_in_the_full_group, "lacks a page in group 0"),
-        (groups_of_unequal_length, r"covers \[3, 2\] pages"),
-        (nodes_beyond_the_pages, "2 nodes for 1 pages"),
-        (lambda parts: parts.run.pages.pop(), "its last page was evicted"),
-        (key_of_another_run, "the run of 61 has a key of another run"),
-        (lambda parts: parts.tree.lock(parts.leaf), "the run of .* has the users"),
-        (windowed_lock_without_an_allocation, "page 4 of group 1: 1 locks, but 0 allocations"),
-        (
-            lambda parts: parts.tree.unlock(parts.allocation.prefix),
-            "the run of 61 has the users",
-        ),
-        (locked_length_that_is_no_users, r"is locked up to 1, its users are \{2: 1\}"),
-        (
-            lambda parts: parts.tree.order.add([2]),
-            "node 2: locked is True, but evictable is True",
-        ),
-        (tombstone_that_waits_for_eviction, "page 0 of group 1: 0 locks, but evictable is True"),
-        (parent_that_would_be_evicted_first, "the run of 63 would be evicted after its parent"),
-        (run_whose_parents_end_was_evicted, "begins at 3: the node before it was evicted"),
+        ("a page that nobody owns", r"'window': page 5 of 7 is owned by \[\]"),
+        ("a free page that is held", r"page 3 .*'free', 'allocation 0, page index 2'"),
+        ("a private page in the tree", r"page 4 .*prefix 63.*page index 2"),
+        ("a page that does not exist", "page 7 of 7"),
+        ("a shared page that is not the tree's", "index 1: page 3 in group 0, the tree has 2"),
+        ("a windowed page that is not the tree's", "index 1: page 3 in group 1, the tree has 2"),
+        ("a gap in the full group", "lacks a page in group 0"),
+        ("groups of unequal length", r"covers \[3, 2\] pages"),
+        ("nodes beyond the pages", "2 nodes for 1 pages"),
+        ("a run without its last page", "its last page was evicted"),
+        ("a key of another run", "the run of 61 has a key of another run"),
+        ("a lock too many", "the run of .* has the users"),
+        ("a windowed lock without an allocation", "page 4 of group 1: 1 locks, but 0 allocations"),
+        ("a user without a lock", "the run of 61 has the users"),
+        ("a locked length that is no user's", r"is locked up to 1, its users are \{2: 1\}"),
+        ("a locked node that waits for eviction", "node 2: locked is True, but evictable is True"),
+        ("a tombstone that waits for eviction", "group 1: 0 locks, but evictable is True"),
+        ("a parent that would be evicted first", "the run of 63 would be evicted after its parent"),
+        ("a run whose parent's end was evicted", "begins at 3: the node before it was evicted"),
     ],
 )
-def test_what_is_spoilt_is_told(spoil: Callable[[Parts], object], story: str) -> None:
+def test_what_is_spoilt_is_told(how: str, story: str) -> None:
     parts = Parts()
-    spoil(parts)
+    spoil(parts, how)
     with pytest.raises(BugError, match=story):
         parts.check()

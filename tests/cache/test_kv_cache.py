@@ -1,7 +1,10 @@
 """Cases of the KV cache by name; tests/cache/test_cache_model.py has random lives of sequences."""
 
+from __future__ import annotations
+
 import pytest
 
+from aserve.cache.allocation import PageAllocation, num_shared_pages
 from aserve.cache.kv_cache import KvCache
 from aserve.errors import BugError
 from aserve.messages.executor import GroupSpec
@@ -9,7 +12,6 @@ from tests.cache.sequences import (
     PAGE_SIZE,
     cached_len,
     close_all,
-    commit_all,
     make_cache,
     open_sequence,
     page_keys,
@@ -29,47 +31,6 @@ def test_releasing_inside_a_page_keeps_it() -> None:
     cache.release_behind(allocation, 9)
     assert [page == 0 for page in allocation.pages[1]] == [True, False, False]
     assert 0 not in allocation.pages[0]
-    cache.check([allocation])
-
-
-def test_a_row_that_meets_a_duplicate_keeps_its_pages_and_inserts_no_more_while_it_lives() -> None:
-    cache = make_cache(8)
-    first = open_sequence(cache, "abc")
-    second = open_sequence(cache, "abd")  # opened before anything was committed: nothing is shared
-    commit_all(cache, first, "abc")
-    before = list(second.pages[0])
-    commit_all(cache, second, "abd")
-    assert not second.is_inserting
-    assert list(second.pages[0]) == before
-    assert second.num_shared == 0
-    assert cached_len(cache, "abd") == 2
-    cache.check([first, second])
-
-
-def test_the_least_recently_used_leaf_goes_first_and_parents_go_after_their_children() -> None:
-    cache = make_cache(6)
-    for symbols in ("ab", "ac", "xyz"):
-        serve(cache, symbols)
-    cache.close(cache.open(cache.match(page_keys("ab"))), page_keys("ab"), num_pages=2)
-    taker = cache.open(cache.match(page_keys("-")))
-    gone = []
-    for num_pages in range(1, 7):
-        cache.grow(taker, num_pages)
-        gone.append([cached_len(cache, symbols) for symbols in ("ab", "ac", "xyz")])
-        cache.check([taker])
-    assert gone == [[2, 1, 3], [2, 1, 2], [2, 1, 1], [2, 1, 0], [1, 1, 0], [0, 0, 0]]
-
-
-def test_growing_beyond_what_is_available_takes_nothing_in_any_group() -> None:
-    cache = make_cache(6, 3, windows=(None, 100))
-    serve(cache, "ab")
-    allocation = open_sequence(cache, "x")
-    before = [list(pages) for pages in allocation.pages]
-    assert cache.missing(allocation, 4) == (3, 3)
-    with pytest.raises(BugError, match="'group1': an allocation of 1 pages cannot grow to 4: 2"):
-        cache.grow(allocation, 4)
-    assert [list(pages) for pages in allocation.pages] == before
-    assert cached_len(cache, "ab") == 2
     cache.check([allocation])
 
 
@@ -109,3 +70,39 @@ def test_the_first_group_must_see_everything() -> None:
     groups = (GroupSpec(name="window", num_pages=4, window=8),)
     with pytest.raises(BugError, match="must have no window"):
         KvCache(groups, page_size=4, prefix_cache=True)
+
+
+def opened(cache: KvCache, name: str, *, num_pages: int) -> PageAllocation:
+    """A sequence whose whole pages are those of the letters, all of them committed, and one more
+    that it writes to."""
+    keys = [name[: index + 1].encode() for index in range(len(name))]
+    allocation = cache.open(cache.match(keys))
+    cache.grow(allocation, num_pages)
+    cache.commit(allocation, keys, num_pages=len(keys))
+    return allocation
+
+
+@pytest.mark.parametrize(
+    ("names", "shared"),
+    [
+        (["abcdefgh"], 0),
+        (["abcdefgh", "abcdefgh"], 8),
+        (["abcdefgh", "abc"], 3),
+        (["abc", "abcdefgh", "abcd"], 3),
+        (["abcdefgh", "abcdeXgh", "abcdefgX"], 5),
+        (["abcdefgh", "aXcdefgh"], 1),
+        (["abcdefgh", "Xbcdefgh"], 0),
+        (["abcdefgh", "abcdefgh", ""], 0),
+        (["", ""], 0),
+    ],
+)
+def test_what_all_have_in_common_is_counted(names: list[str], shared: int) -> None:
+    cache = KvCache((GroupSpec("full", 64),), page_size=4, prefix_cache=True)
+    allocations = [opened(cache, name, num_pages=len(name) + 1) for name in names]
+    assert num_shared_pages(allocations) == shared
+    assert num_shared_pages(allocations[::-1]) == shared
+
+
+def test_without_a_prefix_cache_nothing_is_shared() -> None:
+    cache = KvCache((GroupSpec("full", 64),), page_size=4, prefix_cache=False)
+    assert num_shared_pages([opened(cache, "abc", num_pages=4) for _ in range(2)]) == 0

@@ -35,19 +35,6 @@ def cost(layouts: tuple[GroupLayout, ...], groups: tuple[GroupSpec, ...]) -> int
     )
 
 
-def test_a_page_holds_keys_and_values_of_its_layers_and_the_token_ids_once() -> None:
-    assert FULL.bytes_per_page(16) == 2 * (2 * 16 * 2 * 8 * 4) + 16 * 4
-    assert WINDOWED.bytes_per_page(16) == 6 * (2 * 16 * 1 * 8 * 4)
-    assert TOKENS_ONLY.bytes_per_page(16) == 16 * 4
-
-
-def test_the_budget_is_spent_to_the_last_page_and_not_exceeded() -> None:
-    page = FULL.bytes_per_page(16)
-    for spare in (0, 1, page - 1):
-        (group,) = plan(FULL, budget_bytes=100 * page + spare)
-        assert group == GroupSpec(name="full", num_pages=100, window=None)
-
-
 def test_one_request_of_the_longest_length_fits_or_the_numbers_are_told() -> None:
     page = FULL.bytes_per_page(16)  # 1000 tokens are 63 pages, and the padding page
     assert plan(FULL, budget_bytes=64 * page)[0].num_pages == 64

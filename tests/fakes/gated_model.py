@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from aserve.gpu.models.base import Attend, HiddenCapture
+from aserve.gpu.models.base import Attend
 from tests.fakes.hash_model import HashModel
 
 TIMEOUT_S = 30.0  # of waits that only a bug lets run out
@@ -47,18 +47,11 @@ class HookedModel(HashModel):
         self.num_forwards = 0
         self.num_logits = 0
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        attend: Attend,
-        *,
-        capture: HiddenCapture | None = None,
-    ) -> Tensor:
+    def hidden(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         self.num_forwards += 1
         if hook := self.before.get(self.num_forwards):
             hook()
-        return super().forward(input_ids, positions, attend, capture=capture)
+        return super().hidden(input_ids, positions, attend)
 
     def logits(self, hidden: Tensor) -> Tensor:
         self.num_logits += 1

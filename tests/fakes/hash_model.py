@@ -60,14 +60,18 @@ class HashModel:
         *,
         capture: HiddenCapture | None = None,
     ) -> Tensor:
+        hidden = self.hidden(input_ids, positions, attend)
+        if capture is not None:
+            capture.before_norm = hidden
+        return hidden
+
+    def hidden(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """What a forward returns: a test may override it."""
         features = torch.sin(self._phases[input_ids] + positions[:, None] * self._rates)
         reads = [self._read(attend, 0, features)]
         for layer in range(1, len(self.layers)):
             reads.append(self._read(attend, layer, _hash(reads[-1], self._mix)))
-        hidden = torch.cat(reads, dim=1)
-        if capture is not None:
-            capture.before_norm = hidden
-        return hidden
+        return torch.cat(reads, dim=1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return MAX_LOGIT * _hash(hidden, self._head)
@@ -101,16 +105,9 @@ class FlakyModel(HashModel):
         self.is_unsound = is_unsound
         self.num_forwards = 0
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        attend: Attend,
-        *,
-        capture: HiddenCapture | None = None,
-    ) -> Tensor:
+    def hidden(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         self.num_forwards += 1
-        hidden = super().forward(input_ids, positions, attend, capture=capture)
+        hidden = super().hidden(input_ids, positions, attend)
         if self.num_forwards in self.fails:
             if self.is_unsound:
                 return hidden * torch.nan

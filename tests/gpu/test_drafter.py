@@ -164,14 +164,6 @@ def test_published_lengths_of_before_a_failed_step_are_not_used_after_it(
     assert made[-1].num_inexact == 0
 
 
-def test_a_mode_whose_target_runs_twice_a_step_needs_lengths_from_the_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    register(monkeypatch)
-    with pytest.raises(ConfigError, match="lengths that the host does not know"):
-        make_executor(HashModel(), mode=TwoTokens(), attention="host-lens")
-
-
 def test_attention_has_a_plan_for_each_forward_of_each_step_in_flight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -222,20 +222,6 @@ async def test_closing_is_no_death_and_lets_what_was_launched_land() -> None:
 # ---------------------------------------------------------------- lifetimes
 
 
-async def test_buffers_are_reused_only_after_their_steps_event() -> None:
-    """Six steps are through before the first of their events is done."""
-    device, gate = LateDevice(), Gate()
-    async with started(HookedModel({7: gate}), device=device) as (executor, builder):
-        tickets = [executor.launch(builder.batch({2: PROMPT}, sampling=[2]))]
-        tickets += [executor.launch(builder.batch({2: [-2]}, sampling=[2])) for _ in range(6)]
-        gate.wait_until_there()
-        gate.open()
-        device.is_done.set()
-        outputs = [tokens_of(await ticket) for ticket in tickets]
-        assert not executor.died.done()
-    assert [token for tokens in outputs for token in tokens] == PLAIN[:7]
-
-
 async def test_buffers_are_reused_after_their_steps_event() -> None:
     device = LateDevice()
     device.is_done.set()

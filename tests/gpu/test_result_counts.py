@@ -1,10 +1,14 @@
-"""Steps that give their rows no tokens, or any number of tokens, and steps without rows."""
+"""Steps whose rows get no token or several, launches of several ranks, and trees of drafts."""
 
 from __future__ import annotations
+
+import asyncio
 
 import pytest
 import torch
 
+from aserve.channel import Codec
+from aserve.errors import ErrorInfo
 from aserve.gpu.build import BuildOptions, build_executor
 from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.gpu.decode.base import OnPublish, StepRunner
@@ -12,13 +16,18 @@ from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.step.future_map import LAST_TOKEN
 from aserve.gpu.step.resolve import DeviceStep
 from aserve.gpu.step.results import Packed, pack, pack_nothing
+from aserve.gpu.step.ticket import StepTicket
 from aserve.messages.base import array_i32
+from aserve.messages.executor import SchedulerEffect
+from aserve.messages.requests import LoadLora
 from aserve.messages.results import StepResult
-from aserve.messages.step import RowInit
+from aserve.messages.step import Launch, Resync, RowInit, Sample, ScheduleBatch
 from aserve.tiny import MODEL_DIR
 from tests.fakes.hash_model import VOCAB, HashModel
-from tests.gpu.batch_builder import greedy, running
-from tests.gpu.drive import make_executor
+from tests.fakes.tree_mode import TREE, TreeOfDrafts
+from tests.gpu.batch_builder import BatchBuilder, greedy, running
+from tests.gpu.drive import make_executor, request, serve
+from tests.gpu.plain_engine import plain_outputs
 
 
 class MiddleStage(Autoregressive):
@@ -90,3 +99,85 @@ def _executor(kind: str) -> TorchExecutor:
     executor = build_executor(BuildOptions(MODEL_DIR, num_pages=65, max_rows=5))
     assert executor._runner._parts.fused_step is not None
     return executor
+
+
+EFFECTS = Codec(SchedulerEffect)
+
+
+class OneBusyRank:
+    """An executor of two data-parallel ranks. Every launch is widened to two batches, of which that
+    of the other rank is idle."""
+
+    def __init__(self, busy: TorchExecutor, idle: TorchExecutor) -> None:
+        self.spec = busy.spec
+        self.about = busy.about
+        self.ranks = (busy, idle)
+        self.idle_results: list[StepTicket] = []
+        self._builder = BatchBuilder(idle)
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        for rank in self.ranks:
+            rank.start(loop)
+        self.died = self.ranks[0].died
+
+    async def warm_up(self) -> None:
+        for rank in self.ranks:
+            await rank.warm_up()
+
+    async def load_lora(self, load: LoadLora) -> ErrorInfo | None:
+        errors = [await rank.load_lora(load) for rank in self.ranks]
+        return errors[0]
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+
+    def launch(self, *batches: ScheduleBatch) -> StepTicket:
+        launch = Launch((*batches, self._builder.batch({}, sampling=[])))
+        batches = EFFECTS.round_trip(launch).batches
+        tickets = [rank.launch(batch) for rank, batch in zip(self.ranks, batches, strict=True)]
+        self.idle_results.append(tickets[1])
+        return tickets[0]
+
+    def sample(self, sample: Sample) -> StepTicket:
+        return self.ranks[0].sample(sample)
+
+    def resync(self, resync: Resync) -> None:
+        for rank in self.ranks:
+            rank.resync(resync)
+
+
+def test_a_launch_of_two_ranks_runs_an_idle_batch_on_the_rank_without_work() -> None:
+    asked = [request(f"r{number}", [number, 5, 3], max_tokens=6) for number in range(3)]
+    ranks = OneBusyRank(make_executor(HashModel()), make_executor(HashModel()))
+    served = serve(ranks, asked)
+    assert served.outputs == serve(make_executor(HashModel()), asked).outputs
+    results = [ticket.outcome.result() for ticket in ranks.idle_results]
+    assert len(results) == len(served.batches)
+    for batch, outcome in zip(served.batches, results, strict=True):
+        assert outcome == StepResult(batch.iteration, b"", b"", b"")
+
+
+STEM = [(7 * i * i + 3 * i) % VOCAB for i in range(20)]
+
+
+@pytest.mark.parametrize(("depth", "lead"), [(1, 1), (2, 2), (3, 3)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_accepted_paths_of_a_tree_give_the_tokens_of_the_plain_engine(
+    depth: int, lead: int, temperature: float
+) -> None:
+    mode = TreeOfDrafts()
+    asked = [
+        request(f"r{number}", STEM[number : number + 7], max_tokens=24, temperature=temperature)
+        for number in range(3)
+    ]
+    executor = make_executor(
+        HashModel(), mode=mode, attention="torch-ref", depth=depth, lead=lead, page_size=4
+    )
+    served = serve(executor, asked)
+    assert served.outputs == {(r.request_id, 0): plain_outputs(HashModel(), r) for r in asked}
+    windows = [batch.verify for batch in served.batches if batch.verify]
+    assert all(window.tree == TREE for window in windows)
+    num_windows = sum(int((array_i32(window.num_drafts) > 0).sum()) for window in windows)
+    assert 0 < num_windows < 3 * 23
+    assert mode.num_moved > num_windows // 2

@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from aserve.host import environment
+from aserve.host import kernel_cache as kernel_cache_module
 from aserve.host.environment import may_have_cuda, num_devices, paused_collector
+from aserve.host.kernel_cache import link_compiled_kernels
 
 PROGRAM = """
 import os, sys
@@ -48,21 +50,6 @@ def test_threads_spinning_and_the_kernel_cache_are_set_before_the_libraries(tmp_
     assert (threads, spinning) == (["1", "1"], "10000")
     assert Path(cache).parent == tmp_path / "aserve"
     assert prepared(None, GOMP_SPINCOUNT="7", **environment) == ["3", "3", cache, "7"]
-
-
-@pytest.mark.slow
-def test_a_change_of_any_kernel_source_begins_a_cache_anew(tmp_path: Path) -> None:
-    """Numba keeps a function until its own file changes, whatever it calls."""
-    import aserve_kernels
-
-    shutil.copytree(Path(aserve_kernels.__path__[0]), tmp_path / "aserve_kernels")
-    path = ":".join([str(tmp_path), *sys.path])
-    environment = {"PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path)}
-    first = prepared(1, **environment)
-    assert prepared(1, **environment) == first
-    with (tmp_path / "aserve_kernels/cpu/simd.py").open("a") as source:
-        source.write("# changed\n")
-    assert prepared(1, **environment)[2] != first[2]
 
 
 @pytest.mark.slow
@@ -207,3 +194,75 @@ def test_a_pause_of_the_collector_ends_with_its_block_also_where_that_raises() -
         assert not gc.isenabled(), "the outer pause goes on"
         raise ValueError("inside")
     assert gc.isenabled()
+
+
+# A kernel in a package as it is installed. It prints whether numba compiled it or had it.
+KERNEL = """
+from numba import njit
+@njit(cache=True)
+def triple(x):
+    return 3 * x
+if __name__ == "__main__":
+    from aserve_kernels.cpu import kernel
+    assert kernel.triple(2) == 6
+    print("loaded" if kernel.triple.stats.cache_hits else "compiled")
+"""
+
+
+def install(site: Path) -> Path:
+    """Returns the folder of an `aserve_kernels` with one kernel."""
+    sources = site / "aserve_kernels" / "cpu"
+    sources.mkdir(parents=True)
+    (sources.parent / "__init__.py").touch()
+    (sources / "kernel.py").write_text(KERNEL)
+    (sources / "__init__.py").touch()
+    return sources.parent
+
+
+def ran(package: Path, cache: Path) -> str:
+    environment = os.environ | {"PYTHONPATH": str(package.parent), "NUMBA_CACHE_DIR": str(cache)}
+    command = [sys.executable, "-m", "aserve_kernels.cpu.kernel"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.slow
+def test_an_installation_that_was_moved_finds_the_kernels_it_brings(tmp_path: Path) -> None:
+    built = install(tmp_path / "built")
+    assert ran(built, built / "compiled") == "compiled"
+    (built / "compiled" / "compiled-0-triple-float32-1").touch()
+    moved = tmp_path / "elsewhere" / "aserve_kernels"
+    shutil.copytree(built, moved)
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    link_compiled_kernels(moved, cache)
+    link_compiled_kernels(moved, cache)  # a second start changes nothing
+    assert ran(moved, cache) == "loaded"
+    assert (cache / "compiled-0-triple-float32-1").exists()
+    assert not list((moved / "compiled").glob("*.tmp*"))
+
+
+def test_an_installation_without_compiled_kernels_leaves_the_cache_empty(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    link_compiled_kernels(install(tmp_path), cache)
+    assert list(cache.iterdir()) == []
+
+
+def test_each_place_and_state_of_the_sources_has_a_cache_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the marks of one checkout would say that the kernels of another are compiled."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    caches = []
+    for name in ("one", "two", "one"):
+        package = tmp_path / name / "aserve_kernels"
+        if not package.exists():
+            install(tmp_path / name)
+        monkeypatch.setattr(kernel_cache_module, "_kernel_package", lambda found=package: found)
+        caches.append(kernel_cache_module.kernel_cache())
+    assert caches[0] == caches[2] != caches[1]
+    # Numba keeps a function until its own file changes, whatever it calls.
+    (tmp_path / "one/aserve_kernels/cpu/kernel.py").write_text(f"{KERNEL}# changed\n")
+    assert kernel_cache_module.kernel_cache() not in caches

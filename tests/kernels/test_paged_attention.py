@@ -31,11 +31,6 @@ def test_every_shape_equals_the_reference(rows: tuple[tuple[int, int], ...]) -> 
     assert_equals_reference(Case(rows))
 
 
-@pytest.mark.parametrize("page_size", [1, 24, 64])
-def test_pages_of_every_size_equal_the_reference(page_size: int) -> None:
-    assert_equals_reference(Case(MIXED, page_size=page_size))
-
-
 @pytest.mark.parametrize("head_dim", [8, 64, 96, 256])
 def test_heads_of_every_width_equal_the_reference(head_dim: int) -> None:
     assert_equals_reference(Case(((1, 70), (5, 69)), head_dim=head_dim, scoring=Scoring(0.1)))

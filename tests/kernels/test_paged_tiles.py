@@ -34,13 +34,6 @@ def test_tiles_fit_the_shared_memory_and_divide_a_fixed_split(
             assert (splits.fixed_split or splits.min_split) % tiles.block_n == 0
 
 
-def test_fixed_splits_have_the_same_tiles_in_every_step() -> None:
-    splits = KvSplits(HOPPER, fixed_split=1024)
-    assert decode_tiles(4, 128, torch.bfloat16, splits) == extend_tiles(
-        4, 128, torch.bfloat16, splits
-    )
-
-
 @pytest.mark.parametrize("max_len", [1, 1024, 4096, 40_960, 131_072, 1_000_000])
 def test_a_context_of_any_length_has_few_splits(max_len: int) -> None:
     assert 1 <= KvSplits(HOPPER).most(max_len, None) <= 32

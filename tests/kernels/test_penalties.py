@@ -42,10 +42,3 @@ def test_every_history_is_counted_through_its_pages(
     penalise_ref(expected, *arguments)
     assert_close(logits, expected)
     assert torch.equal(logits[1], untouched)
-
-
-def test_no_places_change_nothing() -> None:
-    logits, nothing = draw(2, 5), torch.zeros(0, dtype=torch.int64)
-    tokens = (torch.zeros((MAX_ROWS, 1), dtype=torch.int64), torch.zeros(16).int(), PAGE_SIZE)
-    penalise(logits, nothing, nothing, nothing, tables_of_rows(), tokens, 5)
-    assert torch.equal(logits, draw(2, 5))

@@ -96,16 +96,6 @@ def test_16_bit_logits_need_no_widening(dtype: torch.dtype, has_noise: bool) -> 
     assert torch.equal(draw(logits), draw(logits.float()))
 
 
-def test_splits_are_as_large_as_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    assert kernel.SPLIT > SPLIT
-    assert_draws(draw_logits(2, kernel.SPLIT + 9), [LIMITED[0], MIXED])
-
-
-def test_no_rows_get_nothing() -> None:
-    assert len(assert_draws(draw_logits(0, 5), [])) == 0
-
-
 def test_where_all_candidates_are_outside_the_set_is_searched() -> None:
     """Noise mostly lifts tokens that may not be drawn."""
     limits = [

@@ -35,6 +35,12 @@ BASE: dict[str, Any] = {
     "tie_word_embeddings": False,
     "initializer_range": 0.1,
 }
+ROPE_DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 6.0}}
+SWITCHED = {"use_sliding_window": True, "sliding_window": 24}
+MIXED = {
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 SLOWER = [1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0]
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": SLOWER}
@@ -46,6 +52,11 @@ GEMMA2 = {
     "sliding_window": 24,
     "attn_logit_softcapping": 10.0,
     "final_logit_softcapping": 5.0,
+}
+UNCAPPED = {
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "tie_word_embeddings": False,
 }
 GEMMA3 = {
     "tie_word_embeddings": True,
@@ -73,35 +84,20 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("Llama", {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
     "llama-biased": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
-    "llama-dynamic": (
-        "Llama",
-        {
-            "max_position_embeddings": TRAINED_LEN,
-            "rope_parameters": {"rope_type": "dynamic", "factor": 6.0},
-        },
-    ),
+    "llama-dynamic": ("Llama", {"max_position_embeddings": TRAINED_LEN, **ROPE_DYNAMIC}),
     "llama-yarn": ("Llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.5, **STRETCHED}}),
     "llama-llama3": ("Llama", {"rope_parameters": {**LLAMA3, "factor": 8.0, **STRETCHED}}),
     "llama-longrope": ("Llama", {"rope_parameters": {**LONG, **STRETCHED}}),
     "mistral": ("Mistral", {"sliding_window": 24}),
     "mistral-full": ("Mistral", {"sliding_window": None, "rope_theta": 1e6}),
     "gemma2": ("Gemma2", GEMMA2),
-    "gemma2-uncapped": (
-        "Gemma2",
-        {
-            **GEMMA2,
-            "attn_logit_softcapping": None,
-            "final_logit_softcapping": None,
-            "attention_bias": True,
-            "tie_word_embeddings": False,
-        },
-    ),
+    "gemma2-uncapped": ("Gemma2", {**GEMMA2, **UNCAPPED, "attention_bias": True}),
     "gemma3": ("Gemma3", GEMMA3),
     "gemma3-linear": (
         "Gemma3",
         {
             **GEMMA3,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            **MIXED,
             "final_logit_softcapping": 5.0,
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
@@ -121,29 +117,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2-biased": ("Olmo2", {"attention_bias": True, "tie_word_embeddings": True}),
     "qwen2": ("Qwen2", {}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
-    "qwen2-sliding": (
-        "Qwen2",
-        {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
-    ),
+    "qwen2-sliding": ("Qwen2", {**SWITCHED, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {}),
     "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True}),
-    "qwen3-sliding": (
-        "Qwen3",
-        {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
-    ),
-    "qwen3-mixed": (
-        "Qwen3",
-        {
-            "use_sliding_window": True,
-            "sliding_window": 24,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
-    ),
-}
-
-MIXED = {
-    "sliding_window": 24,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "qwen3-sliding": ("Qwen3", {**SWITCHED, "max_window_layers": 1}),
+    "qwen3-mixed": ("Qwen3", {**SWITCHED, **MIXED}),
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,21 +17,18 @@ from aserve.gpu.decode.registry import MODES
 from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.device.cpu.fused_decoder import FEW_TOKENS, CompiledForward, make_compiled_forward
 from aserve.gpu.device.cpu.kernel_linear import prepare_tiled
-from aserve.gpu.kv.layer_groups import group_layers
+from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.models.base import CausalModel, HiddenCapture
 from aserve.gpu.sampling.params import RowTables
 from aserve.gpu.step.forward_batch import ForwardBatch, ForwardOverrides
 from aserve.gpu.step.future_map import FutureMap
-from aserve.gpu.step.plan import StepPlan
 from aserve.gpu.step.resolve import DeviceState
-from aserve.gpu.step.results import Packed
 from aserve.gpu.weights.source import Target
-from aserve.messages.executor import GroupSpec
-from tests.gpu.device_tables import device_batch
+from tests.gpu.batch_builder import Spans, running, tokens_by_row
+from tests.gpu.device_tables import CPU, device_batch, make_pools
 from tests.load_model import load_model
 from tests.parity.conftest import ReferenceOf
-from tests.parity.paged_run import PagedRun, Spans, tokens_of
 from tests.parity.references import MAX_MODEL_LEN
 from tests.parity.test_forms import rounded
 
@@ -77,16 +72,9 @@ def load_tiled(directory: Path, dtype: torch.dtype) -> CausalModel:
 def site(directory: Path, dtype: torch.dtype) -> Site:
     """Pages of the rows lie scattered, and hold what an earlier step might have left there."""
     model = load_tiled(directory, dtype)
-    groups = group_layers(model.layers)
     num_pages = 1 + MAX_ROWS * COLUMNS
-    pools = KvPools(
-        groups,
-        tuple(GroupSpec(group.name, num_pages, group.window) for group in groups),
-        page_size=PAGE_SIZE,
-        table_shape=(MAX_ROWS + 1, COLUMNS),
-        dtype=dtype,
-        device=torch.device("cpu"),
-    )
+    shape = (MAX_ROWS + 1, COLUMNS)
+    pools = make_pools(model.layers, num_pages, table_shape=shape, page_size=PAGE_SIZE, dtype=dtype)
     generator = torch.Generator().manual_seed(1)
     for table in pools.page_tables:
         pages = 1 + torch.randperm(num_pages - 1, generator=generator)
@@ -94,9 +82,8 @@ def site(directory: Path, dtype: torch.dtype) -> Site:
     for kv in pools.layers.values():
         for part in (kv.keys, kv.values):
             part.copy_(torch.randn(part.shape, generator=generator).bfloat16())
-    where = torch.device("cpu")
-    tables = RowTables(max_rows=MAX_ROWS, device=where)
-    return Site(model, DeviceState(pools, tables, FutureMap((), max_rows=MAX_ROWS, device=where)))
+    tables = RowTables(max_rows=MAX_ROWS, device=CPU)
+    return Site(model, DeviceState(pools, tables, FutureMap((), max_rows=MAX_ROWS, device=CPU)))
 
 
 def distance(got: Tensor, expected: Tensor) -> float:
@@ -143,16 +130,10 @@ def test_what_it_cannot_do_is_left_to_the_model(reference_of: ReferenceOf) -> No
     assert make_compiled_forward(joint.model, joint.state) is None
 
 
-@asynccontextmanager
-async def running(directory: Path, attention: str, temperature: float) -> AsyncIterator[PagedRun]:
+def executor_of(directory: Path, attention: str) -> TorchExecutor:
     options = BuildOptions(directory, num_pages=80, max_rows=4, page_size=4, attention=attention)
     model = load_tiled(directory, torch.float32)
-    executor = assemble(model, MODES[options.decode](), CpuDevice(), options)
-    executor.start(asyncio.get_running_loop())
-    try:
-        yield PagedRun(executor, temperature=temperature)
-    finally:
-        executor.close()
+    return assemble(model, MODES[options.decode](), CpuDevice(), options)
 
 
 STEPS: list[tuple[Spans, list[int]]] = [
@@ -172,25 +153,18 @@ async def test_a_step_in_one_call_draws_the_tokens_of_its_parts(
     kind: str, temperature: float, reference_of: ReferenceOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps are launched before the results of those before are known."""
-    num_steps = 0
-    step = CompiledForward.step
-
-    def counted(self: CompiledForward, plan: StepPlan) -> Packed:
-        nonlocal num_steps
-        num_steps += 1
-        return step(self, plan)
-
-    monkeypatch.setattr(CompiledForward, "step", counted)
+    step = Mock(side_effect=CompiledForward.step)
+    monkeypatch.setattr(CompiledForward, "step", lambda *given: step(*given))
     directory = reference_of(kind).directory
     async with (
-        running(directory, "auto", temperature) as short,
-        running(directory, "torch-ref", temperature) as plain,
+        running(executor_of(directory, "auto"), temperature=temperature) as short,
+        running(executor_of(directory, "torch-ref"), temperature=temperature) as plain,
     ):
         tickets = [
             [run.launch(query_lens, sampling=sampling) for run in (short, plain)]
             for query_lens, sampling in STEPS
         ]
         for pair in tickets:
-            found, expected = [tokens_of(await ticket) for ticket in pair]
+            found, expected = [tokens_by_row(await ticket) for ticket in pair]
             assert found == expected
-    assert num_steps == len(STEPS)
+    assert step.call_count == len(STEPS)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from pathlib import Path
-
 import msgspec
 import pytest
 import torch
@@ -107,27 +104,6 @@ def decoder(spec: DecoderSpec, reference: Reference) -> Decoder:
         return Decoder(spec, reader, max_model_len=MAX_MODEL_LEN)
 
 
-@pytest.mark.parametrize(
-    "kind", ["llama-dynamic", "llama-longrope", "qwen3-mixed", "phi3-longrope", "gemma3"]
-)
-def test_positions_don_t_depend_on_how_the_prompt_was_cut(
-    kind: str, reference_of: ReferenceOf
-) -> None:
-    reference = reference_of(kind)
-    chunks = [1, 30, 2, 37, *[1] * (len(reference.tokens) - 70)]
-    logits = logits_of(load(reference), reference.tokens, chunks=chunks)
-    assert_close(logits, reference)
-
-
-def test_float64_agrees_with_float32(reference_of: ReferenceOf) -> None:
-    reference = reference_of("qwen3-sliding")
-    tokens = reference.tokens
-    model = load(reference, dtype="float64")
-    logits = logits_of(model, tokens)
-    assert logits.dtype == torch.float64
-    assert_close(logits.float(), reference)
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.5), ("float16", 0.06)])
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2", "granite", "olmo2"])
 def test_half_types_stay_near(
@@ -140,19 +116,3 @@ def test_half_types_stay_near(
     logits = logits_of(model, tokens)
     assert model.dtype == getattr(torch, dtype)
     assert (logits - reference.logits).abs().max() < tolerance
-
-
-@pytest.mark.parametrize("kind", ["llama-yarn", "qwen3-tied", "gemma3", "phi3-partial"])
-def test_sharded_checkpoints_load_alike(
-    kind: str, reference_of: ReferenceOf, tmp_path: Path
-) -> None:
-    import transformers
-
-    reference = reference_of(kind)
-    model = transformers.AutoModelForCausalLM.from_pretrained(reference.directory)
-    model.save_pretrained(tmp_path, max_shard_size="50KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    sharded = dataclasses.replace(reference, directory=tmp_path)
-    tokens = reference.tokens
-    logits = logits_of(load(sharded), tokens)
-    assert_close(logits, reference)

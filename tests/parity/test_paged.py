@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 from collections.abc import AsyncIterator, Sequence
@@ -18,9 +17,10 @@ from aserve.gpu.decode.registry import MODES
 from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.device.registry import open_device
 from aserve.gpu.models.base import CausalModel
+from tests.gpu import batch_builder
+from tests.gpu.batch_builder import BatchBuilder, tokens_by_row
 from tests.load_model import load_model
 from tests.parity.conftest import ReferenceOf
-from tests.parity.paged_run import PagedRun, tokens_of
 from tests.parity.references import KINDS, MAX_MODEL_LEN, NUM_GREEDY, PROMPT_LEN, Reference
 
 pytestmark = pytest.mark.slow  # each reference takes a moment to make
@@ -68,7 +68,7 @@ class Recorder:
 @asynccontextmanager
 async def running(
     reference: Reference, **options: Any
-) -> AsyncIterator[tuple[PagedRun, list[Tensor]]]:
+) -> AsyncIterator[tuple[BatchBuilder, list[Tensor]]]:
     """An executor around the model, and the logits of its steps: one [tokens, vocab] per step."""
     page_size = options.setdefault("page_size", 16)
     build = BuildOptions(
@@ -82,17 +82,14 @@ async def running(
     recorder = Recorder(load_model(reference.directory, max_model_len=MAX_MODEL_LEN))
     model: Any = recorder  # it has all that a model has
     executor = assemble(model, MODES[build.decode](), open_device("cpu"), build)
-    executor.start(asyncio.get_running_loop())
-    try:
-        yield PagedRun(executor), recorder.recorded
-    finally:
-        executor.close()
+    async with batch_builder.running(executor) as run:
+        yield run, recorder.recorded
 
 
-async def decode(run: PagedRun, *, num_steps: int) -> list[int]:
+async def decode(run: BatchBuilder, *, num_steps: int) -> list[int]:
     """Each step is launched before the result of the one before it is known."""
     tickets = [run.launch({ROW: [-ROW]}, sampling=[ROW]) for _ in range(num_steps)]
-    return [tokens_of(await ticket)[ROW] for ticket in tickets]
+    return [tokens_by_row(await ticket)[ROW] for ticket in tickets]
 
 
 def ids_of(tokens: Tensor) -> list[int]:
@@ -112,7 +109,7 @@ async def test_prefill_and_greedy_decode_equal_transformers(
     reference = reference_of(kind)
     async with running(reference, page_size=page_size) as (run, steps):
         first = await run.launch({ROW: ids_of(reference.prompt)}, sampling=[ROW])
-        tokens = [tokens_of(first)[ROW], *await decode(run, num_steps=NUM_GREEDY - 1)]
+        tokens = [tokens_by_row(first)[ROW], *await decode(run, num_steps=NUM_GREEDY - 1)]
     assert_close(torch.cat(steps), reference.logits)
     assert tokens == ids_of(reference.greedy)
 
@@ -128,7 +125,7 @@ async def test_chunked_prefill_equals_transformers(
             run.launch({ROW: ids_of(chunk)}, sampling=[ROW] if chunk is chunks[-1] else [])
             for chunk in chunks
         ]
-        first = tokens_of([await ticket for ticket in tickets][-1])[ROW]
+        first = tokens_by_row([await ticket for ticket in tickets][-1])[ROW]
         tokens = [first, *await decode(run, num_steps=20)]
     assert_close(torch.cat(steps), reference.logits[: PROMPT_LEN + 20])
     assert tokens == ids_of(reference.greedy[:21])
@@ -155,7 +152,7 @@ async def check_mixed_steps(reference: Reference, *, page_size: int, backend: st
             query_lens = {ROW: [-ROW], NEIGHBOUR: ids_of(chunk)}
             order = query_lens if number % 2 else dict(reversed(query_lens.items()))
             tickets.append(run.launch(order, sampling=[ROW]))
-        tokens = [tokens_of(await ticket)[ROW] for ticket in tickets]
+        tokens = [tokens_by_row(await ticket)[ROW] for ticket in tickets]
     mixed = steps[1:]
     rows = [step[:1] if number % 2 else step[-1:] for number, step in enumerate(mixed)]
     neighbours = [step[1:] if number % 2 else step[:-1] for number, step in enumerate(mixed)]

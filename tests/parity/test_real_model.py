@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM
 from aserve.engine import Engine, GenerationError
 from aserve.messages.base import array_i32, pack_i32
 from aserve.messages.requests import GenerateRequest, SamplingParams, TokenPrompt
-from aserve.scheduling.request import child_seed
 from aserve.tiny import MODEL_DIR
 from tests.parity.real_model import (
     NUM_TOKENS,
@@ -190,19 +189,6 @@ async def test_outputs_so_far_go_on_with_the_same_tokens(
 
 
 # ------------------------------------------------------------ choices, logprobs
-
-
-async def test_three_choices_differ_and_each_comes_again_from_its_seed() -> None:
-    ask = Ask(token_ids(STORY), 1.5, seed=11)
-    async with engine() as running:
-        answer = await running.answer(ask.prompt, **ask.fields(), n=3)
-        choices = [choice.token_ids for choice in answer.choices]
-        assert len(set(choices)) == 3
-        again = await running.answer(ask.prompt, **ask.fields(), n=3)
-        assert [choice.token_ids for choice in again.choices] == choices
-        seeds = [child_seed(answer.seed, child) for child in range(3)]
-        alone = [await tokens_of(running, ask._replace(seed=seed)) for seed in seeds]
-    assert alone == choices
 
 
 async def test_logprobs_of_greedy_tokens_are_those_of_transformers() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aserve.errors import BugError
-from aserve.gpu.attention import registry, select
+from aserve.gpu.attention import registry
 from aserve.gpu.attention.base import (
     AttentionKind,
     AttentionSite,
@@ -185,32 +185,12 @@ def test_rows_that_leave_tiles_empty_differ_from_prompts(
     assert queries_of(own, own + np.array(prefix_lens, np.int32)) is queries
 
 
-def test_memory_of_a_plan_is_written_again_only_after_its_event() -> None:
-    pools = PLAIN.pools(1)
-    device = MarkedDevice()
-    backend = FlashInfer(FakeFlashInfer(), site_of(PLAIN, pools, device))
-    waited = []
-    for _ in range(5):
-        backend.plan(exact_batch(pools, [1], [3]))
-        waited.append([*device.waited])
-    assert waited == [[], [], [], [0], [0, 1]]
-
-
 def test_lengths_that_are_only_bounds_are_not_planned() -> None:
     pools = PLAIN.pools(1)
     backend = FlashInfer(FakeFlashInfer(), site_of(PLAIN, pools))
     assert KIND.capabilities.host_lens
     with pytest.raises(BugError, match="step 9: FlashInfer plans from exact lengths only"):
         backend.plan(ForwardBatch.init_new(device_batch([1], [3]), pools))
-
-
-def test_plans_of_another_backend_are_refused() -> None:
-    pools = PLAIN.pools(1)
-    backend = FlashInfer(FakeFlashInfer(), site_of(PLAIN, pools))
-    with pytest.raises(BugError, match="plan of another backend"):
-        backend.bind(exact_batch(pools, [1], [0]), None)
-    with pytest.raises(BugError, match="of another backend"):
-        backend.static_plans.refresh(None, np.array([1], np.int32))
 
 
 def test_its_kernels_are_compiled_before_it_is_chosen() -> None:
@@ -256,11 +236,6 @@ def test_an_older_version_is_unavailable(version: str) -> None:
 @pytest.mark.parametrize("version", ["0.6.0", "0.7.2.post1", "1.0"])
 def test_a_newer_version_is_taken(version: str) -> None:
     build_flashinfer(FakeFlashInfer(__version__=version), site_of(PLAIN, PLAIN.pools(1)))
-
-
-def test_a_machine_without_it_says_so() -> None:
-    with pytest.raises(AttentionUnavailable, match="cannot be imported: No module named"):
-        select._load("flashinfer")
 
 
 def test_queries_that_lie_beside_keys_are_read_where_they_are(
@@ -349,25 +324,3 @@ def test_speculation_makes_an_engine_take_another_backend(
     executor = make_executor(model, device=device, mode=TwoTokens())
     assert "attention paged-sdpa (auto, without flashinfer)" in executor.about
     assert "lengths that the host does not know yet" in caplog.text
-
-
-class MarkedDevice(CpuDevice):
-    """Records in `waited` the numbers of the events that the host waited for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waited: list[int] = []
-        self.num_marks = 0
-
-    def mark(self) -> MarkedEvent:
-        self.num_marks += 1
-        return MarkedEvent(self.waited, self.num_marks - 1)
-
-
-class MarkedEvent:
-    def __init__(self, waited: list[int], number: int) -> None:
-        self._waited = waited
-        self._number = number
-
-    def synchronize(self) -> None:
-        self._waited.append(self._number)

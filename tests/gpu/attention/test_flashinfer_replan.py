@@ -23,7 +23,7 @@ from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.messages.base import ArrayI32
 from tests.fakes.flashinfer import LISTED_IN_TORCH, FakeFlashInfer
 from tests.gpu.attention.backend_parity import HEAD_DIM, HEADS, Layout, fill, layer, random
-from tests.gpu.attention.test_flashinfer import PLAIN, MarkedDevice, site_of
+from tests.gpu.attention.test_flashinfer import site_of
 from tests.gpu.device_tables import device_batch
 from tools.gpu_check.recorded_graphs import record
 
@@ -99,38 +99,6 @@ def test_a_refresh_is_one_call_of_the_compiled_planner(
 def test_captured_rows_may_have_several_queries(window: int | None) -> None:
     layout = Layout(layer(window=window), page_size=4)
     Replays(layout, StaticShape(4, 3, 40), FakeFlashInfer()).assert_right()
-
-
-def test_wrappers_of_a_captured_forward_share_what_is_on_the_device_only() -> None:
-    package = FakeFlashInfer()
-    replays = Replays(Layout(layer(), page_size=4), StaticShape(2, 1, 40), package)
-    for _ in range(2):
-        replays.replay()
-    assert len({id(wrapper.planned) for wrapper in package.wrappers}) == 3
-    for name in ("starts", "pages", "last_lens"):
-        assert len({getattr(wrapper.static, name).data_ptr() for wrapper in package.wrappers}) == 1
-    assert len({id(wrapper.int_workspace) for wrapper in package.wrappers}) == 1
-    assert all(len(plan.pages) == 0 for plan in package.plans)  # nothing to copy: it writes them
-
-
-def test_a_refresh_writes_host_memory_again_only_after_its_event() -> None:
-    device = MarkedDevice()
-    backend = FlashInfer(FakeFlashInfer(), site_of(PLAIN, PLAIN.pools(2), device))
-    plan = backend.static_plans.make(StaticShape(2, 1, 40))
-    last = device.num_marks - 1
-    del device.waited[:]
-    waited = []
-    for length in (3, 3, 4):
-        backend.static_plans.refresh(plan, np.array([length, 1], np.int32))
-        waited.append([*device.waited])
-    assert waited == [[], [], [last]]
-
-
-def test_forwards_of_one_shape_share_a_plan() -> None:
-    plans = FlashInfer(FakeFlashInfer(), site_of(PLAIN, PLAIN.pools(1))).static_plans
-    shape, other = StaticShape(2, 1, 40), StaticShape(4, 1, 40)
-    assert plans.make(shape) is plans.make(shape)
-    assert plans.make(other) is not plans.make(shape)
 
 
 class Hidden(FakeFlashInfer):

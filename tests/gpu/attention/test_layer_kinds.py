@@ -72,18 +72,6 @@ def test_a_layer_with_a_latent_cache_stores_one_vector_as_key_and_value() -> Non
     torch.testing.assert_close(torch.cat(outputs), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_clearing_and_moving_latents_touches_each_byte_once() -> None:
-    pools = pools_of(LATENT)
-    keys = pools.layers[0].keys
-    keys.copy_(torch.arange(keys.numel(), dtype=keys.dtype).view(keys.shape))
-    before = keys.clone()
-    pools.move((torch.tensor([4, 5]),), (torch.tensor([5, 6]),))
-    assert torch.equal(keys[[5, 6]], before[[4, 5]])
-    pools.clear(0, torch.tensor([1]))
-    assert not keys[4:8].any()
-    assert torch.equal(keys[8:], before[8:])
-
-
 @pytest.mark.parametrize("name", ["torch-ref", "paged-sdpa"])
 def test_a_layer_that_stores_nothing_reads_the_kv_of_another(name: str) -> None:
     storing = layer()

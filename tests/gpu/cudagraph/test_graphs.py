@@ -10,7 +10,6 @@ import pytest
 from tests.fakes.gated_model import TIMEOUT_S, Gate, HookedModel
 from tests.fakes.graph_device import GraphDevice
 from tests.fakes.hash_model import VOCAB, HashModel
-from tests.fakes.two_token_mode import TwoTokens
 from tests.gpu.batch_builder import running, tokens_of
 from tests.gpu.drive import captured, make_executor, request, serve
 from tests.gpu.plain_engine import plain_outputs, plain_tokens
@@ -66,17 +65,3 @@ def test_a_failing_capture_leaves_its_kind_of_sampling_eager_with_one_warning(
     [record] = [each for each in caplog.records if each.name == "aserve.gpu.cudagraph.graphs"]
     words = "sampling=noise run without graphs, because capturing 4 rows failed"
     assert words in record.getMessage()
-
-
-@pytest.mark.parametrize(("widths", "num_captures"), [((1,), 3), ((1, 2), 6)])
-def test_a_mode_declares_the_widths_that_are_captured(
-    widths: tuple[int, ...], num_captures: int
-) -> None:
-    """Verify windows of a width that is not declared run eagerly, with the same tokens."""
-    asked = [request("r", PROMPT, max_tokens=12)]
-    device, mode = GraphDevice(), TwoTokens()
-    mode.graph_widths = widths
-    executor = captured(make_executor(HashModel(), mode=mode, device=device, graph_rows=1))
-    assert device.num_captures == num_captures
-    assert serve(executor, asked).outputs == plain_tokens(asked)
-    assert (device.num_replays > 0) == (2 in widths)

@@ -20,10 +20,9 @@ from aserve.gpu.cudagraph.shapes import (
 from aserve.gpu.sampling.plan import RowParams
 from aserve.gpu.step.plan import StepPlan, plan_step
 from aserve.messages.base import pack_i32
-from aserve.messages.executor import DecodeCaps
-from aserve.messages.step import DraftTree, PageWrites, RowInit, ScheduleBatch, VerifyPlan
+from aserve.messages.step import PageWrites, RowInit, VerifyPlan
 from tests.fakes.hash_model import VOCAB, HashModel
-from tests.gpu.batch_builder import greedy
+from tests.gpu.batch_builder import greedy, schedule_batch
 from tests.gpu.drive import make_executor
 
 WARM: dict[str, Any] = {"temperature": 0.7}
@@ -33,18 +32,8 @@ def step(*inits: RowInit, query_lens: tuple[int, ...] = (), **changes: Any) -> S
     """A step of the rows that `inits` name, one token each, all sampled."""
     rows = [init.row for init in inits]
     query_lens = query_lens or (1,) * len(rows)
-    batch = ScheduleBatch(
-        iteration=7,
-        rows=pack_i32(rows),
-        query_lens=pack_i32(query_lens),
-        input_ids=pack_i32([5] * sum(query_lens)),
-        next_ids=pack_i32([-row for row in rows]),
-        kv_lens=pack_i32([10 * row for row in rows]),
-        bounds=bytes(len(rows)),
-        expects=pack_i32([6] * len(rows)),
-        sample_rows=pack_i32(rows),
-        page_writes=(),
-    )
+    kv_lens = [10 * row for row in rows]
+    batch = schedule_batch(rows, query_lens, [5] * sum(query_lens), kv_lens, page_writes=())
     facts = RowParams(6)
     facts.write(inits)
     return plan_step(
@@ -73,34 +62,26 @@ def writes(*each: tuple[int, int, int]) -> PageWrites:
             step(greedy(1), greedy(2), page_writes=(writes((2, 5, 7)), writes())),
             StepShape(2, 1, GREEDY),
         ),
+        # What needs more than a graph has runs eagerly.
+        (step(), None),
+        (step(greedy(1), greedy(2), query_lens=(1, 2)), None),
+        (step(greedy(1), query_lens=(2,)), None),
+        (step(greedy(1), greedy(2), query_lens=(2, 1), verify=VerifyPlan(pack_i32([1, 0]))), None),
+        (step(greedy(1), query_lens=(2,), verify=VerifyPlan(pack_i32([2]))), None),
+        (step(greedy(1), greedy(2), sample_rows=pack_i32([2])), None),
+        (step(greedy(1), greedy(2), sample_rows=pack_i32([1]), held_rows=pack_i32([2])), None),
+        (step(greedy(1), greedy(2, presence_penalty=0.5)), None),
+        (step(greedy(1, logit_bias=((3, 1.0),))), None),
+        (step(greedy(1, end_ids=(3,), prompt_len=2, min_len=4)), None),
+        (step(greedy(1, allowed_ids=(3, 4))), None),
+        (step(greedy(1, num_logprobs=0)), None),
+        (step(greedy(1, embeds=True, prompt_len=11)), None),
+        (step(greedy(1), row_inits=(greedy(1),)), None),
+        (step(greedy(1), page_writes=(writes((1, 0, 3)), writes((1, 0, 3), (1, 1, 4)))), None),
     ],
 )
-def test_steps_whose_rows_are_alike_have_a_shape(plan: StepPlan, shape: StepShape) -> None:
+def test_decodes_whose_rows_are_alike_have_a_shape(plan: StepPlan, shape: StepShape | None) -> None:
     assert shape_of(plan) == shape
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        step(),
-        step(greedy(1), greedy(2), query_lens=(1, 2)),
-        step(greedy(1), query_lens=(2,)),
-        step(greedy(1), greedy(2), query_lens=(2, 1), verify=VerifyPlan(pack_i32([1, 0]))),
-        step(greedy(1), query_lens=(2,), verify=VerifyPlan(pack_i32([2]))),
-        step(greedy(1), greedy(2), sample_rows=pack_i32([2])),
-        step(greedy(1), greedy(2), sample_rows=pack_i32([1]), held_rows=pack_i32([2])),
-        step(greedy(1), greedy(2, presence_penalty=0.5)),
-        step(greedy(1, logit_bias=((3, 1.0),))),
-        step(greedy(1, end_ids=(3,), prompt_len=2, min_len=4)),
-        step(greedy(1, allowed_ids=(3, 4))),
-        step(greedy(1, num_logprobs=0)),
-        step(greedy(1, embeds=True, prompt_len=11)),
-        step(greedy(1), row_inits=(greedy(1),)),
-        step(greedy(1), page_writes=(writes((1, 0, 3)), writes((1, 0, 3), (1, 1, 4)))),
-    ],
-)
-def test_what_needs_more_than_a_graph_has_runs_eagerly(plan: StepPlan) -> None:
-    assert shape_of(plan) is None
 
 
 @pytest.mark.parametrize(
@@ -124,22 +105,6 @@ def test_a_shape_gets_the_least_graph_with_room_or_none() -> None:
     assert table.padded(StepShape(2, 2, GREEDY)) is None
     assert table.padded(StepShape(2, 1, FILTER)) is None
     assert [shape.num_rows for shape in table.largest_first()] == [4, 4, 2, 2, 1, 1]
-
-
-def test_a_capture_of_a_verify_window_has_the_tree_of_its_drafts() -> None:
-    tree = DraftTree((0, 0, 1))
-    caps = DecodeCaps(max_tokens_per_step=4, tree=tree)
-    engine = msgspec.structs.replace(make_executor(HashModel()).spec, decode=caps)
-    plan = padding_plan(StepShape(2, 4, NOISE), engine, slice_len=8)
-    assert plan.batch.verify == VerifyPlan(pack_i32([3, 3]), tree)
-
-
-def test_every_token_of_a_block_needs_logits() -> None:
-    """A verify window has one token more than drafts, and a block has none more."""
-    verify = VerifyPlan(pack_i32([2, 3]))
-    plan = step(greedy(1), greedy(2), query_lens=(3, 3), verify=verify)
-    assert plan.logits.windows.tolist() == [3, 3]
-    assert plan.logits.tokens.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_capture_knows_of_the_host_what_holds_for_every_step_of_its_shape() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import dataclasses
 from collections.abc import Mapping
 from unittest.mock import Mock
 
@@ -11,16 +11,18 @@ import torch
 
 from aserve.errors import ConfigError
 from aserve.gpu.build import BuildOptions, build_executor
+from aserve.gpu.device.base import Device
 from aserve.gpu.device.cpu.device import CpuDevice
-from aserve.gpu.device.cuda.device import why_no_cuda
-from aserve.gpu.device.ops import DeviceOps
+from aserve.gpu.device.cuda.device import CudaDevice, why_no_cuda
+from aserve.gpu.device.ops import TORCH_OPS, DeviceOps
 from aserve.gpu.device.registry import DEVICES, OpenDevice, open_device
 from aserve.gpu.layers.linear import prepare
 from aserve.gpu.layers.norm import RmsNorm
 from aserve.gpu.layers.ops import Elementwise
 from aserve.gpu.weights.format import WeightFormat, WeightRequest
 from aserve.tiny import MODEL_DIR
-from tests.parity.paged_run import PagedRun, tokens_of
+from tests.fakes.cuda import FakeCuda
+from tests.gpu.batch_builder import running, tokens_by_row
 
 HAS_CUDA = torch.cuda.is_available()
 
@@ -61,13 +63,9 @@ async def tokens_on(device: str, devices: Mapping[str, OpenDevice]) -> list[dict
     options = BuildOptions(MODEL_DIR, device=device, num_pages=16, max_rows=2)
     executor = build_executor(options, devices=devices)
     assert ("the format of the stand-in on a stand-in" in executor.about) == (device != "cpu")
-    executor.start(asyncio.get_running_loop())
-    try:
-        run = PagedRun(executor)
-        steps = [[5, 6, 7], [-1], [-1]]
-        return [tokens_of(await run.launch({1: ids}, sampling=[1])) for ids in steps]
-    finally:
-        executor.close()
+    steps = [[5, 6, 7], [-1], [-1]]
+    async with running(executor) as run:
+        return [tokens_by_row(await run.launch({1: ids}, sampling=[1])) for ids in steps]
 
 
 async def test_a_device_is_registered_from_outside_by_one_row() -> None:
@@ -85,3 +83,33 @@ async def test_a_device_is_registered_from_outside_by_one_row() -> None:
     assert open_device("auto", devices).about == "a stand-in (auto)"
     with pytest.raises(ConfigError, match="supported: auto, cpu, cuda, stand-in"):
         open_device("tpu", devices)
+
+
+KERNELS = {"elementwise", "rope_and_store_kv", "sample_ops", "lora_ops"}
+HALVES_AND_FLOAT32 = [torch.float32, torch.bfloat16, torch.float16]
+TRITON = KERNELS | {"row_ops", "resolve"}
+
+
+def own(device: Device, dtype: torch.dtype, *, is_deterministic: bool) -> set[str]:
+    """The names of the operators that are not torch's."""
+    ops = device.ops(dtype, is_deterministic=is_deterministic)
+    names = [field.name for field in dataclasses.fields(ops)]
+    return {name for name in names if getattr(ops, name) is not getattr(TORCH_OPS, name)}
+
+
+@pytest.mark.parametrize(
+    ("device", "dtypes", "is_deterministic", "names"),
+    [
+        (CpuDevice(), [torch.float32, torch.bfloat16], False, KERNELS | {"fused_step"}),
+        (CpuDevice(), [torch.float64, torch.float16], False, set()),
+        # The other kernels of the CPU do not keep a token's bits.
+        (CpuDevice(), [torch.float32, torch.bfloat16], True, {"elementwise", "lora_ops"}),
+        (CudaDevice(FakeCuda()), HALVES_AND_FLOAT32, False, TRITON),
+        (CudaDevice(FakeCuda()), HALVES_AND_FLOAT32, True, TRITON),
+    ],
+)
+def test_a_device_has_kernels_for_its_dtypes(
+    device: Device, dtypes: list[torch.dtype], is_deterministic: bool, names: set[str]
+) -> None:
+    for dtype in dtypes:
+        assert own(device, dtype, is_deterministic=is_deterministic) == names

@@ -21,7 +21,7 @@ from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.device.cpu.ops import FEW_ELEMENTS
 from aserve.gpu.device.cuda.ops import triton_store
 from aserve.gpu.executor import TorchExecutor
-from aserve.gpu.kv.layer_groups import AttentionInputs, group_layers
+from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec, group_layers
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.kv.store import (
     KV_DTYPES,
@@ -222,10 +222,6 @@ def test_a_layer_ropes_and_stores_in_one_launch_and_nothing_else(
     assert set(calls.names) <= {"new_empty", "empty"}
 
 
-def test_float64_is_left_to_torch() -> None:
-    assert triton_store(torch.float64) is rope_then_store_kv
-
-
 def tiny(**options: Any) -> TorchExecutor:
     """The bundled model in float32."""
     fixed = {"dtype": "float32", "attention": "paged-sdpa", "max_rows": 4, "num_pages": 65}
@@ -237,3 +233,28 @@ def scored(executor: TorchExecutor) -> Floats:
     asked = request("scored", PROMPT, prompt_logprobs=0, max_tokens=0)
     runs = serve(executor, [asked]).scores["scored", 0]
     return np.asarray(array_f32(joined(runs).chosen), np.float64)
+
+
+PAGE_SIZE = 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("windows", [(None, None), (8, None), (8, 8)])
+def test_a_cleared_page_is_empty_in_every_layer_of_its_group_and_nowhere_else(
+    windows: tuple[int | None, ...], dtype: torch.dtype
+) -> None:
+    layers = tuple(
+        LayerSpec(index, num_heads=2, num_kv_heads=1, head_dim=2, scale=1.0, window=window)
+        for index, window in enumerate(windows)
+    )
+    pools = make_pools(layers, 5, table_shape=(2, 3), page_size=PAGE_SIZE, dtype=dtype)
+    for kv in pools.layers.values():
+        kv.keys.fill_(torch.nan)
+        kv.values.fill_(torch.nan)
+    for number in range(len(pools.page_tables)):
+        pools.clear(number, torch.tensor([1, 3]))
+    for kv in pools.layers.values():
+        for pool in (kv.keys, kv.values):
+            empty = (pool.float() == 0).all(dim=(1, 2)).view(-1, PAGE_SIZE)
+            assert empty.all(dim=1).tolist() == [False, True, False, True, False]
+            assert empty.any(dim=1).tolist() == [False, True, False, True, False]

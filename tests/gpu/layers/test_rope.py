@@ -1,15 +1,18 @@
-"""RoPE against its formula, on one axis and on several."""
+"""RoPE on one axis and on several, and its frequencies, against those of transformers."""
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
 from aserve.gpu.layers.rope import RopeInputs, Rotary, apply_rope
-from aserve.gpu.layers.rope_scaling import DefaultRope, Rope, YarnRope
+from aserve.gpu.layers.rope_scaling import DefaultRope, Rope, attention_factor, inverse_frequencies
+from aserve.gpu.models.config.fields import Fields
+from aserve.gpu.models.config.layer_types import FULL
+from aserve.gpu.models.config.rope import parse_rope
 
 CPU = torch.device("cpu")
 HEAD_DIM = 8
@@ -31,46 +34,9 @@ def rotated_heads(x: Tensor, table: Rotary, positions: Tensor) -> Tensor:
     return apply_rope(x, RopeInputs(table.at(positions)))
 
 
-def test_each_pair_of_halves_turns_by_position_times_frequency() -> None:
-    positions = torch.tensor([0, 3, 511])
-    x = heads(3)
-    rotated = rotated_heads(x, rotary(), positions)
-    frequencies = 100.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
-    angles = torch.outer(positions, frequencies)
-    cos_sin = torch.polar(torch.ones_like(angles), angles)
-    turned = torch.complex(x[..., :4], x[..., 4:]) * cos_sin.unsqueeze(1)
-    expected = torch.cat((turned.real, turned.imag), -1)
-    torch.testing.assert_close(rotated, expected, rtol=0, atol=1e-12)
-
-
-def test_what_lies_behind_the_rotary_part_of_a_head_stays() -> None:
-    table, positions = rotary(), torch.tensor([0, 3, 511])
-    x = heads(3, HEAD_DIM + 4)
-    rotated = rotated_heads(x, table, positions)
-    assert torch.equal(rotated[..., HEAD_DIM:], x[..., HEAD_DIM:])
-    torch.testing.assert_close(
-        rotated[..., :HEAD_DIM], rotated_heads(x[..., :HEAD_DIM], table, positions)
-    )
-
-
-def test_an_input_is_not_changed_and_may_have_any_strides() -> None:
-    joined = heads(4)
-    before = joined.clone()
-    part = joined[:, 1:]
-    rotated = rotated_heads(part, rotary(), torch.arange(4))
-    assert torch.equal(joined, before)
-    assert torch.equal(rotated, rotated_heads(part.contiguous(), rotary(), torch.arange(4)))
-
-
 def test_half_types_have_the_table_of_float32_rounded_once() -> None:
     exact = rotary(dtype=torch.float32).table
     assert torch.equal(rotary(dtype=torch.bfloat16).table, exact.to(torch.bfloat16))
-
-
-def test_the_temperature_of_a_stretched_context_scales_the_heads() -> None:
-    scaled = rotary(YarnRope(100.0, 1.0, 64, attention_factor=1.5))
-    got, plain = (rotated_heads(heads(8), each, torch.arange(8)) for each in (scaled, rotary()))
-    torch.testing.assert_close(got, 1.5 * plain, atol=1e-9, rtol=0.0)
 
 
 def test_a_position_beyond_max_model_len_is_an_error() -> None:
@@ -104,3 +70,53 @@ def test_sections_are_those_of_qwen2_vl() -> None:
     half = HEAD_DIM // 2
     expected = torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1)
     torch.testing.assert_close(axes_rotary().at(positions), expected, atol=1e-4, rtol=0.0)
+
+
+ROTARY_DIM = 16
+MAX_POSITIONS = 4096
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 256}
+SHORT = {"short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7]}
+LONG = {"long_factor": [1.0, 1.5, 2.5, 4.0, 8.0, 12.0, 14.0, 16.0]}
+
+KINDS: list[dict[str, Any]] = [
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e6},
+    {"rope_type": "dynamic", "factor": 4.0},
+    {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5e5},
+    YARN,
+    {**YARN, "rope_theta": 1e6, "truncate": False},
+    {**YARN, "beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.3},
+    {**YARN, "mscale": 1.2, "mscale_all_dim": 0.8},
+    {**YARN, "factor": 1.0},
+    {"rope_type": "yarn", "factor": 2.0},
+    {**LLAMA3, "factor": 8.0, "original_max_position_embeddings": 512},
+    {**LLAMA3, "factor": 32.0, "high_freq_factor": 16.0, "rope_theta": 5e5},
+    {"rope_type": "longrope", **SHORT, **LONG, "original_max_position_embeddings": 256},
+    {"rope_type": "longrope", **SHORT, **LONG, "factor": 8.0, "attention_factor": 1.2},
+]
+
+
+@pytest.mark.slow  # the first import of transformers takes its time
+@pytest.mark.parametrize("max_model_len", [100, 256, 257, 4096, 4097, 9000])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["rope_type"])
+def test_frequencies_equal_the_references(kind: dict[str, Any], max_model_len: int) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = LlamaConfig(
+        head_dim=ROTARY_DIM, max_position_embeddings=MAX_POSITIONS, rope_parameters=dict(kind)
+    )
+    formula = ROPE_INIT_FUNCTIONS[kind["rope_type"]]
+    expected, expected_factor = formula(config, seq_len=max_model_len)
+    rope = parse_rope(
+        Fields({"rope_parameters": kind}, source="config"),
+        FULL,
+        rotary_dim=ROTARY_DIM,
+        max_position_embeddings=MAX_POSITIONS,
+    )
+    for dtype in (torch.float32, torch.float64):
+        found = inverse_frequencies(rope, ROTARY_DIM, max_model_len=max_model_len, dtype=dtype)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.float(), expected, atol=0.0, rtol=2e-6)
+    assert attention_factor(rope) == pytest.approx(expected_factor)

@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
+import torch
 
+from aserve.gpu.device.cpu.device import CpuDevice
+from aserve.gpu.device.cpu.fused_decoder import CompiledForward
+from aserve.gpu.device.cpu.kernel_linear import prepare_tiled
 from aserve.gpu.lora.tables import LoraTables
 from aserve.gpu.models.base import CausalModel
 from aserve.gpu.weights.source import Target
@@ -116,3 +121,31 @@ def test_a_captured_step_adds_the_adapters_of_each_replay(
         expected = plain_run(merged[each.lora_slot], each)
         assert served.outputs[each.request_id, 0] == expected.tokens
     assert device.num_replays > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["auto", "torch-ref"])
+def test_a_compiled_step_gives_the_tokens_of_merged_models(
+    attention: str,
+    adapters: list[Path],
+    merged: list[CausalModel],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a named attention backend the operators run one by one."""
+    step = Mock(side_effect=CompiledForward.step)
+    monkeypatch.setattr(CompiledForward, "step", lambda *given: step(*given))
+    ops = CpuDevice().ops(torch.float32, is_deterministic=False)
+    tables = LoraTables(max_loras=3, max_rank=16, ops=ops.lora_ops())
+    target = Target(prepare=prepare_tiled, elementwise=ops.elementwise, wrap=tables.wrap)
+    model = load_model(MODEL_DIR, dtype="float32", target=target)
+    for slot, adapter in enumerate(adapters[:3], 1):
+        tables.write(slot, tables.read(adapter))
+    requests = [
+        of_slot(i % 4, request(f"r{i}", [*PREFIX, 20 + i], max_tokens=12)) for i in range(8)
+    ]
+    options: dict[str, Any] = {"max_rows": 8, "num_pages": 100, "debug_checks": False}
+    served = serve(make_executor(model, loras=tables, attention=attention, **options), requests)
+    for each in requests:
+        expected = plain_run(merged[each.lora_slot], each)
+        assert served.outputs[each.request_id, 0] == expected.tokens
+    assert step.called is (attention == "auto")

@@ -1,22 +1,32 @@
-"""config.json in both dialects, and everything that it may get wrong."""
+"""config.json in both dialects, what each family makes of it, and everything that may be wrong."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from aserve.errors import ConfigError
-from aserve.gpu.layers.rope_scaling import (
-    DefaultRope,
-    LinearRope,
-    Llama3Rope,
-    LongRope,
-    YarnRope,
-)
+from aserve.gpu.layers.rope_scaling import DefaultRope, LinearRope, Llama3Rope, LongRope
+from aserve.gpu.models.base import HiddenCapture
 from aserve.gpu.models.config.fields import Fields
+from aserve.gpu.models.config.layer_types import (
+    FULL,
+    SLIDING,
+    Windows,
+    one_window,
+    periodic_windows,
+    switched_windows,
+)
 from aserve.gpu.models.config.model import ModelConfig, parse_config, read_fields
+from aserve.gpu.models.decoder_spec import NORMS_AROUND, DecoderSpec
+from aserve.gpu.models.registry import FAMILIES, DecoderFamily
+from tests.gpu.weights.checkpoints import llama_weights, write_checkpoint
+from tests.load_model import load_model
+from tests.parity.dense_attend import DenseAttend
 
 PLAIN: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -175,16 +185,6 @@ def test_kinds_of_layers_have_their_own_positions_in_both_dialects() -> None:
     assert older.sliding_rope == newer.sliding_rope == DefaultRope(5e4)
 
 
-def test_all_layers_have_the_same_positions_unless_the_file_says_otherwise() -> None:
-    config = parse(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5})
-    assert config.rope == config.sliding_rope == LinearRope(5e5, 2.0)
-
-
-def test_a_part_of_a_head_may_turn() -> None:
-    assert parse(head_dim=16, partial_rotary_factor=0.75).rotary_dim == 12
-    assert parse(head_dim=16).rotary_dim == 16
-
-
 def test_an_original_length_beside_the_rotary_section_counts() -> None:
     config = parse(rope_scaling=LONGROPE, original_max_position_embeddings=16)
     assert isinstance(config.rope, LongRope)
@@ -212,16 +212,6 @@ def test_a_context_reaches_as_far_as_the_positions_do(
         config.context_len(longest + 1)
 
 
-def test_yarn_works_out_its_temperature() -> None:
-    rope = parse(rope_scaling={"type": "yarn", "factor": 4.0}).rope
-    assert isinstance(rope, YarnRope)
-    assert rope.attention_factor == pytest.approx(1.138629436)
-    weights = {"mscale": 2.0, "mscale_all_dim": 1.0}
-    weighted = parse(rope_scaling={"type": "yarn", "factor": 4.0, **weights}).rope
-    assert isinstance(weighted, YarnRope)
-    assert weighted.attention_factor == pytest.approx(1.277258872 / 1.138629436)
-
-
 def test_a_directory_without_a_config_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="it has no config"):
         read_fields(tmp_path)
@@ -232,3 +222,155 @@ def test_a_spoiled_config_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"config\.json"):
         read_fields(tmp_path)
+
+
+ON = {"use_sliding_window": True}
+SWITCHED = {**ON, "sliding_window": 8}
+NONE_FULL = {**SWITCHED, "max_window_layers": 0}
+
+
+def every(period: int) -> Callable[[Fields], Windows]:
+    """Each last layer of a period has no window."""
+    return lambda given: periodic_windows(given, period)
+
+
+def fields(**values: object) -> Fields:
+    return Fields({"num_hidden_layers": 4, **values}, source="config.json")
+
+
+@pytest.mark.parametrize(
+    ("read", "values", "windows"),
+    [
+        (one_window, {"sliding_window": 8}, (8,) * 4),
+        (one_window, {"sliding_window": None}, (None,) * 4),
+        # The layer types count, or else a number of layers without a window.
+        (switched_windows, {**SWITCHED, "max_window_layers": 3}, (None, None, None, 8)),
+        (switched_windows, {**SWITCHED, "max_window_layers": 9}, (None,) * 4),
+        (switched_windows, {**NONE_FULL, "layer_types": [SLIDING, FULL] * 2}, (8, None, 8, None)),
+        (switched_windows, {"sliding_window": 8, "layer_types": [SLIDING] * 4}, (None,) * 4),
+        (every(2), {"sliding_window": 8}, (8, None, 8, None)),
+        (every(3), {"sliding_window": 8}, (8, 8, None, 8)),
+        (
+            every(2),
+            {"sliding_window": 8, "layer_types": [FULL] * 3 + [SLIDING]},
+            (None,) * 3 + (8,),
+        ),
+    ],
+)
+def test_windows_are_those_of_the_configuration(
+    read: Callable[[Fields], Windows], values: dict[str, Any], windows: Windows
+) -> None:
+    assert read(fields(**values)) == windows
+
+
+@pytest.mark.parametrize(
+    ("read", "values", "complaint"),
+    [
+        (one_window, {"sliding_window": 0}, "sliding_window is 0; expected an integer"),
+        (switched_windows, SWITCHED, "max_window_layers is missing"),
+        (switched_windows, {**ON, "max_window_layers": 0}, "sliding_window is missing"),
+        (switched_windows, {**NONE_FULL, "layer_types": [FULL]}, "expected a list of 4 strings"),
+        (
+            switched_windows,
+            {**NONE_FULL, "layer_types": ["mamba"] * 4},
+            "expected full_attention or sliding_attention for each layer",
+        ),
+    ],
+)
+def test_a_wrong_field_is_named(
+    read: Callable[[Fields], Windows], values: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(fields(**values))
+    assert complaint in str(caught.value)
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 1000,
+    "hidden_size": 96,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 131_072,
+}
+
+
+def spec_of(architecture: str, **published: object) -> DecoderSpec:
+    name = f"{architecture}ForCausalLM"
+    values = {**SIZES, "architectures": [name], "num_hidden_layers": 12, **published}
+    family = FAMILIES[name]
+    assert isinstance(family, DecoderFamily)
+    return family.spec(parse_config(Fields(values, source="config"), defaults=family.defaults))
+
+
+def test_mistral_slides_unless_its_window_is_null() -> None:
+    assert spec_of("Mistral", sliding_window=1024).windows == (1024,) * 12
+    assert spec_of("Mistral", sliding_window=None).windows == (None,) * 12
+    assert spec_of("Mistral").windows == (4096,) * 12
+
+
+def test_gemma_2_caps_scales_and_alternates_without_being_told_to() -> None:
+    spec = spec_of("Gemma2", query_pre_attn_scalar=224)
+    assert spec.windows == (4096, None) * 6
+    assert (spec.attention_softcap, spec.logit_softcap) == (50.0, 30.0)
+    assert spec.attention_scale == 224**-0.5
+    assert (spec.norms, spec.norm_offset) == (NORMS_AROUND, 1.0)
+    assert (spec.config.tie_word_embeddings, spec.config.head_dim) == (True, 256)
+    assert spec.config.activation == "gelu_pytorch_tanh"
+    uncapped = spec_of("Gemma2", attn_logit_softcapping=None, final_logit_softcapping=None)
+    assert (uncapped.attention_softcap, uncapped.logit_softcap) == (None, None)
+
+
+def test_gemma_3_turns_its_sliding_layers_at_their_own_rate() -> None:
+    linear = {"factor": 8.0, "rope_type": "linear"}
+    spec = spec_of("Gemma3", sliding_window=512, rope_scaling=linear)
+    assert spec.windows == ((512,) * 5 + (None,)) * 2
+    assert spec.config.rope == LinearRope(1e6, 8.0)
+    assert spec.config.sliding_rope == DefaultRope(1e4)
+    assert spec.qk_norm is not None
+    assert (spec.attention_softcap, spec.logit_softcap) == (None, None)
+
+
+def test_gemma_3_with_caps_on_scores_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"attn_logit_softcapping is 50\.0; expected null"):
+        spec_of("Gemma3", attn_logit_softcapping=50.0)
+
+
+def test_phi_3_turns_a_part_of_each_head() -> None:
+    scaling = {"type": "longrope", "short_factor": [1.0] * 9, "long_factor": [2.0] * 9}
+    spec = spec_of("Phi3", partial_rotary_factor=0.75, rope_scaling=scaling, sliding_window=None)
+    assert (spec.config.head_dim, spec.config.rotary_dim) == (24, 18)
+    assert isinstance(spec.config.rope, LongRope)
+    assert spec.config.rope.original_len == 4096
+    assert spec.config.rope.attention_factor == pytest.approx(1.190238)
+    assert spec.windows == (None,) * 12
+    assert spec.has_joined_weights
+
+
+def test_a_family_that_turns_whole_heads_refuses_parts(tmp_path: Path) -> None:
+    parts = {"head_dim": 8, "partial_rotary_factor": 0.5}
+    directory = write_checkpoint(tmp_path, llama_weights(), **parts)
+    with pytest.raises(ConfigError, match="rotates 4 of 8 elements of a head; Llama"):
+        load_model(directory)
+
+
+def test_gemma_rounds_the_scale_of_its_embeddings_as_the_reference_does(tmp_path: Path) -> None:
+    """The square root of 8 is 2.828125 in bfloat16. Sublayers that add nothing leave it visible."""
+    weights = llama_weights()
+    del weights["lm_head.weight"]
+    for index in range(2):
+        prefix = f"model.layers.{index}"
+        weights[f"{prefix}.self_attn.o_proj.weight"].zero_()
+        weights[f"{prefix}.mlp.down_proj.weight"].zero_()
+        for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm"):
+            weights[f"{prefix}.{name}.weight"] = torch.zeros(8)
+    directory = write_checkpoint(
+        tmp_path, weights, architectures=["Gemma2ForCausalLM"], head_dim=4, tie_word_embeddings=True
+    )
+    model = load_model(directory, dtype="bfloat16")
+    capture = HiddenCapture(wants_before_norm=True)
+    model.forward(torch.arange(16), torch.arange(16), DenseAttend(), capture=capture)
+    rows = weights["model.embed_tokens.weight"][:16].to(torch.bfloat16)
+    assert capture.before_norm is not None
+    assert torch.equal(capture.before_norm, rows * torch.tensor(8**0.5, dtype=torch.bfloat16))
+    assert not torch.equal(capture.before_norm, rows * 8**0.5)

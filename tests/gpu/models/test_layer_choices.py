@@ -1,22 +1,25 @@
-"""A decoder's layers may differ in their mixer and in their MLP."""
+"""A decoder's layers may differ in their mixer and in their MLP; a forward never waits."""
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from aserve.gpu.build import BuildOptions, assemble
 from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.device.cpu.fused_decoder import make_compiled_forward
 from aserve.gpu.device.cpu.kernel_linear import prepare_tiled
-from aserve.gpu.kv.layer_groups import LayerSpec
-from aserve.gpu.models.base import Attend
+from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
+from aserve.gpu.layers.rope import apply_rope
+from aserve.gpu.models.base import Attend, CausalModel
 from aserve.gpu.models.config.fields import Fields
 from aserve.gpu.models.config.model import parse_config
 from aserve.gpu.models.decoder import Attention, Decoder, gated_mlp
@@ -29,7 +32,8 @@ from aserve.gpu.weights.dummy import DummyWeights
 from aserve.gpu.weights.inventory import Inventory
 from aserve.gpu.weights.source import HOST, LoadProgress, Target, WeightSource
 from tests.gpu.device_tables import CPU, make_pools
-from tests.gpu.weights.checkpoints import CONFIG
+from tests.gpu.weights.checkpoints import CONFIG, llama_weights, write_checkpoint
+from tests.load_model import load_model
 from tests.parity.dense_attend import DenseAttend
 
 NUM_EXPERTS, EXPERT_SIZE = 4, 6
@@ -126,3 +130,45 @@ def state_of(model: Decoder) -> DeviceState:
     pools = make_pools(model.layers, 8, table_shape=(3, 5), dtype=model.dtype)
     relay = FutureMap((), max_rows=2, device=CPU)
     return DeviceState(pools, RowTables(max_rows=2, device=CPU), relay)
+
+
+FEW_IDS = torch.tensor([5, 0, 23])
+POSITIONS = torch.arange(3)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> CausalModel:
+    return load_model(write_checkpoint(tmp_path, llama_weights()))
+
+
+def test_no_tokens_give_no_logits(model: CausalModel) -> None:
+    def attend(layer: LayerSpec, inputs: AttentionInputs) -> Tensor:
+        return torch.empty_like(inputs.heads[:, : layer.num_heads])
+
+    empty = torch.empty(0, dtype=torch.int64)
+    assert model.logits(model.forward(empty, empty, attend)).shape == (0, 24)
+
+
+class NoHostReads(TorchDispatchMode):
+    """Fails where a value of the device would have to reach the host; counts the other calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        self.num_calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_forward_never_waits_for_the_device(model: CausalModel) -> None:
+    def attend(layer: LayerSpec, inputs: AttentionInputs) -> Tensor:
+        assert inputs.rope is not None
+        return apply_rope(inputs.heads[:, : -layer.num_kv_heads], inputs.rope)[:, : layer.num_heads]
+
+    with NoHostReads() as mode, torch.inference_mode():
+        model.logits(model.forward(FEW_IDS, POSITIONS, attend))
+    assert mode.num_calls > 0

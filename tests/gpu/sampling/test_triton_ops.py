@@ -1,18 +1,24 @@
-"""The sampler with Triton's kernels, in the interpreter, against the same in torch."""
+"""The sampling kernels in the sampler's place, and temperatures that no float32 can divide by."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from aserve.gpu.device.cpu.ops import compiled_sample_ops
 from aserve.gpu.device.cuda.ops import triton_sample_ops
-from aserve.gpu.sampling.ops import PLAIN_OPS, SampleOps
+from aserve.gpu.sampling.ops import PLAIN_OPS, SHAPED_OPS, SampleOps
 from aserve.gpu.sampling.sampler import Sampled
+from aserve.http.openai.call import SMALLEST_TEMPERATURE, sampling_of
+from aserve.http.openai.schema import GenerationBody
+from aserve.messages.step import RowInit
+from aserve.text.defaults import NEUTRAL, GenerationDefaults
 from aserve_kernels import sample as kernel
 from aserve_kernels import token_set
 from tests.gpu.batch_builder import greedy
@@ -20,7 +26,7 @@ from tests.gpu.sampler_run import DrawAt, run_sampler
 from tests.kernels.sample_case import Row, draw_logits, make_tables
 
 VOCAB = 70
-SPLIT = 512  # of what is counted: the interpreter is slow
+SPLIT = 512  # the interpreter is slow
 HISTORY = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
 NOISY: dict[str, Any] = {"temperature": 0.8}
 LIMITED: dict[str, Any] = {"temperature": 1.3, "top_k": 12, "top_p": 0.9, "min_p": 0.01}
@@ -92,67 +98,61 @@ def test_halves_are_widened_only_where_something_is_added(step: str) -> None:
     torch.testing.assert_close(got.top_logprobs, expected.top_logprobs)
 
 
-def watched(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, size_of: Callable[..., int]
-) -> list[int]:
-    """The size of each call of a function of the kernel."""
-    sizes: list[int] = []
-    real = getattr(owner, name)
-
-    def noted(*given: Any) -> Any:
-        sizes.append(size_of(*given))
-        return real(*given)
-
-    monkeypatch.setattr(owner, name, noted)
-    return sizes
-
-
 def test_common_limits_are_settled_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search is exact but slow; what it is asked for is counted."""
-    searches = watched(monkeypatch, token_set, "_last_member", lambda *_given: 1)
+    search = Mock(side_effect=token_set._last_member)
+    monkeypatch.setattr(token_set, "_last_member", search)
     rows = [Row(temperature=0.7, top_k=20, top_p=0.8), Row(temperature=0.8, top_p=0.95)] * 8
-    assert_draws(draw_logits(len(rows), 700), rows)
-    assert len(searches) <= 2
-
-
-def assert_draws(logits: Tensor, rows: list[Row]) -> None:
     indices, *tables = make_tables(rows)
-    given = (logits, indices, indices, *tables)
+    given = (draw_logits(len(rows), 700), indices, indices, *tables)
     got, _ = kernel.sample(*given, has_noise=True, has_limits=True)
     assert torch.equal(got, kernel.sample_ref(*given, has_noise=True, has_limits=True)[0])
+    assert search.call_count <= 2
 
 
-def test_ranking_reads_no_split_that_is_below_all_candidates(
-    monkeypatch: pytest.MonkeyPatch,
+LIMITS: list[dict[str, Any]] = [{}, {"top_k": 7, "top_p": 0.9}, {"min_p": 0.1}]
+SAMPLERS: dict[str, Callable[[], SampleOps]] = {
+    "torch": lambda: PLAIN_OPS,
+    "torch in shapes of graphs": lambda: SHAPED_OPS,
+    "compiled": compiled_sample_ops,
+    "triton": lambda: triton_sample_ops(torch.float32),
+}
+
+
+@pytest.fixture
+def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "SPLIT", SPLIT)
+    monkeypatch.setattr(token_set, "SPLIT", SPLIT, raising=False)
+
+
+def init_of(row: int, temperature: float, limits: dict[str, Any]) -> RowInit:
+    """As a request with this temperature reaches the device."""
+    body = GenerationBody(temperature=temperature, seed=row, **limits)
+    asked = sampling_of(body, max_tokens=1, logprobs=None, draw_seed=lambda: 1, defaults=NEUTRAL)
+    return greedy(row, seed=row, temperature=asked.temperature, **limits)
+
+
+@pytest.mark.usefixtures("small_splits")
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_the_likeliest_token_comes_at_every_cold_temperature(sampler: str) -> None:
+    cases = [(cold, limits) for limits in LIMITS for cold in (SMALLEST_TEMPERATURE, 1e-45)]
+    rows = range(1, len(cases) + 1)
+    logits = 300 * torch.randn((len(cases), VOCAB), generator=torch.Generator().manual_seed(5))
+    inits = [init_of(row, *case) for row, case in zip(rows, cases, strict=True)]
+    drawn = [DrawAt(row, 3) for row in rows]
+    got = run_sampler(logits, inits, [[1, 2, 3]] * len(rows), drawn, ops=SAMPLERS[sampler]())
+    assert got.tokens.tolist() == logits.argmax(dim=1).tolist()
+    assert got.is_valid.all()
+
+
+@pytest.mark.parametrize("temperature", [9.9e-6, 1e-30, 5e-324])
+def test_a_cold_temperature_of_a_request_or_of_the_models_defaults_is_greedy(
+    temperature: float,
 ) -> None:
-    """Two of the four splits hold something. Rows without limits need no ranking at all; those of
-    which the best token was drawn have it ranked among the equals of its split."""
-    monkeypatch.setattr(kernel, "SPLIT", SPLIT)
-    sizes = watched(
-        monkeypatch,
-        kernel,
-        "load_scaled",
-        lambda _logits, columns, *_given: columns.numel.value if hasattr(columns, "numel") else 1,
-    )
-    logits = draw_logits(1, 4 * SPLIT)
-    logits[:, : 2 * SPLIT] -= 100.0
-    peaked = Row(temperature=0.01, top_p=0.9)
-    for row, num_splits in (
-        (Row(temperature=0.0), 0),
-        (Row(), 0),
-        (peaked, 1),
-        (Row(top_p=0.3), 2),
+    defaults = GenerationDefaults(temperature=temperature)
+    for body, given in (
+        (GenerationBody(), defaults),
+        (GenerationBody(temperature=temperature), NEUTRAL),
     ):
-        sizes.clear()
-        assert_draws(logits, [row])
-        assert sizes.count(kernel.TILE) == num_splits * SPLIT // kernel.TILE
-
-
-def test_a_set_is_searched_for_among_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a flat row's thousands of tokens, of which noise mostly lifts others."""
-    monkeypatch.setattr(kernel, "SPLIT", SPLIT)
-    lengths = watched(monkeypatch, kernel, "search", lambda *given: int(given[2]))
-    rows = [Row(top_k=5), Row(top_k=20, top_p=0.5), Row(min_p=0.5)] * 2
-    assert_draws(draw_logits(1, 4 * SPLIT, spread=1.0).repeat(len(rows), 1), rows)
-    assert lengths
-    assert max(lengths) < SPLIT
+        asked = sampling_of(body, max_tokens=1, logprobs=None, draw_seed=lambda: 1, defaults=given)
+        assert asked.temperature == 0

@@ -9,10 +9,7 @@ import pytest
 import torch
 
 from aserve.errors import BugError
-from aserve.gpu.attention.sdpa import PagedSdpa
-from aserve.gpu.models.base import HiddenCapture
-from aserve.gpu.step.forward_batch import ForwardBatch, ForwardOverrides, PlanMarker
-from tests.fakes.hash_model import HashModel
+from aserve.gpu.step.forward_batch import ForwardBatch, PlanMarker
 from tests.gpu.device_tables import device_batch, paged
 
 
@@ -70,30 +67,7 @@ def test_building_changes_nothing_and_what_it_made_belongs_to_one_forward() -> N
     assert before == (contents(batch), [table.tolist() for table in shared.page_tables])
 
 
-def test_hidden_states_are_kept_for_the_forward_that_asked_and_no_other() -> None:
-    model, pools = HashModel(window=6), paged()
-    backend = PagedSdpa(pools, (None, 6))
-    capture = HiddenCapture(wants_before_norm=True)
-    kept: list[torch.Tensor | None] = []
-    for overrides in (ForwardOverrides(capture=capture), ForwardOverrides()):
-        made = ForwardBatch.init_new(device_batch([3], [0]), pools, overrides)
-        attend = backend.bind(made, backend.plan(made))
-        hidden = model.forward(made.input_ids, made.cache_positions, attend, capture=made.capture)
-        kept.append(hidden)
-    assert capture.before_norm is kept[0]
-
-
 # ---------------------------------------------------------------- the attention plan's marker
-
-
-def test_a_fresh_batch_needs_a_plan_and_a_marked_one_does_not() -> None:
-    made = forward([1, 1], [3, 4])
-    assert made.needs_attention_plan()
-    with pytest.raises(BugError, match="nobody planned"):
-        assert made.plan
-    made.mark_attention_planned("plan")
-    assert not made.needs_attention_plan()
-    assert made.plan == "plan"
 
 
 def test_a_batch_reshaped_after_a_replannable_plan_is_planned_again() -> None:

@@ -8,9 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from aserve.errors import BugError
 from aserve.gpu.step.future_map import LAST_TOKEN, SEQ_LEN, FutureMap, RelayField
-from aserve.messages.results import StepFailed, StepResult
+from aserve.messages.results import StepFailed
 from aserve.messages.step import RowInit
 from tests.fakes.hash_model import HashModel
 from tests.gpu.batch_builder import greedy, running
@@ -94,11 +93,6 @@ def test_what_was_read_does_not_change_with_the_next_stash() -> None:
     assert (read.tolist(), resolved.tolist()) == ([7], [7])
 
 
-def test_a_field_that_two_declare_is_refused() -> None:
-    with pytest.raises(BugError, match="declared twice"):
-        FutureMap((*FIELDS, FIELDS[0]), max_rows=1, device=CPU)
-
-
 # ---------------------------------------------------------------- stamps, in a real step
 
 
@@ -132,8 +126,3 @@ async def test_a_wrong_relay_read_fails_its_step(steps: list[Step], written: int
     assert outcome.error.code == "bug"
     says = f"row 2 reads the relay of step 1, but step {written} wrote it"
     assert says in outcome.error.message
-
-
-async def test_the_right_relay_read_is_no_failure() -> None:
-    outcome = await outcome_of(FIRST, ({3: [5]}, [3], []), NEXT, expects=1)
-    assert isinstance(outcome, StepResult)

@@ -14,11 +14,11 @@ import torch
 from aserve.errors import BugError
 from aserve.gpu.device.cuda.ops import triton_resolve
 from aserve.gpu.step.forward_batch import ForwardBatch
-from aserve.gpu.step.future_map import LAST_TOKEN, SEQ_LEN
+from aserve.gpu.step.future_map import LAST_TOKEN
 from aserve.gpu.step.resolve import DRAFTS, DeviceState, Resolve, resolve, resolved_batch
 from aserve.messages.base import pack_i32
 from aserve.messages.step import PageWrites, ScheduleBatch, VerifyPlan
-from tests.gpu.batch_builder import greedy
+from tests.gpu.batch_builder import greedy, schedule_batch
 from tests.gpu.device_tables import MAX_ROWS, PAGE_SIZE, bring, make_tables
 
 # The relay before each case: row r has sampled 100 + r, published the length 9 + r, and drafted
@@ -82,17 +82,13 @@ def tables_in_use() -> DeviceState:
 
 
 def batch_of(case: Case) -> ScheduleBatch:
-    return ScheduleBatch(
-        iteration=5,
-        rows=pack_i32(case.rows),
-        query_lens=pack_i32(case.query_lens),
-        input_ids=pack_i32(case.input_ids),
-        next_ids=pack_i32([-row for row in case.rows]),
-        kv_lens=pack_i32(case.kv_lens),
+    return schedule_batch(
+        case.rows,
+        case.query_lens,
+        case.input_ids,
+        case.kv_lens,
         bounds=bytes(case.bounds or len(case.rows)),
         expects=pack_i32([4 for _ in case.rows]),
-        sample_rows=pack_i32(case.rows),
-        page_writes=(PageWrites(),),
         verify=VerifyPlan(pack_i32(case.num_drafts)) if case.num_drafts else None,
     )
 
@@ -126,14 +122,6 @@ def test_each_kind_of_step_resolves_to_known_ids_at_their_positions(name: str, b
     assert found == written
 
 
-def test_resolving_changes_no_relay_field() -> None:
-    state = tables_in_use()
-    bring(batch_of(CASES["verify behind a bound"]), state)
-    assert state.relay.read(LAST_TOKEN, EVERY_ROW).tolist() == (EVERY_ROW + 100).tolist()
-    assert state.relay.read(SEQ_LEN, EVERY_ROW).tolist() == (EVERY_ROW + 9).tolist()
-    assert state.relay.written_iter.tolist() == [0, *[4] * MAX_ROWS]
-
-
 def test_a_batch_whose_parts_disagree_is_refused() -> None:
     case = Case([2], [3], [5, 6], [0], [], [])
     with pytest.raises(BugError, match="is not one batch"):
@@ -143,27 +131,17 @@ def test_a_batch_whose_parts_disagree_is_refused() -> None:
 # ---------------------------------------------------------------- tenants and pages
 
 
-def tenant(*, row: int, kv_len: int, writes: PageWrites) -> ScheduleBatch:
-    return ScheduleBatch(
-        iteration=5,
-        rows=pack_i32([row]),
-        query_lens=pack_i32([2]),
-        input_ids=pack_i32([1, 2]),
-        next_ids=pack_i32([-row]),
-        kv_lens=pack_i32([kv_len]),
-        bounds=b"\0",
-        expects=pack_i32([0]),
-        sample_rows=pack_i32([row]),
-        page_writes=(writes,),
-        row_inits=(greedy(row, seed=-3, top_k=4, temperature=0.5, min_p=0.25),),
-    )
+def tenant(*, kv_len: int, writes: PageWrites) -> ScheduleBatch:
+    """Row 2 begins."""
+    init = greedy(2, seed=-3, top_k=4, temperature=0.5, min_p=0.25)
+    return schedule_batch([2], [2], [1, 2], [kv_len], page_writes=(writes,), row_inits=(init,))
 
 
 def test_a_new_tenant_finds_nothing_of_the_former_one() -> None:
     """Page table, stamp and parameters are its own; its neighbours' stay."""
     state = tables_in_use()
     writes = PageWrites(pack_i32([2]), pack_i32([0]), pack_i32([19]))
-    bring(tenant(row=2, kv_len=0, writes=writes), state)
+    bring(tenant(kv_len=0, writes=writes), state)
     table = state.pools.page_tables[0]
     assert table[2].tolist()[:4] == [19, 0, 0, 0]
     assert table[3].tolist()[:3] == [9, 10, 11]
@@ -181,7 +159,7 @@ def test_new_pages_are_emptied_and_pages_with_a_prefix_are_not() -> None:
     keys = state.pools.layers[0].keys
     keys.fill_(float("nan"))
     writes = PageWrites(pack_i32([2, 2]), pack_i32([0, 1]), pack_i32([19, 18]))
-    bring(tenant(row=2, kv_len=PAGE_SIZE, writes=writes), state)
+    bring(tenant(kv_len=PAGE_SIZE, writes=writes), state)
     assert (keys[18 * PAGE_SIZE : 19 * PAGE_SIZE] == 0).all()
     assert keys[19 * PAGE_SIZE :].isnan().all()
     assert keys[: 18 * PAGE_SIZE].isnan().all()

@@ -1,4 +1,4 @@
-"""A step's arrays in one buffer: there again on the device, and where kernels want them."""
+"""A step's arrays in one buffer, and the host buffers that are used again."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aserve.gpu.device.cpu.device import CpuDevice
+from aserve.gpu.transfer.pinned import MIN_WORDS, POISON, PinnedSlots
 from aserve.gpu.transfer.staging import DeviceArrays, HostArrays
 
 KERNEL_BYTES = 16  # a pointer that is a multiple of it is another kernel's than one that is not
@@ -34,3 +36,25 @@ def test_every_array_is_found_again_and_begins_where_all_others_do(
         assert there.wide_ints(f"w{number}").tolist() == [n - (1 << 40) for n in range(length)]
     for place in indices.values():
         assert place.start * words.itemsize % KERNEL_BYTES == 0
+
+
+def test_a_slot_is_used_again_only_after_it_was_given_back_and_if_it_is_large_enough() -> None:
+    slots = PinnedSlots(CpuDevice())
+    first = slots.take(10)
+    second = slots.take(10)
+    assert second is not first
+    slots.give_back(first)
+    assert slots.take(10) is first
+    slots.give_back(second)
+    large = slots.take(MIN_WORDS + 1)
+    assert len(large.words) > MIN_WORDS
+    slots.give_back(large)
+    assert slots.take(10) is large
+
+
+def test_in_debug_mode_nothing_can_be_read_from_a_slot_that_was_given_back() -> None:
+    slots = PinnedSlots(CpuDevice(), is_debug=True)
+    slot = slots.take(3)
+    slot.words[:3] = [1, 2, 3]
+    slots.give_back(slot)
+    assert slot.prefix(3).tolist() == [POISON] * 3

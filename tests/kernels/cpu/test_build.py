@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from aserve_kernels.cpu import build
 from aserve_kernels.cpu.build import KernelBuildError, KernelVariant, build_kernels
 
 VARIANTS = [KernelVariant("int8_linear", "float32"), KernelVariant("rms_norm", "float32")]
@@ -52,11 +51,6 @@ def test_built_kernels_are_loaded_and_another_processor_builds_its_own(tmp_path:
     missing, log = ran(USE, tmp_path, NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES="")
     assert missing == "2"
     assert "compiling a kernel" in log
-
-
-def test_where_no_code_is_kept_nothing_counts_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aserve_kernels.cpu.build.config.CACHE_DIR", "")
-    assert build.missing_kernels(VARIANTS) == []
 
 
 def test_a_worker_that_ends_early_is_an_error_and_ends_the_build(

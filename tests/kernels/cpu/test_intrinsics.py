@@ -3,11 +3,7 @@ test_precompile.py runs the plain functions that stand for them."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
-import pytest
 import torch
 from numba import njit
 
@@ -54,25 +50,8 @@ def compared(a: Float32s, b: Float32s, target: Float32s) -> None:
     target[LANES] = reduce_max(lanes)
 
 
-@pytest.mark.parametrize("largest_at", range(LANES))
-def test_the_maximum_is_found_in_every_lane(largest_at: int) -> None:
-    a = np.full(LANES, -np.inf, np.float32)
-    b = np.linspace(-3, 3, LANES, dtype=np.float32)
-    a[largest_at] = 4
-    target = np.zeros(LANES + 1, np.float32)
-    compared(a, b, target)
-    assert target.tolist() == [*np.maximum(a, b).tolist(), 4]
-
-
 @njit()
 def doubled(address: int, like: np.ndarray) -> float:
     table = array_at(address, (2, 3), like)
     table[1, 2] *= 2
     return table[1, 2]
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.uint16])
-def test_what_stands_at_an_address_is_read_and_written(dtype: npt.DTypeLike) -> None:
-    numbers: npt.NDArray[Any] = np.arange(1, 8, dtype=dtype)
-    assert doubled(numbers[1:].ctypes.data, np.empty(0, dtype)) == 14
-    assert numbers.tolist() == [1, 2, 3, 4, 5, 6, 14]

@@ -71,12 +71,6 @@ def test_a_kernel_is_compiled_once_and_says_so(caplog: pytest.LogCaptureFixture)
     assert numbers.tolist() == [2, 2]
 
 
-def test_a_call_compiles_nothing() -> None:
-    compile_ahead(_double, FLOATS)
-    with pytest.raises(TypeError, match="No matching definition"):
-        _double(np.ones(2, np.float64))
-
-
 @pytest.mark.slow
 def test_the_kernels_run_without_a_compiler() -> None:
     """NUMBA_DISABLE_JIT=1 is how one steps through them."""

@@ -9,8 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from aserve.bench.machine import Machine
 from aserve.errors import ConfigError
 from tools.gpu_check.check import Check
+from tools.gpu_check.goals import judge_all
+from tools.gpu_check.host import Gpu, Host
+from tools.gpu_check.marked_tests import read_report
 from tools.gpu_check.options import GpuCheckOptions
 from tools.gpu_check.parts import Part
 from tools.gpu_check.records import Figures, Record, Records
@@ -34,15 +38,6 @@ def stored(out: Path, name: str, **fields: Any) -> Record:
     record = msgspec.structs.replace(record, **fields)
     Records(out).write(record)
     return record
-
-
-def test_what_is_there_is_not_run_again(tmp_path: Path) -> None:
-    records = {
-        "one": stored(tmp_path, "one"),
-        "two": stored(tmp_path, "two", status="failed", reason="it did"),
-        "three": stored(tmp_path, "three", status="killed", reason="it was"),
-    }
-    assert check(tmp_path, {name: part() for name in records}) == records
 
 
 @pytest.mark.parametrize(
@@ -121,12 +116,62 @@ def test_what_a_user_can_mend_is_one_line(tmp_path: Path) -> None:
         check(tmp_path, parts)
 
 
-def test_the_merged_file_alone_is_enough_to_go_on(tmp_path: Path) -> None:
-    """As after a machine that gives back one file: and a part's own file is newer."""
-    old = {"one": stored(tmp_path, "one"), "two": stored(tmp_path, "two")}
-    Records(tmp_path).merge(old)
-    for path in (tmp_path / "parts").iterdir():
-        path.unlink()
-    assert Records(tmp_path).read() == old
-    newer = stored(tmp_path, "two", status="failed")
-    assert check(tmp_path, {name: part() for name in old}) == old | {"two": newer}
+HOST = Host(
+    Machine("a processor", 16, (), {"torch": "2.11.0+cu130"}, "2026-12-01T10:00:00+00:00"),
+    Gpu("NVIDIA H200", 139.8, "9.0", "580.1", "13.0", {"triton": "3.6.0"}),
+)
+
+
+def record(part: str, figures: Figures, **fields: Any) -> Record:
+    fields = {"status": "done", "shape": "full"} | fields
+    return Record(part=part, device="cuda", figures=figures, host=HOST, **fields)
+
+
+def relay(p50_us: float) -> Record:
+    return record("bench-relay", {"idle": {"resolve_p50_us": p50_us}, "saturated": {}})
+
+
+GREEN = record("tests-a", {"passed": 7, "failed": 0})
+RED = record("tests-b", {"passed": 2, "failed": 1})
+LOST = record("tests-c", {}, status="killed")
+LEFT = record("tests-a", {}, status="not run", reason="no GPU")
+
+
+@pytest.mark.parametrize(
+    ("records", "part", "value", "text"),
+    [
+        ([record("overlap", {"gain": 1.2})], "overlap", "1.200", "reached"),
+        ([record("overlap", {"gain": 1.15 * 0.95})], "overlap", "1.092", "missed by 5.0%"),
+        ([relay(18.0)], "bench-relay", "18", "reached"),
+        ([relay(360.0)], "bench-relay", "360", "missed by 20.0%"),
+        ([], "overlap", "", "not run"),
+        (
+            [record("overlap", {}, status="killed", reason="after 470 s")],
+            *("overlap", "", "killed: after 470 s"),
+        ),
+        ([record("overlap", {})], "overlap", "", "no figure"),
+        (
+            [record("overlap", {"gain": 9.0}, shape="tiny")],
+            *("overlap", "9.000", "dry run: no verdict"),
+        ),
+        ([GREEN], "tests", "0 of 7", "reached"),
+        ([GREEN, RED], "tests", "1 of 10", "missed: 1 failed"),
+        ([GREEN, LOST], "tests", "0 of 7", "missed: 0 failed, no result of tests-c"),
+        ([LEFT], "tests", "", "not run: no GPU"),
+    ],
+)
+def test_a_figure_is_judged_and_one_that_is_not_there_says_why(
+    records: list[Record], part: str, value: str, text: str
+) -> None:
+    verdicts = judge_all({one.part: one for one in records})
+    assert next((v.value, v.text) for v in verdicts if v.measure.part == part) == (value, text)
+
+
+def test_a_test_that_was_skipped_counts_as_failed(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text(
+        "<testsuites><testsuite><testcase name='a'/><testcase name='b'><failure/></testcase>"
+        "<testcase name='c'><skipped/></testcase><testcase name='d'><error/></testcase>"
+        "</testsuite></testsuites>"
+    )
+    assert read_report(report) == {"passed": 1, "failed": 3, "names": ["b", "c", "d"]}

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -92,36 +91,6 @@ def test_every_file_with_tests_for_a_gpu_is_a_part(pytestconfig: pytest.Config) 
     assert files <= {part.argument for part in parts.values()}
     assert all(part.needs_gpu for part in parts.values())
     assert max(part.limit_s for part in all_parts().values()) < 480
-
-
-def write_wheel(folder: Path, name: str) -> None:
-    info = f"{name}-1.0.dist-info"
-    files = {
-        f"{name}.py": "VALUE = 7\n",
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
-    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
-        for path, text in files.items():
-            wheel.writestr(path, text)
-
-
-@pytest.mark.slow
-def test_a_package_out_of_a_wheel_is_found_before_the_engine_is_imported(tmp_path: Path) -> None:
-    """In the process of the part, too; a folder without wheels is one line."""
-    wheels, out = tmp_path / "wheels", tmp_path / "out"
-    wheels.mkdir()
-    dry = ("--device", "cpu", "--shape", "tiny", "--parts", "limits")
-    command = ("-m", "tools.gpu_check", *dry, "--wheels", str(wheels), "--out", str(out))
-    ended = run(*command)
-    assert ended.returncode == 2
-    assert ended.stderr.splitlines() == [f"gpu-check: --wheels {wheels}: it has no wheels"]
-    write_wheel(wheels, "aserve_wheel_probe")
-    ended = run(*command)
-    assert ended.returncode == 0, ended.stderr
-    assert Records(out).read()["limits"].status == "done"
-    assert (out / "site" / "aserve_wheel_probe.py").exists()
 
 
 def test_the_way_to_the_wheels_needs_no_package() -> None:

@@ -1,19 +1,24 @@
 """The bundled weights, in float32, on what training held out: the numbers the README promises."""
 
+from __future__ import annotations
+
 import re
 from functools import partial
 
 import pytest
 
+from aserve.engine import Engine
 from aserve.tiny import MODEL_DIR
-from tools.train_tiny.cases import Suite, all_suites, is_story_of_two, is_weather_call
+from tests.architecture.source import ROOT
+from tools.train_tiny.cases import Suite, all_suites
 from tools.train_tiny.corpus.split import is_held_out
 from tools.train_tiny.corpus.sums import is_held_out_sum
-from tools.train_tiny.evaluate import answer_text, held_out_loss, score
+from tools.train_tiny.evaluate import held_out_loss, score
+from tools.train_tiny.examples import EXAMPLES, MAX_TOKENS, shown
 from tools.train_tiny.export import load_network
 from tools.train_tiny.greedy import generate
 from tools.train_tiny.network import Llama
-from tools.train_tiny.tokenizer import EOT, chat_prompt, load_tokenizer
+from tools.train_tiny.tokenizer import load_tokenizer
 
 REQUIRED = {
     "recall after 50": 95,
@@ -50,23 +55,6 @@ def test_stories_cost_at_most_so_many_nats(network: Llama) -> None:
     assert held_out_loss(network, TOKENIZER, kind="story") <= 0.40
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("question", "part"),
-    [
-        ("What is 27 plus 15?", "27 plus 15 is 42."),
-        ("Return JSON for Sam.", '{"name": "Sam", '),
-        ("What is the weather in Rome?", '{"city": "Rome"}'),
-        ("Count: 5 6 7 8", "9 10 11 12 13"),
-        ("Write a story about a dog at the beach.", "there was a dog named"),
-    ],
-)
-def test_the_examples_of_the_readme_are_answered(network: Llama, question: str, part: str) -> None:
-    ids = generate(network, [chat_prompt(TOKENIZER, question)], 400)[0]
-    assert part in answer_text(ids, TOKENIZER)
-    assert ids[-1] == EOT
-
-
 def test_every_case_is_held_out_and_none_is_asked_twice() -> None:
     by_name = {suite.name: [TOKENIZER.decode(c.prompt) for c in suite.cases] for suite in SUITES}
     assert all(len(set(prompts)) == len(prompts) for prompts in by_name.values())
@@ -82,11 +70,17 @@ def test_every_case_is_held_out_and_none_is_asked_twice() -> None:
     assert all(is_held_out("hero", *hero) for hero in heroes)
 
 
-def test_answers_are_judged_by_their_content() -> None:
-    call = '<|tool_call|>{"name": "get_weather", "arguments": {"city": "Rome"}}<|/tool_call|>'
-    assert is_weather_call(call, "Rome")
-    assert not is_weather_call(call, "Oslo")
-    assert not is_weather_call(call.replace("}}", "}"), "Rome")
-    assert is_story_of_two("Mia met Tom. Tom and Mia were friends.", "Mia")
-    assert not is_story_of_two("Mia met Mia. They were friends.", "Mia")
-    assert not is_story_of_two("Mia met Tom. Tom and Ben were friends.", "Mia")
+CARD = ROOT / "aserve" / "tiny" / "model" / "README.md"
+
+
+@pytest.mark.slow
+def test_the_answers_on_the_card_are_those_of_the_bundled_model() -> None:
+    card = CARD.read_text()
+    prompts = [
+        [{"role": "user", "content": example.text}] if example.is_chat else example.text
+        for example in EXAMPLES
+    ]
+    with Engine() as engine:
+        answers = engine.generate_sync(prompts, temperature=0, max_tokens=MAX_TOKENS)
+    for example, answer in zip(EXAMPLES, answers, strict=True):
+        assert shown(example, answer.text) in card, example.text

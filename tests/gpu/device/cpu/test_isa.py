@@ -1,13 +1,17 @@
-"""What is known of the processor follows what its user lets the libraries do."""
+"""What is known of the processor follows what its user allows; pools take no memory unused."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
+from aserve.gpu.device.cpu.device import CpuDevice
 from tests.avx2_machine import AVX2_ONLY
 
 # The words of one line: bfloat16, vectors, and the dtype and bits of weights of a large model.
@@ -42,3 +46,21 @@ def test_nothing_is_chosen_that_the_libraries_may_not_use(
     program = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(program, capture_output=True, text=True, env=given, check=True)
     assert done.stdout.startswith(seen)
+
+
+MIB = 1 << 20
+
+
+def resident_bytes() -> int:
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pool_is_zero_and_not_resident_before_it_is_written(dtype: torch.dtype) -> None:
+    before = resident_bytes()
+    pool = CpuDevice().zeros((2, 64 * MIB), dtype)
+    assert resident_bytes() - before < 8 * MIB
+    pool[1, :4] = 1
+    assert (pool.dtype, pool[:, :8].sum().item()) == (dtype, 4)

@@ -55,20 +55,6 @@ def test_a_tensor_that_does_not_fit_is_named_and_none_is_made_up(
     assert complaint in refusal_of(tmp_path)
 
 
-def test_a_directory_without_weights_is_one_clear_error(tmp_path: Path) -> None:
-    directory = write_config(tmp_path, "Cohere", "CohereForCausalLM")
-    assert refusal_of(directory).startswith(f"the weights in {directory} cannot be read: ")
-
-
-def test_progress_goes_up_to_all_bytes(tmp_path: Path) -> None:
-    calls: list[tuple[int, int]] = []
-    directory = write_model(tmp_path, "Cohere")
-    load_model(directory, on_progress=lambda *call: calls.append(call))
-    assert len(calls) > 5
-    assert calls == sorted(calls)
-    assert calls[-1][0] == calls[-1][1]
-
-
 def test_dummy_weights_need_a_configuration_alone_and_are_the_same_each_time(
     tmp_path: Path,
 ) -> None:
@@ -122,13 +108,6 @@ def test_linear_layers_get_the_form_that_the_device_wants(tmp_path: Path) -> Non
     other = load_model(directory, target=Target(prepare=noting))
     assert len(shapes) == 2 * 7 + 1
     assert not torch.allclose(logits_of(other), logits_of(load_model(directory)))
-
-
-def test_native_code_is_taken_where_it_is_unless_asked_otherwise(tmp_path: Path) -> None:
-    directory = write_model(tmp_path, "Llama")
-    native, other = load_model(directory), load_model(directory, model_impl="transformers")
-    assert type(native) is not type(other)
-    torch.testing.assert_close(logits_of(native), logits_of(other))
 
 
 def test_a_device_that_runs_out_of_memory_is_not_the_architecture_s_fault(tmp_path: Path) -> None:

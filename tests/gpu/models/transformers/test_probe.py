@@ -53,12 +53,6 @@ def test_windows_scales_and_caps_are_those_that_the_layers_use() -> None:
     assert (found.hidden_size, found.vocab_size) == (32, 48)
 
 
-@pytest.mark.parametrize(("window", "expected"), [(63, 63), (64, None), (100, None)])
-def test_a_window_as_long_as_the_context_is_none(window: int, expected: int | None) -> None:
-    specs = probed("Mistral", sliding_window=window).specs
-    assert [spec.window for spec in specs.values()] == [expected, expected]
-
-
 @pytest.mark.parametrize(
     ("family", "architecture", "reason"),
     [
@@ -106,6 +100,12 @@ def test_a_convolution_over_tokens_is_seen() -> None:
     assert "mixes tokens outside of attention" in reason_against(model)
 
 
+@pytest.mark.parametrize(("window", "expected"), [(63, 63), (64, None), (100, None)])
+def test_a_window_as_long_as_the_context_is_none(window: int, expected: int | None) -> None:
+    specs = probed("Mistral", sliding_window=window).specs
+    assert [spec.window for spec in specs.values()] == [expected, expected]
+
+
 def test_a_layer_that_doesn_t_attend_is_seen() -> None:
     class Deaf(nn.Module):
         def forward(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
@@ -136,11 +136,3 @@ def test_a_head_that_looks_beyond_the_hidden_states_is_seen() -> None:
     noise = [torch.randn(48), torch.zeros(48)]
     model.lm_head.register_forward_hook(by_order)
     assert "makes its logits from more than" in reason_against(model)
-
-
-def test_attention_is_refused_what_it_would_ignore() -> None:
-    model = model_of("Llama")
-    attention = model.model.layers[0].self_attn
-    plain = attention.forward
-    attention.forward = lambda *args, **kwargs: plain(*args, **kwargs, position_bias=torch.ones(1))
-    assert "gives attention position_bias" in reason_against(model)

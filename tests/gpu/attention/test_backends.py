@@ -1,7 +1,9 @@
-"""The backend that gathers pages for scaled_dot_product_attention, and the reference itself."""
+"""The backends that gather pages for scaled_dot_product_attention or run Triton's kernels, and the
+reference itself, on every kind of step. The kernels have tests of their own, for all lengths."""
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from aserve.gpu.attention.reference import TorchReference
 from aserve.gpu.attention.sdpa import PagedSdpa
 from aserve.gpu.device.cpu.device import CpuDevice
+from aserve.gpu.kv.layer_groups import AttentionInputs
 from aserve.gpu.step.forward_batch import ForwardBatch
 from tests.gpu.attention.backend_parity import (
     HEAD_DIM,
@@ -25,11 +28,28 @@ from tests.gpu.attention.backend_parity import (
 )
 from tests.gpu.device_tables import device_batch
 
+FLOAT32 = Layout(layer(), dtype=torch.float32)
+SCALED = msgspec.structs.replace(layer(window=40), kv_scales=(0.5, 2.0))
+OF_TRITON = {
+    "a cap": Layout(layer(heads=(6, 1), softcap=2.0), 1, torch.float32),
+    "a window of one": Layout(layer(heads=(6, 1), window=1), 24, torch.float32),
+    "a window of a page and a cap": Layout(layer(window=16, softcap=2.0), 24, torch.float32),
+    "a window of several tiles": Layout(layer(heads=(6, 1), window=290), 1, torch.float32),
+    "bfloat16": Layout(layer(), dtype=torch.bfloat16),
+    "KV in bfloat16": Layout(SCALED, dtype=torch.float32, kv_dtype=torch.bfloat16),
+    "KV in eight bits": Layout(SCALED, dtype=torch.float32, kv_dtype=torch.float8_e4m3fn),
+}
+
 
 @pytest.mark.parametrize("page_size", [1, 16, 24])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_equals_the_reference(shape: str, page_size: int) -> None:
     assert_parity("paged-sdpa", Layout(layer(), page_size), shape)
+
+
+@pytest.mark.parametrize("shape", ["no row", "one decode", "chunk", "verify windows", "mixed"])
+def test_every_kind_of_step_in_triton_equals_the_reference(shape: str) -> None:
+    assert_parity("triton", FLOAT32, shape)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -41,6 +61,11 @@ def test_every_kind_of_layer_equals_the_reference(
     spec = layer(heads=heads, window=window, softcap=softcap)
     for shape in ("mixed", "decodes of all lengths", "no row"):
         assert_parity("paged-sdpa", Layout(spec, dtype=dtype), shape)
+
+
+@pytest.mark.parametrize("layout", OF_TRITON.values(), ids=OF_TRITON)
+def test_every_kind_of_layer_in_triton_equals_the_reference(layout: Layout) -> None:
+    assert_parity("triton", layout, "mixed")
 
 
 def test_the_reference_is_a_softmax_over_what_a_token_may_see() -> None:
@@ -83,3 +108,29 @@ def test_a_bound_above_the_length_changes_nothing() -> None:
     expected = attended(PagedSdpa(pools, (None,)), layout, made)
     made.len_bounds_cpu[:] = np.array([17, 29])
     torch.testing.assert_close(attended(PagedSdpa(pools, (None,)), layout, made), expected)
+
+
+def test_padding_rows_and_later_lengths_need_no_other_plan() -> None:
+    """The plan of a captured forward holds for every step of its shape, because lengths, pages and
+    slots are read on the device."""
+    pools = FLOAT32.pools(3)
+    later = device_batch([1, 1, 1], [9, 70, 40])
+    fill(pools, FLOAT32, later)
+    backend = built("triton", FLOAT32, pools)
+    captured = ForwardBatch.init_new(device_batch([1, 1], [0, 0]), pools).padded(4)
+    step = ForwardBatch.init_new(later, pools).padded(4)
+    got = attended(backend, FLOAT32, step, backend.plan(captured))
+    assert torch.equal(got, attended(backend, FLOAT32, step))
+    alone = attended(backend, FLOAT32, ForwardBatch.init_new(later, pools))
+    assert torch.equal(got[:3], alone)
+
+
+def test_a_query_of_any_strides_is_read_as_it_is() -> None:
+    pools = FLOAT32.pools(1)
+    batch = ForwardBatch.init_new(device_batch([3], [0]), pools)
+    backend = built("triton", FLOAT32, pools)
+    heads = torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(0))
+    attend = backend.bind(batch, backend.plan(batch))
+    expected = attend(FLOAT32.layer, AttentionInputs(heads))
+    apart = heads.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(attend(FLOAT32.layer, AttentionInputs(apart)), expected)
