@@ -38,9 +38,15 @@ REQUEST_ID = web.RequestKey("request_id", str)
 STARTED_AT = web.RequestKey("started_at", float)
 
 
-def origin_of(request: web.Request, context: HttpContext) -> Origin:
-    is_traced = context.latency.on_end is not None
-    limits = limits_in_headers(request.headers, started_s=request[STARTED_AT], is_traced=is_traced)
+def origin_of(
+    request: web.Request, context: HttpContext, *, started_s: float | None = None
+) -> Origin:
+    """`started_s` is the time when the call began, if that is not when the HTTP request did."""
+    limits = limits_in_headers(
+        request.headers,
+        started_s=request[STARTED_AT] if started_s is None else started_s,
+        is_traced=context.latency.on_end is not None,
+    )
     origin = origin_for(caller_for(request, context), request[REQUEST_ID], context, limits)
     return begin_with(request.get(BEGINNING, b""), origin)
 

@@ -6,7 +6,11 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import pytest
+
 from aserve.messages.base import array_i32
+from aserve.messages.requests import GenerateRequest
+from aserve.request_stream import RequestStream
 from tests.fakes.echo_engine import EchoEngine
 
 WAIT = {"queue_position", "expected_wait_ms"}
@@ -82,3 +86,16 @@ def prompts(echo: EchoEngine) -> list[str]:
     """The prompts that the engine got."""
     ids = [array_i32(request.prompt_ids).tolist() for request in echo.scheduler.admitted]
     return [echo.tokenizer.decode(each) for each in ids]
+
+
+def opened_requests(echo: EchoEngine, monkeypatch: pytest.MonkeyPatch) -> list[GenerateRequest]:
+    """The requests that the server opens from now on."""
+    opened: list[GenerateRequest] = []
+    submit = echo.gateway.open
+
+    def noted(*requests: GenerateRequest) -> RequestStream:
+        opened.extend(requests)
+        return submit(*requests)
+
+    monkeypatch.setattr(echo.gateway, "open", noted)
+    return opened

@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-from aserve.messages.requests import GenerateRequest
 from aserve.messages.step import ScheduleBatch
-from aserve.request_stream import RequestStream
 from tests.fakes.echo_engine import EchoEngine
 from tests.fakes.executor import SPEC, FakeExecutor
-from tests.http.asking import ask, bearer
+from tests.http.asking import ask, bearer, opened_requests
 from tests.http.whole_server import WholeServer, whole_server
 
 MESSAGES = [{"role": "user", "content": "a"}]
@@ -102,14 +100,7 @@ async def test_the_shortest_of_all_times_counts(
     max_queue_s: float | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    opened: list[GenerateRequest] = []
-    submit = echo.gateway.open
-
-    def noted(*requests: GenerateRequest) -> RequestStream:
-        opened.extend(requests)
-        return submit(*requests)
-
-    monkeypatch.setattr(echo.gateway, "open", noted)
+    opened = opened_requests(echo, monkeypatch)
     await ask(echo, "/v1/completions", {"prompt": "a"} | limits, headers=headers)
     assert (opened[0].timeout_s, opened[0].max_queue_s) == (timeout_s, max_queue_s)
 

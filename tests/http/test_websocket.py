@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -21,7 +22,7 @@ from aserve.http.responses.body import ResponseBody
 from aserve.http.responses.event_maker import EventMaker
 from aserve.http.responses.websocket import MAX_OPEN
 from tests.fakes.echo_engine import EchoEngine
-from tests.http.asking import prompts
+from tests.http.asking import opened_requests, prompts
 
 CLIENT_EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponsesServerEvent)
 CREATE: dict[str, Any] = {"type": "response.create", "model": "echo", "input": "hello 한"}
@@ -242,6 +243,16 @@ async def test_a_message_that_is_too_large_closes_with_1009(size: int) -> None:
             assert await close_code(socket) == WSCloseCode.MESSAGE_TOO_BIG
         else:
             assert (await answer_of(socket))[-1]["type"] == "response.incomplete"
+
+
+async def test_a_call_is_timed_from_its_own_message_on(
+    echo: EchoEngine, socket: Socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = opened_requests(echo, monkeypatch)
+    sent_s = time.monotonic()
+    await ask(socket, include_timings=True)
+    assert opened[0].started_s is not None
+    assert sent_s <= opened[0].started_s <= time.monotonic()
 
 
 async def test_more_than_may_wait_are_429_at_once(echo: EchoEngine, socket: Socket) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import time
 import uuid
 from collections import deque
 from collections.abc import Coroutine, Iterable
@@ -280,7 +281,8 @@ class ResponseSocket:
 
     async def _begin(self, request: SocketRequest) -> tuple[ResponseBody, Origin]:
         """Returns the body of a new response or of a fork, and its origin."""
-        origin = replace(origin_of(self._request, self._context), request_id=uuid.uuid4().hex)
+        origin = origin_of(self._request, self._context, started_s=time.monotonic())
+        origin = replace(origin, request_id=uuid.uuid4().hex)
         if request.envelope.type != "response.fork":
             work = functools.partial(body_of, request)
             return await self._intake.off_loop(work, size=len(request.data)), origin
