@@ -31,6 +31,7 @@ from aserve.gpu.executor import ExecutorParts, TorchExecutor
 from aserve.gpu.kv.layer_groups import LayerGroup, group_layers
 from aserve.gpu.kv.pools import KvOps, KvPools
 from aserve.gpu.kv.store import kv_dtype_name, kv_dtype_of
+from aserve.gpu.loads import Loads, model_reader
 from aserve.gpu.lora.tables import LoraTables
 from aserve.gpu.models.base import CausalModel, DraftModel, LoadPlan
 from aserve.gpu.models.load import make_loader
@@ -135,15 +136,15 @@ def build_on(
         )
         target = dataclasses.replace(target, wrap=loras.wrap)
     with names_the_option("the model does not fit; free memory of the device"):
-        model = loader.load(
-            LoadPlan(form.dtype, options.max_model_len, is_dummy, target, on_progress)
-        )
+        plan = LoadPlan(form.dtype, options.max_model_len, is_dummy, target, on_progress)
+        model = loader.load(plan)
     random = "random weights, " if is_dummy else ""
     about = f"{code.name} code ({code.why}), {random}{form.about}"
     mode = mode or MODES[options.decode]()
     max_mixed_prefill_tokens = options.max_mixed_prefill_tokens or form.max_mixed_prefill_tokens
     options = dataclasses.replace(options, max_mixed_prefill_tokens=max_mixed_prefill_tokens)
-    return assemble(model, mode, device, options, about=about, loras=loras)
+    loads = Loads(model, loras, model_reader(loader, plan))
+    return assemble(model, mode, device, options, about=about, loads=loads)
 
 
 def _refuse_adapters(code: Code) -> None:
@@ -163,12 +164,15 @@ def assemble(
     *,
     about: str | None = None,
     drafter: DraftModel | None = None,
-    loras: LoraTables | None = None,
+    loads: Loads | None = None,
 ) -> TorchExecutor:
     """Builds an executor around loaded models. `about` describes the weights if there is more to
-    say than their dtype. `loras` are those that the model was built with."""
+    say than their dtype. `loads` has the adapters that the model was built with."""
+    loads = loads or Loads(model)
     ops = device.ops(model.dtype, is_deterministic=options.deterministic)
-    parts = _Parts(model, group_layers(model.layers), mode, device, ops, options, drafter, loras)
+    parts = _Parts(
+        model, group_layers(model.layers), mode, device, ops, options, drafter, loads.loras
+    )
     num_pages, budget_bytes = options.num_pages, 0
     if num_pages is None:
         run_largest = functools.partial(_run_largest, parts)
@@ -200,6 +204,7 @@ def assemble(
             graphs=graphs,
             is_debug=options.debug_checks,
             about=about,
+            loads=loads,
             needs_host_lens=made.attention.capabilities.host_lens,
         )
     )

@@ -57,7 +57,7 @@ from aserve.errors import AserveError, BugError, EngineDead, ErrorInfo, StepErro
 from aserve.gpu.cudagraph.graphs import StepGraphs
 from aserve.gpu.cudagraph.warmup import padding_batch
 from aserve.gpu.device.base import Device, Event, slice_len_of
-from aserve.gpu.lora.load import load_adapter
+from aserve.gpu.loads import Loads
 from aserve.gpu.runner import ModelRunner
 from aserve.gpu.sampling.plan import RowParams
 from aserve.gpu.step.future_map import SEQ_LEN
@@ -72,7 +72,7 @@ from aserve.gpu.waiter import Landing, Waiter
 from aserve.host.threads import SWITCH_INTERVAL_S, Worker
 from aserve.messages.base import ArrayI32, array_i32
 from aserve.messages.executor import EngineSpec
-from aserve.messages.requests import LoadLora, stamp_of
+from aserve.messages.requests import DeviceLoad, stamp_of
 from aserve.messages.results import StepFailed, StepResult
 from aserve.messages.step import Resync, Sample, ScheduleBatch
 
@@ -87,6 +87,7 @@ class ExecutorParts:
     graphs: StepGraphs
     is_debug: bool
     about: str  # device, dtype, attention and graphs, for the log
+    loads: Loads
     needs_host_lens: bool = False  # attention plans on the host, from exact lengths
 
 
@@ -98,6 +99,7 @@ class TorchExecutor:
         self.about = parts.about
         self.died: asyncio.Future[BaseException]
         self._runner = parts.runner
+        self._loads = parts.loads
         self._device = parts.device
         self._graphs = parts.graphs
         self._is_debug = parts.is_debug
@@ -163,9 +165,9 @@ class TorchExecutor:
     def resync(self, resync: Resync) -> None:
         self._inbox.put(functools.partial(self._resync, resync.iteration))
 
-    async def load_lora(self, load: LoadLora) -> ErrorInfo | None:
-        """Writes an adapter between two steps, or returns the reason why it cannot be."""
-        return await load_adapter(self._runner.loras, load, submit=self._inbox.put, died=self.died)
+    async def load(self, load: DeviceLoad) -> ErrorInfo | None:
+        """Writes an adapter or new weights between two steps, or returns the reason why not."""
+        return await self._loads.load(load, submit=self._inbox.put, died=self.died)
 
     def close(self) -> None:
         """Runs what was launched to its end, then ends both threads."""

@@ -39,6 +39,7 @@ from aserve.http.responses.records import (
     ResponseObject,
 )
 from aserve.http.running import RunningList, RunningRequest
+from aserve.http.scoring.similarity import RerankAnswer
 
 Record = type[msgspec.Struct]
 
@@ -46,6 +47,9 @@ ANSWERS: Mapping[str, Record] = {
     "POST /v1/completions": CompletionAnswer,
     "POST /v1/chat/completions": ChatAnswer,
     "POST /v1/embeddings": EmbeddingAnswer,
+    "POST /rerank": RerankAnswer,
+    "POST /v1/rerank": RerankAnswer,
+    "POST /v2/rerank": RerankAnswer,
     "POST /tokenize": TokensAnswer,
     "POST /v1/tokenize": TokensAnswer,
     "POST /detokenize": TextAnswer,

@@ -36,11 +36,14 @@ CONTENTS: Mapping[str, Any] = {
     "inputs": "Once upon a time",
     "text": "Once upon a time",
     "tokens": [1, 2, 3],
+    "documents": ["The fox ran home.", "The dog slept."],
+    "text_1": "The fox ran home.",
     "rid": "a request id",
 }
 SETTINGS: Sequence[Mapping[str, Any]] = (
     {"max_output_tokens": 32, "max_tokens": 32},
     {"temperature": 0.7},
+    {"text_2": "The dog slept."},
 )
 NO_KEY: list[Json] = [{}]
 CLIENT_KEY: list[Json] = [{"bearer": []}, {"header": []}]

@@ -15,21 +15,15 @@ from aserve.http.ollama import models as ollama_models
 from aserve.http.openai import models, tokens
 from aserve.http.openai.chat import chat_dialect
 from aserve.http.openai.completions import CompletionDialect, completion_call
-from aserve.http.openai.embeddings import embeddings
 from aserve.http.openai.respond import respond
-from aserve.http.openai.schema import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    EmbeddingBody,
-    TokenizeBody,
-)
+from aserve.http.openai.schema import ChatBody, CompletionBody
 from aserve.http.receipts import with_receipt
 from aserve.http.responses import compact
 from aserve.http.responses import conversation_handlers as conversations
 from aserve.http.responses import handlers as responses
 from aserve.http.responses.websocket import connect
 from aserve.http.route import get, post
+from aserve.http.scoring import similarity as scoring
 from aserve.http.state import HttpContext, origin_of
 from aserve.http.streams import handlers as streams
 
@@ -51,12 +45,9 @@ async def chat_completions(
 ROUTES = (
     post("/v1/completions", CompletionBody, streams.resumable("cmpl-", completions)),
     post("/v1/chat/completions", ChatBody, streams.resumable("chatcmpl-", chat_completions)),
-    post("/v1/embeddings", EmbeddingBody, embeddings),
-    post("/tokenize", TokenizeBody, tokens.tokenize),
-    post("/v1/tokenize", TokenizeBody, tokens.tokenize),
-    post("/detokenize", DetokenizeBody, tokens.detokenize),
-    post("/v1/detokenize", DetokenizeBody, tokens.detokenize),
     *streams.ROUTES,
+    *scoring.ROUTES,
+    *tokens.ROUTES,
     *responses.ROUTES,
     *compact.ROUTES,
     *conversations.ROUTES,

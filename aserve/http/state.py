@@ -5,6 +5,8 @@ Only the border middleware writes the id and the time.
 
 from __future__ import annotations
 
+import asyncio
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -34,6 +36,7 @@ from aserve.request_stream import Gateway
 from aserve.text.defaults import NEUTRAL, GenerationDefaults
 
 RETRY_AFTER_S = 5.0
+EPOCH_BYTES = 8
 REQUEST_ID = web.RequestKey("request_id", str)
 STARTED_AT = web.RequestKey("started_at", float)
 
@@ -91,6 +94,9 @@ class ServerState:
     reason: str = "loading the model"
     max_model_len: int | None = None
     is_paused: bool = False  # by the administrator
+    weight_version: str = "default"  # that the administrator gave to the weights
+    update: asyncio.Task[None] | None = None  # of the weights, while one runs
+    num_updates: int = 0
     cache_epoch: str = ""  # changes when the prefix cache is flushed
     max_sequences: int = MAX_SEQUENCES  # of one request: prompts times n
     defaults: GenerationDefaults = NEUTRAL
@@ -103,6 +109,10 @@ class ServerState:
     def spec(self) -> EngineSpec | None:
         """Returns the sizes of the engine, once it has started."""
         return self.settings.spec
+
+    def flush_cache(self) -> None:
+        """Changes the namespace of later requests, so that they find no earlier page."""
+        self.cache_epoch = secrets.token_hex(EPOCH_BYTES)
 
     def refusal(self) -> AserveError | None:
         """Returns the error for new requests, or None if the server accepts them."""

@@ -223,6 +223,18 @@ class ChangeSettings(Message, frozen=True):
     log_level: str
 
 
+class LoadWeights(Message, frozen=True):
+    """http -> executor: replaces the model's weights by those of the checkpoint in the directory
+    `path`. No request runs meanwhile. `update_id` is never used again.
+    """
+
+    update_id: int
+    path: str
+
+
+DeviceLoad: TypeAlias = LoadLora | LoadWeights  # what is loaded while the engine serves
+
+
 class Cancel(Message, frozen=True):
     """Ends a child, or with None all children. http, the detokenizer and the scheduler actor's
     timers send it to the scheduler, which ignores it for an unknown request. `kept` is the number

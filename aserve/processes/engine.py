@@ -32,15 +32,23 @@ from aserve.host.threads import in_thread, new_event_loop
 from aserve.load import load_executor, vocabulary_of
 from aserve.messages.base import ServerPhase
 from aserve.messages.output import Refused, Retired
-from aserve.messages.requests import AdmitRequest, Amend, Cancel, ChangeSettings, LoadLora
+from aserve.messages.requests import (
+    AdmitRequest,
+    Amend,
+    Cancel,
+    ChangeSettings,
+    DeviceLoad,
+    LoadLora,
+    LoadWeights,
+)
 from aserve.observability.engine_watch import StageReporter
 from aserve.observability.reports import Beat
 from aserve.observability.trace import Trace
 from aserve.processes.link import (
     Died,
     Link,
+    Loaded,
     LoadFailed,
-    LoraLoaded,
     Ready,
     Start,
     ToEngine,
@@ -154,21 +162,21 @@ class EngineSide:
                 if isinstance(message, ChangeSettings):
                     logging.getLogger().setLevel(message.log_level.upper())
                 self._core.inbox.send(message)
-            case LoadLora():
-                self._link.spawn(self._load_lora(message))
+            case LoadLora() | LoadWeights():
+                self._link.spawn(self._load(message))
             case Start():
                 self._start.set_result(message)
             case _:
                 assert_never(message)
 
-    async def _load_lora(self, load: LoadLora) -> None:
+    async def _load(self, load: DeviceLoad) -> None:
         """NOTE: loads keep their order. The frontend may have given up on one, and used its slot
         for the next one.
         """
-        assert self._core is not None, "adapters come after Ready"
+        assert self._core is not None, "loads come after Ready"
         async with self._load_turn:
-            error = await self._core.load_lora(load)
-        self._link.inbox.send(LoraLoaded(load.lora_id, error))
+            error = await self._core.load(load)
+        self._link.inbox.send(Loaded(load, error))
 
     def _send_plain_error(self, message: ToFrontend) -> None:
         """Sends the end of a request with a plain error when its own error cannot be encoded."""

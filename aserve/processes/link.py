@@ -28,7 +28,7 @@ from aserve.frames import FrameSplitter, framed
 from aserve.messages.base import Message
 from aserve.messages.executor import EngineSpec
 from aserve.messages.output import DetokenizerEvent
-from aserve.messages.requests import EngineEvent, LoadLora
+from aserve.messages.requests import DeviceLoad, EngineEvent
 from aserve.observability.reports import EngineReport
 
 
@@ -61,15 +61,15 @@ class Died(Message, frozen=True):
     reason: str
 
 
-class LoraLoaded(Message, frozen=True):
-    """The answer to a LoadLora, with the error if there was one."""
+class Loaded(Message, frozen=True):
+    """The answer to a LoadLora or LoadWeights, with the error if there was one."""
 
-    lora_id: int
+    load: DeviceLoad
     error: ErrorInfo | None
 
 
-ToEngine: TypeAlias = Start | LoadLora | EngineEvent
-ToFrontend: TypeAlias = Ready | LoadFailed | Died | LoraLoaded | EngineReport | DetokenizerEvent
+ToEngine: TypeAlias = Start | DeviceLoad | EngineEvent
+ToFrontend: TypeAlias = Ready | LoadFailed | Died | Loaded | EngineReport | DetokenizerEvent
 
 In = TypeVar("In")
 Out = TypeVar("Out")

@@ -27,8 +27,10 @@ from aserve.messages.requests import (
     Amend,
     Cancel,
     ChangeSettings,
+    DeviceLoad,
     EngineEvent,
     LoadLora,
+    LoadWeights,
     OpenText,
     RequestEvent,
 )
@@ -47,8 +49,8 @@ from aserve.processes.journal import FromEngine, Journal
 from aserve.processes.link import (
     Died,
     Link,
+    Loaded,
     LoadFailed,
-    LoraLoaded,
     Ready,
     Start,
     ToEngine,
@@ -90,7 +92,8 @@ class RemoteEngineCore:
         self._loras: dict[int, LoadLora] = {}  # by slot: what the engine has loaded
         self._settings: ChangeSettings | None = None  # the last change
         self._lost_slots: dict[int, ErrorInfo] = {}  # whose adapter could not be loaded again
-        self._loads: dict[int, tuple[LoadLora, asyncio.Future[ErrorInfo | None]]] = {}  # by lora_id
+        self._weights: list[LoadWeights] = []  # the last update, if there was one
+        self._loads: dict[DeviceLoad, asyncio.Future[ErrorInfo | None]] = {}
         self._is_up = False  # an engine is ready, and gets messages
         self._is_closing = False
         self._is_buried = asyncio.Event()  # the last engine's process has ended
@@ -132,7 +135,7 @@ class RemoteEngineCore:
         if self._is_up:
             self._submit(message)
 
-    async def load_lora(self, load: LoadLora) -> ErrorInfo | None:
+    async def load(self, load: DeviceLoad) -> ErrorInfo | None:
         if not self._is_up:
             return EngineDead("the engine is restarting; try again later", retry_after_s=5).info()
         return await self._load(load)
@@ -169,8 +172,8 @@ class RemoteEngineCore:
             case Beat():
                 self._heard_at_s = time.monotonic()
                 self._ports.report(message)
-            case LoraLoaded():
-                self._answer_load(message.lora_id, message.error)
+            case Loaded():
+                self._answer_load(message.load, message.error)
             case Ready():
                 self.spec = message.spec
                 self._heard_at_s = time.monotonic()
@@ -206,9 +209,9 @@ class RemoteEngineCore:
                 self._end(message.request_id, unexpected(message.request_id).info())
             case Start():
                 self._settle(EngineDead("the options cannot be sent to the engine's process"))
-            case LoadLora():
-                error = InvalidRequest("the adapter's path cannot be sent to the engine").info()
-                self._answer_load(message.lora_id, error)
+            case LoadLora() | LoadWeights():
+                error = InvalidRequest("the path cannot be sent to the engine").info()
+                self._answer_load(message, error)
             case Cancel() | Amend() | ChangeSettings():
                 pass
             case _:
@@ -237,8 +240,8 @@ class RemoteEngineCore:
         died, self._last_words = self._last_words or died, None
         dead = EngineDead(died.reason)
         self._settle(dead)
-        for lora_id in list(self._loads):
-            self._answer_load(lora_id, dead.info())
+        for load in list(self._loads):
+            self._answer_load(load, dead.info())
         self._is_buried.set()
         if was_up and self._on_death is not None:
             await self._restart(died)
@@ -270,12 +273,20 @@ class RemoteEngineCore:
         self._on_death(died.name, EngineDead(died.reason + self._process.limit))
 
     async def _start_again(self) -> None:
-        """Starts a process, which loads the adapters of the former one, and sends it the open
-        requests. Raises AserveError if it dies before that.
+        """Starts a process, which loads the weights and adapters of the former one, and sends it
+        the open requests. Raises AserveError if it dies before that. An engine whose weights are
+        not those of the open requests ends the server.
         """
         self.ready = asyncio.get_running_loop().create_future()
         await self.open()
         await self.ready
+        for update in self._weights:
+            error = await self._load(update)
+            if error is not None and self._link.is_open:
+                assert self._on_death is not None
+                reason = f"the updated weights could not be loaded again: {error.message}"
+                self._on_death("engine", EngineDead(reason))
+                return
         for load in list(self._loras.values()):
             error = await self._load(load) if self._link.is_open else None
             if error is not None and self._link.is_open:
@@ -314,17 +325,20 @@ class RemoteEngineCore:
         else:
             self._link.inbox.send(message)
 
-    async def _load(self, load: LoadLora) -> ErrorInfo | None:
+    async def _load(self, load: DeviceLoad) -> ErrorInfo | None:
         answer: asyncio.Future[ErrorInfo | None] = asyncio.get_running_loop().create_future()
-        self._loads[load.lora_id] = (load, answer)
+        self._loads[load] = answer
         self._link.inbox.send(load)
         return await answer
 
-    def _answer_load(self, lora_id: int, error: ErrorInfo | None) -> None:
-        load, answer = self._loads.pop(lora_id)
-        if error is None:
-            self._loras[load.slot] = load
-            self._lost_slots.pop(load.slot, None)
+    def _answer_load(self, load: DeviceLoad, error: ErrorInfo | None) -> None:
+        answer = self._loads.pop(load)
+        match load:
+            case LoadLora() if error is None:
+                self._loras[load.slot] = load
+                self._lost_slots.pop(load.slot, None)
+            case LoadWeights() if error is None:
+                self._weights = [load]
         if not answer.done():  # the client may have gone
             answer.set_result(error)
 

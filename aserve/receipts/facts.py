@@ -52,6 +52,10 @@ class FactFinder:
             work = functools.partial(self._find, name, adapter_dir, dtype)
             return await in_thread(work, name="receipt")
 
+    def use(self, model_dir: Path) -> None:
+        """The weights of the model are from now on those in this directory."""
+        self._model_dir = model_dir
+
     def _find(self, name: str, adapter_dir: Path | None, dtype: str) -> Facts:
         self._model_dir = self._model_dir or self._find_model()
         self._machine = self._machine or this_machine()

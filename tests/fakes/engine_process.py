@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from aserve.engine_core import LocalExecutor
 from aserve.errors import ConfigError, ErrorInfo, InvalidRequest, StepError
-from aserve.messages.requests import LoadLora
+from aserve.messages.requests import DeviceLoad, LoadLora
 from aserve.messages.step import ScheduleBatch
 from aserve.processes.engine import main
 from aserve.processes.link import Start
@@ -52,20 +52,20 @@ def is_there(path: str) -> bool:
 
 
 class Filed(FakeExecutor):
-    """Loads each adapter whose path exists, and dies of a row whose adapter it has not loaded, and
+    """Loads what has a path that exists, and dies of a row whose adapter it has not loaded, and
     once of an adapter beside which a file PATH.fatal is.
     """
 
-    async def load_lora(self, load: LoadLora) -> ErrorInfo | None:
+    async def load(self, load: DeviceLoad) -> ErrorInfo | None:
         if is_there(load.path + ".fatal"):
             os.unlink(load.path + ".fatal")
             os._exit(9)
-        self.loras.append(load)
+        self.loads.append(load)
         return None if is_there(load.path) else InvalidRequest("no such adapter").info()
 
     def launch(self, *batches: ScheduleBatch) -> FakeTicket:
         slots = {init.lora_slot for init in batches[0].row_inits}
-        assert slots <= {0, *(load.slot for load in self.loras)}
+        assert slots <= {0, *(load.slot for load in self.loads if isinstance(load, LoadLora))}
         return super().launch(*batches)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from aserve.errors import ErrorInfo, InvalidRequest
 from aserve.messages.executor import EngineSpec, GroupSpec, TokenFuture
-from aserve.messages.requests import LoadLora
+from aserve.messages.requests import DeviceLoad
 from aserve.messages.results import SampleResult, SeqLens, StepFailed, StepResult
 from aserve.messages.step import Resync, Sample, ScheduleBatch
 from tests.fakes.toy_device import FakeDevice
@@ -62,7 +62,7 @@ class FakeExecutor:
         self.commands: list[ScheduleBatch | Sample | Resync] = []  # all that were ever given
         self.is_manual = is_manual
         self.is_closed = False
-        self.loras: list[LoadLora] = []
+        self.loads: list[DeviceLoad] = []
         self._queue: deque[tuple[ScheduleBatch | Sample | Resync, FakeTicket | None]] = deque()
         self._was_given = asyncio.Event()
         self.is_warm = asyncio.Event()
@@ -77,9 +77,9 @@ class FakeExecutor:
     async def warm_up(self) -> None:
         self.is_warm.set()
 
-    async def load_lora(self, load: LoadLora) -> ErrorInfo | None:
+    async def load(self, load: DeviceLoad) -> ErrorInfo | None:
         """Refuses a path that says so."""
-        self.loras.append(load)
+        self.loads.append(load)
         return InvalidRequest("no adapter").info() if load.path == "broken" else None
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from aserve.gpu.step.results import Packed, pack, pack_nothing
 from aserve.gpu.step.ticket import StepTicket
 from aserve.messages.base import array_i32
 from aserve.messages.executor import SchedulerEffect
-from aserve.messages.requests import LoadLora
+from aserve.messages.requests import DeviceLoad
 from aserve.messages.results import StepResult
 from aserve.messages.step import Launch, Resync, RowInit, Sample, ScheduleBatch
 from aserve.tiny import MODEL_DIR
@@ -124,8 +124,8 @@ class OneBusyRank:
         for rank in self.ranks:
             await rank.warm_up()
 
-    async def load_lora(self, load: LoadLora) -> ErrorInfo | None:
-        errors = [await rank.load_lora(load) for rank in self.ranks]
+    async def load(self, load: DeviceLoad) -> ErrorInfo | None:
+        errors = [await rank.load(load) for rank in self.ranks]
         return errors[0]
 
     def close(self) -> None:

@@ -34,9 +34,9 @@ from aserve.messages.requests import (
     AdmitRequest,
     Amend,
     Cancel,
+    DeviceLoad,
     EngineEvent,
     GenerateRequest,
-    LoadLora,
     ReasoningIds,
     ReasoningParams,
     RequestEvent,
@@ -91,7 +91,7 @@ class VanishingCore:
     async def start(self, on_death: object) -> None:
         await self._start()
 
-    async def load_lora(self, load: LoadLora) -> ErrorInfo | None:
+    async def load(self, load: DeviceLoad) -> ErrorInfo | None:
         raise NotImplementedError
 
     async def close(self) -> None:

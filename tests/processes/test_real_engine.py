@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 
 import pytest
 
 from aserve.config import Facts, Raw, resolve
 from aserve.frontend import Frontend
-from aserve.messages.requests import GenerateRequest, SamplingParams, TextPrompt
+from aserve.messages.requests import GenerateRequest, LoadWeights, SamplingParams, TextPrompt
 from aserve.processes.engine_process import ENGINE, EngineProcess
 from aserve.processes.link import Start
 from aserve.processes.remote import RemoteEngineCore
 from aserve.text.load import load_text
 from aserve.tiny import MODEL_DIR
+from tests.fakes.lora_adapters import Recipe, write_adapter, write_merged
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +26,9 @@ PLAIN = SamplingParams(seed=1, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-async def test_the_engine_of_a_device_answers_over_its_socket(device: str) -> None:
+async def test_the_engine_of_a_device_answers_over_its_socket_also_with_other_weights(
+    device: str, tmp_path: Path
+) -> None:
     given = {"device": device, "debug_checks": True}
     resolved = resolve(Raw(command_line=given), Facts(default_model=str(MODEL_DIR)))
     app = Frontend(resolved, on_death=lambda: None)
@@ -42,11 +46,16 @@ async def test_the_engine_of_a_device_answers_over_its_socket(device: str) -> No
             assert device in ready.about
             await app.join(core, load_text(MODEL_DIR, resolved.model))
             answers = await asyncio.gather(*(tokens_of(f"r{number}") for number in range(3)))
+            write_merged(tmp_path / "b", write_adapter(tmp_path / "a", Recipe(1)), Recipe(1))
+            assert await core.load(LoadWeights(1, str(tmp_path / "b"))) is None
+            changed = await tokens_of("changed")
+            assert await core.load(LoadWeights(2, str(MODEL_DIR))) is None
+            answers.append(await tokens_of("back"))
         finally:
             await app.close()
             await core.close()
     assert len(answers[0]) == 4 * NUM_TOKENS
-    assert answers == [answers[0]] * 3
+    assert answers == [answers[0]] * 4 != [changed] * 4
     assert app.state.phase != "dead"
     assert process.process is not None
     assert process.process.returncode == 0

@@ -14,7 +14,7 @@ from aserve.http.live_settings import SettingsBody
 from aserve.http.probes import health_of, liveness_of
 from aserve.messages.base import array_i32, pack_i32
 from aserve.messages.output import OutputChunk
-from aserve.messages.requests import AdmitRequest, LoadLora, SamplingParams
+from aserve.messages.requests import AdmitRequest, LoadLora, LoadWeights, SamplingParams
 from aserve.processes.engine_process import FIRST_DELAY_S, LONGEST_DELAY_S, WINDOW_S, Restarts
 from tests.fakes.executor import SPEC
 from tests.fakes.toy_device import expected_outputs
@@ -92,7 +92,7 @@ async def test_while_the_engine_is_away_the_server_lives_and_requests_wait_or_le
         assert "SIGKILL" in health_of(state, 300).reason
         assert liveness_of(state, 300).status == "alive"
         assert state.refusal() is None
-        error = await rig.core.load_lora(LoadLora(1, 1, "there"))
+        error = await rig.core.load(LoadLora(1, 1, "there"))
         assert error is not None
         assert (error.status, error.code) == (503, "engine_dead")
         second = asyncio.ensure_future(rig.ask("second", seed=7))
@@ -159,7 +159,7 @@ async def test_adapters_are_loaded_again_and_a_lost_one_ends_only_its_own_reques
     async with running("filed", max_restarts=2) as rig:
         for slot, path in enumerate(paths, start=1):
             path.touch()
-            assert await rig.core.load_lora(LoadLora(slot, slot, str(path))) is None
+            assert await rig.core.load(LoadLora(slot, slot, str(path))) is None
         paths[1].unlink()
         (tmp_path / "kept.fatal").touch()
         rig.process.kill()
@@ -171,6 +171,26 @@ async def test_adapters_are_loaded_again_and_a_lost_one_ends_only_its_own_reques
         assert lost.error is not None
         assert lost.error.message == "no such adapter"
         assert rig.metric("aserve_engine_restarts_total") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_kept", [True, False])
+async def test_updated_weights_are_loaded_again_or_the_server_ends(
+    tmp_path: Path, is_kept: bool
+) -> None:
+    weights = tmp_path / "weights"
+    weights.touch()
+    async with running("filed", max_restarts=1) as rig:
+        assert await rig.core.load(LoadWeights(1, str(weights))) is None
+        if not is_kept:
+            weights.unlink()
+        rig.process.kill()
+        if is_kept:
+            await rig.has_restarted.wait()
+            assert (await rig.ask("a"))[-1].finish_reason == "length"
+        else:
+            await rig.died.wait()
+            assert "could not be loaded again" in rig.frontend.state.reason
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 from typing import Literal
 
 import msgspec
@@ -17,12 +16,11 @@ from aiohttp import web
 
 from aserve.http.abort import ABORTS
 from aserve.http.auth import IDENTITY
+from aserve.http.control import weights
 from aserve.http.delivery import json_response
 from aserve.http.openai.limits import check_range
 from aserve.http.route import Route, get, post
 from aserve.http.state import HttpContext
-
-EPOCH_BYTES = 8
 
 
 class PauseBody(msgspec.Struct, kw_only=True):
@@ -38,7 +36,7 @@ class PauseAnswer(msgspec.Struct):
 
 
 async def flush_cache(_: web.Request, context: HttpContext) -> web.Response:
-    context.state.cache_epoch = secrets.token_hex(EPOCH_BYTES)
+    context.state.flush_cache()
     return json_response({"success": True, "message": "The prefix cache is flushed."})
 
 
@@ -71,4 +69,5 @@ ROUTES = (
     post("/pause_generation", PauseBody, pause, admin=True),
     Route("POST", "/continue_generation", resume, admin=True),
     get("/is_paused", read_pause, admin=True),
+    *weights.ROUTES,
 )

@@ -82,6 +82,7 @@ async def server_info(_: web.Request, context: HttpContext) -> web.Response:
         {
             **context.settings,
             "version": version(),
+            "weight_version": state.weight_version,
             "status": state.phase,
             "model_path": context.settings.get("model") or model,
             "served_model_name": model,
@@ -153,7 +154,7 @@ async def model_info(_: web.Request, context: HttpContext) -> web.Response:
             "max_model_len": context.state.max_model_len,
             "vocab_size": None if spec is None else spec.vocab_size,
             "preferred_sampling_params": msgspec.to_builtins(context.state.defaults),
-            "weight_version": "default",
+            "weight_version": context.state.weight_version,
             "has_image_understanding": False,
             "has_audio_understanding": False,
         }

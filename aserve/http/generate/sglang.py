@@ -98,12 +98,16 @@ async def generate(
 async def sglang_answer(
     request: web.Request, context: HttpContext, body: GenerateBody
 ) -> web.StreamResponse:
-    rendering = sglang_rendering(body, origin_of(request, context))
+    rendering = sglang_rendering(
+        body, origin_of(request, context), weight_version=context.state.weight_version
+    )
     with request.app[ABORTS].named(rendering.rids, rendering.call.requests):
         return await answer(request, context, rendering)
 
 
-def sglang_rendering(body: GenerateBody, origin: Origin) -> SglangRendering:
+def sglang_rendering(
+    body: GenerateBody, origin: Origin, *, weight_version: str = "default"
+) -> SglangRendering:
     _check(body)
     sampling = _shared(body.sampling_params, "sampling_params") or SglangSampling()
     check_unsupported(sampling, NEUTRAL_SAMPLING, where="sampling_params.")
@@ -119,6 +123,7 @@ def sglang_rendering(body: GenerateBody, origin: Origin) -> SglangRendering:
         is_list=is_batch or call.num_children > 1,
         first_scored=_shared(body.logprob_start_len, "logprob_start_len"),
         shows_text=bool(body.return_text_in_logprobs),
+        weight_version=weight_version,
     )
 
 
@@ -236,7 +241,7 @@ class MetaInfo(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    weight_version: str = "default"
+    weight_version: str
     e2e_latency: float | UnsetType = UNSET
     input_token_logprobs: list[Any] | UnsetType = UNSET
     output_token_logprobs: list[Any] | UnsetType = UNSET
@@ -265,12 +270,14 @@ class SglangRendering:
         is_list: bool,
         first_scored: int | None,
         shows_text: bool,
+        weight_version: str,
     ) -> None:
         self.call = call
         self.rids = rids
         self._is_list = is_list
         self._first_scored = first_scored or 0
         self._shows_text = shows_text
+        self._weight_version = weight_version
         self._sent_len = [0] * call.num_sequences
 
     def events(self, index: int, chunk: OutputChunk, output: Output) -> Iterator[bytes]:
@@ -301,6 +308,7 @@ class SglangRendering:
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
             cached_tokens=usage.cached_tokens,
+            weight_version=self._weight_version,
         )
         if output.finish_reason is not None:
             meta.e2e_latency = output.last_s - output.start_s

@@ -26,20 +26,20 @@ import msgspec
 from aserve.config import LoraOptions
 from aserve.errors import BugError, ConfigError, ErrorInfo, InvalidRequest, NotFound
 from aserve.http.errors import RequestFailed
-from aserve.messages.requests import GenerateRequest, LoadLora
+from aserve.messages.requests import DeviceLoad, GenerateRequest, LoadLora
 
 MAX_NAME_CHARS = 256
 
-# Puts an adapter on the device; returns the error if that is not possible.
-LoadOnDevice: TypeAlias = Callable[[LoadLora], Awaitable[ErrorInfo | None]]
+# Puts an adapter or new weights on the device; returns the error if that is not possible.
+LoadOnDevice: TypeAlias = Callable[[DeviceLoad], Awaitable[ErrorInfo | None]]
 
 NO_LORAS = LoraOptions()
 
 logger = logging.getLogger(__name__)
 
 
-async def cannot_load(_: LoadLora) -> ErrorInfo:
-    return BugError("an adapter was loaded before the engine had started").info()
+async def cannot_load(_: DeviceLoad) -> ErrorInfo:
+    return BugError("something was loaded before the engine had started").info()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class LoraRegistry:
         slots_in_use: Callable[[], Collection[int]] = frozenset,
     ) -> None:
         self._options = options
-        self._load_on_device: LoadOnDevice = cannot_load
+        self.load_on_device: LoadOnDevice = cannot_load
         self._slots_in_use = slots_in_use
         self._served: dict[str, ServedLora] = {}
         self._ids = itertools.count(1)
@@ -92,7 +92,7 @@ class LoraRegistry:
 
     async def open(self, load_on_device: LoadOnDevice) -> None:
         """Begins to load adapters, first those of --lora-modules. Raises ConfigError."""
-        self._load_on_device = load_on_device
+        self.load_on_device = load_on_device
         for name, path in modules_of(self._options.lora_modules):
             try:
                 await self.load(name, path)
@@ -107,7 +107,7 @@ class LoraRegistry:
         async with self._turn:
             self._check_name(name, replaces=replaces)
             load = LoadLora(next(self._ids), self._free_slot(), path)
-            error = await self._load_on_device(load)
+            error = await self.load_on_device(load)
             if error is not None:
                 raise RequestFailed(error)
             created = int(time.time())

@@ -53,8 +53,10 @@ async def embeddings(
     return await send_json(request, pieces_of(answer), timeout_s=context.options.write_timeout)
 
 
-async def embed(context: HttpContext, body: EmbeddingBody, origin: Origin) -> list[OutputChunk]:
-    """Returns the one chunk of each prompt, in their order."""
+async def embed(
+    context: HttpContext, body: EmbeddingBody, origin: Origin, *, param: str = "input"
+) -> list[OutputChunk]:
+    """Returns the one chunk of each prompt, in their order. `param` is their field."""
     requests = origin.completed(body.model, tuple(embedding_requests(body, origin)))
     refusal = context.state.refusal()
     if refusal is not None:
@@ -64,7 +66,7 @@ async def embed(context: HttpContext, body: EmbeddingBody, origin: Origin) -> li
     try:
         async for chunk in request_stream:
             if chunk.error is not None:
-                raise RequestFailed(_with_our_param(chunk.error))
+                raise RequestFailed(_with_our_param(chunk.error, param))
             chunks[chunk.request_id] = chunk
     finally:
         request_stream.cancel()
@@ -127,6 +129,6 @@ def shorten(vector: ArrayF32, dimensions: int | None) -> ArrayF32:
     return first / length if length else first
 
 
-def _with_our_param(error: ErrorInfo) -> ErrorInfo:
-    """Renames an error's field: the engine says `prompt`, this endpoint `input`."""
-    return msgspec.structs.replace(error, param="input") if error.param == "prompt" else error
+def _with_our_param(error: ErrorInfo, param: str) -> ErrorInfo:
+    """Renames an error's field: the engine says `prompt`, the endpoint for example `input`."""
+    return msgspec.structs.replace(error, param=param) if error.param == "prompt" else error

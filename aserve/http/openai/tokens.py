@@ -15,6 +15,7 @@ from aserve.http.openai.chat_plan import prompt_of_body
 from aserve.http.openai.checks import check_model
 from aserve.http.openai.limits import check_length
 from aserve.http.openai.schema import DetokenizeBody, TokenizeBody
+from aserve.http.route import post
 from aserve.http.state import HttpContext
 from aserve.messages.requests import Prompt, TextPrompt
 from aserve.text.prompt import PromptEncoder
@@ -78,3 +79,11 @@ def _prompt_of(body: TokenizeBody) -> Prompt:
             code="invalid_value",
         )
     return TextPrompt(body.prompt, body.add_special_tokens is not False)
+
+
+ROUTES = (
+    post("/tokenize", TokenizeBody, tokenize),
+    post("/v1/tokenize", TokenizeBody, tokenize),
+    post("/detokenize", DetokenizeBody, detokenize),
+    post("/v1/detokenize", DetokenizeBody, detokenize),
+)

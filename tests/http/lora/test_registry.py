@@ -11,7 +11,13 @@ from aserve.errors import AserveError, ConfigError, ErrorInfo, InvalidRequest, N
 from aserve.http.errors import RequestFailed
 from aserve.http.lora.registry import LoraRegistry, modules_of
 from aserve.http.openai.limits import Caller
-from aserve.messages.requests import GenerateRequest, LoadLora, SamplingParams, TextPrompt
+from aserve.messages.requests import (
+    DeviceLoad,
+    GenerateRequest,
+    LoadLora,
+    SamplingParams,
+    TextPrompt,
+)
 
 REQUEST = GenerateRequest("a", TextPrompt("x"), SamplingParams(seed=0), namespace="mine")
 
@@ -26,7 +32,8 @@ class Device:
         self.may_load.set()
         self.was_asked = asyncio.Event()
 
-    async def load(self, load: LoadLora) -> ErrorInfo | None:
+    async def load(self, load: DeviceLoad) -> ErrorInfo | None:
+        assert isinstance(load, LoadLora)
         self.loads.append(load)
         self.was_asked.set()
         await self.may_load.wait()

@@ -83,6 +83,11 @@ class Fields:
         inner = {key: value for key, value in self._mapping(name).items() if value is not None}
         return Fields({**self._values, **inner}, source=self.source)
 
+    def differing(self, other: Fields) -> set[str]:
+        """The names whose values differ."""
+        own, others = self._values, other._values
+        return {name for name in own.keys() | others.keys() if own.get(name) != others.get(name)}
+
     def over(self, defaults: Mapping[str, object]) -> Fields:
         """These fields, with `defaults` for names that are absent (null is not absent here)."""
         return Fields({**defaults, **self._values}, source=self.source)

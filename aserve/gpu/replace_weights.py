@@ -1,0 +1,65 @@
+"""Copies the weights of one model into another one of the same configuration, in place.
+
+The two are walked side by side: what is a tensor in one is a tensor of the same shape in the other.
+Weights that a library packed into a format of its own cannot be written to, so these are exchanged.
+Nothing but the layer that uses such a weight refers to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aserve.errors import ConfigError
+from aserve.gpu.lora.tables import LoraLinear
+
+OURS = "aserve.gpu."  # only objects of these modules hold weights
+
+Copy: TypeAlias = Callable[[], object]
+Values: TypeAlias = Tensor | np.ndarray[Any, Any]
+
+
+def copies(old: object, new: object) -> Iterator[Copy]:
+    """Yields the copies that give `old` the weights of `new`, which has no adapters. Raises
+    ConfigError where the two are not alike, so make a list of them before the first copy."""
+    if isinstance(old, LoraLinear):
+        old = old.base
+    if type(old) is not type(new):
+        raise ConfigError(f"{type(old).__name__} cannot take over {type(new).__name__}")
+    for name in _attributes(old):
+        yield from _copies_of(getattr(old, name), getattr(new, name), partial(setattr, old, name))
+
+
+def _copies_of(old: object, new: object, rebind: Callable[[object], None]) -> Iterator[Copy]:
+    if isinstance(old, torch.ScriptObject) or (isinstance(old, Tensor) and old.is_mkldnn):
+        yield partial(rebind, new)
+    elif isinstance(old, Tensor) and isinstance(new, Tensor):
+        _check_alike(old, new)
+        yield partial(old.copy_, new)
+    elif isinstance(old, np.ndarray) and isinstance(new, np.ndarray):
+        _check_alike(old, new)
+        yield partial(np.copyto, old, new)
+    elif isinstance(old, tuple) and isinstance(new, tuple):
+        for each, other in zip(old, new, strict=True):
+            yield from _copies_of(each, other, rebind)
+    elif type(old).__module__.startswith(OURS):
+        yield from copies(old, new)
+
+
+def _attributes(value: object) -> list[str]:
+    slots = (getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
+    names = [name for each in slots for name in each]
+    return [*names, *getattr(value, "__dict__", ())]
+
+
+def _check_alike(old: Values, new: Values) -> None:
+    if old.shape != new.shape or old.dtype != new.dtype:
+        raise ConfigError(
+            f"a weight of {old.shape} and {old.dtype} cannot take over one of "
+            f"{new.shape} and {new.dtype}"
+        )

@@ -1,0 +1,159 @@
+"""Scores of pairs of texts, and documents ranked by a query: the cosine of their embeddings.
+
+This is what vLLM computes for a model without a scoring head. /rerank has the fields of Jina and
+Cohere, and /score those of vLLM.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+from aiohttp import web
+
+from aserve.errors import InvalidRequest
+from aserve.http.delivery import json_response
+from aserve.http.openai.embeddings import EmbeddingUsage, embed, embeddings
+from aserve.http.openai.limits import MAX_SEQUENCES, Range, check_length, check_within
+from aserve.http.openai.schema import EmbeddingBody
+from aserve.http.route import post
+from aserve.http.scoring.labels import ScoreBody, score_labels
+from aserve.http.state import HttpContext, origin_of
+from aserve.messages.base import ArrayF32, array_f32
+
+
+class RerankDocument(msgspec.Struct):
+    text: str
+
+
+class RerankBody(msgspec.Struct, kw_only=True):
+    """`top_n` returns only the best documents. `max_tokens_per_doc` is Cohere's name of
+    `truncate_prompt_tokens`, which keeps the last tokens of each text.
+    """
+
+    model: str | None = None
+    query: str
+    documents: list[str | RerankDocument]
+    top_n: int | None = None
+    return_documents: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    max_tokens_per_doc: int | None = None
+    priority: int | None = None
+    user: str | None = None
+
+
+class RerankResult(msgspec.Struct, omit_defaults=True):
+    index: int
+    relevance_score: float
+    document: RerankDocument | None = None
+
+
+class RerankAnswer(msgspec.Struct):
+    id: str
+    model: str
+    results: list[RerankResult]  # the best first
+    usage: EmbeddingUsage
+
+
+class Score(msgspec.Struct):
+    index: int
+    score: float
+    object: str = "score"
+
+
+class ScoreAnswer(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+    object: str = "list"
+
+
+async def rerank(request: web.Request, context: HttpContext, body: RerankBody) -> web.Response:
+    check_length(body.documents, MAX_SEQUENCES - 1, param="documents")
+    if body.top_n is not None:
+        check_within(body.top_n, Range(0, MAX_SEQUENCES), param="top_n")
+    texts = [each if isinstance(each, str) else each.text for each in body.documents]
+    if not texts:
+        raise _empty("documents")
+    truncated = body.truncate_prompt_tokens or body.max_tokens_per_doc
+    given = EmbeddingBody(
+        model=body.model,
+        input=[body.query, *texts],
+        truncate_prompt_tokens=truncated,
+        priority=body.priority,
+    )
+    vectors, usage = await _embedded(request, context, given, param="documents")
+    scores = vectors[1:] @ vectors[0]
+    shows = body.return_documents is not False
+    results = [
+        RerankResult(index, float(scores[index]), RerankDocument(texts[index]) if shows else None)
+        for index in map(int, np.argsort(-scores, kind="stable"))
+    ]
+    origin = origin_of(request, context)
+    model = body.model or context.model_names[0]
+    top_n = len(results) if body.top_n is None else body.top_n
+    answer = RerankAnswer(f"rerank-{origin.request_id}", model, results[:top_n], usage)
+    return json_response(answer)
+
+
+async def score(request: web.Request, context: HttpContext, body: ScoreBody) -> web.StreamResponse:
+    """Scores pairs of texts, or with `label_token_ids` the next tokens of prompts, as SGLang."""
+    if body.label_token_ids is not None:
+        return await score_labels(request, context, body)
+    ones, others = _list_of(body.text_1, "text_1"), _list_of(body.text_2, "text_2")
+    if len(ones) not in (1, len(others)):
+        raise InvalidRequest(
+            f"Invalid 'text_1': it has {len(ones)} texts, and 'text_2' has {len(others)}. Give one "
+            "text, or as many as there are in 'text_2'.",
+            param="text_1",
+            code="invalid_value",
+        )
+    check_length(others, MAX_SEQUENCES // 2, param="text_2")
+    given = EmbeddingBody(
+        model=body.model,
+        input=[*ones, *others],
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        priority=body.priority,
+    )
+    vectors, usage = await _embedded(request, context, given, param="text_2")
+    scores = (vectors[: len(ones)] * vectors[len(ones) :]).sum(axis=1)
+    origin = origin_of(request, context)
+    model = body.model or context.model_names[0]
+    data = [Score(index, float(value)) for index, value in enumerate(scores)]
+    answer = ScoreAnswer(f"score-{origin.request_id}", origin.created, model, data, usage)
+    return json_response(answer)
+
+
+async def _embedded(
+    request: web.Request, context: HttpContext, given: EmbeddingBody, *, param: str
+) -> tuple[ArrayF32, EmbeddingUsage]:
+    """Returns the embeddings, [texts, size], each of length 1."""
+    chunks = await embed(context, given, origin_of(request, context), param=param)
+    num_tokens = sum(chunk.usage.prompt_tokens for chunk in chunks)
+    vectors = np.stack([array_f32(chunk.embedding) for chunk in chunks])
+    return vectors, EmbeddingUsage(num_tokens, num_tokens)
+
+
+def _list_of(texts: str | list[str] | None, name: str) -> list[str]:
+    if not texts:
+        raise _empty(name)
+    return [texts] if isinstance(texts, str) else texts
+
+
+def _empty(name: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"Missing required parameter: '{name}'. Give at least one text.",
+        param=name,
+        code="missing_required_parameter",
+    )
+
+
+ROUTES = (
+    post("/v1/embeddings", EmbeddingBody, embeddings),
+    post("/rerank", RerankBody, rerank),
+    post("/v1/rerank", RerankBody, rerank),
+    post("/v2/rerank", RerankBody, rerank),
+    post("/score", ScoreBody, score),
+    post("/v1/score", ScoreBody, score),
+)

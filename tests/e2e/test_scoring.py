@@ -1,0 +1,105 @@
+"""Scores of pairs, rankings and labels, against embeddings and log-probabilities of the same
+server."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+pytestmark = pytest.mark.slow
+
+MODEL = "aserve-tiny"
+QUERY = "Once upon a time there was a fox."
+DOCUMENTS = ["The fox ran home.", "27 plus 15 is 42.", "Once upon a time there was a dog."]
+
+
+async def post(client: AsyncOpenAI, path: str, **body: Any) -> Any:
+    return await client.with_options(base_url=client.base_url.join("/")).post(
+        path, body=body, cast_to=object
+    )
+
+
+async def cosines(client: AsyncOpenAI) -> list[float]:
+    answer = await client.embeddings.create(model=MODEL, input=[QUERY, *DOCUMENTS])
+    query, *others = (np.array(entry.embedding) for entry in answer.data)
+    return [float(query @ other) for other in others]
+
+
+@pytest.mark.parametrize("path", ["rerank", "v1/rerank", "v2/rerank"])
+async def test_documents_are_ranked_by_the_cosine_of_embeddings(
+    client: AsyncOpenAI, path: str
+) -> None:
+    expected = await cosines(client)
+    order = sorted(range(3), key=lambda index: -expected[index])
+    answer = await post(
+        client, path, query=QUERY, documents=[DOCUMENTS[0], *map(as_object, DOCUMENTS[1:])]
+    )
+    assert [each["index"] for each in answer["results"]] == order
+    for each in answer["results"]:
+        assert each["relevance_score"] == pytest.approx(expected[each["index"]], abs=1e-6)
+        assert each["document"] == {"text": DOCUMENTS[each["index"]]}
+    assert answer["usage"]["total_tokens"] > 0
+    best = await post(
+        client, path, query=QUERY, documents=DOCUMENTS, top_n=1, return_documents=False
+    )
+    assert [sorted(each) for each in best["results"]] == [["index", "relevance_score"]]
+    assert best["results"][0]["index"] == order[0]
+
+
+def as_object(text: str) -> dict[str, str]:
+    return {"text": text}
+
+
+@pytest.mark.parametrize("ones", [QUERY, [QUERY] * 3])
+async def test_pairs_have_the_cosine_of_their_embeddings(client: AsyncOpenAI, ones: Any) -> None:
+    answer = await post(client, "v1/score", model=MODEL, text_1=ones, text_2=DOCUMENTS)
+    scores = [each["score"] for each in answer["data"]]
+    assert scores == pytest.approx(await cosines(client), abs=1e-6)
+
+
+@pytest.mark.parametrize("item_first", [False, True])
+async def test_labels_have_their_probabilities_after_each_prompt(
+    client: AsyncOpenAI, item_first: bool
+) -> None:
+    items = [" a", " the"]
+    prompts = [item + "Once upon" if item_first else "Once upon" + item for item in items]
+    labels, expected = [5, 300, 77], []
+    for prompt in prompts:
+        tokens = await post(client, "tokenize", prompt=prompt)
+        scored = [[*tokens["tokens"], label] for label in labels]
+        fields = {"prompt": scored, "max_tokens": 1, "echo": True, "logprobs": 0}
+        choices = (await post(client, "v1/completions", **fields))["choices"]
+        expected.append([math.exp(each["logprobs"]["token_logprobs"][-2]) for each in choices])
+    body: dict[str, Any] = {"query": "Once upon", "items": items, "label_token_ids": labels}
+    body["item_first"] = item_first
+    answer = await post(client, "v1/score", **body)
+    assert answer["object"] == "scoring"
+    assert np.array(answer["scores"]) == pytest.approx(np.array(expected), rel=1e-5)
+    shares = (await post(client, "score", **body, apply_softmax=True))["scores"]
+    assert np.sum(shares, axis=1) == pytest.approx([1, 1])
+    assert shares[0][0] / shares[0][1] == pytest.approx(expected[0][0] / expected[0][1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("rerank", {"query": "x", "documents": []}, "documents"),
+        ("rerank", {"query": "x", "documents": ["x"], "top_n": -1}, "top_n"),
+        ("score", {"text_1": ["x", "y"], "text_2": ["x", "y", "z"]}, "text_1"),
+        ("score", {"text_1": "x"}, "text_2"),
+        ("score", {"query": "x", "items": ["x"], "label_token_ids": []}, "label_token_ids"),
+        ("score", {"query": "x", "items": [[1]], "label_token_ids": [1]}, "items"),
+        ("score", {"query": "x", "items": ["x"], "label_token_ids": [-1]}, "items"),
+    ],
+)
+async def test_what_cannot_be_scored_is_refused(
+    client: AsyncOpenAI, path: str, body: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        await post(client, path, **body)
+    assert refused.value.param == param

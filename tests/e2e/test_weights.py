@@ -1,0 +1,138 @@
+"""Weights that are updated from disk while a server with the bundled model serves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession
+
+from aserve.frontend import Frontend
+from aserve.load import load
+from aserve.server import connect_http
+from aserve.tiny import MODEL_DIR
+from tests.fakes.lora_adapters import Recipe, write_adapter, write_merged
+from tests.parity.real_model import options
+
+PROMPT = [11, 40, 300, 7, 9, 512, 77, 1033, 61, 40, 300, 7, 9, 512, 77, 1033, 61, 8]
+SMALL: dict[str, Any] = {"num_pages": 64, "debug_checks": False}  # checks would not be fused
+ADMIN = {"Authorization": "Bearer root"}
+FORMATS = {
+    "fused": {"dtype": "float32"},
+    "per token, with adapters": {"dtype": "float32", "deterministic": True, "enable_lora": True},
+}
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another checkpoint of the bundled model."""
+    folder = tmp_path_factory.mktemp("weights")
+    write_merged(folder / "b", write_adapter(folder / "a", Recipe(1)), Recipe(1))
+    return folder / "b"
+
+
+@asynccontextmanager
+async def serving(model: Path, **fields: Any) -> AsyncIterator[ClientSession]:
+    resolved = options(port=0, model=str(model), admin_api_key="root", **SMALL, **fields)
+    frontend = Frontend(resolved, codec=True)
+    server = connect_http(frontend)
+    address = await server.start()
+    try:
+        await frontend.start(await asyncio.to_thread(load, resolved))
+        async with ClientSession(address, headers=ADMIN) as session:
+            yield session
+    finally:
+        await server.stop()
+        await frontend.close()
+
+
+async def post(client: ClientSession, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
+    async with client.post(path, json=body) as answer:
+        found: dict[str, Any] = await answer.json()
+        return answer.status, found
+
+
+async def outputs(client: ClientSession, num: int = 24) -> tuple[list[int], list[float], str]:
+    """Greedy tokens, their log-probabilities, and the version of the weights."""
+    sampling = {"temperature": 0, "max_new_tokens": num, "ignore_eos": True}
+    _, answer = await post(
+        client, "/generate", input_ids=PROMPT, sampling_params=sampling, return_logprob=True
+    )
+    meta = answer["meta_info"]
+    logprobs = [each[0] for each in meta["output_token_logprobs"]]
+    return answer["output_ids"], logprobs, meta["weight_version"]
+
+
+@pytest.mark.parametrize("fields", FORMATS.values(), ids=FORMATS)
+async def test_the_outputs_are_those_of_a_server_that_began_with_the_weights(
+    other: Path, fields: dict[str, Any]
+) -> None:
+    async with serving(other, **fields) as fresh:
+        expected = await outputs(fresh)
+    async with serving(MODEL_DIR, **fields) as client:
+        before = await outputs(client)
+        body = {"model_path": str(other), "weight_version": "step-1"}
+        status, answer = await post(client, "/update_weights_from_disk", **body)
+        assert (status, answer["success"], answer["new_version"]) == (200, True, "step-1")
+        assert await outputs(client) == (*expected[:2], "step-1") != (*before[:2], "step-1")
+        await post(client, "/update_weights_from_disk", model_path=str(MODEL_DIR))
+        assert await outputs(client) == before
+
+
+def cut(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4096])
+
+
+def reconfigured(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_theta": 123.0}))
+
+
+BREAKAGES: tuple[tuple[Callable[[Path], object], str], ...] = (
+    (cut, "not a readable safetensors file"),
+    (reconfigured, "rope_theta"),
+    (lambda folder: (folder / "model.safetensors").unlink(), "has no model.safetensors"),
+    (shutil.rmtree, "no config.json"),
+)
+
+
+async def test_a_broken_checkpoint_changes_nothing(other: Path, tmp_path: Path) -> None:
+    async with serving(MODEL_DIR, dtype="float32") as client:
+        before = await outputs(client)
+        for number, (breakage, words) in enumerate(BREAKAGES):
+            broken = tmp_path / str(number)
+            shutil.copytree(other, broken)
+            breakage(broken)
+            status, answer = await post(client, "/update_weights_from_disk", model_path=str(broken))
+            assert (status, answer["error"]["param"]) == (400, "model_path")
+            assert words in answer["error"]["message"]
+            assert await outputs(client) == before
+
+
+async def test_what_runs_ends_on_the_old_weights_or_is_aborted(other: Path) -> None:
+    body: dict[str, Any] = {"model_path": str(other)}
+    async with serving(MODEL_DIR, dtype="float32") as client:
+        long = (await outputs(client, 400))[:2]
+        running = asyncio.ensure_future(outputs(client, 400))
+        await asyncio.sleep(0.02)
+        assert (await post(client, "/update_weights_from_disk", **body, timeout=0.01))[0] == 400
+        updated = asyncio.ensure_future(post(client, "/update_weights_from_disk", **body))
+        await asyncio.sleep(0.01)
+        status, answer = await post(client, "/v1/completions", prompt=PROMPT, max_tokens=1)
+        assert (status, answer["error"]["code"]) == (503, "server_paused")
+        assert (await running)[:2] == long
+        assert (await updated)[0] == 200
+        running = asyncio.ensure_future(outputs(client, 900))
+        await asyncio.sleep(0.02)
+        body |= {"abort_all_requests": True, "keep_pause": True}
+        assert (await post(client, "/update_weights_from_disk", **body))[0] == 200
+        assert len((await running)[0]) < 900
+        async with client.get("/is_paused") as answered:
+            assert (await answered.json())["is_paused"]

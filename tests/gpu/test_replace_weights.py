@@ -1,0 +1,55 @@
+"""Layers and models that take over the weights of others in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from aserve.errors import ConfigError
+from aserve.gpu.device.cpu.kernel_linear import Int8Linear, TiledLinear
+from aserve.gpu.device.cpu.linear import Fp16StoredLinear, PackedLinear, PerToken
+from aserve.gpu.device.cpu.ops import CompiledNorm
+from aserve.gpu.layers.linear import Linear, LinearOp
+from aserve.gpu.layers.norm import HeadNorms
+from aserve.gpu.replace_weights import copies
+
+LINEARS: tuple[Callable[[Tensor, Tensor], LinearOp], ...] = (
+    *(Linear, PackedLinear, Fp16StoredLinear, TiledLinear, Int8Linear),
+    lambda weight, bias: PerToken(Linear(weight, bias)),
+)
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("make", LINEARS)
+def test_a_layer_computes_as_the_other_one(make: Callable[[Tensor, Tensor], LinearOp]) -> None:
+    old, new = (make(drawn(seed, 32, 64), drawn(seed, 32)) for seed in (1, 2))
+    x = drawn(3, 16, 64)
+    expected = new(x)
+    assert not torch.equal(old(x), expected)
+    for copy in list(copies(old, new)):
+        copy()
+    assert torch.equal(old(x), expected)
+
+
+def test_tensors_keep_their_addresses_and_norms_their_copies() -> None:
+    plain = [CompiledNorm(drawn(seed, 8).bfloat16(), eps=1e-6) for seed in (1, 2)]
+    heads = [HeadNorms(drawn(seed, 2, 4), eps=1e-6) for seed in (1, 2)]
+    pairs: list[list[CompiledNorm] | list[HeadNorms]] = [plain, heads]
+    for norm, other in pairs:
+        address = norm.weight.data_ptr()
+        for copy in list(copies(norm, other)):
+            copy()
+        assert norm.weight.data_ptr() == address
+        assert torch.equal(norm.weight, other.weight)
+
+
+@pytest.mark.parametrize("other", [Linear(drawn(1, 3, 4)), Linear(drawn(1, 2, 4).double())])
+def test_another_shape_or_dtype_is_refused_before_the_first_copy(other: Linear) -> None:
+    with pytest.raises(ConfigError, match="cannot take over"):
+        list(copies(Linear(drawn(2, 2, 4)), other))
