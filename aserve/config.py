@@ -100,7 +100,10 @@ class ModelOptions:
         "no message can open another role's turn",
     )
     served_model_name: str | None = option(
-        None, "the name that clients give as `model`; default: the directory's or the hub id"
+        None,
+        "the names that clients may give as `model`, with spaces or commas between them; answers "
+        "have the first one unless the client gave another; default: the directory's or the hub id",
+        Limits(metavar="NAME", is_list=True, takes_many=True),
     )
 
 
@@ -527,7 +530,7 @@ class Resolved:
     """All options, checked one by one and together."""
 
     model_source: str
-    model_name: str
+    model_names: tuple[str, ...]  # the first is the default
     model: ModelOptions
     kv: KvOptions
     scheduler: SchedulerOptions
@@ -538,6 +541,10 @@ class Resolved:
     server: ServerOptions
     debug: DebugOptions
     prompt: PromptOptions
+
+    @property
+    def model_name(self) -> str:
+        return self.model_names[0]
 
 
 def resolve(raw: Raw, facts: Facts) -> Resolved:
@@ -559,7 +566,7 @@ def resolve(raw: Raw, facts: Facts) -> Resolved:
     source = model.model or facts.default_model
     return Resolved(
         model_source=source,
-        model_name=model.served_model_name or _model_name(source, facts),
+        model_names=_names_of(model) or (_model_name(source, facts),),
         model=model,
         kv=_build(KvOptions, values),
         scheduler=scheduler,
@@ -676,6 +683,12 @@ def _check_former(option: Option, given: Iterable[str], *, where: str) -> None:
             f"{where} sets {option.names[0]} and also {option.names[1]}, which is its former name; "
             f"give only {option.names[0]}"
         )
+
+
+def _names_of(model: ModelOptions) -> tuple[str, ...]:
+    """Returns the served names that the user gave, each once."""
+    given = map(str.strip, (model.served_model_name or "").split(","))
+    return tuple(dict.fromkeys(filter(None, given)))
 
 
 def _model_name(source: str, facts: Facts) -> str:

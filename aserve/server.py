@@ -102,7 +102,7 @@ def connect_http(frontend: Frontend) -> HttpServer:
             gateway=frontend.gateway,
             state=frontend.state,
             options=resolved.server,
-            model_names=(resolved.model_name,),
+            model_names=resolved.model_names,
             created=int(time.time()),
             registry=registry,
             recent=frontend.metrics.recent,

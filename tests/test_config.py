@@ -140,6 +140,7 @@ def test_a_model_is_named_by_its_hub_id_or_its_folder(model: str | None, name: s
     given_model = {} if model is None else {"model": model}
     assert resolved(**given_model).model_name == name
     assert resolved(**given_model, served_model_name="x").model_name == "x"
+    assert resolved(served_model_name="x, y z,x,").model_names == ("x", "y z")
 
 
 def test_the_file_may_come_from_the_environment_and_is_parsed_as_toml(
