@@ -7,7 +7,7 @@ from aiohttp import web
 from aserve.http import abort, fork, openapi, page, probes, running
 from aserve.http.anthropic import messages as anthropic
 from aserve.http.batches import handlers as batches
-from aserve.http.control import admin, info, parsing, render, settings
+from aserve.http.control import admin, info, loads, parsing, render, settings
 from aserve.http.generate import llama_cpp, sglang, tgi
 from aserve.http.lora import handlers as lora
 from aserve.http.ollama import chat as ollama
@@ -56,6 +56,7 @@ ROUTES = (
     get("/v1/models/{name:.+}", models.read_model),  # a name may have slashes
     get("/health", probes.health, public=True),
     *info.ROUTES,
+    *loads.ROUTES,
     *admin.ROUTES,
     *settings.ROUTES,
     *render.ROUTES,

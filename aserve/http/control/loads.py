@@ -1,0 +1,72 @@
+"""GET /load and /v1/loads: how busy the server is, for routers, under vLLM's and SGLang's names."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from aserve.http.control.info import version
+from aserve.http.delivery import json_response
+from aserve.http.route import get
+from aserve.http.state import HttpContext
+from aserve.messages.executor import EngineSpec
+
+
+class EngineLoad(msgspec.Struct):
+    """The load of the one engine. Tokens are those of the KV pages in use, whose last ones may be
+    partly free."""
+
+    num_running_reqs: int  # sequences
+    num_waiting_reqs: int
+    num_total_reqs: int
+    num_used_tokens: int
+    max_total_num_tokens: int
+    token_usage: float  # of 1
+    max_running_requests: int
+    dp_rank: int = 0
+
+
+class Loads(msgspec.Struct):
+    timestamp: float  # seconds since 1970
+    version: str
+    loads: list[EngineLoad]
+    dp_rank_count: int = 1
+
+
+async def read_load(_: web.Request, context: HttpContext) -> web.Response:
+    """Answers as vLLM does: the number of open requests."""
+    return json_response({"server_load": context.gateway.num_open})
+
+
+async def read_loads(_: web.Request, context: HttpContext) -> web.Response:
+    load = engine_load(context.registry, context.state.spec)
+    return json_response(Loads(time.time(), version(), [load]))
+
+
+def engine_load(registry: CollectorRegistry, spec: EngineSpec | None) -> EngineLoad:
+    """Returns the load from the server's own metrics."""
+
+    def gauge(name: str) -> int:
+        return int(registry.get_sample_value(name) or 0)
+
+    page_size = 0 if spec is None else spec.page_size
+    running, waiting = gauge("aserve_sequences_running"), gauge("aserve_sequences_waiting")
+    used, total = gauge("aserve_kv_pages_used"), gauge("aserve_kv_pages")
+    return EngineLoad(
+        num_running_reqs=running,
+        num_waiting_reqs=waiting,
+        num_total_reqs=running + waiting,
+        num_used_tokens=used * page_size,
+        max_total_num_tokens=total * page_size,
+        token_usage=used / total if total else 0.0,
+        max_running_requests=0 if spec is None else spec.max_rows,
+    )
+
+
+ROUTES = (
+    get("/load", read_load),
+    get("/v1/loads", read_loads),
+)

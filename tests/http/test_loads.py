@@ -1,0 +1,30 @@
+"""How busy a server says that it is."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aserve.http.control.loads import EngineLoad, engine_load
+from aserve.observability.metrics import Metrics
+from aserve.observability.reports import TickReport
+from tests.fakes.echo_engine import EchoEngine
+from tests.fakes.executor import SPEC
+from tests.http.asking import ask
+
+
+async def test_open_requests_are_counted(echo: EchoEngine) -> None:
+    echo.scheduler.is_paused = True
+    prompt = {"prompt": ["a", "b"], "max_tokens": 3}
+    asked = asyncio.ensure_future(ask(echo, "/v1/completions", prompt))
+    await echo.until(lambda: len(echo.scheduler.live) == 2)
+    assert (await ask(echo, "/load")).json == {"server_load": 2}
+    asked.cancel()
+    assert (await ask(echo, "/v1/loads")).json["loads"][0]["num_total_reqs"] == 0
+
+
+def test_the_load_is_that_of_the_metrics() -> None:
+    metrics = Metrics()
+    metrics.on_report(TickReport(num_running=2, num_waiting=4, used_pages=3))
+    page_size = SPEC.page_size
+    load = engine_load(metrics.registry, SPEC)
+    assert load == EngineLoad(2, 4, 6, 3 * page_size, 0, 0.0, SPEC.max_rows)
