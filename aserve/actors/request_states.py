@@ -85,7 +85,8 @@ def _state_of(state: SchedulerState, sequence: Sequence) -> str:
     if sequence.has_ended:
         return "flush"
     if sequence.phase is Phase.RUNNING:
-        if sequence.row in state.held:
+        held = state.held.get(sequence.row)
+        if held is not None and held.iteration not in state.steps:  # only its mask is missing
             return "grammar"
         return "decode" if sequence.num_outputs else "prefill"
     if sequence.phase is Phase.AWAITING_KV:

@@ -65,7 +65,7 @@ class LiveSettings:
         gateway: Gateway,
     ) -> None:
         """Starts with the values of the options. `send` sends a change to the engine."""
-        self._engine = _Engine(spec.max_batched_tokens, send, gateway)
+        self._engine = _Engine(spec.max_batched_tokens, spec.max_waiting, send, gateway)
         self._resize(spec)
         self._now = Settings(
             version=1,
@@ -104,14 +104,19 @@ class LiveSettings:
         return new
 
     def _resize(self, spec: EngineSpec) -> None:
+        """NOTE: the gateway's limit never falls below that of the start. Below it the engine
+        refuses, which knows the order of the queue and the expected wait.
+        """
         assert self._engine is not None
         self.spec = spec
-        self._engine.gateway.capacity = Capacity(spec.max_rows, spec.max_waiting)
+        most_waiting = max(spec.max_waiting, self._engine.most_waiting)
+        self._engine.gateway.capacity = Capacity(spec.max_rows, most_waiting)
 
 
 @dataclass(frozen=True, slots=True)
 class _Engine:
     most_tokens: int  # of a step
+    most_waiting: int
     send: Callable[[ChangeSettings], None]
     gateway: Gateway
 

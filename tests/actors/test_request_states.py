@@ -81,7 +81,9 @@ def test_prompts_are_counted_in_chunks_and_other_requests_cost_no_report() -> No
 def test_masks_and_retractions_are_states_of_their_own() -> None:
     run = Watched(spec())
     run.send(timed(request("mine", [1, 2, 3], grammar=TOY)))
-    assert run.states() == ["grammar_compile", "grammar"]
+    assert run.states() == ["grammar_compile", "prefill"]
+    run.run(1)  # its logits are there, and nobody gave its mask
+    assert run.states() == ["grammar_compile", "prefill", "grammar"]
     other = Watched(spec())
     other.send(timed(request("mine", [1, 2, 3])))
     other.run(3)

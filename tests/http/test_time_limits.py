@@ -77,6 +77,20 @@ async def test_a_wait_that_is_too_long_is_a_429_with_the_place_in_the_queue(
         assert server.metric("aserve_requests_ended_total", outcome="refused") == len(BODIES)
 
 
+async def test_a_queue_that_was_made_shorter_refuses_with_the_place_in_it() -> None:
+    async with full_server(admin_api_key="root") as (server, _):
+        change = server.client.patch("/settings", json={"max_queue": 1}, headers=bearer("root"))
+        async with change as answer:
+            assert answer.status == 200
+        waiting = asyncio.ensure_future(server.client.post("/v1/completions", json=LONG))
+        await until(server, "aserve_sequences_waiting", 1)
+        async with server.client.post("/v1/completions", json=LONG) as answer:
+            error = (await answer.json())["error"]
+        assert (answer.status, error["code"], error["queue_position"]) == (429, "queue_full", 2)
+        assert "1 of at most 1" in error["message"]
+        await dropped([waiting])
+
+
 def batches(executor: FakeExecutor) -> list[ScheduleBatch]:
     return [command for command in executor.commands if isinstance(command, ScheduleBatch)]
 
