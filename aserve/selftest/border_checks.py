@@ -84,7 +84,10 @@ async def refuses_an_unknown_model(server: Target) -> str:
 
 
 async def refuses_a_prompt_beyond_the_context(server: Target) -> str:
-    words = "fox " * 200_000
+    """The prompt has at least twice the context's tokens, where the list of models names it."""
+    models = (await server.get("/v1/models")).json["data"]
+    lens = [model.get("max_model_len") or 0 for model in models]
+    words = "fox " * 2 * (max(lens, default=0) or 100_000)
     return await _refuses(server, messages=[{"role": "user", "content": words}])
 
 

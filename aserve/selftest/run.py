@@ -69,8 +69,7 @@ CHECKS: Mapping[str, Sequence[Check]] = {
         *(border.refuses_messages_of_a_wrong_type, border.refuses_a_temperature_of_99),
         *(border.refuses_negative_max_tokens, border.refuses_n_of_0, border.refuses_a_top_p_of_2),
         *(border.refuses_a_broken_schema, border.refuses_a_stream_with_a_status),
-        *(border.refuses_an_unknown_model, border.refuses_a_prompt_beyond_the_context),
-        *(border.refuses_deep_json, border.answers_unknown_paths_with_404),
+        *(border.refuses_an_unknown_model, border.answers_unknown_paths_with_404),
     ),
     "load": (
         *(border.answers_many_at_once, border.frees_what_clients_leave),
@@ -86,6 +85,8 @@ CHECKS: Mapping[str, Sequence[Check]] = {
         *(border.tells_its_health, border.has_metrics, border.describes_its_api),
         *(border.tokenizes_and_back, border.keeps_files),
     ),
+    # The last ones, because some servers compute for minutes on what they should refuse.
+    "limits": (border.refuses_deep_json, border.refuses_a_prompt_beyond_the_context),
 }
 
 
@@ -146,8 +147,10 @@ async def _result(server: Target, feature: str, check: Check) -> Result:
         seen = str(error)
     except TimeoutError:
         seen = "no answer in time"
-    except (aiohttp.ClientError, LookupError, TypeError, ValueError, AttributeError) as error:
-        seen = f"{type(error).__name__}: {error}"  # the answer lacks a field, or is cut
+    except LookupError as error:
+        seen = f"the answer has no {error}"
+    except (aiohttp.ClientError, TypeError, ValueError, AttributeError) as error:
+        seen = f"{type(error).__name__}: {error}"  # a field has another type, or the answer is cut
     return Result(feature, check.__name__, outcome, " ".join(seen.split())[:200])
 
 
