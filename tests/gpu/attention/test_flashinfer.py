@@ -193,6 +193,15 @@ def test_lengths_that_are_only_bounds_are_not_planned() -> None:
         backend.plan(ForwardBatch.init_new(device_batch([1], [3]), pools))
 
 
+def test_plans_of_another_backend_are_refused() -> None:
+    pools = PLAIN.pools(1)
+    backend = FlashInfer(FakeFlashInfer(), site_of(PLAIN, pools))
+    with pytest.raises(BugError, match="plan of another backend"):
+        backend.bind(exact_batch(pools, [1], [0]), None)
+    with pytest.raises(BugError, match="of another backend"):
+        backend.static_plans.refresh(None, np.array([1], np.int32))
+
+
 def test_its_kernels_are_compiled_before_it_is_chosen() -> None:
     """This compiles the kernels, on the padding row: two prefills, a decode, and a cascade."""
     pools = PLAIN.pools(1)

@@ -126,6 +126,11 @@ def test_a_named_backend_that_is_unusable_is_refused_with_value_and_limit(
     assert caught.value.param == "attention_backend"
 
 
+def test_an_unknown_name_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(ConfigError, match=r"'paged' is not known; known: auto, .*torch-ref"):
+        build_attention("paged", site(), order=CPU_ORDER)
+
+
 @pytest.mark.parametrize("name", ["paged-cpu", "paged-sdpa", "triton"])
 def test_a_plan_of_another_backend_is_refused(name: str) -> None:
     made = site()

@@ -70,6 +70,16 @@ def test_building_changes_nothing_and_what_it_made_belongs_to_one_forward() -> N
 # ---------------------------------------------------------------- the attention plan's marker
 
 
+def test_a_fresh_batch_needs_a_plan_and_a_marked_one_does_not() -> None:
+    made = forward([1, 1], [3, 4])
+    assert made.needs_attention_plan()
+    with pytest.raises(BugError, match="nobody planned"):
+        assert made.plan
+    made.mark_attention_planned("plan")
+    assert not made.needs_attention_plan()
+    assert made.plan == "plan"
+
+
 def test_a_batch_reshaped_after_a_replannable_plan_is_planned_again() -> None:
     made = forward([1, 1], [3, 4])
     made.mark_attention_planned("first", replan_equivalent=True)

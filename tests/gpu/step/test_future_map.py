@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from aserve.errors import BugError
 from aserve.gpu.step.future_map import LAST_TOKEN, SEQ_LEN, FutureMap, RelayField
 from aserve.messages.results import StepFailed
 from aserve.messages.step import RowInit
@@ -94,6 +95,11 @@ def test_what_was_read_does_not_change_with_the_next_stash() -> None:
 
 
 # ---------------------------------------------------------------- stamps, in a real step
+
+
+def test_a_field_that_two_declare_is_refused() -> None:
+    with pytest.raises(BugError, match="declared twice"):
+        FutureMap((*FIELDS, FIELDS[0]), max_rows=1, device=CPU)
 
 
 async def outcome_of(*steps: Step, expects: int) -> object:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aserve.gpu.device.cpu.device import CpuDevice
-from aserve.gpu.transfer.pinned import MIN_WORDS, POISON, PinnedSlots
+from aserve.gpu.transfer.pinned import MAX_PREFIXES, MIN_WORDS, POISON, PinnedSlots
 from aserve.gpu.transfer.staging import DeviceArrays, HostArrays
 
 KERNEL_BYTES = 16  # a pointer that is a multiple of it is another kernel's than one that is not
@@ -50,6 +50,15 @@ def test_a_slot_is_used_again_only_after_it_was_given_back_and_if_it_is_large_en
     assert len(large.words) > MIN_WORDS
     slots.give_back(large)
     assert slots.take(10) is large
+
+
+def test_a_front_of_the_same_length_is_made_once_and_not_kept_for_ever() -> None:
+    slot = PinnedSlots(CpuDevice()).take(MIN_WORDS)
+    first = slot.prefix(7)
+    assert slot.prefix(7) is first
+    for num_words in range(8, 8 + MAX_PREFIXES):
+        assert len(slot.prefix(num_words)) == num_words
+    assert slot.prefix(7) is not first
 
 
 def test_in_debug_mode_nothing_can_be_read_from_a_slot_that_was_given_back() -> None:

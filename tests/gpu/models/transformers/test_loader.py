@@ -55,6 +55,11 @@ def test_a_tensor_that_does_not_fit_is_named_and_none_is_made_up(
     assert complaint in refusal_of(tmp_path)
 
 
+def test_a_directory_without_weights_is_one_clear_error(tmp_path: Path) -> None:
+    directory = write_config(tmp_path, "Cohere", "CohereForCausalLM")
+    assert refusal_of(directory).startswith(f"the weights in {directory} cannot be read: ")
+
+
 def test_dummy_weights_need_a_configuration_alone_and_are_the_same_each_time(
     tmp_path: Path,
 ) -> None:
