@@ -748,6 +748,27 @@ MUTANTS = (
         "tests/http/test_unread.py",
     ),
     Mutant(
+        "a resumed stream that repeats the last event of its client",
+        "aserve/http/streams/handlers.py",
+        "return int(number) + 1",
+        "return int(number)",
+        "tests/http/streams/test_resume.py",
+    ),
+    Mutant(
+        "a stream that goes on forever without readers",
+        "aserve/http/streams/kept.py",
+        "            kept.task.cancel()",
+        "            pass",
+        "tests/http/streams/test_resume.py",
+    ),
+    Mutant(
+        "a conversation that repeats itself in every turn",
+        "aserve/http/responses/conversations.py",
+        "ended.conversation[ended.num_earlier :]",
+        "ended.conversation",
+        "tests/http/responses/test_conversations.py",
+    ),
+    Mutant(
         "a conversation that grows without a bound",
         "aserve/http/responses/call.py",
         "range(num_earlier + len(body.input))",
