@@ -436,8 +436,8 @@ class ServerOptions:
     )
     max_engine_restarts: int = option(
         5,
-        "with an engine in a process of its own: restarts within a minute after which its next "
-        "death ends the server; 0: the first death does",
+        "with an engine in a process of its own: restarts in a row, after which its next death "
+        "ends the server; an engine that was up for a minute begins a new row; 0: no restart",
         Limits(low=0, high=1 << 20),
     )
     drain_timeout: float = option(

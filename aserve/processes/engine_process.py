@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,7 +24,7 @@ END_S = 5.0  # for an engine's step, its memory and its exit; afterwards it is k
 DEATH_S = 1.0  # from a socket's end to the exit code; afterwards the process is killed
 ROOT = Path(__file__).parents[2]  # where `aserve` lies: nothing of the user's is imported instead
 SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-WINDOW_S = 60.0
+STABLE_S = 60.0
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.25, 5.0
 
 
@@ -39,12 +39,13 @@ class EngineProcess:
         self._start = start
         self._restarts = Restarts(max_restarts)
         self._num_starts = 0
+        self._up_at_s = math.inf
 
     @property
     def limit(self) -> str:
         """Says, behind the cause of a death, why no other engine is started."""
         most = self._restarts.most
-        return f" (it died more than {most} times within a minute)" if most else ""
+        return f" (it died more than {most} times in a row)" if most else ""
 
     def spawn(self) -> tuple[socket.socket, Start]:
         """Starts a process. Returns the socket to it, and the first message that it must get."""
@@ -53,7 +54,12 @@ class EngineProcess:
             self.process = spawned(self._command, theirs)
         start = numbered(self._start, self._num_starts)
         self._num_starts += 1
+        self._up_at_s = math.inf
         return ours, start
+
+    def note_up(self) -> None:
+        """The present process is ready."""
+        self._up_at_s = time.monotonic()
 
     async def bury(self) -> str:
         """Waits for the end of a process that has closed its socket, and says how it ended."""
@@ -63,7 +69,7 @@ class EngineProcess:
 
     def restart_delay_s(self) -> float | None:
         """Notes a death. Returns how long to wait for the next `spawn`, or None for no more."""
-        return self._restarts.delay_s(time.monotonic())
+        return self._restarts.delay_s(up_s=time.monotonic() - self._up_at_s)
 
     async def close(self, *, was_up: bool) -> None:
         """Ends a loaded engine in order, within END_S; kills one that has not loaded yet."""
@@ -120,23 +126,22 @@ def describe(code: int) -> str:
 
 
 class Restarts:
-    """Decides whether a process that has died is started again. `most` is the number of restarts
-    within WINDOW_S.
+    """Decides whether a process that has died is started again. `most` is the number of restarts in
+    a row. A process that was up for STABLE_S begins a new row.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._deaths_s: deque[float] = deque()  # within the window
+        self._num_in_row = 0
 
-    def delay_s(self, now_s: float) -> float | None:
-        """Notes a death. Returns how long to wait before the restart, or None for no restart. The
-        first restart waits for nothing, and each further one within the window twice as long.
+    def delay_s(self, *, up_s: float) -> float | None:
+        """Notes the death of a process that was up for `up_s` seconds. Returns how long to wait
+        before the restart, or None for no restart. The first restart of a row waits for nothing,
+        and each further one twice as long.
         """
-        while self._deaths_s and self._deaths_s[0] < now_s - WINDOW_S:
-            self._deaths_s.popleft()
-        num_before = len(self._deaths_s)
+        num_before = 0 if up_s >= STABLE_S else self._num_in_row
         if num_before >= self.most:
             return None
-        self._deaths_s.append(now_s)
+        self._num_in_row = num_before + 1
         doubled = FIRST_DELAY_S * 2 ** min(num_before - 1, 10)
         return min(doubled, LONGEST_DELAY_S) if num_before else 0.0

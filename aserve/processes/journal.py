@@ -113,11 +113,6 @@ class Journal:
         entry.cancels.append(cancel)
         return [] if entry.is_sent else self._finish_cancels(entry)
 
-    def waits(self, request_id: str) -> bool:
-        """Whether the request is open, and no engine has it."""
-        entry = self._open.get(request_id)
-        return entry is not None and not entry.is_sent
-
     def end(self, refused: Refused) -> None:
         """The request gets its final message elsewhere."""
         self._forget(refused.request_id)

@@ -125,7 +125,7 @@ class RemoteEngineCore:
                     self._ports.text.send(retired)
             case ChangeSettings():
                 self._settings = message
-            case Amend() if self._journal.waits(message.request_id):
+            case Amend() if self._journal.is_waiting(message.request_id):
                 self._ports.text.send(Amended(message, error=too_early().info()))
                 return
             case Amend():
@@ -175,6 +175,7 @@ class RemoteEngineCore:
             case Loaded():
                 self._answer_load(message.load, message.error)
             case Ready():
+                self._process.note_up()
                 self.spec = message.spec
                 self._heard_at_s = time.monotonic()
                 self._is_up = self._on_death is None  # a restarted one loads its adapters first
@@ -281,7 +282,7 @@ class RemoteEngineCore:
         await self.open()
         await self.ready
         for update in self._weights:
-            error = await self._load(update)
+            error = await self._load(update) if self._link.is_open else None
             if error is not None and self._link.is_open:
                 assert self._on_death is not None
                 reason = f"the updated weights could not be loaded again: {error.message}"

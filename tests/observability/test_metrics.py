@@ -16,6 +16,7 @@ from aserve.messages.step import Launch, ScheduleBatch, StepStats
 from aserve.observability.metrics import Metrics
 from aserve.observability.reports import (
     Admitted,
+    EngineDown,
     LaunchedSteps,
     SchedulerTick,
     TickReport,
@@ -250,3 +251,18 @@ def test_recent_requests_and_steps_have_their_times() -> None:
     later = metrics.recent.snapshot(since_s=103.5)
     assert [record.request_id for record in later.requests] == ["b"]
     assert not later.steps
+
+
+def test_an_engine_that_was_started_again_counts_from_0_and_the_sums_go_on() -> None:
+    metrics = Metrics()
+    metrics.received(request("a"))
+    for report in (REPORT, EngineDown("it was killed"), REPORT):
+        metrics.on_report(report)
+    assert value(metrics, "aserve_engine_restarts_total") == 1
+    assert value(metrics, "aserve_retractions_total") == 2
+    assert value(metrics, "aserve_steps_launched_total") == 4
+    assert value(metrics, "aserve_queue_seconds_count") == 1
+    assert reconciles(metrics)
+    metrics.on_report(EngineDown("it was killed"))
+    gauges = ("aserve_sequences_running", "aserve_sequences_waiting", "aserve_kv_pages_used")
+    assert [value(metrics, name) for name in gauges] == [0, 0, 0]

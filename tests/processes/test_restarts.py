@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 from pathlib import Path
@@ -15,7 +16,7 @@ from aserve.http.probes import health_of, liveness_of
 from aserve.messages.base import array_i32, pack_i32
 from aserve.messages.output import OutputChunk
 from aserve.messages.requests import AdmitRequest, LoadLora, LoadWeights, SamplingParams
-from aserve.processes.engine_process import FIRST_DELAY_S, LONGEST_DELAY_S, WINDOW_S, Restarts
+from aserve.processes.engine_process import FIRST_DELAY_S, LONGEST_DELAY_S, STABLE_S, Restarts
 from tests.fakes.executor import SPEC
 from tests.fakes.toy_device import expected_outputs
 from tests.processes.test_two_processes import Rig, running
@@ -209,11 +210,12 @@ async def test_an_engine_that_dies_while_it_starts_again_is_started_once_more(
     assert sorted(os.listdir(tmp_path)) == ["recording", "recording.2"]
 
 
-def test_restarts_wait_ever_longer_and_end_with_too_many_within_a_minute() -> None:
+def test_restarts_wait_ever_longer_and_end_with_too_many_in_a_row() -> None:
     restarts = Restarts(12)
-    delays_s = [restarts.delay_s(now_s=i) for i in range(12)]
+    delays_s = [restarts.delay_s(up_s=up_s) for up_s in (0, 1, -math.inf, *[STABLE_S - 1] * 9)]
     assert delays_s[:4] == [0, FIRST_DELAY_S, 2 * FIRST_DELAY_S, 4 * FIRST_DELAY_S]
     assert delays_s[-1] == LONGEST_DELAY_S
-    assert restarts.delay_s(now_s=12) is None
-    assert restarts.delay_s(now_s=1.5 + WINDOW_S) == LONGEST_DELAY_S, "the first two are forgotten"
-    assert Restarts(0).delay_s(now_s=0) is None
+    assert restarts.delay_s(up_s=0) is None
+    assert restarts.delay_s(up_s=STABLE_S) == 0
+    assert restarts.delay_s(up_s=0) == FIRST_DELAY_S
+    assert Restarts(0).delay_s(up_s=STABLE_S) is None
