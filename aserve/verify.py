@@ -24,7 +24,7 @@ from aserve.grammar.compile import Compiler
 from aserve.grammar.matching import Rules, SequenceMatcher
 from aserve.host.environment import prepare_process
 from aserve.load import build_options, find_model, vocabulary_of
-from aserve.messages.base import ArrayI32, array_i32, num_mask_words, pack_i32
+from aserve.messages.base import MASK_BITS, ArrayI32, array_i32, num_mask_words, pack_i32
 from aserve.messages.executor import SchedulerEvent, Ticket
 from aserve.messages.output import Refused, Retired
 from aserve.messages.requests import AdmitRequest, GenerateRequest, LoadLora, TokenPrompt
@@ -38,6 +38,7 @@ from aserve.receipts.record import (
     ReceiptOutput,
     this_machine,
 )
+from aserve.scheduling.reasoning import forced_ids
 from aserve.scheduling.request import child_seed
 from aserve.scheduling.scheduler import Scheduler
 from aserve.text.load import load_text
@@ -247,6 +248,14 @@ class Recomputation:
 
         token_ids = np.array(output.token_ids, np.int32)
         masks = None if request.sampling.grammar is None else self._masks(request, token_ids)
+        forced = forced_ids(request.reasoning, output.token_ids)
+        if forced and masks is None:
+            num_words = num_mask_words(self._executor.spec.vocab_size)
+            masks = np.full((len(token_ids), num_words), -1, np.int32)
+        for position, token_id in forced.items():
+            assert masks is not None
+            masks[position] = 0
+            masks[position].view(np.uint32)[token_id // MASK_BITS] = 1 << token_id % MASK_BITS
         prompt_len = len(array_i32(request.prompt_ids))
         return Expected(prompt_len, token_ids, masks, tolerance=tolerance)
 
@@ -276,6 +285,7 @@ class Recomputation:
         request = msgspec.structs.replace(
             request,
             sampling=msgspec.structs.replace(request.sampling, grammar=None),
+            reasoning=None,
             outputs=(pack_i32(output.token_ids[:-1]),),
         )
         scheduler = Scheduler(self._executor.spec)

@@ -26,6 +26,7 @@ from tests.fakes.lora_adapters import Recipe, write_adapter
 from tests.parity.real_model import options
 
 HELLO = [{"role": "user", "content": "Tell me of a fox."}]
+SUM = [{"role": "user", "content": "What is 27 plus 15?"}]
 SEEDED: dict[str, Any] = {"seed": 7, "temperature": 0.9, "max_tokens": 24}
 FILTERS: dict[str, Any] = {"top_p": 0.9, "top_k": 20, "min_p": 0.01}
 PENALTIES = {"presence_penalty": 1, "frequency_penalty": 0.5, "repetition_penalty": 1.3}
@@ -39,6 +40,7 @@ ASKS: dict[str, dict[str, Any]] = {
     "grammar": {"prompt": "My number: ", **SEEDED, "guided_regex": "[0-9]{3}-[a-z]{9}"},
     "chat": {"messages": HELLO, **SEEDED},
     "stream": {"messages": HELLO, **SEEDED, "stream": True, "n": 2},
+    "reasoning": {"messages": SUM, "temperature": 0, "max_tokens": 40, "thinking_token_budget": 5},
     "adapter": {"prompt": "A fox", **SEEDED, "model": "adapter"},
 }
 

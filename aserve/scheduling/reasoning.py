@@ -80,3 +80,13 @@ class Reasoning:
     def _ends_with(self, tag: tuple[int, ...]) -> bool:
         start = len(self._last) - len(tag)
         return start >= 0 and self._last[start:] == tag
+
+
+def forced_ids(ids: ReasoningIds | None, outputs: list[int]) -> dict[int, int]:
+    """Returns the tokens that the limit forces among these outputs, by position."""
+    if ids is None:
+        return {}
+    reasoning = Reasoning(ids)
+    num_read = reasoning.read_to_limit(outputs)
+    forced = reasoning.missing_ids() if reasoning.is_due else ()
+    return {num_read + i: forced[i] for i in range(min(len(forced), len(outputs) - num_read))}

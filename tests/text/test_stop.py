@@ -65,6 +65,14 @@ def test_stops_that_are_added_later_count_where_they_begin_later(
         assert matcher.feed(after) == expected
 
 
+def test_a_stop_that_has_begun_goes_on_when_others_are_added() -> None:
+    matcher = StopMatcher(("abc", "z"))
+    assert matcher.feed("xab") is None
+    matcher.add(("abcd", "z", "q"))
+    assert matcher.num_held == 2
+    assert matcher.feed("c") == StopHit("abc", 1)
+
+
 @pytest.mark.parametrize(
     ("stop", "unarmed", "armed", "start"), [("ab", "aba", "b", 2), ("aa", "aa", "a", 1)]
 )
