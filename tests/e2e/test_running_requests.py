@@ -90,3 +90,28 @@ async def test_many_changes_at_once_leave_every_other_answer_as_it_is(client: As
     alone = [await text_of(seed) for seed in range(4)]
     together = await asyncio.gather(*map(text_of, range(4)), *map(changed, range(10, 16)))
     assert together[:4] == alone
+
+
+async def test_a_fork_repeats_the_answer_and_with_another_seed_only_its_beginning(
+    client: AsyncOpenAI,
+) -> None:
+    async def fork(request_id: str, **fields: Any) -> list[int]:
+        body = {"token": 8, "stream": False, **fields}
+        answer: Any = await client.post(f"/requests/{request_id}/fork", body=body, cast_to=object)
+        assert answer["id"] != request_id
+        token_ids: list[int] = answer["choices"][0]["token_ids"]
+        return token_ids
+
+    ids: list[int] = []
+    forks: list[asyncio.Future[list[int]]] = []
+    async for event in await client.completions.create(**LONG | {"max_tokens": 400}):
+        ids += event.choices[0].model_dump().get("token_ids") or ()
+        if not forks and len(ids) >= 8:
+            changes: tuple[dict[str, Any], ...] = ({}, {"seed": 4}, {"token_id": 70})
+            forks = [asyncio.ensure_future(fork(event.id, **each)) for each in changes]
+    same, reseeded, forced = [await each for each in forks]
+    assert same == ids
+    assert reseeded[:8] == forced[:8] == ids[:8]
+    assert reseeded[8:] != ids[8:]
+    assert forced[8] == 70
+    assert len(reseeded) == len(forced) == 400

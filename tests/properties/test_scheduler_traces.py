@@ -191,10 +191,12 @@ def test_a_saved_trace_replays_to_the_same_effects(tmp_path: Path) -> None:
         vocab_size=VOCAB,
         names_shared_pages=True,
     )
-    run = TraceRun(Trace(spec=spec, requests=requests, seed=5, cancel_rate=0.05, fail_rate=0.1))
+    rates = {"cancel_rate": 0.05, "amend_rate": 0.2, "fail_rate": 0.1}
+    run = TraceRun(Trace(spec=spec, requests=requests, seed=5, **rates))
     run.run()
     run.save(tmp_path / "saved.trace")
     lines = list(replay(tmp_path / "saved.trace"))
+    assert run.num_answered > 5
     assert run.checks.num_shared_pages > 0
     assert len(lines) > run.num_launched  # raises if any turn's effects differ
 
