@@ -115,7 +115,8 @@ def forked_body(given: Body, changes: ForkBody, original: GenerateRequest) -> Bo
     }
     asked = {name: getattr(changes, name) for name in FIELDS}
     asked = {name: value for name, value in asked.items() if value is not None}
-    fields: dict[str, Any] = {name: None for name in SINGLE if name in names}
+    dropped = SINGLE if changes.stream is not False else (*SINGLE, "resumable")
+    fields: dict[str, Any] = {name: None for name in dropped if name in names}
     for name, value in (wanted | asked).items():
         known = [alias for alias in FIELDS[name] if alias in names]
         if not known and name in asked:

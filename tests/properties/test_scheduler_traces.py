@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -191,7 +192,7 @@ def test_a_saved_trace_replays_to_the_same_effects(tmp_path: Path) -> None:
         vocab_size=VOCAB,
         names_shared_pages=True,
     )
-    rates = {"cancel_rate": 0.05, "amend_rate": 0.2, "fail_rate": 0.1}
+    rates: dict[str, Any] = {"cancel_rate": 0.05, "amend_rate": 0.2, "fail_rate": 0.1}
     run = TraceRun(Trace(spec=spec, requests=requests, seed=5, **rates))
     run.run()
     run.save(tmp_path / "saved.trace")
