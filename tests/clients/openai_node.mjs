@@ -40,6 +40,8 @@ for (const isStreamed of [false, true]) {
   });
   assert.equal(await runner.finalContent(), "It is sunny in Rome and 21 degrees.");
   assert.deepEqual(cities, ["Rome"]);
+  const reasons = (await runner.allChatCompletions()).map(({ choices }) => choices[0].finish_reason);
+  assert.deepEqual(reasons, ["tool_calls", "stop"]);
 }
 
 const schema = {

@@ -25,6 +25,7 @@ async def test_open_requests_are_counted(echo: EchoEngine) -> None:
 def test_the_load_is_that_of_the_metrics() -> None:
     metrics = Metrics()
     metrics.on_report(TickReport(num_running=2, num_waiting=4, used_pages=3))
-    page_size = SPEC.page_size
+    page_size, num_pages = SPEC.page_size, SPEC.groups[0].num_pages - 1
     load = engine_load(metrics.registry, SPEC)
-    assert load == EngineLoad(2, 4, 6, 3 * page_size, 0, 0.0, SPEC.max_rows)
+    expected = (2, 4, 6, 3 * page_size, num_pages * page_size, 3 / num_pages, SPEC.max_rows)
+    assert load == EngineLoad(*expected)

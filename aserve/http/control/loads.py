@@ -54,7 +54,8 @@ def engine_load(registry: CollectorRegistry, spec: EngineSpec | None) -> EngineL
 
     page_size = 0 if spec is None else spec.page_size
     running, waiting = gauge("aserve_sequences_running"), gauge("aserve_sequences_waiting")
-    used, total = gauge("aserve_kv_pages_used"), gauge("aserve_kv_pages")
+    used = gauge("aserve_kv_pages_used")
+    total = 0 if spec is None else spec.groups[0].num_pages - 1  # without the padding
     return EngineLoad(
         num_running_reqs=running,
         num_waiting_reqs=waiting,
