@@ -24,6 +24,7 @@ RULES: tuple[Rule, ...] = (
     bans.host_syncs,
     bans.pickles,
     bans.evals,
+    bans.remote_code,
     bans.module_state,
     bans.broad_excepts,
     bans.tasks,

@@ -48,10 +48,12 @@ class TransformersEngine:
             "attn_implementation": "sdpa",
         }
         if is_dummy:
-            config = AutoConfig.from_pretrained(model_dir)
+            config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
             model = AutoModelForCausalLM.from_config(config, **settings)
         else:
-            model = AutoModelForCausalLM.from_pretrained(model_dir, **settings)
+            model = AutoModelForCausalLM.from_pretrained(
+                model_dir, trust_remote_code=False, **settings
+            )
         self._model = model.eval()
         self._model.generation_config.eos_token_id = None
 

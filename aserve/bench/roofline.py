@@ -78,7 +78,8 @@ def count_parameters(model_dir: Path) -> Parameters:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
+        config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(config)
     tables = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
     total = sum(parameter.numel() for parameter in model.parameters())
     return Parameters(

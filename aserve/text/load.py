@@ -136,7 +136,9 @@ def _convert_backend(model_dir: Path) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        loaded = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
+        loaded = AutoTokenizer.from_pretrained(
+            str(model_dir), local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"{model_dir}: no usable tokenizer: {error}") from error
     backend = loaded.backend_tokenizer

@@ -80,6 +80,15 @@ def evals(module: Module) -> Iterator[Finding]:
             yield Finding("eval", module.path, node.lineno, f"{name}() runs what it is given")
 
 
+def remote_code(module: Module) -> Iterator[Finding]:
+    """Without the argument, transformers asks the terminal if it may run a checkpoint's code."""
+    for name, node in module.calls:
+        options = {option.arg: option.value for option in node.keywords}
+        is_loader = name.startswith("Auto") and name.endswith(".from_pretrained")
+        if is_loader and not _is_constant(options.get("trust_remote_code"), False):
+            yield Finding("code", module.path, node.lineno, f"{name} may run a checkpoint's code")
+
+
 def module_state(module: Module) -> Iterator[Finding]:
     """A name that a module binds is a constant, a type or a logger, and nobody changes it."""
     constants = set()

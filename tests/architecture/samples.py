@@ -77,6 +77,10 @@ FORBIDDEN: dict[tuple[Rule, str], dict[str, str]] = {
         "dist.broadcast_object_list(x)": "dist.broadcast_object_list pickles",
     },
     (bans.evals, PLAIN): {"eval('1')": "eval()", function("exec(x)"): "exec()"},
+    (bans.remote_code, PLAIN): {
+        "AutoTokenizer.from_pretrained(x)": "may run a checkpoint's code",
+        "AutoConfig.from_pretrained(x, trust_remote_code=True)": "may run a checkpoint's code",
+    },
     (bans.module_state, PLAIN): {
         "cache = {}": "cache is module state",
         "_engine: Engine | None = None": "_engine is module state",

@@ -145,6 +145,26 @@ def test_a_directory_without_a_tokenizer_is_a_clear_error(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+def test_the_code_of_a_checkpoint_is_neither_run_nor_asked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slow: it imports transformers, which would ask the terminal."""
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    write(tmp_path, tokenizer_config={"auto_map": {"AutoTokenizer": ["own.Own", None]}})
+    questions: list[str] = []
+
+    def consent(question: str = "") -> str:
+        questions.append(question)
+        return "y"
+
+    monkeypatch.setattr("builtins.input", consent)
+    with pytest.raises(ConfigError, match="no usable tokenizer"):
+        load_tokenizer(tmp_path)
+    assert not (tmp_path / "ran").exists()
+    assert questions == []
+
+
+@pytest.mark.slow
 def test_the_bundled_model_reads_text_and_chats_as_transformers_does() -> None:
     """Slow: it imports transformers."""
     from transformers import AutoTokenizer
