@@ -153,6 +153,9 @@ def border(context: HttpContext) -> Middleware:
             logger.exception("request failed request=%s path=%s", request[REQUEST_ID], request.path)
             bug = BugError(f"internal error; the request id is {request[REQUEST_ID]}")
             return await answer_error(request, bug.info())
+        finally:
+            # WHY: it refers back to the request, and the collector seldom looks for such cycles.
+            request.pop(STARTED, None)
 
     return answer
 

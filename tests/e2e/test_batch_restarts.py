@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.e2e.server_process import ServerProcess
 
 pytestmark = pytest.mark.slow
 
+IS_LARGE = os.environ.get("ASERVE_TEST_PROFILE") == "large"
 NUM_LINES = 40
 KILLED_AT = 10  # lines that are answered
 
@@ -42,7 +44,7 @@ async def reached(client: AsyncOpenAI, batch_id: str, num_answered: int) -> Batc
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes", [1, 2] if IS_LARGE else [2])
 async def test_each_line_of_a_killed_batch_is_answered_once(
     tmp_path: Path, num_processes: int
 ) -> None:

@@ -20,6 +20,7 @@ IS_LARGE = os.environ.get("ASERVE_TEST_PROFILE") == "large"
 NUM_REQUESTS = 20_000 if IS_LARGE else 300
 NUM_FIRST = 1000 if IS_LARGE else 100
 NUM_CLIENTS = 32
+NUM_PAGES = 600  # all are in use at least once within the first requests, and so have memory
 LEFT_EARLY = 0.3
 GROWTH = 1.05 if IS_LARGE else 1.3  # in a short run caches of bounded size still fill
 
@@ -72,7 +73,8 @@ async def until_idle(server: ServerProcess) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("num_processes", [1, 2] if IS_LARGE else [2])
 async def test_memory_is_flat_and_every_request_is_counted_once(num_processes: int) -> None:
-    with ServerProcess("--processes", str(num_processes)) as server:
+    options = ("--processes", str(num_processes), "--num-pages", str(NUM_PAGES))
+    with ServerProcess(*options) as server:
         assert server.address, server.text
         outcomes = await crowd(server, NUM_FIRST, seed=0)
         await until_idle(server)

@@ -96,10 +96,19 @@ async def test_a_number_outside_its_limits_is_refused_by_its_name(
     echo: EchoEngine, name: str
 ) -> None:
     low, high = (await shown_by(echo))["numbers"][name]
-    route = next(each for each in ROUTES if each.body and name in each.body.__struct_fields__)
+    fields = {"prompt": "a"} | CHAT | INPUT
     for value in (low - 1, high + 1):
-        answer = await ask(echo, route.path, {"prompt": "a"} | CHAT | INPUT | {name: value})
+        if name.startswith("X-"):
+            answer = await ask(echo, "/v1/completions", PROMPT, headers={name: str(value)})
+        else:
+            route = next(each for each in ROUTES if each.body and name in fields_of(each.body))
+            answer = await ask(echo, route.path, fields | {name: value})
         assert (answer.status, answer.error["param"]) == (400, name), value
+
+
+def fields_of(body: type[Any]) -> tuple[str, ...]:
+    fields: tuple[str, ...] = body.__struct_fields__
+    return fields
 
 
 async def test_the_size_of_a_body_is_shown(echo: EchoEngine) -> None:
