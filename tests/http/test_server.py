@@ -38,7 +38,7 @@ async def test_refusals_follow_the_phase(echo: EchoEngine, phase: ServerPhase) -
         ("GET", "/v1/completions", 405, "method_not_allowed"),
         ("DELETE", "/v1/models", 405, "method_not_allowed"),
         ("GET", "/v1/models/other/name", 404, "model_not_found"),
-        ("POST", "/v1/responses/compact", 404, "unknown_url"),
+        ("POST", "/v1/responses/other/name", 404, "unknown_url"),
     ],
 )
 async def test_unknown_routes_and_methods_have_the_same_envelope(

@@ -13,7 +13,13 @@ from aiohttp import web
 from aserve.errors import InvalidRequest
 from aserve.http.delivery import json_response
 from aserve.http.openai.embeddings import EmbeddingUsage, embed, embeddings
-from aserve.http.openai.limits import MAX_SEQUENCES, Range, check_length, check_within
+from aserve.http.openai.limits import (
+    MAX_SEQUENCES,
+    Range,
+    check_length,
+    check_range,
+    check_within,
+)
 from aserve.http.openai.schema import EmbeddingBody
 from aserve.http.route import post
 from aserve.http.scoring.labels import ScoreBody, score_labels
@@ -70,6 +76,7 @@ class ScoreAnswer(msgspec.Struct):
 
 
 async def rerank(request: web.Request, context: HttpContext, body: RerankBody) -> web.Response:
+    _check_numbers(body)
     check_length(body.documents, MAX_SEQUENCES - 1, param="documents")
     if body.top_n is not None:
         check_within(body.top_n, Range(0, MAX_SEQUENCES), param="top_n")
@@ -101,6 +108,7 @@ async def score(request: web.Request, context: HttpContext, body: ScoreBody) -> 
     """Scores pairs of texts, or with `label_token_ids` the next tokens of prompts, as SGLang."""
     if body.label_token_ids is not None:
         return await score_labels(request, context, body)
+    _check_numbers(body)
     ones, others = _list_of(body.text_1, "text_1"), _list_of(body.text_2, "text_2")
     if len(ones) not in (1, len(others)):
         raise InvalidRequest(
@@ -133,6 +141,13 @@ async def _embedded(
     num_tokens = sum(chunk.usage.prompt_tokens for chunk in chunks)
     vectors = np.stack([array_f32(chunk.embedding) for chunk in chunks])
     return vectors, EmbeddingUsage(num_tokens, num_tokens)
+
+
+def _check_numbers(body: RerankBody | ScoreBody) -> None:
+    for name in ("truncate_prompt_tokens", "priority"):
+        value = getattr(body, name)
+        if value is not None:
+            check_range(value, name)
 
 
 def _list_of(texts: str | list[str] | None, name: str) -> list[str]:
