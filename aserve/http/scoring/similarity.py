@@ -15,6 +15,7 @@ from aserve.http.delivery import json_response
 from aserve.http.openai.embeddings import EmbeddingUsage, embed, embeddings
 from aserve.http.openai.limits import (
     MAX_SEQUENCES,
+    RANGES,
     Range,
     check_length,
     check_range,
@@ -80,6 +81,10 @@ async def rerank(request: web.Request, context: HttpContext, body: RerankBody) -
     check_length(body.documents, MAX_SEQUENCES - 1, param="documents")
     if body.top_n is not None:
         check_within(body.top_n, Range(0, MAX_SEQUENCES), param="top_n")
+    if body.max_tokens_per_doc is not None:
+        check_within(
+            body.max_tokens_per_doc, RANGES["truncate_prompt_tokens"], param="max_tokens_per_doc"
+        )
     texts = [each if isinstance(each, str) else each.text for each in body.documents]
     if not texts:
         raise _empty("documents")
