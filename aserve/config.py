@@ -434,6 +434,12 @@ class ServerOptions:
         "auto: 2 on a CUDA device",
         Limits(choices=("auto", "1", "2")),
     )
+    frontends: int = option(
+        1,
+        "processes with HTTP, tokenizer and detokenizer that share the port before one engine "
+        "process; more than 1 implies --processes 2",
+        Limits(low=1, high=64),
+    )
     max_engine_restarts: int = option(
         5,
         "with an engine in a process of its own: restarts in a row, after which its next death "
@@ -562,6 +568,8 @@ def resolve(raw: Raw, facts: Facts) -> Resolved:
                 "a sequence cannot have more steps in flight than there are"
             )
         scheduler = _build(SchedulerOptions, values | {"overlap_lead": depth})
+    server = _build(ServerOptions, values)
+    _check_frontends(server)
     model = _build(ModelOptions, values)
     source = model.model or facts.default_model
     return Resolved(
@@ -574,10 +582,20 @@ def resolve(raw: Raw, facts: Facts) -> Resolved:
         lora=_build(LoraOptions, values),
         machine=_build(MachineOptions, values),
         graphs=_build(GraphOptions, values),
-        server=_build(ServerOptions, values),
+        server=server,
         debug=_build(DebugOptions, values),
         prompt=_build(PromptOptions, values),
     )
+
+
+def _check_frontends(server: ServerOptions) -> None:
+    if server.frontends > 1 and server.processes == "1":
+        raise ConfigError(
+            f"--frontends {server.frontends} needs an engine in a process of its own, so "
+            "--processes 1 cannot be given with it"
+        )
+    if server.frontends > 1 and server.uds is not None:
+        raise ConfigError("--frontends shares a port; with --uds there is one frontend")
 
 
 def shown_settings(resolved: Resolved) -> dict[str, object]:

@@ -15,11 +15,13 @@ from aserve.frontend import Frontend
 from aserve.host.environment import set_up_collector
 from aserve.host.threads import in_thread, new_event_loop
 from aserve.http.openai.call import seed_source
+from aserve.http.peers import ALONE, Peers
 from aserve.http.server import HttpServer
 from aserve.http.state import HttpContext
 from aserve.load import find_model
 from aserve.observability.compat_metrics import with_compat
 from aserve.observability.tracing import Tracing, open_tracing
+from aserve.processes.frontends import Frontends
 from aserve.receipts.facts import FactFinder
 from aserve.startup import Launched, Launcher, Stopped, Waits, launcher_of
 
@@ -28,8 +30,14 @@ logger = logging.getLogger(__name__)
 
 def serve(resolved: Resolved) -> int:
     """Serves until a signal or a failure, and returns the process's exit code."""
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        return runner.run(Server(resolved, launcher_of(resolved)).run())
+    frontends = Frontends(resolved) if resolved.server.frontends > 1 else None
+    try:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            launcher = launcher_of(resolved, frontends)
+            return runner.run(Server(resolved, launcher, frontends).run())
+    finally:
+        if frontends is not None:
+            frontends.remove_sockets()
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:
@@ -43,17 +51,22 @@ def ending_signals() -> tuple[signal.Signals, ...]:
 
 
 class Server:
-    """Runs the HTTP server and the engine. `address` is set once the port is bound."""
+    """Runs the HTTP server and the engine. `address` is set once the port is bound. `frontends`
+    are the further frontend processes, if there are any.
+    """
 
-    def __init__(self, resolved: Resolved, launcher: Launcher) -> None:
+    def __init__(
+        self, resolved: Resolved, launcher: Launcher, frontends: Frontends | None = None
+    ) -> None:
         self.address = ""
         self._resolved = resolved
         self._launcher = launcher
         self._ending = asyncio.Event()  # set by a signal, or by the death of an actor
         self._waits = Waits()
-        self._frontend = Frontend(resolved, on_death=self._ending.set)
+        self._frontend = Frontend(resolved, on_death=self._engine_died)
         self._tracing = connect_tracing(self._frontend)
-        self._http = connect_http(self._frontend)
+        self._frontends = frontends
+        self._http = connect_http(self._frontend, ALONE if frontends is None else frontends.peers)
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -63,6 +76,8 @@ class Server:
         try:
             await self._serve()
         finally:
+            if self._frontends is not None:
+                await self._frontends.close()
             await self._http.stop()
             await self._frontend.close()
             if self._tracing is not None:
@@ -73,6 +88,10 @@ class Server:
         logger.info("loading model=%s address=%s", self._resolved.model_source, self.address)
         try:
             launched = await self._launcher.launch(self._frontend, self._waits)
+            if self._frontends is not None:
+                self._frontend.state.on_flush = self._frontends.flush
+                for serving in await self._frontends.open(self._frontend, self.address):
+                    await self._waits.until(serving)
         except Stopped:
             return
         set_up_collector()
@@ -81,17 +100,28 @@ class Server:
         timeout_s = self._resolved.server.drain_timeout
         num_open = self._frontend.gateway.num_open
         logger.info("draining open_requests=%s timeout_s=%s", num_open, timeout_s)
-        await self._frontend.drain(timeout_s)
+        drains = [self._frontend.drain(timeout_s)]
+        if self._frontends is not None:
+            drains.append(self._frontends.drain(timeout_s, self._frontend.failure))
+        await asyncio.gather(*drains)
+
+    def _engine_died(self) -> None:
+        """Starts to drain, or ends what the other frontends still wait for in their drain."""
+        if self._ending.is_set() and self._frontends is not None:
+            self._frontends.stop()
+        self._ending.set()
 
     def _signalled(self) -> None:
         """Starts to drain at the first signal. The second one ends open requests at once."""
         if self._ending.is_set():
             self._frontend.end_all(ShuttingDown("the server was stopped").info())
+            if self._frontends is not None:
+                self._frontends.stop()
         self._ending.set()
         self._waits.end()
 
 
-def connect_http(frontend: Frontend) -> HttpServer:
+def connect_http(frontend: Frontend, peers: Peers = ALONE) -> HttpServer:
     """Builds the HTTP server in front of an engine that may still be loading."""
     resolved = frontend.resolved
     registry = with_compat(
@@ -112,6 +142,7 @@ def connect_http(frontend: Frontend) -> HttpServer:
             settings=shown_settings(resolved),
             receipts=FactFinder(lambda: find_model(resolved), shown_settings(resolved)),
             draw_seed=seed_source(resolved.debug.seed),
+            peers=peers,
         )
     )
 

@@ -23,6 +23,7 @@ from aserve.load import Loaded, find_model, load
 from aserve.messages.executor import EngineSpec
 from aserve.observability.engine_watch import StageReporter
 from aserve.processes.engine_process import ENGINE, EngineProcess
+from aserve.processes.frontends import Frontends
 from aserve.processes.link import Start
 from aserve.processes.remote import RemoteEngineCore
 from aserve.progress import OnStage
@@ -88,10 +89,13 @@ class InThisProcess:
 
 
 class InItsOwnProcess:
-    """Starts the engine process with `command`, whose stdin is the socket."""
+    """Starts the engine process with `command`, whose stdin is the socket. `frontends` are the
+    further frontends, which use the same engine.
+    """
 
-    def __init__(self, command: Sequence[str] = ENGINE) -> None:
+    def __init__(self, command: Sequence[str] = ENGINE, frontends: Frontends | None = None) -> None:
         self._command = command
+        self._frontends = frontends
 
     async def launch(self, frontend: Frontend, waits: Waits) -> Launched:
         resolved = frontend.resolved
@@ -100,14 +104,18 @@ class InItsOwnProcess:
             model_dir = await waits.until(in_thread(find, name="find"))
             start = Start(_without_keys(resolved), str(model_dir), os.getcwd())
             most = resolved.server.max_engine_restarts
-            core = RemoteEngineCore(
-                frontend.ports, EngineProcess(self._command, start, max_restarts=most)
-            )
+            process = EngineProcess(self._command, start, max_restarts=most)
+            if self._frontends is None:
+                core = RemoteEngineCore(frontend.ports, process)
+            else:
+                core = self._frontends.connect(frontend.ports, process)
             undo.push_async_callback(core.close)
             await core.open()
             read_text = functools.partial(load_text, model_dir, resolved.model)
             text = await waits.until(in_thread(read_text, name="text"))
             ready = await waits.until(core.ready)
+            if self._frontends is not None:
+                self._frontends.note_ready(start, ready)
             await frontend.join(core, text)
             undo.pop_all()
         return Launched(ready.spec, ready.about)
@@ -121,12 +129,13 @@ def _without_keys(resolved: Resolved) -> Resolved:
     return dataclasses.replace(resolved, server=server)
 
 
-def launcher_of(resolved: Resolved) -> Launcher:
+def launcher_of(resolved: Resolved, frontends: Frontends | None = None) -> Launcher:
     """Chooses one or two processes: on a GPU, text and HTTP would compete with the engine for the
-    GIL.
+    GIL. Several frontends need an engine process.
     """
     wish = resolved.server.processes
     if wish == "auto":
-        wish = "2" if may_have_cuda(resolved.machine.device) else "1"
-    logger.info("processes=%s", wish)
-    return InItsOwnProcess() if wish == "2" else InThisProcess()
+        is_apart = frontends is not None or may_have_cuda(resolved.machine.device)
+        wish = "2" if is_apart else "1"
+    logger.info("processes=%s frontends=%s", wish, resolved.server.frontends)
+    return InItsOwnProcess(frontends=frontends) if wish == "2" else InThisProcess()

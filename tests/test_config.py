@@ -74,6 +74,15 @@ def test_a_value_out_of_range_is_named_with_what_is_allowed(name: str, value: ob
     assert caught.value.message.startswith(f"--{name.replace('_', '-')} {value}: must be ")
 
 
+@pytest.mark.parametrize("other", [{"processes": "1"}, {"uds": "a"}])
+def test_several_frontends_need_a_port_and_an_engine_of_its_own(other: dict[str, str]) -> None:
+    name, value = next(iter(other.items()))
+    with pytest.raises(ConfigError, match=f"--{name}"):
+        resolved(frontends=2, **other)
+    assert getattr(resolved(frontends=1, **other).server, name) == value
+    assert resolved(frontends=2).server.frontends == 2
+
+
 def test_an_api_key_is_not_empty_and_a_wrong_one_is_not_repeated_in_the_error() -> None:
     with pytest.raises(ConfigError, match="not empty"):
         resolve(Raw(environment={"ASERVE_API_KEY": ""}), FACTS)

@@ -1,7 +1,7 @@
 """Logs one line per request, with --access-log: its id, route, status and times.
 
 A line names the route and not the URL, whose query could hold what a client would not see in a log.
-Probes and scrapes that succeed are left out.
+Probes and scrapes that succeed are left out, and the frontend that handles a request logs it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from aserve.http.auth import IDENTITY
+from aserve.http.peers import PASSED_ON
 from aserve.http.state import REQUEST_ID, STARTED_AT, HttpContext
 
 QUIET = frozenset({"/health", "/livez", "/readyz", "/startupz", "/ping", "/metrics"})
@@ -76,7 +77,7 @@ async def _note_first_byte(request: web.Request, _: web.StreamResponse) -> None:
 def _log(request: web.Request, status: int, times: str) -> None:
     resource = request.match_info.route.resource
     route = resource.canonical if resource is not None else "unknown"
-    if route in QUIET and status < 500:
+    if PASSED_ON in request or (route in QUIET and status < 500):
         return
     now, started_at = time.monotonic(), request[STARTED_AT]
     identity = request.get(IDENTITY)

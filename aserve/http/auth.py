@@ -19,6 +19,7 @@ from aserve.config import ServerOptions
 from aserve.errors import ConfigError, InvalidRequest, Unauthorized
 from aserve.http.errors import refused
 from aserve.http.openai.limits import Caller
+from aserve.http.peers import address_of
 
 API_KEY = "X-Api-Key"
 CLIENT_BYTES = 12
@@ -73,7 +74,7 @@ class ApiKeys:
             raise refused(403, "This route needs the administrator's API key.")
         if is_client:
             return Identity(_client_of(b"key", given))
-        return Identity(_client_of(b"peer", _network_of(request.remote or "").encode()))
+        return Identity(_client_of(b"peer", _network_of(address_of(request)).encode()))
 
 
 def digest_of(key: bytes) -> bytes:

@@ -30,6 +30,7 @@ from aserve.config import ServerOptions
 from aserve.errors import BugError, ConfigError, ErrorInfo
 from aserve.http.errors import error_body, error_response, refused
 from aserve.http.masked_frames import MaskedFrames
+from aserve.http.peers import Peers
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +42,12 @@ SURPLUS_S = 1.0
 OTHER_FILES = 256  # files of the model and the loop, listening sockets, and pipes to workers
 
 
-async def listen(runner: web.AppRunner, options: ServerOptions) -> list[asyncio.Server]:
-    """Opens the port or the Unix socket for the application of `runner`, which must be set up."""
+async def listen(
+    runner: web.AppRunner, options: ServerOptions, peers: Peers
+) -> list[asyncio.Server]:
+    """Opens the port or the Unix socket for the application of `runner`, which must be set up. With
+    other frontends it shares the port, and also opens its private socket.
+    """
     assert runner.server is not None
     limits = ConnectionLimits(
         header_timeout_s=options.header_timeout,
@@ -54,7 +59,17 @@ async def listen(runner: web.AppRunner, options: ServerOptions) -> list[asyncio.
     if options.uds is not None:
         loop = asyncio.get_running_loop()
         return [await loop.create_unix_server(connections, options.uds, backlog=BACKLOG, ssl=tls)]
-    return await open_port(connections, options.host, options.port, tls=tls)
+    is_shared = peers.are_several
+    host, port = options.host, options.port
+    if is_shared and not peers.number:
+        await check_free(host, port)
+    listeners = await open_port(connections, host, port, tls=tls, is_shared=is_shared)
+    if is_shared:
+        path = peers.socket_of(peers.number)
+        loop = asyncio.get_running_loop()
+        private = await loop.create_unix_server(connections, path, backlog=BACKLOG)
+        listeners.append(private)
+    return listeners
 
 
 def address_of(listener: asyncio.Server, options: ServerOptions) -> str:
@@ -95,21 +110,40 @@ def tls_context(options: ServerOptions) -> ssl.SSLContext | None:
     return context
 
 
+async def check_free(host: str, port: int) -> None:
+    """Raises OSError if a server has the port. WHY: the first frontend lets others share it, so it
+    would also share it with another server that allows the same.
+    """
+    loop = asyncio.get_running_loop()
+    kind, passive = socket.SOCK_STREAM, socket.AI_PASSIVE
+    for found in await loop.getaddrinfo(host or None, port, type=kind, flags=passive):
+        family, kind, protocol, _, address = found
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            probe.bind(address)
+
+
 async def open_port(
     make_protocol: Callable[[], asyncio.Protocol],
     host: str,
     port: int,
     *,
     tls: ssl.SSLContext | None = None,
+    is_shared: bool = False,
 ) -> list[asyncio.Server]:
-    """Opens a port. All of the servers that it returns accept from one queue of the kernel.
+    """Opens a port, which other processes may open as well if it `is_shared`. All of the servers
+    that it returns accept from one queue of the kernel.
 
     WHY: libuv, and so uvloop, accepts one connection per server and iteration of the loop. Where an
     iteration lasts as long as a step of the engine, a client would wait for a step per connection
     that others opened before it: 300 of them delayed it by 180 steps.
     """
     loop = asyncio.get_running_loop()
-    first = await loop.create_server(make_protocol, host, port, backlog=BACKLOG, ssl=tls)
+    first = await loop.create_server(
+        make_protocol, host, port, backlog=BACKLOG, ssl=tls, reuse_port=is_shared or None
+    )
     copies = [
         socket.fromfd(sock.fileno(), sock.family, sock.type)
         for sock in first.sockets

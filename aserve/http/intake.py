@@ -19,6 +19,7 @@ from aserve.errors import QueueFull
 from aserve.http.decompress import ENCODINGS
 from aserve.http.errors import refused
 from aserve.http.json_bounds import MAX_VALUES
+from aserve.http.peers import PEERS, RAW_BODY
 from aserve.http.state import HttpContext
 
 T = TypeVar("T")
@@ -78,7 +79,10 @@ class Intake:
                 f"The request body did not arrive in time: {held.size} bytes in "
                 f"{loop.time() - start_s:.0f} seconds. See --body-timeout.",
             ) from None
-        return b"".join(pieces)
+        data = b"".join(pieces)
+        if request.app[PEERS].number:
+            request[RAW_BODY] = data
+        return data
 
     async def off_loop(self, work: Callable[[], T], *, size: int) -> T:
         """Runs `work` in the thread, in order of arrival, or here if `size` is small. It is skipped

@@ -103,6 +103,12 @@ class LiveSettings:
             self._resize(self.spec.changed(change))
         return new
 
+    def follow(self, change: ChangeSettings) -> None:
+        """Applies a change that another frontend has made and sent to the engine."""
+        logging.getLogger().setLevel(change.log_level.upper())
+        if self.spec is not None:
+            self._resize(self.spec.changed(change))
+
     def _resize(self, spec: EngineSpec) -> None:
         """NOTE: the gateway's limit never falls below that of the start. Below it the engine
         refuses, which knows the order of the queue and the expected wait.

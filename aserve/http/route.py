@@ -63,6 +63,10 @@ def get(path: str, handler: Handler, *, admin: bool = False, public: bool = Fals
     return Route("GET", path, handler, admin=admin, public=public)
 
 
+def is_served(route: Route, options: ServerOptions) -> bool:
+    return not route.admin or bool(options.admin_api_key)
+
+
 def access_of(route: Route, options: ServerOptions) -> Access:
     is_public = route.public or (route.path == METRICS and options.public_metrics)
     return Access(is_public=is_public, is_admin=route.admin)

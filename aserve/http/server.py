@@ -36,11 +36,13 @@ from aserve.http.errors import (
     http_error_info,
     info_of,
 )
+from aserve.http.forwarding import forwarded
 from aserve.http.hosts import HOSTS, AllowedHosts
 from aserve.http.intake import INTAKE, Intake, check_size
 from aserve.http.openapi import DESCRIPTION, ApiDescription
+from aserve.http.peers import PEERS
 from aserve.http.responses import websocket
-from aserve.http.route import Route, access_of
+from aserve.http.route import Route, access_of, is_served
 from aserve.http.routes import ROUTES
 from aserve.http.state import REQUEST_ID, STARTED_AT, HttpContext
 from aserve.http.streams import handlers as streams
@@ -71,7 +73,7 @@ class HttpServer:
         host, port = self._options.host, self._options.port
         await self._runner.setup()
         try:
-            self._listeners = await listen(self._runner, self._options)
+            self._listeners = await listen(self._runner, self._options, self._app[PEERS])
         except OSError as error:
             await self.stop()
             where = self._options.uds or f"{host}:{port}"
@@ -93,8 +95,9 @@ class HttpServer:
 
 def create_app(context: HttpContext) -> web.Application:
     options = context.options
-    routes = [route for route in ROUTES if options.admin_api_key or not route.admin]
+    routes = [forwarded(route, context) for route in ROUTES if is_served(route, options)]
     app = web.Application(client_max_size=options.max_body_size)
+    app[PEERS] = context.peers
     log_access(app, context)
     app.middlewares.append(border(context))
     app[ERROR_FORMATS] = {route.path: route.errors for route in routes}
@@ -126,7 +129,7 @@ def border(context: HttpContext) -> Middleware:
 
     @web.middleware
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
-        request[REQUEST_ID] = uuid.uuid4().hex
+        request[REQUEST_ID] = context.peers.new_id()
         request[STARTED_AT] = time.monotonic()
         try:
             request.app[HOSTS].check_host(request)

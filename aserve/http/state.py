@@ -23,6 +23,7 @@ from aserve.http.lora.registry import LoraRegistry
 from aserve.http.openai.answer_size import AnswerLimits
 from aserve.http.openai.call import Origin, Requests, random_seed
 from aserve.http.openai.limits import MAX_SEQUENCES, Caller
+from aserve.http.peers import ALONE, Peers
 from aserve.http.time_limits import NO_LIMITS, TimeLimits, limits_in_headers
 from aserve.http.tokenize_service import TokenizeService
 from aserve.messages.base import ServerPhase
@@ -98,6 +99,7 @@ class ServerState:
     update: asyncio.Task[None] | None = None  # of the weights, while one runs
     num_updates: int = 0
     cache_epoch: str = ""  # changes when the prefix cache is flushed
+    on_flush: Callable[[str], None] = lambda _: None  # tells other frontends the new epoch
     max_sequences: int = MAX_SEQUENCES  # of one request: prompts times n
     defaults: GenerationDefaults = NEUTRAL
     parsers: ParserNames = NO_PARSERS
@@ -113,6 +115,7 @@ class ServerState:
     def flush_cache(self) -> None:
         """Changes the namespace of later requests, so that they find no earlier page."""
         self.cache_epoch = secrets.token_hex(EPOCH_BYTES)
+        self.on_flush(self.cache_epoch)
 
     def refusal(self) -> AserveError | None:
         """Returns the error for new requests, or None if the server accepts them."""
@@ -160,6 +163,7 @@ class HttpContext:
     settings: Mapping[str, object] = field(default_factory=dict)  # the options without secrets
     draw_seed: Callable[[], int] = random_seed
     receipts: FactFinder | None = None
+    peers: Peers = ALONE
     keep_alive_s: float = 15.0
     heartbeat_s: float = 60.0  # a silent websocket gets a ping, and half of this time to answer
 

@@ -135,6 +135,10 @@ class RemoteEngineCore:
         if self._is_up:
             self._submit(message)
 
+    def requests(self) -> list[AdmitRequest]:
+        """Returns the requests that are open in the engine, or wait for it."""
+        return self._journal.requests()
+
     async def load(self, load: DeviceLoad) -> ErrorInfo | None:
         if not self._is_up:
             return EngineDead("the engine is restarting; try again later", retry_after_s=5).info()

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from aserve.actors.replay import replay
+from aserve.http.live_settings import LiveSettings
+from aserve.messages.requests import ChangeSettings
 from aserve.messages.step import ScheduleBatch
+from aserve.request_stream import Capacity, Gateway
 from tests.fakes.executor import SPEC, FakeExecutor
 from tests.http.asking import bearer
 from tests.http.whole_server import WholeServer, whole_server
@@ -140,3 +143,12 @@ async def test_only_the_administrator_has_settings(server: WholeServer) -> None:
         plain.client.get("/settings", headers=ROOT) as answer,
     ):
         assert answer.status == 404
+
+
+def test_a_frontend_follows_the_change_of_another_one() -> None:
+    gateway = Gateway(submit=lambda _: None, cancel=lambda _: None)
+    settings = LiveSettings()
+    settings.open(SPEC, lambda _: None, gateway)
+    settings.follow(ChangeSettings(SPEC.max_waiting + 5, 8, None, "error"))
+    assert gateway.capacity == Capacity(SPEC.max_rows, SPEC.max_waiting + 5)
+    assert logging.getLogger().level == logging.ERROR

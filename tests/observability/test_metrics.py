@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import Gauge, generate_latest
 
 from aserve.errors import AserveError, EngineDead, QueueFull, StepError
 from aserve.messages.base import FinishReason, pack_i32
@@ -13,6 +14,7 @@ from aserve.messages.output import OutputChunk, Usage
 from aserve.messages.requests import GenerateRequest, SamplingParams, TokenPrompt
 from aserve.messages.results import StepFailed, StepResult
 from aserve.messages.step import Launch, ScheduleBatch, StepStats
+from aserve.observability.metric_sums import summed
 from aserve.observability.metrics import Metrics
 from aserve.observability.reports import (
     Admitted,
@@ -266,3 +268,26 @@ def test_an_engine_that_was_started_again_counts_from_0_and_the_sums_go_on() -> 
     metrics.on_report(EngineDown("it was killed"))
     gauges = ("aserve_sequences_running", "aserve_sequences_waiting", "aserve_kv_pages_used")
     assert [value(metrics, name) for name in gauges] == [0, 0, 0]
+
+
+def test_the_metrics_of_several_processes_add_up_and_the_longest_delay_is_the_longest() -> None:
+    one, other = Metrics(clock=ManualClock()), Metrics(clock=ManualClock())
+    for metrics, count, delay_s in ((one, 2, 0.5), (other, 3, 0.25)):
+        gauge = Gauge("any_max_delay_seconds", "longest", registry=metrics.registry)
+        gauge.set(delay_s)
+        for number in range(count):
+            metrics.received(request(f"r{number}"))
+        metrics.delivered(chunk("r0", tokens=2, total=2, reason="stop"))
+    other.on_report(TickReport(num_running=4))
+    texts = [generate_latest(metrics.registry).decode() for metrics in (one, other)]
+    whole = generate_latest(one.registry).decode().splitlines()
+    lines = summed(texts).decode().splitlines()
+    named = [line for line in lines if line.startswith("#")]
+    assert sorted(named) == sorted(line for line in whole if line.startswith("#"))
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    assert float(values["aserve_requests_received_total"]) == 5
+    assert float(values["aserve_requests_in_flight"]) == 3
+    assert float(values['aserve_requests_ended_total{outcome="finished",reason="stop"}']) == 2
+    assert float(values['aserve_request_seconds_bucket{le="+Inf"}']) == 2
+    assert float(values["aserve_sequences_running"]) == 4
+    assert float(values["any_max_delay_seconds"]) == 0.5

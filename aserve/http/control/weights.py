@@ -117,6 +117,8 @@ async def update_from_disk(
         assert refusal is not None
         raise refusal
     version = _checked(body.weight_version or "default")
+    if context.peers.are_several:
+        raise refused(400, "The weights cannot be updated on a server with several frontends.")
     if context.state.update is not None:
         raise refused(400, "Another update of the weights is running.")
     aborts, identity = request.app[ABORTS], request[IDENTITY]

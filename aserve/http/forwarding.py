@@ -1,0 +1,292 @@
+"""Decides which frontend process answers a request, on a server with several of them.
+
+The kernel gives a connection to any of the frontends. Each of them serves the routes that create
+answers and need no store. Requests about an id go to the frontend that made it, and those about the
+whole server to all of them. The first frontend answers everything else: it has the stores and the
+adapters, and hears from the engine first. A frontend answers what another one has forwarded itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import aiohttp
+import msgspec
+from aiohttp import hdrs, web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from aserve.errors import AserveError, EngineDead, NotFound
+from aserve.http.errors import RequestFailed, info_of, refused
+from aserve.http.intake import INTAKE
+from aserve.http.peers import FORWARDED, PASSED_ON, RAW_BODY, Peers, owner_of
+from aserve.http.route import METRICS, Route
+from aserve.http.state import REQUEST_ID, HttpContext
+from aserve.observability.metric_sums import summed
+
+Headers: TypeAlias = list[tuple[str, str]]
+
+# Every frontend serves these.
+LOCAL = frozenset(
+    {
+        *("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"),
+        *("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"),
+        *("/render", "/v1/chat/completions/render", "/apply-template"),
+        *("/generate", "/generate_stream", "/completion", "/completions"),
+        *("/api/chat", "/api/generate"),
+    }
+)
+# These are about the open requests of all frontends: the answers are added up.
+MERGED = frozenset(
+    {
+        *(METRICS, "/abort_request", "/pause_generation", "/continue_generation", "/is_paused"),
+        *("/v1/requests", "/load"),
+    }
+)
+# These go to the frontend that made the id.
+BY_ID = frozenset({"/v1/requests/{id}", "/v1/requests/{id}/fork", "/v1/streams/{id}"})
+
+LAST_EVENT_ID = "Last-Event-ID"
+CONNECT_S = 5.0
+# Headers of one connection (RFC 9110, 7.6.1), and those that the connection between frontends has.
+HOP_BY_HOP = frozenset(
+    name.lower()
+    for name in (
+        *(hdrs.CONNECTION, hdrs.KEEP_ALIVE, hdrs.PROXY_AUTHENTICATE, hdrs.PROXY_AUTHORIZATION),
+        *(hdrs.TRAILER, hdrs.TRANSFER_ENCODING, hdrs.UPGRADE, hdrs.EXPECT, FORWARDED),
+        *(hdrs.SEC_WEBSOCKET_KEY, hdrs.SEC_WEBSOCKET_VERSION, hdrs.SEC_WEBSOCKET_EXTENSIONS),
+        *(hdrs.SEC_WEBSOCKET_PROTOCOL, hdrs.SERVER, hdrs.DATE),
+    )
+)
+SKIPPED = (hdrs.USER_AGENT, hdrs.ACCEPT, hdrs.ACCEPT_ENCODING, hdrs.CONTENT_TYPE)
+GONE = (aiohttp.ClientConnectionError, OSError)
+
+
+def forwarded(route: Route, context: HttpContext) -> Route:
+    """Returns the route as one of several frontends handles it."""
+    if not context.peers.are_several:
+        return route
+    return dataclasses.replace(route, handler=functools.partial(_dispatch, route))
+
+
+async def _dispatch(route: Route, request: web.Request, context: HttpContext) -> web.StreamResponse:
+    peers = context.peers
+    if peers.is_forwarded(request):
+        return await route.handler(request, context)
+    if route.path in MERGED:
+        return await _ask_all(route, request, peers)
+    if route.path in BY_ID:
+        return await _ask_by_id(request, peers)
+    target = peers.number if route.path in LOCAL else 0
+    if request.headers.get(LAST_EVENT_ID):
+        target = owner_of(request.headers[LAST_EVENT_ID])
+    if target != peers.number:
+        return await _forward(request, context, target)
+    return await _serve(route, request, context)
+
+
+async def _serve(route: Route, request: web.Request, context: HttpContext) -> web.StreamResponse:
+    """Serves a request here. The first frontend gets it if it names an unknown model, which may be
+    an adapter.
+    """
+    try:
+        return await route.handler(request, context)
+    except (AserveError, RequestFailed) as error:
+        body = request.get(RAW_BODY)
+        if info_of(error).code != "model_not_found" or body is None:
+            raise
+    return await _forward(request, context, 0, body=body)
+
+
+async def _forward(
+    request: web.Request, context: HttpContext, target: int, *, body: bytes | None = None
+) -> web.StreamResponse:
+    peers = context.peers
+    try:
+        if web.WebSocketResponse().can_prepare(request):
+            return await _relay(request, context, target)
+        data = body or (request.content if request.can_read_body else None)
+        async with _asked(request, peers, target, data) as answer:
+            return await _passed_on(answer, request)
+    except GONE as error:
+        if isinstance(error, ConnectionResetError):  # the client has gone
+            raise
+        if target:
+            raise NotFound("The frontend that made this id has ended.") from None
+        raise EngineDead("the first frontend does not answer", retry_after_s=5) from None
+
+
+@contextlib.asynccontextmanager
+async def _asked(
+    request: web.Request, peers: Peers, target: int, data: Any
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    request[PASSED_ON] = True
+    async with (
+        _session(peers, target) as session,
+        session.request(
+            request.method,
+            request.url.with_scheme("http"),
+            headers=_headers(request, peers),
+            data=data,
+            skip_auto_headers=SKIPPED,
+            allow_redirects=False,
+        ) as answer,
+    ):
+        yield answer
+
+
+def _session(peers: Peers, target: int) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.UnixConnector(peers.socket_of(target), force_close=True),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+        auto_decompress=False,
+        cookie_jar=aiohttp.DummyCookieJar(),
+    )
+
+
+def _headers(request: web.Request, peers: Peers) -> Headers:
+    return [*_end_to_end(request.headers), (FORWARDED, peers.header_for(request))]
+
+
+def _end_to_end(given: Mapping[str, str]) -> Headers:
+    return [(name, value) for name, value in given.items() if name.lower() not in HOP_BY_HOP]
+
+
+async def _passed_on(answer: aiohttp.ClientResponse, request: web.Request) -> web.StreamResponse:
+    """Streams the answer of another frontend to the client, whose speed is then that of both."""
+    headers = _end_to_end(answer.headers)
+    request[REQUEST_ID] = answer.headers.get("X-Request-Id", request[REQUEST_ID])
+    response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
+    await response.prepare(request)
+    try:
+        async for piece in answer.content.iter_any():
+            await response.write(piece)
+    except aiohttp.ClientError as error:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError("another frontend ended within its answer") from error
+    await response.write_eof()
+    return response
+
+
+async def _relay(request: web.Request, context: HttpContext, target: int) -> web.WebSocketResponse:
+    peers = context.peers
+    async with _session(peers, target) as session:
+        try:
+            upstream = await session.ws_connect(
+                request.url.with_scheme("http"),
+                headers=_headers(request, peers),
+                max_msg_size=0,
+                compress=0,
+            )
+        except aiohttp.WSServerHandshakeError as error:
+            raise refused(error.status, "The websocket was refused.") from None
+        size = context.options.max_body_size + 1
+        client = web.WebSocketResponse(
+            heartbeat=context.heartbeat_s, max_msg_size=size, compress=False
+        )
+        await client.prepare(request)
+        async with upstream, asyncio.TaskGroup() as group:
+            up = group.create_task(_pump(client, upstream))
+            down = group.create_task(_pump(upstream, client))
+            up.add_done_callback(lambda _: down.cancel())
+            down.add_done_callback(lambda _: up.cancel())
+        return client
+
+
+async def _pump(
+    source: web.WebSocketResponse | aiohttp.ClientWebSocketResponse,
+    sink: web.WebSocketResponse | aiohttp.ClientWebSocketResponse,
+) -> None:
+    with contextlib.suppress(ConnectionError):
+        async for message in source:
+            if message.type is aiohttp.WSMsgType.TEXT:
+                await sink.send_str(message.data)
+            elif message.type is aiohttp.WSMsgType.BINARY:
+                await sink.send_bytes(message.data)
+        await sink.close(code=source.close_code or aiohttp.WSCloseCode.OK)
+
+
+async def _body_of(request: web.Request) -> bytes | None:
+    if not request.can_read_body:
+        return None
+    intake = request.app[INTAKE]
+    with intake.hold() as held:
+        return await intake.receive(request, held)
+
+
+async def _ask_by_id(request: web.Request, peers: Peers) -> web.StreamResponse:
+    """Asks the frontend that made the id. An id may also be the client's own, so the others are
+    asked if that one does not know it.
+    """
+    body = await _body_of(request)
+    owner = owner_of(request.match_info["id"])
+    numbers = sorted(peers.numbers(), key=lambda number: number == owner, reverse=True)
+    for number in numbers:
+        with contextlib.suppress(aiohttp.ClientConnectorError):
+            is_last = number == numbers[-1]
+            response = await _known(request, peers, number, body, is_last=is_last)
+            if response is not None:
+                return response
+    raise NotFound("The frontend that made this id has ended.")
+
+
+async def _known(
+    request: web.Request, peers: Peers, number: int, body: bytes | None, *, is_last: bool
+) -> web.StreamResponse | None:
+    """Returns None if the frontend does not know the id and is not the last one to be asked."""
+    async with _asked(request, peers, number, body) as answer:
+        if answer.status == NotFound.status and not is_last:
+            return None
+        return await _passed_on(answer, request)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    status: int
+    content_type: str
+    body: bytes
+
+
+async def _ask_all(route: Route, request: web.Request, peers: Peers) -> web.Response:
+    """Adds up the answers of all frontends. The answer is an error if one of them is."""
+    body = await _body_of(request)
+    asked = [_whole(request, peers, number, body) for number in peers.numbers()]
+    answers = [answer for answer in await asyncio.gather(*asked) if answer is not None]
+    failed = [answer for answer in answers if answer.status >= 400]
+    if failed:
+        first = failed[0]
+        return web.Response(body=first.body, status=first.status, content_type=first.content_type)
+    bodies = [answer.body for answer in answers]
+    if route.path == METRICS:
+        data = summed([each.decode() for each in bodies])
+        return web.Response(body=data, headers={hdrs.CONTENT_TYPE: CONTENT_TYPE_LATEST})
+    data = msgspec.json.encode(merged([msgspec.json.decode(each) for each in bodies]))
+    return web.Response(body=data, content_type="application/json")
+
+
+async def _whole(
+    request: web.Request, peers: Peers, number: int, body: bytes | None
+) -> _Answer | None:
+    """Returns None for a frontend that has ended."""
+    try:
+        async with _asked(request, peers, number, body) as answer:
+            data = await answer.read()
+    except GONE:
+        return None
+    return _Answer(answer.status, answer.content_type, data)
+
+
+def merged(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Adds up the numbers of JSON objects, and joins their lists. All else is of the first."""
+    whole = dict(answers[0])
+    for answer in answers[1:]:
+        for key, value in answer.items():
+            if isinstance(value, int | list) and not isinstance(value, bool):
+                whole[key] = whole[key] + value
+    return whole
