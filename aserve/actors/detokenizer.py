@@ -27,6 +27,7 @@ from aserve.messages.output import (
     failed_chunk,
 )
 from aserve.messages.requests import Cancel, EngineEvent, OpenText
+from aserve.scheduling.reasoning import Reasoning
 from aserve.text.logprobs import scored_tokens, token_logprob
 from aserve.text.output import Released, SequenceText
 from aserve.text.prompt import end_ids
@@ -115,7 +116,8 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
     def _open(self, event: OpenText) -> None:
         request = self._requests[event.request_id] = TextRequest(event)
         for index in range(event.sampling.n):
-            request.children.append(Child(index, self._text_of(event)))
+            reasoning = Reasoning(event.reasoning) if event.reasoning else None
+            request.children.append(Child(index, self._text_of(event), reasoning))
         if event.prompt_texts:
             request.prompt = PromptText(event, self._tokenizer)
         for child, outputs in zip(request.children, event.outputs, strict=bool(event.outputs)):
@@ -214,7 +216,7 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
         if request.prompt is not None and child.sends_prompt:
             prompt = request.prompt.since(child.num_prompt_parts)
             child.num_prompt_parts = len(request.prompt.parts)
-        released = NOTHING if request.awaits_prompt else child.text.take()
+        released = NOTHING if request.awaits_prompt else child.release()
         ending = None if request.awaits_prompt else child.ending
         if ending is None and not released.text and not released.token_ids and prompt is None:
             return
@@ -229,7 +231,12 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
             child=index,
             text=released.text,
             token_ids=pack_i32(released.token_ids),
-            usage=Usage(request.opened.prompt_len, child.text.num_kept, child.cached_len),
+            usage=Usage(
+                request.opened.prompt_len,
+                child.text.num_kept,
+                child.cached_len,
+                child.reasoning.num_tokens if child.reasoning else 0,
+            ),
             logprobs=released.logprobs,
             finish_reason=ending and ending.reason,
             stop_reason=ending and ending.stop_reason,

@@ -11,7 +11,8 @@ from aserve.errors import DeadlineExceeded, ErrorInfo, ShuttingDown, StepError
 from aserve.messages.base import ChildKey, FinishReason
 from aserve.messages.output import Retired
 from aserve.messages.requests import OpenText
-from aserve.text.output import SequenceText
+from aserve.scheduling.reasoning import Reasoning
+from aserve.text.output import Released, SequenceText
 from aserve.text.prompt_text import PromptText
 
 
@@ -33,13 +34,15 @@ class Child:
         "is_finished",
         "is_retired",
         "num_prompt_parts",
+        "reasoning",
         "sends_prompt",
         "text",
     )
 
-    def __init__(self, index: int, text: SequenceText) -> None:
+    def __init__(self, index: int, text: SequenceText, reasoning: Reasoning | None) -> None:
         self.index = index
         self.text = text
+        self.reasoning = reasoning  # of the released tokens
         self.cached_len = 0
         self.embedding = b""
         self.ending: Ending | None = None
@@ -58,13 +61,20 @@ class Child:
             self.sends_prompt = not token_ids
         for token_id in token_ids:
             if is_sent:
-                self.text.take()
+                self.release()
             self.text.feed(token_id)
             if self.text.stop is not None:
                 self.ending = Ending("stop", self.text.stop)
                 return
         if is_sent:
-            self.text.take()
+            self.release()
+
+    def release(self) -> Released:
+        """Returns the output that became certain since the last call."""
+        released = self.text.take()
+        if self.reasoning is not None:
+            self.reasoning.read_rest(released.token_ids)
+        return released
 
 
 class TextRequest:

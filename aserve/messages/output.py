@@ -125,6 +125,7 @@ class Usage(Record, frozen=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int = 0  # without the tags
 
 
 class OutputChunk(Message, frozen=True):

@@ -140,6 +140,17 @@ class GenerateRequest(Message, frozen=True):
     lora_slot: int = 0  # of its adapter on the device, 0 for none; `namespace` names the adapter
 
 
+class ReasoningIds(Record, frozen=True):
+    """ReasoningParams as token ids. Each tag is a sequence of ids, and the first of `closes` is the
+    one that is forced. With `is_open` the output begins inside of the reasoning.
+    """
+
+    opens: tuple[tuple[int, ...], ...]
+    closes: tuple[tuple[int, ...], ...]
+    is_open: bool = False
+    max_tokens: int | None = None
+
+
 class OpenText(Message, frozen=True):
     """tokenizer -> detokenizer, before the AdmitRequest. `outputs` and `sends_outputs` are those of
     the GenerateRequest.
@@ -154,17 +165,7 @@ class OpenText(Message, frozen=True):
     outputs: tuple[bytes, ...] = ()  # int32 [outputs of child i]
     sends_outputs: bool = False
     prompt_tail: str = ""  # the end of a chat's prompt, for the parsers of outputs
-
-
-class ReasoningIds(Record, frozen=True):
-    """ReasoningParams as token ids. Each tag is a sequence of ids, and the first of `closes` is the
-    one that is forced. With `is_open` the output begins inside of the reasoning.
-    """
-
-    opens: tuple[tuple[int, ...], ...]
-    closes: tuple[tuple[int, ...], ...]
-    is_open: bool = False
-    max_tokens: int | None = None
+    reasoning: ReasoningIds | None = None
 
 
 class AdmitRequest(Message, frozen=True):

@@ -18,6 +18,7 @@ class Reasoning:
 
     __slots__ = (
         "_closes",
+        "_end",
         "_last",
         "_max_last",
         "_opens",
@@ -33,6 +34,7 @@ class Reasoning:
         self._max_last = max(map(len, (*ids.opens, *ids.closes)))
         self._last: tuple[int, ...] = ()  # outputs that may be a part of a tag
         self._start = 0 if ids.is_open else None  # outputs before the first reasoning token
+        self._end: int | None = None  # outputs before the closing tag
         self.max_tokens = ids.max_tokens
         self.is_over = False  # it has ended, or will never begin
         self.num_read = 0  # outputs
@@ -47,6 +49,13 @@ class Reasoning:
         if self.max_tokens is None or self.is_over or self._start is None:
             return False
         return self.num_read - self._start >= self.max_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of reasoning tokens so far."""
+        if self._start is None:
+            return 0
+        return (self.num_read if self._end is None else self._end) - self._start
 
     def read_rest(self, outputs: Iterable[int]) -> None:
         """Reads the outputs behind those that were read, whatever the limit says."""
@@ -74,8 +83,9 @@ class Reasoning:
                 self._start, self._last = self.num_read, ()
             elif self.num_read >= MAX_BEFORE:
                 self.is_over = True
-        elif any(map(self._ends_with, self._closes)):
+        elif not self.is_over and (tag := next(filter(self._ends_with, self._closes), None)):
             self.is_over = True
+            self._end = self.num_read - len(tag)
 
     def _ends_with(self, tag: tuple[int, ...]) -> bool:
         start = len(self._last) - len(tag)

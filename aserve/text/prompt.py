@@ -93,6 +93,7 @@ class PromptEncoder:
         _check_can_sample(sampling, ends, bad_words, self.limits)
         packed = pack_i32(prompt_ids)
         tail = self._tail_of(request, prompt_ids)
+        reasoning = reasoning_ids(sampling.reasoning, tail, self.tokenizer)
         is_scored = sampling.prompt_logprobs is not None
         needs_texts = is_scored or sampling.echo
         return Prepared(
@@ -107,6 +108,7 @@ class PromptEncoder:
                 outputs=request.outputs,
                 sends_outputs=request.sends_outputs,
                 prompt_tail=tail,
+                reasoning=reasoning,
             ),
             AdmitRequest(
                 request_id=request.request_id,
@@ -121,7 +123,7 @@ class PromptEncoder:
                 embeds=request.embeds,
                 page_keys=self._page_keys(packed, namespace=request.namespace),
                 client=request.client,
-                reasoning=reasoning_ids(sampling.reasoning, tail, self.tokenizer),
+                reasoning=reasoning,
             ),
         )
 

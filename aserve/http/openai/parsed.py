@@ -61,8 +61,6 @@ class ParsedChoice:
     __slots__ = (
         "_choice_id",
         "_held_reasoning",
-        "_is_thinking",
-        "_num_tokens",
         "_parser",
         "_plan",
         "has_calls",
@@ -73,8 +71,6 @@ class ParsedChoice:
         self._plan = plan
         self._choice_id = choice_id
         self._parser: OutputParser | None = None
-        self._is_thinking = False
-        self._num_tokens = 0
         self._held_reasoning: list[str] = []
         self.has_calls = False
         self.num_reasoning_tokens = 0
@@ -88,7 +84,7 @@ class ParsedChoice:
         events = self._parser.push(chunk.text)
         if chunk.finish_reason is not None:
             events += self._parser.finish()
-        self._count(events, chunk.usage.completion_tokens)
+        self.num_reasoning_tokens = chunk.usage.reasoning_tokens
         shown = [each for event in events for each in self._shown(event)]
         if chunk.finish_reason is not None:
             shown += self._release_reasoning()
@@ -100,7 +96,7 @@ class ParsedChoice:
 
     def _open(self, prompt_tail: str) -> OutputParser:
         plan = self._plan
-        self._is_thinking = (
+        is_open = (
             opens_reasoning(prompt_tail, plan.reasoning)
             if plan.starts_inside is None
             else plan.starts_inside and plan.reasoning is not None
@@ -109,17 +105,8 @@ class ParsedChoice:
             plan.reasoning,
             plan.tools,
             tool_specs=plan.tool_specs,
-            starts_in_reasoning=self._is_thinking,
+            starts_in_reasoning=is_open,
         )
-
-    def _count(self, events: list[ParsedEvent], num_tokens: int) -> None:
-        """Counts the tokens of a chunk as reasoning if any of its text is."""
-        has_reasoning = any(isinstance(event, Reasoning) for event in events)
-        if has_reasoning or (self._is_thinking and not events):
-            self.num_reasoning_tokens += num_tokens - self._num_tokens
-        self._num_tokens = num_tokens
-        if events:
-            self._is_thinking = isinstance(events[-1], Reasoning)
 
     def _shown(self, event: ParsedEvent) -> Iterable[ParsedEvent]:
         if isinstance(event, Reasoning):
