@@ -21,6 +21,7 @@ RESOLVE = "tests/gpu/step/test_resolve.py"
 PARSERS = "tests/parsers/test_parsers.py"
 REASONING = "tests/scheduling/test_reasoning.py"
 TOOL_GRAMMARS = "tests/parsers/test_tool_grammar.py"
+FRONTENDS = "tests/processes/test_frontends.py"
 DETOKENIZER = "tests/actors/test_detokenizer.py"
 
 
@@ -858,5 +859,19 @@ MUTANTS = (
         "is_single = not parallel or syntax.is_last",
         "is_single = syntax.is_last",
         TOOL_GRAMMARS,
+    ),
+    Mutant(
+        "outputs that all go to the first frontend",
+        "aserve/processes/frontends.py",
+        "deliver(number, StepOutput(",
+        "deliver(0, StepOutput(",
+        FRONTENDS,
+    ),
+    Mutant(
+        "a frontend that is known by a client's own id",
+        "aserve/http/peers.py",
+        "[0-9a-f]{32}\\.",
+        "\\.",
+        FRONTENDS,
     ),
 )

@@ -111,7 +111,7 @@ class Frontends:
     def connect(self, ports: EngineCorePorts, process: EngineProcess) -> RemoteEngineCore:
         """Returns an engine that all frontends use. `ports` are those of the first one."""
         self._own = ports
-        routed = dataclasses.replace(ports, text=_Outputs(self._deliver), report=self._report)
+        routed = dataclasses.replace(ports, text=RoutedOutputs(self._deliver), report=self._report)
         core = self._core = RemoteEngineCore(routed, process)
         core.inbox = _Inputs(core, self._change)
         return core
@@ -240,7 +240,7 @@ class _Inputs:
         self._core.send(message)
 
 
-class _Outputs:
+class RoutedOutputs:
     """What the engine says: each frontend gets what is about its own requests."""
 
     def __init__(self, deliver: Callable[[int, DetokenizerEvent], None]) -> None:

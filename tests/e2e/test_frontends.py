@@ -71,10 +71,12 @@ class Stream:
     def __init__(self, answer: aiohttp.ClientResponse) -> None:
         self.id = answer.headers["X-Request-Id"]
         self.is_further = "." in self.id
+        self.is_whole = False  # its end has come
         self._answer = answer
 
     async def texts(self) -> AsyncIterator[str]:
         async for line in self._answer.content:
+            self.is_whole = self.is_whole or line == b"data: [DONE]\n"
             if line.startswith(b"data: {"):
                 event = json.loads(line.removeprefix(b"data: "))
                 assert "error" not in event, event
@@ -258,6 +260,18 @@ async def test_a_frontend_that_is_killed_leaves_nothing_in_the_engine_and_is_sta
     assert frontend_pids(server) != [pid]
     await abort_all(client)
     await until_idle(client)
+
+
+async def test_a_server_that_ends_finishes_the_streams_of_all_frontends(
+    server: ServerProcess, client: aiohttp.ClientSession
+) -> None:
+    """The fixture looks at its exit code."""
+    streams = await begin_on_both(client, max_tokens=200)
+    server.process.send_signal(signal.SIGTERM)
+    for stream in streams:
+        num_texts = len([text async for text in stream.texts()])
+        assert num_texts > 20
+        assert stream.is_whole
 
 
 async def test_no_other_server_gets_the_port_and_nothing_outlives_the_first_frontend() -> None:

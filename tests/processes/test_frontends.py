@@ -1,0 +1,47 @@
+"""What the engine says goes to the frontend that made the id of the request."""
+
+from __future__ import annotations
+
+from aserve.errors import BugError
+from aserve.http.peers import Peers, owner_of
+from aserve.messages.output import (
+    Amended,
+    DetokenizerEvent,
+    Refused,
+    Retired,
+    SequenceOutput,
+    StepOutput,
+)
+from aserve.messages.requests import Amend
+from aserve.processes.frontends import RoutedOutputs
+
+NUMBERS = (0, 1, 12)
+
+
+def test_ids_name_their_frontend_also_as_ids_of_requests_and_answers() -> None:
+    for number in NUMBERS:
+        made = Peers(number).new_id()
+        assert [owner_of(each) for each in (made, f"{made}-0", f"cmpl-{made}")] == [number] * 3
+    for foreign in ("", "any", "my.1", "a" * 31 + ".1", "a" * 32, "a" * 32 + ".x"):
+        assert owner_of(foreign) == 0
+
+
+async def test_each_frontend_gets_what_is_about_its_requests_in_order() -> None:
+    sent: list[tuple[int, DetokenizerEvent]] = []
+    outputs = RoutedOutputs(lambda number, message: sent.append((number, message)))
+    ids = [Peers(number).new_id() + "-0" for number in NUMBERS]
+    first, second, third = (SequenceOutput(each, 0, 0, b"1234", 0) for each in ids)
+    again = SequenceOutput(ids[1], 1, 0, b"5678", 0)
+    others: list[DetokenizerEvent] = [
+        Retired(ids[1], 0, "stop", 1),
+        Refused(ids[2], BugError("any").info()),
+        Amended(Amend(ids[0], 1)),
+    ]
+    for message in (StepOutput(7, (first, second, third, again)), *others):
+        outputs.send(message)
+    assert sent == [
+        (0, StepOutput(7, (first,))),
+        (1, StepOutput(7, (second, again))),
+        (12, StepOutput(7, (third,))),
+        *zip((1, 12, 0), others, strict=True),
+    ]
