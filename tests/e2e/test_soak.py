@@ -132,9 +132,11 @@ async def idle(frontend: Frontend) -> None:
 
 
 def thread_names() -> list[str]:
-    """Without the tokenizer's two for long texts, which begin with the first such."""
+    """Without those that begin when they are first needed: the tokenizer's two for long texts, and
+    the event loop's own, which trims the heap.
+    """
     names = (thread.name for thread in threading.enumerate())
-    return sorted(name for name in names if not name.startswith("tokenize"))
+    return sorted(name for name in names if not name.startswith(("tokenize", "asyncio")))
 
 
 def num_objects(frontend: Frontend) -> int:

@@ -42,6 +42,8 @@ OWN: dict[str, dict[str, Any]] = {
     "/": {"inputs": "a"},
     "/abort_request": {"rid": "a"},
     "/v1/messages": {"max_tokens": 5},
+    "/rerank": {"query": "a", "documents": ["a"]},
+    "/score": {"text_1": "a", "text_2": "a"},
     "/v1/requests/x": {"max_tokens": 5},
     "/v1/requests/x/fork": {"token": 0},
     "/v1/batches": {"input_file_id": "a", "endpoint": "a", "completion_window": "a"},
