@@ -262,16 +262,18 @@ async def test_a_frontend_that_is_killed_leaves_nothing_in_the_engine_and_is_sta
     await until_idle(client)
 
 
-async def test_a_server_that_ends_finishes_the_streams_of_all_frontends(
+async def test_a_server_that_ends_finishes_the_streams_of_a_further_frontend(
     server: ServerProcess, client: aiohttp.ClientSession
 ) -> None:
-    """The fixture looks at its exit code."""
-    streams = await begin_on_both(client, max_tokens=200)
+    """The fixture looks at the exit code."""
+    for seed in range(NUM_TRIES):
+        stream = await begin(client, seed, max_tokens=300)
+        if stream.is_further:
+            break
+        await abort_all(client)
     server.process.send_signal(signal.SIGTERM)
-    for stream in streams:
-        num_texts = len([text async for text in stream.texts()])
-        assert num_texts > 20
-        assert stream.is_whole
+    assert len([text async for text in stream.texts()]) > 20
+    assert stream.is_whole
 
 
 async def test_no_other_server_gets_the_port_and_nothing_outlives_the_first_frontend() -> None:
