@@ -127,7 +127,9 @@ def _differing(what: str, expected: ModelDigest, found: ModelDigest) -> Iterator
 
 
 def _notes(resolved: Resolved, receipt: Receipt) -> Iterator[str]:
-    """What differs from the server that made the receipt, and may change its last bits."""
+    """Yields a note for each difference from the server that made the receipt which may change the
+    last bits of a result.
+    """
     here, there = this_machine(), receipt.machine
     for name in here.__struct_fields__:
         if getattr(here, name) != getattr(there, name):
@@ -140,7 +142,7 @@ def _notes(resolved: Resolved, receipt: Receipt) -> Iterator[str]:
 
 
 def _real(outcome: Outcome) -> Difference | None:
-    """The first difference that rounding cannot explain."""
+    """Returns the first difference that rounding cannot explain."""
     return next((each for each in outcome.differences if not each.is_rounding), None)
 
 

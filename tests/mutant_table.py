@@ -757,7 +757,7 @@ MUTANTS = (
     ),
     Mutant(
         "a stream that goes on forever without readers",
-        "aserve/http/streams/kept.py",
+        "aserve/http/streams/resumable.py",
         "            kept.task.cancel()",
         "            pass",
         "tests/http/streams/test_resume.py",

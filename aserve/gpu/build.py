@@ -31,7 +31,7 @@ from aserve.gpu.executor import ExecutorParts, TorchExecutor
 from aserve.gpu.kv.layer_groups import LayerGroup, group_layers
 from aserve.gpu.kv.pools import KvOps, KvPools
 from aserve.gpu.kv.store import kv_dtype_name, kv_dtype_of
-from aserve.gpu.loads import Loads, model_reader
+from aserve.gpu.live_loader import LiveLoader, model_reader
 from aserve.gpu.lora.tables import LoraTables
 from aserve.gpu.models.base import CausalModel, DraftModel, LoadPlan
 from aserve.gpu.models.load import make_loader
@@ -143,8 +143,8 @@ def build_on(
     mode = mode or MODES[options.decode]()
     max_mixed_prefill_tokens = options.max_mixed_prefill_tokens or form.max_mixed_prefill_tokens
     options = dataclasses.replace(options, max_mixed_prefill_tokens=max_mixed_prefill_tokens)
-    loads = Loads(model, loras, model_reader(loader, plan))
-    return assemble(model, mode, device, options, about=about, loads=loads)
+    live_loader = LiveLoader(model, loras, model_reader(loader, plan))
+    return assemble(model, mode, device, options, about=about, live_loader=live_loader)
 
 
 def _refuse_adapters(code: Code) -> None:
@@ -164,14 +164,14 @@ def assemble(
     *,
     about: str | None = None,
     drafter: DraftModel | None = None,
-    loads: Loads | None = None,
+    live_loader: LiveLoader | None = None,
 ) -> TorchExecutor:
     """Builds an executor around loaded models. `about` describes the weights if there is more to
-    say than their dtype. `loads` has the adapters that the model was built with."""
-    loads = loads or Loads(model)
+    say than their dtype. `live_loader` has the adapters that the model was built with."""
+    live_loader = live_loader or LiveLoader(model)
     ops = device.ops(model.dtype, is_deterministic=options.deterministic)
     parts = _Parts(
-        model, group_layers(model.layers), mode, device, ops, options, drafter, loads.loras
+        model, group_layers(model.layers), mode, device, ops, options, drafter, live_loader.loras
     )
     num_pages, budget_bytes = options.num_pages, 0
     if num_pages is None:
@@ -204,7 +204,7 @@ def assemble(
             graphs=graphs,
             is_debug=options.debug_checks,
             about=about,
-            loads=loads,
+            live_loader=live_loader,
             needs_host_lens=made.attention.capabilities.host_lens,
         )
     )

@@ -57,7 +57,7 @@ from aserve.errors import AserveError, BugError, EngineDead, ErrorInfo, StepErro
 from aserve.gpu.cudagraph.graphs import StepGraphs
 from aserve.gpu.cudagraph.warmup import padding_batch
 from aserve.gpu.device.base import Device, Event, slice_len_of
-from aserve.gpu.loads import Loads
+from aserve.gpu.live_loader import LiveLoader
 from aserve.gpu.runner import ModelRunner
 from aserve.gpu.sampling.plan import RowParams
 from aserve.gpu.step.future_map import SEQ_LEN
@@ -87,7 +87,7 @@ class ExecutorParts:
     graphs: StepGraphs
     is_debug: bool
     about: str  # device, dtype, attention and graphs, for the log
-    loads: Loads
+    live_loader: LiveLoader
     needs_host_lens: bool = False  # attention plans on the host, from exact lengths
 
 
@@ -99,7 +99,7 @@ class TorchExecutor:
         self.about = parts.about
         self.died: asyncio.Future[BaseException]
         self._runner = parts.runner
-        self._loads = parts.loads
+        self._live_loader = parts.live_loader
         self._device = parts.device
         self._graphs = parts.graphs
         self._is_debug = parts.is_debug
@@ -167,7 +167,7 @@ class TorchExecutor:
 
     async def load(self, load: DeviceLoad) -> ErrorInfo | None:
         """Writes an adapter or new weights between two steps, or returns the reason why not."""
-        return await self._loads.load(load, submit=self._inbox.put, died=self.died)
+        return await self._live_loader.load(load, submit=self._inbox.put, died=self.died)
 
     def close(self) -> None:
         """Runs what was launched to its end, then ends both threads."""

@@ -110,7 +110,9 @@ def phase_of(state: str) -> str:
 
 
 class Latency:
-    """With `on_end` every request is timed, and its timeline is passed on when it ends."""
+    """Keeps the timelines of timed requests. With `on_end` every request is timed, and its timeline
+    is passed on when it ends.
+    """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.on_end: Callable[[Timeline, OutputChunk], None] | None = None

@@ -77,7 +77,7 @@ class Serving(Message, frozen=True):
 
 
 class SharedState(Message, frozen=True):
-    """What all frontends have in common and the administrator has changed."""
+    """The state that all frontends share and that the administrator may change."""
 
     cache_epoch: str
     is_paused: bool
@@ -151,7 +151,7 @@ class Frontends:
         self._core.send(message)
 
     def flush(self, cache_epoch: str) -> None:
-        """Without the namespace of the cache from before, no frontend finds an old page."""
+        """Gives all frontends the new namespace of the cache, in which nobody finds an old page."""
         assert self._first is not None
         self._send_all(SharedState(cache_epoch, self._first.state.is_paused))
 
@@ -228,7 +228,7 @@ def _by_owner(request_ids: tuple[str, ...]) -> dict[int, tuple[str, ...]]:
 
 
 class _Inputs:
-    """What the first frontend sends to the engine."""
+    """The inbox of the engine, as the first frontend uses it: the others hear of new settings."""
 
     def __init__(self, core: RemoteEngineCore, on_change: Callable[[ChangeSettings], None]) -> None:
         self._core = core
@@ -241,7 +241,7 @@ class _Inputs:
 
 
 class RoutedOutputs:
-    """What the engine says: each frontend gets what is about its own requests."""
+    """The sink of the engine's outputs. It sends each frontend those of its own requests."""
 
     def __init__(self, deliver: Callable[[int, DetokenizerEvent], None]) -> None:
         self._deliver = deliver

@@ -34,8 +34,8 @@ class Digests:
         self._known: dict[tuple[str, int, int], str] = {}
 
     def of(self, folder: Path, *, has_weights: bool = True) -> ModelDigest:
-        """Without `has_weights` the weights in the folder are not those of the model, which are
-        random.
+        """Returns the hashes of the files. Without `has_weights` the model's weights are random,
+        and not those in the folder.
         """
         began_s = time.monotonic()
         digest = ModelDigest(

@@ -23,7 +23,7 @@ from aserve.receipts.record import (
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a receipt says of the server."""
+    """The server's part of a receipt."""
 
     model: ReceiptModel
     settings: Settings

@@ -44,7 +44,7 @@ class Place(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """What waits and runs between two ticks. It is made once for all requests of a tick."""
+    """The sequences that wait and run between two ticks. All requests of a tick share one."""
 
     state: SchedulerState
     waiting: list[Place]  # in order of arrival
@@ -53,9 +53,10 @@ class Snapshot(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """What comes before a request: waiting sequences, and prompt tokens of these and of rows that
-    still compute their prompts. Of the rows `num_free` are free, and the others are `running`. The
-    request has a claim if its client has less than its share: then a row is taken from another.
+    """The work that comes before a request: the waiting sequences, and the prompt tokens of these
+    and of rows that still compute their prompts. Of the rows `num_free` are free, and the others
+    are `running`. The request has a claim if its client has less than its share: then a row is
+    taken from another.
     """
 
     places: list[Place]

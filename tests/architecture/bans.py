@@ -11,11 +11,11 @@ from tests.architecture.source import FUNCTIONS, Finding, Module, dotted, is_und
 
 TASK_HOMES = (
     *("aserve/actors/base.py", "aserve/http/responses/live.py"),
-    "aserve/http/streams/kept.py",  # an answer that goes on without its client
+    "aserve/http/streams/resumable.py",  # an answer that goes on without its client
     "aserve/http/control/weights.py",  # an update of weights goes on, too
 )
 BROAD_EXCEPT_HOMES = (
-    *("aserve/actors/base.py", "aserve/http/server.py", "aserve/http/streams/kept.py"),
+    *("aserve/actors/base.py", "aserve/http/server.py", "aserve/http/streams/resumable.py"),
     "aserve/gpu/executor.py",  # a failing step is a value, whatever it raised
 )
 ENVIRONMENT_HOMES = ("aserve/config.py",)

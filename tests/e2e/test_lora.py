@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
-from aserve.frontend import Frontend
 from aserve.gpu.models.base import CausalModel
-from aserve.load import load
-from aserve.server import connect_http
 from aserve.tiny import MODEL_DIR
+from tests.e2e.served import ADMIN_KEY, served
 from tests.fakes.lora_adapters import Recipe, write_adapter, write_merged
 from tests.gpu.drive import request
 from tests.gpu.plain_engine import plain_outputs
@@ -24,7 +22,6 @@ from tests.parity.real_model import options
 
 PROMPT = [11, 40, 300, 7, 9, 512, 77, 1033, 61, 40, 300, 7, 9, 512, 77, 1033, 61, 8]
 RECIPES = {"a": Recipe(1), "b": Recipe(2, rank=4), "a-new": Recipe(3)}
-ADMIN = {"Authorization": "Bearer root"}
 NUM_TOKENS = 40
 
 
@@ -42,21 +39,13 @@ async def client(folder: Path) -> AsyncIterator[ClientSession]:
     resolved = options(
         port=0,
         served_model_name="base",
-        admin_api_key="root",
+        admin_api_key=ADMIN_KEY,
         lora_modules=f"a={folder / 'a'}",
         max_loras=2,
         overlap_depth=2,
     )
-    frontend = Frontend(resolved, codec=True)
-    server = connect_http(frontend)
-    address = await server.start()
-    try:
-        await frontend.start(await asyncio.to_thread(load, resolved))
-        async with ClientSession(address, headers=ADMIN) as session:
-            yield session
-    finally:
-        await server.stop()
-        await frontend.close()
+    async with served(resolved) as session:
+        yield session
 
 
 def expected(folder: Path, name: str) -> list[int]:

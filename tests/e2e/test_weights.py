@@ -13,16 +13,13 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
-from aserve.frontend import Frontend
-from aserve.load import load
-from aserve.server import connect_http
 from aserve.tiny import MODEL_DIR
+from tests.e2e.served import ADMIN_KEY, served
 from tests.fakes.lora_adapters import Recipe, write_adapter, write_merged
 from tests.parity.real_model import options
 
 PROMPT = [11, 40, 300, 7, 9, 512, 77, 1033, 61, 40, 300, 7, 9, 512, 77, 1033, 61, 8]
 SMALL: dict[str, Any] = {"num_pages": 64, "debug_checks": False}  # checks would not be fused
-ADMIN = {"Authorization": "Bearer root"}
 FORMATS = {
     "fused": {"dtype": "float32"},
     "per token, with adapters": {"dtype": "float32", "deterministic": True, "enable_lora": True},
@@ -39,17 +36,9 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def serving(model: Path, **fields: Any) -> AsyncIterator[ClientSession]:
-    resolved = options(port=0, model=str(model), admin_api_key="root", **SMALL, **fields)
-    frontend = Frontend(resolved, codec=True)
-    server = connect_http(frontend)
-    address = await server.start()
-    try:
-        await frontend.start(await asyncio.to_thread(load, resolved))
-        async with ClientSession(address, headers=ADMIN) as session:
-            yield session
-    finally:
-        await server.stop()
-        await frontend.close()
+    resolved = options(port=0, model=str(model), admin_api_key=ADMIN_KEY, **SMALL, **fields)
+    async with served(resolved) as session:
+        yield session
 
 
 async def post(client: ClientSession, path: str, **body: Any) -> tuple[int, dict[str, Any]]:

@@ -21,7 +21,7 @@ from aserve.gpu.decode.base import DecodeMode
 from aserve.gpu.device.base import Device
 from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.executor import TorchExecutor
-from aserve.gpu.loads import Loads
+from aserve.gpu.live_loader import LiveLoader
 from aserve.gpu.lora.tables import LoraTables
 from aserve.gpu.models.base import CausalModel, DraftModel
 from aserve.messages.base import ArrayF32, array_f32, array_i32, pack_i32
@@ -73,7 +73,9 @@ def make_executor(
     }
     build = BuildOptions(Path("of-no-model"), **settings)
     mode, device = mode or Autoregressive(), device or CpuDevice()
-    return assemble(model, mode, device, build, drafter=drafter, loads=Loads(model, loras))
+    return assemble(
+        model, mode, device, build, drafter=drafter, live_loader=LiveLoader(model, loras)
+    )
 
 
 def captured(executor: TorchExecutor) -> TorchExecutor:

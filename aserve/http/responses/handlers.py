@@ -26,7 +26,7 @@ from aserve.http.route import Route, get, post
 from aserve.http.sse import SseWriter
 from aserve.http.state import HttpContext, origin_of
 from aserve.http.streams.handlers import StreamQuery, read_stream, run_or_resume
-from aserve.http.streams.kept import STREAMS, StreamKey
+from aserve.http.streams.resumable import STREAMS, StreamKey
 
 PAGE_SIZES = Range(1, 100)
 

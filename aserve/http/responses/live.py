@@ -23,7 +23,7 @@ from aserve.http.responses.events import Event, frame_of
 from aserve.http.responses.records import ResponseObject
 from aserve.http.responses.store import ResponseKey, ResponseStore, StoredResponse
 from aserve.http.state import HttpContext
-from aserve.http.streams.kept import StreamKey, Streams
+from aserve.http.streams.resumable import StreamKey, Streams
 from aserve.messages.output import OutputChunk
 from aserve.request_stream import RequestStream
 

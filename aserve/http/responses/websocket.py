@@ -57,7 +57,7 @@ from aserve.http.running import AmendBody, RunningRequest, amend_request, change
 from aserve.http.state import HttpContext, origin_of
 from aserve.http.streams.event_log import data_of
 from aserve.http.streams.handlers import StreamQuery, key_of
-from aserve.http.streams.kept import STREAMS, StreamKey
+from aserve.http.streams.resumable import STREAMS, StreamKey
 
 SUBSCRIBE = "response.subscribe"
 MAX_OPEN = 32  # requests of one socket that run or wait

@@ -22,7 +22,7 @@ from aserve.http.route import get
 from aserve.http.sse import SseWriter
 from aserve.http.state import REQUEST_ID, HttpContext, caller_for
 from aserve.http.streams.event_log import EventLogResponse
-from aserve.http.streams.kept import STREAMS, StreamKey, Streams
+from aserve.http.streams.resumable import STREAMS, StreamKey, Streams
 
 LAST_EVENT_ID = "Last-Event-ID"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from aserve.http.streams.kept import STREAMS, Streams
+from aserve.http.streams.resumable import STREAMS, Streams
 from aserve.parsers.registry import ParserNames
 from aserve.text.load import load_tokenizer
 from aserve.tiny import MODEL_DIR

@@ -35,9 +35,10 @@ ReadModel: TypeAlias = Callable[[Path], CausalModel]
 
 
 @dataclass(frozen=True, slots=True)
-class Loads:
-    """What an engine can load. `read_model` reads another checkpoint of `model`; it is None for a
-    model that takes no new weights."""
+class LiveLoader:
+    """Loads adapters and weights into a running engine. `read_model` reads another checkpoint of
+    `model`; it is None for a model that takes no new weights.
+    """
 
     model: CausalModel
     loras: LoraTables | None = None

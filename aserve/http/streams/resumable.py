@@ -37,7 +37,7 @@ class StreamKey(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class KeptStream:
+class ResumableStream:
     log: EventLog
     is_background: bool
     task: asyncio.Task[None] | None = None
@@ -55,7 +55,7 @@ class Streams:
         self.size_bytes = 0
         self._ttl_s = options.resume_ttl
         self._max_bytes = options.max_resume_bytes
-        self._kept: dict[StreamKey, KeptStream] = {}
+        self._kept: dict[StreamKey, ResumableStream] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -69,7 +69,7 @@ class Streams:
 
     def new_log(self, key: StreamKey, *, is_background: bool = False) -> EventLog:
         log = EventLog(key.stream_id, on_growth=functools.partial(self._grow, key))
-        self._kept[key] = KeptStream(log, is_background)
+        self._kept[key] = ResumableStream(log, is_background)
         self._grow(key, LOG_BYTES)
         return log
 
@@ -81,7 +81,7 @@ class Streams:
         kept.task = asyncio.create_task(self._produce(key, kept, produce, fail))
 
     async def _produce(
-        self, key: StreamKey, kept: KeptStream, produce: Produce, fail: Fail
+        self, key: StreamKey, kept: ResumableStream, produce: Produce, fail: Fail
     ) -> None:
         try:
             await produce()
@@ -129,7 +129,7 @@ class Streams:
             self.discard(key)
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _start_clock(self, key: StreamKey, kept: KeptStream) -> None:
+    def _start_clock(self, key: StreamKey, kept: ResumableStream) -> None:
         """Starts the time after which a stream without readers is discarded."""
         is_needed = kept.num_readers or (kept.is_background and not kept.log.is_done)
         if is_needed or self._kept.get(key) is not kept:
