@@ -20,6 +20,7 @@ MIN_RECEIVED = 4  # received per tick, however many rows run; the next tick come
 ROWS_PER_SEQUENCE = 24  # running rows that cost as much as one sequence
 STEPS_PER_SEQUENCE = 40  # the shortest mean life for which MIN_SEQUENCES of a tick suffice
 MAX_WITHOUT_LAUNCH = 32  # sequences that a tick receives if it cannot launch a step
+SEQUENCES_PER_ESTIMATE = 4  # received sequences that cost as much as the estimate of one wait
 BURST = 512  # a tick in which more requests than this arrive only stores them
 CROWDED = 128  # with this many rows, a tick that commits results receives no requests
 PAGES_PER_LOOK = 1024  # cached pages that cost as much as one look when they are opened
@@ -113,4 +114,7 @@ class Arrivals:
 
 
 def _size(event: AdmitRequest | Cancel | Amend) -> int:
-    return event.sampling.n if isinstance(event, AdmitRequest) else 0
+    if not isinstance(event, AdmitRequest):
+        return 0
+    has_limits = event.deadline_s is not None or event.queue_deadline_s is not None
+    return max(event.sampling.n, SEQUENCES_PER_ESTIMATE if has_limits else 0)

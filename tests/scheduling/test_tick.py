@@ -14,7 +14,7 @@ from aserve.messages.requests import AdmitRequest, Grammar
 from aserve.messages.results import BuildMask, MaskReady
 from aserve.scheduling.queue import WaitingQueue
 from aserve.scheduling.scheduler import Scheduler
-from aserve.scheduling.tick import Arrivals, max_received
+from aserve.scheduling.tick import SEQUENCES_PER_ESTIMATE, Arrivals, max_received
 from tests.scheduling.stage import Stage, cancel, query_lens, request, result, rows, spec
 from tests.scheduling.step_counter import StepCounter
 
@@ -148,6 +148,11 @@ def test_children_count_and_a_large_group_comes_alone() -> None:
         events[2:],
     ]
     assert not arrivals
+
+
+def test_a_request_whose_wait_is_estimated_counts_as_several() -> None:
+    limited = [msgspec.structs.replace(each, queue_deadline_s=1.0) for each in many(9)]
+    assert received(Arrivals().next_tick([*limited])) == max_received(0) // SEQUENCES_PER_ESTIMATE
 
 
 def test_a_cancel_comes_at_once_unless_its_request_is_held() -> None:
