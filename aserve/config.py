@@ -508,6 +508,9 @@ class SelftestOptions:
         None, "API key of the server", Limits(metavar="KEY", is_secret=True)
     )
     only: str | None = option(None, "run the checks of one feature, or the one of this name")
+    wait: float = option(
+        10.0, "seconds to wait for a server that is starting", Limits(low=0, high=3600)
+    )
     output: str | None = option(
         None, "write the results to this file as JSON, too", Limits(metavar="FILE")
     )

@@ -23,9 +23,12 @@ from aserve.scheduling.state import SchedulerState
 
 
 class Deadlines(NamedTuple):
-    """`end_s` is the end of a request's timeout, and `queue_s` that of its longest wait."""
+    """`end_s` is the end of a request's timeout, `strict_s` that of its strict timeout, and
+    `queue_s` that of its longest wait.
+    """
 
     end_s: float | None
+    strict_s: float | None
     queue_s: float | None
     is_timed: bool = False
 
@@ -47,6 +50,7 @@ class Deadlines(NamedTuple):
         return msgspec.structs.replace(
             request,
             deadline_s=self.end_s,
+            strict_deadline_s=self.strict_s,
             queue_deadline_s=self.queue_s,
             tokenized_s=time.monotonic() if self.is_timed else None,
         )
@@ -54,16 +58,13 @@ class Deadlines(NamedTuple):
 
 def deadlines_from_now(request: GenerateRequest) -> Deadlines:
     now = time.monotonic()
-    timeout_s, max_queue_s = request.timeout_s, request.max_queue_s
-    return Deadlines(
-        None if timeout_s is None else now + timeout_s,
-        None if max_queue_s is None else now + max_queue_s,
-        request.started_s is not None,
-    )
+    limits = (request.timeout_s, request.strict_timeout_s, request.max_queue_s)
+    end_s, strict_s, queue_s = (None if limit is None else now + limit for limit in limits)
+    return Deadlines(end_s, strict_s, queue_s, request.started_s is not None)
 
 
 def deadlines_of(request: AdmitRequest) -> Deadlines:
-    return Deadlines(request.deadline_s, request.queue_deadline_s)
+    return Deadlines(request.deadline_s, request.strict_deadline_s, request.queue_deadline_s)
 
 
 class RequestTimers:

@@ -99,10 +99,10 @@ class WaitForecast:
                     pass
 
     def check(self, request: AdmitRequest, earlier: Iterable[SchedulerEvent]) -> None:
-        """Raises if the request can keep neither its longest wait nor its deadline. Those `earlier`
-        are received in the same tick.
+        """Raises if the request cannot keep its longest wait or its strict deadline. Those
+        `earlier` are received in the same tick.
         """
-        has_limits = request.deadline_s is not None or request.queue_deadline_s is not None
+        has_limits = request.strict_deadline_s is not None or request.queue_deadline_s is not None
         if not has_limits or request.is_resumed:
             return
         before = [event for event in earlier if isinstance(event, AdmitRequest)]
@@ -114,15 +114,15 @@ class WaitForecast:
         expected = _expected(ahead, wait_s)
         if request.queue_deadline_s is not None and now + (wait_s or 0) > request.queue_deadline_s:
             raise queue_timeout(expected)
-        if request.deadline_s is None or wait_s is None:
+        if request.strict_deadline_s is None or wait_s is None:
             return
         needed_s = wait_s + self._answer_s(request)
-        if now + needed_s > request.deadline_s:
+        if now + needed_s > request.strict_deadline_s:
             raise _with_retry(
                 DeadlineUnreachable,
                 f"The request waits at position {expected.queue_position} of the queue, and its "
                 f"answer would need at least {needed_s:.3f} s, more than the "
-                f"{max(request.deadline_s - now, 0):.3f} s that its deadline leaves.",
+                f"{max(request.strict_deadline_s - now, 0):.3f} s that its deadline leaves.",
                 expected,
                 param="deadline_ms",
             )

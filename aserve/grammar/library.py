@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -22,16 +21,10 @@ from aserve.errors import AserveError, Cancelled, ClientError, InvalidRequest, Q
 from aserve.grammar.cache import GrammarCache
 from aserve.grammar.compile import Vocabulary
 from aserve.grammar.fair_queue import FairQueue
+from aserve.grammar.source_limits import MAX_PENDING, MAX_PER_CLIENT, check_size
 from aserve.grammar.workers import CompileJob, CompileLimits, Usable, Workers
 from aserve.messages.requests import Grammar
 from aserve.observability.reports import GrammarCompiled, GrammarKnown, GrammarReport
-
-MAX_SOURCE = 200_000  # characters
-MAX_DEPTH = 64  # of brackets in a schema
-MAX_PENDING = 64  # grammars that are being compiled or wait for it
-MAX_PER_CLIENT = 32  # the same for one client
-STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[{]|[\]}]', re.DOTALL)
-
 
 logger = logging.getLogger(__name__)
 
@@ -181,36 +174,3 @@ class GrammarLibrary:
         pending.future.set_exception(outcome)
         code = outcome.error_code if isinstance(outcome, AserveError) else "internal_error"
         self._report(GrammarCompiled(code, self._clock() - pending.began_s))
-
-
-def check_size(grammar: Grammar) -> None:
-    """Raises InvalidRequest for a source that is too long or nested too deep."""
-    size = len(grammar.source)
-    if size > MAX_SOURCE:
-        raise InvalidRequest(
-            f"Invalid '{grammar.param}': it has {size} characters, more than {MAX_SOURCE}.",
-            param=grammar.param,
-            code="string_above_max_length",
-        )
-    is_json = grammar.kind in ("json_schema", "structural_tag")
-    depth = nesting(grammar.source) if is_json else 0
-    if depth > MAX_DEPTH:
-        raise InvalidRequest(
-            f"Invalid '{grammar.param}': the schema is nested {depth} levels deep, "
-            f"more than {MAX_DEPTH}.",
-            param=grammar.param,
-            code="schema_too_deep",
-        )
-
-
-def nesting(text: str) -> int:
-    """Returns the deepest level of brackets in JSON, which need not be valid."""
-    depth = deepest = 0
-    for found in STRING_OR_BRACKET.finditer(text):
-        bracket = found[0]
-        if bracket in "[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif bracket in "]}":
-            depth -= 1
-    return deepest

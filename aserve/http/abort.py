@@ -17,6 +17,7 @@ from aiohttp import web
 
 from aserve.errors import Cancelled, InvalidRequest
 from aserve.http.auth import IDENTITY, Identity
+from aserve.http.calls import RunningCalls
 from aserve.http.delivery import json_response
 from aserve.http.errors import refused
 from aserve.http.route import post
@@ -40,9 +41,10 @@ class AbortedAnswer(msgspec.Struct):
 
 
 class Aborts:
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, calls: RunningCalls) -> None:
         self._gateway = gateway
-        self._named: dict[str, list[GenerateRequest]] = {}  # by the client's id
+        self._calls = calls
+        self._named: dict[str, list[GenerateRequest]] = {}  # by the client's id of each prompt
 
     @contextmanager
     def named(self, rids: Iterable[str], requests: Iterable[GenerateRequest]) -> Iterator[None]:
@@ -62,11 +64,11 @@ class Aborts:
         """Returns the ids of the engine's requests that this id means, or of all with None."""
         given = self._named.get(rid or "", ())
         meant = {request.request_id for request in given}
-        call_id = None if rid is None else PREFIX.sub("", rid)
+        call_ids = set() if rid is None else {PREFIX.sub("", rid), *self._calls.ids_of(rid)}
         return [
             request_id
             for request_id, request in self._gateway.requests.items()
-            if (rid is None or request_id in meant or request_id.rpartition("-")[0] == call_id)
+            if (rid is None or request_id in meant or request_id.rpartition("-")[0] in call_ids)
             and (identity.is_admin or request.client == identity.client)
         ]
 

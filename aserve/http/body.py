@@ -1,6 +1,7 @@
 """Parses a JSON request body into a typed record, or answers 400 with the wrong field or byte.
 
-Unknown fields are ignored, and named in a header of the answer.
+Unknown fields are ignored, and named in a header of the answer, unless they would change the
+output.
 """
 
 from __future__ import annotations
@@ -16,14 +17,12 @@ from aserve.http.decompress import decompress
 from aserve.http.errors import refused
 from aserve.http.intake import INTAKE, encoding_of
 from aserve.http.json_bounds import check_json_bounds
+from aserve.http.unknown_fields import ignored_fields
 
 T = TypeVar("T")
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 IGNORED = web.RequestKey("ignored", str)  # the X-Ignored-Params header: unknown fields of the body
-MAX_NAMES = 16  # names in that header
-MAX_NAME_CHARS = 40
-NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]")
 
 MAX_SHOWN = 200  # characters of input in a message: an error must not echo a whole body
 MISSING = re.compile(r"Object missing required field `([^`]*)`")
@@ -73,18 +72,6 @@ def parse_body(data: bytes, kind: type[T], *, where: str = "") -> T:
         raise invalid_json(f"it is not UTF-8 ({error.reason})", data) from None
     except RecursionError:
         raise invalid_json("it is nested too deeply", data) from None
-
-
-def ignored_fields(data: bytes, kind: type[msgspec.Struct]) -> str:
-    """Returns the header that names the body's unknown fields. Fields that are null do not count.
-
-    PERF: the values are skipped, not decoded, in 2 ms for 4 MB.
-    """
-    given = parse_body(data, dict[str, msgspec.Raw])
-    unknown = [name for name in given if name not in kind.__struct_encode_fields__]
-    names = [name for name in unknown if bytes(given[name]) != b"null"]
-    shown = [NOT_IN_NAMES.sub("_", name[:MAX_NAME_CHARS]) or "_" for name in names[:MAX_NAMES]]
-    return ", ".join([*shown, "..."] if len(names) > MAX_NAMES else shown)
 
 
 def invalid_json(reason: str, data: bytes) -> InvalidRequest:

@@ -14,6 +14,7 @@ import msgspec
 from aiohttp import web
 
 from aserve.http.openai.call import Origin, Requests
+from aserve.http.openai.schema import GenerationBody
 
 # The outputs, int32, with which each choice of this call begins.
 BEGINNING = web.RequestKey("beginning", bytes)
@@ -39,6 +40,15 @@ class RunningCalls:
             yield
         finally:
             self._running.pop(request_id, None)
+
+    def ids_of(self, rid: str) -> set[str]:
+        """Returns the ids of the calls whose bodies have this id of the client."""
+        bodies = {request_id: call.body for request_id, call in self._running.items()}
+        return {
+            request_id
+            for request_id, body in bodies.items()
+            if isinstance(body, GenerationBody) and rid in (body.rid, body.request_id)
+        }
 
     def find(self, request_id: str) -> RunningCall | None:
         return self._running.get(request_id)

@@ -102,7 +102,7 @@ def create_app(context: HttpContext) -> web.Application:
     app.middlewares.append(border(context))
     app[ERROR_FORMATS] = {route.path: route.errors for route in routes}
     app[INTAKE] = Intake(context)
-    app[ABORTS] = Aborts(context.gateway)
+    app[ABORTS] = Aborts(context.gateway, context.calls)
     app[HOSTS] = AllowedHosts(options)
     app[DESCRIPTION] = ApiDescription(routes, version=version(), has_keys=has_keys(options))
     for part in (websocket, streams, batches):

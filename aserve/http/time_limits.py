@@ -40,12 +40,13 @@ class TimedBody(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TimeLimits:
-    """The longest time until the end of an answer, and until the launch of its first step.
-    `started_s` is the time when the request began. It is used if the request is timed, which all
-    of them are with `is_timed`.
+    """The longest time until the end of an answer, and until the launch of its first step. A
+    request that cannot end within `strict_timeout_s` is refused at once. `started_s` is the time
+    when the request began. It is used if the request is timed, which all are with `is_timed`.
     """
 
     timeout_s: float | None = None
+    strict_timeout_s: float | None = None
     max_queue_s: float | None = None
     started_s: float | None = None
     is_timed: bool = False
@@ -58,6 +59,7 @@ class TimeLimits:
         return msgspec.structs.replace(
             request,
             timeout_s=_shortest(request.timeout_s, self.timeout_s),
+            strict_timeout_s=_shortest(request.strict_timeout_s, self.strict_timeout_s),
             max_queue_s=_shortest(request.max_queue_s, self.max_queue_s),
             started_s=_shortest(request.started_s, self.started_s) if is_timed else None,
             traceparent=self.traceparent,
@@ -68,17 +70,25 @@ NO_LIMITS = TimeLimits()
 
 
 def limits_in_body(body: TimedBody) -> TimeLimits:
-    timeout_s = _shortest(body.timeout, _seconds(body.deadline_ms))
+    strict_s = _seconds(body.deadline_ms)
     in_stream = body.stream_options is not None and body.stream_options.include_timings
     is_timed = bool(body.include_timings or in_stream)
-    return TimeLimits(timeout_s, _seconds(body.max_queue_ms), time.monotonic(), is_timed)
+    return TimeLimits(
+        _shortest(body.timeout, strict_s),
+        strict_s,
+        _seconds(body.max_queue_ms),
+        time.monotonic(),
+        is_timed,
+    )
 
 
 def limits_in_headers(
     headers: Mapping[str, str], *, started_s: float, is_traced: bool = False
 ) -> TimeLimits:
+    strict_s = _seconds(_header(headers, DEADLINE))
     return TimeLimits(
-        _seconds(_header(headers, DEADLINE)),
+        strict_s,
+        strict_s,
         _seconds(_header(headers, MAX_QUEUE)),
         started_s,
         is_traced or headers.get(INCLUDE_TIMINGS, "").lower() in YES,

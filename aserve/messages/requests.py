@@ -73,6 +73,7 @@ class SamplingParams(Record, frozen=True):
     skip_special_tokens: bool = True
     kept_special_tokens: tuple[str, ...] = ()
     return_token_ids: bool = False
+    tokens_as_ids: bool = False  # in logprobs a token is spelled `token_id:N`
     logprobs: int | None = None
     raw_logprobs: bool = False
     prompt_logprobs: int | None = None
@@ -116,10 +117,11 @@ Prompt: TypeAlias = TextPrompt | TokenPrompt | ChatPrompt
 class GenerateRequest(Message, frozen=True):
     """http -> tokenizer. The server makes `request_id`. A request that `embeds` has max_tokens 0
     and returns an embedding of its prompt. `timeout_s` counts from the arrival at the tokenizer to
-    the end, and `max_queue_s` to the launch of its first step. `outputs` has one int32 array per
-    child: the first tokens of its output, which are known; the request continues after them. Their
-    text counts as sent, unless the request `sends_outputs`. `client` is an opaque id: the scheduler
-    shares the engine fairly between clients.
+    the end, and `max_queue_s` to the launch of its first step. A request that cannot end within its
+    `strict_timeout_s` is refused at once. `outputs` has one int32 array per child: the first tokens
+    of its output, which are known; the request continues after them. Their text counts as sent,
+    unless the request `sends_outputs`. `client` is an opaque id: the scheduler shares the engine
+    fairly between clients.
     """
 
     request_id: str
@@ -128,11 +130,13 @@ class GenerateRequest(Message, frozen=True):
     namespace: str = ""
     priority: int = 0
     timeout_s: float | None = None
+    strict_timeout_s: float | None = None
     max_queue_s: float | None = None
     started_s: float | None = None  # when it began on time.monotonic, if it is to be timed
     traceparent: str = ""  # W3C Trace Context
     # keeps only that many last tokens of the prompt; -1: as many as leave room for max_tokens
     truncate_prompt_tokens: int | None = None
+    truncates_end: bool = False  # it keeps the first tokens instead
     embeds: bool = False
     outputs: tuple[bytes, ...] = ()  # int32 [outputs of child i]
     sends_outputs: bool = False
@@ -172,7 +176,8 @@ class AdmitRequest(Message, frozen=True):
     """tokenizer -> scheduler. `outputs`, `embeds` and `client` are those of the GenerateRequest.
 
     `deadline_s` is the end of its timeout on the clock of time.monotonic, which all processes of a
-    machine share, and `queue_deadline_s` is the end of its longest wait. `end_ids` are the token
+    machine share, `strict_deadline_s` that of its strict timeout, and `queue_deadline_s` is the end
+    of its longest wait. `end_ids` are the token
     ids that end a sequence: eos, unless it is ignored, and stop_token_ids. `bad_word_ids` are the
     token sequences that must not be sampled. `sampling.max_tokens` is resolved: prompt_len +
     max_tokens <= max_model_len.
@@ -186,6 +191,7 @@ class AdmitRequest(Message, frozen=True):
     namespace: str = ""
     priority: int = 0
     deadline_s: float | None = None
+    strict_deadline_s: float | None = None
     queue_deadline_s: float | None = None
     tokenized_s: float | None = None  # on the same clock, if it is timed
     outputs: tuple[bytes, ...] = ()  # int32 [outputs of child i]

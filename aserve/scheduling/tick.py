@@ -116,5 +116,5 @@ class Arrivals:
 def _size(event: AdmitRequest | Cancel | Amend) -> int:
     if not isinstance(event, AdmitRequest):
         return 0
-    has_limits = event.deadline_s is not None or event.queue_deadline_s is not None
+    has_limits = event.strict_deadline_s is not None or event.queue_deadline_s is not None
     return max(event.sampling.n, SEQUENCES_PER_ESTIMATE if has_limits else 0)

@@ -102,7 +102,7 @@ class Result:
 
 def selftest(options: SelftestOptions, console: Console) -> int:
     """Returns the exit code: the number of checks that failed."""
-    results = asyncio.run(run_checks(options))
+    results = asyncio.run(run_checks(options, starting=console.print))
     table = Table("feature", "check", "result", "seen", title=f"{options.against}")
     for result in results:
         shown = f"[{STYLES[result.outcome]}]{result.outcome}[/]"
@@ -115,11 +115,19 @@ def selftest(options: SelftestOptions, console: Console) -> int:
     return min(counts["fail"], MAX_EXIT_CODE)
 
 
-async def run_checks(options: SelftestOptions) -> list[Result]:
+async def run_checks(
+    options: SelftestOptions, *, starting: Callable[[str], None] = lambda _: None
+) -> list[Result]:
     chosen = [*_chosen(options.only)]
     if not chosen:
         raise ConfigError(f"--only {options.only}: there is no such feature and no such check")
-    target = Target(options.against, model=options.model or "", api_key=options.api_key or "")
+    target = Target(
+        options.against,
+        model=options.model or "",
+        api_key=options.api_key or "",
+        wait_s=options.wait,
+        starting=starting,
+    )
     try:
         async with target as server:
             return [await _result(server, feature, check) for feature, check in chosen]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -14,6 +16,7 @@ import aiohttp
 Json: TypeAlias = dict[str, Any]
 
 TIMEOUT_S = 120.0
+POLL_S = 0.25  # between two looks at a server that is starting
 QUESTION: list[Json] = [{"role": "user", "content": "Tell me a short story about a fox."}]
 NOT_THERE = frozenset({404, 405, 501})  # statuses of a route that a server does not have
 
@@ -56,11 +59,22 @@ class Reply:
 
 class Target:
     """Asks one server. The methods that return an answer raise Missing if it refuses the request,
-    and Wrong if it fails.
+    and Wrong if it fails. `starting` is called once if the server has not started yet, for which
+    the target waits `wait_s` seconds.
     """
 
-    def __init__(self, address: str, *, model: str = "", api_key: str = "") -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        model: str = "",
+        api_key: str = "",
+        wait_s: float = 0.0,
+        starting: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self.model = model
+        self._wait_s = wait_s
+        self._starting = starting
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = aiohttp.ClientTimeout(TIMEOUT_S)
         # WHY force_close: some servers close kept-alive connections under the next request.
@@ -74,6 +88,7 @@ class Target:
     async def __aenter__(self) -> Target:
         async with AsyncExitStack() as undo:
             undo.push_async_callback(self._session.close)
+            await self._started()
             if not self.model:
                 listed = (await self.ask("GET", "/v1/models")).json
                 self.model = listed["data"][0]["id"]
@@ -93,6 +108,23 @@ class Target:
         given = more if body is None else {"json": body, **more}
         async with self._session.request(method, path, **given) as answer:
             return Reply(answer.status, dict(answer.headers), await answer.text(errors="replace"))
+
+    async def _started(self) -> None:
+        end_s = time.monotonic() + self._wait_s
+        reason = await self._not_ready()
+        if reason and self._wait_s:
+            self._starting(f"waiting for the server, at most {self._wait_s:g} s: {reason}")
+        while reason and time.monotonic() < end_s:
+            await asyncio.sleep(POLL_S)
+            reason = await self._not_ready()
+
+    async def _not_ready(self) -> str:
+        """Returns why the server is not ready. One without /readyz is ready if it answers."""
+        try:
+            reply = await self.ask("GET", "/readyz")
+        except (aiohttp.ClientError, OSError) as error:
+            return str(error)
+        return reply.text[:200] if reply.status == 503 else ""
 
     async def get(self, path: str) -> Reply:
         return _answered(await self.ask("GET", path))

@@ -227,8 +227,8 @@ def end_ids(tokenizer: TextTokenizer, sampling: SamplingParams) -> tuple[int, ..
 
 
 def truncate(ids: list[int], request: GenerateRequest, limits: PromptLimits) -> list[int]:
-    """Returns the last `truncate_prompt_tokens` ids; -1 keeps as many as leave room for the output,
-    which is one token without max_tokens.
+    """Returns the last or first `truncate_prompt_tokens` ids; -1 keeps as many as leave room for
+    the output, which is one token without max_tokens.
     """
     kept = request.truncate_prompt_tokens
     if kept is None:
@@ -236,7 +236,7 @@ def truncate(ids: list[int], request: GenerateRequest, limits: PromptLimits) -> 
     if kept < 0:
         max_tokens = request.sampling.max_tokens
         kept = limits.max_model_len - (1 if max_tokens is None else max_tokens)
-    return ids[-kept:] if kept > 0 else ids
+    return (ids[:kept] if request.truncates_end else ids[-kept:]) if kept > 0 else ids
 
 
 def resolve_lengths(

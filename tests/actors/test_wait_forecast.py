@@ -116,10 +116,10 @@ def test_the_estimate_is_within_a_factor_of_two(flood: str, client: str) -> None
 def test_nobody_is_refused_by_an_idle_server_or_without_an_estimate() -> None:
     idle = Device(engine())
     hasty = asked("hasty", prompt_len=60)
-    idle.forecast.check(within(hasty, idle, deadline_s=1e-6, queue_deadline_s=1e-6), [])
+    idle.forecast.check(within(hasty, idle, strict_deadline_s=1e-6, queue_deadline_s=1e-6), [])
     busy(idle, 10).run()
     assert idle.scheduler.is_idle
-    idle.forecast.check(within(hasty, idle, deadline_s=1e-6, queue_deadline_s=1e-6), [])
+    idle.forecast.check(within(hasty, idle, strict_deadline_s=1e-6, queue_deadline_s=1e-6), [])
     new = Device(engine())
     new.send(*(asked(f"flood{i}", client="flood") for i in range(60)))
     assert new.estimate_s(asked("mine", client="flood")) is None
@@ -130,10 +130,11 @@ def test_nobody_is_refused_by_an_idle_server_or_without_an_estimate() -> None:
     ("times", "error", "param"),
     [
         ({"queue_deadline_s": 0.2}, QueueTimeout, "max_queue_ms"),
-        ({"deadline_s": 0.2}, DeadlineUnreachable, "deadline_ms"),
+        ({"strict_deadline_s": 0.2}, DeadlineUnreachable, "deadline_ms"),
         ({"queue_deadline_s": 60.0}, None, ""),
-        ({"deadline_s": 60.0}, None, ""),
-        ({"deadline_s": 60.0, "queue_deadline_s": 0.2}, QueueTimeout, "max_queue_ms"),
+        ({"deadline_s": 0.2}, None, ""),
+        ({"strict_deadline_s": 60.0}, None, ""),
+        ({"strict_deadline_s": 60.0, "queue_deadline_s": 0.2}, QueueTimeout, "max_queue_ms"),
     ],
 )
 def test_what_cannot_make_it_is_refused_at_once_with_its_place_and_wait(
@@ -164,11 +165,11 @@ def test_a_deadline_counts_the_outputs_that_must_come() -> None:
     wait_s = device.estimate_s(long)
     assert wait_s is not None
     may_end = msgspec.structs.replace(long, end_ids=(5,))
-    device.forecast.check(within(may_end, device, deadline_s=wait_s + 1), [])
+    device.forecast.check(within(may_end, device, strict_deadline_s=wait_s + 1), [])
     least = msgspec.structs.replace(long.sampling, min_tokens=400)
     for made in (long, msgspec.structs.replace(may_end, sampling=least)):
         with pytest.raises(DeadlineUnreachable):
-            device.forecast.check(within(made, device, deadline_s=wait_s + 1), [])
+            device.forecast.check(within(made, device, strict_deadline_s=wait_s + 1), [])
 
 
 def test_what_comes_before_a_request_is_what_the_scheduler_admits_before_it() -> None:

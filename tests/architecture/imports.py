@@ -103,6 +103,7 @@ REACH = {
         aserve=(
             *(*FIRST, "aserve.request_stream", "aserve.unread", "aserve.text", "aserve.parsers"),
             *("aserve.batches", "aserve.receipts", "aserve.amendments"),
+            "aserve.grammar.source_limits",
         ),
         packages=(*PLAIN, "aiohttp"),
     ),

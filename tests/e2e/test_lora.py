@@ -131,6 +131,18 @@ async def test_adapters_come_and_go_beside_streams(client: ClientSession, folder
     assert (new.cached, again.cached) == (0, 16)
 
 
+async def test_an_adapter_has_the_names_that_sglangs_clients_use(
+    client: ClientSession, folder: Path
+) -> None:
+    sampling = {"max_new_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+    asked = {"input_ids": PROMPT, "sampling_params": sampling}
+    for name in ({"lora_path": "a"}, {"model": "base:a"}):
+        status, text = await post(client, "/generate", **asked, **name)
+        assert (status, json.loads(text)["output_ids"]) == (200, expected(folder, "a"))
+    for unknown in ("base:c", "c:a", "base:", ":a"):
+        assert (await post(client, "/generate", **asked, lora_path=unknown))[0] == 404
+
+
 async def test_what_cannot_be_loaded_is_refused_and_serves_nothing(
     client: ClientSession, folder: Path
 ) -> None:

@@ -207,4 +207,24 @@ def test_the_command_counts_what_fails(
     assert main(["selftest", "--against", server.address, "--only", "models"]) == 0
     assert "2 pass, 0 off, 0 fail" in capfd.readouterr().out
     assert main(["selftest", "--against", server.address, "--only", "nothing"]) == 2
-    assert main(["selftest", "--against", "http://127.0.0.1:1"]) == 2
+    assert main(["selftest", "--against", "http://127.0.0.1:1", "--wait", "0"]) == 2
+
+
+async def test_a_server_that_starts_is_waited_for() -> None:
+    statuses = [503, 503, 404]
+    told: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/readyz":
+            return web.Response(status=statuses.pop(0), text="loading the model")
+        return web.json_response({"object": "list", "data": [{"id": "a"}]})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    async with TestServer(app) as server:
+        options = SelftestOptions(
+            against=str(server.make_url("")).rstrip("/"), only="lists_models", wait=5
+        )
+        [result] = await run_checks(options, starting=told.append)
+    assert (result.outcome, statuses) == ("pass", [])
+    assert [line for line in told if "loading the model" in line] == told != []

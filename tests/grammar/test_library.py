@@ -17,7 +17,7 @@ import pytest
 
 from aserve.config import GrammarOptions
 from aserve.errors import AserveError, BugError, InvalidRequest, QueueFull
-from aserve.grammar import library
+from aserve.grammar import library, source_limits
 from aserve.grammar.process import CompileProcess
 from aserve.grammar.worker import Setup
 from aserve.grammar.workers import USABLE_S
@@ -120,7 +120,7 @@ async def test_what_is_too_large_or_too_deep_is_refused_before_any_work(single: 
     deep = '{"items":' * 70 + "{}" + "}" * 70
     text = '{"const": "' + "[" * 200 + '"}'
     with rig(num_workers=1) as made:
-        long = Grammar("regex", "a" * (library.MAX_SOURCE + 1))
+        long = Grammar("regex", "a" * (source_limits.MAX_SOURCE + 1))
         assert await code_of(made, long) == "string_above_max_length"
         assert await code_of(made, Grammar("json_schema", deep)) == "schema_too_deep"
         assert made.library._workers._all == set()

@@ -74,6 +74,25 @@ async def test_any_endpoints_request_ends_by_its_own_request_id(paused: EchoEngi
     assert (answer.status, answer.error["code"]) == (499, "request_aborted")
 
 
+@pytest.mark.parametrize("field", ["rid", "request_id"])
+async def test_a_body_of_any_endpoint_may_have_the_clients_own_id(
+    paused: EchoEngine, field: str
+) -> None:
+    messages = [{"role": "user", "content": "abc"}]
+    for path, body in (
+        ("/v1/completions", {"prompt": ["abc", "def"]}),
+        ("/v1/chat/completions", {"messages": messages}),
+        ("/v1/responses", {"input": "abc"}),
+    ):
+        task = await started(paused, body | {field: "job-1"}, path=path)
+        for rid, key in (("job", "ann"), ("job-1", "ben")):
+            assert await aborted(paused, {"rid": rid}, key=key) == 0
+        assert (await ask(paused, "/v1/requests/job-1", headers=bearer("ann"))).status == 200
+        assert await aborted(paused, {"rid": "job-1"}) == len(body.get("prompt", "x"))
+        assert (await task).status in (200, 499)
+        assert await aborted(paused, {"rid": "job-1"}) == 0
+
+
 async def test_only_the_administrator_ends_everything(paused: EchoEngine) -> None:
     tasks = [await started(paused, BODY | {"rid": key}, key=key) for key in ("ann", "ben")]
     refused = await ask(paused, "/abort_request", {"abort_all": True}, headers=bearer("ann"))

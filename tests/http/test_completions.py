@@ -277,5 +277,29 @@ async def test_an_echo_and_prompt_logprobs_each_get_the_alternatives_that_they_a
 
 async def test_a_truncated_prompt_is_echoed_as_the_model_saw_it(echo: EchoEngine) -> None:
     asked: dict[str, Any] = {"max_tokens": 0, "echo": True}
-    answer = await complete(echo, "abcdef", **asked, extra_body={"truncate_prompt_tokens": 2})
-    assert answer.choices[0].text == "ef"
+    ids = echo.tokenizer.encode("abcdef", with_special=False)
+    first = echo.tokenizer.decode(ids[:2], skip_special=False)
+    for side, text in ((None, "ef"), ("left", "ef"), ("right", first)):
+        extra = {"truncate_prompt_tokens": 2, "truncation_side": side}
+        answer = await complete(echo, "abcdef", **asked, extra_body=extra)
+        assert answer.choices[0].text == text
+
+
+async def test_tokens_of_logprobs_may_be_spelled_as_their_ids(echo: EchoEngine) -> None:
+    asked = {"return_tokens_as_token_ids": True, "return_token_ids": True, "max_tokens": 2}
+    text = {"prompt": "ab", "logprobs": 2, "echo": True} | asked
+    chat = {"messages": [{"role": "user", "content": "ab"}], "logprobs": True, "top_logprobs": 2}
+    for streams in (False, True):
+        answer = await ask(echo, "/v1/completions", text | {"stream": streams})
+        choices = [each["choices"][0] for each in (answer.chunks if streams else [answer.json])]
+        scores = [choice["logprobs"] for choice in choices]
+        names = [name for each in scores for name in each["tokens"]]
+        ids = [each for choice in choices for each in choice.get("token_ids", ())]
+        assert names[-2:] == [f"token_id:{token_id}" for token_id in ids]
+        tops = [name for each in scores for top in each["top_logprobs"][2:] for name in top]
+        assert all(name.startswith("token_id:") for name in [*names, *tops])
+    answer = await ask(echo, "/v1/chat/completions", chat | asked)
+    entry = answer.json["choices"][0]["logprobs"]["content"][0]
+    assert entry["token"] == bytes(entry["bytes"]).decode()
+    for each in (entry, *entry["top_logprobs"]):
+        assert each["token"].startswith("token_id:")

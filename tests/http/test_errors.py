@@ -90,8 +90,8 @@ COMPLETION_ERRORS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"bad_words": ["x"] * 129}, "array_above_max_length", "bad_words"),
     ({"bad_words": ["x" * 129]}, "string_above_max_length", "bad_words"),
     ({"cache_salt": "x" * 129}, "string_above_max_length", "cache_salt"),
-    ({"stop_regex": "a+"}, "unsupported_parameter", "stop_regex"),
-    ({"use_beam_search": True}, "unsupported_parameter", "use_beam_search"),
+    ({"rid": "x" * 129}, "string_above_max_length", "rid"),
+    ({"truncation_side": "middle"}, "invalid_type", "truncation_side"),
     ({"guided_json": {}, "guided_regex": "a"}, "invalid_value", "guided_json"),
 ]
 

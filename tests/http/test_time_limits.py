@@ -96,14 +96,16 @@ def batches(executor: FakeExecutor) -> list[ScheduleBatch]:
 
 
 @pytest.mark.parametrize(
-    ("limits", "headers", "timeout_s", "max_queue_s"),
+    ("limits", "headers", "timeout_s", "strict_s", "max_queue_s"),
     [
-        ({}, {}, None, None),
-        ({"deadline_ms": 2500, "max_queue_ms": 40}, {}, 2.5, 0.04),
-        ({"deadline_ms": 2500, "timeout": 2}, {}, 2.0, None),
-        ({}, {"X-Deadline-Ms": "700.5", "X-Max-Queue-Ms": "9"}, 0.7005, 0.009),
-        ({"timeout": 1}, {"x-deadline-ms": "3000", "x-max-queue-ms": "9"}, 1.0, 0.009),
-        ({"max_queue_ms": 5}, {"x-max-queue-ms": "9"}, None, 0.005),
+        ({}, {}, None, None, None),
+        ({"timeout": 2}, {}, 2.0, None, None),
+        ({"deadline_ms": 2500, "max_queue_ms": 40}, {}, 2.5, 2.5, 0.04),
+        ({"deadline_ms": 2500, "timeout": 2}, {}, 2.0, 2.5, None),
+        ({"deadline_ms": 2500}, {"X-Deadline-Ms": "700.5"}, 0.7005, 0.7005, None),
+        ({}, {"X-Deadline-Ms": "700.5", "X-Max-Queue-Ms": "9"}, 0.7005, 0.7005, 0.009),
+        ({"timeout": 1}, {"x-deadline-ms": "3000", "x-max-queue-ms": "9"}, 1.0, 3.0, 0.009),
+        ({"max_queue_ms": 5}, {"x-max-queue-ms": "9"}, None, None, 0.005),
     ],
 )
 async def test_the_shortest_of_all_times_counts(
@@ -111,12 +113,14 @@ async def test_the_shortest_of_all_times_counts(
     limits: dict[str, float],
     headers: dict[str, str],
     timeout_s: float | None,
+    strict_s: float | None,
     max_queue_s: float | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     opened = opened_requests(echo, monkeypatch)
     await ask(echo, "/v1/completions", {"prompt": "a"} | limits, headers=headers)
-    assert (opened[0].timeout_s, opened[0].max_queue_s) == (timeout_s, max_queue_s)
+    found = (opened[0].timeout_s, opened[0].strict_timeout_s, opened[0].max_queue_s)
+    assert found == (timeout_s, strict_s, max_queue_s)
 
 
 @pytest.mark.parametrize("value", ["soon", "nan", "0", "-5", "1e300", ""])

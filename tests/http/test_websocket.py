@@ -183,6 +183,7 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"model": "b"}, "model_not_found", "model"),
     ({"background": True}, "unsupported_parameter", "background"),
     ({"generate": False}, "unsupported_value", "generate"),
+    ({"chat_template": "x"}, "unsupported_parameter", "chat_template"),
     ({"stream_id": "x" * 300}, "invalid_type", "stream_id"),
     ({"input": "x" * 600}, "context_length_exceeded", "input"),
 ]

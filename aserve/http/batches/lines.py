@@ -26,35 +26,43 @@ from aserve.http.openai.limits import Caller
 from aserve.http.openai.schema import ChatBody, CompletionBody, EmbeddingBody
 from aserve.http.receipts import with_receipt
 from aserve.http.state import HttpContext, origin_for
+from aserve.http.unknown_fields import ignored_fields
 
 RETRY_S = 5.0  # after an answer that says the engine is full, or not there
 AGAIN = frozenset({429, 503})  # statuses after which a line is tried again
 LOWEST_PRIORITY = 2**31 - 1
 
 BodyT = TypeVar("BodyT", ChatBody, CompletionBody)
+LineT = TypeVar("LineT", ChatBody, CompletionBody, EmbeddingBody)
 Answer: TypeAlias = Callable[[HttpContext, Origin, bytes], Awaitable[bytes]]
 
 
 async def _chat(context: HttpContext, origin: Origin, data: bytes) -> bytes:
-    body = parse_body(data, ChatBody, where="body")
+    body = _read(data, ChatBody)
     body.priority = LOWEST_PRIORITY
     dialect = chat_dialect(_unstreamed(body), origin)
     return await _generated(context, await with_receipt(dialect, body, context))
 
 
 async def _completion(context: HttpContext, origin: Origin, data: bytes) -> bytes:
-    body = parse_body(data, CompletionBody, where="body")
+    body = _read(data, CompletionBody)
     body.priority = LOWEST_PRIORITY
     dialect = CompletionDialect(completion_call(_unstreamed(body), origin))
     return await _generated(context, await with_receipt(dialect, body, context))
 
 
 async def _embedding(context: HttpContext, origin: Origin, data: bytes) -> bytes:
-    body = parse_body(data, EmbeddingBody, where="body")
+    body = _read(data, EmbeddingBody)
     body.priority = LOWEST_PRIORITY
     in_order = await embed(context, body, origin)
     model = body.model or context.model_names[0]
     return b"".join(pieces_of(answer_of(body, in_order, model)))
+
+
+def _read(data: bytes, kind: type[LineT]) -> LineT:
+    body = parse_body(data, kind, where="body")
+    ignored_fields(data, kind, where="body")
+    return body
 
 
 ENDPOINTS: dict[str, Answer] = {

@@ -10,6 +10,7 @@ import msgspec
 from aiohttp import web
 
 from aserve.batches.lines import MAX_LINES
+from aserve.grammar import source_limits as grammars
 from aserve.http import json_bounds
 from aserve.http.batches.handlers import MAX_FIELD, MAX_OPEN, MAX_PAGE
 from aserve.http.decompress import MAX_RATIO
@@ -41,6 +42,7 @@ CHARACTERS = {
     "stop": limits.MAX_STOP_CHARS,
     "bad_words": limits.MAX_BAD_WORD_CHARS,
     "cache_salt": limits.MAX_SALT_CHARS,
+    "rid": limits.MAX_RID_CHARS,
     "metadata_key": call.MAX_METADATA_KEY,
     "metadata_value": call.MAX_METADATA_VALUE,
     "prompt": MAX_RENDERED_CHARS,
@@ -124,6 +126,12 @@ def limits_of(context: HttpContext) -> dict[str, Mapping[str, object]]:
             "lines": MAX_LINES,
             "open_batches": MAX_OPEN,
             "page": MAX_PAGE,
+        },
+        "grammars": {
+            "characters": grammars.MAX_SOURCE,
+            "nesting": grammars.MAX_DEPTH,
+            "waiting": grammars.MAX_PENDING,
+            "waiting_per_client": grammars.MAX_PER_CLIENT,
         },
         "requests": {
             "sequences": context.state.max_sequences,

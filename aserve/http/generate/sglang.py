@@ -24,7 +24,7 @@ from aserve.http.generate.tgi import tgi_answer, tgi_error
 from aserve.http.openai.call import Call, Origin
 from aserve.http.openai.checks import check_only_one, check_unsupported
 from aserve.http.openai.completions import completion_call
-from aserve.http.openai.limits import INT32, MAX_LOGPROBS, Range, check_within
+from aserve.http.openai.limits import INT32, MAX_LOGPROBS, MAX_RID_CHARS, Range, check_within
 from aserve.http.openai.schema import CompletionBody, StructuredOutputs, TextsOrIds
 from aserve.http.rendering import Output, answer, field_names, one_or_list
 from aserve.http.route import post
@@ -35,7 +35,6 @@ from aserve.messages.output import OutputChunk, PromptToken, TokenLogprob
 T = TypeVar("T")
 
 DEFAULT_MAX_TOKENS = 128
-MAX_RID_CHARS = 128
 CUMULATIVE_CHARS = 4096
 GROWTH = 256  # a longer text is sent again when it has grown by 1 / GROWTH
 
@@ -65,13 +64,11 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "image_data": NULL,
     "audio_data": NULL,
     "video_data": NULL,
-    "lora_path": (),
     "custom_logit_processor": (),
     "return_hidden_states": (False,),
 }
 NEUTRAL_SAMPLING: dict[str, tuple[object, ...]] = {
     "stop_regex": (),
-    "structural_tag": (),
     "custom_params": ({},),
 }
 
@@ -158,8 +155,10 @@ def _completion_body(body: GenerateBody, sampling: SglangSampling) -> Completion
     start = _shared(body.logprob_start_len, "logprob_start_len")
     scores_prompt = num_top is not None and start is not None and start >= 0
     max_tokens = sampling.max_new_tokens
+    given = body.lora_path
+    adapters: list[str | None] = given if isinstance(given, list) else [given]
     return CompletionBody(
-        model=body.model,
+        model=_shared(adapters, "lora_path") or body.model,
         prompt=_prompts_of(body),
         max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens,
         min_tokens=sampling.min_new_tokens,
@@ -196,10 +195,15 @@ def _prompts_of(body: GenerateBody) -> TextsOrIds | None:
 
 
 def _constraint_of(sampling: SglangSampling) -> StructuredOutputs | None:
-    given = {"json_schema": sampling.json_schema, "regex": sampling.regex, "ebnf": sampling.ebnf}
-    if check_only_one(given) is None:
+    names = ("json_schema", "regex", "ebnf", "structural_tag")
+    if check_only_one({name: getattr(sampling, name) for name in names}) is None:
         return None
-    return StructuredOutputs(json=sampling.json_schema, regex=sampling.regex, grammar=sampling.ebnf)
+    return StructuredOutputs(
+        json=sampling.json_schema,
+        regex=sampling.regex,
+        grammar=sampling.ebnf,
+        structural_tag=sampling.structural_tag,
+    )
 
 
 def _shared(value: T | list[T] | None, name: str) -> T | None:

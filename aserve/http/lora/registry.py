@@ -81,13 +81,14 @@ class LoraRegistry:
         return tuple(self._served)
 
     def find(self, name: str) -> ServedLora | None:
-        return self._served.get(name)
+        """Finds an adapter by its name, or by SGLang's `base:name`."""
+        return self._served.get(name) or self._served.get(name.partition(":")[2])
 
     def apply(
         self, model: str | None, requests: tuple[GenerateRequest, ...]
     ) -> tuple[GenerateRequest, ...]:
         """Returns the requests with the adapter that `model` names, if it names one."""
-        lora = self._served.get(model or "")
+        lora = self.find(model or "")
         return requests if lora is None else tuple(map(lora.applied_to, requests))
 
     async def open(self, load_on_device: LoadOnDevice) -> None:

@@ -94,6 +94,7 @@ async def embeddings(
         input=[*body.input] if isinstance(body.input, list) else body.input,
         dimensions=body.dimensions,
         truncate_prompt_tokens=None if body.truncate is False else -1,
+        truncation_side="right",
     )
     chunks = await embed(context, embedding, origin_of(request, context))
     vectors = [shorten(array_f32(chunk.embedding), body.dimensions) for chunk in chunks]

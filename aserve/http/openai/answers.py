@@ -12,7 +12,8 @@ from msgspec import UNSET, UnsetType
 
 from aserve.http.openai.call import Call
 from aserve.messages.base import FinishReason, array_i32
-from aserve.messages.output import OutputChunk, TokenLogprob, TopLogprob, Usage
+from aserve.messages.output import OutputChunk, PromptToken, TokenLogprob, TopLogprob, Usage
+from aserve.messages.requests import SamplingParams
 
 
 class PromptDetails(msgspec.Struct):
@@ -45,6 +46,10 @@ class LogprobEntry(msgspec.Struct):
     top_logprobs: list[TopEntry]
 
 
+Named = TypeVar("Named", TokenLogprob, PromptToken, TopLogprob)
+Scored = TypeVar("Scored", TokenLogprob, PromptToken)
+
+
 def logprob_entries(entries: Iterable[TokenLogprob]) -> list[LogprobEntry]:
     return [
         LogprobEntry(
@@ -52,6 +57,21 @@ def logprob_entries(entries: Iterable[TokenLogprob]) -> list[LogprobEntry]:
         )
         for entry in entries
     ]
+
+
+def spelled(entries: Iterable[Scored], sampling: SamplingParams) -> Iterable[Scored]:
+    """Returns the entries with the tokens that the request asks for: their texts, or their ids."""
+    if not sampling.tokens_as_ids:
+        return entries
+    return [
+        msgspec.structs.replace(_by_id(entry), top=tuple(map(_by_id, entry.top)))
+        for entry in entries
+    ]
+
+
+def _by_id(entry: Named) -> Named:
+    name = f"token_id:{entry.token_id}"
+    return msgspec.structs.replace(entry, token=name, token_bytes=name.encode())
 
 
 def _top_entry(entry: TopLogprob) -> TopEntry:

@@ -126,6 +126,7 @@ def sampling_of(
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
         return_token_ids=bool(body.return_token_ids),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
         logprobs=logprobs,
         raw_logprobs=body.logprobs_mode == "raw_logprobs",
         n=body.n or 1,
@@ -197,6 +198,7 @@ def request_of(
         namespace=caller.namespace_of(body.cache_salt),
         priority=body.priority or 0,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
+        truncates_end=body.truncation_side == "right",
         client=caller.client,
     )
     return limits_in_body(body).apply(request)

@@ -10,16 +10,10 @@ from aserve.errors import InvalidRequest, NotFound
 from aserve.http.openai.limits import check_limits
 from aserve.http.openai.schema import ChatBody, CompletionBody, GenerationBody
 
-# Fields of other servers that would change the output, so they are refused, not ignored.
-UNSUPPORTED = ("stop_regex", "custom_logit_processor", "logits_processors", "use_beam_search")
-
 
 def check_body(body: GenerationBody, model_names: tuple[str, ...]) -> None:
     if body.model is not None:
         check_model(body.model, model_names)
-    for name in UNSUPPORTED:
-        if getattr(body, name):
-            raise unsupported(name, "This server does not have it.")
     check_limits(body)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest(
@@ -30,7 +24,9 @@ def check_body(body: GenerationBody, model_names: tuple[str, ...]) -> None:
 
 
 def check_model(name: str, served: tuple[str, ...]) -> None:
-    if name not in served:
+    """Raises unless a model or an adapter is served as `name`. SGLang's `base:name` is allowed."""
+    base, _, adapter = name.partition(":")
+    if name not in served and not {base, adapter} <= {*served}:
         raise NotFound(
             f"The model `{name[:200]}` does not exist; this server has {', '.join(served)}.",
             param="model",

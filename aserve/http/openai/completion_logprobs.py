@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from aserve.http.long_json import JsonList
+from aserve.http.openai.answers import spelled
 from aserve.messages.output import OutputChunk, PromptToken, TokenLogprob
 from aserve.messages.requests import SamplingParams
 
@@ -43,7 +44,9 @@ def chunk_logprobs(chunk: OutputChunk, sampling: SamplingParams) -> Logprobs | N
     if sampling.logprobs is None:
         return None
     echoed = chunk.prompt.tokens if sampling.echo and chunk.prompt is not None else ()
-    return logprobs_of([*echoed, *chunk.logprobs], num_top=sampling.logprobs)
+    entries: list[TokenLogprob | PromptToken] = [*spelled(echoed, sampling)]
+    entries += spelled(chunk.logprobs, sampling)
+    return logprobs_of(entries, num_top=sampling.logprobs)
 
 
 def logprobs_of(entries: Sequence[TokenLogprob | PromptToken], *, num_top: int) -> Logprobs:

@@ -92,6 +92,7 @@ def embedding_requests(body: EmbeddingBody, origin: Origin) -> list[GenerateRequ
             priority=body.priority or 0,
             timeout_s=body.timeout,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
+            truncates_end=body.truncation_side == "right",
             embeds=True,
             namespace=origin.caller.namespace_of(None),
             client=origin.caller.client,

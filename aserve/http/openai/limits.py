@@ -17,6 +17,7 @@ MAX_ALLOWED_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 128
 MAX_SALT_CHARS = 128
+MAX_RID_CHARS = 128
 MAX_BIAS = 100.0
 MAX_LOGPROBS = 20
 MAX_SEQUENCES = 512  # prompts times n in one call
@@ -79,6 +80,8 @@ def check_limits(body: GenerationBody) -> None:
     for word in body.bad_words or ():
         check_text(word, MAX_BAD_WORD_CHARS, param="bad_words")
     check_text(body.cache_salt or "", MAX_SALT_CHARS, param="cache_salt")
+    check_text(body.request_id or "", MAX_RID_CHARS, param="request_id")
+    check_text(body.rid or "", MAX_RID_CHARS, param="rid")
     check_truncation(body.truncate_prompt_tokens)
     check_length(body.stop_token_ids or (), MAX_STOP_TOKEN_IDS, param="stop_token_ids")
     check_length(body.logit_bias or (), MAX_LOGIT_BIAS, param="logit_bias")

@@ -13,6 +13,8 @@ from aserve.messages.requests import Prompt, TextPrompt, TokenPrompt
 # The ids that fit in a message. The tokenizer checks which of them the model has.
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 
+# Where a prompt is truncated: on the left its end is kept, which is the default.
+Side: TypeAlias = Literal["left", "right"]
 
 # A prompt field: a text, a list of texts, a list of ids, or a list of lists of ids.
 TextsOrIds: TypeAlias = str | list[str | TokenId | list[TokenId]]
@@ -75,8 +77,9 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     in seconds, for the whole request, and so is `deadline_ms` in milliseconds; `max_queue_ms` is
     for the time before its first step, and `include_timings` explains its times. The fields from
     `guided_json` to `json_schema` are other names of fields of `structured_outputs`: those of older
-    versions of vLLM, of SGLang and of llama.cpp. The fields from `stop_regex` on would change the
-    output, but are not supported.
+    versions of vLLM, of SGLang and of llama.cpp. `request_id` and `rid` are the client's own id,
+    by which the request can be found while it runs. `spaces_between_special_tokens` has no effect:
+    texts of tokens are joined as they are.
     """
 
     model: str | None = None
@@ -101,8 +104,11 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Side | None = None
     cache_salt: str | None = None
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] | None = None
     response_format: ResponseFormat | None = None
@@ -122,10 +128,8 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     deadline_ms: float | None = None
     max_queue_ms: float | None = None
     include_timings: bool | None = None
-    stop_regex: str | list[str] | None = None
-    custom_logit_processor: str | None = None
-    logits_processors: list[Any] | None = None
-    use_beam_search: bool | None = None
+    request_id: str | None = None
+    rid: str | None = None
 
 
 class CompletionBody(GenerationBody, kw_only=True):
@@ -271,6 +275,7 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Side | None = None
     user: str | None = None
     priority: int | None = None
     timeout: float | None = None

@@ -43,6 +43,7 @@ UNSUPPORTED = {
     "response_format": "Use 'text.format' instead.",
     "n": "A response has one output.",
     "return_token_ids": "Use /v1/completions instead.",
+    "return_tokens_as_token_ids": "Use /v1/completions instead.",
 }
 
 

@@ -58,6 +58,7 @@ from aserve.http.state import HttpContext, origin_of
 from aserve.http.streams.event_log import data_of
 from aserve.http.streams.handlers import StreamQuery, key_of
 from aserve.http.streams.resumable import STREAMS, StreamKey
+from aserve.http.unknown_fields import ignored_fields
 
 SUBSCRIBE = "response.subscribe"
 MAX_OPEN = 32  # requests of one socket that run or wait
@@ -369,6 +370,7 @@ def body_of(request: SocketRequest) -> ResponseBody:
             code="unsupported_value",
         )
     body = parse_body(request.data, ResponseBody)
+    ignored_fields(request.data, ResponseBody)
     if body.background:
         raise unsupported("background", "A response of a websocket ends with it.")
     body.stream = True

@@ -18,7 +18,7 @@ from aserve.http.openai.call import Call
 from aserve.http.openai.completions import completion_call
 from aserve.http.openai.embeddings import EmbeddingUsage
 from aserve.http.openai.limits import check_length
-from aserve.http.openai.schema import CompletionBody, TokenId
+from aserve.http.openai.schema import CompletionBody, Side, TokenId
 from aserve.http.rendering import Output, answer
 from aserve.http.sse import EVENT_STREAM, KEEP_ALIVE, frame
 from aserve.http.state import HttpContext, origin_of
@@ -37,6 +37,7 @@ class ScoreBody(msgspec.Struct, kw_only=True):
     text_1: str | list[str] | None = None
     text_2: str | list[str] | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Side | None = None
     query: str | list[TokenId] | None = None
     items: str | list[str | list[TokenId]] | None = None
     label_token_ids: list[TokenId] | None = None

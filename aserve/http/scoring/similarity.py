@@ -21,7 +21,7 @@ from aserve.http.openai.limits import (
     check_range,
     check_within,
 )
-from aserve.http.openai.schema import EmbeddingBody
+from aserve.http.openai.schema import EmbeddingBody, Side
 from aserve.http.route import post
 from aserve.http.scoring.labels import ScoreBody, score_labels
 from aserve.http.state import HttpContext, origin_of
@@ -43,6 +43,7 @@ class RerankBody(msgspec.Struct, kw_only=True):
     top_n: int | None = None
     return_documents: bool | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Side | None = None
     max_tokens_per_doc: int | None = None
     priority: int | None = None
     user: str | None = None
@@ -93,6 +94,7 @@ async def rerank(request: web.Request, context: HttpContext, body: RerankBody) -
         model=body.model,
         input=[body.query, *texts],
         truncate_prompt_tokens=truncated,
+        truncation_side=body.truncation_side,
         priority=body.priority,
     )
     vectors, usage = await _embedded(request, context, given, param="documents")
@@ -127,6 +129,7 @@ async def score(request: web.Request, context: HttpContext, body: ScoreBody) -> 
         model=body.model,
         input=[*ones, *others],
         truncate_prompt_tokens=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side,
         priority=body.priority,
     )
     vectors, usage = await _embedded(request, context, given, param="text_2")

@@ -59,6 +59,7 @@ async def test_a_batch_is_answered_line_by_line(tmp_path: Path) -> None:
             line("s", {"prompt": "z", "stream": True}),
             line("n", {"prompt": "zz", "model": "none"}),
             line("l", {"prompt": "q", "priority": -5, "n": 2}),
+            line("u", {"prompt": "q", "watermark": True}),
         ]
     )
     async with EchoEngine(files_dir=str(tmp_path)) as echo:
@@ -68,7 +69,7 @@ async def test_a_batch_is_answered_line_by_line(tmp_path: Path) -> None:
         counts = batch.request_counts
         assert batch.status == "completed"
         assert counts is not None
-        assert (counts.total, counts.completed, counts.failed) == (5, 2, 3)
+        assert (counts.total, counts.completed, counts.failed) == (6, 2, 4)
         assert batch.created_at <= (batch.in_progress_at or 0) <= (batch.completed_at or 0)
         good = await results(echo.client, batch.output_file_id)
         assert [each["custom_id"] for each in good] == ["b", "l"]
@@ -76,7 +77,7 @@ async def test_a_batch_is_answered_line_by_line(tmp_path: Path) -> None:
         assert len(good[1]["response"]["body"]["choices"]) == 2
         bad = await results(echo.client, batch.error_file_id)
         statuses = {each["custom_id"]: each["response"]["status_code"] for each in bad}
-        assert statuses == {"a": 400, "s": 400, "n": 404}
+        assert statuses == {"a": 400, "s": 400, "n": 404, "u": 400}
         assert bad[0]["response"]["body"]["error"]["param"] == "temperature"
         assert {each.priority for each in echo.scheduler.admitted} == {lines.LOWEST_PRIORITY}
         listed = [each.id async for each in echo.client.batches.list(limit=1)]
