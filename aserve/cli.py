@@ -33,6 +33,7 @@ from aserve.config import (
     SchedulerOptions,
     SelftestOptions,
     ServerOptions,
+    SpeculativeOptions,
     read_raw,
     resolve,
 )
@@ -54,7 +55,8 @@ if TYPE_CHECKING:
 Message: TypeAlias = dict[str, str]
 
 ENGINE_RECORDS = (
-    *(ModelOptions, KvOptions, SchedulerOptions, MachineOptions, GraphOptions, DebugOptions),
+    *(ModelOptions, KvOptions, SchedulerOptions, SpeculativeOptions),
+    *(MachineOptions, GraphOptions, DebugOptions),
 )
 COMMAND_RECORDS: Mapping[str, tuple[type, ...]] = {
     "serve": (*ENGINE_RECORDS, GrammarOptions, LoraOptions, ServerOptions),

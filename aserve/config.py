@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from aserve.errors import ConfigError
 from aserve.gpu.attention.registry import BACKENDS
+from aserve.gpu.spec.registry import ALGORITHMS
 from aserve.option import (
     ENV_PREFIX,
     Limits,
@@ -230,6 +231,37 @@ class LoraOptions:
     def max_slots(self) -> int:
         """The adapters that have room on the device; 0 without LoRA."""
         return self.max_loras if self.enable_lora or self.lora_modules else 0
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeOptions:
+    speculative_algorithm: str | None = option(
+        None,
+        "draft several tokens ahead, and verify them in one step; answers stay the same, token for "
+        "token",
+        Limits(choices=tuple(ALGORITHMS)),
+    )
+    speculative_draft_model_path: str | None = option(
+        None,
+        "the draft model, a directory or a hub id",
+        Limits(metavar="MODEL", aliases=("speculative-draft-model",)),
+    )
+    speculative_num_steps: int | None = option(
+        None,
+        "tokens that are drafted one after the other; default: the drafter's",
+        Limits(low=1, high=32),
+    )
+    speculative_topk: int | None = option(
+        None,
+        "branches at each node of a draft tree; default: 1, a chain",
+        Limits(low=1, high=32, aliases=("speculative-eagle-topk",)),
+    )
+    speculative_num_draft_tokens: int | None = option(
+        None,
+        "tokens of a sequence that one step verifies, its last known one included; default: the "
+        "steps + 1 of a chain",
+        Limits(low=2, high=64),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -545,6 +577,7 @@ class Resolved:
     scheduler: SchedulerOptions
     grammar: GrammarOptions
     lora: LoraOptions
+    speculative: SpeculativeOptions
     machine: MachineOptions
     graphs: GraphOptions
     server: ServerOptions
@@ -583,6 +616,7 @@ def resolve(raw: Raw, facts: Facts) -> Resolved:
         scheduler=scheduler,
         grammar=_build(GrammarOptions, values),
         lora=_build(LoraOptions, values),
+        speculative=_build(SpeculativeOptions, values),
         machine=_build(MachineOptions, values),
         graphs=_build(GraphOptions, values),
         server=server,
@@ -607,7 +641,7 @@ def shown_settings(resolved: Resolved) -> dict[str, object]:
     """
     parts = (
         *(resolved.model, resolved.kv, resolved.scheduler, resolved.grammar),
-        *(resolved.machine, resolved.graphs, resolved.server, resolved.debug),
+        *(resolved.speculative, resolved.machine, resolved.graphs, resolved.server, resolved.debug),
     )
     return {
         option.name: getattr(part, option.name)
@@ -655,6 +689,7 @@ ALL_RECORDS: tuple[type, ...] = (
     SchedulerOptions,
     GrammarOptions,
     LoraOptions,
+    SpeculativeOptions,
     MachineOptions,
     GraphOptions,
     ServerOptions,

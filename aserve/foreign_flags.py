@@ -43,7 +43,7 @@ def switch(name: str, about: str) -> ForeignFlag:
 
 ONE = {"1": NOTHING}
 ONE_DEVICE = "aserve runs a model on one device"
-NO_SPECULATION = "aserve has no speculative decoding"
+NO_SPECULATION = "see --speculative-algorithm and the options after it"
 FOREIGN_FLAGS = (
     ForeignFlag(("tensor-parallel-size", "tp-size", "tp"), ONE_DEVICE, ONE),
     ForeignFlag(("pipeline-parallel-size", "pp-size", "pp"), ONE_DEVICE, ONE),
@@ -69,7 +69,6 @@ FOREIGN_FLAGS = (
     ForeignFlag(("stream-interval",), "each token is sent as soon as it is there", ONE),
     ForeignFlag(("cpu-offload-gb", "swap-space"), "weights stay on the device", {"0": NOTHING}),
     ForeignFlag(("speculative-config",), NO_SPECULATION),
-    ForeignFlag(("speculative-algorithm",), NO_SPECULATION),
     switch("enable-prefix-caching", "prefixes are cached unless --no-prefix-cache is given"),
     switch("enable-chunked-prefill", "long prompts always run in chunks"),
     switch("enable-mixed-chunk", "chunks of prompts always run beside decodes"),

@@ -23,6 +23,7 @@ from aserve.text.tokenizer import TextTokenizer
 if TYPE_CHECKING:
     from aserve.gpu.build import BuildOptions
     from aserve.gpu.executor import TorchExecutor
+    from aserve.gpu.spec.request import SpecOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,24 @@ def build_options(resolved: Resolved, model_dir: Path) -> BuildOptions:
         max_loras=resolved.lora.max_slots,
         max_lora_rank=resolved.lora.max_lora_rank,
         threads=resolved.machine.threads,
+        speculative=_speculative(resolved),
+    )
+
+
+def _speculative(resolved: Resolved) -> SpecOptions | None:
+    from aserve.gpu.spec.request import SpecOptions
+    from aserve.host.hub import resolve_model_dir
+
+    options = resolved.speculative
+    if options.speculative_algorithm is None:
+        return None
+    draft = options.speculative_draft_model_path
+    return SpecOptions(
+        algorithm=options.speculative_algorithm,
+        draft_model_dir=None if draft is None else resolve_model_dir(draft),
+        num_steps=options.speculative_num_steps,
+        topk=options.speculative_topk,
+        num_draft_tokens=options.speculative_num_draft_tokens,
     )
 
 

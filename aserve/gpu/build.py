@@ -36,8 +36,11 @@ from aserve.gpu.lora.tables import LoraTables
 from aserve.gpu.models.base import CausalModel, DraftModel, LoadPlan
 from aserve.gpu.models.load import make_loader
 from aserve.gpu.models.registry import Code
-from aserve.gpu.runner import Drafter, ModelRunner, RunnerParts
+from aserve.gpu.runner import DraftParts, ModelRunner, RunnerParts
 from aserve.gpu.sampling.params import RowTables
+from aserve.gpu.spec.mode import Speculative
+from aserve.gpu.spec.registry import ALGORITHMS
+from aserve.gpu.spec.request import DraftRequest, SpecOptions
 from aserve.gpu.step.future_map import SEQ_LEN, FutureMap
 from aserve.gpu.step.resolve import DeviceState
 from aserve.gpu.weights.format import WeightRequest, dtype_name
@@ -78,6 +81,7 @@ class BuildOptions:
     decode: str = "autoregressive"
     graph_rows: int | None = None  # rows of the largest captured step; 0 captures none
     deterministic: bool = False  # logits of a token do not depend on the rest of the batch
+    speculative: SpecOptions | None = None
     max_loras: int = 0  # LoRA adapters on the device at once; 0: none, and linear layers are plain
     max_lora_rank: int = 16
     threads: int | None = None  # of torch; None: as many as the model benefits from
@@ -140,11 +144,20 @@ def build_on(
         model = loader.load(plan)
     random = "random weights, " if is_dummy else ""
     about = f"{code.name} code ({code.why}), {random}{form.about}"
+    drafter = None
+    if options.speculative is not None:
+        loaded = ALGORITHMS[options.speculative.algorithm](
+            DraftRequest(options.speculative, model, plan)
+        )
+        mode, drafter = Speculative(loaded.drafter), loaded.model
+        about = f"{about}, {options.speculative.algorithm} drafts {loaded.about}"
     mode = mode or MODES[options.decode]()
     max_mixed_prefill_tokens = options.max_mixed_prefill_tokens or form.max_mixed_prefill_tokens
     options = dataclasses.replace(options, max_mixed_prefill_tokens=max_mixed_prefill_tokens)
     live_loader = LiveLoader(model, loras, model_reader(loader, plan))
-    return assemble(model, mode, device, options, about=about, live_loader=live_loader)
+    return assemble(
+        model, mode, device, options, about=about, drafter=drafter, live_loader=live_loader
+    )
 
 
 def _refuse_adapters(code: Code) -> None:
@@ -270,8 +283,12 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
     # The executor replaces bounds by published lengths before it plans a step. The lengths of
     # further forwards within the step are known on the device only.
     publishes = any(field.name == SEQ_LEN for field in mode.fields)
-    has_bounds = publishes and mode.num_forwards > 1
-    site = _site(parts, state.pools, groups, model.dtype, has_bounds=has_bounds)
+    site = dataclasses.replace(
+        _site(parts, state.pools, groups, model.dtype),
+        num_plans=(options.depth + 1) * mode.num_forwards,
+        has_bounds=publishes and mode.num_forwards > 1,
+        has_tree_masks=mode.caps.tree is not None,
+    )
     attention = build_attention(options.attention, site, order=device.attention)
     drafter = _build_drafter(parts, state)
     clears_pages = attention.capabilities.whole_pages or drafter is not None
@@ -297,32 +314,25 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
 
 
 def _site(
-    parts: _Parts,
-    pools: KvPools,
-    groups: tuple[LayerGroup, ...],
-    dtype: torch.dtype,
-    *,
-    has_bounds: bool,
+    parts: _Parts, pools: KvPools, groups: tuple[LayerGroup, ...], dtype: torch.dtype
 ) -> AttentionSite:
-    return AttentionSite(
-        pools,
-        groups,
-        dtype,
-        parts.device,
-        num_plans=(parts.options.depth + 1) * parts.mode.num_forwards,
-        is_deterministic=parts.options.deterministic,
-        has_bounds=has_bounds,
-    )
+    deterministic = parts.options.deterministic
+    return AttentionSite(pools, groups, dtype, parts.device, is_deterministic=deterministic)
 
 
-def _build_drafter(parts: _Parts, state: DeviceState) -> Drafter | None:
+def _build_drafter(parts: _Parts, state: DeviceState) -> DraftParts | None:
     """NOTE: the drafter runs before the host knows how many tokens the step accepts, so its
     attention cannot plan from exact lengths."""
     if parts.drafter is None or state.draft_pools is None:
         return None
-    site = _site(parts, state.draft_pools, parts.draft_groups, parts.drafter.dtype, has_bounds=True)
+    site = dataclasses.replace(
+        _site(parts, state.draft_pools, parts.draft_groups, parts.drafter.dtype),
+        num_plans=(parts.options.depth + 1) * parts.mode.num_draft_forwards,
+        has_bounds=True,
+        has_tree_masks=parts.mode.caps.tree is not None,
+    )
     attention = build_attention("auto", site, order=parts.device.attention)
-    return Drafter(parts.drafter, attention.backend)
+    return DraftParts(parts.drafter, attention.backend)
 
 
 def _plan_spec(

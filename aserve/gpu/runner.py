@@ -22,6 +22,7 @@ from aserve.gpu.models.base import CausalModel, DraftModel
 from aserve.gpu.sampling.ops import PLAIN_OPS, SampleOps
 from aserve.gpu.sampling.params import LogitsRows
 from aserve.gpu.sampling.sampler import Sampled, Sampler
+from aserve.gpu.sampling.tree_paths import TreePaths
 from aserve.gpu.step.forward_batch import NO_OVERRIDES, DeviceBatch, ForwardBatch, ForwardOverrides
 from aserve.gpu.step.future_map import SEQ_LEN, FutureMap
 from aserve.gpu.step.plan import StepPlan
@@ -44,7 +45,7 @@ UNKNOWN = -1  # the KV length of a row that the device has not seen yet
 
 
 @dataclass(frozen=True, slots=True)
-class Drafter:
+class DraftParts:
     """The second model of a runner. Its KV pools are `DeviceState.draft_pools`."""
 
     model: DraftModel
@@ -61,7 +62,7 @@ class RunnerParts:
     sample_ops: SampleOps = PLAIN_OPS
     fused_step: FusedStep | None = None  # used for the forwards and steps that it supports
     resolve: Resolve = resolve
-    drafter: Drafter | None = None
+    drafter: DraftParts | None = None
     loras: LoraTables | None = None  # of the target model
 
 
@@ -116,6 +117,7 @@ class ModelRunner:
         """
         if (fused_step := self.fused_step_for(plan)) is not None:
             return fused_step.step(plan)
+        self._parts.mode.draft(self, plan, arrays)
         step = self._parts.resolve(plan, arrays, self.state)
 
         def on_publish(lens: Tensor) -> None:
@@ -184,9 +186,9 @@ class ModelRunner:
         attend = drafter.attention.bind(batch, drafter.attention.plan(batch))
         return drafter.model.forward(batch.input_ids, batch.rope_positions, attend, hidden=hidden)
 
-    def sample(self, step: DeviceStep, hidden: Tensor) -> Sampled:
+    def sample(self, step: DeviceStep, hidden: Tensor, paths: TreePaths | None = None) -> Sampled:
         """hidden [tokens, hidden] -> a token for every logits row of the step's plan, and the
-        prompt logprobs and embeddings that the plan asks for.
+        prompt logprobs and embeddings that the plan asks for. `paths`: those of a draft tree.
         """
         batch, arrays = step.batch, step.arrays
         tokens = arrays.ints("logits_tokens")
@@ -200,7 +202,7 @@ class ModelRunner:
             self._sampler,
             step.plan.logits,
             arrays,
-            LogitsRows(rows, positions + 1),
+            LogitsRows(rows, positions + 1, paths=paths),
             lambda part: self.model.logits(last[part]),
         )
         if step.plan.prompts is None:

@@ -25,6 +25,7 @@ from aserve.gpu.sampling.plan import RowParams, SamplePlan
 from aserve.gpu.sampling.sampler import Sampler, Staged
 from aserve.gpu.sampling.top_k_top_p import choose_sorted
 from aserve.gpu.step.future_map import LAST_TOKEN
+from aserve.gpu.step.plan import StepPlan
 from aserve.gpu.step.resolve import DeviceStep, HeldSample
 from aserve.gpu.step.results import Packed, pack_one_each
 from aserve.gpu.transfer.staging import DeviceArrays, HostArrays
@@ -98,7 +99,7 @@ class TeacherForcing:
 
     __slots__ = (
         *("_expected", "_plain", "_row_params", "outcome"),
-        *("caps", "draws_once", "fields", "graph_widths", "num_forwards"),
+        *("caps", "draws_once", "fields", "graph_widths", "num_draft_forwards", "num_forwards"),
     )
 
     def __init__(self) -> None:
@@ -108,6 +109,7 @@ class TeacherForcing:
         self.fields = self._plain.fields
         self.graph_widths = self._plain.graph_widths
         self.num_forwards = 1
+        self.num_draft_forwards = 0
         self.outcome = Outcome()
         self._row_params = RowParams(1)
         self._expected = Expected(0, np.empty(0, np.int32))
@@ -120,6 +122,9 @@ class TeacherForcing:
         """Returns the outcome, and begins an empty one."""
         taken, self.outcome = self.outcome, Outcome()
         return taken
+
+    def draft(self, runner: StepRunner, plan: StepPlan, arrays: DeviceArrays) -> None:
+        pass
 
     def step(self, runner: StepRunner, step: DeviceStep, publish: OnPublish) -> Packed:
         self._row_params.write(step.plan.batch.row_inits)

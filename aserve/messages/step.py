@@ -48,13 +48,21 @@ class PageWrites(Record, frozen=True):
 class DraftTree(Record, frozen=True):
     """The tree of a row's drafts, whose root is the row's last known token. Draft i, counted from
     1, follows draft parents[i - 1], or the root if that is 0. A parent comes before its children,
-    so the first drafts of a tree are a tree, too.
+    so the first drafts of a tree are a tree, too. The parents in a dynamic tree are known on the
+    device only, and no path through it has more than `max_depth` drafts.
     """
 
-    parents: tuple[int, ...]
+    parents: tuple[int, ...] = ()
+    max_depth: int = 0  # of a dynamic tree
+
+    @property
+    def is_dynamic(self) -> bool:
+        return not self.parents
 
     def depth(self, num_drafts: int) -> int:
-        """Returns the number of drafts on the longest path through the first `num_drafts`."""
+        """Returns the most drafts that a path through the first `num_drafts` can have."""
+        if self.is_dynamic:
+            return min(self.max_depth, num_drafts)
         depths = [0]
         for parent in self.parents[:num_drafts]:
             depths.append(depths[parent] + 1)

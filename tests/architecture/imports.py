@@ -67,7 +67,10 @@ REACH = {
     "aserve.tiny": ANYTHING,
     "aserve.errors": BORDER,
     "aserve.config": Reach(
-        aserve=(*FIRST, "aserve.gpu.attention.registry", "aserve.parsers.registry"),
+        aserve=(
+            *(*FIRST, "aserve.gpu.attention.registry", "aserve.gpu.spec.registry"),
+            "aserve.parsers.registry",
+        ),
         packages=(*PLAIN, "yaml"),
     ),
     "aserve.option": BORDER,

@@ -12,7 +12,7 @@ from aserve.gpu.decode.base import StepRunner
 from aserve.gpu.models.base import Attend
 from aserve.gpu.step.resolve import DeviceStep
 from tests.fakes.hash_model import HEAD_DIM, NUM_HEADS, HashModel
-from tests.fakes.two_token_mode import TwoTokens, sample
+from tests.fakes.two_token_mode import TwoTokens, one_more, sample
 
 FIRST_READ = NUM_HEADS * HEAD_DIM  # features of the first layer
 
@@ -48,12 +48,12 @@ class DraftsWithSecondModel(TwoTokens):
 
     num_forwards = 1  # of the target
 
-    def draft(
+    def guess(
         self, runner: StepRunner, step: DeviceStep, rows: Tensor, *, last: Tensor, lens: Tensor
     ) -> Tensor:
         """The drafter first writes its own KV of the step's tokens."""
         assert runner.drafter is not None
         assert self.hidden is not None
         runner.draft(step.batch, self.hidden)
-        batch = runner.init_forward(step.batch.decode(rows, input_ids=last, kv_lens=lens))
+        batch = runner.init_forward(one_more(step, rows, last=last, lens=lens))
         return sample(runner, runner.drafter.logits(runner.draft(batch)), rows, lens)

@@ -16,10 +16,13 @@ from aserve.gpu.models.base import wide_logits
 from aserve.gpu.sampling.gumbel import gumbel_noise
 from aserve.gpu.step.forward_batch import ForwardBatch, ForwardOverrides
 from aserve.gpu.step.future_map import LAST_TOKEN, SEQ_LEN, RelayField
+from aserve.gpu.step.plan import StepPlan
 from aserve.gpu.step.resolve import DRAFTS, DeviceStep, HeldSample
 from aserve.gpu.step.results import Packed, pack, pack_one_each
+from aserve.gpu.transfer.staging import DeviceArrays
 from aserve.messages.executor import DecodeCaps
 from aserve.messages.step import DraftTree
+from tests.fakes.two_token_mode import one_more
 
 TREE = DraftTree((0, 0, 2, 2))
 PATHS = ((0,), (0, 1), (0, 2), (0, 2, 3), (0, 2, 4))  # from the root to each node
@@ -34,8 +37,12 @@ class TreeOfDrafts:
             RelayField(DRAFTS, (4,), torch.int64),
         )
         self.num_forwards = 3
+        self.num_draft_forwards = 0
         self.graph_widths: tuple[int, ...] = (1,)
         self.num_moved = 0  # nodes that were accepted out of place
+
+    def draft(self, runner: StepRunner, plan: StepPlan, arrays: DeviceArrays) -> None:
+        pass
 
     def step(self, runner: StepRunner, step: DeviceStep, publish: OnPublish) -> Packed:
         step = dataclasses.replace(step, batch=_with_tree(step))
@@ -128,7 +135,7 @@ def _draft(
 def _guess(
     runner: StepRunner, step: DeviceStep, rows: Tensor, *, last: Tensor, lens: Tensor
 ) -> Tensor:
-    batch = step.batch.decode(rows, input_ids=last, kv_lens=lens)
+    batch = one_more(step, rows, last=last, lens=lens)
     logits = wide_logits(runner.model.logits(runner.forward(runner.init_forward(batch))))
     params = runner.state.tables.at(rows, logits.dtype)
     token_ids = torch.arange(logits.shape[1], device=logits.device)

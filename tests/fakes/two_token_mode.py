@@ -17,9 +17,13 @@ from aserve.gpu.decode.base import OnPublish, StepRunner
 from aserve.gpu.models.base import wide_logits
 from aserve.gpu.sampling.gumbel import gumbel_noise
 from aserve.gpu.sampling.sampler import Sampled
+from aserve.gpu.spec.base import DraftRows
+from aserve.gpu.step.forward_batch import DeviceBatch
 from aserve.gpu.step.future_map import LAST_TOKEN, SEQ_LEN, RelayField
+from aserve.gpu.step.plan import StepPlan
 from aserve.gpu.step.resolve import DRAFTS, DeviceStep, HeldSample
 from aserve.gpu.step.results import Packed, pack, pack_one_each
+from aserve.gpu.transfer.staging import DeviceArrays
 from aserve.messages.executor import DecodeCaps
 
 
@@ -27,6 +31,7 @@ class TwoTokens:
     """`before_draft` runs on the executor's thread between publish and the drafter's forward."""
 
     num_forwards = 2
+    num_draft_forwards = 2
 
     def __init__(self, before_draft: Callable[[], None] = lambda: None) -> None:
         self.caps = DecodeCaps(max_tokens_per_step=2)
@@ -38,6 +43,9 @@ class TwoTokens:
         self.graph_widths: tuple[int, ...] = (1, 2)
         self.hidden: Tensor | None = None  # of the step that runs
         self._before_draft = before_draft
+
+    def draft(self, runner: StepRunner, plan: StepPlan, arrays: DeviceArrays) -> None:
+        pass
 
     def step(self, runner: StepRunner, step: DeviceStep, publish: OnPublish) -> Packed:
         hidden = self.hidden = runner.forward(step.batch)
@@ -53,7 +61,7 @@ class TwoTokens:
         self._before_draft()
         last = tokens.gather(1, counts[:, None] - 1)[:, 0]
         by_row.index_copy_(0, step.batch.rows, lens)
-        drafts = self.draft(runner, step, rows, last=last, lens=by_row.index_select(0, rows))
+        drafts = self.guess(runner, step, rows, last=last, lens=by_row.index_select(0, rows))
         runner.relay.stash(
             rows, {LAST_TOKEN: last, DRAFTS: drafts[:, None]}, iteration=step.iteration
         )
@@ -65,14 +73,21 @@ class TwoTokens:
         runner.relay.stash(held.rows, {LAST_TOKEN: sampled.tokens}, iteration=held.iteration)
         return pack_one_each(sampled)
 
-    def draft(
+    def guess(
         self, runner: StepRunner, step: DeviceStep, rows: Tensor, *, last: Tensor, lens: Tensor
     ) -> Tensor:
         """rows, last, lens int64 [n] -> the guessed token after `last`, int64 [n]."""
-        batch = step.batch.decode(rows, input_ids=last, kv_lens=lens)
+        batch = one_more(step, rows, last=last, lens=lens)
         logits = runner.model.logits(runner.forward(runner.init_forward(batch)))
         guess = sample(runner, logits, rows, lens)
         return (guess + lens.remainder(2)).remainder(logits.shape[1])
+
+
+def one_more(step: DeviceStep, rows: Tensor, *, last: Tensor, lens: Tensor) -> DeviceBatch:
+    """A forward of one more token of each of the rows."""
+    max_len = int(step.plan.len_bounds.max()) + 1
+    drafting = DraftRows(step.plan.iteration, rows, lens, last, 1, max_len, needs_noise=True)
+    return drafting.tokens_at(0, last)
 
 
 def sample(runner: StepRunner, logits: Tensor, rows: Tensor, lens: Tensor) -> Tensor:

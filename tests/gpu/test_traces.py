@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +18,13 @@ from hypothesis import strategies as st
 
 from aserve.errors import StepError
 from aserve.gpu.decode.autoregressive import Autoregressive
+from aserve.gpu.decode.base import DecodeMode
 from aserve.gpu.device.base import Device
 from aserve.gpu.executor import TorchExecutor
+from aserve.gpu.spec.mode import Speculative
 from aserve.messages.requests import AdmitRequest, ReasoningIds
 from aserve.messages.results import BuildMask, MaskReady
+from tests.fakes.drafters import Stumbling, StumblingTree
 from tests.fakes.graph_device import GraphDevice
 from tests.fakes.hash_model import VOCAB, FlakyModel, HashModel
 from tests.fakes.late_device import LateDevice
@@ -33,6 +37,13 @@ from tests.gpu.prompt_checks import assert_prompt
 PACES = [(depth, lead) for depth in range(1, 5) for lead in range(1, depth + 1)]
 STEM = [(11 * i * i + 5 * i + 3) % VOCAB for i in range(40)]  # what prompts share
 
+MODES: dict[str, Callable[[], DecodeMode]] = {
+    "plain": Autoregressive,
+    "two tokens": TwoTokens,
+    "chain": lambda: Speculative(Stumbling(4)),
+    "tree": lambda: Speculative(StumblingTree(is_dynamic=False)),
+    "dynamic tree": lambda: Speculative(StumblingTree(is_dynamic=True)),
+}
 
 LIMITS = [
     ReasoningIds(((7,),), ((1, 4, 9), (2,)), is_open=True, max_tokens=3),
@@ -61,7 +72,7 @@ class Trace:
     fails: frozenset[int]
     is_unsound: bool  # failing steps give NaN, which shows after later steps have run
     failing_mask: int | None  # of the first request's first child: the output that it is for
-    two_tokens: bool
+    mode: str
     captures_at_start: bool
     chaos: int
 
@@ -119,6 +130,8 @@ def traces(draw: st.DrawFn) -> Trace:
     gaps[:1] = [gap - 9 if is_unsound else gap for gap in gaps[:1]]
     window = draw(st.sampled_from([None, 6]))
     is_plain = draw(st.booleans())
+    mode = draw(st.sampled_from(sorted(MODES)))
+    backends = ["torch-ref"] if "tree" in mode else ["paged-sdpa", "torch-ref"]
     numbers = range(draw(st.integers(1, 6)))
     return Trace(
         requests=[draw(requests(number, is_plain=is_plain)) for number in numbers],
@@ -130,7 +143,7 @@ def traces(draw: st.DrawFn) -> Trace:
             "max_rows": draw(st.integers(1, 5)),
             "max_batched_tokens": draw(st.sampled_from([3, 8, 64])),
             "prefix_cache": draw(st.booleans()),
-            "attention": draw(st.sampled_from(["paged-sdpa", "torch-ref"])),
+            "attention": draw(st.sampled_from(backends)),
             "graph_rows": graph_rows,
         },
         window=window,
@@ -138,7 +151,7 @@ def traces(draw: st.DrawFn) -> Trace:
         fails=frozenset(sum(gaps[: number + 1]) for number in range(len(gaps))),
         is_unsound=is_unsound,
         failing_mask=draw(st.none() | st.integers(0, 3)),
-        two_tokens=draw(st.booleans()),
+        mode=mode,
         captures_at_start=draw(st.booleans()),
         chaos=draw(st.integers(0, 2**32)),
     )
@@ -148,7 +161,7 @@ def traces(draw: st.DrawFn) -> Trace:
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(traces())
 def test_any_trace_gives_the_tokens_of_the_plain_engine(trace: Trace) -> None:
-    mode = TwoTokens() if trace.two_tokens else Autoregressive()
+    mode = MODES[trace.mode]()
     device: Device = GraphDevice(failing_replays=trace.fails)
     if trace.is_unsound:
         device = LateDevice()

@@ -7,20 +7,29 @@ from __future__ import annotations
 
 from aserve.gpu.decode.base import OnPublish, StepRunner
 from aserve.gpu.step.future_map import LAST_TOKEN, RelayField
+from aserve.gpu.step.plan import StepPlan
 from aserve.gpu.step.resolve import DeviceStep, HeldSample
 from aserve.gpu.step.results import Packed, pack_one_each
+from aserve.gpu.transfer.staging import DeviceArrays
 from aserve.messages.executor import DecodeCaps
 
 
 class Autoregressive:
-    __slots__ = ("caps", "draws_once", "fields", "graph_widths", "num_forwards")
+    __slots__ = (
+        *("caps", "draws_once", "fields", "graph_widths"),
+        *("num_draft_forwards", "num_forwards"),
+    )
 
     def __init__(self) -> None:
         self.caps = DecodeCaps()
         self.draws_once = True
         self.fields: tuple[RelayField, ...] = ()
         self.num_forwards = 1
+        self.num_draft_forwards = 0
         self.graph_widths: tuple[int, ...] = (1,)
+
+    def draft(self, runner: StepRunner, plan: StepPlan, arrays: DeviceArrays) -> None:
+        pass
 
     def step(self, runner: StepRunner, step: DeviceStep, publish: OnPublish) -> Packed:
         hidden = runner.forward(step.batch)

@@ -12,10 +12,13 @@ from torch import Tensor
 
 from aserve.gpu.models.base import CausalModel, DraftModel
 from aserve.gpu.sampling.sampler import Sampled
+from aserve.gpu.sampling.tree_paths import TreePaths
 from aserve.gpu.step.forward_batch import NO_OVERRIDES, DeviceBatch, ForwardBatch, ForwardOverrides
 from aserve.gpu.step.future_map import FutureMap, RelayField
+from aserve.gpu.step.plan import StepPlan
 from aserve.gpu.step.resolve import DeviceState, DeviceStep, HeldSample
 from aserve.gpu.step.results import Packed
+from aserve.gpu.transfer.staging import DeviceArrays
 from aserve.messages.executor import DecodeCaps
 
 OnPublish = Callable[[Tensor], None]
@@ -44,7 +47,7 @@ class StepRunner(Protocol):
     def hold(self, step: DeviceStep, hidden: Tensor) -> None:
         """Keeps the logits of the step's held rows until their Sample."""
 
-    def sample(self, step: DeviceStep, hidden: Tensor) -> Sampled:
+    def sample(self, step: DeviceStep, hidden: Tensor, paths: TreePaths | None = None) -> Sampled:
         """Samples one token for each token of the step that needs logits."""
 
     def sample_held(self, held: HeldSample) -> Sampled:
@@ -55,8 +58,13 @@ class DecodeMode(Protocol):
     caps: DecodeCaps
     draws_once: bool  # a step is one forward, then one token for each sampled row
     fields: tuple[RelayField, ...]  # relay fields beside the last token; SEQ_LEN: it publishes
-    num_forwards: int  # forwards of one model in a step, at most
+    num_forwards: int  # forwards of the target in a step, at most
+    num_draft_forwards: int  # forwards of the drafter in a step, at most
     graph_widths: tuple[int, ...]  # tokens per row of the steps that are captured as graphs
+
+    def draft(self, runner: StepRunner, plan: StepPlan, arrays: DeviceArrays) -> None:
+        """Writes this step's drafts into the relay, before resolve reads them there. A mode that
+        stashes drafts at the end of a step has nothing to do here."""
 
     def step(self, runner: StepRunner, step: DeviceStep, publish: OnPublish) -> Packed:
         """Runs forward, sampling and stash. A row may get any number of tokens, none included.

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from aserve.gpu.sampling.tree_paths import TreePaths
 from aserve.gpu.transfer.staging import ArrayF64, ArrayI64
 from aserve.messages.step import RowInit
 from aserve_kernels.row_columns import FLOAT_COLUMNS, INT_COLUMNS
@@ -92,7 +93,9 @@ class LogitsRows:
     rows: Tensor  # int64 [n]
     lens: Tensor  # int64 [n], tokens before the one to sample
     mask: Tensor | None = None  # int32 [n, ceil(vocab / 32)], one bit per allowed token
+    paths: TreePaths | None = None
 
     def at(self, part: slice) -> LogitsRows:
         mask = None if self.mask is None else self.mask[part]
-        return LogitsRows(self.rows[part], self.lens[part], mask)
+        paths = None if self.paths is None else self.paths.at(part)
+        return LogitsRows(self.rows[part], self.lens[part], mask, paths)

@@ -29,9 +29,12 @@ def penalise(
     """Changes the logits rows `indices`, int64 [m], of logits [n, vocab] in place. `max_len` bounds
     the length of every row's history."""
     own = rows.rows.index_select(0, indices)
+    history = pools.token_ids(own, max_len=max_len)
+    if rows.paths is not None:
+        history = rows.paths.overlay(history, indices)
     penalised = _penalised(
         logits.index_select(0, indices),
-        pools.token_ids(own, max_len=max_len),
+        history,
         rows.lens.index_select(0, indices),
         tables.at(own, logits.dtype),
     )

@@ -36,6 +36,7 @@ from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.models.base import wide_logits
 from aserve.gpu.sampling.ops import PLAIN_OPS, SampleOps
 from aserve.gpu.sampling.params import LogitsRows, RowTables
+from aserve.gpu.sampling.penalties import penalise
 from aserve.gpu.sampling.plan import SamplePlan
 from aserve.gpu.sampling.token_masks import Outputs, ban
 from aserve.gpu.transfer.staging import DeviceArrays
@@ -90,7 +91,7 @@ class Sampler:
             self._ops.allow(logits, rows.mask)
         if staged.plan.bans is not None:
             prompt_lens = self._tables.at(rows.rows, logits.dtype).ints("prompt_len")
-            outputs = Outputs(rows.rows, rows.lens, prompt_lens, self._pools)
+            outputs = Outputs(rows.rows, rows.lens, prompt_lens, self._pools, rows.paths)
             ban(logits, outputs, lambda name: staged.ints(f"bans.{name}"))
         tokens, is_valid = self._ops.draw(logits, rows, self._tables, staged.plan)
         chosen, top_ids, top_logprobs = _logprobs(logits, raw, tokens, staged)
@@ -106,7 +107,9 @@ class Sampler:
         plan = staged.plan
         if len(plan.penalised):
             indices = staged.ints("penalised")
-            self._ops.penalise(logits, indices, rows, self._tables, self._pools, plan.max_len)
+            # A device's own kernel reads the history in the token pool alone.
+            op = self._ops.penalise if rows.paths is None else penalise
+            op(logits, indices, rows, self._tables, self._pools, plan.max_len)
         if plan.biases.indices:
             indices = staged.ints("indices")
             is_on = rows.lens.index_select(0, indices) < staged.ints("until")

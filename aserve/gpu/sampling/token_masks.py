@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.kv.pools import KvPools
+from aserve.gpu.sampling.tree_paths import TreePaths
 from aserve.gpu.transfer.staging import HostArrays
 from aserve.messages.base import ArrayI32
 from aserve.messages.step import RowInit
@@ -88,6 +89,7 @@ class Outputs:
     lens: Tensor  # int64 [n], tokens before the one to sample
     prompt_lens: Tensor  # int64 [n]
     pools: KvPools
+    paths: TreePaths | None = None
 
     def ended_in(self, indices: Tensor, *, backs: Tensor, token_ids: Tensor) -> Tensor:
         """int64 [m] each -> bool [m]: whether the output of logits row `indices` has `token_ids` at
@@ -96,7 +98,10 @@ class Outputs:
         rows = self.rows.index_select(0, indices)
         slots = self.pools.slots(0, rows, positions.clamp(min=0))
         is_output = positions >= self.prompt_lens.index_select(0, indices)
-        return is_output & (self.pools.token_pool.index_select(0, slots) == token_ids)
+        found = self.pools.token_pool.index_select(0, slots).to(torch.int64)
+        if self.paths is not None:
+            found = self.paths.at_positions(indices, positions, found)
+        return is_output & (found == token_ids)
 
 
 def ban(logits: Tensor, outputs: Outputs, ints: Callable[[str], Tensor]) -> None:

@@ -176,24 +176,6 @@ class ForwardBatch:
             marker=PlanMarker(self.marker.record),
         )
 
-    def decode(self, rows: Tensor, *, input_ids: Tensor, kv_lens: Tensor) -> DeviceBatch:
-        """Returns the next token of some of these rows, int64 [n] each: a drafter's next
-        forward.
-        """
-        num_rows = len(rows)
-        bound = int(self.len_bounds_cpu.max(initial=0)) + 1
-        return DeviceBatch(
-            iteration=self.iteration,
-            rows=rows,
-            query_lens=torch.ones_like(rows),
-            kv_lens=kv_lens,
-            input_ids=input_ids,
-            token_to_row=torch.arange(num_rows, device=rows.device),
-            offsets=torch.zeros_like(rows),
-            query_lens_cpu=np.ones(num_rows, np.int32),
-            len_bounds_cpu=np.full(num_rows, bound, np.int32),
-        )
-
     @property
     def num_rows(self) -> int:
         return len(self.rows)

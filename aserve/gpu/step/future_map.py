@@ -129,7 +129,11 @@ class FutureMap:
 
     def publish(self, rows: Tensor, seq_lens: Tensor) -> None:
         """Stores the KV length of each row after this step. Only for modes that declare SEQ_LEN."""
-        self._fields[SEQ_LEN].index_copy_(0, rows, seq_lens)
+        self.write(SEQ_LEN, rows, seq_lens)
+
+    def write(self, name: str, rows: Tensor, values: Tensor) -> None:
+        """Writes a field, values [n, *shape], without a stamp, for readers later in this step."""
+        self._fields[name].index_copy_(0, rows, values)
 
     def stash(self, rows: Tensor, fields: Mapping[str, Tensor], *, iteration: Tensor) -> None:
         """Writes fields [n, *shape] and stamps the rows. Fields that are not given keep their

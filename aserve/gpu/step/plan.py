@@ -115,6 +115,7 @@ class StepPlan:
         arrays.add("kv_lens", self.kv_lens)
         arrays.add("is_bound", self.is_bound)
         arrays.add("num_drafts", self.num_drafts)
+        arrays.add("drafting", np.flatnonzero(self.num_drafts).astype(np.int32))
         arrays.add("token_to_row", self.token_to_row)
         arrays.add("offsets", self.offsets)
         arrays.add("input_ids", self.input_ids)

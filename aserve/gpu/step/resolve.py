@@ -112,7 +112,7 @@ def resolve(plan: StepPlan, arrays: DeviceArrays, state: DeviceState) -> DeviceS
     input_ids = state.relay.resolve(arrays.ints("input_ids"))
     if plan.num_drafts.any():
         input_ids = _with_drafts(input_ids, arrays, state.relay)
-    kv_lens = _kv_lens(arrays, state.relay)
+    kv_lens = exact_kv_lens(arrays, state.relay)
     batch = ForwardBatch.init_new(
         resolved_batch(plan, arrays, input_ids=input_ids, kv_lens=kv_lens), state.pools
     )
@@ -140,8 +140,9 @@ def resolved_batch(
     )
 
 
-def _kv_lens(arrays: DeviceArrays, relay: FutureMap) -> Tensor:
-    """An exact length comes from the host; only a bound is replaced by the published length."""
+def exact_kv_lens(arrays: DeviceArrays, relay: FutureMap) -> Tensor:
+    """[rows], KV lengths before the step. An exact length comes from the host; only a bound is
+    replaced by the published length."""
     kv_lens = arrays.ints("kv_lens")
     if SEQ_LEN not in relay:
         return kv_lens

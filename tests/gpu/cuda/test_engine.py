@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.messages.requests import AdmitRequest, Cancel
 from tests.fakes.hash_model import HashModel
 from tests.fakes.toy_device import TOY
@@ -22,7 +21,7 @@ from tests.gpu.cuda.places import CudaPlace, FakePlace, Place
 from tests.gpu.drive import captured, request, serve
 from tests.gpu.plain_engine import plain_outputs, plain_tokens
 from tests.gpu.prompt_checks import assert_prompt
-from tests.gpu.test_traces import STEM, Trace, assert_plain, serve_trace, traces
+from tests.gpu.test_traces import MODES, STEM, Trace, assert_plain, serve_trace, traces
 
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_k": 9, "top_p": 0.9, "min_p": 0.02}
 KINDS: dict[str, dict[str, Any]] = {
@@ -142,7 +141,7 @@ def test_any_trace_gives_the_plain_engines_tokens_on_cuda(trace: Trace) -> None:
 
 
 def assert_trace(trace: Trace, place: Place) -> None:
-    mode = TwoTokens() if trace.two_tokens else Autoregressive()
+    mode = MODES[trace.mode]()
     graph_rows = min(trace.options["graph_rows"], 2)  # each capture takes long on the fake
     options = {**trace.options, "attention": "torch-ref", "graph_rows": graph_rows}
     executor = place.executor(trace.model, mode=mode, **options)

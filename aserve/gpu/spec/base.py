@@ -1,0 +1,137 @@
+"""The protocol of a drafter, and the values that it exchanges with the speculative decode mode.
+
+A drafter guesses the next tokens of rows. It decides nothing else: the mode verifies the guesses
+with the target model, so a bad drafter costs time and never changes a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aserve.gpu.decode.base import StepRunner
+from aserve.gpu.models.base import HiddenCapture
+from aserve.gpu.step.forward_batch import DeviceBatch
+from aserve.gpu.step.future_map import RelayField
+from aserve.gpu.step.resolve import DeviceStep
+from aserve.messages.step import DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """The rows that get drafts in a step, before the step's forward. Tensors are int64 [n].
+
+    The step has pages for the root and `num_drafts` tokens of each row behind `lens`, so a drafter
+    may write its own KV there.
+    """
+
+    iteration: int
+    rows: Tensor
+    lens: Tensor  # KV lengths, which are the positions of the roots
+    roots: Tensor  # the last known token of each row; it has no KV yet
+    num_drafts: int  # of the row that gets the most
+    max_len: int  # an upper bound of lens, plus num_drafts + 1
+    needs_noise: bool  # some row of the step is sampled with a temperature
+
+    def tokens_at(self, offset: int, input_ids: Tensor) -> DeviceBatch:
+        """Returns a forward of one token per row, at position `lens + offset`."""
+        return self.block_at(offset, input_ids[:, None])
+
+    def block_at(self, offset: int, input_ids: Tensor) -> DeviceBatch:
+        """Returns a forward of the tokens `input_ids`, int64 [n, width], from `lens + offset`."""
+        num_rows, width = input_ids.shape
+        device = self.rows.device
+        order = torch.arange(num_rows, device=device)
+        return DeviceBatch(
+            iteration=self.iteration,
+            rows=self.rows,
+            query_lens=torch.full_like(self.rows, width),
+            kv_lens=self.lens + offset,
+            input_ids=input_ids.reshape(-1),
+            token_to_row=order.repeat_interleave(width) if width > 1 else order,
+            offsets=torch.arange(width, device=device).repeat(num_rows),
+            query_lens_cpu=np.full(num_rows, width, np.int32),
+            len_bounds_cpu=np.full(num_rows, self.max_len, np.int32),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """The drafts of n rows. Without `parents` they are a chain."""
+
+    tokens: Tensor  # int64 [n, <= max_drafts]
+    # int64 [n, <= max_drafts]: the number of each draft's parent, as in DraftTree
+    parents: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """The outcome of a step's verification, for its n sampled rows. Tensors are int64.
+
+    `paths[i, d]` is the place of the accepted node of depth d in the row's window, whose root has
+    place 0; `starts` are the places of the roots among the step's tokens. From `counts` on, paths
+    and tokens are arbitrary, but valid. In the pools, the accepted path is compacted already.
+    """
+
+    rows: Tensor  # [n]
+    starts: Tensor  # [n]
+    paths: Tensor  # [n, depth + 1]
+    tokens: Tensor  # [n, depth + 1], the emitted tokens; the last one has no KV yet
+    counts: Tensor  # [n], emitted tokens, at least 1
+    last: Tensor  # [n], the last emitted tokens
+    step_lens: Tensor  # [rows of the step], KV lengths after the step
+    features: tuple[Tensor, ...]  # [tokens, hidden] each: what the drafter asked for
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenWants:
+    """The hidden states of the target that a drafter reads: the residual stream after some layers,
+    or what enters the final norm; without either, what leaves the final norm."""
+
+    layer_ids: tuple[int, ...] = ()
+    before_norm: bool = False
+
+    def capture(self) -> HiddenCapture | None:
+        """Returns a new capture for one forward, or None if it needs none."""
+        if not self.layer_ids and not self.before_norm:
+            return None
+        return HiddenCapture(self.layer_ids, self.before_norm)
+
+    def features(self, capture: HiddenCapture | None, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Returns the hidden states of a forward, [tokens, hidden] each."""
+        if capture is None:
+            return (hidden,)
+        if capture.before_norm is not None:
+            return (*capture.layers, capture.before_norm)
+        return tuple(capture.layers)
+
+
+AFTER_NORM = HiddenWants()
+
+
+class Drafter(Protocol):
+    """Drafts at the head of a step, and catches up with the target at its end.
+
+    Between steps its state lives in relay fields and in the KV pools of its model.
+    """
+
+    max_drafts: int  # of a row in one step
+    tree: DraftTree | None  # None: drafts are a chain
+    wants: HiddenWants
+    fields: tuple[RelayField, ...]
+    key_lookahead: int  # as in DecodeCaps
+    num_forwards: int  # of its model in a step, at most
+
+    def draft(self, runner: StepRunner, rows: DraftRows) -> Drafts:
+        """Guesses the tokens after the roots."""
+
+    def extend(
+        self, runner: StepRunner, step: DeviceStep, verified: Verified
+    ) -> Mapping[str, Tensor]:
+        """Computes the drafter's KV of the step's tokens. Returns values of its relay fields, one
+        for each sampled row."""

@@ -1,0 +1,186 @@
+"""`Speculative`: the decode mode that verifies the drafts of a drafter."""
+
+# Theory of operation
+#
+# A row's decode computes a window of tokens: its last known token, the root, and some drafts of
+# what follows. One step of a row with KV length L:
+#
+#   draft    the drafter guesses tokens behind the root, from what it left in the relay, and may
+#            write its own KV at L and after; the guesses go into the relay, for resolve
+#   forward  the target computes the window at positions L, L + 1, ... (in a tree: L + depth)
+#   sample   the sampler draws a token for every node, with the noise of its position
+#   verify   the longest path whose tokens are what was drawn before them is accepted: A drafts. The
+#            row emits A + 1 tokens, and has L + A + 1 positions of KV, the root's included
+#   compact  in a tree, the KV of the accepted path is moved right behind the root
+#   publish  the new length is known on the device, and its copy to the host begins
+#   extend   the drafter computes its KV of the step's tokens from the target's hidden states
+#   stash    the last emitted token, which is the next root, and the drafter's fields
+#
+# A prefill, a chunk and a row without drafts are windows of one token, so one step mixes all kinds.
+# The drafter extends over every token of the step, rejected ones included, which keeps shapes
+# fixed: what it writes behind the new length is overwritten by the next window, as the target's KV
+# is.
+#
+# Alignment. The KV that a drafter with hidden states keeps for position i is made of the target's
+# hidden state at i and of token i + 1, and predicts token i + 2. Token i + 1 is the next token of
+# the prompt, or what was drawn at i: up to the accepted length these are the emitted tokens,
+# without looking at what was accepted. So the KV of a page depends on one token after it
+# (`key_lookahead`).
+#
+# To await the result of each step, and to plan the next step from bounds, are the same code with
+# other numbers: (depth, lead) = (1, 1) and (2, 2).
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from aserve.gpu.decode.base import OnPublish, StepRunner
+from aserve.gpu.sampling.sampler import Sampled
+from aserve.gpu.spec.base import Drafter, DraftRows, Verified
+from aserve.gpu.spec.tree import DraftTrees
+from aserve.gpu.spec.verify import (
+    Accepted,
+    Windows,
+    accept_chain,
+    accept_tree,
+    compact,
+    path_results,
+    windows_of,
+)
+from aserve.gpu.step.forward_batch import ForwardOverrides
+from aserve.gpu.step.future_map import LAST_TOKEN, SEQ_LEN, RelayField
+from aserve.gpu.step.plan import StepPlan
+from aserve.gpu.step.resolve import DRAFTS, DeviceStep, HeldSample, exact_kv_lens
+from aserve.gpu.step.results import Packed, pack, pack_one_each
+from aserve.gpu.transfer.staging import DeviceArrays
+from aserve.messages.executor import DecodeCaps
+
+
+class Speculative:
+    """A `DecodeMode`."""
+
+    __slots__ = (
+        "_drafter",
+        "_trees",
+        "caps",
+        "draws_once",
+        "fields",
+        "graph_widths",
+        "num_draft_forwards",
+        "num_forwards",
+    )
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self._trees = None if drafter.tree is None else DraftTrees(drafter.tree, drafter.max_drafts)
+        self.caps = DecodeCaps(
+            max_tokens_per_step=drafter.max_drafts + 1,
+            tree=drafter.tree,
+            key_lookahead=drafter.key_lookahead,
+        )
+        self.draws_once = False
+        self.fields: tuple[RelayField, ...] = (
+            RelayField(SEQ_LEN, (), torch.int64),
+            RelayField(DRAFTS, (drafter.max_drafts,), torch.int64),
+            *(() if self._trees is None else self._trees.fields),
+            *drafter.fields,
+        )
+        self.num_forwards = 1
+        self.num_draft_forwards = drafter.num_forwards
+        self.graph_widths: tuple[int, ...] = (1, drafter.max_drafts + 1)
+
+    def draft(self, runner: StepRunner, plan: StepPlan, arrays: DeviceArrays) -> None:
+        drafting = arrays.ints("drafting")
+        if not len(drafting):
+            return
+        relay, query_lens = runner.relay, arrays.ints("query_lens")
+        roots = (query_lens.cumsum(0) - query_lens).index_select(0, drafting)
+        rows = arrays.ints("rows").index_select(0, drafting)
+        num_drafts = int(plan.num_drafts.max())
+        drafts = self._drafter.draft(
+            runner,
+            DraftRows(
+                iteration=plan.iteration,
+                rows=rows,
+                lens=exact_kv_lens(arrays, relay).index_select(0, drafting),
+                roots=relay.resolve(arrays.ints("input_ids").index_select(0, roots)),
+                num_drafts=num_drafts,
+                max_len=int(plan.len_bounds.max(initial=0)),
+                needs_noise=any(part.needs_noise for part in plan.logits.slices),
+            ),
+        )
+        relay.write(DRAFTS, rows, _widened(drafts.tokens, self._drafter.max_drafts))
+        if self._trees is not None and drafts.parents is not None:
+            self._trees.write(relay, rows, _widened(drafts.parents, self._drafter.max_drafts))
+
+    def step(self, runner: StepRunner, step: DeviceStep, publish: OnPublish) -> Packed:
+        capture = self._drafter.wants.capture()
+        tree = None if self._trees is None else self._trees.of(step, runner.relay)
+        overrides = ForwardOverrides(capture=capture)
+        if tree is not None:
+            overrides = dataclasses.replace(
+                overrides, rope_positions=tree.positions, tree_mask=tree.mask
+            )
+        batch = step.batch.overridden(overrides, is_debug=step.batch.is_debug)
+        step = dataclasses.replace(step, batch=batch)
+        hidden = runner.forward(batch)
+        runner.hold(step, hidden)
+        sampled = runner.sample(step, hidden, None if tree is None else tree.paths_of(step))
+        windows = windows_of(step, sampled.tokens, None if tree is None else tree.parents)
+        accepted = self._accept(windows)
+        if tree is not None:
+            compact(runner.state.pools, batch, windows.starts, accepted)
+        verified = Verified(
+            rows=step.arrays.ints("sample_rows"),
+            starts=windows.starts,
+            paths=accepted.paths,
+            tokens=accepted.tokens,
+            counts=accepted.counts,
+            last=accepted.last,
+            step_lens=_lens_after(step, windows, accepted),
+            features=self._drafter.wants.features(capture, hidden),
+        )
+        publish(verified.step_lens)
+        fields = self._drafter.extend(runner, step, verified)
+        runner.relay.stash(
+            verified.rows, {LAST_TOKEN: verified.last, **fields}, iteration=step.iteration
+        )
+        return _packed(step, sampled, windows, accepted)
+
+    def sample_held(self, runner: StepRunner, held: HeldSample) -> Packed:
+        sampled = runner.sample_held(held)
+        runner.relay.stash(held.rows, {LAST_TOKEN: sampled.tokens}, iteration=held.iteration)
+        return pack_one_each(sampled)
+
+    def _accept(self, windows: Windows) -> Accepted:
+        if windows.parents is None or self._trees is None:
+            return accept_chain(windows)
+        return accept_tree(windows, self._trees.max_depth)
+
+
+def _lens_after(step: DeviceStep, windows: Windows, accepted: Accepted) -> Tensor:
+    """int64 [rows of the step]: KV lengths without what was rejected."""
+    row_of_token = step.batch.token_to_row.index_select(0, windows.starts)
+    num_rejected = step.arrays.ints("windows") - accepted.counts
+    return step.batch.lens.index_add(0, row_of_token, -num_rejected)
+
+
+def _packed(step: DeviceStep, sampled: Sampled, windows: Windows, accepted: Accepted) -> Packed:
+    scored = _scored(step)
+    return pack(accepted.tokens, accepted.counts, path_results(sampled, windows, accepted, scored))
+
+
+def _scored(step: DeviceStep) -> Tensor:
+    """int64 [m], the logits rows with logprobs, over all slices."""
+    parts, start = [], 0
+    for number, part in enumerate(step.plan.logits.slices):
+        parts.append(step.arrays.ints(f"slice{number}.scored") + start)
+        start += part.num
+    return torch.cat(parts) if parts else step.arrays.ints("sample_rows")[:0]
+
+
+def _widened(values: Tensor, width: int) -> Tensor:
+    return torch.nn.functional.pad(values, (0, width - values.shape[1]))

@@ -1,0 +1,25 @@
+"""The drafters by the name of their algorithm. A new one is a file in this folder and a row here.
+
+NOTE: `--speculative-algorithm` takes its choices from here, so this file imports neither torch nor
+a drafter.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from aserve.gpu.spec.request import DraftRequest, LoadedDrafter
+
+
+def _load_in(module: str, request: DraftRequest) -> LoadedDrafter:
+    loaded: LoadedDrafter = importlib.import_module(f"aserve.gpu.spec.{module}").load(request)
+    return loaded
+
+
+ALGORITHMS: Mapping[str, Callable[[DraftRequest], LoadedDrafter]] = {
+    "STANDALONE": partial(_load_in, "standalone"),
+}

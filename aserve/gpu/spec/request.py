@@ -1,0 +1,67 @@
+"""The arguments of the function that loads a drafter, and its result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from aserve.errors import ConfigError
+from aserve.gpu.models.base import CausalModel, DraftModel, LoadPlan
+from aserve.gpu.spec.base import Drafter
+
+
+class SpecOptions(msgspec.Struct, frozen=True):
+    """The options of speculative decoding. A None lets the drafter choose."""
+
+    algorithm: str
+    draft_model_dir: Path | None = None
+    num_steps: int | None = None  # drafts on one path
+    topk: int | None = None  # branches at each node of a draft tree; 1: a chain
+    num_draft_tokens: int | None = None  # tokens that one step verifies, the root included
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """The arguments of a drafter's loader."""
+
+    options: SpecOptions
+    target: CausalModel
+    plan: LoadPlan  # with the dtype, context and device of the target
+
+    @property
+    def model_dir(self) -> Path:
+        """The directory of the draft model. Raises ConfigError if the options name none."""
+        if self.options.draft_model_dir is None:
+            raise ConfigError(
+                f"--speculative-algorithm {self.options.algorithm} needs a draft model for this "
+                "model; name its directory with --speculative-draft-model-path",
+                param="speculative_draft_model_path",
+            )
+        return self.options.draft_model_dir
+
+    def chain_len(self, *, default: int) -> int:
+        """Returns the number of drafts of a drafter that makes chains only."""
+        options = self.options
+        if options.topk not in (None, 1):
+            raise ConfigError(
+                f"--speculative-topk {options.topk}: {options.algorithm} drafts a chain; "
+                "leave the option out",
+                param="speculative_topk",
+            )
+        steps, tokens = options.num_steps, options.num_draft_tokens
+        if steps is not None and tokens not in (None, steps + 1):
+            raise ConfigError(
+                f"--speculative-num-draft-tokens {tokens} differs from --speculative-num-steps "
+                f"{steps} + 1, which a chain has; leave one of both out",
+                param="speculative_num_draft_tokens",
+            )
+        return steps or (tokens - 1 if tokens is not None else default)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDrafter:
+    drafter: Drafter
+    model: DraftModel | None  # None: it drafts without a model
+    about: str  # for the log

@@ -1,0 +1,85 @@
+"""A small language model of the target's vocabulary drafts token by token, with KV of its own.
+
+Its KV at a position depends on the tokens up to there alone, so after a step it computes the step's
+own tokens, and drafting goes on from the accepted ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from aserve.errors import ConfigError
+from aserve.gpu.decode.base import StepRunner
+from aserve.gpu.models.base import Attend, CausalModel, DraftModel
+from aserve.gpu.models.load import make_loader
+from aserve.gpu.spec.base import AFTER_NORM, DraftRows, Drafts, Verified
+from aserve.gpu.spec.drafting import draw_drafts, extend_inputs
+from aserve.gpu.spec.request import DraftRequest, LoadedDrafter
+from aserve.gpu.step.future_map import RelayField
+from aserve.gpu.step.resolve import DeviceStep
+from aserve.messages.step import DraftTree
+
+
+class Standalone:
+    """A chain of `max_drafts` tokens. It has nothing to relay."""
+
+    __slots__ = ("fields", "key_lookahead", "max_drafts", "model", "num_forwards", "tree", "wants")
+
+    def __init__(self, model: DraftModel, max_drafts: int) -> None:
+        self.model = model
+        self.max_drafts = max_drafts
+        self.tree: DraftTree | None = None
+        self.wants = AFTER_NORM
+        self.fields: tuple[RelayField, ...] = ()
+        self.key_lookahead = 0
+        self.num_forwards = max_drafts + 1
+
+    def draft(self, runner: StepRunner, rows: DraftRows) -> Drafts:
+        token, drafts = rows.roots, []
+        for depth in range(1, rows.num_drafts + 1):
+            batch = runner.init_forward(rows.tokens_at(depth - 1, token))
+            logits = self.model.logits(runner.draft(batch))
+            token = draw_drafts(runner, logits, rows, depth)
+            drafts.append(token)
+        return Drafts(torch.stack(drafts, dim=1))
+
+    def extend(
+        self, runner: StepRunner, step: DeviceStep, verified: Verified
+    ) -> Mapping[str, Tensor]:
+        runner.draft(extend_inputs(step, verified, runner.relay).batch)
+        return {}
+
+
+class PlainDraftModel:
+    """A language model as a `DraftModel`, which reads no hidden states of the target."""
+
+    __slots__ = ("dtype", "layers", "logits", "model")
+
+    def __init__(self, model: CausalModel) -> None:
+        self.model = model
+        self.layers = model.layers
+        self.dtype = model.dtype
+        self.logits = model.logits
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, attend: Attend, *, hidden: Tensor | None = None
+    ) -> Tensor:
+        return self.model.forward(input_ids, positions, attend)
+
+
+def load(request: DraftRequest) -> LoadedDrafter:
+    loader, code = make_loader(request.model_dir)
+    model = loader.load(request.plan)
+    if model.vocab_size != request.target.vocab_size:
+        raise ConfigError(
+            f"the draft model {request.model_dir} has {model.vocab_size} tokens, and the model has "
+            f"{request.target.vocab_size}: both need the same vocabulary",
+            param="speculative_draft_model_path",
+        )
+    draft_model = PlainDraftModel(model)
+    num_drafts = request.chain_len(default=4)
+    about = f"{num_drafts} tokens of {request.model_dir.name}, {code.name} code"
+    return LoadedDrafter(Standalone(draft_model, num_drafts), draft_model, about)
