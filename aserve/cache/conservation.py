@@ -1,6 +1,7 @@
 """Checks that every page is free, in the tree, or in one allocation, and that all counts agree.
 
-It changes nothing and keeps no state.
+It changes nothing and keeps no state. PERF: debug checks run after every tick of most tests, so a
+message is written only where a check fails.
 """
 
 from __future__ import annotations
@@ -11,99 +12,106 @@ from collections.abc import Iterator, Sequence
 from aserve.cache.allocation import PageAllocation
 from aserve.cache.pools import PagePool
 from aserve.cache.prefix_tree import PrefixTree, Run
+from aserve.cache.windowed_pages import WindowedPages
 from aserve.errors import BugError
 
 
 def check_conservation(
     pools: Sequence[PagePool], tree: PrefixTree, *, allocations: Sequence[PageAllocation]
 ) -> None:
+    runs = list(tree)
     for number, allocation in enumerate(allocations):
         _check_allocation(allocation, tree, number=number)
-    _check_runs(tree)
-    _check_users(tree, allocations=allocations)
-    _check_order(tree)
+    for run in runs:
+        _check_run(run, tree)
+    _check_users(runs, allocations)
+    _check_order(runs, tree)
     for group, pool in enumerate(pools):
-        _check_owners(group, pool, tree=tree, allocations=allocations)
-    for group in tree.windowed:
-        _check_locks(group, tree, allocations=allocations)
+        _check_owners(group, pool, runs, tree=tree, allocations=allocations)
+    for group, windowed in tree.windowed.items():
+        _check_locks(group, windowed, runs, allocations=allocations)
 
 
 def _check_allocation(allocation: PageAllocation, tree: PrefixTree, *, number: int) -> None:
     """Its lists have equal lengths, and its shared pages are those of its prefix in the tree."""
     story = f"allocation {number}"
-    _require(
-        {len(pages) for pages in allocation.pages} == {allocation.num_pages},
-        f"{story} covers {[len(pages) for pages in allocation.pages]} pages in its groups, not "
-        f"{allocation.num_pages}",
-    )
-    _require(
-        0 not in allocation.pages[0], f"{story} lacks a page in group 0: {allocation.pages[0]}"
-    )
-    _require(
-        allocation.num_shared <= allocation.num_pages,
-        f"{story} has {allocation.num_shared} nodes for {allocation.num_pages} pages",
-    )
+    lengths = [len(pages) for pages in allocation.pages]
+    if set(lengths) != {allocation.num_pages}:
+        raise BugError(f"{story} covers {lengths} pages in its groups, not {allocation.num_pages}")
+    if 0 in allocation.pages[0]:
+        raise BugError(f"{story} lacks a page in group 0: {allocation.pages[0]}")
+    num_shared = allocation.num_shared
+    if num_shared > allocation.num_pages:
+        raise BugError(f"{story} has {num_shared} nodes for {allocation.num_pages} pages")
     nodes = tree.nodes(allocation.prefix)
-    _require(len(nodes) == allocation.num_shared, f"{story}: its prefix has {len(nodes)} nodes")
+    if len(nodes) != num_shared:
+        raise BugError(f"{story}: its prefix has {len(nodes)} nodes, not {num_shared}")
     for index, node in enumerate(nodes):
-        where = f"{story}, page index {index}"
         page = allocation.pages[0][index]
-        _require(page == node, f"{where}: page {page} in group 0, the tree has {node}")
-        for group, windowed in tree.windowed.items():
-            page = allocation.pages[group][index]
-            known = int(windowed.pages[node])
-            _require(
-                page in (0, known), f"{where}: page {page} in group {group}, the tree has {known}"
+        if page != node:
+            raise BugError(
+                f"{story}, page index {index}: page {page} in group 0, the tree has {node}"
             )
+        for group, windowed in tree.windowed.items():
+            page, known = allocation.pages[group][index], int(windowed.pages[node])
+            if page not in (0, known):
+                raise BugError(
+                    f"{story}, page index {index}: page {page} in group {group}, the tree has "
+                    f"{known}"
+                )
 
 
-def _check_runs(tree: PrefixTree) -> None:
-    for run in tree:
-        where = f"the run of {run.keys[0].hex()}"
-        _require(len(run.keys) == len(run.pages), f"{where} has {len(run.keys)} keys")
-        _require(all(tree.get(key) is run for key in run.keys), f"{where} has a key of another run")
-        _require(
-            run.locked_end == max(run.users, default=run.start),
-            f"{where} is locked up to {run.locked_end}, its users are {run.users}",
-        )
-        _require(run.locked_end <= run.end, f"{where} is locked beyond its end, {run.end}")
-        has_parent = run.start == 0 if run.parent is None else run.parent.end >= run.start
-        _require(has_parent, f"{where} begins at {run.start}: the node before it was evicted")
+def _name(run: Run) -> str:
+    return f"the run of {run.keys[0].hex()}"
 
 
-def _check_users(tree: PrefixTree, *, allocations: Sequence[PageAllocation]) -> None:
+def _check_run(run: Run, tree: PrefixTree) -> None:
+    if len(run.keys) != len(run.pages):
+        raise BugError(f"{_name(run)} has {len(run.keys)} keys")
+    if any(tree.get(key) is not run for key in run.keys):
+        raise BugError(f"{_name(run)} has a key of another run")
+    if run.locked_end != max(run.users, default=run.start):
+        raise BugError(f"{_name(run)} is locked up to {run.locked_end}, its users are {run.users}")
+    if run.locked_end > run.end:
+        raise BugError(f"{_name(run)} is locked beyond its end, {run.end}")
+    has_parent = run.start == 0 if run.parent is None else run.parent.end >= run.start
+    if not has_parent:
+        raise BugError(f"{_name(run)} begins at {run.start}: the node before it was evicted")
+
+
+def _check_users(runs: Sequence[Run], allocations: Sequence[PageAllocation]) -> None:
     """The users of a run are allocations, and child runs that have users themselves."""
     users: defaultdict[int, Counter[int]] = defaultdict(Counter)
     for allocation in allocations:
         if allocation.num_shared:
             users[id(allocation.prefix.run)][allocation.num_shared] += 1
-    for run in tree:
+    for run in runs:
         if run.users and run.parent is not None:
             users[id(run.parent)][run.start] += 1
-    for run in tree:
+    for run in runs:
         found = dict(users[id(run)])
-        _require(
-            run.users == found,
-            f"the run of {run.keys[0].hex()} has the users {run.users}, but {found} use it",
-        )
+        if run.users != found:
+            raise BugError(f"{_name(run)} has the users {run.users}, but {found} use it")
 
 
-def _check_order(tree: PrefixTree) -> None:
+def _check_order(runs: Sequence[Run], tree: PrefixTree) -> None:
     """Exactly the unlocked nodes are evictable, and a node comes after its descendants."""
     places = {node: place for place, node in enumerate(tree.order.in_order())}
-    _require(len(places) == len(tree.order), "group 0 counts its evictable pages wrongly")
-    for run in tree:
-        where = f"the run of {run.keys[0].hex()}"
+    if len(places) != len(tree.order):
+        raise BugError("group 0 counts its evictable pages wrongly")
+    for run in runs:
         for index, node in enumerate(run.pages, run.start):
-            _require(
-                (node in places) == (index >= run.locked_end),
-                f"{where}, node {node}: locked is {index < run.locked_end}, but evictable is "
-                f"{node in places}",
-            )
+            if (node in places) != (index >= run.locked_end):
+                raise BugError(
+                    f"{_name(run)}, node {node}: locked is {index < run.locked_end}, but evictable "
+                    f"is {node in places}"
+                )
         chain = [places[node] for node in _upwards(run) if node in places]
-        _require(chain == sorted(chain), f"{where} would be evicted after its parent")
-    num_nodes = sum(len(run.pages) - (run.locked_end - run.start) for run in tree)
-    _require(num_nodes == len(places), "evictable pages of group 0 belong to no node")
+        if chain != sorted(chain):
+            raise BugError(f"{_name(run)} would be evicted after its parent")
+    num_nodes = sum(len(run.pages) - (run.locked_end - run.start) for run in runs)
+    if num_nodes != len(places):
+        raise BugError("evictable pages of group 0 belong to no node")
 
 
 def _upwards(run: Run | None) -> Iterator[int]:
@@ -115,54 +123,62 @@ def _upwards(run: Run | None) -> Iterator[int]:
 
 
 def _check_owners(
-    group: int, pool: PagePool, *, tree: PrefixTree, allocations: Sequence[PageAllocation]
+    group: int,
+    pool: PagePool,
+    runs: Sequence[Run],
+    *,
+    tree: PrefixTree,
+    allocations: Sequence[PageAllocation],
 ) -> None:
     """Each of the pages 1..num_pages - 1 has one owner, and no other page has one."""
-    owners: defaultdict[int, list[str]] = defaultdict(list)
-    for page in pool.free_pages():
-        owners[page].append("free")
-    for run in tree:
-        for key, node in zip(run.keys, run.pages, strict=True):
-            page = node if group == 0 else int(tree.windowed[group].pages[node])
-            if page:
-                owners[page].append(f"prefix {key.hex()}")
+    nodes = [node for run in runs for node in run.pages]
+    windowed = tree.windowed.get(group)
+    owned = {
+        "free": list(pool.free_pages()),
+        "in the tree": nodes if windowed is None else windowed.pages[nodes].tolist(),
+    }
     for number, allocation in enumerate(allocations):
-        num_shared = allocation.num_shared
-        for index, page in enumerate(allocation.pages[group][num_shared:], num_shared):
-            if page:
-                owners[page].append(f"allocation {number}, page index {index}")
-    for page in sorted({*owners, *range(1, pool.num_pages)}):
-        _require(
-            len(owners[page]) == 1 and 0 < page < pool.num_pages,
-            f"group {pool.name!r}: page {page} of {pool.num_pages} is owned by {owners[page]}",
-        )
+        owned[f"in allocation {number}"] = allocation.pages[group][allocation.num_shared :].tolist()
+    pages = [page for each in owned.values() for page in each if group == 0 or page]
+    if sorted(pages) == list(range(1, pool.num_pages)):
+        return
+    counts = Counter(pages)
+    for page in sorted({*pages, *range(1, pool.num_pages)}):
+        if counts[page] != 1 or not 0 < page < pool.num_pages:
+            owners = [owner for owner, theirs in owned.items() for _ in range(theirs.count(page))]
+            raise BugError(
+                f"group {pool.name!r}: page {page} of {pool.num_pages} is owned by {owners}"
+            )
 
 
-def _check_locks(group: int, tree: PrefixTree, *, allocations: Sequence[PageAllocation]) -> None:
+def _check_locks(
+    group: int,
+    windowed: WindowedPages,
+    runs: Sequence[Run],
+    *,
+    allocations: Sequence[PageAllocation],
+) -> None:
     """A windowed page has one lock per allocation that uses it, and is evictable without any."""
     users: Counter[int] = Counter()
     for allocation in allocations:
         pages = allocation.pages[group][: allocation.num_shared]
         users.update(node for node, page in zip(allocation.pages[0], pages, strict=False) if page)
-    windowed = tree.windowed[group]
     unlocked = set(windowed.order.in_order())
-    _require(len(unlocked) == len(windowed.order), f"group {group} counts its pages wrongly")
-    for run in tree:
+    if len(unlocked) != len(windowed.order):
+        raise BugError(f"group {group} counts its pages wrongly")
+    for run in runs:
         for node in run.pages:
             page, locks = int(windowed.pages[node]), int(windowed.locks[node])
-            where = f"node {node}, page {page} of group {group}"
-            _require(
-                not page or locks == users[node],
-                f"{where}: {locks} locks, but {users[node]} allocations use it",
-            )
-            _require(
-                (node in unlocked) == (page != 0 and not locks),
-                f"{where}: {locks} locks, but evictable is {node in unlocked}",
-            )
+            if page and locks != users[node]:
+                raise BugError(
+                    f"node {node}, page {page} of group {group}: {locks} locks, but {users[node]} "
+                    "allocations use it"
+                )
+            if (node in unlocked) != (page != 0 and not locks):
+                raise BugError(
+                    f"node {node}, page {page} of group {group}: {locks} locks, but evictable is "
+                    f"{node in unlocked}"
+                )
             unlocked.discard(node)
-    _require(not unlocked, f"group {group}: {len(unlocked)} evictable pages belong to no node")
-
-
-def _require(condition: bool, story: str) -> None:
-    if not condition:
-        raise BugError(story)
+    if unlocked:
+        raise BugError(f"group {group}: {len(unlocked)} evictable pages belong to no node")

@@ -72,13 +72,20 @@ def test_a_user_error_is_one_line_and_exit_code_2(
     assert words in line
 
 
+# A server in two processes shows what one in this process does, but for how it is launched.
+PROCESSES = "1,2" if os.environ.get("ASERVE_TEST_PROFILE") == "large" else "2"
 SMALL_RUNS = {
     "host-step": ("--rows", "4,8", "--steps", "20", "--repeats", "2"),
     "relay": ("--rows", "2", "--steps", "5", "--repeats", "2"),
-    "overlap-sim": ("--rows", "2", "--steps", "4", "--step-ms", "1", "--processes", "1,2"),
+    "overlap-sim": ("--rows", "2", "--steps", "4", "--step-ms", "1", "--processes", PROCESSES),
     "one-batch": ("--batch-sizes", "1,3", "--input-lens", "20", "--output-len", "4"),
 }
-SERIES = {"host-step": "rows", "relay": "idle", "overlap-sim": "busy_http", "one-batch": "batches"}
+SERIES = {
+    "host-step": "rows",
+    "relay": "idle",
+    "overlap-sim": "busy_two_processes",
+    "one-batch": "batches",
+}
 
 
 @pytest.mark.slow

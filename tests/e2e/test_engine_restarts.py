@@ -13,7 +13,6 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.e2e.conftest import GRAMMARS
 from tests.e2e.server_process import ServerProcess
 
 pytestmark = pytest.mark.slow
@@ -118,7 +117,8 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 async def test_killed_engines_change_nothing_of_64_streams() -> None:
     rng = random.Random(int(os.environ.get("ASERVE_TEST_SEED", "0")))
     options = ("--dtype", "float64", "--processes", "2", "--max-engine-restarts", "1000")
-    with ServerProcess(*options, *GRAMMARS) as server:
+    # One worker: every engine that is started has workers of its own, and their imports take long.
+    with ServerProcess(*options, "--grammar-workers", "1") as server:
         async with aiohttp.ClientSession(server.address) as client:
             crowd = Crowd(client)
             whole = await asyncio.gather(*map(crowd.ask, range(NUM_STREAMS)))

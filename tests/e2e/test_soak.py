@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import random
 import threading
 from collections import Counter
@@ -21,7 +22,7 @@ from tests.parity.real_model import engine
 
 pytestmark = pytest.mark.slow
 
-NUM_REQUESTS = 300
+NUM_REQUESTS = 300 if os.environ.get("ASERVE_TEST_PROFILE") == "large" else 150
 NUM_CLIENTS = 40
 # Room for a few long ones at once, and one waits for the other's pages.
 TIGHT: dict[str, Any] = {
@@ -75,7 +76,7 @@ class Client:
         }
 
 
-async def test_of_300_requests_nothing_is_left() -> None:
+async def test_of_many_requests_nothing_is_left() -> None:
     threads_before, tasks_before = set(threading.enumerate()), asyncio.all_tasks()
     async with engine(**TIGHT) as running:
         await crowd(running, NUM_CLIENTS, seed=0)  # what is made once is made here
@@ -86,9 +87,10 @@ async def test_of_300_requests_nothing_is_left() -> None:
         outcomes = await crowd(running, NUM_REQUESTS, seed=1)
         await idle(frontend)
         assert outcomes.total() == NUM_REQUESTS
-        outcomes.pop("deadline_unreachable", 0)  # it depends on the machine's speed
-        assert set(outcomes) == {"finished", "left", "deadline_exceeded"}
-        assert min(outcomes.values()) >= 5
+        # Which of the two a deadline ends with depends on the machine's speed.
+        num_late = outcomes.pop("deadline_exceeded", 0) + outcomes.pop("deadline_unreachable", 0)
+        assert set(outcomes) == {"finished", "left"}
+        assert min(num_late, *outcomes.values()) >= 5
         assert asyncio.all_tasks() == tasks
         assert thread_names() == threads
         assert num_objects(frontend) - objects < GROWTH

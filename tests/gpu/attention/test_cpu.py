@@ -32,14 +32,14 @@ LONG = "long prompts beside a decode and a chunk"
 SDPA_SOON = dataclasses.replace(SDPA_TILES, min_queries=3, min_keys=5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("page_size", [1, 16, 24])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_equals_the_reference(shape: str, page_size: int, dtype: torch.dtype) -> None:
     assert_parity("paged-cpu", Layout(layer(), page_size, dtype), shape)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", [*HEADS, (40, 2)])
 @pytest.mark.parametrize(
     ("window", "softcap"), [(None, 2.0), (1, None), (5, 2.0), (16, None), (290, 2.0)]
@@ -85,7 +85,7 @@ def test_rows_with_many_queries_use_dot_products_where_the_processor_has_them() 
         assert is_fused == (not pairs or dtype == torch.float32 or head_dim == 40)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_no_shape_compiles_anything_after_the_start(dtype: torch.dtype) -> None:
     layout = Layout(layer(head_dim=32), dtype=dtype)
     pools = layout.pools(3)
