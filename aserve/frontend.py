@@ -126,8 +126,7 @@ class Frontend:
         """Sends a request to the tokenizer. NOTE: callers must check `state.refusal()` first."""
         if self._running is None:
             raise BugError(f"request {request.request_id} was submitted before the engine started")
-        self.metrics.received(request)
-        self._running.inbox.send(request)
+        self._running.inbox.send(self.metrics.received(request))
 
     def _cancel(self, message: Cancel | Amend) -> None:
         if self._running is not None:

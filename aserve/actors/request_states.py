@@ -42,6 +42,8 @@ class RequestStates:
             children = self._state.groups.get(request_id)
             state = _state_of(self._state, next(iter(children.values()))) if children else "flush"
             num_chunks = chunks.get(request_id, 0)
+            if num_chunks:  # also of a sequence that was retracted, which has outputs
+                state = "prefill"
             if state != before or num_chunks:
                 self._report(RequestState(request_id, state, now, num_chunks))
             if children:

@@ -45,7 +45,7 @@ LOCAL = frozenset(
 MERGED = frozenset(
     {
         *(METRICS, "/abort_request", "/pause_generation", "/continue_generation", "/is_paused"),
-        *("/v1/requests", "/load"),
+        *("/v1/requests", "/load", "/live"),
     }
 )
 # These go to the frontend that made the id.
@@ -283,10 +283,14 @@ async def _whole(
 
 
 def merged(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Adds up the numbers of JSON objects, and joins their lists. All else is of the first."""
+    """Adds up the numbers of JSON objects, and joins their lists. `now_s` is the earliest, up to
+    which all of them tell what happened. All else is of the first.
+    """
     whole = dict(answers[0])
     for answer in answers[1:]:
         for key, value in answer.items():
-            if isinstance(value, int | list) and not isinstance(value, bool):
+            if key == "now_s":
+                whole[key] = min(whole[key], value)
+            elif isinstance(value, int | list) and not isinstance(value, bool):
                 whole[key] = whole[key] + value
     return whole

@@ -33,7 +33,7 @@ STATES = {
     "queue_share": "its client has its share of rows",
     "queue_prefix": "another request computes the prefix that they share",
     "queue_masks": "rows with slow token masks are limited",
-    "prefill": "its prompt is computed, to the first token",
+    "prefill": "its prompt is computed, to the first token, or again after a retraction",
     "decode": "its other tokens",
     "grammar": "a token mask is awaited",
     "retracted": "it gave its row back, and waits again",

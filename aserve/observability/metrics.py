@@ -49,11 +49,12 @@ class Metrics:
         self._grammars = GrammarMetrics(self.registry)
         self._host_s = self._device_s = 0.0  # of the ticks since the last that launched steps
 
-    def received(self, request: GenerateRequest) -> None:
-        self.recent.receive(request.request_id, request.sampling.n)
+    def received(self, request: GenerateRequest) -> GenerateRequest:
+        """Returns the request, which is to be timed if somebody watches the live view."""
         self.latency.submitted(request)
         self._requests.received.inc()
         self._requests.in_flight.inc()
+        return self.recent.receive(request)
 
     def delivered(self, chunk: OutputChunk) -> OutputChunk:
         """Returns the chunk, with its timings if it is the last one of a request that is timed."""
@@ -94,6 +95,7 @@ class Metrics:
                 self._steps.on_engine_down()
             case RequestState():
                 self.latency.on_state(report)
+                self.recent.on_state(report)
             case StartupStage() | EngineUp():
                 pass
             case _:

@@ -90,4 +90,4 @@ def test_masks_and_retractions_are_states_of_their_own() -> None:
     (sequence,) = other.scheduler.state.running.values()
     retract(other.scheduler.state, sequence)
     other.run()
-    assert other.states() == ["prefill", "decode", "retracted", "decode", "flush"]
+    assert other.states() == ["prefill", "decode", "retracted", *SERVED]

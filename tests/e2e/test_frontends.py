@@ -162,6 +162,7 @@ async def test_an_engine_that_is_killed_changes_no_stream_of_any_frontend(
 async def test_any_frontend_knows_the_requests_and_streams_of_all(
     client: aiohttp.ClientSession,
 ) -> None:
+    await get(client, "/live")  # somebody watches
     first, further = await begin_on_both(client, max_tokens=400, resumable=True, n=1)
     for _ in range(8):
         for stream in (first, further):
@@ -174,6 +175,12 @@ async def test_any_frontend_knows_the_requests_and_streams_of_all(
             assert f"id: cmpl-{further.id}:0".encode() in await answer.content.readline()
     assert await abort_all(client) >= 2
     await until_idle(client)
+    _, live = await get(client, "/live")
+    spans = {record["request_id"]: record["spans"] for record in live["requests"]}
+    for stream in (first, further):
+        states = {state for state, *_ in spans[f"{stream.id}-0"]}
+        assert states >= {"tokenize", "prefill", "decode"}
+    assert live["steps"]
 
 
 async def test_what_only_the_first_frontend_has_is_reached_from_all(

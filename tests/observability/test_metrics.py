@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,10 +20,12 @@ from aserve.messages.results import StepFailed, StepResult
 from aserve.messages.step import Launch, ScheduleBatch, StepStats
 from aserve.observability.metric_sums import summed
 from aserve.observability.metrics import Metrics
+from aserve.observability.recent import MAX_SPANS, WATCH_S, RequestRecord, Span
 from aserve.observability.reports import (
     Admitted,
     EngineDown,
     LaunchedSteps,
+    RequestState,
     SchedulerTick,
     TickReport,
     TickReporter,
@@ -253,6 +259,49 @@ def test_recent_requests_and_steps_have_their_times() -> None:
     later = metrics.recent.snapshot(since_s=103.5)
     assert [record.request_id for record in later.requests] == ["b"]
     assert not later.steps
+
+
+def test_states_and_chunks_are_recorded_of_what_arrives_while_somebody_watches() -> None:
+    clock = ManualClock()
+    metrics = Metrics(clock=clock)
+    early = request("early")
+    assert metrics.received(early) is early, "nobody watches"
+    metrics.recent.snapshot()
+    timed = metrics.received(request("seen"))
+    assert timed.started_s == 100
+    for name in ("early", "seen"):
+        for state, at_s, num_chunks in (
+            ("prefill", 99, 1),
+            ("prefill", 102, 1),
+            ("decode", 103, 0),
+        ):
+            metrics.on_report(RequestState(name, state, at_s, num_chunks))
+    shown = json.loads(msgspec.json.encode(metrics.recent.snapshot()))["requests"]
+    assert [record["spans"] for record in shown] == [
+        [],
+        [["tokenize", 100, 0], ["prefill", 100, 1], ["prefill", 102, 1], ["decode", 103, 0]],
+    ]
+    last = metrics.delivered(chunk("seen", tokens=1, total=1, reason="stop"))
+    assert not last.timings, "its client did not ask"
+    clock.now_s += WATCH_S
+    late = request("late")
+    assert metrics.received(late) is late
+
+
+def test_a_long_request_keeps_its_longest_spans_and_all_its_chunks() -> None:
+    record = RequestRecord("a", 0, spans=[Span("tokenize", 0)])
+    now_s = 0.0
+    for number in range(1000):
+        is_long = number % 100 == 0
+        record.enter(RequestState("a", ("prefill", "grammar")[number % 2], now_s, 1 - number % 2))
+        now_s += 50 if is_long else number % 7
+    starts = [span.started_s for span in record.spans]
+    assert 2 < len(starts) <= MAX_SPANS
+    assert starts == sorted(starts)
+    assert (record.spans[0].state, record.spans[-1].state) == ("tokenize", "grammar")
+    assert sum(span.num_chunks for span in record.spans) == 500
+    lengths = [after - before for before, after in itertools.pairwise(starts)]
+    assert sum(length >= 50 for length in lengths) >= 10, "the long ones are there"
 
 
 def test_an_engine_that_was_started_again_counts_from_0_and_the_sums_go_on() -> None:

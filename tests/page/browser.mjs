@@ -159,11 +159,32 @@ const steps = {
     await page.exposeFunction("tellPages", (label) => seen.push(label))
     await page.evaluate(() => new MutationObserver(([{ target }]) => window.tellPages(target.ariaLabel)).observe(document.querySelector(".pages canvas"), { attributeFilter: ["aria-label"] }))
     // The browser has six connections to a server, and the view needs some.
-    const load = page.evaluate(() => Promise.all(Array.from({ length: 4 }, () => fetch("v1/completions", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ prompt: "Once", n: 2, max_tokens: 900, ignore_eos: true }) }))))
+    const load = page.evaluate(() => {
+      const complete = (body) => fetch("v1/completions", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ prompt: "Once", max_tokens: 900, ...body }) })
+      const long = { prompt: "One day ".repeat(500), max_tokens: 8 } // several chunks
+      return Promise.all([complete({ n: 2, ignore_eos: true }), complete({ n: 2, ignore_eos: true }), complete(long), complete({ guided_regex: "[a-z ]{200,400}" })])
+    })
     await page.waitForFunction(() => Number(document.querySelector(".chart .key b").textContent.replace(/\D/g, "")) > 0)
     if (pictures) await shoot(page, "live")
     await load
+    const { requests } = await page.evaluate(async () => (await fetch("live")).json())
+    const states = requests.flatMap((request) => request.spans.map(([state]) => state))
+    for (const state of ["tokenize", "grammar_compile", "prefill", "decode", "flush"]) assert.ok(states.includes(state), state)
+    assert.ok(requests.some((request) => request.spans.filter(([state, , chunks]) => state === "prefill" && chunks).length > 1), "a prompt in chunks")
     assert.match(await page.locator(".timeline canvas").getAttribute("aria-label"), /^[1-9]\d* requests and [1-9]\d* ticks/)
+    const told = await page.evaluate(() => {
+      const canvas = document.querySelector(".timeline canvas")
+      const { left, top, width } = canvas.getBoundingClientRect()
+      const seen = new Set()
+      for (let x = 0; x < width; x += 1) {
+        for (const y of [5, 16, 27, 38]) {
+          canvas.dispatchEvent(new PointerEvent("pointermove", { clientX: left + x, clientY: top + y }))
+          seen.add(document.querySelector(".timeline > .hint").textContent)
+        }
+      }
+      return [...seen].join("\n")
+    })
+    assert.match(told, /prefill \d+ ms in \d+ chunks/)
     await page.waitForFunction(() => /requests? 0, .*free [1-9]/.test(document.querySelector(".pages canvas").ariaLabel))
     assert.ok(seen.some((label) => /[1-4] requests? [1-9]/.test(label)), seen.join("\n"))
   },

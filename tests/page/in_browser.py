@@ -22,7 +22,7 @@ def main() -> int:
         npm(["install", "--silent", "--no-save", "--prefix", str(TOOLS), PLAYWRIGHT])
     script = shutil.copy(Path(__file__).parent / "browser.mjs", TOOLS)
     pictures = [str(Path(folder).resolve()) for folder in sys.argv[1:2]]
-    with ServerProcess("--grammar-workers", "2") as server:
+    with ServerProcess("--grammar-workers", "2", "--max-num-batched-tokens", "256") as server:
         return node([str(script), f"{server.address}/", *pictures])
 
 

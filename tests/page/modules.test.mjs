@@ -148,6 +148,17 @@ test("bars have the phases that happened, lanes do not overlap, and a trace has 
   assert.ok(events.every((event) => Number.isInteger(event.ts) && (event.ph === "C" || event.dur > 0)))
 })
 
+test("a request that was watched has a bar for each state and prefill chunk", () => {
+  const spans = [["tokenize", 1, 0], ["queue_pages", 1.5, 0], ["prefill", 2, 1], ["prefill", 3, 1], ["grammar", 4, 0], ["decode", 4.5, 0], ["retracted", 5, 0], ["decode", 9, 0]]
+  const request = { request_id: "r", received_s: 1, ended_s: 8, outcome: "cancelled", prompt_tokens: 3, cached_tokens: 0, completion_tokens: {}, num_sequences: 1, num_admissions: 2, spans }
+  assert.deepEqual(phases(request, 9).map(([kind, from, to]) => [kind, from, to]), [
+    ["queued", 1, 1.5], ["queued", 1.5, 2], ["prefill", 2, 3], ["prefill", 3, 4], ["grammar", 4, 4.5], ["decode", 4.5, 5], ["retracted", 5, 8],
+  ])
+  assert.equal(tell(request, 9), "r · cancelled · tokenize 500 ms, queue pages 500 ms, prefill 2000 ms in 2 chunks, grammar 500 ms, decode 500 ms, retracted 3000 ms, retracted once · 3 prompt tokens (0 cached), 0 generated")
+  const { traceEvents: events } = traceEvents({ requests: [request], steps: [], now_s: 9 })
+  assert.deepEqual(events.map((event) => event.name), ["tokenize", "queue_pages", "prefill", "prefill", "grammar", "decode", "retracted"])
+})
+
 test("steps fill their pixels until the next one, or for half a second, and their times lie before them", () => {
   const step = (at_s, num_decode_rows, device_ms = 0) => ({ at_s, num_decode_rows, num_prefill_rows: num_decode_rows && 1, device_ms, host_ms: 25 })
   const x = (at) => (at - 10) * 10 // ten pixels a second

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from aserve.errors import BugError
+from aserve.http.forwarding import merged
 from aserve.http.peers import Peers, owner_of
 from aserve.messages.output import (
     Amended,
@@ -45,3 +46,11 @@ async def test_each_frontend_gets_what_is_about_its_requests_in_order() -> None:
         (12, StepOutput(7, (third,))),
         *zip((1, 12, 0), others, strict=True),
     ]
+
+
+def test_answers_of_all_frontends_are_added_up_to_the_time_that_all_of_them_tell_of() -> None:
+    """What ended between two of them would be missed with the later time."""
+    first = {"now_s": 8.5, "requests": ["a"], "load": 2, "is_paused": True, "model": "x"}
+    second = {"now_s": 8.25, "requests": ["b"], "load": 3, "is_paused": True, "model": "y"}
+    whole = {"now_s": 8.25, "requests": ["a", "b"], "load": 5, "is_paused": True, "model": "x"}
+    assert merged([first, second]) == merged([first | {"now_s": 8.25}, second]) == whole

@@ -8,9 +8,23 @@ const ROWS = 56 // pixels of the rows of steps, under the bars
 const BUSY = 40 // pixels of the share of time in which device and host worked, under those
 const GAP = 14
 
-/** The phases of a request, each from one of its times to the next that is known. */
+/** How the states that the server records are drawn (see aserve/observability/latency.py). All others are a wait in the queue. */
+const KINDS = {
+  prefill: "prefill", decode: "decode", flush: "decode", retracted: "retracted",
+  grammar: "grammar", grammar_compile: "grammar", queue_masks: "grammar",
+}
+
+/** The phases of a request as [kind, from, to, state, chunks]. While a page watches, the server records each state and prefill
+ * chunk of the requests that arrive. Of all others three times are known. */
 export function phases(request, now) {
   const end = request.ended_s || now
+  const spans = (request.spans ?? []).map(([state, from, chunks], at, all) => [
+    KINDS[state] ?? "queued", from, Math.min(end, all[at + 1]?.[1] ?? end), state, chunks,
+  ])
+  return spans.length ? spans.filter(([, from, to]) => to > from) : roughPhases(request, end)
+}
+
+function roughPhases(request, end) {
   const admitted = request.admitted_s || end
   const first = request.first_token_s || end
   const spans = [
@@ -38,8 +52,8 @@ export function lanes(requests, now) {
 export function traceEvents({ requests, steps, now_s: now }) {
   const us = (seconds) => Math.round(seconds * 1e6)
   const bars = lanes(requests, now).flatMap(([request, lane]) =>
-    phases(request, now).map(([name, from, to]) => ({
-      name, cat: "request", ph: "X", pid: 1, tid: lane + 1, ts: us(from), dur: us(to - from),
+    phases(request, now).map(([name, from, to, state]) => ({
+      name: state ?? name, cat: "request", ph: "X", pid: 1, tid: lane + 1, ts: us(from), dur: us(to - from),
       args: { id: request.request_id, outcome: request.outcome, prompt_tokens: request.prompt_tokens, cached_tokens: request.cached_tokens, completion_tokens: outputs(request) },
     })),
   )
@@ -57,7 +71,16 @@ const outputs = (request) => Object.values(request.completion_tokens).reduce((su
 
 /** What a pointer shows over a bar. */
 export function tell(request, now) {
-  const spans = phases(request, now).map(([name, from, to]) => `${name} ${Math.round((to - from) * 1000)} ms`)
+  const times = new Map()
+  for (const [name, from, to, state, chunks] of phases(request, now)) {
+    const label = (state ?? name).replaceAll("_", " ")
+    const before = times.get(label) ?? { seconds: 0, chunks: 0 }
+    times.set(label, { seconds: before.seconds + to - from, chunks: before.chunks + (chunks ?? 0) })
+  }
+  const spans = [...times].map(([label, { seconds, chunks }]) => {
+    const inChunks = chunks > 1 ? ` in ${chunks} chunks` : ""
+    return `${label} ${Math.round(seconds * 1000)} ms${inChunks}`
+  })
   const again = Math.max(0, request.num_admissions - request.num_sequences)
   if (again) spans.push(`retracted ${again === 1 ? "once" : `${again} times`}`)
   const counts = `${request.prompt_tokens} prompt tokens (${request.cached_tokens} cached), ${outputs(request)} generated`
@@ -97,6 +120,11 @@ function spread(columns, from, to) {
   }
 }
 
+const LEGEND = {
+  queued: "queued", prefill: "prefill, by chunks", decode: "decode", grammar: "held by grammar", retracted: "retracted",
+  failed: "failed", device: "device", host: "host",
+}
+
 export class Timeline {
   #requests = new Map()
   #steps = []
@@ -108,7 +136,7 @@ export class Timeline {
   constructor() {
     this.canvas = h("canvas", { role: "img", "aria-label": "Requests over the last minute" })
     this.told = h("p", { class: "hint" }, "Each bar is a request. Below are the rows of the steps, and how busy the device and the scheduler's host were. Point at something.")
-    const legend = ["queued", "prefill", "decode", "failed", "device", "host"].map((name) => h("span", {}, h("i", { class: `swatch ${name}` }), name))
+    const legend = Object.entries(LEGEND).map(([name, label]) => h("span", {}, h("i", { class: `swatch ${name}` }), label))
     const save = h("button", { class: "quiet small", onclick: () => this.#save() }, "Save for Perfetto")
     this.node = h("figure", { class: "chart timeline" }, h("figcaption", {}, "Requests and steps of the last minute", save), this.canvas, h("p", { class: "legend" }, ...legend), this.told)
     this.draw = perFrame(() => this.#draw())
@@ -117,13 +145,18 @@ export class Timeline {
   }
 
   add({ now_s: now, requests, steps }) {
-    if (now < this.#now) this.#requests.clear() // the server was started anew
+    if (now < this.#now) {
+      this.#requests.clear() // the server was started anew
+      this.#steps = []
+    }
     this.#now = now
     for (const request of requests) this.#requests.set(request.request_id, request)
     for (const [id, request] of this.#requests) {
       if (request.ended_s && request.ended_s < now - SPAN_S) this.#requests.delete(id)
     }
-    this.#steps = [...this.#steps, ...steps].filter((step) => step.at_s > now - SPAN_S && step.at_s <= now)
+    const known = this.#steps.at(-1)?.at_s ?? 0
+    const fresh = steps.filter((step) => step.at_s > known)
+    this.#steps = [...this.#steps, ...fresh].filter((step) => step.at_s > now - SPAN_S)
     this.canvas.setAttribute("aria-label", `${this.#requests.size} requests and ${this.#steps.length} ticks in the last minute`)
     this.draw()
   }
@@ -148,15 +181,20 @@ export class Timeline {
     const pen = this.canvas.getContext("2d")
     pen.scale(scale, scale)
     const x = (at) => width * (1 - (this.#now - at) / SPAN_S)
-    const colours = { queued: `rgb(${colour("--glow")})`, prefill: colour("--soft"), decode: colour("--accent"), line: colour("--line"), host: colour("--ink") }
+    const colours = {
+      queued: `rgb(${colour("--glow")})`, prefill: colour("--prefill"), decode: colour("--accent"),
+      grammar: colour("--held"), retracted: colour("--lost"), line: colour("--line"), host: colour("--ink"), text: colour("--soft"),
+    }
     this.#stepsTop = rows * LANE + GAP / 2
     this.#secondsAt = (px) => this.#now - SPAN_S * (1 - px / width)
     this.#placed = placed.map(([request, lane]) => {
       const top = lane * LANE + 2
-      for (const [name, from, to] of phases(request, this.#now)) {
-        pen.fillStyle = request.outcome === "failed" || request.outcome === "refused" ? colour("--danger") : colours[name]
-        pen.fillRect(x(from), top, Math.max(1, x(to) - x(from)), LANE - 3)
-      }
+      const hasFailed = request.outcome === "failed" || request.outcome === "refused"
+      phases(request, this.#now).forEach(([name, from, to, , chunks], at) => {
+        const gap = at && chunks ? 1 : 0 // shows where a chunk begins
+        pen.fillStyle = hasFailed ? colour("--danger") : colours[name]
+        pen.fillRect(x(from) + gap, top, Math.max(1, x(to) - x(from) - gap), LANE - 3)
+      })
       return { request, top, from: x(request.received_s), to: x(request.ended_s || this.#now) }
     })
     this.#drawSteps(pen, x, colours)
@@ -182,7 +220,7 @@ export class Timeline {
     bars(device.map((share) => share * BUSY), colours.decode, () => floor)
     pen.globalAlpha = 1
     bars(host.map((share) => share * BUSY), colours.host, () => floor)
-    pen.fillStyle = colours.prefill
+    pen.fillStyle = colours.text
     pen.font = "11px system-ui"
     pen.fillText(`rows of a step, most ${most}`, 4, this.#stepsTop + 10)
     pen.fillText("busy: device and host, of the time", 4, base + GAP + 8)
