@@ -1,0 +1,44 @@
+"""A recurrent chain, under the real scheduler: tokens are those of plain decoding, and after every
+extend its KV is that of a prefill from scratch, from the target's hidden states.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from aserve.gpu.spec.base import AFTER_NORM
+from aserve.gpu.spec.mode import Speculative
+from aserve.gpu.spec.recurrent import RecurrentChain
+from tests.fakes.hash_model import VOCAB, HashModel
+from tests.fakes.hidden_draft import HiddenDraft, pool_kv, scratch_kv, target_hidden, text_of
+from tests.gpu.drive import make_executor, request, serve
+from tests.gpu.plain_engine import plain_tokens
+
+PROMPT = [(5 * i * i + 3 * i) % VOCAB for i in range(15)]
+ASKED = [
+    request("greedy", PROMPT[:9], max_tokens=24),
+    request("warm", PROMPT, max_tokens=17, temperature=1.0, seed=5),
+    request("short", PROMPT[3:6], max_tokens=20, temperature=0.8, seed=6),
+]
+OPTIONS: list[dict[str, Any]] = [
+    {"depth": 1, "lead": 1, "page_size": 1, "num_pages": 200},
+    {"depth": 2, "lead": 2},
+    {"depth": 3, "lead": 3, "page_size": 16, "max_batched_tokens": 5},  # chunks
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_draft_kv_equals_a_prefill_from_scratch(options: dict[str, Any]) -> None:
+    model, target = HiddenDraft(), HashModel()
+    chain = RecurrentChain(model, 3, hidden_size=target.hidden_size, wants=AFTER_NORM)
+    executor = make_executor(target, mode=Speculative(chain), drafter=model, **options)
+    served = serve(executor, ASKED, chaos=2)
+    assert served.outputs == plain_tokens(ASKED)
+    for asked in ASKED:
+        text = text_of(asked, served)
+        hidden = target_hidden(target, text)
+        expected = scratch_kv(model, torch.tensor(text[1:]), hidden[:-1])
+        torch.testing.assert_close(pool_kv(executor, text), expected, rtol=0, atol=1e-5)
