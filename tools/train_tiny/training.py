@@ -10,12 +10,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
+from torch import nn
 from torch.nn import functional
 
 from tools.train_tiny.muon import Muon
 from tools.train_tiny.network import Llama
 from tools.train_tiny.packing import Batch, Packer
-from tools.train_tiny.recipe import Recipe, Stage
+from tools.train_tiny.recipe import Rates, Recipe, Stage
 
 CHECKPOINT_EVERY_S = 150.0
 
@@ -41,7 +42,7 @@ class Run:
 
 def train(network: Llama, run: Run, *, report: Callable[[Progress], None]) -> None:
     """Trains the network. It continues from the checkpoint if there is one."""
-    optimizers = optimizers_for(network, run.recipe)
+    optimizers = optimizers_for(network, run.recipe.rates)
     first_step = restored_step(network, run.checkpoint)
     num_tokens = 0
     saved_at = time.monotonic()
@@ -50,9 +51,7 @@ def train(network: Llama, run: Run, *, report: Callable[[Progress], None]) -> No
         if step < first_step:
             continue
         factor = run.recipe.rates.factor(step, num_tokens / run.recipe.num_tokens)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["peak_lr"] * factor
+        set_rates(optimizers, factor)
         loss = train_step(network, packer.batch(stage_step), optimizers, precision=run.precision)
         report(Progress(step, stage, num_tokens, loss))
         if run.checkpoint and time.monotonic() - saved_at > CHECKPOINT_EVERY_S:
@@ -67,23 +66,27 @@ def schedule(run: Run) -> Iterator[tuple[Stage, Packer, int]]:
             yield stage, packer, stage_step
 
 
-def optimizers_for(network: Llama, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices, AdamW for the embedding and the norms."""
+def optimizers_for(network: nn.Module, rates: Rates) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices, AdamW for embeddings, heads, norms and biases."""
     named = list(network.named_parameters())
     matrices = [weight for name, weight in named if is_matrix(name, weight)]
     others = [weight for name, weight in named if not is_matrix(name, weight)]
-    adam = torch.optim.AdamW(
-        others, lr=recipe.rates.adam, betas=(0.9, 0.95), weight_decay=0.0, fused=True
-    )
-    optimizers = [Muon(matrices, lr=recipe.rates.muon), adam]
+    adam = torch.optim.AdamW(others, lr=rates.adam, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    optimizers = [Muon(matrices, lr=rates.muon), adam]
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]
     return optimizers
 
 
+def set_rates(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+
+
 def is_matrix(name: str, weight: torch.Tensor) -> bool:
-    return weight.ndim == 2 and "embed_tokens" not in name
+    return weight.ndim == 2 and "embed_tokens" not in name and "lm_head" not in name
 
 
 def train_step(
@@ -108,14 +111,13 @@ def train_step(
     return loss.item()
 
 
-def save_checkpoint(network: Llama, path: Path, *, next_step: int) -> None:
-    weights = {name: weight.detach() for name, weight in network.named_parameters()}
+def save_checkpoint(network: nn.Module, path: Path, *, next_step: int) -> None:
     unfinished = path.with_suffix(".part")
-    save_file(weights, unfinished, metadata={"next_step": str(next_step)})
+    save_file(network.state_dict(), unfinished, metadata={"next_step": str(next_step)})
     unfinished.replace(path)
 
 
-def restored_step(network: Llama, path: Path | None) -> int:
+def restored_step(network: nn.Module, path: Path | None) -> int:
     """Loads the checkpoint and returns its step, or 0 without one. Momenta are not saved, because
     they build up again within some steps.
     """

@@ -1,0 +1,28 @@
+"""The parts of config.json that several drafters share, in the keys of published checkpoints."""
+
+from dataclasses import asdict
+
+from tools.train_tiny.network import Shape
+from tools.train_tiny.tokenizer import BOS, EOS, EOT, PAD
+
+SPECIAL_IDS: dict[str, object] = {
+    "bos_token_id": BOS,
+    "eos_token_id": [EOS, EOT],
+    "pad_token_id": PAD,
+}
+
+
+def llama_config(shape: Shape, architecture: str) -> dict[str, object]:
+    """The keys that Llama and its drafters have, as transformers 4 wrote them."""
+    return {
+        "architectures": [architecture],
+        "model_type": "llama",
+        **asdict(shape),
+        "rope_scaling": None,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        **SPECIAL_IDS,
+        "torch_dtype": "bfloat16",
+    }
