@@ -102,17 +102,17 @@ async def test_the_port_is_open_while_the_model_loads_and_says_so() -> None:
 async def test_a_signal_ends_a_server_that_is_still_loading_with_0() -> None:
     async with living() as (life, _):
         interrupt()
-        assert await asyncio.wait_for(asyncio.shield(life.exit_code), 1) == 0
+        assert await asyncio.wait_for(asyncio.shield(life.exit_code), 30) == 0
 
 
 async def test_a_step_that_is_lost_makes_the_server_stuck_until_it_comes_back() -> None:
-    async with living(watchdog_timeout=0.1) as (life, client):
+    async with living(watchdog_timeout=0.3) as (life, client):
         await life.until_ready()
         async with await life.stuck_stream(client):
             assert (await health(client))[0] == 200
-            await asyncio.sleep(0.15)
-            status, body = await health(client)
-            assert (status, body["status"]) == (503, "stuck")
+            while (await health(client))[0] == 200:
+                pass  # each look is a request of its own
+            assert (await health(client))[1]["status"] == "stuck"
             life.executor.is_manual = False
             while (await health(client))[0] != 200:
                 life.executor.run_next()
@@ -127,7 +127,7 @@ async def test_a_stream_that_outlives_the_grace_ends_with_an_error_event_and_exi
             rest = await answer.content.read()
         assert b'"code":"server_draining"' in rest
         assert rest.endswith(b"data: [DONE]\n\n")
-        assert await asyncio.wait_for(asyncio.shield(life.exit_code), 2) == 0
+        assert await asyncio.wait_for(asyncio.shield(life.exit_code), 30) == 0
 
 
 async def test_while_it_drains_new_requests_are_refused_and_a_second_signal_ends_it() -> None:
@@ -145,7 +145,7 @@ async def test_while_it_drains_new_requests_are_refused_and_a_second_signal_ends
             assert int(answer.headers["Retry-After"]) > 0
             assert (await answer.json())["error"]["code"] == "server_draining"
         interrupt()
-        assert await asyncio.wait_for(asyncio.shield(life.exit_code), 2) == 0
+        assert await asyncio.wait_for(asyncio.shield(life.exit_code), 30) == 0
         async with await stuck as answer:
             assert answer.status == 503
 
@@ -169,7 +169,7 @@ async def test_an_executor_that_dies_in_its_first_step_ends_the_server_with_an_e
     resolved = resolve(Raw(command_line={"port": 0}), Facts(default_model="none"))
     executor = Stillborn()
     loaded = Loaded(executor, TextSide(byte_level_tokenizer()))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         with pytest.raises(EngineDead, match="no such device"):
             await Server(resolved, InThisProcess(lambda *_: loaded)).run()
     assert executor.is_closed

@@ -18,7 +18,7 @@ async def alone(actor: Actor[Any]) -> AsyncIterator[None]:
     """It must not die, nor the test take long."""
     died: list[BaseException] = []
     actor.start(lambda _, error: died.append(error))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         yield
     await actor.stop()
     assert not died

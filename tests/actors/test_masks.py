@@ -53,7 +53,7 @@ class GatedMatcher:
         self.threads.append(threading.get_ident())
         self.asked.append((ask.child, ask.position))
         self.began.set()
-        assert self.gate.wait(10)
+        assert self.gate.wait(60)
         self._cpu.spend(self.seconds, threading.get_ident())
         self.act()
         return MaskReady(ask.request_id, ask.child, ask.position, ask.new_ids)

@@ -49,7 +49,7 @@ class GatedEncoder(PromptEncoder):
     def prepare(self, request: GenerateRequest) -> Prepared:
         self.prepared.append(request.request_id)
         if threading.current_thread() is not threading.main_thread():
-            assert self.gate.wait(10)
+            assert self.gate.wait(60)
         return super().prepare(request)
 
 

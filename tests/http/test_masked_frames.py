@@ -86,7 +86,7 @@ def test_from_the_first_unmasked_frame_on_the_reader_gets_an_error_alone(
 
 @pytest.fixture
 async def peer(echo: EchoEngine) -> AsyncIterator[UnreadClient]:
-    async with UnreadClient(echo.url) as client, asyncio.timeout(10):
+    async with UnreadClient(echo.url) as client, asyncio.timeout(60):
         await client.open_websocket("/v1/responses")
         yield client
 

@@ -96,7 +96,7 @@ class GatedEncoder(PromptEncoder):
 
     def encode(self, prompt: Any, *, is_truncated: bool = True) -> list[int]:
         self.threads.add(threading.current_thread())
-        assert self.gate.wait(10)
+        assert self.gate.wait(60)
         return super().encode(prompt, is_truncated=is_truncated)
 
 

@@ -65,7 +65,7 @@ class End:
 @asynccontextmanager
 async def linked() -> AsyncIterator[tuple[End, End]]:
     left, right = (End(sock) for sock in socket.socketpair())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await left.open()
         await right.open()
         yield left, right
@@ -81,7 +81,7 @@ async def raw() -> AsyncIterator[tuple[End, socket.socket]]:
     end = End(ours)
     with theirs:
         theirs.setblocking(False)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await end.open()
             yield end, theirs
             await end.close()

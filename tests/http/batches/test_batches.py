@@ -38,7 +38,7 @@ async def create(
 
 
 async def ended(client: openai.AsyncOpenAI, batch: Batch) -> Batch:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while batch.status in ("validating", "in_progress", "finalizing", "cancelling"):
             await asyncio.sleep(0.01)
             batch = await client.batches.retrieve(batch.id)

@@ -374,7 +374,7 @@ async def test_a_response_in_the_background_is_polled_and_outlives_its_client(
 
 
 async def polled(echo: EchoEngine, response_id: str) -> Response:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while True:
             response = await echo.client.responses.retrieve(response_id)
             if response.status not in ("queued", "in_progress"):

@@ -11,7 +11,7 @@ import pytest
 
 from aserve_kernels.cpu.build import KernelBuildError, KernelVariant, build_kernels
 
-VARIANTS = [KernelVariant("int8_linear", "float32"), KernelVariant("rms_norm", "float32")]
+VARIANTS = [KernelVariant("draw", "float32"), KernelVariant("rms_norm", "float32")]
 
 BUILD = """
 from tests.kernels.cpu.test_build import VARIANTS

@@ -55,24 +55,30 @@ def test_again_runs_what_it_names(tmp_path: Path, again: str, rerun: set[str]) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("argument", "limit_s", "status", "reason", "figures"),
+    ("argument", "status", "reason", "figures"),
     [
-        ("fine", LIMIT_S, "done", "", {"value": 2.5, "said": "fine"}),
-        ("raises", LIMIT_S, "failed", "ValueError: what went wrong", {"kept": 1}),
-        ("dies", LIMIT_S, "killed", "SIGKILL", {"kept": 1}),
-        ("hangs", 10.0, "killed", "had not ended after 10 s", {"kept": 1}),
-        ("leaves", LIMIT_S, "failed", "without a result", {"kept": 1}),
-        ("cannot", LIMIT_S, "not run", "no such device", {}),
+        ("fine", "done", "", {"value": 2.5, "said": "fine"}),
+        ("raises", "failed", "ValueError: what went wrong", {"kept": 1}),
+        ("dies", "killed", "SIGKILL", {"kept": 1}),
+        ("leaves", "failed", "without a result", {"kept": 1}),
+        ("cannot", "not run", "no such device", {}),
     ],
 )
 def test_a_part_leaves_its_figures_and_how_it_ended(
-    tmp_path: Path, argument: str, limit_s: float, status: str, reason: str, figures: Figures
+    tmp_path: Path, argument: str, status: str, reason: str, figures: Figures
 ) -> None:
-    found = check(tmp_path, {"one": part(argument, limit_s=limit_s)})["one"]
+    found = check(tmp_path, {"one": part(argument)})["one"]
     assert (found.status, found.figures) == (status, figures)
     assert reason in found.reason
     assert found.host is not None
     assert Records(tmp_path).read()["one"] == found
+
+
+def test_a_part_that_hangs_is_killed_at_its_limit(tmp_path: Path) -> None:
+    """Killed parts keep their figures: the test above."""
+    found = check(tmp_path, {"one": part("hangs", limit_s=0.5)})["one"]
+    assert (found.status, found.took_s) == ("killed", 0.5)
+    assert "had not ended after 0 s" in found.reason
 
 
 def test_what_was_interrupted_is_begun_once_more_and_then_given_up(tmp_path: Path) -> None:
