@@ -262,6 +262,16 @@ class SpeculativeOptions:
         "steps + 1 of a chain",
         Limits(low=2, high=64),
     )
+    speculative_min_match_len: int | None = option(
+        None,
+        "the shortest suffix of a sequence that is looked up in it for a draft; default: 1 token",
+        Limits(low=1, high=64, aliases=("speculative-ngram-min-match-window-size",)),
+    )
+    speculative_max_match_len: int | None = option(
+        None,
+        "the longest suffix of a sequence that is looked up in it for a draft; default: 12 tokens",
+        Limits(low=1, high=64, aliases=("speculative-ngram-max-match-window-size",)),
+    )
 
 
 @dataclass(frozen=True, slots=True)

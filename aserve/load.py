@@ -148,6 +148,8 @@ def _speculative(resolved: Resolved) -> SpecOptions | None:
         num_steps=options.speculative_num_steps,
         topk=options.speculative_topk,
         num_draft_tokens=options.speculative_num_draft_tokens,
+        min_match_len=options.speculative_min_match_len,
+        max_match_len=options.speculative_max_match_len,
     )
 
 

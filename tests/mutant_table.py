@@ -90,9 +90,9 @@ MUTANTS = (
     ),
     Mutant(
         "a row's parameters not sent again on re-admission",
-        "aserve/scheduling/batch.py",
-        "return tuple(sequence.row_init() for sequence in sequences if not sequence.written_pages)",
-        "return tuple(s.row_init() for s in sequences if not s.written_pages | s.num_outputs)",
+        "aserve/scheduling/table_writes.py",
+        "return tuple(row_init(sequence) for sequence in sequences if not sequence.written_pages)",
+        "return tuple(row_init(s) for s in sequences if not s.written_pages | s.num_outputs)",
     ),
     Mutant(
         "a page freed twice",

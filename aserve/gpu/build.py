@@ -147,7 +147,7 @@ def build_on(
     drafter = None
     if options.speculative is not None:
         loaded = ALGORITHMS[options.speculative.algorithm](
-            DraftRequest(options.speculative, model, plan)
+            DraftRequest(options.speculative, model, plan, ops)
         )
         mode, drafter = Speculative(loaded.drafter), loaded.model
         about = f"{about}, {options.speculative.algorithm} drafts {loaded.about}"

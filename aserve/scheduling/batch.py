@@ -12,13 +12,14 @@ import numpy.typing as npt
 from aserve.cache.allocation import num_shared_pages
 from aserve.messages.base import pack_i32
 from aserve.messages.requests import stamp_of
-from aserve.messages.step import Launch, PageWrites, RowInit, ScheduleBatch, StepStats, VerifyPlan
+from aserve.messages.step import Launch, ScheduleBatch, StepStats, VerifyPlan
 from aserve.scheduling.flights import Step, plan_step, send
 from aserve.scheduling.forecast import relax
 from aserve.scheduling.input_ids import expected_stamps, input_ids, next_ids
 from aserve.scheduling.request import Sequence
 from aserve.scheduling.rows import Column
 from aserve.scheduling.state import SchedulerState
+from aserve.scheduling.table_writes import page_writes, row_inits
 
 
 def launch(
@@ -58,8 +59,8 @@ def _build(
         expects=pack_i32(expected_stamps(table, step)),
         sample_rows=pack_i32(rows[step.samples & ~is_held]),
         held_rows=pack_i32(rows[is_held]),
-        page_writes=tuple(_page_writes(grown, group) for group in range(len(state.spec.groups))),
-        row_inits=_row_inits(grown),
+        page_writes=tuple(page_writes(grown, group) for group in range(len(state.spec.groups))),
+        row_inits=row_inits(grown),
         verify=VerifyPlan(pack_i32(step.num_drafts), state.spec.decode.tree)
         if has_drafts
         else None,
@@ -70,27 +71,6 @@ def _build(
 
 def _shared_pages(sequences: list[Sequence]) -> int:
     return num_shared_pages([row.allocation for row in sequences if row.allocation is not None])
-
-
-def _page_writes(sequences: list[Sequence], group: int) -> PageWrites:
-    """Page table entries that the device does not have: all of a row that is new to it."""
-    rows: list[bytes] = []
-    columns: list[bytes] = []
-    pages: list[bytes] = []
-    for sequence in sequences:
-        assert sequence.allocation is not None
-        start, stop = sequence.written_pages, sequence.allocation.num_pages
-        rows.append(sequence.row.to_bytes(4, "little") * (stop - start))
-        pages.append(sequence.allocation.pages[group][start:].tobytes())
-        if stop == start + 1:
-            columns.append(start.to_bytes(4, "little"))
-        else:
-            columns.append(np.arange(start, stop, dtype=np.int32).tobytes())
-    return PageWrites(rows=b"".join(rows), columns=b"".join(columns), pages=b"".join(pages))
-
-
-def _row_inits(sequences: list[Sequence]) -> tuple[RowInit, ...]:
-    return tuple(sequence.row_init() for sequence in sequences if not sequence.written_pages)
 
 
 def _stats(state: SchedulerState, step: Step, admitted: list[Sequence]) -> StepStats:

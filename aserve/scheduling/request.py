@@ -15,7 +15,6 @@ from aserve.errors import BugError
 from aserve.messages.base import array_i32
 from aserve.messages.executor import DecodeCaps
 from aserve.messages.requests import AdmitRequest, SamplingParams
-from aserve.messages.step import RowInit
 from aserve.scheduling.clients import Client
 from aserve.scheduling.reasoning import Reasoning
 from aserve.scheduling.rows import NUM_CELLS, Cell, Cells, RowTable
@@ -185,12 +184,6 @@ class Sequence:
         num_known = self.tokens.num - self.key_lookahead
         return max(0, min(self.committed_len, num_known)) if self.is_causal else 0
 
-    @property
-    def _num_prompt_logprobs(self) -> int:
-        """The value for a RowInit. A sequence that was retracted does not want them again."""
-        wanted = self.sampling.prompt_logprobs
-        return -1 if wanted is None or self.num_scored >= self.prompt_len else wanted
-
     def take_row(self, table: RowTable, row: int, *, page_size: int) -> None:
         assert self.allocation is not None
         copies = (
@@ -238,31 +231,6 @@ class Sequence:
             start = page * page_size + ahead if page else 0
             self.keys.append(self.tokens.packed(start, (page + 1) * page_size + ahead))
         return self.keys
-
-    def row_init(self) -> RowInit:
-        sampling = self.sampling
-        return RowInit(
-            row=self.row,
-            seed=self.seed,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            repetition_penalty=sampling.repetition_penalty,
-            prompt_len=self.prompt_len,
-            min_len=self.prompt_len + self.min_tokens,
-            end_ids=self.end_ids,
-            logit_bias=sampling.logit_bias,
-            num_logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
-            raw_logprobs=sampling.raw_logprobs,
-            allowed_ids=sampling.allowed_token_ids and sampling.allowed_token_ids + self.end_ids,
-            bad_word_ids=self.bad_word_ids,
-            num_prompt_logprobs=self._num_prompt_logprobs,
-            lora_slot=self.lora_slot,
-            embeds=self.embeds,
-        )
 
 
 def _wants_scores(request: AdmitRequest, child: int) -> bool:

@@ -12,6 +12,7 @@ from aserve.gpu.models.base import CausalModel
 from aserve.messages.base import array_i32
 from aserve.messages.requests import AdmitRequest
 from aserve.scheduling.request import Sequence
+from aserve.scheduling.table_writes import row_init
 from tests.fakes.hash_model import HashModel
 from tests.fakes.toy_device import allowed_ids, forced_ids, min_tokens_of
 from tests.gpu.naive_sampler import Floats, naive_logits, naive_token
@@ -61,7 +62,7 @@ def plain_tokens(
 
 
 def plain_run(model: CausalModel, request: AdmitRequest, child: int = 0) -> PlainRun:
-    init = Sequence(request, child=child, arrival=0).row_init()
+    init = row_init(Sequence(request, child=child, arrival=0))
     sampling = request.sampling
     assert sampling.max_tokens is not None
     tokens: list[int] = array_i32(request.prompt_ids).tolist()

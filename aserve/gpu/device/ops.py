@@ -21,6 +21,7 @@ from aserve.gpu.step.future_map import PLAIN_ROWS, RowOps
 from aserve.gpu.step.plan import StepPlan
 from aserve.gpu.step.resolve import DeviceState, Resolve, resolve
 from aserve.gpu.step.results import Packed
+from aserve_kernels.suffix_match import TORCH_SUFFIX_MATCH, SuffixMatch
 
 
 class FusedStep(Protocol):
@@ -61,6 +62,7 @@ class DeviceOps:
     sample_ops: SampleOps = PLAIN_OPS
     lora_ops: MakeLoraOps = LoraOps  # of engines with --enable-lora
     fused_step: MakeFusedStep = no_fused_step
+    suffix_match: SuffixMatch = TORCH_SUFFIX_MATCH  # looks up drafts in histories and texts
 
 
 TORCH_OPS = DeviceOps()

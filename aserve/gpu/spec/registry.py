@@ -21,5 +21,6 @@ def _load_in(module: str, request: DraftRequest) -> LoadedDrafter:
 
 
 ALGORITHMS: Mapping[str, Callable[[DraftRequest], LoadedDrafter]] = {
+    "NGRAM": partial(_load_in, "ngram"),
     "STANDALONE": partial(_load_in, "standalone"),
 }

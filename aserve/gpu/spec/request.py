@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from aserve.errors import ConfigError
+from aserve.gpu.device.ops import TORCH_OPS, DeviceOps
 from aserve.gpu.models.base import CausalModel, DraftModel, LoadPlan
 from aserve.gpu.spec.base import Drafter
 
@@ -20,6 +21,8 @@ class SpecOptions(msgspec.Struct, frozen=True):
     num_steps: int | None = None  # drafts on one path
     topk: int | None = None  # branches at each node of a draft tree; 1: a chain
     num_draft_tokens: int | None = None  # tokens that one step verifies, the root included
+    min_match_len: int | None = None  # of a suffix that is looked up
+    max_match_len: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,7 @@ class DraftRequest:
     options: SpecOptions
     target: CausalModel
     plan: LoadPlan  # with the dtype, context and device of the target
+    ops: DeviceOps = TORCH_OPS
 
     @property
     def model_dir(self) -> Path:

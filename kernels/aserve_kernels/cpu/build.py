@@ -37,6 +37,7 @@ from aserve_kernels.cpu.lora import compile_lora
 from aserve_kernels.cpu.paged_attention import compile_paged_attention
 from aserve_kernels.cpu.rms_norm import compile_rms_norm
 from aserve_kernels.cpu.rope_and_store_kv import compile_rope_and_store_kv
+from aserve_kernels.cpu.suffix_match import compile_suffix_match
 
 Tasks: TypeAlias = "deque[list[KernelVariant]]"
 
@@ -51,6 +52,7 @@ COMPILERS: Mapping[str, Callable[[torch.dtype, int], None]] = {
     "int8_linear": lambda dtype, _: compile_int8_linear(dtype),
     "rms_norm": lambda dtype, _: compile_rms_norm(dtype),
     "draw": lambda _, __: compile_draw(),
+    "suffix_match": lambda _, __: compile_suffix_match(),
 }
 
 

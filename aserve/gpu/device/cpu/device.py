@@ -103,6 +103,7 @@ class CpuDevice:
             sample_ops=cpu_ops.compiled_sample_ops(),
             lora_ops=partial(cpu_ops.compiled_lora, dtype),
             fused_step=make_compiled_forward,
+            suffix_match=cpu_ops.compiled_suffix_match(),
         )
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -41,7 +41,7 @@ def kernels_of(dtype: torch.dtype, isa: CpuIsa, *, num_threads: int) -> list[Ker
     names = ["rms_norm", "rope_and_store_kv"]
     if num_threads == 1 and has_tiles(dtype, isa):
         names += ["decoder_forward", "packed_linear"]
-    variants = _variants(names, dtype) + _variants(["draw"], torch.float32)
+    variants = _variants(names, dtype) + _variants(["draw", "suffix_match"], torch.float32)
     parallel = ["paged_attention"]
     if dtype == torch.bfloat16 and isa.bf16_products == AVX512_BF16:
         parallel.append("chunk_attention")

@@ -23,7 +23,13 @@ from aserve_kernels.cpu.draw import compile_draw, draw
 from aserve_kernels.cpu.lora import add_lora, compile_lora
 from aserve_kernels.cpu.rms_norm import compile_rms_norm, rms_norm
 from aserve_kernels.cpu.rope_and_store_kv import compile_rope_and_store_kv, rope_and_store_kv
+from aserve_kernels.cpu.suffix_match import (
+    compile_suffix_match,
+    continue_history,
+    continue_text,
+)
 from aserve_kernels.lora import LoraStack, add_lora_ref
+from aserve_kernels.suffix_match import SuffixMatch
 
 
 def compiled_store(dtype: torch.dtype) -> RopeAndStoreKv:
@@ -103,6 +109,11 @@ def _draw(
         return draw_tokens(logits, rows, tables, plan)
     params = tables.at(rows.rows, logits.dtype)
     return draw(logits, params.ints("seed"), rows.lens, params.floats("temperature"))
+
+
+def compiled_suffix_match() -> SuffixMatch:
+    compile_suffix_match()
+    return SuffixMatch(continue_history, continue_text)
 
 
 # PERF: from this number of tokens on, dense products over all slots are faster than the kernel.
