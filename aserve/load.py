@@ -130,13 +130,14 @@ def build_options(resolved: Resolved, model_dir: Path) -> BuildOptions:
         max_loras=resolved.lora.max_slots,
         max_lora_rank=resolved.lora.max_lora_rank,
         threads=resolved.machine.threads,
-        speculative=_speculative(resolved),
+        speculative=_speculative(resolved, model_dir),
     )
 
 
-def _speculative(resolved: Resolved) -> SpecOptions | None:
+def _speculative(resolved: Resolved, model_dir: Path) -> SpecOptions | None:
     from aserve.gpu.spec.request import SpecOptions
     from aserve.host.hub import resolve_model_dir
+    from aserve.tiny import DRAFTERS_DIR, MODEL_DIR
 
     options = resolved.speculative
     if options.speculative_algorithm is None:
@@ -145,6 +146,7 @@ def _speculative(resolved: Resolved) -> SpecOptions | None:
     return SpecOptions(
         algorithm=options.speculative_algorithm,
         draft_model_dir=None if draft is None else resolve_model_dir(draft),
+        bundled_drafters=DRAFTERS_DIR if model_dir.resolve() == MODEL_DIR.resolve() else None,
         num_steps=options.speculative_num_steps,
         topk=options.speculative_topk,
         num_draft_tokens=options.speculative_num_draft_tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from aserve.errors import ConfigError
 from aserve.gpu.device.ops import TORCH_OPS, DeviceOps
 from aserve.gpu.models.base import CausalModel, DraftModel, LoadPlan
 from aserve.gpu.spec.base import Drafter
+from aserve.gpu.weights.source import unwrapped
 
 
 class SpecOptions(msgspec.Struct, frozen=True):
@@ -18,6 +20,7 @@ class SpecOptions(msgspec.Struct, frozen=True):
 
     algorithm: str
     draft_model_dir: Path | None = None
+    bundled_drafters: Path | None = None  # a directory of drafters that fit the target
     num_steps: int | None = None  # drafts on one path
     topk: int | None = None  # branches at each node of a draft tree; 1: a chain
     num_draft_tokens: int | None = None  # tokens that one step verifies, the root included
@@ -31,13 +34,22 @@ class DraftRequest:
 
     options: SpecOptions
     target: CausalModel
-    plan: LoadPlan  # with the dtype, context and device of the target
+    target_plan: LoadPlan
     ops: DeviceOps = TORCH_OPS
 
     @property
-    def model_dir(self) -> Path:
-        """The directory of the draft model. Raises ConfigError if the options name none."""
+    def plan(self) -> LoadPlan:
+        """The dtype, context and device of the target. A drafter has no LoRA adapters."""
+        target = dataclasses.replace(self.target_plan.target, wrap=unwrapped)
+        return dataclasses.replace(self.target_plan, target=target)
+
+    def model_dir(self, *, bundled: str) -> Path:
+        """Returns the directory of the draft model. Where the options name none, it is the drafter
+        `bundled` with the target; raises ConfigError if there is no such drafter."""
+        drafters = self.options.bundled_drafters
         if self.options.draft_model_dir is None:
+            if drafters is not None and (drafters / bundled).is_dir():
+                return drafters / bundled
             raise ConfigError(
                 f"--speculative-algorithm {self.options.algorithm} needs a draft model for this "
                 "model; name its directory with --speculative-draft-model-path",

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from aserve.errors import ConfigError
 from aserve.gpu.decode.base import StepRunner
 from aserve.gpu.models.base import Attend, CausalModel, DraftModel
 from aserve.gpu.models.load import make_loader
 from aserve.gpu.spec.base import AFTER_NORM, DraftRows, Drafts, Verified
+from aserve.gpu.spec.checkpoint import check_vocabulary
 from aserve.gpu.spec.drafting import draw_drafts, extend_inputs
 from aserve.gpu.spec.request import DraftRequest, LoadedDrafter
 from aserve.gpu.step.future_map import RelayField
@@ -71,15 +71,11 @@ class PlainDraftModel:
 
 
 def load(request: DraftRequest) -> LoadedDrafter:
-    loader, code = make_loader(request.model_dir)
+    model_dir = request.model_dir(bundled="small_lm")
+    loader, code = make_loader(model_dir)
     model = loader.load(request.plan)
-    if model.vocab_size != request.target.vocab_size:
-        raise ConfigError(
-            f"the draft model {request.model_dir} has {model.vocab_size} tokens, and the model has "
-            f"{request.target.vocab_size}: both need the same vocabulary",
-            param="speculative_draft_model_path",
-        )
+    check_vocabulary(model_dir, model.vocab_size, request.target)
     draft_model = PlainDraftModel(model)
     num_drafts = request.chain_len(default=4)
-    about = f"{num_drafts} tokens of {request.model_dir.name}, {code.name} code"
+    about = f"{num_drafts} tokens of {model_dir.name}, {code.name} code"
     return LoadedDrafter(Standalone(draft_model, num_drafts), draft_model, about)

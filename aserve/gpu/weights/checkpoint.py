@@ -6,11 +6,11 @@ Names, shapes and dtypes come from the files' headers; values are read one tenso
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import msgspec
 import torch
@@ -34,18 +34,33 @@ class StoredTensor(msgspec.Struct, frozen=True):
     """One tensor as a file's header describes it."""
 
     file_name: str
+    name: str  # in the file
     shape: tuple[int, ...]
     dtype: str  # the format's name for it: F32, BF16, I8, ...
 
 
+Rename: TypeAlias = Callable[[str], str | None]
+
+
+def as_stored(name: str) -> str:
+    return name
+
+
 class Checkpoint:
-    """Opened checkpoint files, which are read straight to `device`. It is a context manager."""
+    """Opened checkpoint files, which are read straight to `device`. It is a context manager.
 
-    __slots__ = ("_device", "_files", "_stack", "directory", "tensors")
+    `rename` maps the names in the files to those by which the tensors are known here; None leaves a
+    tensor out.
+    """
 
-    def __init__(self, directory: Path, device: torch.device = CPU) -> None:
+    __slots__ = ("_device", "_files", "_rename", "_stack", "directory", "tensors")
+
+    def __init__(
+        self, directory: Path, device: torch.device = CPU, *, rename: Rename = as_stored
+    ) -> None:
         self.directory = directory
         self._device = device
+        self._rename = rename
         self.tensors: dict[str, StoredTensor] = {}
         self._files: dict[str, _File] = {}
         self._stack = ExitStack()
@@ -75,12 +90,12 @@ class Checkpoint:
         file: copy it before the checkpoint closes.
         """
         with self._explained(name) as file:
-            return file.get_tensor(name)
+            return file.get_tensor(self.tensors[name].name)
 
     def read_part(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """Reads the elements tensor[part] alone."""
         with self._explained(name) as file:
-            return file.get_slice(name)[part]
+            return file.get_slice(self.tensors[name].name)[part]
 
     @contextmanager
     def _explained(self, name: str) -> Iterator[_File]:
@@ -94,14 +109,18 @@ class Checkpoint:
 
     def _note_tensors(self, file_name: str) -> None:
         file = self._files[file_name]
-        for name in file.keys():  # noqa: SIM118  (not a mapping)
+        for stored_name in file.keys():  # noqa: SIM118  (not a mapping)
+            name = self._rename(stored_name)
+            if name is None:
+                continue
             if name in self.tensors:
                 first = self.tensors[name].file_name
                 raise ConfigError(
                     f"{self.directory}: tensor {name} is in two files, {first} and {file_name}"
                 )
-            part = file.get_slice(name)
-            self.tensors[name] = StoredTensor(file_name, tuple(part.get_shape()), part.get_dtype())
+            part = file.get_slice(stored_name)
+            shape, dtype = tuple(part.get_shape()), part.get_dtype()
+            self.tensors[name] = StoredTensor(file_name, stored_name, shape, dtype)
 
     def _check_index(self, index: Mapping[str, str]) -> None:
         lost = [name for name, file in index.items() if not self._is_in(name, file)]
@@ -109,7 +128,10 @@ class Checkpoint:
             path = self.directory / INDEX
             raise ConfigError(f"{path} names tensors that are not in their files: {listed(lost)}")
 
-    def _is_in(self, name: str, file_name: str) -> bool:
+    def _is_in(self, stored_name: str, file_name: str) -> bool:
+        name = self._rename(stored_name)
+        if name is None:
+            return True
         return name in self.tensors and self.tensors[name].file_name == file_name
 
 
