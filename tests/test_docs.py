@@ -22,7 +22,8 @@ FIGURES = ROOT / "docs" / "figures"
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 CODE_PATH = re.compile(r"`((?:[\w-]+/)+(?:[\w-]+\.py)?|[\w-]+\.py)`")
 LINK = re.compile(r"\]\((?!http)([^)#]+)\)")
-# Options of mypy, transformers, Docker, `make gpu-check` and the bundled model's training script.
+# Options of mypy, transformers, llama.cpp, Docker, `make gpu-check` and the training script of the
+# bundled model.
 FOREIGN = frozenset(
     {
         "--build-arg",
@@ -38,6 +39,14 @@ FOREIGN = frozenset(
         "--continuous-batching",
         "--again",
         "--output",
+        "--alias",
+        "--chat-template-file",
+        "--embedding",
+        "--embeddings",
+        "--jinja",
+        "--metrics",
+        "--parallel",
+        "--pooling",
     }
 )
 # Pages name a file from one of these folders.

@@ -22,6 +22,8 @@ HERE = Path(__file__).parent
 ENVIRONMENTS = REPOSITORY / ".venv-clients"
 MODEL = "aserve-tiny"
 TIMEOUT_S = 300.0
+# What pip and npm do not bring. Without it the client is left out.
+PROGRAMS = {"promtool_client.py": "promtool"}
 # The program of each client, with what pip or npm installs for it.
 CLIENTS: dict[str, tuple[str, ...]] = {
     "anthropic_sdk.py": ("anthropic",),
@@ -41,6 +43,7 @@ CLIENTS: dict[str, tuple[str, ...]] = {
     "inspect_client.py": ("inspect-ai", "openai"),
     "vllm_bench_client.py": ("--no-deps", "vllm"),  # for a program that needs none of them
     "open_webui_calls.py": (),
+    "promtool_client.py": (),
     "openai_node.mjs": ("openai",),
     "ai_sdk.mjs": ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "zod"),
     "promptfoo.mjs": ("promptfoo",),
@@ -76,9 +79,13 @@ def run_node(name: str, *arguments: str) -> int:
 
 def main(names: list[str]) -> int:
     failed = []
-    with ServerProcess("--grammar-workers", "1") as server:
+    with ServerProcess("--grammar-workers", "1", "--metrics-compat", "vllm") as server:
         for name in CLIENTS:
             if names and Path(name).stem not in names:
+                continue
+            program = PROGRAMS.get(name)
+            if program and shutil.which(program) is None:
+                sys.stdout.write(f"{name}: left out, because {program} is not on the PATH\n")
                 continue
             run = run_node if name.endswith(".mjs") else run_python
             is_good = run(name, server.address, MODEL) == 0
