@@ -18,9 +18,9 @@ WHAT = {
 CARD = """\
 # Drafters of aserve tiny
 
-Drafters for speculative decoding with [the bundled model](../model/README.md), each in the tensor
-names and config keys of published checkpoints of its kind. `python -m tools.train_drafters` makes
-them.
+Six drafters for speculative decoding with [the bundled model](../model/README.md), each in the
+tensor names and config keys of published checkpoints of its kind. `python -m tools.train_drafters`
+makes them.
 
 | folder | what it is | `architectures` | parameters |
 | --- | --- | --- | --- |
