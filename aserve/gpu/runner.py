@@ -13,12 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aserve.errors import BugError
 from aserve.gpu.attention.base import AttentionBackend
 from aserve.gpu.decode.base import DecodeMode, OnPublish
 from aserve.gpu.device.ops import FusedStep
 from aserve.gpu.lora.tables import LoraTables
-from aserve.gpu.models.base import CausalModel, DraftModel
+from aserve.gpu.models.base import Attend, CausalModel, DraftModel
 from aserve.gpu.sampling.ops import PLAIN_OPS, SampleOps
 from aserve.gpu.sampling.params import LogitsRows
 from aserve.gpu.sampling.sampler import Sampled, Sampler
@@ -178,13 +177,15 @@ class ModelRunner:
         )
 
     def draft(self, batch: ForwardBatch, hidden: Tensor | None = None) -> Tensor:
-        """Runs the drafter -> its hidden states. Its attention plans for itself, because the plan
-        on the batch belongs to the target's."""
-        drafter = self._parts.drafter
-        if drafter is None:
-            raise BugError(f"step {batch.iteration}: this runner has no drafter")
-        attend = drafter.attention.bind(batch, drafter.attention.plan(batch))
-        return drafter.model.forward(batch.input_ids, batch.rope_positions, attend, hidden=hidden)
+        assert self.drafter is not None
+        attend = self.draft_attention(batch)
+        return self.drafter.forward(batch.input_ids, batch.rope_positions, attend, hidden=hidden)
+
+    def draft_attention(self, batch: ForwardBatch) -> Attend:
+        """NOTE: this attention plans for itself, because the batch's plan is the target's."""
+        assert self._parts.drafter is not None
+        attention = self._parts.drafter.attention
+        return attention.bind(batch, attention.plan(batch))
 
     def sample(self, step: DeviceStep, hidden: Tensor, paths: TreePaths | None = None) -> Sampled:
         """hidden [tokens, hidden] -> a token for every logits row of the step's plan, and the

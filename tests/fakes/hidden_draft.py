@@ -4,6 +4,9 @@ a prefill from scratch. As in HashModel, every mistake shows.
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
+import msgspec
 import torch
 from torch import Tensor
 
@@ -16,6 +19,8 @@ from tests.fakes.hash_model import HEAD_DIM, NUM_HEADS, VOCAB, HashModel
 from tests.gpu.drive import Served
 from tests.parity.dense_attend import DenseAttend
 
+Kv: TypeAlias = dict[int, tuple[Tensor, Tensor]]  # by layer: keys and values, by position
+
 
 class HiddenDraft:
     """Its KV holds a hash of (hidden state, token), and what it returns is a hash of what it reads.
@@ -24,7 +29,7 @@ class HiddenDraft:
     def __init__(self, *, index: int = 0) -> None:
         generator = torch.Generator().manual_seed(11 + index)
         target = HashModel()
-        self.layers = HashModel(second_window=None).layers[:1]
+        self.layers = (msgspec.structs.replace(target.layers[0], index=index),)
         self.dtype = target.dtype
         self.logits = target.logits
         self._hidden_size = target.hidden_size
@@ -42,6 +47,17 @@ class HiddenDraft:
         return torch.cat((read, read.roll(1, dims=1)), dim=1)[:, : self._hidden_size]
 
 
+class HiddenModules:
+    """Several of them as one draft model."""
+
+    def __init__(self, num: int) -> None:
+        self.modules = [HiddenDraft(index=index) for index in range(num)]
+        self.layers = tuple(layer for module in self.modules for layer in module.layers)
+        self.dtype = self.modules[0].dtype
+        self.forward = self.modules[0].forward
+        self.logits = self.modules[0].logits
+
+
 def text_of(asked: AdmitRequest, served: Served) -> list[int]:
     return [*array_i32(asked.prompt_ids).tolist(), *served.outputs[asked.request_id, 0]]
 
@@ -51,15 +67,21 @@ def target_hidden(target: CausalModel, text: list[int]) -> Tensor:
     return target.forward(torch.tensor(text), torch.arange(len(text)), DenseAttend())
 
 
-def scratch_kv(model: DraftModel, ids: Tensor, hidden: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+def scratch_kv(model: DraftModel, ids: Tensor, hidden: Tensor) -> Kv:
     """The keys and values of each layer after a prefill of `ids`, at positions from 0 on."""
+    return scratch_run(model, ids, hidden)[1]
+
+
+def scratch_run(model: DraftModel, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Kv]:
+    """The same, and what the model returned."""
     attend = DenseAttend()
-    model.forward(ids, torch.arange(len(ids)), attend, hidden=hidden)
-    return {index: (attend.keys[index], attend.values[index]) for index in attend.keys}
+    hidden = model.forward(ids, torch.arange(len(ids)), attend, hidden=hidden)
+    return hidden, {index: (attend.keys[index], attend.values[index]) for index in attend.keys}
 
 
-def pool_kv(executor: TorchExecutor, text: list[int]) -> dict[int, tuple[Tensor, Tensor]]:
-    """The draft KV of the row that holds `text`, by layer, at every position but the last."""
+def pool_kv(executor: TorchExecutor, text: list[int]) -> Kv | None:
+    """The draft KV of the row that holds `text`, by layer, at every position but the last. None if
+    the row was given to another request."""
     state = executor._runner.state
     assert state.draft_pools is not None
     positions = torch.arange(len(text) - 1)
@@ -68,4 +90,4 @@ def pool_kv(executor: TorchExecutor, text: list[int]) -> dict[int, tuple[Tensor,
         if state.pools.token_pool[slots].tolist() == text[:-1]:
             layers = state.draft_pools.layers
             return {index: (kv.keys[slots], kv.values[slots]) for index, kv in layers.items()}
-    raise AssertionError("no row holds this text")
+    return None

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from aserve.gpu.models.base import CausalModel, DraftModel
+from aserve.gpu.models.base import Attend, CausalModel, DraftModel
 from aserve.gpu.sampling.sampler import Sampled
 from aserve.gpu.sampling.tree_paths import TreePaths
 from aserve.gpu.step.forward_batch import NO_OVERRIDES, DeviceBatch, ForwardBatch, ForwardOverrides
@@ -43,6 +43,10 @@ class StepRunner(Protocol):
     def draft(self, batch: ForwardBatch, hidden: Tensor | None = None) -> Tensor:
         """Runs the drafter over its own KV pools -> its hidden states [tokens, draft hidden].
         `hidden`: hidden states of the target for these tokens, if the drafter reads them."""
+
+    def draft_attention(self, batch: ForwardBatch) -> Attend:
+        """Returns attention over the drafter's KV pools, for a drafter that runs its parts itself.
+        Forwards of this batch's rows and positions may share it."""
 
     def hold(self, step: DeviceStep, hidden: Tensor) -> None:
         """Keeps the logits of the step's held rows until their Sample."""

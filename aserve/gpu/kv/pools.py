@@ -111,6 +111,7 @@ class KvPools:
             torch.zeros(table_shape, dtype=torch.int64, device=device) for _ in specs
         )
         self._ops = ops
+        self.layers: dict[int, LayerKv] = {}
         self._allocate(groups, specs, dtype)
 
     def _allocate(
@@ -119,9 +120,9 @@ class KvPools:
         zeros = self._ops.zeros or partial(_zeros_on, self.device)
         self._keys: list[Tensor] = []  # per group [layers, slots, kv_heads, head_dim]
         self._values: list[Tensor] = []  # the same; of latents a view of the keys
-        self.layers: dict[int, LayerKv] = {}
         for number, (group, spec) in enumerate(zip(groups, specs, strict=True)):
-            shape = _pool_shape(group, spec, self.page_size)
+            layout, num_slots = group.layout(dtype_bytes=0), spec.num_pages * self.page_size
+            shape = (layout.num_layers, num_slots, layout.num_kv_heads, layout.head_dim)
             stored = group.storing_layers
             value_dim = stored[0].value_dim if stored else None
             keys = zeros(shape, dtype)
@@ -139,7 +140,8 @@ class KvPools:
         self, groups: tuple[LayerGroup, ...], specs: tuple[GroupSpec, ...], dtype: torch.dtype
     ) -> KvPools:
         """Pools for the layers of a second model, over the same page tables and token ids. `specs`
-        are those of these pools; a group of the second model has the window of one of them.
+        are those of these pools; a group of the second model has the window of one of them. A
+        layer of the second model that names a `kv_layer` reads that layer of the first model.
         """
         by_window = {group.window: group for group in groups}
         if unknown := by_window.keys() - {spec.window for spec in specs}:
@@ -150,7 +152,7 @@ class KvPools:
         pools = object.__new__(KvPools)
         pools.page_size, pools.num_pages = self.page_size, self.num_pages
         pools.page_tables, pools.token_pool = self.page_tables, self.token_pool
-        pools._ops = self._ops
+        pools._ops, pools.layers = self._ops, dict(self.layers)
         own = tuple(by_window.get(spec.window, LayerGroup(spec.window, ())) for spec in specs)
         pools._allocate(own, specs, dtype)
         return pools
@@ -166,7 +168,8 @@ class KvPools:
 
     @property
     def size_bytes(self) -> int:
-        return self.token_pool.nbytes + sum(pool.nbytes for pool in self._distinct_pools())
+        groups = range(len(self._keys))
+        return self.token_pool.nbytes + sum(p.nbytes for g in groups for p in self._pools_of(g))
 
     def forget(self, rows: Tensor) -> None:
         """Clears the page-table entries of rows, int64 [n], that were given to new requests. Reads
@@ -220,9 +223,6 @@ class KvPools:
         keys, values = self._keys[group], self._values[group]
         return (keys,) if values.data_ptr() == keys.data_ptr() and keys.numel() else (keys, values)
 
-    def _distinct_pools(self) -> list[Tensor]:
-        return [pool for group in range(len(self._keys)) for pool in self._pools_of(group)]
-
 
 def _shared(groups: tuple[LayerGroup, ...], layers: dict[int, LayerKv]) -> dict[int, LayerKv]:
     """Returns the KV of layers that read another layer's, by layer index."""
@@ -243,9 +243,3 @@ def _shared(groups: tuple[LayerGroup, ...], layers: dict[int, LayerKv]) -> dict[
 
 def _zeros_on(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device=device)
-
-
-def _pool_shape(group: LayerGroup, spec: GroupSpec, page_size: int) -> tuple[int, int, int, int]:
-    layout = group.layout(dtype_bytes=0)
-    num_slots = spec.num_pages * page_size
-    return layout.num_layers, num_slots, layout.num_kv_heads, layout.head_dim

@@ -79,11 +79,11 @@ class ExtendInputs:
 
 def extend_inputs(step: DeviceStep, verified: Verified, relay: FutureMap) -> ExtendInputs:
     batch, features = step.batch, verified.features
-    depths = torch.arange(verified.paths.shape[1], device=verified.paths.device)
-    is_used = depths < verified.counts[:, None]
-    starts = verified.starts[:, None]
-    places = (starts + torch.where(is_used, depths, 0)).flatten()
     if batch.tree_mask is not None:
+        depths = torch.arange(verified.paths.shape[1], device=verified.paths.device)
+        is_used = depths < verified.counts[:, None]
+        starts = verified.starts[:, None]
+        places = (starts + torch.where(is_used, depths, 0)).flatten()
         sources = (starts + torch.where(is_used, verified.paths, 0)).flatten()
         order = torch.arange(batch.num_tokens, device=places.device)
         order.index_copy_(0, places, sources)
@@ -96,6 +96,14 @@ def extend_inputs(step: DeviceStep, verified: Verified, relay: FutureMap) -> Ext
     next_ids.index_copy_(
         0, batch.cu_query_lens[1:] - 1, relay.resolve(step.arrays.ints("next_ids"))
     )
-    drawn = torch.where(is_used, verified.tokens, verified.tokens[:, :1]).flatten()
-    next_ids.index_copy_(0, places, drawn)
+    set_drawn(next_ids, verified.starts, verified)
     return ExtendInputs(batch, next_ids, features, verified.starts + verified.counts - 1)
+
+
+def set_drawn(next_ids: Tensor, starts: Tensor, verified: Verified) -> None:
+    """Writes the drawn tokens behind the accepted ones, which begin at the places `starts`."""
+    depths = torch.arange(verified.tokens.shape[1], device=starts.device)
+    is_used = depths < verified.counts[:, None]
+    places = starts[:, None] + torch.where(is_used, depths, 0)
+    drawn = torch.where(is_used, verified.tokens, verified.tokens[:, :1])
+    next_ids.index_copy_(0, places.flatten(), drawn.flatten())
