@@ -56,6 +56,7 @@ OPTIONS = {
     "--max-answer-logprobs": "65536",
     "--grammar-mask-time": "0.3",
     "--grammar-timeout": "5",
+    "--grammar-workers": "1",
 }
 SOON_S = 30.0  # on one slow core, beside other tests
 MIB = 1 << 20

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import inspect
 
@@ -50,7 +49,8 @@ def refusal_of(path: str, data: bytes) -> ErrorInfo | None:
     return None
 
 
-# Each is put into a right body; a field that must be there is taken out by None.
+# Each is put into a right body; a field that must be there is taken out by None. test_limits.py has
+# the other bounds of lists and texts.
 COMPLETION_ERRORS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"prompt": None}, "missing_required_parameter", "prompt"),
     ({"prompt": []}, "empty_array", "prompt"),
@@ -74,7 +74,6 @@ COMPLETION_ERRORS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"stop": ["a"] * 5}, "array_above_max_length", "stop"),
     ({"stop": ["a", ""]}, "string_below_min_length", "stop"),
     ({"stop": "x" * 2000}, "string_above_max_length", "stop"),
-    ({"stop_token_ids": [1] * 200}, "array_above_max_length", "stop_token_ids"),
     ({"stream_options": {}}, "invalid_value", "stream_options"),
     ({"prompt_logprobs": 1, "stream": True}, "invalid_value", "prompt_logprobs"),
     ({"prompt_logprobs": 21}, "integer_above_max_value", "prompt_logprobs"),
@@ -86,10 +85,6 @@ COMPLETION_ERRORS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"truncate_prompt_tokens": 0}, "invalid_value", "truncate_prompt_tokens"),
     ({"truncate_prompt_tokens": -2}, "integer_below_min_value", "truncate_prompt_tokens"),
     ({"allowed_token_ids": []}, "empty_array", "allowed_token_ids"),
-    ({"allowed_token_ids": [1] * 1025}, "array_above_max_length", "allowed_token_ids"),
-    ({"bad_words": ["x"] * 129}, "array_above_max_length", "bad_words"),
-    ({"bad_words": ["x" * 129]}, "string_above_max_length", "bad_words"),
-    ({"cache_salt": "x" * 129}, "string_above_max_length", "cache_salt"),
     ({"rid": "x" * 129}, "string_above_max_length", "rid"),
     ({"truncation_side": "middle"}, "invalid_type", "truncation_side"),
     ({"guided_json": {}, "guided_regex": "a"}, "invalid_value", "guided_json"),
@@ -124,7 +119,6 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str, str | None]] = [
         "invalid_function_parameters",
         "tools[0].function.parameters",
     ),
-    ({"tools": [tool("f")] * 513}, "array_above_max_length", "tools"),
     ({"tools": [tool("f", 5)]}, "invalid_type", "tools[0].function.parameters"),
     ({"tool_choice": "required"}, "invalid_value", "tool_choice"),
     ({"tools": [tool("f")], "tool_choice": "sometimes"}, "invalid_value", "tool_choice"),
@@ -217,7 +211,6 @@ RESPONSE_ERRORS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"return_token_ids": True}, "unsupported_parameter", "return_token_ids"),
     ({"metadata": {"a": 1}}, "invalid_type", "metadata[...]"),
     ({"metadata": {"k" * 65: "v"}}, "string_above_max_length", "metadata"),
-    ({"metadata": {str(i): "" for i in range(17)}}, "array_above_max_length", "metadata"),
 ]
 TABLE = [
     (path, *row)
@@ -315,16 +308,3 @@ def test_malformed_json_is_a_400_that_says_where(data: bytes, place: str) -> Non
     assert info is not None
     assert info.code == "invalid_json"
     assert place in info.message
-
-
-@settings(max_examples=10)
-@given(st.lists(ANY_BODY, min_size=5, max_size=5))
-def test_any_json_gets_a_reply_over_http(bodies: list[Any]) -> None:
-    async def scenario() -> None:
-        async with EchoEngine() as echo, asyncio.timeout(60):
-            for body in bodies:
-                for path in BODIES:
-                    answer = await ask(echo, path, msgspec.json.encode(body))
-                    assert answer.status < 500
-
-    asyncio.run(scenario())

@@ -91,7 +91,7 @@ class Rig:
 
 
 @asynccontextmanager
-async def running(kind: str = "good", *, max_s: float = 30, **given: Any) -> AsyncIterator[Rig]:
+async def running(kind: str = "good", *, max_s: float = 100, **given: Any) -> AsyncIterator[Rig]:
     rig = Rig(kind, **given)
     async with asyncio.timeout(max_s):
         try:
