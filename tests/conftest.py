@@ -30,10 +30,18 @@ LONGEST = (
     "tests/parity/test_avx2_machine.py",
     "tests/parity/test_real_model.py",
     "tests/grammar/test_library.py",
+    "tests/gpu/cuda/test_engine.py",
+    "tests/properties/test_scheduler_traces.py",
+    "tests/tools/gpu_check/test_check.py",
+    "tests/tools/train_tiny/test_training.py",
 )
 # Files whose tests share nothing that takes time to make: they are handed out one by one.
 ONE_BY_ONE = frozenset(
-    {"tests/tools/gpu_check/test_command.py", "tests/e2e/test_server_process.py"}
+    {
+        "tests/bench/test_command.py",
+        "tests/e2e/test_server_process.py",
+        "tests/tools/gpu_check/test_command.py",
+    }
 )
 
 # The large profile draws a fresh seed and prints it; ASERVE_TEST_SEED=N repeats it in any profile.
