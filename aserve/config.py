@@ -499,6 +499,11 @@ class ServerOptions:
         "engine as stuck",
         Limits(low=0.1, high=86400),
     )
+    profile_dir: str | None = option(
+        None,
+        "folder for the traces of /start_profile and /stop_profile, which need it",
+        Limits(metavar="DIR"),
+    )
 
 
 @dataclass(frozen=True, slots=True)

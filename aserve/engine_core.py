@@ -30,7 +30,7 @@ from aserve.grammar.workers import CompileLimits
 from aserve.host.threads import in_thread
 from aserve.messages.executor import EngineSpec, Executor, SchedulerEvent
 from aserve.messages.output import DetokenizerEvent
-from aserve.messages.requests import DeviceLoad, EngineEvent
+from aserve.messages.requests import EngineEvent, EngineJob
 from aserve.observability.recording import Recorder
 from aserve.observability.reports import EngineReport, TickReporter
 from aserve.observability.step_log import StepLog
@@ -52,7 +52,7 @@ class LocalExecutor(Executor, Protocol):
 
     async def warm_up(self) -> None: ...
 
-    async def load(self, load: DeviceLoad) -> ErrorInfo | None: ...
+    async def run_job(self, job: EngineJob) -> ErrorInfo | None: ...
 
     def close(self) -> None: ...
 
@@ -76,8 +76,8 @@ class EngineCore(Protocol):
     async def start(self, on_death: DeathReport) -> None:
         """Returns when the engine is ready, except for the actors, which the caller starts."""
 
-    async def load(self, load: DeviceLoad) -> ErrorInfo | None:
-        """Returns None when the device has what was to be loaded, or else the reason why not."""
+    async def run_job(self, job: EngineJob) -> ErrorInfo | None:
+        """Returns None when the job is done, or else the reason why it could not be."""
 
     async def close(self) -> None:
         """Call it after the actors have stopped."""
@@ -135,8 +135,8 @@ class LocalEngineCore:
         """
         in_thread(self._library.start_worker, name="grammar worker")
 
-    async def load(self, load: DeviceLoad) -> ErrorInfo | None:
-        return await self._executor.load(load)
+    async def run_job(self, job: EngineJob) -> ErrorInfo | None:
+        return await self._executor.run_job(job)
 
     async def close(self) -> None:
         await in_thread(self._library.close, name="close")

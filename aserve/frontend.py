@@ -96,7 +96,7 @@ class Frontend:
         self.state.engine_age_s = core.age_s
         self.state.defaults = text.defaults
         self.state.parsers = text.parsers
-        await self.loras.open(core.load)
+        await self.loras.open(core.run_job)
         self._report("ready", "")
 
     async def drain(self, grace_s: float) -> None:

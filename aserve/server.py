@@ -89,7 +89,7 @@ class Server:
         try:
             launched = await self._launcher.launch(self._frontend, self._waits)
             if self._frontends is not None:
-                self._frontend.state.on_flush = self._frontends.flush
+                self._frontend.state.share = self._frontends.share
                 for serving in await self._frontends.open(self._frontend, self.address):
                     await self._waits.until(serving)
         except Stopped:

@@ -192,7 +192,7 @@ class Recomputation:
     async def __aenter__(self) -> Recomputation:
         self._executor.start(asyncio.get_running_loop())
         if self._adapter_dir is not None:
-            error = await self._executor.load(LoadLora(1, 1, str(self._adapter_dir)))
+            error = await self._executor.run_job(LoadLora(1, 1, str(self._adapter_dir)))
             if error is not None:
                 self._executor.close()
                 raise ConfigError(error.message)

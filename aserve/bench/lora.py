@@ -82,7 +82,7 @@ async def _measure(
 
 async def _load_all(executor: LocalExecutor, paths: list[Path]) -> None:
     for slot, path in enumerate(paths, 1):
-        error = await executor.load(LoadLora(slot, slot, str(path)))
+        error = await executor.run_job(LoadLora(slot, slot, str(path)))
         if error is not None:
             raise StepError(error.message)
 

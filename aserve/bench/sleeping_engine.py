@@ -23,7 +23,7 @@ from aserve.gpu.step.ticket import StepTicket
 from aserve.host.threads import SWITCH_INTERVAL_S, Worker
 from aserve.messages.base import array_i32, pack_i32
 from aserve.messages.executor import EngineSpec
-from aserve.messages.requests import DeviceLoad
+from aserve.messages.requests import EngineJob
 from aserve.messages.results import StepResult
 from aserve.messages.step import Resync, Sample, ScheduleBatch
 from aserve.processes.engine import main
@@ -77,7 +77,7 @@ class SleepingExecutor:
     def resync(self, resync: Resync) -> None:
         raise BugError(f"step {resync.iteration} follows a failure, but this device never fails")
 
-    async def load(self, _load: DeviceLoad) -> ErrorInfo:
+    async def run_job(self, _job: EngineJob) -> ErrorInfo:
         return InvalidRequest("an engine that only sleeps loads nothing").info()
 
     def close(self) -> None:

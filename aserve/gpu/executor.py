@@ -72,7 +72,7 @@ from aserve.gpu.waiter import Landing, Waiter
 from aserve.host.threads import SWITCH_INTERVAL_S, Worker
 from aserve.messages.base import ArrayI32, array_i32
 from aserve.messages.executor import EngineSpec
-from aserve.messages.requests import DeviceLoad, stamp_of
+from aserve.messages.requests import EngineJob, stamp_of
 from aserve.messages.results import StepFailed, StepResult
 from aserve.messages.step import Resync, Sample, ScheduleBatch
 
@@ -165,9 +165,9 @@ class TorchExecutor:
     def resync(self, resync: Resync) -> None:
         self._inbox.put(functools.partial(self._resync, resync.iteration))
 
-    async def load(self, load: DeviceLoad) -> ErrorInfo | None:
-        """Writes an adapter or new weights between two steps, or returns the reason why not."""
-        return await self._live_loader.load(load, submit=self._inbox.put, died=self.died)
+    async def run_job(self, job: EngineJob) -> ErrorInfo | None:
+        """Does it between two steps, or returns the reason why not."""
+        return await self._live_loader.run(job, submit=self._inbox.put, died=self.died)
 
     def close(self) -> None:
         """Runs what was launched to its end, then ends both threads."""

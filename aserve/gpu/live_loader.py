@@ -1,7 +1,8 @@
 """Loads adapters and new weights while the engine serves: a thread reads them, and the executor's
-thread writes them between two steps.
+thread writes them between two steps. Profiles begin and end there as well.
 
-New weights come from a checkpoint of the same model. They are read into host memory as a second
+New weights come from a checkpoint of the same model, with tensors of further files in place of some
+of its own. They are read into host memory as a second
 model, whose tensors are then copied into those of the first one. So graphs and fused steps, which
 hold addresses, stay valid, and a checkpoint that cannot be read changes nothing.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias, assert_never
 
@@ -21,17 +22,20 @@ from aserve.errors import ConfigError, EngineDead, EngineError, ErrorInfo, Inval
 from aserve.gpu.lora.tables import LoraTables
 from aserve.gpu.models.base import CausalModel, LoadPlan, ModelLoader
 from aserve.gpu.models.load import NativeLoader, make_loader
+from aserve.gpu.profiler import Profiler
 from aserve.gpu.replace_weights import Copy, copies
 from aserve.gpu.weights.source import CPU, ignore_progress, unwrapped
 from aserve.host.threads import in_thread
-from aserve.messages.requests import DeviceLoad, LoadLora, LoadWeights
+from aserve.messages.requests import EngineJob, LoadLora, LoadWeights, Profile, Sleep, Wake
 
+NO_SLEEP = InvalidRequest("An engine sleeps only in a process of its own: --processes 2").info()
 # What is raised for files that do not fit this model.
 UNREADABLE = (ConfigError, OSError, RuntimeError, ValueError, MemoryError)
 # Fields of config.json that do not change what a model computes.
 NEUTRAL_FIELDS = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype"})
 
-ReadModel: TypeAlias = Callable[[Path], CausalModel]
+ReadModel: TypeAlias = Callable[[LoadWeights], CausalModel]
+Submit: TypeAlias = Callable[[Callable[[], None]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,37 +47,49 @@ class LiveLoader:
     model: CausalModel
     loras: LoraTables | None = None
     read_model: ReadModel | None = None
+    profiler: Profiler = field(default_factory=Profiler)
 
-    async def load(
+    async def run(
         self,
-        load: DeviceLoad,
+        job: EngineJob,
         *,
-        submit: Callable[[Callable[[], None]], None],
+        submit: Submit,
         died: asyncio.Future[BaseException],
     ) -> ErrorInfo | None:
-        """Returns the error if it cannot be loaded. `submit` takes a job for the executor's thread,
+        """Returns the error if it cannot be done. `submit` takes a job for the executor's thread,
         behind the steps that were launched; `died` completes if that thread ends.
         """
-        match load:
+        match job:
             case LoadLora():
-                param, read = "lora_path", lambda: self._read_adapter(load)
+                param, read = "lora_path", lambda: self._read_adapter(job)
             case LoadWeights():
-                param, read = "model_path", lambda: self._read_weights(Path(load.path))
+                param, read = "model_path", lambda: self._read_weights(job)
+            case Profile():
+                return await self._profile(job, submit, died)
+            case Sleep() | Wake():
+                return NO_SLEEP
             case _:
-                assert_never(load)
+                assert_never(job)
         try:
             writes = await in_thread(read, name="load")
         except UNREADABLE as error:
             return InvalidRequest(str(error), param=param, code="invalid_checkpoint").info()
-        written: Future[None] = Future()
-        submit(lambda: _write(writes, written))
-        outcome = asyncio.wrap_future(written)
-        await asyncio.wait((outcome, died), return_when=asyncio.FIRST_COMPLETED)
-        if not outcome.done():
-            return EngineDead(f"the device thread ended: {died.result()!r}").info()
-        if (reason := outcome.exception()) is not None:
-            return EngineError(f"the device could not be written to: {reason}").info()
-        return None
+        return await run_between_steps(lambda: _write(writes), submit=submit, died=died)
+
+    async def _profile(
+        self, job: Profile, submit: Submit, died: asyncio.Future[BaseException]
+    ) -> ErrorInfo | None:
+        """torch.profiler records the thread that starts it. The trace is written by another one."""
+        try:
+            work = self.profiler.end() if job.path else self.profiler.begin(job.flags)
+            error = await run_between_steps(work, submit=submit, died=died)
+            if error is None and job.path:
+                await in_thread(lambda: self.profiler.write(Path(job.path)), name="profile")
+            return error
+        except InvalidRequest as refusal:
+            return refusal.info()
+        except OSError as failure:
+            return InvalidRequest(f"The trace cannot be written: {failure}").info()
 
     def _read_adapter(self, load: LoadLora) -> list[Copy]:
         loras = self.loras
@@ -82,25 +98,44 @@ class LiveLoader:
         adapter = loras.read(Path(load.path))
         return [lambda: loras.write(load.slot, adapter)]
 
-    def _read_weights(self, directory: Path) -> list[Copy]:
+    def _read_weights(self, load: LoadWeights) -> list[Copy]:
         if self.read_model is None:
             raise ConfigError("this model takes no new weights, because it has no native code")
         with torch.inference_mode():
-            other = self.read_model(directory)
+            other = self.read_model(load)
         if other.layers != self.model.layers:
-            raise ConfigError(f"{directory}: the scales of its KV cache differ from the model's")
+            raise ConfigError(f"{load.path}: the scales of its KV cache differ from the model's")
         return list(copies(self.model, other))
 
 
-def _write(writes: Iterable[Copy], written: Future[None]) -> None:
+def _write(writes: Iterable[Copy]) -> None:
+    for write in writes:
+        write()
+
+
+async def run_between_steps(
+    work: Callable[[], None], *, submit: Submit, died: asyncio.Future[BaseException]
+) -> ErrorInfo | None:
+    """Runs `work` on the executor's thread, and returns the error if it raised one."""
+    ended: Future[None] = Future()
+    submit(lambda: _settle(work, ended))
+    outcome = asyncio.wrap_future(ended)
+    await asyncio.wait((outcome, died), return_when=asyncio.FIRST_COMPLETED)
+    if not outcome.done():
+        return EngineDead(f"the device thread ended: {died.result()!r}").info()
+    if (reason := outcome.exception()) is not None:
+        return EngineError(f"the device could not do it: {reason}").info()
+    return None
+
+
+def _settle(work: Callable[[], None], ended: Future[None]) -> None:
     """NOTE: an exception that left this job would end the executor's thread."""
     try:
-        for write in writes:
-            write()
+        work()
     except RuntimeError as error:  # all that torch raises
-        written.set_exception(error)
+        ended.set_exception(error)
     else:
-        written.set_result(None)
+        ended.set_result(None)
 
 
 def model_reader(loader: ModelLoader, plan: LoadPlan) -> ReadModel | None:
@@ -112,7 +147,8 @@ def model_reader(loader: ModelLoader, plan: LoadPlan) -> ReadModel | None:
     host_plan = replace(plan, target=target, is_dummy=False, on_progress=ignore_progress)
     config = loader.config
 
-    def read(directory: Path) -> CausalModel:
+    def read(load: LoadWeights) -> CausalModel:
+        directory = Path(load.path) if load.path else loader.model_dir
         other, _ = make_loader(directory)
         if not isinstance(other, NativeLoader) or other.family is not loader.family:
             raise ConfigError(f"{directory}: its architecture is not {config.architecture}")
@@ -120,6 +156,6 @@ def model_reader(loader: ModelLoader, plan: LoadPlan) -> ReadModel | None:
             raise ConfigError(
                 f"{directory}/config.json differs from the model's in {', '.join(sorted(names))}"
             )
-        return other.load(host_plan)
+        return other.load(replace(host_plan, tensors=tuple(map(Path, load.tensors))))
 
     return read

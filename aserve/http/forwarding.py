@@ -63,6 +63,8 @@ HOP_BY_HOP = frozenset(
         *(hdrs.SEC_WEBSOCKET_PROTOCOL, hdrs.SERVER, hdrs.DATE),
     )
 )
+OF_A_BODY = frozenset({"content-length", "content-type", "content-encoding"})
+JSON = (hdrs.CONTENT_TYPE, "application/json")
 SKIPPED = (hdrs.USER_AGENT, hdrs.ACCEPT, hdrs.ACCEPT_ENCODING, hdrs.CONTENT_TYPE)
 GONE = (aiohttp.ClientConnectionError, OSError)
 
@@ -268,6 +270,29 @@ async def _ask_all(route: Route, request: web.Request, peers: Peers) -> web.Resp
         return web.Response(body=data, headers={hdrs.CONTENT_TYPE: CONTENT_TYPE_LATEST})
     data = msgspec.json.encode(merged([msgspec.json.decode(each) for each in bodies]))
     return web.Response(body=data, content_type="application/json")
+
+
+async def tell_all(request: web.Request, peers: Peers, path: str, body: bytes) -> dict[str, Any]:
+    """Posts a JSON body to another path of every frontend, with the key of `request`. Returns the
+    sum of their answers, or one that is an error.
+    """
+    headers = [pair for pair in _headers(request, peers) if pair[0].lower() not in OF_A_BODY]
+    url = request.url.with_scheme("http").with_path(path)
+
+    async def tell(number: int) -> dict[str, Any] | None:
+        try:
+            async with (
+                _session(peers, number) as session,
+                session.post(url, data=body, headers=[*headers, JSON]) as answer,
+            ):
+                found: dict[str, Any] = await answer.json()
+                return found
+        except GONE:
+            return None
+
+    told = [each for each in await asyncio.gather(*map(tell, peers.numbers())) if each is not None]
+    failed = [each for each in told if "error" in each]
+    return failed[0] if failed else merged(told)
 
 
 async def _whole(

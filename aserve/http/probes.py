@@ -10,6 +10,7 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
+from aserve.http.route import METRICS, get
 from aserve.http.state import HttpContext, ServerState
 from aserve.observability.engine_watch import percent_of
 
@@ -69,6 +70,8 @@ def health_response(state: ServerState, watchdog_s: float) -> web.Response:
 def health_of(state: ServerState, watchdog_s: float) -> HealthBody:
     if state.phase != "ready":
         return HealthBody(state.phase, state.reason)
+    if state.is_asleep:
+        return HealthBody("sleeping", "the administrator has put the engine to sleep")
     if state.watch.down_reason:
         return HealthBody("restarting", f"the engine is restarting: {state.watch.down_reason}")
     return stuck_of(state, watchdog_s) or HealthBody("ready")
@@ -113,3 +116,12 @@ def metrics_response(registry: CollectorRegistry) -> web.Response:
     return web.Response(
         body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
     )
+
+
+ROUTES = (
+    get("/health", health, public=True),
+    get("/livez", livez, public=True),
+    get("/readyz", health, public=True),
+    get("/startupz", startupz, public=True),
+    get(METRICS, metrics),
+)

@@ -29,6 +29,10 @@ async def with_receipt(
         return dialect
     if context.receipts is None:
         raise unsupported("receipt", "This server makes none.")
+    if context.state.weights is not None:
+        if context.state.weights.tensors:
+            raise unsupported("receipt", "No checkpoint has the weights, which came as tensors.")
+        context.receipts.use(Path(context.state.weights.path))
     name = dialect.call.model
     lora = context.loras.find(name)
     adapter_dir = None if lora is None else Path(lora.path)

@@ -7,7 +7,7 @@ from aiohttp import web
 from aserve.http import abort, fork, openapi, page, probes, running
 from aserve.http.anthropic import messages as anthropic
 from aserve.http.batches import handlers as batches
-from aserve.http.control import admin, info, loads, parsing, render, settings
+from aserve.http.control import info, loads, parsing, registry, render, settings
 from aserve.http.generate import llama_cpp, sglang, tgi
 from aserve.http.lora import handlers as lora
 from aserve.http.ollama import chat as ollama
@@ -18,11 +18,10 @@ from aserve.http.openai.completions import CompletionDialect, completion_call
 from aserve.http.openai.respond import respond
 from aserve.http.openai.schema import ChatBody, CompletionBody
 from aserve.http.receipts import with_receipt
-from aserve.http.responses import compact
+from aserve.http.responses import compact, websocket
 from aserve.http.responses import conversation_handlers as conversations
 from aserve.http.responses import handlers as responses
-from aserve.http.responses.websocket import connect
-from aserve.http.route import get, post
+from aserve.http.route import post
 from aserve.http.scoring import similarity as scoring
 from aserve.http.state import HttpContext, origin_of
 from aserve.http.streams import handlers as streams
@@ -51,19 +50,15 @@ ROUTES = (
     *responses.ROUTES,
     *compact.ROUTES,
     *conversations.ROUTES,
-    get("/v1/responses", connect),
-    get("/v1/models", models.list_models),
-    get("/v1/models/{name:.+}", models.read_model),  # a name may have slashes
-    get("/health", probes.health, public=True),
+    *websocket.ROUTES,
+    *models.ROUTES,
     *info.ROUTES,
     *loads.ROUTES,
-    *admin.ROUTES,
+    *registry.ROUTES,
     *settings.ROUTES,
     *render.ROUTES,
     *parsing.ROUTES,
-    get("/livez", probes.livez, public=True),
-    get("/readyz", probes.health, public=True),
-    get("/startupz", probes.startupz, public=True),
+    *probes.ROUTES,
     *sglang.ROUTES,
     *tgi.ROUTES,
     *llama_cpp.ROUTES,
@@ -74,7 +69,6 @@ ROUTES = (
     *anthropic.ROUTES,
     *ollama.ROUTES,
     *ollama_models.ROUTES,
-    get("/metrics", probes.metrics),
     *openapi.ROUTES,
     *batches.ROUTES,
     *page.ROUTES,

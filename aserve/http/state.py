@@ -28,6 +28,7 @@ from aserve.http.time_limits import NO_LIMITS, TimeLimits, limits_in_headers
 from aserve.http.tokenize_service import TokenizeService
 from aserve.messages.base import ServerPhase
 from aserve.messages.executor import EngineSpec
+from aserve.messages.requests import LoadWeights
 from aserve.observability.engine_watch import EngineWatch
 from aserve.observability.latency import Latency
 from aserve.observability.recent import Recent
@@ -95,11 +96,13 @@ class ServerState:
     reason: str = "loading the model"
     max_model_len: int | None = None
     is_paused: bool = False  # by the administrator
+    is_asleep: bool = False
     weight_version: str = "default"  # that the administrator gave to the weights
+    weights: LoadWeights | None = None  # the last update of the weights, if there was one
     update: asyncio.Task[None] | None = None  # of the weights, while one runs
-    num_updates: int = 0
+    num_jobs: int = 0  # of the executor, at the administrator's request
     cache_epoch: str = ""  # changes when the prefix cache is flushed
-    on_flush: Callable[[str], None] = lambda _: None  # tells other frontends the new epoch
+    share: Callable[[], None] = lambda: None  # tells other frontends what the administrator changed
     max_sequences: int = MAX_SEQUENCES  # of one request: prompts times n
     defaults: GenerationDefaults = NEUTRAL
     parsers: ParserNames = NO_PARSERS
@@ -112,10 +115,15 @@ class ServerState:
         """Returns the sizes of the engine, once it has started."""
         return self.settings.spec
 
+    def next_job(self) -> int:
+        """Returns a number that no other job has."""
+        self.num_jobs += 1
+        return self.num_jobs
+
     def flush_cache(self) -> None:
         """Changes the namespace of later requests, so that they find no earlier page."""
         self.cache_epoch = secrets.token_hex(EPOCH_BYTES)
-        self.on_flush(self.cache_epoch)
+        self.share()
 
     def refusal(self) -> AserveError | None:
         """Returns the error for new requests, or None if the server accepts them."""
@@ -124,6 +132,12 @@ class ServerState:
                 return ShuttingDown(
                     "the server is paused by its administrator",
                     code="server_paused",
+                    retry_after_s=RETRY_AFTER_S,
+                )
+            case "ready" if self.is_asleep:
+                return ShuttingDown(
+                    "the server sleeps until its administrator wakes it",
+                    code="server_sleeping",
                     retry_after_s=RETRY_AFTER_S,
                 )
             case "ready":

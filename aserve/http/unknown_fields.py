@@ -60,6 +60,7 @@ FOREIGN: Mapping[str, Foreign] = {
     "session_params": Foreign("Send the whole prompt; the prefix cache has its beginning.", ({},)),
     "return_hidden_states": Foreign(NO_STATES),
     "return_routed_experts": Foreign(NO_STATES),
+    "serialized_named_tensors": Foreign("Pickles are never read: name a safetensors 'path'.", ()),
     "lora_path": Foreign("Name the adapter in 'model'.", ("", [])),
     "extra_key": Foreign("Use 'cache_salt'.", ("",)),
     "no_stop_trim": Foreign("Use 'include_stop_str_in_output'."),

@@ -232,14 +232,35 @@ class ChangeSettings(Message, frozen=True):
 
 class LoadWeights(Message, frozen=True):
     """http -> executor: replaces the model's weights by those of the checkpoint in the directory
-    `path`. No request runs meanwhile. `update_id` is never used again.
+    `path`, or without one of the checkpoint that the engine began with. The safetensors files
+    `tensors` replace tensors of it, and a later file those of an earlier one. No request runs
+    meanwhile. `update_id` is never used again.
     """
 
     update_id: int
-    path: str
+    path: str = ""
+    tensors: tuple[str, ...] = ()
 
 
-DeviceLoad: TypeAlias = LoadLora | LoadWeights  # what is loaded while the engine serves
+class Profile(Message, frozen=True):
+    """http -> executor: begins to profile the executor's thread, or with a `path` ends that and
+    writes the trace there. `profile_id` is never used again.
+    """
+
+    profile_id: int
+    path: str = ""
+    flags: tuple[str, ...] = ()  # arguments of torch.profiler that are true
+
+
+class Sleep(Message, frozen=True):
+    """http -> engine: ends the process of the engine, and keeps its open requests."""
+
+
+class Wake(Message, frozen=True):
+    """http -> engine: starts the process again, which goes on with the open requests."""
+
+
+EngineJob: TypeAlias = LoadLora | LoadWeights | Profile | Sleep | Wake  # beside its requests
 
 
 class Cancel(Message, frozen=True):

@@ -92,7 +92,7 @@ class Metrics:
                 for actor, backlog in report.backlogs:
                     self._steps.backlog.labels(actor).set(backlog)
             case EngineDown():
-                self._steps.on_engine_down()
+                self._steps.on_engine_down(is_asleep=report.is_asleep)
             case RequestState():
                 self.latency.on_state(report)
                 self.recent.on_state(report)
@@ -257,9 +257,9 @@ class _StepMetrics:
         self.used_pages.set(report.used_pages)
         self.cached_pages.set(report.cached_pages)
 
-    def on_engine_down(self) -> None:
+    def on_engine_down(self, *, is_asleep: bool) -> None:
         """The next engine begins with nothing, and counts from 0."""
-        self.engine_restarts.inc()
+        self.engine_restarts.inc(not is_asleep)
         for gauge in (self.running, self.waiting, self.waiting_clients, self.used_pages):
             gauge.set(0)
         self._num_retracted = 0

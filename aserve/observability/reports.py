@@ -117,9 +117,12 @@ class StartupStage(Message, frozen=True):
 
 
 class EngineDown(Message, frozen=True):
-    """The engine process has died and is started again."""
+    """The engine process has died and is started again, or it has ended because the engine sleeps
+    until an administrator wakes it.
+    """
 
     reason: str
+    is_asleep: bool = False
 
 
 class EngineUp(Message, frozen=True):

@@ -37,17 +37,20 @@ from aserve.messages.requests import (
     Amend,
     Cancel,
     ChangeSettings,
-    DeviceLoad,
+    EngineJob,
     LoadLora,
     LoadWeights,
+    Profile,
+    Sleep,
+    Wake,
 )
 from aserve.observability.engine_watch import StageReporter
 from aserve.observability.reports import Beat
 from aserve.observability.trace import Trace
 from aserve.processes.link import (
     Died,
+    JobDone,
     Link,
-    Loaded,
     LoadFailed,
     Ready,
     Start,
@@ -100,7 +103,7 @@ class EngineSide:
             on_unsendable=self._send_plain_error,
         )
         self._core: LocalEngineCore | None = None
-        self._load_turn = asyncio.Lock()
+        self._job_turn = asyncio.Lock()
         self._supervisor = Supervisor((self._link,), requests=NoOpenRequests(), report=self._report)
 
     async def run(self, sock: socket.socket) -> int:
@@ -162,21 +165,21 @@ class EngineSide:
                 if isinstance(message, ChangeSettings):
                     logging.getLogger().setLevel(message.log_level.upper())
                 self._core.inbox.send(message)
-            case LoadLora() | LoadWeights():
-                self._link.spawn(self._load(message))
+            case LoadLora() | LoadWeights() | Profile() | Sleep() | Wake():
+                self._link.spawn(self._run_job(message))
             case Start():
                 self._start.set_result(message)
             case _:
                 assert_never(message)
 
-    async def _load(self, load: DeviceLoad) -> None:
+    async def _run_job(self, job: EngineJob) -> None:
         """NOTE: loads keep their order. The frontend may have given up on one, and used its slot
         for the next one.
         """
-        assert self._core is not None, "loads come after Ready"
-        async with self._load_turn:
-            error = await self._core.load(load)
-        self._link.inbox.send(Loaded(load, error))
+        assert self._core is not None, "jobs come after Ready"
+        async with self._job_turn:
+            error = await self._core.run_job(job)
+        self._link.inbox.send(JobDone(job, error))
 
     def _send_plain_error(self, message: ToFrontend) -> None:
         """Sends the end of a request with a plain error when its own error cannot be encoded."""

@@ -32,8 +32,8 @@ from aserve.messages.requests import (
     Amend,
     Cancel,
     ChangeSettings,
-    DeviceLoad,
     EngineEvent,
+    EngineJob,
     OpenText,
 )
 from aserve.observability.reports import RequestState, TickReport
@@ -127,6 +127,8 @@ class FurtherFrontend:
             case SharedState():
                 state = self._frontend.state
                 state.cache_epoch, state.is_paused = message.cache_epoch, message.is_paused
+                state.is_asleep, state.weights = message.is_asleep, message.weights
+                state.weight_version = message.weight_version
             case ChangeSettings():
                 self._frontend.state.settings.follow(message)
             case _:
@@ -198,8 +200,8 @@ class SharedEngineCore:
         if self._on_death is not None:
             self._on_death("engine", EngineDead(reason))
 
-    async def load(self, load: DeviceLoad) -> ErrorInfo | None:
-        return EngineDead("the first frontend loads adapters and weights").info()
+    async def run_job(self, job: EngineJob) -> ErrorInfo | None:
+        return EngineDead("the first frontend runs the jobs of the engine").info()
 
     async def close(self) -> None:
         pass

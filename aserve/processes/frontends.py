@@ -51,6 +51,7 @@ from aserve.messages.requests import (
     Cancel,
     ChangeSettings,
     EngineEvent,
+    LoadWeights,
     OpenText,
 )
 from aserve.observability.reports import EngineReport, RequestState, TickReport
@@ -81,6 +82,9 @@ class SharedState(Message, frozen=True):
 
     cache_epoch: str
     is_paused: bool
+    is_asleep: bool
+    weight_version: str
+    weights: LoadWeights | None
 
 
 class Stop(Message, frozen=True):
@@ -141,19 +145,23 @@ class Frontends:
 
     def state(self) -> list[SharedState | ChangeSettings]:
         """Returns what a new frontend must know that the administrator has changed."""
-        assert self._first is not None
-        now = self._first.state
-        shared = SharedState(now.cache_epoch, now.is_paused)
+        shared = self._shared()
         return [shared] if self._settings is None else [shared, self._settings]
 
     def submit(self, message: AdmitRequest | Cancel | Amend) -> None:
         assert self._core is not None
         self._core.send(message)
 
-    def flush(self, cache_epoch: str) -> None:
-        """Gives all frontends the new namespace of the cache, in which nobody finds an old page."""
+    def share(self) -> None:
+        """Tells all frontends the state of the first one."""
+        self._send_all(self._shared())
+
+    def _shared(self) -> SharedState:
         assert self._first is not None
-        self._send_all(SharedState(cache_epoch, self._first.state.is_paused))
+        now = self._first.state
+        return SharedState(
+            now.cache_epoch, now.is_paused, now.is_asleep, now.weight_version, now.weights
+        )
 
     def lose(self, number: int) -> None:
         """Cancels what a frontend that has ended had open in the engine."""

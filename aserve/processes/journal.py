@@ -136,17 +136,28 @@ class Journal:
         """The engine has died. Returns the final messages of what ends with it: the children whose
         cancel was under way, and a request that is the cause of the death.
         """
-        self._is_resumed = True
-        ended: list[Retired | Refused] = []
-        for entry in list(self._open.values()):
+        for entry in self._open.values():
             entry.count_death()
-            ended += self._finish_cancels(entry)
-        culprit = self._open.get(self._on_trial)
+        on_trial = self._on_trial
+        ended = self.suspend()
+        culprit = self._open.get(on_trial)
         if culprit is not None:
             ended.append(_culprit_error(culprit))
-            self._forget(self._on_trial)
+            self._forget(on_trial)
+        return ended
+
+    def suspend(self) -> list[Retired | Refused]:
+        """The engine has ended. Returns the final messages of the children whose cancel was under
+        way.
+        """
+        self._is_resumed = True
         self._suspects.clear()
         self._on_trial = ""
+        ended: list[Retired | Refused] = []
+        for entry in list(self._open.values()):
+            entry.is_sent = False
+            entry.num_new = 0
+            ended += self._finish_cancels(entry)
         return ended
 
     def resume(self) -> list[RequestEvent]:

@@ -28,7 +28,7 @@ from aserve.frames import FrameSplitter, framed
 from aserve.messages.base import Message
 from aserve.messages.executor import EngineSpec
 from aserve.messages.output import DetokenizerEvent
-from aserve.messages.requests import DeviceLoad, EngineEvent
+from aserve.messages.requests import EngineEvent, EngineJob
 from aserve.observability.reports import EngineReport
 
 
@@ -61,15 +61,15 @@ class Died(Message, frozen=True):
     reason: str
 
 
-class Loaded(Message, frozen=True):
-    """The answer to a LoadLora or LoadWeights, with the error if there was one."""
+class JobDone(Message, frozen=True):
+    """The answer to a EngineJob, with the error if there was one."""
 
-    load: DeviceLoad
+    job: EngineJob
     error: ErrorInfo | None
 
 
-ToEngine: TypeAlias = Start | DeviceLoad | EngineEvent
-ToFrontend: TypeAlias = Ready | LoadFailed | Died | Loaded | EngineReport | DetokenizerEvent
+ToEngine: TypeAlias = Start | EngineJob | EngineEvent
+ToFrontend: TypeAlias = Ready | LoadFailed | Died | JobDone | EngineReport | DetokenizerEvent
 
 In = TypeVar("In")
 Out = TypeVar("Out")

@@ -27,12 +27,15 @@ from aserve.messages.requests import (
     Amend,
     Cancel,
     ChangeSettings,
-    DeviceLoad,
     EngineEvent,
+    EngineJob,
     LoadLora,
     LoadWeights,
     OpenText,
+    Profile,
     RequestEvent,
+    Sleep,
+    Wake,
 )
 from aserve.observability.reports import (
     Beat,
@@ -48,8 +51,8 @@ from aserve.processes.engine_process import EngineProcess
 from aserve.processes.journal import FromEngine, Journal
 from aserve.processes.link import (
     Died,
+    JobDone,
     Link,
-    Loaded,
     LoadFailed,
     Ready,
     Start,
@@ -93,8 +96,10 @@ class RemoteEngineCore:
         self._settings: ChangeSettings | None = None  # the last change
         self._lost_slots: dict[int, ErrorInfo] = {}  # whose adapter could not be loaded again
         self._weights: list[LoadWeights] = []  # the last update, if there was one
-        self._loads: dict[DeviceLoad, asyncio.Future[ErrorInfo | None]] = {}
+        self._jobs: dict[EngineJob, asyncio.Future[ErrorInfo | None]] = {}
         self._is_up = False  # an engine is ready, and gets messages
+        self._is_asleep = False  # written by `_sleep` and `_wake`
+        self._sleep_turn = asyncio.Lock()
         self._is_closing = False
         self._is_buried = asyncio.Event()  # the last engine's process has ended
         self._heard_at_s = time.monotonic()
@@ -139,10 +144,16 @@ class RemoteEngineCore:
         """Returns the requests that are open in the engine, or wait for it."""
         return self._journal.requests()
 
-    async def load(self, load: DeviceLoad) -> ErrorInfo | None:
-        if not self._is_up:
-            return EngineDead("the engine is restarting; try again later", retry_after_s=5).info()
-        return await self._load(load)
+    async def run_job(self, job: EngineJob) -> ErrorInfo | None:
+        match job:
+            case Sleep():
+                return await self._sleep()
+            case Wake():
+                return await self._wake()
+            case _ if not self._is_up:
+                return self._absent()
+            case _:
+                return await self._run(job)
 
     async def close(self) -> None:
         """Ends a loaded engine in order, and kills one that has not loaded yet."""
@@ -176,8 +187,8 @@ class RemoteEngineCore:
             case Beat():
                 self._heard_at_s = time.monotonic()
                 self._ports.report(message)
-            case Loaded():
-                self._answer_load(message.load, message.error)
+            case JobDone():
+                self._answer_job(message.job, message.error)
             case Ready():
                 self._process.note_up()
                 self.spec = message.spec
@@ -214,9 +225,9 @@ class RemoteEngineCore:
                 self._end(message.request_id, unexpected(message.request_id).info())
             case Start():
                 self._settle(EngineDead("the options cannot be sent to the engine's process"))
-            case LoadLora() | LoadWeights():
+            case LoadLora() | LoadWeights() | Profile() | Sleep() | Wake():
                 error = InvalidRequest("the path cannot be sent to the engine").info()
-                self._answer_load(message, error)
+                self._answer_job(message, error)
             case Cancel() | Amend() | ChangeSettings():
                 pass
             case _:
@@ -226,6 +237,40 @@ class RemoteEngineCore:
         refused = Refused(request_id, error)
         self._journal.end(refused)
         self._ports.text.send(refused)
+
+    # ------------------------------------------------------------ sleep
+
+    async def _sleep(self) -> ErrorInfo | None:
+        """Ends the process. Open requests stay in the journal, and end there at their timeouts."""
+        async with self._sleep_turn:
+            if not self._is_up:
+                return None if self._is_asleep else self._absent()
+            self._is_up, self._is_asleep = False, True
+            await self._link.close(timeout_s=FLUSH_S)
+            await self._is_buried.wait()
+            self._ports.report(EngineDown("it sleeps", is_asleep=True))
+            for ended in self._journal.suspend():
+                self._ports.text.send(ended)
+            for request in self._journal.requests():
+                self._set_deadline(request)
+            return None
+
+    async def _wake(self) -> ErrorInfo | None:
+        """Starts a process. If it cannot start, the engine goes on sleeping."""
+        async with self._sleep_turn:
+            if not self._is_asleep:
+                return None
+            try:
+                await self._start_again()
+            except AserveError as error:
+                await self._is_buried.wait()
+                return error.info()
+            self._is_asleep = False
+            return None
+
+    def _absent(self) -> ErrorInfo:
+        why = "sleeps: wake it first" if self._is_asleep else "is restarting; try again later"
+        return EngineDead(f"the engine {why}", retry_after_s=5).info()
 
     # ------------------------------------------------------------ the death of the process
 
@@ -245,8 +290,8 @@ class RemoteEngineCore:
         died, self._last_words = self._last_words or died, None
         dead = EngineDead(died.reason)
         self._settle(dead)
-        for load in list(self._loads):
-            self._answer_load(load, dead.info())
+        for job in list(self._jobs):
+            self._answer_job(job, dead.info())
         self._is_buried.set()
         if was_up and self._on_death is not None:
             await self._restart(died)
@@ -286,14 +331,14 @@ class RemoteEngineCore:
         await self.open()
         await self.ready
         for update in self._weights:
-            error = await self._load(update) if self._link.is_open else None
+            error = await self._run(update) if self._link.is_open else None
             if error is not None and self._link.is_open:
                 assert self._on_death is not None
                 reason = f"the updated weights could not be loaded again: {error.message}"
                 self._on_death("engine", EngineDead(reason))
                 return
         for load in list(self._loras.values()):
-            error = await self._load(load) if self._link.is_open else None
+            error = await self._run(load) if self._link.is_open else None
             if error is not None and self._link.is_open:
                 logger.error("adapter lost path=%s cause=%r", load.path, error.message)
                 del self._loras[load.slot]
@@ -330,20 +375,22 @@ class RemoteEngineCore:
         else:
             self._link.inbox.send(message)
 
-    async def _load(self, load: DeviceLoad) -> ErrorInfo | None:
+    async def _run(self, job: EngineJob) -> ErrorInfo | None:
         answer: asyncio.Future[ErrorInfo | None] = asyncio.get_running_loop().create_future()
-        self._loads[load] = answer
-        self._link.inbox.send(load)
+        self._jobs[job] = answer
+        self._link.inbox.send(job)
         return await answer
 
-    def _answer_load(self, load: DeviceLoad, error: ErrorInfo | None) -> None:
-        answer = self._loads.pop(load)
-        match load:
+    def _answer_job(self, job: EngineJob, error: ErrorInfo | None) -> None:
+        answer = self._jobs.pop(job)
+        match job:
             case LoadLora() if error is None:
-                self._loras[load.slot] = load
-                self._lost_slots.pop(load.slot, None)
+                self._loras[job.slot] = job
+                self._lost_slots.pop(job.slot, None)
             case LoadWeights() if error is None:
-                self._weights = [load]
+                self._weights = [job]
+            case _:
+                pass
         if not answer.done():  # the client may have gone
             answer.set_result(error)
 

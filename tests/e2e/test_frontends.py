@@ -14,8 +14,9 @@ from typing import Any
 import aiohttp
 import pytest
 
+from aserve.tiny import MODEL_DIR
 from tests.e2e.server_process import ServerProcess, run
-from tests.fakes.lora_adapters import Recipe, write_adapter
+from tests.fakes.lora_adapters import Recipe, write_adapter, write_merged
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -68,7 +69,8 @@ def parent_of(process: Path) -> int:
 class Stream:
     """A stream that has begun. `is_further` tells whether a further frontend serves it."""
 
-    def __init__(self, answer: aiohttp.ClientResponse) -> None:
+    def __init__(self, answer: aiohttp.ClientResponse, *, seed: int) -> None:
+        self.seed = seed
         self.id = answer.headers["X-Request-Id"]
         self.is_further = "." in self.id
         self.is_whole = False  # its end has come
@@ -86,7 +88,7 @@ class Stream:
 async def begin(client: aiohttp.ClientSession, seed: int, **more: Any) -> Stream:
     answer = await client.post(URL, json=BODY | {"seed": seed, "stream": True} | more)
     assert answer.status == 200, await answer.text()
-    return Stream(answer)
+    return Stream(answer, seed=seed)
 
 
 async def begin_on_both(client: aiohttp.ClientSession, **more: Any) -> tuple[Stream, Stream]:
@@ -236,6 +238,73 @@ async def test_a_pause_and_a_flush_hold_in_all_frontends(client: aiohttp.ClientS
     hits = cached(await until_idle(client)) - before
     page_tokens = (num_tokens - 1) // 16 * 16
     assert hits == (NUM_STREAMS - 1) * page_tokens, "all frontends share the new namespace"
+
+
+async def test_new_weights_hold_in_all_frontends(
+    client: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    """Requests of both frontends end on the old weights, or keep them from being replaced."""
+
+    async def update(**body: Any) -> int:
+        url = "/update_weights_from_disk"
+        async with client.post(url, json=body, headers=ROOT) as answer:
+            return answer.status
+
+    async def answers() -> set[tuple[str, str]]:
+        sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+        body = {"text": "Once upon a time", "sampling_params": sampling}
+        asked = [client.post("/generate", json=body) for _ in range(NUM_STREAMS)]
+        found = [await answer.json() for answer in await asyncio.gather(*asked)]
+        return {(each["text"], each["meta_info"]["weight_version"]) for each in found}
+
+    [(before, version)] = await answers()
+    assert version == "default"
+    other = str(write_merged(tmp_path / "b", write_adapter(tmp_path / "a", Recipe(1)), Recipe(1)))
+    running = await begin_on_both(client, max_tokens=400)
+    assert await update(model_path=other, timeout=0.01) == 400
+    assert await answers() == {(before, version)}
+    updated = asyncio.ensure_future(update(model_path=other, weight_version="b"))
+    for stream in running:
+        assert len([text async for text in stream.texts()]) > 20
+        assert stream.is_whole
+    assert await updated == 200
+    [(after, version)] = await answers()
+    assert (version, after == before) == ("b", False)
+    assert await update(model_path=str(MODEL_DIR)) == 200
+    assert await answers() == {(before, "default")}
+
+
+async def test_streams_of_all_frontends_go_on_after_a_sleep_of_the_engine(
+    server: ServerProcess, client: aiohttp.ClientSession
+) -> None:
+    async def post(path: str) -> dict[str, Any]:
+        async with client.post(path, headers=ROOT) as answer:
+            assert answer.status == 200, await answer.text()
+            found: dict[str, Any] = await answer.json()
+            return found
+
+    async def read(stream: Stream) -> str:
+        return "".join([text async for text in stream.texts()])
+
+    restarts = (await until_idle(client))["aserve_engine_restarts_total"]
+    streams = await begin_on_both(client, max_tokens=300)
+    pid = server.engine_pid
+    assert (await post("/sleep?level=1"))["is_sleeping"]
+    assert not parent_of(Path(f"/proc/{pid}")), "all of its memory is free"
+    for _ in range(NUM_STREAMS):
+        async with client.post(URL, json=BODY | {"max_tokens": 1}) as answer:
+            assert (answer.status, (await answer.json())["error"]["code"]) == (
+                503,
+                "server_sleeping",
+            )
+    assert (await get(client, "/readyz"))[1]["status"] == "sleeping"
+    assert (await get(client, "/is_sleeping", headers=ROOT))[1]["is_sleeping"]
+    assert not (await post("/resume_memory_occupation"))["is_sleeping"]
+    texts = [await read(stream) for stream in streams]
+    assert texts == [
+        await read(await begin(client, stream.seed, max_tokens=300)) for stream in streams
+    ]
+    assert (await until_idle(client))["aserve_engine_restarts_total"] == restarts
 
 
 async def test_a_frontend_that_is_killed_leaves_nothing_in_the_engine_and_is_started_again(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import io
 import json
+import os
 import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -11,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from aiohttp import ClientSession
+from safetensors.torch import load_file, save_file
 
 from aserve.tiny import MODEL_DIR
 from tests.e2e.served import ADMIN_KEY, served
@@ -41,7 +46,7 @@ async def serving(model: Path, **fields: Any) -> AsyncIterator[ClientSession]:
         yield session
 
 
-async def post(client: ClientSession, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
+async def post(client: ClientSession, path: str, /, **body: Any) -> tuple[int, dict[str, Any]]:
     async with client.post(path, json=body) as answer:
         found: dict[str, Any] = await answer.json()
         return answer.status, found
@@ -113,6 +118,86 @@ async def until(
             async with client.get(path) as answer:
                 if is_so(await answer.json()):
                     return
+
+
+def halves(checkpoint: Path, folder: Path) -> list[str]:
+    """Writes the tensors of a checkpoint to two files. The second has some of the first as well."""
+    tensors = load_file(checkpoint / "model.safetensors")
+    middle = len(tensors) // 2
+    names = sorted(tensors)
+    parts = {"first": names[: middle + 3], "second": names[middle:]}
+    for file, own in parts.items():
+        save_file({name: tensors[name] for name in own}, folder / file)
+    return [str(folder / file) for file in parts]
+
+
+async def test_tensors_of_files_take_the_place_of_the_checkpoints_own(
+    other: Path, tmp_path: Path
+) -> None:
+    paths = halves(other, tmp_path)
+    url = "/update_weights_from_tensor"
+    async with serving(other, dtype="float32") as fresh:
+        expected = await outputs(fresh)
+    async with serving(MODEL_DIR, dtype="float32") as client:
+        before = await outputs(client)
+        for path in (*paths, *paths):
+            status, answer = await post(client, url, path=path, weight_version="t")
+            assert (status, answer.get("success")) == (200, True), answer
+        assert await outputs(client) == (*expected[:2], "t")
+        save_file({"model.nowhere": torch.zeros(2)}, tmp_path / "unknown")
+        save_file({"model.norm.weight": torch.zeros(2)}, tmp_path / "misshapen")
+        (tmp_path / "pickle").write_bytes(pickle_of(torch.zeros(2)))
+        for name, words in (
+            ("unknown", "unexpected: model.nowhere"),
+            ("misshapen", "model.norm.weight is 2 instead of"),
+            ("pickle", "not a readable safetensors file"),
+            ("missing", "does not exist"),
+        ):
+            status, answer = await post(client, url, path=str(tmp_path / name))
+            assert status == 400
+            assert words in answer["error"]["message"]
+        status, answer = await post(client, url, path="a", serialized_named_tensors=["gASVKA=="])
+        assert (status, answer["error"]["param"]) == (400, "serialized_named_tensors")
+        assert await outputs(client) == (*expected[:2], "t")
+        receipt = {"prompt": PROMPT, "max_tokens": 1, "receipt": True}
+        status, answer = await post(client, "/v1/completions", **receipt)
+        assert (status, answer["error"]["param"]) == (400, "receipt")
+        await post(client, "/update_weights_from_disk", model_path=str(MODEL_DIR))
+        assert await outputs(client) == before
+        assert (await post(client, "/v1/completions", **receipt))[0] == 200
+
+
+def pickle_of(tensor: torch.Tensor) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    return buffer.getvalue()
+
+
+async def test_the_executors_steps_are_profiled_into_the_directory_of_the_option(
+    tmp_path: Path,
+) -> None:
+    async with serving(MODEL_DIR, profile_dir=str(tmp_path / "traces")) as client:
+        assert (await post(client, "/stop_profile"))[0] == 400
+        assert (await post(client, "/start_profile", num_steps=3))[0] == 400
+        assert (await post(client, "/start_profile", record_shapes=True))[0] == 200
+        assert (await post(client, "/start_profile"))[0] == 409
+        before = await outputs(client, 4)
+        status, answer = await post(client, "/stop_profile")
+        assert status == 200
+        assert Path(answer["path"]).parent == tmp_path / "traces"
+        assert os.listdir(tmp_path / "traces") == [Path(answer["path"]).name]
+        with gzip.open(answer["path"]) as file:
+            trace = json.load(file)
+        assert {event.get("cat") for event in trace["traceEvents"]} >= {"cpu_op"}
+        assert await outputs(client, 4) == before
+    async with serving(MODEL_DIR) as client:
+        status, answer = await post(client, "/start_profile")
+        assert status == 400
+        assert "--profile-dir" in answer["error"]["message"]
+        status, answer = await post(client, "/sleep")
+        assert status == 400
+        assert "--processes 2" in answer["error"]["message"]
+        assert (await outputs(client, 4))[0] == before[0]
 
 
 async def test_what_runs_ends_on_the_old_weights_or_is_aborted(other: Path) -> None:

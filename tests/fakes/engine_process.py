@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from aserve.engine_core import LocalExecutor
 from aserve.errors import ConfigError, ErrorInfo, InvalidRequest, StepError
-from aserve.messages.requests import DeviceLoad, LoadLora
+from aserve.messages.requests import EngineJob, LoadLora, LoadWeights
 from aserve.messages.step import ScheduleBatch
 from aserve.processes.engine import main
 from aserve.processes.link import Start
@@ -56,16 +56,17 @@ class Filed(FakeExecutor):
     once of an adapter beside which a file PATH.fatal is.
     """
 
-    async def load(self, load: DeviceLoad) -> ErrorInfo | None:
-        if is_there(load.path + ".fatal"):
-            os.unlink(load.path + ".fatal")
+    async def run_job(self, job: EngineJob) -> ErrorInfo | None:
+        assert isinstance(job, LoadLora | LoadWeights)
+        if is_there(job.path + ".fatal"):
+            os.unlink(job.path + ".fatal")
             os._exit(9)
-        self.loads.append(load)
-        return None if is_there(load.path) else InvalidRequest("no such adapter").info()
+        self.jobs.append(job)
+        return None if is_there(job.path) else InvalidRequest("no such adapter").info()
 
     def launch(self, *batches: ScheduleBatch) -> FakeTicket:
         slots = {init.lora_slot for init in batches[0].row_inits}
-        assert slots <= {0, *(load.slot for load in self.loads if isinstance(load, LoadLora))}
+        assert slots <= {0, *(job.slot for job in self.jobs if isinstance(job, LoadLora))}
         return super().launch(*batches)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from aserve.errors import ErrorInfo, InvalidRequest
 from aserve.messages.executor import EngineSpec, GroupSpec, TokenFuture
-from aserve.messages.requests import DeviceLoad
+from aserve.messages.requests import EngineJob, LoadLora, LoadWeights
 from aserve.messages.results import SampleResult, SeqLens, StepFailed, StepResult
 from aserve.messages.step import Resync, Sample, ScheduleBatch
 from tests.fakes.toy_device import FakeDevice
@@ -62,7 +62,7 @@ class FakeExecutor:
         self.commands: list[ScheduleBatch | Sample | Resync] = []  # all that were ever given
         self.is_manual = is_manual
         self.is_closed = False
-        self.loads: list[DeviceLoad] = []
+        self.jobs: list[LoadLora | LoadWeights] = []
         self._queue: deque[tuple[ScheduleBatch | Sample | Resync, FakeTicket | None]] = deque()
         self._was_given = asyncio.Event()
         self.is_warm = asyncio.Event()
@@ -77,10 +77,12 @@ class FakeExecutor:
     async def warm_up(self) -> None:
         self.is_warm.set()
 
-    async def load(self, load: DeviceLoad) -> ErrorInfo | None:
+    async def run_job(self, job: EngineJob) -> ErrorInfo | None:
         """Refuses a path that says so."""
-        self.loads.append(load)
-        return InvalidRequest("no adapter").info() if load.path == "broken" else None
+        if not isinstance(job, LoadLora | LoadWeights):
+            return InvalidRequest("this executor only loads").info()
+        self.jobs.append(job)
+        return InvalidRequest("no adapter").info() if job.path == "broken" else None
 
     def close(self) -> None:
         self.is_closed = True

@@ -19,7 +19,7 @@ from aserve.gpu.step.results import Packed, pack, pack_nothing
 from aserve.gpu.step.ticket import StepTicket
 from aserve.messages.base import array_i32
 from aserve.messages.executor import SchedulerEffect
-from aserve.messages.requests import DeviceLoad
+from aserve.messages.requests import EngineJob
 from aserve.messages.results import StepResult
 from aserve.messages.step import Launch, Resync, RowInit, Sample, ScheduleBatch
 from aserve.tiny import MODEL_DIR
@@ -124,8 +124,8 @@ class OneBusyRank:
         for rank in self.ranks:
             await rank.warm_up()
 
-    async def load(self, load: DeviceLoad) -> ErrorInfo | None:
-        errors = [await rank.load(load) for rank in self.ranks]
+    async def run_job(self, job: EngineJob) -> ErrorInfo | None:
+        errors = [await rank.run_job(job) for rank in self.ranks]
         return errors[0]
 
     def close(self) -> None:

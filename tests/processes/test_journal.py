@@ -34,8 +34,8 @@ from aserve.messages.requests import (
     AdmitRequest,
     Amend,
     Cancel,
-    DeviceLoad,
     EngineEvent,
+    EngineJob,
     GenerateRequest,
     ReasoningIds,
     ReasoningParams,
@@ -91,7 +91,7 @@ class VanishingCore:
     async def start(self, on_death: object) -> None:
         await self._start()
 
-    async def load(self, load: DeviceLoad) -> ErrorInfo | None:
+    async def run_job(self, job: EngineJob) -> ErrorInfo | None:
         raise NotImplementedError
 
     async def close(self) -> None:

@@ -47,9 +47,9 @@ async def test_the_engine_of_a_device_answers_over_its_socket_also_with_other_we
             await app.join(core, load_text(MODEL_DIR, resolved.model))
             answers = await asyncio.gather(*(tokens_of(f"r{number}") for number in range(3)))
             write_merged(tmp_path / "b", write_adapter(tmp_path / "a", Recipe(1)), Recipe(1))
-            assert await core.load(LoadWeights(1, str(tmp_path / "b"))) is None
+            assert await core.run_job(LoadWeights(1, str(tmp_path / "b"))) is None
             changed = await tokens_of("changed")
-            assert await core.load(LoadWeights(2, str(MODEL_DIR))) is None
+            assert await core.run_job(LoadWeights(2, str(MODEL_DIR))) is None
             answers.append(await tokens_of("back"))
         finally:
             await app.close()

@@ -15,7 +15,14 @@ from aserve.http.live_settings import SettingsBody
 from aserve.http.probes import health_of, liveness_of
 from aserve.messages.base import array_i32, pack_i32
 from aserve.messages.output import OutputChunk
-from aserve.messages.requests import AdmitRequest, LoadLora, LoadWeights, SamplingParams
+from aserve.messages.requests import (
+    AdmitRequest,
+    LoadLora,
+    LoadWeights,
+    SamplingParams,
+    Sleep,
+    Wake,
+)
 from aserve.processes.engine_process import FIRST_DELAY_S, LONGEST_DELAY_S, STABLE_S, Restarts
 from tests.fakes.executor import SPEC
 from tests.fakes.toy_device import expected_outputs
@@ -93,7 +100,7 @@ async def test_while_the_engine_is_away_the_server_lives_and_requests_wait_or_le
         assert "SIGKILL" in health_of(state, 300).reason
         assert liveness_of(state, 300).status == "alive"
         assert state.refusal() is None
-        error = await rig.core.load(LoadLora(1, 1, "there"))
+        error = await rig.core.run_job(LoadLora(1, 1, "there"))
         assert error is not None
         assert (error.status, error.code) == (503, "engine_dead")
         second = asyncio.ensure_future(rig.ask("second", seed=7))
@@ -166,7 +173,7 @@ async def test_adapters_are_loaded_again_and_a_lost_one_ends_only_its_own_reques
     async with running("filed", max_restarts=2) as rig:
         for slot, path in enumerate(paths, start=1):
             path.touch()
-            assert await rig.core.load(LoadLora(slot, slot, str(path))) is None
+            assert await rig.core.run_job(LoadLora(slot, slot, str(path))) is None
         paths[1].unlink()
         (tmp_path / "kept.fatal").touch()
         rig.process.kill()
@@ -188,7 +195,7 @@ async def test_updated_weights_are_loaded_again_or_the_server_ends(
     weights = tmp_path / "weights"
     weights.touch()
     async with running("filed", max_restarts=1) as rig:
-        assert await rig.core.load(LoadWeights(1, str(weights))) is None
+        assert await rig.core.run_job(LoadWeights(1, str(weights))) is None
         if not is_kept:
             weights.unlink()
         rig.process.kill()
@@ -198,6 +205,43 @@ async def test_updated_weights_are_loaded_again_or_the_server_ends(
         else:
             await rig.died.wait()
             assert "could not be loaded again" in rig.frontend.state.reason
+
+
+@pytest.mark.slow
+async def test_requests_outlive_a_sleep_of_the_engine_unless_their_time_is_over() -> None:
+    """It counts as no death, however often it sleeps."""
+    async with running("steady", max_s=120, max_restarts=0) as rig:
+        core, state = rig.core, rig.frontend.state
+        asked = [asyncio.ensure_future(rig.ask(f"{i}", seed=i)) for i in range(4)]
+        for number in range(2):
+            await until_tokens(rig, 50 * (number + 1))
+            assert [await core.run_job(Sleep()) for _ in range(2)] == [None, None]
+            assert rig.process.returncode is not None
+            assert liveness_of(state, 300).status == "alive"
+            error = await core.run_job(LoadLora(2, 2, "there"))
+            assert error is not None
+            assert "sleeps" in error.message
+            *_, late = await rig.ask(f"late{number}", timeout_s=0.001)
+            assert late.error is not None
+            assert late.error.code == "deadline_exceeded"
+            assert not any(each.done() for each in asked)
+            twice = await asyncio.gather(core.run_job(Wake()), core.run_job(Wake()))
+            assert [*twice] == [None, None]
+        for seed, answer in enumerate(await asyncio.gather(*asked)):
+            assert tokens_of(answer) == expected(seed=seed)
+        assert rig.metric("aserve_engine_restarts_total") == 0
+        assert len(core._journal) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["relapsing", "refusing"])
+async def test_an_engine_that_cannot_wake_goes_on_sleeping(kind: str, tmp_path: Path) -> None:
+    async with running(kind, record=str(tmp_path / "recording")) as rig:
+        assert await rig.core.run_job(Sleep()) is None
+        assert await rig.core.run_job(Wake()) is not None
+        assert not rig.died.is_set()
+        assert await rig.core.run_job(Wake()) is None
+        assert tokens_of(await rig.ask("a")) == expected(seed=1)
 
 
 @pytest.mark.slow

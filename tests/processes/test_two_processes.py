@@ -162,13 +162,13 @@ async def test_a_killed_engine_ends_every_request_with_one_error_and_says_by_wha
 async def test_an_adapter_is_loaded_in_the_engines_process_or_the_reason_comes_back() -> None:
     """An engine that dies meanwhile is an answer, too."""
     async with running() as rig:
-        assert await rig.core.load(LoadLora(1, 1, "there")) is None
-        error = await rig.core.load(LoadLora(2, 1, "broken"))
+        assert await rig.core.run_job(LoadLora(1, 1, "there")) is None
+        error = await rig.core.run_job(LoadLora(2, 1, "broken"))
         assert error is not None
         assert (error.status, error.message) == (400, "no adapter")
         rig.process.send_signal(signal.SIGSTOP)
-        given_up = asyncio.ensure_future(rig.core.load(LoadLora(3, 1, "there")))
-        asked = asyncio.ensure_future(rig.core.load(LoadLora(4, 1, "there")))
+        given_up = asyncio.ensure_future(rig.core.run_job(LoadLora(3, 1, "there")))
+        asked = asyncio.ensure_future(rig.core.run_job(LoadLora(4, 1, "there")))
         await asyncio.sleep(0)
         given_up.cancel()
         rig.process.kill()

@@ -6,6 +6,7 @@ A model computes on one device and sees tokens, not pages, rows or batches.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -89,6 +90,7 @@ class LoadPlan:
     is_dummy: bool = False  # random weights, without a checkpoint
     target: Target = HOST
     on_progress: OnProgress = ignore_progress  # called on the thread that loads
+    tensors: tuple[Path, ...] = ()  # files whose tensors replace those of the checkpoint
 
 
 class ModelLoader(Protocol):

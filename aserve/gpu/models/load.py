@@ -49,7 +49,7 @@ class NativeLoader:
             target.check_room(size_bytes, dtype)
             dummy = DummyWeights(target, dtype=dtype, progress=progress)
             return build(config, target.wrap(dummy), max_model_len=context_len)
-        with Checkpoint(self.model_dir, target.device) as checkpoint:
+        with Checkpoint(self.model_dir, target.device, updates=plan.tensors) as checkpoint:
             check_fit(inventory, checkpoint)
             target.check_room(size_bytes, dtype)
             reader = WeightReader(checkpoint, target, dtype=dtype, progress=progress)

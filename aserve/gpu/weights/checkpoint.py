@@ -6,7 +6,7 @@ Names, shapes and dtypes come from the files' headers; values are read one tenso
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -50,16 +50,23 @@ class Checkpoint:
     """Opened checkpoint files, which are read straight to `device`. It is a context manager.
 
     `rename` maps the names in the files to those by which the tensors are known here; None leaves a
-    tensor out.
+    tensor out. The tensors of the files `updates` take the place of those of the directory, and of
+    those of earlier ones.
     """
 
-    __slots__ = ("_device", "_files", "_rename", "_stack", "directory", "tensors")
+    __slots__ = ("_device", "_files", "_rename", "_stack", "_updates", "directory", "tensors")
 
     def __init__(
-        self, directory: Path, device: torch.device = CPU, *, rename: Rename = as_stored
+        self,
+        directory: Path,
+        device: torch.device = CPU,
+        *,
+        rename: Rename = as_stored,
+        updates: Sequence[Path] = (),
     ) -> None:
         self.directory = directory
         self._device = device
+        self._updates = updates
         self._rename = rename
         self.tensors: dict[str, StoredTensor] = {}
         self._files: dict[str, _File] = {}
@@ -74,6 +81,9 @@ class Checkpoint:
                 )
                 self._note_tensors(file_name)
             self._check_index(index)
+            for path in self._updates:
+                self._files[str(path)] = stack.enter_context(_open(path, self._device))
+                self._note_tensors(str(path), replaces=True)
             self._stack = stack.pop_all()
         return self
 
@@ -107,13 +117,13 @@ class Checkpoint:
             path = self.directory / stored.file_name
             raise ConfigError(f"{path}: {name} cannot be read: {error}") from error
 
-    def _note_tensors(self, file_name: str) -> None:
+    def _note_tensors(self, file_name: str, *, replaces: bool = False) -> None:
         file = self._files[file_name]
         for stored_name in file.keys():  # noqa: SIM118  (not a mapping)
             name = self._rename(stored_name)
             if name is None:
                 continue
-            if name in self.tensors:
+            if name in self.tensors and not replaces:
                 first = self.tensors[name].file_name
                 raise ConfigError(
                     f"{self.directory}: tensor {name} is in two files, {first} and {file_name}"
@@ -171,7 +181,7 @@ def _open(path: Path, device: torch.device) -> _File:
     try:
         file: _File = safe_open(path, framework="pt", device=str(device))
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist, though the index names it") from None
+        raise ConfigError(f"{path} does not exist") from None
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path} is not a readable safetensors file: {error}") from error
     return file

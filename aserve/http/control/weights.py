@@ -1,10 +1,14 @@
-"""The administrator's update of weights from disk, in SGLang's form.
+"""The administrator's updates of the weights: from a checkpoint, in SGLang's form, or of tensors.
 
 New requests are refused while the requests that run end on the old weights, for at most `timeout`
-seconds, or are aborted. Then the engine reads the checkpoint and writes it between two steps, the
+seconds, or are aborted. Then the engine reads the weights and writes them between two steps, the
 namespace of the prefix cache changes, and requests are accepted again. The answer is an error, and
-nothing has changed, if requests still run after the timeout, or if the checkpoint does not fit the
+nothing has changed, if requests still run after the timeout, or if the weights do not fit the
 model. An update goes on when its client goes away, because its end must not be missed.
+
+An update of tensors names a safetensors file. The engine reads the checkpoint with the tensors of
+all such files in the place of its own, at each update and when it is started again, so the files
+must stay where they are until an update from a checkpoint.
 """
 
 from __future__ import annotations
@@ -12,14 +16,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 from aiohttp import web
 
-from aserve.http.abort import ABORTS
-from aserve.http.auth import IDENTITY
+from aserve.http.control.pause import PauseBody, pause_all
 from aserve.http.delivery import json_response
 from aserve.http.errors import RequestFailed, refused
 from aserve.http.openai.checks import check_unsupported
@@ -27,25 +29,26 @@ from aserve.http.openai.limits import check_range
 from aserve.http.route import Route, get, post
 from aserve.http.state import HttpContext
 from aserve.messages.requests import LoadWeights
-from aserve.request_stream import Gateway
 
 MAX_VERSION_CHARS = 128
+MAX_FILES = 256  # of tensors that replace those of one checkpoint
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "load_format": ("auto", "safetensors"),
     "flush_cache": (True,),
     "is_async": (False,),
 }
 
+MakeLoad: TypeAlias = Callable[[int, LoadWeights | None], LoadWeights]
+
 logger = logging.getLogger(__name__)
 
 
-class UpdateWeightsBody(msgspec.Struct, kw_only=True):
-    """`model_path` is a directory on the server. `timeout` is in seconds, for the requests that
-    run. With `keep_pause` the server stays paused until /continue_generation. The fields from
-    `load_format` on are SGLang's, and have one possible value each.
+class UpdateBody(msgspec.Struct, kw_only=True):
+    """`timeout` is in seconds, for the requests that run. With `keep_pause` the server stays paused
+    until /continue_generation. The fields from `load_format` on are SGLang's, and have one possible
+    value each.
     """
 
-    model_path: str
     weight_version: str | None = None
     abort_all_requests: bool | None = None
     keep_pause: bool | None = None
@@ -55,6 +58,20 @@ class UpdateWeightsBody(msgspec.Struct, kw_only=True):
     is_async: bool | None = None
     torch_empty_cache: bool | None = None
     recapture_cuda_graph: bool | None = None
+
+
+class UpdateFromDiskBody(UpdateBody, kw_only=True):
+    """`model_path` is a directory on the server."""
+
+    model_path: str
+
+
+class UpdateFromTensorBody(UpdateBody, kw_only=True):
+    """`path` is a safetensors file on the server. It has some tensors of the checkpoint, under the
+    same names. SGLang's pickled `serialized_named_tensors` are never read.
+    """
+
+    path: str
 
 
 class VersionBody(msgspec.Struct, kw_only=True):
@@ -69,68 +86,81 @@ class UpdateAnswer(msgspec.Struct):
     num_paused_requests: int = 0
 
 
-async def _update(
-    context: HttpContext, body: UpdateWeightsBody, version: str, abort: Callable[[], object]
-) -> None:
-    """Raises if the weights are still the old ones. `abort` ends the requests that run."""
-    state = context.state
-    was_paused, state.is_paused = state.is_paused, True
-    try:
-        if body.abort_all_requests:
-            abort()
-        await _drained(context.gateway, body.timeout)
-        state.num_updates += 1
-        load = LoadWeights(state.num_updates, body.model_path)
-        error = await context.loras.load_on_device(load)
-        if error is not None:
-            raise RequestFailed(error)
-        state.flush_cache()
-        state.weight_version = version
-        if context.receipts is not None:
-            context.receipts.use(Path(body.model_path))
-        was_paused = was_paused or bool(body.keep_pause)
-        logger.info("weights updated path=%s version=%s", body.model_path, version)
-    finally:
-        state.is_paused = was_paused
-        state.update = None
-
-
-async def _drained(gateway: Gateway, timeout_s: float) -> None:
-    try:
-        async with asyncio.timeout(timeout_s):
-            await gateway.drained()
-    except TimeoutError:
-        raise refused(
-            400,
-            f"{gateway.num_open} requests still ran after {timeout_s:g} s. The weights are the old "
-            "ones: send 'abort_all_requests', or a longer 'timeout'.",
-        ) from None
-
-
 async def update_from_disk(
-    request: web.Request, context: HttpContext, body: UpdateWeightsBody
+    request: web.Request, context: HttpContext, body: UpdateFromDiskBody
+) -> web.Response:
+    def make_load(number: int, _: LoadWeights | None) -> LoadWeights:
+        return LoadWeights(number, body.model_path)
+
+    return await _updated(request, context, body, make_load)
+
+
+async def update_from_tensor(
+    request: web.Request, context: HttpContext, body: UpdateFromTensorBody
+) -> web.Response:
+    def make_load(number: int, last: LoadWeights | None) -> LoadWeights:
+        base, earlier = ("", ()) if last is None else (last.path, last.tensors)
+        others = tuple(path for path in earlier if path != body.path)
+        if len(others) >= MAX_FILES:
+            raise refused(
+                400, f"{MAX_FILES} files of tensors are in use: update from a checkpoint instead."
+            )
+        return LoadWeights(number, base, (*others, body.path))
+
+    return await _updated(request, context, body, make_load)
+
+
+async def _updated(
+    request: web.Request, context: HttpContext, body: UpdateBody, make_load: MakeLoad
 ) -> web.Response:
     check_unsupported(body, NEUTRAL)
     check_range(body.timeout, "timeout")
-    if context.state.phase != "ready":
-        refusal = context.state.refusal()
+    state = context.state
+    if state.phase != "ready" or state.is_asleep:
+        refusal = state.refusal()
         assert refusal is not None
         raise refusal
     version = _checked(body.weight_version or "default")
-    if context.peers.are_several:
-        raise refused(400, "The weights cannot be updated on a server with several frontends.")
-    if context.state.update is not None:
+    if state.update is not None:
         raise refused(400, "Another update of the weights is running.")
-    aborts, identity = request.app[ABORTS], request[IDENTITY]
-    abort = partial(aborts.abort, identity, None, "The weights of the model are replaced.")
-    update = asyncio.ensure_future(_update(context, body, version, abort))
-    context.state.update = update
+    load = make_load(state.next_job(), state.weights)
+    update = asyncio.ensure_future(_update(request, context, body, load, version))
+    state.update = update
     await asyncio.shield(update)
     return json_response(UpdateAnswer(True, "Succeeded to update model weights.", version))
 
 
+async def _update(
+    request: web.Request, context: HttpContext, body: UpdateBody, load: LoadWeights, version: str
+) -> None:
+    """Raises if the weights are still the old ones."""
+    state = context.state
+    was_paused = state.is_paused
+    try:
+        mode = PauseBody(mode="abort" if body.abort_all_requests else "wait", timeout=body.timeout)
+        if num_running := await pause_all(request, context, mode):
+            raise refused(
+                400,
+                f"{num_running} requests still ran after {body.timeout:g} s. The weights are the "
+                "old ones: send 'abort_all_requests', or a longer 'timeout'.",
+            )
+        error = await context.loras.run_on_device(load)
+        if error is not None:
+            raise RequestFailed(error)
+        state.weights, state.weight_version = load, version
+        state.flush_cache()
+        was_paused = was_paused or bool(body.keep_pause)
+        path, tensors = load.path, load.tensors[-1:]
+        logger.info("weights updated path=%s tensors=%s version=%s", path, tensors, version)
+    finally:
+        state.is_paused = was_paused
+        state.update = None
+        state.share()
+
+
 async def name_version(_: web.Request, context: HttpContext, body: VersionBody) -> web.Response:
     context.state.weight_version = _checked(body.new_version)
+    context.state.share()
     return json_response(
         UpdateAnswer(True, "The weight version is updated.", context.state.weight_version)
     )
@@ -147,7 +177,8 @@ def _checked(version: str) -> str:
 
 
 ROUTES: tuple[Route, ...] = (
-    post("/update_weights_from_disk", UpdateWeightsBody, update_from_disk, admin=True),
+    post("/update_weights_from_disk", UpdateFromDiskBody, update_from_disk, admin=True),
+    post("/update_weights_from_tensor", UpdateFromTensorBody, update_from_tensor, admin=True),
     post("/update_weight_version", VersionBody, name_version, admin=True),
     get("/get_weight_version", read_version),
     get("/weight_version", read_version),

@@ -155,8 +155,10 @@ def _completion_body(body: GenerateBody, sampling: SglangSampling) -> Completion
     start = _shared(body.logprob_start_len, "logprob_start_len")
     scores_prompt = num_top is not None and start is not None and start >= 0
     max_tokens = sampling.max_new_tokens
-    given = body.lora_path
-    adapters: list[str | None] = given if isinstance(given, list) else [given]
+    paths = body.lora_path
+    adapters: str | list[str] | None = (
+        [each or "" for each in paths] if isinstance(paths, list) else paths
+    )
     return CompletionBody(
         model=_shared(adapters, "lora_path") or body.model,
         prompt=_prompts_of(body),

@@ -26,19 +26,19 @@ import msgspec
 from aserve.config import LoraOptions
 from aserve.errors import BugError, ConfigError, ErrorInfo, InvalidRequest, NotFound
 from aserve.http.errors import RequestFailed
-from aserve.messages.requests import DeviceLoad, GenerateRequest, LoadLora
+from aserve.messages.requests import EngineJob, GenerateRequest, LoadLora
 
 MAX_NAME_CHARS = 256
 
-# Puts an adapter or new weights on the device; returns the error if that is not possible.
-LoadOnDevice: TypeAlias = Callable[[DeviceLoad], Awaitable[ErrorInfo | None]]
+# Runs a job of the engine, such as loading an adapter; returns the error if that is not possible.
+RunOnDevice: TypeAlias = Callable[[EngineJob], Awaitable[ErrorInfo | None]]
 
 NO_LORAS = LoraOptions()
 
 logger = logging.getLogger(__name__)
 
 
-async def cannot_load(_: DeviceLoad) -> ErrorInfo:
+async def cannot_run(_: EngineJob) -> ErrorInfo:
     return BugError("something was loaded before the engine had started").info()
 
 
@@ -66,7 +66,7 @@ class LoraRegistry:
         slots_in_use: Callable[[], Collection[int]] = frozenset,
     ) -> None:
         self._options = options
-        self.load_on_device: LoadOnDevice = cannot_load
+        self.run_on_device: RunOnDevice = cannot_run
         self._slots_in_use = slots_in_use
         self._served: dict[str, ServedLora] = {}
         self._ids = itertools.count(1)
@@ -91,9 +91,9 @@ class LoraRegistry:
         lora = self.find(model or "")
         return requests if lora is None else tuple(map(lora.applied_to, requests))
 
-    async def open(self, load_on_device: LoadOnDevice) -> None:
+    async def open(self, run_on_device: RunOnDevice) -> None:
         """Begins to load adapters, first those of --lora-modules. Raises ConfigError."""
-        self.load_on_device = load_on_device
+        self.run_on_device = run_on_device
         for name, path in modules_of(self._options.lora_modules):
             try:
                 await self.load(name, path)
@@ -108,7 +108,7 @@ class LoraRegistry:
         async with self._turn:
             self._check_name(name, replaces=replaces)
             load = LoadLora(next(self._ids), self._free_slot(), path)
-            error = await self.load_on_device(load)
+            error = await self.run_on_device(load)
             if error is not None:
                 raise RequestFailed(error)
             created = int(time.time())

@@ -50,18 +50,20 @@ Named = TypeVar("Named", TokenLogprob, PromptToken, TopLogprob)
 Scored = TypeVar("Scored", TokenLogprob, PromptToken)
 
 
-def logprob_entries(entries: Iterable[TokenLogprob]) -> list[LogprobEntry]:
+def logprob_entries(
+    entries: Iterable[TokenLogprob], sampling: SamplingParams | None = None
+) -> list[LogprobEntry]:
     return [
         LogprobEntry(
             entry.token, entry.logprob, list(entry.token_bytes), [*map(_top_entry, entry.top)]
         )
-        for entry in entries
+        for entry in spelled(entries, sampling)
     ]
 
 
-def spelled(entries: Iterable[Scored], sampling: SamplingParams) -> Iterable[Scored]:
+def spelled(entries: Iterable[Scored], sampling: SamplingParams | None) -> Iterable[Scored]:
     """Returns the entries with the tokens that the request asks for: their texts, or their ids."""
-    if not sampling.tokens_as_ids:
+    if sampling is None or not sampling.tokens_as_ids:
         return entries
     return [
         msgspec.structs.replace(_by_id(entry), top=tuple(map(_by_id, entry.top)))

@@ -15,7 +15,6 @@ from aserve.http.openai.answers import (
     ids_of,
     is_visible,
     logprob_entries,
-    spelled,
 )
 from aserve.http.openai.call import Call, Origin, build_call, sampling_of
 from aserve.http.openai.chat_plan import ChatPlan, plan_of_body
@@ -80,9 +79,7 @@ class ChatDialect:
         if not deltas and not is_visible(msgspec.structs.replace(chunk, text=""), self.call):
             return
         choices = [DeltaChoice(index, delta) for delta in deltas or [Delta()]]
-        choices[0].logprobs = self._logprobs(
-            logprob_entries(spelled(chunk.logprobs, self.call.sampling))
-        )
+        choices[0].logprobs = self._logprobs(logprob_entries(chunk.logprobs, self.call.sampling))
         choices[0].token_ids = self._shown(chunk.token_ids)
         seed: int | UnsetType = UNSET
         if chunk.finish_reason is not None:

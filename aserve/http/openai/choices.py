@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from aserve.http.errors import RequestFailed
 from aserve.http.long_json import JsonList
-from aserve.http.openai.answers import ChoiceT, Dialect, Tally, ids_of, logprob_entries, spelled
+from aserve.http.openai.answers import ChoiceT, Dialect, Tally, ids_of, logprob_entries
 from aserve.http.openai.call import Call
 from aserve.http.openai.completion_logprobs import LogprobLists, chunk_logprobs
 from aserve.http.openai.parsed import ParsedChoice, ParsedMessage
@@ -93,7 +93,7 @@ class ChatChoice(GatheredChoice):
     def add(self, chunk: OutputChunk) -> None:
         super().add(chunk)
         self.message.add(self._parsed.add(chunk))
-        self.logprobs.extend(logprob_entries(spelled(chunk.logprobs, self._sampling)))
+        self.logprobs.extend(logprob_entries(chunk.logprobs, self._sampling))
         if chunk.prompt is not None and chunk.child == 0:
             self.prompt_logprobs.extend(prompt_logprobs(chunk.prompt, self._sampling))
 

@@ -7,6 +7,7 @@ from aiohttp import web
 
 from aserve.http.delivery import json_response
 from aserve.http.openai.checks import check_model
+from aserve.http.route import get
 from aserve.http.state import HttpContext
 
 
@@ -43,3 +44,9 @@ def _model(context: HttpContext, name: str) -> ModelBody:
         max_len = context.state.max_model_len
         return ModelBody(name, lora.created, lora.path, max_len, parent=root)
     return ModelBody(name, context.created, root, context.state.max_model_len)
+
+
+ROUTES = (
+    get("/v1/models", list_models),
+    get("/v1/models/{name:.+}", read_model),  # a name may have slashes
+)

@@ -53,6 +53,7 @@ from aserve.http.responses.call import ResponseCall, response_call
 from aserve.http.responses.conversation import Item
 from aserve.http.responses.live import RESPONSES, Responses
 from aserve.http.responses.store import ResponseKey, StoredResponse
+from aserve.http.route import get
 from aserve.http.running import AmendBody, RunningRequest, amend_request, change_of, found_ids
 from aserve.http.state import HttpContext, origin_of
 from aserve.http.streams.event_log import data_of
@@ -378,3 +379,4 @@ def body_of(request: SocketRequest) -> ResponseBody:
 
 
 SOCKETS = web.AppKey("sockets", set[ResponseSocket])  # the open ones
+ROUTES = (get("/v1/responses", connect),)

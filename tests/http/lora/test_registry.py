@@ -12,7 +12,7 @@ from aserve.http.errors import RequestFailed
 from aserve.http.lora.registry import LoraRegistry, modules_of
 from aserve.http.openai.limits import Caller
 from aserve.messages.requests import (
-    DeviceLoad,
+    EngineJob,
     GenerateRequest,
     LoadLora,
     SamplingParams,
@@ -32,18 +32,18 @@ class Device:
         self.may_load.set()
         self.was_asked = asyncio.Event()
 
-    async def load(self, load: DeviceLoad) -> ErrorInfo | None:
-        assert isinstance(load, LoadLora)
-        self.loads.append(load)
+    async def run_job(self, job: EngineJob) -> ErrorInfo | None:
+        assert isinstance(job, LoadLora)
+        self.loads.append(job)
         self.was_asked.set()
         await self.may_load.wait()
-        return InvalidRequest("broken").info() if load.path == "broken" else None
+        return InvalidRequest("broken").info() if job.path == "broken" else None
 
 
 async def registry(device: Device, *, max_loras: int = 2) -> LoraRegistry:
     options = LoraOptions(enable_lora=True, max_loras=max_loras)
     loras = LoraRegistry(options, slots_in_use=lambda: device.in_use)
-    await loras.open(device.load)
+    await loras.open(device.run_job)
     return loras
 
 
@@ -126,5 +126,5 @@ async def test_modules_of_the_command_line_are_loaded_or_name_the_option() -> No
     options = LoraOptions(lora_modules="a=fine,b=broken", max_loras=4)
     loras = LoraRegistry(options)
     with pytest.raises(ConfigError, match="--lora-modules b=broken: broken"):
-        await loras.open(Device().load)
+        await loras.open(Device().run_job)
     assert loras.names == ("a",)

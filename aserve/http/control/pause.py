@@ -1,4 +1,6 @@
-"""The administrator's endpoints, which exist only on a server with an admin key.
+"""The administrator's pause, and the flush of the prefix cache.
+
+On a server with several frontends each of them pauses, and the answer is about all of them.
 
 Flushing the prefix cache changes the namespace of all later requests, so that none of them finds a
 page of an earlier one. The old pages are evicted when their room is needed. WHY: so the engine need
@@ -16,11 +18,14 @@ from aiohttp import web
 
 from aserve.http.abort import ABORTS
 from aserve.http.auth import IDENTITY
-from aserve.http.control import weights
 from aserve.http.delivery import json_response
+from aserve.http.errors import refused
+from aserve.http.forwarding import tell_all
 from aserve.http.openai.limits import check_range
 from aserve.http.route import Route, get, post
 from aserve.http.state import HttpContext
+
+PAUSE = "/pause_generation"
 
 
 class PauseBody(msgspec.Struct, kw_only=True):
@@ -35,13 +40,23 @@ class PauseAnswer(msgspec.Struct):
     num_running: int  # requests
 
 
-async def flush_cache(_: web.Request, context: HttpContext) -> web.Response:
-    context.state.flush_cache()
-    return json_response({"success": True, "message": "The prefix cache is flushed."})
-
-
 async def pause(request: web.Request, context: HttpContext, body: PauseBody) -> web.Response:
     """Refuses new requests until /continue_generation."""
+    return json_response(await _pause(request, context, body))
+
+
+async def pause_all(request: web.Request, context: HttpContext, body: PauseBody) -> int:
+    """Pauses every frontend, and returns the number of requests that still run."""
+    if not context.peers.are_several:
+        return (await _pause(request, context, body)).num_running
+    answer = await tell_all(request, context.peers, PAUSE, msgspec.json.encode(body))
+    if "num_running" not in answer:
+        raise refused(400, f"A frontend could not be paused: {answer}")
+    num_running: int = answer["num_running"]
+    return num_running
+
+
+async def _pause(request: web.Request, context: HttpContext, body: PauseBody) -> PauseAnswer:
     check_range(body.timeout, "timeout")
     context.state.is_paused = True
     gateway = context.gateway
@@ -51,7 +66,7 @@ async def pause(request: web.Request, context: HttpContext, body: PauseBody) -> 
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(body.timeout):
                 await gateway.drained()
-    return json_response(PauseAnswer(is_paused=True, num_running=gateway.num_open))
+    return PauseAnswer(is_paused=True, num_running=gateway.num_open)
 
 
 async def resume(request: web.Request, context: HttpContext) -> web.Response:
@@ -63,11 +78,16 @@ async def read_pause(_: web.Request, context: HttpContext) -> web.Response:
     return json_response(PauseAnswer(context.state.is_paused, context.gateway.num_open))
 
 
+async def flush_cache(_: web.Request, context: HttpContext) -> web.Response:
+    context.state.flush_cache()
+    return json_response({"success": True, "message": "The prefix cache is flushed."})
+
+
 ROUTES = (
     get("/flush_cache", flush_cache, admin=True),
     Route("POST", "/flush_cache", flush_cache, admin=True),
-    post("/pause_generation", PauseBody, pause, admin=True),
+    Route("POST", "/reset_prefix_cache", flush_cache, admin=True),
+    post(PAUSE, PauseBody, pause, admin=True),
     Route("POST", "/continue_generation", resume, admin=True),
     get("/is_paused", read_pause, admin=True),
-    *weights.ROUTES,
 )
