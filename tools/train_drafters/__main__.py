@@ -40,7 +40,7 @@ def parsed_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     texts = commands.add_parser("texts", help="let the bundled model write the training texts")
     texts.set_defaults(run=run_texts)
     texts.add_argument("folder", type=Path, help="folder of the shards, which is made if needed")
-    texts.add_argument("--shards", type=int, default=36, help="of 256 texts each (default: 36)")
+    texts.add_argument("--shards", type=int, default=12, help="of 256 texts each (default: 12)")
     texts.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help="new ids of a text")
     training = commands.add_parser("train", help="train drafters on the texts")
     training.set_defaults(run=run_train)
@@ -49,7 +49,7 @@ def parsed_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "names", nargs="+", choices=DRAFTERS, metavar="drafter", help=", ".join(DRAFTERS)
     )
     training.add_argument("--checkpoints", type=Path, required=True, help="folder to go on from")
-    training.add_argument("--steps", type=int, default=1200, help="batches (default: 1200)")
+    training.add_argument("--steps", type=int, default=600, help="batches (default: 600)")
     training.add_argument("--tokens", type=int, default=2048, help="ids of a batch")
     training.add_argument(
         "--output", type=Path, default=DRAFTERS_DIR, help="folder of the drafters"
@@ -59,6 +59,7 @@ def parsed_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     measure.add_argument("--output", type=Path, default=DRAFTERS_DIR, help="folder of the drafters")
     measure.add_argument("--prompts", type=int, default=32, help="story prompts (default: 32)")
     measure.add_argument("--max-tokens", type=int, default=160, help="ids of a story")
+    measure.add_argument("--about", default="", help="sentences for the card about the training")
     return parser.parse_args(arguments)
 
 
@@ -107,7 +108,7 @@ def run_measure(options: argparse.Namespace) -> None:
     prompts = story_prompts(tokenizer, count=options.prompts, seed=options.seed)
     expected = measured(target, drafters, prompts, max_tokens=options.max_tokens)
     write_expected(expected, options.output)
-    write_card(expected, drafters, target, options.output)
+    write_card(expected, drafters, target, options.output, about=options.about)
     Console().print(shown(expected))
 
 

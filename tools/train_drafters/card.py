@@ -79,11 +79,13 @@ quarter at temperature 0.8 and a quarter at 1.0. The labels are the target's own
 the generated ids. The drafters that draft a chain are unrolled over their own outputs, as they are
 when they draft (the training-time test of EAGLE-3). Matrices by Muon, the rest by AdamW; one thread
 of torch.
+
+{about}
 """
 
 
 def write_card(
-    expected: Expected, drafters: dict[str, Drafter], target: Llama, folder: Path
+    expected: Expected, drafters: dict[str, Drafter], target: Llama, folder: Path, *, about: str
 ) -> None:
     text = CARD.format(
         drafters="\n".join(
@@ -99,6 +101,7 @@ def write_card(
             for acceptance in acceptances
         ),
         names=" ".join(drafters),
+        about=about,
     )
     (folder / "README.md").write_text(text.rstrip() + "\n", encoding="utf-8")
 

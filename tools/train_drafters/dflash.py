@@ -8,12 +8,12 @@
 The rows of a block see the whole context and one another, in both directions.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from tools.train_drafters.configs import llama_config
+from tools.train_drafters.configs import draft_shape, llama_config
 from tools.train_drafters.drafter import Drafter, num_params, soft_cross_entropy
 from tools.train_drafters.layers import QWEN3, Block, per_query_head, reset_parameters
 from tools.train_drafters.target import TargetStates
@@ -33,13 +33,7 @@ class DFlash(Drafter):
     def __init__(self, target: Llama) -> None:
         super().__init__()
         self.num_target_layers = target.shape.num_hidden_layers
-        self.shape = replace(
-            target.shape,
-            intermediate_size=256,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-        )
+        self.shape = draft_shape(target.shape, num_layers=2, intermediate_size=256)
         size, eps = self.shape.hidden_size, self.shape.rms_norm_eps
         self.fc = nn.Linear(len(TARGET_LAYER_IDS) * size, size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, eps=eps)

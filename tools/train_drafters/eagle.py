@@ -9,13 +9,12 @@ has rope position i.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tools.train_drafters.configs import llama_config
+from tools.train_drafters.configs import draft_shape, llama_config
 from tools.train_drafters.drafter import (
     STEP_DECAY,
     Drafter,
@@ -37,13 +36,7 @@ class Eagle(Drafter):
 
     def __init__(self, target: Llama) -> None:
         super().__init__()
-        self.shape = replace(
-            target.shape,
-            intermediate_size=256,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-        )
+        self.shape = draft_shape(target.shape, num_layers=1, intermediate_size=256)
         size = self.shape.hidden_size
         self.fc = nn.Linear(2 * size, size, bias=True)
         self.layers = nn.ModuleList([Block(self.shape, has_input_norm=False)])

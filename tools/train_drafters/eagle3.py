@@ -10,12 +10,11 @@ j + d2t[j].
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from tools.train_drafters.configs import llama_config
+from tools.train_drafters.configs import draft_shape, llama_config
 from tools.train_drafters.drafter import Drafter, appended, chain_loss, num_params, shifted_ids
 from tools.train_drafters.layers import Attention, AttentionForm, causal, reset_parameters
 from tools.train_drafters.target import TargetStates
@@ -34,13 +33,7 @@ class Eagle3(Drafter):
     def __init__(self, target: Llama, draft_ids: Tensor) -> None:
         """draft_ids: int64 [draft_vocab], the target's ids that can be drafted, in order."""
         super().__init__()
-        self.shape = replace(
-            target.shape,
-            intermediate_size=256,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-        )
+        self.shape = draft_shape(target.shape, num_layers=1, intermediate_size=256)
         size = self.shape.hidden_size
         self.fc = nn.Linear(len(AUX_LAYER_IDS) * size, size, bias=False)
         self.midlayer = MidLayer(self.shape)

@@ -21,7 +21,7 @@ from tools.train_drafters.configs import SPECIAL_IDS
 from tools.train_drafters.drafter import Drafter, chain_loss, num_params
 from tools.train_drafters.layers import causal, compressed, reset_parameters
 from tools.train_drafters.target import TargetStates
-from tools.train_tiny.network import Llama, Shape, rotate, rotations
+from tools.train_tiny.network import FeedForward, Llama, Shape, rotate, rotations
 
 TRAINED_STEPS = 4
 
@@ -199,13 +199,7 @@ class FrozenAttention(nn.Module):
         return mixed
 
 
-class GeluFeedForward(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
-
+class GeluFeedForward(FeedForward):
     def forward(self, hidden: Tensor) -> Tensor:
         gated = functional.gelu(self.gate_proj(hidden), approximate="tanh") * self.up_proj(hidden)
         projected: Tensor = self.down_proj(gated)

@@ -10,12 +10,11 @@ hidden state first in W_k, DeepSeek the embedding.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from tools.train_drafters.configs import llama_config
+from tools.train_drafters.configs import draft_shape, llama_config
 from tools.train_drafters.drafter import Drafter, appended, chain_loss, num_params, shifted_ids
 from tools.train_drafters.layers import QWEN2, Block, reset_parameters
 from tools.train_drafters.target import TargetStates
@@ -29,11 +28,8 @@ class MultiTokenPrediction(Drafter):
 
     def __init__(self, target: Llama) -> None:
         super().__init__()
-        self.shape = replace(
-            target.shape,
-            intermediate_size=256,
-            num_attention_heads=2,
-            num_key_value_heads=1,
+        self.shape = draft_shape(
+            target.shape, num_layers=target.shape.num_hidden_layers, intermediate_size=256
         )
         modules = (Module(self.shape) for _ in range(NUM_MODULES))
         self.model = nn.ModuleDict({"mtp_layers": nn.ModuleList(modules)})
