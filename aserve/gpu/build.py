@@ -147,7 +147,7 @@ def build_on(
     drafter = None
     if options.speculative is not None:
         loaded = ALGORITHMS[options.speculative.algorithm](
-            DraftRequest(options.speculative, model, plan, ops)
+            DraftRequest(options.speculative, model, plan, ops, target_dir=options.model_dir)
         )
         mode, drafter = Speculative(loaded.drafter), loaded.model
         about = f"{about}, {options.speculative.algorithm} drafts {loaded.about}"
@@ -239,6 +239,13 @@ class _Parts:
         return group_layers(self.drafter.layers) if self.drafter is not None else ()
 
     @property
+    def draft_groups_by_table(self) -> tuple[LayerGroup, ...]:
+        """The same, one for each page table of the target; some may have no layers."""
+        by_window = {group.window: group for group in self.draft_groups}
+        windows = (group.window for group in self.groups)
+        return tuple(by_window.get(window, LayerGroup(window, ())) for window in windows)
+
+    @property
     def max_rows(self) -> int:
         return self.options.max_rows or self.device.max_rows
 
@@ -326,7 +333,7 @@ def _build_drafter(parts: _Parts, state: DeviceState) -> DraftParts | None:
     if parts.drafter is None or state.draft_pools is None:
         return None
     site = dataclasses.replace(
-        _site(parts, state.draft_pools, parts.draft_groups, parts.drafter.dtype),
+        _site(parts, state.draft_pools, parts.draft_groups_by_table, parts.drafter.dtype),
         num_plans=(parts.options.depth + 1) * parts.mode.num_draft_forwards,
         has_bounds=True,
         has_tree_masks=parts.mode.caps.tree is not None,

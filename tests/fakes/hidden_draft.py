@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.executor import TorchExecutor
-from aserve.gpu.kv.layer_groups import AttentionInputs
+from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
 from aserve.gpu.models.base import Attend, CausalModel, DraftModel
 from aserve.messages.base import array_i32
 from aserve.messages.requests import AdmitRequest
@@ -29,7 +29,9 @@ class HiddenDraft:
     def __init__(self, *, index: int = 0) -> None:
         generator = torch.Generator().manual_seed(11 + index)
         target = HashModel()
-        self.layers = (msgspec.structs.replace(target.layers[0], index=index),)
+        self.layers: tuple[LayerSpec, ...] = (
+            msgspec.structs.replace(target.layers[0], index=index),
+        )
         self.dtype = target.dtype
         self.logits = target.logits
         self._hidden_size = target.hidden_size

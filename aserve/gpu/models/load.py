@@ -22,6 +22,7 @@ from aserve.gpu.weights.inventory import Inventory, check_fit
 from aserve.gpu.weights.reader import WeightReader
 from aserve.gpu.weights.source import GIB, WHOLE, LoadProgress, Shard
 
+PREDICTORS = ("model.mtp_layers.", "mtp.")
 OBJECT_BYTES = 4096  # lower bound of Python's objects for one layer
 
 
@@ -49,11 +50,20 @@ class NativeLoader:
             target.check_room(size_bytes, dtype)
             dummy = DummyWeights(target, dtype=dtype, progress=progress)
             return build(config, target.wrap(dummy), max_model_len=context_len)
-        with Checkpoint(self.model_dir, target.device, updates=plan.tensors) as checkpoint:
+        with Checkpoint(
+            self.model_dir, target.device, rename=self._own_name, updates=plan.tensors
+        ) as checkpoint:
             check_fit(inventory, checkpoint)
             target.check_room(size_bytes, dtype)
             reader = WeightReader(checkpoint, target, dtype=dtype, progress=progress)
             return build(config, target.wrap(reader), max_model_len=context_len)
+
+    def _own_name(self, name: str) -> str | None:
+        """Leaves out the modules of multi-token prediction, which are a drafter's."""
+        num_modules = self.config.fields.integer("num_nextn_predict_layers", default=0, minimum=0)
+        num_layers = self.config.num_layers
+        extra = (f"model.layers.{num_layers + number}." for number in range(num_modules))
+        return None if name.startswith((*PREDICTORS, *extra)) else name
 
     def _inventory(self, dtype: torch.dtype, shard: Shard = WHOLE) -> Inventory:
         """Returns the names and shapes of the model's weights."""

@@ -90,7 +90,7 @@ class FrontRows:
             fronts = np.where(is_wide, np.minimum(fronts, bounds), fronts)
             more = torch.from_numpy(fronts).to(own.rows.device)
         else:
-            more = self._num
+            more = torch.full_like(own.query_lens, self._num)
         query_lens, query_lens_cpu = own.query_lens + more, own.query_lens_cpu + fronts
         order = torch.arange(own.num_rows, device=own.rows.device)
         num_tokens = int(query_lens_cpu.sum())

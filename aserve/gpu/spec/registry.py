@@ -21,6 +21,8 @@ def _load_in(module: str, request: DraftRequest) -> LoadedDrafter:
 
 
 ALGORITHMS: Mapping[str, Callable[[DraftRequest], LoadedDrafter]] = {
+    "FROZEN_KV_MTP": partial(_load_in, "frozen_kv"),
+    "NEXTN": partial(_load_in, "nextn"),
     "NGRAM": partial(_load_in, "ngram"),
     "STANDALONE": partial(_load_in, "standalone"),
 }

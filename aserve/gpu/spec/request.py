@@ -36,6 +36,7 @@ class DraftRequest:
     target: CausalModel
     target_plan: LoadPlan
     ops: DeviceOps = TORCH_OPS
+    target_dir: Path | None = None  # the target's checkpoint
 
     @property
     def plan(self) -> LoadPlan:
@@ -43,13 +44,15 @@ class DraftRequest:
         target = dataclasses.replace(self.target_plan.target, wrap=unwrapped)
         return dataclasses.replace(self.target_plan, target=target)
 
-    def model_dir(self, *, bundled: str) -> Path:
+    def model_dir(self, *, bundled: str, default: Path | None = None) -> Path:
         """Returns the directory of the draft model. Where the options name none, it is the drafter
-        `bundled` with the target; raises ConfigError if there is no such drafter."""
+        `bundled` with the target, or else `default`; raises ConfigError if there is neither."""
         drafters = self.options.bundled_drafters
         if self.options.draft_model_dir is None:
             if drafters is not None and (drafters / bundled).is_dir():
                 return drafters / bundled
+            if default is not None:
+                return default
             raise ConfigError(
                 f"--speculative-algorithm {self.options.algorithm} needs a draft model for this "
                 "model; name its directory with --speculative-draft-model-path",

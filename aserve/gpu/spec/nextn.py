@@ -1,0 +1,75 @@
+"""Loads the modules of multi-token prediction (DeepSeek NextN, MiMo, Qwen3-Next) as a drafter.
+
+They may lie in a checkpoint of their own, or in the target's. A single module drafts recurrently,
+from the target's hidden states after the final norm; several draft one token each, and read what
+enters the final norm. An assistant without KV of its own has a loader of its own.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from aserve.errors import ConfigError
+from aserve.gpu.models.base import CausalModel
+from aserve.gpu.models.config.model import read_fields
+from aserve.gpu.spec.base import AFTER_NORM, HiddenWants
+from aserve.gpu.spec.checkpoint import (
+    DraftWeights,
+    check_target_hidden,
+    check_vocabulary,
+    load_draft_model,
+    read_draft_config,
+)
+from aserve.gpu.spec.frozen_kv import is_assistant
+from aserve.gpu.spec.frozen_kv import load as load_assistant
+from aserve.gpu.spec.multi_layer import MultiLayer
+from aserve.gpu.spec.nextn_model import Module, ModuleConfig, Modules, find_modules
+from aserve.gpu.spec.recurrent import RecurrentChain
+from aserve.gpu.spec.request import DraftRequest, LoadedDrafter
+from aserve.gpu.weights.checkpoint import Checkpoint
+
+DEFAULT_STEPS = 3  # of a single module
+
+
+def load(request: DraftRequest) -> LoadedDrafter:
+    target = request.target
+    model_dir = request.model_dir(bundled="mtp", default=request.target_dir)
+    if is_assistant(read_fields(model_dir)):
+        return load_assistant(request)
+    decoder = read_draft_config(model_dir)
+    check_vocabulary(model_dir, decoder.vocab_size, target)
+    check_target_hidden(decoder.fields, "hidden_size", decoder.hidden_size, target)
+    with Checkpoint(model_dir) as checkpoint:
+        stored = find_modules(str(model_dir), checkpoint.tensors)
+    num_stored = len(stored.prefixes)
+    num_drafts = request.chain_len(default=DEFAULT_STEPS if num_stored == 1 else num_stored)
+    if num_drafts > num_stored > 1:
+        raise ConfigError(
+            f"--speculative-num-steps {num_drafts}: {model_dir} has {num_stored} modules, which "
+            "draft one token each",
+            param="speculative_num_steps",
+        )
+    is_single = num_stored == 1
+    stored = stored.first(num_drafts)
+    config = ModuleConfig(
+        decoder,
+        num_modules=len(stored.prefixes),
+        hidden_first=decoder.fields.flag(
+            "mtp_hidden_states_first", default=stored.names.hidden_first
+        ),
+        returns_normed=is_single,
+    )
+    build = partial(_build, config=config, target=target)
+    model = load_draft_model(model_dir, request.plan, build, rename=stored.rename)
+    wants = AFTER_NORM if is_single else HiddenWants(before_norm=True)
+    about = f"{num_drafts} tokens of {model_dir.name}, {len(model.modules)} modules"
+    if len(model.modules) == 1:
+        chain = RecurrentChain(model, num_drafts, hidden_size=decoder.hidden_size, wants=wants)
+        return LoadedDrafter(chain, model, about)
+    drafter = MultiLayer(model.modules, hidden_size=decoder.hidden_size, wants=wants)
+    return LoadedDrafter(drafter, model, about)
+
+
+def _build(weights: DraftWeights, *, config: ModuleConfig, target: CausalModel) -> Modules:
+    numbers = range(config.num_modules)
+    return Modules([Module(n, weights, config=config, target=target) for n in numbers])

@@ -1,0 +1,55 @@
+"""The bundled model's drafters in the engine: as many drafts are accepted as in plain PyTorch, and
+the tokens are those of plain decoding.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from aserve.gpu.build import BuildOptions, build_executor
+from aserve.gpu.spec.request import SpecOptions
+from aserve.messages.requests import AdmitRequest
+from aserve.tiny import DRAFTERS_DIR, MODEL_DIR
+from tests.gpu.drive import Served, request, serve
+
+EXPECTED = json.loads((DRAFTERS_DIR / "expected_acceptance.json").read_bytes())
+PROMPTS = EXPECTED["prompts"][:3]
+BUNDLED = {"NEXTN": "mtp", "FROZEN_KV_MTP": "frozen_kv"}
+STOPS = tuple(EXPECTED["stop_ids"])
+
+
+def run(asked: list[AdmitRequest], *, algorithm: str | None, **options: Any) -> Served:
+    settings: dict[str, Any] = {"dtype": "float32", "num_pages": 80, "depth": 1, "lead": 1}
+    if algorithm is not None:
+        settings["speculative"] = SpecOptions(algorithm, bundled_drafters=DRAFTERS_DIR)
+    build = BuildOptions(MODEL_DIR, debug_checks=True, **{**settings, **options})
+    return serve(build_executor(build), asked)
+
+
+@pytest.mark.parametrize("algorithm", BUNDLED)
+def test_acceptance_is_that_of_plain_pytorch(algorithm: str) -> None:
+    expected = EXPECTED["drafters"][BUNDLED[algorithm]][0]
+    asked = [
+        request(str(number), prompt, max_tokens=EXPECTED["max_tokens"] + 1, end_ids=STOPS)
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    served = run(asked, algorithm=algorithm)
+    num_steps = sum(len(batch.rows) // 4 for batch in served.batches)
+    num_verifies = num_steps - len(asked)  # without the prefills
+    assert num_verifies == pytest.approx(sum(expected["verifies_by_prompt"][:3]), rel=0.02)
+
+
+@pytest.mark.parametrize("algorithm", BUNDLED)
+@pytest.mark.parametrize("pace", [(1, 1), (3, 3)])
+def test_tokens_are_those_of_plain_decoding(algorithm: str, pace: tuple[int, int]) -> None:
+    asked = [
+        request(f"{temperature}", prompt, max_tokens=30, temperature=temperature, seed=4)
+        for prompt, temperature in zip(PROMPTS, (0.0, 0.8, 1.5), strict=True)
+    ]
+    depth, lead = pace
+    options = {"dtype": "float64", "page_size": 1, "num_pages": 300, "depth": depth, "lead": lead}
+    served = run(asked, algorithm=algorithm, **options)
+    assert served.outputs == run(asked, algorithm=None, dtype="float64").outputs
