@@ -21,7 +21,6 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from aserve.bench.cpu_time import process_tree
 from aserve.bench.hostile_bodies import BODIES, HostileBody
 from aserve.bench.options import HostileOptions, integers
 from aserve.bench.result import BenchResult, Table
@@ -104,14 +103,10 @@ async def _measure(options: HostileOptions, processes: int) -> tuple[list[Outcom
     ):
         attack = _Attack(web, server.address, options)
         await attack.warm_up()
-        before = _memory(server.pid)
+        before = resident_bytes(server.pid)
         found = [await attack.send(body, processes) for body in BODIES]
         await asyncio.sleep(options.settle)
-        return found, Memory(processes, before, _memory(server.pid))
-
-
-def _memory(pid: int) -> int:
-    return sum(map(resident_bytes, process_tree(pid)))
+        return found, Memory(processes, before, resident_bytes(server.pid))
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class RunningServer:
 
 async def start_server(*options: str) -> ServerStart:
     async with serving(*options) as server:
-        return ServerStart(server.ready_s, sum(map(resident_bytes, process_tree(server.pid))))
+        return ServerStart(server.ready_s, resident_bytes(server.pid))
 
 
 @contextlib.asynccontextmanager
@@ -70,9 +70,19 @@ async def _ready(process: Process) -> str:
     raise ConfigError(f"the server did not start: {' '.join(lines)[-500:]}")
 
 
-def resident_bytes(process: Path) -> int:
-    status = (process / "status").read_text()
-    found = re.search(r"^VmRSS:\s+(\d+) kB$", status, re.MULTILINE)
-    if found is None:
+def resident_bytes(pid: int) -> int:
+    """Returns the resident memory of a process and all its descendants."""
+    num_bytes = sum(map(_resident_bytes, process_tree(pid)))
+    if not num_bytes:
         raise ConfigError("this system does not report the memory of a process (VmRSS)")
-    return int(found[1]) * KIB
+    return num_bytes
+
+
+def _resident_bytes(process: Path) -> int:
+    """NOTE: a process that is ending has no memory left, and no line about it."""
+    try:
+        status = (process / "status").read_text()
+    except OSError:
+        return 0  # it has ended
+    found = re.search(r"^VmRSS:\s+(\d+) kB$", status, re.MULTILINE)
+    return int(found[1]) * KIB if found else 0

@@ -22,6 +22,7 @@ from aserve.bench.limits import MachineLimits, read_limits
 from aserve.bench.load import arrival_times, run_load
 from aserve.bench.one_batch import summarize
 from aserve.bench.roofline import Parameters, Roofline, count_parameters
+from aserve.bench.server_start import resident_bytes
 from aserve.bench.serving_figures import read_goodput, serving_figures
 from aserve.bench.step_driver import StepTime
 from aserve.bench.streamed import Answer
@@ -196,3 +197,12 @@ def test_the_cpu_time_of_a_child_counts_while_it_runs_and_after_it_was_waited_fo
     child.communicate(b"\n")
     took_s = tree_cpu_s(os.getpid()) - before_s
     assert took_s == pytest.approx(own_cpu_s() - own_before_s, abs=0.1)
+
+
+def test_a_child_that_has_ended_has_no_memory_and_the_others_still_have_theirs() -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it stays in the table of processes
+    assert resident_bytes(os.getpid()) > 2**20
+    with pytest.raises(ConfigError, match="VmRSS"):
+        resident_bytes(child.pid)
+    child.wait()
