@@ -184,7 +184,7 @@ MUTANTS = (
     Mutant(
         "an admission that counts the prompt without its first token",
         "aserve/scheduling/budget.py",
-        "sequence.remaining + state.spec.decode.max_tokens_per_step",
+        "sequence.remaining + sequence.max_step_tokens",
         "sequence.remaining",
         f"{ROOM}::test_a_prompt_waits_until_its_first_token_fits_too",
     ),

@@ -159,6 +159,9 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
             return
         assert output.position == child.text.num_tokens, "outputs come once and in order"
         child.cached_len = output.cached_len
+        if output.num_drafts:
+            child.num_drafts += output.num_drafts
+            child.num_accepted += len(array_i32(output.token_ids)) - 1
         child.embedding = output.embedding or b""
         if output.prompt_logprobs is not None:
             assert request.prompt is not None
@@ -236,6 +239,8 @@ class DetokenizerActor(Actor[DetokenizerEvent]):
                 child.text.num_kept,
                 child.cached_len,
                 child.reasoning.num_tokens if child.reasoning else 0,
+                child.num_drafts,
+                child.num_accepted,
             ),
             logprobs=released.logprobs,
             finish_reason=ending and ending.reason,

@@ -33,6 +33,8 @@ class Child:
         "index",
         "is_finished",
         "is_retired",
+        "num_accepted",
+        "num_drafts",
         "num_prompt_parts",
         "reasoning",
         "sends_prompt",
@@ -44,6 +46,8 @@ class Child:
         self.text = text
         self.reasoning = reasoning  # of the released tokens
         self.cached_len = 0
+        self.num_drafts = 0  # that were verified
+        self.num_accepted = 0  # of these
         self.embedding = b""
         self.ending: Ending | None = None
         self.num_prompt_parts = 0  # parts of the prompt that it has sent

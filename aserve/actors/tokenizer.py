@@ -64,7 +64,8 @@ class TokenizerActor(Actor[TokenizerEvent]):
             match event:
                 case GenerateRequest():
                     deadlines = deadlines_from_now(event)
-                    size = prompt_size(event.prompt) + WORD_SIZE * len(event.sampling.bad_words)
+                    size = prompt_size(event.prompt) + len(event.prediction)
+                    size += WORD_SIZE * len(event.sampling.bad_words)
                     if size > room:
                         work = self._prepare_later
                         self.attempt(event.request_id, work, event, size, deadlines)

@@ -23,7 +23,7 @@ from aserve.gpu.cudagraph.graphs import GraphParts, StepGraphs
 from aserve.gpu.cudagraph.shapes import FILTER, GREEDY, NOISE, ShapeTable, row_counts
 from aserve.gpu.cudagraph.warmup import names_the_option, run_largest_steps
 from aserve.gpu.decode.base import DecodeMode
-from aserve.gpu.decode.registry import MODES
+from aserve.gpu.decode.registry import MODES, PLAIN
 from aserve.gpu.device.base import Device
 from aserve.gpu.device.ops import DeviceOps
 from aserve.gpu.device.registry import DEVICES, OpenDevice, open_device
@@ -38,7 +38,7 @@ from aserve.gpu.models.load import make_loader
 from aserve.gpu.models.registry import Code
 from aserve.gpu.runner import DraftParts, ModelRunner, RunnerParts
 from aserve.gpu.sampling.params import RowTables
-from aserve.gpu.spec.mode import Speculative
+from aserve.gpu.spec.prediction import Predicted, verifying
 from aserve.gpu.spec.registry import ALGORITHMS
 from aserve.gpu.spec.request import DraftRequest, SpecOptions
 from aserve.gpu.step.future_map import SEQ_LEN, FutureMap
@@ -149,8 +149,11 @@ def build_on(
         loaded = ALGORITHMS[options.speculative.algorithm](
             DraftRequest(options.speculative, model, plan, ops, target_dir=options.model_dir)
         )
-        mode, drafter = Speculative(loaded.drafter), loaded.model
+        drafter = loaded.model
+        mode = verifying(loaded.drafter, ops.suffix_match)
         about = f"{about}, {options.speculative.algorithm} drafts {loaded.about}"
+    if mode is None and options.decode == PLAIN:
+        mode = Predicted(None, ops.suffix_match)
     mode = mode or MODES[options.decode]()
     max_mixed_prefill_tokens = options.max_mixed_prefill_tokens or form.max_mixed_prefill_tokens
     options = dataclasses.replace(options, max_mixed_prefill_tokens=max_mixed_prefill_tokens)

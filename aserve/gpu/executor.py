@@ -60,7 +60,6 @@ from aserve.gpu.device.base import Device, Event, slice_len_of
 from aserve.gpu.live_loader import LiveLoader
 from aserve.gpu.runner import ModelRunner
 from aserve.gpu.sampling.plan import RowParams
-from aserve.gpu.step.future_map import SEQ_LEN
 from aserve.gpu.step.plan import LogitsPlan, StepPlan, plan_logits, plan_step
 from aserve.gpu.step.resolve import HeldSample
 from aserve.gpu.step.results import Layout, check_step, read_sample, read_step, seq_lens
@@ -342,8 +341,6 @@ class TorchExecutor:
             result = check_step(plan, stamps, kv_lens) or result
         if isinstance(result, AserveError):
             return self._refuse(ticket, result)
-        if SEQ_LEN in self._runner.relay:
-            return functools.partial(ticket.complete, result)
         return functools.partial(_complete_with_lens, ticket, result, plan)
 
     def _read_sample(
@@ -373,7 +370,7 @@ class TorchExecutor:
 
 
 def _complete_with_lens(ticket: StepTicket, outcome: Outcome, plan: StepPlan) -> None:
-    """Publishes the lengths in modes without SEQ_LEN, where the host has always known them."""
+    """Publishes the lengths of a step that has not, because the host knows them."""
     ticket.publish(lambda: seq_lens(plan, plan.kv_lens + plan.query_lens))
     ticket.complete(outcome)
 

@@ -65,12 +65,19 @@ class DecodeCaps(Record, frozen=True):
     """
 
     min_tokens_per_step: int = 1  # 0: a step may give a row nothing, as a denoising pass does
-    max_tokens_per_step: int = 1  # also the most tokens that a decode computes
+    # also the most tokens that a decode computes, but for rows with a prediction
+    max_tokens_per_step: int = 1
     root_len: int = 1
     mixes_prefill: bool = True
     tree: DraftTree | None = None  # of max_tokens_per_step - 1 drafts; None: a chain
     # later tokens on which the KV of a position depends, as in a drafter with shifted inputs
     key_lookahead: int = 0
+    max_predicted: int = 0  # drafts of a row whose client predicts its output
+
+    def most_tokens(self, *, is_predicted: bool) -> int:
+        """Returns the most tokens that a decode of a row computes."""
+        predicted = self.root_len + self.max_predicted if is_predicted else 0
+        return max(self.max_tokens_per_step, predicted)
 
 
 class EngineSpec(Record, frozen=True):

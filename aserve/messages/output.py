@@ -24,6 +24,9 @@ class SequenceOutput(Record, frozen=True):
     logprobs: tuple[RowLogprobs, ...] = ()  # each covers consecutive tokens, in order
     prompt_logprobs: PromptLogprobs | None = None
     embedding: bytes | None = None  # float32 [hidden]
+    num_drafts: int = (
+        0  # that the step verified; all of these tokens but the last are accepted ones
+    )
 
 
 class StepOutput(Message, frozen=True):
@@ -126,6 +129,8 @@ class Usage(Record, frozen=True):
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int = 0  # without the tags
+    draft_tokens: int = 0  # that were verified
+    accepted_tokens: int = 0  # of these, the ones that are part of the output
 
 
 class OutputChunk(Message, frozen=True):

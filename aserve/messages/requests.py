@@ -120,8 +120,9 @@ class GenerateRequest(Message, frozen=True):
     the end, and `max_queue_s` to the launch of its first step. A request that cannot end within its
     `strict_timeout_s` is refused at once. `outputs` has one int32 array per child: the first tokens
     of its output, which are known; the request continues after them. Their text counts as sent,
-    unless the request `sends_outputs`. `client` is an opaque id: the scheduler shares the engine
-    fairly between clients.
+    unless the request `sends_outputs`. `prediction` is a text that the output may repeat in parts;
+    it saves time and never changes the output. `client` is an opaque id: the scheduler shares the
+    engine fairly between clients.
     """
 
     request_id: str
@@ -142,6 +143,7 @@ class GenerateRequest(Message, frozen=True):
     sends_outputs: bool = False
     client: str = ""
     lora_slot: int = 0  # of its adapter on the device, 0 for none; `namespace` names the adapter
+    prediction: str = ""
 
 
 class ReasoningIds(Record, frozen=True):
@@ -202,6 +204,7 @@ class AdmitRequest(Message, frozen=True):
     page_keys: bytes = b""
     client: str = ""
     lora_slot: int = 0  # as in the GenerateRequest
+    prediction_ids: bytes = b""  # int32, the tokens of the prediction
     awaits_kv: bool = False  # a transfer brings the KV of its tokens: see ReceiveKv
     # Each token of the prompt sees only those before it. Without this, the prompt is computed in
     # one step, and its KV is of use to no other sequence.

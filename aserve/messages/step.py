@@ -35,6 +35,7 @@ class RowInit(Record, frozen=True):
     num_prompt_logprobs: int = -1  # like num_logprobs, for the prompt's tokens
     lora_slot: int = 0  # the row's adapter on the device; 0: none
     embeds: bool = False  # the step returns the hidden state of the last prompt token
+    prediction_ids: bytes = b""  # int32, tokens that its output may repeat in parts
 
 
 class PageWrites(Record, frozen=True):

@@ -48,11 +48,12 @@ def next_query_lens(state: SchedulerState, rows: Column) -> Column:
     table, caps = state.table, state.spec.decode
     wanted = table.remaining[rows]
     room = table.max_kv_len[rows] - table.scheduled_len[rows]
-    if caps.max_tokens_per_step > caps.root_len:
+    most = table.max_step_tokens[rows]
+    if (most > caps.root_len).any():
         may_draft = (wanted == caps.root_len) & (table.has_mask[rows] == 0)
         if caps.root_len:
             may_draft &= table.relay_stamp[rows] != 0
-        wanted[may_draft] = caps.max_tokens_per_step
+        wanted[may_draft] = most[may_draft]
     query_lens: Column = np.minimum(wanted, room)
     return query_lens
 
@@ -100,7 +101,7 @@ def prefill_need(state: SchedulerState, sequence: Sequence) -> Pages:
     NOTE: never less than step_need says, else a row could be admitted that the next step retracts.
     """
     assert sequence.allocation is not None
-    ahead = sequence.scheduled_len + sequence.remaining + state.spec.decode.max_tokens_per_step
+    ahead = sequence.scheduled_len + sequence.remaining + sequence.max_step_tokens
     covered = min(ahead, sequence.max_kv_len)
     count = max(0, state.num_pages(covered) - sequence.allocation.num_pages)
     if not state.cache.has_windows:
@@ -114,8 +115,7 @@ def prefill_needs(state: SchedulerState, rows: Column) -> Pages:
     if not len(rows):
         return (0,) * len(state.spec.groups)
     table = state.table
-    ahead = table.scheduled_len[rows] + table.remaining[rows]
-    ahead += state.spec.decode.max_tokens_per_step
+    ahead = table.scheduled_len[rows] + table.remaining[rows] + table.max_step_tokens[rows]
     missing = _num_missing(state, rows, np.minimum(ahead, table.max_kv_len[rows]))
     least = -(-min_query_lens(state, rows) // state.spec.page_size)
     total: list[int] = []
@@ -154,7 +154,7 @@ def has_ample_room(state: SchedulerState) -> bool:
     """Returns whether there are more pages than a step of any rows could take, beside those of one
     more decode of every row. Mostly there are, and then nobody has to count.
     """
-    per_row = 1 + state.num_pages(state.spec.decode.max_tokens_per_step)
+    per_row = 1 + state.num_pages(int(state.table.max_step_tokens.max()))
     most = len(state.running) * per_row + state.num_pages(state.spec.max_batched_tokens)
     groups = range(len(state.spec.groups))
     return all(state.cache.available(group) >= most for group in groups)

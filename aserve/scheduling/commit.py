@@ -71,10 +71,11 @@ def commit_tokens(state: SchedulerState, result: StepResult | SampleResult, step
     is_here = table.first_iteration[rows] <= step.iteration
     is_plain = is_here & ~may_end(state, rows, counts, tokens) & (table.has_mask[rows] == 0)
     starts, num_kept = stops - counts, counts.copy()
-    columns = [column.tolist() for column in (indices, rows, starts, stops, is_plain)]
+    num_drafts = step.num_drafts[indices]
+    columns = [each.tolist() for each in (indices, rows, starts, stops, is_plain, num_drafts)]
     token_ids = tokens.tolist()
     new: list[SequenceOutput] = []
-    for place, (index, row, start, stop, plain) in enumerate(zip(*columns, strict=True)):
+    for place, (index, row, start, stop, plain, drafts) in enumerate(zip(*columns, strict=True)):
         if start == stop or (not plain and step.is_dropped(index)):
             continue
         sequence = step.sequences[index]
@@ -94,6 +95,7 @@ def commit_tokens(state: SchedulerState, result: StepResult | SampleResult, step
                 result.tokens[start * 4 : (start + kept) * 4],
                 sequence.cached_len,
                 cut_logprobs(logprobs[row], kept, of=stop - start) if row in logprobs else (),
+                num_drafts=drafts,
             )
         )
     if new:

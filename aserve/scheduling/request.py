@@ -71,11 +71,13 @@ class Sequence:
         "mask",
         "max_kv_len",
         "max_len",
+        "max_step_tokens",
         "max_tokens",
         "next_key",
         "num_retracted_for",
         "num_scored",
         "phase",
+        "prediction_ids",
         "priority",
         "prompt_len",
         "reasoning",
@@ -111,6 +113,8 @@ class Sequence:
         self.set_max_tokens(request.sampling.max_tokens, root_len=caps.root_len)
         self.tokens = TokenLog(prompt_ids, outputs)
         self.is_causal = request.is_causal
+        self.prediction_ids = request.prediction_ids
+        self.max_step_tokens = caps.most_tokens(is_predicted=bool(request.prediction_ids))
         self.key_lookahead = caps.key_lookahead
         keys = request.page_keys if request.is_causal and not caps.key_lookahead else b""
         self.keys = PageKeys(keys, namespace=request.namespace)
@@ -197,6 +201,7 @@ class Sequence:
             0 if self.is_causal else self.prompt_len,
             self.mask is not None,
             self.reasoning is not None and self.reasoning.is_limited,
+            self.max_step_tokens,
         )
         self.cells, self.row = table.enter(row, self.cells, copies=copies), row
 

@@ -26,7 +26,7 @@ class Reserve:
         self._state = state
         self._is_exact = False
         self._promised: Pages = (0,) * len(state.spec.groups)
-        per_row = 1 + state.num_pages(state.spec.decode.max_tokens_per_step)
+        per_row = 1 + state.num_pages(int(state.table.max_step_tokens.max()))
         self._pages: Pages = (len(state.running) * per_row,) * len(state.spec.groups)
         rows = state.running_rows()
         prefills = rows[state.table.remaining[rows] > state.spec.decode.root_len]

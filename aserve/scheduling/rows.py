@@ -59,6 +59,7 @@ class RowTable:
     whole_len: Column  # tokens up to which a prompt is not cut into chunks
     has_mask: Column
     is_limited: Column  # its reasoning has a limit and has not ended
+    max_step_tokens: Column  # that a decode of it computes
 
     def __init__(self, max_rows: int) -> None:
         self._values = np.zeros((len(NAMES), max_rows + 1), np.int64)

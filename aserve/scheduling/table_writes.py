@@ -54,6 +54,7 @@ def row_init(sequence: Sequence) -> RowInit:
         num_prompt_logprobs=_num_prompt_logprobs(sequence),
         lora_slot=sequence.lora_slot,
         embeds=sequence.embeds,
+        prediction_ids=sequence.prediction_ids,
     )
 
 

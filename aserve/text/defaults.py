@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from aserve.errors import ConfigError, InvalidRequest
-from aserve.messages.base import Record
+from aserve.messages.base import Record, pack_i32
 from aserve.messages.requests import ReasoningIds, ReasoningParams
 from aserve.parsers.registry import opens_reasoning, reasoning_tags
 from aserve.text.model_files import read_json
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 FILE = "generation_config.json"
 MAX_BAD_WORD_IDS = 2048  # token ids of all words of a request together
+MAX_PREDICTION_TOKENS = 16_384
 
 
 class GenerationDefaults(Record, frozen=True):
@@ -87,6 +88,22 @@ def bad_word_ids(words: Iterable[str], tokenizer: TextTokenizer) -> tuple[tuple[
             code="array_above_max_length",
         )
     return tuple(found)
+
+
+def prediction_ids(text: str, tokenizer: TextTokenizer) -> bytes:
+    """Encodes the text that the client predicts for the output, as int32."""
+    if not text:
+        return b""
+    limit = MAX_PREDICTION_TOKENS
+    is_long = len(text) > limit * tokenizer.bytes_per_token
+    if is_long or len(ids := tokenizer.encode(text, with_special=False)) > limit:
+        raise InvalidRequest(
+            f"Invalid 'prediction': it has more than {limit} tokens; send the part of the text "
+            "that the answer begins with.",
+            param="prediction",
+            code="string_above_max_length",
+        )
+    return pack_i32(ids)
 
 
 def reasoning_ids(

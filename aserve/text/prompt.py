@@ -23,7 +23,7 @@ from aserve.messages.requests import (
     TokenPrompt,
 )
 from aserve.text.chat_prompt import render_chat
-from aserve.text.defaults import bad_word_ids, reasoning_ids
+from aserve.text.defaults import bad_word_ids, prediction_ids, reasoning_ids
 from aserve.text.plain_content import PlainContent
 from aserve.text.prompt_text import prompt_texts
 from aserve.text.template import ChatTemplate
@@ -124,6 +124,7 @@ class PromptEncoder:
                 page_keys=self._page_keys(packed, namespace=request.namespace),
                 client=request.client,
                 reasoning=reasoning,
+                prediction_ids=prediction_ids(request.prediction, self.tokenizer),
             ),
         )
 

@@ -93,6 +93,7 @@ class Sequence:
             token_ids=pack_i32(token_ids),
             cached_len=3,
             logprobs=tuple(run for token_id in token_ids for run in self._logprobs(token_id)),
+            num_drafts=len(token_ids) + 1 if self.request.prediction_ids else 0,
         )
 
     def embedded(self) -> SequenceOutput:

@@ -46,6 +46,8 @@ def shape_of(plan: StepPlan) -> StepShape | None:
     if batch.row_inits or any(len(part.rows) > len(batch.rows) for part in batch.page_writes):
         return None
     width = int(plan.query_lens[0])
+    if width == 1 and plan.is_bound.any():
+        return None  # its lengths are published, which a step of plain decoding does not do
     is_even = (plan.query_lens == width).all() and (plan.num_drafts == width - 1).all()
     if not is_even or not all(part.is_plain for part in logits.slices):
         return None

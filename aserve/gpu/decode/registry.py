@@ -7,4 +7,5 @@ from collections.abc import Callable, Mapping
 from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.gpu.decode.base import DecodeMode
 
-MODES: Mapping[str, Callable[[], DecodeMode]] = {"autoregressive": Autoregressive}
+PLAIN = "autoregressive"
+MODES: Mapping[str, Callable[[], DecodeMode]] = {PLAIN: Autoregressive}

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from aserve.gpu.sampling.predicted_texts import PredictedTexts
 from aserve.gpu.sampling.tree_paths import TreePaths
 from aserve.gpu.transfer.staging import ArrayF64, ArrayI64
 from aserve.messages.step import RowInit
@@ -25,7 +26,7 @@ class RowTables:
     """`int_table` int64 [max_rows + 1, 4] and `float_table` float64 [max_rows + 1, 6]. Row 0, the
     padding row, is greedy."""
 
-    __slots__ = ("float_table", "int_table")
+    __slots__ = ("float_table", "int_table", "texts")
 
     def __init__(self, *, max_rows: int, device: torch.device) -> None:
         self.int_table = torch.zeros(
@@ -34,6 +35,8 @@ class RowTables:
         self.float_table = torch.zeros(
             (max_rows + 1, len(FLOAT_COLUMNS)), dtype=torch.float64, device=device
         )
+
+        self.texts = PredictedTexts(max_rows=max_rows, device=device)
 
     def write(self, rows: Tensor, *, ints: Tensor, floats: Tensor) -> None:
         """rows int64 [n], ints [n * 4], floats [n * 6]."""

@@ -20,6 +20,7 @@ from aserve.gpu.step.forward_batch import DeviceBatch
 from aserve.gpu.step.future_map import RelayField
 from aserve.gpu.step.resolve import DeviceStep
 from aserve.messages.step import DraftTree
+from aserve_kernels.suffix_match import Histories
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,19 @@ class DraftRows:
             query_lens_cpu=np.full(num_rows, width, np.int32),
             len_bounds_cpu=np.full(num_rows, self.max_len, np.int32),
         )
+
+
+def histories_of(runner: StepRunner, rows: DraftRows) -> Histories:
+    pools = runner.state.pools
+    return Histories(
+        page_table=pools.page_tables[0],
+        token_pool=pools.token_pool,
+        page_size=pools.page_size,
+        rows=rows.rows,
+        lens=rows.lens,
+        roots=rows.roots,
+        max_len=rows.max_len,
+    )
 
 
 @dataclass(frozen=True, slots=True)

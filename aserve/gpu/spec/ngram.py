@@ -13,12 +13,12 @@ from torch import Tensor
 
 from aserve.errors import ConfigError
 from aserve.gpu.decode.base import StepRunner
-from aserve.gpu.spec.base import AFTER_NORM, DraftRows, Drafts, Verified
+from aserve.gpu.spec.base import AFTER_NORM, DraftRows, Drafts, Verified, histories_of
 from aserve.gpu.spec.request import DraftRequest, LoadedDrafter, SpecOptions
 from aserve.gpu.step.future_map import RelayField
 from aserve.gpu.step.resolve import DeviceStep
 from aserve.messages.step import DraftTree
-from aserve_kernels.suffix_match import Histories, MatchWindow, SuffixMatch
+from aserve_kernels.suffix_match import MatchWindow, SuffixMatch
 
 SHORTEST = 1
 LONGEST = 12
@@ -50,19 +50,6 @@ class NgramDrafter:
         self, runner: StepRunner, step: DeviceStep, verified: Verified
     ) -> Mapping[str, Tensor]:
         return {}
-
-
-def histories_of(runner: StepRunner, rows: DraftRows) -> Histories:
-    pools = runner.state.pools
-    return Histories(
-        page_table=pools.page_tables[0],
-        token_pool=pools.token_pool,
-        page_size=pools.page_size,
-        rows=rows.rows,
-        lens=rows.lens,
-        roots=rows.roots,
-        max_len=rows.max_len,
-    )
 
 
 def load(request: DraftRequest) -> LoadedDrafter:

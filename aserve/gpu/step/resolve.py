@@ -69,6 +69,7 @@ def stage_tables(batch: ScheduleBatch, arrays: HostArrays, state: DeviceState) -
         arrays.add("init_rows", np.array([init.row for init in batch.row_inits], np.int32))
         arrays.add_wide("init_ints", ints)
         arrays.add_wide("init_floats", floats)
+        state.tables.texts.stage(batch.row_inits, arrays)
     for group, writes in enumerate(batch.page_writes):
         if not writes.rows:
             continue
@@ -88,6 +89,7 @@ def apply_tables(batch: ScheduleBatch, arrays: DeviceArrays, state: DeviceState)
         rows = arrays.ints("init_rows")
         ints, floats = arrays.wide_ints("init_ints"), arrays.floats("init_floats")
         state.tables.write(rows, ints=ints, floats=floats)
+        state.tables.texts.write(rows, arrays)
         state.relay.forget(rows)
         state.pools.forget(rows)
     pools = state.pools

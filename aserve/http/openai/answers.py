@@ -21,7 +21,11 @@ class PromptDetails(msgspec.Struct):
 
 
 class CompletionDetails(msgspec.Struct):
-    reasoning_tokens: int
+    """The tokens of the reasoning, and of a prediction those that the output has and has not."""
+
+    reasoning_tokens: int | UnsetType = UNSET
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
 
 
 class UsageBody(msgspec.Struct):
@@ -85,7 +89,8 @@ class Tally:
     of the first prompt.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, call: Call) -> None:
+        self._is_predicted = any(request.prediction for request in call.requests)
         self._timings = b""
         self._last: dict[tuple[str, int], Usage] = {}
 
@@ -107,7 +112,15 @@ class Tally:
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
             prompt_tokens_details=PromptDetails(cached_tokens),
+            completion_tokens_details=self._prediction() if self._is_predicted else UNSET,
             timings=msgspec.Raw(self._timings) if self._timings else UNSET,
+        )
+
+    def _prediction(self) -> CompletionDetails:
+        accepted = sum(usage.accepted_tokens for usage in self._last.values())
+        drafts = sum(usage.draft_tokens for usage in self._last.values())
+        return CompletionDetails(
+            accepted_prediction_tokens=accepted, rejected_prediction_tokens=drafts - accepted
         )
 
 

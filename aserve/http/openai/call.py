@@ -15,7 +15,7 @@ import msgspec
 
 from aserve.http.openai.answer_size import NO_MODEL, AnswerLimits, check_answer_size
 from aserve.http.openai.grammars import grammar_of
-from aserve.http.openai.limits import EMBEDDED, Caller, stops_of
+from aserve.http.openai.limits import EMBEDDED, Caller, prediction_of, stops_of
 from aserve.http.openai.schema import GenerationBody, StreamOptions
 from aserve.http.time_limits import limits_in_body
 from aserve.messages.output import OutputChunk
@@ -195,6 +195,7 @@ def request_of(
         request_id=request_id,
         prompt=prompt,
         sampling=sampling,
+        prediction=prediction_of(body),
         namespace=caller.namespace_of(body.cache_salt),
         priority=body.priority or 0,
         truncate_prompt_tokens=body.truncate_prompt_tokens,

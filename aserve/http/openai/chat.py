@@ -152,7 +152,9 @@ class ChatDialect:
         thinks = self._plan.parse.reasoning is not None
         if thinks and isinstance(usage, UsageBody):
             num_tokens = sum(parsed.num_reasoning_tokens for parsed in self._parsed)
-            usage.completion_tokens_details = CompletionDetails(num_tokens)
+            details = usage.completion_tokens_details or CompletionDetails()
+            usage.completion_tokens_details = details
+            details.reasoning_tokens = num_tokens
         return ChatAnswer(
             id=self.call.call_id,
             object=kind,

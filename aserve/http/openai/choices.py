@@ -23,7 +23,7 @@ from aserve.request_stream import RequestStream
 
 async def whole_answer(request_stream: RequestStream, dialect: Dialect[ChoiceT]) -> Iterator[bytes]:
     """Reads all chunks and returns the pieces of the answer. Raises RequestFailed on an error."""
-    tally = Tally()
+    tally = Tally(dialect.call)
     choices = [dialect.new_choice(i) for i in range(dialect.call.num_sequences)]
     async for chunk in request_stream:
         if chunk.error is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from aserve.errors import InvalidRequest
-from aserve.http.openai.schema import GenerationBody
+from aserve.http.openai.schema import ContentPart, GenerationBody
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
@@ -135,6 +135,25 @@ def check_stops(stops: list[str]) -> None:
                 code="string_below_min_length",
             )
         check_text(stop, MAX_STOP_CHARS, param="stop")
+
+
+def prediction_of(body: GenerationBody) -> str:
+    """Returns the text that the client predicts for the output."""
+    if body.prediction is None:
+        return ""
+    content = body.prediction.content
+    parts = [ContentPart("text", content)] if isinstance(content, str) else content
+    for part in parts:
+        if part.type != "text" or part.text is None:
+            raise InvalidRequest(
+                "Invalid 'prediction.content': each part needs the type 'text' and a text, but "
+                f"one has the type {part.type[:40]!r}.",
+                param="prediction",
+                code="invalid_value",
+            )
+    text = "".join(part.text or "" for part in parts)
+    check_text(text, INT32, param="prediction")
+    return text
 
 
 def check_text(text: str, high: int, *, param: str) -> None:

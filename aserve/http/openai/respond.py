@@ -45,7 +45,7 @@ async def _stream(
     status. One write sends all events that are ready; while none is, a comment keeps the connection
     open.
     """
-    tally = Tally()
+    tally = Tally(dialect.call)
     opened: set[int] = set()
     async for chunks in request_stream.batches(idle_s=idle_s):
         failed = next((chunk.error for chunk in chunks if chunk.error is not None), None)

@@ -72,6 +72,18 @@ class StructuredOutputs(msgspec.Struct):
     structural_tag: dict[str, Any] | str | None = None
 
 
+class ContentPart(msgspec.Struct):
+    type: str
+    text: str | None = None
+
+
+class Prediction(msgspec.Struct):
+    """A text that the output may repeat in parts, such as the file that a model edits."""
+
+    type: Literal["content"]
+    content: str | list[ContentPart]
+
+
 class GenerationBody(msgspec.Struct, kw_only=True):
     """The fields that all generation endpoints share. A lower `priority` runs first. `timeout` is
     in seconds, for the whole request, and so is `deadline_ms` in milliseconds; `max_queue_ms` is
@@ -128,6 +140,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     deadline_ms: float | None = None
     max_queue_ms: float | None = None
     include_timings: bool | None = None
+    prediction: Prediction | None = None
     request_id: str | None = None
     rid: str | None = None
 
@@ -146,11 +159,6 @@ class CompletionBody(GenerationBody, kw_only=True):
 
     def __post_init__(self) -> None:
         self.return_token_ids = self.return_token_ids or self.receipt
-
-
-class ContentPart(msgspec.Struct):
-    type: str
-    text: str | None = None
 
 
 class FunctionCall(msgspec.Struct):

@@ -1,0 +1,131 @@
+"""Drafts from the text that a client predicts for its output (`prediction` of OpenAI's API).
+
+The longest suffix of the output that occurs in the text says where the output goes on in it. So in
+an edit, the text behind a changed word is found again.
+
+A row with a prediction verifies windows of `NUM_PREDICTED` drafts. All other rows run as they would
+without this file: with the drafts of the engine's drafter, or by plain decoding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import msgspec
+import torch
+from torch import Tensor
+
+from aserve.gpu.decode.autoregressive import Autoregressive
+from aserve.gpu.decode.base import DecodeMode, OnPublish, StepRunner
+from aserve.gpu.spec.base import AFTER_NORM, Drafter, DraftRows, Drafts, Verified, histories_of
+from aserve.gpu.spec.mode import Speculative
+from aserve.gpu.step.future_map import RelayField
+from aserve.gpu.step.plan import StepPlan
+from aserve.gpu.step.resolve import DeviceStep, HeldSample
+from aserve.gpu.step.results import Packed
+from aserve.gpu.transfer.staging import DeviceArrays
+from aserve.messages.step import DraftTree
+from aserve_kernels.suffix_match import MatchWindow, SuffixMatch, Texts
+
+NUM_PREDICTED = 24
+WINDOW = MatchWindow(shortest=1, longest=16)
+
+
+def verifying(drafter: Drafter, match: SuffixMatch) -> DecodeMode:
+    """Returns the decode mode that verifies a drafter's drafts, and predictions beside chains."""
+    return Speculative(drafter) if drafter.tree is not None else Predicted(drafter, match)
+
+
+class Predicting:
+    """A drafter that drafts for rows with a prediction, and leaves the others to `drafter`, which
+    makes chains, or without one has no drafts for them.
+
+    It makes more drafts than `drafter` does, so that the number says which of both a step needs.
+    """
+
+    __slots__ = (
+        *("_drafter", "_match", "fields", "key_lookahead", "max_drafts", "num_forwards", "tree"),
+        "wants",
+    )
+
+    def __init__(self, drafter: Drafter | None, match: SuffixMatch) -> None:
+        self._drafter = drafter
+        self._match = match
+        self.tree: DraftTree | None = None
+        self.max_drafts = NUM_PREDICTED
+        self.wants, self.key_lookahead, self.num_forwards = AFTER_NORM, 0, 0
+        self.fields: tuple[RelayField, ...] = ()
+        if drafter is not None:
+            self.max_drafts = max(NUM_PREDICTED, drafter.max_drafts + 1)
+            self.wants, self.fields = drafter.wants, drafter.fields
+            self.key_lookahead, self.num_forwards = drafter.key_lookahead, drafter.num_forwards
+
+    def draft(self, runner: StepRunner, rows: DraftRows) -> Drafts:
+        drafter = self._drafter
+        if drafter is None:
+            return Drafts(self._predicted(runner, rows))
+        if rows.num_drafts <= drafter.max_drafts:
+            return drafter.draft(runner, rows)
+        fewer = dataclasses.replace(rows, num_drafts=drafter.max_drafts)
+        own = drafter.draft(runner, fewer).tokens
+        own = torch.nn.functional.pad(own, (0, rows.num_drafts - own.shape[1]))
+        has_text = runner.state.tables.texts.lens.index_select(0, rows.rows) > 0
+        return Drafts(torch.where(has_text[:, None], self._predicted(runner, rows), own))
+
+    def extend(
+        self, runner: StepRunner, step: DeviceStep, verified: Verified
+    ) -> Mapping[str, Tensor]:
+        return {} if self._drafter is None else self._drafter.extend(runner, step, verified)
+
+    def _predicted(self, runner: StepRunner, rows: DraftRows) -> Tensor:
+        """int64 [n, num_drafts], arbitrary for rows without a text."""
+        tables = runner.state.tables
+        prompt_lens = tables.at(rows.rows, torch.float32).ints("prompt_len")
+        texts = Texts(
+            table=tables.texts.ids,
+            lens=tables.texts.lens.index_select(0, rows.rows),
+            num_outputs=rows.lens + 1 - prompt_lens,
+        )
+        return self._match.text(histories_of(runner, rows), texts, WINDOW, rows.num_drafts)
+
+
+class Predicted:
+    """The decode mode of an engine without a drafter, or with one that makes chains.
+
+    Without a drafter, a step that verifies nothing is a step of plain decoding. It publishes no
+    lengths to the host, which knows them. Its graphs and its fused step are those of plain
+    decoding.
+    """
+
+    __slots__ = (
+        *("_plain", "_windows", "caps", "draws_once", "fields", "graph_widths"),
+        *("num_draft_forwards", "num_forwards"),
+    )
+
+    def __init__(self, drafter: Drafter | None, match: SuffixMatch) -> None:
+        self._plain = Autoregressive() if drafter is None else None
+        self._windows = Speculative(Predicting(drafter, match))
+        width = 1 if drafter is None else drafter.max_drafts + 1
+        max_predicted = self._windows.caps.max_tokens_per_step - 1
+        self.caps = msgspec.structs.replace(
+            self._windows.caps, max_tokens_per_step=width, max_predicted=max_predicted
+        )
+        self.draws_once = drafter is None
+        self.fields = self._windows.fields
+        self.num_forwards = self._windows.num_forwards
+        self.num_draft_forwards = self._windows.num_draft_forwards
+        self.graph_widths: tuple[int, ...] = (1, width)
+
+    def draft(self, runner: StepRunner, plan: StepPlan, arrays: DeviceArrays) -> None:
+        self._windows.draft(runner, plan, arrays)
+
+    def step(self, runner: StepRunner, step: DeviceStep, publish: OnPublish) -> Packed:
+        plan = step.plan
+        if self._plain is None or plan.num_drafts.any() or plan.is_bound.any():
+            return self._windows.step(runner, step, publish)
+        runner.relay.publish(step.batch.rows, step.batch.lens)
+        return self._plain.step(runner, step, publish)
+
+    def sample_held(self, runner: StepRunner, held: HeldSample) -> Packed:
+        return self._windows.sample_held(runner, held)

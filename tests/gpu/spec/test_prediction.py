@@ -1,0 +1,114 @@
+"""Rows with a prediction verify windows, and all tokens are those of plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from aserve.gpu.spec.base import Drafter
+from aserve.gpu.spec.ngram import NgramDrafter
+from aserve.gpu.spec.prediction import NUM_PREDICTED, Predicted
+from aserve.messages.base import array_i32, pack_i32
+from aserve.messages.requests import AdmitRequest
+from aserve_kernels.suffix_match import TORCH_SUFFIX_MATCH, MatchWindow
+from tests.fakes.drafters import Stumbling
+from tests.fakes.hash_model import VOCAB, HashModel
+from tests.gpu.drive import Served, make_executor, request, serve
+from tests.gpu.plain_engine import plain_outputs, plain_tokens
+from tests.gpu.spec.test_mode import ASKED, PROMPT, WARM
+
+
+def predicted(asked: AdmitRequest, edit: Callable[[list[int]], list[int]]) -> AdmitRequest:
+    """The request, with its own output as the prediction after an edit."""
+    text = edit(plain_outputs(HashModel(), asked))
+    return msgspec.structs.replace(asked, prediction_ids=pack_i32(text))
+
+
+def one_changed(text: list[int]) -> list[int]:
+    return [*text[:9], (text[9] + 1) % VOCAB, *text[10:]]
+
+
+def three_more(text: list[int]) -> list[int]:
+    return [*text[:12], 1, 2, 3, *text[12:]]
+
+
+LONG = request("long", PROMPT[:5], max_tokens=40, temperature=0.8, seed=4)
+ASKED_ALL = [
+    *ASKED,
+    predicted(LONG, list),
+    predicted(request("edited", PROMPT[:7], max_tokens=33), one_changed),
+    predicted(request("longer", PROMPT[:4], max_tokens=33, **WARM), three_more),
+    predicted(request("wrong", PROMPT[:3], max_tokens=20), lambda text: text[::-1]),
+    predicted(request("scored", PROMPT[:2], max_tokens=25, end_ids=(5, 6), logprobs=1), list),
+]
+
+
+def run(asked: list[AdmitRequest], drafter: Drafter | None = None, **options: Any) -> Served:
+    settings = {"depth": 2, "lead": 2, "attention": "torch-ref", **options}
+    mode = Predicted(drafter, TORCH_SUFFIX_MATCH)
+    return serve(make_executor(HashModel(), mode=mode, **settings), asked, chaos=2)
+
+
+DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
+    "none": lambda: None,
+    "lookup": lambda: NgramDrafter(3, MatchWindow(1, 4), TORCH_SUFFIX_MATCH),
+    "target": lambda: Stumbling(4, every=3),
+}
+
+
+@pytest.mark.parametrize(
+    ("drafter", "pace", "page_size"),
+    [
+        ("none", (1, 1), 1),
+        ("none", (2, 2), 16),
+        ("none", (3, 3), 4),
+        ("lookup", (2, 2), 4),
+        ("target", (3, 3), 1),
+    ],
+)
+def test_tokens_are_those_of_plain_decoding(
+    drafter: str, pace: tuple[int, int], page_size: int
+) -> None:
+    settings = {"page_size": page_size, "num_pages": 200 // page_size + 8}
+    served = run(ASKED_ALL, DRAFTERS[drafter](), depth=pace[0], lead=pace[1], **settings)
+    assert served.outputs == plain_tokens(ASKED_ALL, HashModel())
+
+
+def test_predictions_survive_a_small_pool_and_chunks() -> None:
+    served = run(ASKED_ALL, num_pages=17, max_batched_tokens=20)
+    assert served.outputs == plain_tokens(ASKED_ALL, HashModel())
+    assert served.num_retracted
+
+
+@pytest.mark.parametrize(("edit", "most_windows"), [(list, 2), (one_changed, 4), (three_more, 5)])
+def test_a_text_goes_on_behind_what_is_changed_in_it(
+    edit: Callable[[list[int]], list[int]], most_windows: int
+) -> None:
+    served = run([predicted(LONG, edit)], depth=1, lead=1)
+    assert NUM_PREDICTED == 24
+    assert len(served.batches) <= 1 + most_windows  # for 40 tokens
+
+
+def test_only_rows_with_a_prediction_have_windows_in_a_plain_engine() -> None:
+    served = run([*ASKED, predicted(LONG, list)], max_rows=6)
+    num_drafts = {
+        (row, int(count))
+        for batch in served.batches
+        if batch.verify is not None
+        for row, count in zip(
+            array_i32(batch.rows).tolist(), array_i32(batch.verify.num_drafts), strict=True
+        )
+        if count
+    }
+    assert len({row for row, _ in num_drafts}) == 1
+    assert max(count for _, count in num_drafts) == NUM_PREDICTED
+    assert run(ASKED).batches[-1].verify is None
+
+
+def test_a_rows_next_request_does_not_see_the_prediction_of_the_last_one() -> None:
+    served = run([predicted(LONG, list), *ASKED], max_rows=1, depth=1, lead=1)
+    assert served.outputs == plain_tokens([LONG, *ASKED], HashModel())
+    assert all(batch.verify is None for batch in served.batches[-10:])
