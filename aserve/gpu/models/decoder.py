@@ -166,18 +166,20 @@ class Attention:
 
     __slots__ = ("head_norms", "joint_norm", "layer", "out", "qkv")
 
-    def __init__(self, index: int, spec: DecoderSpec, weights: WeightSource, /) -> None:
+    def __init__(
+        self, index: int, spec: DecoderSpec, weights: WeightSource, /, *, width: int | None = None
+    ) -> None:
+        """`width` is the size of the input; None: the hidden size."""
         hidden_size = spec.config.hidden_size
         prefix = f"model.layers.{index}.self_attn"
-        layer = _layer_spec(index, spec, weights)
+        self.layer = layer = _layer_spec(index, spec, weights)
         q_size = layer.num_heads * layer.head_dim
         kv_size = layer.num_kv_heads * layer.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         if spec.has_joined_weights:
             parts = {"qkv_proj": q_size + 2 * kv_size}
-        self.layer = layer
         self.qkv = weights.linear(
-            _below(prefix, parts), in_features=hidden_size, bias=spec.biases.qkv
+            _below(prefix, parts), in_features=width or hidden_size, bias=spec.biases.qkv
         )
         self.head_norms = self.joint_norm = None
         if spec.qk_norm is not None and spec.qk_norm.is_joint:

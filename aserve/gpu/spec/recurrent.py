@@ -16,7 +16,7 @@ by the next extend, from the target's hidden states.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -32,20 +32,25 @@ from aserve.messages.step import DraftTree
 HIDDEN = "draft_hidden"  # the model's hidden state at each row's last position
 
 
+def joined(features: tuple[Tensor, ...]) -> Tensor:
+    return torch.cat(features, dim=1)
+
+
 class RecurrentChain:
-    """A `Drafter`. The model is given the target's hidden states that `wants` names, joined in one
-    tensor, or else what it returned for the token before, [n, hidden_size].
+    """A `Drafter`. The model is given the target's hidden states that `wants` names, which `fuse`
+    makes into one tensor, or else what it returned for the token before, [n, hidden_size].
 
     `token_ids` int64 [draft vocab] are the target's ids of a reduced vocabulary.
     """
 
     __slots__ = (
-        "_token_ids",
+        "_fuse",
         "fields",
         "key_lookahead",
         "max_drafts",
         "model",
         "num_forwards",
+        "token_ids",
         "tree",
         "wants",
     )
@@ -58,6 +63,7 @@ class RecurrentChain:
         hidden_size: int,
         wants: HiddenWants,
         token_ids: Tensor | None = None,
+        fuse: Callable[[tuple[Tensor, ...]], Tensor] = joined,
     ) -> None:
         self.model = model
         self.max_drafts = max_drafts
@@ -66,7 +72,8 @@ class RecurrentChain:
         self.fields: tuple[RelayField, ...] = (RelayField(HIDDEN, (hidden_size,), model.dtype),)
         self.key_lookahead = 1
         self.num_forwards = max_drafts
-        self._token_ids = token_ids
+        self.token_ids = token_ids
+        self._fuse = fuse
 
     def draft(self, runner: StepRunner, rows: DraftRows) -> Drafts:
         hidden = runner.relay.read(HIDDEN, rows.rows)
@@ -76,7 +83,7 @@ class RecurrentChain:
                 batch = runner.init_forward(rows.tokens_at(depth - 2, drafts[-1]))
                 hidden = runner.draft(batch, hidden)
             logits = self.model.logits(hidden)
-            drafts.append(draw_drafts(runner, logits, rows, depth, token_ids=self._token_ids))
+            drafts.append(draw_drafts(runner, logits, rows, depth, token_ids=self.token_ids))
         return Drafts(torch.stack(drafts, dim=1))
 
     def extend(
@@ -84,5 +91,5 @@ class RecurrentChain:
     ) -> Mapping[str, Tensor]:
         inputs = extend_inputs(step, verified, runner.relay)
         batch = dataclasses.replace(inputs.batch, input_ids=inputs.next_ids)
-        hidden = runner.draft(batch, torch.cat(inputs.features, dim=1))
+        hidden = runner.draft(batch, self._fuse(inputs.features))
         return {HIDDEN: hidden.index_select(0, inputs.last)}

@@ -64,6 +64,14 @@ class Fields:
             self.refuse(name, expected=f"a list of {length} positive numbers")
         return tuple(Fields({name: value}, source=self.source).number(name) for value in values)
 
+    def integers(self, name: str) -> tuple[int, ...]:
+        values = self._get(name, None)
+        if not isinstance(values, list) or not values:
+            self.refuse(name, expected="a list of integers")
+        if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
+            self.refuse(name, expected="a list of integers")
+        return tuple(values)
+
     def texts(self, name: str, *, length: int | None = None) -> tuple[str, ...]:
         values = self._get(name, None)
         size = "" if length is None else f"{length} "

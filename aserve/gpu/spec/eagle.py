@@ -1,0 +1,88 @@
+"""The draft model of EAGLE-1: one Llama layer that predicts the target's next hidden state.
+
+    x_i     = W [emb(t_{i+1}) ; h_i] + b
+    h_{i+1} = layer(x_i)           without an input norm in the first layer and without a final norm
+    logits  = the target's head(h_{i+1})
+
+h_i is the target's hidden state after its final norm. Checkpoints have the architecture of the
+target or `LlamaForCausalLMEagle`; source: cnets.py of SafeAILab/EAGLE.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from aserve.gpu.layers.linear import LinearOp
+from aserve.gpu.layers.rope import Rotary
+from aserve.gpu.models.base import Attend
+from aserve.gpu.models.config.model import ModelConfig
+from aserve.gpu.spec.base import AFTER_NORM, HiddenWants
+from aserve.gpu.spec.checkpoint import (
+    HEAD,
+    DraftWeights,
+    check_target_hidden,
+    check_vocabulary,
+    decoder_name,
+    load_draft_model,
+    read_draft_config,
+)
+from aserve.gpu.spec.recurrent_model import draft_rotary, recurrent_blocks, recurrent_drafter
+from aserve.gpu.spec.request import DraftRequest, LoadedDrafter
+
+
+class Eagle1Model:
+    """A `RecurrentModel`."""
+
+    __slots__ = (
+        *("_blocks", "_embeddings", "_fc", "_head", "_rotary"),
+        *("dtype", "hidden_size", "layers", "token_ids", "wants"),
+    )
+
+    def __init__(
+        self, weights: DraftWeights, *, config: ModelConfig, request: DraftRequest
+    ) -> None:
+        source, size = weights.source, config.hidden_size
+        self.dtype = source.dtype
+        self.hidden_size = size
+        self.wants: HiddenWants = AFTER_NORM
+        self.token_ids: Tensor | None = None
+        self._embeddings = weights.embeddings(config, request.target)
+        self._fc = source.linear({"fc": size}, in_features=2 * size, bias=weights.has_bias("fc"))
+        self._blocks = recurrent_blocks(config, weights)
+        self._rotary: Rotary = draft_rotary(config, source, request.target)
+        self.layers = tuple(block.mixer.layer for block in self._blocks if block.mixer.layer)
+        self._head: LinearOp = request.target.logits
+        if weights.has(HEAD):
+            self._head = source.linear({HEAD: config.vocab_size}, in_features=size, bias=False)
+
+    def fuse(self, features: tuple[Tensor, ...]) -> Tensor:
+        (hidden,) = features
+        return hidden
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, attend: Attend, *, hidden: Tensor | None = None
+    ) -> Tensor:
+        assert hidden is not None
+        embedded = functional.embedding(input_ids, self._embeddings)
+        hidden = normed = self._fc(torch.cat((embedded, hidden), dim=1))
+        cos_sin = self._rotary.at(positions)
+        for block in self._blocks:
+            hidden, normed = block(hidden, normed, cos_sin, attend)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._head(hidden)
+
+
+def load(request: DraftRequest) -> LoadedDrafter:
+    model_dir = request.model_dir(bundled="eagle")
+    config = read_draft_config(model_dir)
+    check_vocabulary(model_dir, config.vocab_size, request.target)
+    check_target_hidden(config.fields, "hidden_size", config.hidden_size, request.target)
+    build = partial(Eagle1Model, config=config, request=request)
+    model = load_draft_model(model_dir, request.plan, build, rename=decoder_name)
+    return recurrent_drafter(model, model_dir, request)
