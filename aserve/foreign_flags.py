@@ -69,6 +69,44 @@ FOREIGN_FLAGS = (
     ForeignFlag(("stream-interval",), "each token is sent as soon as it is there", ONE),
     ForeignFlag(("cpu-offload-gb", "swap-space"), "weights stay on the device", {"0": NOTHING}),
     ForeignFlag(("speculative-config",), NO_SPECULATION),
+    ForeignFlag(
+        ("cudagraph-capture-sizes", "cuda-graph-bs"),
+        "shapes follow from --cuda-graph-max-bs, and are captured when they are first needed",
+    ),
+    ForeignFlag(
+        ("max-prefill-tokens",),
+        "one budget holds for the prompts and rows of a step: --max-num-batched-tokens",
+    ),
+    ForeignFlag(("max-total-tokens",), "--num-pages has the size of the KV cache, in pages"),
+    ForeignFlag(
+        ("override-generation-config",),
+        "defaults of sampling are in the model's generation_config.json; see --generation-config",
+    ),
+    ForeignFlag(("max-logprobs",), "a request may have 20 alternatives per token", {"20": NOTHING}),
+    ForeignFlag(
+        ("sse-keep-alive-interval",), "silent streams get a comment every 15 s", {"15": NOTHING}
+    ),
+    ForeignFlag(
+        ("grammar-backend", "guided-decoding-backend"),
+        "grammars are compiled by xgrammar",
+        {"auto": NOTHING, "xgrammar": NOTHING},
+    ),
+    ForeignFlag(
+        ("ssl-cert-reqs",), "--ssl-ca-certs requires certificates of clients", {"2": NOTHING}
+    ),
+    ForeignFlag(("response-role",), "answers are the assistant's", {"assistant": NOTHING}),
+    ForeignFlag(("root-path",), "let the proxy in front of the server strip the path"),
+    ForeignFlag(
+        ("download-dir", "revision"),
+        "a hub model is found by Hugging Face's client: HF_HOME has the folder, and a directory "
+        "as MODEL any revision",
+    ),
+    ForeignFlag(("crash-dump-folder",), "--record writes what the scheduler gets, to be replayed"),
+    switch("enable-sleep-mode", "/sleep is there with --admin-api-key and --processes 2"),
+    switch("enable-memory-saver", "/sleep is there with --admin-api-key and --processes 2"),
+    switch("enable-request-id-headers", "every answer has X-Request-Id"),
+    switch("disable-log-stats", "statistics are in /metrics and never logged"),
+    switch("disable-uvicorn-access-log", "requests are logged only with --access-log"),
     switch("enable-prefix-caching", "prefixes are cached unless --no-prefix-cache is given"),
     switch("enable-chunked-prefill", "long prompts always run in chunks"),
     switch("enable-mixed-chunk", "chunks of prompts always run beside decodes"),

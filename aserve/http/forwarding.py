@@ -45,7 +45,7 @@ LOCAL = frozenset(
 MERGED = frozenset(
     {
         *(METRICS, "/abort_request", "/pause_generation", "/continue_generation", "/is_paused"),
-        *("/v1/requests", "/load", "/live"),
+        *("/v1/requests", "/load", "/live", "/pause", "/resume"),
     }
 )
 # These go to the frontend that made the id.

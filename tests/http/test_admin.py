@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from aserve.http.control.weights import ELSEWHERE
 from tests.fakes.echo_engine import EchoEngine
 from tests.http.asking import Answer, ask, bearer
 
@@ -90,3 +91,37 @@ async def test_a_pause_may_wait_for_what_runs_but_not_longer_than_its_timeout(
 async def test_a_pause_that_is_not_known_is_refused(echo: EchoEngine, body: dict[str, Any]) -> None:
     assert (await ask(echo, "/pause_generation", body, headers=ROOT)).status == 400
     assert not (await ask(echo, "/is_paused", headers=ROOT)).json["is_paused"]
+
+
+async def test_vllms_names_pause_and_resume_as_well(echo: EchoEngine) -> None:
+    running = await started(echo)
+    refused = await ask(echo, "/pause?mode=keep", {}, headers=ROOT)
+    assert (refused.status, refused.error["param"]) == (400, "mode")
+    assert (await administered(echo, "/pause?mode=wait&timeout=0.01"))["num_running"] == 1
+    assert (await administered(echo, "/pause"))["num_running"] == 0
+    assert (await running).error["code"] == "request_aborted"
+    assert not (await administered(echo, "/resume"))["is_paused"]
+
+
+@pytest.mark.parametrize("path", ELSEWHERE)
+async def test_what_is_done_otherwise_here_says_how(echo: EchoEngine, path: str) -> None:
+    answer = await ask(echo, path, {}, headers=ROOT)
+    assert answer.status == 400
+    assert ELSEWHERE[path] in answer.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/sleep?level=3", None),
+        ("/sleep?mode=abort", None),
+        ("/release_memory_occupation", {"tags": ["weights"]}),
+        ("/wake_up?tags=kv_cache", None),
+    ],
+)
+async def test_a_sleep_that_is_not_possible_is_refused(
+    echo: EchoEngine, path: str, body: Any
+) -> None:
+    answer = await ask(echo, path, body, method="POST", headers=ROOT)
+    assert answer.status == 400
+    assert (await ask(echo, "/v1/completions", PROMPT)).status == 200, "it is awake"

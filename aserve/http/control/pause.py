@@ -18,6 +18,7 @@ from aiohttp import web
 
 from aserve.http.abort import ABORTS
 from aserve.http.auth import IDENTITY
+from aserve.http.body import parse_query
 from aserve.http.delivery import json_response
 from aserve.http.errors import refused
 from aserve.http.forwarding import tell_all
@@ -43,6 +44,11 @@ class PauseAnswer(msgspec.Struct):
 async def pause(request: web.Request, context: HttpContext, body: PauseBody) -> web.Response:
     """Refuses new requests until /continue_generation."""
     return json_response(await _pause(request, context, body))
+
+
+async def pause_by_query(request: web.Request, context: HttpContext) -> web.Response:
+    """The same with vLLM's name and parameters."""
+    return json_response(await _pause(request, context, parse_query(request, PauseBody)))
 
 
 async def pause_all(request: web.Request, context: HttpContext, body: PauseBody) -> int:
@@ -89,5 +95,7 @@ ROUTES = (
     Route("POST", "/reset_prefix_cache", flush_cache, admin=True),
     post(PAUSE, PauseBody, pause, admin=True),
     Route("POST", "/continue_generation", resume, admin=True),
+    Route("POST", "/pause", pause_by_query, admin=True),
+    Route("POST", "/resume", resume, admin=True),
     get("/is_paused", read_pause, admin=True),
 )

@@ -37,6 +37,16 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "flush_cache": (True,),
     "is_async": (False,),
 }
+# Ways of SGLang to move weights, and what to use instead.
+FILES = "write a safetensors file, in /dev/shm for example, and use /update_weights_from_tensor."
+ELSEWHERE = {
+    "/update_weights_from_distributed": FILES,
+    "/update_weights_from_ipc": FILES,
+    "/init_weights_update_group": FILES,
+    "/destroy_weights_update_group": FILES,
+    "/get_weights_by_name": "weights are packed for the device; a receipt has the hash of the "
+    "checkpoint that they came from.",
+}
 
 MakeLoad: TypeAlias = Callable[[int, LoadWeights | None], LoadWeights]
 
@@ -176,7 +186,12 @@ def _checked(version: str) -> str:
     return version
 
 
+async def refuse(request: web.Request, _: HttpContext) -> web.Response:
+    raise refused(400, f"{request.path} is not supported: {ELSEWHERE[request.path]}")
+
+
 ROUTES: tuple[Route, ...] = (
+    *(Route("POST", path, refuse, admin=True) for path in ELSEWHERE),
     post("/update_weights_from_disk", UpdateFromDiskBody, update_from_disk, admin=True),
     post("/update_weights_from_tensor", UpdateFromTensorBody, update_from_tensor, admin=True),
     post("/update_weight_version", VersionBody, name_version, admin=True),
