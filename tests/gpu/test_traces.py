@@ -21,12 +21,16 @@ from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.gpu.decode.base import DecodeMode
 from aserve.gpu.device.base import Device
 from aserve.gpu.executor import TorchExecutor
+from aserve.gpu.models.base import DraftModel
+from aserve.gpu.spec.base import AFTER_NORM
 from aserve.gpu.spec.mode import Speculative
+from aserve.gpu.spec.multi_layer import MultiLayer
 from aserve.messages.requests import AdmitRequest, ReasoningIds
 from aserve.messages.results import BuildMask, MaskReady
 from tests.fakes.drafters import Stumbling, StumblingTree
 from tests.fakes.graph_device import GraphDevice
 from tests.fakes.hash_model import VOCAB, FlakyModel, HashModel
+from tests.fakes.hidden_draft import HiddenModules
 from tests.fakes.late_device import LateDevice
 from tests.fakes.toy_device import TOY, ToyMatchers, min_tokens_of
 from tests.fakes.two_token_mode import TwoTokens
@@ -37,12 +41,15 @@ from tests.gpu.prompt_checks import assert_prompt
 PACES = [(depth, lead) for depth in range(1, 5) for lead in range(1, depth + 1)]
 STEM = [(11 * i * i + 5 * i + 3) % VOCAB for i in range(40)]  # what prompts share
 
+MODULES = HiddenModules(3)
+DRAFT_MODELS: dict[str, DraftModel] = {"modules": MODULES}
 MODES: dict[str, Callable[[], DecodeMode]] = {
     "plain": Autoregressive,
     "two tokens": TwoTokens,
     "chain": lambda: Speculative(Stumbling(4)),
     "tree": lambda: Speculative(StumblingTree(is_dynamic=False)),
     "dynamic tree": lambda: Speculative(StumblingTree(is_dynamic=True)),
+    "modules": lambda: Speculative(MultiLayer(MODULES.modules, hidden_size=32, wants=AFTER_NORM)),
 }
 
 LIMITS = [
@@ -147,7 +154,10 @@ def traces(draw: st.DrawFn) -> Trace:
             "graph_rows": graph_rows,
         },
         window=window,
-        second_window=draw(st.sampled_from([None, 3])) if window else None,
+        # A draft model is made for the hidden states of two layers.
+        second_window=draw(st.sampled_from([None, 3]))
+        if window and mode not in DRAFT_MODELS
+        else None,
         fails=frozenset(sum(gaps[: number + 1]) for number in range(len(gaps))),
         is_unsound=is_unsound,
         failing_mask=draw(st.none() | st.integers(0, 3)),
@@ -166,7 +176,10 @@ def test_any_trace_gives_the_tokens_of_the_plain_engine(trace: Trace) -> None:
     if trace.is_unsound:
         device = LateDevice()
         device.is_done.set()
-    executor = make_executor(trace.model(), mode=mode, device=device, **trace.options)
+    drafter = DRAFT_MODELS.get(trace.mode)
+    executor = make_executor(
+        trace.model(), mode=mode, device=device, drafter=drafter, **trace.options
+    )
     if trace.captures_at_start:
         captured(executor)
     assert_plain(trace, serve_trace(executor, trace))

@@ -57,6 +57,7 @@ FAMILIES: Mapping[str, Family] = {
     "Gemma3ForCausalLM": DecoderFamily(gemma3.gemma3, gemma3.DEFAULTS),
     "GraniteForCausalLM": DecoderFamily(granite.granite),
     "LlamaForCausalLM": DecoderFamily(llama.llama),
+    "MiMoForCausalLM": DecoderFamily(qwen2.qwen2, qwen2.DEFAULTS),
     "MistralForCausalLM": DecoderFamily(mistral.mistral, mistral.DEFAULTS),
     "Olmo2ForCausalLM": DecoderFamily(olmo2.olmo2, olmo2.DEFAULTS),
     "Phi3ForCausalLM": DecoderFamily(phi3.phi3, phi3.DEFAULTS),

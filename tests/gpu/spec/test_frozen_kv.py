@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
 
 from aserve.errors import ConfigError
 from aserve.gpu.decode.base import StepRunner
+from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
 from aserve.gpu.layers.linear import Linear
+from aserve.gpu.layers.rope import apply_rope
+from aserve.gpu.models.base import LoadPlan
 from aserve.gpu.models.config.fields import Fields
+from aserve.gpu.models.decoder import Decoder
+from aserve.gpu.models.load import make_loader
 from aserve.gpu.spec.base import DraftRows, Drafts
 from aserve.gpu.spec.checkpoint import read_draft_config
-from aserve.gpu.spec.frozen_kv import ClusteredHead, FrozenKv, layers_of
+from aserve.gpu.spec.frozen_kv import AssistantModel, ClusteredHead, FrozenKv, layers_of, load
+from aserve.gpu.spec.request import DraftRequest, SpecOptions
 from aserve.gpu.weights.inventory import Inventory
 from aserve.tiny import DRAFTERS_DIR
 from tests.fakes.hash_model import HashModel
@@ -69,3 +82,102 @@ def test_a_clustered_head_admits_the_tokens_of_the_best_clusters() -> None:
     ]
     with pytest.raises(ConfigError, match="a divisor of 5 tokens"):
         ClusteredHead(fields, ordering[:5], Inventory(torch.float32), hidden_size=3)
+
+
+# Published fields, small: one layer of each kind, and a head of four clusters.
+ASSISTANT: dict[str, Any] = {
+    "architectures": ["Gemma4AssistantForCausalLM"],
+    "model_type": "gemma4_assistant",
+    "backbone_hidden_size": 32,
+    "use_ordered_embeddings": True,
+    "num_centroids": 4,
+    "centroid_intermediate_top_k": 2,
+    "tie_word_embeddings": True,
+    "text_config": {
+        "model_type": "gemma4_text",
+        "vocab_size": 36,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_kv_shared_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "global_head_dim": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 6,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        "max_position_embeddings": 64,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+}
+TARGET: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 36,
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "use_sliding_window": True,
+    "sliding_window": 6,
+    "max_window_layers": 2,
+}
+
+
+@torch.inference_mode()
+def test_the_assistant_computes_what_transformers_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # This property raises an error if all layers read the KV of another model.
+    modes = property(lambda self: ["reuse"] * self.num_hidden_layers)
+    monkeypatch.setattr(Gemma4TextConfig, "kv_sharing_modes", modes)
+    torch.manual_seed(5)
+    fields = {name: value for name, value in ASSISTANT.items() if name != "architectures"}
+    reference = Gemma4AssistantForCausalLM(Gemma4AssistantConfig(**copy.deepcopy(fields))).eval()
+    for parameter in reference.parameters():
+        parameter.normal_(std=0.3)
+    reference.masked_embedding.token_ordering.copy_(torch.randperm(36))
+    stored = {n: t.clone() for n, t in reference.state_dict().items() if n != "lm_head.weight"}
+    for name, config in (("draft", ASSISTANT), ("target", TARGET)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    save_file(stored, tmp_path / "draft" / "model.safetensors")
+    target = make_loader(tmp_path / "target")[0].load(LoadPlan(torch.float32, is_dummy=True))
+    options = SpecOptions("FROZEN_KV_MTP", draft_model_dir=tmp_path / "draft")
+    model = load(DraftRequest(options, target, LoadPlan(torch.float32))).model
+    assert isinstance(model, AssistantModel)
+    assert isinstance(target, Decoder)
+
+    length = 9  # more than the window
+    kv = {layer.index: torch.randn(2, length, 8) for layer in model.layers}
+
+    def attend(layer: LayerSpec, inputs: AttentionInputs) -> Tensor:
+        assert inputs.rope is not None
+        (query,) = apply_rope(inputs.heads, inputs.rope)
+        keys, values = kv[layer.index][:, -(layer.window or length) :]
+        return ((query @ keys.T).softmax(1) @ values)[None]
+
+    token, hidden = torch.tensor([7]), torch.randn(1, 32)
+    normed = model.forward(token, torch.tensor([length - 1]), attend, hidden=hidden)
+    embedded = target.embeddings[token] * 32**0.5
+    expected = reference(
+        inputs_embeds=torch.cat((embedded, hidden), dim=1)[None],
+        shared_kv_states={
+            "sliding_attention": tuple(kv[0][:, None, None, -6:]),  # what a sliding cache keeps
+            "full_attention": tuple(kv[1][:, None, None]),
+        },
+        position_ids=torch.tensor([[length - 1]]),
+    )
+    torch.testing.assert_close(model.next_hidden(normed), expected.last_hidden_state[0])
+    logits, is_real = model.logits(normed)[0], expected.logits[0, 0] > expected.logits.min()
+    assert torch.equal(logits.isfinite(), is_real)
+    assert is_real.sum() == 18  # two of four clusters
+    torch.testing.assert_close(logits[is_real], expected.logits[0, 0][is_real])
