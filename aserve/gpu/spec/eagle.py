@@ -19,7 +19,7 @@ from torch.nn import functional
 from aserve.gpu.layers.linear import LinearOp
 from aserve.gpu.layers.rope import Rotary
 from aserve.gpu.models.base import Attend
-from aserve.gpu.models.config.model import ModelConfig
+from aserve.gpu.models.config.model import ModelConfig, read_fields
 from aserve.gpu.spec.base import AFTER_NORM, HiddenWants
 from aserve.gpu.spec.checkpoint import (
     HEAD,
@@ -30,6 +30,8 @@ from aserve.gpu.spec.checkpoint import (
     load_draft_model,
     read_draft_config,
 )
+from aserve.gpu.spec.frozen_kv import is_assistant
+from aserve.gpu.spec.frozen_kv import load as load_assistant
 from aserve.gpu.spec.recurrent_model import draft_rotary, recurrent_blocks, recurrent_drafter
 from aserve.gpu.spec.request import DraftRequest, LoadedDrafter
 
@@ -80,6 +82,8 @@ class Eagle1Model:
 
 def load(request: DraftRequest) -> LoadedDrafter:
     model_dir = request.model_dir(bundled="eagle")
+    if is_assistant(read_fields(model_dir)):
+        return load_assistant(request)
     config = read_draft_config(model_dir)
     check_vocabulary(model_dir, config.vocab_size, request.target)
     check_target_hidden(config.fields, "hidden_size", config.hidden_size, request.target)

@@ -24,11 +24,9 @@ from aserve.gpu.spec.frozen_kv import is_assistant
 from aserve.gpu.spec.frozen_kv import load as load_assistant
 from aserve.gpu.spec.multi_layer import MultiLayer
 from aserve.gpu.spec.nextn_model import Module, ModuleConfig, Modules, find_modules
-from aserve.gpu.spec.recurrent import RecurrentChain
+from aserve.gpu.spec.recurrent_model import recurrent_drafter
 from aserve.gpu.spec.request import DraftRequest, LoadedDrafter
 from aserve.gpu.weights.checkpoint import Checkpoint
-
-DEFAULT_STEPS = 3  # of a single module
 
 
 def load(request: DraftRequest) -> LoadedDrafter:
@@ -42,14 +40,14 @@ def load(request: DraftRequest) -> LoadedDrafter:
     with Checkpoint(model_dir) as checkpoint:
         stored = find_modules(str(model_dir), checkpoint.tensors)
     num_stored = len(stored.prefixes)
-    num_drafts = request.chain_len(default=DEFAULT_STEPS if num_stored == 1 else num_stored)
-    if num_drafts > num_stored > 1:
+    is_single = num_stored == 1
+    num_drafts = 1 if is_single else request.chain_len(default=num_stored)
+    if num_drafts > num_stored:
         raise ConfigError(
             f"--speculative-num-steps {num_drafts}: {model_dir} has {num_stored} modules, which "
             "draft one token each",
             param="speculative_num_steps",
         )
-    is_single = num_stored == 1
     stored = stored.first(num_drafts)
     config = ModuleConfig(
         decoder,
@@ -58,18 +56,18 @@ def load(request: DraftRequest) -> LoadedDrafter:
             "mtp_hidden_states_first", default=stored.names.hidden_first
         ),
         returns_normed=is_single,
+        wants=AFTER_NORM if is_single else HiddenWants(before_norm=True),
     )
     build = partial(_build, config=config, target=target)
     model = load_draft_model(model_dir, request.plan, build, rename=stored.rename)
-    wants = AFTER_NORM if is_single else HiddenWants(before_norm=True)
-    about = f"{num_drafts} tokens of {model_dir.name}, {len(model.modules)} modules"
     if len(model.modules) == 1:
-        chain = RecurrentChain(model, num_drafts, hidden_size=decoder.hidden_size, wants=wants)
-        return LoadedDrafter(chain, model, about)
-    drafter = MultiLayer(model.modules, hidden_size=decoder.hidden_size, wants=wants)
+        return recurrent_drafter(model, model_dir, request)
+    drafter = MultiLayer(model.modules, hidden_size=decoder.hidden_size, wants=config.wants)
+    about = f"{num_drafts} tokens of {model_dir.name}, one of each module"
     return LoadedDrafter(drafter, model, about)
 
 
 def _build(weights: DraftWeights, *, config: ModuleConfig, target: CausalModel) -> Modules:
     numbers = range(config.num_modules)
-    return Modules([Module(n, weights, config=config, target=target) for n in numbers])
+    modules = [Module(n, weights, config=config, target=target) for n in numbers]
+    return Modules(modules, config)

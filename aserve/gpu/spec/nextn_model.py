@@ -27,12 +27,13 @@ from torch.nn import functional
 from aserve.errors import ConfigError
 from aserve.gpu.kv.layer_groups import LayerSpec
 from aserve.gpu.layers.norm import Norm
-from aserve.gpu.layers.rope import Rotary
 from aserve.gpu.models.base import Attend, CausalModel
 from aserve.gpu.models.config.model import ModelConfig
 from aserve.gpu.models.decoder import Block, Decoder
 from aserve.gpu.models.decoder_spec import NORMS_BEFORE, Biases, DecoderSpec, LayerNorms, QkNorm
+from aserve.gpu.spec.base import HiddenWants
 from aserve.gpu.spec.checkpoint import DRAFT_PATH, DraftWeights, target_embeddings
+from aserve.gpu.spec.recurrent_model import draft_rotary
 
 COPIES = ("embed_tokens", "shared_head.head")
 UNSUPPORTED = re.compile(r"\.(experts|shared_experts|kv_a_proj_with_mqa|linear_attn|mlp\.gate)\.")
@@ -126,6 +127,7 @@ class ModuleConfig:
     num_modules: int
     hidden_first: bool
     returns_normed: bool  # what a module returns has passed its norm
+    wants: HiddenWants
 
 
 class Module:
@@ -160,13 +162,7 @@ class Module:
         self._block = Block(index, spec, source, rotary=0)
         self._norm = norm(f"{prefix}.norm")
         self._head = target.logits
-        self._rotary = Rotary(
-            decoder.rope,
-            decoder.rotary_dim,
-            max_model_len=target.max_model_len,
-            dtype=source.dtype,
-            device=source.device,
-        )
+        self._rotary = draft_rotary(decoder, source, target)
         layer = self._block.mixer.layer
         self.layers: tuple[LayerSpec, ...] = () if layer is None else (layer,)
 
@@ -190,16 +186,26 @@ class Module:
 
 
 class Modules:
-    """All modules as one `DraftModel`, whose forward is that of the first."""
+    """All modules as one `DraftModel`, whose forward is that of the first. A single module is a
+    `RecurrentModel`."""
 
-    __slots__ = ("dtype", "forward", "layers", "logits", "modules")
+    __slots__ = (
+        *("dtype", "forward", "hidden_size", "layers", "logits", "modules", "token_ids", "wants"),
+    )
 
-    def __init__(self, modules: Sequence[Module]) -> None:
+    def __init__(self, modules: Sequence[Module], config: ModuleConfig) -> None:
         self.modules = tuple(modules)
+        self.hidden_size = config.decoder.hidden_size
+        self.wants = config.wants
+        self.token_ids: Tensor | None = None
         self.layers = tuple(layer for module in modules for layer in module.layers)
         self.dtype = modules[0].dtype
         self.forward = modules[0].forward
         self.logits = modules[0].logits
+
+    def fuse(self, features: tuple[Tensor, ...]) -> Tensor:
+        (hidden,) = features
+        return hidden
 
 
 def _layer_spec(

@@ -23,6 +23,7 @@ from aserve.gpu.spec.multi_layer import MultiLayer
 from aserve.gpu.spec.nextn import load
 from aserve.gpu.spec.nextn_model import Modules
 from aserve.gpu.spec.recurrent import RecurrentChain
+from aserve.gpu.spec.registry import ALGORITHMS
 from aserve.gpu.spec.request import DraftRequest, LoadedDrafter, SpecOptions
 from aserve.tiny import DRAFTERS_DIR, MODEL_DIR
 from tests.parity.dense_attend import DenseAttend
@@ -117,6 +118,7 @@ def test_a_single_module_is_recurrent_and_returns_what_left_its_norm(
     found = load_from(target, write(tmp_path / "qwen", qwen, num_modules=1), num_steps=5)
     assert isinstance(found.drafter, RecurrentChain)
     assert found.drafter.max_drafts == 5
+    assert load_from(target, tmp_path / "qwen", topk=2).drafter.tree is not None
     bundled = load_from(target, BUNDLED)
     assert isinstance(bundled.model, Modules)
     hidden, logits = outputs(bundled.model, 0)
@@ -155,7 +157,14 @@ def test_fewer_steps_use_the_first_modules(target: CausalModel) -> None:
 
 
 def test_an_assistant_without_kv_is_loaded_as_what_it_is(target: CausalModel) -> None:
-    assert isinstance(load_from(target, DRAFTERS_DIR / "frozen_kv").drafter, FrozenKv)
+    for algorithm in ("NEXTN", "EAGLE"):
+        options = SpecOptions(algorithm, draft_model_dir=DRAFTERS_DIR / "frozen_kv")
+        assert isinstance(
+            ALGORITHMS[algorithm](DraftRequest(options, target, PLAN)).drafter, FrozenKv
+        )
+    options = SpecOptions("EAGLE3", draft_model_dir=DRAFTERS_DIR / "frozen_kv")
+    with pytest.raises(ConfigError, match="hidden_size is 64"):
+        ALGORITHMS["EAGLE3"](DraftRequest(options, target, PLAN))
 
 
 def test_what_does_not_fit_is_refused(target: CausalModel, tmp_path: Path) -> None:
