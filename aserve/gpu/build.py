@@ -25,6 +25,7 @@ from aserve.gpu.cudagraph.warmup import names_the_option, run_largest_steps
 from aserve.gpu.decode.base import DecodeMode
 from aserve.gpu.decode.registry import MODES, PLAIN
 from aserve.gpu.device.base import Device
+from aserve.gpu.device.fused_step import FusedStep
 from aserve.gpu.device.ops import DeviceOps
 from aserve.gpu.device.registry import DEVICES, OpenDevice, open_device
 from aserve.gpu.executor import ExecutorParts, TorchExecutor
@@ -38,6 +39,7 @@ from aserve.gpu.models.load import make_loader
 from aserve.gpu.models.registry import Code
 from aserve.gpu.runner import DraftParts, ModelRunner, RunnerParts
 from aserve.gpu.sampling.params import RowTables
+from aserve.gpu.spec.mode import Speculative
 from aserve.gpu.spec.prediction import Predicted, verifying
 from aserve.gpu.spec.registry import ALGORITHMS
 from aserve.gpu.spec.request import DraftRequest, SpecOptions
@@ -150,7 +152,7 @@ def build_on(
             DraftRequest(options.speculative, model, plan, ops, target_dir=options.model_dir)
         )
         drafter = loaded.model
-        mode = verifying(loaded.drafter, ops.suffix_match)
+        mode = verifying(loaded.drafter, ops.suffix_match, loaded.fuse)
         about = f"{about}, {options.speculative.algorithm} drafts {loaded.about}"
     if mode is None and options.decode == PLAIN:
         mode = Predicted(None, ops.suffix_match)
@@ -304,7 +306,11 @@ def _make(parts: _Parts, *, num_pages: int | None, budget_bytes: int) -> _Made:
     clears_pages = attention.capabilities.whole_pages or drafter is not None
     state = dataclasses.replace(state, clears_pages=clears_pages)
     # A fused step has attention of its own, so it is not used where the user names a backend.
-    fused_step = parts.ops.fused_step(model, state) if attention.is_auto else None
+    make = parts.ops.fused_step
+    fused_model = make(model, state) if attention.is_auto else None
+    fused_step: FusedStep | None = fused_model
+    if fused_model is not None and isinstance(mode, Speculative | Predicted):
+        fused_step = mode.fused_step(fused_model, make, state)
     runner = ModelRunner(
         RunnerParts(
             model=model,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from aserve.gpu.attention.base import AttentionBackend
 from aserve.gpu.decode.base import DecodeMode, OnPublish
-from aserve.gpu.device.ops import FusedStep
+from aserve.gpu.device.fused_step import FusedStep
 from aserve.gpu.lora.tables import LoraTables
 from aserve.gpu.models.base import Attend, CausalModel, DraftModel
 from aserve.gpu.sampling.ops import PLAIN_OPS, SampleOps
@@ -115,7 +115,7 @@ class ModelRunner:
         values read here must be equal for all steps of one shape; all else comes from `arrays`.
         """
         if (fused_step := self.fused_step_for(plan)) is not None:
-            return fused_step.step(plan)
+            return fused_step.step(plan, publish)
         self._parts.mode.draft(self, plan, arrays)
         step = self._parts.resolve(plan, arrays, self.state)
 
@@ -135,7 +135,7 @@ class ModelRunner:
     def fused_step_for(self, plan: StepPlan) -> FusedStep | None:
         """Returns the fused step that runs this whole step from its plan alone, or None."""
         fused_step = self._parts.fused_step
-        if fused_step is None or self._parts.is_debug or not self._parts.mode.draws_once:
+        if fused_step is None or self._parts.is_debug or not self._parts.mode.can_fuse:
             return None
         return fused_step if fused_step.can_step(plan) else None
 

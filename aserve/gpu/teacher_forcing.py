@@ -99,13 +99,13 @@ class TeacherForcing:
 
     __slots__ = (
         *("_expected", "_plain", "_row_params", "outcome"),
-        *("caps", "draws_once", "fields", "graph_widths", "num_draft_forwards", "num_forwards"),
+        *("caps", "can_fuse", "fields", "graph_widths", "num_draft_forwards", "num_forwards"),
     )
 
     def __init__(self) -> None:
         self._plain = Autoregressive()
         self.caps = self._plain.caps
-        self.draws_once = False  # a fused step has no hidden states to check
+        self.can_fuse = False  # a fused step has no hidden states to check
         self.fields = self._plain.fields
         self.graph_widths = self._plain.graph_widths
         self.num_forwards = 1

@@ -31,7 +31,7 @@ PATHS = ((0,), (0, 1), (0, 2), (0, 2, 3), (0, 2, 4))  # from the root to each no
 class TreeOfDrafts:
     def __init__(self) -> None:
         self.caps = DecodeCaps(max_tokens_per_step=5, tree=TREE)
-        self.draws_once = False
+        self.can_fuse = False
         self.fields: tuple[RelayField, ...] = (
             RelayField(SEQ_LEN, (), torch.int64),
             RelayField(DRAFTS, (4,), torch.int64),

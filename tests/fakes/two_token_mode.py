@@ -35,7 +35,7 @@ class TwoTokens:
 
     def __init__(self, before_draft: Callable[[], None] = lambda: None) -> None:
         self.caps = DecodeCaps(max_tokens_per_step=2)
-        self.draws_once = False
+        self.can_fuse = False
         self.fields: tuple[RelayField, ...] = (
             RelayField(SEQ_LEN, (), torch.int64),
             RelayField(DRAFTS, (1,), torch.int64),

@@ -16,13 +16,13 @@ from aserve.messages.executor import DecodeCaps
 
 class Autoregressive:
     __slots__ = (
-        *("caps", "draws_once", "fields", "graph_widths"),
+        *("caps", "can_fuse", "fields", "graph_widths"),
         *("num_draft_forwards", "num_forwards"),
     )
 
     def __init__(self) -> None:
         self.caps = DecodeCaps()
-        self.draws_once = True
+        self.can_fuse = True
         self.fields: tuple[RelayField, ...] = ()
         self.num_forwards = 1
         self.num_draft_forwards = 0

@@ -60,7 +60,7 @@ class StepRunner(Protocol):
 
 class DecodeMode(Protocol):
     caps: DecodeCaps
-    draws_once: bool  # a step is one forward, then one token for each sampled row
+    can_fuse: bool  # a device's fused step may run its steps
     fields: tuple[RelayField, ...]  # relay fields beside the last token; SEQ_LEN: it publishes
     num_forwards: int  # forwards of the target in a step, at most
     num_draft_forwards: int  # forwards of the drafter in a step, at most

@@ -1,4 +1,4 @@
-"""The fused operators that a device provides for one dtype, and the fused step that it may have.
+"""The fused operators that a device provides for one dtype.
 
 Defaults are plain torch. Each device fills in what it does faster (`Device.ops`).
 """
@@ -7,44 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
-from torch import Tensor
-
+from aserve.gpu.device.fused_step import FusedDecoder
 from aserve.gpu.kv.store import RopeAndStoreKv, rope_then_store_kv
 from aserve.gpu.layers.ops import PLAIN, Elementwise
 from aserve.gpu.lora.tables import LoraOps, MakeLoraOps
 from aserve.gpu.models.base import CausalModel
 from aserve.gpu.sampling.ops import PLAIN_OPS, SampleOps
-from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.gpu.step.future_map import PLAIN_ROWS, RowOps
-from aserve.gpu.step.plan import StepPlan
 from aserve.gpu.step.resolve import DeviceState, Resolve, resolve
-from aserve.gpu.step.results import Packed
 from aserve_kernels.suffix_match import TORCH_SUFFIX_MATCH, SuffixMatch
 
-
-class FusedStep(Protocol):
-    """Runs a forward, or a whole step, in one call instead of one call per operator. It decides for
-    each batch or plan whether it can."""
-
-    def can_run(self, batch: ForwardBatch) -> bool: ...
-
-    def run(self, batch: ForwardBatch) -> Tensor:
-        """Runs what `CausalModel.forward` runs, attention and KV writes included. Returns the
-        hidden states after the final norm, [tokens, hidden]."""
-
-    def can_step(self, plan: StepPlan) -> bool:
-        """Whether `step` can run this plan. It is asked only in decode modes that run one forward
-        per step and draw one token for each row."""
-
-    def step(self, plan: StepPlan) -> Packed:
-        """Runs what `ModelRunner.step` runs without debug checks: it resolves the inputs, runs the
-        model, draws the tokens and stashes them in the relay."""
-
-
 # Makes the fused step of a model; None where the device has none for it.
-MakeFusedStep: TypeAlias = Callable[[CausalModel, DeviceState], FusedStep | None]
+MakeFusedStep: TypeAlias = Callable[[CausalModel, DeviceState], FusedDecoder | None]
 
 
 def no_fused_step(_model: CausalModel, _state: DeviceState) -> None:

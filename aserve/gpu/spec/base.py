@@ -18,7 +18,7 @@ from aserve.gpu.decode.base import StepRunner
 from aserve.gpu.models.base import HiddenCapture
 from aserve.gpu.step.forward_batch import DeviceBatch
 from aserve.gpu.step.future_map import RelayField
-from aserve.gpu.step.resolve import DeviceStep
+from aserve.gpu.step.resolve import DeviceState, DeviceStep
 from aserve.messages.step import DraftTree
 from aserve_kernels.suffix_match import Histories
 
@@ -61,8 +61,8 @@ class DraftRows:
         )
 
 
-def histories_of(runner: StepRunner, rows: DraftRows) -> Histories:
-    pools = runner.state.pools
+def histories_of(state: DeviceState, rows: DraftRows) -> Histories:
+    pools = state.pools
     return Histories(
         page_table=pools.page_tables[0],
         token_pool=pools.token_pool,

@@ -38,8 +38,11 @@ import torch
 from torch import Tensor
 
 from aserve.gpu.decode.base import OnPublish, StepRunner
+from aserve.gpu.device.fused_step import FusedDecoder, FusedStep
+from aserve.gpu.device.ops import MakeFusedStep
 from aserve.gpu.sampling.sampler import Sampled
 from aserve.gpu.spec.base import Drafter, DraftRows, Verified
+from aserve.gpu.spec.fused import FuseDrafter, FusedSpeculation
 from aserve.gpu.spec.tree import DraftTrees
 from aserve.gpu.spec.verify import (
     Accepted,
@@ -53,7 +56,7 @@ from aserve.gpu.spec.verify import (
 from aserve.gpu.step.forward_batch import ForwardOverrides
 from aserve.gpu.step.future_map import LAST_TOKEN, SEQ_LEN, RelayField
 from aserve.gpu.step.plan import StepPlan
-from aserve.gpu.step.resolve import DRAFTS, DeviceStep, HeldSample, exact_kv_lens
+from aserve.gpu.step.resolve import DRAFTS, DeviceState, DeviceStep, HeldSample, exact_kv_lens
 from aserve.gpu.step.results import Packed, pack, pack_one_each
 from aserve.gpu.transfer.staging import DeviceArrays
 from aserve.messages.executor import DecodeCaps
@@ -64,24 +67,26 @@ class Speculative:
 
     __slots__ = (
         "_drafter",
+        "_fuse",
         "_trees",
+        "can_fuse",
         "caps",
-        "draws_once",
         "fields",
         "graph_widths",
         "num_draft_forwards",
         "num_forwards",
     )
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: Drafter, fuse: FuseDrafter | None = None) -> None:
         self._drafter = drafter
+        self._fuse = fuse
         self._trees = None if drafter.tree is None else DraftTrees(drafter.tree, drafter.max_drafts)
         self.caps = DecodeCaps(
             max_tokens_per_step=drafter.max_drafts + 1,
             tree=drafter.tree,
             key_lookahead=drafter.key_lookahead,
         )
-        self.draws_once = False
+        self.can_fuse = fuse is not None
         self.fields: tuple[RelayField, ...] = (
             RelayField(SEQ_LEN, (), torch.int64),
             RelayField(DRAFTS, (drafter.max_drafts,), torch.int64),
@@ -91,6 +96,12 @@ class Speculative:
         self.num_forwards = 1
         self.num_draft_forwards = drafter.num_forwards
         self.graph_widths: tuple[int, ...] = (1, drafter.max_drafts + 1)
+
+    def fused_step(
+        self, target: FusedDecoder, make: MakeFusedStep, state: DeviceState
+    ) -> FusedStep:
+        """Returns the fused step of this mode, made from that of the target model."""
+        return FusedSpeculation(target, None if self._fuse is None else self._fuse(make, state))
 
     def draft(self, runner: StepRunner, plan: StepPlan, arrays: DeviceArrays) -> None:
         drafting = arrays.ints("drafting")

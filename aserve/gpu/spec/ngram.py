@@ -14,9 +14,10 @@ from torch import Tensor
 from aserve.errors import ConfigError
 from aserve.gpu.decode.base import StepRunner
 from aserve.gpu.spec.base import AFTER_NORM, DraftRows, Drafts, Verified, histories_of
+from aserve.gpu.spec.fused import FusedLookup
 from aserve.gpu.spec.request import DraftRequest, LoadedDrafter, SpecOptions
 from aserve.gpu.step.future_map import RelayField
-from aserve.gpu.step.resolve import DeviceStep
+from aserve.gpu.step.resolve import DeviceState, DeviceStep
 from aserve.messages.step import DraftTree
 from aserve_kernels.suffix_match import MatchWindow, SuffixMatch
 
@@ -43,8 +44,11 @@ class NgramDrafter:
         self.num_forwards = 0
 
     def draft(self, runner: StepRunner, rows: DraftRows) -> Drafts:
-        found = self._match.history(histories_of(runner, rows), self._window, rows.num_drafts)
-        return Drafts(found)
+        return Drafts(self.look_up(runner.state, rows))
+
+    def look_up(self, state: DeviceState, rows: DraftRows) -> Tensor:
+        """Returns the drafts, int64 [rows, num_drafts]."""
+        return self._match.history(histories_of(state, rows), self._window, rows.num_drafts)
 
     def extend(
         self, runner: StepRunner, step: DeviceStep, verified: Verified
@@ -57,7 +61,9 @@ def load(request: DraftRequest) -> LoadedDrafter:
     window = _window(request.options)
     about = f"{num_drafts} tokens after matches of {window.shortest} to {window.longest}"
     drafter = NgramDrafter(num_drafts, window, request.ops.suffix_match)
-    return LoadedDrafter(drafter, None, about)
+    return LoadedDrafter(
+        drafter, None, about, fuse=lambda _make, state: FusedLookup(drafter.look_up, state)
+    )
 
 
 def _window(options: SpecOptions) -> MatchWindow:

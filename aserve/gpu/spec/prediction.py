@@ -11,30 +11,45 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import TypeAlias
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from aserve.gpu.decode.autoregressive import Autoregressive
 from aserve.gpu.decode.base import DecodeMode, OnPublish, StepRunner
+from aserve.gpu.device.fused_step import FusedWindows
+from aserve.gpu.device.ops import MakeFusedStep
 from aserve.gpu.spec.base import AFTER_NORM, Drafter, DraftRows, Drafts, Verified, histories_of
+from aserve.gpu.spec.fused import (
+    FusedDrafter,
+    FusedLookup,
+    FuseDrafter,
+    LookUp,
+)
 from aserve.gpu.spec.mode import Speculative
 from aserve.gpu.step.future_map import RelayField
 from aserve.gpu.step.plan import StepPlan
-from aserve.gpu.step.resolve import DeviceStep, HeldSample
+from aserve.gpu.step.resolve import DeviceState, DeviceStep, HeldSample
 from aserve.gpu.step.results import Packed
 from aserve.gpu.transfer.staging import DeviceArrays
 from aserve.messages.step import DraftTree
 from aserve_kernels.suffix_match import MatchWindow, SuffixMatch, Texts
 
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
+
 NUM_PREDICTED = 24
 WINDOW = MatchWindow(shortest=1, longest=16)
 
 
-def verifying(drafter: Drafter, match: SuffixMatch) -> DecodeMode:
+def verifying(drafter: Drafter, match: SuffixMatch, fuse: FuseDrafter | None) -> DecodeMode:
     """Returns the decode mode that verifies a drafter's drafts, and predictions beside chains."""
-    return Speculative(drafter) if drafter.tree is not None else Predicted(drafter, match)
+    if drafter.tree is not None:
+        return Speculative(drafter, fuse)
+    return Predicted(drafter, match, fuse)
 
 
 class Predicting:
@@ -64,30 +79,61 @@ class Predicting:
     def draft(self, runner: StepRunner, rows: DraftRows) -> Drafts:
         drafter = self._drafter
         if drafter is None:
-            return Drafts(self._predicted(runner, rows))
+            return Drafts(self.look_up(runner.state, rows))
         if rows.num_drafts <= drafter.max_drafts:
             return drafter.draft(runner, rows)
         fewer = dataclasses.replace(rows, num_drafts=drafter.max_drafts)
         own = drafter.draft(runner, fewer).tokens
         own = torch.nn.functional.pad(own, (0, rows.num_drafts - own.shape[1]))
         has_text = runner.state.tables.texts.lens.index_select(0, rows.rows) > 0
-        return Drafts(torch.where(has_text[:, None], self._predicted(runner, rows), own))
+        return Drafts(torch.where(has_text[:, None], self.look_up(runner.state, rows), own))
 
     def extend(
         self, runner: StepRunner, step: DeviceStep, verified: Verified
     ) -> Mapping[str, Tensor]:
         return {} if self._drafter is None else self._drafter.extend(runner, step, verified)
 
-    def _predicted(self, runner: StepRunner, rows: DraftRows) -> Tensor:
+    def look_up(self, state: DeviceState, rows: DraftRows) -> Tensor:
         """int64 [n, num_drafts], arbitrary for rows without a text."""
-        tables = runner.state.tables
+        tables = state.tables
         prompt_lens = tables.at(rows.rows, torch.float32).ints("prompt_len")
         texts = Texts(
             table=tables.texts.ids,
             lens=tables.texts.lens.index_select(0, rows.rows),
             num_outputs=rows.lens + 1 - prompt_lens,
         )
-        return self._match.text(histories_of(runner, rows), texts, WINDOW, rows.num_drafts)
+        return self._match.text(histories_of(state, rows), texts, WINDOW, rows.num_drafts)
+
+
+class FusedPrediction:
+    """The `FusedDrafter` of `Predicting`: rows with a text look up, and the others have `drafter`,
+    if there is one."""
+
+    __slots__ = ("_drafter", "_lookup", "_texts")
+
+    def __init__(self, look_up: LookUp, drafter: FusedDrafter | None, state: DeviceState) -> None:
+        self._lookup = FusedLookup(look_up, state)
+        self._drafter = drafter
+        self._texts = state.tables.texts
+
+    def draft(self, plan: StepPlan) -> None:
+        has_text = self._has_text(plan)
+        if (plan.num_drafts * has_text).any():
+            self._lookup.draft(dataclasses.replace(plan, num_drafts=plan.num_drafts * has_text))
+        if self._drafter is not None and (plan.num_drafts * ~has_text).any():
+            self._drafter.draft(self._others(plan))
+
+    def extend(self, plan: StepPlan, windows: FusedWindows) -> None:
+        if self._drafter is not None:
+            self._drafter.extend(self._others(plan), windows)
+
+    def _others(self, plan: StepPlan) -> StepPlan:
+        """Returns the plan as if rows with a text had no drafts."""
+        return dataclasses.replace(plan, num_drafts=plan.num_drafts * ~self._has_text(plan))
+
+    def _has_text(self, plan: StepPlan) -> BoolArray:
+        has_text: BoolArray = self._texts.lens.numpy()[plan.rows] > 0
+        return has_text
 
 
 class Predicted:
@@ -99,19 +145,30 @@ class Predicted:
     """
 
     __slots__ = (
-        *("_plain", "_windows", "caps", "draws_once", "fields", "graph_widths"),
+        *("_plain", "_windows", "can_fuse", "caps", "fields", "fused_step", "graph_widths"),
         *("num_draft_forwards", "num_forwards"),
     )
 
-    def __init__(self, drafter: Drafter | None, match: SuffixMatch) -> None:
+    def __init__(
+        self, drafter: Drafter | None, match: SuffixMatch, fuse: FuseDrafter | None = None
+    ) -> None:
         self._plain = Autoregressive() if drafter is None else None
-        self._windows = Speculative(Predicting(drafter, match))
+        predicting = Predicting(drafter, match)
+
+        def fuse_all(make: MakeFusedStep, state: DeviceState) -> FusedDrafter | None:
+            own = None if fuse is None else fuse(make, state)
+            if drafter is not None and own is None:
+                return None
+            return FusedPrediction(predicting.look_up, own, state)
+
+        self._windows = Speculative(predicting, fuse_all)
         width = 1 if drafter is None else drafter.max_drafts + 1
         max_predicted = self._windows.caps.max_tokens_per_step - 1
         self.caps = msgspec.structs.replace(
             self._windows.caps, max_tokens_per_step=width, max_predicted=max_predicted
         )
-        self.draws_once = drafter is None
+        self.can_fuse = drafter is None or fuse is not None
+        self.fused_step = self._windows.fused_step
         self.fields = self._windows.fields
         self.num_forwards = self._windows.num_forwards
         self.num_draft_forwards = self._windows.num_draft_forwards

@@ -12,6 +12,7 @@ from aserve.errors import ConfigError
 from aserve.gpu.device.ops import TORCH_OPS, DeviceOps
 from aserve.gpu.models.base import CausalModel, DraftModel, LoadPlan
 from aserve.gpu.spec.base import Drafter
+from aserve.gpu.spec.fused import FuseDrafter
 from aserve.gpu.weights.source import unwrapped
 
 
@@ -84,3 +85,4 @@ class LoadedDrafter:
     drafter: Drafter
     model: DraftModel | None  # None: it drafts without a model
     about: str  # for the log
+    fuse: FuseDrafter | None = None  # None: its steps run operator by operator

@@ -7,6 +7,7 @@ own tokens, and drafting goes on from the accepted ones.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from aserve.gpu.models.load import make_loader
 from aserve.gpu.spec.base import AFTER_NORM, DraftRows, Drafts, Verified
 from aserve.gpu.spec.checkpoint import check_vocabulary
 from aserve.gpu.spec.drafting import draw_drafts, extend_inputs
+from aserve.gpu.spec.fused import fuse_chain
 from aserve.gpu.spec.request import DraftRequest, LoadedDrafter
 from aserve.gpu.step.future_map import RelayField
 from aserve.gpu.step.resolve import DeviceStep
@@ -78,4 +80,5 @@ def load(request: DraftRequest) -> LoadedDrafter:
     draft_model = PlainDraftModel(model)
     num_drafts = request.chain_len(default=4)
     about = f"{num_drafts} tokens of {model_dir.name}, {code.name} code"
-    return LoadedDrafter(Standalone(draft_model, num_drafts), draft_model, about)
+    drafter = Standalone(draft_model, num_drafts)
+    return LoadedDrafter(drafter, draft_model, about, fuse=partial(fuse_chain, model))

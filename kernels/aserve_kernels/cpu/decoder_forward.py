@@ -1,4 +1,5 @@
 """A whole decoder forward, and optionally the sampling after it, in one compiled call and thread.
+A chain of drafts is several of them in one call.
 
 WHY: with a small model and few tokens, most of a step on the CPU is the overhead of the calls
 between the matrix products. Per layer, with pre-norm residuals:
@@ -9,6 +10,10 @@ between the matrix products. Per layer, with pre-norm residuals:
 Norms behind attention and MLP are supported too. Hidden states and sums are float32; the operands
 of the matrix products, and the KV cache, have the model's dtype. Sampling is greedy or Gumbel-max,
 without filters, penalties or masks.
+
+A step draws a token at each node of a row's window, which is its last known token and the drafts
+after it. The drafts that equal the tokens drawn before them are accepted, so the row gets 1 to
+1 + num_drafts tokens. A row without drafts is a window of one token.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from aserve_kernels.cpu.bf16 import Float32s, Floats, as_array, narrow, rounded,
 from aserve_kernels.cpu.draw import draw_row
 from aserve_kernels.cpu.exp2 import LOG2_E, power_of_two
 from aserve_kernels.cpu.gemm import multiply
-from aserve_kernels.cpu.host_rows import Int64s, QueryRows
+from aserve_kernels.cpu.host_rows import Int64s
 from aserve_kernels.cpu.lora import add_to_wide
 from aserve_kernels.cpu.memory import array_at
 from aserve_kernels.cpu.paged_attention import attend_share
@@ -46,9 +51,10 @@ INT32_LIKE, FLOAT64_LIKE = np.empty(0, np.int32), np.empty(0, np.float64)
 
 # The record of a model: sizes, then addresses. The embeddings [vocab, hidden] in the model's dtype;
 # the float32 weight [hidden] of the norm before the first layer (0 for none); the packed LM head
-# and its bias; the engine's token pool and its page table; the relay's last token of each row, and
-# the step that wrote it, [max_rows + 1] int64; the columns of seeds (int64) and temperatures
-# (float64) in the parameter tables. A softcap of 0 is none.
+# and its bias; the engine's token pool and its page table; the relay's last token of each row, the
+# step that wrote it, and the published KV length (0 in modes that publish none), [max_rows + 1]
+# int64; the relay's drafts [max_rows + 1, max_drafts] int64 (0 for none); the columns of seeds
+# (int64) and temperatures (float64) in the parameter tables. A softcap of 0 is none.
 MODEL: Any = np.dtype(
     [
         *[(name, np.int64) for name in ("hidden", "inner", "vocab", "max_len")],
@@ -56,7 +62,8 @@ MODEL: Any = np.dtype(
         *[(name, np.int64) for name in ("page_size", "table_rows", "table_columns", "activation")],
         *[(name, np.int64) for name in ("embeddings", "first_norm", "head", "head_bias")],
         *[(name, np.int64) for name in ("token_pool", "num_slots", "token_pages")],
-        *[(name, np.int64) for name in ("last_token", "written_iter")],
+        *[(name, np.int64) for name in ("last_token", "written_iter", "seq_len")],
+        *[(name, np.int64) for name in ("drafts", "max_drafts")],
         *[(name, np.int64) for name in ("seeds", "seed_columns")],
         *[(name, np.int64) for name in ("temperatures", "temperature_columns")],
         *[(name, np.float32) for name in ("eps", "residual_scale", "embedding_factor")],
@@ -101,115 +108,256 @@ class Tables:
     loras: Records  # [layers * 4] LORA, or none if no token has an adapter
 
 
-def decoder_forward(input_ids: Tensor, queries: QueryRows, slots: Int64s, tables: Tables) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The rows of a step as the host knows them, int64 [rows] each."""
+
+    rows: Int64s
+    kv_lens: Int64s  # KV lengths before the step
+    is_bound: Int64s  # 1 where kv_lens is an upper bound, and the relay has the length
+    query_lens: Int64s
+    num_drafts: Int64s  # the last tokens of the row, which the relay has
+    is_sampled: Int64s  # 0 for a chunk that is not the prompt's last
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """The results of a step, beside what it writes to the pools and the relay."""
+
+    words: Tensor  # int32: tokens [samples, width], counts [samples], is_valid [logits]
+    counts: Int64s  # [rows], the tokens that each row gets
+    token_ids: Int64s  # [tokens], without placeholders
+    kv_lens: Int64s  # [rows], exact KV lengths before the step
+    hidden: Tensor  # [tokens, hidden] after the final norm, in the model's dtype
+
+
+def decoder_forward(input_ids: Int64s, rows: StepRows, slots: Int64s, tables: Tables) -> Tensor:
     """Returns the hidden states after the final norm [tokens, hidden], in the model's dtype.
 
-    input_ids int64 [tokens]; `queries` has every token once; slots [tokens] are those of adapters.
-    Writes the tokens' KV slots, and their
-    ids to the token pool.
+    input_ids [tokens], row after row; slots [tokens] are those of adapters. Writes the tokens' KV
+    slots, and their ids to the token pool. No row is sampled.
     """
-    out = torch.empty((len(input_ids), int(tables.model["hidden"][0])), dtype=tables.dtype)
-    row_inputs = (queries.rows, queries.lens, queries.starts, queries.query_lens)
-    outputs = (as_array(out), np.empty(0, np.int32))
-    records = (tables.model, tables.layers, tables.loras)
-    _step(input_ids.numpy(), *row_inputs, slots, NO_ROWS, 0, *records, *outputs)
-    return out
+    outputs = _empty_outputs(rows, len(input_ids), tables, num_words=0)
+    _run(input_ids, rows, slots, 0, tables, outputs)
+    return outputs.hidden
 
 
 def decoder_step(
-    input_ids: Int64s,
-    queries: QueryRows,
+    input_ids: Int64s, rows: StepRows, slots: Int64s, iteration: int, tables: Tables
+) -> StepOutputs:
+    """Runs the forward, draws tokens for the sampled rows, and accepts drafts.
+
+    An id of -r stands for the last token of row r. Also writes the relay: each sampled row's last
+    token, and the iteration that wrote it; and every row's KV length after the step, in a mode that
+    publishes it.
+    """
+    windows = (1 + rows.num_drafts) * rows.is_sampled
+    num_samples, width = int(rows.is_sampled.sum()), int(windows.max(initial=1))
+    num_words = num_samples * (width + 1) + int(windows.sum())
+    outputs = _empty_outputs(rows, len(input_ids), tables, num_words=num_words)
+    _run(input_ids, rows, slots, iteration, tables, outputs)
+    return outputs
+
+
+def draft_chain(rows: StepRows, slots: Int64s, tables: Tables) -> None:
+    """Draws num_drafts tokens for each row, one forward after the other, and writes them to the
+    relay. The first forward takes the row's last token. Query lengths are 1, no row is sampled, and
+    num_drafts do not rise from row to row. The last draft of a row gets no KV.
+    """
+    outputs = _empty_outputs(rows, len(rows.rows), tables, num_words=0)
+    _run(-rows.rows, rows, slots, 0, tables, outputs, num_chained=int(rows.num_drafts.max()))
+
+
+def _empty_outputs(
+    rows: StepRows, num_tokens: int, tables: Tables, *, num_words: int
+) -> StepOutputs:
+    return StepOutputs(
+        torch.zeros(num_words, dtype=torch.int32),
+        np.zeros_like(rows.rows),
+        np.empty(num_tokens, np.int64),
+        np.empty_like(rows.rows),
+        torch.empty((num_tokens, int(tables.model["hidden"][0])), dtype=tables.dtype),
+    )
+
+
+def _run(
+    ids: Int64s,
+    rows: StepRows,
     slots: Int64s,
-    sampled: Int64s,
     iteration: int,
     tables: Tables,
-) -> Tensor:
-    """Runs the forward, and samples one token for each of the rows `sampled` (row indices).
-
-    An id of -r stands for the last token of row r. Returns int32 [3 n]: the tokens, the number of
-    tokens of each row (1), and whether each is valid. Also writes the relay: each sampled row's
-    last token, and the iteration that wrote it.
-    """
-    words = torch.empty(3 * len(sampled), dtype=torch.int32)
-    hidden = torch.empty((len(input_ids), int(tables.model["hidden"][0])), dtype=tables.dtype)
-    row_inputs = (queries.rows, queries.lens, queries.starts, queries.query_lens)
-    outputs = (as_array(hidden), words.numpy())
+    outputs: StepOutputs,
+    num_chained: int = 0,
+) -> None:
+    known = (rows.rows, rows.kv_lens, rows.is_bound, rows.query_lens, rows.num_drafts)
     records = (tables.model, tables.layers, tables.loras)
-    _step(input_ids, *row_inputs, slots, sampled, iteration, *records, *outputs)
-    return words
+    written = (outputs.counts, outputs.token_ids, outputs.kv_lens, as_array(outputs.hidden))
+    numbers = (iteration, num_chained)
+    words = outputs.words.numpy()
+    _step(ids, *known, rows.is_sampled, slots, *numbers, *records, *written, words)
 
 
 def compile_decoder_forward(dtype: torch.dtype) -> None:
     floats = types.uint16 if dtype == torch.bfloat16 else types.float32
     column = types.Array(types.int64, 1, "C")
     records = (types.Array(from_dtype(kind), 1, "C") for kind in (MODEL, LAYER, LORA))
-    outputs = (types.Array(floats, 2, "C"), types.Array(types.int32, 1, "C"))
-    compile_ahead(_step, *[column] * 7, types.int64, *records, *outputs)
+    outputs = (*[column] * 3, types.Array(floats, 2, "C"), types.Array(types.int32, 1, "C"))
+    compile_ahead(_step, *[column] * 8, types.int64, types.int64, *records, *outputs)
 
 
 @cached_njit(nogil=True)
 def _step(
-    ids: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
-    slots: Int64s, sampled: Int64s, iteration: int, models: Records, layers: Records,
-    loras: Records, out: Floats, words: Int32s,
+    ids: Int64s, rows: Int64s, kv_lens: Int64s, is_bound: Int64s, query_lens: Int64s,
+    num_drafts: Int64s, is_sampled: Int64s, slots: Int64s, iteration: int, num_chained: int,
+    models: Records, layers: Records, loras: Records,
+    counts: Int64s, token_ids: Int64s, exact_lens: Int64s, out: Floats, words: Int32s,
 ) -> None:  # fmt: skip
+    """num_chained: the forwards of a chain of drafts; 0 for a forward or a step of the model."""
     model = models[0]
-    token_ids = _resolve(ids, rows, lens, starts, query_lens, model)
-    _forward(token_ids, rows, lens, starts, query_lens, slots, model, layers, loras, out)
-    for first in range(0, sampled.shape[0], MAX_LOGITS_ROWS):
-        indices = sampled[first : first + MAX_LOGITS_ROWS]
-        _sample_rows(
-            indices, rows, lens, starts, query_lens, iteration, model, out, words[first:],
-            words.shape[0] // 3,
+    starts, lens = np.empty_like(rows), np.empty_like(rows)
+    _resolve_lens(rows, kv_lens, is_bound, query_lens, model, exact_lens, starts, lens)
+    num_from_relay = num_drafts if num_chained == 0 else np.zeros_like(rows)
+    _resolve(ids, rows, lens, starts, query_lens, num_from_relay, model, token_ids)
+    num_rows, num_tokens = rows.shape[0], ids.shape[0]
+    for depth in range(max(1, num_chained)):
+        if num_chained > 0:
+            num_rows = num_tokens = int(np.count_nonzero(num_drafts > depth))
+        _forward(
+            token_ids[:num_tokens], rows[:num_rows], lens[:num_rows], starts[:num_rows],
+            query_lens[:num_rows], slots[:num_tokens], model, layers, loras, out[:num_tokens],
         )  # fmt: skip
+        if num_chained > 0:
+            _draw_drafts(rows[:num_rows], lens, depth, model, out[:num_tokens], token_ids)
+    if words.shape[0] > 0:
+        _accept(
+            rows, exact_lens, starts, query_lens, num_drafts, is_sampled, iteration, model,
+            token_ids, out, counts, words,
+        )  # fmt: skip
+    if model.seq_len != 0 and num_chained == 0:
+        published = array_at(model.seq_len, (model.table_rows,), rows)
+        for r in range(rows.shape[0]):
+            num_rejected = is_sampled[r] * (1 + num_drafts[r] - counts[r])
+            published[rows[r]] = lens[r] - num_rejected
+
+
+@njit(inline="always")
+def _resolve_lens(
+    rows: Int64s, kv_lens: Int64s, is_bound: Int64s, query_lens: Int64s, model: Any,
+    exact_lens: Int64s, starts: Int64s, lens: Int64s,
+) -> None:  # fmt: skip
+    """Replaces bounds by published lengths; `lens` are those with this step's tokens."""
+    start = 0
+    for r in range(rows.shape[0]):
+        exact_lens[r], starts[r] = kv_lens[r], start
+        if is_bound[r] != 0:
+            exact_lens[r] = array_at(model.seq_len, (model.table_rows,), rows)[rows[r]]
+        lens[r] = exact_lens[r] + query_lens[r]
+        start += query_lens[r]
 
 
 @njit(inline="always")
 def _resolve(
-    ids: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s, model: Any
-) -> Int64s:  # fmt: skip
-    """Replaces placeholders by token ids, and writes the ids to the token pool."""
+    ids: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s,
+    num_drafts: Int64s, model: Any, token_ids: Int64s,
+) -> None:  # fmt: skip
+    """Replaces placeholders by token ids and fills in the drafts, and writes the ids to the token
+    pool."""
     last_token = array_at(model.last_token, (model.table_rows,), ids)
+    drafts = array_at(model.drafts, (model.table_rows, model.max_drafts), ids)
     pages = array_at(model.token_pages, (model.table_rows, model.table_columns), ids)
     pool = array_at(model.token_pool, (model.num_slots,), INT32_LIKE)
-    token_ids = np.empty(ids.shape[0], np.int64)
     for r in range(rows.shape[0]):
+        num_known = query_lens[r] - num_drafts[r]
         for offset in range(query_lens[r]):
             token = starts[r] + offset
             position = lens[r] - query_lens[r] + offset
-            token_ids[token] = ids[token] if ids[token] >= 0 else last_token[-ids[token]]
+            if offset >= num_known:
+                token_ids[token] = drafts[rows[r], offset - num_known]
+            else:
+                token_ids[token] = ids[token] if ids[token] >= 0 else last_token[-ids[token]]
             page = pages[rows[r], position // model.page_size]
             pool[page * model.page_size + position % model.page_size] = token_ids[token]
-    return token_ids
 
 
 @njit(inline="always")
-def _sample_rows(
-    sampled: Int64s, rows: Int64s, lens: Int64s, starts: Int64s, query_lens: Int64s, iteration: int,
-    model: Any, hidden: Floats, words: Int32s, stride: int,
+def _draw_drafts(
+    rows: Int64s, lens: Int64s, depth: int, model: Any, hidden: Floats, token_ids: Int64s
+) -> None:
+    """Draws the draft after each row's token, with the noise of its position. It becomes the token
+    of the next forward."""
+    drafts = array_at(model.drafts, (model.table_rows, model.max_drafts), rows)
+    for first in range(0, rows.shape[0], MAX_LOGITS_ROWS):
+        logits = _logits(hidden[first : first + MAX_LOGITS_ROWS], model)
+        for i in range(logits.shape[0]):
+            r = first + i
+            token, _ = _draw(logits[i], rows[r], lens[r], model)
+            drafts[rows[r], depth] = token_ids[r] = token
+            lens[r] += 1
+
+
+@njit(inline="always")
+def _accept(
+    rows: Int64s, kv_lens: Int64s, starts: Int64s, query_lens: Int64s, num_drafts: Int64s,
+    is_sampled: Int64s, iteration: int, model: Any, token_ids: Int64s, hidden: Floats,
+    counts: Int64s, words: Int32s,
 ) -> None:  # fmt: skip
-    num = sampled.shape[0]
-    last = np.empty((num, model.hidden), hidden.dtype)
-    for i in range(num):
-        token = starts[sampled[i]] + query_lens[sampled[i]] - 1
-        for d in range(model.hidden):
-            last[i, d] = hidden[token, d]
-    logits = np.empty((num, model.vocab), np.float32)
-    _multiply(last, model.head, model.head_bias, logits)
-    _cap_logits(logits.reshape(-1), hidden, model.logit_divisor, model.logit_softcap)
-    row_shape = (model.table_rows,)
-    seeds = array_at(model.seeds, (model.table_rows, model.seed_columns), rows)
+    """Draws the tokens of each window in order, up to the first that differs from the draft after
+    it. Nodes after that are not drawn, and count as valid."""
+    sampled = np.flatnonzero(is_sampled)
+    width = 1
+    for r in sampled:
+        width = max(width, 1 + num_drafts[r])
+    num_samples = sampled.shape[0]
+    num_tokens = num_samples * width
+    is_valid = words[num_tokens + num_samples :]
+    is_valid[:] = 1
+    # Of each logits row: its index in `sampled`, and its place in the window.
+    samples, places = np.empty_like(is_valid), np.empty_like(is_valid)
+    logits_row = 0
+    for i in range(num_samples):
+        for place in range(1 + num_drafts[sampled[i]]):
+            samples[logits_row], places[logits_row] = i, place
+            logits_row += 1
+    last_token = array_at(model.last_token, (model.table_rows,), rows)
+    written_iter = array_at(model.written_iter, (model.table_rows,), rows)
+    is_open = np.ones(num_samples, np.bool_)
+    gathered = np.empty((min(len(is_valid), MAX_LOGITS_ROWS), model.hidden), hidden.dtype)
+    for first in range(0, is_valid.shape[0], MAX_LOGITS_ROWS):
+        num = min(MAX_LOGITS_ROWS, is_valid.shape[0] - first)
+        for i in range(num):
+            r = sampled[samples[first + i]]
+            token = starts[r] + query_lens[r] - 1 - num_drafts[r] + places[first + i]
+            for d in range(model.hidden):
+                gathered[i, d] = hidden[token, d]
+        logits = _logits(gathered[:num], model)
+        for i in range(num):
+            sample, place = samples[first + i], places[first + i]
+            r = sampled[sample]
+            if not is_open[sample]:
+                continue
+            offset = query_lens[r] - 1 - num_drafts[r] + place
+            drawn, is_valid[first + i] = _draw(logits[i], rows[r], kv_lens[r] + offset + 1, model)
+            words[sample * width + place] = drawn
+            counts[r] = words[num_tokens + sample] = place + 1
+            last_token[rows[r]], written_iter[rows[r]] = drawn, iteration
+            is_open[sample] = place < num_drafts[r] and token_ids[starts[r] + offset + 1] == drawn
+
+
+@njit(inline="always")
+def _draw(logits: Float32s, row: int, position: int, model: Any) -> tuple[int, bool]:
+    seeds = array_at(model.seeds, (model.table_rows, model.seed_columns), NO_ROWS)
     scales = array_at(
         model.temperatures, (model.table_rows, model.temperature_columns), FLOAT64_LIKE
     )
-    last_token = array_at(model.last_token, row_shape, rows)
-    written_iter = array_at(model.written_iter, row_shape, rows)
-    for i in range(num):
-        row = rows[sampled[i]]
-        temperature = np.float32(scales[row, 0])
-        token, is_valid = draw_row(logits[i], seeds[row, 0], lens[sampled[i]], temperature)
-        words[i], words[stride + i], words[2 * stride + i] = token, 1, is_valid
-        last_token[row], written_iter[row] = token, iteration
+    return draw_row(logits, seeds[row, 0], position, np.float32(scales[row, 0]))
+
+
+@njit(inline="always")
+def _logits(hidden: Floats, model: Any) -> Float32s:
+    logits = np.empty((hidden.shape[0], model.vocab), np.float32)
+    _multiply(hidden, model.head, model.head_bias, logits)
+    _cap_logits(logits.reshape(-1), hidden, model.logit_divisor, model.logit_softcap)
+    return logits
 
 
 @njit(nogil=True)

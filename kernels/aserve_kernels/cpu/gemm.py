@@ -108,8 +108,10 @@ def _multiply_blocks(x: Floats, packed: Floats, bias: Float32s, out: Float32s) -
             rest = num_rows - row
             # PERF: a tile that computes some rows twice takes less time than several small tiles.
             # 15 rows of the tiny model in docs/performance.md: 210 us against 307.
-            if rest > 4:
+            if rest > 5:
                 multiply_tile(rows_of_tile, weights, block_bias, target, num_out, ROWS)
+            elif rest == 5:  # a window of four drafts
+                multiply_tile(rows_of_tile, weights, block_bias, target, num_out, 5)
             elif rest > 2:
                 multiply_tile(rows_of_tile, weights, block_bias, target, num_out, 4)
             elif rest == 2:

@@ -100,7 +100,12 @@ def own(device: Device, dtype: torch.dtype, *, is_deterministic: bool) -> set[st
 @pytest.mark.parametrize(
     ("device", "dtypes", "is_deterministic", "names"),
     [
-        (CpuDevice(), [torch.float32, torch.bfloat16], False, KERNELS | {"fused_step"}),
+        (
+            CpuDevice(),
+            [torch.float32, torch.bfloat16],
+            False,
+            KERNELS | {"fused_step", "suffix_match"},
+        ),
         (CpuDevice(), [torch.float64, torch.float16], False, set()),
         # The other kernels of the CPU do not keep a token's bits.
         (CpuDevice(), [torch.float32, torch.bfloat16], True, {"elementwise", "lora_ops"}),

@@ -14,8 +14,10 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
+from aserve.gpu.decode.base import OnPublish
 from aserve.gpu.device.cpu.kernel_linear import TiledLinear
 from aserve.gpu.device.cpu.ops import CompiledNorm
+from aserve.gpu.device.fused_step import FusedWindows
 from aserve.gpu.layers.linear import LinearOp
 from aserve.gpu.layers.mlp import GatedMlp
 from aserve.gpu.layers.norm import AddNorm, Norm, RmsNorm, SumAndNorm
@@ -23,9 +25,9 @@ from aserve.gpu.lora.tables import LoraLinear
 from aserve.gpu.models.base import CausalModel
 from aserve.gpu.models.decoder import Attention, Block, Decoder
 from aserve.gpu.step.forward_batch import ForwardBatch
-from aserve.gpu.step.future_map import LAST_TOKEN
+from aserve.gpu.step.future_map import LAST_TOKEN, SEQ_LEN
 from aserve.gpu.step.plan import StepPlan
-from aserve.gpu.step.resolve import DeviceState
+from aserve.gpu.step.resolve import DRAFTS, DeviceState
 from aserve.gpu.step.results import Layout, Packed
 from aserve.messages.requests import stamp_of
 from aserve_kernels.cpu.decoder_forward import (
@@ -37,12 +39,14 @@ from aserve_kernels.cpu.decoder_forward import (
     NO_LORAS,
     SILU,
     Records,
+    StepRows,
     Tables,
     compile_decoder_forward,
     decoder_forward,
     decoder_step,
+    draft_chain,
 )
-from aserve_kernels.cpu.host_rows import NO_WINDOW, Int64s, QueryRows
+from aserve_kernels.cpu.host_rows import NO_WINDOW, Int64s
 from aserve_kernels.cpu.online_softmax import fold_log2
 from aserve_kernels.row_columns import FLOAT_COLUMNS, INT_COLUMNS
 
@@ -51,7 +55,7 @@ FEW_TOKENS = 256  # per row; above this, torch's attention within a prompt is fa
 
 
 class CompiledForward:
-    """A `FusedStep`."""
+    """A `FusedDecoder`."""
 
     __slots__ = ("_adapted", "_decoder", "_kept", "_plain", "_state")
 
@@ -70,40 +74,80 @@ class CompiledForward:
         return bool(is_plain and batch.query_lens_cpu.max(initial=0) <= FEW_TOKENS)
 
     def run(self, batch: ForwardBatch) -> Tensor:
-        own = QueryRows(
-            batch.rows.numpy(),
-            batch.lens.numpy(),
-            batch.cu_query_lens.numpy()[:-1],
-            batch.query_lens_cpu.astype(np.int64),
+        rows, none = batch.rows.numpy(), np.zeros(batch.num_rows, np.int64)
+        own = StepRows(
+            rows=rows,
+            kv_lens=batch.kv_lens.numpy(),
+            is_bound=none,
+            query_lens=batch.query_lens_cpu.astype(np.int64),
+            num_drafts=none,
+            is_sampled=none,
         )
-        slots = self._slots_of(batch.rows.numpy(), own.query_lens)
-        return decoder_forward(batch.input_ids, own, slots, self._tables_for(slots))
+        slots = self._slots_of(rows, own.query_lens)
+        return decoder_forward(batch.input_ids.numpy(), own, slots, self._tables_for(slots))
 
     def can_step(self, plan: StepPlan) -> bool:
-        """Whether each sampled row needs one token and at most noise: no filters, penalties, masks,
-        logprobs, drafts or prompt results."""
-        logits = plan.logits
-        is_plain = plan.prompts is None and not len(plan.held_rows) and not plan.num_drafts.any()
+        """Whether each sampled row needs at most noise: no filters, penalties, masks, logprobs or
+        prompt results."""
         return (
-            is_plain
+            plan.prompts is None
+            and not len(plan.held_rows)
             and plan.query_lens.max(initial=0) <= FEW_TOKENS
-            and not plan.is_bound.any()
-            and all(part.is_plain and not part.needs_filter for part in logits.slices)
+            and all(part.is_plain and not part.needs_filter for part in plan.logits.slices)
         )
 
-    def step(self, plan: StepPlan) -> Packed:
-        query_lens = plan.query_lens.astype(np.int64)
-        lens = plan.kv_lens + query_lens
-        own = QueryRows(
-            plan.rows.astype(np.int64), lens, query_lens.cumsum() - query_lens, query_lens
-        )
-        sampled = np.searchsorted(own.starts + query_lens, plan.logits.tokens, side="right")
+    def step(self, plan: StepPlan, publish: OnPublish) -> Packed:
+        return self.verify(plan).packed
+
+    def verify(self, plan: StepPlan) -> FusedWindows:
+        own = _rows_of(plan)
+        slots = self._slots_of(own.rows, own.query_lens)
         ids = plan.input_ids.astype(np.int64)
-        slots = self._slots_of(own.rows, query_lens)
-        tables = self._tables_for(slots)
-        words = decoder_step(ids, own, slots, sampled, stamp_of(plan.iteration), tables)
-        num = len(sampled)
-        return Packed(words, Layout(num, 1, num, num_scored=0, num_top=0, num_prompt_words=0))
+        iteration = stamp_of(plan.iteration)
+        done = decoder_step(ids, own, slots, iteration, self._tables_for(slots))
+        num, width = len(plan.logits.rows), int(plan.logits.windows.max(initial=1))
+        layout = Layout(num, width, len(plan.logits.tokens), 0, 0, num_prompt_words=0)
+        packed = Packed(done.words, layout)
+        return FusedWindows(packed, done.counts, done.token_ids, done.kv_lens, done.hidden)
+
+    def draft_chain(self, plan: StepPlan) -> None:
+        own = _rows_of(plan)
+        order = np.argsort(-own.num_drafts, kind="stable")[: np.count_nonzero(own.num_drafts)]
+        ones = np.ones(len(order), np.int64)
+        rows = StepRows(
+            rows=own.rows[order],
+            kv_lens=own.kv_lens[order],
+            is_bound=own.is_bound[order],
+            query_lens=ones,
+            num_drafts=own.num_drafts[order],
+            is_sampled=np.zeros_like(ones),
+        )
+        slots = self._slots_of(rows.rows, ones)
+        draft_chain(rows, slots, self._tables_for(slots))
+
+    def extend(self, plan: StepPlan, windows: FusedWindows) -> None:
+        """A chain lacks the KV of its last draft, which matters if all drafts were accepted."""
+        query_lens, num_drafts = plan.query_lens.astype(np.int64), plan.num_drafts
+        starts, query_lens = query_lens.cumsum() - query_lens, query_lens.copy()
+        is_whole = windows.counts == 1 + num_drafts
+        num_new = np.where(num_drafts == 0, query_lens, is_whole.astype(np.int64))
+        has_new = np.flatnonzero(num_new)
+        if not len(has_new):
+            return
+        kept, lens = query_lens[has_new], num_new[has_new]
+        none = np.zeros_like(lens)
+        rows = StepRows(
+            rows=plan.rows[has_new].astype(np.int64),
+            kv_lens=windows.kv_lens[has_new] + kept - lens,
+            is_bound=none,
+            query_lens=lens,
+            num_drafts=none,
+            is_sampled=none,
+        )
+        firsts = np.repeat(starts[has_new] + kept - lens - (lens.cumsum() - lens), lens)
+        ids = windows.token_ids[firsts + np.arange(len(firsts))]
+        slots = self._slots_of(rows.rows, lens)
+        decoder_forward(ids, rows, slots, self._tables_for(slots))
 
     def _slots_of(self, rows: Int64s, query_lens: Int64s) -> Int64s:
         """Returns the adapter slot of each token, [tokens]."""
@@ -139,6 +183,9 @@ class CompiledForward:
             "token_pages": pools.page_tables[0].data_ptr(),
             "last_token": relay.table(LAST_TOKEN).data_ptr(),
             "written_iter": relay.written_iter.data_ptr(),
+            "seq_len": relay.table(SEQ_LEN).data_ptr() if SEQ_LEN in relay else 0,
+            "drafts": relay.table(DRAFTS).data_ptr() if DRAFTS in relay else 0,
+            "max_drafts": relay.table(DRAFTS).shape[1] if DRAFTS in relay else 0,
             **_column("seed", tables.int_table, INT_COLUMNS),
             **_column("temperature", tables.float_table, FLOAT_COLUMNS),
             "eps": config.rms_norm_eps,
@@ -189,6 +236,17 @@ class CompiledForward:
     def _norm_of_sum(self, norm: SumAndNorm) -> int:
         assert isinstance(norm, AddNorm)  # all that the CPU's operators make
         return self._norm(norm.norm)
+
+
+def _rows_of(plan: StepPlan) -> StepRows:
+    return StepRows(
+        rows=plan.rows.astype(np.int64),
+        kv_lens=plan.kv_lens.astype(np.int64),
+        is_bound=plan.is_bound.astype(np.int64),
+        query_lens=plan.query_lens.astype(np.int64),
+        num_drafts=plan.num_drafts.astype(np.int64),
+        is_sampled=np.isin(plan.rows, plan.logits.rows).astype(np.int64),
+    )
 
 
 def _describe_loras(decoder: Decoder) -> Records:
