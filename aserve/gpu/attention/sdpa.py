@@ -59,7 +59,7 @@ class PagedSdpa:
         )
 
     def bind(self, batch: ForwardBatch, plan: object) -> Attend:
-        buckets: tuple[Bucket, ...] = own_plan(batch, plan, tuple)
+        buckets: tuple[Bucket, ...] = own_plan(batch, plan, tuple, tree_masks=True)
 
         def attend(layer: LayerSpec, inputs: AttentionInputs) -> Tensor:
             kv = self._pools.layers[layer.index]
@@ -95,7 +95,6 @@ class PagedSdpa:
         real_query_lens = torch.from_numpy(query_lens).to(device)
         positions = (lens - real_query_lens)[:, None] + offsets
         kv_positions = torch.arange(num_pages * self._pools.page_size, device=device)
-        masks = tuple(visible(positions, kv_positions, size)[:, None] for size in self._windows)
         if is_whole and is_even:
             queries = indices = tokens = None
         else:
@@ -105,6 +104,16 @@ class PagedSdpa:
             queries = torch.from_numpy(padded).to(device)
             indices = None if is_even else torch.from_numpy(real).to(device)
             tokens = torch.from_numpy(padded[real]).to(device)
+        if batch.tree_mask is None:
+            masks = tuple(visible(positions, kv_positions, size)[:, None] for size in self._windows)
+        else:
+            tree = batch.tree_mask if queries is None else batch.tree_mask.index_select(0, queries)
+            tree = tree[:, :query_len].view(len(members), query_len, query_len)
+            tree = tree & (offsets < real_query_lens[:, None])[:, None]
+            masks = tuple(
+                _visible_in_trees(tree, positions[:, 0], kv_positions, size)[:, None]
+                for size in self._windows
+            )
         return Bucket(
             shape=(len(members), query_len),
             queries=queries,
@@ -146,6 +155,25 @@ class PagedSdpa:
         return pages.view(bucket.shape[0], -1, *pool.shape[1:])
 
 
+def _visible_in_trees(
+    tree: Tensor, prefix_lens: Tensor, kv_positions: Tensor, window: int | None
+) -> Tensor:
+    """What `visible` returns, [rows, queries, keys], for queries that form draft trees.
+
+    tree bool [rows, queries, queries]: a query sees its ancestors and itself, and no query beyond
+    its row's last. prefix_lens int64 [rows] are the KV lengths before the queries. A query's
+    position, for the window, is its depth in the tree behind the prefix.
+    """
+    query_len = tree.shape[1]
+    places = kv_positions - prefix_lens[:, None]  # [rows, keys], among the queries
+    is_old, index = places < 0, places.clamp(0, query_len - 1)
+    positions = prefix_lens[:, None] + tree.sum(dim=2) - 1  # [rows, queries]
+    logical = torch.where(is_old, kv_positions, positions.gather(1, index))
+    is_seen = visible(positions, logical[:, None], window)
+    own = tree.gather(2, index[:, None].expand(-1, query_len, -1)) & (places < query_len)[:, None]
+    return is_seen & (is_old[:, None] | own)
+
+
 def _softmax_product(
     layer: LayerSpec, q: Tensor, keys: Tensor, values: Tensor, is_seen: Tensor
 ) -> Tensor:
@@ -183,6 +211,11 @@ def _given(tokens: Tensor | None) -> Tensor:
 
 
 KIND = AttentionKind(
-    Capabilities(kv_dtypes=frozenset(KV_DTYPES.values()), whole_pages=True, can_capture=True),
+    Capabilities(
+        kv_dtypes=frozenset(KV_DTYPES.values()),
+        tree_masks=True,
+        whole_pages=True,
+        can_capture=True,
+    ),
     lambda site: PagedSdpa(site.pools, site.windows),
 )

@@ -15,7 +15,7 @@ from aserve.gpu.device.base import Device
 from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec, group_layers
 from aserve.gpu.kv.pools import KvPools
-from aserve.gpu.step.forward_batch import DeviceBatch, ForwardBatch
+from aserve.gpu.step.forward_batch import DeviceBatch, ForwardBatch, ForwardOverrides
 from tests.gpu.device_tables import device_batch, make_pools
 
 MAX_LEN = 400
@@ -130,13 +130,15 @@ def built(name: str, layout: Layout, pools: KvPools) -> AttentionBackend:
     return BACKENDS[name]().build(site)
 
 
-def assert_parity(name: str, layout: Layout, shape: str) -> None:
-    """Compares the named backend with the reference; `shape` is a key of SHAPES."""
+def assert_parity(name: str, layout: Layout, shape: str, *, has_trees: bool = False) -> None:
+    """Compares the named backend with the reference; `shape` is a key of SHAPES. With `has_trees`,
+    the queries of short rows form draft trees."""
 
     def build(pools: KvPools) -> AttentionBackend:
         return built(name, layout, pools)
 
-    assert_attends(build, layout, shape, whole_pages=BACKENDS[name]().capabilities.whole_pages)
+    whole_pages = BACKENDS[name]().capabilities.whole_pages
+    assert_attends(build, layout, shape, whole_pages=whole_pages, has_trees=has_trees)
 
 
 def assert_attends(
@@ -145,6 +147,7 @@ def assert_attends(
     shape: str,
     *,
     whole_pages: bool = False,
+    has_trees: bool = False,
 ) -> None:
     """Compares the built backend with the reference."""
     query_lens, kv_lens = SHAPES[shape]
@@ -153,13 +156,32 @@ def assert_attends(
     fill(pools, layout, batch)
     if not whole_pages:
         spoil_tails(pools, layout, batch)
-    made = ForwardBatch.init_new(batch, pools)
+    overrides = ForwardOverrides(tree_mask=random_trees(query_lens) if has_trees else None)
+    made = ForwardBatch.init_new(batch, pools, overrides)
     got = attended(build(pools), layout, made)
     expected = attended(TorchReference(pools), layout, made)
     assert got.shape == (sum(query_lens), layout.layer.num_heads, layout.layer.head_dim)
     tolerance = TOLERANCES[layout.dtype]
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
     assert bool(got.isfinite().all())
+
+
+def random_trees(query_lens: list[int]) -> Tensor:
+    """bool [tokens, longest query], as in ForwardBatch: a random tree over each row of at most 16
+    queries, and a chain over each longer one. The columns behind a row's queries hold anything."""
+    generator = torch.Generator().manual_seed(4)
+    masks = torch.rand(sum(query_lens), max(query_lens), generator=generator) < 0.5
+    start = 0
+    for query_len in query_lens:
+        for node in range(query_len):
+            row = masks[start + node, :query_len]
+            row[:] = torch.arange(query_len) == node
+            if node > 0:
+                is_tree = query_len <= 16
+                parent = torch.randint(node, (), generator=generator) if is_tree else node - 1
+                row |= masks[start + parent, :query_len]
+        start += query_len
+    return masks
 
 
 def scattered_site(

@@ -63,6 +63,16 @@ def test_every_kind_of_layer_equals_the_reference(
         assert_parity("paged-sdpa", Layout(spec, dtype=dtype), shape)
 
 
+@pytest.mark.parametrize("shape", ["verify windows", "chunk", "mixed", "a page and one"])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (1, None), (5, 2.0)])
+def test_draft_trees_equal_the_reference(
+    shape: str, window: int | None, softcap: float | None
+) -> None:
+    for page_size in (1, 16):
+        layout = Layout(layer(window=window, softcap=softcap), page_size)
+        assert_parity("paged-sdpa", layout, shape, has_trees=True)
+
+
 @pytest.mark.parametrize("layout", OF_TRITON.values(), ids=OF_TRITON)
 def test_every_kind_of_layer_in_triton_equals_the_reference(layout: Layout) -> None:
     assert_parity("triton", layout, "mixed")
