@@ -21,6 +21,7 @@ def _load_in(module: str, request: DraftRequest) -> LoadedDrafter:
 
 
 ALGORITHMS: Mapping[str, Callable[[DraftRequest], LoadedDrafter]] = {
+    "DFLASH": partial(_load_in, "dflash"),
     "EAGLE": partial(_load_in, "eagle"),
     "EAGLE3": partial(_load_in, "eagle3"),
     "FROZEN_KV_MTP": partial(_load_in, "frozen_kv"),
