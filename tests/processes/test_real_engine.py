@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 import os
 from pathlib import Path
 
@@ -10,7 +12,13 @@ import pytest
 
 from aserve.config import Facts, Raw, resolve
 from aserve.frontend import Frontend
-from aserve.messages.requests import GenerateRequest, LoadWeights, SamplingParams, TextPrompt
+from aserve.messages.requests import (
+    GenerateRequest,
+    LoadWeights,
+    Profile,
+    SamplingParams,
+    TextPrompt,
+)
 from aserve.processes.engine_process import ENGINE, EngineProcess
 from aserve.processes.link import Start
 from aserve.processes.remote import RemoteEngineCore
@@ -48,12 +56,16 @@ async def test_the_engine_of_a_device_answers_over_its_socket_also_with_other_we
             answers = await asyncio.gather(*(tokens_of(f"r{number}") for number in range(3)))
             write_merged(tmp_path / "b", write_adapter(tmp_path / "a", Recipe(1)), Recipe(1))
             assert await core.run_job(LoadWeights(1, str(tmp_path / "b"))) is None
+            assert await core.run_job(Profile(2)) is None
             changed = await tokens_of("changed")
-            assert await core.run_job(LoadWeights(2, str(MODEL_DIR))) is None
+            assert await core.run_job(Profile(3, str(tmp_path / "trace.json.gz"))) is None
+            assert await core.run_job(LoadWeights(4, str(MODEL_DIR))) is None
             answers.append(await tokens_of("back"))
         finally:
             await app.close()
             await core.close()
+    with gzip.open(tmp_path / "trace.json.gz") as trace:
+        assert json.load(trace)["traceEvents"]
     assert len(answers[0]) == 4 * NUM_TOKENS
     assert answers == [answers[0]] * 4 != [changed] * 4
     assert app.state.phase != "dead"

@@ -214,7 +214,9 @@ async def test_requests_outlive_a_sleep_of_the_engine_unless_their_time_is_over(
         core, state = rig.core, rig.frontend.state
         asked = [asyncio.ensure_future(rig.ask(f"{i}", seed=i)) for i in range(4)]
         for number in range(2):
-            await until_tokens(rig, 50 * (number + 1))
+            await until_tokens(rig, 40 * (number + 1))
+            timed = asyncio.ensure_future(rig.ask(f"timed{number}", max_tokens=60, timeout_s=1))
+            await until_tokens(rig, (rig.metric("aserve_generation_tokens_total") or 0) + 6)
             assert [await core.run_job(Sleep()) for _ in range(2)] == [None, None]
             assert rig.process.returncode is not None
             assert liveness_of(state, 300).status == "alive"
@@ -224,6 +226,7 @@ async def test_requests_outlive_a_sleep_of_the_engine_unless_their_time_is_over(
             *_, late = await rig.ask(f"late{number}", timeout_s=0.001)
             assert late.error is not None
             assert late.error.code == "deadline_exceeded"
+            assert (await timed)[-1].is_last
             assert not any(each.done() for each in asked)
             twice = await asyncio.gather(core.run_job(Wake()), core.run_job(Wake()))
             assert [*twice] == [None, None]
