@@ -102,6 +102,7 @@ FOREIGN_FLAGS = (
         "as MODEL any revision",
     ),
     ForeignFlag(("crash-dump-folder",), "--record writes what the scheduler gets, to be replayed"),
+    switch("enable-ssl-refresh", "certificates that change are always read again"),
     switch("enable-sleep-mode", "/sleep is there with --admin-api-key and --processes 2"),
     switch("enable-memory-saver", "/sleep is there with --admin-api-key and --processes 2"),
     switch("enable-request-id-headers", "every answer has X-Request-Id"),

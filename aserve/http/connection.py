@@ -27,10 +27,11 @@ from aiohttp import hdrs, web
 from aiohttp.http_exceptions import LineTooLong
 
 from aserve.config import ServerOptions
-from aserve.errors import BugError, ConfigError, ErrorInfo
+from aserve.errors import BugError, ErrorInfo
 from aserve.http.errors import error_body, error_response, refused
 from aserve.http.masked_frames import MaskedFrames
 from aserve.http.peers import Peers
+from aserve.http.tls import tls_context
 
 logger = logging.getLogger(__name__)
 
@@ -89,25 +90,6 @@ def reason_of(error: OSError) -> str:
     """
     number = error.errno or 0
     return os.strerror(number).lower() if number > 0 else error.strerror or str(error)
-
-
-def tls_context(options: ServerOptions) -> ssl.SSLContext | None:
-    """Returns None without a certificate. Raises ConfigError for files that do not work."""
-    if options.ssl_certfile is None:
-        if options.ssl_keyfile is not None or options.ssl_ca_certs is not None:
-            raise ConfigError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
-        if options.ssl_ca_certs is not None:
-            context.load_verify_locations(options.ssl_ca_certs)
-            context.verify_mode = ssl.CERT_REQUIRED
-    except OSError as error:  # also SSLError, which it is the base of
-        files = [options.ssl_certfile, options.ssl_keyfile, options.ssl_ca_certs]
-        named = ", ".join([name for name in files if name is not None])
-        raise ConfigError(f"cannot use the TLS files {named}: {error.strerror}") from None
-    return context
 
 
 async def check_free(host: str, port: int) -> None:

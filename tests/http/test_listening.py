@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import socket
 import ssl
 from pathlib import Path
@@ -12,11 +14,13 @@ import pytest
 
 from aserve.config import ServerOptions
 from aserve.errors import ConfigError
-from aserve.http.connection import tls_context
+from aserve.http.tls import tls_context
 from tests.fakes.echo_engine import EchoEngine
 
 # Self-signed for localhost, until 2126; it is its own authority.
 CERTIFICATE, KEY = (str(Path(__file__).parent / "tls" / name) for name in ("cert.pem", "key.pem"))
+FIRST = Path(CERTIFICATE).read_bytes() + Path(KEY).read_bytes()
+SECOND = (Path(CERTIFICATE).parent / "renewed.pem").read_bytes()  # with its key
 TLS: dict[str, Any] = {"ssl_certfile": CERTIFICATE, "ssl_keyfile": KEY}
 
 
@@ -48,6 +52,34 @@ async def test_with_authorities_a_client_needs_a_certificate() -> None:
         assert await answered(echo.url, trusting(has_certificate=True)) == "hello"
         with pytest.raises(aiohttp.ClientError):
             await answered(echo.url, trusting())
+
+
+@pytest.mark.parametrize("needs_certificate", [False, True])
+async def test_a_renewed_certificate_is_taken_and_a_broken_one_is_not(
+    tmp_path: Path, needs_certificate: bool
+) -> None:
+    own = tmp_path / "own.pem"
+
+    def write(data: bytes, changed_s: int) -> None:
+        own.write_bytes(data)
+        os.utime(own, (changed_s, changed_s))
+
+    async def presented(echo: EchoEngine) -> str:
+        return await asyncio.to_thread(
+            ssl.get_server_certificate, ("127.0.0.1", int(echo.url.rpartition(":")[2]))
+        )
+
+    write(FIRST, 1)
+    authorities: dict[str, Any] = {"ssl_ca_certs": CERTIFICATE} if needs_certificate else {}
+    async with EchoEngine(ssl_certfile=str(own), **authorities) as echo:
+        connector = trusting(has_certificate=needs_certificate)
+        assert await answered(echo.url, connector) == "hello"
+        write(b"broken", 2)
+        assert (await presented(echo)).strip().encode() in FIRST
+        write(SECOND, 3)
+        assert (await presented(echo)).strip().encode() in SECOND
+        with pytest.raises(aiohttp.ClientError):
+            await answered(echo.url, trusting(has_certificate=needs_certificate))
 
 
 async def test_a_unix_socket_is_served_replaced_when_stale_and_removed(tmp_path: Path) -> None:
