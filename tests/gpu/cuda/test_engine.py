@@ -125,7 +125,7 @@ def test_a_step_that_runs_out_of_memory_is_tried_in_halves(place: Place) -> None
 
 
 @pytest.mark.slow
-@settings(max_examples=3, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2, suppress_health_check=list(HealthCheck))
 @given(traces(), st.none() | st.integers(0, 2**32))
 def test_any_trace_is_sound_on_streams_and_gives_the_plain_engines_tokens(
     trace: Trace, seed: int | None
