@@ -1,5 +1,6 @@
 """The official client against a server with the bundled model. It computes in float64, so that a
-text is the same whatever runs beside it; what the model says is of no importance.
+text is the same whatever runs beside it; what the model says is of no importance. What
+`aserve selftest` checks of every server (test_selftest.py) is not repeated here.
 """
 
 from __future__ import annotations
@@ -26,13 +27,6 @@ from tests.e2e.server_process import ServerProcess
 pytestmark = pytest.mark.slow
 
 MODEL = "aserve-tiny"
-CHAT: dict[str, Any] = {
-    "model": MODEL,
-    "messages": [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Tell me a story about a fox."},
-    ],
-}
 SETTLE_S = 20.0
 
 
@@ -50,63 +44,6 @@ async def events_of(client: AsyncOpenAI, *prompt: str, **fields: Any) -> list[Co
 def text_of(events: list[Completion], index: int = 0) -> str:
     choices = [choice for event in events for choice in event.choices]
     return "".join(choice.text for choice in choices if choice.index == index)
-
-
-def seed_of(answer: Completion) -> int:
-    seed = answer.model_dump()["seed"]
-    assert isinstance(seed, int)
-    return seed
-
-
-async def test_a_streamed_chat_is_the_unstreamed_one(client: AsyncOpenAI) -> None:
-    fields = CHAT | {"max_tokens": 30, "seed": 4, "logprobs": True, "top_logprobs": 3}
-    whole = (await client.chat.completions.create(**fields)).choices[0]
-    stream = await client.chat.completions.create(**fields, stream=True)
-    choices = [event.choices[0] async for event in stream]
-    assert "".join(choice.delta.content or "" for choice in choices) == whole.message.content
-    assert choices[-1].finish_reason == whole.finish_reason
-    entries = [each for choice in choices if choice.logprobs for each in choice.logprobs.content]
-    assert entries == whole.logprobs.content
-    assert all(len(entry.top_logprobs) == 3 for entry in entries)
-    spelled = b"".join(bytes(entry.bytes) for entry in entries)
-    assert whole.message.content in spelled.decode("utf-8", "replace")
-
-
-async def test_the_second_time_the_prompt_comes_from_the_cache(client: AsyncOpenAI) -> None:
-    prompt = list(range(300, 350))
-    usages = [(await complete(client, prompt, max_tokens=3)).usage for _ in range(2)]
-    assert [(usage.prompt_tokens, usage.completion_tokens) for usage in usages] == [(50, 3)] * 2
-    assert usages[1].prompt_tokens_details.cached_tokens == 48
-
-
-async def test_choices_differ_and_come_again_from_the_seed_that_is_reported(
-    client: AsyncOpenAI,
-) -> None:
-    fields: dict[str, Any] = {"n": 3, "max_tokens": 24, "temperature": 1.5}
-    whole = await complete(client, **fields)
-    texts = [choice.text for choice in whole.choices]
-    assert [choice.index for choice in whole.choices] == [0, 1, 2]
-    assert len(set(texts)) == 3
-    assert seed_of(await complete(client, **fields)) != seed_of(whole)
-    events = await events_of(client, **fields, seed=seed_of(whole))
-    assert [text_of(events, index) for index in range(3)] == texts
-    assert seed_of(events[-1]) == seed_of(whole)
-
-
-@pytest.mark.parametrize("cut", [1, 31])
-async def test_a_stop_string_cuts_streamed_and_unstreamed_text_alike(
-    client: AsyncOpenAI, cut: int
-) -> None:
-    free = (await complete(client, max_tokens=40, seed=3)).choices[0].text
-    stop = free[cut : cut + 4]
-    fields: dict[str, Any] = {"max_tokens": 40, "seed": 3, "stop": ["never said", stop]}
-    whole = await complete(client, **fields)
-    events = await events_of(client, **fields)
-    (choice,) = whole.choices
-    assert choice.text == free[: free.index(stop)] == text_of(events)
-    assert choice.finish_reason == events[-1].choices[0].finish_reason == "stop"
-    assert choice.model_dump()["stop_reason"] == stop
-    assert whole.usage.completion_tokens < 40
 
 
 async def test_60_streams_at_once_each_get_their_own_answer(client: AsyncOpenAI) -> None:
@@ -212,18 +149,6 @@ async def test_streamed_whole_and_websocket_say_the_same(client: AsyncOpenAI) ->
         assert [each.sequence_number for each in answer] == list(range(len(answer)))
         assert answer[-1].response.status == whole.status
         assert answer[-1].response.usage.output_tokens == 24
-
-
-class Weather(pydantic.BaseModel):
-    is_warm: bool
-    sky: Literal["clear", "cloudy"]
-
-
-async def test_an_output_keeps_to_its_type(client: AsyncOpenAI) -> None:
-    response = await client.responses.parse(
-        model=MODEL, input="The weather?", text_format=Weather, temperature=1.5
-    )
-    assert isinstance(response.output_parsed, Weather)
 
 
 TOKENIZER = load_tokenizer(MODEL_DIR)

@@ -37,21 +37,6 @@ async def complete(client: AsyncOpenAI, **wanted: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_a_json_schema_is_kept_to_streamed_or_not(
-    client: AsyncOpenAI, temperature: float
-) -> None:
-    asked: Any = {"model": MODEL, "messages": QUESTION, "response_format": FORMAT}
-    asked |= {"temperature": temperature, "seed": 5, "max_tokens": 200}
-    whole = (await client.chat.completions.create(**asked)).choices[0]
-    stream = await client.chat.completions.create(**asked, stream=True)
-    deltas = [chunk.choices[0].delta.content or "" async for chunk in stream]
-    assert whole.finish_reason == "stop"
-    assert conforms(json.loads(whole.message.content), PERSON)
-    assert len(deltas) > 3
-    assert "".join(deltas) == whole.message.content
-
-
 async def test_a_stop_string_cuts_a_structured_output(client: AsyncOpenAI) -> None:
     whole = (await complete(client, regex="[a-z]{3},[a-z]{3}")).choices[0]
     cut = (await complete(client, regex="[a-z]{3},[a-z]{3}", fields={"stop": ","})).choices[0]
