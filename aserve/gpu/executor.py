@@ -49,7 +49,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
+import msgspec
 import torch
 from torch import Tensor
 
@@ -60,8 +60,8 @@ from aserve.gpu.device.base import Device, Event, slice_len_of
 from aserve.gpu.live_loader import LiveLoader
 from aserve.gpu.runner import ModelRunner
 from aserve.gpu.sampling.plan import RowParams
-from aserve.gpu.step.plan import LogitsPlan, StepPlan, plan_logits, plan_step
-from aserve.gpu.step.resolve import HeldSample
+from aserve.gpu.step.held import HeldSample, read_drafts
+from aserve.gpu.step.plan import LogitsPlan, StepPlan, plan_step
 from aserve.gpu.step.results import Layout, check_step, read_sample, read_step, seq_lens
 from aserve.gpu.step.ticket import Outcome, StepTicket
 from aserve.gpu.transfer.host_copy import HostCopy, PublishedLens
@@ -71,7 +71,7 @@ from aserve.gpu.waiter import Landing, Waiter
 from aserve.host.threads import SWITCH_INTERVAL_S, Worker
 from aserve.messages.base import ArrayI32, array_i32
 from aserve.messages.executor import EngineSpec
-from aserve.messages.requests import EngineJob, stamp_of
+from aserve.messages.requests import EngineJob
 from aserve.messages.results import StepFailed, StepResult
 from aserve.messages.step import Resync, Sample, ScheduleBatch
 
@@ -104,7 +104,6 @@ class TorchExecutor:
         self._is_debug = parts.is_debug
         self._slice_len = slice_len_of(parts.device, vocab_size=parts.spec.vocab_size)
         self._row_params = RowParams(parts.spec.max_rows)
-        self._held_lens: dict[int, int] = {}  # bounds of the held rows' KV lengths, by row
         self._published = PublishedLens() if parts.needs_host_lens else None
         self._has_failed = False  # written by the executor thread
         self._good_from = 0  # iteration of the last Resync; written by the executor thread
@@ -219,7 +218,7 @@ class TorchExecutor:
     def _resync(self, iteration: int) -> None:
         self._has_failed = False
         self._good_from = iteration
-        self._held_lens.clear()
+        self._runner.held.clear()
         if self._published is not None:
             self._published.clear()
 
@@ -241,46 +240,23 @@ class TorchExecutor:
             staged = self._stage(self._runner.stage(plan))
             self._runner.apply(batch, staged)
             packed = self._runner.step(plan, staged, publish)
-        self._held_lens.update(_held_ends(plan))
         read = functools.partial(self._read_step, plan, packed.layout, ticket)
         self._copy_out(packed.words, read)
 
     def _sample(self, sample: Sample, ticket: StepTicket) -> None:
         rows = array_i32(sample.rows)
-        if missing := [int(row) for row in rows if int(row) not in self._held_lens]:
-            raise BugError(f"step {sample.iteration}: rows {missing} are sampled, but not held")
-        max_len = max(self._held_lens[int(row)] for row in rows)
-        logits = self._plan_held(rows, max_len)
+        held = self._runner.held.take(sample.iteration, rows)
+        plan = held.plan_sample(
+            rows, self._row_params, vocab_size=self.spec.vocab_size, slice_len=self._slice_len
+        )
         arrays = HostArrays()
-        logits.stage(arrays)
-        arrays.add("iteration", np.array([stamp_of(sample.iteration)], np.int32))
+        plan.stage(arrays)
+        arrays.add("kept", held.kept(rows))
         arrays.add("mask", array_i32(sample.masks))
-        staged = self._stage(arrays)
-        packed = self._runner.finish_held(
-            HeldSample(
-                iteration=staged.ints("iteration"),
-                rows=staged.ints("sample_rows"),
-                mask=staged.narrow_ints("mask").view(len(rows), -1),
-                logits=logits,
-                arrays=staged,
-            )
-        )
-        for row in rows:
-            del self._held_lens[int(row)]
-        read = functools.partial(self._read_sample, logits, packed.layout, ticket)
+        publish = functools.partial(self._publish, plan, ticket)
+        packed = self._runner.finish_held(HeldSample(plan, self._stage(arrays), held), publish)
+        read = functools.partial(self._read_sample, plan.logits, packed.layout, ticket)
         self._copy_out(packed.words, read)
-
-    def _plan_held(self, rows: ArrayI32, max_len: int) -> LogitsPlan:
-        num = len(rows)
-        return plan_logits(
-            rows,
-            np.arange(1, num + 1, dtype=np.int32),
-            np.ones(num, np.int32),
-            self._row_params,
-            max_len=max_len,
-            vocab_size=self.spec.vocab_size,
-            slice_len=self._slice_len,
-        )
 
     def _stage(self, arrays: HostArrays, buffer: Tensor | None = None) -> DeviceArrays:
         """Copies a step's host values to the device, in one copy. The slot is given back after the
@@ -341,6 +317,8 @@ class TorchExecutor:
             result = check_step(plan, stamps, kv_lens) or result
         if isinstance(result, AserveError):
             return self._refuse(ticket, result)
+        if drafts := read_drafts(words, layout, plan):
+            result = msgspec.structs.replace(result, drafts=drafts)
         return functools.partial(_complete_with_lens, ticket, result, plan)
 
     def _read_sample(
@@ -373,12 +351,3 @@ def _complete_with_lens(ticket: StepTicket, outcome: Outcome, plan: StepPlan) ->
     """Publishes the lengths of a step that has not, because the host knows them."""
     ticket.publish(lambda: seq_lens(plan, plan.kv_lens + plan.query_lens))
     ticket.complete(outcome)
-
-
-def _held_ends(plan: StepPlan) -> dict[int, int]:
-    """Returns an upper bound of each held row's KV length after the step, by row."""
-    if not len(plan.held_rows):
-        return {}
-    held = np.isin(plan.rows, plan.held_rows)
-    ends = (plan.kv_lens + plan.query_lens)[held]
-    return {int(row): int(end) for row, end in zip(plan.held_rows, ends, strict=True)}

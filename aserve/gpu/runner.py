@@ -24,12 +24,12 @@ from aserve.gpu.sampling.sampler import Sampled, Sampler
 from aserve.gpu.sampling.tree_paths import TreePaths
 from aserve.gpu.step.forward_batch import NO_OVERRIDES, DeviceBatch, ForwardBatch, ForwardOverrides
 from aserve.gpu.step.future_map import SEQ_LEN, FutureMap
+from aserve.gpu.step.held import HeldRows, HeldSample, HeldStep
 from aserve.gpu.step.plan import StepPlan
 from aserve.gpu.step.prompts import score_prompts
 from aserve.gpu.step.resolve import (
     DeviceState,
     DeviceStep,
-    HeldSample,
     Resolve,
     apply_tables,
     resolve,
@@ -67,12 +67,11 @@ class RunnerParts:
 
 class ModelRunner:
     __slots__ = (
-        "_held_lens",
-        "_held_logits",
         "_own_lens",
         "_parts",
         "_sampler",
         "drafter",
+        "held",
         "loras",
         "model",
         "relay",
@@ -87,9 +86,8 @@ class ModelRunner:
         self.state = parts.state
         self.relay: FutureMap = parts.state.relay
         self._sampler = Sampler(parts.state.tables, parts.state.pools, parts.sample_ops)
-        self._held_lens = torch.zeros_like(self.relay.written_iter)
+        self.held = HeldRows()
         self._own_lens = torch.full_like(self.relay.written_iter, UNKNOWN)  # debug checks only
-        self._held_logits: Tensor | None = None  # [max_rows + 1, vocab], once a row is held
 
     def stage(self, plan: StepPlan) -> HostArrays:
         """Returns the host values that `apply` and `step` read."""
@@ -152,8 +150,15 @@ class ModelRunner:
         self._own_lens.index_copy_(0, rows, lens)
         self._own_lens[:1].fill_(UNKNOWN)  # the padding row has no length
 
-    def finish_held(self, held: HeldSample) -> Packed:
-        return self._parts.mode.sample_held(self, held)
+    def finish_held(self, held: HeldSample, publish: OnPublish) -> Packed:
+        """Runs the rest of a step for held rows. `publish` is called as in `step`."""
+
+        def on_publish(lens: Tensor) -> None:
+            self.relay.publish(held.rows, lens)
+            self._own_lens.index_copy_(0, held.rows, lens)
+            publish(lens.to(torch.int32))
+
+        return self._parts.mode.sample_held(self, held, on_publish)
 
     def init_forward(
         self, batch: DeviceBatch, overrides: ForwardOverrides = NO_OVERRIDES
@@ -211,27 +216,25 @@ class ModelRunner:
         prompts = score_prompts(step.plan.prompts, arrays, hidden, self.model.logits)
         return dataclasses.replace(sampled, prompts=prompts)
 
-    def hold(self, step: DeviceStep, hidden: Tensor) -> None:
-        """Keeps the logits of held rows until their Sample."""
+    def hold(self, step: DeviceStep, hidden: Tensor, features: tuple[Tensor, ...] = ()) -> None:
+        """Keeps the logits of held rows, and what a drafter reads, until their Sample."""
         if not len(step.plan.held_rows):
             return
-        rows = step.arrays.ints("held_rows")
-        tokens = step.arrays.ints("held_tokens")
-        logits = self.model.logits(hidden.index_select(0, tokens))
-        if self._held_logits is None:
-            self._held_logits = logits.new_zeros((len(self._held_lens), logits.shape[1]))
-        self._held_logits.index_copy_(0, rows, logits)
-        ends = step.batch.lens
-        token_to_row = step.batch.token_to_row.index_select(0, tokens)
-        self._held_lens.index_copy_(0, rows, ends.index_select(0, token_to_row))
+        places = step.arrays.ints("held_tokens")
+        logits = self.model.logits(hidden.index_select(0, places))
+        kept = tuple(values.index_select(0, places) for values in features)
+        self.held.keep(HeldStep(step, places, logits, kept))
 
-    def sample_held(self, held: HeldSample) -> Sampled:
-        assert self._held_logits is not None  # the executor checked that the rows are held
-        logits, lens = self._held_logits, self._held_lens.index_select(0, held.rows)
+    def sample_held(self, sample: HeldSample, paths: TreePaths | None = None) -> Sampled:
+        held, kept = sample.held, sample.kept
+        batch, places = held.step.batch, held.places.index_select(0, kept)
+        rows, positions = (
+            values.index_select(0, places) for values in (batch.token_rows, batch.token_positions)
+        )
         return sample_slices(
             self._sampler,
-            held.logits,
-            held.arrays,
-            LogitsRows(held.rows, lens, held.mask),
-            lambda part: logits.index_select(0, held.rows[part]),
+            sample.plan.logits,
+            sample.arrays,
+            LogitsRows(rows, positions + 1, sample.mask, paths),
+            lambda part: held.logits.index_select(0, kept[part]),
         )

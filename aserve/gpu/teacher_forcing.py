@@ -25,8 +25,9 @@ from aserve.gpu.sampling.plan import RowParams, SamplePlan
 from aserve.gpu.sampling.sampler import Sampler, Staged
 from aserve.gpu.sampling.top_k_top_p import choose_sorted
 from aserve.gpu.step.future_map import LAST_TOKEN
+from aserve.gpu.step.held import HeldSample
 from aserve.gpu.step.plan import StepPlan
-from aserve.gpu.step.resolve import DeviceStep, HeldSample
+from aserve.gpu.step.resolve import DeviceStep
 from aserve.gpu.step.results import Packed, pack_one_each
 from aserve.gpu.transfer.staging import DeviceArrays, HostArrays
 from aserve.messages.base import ArrayI32
@@ -136,8 +137,8 @@ class TeacherForcing:
         runner.relay.stash(rows, {LAST_TOKEN: sampled.tokens}, iteration=step.iteration)
         return pack_one_each(sampled)
 
-    def sample_held(self, runner: StepRunner, held: HeldSample) -> Packed:
-        return self._plain.sample_held(runner, held)
+    def sample_held(self, runner: StepRunner, held: HeldSample, publish: OnPublish) -> Packed:
+        return self._plain.sample_held(runner, held, publish)
 
     def _check(self, runner: StepRunner, step: DeviceStep, hidden: Tensor) -> None:
         """hidden [tokens, hidden]. The logits of a token decide the one after it."""

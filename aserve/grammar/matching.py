@@ -94,7 +94,29 @@ class SequenceMatcher:
             mask = self._next_mask(self._matcher, ask.position)
         except ClientError as error:
             return MaskReady(ask.request_id, ask.child, ask.position, b"", error.info())
-        return MaskReady(ask.request_id, ask.child, ask.position, mask.tobytes())
+        masks = b"".join((mask.tobytes(), self._draft_masks(self._matcher, ask)))
+        return MaskReady(ask.request_id, ask.child, ask.position, masks)
+
+    def _draft_masks(self, matcher: GrammarMatcher, ask: BuildMask) -> bytes:
+        """Returns the masks after each draft, int32 [drafts, words]. After a draft that the grammar
+        does not allow, that ends the output, or that nothing can follow, the mask is empty: such a
+        draft is emitted at most as the last token of its step.
+        """
+        tokens, parents = array_i32(ask.drafts).tolist(), array_i32(ask.parents).tolist()
+        masks = np.zeros((len(tokens), len(self._rules.every_id)), np.int32)
+        children: list[list[int]] = [[] for _ in range(len(tokens) + 1)]
+        for node, parent in enumerate(parents or range(len(tokens)), start=1):
+            children[parent].append(node)
+
+        def fill_below(parent: int, position: int) -> None:
+            for node in children[parent]:
+                if not matcher.is_terminated() and matcher.accept_token(tokens[node - 1]):
+                    masks[node - 1] = self._allowed(matcher, position)
+                    fill_below(node, position + 1)
+                    matcher.rollback(1)
+
+        fill_below(0, ask.position + 1)
+        return masks.tobytes()
 
     def _accept(self, matcher: GrammarMatcher, new_ids: ArrayI32) -> None:
         for token_id in new_ids.tolist():
@@ -107,11 +129,7 @@ class SequenceMatcher:
     def _next_mask(self, matcher: GrammarMatcher, position: int) -> ArrayI32:
         if self._num_seen != position:
             raise BugError(f"the matcher saw {self._num_seen} outputs at output {position}")
-        every_id, param = self._rules.every_id, self._rules.param
-        words = np.zeros((1, len(every_id)), np.int32)
-        is_needed = matcher.fill_next_token_bitmask(words)
-        # NOTE: bits behind the vocabulary may be set.
-        mask = words[0] & every_id if is_needed else every_id
+        mask, param = self._allowed(matcher, position), self._rules.param
         if not mask.any():
             raise InvalidRequest(
                 f"Invalid '{param}': after {position} tokens none of the model's tokens "
@@ -119,6 +137,17 @@ class SequenceMatcher:
                 param=param,
                 code="grammar_dead_end",
             )
+        return mask
+
+    def _allowed(self, matcher: GrammarMatcher, position: int) -> ArrayI32:
+        """Returns the mask at the matcher's place, which is empty after the end."""
+        every_id = self._rules.every_id
+        words = np.zeros((1, len(every_id)), np.int32)
+        if matcher.is_terminated():
+            return words[0]
+        is_needed = matcher.fill_next_token_bitmask(words)
+        # NOTE: bits behind the vocabulary may be set.
+        mask = words[0] & every_id if is_needed else every_id
         return self._rules.without_end_tokens(mask, position)
 
 

@@ -38,6 +38,14 @@ class RowEmbedding(Record, frozen=True):
     values: bytes  # float32 [hidden]
 
 
+class RowDrafts(Record, frozen=True):
+    """The drafts of a held row, whose window waits for its masks."""
+
+    row: int
+    tokens: bytes  # int32 [drafts]
+    parents: bytes = b""  # int32 [drafts], as in DraftTree; of a tree that the device has chosen
+
+
 class StepResult(Message, frozen=True):
     """The tokens of each sampled row, concatenated. The middle chunk of a prompt has no tokens, but
     it may have prompt logprobs.
@@ -50,6 +58,7 @@ class StepResult(Message, frozen=True):
     logprobs: tuple[RowLogprobs, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     embeddings: tuple[RowEmbedding, ...] = ()
+    drafts: tuple[RowDrafts, ...] = ()  # of held rows
 
 
 class SampleResult(Message, frozen=True):
@@ -97,24 +106,26 @@ class SeqLens(Record, frozen=True):
 
 
 class BuildMask(Message, frozen=True):
-    """Asks for the mask of output `position` of a sequence. `new_ids` are the outputs since the
-    last BuildMask.
+    """Asks for the mask of output `position` of a sequence, and for those after each of the drafts.
+    `new_ids` are the outputs since the last BuildMask.
     """
 
     request_id: str
     child: int
     position: int
     new_ids: bytes  # int32
+    drafts: bytes = b""  # int32 [drafts]
+    parents: bytes = b""  # int32 [drafts], as in DraftTree; empty: a chain
 
 
 class MaskReady(Message, frozen=True):
-    """The mask of output `position`. If `is_slow`, the masks of this request take long, and it gets
-    few rows from now on.
+    """The mask of output `position`, and of the outputs after each draft. If `is_slow`, the masks
+    of this request take long, and it gets few rows from now on.
     """
 
     request_id: str
     child: int
     position: int
-    mask: bytes  # int32 [ceil(vocab / 32)]
+    mask: bytes  # int32 [1 + drafts, ceil(vocab / 32)]
     error: ErrorInfo | None = None
     is_slow: bool = False

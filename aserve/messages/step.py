@@ -141,7 +141,7 @@ class Sample(Message, frozen=True):
 
     iteration: int
     rows: bytes  # int32 [rows]
-    masks: bytes  # int32 [rows, ceil(vocab / 32)]
+    masks: bytes  # int32 [tokens of the rows' windows, ceil(vocab / 32)]
 
 
 class ReceiveKv(Message, frozen=True):

@@ -15,6 +15,7 @@ from aserve.messages.requests import stamp_of
 from aserve.messages.step import Launch, ScheduleBatch, StepStats, VerifyPlan
 from aserve.scheduling.flights import Step, plan_step, send
 from aserve.scheduling.forecast import relax
+from aserve.scheduling.grammar_rows import ask_mask
 from aserve.scheduling.input_ids import expected_stamps, input_ids, next_ids
 from aserve.scheduling.request import Sequence
 from aserve.scheduling.rows import Column
@@ -38,6 +39,7 @@ def launch(
     for index in is_held.nonzero()[0].tolist():
         sequences[index].is_blocked = True
         state.held[sequences[index].row] = step
+        ask_mask(state, sequences[index])
     state.effects.append(Launch((batch,)))
 
 

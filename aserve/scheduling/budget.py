@@ -50,7 +50,10 @@ def next_query_lens(state: SchedulerState, rows: Column) -> Column:
     room = table.max_kv_len[rows] - table.scheduled_len[rows]
     most = table.max_step_tokens[rows]
     if (most > caps.root_len).any():
-        may_draft = (wanted == caps.root_len) & (table.has_mask[rows] == 0)
+        may_draft = wanted == caps.root_len
+        if not caps.min_tokens_per_step:
+            # WHY: a mask is for an output position, which then may meet drafts more than once.
+            may_draft &= table.has_mask[rows] == 0
         if caps.root_len:
             may_draft &= table.relay_stamp[rows] != 0
         wanted[may_draft] = most[may_draft]

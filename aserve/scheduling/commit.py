@@ -16,7 +16,7 @@ from aserve.scheduling.ends import count_kept, cut_logprobs, may_end
 from aserve.scheduling.finish import finish, settle
 from aserve.scheduling.flights import Step, drop_flights, land_without_row
 from aserve.scheduling.forced import end_reasoning
-from aserve.scheduling.grammar_rows import ask_mask
+from aserve.scheduling.grammar_rows import ask_mask, receive_drafts
 from aserve.scheduling.prompts import hand_out_prompts
 from aserve.scheduling.request import Phase
 from aserve.scheduling.state import SchedulerState
@@ -31,6 +31,8 @@ def commit_step(state: SchedulerState, result: StepResult) -> None:
         hand_out_prompts(state, result, step)
     _commit_chunks(state, step)
     commit_tokens(state, result, step)
+    for drafts in result.drafts:
+        receive_drafts(state, step, drafts)
 
 
 def commit_samples(state: SchedulerState, result: SampleResult) -> None:

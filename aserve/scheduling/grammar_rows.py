@@ -1,28 +1,37 @@
 """Asks for the token masks of rows with a grammar, and samples a held row when its mask is there.
 
 The matcher lives in a worker, and advances by the outputs that each BuildMask carries, once per
-token. Writes `Sequence.mask`, `SchedulerState.samples` and `SchedulerState.held` (out).
+token. Where the row has drafts, they come with the result of the step that holds it, and the masks
+cover the whole window. Writes `Sequence.mask`, `SchedulerState.samples` and `SchedulerState.held`
+(out).
 """
 
 from __future__ import annotations
 
-from aserve.messages.base import pack_i32
+from aserve.messages.base import num_mask_words, pack_i32
 from aserve.messages.executor import EngineSpec
-from aserve.messages.results import BuildMask, MaskReady
+from aserve.messages.results import BuildMask, MaskReady, RowDrafts
 from aserve.messages.step import Sample
 from aserve.scheduling.finish import finish, retract
+from aserve.scheduling.flights import Step
 from aserve.scheduling.request import Sequence
 from aserve.scheduling.state import SchedulerState
 
+MASK_BYTES = 4  # of a word
 SLOW_PART = 8  # one in so many rows
 
 
 def ask_mask(state: SchedulerState, sequence: Sequence) -> None:
-    """Asks for the mask of the next output, unless it was asked for already (a retracted
-    sequence comes again).
+    """Asks for the masks of the next output and of the outputs after its drafts, unless they were
+    asked for already (a retracted sequence comes again). While the drafts are not known, it does
+    nothing: it is called again when a step holds the row, and when that step's drafts come.
     """
     mask_state = sequence.mask
     if mask_state is None or mask_state.asked == sequence.num_outputs:
+        return
+    num_drafts = _num_drafts(state, sequence)
+    drafts = mask_state.drafts if num_drafts else None
+    if num_drafts is None or (num_drafts and drafts is None):
         return
     start = sequence.prompt_len + mask_state.num_sent
     new_ids = sequence.tokens.span(start, sequence.tokens.num)
@@ -35,8 +44,40 @@ def ask_mask(state: SchedulerState, sequence: Sequence) -> None:
             child=sequence.child,
             position=mask_state.asked,
             new_ids=new_ids.tobytes(),
+            drafts=b"" if drafts is None else drafts.tokens,
+            parents=b"" if drafts is None else drafts.parents or _tree_parents(state, num_drafts),
         )
     )
+
+
+def _num_drafts(state: SchedulerState, sequence: Sequence) -> int | None:
+    """Returns the drafts behind the sequence's last known token, or None if a step that is not
+    launched, or tokens that are not back, decide about them.
+    """
+    if sequence.max_step_tokens == state.spec.decode.root_len:
+        return 0
+    step = state.held.get(sequence.row)
+    if step is None or sequence.num_sampling != 1:
+        return None
+    assert sequence.mask is not None
+    if sequence.mask.drafts_iteration != step.iteration:
+        sequence.mask.drafts = None
+    return int(step.num_drafts[step.index_of(sequence.row)])
+
+
+def _tree_parents(state: SchedulerState, num_drafts: int) -> bytes:
+    tree = state.spec.decode.tree
+    return b"" if tree is None else pack_i32(tree.parents[:num_drafts])
+
+
+def receive_drafts(state: SchedulerState, step: Step, drafts: RowDrafts) -> None:
+    """Notes the drafts of a held row."""
+    index = step.index_of(drafts.row)
+    sequence = step.sequences[index]
+    if step.is_dropped(index) or sequence.mask is None:
+        return
+    sequence.mask.drafts, sequence.mask.drafts_iteration = drafts, step.iteration
+    ask_mask(state, sequence)
 
 
 def receive_mask(state: SchedulerState, ready: MaskReady) -> None:
@@ -114,10 +155,19 @@ def give_samples(state: SchedulerState) -> None:
     ready: dict[int, list[int]] = {}
     for row, step in state.held.items():
         sequence = state.masked[row]
-        if sequence.mask and sequence.mask.mask is not None and sequence.num_sampling == 1:
+        if sequence.num_sampling == 1 and _has_mask(sequence):
             ready.setdefault(step.iteration, []).append(row)
     for iteration, rows in sorted(ready.items()):
         state.effects.append(_give_sample(state, iteration, rows))
+
+
+def _has_mask(sequence: Sequence) -> bool:
+    mask = sequence.mask
+    return mask is not None and mask.mask is not None and mask.asked == sequence.num_outputs
+
+
+def _num_nodes(step: Step, row: int) -> int:
+    return 1 + int(step.num_drafts[step.index_of(row)])
 
 
 def _give_sample(state: SchedulerState, iteration: int, rows: list[int]) -> Sample:
@@ -127,6 +177,7 @@ def _give_sample(state: SchedulerState, iteration: int, rows: list[int]) -> Samp
         assert sequence.mask is not None
         assert sequence.mask.mask is not None
         sequence.is_blocked = False
-        state.samples[iteration, row] = state.held.pop(row)
-        masks.append(sequence.mask.mask)
+        step = state.samples[iteration, row] = state.held.pop(row)
+        size = num_mask_words(state.spec.vocab_size) * MASK_BYTES
+        masks.append(sequence.mask.mask[: size * _num_nodes(step, row)])
     return Sample(iteration=iteration, rows=pack_i32(rows), masks=b"".join(masks))

@@ -7,6 +7,7 @@ from array import array
 import msgspec
 
 from aserve.messages.base import ArrayI32, array_i32
+from aserve.messages.results import RowDrafts
 
 
 class TokenLog:
@@ -47,6 +48,8 @@ class MaskState(msgspec.Struct, gc=False):
     """The mask of the next output, for a sequence with a host-side sampler."""
 
     asked: int = -1  # the output position of the last BuildMask
+    drafts: RowDrafts | None = None  # after that output, of step `drafts_iteration`
+    drafts_iteration: int = 0
     num_sent: int = 0  # outputs that BuildMasks have carried
-    mask: bytes | None = None  # of output position `asked`, once it is there
+    mask: bytes | None = None  # of output position `asked` and its drafts, once it is there
     is_slow: bool = False  # its masks take long

@@ -217,7 +217,7 @@ async def test_h2_long_texts_are_refused_by_their_bytes_and_leave_no_memory(
         *[(400, "context_length_exceeded")] * 4,
     ]
     assert honest_s < 10
-    # These five bodies once left more than a gigabyte. What the allocator keeps of one round varies.
+    # These five bodies once left more than a gigabyte. What an allocator keeps varies.
     assert server.memory_bytes() - before < 300 * MIB
 
 

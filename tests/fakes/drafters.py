@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from aserve.gpu.decode.base import StepRunner
 from aserve.gpu.spec.base import AFTER_NORM, DraftRows, Drafts, Verified
 from aserve.gpu.spec.drafting import draw_drafts
+from aserve.gpu.spec.mode import Speculative
 from aserve.gpu.step.future_map import RelayField
 from aserve.gpu.step.resolve import DeviceStep
 from aserve.messages.step import DraftTree
@@ -20,7 +21,9 @@ from tests.fakes.hash_model import VOCAB
 class Stumbling:
     """A chain, which is right at the positions that are not multiples of `every`."""
 
-    def __init__(self, max_drafts: int, *, every: int = 3) -> None:
+    def __init__(
+        self, max_drafts: int, *, every: int = 3, before_extend: Callable[[], None] = lambda: None
+    ) -> None:
         self.max_drafts = max_drafts
         self.tree: DraftTree | None = None
         self.wants = AFTER_NORM
@@ -28,6 +31,7 @@ class Stumbling:
         self.key_lookahead = 0
         self.num_forwards = 0
         self._every = every
+        self._before_extend = before_extend
 
     def draft(self, runner: StepRunner, rows: DraftRows) -> Drafts:
         token, drafts = rows.roots, []
@@ -41,7 +45,17 @@ class Stumbling:
     def extend(
         self, runner: StepRunner, step: DeviceStep, verified: Verified
     ) -> Mapping[str, Tensor]:
+        """Computes logits, as a drafter might."""
+        self._before_extend()
+        runner.model.logits(verified.features[0][:1])
         return {}
+
+
+def speculative(drafter: Stumbling) -> Speculative:
+    """The mode in which the target drafts for itself."""
+    mode = Speculative(drafter)
+    mode.num_forwards += drafter.max_drafts
+    return mode
 
 
 # Trees of four drafts and depth 2: the right path is 2, 4 or 1, 3.

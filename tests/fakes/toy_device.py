@@ -20,7 +20,7 @@ import numpy as np
 
 from aserve.amendments import amended_admit
 from aserve.errors import StepError
-from aserve.messages.base import array_i32, pack_i32
+from aserve.messages.base import array_i32, num_mask_words, pack_i32
 from aserve.messages.executor import EngineSpec, GroupSpec
 from aserve.messages.requests import AdmitRequest, Amend, Grammar, SamplingParams, stamp_of
 from aserve.messages.results import (
@@ -29,6 +29,7 @@ from aserve.messages.results import (
     KvReady,
     MaskReady,
     PromptLogprobs,
+    RowDrafts,
     RowEmbedding,
     RowLogprobs,
     SampleResult,
@@ -131,9 +132,18 @@ class ToyMatchers:
         total[1] += len(new_ids)
         if total[1] != ask.position:
             raise AssertionError(f"the matcher saw {total[1]} outputs at output {ask.position}")
-        words = np.zeros(-(-self.vocab_size // 32), np.uint32)
-        for token in allowed_ids(total[0], self.vocab_size):
-            words[token // 32] |= np.uint32(1 << (token % 32))
+        drafts = array_i32(ask.drafts).tolist()
+        sums: list[int | None] = [total[0]]  # None: a draft that the grammar does not allow
+        for token, parent in zip(
+            drafts, array_i32(ask.parents).tolist() or range(len(drafts)), strict=True
+        ):
+            before = sums[parent]
+            is_allowed = before is not None and token % 3 == before % 3
+            sums.append(before + token if before is not None and is_allowed else None)
+        words = np.zeros((len(sums), -(-self.vocab_size // 32)), np.uint32)
+        for node, before in enumerate(sums):
+            for token in () if before is None else allowed_ids(before, self.vocab_size):
+                words[node, token // 32] |= np.uint32(1 << (token % 32))
         return MaskReady(
             request_id=ask.request_id,
             child=ask.child,
@@ -314,6 +324,15 @@ def _row_init(request: AdmitRequest, child: int) -> RowInit:
 # ------------------------------------------------------------------------------- the device
 
 
+class Window(NamedTuple):
+    """The tokens that a step verifies for a row: the known ones, then drafts."""
+
+    tokens: list[int]
+    kv_len: int
+    num_drafts: int
+    tree: DraftTree | None
+
+
 class RowState:
     """One row of the row tables and of the relay."""
 
@@ -326,7 +345,7 @@ class RowState:
         self.draft = POISON
         self.seq_len = POISON
         self.written_iter = 0
-        self.logits: tuple[int, int] = (POISON, POISON)  # (digest, position) of a held row
+        self.held: Window | None = None  # whose logits wait for masks
 
 
 class DeviceBug(Exception):
@@ -385,7 +404,7 @@ class FakeDevice:
                 assert command.iteration == self.last_iteration + 1, "a resync names the next step"
                 self.is_failed = self.was_unsound = False
                 for row in self.rows:
-                    row.logits = (POISON, POISON)
+                    row.held = None
                 return None
             case Sample():
                 return self._run_sample(command)
@@ -468,6 +487,7 @@ class FakeDevice:
         emitted: dict[int, Emitted] = {}
         scores: list[PromptLogprobs] = []
         embeddings: list[RowEmbedding] = []
+        given: list[RowDrafts] = []
         start = 0
         for index, row in enumerate(array_i32(batch.rows).tolist()):
             query_len = int(array_i32(batch.query_lens)[index])
@@ -481,22 +501,22 @@ class FakeDevice:
             start += query_len
             state = self.rows[row]
             state.kv_len = kv_len + query_len
-            if num_drafts and batch.verify and batch.verify.tree:
-                emitted[row] = self._verify_tree(row, tokens, kv_len, batch.verify.tree)
-                self._stash(batch.iteration, row, [tokens[0], *emitted[row].tokens][-1])
-                continue
-            self._check_next_tokens(row, kv_len, tokens[0])
-            self._write_kv(row, tokens, kv_len)
-            self._note_tokens(row, kv_len, tokens, int(array_i32(batch.next_ids)[index]))
-            scores += self._score(row, kv_len)
-            embeddings += self._embed(row)
+            tree = batch.verify.tree if num_drafts and batch.verify else None
+            window = Window(tokens, kv_len, num_drafts, tree)
+            if tree is not None:
+                window = self._write_tree(row, window)
+            else:
+                self._check_next_tokens(row, kv_len, tokens[0])
+                self._write_kv(row, tokens, kv_len)
+                self._note_tokens(row, kv_len, tokens, int(array_i32(batch.next_ids)[index]))
+                scores += self._score(row, kv_len)
+                embeddings += self._embed(row)
             if row in held:
-                state.logits = (self._digest(row, kv_len + query_len), kv_len + query_len)
+                state.held = window
+                if num_drafts:
+                    given.append(RowDrafts(row, pack_i32(window.tokens[-num_drafts:])))
             elif row in samples:
-                emitted[row] = self._verify(row, tokens, kv_len, num_drafts)
-                known = [*tokens[: len(tokens) - num_drafts], *emitted[row].tokens]
-                self._note_tokens(row, kv_len, known[:-1], known[-1])
-                self._stash(batch.iteration, row, known[-1])
+                emitted[row] = self._sample_window(batch.iteration, row, window)
         _check_covered(ids, start)
         return StepResult(
             batch.iteration,
@@ -504,7 +524,24 @@ class FakeDevice:
             logprobs=self._logprobs(emitted),
             prompt_logprobs=tuple(scores),
             embeddings=tuple(embeddings),
+            drafts=tuple(given),
         )
+
+    def _sample_window(
+        self, iteration: int, row: int, window: Window, masks: list[list[int]] | None = None
+    ) -> Emitted:
+        """masks: the tokens that are allowed after each node; None: all."""
+        allowed = masks or [list(range(self.spec.vocab_size))] * (1 + window.num_drafts)
+        if window.tree is not None:
+            emitted = self._verify_tree(row, window, allowed)
+            self._stash(iteration, row, [window.tokens[0], *emitted.tokens][-1])
+            return emitted
+        emitted = self._verify(row, window, allowed)
+        num_known = len(window.tokens) - window.num_drafts
+        known = [*window.tokens[:num_known], *emitted.tokens]
+        self._note_tokens(row, window.kv_len, known[:-1], known[-1])
+        self._stash(iteration, row, known[-1])
+        return emitted
 
     def _note_tokens(self, row: int, kv_len: int, tokens: list[int], next_token: int) -> None:
         for index, token in enumerate(tokens):
@@ -643,51 +680,57 @@ class FakeDevice:
             views.append([self._read_kv(row, group, position) for position in range(start, kv_len)])
         return hidden_state(views, self.rows[row].key if key is None else key, kv_len)
 
-    def _verify(self, row: int, tokens: list[int], kv_len: int, num_drafts: int) -> Emitted:
+    def _verify(self, row: int, window: Window, allowed: list[list[int]]) -> Emitted:
         """The sampled token after the root, and while drafts agree with what was sampled, the
         ones after them.
         """
-        vocab = list(range(self.spec.vocab_size))
-        root_len = kv_len + len(tokens) - num_drafts
+        tokens, num_drafts = window.tokens, window.num_drafts
+        root_len = window.kv_len + len(tokens) - num_drafts
         digests = [self._digest(row, root_len)]
-        emitted = [pick(digests[0], vocab)]
+        emitted = [pick(digests[0], allowed[0])]
         for depth in range(num_drafts):
             if tokens[len(tokens) - num_drafts + depth] != emitted[-1]:
                 break
             digests.append(self._digest(row, root_len + depth + 1))
-            emitted.append(pick(digests[-1], vocab))
+            emitted.append(pick(digests[-1], allowed[depth + 1]))
         if self._num_given(row, 1) == 0:
             emitted, digests = [], []
         if self._publishes:
             self.rows[row].seq_len = root_len + len(emitted) - 1
         return Emitted(emitted, digests)
 
-    def _verify_tree(self, row: int, drafts: list[int], kv_len: int, tree: DraftTree) -> Emitted:
-        """The tokens along the path of drafts that were sampled. The KV of each draft on it is
-        moved behind that of its parent. Drafts differ, so that mostly one of the first is right.
-        """
-        vocab_size = self.spec.vocab_size
-        tokens = [
-            drafts[0],
-            *((token - index) % vocab_size for index, token in enumerate(drafts[1:])),
-        ]
-        depths = [0]
+    def _write_tree(self, row: int, window: Window) -> Window:
+        """Writes the KV of all nodes. Drafts differ, so that mostly one of the first is right."""
+        vocab_size, tree, kv_len = self.spec.vocab_size, window.tree, window.kv_len
+        assert tree is not None
+        drafts = [(token - index) % vocab_size for index, token in enumerate(window.tokens[1:])]
+        tokens, depths = [window.tokens[0], *drafts], [0]
         self._write_kv(row, tokens[:1], kv_len)
-        for node, parent in enumerate(tree.parents[: len(tokens) - 1], start=1):
+        for node, parent in enumerate(tree.parents[: len(drafts)], start=1):
             depths.append(depths[parent] + 1)
             for group, kv in enumerate(self.kv):
                 slot = self._slot(row, group, kv_len + node)
                 previous = self._read_kv(row, group, kv_len + parent)
                 kv[slot] = kv_value(previous, tokens[node], kv_len + depths[node])
                 self._written.append((group, slot))
+        return window._replace(tokens=tokens)
+
+    def _verify_tree(self, row: int, window: Window, allowed: list[list[int]]) -> Emitted:
+        """The tokens along the path of drafts that were sampled. The KV of each draft on it is
+        moved behind that of its parent.
+        """
+        tokens, kv_len, tree = window.tokens, window.kv_len, window.tree
+        assert tree is not None
         emitted = Emitted([], [])
         last: int | None = 0 if self._num_given(row, 1) else None
+        depth = 0
         while last is not None:
             for group, kv in enumerate(self.kv):
-                target = self._slot(row, group, kv_len + depths[last])
+                target = self._slot(row, group, kv_len + depth)
                 kv[target] = self._read_kv(row, group, kv_len + last)
-            emitted.digests.append(self._digest(row, kv_len + depths[last] + 1))
-            emitted.tokens.append(pick(emitted.digests[-1], list(range(vocab_size))))
+            depth += 1
+            emitted.digests.append(self._digest(row, kv_len + depth))
+            emitted.tokens.append(pick(emitted.digests[-1], allowed[last]))
             children = [
                 child
                 for child, parent in enumerate(tree.parents[: len(tokens) - 1], start=1)
@@ -761,22 +804,22 @@ class FakeDevice:
             self.is_failed = True
             return _failure(sample.iteration, "injected")
         rows = array_i32(sample.rows).tolist()
-        size = len(sample.masks) // len(rows)
+        size = num_mask_words(self.spec.vocab_size) * 4
         emitted: dict[int, Emitted] = {}
         self._written.clear()
-        for index, row in enumerate(rows):
-            digest, position = self.rows[row].logits
-            if position == POISON:
+        start = 0
+        for row in rows:
+            window, self.rows[row].held = self.rows[row].held, None
+            if window is None:
                 raise DeviceBug(f"row {row} is sampled without logits")
-            allowed = ids_of_mask(
-                sample.masks[index * size : (index + 1) * size], self.spec.vocab_size
-            )
-            self.rows[row].logits = (POISON, POISON)
-            emitted[row] = Emitted([pick(digest, allowed)], [digest])
-            if self._publishes:
-                self.rows[row].seq_len = position
-            self.next_pool[self._slot(row, 0, position - 1)] = emitted[row].tokens[0]
-            self._stash(sample.iteration, row, emitted[row].tokens[-1])
+            ends = range(start, start + size * (1 + window.num_drafts), size)
+            masks = [
+                ids_of_mask(sample.masks[end : end + size], self.spec.vocab_size) for end in ends
+            ]
+            start = ends.stop
+            emitted[row] = self._sample_window(sample.iteration, row, window, masks)
+        if start != len(sample.masks):
+            raise DeviceBug(f"{len(sample.masks)} bytes of masks for windows of {start}")
         logprobs = self._logprobs(emitted)
         result = SampleResult(sample.iteration, *_pack_tokens(emitted), logprobs=logprobs)
         return self._judge(sample, result)

@@ -17,13 +17,15 @@ from aserve.gpu.attention.base import AttentionKind, AttentionSite, Capabilities
 from aserve.gpu.attention.sdpa import PagedSdpa
 from aserve.gpu.device.cpu.device import CpuDevice
 from aserve.gpu.executor import TorchExecutor
+from aserve.gpu.spec.mode import Speculative
+from aserve.gpu.spec.standalone import Standalone
 from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve.messages.base import array_i32
-from tests.fakes.draft_mode import DraftsWithSecondModel, OneLayerDraft, ShallowTarget
+from tests.fakes.draft_models import OneLayerDraft, ShallowTarget
+from tests.fakes.drafters import Stumbling, speculative
 from tests.fakes.gated_model import TIMEOUT_S
 from tests.fakes.hash_model import HEAD_DIM, VOCAB, FlakyModel, HashModel
 from tests.fakes.late_device import LateDevice
-from tests.fakes.two_token_mode import TwoTokens
 from tests.gpu.batch_builder import running, tokens_of
 from tests.gpu.drive import Served, make_executor, request, serve
 from tests.gpu.plain_engine import plain_tokens
@@ -40,17 +42,15 @@ ASKED = [
 def with_drafter(**options: Any) -> tuple[TorchExecutor, OneLayerDraft]:
     drafter = OneLayerDraft()
     executor = make_executor(
-        ShallowTarget(), mode=DraftsWithSecondModel(), drafter=drafter, **options
+        ShallowTarget(), mode=Speculative(Standalone(drafter, 1)), drafter=drafter, **options
     )
     return executor, drafter
 
 
 def test_a_draft_of_one_layer_guesses_every_token_from_its_own_kv() -> None:
-    executor, drafter = with_drafter(depth=2, lead=2)
+    executor, _ = with_drafter(depth=2, lead=2)
     served = serve(executor, ASKED, chaos=2)
     assert served.outputs == plain_tokens(ASKED, ShallowTarget())
-    assert drafter.hidden_shapes
-    assert all(tokens == rows for tokens, rows, _ in drafter.hidden_shapes)
 
 
 def num_drafts(served: Served) -> int:
@@ -63,7 +63,9 @@ def test_a_draft_saves_a_step_where_it_is_right(drafts_are_right: bool) -> None:
     if drafts_are_right:
         executor, _ = with_drafter(depth=1, lead=1)
     else:
-        executor = make_executor(ShallowTarget(), mode=TwoTokens(), depth=1, lead=1)
+        executor = make_executor(
+            ShallowTarget(), mode=speculative(Stumbling(1, every=2)), depth=1, lead=1
+        )
     served = serve(executor, ASKED[:1])
     assert served.outputs == plain_tokens(ASKED[:1], ShallowTarget())
     num_accepted = 24 - 1 - len(served.batches[1:])  # a decode gives one more than it accepts
@@ -101,7 +103,7 @@ def test_a_drafter_with_windows_that_the_model_has_not_is_refused() -> None:
     drafter = OneLayerDraft()
     drafter.layers = HashModel(window=3).layers[1:]
     with pytest.raises(ConfigError, match="windows"):
-        make_executor(ShallowTarget(), mode=DraftsWithSecondModel(), drafter=drafter)
+        make_executor(ShallowTarget(), mode=Speculative(Standalone(drafter, 1)), drafter=drafter)
 
 
 class HostLens:
@@ -156,8 +158,9 @@ def test_published_lengths_of_before_a_failed_step_are_not_used_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = register(monkeypatch)
-    mode, model = DraftsWithSecondModel(), FlakyModel({5, 11})
-    executor = make_executor(model, mode=mode, drafter=OneLayerDraft(), attention="host-lens")
+    model, drafter = FlakyModel({5, 11}), OneLayerDraft()
+    mode = Speculative(Standalone(drafter, 1))
+    executor = make_executor(model, mode=mode, drafter=drafter, attention="host-lens")
     served = serve(executor, ASKED)
     assert served.outputs == plain_tokens(ASKED)
     assert served.num_resyncs > 0
@@ -175,7 +178,9 @@ def test_attention_has_a_plan_for_each_forward_of_each_step_in_flight(
 
     kind = AttentionKind(Capabilities(), build)
     monkeypatch.setattr(registry, "BACKENDS", {"noting": lambda: kind})
-    make_executor(HashModel(), mode=TwoTokens(), attention="noting", depth=3, lead=3)
+    make_executor(
+        HashModel(), mode=speculative(Stumbling(1, every=2)), attention="noting", depth=3, lead=3
+    )
     assert sites[-1].num_plans == (3 + 1) * 2
 
 
@@ -186,7 +191,7 @@ async def test_published_lengths_arrive_before_the_draft_is_made() -> None:
     def wait() -> None:
         assert may_draft.wait(TIMEOUT_S)
 
-    executor = make_executor(HashModel(), mode=TwoTokens(before_draft=wait))
+    executor = make_executor(HashModel(), mode=speculative(Stumbling(1, before_extend=wait)))
     async with running(executor) as builder:
         try:
             ticket = executor.launch(builder.batch({1: PROMPT}, sampling=[1]))

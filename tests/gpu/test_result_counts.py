@@ -21,10 +21,10 @@ from aserve.messages.base import array_i32
 from aserve.messages.executor import SchedulerEffect
 from aserve.messages.requests import EngineJob
 from aserve.messages.results import StepResult
-from aserve.messages.step import Launch, Resync, RowInit, Sample, ScheduleBatch
+from aserve.messages.step import DraftTree, Launch, Resync, RowInit, Sample, ScheduleBatch
 from aserve.tiny import MODEL_DIR
+from tests.fakes.drafters import SHAPES, StumblingTree, speculative
 from tests.fakes.hash_model import VOCAB, HashModel
-from tests.fakes.tree_mode import TREE, TreeOfDrafts
 from tests.gpu.batch_builder import BatchBuilder, greedy, running
 from tests.gpu.drive import make_executor, request, serve
 from tests.gpu.plain_engine import plain_outputs
@@ -166,7 +166,7 @@ STEM = [(7 * i * i + 3 * i) % VOCAB for i in range(20)]
 def test_accepted_paths_of_a_tree_give_the_tokens_of_the_plain_engine(
     depth: int, lead: int, temperature: float
 ) -> None:
-    mode = TreeOfDrafts()
+    mode = speculative(StumblingTree(is_dynamic=False))
     asked = [
         request(f"r{number}", STEM[number : number + 7], max_tokens=24, temperature=temperature)
         for number in range(3)
@@ -177,7 +177,6 @@ def test_accepted_paths_of_a_tree_give_the_tokens_of_the_plain_engine(
     served = serve(executor, asked)
     assert served.outputs == {(r.request_id, 0): plain_outputs(HashModel(), r) for r in asked}
     windows = [batch.verify for batch in served.batches if batch.verify]
-    assert all(window.tree == TREE for window in windows)
+    assert all(window.tree == DraftTree(SHAPES[0]) for window in windows)
     num_windows = sum(int((array_i32(window.num_drafts) > 0).sum()) for window in windows)
-    assert 0 < num_windows < 3 * 23
-    assert mode.num_moved > num_windows // 2
+    assert 0 < num_windows < 3 * 23 / 2  # the accepted nodes are not those behind the root

@@ -27,13 +27,12 @@ from aserve.gpu.spec.mode import Speculative
 from aserve.gpu.spec.multi_layer import MultiLayer
 from aserve.messages.requests import AdmitRequest, ReasoningIds
 from aserve.messages.results import BuildMask, MaskReady
-from tests.fakes.drafters import Stumbling, StumblingTree
+from tests.fakes.drafters import Stumbling, StumblingTree, speculative
 from tests.fakes.graph_device import GraphDevice
 from tests.fakes.hash_model import VOCAB, FlakyModel, HashModel
 from tests.fakes.hidden_draft import HiddenModules
 from tests.fakes.late_device import LateDevice
 from tests.fakes.toy_device import TOY, ToyMatchers, min_tokens_of
-from tests.fakes.two_token_mode import TwoTokens
 from tests.gpu.drive import Served, captured, make_executor, request, serve
 from tests.gpu.plain_engine import plain_outputs, plain_run, plain_tokens
 from tests.gpu.prompt_checks import assert_prompt
@@ -45,10 +44,10 @@ MODULES = HiddenModules(3)
 DRAFT_MODELS: dict[str, DraftModel] = {"modules": MODULES}
 MODES: dict[str, Callable[[], DecodeMode]] = {
     "plain": Autoregressive,
-    "two tokens": TwoTokens,
-    "chain": lambda: Speculative(Stumbling(4)),
-    "tree": lambda: Speculative(StumblingTree(is_dynamic=False)),
-    "dynamic tree": lambda: Speculative(StumblingTree(is_dynamic=True)),
+    "two tokens": lambda: speculative(Stumbling(1, every=2)),
+    "chain": lambda: speculative(Stumbling(4)),
+    "tree": lambda: speculative(StumblingTree(is_dynamic=False)),
+    "dynamic tree": lambda: speculative(StumblingTree(is_dynamic=True)),
     "modules": lambda: Speculative(MultiLayer(MODULES.modules, hidden_size=32, wants=AFTER_NORM)),
 }
 
@@ -237,7 +236,7 @@ def test_failing_steps_cost_nobody_a_token(is_unsound: bool) -> None:
 
 def test_rows_beside_rejected_drafts_get_their_own_tokens_and_logprobs() -> None:
     asked = [request(f"r{number}", STEM[number : number + 9], logprobs=1) for number in range(3)]
-    served = serve(make_executor(HashModel(), mode=TwoTokens()), asked)
+    served = serve(make_executor(HashModel(), mode=MODES["two tokens"]()), asked)
     for each in asked:
         tokens, logprobs = plain_run(HashModel(), each)
         assert served.outputs[each.request_id, 0] == tokens

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from aserve.gpu.decode.base import OnPublish, StepRunner
 from aserve.gpu.step.future_map import LAST_TOKEN, RelayField
+from aserve.gpu.step.held import HeldSample
 from aserve.gpu.step.plan import StepPlan
-from aserve.gpu.step.resolve import DeviceStep, HeldSample
+from aserve.gpu.step.resolve import DeviceStep
 from aserve.gpu.step.results import Packed, pack_one_each
 from aserve.gpu.transfer.staging import DeviceArrays
 from aserve.messages.executor import DecodeCaps
@@ -39,7 +40,7 @@ class Autoregressive:
         runner.relay.stash(rows, {LAST_TOKEN: sampled.tokens}, iteration=step.iteration)
         return pack_one_each(sampled)
 
-    def sample_held(self, runner: StepRunner, held: HeldSample) -> Packed:
+    def sample_held(self, runner: StepRunner, held: HeldSample, publish: OnPublish) -> Packed:
         sampled = runner.sample_held(held)
         runner.relay.stash(held.rows, {LAST_TOKEN: sampled.tokens}, iteration=held.iteration)
         return pack_one_each(sampled)

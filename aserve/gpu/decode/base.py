@@ -15,8 +15,9 @@ from aserve.gpu.sampling.sampler import Sampled
 from aserve.gpu.sampling.tree_paths import TreePaths
 from aserve.gpu.step.forward_batch import NO_OVERRIDES, DeviceBatch, ForwardBatch, ForwardOverrides
 from aserve.gpu.step.future_map import FutureMap, RelayField
+from aserve.gpu.step.held import HeldSample
 from aserve.gpu.step.plan import StepPlan
-from aserve.gpu.step.resolve import DeviceState, DeviceStep, HeldSample
+from aserve.gpu.step.resolve import DeviceState, DeviceStep
 from aserve.gpu.step.results import Packed
 from aserve.gpu.transfer.staging import DeviceArrays
 from aserve.messages.executor import DecodeCaps
@@ -48,14 +49,15 @@ class StepRunner(Protocol):
         """Returns attention over the drafter's KV pools, for a drafter that runs its parts itself.
         Forwards of this batch's rows and positions may share it."""
 
-    def hold(self, step: DeviceStep, hidden: Tensor) -> None:
-        """Keeps the logits of the step's held rows until their Sample."""
+    def hold(self, step: DeviceStep, hidden: Tensor, features: tuple[Tensor, ...] = ()) -> None:
+        """Keeps the logits of the step's held rows, and `features` of their tokens, until their
+        Sample."""
 
     def sample(self, step: DeviceStep, hidden: Tensor, paths: TreePaths | None = None) -> Sampled:
         """Samples one token for each token of the step that needs logits."""
 
-    def sample_held(self, held: HeldSample) -> Sampled:
-        """Samples one token for each held row."""
+    def sample_held(self, sample: HeldSample, paths: TreePaths | None = None) -> Sampled:
+        """Samples one token for each token of the held rows' windows."""
 
 
 class DecodeMode(Protocol):
@@ -77,5 +79,6 @@ class DecodeMode(Protocol):
         [rows], as soon as they are known. Other modes never call it.
         """
 
-    def sample_held(self, runner: StepRunner, held: HeldSample) -> Packed:
-        """The part of `step` from sampling on, for rows whose logits were held."""
+    def sample_held(self, runner: StepRunner, held: HeldSample, publish: OnPublish) -> Packed:
+        """The part of `step` from sampling on, for rows whose logits were held. A mode that
+        declares SEQ_LEN calls `publish` with the KV lengths of these rows."""

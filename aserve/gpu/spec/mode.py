@@ -33,6 +33,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -40,10 +41,11 @@ from torch import Tensor
 from aserve.gpu.decode.base import OnPublish, StepRunner
 from aserve.gpu.device.fused_step import FusedDecoder, FusedStep
 from aserve.gpu.device.ops import MakeFusedStep
+from aserve.gpu.models.base import HiddenCapture
 from aserve.gpu.sampling.sampler import Sampled
 from aserve.gpu.spec.base import Drafter, DraftRows, Verified
 from aserve.gpu.spec.fused import FuseDrafter, FusedSpeculation
-from aserve.gpu.spec.tree import DraftTrees
+from aserve.gpu.spec.tree import DraftTrees, TreeOfStep
 from aserve.gpu.spec.verify import (
     Accepted,
     Windows,
@@ -53,13 +55,24 @@ from aserve.gpu.spec.verify import (
     path_results,
     windows_of,
 )
-from aserve.gpu.step.forward_batch import ForwardOverrides
+from aserve.gpu.step.forward_batch import DeviceBatch, ForwardBatch, ForwardOverrides
 from aserve.gpu.step.future_map import LAST_TOKEN, SEQ_LEN, RelayField
+from aserve.gpu.step.held import HeldSample
 from aserve.gpu.step.plan import StepPlan
-from aserve.gpu.step.resolve import DRAFTS, DeviceState, DeviceStep, HeldSample, exact_kv_lens
-from aserve.gpu.step.results import Packed, pack, pack_one_each
+from aserve.gpu.step.resolve import DRAFTS, DeviceState, DeviceStep, exact_kv_lens
+from aserve.gpu.step.results import Packed, pack
 from aserve.gpu.transfer.staging import DeviceArrays
 from aserve.messages.executor import DecodeCaps
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """What the end of a step needs beside its plan and its samples."""
+
+    tree: TreeOfStep | None
+    features: tuple[Tensor, ...]  # of the target, for the drafter
+    publish: OnPublish
+    is_open: Tensor | None = None  # bool [logits], whether the output may go on behind the node
 
 
 class Speculative:
@@ -90,7 +103,7 @@ class Speculative:
         self.fields: tuple[RelayField, ...] = (
             RelayField(SEQ_LEN, (), torch.int64),
             RelayField(DRAFTS, (drafter.max_drafts,), torch.int64),
-            *(() if self._trees is None else self._trees.fields),
+            *self._tree_fields,
             *drafter.fields,
         )
         self.num_forwards = 1
@@ -129,6 +142,33 @@ class Speculative:
 
     def step(self, runner: StepRunner, step: DeviceStep, publish: OnPublish) -> Packed:
         capture = self._drafter.wants.capture()
+        step, tree = self._with_tree(runner, step, capture)
+        hidden = runner.forward(step.batch)
+        features = self._drafter.wants.features(capture, hidden)
+        runner.hold(step, hidden, features)
+        paths = None if tree is None else tree.paths_of(step)
+        sampled = runner.sample(step, hidden, paths)
+        packed = self._finish(runner, step, sampled, _Window(tree, features, publish))
+        if not (step.plan.held_windows > 1).any():
+            return packed
+        held = step.arrays.ints("held_rows")
+        names = (DRAFTS, *(field.name for field in self._tree_fields))
+        return packed.with_drafts(*(runner.relay.read(name, held) for name in names))
+
+    def sample_held(self, runner: StepRunner, held: HeldSample, publish: OnPublish) -> Packed:
+        places = held.held.places.index_select(0, held.kept)
+        features = tuple(values.index_select(0, held.kept) for values in held.held.features)
+        batch = _held_batch(held, held.held.step.batch, places)
+        step = DeviceStep(held.plan, held.arrays, runner.init_forward(batch))
+        step, tree = self._with_tree(runner, step, None)
+        sampled = runner.sample_held(held, None if tree is None else tree.paths_of(step))
+        is_open = (held.mask != 0).any(dim=1)
+        return self._finish(runner, step, sampled, _Window(tree, features, publish, is_open))
+
+    def _with_tree(
+        self, runner: StepRunner, step: DeviceStep, capture: HiddenCapture | None
+    ) -> tuple[DeviceStep, TreeOfStep | None]:
+        """Returns the step as its forward computes it, and the trees of its windows."""
         tree = None if self._trees is None else self._trees.of(step, runner.relay)
         overrides = ForwardOverrides(capture=capture)
         if tree is not None:
@@ -136,14 +176,18 @@ class Speculative:
                 overrides, rope_positions=tree.positions, tree_mask=tree.mask
             )
         batch = step.batch.overridden(overrides, is_debug=step.batch.is_debug)
-        step = dataclasses.replace(step, batch=batch)
-        hidden = runner.forward(batch)
-        runner.hold(step, hidden)
-        sampled = runner.sample(step, hidden, None if tree is None else tree.paths_of(step))
-        windows = windows_of(step, sampled.tokens, None if tree is None else tree.parents)
+        return dataclasses.replace(step, batch=batch), tree
+
+    def _finish(
+        self, runner: StepRunner, step: DeviceStep, sampled: Sampled, window: _Window
+    ) -> Packed:
+        """Verifies, publishes, extends and stashes."""
+        tree = window.tree
+        parents = None if tree is None else tree.parents
+        windows = windows_of(step, sampled.tokens, parents, window.is_open)
         accepted = self._accept(windows)
         if tree is not None:
-            compact(runner.state.pools, batch, windows.starts, accepted)
+            compact(runner.state.pools, step.batch, windows.starts, accepted)
         verified = Verified(
             rows=step.arrays.ints("sample_rows"),
             starts=windows.starts,
@@ -152,19 +196,20 @@ class Speculative:
             counts=accepted.counts,
             last=accepted.last,
             step_lens=_lens_after(step, windows, accepted),
-            features=self._drafter.wants.features(capture, hidden),
+            features=window.features,
         )
-        publish(verified.step_lens)
+        window.publish(verified.step_lens)
         fields = self._drafter.extend(runner, step, verified)
         runner.relay.stash(
             verified.rows, {LAST_TOKEN: verified.last, **fields}, iteration=step.iteration
         )
-        return _packed(step, sampled, windows, accepted)
+        scored = _scored(step)
+        results = path_results(sampled, windows, accepted, scored)
+        return pack(accepted.tokens, accepted.counts, results)
 
-    def sample_held(self, runner: StepRunner, held: HeldSample) -> Packed:
-        sampled = runner.sample_held(held)
-        runner.relay.stash(held.rows, {LAST_TOKEN: sampled.tokens}, iteration=held.iteration)
-        return pack_one_each(sampled)
+    @property
+    def _tree_fields(self) -> tuple[RelayField, ...]:
+        return () if self._trees is None else self._trees.fields
 
     def _accept(self, windows: Windows) -> Accepted:
         if windows.parents is None or self._trees is None:
@@ -179,9 +224,22 @@ def _lens_after(step: DeviceStep, windows: Windows, accepted: Accepted) -> Tenso
     return step.batch.lens.index_add(0, row_of_token, -num_rejected)
 
 
-def _packed(step: DeviceStep, sampled: Sampled, windows: Windows, accepted: Accepted) -> Packed:
-    scored = _scored(step)
-    return pack(accepted.tokens, accepted.counts, path_results(sampled, windows, accepted, scored))
+def _held_batch(held: HeldSample, batch: ForwardBatch, places: Tensor) -> DeviceBatch:
+    """Returns the windows of held rows, whose tokens have these places in the step's batch."""
+    ints, plan = held.arrays.ints, held.plan
+    ends = ints("query_lens").cumsum(0)
+    roots = places.index_select(0, ends - ints("query_lens"))
+    return DeviceBatch(
+        iteration=plan.iteration,
+        rows=ints("rows"),
+        query_lens=ints("query_lens"),
+        kv_lens=batch.cache_positions.index_select(0, roots),
+        input_ids=batch.input_ids.index_select(0, places),
+        token_to_row=ints("token_to_row"),
+        offsets=ints("offsets"),
+        query_lens_cpu=plan.query_lens,
+        len_bounds_cpu=plan.len_bounds,
+    )
 
 
 def _scored(step: DeviceStep) -> Tensor:

@@ -28,7 +28,7 @@ class Windows:
 
     firsts: Tensor  # int64 [n], index of the root among the logits rows
     starts: Tensor  # int64 [n], index of the root among the step's tokens
-    is_real: Tensor  # bool [n, width], whether the place is part of the window
+    is_real: Tensor  # bool [n, width], whether the place is part of the window, and may be accepted
     node_ids: Tensor  # int64 [n, width], the token of each node
     drawn: Tensor  # int64 [n, width], the token sampled at each node
     parents: Tensor | None  # int64 [n, width - 1] of a tree, in the order of DraftTree
@@ -38,8 +38,11 @@ class Windows:
         return self.node_ids.shape[1]
 
 
-def windows_of(step: DeviceStep, tokens: Tensor, parents: Tensor | None) -> Windows:
-    """tokens int64 [logits], the sampled token of each logits row."""
+def windows_of(
+    step: DeviceStep, tokens: Tensor, parents: Tensor | None, is_open: Tensor | None = None
+) -> Windows:
+    """tokens int64 [logits], the sampled token of each logits row. is_open bool [logits]: whether
+    the output may go on behind the node; None: it always may."""
     plan = step.plan.logits
     width = int(plan.windows.max(initial=1))
     logits_tokens, sizes = step.arrays.ints("logits_tokens"), step.arrays.ints("windows")
@@ -47,10 +50,13 @@ def windows_of(step: DeviceStep, tokens: Tensor, parents: Tensor | None) -> Wind
     places = torch.arange(width, device=tokens.device)
     index = (firsts[:, None] + places).clamp_(max=max(len(tokens) - 1, 0))
     input_ids = step.batch.input_ids.index_select(0, logits_tokens)
+    is_real = places < sizes[:, None]
+    if is_open is not None:
+        is_real = is_real & is_open[index]
     return Windows(
         firsts=firsts,
         starts=logits_tokens.index_select(0, firsts),
-        is_real=places < sizes[:, None],
+        is_real=is_real,
         node_ids=input_ids[index],
         drawn=tokens[index],
         parents=parents,

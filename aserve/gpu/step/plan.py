@@ -54,7 +54,8 @@ class StepPlan:
     input_ids: ArrayI32  # [tokens]
     next_ids: ArrayI32
     held_rows: ArrayI32  # [held]
-    held_tokens: ArrayI32  # [held], the last token of each held row
+    held_windows: ArrayI32  # [held]
+    held_tokens: ArrayI32  # [sum of held_windows], the last tokens of each held row
     logits: LogitsPlan
     prompts: PromptPlan | None
     attention_plan: object | None = (
@@ -142,6 +143,7 @@ def plan_step(
     num_drafts = np.zeros_like(rows) if batch.verify is None else array_i32(batch.verify.num_drafts)
     sampled = _indices_of(rows, array_i32(batch.sample_rows))
     held = _indices_of(rows, array_i32(batch.held_rows))
+    windows = np.minimum(1 + num_drafts, query_lens)
     _check(batch, rows, query_lens)
     return StepPlan(
         batch=batch,
@@ -158,11 +160,12 @@ def plan_step(
         input_ids=array_i32(batch.input_ids),
         next_ids=array_i32(batch.next_ids),
         held_rows=rows[held],
-        held_tokens=ends[held] - 1,
+        held_windows=windows[held],
+        held_tokens=_window_tokens(ends[held], windows[held]),
         logits=plan_logits(
             rows[sampled],
             ends[sampled],
-            np.minimum(1 + num_drafts, query_lens)[sampled],
+            windows[sampled],
             row_params,
             max_len=int((kv_lens + query_lens).max(initial=0)),
             vocab_size=vocab_size,
@@ -184,13 +187,11 @@ def plan_logits(
 ) -> LogitsPlan:
     """ends [samples]: the index after each row's last token. The last `windows` tokens of a row
     need logits."""
-    last = np.cumsum(windows, dtype=np.int32)
-    tokens = np.arange(windows.sum(), dtype=np.int32) + np.repeat(ends - last, windows)
     logits_rows = np.repeat(rows, windows)
     return LogitsPlan(
         rows=rows,
         windows=windows,
-        tokens=tokens,
+        tokens=_window_tokens(ends, windows),
         slices=tuple(
             row_params.plan(
                 logits_rows[start : start + slice_len], max_len=max_len, vocab_size=vocab_size
@@ -199,6 +200,12 @@ def plan_logits(
         ),
         num_logprobs=row_params.num_logprobs(rows),
     )
+
+
+def _window_tokens(ends: ArrayI32, windows: ArrayI32) -> ArrayI32:
+    """Returns the indices of the last `windows` tokens before each end."""
+    last = np.cumsum(windows, dtype=np.int32)
+    return np.arange(windows.sum(), dtype=np.int32) + np.repeat(ends - last, windows)
 
 
 def _longer(values: ArrayI32, more: int, value: int = 0) -> ArrayI32:

@@ -16,7 +16,7 @@ from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.sampling.params import RowTables, init_columns
 from aserve.gpu.step.forward_batch import DeviceBatch, ForwardBatch
 from aserve.gpu.step.future_map import SEQ_LEN, FutureMap
-from aserve.gpu.step.plan import LogitsPlan, StepPlan
+from aserve.gpu.step.plan import StepPlan
 from aserve.gpu.transfer.staging import DeviceArrays, HostArrays
 from aserve.messages.base import array_i32
 from aserve.messages.step import ScheduleBatch
@@ -49,17 +49,6 @@ class DeviceStep:
     def iteration(self) -> Tensor:
         """int64 [1]."""
         return self.arrays.ints("iteration")
-
-
-@dataclass(frozen=True, slots=True)
-class HeldSample:
-    """A Sample message on the device."""
-
-    iteration: Tensor  # int64 [1], of the step whose logits were held
-    rows: Tensor  # int64 [n]
-    mask: Tensor  # int32 [n, mask words]
-    logits: LogitsPlan
-    arrays: DeviceArrays
 
 
 def stage_tables(batch: ScheduleBatch, arrays: HostArrays, state: DeviceState) -> None:

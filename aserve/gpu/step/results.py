@@ -6,6 +6,7 @@ event. Host values alone fix the layout, so the reader asks the device nothing.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,14 +33,16 @@ class Layout:
     num_scored: int  # logits rows with logprobs
     num_top: int
     num_prompt_words: int
+    num_draft_words: int = 0
+    max_drafts: int = 0
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Words of tokens, counts, is_valid, chosen, top_ids, top_logprobs and prompts."""
+        """Words of tokens, counts, is_valid, chosen, top_ids, top_logprobs, prompts and drafts."""
         table = self.num_scored * self.num_top
         tokens = self.num_samples * self.width
         sampled = tokens, self.num_samples, self.num_logits, self.num_scored, table, table
-        return *sampled, self.num_prompt_words
+        return *sampled, self.num_prompt_words, self.num_draft_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,14 @@ class Packed:
 
     words: Tensor
     layout: Layout
+
+    def with_drafts(self, *tables: Tensor) -> Packed:
+        """Appends the drafts of held rows: tables int64 [held, max drafts], of tokens, and of
+        parents in a tree that the device has chosen."""
+        words = [self.words, *(table.reshape(-1).to(torch.int32) for table in tables)]
+        num_words, max_drafts = sum(map(len, words[1:])), tables[0].shape[1]
+        layout = dataclasses.replace(self.layout, num_draft_words=num_words, max_drafts=max_drafts)
+        return Packed(torch.cat(words), layout)
 
     def with_checks(self, *checks: Tensor) -> Packed:
         """Appends the values that `check_step` reads."""
@@ -102,7 +113,7 @@ def read_step(
     that cannot be sampled is an error.
     """
     ends = list(itertools.accumulate(layout.sizes, initial=0))
-    tokens, counts, is_valid, chosen, top_ids, top_logprobs, prompt_words = (
+    tokens, counts, is_valid, chosen, top_ids, top_logprobs, prompt_words, _ = (
         words[start:end] for start, end in itertools.pairwise(ends)
     )
     rows = logits.rows[: layout.num_samples]

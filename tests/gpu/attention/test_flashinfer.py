@@ -31,6 +31,7 @@ from aserve.gpu.kv.layer_groups import AttentionInputs, group_layers
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.step.forward_batch import ForwardBatch
 from tests.fakes.cuda import FakeCuda
+from tests.fakes.drafters import Stumbling, speculative
 from tests.fakes.flashinfer import (
     LISTED_IN_TORCH,
     FakeDecode,
@@ -40,7 +41,6 @@ from tests.fakes.flashinfer import (
 )
 from tests.fakes.graph_device import GraphDevice
 from tests.fakes.hash_model import HashModel
-from tests.fakes.two_token_mode import TwoTokens
 from tests.gpu.attention.backend_parity import (
     HEAD_DIM,
     HEADS,
@@ -330,6 +330,6 @@ def test_speculation_makes_an_engine_take_another_backend(
     device.attention = ("flashinfer", "paged-sdpa")
     model = HashModel()
     assert "attention flashinfer (auto)" in make_executor(model, device=device).about
-    executor = make_executor(model, device=device, mode=TwoTokens())
+    executor = make_executor(model, device=device, mode=speculative(Stumbling(1, every=2)))
     assert "attention paged-sdpa (auto, without flashinfer)" in executor.about
     assert "lengths that the host does not know yet" in caplog.text

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from aserve.messages.requests import AdmitRequest, Cancel
+from tests.fakes.drafters import Stumbling, speculative
 from tests.fakes.hash_model import HashModel
 from tests.fakes.toy_device import TOY
-from tests.fakes.two_token_mode import TwoTokens
 from tests.gpu.cuda.places import CudaPlace, FakePlace, Place
 from tests.gpu.drive import captured, request, serve
 from tests.gpu.plain_engine import plain_outputs, plain_tokens
@@ -81,7 +81,9 @@ def test_no_replay_makes_the_host_wait(place: Place) -> None:
 
 def test_lengths_are_published_between_two_parts_of_a_replay(place: Place) -> None:
     requests = asked(2)[1:]
-    executor = captured(place.executor(mode=TwoTokens(), graph_rows=1, depth=2, lead=2))
+    executor = captured(
+        place.executor(mode=speculative(Stumbling(1, every=2)), graph_rows=1, depth=2, lead=2)
+    )
     assert serve(executor, requests).outputs == plain_tokens(requests)
     assert place.watch.num_replays > 0
 

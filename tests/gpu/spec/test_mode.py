@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from aserve.gpu.spec.mode import Speculative
-from tests.fakes.drafters import Stumbling, StumblingTree
+from tests.fakes.drafters import Stumbling, StumblingTree, speculative
 from tests.fakes.hash_model import VOCAB, HashModel
 from tests.gpu.drive import Served, make_executor, request, serve
 from tests.gpu.plain_engine import plain_tokens
@@ -28,7 +27,7 @@ ASKED = [
 
 def run(drafter: Stumbling, **options: Any) -> Served:
     settings = {"depth": 2, "lead": 2, "attention": "torch-ref", **options}
-    executor = make_executor(HashModel(), mode=Speculative(drafter), **settings)
+    executor = make_executor(HashModel(), mode=speculative(drafter), **settings)
     return serve(executor, ASKED, chaos=2)
 
 

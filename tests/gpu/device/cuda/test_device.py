@@ -32,9 +32,9 @@ from aserve.gpu.step.results import Packed
 from aserve.gpu.weights.format import WeightRequest
 from aserve.messages.results import StepResult
 from tests.fakes.cuda import Event, FakeCuda, Stream
+from tests.fakes.drafters import Stumbling, speculative
 from tests.fakes.gated_model import TIMEOUT_S
 from tests.fakes.hash_model import HashModel
-from tests.fakes.two_token_mode import TwoTokens
 from tests.gpu.batch_builder import running, tokens_of
 from tests.gpu.drive import captured, make_executor, request, serve
 from tests.gpu.plain_engine import plain_outputs, plain_tokens
@@ -220,11 +220,13 @@ def test_a_request_for_which_there_is_never_memory_fails_alone() -> None:
     cuda.assert_sound()
 
 
-@pytest.mark.parametrize(("mode", "num_logits"), [(Autoregressive(), 1), (TwoTokens(), 2)])
+@pytest.mark.parametrize(
+    ("mode", "num_logits"), [(Autoregressive(), 1), (speculative(Stumbling(1, every=2)), 3)]
+)
 def test_memory_that_runs_out_while_capturing_costs_graphs_and_no_token(
     mode: DecodeMode, num_logits: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With two tokens it runs out behind the graph break. A capture left open would fail the next
+    """With drafts it runs out behind the graph break. A capture left open would fail the next
     one with another error.
     """
     cuda = FakeCuda()

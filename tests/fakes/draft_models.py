@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from aserve.gpu.decode.base import StepRunner
 from aserve.gpu.models.base import Attend
-from aserve.gpu.step.resolve import DeviceStep
 from tests.fakes.hash_model import HEAD_DIM, NUM_HEADS, HashModel
-from tests.fakes.two_token_mode import TwoTokens, one_more, sample
 
 FIRST_READ = NUM_HEADS * HEAD_DIM  # features of the first layer
 
@@ -41,19 +38,3 @@ class OneLayerDraft(HashModel):
         if hidden is not None:
             self.hidden_shapes.append((len(input_ids), *hidden.shape))
         return super().forward(input_ids, positions, attend)
-
-
-class DraftsWithSecondModel(TwoTokens):
-    """Verifies one draft per row and step, and lets the drafter make the next one."""
-
-    num_forwards = 1  # of the target
-
-    def guess(
-        self, runner: StepRunner, step: DeviceStep, rows: Tensor, *, last: Tensor, lens: Tensor
-    ) -> Tensor:
-        """The drafter first writes its own KV of the step's tokens."""
-        assert runner.drafter is not None
-        assert self.hidden is not None
-        runner.draft(step.batch, self.hidden)
-        batch = runner.init_forward(one_more(step, rows, last=last, lens=lens))
-        return sample(runner, runner.drafter.logits(runner.draft(batch)), rows, lens)
