@@ -142,9 +142,9 @@ class SequenceMatcher:
     def _allowed(self, matcher: GrammarMatcher, position: int) -> ArrayI32:
         """Returns the mask at the matcher's place, which is empty after the end."""
         every_id = self._rules.every_id
-        words = np.zeros((1, len(every_id)), np.int32)
+        words: ArrayI32 = np.zeros((1, len(every_id)), np.int32)
         if matcher.is_terminated():
-            return words[0]
+            return np.zeros_like(every_id)
         is_needed = matcher.fill_next_token_bitmask(words)
         # NOTE: bits behind the vocabulary may be set.
         mask = words[0] & every_id if is_needed else every_id

@@ -23,18 +23,14 @@ class ShallowTarget(HashModel):
 
 
 class OneLayerDraft(HashModel):
-    """The first layer of ShallowTarget, and its head. Notes the shapes of the hidden states that it
-    was given."""
+    """The first layer of ShallowTarget, and its head."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = self.layers[:1]
         self._head = self._head[:FIRST_READ]
-        self.hidden_shapes: list[tuple[int, ...]] = []
 
     def forward(  # type: ignore[override]  # a drafter takes hidden states instead of a capture
         self, input_ids: Tensor, positions: Tensor, attend: Attend, *, hidden: Tensor | None = None
     ) -> Tensor:
-        if hidden is not None:
-            self.hidden_shapes.append((len(input_ids), *hidden.shape))
         return super().forward(input_ids, positions, attend)

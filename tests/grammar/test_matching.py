@@ -60,6 +60,36 @@ def test_the_mask_follows_the_outputs_token_by_token() -> None:
     assert play.allowed(C) == [END, OTHER_END]
 
 
+CHAIN: tuple[int, ...] = ()
+
+
+@pytest.mark.parametrize(
+    ("drafts", "parents", "expected"),
+    [
+        # a draft outside the language, and what follows it, is never gone through
+        ([A, B, C], CHAIN, [[B], [C, END, OTHER_END], [END, OTHER_END]]),
+        ([A, C, B], CHAIN, [[B], [], []]),
+        ([A, B, END, A], CHAIN, [[B], [C, END, OTHER_END], [], []]),
+        # two branches behind the root, one of which goes on
+        (
+            [A, AB, B, C],
+            (0, 0, 1, 2),
+            [[B], [C, END, OTHER_END], [C, END, OTHER_END], [END, OTHER_END]],
+        ),
+    ],
+)
+def test_masks_after_drafts_follow_their_paths_and_leave_the_matcher_where_it_was(
+    drafts: list[int], parents: tuple[int, ...], expected: list[list[int]]
+) -> None:
+    play = Play("abc?")
+    ready = play.matcher.fill(
+        BuildMask("r", 0, 0, b"", drafts=pack_i32(drafts), parents=pack_i32(parents))
+    )
+    bits = np.unpackbits(np.frombuffer(ready.mask, np.uint8), bitorder="little").reshape(-1, 64)
+    assert [np.flatnonzero(row).tolist() for row in bits] == [[A, AB], *expected]
+    assert play.allowed(A) == [B]
+
+
 def test_ids_without_text_and_padding_are_never_allowed() -> None:
     assert Play(".*").allowed() == [A, B, C, AB, END, OTHER_END]
     assert Play("(abc)+").allowed(AB, C, A) == [B], "several outputs are taken at once"

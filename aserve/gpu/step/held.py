@@ -37,7 +37,7 @@ class HeldStep:
         """Returns the plan of a Sample of these held rows."""
         plan = self.step.plan
         own = self._indices(rows)
-        of_step = np.array([int(np.flatnonzero(plan.rows == row)[0]) for row in rows], np.int64)
+        of_step = _places(rows, plan.rows)
         windows, len_bounds = plan.held_windows[own], plan.len_bounds[of_step]
         ends = np.cumsum(windows, dtype=np.int32)
         order = np.arange(len(rows), dtype=np.int32)
@@ -80,8 +80,12 @@ class HeldStep:
         return np.concatenate(parts).astype(np.int32)
 
     def _indices(self, rows: ArrayI32) -> list[int]:
-        held = self.step.plan.held_rows.tolist()
-        return [held.index(row) for row in rows.tolist()]
+        return _places(rows, self.step.plan.held_rows)
+
+
+def _places(rows: ArrayI32, among: ArrayI32) -> list[int]:
+    """Returns the index of each row."""
+    return [int(np.flatnonzero(among == row)[0]) for row in rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,15 +129,15 @@ class HeldRows:
     def keep(self, held: HeldStep) -> None:
         plan = held.step.plan
         self._steps[plan.iteration] = held
-        self._rows[plan.iteration] = set(plan.held_rows.tolist())
+        self._rows[plan.iteration] = {int(row) for row in plan.held_rows}
 
     def take(self, iteration: int, rows: ArrayI32) -> HeldStep:
         """Returns the step that holds these rows, which are then held no more."""
-        held = self._rows.get(iteration, set())
-        if missing := sorted(set(rows.tolist()) - held):
+        held, sampled = self._rows.get(iteration, set()), {int(row) for row in rows}
+        if missing := sorted(sampled - held):
             raise BugError(f"step {iteration}: rows {missing} are sampled, but not held")
         step = self._steps[iteration]
-        held -= set(rows.tolist())
+        held -= sampled
         if not held:
             del self._steps[iteration], self._rows[iteration]
         return step

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from aserve.messages.base import array_i32
 from tests.fakes.drafters import Stumbling, StumblingTree, speculative
 from tests.fakes.hash_model import VOCAB, HashModel
+from tests.fakes.toy_device import TOY
 from tests.gpu.drive import Served, make_executor, request, serve
 from tests.gpu.plain_engine import plain_tokens
 
@@ -51,3 +53,21 @@ def test_tokens_are_those_of_plain_decoding(
     assert served.outputs == plain_tokens(ASKED, HashModel())
     num_windows = sum(batch.verify is not None for batch in served.batches)
     assert num_windows < 24  # of the longest: some drafts were accepted
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("pace", [(1, 1), (2, 2)])
+def test_rows_with_a_grammar_verify_whole_windows(
+    drafter: Callable[[], Stumbling], pace: tuple[int, int]
+) -> None:
+    asked = [
+        request(f"r{number}", PROMPT[: number + 3], max_tokens=20, grammar=TOY, **WARM)
+        for number in range(2)
+    ]
+    depth, lead = pace
+    mode = speculative(drafter())
+    executor = make_executor(HashModel(), mode=mode, attention="torch-ref", depth=depth, lead=lead)
+    served = serve(executor, asked)
+    assert served.outputs == plain_tokens(asked, HashModel())
+    num_drafts = [array_i32(b.verify.num_drafts) for b in served.batches if b.verify]
+    assert max(map(max, num_drafts)) == mode.caps.max_tokens_per_step - 1
