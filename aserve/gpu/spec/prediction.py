@@ -32,8 +32,9 @@ from aserve.gpu.spec.fused import (
 )
 from aserve.gpu.spec.mode import Speculative
 from aserve.gpu.step.future_map import RelayField
+from aserve.gpu.step.held import HeldSample
 from aserve.gpu.step.plan import StepPlan
-from aserve.gpu.step.resolve import DeviceState, DeviceStep, HeldSample
+from aserve.gpu.step.resolve import DeviceState, DeviceStep
 from aserve.gpu.step.results import Packed
 from aserve.gpu.transfer.staging import DeviceArrays
 from aserve.messages.step import DraftTree
@@ -184,5 +185,7 @@ class Predicted:
         runner.relay.publish(step.batch.rows, step.batch.lens)
         return self._plain.step(runner, step, publish)
 
-    def sample_held(self, runner: StepRunner, held: HeldSample) -> Packed:
-        return self._windows.sample_held(runner, held)
+    def sample_held(self, runner: StepRunner, held: HeldSample, publish: OnPublish) -> Packed:
+        if self._plain is None or held.plan.num_drafts.any():
+            return self._windows.sample_held(runner, held, publish)
+        return self._plain.sample_held(runner, held, publish)
