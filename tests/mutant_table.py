@@ -18,6 +18,7 @@ TWO_TOKENS = (
 )
 RELAY = "tests/gpu/step/test_future_map.py"
 RESOLVE = "tests/gpu/step/test_resolve.py"
+SPECULATION = "tests/gpu/spec/test_mode.py"
 PARSERS = "tests/parsers/test_parsers.py"
 REASONING = "tests/scheduling/test_reasoning.py"
 TOOL_GRAMMARS = "tests/parsers/test_tool_grammar.py"
@@ -390,16 +391,72 @@ MUTANTS = (
     Mutant(
         "held rows that outlive a resync",
         "aserve/gpu/executor.py",
-        "        self._held_lens.clear()\n",
+        "        self._runner.held.clear()\n",
         "",
         f"{EXECUTOR}::test_a_row_that_was_held_before_a_failure_cannot_be_sampled_after_the_resync",
     ),
     Mutant(
         "a held row that may be sampled twice",
-        "aserve/gpu/executor.py",
-        "            del self._held_lens[int(row)]\n",
-        "            pass\n",
+        "aserve/gpu/step/held.py",
+        "        held -= sampled\n",
+        "        held = held - sampled\n",
         f"{EXECUTOR}::test_a_held_row_cannot_be_sampled_twice",
+    ),
+    Mutant(
+        "a length that keeps a rejected draft",
+        "aserve/gpu/spec/mode.py",
+        'num_rejected = step.arrays.ints("windows") - accepted.counts',
+        'num_rejected = (step.arrays.ints("windows") - accepted.counts - 1).clamp(min=0)',
+        SPECULATION,
+    ),
+    Mutant(
+        "a draft that is accepted behind a rejected one",
+        "aserve/gpu/spec/verify.py",
+        "is_right.to(torch.int64).cumprod(dim=1).sum(dim=1)",
+        "is_right.to(torch.int64).sum(dim=1)",
+        SPECULATION,
+    ),
+    Mutant(
+        "a draft compared with the token drawn at itself",
+        "aserve/gpu/spec/verify.py",
+        "windows.node_ids[:, 1:] == windows.drawn[:, :-1]",
+        "windows.node_ids[:, 1:] == windows.drawn[:, 1:]",
+        f"{SPECULATION}::test_tokens_are_those_of_plain_decoding",
+    ),
+    Mutant(
+        "a tree mask without the ancestors of the parent",
+        "aserve/gpu/spec/tree.py",
+        "mask[:, node] |= mask[every, parent]",
+        "mask[every, node, parent] = True",
+        SPECULATION,
+    ),
+    Mutant(
+        "the KV of an accepted path that stays where its nodes are",
+        "aserve/gpu/spec/verify.py",
+        "for places in (accepted.paths, depths.expand_as(accepted.paths))",
+        "for places in (accepted.paths, accepted.paths)",
+        SPECULATION,
+    ),
+    Mutant(
+        "penalties that count the siblings of a node",
+        "aserve/gpu/sampling/tree_paths.py",
+        "return padded.scatter(1, positions, tokens)[:, : history.shape[1]]",
+        "return padded[:, : history.shape[1]]",
+        SPECULATION,
+    ),
+    Mutant(
+        "masks of a window that begin one node late",
+        "aserve/gpu/step/held.py",
+        "parts = [np.arange(starts[i], starts[i] + windows[i]) for i in self._indices(rows)]",
+        "parts = [np.arange(starts[i], starts[i] + windows[i])[::-1] for i in self._indices(rows)]",
+        SPECULATION,
+    ),
+    Mutant(
+        "a mask after a draft that the grammar does not allow",
+        "aserve/grammar/matching.py",
+        "                    matcher.rollback(1)\n",
+        "",
+        "tests/grammar/test_matching.py",
     ),
     Mutant(
         "a step that runs after one that failed",
