@@ -23,6 +23,7 @@ from aserve.bench.options import (
     ReportOptions,
     ScalingOptions,
     ServeOptions,
+    SpeculateOptions,
 )
 from aserve.config import Resolved
 from aserve.host.environment import prepare_process
@@ -103,6 +104,12 @@ BENCHES: Mapping[str, Bench] = {
         "Cost by context length, prompt length, number of rows and size of the model.",
         ScalingOptions,
         "aserve.bench.scaling",
+        takes_engine=True,
+    ),
+    "speculate": Bench(
+        "Speculative decoding over plain decoding: acceptance, cost of a step, and gain.",
+        SpeculateOptions,
+        "aserve.bench.speculate",
         takes_engine=True,
     ),
     "serve": Bench(

@@ -57,6 +57,20 @@ class LoraBenchOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculateOptions:
+    algorithms: str | None = option(
+        None,
+        "drafters, each compared with plain decoding; default: that of --speculative-algorithm",
+        Limits(metavar="NAME,NAME,..."),
+    )
+    rows: str = option("1,4,16,64", "sequences that decode together, one measurement each", LIST)
+    output_len: int = option(96, "tokens of each answer at most", Limits(low=3))
+    temperature: float = option(0.0, "temperature of the answers", Limits(low=0))
+    prompt: str | None = option(None, "the prompt of all answers; default: openings of stories")
+    repeats: int = option(5, "repeats of each engine, in turns", Limits(low=1))
+
+
+@dataclass(frozen=True, slots=True)
 class RelayOptions:
     rows: int = option(8, "sequences that decode together", Limits(low=1, high=256))
     steps: int = option(200, "measured steps of a repeat", Limits(low=1, high=900))

@@ -15,7 +15,7 @@ from aserve.messages.base import array_i32, pack_i32
 from aserve.messages.executor import Executor, SchedulerEffect, SchedulerEvent, Ticket
 from aserve.messages.output import Refused, Retired
 from aserve.messages.requests import AdmitRequest
-from aserve.messages.results import StepFailed, StepResult
+from aserve.messages.results import SampleResult, StepFailed, StepResult
 from aserve.messages.step import Launch, ScheduleBatch, StepStats
 from aserve.scheduling.scheduler import Scheduler
 
@@ -40,6 +40,8 @@ class StepTime:
     stats: StepStats
     launched_s: float
     done_s: float
+    num_tokens: int  # that its rows got
+    windows: tuple[tuple[int, int], ...]  # of each row with drafts: drafts, and tokens that it got
 
 
 class StepDriver:
@@ -48,7 +50,7 @@ class StepDriver:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._scheduler = Scheduler(executor.spec)
-        self._flights: deque[tuple[StepStats, float, Ticket]] = deque()
+        self._flights: deque[tuple[ScheduleBatch, float, Ticket]] = deque()
 
     async def run(self, requests: Sequence[AdmitRequest]) -> list[StepTime]:
         """Runs until every request has ended, and returns the times of all steps. Raises if a
@@ -57,11 +59,14 @@ class StepDriver:
         times: list[StepTime] = []
         self._step(list(requests))
         while self._flights:
-            stats, launched_s, ticket = self._flights.popleft()
+            batch, launched_s, ticket = self._flights.popleft()
             result = await ticket
-            times.append(StepTime(stats, launched_s, time.perf_counter()))
+            done_s = time.perf_counter()
             if isinstance(result, StepFailed):
                 raise StepError(result.error.message)
+            num_tokens = len(result.tokens) // 4
+            windows = _windows(batch, result)
+            times.append(StepTime(batch.stats, launched_s, done_s, num_tokens, windows))
             self._step([result])
         while self._scheduler.has_more:
             self._step([])
@@ -74,7 +79,7 @@ class StepDriver:
     def _perform(self, effect: SchedulerEffect) -> None:
         match effect:
             case Launch(batches=(batch,)):
-                flight = batch.stats, time.perf_counter(), self._executor.launch(batch)
+                flight = batch, time.perf_counter(), self._executor.launch(batch)
                 self._flights.append(flight)
             case Refused():
                 raise ConfigError(effect.error.message)
@@ -82,6 +87,17 @@ class StepDriver:
                 raise StepError(error.message)
             case _:
                 pass
+
+
+def _windows(
+    batch: ScheduleBatch, result: StepResult | SampleResult
+) -> tuple[tuple[int, int], ...]:
+    if batch.verify is None:
+        return ()
+    rows, num_drafts = array_i32(batch.rows), array_i32(batch.verify.num_drafts)
+    drafts = dict(zip(rows.tolist(), num_drafts.tolist(), strict=True))
+    counts = zip(array_i32(result.rows).tolist(), array_i32(result.counts).tolist(), strict=True)
+    return tuple((drafts[row], count) for row, count in counts if drafts[row])
 
 
 def result_of(batch: ScheduleBatch, *, vocab_size: int) -> StepResult:

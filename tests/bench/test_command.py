@@ -49,6 +49,7 @@ def test_help_shows_every_option_of_the_bench_with_its_text(
         ("nothing", "nothing"),
         ("host-step --ros 16", "unknown option --ros; did you mean --rows?"),
         ("host-step --rows 16,x", "--rows 16,x: must be positive integers"),
+        ("speculate", "--algorithms : must be among"),
         ("host-step --steps 0", "--steps 0: must be an integer, 1 or more"),
         ("overlap-sim --processes 1,3", "--processes 1,3: must be 1, 2 or 1,2"),
         ("overlap-sim --step-ms 2,0", "--step-ms 2,0: must be positive numbers"),
@@ -79,12 +80,14 @@ SMALL_RUNS = {
     "relay": ("--rows", "2", "--steps", "5", "--repeats", "2"),
     "overlap-sim": ("--rows", "2", "--steps", "4", "--step-ms", "1", "--processes", PROCESSES),
     "one-batch": ("--batch-sizes", "1,3", "--input-lens", "20", "--output-len", "4"),
+    "speculate": ("--algorithms", "NGRAM", "--rows", "1,2", "--output-len", "20", "--repeats", "1"),
 }
 SERIES = {
     "host-step": "rows",
     "relay": "idle",
     "overlap-sim": "busy_two_processes",
     "one-batch": "batches",
+    "speculate": "batches",
 }
 
 

@@ -35,7 +35,7 @@ RATES = {"read_weights_2thr_GBps": {"median": 30.0}, "read_1thr_GBps": 16, "matm
 
 def step(launched_s: float, done_s: float, *, prefill: int = 0, cached: int = 0) -> StepTime:
     stats = StepStats(num_prefill_tokens=prefill, num_cached_tokens=cached)
-    return StepTime(stats, launched_s, done_s)
+    return StepTime(stats, launched_s, done_s, num_tokens=1, windows=())
 
 
 def test_the_prefill_ends_with_the_last_chunk_and_a_step_is_what_comes_after() -> None:
