@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
 
 from aserve.errors import ConfigError
+from aserve.gpu.build import BuildOptions, build_executor
 from aserve.gpu.decode.base import StepRunner
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
 from aserve.gpu.layers.linear import Linear
@@ -30,7 +31,7 @@ from aserve.gpu.spec.request import DraftRequest, SpecOptions
 from aserve.gpu.weights.inventory import Inventory
 from aserve.tiny import DRAFTERS_DIR
 from tests.fakes.hash_model import HashModel
-from tests.gpu.drive import request
+from tests.gpu.drive import request, serve
 from tests.gpu.spec.test_bundled_drafters import PROMPTS, run
 
 
@@ -132,24 +133,50 @@ TARGET: dict[str, Any] = {
 }
 
 
-@torch.inference_mode()
-def test_the_assistant_computes_what_transformers_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def reference(monkeypatch: pytest.MonkeyPatch) -> Gemma4AssistantForCausalLM:
     # This property raises an error if all layers read the KV of another model.
     modes = property(lambda self: ["reuse"] * self.num_hidden_layers)
     monkeypatch.setattr(Gemma4TextConfig, "kv_sharing_modes", modes)
     torch.manual_seed(5)
     fields = {name: value for name, value in ASSISTANT.items() if name != "architectures"}
-    reference = Gemma4AssistantForCausalLM(Gemma4AssistantConfig(**copy.deepcopy(fields))).eval()
-    for parameter in reference.parameters():
+    made = Gemma4AssistantForCausalLM(Gemma4AssistantConfig(**copy.deepcopy(fields))).eval()
+    for parameter in made.requires_grad_(False).parameters():
         parameter.normal_(std=0.3)
-    reference.masked_embedding.token_ordering.copy_(torch.randperm(36))
-    stored = {n: t.clone() for n, t in reference.state_dict().items() if n != "lm_head.weight"}
+    made.masked_embedding.token_ordering.copy_(torch.randperm(36))
+    return made
+
+
+def write_models(directory: Path, reference: Gemma4AssistantForCausalLM) -> None:
+    """The config of a target, and the reference's config and weights."""
     for name, config in (("draft", ASSISTANT), ("target", TARGET)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-    save_file(stored, tmp_path / "draft" / "model.safetensors")
+        (directory / name).mkdir()
+        (directory / name / "config.json").write_text(json.dumps(config))
+    stored = {n: t.clone() for n, t in reference.state_dict().items() if n != "lm_head.weight"}
+    save_file(stored, directory / "draft" / "model.safetensors")
+
+
+def test_windows_of_the_target_are_read_past_their_wrap(
+    tmp_path: Path, reference: Gemma4AssistantForCausalLM
+) -> None:
+    """Weights are random, so this is about pages: those behind the window have new owners."""
+    write_models(tmp_path, reference)
+    asked = [request(str(n), [n, 5, 7], max_tokens=40, seed=n, temperature=0.8) for n in range(3)]
+    outputs = []
+    for spec in (None, SpecOptions("FROZEN_KV_MTP", draft_model_dir=tmp_path / "draft")):
+        options: dict[str, Any] = {"page_size": 2, "num_pages": 60, "debug_checks": True}
+        build = BuildOptions(
+            tmp_path / "target", "dummy", dtype="float64", speculative=spec, **options
+        )
+        outputs.append(serve(build_executor(build), asked).outputs)
+    assert outputs[0] == outputs[1]
+
+
+@torch.inference_mode()
+def test_the_assistant_computes_what_transformers_does(
+    tmp_path: Path, reference: Gemma4AssistantForCausalLM
+) -> None:
+    write_models(tmp_path, reference)
     target = make_loader(tmp_path / "target")[0].load(LoadPlan(torch.float32, is_dummy=True))
     options = SpecOptions("FROZEN_KV_MTP", draft_model_dir=tmp_path / "draft")
     model = load(DraftRequest(options, target, LoadPlan(torch.float32))).model
