@@ -20,7 +20,7 @@ from aserve.gpu.decode.base import StepRunner
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
 from aserve.gpu.layers.linear import Linear
 from aserve.gpu.layers.rope import apply_rope
-from aserve.gpu.models.base import LoadPlan
+from aserve.gpu.models.base import Attend, LoadPlan
 from aserve.gpu.models.config.fields import Fields
 from aserve.gpu.models.decoder import Decoder
 from aserve.gpu.models.load import make_loader
@@ -35,19 +35,32 @@ from tests.gpu.drive import request, serve
 from tests.gpu.spec.test_bundled_drafters import PROMPTS, run
 
 
-def test_drafting_leaves_the_targets_kv_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    draft, num_tokens = FrozenKv.draft, []
+def test_drafting_leaves_the_targets_kv_as_it_is_and_stays_at_its_last_position(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    draft, forward, num_tokens = FrozenKv.draft, AssistantModel.forward, []
+    seen: list[Tensor] = []
+
+    def noted(
+        self: AssistantModel, ids: Tensor, positions: Tensor, attend: Attend, *, hidden: Tensor
+    ) -> Tensor:
+        seen.append(positions)
+        return forward(self, ids, positions, attend, hidden=hidden)
 
     def checked(self: FrozenKv, runner: StepRunner, rows: DraftRows) -> Drafts:
         pools = runner.state.pools
         before = [pool.clone() for kv in pools.layers.values() for pool in (kv.keys, kv.values)]
+        seen.clear()
         drafts = draft(self, runner, rows)
+        assert len(seen) == rows.num_drafts
+        assert all(torch.equal(positions, rows.lens - 1) for positions in seen)
         after = [pool for kv in pools.layers.values() for pool in (kv.keys, kv.values)]
         assert all(map(torch.equal, before, after))
         num_tokens.append(drafts.tokens.numel())
         return drafts
 
     monkeypatch.setattr(FrozenKv, "draft", checked)
+    monkeypatch.setattr(AssistantModel, "forward", noted)
     run([request("r", PROMPTS[0], max_tokens=12)], algorithm="FROZEN_KV_MTP")
     assert sum(num_tokens) >= 4
 
