@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from aserve.gpu.attention.base import AttentionKind, AttentionSite, Capabilities, own_plan
 from aserve.gpu.attention.chunked_prefill import AttendRows, ChunkedPrefill, choose_chunked_prefill
+from aserve.gpu.attention.cpu_trees import Bools, node_rows, rows_with_trees
 from aserve.gpu.kv.layer_groups import AttentionInputs, LayerSpec
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.models.base import Attend
@@ -23,8 +23,6 @@ from aserve.gpu.step.forward_batch import ForwardBatch
 from aserve_kernels.cpu.host_rows import HostRows, QueryRows
 from aserve_kernels.cpu.paged_attention import compile_paged_attention, paged_attention
 from aserve_kernels.paged_rows import Scoring
-
-Bools: TypeAlias = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +67,14 @@ class PagedCpu:
         query_lens = batch.query_lens_cpu.astype(np.int64)
         lens, starts = batch.lens.numpy(), batch.cu_query_lens.numpy()[:-1]
         rows = batch.rows.numpy()
+        is_tree = rows_with_trees(batch, query_lens)
+        trees: tuple[Part, ...] = ()
+        if is_tree.any():
+            nodes = node_rows(batch, is_tree, self._tables, self._pools.page_size)
+            trees = (Part(self._attend, nodes),)
 
         def part(attend: AttendRows, which: Bools) -> tuple[Part, ...]:
+            which = which & ~is_tree
             if not which.any():
                 return ()
             own = QueryRows(rows[which], lens[which], starts[which], query_lens[which])
@@ -78,18 +82,18 @@ class PagedCpu:
             by_group = tuple(HostRows(table, page_size, own) for table in self._tables)
             return (Part(attend, by_group),)
 
-        unsplit = part(self._attend, np.ones(len(query_lens), np.bool_))
+        unsplit = trees + part(self._attend, np.ones(len(query_lens), np.bool_))
         prefill = self._prefill
         if prefill is None:
             return CpuPlan(unsplit, unsplit)
         is_prefill = (query_lens >= prefill.min_queries) & (lens >= prefill.min_keys)
-        split = part(self._attend, ~is_prefill) + part(prefill.attend, is_prefill)
+        split = trees + part(self._attend, ~is_prefill) + part(prefill.attend, is_prefill)
         longest = None if prefill.has_windows_and_caps else int(lens[is_prefill].max(initial=0))
         return CpuPlan(unsplit, split, longest)
 
     def bind(self, batch: ForwardBatch, plan: object) -> Attend:
 
-        own = own_plan(batch, plan, CpuPlan)
+        own = own_plan(batch, plan, CpuPlan, tree_masks=True)
 
         def attend(layer: LayerSpec, inputs: AttentionInputs) -> Tensor:
             kv = self._pools.layers[layer.index]
@@ -115,6 +119,7 @@ KIND = AttentionKind(
     Capabilities(
         devices=frozenset({"cpu"}),
         dtypes=frozenset({torch.float32, torch.bfloat16}),
+        tree_masks=True,
         deterministic=True,
     ),
     _build,

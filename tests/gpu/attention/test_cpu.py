@@ -52,6 +52,16 @@ def test_every_kind_of_layer_equals_the_reference(
         assert_parity("paged-cpu", Layout(spec, dtype=dtype), shape)
 
 
+@pytest.mark.parametrize("shape", ["verify windows", "chunk", "mixed", LONG])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (1, None), (5, 2.0)])
+def test_draft_trees_equal_the_reference(
+    shape: str, window: int | None, softcap: float | None
+) -> None:
+    for page_size in (1, 16):
+        layout = Layout(layer(window=window, softcap=softcap), page_size, torch.float32)
+        assert_parity("paged-cpu", layout, shape, has_trees=True)
+
+
 @pytest.mark.parametrize("page_size", [1, 16, 24])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rows_with_many_queries_may_use_another_kernel(shape: str, page_size: int) -> None:

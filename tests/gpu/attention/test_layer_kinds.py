@@ -231,7 +231,7 @@ def test_a_tree_mask_stays_with_its_rows_when_a_batch_is_padded_or_split() -> No
     assert rest.rope_positions.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("name", ["paged-cpu"])
+@pytest.mark.parametrize("name", ["triton"])
 def test_a_backend_without_tree_masks_refuses_them(name: str) -> None:
     pools = pools_of(layer(), dtype=torch.float32)
     site = AttentionSite(pools, group_layers((layer(),)), torch.float32, CpuDevice())
