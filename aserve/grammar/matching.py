@@ -94,29 +94,32 @@ class SequenceMatcher:
             mask = self._next_mask(self._matcher, ask.position)
         except ClientError as error:
             return MaskReady(ask.request_id, ask.child, ask.position, b"", error.info())
-        masks = b"".join((mask.tobytes(), self._draft_masks(self._matcher, ask)))
+        masks = b"".join((mask.tobytes(), self._draft_masks(self._matcher, ask, mask)))
         return MaskReady(ask.request_id, ask.child, ask.position, masks)
 
-    def _draft_masks(self, matcher: GrammarMatcher, ask: BuildMask) -> bytes:
+    def _draft_masks(self, matcher: GrammarMatcher, ask: BuildMask, root: ArrayI32) -> bytes:
         """Returns the masks after each draft, int32 [drafts, words]. After a draft that the grammar
         does not allow, that ends the output, or that nothing can follow, the mask is empty: such a
         draft is emitted at most as the last token of its step.
         """
         tokens, parents = array_i32(ask.drafts).tolist(), array_i32(ask.parents).tolist()
-        masks = np.zeros((len(tokens), len(self._rules.every_id)), np.int32)
-        children: list[list[int]] = [[] for _ in range(len(tokens) + 1)]
+        masks = np.zeros((1 + len(tokens), len(root)), np.int32)
+        masks[0] = root
+        children: list[list[int]] = [[] for _ in masks]
         for node, parent in enumerate(parents or range(len(tokens)), start=1):
             children[parent].append(node)
 
         def fill_below(parent: int, position: int) -> None:
             for node in children[parent]:
-                if not matcher.is_terminated() and matcher.accept_token(tokens[node - 1]):
-                    masks[node - 1] = self._allowed(matcher, position)
+                token = tokens[node - 1]
+                if masks[parent, token // MASK_BITS] >> (token % MASK_BITS) & 1:
+                    matcher.accept_token(token)
+                    masks[node] = self._allowed(matcher, position)
                     fill_below(node, position + 1)
                     matcher.rollback(1)
 
         fill_below(0, ask.position + 1)
-        return masks.tobytes()
+        return masks[1:].tobytes()
 
     def _accept(self, matcher: GrammarMatcher, new_ids: ArrayI32) -> None:
         for token_id in new_ids.tolist():
