@@ -55,6 +55,7 @@ class DraftTree(Record, frozen=True):
 
     parents: tuple[int, ...] = ()
     max_depth: int = 0  # of a dynamic tree
+    max_nodes: int | None = None  # more drafts than these are a chain, in a row with a prediction
 
     @property
     def is_dynamic(self) -> bool:
@@ -62,6 +63,8 @@ class DraftTree(Record, frozen=True):
 
     def depth(self, num_drafts: int) -> int:
         """Returns the most drafts that a path through the first `num_drafts` can have."""
+        if self.max_nodes is not None and num_drafts > self.max_nodes:
+            return num_drafts
         if self.is_dynamic:
             return min(self.max_depth, num_drafts)
         depths = [0]

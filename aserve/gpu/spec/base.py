@@ -38,6 +38,7 @@ class DraftRows:
     num_drafts: int  # of the row that gets the most
     max_len: int  # an upper bound of lens, plus num_drafts + 1
     needs_noise: bool  # some row of the step is sampled with a temperature
+    counts: Tensor | None = None  # drafts of each row, in decode modes of trees
 
     def tokens_at(self, offset: int, input_ids: Tensor) -> DeviceBatch:
         """Returns a forward of one token per row, at position `lens + offset`."""

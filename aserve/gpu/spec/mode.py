@@ -134,6 +134,7 @@ class Speculative:
                 num_drafts=num_drafts,
                 max_len=int(plan.len_bounds.max(initial=0)),
                 needs_noise=any(part.needs_noise for part in plan.logits.slices),
+                counts=arrays.ints("num_drafts").index_select(0, drafting),
             ),
         )
         relay.write(DRAFTS, rows, _widened(drafts.tokens, self._drafter.max_drafts))
@@ -214,7 +215,7 @@ class Speculative:
     def _accept(self, windows: Windows) -> Accepted:
         if windows.parents is None or self._trees is None:
             return accept_chain(windows)
-        return accept_tree(windows, self._trees.max_depth)
+        return accept_tree(windows, self._trees.depth(windows.width - 1))
 
 
 def _lens_after(step: DeviceStep, windows: Windows, accepted: Accepted) -> Tensor:

@@ -47,17 +47,19 @@ WINDOW = MatchWindow(shortest=1, longest=16)
 
 
 def verifying(drafter: Drafter, match: SuffixMatch, fuse: FuseDrafter | None) -> DecodeMode:
-    """Returns the decode mode that verifies a drafter's drafts, and predictions beside chains."""
-    if drafter.tree is not None:
+    """Returns the decode mode that verifies a drafter's drafts, and predictions beside them. Static
+    trees have no room for a prediction."""
+    if drafter.tree is not None and not drafter.tree.is_dynamic:
         return Speculative(drafter, fuse)
     return Predicted(drafter, match, fuse)
 
 
 class Predicting:
     """A drafter that drafts for rows with a prediction, and leaves the others to `drafter`, which
-    makes chains, or without one has no drafts for them.
+    makes chains or dynamic trees, or without one has no drafts for them.
 
     It makes more drafts than `drafter` does, so that the number says which of both a step needs.
+    Beside trees, a row whose number of drafts is that of a prediction has a chain.
     """
 
     __slots__ = (
@@ -76,6 +78,8 @@ class Predicting:
             self.max_drafts = max(NUM_PREDICTED, drafter.max_drafts + 1)
             self.wants, self.fields = drafter.wants, drafter.fields
             self.key_lookahead, self.num_forwards = drafter.key_lookahead, drafter.num_forwards
+            if drafter.tree is not None:
+                self.tree = msgspec.structs.replace(drafter.tree, max_nodes=drafter.max_drafts)
 
     def draft(self, runner: StepRunner, rows: DraftRows) -> Drafts:
         drafter = self._drafter
@@ -84,10 +88,17 @@ class Predicting:
         if rows.num_drafts <= drafter.max_drafts:
             return drafter.draft(runner, rows)
         fewer = dataclasses.replace(rows, num_drafts=drafter.max_drafts)
-        own = drafter.draft(runner, fewer).tokens
-        own = torch.nn.functional.pad(own, (0, rows.num_drafts - own.shape[1]))
+        own = drafter.draft(runner, fewer)
         has_text = runner.state.tables.texts.lens.index_select(0, rows.rows) > 0
-        return Drafts(torch.where(has_text[:, None], self.look_up(runner.state, rows), own))
+        if rows.counts is not None and own.parents is not None:
+            has_text &= rows.counts > drafter.max_drafts
+        tokens = _widened(own.tokens, rows.num_drafts)
+        tokens = torch.where(has_text[:, None], self.look_up(runner.state, rows), tokens)
+        if own.parents is None:
+            return Drafts(tokens)
+        chain = torch.arange(rows.num_drafts, device=tokens.device)
+        parents = _widened(own.parents, rows.num_drafts)
+        return Drafts(tokens, torch.where(has_text[:, None], chain, parents))
 
     def extend(
         self, runner: StepRunner, step: DeviceStep, verified: Verified
@@ -104,6 +115,10 @@ class Predicting:
             num_outputs=rows.lens + 1 - prompt_lens,
         )
         return self._match.text(histories_of(state, rows), texts, WINDOW, rows.num_drafts)
+
+
+def _widened(values: Tensor, width: int) -> Tensor:
+    return torch.nn.functional.pad(values, (0, width - values.shape[1]))
 
 
 class FusedPrediction:
@@ -138,7 +153,8 @@ class FusedPrediction:
 
 
 class Predicted:
-    """The decode mode of an engine without a drafter, or with one that makes chains.
+    """The decode mode of an engine without a drafter, or with one that makes chains or dynamic
+    trees.
 
     Without a drafter, a step that verifies nothing is a step of plain decoding. It publishes no
     lengths to the host, which knows them. Its graphs and its fused step are those of plain

@@ -50,11 +50,11 @@ class TreeOfStep:
 
 
 class DraftTrees:
-    __slots__ = ("_tree", "fields", "max_depth")
+    __slots__ = ("_tree", "depth", "fields")
 
     def __init__(self, tree: DraftTree, max_drafts: int) -> None:
         self._tree = tree
-        self.max_depth = tree.depth(max_drafts)
+        self.depth = tree.depth  # of a number of drafts
         self.fields: tuple[RelayField, ...] = ()
         if tree.is_dynamic:
             self.fields = (RelayField(PARENTS, (max_drafts,), torch.int64),)

@@ -7,14 +7,21 @@ from typing import Any
 
 import msgspec
 import pytest
+from torch import Tensor
 
 from aserve.gpu.spec.base import Drafter
 from aserve.gpu.spec.ngram import NgramDrafter
 from aserve.gpu.spec.prediction import NUM_PREDICTED, Predicted
 from aserve.messages.base import array_i32, pack_i32
 from aserve.messages.requests import AdmitRequest
-from aserve_kernels.suffix_match import TORCH_SUFFIX_MATCH, MatchWindow
-from tests.fakes.drafters import Stumbling
+from aserve_kernels.suffix_match import (
+    TORCH_SUFFIX_MATCH,
+    Histories,
+    MatchWindow,
+    SuffixMatch,
+    Texts,
+)
+from tests.fakes.drafters import Stumbling, StumblingTree
 from tests.fakes.hash_model import VOCAB, HashModel
 from tests.gpu.drive import Served, make_executor, request, serve
 from tests.gpu.plain_engine import plain_outputs, plain_tokens
@@ -56,6 +63,7 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "none": lambda: None,
     "lookup": lambda: NgramDrafter(3, MatchWindow(1, 4), TORCH_SUFFIX_MATCH),
     "target": lambda: Stumbling(4, every=3),
+    "tree": lambda: StumblingTree(is_dynamic=True),
 }
 
 
@@ -67,6 +75,8 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
         ("none", (3, 3), 4),
         ("lookup", (2, 2), 4),
         ("target", (3, 3), 1),
+        ("tree", (1, 1), 4),
+        ("tree", (3, 3), 1),
     ],
 )
 def test_tokens_are_those_of_plain_decoding(
@@ -75,6 +85,7 @@ def test_tokens_are_those_of_plain_decoding(
     settings = {"page_size": page_size, "num_pages": 200 // page_size + 8}
     served = run(ASKED_ALL, DRAFTERS[drafter](), depth=pace[0], lead=pace[1], **settings)
     assert served.outputs == plain_tokens(ASKED_ALL, HashModel())
+    assert not served.num_resyncs
 
 
 def test_predictions_survive_a_small_pool_and_chunks() -> None:
@@ -87,9 +98,11 @@ def test_predictions_survive_a_small_pool_and_chunks() -> None:
 def test_a_text_goes_on_behind_what_is_changed_in_it(
     edit: Callable[[list[int]], list[int]], most_windows: int
 ) -> None:
-    served = run([predicted(LONG, edit)], depth=1, lead=1)
+    for drafter, num_trees in ((None, 0), (StumblingTree(is_dynamic=True), 2)):
+        served = run([predicted(LONG, edit)], drafter, depth=1, lead=1)
+        # For 40 tokens; at the end there is room for a tree only.
+        assert len(served.batches) <= 1 + most_windows + num_trees
     assert NUM_PREDICTED == 24
-    assert len(served.batches) <= 1 + most_windows  # for 40 tokens
 
 
 def test_only_rows_with_a_prediction_have_windows_in_a_plain_engine() -> None:
@@ -112,3 +125,28 @@ def test_a_rows_next_request_does_not_see_the_prediction_of_the_last_one() -> No
     served = run([predicted(LONG, list), *ASKED], max_rows=1, depth=1, lead=1)
     assert served.outputs == plain_tokens([LONG, *ASKED], HashModel())
     assert all(batch.verify is None for batch in served.batches[-10:])
+
+
+def test_a_row_with_little_room_has_a_tree_beside_a_row_with_a_chain() -> None:
+    """It may not accept more than the depth of a tree, which the scheduler counts with."""
+    brief = request("brief", PROMPT[7:13], max_tokens=6)
+    asked = [predicted(LONG, list), predicted(brief, lambda text: [*text[:4], text[4] + 1])]
+    mode = Predicted(StumblingTree(is_dynamic=True), TORCH_SUFFIX_MATCH)
+    served = serve(make_executor(HashModel(), mode=mode, attention="torch-ref"), asked)
+    assert served.outputs == plain_tokens([LONG, brief], HashModel())
+    second, third = (batch.kv_lens for batch in served.batches[1:3])
+    assert array_i32(second).tolist() == [5, 6]  # both run at once
+    assert array_i32(third)[1] <= 6 + 1 + 2  # the root, and the depth of a tree
+
+
+def test_the_text_is_matched_from_the_first_output_on() -> None:
+    num_outputs: list[int] = []
+
+    def watched(histories: Histories, texts: Texts, window: MatchWindow, num: int) -> Tensor:
+        num_outputs.extend(texts.num_outputs.tolist())
+        return TORCH_SUFFIX_MATCH.text(histories, texts, window, num)
+
+    mode = Predicted(None, SuffixMatch(text=watched))
+    executor = make_executor(HashModel(), mode=mode, depth=1, lead=1, attention="torch-ref")
+    serve(executor, [predicted(LONG, list)])
+    assert num_outputs == [1, 1 + 25]
