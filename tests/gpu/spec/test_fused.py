@@ -4,7 +4,8 @@ published lengths (which the batches of later steps show), the relay, and the KV
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -13,11 +14,14 @@ import pytest
 import torch
 
 from aserve.gpu.build import BuildOptions, build_executor
+from aserve.gpu.decode.base import OnPublish
 from aserve.gpu.executor import TorchExecutor
 from aserve.gpu.kv.pools import KvPools
 from aserve.gpu.spec.fused import FusedSpeculation
 from aserve.gpu.spec.request import SpecOptions
 from aserve.gpu.step.future_map import LAST_TOKEN, SEQ_LEN
+from aserve.gpu.step.plan import StepPlan
+from aserve.gpu.step.results import Packed
 from aserve.messages.base import array_i32, pack_i32
 from aserve.messages.requests import AdmitRequest
 from aserve.tiny import DRAFTERS_DIR, MODEL_DIR
@@ -83,7 +87,7 @@ def test_fused_steps_equal_those_of_single_operators(
     algorithm: str | None, pace: tuple[int, int], page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = plain_outputs()
-    step = Mock(side_effect=FusedSpeculation.step)
+    step = Mock(side_effect=partial(step_with_checked_lens, FusedSpeculation.step))
     monkeypatch.setattr(FusedSpeculation, "step", lambda *given: step(*given))
     settings: dict[str, Any] = {"depth": pace[0], "lead": pace[1], "page_size": page_size}
     fused, executor = run(algorithm, **settings)
@@ -96,6 +100,19 @@ def test_fused_steps_equal_those_of_single_operators(
     num_accepted = sum(map(len, fused.outputs.values())) - num_draws
     assert 0 < num_accepted < sum(d.sum() for d in drafts)
     assert_same_state(executor, other)
+
+
+def step_with_checked_lens(
+    step: Callable[..., Packed], self: FusedSpeculation, plan: StepPlan, publish: OnPublish
+) -> Packed:
+    """The host is told the lengths that later steps find in the relay."""
+
+    def check(lens: torch.Tensor) -> None:
+        relay = self._target._state.relay  # type: ignore[attr-defined]  # of the CPU's
+        assert lens.tolist() == relay.table(SEQ_LEN).numpy()[plan.rows].tolist()
+        publish(lens)
+
+    return step(self, plan, check)
 
 
 def assert_same_state(one: TorchExecutor, two: TorchExecutor) -> None:
