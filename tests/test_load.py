@@ -15,11 +15,12 @@ from aserve.config import Facts, Raw, Resolved, resolve
 from aserve.engine import Engine
 from aserve.errors import ConfigError
 from aserve.gpu.build import BuildOptions
+from aserve.gpu.spec.request import SpecOptions
 from aserve.load import build_options, load, load_executor, vocabulary_of
 from aserve.messages.base import pack_i32
 from aserve.messages.requests import AdmitRequest, SamplingParams
 from aserve.text.tokenizer import TextTokenizer
-from aserve.tiny import MODEL_DIR
+from aserve.tiny import DRAFTERS_DIR, MODEL_DIR
 from tests.fakes.executor import SPEC, FakeExecutor
 from tests.fakes.toy_device import expected_outputs
 
@@ -58,11 +59,11 @@ BUILT = BuildOptions(
 )
 
 
-def built(words: Sequence[str]) -> BuildOptions:
+def built(words: Sequence[str], model_dir: Path = Path("of-no-model")) -> BuildOptions:
     given = vars(make_parser().parse_args(["serve", *words]))
     del given["command"]
     resolved = resolve(Raw(command_line=given), Facts(default_model=str(MODEL_DIR)))
-    return build_options(resolved, Path("of-no-model"))
+    return build_options(resolved, model_dir)
 
 
 def test_every_option_of_an_engine_gets_there() -> None:
@@ -72,6 +73,13 @@ def test_every_option_of_an_engine_gets_there() -> None:
 def test_eager_captures_nothing() -> None:
     for word in ("--eager", "--enforce-eager"):
         assert built([word, "--cuda-graph-max-bs", "48"]).graph_rows == 0
+
+
+def test_the_bundled_model_comes_with_drafters_and_another_model_does_not() -> None:
+    words = ("--speculative-algorithm", "STANDALONE", "--speculative-eagle-topk", "2")
+    for model_dir, drafters in ((MODEL_DIR, DRAFTERS_DIR), (Path("of-no-model"), None)):
+        options = built(words, model_dir).speculative
+        assert options == SpecOptions("STANDALONE", bundled_drafters=drafters, topk=2)
 
 
 async def test_a_device_may_have_an_executor_that_is_not_torchs() -> None:

@@ -24,13 +24,17 @@ from aserve.gpu.models.load import make_loader
 from aserve.gpu.spec import eagle, eagle3
 from aserve.gpu.spec.base import HiddenWants
 from aserve.gpu.spec.eagle3 import Eagle3Model
+from aserve.gpu.spec.mode import Speculative
+from aserve.gpu.spec.recurrent import RecurrentChain
 from aserve.gpu.spec.recurrent_model import RecurrentModel
+from aserve.gpu.spec.recurrent_tree import RecurrentTree
 from aserve.gpu.spec.request import DraftRequest, SpecOptions
+from aserve.gpu.spec.tree_growth import TreeSize
 from aserve.messages.base import array_i32
 from aserve.messages.requests import AdmitRequest
 from aserve.tiny import DRAFTERS_DIR, MODEL_DIR
 from tests.fakes.hidden_draft import pool_kv, scratch_kv, text_of
-from tests.gpu.drive import Served, request, serve
+from tests.gpu.drive import Served, make_executor, request, serve
 from tests.gpu.plain_engine import plain_tokens
 from tests.gpu.spec.draft_files import CONFIG, Shapes, layer_shapes, write_draft
 from tests.parity.dense_attend import DenseAttend
@@ -39,6 +43,7 @@ from tools.train_tiny.network import Shape, rotate, rotations
 EXPECTED = json.loads((DRAFTERS_DIR / "expected_acceptance.json").read_bytes())
 PROMPTS: list[list[int]] = EXPECTED["prompts"]
 BUNDLED = {"EAGLE": "eagle", "EAGLE3": "eagle3"}
+PLAN = LoadPlan(torch.float64)
 TREE = {"topk": 3, "num_steps": 3, "num_draft_tokens": 10}
 
 ASKED = [
@@ -156,9 +161,8 @@ HEAD_CONFIG = {
 
 
 def load(directory: Path, *, algorithm: Any = eagle3) -> RecurrentModel:
-    plan = LoadPlan(torch.float64)
     options = SpecOptions("EAGLE3", draft_model_dir=directory)
-    model: RecurrentModel = algorithm.load(DraftRequest(options, target(), plan)).model
+    model: RecurrentModel = algorithm.load(DraftRequest(options, target(), PLAN)).model
     return model
 
 
@@ -341,3 +345,36 @@ def test_eagle_1_takes_biases_as_its_checkpoint_has_them(tmp_path: Path, has_bia
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "hidden_size": 64}))
     with pytest.raises(ConfigError, match="hidden_size is 64, but"):
         load(tmp_path, algorithm=eagle)
+
+
+class Recorded:
+    """A draft model that keeps what it returned for the last token of each forward."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.last: list[Tensor] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def forward(self, *args: Any, **named: Any) -> Tensor:
+        hidden: Tensor = self.model.forward(*args, **named)
+        self.last.append(hidden[-1].clone())
+        return hidden
+
+
+def test_a_tree_of_one_branch_computes_what_a_chain_computes() -> None:
+    """Tokens, positions, masks and hidden states: the model returns the same in every forward."""
+
+    def run(*, is_tree: bool) -> tuple[Served, list[Tensor]]:
+        loaded = eagle3.load(DraftRequest(spec("EAGLE3", num_steps=3), target(), PLAN))
+        model, chain = Recorded(loaded.model), loaded.drafter
+        assert isinstance(chain, RecurrentChain)
+        drafter = RecurrentTree(chain, TreeSize(3, 1, 3)) if is_tree else chain
+        mode = Speculative(drafter)
+        executor = make_executor(target(), mode=mode, drafter=model, depth=1, lead=1)
+        return serve(executor, ASKED[:1]), model.last
+
+    (chained, expected), (grown, got) = run(is_tree=False), run(is_tree=True)
+    assert grown.outputs == chained.outputs
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-9)
