@@ -28,6 +28,7 @@ from aserve.gpu.spec.drafting import set_drawn
 from aserve.gpu.step.forward_batch import DeviceBatch, ForwardBatch
 from aserve.gpu.step.future_map import FutureMap, RelayField
 from aserve.gpu.step.resolve import DeviceStep
+from aserve.messages.base import ArrayI32, array_i32
 
 HIDDEN = "front_hidden"  # [front rows, hidden], the target's hidden states before the row's length
 SPAN = "front_span"  # [2], the positions from which and up to which this request computed them
@@ -73,9 +74,9 @@ class FrontRows:
             0, own.cu_query_lens[1:] - 1 + shift, relay.resolve(step.arrays.ints("next_ids"))
         )
         set_drawn(next_ids, starts, verified)
-        ends = made.cu_query_lens[:-1] + verified.step_lens - made.kv_lens
-        self._keep(relay, own.rows, hidden, ends)
-        relay.write(SPAN, own.rows, torch.stack((known_from, verified.step_lens), dim=1))
+        lens = _final_lens(step, verified)
+        self._keep(relay, own.rows, hidden, made.cu_query_lens[:-1] + lens - made.kv_lens)
+        relay.write(SPAN, own.rows, torch.stack((known_from, lens), dim=1))
         first, end = (each.index_select(0, made.token_to_row) for each in (known_from, own.lens))
         is_written = (made.cache_positions >= first) & (made.cache_positions < end)
         slots = tuple(each.where(is_written, 0) for each in made.slots)
@@ -137,8 +138,32 @@ class FrontRows:
         relay.write(HIDDEN, rows, kept.unflatten(0, places.shape))
 
 
+def _final_lens(step: DeviceStep, verified: Verified) -> Tensor:
+    """int64 [rows], the KV lengths from which each row's next extend starts. That of a held row
+    starts at the root of its window, as soon as the row is sampled."""
+    plan = step.plan
+    if not len(plan.held_rows):
+        return verified.step_lens
+    held = _by_row(plan.held_rows, plan.held_windows)
+    windows = np.array([held.get(int(row), 0) for row in plan.rows], np.int64)
+    return verified.step_lens - torch.from_numpy(windows).to(verified.step_lens.device)
+
+
 def _forget_new_rows(step: DeviceStep, relay: FutureMap) -> None:
-    """NOTE: a step with new rows is never captured."""
-    if inits := step.plan.batch.row_inits:
-        rows = torch.tensor([init.row for init in inits], device=step.batch.rows.device)
-        relay.write(SPAN, rows, torch.zeros((len(rows), 2), dtype=torch.int64, device=rows.device))
+    """The first extend of a new row finds what the row's former request left. When a held row is
+    sampled, its step is extended again, over its window alone: then it is new no longer.
+
+    NOTE: a step with new rows is never captured.
+    """
+    plan, batch = step.plan, step.plan.batch
+    if not batch.row_inits:
+        return
+    query_lens = _by_row(plan.rows, plan.query_lens)
+    whole = _by_row(array_i32(batch.rows), array_i32(batch.query_lens))
+    new = [init.row for init in batch.row_inits if query_lens.get(init.row, 0) == whole[init.row]]
+    rows = torch.tensor(new, dtype=torch.int64, device=step.batch.rows.device)
+    relay.write(SPAN, rows, torch.zeros((len(new), 2), dtype=torch.int64, device=rows.device))
+
+
+def _by_row(rows: ArrayI32, values: ArrayI32) -> dict[int, int]:
+    return dict(zip(map(int, rows), map(int, values), strict=True))

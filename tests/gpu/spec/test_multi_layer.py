@@ -14,6 +14,7 @@ from aserve.gpu.spec.mode import Speculative
 from aserve.gpu.spec.multi_layer import MultiLayer
 from tests.fakes.hash_model import VOCAB, HashModel
 from tests.fakes.hidden_draft import HiddenModules, pool_kv, scratch_run, target_hidden, text_of
+from tests.fakes.toy_device import TOY
 from tests.gpu.drive import make_executor, request, serve
 from tests.gpu.plain_engine import plain_tokens
 
@@ -23,11 +24,12 @@ ASKED = [
     request("warm", PROMPT, max_tokens=17, temperature=1.0, seed=5),
     request("short", PROMPT[3:6], max_tokens=20, temperature=0.8, seed=6),
     request("one token", PROMPT[:1], max_tokens=9),
+    request("grammar", PROMPT[2:8], max_tokens=12, grammar=TOY),
     request("cached", [*PROMPT[:9], 3, 2], max_tokens=9),
 ]
 OPTIONS: list[dict[str, Any]] = [
     {"depth": 1, "lead": 1, "page_size": 1, "num_pages": 200},
-    {"depth": 2, "lead": 2},
+    {"depth": 2, "lead": 2, "max_rows": 6},
     {"depth": 3, "lead": 3, "page_size": 16, "max_batched_tokens": 5},  # chunks
 ]
 
@@ -43,6 +45,7 @@ def test_the_kv_of_every_module_equals_a_prefill_from_scratch(options: dict[str,
     texts = [text_of(asked, served) for asked in ASKED]
     kept = [(text, kv) for text in texts if (kv := pool_kv(executor, text)) is not None]
     assert kept  # the rows of the others were given away
+    assert any(text[:6] == PROMPT[2:8] for text, _ in kept)
     for text, found in kept:
         hidden = target_hidden(target, text)
         for depth, module in enumerate(model.modules, start=1):
